@@ -1,0 +1,166 @@
+//! DeepSpeed's ids: what its op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion` call.
+
+use super::guard::guard;
+use super::record;
+use super::status::spw_status;
+use super::tensor::{self, spw_tensor};
+use crate::error::{Error, Result};
+use crate::optim::adagrad::{self, AdagradOptions};
+use crate::optim::deepspeed::{ADAGRAD, ADAM, AdamCall, AdamState, LION};
+use crate::optim::lion::{self, LionOptions};
+use crate::optim::{adam, spread::Job};
+
+/// DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_adam_create(id: i32, beta1: f32, beta2: f32, adamw_mode: u32) -> spw_status {
+    guard(|| {
+        let decoupled = record::flag("adamw_mode", adamw_mode)?;
+        ADAM.create(id, AdamState::new(decoupled, beta1, beta2));
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `adam_update` of one tensor. The powers of beta are kept per id in f32, as DeepSpeed keeps them: step
+/// t + 1 after step t multiplies them, step t again (the next parameter) keeps them, any other step or a changed beta
+/// computes them anew. The results are the bits of DeepSpeed's AVX-512 build.
+///
+/// # Safety
+/// As `spw_adam_step`, for one tensor.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "C" fn spw_ds_adam_update(
+    id: i32,
+    step: u64,
+    lr: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    weight_decay: f32,
+    bias_correction: u32,
+    tensor: *const spw_tensor,
+) -> spw_status {
+    guard(|| {
+        let bias_correction = record::flag("bias_correction", bias_correction)?;
+        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
+        ADAM.get(id)?;
+        // SAFETY: the caller's promise is the callee's.
+        let mut jobs = unsafe { jobs(tensor) }?;
+        for job in &jobs {
+            job.tensor.require(true, true)?;
+        }
+        let rule = ADAM.begin(id, &call)?;
+        let mut jobs: Vec<_> = jobs.drain(..).map(|job| Job { stepper: rule, tensor: job.tensor }).collect();
+        adam::step(&mut jobs, false).map(drop)
+    })
+}
+
+/// DeepSpeed's `destroy_adam`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_adam_destroy(id: i32) -> spw_status {
+    guard(|| ADAM.destroy(id))
+}
+
+/// DeepSpeed's `create_adagrad`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_adagrad_create(id: i32) -> spw_status {
+    guard(|| {
+        ADAGRAD.create(id, ());
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`: DeepSpeed's own leaves weight
+/// decay out of the numerator.
+///
+/// # Safety
+/// As `spw_adam_step`, for one tensor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_ds_adagrad_update(
+    id: i32,
+    step: u64,
+    lr: f32,
+    eps: f32,
+    weight_decay: f32,
+    tensor: *const spw_tensor,
+) -> spw_status {
+    guard(|| {
+        ADAGRAD.get(id)?;
+        let options = AdagradOptions {
+            step,
+            lr: lr.into(),
+            eps: eps.into(),
+            weight_decay: weight_decay.into(),
+            ..Default::default()
+        };
+        let rule = options.rule()?;
+        // SAFETY: the caller's promise is the callee's.
+        let jobs = unsafe { jobs(tensor) }?;
+        let mut jobs: Vec<_> =
+            jobs.into_iter().map(|job| Job { stepper: rule, tensor: job.tensor }).collect();
+        adagrad::step(&mut jobs, false).map(drop)
+    })
+}
+
+/// DeepSpeed's `destroy_adagrad`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_adagrad_destroy(id: i32) -> spw_status {
+    guard(|| ADAGRAD.destroy(id))
+}
+
+/// DeepSpeed's `create_lion`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_lion_create(id: i32) -> spw_status {
+    guard(|| {
+        LION.create(id, ());
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`: DeepSpeed's own does not train on
+/// processors with AVX. DeepSpeed counts steps; Lion does not need them, but step 0 is refused as a caller's mistake.
+///
+/// # Safety
+/// As `spw_adam_step`, for one tensor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_ds_lion_update(
+    id: i32,
+    step: u64,
+    lr: f32,
+    beta1: f32,
+    beta2: f32,
+    weight_decay: f32,
+    tensor: *const spw_tensor,
+) -> spw_status {
+    guard(|| {
+        LION.get(id)?;
+        if step == 0 {
+            return Err(Error::invalid("step", "is 0; steps are counted from 1"));
+        }
+        let options = LionOptions {
+            lr: lr.into(),
+            beta1: beta1.into(),
+            beta2: beta2.into(),
+            weight_decay: weight_decay.into(),
+            ..Default::default()
+        };
+        let rule = options.rule()?;
+        // SAFETY: the caller's promise is the callee's.
+        let jobs = unsafe { jobs(tensor) }?;
+        let mut jobs: Vec<_> =
+            jobs.into_iter().map(|job| Job { stepper: rule, tensor: job.tensor }).collect();
+        lion::step(&mut jobs, false).map(drop)
+    })
+}
+
+/// DeepSpeed's `destroy_lion`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
+    guard(|| LION.destroy(id))
+}
+
+unsafe fn jobs<'a>(tensor: *const spw_tensor) -> Result<Vec<Job<'a, ()>>> {
+    // SAFETY: the caller's promise is the callee's.
+    unsafe {
+        tensor::jobs(tensor, 1, &(), |_| Err(Error::invalid("options", "is not NULL; the id has its own")))
+    }
+}

@@ -1,0 +1,61 @@
+//! What surrounds the body of every exported function.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::status::{self, spw_status};
+use crate::error::Result;
+
+thread_local! {
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs the body of an exported function: an error or a panic becomes a status and this thread's message.
+pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
+    silence_panics();
+    let outer = INSIDE.replace(true);
+    let outcome = catch_unwind(AssertUnwindSafe(body));
+    INSIDE.set(outer);
+    match outcome {
+        Ok(Ok(())) => spw_status::SPW_OK,
+        Ok(Err(error)) => status::record(status::of(&error), &error.to_string()),
+        Err(payload) => {
+            let words = payload.downcast_ref::<&str>().copied();
+            let words = words
+                .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+                .unwrap_or("no message");
+            status::record(spw_status::SPW_ERR_INTERNAL, &format!("a bug inside spillway: {words}"))
+        }
+    }
+}
+
+/// Keeps Rust's panic message off stderr for panics that [`guard`] reports, on this thread and on the workers.
+fn silence_panics() {
+    static DONE: AtomicBool = AtomicBool::new(false);
+    if DONE.swap(true, Ordering::Relaxed) {
+        return;
+    }
+    let previous = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let worker = std::thread::current().name().is_some_and(|name| name.starts_with("spillway-"));
+        if !worker && !INSIDE.get() {
+            previous(info);
+        }
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::threads;
+
+    #[test]
+    fn a_panic_on_the_callers_thread_or_a_worker_becomes_a_status() {
+        assert_eq!(guard(|| panic!("on the caller")), spw_status::SPW_ERR_INTERNAL);
+        assert!(status::last_message().contains("on the caller"));
+        assert_eq!(guard(|| threads::run(|| panic!("on a worker"))), spw_status::SPW_ERR_INTERNAL);
+        assert!(status::last_message().contains("on a worker"));
+        assert_eq!(guard(|| Ok(())), spw_status::SPW_OK);
+    }
+}

@@ -1,0 +1,181 @@
+//! The library as a whole: version, kernel, log, counters.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{CString, c_char, c_void};
+
+use super::guard::guard;
+use super::record::{self, Record};
+use super::status::spw_status;
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+use crate::log::{self, Level};
+use crate::stats;
+
+/// Number of the binary interface; the SONAME carries it. Functions and fields are only added within one number.
+pub const SPW_ABI_VERSION: u32 = 1;
+
+/// `SPW_ABI_VERSION` of the loaded library. Compare it with the macro before any other call.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_abi_version() -> u32 {
+    SPW_ABI_VERSION
+}
+
+/// The release, as "0.1.0". A constant.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_version() -> *const c_char {
+    const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+    VERSION.as_ptr().cast()
+}
+
+/// Name of the kernel that steps run on: "avx512", "avx2" or "scalar". The environment variable `SPILLWAY_KERNEL`
+/// forces one; naming one that this processor lacks is SPW_ERR_UNSUPPORTED here and in every step. A constant.
+///
+/// # Safety
+/// `name_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_kernel_name(name_out: *mut *const c_char) -> spw_status {
+    guard(|| {
+        let name = match Kernel::current()?.name() {
+            "avx512" => c"avx512",
+            "avx2" => c"avx2",
+            _ => c"scalar",
+        };
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { out(name_out, "name_out")?.write(name.as_ptr()) };
+        Ok(())
+    })
+}
+
+/// How much a message matters. A level includes those before it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_log_level {
+    /// Nothing.
+    SPW_LOG_OFF = 0,
+    /// A call failed in a way that the caller may not see.
+    SPW_LOG_ERROR = 1,
+    /// Something works worse than it could; says what to change.
+    SPW_LOG_WARN = 2,
+    /// A choice made once, and why.
+    SPW_LOG_INFO = 3,
+    /// Detail for a bug report.
+    SPW_LOG_DEBUG = 4,
+}
+
+/// Receives messages, from any thread, several at a time. `message` is good during the call.
+pub type spw_log_fn = Option<unsafe extern "C" fn(user: *mut c_void, level: i32, message: *const c_char)>;
+
+/// Sends messages up to `level` (an `spw_log_level`) to `log`, with `user` handed through. `log` NULL returns to the
+/// default: stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else silence.
+/// A message under way may still reach the previous function shortly after this returns.
+///
+/// # Safety
+/// `log` may be called with `user` until it is replaced.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_set_log(log: spw_log_fn, user: *mut c_void, level: i32) -> spw_status {
+    guard(|| {
+        let limit = match level {
+            0 => None,
+            known => Some(
+                Level::from_number(known)
+                    .ok_or_else(|| Error::invalid("level", format!("{level} is not an spw_log_level")))?,
+            ),
+        };
+        let user = User(user);
+        match (log, limit) {
+            (None, _) => log::set_sink(None),
+            (Some(_), None) => log::set_sink(Some((Level::Error, Box::new(|_, _| {})))),
+            (Some(log), Some(limit)) => log::set_sink(Some((
+                limit,
+                Box::new(move |level, message| {
+                    let text = CString::new(message.replace('\0', " ")).unwrap_or_default();
+                    // SAFETY: the caller of spw_set_log allowed calls with `user` from any thread.
+                    unsafe { log(user.get(), level as i32, text.as_ptr()) }
+                }),
+            ))),
+        }
+        Ok(())
+    })
+}
+
+#[derive(Clone, Copy)]
+struct User(*mut c_void);
+
+impl User {
+    fn get(self) -> *mut c_void {
+        self.0
+    }
+}
+
+// SAFETY: the pointer is only handed back to the function that came with it, whose author allowed any thread.
+unsafe impl Send for User {}
+// SAFETY: as above.
+unsafe impl Sync for User {}
+
+/// Work done by this process since the library was loaded.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_stats {
+    /// `sizeof(spw_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Successful Adam and AdamW calls.
+    pub adam_calls: u64,
+    /// Elements they stepped.
+    pub adam_elements: u64,
+    /// Successful Adagrad calls.
+    pub adagrad_calls: u64,
+    /// Elements they stepped.
+    pub adagrad_elements: u64,
+    /// Successful Lion calls.
+    pub lion_calls: u64,
+    /// Elements they stepped.
+    pub lion_elements: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_stats {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_stats";
+}
+
+/// Reads the counters. Set `stats->struct_size` first.
+///
+/// # Safety
+/// `stats` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_stats_get(stats: *mut spw_stats) -> spw_status {
+    guard(|| {
+        let (adam_calls, adam_elements) = stats::ADAM.get();
+        let (adagrad_calls, adagrad_elements) = stats::ADAGRAD.get();
+        let (lion_calls, lion_elements) = stats::LION.get();
+        let values = spw_stats {
+            struct_size: 0,
+            reserved: 0,
+            adam_calls,
+            adam_elements,
+            adagrad_calls,
+            adagrad_elements,
+            lion_calls,
+            lion_elements,
+        };
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { record::write(&values, stats, "stats") }
+    })
+}
+
+/// An output pointer, or which one is NULL.
+pub(super) fn out<T>(pointer: *mut T, argument: &'static str) -> Result<*mut T> {
+    match pointer.is_null() {
+        true => Err(Error::invalid(argument, "is NULL")),
+        false => Ok(pointer),
+    }
+}
+
+/// Panics inside the guard, so that a C test can see what a caller gets.
+#[cfg(feature = "probe")]
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_probe_panic() -> spw_status {
+    guard(|| panic!("probe"))
+}

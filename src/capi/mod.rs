@@ -1,0 +1,25 @@
+//! The C face: each function converts its arguments, calls one function of a layer above, and converts back.
+//!
+//! The order of these modules is the order of `include/spillway.h`, which is generated from them; run
+//! `SPILLWAY_BLESS=1 cargo test --test header` after a change.
+
+mod guard;
+mod record;
+
+pub mod status;
+
+pub mod library;
+
+pub mod threads;
+
+pub mod tensor;
+
+pub mod adam;
+
+pub mod adagrad;
+
+pub mod lion;
+
+pub mod grad;
+
+pub mod deepspeed;

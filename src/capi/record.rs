@@ -1,0 +1,151 @@
+//! Structs that C passes by pointer and that may grow: they begin with `struct_size`.
+//!
+//! A caller compiled against an older header passes a shorter struct: the fields it does not know are zero. A caller
+//! compiled against a newer one passes a longer struct: refused if it set anything that this library does not know.
+
+use crate::error::{Error, Result};
+
+/// A larger size than this is an uninitialised field, not a struct.
+const SIZE_LIMIT: usize = 4096;
+
+/// A `#[repr(C)]` struct whose first field is `struct_size: u32`.
+///
+/// # Safety
+/// All bytes zero, and any bytes a C caller can write, are valid values; there is no padding.
+pub unsafe trait Record: Copy {
+    /// Size in the first release that had the struct: fewer bytes are refused.
+    const FIRST_SIZE: usize;
+    /// The struct's name in C.
+    const NAME: &'static str;
+}
+
+/// Copies a struct in.
+///
+/// # Safety
+/// `from` is NULL or points to `struct_size` readable bytes.
+pub unsafe fn read<T: Record>(from: *const T, argument: &'static str) -> Result<T> {
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { read_optional(from, argument) }?.ok_or_else(|| Error::invalid(argument, "is NULL"))
+}
+
+/// Copies a struct in, `None` for NULL.
+///
+/// # Safety
+/// As [`read`].
+pub unsafe fn read_optional<T: Record>(from: *const T, argument: &'static str) -> Result<Option<T>> {
+    if from.is_null() {
+        return Ok(None);
+    }
+    let bytes = from.cast::<u8>();
+    // SAFETY: the caller's struct begins with struct_size and has that many readable bytes; a zeroed T is valid.
+    unsafe {
+        let size = checked_size::<T>(bytes, argument)?;
+        let known = size.min(size_of::<T>());
+        if (known..size).any(|at| bytes.add(at).read() != 0) {
+            let reason = format!("{} sets fields that version {} does not know", T::NAME, crate::VERSION);
+            return Err(Error::invalid(argument, reason));
+        }
+        let mut value = std::mem::zeroed::<T>();
+        std::ptr::copy_nonoverlapping(bytes, (&raw mut value).cast(), known);
+        Ok(Some(value))
+    }
+}
+
+/// Distance in bytes between the structs of an array, which is the `struct_size` of the first.
+///
+/// # Safety
+/// `first` points to a struct of this kind.
+pub unsafe fn stride<T: Record>(first: *const T, argument: &'static str) -> Result<usize> {
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { checked_size::<T>(first.cast(), argument) }
+}
+
+/// Copies a struct out: as many bytes as the caller's struct has, its `struct_size` unchanged.
+///
+/// # Safety
+/// `to` points to `struct_size` writable bytes.
+pub unsafe fn write<T: Record>(value: &T, to: *mut T, argument: &'static str) -> Result<()> {
+    if to.is_null() {
+        return Err(Error::invalid(argument, "is NULL"));
+    }
+    const SIZE_FIELD: usize = size_of::<u32>();
+    // SAFETY: the caller's struct begins with struct_size and has that many writable bytes.
+    unsafe {
+        let known = checked_size::<T>(to.cast(), argument)?.min(size_of::<T>());
+        let from = (&raw const *value).cast::<u8>();
+        std::ptr::copy_nonoverlapping(
+            from.add(SIZE_FIELD),
+            to.cast::<u8>().add(SIZE_FIELD),
+            known - SIZE_FIELD,
+        );
+    }
+    Ok(())
+}
+
+/// Refuses an output struct that could not be written, before any work is done. NULL is fine.
+///
+/// # Safety
+/// `to` is NULL or points to a struct of this kind.
+pub unsafe fn check_output<T: Record>(to: *const T, argument: &'static str) -> Result<()> {
+    if !to.is_null() {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { checked_size::<T>(to.cast(), argument) }?;
+    }
+    Ok(())
+}
+
+unsafe fn checked_size<T: Record>(bytes: *const u8, argument: &'static str) -> Result<usize> {
+    // SAFETY: the struct begins with a u32; the caller's pointer may have any alignment.
+    let size = unsafe { bytes.cast::<u32>().read_unaligned() } as usize;
+    match size {
+        _ if size < T::FIRST_SIZE => Err(Error::invalid(
+            argument,
+            format!("struct_size is {size}, {} has at least {} bytes", T::NAME, T::FIRST_SIZE),
+        )),
+        _ if size > SIZE_LIMIT => {
+            Err(Error::invalid(argument, format!("struct_size is {size}, over {SIZE_LIMIT}")))
+        }
+        _ => Ok(size),
+    }
+}
+
+/// Fills a caller's struct of `struct_size` bytes with `value`; what lies past it becomes zero.
+///
+/// # Safety
+/// `to` is NULL or points to `struct_size` writable bytes.
+pub unsafe fn init<T: Record>(
+    value: &T,
+    to: *mut T,
+    struct_size: usize,
+    argument: &'static str,
+) -> Result<()> {
+    if to.is_null() {
+        return Err(Error::invalid(argument, "is NULL"));
+    }
+    if !(T::FIRST_SIZE..=SIZE_LIMIT).contains(&struct_size) {
+        let reason = format!("is {struct_size}, {} has at least {} bytes", T::NAME, T::FIRST_SIZE);
+        return Err(Error::invalid("struct_size", reason));
+    }
+    // SAFETY: the caller's struct has struct_size bytes, which is at least its first size.
+    unsafe {
+        to.cast::<u8>().write_bytes(0, struct_size);
+        to.cast::<u32>().write_unaligned(struct_size as u32);
+        write(value, to, argument)
+    }
+}
+
+/// Refuses a reserved field that is set.
+pub fn zero(argument: &'static str, value: u32) -> Result<()> {
+    match value {
+        0 => Ok(()),
+        _ => Err(Error::invalid(argument, "is not 0")),
+    }
+}
+
+/// A field that is 0 or 1.
+pub fn flag(argument: &'static str, value: u32) -> Result<bool> {
+    match value {
+        0 | 1 => Ok(value == 1),
+        _ => Err(Error::invalid(argument, format!("{value} is neither 0 nor 1"))),
+    }
+}

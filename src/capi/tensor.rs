@@ -1,0 +1,306 @@
+//! Tensors as C passes them, and the checks that make them slices.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+
+use super::record::{self, Record};
+use crate::dtype::{Dtype, Floats, FloatsMut};
+use crate::error::{Error, Result};
+use crate::kernel::Tensor;
+use crate::optim::StepStats;
+use crate::optim::spread::Job;
+
+/// Element type of a span. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_dtype {
+    /// No span.
+    SPW_DTYPE_NONE = 0,
+    /// IEEE binary32.
+    SPW_DTYPE_F32 = 1,
+    /// IEEE binary16.
+    SPW_DTYPE_F16 = 2,
+    /// bfloat16: the upper half of binary32.
+    SPW_DTYPE_BF16 = 3,
+}
+
+/// Bytes of one element; 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
+    parse_dtype(dtype, "dtype").map_or(0, |dtype| dtype.size() as u64)
+}
+
+/// One tensor of a step: flat spans of `n` elements each, contiguous, aligned to their element, not overlapping.
+///
+/// | param | exp_avg, exp_avg_sq | grad | param_copy |
+/// |---|---|---|---|
+/// | f32 | f32 | f32, f16, bf16 | none, f16, bf16 |
+/// | f16 | f32, f16 | f16 | none |
+/// | bf16 | f32, bf16 | bf16 | none |
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tensor {
+    /// `sizeof(spw_tensor)`. Tensors of an array lie this far apart.
+    pub struct_size: u32,
+    /// `spw_dtype` of param.
+    pub param_dtype: u32,
+    /// `spw_dtype` of exp_avg and exp_avg_sq.
+    pub state_dtype: u32,
+    /// `spw_dtype` of grad.
+    pub grad_dtype: u32,
+    /// `spw_dtype` of param_copy, SPW_DTYPE_NONE if there is none.
+    pub copy_dtype: u32,
+    /// 0
+    pub reserved: u32,
+    /// Number of elements; 0 is allowed, and then nothing else of the tensor is looked at.
+    pub n: u64,
+    /// Parameter (the master weight if it is f32), updated in place.
+    pub param: *mut c_void,
+    /// Gradient, read only.
+    pub grad: *const c_void,
+    /// First moment, updated in place. NULL for Adagrad.
+    pub exp_avg: *mut c_void,
+    /// Second moment (Adagrad: the sum), updated in place. NULL for Lion.
+    pub exp_avg_sq: *mut c_void,
+    /// The updated parameter rounded to 16 bits, written in the same pass; or NULL.
+    pub param_copy: *mut c_void,
+    /// This tensor's own options (of the optimizer that is called), or NULL for those of the call.
+    pub options: *const c_void,
+}
+
+// SAFETY: integers and pointers without padding; a null pointer is valid.
+unsafe impl Record for spw_tensor {
+    const FIRST_SIZE: usize = 80;
+    const NAME: &'static str = "spw_tensor";
+}
+
+/// What one call saw of the scaled gradients of all its tensors.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_step_stats {
+    /// `sizeof(spw_step_stats)`
+    pub struct_size: u32,
+    /// 1 if any scaled gradient was Inf or NaN, else 0. The step was done all the same.
+    pub nonfinite: u32,
+    /// Sum of squares in f64, in a tree whose shape depends on the tensors alone: the same bits on every processor
+    /// and for every number of threads. Inf or NaN if `nonfinite`.
+    pub sum_squares: f64,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_step_stats {
+    const FIRST_SIZE: usize = 16;
+    const NAME: &'static str = "spw_step_stats";
+}
+
+pub(super) fn parse_dtype(dtype: u32, argument: &'static str) -> Result<Dtype> {
+    match dtype {
+        1 => Ok(Dtype::F32),
+        2 => Ok(Dtype::F16),
+        3 => Ok(Dtype::Bf16),
+        _ => Err(Error::invalid(argument, format!("{dtype} is not an spw_dtype"))),
+    }
+}
+
+/// Reads the tensors of a call; `stepper` makes coefficients from a tensor's own options.
+///
+/// # Safety
+/// `tensors` points to `count` tensors, whose spans nobody else uses during `'a`.
+pub(super) unsafe fn jobs<'a, S: Clone>(
+    tensors: *const spw_tensor,
+    count: usize,
+    stepper: &S,
+    own: impl Fn(*const c_void) -> Result<S>,
+) -> Result<Vec<Job<'a, S>>> {
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    if tensors.is_null() {
+        return Err(Error::invalid("tensors", "is NULL"));
+    }
+    // SAFETY: there is at least one tensor.
+    let stride = unsafe { record::stride(tensors, "tensors[0]") }?;
+    let raw = (0..count).map(|index| {
+        // SAFETY: the tensors of the array lie `stride` bytes apart.
+        let tensor = unsafe { record::read(tensors.byte_add(index * stride), "tensor") };
+        tensor.and_then(|tensor| same_stride(tensor, stride)).map_err(|error| at(index, error))
+    });
+    let raw = raw.collect::<Result<Vec<spw_tensor>>>()?;
+    check_overlap(&raw)?;
+    let parsed = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0).map(|(index, raw)| {
+        let stepper = if raw.options.is_null() { Ok(stepper.clone()) } else { own(raw.options) };
+        // SAFETY: the spans do not overlap, and the caller lends them for 'a.
+        let tensor = unsafe { tensor_of(raw) };
+        stepper.and_then(|stepper| Ok(Job { stepper, tensor: tensor? })).map_err(|error| at(index, error))
+    });
+    parsed.collect()
+}
+
+fn at(index: usize, error: Error) -> Error {
+    error.within(&format!("tensors[{index}]."))
+}
+
+fn same_stride(tensor: spw_tensor, stride: usize) -> Result<spw_tensor> {
+    match tensor.struct_size as usize == stride {
+        true => Ok(tensor),
+        false => {
+            Err(Error::invalid("struct_size", format!("is {}, of the first {stride}", tensor.struct_size)))
+        }
+    }
+}
+
+unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
+    if raw.reserved != 0 {
+        return Err(Error::invalid("reserved", "is not 0"));
+    }
+    let state_dtype = parse_dtype(raw.state_dtype, "state_dtype")?;
+    let copy_dtype = match (raw.copy_dtype, raw.param_copy.is_null()) {
+        (0, true) => None,
+        (0, false) => {
+            return Err(Error::invalid("copy_dtype", "is SPW_DTYPE_NONE, but param_copy is not NULL"));
+        }
+        (_, true) => return Err(Error::invalid("param_copy", "is NULL, but copy_dtype is set")),
+        (dtype, false) => Some(parse_dtype(dtype, "copy_dtype")?),
+    };
+    // SAFETY: the caller lends the spans, each of n elements, and they do not overlap.
+    unsafe {
+        let param = span_mut(raw.param, parse_dtype(raw.param_dtype, "param_dtype")?, raw.n, "param")?;
+        let grad = span(raw.grad, parse_dtype(raw.grad_dtype, "grad_dtype")?, raw.n, "grad")?;
+        let exp_avg = optional_span(raw.exp_avg, Some(state_dtype), raw.n, "exp_avg")?;
+        let exp_avg_sq = optional_span(raw.exp_avg_sq, Some(state_dtype), raw.n, "exp_avg_sq")?;
+        let param_copy = optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?;
+        Tensor::new(param, grad, exp_avg, exp_avg_sq, param_copy)
+    }
+}
+
+/// A shared span of `n` elements.
+///
+/// # Safety
+/// `from` is NULL or points to `n` elements, which nobody writes during `'a`.
+pub(super) unsafe fn span<'a>(
+    from: *const c_void,
+    dtype: Dtype,
+    n: u64,
+    argument: &'static str,
+) -> Result<Floats<'a>> {
+    let n = checked_length(from, dtype, n, argument)?;
+    // SAFETY: not NULL, aligned, n elements that fit the address space; the caller lends them.
+    Ok(unsafe {
+        match dtype {
+            Dtype::F32 => Floats::F32(std::slice::from_raw_parts(from.cast(), n)),
+            Dtype::F16 => Floats::F16(std::slice::from_raw_parts(from.cast(), n)),
+            Dtype::Bf16 => Floats::Bf16(std::slice::from_raw_parts(from.cast(), n)),
+        }
+    })
+}
+
+unsafe fn span_mut<'a>(
+    to: *mut c_void,
+    dtype: Dtype,
+    n: u64,
+    argument: &'static str,
+) -> Result<FloatsMut<'a>> {
+    let n = checked_length(to, dtype, n, argument)?;
+    // SAFETY: not NULL, aligned, n elements that fit the address space; the caller lends them to us alone.
+    Ok(unsafe {
+        match dtype {
+            Dtype::F32 => FloatsMut::F32(std::slice::from_raw_parts_mut(to.cast(), n)),
+            Dtype::F16 => FloatsMut::F16(std::slice::from_raw_parts_mut(to.cast(), n)),
+            Dtype::Bf16 => FloatsMut::Bf16(std::slice::from_raw_parts_mut(to.cast(), n)),
+        }
+    })
+}
+
+unsafe fn optional_span<'a>(
+    to: *mut c_void,
+    dtype: Option<Dtype>,
+    n: u64,
+    argument: &'static str,
+) -> Result<Option<FloatsMut<'a>>> {
+    match dtype.filter(|_| !to.is_null()) {
+        // SAFETY: the caller's promise is the callee's.
+        Some(dtype) => unsafe { span_mut(to, dtype, n, argument) }.map(Some),
+        None => Ok(None),
+    }
+}
+
+fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'static str) -> Result<usize> {
+    if address.is_null() {
+        return Err(Error::invalid(argument, "is NULL"));
+    }
+    if !address.addr().is_multiple_of(dtype.size()) {
+        let reason =
+            format!("address {address:p} is not aligned to {} bytes ({})", dtype.size(), dtype.name());
+        return Err(Error::invalid(argument, reason));
+    }
+    let bytes = u128::from(n) * dtype.size() as u128;
+    let room = (isize::MAX as u128).min(usize::MAX as u128 - address.addr() as u128);
+    match bytes <= room {
+        true => Ok(n as usize),
+        false => Err(Error::invalid(
+            argument,
+            format!("{n} elements of {} do not fit the address space", dtype.name()),
+        )),
+    }
+}
+
+/// One span of a call: where it lies, whether it is written, and its name.
+struct Range {
+    start: usize,
+    end: usize,
+    written: bool,
+    tensor: usize,
+    name: &'static str,
+}
+
+/// Refuses a span that is written and shares a byte with any other span of the call.
+fn check_overlap(tensors: &[spw_tensor]) -> Result<()> {
+    let mut ranges = Vec::with_capacity(tensors.len() * 5);
+    for (tensor, raw) in tensors.iter().enumerate() {
+        let spans = [
+            ("param", raw.param.cast_const(), raw.param_dtype, true),
+            ("grad", raw.grad, raw.grad_dtype, false),
+            ("exp_avg", raw.exp_avg.cast_const(), raw.state_dtype, true),
+            ("exp_avg_sq", raw.exp_avg_sq.cast_const(), raw.state_dtype, true),
+            ("param_copy", raw.param_copy.cast_const(), raw.copy_dtype, true),
+        ];
+        for (name, address, dtype, written) in spans.into_iter().filter(|span| !span.1.is_null() && raw.n > 0)
+        {
+            let start = address.addr();
+            let bytes = spw_dtype_size(dtype).saturating_mul(raw.n).min(usize::MAX as u64) as usize;
+            ranges.push(Range { start, end: start.saturating_add(bytes), written, tensor, name });
+        }
+    }
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut furthest: Option<&Range> = None;
+    let mut furthest_written: Option<&Range> = None;
+    for range in &ranges {
+        let rival = if range.written { furthest } else { furthest_written };
+        if let Some(other) = rival.filter(|other| range.start < other.end) {
+            let reason = format!("overlaps tensors[{}].{}", other.tensor, other.name);
+            return Err(at(range.tensor, Error::invalid(range.name, reason)));
+        }
+        let further = |known: Option<&Range>| known.is_none_or(|known| range.end > known.end);
+        if further(furthest) {
+            furthest = Some(range);
+        }
+        if range.written && further(furthest_written) {
+            furthest_written = Some(range);
+        }
+    }
+    Ok(())
+}
+
+/// Writes the statistics if they were asked for.
+///
+/// # Safety
+/// `stats` is NULL or points to a struct of `struct_size` bytes.
+pub(super) unsafe fn write_stats(seen: StepStats, stats: *mut spw_step_stats) -> Result<()> {
+    if stats.is_null() {
+        return Ok(());
+    }
+    let StepStats { nonfinite, sum_squares } = seen;
+    let values = spw_step_stats { struct_size: 0, nonfinite: u32::from(nonfinite), sum_squares };
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { record::write(&values, stats, "stats") }
+}

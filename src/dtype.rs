@@ -1,0 +1,155 @@
+//! Element types, and slices whose element type is known only at run time.
+#![forbid(unsafe_code)]
+
+pub use half::{bf16, f16};
+
+/// Element type of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// The upper half of binary32.
+    Bf16,
+}
+
+impl Dtype {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::Bf16 => 2,
+        }
+    }
+
+    /// The name used in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::F16 => "f16",
+            Dtype::Bf16 => "bf16",
+        }
+    }
+}
+
+/// Shared slice of one of the element types.
+#[derive(Debug, Clone, Copy)]
+pub enum Floats<'a> {
+    /// binary32 elements.
+    F32(&'a [f32]),
+    /// binary16 elements.
+    F16(&'a [f16]),
+    /// bfloat16 elements.
+    Bf16(&'a [bf16]),
+}
+
+/// Exclusive slice of one of the element types.
+#[derive(Debug)]
+pub enum FloatsMut<'a> {
+    /// binary32 elements.
+    F32(&'a mut [f32]),
+    /// binary16 elements.
+    F16(&'a mut [f16]),
+    /// bfloat16 elements.
+    Bf16(&'a mut [bf16]),
+}
+
+impl<'a> Floats<'a> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Floats::F32(s) => s.len(),
+            Floats::F16(s) => s.len(),
+            Floats::Bf16(s) => s.len(),
+        }
+    }
+
+    /// True for no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        match self {
+            Floats::F32(_) => Dtype::F32,
+            Floats::F16(_) => Dtype::F16,
+            Floats::Bf16(_) => Dtype::Bf16,
+        }
+    }
+
+    /// The address of the first element.
+    pub fn address(&self) -> *const u8 {
+        match self {
+            Floats::F32(s) => s.as_ptr().cast(),
+            Floats::F16(s) => s.as_ptr().cast(),
+            Floats::Bf16(s) => s.as_ptr().cast(),
+        }
+    }
+
+    /// The first `mid` elements and the rest.
+    pub fn split_at(self, mid: usize) -> (Self, Self) {
+        match self {
+            Floats::F32(s) => pair(s.split_at(mid), Floats::F32),
+            Floats::F16(s) => pair(s.split_at(mid), Floats::F16),
+            Floats::Bf16(s) => pair(s.split_at(mid), Floats::Bf16),
+        }
+    }
+}
+
+impl<'a> FloatsMut<'a> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            FloatsMut::F32(s) => s.len(),
+            FloatsMut::F16(s) => s.len(),
+            FloatsMut::Bf16(s) => s.len(),
+        }
+    }
+
+    /// True for no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        match self {
+            FloatsMut::F32(_) => Dtype::F32,
+            FloatsMut::F16(_) => Dtype::F16,
+            FloatsMut::Bf16(_) => Dtype::Bf16,
+        }
+    }
+
+    /// The address of the first element.
+    pub fn address(&mut self) -> *mut u8 {
+        match self {
+            FloatsMut::F32(s) => s.as_mut_ptr().cast(),
+            FloatsMut::F16(s) => s.as_mut_ptr().cast(),
+            FloatsMut::Bf16(s) => s.as_mut_ptr().cast(),
+        }
+    }
+
+    /// The same slice borrowed for less long.
+    pub fn reborrow(&mut self) -> FloatsMut<'_> {
+        match self {
+            FloatsMut::F32(s) => FloatsMut::F32(s),
+            FloatsMut::F16(s) => FloatsMut::F16(s),
+            FloatsMut::Bf16(s) => FloatsMut::Bf16(s),
+        }
+    }
+
+    /// The first `mid` elements and the rest.
+    pub fn split_at_mut(self, mid: usize) -> (Self, Self) {
+        match self {
+            FloatsMut::F32(s) => pair(s.split_at_mut(mid), FloatsMut::F32),
+            FloatsMut::F16(s) => pair(s.split_at_mut(mid), FloatsMut::F16),
+            FloatsMut::Bf16(s) => pair(s.split_at_mut(mid), FloatsMut::Bf16),
+        }
+    }
+}
+
+fn pair<S, T>((left, right): (S, S), wrap: impl Fn(S) -> T) -> (T, T) {
+    (wrap(left), wrap(right))
+}

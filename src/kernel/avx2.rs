@@ -1,0 +1,139 @@
+//! Eight lanes: AVX2 with FMA and F16C (Haswell, Zen and later).
+
+use std::arch::x86_64::*;
+
+use super::vector::{Body, Isa, Vector};
+
+/// AVX2, FMA and F16C.
+pub struct Avx2;
+
+impl Avx2 {
+    /// True if this processor and operating system have the whole set.
+    pub fn detected() -> bool {
+        is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+    }
+}
+
+impl Isa for Avx2 {
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn vectorize<B: Body>(body: B) -> f64 {
+        // SAFETY: the caller vouches for the instruction set, which is also this function's.
+        unsafe { body.run::<F32x8>() }
+    }
+}
+
+/// Eight f32 in one register.
+#[derive(Clone, Copy)]
+pub struct F32x8(__m256);
+
+// SAFETY (the trait and each block below): callers of `Vector` run inside `Avx2::vectorize` and pass pointers to
+// eight elements.
+unsafe impl Vector for F32x8 {
+    const LANES: usize = 8;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_set1_ps(value) })
+    }
+    #[inline(always)]
+    unsafe fn load_f32(from: *const f32) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_loadu_ps(from) })
+    }
+    #[inline(always)]
+    unsafe fn store_f32(self, to: *mut f32) {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_storeu_ps(to, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) })
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, self.0);
+            let quiet = _mm256_blendv_ps(self.0, _mm256_set1_ps(f32::NAN), nan);
+            _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet));
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            Self(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let bits = _mm256_castps_si256(self.0);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+            let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, self.0));
+            let halves = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+            let packed = _mm256_packus_epi32(halves, halves);
+            let ordered = _mm256_permute4x64_epi64::<0b1000>(packed);
+            _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(ordered));
+        }
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_add_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_sub_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_mul_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_div_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn sqrt(self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_sqrt_ps(self.0) })
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_fmadd_ps(self.0, factor.0, addend.0) })
+    }
+    #[inline(always)]
+    unsafe fn signum_times(self, magnitude: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let sign = _mm256_set1_ps(-0.0);
+            let signed = _mm256_or_ps(_mm256_and_ps(self.0, sign), _mm256_andnot_ps(sign, magnitude.0));
+            let moves = _mm256_cmp_ps::<_CMP_GT_OQ>(_mm256_andnot_ps(sign, self.0), _mm256_setzero_ps());
+            Self(_mm256_blendv_ps(self.0, signed, moves))
+        }
+    }
+    #[inline(always)]
+    unsafe fn add_squares(self, lanes: *mut f64) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let low = _mm256_cvtps_pd(_mm256_castps256_ps128(self.0));
+            let high = _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(self.0));
+            let upper = lanes.add(4);
+            _mm256_storeu_pd(lanes, _mm256_fmadd_pd(low, low, _mm256_loadu_pd(lanes)));
+            _mm256_storeu_pd(upper, _mm256_fmadd_pd(high, high, _mm256_loadu_pd(upper)));
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Sixteen lanes: AVX-512 F, BW, DQ and VL (Skylake-SP, Zen 4 and later).
+
+use std::arch::x86_64::*;
+
+use super::vector::{Body, Isa, Vector};
+
+/// AVX-512 F, BW, DQ and VL.
+pub struct Avx512;
+
+impl Avx512 {
+    /// True if this processor and operating system have the whole set.
+    pub fn detected() -> bool {
+        is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+    }
+}
+
+impl Isa for Avx512 {
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn vectorize<B: Body>(body: B) -> f64 {
+        // SAFETY: the caller vouches for the instruction set, which is also this function's.
+        unsafe { body.run::<F32x16>() }
+    }
+}
+
+/// Sixteen f32 in one register.
+#[derive(Clone, Copy)]
+pub struct F32x16(__m512);
+
+// SAFETY (the trait and each block below): callers of `Vector` run inside `Avx512::vectorize` and pass pointers to
+// sixteen elements.
+unsafe impl Vector for F32x16 {
+    const LANES: usize = 16;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_set1_ps(value) })
+    }
+    #[inline(always)]
+    unsafe fn load_f32(from: *const f32) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_loadu_ps(from) })
+    }
+    #[inline(always)]
+    unsafe fn store_f32(self, to: *mut f32) {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_storeu_ps(to, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) })
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+            let quiet = _mm512_mask_mov_ps(self.0, nan, _mm512_set1_ps(f32::NAN));
+            _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet));
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let bits = _mm512_castps_si512(self.0);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+            let halves = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(halves));
+        }
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_add_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_sub_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_mul_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_div_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn sqrt(self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_sqrt_ps(self.0) })
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_fmadd_ps(self.0, factor.0, addend.0) })
+    }
+    #[inline(always)]
+    unsafe fn signum_times(self, magnitude: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let sign = _mm512_set1_ps(-0.0);
+            let signed = _mm512_or_ps(_mm512_and_ps(self.0, sign), _mm512_andnot_ps(sign, magnitude.0));
+            let moves = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(_mm512_andnot_ps(sign, self.0), _mm512_setzero_ps());
+            Self(_mm512_mask_mov_ps(self.0, moves, signed))
+        }
+    }
+    #[inline(always)]
+    unsafe fn add_squares(self, lanes: *mut f64) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let low = _mm512_cvtps_pd(_mm512_castps512_ps256(self.0));
+            let high = _mm512_cvtps_pd(_mm512_extractf32x8_ps::<1>(self.0));
+            let upper = lanes.add(8);
+            _mm512_storeu_pd(lanes, _mm512_fmadd_pd(low, low, _mm512_loadu_pd(lanes)));
+            _mm512_storeu_pd(upper, _mm512_fmadd_pd(high, high, _mm512_loadu_pd(upper)));
+        }
+    }
+}

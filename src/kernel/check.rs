@@ -1,0 +1,388 @@
+//! The one checker of all kernels: every kernel that this processor runs, against a reference written here on its own.
+//!
+//! What it proves, bit for bit: every rule, every combination of element types, lengths around every lane and tile
+//! edge, denormal, huge, zero, Inf and NaN inputs, the sum of squares, memory outside the spans untouched, and the
+//! caller's float mode without influence. (NaNs of f32 compare equal whatever their payload.)
+
+use super::element::{Dtypes, supported};
+use super::rules::{Adam, DECOUPLED, L2, NO_DECAY, Rule};
+use super::*;
+use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
+
+const LENGTHS: [usize; 19] =
+    [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1000, 4095, 4096, 4097, 9001];
+/// Canary elements before and after every span.
+const MARGIN: usize = 19;
+
+/// One step of one element, in plain f32.
+type Reference = fn(&Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32);
+
+/// Coefficients under the names of the formulas.
+#[derive(Clone, Copy)]
+struct Inputs {
+    scale: f32,
+    lr: f32,
+    b1: f32,
+    b2: f32,
+    eps: f32,
+    decay: f32,
+    correction1: f32,
+    inv_sqrt_correction2: f32,
+}
+
+const INPUTS: Inputs = Inputs {
+    scale: 0.37,
+    lr: 1e-2,
+    b1: 0.9,
+    b2: 0.999,
+    eps: 1e-8,
+    decay: 0.1,
+    correction1: 0.271,
+    inv_sqrt_correction2: 18.27,
+};
+
+fn adam_none(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
+    adam_core(i, p, m, v, grad * i.scale)
+}
+
+fn adam_l2(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
+    adam_core(i, p, m, v, p.mul_add(i.decay, grad * i.scale))
+}
+
+fn adam_decoupled(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
+    adam_core(i, p.mul_add(-i.lr * i.decay, p), m, v, grad * i.scale)
+}
+
+fn adam_core(i: &Inputs, p: f32, m: f32, v: f32, g: f32) -> (f32, f32, f32) {
+    let m = g.mul_add(1.0 - i.b1, m * i.b1);
+    let v = (g * g).mul_add(1.0 - i.b2, v * i.b2);
+    let d = v.sqrt().mul_add(i.inv_sqrt_correction2, i.eps);
+    ((m / d).mul_add(-i.lr / i.correction1, p), m, v)
+}
+
+fn adagrad(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
+    let g = p.mul_add(i.decay, grad * i.scale);
+    let v = g.mul_add(g, v);
+    ((g / (v.sqrt() + i.eps)).mul_add(-i.lr, p), m, v)
+}
+
+fn lion(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
+    let g = grad * i.scale;
+    let c = g.mul_add(1.0 - i.b1, m * i.b1);
+    let p = p.mul_add(-i.lr * i.decay, p);
+    let sign = if c == 0.0 || c.is_nan() { c } else { i.lr.copysign(c) };
+    (p - sign, g.mul_add(1.0 - i.b2, m * i.b2), v)
+}
+
+fn adam_rule(decay: WeightDecay) -> AdamRule {
+    let i = &INPUTS;
+    AdamRule {
+        decay,
+        grad_scale: i.scale,
+        beta1: i.b1,
+        one_minus_beta1: 1.0 - i.b1,
+        beta2: i.b2,
+        one_minus_beta2: 1.0 - i.b2,
+        inv_sqrt_correction2: i.inv_sqrt_correction2,
+        eps: i.eps,
+        step_size: -i.lr / i.correction1,
+        decay_factor: if decay == WeightDecay::Decoupled { -i.lr * i.decay } else { i.decay },
+    }
+}
+
+/// One span in memory as bit patterns, canaries around it.
+#[derive(Clone)]
+struct Span {
+    dtype: Dtype,
+    wide: Vec<f32>,
+    half: Vec<f16>,
+    brain: Vec<bf16>,
+}
+
+impl Span {
+    fn of(dtype: Dtype, values: &[f32]) -> Span {
+        let margin = || std::iter::repeat_n(-77.0f32, MARGIN);
+        let all: Vec<f32> = margin().chain(values.iter().copied()).chain(margin()).collect();
+        let (mut wide, mut half, mut brain) = (Vec::new(), Vec::new(), Vec::new());
+        match dtype {
+            Dtype::F32 => wide = all,
+            Dtype::F16 => half = all.iter().map(|x| to_f16(*x)).collect(),
+            Dtype::Bf16 => brain = all.iter().map(|x| to_bf16(*x)).collect(),
+        }
+        Span { dtype, wide, half, brain }
+    }
+
+    fn inner(&mut self) -> FloatsMut<'_> {
+        fn cut<T>(all: &mut [T]) -> &mut [T] {
+            let end = all.len() - MARGIN;
+            &mut all[MARGIN..end]
+        }
+        match self.dtype {
+            Dtype::F32 => FloatsMut::F32(cut(&mut self.wide)),
+            Dtype::F16 => FloatsMut::F16(cut(&mut self.half)),
+            Dtype::Bf16 => FloatsMut::Bf16(cut(&mut self.brain)),
+        }
+    }
+
+    fn values(&self) -> Vec<f32> {
+        let all: Vec<f32> = match self.dtype {
+            Dtype::F32 => self.wide.clone(),
+            Dtype::F16 => self.half.iter().map(|x| x.to_f32()).collect(),
+            Dtype::Bf16 => self.brain.iter().map(|x| x.to_f32()).collect(),
+        };
+        all[MARGIN..all.len() - MARGIN].to_vec()
+    }
+
+    /// Bits with the canaries; every NaN of f32 as one pattern, those of 16 bits as they are.
+    fn bits(&self) -> Vec<u32> {
+        let one_nan = |x: &f32| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() };
+        match self.dtype {
+            Dtype::F32 => self.wide.iter().map(one_nan).collect(),
+            Dtype::F16 => self.half.iter().map(|x| x.to_bits().into()).collect(),
+            Dtype::Bf16 => self.brain.iter().map(|x| x.to_bits().into()).collect(),
+        }
+    }
+}
+
+fn to_f16(x: f32) -> f16 {
+    if x.is_nan() { f16::from_bits(0x7e00) } else { f16::from_f32(x) }
+}
+
+fn to_bf16(x: f32) -> bf16 {
+    if x.is_nan() { bf16::from_bits(0x7fc0) } else { bf16::from_f32(x) }
+}
+
+/// Normal values, or a mixture in which every kind of special value meets every other.
+fn values(n: usize, special: bool, seed: u64, positive: bool) -> Vec<f32> {
+    const SPECIAL: [u32; 13] = [
+        0,
+        0x8000_0000,
+        1,
+        0x8000_0001,
+        0x007f_ffff,
+        0x0080_0000,
+        0x7f7f_ffff,
+        0xff7f_ffff,
+        0x7f80_0000,
+        0xff80_0000,
+        0x7fc0_0000,
+        0x3f80_8000,
+        0x477f_f000,
+    ];
+    let mut state = seed;
+    let mut next = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u32
+    };
+    let one = |_| {
+        let (kind, bits) = (next(), next());
+        let x = match (special, kind % 3) {
+            (true, 0) => f32::from_bits(SPECIAL[bits as usize % SPECIAL.len()]),
+            (true, 1) => f32::from_bits(bits << 1 | kind >> 30),
+            _ => (bits as f32 / (1u32 << 30) as f32 - 1.0) * [1.0, 1e-3, 1e-6][kind as usize % 3],
+        };
+        if positive { x.abs() } else { x }
+    };
+    (0..n).map(one).collect()
+}
+
+/// The tree of `squares`, spelt out.
+fn reference_sum(grads: &[f32]) -> f64 {
+    fn tree(tiles: &[f64]) -> f64 {
+        match tiles.len() {
+            0 => 0.0,
+            1 => tiles[0],
+            n => {
+                let left = n.next_power_of_two() / 2;
+                tree(&tiles[..left]) + tree(&tiles[left..])
+            }
+        }
+    }
+    let tile = |tile: &[f32]| {
+        let mut lanes = [0f64; 256];
+        tile.iter().enumerate().for_each(|(i, g)| lanes[i % 256] += f64::from(*g) * f64::from(*g));
+        for half in [128, 64, 32, 16, 8, 4, 2, 1] {
+            (0..half).for_each(|j| lanes[j] += lanes[j + half]);
+        }
+        lanes[0]
+    };
+    tree(&grads.chunks(4096).map(tile).collect::<Vec<f64>>())
+}
+
+fn all_dtypes() -> Vec<Dtypes> {
+    const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+    let copies = || ALL.into_iter().map(Some).chain([None]);
+    let all = ALL.into_iter().flat_map(|param| {
+        ALL.into_iter().flat_map(move |state| {
+            ALL.into_iter()
+                .flat_map(move |grad| copies().map(move |copy| Dtypes { param, state, grad, copy }))
+        })
+    });
+    all.filter(|dtypes| supported(*dtypes)).collect()
+}
+
+fn same_f64(a: f64, b: f64) -> bool {
+    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
+}
+
+/// Runs `rule` on every kernel, type combination, length and kind of value.
+fn check<R: Rule>(name: &str, rule: R, reference: Reference) -> usize {
+    let mut cases = 0;
+    for dtypes in all_dtypes() {
+        for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
+            let start = [
+                Span::of(dtypes.param, &values(n, special, 1, false)),
+                Span::of(dtypes.state, &values(n, special, 2, false)),
+                Span::of(dtypes.state, &values(n, special, 3, true)),
+                Span::of(dtypes.copy.unwrap_or(Dtype::F32), &vec![0.0; n]),
+            ];
+            let mut grad = Span::of(dtypes.grad, &values(n, special, 4, false));
+            let (expected, sum) = expect(&start, &grad, dtypes, reference);
+            for kernel in Kernel::all() {
+                for squares in [true, false] {
+                    let mut spans = start.clone();
+                    let got = run(kernel, rule, &mut spans, &mut grad, dtypes, squares);
+                    let what = format!("{name} {} {dtypes:?} n={n} special={special}", kernel.name());
+                    for (span, expected) in spans.iter().zip(&expected) {
+                        assert_eq!(span.bits(), *expected, "{what}");
+                    }
+                    assert!(same_f64(got, if squares { sum } else { 0.0 }), "{what}: sum {got} != {sum}");
+                    cases += 1;
+                }
+            }
+        }
+    }
+    cases
+}
+
+fn expect(start: &[Span; 4], grad: &Span, dtypes: Dtypes, reference: Reference) -> (Vec<Vec<u32>>, f64) {
+    let [p, m, v, _] = start.clone().map(|span| span.values());
+    let grads = grad.values();
+    let stepped: Vec<(f32, f32, f32)> =
+        (0..p.len()).map(|i| reference(&INPUTS, p[i], m[i], v[i], grads[i])).collect();
+    let column = |dtype, pick: fn(&(f32, f32, f32)) -> f32| {
+        Span::of(dtype, &stepped.iter().map(pick).collect::<Vec<f32>>()).bits()
+    };
+    let copy = match dtypes.copy {
+        Some(dtype) => column(dtype, |s| s.0),
+        None => start[3].bits(),
+    };
+    let expected = vec![
+        column(dtypes.param, |s| s.0),
+        column(dtypes.state, |s| s.1),
+        column(dtypes.state, |s| s.2),
+        copy,
+    ];
+    let scaled: Vec<f32> = grads.iter().map(|g| g * INPUTS.scale).collect();
+    (expected, reference_sum(&scaled))
+}
+
+fn run<R: Rule>(
+    kernel: Kernel,
+    rule: R,
+    spans: &mut [Span; 4],
+    grad: &mut Span,
+    dtypes: Dtypes,
+    squares: bool,
+) -> f64 {
+    let [p, m, v, copy] = spans;
+    let grad = match grad.inner() {
+        FloatsMut::F32(s) => Floats::F32(s),
+        FloatsMut::F16(s) => Floats::F16(s),
+        FloatsMut::Bf16(s) => Floats::Bf16(s),
+    };
+    let copy = dtypes.copy.map(|_| copy.inner());
+    let tensor = Tensor::new(p.inner(), grad, Some(m.inner()), Some(v.inner()), copy).unwrap();
+    step(kernel, rule, tensor, squares).unwrap()
+}
+
+#[test]
+fn every_kernel_has_the_bits_of_the_reference() {
+    let mut cases = 0;
+    cases += check("adam", Adam::<NO_DECAY>(adam_rule(WeightDecay::None)), adam_none);
+    cases += check("adam l2", Adam::<L2>(adam_rule(WeightDecay::L2)), adam_l2);
+    cases += check("adamw", Adam::<DECOUPLED>(adam_rule(WeightDecay::Decoupled)), adam_decoupled);
+    let i = &INPUTS;
+    let rule = AdagradRule { grad_scale: i.scale, step_size: -i.lr, eps: i.eps, weight_decay: i.decay };
+    cases += check("adagrad", rule, adagrad);
+    let rule = LionRule {
+        grad_scale: i.scale,
+        lr: i.lr,
+        beta1: i.b1,
+        one_minus_beta1: 1.0 - i.b1,
+        beta2: i.b2,
+        one_minus_beta2: 1.0 - i.b2,
+        decay_factor: -i.lr * i.decay,
+    };
+    cases += check("lion", rule, lion);
+    assert_eq!(cases, 5 * all_dtypes().len() * LENGTHS.len() * 2 * Kernel::all().count() * 2);
+}
+
+#[test]
+fn sixteen_bit_values_of_every_pattern_widen_and_round_alike_on_every_kernel() {
+    let floats: Vec<f32> = (0..=u16::MAX)
+        .flat_map(|high| {
+            [0x0000u32, 0x0001, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low)
+        })
+        .map(f32::from_bits)
+        .collect();
+    for kernel in Kernel::all() {
+        for (chunk, copy) in
+            floats.chunks(CHUNK).flat_map(|chunk| [(chunk, Dtype::F16), (chunk, Dtype::Bf16)])
+        {
+            let zeros = vec![0.0; chunk.len()];
+            let mut spans = [
+                Span::of(Dtype::F32, chunk),
+                Span::of(Dtype::F32, &zeros),
+                Span::of(Dtype::F32, &zeros),
+                Span::of(copy, &zeros),
+            ];
+            let rule = LionRule {
+                grad_scale: 1.0,
+                lr: 0.0,
+                beta1: 0.0,
+                one_minus_beta1: 1.0,
+                beta2: 0.0,
+                one_minus_beta2: 1.0,
+                decay_factor: 0.0,
+            };
+            let dtypes = Dtypes { param: Dtype::F32, state: Dtype::F32, grad: Dtype::F32, copy: Some(copy) };
+            run(kernel, rule, &mut spans, &mut Span::of(Dtype::F32, &zeros), dtypes, false);
+            assert_eq!(spans[3].bits(), Span::of(copy, &spans[0].values()).bits(), "{}", kernel.name());
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn flush_to_zero_in_the_caller_changes_no_bit_and_stays_set() {
+    let mode = || {
+        let mut mode = 0u32;
+        // SAFETY: stores this thread's MXCSR into a local.
+        unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut mode, options(nostack)) };
+        mode
+    };
+    let set = |mode: u32| {
+        // SAFETY: the value sets flush-to-zero, denormals-are-zero and rounding, no reserved bit.
+        unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mode, options(nostack)) };
+    };
+    let saved = mode();
+    let dtypes = Dtypes { param: Dtype::F32, state: Dtype::F32, grad: Dtype::F32, copy: Some(Dtype::Bf16) };
+    let tiny: Vec<f32> = (1..5000u32).map(f32::from_bits).collect();
+    for kernel in Kernel::all() {
+        let bits = |caller: u32| {
+            let mut spans =
+                [Dtype::F32, Dtype::F32, Dtype::F32, Dtype::Bf16].map(|dtype| Span::of(dtype, &tiny));
+            let mut grad = Span::of(Dtype::F32, &tiny);
+            set(caller);
+            let sum =
+                run(kernel, Adam::<L2>(adam_rule(WeightDecay::L2)), &mut spans, &mut grad, dtypes, true);
+            let after = mode();
+            set(saved);
+            assert_eq!(after, caller, "{}", kernel.name());
+            (spans.map(|span| span.bits()), sum.to_bits())
+        };
+        // Flush-to-zero and denormals-are-zero; and rounding toward zero.
+        assert!(bits(saved) == bits(0x9fc0) && bits(saved) == bits(0x7f80), "{}", kernel.name());
+    }
+}

@@ -1,0 +1,65 @@
+//! IEEE arithmetic for the length of a kernel call, whatever mode the calling thread is in.
+//!
+//! A library built with -ffast-math switches flush-to-zero on for the thread that loads it, and new threads inherit it.
+
+/// While it lives, this thread rounds to nearest, keeps denormals and traps nothing; then the caller's mode returns,
+/// exception flags included.
+#[derive(Debug)]
+pub struct IeeeMode {
+    saved: u64,
+    // Restoring on another thread would change that thread's mode.
+    _not_send: std::marker::PhantomData<*const ()>,
+}
+
+impl IeeeMode {
+    /// Switches this thread to IEEE mode.
+    #[inline]
+    pub fn enter() -> Self {
+        let saved = read();
+        write(IEEE);
+        IeeeMode { saved, _not_send: std::marker::PhantomData }
+    }
+}
+
+impl Drop for IeeeMode {
+    #[inline]
+    fn drop(&mut self) {
+        write(self.saved);
+    }
+}
+
+/// MXCSR: all exceptions masked, no flags, nearest, no FTZ, no DAZ.
+#[cfg(target_arch = "x86_64")]
+const IEEE: u64 = 0x1f80;
+/// FPCR: all zero is nearest, no flush, no traps, IEEE half precision.
+#[cfg(target_arch = "aarch64")]
+const IEEE: u64 = 0;
+
+#[cfg(target_arch = "x86_64")]
+fn read() -> u64 {
+    let mut mode = 0u32;
+    // SAFETY: stores the thread's own MXCSR into a local.
+    unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut mode, options(nostack, preserves_flags)) };
+    u64::from(mode)
+}
+
+#[cfg(target_arch = "x86_64")]
+fn write(mode: u64) {
+    let mode = mode as u32;
+    // SAFETY: the value is IEEE or one that stmxcsr gave, so no reserved bit is set.
+    unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mode, options(nostack, preserves_flags)) };
+}
+
+#[cfg(target_arch = "aarch64")]
+fn read() -> u64 {
+    let mode: u64;
+    // SAFETY: reads the thread's own FPCR.
+    unsafe { std::arch::asm!("mrs {}, fpcr", out(reg) mode, options(nomem, nostack, preserves_flags)) };
+    mode
+}
+
+#[cfg(target_arch = "aarch64")]
+fn write(mode: u64) {
+    // SAFETY: the value is IEEE or one that mrs gave.
+    unsafe { std::arch::asm!("msr fpcr, {}", in(reg) mode, options(nostack, preserves_flags)) };
+}

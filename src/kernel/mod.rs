@@ -1,0 +1,34 @@
+//! One optimizer body for every instruction set.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
+//! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
+//! | `element` | element types in memory, and the table of type combinations |
+//! | `squares` | the fixed tree in which squares are summed |
+//! | `vector` | the operations that an instruction set supplies; `scalar`, `avx2`, `avx512` supply them |
+//! | `select` | which set this process uses |
+//! | `float_mode` | IEEE arithmetic whatever the caller's thread has switched on |
+
+mod element;
+mod float_mode;
+pub(crate) mod rules;
+mod select;
+pub(crate) mod squares;
+mod tensor;
+mod vector;
+mod walk;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod scalar;
+
+#[cfg(test)]
+mod check;
+
+pub use rules::{AdagradRule, AdamRule, LionRule, WeightDecay};
+pub use select::Kernel;
+pub use tensor::Tensor;
+pub use walk::{CHUNK, grad_squares, step};

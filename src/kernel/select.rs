@@ -1,0 +1,138 @@
+//! Which instruction set this process uses.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use super::scalar::Scalar;
+use super::vector::{Body, Isa};
+#[cfg(target_arch = "x86_64")]
+use super::{avx2::Avx2, avx512::Avx512};
+use crate::error::{Error, Result};
+use crate::log;
+
+/// A kernel that this processor can run: a value exists only after the processor was asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kernel(Set);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+enum Set {
+    Scalar = 1,
+    Avx2 = 2,
+    Avx512 = 3,
+}
+
+/// Best first.
+const SETS: [Set; 3] = [Set::Avx512, Set::Avx2, Set::Scalar];
+
+impl Set {
+    const fn name(self) -> &'static str {
+        match self {
+            Set::Scalar => "scalar",
+            Set::Avx2 => "avx2",
+            Set::Avx512 => "avx512",
+        }
+    }
+
+    fn detected(self) -> bool {
+        match self {
+            Set::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2 => Avx2::detected(),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 => Avx512::detected(),
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => false,
+        }
+    }
+}
+
+impl Kernel {
+    /// Every kernel that can run here, best first.
+    pub fn all() -> impl Iterator<Item = Kernel> {
+        SETS.into_iter().filter(|set| set.detected()).map(Kernel)
+    }
+
+    /// The kernel with this name, if it exists and can run here.
+    pub fn named(name: &str) -> Result<Kernel> {
+        let known = SETS.into_iter().find(|set| set.name() == name);
+        match known {
+            Some(set) if set.detected() => Ok(Kernel(set)),
+            Some(_) => Err(Error::Unsupported(format!("this processor has no {name}"))),
+            None => {
+                let names: Vec<&str> = SETS.iter().map(|set| set.name()).collect();
+                Err(Error::Unsupported(format!(
+                    "no kernel is called {name:?}; there are {}",
+                    names.join(", ")
+                )))
+            }
+        }
+    }
+
+    /// The kernel of this process: the one that `SPILLWAY_KERNEL` names, else the best.
+    pub fn current() -> Result<Kernel> {
+        // A plain atomic, because a lock caught half-way by fork would never open; two threads find the same answer.
+        static CHOSEN: AtomicU8 = AtomicU8::new(0);
+        let chosen = CHOSEN.load(Ordering::Relaxed);
+        if let Some(set) = SETS.into_iter().find(|set| *set as u8 == chosen) {
+            return Ok(Kernel(set));
+        }
+        let (kernel, reason) = match std::env::var("SPILLWAY_KERNEL") {
+            Ok(name) => {
+                let forced = Kernel::named(name.trim())
+                    .map_err(|error| Error::Unsupported(format!("SPILLWAY_KERNEL={name}: {error}")))?;
+                (forced, "forced by SPILLWAY_KERNEL")
+            }
+            Err(_) => {
+                (Kernel::all().next().unwrap_or(Kernel(Set::Scalar)), "the best that this processor has")
+            }
+        };
+        CHOSEN.store(kernel.0 as u8, Ordering::Relaxed);
+        log::write(log::Level::Info, &format!("kernel {}: {reason}", kernel.name()));
+        Ok(kernel)
+    }
+
+    /// Its name, as `SPILLWAY_KERNEL` spells it.
+    pub const fn name(self) -> &'static str {
+        self.0.name()
+    }
+
+    /// Runs `body` with this kernel's vectors, in the float mode that is set.
+    ///
+    /// # Safety
+    /// The body's pointers are good for the elements it touches.
+    pub(super) unsafe fn run<B: Body>(self, body: B) -> f64 {
+        // SAFETY: a Kernel exists only for a set that the processor has; the caller vouches for the body.
+        unsafe {
+            match self.0 {
+                Set::Scalar => Scalar::vectorize(body),
+                #[cfg(target_arch = "x86_64")]
+                Set::Avx2 => Avx2::vectorize(body),
+                #[cfg(target_arch = "x86_64")]
+                Set::Avx512 => Avx512::vectorize(body),
+                #[cfg(not(target_arch = "x86_64"))]
+                _ => Scalar::vectorize(body),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_and_others_are_refused_with_the_list() {
+        assert_eq!(Kernel::named("scalar").unwrap().name(), "scalar");
+        let message = Kernel::named("sse9").unwrap_err().to_string();
+        assert!(message.contains("sse9") && message.contains("avx512, avx2, scalar"), "{message}");
+    }
+
+    #[test]
+    fn the_list_ends_with_scalar_and_every_entry_can_be_named() {
+        let all: Vec<Kernel> = Kernel::all().collect();
+        assert_eq!(all.last().map(|kernel| kernel.name()), Some("scalar"));
+        for kernel in all {
+            assert_eq!(Kernel::named(kernel.name()), Ok(kernel));
+        }
+    }
+}

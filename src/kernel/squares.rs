@@ -1,0 +1,64 @@
+//! The sum of squares as a tree whose shape depends on the number of elements alone.
+//!
+//! A tile is 4096 consecutive elements. Element `i` of a tile belongs to lane `i % 256`, and a lane adds its elements in
+//! order, each by one f64 fma (the square of an f32 is exact in f64). The 256 lanes are halved: lane `j` takes lane
+//! `j + 128`, then `j + 64`, down to one sum. Sums of tiles meet in a binary tree that splits `t` tiles at the
+//! largest power of two below `t`. A GPU warp walks a tile with eight neighbouring lanes per thread.
+//!
+//! No term is negative, so partial sums never shrink, and one Inf or NaN anywhere makes the total non-finite: finite
+//! squares cannot overflow f64 below 2^700 elements.
+#![forbid(unsafe_code)]
+
+/// Elements of a tile.
+pub const TILE: usize = 4096;
+/// Lanes of a tile.
+pub const LANES: usize = 256;
+
+/// Sum of one tile from its lanes, which are used up.
+#[inline(always)]
+pub fn tile_sum(lanes: &mut [f64; LANES]) -> f64 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        let (low, high) = lanes.split_at_mut(half);
+        for (sum, other) in low.iter_mut().zip(high.iter()) {
+            *sum += *other;
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+/// Sum of consecutive tiles.
+pub fn tree_sum(tiles: &[f64]) -> f64 {
+    match tiles {
+        [] => 0.0,
+        [one] => *one,
+        many => {
+            let (left, right) = many.split_at(split(many.len()));
+            tree_sum(left) + tree_sum(right)
+        }
+    }
+}
+
+/// The largest power of two below `parts`, where a tree of `parts` (at least 2) splits.
+pub const fn split(parts: usize) -> usize {
+    1 << (parts - 1).ilog2()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trees_split_at_the_largest_power_of_two_below() {
+        let splits: Vec<usize> = (2..=9).map(split).collect();
+        assert_eq!(splits, [1, 2, 2, 4, 4, 4, 4, 8]);
+    }
+
+    #[test]
+    fn the_sum_of_the_whole_is_the_sum_of_the_two_sides_of_the_split() {
+        let tiles: Vec<f64> = (0..77).map(|i| 1.0 / f64::from(i + 3)).collect();
+        let (left, right) = tiles.split_at(64);
+        assert_eq!(tree_sum(&tiles), tree_sum(left) + tree_sum(right));
+    }
+}

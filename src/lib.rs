@@ -1,0 +1,26 @@
+//! Spillway: the CPU half of optimizer offload, for training large models on few GPUs.
+//!
+//! The C face in [`capi`] (header `include/spillway.h`) is the product; the Rust modules below it are layers, and a
+//! module uses only layers above its own in this list (`ffi_tests/tidy.rs` checks it):
+//!
+//! | layer | modules |
+//! |---|---|
+//! | L0 | [`error`], [`dtype`], [`log`], [`stats`]: no dependency inside the crate |
+//! | L1 | [`sys`]: threads and processors; [`kernel`]: one optimizer body, one file per instruction set |
+//! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads |
+//! | L6 | [`capi`]: convert, call one function, convert back |
+
+pub mod dtype;
+pub mod error;
+pub mod log;
+pub mod stats;
+
+pub mod kernel;
+pub mod sys;
+
+pub mod optim;
+
+pub mod capi;
+
+/// Version of this release, as `spw_version` gives it.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");

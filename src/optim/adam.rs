@@ -1,0 +1,143 @@
+//! Adam and AdamW: hyper-parameters to coefficients.
+//!
+//! Coefficients are computed in f64 and rounded to f32 once; `libm` gives the same powers on every platform.
+#![forbid(unsafe_code)]
+
+use super::spread::{self, Job, Stepper};
+use super::{StepStats, check};
+use crate::error::Result;
+use crate::kernel::rules::{Adam, DECOUPLED, L2, NO_DECAY};
+use crate::kernel::{self, AdamRule, Kernel, Tensor, WeightDecay};
+use crate::stats;
+
+/// Hyper-parameters of one step. The defaults are those of `torch.optim.Adam`, at step 1.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamOptions {
+    /// Where weight decay enters; a `weight_decay` of zero leaves it out.
+    pub decoupled: bool,
+    /// Number of this step, from 1.
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of exp_avg.
+    pub beta1: f64,
+    /// Decay of exp_avg_sq.
+    pub beta2: f64,
+    /// Added to the denominator.
+    pub eps: f64,
+    /// Weight decay.
+    pub weight_decay: f64,
+    /// Factor on the gradient, rounded to f32: unscaling times clip coefficient.
+    pub grad_scale: f64,
+    /// Divide by 1 - beta^t.
+    pub bias_correction: bool,
+}
+
+impl Default for AdamOptions {
+    fn default() -> Self {
+        AdamOptions {
+            decoupled: true,
+            step: 1,
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            grad_scale: 1.0,
+            bias_correction: true,
+        }
+    }
+}
+
+impl AdamOptions {
+    /// The coefficients, or which option is out of range.
+    pub fn rule(&self) -> Result<AdamRule> {
+        check::step(self.step)?;
+        check::not_negative("lr", self.lr)?;
+        check::beta("beta1", self.beta1)?;
+        check::beta("beta2", self.beta2)?;
+        check::not_negative("eps", self.eps)?;
+        check::not_negative("weight_decay", self.weight_decay)?;
+        check::finite("grad_scale", self.grad_scale)?;
+
+        let (correction1, correction2) = match self.bias_correction {
+            true => (1.0 - power(self.beta1, self.step), 1.0 - power(self.beta2, self.step)),
+            false => (1.0, 1.0),
+        };
+        let (decay, decay_factor) = match (self.weight_decay, self.decoupled) {
+            (0.0, _) => (WeightDecay::None, 0.0),
+            (decay, true) => (WeightDecay::Decoupled, -self.lr * decay),
+            (decay, false) => (WeightDecay::L2, decay),
+        };
+        Ok(AdamRule {
+            decay,
+            grad_scale: self.grad_scale as f32,
+            beta1: self.beta1 as f32,
+            one_minus_beta1: (1.0 - self.beta1) as f32,
+            beta2: self.beta2 as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
+            inv_sqrt_correction2: (1.0 / correction2.sqrt()) as f32,
+            eps: self.eps as f32,
+            step_size: (-self.lr / correction1) as f32,
+            decay_factor: decay_factor as f32,
+        })
+    }
+}
+
+/// `base^step`; a step that f64 cannot hold exactly is beyond any power that matters.
+pub(super) fn power(base: f64, step: u64) -> f64 {
+    libm::pow(base, step as f64)
+}
+
+impl Stepper for AdamRule {
+    fn chunk(&self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+        match self.decay {
+            WeightDecay::None => kernel::step(kernel, Adam::<NO_DECAY>(*self), tensor, squares),
+            WeightDecay::L2 => kernel::step(kernel, Adam::<L2>(*self), tensor, squares),
+            WeightDecay::Decoupled => kernel::step(kernel, Adam::<DECOUPLED>(*self), tensor, squares),
+        }
+    }
+}
+
+/// Steps every tensor, each with its own coefficients.
+pub fn step(jobs: &mut [Job<'_, AdamRule>], squares: bool) -> Result<StepStats> {
+    for job in jobs.iter() {
+        job.tensor.require(true, true)?;
+    }
+    let stats = spread::step_all(jobs, squares)?;
+    stats::ADAM.add(spread::elements(jobs));
+    Ok(stats)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn coefficients_are_rounded_once_from_f64() {
+        let rule = AdamOptions { weight_decay: 0.01, step: 3, ..Default::default() }.rule().unwrap();
+        assert_eq!(rule.one_minus_beta2, (1.0 - 0.999f64) as f32);
+        assert_eq!(rule.step_size, (-1e-3 / (1.0 - 0.9f64.powi(3))) as f32);
+        assert_eq!((rule.decay, rule.decay_factor), (WeightDecay::Decoupled, -1e-5f64 as f32));
+    }
+
+    #[test]
+    fn options_out_of_range_are_named() {
+        let good = AdamOptions::default();
+        let cases = [
+            (AdamOptions { step: 0, ..good }, "options.step"),
+            (AdamOptions { lr: -1.0, ..good }, "options.lr"),
+            (AdamOptions { lr: f64::NAN, ..good }, "options.lr"),
+            (AdamOptions { beta1: 1.0, ..good }, "options.beta1"),
+            (AdamOptions { beta2: -0.1, ..good }, "options.beta2"),
+            (AdamOptions { beta2: 1.0 - 1e-12, ..good }, "options.beta2"),
+            (AdamOptions { eps: f64::INFINITY, ..good }, "options.eps"),
+            (AdamOptions { weight_decay: -0.1, ..good }, "options.weight_decay"),
+            (AdamOptions { grad_scale: 1e60, ..good }, "options.grad_scale"),
+        ];
+        for (options, name) in cases {
+            let message = options.rule().unwrap_err().to_string();
+            assert!(message.starts_with(name), "{message}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! DeepSpeed's optimizer ids and the f32 state behind them.
+//!
+//! Invariants:
+//! - The maps are the only registry of the process. They are replaced, never locked, so a forked child cannot find one
+//!   half changed; a call works on the state it took out.
+//! - Adam's powers of beta are f32 and advance as DeepSpeed's do: the next step multiplies, the same step keeps them,
+//!   any other step or a change of a beta computes them anew. One id serves all parameters of an optimizer.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use arc_swap::ArcSwapOption;
+
+use super::adam::power;
+use crate::error::{Error, Result};
+use crate::kernel::{AdamRule, WeightDecay};
+
+/// What DeepSpeed keeps for one Adam id.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamState {
+    decoupled: bool,
+    step: u64,
+    beta1: f32,
+    beta2: f32,
+    beta1_power: f32,
+    beta2_power: f32,
+}
+
+/// What a call to DeepSpeed's `adam_update` carries.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamCall {
+    /// Number of this step, from 1.
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f32,
+    /// Decay of exp_avg.
+    pub beta1: f32,
+    /// Decay of exp_avg_sq.
+    pub beta2: f32,
+    /// Added to the denominator.
+    pub eps: f32,
+    /// Weight decay.
+    pub weight_decay: f32,
+    /// Divide by 1 - beta^t.
+    pub bias_correction: bool,
+}
+
+impl AdamState {
+    /// A new id; `decoupled` is DeepSpeed's adamw_mode.
+    pub fn new(decoupled: bool, beta1: f32, beta2: f32) -> Self {
+        AdamState { decoupled, step: 0, beta1, beta2, beta1_power: 1.0, beta2_power: 1.0 }
+    }
+
+    /// The state after this call's step has begun.
+    fn advance(self, step: u64, beta1: f32, beta2: f32) -> Self {
+        let same_betas = beta1 == self.beta1 && beta2 == self.beta2;
+        if same_betas && step == self.step {
+            return self;
+        }
+        let (beta1_power, beta2_power) = if same_betas && step == self.step + 1 {
+            (self.beta1_power * beta1, self.beta2_power * beta2)
+        } else {
+            (power(f64::from(beta1), step) as f32, power(f64::from(beta2), step) as f32)
+        };
+        AdamState { step, beta1, beta2, beta1_power, beta2_power, ..self }
+    }
+
+    /// DeepSpeed's coefficients, each operation in f32.
+    fn rule(&self, call: &AdamCall) -> AdamRule {
+        let (correction1, inv_sqrt_correction2) = match call.bias_correction {
+            true => (1.0 - self.beta1_power, 1.0 / (1.0 - self.beta2_power).sqrt()),
+            false => (1.0, 1.0),
+        };
+        let (decay, decay_factor) = match (call.weight_decay > 0.0, self.decoupled) {
+            (false, _) => (WeightDecay::None, 0.0),
+            (true, true) => (WeightDecay::Decoupled, -call.lr * call.weight_decay),
+            (true, false) => (WeightDecay::L2, call.weight_decay),
+        };
+        AdamRule {
+            decay,
+            grad_scale: 1.0,
+            beta1: call.beta1,
+            one_minus_beta1: 1.0 - call.beta1,
+            beta2: call.beta2,
+            one_minus_beta2: 1.0 - call.beta2,
+            inv_sqrt_correction2,
+            eps: call.eps,
+            step_size: -call.lr / correction1,
+            decay_factor,
+        }
+    }
+}
+
+/// A map from ids to the state of one kind of optimizer.
+pub struct Ids<S> {
+    optimizer: &'static str,
+    map: ArcSwapOption<HashMap<i32, S>>,
+}
+
+/// Ids of `create_adam`.
+pub static ADAM: Ids<AdamState> = Ids::new("Adam");
+/// Ids of `create_adagrad`; everything else comes with each call.
+pub static ADAGRAD: Ids<()> = Ids::new("Adagrad");
+/// Ids of `create_lion`; everything else comes with each call.
+pub static LION: Ids<()> = Ids::new("Lion");
+
+impl<S: Copy> Ids<S> {
+    const fn new(optimizer: &'static str) -> Self {
+        Ids { optimizer, map: ArcSwapOption::const_empty() }
+    }
+
+    /// Makes the id, or replaces it.
+    pub fn create(&self, id: i32, state: S) {
+        self.change(|map| {
+            map.insert(id, state);
+        });
+    }
+
+    /// Removes the id.
+    pub fn destroy(&self, id: i32) -> Result<()> {
+        self.get(id)?;
+        self.change(|map| {
+            map.remove(&id);
+        });
+        Ok(())
+    }
+
+    /// The state of the id.
+    pub fn get(&self, id: i32) -> Result<S> {
+        let map = self.map.load();
+        let state = map.as_ref().and_then(|map| map.get(&id)).copied();
+        state.ok_or(Error::UnknownId { optimizer: self.optimizer, id })
+    }
+
+    fn change(&self, change: impl Fn(&mut HashMap<i32, S>)) {
+        self.map.rcu(|map| {
+            let mut next = map.as_ref().map(|map| HashMap::clone(map)).unwrap_or_default();
+            change(&mut next);
+            Some(Arc::new(next))
+        });
+    }
+}
+
+impl Ids<AdamState> {
+    /// Begins a step of the id and returns its coefficients.
+    pub fn begin(&self, id: i32, call: &AdamCall) -> Result<AdamRule> {
+        if call.step == 0 {
+            return Err(Error::invalid("step", "is 0; steps are counted from 1"));
+        }
+        let before = self.get(id)?;
+        let state = before.advance(call.step, call.beta1, call.beta2);
+        if state != before {
+            self.create(id, state);
+        }
+        Ok(state.rule(call))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(step: u64) -> AdamCall {
+        AdamCall {
+            step,
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            bias_correction: true,
+        }
+    }
+
+    #[test]
+    fn powers_multiply_on_the_next_step_and_are_computed_anew_after_a_jump() {
+        let start = AdamState::new(true, 0.9, 0.999);
+        let two = start.advance(1, 0.9, 0.999).advance(2, 0.9, 0.999);
+        assert_eq!(two.beta1_power, 0.9f32 * 0.9f32);
+        assert_eq!(two.advance(2, 0.9, 0.999), two);
+        assert_eq!(two.advance(7, 0.9, 0.999).beta1_power, f64::from(0.9f32).powi(7) as f32);
+        assert_eq!(two.advance(3, 0.8, 0.999).beta2_power, f64::from(0.999f32).powi(3) as f32);
+    }
+
+    #[test]
+    fn ids_live_from_create_to_destroy() {
+        let ids: Ids<AdamState> = Ids::new("Adam");
+        assert_eq!(ids.begin(7, &call(1)), Err(Error::UnknownId { optimizer: "Adam", id: 7 }));
+        ids.create(7, AdamState::new(true, 0.9, 0.999));
+        assert!(ids.begin(7, &call(1)).is_ok());
+        assert!(ids.begin(7, &call(0)).is_err());
+        ids.destroy(7).unwrap();
+        assert!(ids.destroy(7).is_err() && ids.get(7).is_err());
+    }
+
+    #[test]
+    fn ids_of_several_threads_do_not_disturb_each_other() {
+        let ids: Ids<AdamState> = Ids::new("Adam");
+        std::thread::scope(|scope| {
+            for id in 0..8 {
+                let ids = &ids;
+                scope.spawn(move || {
+                    ids.create(id, AdamState::new(true, 0.9, 0.999));
+                    for step in 1..200 {
+                        ids.begin(id, &call(step)).unwrap();
+                    }
+                });
+            }
+        });
+        for id in 0..8 {
+            assert_eq!(ids.get(id).unwrap().step, 199);
+        }
+    }
+}

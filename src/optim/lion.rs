@@ -1,0 +1,65 @@
+//! Lion, as its paper gives it (Chen et al. 2023, Algorithm 2): the sign of zero is zero.
+#![forbid(unsafe_code)]
+
+use super::spread::{self, Job, Stepper};
+use super::{StepStats, check};
+use crate::error::Result;
+use crate::kernel::{self, Kernel, LionRule, Tensor};
+use crate::stats;
+
+/// Hyper-parameters of one step. The defaults are those of the paper.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LionOptions {
+    /// Learning rate.
+    pub lr: f64,
+    /// Weight of exp_avg in the direction.
+    pub beta1: f64,
+    /// Decay of exp_avg.
+    pub beta2: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Factor on the gradient, rounded to f32.
+    pub grad_scale: f64,
+}
+
+impl Default for LionOptions {
+    fn default() -> Self {
+        LionOptions { lr: 1e-4, beta1: 0.9, beta2: 0.99, weight_decay: 0.0, grad_scale: 1.0 }
+    }
+}
+
+impl LionOptions {
+    /// The coefficients, or which option is out of range.
+    pub fn rule(&self) -> Result<LionRule> {
+        check::not_negative("lr", self.lr)?;
+        check::beta("beta1", self.beta1)?;
+        check::beta("beta2", self.beta2)?;
+        check::not_negative("weight_decay", self.weight_decay)?;
+        check::finite("grad_scale", self.grad_scale)?;
+        Ok(LionRule {
+            grad_scale: self.grad_scale as f32,
+            lr: self.lr as f32,
+            beta1: self.beta1 as f32,
+            one_minus_beta1: (1.0 - self.beta1) as f32,
+            beta2: self.beta2 as f32,
+            one_minus_beta2: (1.0 - self.beta2) as f32,
+            decay_factor: (-self.lr * self.weight_decay) as f32,
+        })
+    }
+}
+
+impl Stepper for LionRule {
+    fn chunk(&self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+        kernel::step(kernel, *self, tensor, squares)
+    }
+}
+
+/// Steps every tensor, each with its own coefficients; exp_avg_sq is not used.
+pub fn step(jobs: &mut [Job<'_, LionRule>], squares: bool) -> Result<StepStats> {
+    for job in jobs.iter() {
+        job.tensor.require(true, false)?;
+    }
+    let stats = spread::step_all(jobs, squares)?;
+    stats::LION.add(spread::elements(jobs));
+    Ok(stats)
+}

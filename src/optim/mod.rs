@@ -1,0 +1,56 @@
+//! Optimizer steps over whole tensors: hyper-parameters in, coefficients and chunks out to the kernels.
+
+pub mod adagrad;
+pub mod adam;
+pub mod deepspeed;
+pub mod grad;
+pub mod lion;
+pub mod spread;
+
+/// What one step saw of the scaled gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct StepStats {
+    /// True if any scaled gradient was Inf or NaN.
+    pub nonfinite: bool,
+    /// Sum of squares, as `kernel::squares` defines it; NaN if any scaled gradient was NaN.
+    pub sum_squares: f64,
+}
+
+impl StepStats {
+    fn of(sum: f64) -> Self {
+        // One NaN for all: which payload survives an addition depends on the order of operands.
+        let sum_squares = if sum.is_nan() { f64::NAN } else { sum };
+        StepStats { nonfinite: !sum.is_finite(), sum_squares }
+    }
+}
+
+mod check {
+    use crate::error::{Error, Result};
+
+    /// Refuses hyper-parameters outside their range, as torch does.
+    pub fn range(name: &'static str, value: f64, allowed: bool, range: &str) -> Result<()> {
+        match allowed {
+            true => Ok(()),
+            false => Err(Error::invalid(format!("options.{name}"), format!("{value} is not {range}"))),
+        }
+    }
+
+    pub fn not_negative(name: &'static str, value: f64) -> Result<()> {
+        range(name, value, value >= 0.0 && value.is_finite(), "a finite number >= 0")
+    }
+
+    pub fn finite(name: &'static str, value: f64) -> Result<()> {
+        range(name, value, value.is_finite() && (value as f32).is_finite(), "a finite f32")
+    }
+
+    pub fn beta(name: &'static str, value: f64) -> Result<()> {
+        range(name, value, (0.0..1.0).contains(&value) && (value as f32) < 1.0, "in [0, 1)")
+    }
+
+    pub fn step(value: u64) -> Result<()> {
+        match value {
+            0 => Err(Error::invalid("options.step", "is 0; steps are counted from 1")),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! What the operating system is asked for: processors and threads.
+
+pub mod threads;

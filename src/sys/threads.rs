@@ -1,0 +1,174 @@
+//! The one thread pool of the process.
+//!
+//! Invariants:
+//! - The pool is made at first use and never at load; a process that only steps small tensors has no threads.
+//! - A forked child has none of its parent's threads. It sees that the pool belongs to another process, leaves that
+//!   pool untouched for ever (dropping it would wake threads that do not exist) and makes its own.
+//! - Nothing here takes a lock that another thread could hold during a fork.
+//! - The caller's affinity is read, never changed.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use arc_swap::ArcSwapOption;
+use nix::sched::{CpuSet, sched_getaffinity};
+use nix::unistd::Pid;
+use rayon::ThreadPool;
+
+use crate::error::{Error, Result};
+use crate::log;
+
+/// More workers than this is a mistake in a setting, not a machine.
+pub const MAX_THREADS: usize = 4096;
+
+struct OwnedPool {
+    process: u32,
+    pool: Option<ThreadPool>,
+}
+
+impl Drop for OwnedPool {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            std::mem::forget(self.pool.take());
+        }
+    }
+}
+
+static POOL: ArcSwapOption<OwnedPool> = ArcSwapOption::const_empty();
+/// What `configure` asked for; 0 is "decide from the machine".
+static CONFIGURED: AtomicUsize = AtomicUsize::new(0);
+
+/// Runs `work` with rayon's `join` spreading over the pool, and returns its result.
+pub fn run<R: Send>(work: impl FnOnce() -> R + Send) -> Result<R> {
+    let owned = current()?;
+    match &owned.pool {
+        Some(pool) => Ok(pool.install(work)),
+        None => Ok(work()),
+    }
+}
+
+/// Number of workers that [`run`] uses.
+pub fn count() -> Result<usize> {
+    match POOL.load().as_ref().filter(|owned| owned.process == std::process::id()) {
+        Some(owned) => Ok(owned.pool.as_ref().map_or(1, ThreadPool::current_num_threads)),
+        None => Ok(decide()?.0),
+    }
+}
+
+/// Sets the number of workers, 0 for automatic. Work under way finishes on the workers it has.
+pub fn configure(threads: usize) -> Result<()> {
+    if threads > MAX_THREADS {
+        return Err(Error::invalid("options.num_threads", format!("{threads} is more than {MAX_THREADS}")));
+    }
+    CONFIGURED.store(threads, Ordering::Relaxed);
+    retire(POOL.swap(None));
+    Ok(())
+}
+
+fn current() -> Result<Arc<OwnedPool>> {
+    let process = std::process::id();
+    let seen = POOL.load_full();
+    if let Some(owned) = seen.as_ref().filter(|owned| owned.process == process) {
+        return Ok(Arc::clone(owned));
+    }
+    let made = Arc::new(make(process)?);
+    let previous = POOL.compare_and_swap(&seen, Some(Arc::clone(&made)));
+    match previous.as_ref().filter(|owned| owned.process == process) {
+        Some(other_thread_was_first) => Ok(Arc::clone(other_thread_was_first)),
+        None => {
+            retire(seen);
+            Ok(made)
+        }
+    }
+}
+
+fn make(process: u32) -> Result<OwnedPool> {
+    let (threads, reason) = decide()?;
+    if log::enabled(log::Level::Info) {
+        log::write(log::Level::Info, &format!("{threads} worker threads: {reason}"));
+    }
+    if threads == 1 {
+        return Ok(OwnedPool { process, pool: None });
+    }
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|index| format!("spillway-{index}"))
+        .build()
+        .map_err(|error| Error::System { what: "starting worker threads", reason: error.to_string() })?;
+    Ok(OwnedPool { process, pool: Some(pool) })
+}
+
+/// Lets go of a pool without ever running a destructor that belongs to the parent process.
+fn retire(old: Option<Arc<OwnedPool>>) {
+    if let Some(owned) = old.filter(|owned| owned.process != std::process::id()) {
+        std::mem::forget(owned);
+    }
+}
+
+/// The number of workers, and the words for the log.
+fn decide() -> Result<(usize, String)> {
+    let configured = CONFIGURED.load(Ordering::Relaxed);
+    if configured > 0 {
+        return Ok((configured, "set by spw_threads_configure".to_string()));
+    }
+    if let Some(threads) = env_number("SPILLWAY_NUM_THREADS")? {
+        return Ok((threads, "set by SPILLWAY_NUM_THREADS".to_string()));
+    }
+    let usable = std::thread::available_parallelism().map_or(1, usize::from);
+    let affinity = affinity_count().unwrap_or(usable);
+    let local_ranks = env_number("LOCAL_WORLD_SIZE")?.unwrap_or(1);
+    let limit = if usable < affinity { "the cgroup quota" } else { "the affinity mask" };
+    Ok(((usable / local_ranks).max(1), format!("{usable} processors by {limit}, {local_ranks} local ranks")))
+}
+
+fn affinity_count() -> Option<usize> {
+    let set = sched_getaffinity(Pid::from_raw(0)).ok()?;
+    Some((0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).count())
+}
+
+fn env_number(name: &'static str) -> Result<Option<usize>> {
+    match std::env::var(name) {
+        Err(_) => Ok(None),
+        Ok(text) => parse_count(&text)
+            .map(Some)
+            .ok_or_else(|| Error::invalid(name, format!("{text:?} is not a number from 1 to {MAX_THREADS}"))),
+    }
+}
+
+fn parse_count(text: &str) -> Option<usize> {
+    text.trim().parse().ok().filter(|count| (1..=MAX_THREADS).contains(count))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_from_the_environment_are_numbers_in_range() {
+        assert_eq!(parse_count("3"), Some(3));
+        assert_eq!(parse_count(" 12\n"), Some(12));
+        for refused in ["0", "-1", "4097", "two", ""] {
+            assert_eq!(parse_count(refused), None, "{refused:?}");
+        }
+    }
+
+    #[test]
+    fn a_new_setting_replaces_the_pool_while_others_use_it() {
+        let total: usize = std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..4)
+                .map(|_| {
+                    scope.spawn(|| (0..50).map(|_| run(|| rayon::join(|| 1, || 1)).unwrap().0).sum::<usize>())
+                })
+                .collect();
+            for threads in [2, 3, 1, 4, 2] {
+                configure(threads).unwrap();
+                assert_eq!(run(rayon::current_num_threads).map(|n| n >= 1), Ok(true));
+            }
+            workers.into_iter().map(|worker| worker.join().unwrap()).sum()
+        });
+        assert_eq!(total, 200);
+        configure(0).unwrap();
+        assert!(configure(MAX_THREADS + 1).is_err());
+    }
+}

@@ -28,7 +28,7 @@ mod scalar;
 #[cfg(test)]
 mod check;
 
-pub use rules::{AdagradRule, AdamRule, LionRule, WeightDecay};
+pub use rules::{AdagradRule, AdamRule, LionRule, StreamRule, WeightDecay};
 pub use select::Kernel;
 pub use tensor::Tensor;
 pub use walk::{CHUNK, grad_squares, step};

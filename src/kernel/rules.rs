@@ -224,3 +224,33 @@ impl Rule for LionRule {
         }
     }
 }
+
+/// Reads and writes what Adam does with next to no arithmetic: how fast the memory lets any such step be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StreamRule;
+
+impl Rule for StreamRule {
+    #[inline(always)]
+    unsafe fn apply<V, A, P, S, G, C>(&self, spans: &Spans<P, S, G, C>, at: usize, access: A) -> V
+    where
+        V: Vector,
+        A: Access,
+        P: Element,
+        S: Element,
+        G: Element,
+        C: Element,
+    {
+        // SAFETY: the caller's promise about the instruction set and the spans covers every line.
+        unsafe {
+            let grad = access.load::<G, V>(spans.grad.add(at));
+            let p = access.load::<P, V>(spans.param.add(at)).add(grad);
+            let m = access.load::<S, V>(spans.exp_avg.add(at)).add(grad);
+            let v = access.load::<S, V>(spans.exp_avg_sq.add(at)).add(grad);
+            access.store::<P, V>(p, spans.param.add(at));
+            access.store::<S, V>(m, spans.exp_avg.add(at));
+            access.store::<S, V>(v, spans.exp_avg_sq.add(at));
+            access.store::<C, V>(p, spans.param_copy.add(at));
+            grad
+        }
+    }
+}

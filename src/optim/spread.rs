@@ -8,7 +8,7 @@
 use super::StepStats;
 use crate::error::Result;
 use crate::kernel::squares::split;
-use crate::kernel::{CHUNK, Kernel, Tensor};
+use crate::kernel::{self, CHUNK, Kernel, Tensor};
 use crate::sys::threads;
 
 /// An optimizer with its coefficients: what a chunk of a tensor is stepped with.
@@ -28,7 +28,11 @@ pub struct Job<'a, S> {
 
 /// Steps all tensors; one pass over their memory, the squares of the gradients included where asked.
 pub fn step_all<S: Stepper>(jobs: &mut [Job<'_, S>], squares: bool) -> Result<StepStats> {
-    let kernel = Kernel::current()?;
+    step_on(Kernel::current()?, jobs, squares)
+}
+
+/// [`step_all`] on a kernel of the caller's choice.
+pub fn step_on<S: Stepper>(kernel: Kernel, jobs: &mut [Job<'_, S>], squares: bool) -> Result<StepStats> {
     let sum = if elements(jobs) <= CHUNK {
         list(jobs, Spread { kernel, squares, parallel: false })?
     } else {
@@ -78,4 +82,10 @@ pub(super) fn both(
 ) -> Result<f64> {
     let (left, right) = if parallel { rayon::join(left, right) } else { (left(), right()) };
     Ok(left? + right?)
+}
+
+impl Stepper for kernel::StreamRule {
+    fn chunk(&self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+        kernel::step(kernel, *self, tensor, squares)
+    }
 }

@@ -3,6 +3,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
+//! | `step`, `undo` | a step over a chunk, recorded if wanted, and its exact reversal |
 //! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
 //! | `element` | element types in memory, and the table of type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
@@ -12,10 +13,12 @@
 
 mod element;
 mod float_mode;
-pub(crate) mod rules;
+mod rules;
 mod select;
 pub(crate) mod squares;
+mod step;
 mod tensor;
+mod undo;
 mod vector;
 mod walk;
 
@@ -28,7 +31,9 @@ mod scalar;
 #[cfg(test)]
 mod check;
 
-pub use rules::{AdagradRule, AdamRule, LionRule, StreamRule, WeightDecay};
+pub use rules::{AdagradRule, AdamRule, LionRule, Optimizer, StreamRule, WeightDecay};
 pub use select::Kernel;
-pub use tensor::Tensor;
-pub use walk::{CHUNK, grad_squares, step};
+pub use step::{grad_squares, step};
+pub use tensor::{States, Tensor, log_bytes, log_used_of};
+pub use undo::undo;
+pub use walk::CHUNK;

@@ -8,9 +8,9 @@ use std::time::Instant;
 
 use spillway::dtype::{Floats, FloatsMut, bf16};
 use spillway::error::Result;
-use spillway::kernel::{Kernel, StreamRule, Tensor};
+use spillway::kernel::{Kernel, Optimizer, States, StreamRule, Tensor};
 use spillway::optim::adam::AdamOptions;
-use spillway::optim::spread::{Job, Stepper, step_on};
+use spillway::optim::spread::{Job, step_on};
 use spillway::sys::threads;
 
 #[derive(clap::Args)]
@@ -92,7 +92,7 @@ fn print_row(row: &Row) {
 }
 
 /// The four arrays, and the 16-bit gradient and copy of the fused case.
-struct Arrays {
+pub struct Arrays {
     param: Vec<f32>,
     grad: Vec<f32>,
     exp_avg: Vec<f32>,
@@ -102,7 +102,7 @@ struct Arrays {
 }
 
 impl Arrays {
-    fn new(n: usize) -> Self {
+    pub fn new(n: usize) -> Self {
         let ramp = |scale: f32| (0..n).map(|i| ((i % 1021) as f32 - 510.0) * scale).collect::<Vec<f32>>();
         Arrays {
             param: ramp(1e-3),
@@ -114,16 +114,35 @@ impl Arrays {
         }
     }
 
-    fn tensor(&mut self, fused: bool) -> Result<Tensor<'_>> {
+    pub fn tensor(&mut self, fused: bool) -> Result<Tensor<'_>> {
         let grad = if fused { Floats::Bf16(&self.grad16) } else { Floats::F32(&self.grad) };
         let copy = fused.then_some(FloatsMut::Bf16(&mut self.copy16));
-        Tensor::new(
-            FloatsMut::F32(&mut self.param),
-            grad,
-            Some(FloatsMut::F32(&mut self.exp_avg)),
-            Some(FloatsMut::F32(&mut self.exp_avg_sq)),
-            copy,
-        )
+        let states = States {
+            param: FloatsMut::F32(&mut self.param),
+            exp_avg: Some(FloatsMut::F32(&mut self.exp_avg)),
+            exp_avg_sq: Some(FloatsMut::F32(&mut self.exp_avg_sq)),
+        };
+        Tensor::new(states, grad, copy)
+    }
+
+    /// Parameter and states alone.
+    pub fn states(&mut self) -> States<'_> {
+        States {
+            param: FloatsMut::F32(&mut self.param),
+            exp_avg: Some(FloatsMut::F32(&mut self.exp_avg)),
+            exp_avg_sq: Some(FloatsMut::F32(&mut self.exp_avg_sq)),
+        }
+    }
+
+    /// Random gradients as training has them: normal in size around their element's own scale.
+    pub fn refresh_grad(&mut self, seed: u32) {
+        let mut state = u64::from(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        for (i, grad) in self.grad.iter_mut().enumerate() {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let uniform = |bits: u64| (bits & 0xffff) as f32 / 32768.0 - 1.0;
+            let bell = uniform(state >> 16) + uniform(state >> 32) + uniform(state >> 48);
+            *grad = bell * 1e-3 / (1 + i % 7) as f32;
+        }
     }
 }
 
@@ -157,14 +176,14 @@ fn measure(kernel: Kernel, arrays: &mut Arrays, fused: bool, rounds: u32) -> Res
     })
 }
 
-fn time<S: Stepper>(
+fn time<O: Optimizer>(
     kernel: Kernel,
     arrays: &mut Arrays,
-    stepper: S,
+    optimizer: O,
     fused: bool,
     repeats: usize,
 ) -> Result<f64> {
-    let mut jobs = [Job { stepper, tensor: arrays.tensor(fused)? }];
+    let mut jobs = [Job { optimizer, tensor: arrays.tensor(fused)? }];
     let start = Instant::now();
     for _ in 0..repeats {
         step_on(kernel, &mut jobs, fused)?;
@@ -172,13 +191,13 @@ fn time<S: Stepper>(
     Ok(start.elapsed().as_secs_f64())
 }
 
-fn median(values: &[f64]) -> f64 {
+pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-fn parse_count(text: &str) -> std::result::Result<usize, String> {
+pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
     let (digits, factor) = match (text.strip_suffix("Ki"), text.strip_suffix("Mi")) {
         (Some(digits), _) => (digits, 1 << 10),
         (_, Some(digits)) => (digits, 1 << 20),

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench_adam;
+mod bench_undo;
 
 use clap::{Parser, Subcommand};
 
@@ -24,11 +25,14 @@ enum Command {
 enum Bench {
     /// Adam on every kernel, against a read-modify-write stream over the same arrays.
     Adam(bench_adam::Options),
+    /// What taking a step back costs, against the plain step.
+    Undo(bench_undo::Options),
 }
 
 fn main() -> std::process::ExitCode {
     let outcome = match Cli::parse().command {
         Command::Bench(Bench::Adam(options)) => bench_adam::run(&options),
+        Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,

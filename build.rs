@@ -1,4 +1,4 @@
-//! Gives the shared library its SONAME; the number is `SPW_ABI_VERSION` of src/capi/version.rs (a test compares them).
+//! Gives the shared library its SONAME; the number is `SPW_ABI_VERSION` of src/capi/library.rs (a test compares them).
 
 const ABI_VERSION: u32 = 1;
 

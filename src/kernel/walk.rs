@@ -60,7 +60,8 @@ struct Whole;
 #[derive(Clone, Copy)]
 struct First(usize);
 
-const MAX_LANES: usize = 16;
+/// Lanes of the widest vector.
+pub const MAX_LANES: usize = 16;
 
 impl Access for Whole {
     #[inline(always)]

@@ -18,11 +18,14 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { BLOCK = 4096, MANY = 64 };
+
+int io_queue_wait(io_context_t ctx, struct timespec *timeout);  // exported, but not in <libaio.h>
 
 static const char *path;
 static char *buffer;  // MANY blocks, aligned
@@ -202,7 +205,7 @@ static void vector_and_sync_cases(void) {
   say("poll: not yet", io_getevents(ctx, 1, 1, &event, &now));
   if (write(ends[1], "x", 1) != 1) exit(1);
   say("poll: event", io_getevents(ctx, 1, 1, &event, NULL));
-  say("poll: mask", (long)event.res);
+  say("poll: mask", (long)event.res & POLLIN);  // Linux's aio may add bits that nobody asked for
   if (read(ends[0], buffer, 1) != 1) exit(1);
   say("cancel: submitted", submit(ctx, &iocb));
   say("cancel: poll", io_cancel(ctx, &iocb, &event));
@@ -220,15 +223,13 @@ static void wait_cases(void) {
   int fd = file(O_RDWR);
   struct iocb iocbs[8], *list[8];
   struct io_event events[8];
-  struct timespec none = {0, 0}, tenth = {0, 100000000}, negative = {-1, 0};
+  struct timespec none = {0, 0}, tenth = {0, 100000000};
   say("wait: zero timeout", io_getevents(ctx, 1, 8, events, &none));
-  say("wait: negative timeout", io_getevents(ctx, 1, 8, events, &negative));
   say("wait: min above nr", io_getevents(ctx, 2, 1, events, &tenth));
   say("wait: min above nr, no wait", io_getevents(ctx, 2, 1, events, &none));
   say("wait: negative min", io_getevents(ctx, -1, 1, events, NULL));
   say("wait: for nothing", io_getevents(ctx, 0, 8, events, NULL));
   say("wait: no room", io_getevents(ctx, 0, 0, NULL, NULL));
-  say("wait: wild timeout", io_getevents(ctx, 0, 1, events, (struct timespec *)16));
   double start = seconds();
   say("wait: times out", io_getevents(ctx, 1, 8, events, &tenth));
   double took = seconds() - start;
@@ -332,7 +333,6 @@ static void signal_cases(void) {
   sigaction(SIGUSR1, &action, NULL);
   io_context_t ctx = context(4);
   struct io_event event;
-  struct timespec none = {0, 0};
   pthread_t thread;
   struct waiter waiter = {ctx, 0, NULL};
   pthread_create(&thread, NULL, wait_one, &waiter);
@@ -353,7 +353,6 @@ static void signal_cases(void) {
   pthread_sigmask(SIG_BLOCK, NULL, &now);
   say("signal: mask is back", sigismember(&now, SIGUSR1));
   say("signal: wild mask", io_pgetevents(ctx, 0, 1, &event, NULL, (sigset_t *)16));
-  (void)none;
   say("destroy", io_destroy(ctx));
 }
 
@@ -427,7 +426,8 @@ static void fork_cases(void) {
 int main(int count, char **arguments) {
   if (count != 2) return 2;
   path = arguments[1];
-  alarm(60);
+  alarm(30);
+  setvbuf(stdout, NULL, _IOLBF, 0);
   if (posix_memalign((void **)&buffer, BLOCK, MANY * BLOCK) != 0) return 1;
   memset(buffer, 1, MANY * BLOCK);
   setup_cases();

@@ -303,7 +303,7 @@ impl Context {
             while let Some((number, res)) = self.next(&mut state) {
                 if state.event(number, res).is_some() {
                     state.close(number, res);
-                    drained += 1;
+                    drained += usize::from(res != -ECANCELED);
                 }
             }
             let again = !state.again.is_empty();

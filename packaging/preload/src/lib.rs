@@ -236,14 +236,14 @@ fn get_events(
     context.get_events(wanted).map(|got| got as c_int)
 }
 
-/// Linux's aio takes any numbers: negative sums are no wait, and nanoseconds may exceed a second.
+/// Linux's aio takes any numbers: nanoseconds may exceed a second, and a negative time never runs out.
 fn read_timeout(address: u64) -> Result<Option<Duration>, c_int> {
     if address == 0 {
         return Ok(None);
     }
     let time: libc::timespec = Checked::default().read(address)?;
     let nanoseconds = i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec);
-    Ok(Some(Duration::from_nanos(nanoseconds.clamp(0, i64::MAX.into()) as u64)))
+    Ok(u64::try_from(nanoseconds.min(i64::MAX.into())).ok().map(Duration::from_nanos))
 }
 
 /// Reports failures among the events that libaio delivered.

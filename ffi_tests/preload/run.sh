@@ -80,7 +80,12 @@ verified() { # DIRECTORY DIRECT RW DEPTH JOBS THREADS
     --bsrange=4k-128k --group_reporting --thread="$6" --unlink=1 || return 1
   ! grep -q "spillway: preload" "$work/out"
 }
+bound() { # fio's references to libaio end in the preload, so that the checks below are of it
+  LD_DEBUG=bindings preload fio --ioengine=libaio --name=bound --directory="$work" --size=64k --rw=write 2>&1 |
+    grep -qa "fio \[0\] to $library \[0\]: normal symbol .io_submit'"
+}
 if command -v fio >/dev/null || install_package fio; then
+  check "fio is served by the preload" bound
   for rw in randwrite write; do
     for depth in 1 4 16 64; do
       for jobs in 1 4; do

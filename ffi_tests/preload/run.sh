@@ -75,7 +75,7 @@ left_behind() {
 check "completions never fetched" left_behind
 
 verified() { # DIRECTORY DIRECT RW DEPTH JOBS THREADS
-  preload env SPILLWAY_LOG=error timeout 60 fio --ioengine=libaio --verify=crc32c --verify_fatal=1 --do_verify=1 \
+  preload env SPILLWAY_LOG=error timeout 60 fio --ioengine=libaio --verify=crc32c --verify_fatal=1 --do_verify=1 --verify_state_save=0 \
     --name=job --directory="$1" --direct="$2" --rw="$3" --iodepth="$4" --numjobs="$5" --size=16m \
     --bsrange=4k-128k --group_reporting --thread="$6" --unlink=1 || return 1
   ! grep -q "spillway: preload" "$work/out"

@@ -110,6 +110,7 @@ fn layout_of_rust() -> String {
             struct_size, reserved, step, lr, lr_decay, eps, weight_decay, grad_scale,
         }
         capi::lion::spw_lion_options { struct_size, reserved, lr, beta1, beta2, weight_decay, grad_scale }
+        capi::undo::spw_undo_options { struct_size, mode, elements, tensors }
     }
 }
 

@@ -100,8 +100,22 @@ typedef enum spw_log_level {
     SPW_LOG_DEBUG = 4,
 } spw_log_level;
 
+// How a step is taken back. Passed as `uint32_t`.
+typedef enum spw_undo_mode {
+    // By the inverse formula (SuperOffload section 4.4, SysX section 4.3): no memory, but old values come back
+    // only within a few units in the last place, exp_avg and exp_avg_sq worse after a large gradient. Gradients
+    // with Inf or NaN are refused.
+    SPW_UNDO_ARITHMETIC = 0,
+    // To the bit, by a log of the differences to the inverse formula: about 2 bytes per parameter, 13 in a step
+    // where nothing can be predicted (the first, or one with Inf everywhere).
+    SPW_UNDO_DELTA = 1,
+} spw_undo_mode;
+
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
+
+// The recording of one step.
+typedef struct spw_undo spw_undo;
 
 // Receives messages, from any thread, several at a time. `message` is good during the call.
 typedef void (*spw_log_fn)(void *user, int32_t level, const char *message);
@@ -244,6 +258,18 @@ typedef struct spw_lion_options {
     // Factor on the gradient, rounded to f32.
     double grad_scale;
 } spw_lion_options;
+
+// What a recording has room for.
+typedef struct spw_undo_options {
+    // `sizeof(spw_undo_options)`
+    uint32_t struct_size;
+    // An `spw_undo_mode`.
+    uint32_t mode;
+    // Most elements of one step, all tensors together.
+    uint64_t elements;
+    // Most tensors of one step.
+    uint64_t tensors;
+} spw_undo_options;
 
 #ifdef __cplusplus
 extern "C" {
@@ -393,6 +419,68 @@ enum spw_status spw_grad_stats(const void *grad,
                                uint64_t n,
                                double scale,
                                struct spw_step_stats *stats);
+
+// Makes a recording. Its log takes addresses now (13 bytes per element) and memory page by page as steps need it. One
+// object, one thread at a time.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `undo_out` to a pointer.
+enum spw_status spw_undo_open(const struct spw_undo_options *options,
+                              struct spw_undo **undo_out);
+
+// `spw_adam_step`, recorded in `undo`, which forgets the step it held. It remembers the tensors' addresses: until
+// the step is forgotten, the spans stay where they are and only spillway writes to them, gradients included.
+//
+// Requires: As `spw_adam_step`.
+enum spw_status spw_undo_adam_step(struct spw_undo *undo,
+                                   const struct spw_adam_options *options,
+                                   const struct spw_tensor *tensors,
+                                   size_t count,
+                                   struct spw_step_stats *stats);
+
+// `spw_adagrad_step`, recorded as `spw_undo_adam_step`.
+//
+// Requires: As `spw_adam_step`.
+enum spw_status spw_undo_adagrad_step(struct spw_undo *undo,
+                                      const struct spw_adagrad_options *options,
+                                      const struct spw_tensor *tensors,
+                                      size_t count,
+                                      struct spw_step_stats *stats);
+
+// `spw_lion_step`, recorded as `spw_undo_adam_step`.
+//
+// Requires: As `spw_adam_step`.
+enum spw_status spw_undo_lion_step(struct spw_undo *undo,
+                                   const struct spw_lion_options *options,
+                                   const struct spw_tensor *tensors,
+                                   size_t count,
+                                   struct spw_step_stats *stats);
+
+// Takes the recorded step back and forgets it: param, exp_avg and exp_avg_sq have the bits from before the step
+// (arithmetic mode: nearly), and param_copy those of the restored param rounded. Without a recorded step it is
+// SPW_ERR_INVALID_ARGUMENT.
+//
+// Requires: The recorded spans are as the step left them.
+enum spw_status spw_undo_rollback(struct spw_undo *undo);
+
+// Takes the recorded step back and does it again with `grad_scale` in place of its factor on the gradient, in one pass
+// over memory; then forgets it. The result has the bits of stepping with `grad_scale` in the first place.
+//
+// Requires: As `spw_undo_rollback`.
+enum spw_status spw_undo_redo(struct spw_undo *undo,
+                              double grad_scale);
+
+// Forgets the recorded step, which then stands; without one it does nothing. The log's memory is kept for the next
+// step, or given back to the system if `release_memory` is 1.
+enum spw_status spw_undo_commit(struct spw_undo *undo,
+                                uint32_t release_memory);
+
+// Bytes of log that the recorded step uses; 0 without one.
+//
+// Requires: `bytes_out` points to a u64.
+enum spw_status spw_undo_log_bytes(struct spw_undo *undo, uint64_t *bytes_out);
+
+// Frees the recording; its step stands. NULL does nothing.
+enum spw_status spw_undo_close(struct spw_undo *undo);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

@@ -8,6 +8,7 @@ use super::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::Result;
 use crate::kernel::AdagradRule;
 use crate::optim::adagrad::{self, AdagradOptions};
+use crate::optim::spread::Job;
 
 /// Hyper-parameters of one Adagrad step. Fill it with `spw_adagrad_options_init`, then change what differs.
 #[repr(C)]
@@ -84,9 +85,7 @@ pub unsafe extern "C" fn spw_adagrad_step(
         // SAFETY: the caller's promise is the callees'.
         unsafe {
             record::check_output(stats, "stats")?;
-            let common = rule(&parse(options)?)?;
-            let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
-            let mut jobs = tensor::jobs(tensors, count, &common, own)?;
+            let mut jobs = jobs(options, tensors, count)?;
             let seen = adagrad::step(&mut jobs, !stats.is_null())?;
             tensor::write_stats(seen, stats)
         }
@@ -95,6 +94,22 @@ pub unsafe extern "C" fn spw_adagrad_step(
 
 fn rule(options: &AdagradOptions) -> Result<AdagradRule> {
     options.rule().map_err(|error| error.within("options."))
+}
+
+/// The tensors of a call with their coefficients.
+///
+/// # Safety
+/// As `spw_adam_step`.
+pub(super) unsafe fn jobs<'a>(
+    options: *const spw_adagrad_options,
+    tensors: *const spw_tensor,
+    count: usize,
+) -> Result<Vec<Job<'a, AdagradRule>>> {
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
+        tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
+    }
 }
 
 unsafe fn parse(options: *const spw_adagrad_options) -> Result<AdagradOptions> {

@@ -9,6 +9,7 @@ use super::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
 use crate::optim::adam::{self, AdamOptions};
+use crate::optim::spread::Job;
 
 /// Where weight decay enters. Passed as `uint32_t`.
 #[repr(C)]
@@ -214,6 +215,22 @@ unsafe fn step(
 
 fn rule(options: &AdamOptions) -> Result<AdamRule> {
     options.rule().map_err(|error| error.within("options."))
+}
+
+/// The tensors of a call with their coefficients.
+///
+/// # Safety
+/// As `spw_adam_step`.
+pub(super) unsafe fn jobs<'a>(
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: usize,
+) -> Result<Vec<Job<'a, AdamRule>>> {
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
+        tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
+    }
 }
 
 unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {

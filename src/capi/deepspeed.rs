@@ -44,13 +44,10 @@ pub unsafe extern "C" fn spw_ds_adam_update(
         let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
         ADAM.get(id)?;
         // SAFETY: the caller's promise is the callee's.
-        let mut jobs = unsafe { jobs(tensor) }?;
-        for job in &mut jobs {
-            job.tensor.keep(true, true)?;
-        }
+        let jobs = unsafe { jobs(tensor) }?;
         let (state, rule) = ADAM.begin(id, &call)?;
         let mut jobs: Vec<_> =
-            jobs.drain(..).map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
+            jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
         adam::step(&mut jobs, false)?;
         ADAM.create(id, state);
         Ok(())

@@ -8,6 +8,7 @@ use super::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::Result;
 use crate::kernel::LionRule;
 use crate::optim::lion::{self, LionOptions};
+use crate::optim::spread::Job;
 
 /// Hyper-parameters of a Lion step. Fill it with `spw_lion_options_init`, then change what differs.
 #[repr(C)]
@@ -74,9 +75,7 @@ pub unsafe extern "C" fn spw_lion_step(
         // SAFETY: the caller's promise is the callees'.
         unsafe {
             record::check_output(stats, "stats")?;
-            let common = rule(&parse(options)?)?;
-            let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
-            let mut jobs = tensor::jobs(tensors, count, &common, own)?;
+            let mut jobs = jobs(options, tensors, count)?;
             let seen = lion::step(&mut jobs, !stats.is_null())?;
             tensor::write_stats(seen, stats)
         }
@@ -85,6 +84,22 @@ pub unsafe extern "C" fn spw_lion_step(
 
 fn rule(options: &LionOptions) -> Result<LionRule> {
     options.rule().map_err(|error| error.within("options."))
+}
+
+/// The tensors of a call with their coefficients.
+///
+/// # Safety
+/// As `spw_adam_step`.
+pub(super) unsafe fn jobs<'a>(
+    options: *const spw_lion_options,
+    tensors: *const spw_tensor,
+    count: usize,
+) -> Result<Vec<Job<'a, LionRule>>> {
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
+        tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
+    }
 }
 
 unsafe fn parse(options: *const spw_lion_options) -> Result<LionOptions> {

@@ -22,4 +22,6 @@ pub mod lion;
 
 pub mod grad;
 
+pub mod undo;
+
 pub mod deepspeed;

@@ -112,6 +112,25 @@ pub(super) unsafe fn jobs<'a, S: Clone>(
     optimizer: &S,
     own: impl Fn(*const c_void) -> Result<S>,
 ) -> Result<Vec<Job<'a, S>>> {
+    // SAFETY: the caller's promise is the callee's.
+    let raw = unsafe { read_all(tensors, count) }?;
+    check_overlap(&raw)?;
+    let parsed = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0).map(|(index, raw)| {
+        let optimizer = if raw.options.is_null() { Ok(optimizer.clone()) } else { own(raw.options) };
+        // SAFETY: the spans do not overlap, and the caller lends them for 'a.
+        let tensor = unsafe { tensor_of(raw) };
+        optimizer
+            .and_then(|optimizer| Ok(Job { optimizer, tensor: tensor? }))
+            .map_err(|error| at(index, error))
+    });
+    parsed.collect()
+}
+
+/// Copies the tensors of a call in, as structs of this version that share the call's options.
+///
+/// # Safety
+/// `tensors` points to `count` structs, `struct_size` bytes apart.
+pub(super) unsafe fn read_all(tensors: *const spw_tensor, count: usize) -> Result<Vec<spw_tensor>> {
     if count == 0 {
         return Ok(Vec::new());
     }
@@ -123,19 +142,11 @@ pub(super) unsafe fn jobs<'a, S: Clone>(
     let raw = (0..count).map(|index| {
         // SAFETY: the tensors of the array lie `stride` bytes apart.
         let tensor = unsafe { record::read(tensors.byte_add(index * stride), "tensor") };
-        tensor.and_then(|tensor| same_stride(tensor, stride)).map_err(|error| at(index, error))
+        let tensor =
+            tensor.and_then(|tensor| same_stride(tensor, stride)).map_err(|error| at(index, error))?;
+        Ok(spw_tensor { struct_size: size_of::<spw_tensor>() as u32, ..tensor })
     });
-    let raw = raw.collect::<Result<Vec<spw_tensor>>>()?;
-    check_overlap(&raw)?;
-    let parsed = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0).map(|(index, raw)| {
-        let optimizer = if raw.options.is_null() { Ok(optimizer.clone()) } else { own(raw.options) };
-        // SAFETY: the spans do not overlap, and the caller lends them for 'a.
-        let tensor = unsafe { tensor_of(raw) };
-        optimizer
-            .and_then(|optimizer| Ok(Job { optimizer, tensor: tensor? }))
-            .map_err(|error| at(index, error))
-    });
-    parsed.collect()
+    raw.collect()
 }
 
 fn at(index: usize, error: Error) -> Error {

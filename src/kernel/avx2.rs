@@ -28,7 +28,7 @@ impl Isa for Avx2 {
 #[derive(Clone, Copy)]
 pub struct F32x8(__m256);
 
-// SAFETY (the trait and each block below): callers of `Vector` run inside `Avx2::vectorize` and pass pointers to
+// SAFETY: for the trait and each block below: callers of `Vector` run inside `Avx2::vectorize` and pass pointers to
 // eight elements.
 unsafe impl Vector for F32x8 {
     const LANES: usize = 8;

@@ -29,7 +29,7 @@ impl Isa for Avx512 {
 #[derive(Clone, Copy)]
 pub struct F32x16(__m512);
 
-// SAFETY (the trait and each block below): callers of `Vector` run inside `Avx512::vectorize` and pass pointers to
+// SAFETY: for the trait and each block below: callers of `Vector` run inside `Avx512::vectorize` and pass pointers to
 // sixteen elements.
 unsafe impl Vector for F32x16 {
     const LANES: usize = 16;

@@ -77,7 +77,7 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Update<R, P
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's promise covers every line.
         unsafe {
-            let (from, to, zero) = (self.spans.old(), self.spans.new(), V::splat(0.0));
+            let (from, to, zero) = (self.spans.before(), self.spans.after(), V::splat(0.0));
             let old = Values {
                 param: access.load::<P, V>(from.param.add(at)),
                 exp_avg: if R::EXP_AVG { access.load::<S, V>(from.exp_avg.add(at)) } else { zero },

@@ -28,6 +28,9 @@ use crate::error::Result;
 /// Most bytes of the log of `n` elements, on any kernel: one control byte and three raw words for each lane of whole
 /// vectors. A kernel may read a vector past the end, hence the slack.
 pub const fn log_capacity(n: usize) -> usize {
+    if n == 0 {
+        return 0;
+    }
     (HEADER + n.next_multiple_of(MAX_LANES) * (1 + 3 * 4) + SLACK).next_multiple_of(ALIGNMENT)
 }
 
@@ -103,11 +106,11 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Log<R, P, S
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's promise covers every line; the log has room for every group at its widest.
         unsafe {
-            let old = load_bits::<P, S, V, A>(access, at, &self.spans.old());
+            let old = load_bits::<P, S, V, A>(access, at, &self.spans.before());
             let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
             let new = encode::<P, S, V>(self.rule.forward(decode::<P, S, V>(old), grad));
             let stored = decode::<P, S, V>(new);
-            store_bits::<P, S, V, A>(access, at, new, &self.spans.new());
+            store_bits::<P, S, V, A>(access, at, new, &self.spans.after());
             access.store::<C, V>(stored.param, self.spans.param_copy.add(at));
 
             let mut writer = Writer::<P, S, V>::new(old, self.cursor);
@@ -242,7 +245,7 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Undo<R, P, 
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's promise covers every line; the log holds this group.
         unsafe {
-            let new = load_bits::<P, S, V, A>(access, at, &self.spans.new());
+            let new = load_bits::<P, S, V, A>(access, at, &self.spans.after());
             let raw_grad = access.load::<G, V>(self.spans.grad.add(at));
             let logged = !self.log.is_null();
             let mut reader = Reader::<P, S, V> {
@@ -260,7 +263,7 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Undo<R, P, 
                 let grad = raw_grad.mul(V::splat(again.grad_scale()));
                 values = encode::<P, S, V>(again.forward(decode::<P, S, V>(values), grad));
             }
-            store_bits::<P, S, V, A>(access, at, values, &self.spans.old());
+            store_bits::<P, S, V, A>(access, at, values, &self.spans.before());
             access.store::<C, V>(P::decode(values.param), self.spans.param_copy.add(at));
             raw_grad
         }

@@ -51,9 +51,6 @@ impl AdagradOptions {
 
 /// Steps every tensor, each with its own coefficients; exp_avg is not used.
 pub fn step(jobs: &mut [Job<'_, AdagradRule>], squares: bool) -> Result<StepStats> {
-    for job in jobs.iter_mut() {
-        job.tensor.keep(false, true)?;
-    }
     let stats = spread::step_all(jobs, squares)?;
     stats::ADAGRAD.add(spread::elements(jobs));
     Ok(stats)

@@ -90,9 +90,6 @@ pub(super) fn power(base: f64, step: u64) -> f64 {
 
 /// Steps every tensor, each with its own coefficients.
 pub fn step(jobs: &mut [Job<'_, AdamRule>], squares: bool) -> Result<StepStats> {
-    for job in jobs.iter_mut() {
-        job.tensor.keep(true, true)?;
-    }
     let stats = spread::step_all(jobs, squares)?;
     stats::ADAM.add(spread::elements(jobs));
     Ok(stats)

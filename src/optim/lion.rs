@@ -50,9 +50,6 @@ impl LionOptions {
 
 /// Steps every tensor, each with its own coefficients; exp_avg_sq is not used.
 pub fn step(jobs: &mut [Job<'_, LionRule>], squares: bool) -> Result<StepStats> {
-    for job in jobs.iter_mut() {
-        job.tensor.keep(true, false)?;
-    }
     let stats = spread::step_all(jobs, squares)?;
     stats::LION.add(spread::elements(jobs));
     Ok(stats)

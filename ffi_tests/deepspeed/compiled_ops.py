@@ -1,0 +1,50 @@
+"""DeepSpeed's CPU optimizers as DeepSpeed compiles them, built once into TORCH_EXTENSIONS_DIR.
+
+Loading them waits for whoever is building the same op in another process."""
+
+import contextlib
+import fcntl
+import functools
+import os
+import pathlib
+
+_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "cpu_adagrad": "CPUAdagradBuilder", "cpu_lion": "CPULionBuilder"}
+_SOURCES = {"cpu_adagrad": ["adagrad/cpu_adagrad.cpp"], "cpu_lion": ["lion/cpu_lion.cpp", "lion/cpu_lion_impl.cpp"]}
+
+
+@functools.cache
+def newest(op):
+    """The op of the installed DeepSpeed, by its own builder."""
+    with _building():
+        return _builder(op).load(verbose=False)
+
+
+@functools.cache
+def oldest(op, package):
+    """The op from the sources of an old version, with the flags of the installed version's CPU builder, since the old
+    one cannot build it without CUDA."""
+    from torch.utils import cpp_extension
+    sources = pathlib.Path(package) / "deepspeed" / "ops" / "csrc"
+    with _building():
+        return cpp_extension.load(name=f"{op}_of_oldest", sources=[str(sources / name) for name in _SOURCES[op]],
+                                  extra_include_paths=[str(sources / "includes")], with_cuda=False,
+                                  extra_cflags=[*_builder(op).cxx_args(), "-std=c++17"])
+
+
+def vector_width():
+    """"AVX512", "AVX256" or "SCALAR": the body that DeepSpeed's flags select on this processor."""
+    return _builder("cpu_adam").simd_width().removeprefix("-D").strip("_")
+
+
+def _builder(op):
+    import deepspeed.ops.op_builder as builders
+    return getattr(builders, _BUILDERS[op])()
+
+
+@contextlib.contextmanager
+def _building():
+    folder = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "spillway.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,86 @@
+"""Where these tests find Spillway, DeepSpeed in its oldest and newest version, and DeepSpeed's compiled ops.
+
+The environment is the one that packaging/python_env.sh makes. Compiled ops are built once into its cache."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CACHE = pathlib.Path(sys.prefix).parent
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.pop("SPILLWAY_DEEPSPEED", None)
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / "torch_extensions"))
+os.environ.setdefault("SPILLWAY_LIBRARY", str(
+    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
+os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent)]
+
+
+@pytest.fixture(scope="session")
+def oldest_deepspeed():
+    """The folder of the oldest supported DeepSpeed."""
+    return pathlib.Path(os.environ.get("SPILLWAY_OLD_DEEPSPEED") or CACHE / "deepspeed-0.14.0")
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """DeepSpeed's op, compiled by DeepSpeed: compiled("cpu_adam")."""
+    need_compiler()
+    from compiled_ops import newest
+    return newest
+
+
+@pytest.fixture(scope="session")
+def compiled_oldest(oldest_deepspeed):
+    """The oldest version's op from its own sources: compiled_oldest("cpu_lion")."""
+    need_compiler()
+    from compiled_ops import oldest
+    return lambda op: oldest(op, oldest_deepspeed)
+
+
+def need_compiler():
+    if not shutil.which(os.environ.get("CXX") or "c++"):
+        pytest.skip("no C++ compiler, so there is no compiled op of DeepSpeed to compare with")
+
+
+@pytest.fixture(scope="session")
+def served():
+    """Spillway's op module as DeepSpeed gets it: served("cpu_adam")."""
+    from spillway.deepspeed import _ops
+    return _ops.module
+
+
+@pytest.fixture(scope="session")
+def overlay(tmp_path_factory):
+    """A python in which the spillway wheel is installed and activated by its .pth."""
+    folder = tmp_path_factory.mktemp("overlay")
+    environment = {**os.environ, "SPILLWAY_PREBUILT_LIB": os.environ["SPILLWAY_LIBRARY"], "SPILLWAY_CACHE": str(CACHE)}
+    subprocess.run([ROOT / "packaging" / "python_overlay.sh", folder], check=True, env=environment,
+                   stdout=subprocess.DEVNULL)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def run_script(overlay, tmp_path):
+    """Runs a script, as a file without a word of Spillway, in a process with SPILLWAY_DEEPSPEED=1; its output.
+
+    DeepSpeed gets an empty folder for compiled ops, and the test fails if it leaves anything there."""
+    def run(text, *paths, accelerator="cpu", **extra):
+        script, extensions = tmp_path / "script.py", tmp_path / "extensions"
+        script.write_text(text)
+        extensions.mkdir(exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_LIBRARY"}
+        environment.update(SPILLWAY_DEEPSPEED="1", DS_ACCELERATOR=accelerator, TORCH_EXTENSIONS_DIR=str(extensions),
+                           PYTHONPATH=os.pathsep.join(map(str, paths)))
+        environment.update(extra)
+        done = subprocess.run([overlay, script], env=environment, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert not list(extensions.iterdir()), "DeepSpeed compiled something"
+        return done.stdout
+    return run

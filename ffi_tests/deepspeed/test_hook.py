@@ -1,0 +1,178 @@
+"""Proves that SPILLWAY_DEEPSPEED=1 alone puts Spillway under DeepSpeed: in the process, in a spawned worker, under a
+second import root, for Adagrad and Lion on the CPU accelerator, for the oldest and the newest version, for another
+accelerator; that install() does the same after the import; and that nothing happens when it is off."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+# DeepSpeed 0.14.0 is older than these removals from torch and numpy; its CPU accelerator imports Intel's packages,
+# which do not exist for this torch and are not called. None of it concerns optimizers.
+OLD = """
+import logging, sys, types
+import numpy, torch.distributed.elastic.agent.server.api as api
+numpy.BUFSIZE, api.log, api._get_socket_with_port = 8192, logging.getLogger("elastic"), None
+for name in ("oneccl_bindings_for_pytorch", "intel_extension_for_pytorch"):
+    sys.modules[name] = types.ModuleType(name)
+"""
+
+STEP = """
+import torch
+def step(kind):
+    weight = torch.nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    optimizer = kind([weight], lr=0.1)
+    optimizer.step()
+    assert (weight < 0.95).all(), kind
+    return optimizer
+"""
+
+ALL_OPS = STEP + """
+import sys, deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.lion import DeepSpeedCPULion
+optimizers = [step(kind) for kind in (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion)]
+op = optimizers[0].ds_opt_adam
+assert op.__spillway__ and not hasattr(op, "__file__"), op
+active = sys.modules["spillway.deepspeed"].active()
+counts = [(active[name]["calls"], active[name]["elements"]) for name in ("cpu_adam", "cpu_adagrad", "cpu_lion")]
+maps = open("/proc/self/maps").read()
+assert "libspillway.so" in maps and "cpu_adam.so" not in maps and "cpu_lion.so" not in maps
+print(deepspeed.__version__, type(deepspeed.accelerator.get_accelerator()).__name__, counts, active["kernel"])
+"""
+
+SERVED_ONCE_EACH = "[(1, 1000), (1, 1000), (1, 1000)]"
+
+
+@pytest.mark.parametrize("accelerator, name", [("cpu", "CPU_Accelerator"), ("cuda", "CUDA_Accelerator")])
+def test_the_newest_deepspeed(run_script, accelerator, name):
+    from importlib.metadata import version
+    out = run_script(ALL_OPS, accelerator=accelerator)
+    assert f"{version('deepspeed')} {name} {SERVED_ONCE_EACH}" in out
+
+
+@pytest.mark.parametrize("accelerator, name", [("cpu", "CPU_Accelerator"), ("cuda", "CUDA_Accelerator")])
+def test_the_oldest_deepspeed(run_script, oldest_deepspeed, accelerator, name):
+    out = run_script(OLD + ALL_OPS, oldest_deepspeed, accelerator=accelerator)
+    assert f"0.14.0 {name} {SERVED_ONCE_EACH}" in out
+
+
+def test_a_spawned_worker(run_script):
+    out = run_script(STEP + """
+import multiprocessing, sys
+def work(queue):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    step(DeepSpeedCPUAdam)
+    queue.put(sys.modules["spillway.deepspeed"].active()["cpu_adam"])
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    worker = context.Process(target=work, args=(queue,))
+    worker.start()
+    print("worker:", queue.get(timeout=120))
+    worker.join()
+""")
+    assert "worker: {'calls': 1, 'elements': 1000}" in out
+
+
+def test_a_second_import_root(run_script, tmp_path):
+    """As in a checkout of DeepSpeed, whose folder holds a top-level op_builder package."""
+    import deepspeed
+    builders = os.path.join(os.path.dirname(deepspeed.__file__), "ops", "op_builder")
+    shutil.copytree(builders, tmp_path / "root" / "op_builder")
+    out = run_script(ALL_OPS + """
+from deepspeed.ops.op_builder import CPUAdamBuilder
+print("builder:", CPUAdamBuilder.__module__, CPUAdamBuilder().load() is op)
+""", tmp_path / "root")
+    assert SERVED_ONCE_EACH in out and "builder: op_builder.cpu.cpu_adam True" in out
+
+
+def test_every_accelerators_builders(run_script):
+    """Made without their constructors, some of which look for a vendor's toolkit."""
+    out = run_script("""
+import importlib, pathlib, deepspeed
+root = pathlib.Path(deepspeed.__file__).parent / "ops" / "op_builder"
+for path in sorted(root.glob("*/cpu_*.py")):
+    module = importlib.import_module(f"deepspeed.ops.op_builder.{path.parent.name}.{path.stem}")
+    builder, = [c for c in vars(module).values() if getattr(c, "NAME", None) == path.stem]
+    builder = builder.__new__(builder)
+    assert builder.is_compatible() and builder.load().__name__ == f"spillway.deepspeed.{path.stem}", path
+    print("patched", path.parent.name, path.stem)
+""")
+    assert out.count("patched") >= 15 and "patched npu cpu_lion" in out
+
+
+def test_deepspeed_reports_the_ops_as_compatible(run_script):
+    out = run_script("import deepspeed; ops = deepspeed.ops.__compatible_ops__\n"
+                     "print([ops[name] for name in ('cpu_adam', 'cpu_adagrad', 'cpu_lion')])")
+    assert "[True, True, True]" in out
+
+
+def test_no_compiler_is_needed(run_script, overlay):
+    out = run_script(ALL_OPS, PATH=os.path.dirname(overlay))
+    assert SERVED_ONCE_EACH in out
+
+
+def test_install_after_the_import_and_uninstall(run_script, oldest_deepspeed):
+    """In the oldest version too, where the importing modules hold builders that cannot load."""
+    code = """
+import deepspeed, sys
+import spillway.deepspeed as spillway
+from deepspeed.ops.op_builder import CPUAdamBuilder
+native = CPUAdamBuilder.load
+assert spillway.active() == {}
+spillway.install(); spillway.install("cpu_adam"); spillway.install(ops=["cpu_lion", "cpu_adam"])
+assert sum(type(finder).__module__ == "spillway.deepspeed._hook" for finder in sys.meta_path) == 1
+assert CPUAdamBuilder.load is not native
+""" + ALL_OPS + """
+spillway.uninstall()
+assert CPUAdamBuilder.load is native and spillway.active() == {}
+from deepspeed.ops.op_builder import CPULionBuilder
+assert "_spillway_op" not in vars(CPULionBuilder)
+step.__globals__["optimizers"][0].step()
+try: spillway.install("cpu_lamb")
+except ValueError as error: print(error)
+"""
+    for prelude, paths in (("", ()), (OLD, (oldest_deepspeed,))):
+        out = run_script(prelude + code, *paths, SPILLWAY_DEEPSPEED="0")
+        assert SERVED_ONCE_EACH in out and "unknown ops ['cpu_lamb']" in out
+
+
+def test_only_the_ops_asked_for(run_script):
+    out = run_script("""
+import spillway.deepspeed as spillway
+spillway.install("cpu_adam")
+from deepspeed.ops.op_builder import CPUAdamBuilder, CPULionBuilder
+print("adam", "load" in vars(CPUAdamBuilder), "lion", "load" in vars(CPULionBuilder), sorted(spillway.active()))
+""", SPILLWAY_DEEPSPEED="")
+    assert "adam True lion False ['cpu_adam', 'kernel']" in out
+
+
+def test_nothing_happens_when_off(run_script):
+    out = run_script("""
+import sys, deepspeed
+from deepspeed.ops.op_builder import CPUAdamBuilder
+print(CPUAdamBuilder.load.__module__, [name for name in sys.modules if name.startswith("spillway")])
+""", SPILLWAY_DEEPSPEED="0")
+    assert "deepspeed.ops.op_builder.builder []" in out
+
+
+def test_a_module_is_as_if_loaded_by_its_own_loader(run_script):
+    out = run_script("""
+import inspect
+import deepspeed.ops.op_builder.cpu.cpu_adam as module
+print(type(module.__loader__).__name__, type(module.__spec__.loader).__name__, "NAME" in inspect.getsource(module))
+""")
+    assert "SourceFileLoader SourceFileLoader True" in out
+
+
+def test_a_library_that_cannot_be_loaded_is_a_clear_error_and_not_the_native_op(overlay, tmp_path):
+    code = "from deepspeed.ops.adam import DeepSpeedCPUAdam; import torch; DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))])"
+    done = subprocess.run([overlay, "-c", code], capture_output=True, text=True, env={
+        **os.environ, "SPILLWAY_DEEPSPEED": "1", "SPILLWAY_LIBRARY": str(tmp_path / "gone.so"),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")})
+    assert done.returncode != 0 and "gone.so" in done.stderr and "SPILLWAY_LIBRARY" in done.stderr

@@ -1,0 +1,205 @@
+"""Trains a small byte-level GPT on real text under DeepSpeed ZeRO with its optimizer states in CPU memory.
+
+The script knows nothing of Spillway but the report at its end: with SPILLWAY_DEEPSPEED=1 the optimizer steps are
+Spillway's, and the process must not hold a compiled op of DeepSpeed; with --native they are DeepSpeed's own.
+Runs are deterministic for a fixed OMP_NUM_THREADS, so equal hashes mean bit-identical training."""
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import socket
+import sys
+import sysconfig
+import time
+import warnings
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def main():
+    options = arguments()
+    become_single_rank()
+    import deepspeed
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    torch.manual_seed(options.seed)
+    model = Gpt(options.dim, options.layers, options.context)
+    parameters = sum(p.numel() for p in model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(options))
+    mode = "DeepSpeed's compiled op" if options.native else "Spillway"
+    print(f"ZeRO stage {options.stage}, optimizer states on the CPU, {parameters / 1e6:.2f} M parameters, "
+          f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, optimizer: {mode}", flush=True)
+    losses, rate = train(engine, options)
+    report = {"stage": options.stage, "native": options.native, "deepspeed": deepspeed.__version__,
+              "parameters": parameters, "steps": len(losses), "steps_per_second": rate, "losses": losses,
+              "sha256": weights_hash(engine.module), "active": active(), "compiled_ops": compiled_ops()}
+    finish(report, options)
+
+
+def train(engine, options):
+    """Steps until the count or the time is used up; the losses and the steps per second after the first step."""
+    batches = Batches(options)
+    losses, start = [], time.monotonic()
+    for step in range(1, options.steps + 1):
+        loss = engine(batches.next())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if step == 1:
+            first = time.monotonic()
+        over = options.seconds and time.monotonic() - start > options.seconds
+        rate = (step - 1) / (time.monotonic() - first) if step > 1 else 0.0
+        progress(step, options.steps, losses, rate, last=over or step == options.steps)
+        if over:
+            break
+    return losses, rate
+
+
+def progress(step, steps, losses, rate, last):
+    if not (last or sys.stdout.isatty() or step == 1 or step % 20 == 0):
+        return
+    line = f"  step {step:4d}/{steps}  loss {mean(losses[-10:]):.4f}  {rate:5.2f} steps/s"
+    print(line, end="\r" if sys.stdout.isatty() and not last else "\n", flush=True)
+
+
+def finish(report, options):
+    """Prints what the run proved; exits non-zero where it proved nothing."""
+    first, last = mean(report["losses"][:5]), mean(report["losses"][-5:])
+    served = report["active"].get("cpu_adam", {}).get("calls", 0)
+    print(f"  loss {first:.4f} -> {last:.4f}, {report['steps_per_second']:.2f} steps/s")
+    print(f"  active: {json.dumps(report['active'])}")
+    print(f"  compiled ops of DeepSpeed in this process: {', '.join(report['compiled_ops']) or 'none'}")
+    print(f"  sha256 of the final weights: {report['sha256']}", flush=True)
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(report))
+    if options.native and (served or "cpu_adam.so" not in report["compiled_ops"]):
+        sys.exit("--native, but the optimizer step was not DeepSpeed's")
+    if not options.native and (not served or report["compiled_ops"]):
+        sys.exit("Spillway did not serve every step; is it installed, and SPILLWAY_DEEPSPEED=1 set?")
+    if report["steps"] >= 20 and last >= first:
+        sys.exit("the loss did not fall")
+
+
+def active():
+    """What Spillway served; nothing if it is not even loaded."""
+    module = sys.modules.get("spillway.deepspeed")
+    return module.active() if module else {}
+
+
+def compiled_ops():
+    """Libraries that DeepSpeed compiled and this process has mapped."""
+    names = ("cpu_adam.so", "cpu_adagrad.so", "cpu_lion.so", "fused_adam.so", "async_io.so", "deepspeed_shm_comm.so")
+    mapped = {line.split()[-1].rsplit("/", 1)[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines()}
+    return sorted(name for name in mapped if name in names)
+
+
+def weights_hash(module):
+    """sha256 over the float32 master weights, in the order of the parameters."""
+    from deepspeed.utils import safe_get_full_fp32_param
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(safe_get_full_fp32_param(parameter).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def config(options):
+    return {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": options.stage, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "steps_per_print": 1 << 30,
+    }
+
+
+class Batches:
+    """Random windows, from a fixed seed, of Python's own library sources as bytes."""
+
+    def __init__(self, options, limit=4 << 20):
+        sources = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = b"".join(path.read_bytes() for path in sources)[:limit]
+        if len(text) < 100_000:
+            sys.exit("the Python library's sources are not on this machine")
+        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._window = torch.arange(options.context + 1)
+        self._batch = options.batch
+        self._random = torch.Generator().manual_seed(options.seed)
+
+    def next(self):
+        starts = torch.randint(len(self._text) - len(self._window), (self._batch, 1), generator=self._random)
+        return self._text[starts + self._window].long()
+
+
+class Gpt(nn.Module):
+    """A decoder over bytes; returns the loss of predicting each next byte."""
+
+    def __init__(self, dim, layers, context):
+        super().__init__()
+        self.token = nn.Embedding(256, dim)
+        self.position = nn.Parameter(torch.randn(context, dim) * 0.02)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, 256, bias=False)
+
+    def forward(self, window):
+        x = self.token(window[:, :-1]) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), window[:, 1:].flatten())
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.heads = max(1, dim // 64)
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x):
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, dim))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+def become_single_rank():
+    """A process group of one, on a free port of the loopback, unless a launcher has set one up."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", type=int, choices=(2, 3), default=2)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seconds", type=float, default=0, help="stop after this time; 0: no limit")
+    parser.add_argument("--native", action="store_true", help="expect DeepSpeed's compiled op")
+    parser.add_argument("--json", help="write the report to this file")
+    for name, value in (("dim", 256), ("layers", 6), ("context", 128), ("batch", 8), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()

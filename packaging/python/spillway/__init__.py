@@ -1,0 +1,72 @@
+"""Spillway: optimizer steps on the CPU for training with offloaded states, with the bits of DeepSpeed's AVX-512 op.
+
+Importing this package needs neither torch nor numpy and does not load the library yet."""
+
+import atexit as _atexit
+import ctypes as _ctypes
+
+from . import _abi, _native
+from .errors import (InternalError, InvalidArgument, LibraryNotFound, SpillwayError, SystemFailure, UnknownId,
+                     Unsupported)
+from .optim import Adagrad, Adam, Lion, Prepared, StepStats, grad_stats
+
+__version__ = "0.1.0"
+
+__all__ = ["Adagrad", "Adam", "InternalError", "InvalidArgument", "LibraryNotFound", "Lion", "Prepared",
+           "SpillwayError", "StepStats", "SystemFailure", "UnknownId", "Unsupported", "grad_stats", "kernel_name",
+           "library_path", "library_version", "num_threads", "set_log", "set_num_threads", "stats"]
+
+library_path = _native.library_path
+_log_callback = None
+
+
+def library_version():
+    """The version that the loaded library states."""
+    return _native.library().spw_version().decode()
+
+
+def kernel_name():
+    """The kernel that runs here: "avx512", "avx2" or "scalar"; SPILLWAY_KERNEL forces one."""
+    name = _ctypes.c_char_p()
+    _native.check(_native.library().spw_kernel_name(_ctypes.byref(name)))
+    return name.value.decode()
+
+
+def set_num_threads(count=0):
+    """Sizes the thread pool; 0 sizes it from the affinity mask, the cgroup quota and LOCAL_WORLD_SIZE."""
+    if not isinstance(count, int) or not 0 <= count < 1 << 32:
+        raise InvalidArgument(f"count is {count!r}; a number of threads, or 0, is needed")
+    options = _abi.sized(_abi.ThreadOptions)
+    options.num_threads = count
+    _native.check(_native.library().spw_threads_configure(_ctypes.byref(options)))
+
+
+def num_threads():
+    """Threads that a large step uses."""
+    count = _ctypes.c_uint32()
+    _native.check(_native.library().spw_threads_count(_ctypes.byref(count)))
+    return count.value
+
+
+def stats():
+    """Calls and elements of each optimizer in this process since the library was loaded."""
+    counters = _abi.sized(_abi.Stats)
+    _native.check(_native.library().spw_stats_get(_ctypes.byref(counters)))
+    return {name: getattr(counters, name) for name, _ in _abi.Stats._fields_[2:]}
+
+
+def set_log(function, level="info"):
+    """Sends the library's log to function(level, message); None returns to SPILLWAY_LOG, or silence."""
+    global _log_callback
+    if level not in _abi.LOG_LEVELS:
+        raise InvalidArgument(f"level is {level!r}; one of {', '.join(_abi.LOG_LEVELS)} expected")
+    names = {number: name for name, number in _abi.LOG_LEVELS.items()}
+
+    def forward(_user, number, message):
+        function(names.get(number, str(number)), message.decode("utf-8", "replace"))
+
+    callback = _abi.LOG_FN(forward) if function is not None else _abi.LOG_FN()
+    _native.check(_native.library().spw_set_log(callback, None, _abi.LOG_LEVELS[level]))
+    if _log_callback is None and function is not None:
+        _atexit.register(set_log, None)
+    _log_callback = callback

@@ -1,0 +1,129 @@
+"""The C ABI as ctypes sees it: constants, structures and the prototype of every function of spillway.h.
+
+tests/test_abi.py compares all of it with the header, by a C compiler."""
+
+import ctypes
+from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_size_t, c_uint32, c_uint64,
+                    c_void_p)
+
+ABI_VERSION = 1
+
+DTYPE_NONE, DTYPE_F32, DTYPE_F16, DTYPE_BF16 = 0, 1, 2, 3
+DTYPES = {"float32": DTYPE_F32, "float16": DTYPE_F16, "bfloat16": DTYPE_BF16,
+          "f32": DTYPE_F32, "f16": DTYPE_F16, "bf16": DTYPE_BF16}
+WEIGHT_DECAY_MODES = {"decoupled": 0, "l2": 1}
+LOG_LEVELS = {"off": 0, "error": 1, "warn": 2, "info": 3, "debug": 4}
+
+LOG_FN = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
+
+
+class ThreadOptions(Structure):
+    c_name = "spw_thread_options"
+    _fields_ = [("struct_size", c_uint32), ("num_threads", c_uint32)]
+
+
+class Stats(Structure):
+    c_name = "spw_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32),
+                ("adam_calls", c_uint64), ("adam_elements", c_uint64),
+                ("adagrad_calls", c_uint64), ("adagrad_elements", c_uint64),
+                ("lion_calls", c_uint64), ("lion_elements", c_uint64)]
+
+
+class Tensor(Structure):
+    c_name = "spw_tensor"
+    _fields_ = [("struct_size", c_uint32),
+                ("param_dtype", c_uint32), ("state_dtype", c_uint32), ("grad_dtype", c_uint32),
+                ("copy_dtype", c_uint32), ("reserved", c_uint32),
+                ("n", c_uint64),
+                ("param", c_void_p), ("grad", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p),
+                ("param_copy", c_void_p), ("options", c_void_p)]
+
+
+class StepStats(Structure):
+    c_name = "spw_step_stats"
+    _fields_ = [("struct_size", c_uint32), ("nonfinite", c_uint32), ("sum_squares", c_double)]
+
+
+class AdamOptions(Structure):
+    c_name = "spw_adam_options"
+    _fields_ = [("struct_size", c_uint32), ("weight_decay_mode", c_uint32), ("step", c_uint64),
+                ("lr", c_double), ("beta1", c_double), ("beta2", c_double), ("eps", c_double),
+                ("weight_decay", c_double), ("grad_scale", c_double),
+                ("no_bias_correction", c_uint32), ("reserved", c_uint32)]
+
+
+class AdagradOptions(Structure):
+    c_name = "spw_adagrad_options"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("step", c_uint64),
+                ("lr", c_double), ("lr_decay", c_double), ("eps", c_double),
+                ("weight_decay", c_double), ("grad_scale", c_double)]
+
+
+class LionOptions(Structure):
+    c_name = "spw_lion_options"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32),
+                ("lr", c_double), ("beta1", c_double), ("beta2", c_double),
+                ("weight_decay", c_double), ("grad_scale", c_double)]
+
+
+class UndoOptions(Structure):
+    c_name = "spw_undo_options"
+    _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("elements", c_uint64), ("tensors", c_uint64)]
+
+
+STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions)
+
+_STATUS = c_int32
+_STEP = [c_void_p, c_size_t, POINTER(StepStats)]
+
+# Tables of tensors travel as addresses, so that one prepared table serves every call.
+PROTOTYPES = {
+    "spw_abi_version": (c_uint32, []),
+    "spw_version": (c_char_p, []),
+    "spw_status_name": (c_char_p, [c_int32]),
+    "spw_last_error": (c_char_p, []),
+    "spw_set_log": (_STATUS, [LOG_FN, c_void_p, c_int32]),
+    "spw_threads_configure": (_STATUS, [POINTER(ThreadOptions)]),
+    "spw_threads_count": (_STATUS, [POINTER(c_uint32)]),
+    "spw_kernel_name": (_STATUS, [POINTER(c_char_p)]),
+    "spw_dtype_size": (c_uint64, [c_uint32]),
+    "spw_stats_get": (_STATUS, [POINTER(Stats)]),
+    "spw_adam_options_init": (_STATUS, [POINTER(AdamOptions), c_size_t]),
+    "spw_adam_step": (_STATUS, [POINTER(AdamOptions), *_STEP]),
+    "spw_adagrad_options_init": (_STATUS, [POINTER(AdagradOptions), c_size_t]),
+    "spw_adagrad_step": (_STATUS, [POINTER(AdagradOptions), *_STEP]),
+    "spw_lion_options_init": (_STATUS, [POINTER(LionOptions), c_size_t]),
+    "spw_lion_step": (_STATUS, [POINTER(LionOptions), *_STEP]),
+    "spw_grad_stats": (_STATUS, [c_void_p, c_uint32, c_uint64, c_double, POINTER(StepStats)]),
+    "spw_undo_open": (_STATUS, [POINTER(UndoOptions), POINTER(c_void_p)]),
+    "spw_undo_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), POINTER(Tensor), c_size_t, POINTER(StepStats)]),
+    "spw_undo_adagrad_step": (
+        _STATUS, [c_void_p, POINTER(AdagradOptions), POINTER(Tensor), c_size_t, POINTER(StepStats)]),
+    "spw_undo_lion_step": (_STATUS, [c_void_p, POINTER(LionOptions), POINTER(Tensor), c_size_t, POINTER(StepStats)]),
+    "spw_undo_rollback": (_STATUS, [c_void_p]),
+    "spw_undo_redo": (_STATUS, [c_void_p, c_double]),
+    "spw_undo_commit": (_STATUS, [c_void_p, c_uint32]),
+    "spw_undo_log_bytes": (_STATUS, [c_void_p, POINTER(c_uint64)]),
+    "spw_undo_close": (_STATUS, [c_void_p]),
+    "spw_adam_open": (_STATUS, [POINTER(AdamOptions), POINTER(c_void_p)]),
+    "spw_adam_set_lr": (_STATUS, [c_void_p, c_double]),
+    "spw_adam_advance": (_STATUS, [c_void_p, *_STEP]),
+    "spw_adam_step_count": (_STATUS, [c_void_p, POINTER(c_uint64)]),
+    "spw_adam_close": (_STATUS, [c_void_p]),
+    "spw_ds_adam_create": (_STATUS, [c_int32, c_float, c_float, c_uint32]),
+    "spw_ds_adam_update": (_STATUS, [c_int32, c_uint64, c_float, c_float, c_float, c_float, c_float, c_uint32,
+                                     POINTER(Tensor)]),
+    "spw_ds_adam_destroy": (_STATUS, [c_int32]),
+    "spw_ds_adagrad_create": (_STATUS, [c_int32]),
+    "spw_ds_adagrad_update": (_STATUS, [c_int32, c_uint64, c_float, c_float, c_float, POINTER(Tensor)]),
+    "spw_ds_adagrad_destroy": (_STATUS, [c_int32]),
+    "spw_ds_lion_create": (_STATUS, [c_int32]),
+    "spw_ds_lion_update": (_STATUS, [c_int32, c_uint64, c_float, c_float, c_float, c_float, POINTER(Tensor)]),
+    "spw_ds_lion_destroy": (_STATUS, [c_int32]),
+}
+
+
+def sized(structure_type):
+    """A zeroed structure with its struct_size set."""
+    return structure_type(struct_size=ctypes.sizeof(structure_type))

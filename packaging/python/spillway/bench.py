@@ -1,0 +1,233 @@
+"""Measures Spillway's Adam against what is installed: DeepSpeed's compiled op, torch fused AdamW, torch foreach.
+
+    python -m spillway.bench adam [--json] [--sizes 1Mi,16Mi,100Mi] [--rounds 7]
+
+All contenders run in this process, on the same arrays, in alternation; results are compared before the clock starts.
+A ratio is the other's time over Spillway's time: above 1, Spillway is faster."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+
+import spillway
+
+_LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
+_SCALE = 0.125
+
+
+def main():
+    options = _arguments()
+    import torch
+    native, reason = _deepspeed_op()
+    cases = [_plain(torch, native, n, options.rounds) for n in options.sizes]
+    cases.append(_fused(torch, native, max(options.sizes), options.rounds))
+    cases.append(_many(torch, native, options.tensors, options.rounds))
+    report = {"kernel": spillway.kernel_name(), "threads": spillway.num_threads(), "torch": torch.__version__,
+              "torch_threads": torch.get_num_threads(), "cpu": _cpu(), "date": time.strftime("%Y-%m-%d"),
+              "deepspeed": reason, "rounds": options.rounds, "cases": cases}
+    print(json.dumps(report, indent=1) if options.json else _table(report))
+
+
+def _plain(torch, native, n, rounds):
+    """One float32 tensor: 28 bytes of traffic per parameter."""
+    arrays = [_random(torch, n, seed) for seed in range(2)] + [torch.zeros(n), torch.zeros(n)]
+    contenders = {"spillway": _prepared([tuple(arrays)]).step}
+    if native:
+        contenders["deepspeed"] = _native_steps(native, [arrays])
+    for name, choice in (("torch fused", {"fused": True}), ("torch foreach", {"foreach": True})):
+        contenders[name] = _torch_adamw(torch, [arrays], choice)
+    _agree(torch, contenders, [arrays[0]], _reset([arrays]))
+    return _measure(f"plain f32, {_size(n)} parameters", n, contenders, rounds)
+
+
+def _fused(torch, native, n, rounds):
+    """A bfloat16 gradient to unscale, its norm and finiteness, the step, and the bfloat16 parameter: in one pass, or
+    in the operations that DeepSpeed's ZeRO optimizer does for it."""
+    param, grad = _random(torch, n, 0), _random(torch, n, 1).bfloat16()
+    exp_avg, exp_avg_sq = torch.zeros(n), torch.zeros(n)
+    copy, grad32 = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n)
+    prepared = _prepared([(param, grad, exp_avg, exp_avg_sq, copy)])
+    contenders = {"spillway": lambda: prepared.step(grad_scale=_SCALE, stats=True)}
+    entry = [param, grad32, exp_avg, exp_avg_sq]
+
+    def separately(norm_dtype):
+        step = _native_steps(native, [entry]) if native else _torch_adamw(torch, [entry], {"fused": True})
+
+        def run():
+            if not torch.isfinite(torch.stack(torch.aminmax(grad))).all():
+                raise SystemExit("a gradient is not finite")
+            grad.to(norm_dtype).norm(2).item()
+            grad32.copy_(grad)
+            grad32.mul_(_SCALE)
+            step()
+            copy.copy_(param)
+        return run
+
+    name = "deepspeed" if native else "torch fused"
+    contenders[f"{name} op and torch operations"] = separately(torch.float64)
+    contenders[f"{name} op and torch operations, norm in float32"] = separately(torch.float32)
+    _agree(torch, contenders, [param, copy], _reset([entry]))
+    return _measure(f"fused step, bf16 gradient and copy, {_size(n)} parameters", n, contenders, rounds)
+
+
+def _many(torch, native, count, rounds):
+    """Many tensors of 1 to 4096 elements: one call of Spillway, one call each of DeepSpeed's op."""
+    lengths = torch.randint(1, 4097, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    entries = [[_random(torch, n, seed), _random(torch, n, seed + 1), torch.zeros(n), torch.zeros(n)]
+               for seed, n in enumerate(lengths)]
+    contenders = {"spillway": _prepared([tuple(entry) for entry in entries]).step}
+    if native:
+        contenders["deepspeed, a call each"] = _native_steps(native, entries)
+    contenders["torch fused"] = _torch_adamw(torch, entries, {"fused": True})
+    contenders["torch foreach"] = _torch_adamw(torch, entries, {"foreach": True})
+    _agree(torch, contenders, [entry[0] for entry in entries], _reset(entries))
+    return _measure(f"{count} tensors of 1 to 4096 elements", sum(lengths), contenders, rounds)
+
+
+def _prepared(entries):
+    return spillway.Adam(_LR, _BETAS, _EPS, _DECAY).prepare(entries)
+
+
+def _native_steps(native, entries):
+    """DeepSpeed's op as its optimizer calls it: once per tensor, all with the same step."""
+    optimizer_id = _native_steps.ids = getattr(_native_steps, "ids", 0) + 1
+    native.create_adam(optimizer_id, _LR, *_BETAS, _EPS, _DECAY, True, False)
+    state = {"step": 0}
+
+    def run():
+        state["step"] += 1
+        for entry in entries:
+            native.adam_update(optimizer_id, state["step"], _LR, *_BETAS, _EPS, _DECAY, True, *entry)
+    return run
+
+
+def _torch_adamw(torch, entries, choice):
+    """torch's AdamW, its states being the very arrays of the other contenders."""
+    parameters = []
+    for param, grad, _, _ in entries:
+        parameter = torch.nn.Parameter(param)
+        parameter.grad = grad
+        parameters.append(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, **choice)
+    for parameter, (_, _, exp_avg, exp_avg_sq) in zip(parameters, entries):
+        optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return optimizer.step
+
+
+def _reset(entries):
+    """Back to the state before the first step."""
+    params = [entry[0].clone() for entry in entries]
+
+    def reset():
+        for (param, _, exp_avg, exp_avg_sq), saved in zip(entries, params):
+            param.copy_(saved)
+            exp_avg.zero_()
+            exp_avg_sq.zero_()
+    return reset
+
+
+def _agree(torch, contenders, outputs, reset):
+    """The first step of every contender, from the same state, must give the same parameters."""
+    expected = None
+    for name, run in contenders.items():
+        reset()
+        run()
+        if expected is None:
+            expected = [output.clone() for output in outputs]
+            continue
+        for found, wanted in zip(outputs, expected):
+            tolerance = 1e-6 if found.dtype == torch.float32 else 1e-2
+            if not torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
+                raise SystemExit(f"{name} gives other parameters than spillway: nothing to compare")
+
+
+def _measure(case, n, contenders, rounds):
+    """Median time of one step of each contender, and the median over rounds of its ratio to Spillway's."""
+    repeats = {name: _repeats(run) for name, run in contenders.items()}
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                run()
+            times[name].append((time.perf_counter() - start) / repeats[name])
+    ours = times["spillway"]
+    return {"case": case, "parameters": n, "results": [
+        {"name": name, "ms": round(statistics.median(taken) * 1e3, 4),
+         "ns_per_parameter": round(statistics.median(taken) / n * 1e9, 4),
+         "ratio": round(statistics.median(other / own for other, own in zip(taken, ours)), 3)}
+        for name, taken in times.items()]}
+
+
+def _repeats(run, at_least=0.05):
+    """Calls per round, so that a round is long enough for the clock; also warms up."""
+    run()
+    start = time.perf_counter()
+    run()
+    return max(1, int(at_least / (time.perf_counter() - start)))
+
+
+def _deepspeed_op():
+    """DeepSpeed's compiled cpu_adam and its version, or None and why not."""
+    from spillway import deepspeed as hook
+    hook.uninstall()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"
+    try:
+        import deepspeed
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+        return CPUAdamBuilder().load(verbose=False), deepspeed.__version__
+    except Exception as error:  # whatever keeps the op from building is a reason to go on without it
+        return None, f"not measured: {error}"
+
+
+def _random(torch, n, seed):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def _size(n):
+    for unit, name in ((1 << 20, "Mi"), (1 << 10, "Ki")):
+        if n % unit == 0 and n:
+            return f"{n // unit} {name}"
+    return str(n)
+
+
+def _cpu():
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "unknown"
+
+
+def _table(report):
+    lines = [f"kernel {report['kernel']}, {report['threads']} threads, {report['cpu']}; torch {report['torch']} with "
+             f"{report['torch_threads']} threads, DeepSpeed {report['deepspeed']}",
+             f"median of {report['rounds']} rounds in alternation; ratio: time over Spillway's time"]
+    for case in report["cases"]:
+        lines += ["", case["case"]]
+        lines += [f"  {row['name']:<55} {row['ms']:10.3f} ms {row['ns_per_parameter']:9.3f} ns/parameter "
+                  f"{row['ratio']:8.2f}x" for row in case["results"]]
+    return "\n".join(lines)
+
+
+def _arguments():
+    parser = argparse.ArgumentParser(prog="python -m spillway.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("adam",))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--sizes", type=_sizes, default=_sizes("1Mi,16Mi,100Mi"))
+    parser.add_argument("--tensors", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    return parser.parse_args()
+
+
+def _sizes(text):
+    units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+    return [int(part[:-2]) * units[part[-2:]] if part[-2:] in units else int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

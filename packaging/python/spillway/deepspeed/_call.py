@@ -1,0 +1,86 @@
+"""What the three op modules share: argument checks, the tensor record, and the count of what was served."""
+
+import ctypes
+import operator
+import threading
+
+from .. import _abi, _arrays, _native
+from ..errors import InvalidArgument, UnknownId
+
+# Each thread counts for itself: no lock that a fork could leave held.
+_local = threading.local()
+_per_thread = []
+_SIZE = ctypes.sizeof(_abi.Tensor)
+
+
+def update(op, function, optimizer_id, step, hyper, params, grads, **states):
+    """One tensor's step by id. `hyper` are the hyper-parameters in the order of the C function, `states` the moments
+    that the optimizer has."""
+    step = integer(step, "step", 1 << 64)
+    param, n, param_dtype = _arrays.span(params, "params", True)
+    grad, _, grad_dtype = _arrays.span(grads, "grads", False)
+    _arrays.same_shape(grads, params, "grads", "params")
+    tensor = _abi.Tensor(_SIZE, param_dtype, _abi.DTYPE_NONE, grad_dtype, _abi.DTYPE_NONE, 0, n, param, grad)
+    for name, state in states.items():
+        address, _, dtype = _arrays.span(state, name, True)
+        _arrays.same_shape(state, params, name, "params")
+        if tensor.state_dtype not in (_abi.DTYPE_NONE, dtype):
+            raise InvalidArgument("exp_avg_sq has another dtype than exp_avg")
+        tensor.state_dtype = dtype
+        setattr(tensor, name, address)
+    invoke(function, optimizer_id, step, *hyper, ctypes.byref(tensor))
+    _count(op, n)
+    return 0
+
+
+def invoke(function, optimizer_id, *arguments):
+    """Calls the library for an id; a value that C cannot hold is an InvalidArgument as well."""
+    optimizer_id = integer(optimizer_id, "optimizer_id", 1 << 31, -(1 << 31))
+    _native.check(getattr(_native.library(), function)(optimizer_id, *arguments))
+    return 0
+
+
+def integer(value, argument, end, start=0):
+    """An integer that fits; ctypes would cut it to size."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{argument} is {value!r}; an integer is needed") from None
+    if not start <= number < end:
+        raise InvalidArgument(f"{argument} is {number}; it must be from {start} to {end - 1}")
+    return number
+
+
+def numbers(**given):
+    """Hyper-parameters as floats, in the order given; anything with __float__ is taken, as in DeepSpeed."""
+    floats = []
+    for name, value in given.items():
+        try:
+            floats.append(float(value))
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidArgument(f"{name} is {value!r}; a number is needed") from None
+    return floats
+
+
+def destroy(function, optimizer_id):
+    """Destroys an id; as in DeepSpeed, which calls this from __del__, an unknown one is no error."""
+    try:
+        invoke(function, optimizer_id)
+    except UnknownId:
+        pass
+    return 0
+
+
+def counted(op):
+    """(calls, elements) of an op in this process."""
+    counts = [of_thread.get(op, (0, 0)) for of_thread in list(_per_thread)]
+    return sum(calls for calls, _ in counts), sum(elements for _, elements in counts)
+
+
+def _count(op, n):
+    counts = getattr(_local, "counts", None)
+    if counts is None:
+        counts = _local.counts = {}
+        _per_thread.append(counts)
+    calls, elements = counts.get(op, (0, 0))
+    counts[op] = (calls + 1, elements + n)

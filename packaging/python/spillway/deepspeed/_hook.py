@@ -1,0 +1,191 @@
+"""Makes DeepSpeed's op builders return Spillway's modules, by patching each builder class after its module ran.
+
+Builders live under two import roots (an installed DeepSpeed and a checkout), once per accelerator; a finder in front
+of sys.meta_path sees all of them, in every version since 0.14. Only the standard library is used here, since the
+.pth file runs this in every Python process that has SPILLWAY_DEEPSPEED=1."""
+
+import os
+import re
+import shutil
+import sys
+import threading
+
+OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion")
+
+_BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion"}
+_ROOT = r"(?:deepspeed\.ops\.)?op_builder"
+_OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.(cpu_adam|cpu_adagrad|cpu_lion)")
+_COMM_MODULE = re.compile(rf"{_ROOT}\.cpu\.comm")
+_ACCELERATOR_MODULE = re.compile(r"(?:deepspeed\.)?accelerator\.cpu_accelerator")
+_VERSION_MODULE = re.compile(r"deepspeed\.git_version_info(?:_installed)?")
+# Modules that copied a builder class into their own names.
+_HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)")
+
+_lock = threading.RLock()
+_installed = set()
+_undo = []
+_missing_builders = {}
+
+
+def install(ops=None):
+    """Replaces these ops (default: all) in every DeepSpeed module, imported or yet to be. Repeating it is harmless."""
+    wanted = set(OPS if ops is None else [ops] if isinstance(ops, str) else ops)
+    if not wanted <= set(OPS):
+        raise ValueError(f"unknown ops {sorted(wanted - set(OPS))}; known are {', '.join(OPS)}")
+    with _lock:
+        _installed.update(wanted)
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+        for name, module in list(sys.modules.items()):
+            if module is not None and _concerns(name):
+                _patch(module, name)
+        for name, module in list(sys.modules.items()):
+            if module is not None and _HOLDERS.fullmatch(name):
+                _replace_missing(module)
+
+
+def uninstall():
+    """Gives DeepSpeed its own builders back; optimizers that exist keep what they have."""
+    with _lock:
+        _installed.clear()
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+        while _undo:
+            _undo.pop()()
+
+
+def installed():
+    """The ops that are replaced."""
+    return frozenset(_installed)
+
+
+class _Finder:
+    """Lets the other finders find a module, then patches it after it ran."""
+
+    def find_spec(self, name, path=None, target=None):
+        if not _concerns(name):
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader:
+    """Runs the module by its own loader, hands that loader back, and patches."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        with _lock:
+            _patch(module, module.__name__)
+
+
+_finder = _Finder()
+
+
+def _concerns(name):
+    return any(pattern.fullmatch(name) for pattern in
+               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _VERSION_MODULE))
+
+
+def _patch(module, name):
+    op_module = _OP_MODULE.fullmatch(name)
+    if op_module:
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and vars(value).get("NAME") == op_module[1] and value.__module__ == name:
+                _patch_builder(value, op_module[1])
+    elif _COMM_MODULE.fullmatch(name):
+        _patch_shm(getattr(module, "ShareMemCommBuilder", None))
+    elif _ACCELERATOR_MODULE.fullmatch(name):
+        _patch_accelerator(getattr(module, "CPU_Accelerator", None))
+    elif isinstance(getattr(module, "compatible_ops", None), dict):
+        module.compatible_ops.update(dict.fromkeys(_installed, True))
+
+
+def _set(owner, attribute, value):
+    """setattr that uninstall() can take back."""
+    missing = object()
+    before = vars(owner).get(attribute, missing)
+
+    def restore():
+        if before is missing:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, before)
+
+    setattr(owner, attribute, value)
+    _undo.append(restore)
+
+
+def _patch_builder(builder, op):
+    if op not in _installed or "_spillway_op" in vars(builder):
+        return
+    _set(builder, "_spillway_op", op)
+    _set(builder, "load", lambda self, verbose=True: _op(op))
+    _set(builder, "is_compatible", lambda self, verbose=True: True)
+
+
+def _op(op):
+    from . import _ops
+    return _ops.module(op)
+
+
+def _patch_accelerator(accelerator):
+    """Old versions know no Adagrad and Lion on the CPU accelerator and answer with a builder that cannot load."""
+    if accelerator is None or "_spillway_get_op_builder" in vars(accelerator):
+        return
+    inner = accelerator.get_op_builder
+
+    def get_op_builder(self, class_name):
+        return _present(inner(self, class_name), class_name)
+
+    _set(accelerator, "_spillway_get_op_builder", True)
+    _set(accelerator, "get_op_builder", get_op_builder)
+
+
+def _present(builder, class_name):
+    """A builder class of ours where DeepSpeed has only NotImplementedBuilder."""
+    op = _BUILDER_CLASSES.get(class_name)
+    if op not in _installed or getattr(builder, "NAME", None) != "deepspeed_not_implemented":
+        return builder
+    key = (builder, op)
+    if key not in _missing_builders:
+        _missing_builders[key] = type(class_name, (builder,), {
+            "NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "_spillway_op": op,
+            "absolute_name": lambda self: f"deepspeed.ops.{op.removeprefix('cpu_')}.{op}_op",
+            "load": lambda self, verbose=True: _op(op), "is_compatible": lambda self, verbose=True: True})
+    return _missing_builders[key]
+
+
+def _replace_missing(module):
+    for class_name in _BUILDER_CLASSES:
+        builder = vars(module).get(class_name)
+        if isinstance(builder, type) and _present(builder, class_name) is not builder:
+            _set(module, class_name, _present(builder, class_name))
+
+
+def _patch_shm(builder):
+    """DeepSpeed compiles its shared-memory collectives as soon as a process group starts on the CPU accelerator, and
+    fails where no compiler is. They serve inference over several ranks only, so they are declared absent where
+    there is one rank, or nothing to compile them with; DeepSpeed then uses torch.distributed."""
+    if builder is None or "_spillway_op" in vars(builder):
+        return
+    inner = builder.is_compatible
+
+    def is_compatible(self, verbose=False):
+        several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+        compiler = shutil.which(os.environ.get("CXX") or "c++") and shutil.which("ninja")
+        return bool(several and compiler and inner(self, verbose))
+
+    _set(builder, "_spillway_op", "deepspeed_shm_comm")
+    _set(builder, "is_compatible", is_compatible)

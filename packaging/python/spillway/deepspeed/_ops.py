@@ -1,0 +1,39 @@
+"""The op modules that DeepSpeed's builders return: cpu_adam, cpu_adagrad and cpu_lion, with DeepSpeed's names.
+
+They are bare module objects without __file__, since no file holds a compiled op."""
+
+import threading
+import types
+
+from . import _adagrad, _adam, _call, _lion
+
+_lock = threading.Lock()
+_modules = {}
+_SOURCES = {"cpu_adam": _adam, "cpu_adagrad": _adagrad, "cpu_lion": _lion}
+
+
+def module(op):
+    """The module of an op, one object per process."""
+    with _lock:
+        if op not in _modules:
+            made = types.ModuleType(f"spillway.deepspeed.{op}", _SOURCES[op].__doc__)
+            made.__spillway__ = True
+            for name in _SOURCES[op].SERVED:
+                setattr(made, name, getattr(_SOURCES[op], name))
+            for name, advice in _SOURCES[op].NOT_SERVED.items():
+                setattr(made, name, _refusal(op, name, advice))
+            _modules[op] = made
+        return _modules[op]
+
+
+def served(op):
+    """(calls, elements) of an op in this process."""
+    return _call.counted(op)
+
+
+def _refusal(op, name, advice):
+    def refuse(*_args, **_kwargs):
+        raise NotImplementedError(f"Spillway's {op} does not serve {name}; {advice}")
+
+    refuse.__name__ = name
+    return refuse

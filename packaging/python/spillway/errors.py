@@ -1,0 +1,60 @@
+"""Typed exceptions: one class per status of the C library, each carrying the status."""
+
+
+class SpillwayError(RuntimeError):
+    """A call of the library failed; `status` is the integer the C call returned."""
+
+    status = 9
+
+    def __init__(self, message, status=None):
+        super().__init__(message)
+        if status is not None:
+            self.status = status
+
+    def __str__(self):
+        # KeyError would print its argument quoted.
+        return str(self.args[0]) if self.args else ""
+
+
+class InvalidArgument(SpillwayError, ValueError):
+    """An argument broke the contract; nothing was written."""
+
+    status = 1
+
+
+class Unsupported(SpillwayError):
+    """This build or machine cannot do it; nothing was written."""
+
+    status = 2
+
+
+class UnknownId(SpillwayError, KeyError):
+    """No optimizer lives under this id: never created, or destroyed."""
+
+    status = 3
+
+
+class InternalError(SpillwayError):
+    """A defect inside the library."""
+
+    status = 9
+
+
+class SystemFailure(SpillwayError):
+    """The operating system refused a call; the message has its errno."""
+
+    status = 11
+
+
+class LibraryNotFound(SpillwayError, ImportError):
+    """libspillway.so is missing, cannot be loaded, or has another ABI version."""
+
+    status = 2
+
+
+_BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure)}
+
+
+def from_status(status, message):
+    """The exception for a status of the C library."""
+    return _BY_STATUS.get(status, SpillwayError)(message, status)

@@ -1,0 +1,179 @@
+"""Adam, Adagrad and Lion over numpy arrays and torch tensors, many tensors per call, without a copy.
+
+    adam = spillway.Adam(lr=1e-3)
+    adam.step([(param, grad, exp_avg, exp_avg_sq), ...])
+
+A caller that steps the same arrays again and again prepares them once; repeated steps then cost no Python loop:
+
+    prepared = adam.prepare([(param, grad, exp_avg, exp_avg_sq, param_bf16), ...])
+    stats = prepared.step(grad_scale=1 / loss_scale, stats=True)
+"""
+
+import ctypes
+from typing import NamedTuple
+
+from . import _abi, _arrays, _native
+from .errors import InvalidArgument
+
+
+class StepStats(NamedTuple):
+    """What a step saw in its scaled gradients."""
+
+    nonfinite: bool
+    sum_squares: float
+
+
+class _Optimizer:
+    """What the optimizers share: an options structure, a table of tensors, one call."""
+
+    _states = ()
+
+    def __init__(self, **given):
+        self._options = _native.initialised(self._options_type, f"spw_{self._c_name}_options_init")
+        for name, value in given.items():
+            if value is not None:
+                self._set(name, value)
+        self.step_count = 0
+
+    def step(self, tensors, *, grad_scale=1.0, stats=False, uint16_as=None):
+        """One step over all tensors, each a tuple of param, grad, the states and, if wanted, a 16-bit copy to write.
+
+        With stats=True returns StepStats of the scaled gradients. `uint16_as` says what uint16 arrays hold."""
+        return self.prepare(tensors, uint16_as=uint16_as).step(grad_scale=grad_scale, stats=stats)
+
+    def prepare(self, tensors, *, uint16_as=None):
+        """Checks the tensors once and keeps their addresses, and their memory, for repeated steps."""
+        return Prepared(self, tensors, uint16_as)
+
+    def _set(self, name, value):
+        try:
+            setattr(self._options, name, value)
+        except TypeError as error:
+            raise InvalidArgument(f"{name} is {value!r}; a number is needed") from error
+
+    def _run(self, table, count, grad_scale, wanted):
+        self._set("grad_scale", grad_scale)
+        if hasattr(self._options, "step"):
+            self._options.step = self.step_count + 1
+        out = _abi.sized(_abi.StepStats) if wanted else None
+        call = getattr(_native.library(), f"spw_{self._c_name}_step")
+        _native.check(call(ctypes.byref(self._options), table, count, ctypes.byref(out) if wanted else None))
+        self.step_count += 1
+        return StepStats(bool(out.nonfinite), out.sum_squares) if wanted else None
+
+
+def _option(name, doc):
+    return property(lambda self: getattr(self._options, name), lambda self, value: self._set(name, value), doc=doc)
+
+
+class Adam(_Optimizer):
+    """Adam, decoupled ("decoupled", AdamW) or with the decay added to the gradient ("l2").
+
+    A tensor is (param, grad, exp_avg, exp_avg_sq[, param_copy]). What is not given has torch's default."""
+
+    _c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, lr=None, betas=(None, None), eps=None, weight_decay=None, *, weight_decay_mode="decoupled",
+                 bias_correction=True):
+        if weight_decay_mode not in _abi.WEIGHT_DECAY_MODES:
+            raise InvalidArgument(f"weight_decay_mode is {weight_decay_mode!r}; \"decoupled\" or \"l2\" expected")
+        beta1, beta2 = _pair(betas)
+        super().__init__(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+                         weight_decay_mode=_abi.WEIGHT_DECAY_MODES[weight_decay_mode],
+                         no_bias_correction=int(not bias_correction))
+
+    lr = _option("lr", "learning rate of the next step")
+    eps = _option("eps", "term added to the denominator")
+    weight_decay = _option("weight_decay", "weight decay of the next step")
+    betas = property(lambda self: (self._options.beta1, self._options.beta2), doc="decay rates of the moments")
+
+
+class Adagrad(_Optimizer):
+    """Adagrad as in torch: weight decay enters gradient and variance. A tensor is (param, grad, exp_avg_sq[, copy])."""
+
+    _c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
+
+    def __init__(self, lr=None, lr_decay=None, eps=None, weight_decay=None):
+        super().__init__(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
+
+    lr = _option("lr", "learning rate of the next step")
+    weight_decay = _option("weight_decay", "weight decay of the next step")
+
+
+class Lion(_Optimizer):
+    """Lion as in its paper. A tensor is (param, grad, exp_avg[, param_copy])."""
+
+    _c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
+
+    def __init__(self, lr=None, betas=(None, None), weight_decay=None):
+        beta1, beta2 = _pair(betas)
+        super().__init__(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+
+    lr = _option("lr", "learning rate of the next step")
+    weight_decay = _option("weight_decay", "weight decay of the next step")
+
+
+class Prepared:
+    """Tensors of one optimizer, checked once. The arrays' memory is kept alive and must not be replaced: an array
+    that gets other storage (`param.data = ...`, a new `param.grad`) has to be prepared again."""
+
+    def __init__(self, optimizer, tensors, uint16_as=None):
+        self._optimizer = optimizer
+        names = ("param", "grad", *optimizer._states, "param_copy")
+        try:
+            entries = [tuple(entry) for entry in tensors]
+        except TypeError as error:
+            raise InvalidArgument(f"tensors: {error}; a list of tuples of arrays is needed") from error
+        self._table = (_abi.Tensor * len(entries))()
+        for index, entry in enumerate(entries):
+            _fill(self._table[index], entry, names, f"tensors[{index}].", uint16_as)
+        self._held = [_arrays.held(array) for entry in entries for array in entry if array is not None]
+
+    def __len__(self):
+        return len(self._table)
+
+    def step(self, *, grad_scale=1.0, stats=False):
+        """One step of the optimizer over these tensors; with stats=True returns StepStats."""
+        return self._optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats)
+
+
+def _fill(slot, entry, names, prefix, uint16_as):
+    """Writes one tuple of arrays into a row of the C table."""
+    if len(entry) not in (len(names) - 1, len(names)):
+        raise InvalidArgument(f"{prefix[:-1]} has {len(entry)} arrays; {', '.join(names[:-1])}"
+                              f" and perhaps {names[-1]} expected")
+    slot.struct_size = ctypes.sizeof(_abi.Tensor)
+    for name, array in zip(names, entry):
+        if name == "param_copy" and array is None:
+            continue
+        argument = prefix + name
+        address, count, code = _arrays.span(array, argument, name != "grad", uint16_as)
+        if name == "param":
+            slot.n = count
+        else:
+            _arrays.same_shape(array, entry[0], argument, prefix + "param")
+        setattr(slot, name, address)
+        field = _DTYPE_FIELDS[name]
+        if field == "state_dtype" and slot.state_dtype not in (_abi.DTYPE_NONE, code):
+            raise InvalidArgument(f"{argument} has another dtype than {prefix}exp_avg")
+        setattr(slot, field, code)
+
+
+_DTYPE_FIELDS = {"param": "param_dtype", "grad": "grad_dtype", "exp_avg": "state_dtype", "exp_avg_sq": "state_dtype",
+                 "param_copy": "copy_dtype"}
+
+
+def _pair(betas):
+    try:
+        first, second = betas
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"betas is {betas!r}; a pair of numbers is needed") from error
+    return first, second
+
+
+def grad_stats(grad, *, scale=1.0, uint16_as=None):
+    """StepStats of one gradient times `scale`, without a step."""
+    address, count, code = _arrays.span(grad, "grad", False, uint16_as)
+    out = _abi.sized(_abi.StepStats)
+    _native.check(_native.library().spw_grad_stats(address, code, count, scale, ctypes.byref(out)))
+    return StepStats(bool(out.nonfinite), out.sum_squares)

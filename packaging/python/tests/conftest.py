@@ -1,0 +1,25 @@
+"""Runs these tests against the package in this checkout and the library that cargo built, unless told otherwise."""
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = PACKAGE.parents[1]
+
+sys.path.insert(0, str(PACKAGE))
+os.environ.setdefault("SPILLWAY_LIBRARY", str(
+    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target") / "release" / "libspillway.so"))
+
+
+@pytest.fixture(scope="session")
+def repository():
+    return REPOSITORY
+
+
+@pytest.fixture
+def child_environment():
+    """The environment for a fresh interpreter that imports this package."""
+    return {**os.environ, "PYTHONPATH": str(PACKAGE)}

@@ -1,0 +1,65 @@
+"""Proves that importing spillway is light, and that a missing or foreign library is a typed error that names it."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code, environment, **extra):
+    return subprocess.run([sys.executable, "-c", code], env={**environment, **extra}, capture_output=True, text=True)
+
+
+def test_import_needs_neither_torch_nor_numpy_nor_the_library(child_environment):
+    code = ("import sys\n"
+            "for name in ('torch', 'numpy', 'deepspeed'): sys.modules[name] = None\n"
+            "import spillway, spillway.deepspeed\n"
+            "print('ok')")
+    done = run(code, child_environment, SPILLWAY_LIBRARY="/nonexistent/libspillway.so")
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def test_a_step_needs_no_torch(child_environment):
+    code = ("import sys; sys.modules['torch'] = None\n"
+            "import numpy, spillway\n"
+            "arrays = [numpy.ones(8, numpy.float32) for _ in range(4)]\n"
+            "spillway.Adam().step([tuple(arrays)])\n"
+            "assert (arrays[0] != 1).all()\n"
+            "del sys.modules['torch']; assert 'torch' not in sys.modules")
+    done = run(code, child_environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_missing_library_is_named(child_environment):
+    code = ("import spillway\n"
+            "try: spillway.kernel_name()\n"
+            "except spillway.LibraryNotFound as error: print(error)")
+    done = run(code, child_environment, SPILLWAY_LIBRARY="/nonexistent/libspillway.so")
+    assert "/nonexistent/libspillway.so" in done.stdout and "SPILLWAY_LIBRARY" in done.stdout, done.stderr
+
+
+def test_another_abi_version_is_refused_before_any_other_call(child_environment, tmp_path):
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "other.c").write_text("unsigned spw_abi_version(void) { return 4711; }\n"
+                                      "int spw_kernel_name(const char **n) { __builtin_trap(); }\n")
+    library = tmp_path / "libother.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True)
+    code = ("import spillway\n"
+            "try: spillway.kernel_name()\n"
+            "except ImportError as error: print(error)")
+    done = run(code, child_environment, SPILLWAY_LIBRARY=str(library))
+    assert "ABI version 4711" in done.stdout, done.stderr
+
+
+def test_the_pth_line_imports_nothing_when_off(repository, child_environment):
+    line = (repository / "packaging" / "python" / "spillway.pth").read_text().strip()
+    assert line.startswith("import ") and "\n" not in line
+    code = f"{line}\nimport sys; print('spillway' in sys.modules, 'spillway.deepspeed._hook' in sys.modules)"
+    off = {name: value for name, value in child_environment.items() if name != "SPILLWAY_DEEPSPEED"}
+    assert run(code, off).stdout == "False False\n"
+    assert run(code, off, SPILLWAY_DEEPSPEED="0").stdout == "False False\n"
+    assert run(code, off, SPILLWAY_DEEPSPEED="1").stdout == "True True\n"

@@ -1,0 +1,86 @@
+#!/bin/sh
+# Makes the Python environment of tests, demo and bench, in a cache outside the repository, and prints its python.
+#
+#   packaging/python_env.sh            the path of the python
+#   packaging/python_env.sh --export   shell lines: SPILLWAY_PYTHON, SPILLWAY_OLD_DEEPSPEED, TORCH_EXTENSIONS_DIR, PATH
+#
+# A second run with the same requirements does nothing. SPILLWAY_CACHE moves the cache, PYTHON names the interpreter.
+set -eu
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+requirements=$here/python/requirements-test.txt
+cache=${SPILLWAY_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/spillway}
+venv=$cache/venv
+oldest=0.14.0
+old=$cache/deepspeed-$oldest
+
+main() {
+    mkdir -p "$cache"
+    exec 9>"$cache/lock"
+    if ! flock -n 9; then
+        say "waiting for another set-up of $cache"
+        flock 9
+    fi
+    wanted=$(cat "$requirements" "$here/python_env.sh" | sha256sum | cut -d' ' -f1)
+    if [ "$(cat "$cache/stamp" 2>/dev/null)" != "$wanted" ] || [ ! -x "$venv/bin/python" ]; then
+        rm -f "$cache/stamp"
+        set_up >&2
+        echo "$wanted" >"$cache/stamp"
+    fi
+    exec 9>&-
+    answer "${1:-}"
+}
+
+set_up() {
+    python=$(find_python)
+    say "setting up $venv (torch and DeepSpeed from PyPI; some minutes, once)"
+    "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
+    if [ ! -d "$old" ]; then
+        rm -rf "$old.part"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+            --target "$old.part" "deepspeed==$oldest"
+        mv "$old.part" "$old"
+    fi
+    mkdir -p "$cache/torch_extensions"
+}
+
+find_python() {
+    python=${PYTHON:-python3}
+    if ! command -v "$python" >/dev/null || ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        install_packages python3 python3-venv python3-pip
+    fi
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than Python 3.11"
+    echo "$python"
+}
+
+install_packages() {
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        fail "missing system packages; run: apt-get install $*"
+    fi
+    say "installing $*"
+    apt-get update -qq >&2
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >&2
+}
+
+answer() {
+    if [ "$1" != --export ]; then
+        echo "$venv/bin/python"
+        return
+    fi
+    echo "export SPILLWAY_PYTHON='$venv/bin/python'"
+    echo "export SPILLWAY_OLD_DEEPSPEED='$old'"
+    echo "export TORCH_EXTENSIONS_DIR='$cache/torch_extensions'"
+    echo "export PATH='$venv/bin':\"\$PATH\""
+}
+
+say() {
+    echo "python_env: $*" >&2
+}
+
+fail() {
+    say "$*"
+    exit 1
+}
+
+main "$@"

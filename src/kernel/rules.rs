@@ -43,6 +43,12 @@ pub trait Rule: Copy + Send + Sync {
         S: Element,
         G: Element,
         C: Element;
+
+    /// Adam's coefficients if this is Adam, which has a body in C for SVE.
+    #[cfg(target_arch = "aarch64")]
+    fn as_adam(&self) -> Option<&AdamRule> {
+        None
+    }
 }
 
 /// Where Adam's weight decay enters.
@@ -127,6 +133,11 @@ impl<const DECAY: u8> Rule for Adam<DECAY> {
             access.store::<C, V>(p, spans.param_copy.add(at));
             grad
         }
+    }
+
+    #[cfg(target_arch = "aarch64")]
+    fn as_adam(&self) -> Option<&AdamRule> {
+        Some(&self.0)
     }
 }
 

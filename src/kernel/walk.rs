@@ -24,6 +24,12 @@ pub const CHUNK: usize = 16 * TILE;
 pub fn step<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;
+    #[cfg(target_arch = "aarch64")]
+    if let (Some(body), Some(adam)) = (kernel.adam_body(), rule.as_adam())
+        && let Some(sum) = super::sve::step(body, adam, dtypes, &mut tensor, squares)
+    {
+        return Ok(sum);
+    }
     let work = StepChunk { kernel, rule, tensor: &mut tensor, squares };
     with_types(dtypes, work).ok_or_else(|| Error::Unsupported(format!("no kernel for {dtypes:?}")))
 }

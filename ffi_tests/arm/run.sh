@@ -1,0 +1,187 @@
+#!/bin/sh
+# Proves the Arm library under qemu, on a machine that is no Arm: bits, bounds, choice of kernel, callers, instructions.
+#
+# The first run sets the tool chain up (packaging/arm_env.sh); exit status 77 means that root has to install packages.
+# What a failed part printed is in the folder that the last line names.
+set -eu
+
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
+settings=$("$root/packaging/arm_env.sh" --export) || exit $?
+tools=$("$root/packaging/arm_env.sh")
+target=${CARGO_TARGET_DIR:-$root/target}
+work=$target/arm
+library=$target/aarch64-unknown-linux-gnu/release
+passed=0
+failed=0
+
+all='sve_bf16, sve, neon, scalar'
+cpus="max,sve-default-vector-length=16:$all
+max,sve-default-vector-length=32:$all
+max,sve-default-vector-length=48:$all
+max,sve-default-vector-length=64:$all
+max,sve-default-vector-length=128:$all
+max,sve-default-vector-length=256:$all
+a64fx:sve, neon, scalar
+neoverse-n1:neon, scalar
+max,sve=off:neon, scalar"
+
+main() {
+    mkdir -p "$work"
+    cd "$root"
+    check 'the library, its tests and the host library build' build
+    if [ $failed = 0 ]; then
+        unit_tests
+        choice_of_kernel
+        c_programs
+        check 'every kernel and the host give the same digest through Python, in forked children too' digests
+        check 'instructions per element are within the table' "$root/ffi_tests/arm/icount.sh"
+        mutants
+    fi
+    echo "$passed passed, $failed failed (output in $work)"
+    [ $failed = 0 ]
+}
+
+# check NAME COMMAND...: one line of the result.
+check() {
+    name=$1
+    shift
+    log=$work/$(printf '%s' "$name" | tr -c 'a-z0-9' _).log
+    if ("$@") >"$log" 2>&1; then
+        passed=$((passed + 1))
+        echo "ok      $name"
+    else
+        failed=$((failed + 1))
+        echo "FAILED  $name"
+        tail -n 15 "$log" | sed 's/^/        /'
+    fi
+}
+
+arm_cargo() {
+    (eval "$settings" && cargo "$@")
+}
+
+arm() {
+    cpu=$1
+    shift
+    (eval "$settings" && QEMU_CPU=$cpu exec qemu-aarch64 "$@")
+}
+
+build() {
+    arm_cargo test --lib --no-run 2>&1 | tee "$work/tests.txt"
+    sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/tests.txt" >"$work/tests"
+    [ -s "$work/tests" ]
+    arm_cargo build --release --lib --no-default-features
+    cargo build --lib --no-default-features
+    aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
+        "$library/libspillway.a" -lm -o "$work/one_step"
+    cc -std=c11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"
+}
+
+unit_tests() {
+    while IFS=: read -r cpu kernels; do
+        check "unit tests, the checkers among them, on $cpu: $kernels" unit_tests_on "$cpu" "$kernels"
+    done <<END
+$cpus
+END
+}
+
+# The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure.
+unit_tests_on() {
+    arm "$1" "$(cat "$work/tests")" --nocapture >"$work/unit.txt" 2>&1 || { cat "$work/unit.txt"; return 1; }
+    cat "$work/unit.txt"
+    cases=$(sed -n "s/.*\b\([0-9][0-9]*\) cases on each of $2\$/\1/p" "$work/unit.txt")
+    [ "${cases:-0}" -ge 756 ]
+}
+
+choice_of_kernel() {
+    while read -r cpu wanted ran other; do
+        check "$wanted runs when forced on $cpu" runs "$wanted" "$wanted" "$cpu" "$ran" "$other"
+    done <<END
+max sve_bf16 spillway_adam_sve_bf16 neon
+max sve spillway_adam_sve spillway_adam_sve_bf16
+max neon neon spillway_adam_sve
+max scalar scalar neon
+a64fx sve spillway_adam_sve spillway_adam_sve_bf16
+neoverse-n1 neon neon spillway_adam_sve
+END
+    check 'sve_bf16 is the choice of max' runs '' sve_bf16 max spillway_adam_sve_bf16 neon
+    check 'sve is the choice of a64fx' runs '' sve a64fx spillway_adam_sve spillway_adam_sve_bf16
+    check 'neon is the choice of neoverse-n1' runs '' neon neoverse-n1 neon spillway_adam_sve
+    check 'sve is refused on neoverse-n1' refused sve neoverse-n1
+    check 'sve_bf16 is refused on a64fx' refused sve_bf16 a64fx
+}
+
+# runs FORCED NAME CPU THIS OTHER: the library names NAME, executes functions called THIS and none called OTHER.
+runs() {
+    [ -z "$1" ] || export SPILLWAY_KERNEL="$1"
+    [ "$(executed "$3" "$4")" != 0 ]
+    [ "$(cat "$work/name")" = "$2" ]
+    [ "$(executed "$3" "$5")" = 0 ]
+}
+
+executed() {
+    arm "$1" -plugin "$work/icount.so,in=$2,out=$work/count" "$work/one_step" f32 f32 bf16 bf16 decoupled 0 4096 \
+        >"$work/name"
+    cut -d' ' -f1 "$work/count"
+}
+
+refused() {
+    export SPILLWAY_KERNEL="$1"
+    ! arm "$2" "$work/one_step" f32 f32 f32 none none 0 64 2>"$work/refused"
+    cat "$work/refused"
+    grep -q "this processor has no $1" "$work/refused"
+}
+
+c_programs() {
+    for source in "$root"/examples_c/*.c "$root"/ffi_tests/c/*.c; do
+        [ -f "$source" ] || continue
+        check "C program ${source#"$root"/}" c_program "$source"
+    done
+}
+
+c_program() {
+    aarch64-linux-gnu-gcc -std=gnu11 -O1 -Wall -Wextra -Iinclude "$1" -L"$library" -lspillway -lpthread -lm -ldl \
+        -o "$work/program"
+    ln -sf libspillway.so "$library/libspillway.so.1"
+    status=0
+    arm max -E LD_LIBRARY_PATH="$library" "$work/program" || status=$?
+    [ $status = 0 ] || [ $status = 77 ]
+}
+
+digests() {
+    expected=$(SPILLWAY_LIBRARY=$target/debug/libspillway.so python3 ffi_tests/arm/smoke.py)
+    echo "host: $expected"
+    for kernel in sve_bf16 sve neon scalar; do
+        digest=$(SPILLWAY_KERNEL=$kernel SPILLWAY_LIBRARY=$library/libspillway.so SPILLWAY_NUM_THREADS=3 \
+            "$tools/bin/python" ffi_tests/arm/smoke.py)
+        echo "$digest"
+        [ "$digest" = "$kernel ${expected#* }" ]
+    done
+}
+
+# Damages the SVE kernel in a copy of the tree; a checker that does not notice proves nothing.
+mutants() {
+    rm -rf "$work/mutant"
+    mkdir -p "$work/mutant"
+    cp -pR Cargo.toml Cargo.lock build.rs src kernels include ffi_tests "$work/mutant"
+    mutant 'a wrong rounding constant' 's/svdup_n_u32(0x7fff)/svdup_n_u32(0x8000)/'
+    mutant 'a tail without predicate' 's/step(svwhilelt_b32_u64(done, n)/step(svptrue_b32()/'
+    mutant 'an unfused multiply' \
+        's/p = svmla_n_f32_x(active, p, \(svdiv.*)\), rule->step_size/p = svadd_f32_x(active, p, svmul_n_f32_x(active, \1, rule->step_size)/'
+}
+
+mutant() {
+    sed "$2" kernels/adam_sve.c >"$work/mutant/kernels/adam_sve.c"
+    check "the checkers catch $1" caught
+}
+
+caught() {
+    ! cmp kernels/adam_sve.c "$work/mutant/kernels/adam_sve.c"
+    cd "$work/mutant"
+    arm_cargo test --lib --no-run 2>&1 | tee "$work/mutant.txt"
+    tests=$(sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/mutant.txt")
+    [ -n "$tests" ]
+    ! arm max,sve-default-vector-length=32 "$tests" kernel::check
+}
+
+main "$@"

@@ -1,0 +1,204 @@
+//! Sixteen lanes in four registers: NEON, which every 64-bit Arm processor has.
+//!
+//! One register at a time would load and store one at a time; four let the compiler move them in pairs.
+
+use std::arch::aarch64::*;
+use std::arch::asm;
+use std::array::from_fn;
+
+use super::vector::{Body, Isa, Vector};
+
+/// NEON.
+pub struct Neon;
+
+impl Isa for Neon {
+    // Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+    #[inline(never)]
+    unsafe fn vectorize<B: Body>(body: B) -> f64 {
+        // SAFETY: the target has NEON; the caller upholds the body's own pointers.
+        unsafe { body.run::<F32x16>() }
+    }
+}
+
+/// Sixteen f32 in four registers.
+#[derive(Clone, Copy)]
+pub struct F32x16([float32x4_t; 4]);
+
+impl F32x16 {
+    #[inline(always)]
+    fn map(self, work: impl Fn(float32x4_t) -> float32x4_t) -> Self {
+        Self(from_fn(|i| work(self.0[i])))
+    }
+
+    #[inline(always)]
+    fn zip(self, other: Self, work: impl Fn(float32x4_t, float32x4_t) -> float32x4_t) -> Self {
+        Self(from_fn(|i| work(self.0[i], other.0[i])))
+    }
+
+    /// Eight 16-bit elements per pair of registers.
+    #[inline(always)]
+    unsafe fn load_halves(
+        from: *const u16,
+        widen: impl Fn(uint16x8_t) -> (float32x4_t, float32x4_t),
+    ) -> Self {
+        // SAFETY: the caller passes a pointer to sixteen elements.
+        let (a, b) = unsafe { (vld1q_u16(from), vld1q_u16(from.add(8))) };
+        let ((a, b), (c, d)) = (widen(a), widen(b));
+        Self([a, b, c, d])
+    }
+
+    #[inline(always)]
+    unsafe fn store_halves(self, to: *mut u16, narrow: impl Fn(float32x4_t, float32x4_t) -> uint16x8_t) {
+        let [a, b, c, d] = self.0;
+        // SAFETY: the caller passes a pointer to sixteen elements.
+        unsafe {
+            vst1q_u16(to, narrow(a, b));
+            vst1q_u16(to.add(8), narrow(c, d));
+        }
+    }
+}
+
+/// The intrinsics of the next two functions are not stable; the instructions belong to the base set.
+#[inline(always)]
+fn widen_f16(halves: uint16x8_t) -> (float32x4_t, float32x4_t) {
+    let (low, high);
+    // SAFETY: conversions between registers.
+    unsafe {
+        asm!("fcvtl {low:v}.4s, {halves:v}.4h", "fcvtl2 {high:v}.4s, {halves:v}.8h",
+            low = out(vreg) low, high = lateout(vreg) high, halves = in(vreg) halves,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    (low, high)
+}
+
+/// A NaN becomes 0x7e00 because `IeeeMode` asks for default NaNs.
+#[inline(always)]
+fn narrow_f16(low: float32x4_t, high: float32x4_t) -> uint16x8_t {
+    let halves;
+    // SAFETY: conversions between registers.
+    unsafe {
+        asm!("fcvtn {halves:v}.4h, {low:v}.4s", "fcvtn2 {halves:v}.8h, {high:v}.4s",
+            halves = out(vreg) halves, low = in(vreg) low, high = in(vreg) high,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    halves
+}
+
+#[inline(always)]
+fn widen_bf16(halves: uint16x8_t) -> (float32x4_t, float32x4_t) {
+    // SAFETY: every 64-bit Arm processor has NEON.
+    unsafe {
+        let low = vshll_n_u16::<16>(vget_low_u16(halves));
+        let high = vshll_high_n_u16::<16>(halves);
+        (vreinterpretq_f32_u32(low), vreinterpretq_f32_u32(high))
+    }
+}
+
+#[inline(always)]
+fn narrow_bf16(low: float32x4_t, high: float32x4_t) -> uint16x8_t {
+    // SAFETY: every 64-bit Arm processor has NEON.
+    unsafe {
+        let bits = |x| vbslq_u32(vceqq_f32(x, x), vreinterpretq_u32_f32(x), vdupq_n_u32(0x7fc0_0000));
+        let bias = |bits| {
+            let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
+            vaddq_u32(odd, vdupq_n_u32(0x7fff))
+        };
+        let (low, high) = (bits(low), bits(high));
+        vaddhn_high_u32(vaddhn_u32(low, bias(low)), high, bias(high))
+    }
+}
+
+// SAFETY (the trait and each block below): every 64-bit Arm processor has NEON, and callers pass pointers to sixteen
+// elements.
+unsafe impl Vector for F32x16 {
+    const LANES: usize = 16;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        // SAFETY: as stated at the impl.
+        Self([unsafe { vdupq_n_f32(value) }; 4])
+    }
+    #[inline(always)]
+    unsafe fn load_f32(from: *const f32) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(from_fn(|i| unsafe { vld1q_f32(from.add(4 * i)) }))
+    }
+    #[inline(always)]
+    unsafe fn store_f32(self, to: *mut f32) {
+        for (i, register) in self.0.into_iter().enumerate() {
+            // SAFETY: as stated at the impl.
+            unsafe { vst1q_f32(to.add(4 * i), register) }
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe { Self::load_halves(from, widen_f16) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe { self.store_halves(to, narrow_f16) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe { Self::load_halves(from, widen_bf16) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe { self.store_halves(to, narrow_bf16) }
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe { self.zip(other, |a, b| vaddq_f32(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe { self.zip(other, |a, b| vsubq_f32(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe { self.zip(other, |a, b| vmulq_f32(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe { self.zip(other, |a, b| vdivq_f32(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn sqrt(self) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe { self.map(|a| vsqrtq_f32(a)) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(from_fn(|i| unsafe { vfmaq_f32(addend.0[i], self.0[i], factor.0[i]) }))
+    }
+    #[inline(always)]
+    unsafe fn signum_times(self, magnitude: Self) -> Self {
+        // SAFETY: as stated at the impl.
+        self.zip(magnitude, |a, magnitude| unsafe {
+            let signed = vbslq_f32(vdupq_n_u32(0x8000_0000), a, magnitude);
+            vbslq_f32(vcagtq_f32(a, vdupq_n_f32(0.0)), signed, a)
+        })
+    }
+    #[inline(always)]
+    unsafe fn add_squares(self, lanes: *mut f64) {
+        for (i, register) in self.0.into_iter().enumerate() {
+            // SAFETY: as stated at the impl.
+            unsafe {
+                let low = vcvt_f64_f32(vget_low_f32(register));
+                let high = vcvt_high_f64_f32(register);
+                let (lower, upper) = (lanes.add(4 * i), lanes.add(4 * i + 2));
+                vst1q_f64(lower, vfmaq_f64(vld1q_f64(lower), low, low));
+                vst1q_f64(upper, vfmaq_f64(vld1q_f64(upper), high, high));
+            }
+        }
+    }
+}

@@ -36,6 +36,7 @@ INLINE svfloat32_t load(svbool_t active, enum element type, const char *at, int6
     return svreinterpret_f32_u32(svlsl_n_u32_x(active, bits, 16));
 }
 
+// Every NaN is the default one by FPCR, whose upper half is what a NaN has to become, in both ways to round.
 INLINE svuint32_t bf16_bits(svbool_t active, svfloat32_t value)
 {
 #ifdef USE_BFCVT
@@ -44,8 +45,7 @@ INLINE svuint32_t bf16_bits(svbool_t active, svfloat32_t value)
     svuint32_t bits = svreinterpret_u32_f32(value);
     svuint32_t odd = svand_n_u32_x(active, svlsr_n_u32_x(active, bits, 16), 1);
     svuint32_t bias = svadd_u32_x(active, odd, svdup_n_u32(0x7fff));
-    svuint32_t rounded = svlsr_n_u32_x(active, svadd_u32_x(active, bits, bias), 16);
-    return svsel_u32(svcmpuo_f32(active, value, value), svdup_n_u32(0x7fc0), rounded);
+    return svlsr_n_u32_x(active, svadd_u32_x(active, bits, bias), 16);
 #endif
 }
 

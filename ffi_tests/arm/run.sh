@@ -74,7 +74,7 @@ build() {
     cargo build --lib --no-default-features
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
         "$library/libspillway.a" -lm -o "$work/one_step"
-    cc -std=c11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"
+    cc -std=gnu11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"
 }
 
 unit_tests() {

@@ -34,6 +34,7 @@ main() {
         choice_of_kernel
         c_programs
         check 'every kernel and the host give the same digest through Python, in forked children too' digests
+        check 'the Python package steps on the Arm library' python_package
         check 'instructions per element are within the table' "$root/ffi_tests/arm/icount.sh"
         mutants
     fi
@@ -140,11 +141,16 @@ c_programs() {
 }
 
 c_program() {
-    aarch64-linux-gnu-gcc -std=gnu11 -O1 -Wall -Wextra -Iinclude "$1" -L"$library" -lspillway -lpthread -lm -ldl \
+    folder=$library
+    if [ "$(head -n 1 "$1")" = '// Build: probe' ]; then
+        arm_cargo build --lib --no-default-features --features probe --target-dir "$target/probe"
+        folder=$target/probe/aarch64-unknown-linux-gnu/debug
+    fi
+    aarch64-linux-gnu-gcc -std=c11 -O1 -Wall -Wextra -Werror -Iinclude "$1" -L"$folder" -lspillway -lpthread -lm -ldl \
         -o "$work/program"
-    ln -sf libspillway.so "$library/libspillway.so.1"
+    ln -sf libspillway.so "$folder/libspillway.so.1"
     status=0
-    arm max -E LD_LIBRARY_PATH="$library" "$work/program" || status=$?
+    SPILLWAY_VECTORS=$root/kernels arm max -E LD_LIBRARY_PATH="$folder" "$work/program" || status=$?
     [ $status = 0 ] || [ $status = 77 ]
 }
 
@@ -157,6 +163,14 @@ digests() {
         echo "$digest"
         [ "$digest" = "$kernel ${expected#* }" ]
     done
+}
+
+python_package() {
+    SPILLWAY_LIBRARY=$library/libspillway.so PYTHONPATH=packaging/python "$tools/bin/python" -B -c '
+import spillway
+assert spillway.kernel_name() == "sve_bf16", spillway.kernel_name()
+spillway.set_num_threads(2)
+print(spillway.library_version(), spillway.library_path(), spillway.num_threads())'
 }
 
 # Damages the SVE kernel in a copy of the tree; a checker that does not notice proves nothing.

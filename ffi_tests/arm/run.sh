@@ -14,6 +14,8 @@ library=$target/aarch64-unknown-linux-gnu/release
 passed=0
 failed=0
 
+export RUST_BACKTRACE=0
+
 all='sve_bf16, sve, neon, scalar'
 cpus="max,sve-default-vector-length=16:$all
 max,sve-default-vector-length=32:$all
@@ -86,9 +88,11 @@ $cpus
 END
 }
 
-# The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure.
+# The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure. What is
+# skipped reserves terabytes of addresses, for each page of which qemu-user keeps a record.
 unit_tests_on() {
-    arm "$1" "$(cat "$work/tests")" --nocapture >"$work/unit.txt" 2>&1 || { cat "$work/unit.txt"; return 1; }
+    arm "$1" "$(cat "$work/tests")" --nocapture --skip far_more_than_the_machine_has >"$work/unit.txt" 2>&1 ||
+        { cut -c1-300 "$work/unit.txt"; return 1; }
     cat "$work/unit.txt"
     cases=$(sed -n "s/.*\b\([0-9][0-9]*\) cases on each of $2\$/\1/p" "$work/unit.txt")
     [ "${cases:-0}" -ge 756 ]
@@ -136,7 +140,11 @@ refused() {
 c_programs() {
     for source in "$root"/examples_c/*.c "$root"/ffi_tests/c/*.c; do
         [ -f "$source" ] || continue
-        check "C program ${source#"$root"/}" c_program "$source"
+        case $source in
+            */c/kernels.c) echo "skip    c/kernels.c starts itself, which qemu-user cannot" ;;
+            */c/fork.c) echo "skip    c/fork.c starts threads in children of processes with threads: qemu-user aborts" ;;
+            *) check "C program ${source#"$root"/}" c_program "$source" ;;
+        esac
     done
 }
 
@@ -173,7 +181,8 @@ spillway.set_num_threads(2)
 print(spillway.library_version(), spillway.library_path(), spillway.num_threads())'
 }
 
-# Damages the SVE kernel in a copy of the tree; a checker that does not notice proves nothing.
+# Damages the SVE kernel in a copy of the tree; a checker that does not notice proves nothing. The copy has a target folder
+# of its own: cargo would take its objects for those of the tree.
 mutants() {
     rm -rf "$work/mutant"
     mkdir -p "$work/mutant"
@@ -192,10 +201,11 @@ mutant() {
 caught() {
     ! cmp kernels/adam_sve.c "$work/mutant/kernels/adam_sve.c"
     cd "$work/mutant"
-    arm_cargo test --lib --no-run 2>&1 | tee "$work/mutant.txt"
+    arm_cargo test --lib --no-run --target-dir "$work/mutant-target" 2>&1 | tee "$work/mutant.txt"
     tests=$(sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/mutant.txt")
     [ -n "$tests" ]
-    ! arm max,sve-default-vector-length=32 "$tests" kernel::check
+    # shellcheck disable=SC2251 # the last line is the result
+    ! arm max,sve-default-vector-length=32 "$tests" kernel::check >"$work/caught.txt" 2>&1
 }
 
 main "$@"

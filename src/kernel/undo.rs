@@ -25,8 +25,8 @@ use super::vector::{Vector, Width};
 use super::walk::{Access, CHUNK, MAX_LANES, Op, Walk};
 use crate::error::{Error, Result};
 
-/// Most bytes of the log of `n` elements, on any kernel: one control byte and three raw words each. The last group is
-/// written as a whole vector; reads go up to a vector further, hence the slack.
+/// Most bytes of the log of `n` elements, on any kernel: one control byte and three raw words for each lane of whole
+/// vectors. A kernel may read a vector past the end, hence the slack.
 pub const fn log_capacity(n: usize) -> usize {
     (HEADER + n.next_multiple_of(MAX_LANES) * (1 + 3 * 4) + SLACK).next_multiple_of(ALIGNMENT)
 }

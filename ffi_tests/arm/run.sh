@@ -14,6 +14,8 @@ library=$target/aarch64-unknown-linux-gnu/release
 passed=0
 failed=0
 
+export RUST_BACKTRACE=0
+
 all='sve_bf16, sve, neon, scalar'
 cpus="max,sve-default-vector-length=16:$all
 max,sve-default-vector-length=32:$all
@@ -34,6 +36,7 @@ main() {
         choice_of_kernel
         c_programs
         check 'every kernel and the host give the same digest through Python, in forked children too' digests
+        check 'the Python package steps on the Arm library' python_package
         check 'instructions per element are within the table' "$root/ffi_tests/arm/icount.sh"
         mutants
     fi
@@ -46,7 +49,12 @@ check() {
     name=$1
     shift
     log=$work/$(printf '%s' "$name" | tr -c 'a-z0-9' _).log
-    if ("$@") >"$log" 2>&1; then
+    # Not inside the condition, where the shell would go on after a failed command.
+    set +e
+    (set -e && "$@") >"$log" 2>&1
+    status=$?
+    set -e
+    if [ $status = 0 ]; then
         passed=$((passed + 1))
         echo "ok      $name"
     else
@@ -63,7 +71,7 @@ arm_cargo() {
 arm() {
     cpu=$1
     shift
-    (eval "$settings" && QEMU_CPU=$cpu exec qemu-aarch64 "$@")
+    (eval "$settings" && QEMU_CPU=$cpu exec timeout 120 qemu-aarch64 "$@")
 }
 
 build() {
@@ -85,9 +93,11 @@ $cpus
 END
 }
 
-# The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure.
+# The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure. What is
+# skipped reserves terabytes of addresses, for each page of which qemu-user keeps a record.
 unit_tests_on() {
-    arm "$1" "$(cat "$work/tests")" --nocapture >"$work/unit.txt" 2>&1 || { cat "$work/unit.txt"; return 1; }
+    arm "$1" "$(cat "$work/tests")" --nocapture --skip far_more_than_the_machine_has >"$work/unit.txt" 2>&1 ||
+        { cut -c1-300 "$work/unit.txt"; return 1; }
     cat "$work/unit.txt"
     cases=$(sed -n "s/.*\b\([0-9][0-9]*\) cases on each of $2\$/\1/p" "$work/unit.txt")
     [ "${cases:-0}" -ge 756 ]
@@ -127,7 +137,7 @@ executed() {
 
 refused() {
     export SPILLWAY_KERNEL="$1"
-    ! arm "$2" "$work/one_step" f32 f32 f32 none none 0 64 2>"$work/refused"
+    if arm "$2" "$work/one_step" f32 f32 f32 none none 0 64 2>"$work/refused"; then return 1; fi
     cat "$work/refused"
     grep -q "this processor has no $1" "$work/refused"
 }
@@ -135,16 +145,26 @@ refused() {
 c_programs() {
     for source in "$root"/examples_c/*.c "$root"/ffi_tests/c/*.c; do
         [ -f "$source" ] || continue
-        check "C program ${source#"$root"/}" c_program "$source"
+        case $source in
+            */c/kernels.c) echo "skip    c/kernels.c starts itself, which qemu-user cannot" ;;
+            */c/lengths.c) echo "skip    c/lengths.c steps 2^33 elements, hours of emulation" ;;
+            */c/fork.c) echo "skip    c/fork.c starts threads in children of processes with threads: qemu-user aborts" ;;
+            *) check "C program ${source#"$root"/}" c_program "$source" ;;
+        esac
     done
 }
 
 c_program() {
-    aarch64-linux-gnu-gcc -std=gnu11 -O1 -Wall -Wextra -Iinclude "$1" -L"$library" -lspillway -lpthread -lm -ldl \
+    folder=$library
+    if [ "$(head -n 1 "$1")" = '// Build: probe' ]; then
+        arm_cargo build --lib --no-default-features --features probe --target-dir "$target/probe"
+        folder=$target/probe/aarch64-unknown-linux-gnu/debug
+    fi
+    aarch64-linux-gnu-gcc -std=c11 -O1 -Wall -Wextra -Werror -Iinclude "$1" -L"$folder" -lspillway -lpthread -lm -ldl \
         -o "$work/program"
-    ln -sf libspillway.so "$library/libspillway.so.1"
+    ln -sf libspillway.so "$folder/libspillway.so.1"
     status=0
-    arm max -E LD_LIBRARY_PATH="$library" "$work/program" || status=$?
+    SPILLWAY_VECTORS=$root/kernels arm max -E LD_LIBRARY_PATH="$folder" "$work/program" || status=$?
     [ $status = 0 ] || [ $status = 77 ]
 }
 
@@ -159,7 +179,16 @@ digests() {
     done
 }
 
-# Damages the SVE kernel in a copy of the tree; a checker that does not notice proves nothing.
+python_package() {
+    SPILLWAY_LIBRARY=$library/libspillway.so PYTHONPATH=packaging/python "$tools/bin/python" -B -c '
+import spillway
+assert spillway.kernel_name() == "sve_bf16", spillway.kernel_name()
+spillway.set_num_threads(2)
+print(spillway.library_version(), spillway.library_path(), spillway.num_threads())'
+}
+
+# Damages the SVE kernel in a copy of the tree; a checker that does not notice proves nothing. The copy has a target folder
+# of its own: cargo would take its objects for those of the tree.
 mutants() {
     rm -rf "$work/mutant"
     mkdir -p "$work/mutant"
@@ -176,12 +205,15 @@ mutant() {
 }
 
 caught() {
-    ! cmp kernels/adam_sve.c "$work/mutant/kernels/adam_sve.c"
+    if cmp kernels/adam_sve.c "$work/mutant/kernels/adam_sve.c"; then return 1; fi
     cd "$work/mutant"
-    arm_cargo test --lib --no-run 2>&1 | tee "$work/mutant.txt"
+    arm_cargo test --lib --no-run --target-dir "$work/mutant-target" 2>&1 | tee "$work/mutant.txt"
     tests=$(sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/mutant.txt")
     [ -n "$tests" ]
-    ! arm max,sve-default-vector-length=32 "$tests" kernel::check
+    status=0
+    arm max,sve-default-vector-length=32 "$tests" kernel::check >"$work/caught.txt" 2>&1 || status=$?
+    # 101 is a failed test, 128 and more a signal; anything else is no verdict of the checker.
+    [ $status = 101 ] || [ $status -ge 128 ]
 }
 
 main "$@"

@@ -45,11 +45,12 @@ pub unsafe extern "C" fn spw_ds_adam_update(
         ADAM.get(id)?;
         // SAFETY: the caller's promise is the callee's.
         let mut jobs = unsafe { jobs(tensor) }?;
-        for job in &jobs {
-            job.tensor.require(true, true)?;
+        for job in &mut jobs {
+            job.tensor.keep(true, true)?;
         }
         let rule = ADAM.begin(id, &call)?;
-        let mut jobs: Vec<_> = jobs.drain(..).map(|job| Job { stepper: rule, tensor: job.tensor }).collect();
+        let mut jobs: Vec<_> =
+            jobs.drain(..).map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
         adam::step(&mut jobs, false).map(drop)
     })
 }
@@ -96,7 +97,7 @@ pub unsafe extern "C" fn spw_ds_adagrad_update(
         // SAFETY: the caller's promise is the callee's.
         let jobs = unsafe { jobs(tensor) }?;
         let mut jobs: Vec<_> =
-            jobs.into_iter().map(|job| Job { stepper: rule, tensor: job.tensor }).collect();
+            jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
         adagrad::step(&mut jobs, false).map(drop)
     })
 }
@@ -147,7 +148,7 @@ pub unsafe extern "C" fn spw_ds_lion_update(
         // SAFETY: the caller's promise is the callee's.
         let jobs = unsafe { jobs(tensor) }?;
         let mut jobs: Vec<_> =
-            jobs.into_iter().map(|job| Job { stepper: rule, tensor: job.tensor }).collect();
+            jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
         lion::step(&mut jobs, false).map(drop)
     })
 }

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use super::record::{self, Record};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
-use crate::kernel::Tensor;
+use crate::kernel::{States, Tensor};
 use crate::optim::StepStats;
 use crate::optim::spread::Job;
 
@@ -102,14 +102,14 @@ pub(super) fn parse_dtype(dtype: u32, argument: &'static str) -> Result<Dtype> {
     }
 }
 
-/// Reads the tensors of a call; `stepper` makes coefficients from a tensor's own options.
+/// Reads the tensors of a call; `own` makes coefficients from a tensor's own options.
 ///
 /// # Safety
 /// `tensors` points to `count` tensors, whose spans nobody else uses during `'a`.
 pub(super) unsafe fn jobs<'a, S: Clone>(
     tensors: *const spw_tensor,
     count: usize,
-    stepper: &S,
+    optimizer: &S,
     own: impl Fn(*const c_void) -> Result<S>,
 ) -> Result<Vec<Job<'a, S>>> {
     if count == 0 {
@@ -128,10 +128,12 @@ pub(super) unsafe fn jobs<'a, S: Clone>(
     let raw = raw.collect::<Result<Vec<spw_tensor>>>()?;
     check_overlap(&raw)?;
     let parsed = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0).map(|(index, raw)| {
-        let stepper = if raw.options.is_null() { Ok(stepper.clone()) } else { own(raw.options) };
+        let optimizer = if raw.options.is_null() { Ok(optimizer.clone()) } else { own(raw.options) };
         // SAFETY: the spans do not overlap, and the caller lends them for 'a.
         let tensor = unsafe { tensor_of(raw) };
-        stepper.and_then(|stepper| Ok(Job { stepper, tensor: tensor? })).map_err(|error| at(index, error))
+        optimizer
+            .and_then(|optimizer| Ok(Job { optimizer, tensor: tensor? }))
+            .map_err(|error| at(index, error))
     });
     parsed.collect()
 }
@@ -169,7 +171,7 @@ unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
         let exp_avg = optional_span(raw.exp_avg, Some(state_dtype), raw.n, "exp_avg")?;
         let exp_avg_sq = optional_span(raw.exp_avg_sq, Some(state_dtype), raw.n, "exp_avg_sq")?;
         let param_copy = optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?;
-        Tensor::new(param, grad, exp_avg, exp_avg_sq, param_copy)
+        Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, param_copy)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::{Body, Isa, Vector};
+use super::vector::{Body, Isa, Vector, Width};
 
 /// AVX2, FMA and F16C.
 pub struct Avx2;
@@ -32,6 +32,7 @@ pub struct F32x8(__m256);
 // eight elements.
 unsafe impl Vector for F32x8 {
     const LANES: usize = 8;
+    type Bits = __m256i;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -73,17 +74,7 @@ unsafe impl Vector for F32x8 {
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16) {
         // SAFETY: as stated at the impl.
-        unsafe {
-            let bits = _mm256_castps_si256(self.0);
-            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-            let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-            let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias));
-            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, self.0));
-            let halves = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
-            let packed = _mm256_packus_epi32(halves, halves);
-            let ordered = _mm256_permute4x64_epi64::<0b1000>(packed);
-            _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(ordered));
-        }
+        unsafe { Self::store_bits16(self.round_bf16(), to) }
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
@@ -135,5 +126,143 @@ unsafe impl Vector for F32x8 {
             _mm256_storeu_pd(lanes, _mm256_fmadd_pd(low, low, _mm256_loadu_pd(lanes)));
             _mm256_storeu_pd(upper, _mm256_fmadd_pd(high, high, _mm256_loadu_pd(upper)));
         }
+    }
+    #[inline(always)]
+    unsafe fn to_bits(self) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_castps_si256(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn from_bits(bits: __m256i) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_castsi256_ps(bits) })
+    }
+    #[inline(always)]
+    unsafe fn nan_to_zero(self) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_and_ps(self.0, _mm256_cmp_ps::<_CMP_ORD_Q>(self.0, self.0)) })
+    }
+    #[inline(always)]
+    unsafe fn round_f16(self) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, self.0);
+            let quiet = _mm256_blendv_ps(self.0, _mm256_set1_ps(f32::NAN), nan);
+            _mm256_cvtepu16_epi32(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet))
+        }
+    }
+    #[inline(always)]
+    unsafe fn round_bf16(self) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let bits = _mm256_castps_si256(self.0);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+            let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, self.0));
+            _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan)
+        }
+    }
+    #[inline(always)]
+    unsafe fn widen_f16(bits: __m256i) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_cvtph_ps(halves(bits)) })
+    }
+    #[inline(always)]
+    unsafe fn widen_bf16(bits: __m256i) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)) })
+    }
+    #[inline(always)]
+    unsafe fn load_bits32(from: *const u32) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_bits16(from: *const u16) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits32(bits: __m256i, to: *mut u32) {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_storeu_si256(to.cast(), bits) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits16(bits: __m256i, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm_storeu_si128(to.cast(), halves(bits)) }
+    }
+    #[inline(always)]
+    unsafe fn bits_add(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn bits_sub(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_sub_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn width(bits: __m256i) -> Width {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let magnitude = _mm256_xor_si256(bits, _mm256_srai_epi32::<31>(bits));
+            let above = |bits: i32| _mm256_testz_si256(magnitude, _mm256_set1_epi32(bits)) == 0;
+            match () {
+                () if !above(!0x7) => Width::W4,
+                () if !above(!0x7f) => Width::W8,
+                () if !above(!0x7fff) => Width::W16,
+                () => Width::W32,
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn pack(bits: __m256i, width: Width, to: *mut u8) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            match width {
+                Width::W4 => {
+                    let low = _mm_and_si128(_mm256_castsi256_si128(bits), _mm_set1_epi32(0xf));
+                    let high = _mm_slli_epi32::<4>(_mm256_extracti128_si256::<1>(bits));
+                    let bytes = _mm_shuffle_epi8(_mm_or_si128(low, high), _mm_set1_epi32(0x0c08_0400));
+                    to.cast::<i32>().write_unaligned(_mm_cvtsi128_si32(bytes));
+                }
+                Width::W8 => _mm_storel_epi64(to.cast(), _mm_packs_epi16(halves(bits), _mm_setzero_si128())),
+                Width::W16 => _mm_storeu_si128(to.cast(), halves(bits)),
+                Width::W32 => _mm256_storeu_si256(to.cast(), bits),
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn unpack(width: Width, from: *const u8) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            match width {
+                Width::W4 => {
+                    let pairs = _mm_cvtepu8_epi32(_mm_cvtsi32_si128(from.cast::<i32>().read_unaligned()));
+                    let low = _mm_srai_epi32::<28>(_mm_slli_epi32::<28>(pairs));
+                    let high = _mm_srai_epi32::<28>(_mm_slli_epi32::<24>(pairs));
+                    _mm256_set_m128i(high, low)
+                }
+                Width::W8 => _mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast())),
+                Width::W16 => _mm256_cvtepi16_epi32(_mm_loadu_si128(from.cast())),
+                Width::W32 => _mm256_loadu_si256(from.cast()),
+            }
+        }
+    }
+}
+
+/// The lower halves of eight 32-bit lanes, in order.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn halves(bits: __m256i) -> __m128i {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let low_bytes = _mm256_set1_epi64x(0x0d0c_0908_0504_0100);
+        let packed = _mm256_shuffle_epi8(bits, low_bytes);
+        _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b1000>(packed))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::vector::{Body, Isa, Vector};
+use super::vector::{Body, Isa, Vector, Width};
 
 /// AVX-512 F, BW, DQ and VL.
 pub struct Avx512;
@@ -33,6 +33,7 @@ pub struct F32x16(__m512);
 // sixteen elements.
 unsafe impl Vector for F32x16 {
     const LANES: usize = 16;
+    type Bits = __m512i;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -74,15 +75,7 @@ unsafe impl Vector for F32x16 {
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16) {
         // SAFETY: as stated at the impl.
-        unsafe {
-            let bits = _mm512_castps_si512(self.0);
-            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
-            let halves = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
-            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(halves));
-        }
+        unsafe { Self::store_bits16(self.round_bf16(), to) }
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
@@ -133,6 +126,132 @@ unsafe impl Vector for F32x16 {
             let upper = lanes.add(8);
             _mm512_storeu_pd(lanes, _mm512_fmadd_pd(low, low, _mm512_loadu_pd(lanes)));
             _mm512_storeu_pd(upper, _mm512_fmadd_pd(high, high, _mm512_loadu_pd(upper)));
+        }
+    }
+    #[inline(always)]
+    unsafe fn to_bits(self) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_castps_si512(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn from_bits(bits: __m512i) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_castsi512_ps(bits) })
+    }
+    #[inline(always)]
+    unsafe fn nan_to_zero(self) -> Self {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(self.0, self.0);
+            Self(_mm512_maskz_mov_ps(number, self.0))
+        }
+    }
+    #[inline(always)]
+    unsafe fn round_f16(self) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+            let quiet = _mm512_mask_mov_ps(self.0, nan, _mm512_set1_ps(f32::NAN));
+            _mm512_cvtepu16_epi32(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(quiet))
+        }
+    }
+    #[inline(always)]
+    unsafe fn round_bf16(self) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let bits = _mm512_castps_si512(self.0);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+            _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0))
+        }
+    }
+    #[inline(always)]
+    unsafe fn widen_f16(bits: __m512i) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)) })
+    }
+    #[inline(always)]
+    unsafe fn widen_bf16(bits: __m512i) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)) })
+    }
+    #[inline(always)]
+    unsafe fn load_bits32(from: *const u32) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_bits16(from: *const u16) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits32(bits: __m512i, to: *mut u32) {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_storeu_si512(to.cast(), bits) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits16(bits: __m512i, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bits)) }
+    }
+    #[inline(always)]
+    unsafe fn bits_add(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn bits_sub(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_sub_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn width(bits: __m512i) -> Width {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let magnitude = _mm512_xor_si512(bits, _mm512_srai_epi32::<31>(bits));
+            let above = |limit: i32| _mm512_cmpgt_epu32_mask(magnitude, _mm512_set1_epi32(limit)) != 0;
+            match () {
+                () if !above(0x7) => Width::W4,
+                () if !above(0x7f) => Width::W8,
+                () if !above(0x7fff) => Width::W16,
+                () => Width::W32,
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn pack(bits: __m512i, width: Width, to: *mut u8) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            match width {
+                Width::W4 => {
+                    let low = _mm256_and_si256(_mm512_castsi512_si256(bits), _mm256_set1_epi32(0xf));
+                    let high = _mm256_slli_epi32::<4>(_mm512_extracti64x4_epi64::<1>(bits));
+                    _mm_storel_epi64(to.cast(), _mm256_cvtepi32_epi8(_mm256_or_si256(low, high)));
+                }
+                Width::W8 => _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(bits)),
+                Width::W16 => _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bits)),
+                Width::W32 => _mm512_storeu_si512(to.cast(), bits),
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn unpack(width: Width, from: *const u8) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            match width {
+                Width::W4 => {
+                    let pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+                    let low = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<28>(pairs));
+                    let high = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<24>(pairs));
+                    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
+                }
+                Width::W8 => _mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())),
+                Width::W16 => _mm512_cvtepi16_epi32(_mm256_loadu_si256(from.cast())),
+                Width::W32 => _mm512_loadu_si512(from.cast()),
+            }
         }
     }
 }

@@ -19,6 +19,30 @@ pub trait Element: Copy + Send + Sync {
     /// # Safety
     /// As [`Vector`].
     unsafe fn store<V: Vector>(value: V, to: *mut Self::Raw);
+
+    /// Loads `V::LANES` elements as patterns, those of 16 bits widened with zeros.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits;
+
+    /// Stores `V::LANES` patterns.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw);
+
+    /// The patterns that `store` would write.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn encode<V: Vector>(value: V) -> V::Bits;
+
+    /// The values of patterns.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn decode<V: Vector>(bits: V::Bits) -> V;
 }
 
 /// binary32.
@@ -46,6 +70,26 @@ impl Element for F32 {
         // SAFETY: the caller's promise is the callee's.
         unsafe { value.store_f32(to) }
     }
+    #[inline(always)]
+    unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::load_bits32(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::store_bits32(bits, to.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn encode<V: Vector>(value: V) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { value.to_bits() }
+    }
+    #[inline(always)]
+    unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::from_bits(bits) }
+    }
 }
 
 impl Element for F16 {
@@ -59,6 +103,26 @@ impl Element for F16 {
     unsafe fn store<V: Vector>(value: V, to: *mut u16) {
         // SAFETY: the caller's promise is the callee's.
         unsafe { value.store_f16(to) }
+    }
+    #[inline(always)]
+    unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::load_bits16(from) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::store_bits16(bits, to) }
+    }
+    #[inline(always)]
+    unsafe fn encode<V: Vector>(value: V) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { value.round_f16() }
+    }
+    #[inline(always)]
+    unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::widen_f16(bits) }
     }
 }
 
@@ -74,6 +138,26 @@ impl Element for Bf16 {
         // SAFETY: the caller's promise is the callee's.
         unsafe { value.store_bf16(to) }
     }
+    #[inline(always)]
+    unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::load_bits16(from) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::store_bits16(bits, to) }
+    }
+    #[inline(always)]
+    unsafe fn encode<V: Vector>(value: V) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { value.round_bf16() }
+    }
+    #[inline(always)]
+    unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::widen_bf16(bits) }
+    }
 }
 
 impl Element for Absent {
@@ -85,6 +169,23 @@ impl Element for Absent {
     }
     #[inline(always)]
     unsafe fn store<V: Vector>(_: V, _: *mut ()) {}
+    #[inline(always)]
+    unsafe fn load_bits<V: Vector>(_: *const Self::Raw) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::splat(0.0).to_bits() }
+    }
+    #[inline(always)]
+    unsafe fn store_bits<V: Vector>(_: V::Bits, _: *mut ()) {}
+    #[inline(always)]
+    unsafe fn encode<V: Vector>(_: V) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::splat(0.0).to_bits() }
+    }
+    #[inline(always)]
+    unsafe fn decode<V: Vector>(_: V::Bits) -> V {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::splat(0.0) }
+    }
 }
 
 /// The element types of one tensor's step.

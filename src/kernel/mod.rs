@@ -3,6 +3,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
+//! | `step`, `undo` | a step over a chunk, recorded if wanted, and its exact reversal |
 //! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
 //! | `element` | element types in memory, and the table of type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
@@ -13,10 +14,12 @@
 
 mod element;
 mod float_mode;
-pub(crate) mod rules;
+mod rules;
 mod select;
 pub(crate) mod squares;
+mod step;
 mod tensor;
+mod undo;
 mod vector;
 mod walk;
 
@@ -35,7 +38,9 @@ mod check;
 #[cfg(test)]
 mod check_bounds;
 
-pub use rules::{AdagradRule, AdamRule, LionRule, WeightDecay};
+pub use rules::{AdagradRule, AdamRule, LionRule, Optimizer, StreamRule, WeightDecay};
 pub use select::Kernel;
-pub use tensor::Tensor;
-pub use walk::{CHUNK, grad_squares, step};
+pub use step::{grad_squares, step};
+pub use tensor::{States, Tensor, log_bytes, log_used_of};
+pub use undo::undo;
+pub use walk::CHUNK;

@@ -6,7 +6,7 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 use std::array::from_fn;
 
-use super::vector::{Body, Isa, Vector};
+use super::vector::{Body, Isa, Vector, Width};
 
 /// NEON.
 pub struct Neon;
@@ -108,10 +108,10 @@ fn narrow_bf16(low: float32x4_t, high: float32x4_t) -> uint16x8_t {
     }
 }
 
-// SAFETY (the trait and each block below): every 64-bit Arm processor has NEON, and callers pass pointers to sixteen
-// elements.
+// SAFETY: every 64-bit Arm processor has NEON, and callers pass pointers to sixteen elements; so for each block below.
 unsafe impl Vector for F32x16 {
     const LANES: usize = 16;
+    type Bits = [uint32x4_t; 4];
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -201,4 +201,158 @@ unsafe impl Vector for F32x16 {
             }
         }
     }
+    #[inline(always)]
+    unsafe fn to_bits(self) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        self.0.map(|x| unsafe { vreinterpretq_u32_f32(x) })
+    }
+    #[inline(always)]
+    unsafe fn from_bits(bits: Self::Bits) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(bits.map(|x| unsafe { vreinterpretq_f32_u32(x) }))
+    }
+    #[inline(always)]
+    unsafe fn nan_to_zero(self) -> Self {
+        // SAFETY: as stated at the impl.
+        self.map(|x| unsafe { vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vceqq_f32(x, x))) })
+    }
+    #[inline(always)]
+    unsafe fn round_f16(self) -> Self::Bits {
+        let [a, b, c, d] = self.0;
+        // SAFETY: as stated at the impl.
+        unsafe { zero_extend([narrow_f16(a, b), narrow_f16(c, d)]) }
+    }
+    #[inline(always)]
+    unsafe fn round_bf16(self) -> Self::Bits {
+        let [a, b, c, d] = self.0;
+        // SAFETY: as stated at the impl.
+        unsafe { zero_extend([narrow_bf16(a, b), narrow_bf16(c, d)]) }
+    }
+    #[inline(always)]
+    unsafe fn widen_f16(bits: Self::Bits) -> Self {
+        // SAFETY: as stated at the impl.
+        let [low, high] = unsafe { lower_halves(bits) };
+        let ((a, b), (c, d)) = (widen_f16(low), widen_f16(high));
+        Self([a, b, c, d])
+    }
+    #[inline(always)]
+    unsafe fn widen_bf16(bits: Self::Bits) -> Self {
+        // SAFETY: as stated at the impl.
+        Self(bits.map(|x| unsafe { vreinterpretq_f32_u32(vshlq_n_u32::<16>(x)) }))
+    }
+    #[inline(always)]
+    unsafe fn load_bits32(from: *const u32) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        from_fn(|i| unsafe { vld1q_u32(from.add(4 * i)) })
+    }
+    #[inline(always)]
+    unsafe fn load_bits16(from: *const u16) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe { zero_extend([vld1q_u16(from), vld1q_u16(from.add(8))]) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits32(bits: Self::Bits, to: *mut u32) {
+        for (i, register) in bits.into_iter().enumerate() {
+            // SAFETY: as stated at the impl.
+            unsafe { vst1q_u32(to.add(4 * i), register) }
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bits16(bits: Self::Bits, to: *mut u16) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let [low, high] = lower_halves(bits);
+            vst1q_u16(to, low);
+            vst1q_u16(to.add(8), high);
+        }
+    }
+    #[inline(always)]
+    unsafe fn bits_add(a: Self::Bits, b: Self::Bits) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        from_fn(|i| unsafe { vaddq_u32(a[i], b[i]) })
+    }
+    #[inline(always)]
+    unsafe fn bits_sub(a: Self::Bits, b: Self::Bits) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        from_fn(|i| unsafe { vsubq_u32(a[i], b[i]) })
+    }
+    #[inline(always)]
+    unsafe fn width(bits: Self::Bits) -> Width {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let [a, b, c, d] = bits.map(|x| {
+                let sign = vshrq_n_s32::<31>(vreinterpretq_s32_u32(x));
+                veorq_u32(x, vreinterpretq_u32_s32(sign))
+            });
+            Width::of_magnitude(vmaxvq_u32(vorrq_u32(vorrq_u32(a, b), vorrq_u32(c, d))))
+        }
+    }
+    #[inline(always)]
+    unsafe fn pack(bits: Self::Bits, width: Width, to: *mut u8) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let [low, high] = lower_halves(bits);
+            let bytes = vmovn_high_u16(vmovn_u16(low), high);
+            match width {
+                Width::W4 => vst1_u8(to, vsli_n_u8::<4>(vget_low_u8(bytes), vget_high_u8(bytes))),
+                Width::W8 => vst1q_u8(to, bytes),
+                Width::W16 => Self::store_bits16(bits, to.cast()),
+                Width::W32 => Self::store_bits32(bits, to.cast()),
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn unpack(width: Width, from: *const u8) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            match width {
+                Width::W4 => {
+                    let pairs = vld1_s8(from.cast());
+                    let low = vshr_n_s8::<4>(vshl_n_s8::<4>(pairs));
+                    sign_extend_bytes(vcombine_s8(low, vshr_n_s8::<4>(pairs)))
+                }
+                Width::W8 => sign_extend_bytes(vld1q_s8(from.cast())),
+                Width::W16 => sign_extend([vld1q_s16(from.cast()), vld1q_s16(from.add(16).cast())]),
+                Width::W32 => Self::load_bits32(from.cast()),
+            }
+        }
+    }
+}
+
+/// # Safety
+/// NEON, which every 64-bit Arm processor has; so for the functions below.
+#[inline(always)]
+unsafe fn lower_halves([a, b, c, d]: [uint32x4_t; 4]) -> [uint16x8_t; 2] {
+    // SAFETY: the caller's promise.
+    unsafe { [vmovn_high_u32(vmovn_u32(a), b), vmovn_high_u32(vmovn_u32(c), d)] }
+}
+
+/// # Safety
+/// NEON.
+#[inline(always)]
+unsafe fn zero_extend([low, high]: [uint16x8_t; 2]) -> [uint32x4_t; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (a, c) = (vmovl_u16(vget_low_u16(low)), vmovl_u16(vget_low_u16(high)));
+        [a, vmovl_high_u16(low), c, vmovl_high_u16(high)]
+    }
+}
+
+/// # Safety
+/// NEON.
+#[inline(always)]
+unsafe fn sign_extend([low, high]: [int16x8_t; 2]) -> [uint32x4_t; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (a, c) = (vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_low_s16(high)));
+        [a, vmovl_high_s16(low), c, vmovl_high_s16(high)].map(|x| vreinterpretq_u32_s32(x))
+    }
+}
+
+/// # Safety
+/// NEON.
+#[inline(always)]
+unsafe fn sign_extend_bytes(bytes: int8x16_t) -> [uint32x4_t; 4] {
+    // SAFETY: the caller's promise.
+    unsafe { sign_extend([vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)]) }
 }

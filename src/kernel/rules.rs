@@ -23,32 +23,80 @@
 //!
 //! The new p comes from the unrounded m and v, also where these are stored in 16 bits. Weight decay of zero leaves its
 //! line out.
+//!
+//! Each rule also has its algebraic inverse, which is off by a few units in the last place; `undo` makes it exact. An
+//! inverse settles one value before it uses it for the next, so that the later estimates start from exact values.
 
-use super::element::Element;
-use super::tensor::Spans;
 use super::vector::Vector;
-use super::walk::Access;
+
+/// The values of one group of elements.
+#[derive(Clone, Copy)]
+pub struct Values<V> {
+    /// Parameter.
+    pub param: V,
+    /// First moment; without meaning for a rule that keeps none.
+    pub exp_avg: V,
+    /// Second moment; without meaning for a rule that keeps none.
+    pub exp_avg_sq: V,
+}
+
+/// Turns an estimate of an old value into the old value.
+///
+/// # Safety
+/// All methods as [`Vector`].
+pub trait Settle<V: Vector> {
+    /// The old parameter.
+    unsafe fn param(&mut self, estimate: V) -> V;
+    /// The old first moment.
+    unsafe fn exp_avg(&mut self, estimate: V) -> V;
+    /// The old second moment.
+    unsafe fn exp_avg_sq(&mut self, estimate: V) -> V;
+}
 
 /// What one optimizer does to one group of elements.
 pub trait Rule: Copy + Send + Sync {
-    /// Updates the elements at `at` and returns their scaled gradient.
+    /// True if it keeps a first moment.
+    const EXP_AVG: bool;
+    /// True if it keeps a second moment.
+    const EXP_AVG_SQ: bool;
+
+    /// Factor on the gradient.
+    fn grad_scale(&self) -> f32;
+
+    /// The same step with another factor on the gradient.
+    fn with_grad_scale(self, grad_scale: f32) -> Self;
+
+    /// The new values; `grad` is scaled.
     ///
     /// # Safety
-    /// As [`Vector`]; the spans hold the group that `access` reads and writes at `at`.
-    unsafe fn apply<V, A, P, S, G, C>(&self, spans: &Spans<P, S, G, C>, at: usize, access: A) -> V
-    where
-        V: Vector,
-        A: Access,
-        P: Element,
-        S: Element,
-        G: Element,
-        C: Element;
+    /// As [`Vector`].
+    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V>;
 
-    /// Adam's coefficients if this is Adam, which has a body in C for SVE.
+    /// Estimates the old values from the new ones as they are stored, and has each settled.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S);
+}
+
+/// Coefficients that become a [`Rule`] once their decisions are known at compile time.
+pub trait Optimizer: Copy + Send + Sync {
+    /// Calls `work` with the rule.
+    fn with_rule<W: WithRule>(self, work: W) -> W::Output;
+
+    /// The coefficients if this is Adam, which has a body in C for SVE.
     #[cfg(target_arch = "aarch64")]
     fn as_adam(&self) -> Option<&AdamRule> {
         None
     }
+}
+
+/// Something to do with a rule.
+pub trait WithRule {
+    /// What it gives.
+    type Output;
+    /// Does it.
+    fn with<R: Rule>(self, rule: R) -> Self::Output;
 }
 
 /// Where Adam's weight decay enters.
@@ -87,57 +135,81 @@ pub struct AdamRule {
     pub decay_factor: f32,
 }
 
-/// Adam with its decay known at compile time.
-#[derive(Clone, Copy)]
-pub struct Adam<const DECAY: u8>(pub AdamRule);
-
-/// `Adam::<NO_DECAY>`
-pub const NO_DECAY: u8 = 0;
-/// `Adam::<L2>`
-pub const L2: u8 = 1;
-/// `Adam::<DECOUPLED>`
-pub const DECOUPLED: u8 = 2;
-
-impl<const DECAY: u8> Rule for Adam<DECAY> {
-    #[inline(always)]
-    unsafe fn apply<V, A, P, S, G, C>(&self, spans: &Spans<P, S, G, C>, at: usize, access: A) -> V
-    where
-        V: Vector,
-        A: Access,
-        P: Element,
-        S: Element,
-        G: Element,
-        C: Element,
-    {
-        // SAFETY: the caller's promise about the instruction set and the spans covers every line.
-        unsafe {
-            let rule = &self.0;
-            let decay = V::splat(rule.decay_factor);
-            let grad = access.load::<G, V>(spans.grad.add(at)).mul(V::splat(rule.grad_scale));
-            let mut p = access.load::<P, V>(spans.param.add(at));
-            let m = access.load::<S, V>(spans.exp_avg.add(at));
-            let v = access.load::<S, V>(spans.exp_avg_sq.add(at));
-
-            let g = if DECAY == L2 { p.mul_add(decay, grad) } else { grad };
-            let m = g.mul_add(V::splat(rule.one_minus_beta1), m.mul(V::splat(rule.beta1)));
-            let v = g.mul(g).mul_add(V::splat(rule.one_minus_beta2), v.mul(V::splat(rule.beta2)));
-            let denominator = v.sqrt().mul_add(V::splat(rule.inv_sqrt_correction2), V::splat(rule.eps));
-            if DECAY == DECOUPLED {
-                p = p.mul_add(decay, p);
-            }
-            let p = m.div(denominator).mul_add(V::splat(rule.step_size), p);
-
-            access.store::<P, V>(p, spans.param.add(at));
-            access.store::<S, V>(m, spans.exp_avg.add(at));
-            access.store::<S, V>(v, spans.exp_avg_sq.add(at));
-            access.store::<C, V>(p, spans.param_copy.add(at));
-            grad
+impl Optimizer for AdamRule {
+    fn with_rule<W: WithRule>(self, work: W) -> W::Output {
+        match self.decay {
+            WeightDecay::None => work.with(Adam::<NO_DECAY>(self)),
+            WeightDecay::L2 => work.with(Adam::<L2>(self)),
+            WeightDecay::Decoupled => work.with(Adam::<DECOUPLED>(self)),
         }
     }
 
     #[cfg(target_arch = "aarch64")]
     fn as_adam(&self) -> Option<&AdamRule> {
-        Some(&self.0)
+        Some(self)
+    }
+}
+
+/// Adam with its decay known at compile time.
+#[derive(Clone, Copy)]
+struct Adam<const DECAY: u8>(AdamRule);
+
+const NO_DECAY: u8 = 0;
+const L2: u8 = 1;
+const DECOUPLED: u8 = 2;
+
+impl<const DECAY: u8> Rule for Adam<DECAY> {
+    const EXP_AVG: bool = true;
+    const EXP_AVG_SQ: bool = true;
+
+    #[inline(always)]
+    fn grad_scale(&self) -> f32 {
+        self.0.grad_scale
+    }
+
+    fn with_grad_scale(self, grad_scale: f32) -> Self {
+        Adam(AdamRule { grad_scale, ..self.0 })
+    }
+
+    #[inline(always)]
+    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe {
+            let rule = &self.0;
+            let decay = V::splat(rule.decay_factor);
+            let g = if DECAY == L2 { old.param.mul_add(decay, grad) } else { grad };
+            let m = g.mul_add(V::splat(rule.one_minus_beta1), old.exp_avg.mul(V::splat(rule.beta1)));
+            let v =
+                g.mul(g).mul_add(V::splat(rule.one_minus_beta2), old.exp_avg_sq.mul(V::splat(rule.beta2)));
+            let p = if DECAY == DECOUPLED { old.param.mul_add(decay, old.param) } else { old.param };
+            let p = self.update(m, v).mul_add(V::splat(rule.step_size), p);
+            Values { param: p, exp_avg: m, exp_avg_sq: v }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe {
+            let rule = &self.0;
+            let p = self.update(new.exp_avg, new.exp_avg_sq).mul_add(V::splat(-rule.step_size), new.param);
+            let p = if DECAY == DECOUPLED { p.mul(V::splat(inverse(1.0 + rule.decay_factor))) } else { p };
+            let p = settle.param(p);
+            let g = if DECAY == L2 { p.mul_add(V::splat(rule.decay_factor), grad) } else { grad };
+            let m = g.mul_add(V::splat(-rule.one_minus_beta1), new.exp_avg);
+            settle.exp_avg(m.mul(V::splat(inverse(rule.beta1))));
+            let v = g.mul(g).mul_add(V::splat(-rule.one_minus_beta2), new.exp_avg_sq);
+            settle.exp_avg_sq(v.mul(V::splat(inverse(rule.beta2))));
+        }
+    }
+}
+
+impl<const DECAY: u8> Adam<DECAY> {
+    /// m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    #[inline(always)]
+    unsafe fn update<V: Vector>(&self, m: V, v: V) -> V {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { m.div(v.sqrt().mul_add(V::splat(self.0.inv_sqrt_correction2), V::splat(self.0.eps))) }
     }
 }
 
@@ -154,33 +226,53 @@ pub struct AdagradRule {
     pub weight_decay: f32,
 }
 
-impl Rule for AdagradRule {
+impl AdagradRule {
     #[inline(always)]
-    unsafe fn apply<V, A, P, S, G, C>(&self, spans: &Spans<P, S, G, C>, at: usize, access: A) -> V
-    where
-        V: Vector,
-        A: Access,
-        P: Element,
-        S: Element,
-        G: Element,
-        C: Element,
-    {
-        // SAFETY: the caller's promise about the instruction set and the spans covers every line.
+    unsafe fn decayed<V: Vector>(&self, p: V, grad: V) -> V {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { if self.weight_decay == 0.0 { grad } else { p.mul_add(V::splat(self.weight_decay), grad) } }
+    }
+}
+
+impl Optimizer for AdagradRule {
+    fn with_rule<W: WithRule>(self, work: W) -> W::Output {
+        work.with(self)
+    }
+}
+
+impl Rule for AdagradRule {
+    const EXP_AVG: bool = false;
+    const EXP_AVG_SQ: bool = true;
+
+    #[inline(always)]
+    fn grad_scale(&self) -> f32 {
+        self.grad_scale
+    }
+
+    fn with_grad_scale(self, grad_scale: f32) -> Self {
+        Self { grad_scale, ..self }
+    }
+
+    #[inline(always)]
+    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
+        // SAFETY: the caller's promise is the callee's.
         unsafe {
-            let grad = access.load::<G, V>(spans.grad.add(at)).mul(V::splat(self.grad_scale));
-            let p = access.load::<P, V>(spans.param.add(at));
-            let v = access.load::<S, V>(spans.exp_avg_sq.add(at));
-
-            let g =
-                if self.weight_decay == 0.0 { grad } else { p.mul_add(V::splat(self.weight_decay), grad) };
-            let v = g.mul_add(g, v);
+            let g = self.decayed(old.param, grad);
+            let v = g.mul_add(g, old.exp_avg_sq);
             let update = g.div(v.sqrt().add(V::splat(self.eps)));
-            let p = update.mul_add(V::splat(self.step_size), p);
+            Values { param: update.mul_add(V::splat(self.step_size), old.param), exp_avg_sq: v, ..old }
+        }
+    }
 
-            access.store::<P, V>(p, spans.param.add(at));
-            access.store::<S, V>(v, spans.exp_avg_sq.add(at));
-            access.store::<C, V>(p, spans.param_copy.add(at));
-            grad
+    #[inline(always)]
+    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe {
+            let g = self.decayed(new.param, grad);
+            let update = g.div(new.exp_avg_sq.sqrt().add(V::splat(self.eps)));
+            let p = settle.param(update.mul_add(V::splat(-self.step_size), new.param));
+            let g = self.decayed(p, grad);
+            settle.exp_avg_sq(g.mul(V::splat(-1.0)).mul_add(g, new.exp_avg_sq));
         }
     }
 }
@@ -204,34 +296,106 @@ pub struct LionRule {
     pub decay_factor: f32,
 }
 
-impl Rule for LionRule {
+impl LionRule {
+    /// lr * sign(c)
     #[inline(always)]
-    unsafe fn apply<V, A, P, S, G, C>(&self, spans: &Spans<P, S, G, C>, at: usize, access: A) -> V
-    where
-        V: Vector,
-        A: Access,
-        P: Element,
-        S: Element,
-        G: Element,
-        C: Element,
-    {
-        // SAFETY: the caller's promise about the instruction set and the spans covers every line.
+    unsafe fn update<V: Vector>(&self, m: V, grad: V) -> V {
+        // SAFETY: the caller's promise is the callee's.
         unsafe {
-            let grad = access.load::<G, V>(spans.grad.add(at)).mul(V::splat(self.grad_scale));
-            let mut p = access.load::<P, V>(spans.param.add(at));
-            let m = access.load::<S, V>(spans.exp_avg.add(at));
-
             let direction = grad.mul_add(V::splat(self.one_minus_beta1), m.mul(V::splat(self.beta1)));
-            if self.decay_factor != 0.0 {
-                p = p.mul_add(V::splat(self.decay_factor), p);
-            }
-            let p = p.sub(direction.signum_times(V::splat(self.lr)));
-            let m = grad.mul_add(V::splat(self.one_minus_beta2), m.mul(V::splat(self.beta2)));
+            direction.signum_times(V::splat(self.lr))
+        }
+    }
+}
 
-            access.store::<P, V>(p, spans.param.add(at));
-            access.store::<S, V>(m, spans.exp_avg.add(at));
-            access.store::<C, V>(p, spans.param_copy.add(at));
-            grad
+impl Optimizer for LionRule {
+    fn with_rule<W: WithRule>(self, work: W) -> W::Output {
+        work.with(self)
+    }
+}
+
+impl Rule for LionRule {
+    const EXP_AVG: bool = true;
+    const EXP_AVG_SQ: bool = false;
+
+    #[inline(always)]
+    fn grad_scale(&self) -> f32 {
+        self.grad_scale
+    }
+
+    fn with_grad_scale(self, grad_scale: f32) -> Self {
+        Self { grad_scale, ..self }
+    }
+
+    #[inline(always)]
+    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe {
+            let decayed = old.param.mul_add(V::splat(self.decay_factor), old.param);
+            let p = if self.decay_factor == 0.0 { old.param } else { decayed };
+            let p = p.sub(self.update(old.exp_avg, grad));
+            let m = grad.mul_add(V::splat(self.one_minus_beta2), old.exp_avg.mul(V::splat(self.beta2)));
+            Values { param: p, exp_avg: m, ..old }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe {
+            let m = grad.mul_add(V::splat(-self.one_minus_beta2), new.exp_avg);
+            let m = settle.exp_avg(m.mul(V::splat(inverse(self.beta2))));
+            let p = new.param.add(self.update(m, grad));
+            settle.param(p.mul(V::splat(inverse(1.0 + self.decay_factor))));
+        }
+    }
+}
+
+/// 1 / factor; 0 for a factor of zero, after which nothing is left to divide.
+#[inline(always)]
+fn inverse(factor: f32) -> f32 {
+    if factor == 0.0 { 0.0 } else { 1.0 / factor }
+}
+
+/// Reads and writes what Adam does with next to no arithmetic: how fast the memory lets any such step be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StreamRule;
+
+impl Optimizer for StreamRule {
+    fn with_rule<W: WithRule>(self, work: W) -> W::Output {
+        work.with(self)
+    }
+}
+
+impl Rule for StreamRule {
+    const EXP_AVG: bool = true;
+    const EXP_AVG_SQ: bool = true;
+
+    #[inline(always)]
+    fn grad_scale(&self) -> f32 {
+        1.0
+    }
+
+    fn with_grad_scale(self, _: f32) -> Self {
+        self
+    }
+
+    #[inline(always)]
+    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe {
+            let Values { param, exp_avg, exp_avg_sq } = old;
+            Values { param: param.add(grad), exp_avg: exp_avg.add(grad), exp_avg_sq: exp_avg_sq.add(grad) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe {
+            settle.param(new.param.sub(grad));
+            settle.exp_avg(new.exp_avg.sub(grad));
+            settle.exp_avg_sq(new.exp_avg_sq.sub(grad));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::vector::{Body, Isa, Vector};
+use super::vector::{Body, Isa, Vector, Width};
 
 /// No instruction set beyond the target's own.
 pub struct Scalar;
@@ -19,6 +19,7 @@ impl Isa for Scalar {
 // SAFETY: every method is plain Rust on one lane.
 unsafe impl Vector for f32 {
     const LANES: usize = 1;
+    type Bits = u32;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -41,9 +42,8 @@ unsafe impl Vector for f32 {
     }
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut u16) {
-        let bits = if self.is_nan() { 0x7e00 } else { f16::from_f32_const(self).to_bits() };
         // SAFETY: the caller passes a pointer to one element.
-        unsafe { to.write(bits) }
+        unsafe { to.write(self.round_f16() as u16) }
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Self {
@@ -52,9 +52,8 @@ unsafe impl Vector for f32 {
     }
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16) {
-        let bits = if self.is_nan() { 0x7fc0 } else { bf16::from_f32_const(self).to_bits() };
         // SAFETY: the caller passes a pointer to one element.
-        unsafe { to.write(bits) }
+        unsafe { to.write(self.round_bf16() as u16) }
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
@@ -89,5 +88,79 @@ unsafe impl Vector for f32 {
         let wide = f64::from(self);
         // SAFETY: the caller passes a pointer to one lane.
         unsafe { lanes.write(wide.mul_add(wide, lanes.read())) }
+    }
+    #[inline(always)]
+    unsafe fn to_bits(self) -> u32 {
+        f32::to_bits(self)
+    }
+    #[inline(always)]
+    unsafe fn from_bits(bits: u32) -> Self {
+        f32::from_bits(bits)
+    }
+    #[inline(always)]
+    unsafe fn nan_to_zero(self) -> Self {
+        if self.is_nan() { 0.0 } else { self }
+    }
+    #[inline(always)]
+    unsafe fn round_f16(self) -> u32 {
+        if self.is_nan() { 0x7e00 } else { f16::from_f32_const(self).to_bits().into() }
+    }
+    #[inline(always)]
+    unsafe fn round_bf16(self) -> u32 {
+        if self.is_nan() { 0x7fc0 } else { bf16::from_f32_const(self).to_bits().into() }
+    }
+    #[inline(always)]
+    unsafe fn widen_f16(bits: u32) -> Self {
+        f16::from_bits(bits as u16).to_f32_const()
+    }
+    #[inline(always)]
+    unsafe fn widen_bf16(bits: u32) -> Self {
+        bf16::from_bits(bits as u16).to_f32_const()
+    }
+    #[inline(always)]
+    unsafe fn load_bits32(from: *const u32) -> u32 {
+        // SAFETY: the caller passes a pointer to one element.
+        unsafe { from.read() }
+    }
+    #[inline(always)]
+    unsafe fn load_bits16(from: *const u16) -> u32 {
+        // SAFETY: the caller passes a pointer to one element.
+        unsafe { from.read() }.into()
+    }
+    #[inline(always)]
+    unsafe fn store_bits32(bits: u32, to: *mut u32) {
+        // SAFETY: the caller passes a pointer to one element.
+        unsafe { to.write(bits) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits16(bits: u32, to: *mut u16) {
+        // SAFETY: the caller passes a pointer to one element.
+        unsafe { to.write(bits as u16) }
+    }
+    #[inline(always)]
+    unsafe fn bits_add(a: u32, b: u32) -> u32 {
+        a.wrapping_add(b)
+    }
+    #[inline(always)]
+    unsafe fn bits_sub(a: u32, b: u32) -> u32 {
+        a.wrapping_sub(b)
+    }
+    #[inline(always)]
+    unsafe fn width(bits: u32) -> Width {
+        Width::of_magnitude(bits ^ (bits as i32 >> 31) as u32)
+    }
+    #[inline(always)]
+    unsafe fn pack(bits: u32, width: Width, to: *mut u8) {
+        let bytes = bits.to_le_bytes();
+        // SAFETY: the caller passes room for width.bytes(1) bytes.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, width.bytes(1)) }
+    }
+    #[inline(always)]
+    unsafe fn unpack(width: Width, from: *const u8) -> u32 {
+        let mut bytes = [0; 4];
+        // SAFETY: the caller passes what pack wrote.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), width.bytes(1)) };
+        let unused = 32 - [4, 8, 16, 32][width as usize];
+        ((u32::from_le_bytes(bytes) << unused) as i32 >> unused) as u32
     }
 }

@@ -1,7 +1,8 @@
 //! SVE of any vector length: the Rust face of kernels/adam_sve.c.
 //!
-//! Only Adam has an SVE body, because only C can write one: `std::arch` has no SVE. Everything else (Adagrad, Lion, sums
-//! of squares alone) runs on NEON under these kernels' names, with the same bits.
+//! Only Adam's step in place has an SVE body, because only C can write one: `std::arch` has no SVE. Everything else runs on
+//! NEON under these kernels' names, with the same bits: Adagrad, Lion, sums of squares alone, steps that write a log or a
+//! shadow, and undo.
 
 use std::arch::is_aarch64_feature_detected;
 
@@ -85,17 +86,10 @@ pub fn bf16_detected() -> bool {
     detected() && extensions & HWCAP2_SVEBF16 != 0
 }
 
-/// Steps one chunk by `kernel`; `None`, with nothing done, if it has no body for these types.
-pub fn step(
-    kernel: AdamKernel,
-    rule: &AdamRule,
-    dtypes: Dtypes,
-    tensor: &mut Tensor<'_>,
-    squares: bool,
-) -> Option<f64> {
-    let n = tensor.len();
-    // Absent's elements are (), which leaves the addresses without a type.
-    let spans = Spans::<Absent, Absent, Absent, Absent>::of(tensor);
+/// Steps one chunk by `kernel`; `None`, with nothing done, if it has no body for these types or this way to undo.
+pub fn step(kernel: AdamKernel, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool) -> Option<f64> {
+    let (n, dtypes) = (tensor.len(), tensor.dtypes().ok()?);
+    let spans = addresses(tensor)?;
     let coefficients = coefficients(rule);
     let call = |at: usize, n: usize, lanes: *mut f64| {
         // SAFETY: the kernel was chosen for this processor; the tensor's constructor checked that every span has the
@@ -134,16 +128,30 @@ fn coefficients(rule: &AdamRule) -> ffi::Rule {
     }
 }
 
-/// The addresses `at` elements further.
-fn offset(spans: &Spans<Absent, Absent, Absent, Absent>, dtypes: Dtypes, at: usize) -> ffi::Spans {
+/// The addresses of a step in place; a log or a shadow is the vector kernels' work.
+fn addresses(tensor: &mut Tensor<'_>) -> Option<ffi::Spans> {
+    // Absent's elements are (), which leaves the addresses without a type.
+    let spans = Spans::<Absent, Absent, Absent, Absent>::of(tensor);
+    let (old, new) = (spans.old(), spans.new());
+    let in_place = old.param == new.param && !tensor.has_log();
+    in_place.then_some(ffi::Spans {
+        param: old.param.cast(),
+        grad: spans.grad.cast(),
+        exp_avg: old.exp_avg.cast(),
+        exp_avg_sq: old.exp_avg_sq.cast(),
+        param_copy: spans.param_copy.cast(),
+    })
+}
+
+/// The addresses `at` elements further; an absent copy stays null.
+fn offset(spans: &ffi::Spans, dtypes: Dtypes, at: usize) -> ffi::Spans {
     let Dtypes { param, state, grad, copy } = dtypes;
-    // Absent spans are null and stay it: they are never read.
     ffi::Spans {
-        param: spans.param.wrapping_byte_add(at * param.size()).cast(),
-        grad: spans.grad.wrapping_byte_add(at * grad.size()).cast(),
-        exp_avg: spans.exp_avg.wrapping_byte_add(at * state.size()).cast(),
-        exp_avg_sq: spans.exp_avg_sq.wrapping_byte_add(at * state.size()).cast(),
-        param_copy: spans.param_copy.wrapping_byte_add(at * copy.map_or(0, Dtype::size)).cast(),
+        param: spans.param.wrapping_byte_add(at * param.size()),
+        grad: spans.grad.wrapping_byte_add(at * grad.size()),
+        exp_avg: spans.exp_avg.wrapping_byte_add(at * state.size()),
+        exp_avg_sq: spans.exp_avg_sq.wrapping_byte_add(at * state.size()),
+        param_copy: spans.param_copy.wrapping_byte_add(at * copy.map_or(0, Dtype::size)),
     }
 }
 

@@ -1,33 +1,67 @@
 //! The spans that one step reads and writes, borrowed and checked once.
 
 use super::element::{Dtypes, Element, supported};
+use super::undo::{log_capacity, log_used};
+use super::walk::CHUNK;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
 
-/// One tensor of a step: the parameter, its gradient, its states, and a 16-bit copy of the parameter if wanted.
+/// What a step changes: the parameter and the states that the optimizer keeps.
+#[derive(Debug)]
+pub struct States<'a> {
+    /// The parameter.
+    pub param: FloatsMut<'a>,
+    /// First moment.
+    pub exp_avg: Option<FloatsMut<'a>>,
+    /// Second moment.
+    pub exp_avg_sq: Option<FloatsMut<'a>>,
+}
+
+impl<'a> States<'a> {
+    fn split_at(self, mid: usize) -> (Self, Self) {
+        let (param, param_rest) = self.param.split_at_mut(mid);
+        let (exp_avg, exp_avg_rest) = self.exp_avg.map(|span| span.split_at_mut(mid)).unzip();
+        let (exp_avg_sq, exp_avg_sq_rest) = self.exp_avg_sq.map(|span| span.split_at_mut(mid)).unzip();
+        (
+            States { param, exp_avg, exp_avg_sq },
+            States { param: param_rest, exp_avg: exp_avg_rest, exp_avg_sq: exp_avg_sq_rest },
+        )
+    }
+
+    fn reborrow(&mut self) -> States<'_> {
+        States {
+            param: self.param.reborrow(),
+            exp_avg: self.exp_avg.as_mut().map(FloatsMut::reborrow),
+            exp_avg_sq: self.exp_avg_sq.as_mut().map(FloatsMut::reborrow),
+        }
+    }
+
+    /// Types and lengths of the three spans; the types say what is absent.
+    fn shape(&self) -> [Option<(Dtype, usize)>; 3] {
+        let of = |span: &FloatsMut<'_>| (span.dtype(), span.len());
+        [Some(of(&self.param)), self.exp_avg.as_ref().map(of), self.exp_avg_sq.as_ref().map(of)]
+    }
+}
+
+/// One tensor of a step: the states, the gradient, and what else the step writes.
 #[derive(Debug)]
 pub struct Tensor<'a> {
-    param: FloatsMut<'a>,
+    states: States<'a>,
     grad: Floats<'a>,
-    exp_avg: Option<FloatsMut<'a>>,
-    exp_avg_sq: Option<FloatsMut<'a>>,
     param_copy: Option<FloatsMut<'a>>,
+    shadow: Option<States<'a>>,
+    log: Option<&'a mut [u8]>,
 }
 
 impl<'a> Tensor<'a> {
-    /// Checks that all spans have one length and that their element types have a kernel.
-    pub fn new(
-        param: FloatsMut<'a>,
-        grad: Floats<'a>,
-        exp_avg: Option<FloatsMut<'a>>,
-        exp_avg_sq: Option<FloatsMut<'a>>,
-        param_copy: Option<FloatsMut<'a>>,
-    ) -> Result<Self> {
-        let n = param.len();
+    /// Checks that all spans have one length and that their element types have a kernel. A `param_copy` receives the
+    /// new parameter in 16 bits.
+    pub fn new(states: States<'a>, grad: Floats<'a>, param_copy: Option<FloatsMut<'a>>) -> Result<Self> {
+        let n = states.param.len();
         let lengths = [
             ("grad", Some(grad.len())),
-            ("exp_avg", exp_avg.as_ref().map(FloatsMut::len)),
-            ("exp_avg_sq", exp_avg_sq.as_ref().map(FloatsMut::len)),
+            ("exp_avg", states.exp_avg.as_ref().map(FloatsMut::len)),
+            ("exp_avg_sq", states.exp_avg_sq.as_ref().map(FloatsMut::len)),
             ("param_copy", param_copy.as_ref().map(FloatsMut::len)),
         ];
         for (name, length) in lengths {
@@ -35,7 +69,7 @@ impl<'a> Tensor<'a> {
                 return Err(Error::invalid(name, format!("has {length} elements, param has {n}")));
             }
         }
-        let tensor = Tensor { param, grad, exp_avg, exp_avg_sq, param_copy };
+        let tensor = Tensor { states, grad, param_copy, shadow: None, log: None };
         let dtypes = tensor.dtypes()?;
         if !supported(dtypes) {
             return Err(Error::Unsupported(no_kernel(dtypes)));
@@ -43,32 +77,63 @@ impl<'a> Tensor<'a> {
         Ok(tensor)
     }
 
+    /// The step writes its new states to `shadow` and leaves the old ones as they are.
+    pub fn with_shadow(self, shadow: States<'a>) -> Result<Self> {
+        match shadow.shape() == self.states.shape() {
+            true => Ok(Tensor { shadow: Some(shadow), ..self }),
+            false => Err(Error::invalid("shadow", "has other spans, types or lengths than the states")),
+        }
+    }
+
+    /// The step is recorded in `log`; or the step to undo was. It has [`log_bytes`] bytes.
+    pub fn with_log(self, log: &'a mut [u8]) -> Result<Self> {
+        match log.len() == log_bytes(self.len()) {
+            true => Ok(Tensor { log: Some(log), ..self }),
+            false => {
+                Err(Error::invalid("log", format!("has {} bytes for {} elements", log.len(), self.len())))
+            }
+        }
+    }
+
+    pub(super) fn log_address(&mut self) -> Option<*mut u8> {
+        self.log.as_mut().map(|log| log.as_mut_ptr())
+    }
+
+    /// True if the step is, or was, recorded.
+    pub fn has_log(&self) -> bool {
+        self.log.is_some()
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.param.len()
+        self.states.param.len()
     }
 
     /// True for no elements.
     pub fn is_empty(&self) -> bool {
-        self.param.is_empty()
+        self.states.param.is_empty()
     }
 
-    /// The first `mid` elements and the rest.
+    /// The gradient.
+    pub fn grad(&self) -> Floats<'a> {
+        self.grad
+    }
+
+    /// The first `mid` elements and the rest; `mid` is a multiple of [`CHUNK`].
     pub fn split_at(self, mid: usize) -> (Self, Self) {
-        let halves = |span: Option<FloatsMut<'a>>| span.map(|span| span.split_at_mut(mid)).unzip();
-        let (param, param_rest) = self.param.split_at_mut(mid);
+        let (states, states_rest) = self.states.split_at(mid);
         let (grad, grad_rest) = self.grad.split_at(mid);
-        let (exp_avg, exp_avg_rest) = halves(self.exp_avg);
-        let (exp_avg_sq, exp_avg_sq_rest) = halves(self.exp_avg_sq);
-        let (param_copy, param_copy_rest) = halves(self.param_copy);
+        let (param_copy, copy_rest) = self.param_copy.map(|span| span.split_at_mut(mid)).unzip();
+        let (shadow, shadow_rest) = self.shadow.map(|shadow| shadow.split_at(mid)).unzip();
+        let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
-            Tensor { param, grad, exp_avg, exp_avg_sq, param_copy },
+            Tensor { states, grad, param_copy, shadow, log },
             Tensor {
-                param: param_rest,
+                states: states_rest,
                 grad: grad_rest,
-                exp_avg: exp_avg_rest,
-                exp_avg_sq: exp_avg_sq_rest,
-                param_copy: param_copy_rest,
+                param_copy: copy_rest,
+                shadow: shadow_rest,
+                log: log_rest,
             },
         )
     }
@@ -76,40 +141,58 @@ impl<'a> Tensor<'a> {
     /// The same tensor borrowed for less long.
     pub fn reborrow(&mut self) -> Tensor<'_> {
         Tensor {
-            param: self.param.reborrow(),
+            states: self.states.reborrow(),
             grad: self.grad,
-            exp_avg: self.exp_avg.as_mut().map(FloatsMut::reborrow),
-            exp_avg_sq: self.exp_avg_sq.as_mut().map(FloatsMut::reborrow),
             param_copy: self.param_copy.as_mut().map(FloatsMut::reborrow),
+            shadow: self.shadow.as_mut().map(States::reborrow),
+            log: self.log.as_deref_mut(),
         }
     }
 
-    /// Errors that name the state an optimizer needs and did not get.
-    pub fn require(&self, exp_avg: bool, exp_avg_sq: bool) -> Result<()> {
-        let missing = |name: &'static str| Err(Error::invalid(name, "is NULL, but this optimizer keeps it"));
-        match () {
-            () if exp_avg && self.exp_avg.is_none() => missing("exp_avg"),
-            () if exp_avg_sq && self.exp_avg_sq.is_none() => missing("exp_avg_sq"),
-            () => Ok(()),
+    /// Leaves the states that an optimizer keeps; errors that name one it needs and did not get.
+    pub fn keep(&mut self, exp_avg: bool, exp_avg_sq: bool) -> Result<()> {
+        for states in [Some(&mut self.states), self.shadow.as_mut()].into_iter().flatten() {
+            for (name, kept, span) in [
+                ("exp_avg", exp_avg, &mut states.exp_avg),
+                ("exp_avg_sq", exp_avg_sq, &mut states.exp_avg_sq),
+            ] {
+                if !kept {
+                    *span = None;
+                } else if span.is_none() {
+                    return Err(Error::invalid(name, "is NULL, but this optimizer keeps it"));
+                }
+            }
         }
+        Ok(())
     }
 
     /// The combination of element types. Without any state the state counts as f32.
     pub fn dtypes(&self) -> Result<Dtypes> {
-        let first = self.exp_avg.as_ref().map(FloatsMut::dtype);
-        let second = self.exp_avg_sq.as_ref().map(FloatsMut::dtype);
+        let first = self.states.exp_avg.as_ref().map(FloatsMut::dtype);
+        let second = self.states.exp_avg_sq.as_ref().map(FloatsMut::dtype);
         if let (Some(a), Some(b)) = (first, second)
             && a != b
         {
             return Err(Error::invalid("exp_avg_sq", format!("is {}, exp_avg is {}", b.name(), a.name())));
         }
         Ok(Dtypes {
-            param: self.param.dtype(),
+            param: self.states.param.dtype(),
             state: first.or(second).unwrap_or(Dtype::F32),
             grad: self.grad.dtype(),
             copy: self.param_copy.as_ref().map(FloatsMut::dtype),
         })
     }
+}
+
+/// Bytes of the log of a tensor of `n` elements: room for every chunk at its worst. Only what a step writes of it is
+/// ever touched, about 2 bytes per element in steady state.
+pub const fn log_bytes(n: usize) -> usize {
+    n / CHUNK * log_capacity(CHUNK) + log_capacity(n % CHUNK)
+}
+
+/// Bytes that the last recorded step of `n` elements used of its log.
+pub fn log_used_of(log: &[u8], n: usize) -> u64 {
+    log.chunks(log_capacity(CHUNK)).take(n.div_ceil(CHUNK)).map(log_used).sum()
 }
 
 fn no_kernel(dtypes: Dtypes) -> String {
@@ -126,24 +209,60 @@ fn no_kernel(dtypes: Dtypes) -> String {
 /// A tensor's addresses with its element types known.
 #[derive(Clone, Copy)]
 pub struct Spans<P: Element, S: Element, G: Element, C: Element> {
-    pub param: *mut P::Raw,
     pub grad: *const G::Raw,
+    pub param_copy: *mut C::Raw,
+    old: StateSpans<P, S>,
+    new: StateSpans<P, S>,
+}
+
+/// Parameter and states; an absent state is null.
+pub struct StateSpans<P: Element, S: Element> {
+    pub param: *mut P::Raw,
     pub exp_avg: *mut S::Raw,
     pub exp_avg_sq: *mut S::Raw,
-    pub param_copy: *mut C::Raw,
+}
+
+impl<P: Element, S: Element> Clone for StateSpans<P, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P: Element, S: Element> Copy for StateSpans<P, S> {}
+
+impl<P: Element, S: Element> StateSpans<P, S> {
+    fn of(states: &mut States<'_>) -> Self {
+        let state =
+            |span: &mut Option<FloatsMut<'_>>| span.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address);
+        StateSpans {
+            param: states.param.address().cast(),
+            exp_avg: state(&mut states.exp_avg).cast(),
+            exp_avg_sq: state(&mut states.exp_avg_sq).cast(),
+        }
+    }
 }
 
 impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
-    /// The addresses of `tensor`, whose dtypes must be these types; an absent span becomes a null pointer.
+    /// The addresses of `tensor`, whose dtypes must be these types.
     pub fn of(tensor: &mut Tensor<'_>) -> Self {
-        let state =
-            |span: &mut Option<FloatsMut<'_>>| span.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address);
+        let old = StateSpans::of(&mut tensor.states);
         Spans {
-            param: tensor.param.address().cast(),
             grad: tensor.grad.address().cast(),
-            exp_avg: state(&mut tensor.exp_avg).cast(),
-            exp_avg_sq: state(&mut tensor.exp_avg_sq).cast(),
-            param_copy: state(&mut tensor.param_copy).cast(),
+            param_copy: tensor.param_copy.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address).cast(),
+            old,
+            new: tensor.shadow.as_mut().map_or(old, StateSpans::of),
         }
+    }
+
+    /// Where a step reads, and its undo writes.
+    #[inline(always)]
+    pub fn old(&self) -> StateSpans<P, S> {
+        self.old
+    }
+
+    /// Where a step writes, and its undo reads: the same place, or the shadow.
+    #[inline(always)]
+    pub fn new(&self) -> StateSpans<P, S> {
+        self.new
     }
 }

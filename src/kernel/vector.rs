@@ -10,6 +10,8 @@
 pub unsafe trait Vector: Copy {
     /// Number of f32 in the group.
     const LANES: usize;
+    /// The same number of 32-bit patterns.
+    type Bits: Copy;
 
     /// The same value in every lane.
     unsafe fn splat(value: f32) -> Self;
@@ -42,6 +44,83 @@ pub unsafe trait Vector: Copy {
     unsafe fn signum_times(self, magnitude: Self) -> Self;
     /// `lanes[i] = fma(self[i], self[i], lanes[i])` in f64.
     unsafe fn add_squares(self, lanes: *mut f64);
+
+    /// The patterns of the lanes.
+    unsafe fn to_bits(self) -> Self::Bits;
+    /// The lanes with these patterns.
+    unsafe fn from_bits(bits: Self::Bits) -> Self;
+    /// Zero in the lanes that are NaN.
+    unsafe fn nan_to_zero(self) -> Self;
+    /// Rounds as `store_f16` does, to patterns below 2^16.
+    unsafe fn round_f16(self) -> Self::Bits;
+    /// Rounds as `store_bf16` does, to patterns below 2^16.
+    unsafe fn round_bf16(self) -> Self::Bits;
+    /// Widens binary16 patterns below 2^16.
+    unsafe fn widen_f16(bits: Self::Bits) -> Self;
+    /// Widens bfloat16 patterns below 2^16.
+    unsafe fn widen_bf16(bits: Self::Bits) -> Self;
+    /// Unaligned load of 32-bit patterns.
+    unsafe fn load_bits32(from: *const u32) -> Self::Bits;
+    /// Unaligned load of 16-bit patterns.
+    unsafe fn load_bits16(from: *const u16) -> Self::Bits;
+    /// Unaligned store of 32-bit patterns.
+    unsafe fn store_bits32(bits: Self::Bits, to: *mut u32);
+    /// Unaligned store of the lower halves.
+    unsafe fn store_bits16(bits: Self::Bits, to: *mut u16);
+    /// `a + b`, wrapping.
+    unsafe fn bits_add(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// `a - b`, wrapping.
+    unsafe fn bits_sub(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// The narrowest width in which every lane fits as a signed integer.
+    unsafe fn width(bits: Self::Bits) -> Width;
+    /// Writes the lanes as signed integers of `width`; `width.bytes(LANES)` bytes, or more within a whole vector.
+    unsafe fn pack(bits: Self::Bits, width: Width, to: *mut u8);
+    /// Reads what `pack` wrote; may read a whole vector.
+    unsafe fn unpack(width: Width, from: *const u8) -> Self::Bits;
+}
+
+/// How wide the packed differences of one group are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Width {
+    /// Four bits.
+    W4 = 0,
+    /// One byte.
+    W8 = 1,
+    /// Two bytes.
+    W16 = 2,
+    /// Four bytes: anything.
+    W32 = 3,
+}
+
+impl Width {
+    /// From the highest magnitude `x ^ (x >> 31)` of a group, or the union of its magnitudes' bits.
+    #[inline(always)]
+    pub fn of_magnitude(magnitude: u32) -> Width {
+        match magnitude {
+            0..=0x7 => Width::W4,
+            0x8..=0x7f => Width::W8,
+            0x80..=0x7fff => Width::W16,
+            _ => Width::W32,
+        }
+    }
+
+    /// From the lowest two bits.
+    #[inline(always)]
+    pub fn from_code(code: u8) -> Width {
+        match code & 3 {
+            0 => Width::W4,
+            1 => Width::W8,
+            2 => Width::W16,
+            _ => Width::W32,
+        }
+    }
+
+    /// Bytes of `lanes` packed values.
+    #[inline(always)]
+    pub fn bytes(self, lanes: usize) -> usize {
+        ((lanes << (self as u8)) * 4).div_ceil(8)
+    }
 }
 
 /// Work that can be run with any [`Vector`].

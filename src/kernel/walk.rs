@@ -4,76 +4,28 @@
 //! caller's thread. Within it whole vectors come first; the rest goes through a vector padded with zeros, so that
 //! every element gets the same instructions and the bits do not depend on where a span ends.
 
-use std::marker::PhantomData;
-
-use super::element::{Bf16, Element, F16, F32, WithTypes, with_types};
-use super::float_mode::IeeeMode;
-use super::rules::Rule;
-use super::select::Kernel;
+use super::element::Element;
 use super::squares::{self, LANES, TILE};
-use super::tensor::{Spans, Tensor};
 use super::vector::{Body, Vector};
-use crate::dtype::Floats;
-use crate::error::{Error, Result};
 
 /// Most elements of one kernel call; a power-of-two number of tiles, so that sums do not depend on the split.
 pub const CHUNK: usize = 16 * TILE;
 
-/// Steps one chunk (at most [`CHUNK`] elements) and returns the sum of squares of the scaled gradient, or 0 when
-/// `squares` is false.
-pub fn step<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
-    assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
-    let dtypes = tensor.dtypes()?;
-    #[cfg(target_arch = "aarch64")]
-    if let (Some(body), Some(adam)) = (kernel.adam_body(), rule.as_adam())
-        && let Some(sum) = super::sve::step(body, adam, dtypes, &mut tensor, squares)
-    {
-        return Ok(sum);
-    }
-    let work = StepChunk { kernel, rule, tensor: &mut tensor, squares };
-    with_types(dtypes, work).ok_or_else(|| Error::Unsupported(format!("no kernel for {dtypes:?}")))
+/// Work on one group of elements, giving the gradient whose squares are summed.
+pub trait Op {
+    /// Does the work of one group.
+    ///
+    /// # Safety
+    /// As [`Vector`], for the group that `access` reads and writes at `at`.
+    unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V;
 }
 
-/// Sum of squares of one chunk of a gradient times `scale`.
-pub fn grad_squares(kernel: Kernel, grad: Floats<'_>, scale: f32) -> f64 {
-    assert!(grad.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
-    let n = grad.len();
-    let _mode = IeeeMode::enter();
-    // SAFETY: each pointer covers the n elements of the slice it comes from.
-    unsafe {
-        match grad {
-            Floats::F32(g) => kernel.run(Walk::<_, true> { op: Scaled::<F32>::new(g.as_ptr(), scale), n }),
-            Floats::F16(g) => {
-                kernel.run(Walk::<_, true> { op: Scaled::<F16>::new(g.as_ptr().cast(), scale), n })
-            }
-            Floats::Bf16(g) => {
-                kernel.run(Walk::<_, true> { op: Scaled::<Bf16>::new(g.as_ptr().cast(), scale), n })
-            }
-        }
-    }
-}
-
-struct StepChunk<'t, 'a, R> {
-    kernel: Kernel,
-    rule: R,
-    tensor: &'t mut Tensor<'a>,
-    squares: bool,
-}
-
-impl<R: Rule> WithTypes for StepChunk<'_, '_, R> {
-    type Output = f64;
-    fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
-        let n = self.tensor.len();
-        let op = Update { rule: self.rule, spans: Spans::<P, S, G, C>::of(self.tensor) };
-        let _mode = IeeeMode::enter();
-        // SAFETY: the tensor's dtypes chose these types, its constructor checked that every span has n elements.
-        unsafe {
-            match self.squares {
-                true => self.kernel.run(Walk::<_, true> { op, n }),
-                false => self.kernel.run(Walk::<_, false> { op, n }),
-            }
-        }
-    }
+/// Walks an [`Op`] over `n` elements.
+pub struct Walk<O, const SQUARES: bool> {
+    /// What to do.
+    pub op: O,
+    /// At most [`CHUNK`] elements.
+    pub n: usize,
 }
 
 /// How a group of elements is read and written: whole, or a first part of it.
@@ -88,6 +40,16 @@ pub trait Access: Copy {
     /// # Safety
     /// As [`Vector`], for the elements inside the group.
     unsafe fn store<E: Element, V: Vector>(self, value: V, to: *mut E::Raw);
+    /// Loads the group as patterns; lanes outside it are zero.
+    ///
+    /// # Safety
+    /// As [`Vector`], for the elements inside the group.
+    unsafe fn load_bits<E: Element, V: Vector>(self, from: *const E::Raw) -> V::Bits;
+    /// Stores the patterns inside the group.
+    ///
+    /// # Safety
+    /// As [`Vector`], for the elements inside the group.
+    unsafe fn store_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw);
 }
 
 /// All lanes.
@@ -98,7 +60,8 @@ struct Whole;
 #[derive(Clone, Copy)]
 struct First(usize);
 
-const MAX_LANES: usize = 16;
+/// Lanes of the widest vector.
+pub const MAX_LANES: usize = 16;
 
 impl Access for Whole {
     #[inline(always)]
@@ -111,78 +74,71 @@ impl Access for Whole {
         // SAFETY: the caller's promise is the callee's.
         unsafe { E::store(value, to) }
     }
+    #[inline(always)]
+    unsafe fn load_bits<E: Element, V: Vector>(self, from: *const E::Raw) -> V::Bits {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { E::load_bits::<V>(from) }
+    }
+    #[inline(always)]
+    unsafe fn store_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { E::store_bits::<V>(bits, to) }
+    }
+}
+
+impl First {
+    /// The group's elements at the start of a whole vector of zeros.
+    #[inline(always)]
+    unsafe fn pad<T: Copy + Default>(self, from: *const T) -> [T; MAX_LANES] {
+        let mut padded = [T::default(); MAX_LANES];
+        // SAFETY: the group has self.0 <= MAX_LANES elements.
+        unsafe { std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), self.0) };
+        padded
+    }
+
+    /// The start of a whole vector to the group's elements.
+    #[inline(always)]
+    unsafe fn cut<T: Copy>(self, padded: [T; MAX_LANES], to: *mut T) {
+        // SAFETY: the group has self.0 <= MAX_LANES elements.
+        unsafe { std::ptr::copy_nonoverlapping(padded.as_ptr(), to, self.0) };
+    }
 }
 
 impl Access for First {
     #[inline(always)]
     unsafe fn load<E: Element, V: Vector>(self, from: *const E::Raw) -> V {
-        let mut padded = [E::Raw::default(); MAX_LANES];
-        // SAFETY: the group has self.0 <= MAX_LANES elements, and the padded array a whole vector.
-        unsafe {
-            std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), self.0);
-            E::load(padded.as_ptr())
-        }
+        // SAFETY: the padded array holds a whole vector.
+        unsafe { E::load(self.pad(from).as_ptr()) }
     }
     #[inline(always)]
     unsafe fn store<E: Element, V: Vector>(self, value: V, to: *mut E::Raw) {
         let mut padded = [E::Raw::default(); MAX_LANES];
-        // SAFETY: the group has self.0 <= MAX_LANES elements, and the padded array a whole vector.
+        // SAFETY: the padded array holds a whole vector.
         unsafe {
             E::store(value, padded.as_mut_ptr());
-            std::ptr::copy_nonoverlapping(padded.as_ptr(), to, self.0);
+            self.cut(padded, to);
         }
     }
-}
-
-/// Work on one group of elements, giving the gradient whose squares are summed.
-trait Op {
-    /// # Safety
-    /// As [`Vector`], for the group that `access` reads and writes at `at`.
-    unsafe fn apply<V: Vector, A: Access>(&self, at: usize, access: A) -> V;
-}
-
-struct Update<R, P: Element, S: Element, G: Element, C: Element> {
-    rule: R,
-    spans: Spans<P, S, G, C>,
-}
-
-impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Update<R, P, S, G, C> {
     #[inline(always)]
-    unsafe fn apply<V: Vector, A: Access>(&self, at: usize, access: A) -> V {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { self.rule.apply(&self.spans, at, access) }
+    unsafe fn load_bits<E: Element, V: Vector>(self, from: *const E::Raw) -> V::Bits {
+        // SAFETY: the padded array holds a whole vector.
+        unsafe { E::load_bits::<V>(self.pad(from).as_ptr()) }
     }
-}
-
-struct Scaled<G: Element> {
-    grad: *const G::Raw,
-    scale: f32,
-    element: PhantomData<G>,
-}
-
-impl<G: Element> Scaled<G> {
-    fn new(grad: *const G::Raw, scale: f32) -> Self {
-        Scaled { grad, scale, element: PhantomData }
-    }
-}
-
-impl<G: Element> Op for Scaled<G> {
     #[inline(always)]
-    unsafe fn apply<V: Vector, A: Access>(&self, at: usize, access: A) -> V {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { access.load::<G, V>(self.grad.add(at)).mul(V::splat(self.scale)) }
+    unsafe fn store_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
+        let mut padded = [E::Raw::default(); MAX_LANES];
+        // SAFETY: the padded array holds a whole vector.
+        unsafe {
+            E::store_bits::<V>(bits, padded.as_mut_ptr());
+            self.cut(padded, to);
+        }
     }
-}
-
-struct Walk<O, const SQUARES: bool> {
-    op: O,
-    n: usize,
 }
 
 impl<O: Op, const SQUARES: bool> Body for Walk<O, SQUARES> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) -> f64 {
-        let Walk { op, n } = self;
+        let Walk { mut op, n } = self;
         let mut sums = [0.0; CHUNK / TILE];
         let mut lanes = [0.0; LANES];
         let mut at = 0;

@@ -1,10 +1,10 @@
 //! Adagrad, as `torch.optim.Adagrad` computes it: weight decay enters the gradient that is divided, too.
 #![forbid(unsafe_code)]
 
-use super::spread::{self, Job, Stepper};
+use super::spread::{self, Job};
 use super::{StepStats, check};
 use crate::error::Result;
-use crate::kernel::{self, AdagradRule, Kernel, Tensor};
+use crate::kernel::AdagradRule;
 use crate::stats;
 
 /// Hyper-parameters of one step. The defaults are those of `torch.optim.Adagrad`, at step 1.
@@ -49,16 +49,10 @@ impl AdagradOptions {
     }
 }
 
-impl Stepper for AdagradRule {
-    fn chunk(&self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
-        kernel::step(kernel, *self, tensor, squares)
-    }
-}
-
 /// Steps every tensor, each with its own coefficients; exp_avg is not used.
 pub fn step(jobs: &mut [Job<'_, AdagradRule>], squares: bool) -> Result<StepStats> {
-    for job in jobs.iter() {
-        job.tensor.require(false, true)?;
+    for job in jobs.iter_mut() {
+        job.tensor.keep(false, true)?;
     }
     let stats = spread::step_all(jobs, squares)?;
     stats::ADAGRAD.add(spread::elements(jobs));

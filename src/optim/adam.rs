@@ -3,11 +3,10 @@
 //! Coefficients are computed in f64 and rounded to f32 once; `libm` gives the same powers on every platform.
 #![forbid(unsafe_code)]
 
-use super::spread::{self, Job, Stepper};
+use super::spread::{self, Job};
 use super::{StepStats, check};
 use crate::error::Result;
-use crate::kernel::rules::{Adam, DECOUPLED, L2, NO_DECAY};
-use crate::kernel::{self, AdamRule, Kernel, Tensor, WeightDecay};
+use crate::kernel::{AdamRule, WeightDecay};
 use crate::stats;
 
 /// Hyper-parameters of one step. The defaults are those of `torch.optim.Adam`, at step 1.
@@ -89,20 +88,10 @@ pub(super) fn power(base: f64, step: u64) -> f64 {
     libm::pow(base, step as f64)
 }
 
-impl Stepper for AdamRule {
-    fn chunk(&self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
-        match self.decay {
-            WeightDecay::None => kernel::step(kernel, Adam::<NO_DECAY>(*self), tensor, squares),
-            WeightDecay::L2 => kernel::step(kernel, Adam::<L2>(*self), tensor, squares),
-            WeightDecay::Decoupled => kernel::step(kernel, Adam::<DECOUPLED>(*self), tensor, squares),
-        }
-    }
-}
-
 /// Steps every tensor, each with its own coefficients.
 pub fn step(jobs: &mut [Job<'_, AdamRule>], squares: bool) -> Result<StepStats> {
-    for job in jobs.iter() {
-        job.tensor.require(true, true)?;
+    for job in jobs.iter_mut() {
+        job.tensor.keep(true, true)?;
     }
     let stats = spread::step_all(jobs, squares)?;
     stats::ADAM.add(spread::elements(jobs));

@@ -1,10 +1,10 @@
 //! Lion, as its paper gives it (Chen et al. 2023, Algorithm 2): the sign of zero is zero.
 #![forbid(unsafe_code)]
 
-use super::spread::{self, Job, Stepper};
+use super::spread::{self, Job};
 use super::{StepStats, check};
 use crate::error::Result;
-use crate::kernel::{self, Kernel, LionRule, Tensor};
+use crate::kernel::LionRule;
 use crate::stats;
 
 /// Hyper-parameters of one step. The defaults are those of the paper.
@@ -48,16 +48,10 @@ impl LionOptions {
     }
 }
 
-impl Stepper for LionRule {
-    fn chunk(&self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
-        kernel::step(kernel, *self, tensor, squares)
-    }
-}
-
 /// Steps every tensor, each with its own coefficients; exp_avg_sq is not used.
 pub fn step(jobs: &mut [Job<'_, LionRule>], squares: bool) -> Result<StepStats> {
-    for job in jobs.iter() {
-        job.tensor.require(true, false)?;
+    for job in jobs.iter_mut() {
+        job.tensor.keep(true, false)?;
     }
     let stats = spread::step_all(jobs, squares)?;
     stats::LION.add(spread::elements(jobs));

@@ -6,6 +6,7 @@ pub mod deepspeed;
 pub mod grad;
 pub mod lion;
 pub mod spread;
+pub mod undo;
 
 /// What one step saw of the scaled gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

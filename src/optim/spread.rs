@@ -8,66 +8,77 @@
 use super::StepStats;
 use crate::error::Result;
 use crate::kernel::squares::split;
-use crate::kernel::{CHUNK, Kernel, Tensor};
+use crate::kernel::{self, CHUNK, Kernel, Optimizer, Tensor};
 use crate::sys::threads;
-
-/// An optimizer with its coefficients: what a chunk of a tensor is stepped with.
-pub trait Stepper: Copy + Send + Sync {
-    /// Steps one chunk; the sum of squares of its scaled gradient if `squares`, else 0.
-    fn chunk(&self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64>;
-}
 
 /// One tensor and what to step it with.
 #[derive(Debug)]
-pub struct Job<'a, S> {
+pub struct Job<'a, O> {
     /// Coefficients.
-    pub stepper: S,
+    pub optimizer: O,
     /// Spans.
     pub tensor: Tensor<'a>,
 }
 
+/// What is done with each chunk of a tensor.
+pub trait Work<O>: Sync {
+    /// Does it, and returns this chunk's part of a sum.
+    fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64>;
+}
+
 /// Steps all tensors; one pass over their memory, the squares of the gradients included where asked.
-pub fn step_all<S: Stepper>(jobs: &mut [Job<'_, S>], squares: bool) -> Result<StepStats> {
-    let kernel = Kernel::current()?;
-    let sum = if elements(jobs) <= CHUNK {
-        list(jobs, Spread { kernel, squares, parallel: false })?
-    } else {
-        threads::run(|| list(jobs, Spread { kernel, squares, parallel: true }))??
-    };
-    Ok(StepStats::of(sum))
+pub fn step_all<O: Optimizer>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
+    step_on(Kernel::current()?, jobs, squares)
+}
+
+/// [`step_all`] on a kernel of the caller's choice.
+pub fn step_on<O: Optimizer>(kernel: Kernel, jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
+    spread(jobs, &Step { kernel, squares }).map(StepStats::of)
+}
+
+/// Does `work` with all chunks of all tensors, and adds up what it returns.
+pub fn spread<O: Optimizer, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<f64> {
+    match elements(jobs) <= CHUNK {
+        true => list(jobs, work, false),
+        false => threads::run(|| list(jobs, work, true))?,
+    }
 }
 
 /// Elements of all tensors together.
-pub fn elements<S>(jobs: &[Job<'_, S>]) -> usize {
+pub fn elements<O>(jobs: &[Job<'_, O>]) -> usize {
     jobs.iter().map(|job| job.tensor.len()).sum()
 }
 
-#[derive(Clone, Copy)]
-struct Spread {
+struct Step {
     kernel: Kernel,
     squares: bool,
-    parallel: bool,
 }
 
-fn list<S: Stepper>(jobs: &mut [Job<'_, S>], spread: Spread) -> Result<f64> {
+impl<O: Optimizer> Work<O> for Step {
+    fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
+        kernel::step(self.kernel, optimizer, tensor, self.squares)
+    }
+}
+
+fn list<O: Optimizer, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W, parallel: bool) -> Result<f64> {
     match jobs {
         [] => Ok(0.0),
-        [job] => one(&job.stepper, job.tensor.reborrow(), spread),
+        [job] => one(job.optimizer, job.tensor.reborrow(), work, parallel),
         many => {
-            let spread = Spread { parallel: spread.parallel && elements(many) > CHUNK, ..spread };
+            let parallel = parallel && elements(many) > CHUNK;
             let (left, right) = many.split_at_mut(many.len() / 2);
-            both(spread.parallel, || list(left, spread), || list(right, spread))
+            both(parallel, || list(left, work, parallel), || list(right, work, parallel))
         }
     }
 }
 
-fn one<S: Stepper>(stepper: &S, tensor: Tensor<'_>, spread: Spread) -> Result<f64> {
+fn one<O: Optimizer, W: Work<O>>(optimizer: O, tensor: Tensor<'_>, work: &W, parallel: bool) -> Result<f64> {
     if tensor.len() <= CHUNK {
-        return stepper.chunk(spread.kernel, tensor, spread.squares);
+        return work.chunk(optimizer, tensor);
     }
     let chunks = tensor.len().div_ceil(CHUNK);
     let (left, right) = tensor.split_at(split(chunks) * CHUNK);
-    both(spread.parallel, || one(stepper, left, spread), || one(stepper, right, spread))
+    both(parallel, || one(optimizer, left, work, parallel), || one(optimizer, right, work, parallel))
 }
 
 /// Sum of two halves of the work, at the same time where that is allowed.

@@ -1,3 +1,4 @@
-//! What the operating system is asked for: processors and threads.
+//! What the operating system is asked for: processors, threads, address space.
 
+pub mod reserve;
 pub mod threads;

@@ -1,3 +1,0 @@
-//! The command line tool.
-
-fn main() {}

@@ -1,0 +1,210 @@
+//! `spillway bench adam`: how close each kernel comes to what the memory allows.
+//!
+//! The limit is a stream that reads and writes the same four arrays with one addition each, on the same threads and
+//! the same vector unit. Kernel and limit run in alternation, so that a machine whose speed drifts slows both; the
+//! ratio is the median of the rounds' ratios.
+
+use std::time::Instant;
+
+use spillway::dtype::{Floats, FloatsMut, bf16};
+use spillway::error::Result;
+use spillway::kernel::{Kernel, Optimizer, States, StreamRule, Tensor};
+use spillway::optim::adam::AdamOptions;
+use spillway::optim::spread::{Job, step_on};
+use spillway::sys::threads;
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Prints one JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// Parameters of each measurement, with Ki or Mi; 28 bytes of memory each.
+    #[arg(long, value_delimiter = ',', default_value = "4Ki,64Ki,1Mi,16Mi,100Mi", value_parser = parse_count)]
+    sizes: Vec<usize>,
+    /// Only these kernels.
+    #[arg(long, value_delimiter = ',')]
+    kernels: Vec<String>,
+    /// Alternations of kernel and limit.
+    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+}
+
+/// Adam step in f32: reads p, g, m, v and writes p, m, v.
+const F32_BYTES: f64 = 28.0;
+/// Fused step: reads a bf16 gradient instead, and writes a bf16 copy of the parameter.
+const FUSED_BYTES: f64 = 28.0;
+
+#[derive(serde::Serialize)]
+struct Row {
+    parameters: usize,
+    kernel: &'static str,
+    case: &'static str,
+    ns_per_parameter: f64,
+    gb_per_s: f64,
+    limit_gb_per_s: f64,
+    ratio_to_limit: f64,
+}
+
+#[derive(serde::Serialize)]
+struct Report {
+    version: &'static str,
+    threads: usize,
+    rounds: u32,
+    rows: Vec<Row>,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let named = options.kernels.iter().map(|name| Kernel::named(name)).collect::<Result<Vec<Kernel>>>()?;
+    let kernels = if named.is_empty() { Kernel::all().collect() } else { named };
+    let mut report = Report {
+        version: spillway::VERSION,
+        threads: threads::count()?,
+        rounds: options.rounds,
+        rows: Vec::new(),
+    };
+    if !options.json {
+        println!("{} threads, {} rounds", report.threads, report.rounds);
+        println!("parameters  kernel   case    ns/param    GB/s   limit   ratio");
+    }
+    for &size in &options.sizes {
+        let mut arrays = Arrays::new(size);
+        for &kernel in &kernels {
+            for fused in [false, true] {
+                let row = measure(kernel, &mut arrays, fused, options.rounds)?;
+                if !options.json {
+                    print_row(&row);
+                }
+                report.rows.push(row);
+            }
+        }
+    }
+    if options.json {
+        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
+    }
+    Ok(())
+}
+
+fn print_row(row: &Row) {
+    let Row { parameters, kernel, case, ns_per_parameter, gb_per_s, limit_gb_per_s, ratio_to_limit } = row;
+    println!(
+        "{parameters:>10}  {kernel:<7}  {case:<6}  {ns_per_parameter:>8.3}  {gb_per_s:>6.1}  {limit_gb_per_s:>6.1}  {ratio_to_limit:>6.3}"
+    );
+}
+
+/// The four arrays, and the 16-bit gradient and copy of the fused case.
+pub struct Arrays {
+    param: Vec<f32>,
+    grad: Vec<f32>,
+    exp_avg: Vec<f32>,
+    exp_avg_sq: Vec<f32>,
+    grad16: Vec<bf16>,
+    copy16: Vec<bf16>,
+}
+
+impl Arrays {
+    pub fn new(n: usize) -> Self {
+        let ramp = |scale: f32| (0..n).map(|i| ((i % 1021) as f32 - 510.0) * scale).collect::<Vec<f32>>();
+        Arrays {
+            param: ramp(1e-3),
+            grad: ramp(1e-5),
+            exp_avg: ramp(1e-6),
+            exp_avg_sq: ramp(1e-5).iter().map(|x| x * x).collect(),
+            grad16: ramp(1e-5).iter().map(|x| bf16::from_f32(*x)).collect(),
+            copy16: vec![bf16::ZERO; n],
+        }
+    }
+
+    pub fn tensor(&mut self, fused: bool) -> Result<Tensor<'_>> {
+        let grad = if fused { Floats::Bf16(&self.grad16) } else { Floats::F32(&self.grad) };
+        let copy = fused.then_some(FloatsMut::Bf16(&mut self.copy16));
+        let states = States {
+            param: FloatsMut::F32(&mut self.param),
+            exp_avg: Some(FloatsMut::F32(&mut self.exp_avg)),
+            exp_avg_sq: Some(FloatsMut::F32(&mut self.exp_avg_sq)),
+        };
+        Tensor::new(states, grad, copy)
+    }
+
+    /// Parameter and states alone.
+    pub fn states(&mut self) -> States<'_> {
+        States {
+            param: FloatsMut::F32(&mut self.param),
+            exp_avg: Some(FloatsMut::F32(&mut self.exp_avg)),
+            exp_avg_sq: Some(FloatsMut::F32(&mut self.exp_avg_sq)),
+        }
+    }
+
+    /// Random gradients as training has them: normal in size around their element's own scale.
+    pub fn refresh_grad(&mut self, seed: u32) {
+        let mut state = u64::from(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        for (i, grad) in self.grad.iter_mut().enumerate() {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let uniform = |bits: u64| (bits & 0xffff) as f32 / 32768.0 - 1.0;
+            let bell = uniform(state >> 16) + uniform(state >> 32) + uniform(state >> 48);
+            *grad = bell * 1e-3 / (1 + i % 7) as f32;
+        }
+    }
+}
+
+fn measure(kernel: Kernel, arrays: &mut Arrays, fused: bool, rounds: u32) -> Result<Row> {
+    let parameters = arrays.param.len();
+    // Small arrays are stepped many times per timing, so that the clock's grain does not show.
+    let repeats = ((4 << 20) / parameters.max(1)).max(1);
+    let adam = AdamOptions { weight_decay: 0.01, step: 10, ..Default::default() }.rule()?;
+    let mut seconds = Vec::new();
+    let mut limits = Vec::new();
+    for round in 0..=rounds {
+        let step = time(kernel, arrays, adam, fused, repeats)?;
+        let limit = time(kernel, arrays, StreamRule, false, repeats)?;
+        if round > 0 {
+            seconds.push(step);
+            limits.push(limit);
+        }
+    }
+    let bytes = if fused { FUSED_BYTES } else { F32_BYTES };
+    let rate = |seconds: f64, bytes: f64| bytes * (parameters * repeats) as f64 / seconds / 1e9;
+    let ratios =
+        seconds.iter().zip(&limits).map(|(step, limit)| rate(*step, bytes) / rate(*limit, F32_BYTES));
+    Ok(Row {
+        parameters,
+        kernel: kernel.name(),
+        case: if fused { "fused" } else { "f32" },
+        ns_per_parameter: median(&seconds) * 1e9 / (parameters * repeats) as f64,
+        gb_per_s: rate(median(&seconds), bytes),
+        limit_gb_per_s: rate(median(&limits), F32_BYTES),
+        ratio_to_limit: median(&ratios.collect::<Vec<f64>>()),
+    })
+}
+
+fn time<O: Optimizer>(
+    kernel: Kernel,
+    arrays: &mut Arrays,
+    optimizer: O,
+    fused: bool,
+    repeats: usize,
+) -> Result<f64> {
+    let mut jobs = [Job { optimizer, tensor: arrays.tensor(fused)? }];
+    let start = Instant::now();
+    for _ in 0..repeats {
+        step_on(kernel, &mut jobs, fused)?;
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
+pub fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
+    let (digits, factor) = match (text.strip_suffix("Ki"), text.strip_suffix("Mi")) {
+        (Some(digits), _) => (digits, 1 << 10),
+        (_, Some(digits)) => (digits, 1 << 20),
+        _ => (text, 1),
+    };
+    let count: Option<usize> = digits.parse().ok().and_then(|count: usize| count.checked_mul(factor));
+    count
+        .filter(|count| *count > 0)
+        .ok_or_else(|| format!("{text:?} is not a count such as 4096, 64Ki or 100Mi"))
+}

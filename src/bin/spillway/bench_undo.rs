@@ -1,0 +1,133 @@
+//! `spillway bench undo`: what taking a step back costs, against the plain step.
+//!
+//! Plain step, logged step, undo, logged step, redo run in alternation over the same arrays; ratios are medians of the
+//! rounds' ratios to the plain step.
+
+use std::time::Instant;
+
+use spillway::error::Result;
+use spillway::kernel::{AdamRule, Kernel, log_bytes, log_used_of};
+use spillway::optim::adam::AdamOptions;
+use spillway::optim::spread::{Job, step_on};
+use spillway::optim::undo::undo_on;
+use spillway::sys::reserve::Reserve;
+
+use super::bench_adam::{Arrays, median, parse_count};
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Prints one JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// Parameters, with Ki or Mi.
+    #[arg(long, default_value = "100Mi", value_parser = parse_count)]
+    size: usize,
+    /// Only this kernel.
+    #[arg(long)]
+    kernel: Option<String>,
+    /// Alternations.
+    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+}
+
+#[derive(serde::Serialize, Default)]
+struct Report {
+    version: &'static str,
+    kernel: &'static str,
+    parameters: usize,
+    plain_ns_per_parameter: f64,
+    logged_ratio: f64,
+    shadow_ratio: f64,
+    undo_ratio: f64,
+    redo_ratio: f64,
+    log_bytes_per_parameter: f64,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let kernel = match &options.kernel {
+        Some(name) => Kernel::named(name)?,
+        None => Kernel::current()?,
+    };
+    let n = options.size;
+    let mut arrays = Arrays::new(n);
+    let mut shadow = Arrays::new(n);
+    let mut log = Reserve::new(log_bytes(n))?;
+    let mut seconds = vec![Vec::new(); 5];
+    for round in 0..=options.rounds {
+        let rule =
+            AdamOptions { weight_decay: 0.01, step: u64::from(round) + 1, ..Default::default() }.rule()?;
+        arrays.refresh_grad(round);
+        let times = [
+            time(|| step(kernel, rule, &mut arrays, None, None))?,
+            time(|| step(kernel, rule, &mut arrays, Some(&mut log), None))?,
+            time(|| undo(kernel, rule, &mut arrays, &mut log, None))?,
+            {
+                step(kernel, rule, &mut arrays, Some(&mut log), None)?;
+                time(|| undo(kernel, rule, &mut arrays, &mut log, Some(0.5)))?
+            },
+            time(|| step(kernel, rule, &mut arrays, None, Some(&mut shadow)))?,
+        ];
+        if round > 0 {
+            times.iter().zip(&mut seconds).for_each(|(time, all)| all.push(*time));
+        }
+    }
+    let ratio = |case: usize| {
+        let pairs = seconds[case].iter().zip(&seconds[0]);
+        median(&pairs.map(|(a, b)| a / b).collect::<Vec<f64>>())
+    };
+    let report = Report {
+        version: spillway::VERSION,
+        kernel: kernel.name(),
+        parameters: n,
+        plain_ns_per_parameter: median(&seconds[0]) * 1e9 / n as f64,
+        logged_ratio: ratio(1),
+        undo_ratio: ratio(2),
+        redo_ratio: ratio(3),
+        shadow_ratio: ratio(4),
+        log_bytes_per_parameter: log_used_of(log.bytes_mut(), n) as f64 / n as f64,
+    };
+    if options.json {
+        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
+    } else {
+        let Report { kernel, parameters, plain_ns_per_parameter, .. } = report;
+        println!("{parameters} parameters, {kernel}, plain step {plain_ns_per_parameter:.3} ns/param");
+        println!("logged {:.3}  shadow {:.3}", report.logged_ratio, report.shadow_ratio);
+        println!("undo   {:.3}  redo   {:.3}", report.undo_ratio, report.redo_ratio);
+        println!("log    {:.3} bytes/param", report.log_bytes_per_parameter);
+    }
+    Ok(())
+}
+
+fn step(
+    kernel: Kernel,
+    rule: AdamRule,
+    arrays: &mut Arrays,
+    log: Option<&mut Reserve>,
+    shadow: Option<&mut Arrays>,
+) -> Result<()> {
+    let mut tensor = arrays.tensor(false)?;
+    if let Some(log) = log {
+        tensor = tensor.with_log(log.bytes_mut())?;
+    }
+    if let Some(shadow) = shadow {
+        tensor = tensor.with_shadow(shadow.states())?;
+    }
+    step_on(kernel, &mut [Job { optimizer: rule, tensor }], false).map(drop)
+}
+
+fn undo(
+    kernel: Kernel,
+    rule: AdamRule,
+    arrays: &mut Arrays,
+    log: &mut Reserve,
+    again: Option<f32>,
+) -> Result<()> {
+    let tensor = arrays.tensor(false)?.with_log(log.bytes_mut())?;
+    undo_on(kernel, &mut [Job { optimizer: rule, tensor }], again)
+}
+
+fn time(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed().as_secs_f64())
+}

@@ -1,0 +1,142 @@
+//! A step over one chunk, and the statistics of a gradient without one.
+
+use std::marker::PhantomData;
+
+use super::element::{Bf16, Element, F16, F32, WithTypes, with_types};
+use super::float_mode::IeeeMode;
+use super::rules::{Optimizer, Rule, Values, WithRule};
+use super::select::Kernel;
+use super::tensor::{Spans, Tensor};
+use super::undo::Log;
+use super::vector::Vector;
+use super::walk::{Access, CHUNK, Op, Walk};
+use crate::dtype::Floats;
+use crate::error::{Error, Result};
+
+/// Steps one chunk (at most [`CHUNK`] elements) and returns the sum of squares of the scaled gradient, or 0 when
+/// `squares` is false. A tensor with a log has its step recorded there.
+pub fn step<O: Optimizer>(
+    kernel: Kernel,
+    optimizer: O,
+    mut tensor: Tensor<'_>,
+    squares: bool,
+) -> Result<f64> {
+    assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
+    #[cfg(target_arch = "aarch64")]
+    if let (Some(body), Some(adam)) = (kernel.adam_body(), optimizer.as_adam())
+        && let Some(sum) = super::sve::step(body, adam, &mut tensor, squares)
+    {
+        return Ok(sum);
+    }
+    optimizer.with_rule(StepWith { kernel, tensor: &mut tensor, squares })
+}
+
+/// Sum of squares of one chunk of a gradient times `scale`.
+pub fn grad_squares(kernel: Kernel, grad: Floats<'_>, scale: f32) -> f64 {
+    assert!(grad.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
+    let n = grad.len();
+    let _mode = IeeeMode::enter();
+    // SAFETY: each pointer covers the n elements of the slice it comes from.
+    unsafe {
+        match grad {
+            Floats::F32(g) => kernel.run(Walk::<_, true> { op: Scaled::<F32>::new(g.as_ptr(), scale), n }),
+            Floats::F16(g) => {
+                kernel.run(Walk::<_, true> { op: Scaled::<F16>::new(g.as_ptr().cast(), scale), n })
+            }
+            Floats::Bf16(g) => {
+                kernel.run(Walk::<_, true> { op: Scaled::<Bf16>::new(g.as_ptr().cast(), scale), n })
+            }
+        }
+    }
+}
+
+struct StepWith<'t, 'a> {
+    kernel: Kernel,
+    tensor: &'t mut Tensor<'a>,
+    squares: bool,
+}
+
+impl WithRule for StepWith<'_, '_> {
+    type Output = Result<f64>;
+    fn with<R: Rule>(self, rule: R) -> Result<f64> {
+        let dtypes = self.tensor.dtypes()?;
+        with_types(dtypes, StepOf { with: self, rule })
+            .ok_or_else(|| Error::Unsupported(format!("no kernel for {dtypes:?}")))
+    }
+}
+
+struct StepOf<'t, 'a, R> {
+    with: StepWith<'t, 'a>,
+    rule: R,
+}
+
+impl<R: Rule> WithTypes for StepOf<'_, '_, R> {
+    type Output = f64;
+    fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
+        let StepOf { with: StepWith { kernel, tensor, squares }, rule } = self;
+        let n = tensor.len();
+        let spans = Spans::<P, S, G, C>::of(tensor);
+        let log = tensor.log_address();
+        let _mode = IeeeMode::enter();
+        // SAFETY: the tensor's dtypes chose these types, its constructor checked that every span has n elements and
+        // that the log has room for them.
+        unsafe {
+            match (log, squares) {
+                (None, true) => kernel.run(Walk::<_, true> { op: Update { rule, spans }, n }),
+                (None, false) => kernel.run(Walk::<_, false> { op: Update { rule, spans }, n }),
+                (Some(log), _) => kernel.run(Walk::<_, true> { op: Log::new(rule, spans, log), n }),
+            }
+        }
+    }
+}
+
+struct Update<R, P: Element, S: Element, G: Element, C: Element> {
+    rule: R,
+    spans: Spans<P, S, G, C>,
+}
+
+impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Update<R, P, S, G, C> {
+    #[inline(always)]
+    unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
+        // SAFETY: the caller's promise covers every line.
+        unsafe {
+            let (from, to, zero) = (self.spans.old(), self.spans.new(), V::splat(0.0));
+            let old = Values {
+                param: access.load::<P, V>(from.param.add(at)),
+                exp_avg: if R::EXP_AVG { access.load::<S, V>(from.exp_avg.add(at)) } else { zero },
+                exp_avg_sq: if R::EXP_AVG_SQ { access.load::<S, V>(from.exp_avg_sq.add(at)) } else { zero },
+            };
+            let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
+            let new = self.rule.forward(old, grad);
+            access.store::<P, V>(new.param, to.param.add(at));
+            if R::EXP_AVG {
+                access.store::<S, V>(new.exp_avg, to.exp_avg.add(at));
+            }
+            if R::EXP_AVG_SQ {
+                access.store::<S, V>(new.exp_avg_sq, to.exp_avg_sq.add(at));
+            }
+            access.store::<C, V>(new.param, self.spans.param_copy.add(at));
+            grad
+        }
+    }
+}
+
+struct Scaled<G: Element> {
+    grad: *const G::Raw,
+    scale: f32,
+    element: PhantomData<G>,
+}
+
+impl<G: Element> Scaled<G> {
+    fn new(grad: *const G::Raw, scale: f32) -> Self {
+        Scaled { grad, scale, element: PhantomData }
+    }
+}
+
+impl<G: Element> Op for Scaled<G> {
+    #[inline(always)]
+    unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { access.load::<G, V>(self.grad.add(at)).mul(V::splat(self.scale)) }
+    }
+}

@@ -1,0 +1,78 @@
+//! Memory that is reserved as addresses now and becomes real page by page when it is written.
+
+use std::num::NonZeroUsize;
+use std::ptr::NonNull;
+
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use crate::error::{Error, Result};
+
+/// Zeroed bytes of which only those touched cost memory.
+#[derive(Debug)]
+pub struct Reserve {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+impl Reserve {
+    /// Reserves `bytes`; 0 is allowed.
+    pub fn new(bytes: usize) -> Result<Self> {
+        let Some(length) = NonZeroUsize::new(bytes) else {
+            return Ok(Reserve { start: NonNull::dangling(), bytes: 0 });
+        };
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+        // SAFETY: a new anonymous mapping touches nothing that exists.
+        let start =
+            unsafe { mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }
+                .map_err(|errno| Error::System {
+                    what: "reserving address space",
+                    reason: errno.desc().to_string(),
+                })?;
+        // SAFETY: the range was just mapped. Huge pages would make memory real that nobody writes; without the advice
+        // the reserve still works.
+        let _ = unsafe { madvise(start, bytes, MmapAdvise::MADV_NOHUGEPAGE) };
+        Ok(Reserve { start: start.cast(), bytes })
+    }
+
+    /// All bytes.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the mapping is ours alone, readable, writable, and lives as long as self.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+
+    /// Gives the pages back; the bytes read as zero again.
+    pub fn release(&mut self) {
+        if self.bytes > 0 {
+            // SAFETY: the range is ours. If the advice fails, the pages simply stay.
+            let _ = unsafe { madvise(self.start.cast(), self.bytes, MmapAdvise::MADV_DONTNEED) };
+        }
+    }
+}
+
+impl Drop for Reserve {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            // SAFETY: the mapping is ours and nobody borrows it any more.
+            let _ = unsafe { munmap(self.start.cast(), self.bytes) };
+        }
+    }
+}
+
+// SAFETY: plain memory with one owner.
+unsafe impl Send for Reserve {}
+// SAFETY: shared access reads nothing.
+unsafe impl Sync for Reserve {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn far_more_than_the_machine_has_can_be_reserved_and_used_in_part() {
+        let mut reserve = Reserve::new(1 << 42).unwrap();
+        reserve.bytes_mut()[1 << 41] = 7;
+        reserve.release();
+        assert_eq!(reserve.bytes_mut()[1 << 41], 0);
+        assert!(Reserve::new(0).unwrap().bytes_mut().is_empty());
+    }
+}

@@ -17,7 +17,7 @@ fn generate(root: &Path) -> String {
     let mut text = Vec::new();
     builder.generate().expect("cbindgen reads src/capi").write(&mut text);
     let text = String::from_utf8(text).expect("the header is text");
-    text.replace("// # Safety\n//\n", "// Requires: ").replace("\n\n\n", "\n\n")
+    text.replace("// # Safety\n// ", "// Requires: ").replace("\n\n\n", "\n\n")
 }
 
 #[test]

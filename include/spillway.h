@@ -266,41 +266,33 @@ const char *spw_version(void);
 // variable `SPILLWAY_KERNEL` forces one; naming one that this processor lacks is SPW_ERR_UNSUPPORTED here and in every
 // step. A constant.
 //
-// # Safety
-// `name_out` points to a pointer.
+// Requires: `name_out` points to a pointer.
 enum spw_status spw_kernel_name(const char **name_out);
 
 // Sends messages up to `level` (an `spw_log_level`) to `log`, with `user` handed through. `log` NULL returns to the
 // default: stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else silence.
 // A message under way may still reach the previous function shortly after this returns.
 //
-// # Safety
-// `log` may be called with `user` until it is replaced.
+// Requires: `log` may be called with `user` until it is replaced.
 enum spw_status spw_set_log(spw_log_fn log,
                             void *user,
                             int32_t level);
 
 // Reads the counters. Set `stats->struct_size` first.
 //
-// # Safety
-// `stats` points to a struct of `struct_size` bytes.
+// Requires: `stats` points to a struct of `struct_size` bytes.
 enum spw_status spw_stats_get(struct spw_stats *stats);
-
-// Panics inside the guard, so that a C test can see what a caller gets.
-enum spw_status spw_probe_panic(void);
 
 // Sets the number of worker threads of this process. Without it: the environment variable
 // `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by `LOCAL_WORLD_SIZE`. Steps under way
 // finish on the workers they have. The log (level info) says once how the number came about.
 //
-// # Safety
-// `options` points to a struct of `struct_size` bytes.
+// Requires: `options` points to a struct of `struct_size` bytes.
 enum spw_status spw_threads_configure(const struct spw_thread_options *options);
 
 // Number of worker threads that a step of more than 65536 elements uses. Smaller ones stay on the caller's thread.
 //
-// # Safety
-// `count_out` points to a u32.
+// Requires: `count_out` points to a u32.
 enum spw_status spw_threads_count(uint32_t *count_out);
 
 // Bytes of one element; 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
@@ -309,8 +301,7 @@ uint64_t spw_dtype_size(uint32_t dtype);
 // Fills in the defaults of `torch.optim.AdamW` without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1,
 // grad_scale 1, decoupled. `struct_size` is `sizeof(spw_adam_options)`.
 //
-// # Safety
-// `options` points to `struct_size` bytes.
+// Requires: `options` points to `struct_size` bytes.
 enum spw_status spw_adam_options_init(struct spw_adam_options *options,
                                       size_t struct_size);
 
@@ -326,8 +317,7 @@ enum spw_status spw_adam_options_init(struct spw_adam_options *options,
 // parameter is cut into tensors. With `stats` not NULL the norm and finiteness of the scaled gradients come
 // out of the same pass. Tensors of one call must not overlap. Several threads may call this at the same time.
 //
-// # Safety
-// `tensors` points to `count` structs, `struct_size` bytes apart, whose spans nobody else uses during the call.
+// Requires: `tensors` points to `count` structs, `struct_size` bytes apart, whose spans nobody else uses during the call.
 enum spw_status spw_adam_step(const struct spw_adam_options *options,
                               const struct spw_tensor *tensors,
                               size_t count,
@@ -335,8 +325,7 @@ enum spw_status spw_adam_step(const struct spw_adam_options *options,
 
 // Makes an optimizer object. Free it with `spw_adam_close`. One object, one thread at a time.
 //
-// # Safety
-// `options` points to a struct of `struct_size` bytes, `adam_out` to a pointer.
+// Requires: `options` points to a struct of `struct_size` bytes, `adam_out` to a pointer.
 enum spw_status spw_adam_open(const struct spw_adam_options *options, struct spw_adam **adam_out);
 
 // Changes the learning rate from the next step on.
@@ -344,8 +333,7 @@ enum spw_status spw_adam_set_lr(struct spw_adam *adam, double lr);
 
 // The next step of every tensor, as `spw_adam_step`; the count goes up by one if it succeeds.
 //
-// # Safety
-// As `spw_adam_step`.
+// Requires: As `spw_adam_step`.
 enum spw_status spw_adam_advance(struct spw_adam *adam,
                                  const struct spw_tensor *tensors,
                                  size_t count,
@@ -353,8 +341,7 @@ enum spw_status spw_adam_advance(struct spw_adam *adam,
 
 // Number of steps done.
 //
-// # Safety
-// `step_out` points to a u64.
+// Requires: `step_out` points to a u64.
 enum spw_status spw_adam_step_count(const struct spw_adam *adam, uint64_t *step_out);
 
 // Frees the object. NULL does nothing.
@@ -362,8 +349,7 @@ enum spw_status spw_adam_close(struct spw_adam *adam);
 
 // Fills in the defaults of `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
 //
-// # Safety
-// `options` points to `struct_size` bytes.
+// Requires: `options` points to `struct_size` bytes.
 enum spw_status spw_adagrad_options_init(struct spw_adagrad_options *options, size_t struct_size);
 
 // One Adagrad step of every tensor (Duchi et al. 2011, as `torch.optim.Adagrad`); exp_avg_sq is the running sum.
@@ -374,8 +360,7 @@ enum spw_status spw_adagrad_options_init(struct spw_adagrad_options *options, si
 //
 // Otherwise as `spw_adam_step`.
 //
-// # Safety
-// As `spw_adam_step`.
+// Requires: As `spw_adam_step`.
 enum spw_status spw_adagrad_step(const struct spw_adagrad_options *options,
                                  const struct spw_tensor *tensors,
                                  size_t count,
@@ -383,8 +368,7 @@ enum spw_status spw_adagrad_step(const struct spw_adagrad_options *options,
 
 // Fills in the paper's defaults: lr 1e-4, beta 0.9 and 0.99, no decay, grad_scale 1.
 //
-// # Safety
-// `options` points to `struct_size` bytes.
+// Requires: `options` points to `struct_size` bytes.
 enum spw_status spw_lion_options_init(struct spw_lion_options *options, size_t struct_size);
 
 // One Lion step of every tensor (Chen et al. 2023, Algorithm 2); the sign of zero is zero.
@@ -395,8 +379,7 @@ enum spw_status spw_lion_options_init(struct spw_lion_options *options, size_t s
 //
 // Otherwise as `spw_adam_step`.
 //
-// # Safety
-// As `spw_adam_step`.
+// Requires: As `spw_adam_step`.
 enum spw_status spw_lion_step(const struct spw_lion_options *options,
                               const struct spw_tensor *tensors,
                               size_t count,
@@ -405,8 +388,7 @@ enum spw_status spw_lion_step(const struct spw_lion_options *options,
 // Norm and finiteness of `grad * scale`, `n` elements of `dtype` (an `spw_dtype`): what clipping has to know before
 // it steps. The bits of `sum_squares` are those that a fused step of the same tensor reports. `n` may be 0.
 //
-// # Safety
-// `grad` points to `n` elements, `stats` to a struct of `struct_size` bytes.
+// Requires: `grad` points to `n` elements, `stats` to a struct of `struct_size` bytes.
 enum spw_status spw_grad_stats(const void *grad,
                                uint32_t dtype,
                                uint64_t n,
@@ -420,8 +402,7 @@ enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_
 // t + 1 after step t multiplies them, step t again (the next parameter) keeps them, any other step or a changed beta
 // computes them anew. The results are the bits of DeepSpeed's AVX-512 build.
 //
-// # Safety
-// As `spw_adam_step`, for one tensor.
+// Requires: As `spw_adam_step`, for one tensor.
 enum spw_status spw_ds_adam_update(int32_t id,
                                    uint64_t step,
                                    float lr,
@@ -441,8 +422,7 @@ enum spw_status spw_ds_adagrad_create(int32_t id);
 // DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`: DeepSpeed's own leaves weight
 // decay out of the numerator.
 //
-// # Safety
-// As `spw_adam_step`, for one tensor.
+// Requires: As `spw_adam_step`, for one tensor.
 enum spw_status spw_ds_adagrad_update(int32_t id,
                                       uint64_t step,
                                       float lr,
@@ -459,8 +439,7 @@ enum spw_status spw_ds_lion_create(int32_t id);
 // DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`: DeepSpeed's own does not train on
 // processors with AVX. DeepSpeed counts steps; Lion does not need them, but step 0 is refused as a caller's mistake.
 //
-// # Safety
-// As `spw_adam_step`, for one tensor.
+// Requires: As `spw_adam_step`, for one tensor.
 enum spw_status spw_ds_lion_update(int32_t id,
                                    uint64_t step,
                                    float lr,

@@ -50,6 +50,17 @@ impl Error {
             other => other,
         }
     }
+
+    /// The same error without `prefix` before the argument's name.
+    pub fn without(self, prefix: &str) -> Self {
+        match self {
+            Error::InvalidArgument { argument, reason } => {
+                let argument = argument.strip_prefix(prefix).map(str::to_string).map_or(argument, Cow::from);
+                Error::InvalidArgument { argument, reason }
+            }
+            other => other,
+        }
+    }
 }
 
 /// Result with [`Error`].

@@ -30,7 +30,6 @@ sve_bf16:f32 f32 bf16 bf16 decoupled 1
 sve:f32 f32 bf16 bf16 decoupled 0
 neon:f32 f32 f32 none decoupled 0
 neon:f32 f32 bf16 bf16 decoupled 0
-scalar:f32 f32 f32 none decoupled 0
 END
 }
 
@@ -40,7 +39,6 @@ row() {
     case $1 in
         sve*) word=spillway_adam_$1 lanes=16 ;;
         neon) word=neon lanes=16 ;;
-        *) word=scalar lanes=1 ;;
     esac
     # shellcheck disable=SC2086 # the case is words
     qemu-aarch64 -plugin "$work/icount.so,in=$word,out=$work/count" "$work/one_step" $2 12288 >"$work/name"

@@ -7,6 +7,7 @@ use super::record::{self, Record};
 use super::status::spw_status;
 use super::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
+use crate::kernel::AdamRule;
 use crate::optim::adam::{self, AdamOptions};
 
 /// Where weight decay enters. Passed as `uint32_t`.
@@ -111,7 +112,7 @@ pub unsafe extern "C" fn spw_adam_step(
 ) -> spw_status {
     guard(|| {
         // SAFETY: the caller's promise is the callee's.
-        unsafe { step(&parse(options, "options")?, tensors, count, stats) }
+        unsafe { step(&parse(options)?, tensors, count, stats) }
     })
 }
 
@@ -127,8 +128,8 @@ pub unsafe extern "C" fn spw_adam_open(
     guard(|| {
         let adam_out = out(adam_out, "adam_out")?;
         // SAFETY: the caller's promise is the callee's.
-        let options = unsafe { parse(options, "options") }?;
-        options.rule()?;
+        let options = unsafe { parse(options) }?;
+        rule(&options)?;
         // SAFETY: not NULL, and the caller's promise.
         unsafe { adam_out.write(Box::into_raw(Box::new(spw_adam { options }))) };
         Ok(())
@@ -141,7 +142,7 @@ pub extern "C" fn spw_adam_set_lr(adam: Option<&mut spw_adam>, lr: f64) -> spw_s
     guard(|| {
         let adam = object(adam)?;
         let options = AdamOptions { lr, ..adam.options };
-        options.rule()?;
+        rule(&options)?;
         adam.options = options;
         Ok(())
     })
@@ -162,7 +163,7 @@ pub unsafe extern "C" fn spw_adam_advance(
         let adam = object(adam)?;
         // SAFETY: the caller's promise is the callee's.
         unsafe { step(&adam.options, tensors, count, stats) }?;
-        adam.options.step += 1;
+        adam.options.step = adam.options.step.saturating_add(1);
         Ok(())
     })
 }
@@ -204,16 +205,20 @@ unsafe fn step(
     // SAFETY: the caller's promise is the callees'.
     unsafe {
         record::check_output(stats, "stats")?;
-        let own = |own: *const std::ffi::c_void| parse(own.cast(), "options")?.rule();
-        let mut jobs = tensor::jobs(tensors, count, &options.rule()?, own)?;
+        let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
+        let mut jobs = tensor::jobs(tensors, count, &rule(options)?, own)?;
         let seen = adam::step(&mut jobs, !stats.is_null())?;
         tensor::write_stats(seen, stats)
     }
 }
 
-unsafe fn parse(options: *const spw_adam_options, argument: &'static str) -> Result<AdamOptions> {
+fn rule(options: &AdamOptions) -> Result<AdamRule> {
+    options.rule().map_err(|error| error.within("options."))
+}
+
+unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
     // SAFETY: the caller's promise is the callee's.
-    let raw = unsafe { record::read(options, argument) }?;
+    let raw = unsafe { record::read(options, "options") }?;
     record::zero("options.reserved", raw.reserved)?;
     Ok(AdamOptions {
         decoupled: !record::flag("options.weight_decay_mode", raw.weight_decay_mode)?,

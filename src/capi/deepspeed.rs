@@ -15,7 +15,7 @@ use crate::optim::{adam, spread::Job};
 pub extern "C" fn spw_ds_adam_create(id: i32, beta1: f32, beta2: f32, adamw_mode: u32) -> spw_status {
     guard(|| {
         let decoupled = record::flag("adamw_mode", adamw_mode)?;
-        ADAM.create(id, AdamState::new(decoupled, beta1, beta2));
+        ADAM.create(id, AdamState::new(decoupled, beta1, beta2)?);
         Ok(())
     })
 }
@@ -48,10 +48,12 @@ pub unsafe extern "C" fn spw_ds_adam_update(
         for job in &mut jobs {
             job.tensor.keep(true, true)?;
         }
-        let rule = ADAM.begin(id, &call)?;
+        let (state, rule) = ADAM.begin(id, &call)?;
         let mut jobs: Vec<_> =
             jobs.drain(..).map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
-        adam::step(&mut jobs, false).map(drop)
+        adam::step(&mut jobs, false)?;
+        ADAM.create(id, state);
+        Ok(())
     })
 }
 
@@ -160,8 +162,12 @@ pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
 }
 
 unsafe fn jobs<'a>(tensor: *const spw_tensor) -> Result<Vec<Job<'a, ()>>> {
-    // SAFETY: the caller's promise is the callee's.
-    unsafe {
-        tensor::jobs(tensor, 1, &(), |_| Err(Error::invalid("options", "is not NULL; the id has its own")))
+    if tensor.is_null() {
+        return Err(Error::invalid("tensor", "is NULL"));
     }
+    // SAFETY: the caller's promise is the callee's.
+    let jobs = unsafe {
+        tensor::jobs(tensor, 1, &(), |_| Err(Error::invalid("options", "is not NULL; the id has its own")))
+    };
+    jobs.map_err(|error| error.without("tensors[0]."))
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::status::{self, spw_status};
 use crate::error::Result;
+use crate::kernel::IeeeMode;
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
@@ -15,6 +16,8 @@ thread_local! {
 pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
     silence_panics();
     let outer = INSIDE.replace(true);
+    // Coefficients are computed from the caller's options, so the caller's float mode must not reach them.
+    let _mode = IeeeMode::enter();
     let outcome = catch_unwind(AssertUnwindSafe(body));
     INSIDE.set(outer);
     match outcome {

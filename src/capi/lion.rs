@@ -6,6 +6,7 @@ use super::record::{self, Record};
 use super::status::spw_status;
 use super::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::Result;
+use crate::kernel::LionRule;
 use crate::optim::lion::{self, LionOptions};
 
 /// Hyper-parameters of a Lion step. Fill it with `spw_lion_options_init`, then change what differs.
@@ -73,13 +74,17 @@ pub unsafe extern "C" fn spw_lion_step(
         // SAFETY: the caller's promise is the callees'.
         unsafe {
             record::check_output(stats, "stats")?;
-            let rule = parse(options)?.rule()?;
-            let own = |own: *const std::ffi::c_void| parse(own.cast())?.rule();
-            let mut jobs = tensor::jobs(tensors, count, &rule, own)?;
+            let common = rule(&parse(options)?)?;
+            let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
+            let mut jobs = tensor::jobs(tensors, count, &common, own)?;
             let seen = lion::step(&mut jobs, !stats.is_null())?;
             tensor::write_stats(seen, stats)
         }
     })
+}
+
+fn rule(options: &LionOptions) -> Result<LionRule> {
+    options.rule().map_err(|error| error.within("options."))
 }
 
 unsafe fn parse(options: *const spw_lion_options) -> Result<LionOptions> {

@@ -236,8 +236,7 @@ fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'stat
         return Err(Error::invalid(argument, reason));
     }
     let bytes = u128::from(n) * dtype.size() as u128;
-    let room = (isize::MAX as u128).min(usize::MAX as u128 - address.addr() as u128);
-    match bytes <= room {
+    match address.addr() as u128 + bytes <= ADDRESS_SPACE {
         true => Ok(n as usize),
         false => Err(Error::invalid(
             argument,
@@ -245,6 +244,9 @@ fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'stat
         )),
     }
 }
+
+/// No processor maps user memory above this.
+const ADDRESS_SPACE: u128 = 1 << 56;
 
 /// One span of a call: where it lies, whether it is written, and its name.
 struct Range {

@@ -1,6 +1,6 @@
 //! The one checker of all kernels: every kernel that this processor runs, against a reference written here on its own.
 //!
-//! What it proves, bit for bit: every rule, every combination of element types, lengths around every lane and tile
+//! What it proves, bit for bit: every rule, its undo and redo from the log, the shadow, every combination of element types, lengths around every lane and tile
 //! edge, denormal, huge, zero, Inf and NaN inputs, the sum of squares, memory outside the spans untouched, and the
 //! caller's float mode without influence. (NaNs of f32 compare equal whatever their payload.)
 
@@ -225,7 +225,7 @@ fn same_f64(a: f64, b: f64) -> bool {
 }
 
 /// Runs `rule` on every kernel, type combination, length and kind of value.
-fn check<O: Optimizer>(name: &str, rule: O, reference: Reference) -> usize {
+fn check<O: Rule>(name: &str, rule: O, reference: Reference) -> usize {
     let mut cases = 0;
     for dtypes in all_dtypes() {
         for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
@@ -248,10 +248,58 @@ fn check<O: Optimizer>(name: &str, rule: O, reference: Reference) -> usize {
                     assert!(same_f64(got, if squares { sum } else { 0.0 }), "{what}: sum {got} != {sum}");
                     cases += 1;
                 }
+                check_undo(
+                    kernel,
+                    rule,
+                    &start,
+                    &mut grad,
+                    dtypes,
+                    &format!("{name} {} {dtypes:?} n={n}", kernel.name()),
+                );
             }
         }
     }
     cases
+}
+
+/// A logged step has the bits of a plain one, its undo those of the start, its redo those of a plain step with the other
+/// factor; and a step into a shadow leaves the start as it was.
+fn check_undo<O: Rule>(
+    kernel: Kernel,
+    rule: O,
+    start: &[Span; 4],
+    grad: &mut Span,
+    dtypes: Dtypes,
+    what: &str,
+) {
+    let n = grad.values().len();
+    let bits = |spans: &[Span; 4]| spans.each_ref().map(|span| span.bits());
+    let mut plain = start.clone();
+    let sum = run(kernel, rule, &mut plain, grad, dtypes, true);
+
+    let mut log = vec![0xa5; log_bytes(n)];
+    let mut logged = start.clone();
+    let tensor = tensor_of(&mut logged, grad, dtypes).with_log(&mut log).unwrap();
+    assert!(same_f64(step(kernel, rule, tensor, false).unwrap(), sum), "{what}: logged sum");
+    assert_eq!(bits(&logged), bits(&plain), "{what}: logged step");
+    let used = log_used_of(&log, n) as usize;
+    assert!((n / 2..=log.len()).contains(&used), "{what}: {used} bytes used of {}", log.len());
+
+    let mut undone = logged.clone();
+    undo(kernel, rule, tensor_of(&mut undone, grad, dtypes).with_log(&mut log).unwrap(), None).unwrap();
+    assert_eq!(bits(&undone)[..3], bits(start)[..3], "{what}: undo");
+    let mut redone = logged;
+    undo(kernel, rule, tensor_of(&mut redone, grad, dtypes).with_log(&mut log).unwrap(), Some(INPUTS.scale))
+        .unwrap();
+    assert_eq!(bits(&redone), bits(&plain), "{what}: redo");
+
+    let mut old = start.clone();
+    let mut shadow = start.clone();
+    let [p, m, v, _] = &mut shadow;
+    let states = States { param: p.inner(), exp_avg: Some(m.inner()), exp_avg_sq: Some(v.inner()) };
+    step(kernel, rule, tensor_of(&mut old, grad, dtypes).with_shadow(states).unwrap(), false).unwrap();
+    assert_eq!(bits(&old)[..3], bits(start)[..3], "{what}: shadowed step");
+    assert_eq!(bits(&shadow)[..3], bits(&plain)[..3], "{what}: shadow");
 }
 
 fn expect(start: &[Span; 4], grad: &Span, dtypes: Dtypes, reference: Reference) -> (Vec<Vec<u32>>, f64) {
@@ -276,7 +324,7 @@ fn expect(start: &[Span; 4], grad: &Span, dtypes: Dtypes, reference: Reference) 
     (expected, reference_sum(&scaled))
 }
 
-fn run<O: Optimizer>(
+fn run<O: Rule>(
     kernel: Kernel,
     rule: O,
     spans: &mut [Span; 4],
@@ -284,6 +332,10 @@ fn run<O: Optimizer>(
     dtypes: Dtypes,
     squares: bool,
 ) -> f64 {
+    step(kernel, rule, tensor_of(spans, grad, dtypes), squares).unwrap()
+}
+
+fn tensor_of<'a>(spans: &'a mut [Span; 4], grad: &'a mut Span, dtypes: Dtypes) -> Tensor<'a> {
     let [p, m, v, copy] = spans;
     let grad = match grad.inner() {
         FloatsMut::F32(s) => Floats::F32(s),
@@ -292,8 +344,7 @@ fn run<O: Optimizer>(
     };
     let copy = dtypes.copy.map(|_| copy.inner());
     let states = States { param: p.inner(), exp_avg: Some(m.inner()), exp_avg_sq: Some(v.inner()) };
-    let tensor = Tensor::new(states, grad, copy).unwrap();
-    step(kernel, rule, tensor, squares).unwrap()
+    Tensor::new(states, grad, copy).unwrap()
 }
 
 #[test]

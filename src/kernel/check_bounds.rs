@@ -90,7 +90,7 @@ fn all_dtypes() -> impl Iterator<Item = Dtypes> {
 }
 
 /// Steps spans at forbidden pages with every kernel, type combination, length and side.
-fn check<O: Optimizer>(rule: O) {
+fn check<R: Rule>(rule: R) {
     let most = LENGTHS[LENGTHS.len() - 1];
     let mut memory: [Guarded; 5] = std::array::from_fn(|_| Guarded::new(most * 4));
     let mut log = Guarded::new(log_bytes(most));

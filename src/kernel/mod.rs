@@ -38,7 +38,8 @@ mod check;
 #[cfg(test)]
 mod check_bounds;
 
-pub use rules::{AdagradRule, AdamRule, LionRule, Optimizer, StreamRule, WeightDecay};
+pub use float_mode::IeeeMode;
+pub use rules::{AdagradRule, AdamRule, LionRule, Rule, StreamRule, WeightDecay};
 pub use select::Kernel;
 pub use step::{grad_squares, step};
 pub use tensor::{States, Tensor, log_bytes, log_used_of};

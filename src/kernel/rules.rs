@@ -77,26 +77,12 @@ pub trait Rule: Copy + Send + Sync {
     /// # Safety
     /// As [`Vector`].
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S);
-}
-
-/// Coefficients that become a [`Rule`] once their decisions are known at compile time.
-pub trait Optimizer: Copy + Send + Sync {
-    /// Calls `work` with the rule.
-    fn with_rule<W: WithRule>(self, work: W) -> W::Output;
 
     /// The coefficients if this is Adam, which has a body in C for SVE.
     #[cfg(target_arch = "aarch64")]
     fn as_adam(&self) -> Option<&AdamRule> {
         None
     }
-}
-
-/// Something to do with a rule.
-pub trait WithRule {
-    /// What it gives.
-    type Output;
-    /// Does it.
-    fn with<R: Rule>(self, rule: R) -> Self::Output;
 }
 
 /// Where Adam's weight decay enters.
@@ -135,54 +121,36 @@ pub struct AdamRule {
     pub decay_factor: f32,
 }
 
-impl Optimizer for AdamRule {
-    fn with_rule<W: WithRule>(self, work: W) -> W::Output {
-        match self.decay {
-            WeightDecay::None => work.with(Adam::<NO_DECAY>(self)),
-            WeightDecay::L2 => work.with(Adam::<L2>(self)),
-            WeightDecay::Decoupled => work.with(Adam::<DECOUPLED>(self)),
-        }
-    }
+impl Rule for AdamRule {
+    const EXP_AVG: bool = true;
+    const EXP_AVG_SQ: bool = true;
 
     #[cfg(target_arch = "aarch64")]
     fn as_adam(&self) -> Option<&AdamRule> {
         Some(self)
     }
-}
-
-/// Adam with its decay known at compile time.
-#[derive(Clone, Copy)]
-struct Adam<const DECAY: u8>(AdamRule);
-
-const NO_DECAY: u8 = 0;
-const L2: u8 = 1;
-const DECOUPLED: u8 = 2;
-
-impl<const DECAY: u8> Rule for Adam<DECAY> {
-    const EXP_AVG: bool = true;
-    const EXP_AVG_SQ: bool = true;
 
     #[inline(always)]
     fn grad_scale(&self) -> f32 {
-        self.0.grad_scale
+        self.grad_scale
     }
 
     fn with_grad_scale(self, grad_scale: f32) -> Self {
-        Adam(AdamRule { grad_scale, ..self.0 })
+        Self { grad_scale, ..self }
     }
 
     #[inline(always)]
     unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
         // SAFETY: the caller's promise is the callee's.
         unsafe {
-            let rule = &self.0;
-            let decay = V::splat(rule.decay_factor);
-            let g = if DECAY == L2 { old.param.mul_add(decay, grad) } else { grad };
-            let m = g.mul_add(V::splat(rule.one_minus_beta1), old.exp_avg.mul(V::splat(rule.beta1)));
+            let decay = V::splat(self.decay_factor);
+            let g = if self.decay == WeightDecay::L2 { old.param.mul_add(decay, grad) } else { grad };
+            let m = g.mul_add(V::splat(self.one_minus_beta1), old.exp_avg.mul(V::splat(self.beta1)));
             let v =
-                g.mul(g).mul_add(V::splat(rule.one_minus_beta2), old.exp_avg_sq.mul(V::splat(rule.beta2)));
-            let p = if DECAY == DECOUPLED { old.param.mul_add(decay, old.param) } else { old.param };
-            let p = self.update(m, v).mul_add(V::splat(rule.step_size), p);
+                g.mul(g).mul_add(V::splat(self.one_minus_beta2), old.exp_avg_sq.mul(V::splat(self.beta2)));
+            let decoupled = self.decay == WeightDecay::Decoupled;
+            let p = if decoupled { old.param.mul_add(decay, old.param) } else { old.param };
+            let p = self.update(m, v).mul_add(V::splat(self.step_size), p);
             Values { param: p, exp_avg: m, exp_avg_sq: v }
         }
     }
@@ -191,25 +159,32 @@ impl<const DECAY: u8> Rule for Adam<DECAY> {
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
         // SAFETY: the caller's promise is the callee's.
         unsafe {
-            let rule = &self.0;
-            let p = self.update(new.exp_avg, new.exp_avg_sq).mul_add(V::splat(-rule.step_size), new.param);
-            let p = if DECAY == DECOUPLED { p.mul(V::splat(inverse(1.0 + rule.decay_factor))) } else { p };
+            let p = self.update(new.exp_avg, new.exp_avg_sq).mul_add(V::splat(-self.step_size), new.param);
+            let p = if self.decay == WeightDecay::Decoupled {
+                p.mul(V::splat(inverse(1.0 + self.decay_factor)))
+            } else {
+                p
+            };
             let p = settle.param(p);
-            let g = if DECAY == L2 { p.mul_add(V::splat(rule.decay_factor), grad) } else { grad };
-            let m = g.mul_add(V::splat(-rule.one_minus_beta1), new.exp_avg);
-            settle.exp_avg(m.mul(V::splat(inverse(rule.beta1))));
-            let v = g.mul(g).mul_add(V::splat(-rule.one_minus_beta2), new.exp_avg_sq);
-            settle.exp_avg_sq(v.mul(V::splat(inverse(rule.beta2))));
+            let g = if self.decay == WeightDecay::L2 {
+                p.mul_add(V::splat(self.decay_factor), grad)
+            } else {
+                grad
+            };
+            let m = g.mul_add(V::splat(-self.one_minus_beta1), new.exp_avg);
+            settle.exp_avg(m.mul(V::splat(inverse(self.beta1))));
+            let v = g.mul(g).mul_add(V::splat(-self.one_minus_beta2), new.exp_avg_sq);
+            settle.exp_avg_sq(v.mul(V::splat(inverse(self.beta2))));
         }
     }
 }
 
-impl<const DECAY: u8> Adam<DECAY> {
+impl AdamRule {
     /// m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
     #[inline(always)]
     unsafe fn update<V: Vector>(&self, m: V, v: V) -> V {
         // SAFETY: the caller's promise is the callee's.
-        unsafe { m.div(v.sqrt().mul_add(V::splat(self.0.inv_sqrt_correction2), V::splat(self.0.eps))) }
+        unsafe { m.div(v.sqrt().mul_add(V::splat(self.inv_sqrt_correction2), V::splat(self.eps))) }
     }
 }
 
@@ -231,12 +206,6 @@ impl AdagradRule {
     unsafe fn decayed<V: Vector>(&self, p: V, grad: V) -> V {
         // SAFETY: the caller's promise is the callee's.
         unsafe { if self.weight_decay == 0.0 { grad } else { p.mul_add(V::splat(self.weight_decay), grad) } }
-    }
-}
-
-impl Optimizer for AdagradRule {
-    fn with_rule<W: WithRule>(self, work: W) -> W::Output {
-        work.with(self)
     }
 }
 
@@ -308,12 +277,6 @@ impl LionRule {
     }
 }
 
-impl Optimizer for LionRule {
-    fn with_rule<W: WithRule>(self, work: W) -> W::Output {
-        work.with(self)
-    }
-}
-
 impl Rule for LionRule {
     const EXP_AVG: bool = true;
     const EXP_AVG_SQ: bool = false;
@@ -360,12 +323,6 @@ fn inverse(factor: f32) -> f32 {
 /// Reads and writes what Adam does with next to no arithmetic: how fast the memory lets any such step be.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamRule;
-
-impl Optimizer for StreamRule {
-    fn with_rule<W: WithRule>(self, work: W) -> W::Output {
-        work.with(self)
-    }
-}
 
 impl Rule for StreamRule {
     const EXP_AVG: bool = true;

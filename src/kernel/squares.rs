@@ -9,6 +9,8 @@
 //! squares cannot overflow f64 below 2^700 elements.
 #![forbid(unsafe_code)]
 
+use super::float_mode::IeeeMode;
+
 /// Elements of a tile.
 pub const TILE: usize = 4096;
 /// Lanes of a tile.
@@ -38,6 +40,17 @@ pub fn tree_sum(tiles: &[f64]) -> f64 {
             tree_sum(left) + tree_sum(right)
         }
     }
+}
+
+/// Sum of two sums, in IEEE mode whatever this thread's mode is.
+pub fn add(left: f64, right: f64) -> f64 {
+    // A call of its own, because arithmetic may otherwise move past the change of mode.
+    #[inline(never)]
+    fn sum(left: f64, right: f64) -> f64 {
+        left + right
+    }
+    let _mode = IeeeMode::enter();
+    sum(left, right)
 }
 
 /// The largest power of two below `parts`, where a tree of `parts` (at least 2) splits.

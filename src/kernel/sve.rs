@@ -132,9 +132,8 @@ fn coefficients(rule: &AdamRule) -> ffi::Rule {
 fn addresses(tensor: &mut Tensor<'_>) -> Option<ffi::Spans> {
     // Absent's elements are (), which leaves the addresses without a type.
     let spans = Spans::<Absent, Absent, Absent, Absent>::of(tensor);
-    let (old, new) = (spans.old(), spans.new());
-    let in_place = old.param == new.param && !tensor.has_log();
-    in_place.then_some(ffi::Spans {
+    let old = spans.old();
+    (spans.in_place() && !tensor.has_log()).then_some(ffi::Spans {
         param: old.param.cast(),
         grad: spans.grad.cast(),
         exp_avg: old.exp_avg.cast(),

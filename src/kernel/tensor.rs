@@ -72,7 +72,7 @@ impl<'a> Tensor<'a> {
         let tensor = Tensor { states, grad, param_copy, shadow: None, log: None };
         let dtypes = tensor.dtypes()?;
         if !supported(dtypes) {
-            return Err(Error::Unsupported(no_kernel(dtypes)));
+            return Err(no_kernel(dtypes));
         }
         Ok(tensor)
     }
@@ -195,15 +195,16 @@ pub fn log_used_of(log: &[u8], n: usize) -> u64 {
     log.chunks(log_capacity(CHUNK)).take(n.div_ceil(CHUNK)).map(log_used).sum()
 }
 
-fn no_kernel(dtypes: Dtypes) -> String {
+/// The error for a combination of types that `element` does not list.
+pub fn no_kernel(dtypes: Dtypes) -> Error {
     let Dtypes { param, state, grad, copy } = dtypes;
-    format!(
+    Error::Unsupported(format!(
         "no kernel for param {}, state {}, grad {}, param_copy {}",
         param.name(),
         state.name(),
         grad.name(),
         copy.map_or("none", Dtype::name)
-    )
+    ))
 }
 
 /// A tensor's addresses with its element types known.
@@ -252,6 +253,11 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
             old,
             new: tensor.shadow.as_mut().map_or(old, StateSpans::of),
         }
+    }
+
+    /// True if a step writes where it reads.
+    pub fn in_place(&self) -> bool {
+        self.old.param == self.new.param
     }
 
     /// Where a step reads, and its undo writes.

@@ -18,12 +18,12 @@ use std::marker::PhantomData;
 
 use super::element::{Element, WithTypes, with_types};
 use super::float_mode::IeeeMode;
-use super::rules::{Optimizer, Rule, Settle, Values, WithRule};
+use super::rules::{Rule, Settle, Values};
 use super::select::Kernel;
-use super::tensor::{Spans, StateSpans, Tensor};
+use super::tensor::{Spans, StateSpans, Tensor, no_kernel};
 use super::vector::{Vector, Width};
 use super::walk::{Access, CHUNK, MAX_LANES, Op, Walk};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Most bytes of the log of `n` elements, on any kernel: one control byte and three raw words for each lane of whole
 /// vectors. A kernel may read a vector past the end, hence the slack.
@@ -42,40 +42,23 @@ const ALIGNMENT: usize = 64;
 
 /// Takes one chunk's step back: exactly if the tensor carries the log of that step, else by the inverse formula. With a
 /// factor `again`, the step is done anew in the same pass, its gradient multiplied by that instead.
-pub fn undo<O: Optimizer>(
-    kernel: Kernel,
-    optimizer: O,
-    mut tensor: Tensor<'_>,
-    again: Option<f32>,
-) -> Result<()> {
+pub fn undo<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
-    optimizer.with_rule(UndoWith { kernel, tensor: &mut tensor, again })
+    let dtypes = tensor.dtypes()?;
+    with_types(dtypes, UndoStep { kernel, rule, tensor: &mut tensor, again }).ok_or_else(|| no_kernel(dtypes))
 }
 
-struct UndoWith<'t, 'a> {
+struct UndoStep<'t, 'a, R> {
     kernel: Kernel,
+    rule: R,
     tensor: &'t mut Tensor<'a>,
     again: Option<f32>,
 }
 
-impl WithRule for UndoWith<'_, '_> {
-    type Output = Result<()>;
-    fn with<R: Rule>(self, rule: R) -> Result<()> {
-        let dtypes = self.tensor.dtypes()?;
-        with_types(dtypes, UndoOf { with: self, rule })
-            .ok_or_else(|| Error::Unsupported(format!("no kernel for {dtypes:?}")))
-    }
-}
-
-struct UndoOf<'t, 'a, R> {
-    with: UndoWith<'t, 'a>,
-    rule: R,
-}
-
-impl<R: Rule> WithTypes for UndoOf<'_, '_, R> {
+impl<R: Rule> WithTypes for UndoStep<'_, '_, R> {
     type Output = ();
     fn with<P: Element, S: Element, G: Element, C: Element>(self) {
-        let UndoOf { with: UndoWith { kernel, tensor, again }, rule } = self;
+        let UndoStep { kernel, rule, tensor, again } = self;
         let n = tensor.len();
         let spans = Spans::<P, S, G, C>::of(tensor);
         let log = tensor.log_address();

@@ -114,15 +114,15 @@ mod tests {
     fn options_out_of_range_are_named() {
         let good = AdamOptions::default();
         let cases = [
-            (AdamOptions { step: 0, ..good }, "options.step"),
-            (AdamOptions { lr: -1.0, ..good }, "options.lr"),
-            (AdamOptions { lr: f64::NAN, ..good }, "options.lr"),
-            (AdamOptions { beta1: 1.0, ..good }, "options.beta1"),
-            (AdamOptions { beta2: -0.1, ..good }, "options.beta2"),
-            (AdamOptions { beta2: 1.0 - 1e-12, ..good }, "options.beta2"),
-            (AdamOptions { eps: f64::INFINITY, ..good }, "options.eps"),
-            (AdamOptions { weight_decay: -0.1, ..good }, "options.weight_decay"),
-            (AdamOptions { grad_scale: 1e60, ..good }, "options.grad_scale"),
+            (AdamOptions { step: 0, ..good }, "step"),
+            (AdamOptions { lr: -1.0, ..good }, "lr"),
+            (AdamOptions { lr: f64::NAN, ..good }, "lr"),
+            (AdamOptions { beta1: 1.0, ..good }, "beta1"),
+            (AdamOptions { beta2: -0.1, ..good }, "beta2"),
+            (AdamOptions { beta2: 1.0 - 1e-12, ..good }, "beta2"),
+            (AdamOptions { eps: f64::INFINITY, ..good }, "eps"),
+            (AdamOptions { weight_decay: -0.1, ..good }, "weight_decay"),
+            (AdamOptions { grad_scale: 1e60, ..good }, "grad_scale"),
         ];
         for (options, name) in cases {
             let message = options.rule().unwrap_err().to_string();

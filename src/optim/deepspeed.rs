@@ -13,6 +13,7 @@ use std::sync::Arc;
 use arc_swap::ArcSwapOption;
 
 use super::adam::power;
+use super::check;
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, WeightDecay};
 
@@ -48,8 +49,10 @@ pub struct AdamCall {
 
 impl AdamState {
     /// A new id; `decoupled` is DeepSpeed's adamw_mode.
-    pub fn new(decoupled: bool, beta1: f32, beta2: f32) -> Self {
-        AdamState { decoupled, step: 0, beta1, beta2, beta1_power: 1.0, beta2_power: 1.0 }
+    pub fn new(decoupled: bool, beta1: f32, beta2: f32) -> Result<Self> {
+        check::beta("beta1", beta1.into())?;
+        check::beta("beta2", beta2.into())?;
+        Ok(AdamState { decoupled, step: 0, beta1, beta2, beta1_power: 1.0, beta2_power: 1.0 })
     }
 
     /// The state after this call's step has begun.
@@ -58,7 +61,7 @@ impl AdamState {
         if same_betas && step == self.step {
             return self;
         }
-        let (beta1_power, beta2_power) = if same_betas && step == self.step + 1 {
+        let (beta1_power, beta2_power) = if same_betas && Some(step) == self.step.checked_add(1) {
             (self.beta1_power * beta1, self.beta2_power * beta2)
         } else {
             (power(f64::from(beta1), step) as f32, power(f64::from(beta2), step) as f32)
@@ -143,17 +146,16 @@ impl<S: Copy> Ids<S> {
 }
 
 impl Ids<AdamState> {
-    /// Begins a step of the id and returns its coefficients.
-    pub fn begin(&self, id: i32, call: &AdamCall) -> Result<AdamRule> {
-        if call.step == 0 {
-            return Err(Error::invalid("step", "is 0; steps are counted from 1"));
-        }
-        let before = self.get(id)?;
-        let state = before.advance(call.step, call.beta1, call.beta2);
-        if state != before {
-            self.create(id, state);
-        }
-        Ok(state.rule(call))
+    /// The state after a step of the id has begun, for `create` once it is done, and the step's coefficients.
+    pub fn begin(&self, id: i32, call: &AdamCall) -> Result<(AdamState, AdamRule)> {
+        check::step(call.step)?;
+        check::finite("lr", call.lr.into())?;
+        check::beta("beta1", call.beta1.into())?;
+        check::beta("beta2", call.beta2.into())?;
+        check::not_negative("eps", call.eps.into())?;
+        check::not_negative("weight_decay", call.weight_decay.into())?;
+        let state = self.get(id)?.advance(call.step, call.beta1, call.beta2);
+        Ok((state, state.rule(call)))
     }
 }
 
@@ -175,7 +177,7 @@ mod tests {
 
     #[test]
     fn powers_multiply_on_the_next_step_and_are_computed_anew_after_a_jump() {
-        let start = AdamState::new(true, 0.9, 0.999);
+        let start = AdamState::new(true, 0.9, 0.999).unwrap();
         let two = start.advance(1, 0.9, 0.999).advance(2, 0.9, 0.999);
         assert_eq!(two.beta1_power, 0.9f32 * 0.9f32);
         assert_eq!(two.advance(2, 0.9, 0.999), two);
@@ -187,7 +189,7 @@ mod tests {
     fn ids_live_from_create_to_destroy() {
         let ids: Ids<AdamState> = Ids::new("Adam");
         assert_eq!(ids.begin(7, &call(1)), Err(Error::UnknownId { optimizer: "Adam", id: 7 }));
-        ids.create(7, AdamState::new(true, 0.9, 0.999));
+        ids.create(7, AdamState::new(true, 0.9, 0.999).unwrap());
         assert!(ids.begin(7, &call(1)).is_ok());
         assert!(ids.begin(7, &call(0)).is_err());
         ids.destroy(7).unwrap();
@@ -201,9 +203,10 @@ mod tests {
             for id in 0..8 {
                 let ids = &ids;
                 scope.spawn(move || {
-                    ids.create(id, AdamState::new(true, 0.9, 0.999));
+                    ids.create(id, AdamState::new(true, 0.9, 0.999).unwrap());
                     for step in 1..200 {
-                        ids.begin(id, &call(step)).unwrap();
+                        let (state, _) = ids.begin(id, &call(step)).unwrap();
+                        ids.create(id, state);
                     }
                 });
             }

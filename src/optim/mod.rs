@@ -1,4 +1,5 @@
 //! Optimizer steps over whole tensors: hyper-parameters in, coefficients and chunks out to the kernels.
+#![forbid(unsafe_code)]
 
 pub mod adagrad;
 pub mod adam;
@@ -32,7 +33,7 @@ mod check {
     pub fn range(name: &'static str, value: f64, allowed: bool, range: &str) -> Result<()> {
         match allowed {
             true => Ok(()),
-            false => Err(Error::invalid(format!("options.{name}"), format!("{value} is not {range}"))),
+            false => Err(Error::invalid(name, format!("{value} is not {range}"))),
         }
     }
 
@@ -50,7 +51,7 @@ mod check {
 
     pub fn step(value: u64) -> Result<()> {
         match value {
-            0 => Err(Error::invalid("options.step", "is 0; steps are counted from 1")),
+            0 => Err(Error::invalid("step", "is 0; steps are counted from 1")),
             _ => Ok(()),
         }
     }

@@ -7,8 +7,8 @@
 
 use super::StepStats;
 use crate::error::Result;
-use crate::kernel::squares::split;
-use crate::kernel::{self, CHUNK, Kernel, Optimizer, Tensor};
+use crate::kernel::squares::{self, split};
+use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor};
 use crate::sys::threads;
 
 /// One tensor and what to step it with.
@@ -27,17 +27,17 @@ pub trait Work<O>: Sync {
 }
 
 /// Steps all tensors; one pass over their memory, the squares of the gradients included where asked.
-pub fn step_all<O: Optimizer>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
+pub fn step_all<O: Rule>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
     step_on(Kernel::current()?, jobs, squares)
 }
 
 /// [`step_all`] on a kernel of the caller's choice.
-pub fn step_on<O: Optimizer>(kernel: Kernel, jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
+pub fn step_on<O: Rule>(kernel: Kernel, jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
     spread(jobs, &Step { kernel, squares }).map(StepStats::of)
 }
 
 /// Does `work` with all chunks of all tensors, and adds up what it returns.
-pub fn spread<O: Optimizer, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<f64> {
+pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<f64> {
     match elements(jobs) <= CHUNK {
         true => list(jobs, work, false),
         false => threads::run(|| list(jobs, work, true))?,
@@ -54,13 +54,13 @@ struct Step {
     squares: bool,
 }
 
-impl<O: Optimizer> Work<O> for Step {
+impl<O: Rule> Work<O> for Step {
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
         kernel::step(self.kernel, optimizer, tensor, self.squares)
     }
 }
 
-fn list<O: Optimizer, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W, parallel: bool) -> Result<f64> {
+fn list<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W, parallel: bool) -> Result<f64> {
     match jobs {
         [] => Ok(0.0),
         [job] => one(job.optimizer, job.tensor.reborrow(), work, parallel),
@@ -72,7 +72,7 @@ fn list<O: Optimizer, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W, parallel: b
     }
 }
 
-fn one<O: Optimizer, W: Work<O>>(optimizer: O, tensor: Tensor<'_>, work: &W, parallel: bool) -> Result<f64> {
+fn one<O: Rule, W: Work<O>>(optimizer: O, tensor: Tensor<'_>, work: &W, parallel: bool) -> Result<f64> {
     if tensor.len() <= CHUNK {
         return work.chunk(optimizer, tensor);
     }
@@ -87,6 +87,6 @@ pub(super) fn both(
     left: impl FnOnce() -> Result<f64> + Send,
     right: impl FnOnce() -> Result<f64> + Send,
 ) -> Result<f64> {
-    let (left, right) = if parallel { rayon::join(left, right) } else { (left(), right()) };
-    Ok(left? + right?)
+    let (left, right) = if parallel { threads::join(left, right) } else { (left(), right()) };
+    Ok(squares::add(left?, right?))
 }

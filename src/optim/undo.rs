@@ -4,13 +4,13 @@
 use super::grad;
 use super::spread::{Job, Work, spread};
 use crate::error::{Error, Result};
-use crate::kernel::{self, Kernel, Optimizer, Tensor};
+use crate::kernel::{self, Kernel, Rule, Tensor};
 
 /// Takes the step of every tensor back: to the bit if the tensor carries the log of that step, else by the inverse
 /// formula, which refuses gradients with Inf or NaN before it touches anything.
 ///
 /// With `again`, the step is then done anew with that factor on the gradient, in the same pass over memory.
-pub fn undo<O: Optimizer>(jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
+pub fn undo<O: Rule>(jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
     for job in jobs.iter() {
         if !job.tensor.has_log() && grad::stats(job.tensor.grad(), 1.0)?.nonfinite {
             return Err(Error::invalid(
@@ -23,7 +23,7 @@ pub fn undo<O: Optimizer>(jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result
 }
 
 /// [`undo`] on a kernel of the caller's choice: the one that stepped.
-pub fn undo_on<O: Optimizer>(kernel: Kernel, jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
+pub fn undo_on<O: Rule>(kernel: Kernel, jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
     spread(jobs, &Undo { kernel, again }).map(drop)
 }
 
@@ -32,7 +32,7 @@ struct Undo {
     again: Option<f32>,
 }
 
-impl<O: Optimizer> Work<O> for Undo {
+impl<O: Rule> Work<O> for Undo {
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
         kernel::undo(self.kernel, optimizer, tensor, self.again).map(|()| 0.0)
     }

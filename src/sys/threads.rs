@@ -24,6 +24,7 @@ pub const MAX_THREADS: usize = 4096;
 
 struct OwnedPool {
     process: u32,
+    /// None for one worker, which is the caller.
     pool: Option<ThreadPool>,
 }
 
@@ -39,12 +40,22 @@ static POOL: ArcSwapOption<OwnedPool> = ArcSwapOption::const_empty();
 /// What `configure` asked for; 0 is "decide from the machine".
 static CONFIGURED: AtomicUsize = AtomicUsize::new(0);
 
-/// Runs `work` with rayon's `join` spreading over the pool, and returns its result.
+/// Runs `work` with [`join`] spreading over the pool, and returns its result.
 pub fn run<R: Send>(work: impl FnOnce() -> R + Send) -> Result<R> {
     let owned = current()?;
+    // Also for one worker: `join` outside a pool would start rayon's global one.
     match &owned.pool {
         Some(pool) => Ok(pool.install(work)),
         None => Ok(work()),
+    }
+}
+
+/// Does both, at the same time if a worker is free.
+pub fn join<A: Send, B: Send>(left: impl FnOnce() -> A + Send, right: impl FnOnce() -> B + Send) -> (A, B) {
+    // Outside a pool rayon would start its global one, which no child of fork could use.
+    match rayon::current_thread_index() {
+        Some(_) => rayon::join(left, right),
+        None => (left(), right()),
     }
 }
 
@@ -157,13 +168,11 @@ mod tests {
     fn a_new_setting_replaces_the_pool_while_others_use_it() {
         let total: usize = std::thread::scope(|scope| {
             let workers: Vec<_> = (0..4)
-                .map(|_| {
-                    scope.spawn(|| (0..50).map(|_| run(|| rayon::join(|| 1, || 1)).unwrap().0).sum::<usize>())
-                })
+                .map(|_| scope.spawn(|| (0..50).map(|_| run(|| join(|| 1, || 1)).unwrap().0).sum::<usize>()))
                 .collect();
             for threads in [2, 3, 1, 4, 2] {
                 configure(threads).unwrap();
-                assert_eq!(run(rayon::current_num_threads).map(|n| n >= 1), Ok(true));
+                assert_eq!(count(), Ok(threads));
             }
             workers.into_iter().map(|worker| worker.join().unwrap()).sum()
         });

@@ -3,12 +3,13 @@
 //! The limit is a stream that reads and writes the same four arrays with one addition each, on the same threads and
 //! the same vector unit. Kernel and limit run in alternation, so that a machine whose speed drifts slows both; the
 //! ratio is the median of the rounds' ratios.
+#![forbid(unsafe_code)]
 
 use std::time::Instant;
 
 use spillway::dtype::{Floats, FloatsMut, bf16};
 use spillway::error::Result;
-use spillway::kernel::{Kernel, Optimizer, States, StreamRule, Tensor};
+use spillway::kernel::{Kernel, Rule, States, StreamRule, Tensor};
 use spillway::optim::adam::AdamOptions;
 use spillway::optim::spread::{Job, step_on};
 use spillway::sys::threads;
@@ -176,7 +177,7 @@ fn measure(kernel: Kernel, arrays: &mut Arrays, fused: bool, rounds: u32) -> Res
     })
 }
 
-fn time<O: Optimizer>(
+fn time<O: Rule>(
     kernel: Kernel,
     arrays: &mut Arrays,
     optimizer: O,

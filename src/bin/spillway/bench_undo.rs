@@ -2,6 +2,7 @@
 //!
 //! Plain step, logged step, undo, logged step, redo run in alternation over the same arrays; ratios are medians of the
 //! rounds' ratios to the plain step.
+#![forbid(unsafe_code)]
 
 use std::time::Instant;
 

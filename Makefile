@@ -1,0 +1,33 @@
+# make demo    train a small GPT under DeepSpeed with Spillway's optimizer   (STEPS=, SECONDS=, COMPARE=1)
+# make test    every test; sets up what it needs
+# make lib     the library and the command line tool, in target/release
+# make install PREFIX=/usr/local
+# make bench   this machine against its own limits, then against torch and DeepSpeed
+
+PREFIX ?= /usr/local
+RELEASE = target/release
+
+.PHONY: demo test quick lib install bench packages
+
+demo: packages
+	ffi_tests/deepspeed/demo.sh
+
+test: packages
+	ffi_tests/all.sh
+
+# The inner loop: Rust and C, without Python.
+quick:
+	cargo test
+
+lib:
+	cargo build --release
+
+install: lib
+	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so
+
+bench: lib
+	$(RELEASE)/spillway bench adam
+	$(RELEASE)/spillway bench undo
+
+packages:
+	packaging/system_packages.sh

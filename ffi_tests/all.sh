@@ -1,0 +1,51 @@
+#!/bin/bash
+# Every test of the project; one line per runner at the end. Exit 0 only if none failed.
+#
+#   ffi_tests/all.sh            all runners
+#   ffi_tests/all.sh rust py    those named
+set -u
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+logs=$root/target/test-logs
+mkdir -p "$logs"
+passed=0 failed=0 skipped=0
+summary=""
+
+format() { cargo fmt --all --check; }
+lint() { cargo clippy --quiet --workspace --all-targets -- -D warnings; }
+rust() { cargo test --workspace --no-fail-fast; }
+py() { packaging/python_tests.sh; }
+preload() {
+    eval "$(packaging/python_env.sh --export)"
+    SPILLWAY_DEEPSPEED_PYTHON=$SPILLWAY_PYTHON ffi_tests/preload/run.sh
+}
+arm() { ffi_tests/arm/run.sh; }
+
+# The last line with a count, which every runner prints.
+closing_line() {
+    grep -E '(test result|[0-9]+ passed|[0-9]+ failed|[0-9]+ skipped)' "$1" | tail -1
+}
+
+run() {
+    local name=$1 log=$logs/$1.log start=$SECONDS status
+    echo "== $name"
+    # The log is the proof; the screen sees it as it comes.
+    "$name" > >(tee "$log") 2>&1
+    status=$?
+    wait
+    local took=$((SECONDS - start))
+    case $status in
+        0) passed=$((passed + 1)) word=ok ;;
+        77) skipped=$((skipped + 1)) word=skipped ;;
+        *) failed=$((failed + 1)) word=FAILED ;;
+    esac
+    summary+=$(printf '%-8s %-8s %4ss  %s' "$name" "$word" "$took" "$(closing_line "$log")")$'\n'
+}
+
+[ $# -gt 0 ] || set -- format lint rust py preload arm
+for runner; do run "$runner"; done
+
+printf '\n%s' "$summary"
+echo "$passed passed, $failed failed, $skipped skipped"
+[ $failed = 0 ]

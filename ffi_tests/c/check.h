@@ -1,0 +1,180 @@
+// What the programs of this folder share: checks, tensors to step, and watched memory.
+//
+// A program proves one promise of spillway.h. It exits 0 if the promise holds, 1 after naming the line that failed,
+// 77 after printing why it cannot run here; a program that passes prints nothing, which ffi_tests/run.rs checks.
+
+#ifndef SPILLWAY_CHECK_H
+#define SPILLWAY_CHECK_H
+
+#define _GNU_SOURCE 1
+
+#include <spillway.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHECK(condition) \
+    ((condition) ? (void)0 : fail(__FILE__, __LINE__, "%s (last error: %s)", #condition, spw_last_error()))
+#define CHECK_OK(call) check_status(__FILE__, __LINE__, #call, (call), SPW_OK, "")
+// The call fails with this status and words, and no watched byte changes.
+#define REFUSED(call, status, words) check_status(__FILE__, __LINE__, #call, (call), (status), (words))
+#define INVALID(call, words) REFUSED(call, SPW_ERR_INVALID_ARGUMENT, words)
+
+// More elements than stay on the caller's thread.
+#define LARGE (5 * 65536 + 777)
+
+static inline void fail(const char *file, int line, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    fprintf(stderr, "%s:%d: ", file, line);
+    vfprintf(stderr, format, values);
+    fprintf(stderr, "\n");
+    va_end(values);
+    exit(1);
+}
+
+static inline void skip(const char *why) {
+    puts(why);
+    exit(77);
+}
+
+struct watched {
+    const void *memory;
+    void *before;
+    size_t bytes;
+};
+static struct watched watched[32];
+static size_t watched_count;
+
+// From here on a refused call must leave these bytes as they are now.
+static inline void watch(const void *memory, size_t bytes) {
+    struct watched *entry = &watched[watched_count++];
+    *entry = (struct watched){memory, malloc(bytes + 1), bytes};
+    if (bytes > 0) memcpy(entry->before, memory, bytes);
+}
+
+static inline void unwatch_all(void) {
+    while (watched_count > 0) free(watched[--watched_count].before);
+}
+
+static inline void check_status(const char *file, int line, const char *call, int got, int wanted, const char *words) {
+    if (got != wanted) {
+        fail(file, line, "%s: %s, not %s (%s)", call, spw_status_name(got), spw_status_name(wanted), spw_last_error());
+    }
+    if (got == SPW_OK) return;
+    if (strstr(spw_last_error(), words) == NULL) {
+        fail(file, line, "%s: the message does not say \"%s\": %s", call, words, spw_last_error());
+    }
+    for (size_t i = 0; i < watched_count; i++) {
+        if (memcmp(watched[i].memory, watched[i].before, watched[i].bytes) != 0) {
+            fail(file, line, "%s: refused, but watched memory %zu changed", call, i);
+        }
+    }
+}
+
+static inline size_t width(uint32_t dtype) {
+    return (size_t)spw_dtype_size(dtype);
+}
+
+// A tensor with memory of its own. The spans lie in `spans` in the order param, grad, exp_avg, exp_avg_sq, copy.
+struct problem {
+    spw_tensor tensor;
+    void *spans[5];
+    size_t bytes[5];
+};
+
+static inline uint64_t random_bits(uint64_t *state) {
+    *state += 0x9e3779b97f4a7c15u;
+    uint64_t bits = *state;
+    bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
+    bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
+    return bits ^ (bits >> 31);
+}
+
+// Random numbers of magnitude 2^-20 to 1, made of bits, so that they depend on no rounding mode.
+static inline void fill(void *to, uint32_t dtype, uint64_t n, uint64_t seed, int positive) {
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t bits = random_bits(&seed);
+        uint32_t exponent = (uint32_t)(bits >> 32) % 14, sign = positive ? 0 : (uint32_t)(bits >> 63);
+        if (dtype == SPW_DTYPE_F32) {
+            ((uint32_t *)to)[i] = sign << 31 | (126 - exponent) << 23 | (uint32_t)(bits & 0x7fffff);
+        } else if (dtype == SPW_DTYPE_F16) {
+            ((uint16_t *)to)[i] = (uint16_t)(sign << 15 | (14 - exponent) << 10 | (bits & 0x3ff));
+        } else {
+            ((uint16_t *)to)[i] = (uint16_t)(sign << 15 | (126 - exponent) << 7 | (bits & 0x7f));
+        }
+    }
+}
+
+static inline struct problem make(uint64_t n, uint32_t param, uint32_t state, uint32_t grad, uint32_t copy,
+                                  uint64_t seed) {
+    const uint32_t dtypes[5] = {param, grad, state, state, copy};
+    struct problem made = {.tensor = {.struct_size = sizeof(spw_tensor),
+                                      .param_dtype = param,
+                                      .state_dtype = state,
+                                      .grad_dtype = grad,
+                                      .copy_dtype = copy,
+                                      .n = n}};
+    for (int i = 0; i < 5; i++) {
+        if (dtypes[i] == SPW_DTYPE_NONE) continue;
+        made.bytes[i] = (size_t)n * width(dtypes[i]);
+        made.spans[i] = malloc(made.bytes[i] + 1);
+        if (made.spans[i] == NULL) fail(__FILE__, __LINE__, "no memory");
+        fill(made.spans[i], dtypes[i], n, seed * 5 + (uint64_t)i, i == 3);
+    }
+    made.tensor.param = made.spans[0];
+    made.tensor.grad = made.spans[1];
+    made.tensor.exp_avg = made.spans[2];
+    made.tensor.exp_avg_sq = made.spans[3];
+    made.tensor.param_copy = made.spans[4];
+    return made;
+}
+
+// Mixed precision: f32 master weight and states, bf16 gradient and copy.
+static inline struct problem make_mixed(uint64_t n, uint64_t seed) {
+    return make(n, SPW_DTYPE_F32, SPW_DTYPE_F32, SPW_DTYPE_BF16, SPW_DTYPE_BF16, seed);
+}
+
+static inline struct problem make_f32(uint64_t n, uint64_t seed) {
+    return make(n, SPW_DTYPE_F32, SPW_DTYPE_F32, SPW_DTYPE_F32, SPW_DTYPE_NONE, seed);
+}
+
+static inline void release(struct problem *problem) {
+    for (int i = 0; i < 5; i++) free(problem->spans[i]);
+}
+
+static inline void watch_problem(const struct problem *problem) {
+    for (int i = 0; i < 5; i++) {
+        if (problem->spans[i] != NULL) watch(problem->spans[i], problem->bytes[i]);
+    }
+}
+
+static inline int same(const struct problem *a, const struct problem *b) {
+    for (int i = 0; i < 5; i++) {
+        if (a->bytes[i] != b->bytes[i]) return 0;
+        if (a->bytes[i] > 0 && memcmp(a->spans[i], b->spans[i], a->bytes[i]) != 0) return 0;
+    }
+    return 1;
+}
+
+static inline spw_adam_options adam_options(void) {
+    spw_adam_options options;
+    CHECK_OK(spw_adam_options_init(&options, sizeof options));
+    options.step = 3;
+    options.lr = 1e-2;
+    options.weight_decay = 0.1;
+    options.grad_scale = 0.37;
+    return options;
+}
+
+static inline void configure_threads(uint32_t count) {
+    const spw_thread_options options = {sizeof options, count};
+    CHECK_OK(spw_threads_configure(&options));
+}
+
+static inline spw_step_stats step_stats(void) {
+    return (spw_step_stats){.struct_size = sizeof(spw_step_stats), .nonfinite = 77, .sum_squares = -1};
+}
+
+#endif

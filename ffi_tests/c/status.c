@@ -1,0 +1,45 @@
+// Enum values are frozen, every status has its name, and the version of the library is the header's.
+
+#include "check.h"
+
+#define FROZEN(name, value) _Static_assert((name) == (value), #name " never changes its value")
+FROZEN(SPW_OK, 0);
+FROZEN(SPW_ERR_INVALID_ARGUMENT, 1);
+FROZEN(SPW_ERR_UNSUPPORTED, 2);
+FROZEN(SPW_ERR_UNKNOWN_ID, 3);
+FROZEN(SPW_ERR_INTERNAL, 9);
+FROZEN(SPW_ERR_SYSTEM, 11);
+FROZEN(SPW_DTYPE_NONE, 0);
+FROZEN(SPW_DTYPE_F32, 1);
+FROZEN(SPW_DTYPE_F16, 2);
+FROZEN(SPW_DTYPE_BF16, 3);
+FROZEN(SPW_WEIGHT_DECAY_DECOUPLED, 0);
+FROZEN(SPW_WEIGHT_DECAY_L2, 1);
+FROZEN(SPW_LOG_OFF, 0);
+FROZEN(SPW_LOG_ERROR, 1);
+FROZEN(SPW_LOG_WARN, 2);
+FROZEN(SPW_LOG_INFO, 3);
+FROZEN(SPW_LOG_DEBUG, 4);
+
+static const char *name_of(int32_t status) {
+    switch (status) {
+        case SPW_OK: return "SPW_OK";
+        case SPW_ERR_INVALID_ARGUMENT: return "SPW_ERR_INVALID_ARGUMENT";
+        case SPW_ERR_UNSUPPORTED: return "SPW_ERR_UNSUPPORTED";
+        case SPW_ERR_UNKNOWN_ID: return "SPW_ERR_UNKNOWN_ID";
+        case SPW_ERR_INTERNAL: return "SPW_ERR_INTERNAL";
+        case SPW_ERR_SYSTEM: return "SPW_ERR_SYSTEM";
+        default: return "SPW_ERR_UNKNOWN";
+    }
+}
+
+int main(void) {
+    CHECK(spw_abi_version() == SPW_ABI_VERSION);
+    CHECK(strcmp(spw_version(), SPW_VERSION) == 0);
+    for (int32_t status = -1000; status < 1000; status++) {
+        CHECK(strcmp(spw_status_name(status), name_of(status)) == 0);
+    }
+    CHECK(strcmp(spw_status_name(INT32_MAX), "SPW_ERR_UNKNOWN") == 0);
+    CHECK(strcmp(spw_status_name(INT32_MIN), "SPW_ERR_UNKNOWN") == 0);
+    return 0;
+}

@@ -1,0 +1,143 @@
+// Structs grow: one that is shorter than the first release's is refused, one that is longer is read if what this
+// library does not know is zero and refused if it is set; arrays of tensors step by the caller's struct_size.
+
+#include "check.h"
+
+// What a later release's structs may look like.
+struct longer_tensor {
+    spw_tensor known;
+    uint64_t unknown[3];
+};
+struct longer_options {
+    spw_adam_options known;
+    uint64_t unknown[2];
+};
+
+static struct problem problem;
+static spw_step_stats stats;
+static spw_adam_options options;
+
+static void short_structs(void) {
+    const uint32_t sizes[] = {0, 4, 8, sizeof(spw_adam_options) - 8};
+    for (int i = 0; i < 4; i++) {
+        options.struct_size = sizes[i];
+        INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options: struct_size");
+    }
+    options.struct_size = 1u << 30;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options: struct_size");
+    options.struct_size = sizeof options;
+
+    problem.tensor.struct_size = sizeof(spw_tensor) - 1;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "tensors[0]: struct_size");
+    problem.tensor.struct_size = sizeof(spw_tensor);
+
+    spw_step_stats small = {.struct_size = sizeof small - 1, .nonfinite = 7, .sum_squares = 7};
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &small), "stats: struct_size");
+    INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, 1, &small), "stats: struct_size");
+    CHECK(small.nonfinite == 7 && small.sum_squares == 7);
+
+    spw_stats counters = {.struct_size = 8, .adam_calls = 7};
+    INVALID(spw_stats_get(&counters), "stats: struct_size");
+    CHECK(counters.adam_calls == 7);
+    const spw_thread_options threads = {4, 1};
+    INVALID(spw_threads_configure(&threads), "options: struct_size");
+
+    spw_lion_options lion = {.struct_size = sizeof lion - 8};
+    INVALID(spw_lion_step(&lion, &problem.tensor, 1, &stats), "options: struct_size");
+    INVALID(spw_lion_options_init(&lion, sizeof lion - 8), "struct_size");
+    spw_adagrad_options adagrad = {.struct_size = sizeof adagrad - 8};
+    INVALID(spw_adagrad_step(&adagrad, &problem.tensor, 1, &stats), "options: struct_size");
+    INVALID(spw_adagrad_options_init(&adagrad, sizeof adagrad - 8), "struct_size");
+    INVALID(spw_adam_options_init(&options, 4), "struct_size");
+    INVALID(spw_adam_options_init(&options, (size_t)1 << 40), "struct_size");
+}
+
+static void long_options(void) {
+    struct longer_options later;
+    memset(&later, 0xff, sizeof later);
+    CHECK_OK(spw_adam_options_init(&later.known, sizeof later));
+    CHECK(later.known.struct_size == sizeof later && later.unknown[0] == 0 && later.unknown[1] == 0);
+
+    for (size_t byte = 0; byte < sizeof later.unknown; byte++) {
+        ((unsigned char *)later.unknown)[byte] = 1;
+        INVALID(spw_adam_step(&later.known, &problem.tensor, 1, &stats), "options: spw_adam_options sets fields");
+        spw_adam *object = NULL;
+        INVALID(spw_adam_open(&later.known, &object), "sets fields");
+        CHECK(object == NULL);
+        ((unsigned char *)later.unknown)[byte] = 0;
+    }
+
+    struct problem a = make_mixed(100, 4), b = make_mixed(100, 4);
+    later.known = options;
+    later.known.struct_size = sizeof later;
+    CHECK_OK(spw_adam_step(&later.known, &a.tensor, 1, NULL));
+    CHECK_OK(spw_adam_step(&options, &b.tensor, 1, NULL));
+    CHECK(same(&a, &b));
+    release(&a);
+    release(&b);
+}
+
+static void long_tensors(void) {
+    enum { COUNT = 7 };
+    struct problem near[COUNT], far[COUNT];
+    spw_tensor narrow[COUNT];
+    struct longer_tensor wide[COUNT];
+    memset(wide, 0, sizeof wide);
+    for (int i = 0; i < COUNT; i++) {
+        near[i] = make_mixed(50 + (uint64_t)i, (uint64_t)i);
+        far[i] = make_mixed(50 + (uint64_t)i, (uint64_t)i);
+        narrow[i] = near[i].tensor;
+        wide[i].known = far[i].tensor;
+        wide[i].known.struct_size = sizeof wide[i];
+    }
+    watch_problem(&far[0]);
+    watch_problem(&far[COUNT - 1]);
+    wide[3].unknown[2] = 1;
+    INVALID(spw_adam_step(&options, &wide[0].known, COUNT, &stats), "tensors[3].tensor");
+    wide[3].unknown[2] = 0;
+    wide[5].known.struct_size = sizeof(spw_tensor);
+    INVALID(spw_adam_step(&options, &wide[0].known, COUNT, &stats), "tensors[5].struct_size");
+    wide[5].known.struct_size = sizeof wide[5];
+    CHECK_OK(spw_adam_step(&options, &wide[0].known, COUNT, NULL));
+    CHECK_OK(spw_adam_step(&options, narrow, COUNT, NULL));
+    for (int i = 0; i < COUNT; i++) {
+        CHECK(same(&near[i], &far[i]));
+        release(&near[i]);
+        release(&far[i]);
+    }
+}
+
+// Outputs: a longer struct keeps its unknown tail and its struct_size.
+static void long_outputs(void) {
+    struct {
+        spw_step_stats known;
+        uint64_t tail;
+    } later = {.known = step_stats(), .tail = 0x1234};
+    later.known.struct_size = sizeof later;
+    CHECK_OK(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 300, 1, &later.known));
+    CHECK(later.known.struct_size == sizeof later && later.tail == 0x1234 && later.known.sum_squares > 0);
+
+    struct {
+        spw_stats known;
+        uint64_t tail;
+    } counters = {.known = {.struct_size = sizeof counters}, .tail = 0x1234};
+    CHECK_OK(spw_stats_get(&counters.known));
+    CHECK(counters.known.struct_size == sizeof counters && counters.tail == 0x1234);
+    CHECK(counters.known.adam_calls > 0 && counters.known.adam_elements >= counters.known.adam_calls);
+}
+
+int main(void) {
+    problem = make_mixed(300, 1);
+    stats = step_stats();
+    options = adam_options();
+    watch_problem(&problem);
+    watch(&stats, sizeof stats);
+    short_structs();
+    long_options();
+    unwatch_all();
+    long_tensors();
+    unwatch_all();
+    long_outputs();
+    release(&problem);
+    return 0;
+}

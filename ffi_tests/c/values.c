@@ -1,0 +1,184 @@
+// A value outside an enum, a flag that is neither 0 nor 1, a reserved field that is set, an option out of its range, an
+// unknown or destroyed id: each is refused by name, and nothing is written.
+
+#include "check.h"
+
+#include <math.h>
+
+static struct problem problem;
+static spw_step_stats stats;
+
+static const uint32_t not_a_dtype[] = {4, 77, 0x80000000u, UINT32_MAX};
+
+static void dtypes(void) {
+    const spw_adam_options options = adam_options();
+    for (size_t i = 0; i < sizeof not_a_dtype / sizeof *not_a_dtype; i++) {
+        uint32_t *fields[] = {&problem.tensor.param_dtype, &problem.tensor.state_dtype, &problem.tensor.grad_dtype,
+                              &problem.tensor.copy_dtype};
+        const char *names[] = {"param_dtype", "state_dtype", "grad_dtype", "copy_dtype"};
+        for (int field = 0; field < 4; field++) {
+            const uint32_t before = *fields[field];
+            *fields[field] = not_a_dtype[i];
+            INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), names[field]);
+            *fields[field] = before;
+        }
+        INVALID(spw_grad_stats(problem.tensor.grad, not_a_dtype[i], 3, 1, &stats), "dtype");
+        CHECK(spw_dtype_size(not_a_dtype[i]) == 0);
+    }
+    INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_NONE, 3, 1, &stats), "dtype");
+    CHECK(spw_dtype_size(SPW_DTYPE_NONE) == 0 && spw_dtype_size(SPW_DTYPE_F32) == 4);
+    CHECK(spw_dtype_size(SPW_DTYPE_F16) == 2 && spw_dtype_size(SPW_DTYPE_BF16) == 2);
+
+    problem.tensor.copy_dtype = SPW_DTYPE_NONE;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "copy_dtype");
+    problem.tensor.copy_dtype = SPW_DTYPE_F32;
+    REFUSED(spw_adam_step(&options, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, "param_copy f32");
+    problem.tensor.copy_dtype = SPW_DTYPE_BF16;
+    problem.tensor.reserved = 1;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "tensors[0].reserved");
+    problem.tensor.reserved = 0;
+}
+
+// The table at spw_tensor names every combination that works, and no other does.
+static void combinations(void) {
+    const spw_adam_options options = adam_options();
+    int worked = 0;
+    for (uint32_t param = 1; param < 4; param++) {
+        for (uint32_t state = 1; state < 4; state++) {
+            for (uint32_t grad = 1; grad < 4; grad++) {
+                for (uint32_t copy = 0; copy < 4; copy++) {
+                    struct problem one = make(5, param, state, grad, copy, 1);
+                    const int wide = param == SPW_DTYPE_F32 && state == SPW_DTYPE_F32 && copy != SPW_DTYPE_F32;
+                    const int narrow = param != SPW_DTYPE_F32 && grad == param &&
+                                       (state == SPW_DTYPE_F32 || state == param) && copy == SPW_DTYPE_NONE;
+                    if (wide || narrow) {
+                        CHECK_OK(spw_adam_step(&options, &one.tensor, 1, NULL));
+                        worked++;
+                    } else {
+                        REFUSED(spw_adam_step(&options, &one.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, "no kernel for");
+                    }
+                    release(&one);
+                }
+            }
+        }
+    }
+    CHECK(worked == 13);
+}
+
+static void adam_fields(void) {
+    static const struct {
+        size_t offset;
+        double value;
+        const char *name;
+    } numbers[] = {
+        {offsetof(spw_adam_options, lr), -1e-9, "options.lr"},
+        {offsetof(spw_adam_options, lr), NAN, "options.lr"},
+        {offsetof(spw_adam_options, lr), INFINITY, "options.lr"},
+        {offsetof(spw_adam_options, beta1), 1, "options.beta1"},
+        {offsetof(spw_adam_options, beta1), -0.1, "options.beta1"},
+        {offsetof(spw_adam_options, beta2), NAN, "options.beta2"},
+        {offsetof(spw_adam_options, beta2), 2, "options.beta2"},
+        {offsetof(spw_adam_options, eps), -1e-8, "options.eps"},
+        {offsetof(spw_adam_options, weight_decay), -0.1, "options.weight_decay"},
+        {offsetof(spw_adam_options, grad_scale), NAN, "options.grad_scale"},
+        {offsetof(spw_adam_options, grad_scale), 1e300, "options.grad_scale"},
+    };
+    spw_adam *object = NULL;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        spw_adam_options options = adam_options();
+        memcpy((char *)&options + numbers[i].offset, &numbers[i].value, sizeof(double));
+        INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), numbers[i].name);
+        INVALID(spw_adam_open(&options, &object), numbers[i].name);
+        problem.tensor.options = &options;
+        const spw_adam_options good = adam_options();
+        INVALID(spw_adam_step(&good, &problem.tensor, 1, &stats), "tensors[0].");
+        problem.tensor.options = NULL;
+    }
+    CHECK(object == NULL);
+
+    spw_adam_options options = adam_options();
+    options.step = 0;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options.step");
+    options = adam_options();
+    options.weight_decay_mode = 2;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options.weight_decay_mode");
+    options = adam_options();
+    options.no_bias_correction = 2;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options.no_bias_correction");
+    options = adam_options();
+    options.reserved = 1;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options.reserved");
+
+    options = adam_options();
+    CHECK_OK(spw_adam_open(&options, &object));
+    INVALID(spw_adam_set_lr(object, -1), "lr");
+    INVALID(spw_adam_set_lr(object, NAN), "lr");
+    CHECK_OK(spw_adam_close(object));
+}
+
+static void other_options(void) {
+    spw_adagrad_options adagrad;
+    CHECK_OK(spw_adagrad_options_init(&adagrad, sizeof adagrad));
+    adagrad.step = 0;
+    INVALID(spw_adagrad_step(&adagrad, &problem.tensor, 1, &stats), "options.step");
+    adagrad.step = 1;
+    adagrad.lr_decay = -1;
+    INVALID(spw_adagrad_step(&adagrad, &problem.tensor, 1, &stats), "options.lr_decay");
+    adagrad.lr_decay = 0;
+    adagrad.reserved = 5;
+    INVALID(spw_adagrad_step(&adagrad, &problem.tensor, 1, &stats), "options.reserved");
+
+    spw_lion_options lion;
+    CHECK_OK(spw_lion_options_init(&lion, sizeof lion));
+    lion.beta2 = 1;
+    INVALID(spw_lion_step(&lion, &problem.tensor, 1, &stats), "options.beta2");
+    lion.beta2 = 0.99;
+    lion.reserved = 5;
+    INVALID(spw_lion_step(&lion, &problem.tensor, 1, &stats), "options.reserved");
+
+    INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, NAN, &stats), "scale");
+    INVALID(spw_set_log(NULL, NULL, 5), "level");
+    INVALID(spw_set_log(NULL, NULL, -1), "level");
+    const spw_thread_options threads = {sizeof threads, 1000000};
+    INVALID(spw_threads_configure(&threads), "options.num_threads");
+}
+
+static void ids(void) {
+    const int unknown = SPW_ERR_UNKNOWN_ID;
+    const spw_tensor *tensor = &problem.tensor;
+    REFUSED(spw_ds_adam_update(3, 1, 1e-3f, 0.9f, 0.999f, 1e-8f, 0, 1, tensor), unknown, "Adam optimizer id 3");
+    REFUSED(spw_ds_adagrad_update(-3, 1, 1e-3f, 1e-8f, 0, tensor), unknown, "Adagrad optimizer id -3");
+    REFUSED(spw_ds_lion_update(3, 1, 1e-3f, 0.9f, 0.99f, 0, tensor), unknown, "Lion optimizer id 3");
+    INVALID(spw_ds_adam_create(3, 0.9f, 0.999f, 2), "adamw_mode");
+    REFUSED(spw_ds_adam_destroy(3), unknown, "3");
+
+    CHECK_OK(spw_ds_adam_create(3, 0.9f, 0.999f, 0));
+    CHECK_OK(spw_ds_adagrad_create(3));
+    CHECK_OK(spw_ds_lion_create(3));
+    INVALID(spw_ds_adam_update(3, 0, 1e-3f, 0.9f, 0.999f, 1e-8f, 0, 1, tensor), "step");
+    INVALID(spw_ds_adam_update(3, 1, 1e-3f, 0.9f, 0.999f, 1e-8f, 0, 2, tensor), "bias_correction");
+    INVALID(spw_ds_adagrad_update(3, 0, 1e-3f, 1e-8f, 0, tensor), "step");
+    INVALID(spw_ds_lion_update(3, 0, 1e-3f, 0.9f, 0.99f, 0, tensor), "step");
+    CHECK_OK(spw_ds_adam_destroy(3));
+    CHECK_OK(spw_ds_adagrad_destroy(3));
+    CHECK_OK(spw_ds_lion_destroy(3));
+    REFUSED(spw_ds_adam_destroy(3), unknown, "3");
+    REFUSED(spw_ds_adagrad_destroy(3), unknown, "3");
+    REFUSED(spw_ds_lion_destroy(3), unknown, "3");
+    REFUSED(spw_ds_adam_update(3, 1, 1e-3f, 0.9f, 0.999f, 1e-8f, 0, 1, tensor), unknown, "Adam optimizer id 3");
+}
+
+int main(void) {
+    problem = make_mixed(300, 1);
+    stats = step_stats();
+    watch_problem(&problem);
+    watch(&stats, sizeof stats);
+    dtypes();
+    combinations();
+    adam_fields();
+    other_options();
+    ids();
+    unwatch_all();
+    release(&problem);
+    return 0;
+}

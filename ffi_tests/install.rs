@@ -1,0 +1,153 @@
+//! Proves that an installed copy serves C users: the examples build against it by pkg-config as C, as C++ and statically,
+//! and by CMake where that is installed, and each of them runs and checks itself.
+
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use support::{empty_dir, exists, install, release_library, root, succeed};
+
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// A prefix with an installed copy; made once.
+fn prefix() -> &'static Path {
+    static PREFIX: OnceLock<PathBuf> = OnceLock::new();
+    PREFIX.get_or_init(|| {
+        let prefix = empty_dir("install").join("prefix with space");
+        install(release_library(), &prefix);
+        prefix
+    })
+}
+
+fn examples() -> Vec<PathBuf> {
+    let folder = fs::read_dir(root().join("examples_c")).expect("examples_c exists");
+    let mut sources: Vec<PathBuf> =
+        folder.map(|entry| entry.expect("its entries can be read").path()).collect();
+    sources.retain(|path| path.extension().is_some_and(|extension| extension == "c"));
+    assert!(!sources.is_empty(), "there are examples");
+    sources
+}
+
+/// What pkg-config says, for the shell: it quotes blanks in paths.
+fn pkg_config(options: &str) -> String {
+    let folder = prefix().join("lib/pkgconfig");
+    succeed(Command::new("pkg-config").args(options.split(' ')).env("PKG_CONFIG_PATH", folder), TIMEOUT)
+        .trim()
+        .to_string()
+}
+
+fn build_and_run(name: &str, compiler: &str, flags: &str) {
+    for source in examples() {
+        let binary = empty_dir(&format!("example-{name}")).join("example");
+        let line =
+            format!("{compiler} -Wall -Wextra -Wpedantic -Werror -O1 {source:?} -o {binary:?} {flags} -lm");
+        succeed(Command::new("sh").args(["-c", &line]), TIMEOUT);
+        let dynamic = succeed(Command::new("readelf").arg("-d").arg(&binary), TIMEOUT);
+        assert_eq!(dynamic.contains("[libspillway.so.1]"), !name.starts_with("static"), "{dynamic}");
+        let said = succeed(Command::new(&binary).env("LD_LIBRARY_PATH", prefix().join("lib")), TIMEOUT);
+        assert!(said.contains("learned"), "{said}");
+    }
+}
+
+#[test]
+fn the_example_builds_as_c_and_as_cpp_and_learns() {
+    let flags = pkg_config("--cflags --libs spillway");
+    for standard in ["c99", "c11", "c17"] {
+        build_and_run(standard, &format!("gcc -std={standard}"), &flags);
+    }
+    for standard in ["c++11", "c++17", "c++20"] {
+        build_and_run(standard, &format!("g++ -std={standard} -x c++"), &flags);
+    }
+}
+
+#[test]
+fn the_example_links_statically() {
+    let flags = pkg_config("--static --cflags --libs spillway");
+    let flags = flags.replace("-lspillway", "-l:libspillway.a");
+    build_and_run("static", "gcc -std=c11", &flags);
+    build_and_run(
+        "static-cpp",
+        "g++ -std=c++17 -x c++",
+        &flags.replace("-l:libspillway.a", "-x none -l:libspillway.a"),
+    );
+}
+
+#[test]
+fn cmake_finds_the_package() {
+    if !exists("cmake") {
+        println!("skipped: cmake is not installed");
+        return;
+    }
+    let folder = empty_dir("cmake");
+    let source = examples().remove(0);
+    let list = format!(
+        "cmake_minimum_required(VERSION 3.16)\nproject(example C)\nfind_package(spillway {} REQUIRED CONFIG)\n\
+         foreach(kind spillway static)\n  add_executable(with_${{kind}} {source:?})\n  \
+         target_link_libraries(with_${{kind}} PRIVATE spillway::${{kind}} m)\nendforeach()\n",
+        env!("CARGO_PKG_VERSION")
+    );
+    fs::write(folder.join("CMakeLists.txt"), list).expect("the target directory is writable");
+    let build = folder.join("build");
+    let mut configure = Command::new("cmake");
+    configure.arg("-S").arg(&folder).arg("-B").arg(&build);
+    configure.arg(format!("-DCMAKE_PREFIX_PATH={}", prefix().display()));
+    succeed(&mut configure, TIMEOUT);
+    succeed(Command::new("cmake").arg("--build").arg(&build), TIMEOUT);
+    for kind in ["with_spillway", "with_static"] {
+        assert!(succeed(&mut Command::new(build.join(kind)), TIMEOUT).contains("learned"));
+    }
+    let newer = folder.join("newer");
+    fs::create_dir(&newer).expect("the target directory is writable");
+    let list = "cmake_minimum_required(VERSION 3.16)\nproject(newer C)\nfind_package(spillway 99.0 REQUIRED CONFIG)\n";
+    fs::write(newer.join("CMakeLists.txt"), list).expect("the target directory is writable");
+    let mut refused = Command::new("cmake");
+    refused.arg("-S").arg(&newer).arg("-B").arg(newer.join("build"));
+    refused.arg(format!("-DCMAKE_PREFIX_PATH={}", prefix().display()));
+    assert_ne!(support::run(&mut refused, TIMEOUT).code, Some(0), "a newer version than installed was found");
+}
+
+#[test]
+fn destdir_changes_where_files_are_written_and_not_what_they_say() {
+    let stage = empty_dir("stage");
+    let mut script = Command::new("sh");
+    script.arg(root().join("packaging/install.sh")).arg("/opt/spillway").arg(release_library());
+    succeed(script.env("DESTDIR", &stage), TIMEOUT);
+    let lib = stage.join("opt/spillway/lib");
+    let pc = fs::read_to_string(lib.join("pkgconfig/spillway.pc")).expect("spillway.pc is installed");
+    assert!(pc.starts_with("prefix=/opt/spillway\n") && !pc.contains(&*stage.to_string_lossy()), "{pc}");
+    assert!(!pc.contains('@'), "{pc}");
+    let link = |name: &str| fs::read_link(lib.join(name)).expect("a link").to_string_lossy().into_owned();
+    assert_eq!(link("libspillway.so"), "libspillway.so.1");
+    assert_eq!(link("libspillway.so.1"), concat!("libspillway.so.", env!("CARGO_PKG_VERSION")));
+    let dynamic = succeed(Command::new("readelf").arg("-d").arg(lib.join("libspillway.so")), TIMEOUT);
+    assert!(dynamic.contains("soname: [libspillway.so.1]"), "{dynamic}");
+    assert!(stage.join("opt/spillway/include/spillway.h").exists() && lib.join("libspillway.a").exists());
+}
+
+#[test]
+fn a_wrong_call_of_the_installer_says_what_is_wrong() {
+    let script = root().join("packaging/install.sh");
+    for (arguments, words) in [
+        (vec!["/opt/spillway"], "usage"),
+        (vec!["relative", "libspillway.so"], "absolute"),
+        (vec!["/opt/spillway", "nowhere/libspillway.so"], "does not exist"),
+    ] {
+        let finished = support::run(Command::new("sh").arg(&script).args(arguments), TIMEOUT);
+        assert!(finished.code != Some(0) && finished.stderr.contains(words), "{finished:?}");
+    }
+}
+
+#[test]
+fn the_header_names_an_example_that_exists() {
+    let header = fs::read_to_string(root().join("include/spillway.h")).expect("the header exists");
+    let named: Vec<&str> = header
+        .split(|c: char| c.is_whitespace() || "():,".contains(c))
+        .filter(|word| word.starts_with("examples_c/"))
+        .collect();
+    assert!(!named.is_empty(), "the header names an example");
+    assert!(named.iter().all(|file| root().join(file).exists()), "{named:?}");
+}

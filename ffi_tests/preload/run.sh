@@ -1,0 +1,121 @@
+#!/bin/bash
+# The preload under programs that nobody here wrote: a table of libaio's own answers, fio with checksums, and
+# DeepSpeed's compiled async_io op. Exit status 0 passed, 1 failed, 77 nothing could be run.
+#
+#   SPILLWAY_DEEPSPEED_PYTHON   a Python with torch and deepspeed (default: python3); without one that part is skipped
+#   SPILLWAY_PRELOAD_DIR        where test files go (default: a new folder under TMPDIR); should be on a disk
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+work=$(mktemp -d "${SPILLWAY_PRELOAD_DIR:-${TMPDIR:-/var/tmp}}/preload.XXXXXX") || exit 1
+shm=$(mktemp -d /dev/shm/preload.XXXXXX) || shm=
+trap 'rm -rf "$work" ${shm:+"$shm"}' EXIT
+passed=0 failed=0
+
+check() { # NAME COMMAND...: one line per check, its output only if it fails
+  local name=$1
+  shift
+  if "$@" >"$work/out" 2>&1; then
+    passed=$((passed + 1))
+  else
+    failed=$((failed + 1))
+    echo "FAILED: $name"
+    tail -n 20 "$work/out"
+  fi
+}
+install_package() { # PACKAGE: quietly, if this may be done at all
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -q "$1" >/dev/null 2>&1
+}
+skip() { echo "skipped: $*"; }
+preload() { LD_PRELOAD=$library "$@"; }
+
+if [ ! -e /usr/include/libaio.h ] && ! install_package libaio-dev; then
+  skip "libaio's header is missing: apt-get install libaio-dev"
+  exit 77
+fi
+(cd "$root" && cargo build --quiet --release -p spillway-preload) || exit 1
+library=${CARGO_TARGET_DIR:-$root/target}/release/libspillway_preload.so
+for program in semantics threads; do
+  gcc -O1 -Wall -Wextra -Werror -o "$work/$program" "$here/$program.c" -laio -lpthread || exit 1
+done
+
+# The same program with libaio, with the preload, with the preload forwarding, and without io_uring.
+same_answers() { # ENVIRONMENT... WORDS: the log must hold them
+  local words=${*: -1}
+  set -- "${@:1:$#-1}"
+  preload env SPILLWAY_LOG=warn "$@" timeout 60 "$work/semantics" "$work/file" >"$work/answers" 2>"$work/log"
+  diff "$work/native" "$work/answers" && grep -q -- "$words" "$work/log"
+}
+timeout 60 "$work/semantics" "$work/file" >"$work/native" || { echo "libaio itself fails"; exit 1; }
+check "table of answers" same_answers "write of 4096 bytes at offset 8192 to $work/file failed: File too large"
+check "table of answers, forwarded" same_answers SPILLWAY_PRELOAD_FORWARD=1 "forwarding to libaio.so.1: SPILLWAY_PRELOAD_FORWARD=1"
+no_memory() { # An unprivileged user without locked memory: io_uring_setup gives ENOMEM.
+  local open="$work/open"
+  mkdir -m 777 "$open" && chmod 755 "$work" && cp "$library" "$work/semantics" "$open"
+  (ulimit -l 0 && SPILLWAY_LOG=warn setpriv --reuid=65534 --regid=65534 --clear-groups env \
+    LD_PRELOAD="$open/libspillway_preload.so" timeout 60 "$open/semantics" "$open/file" >"$work/answers" 2>"$work/log")
+  diff "$work/native" "$work/answers" && grep -q "forwarding to libaio.so.1: io_uring_setup" "$work/log"
+}
+if [ "$(id -u)" = 0 ] && command -v setpriv >/dev/null; then
+  check "table of answers, io_uring refused" no_memory
+else
+  skip "io_uring refused: needs root and setpriv"
+fi
+silent() { preload timeout 60 "$work/semantics" "$work/file" 2>&1 >/dev/null | { ! grep -q .; }; }
+check "silence by default" silent
+
+check "threads on one context, disk" preload timeout 60 "$work/threads" "$work/file"
+[ -z "$shm" ] || check "threads on one context, tmpfs" preload timeout 60 "$work/threads" "$shm/file"
+left_behind() {
+  preload env SPILLWAY_LOG=warn "$work/threads" "$work/file" leave 2>"$work/log" || return 1
+  cat "$work/log"
+  grep -q "write of 4096 bytes at offset 12288 to $work/file failed: Bad address" "$work/log" &&
+    grep -q "2 completions were never fetched with io_getevents before exit" "$work/log"
+}
+check "completions never fetched" left_behind
+
+verified() { # DIRECTORY DIRECT RW DEPTH JOBS THREADS
+  preload env SPILLWAY_LOG=error timeout 60 fio --ioengine=libaio --verify=crc32c --verify_fatal=1 --do_verify=1 --verify_state_save=0 \
+    --name=job --directory="$1" --direct="$2" --rw="$3" --iodepth="$4" --numjobs="$5" --size=16m \
+    --bsrange=4k-128k --group_reporting --thread="$6" --unlink=1 || return 1
+  ! grep -q "spillway: preload" "$work/out"
+}
+bound() { # fio's references to libaio end in the preload, so that the checks below are of it
+  LD_DEBUG=bindings preload fio --ioengine=libaio --name=bound --directory="$work" --size=64k --rw=write 2>&1 |
+    grep -qa "fio \[0\] to $library \[0\]: normal symbol .io_submit'"
+}
+if command -v fio >/dev/null || install_package fio; then
+  check "fio is served by the preload" bound
+  for rw in randwrite write; do
+    for depth in 1 4 16 64; do
+      for jobs in 1 4; do
+        check "fio disk direct $rw depth $depth jobs $jobs" verified "$work" 1 $rw $depth $jobs 0
+        check "fio disk buffered $rw depth $depth jobs $jobs" verified "$work" 0 $rw $depth $jobs 1
+        [ -z "$shm" ] || check "fio tmpfs $rw depth $depth jobs $jobs" verified "$shm" 0 $rw $depth $jobs 0
+      done
+    done
+  done
+else
+  skip "fio is missing: apt-get install fio"
+fi
+
+python=${SPILLWAY_DEEPSPEED_PYTHON:-python3}
+aio_handle() { # CASE
+  PATH=$(dirname "$(command -v "$python")"):$PATH DS_ACCELERATOR=cpu SPILLWAY_LOG=warn LD_PRELOAD=$library \
+    timeout 100 "$python" "$here/aio_handle.py" "$work" "$1"
+}
+swallowed() {
+  aio_handle fault || return 1
+  grep -q "said 1, stored 4194304 of 8388608" "$work/out" &&
+    [ "$(grep -c "write of 1048576 bytes at offset [4-7][0-9]* to $work/limited failed: File too large" "$work/out")" = 8 ]
+}
+round_trips() { aio_handle round && grep -q "served by spillway" "$work/out" && ! grep -q "spillway: preload" "$work/out"; }
+if "$python" -c 'import torch, importlib.util as u, sys; sys.exit(u.find_spec("deepspeed") is None)' 2>/dev/null; then
+  check "DeepSpeed aio_handle round trips" round_trips
+  check "DeepSpeed aio_handle, a fault it swallows" swallowed
+else
+  skip "DeepSpeed's op: $python has no torch and deepspeed (pip install torch deepspeed)"
+fi
+
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]

@@ -1,0 +1,119 @@
+//! What the tests of this folder share: the libraries they test, as installed copies, and programs run with a timeout.
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// The repository.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// An empty folder of this name inside the target directory.
+pub fn empty_dir(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    if path.exists() {
+        fs::remove_dir_all(&path).expect("a folder of an earlier run can be removed");
+    }
+    fs::create_dir_all(&path).expect("the target directory is writable");
+    path
+}
+
+/// The release library, built where `cargo build --release` builds it, so that both share the work.
+pub fn release_library() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let target =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("tmp lies in the target directory");
+        build(target, &["--release"]);
+        target.join("release/libspillway.so")
+    })
+}
+
+/// A library with the probe functions; its own target directory, as cargo gives libraries of all features one name.
+pub fn probe_library() -> PathBuf {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probe");
+    build(&target, &["--no-default-features", "--features", "probe"]);
+    target.join("debug/libspillway.so")
+}
+
+fn build(target: &Path, options: &[&str]) {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo
+        .args(["build", "--quiet", "--lib"])
+        .args(options)
+        .arg("--target-dir")
+        .arg(target)
+        .current_dir(root());
+    succeed(&mut cargo, Duration::from_secs(900));
+}
+
+/// Installs a library and its header under `prefix`.
+pub fn install(library: &Path, prefix: &Path) {
+    let mut script = Command::new("sh");
+    script.arg(root().join("packaging/install.sh")).arg(prefix).arg(library).env_remove("DESTDIR");
+    succeed(&mut script, Duration::from_secs(60));
+}
+
+/// How a program ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// Exit status; `None` for a signal or a timeout.
+    pub code: Option<i32>,
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error; says so if the program was ended for its time.
+    pub stderr: String,
+}
+
+/// Runs a program to its end, or ends it after `timeout`. Output goes through files, which a forgotten grandchild
+/// cannot keep open.
+pub fn run(command: &mut Command, timeout: Duration) -> Finished {
+    static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+    let number = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let file = |stream: &str| {
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{number}.{stream}", std::process::id()))
+    };
+    let (out, err) = (file("out"), file("err"));
+    command.stdin(Stdio::null());
+    command.stdout(File::create(&out).expect("the target directory is writable"));
+    command.stderr(File::create(&err).expect("the target directory is writable"));
+    let mut child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let end = Instant::now() + timeout;
+    let (code, late) = loop {
+        match child.try_wait().expect("a child can be waited for") {
+            Some(status) => break (status.code(), false),
+            None if Instant::now() < end => std::thread::sleep(Duration::from_millis(2)),
+            None => {
+                let _ = child.kill();
+                let _ = child.wait();
+                break (None, true);
+            }
+        }
+    };
+    let read = |path: &Path| {
+        let bytes = fs::read(path).unwrap_or_default();
+        let _ = fs::remove_file(path);
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    let mut stderr = read(&err);
+    if late {
+        stderr.push_str(&format!("ended after {} s\n", timeout.as_secs()));
+    }
+    Finished { code, stdout: read(&out), stderr }
+}
+
+/// Runs a program that has to exit 0, and returns its standard output.
+pub fn succeed(command: &mut Command, timeout: Duration) -> String {
+    let Finished { code, stdout, stderr } = run(command, timeout);
+    assert!(code == Some(0), "{command:?}: {code:?}\n{stdout}{stderr}");
+    stdout
+}
+
+/// True if a program of this name can be started.
+pub fn exists(program: &str) -> bool {
+    Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
+}

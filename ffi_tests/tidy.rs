@@ -1,0 +1,254 @@
+//! Proves that the house keeps its rules: the order of the layers, where `unsafe` may stand, the length of files, nothing
+//! left over, and nothing of one machine in what is committed. The rules are shown to refuse what breaks them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Lowest first; modules of one layer do not see each other.
+const LAYERS: [&[&str]; 9] = [
+    &["error", "dtype", "log", "stats", "trace", "checksum", "plan"],
+    &["sys", "kernel"],
+    &["optim", "pool"],
+    &["io", "gpu"],
+    &["tier"],
+    &["offload"],
+    &["capi"],
+    &["lib"],
+    &["bin"],
+];
+/// Modules of the lowest layer that every layer may use, the lowest included: an error is part of every signature.
+const VOCABULARY: [&str; 1] = ["error"];
+/// Constants of lib.rs that any module may name.
+const CRATE_CONSTANTS: [&str; 1] = ["VERSION"];
+const MAY_BE_UNSAFE: [&str; 5] = ["sys", "kernel", "pool", "gpu", "capi"];
+const MAY_BE_UNSAFE_FILES: [&str; 1] = ["io/uring.rs"];
+const MOST_LINES: usize = 450;
+
+fn layer(module: &str) -> Option<usize> {
+    LAYERS.iter().position(|modules| modules.contains(&module))
+}
+
+/// The module of a file under src: the first folder, or the file itself.
+fn module_of(path: &str) -> &str {
+    let first = path.split('/').next().unwrap_or(path);
+    first.strip_suffix(".rs").unwrap_or(first)
+}
+
+/// Lines without comments, numbered from 1.
+fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let lines = text.lines().enumerate().map(|(index, line)| (index + 1, line));
+    lines.map(|(number, line)| (number, line.split("//").next().unwrap_or(line)))
+}
+
+/// Modules named after `crate::`, a list in braces included.
+fn modules_used(line: &str) -> Vec<String> {
+    let mut used = Vec::new();
+    for rest in line.split("crate::").skip(1) {
+        let names = match rest.strip_prefix('{') {
+            Some(list) => list.split('}').next().unwrap_or(list).split(',').collect(),
+            None => vec![rest],
+        };
+        for name in names {
+            let name: String = name.trim().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            if !name.is_empty() && !CRATE_CONSTANTS.contains(&name.as_str()) {
+                used.push(name);
+            }
+        }
+    }
+    used
+}
+
+/// What is wrong with the layers of one file.
+fn layer_faults(path: &str, text: &str) -> Vec<String> {
+    let module = module_of(path);
+    let Some(own) = layer(module) else { return vec![format!("{path}: {module} is in no layer")] };
+    let mut faults = Vec::new();
+    for (number, line) in code(text) {
+        for used in modules_used(line).into_iter().filter(|used| used != module) {
+            let allowed = match layer(&used) {
+                Some(other) => other < own || own == 0 && VOCABULARY.contains(&used.as_str()),
+                None => false,
+            };
+            if !allowed {
+                faults.push(format!("{path}:{number}: {module} may not use {used}"));
+            }
+        }
+    }
+    faults
+}
+
+/// What is wrong with `unsafe` in one file.
+fn unsafe_faults(path: &str, text: &str) -> Vec<String> {
+    let module = module_of(path);
+    if MAY_BE_UNSAFE.contains(&module) || MAY_BE_UNSAFE_FILES.contains(&path) || module == "lib" {
+        return Vec::new();
+    }
+    let after_docs = text.lines().find(|line| !line.starts_with("//!") && !line.trim().is_empty());
+    match after_docs {
+        Some("#![forbid(unsafe_code)]") => Vec::new(),
+        _ => vec![format!("{path}: does not begin with #![forbid(unsafe_code)] after its docs")],
+    }
+}
+
+/// Too long, unfinished, or printing where only the log may speak.
+fn text_faults(path: &str, text: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    let lines = text.lines().count();
+    if lines > MOST_LINES {
+        faults.push(format!("{path}: {lines} lines, at most {MOST_LINES}"));
+    }
+    let unfinished = ["todo!", "unimplemented!", "dbg!"];
+    let printing = ["println!", "eprintln!", "print!(", "eprint!("];
+    for (number, line) in code(text) {
+        for word in unfinished.iter().chain(printing.iter().filter(|_| module_of(path) != "bin")) {
+            if line.contains(word) {
+                faults.push(format!("{path}:{number}: {word}"));
+            }
+        }
+    }
+    for (number, line) in text.lines().enumerate() {
+        if ["TODO", "FIXME", "XXX"].iter().any(|word| line.contains(word)) {
+            faults.push(format!("{path}:{}: unfinished: {}", number + 1, line.trim()));
+        }
+    }
+    faults
+}
+
+/// Paths that exist on one machine only. The words are cut in two, so that this file passes its own rule.
+fn machine_faults(path: &str, text: &str) -> Vec<String> {
+    let places = [concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/tm", "p/")];
+    let mut faults = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        if places.iter().any(|place| line.contains(place)) {
+            faults.push(format!("{path}:{}: a path of one machine: {}", number + 1, line.trim()));
+        }
+    }
+    faults
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Every Rust file under src, as its path there and its text.
+fn sources() -> Vec<(String, String)> {
+    fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
+        for entry in fs::read_dir(folder).expect("src can be read") {
+            let path = entry.expect("its entries can be read").path();
+            match path.is_dir() {
+                true => walk(&path, found),
+                false => found.push(path),
+            }
+        }
+    }
+    let src = root().join("src");
+    let mut found = Vec::new();
+    walk(&src, &mut found);
+    found.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    found.sort();
+    let read = |path: PathBuf| {
+        let name = path.strip_prefix(&src).expect("found there").to_string_lossy().into_owned();
+        (name, fs::read_to_string(&path).expect("sources are text"))
+    };
+    found.into_iter().map(read).collect()
+}
+
+fn no_faults(check: fn(&str, &str) -> Vec<String>) {
+    let sources = sources();
+    assert!(sources.len() > 20, "{} sources", sources.len());
+    let faults: Vec<String> = sources.iter().flat_map(|(path, text)| check(path, text)).collect();
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+#[test]
+fn modules_use_only_lower_layers() {
+    no_faults(layer_faults);
+}
+
+#[test]
+fn unsafe_stands_only_where_it_may() {
+    no_faults(unsafe_faults);
+}
+
+#[test]
+fn sources_are_finished_short_and_silent() {
+    no_faults(text_faults);
+}
+
+#[test]
+fn every_module_of_lib_rs_has_a_layer() {
+    let lib = fs::read_to_string(root().join("src/lib.rs")).expect("src/lib.rs exists");
+    let modules: Vec<&str> =
+        lib.lines().filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';')).collect();
+    assert!(!modules.is_empty());
+    let layers: Vec<usize> = modules
+        .iter()
+        .map(|module| layer(module).unwrap_or_else(|| panic!("{module} has no layer")))
+        .collect();
+    assert!(layers.is_sorted(), "lib.rs lists its modules in the order of their layers: {modules:?}");
+}
+
+#[test]
+fn nothing_committed_names_a_place_of_one_machine() {
+    let mut list = Command::new("git");
+    list.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
+    let output = match list.current_dir(root()).output() {
+        Ok(output) if output.status.success() => output.stdout,
+        _ => return println!("skipped: not a git checkout"),
+    };
+    let names = String::from_utf8(output).expect("file names are UTF-8");
+    let files: Vec<&str> = names.split('\0').filter(|name| !name.is_empty()).collect();
+    assert!(files.len() > 20, "{} files", files.len());
+    let mut faults = Vec::new();
+    for name in files {
+        if let Ok(text) = fs::read_to_string(root().join(name)) {
+            faults.extend(machine_faults(name, &text));
+        }
+    }
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+#[test]
+fn the_rules_refuse_what_breaks_them() {
+    let bad_layers = [
+        ("error.rs", "use crate::log;"),
+        ("kernel/mod.rs", "use crate::sys::threads;"),
+        ("kernel/mod.rs", "    crate::optim::adam::step(x)"),
+        ("optim/adam.rs", "use crate::{error::Error, capi};"),
+        ("log.rs", "use crate::stats;"),
+        ("optim/adam.rs", "use crate::utils::helper;"),
+        ("utils.rs", ""),
+    ];
+    for (path, text) in bad_layers {
+        assert_eq!(layer_faults(path, text).len(), 1, "{path}: {text}");
+    }
+    for (path, text) in [
+        ("optim/adam.rs", "use crate::{error::Error, kernel};"),
+        ("optim/adam.rs", "use crate::optim::spread;"),
+        ("optim/adam.rs", "// use crate::capi"),
+        ("plan/mod.rs", "use crate::error::Result;"),
+        ("capi/record.rs", "crate::VERSION"),
+    ] {
+        assert_eq!(layer_faults(path, text), [""; 0], "{path}: {text}");
+    }
+
+    let good = "//! Docs.\n#![forbid(unsafe_code)]\n";
+    assert_eq!(unsafe_faults("optim/adam.rs", good), [""; 0]);
+    assert_eq!(unsafe_faults("kernel/avx2.rs", "//! Docs.\n"), [""; 0]);
+    assert_eq!(unsafe_faults("optim/adam.rs", "//! Docs.\nuse std::fmt;\n").len(), 1);
+    assert_eq!(unsafe_faults("io/mod.rs", "//! Docs.\n").len(), 1);
+
+    let bad_texts =
+        ["todo!()", "unimplemented!()", "    println!(\"x\")", "let x = dbg!(y);", "// TODO: later"];
+    for text in bad_texts {
+        assert_eq!(text_faults("optim/adam.rs", text).len(), 1, "{text}");
+    }
+    assert_eq!(text_faults("bin/spillway.rs", "println!()"), [""; 0]);
+    assert_eq!(text_faults("optim/adam.rs", &"\n".repeat(MOST_LINES + 1)).len(), 1);
+    assert_eq!(text_faults("optim/adam.rs", &"\n".repeat(MOST_LINES)), [""; 0]);
+
+    let place = concat!("cd /ro", "ot/x");
+    assert_eq!(machine_faults("README.md", place).len(), 1);
+    assert_eq!(machine_faults("README.md", "cd packaging/python"), [""; 0]);
+}

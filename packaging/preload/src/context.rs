@@ -1,0 +1,379 @@
+//! One `io_context_t`: requests go in under the ring's filling lock, events come out under the state lock, and no
+//! lock is held while a thread sleeps in the kernel.
+//!
+//! - At most one thread, the leader, waits in io_uring_enter, which can ask for several completions at once; others
+//!   poll the ring's descriptor. Whoever wakes first takes what is there.
+//! - Locks are taken in the order filling, state.
+//! - A request is cancelled by Linux when the thread that submitted it exits before a worker got to it. libaio knows
+//!   no such thing, so a cancellation nobody asked for is submitted again.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use io_uring::opcode;
+use libc::{EAGAIN, ECANCELED, EFAULT, EINPROGRESS, EINTR, EINVAL, ETIME, c_int};
+
+use crate::abi::{CMD_POLL, IoEvent, Iocb};
+use crate::memory::Checked;
+use crate::report::{self, Level};
+use crate::request::{Request, check_fields};
+use crate::ring::{Filling, Patience, Ring, let_signals_in};
+use crate::table::{HIDDEN, Table};
+
+/// The leader asks for no more at once, so that this many empty completions always wake it.
+const MAX_BATCH: i64 = 64;
+
+/// A context; its address is the program's `io_context_t`.
+#[repr(C)]
+pub struct Context {
+    /// Where Linux keeps the header of its event ring. Programs that read events from there, past libaio, look for
+    /// a magic number first and, finding none, call `io_getevents`.
+    no_event_ring: [u32; 8],
+    ring: Ring,
+    state: Mutex<State>,
+    left: Condvar,
+}
+
+struct State {
+    table: Table,
+    /// Taken from the ring but not storable at the program's address: the next call gets them.
+    parked: VecDeque<(u64, i32)>,
+    /// Cancelled by a thread's exit.
+    again: Vec<u64>,
+    waiters: usize,
+    led: bool,
+    destroyed: bool,
+}
+
+/// What `io_getevents` was asked for.
+#[derive(Clone, Copy)]
+pub struct Wanted {
+    pub min: i64,
+    pub max: i64,
+    /// Address of the program's array.
+    pub events: u64,
+    pub patience: Patience,
+}
+
+impl Context {
+    pub fn new(requests: u32) -> Result<Context, String> {
+        let capacity = capacity(requests);
+        let state = State {
+            table: Table::new(capacity as usize),
+            parked: VecDeque::new(),
+            again: Vec::new(),
+            waiters: 0,
+            led: false,
+            destroyed: false,
+        };
+        let ring = Ring::build(requests, capacity)?;
+        Ok(Context { no_event_ring: [0; 8], ring, state: Mutex::new(state), left: Condvar::new() })
+    }
+
+    /// Submits `count` requests from the program's array of addresses: how many were accepted, or why the first
+    /// was not.
+    pub fn submit(&self, requests: u64, count: i64) -> Result<i64, c_int> {
+        let filled = self.ring.submit(|filling| {
+            let mut memory = Checked::default();
+            for index in 0..count {
+                if let Err(errno) = self.submit_one(requests, index, &mut memory, filling) {
+                    return (index, Err(errno));
+                }
+            }
+            (count, Ok(()))
+        });
+        match filled {
+            (0, Err(errno)) => Err(errno),
+            (accepted, _) => Ok(accepted),
+        }
+    }
+
+    fn submit_one(
+        &self,
+        array: u64,
+        index: i64,
+        memory: &mut Checked,
+        filling: &mut Filling,
+    ) -> Result<(), c_int> {
+        let entry = array.checked_add(index as u64 * size_of::<u64>() as u64).ok_or(EFAULT)?;
+        let address: u64 = memory.read(entry)?;
+        let iocb: Iocb = memory.read(address)?;
+        check_fields(&iocb)?;
+        {
+            let state = self.lock();
+            if state.destroyed {
+                return Err(EINVAL);
+            }
+            if state.table.is_full() {
+                return Err(EAGAIN);
+            }
+        }
+        let request = Request::check(address, iocb, memory)?;
+        let mut state = self.lock();
+        let number = state.table.insert(request);
+        drop(state);
+        self.push(number, filling)
+    }
+
+    fn push(&self, number: u64, filling: &mut Filling) -> Result<(), c_int> {
+        let mut state = self.lock();
+        let Some(request) = state.table.get_mut(number) else { return Ok(()) };
+        let (operation, notice) = request.entries(number, HIDDEN);
+        drop(state);
+        // SAFETY: buffers belong to the program until their completion; the vectors lie in the table till then.
+        let pushed = unsafe {
+            match notice {
+                Some(notice) => filling.push(&[operation, notice]),
+                None => filling.push(&[operation]),
+            }
+        };
+        if pushed.is_err() {
+            self.lock().table.remove(number);
+        }
+        pushed
+    }
+
+    /// Fetches events as `wanted` says.
+    pub fn get_events(&self, wanted: Wanted) -> Result<i64, c_int> {
+        let started = Instant::now();
+        let mut got = 0;
+        let mut slept = false;
+        let mut outcome = Ok(());
+        let mut last_round = wanted.patience.timeout == Some(Duration::ZERO);
+        loop {
+            let state = self.take(wanted, &mut got)?;
+            if state.destroyed {
+                outcome = Err(EINVAL);
+            }
+            if got >= wanted.min || last_round || outcome.is_err() {
+                break;
+            }
+            let left = wanted.patience.timeout.map(|timeout| timeout.saturating_sub(started.elapsed()));
+            let patience = Patience { timeout: left, ..wanted.patience };
+            slept = true;
+            match self.sleep(state, wanted.min - got, patience) {
+                Ok(()) => {}
+                Err(ETIME) => last_round = true,
+                Err(errno) => {
+                    // Events that came with the interruption still count.
+                    drop(self.take(wanted, &mut got)?);
+                    outcome = Err(errno);
+                    break;
+                }
+            }
+        }
+        let masked = wanted.patience.sigmask != 0;
+        if masked && !slept && outcome.is_ok() && let_signals_in(wanted.patience.sigmask) {
+            outcome = Err(EINTR);
+        }
+        if got > 0 { Ok(got) } else { outcome.map(|()| 0) }
+    }
+
+    /// True if nothing is there to be fetched.
+    pub fn is_idle(&self) -> bool {
+        self.lock().parked.is_empty() && !self.ring.has_completions()
+    }
+
+    /// Waits, without a lock, for `missing` more completions.
+    fn sleep(&self, mut state: MutexGuard<'_, State>, missing: i64, patience: Patience) -> Result<(), c_int> {
+        let leads = !state.led;
+        state.led = true;
+        state.waiters += 1;
+        drop(state);
+        self.ring.submit_leftover();
+        let slept = if leads {
+            self.ring.wait(missing.clamp(1, MAX_BATCH) as u32, patience)
+        } else {
+            self.ring.poll(patience)
+        };
+        let mut state = self.lock();
+        state.waiters -= 1;
+        state.led &= !leads;
+        if state.destroyed && state.waiters == 0 {
+            self.left.notify_all();
+        }
+        slept
+    }
+
+    /// Stores what has arrived at the program's array, up to its room, and gives the state back locked.
+    fn take(&self, wanted: Wanted, got: &mut i64) -> Result<MutexGuard<'_, State>, c_int> {
+        let mut memory = Checked::default();
+        let mut state = self.lock();
+        // Once destroyed, completions are wake-ups that have to stay for the others.
+        while *got < wanted.max && !state.destroyed {
+            let Some((number, res)) = self.next(&mut state) else { break };
+            let Some(event) = state.event(number, res) else { continue };
+            let place = wanted.events.wrapping_add(*got as u64 * size_of::<IoEvent>() as u64);
+            if memory.write(place, event).is_err() {
+                state.parked.push_front((number, res));
+                return if *got > 0 { Ok(state) } else { Err(EFAULT) };
+            }
+            state.close(number, res);
+            *got += 1;
+        }
+        if state.again.is_empty() {
+            return Ok(state);
+        }
+        drop(state);
+        self.submit_again();
+        Ok(self.lock())
+    }
+
+    fn next(&self, state: &mut State) -> Option<(u64, i32)> {
+        if let Some(parked) = state.parked.pop_front() {
+            return Some(parked);
+        }
+        let next = self.ring.take();
+        if next.is_some() || !self.ring.may_overflow(state.table.open()) {
+            return next;
+        }
+        self.ring.make_room();
+        self.ring.take()
+    }
+
+    fn submit_again(&self) {
+        self.ring.submit(|filling| {
+            let numbers = std::mem::take(&mut self.lock().again);
+            for number in numbers {
+                let _ = self.push(number, filling);
+            }
+        });
+    }
+
+    /// Asks for the end of a poll, the only request that Linux's aio can cancel; its event comes as usual.
+    pub fn cancel(&self, obj: u64) -> c_int {
+        let poll = |request: &Request| request.obj == obj && request.iocb.opcode == CMD_POLL;
+        if self.cancel_where(poll) > 0 { EINPROGRESS } else { EINVAL }
+    }
+
+    fn cancel_where(&self, wanted: impl Fn(&Request) -> bool) -> usize {
+        self.ring.submit(|filling| {
+            let numbers = self.lock().table.select(wanted);
+            for number in &numbers {
+                if let Some(request) = self.lock().table.get_mut(*number) {
+                    request.cancelled = true;
+                }
+                let cancel = opcode::AsyncCancel::new(*number).build().user_data(HIDDEN);
+                // SAFETY: the entry points to nothing.
+                let _ = unsafe { filling.push(&[cancel]) };
+            }
+            numbers.len()
+        })
+    }
+
+    /// Ends the context, which the registry no longer knows: sends waiters away, cancels what would never end,
+    /// waits for the rest, as Linux does.
+    pub fn destroy(&self) {
+        let mut state = self.lock();
+        state.destroyed = true;
+        let waiters = state.waiters;
+        drop(state);
+        self.cancel_where(Request::may_never_end);
+        if waiters > 0 {
+            self.wake_all();
+        }
+        let state = self.lock();
+        drop(self.left.wait_while(state, |state| state.waiters > 0).unwrap_or_else(PoisonError::into_inner));
+        let unreaped = self.drain(|_| true);
+        report::unreaped(unreaped, "io_destroy");
+    }
+
+    fn wake_all(&self) {
+        self.ring.submit(|filling| {
+            for _ in 0..MAX_BATCH {
+                // SAFETY: the entry points to nothing.
+                let _ = unsafe { filling.push(&[opcode::Nop::new().build().user_data(HIDDEN)]) };
+            }
+        });
+    }
+
+    /// At exit: waits for transfers that Linux would otherwise drop, and reports what nobody fetched.
+    pub fn finish(&self) {
+        let unreaped = self.drain(|request| !request.may_never_end());
+        report::unreaped(unreaped, "exit");
+    }
+
+    /// Takes completions until no request that `awaited` picks is open; returns how many they were.
+    fn drain(&self, awaited: impl Fn(&Request) -> bool) -> usize {
+        const GLANCE: Duration = Duration::from_millis(50);
+        let mut drained = 0;
+        loop {
+            let mut state = self.lock();
+            while let Some((number, res)) = self.next(&mut state) {
+                if state.event(number, res).is_some() {
+                    state.close(number, res);
+                    drained += usize::from(res != -ECANCELED);
+                }
+            }
+            let again = !state.again.is_empty();
+            if !again && state.table.select(&awaited).is_empty() {
+                return drained;
+            }
+            drop(state);
+            if again {
+                self.submit_again();
+                continue;
+            }
+            self.ring.submit_leftover();
+            match self.ring.wait(1, Patience { timeout: Some(GLANCE), sigmask: 0 }) {
+                Ok(()) | Err(ETIME | EINTR) => {}
+                Err(errno) => {
+                    report::say(Level::Error, || {
+                        let why = std::io::Error::from_raw_os_error(errno);
+                        format!("waiting for requests failed: {why}")
+                    });
+                    return drained;
+                }
+            }
+        }
+    }
+
+    /// In a forked child: gives up the inherited descriptor; the ring's memory was not inherited.
+    pub fn disown(&self) {
+        // SAFETY: the descriptor is this ring's, and the child never drops the context that would close it again.
+        unsafe { libc::close(self.ring.descriptor()) };
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// The event for a completion; none for the library's own entries and for requests to be submitted again.
+    fn event(&mut self, number: u64, res: i32) -> Option<IoEvent> {
+        let request = self.table.get_mut(number)?;
+        let mut res = i64::from(res);
+        if res == -i64::from(ECANCELED) {
+            if !request.cancelled {
+                self.again.push(number);
+                return None;
+            }
+            // A cancelled poll ends without an error, and with no condition met.
+            res = 0;
+        }
+        Some(IoEvent { data: request.iocb.data, obj: request.obj, res, res2: 0 })
+    }
+
+    /// Frees the request's slot and reports a result that the program may not look at.
+    fn close(&mut self, number: u64, res: i32) {
+        if let Some(request) = self.table.remove(number)
+            && res != -ECANCELED
+        {
+            report::completion(&request, res);
+        }
+    }
+}
+
+/// As many requests as Linux's aio would admit: more than asked for, and programs have come to rely on it.
+fn capacity(requests: u32) -> u32 {
+    const PAGE: u64 = 4096;
+    const HEADER: u64 = 32;
+    const EVENT: u64 = 32;
+    // SAFETY: sysconf takes no pointer.
+    let processors = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) }.max(1) as u64;
+    let events = u64::from(requests).max(processors * 4) * 2 + 2;
+    let pages = (HEADER + events * EVENT).div_ceil(PAGE);
+    ((pages * PAGE - HEADER) / EVENT - 1) as u32
+}

@@ -1,0 +1,267 @@
+//! libaio's functions over io_uring, for programs that are already compiled: `LD_PRELOAD=libspillway_preload.so`.
+//!
+//! The definitions carry no symbol version and so satisfy every versioned reference; signatures are those of
+//! `<libaio.h>` (LIBAIO_0.4 and 0.5, not the callback forms that LIBAIO_0.1 had for `io_getevents` and `io_cancel`).
+//! Semantics and errors are libaio's. What differs:
+//!
+//! - `SPILLWAY_LOG=warn` names every failed or short transfer on stderr, and completions that were never fetched.
+//! - `fs.aio-max-nr` does not count. Where io_uring is refused (seccomp, sysctl, locked-memory limit) or
+//!   `SPILLWAY_PRELOAD_FORWARD=1` is set, all calls go to the real libaio, and the log says why.
+//! - `io_submit` does not block for a read of an empty pipe, and takes locks: not for signal handlers.
+//! - A completion is finished by the thread that submitted it: while that thread is stuck in the kernel, it waits.
+//!   An `epoll_wait` in that thread may return EINTR once without a signal.
+//! - A file system's refusal of an `aio_rw_flags` bit or of an I/O priority comes as the event's result, not from
+//!   `io_submit`.
+//! - Each context holds a descriptor; a program must not close descriptors that it did not open.
+//! - After fork the child's use of its parent's contexts is EINVAL, as ever. At `exit` transfers under way are waited
+//!   for; `_exit`, `execve` and SIGKILL may drop those that Linux had queued to a worker.
+//! - Direct system calls, and functions that a program looked up with `dlsym` in a libaio it opened itself, are out
+//!   of reach.
+//!
+//! Layers: `abi`, `memory` < `request`, `report`, `ring`, `table` < `context` < `registry`, `forward` < this file.
+
+mod abi;
+mod context;
+mod forward;
+mod memory;
+mod registry;
+mod report;
+mod request;
+mod ring;
+mod table;
+
+use std::ffi::c_long;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use libc::{EINVAL, EIO, ENOSYS, c_int};
+
+use abi::IoEvent;
+use context::{Context, Wanted};
+use memory::Checked;
+use ring::Patience;
+
+/// `io_setup`: makes a context for `maxevents` requests and stores it at `ctxp`, which must hold zero.
+///
+/// # Safety
+/// `ctxp` points to an `io_context_t`, or the call fails with EFAULT.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_setup(maxevents: c_int, ctxp: *mut u64) -> c_int {
+    guard(|| {
+        // Linux's own limit: its ring of events must fit into 256 MiB.
+        const MOST_REQUESTS: u32 = (0x1000_0000 / size_of::<IoEvent>() / 2) as u32;
+        let held: u64 = Checked::default().read(ctxp as u64)?;
+        let requests = maxevents as u32;
+        if held != 0 || requests == 0 || requests > MOST_REQUESTS {
+            return Err(EINVAL);
+        }
+        let asked = std::env::var_os("SPILLWAY_PRELOAD_FORWARD").is_some_and(|value| value == "1");
+        let made = if asked { Err("SPILLWAY_PRELOAD_FORWARD=1".to_string()) } else { Context::new(requests) };
+        match made {
+            Ok(context) => {
+                let handle = registry::add(context);
+                let stored = Checked::default().write(ctxp as u64, handle);
+                if stored.is_err() {
+                    registry::remove(handle);
+                }
+                stored.map(|()| 0)
+            }
+            // SAFETY: the arguments are the caller's.
+            Err(reason) => Ok(unsafe { (forward::start(&reason)?.setup)(maxevents, ctxp) }),
+        }
+    })
+}
+
+/// `io_destroy`: ends a context; threads that wait on it get EINVAL, requests under way are waited for.
+#[unsafe(no_mangle)]
+pub extern "C" fn io_destroy(ctx: u64) -> c_int {
+    guard(|| match registry::remove(ctx) {
+        Some(context) => {
+            context.destroy();
+            Ok(0)
+        }
+        // SAFETY: the argument is the caller's.
+        None => forward::active().map_or(Err(EINVAL), |libaio| Ok(unsafe { (libaio.destroy)(ctx) })),
+    })
+}
+
+/// `io_submit`: submits up to `nr` requests; returns how many were accepted, or why the first was not.
+///
+/// # Safety
+/// Buffers and vectors of the requests stay valid until their completion.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_submit(ctx: u64, nr: c_long, ios: u64) -> c_int {
+    guard(|| match registry::find(ctx) {
+        Some(_) if nr < 0 => Err(EINVAL),
+        Some(context) => context.submit(ios, nr).map(|accepted| accepted as c_int),
+        // SAFETY: the arguments are the caller's.
+        None => forward::active().map_or(Err(EINVAL), |libaio| Ok(unsafe { (libaio.submit)(ctx, nr, ios) })),
+    })
+}
+
+/// `io_cancel`: EINPROGRESS for a poll, whose event then comes; EINVAL for all else, which Linux cannot cancel.
+///
+/// # Safety
+/// `iocb` is only compared.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_cancel(ctx: u64, iocb: u64, event: u64) -> c_int {
+    guard(|| match registry::find(ctx) {
+        Some(context) => {
+            let _: u64 = Checked::default().read(iocb)?;
+            Err(context.cancel(iocb))
+        }
+        None => {
+            let libaio = forward::active().ok_or(EINVAL)?;
+            // SAFETY: the arguments are the caller's.
+            Ok(unsafe { (libaio.cancel)(ctx, iocb, event) })
+        }
+    })
+}
+
+/// `io_getevents`: fetches `min_nr` to `nr` events, waiting at most `timeout`, for ever if that is null.
+///
+/// # Safety
+/// `events` has room for `nr` events.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_getevents(
+    ctx: u64,
+    min_nr: c_long,
+    nr: c_long,
+    events: u64,
+    timeout: u64,
+) -> c_int {
+    guard(|| match registry::find(ctx) {
+        Some(context) => get_events(&context, min_nr, nr, events, timeout, 0),
+        None => {
+            let libaio = forward::active().ok_or(EINVAL)?;
+            // SAFETY: the arguments are the caller's.
+            Ok(looked_at(unsafe { (libaio.get_events)(ctx, min_nr, nr, events, timeout) }, events))
+        }
+    })
+}
+
+/// `io_pgetevents`: `io_getevents` with the signal mask `sigmask`, if not null, during the wait.
+///
+/// # Safety
+/// As `io_getevents`; `sigmask` points to a `sigset_t`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_pgetevents(
+    ctx: u64,
+    min_nr: c_long,
+    nr: c_long,
+    events: u64,
+    timeout: u64,
+    sigmask: u64,
+) -> c_int {
+    guard(|| match registry::find(ctx) {
+        Some(context) => get_events(&context, min_nr, nr, events, timeout, sigmask),
+        None => {
+            let poll_events = forward::active().ok_or(EINVAL)?.poll_events.ok_or(ENOSYS)?;
+            // SAFETY: the arguments are the caller's.
+            Ok(looked_at(unsafe { poll_events(ctx, min_nr, nr, events, timeout, sigmask) }, events))
+        }
+    })
+}
+
+/// `io_queue_init`: `io_setup`, without a look at what `ctxp` held.
+///
+/// # Safety
+/// `ctxp` points to an `io_context_t`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_queue_init(maxevents: c_int, ctxp: *mut u64) -> c_int {
+    if maxevents <= 0 {
+        return -EINVAL;
+    }
+    let cleared = guard(|| Checked::default().write(ctxp as u64, 0u64).map(|()| 0));
+    // SAFETY: the argument is the caller's.
+    if cleared < 0 { cleared } else { unsafe { io_setup(maxevents, ctxp) } }
+}
+
+/// `io_queue_release`: `io_destroy`.
+#[unsafe(no_mangle)]
+pub extern "C" fn io_queue_release(ctx: u64) -> c_int {
+    io_destroy(ctx)
+}
+
+/// `io_queue_wait`: asks for no events, and so never waits.
+///
+/// # Safety
+/// `timeout` is null or points to a `timespec`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_queue_wait(ctx: u64, timeout: u64) -> c_int {
+    // SAFETY: the arguments are the caller's, and no event is stored.
+    unsafe { io_getevents(ctx, 0, 0, 0, timeout) }
+}
+
+/// `io_queue_run`: calls each finished request's `data` as `(ctx, iocb, res, res2)` until none is left.
+///
+/// # Safety
+/// Every finished request's `data` is such a function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn io_queue_run(ctx: u64) -> c_int {
+    type Callback = unsafe extern "C-unwind" fn(u64, u64, i64, i64);
+    let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    loop {
+        let mut event = IoEvent { data: 0, obj: 0, res: 0, res2: 0 };
+        // SAFETY: there is room for the one event asked for.
+        let got = unsafe { io_getevents(ctx, 0, 1, &raw mut event as u64, &raw const now as u64) };
+        if got != 1 {
+            return got;
+        }
+        // SAFETY: the caller vouches for the function; no lock is held and nothing here needs unwinding.
+        unsafe {
+            let callback: Callback = std::mem::transmute(event.data as *const ());
+            callback(ctx, event.obj, event.res, event.res2);
+        }
+    }
+}
+
+fn get_events(
+    context: &Context,
+    min: i64,
+    max: i64,
+    events: u64,
+    timeout: u64,
+    sigmask: u64,
+) -> Result<c_int, c_int> {
+    let timeout = read_timeout(timeout)?;
+    if sigmask != 0 {
+        let _: u64 = Checked::default().read(sigmask)?;
+    }
+    if min < 0 || min > max {
+        // libaio looks into an empty queue first, if it is not to wait.
+        return if timeout == Some(Duration::ZERO) && context.is_idle() { Ok(0) } else { Err(EINVAL) };
+    }
+    let wanted = Wanted { min, max, events, patience: Patience { timeout, sigmask } };
+    context.get_events(wanted).map(|got| got as c_int)
+}
+
+/// Linux's aio takes any numbers: nanoseconds may exceed a second, and a negative time never runs out.
+fn read_timeout(address: u64) -> Result<Option<Duration>, c_int> {
+    if address == 0 {
+        return Ok(None);
+    }
+    let time: libc::timespec = Checked::default().read(address)?;
+    let nanoseconds = i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec);
+    Ok(u64::try_from(nanoseconds.min(i64::MAX.into())).ok().map(Duration::from_nanos))
+}
+
+/// Reports failures among the events that libaio delivered.
+fn looked_at(got: c_int, events: u64) -> c_int {
+    for index in 0..got.max(0) as u64 {
+        // SAFETY: libaio has just stored this event.
+        let event = unsafe { &*((events as *const IoEvent).wrapping_add(index as usize)) };
+        if event.res < 0 {
+            report::forwarded_failure(event.obj, -event.res as c_int);
+        }
+    }
+    got
+}
+
+/// Runs the body of a function: errors become negated errnos, errno stays as it was, no panic gets out.
+fn guard(body: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
+    let errno = memory::last_errno();
+    let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(EIO));
+    memory::restore_errno(errno);
+    result.unwrap_or_else(|errno| -errno)
+}

@@ -1,0 +1,92 @@
+//! The contexts of this process, found by the pointer that the program holds.
+//!
+//! A context does not survive fork, as with Linux's aio: the child gets EINVAL for its parent's contexts and may make
+//! its own. The fork handlers hold the lock across the fork, so that the child finds the map whole.
+
+use std::cell::UnsafeCell;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Once, PoisonError, RwLock, RwLockWriteGuard};
+
+use crate::context::Context;
+use crate::report::{self, Level};
+
+type Contexts = BTreeMap<u64, Arc<Context>>;
+
+static CONTEXTS: RwLock<Contexts> = RwLock::new(BTreeMap::new());
+
+/// Keeps a context, and returns the number that the program will call it by.
+pub fn add(context: Context) -> u64 {
+    static PREPARED: Once = Once::new();
+    PREPARED.call_once(prepare);
+    let context = Arc::new(context);
+    let handle = Arc::as_ptr(&context) as u64;
+    write().insert(handle, context);
+    handle
+}
+
+/// The context, if it lives.
+pub fn find(handle: u64) -> Option<Arc<Context>> {
+    CONTEXTS.read().unwrap_or_else(PoisonError::into_inner).get(&handle).cloned()
+}
+
+/// Takes the context out: from here on nobody else finds it.
+pub fn remove(handle: u64) -> Option<Arc<Context>> {
+    write().remove(&handle)
+}
+
+fn write() -> RwLockWriteGuard<'static, Contexts> {
+    CONTEXTS.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn prepare() {
+    // A bug in here is a line in the log and an error to the caller, never a message on its stderr.
+    std::panic::set_hook(Box::new(|panic| report::say(Level::Error, || format!("internal error: {panic}"))));
+    // SAFETY: the handlers are functions of this library, which is never unloaded.
+    unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) };
+}
+
+/// The write lock, from before a fork to after it.
+struct AcrossFork(UnsafeCell<Option<RwLockWriteGuard<'static, Contexts>>>);
+
+// SAFETY: only the thread that holds the write lock touches the cell.
+unsafe impl Sync for AcrossFork {}
+
+static ACROSS_FORK: AcrossFork = AcrossFork(UnsafeCell::new(None));
+
+extern "C" fn before_fork() {
+    let lock = write();
+    // SAFETY: this thread holds the lock from the line above.
+    unsafe { *ACROSS_FORK.0.get() = Some(lock) };
+}
+
+extern "C" fn after_fork_in_parent() {
+    // SAFETY: this thread took the lock in `before_fork`; it must leave the cell before it opens.
+    drop(unsafe { (*ACROSS_FORK.0.get()).take() });
+}
+
+extern "C" fn after_fork_in_child() {
+    // SAFETY: as above; the child has no other thread.
+    let Some(mut lock) = (unsafe { (*ACROSS_FORK.0.get()).take() }) else { return };
+    let inherited = std::mem::take(&mut *lock);
+    for context in inherited.values() {
+        context.disown();
+    }
+    // Never dropped: the rings' memory is not mapped here, and other threads of the parent may hold their locks.
+    std::mem::forget(inherited);
+}
+
+/// Runs after the program's own exit handlers and destructors, which may still do I/O.
+extern "C" fn at_exit() {
+    let Ok(contexts) = CONTEXTS.try_read() else { return };
+    let living: Vec<_> = contexts.values().cloned().collect();
+    drop(contexts);
+    for context in &living {
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| context.finish()));
+    }
+    // Rings are left to the kernel: threads may still be waiting on them.
+    std::mem::forget(living);
+}
+
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static AT_EXIT: extern "C" fn() = at_exit;

@@ -1,0 +1,208 @@
+//! One request: what Linux's own aio would refuse at submission is refused here, in the same order and with the same
+//! errno; the rest becomes a ring entry.
+
+use io_uring::squeue::{Entry, Flags};
+use io_uring::{opcode, types};
+use libc::{EBADF, EFAULT, EINVAL, EOPNOTSUPP, c_int, iovec};
+
+use crate::abi::{
+    CMD_FDSYNC, CMD_FSYNC, CMD_POLL, CMD_PREAD, CMD_PREADV, CMD_PWRITE, CMD_PWRITEV, FLAG_IOPRIO, FLAG_RESFD,
+    Iocb,
+};
+use crate::memory::Checked;
+
+/// The kernel transfers at most this much at once, whatever was asked for.
+const MAX_TRANSFER: u64 = 0x7fff_f000;
+const MAX_IOVECS: u64 = 1024;
+const RWF_HIPRI: u32 = 1;
+const RWF_KNOWN: u32 = 0x1ff;
+
+/// What an eventfd is told of each completion.
+static ONE: u64 = 1;
+
+/// A copied request; the program may free or reuse its own after submission.
+pub struct Request {
+    /// As the program wrote it.
+    pub iocb: Iocb,
+    /// Where it lies in the program: the event's `obj`.
+    pub obj: u64,
+    /// Bytes that a complete transfer moves.
+    pub bytes: u64,
+    /// The program asked for its cancellation.
+    pub cancelled: bool,
+    /// A copy, because the program's array may be gone when the entry has to be submitted again.
+    iovecs: Box<[iovec]>,
+}
+
+// SAFETY: the pointers in `iovecs` are only handed to the kernel, never followed here.
+unsafe impl Send for Request {}
+
+impl Request {
+    /// Copies and checks the request at `obj`.
+    pub fn check(obj: u64, iocb: Iocb, memory: &mut Checked) -> Result<Request, c_int> {
+        let mode = access_mode(iocb.fd)?;
+        if iocb.flags & FLAG_RESFD != 0 {
+            check_eventfd(iocb.resfd as c_int)?;
+        }
+        let mut request = Request { iocb, obj, bytes: 0, cancelled: false, iovecs: Box::default() };
+        match iocb.opcode {
+            CMD_PREAD | CMD_PREADV | CMD_PWRITE | CMD_PWRITEV => request.check_transfer(mode, memory)?,
+            CMD_FSYNC | CMD_FDSYNC => {
+                let plain = iocb.buf == 0 && iocb.offset == 0 && iocb.nbytes == 0 && iocb.rw_flags == 0;
+                if !plain || matches!(file_type(iocb.fd), Some(libc::S_IFIFO | libc::S_IFSOCK)) {
+                    return Err(EINVAL);
+                }
+            }
+            CMD_POLL => {
+                let plain = iocb.offset == 0 && iocb.nbytes == 0 && iocb.rw_flags == 0;
+                if !plain || iocb.buf > u64::from(u16::MAX) {
+                    return Err(EINVAL);
+                }
+            }
+            _ => return Err(EINVAL),
+        }
+        Ok(request)
+    }
+
+    fn check_transfer(&mut self, mode: c_int, memory: &mut Checked) -> Result<(), c_int> {
+        if self.iocb.rw_flags & !RWF_KNOWN != 0 {
+            return Err(EOPNOTSUPP);
+        }
+        let barred = if self.is_read() { libc::O_WRONLY } else { libc::O_RDONLY };
+        if mode & libc::O_ACCMODE == barred || mode & libc::O_PATH != 0 {
+            return Err(EBADF);
+        }
+        // Only a read-only descriptor can be a directory, which has no asynchronous reads.
+        if mode & libc::O_ACCMODE == libc::O_RDONLY && file_type(self.iocb.fd) == Some(libc::S_IFDIR) {
+            return Err(EINVAL);
+        }
+        self.bytes = match self.iocb.opcode {
+            CMD_PREADV | CMD_PWRITEV => self.copy_iovecs(memory)?,
+            _ => {
+                check_range(self.iocb.buf, self.iocb.nbytes)?;
+                self.iocb.nbytes.min(MAX_TRANSFER)
+            }
+        };
+        match self.iocb.offset {
+            ..0 => Err(EINVAL),
+            offset if offset.checked_add(self.bytes as i64).is_none() => Err(EINVAL),
+            _ => Ok(()),
+        }
+    }
+
+    fn copy_iovecs(&mut self, memory: &mut Checked) -> Result<u64, c_int> {
+        if self.iocb.nbytes > MAX_IOVECS {
+            return Err(EINVAL);
+        }
+        let mut copied = Vec::with_capacity(self.iocb.nbytes as usize);
+        let mut bytes = 0u64;
+        for index in 0..self.iocb.nbytes {
+            let address = self.iocb.buf.checked_add(index * size_of::<iovec>() as u64).ok_or(EFAULT)?;
+            let vector: iovec = memory.read(address)?;
+            if (vector.iov_len as isize) < 0 {
+                return Err(EINVAL);
+            }
+            check_range(vector.iov_base as u64, vector.iov_len as u64)?;
+            bytes = bytes.saturating_add(vector.iov_len as u64).min(MAX_TRANSFER);
+            copied.push(vector);
+        }
+        self.iovecs = copied.into_boxed_slice();
+        Ok(bytes)
+    }
+
+    pub fn is_read(&self) -> bool {
+        matches!(self.iocb.opcode, CMD_PREAD | CMD_PREADV)
+    }
+
+    pub fn is_write(&self) -> bool {
+        matches!(self.iocb.opcode, CMD_PWRITE | CMD_PWRITEV)
+    }
+
+    /// May stay pending for ever, like a poll or a read of a pipe; a transfer of a file ends by itself.
+    pub fn may_never_end(&self) -> bool {
+        let ends = |kind| matches!(kind, libc::S_IFREG | libc::S_IFBLK);
+        self.iocb.opcode == CMD_POLL || file_type(self.iocb.fd).is_some_and(|kind| !ends(kind))
+    }
+
+    /// The ring entries: the operation, and the word to its eventfd, which follows whatever the result is.
+    pub fn entries(&self, user_data: u64, hidden: u64) -> (Entry, Option<Entry>) {
+        let entry = self.operation().user_data(user_data);
+        if self.iocb.flags & FLAG_RESFD == 0 {
+            return (entry, None);
+        }
+        let eventfd = types::Fd(self.iocb.resfd as c_int);
+        let notice = opcode::Write::new(eventfd, (&raw const ONE).cast(), size_of::<u64>() as u32);
+        (entry.flags(Flags::IO_HARDLINK), Some(notice.build().user_data(hidden)))
+    }
+
+    fn operation(&self) -> Entry {
+        let iocb = &self.iocb;
+        let fd = types::Fd(iocb.fd);
+        let (offset, len) = (iocb.offset as u64, self.bytes as u32);
+        let (vector, count) = (self.iovecs.as_ptr(), self.iovecs.len() as u32);
+        // A ring without polled queues refuses the hint that Linux's aio ignores.
+        let flags = (iocb.rw_flags & !RWF_HIPRI) as i32;
+        let prio = if iocb.flags & FLAG_IOPRIO != 0 { iocb.reqprio as u16 } else { 0 };
+        match iocb.opcode {
+            CMD_PREAD => {
+                let read = opcode::Read::new(fd, iocb.buf as *mut u8, len);
+                read.offset(offset).rw_flags(flags).ioprio(prio).build()
+            }
+            CMD_PWRITE => {
+                let write = opcode::Write::new(fd, iocb.buf as *const u8, len);
+                write.offset(offset).rw_flags(flags).ioprio(prio).build()
+            }
+            CMD_PREADV => {
+                let read = opcode::Readv::new(fd, vector, count);
+                read.offset(offset).rw_flags(flags).ioprio(prio).build()
+            }
+            CMD_PWRITEV => {
+                let write = opcode::Writev::new(fd, vector, count);
+                write.offset(offset).rw_flags(flags).ioprio(prio).build()
+            }
+            CMD_FDSYNC => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+            CMD_FSYNC => opcode::Fsync::new(fd).build(),
+            _ => opcode::PollAdd::new(fd, iocb.buf as u32).build(),
+        }
+    }
+}
+
+/// What Linux's aio looks at before it takes a slot of the context.
+pub fn check_fields(iocb: &Iocb) -> Result<(), c_int> {
+    if iocb.reserved != 0 || (iocb.nbytes as i64) < 0 { Err(EINVAL) } else { Ok(()) }
+}
+
+/// Addresses in the kernel's half are refused at submission; an unmapped one fails in its completion.
+fn check_range(address: u64, bytes: u64) -> Result<(), c_int> {
+    match address.checked_add(bytes.min(MAX_TRANSFER)) {
+        Some(end) if (end as i64) >= 0 => Ok(()),
+        _ => Err(EFAULT),
+    }
+}
+
+fn access_mode(fd: c_int) -> Result<c_int, c_int> {
+    // SAFETY: F_GETFL takes no pointer.
+    match unsafe { libc::fcntl(fd, libc::F_GETFL) } {
+        -1 => Err(EBADF),
+        mode => Ok(mode),
+    }
+}
+
+fn check_eventfd(fd: c_int) -> Result<(), c_int> {
+    access_mode(fd)?;
+    match std::fs::read_link(format!("/proc/self/fd/{fd}")) {
+        Ok(target) if !target.as_os_str().as_encoded_bytes().starts_with(b"anon_inode:[eventfd") => {
+            Err(EINVAL)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `None` for a descriptor that is closed.
+fn file_type(fd: c_int) -> Option<libc::mode_t> {
+    // SAFETY: `stat` is plain data, and fstat fills it or fails.
+    unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        (libc::fstat(fd, &raw mut stat) == 0).then_some(stat.st_mode & libc::S_IFMT)
+    }
+}

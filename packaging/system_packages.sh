@@ -1,0 +1,22 @@
+#!/bin/sh
+# Installs the Debian packages that tests and demo need and that are missing: as root by itself, else it names the command.
+set -eu
+
+wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake util-linux"
+
+missing=""
+for package in $wanted; do
+    dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing="$missing $package"
+done
+[ -n "$missing" ] || exit 0
+if ! command -v apt-get >/dev/null; then
+    echo "spillway: not a Debian system; tests may need the equivalents of:$missing" >&2
+    exit 0
+fi
+if [ "$(id -u)" != 0 ]; then
+    echo "spillway: some packages are missing; run: sudo apt-get install$missing" >&2
+    exit 1
+fi
+echo "spillway: installing$missing" >&2
+apt-get update -qq
+DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null

@@ -193,7 +193,7 @@ print(spillway.library_version(), spillway.library_path(), spillway.num_threads(
 mutants() {
     rm -rf "$work/mutant"
     mkdir -p "$work/mutant"
-    cp -pR Cargo.toml Cargo.lock build.rs src kernels include ffi_tests "$work/mutant"
+    cp -pR Cargo.toml Cargo.lock build.rs src kernels include ffi_tests packaging "$work/mutant"
     mutant 'a wrong rounding constant' 's/svdup_n_u32(0x7fff)/svdup_n_u32(0x8000)/'
     mutant 'a tail without predicate' 's/step(svwhilelt_b32_u64(done, n)/step(svptrue_b32()/'
     mutant 'an unfused multiply' \

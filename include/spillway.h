@@ -288,8 +288,9 @@ uint32_t spw_abi_version(void);
 // The release, as "0.1.0". A constant.
 const char *spw_version(void);
 
-// Name of the kernel that steps run on: "avx512", "avx2" or "scalar". The environment variable `SPILLWAY_KERNEL`
-// forces one; naming one that this processor lacks is SPW_ERR_UNSUPPORTED here and in every step. A constant.
+// Name of the kernel that steps run on: "avx512" or "avx2", "sve_bf16", "sve" or "neon", or "scalar". The environment
+// variable `SPILLWAY_KERNEL` forces one; naming one that this processor lacks is SPW_ERR_UNSUPPORTED here and in every
+// step. A constant.
 //
 // Requires: `name_out` points to a pointer.
 enum spw_status spw_kernel_name(const char **name_out);

@@ -14,7 +14,8 @@ packages_of() {
 }
 
 "$base" -m venv --without-pip "$overlay"
-echo "import site; site.addsitedir('$(packages_of "$base")')" >"$(packages_of "$overlay/bin/python")/cached-environment.pth"
+echo "import site; site.addsitedir('$(packages_of "$base")')" \
+    >"$(packages_of "$overlay/bin/python")/cached-environment.pth"
 "$base" -m pip --python "$overlay/bin/python" install --quiet --disable-pip-version-check --no-deps --force-reinstall \
     --no-build-isolation "$here/python" >&2
 echo "$overlay/bin/python"

@@ -5,10 +5,11 @@
 
 #include "check.h"
 
+#include <sys/auxv.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-static const char *const names[] = {"avx512", "avx2", "scalar"};
+static const char *const names[] = {"avx512", "avx2", "sve_bf16", "sve", "neon", "scalar"};
 
 static int available(const char *name) {
 #if defined(__x86_64__)
@@ -17,6 +18,10 @@ static int available(const char *name) {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     }
     if (strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__aarch64__)
+    if (strcmp(name, "neon") == 0) return 1;
+    if (strcmp(name, "sve") == 0) return (getauxval(AT_HWCAP) >> 22 & 1) != 0;
+    if (strcmp(name, "sve_bf16") == 0) return (getauxval(AT_HWCAP2) >> 12 & 1) != 0;
 #endif
     return strcmp(name, "scalar") == 0;
 }
@@ -138,6 +143,6 @@ int main(int count, char **arguments) {
     CHECK(unlink(file) == 0);
     again_with(arguments[0], "sse9", "refused", "no kernel is called \"sse9\"");
     again_with(arguments[0], "", "refused", "no kernel is called");
-    again_with(arguments[0], "AVX2", "refused", "avx512, avx2, scalar");
+    again_with(arguments[0], "AVX2", "refused", "avx512, avx2, sve_bf16, sve, neon, scalar");
     return 0;
 }

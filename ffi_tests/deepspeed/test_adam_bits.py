@@ -125,7 +125,8 @@ def test_the_comparison_can_fail(served, compiled):
         return grad
 
     with pytest.raises(AssertionError, match="differs"):
-        run_both((served("cpu_adam"), compiled("cpu_adam")), STRAIGHT[:10], lambda: tensors(64, F32, F32, seed=6), gradient)
+        run_both((served("cpu_adam"), compiled("cpu_adam")), STRAIGHT[:10], lambda: tensors(64, F32, F32, seed=6),
+                 gradient)
 
 
 @pytest.mark.parametrize("adamw, kind", [(True, torch.optim.AdamW), (False, torch.optim.Adam)])

@@ -171,7 +171,8 @@ print(type(module.__loader__).__name__, type(module.__spec__.loader).__name__, "
 
 
 def test_a_library_that_cannot_be_loaded_is_a_clear_error_and_not_the_native_op(overlay, tmp_path):
-    code = "from deepspeed.ops.adam import DeepSpeedCPUAdam; import torch; DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))])"
+    code = ("from deepspeed.ops.adam import DeepSpeedCPUAdam; import torch\n"
+            "DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))])")
     done = subprocess.run([overlay, "-c", code], capture_output=True, text=True, env={
         **os.environ, "SPILLWAY_DEEPSPEED": "1", "SPILLWAY_LIBRARY": str(tmp_path / "gone.so"),
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")})

@@ -29,7 +29,8 @@ def with_spillway(overlay, tmp_path):
     def run(*arguments, **extra):
         extensions = tmp_path / "extensions"
         extensions.mkdir(exist_ok=True)
-        report = train(overlay, tmp_path, *arguments, SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(extensions), **extra)
+        report = train(overlay, tmp_path, *arguments, SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(extensions),
+                       **extra)
         assert not list(extensions.iterdir()) and not report["compiled_ops"]
         assert report["active"]["cpu_adam"]["calls"] >= report["steps"] == 8
         return report

@@ -27,8 +27,9 @@ pub extern "C" fn spw_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// Name of the kernel that steps run on: "avx512", "avx2" or "scalar". The environment variable `SPILLWAY_KERNEL`
-/// forces one; naming one that this processor lacks is SPW_ERR_UNSUPPORTED here and in every step. A constant.
+/// Name of the kernel that steps run on: "avx512" or "avx2", "sve_bf16", "sve" or "neon", or "scalar". The environment
+/// variable `SPILLWAY_KERNEL` forces one; naming one that this processor lacks is SPW_ERR_UNSUPPORTED here and in every
+/// step. A constant.
 ///
 /// # Safety
 /// `name_out` points to a pointer.
@@ -38,6 +39,9 @@ pub unsafe extern "C" fn spw_kernel_name(name_out: *mut *const c_char) -> spw_st
         let name = match Kernel::current()?.name() {
             "avx512" => c"avx512",
             "avx2" => c"avx2",
+            "sve_bf16" => c"sve_bf16",
+            "sve" => c"sve",
+            "neon" => c"neon",
             _ => c"scalar",
         };
         // SAFETY: not NULL, and the caller's promise.

@@ -31,12 +31,13 @@ impl Drop for IeeeMode {
 /// MXCSR: all exceptions masked, no flags, nearest, no FTZ, no DAZ.
 #[cfg(target_arch = "x86_64")]
 const IEEE: u64 = 0x1f80;
-/// FPCR: all zero is nearest, no flush, no traps, IEEE half precision.
+/// FPCR: nearest, no flush, no traps, IEEE half precision; and every NaN the default one, so that conversions to 16 bits
+/// give 0x7e00 and 0x7fc0 by themselves.
 #[cfg(target_arch = "aarch64")]
-const IEEE: u64 = 0;
+const IEEE: u64 = 1 << 25;
 
 #[cfg(target_arch = "x86_64")]
-fn read() -> u64 {
+pub(super) fn read() -> u64 {
     let mut mode = 0u32;
     // SAFETY: stores the thread's own MXCSR into a local.
     unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut mode, options(nostack, preserves_flags)) };
@@ -44,14 +45,14 @@ fn read() -> u64 {
 }
 
 #[cfg(target_arch = "x86_64")]
-fn write(mode: u64) {
+pub(super) fn write(mode: u64) {
     let mode = mode as u32;
     // SAFETY: the value is IEEE or one that stmxcsr gave, so no reserved bit is set.
     unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mode, options(nostack, preserves_flags)) };
 }
 
 #[cfg(target_arch = "aarch64")]
-fn read() -> u64 {
+pub(super) fn read() -> u64 {
     let mode: u64;
     // SAFETY: reads the thread's own FPCR.
     unsafe { std::arch::asm!("mrs {}, fpcr", out(reg) mode, options(nomem, nostack, preserves_flags)) };
@@ -59,7 +60,7 @@ fn read() -> u64 {
 }
 
 #[cfg(target_arch = "aarch64")]
-fn write(mode: u64) {
+pub(super) fn write(mode: u64) {
     // SAFETY: the value is IEEE or one that mrs gave.
     unsafe { std::arch::asm!("msr fpcr, {}", in(reg) mode, options(nostack, preserves_flags)) };
 }

@@ -7,7 +7,8 @@
 //! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
 //! | `element` | element types in memory, and the table of type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
-//! | `vector` | the operations that an instruction set supplies; `scalar`, `avx2`, `avx512` supply them |
+//! | `vector` | the operations that an instruction set supplies; `scalar`, `avx2`, `avx512`, `neon` supply them |
+//! | `sve` | Adam by the C body in kernels/, since Rust has no SVE |
 //! | `select` | which set this process uses |
 //! | `float_mode` | IEEE arithmetic whatever the caller's thread has switched on |
 
@@ -26,10 +27,16 @@ mod walk;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scalar;
+#[cfg(target_arch = "aarch64")]
+mod sve;
 
 #[cfg(test)]
 mod check;
+#[cfg(test)]
+mod check_bounds;
 
 pub use float_mode::IeeeMode;
 pub use rules::{AdagradRule, AdamRule, LionRule, Rule, StreamRule, WeightDecay};

@@ -77,6 +77,12 @@ pub trait Rule: Copy + Send + Sync {
     /// # Safety
     /// As [`Vector`].
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S);
+
+    /// The coefficients if this is Adam, which has a body in C for SVE.
+    #[cfg(target_arch = "aarch64")]
+    fn as_adam(&self) -> Option<&AdamRule> {
+        None
+    }
 }
 
 /// Where Adam's weight decay enters.
@@ -118,6 +124,11 @@ pub struct AdamRule {
 impl Rule for AdamRule {
     const EXP_AVG: bool = true;
     const EXP_AVG_SQ: bool = true;
+
+    #[cfg(target_arch = "aarch64")]
+    fn as_adam(&self) -> Option<&AdamRule> {
+        Some(self)
+    }
 
     #[inline(always)]
     fn grad_scale(&self) -> f32 {

@@ -6,6 +6,8 @@ use super::scalar::Scalar;
 use super::vector::{Body, Isa};
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2, avx512::Avx512};
+#[cfg(target_arch = "aarch64")]
+use super::{neon::Neon, sve};
 use crate::error::{Error, Result};
 use crate::log;
 
@@ -19,10 +21,13 @@ enum Set {
     Scalar = 1,
     Avx2 = 2,
     Avx512 = 3,
+    Neon = 4,
+    Sve = 5,
+    SveBf16 = 6,
 }
 
 /// Best first.
-const SETS: [Set; 3] = [Set::Avx512, Set::Avx2, Set::Scalar];
+const SETS: [Set; 6] = [Set::Avx512, Set::Avx2, Set::SveBf16, Set::Sve, Set::Neon, Set::Scalar];
 
 impl Set {
     const fn name(self) -> &'static str {
@@ -30,6 +35,9 @@ impl Set {
             Set::Scalar => "scalar",
             Set::Avx2 => "avx2",
             Set::Avx512 => "avx512",
+            Set::Neon => "neon",
+            Set::Sve => "sve",
+            Set::SveBf16 => "sve_bf16",
         }
     }
 
@@ -40,7 +48,12 @@ impl Set {
             Set::Avx2 => Avx2::detected(),
             #[cfg(target_arch = "x86_64")]
             Set::Avx512 => Avx512::detected(),
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(target_arch = "aarch64")]
+            Set::Neon => true,
+            #[cfg(target_arch = "aarch64")]
+            Set::Sve => sve::detected(),
+            #[cfg(target_arch = "aarch64")]
+            Set::SveBf16 => sve::bf16_detected(),
             _ => false,
         }
     }
@@ -96,6 +109,16 @@ impl Kernel {
         self.0.name()
     }
 
+    /// The body in C that steps Adam, for kernels that have one.
+    #[cfg(target_arch = "aarch64")]
+    pub(super) fn adam_body(self) -> Option<sve::AdamKernel> {
+        match self.0 {
+            Set::Sve => Some(sve::spillway_adam_sve),
+            Set::SveBf16 => Some(sve::spillway_adam_sve_bf16),
+            _ => None,
+        }
+    }
+
     /// Runs `body` with this kernel's vectors, in the float mode that is set.
     ///
     /// # Safety
@@ -104,12 +127,12 @@ impl Kernel {
         // SAFETY: a Kernel exists only for a set that the processor has; the caller vouches for the body.
         unsafe {
             match self.0 {
-                Set::Scalar => Scalar::vectorize(body),
                 #[cfg(target_arch = "x86_64")]
                 Set::Avx2 => Avx2::vectorize(body),
                 #[cfg(target_arch = "x86_64")]
                 Set::Avx512 => Avx512::vectorize(body),
-                #[cfg(not(target_arch = "x86_64"))]
+                #[cfg(target_arch = "aarch64")]
+                Set::Neon | Set::Sve | Set::SveBf16 => Neon::vectorize(body),
                 _ => Scalar::vectorize(body),
             }
         }
@@ -124,7 +147,10 @@ mod tests {
     fn names_are_found_and_others_are_refused_with_the_list() {
         assert_eq!(Kernel::named("scalar").unwrap().name(), "scalar");
         let message = Kernel::named("sse9").unwrap_err().to_string();
-        assert!(message.contains("sse9") && message.contains("avx512, avx2, scalar"), "{message}");
+        assert!(
+            message.contains("sse9") && message.contains("avx512, avx2, sve_bf16, sve, neon, scalar"),
+            "{message}"
+        );
     }
 
     #[test]

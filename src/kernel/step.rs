@@ -18,6 +18,12 @@ use crate::error::Result;
 pub fn step<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;
+    #[cfg(target_arch = "aarch64")]
+    if let (Some(body), Some(adam)) = (kernel.adam_body(), rule.as_adam())
+        && let Some(sum) = super::sve::step(body, adam, &mut tensor, squares)
+    {
+        return Ok(sum);
+    }
     with_types(dtypes, Step { kernel, rule, tensor: &mut tensor, squares }).ok_or_else(|| no_kernel(dtypes))
 }
 
@@ -58,26 +64,39 @@ impl<R: Rule> WithTypes for Step<'_, '_, R> {
         // SAFETY: the tensor's dtypes chose these types, its constructor checked that every span has n elements and
         // that the log has room for them.
         unsafe {
-            match (log, squares) {
-                (None, true) => kernel.run(Walk::<_, true> { op: Update { rule, spans }, n }),
-                (None, false) => kernel.run(Walk::<_, false> { op: Update { rule, spans }, n }),
-                (Some(log), _) => kernel.run(Walk::<_, true> { op: Log::new(rule, spans, log), n }),
+            match (log, spans.in_place(), squares) {
+                (None, true, true) => {
+                    kernel.run(Walk::<_, true> { op: Update::<_, _, _, _, _, true> { rule, spans }, n })
+                }
+                (None, true, false) => {
+                    kernel.run(Walk::<_, false> { op: Update::<_, _, _, _, _, true> { rule, spans }, n })
+                }
+                (None, false, _) => {
+                    let sum =
+                        kernel.run(Walk::<_, true> { op: Update::<_, _, _, _, _, false> { rule, spans }, n });
+                    if squares { sum } else { 0.0 }
+                }
+                (Some(log), ..) => kernel.run(Walk::<_, true> { op: Log::new(rule, spans, log), n }),
             }
         }
     }
 }
 
-struct Update<R, P: Element, S: Element, G: Element, C: Element> {
+/// In place is known at compile time: three addresses fewer, which Arm would have to count up.
+struct Update<R, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> {
     rule: R,
     spans: Spans<P, S, G, C>,
 }
 
-impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Update<R, P, S, G, C> {
+impl<R: Rule, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> Op
+    for Update<R, P, S, G, C, IN_PLACE>
+{
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's promise covers every line.
         unsafe {
-            let (from, to, zero) = (self.spans.before(), self.spans.after(), V::splat(0.0));
+            let (from, zero) = (self.spans.before(), V::splat(0.0));
+            let to = if IN_PLACE { from } else { self.spans.after() };
             let old = Values {
                 param: access.load::<P, V>(from.param.add(at)),
                 exp_avg: if R::EXP_AVG { access.load::<S, V>(from.exp_avg.add(at)) } else { zero },

@@ -255,6 +255,11 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
         }
     }
 
+    /// True if a step writes where it reads.
+    pub fn in_place(&self) -> bool {
+        self.old.param == self.new.param
+    }
+
     /// Where a step reads, and its undo writes.
     #[inline(always)]
     pub fn before(&self) -> StateSpans<P, S> {

@@ -145,9 +145,10 @@ impl<O: Op, const SQUARES: bool> Body for Walk<O, SQUARES> {
         while at < n {
             let tile = at / TILE;
             let end = n.min(at + TILE);
+            let whole = end - (end - at) % V::LANES;
             // SAFETY: every group lies below n; at % LANES is a multiple of V::LANES, which divides LANES.
             unsafe {
-                while at + V::LANES <= end {
+                while at < whole {
                     let grad: V = op.apply(at, Whole);
                     if SQUARES {
                         grad.add_squares(lanes.as_mut_ptr().add(at % LANES));

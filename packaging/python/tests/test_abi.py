@@ -10,10 +10,10 @@ import pytest
 
 from spillway import _abi
 
-_KINDS = {"uint32_t": "u32", "int32_t": "i32", "uint64_t": "u64", "size_t": "u64", "float": "f32", "double": "f64",
-          "spw_log_fn": "pointer", "enum spw_status": "i32"}
-_CTYPES = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64", ctypes.c_float: "f32",
-           ctypes.c_double: "f64"}
+_KINDS = {"uint32_t": "u32", "int32_t": "i32", "uint64_t": "u64", "int64_t": "i64", "size_t": "u64",
+          "float": "f32", "double": "f64", "spw_log_fn": "pointer", "enum spw_status": "i32"}
+_CTYPES = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64", ctypes.c_int64: "i64",
+           ctypes.c_float: "f32", ctypes.c_double: "f64"}
 # Exported by builds for tests only, never by a release.
 _TEST_ONLY = {"spw_probe_panic"}
 _CONSTANTS = {"SPW_ABI_VERSION": _abi.ABI_VERSION,
@@ -49,7 +49,8 @@ def test_structures_and_constants_are_those_of_the_compiled_header(header, tmp_p
     if compiler is None:
         pytest.skip("no C compiler")
     (tmp_path / "layout.c").write_text(_layout_program(header))
-    subprocess.run([compiler, "-std=c11", "-Wall", "-Werror", "-o", tmp_path / "layout", tmp_path / "layout.c"], check=True)
+    subprocess.run([compiler, "-std=c11", "-Wall", "-Werror", "-o", tmp_path / "layout", tmp_path / "layout.c"],
+                   check=True)
     printed = subprocess.run([tmp_path / "layout"], check=True, capture_output=True, text=True).stdout
     compiled = {name: int(value) for name, value in (line.split() for line in printed.splitlines())}
     expected = dict(_CONSTANTS)

@@ -23,7 +23,7 @@ def wheel(repository, tmp_path_factory):
 
 
 def listing(folder):
-    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts and ".pytest_cache" not in path.parts)
+    return sorted(path for path in folder.rglob("*") if not {"__pycache__", ".pytest_cache"} & set(path.parts))
 
 
 def test_the_wheel_serves_every_python_3_on_this_platform(wheel):

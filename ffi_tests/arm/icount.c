@@ -1,0 +1,97 @@
+// A qemu plugin: counts the instructions that a program executes in the functions whose name contains a word, and finds
+// the loop in which it executes most of them.
+//
+//   qemu-aarch64 -plugin icount.so,in=WORD,out=FILE PROGRAM      FILE: instructions, loop start, loop end
+//
+// The few declarations of qemu's plugin interface are written out here, so that no qemu header has to be installed.
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+typedef uint64_t plugin_id;
+struct qemu_plugin_tb;
+struct qemu_plugin_insn;
+enum { ADD_U64 = 0 };
+
+void qemu_plugin_register_vcpu_tb_trans_cb(plugin_id, void (*)(plugin_id, struct qemu_plugin_tb *));
+void qemu_plugin_register_atexit_cb(plugin_id, void (*)(plugin_id, void *), void *);
+void qemu_plugin_register_vcpu_tb_exec_inline(struct qemu_plugin_tb *, int op, void *sum, uint64_t amount);
+size_t qemu_plugin_tb_n_insns(const struct qemu_plugin_tb *);
+struct qemu_plugin_insn *qemu_plugin_tb_get_insn(const struct qemu_plugin_tb *, size_t);
+uint64_t qemu_plugin_insn_vaddr(const struct qemu_plugin_insn *);
+const char *qemu_plugin_insn_symbol(const struct qemu_plugin_insn *);
+
+EXPORT int qemu_plugin_version = 1;
+
+// A straight run of instructions, as qemu cut it.
+struct block {
+    uint64_t start, instructions, executions;
+    struct block *next;
+};
+
+static const char *word = "", *path;
+static struct block *blocks;
+
+static void translated(plugin_id id, struct qemu_plugin_tb *tb)
+{
+    (void)id;
+    const struct qemu_plugin_insn *first = qemu_plugin_tb_get_insn(tb, 0);
+    const char *symbol = qemu_plugin_insn_symbol(first);
+    if (!symbol || !strstr(symbol, word))
+        return;
+    // Never freed or moved: the counter is written from translated code until the end.
+    struct block *block = calloc(1, sizeof *block);
+    if (!block)
+        abort();
+    block->start = qemu_plugin_insn_vaddr(first);
+    block->instructions = qemu_plugin_tb_n_insns(tb);
+    block->next = blocks;
+    blocks = block;
+    qemu_plugin_register_vcpu_tb_exec_inline(tb, ADD_U64, &block->executions, 1);
+}
+
+static void finished(plugin_id id, void *user)
+{
+    (void)id;
+    (void)user;
+    uint64_t total = 0, most = 0, start = UINT64_MAX, end = 0;
+    for (struct block *block = blocks; block; block = block->next) {
+        total += block->instructions * block->executions;
+        most = block->executions > most ? block->executions : most;
+    }
+    // A loop that crosses a page is two blocks, and its first round belongs to the block before it.
+    for (struct block *block = blocks; block; block = block->next) {
+        if (block->executions < most - most / 8)
+            continue;
+        start = block->start < start ? block->start : start;
+        uint64_t after = block->start + 4 * block->instructions;
+        end = after > end ? after : end;
+    }
+    FILE *file = fopen(path, "w");
+    if (!file)
+        abort();
+    fprintf(file, "%" PRIu64 " 0x%" PRIx64 " 0x%" PRIx64 "\n", total, start, end);
+    fclose(file);
+}
+
+EXPORT int qemu_plugin_install(plugin_id id, const void *info, int count, char **arguments)
+{
+    (void)info;
+    for (int i = 0; i < count; i++) {
+        if (!strncmp(arguments[i], "in=", 3))
+            word = strdup(arguments[i] + 3);
+        else if (!strncmp(arguments[i], "out=", 4))
+            path = strdup(arguments[i] + 4);
+        else
+            return 1;
+    }
+    if (!path)
+        return 1;
+    qemu_plugin_register_vcpu_tb_trans_cb(id, translated);
+    qemu_plugin_register_atexit_cb(id, finished, NULL);
+    return 0;
+}

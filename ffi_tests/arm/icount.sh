@@ -1,0 +1,90 @@
+#!/bin/sh
+# Instructions per element of Adam on each Arm kernel, counted under qemu, must not exceed the committed table.
+#
+# Called by run.sh, which builds what this counts. SPILLWAY_BLESS=1 writes the table anew. Counts are exact and the same
+# on every run; they belong to the compilers that the table names.
+set -eu
+
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
+settings=$("$root/packaging/arm_env.sh" --export)
+eval "$settings"
+work=${CARGO_TARGET_DIR:-$root/target}/arm
+table=$root/ffi_tests/arm/icount.txt
+# At 128 bits, the vectors of Neoverse V2.
+export QEMU_CPU=max,sve-default-vector-length=16
+
+main() {
+    count_all >"$work/icount.txt"
+    if [ -n "${SPILLWAY_BLESS:-}" ]; then
+        cp "$work/icount.txt" "$table"
+    fi
+    cat "$work/icount.txt"
+    compare
+    limit 'f32 f32 f32 none decoupled 0' sve 5.2
+    limit 'f32 f32 bf16 bf16 decoupled 0' sve_bf16 6.1
+    limit 'f32 f32 f32 none decoupled 0' neon 4.5
+}
+
+count_all() {
+    echo "# Instructions per element, vectors of 128 bits."
+    echo "# $(aarch64-linux-gnu-gcc --version | head -n 1); $("$RUSTC" --version)"
+    echo "# param state grad copy decay squares sve_bf16 sve neon"
+    while read -r case; do
+        echo "$case $(per_element sve_bf16 "$case") $(per_element sve "$case") $(per_element neon "$case")"
+    done <<END
+f32 f32 f32 none none 0
+f32 f32 f32 none l2 0
+f32 f32 f32 none decoupled 0
+f32 f32 f32 none decoupled 1
+f32 f32 f32 f16 decoupled 0
+f32 f32 f32 bf16 decoupled 0
+f32 f32 f16 none decoupled 0
+f32 f32 f16 f16 decoupled 0
+f32 f32 f16 bf16 decoupled 0
+f32 f32 bf16 none decoupled 0
+f32 f32 bf16 f16 decoupled 0
+f32 f32 bf16 bf16 decoupled 0
+f32 f32 bf16 bf16 decoupled 1
+f16 f32 f16 none decoupled 0
+f16 f16 f16 none decoupled 0
+bf16 f32 bf16 none decoupled 0
+bf16 bf16 bf16 none decoupled 0
+END
+}
+
+# The difference between two lengths leaves out what a call costs.
+per_element() {
+    few=$(executed "$1" "$2" 4096)
+    many=$(executed "$1" "$2" 12288)
+    awk "BEGIN { printf \"%.3f\", ($many - $few) / 8192 }"
+}
+
+executed() {
+    case $1 in
+        neon) word=neon ;;
+        *) word=spillway_adam_$1 ;;
+    esac
+    # shellcheck disable=SC2086 # the case is words
+    SPILLWAY_KERNEL=$1 qemu-aarch64 -plugin "$work/icount.so,in=$word,out=$work/count" "$work/one_step" $2 "$3" \
+        >"$work/name"
+    [ "$(cat "$work/name")" = "$1" ]
+    cut -d' ' -f1 "$work/count"
+}
+
+compare() {
+    awk '/^#/ { next }
+        { key = $1 " " $2 " " $3 " " $4 " " $5 " " $6 }
+        FNR == NR { for (i = 7; i <= 9; i++) limit[key, i] = $i; next }
+        { for (i = 7; i <= 9; i++) if (!((key, i) in limit) || $i > limit[key, i]) {
+            print "more than the table allows: " key ": " $i " > " limit[key, i]; bad = 1 } }
+        END { exit bad }' "$table" "$work/icount.txt"
+}
+
+# limit CASE KERNEL MOST
+limit() {
+    column=$(echo "sve_bf16 sve neon" | tr ' ' '\n' | grep -nx "$2" | cut -d: -f1)
+    found=$(sed -n "s/^$1 //p" "$work/icount.txt" | cut -d' ' -f"$column")
+    awk "BEGIN { exit !($found <= $3) }" || { echo "$2, $1: $found is over the limit $3"; exit 1; }
+}
+
+main

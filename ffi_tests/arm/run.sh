@@ -1,0 +1,220 @@
+#!/bin/sh
+# Proves the Arm library under qemu, on a machine that is no Arm: bits, bounds, choice of kernel, callers, instructions.
+#
+# The first run sets the tool chain up (packaging/arm_env.sh); exit status 77 means that root has to install packages.
+# What a failed part printed is in the folder that the last line names.
+set -eu
+
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
+settings=$("$root/packaging/arm_env.sh" --export) || exit $?
+tools=$("$root/packaging/arm_env.sh")
+target=${CARGO_TARGET_DIR:-$root/target}
+work=$target/arm
+library=$target/aarch64-unknown-linux-gnu/release
+passed=0
+failed=0
+
+export RUST_BACKTRACE=0
+
+all='sve_bf16, sve, neon, scalar'
+cpus="max,sve-default-vector-length=16:$all
+max,sve-default-vector-length=32:$all
+max,sve-default-vector-length=48:$all
+max,sve-default-vector-length=64:$all
+max,sve-default-vector-length=128:$all
+max,sve-default-vector-length=256:$all
+a64fx:sve, neon, scalar
+neoverse-n1:neon, scalar
+max,sve=off:neon, scalar"
+
+main() {
+    mkdir -p "$work"
+    cd "$root"
+    check 'the library, its tests and the host library build' build
+    if [ $failed = 0 ]; then
+        unit_tests
+        choice_of_kernel
+        c_programs
+        check 'every kernel and the host give the same digest through Python, in forked children too' digests
+        check 'the Python package steps on the Arm library' python_package
+        check 'instructions per element are within the table' "$root/ffi_tests/arm/icount.sh"
+        mutants
+    fi
+    echo "$passed passed, $failed failed (output in $work)"
+    [ $failed = 0 ]
+}
+
+# check NAME COMMAND...: one line of the result.
+check() {
+    name=$1
+    shift
+    log=$work/$(printf '%s' "$name" | tr -c 'a-z0-9' _).log
+    # Not inside the condition, where the shell would go on after a failed command.
+    set +e
+    (set -e && "$@") >"$log" 2>&1
+    status=$?
+    set -e
+    if [ $status = 0 ]; then
+        passed=$((passed + 1))
+        echo "ok      $name"
+    else
+        failed=$((failed + 1))
+        echo "FAILED  $name"
+        tail -n 15 "$log" | sed 's/^/        /'
+    fi
+}
+
+arm_cargo() {
+    (eval "$settings" && cargo "$@")
+}
+
+arm() {
+    cpu=$1
+    shift
+    (eval "$settings" && QEMU_CPU=$cpu exec timeout 120 qemu-aarch64 "$@")
+}
+
+build() {
+    arm_cargo test --lib --no-run 2>&1 | tee "$work/tests.txt"
+    sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/tests.txt" >"$work/tests"
+    [ -s "$work/tests" ]
+    arm_cargo build --release --lib --no-default-features
+    cargo build --lib --no-default-features
+    aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
+        "$library/libspillway.a" -lm -o "$work/one_step"
+    cc -std=gnu11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"
+}
+
+unit_tests() {
+    while IFS=: read -r cpu kernels; do
+        check "unit tests, the checkers among them, on $cpu: $kernels" unit_tests_on "$cpu" "$kernels"
+    done <<END
+$cpus
+END
+}
+
+# The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure. What is
+# skipped reserves terabytes of addresses, for each page of which qemu-user keeps a record.
+unit_tests_on() {
+    arm "$1" "$(cat "$work/tests")" --nocapture --skip far_more_than_the_machine_has >"$work/unit.txt" 2>&1 ||
+        { cut -c1-300 "$work/unit.txt"; return 1; }
+    cat "$work/unit.txt"
+    cases=$(sed -n "s/.*\b\([0-9][0-9]*\) cases on each of $2\$/\1/p" "$work/unit.txt")
+    [ "${cases:-0}" -ge 756 ]
+}
+
+choice_of_kernel() {
+    while read -r cpu wanted ran other; do
+        check "$wanted runs when forced on $cpu" runs "$wanted" "$wanted" "$cpu" "$ran" "$other"
+    done <<END
+max sve_bf16 spillway_adam_sve_bf16 neon
+max sve spillway_adam_sve spillway_adam_sve_bf16
+max neon neon spillway_adam_sve
+max scalar scalar neon
+a64fx sve spillway_adam_sve spillway_adam_sve_bf16
+neoverse-n1 neon neon spillway_adam_sve
+END
+    check 'sve_bf16 is the choice of max' runs '' sve_bf16 max spillway_adam_sve_bf16 neon
+    check 'sve is the choice of a64fx' runs '' sve a64fx spillway_adam_sve spillway_adam_sve_bf16
+    check 'neon is the choice of neoverse-n1' runs '' neon neoverse-n1 neon spillway_adam_sve
+    check 'sve is refused on neoverse-n1' refused sve neoverse-n1
+    check 'sve_bf16 is refused on a64fx' refused sve_bf16 a64fx
+}
+
+# runs FORCED NAME CPU THIS OTHER: the library names NAME, executes functions called THIS and none called OTHER.
+runs() {
+    [ -z "$1" ] || export SPILLWAY_KERNEL="$1"
+    [ "$(executed "$3" "$4")" != 0 ]
+    [ "$(cat "$work/name")" = "$2" ]
+    [ "$(executed "$3" "$5")" = 0 ]
+}
+
+executed() {
+    arm "$1" -plugin "$work/icount.so,in=$2,out=$work/count" "$work/one_step" f32 f32 bf16 bf16 decoupled 0 4096 \
+        >"$work/name"
+    cut -d' ' -f1 "$work/count"
+}
+
+refused() {
+    export SPILLWAY_KERNEL="$1"
+    if arm "$2" "$work/one_step" f32 f32 f32 none none 0 64 2>"$work/refused"; then return 1; fi
+    cat "$work/refused"
+    grep -q "this processor has no $1" "$work/refused"
+}
+
+c_programs() {
+    for source in "$root"/examples_c/*.c "$root"/ffi_tests/c/*.c; do
+        [ -f "$source" ] || continue
+        case $source in
+            */c/kernels.c) echo "skip    c/kernels.c starts itself, which qemu-user cannot" ;;
+            */c/lengths.c) echo "skip    c/lengths.c steps 2^33 elements, hours of emulation" ;;
+            */c/threads.c) echo "skip    c/threads.c counts the threads of its process, and qemu has one more" ;;
+            */c/fork.c) echo "skip    c/fork.c starts threads in children of processes with threads: qemu-user aborts" ;;
+            *) check "C program ${source#"$root"/}" c_program "$source" ;;
+        esac
+    done
+}
+
+c_program() {
+    folder=$library
+    if [ "$(head -n 1 "$1")" = '// Build: probe' ]; then
+        arm_cargo build --lib --no-default-features --features probe --target-dir "$target/probe"
+        folder=$target/probe/aarch64-unknown-linux-gnu/debug
+    fi
+    aarch64-linux-gnu-gcc -std=c11 -O1 -Wall -Wextra -Werror -Iinclude "$1" -L"$folder" -lspillway -lpthread -lm -ldl \
+        -o "$work/program"
+    ln -sf libspillway.so "$folder/libspillway.so.1"
+    status=0
+    SPILLWAY_VECTORS=$root/kernels arm max -E LD_LIBRARY_PATH="$folder" "$work/program" || status=$?
+    [ $status = 0 ] || [ $status = 77 ]
+}
+
+digests() {
+    expected=$(SPILLWAY_LIBRARY=$target/debug/libspillway.so python3 ffi_tests/arm/smoke.py)
+    echo "host: $expected"
+    for kernel in sve_bf16 sve neon scalar; do
+        digest=$(SPILLWAY_KERNEL=$kernel SPILLWAY_LIBRARY=$library/libspillway.so SPILLWAY_NUM_THREADS=3 \
+            "$tools/bin/python" ffi_tests/arm/smoke.py)
+        echo "$digest"
+        [ "$digest" = "$kernel ${expected#* }" ]
+    done
+}
+
+python_package() {
+    SPILLWAY_LIBRARY=$library/libspillway.so PYTHONPATH=packaging/python "$tools/bin/python" -B -c '
+import spillway
+assert spillway.kernel_name() == "sve_bf16", spillway.kernel_name()
+spillway.set_num_threads(2)
+print(spillway.library_version(), spillway.library_path(), spillway.num_threads())'
+}
+
+# Damages the SVE kernel in a copy of the tree; a checker that does not notice proves nothing. The copy has a target folder
+# of its own: cargo would take its objects for those of the tree.
+mutants() {
+    rm -rf "$work/mutant"
+    mkdir -p "$work/mutant"
+    cp -pR Cargo.toml Cargo.lock build.rs src kernels include ffi_tests packaging "$work/mutant"
+    mutant 'a wrong rounding constant' 's/svdup_n_u32(0x7fff)/svdup_n_u32(0x8000)/'
+    mutant 'a tail without predicate' 's/step(svwhilelt_b32_u64(done, n)/step(svptrue_b32()/'
+    mutant 'an unfused multiply' \
+        's/p = svmla_n_f32_x(active, p, \(svdiv.*)\), rule->step_size/p = svadd_f32_x(active, p, svmul_n_f32_x(active, \1, rule->step_size)/'
+}
+
+mutant() {
+    sed "$2" kernels/adam_sve.c >"$work/mutant/kernels/adam_sve.c"
+    check "the checkers catch $1" caught
+}
+
+caught() {
+    if cmp kernels/adam_sve.c "$work/mutant/kernels/adam_sve.c"; then return 1; fi
+    cd "$work/mutant"
+    arm_cargo test --lib --no-run --target-dir "$work/mutant-target" 2>&1 | tee "$work/mutant.txt"
+    tests=$(sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/mutant.txt")
+    [ -n "$tests" ]
+    status=0
+    arm max,sve-default-vector-length=32 "$tests" kernel::check >"$work/caught.txt" 2>&1 || status=$?
+    # 101 is a failed test, 128 and more a signal; anything else is no verdict of the checker.
+    [ $status = 101 ] || [ $status -ge 128 ]
+}
+
+main "$@"

@@ -1,0 +1,135 @@
+#!/bin/sh
+# Makes what an Arm build on an x86_64 Debian machine needs, in a cache outside the repository, and prints its path:
+# C cross compiler and qemu from apt, and unpacked beside them a Rust with the Arm standard library, an Arm Python and
+# llvm-mca. The Rust is Debian's own, because its compiler and its Arm standard library are one build.
+#
+#   packaging/arm_env.sh            the folder; its file `env` holds the settings for cargo
+#   packaging/arm_env.sh --export   those settings as shell lines
+#
+# A second run does nothing. SPILLWAY_CACHE moves the cache. Exit status 77: root has to run the command shown.
+set -eu
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+cache=${SPILLWAY_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/spillway}/arm
+system='gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user'
+python='libc6 libgcc-s1 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libcrypt1 libssl3 libuuid1
+    libpython3.11-minimal libpython3.11-stdlib python3.11-minimal'
+
+main() {
+    mkdir -p "$cache"
+    exec 9>"$cache/lock"
+    if ! flock -n 9; then
+        say "waiting for another set-up of $cache"
+        flock 9
+    fi
+    wanted=$(sha256sum <"$here/arm_env.sh" | cut -d' ' -f1)
+    if [ "$(cat "$cache/stamp" 2>/dev/null)" != "$wanted" ] || ! have_system; then
+        rm -f "$cache/stamp"
+        set_up >&2
+        echo "$wanted" >"$cache/stamp"
+    fi
+    exec 9>&-
+    if [ "${1:-}" = --export ]; then cat "$cache/env"; else echo "$cache"; fi
+}
+
+have_system() {
+    command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null
+}
+
+set_up() {
+    if ! have_system || ! apt-cache show libstd-rust-web-dev:arm64 >/dev/null 2>&1; then
+        install_system
+    fi
+    say "unpacking the Arm tool chain into $cache (about 160 MB to download, once)"
+    rm -rf "$cache/rust" "$cache/python" "$cache/llvm" "$cache/debs"
+    std=$(dependency libstd-rust-web-dev:arm64 'libstd-rust-web-[0-9.]*')
+    llvm=$(dependency "$std" 'libllvm[0-9]*')
+    unpack rust rustc-web "$std:amd64" libstd-rust-web-dev:amd64 libstd-rust-web-dev:arm64 "$llvm:amd64"
+    # shellcheck disable=SC2086 # the list is words
+    unpack python $(printf '%s:arm64 ' $python)
+    unpack llvm "llvm-${llvm#libllvm}"
+    rm -rf "$cache/debs"
+    write_wrappers
+    write_env
+}
+
+install_system() {
+    if ! command -v apt-get >/dev/null; then
+        skip "needs Debian packages: $system"
+    elif [ "$(id -u)" != 0 ]; then
+        skip "as root: dpkg --add-architecture arm64 && apt-get update && apt-get install $system"
+    fi
+    say "installing $system"
+    dpkg --add-architecture arm64
+    apt-get update -qq
+    # shellcheck disable=SC2086 # the list is words
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $system >"$cache/apt.log" 2>&1 ||
+        fail "apt-get failed: see $cache/apt.log"
+}
+
+# The package that $1 depends on whose name matches $2: names carry versions that security updates change.
+dependency() {
+    found=$(apt-cache depends "$1" | sed -n "s/.*Depends: \($2\)\(:[a-z0-9]*\)\{0,1\}\$/\1/p" | head -n 1)
+    [ -n "$found" ] || fail "$1 depends on no $2"
+    echo "$found"
+}
+
+# unpack FOLDER PACKAGE...
+unpack() {
+    folder=$cache/$1
+    shift
+    mkdir -p "$cache/debs" "$folder"
+    (cd "$cache/debs" && rm -f ./*.deb && apt-get -o APT::Sandbox::User=root download -qq "$@")
+    for deb in "$cache/debs"/*.deb; do
+        dpkg -x "$deb" "$folder"
+    done
+}
+
+write_wrappers() {
+    libraries=$cache/rust/usr/lib/x86_64-linux-gnu
+    for tool in rustc rustdoc; do
+        binary=$cache/rust/usr/bin/$tool
+        [ -x "$binary" ] || binary=$binary-web
+        wrap "$tool" "LD_LIBRARY_PATH=$libraries" "$binary"
+    done
+    mca=$(find "$cache/llvm" -path '*/bin/llvm-mca' | head -n 1)
+    [ -n "$mca" ] || fail "no llvm-mca in its package"
+    wrap llvm-mca "LD_LIBRARY_PATH=$libraries" "$mca"
+    wrap python "QEMU_LD_PREFIX=$cache/python" qemu-aarch64 "$cache/python/usr/bin/python3.11"
+}
+
+# wrap NAME ENVIRONMENT COMMAND...
+wrap() {
+    mkdir -p "$cache/bin"
+    file=$cache/bin/$1
+    shift
+    printf '#!/bin/sh\nexec env %s "$@"\n' "$*" >"$file"
+    chmod +x "$file"
+}
+
+write_env() {
+    target=AARCH64_UNKNOWN_LINUX_GNU
+    cat >"$cache/env" <<END
+export CARGO_BUILD_TARGET=aarch64-unknown-linux-gnu
+export RUSTC='$cache/bin/rustc' RUSTDOC='$cache/bin/rustdoc'
+export CARGO_TARGET_${target}_LINKER=aarch64-linux-gnu-gcc
+export CARGO_TARGET_${target}_RUNNER=qemu-aarch64
+export QEMU_LD_PREFIX=/usr/aarch64-linux-gnu
+END
+}
+
+say() {
+    echo "arm_env: $*" >&2
+}
+
+fail() {
+    say "$*"
+    exit 1
+}
+
+skip() {
+    say "$*"
+    exit 77
+}
+
+main "$@"

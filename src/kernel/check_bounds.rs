@@ -1,0 +1,149 @@
+//! The checker of bounds: spans that begin or end at memory that cannot be touched.
+//!
+//! A read past an end changes no result, so the canaries of `check` cannot see it; here it stops the test.
+
+use super::element::{Dtypes, supported};
+use super::*;
+use crate::dtype::{Dtype, Floats, FloatsMut};
+
+const LENGTHS: [usize; 14] = [1, 3, 4, 5, 15, 16, 17, 63, 65, 255, 256, 257, 1023, 4097];
+
+/// Pages with a forbidden one on either side.
+struct Guarded {
+    start: *mut u8,
+    bytes: usize,
+}
+
+/// Which side of the span is flush with a forbidden page.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Flush {
+    Begin,
+    End,
+}
+
+fn page() -> usize {
+    // SAFETY: asks a constant of the system.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap()
+}
+
+impl Guarded {
+    fn new(bytes: usize) -> Guarded {
+        let page = page();
+        let bytes = bytes.next_multiple_of(page);
+        // SAFETY: a fresh mapping, of which the inner pages are opened.
+        let start = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let all = libc::mmap(std::ptr::null_mut(), bytes + 2 * page, libc::PROT_NONE, flags, -1, 0);
+            assert_ne!(all, libc::MAP_FAILED);
+            let start = all.byte_add(page);
+            assert_eq!(libc::mprotect(start, bytes, libc::PROT_READ | libc::PROT_WRITE), 0);
+            // Huge values, whose steps overflow: a log of them takes the most room.
+            start.cast::<u8>().write_bytes(0x7f, bytes);
+            start
+        };
+        Guarded { start: start.cast(), bytes }
+    }
+
+    fn address(&self, bytes: usize, flush: Flush) -> *mut u8 {
+        self.start.wrapping_add(if flush == Flush::Begin { 0 } else { self.bytes - bytes })
+    }
+
+    fn bytes(&mut self, n: usize, flush: Flush) -> &mut [u8] {
+        // SAFETY: open memory of at least n bytes, borrowed with the mapping.
+        unsafe { std::slice::from_raw_parts_mut(self.address(n, flush), n) }
+    }
+
+    /// `n` elements at one side of the pages.
+    fn floats(&mut self, dtype: Dtype, n: usize, flush: Flush) -> FloatsMut<'_> {
+        fn slice<'a, T>(address: *mut u8, n: usize) -> &'a mut [T] {
+            // SAFETY: the caller passes open, aligned memory of n elements, where every pattern is a value, and keeps
+            // the mapping borrowed.
+            unsafe { std::slice::from_raw_parts_mut(address.cast(), n) }
+        }
+        let address = self.address(n * dtype.size(), flush);
+        match dtype {
+            Dtype::F32 => FloatsMut::F32(slice(address, n)),
+            Dtype::F16 => FloatsMut::F16(slice(address, n)),
+            Dtype::Bf16 => FloatsMut::Bf16(slice(address, n)),
+        }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        let page = page();
+        // SAFETY: the whole mapping of `new`, of which no borrow is left.
+        unsafe { libc::munmap(self.start.wrapping_sub(page).cast(), self.bytes + 2 * page) };
+    }
+}
+
+fn all_dtypes() -> impl Iterator<Item = Dtypes> {
+    const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+    (0..3 * 3 * 3 * 4)
+        .map(|i| Dtypes {
+            param: ALL[i % 3],
+            state: ALL[i / 3 % 3],
+            grad: ALL[i / 9 % 3],
+            copy: ALL.get(i / 27).copied(),
+        })
+        .filter(|dtypes| supported(*dtypes))
+}
+
+/// Steps spans at forbidden pages with every kernel, type combination, length and side.
+fn check<R: Rule>(rule: R) {
+    let most = LENGTHS[LENGTHS.len() - 1];
+    let mut memory: [Guarded; 5] = std::array::from_fn(|_| Guarded::new(most * 4));
+    let mut log = Guarded::new(log_bytes(most));
+    for dtypes in all_dtypes() {
+        for (kernel, n) in Kernel::all().flat_map(|kernel| LENGTHS.map(|n| (kernel, n))) {
+            for (flush, squares) in
+                [Flush::Begin, Flush::End].into_iter().flat_map(|f| [(f, true), (f, false)])
+            {
+                let [p, g, m, v, copy] = &mut memory;
+                let grad = match g.floats(dtypes.grad, n, flush) {
+                    FloatsMut::F32(s) => Floats::F32(s),
+                    FloatsMut::F16(s) => Floats::F16(s),
+                    FloatsMut::Bf16(s) => Floats::Bf16(s),
+                };
+                let states = States {
+                    param: p.floats(dtypes.param, n, flush),
+                    exp_avg: Some(m.floats(dtypes.state, n, flush)),
+                    exp_avg_sq: Some(v.floats(dtypes.state, n, flush)),
+                };
+                let copy = dtypes.copy.map(|dtype| copy.floats(dtype, n, flush));
+                let mut tensor = Tensor::new(states, grad, copy).unwrap();
+                step(kernel, rule, tensor.reborrow(), squares).unwrap();
+                let mut tensor = tensor.with_log(log.bytes(log_bytes(n), flush)).unwrap();
+                step(kernel, rule, tensor.reborrow(), squares).unwrap();
+                undo(kernel, rule, tensor, Some(1.0)).unwrap();
+                assert!(grad_squares(kernel, grad, 1.0) > 0.0 || dtypes.grad == Dtype::F16);
+            }
+        }
+    }
+}
+
+#[test]
+fn no_kernel_touches_memory_outside_its_spans() {
+    check(AdamRule {
+        decay: WeightDecay::Decoupled,
+        grad_scale: 1.0,
+        beta1: 0.9,
+        one_minus_beta1: 0.1,
+        beta2: 0.99,
+        one_minus_beta2: 0.01,
+        inv_sqrt_correction2: 1.0,
+        eps: 1e-8,
+        step_size: -0.1,
+        decay_factor: -0.01,
+    });
+    check(AdagradRule { grad_scale: 1.0, step_size: -0.1, eps: 1e-8, weight_decay: 0.1 });
+    check(LionRule {
+        grad_scale: 1.0,
+        lr: 0.1,
+        beta1: 0.9,
+        one_minus_beta1: 0.1,
+        beta2: 0.99,
+        one_minus_beta2: 0.01,
+        decay_factor: -0.01,
+    });
+}

@@ -137,6 +137,9 @@ pub(super) unsafe fn read_all(tensors: *const spw_tensor, count: usize) -> Resul
     if tensors.is_null() {
         return Err(Error::invalid("tensors", "is NULL"));
     }
+    if u32::try_from(count).is_err() {
+        return Err(Error::invalid("count", format!("is {count}, over 2^32 - 1")));
+    }
     // SAFETY: there is at least one tensor.
     let stride = unsafe { record::stride(tensors, "tensors[0]") }?;
     let raw = (0..count).map(|index| {
@@ -259,51 +262,59 @@ fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'stat
 /// No processor maps user memory above this.
 const ADDRESS_SPACE: u128 = 1 << 56;
 
-/// One span of a call: where it lies, whether it is written, and its name.
+/// One span of a call: where it lies, and which it is.
+#[derive(Clone, Copy)]
 struct Range {
     start: usize,
     end: usize,
-    written: bool,
-    tensor: usize,
-    name: &'static str,
+    tensor: u32,
+    span: u8,
 }
+
+const SPANS: [&str; 5] = ["param", "grad", "exp_avg", "exp_avg_sq", "param_copy"];
+/// The one span that is only read.
+const GRAD: u8 = 1;
 
 /// Refuses a span that is written and shares a byte with any other span of the call.
 fn check_overlap(tensors: &[spw_tensor]) -> Result<()> {
-    let mut ranges = Vec::with_capacity(tensors.len() * 5);
-    for (tensor, raw) in tensors.iter().enumerate() {
-        let spans = [
-            ("param", raw.param.cast_const(), raw.param_dtype, true),
-            ("grad", raw.grad, raw.grad_dtype, false),
-            ("exp_avg", raw.exp_avg.cast_const(), raw.state_dtype, true),
-            ("exp_avg_sq", raw.exp_avg_sq.cast_const(), raw.state_dtype, true),
-            ("param_copy", raw.param_copy.cast_const(), raw.copy_dtype, true),
-        ];
-        for (name, address, dtype, written) in spans.into_iter().filter(|span| !span.1.is_null() && raw.n > 0)
-        {
-            let start = address.addr();
-            let bytes = spw_dtype_size(dtype).saturating_mul(raw.n).min(usize::MAX as u64) as usize;
-            ranges.push(Range { start, end: start.saturating_add(bytes), written, tensor, name });
-        }
+    // Span by span and not tensor by tensor: allocators hand out each kind in rising order, and the sort finds such runs.
+    let mut ranges = Vec::with_capacity(tensors.len() * SPANS.len());
+    for span in 0..SPANS.len() as u8 {
+        let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
+        ranges.extend(tensors.iter().enumerate().filter_map(of));
     }
-    ranges.sort_unstable_by_key(|range| range.start);
-    let mut furthest: Option<&Range> = None;
-    let mut furthest_written: Option<&Range> = None;
-    for range in &ranges {
-        let rival = if range.written { furthest } else { furthest_written };
+    ranges.sort_by_key(|range| range.start);
+    let mut furthest: Option<Range> = None;
+    let mut furthest_written: Option<Range> = None;
+    for range in ranges {
+        let written = range.span != GRAD;
+        let rival = if written { furthest } else { furthest_written };
         if let Some(other) = rival.filter(|other| range.start < other.end) {
-            let reason = format!("overlaps tensors[{}].{}", other.tensor, other.name);
-            return Err(at(range.tensor, Error::invalid(range.name, reason)));
+            let reason = format!("overlaps tensors[{}].{}", other.tensor, SPANS[usize::from(other.span)]);
+            return Err(at(range.tensor as usize, Error::invalid(SPANS[usize::from(range.span)], reason)));
         }
-        let further = |known: Option<&Range>| known.is_none_or(|known| range.end > known.end);
+        let further = |known: Option<Range>| known.is_none_or(|known| range.end > known.end);
         if further(furthest) {
             furthest = Some(range);
         }
-        if range.written && further(furthest_written) {
+        if written && further(furthest_written) {
             furthest_written = Some(range);
         }
     }
     Ok(())
+}
+
+fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
+    let (address, dtype) = match span {
+        0 => (raw.param.cast_const(), raw.param_dtype),
+        GRAD => (raw.grad, raw.grad_dtype),
+        2 => (raw.exp_avg.cast_const(), raw.state_dtype),
+        3 => (raw.exp_avg_sq.cast_const(), raw.state_dtype),
+        _ => (raw.param_copy.cast_const(), raw.copy_dtype),
+    };
+    let bytes = spw_dtype_size(dtype).saturating_mul(raw.n).min(usize::MAX as u64) as usize;
+    let start = address.addr();
+    (bytes > 0 && start > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
 }
 
 /// Writes the statistics if they were asked for.

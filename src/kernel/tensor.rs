@@ -96,7 +96,7 @@ impl<'a> Tensor<'a> {
     }
 
     pub(super) fn log_address(&mut self) -> Option<*mut u8> {
-        self.log.as_mut().map(|log| log.as_mut_ptr())
+        self.log.as_mut().filter(|log| !log.is_empty()).map(|log| log.as_mut_ptr())
     }
 
     /// True if the step is, or was, recorded.

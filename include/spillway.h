@@ -60,10 +60,30 @@ typedef enum spw_status {
     SPW_ERR_UNSUPPORTED = 2,
     // The optimizer id was never created, or was destroyed.
     SPW_ERR_UNKNOWN_ID = 3,
+    // A limit given at open is reached; nothing changed.
+    SPW_ERR_LIMIT_REACHED = 4,
+    // The object is still in use; nothing changed.
+    SPW_ERR_BUSY = 5,
     // A bug inside spillway was caught. Spans of the call may be partly stepped.
     SPW_ERR_INTERNAL = 9,
     // The system refused; the message has its words.
     SPW_ERR_SYSTEM = 11,
+    // Reading or writing a file failed; the message has path, offset, bytes and errno.
+    SPW_ERR_IO = 20,
+    // No space on the device, or the quota is used up.
+    SPW_ERR_NO_SPACE = 21,
+    // The file ends before the bytes asked for.
+    SPW_ERR_SHORT_FILE = 22,
+    // The time given to a wait is over; what it waited for goes on, and may be waited for again.
+    SPW_ERR_TIMEOUT = 23,
+    // The operation was cancelled.
+    SPW_ERR_CANCELLED = 24,
+    // The file, or a directory of its path, does not exist.
+    SPW_ERR_NOT_FOUND = 25,
+    // The operation's own deadline passed. Its memory stays in use until the system answers.
+    SPW_ERR_DEADLINE = 26,
+    // Earlier operations on the same device are stuck past their deadline.
+    SPW_ERR_PATH_FAILED = 27,
 } spw_status;
 
 // Element type of a span. Passed as `uint32_t`.

@@ -1,3 +1,6 @@
-//! What the operating system is asked for: processors and threads.
+//! What the operating system is asked for: processors, threads, memory and files.
 
+pub mod file;
+pub mod memory;
+pub mod span;
 pub mod threads;

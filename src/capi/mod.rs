@@ -22,4 +22,8 @@ pub mod lion;
 
 pub mod grad;
 
+pub mod pool;
+
+pub mod io;
+
 pub mod deepspeed;

@@ -293,7 +293,8 @@ impl Buffers {
                 let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
                 let nothings = vec![nothing; registered.chunks];
                 // SAFETY: empty entries refer to no memory.
-                let _ = unsafe { submitter.register_buffers_update(registered.first as u32, &nothings, None) };
+                let _ =
+                    unsafe { submitter.register_buffers_update(registered.first as u32, &nothings, None) };
                 used[registered.first..][..registered.chunks].fill(false);
             }
             live

@@ -181,6 +181,11 @@ impl Pool {
         })
     }
 
+    /// False in a forked child of the process that opened it.
+    pub fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+
     /// Refuses while blocks are out, since their users would be left with unmapped memory.
     pub fn closable(&self) -> Result<()> {
         match self.lock()?.in_use {
@@ -206,7 +211,7 @@ impl Pool {
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, State>> {
-        match self.process == std::process::id() {
+        match self.is_own() {
             true => Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner)),
             false => Err(Error::Unsupported(format!(
                 "the pool was opened by process {}; a forked child opens its own",
@@ -218,7 +223,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
+        if !self.is_own() {
             return;
         }
         if let Err(leak) = self.closable() {

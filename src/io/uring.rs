@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -324,16 +325,20 @@ impl Table {
                 Registered { first, chunks, ..refused }
             }
             Err(error) => {
-                if !std::mem::replace(&mut self.refused, true) {
-                    let bytes = span.len();
-                    let message = format!(
-                        "{bytes} bytes are not registered with io_uring: {error}; transfers cost more"
-                    );
-                    log::write(Level::Info, &message);
-                }
+                self.refused = true;
+                log_refusal(span.len(), &error);
                 refused
             }
         }
+    }
+}
+
+/// Once per process: the limit is the same for every ring.
+fn log_refusal(bytes: usize, error: &io::Error) {
+    static LOGGED: AtomicBool = AtomicBool::new(false);
+    if !LOGGED.swap(true, Ordering::Relaxed) {
+        let message = format!("{bytes} bytes are not registered with io_uring: {error}; transfers cost more");
+        log::write(Level::Info, &message);
     }
 }
 

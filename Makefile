@@ -2,12 +2,13 @@
 # make test    every test; sets up what it needs
 # make lib     the library and the command line tool, in target/release
 # make install PREFIX=/usr/local
+# make dist    libraries and wheels for x86-64 and Arm, in dist/
 # make bench   this machine against its own limits, then against torch and DeepSpeed
 
 PREFIX ?= /usr/local
 RELEASE = target/release
 
-.PHONY: demo test quick lib install bench packages
+.PHONY: demo test quick lib install bench dist packages
 
 demo: packages
 	ffi_tests/deepspeed/demo.sh
@@ -28,6 +29,10 @@ install: lib
 bench: lib
 	$(RELEASE)/spillway bench adam
 	$(RELEASE)/spillway bench undo
+
+# Libraries and wheels for x86-64 and Arm, in dist/.
+dist: packages
+	packaging/dist.sh
 
 packages:
 	packaging/system_packages.sh

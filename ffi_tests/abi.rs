@@ -111,6 +111,26 @@ fn layout_of_rust() -> String {
         }
         capi::lion::spw_lion_options { struct_size, reserved, lr, beta1, beta2, weight_decay, grad_scale }
         capi::undo::spw_undo_options { struct_size, mode, elements, tensors }
+        capi::pool::spw_pool_options {
+            struct_size, flags, block_bytes, block_count, node, reserved,
+        }
+        capi::pool::spw_pool_stats {
+            struct_size, page_kind, block_bytes, block_count, in_use, high_water, quarantined,
+            bytes, locked_bytes, foreign_bytes,
+        }
+        capi::pool::spw_pinned_stats {
+            struct_size, reserved, allocations, bytes, high_water, mapped_bytes, locked_bytes,
+        }
+        capi::io::spw_io_options {
+            struct_size, backend, flags, queue_depth, block_bytes, workers, file_mode, deadline_ms,
+        }
+        capi::io::spw_io_request {
+            struct_size, fd, path, offset, buffer, bytes, deadline_ms,
+        }
+        capi::io::spw_io_stats {
+            struct_size, reserved, reads, writes, read_bytes, written_bytes, failed, requests,
+            direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck,
+        }
     }
 }
 

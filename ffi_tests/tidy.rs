@@ -22,7 +22,9 @@ const VOCABULARY: [&str; 1] = ["error"];
 /// Constants of lib.rs that any module may name.
 const CRATE_CONSTANTS: [&str; 1] = ["VERSION"];
 const MAY_BE_UNSAFE: [&str; 5] = ["sys", "kernel", "pool", "gpu", "capi"];
-const MAY_BE_UNSAFE_FILES: [&str; 1] = ["io/uring.rs"];
+/// The ring, and tests that lend the engine their own memory; the two mod.rs have a lint that would reach these.
+const MAY_BE_UNSAFE_FILES: [&str; 5] =
+    ["io/uring.rs", "io/mod.rs", "io/tests/mod.rs", "io/tests/faults.rs", "io/tests/real.rs"];
 const MOST_LINES: usize = 450;
 
 fn layer(module: &str) -> Option<usize> {
@@ -237,7 +239,7 @@ fn the_rules_refuse_what_breaks_them() {
     assert_eq!(unsafe_faults("optim/adam.rs", good), [""; 0]);
     assert_eq!(unsafe_faults("kernel/avx2.rs", "//! Docs.\n"), [""; 0]);
     assert_eq!(unsafe_faults("optim/adam.rs", "//! Docs.\nuse std::fmt;\n").len(), 1);
-    assert_eq!(unsafe_faults("io/mod.rs", "//! Docs.\n").len(), 1);
+    assert_eq!(unsafe_faults("io/engine.rs", "//! Docs.\n").len(), 1);
 
     let bad_texts =
         ["todo!()", "unimplemented!()", "    println!(\"x\")", "let x = dbg!(y);", "// TODO: later"];

@@ -26,8 +26,9 @@
 //              lacks count as zero; a newer caller's fields that this library does not know must be zero.
 //   Enums      Arguments and fields are integers; a value outside the enum is SPW_ERR_INVALID_ARGUMENT.
 //   Sizes      Counts of elements are 64-bit.
-//   Threads    Any function may be called from any thread; one object from one thread at a time. Large steps use one
-//              pool of threads per process. A child made by fork can go on calling.
+//   Threads    Any function may be called from any thread; one object from one thread at a time, unless its comment
+//              allows more. Large steps use one pool of threads per process. A child made by fork can go on calling;
+//              pools and engines of its parent are errors there.
 //   Panics     A bug inside the library returns SPW_ERR_INTERNAL. It never unwinds, aborts, exits or prints, installs
 //              no signal handler, and leaves the caller's affinity and float mode as they were.
 //
@@ -60,10 +61,30 @@ typedef enum spw_status {
     SPW_ERR_UNSUPPORTED = 2,
     // The optimizer id was never created, or was destroyed.
     SPW_ERR_UNKNOWN_ID = 3,
+    // A limit given at open is reached; nothing changed.
+    SPW_ERR_LIMIT_REACHED = 4,
+    // The object is still in use; nothing changed.
+    SPW_ERR_BUSY = 5,
     // A bug inside spillway was caught. Spans of the call may be partly stepped.
     SPW_ERR_INTERNAL = 9,
     // The system refused; the message has its words.
     SPW_ERR_SYSTEM = 11,
+    // Reading or writing a file failed; the message has path, offset, bytes and errno.
+    SPW_ERR_IO = 20,
+    // No space on the device, or the quota is used up.
+    SPW_ERR_NO_SPACE = 21,
+    // The file ends before the bytes asked for.
+    SPW_ERR_SHORT_FILE = 22,
+    // The time given to a wait is over; what it waited for goes on, and may be waited for again.
+    SPW_ERR_TIMEOUT = 23,
+    // The operation was cancelled.
+    SPW_ERR_CANCELLED = 24,
+    // The file, or a directory of its path, does not exist.
+    SPW_ERR_NOT_FOUND = 25,
+    // The operation's own deadline passed. Its memory stays in use until the system answers.
+    SPW_ERR_DEADLINE = 26,
+    // Earlier operations on the same device are stuck past their deadline.
+    SPW_ERR_PATH_FAILED = 27,
 } spw_status;
 
 // Element type of a span. Passed as `uint32_t`.
@@ -111,8 +132,54 @@ typedef enum spw_undo_mode {
     SPW_UNDO_DELTA = 1,
 } spw_undo_mode;
 
+// Choices for a pool, added together.
+typedef enum spw_pool_flag {
+    // Base pages, even where 2 MiB pages could be had.
+    SPW_POOL_NO_HUGE_PAGES = 1,
+    // Leave the memory unlocked.
+    SPW_POOL_NO_LOCK = 2,
+    // Take the memory from NUMA node `node`.
+    SPW_POOL_BIND_NODE = 4,
+} spw_pool_flag;
+
+// What backs a pool. Passed as `uint32_t`.
+typedef enum spw_page_kind {
+    // Base pages.
+    SPW_PAGES_BASE = 0,
+    // Transparent 2 MiB pages.
+    SPW_PAGES_TRANSPARENT = 1,
+    // 2 MiB pages that the administrator reserved.
+    SPW_PAGES_RESERVED = 2,
+} spw_page_kind;
+
+// What moves the bytes. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or "threads",
+// overrides it.
+typedef enum spw_io_backend {
+    // io_uring, or threads where it is not to be had; `spw_io_describe` says why.
+    SPW_IO_AUTO = 0,
+    // io_uring or an error.
+    SPW_IO_URING = 1,
+    // pread and pwrite on threads.
+    SPW_IO_THREADS = 2,
+} spw_io_backend;
+
+// Choices for an engine, added together.
+typedef enum spw_io_flag {
+    // Go through the page cache, even where the file system allows O_DIRECT.
+    SPW_IO_NO_DIRECT = 1,
+    // Do not give a write that extends its file its place on the device first.
+    SPW_IO_NO_PREALLOCATE = 2,
+} spw_io_flag;
+
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
+
+// An I/O engine: one queue, kept full across files and tensors by a thread of its own. Any number of threads may use
+// one at a time.
+typedef struct spw_io spw_io;
+
+// A pool of pinned blocks. Any number of threads may use one at a time.
+typedef struct spw_pool spw_pool;
 
 // The recording of one step.
 typedef struct spw_undo spw_undo;
@@ -270,6 +337,137 @@ typedef struct spw_undo_options {
     // Most tensors of one step.
     uint64_t tensors;
 } spw_undo_options;
+
+// Size of a pool. Zero in every field but the sizes is a good choice.
+typedef struct spw_pool_options {
+    // `sizeof(spw_pool_options)`
+    uint32_t struct_size;
+    // Sum of `spw_pool_flag`.
+    uint32_t flags;
+    // Bytes of a block, rounded up to whole pages.
+    uint64_t block_bytes;
+    // Number of blocks.
+    uint64_t block_count;
+    // NUMA node, with SPW_POOL_BIND_NODE.
+    uint32_t node;
+    // 0
+    uint32_t reserved;
+} spw_pool_options;
+
+// State of a pool.
+typedef struct spw_pool_stats {
+    // `sizeof(spw_pool_stats)`
+    uint32_t struct_size;
+    // `spw_page_kind` of the memory.
+    uint32_t page_kind;
+    // Bytes of a block, as rounded.
+    uint64_t block_bytes;
+    // Number of blocks.
+    uint64_t block_count;
+    // Blocks handed out.
+    uint64_t in_use;
+    // Most blocks handed out at any one time.
+    uint64_t high_water;
+    // Blocks that were freed while the system still worked on them.
+    uint64_t quarantined;
+    // Bytes of the pool.
+    uint64_t bytes;
+    // Those of them that are locked.
+    uint64_t locked_bytes;
+    // Bytes of registered buffers.
+    uint64_t foreign_bytes;
+} spw_pool_stats;
+
+// State of all single allocations of the process.
+typedef struct spw_pinned_stats {
+    // `sizeof(spw_pinned_stats)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Live allocations.
+    uint64_t allocations;
+    // Their bytes.
+    uint64_t bytes;
+    // Most bytes allocated at any one time.
+    uint64_t high_water;
+    // Bytes taken from the system for them.
+    uint64_t mapped_bytes;
+    // Those of them that are locked.
+    uint64_t locked_bytes;
+} spw_pinned_stats;
+
+// Settings of an engine; zero is the default of every field.
+typedef struct spw_io_options {
+    // `sizeof(spw_io_options)`
+    uint32_t struct_size;
+    // `spw_io_backend`
+    uint32_t backend;
+    // Sum of `spw_io_flag`.
+    uint32_t flags;
+    // Requests under way at a time; 0 is 32.
+    uint32_t queue_depth;
+    // Most bytes of a request, rounded up to whole pages; 0 is 1 MiB. A device's own limits make it smaller.
+    uint64_t block_bytes;
+    // Most threads of SPW_IO_THREADS; 0 is 8.
+    uint32_t workers;
+    // Permission bits of new files, before the umask; 0 is 0600.
+    uint32_t file_mode;
+    // Deadline in milliseconds of operations that bring none; 0 is none.
+    uint64_t deadline_ms;
+} spw_io_options;
+
+// One operation.
+typedef struct spw_io_request {
+    // `sizeof(spw_io_request)`
+    uint32_t struct_size;
+    // The file if path is NULL: a descriptor, duplicated for the operation, with its own O_DIRECT setting.
+    int32_t fd;
+    // The file, or NULL.
+    const char *path;
+    // Byte of the file to begin at.
+    uint64_t offset;
+    // The memory; any address is good, pinned memory (spw_pool, spw_pinned) is fastest. It belongs to the engine until
+    // the operation is over.
+    void *buffer;
+    // Bytes to move; any number is good.
+    uint64_t bytes;
+    // Milliseconds that the operation may take; 0 is the engine's setting.
+    uint64_t deadline_ms;
+} spw_io_request;
+
+// What an engine has done so far.
+typedef struct spw_io_stats {
+    // `sizeof(spw_io_stats)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Reads that succeeded.
+    uint64_t reads;
+    // Writes that succeeded.
+    uint64_t writes;
+    // Bytes of those reads.
+    uint64_t read_bytes;
+    // Bytes of those writes.
+    uint64_t written_bytes;
+    // Operations that failed.
+    uint64_t failed;
+    // Requests to the system.
+    uint64_t requests;
+    // Bytes sent past the page cache.
+    uint64_t direct_bytes;
+    // Bytes sent through it.
+    uint64_t buffered_bytes;
+    // Bytes of direct_bytes that went through bounce blocks, since their memory was not aligned.
+    uint64_t bounced_bytes;
+    // Short transfers that were resumed.
+    uint64_t resumed;
+    // Interrupted requests that were tried again.
+    uint64_t retried;
+    // Operations not finished.
+    uint64_t pending;
+    // Operations past their deadline whose memory the system still has.
+    uint64_t stuck;
+} spw_io_stats;
 
 #ifdef __cplusplus
 extern "C" {
@@ -482,6 +680,161 @@ enum spw_status spw_undo_log_bytes(struct spw_undo *undo, uint64_t *bytes_out);
 
 // Frees the recording; its step stands. NULL does nothing.
 enum spw_status spw_undo_close(struct spw_undo *undo);
+
+// Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
+// What is refused beyond the memory itself is one warning in the log, not an error.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `pool_out` to a pointer.
+enum spw_status spw_pool_open(const struct spw_pool_options *options,
+                              struct spw_pool **pool_out);
+
+// Frees a pool. While blocks are handed out it is SPW_ERR_BUSY and the pool stays. Blocks that the system still works
+// on stay mapped until it is done.
+//
+// Requires: `pool` is NULL or came from `spw_pool_open`, and is not used again after SPW_OK.
+enum spw_status spw_pool_close(struct spw_pool *pool);
+
+// Hands out a block, page-aligned, with whatever it last held. SPW_ERR_LIMIT_REACHED if none is free.
+//
+// Requires: `pool` is an open pool, `block_out` points to a pointer.
+enum spw_status spw_pool_alloc(struct spw_pool *pool, void **block_out);
+
+// Takes a block back. One that is free already, or that is not the start of a block of this pool, is
+// SPW_ERR_INVALID_ARGUMENT.
+//
+// Requires: `pool` is an open pool.
+enum spw_status spw_pool_free(struct spw_pool *pool, void *block);
+
+// Whether all `bytes` bytes at `start` lie in the pool, or in one buffer registered with it: 1 or 0.
+//
+// Requires: `pool` is an open pool, `contains_out` points to a u32.
+enum spw_status spw_pool_contains(const struct spw_pool *pool,
+                                  const void *start,
+                                  uint64_t bytes,
+                                  uint32_t *contains_out);
+
+// Counts a buffer that the caller pinned as part of the pool, for `spw_pool_contains`. Transfers do not rely on it.
+//
+// Requires: `pool` is an open pool.
+enum spw_status spw_pool_register(struct spw_pool *pool,
+                                  const void *start,
+                                  uint64_t bytes);
+
+// Undoes `spw_pool_register` of the buffer that begins at `start`.
+//
+// Requires: `pool` is an open pool.
+enum spw_status spw_pool_unregister(struct spw_pool *pool, const void *start);
+
+// Reads the state of a pool. Set `stats->struct_size` first.
+//
+// Requires: `pool` is an open pool, `stats` points to a struct of `struct_size` bytes.
+enum spw_status spw_pool_stats_get(const struct spw_pool *pool, struct spw_pool_stats *stats);
+
+// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, as `spw_pool_open` pins it.
+// Small allocations share pages. Allocations belong to the process: any thread may free them.
+//
+// Requires: `start_out` points to a pointer.
+enum spw_status spw_pinned_alloc(uint64_t bytes,
+                                 void **start_out);
+
+// Frees what `spw_pinned_alloc` gave. Any other address, or one freed before, is SPW_ERR_INVALID_ARGUMENT. Memory that
+// the system still works on stays mapped until it is done.
+enum spw_status spw_pinned_free(void *start);
+
+// Whether all `bytes` bytes at `start` lie in one live allocation: 1 or 0.
+//
+// Requires: `contains_out` points to a u32.
+enum spw_status spw_pinned_contains(const void *start, uint64_t bytes, uint32_t *contains_out);
+
+// Reads the state of all single allocations. Set `stats->struct_size` first.
+//
+// Requires: `stats` points to a struct of `struct_size` bytes.
+enum spw_status spw_pinned_stats_get(struct spw_pinned_stats *stats);
+
+// Starts an engine. `options` may be NULL.
+//
+// Requires: `options` is NULL or points to a struct of `struct_size` bytes, `io_out` points to a pointer.
+enum spw_status spw_io_open(const struct spw_io_options *options, struct spw_io **io_out);
+
+// Waits for all operations, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the engine, which
+// is gone whatever is returned. The error is that of an operation that nobody waited for, or SPW_ERR_TIMEOUT: then
+// the buffers of what is still under way must stay as they are for the rest of the process.
+//
+// Requires: `io` is NULL or came from `spw_io_open`, and is not used again.
+enum spw_status spw_io_close(struct spw_io *io,
+                             int64_t timeout_ms);
+
+// Begins to read `bytes` bytes at `offset` of the file into the buffer, and returns at once with a handle to wait for.
+// The operation succeeds only if every byte was filled; a file that ends before is SPW_ERR_SHORT_FILE. A file that
+// cannot be opened is an error here.
+//
+// Requires: `request` points to a struct of `struct_size` bytes; its buffer may be written to until the operation is over, and
+// nobody else uses it meanwhile. `handle_out` points to a u64.
+enum spw_status spw_io_read(struct spw_io *io,
+                            const struct spw_io_request *request,
+                            uint64_t *handle_out);
+
+// Begins to write, as `spw_io_read`. The file is created if need be; what lies around the bytes written stays as it
+// is, also behind them. A write that succeeded is in the hands of the system; `spw_io_sync` makes it durable.
+//
+// Requires: As `spw_io_read`, with a buffer that may be read.
+enum spw_status spw_io_write(struct spw_io *io,
+                             const struct spw_io_request *request,
+                             uint64_t *handle_out);
+
+// Begins to make durable what was written to the file of the request and waited for. Its buffer, bytes and offset are
+// not looked at.
+//
+// Requires: As `spw_io_read`, without a buffer.
+enum spw_status spw_io_sync(struct spw_io *io,
+                            const struct spw_io_request *request,
+                            uint64_t *handle_out);
+
+// Waits for one operation, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and gives its
+// status and byte count (`bytes_out` may be NULL). The handle is then done with, except after SPW_ERR_TIMEOUT, which
+// leaves the operation under way, and after SPW_ERR_DEADLINE, when `spw_io_holds_memory` still answers.
+//
+// Requires: `io` is an open engine, `bytes_out` is NULL or points to a u64.
+enum spw_status spw_io_wait(struct spw_io *io,
+                            uint64_t handle,
+                            int64_t timeout_ms,
+                            uint64_t *bytes_out);
+
+// Waits for all operations, as `spw_io_wait`, and is done with their handles. `completed_out` (may be NULL) receives
+// how many there were; 0, at once, if none. If any failed it is the first error, with the number of the others.
+//
+// Requires: `io` is an open engine, `completed_out` is NULL or points to a u64.
+enum spw_status spw_io_wait_all(struct spw_io *io,
+                                int64_t timeout_ms,
+                                uint64_t *completed_out);
+
+// Asks that an operation end early. Wait for it as before: it is SPW_ERR_CANCELLED, or ends as it would have, once the
+// system has given its memory back. What the device already has is not taken back.
+//
+// Requires: `io` is an open engine.
+enum spw_status spw_io_cancel(struct spw_io *io,
+                              uint64_t handle);
+
+// Whether the system may still use the memory of an operation, which it may after SPW_ERR_DEADLINE: 1 or 0. Memory of
+// spw_pool and spw_pinned need not be asked about: freed, it is kept out of use until then.
+//
+// Requires: `io` is an open engine, `holds_out` points to a u32.
+enum spw_status spw_io_holds_memory(struct spw_io *io,
+                                    uint64_t handle,
+                                    uint32_t *holds_out);
+
+// Reads the counters of an engine. Set `stats->struct_size` first.
+//
+// Requires: `io` is an open engine, `stats` points to a struct of `struct_size` bytes.
+enum spw_status spw_io_stats_get(const struct spw_io *io, struct spw_io_stats *stats);
+
+// Writes words for a person into the `size` bytes at `text`, cut off to fit and ended by a NUL: the backend's name
+// ("io_uring" or "threads"), and why it is not the other or why files go through the page cache, if so.
+//
+// Requires: `io` is an open engine, `text` points to `size` writable bytes.
+enum spw_status spw_io_describe(const struct spw_io *io,
+                                char *text,
+                                size_t size);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::borrow::Cow;
+use std::fmt;
 
 /// What went wrong, with enough words for a person to act on.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -33,12 +34,97 @@ pub enum Error {
         /// The system's words.
         reason: String,
     },
+    /// What was given at open is used up; nothing changed.
+    #[error("{0}")]
+    LimitReached(String),
+    /// The object is still in use; nothing changed.
+    #[error("{0}")]
+    Busy(String),
+    /// Input or output on a file failed.
+    #[error("{0}")]
+    Io(Box<IoError>),
+}
+
+/// How an operation on a file failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IoKind {
+    /// The system reported an error.
+    Failed,
+    /// No space on the device, or the quota is used up.
+    NoSpace,
+    /// The file ends before the bytes asked for.
+    ShortFile,
+    /// The caller's wait is over; the operation goes on.
+    Timeout,
+    /// The operation's own deadline passed.
+    Deadline,
+    /// The operation was cancelled.
+    Cancelled,
+    /// The file or a directory of its path does not exist.
+    NotFound,
+    /// Earlier operations on the same device are stuck past their deadline.
+    PathFailed,
+}
+
+/// A failed operation on a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IoError {
+    /// How it failed.
+    pub kind: IoKind,
+    /// "reading", "writing", "opening", "syncing", "preallocating", "waiting".
+    pub doing: &'static str,
+    /// The file, as the caller named it.
+    pub path: String,
+    /// Where the failing part begins in the file.
+    pub offset: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// The system's number, 0 if the system reported none.
+    pub errno: i32,
+    /// What else is known; empty if nothing.
+    pub detail: String,
+}
+
+impl fmt::Display for IoError {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let IoError { doing, path, offset, bytes, errno, detail, .. } = self;
+        match *doing {
+            "waiting" => write!(out, "waiting")?,
+            "opening" | "syncing" => write!(out, "{doing} {path}")?,
+            _ => write!(out, "{doing} {bytes} bytes at offset {offset} of {path}")?,
+        }
+        if *errno != 0 {
+            let words = std::io::Error::from_raw_os_error(*errno).to_string();
+            write!(out, ": {}", words.replace("os error", "errno"))?;
+        }
+        match detail.is_empty() {
+            true => Ok(()),
+            false => write!(out, ": {detail}"),
+        }
+    }
+}
+
+impl IoKind {
+    /// The kind that an errno means.
+    pub fn of_errno(errno: i32) -> IoKind {
+        use std::io::ErrorKind as Kind;
+        match std::io::Error::from_raw_os_error(errno).kind() {
+            Kind::StorageFull | Kind::QuotaExceeded => IoKind::NoSpace,
+            Kind::NotFound => IoKind::NotFound,
+            _ => IoKind::Failed,
+        }
+    }
 }
 
 impl Error {
     /// An [`Error::InvalidArgument`].
     pub fn invalid(argument: impl Into<Cow<'static, str>>, reason: impl Into<String>) -> Self {
         Error::InvalidArgument { argument: argument.into(), reason: reason.into() }
+    }
+
+    /// The system's refusal of `what`.
+    pub fn system(what: &'static str, error: &std::io::Error) -> Self {
+        Error::System { what, reason: error.to_string().replace("os error", "errno") }
     }
 
     /// The same error with `prefix` before the argument's name; other kinds are unchanged.
@@ -60,6 +146,20 @@ impl Error {
             }
             other => other,
         }
+    }
+
+    /// How an operation on a file failed, if that is what this is.
+    pub fn io_kind(&self) -> Option<IoKind> {
+        match self {
+            Error::Io(error) => Some(error.kind),
+            _ => None,
+        }
+    }
+}
+
+impl From<IoError> for Error {
+    fn from(error: IoError) -> Self {
+        Error::Io(Box::new(error))
     }
 }
 

@@ -6,8 +6,9 @@
 //! | layer | modules |
 //! |---|---|
 //! | L0 | [`error`], [`dtype`], [`log`], [`stats`]: no dependency inside the crate |
-//! | L1 | [`sys`]: threads and processors; [`kernel`]: one optimizer body, one file per instruction set |
-//! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads |
+//! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
+//! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
+//! | L3 | [`io`]: files to and from memory, through io_uring or threads |
 //! | L6 | [`capi`]: convert, call one function, convert back |
 
 pub mod dtype;
@@ -19,6 +20,9 @@ pub mod kernel;
 pub mod sys;
 
 pub mod optim;
+pub mod pool;
+
+pub mod io;
 
 pub mod capi;
 

@@ -24,4 +24,8 @@ pub mod grad;
 
 pub mod undo;
 
+pub mod pool;
+
+pub mod io;
+
 pub mod deepspeed;

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::ffi::c_char;
 
-use crate::error::Error;
+use crate::error::{Error, IoKind};
 
 /// Outcome of a call. Values are never renumbered or reused; newer libraries may add some, so treat an unknown
 /// value as a failure.
@@ -19,10 +19,30 @@ pub enum spw_status {
     SPW_ERR_UNSUPPORTED = 2,
     /// The optimizer id was never created, or was destroyed.
     SPW_ERR_UNKNOWN_ID = 3,
+    /// A limit given at open is reached; nothing changed.
+    SPW_ERR_LIMIT_REACHED = 4,
+    /// The object is still in use; nothing changed.
+    SPW_ERR_BUSY = 5,
     /// A bug inside spillway was caught. Spans of the call may be partly stepped.
     SPW_ERR_INTERNAL = 9,
     /// The system refused; the message has its words.
     SPW_ERR_SYSTEM = 11,
+    /// Reading or writing a file failed; the message has path, offset, bytes and errno.
+    SPW_ERR_IO = 20,
+    /// No space on the device, or the quota is used up.
+    SPW_ERR_NO_SPACE = 21,
+    /// The file ends before the bytes asked for.
+    SPW_ERR_SHORT_FILE = 22,
+    /// The time given to a wait is over; what it waited for goes on, and may be waited for again.
+    SPW_ERR_TIMEOUT = 23,
+    /// The operation was cancelled.
+    SPW_ERR_CANCELLED = 24,
+    /// The file, or a directory of its path, does not exist.
+    SPW_ERR_NOT_FOUND = 25,
+    /// The operation's own deadline passed. Its memory stays in use until the system answers.
+    SPW_ERR_DEADLINE = 26,
+    /// Earlier operations on the same device are stuck past their deadline.
+    SPW_ERR_PATH_FAILED = 27,
 }
 
 thread_local! {
@@ -37,6 +57,18 @@ pub(super) fn of(error: &Error) -> spw_status {
         Error::Unsupported(_) => spw_status::SPW_ERR_UNSUPPORTED,
         Error::UnknownId { .. } => spw_status::SPW_ERR_UNKNOWN_ID,
         Error::System { .. } => spw_status::SPW_ERR_SYSTEM,
+        Error::LimitReached(_) => spw_status::SPW_ERR_LIMIT_REACHED,
+        Error::Busy(_) => spw_status::SPW_ERR_BUSY,
+        Error::Io(error) => match error.kind {
+            IoKind::Failed => spw_status::SPW_ERR_IO,
+            IoKind::NoSpace => spw_status::SPW_ERR_NO_SPACE,
+            IoKind::ShortFile => spw_status::SPW_ERR_SHORT_FILE,
+            IoKind::Timeout => spw_status::SPW_ERR_TIMEOUT,
+            IoKind::Cancelled => spw_status::SPW_ERR_CANCELLED,
+            IoKind::NotFound => spw_status::SPW_ERR_NOT_FOUND,
+            IoKind::Deadline => spw_status::SPW_ERR_DEADLINE,
+            IoKind::PathFailed => spw_status::SPW_ERR_PATH_FAILED,
+        },
     }
 }
 
@@ -61,8 +93,18 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
         1 => c"SPW_ERR_INVALID_ARGUMENT",
         2 => c"SPW_ERR_UNSUPPORTED",
         3 => c"SPW_ERR_UNKNOWN_ID",
+        4 => c"SPW_ERR_LIMIT_REACHED",
+        5 => c"SPW_ERR_BUSY",
         9 => c"SPW_ERR_INTERNAL",
         11 => c"SPW_ERR_SYSTEM",
+        20 => c"SPW_ERR_IO",
+        21 => c"SPW_ERR_NO_SPACE",
+        22 => c"SPW_ERR_SHORT_FILE",
+        23 => c"SPW_ERR_TIMEOUT",
+        24 => c"SPW_ERR_CANCELLED",
+        25 => c"SPW_ERR_NOT_FOUND",
+        26 => c"SPW_ERR_DEADLINE",
+        27 => c"SPW_ERR_PATH_FAILED",
         _ => c"SPW_ERR_UNKNOWN",
     };
     name.as_ptr()

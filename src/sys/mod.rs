@@ -1,4 +1,7 @@
-//! What the operating system is asked for: processors, threads, address space.
+//! What the operating system is asked for: processors, threads, memory and files.
 
+pub mod file;
+pub mod memory;
 pub mod reserve;
+pub mod span;
 pub mod threads;

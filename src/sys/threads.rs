@@ -8,11 +8,13 @@
 //! - The caller's affinity is read, never changed.
 #![forbid(unsafe_code)]
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arc_swap::ArcSwapOption;
 use nix::sched::{CpuSet, sched_getaffinity};
+use nix::sys::signal::SigSet;
 use nix::unistd::Pid;
 use rayon::ThreadPool;
 
@@ -74,6 +76,17 @@ pub fn configure(threads: usize) -> Result<()> {
     }
     CONFIGURED.store(threads, Ordering::Relaxed);
     retire(POOL.swap(None));
+    Ok(())
+}
+
+/// Starts a thread that takes none of the process's signals, so that the program's handlers never run on it and a
+/// write past `RLIMIT_FSIZE` is an error instead of a SIGXFSZ.
+pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    std::thread::Builder::new().name(name.to_string()).spawn(move || {
+        // Blocking all signals cannot fail.
+        let _ = SigSet::all().thread_block();
+        work();
+    })?;
     Ok(())
 }
 

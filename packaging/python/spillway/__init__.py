@@ -26,7 +26,7 @@ def library_version():
 
 
 def kernel_name():
-    """The kernel that runs here: "avx512", "avx2" or "scalar"; SPILLWAY_KERNEL forces one."""
+    """The kernel that runs here: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar"; SPILLWAY_KERNEL forces one."""
     name = _ctypes.c_char_p()
     _native.check(_native.library().spw_kernel_name(_ctypes.byref(name)))
     return name.value.decode()

@@ -3,8 +3,8 @@
 tests/test_abi.py compares all of it with the header, by a C compiler."""
 
 import ctypes
-from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_size_t, c_uint32, c_uint64,
-                    c_void_p)
+from ctypes import (CFUNCTYPE, POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32,
+                    c_uint64, c_void_p)
 
 ABI_VERSION = 1
 
@@ -72,7 +72,47 @@ class UndoOptions(Structure):
     _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("elements", c_uint64), ("tensors", c_uint64)]
 
 
-STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions)
+class PoolOptions(Structure):
+    c_name = "spw_pool_options"
+    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("block_count", c_uint64),
+                ("node", c_uint32), ("reserved", c_uint32)]
+
+
+class PoolStats(Structure):
+    c_name = "spw_pool_stats"
+    _fields_ = [("struct_size", c_uint32), ("page_kind", c_uint32), ("block_bytes", c_uint64),
+                ("block_count", c_uint64), ("in_use", c_uint64), ("high_water", c_uint64), ("quarantined", c_uint64),
+                ("bytes", c_uint64), ("locked_bytes", c_uint64), ("foreign_bytes", c_uint64)]
+
+
+class PinnedStats(Structure):
+    c_name = "spw_pinned_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("allocations", c_uint64), ("bytes", c_uint64),
+                ("high_water", c_uint64), ("mapped_bytes", c_uint64), ("locked_bytes", c_uint64)]
+
+
+class IoOptions(Structure):
+    c_name = "spw_io_options"
+    _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("flags", c_uint32), ("queue_depth", c_uint32),
+                ("block_bytes", c_uint64), ("workers", c_uint32), ("file_mode", c_uint32), ("deadline_ms", c_uint64)]
+
+
+class IoRequest(Structure):
+    c_name = "spw_io_request"
+    _fields_ = [("struct_size", c_uint32), ("fd", c_int32), ("path", c_char_p), ("offset", c_uint64),
+                ("buffer", c_void_p), ("bytes", c_uint64), ("deadline_ms", c_uint64)]
+
+
+class IoStats(Structure):
+    c_name = "spw_io_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("reads", c_uint64), ("writes", c_uint64),
+                ("read_bytes", c_uint64), ("written_bytes", c_uint64), ("failed", c_uint64), ("requests", c_uint64),
+                ("direct_bytes", c_uint64), ("buffered_bytes", c_uint64), ("bounced_bytes", c_uint64),
+                ("resumed", c_uint64), ("retried", c_uint64), ("pending", c_uint64), ("stuck", c_uint64)]
+
+
+STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
+              PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats)
 
 _STATUS = c_int32
 _STEP = [c_void_p, c_size_t, POINTER(StepStats)]
@@ -106,6 +146,29 @@ PROTOTYPES = {
     "spw_undo_commit": (_STATUS, [c_void_p, c_uint32]),
     "spw_undo_log_bytes": (_STATUS, [c_void_p, POINTER(c_uint64)]),
     "spw_undo_close": (_STATUS, [c_void_p]),
+    "spw_pool_open": (_STATUS, [POINTER(PoolOptions), POINTER(c_void_p)]),
+    "spw_pool_close": (_STATUS, [c_void_p]),
+    "spw_pool_alloc": (_STATUS, [c_void_p, POINTER(c_void_p)]),
+    "spw_pool_free": (_STATUS, [c_void_p, c_void_p]),
+    "spw_pool_contains": (_STATUS, [c_void_p, c_void_p, c_uint64, POINTER(c_uint32)]),
+    "spw_pool_register": (_STATUS, [c_void_p, c_void_p, c_uint64]),
+    "spw_pool_unregister": (_STATUS, [c_void_p, c_void_p]),
+    "spw_pool_stats_get": (_STATUS, [c_void_p, POINTER(PoolStats)]),
+    "spw_pinned_alloc": (_STATUS, [c_uint64, POINTER(c_void_p)]),
+    "spw_pinned_free": (_STATUS, [c_void_p]),
+    "spw_pinned_contains": (_STATUS, [c_void_p, c_uint64, POINTER(c_uint32)]),
+    "spw_pinned_stats_get": (_STATUS, [POINTER(PinnedStats)]),
+    "spw_io_open": (_STATUS, [POINTER(IoOptions), POINTER(c_void_p)]),
+    "spw_io_close": (_STATUS, [c_void_p, c_int64]),
+    "spw_io_read": (_STATUS, [c_void_p, POINTER(IoRequest), POINTER(c_uint64)]),
+    "spw_io_write": (_STATUS, [c_void_p, POINTER(IoRequest), POINTER(c_uint64)]),
+    "spw_io_sync": (_STATUS, [c_void_p, POINTER(IoRequest), POINTER(c_uint64)]),
+    "spw_io_wait": (_STATUS, [c_void_p, c_uint64, c_int64, POINTER(c_uint64)]),
+    "spw_io_wait_all": (_STATUS, [c_void_p, c_int64, POINTER(c_uint64)]),
+    "spw_io_cancel": (_STATUS, [c_void_p, c_uint64]),
+    "spw_io_holds_memory": (_STATUS, [c_void_p, c_uint64, POINTER(c_uint32)]),
+    "spw_io_stats_get": (_STATUS, [c_void_p, POINTER(IoStats)]),
+    "spw_io_describe": (_STATUS, [c_void_p, c_char_p, c_size_t]),
     "spw_adam_open": (_STATUS, [POINTER(AdamOptions), POINTER(c_void_p)]),
     "spw_adam_set_lr": (_STATUS, [c_void_p, c_double]),
     "spw_adam_advance": (_STATUS, [c_void_p, *_STEP]),

@@ -152,7 +152,7 @@ def test_threads_counters_and_kernel():
     after = spillway.stats()
     assert after["adam_elements"] - before["adam_elements"] == 100
     assert after["adam_calls"] > before["adam_calls"]
-    assert spillway.kernel_name() in ("avx512", "avx2", "scalar", "neon", "sve")
+    assert spillway.kernel_name() in ("avx512", "avx2", "sve_bf16", "sve", "neon", "scalar")
     assert spillway.num_threads() >= 1
     with pytest.raises(spillway.InvalidArgument):
         spillway.set_num_threads(-1)

@@ -1,0 +1,205 @@
+// Any address, offset and length goes to a file and comes back; every failure is named; on both backends.
+
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <signal.h>
+#include <spillway.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define CHECK(condition)                                                                                    \
+    do {                                                                                                    \
+        if (!(condition)) {                                                                                 \
+            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition, spw_last_error());       \
+            exit(1);                                                                                        \
+        }                                                                                                   \
+    } while (0)
+
+enum { FOR_EVER = -1, LARGEST = 3 << 20 };
+
+static char directory[4096];
+static unsigned char *memory;
+static unsigned char *expected;
+
+static const char *in_directory(const char *name) {
+    static char path[8192];
+    snprintf(path, sizeof path, "%s/%s", directory, name);
+    return path;
+}
+
+static spw_io *open_engine(uint32_t backend) {
+    spw_io_options options = {.struct_size = sizeof options, .backend = backend, .block_bytes = 64 << 10};
+    spw_io *io = NULL;
+    return spw_io_open(&options, &io) == SPW_OK ? io : NULL;
+}
+
+static spw_io_request request(const char *path, uint64_t offset, void *buffer, uint64_t bytes) {
+    spw_io_request made = {.struct_size = sizeof made, .fd = -1, .path = path, .offset = offset, .buffer = buffer};
+    made.bytes = bytes;
+    return made;
+}
+
+static spw_status run(spw_io *io, bool write, spw_io_request what, uint64_t *bytes) {
+    uint64_t handle = 0;
+    spw_status status = write ? spw_io_write(io, &what, &handle) : spw_io_read(io, &what, &handle);
+    return status != SPW_OK ? status : spw_io_wait(io, handle, FOR_EVER, bytes);
+}
+
+static void fill(unsigned char *bytes, size_t count, unsigned seed) {
+    for (size_t i = 0; i < count; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        bytes[i] = (unsigned char)(seed >> 24);
+    }
+}
+
+static void round_trips(spw_io *io) {
+    const size_t lengths[] = {1, 511, 4096, 4097, 70000, LARGEST - 4096};
+    const size_t places[] = {0, 1, 512, 4095};
+    const char *path = in_directory("round-trip");
+    for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++) {
+        for (size_t a = 0; a < 4; a++) {
+            for (size_t o = 0; o < 4; o++) {
+                size_t count = lengths[l];
+                uint64_t moved = 0;
+                fill(expected, count, (unsigned)(l * 16 + a * 4 + o + 1));
+                memcpy(memory + places[a], expected, count);
+                CHECK(run(io, true, request(path, places[o], memory + places[a], count), &moved) == SPW_OK);
+                CHECK(moved == count);
+                memset(memory, 0, LARGEST);
+                CHECK(run(io, false, request(path, places[o], memory + places[a], count), NULL) == SPW_OK);
+                CHECK(memcmp(memory + places[a], expected, count) == 0);
+            }
+        }
+    }
+    spw_io_stats stats = {.struct_size = sizeof stats};
+    CHECK(spw_io_stats_get(io, &stats) == SPW_OK && stats.failed == 0 && stats.reads == 96 && stats.writes == 96);
+}
+
+static void many_and_one_wait(spw_io *io) {
+    uint64_t completed = 99, handle = 0;
+    CHECK(spw_io_wait_all(io, 0, &completed) == SPW_OK && completed == 0);
+    const char *path = in_directory("many");
+    fill(expected, LARGEST, 7);
+    memcpy(memory, expected, LARGEST);
+    for (size_t n = 0; n < 96; n++) {
+        spw_io_request one = request(path, n << 15, memory + (n << 15), 1 << 15);
+        CHECK(spw_io_write(io, &one, &handle) == SPW_OK);
+    }
+    CHECK(spw_io_wait_all(io, FOR_EVER, &completed) == SPW_OK && completed == 96);
+    CHECK(spw_io_wait(io, handle, FOR_EVER, NULL) == SPW_ERR_INVALID_ARGUMENT);
+    memset(memory, 0, LARGEST);
+    CHECK(run(io, false, request(path, 0, memory, LARGEST), NULL) == SPW_OK);
+    CHECK(memcmp(memory, expected, LARGEST) == 0);
+}
+
+static void failures_are_named(spw_io *io) {
+    const char *path = in_directory("short");
+    CHECK(run(io, true, request(path, 0, memory, 10000), NULL) == SPW_OK);
+    uint64_t moved = 42;
+    CHECK(run(io, false, request(path, 0, memory, 20000), &moved) == SPW_ERR_SHORT_FILE && moved == 42);
+    CHECK(strstr(spw_last_error(), "10000") && strstr(spw_last_error(), "20000") && strstr(spw_last_error(), path));
+    CHECK(run(io, true, request(in_directory("no/file"), 0, memory, 1), NULL) == SPW_ERR_NOT_FOUND);
+    CHECK(run(io, false, request(in_directory("absent"), 0, memory, 1), NULL) == SPW_ERR_NOT_FOUND);
+    CHECK(run(io, false, request(directory, 0, memory, 1), NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(run(io, false, request(path, 0, NULL, 1), NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(run(io, false, request(path, UINT64_MAX, memory, 1), NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(run(io, false, request(NULL, 0, memory, 1), NULL) == SPW_ERR_IO);
+    spw_io_request old = {.struct_size = 8};
+    CHECK(spw_io_read(io, &old, &moved) == SPW_ERR_INVALID_ARGUMENT && moved == 42);
+    CHECK(spw_io_wait(io, 12345, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_io_cancel(io, 12345) == SPW_ERR_INVALID_ARGUMENT);
+}
+
+static void descriptors_are_borrowed(spw_io *io) {
+    int fd = open(in_directory("descriptor"), O_RDWR | O_CREAT, 0600);
+    fill(memory, 5000, 3);
+    spw_io_request write = request(NULL, 10, memory, 5000);
+    write.fd = fd;
+    CHECK(run(io, true, write, NULL) == SPW_OK);
+    CHECK(pread(fd, expected, 5000, 10) == 5000 && memcmp(memory, expected, 5000) == 0);
+    CHECK(close(fd) == 0);
+}
+
+// In a child, since the limit stays. SIGXFSZ keeps its default action, which ends the process.
+static void the_file_size_limit_is_an_error(uint32_t backend) {
+    pid_t child = fork();
+    if (child == 0) {
+        spw_io *io = open_engine(backend);
+        struct rlimit limit = {1 << 20, 1 << 20};
+        CHECK(signal(SIGXFSZ, SIG_DFL) != SIG_ERR && setrlimit(RLIMIT_FSIZE, &limit) == 0);
+        CHECK(run(io, true, request(in_directory("limited"), 0, memory, 2 << 20), NULL) == SPW_ERR_IO);
+        CHECK(strstr(spw_last_error(), "errno 27") && strstr(spw_last_error(), "limited"));
+        CHECK(run(io, true, request(in_directory("limited"), 1 << 20, memory, 100), NULL) == SPW_ERR_IO);
+        CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
+        _exit(0);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+static void a_child_gets_errors_and_can_open_its_own(spw_io *io, uint32_t backend) {
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        CHECK(run(io, false, request(in_directory("short"), 0, memory, 100), NULL) == SPW_ERR_UNSUPPORTED);
+        CHECK(spw_io_wait_all(io, FOR_EVER, NULL) == SPW_ERR_UNSUPPORTED);
+        CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
+        spw_io *own = open_engine(backend);
+        CHECK(run(own, false, request(in_directory("short"), 0, memory, 100), NULL) == SPW_OK);
+        CHECK(spw_io_close(own, FOR_EVER) == SPW_OK);
+        _exit(0);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+static void engines_come_and_go(uint32_t backend) {
+    for (int n = 0; n < 500; n++) {
+        spw_io *io = open_engine(backend);
+        CHECK(io != NULL);
+        uint64_t handle = 0;
+        spw_io_request one = request(in_directory("short"), 0, memory, 4096);
+        CHECK(spw_io_read(io, &one, &handle) == SPW_OK);
+        CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
+    }
+}
+
+int main(void) {
+    const char *base = getenv("TMPDIR");
+    snprintf(directory, sizeof directory, "%s/spillway-io-XXXXXX", base ? base : P_tmpdir);
+    CHECK(mkdtemp(directory) != NULL);
+    void *start = NULL;
+    CHECK(spw_pinned_alloc(LARGEST + 4096, &start) == SPW_OK);
+    memory = start;
+    expected = malloc(LARGEST);
+    const uint32_t backends[] = {SPW_IO_THREADS, SPW_IO_URING};
+    for (int b = 0; b < 2; b++) {
+        spw_io *io = open_engine(backends[b]);
+        if (io == NULL) {
+            printf("skipped a backend: %s\n", spw_last_error());
+            continue;
+        }
+        round_trips(io);
+        many_and_one_wait(io);
+        failures_are_named(io);
+        descriptors_are_borrowed(io);
+        the_file_size_limit_is_an_error(backends[b]);
+        a_child_gets_errors_and_can_open_its_own(io, backends[b]);
+        CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
+        engines_come_and_go(backends[b]);
+    }
+    CHECK(spw_io_close(NULL, 0) == SPW_OK);
+    CHECK(spw_pinned_free(start) == SPW_OK && spw_pinned_free(start) == SPW_ERR_INVALID_ARGUMENT);
+    const char *names[] = {"round-trip", "many", "short", "descriptor", "limited"};
+    for (int n = 0; n < 5; n++) {
+        unlink(in_directory(names[n]));
+    }
+    CHECK(rmdir(directory) == 0);
+    free(expected);
+    return 0;
+}

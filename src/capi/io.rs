@@ -1,0 +1,431 @@
+//! The I/O engine.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::Duration;
+
+use super::guard::guard;
+use super::library::out;
+use super::record::{self, Record};
+use super::status::spw_status;
+use crate::error::{Error, Result};
+use crate::io::engine::Engine;
+use crate::io::options::{Choice, Options, Request, Target};
+use crate::sys::span::Span;
+
+/// What moves the bytes. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or "threads",
+/// overrides it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_io_backend {
+    /// io_uring, or threads where it is not to be had; `spw_io_describe` says why.
+    SPW_IO_AUTO = 0,
+    /// io_uring or an error.
+    SPW_IO_URING = 1,
+    /// pread and pwrite on threads.
+    SPW_IO_THREADS = 2,
+}
+
+/// Choices for an engine, added together.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_io_flag {
+    /// Go through the page cache, even where the file system allows O_DIRECT.
+    SPW_IO_NO_DIRECT = 1,
+    /// Do not give a write that extends its file its place on the device first.
+    SPW_IO_NO_PREALLOCATE = 2,
+}
+
+/// Settings of an engine; zero is the default of every field.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_io_options {
+    /// `sizeof(spw_io_options)`
+    pub struct_size: u32,
+    /// `spw_io_backend`
+    pub backend: u32,
+    /// Sum of `spw_io_flag`.
+    pub flags: u32,
+    /// Requests under way at a time; 0 is 32.
+    pub queue_depth: u32,
+    /// Most bytes of a request, rounded up to whole pages; 0 is 1 MiB. A device's own limits make it smaller.
+    pub block_bytes: u64,
+    /// Most threads of SPW_IO_THREADS; 0 is 8.
+    pub workers: u32,
+    /// Permission bits of new files, before the umask; 0 is 0600.
+    pub file_mode: u32,
+    /// Deadline in milliseconds of operations that bring none; 0 is none.
+    pub deadline_ms: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_io_options {
+    const FIRST_SIZE: usize = 40;
+    const NAME: &'static str = "spw_io_options";
+}
+
+/// One operation.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_io_request {
+    /// `sizeof(spw_io_request)`
+    pub struct_size: u32,
+    /// The file if path is NULL: a descriptor, duplicated for the operation, with its own O_DIRECT setting.
+    pub fd: i32,
+    /// The file, or NULL.
+    pub path: *const c_char,
+    /// Byte of the file to begin at.
+    pub offset: u64,
+    /// The memory; any address is good, pinned memory (spw_pool, spw_pinned) is fastest. It belongs to the engine until
+    /// the operation is over.
+    pub buffer: *mut c_void,
+    /// Bytes to move; any number is good.
+    pub bytes: u64,
+    /// Milliseconds that the operation may take; 0 is the engine's setting.
+    pub deadline_ms: u64,
+}
+
+// SAFETY: integers and pointers without padding; a null pointer is valid.
+unsafe impl Record for spw_io_request {
+    const FIRST_SIZE: usize = 48;
+    const NAME: &'static str = "spw_io_request";
+}
+
+/// What an engine has done so far.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_io_stats {
+    /// `sizeof(spw_io_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Reads that succeeded.
+    pub reads: u64,
+    /// Writes that succeeded.
+    pub writes: u64,
+    /// Bytes of those reads.
+    pub read_bytes: u64,
+    /// Bytes of those writes.
+    pub written_bytes: u64,
+    /// Operations that failed.
+    pub failed: u64,
+    /// Requests to the system.
+    pub requests: u64,
+    /// Bytes sent past the page cache.
+    pub direct_bytes: u64,
+    /// Bytes sent through it.
+    pub buffered_bytes: u64,
+    /// Bytes of direct_bytes that went through bounce blocks, since their memory was not aligned.
+    pub bounced_bytes: u64,
+    /// Short transfers that were resumed.
+    pub resumed: u64,
+    /// Interrupted requests that were tried again.
+    pub retried: u64,
+    /// Operations not finished.
+    pub pending: u64,
+    /// Operations past their deadline whose memory the system still has.
+    pub stuck: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_io_stats {
+    const FIRST_SIZE: usize = 112;
+    const NAME: &'static str = "spw_io_stats";
+}
+
+/// An I/O engine: one queue, kept full across files and tensors by a thread of its own. Any number of threads may use
+/// one at a time.
+pub struct spw_io(Engine);
+
+/// Starts an engine. `options` may be NULL.
+///
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes, `io_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_open(options: *const spw_io_options, io_out: *mut *mut spw_io) -> spw_status {
+    guard(|| {
+        let io_out = out(io_out, "io_out")?;
+        // SAFETY: the caller's promise is the callee's.
+        let raw = unsafe { record::read_optional(options, "options") }?;
+        let options = raw.as_ref().map_or(Ok(Options::default()), parse)?;
+        let engine = Engine::open(options)?;
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { io_out.write(Box::into_raw(Box::new(spw_io(engine)))) };
+        Ok(())
+    })
+}
+
+/// Waits for all operations, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the engine, which
+/// is gone whatever is returned. The error is that of an operation that nobody waited for, or SPW_ERR_TIMEOUT: then
+/// the buffers of what is still under way must stay as they are for the rest of the process.
+///
+/// # Safety
+/// `io` is NULL or came from `spw_io_open`, and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_close(io: *mut spw_io, timeout_ms: i64) -> spw_status {
+    guard(|| {
+        if io.is_null() {
+            return Ok(());
+        }
+        // SAFETY: made by Box::into_raw in spw_io_open, and given up by the caller.
+        let engine = unsafe { Box::from_raw(io) };
+        engine.0.close(timeout(timeout_ms))
+    })
+}
+
+/// Begins to read `bytes` bytes at `offset` of the file into the buffer, and returns at once with a handle to wait for.
+/// The operation succeeds only if every byte was filled; a file that ends before is SPW_ERR_SHORT_FILE. A file that
+/// cannot be opened is an error here.
+///
+/// # Safety
+/// `request` points to a struct of `struct_size` bytes; its buffer may be written to until the operation is over, and
+/// nobody else uses it meanwhile. `handle_out` points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_read(
+    io: *mut spw_io,
+    request: *const spw_io_request,
+    handle_out: *mut u64,
+) -> spw_status {
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { submit(io, request, handle_out, Engine::read) }
+}
+
+/// Begins to write, as `spw_io_read`. The file is created if need be; what lies around the bytes written stays as it
+/// is, also behind them. A write that succeeded is in the hands of the system; `spw_io_sync` makes it durable.
+///
+/// # Safety
+/// As `spw_io_read`, with a buffer that may be read.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_write(
+    io: *mut spw_io,
+    request: *const spw_io_request,
+    handle_out: *mut u64,
+) -> spw_status {
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { submit(io, request, handle_out, Engine::write) }
+}
+
+/// Begins to make durable what was written to the file of the request and waited for. Its buffer, bytes and offset are
+/// not looked at.
+///
+/// # Safety
+/// As `spw_io_read`, without a buffer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_sync(
+    io: *mut spw_io,
+    request: *const spw_io_request,
+    handle_out: *mut u64,
+) -> spw_status {
+    let sync = |engine: &Engine, request: Request| engine.sync(request.target, request.deadline);
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { submit(io, request, handle_out, sync) }
+}
+
+/// Waits for one operation, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and gives its
+/// status and byte count (`bytes_out` may be NULL). The handle is then done with, except after SPW_ERR_TIMEOUT, which
+/// leaves the operation under way, and after SPW_ERR_DEADLINE, when `spw_io_holds_memory` still answers.
+///
+/// # Safety
+/// `io` is an open engine, `bytes_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_wait(
+    io: *mut spw_io,
+    handle: u64,
+    timeout_ms: i64,
+    bytes_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise; NULL is not written to.
+        unsafe {
+            let bytes = open(io)?.wait(handle, timeout(timeout_ms))?;
+            give(bytes_out, bytes);
+        }
+        Ok(())
+    })
+}
+
+/// Waits for all operations, as `spw_io_wait`, and is done with their handles. `completed_out` (may be NULL) receives
+/// how many there were; 0, at once, if none. If any failed it is the first error, with the number of the others.
+///
+/// # Safety
+/// `io` is an open engine, `completed_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_wait_all(
+    io: *mut spw_io,
+    timeout_ms: i64,
+    completed_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise; NULL is not written to.
+        unsafe {
+            let completed = open(io)?.wait_all(timeout(timeout_ms))?;
+            give(completed_out, completed);
+        }
+        Ok(())
+    })
+}
+
+/// Asks that an operation end early. Wait for it as before: it is SPW_ERR_CANCELLED, or ends as it would have, once the
+/// system has given its memory back. What the device already has is not taken back.
+///
+/// # Safety
+/// `io` is an open engine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_cancel(io: *mut spw_io, handle: u64) -> spw_status {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe { open(io) }?.cancel(handle))
+}
+
+/// Whether the system may still use the memory of an operation, which it may after SPW_ERR_DEADLINE: 1 or 0. Memory of
+/// spw_pool and spw_pinned need not be asked about: freed, it is kept out of use until then.
+///
+/// # Safety
+/// `io` is an open engine, `holds_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_holds_memory(
+    io: *mut spw_io,
+    handle: u64,
+    holds_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let holds_out = out(holds_out, "holds_out")?;
+        // SAFETY: the caller's promise; the pointer was checked.
+        unsafe { holds_out.write(open(io)?.holds_memory(handle)?.into()) };
+        Ok(())
+    })
+}
+
+/// Reads the counters of an engine. Set `stats->struct_size` first.
+///
+/// # Safety
+/// `io` is an open engine, `stats` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_stats_get(io: *const spw_io, stats: *mut spw_io_stats) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let found = unsafe { open(io) }?.stats()?;
+        let values = spw_io_stats {
+            struct_size: 0,
+            reserved: 0,
+            reads: found.reads,
+            writes: found.writes,
+            read_bytes: found.read_bytes,
+            written_bytes: found.written_bytes,
+            failed: found.failed,
+            requests: found.pieces,
+            direct_bytes: found.direct_bytes,
+            buffered_bytes: found.buffered_bytes,
+            bounced_bytes: found.bounced_bytes,
+            resumed: found.resumed,
+            retried: found.retried,
+            pending: found.pending,
+            stuck: found.stuck,
+        };
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { record::write(&values, stats, "stats") }
+    })
+}
+
+/// Writes words for a person into the `size` bytes at `text`, cut off to fit and ended by a NUL: the backend's name
+/// ("io_uring" or "threads"), and why it is not the other or why files go through the page cache, if so.
+///
+/// # Safety
+/// `io` is an open engine, `text` points to `size` writable bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_describe(io: *const spw_io, text: *mut c_char, size: usize) -> spw_status {
+    guard(|| {
+        let text = out(text, "text")?;
+        if size == 0 {
+            return Err(Error::invalid("size", "is 0"));
+        }
+        // SAFETY: the caller's promise.
+        let stats = unsafe { open(io) }?.stats()?;
+        let mut words = stats.backend.to_string();
+        let buffered = Some(stats.buffered_reason).filter(|reason| !reason.is_empty());
+        let buffered = buffered.map(|reason| format!("through the page cache: {reason}"));
+        for reason in [stats.backend_reason, buffered.unwrap_or_default()] {
+            if !reason.is_empty() {
+                words.push_str("; ");
+                words.push_str(&reason);
+            }
+        }
+        let len = words.len().min(size - 1);
+        // SAFETY: `text` has room for `size` bytes by the caller's promise.
+        unsafe {
+            std::ptr::copy_nonoverlapping(words.as_ptr().cast(), text, len);
+            text.add(len).write(0);
+        }
+        Ok(())
+    })
+}
+
+unsafe fn submit(
+    io: *mut spw_io,
+    request: *const spw_io_request,
+    handle_out: *mut u64,
+    start: impl FnOnce(&Engine, Request) -> Result<u64>,
+) -> spw_status {
+    guard(|| {
+        let handle_out = out(handle_out, "handle_out")?;
+        // SAFETY: the caller's promises are the callees'; the buffer's is that of Span::new.
+        unsafe {
+            let engine = open(io)?;
+            let raw = record::read(request, "request")?;
+            let len = usize::try_from(raw.bytes).ok().filter(|len| isize::try_from(*len).is_ok());
+            let len = len.ok_or_else(|| Error::invalid("request.bytes", "passes the address space"))?;
+            let span = Span::new(raw.buffer.cast(), len)
+                .ok_or_else(|| Error::invalid("request.buffer", format!("is NULL, with {len} bytes")))?;
+            let target = match raw.path.is_null() {
+                true => Target::Descriptor(raw.fd),
+                false => Target::Path(Path::new(OsStr::from_bytes(CStr::from_ptr(raw.path).to_bytes()))),
+            };
+            let deadline = (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms));
+            handle_out.write(start(engine, Request { target, offset: raw.offset, span, deadline })?);
+        }
+        Ok(())
+    })
+}
+
+unsafe fn open<'a>(io: *const spw_io) -> Result<&'a Engine> {
+    // SAFETY: NULL, or an open engine by the caller's promise.
+    unsafe { io.as_ref() }.map(|io| &io.0).ok_or_else(|| Error::invalid("io", "is NULL"))
+}
+
+unsafe fn give(to: *mut u64, value: u64) {
+    if !to.is_null() {
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { to.write(value) };
+    }
+}
+
+/// `None`, for ever, if negative.
+fn timeout(milliseconds: i64) -> Option<Duration> {
+    u64::try_from(milliseconds).ok().map(Duration::from_millis)
+}
+
+fn parse(raw: &spw_io_options) -> Result<Options> {
+    let default = Options::default();
+    let or = |value: u32, default: u32| if value == 0 { default } else { value };
+    if raw.flags > 3 {
+        return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
+    }
+    Ok(Options {
+        backend: match raw.backend {
+            0 => Choice::Auto,
+            1 => Choice::Uring,
+            2 => Choice::Threads,
+            other => {
+                return Err(Error::invalid("options.backend", format!("{other} is not an spw_io_backend")));
+            }
+        },
+        depth: or(raw.queue_depth, default.depth),
+        block_bytes: if raw.block_bytes == 0 { default.block_bytes } else { raw.block_bytes },
+        workers: or(raw.workers, default.workers),
+        direct: raw.flags & spw_io_flag::SPW_IO_NO_DIRECT as u32 == 0,
+        preallocate: raw.flags & spw_io_flag::SPW_IO_NO_PREALLOCATE as u32 == 0,
+        file_mode: or(raw.file_mode, default.file_mode),
+        deadline: (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms)),
+    })
+}

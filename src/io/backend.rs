@@ -1,0 +1,75 @@
+//! What the driver asks of io_uring, of threads, and of the simulation: take pieces, give completions.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::sync::Arc;
+
+use super::file::{File, Route};
+use crate::pool::region::Region;
+use crate::sys::span::Span;
+
+/// What a piece does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// File to memory.
+    Read,
+    /// Memory to file.
+    Write,
+    /// What was written becomes durable.
+    Sync,
+}
+
+/// One request to the kernel.
+#[derive(Debug, Clone)]
+pub struct Piece {
+    /// Comes back in the completion.
+    pub token: u64,
+    /// What to do.
+    pub action: Action,
+    /// On which file.
+    pub file: Arc<File>,
+    /// Through which of its descriptors.
+    pub route: Route,
+    /// Where in the file.
+    pub offset: u64,
+    /// The memory.
+    pub span: Span,
+    /// The region that holds the memory, if this library owns it.
+    pub region: Option<Arc<Region>>,
+    /// True if many pieces of this file follow.
+    pub busy_file: bool,
+}
+
+/// What became of a piece: a count of bytes, or minus an errno.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Completion {
+    /// The piece's.
+    pub token: u64,
+    /// As the system call would have returned it.
+    pub result: i32,
+}
+
+/// Ends a [`Backend::wait`] from another thread, or makes the next one short.
+pub trait Wake: Send + Sync {
+    /// Does it.
+    fn wake(&self);
+}
+
+/// A way to run pieces. Lives on the driver's thread.
+pub trait Backend {
+    /// "io_uring", "threads" or "sim".
+    fn name(&self) -> &'static str;
+
+    /// Accepts a piece. The driver never has more outstanding than it asked for at open.
+    fn push(&mut self, piece: Piece);
+
+    /// Starts what was pushed and adds finished pieces to `done`. If `block` it waits until there is one or a wake.
+    /// Interruptions are no error; an error means that the backend is lost.
+    fn wait(&mut self, block: bool, done: &mut Vec<Completion>) -> io::Result<()>;
+
+    /// Lets go of what belongs to regions that are gone.
+    fn trim(&mut self) {}
+
+    /// The handle that wakes it.
+    fn waker(&self) -> Arc<dyn Wake>;
+}

@@ -1,0 +1,445 @@
+//! The thread behind an engine.
+//!
+//! Invariants:
+//! - At most `depth` pieces are under way, not counting those of operations past their deadline, so that stuck pieces
+//!   do not take the places of healthy ones; at most four times as many in all.
+//! - Every completion is judged: bytes are counted, short ones resume, interruptions are tried again a bounded number
+//!   of times, and the first error ends the operation once all its pieces are back.
+//! - An operation is finished, and its memory let go, only when none of its pieces is in the kernel.
+#![forbid(unsafe_code)]
+
+use std::collections::{HashSet, VecDeque};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use slab::Slab;
+
+use super::backend::{Action, Backend, Completion, Piece};
+use super::counters::Counters;
+use super::file::{Route, failure};
+use super::operation::{Operation, Shared};
+use super::plan::Extent;
+use crate::error::{Error, IoError, IoKind, Result};
+use crate::sys::memory::Mapping;
+use crate::sys::span::Span;
+
+/// A piece is tried this often; the system that interrupts more is not going to stop.
+const MAX_TRIES: u32 = 64;
+/// Tries that follow each other at once.
+const QUICK_TRIES: u32 = 16;
+/// A file gets a place in the ring's table if this many of its pieces are yet to come.
+const BUSY_PIECES: u64 = 4;
+
+pub(super) struct Driver {
+    shared: Arc<Shared>,
+    depth: usize,
+    running: Slab<Running>,
+    /// Those of `running` that have pieces left to start, oldest first.
+    order: VecDeque<usize>,
+    flights: Slab<Flight>,
+    retries: VecDeque<usize>,
+    bounce: Bounce,
+    failed_devices: HashSet<u64>,
+}
+
+struct Running {
+    op: Arc<Operation>,
+    next: u64,
+    under_way: usize,
+    /// The error nearest to the operation's begin, and where that is.
+    error: Option<(u64, Error)>,
+    queued: bool,
+}
+
+struct Flight {
+    owner: usize,
+    /// Where in the operation.
+    at: u64,
+    span: Span,
+    done: usize,
+    route: Route,
+    bounce: Option<usize>,
+    tries: u32,
+}
+
+/// Aligned memory for pieces whose own memory is not.
+pub(super) struct Bounce {
+    memory: Mapping,
+    block: usize,
+    free: Vec<usize>,
+}
+
+impl Bounce {
+    pub(super) fn new(block: usize, count: usize) -> io::Result<Bounce> {
+        Ok(Bounce { memory: Mapping::untouched(block * count)?, block, free: (0..count).rev().collect() })
+    }
+
+    fn span(&self, index: usize, len: usize) -> Span {
+        self.memory.span().part(index * self.block, len)
+    }
+}
+
+impl Driver {
+    pub(super) fn new(shared: Arc<Shared>, depth: usize, bounce: Bounce) -> Driver {
+        Driver {
+            shared,
+            depth,
+            running: Slab::new(),
+            order: VecDeque::new(),
+            flights: Slab::new(),
+            retries: VecDeque::new(),
+            bounce,
+            failed_devices: HashSet::new(),
+        }
+    }
+
+    /// Serves until the engine closes and nothing is left, or the backend is lost.
+    pub(super) fn run(&mut self, backend: &mut dyn Backend) -> io::Result<()> {
+        let mut done = Vec::new();
+        loop {
+            let closing = self.take_inbox();
+            if self.shared.trim.swap(false, Ordering::AcqRel) {
+                backend.trim();
+            }
+            self.dispatch(backend);
+            if closing && self.running.is_empty() {
+                return Ok(());
+            }
+            let block = self.prepare_to_wait();
+            backend.wait(block, &mut done)?;
+            self.shared.hungry.store(false, Ordering::SeqCst);
+            done.drain(..).for_each(|completion| self.complete(completion));
+        }
+    }
+
+    /// Ends everything with `reason`, because the backend is lost. Its memory is never let go: nobody can say any more
+    /// what the kernel still does with it.
+    pub(super) fn abandon(&mut self, reason: &str) {
+        self.take_inbox();
+        let error = Error::System { what: "the I/O engine stopped", reason: reason.to_string() };
+        for running in self.running.drain() {
+            self.shared.finish(&running.op, Err(error.clone()));
+            if running.under_way > 0 {
+                std::mem::forget(running.op);
+            }
+        }
+    }
+
+    fn take_inbox(&mut self) -> bool {
+        let mut state = self.shared.lock();
+        let arrived = std::mem::take(&mut state.inbox);
+        if self.failed_devices.len() != state.stuck.len() || !state.stuck.is_empty() {
+            self.failed_devices = state.stuck.keys().copied().collect();
+        }
+        let closing = state.closing;
+        drop(state);
+        for op in arrived {
+            let key = self.running.insert(Running { op, next: 0, under_way: 0, error: None, queued: true });
+            self.order.push_back(key);
+        }
+        closing
+    }
+
+    /// True if the backend may sleep. Says before whether new operations are worth a wake, so that none is missed.
+    fn prepare_to_wait(&mut self) -> bool {
+        let hungry = self.active() < self.depth;
+        self.shared.hungry.store(hungry, Ordering::SeqCst);
+        let waiting = hungry && !self.shared.lock().inbox.is_empty();
+        !waiting && self.retries.is_empty()
+    }
+
+    /// Pieces under way that count against the depth.
+    fn active(&self) -> usize {
+        if self.failed_devices.is_empty() {
+            return self.flights.len();
+        }
+        let live = |flight: &&Flight| !self.running[flight.owner].op.expired();
+        self.flights.iter().map(|(_, flight)| flight).filter(live).count()
+    }
+
+    fn dispatch(&mut self, backend: &mut dyn Backend) {
+        for _ in 0..self.retries.len() {
+            if let Some(token) = self.retries.pop_front() {
+                self.start(token, backend);
+            }
+        }
+        let hard_room = (4 * self.depth).saturating_sub(self.flights.len());
+        let mut room = self.depth.saturating_sub(self.active()).min(hard_room);
+        let mut at = 0;
+        while at < self.order.len() {
+            let key = self.order[at];
+            match self.dispatch_one(key, &mut room, backend) {
+                Progress::AllStarted => {
+                    self.order.remove(at);
+                    self.running[key].queued = false;
+                    self.finish_if_over(key);
+                }
+                Progress::NoRoom => return,
+                Progress::NoBounce => at += 1,
+            }
+        }
+    }
+
+    fn dispatch_one(&mut self, key: usize, room: &mut usize, backend: &mut dyn Backend) -> Progress {
+        loop {
+            let running = &mut self.running[key];
+            let op = &running.op;
+            if running.error.is_none() {
+                running.error =
+                    self.failed_devices.contains(&op.device()).then(|| (0, op.refuse_failed_device()));
+            }
+            if op.stopped() || running.error.is_some() || running.next == op.total() {
+                return Progress::AllStarted;
+            }
+            if *room == 0 {
+                return Progress::NoRoom;
+            }
+            match self.cut(key) {
+                Ok(Some(token)) => {
+                    *room -= 1;
+                    self.start(token, backend);
+                }
+                Ok(None) => return Progress::NoBounce,
+                Err(error) => self.running[key].error = Some((self.running[key].next, error)),
+            }
+        }
+    }
+
+    /// Makes the next piece of an operation; `None` if there is no bounce block for it now.
+    fn cut(&mut self, key: usize) -> Result<Option<usize>> {
+        let running = &mut self.running[key];
+        let op = &running.op;
+        let at = running.next;
+        if op.action == Action::Sync {
+            running.next = op.total();
+            running.under_way += 1;
+            let flight = Flight {
+                owner: key,
+                at,
+                span: Span::empty(),
+                done: 0,
+                route: Route::Direct,
+                bounce: None,
+                tries: 0,
+            };
+            return Ok(Some(self.flights.insert(flight)));
+        }
+        let cut = extent(op).cut(at);
+        op.file.prepare(cut.route)?;
+        let len = if cut.bounce { (cut.len as usize).min(self.bounce.block) } else { cut.len as usize };
+        let own = op.span.part(at as usize, len);
+        let (span, bounce) = match cut.bounce {
+            false => (own, None),
+            true => match self.bounce.free.pop() {
+                None => return Ok(None),
+                Some(index) => (self.bounce.span(index, len), Some(index)),
+            },
+        };
+        if bounce.is_some() && op.action == Action::Write {
+            own.copy_to(span);
+        }
+        let counters = &self.shared.counters;
+        Counters::add(&counters.pieces, 1);
+        match (cut.route, bounce) {
+            (Route::Buffered, _) => Counters::add(&counters.buffered_bytes, len as u64),
+            (Route::Direct, None) => Counters::add(&counters.direct_bytes, len as u64),
+            (Route::Direct, Some(_)) => {
+                Counters::add(&counters.direct_bytes, len as u64);
+                Counters::add(&counters.bounced_bytes, len as u64);
+            }
+        }
+        running.next += len as u64;
+        running.under_way += 1;
+        let flight = Flight { owner: key, at, span, done: 0, route: cut.route, bounce, tries: 0 };
+        Ok(Some(self.flights.insert(flight)))
+    }
+
+    fn start(&mut self, token: usize, backend: &mut dyn Backend) {
+        let flight = &self.flights[token];
+        let op = &self.running[flight.owner].op;
+        let region =
+            op.lease.as_ref().filter(|_| flight.bounce.is_none()).map(|lease| Arc::clone(lease.region()));
+        backend.push(Piece {
+            token: token as u64,
+            action: op.action,
+            file: Arc::clone(&op.file),
+            route: flight.route,
+            offset: op.offset + flight.at + flight.done as u64,
+            span: flight.span.part(flight.done, flight.span.len() - flight.done),
+            region,
+            busy_file: (op.total() - self.running[flight.owner].next) / op.piece >= BUSY_PIECES,
+        });
+    }
+
+    fn complete(&mut self, Completion { token, result }: Completion) {
+        let token = token as usize;
+        match self.judge(token, result) {
+            Verdict::Again if self.running[self.flights[token].owner].op.stopped() => {
+                let op = &self.running[self.flights[token].owner].op;
+                let cancelled = op.error(IoKind::Cancelled, "it was cancelled".to_string());
+                self.land(token, Some(cancelled));
+            }
+            Verdict::Again => {
+                if self.flights[token].tries > QUICK_TRIES {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                self.retries.push_back(token);
+            }
+            Verdict::Done => self.land(token, None),
+            Verdict::Failed(error) => self.land(token, Some(error)),
+        }
+    }
+
+    fn judge(&mut self, token: usize, result: i32) -> Verdict {
+        let flight = &mut self.flights[token];
+        let op = &self.running[flight.owner].op;
+        let counters = &self.shared.counters;
+        if result < 0 {
+            return judge_errno(op, flight, -result, counters);
+        }
+        if op.action == Action::Sync {
+            return Verdict::Done;
+        }
+        let left = flight.span.len() - flight.done;
+        let moved = result as usize;
+        if moved > left {
+            return Verdict::Failed(broken(op, flight, format!("the system moved {moved} bytes of {left}")));
+        }
+        flight.done += moved;
+        match (moved, op.action) {
+            _ if moved == left => Verdict::Done,
+            (0, Action::Read) => Verdict::Failed(end_of_file(op, flight)),
+            (0, _) => Verdict::Failed(broken(op, flight, "the system wrote nothing".to_string())),
+            _ => {
+                Counters::add(&counters.resumed, 1);
+                resume(op, flight)
+            }
+        }
+    }
+
+    /// Takes a piece that is over off its operation.
+    fn land(&mut self, token: usize, error: Option<Error>) {
+        let flight = self.flights.remove(token);
+        let running = &mut self.running[flight.owner];
+        if let Some(index) = flight.bounce {
+            let op = &running.op;
+            if op.action == Action::Read && error.is_none() && !op.expired() {
+                flight.span.copy_to(op.span.part(flight.at as usize, flight.span.len()));
+            }
+            self.bounce.free.push(index);
+        }
+        running.under_way -= 1;
+        if let Some(error) = error.filter(|_| running.error.as_ref().is_none_or(|(at, _)| flight.at < *at)) {
+            running.error = Some((flight.at, error));
+        }
+        self.finish_if_over(flight.owner);
+    }
+
+    fn finish_if_over(&mut self, key: usize) {
+        let running = &self.running[key];
+        if running.under_way > 0 || running.queued && !running.op.stopped() && running.error.is_none() {
+            return;
+        }
+        if running.queued {
+            self.order.retain(|queued| *queued != key);
+        }
+        let Running { op, next, error, .. } = self.running.remove(key);
+        let outcome = match error {
+            Some((_, error)) => Err(error),
+            None if next < op.total() => Err(op.error(IoKind::Cancelled, "it was cancelled".to_string())),
+            None => Ok(op.span.len() as u64),
+        };
+        self.shared.finish(&op, outcome);
+    }
+}
+
+enum Progress {
+    AllStarted,
+    NoRoom,
+    NoBounce,
+}
+
+enum Verdict {
+    Done,
+    Again,
+    Failed(Error),
+}
+
+pub(super) fn extent(op: &Operation) -> Extent {
+    Extent {
+        offset: op.offset,
+        address: op.span.address() as u64,
+        len: op.span.len() as u64,
+        direct: op.file.direct(),
+        piece: op.piece,
+    }
+}
+
+fn judge_errno(op: &Operation, flight: &mut Flight, errno: i32, counters: &Counters) -> Verdict {
+    let passing = errno == libc::EINTR || errno == libc::EAGAIN;
+    if passing && flight.tries < MAX_TRIES {
+        flight.tries += 1;
+        Counters::add(&counters.retried, 1);
+        return Verdict::Again;
+    }
+    let refused = errno == libc::EINVAL || errno == libc::EOPNOTSUPP;
+    if refused && flight.route == Route::Direct && op.action != Action::Sync {
+        op.file.refuse_direct("the file system refused an aligned direct transfer".to_string());
+        return reroute(op, flight);
+    }
+    let error = io::Error::from_raw_os_error(errno);
+    let detail = if passing { format!("{MAX_TRIES} times in a row") } else { String::new() };
+    let left = (flight.span.len() - flight.done) as u64;
+    match failure(op.doing(), op.file.name(), op.offset + flight.at + flight.done as u64, left, &error) {
+        Error::Io(inner) => Verdict::Failed(IoError { detail, ..*inner }.into()),
+        other => Verdict::Failed(other),
+    }
+}
+
+/// After a short transfer: on, directly if what is left is still aligned.
+fn resume(op: &Operation, flight: &mut Flight) -> Verdict {
+    let aligned = op.file.direct().is_some_and(|need| {
+        (flight.done as u64).is_multiple_of(need.offset) && (flight.done as u64).is_multiple_of(need.memory)
+    });
+    if flight.route == Route::Buffered || aligned {
+        return Verdict::Again;
+    }
+    reroute(op, flight)
+}
+
+fn reroute(op: &Operation, flight: &mut Flight) -> Verdict {
+    flight.route = Route::Buffered;
+    match op.file.prepare(Route::Buffered) {
+        Ok(()) => Verdict::Again,
+        Err(error) => Verdict::Failed(error),
+    }
+}
+
+fn end_of_file(op: &Operation, flight: &Flight) -> Error {
+    let end = op.offset + flight.at + flight.done as u64;
+    IoError {
+        kind: IoKind::ShortFile,
+        doing: op.doing(),
+        path: op.file.name().to_string(),
+        offset: op.offset,
+        bytes: op.span.len() as u64,
+        errno: 0,
+        detail: format!("the file ends at byte {end}"),
+    }
+    .into()
+}
+
+fn broken(op: &Operation, flight: &Flight, detail: String) -> Error {
+    IoError {
+        kind: IoKind::Failed,
+        doing: op.doing(),
+        path: op.file.name().to_string(),
+        offset: op.offset + flight.at,
+        bytes: flight.span.len() as u64,
+        errno: 0,
+        detail,
+    }
+    .into()
+}

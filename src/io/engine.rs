@@ -1,0 +1,427 @@
+//! The engine as its callers see it.
+//!
+//! Invariants:
+//! - Every accepted operation has exactly one outcome, which exactly one wait gets; what nobody waited for is named at
+//!   close, in the error and in the log.
+//! - A read that succeeds filled every byte; a write that succeeds handed every byte to the system.
+//! - A child made by fork gets errors, never a wait for threads that it does not have.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use super::backend::{Action, Backend};
+use super::counters::EngineStats;
+use super::driver::{Bounce, Driver};
+use super::file::{File, Route};
+use super::open_files::OpenFiles;
+use super::operation::{Operation, Phase, Shared, State};
+use super::options::{
+    BOUNCE_BYTES, Choice, Options, PREALLOCATE_FROM, Request, Target, checked, forced_backend,
+};
+use super::plan::{self, Extent};
+use super::threads::Threads;
+use super::uring::Uring;
+use crate::error::{Error, IoKind, Result};
+use crate::log::{self, Level};
+use crate::pool::region::{self, Lease};
+use crate::sys::file::Access;
+use crate::sys::memory::BASE_PAGE;
+use crate::sys::span::Span;
+use crate::sys::threads;
+
+/// An I/O engine: one queue, one driver thread.
+pub struct Engine {
+    process: u32,
+    options: Options,
+    shared: Arc<Shared>,
+    files: OpenFiles,
+    backend: &'static str,
+    backend_reason: String,
+    buffered_reason: Mutex<String>,
+    /// Told by the pool when a region retires; dropping it ends that.
+    _watcher: Arc<dyn Fn() + Send + Sync>,
+}
+
+type Made = (Box<dyn Backend>, String);
+
+impl Engine {
+    /// Starts an engine.
+    pub fn open(options: Options) -> Result<Engine> {
+        let options = Options { backend: forced_backend()?.unwrap_or(options.backend), ..options };
+        let Options { backend, depth, workers, .. } = options;
+        Engine::start(options, move || make(backend, || Uring::open(depth), workers))
+    }
+
+    /// Starts an engine on a backend of the caller's.
+    #[cfg(any(test, feature = "sim"))]
+    pub fn open_simulated(options: Options, sim: super::sim::Sim) -> Result<Engine> {
+        Engine::start(options, move || Ok((Box::new(sim) as Box<dyn Backend>, String::new())))
+    }
+
+    fn start(options: Options, make: impl FnOnce() -> Result<Made> + Send + 'static) -> Result<Engine> {
+        let options = checked(options)?;
+        let depth = options.depth as usize;
+        let block = options.block_bytes as usize;
+        let blocks = (BOUNCE_BYTES / block).clamp(1, depth);
+        let bounce =
+            Bounce::new(block, blocks).map_err(|error| Error::system("taking bounce blocks", &error))?;
+        let shared = Arc::new(Shared::new());
+        let (report, started) = mpsc::channel();
+        let theirs = Arc::clone(&shared);
+        threads::spawn_quiet("spillway-io", move || drive(theirs, depth, bounce, make, report))
+            .map_err(|error| Error::system("starting the I/O thread", &error))?;
+        let gone = || Error::System { what: "starting the I/O thread", reason: "it died".to_string() };
+        let (backend, backend_reason) = started.recv().map_err(|_| gone())??;
+        let watched = Arc::downgrade(&shared);
+        let watcher: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
+            if let Some(shared) = watched.upgrade() {
+                shared.trim.store(true, Ordering::Release);
+                shared.wake();
+            }
+        });
+        region::watch(&watcher);
+        Ok(Engine {
+            process: std::process::id(),
+            options,
+            shared,
+            files: OpenFiles::default(),
+            backend,
+            backend_reason,
+            buffered_reason: Mutex::default(),
+            _watcher: watcher,
+        })
+    }
+
+    /// Submits a read. Success of the operation means that every byte was filled.
+    pub fn read(&self, request: Request) -> Result<u64> {
+        self.submit(Action::Read, request)
+    }
+
+    /// Submits a write. It creates the file if need be, and truncates nothing.
+    pub fn write(&self, request: Request) -> Result<u64> {
+        self.submit(Action::Write, request)
+    }
+
+    /// Submits a sync: what was written to the file before it, and waited for, becomes durable.
+    pub fn sync(&self, target: Target, deadline: Option<Duration>) -> Result<u64> {
+        self.submit(Action::Sync, Request { target, offset: 0, span: Span::empty(), deadline })
+    }
+
+    fn submit(&self, action: Action, request: Request) -> Result<u64> {
+        self.owned()?;
+        let Request { target, offset, span, deadline } = request;
+        let end = offset.checked_add(span.len() as u64).filter(|end| *end <= i64::MAX as u64);
+        let end = end
+            .ok_or_else(|| Error::invalid("request.offset", format!("{offset} and the length pass 2^63")))?;
+        let file = self.target(action, target)?;
+        let lease = Lease::take(span);
+        let op = Operation {
+            handle: 0,
+            action,
+            piece: self.piece(&file, span, lease.as_ref()),
+            offset,
+            span,
+            lease,
+            deadline: deadline.or(self.options.deadline).and_then(|time| Instant::now().checked_add(time)),
+            stop: false.into(),
+            expired: false.into(),
+            file,
+        };
+        if action == Action::Write && self.options.preallocate && span.len() >= PREALLOCATE_FROM {
+            op.file.preallocate(offset, end)?;
+        }
+        let extent = super::driver::extent(&op);
+        if action != Action::Sync && Extent::has_edges(&extent) {
+            op.file.prepare(Route::Buffered)?;
+        }
+        self.note_buffered(&op.file);
+        self.enqueue(op)
+    }
+
+    fn enqueue(&self, op: Operation) -> Result<u64> {
+        let mut state = self.shared.lock();
+        if let Some(reason) = &state.lost {
+            return Err(Error::System { what: "the I/O engine stopped", reason: reason.clone() });
+        }
+        if state.closing {
+            return Err(Error::invalid("engine", "is closed"));
+        }
+        if !state.stuck.is_empty() && state.stuck.contains_key(&op.device()) {
+            return Err(op.refuse_failed_device());
+        }
+        let (handle, nothing) = state.admit(|handle| Operation { handle, ..op });
+        drop(state);
+        if !nothing && self.shared.hungry.swap(false, Ordering::SeqCst) {
+            self.shared.wake();
+        }
+        Ok(handle)
+    }
+
+    fn target(&self, action: Action, target: Target) -> Result<Arc<File>> {
+        let access = match action {
+            Action::Read => Access::Read,
+            Action::Write | Action::Sync => Access::Write { mode: self.options.file_mode },
+        };
+        match target {
+            Target::Path(path) => self.files.get(path, access, self.options.direct),
+            Target::Descriptor(fd) => File::of_descriptor(fd, access).map(Arc::new),
+            Target::File(file) if access != Access::Read && !file.writable() => {
+                Err(Error::invalid("request.file", format!("{} is open for reading", file.name())))
+            }
+            Target::File(file) => Ok(file),
+        }
+    }
+
+    fn piece(&self, file: &File, span: Span, lease: Option<&Lease>) -> u64 {
+        let page = lease.map_or(BASE_PAGE, |lease| lease.region().kind().bytes());
+        let aligned = span.address().is_multiple_of(BASE_PAGE);
+        let limits = file.limits().filter(|_| file.direct().is_some());
+        plan::piece_bytes(self.options.block_bytes, limits, page as u64, aligned)
+    }
+
+    fn note_buffered(&self, file: &File) {
+        if file.direct().is_some() {
+            return;
+        }
+        let reason = file.buffered_reason().unwrap_or_default();
+        let mut last = self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner);
+        if *last != reason {
+            let message = format!("{} goes through the page cache: {reason}", file.name());
+            log::write(Level::Info, &message);
+            *last = reason;
+        }
+    }
+
+    /// Waits for one operation and gives its byte count or its error, once. `Timeout` leaves it under way.
+    pub fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
+        let mut outcome = None;
+        self.wait_until(timeout, |state| {
+            outcome = state.take(handle)?;
+            Ok(outcome.is_some())
+        })?;
+        outcome.unwrap_or_else(|| Err(Error::invalid("handle", "has no outcome")))
+    }
+
+    /// Waits for all operations and forgets them; their number, or the first error. With nothing under way, 0 at once.
+    pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
+        self.wait_until(timeout, |state| Ok(state.unfinished == 0))?;
+        let outcomes = take_outcomes(&mut self.shared.lock());
+        let total = outcomes.len() as u64;
+        let mut errors = outcomes.into_iter().filter_map(Result::err);
+        match (errors.next(), errors.count()) {
+            (None, _) => Ok(total),
+            (Some(first), 0) => Err(first),
+            (Some(first), more) => Err(with_more(first, more)),
+        }
+    }
+
+    fn wait_until(
+        &self,
+        timeout: Option<Duration>,
+        mut over: impl FnMut(&mut State) -> Result<bool>,
+    ) -> Result<()> {
+        self.owned()?;
+        let until = timeout.and_then(|time| Instant::now().checked_add(time));
+        let mut state = self.shared.lock();
+        loop {
+            let now = Instant::now();
+            let (next_deadline, expired) = state.expire(now);
+            if expired {
+                self.shared.wake();
+            }
+            if over(&mut state)? {
+                return Ok(());
+            }
+            if until.is_some_and(|until| now >= until) {
+                let pending = state.unfinished;
+                return Err(timed_out(pending));
+            }
+            let nearest = [until, next_deadline].into_iter().flatten().min();
+            state = self.shared.wait_news(state, nearest).0;
+        }
+    }
+
+    /// Asks that an operation end early. It ends as `Cancelled`, or as it would have, once the system has given its
+    /// memory back; nothing takes a transfer back that the device already has.
+    pub fn cancel(&self, handle: u64) -> Result<()> {
+        self.owned()?;
+        let mut state = self.shared.lock();
+        if let Some(op) = &state.entry(handle)?.op {
+            op.stop.store(true, Ordering::Release);
+        }
+        drop(state);
+        self.shared.wake();
+        Ok(())
+    }
+
+    /// True while the system may still use the memory of an operation, its deadline notwithstanding.
+    pub fn holds_memory(&self, handle: u64) -> Result<bool> {
+        self.owned()?;
+        Ok(self.shared.lock().entry(handle).is_ok_and(|entry| entry.op.is_some()))
+    }
+
+    /// What the engine has done so far.
+    pub fn stats(&self) -> Result<EngineStats> {
+        self.owned()?;
+        let counters = &self.shared.counters;
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let state = self.shared.lock();
+        Ok(EngineStats {
+            reads: get(&counters.reads),
+            writes: get(&counters.writes),
+            read_bytes: get(&counters.read_bytes),
+            written_bytes: get(&counters.written_bytes),
+            failed: get(&counters.failed),
+            pieces: get(&counters.pieces),
+            direct_bytes: get(&counters.direct_bytes),
+            buffered_bytes: get(&counters.buffered_bytes),
+            bounced_bytes: get(&counters.bounced_bytes),
+            resumed: get(&counters.resumed),
+            retried: get(&counters.retried),
+            pending: state.unfinished as u64,
+            stuck: state.stuck.values().sum::<usize>() as u64,
+            backend: self.backend,
+            backend_reason: self.backend_reason.clone(),
+            buffered_reason: self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+        })
+    }
+
+    /// Settings, as they were adjusted.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Ends the engine once all operations are over, at the latest after `timeout`. What is stuck in the system keeps
+    /// its memory, and the thread that waits for it, until it comes back. An error that nobody waited for is returned.
+    pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
+        if self.process != std::process::id() {
+            return Ok(());
+        }
+        let drained = self.wait_until(timeout, |state| Ok(state.unfinished == 0));
+        let mut state = self.shared.lock();
+        state.closing = true;
+        let unseen = take_outcomes(&mut state).into_iter().find_map(Result::err);
+        drop(state);
+        self.shared.wake();
+        drained?;
+        self.wait_until(None, |state| Ok(state.driver_gone || !state.stuck.is_empty()))?;
+        unseen.map_or(Ok(()), Err)
+    }
+
+    fn owned(&self) -> Result<()> {
+        match self.process == std::process::id() {
+            true => Ok(()),
+            false => Err(Error::Unsupported(format!(
+                "the I/O engine was opened by process {}; a forked child opens its own",
+                self.process
+            ))),
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        const PATIENCE: Duration = Duration::from_secs(30);
+        if self.process != std::process::id() || self.shared.lock().closing {
+            return;
+        }
+        if let Err(error) = self.close(Some(PATIENCE)) {
+            log::write(Level::Error, &format!("closing an I/O engine: {error}"));
+        }
+    }
+}
+
+/// The driver thread.
+fn drive(
+    shared: Arc<Shared>,
+    depth: usize,
+    bounce: Bounce,
+    make: impl FnOnce() -> Result<Made>,
+    report: mpsc::Sender<Result<(&'static str, String)>>,
+) {
+    let (mut backend, reason) = match make() {
+        Ok(made) => made,
+        Err(error) => {
+            let _ = report.send(Err(error));
+            return;
+        }
+    };
+    let _ = shared.waker.set(backend.waker());
+    let _ = report.send(Ok((backend.name(), reason)));
+    let mut driver = Driver::new(Arc::clone(&shared), depth, bounce);
+    let run = std::panic::AssertUnwindSafe(|| driver.run(backend.as_mut()));
+    let lost = match std::panic::catch_unwind(run) {
+        Ok(Ok(())) => None,
+        Ok(Err(error)) => Some(error.to_string()),
+        Err(_) => Some("a bug inside spillway".to_string()),
+    };
+    if let Some(reason) = &lost {
+        log::write(Level::Error, &format!("the I/O engine stopped: {reason}"));
+        driver.abandon(reason);
+        // The kernel may still write to the bounce blocks.
+        std::mem::forget(driver);
+    }
+    drop(backend);
+    shared.driver_ends(lost);
+}
+
+fn make(
+    choice: Choice,
+    uring: impl FnOnce() -> io::Result<Uring>,
+    workers: u32,
+) -> Result<(Box<dyn Backend>, String)> {
+    let threads = || Box::new(Threads::new(workers as usize)) as Box<dyn Backend>;
+    if choice == Choice::Threads {
+        return Ok((threads(), String::new()));
+    }
+    match uring() {
+        Ok(ring) => Ok((Box::new(ring), String::new())),
+        Err(error) if choice == Choice::Uring => Err(Error::system("opening io_uring", &error)),
+        Err(error) => {
+            let reason =
+                format!("io_uring is not to be had: {}", error.to_string().replace("os error", "errno"));
+            log::write(Level::Info, &format!("{reason}; {workers} threads read and write instead"));
+            Ok((threads(), reason))
+        }
+    }
+}
+
+/// All outcomes that nobody has taken, in the order of submission.
+fn take_outcomes(state: &mut State) -> Vec<Result<u64>> {
+    let mut handles: Vec<u64> = state
+        .entries
+        .iter()
+        .map(|(_, entry)| entry)
+        .filter(|entry| matches!(entry.phase, Phase::Finished(_) | Phase::Expired(Some(_))))
+        .map(|entry| entry.handle)
+        .collect();
+    handles.sort_unstable_by_key(|handle| handle >> 32);
+    handles.into_iter().filter_map(|handle| state.take(handle).ok().flatten()).collect()
+}
+
+fn timed_out(pending: usize) -> Error {
+    crate::error::IoError {
+        kind: IoKind::Timeout,
+        doing: "waiting",
+        path: String::new(),
+        offset: 0,
+        bytes: 0,
+        errno: 0,
+        detail: format!("{pending} operations are still under way"),
+    }
+    .into()
+}
+
+fn with_more(first: Error, more: usize) -> Error {
+    match first {
+        Error::Io(mut inner) => {
+            let separator = if inner.detail.is_empty() { "" } else { "; " };
+            inner.detail = format!("{}{separator}{more} more operations failed", inner.detail);
+            Error::Io(inner)
+        }
+        other => other,
+    }
+}

@@ -1,0 +1,255 @@
+//! An open file: past the page cache where the file system agrees, and through it for what direct I/O cannot do.
+#![forbid(unsafe_code)]
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use super::plan::Alignment;
+use crate::error::{Error, IoError, IoKind, Result};
+use crate::sys::file::{self, Access, DirectNeed, Facts, Identity, RequestLimits};
+use crate::sys::memory::BASE_PAGE;
+
+/// Which descriptor of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Route {
+    /// Past the page cache.
+    Direct,
+    /// Through it.
+    Buffered,
+}
+
+/// A file that operations work on.
+#[derive(Debug)]
+pub struct File {
+    key: u64,
+    name: String,
+    writable: bool,
+    identity: Identity,
+    source: Source,
+    need: Option<Alignment>,
+    direct_refused: AtomicBool,
+    buffered_reason: Mutex<Option<String>>,
+    limits: Option<RequestLimits>,
+}
+
+#[derive(Debug)]
+enum Source {
+    Real {
+        main: fs::File,
+        buffered: OnceLock<fs::File>,
+    },
+    #[cfg(any(test, feature = "sim"))]
+    Simulated,
+}
+
+impl File {
+    /// Opens `path`; without O_DIRECT if `direct` is false or the file system refuses it.
+    pub fn open(path: &Path, access: Access, direct: bool) -> Result<File> {
+        let name = path.to_string_lossy().into_owned();
+        let fail = |error: io::Error| failure("opening", &name, 0, 0, &error);
+        if !direct {
+            let main = file::open(path, access, false).map_err(fail)?;
+            return File::assemble(
+                main,
+                false,
+                name,
+                access,
+                Some("switched off by the options".to_string()),
+            );
+        }
+        match file::open(path, access, true) {
+            Ok(main) => File::assemble(main, true, name, access, None),
+            // O_CREAT may have made the file before O_DIRECT was refused: it is opened, not left behind empty.
+            Err(refusal) if refusal.raw_os_error() == Some(libc::EINVAL) => {
+                let main = file::open(path, access, false).map_err(fail)?;
+                File::assemble(
+                    main,
+                    false,
+                    name,
+                    access,
+                    Some("the file system refuses O_DIRECT".to_string()),
+                )
+            }
+            Err(error) => Err(fail(error)),
+        }
+    }
+
+    /// Takes a duplicate of a descriptor, which keeps its own O_DIRECT setting.
+    pub fn of_descriptor(fd: i32, access: Access) -> Result<File> {
+        let name = format!("descriptor {fd}");
+        let (main, direct) = file::duplicate(fd).map_err(|error| failure("opening", &name, 0, 0, &error))?;
+        let reason = (!direct).then(|| "the caller's descriptor has no O_DIRECT".to_string());
+        File::assemble(main, direct, name, access, reason)
+    }
+
+    fn assemble(
+        main: fs::File,
+        direct: bool,
+        name: String,
+        access: Access,
+        reason: Option<String>,
+    ) -> Result<File> {
+        let facts = file::facts(&main).map_err(|error| failure("opening", &name, 0, 0, &error))?;
+        if !facts.seekable {
+            return Err(Error::invalid(
+                "path",
+                format!("{name} is neither a regular file nor a block device"),
+            ));
+        }
+        let page = BASE_PAGE as u64;
+        let (need, reason) = match if direct { file::direct_need(&main) } else { DirectNeed::Refused } {
+            DirectNeed::Stated { memory, offset } => (Some((memory, offset)), reason),
+            DirectNeed::Unknown => (Some((page, page)), reason),
+            DirectNeed::Refused => {
+                (None, reason.or_else(|| Some("the file system says that this file cannot".to_string())))
+            }
+        };
+        let need =
+            need.map(|(memory, offset)| Alignment { memory: memory.max(512), offset: offset.max(page) });
+        // A main descriptor with O_DIRECT on a file that cannot is replaced by a buffered one at its first use.
+        let buffered = OnceLock::new();
+        Ok(File {
+            key: next_key(),
+            name,
+            writable: access != Access::Read,
+            identity: facts.identity,
+            direct_refused: AtomicBool::new(need.is_none()),
+            source: Source::Real { main, buffered },
+            need: need.or(direct.then_some(Alignment { memory: page, offset: page })),
+            buffered_reason: Mutex::new(reason),
+            limits: file::request_limits(facts.identity.device),
+        })
+    }
+
+    /// A file of the simulated storage, with the alignment that its sectors ask for.
+    #[cfg(any(test, feature = "sim"))]
+    pub fn simulated(name: &str, device: u64, need: Option<Alignment>) -> File {
+        let key = next_key();
+        File {
+            key,
+            name: name.to_string(),
+            writable: true,
+            identity: Identity { device, inode: key },
+            source: Source::Simulated,
+            need,
+            direct_refused: AtomicBool::new(need.is_none()),
+            buffered_reason: Mutex::new(None),
+            limits: None,
+        }
+    }
+
+    /// A number that no other open file of this process has or had.
+    pub fn key(&self) -> u64 {
+        self.key
+    }
+
+    /// The file as the caller named it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// True if it was opened for writing.
+    pub fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Which file it is.
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// What one request to its device may hold.
+    pub fn limits(&self) -> Option<RequestLimits> {
+        self.limits
+    }
+
+    /// What direct I/O needs here; `None` if everything goes through the page cache.
+    pub fn direct(&self) -> Option<Alignment> {
+        self.need.filter(|_| !self.direct_refused.load(Ordering::Relaxed))
+    }
+
+    /// Sends everything through the page cache from now on.
+    pub fn refuse_direct(&self, reason: String) {
+        self.direct_refused.store(true, Ordering::Relaxed);
+        self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+    }
+
+    /// Why the file is not direct, if it is not.
+    pub fn buffered_reason(&self) -> Option<String> {
+        self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Opens the descriptor of `route` if that has not happened yet.
+    pub fn prepare(&self, route: Route) -> Result<()> {
+        match &self.source {
+            // Two threads may both open it; the second one's is closed again.
+            Source::Real { main, buffered }
+                if route == Route::Buffered && self.need.is_some() && buffered.get().is_none() =>
+            {
+                let second = file::reopen_buffered(main, self.writable)
+                    .map_err(|error| failure("opening", &self.name, 0, 0, &error))?;
+                file::no_readahead(&second);
+                let _ = buffered.set(second);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The descriptor of `route`, which was prepared.
+    pub fn fd(&self, route: Route) -> BorrowedFd<'_> {
+        match &self.source {
+            Source::Real { main, buffered } => match route {
+                Route::Direct => main.as_fd(),
+                Route::Buffered => buffered.get().unwrap_or(main).as_fd(),
+            },
+            #[cfg(any(test, feature = "sim"))]
+            Source::Simulated => unreachable!("the simulation has no descriptors"),
+        }
+    }
+
+    /// Gives bytes `offset..end` a place on the device where they lie past the end of the file.
+    pub fn preallocate(&self, offset: u64, end: u64) -> Result<()> {
+        let main = match &self.source {
+            Source::Real { main, .. } => main,
+            #[cfg(any(test, feature = "sim"))]
+            Source::Simulated => return Ok(()),
+        };
+        let fail = |error: io::Error| failure("preallocating", &self.name, offset, end - offset, &error);
+        let Facts { len, .. } = file::facts(main).map_err(fail)?;
+        match end > len {
+            true => file::preallocate(main, len.max(offset), end).map_err(|error| {
+                let free = file::free_bytes(Path::new(&self.name));
+                with_free(fail(error), free)
+            }),
+            false => Ok(()),
+        }
+    }
+}
+
+fn next_key() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// The error of a system call on a file.
+pub(super) fn failure(doing: &'static str, name: &str, offset: u64, bytes: u64, error: &io::Error) -> Error {
+    let errno = error.raw_os_error().unwrap_or(0);
+    let detail = if errno == 0 { error.to_string() } else { String::new() };
+    IoError { kind: IoKind::of_errno(errno), doing, path: name.to_string(), offset, bytes, errno, detail }
+        .into()
+}
+
+fn with_free(error: Error, free: Option<u64>) -> Error {
+    match (error, free) {
+        (Error::Io(mut inner), Some(free)) if inner.kind == IoKind::NoSpace => {
+            inner.detail = format!("the file system has {free} bytes free");
+            Error::Io(inner)
+        }
+        (other, _) => other,
+    }
+}

@@ -1,0 +1,53 @@
+//! Files that operations under way have open, so that a thousand operations on one path open it once.
+//!
+//! An entry lives as long as an operation uses it: an idle engine holds no file open, and so keeps no deleted file's
+//! space and no file system from being unmounted.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::file::{File, failure};
+use crate::error::{Error, Result};
+use crate::sys::file::{self, Access};
+
+/// Entries beyond this are searched for dead ones.
+const SWEEP_AT: usize = 64;
+
+#[derive(Debug, Default)]
+pub(super) struct OpenFiles {
+    files: Mutex<HashMap<(PathBuf, Access), Weak<File>>>,
+}
+
+impl OpenFiles {
+    /// The file that `path` names now.
+    pub(super) fn get(&self, path: &Path, access: Access, direct: bool) -> Result<Arc<File>> {
+        let now = match file::facts_of_path(path) {
+            Ok(facts) if !facts.seekable => {
+                let reason = format!("{} is neither a regular file nor a block device", path.display());
+                return Err(Error::invalid("path", reason));
+            }
+            Ok(facts) => Some(facts.identity),
+            Err(error) if error.kind() == io::ErrorKind::NotFound && access != Access::Read => None,
+            Err(error) => return Err(failure("opening", &path.to_string_lossy(), 0, 0, &error)),
+        };
+        let key = (path.to_path_buf(), access);
+        let open = self.lock().get(&key).and_then(Weak::upgrade);
+        if let Some(open) = open.filter(|open| Some(open.identity()) == now) {
+            return Ok(open);
+        }
+        let opened = Arc::new(File::open(path, access, direct)?);
+        let mut files = self.lock();
+        if files.len() >= SWEEP_AT {
+            files.retain(|_, file| file.strong_count() > 0);
+        }
+        files.insert(key, Arc::downgrade(&opened));
+        Ok(opened)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<(PathBuf, Access), Weak<File>>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

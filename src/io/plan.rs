@@ -1,0 +1,143 @@
+//! Where an operation is cut into pieces.
+//!
+//! Direct pieces cover whole pages of the file; the partial pages at the edges go through the page cache, on a second
+//! descriptor. Reading, changing and writing back the edge sectors instead would lose bytes when two operations share
+//! a sector (tensors packed one after another do), would need a truncation at the end of the file that cuts what
+//! others appended, and would not be faster. Since no page is ever written both ways by disjoint operations, the
+//! kernel's own rules keep the two descriptors coherent.
+#![forbid(unsafe_code)]
+
+use super::file::Route;
+use crate::sys::file::RequestLimits;
+use crate::sys::memory::BASE_PAGE;
+
+/// What direct I/O on a file asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Alignment {
+    /// Of addresses.
+    pub memory: u64,
+    /// Of offsets and lengths; at least a page.
+    pub offset: u64,
+}
+
+/// One operation, as far as cutting it goes.
+#[derive(Debug, Clone, Copy)]
+pub struct Extent {
+    /// Where in the file.
+    pub offset: u64,
+    /// Address of the first byte in memory.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// What direct I/O needs; `None` to stay with the page cache.
+    pub direct: Option<Alignment>,
+    /// Most bytes of a piece, a multiple of every alignment.
+    pub piece: u64,
+}
+
+/// One cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// Bytes.
+    pub len: u64,
+    /// Which descriptor.
+    pub route: Route,
+    /// Through a bounce block, because the memory is not aligned.
+    pub bounce: bool,
+}
+
+impl Extent {
+    /// The piece that begins `done` bytes into the operation, of which some are left.
+    pub fn cut(&self, done: u64) -> Cut {
+        let left = self.len - done;
+        let Some(Alignment { memory, offset }) = self.direct else {
+            return Cut { len: left.min(self.piece), route: Route::Buffered, bounce: false };
+        };
+        match (self.offset + done) % offset {
+            0 if left >= offset => {
+                let len = left.min(self.piece);
+                let bounce = !(self.address + done).is_multiple_of(memory);
+                Cut { len: len - len % offset, route: Route::Direct, bounce }
+            }
+            into => Cut { len: left.min(offset - into), route: Route::Buffered, bounce: false },
+        }
+    }
+
+    /// True if the first or last piece needs the page cache.
+    pub fn has_edges(&self) -> bool {
+        match self.direct {
+            Some(need) => {
+                !self.offset.is_multiple_of(need.offset)
+                    || !(self.offset + self.len).is_multiple_of(need.offset)
+            }
+            None => true,
+        }
+    }
+}
+
+/// Bytes of a piece: `block`, less where the device would split it again.
+///
+/// A buffer of base pages is one segment per page, and one more if it begins inside a page.
+pub fn piece_bytes(block: u64, limits: Option<RequestLimits>, page: u64, aligned: bool) -> u64 {
+    let base = BASE_PAGE as u64;
+    let Some(limits) = limits else { return block };
+    let segments = if aligned { limits.segments } else { limits.segments.saturating_sub(1) };
+    let fits = limits.bytes.min(segments.saturating_mul(page));
+    let fits = fits - fits % base;
+    if fits < base { block } else { block.min(fits) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEED: Alignment = Alignment { memory: 512, offset: 4096 };
+
+    fn cuts(extent: Extent) -> Vec<Cut> {
+        let mut done = 0;
+        let mut cuts = Vec::new();
+        while done < extent.len {
+            let cut = extent.cut(done);
+            assert!(cut.len > 0 && cut.len <= extent.piece.max(NEED.offset));
+            done += cut.len;
+            cuts.push(cut);
+        }
+        assert_eq!(done, extent.len);
+        cuts
+    }
+
+    #[test]
+    fn direct_pieces_are_aligned_for_every_offset_and_length() {
+        for offset in [0, 1, 511, 512, 4095, 4096, 5000, 8191] {
+            for len in (1..20_000).step_by(97).chain([4096, 8192, 12_288]) {
+                for address in [0_u64, 64, 512, 4096] {
+                    let extent = Extent { offset, address, len, direct: Some(NEED), piece: 8192 };
+                    let mut at = offset;
+                    let cuts = cuts(extent);
+                    for cut in &cuts {
+                        if cut.route == Route::Direct {
+                            assert!(at.is_multiple_of(4096) && cut.len.is_multiple_of(4096));
+                            assert_eq!(cut.bounce, !(address + at - offset).is_multiple_of(512));
+                        }
+                        at += cut.len;
+                    }
+                    let buffered = cuts.iter().filter(|cut| cut.route == Route::Buffered).count();
+                    assert!(buffered <= 2);
+                    assert_eq!(extent.has_edges(), buffered > 0);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_follow_segments_of_base_pages_and_sectors_of_huge_ones() {
+        let limits = Some(RequestLimits { bytes: 4 << 20, segments: 254 });
+        assert_eq!(piece_bytes(1 << 20, limits, 4096, true), 254 * 4096);
+        assert_eq!(piece_bytes(1 << 20, limits, 4096, false), 253 * 4096);
+        assert_eq!(piece_bytes(1 << 20, limits, 2 << 20, true), 1 << 20);
+        assert_eq!(piece_bytes(8 << 20, limits, 2 << 20, true), 4 << 20);
+        assert_eq!(piece_bytes(1 << 20, None, 4096, true), 1 << 20);
+        let broken = Some(RequestLimits { bytes: 0, segments: 0 });
+        assert_eq!(piece_bytes(1 << 20, broken, 4096, true), 1 << 20);
+    }
+}

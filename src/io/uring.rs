@@ -1,0 +1,381 @@
+//! The io_uring backend: one ring, driven by one thread.
+//!
+//! Invariants:
+//! - Only regions of this library are registered, by their id, so that memory mapped anew at an old address is never
+//!   taken for the old registration. They are unregistered when they retire.
+//! - Everything is unregistered before the ring closes: the kernel tears a ring down later, and would hold files (and
+//!   so a mounted file system, or the space of deleted files) until then.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use io_uring::squeue::{Entry, Flags};
+use io_uring::{IoUring, Probe, opcode, types};
+
+use super::backend::{Action, Backend, Completion, Piece, Wake};
+use super::file::Route;
+use crate::log::{self, Level};
+use crate::pool::region::Region;
+use crate::sys::span::Span;
+
+/// The kernel takes at most this much per registered buffer.
+const CHUNK: usize = 1 << 30;
+/// A full table costs the kernel 16 bytes an entry.
+const BUFFER_SLOTS: usize = 256;
+const FILE_SLOTS: usize = u64::BITS as usize;
+/// Below this, registering costs more than it saves.
+const SMALLEST_REGION: usize = 64 << 10;
+const WAKE_TOKEN: u64 = u64::MAX;
+/// The charge for rings that were just closed comes back late; longer than this and it is somebody else's.
+const MEMLOCK_PATIENCE: Duration = Duration::from_millis(50);
+
+pub(super) struct Uring {
+    ring: IoUring,
+    waker: Arc<EventFd>,
+    armed: bool,
+    buffers: Option<Buffers>,
+    files: Option<Files>,
+}
+
+impl Uring {
+    /// A ring for `depth` pieces under way. The thread that calls this is the one that drives it.
+    pub(super) fn open(depth: u32) -> io::Result<Uring> {
+        let ring = build(depth)?;
+        let mut probe = Probe::new();
+        ring.submitter().register_probe(&mut probe)?;
+        let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Fsync::CODE, opcode::PollAdd::CODE];
+        if !needed.into_iter().all(|code| probe.is_supported(code)) {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "this kernel's io_uring lacks READ or WRITE",
+            ));
+        }
+        let buffers = ring.submitter().register_buffers_sparse(BUFFER_SLOTS as u32).is_ok();
+        let files = ring.submitter().register_files(&[-1; FILE_SLOTS]).is_ok();
+        Ok(Uring {
+            waker: Arc::new(EventFd::new()?),
+            armed: false,
+            buffers: buffers.then(Buffers::default),
+            files: files.then(Files::default),
+            ring,
+        })
+    }
+
+    fn entry(&mut self, piece: &Piece) -> Entry {
+        let submitter = self.ring.submitter();
+        let slot = self.files.as_mut().and_then(|files| files.slot(&submitter, piece));
+        let fd = types::Fd(slot.map_or(piece.file.fd(piece.route).as_raw_fd(), |slot| slot as i32));
+        let fixed = match (&piece.region, self.buffers.as_mut()) {
+            (Some(region), Some(buffers)) => buffers.index(&submitter, region, piece.span),
+            _ => None,
+        };
+        let (memory, len, offset) = (piece.span.as_ptr(), piece.span.len() as u32, piece.offset);
+        let entry = match (piece.action, fixed) {
+            (Action::Read, Some(index)) => {
+                opcode::ReadFixed::new(fd, memory, len, index).offset(offset).build()
+            }
+            (Action::Read, None) => opcode::Read::new(fd, memory, len).offset(offset).build(),
+            (Action::Write, Some(index)) => {
+                opcode::WriteFixed::new(fd, memory, len, index).offset(offset).build()
+            }
+            (Action::Write, None) => opcode::Write::new(fd, memory, len).offset(offset).build(),
+            (Action::Sync, _) => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+        };
+        let entry = entry.user_data(piece.token);
+        if slot.is_some() { entry.flags(Flags::FIXED_FILE) } else { entry }
+    }
+
+    fn push_entry(&mut self, entry: &Entry) {
+        loop {
+            // SAFETY: the piece's memory is leased or promised until its completion, and its file is open as long.
+            if unsafe { self.ring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            // The ring has room for every piece of the driver: only an interrupted submission leaves it full.
+            let _ = self.ring.submit();
+        }
+    }
+
+    fn reap(&mut self, done: &mut Vec<Completion>) {
+        let from = done.len();
+        let mut woken = false;
+        for entry in self.ring.completion() {
+            match entry.user_data() {
+                WAKE_TOKEN => woken = true,
+                token => done.push(Completion { token, result: entry.result() }),
+            }
+        }
+        if woken {
+            self.armed = false;
+            self.waker.clear();
+        }
+        if let Some(files) = &mut self.files {
+            let submitter = self.ring.submitter();
+            done[from..].iter().for_each(|completion| files.release(&submitter, completion.token));
+        }
+    }
+}
+
+impl Backend for Uring {
+    fn name(&self) -> &'static str {
+        "io_uring"
+    }
+
+    fn push(&mut self, piece: Piece) {
+        let entry = self.entry(&piece);
+        self.push_entry(&entry);
+    }
+
+    fn wait(&mut self, block: bool, done: &mut Vec<Completion>) -> io::Result<()> {
+        if !self.armed {
+            let poll = opcode::PollAdd::new(types::Fd(self.waker.fd()), libc::POLLIN as u32).build();
+            self.push_entry(&poll.user_data(WAKE_TOKEN));
+            self.armed = true;
+        }
+        let outcome = self.ring.submit_and_wait(usize::from(block));
+        self.reap(done);
+        match outcome.as_ref().map_err(io::Error::raw_os_error) {
+            Ok(_) | Err(Some(libc::EINTR)) => Ok(()),
+            // The kernel is out of request memory or of completion room: what is under way has to come back first.
+            Err(Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)) => {
+                if done.is_empty() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(())
+            }
+            Err(_) => outcome.map(|_| ()),
+        }
+    }
+
+    fn trim(&mut self) {
+        let submitter = self.ring.submitter();
+        if let Some(buffers) = &mut self.buffers {
+            buffers.trim(&submitter);
+        }
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        Arc::clone(&self.waker) as Arc<dyn Wake>
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        let submitter = self.ring.submitter();
+        if self.files.is_some() {
+            let _ = submitter.unregister_files();
+        }
+        if self.buffers.is_some() {
+            let _ = submitter.unregister_buffers();
+        }
+    }
+}
+
+/// The best ring that this kernel makes; each step leaves out what an older one does not know.
+fn build(depth: u32) -> io::Result<IoUring> {
+    let entries = (2 * depth).next_power_of_two().clamp(64, 16_384);
+    let completions = 4 * entries;
+    let attempts: [&dyn Fn(&mut io_uring::Builder); 4] = [
+        &|builder| {
+            builder
+                .setup_single_issuer()
+                .setup_defer_taskrun()
+                .setup_taskrun_flag()
+                .setup_cqsize(completions);
+        },
+        &|builder| {
+            builder.setup_coop_taskrun().setup_cqsize(completions);
+        },
+        &|builder| {
+            builder.setup_cqsize(completions);
+        },
+        &|_| {},
+    ];
+    let mut last = io::Error::from_raw_os_error(libc::EINVAL);
+    for attempt in attempts {
+        let mut builder = <IoUring>::builder();
+        builder.dontfork();
+        attempt(&mut builder);
+        match patiently(|| builder.build(entries)) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = error,
+            other => return other,
+        }
+    }
+    Err(last)
+}
+
+fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let pause = Duration::from_millis(2);
+    for _ in 0..MEMLOCK_PATIENCE.as_millis() / pause.as_millis() {
+        match attempt() {
+            Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => std::thread::sleep(pause),
+            other => return other,
+        }
+    }
+    attempt()
+}
+
+/// Wakes the ring's thread through a descriptor that the ring polls.
+struct EventFd(File);
+
+impl EventFd {
+    fn new() -> io::Result<EventFd> {
+        // SAFETY: plain integers.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a descriptor that this call just made.
+        Ok(EventFd(unsafe { File::from_raw_fd(fd) }))
+    }
+
+    fn fd(&self) -> i32 {
+        self.0.as_raw_fd()
+    }
+
+    fn clear(&self) {
+        // An empty counter only means that another wake was cleared together with this one.
+        let _ = (&self.0).read(&mut [0; 8]);
+    }
+}
+
+impl Wake for EventFd {
+    fn wake(&self) {
+        // A full counter is a wake, too.
+        let _ = (&self.0).write(&1_u64.to_ne_bytes());
+    }
+}
+
+/// Which regions are registered, and where in the table.
+#[derive(Default)]
+struct Buffers {
+    regions: HashMap<u64, Registered>,
+    table: Table,
+}
+
+#[derive(Default)]
+struct Table {
+    used: Vec<bool>,
+    refused: bool,
+}
+
+struct Registered {
+    region: Weak<Region>,
+    start: usize,
+    first: usize,
+    /// 0 if the kernel refused.
+    chunks: usize,
+}
+
+impl Buffers {
+    /// Index of the registered buffer that holds all of `span`; registers its region at first sight.
+    fn index(&mut self, submitter: &io_uring::Submitter, region: &Arc<Region>, span: Span) -> Option<u16> {
+        if region.retired() || region.span().len() < SMALLEST_REGION {
+            return None;
+        }
+        let registered =
+            self.regions.entry(region.id()).or_insert_with(|| self.table.register(submitter, region));
+        let from = span.address() - registered.start;
+        let chunk = from / CHUNK;
+        let whole = chunk < registered.chunks && (from + span.len() - 1) / CHUNK == chunk;
+        whole.then_some((registered.first + chunk) as u16)
+    }
+
+    fn trim(&mut self, submitter: &io_uring::Submitter) {
+        let used = &mut self.table.used;
+        self.regions.retain(|_, registered| {
+            let live = registered.region.upgrade().is_some_and(|region| !region.retired());
+            if !live {
+                let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+                let nothings = vec![nothing; registered.chunks];
+                // SAFETY: empty entries refer to no memory.
+                let _ =
+                    unsafe { submitter.register_buffers_update(registered.first as u32, &nothings, None) };
+                used[registered.first..][..registered.chunks].fill(false);
+            }
+            live
+        });
+    }
+}
+
+impl Table {
+    fn register(&mut self, submitter: &io_uring::Submitter, region: &Arc<Region>) -> Registered {
+        self.used.resize(BUFFER_SLOTS, false);
+        let span = region.span();
+        let chunks = span.len().div_ceil(CHUNK);
+        let refused =
+            Registered { region: Arc::downgrade(region), start: span.address(), first: 0, chunks: 0 };
+        let Some(first) = self.used.windows(chunks).position(|window| window.iter().all(|used| !used)) else {
+            return refused;
+        };
+        let vectors: Vec<libc::iovec> = (0..chunks)
+            .map(|chunk| span.part(chunk * CHUNK, CHUNK.min(span.len() - chunk * CHUNK)))
+            .map(|part| libc::iovec { iov_base: part.as_ptr().cast(), iov_len: part.len() })
+            .collect();
+        // SAFETY: the region's memory; pieces hold the region as long as they use it, and the kernel holds its pages.
+        let attempt = || unsafe { submitter.register_buffers_update(first as u32, &vectors, None) };
+        match if self.refused { attempt() } else { patiently(attempt) } {
+            Ok(()) => {
+                self.used[first..first + chunks].fill(true);
+                Registered { first, chunks, ..refused }
+            }
+            Err(error) => {
+                self.refused = true;
+                log_refusal(span.len(), &error);
+                refused
+            }
+        }
+    }
+}
+
+/// Once per process: the limit is the same for every ring.
+fn log_refusal(bytes: usize, error: &io::Error) {
+    static LOGGED: AtomicBool = AtomicBool::new(false);
+    if !LOGGED.swap(true, Ordering::Relaxed) {
+        let message = format!("{bytes} bytes are not registered with io_uring: {error}; transfers cost more");
+        log::write(Level::Info, &message);
+    }
+}
+
+/// Which files are registered, and how many pieces use them. A file leaves the table with its last piece.
+#[derive(Default)]
+struct Files {
+    slots: HashMap<(u64, bool), (usize, usize)>,
+    used: u64,
+    by_token: HashMap<u64, (u64, bool)>,
+}
+
+impl Files {
+    fn slot(&mut self, submitter: &io_uring::Submitter, piece: &Piece) -> Option<usize> {
+        let key = (piece.file.key(), piece.route == Route::Direct);
+        if !self.slots.contains_key(&key) {
+            let slot = Some(self.used.trailing_ones() as usize)
+                .filter(|slot| piece.busy_file && *slot < FILE_SLOTS)?;
+            let fd = piece.file.fd(piece.route).as_raw_fd();
+            submitter.register_files_update(slot as u32, &[fd]).ok()?;
+            self.used |= 1 << slot;
+            self.slots.insert(key, (slot, 0));
+        }
+        let (slot, users) = self.slots.get_mut(&key)?;
+        *users += 1;
+        self.by_token.insert(piece.token, key);
+        Some(*slot)
+    }
+
+    fn release(&mut self, submitter: &io_uring::Submitter, token: u64) {
+        let Some(key) = self.by_token.remove(&token) else { return };
+        let Some((slot, users)) = self.slots.get_mut(&key) else { return };
+        *users -= 1;
+        if *users == 0 {
+            let slot = *slot;
+            let _ = submitter.register_files_update(slot as u32, &[-1]);
+            self.used &= !(1 << slot);
+            self.slots.remove(&key);
+        }
+    }
+}

@@ -1,0 +1,318 @@
+//! A pool of equal blocks in one region, all of it taken at open.
+//!
+//! Invariants:
+//! - A block is free, out, or freed while leased; only a free one is handed out.
+//! - A refused call changes nothing.
+//! - A child made by fork gets an error instead of a lock that may never open.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::region::{Backing, Region};
+use crate::error::{Error, Result};
+use crate::log::{self, Level};
+use crate::sys::memory::{BASE_PAGE, PageKind};
+use crate::sys::span::Span;
+
+/// Size of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolOptions {
+    /// Bytes of a block, rounded up to whole pages.
+    pub block_bytes: usize,
+    /// Number of blocks.
+    pub block_count: usize,
+    /// What memory to take.
+    pub backing: Backing,
+}
+
+/// State of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Bytes of a block, as rounded.
+    pub block_bytes: usize,
+    /// Number of blocks.
+    pub block_count: usize,
+    /// Blocks handed out.
+    pub in_use: usize,
+    /// Most blocks handed out at any one time.
+    pub high_water: usize,
+    /// Blocks freed while the kernel still worked on them.
+    pub quarantined: usize,
+    /// Bytes of the pool.
+    pub bytes: usize,
+    /// Those of them that are locked.
+    pub locked_bytes: usize,
+    /// What backs the pool.
+    pub kind: PageKind,
+    /// Bytes of registered foreign buffers.
+    pub foreign_bytes: usize,
+}
+
+/// A pool of pinned blocks.
+#[derive(Debug)]
+pub struct Pool {
+    process: u32,
+    region: Arc<Region>,
+    block_bytes: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    free: Vec<usize>,
+    out: Vec<bool>,
+    in_use: usize,
+    high_water: usize,
+    quarantined: Vec<usize>,
+    foreign: BTreeMap<usize, usize>,
+}
+
+impl Pool {
+    /// Takes all the memory.
+    pub fn open(options: PoolOptions) -> Result<Pool> {
+        let PoolOptions { block_bytes, block_count, backing } = options;
+        if block_bytes == 0 || block_count == 0 {
+            let argument = if block_bytes == 0 { "options.block_bytes" } else { "options.block_count" };
+            return Err(Error::invalid(argument, "is 0"));
+        }
+        let rounded = block_bytes.checked_next_multiple_of(BASE_PAGE);
+        let total = rounded.and_then(|bytes| bytes.checked_mul(block_count));
+        let (Some(block_bytes), Some(total)) = (rounded, total) else {
+            let reason = format!("{block_count} blocks of {block_bytes} bytes pass the address space");
+            return Err(Error::invalid("options.block_count", reason));
+        };
+        let state = State {
+            free: (0..block_count).rev().collect(),
+            out: vec![false; block_count],
+            in_use: 0,
+            high_water: 0,
+            quarantined: Vec::new(),
+            foreign: BTreeMap::new(),
+        };
+        Ok(Pool {
+            process: std::process::id(),
+            region: Region::open(total, backing)?,
+            block_bytes,
+            state: Mutex::new(state),
+        })
+    }
+
+    /// Hands out a block, with whatever it last held.
+    pub fn alloc(&self) -> Result<Span> {
+        let mut state = self.lock()?;
+        state.reclaim(|block| self.region.leased(self.block(block)));
+        let Some(block) = state.free.pop() else {
+            let (count, stuck) = (state.out.len(), state.quarantined.len());
+            let message =
+                format!("all {count} blocks of the pool are in use, {stuck} of them by stuck operations");
+            return Err(Error::LimitReached(message));
+        };
+        state.out[block] = true;
+        state.in_use += 1;
+        state.high_water = state.high_water.max(state.in_use);
+        Ok(self.block(block))
+    }
+
+    /// Takes back the block that begins at `address`.
+    pub fn free(&self, address: usize) -> Result<()> {
+        let block = self.block_at(address)?;
+        let mut state = self.lock()?;
+        if !state.out[block] {
+            return Err(Error::invalid("block", format!("{address:#x} is free already (freed twice)")));
+        }
+        state.out[block] = false;
+        state.in_use -= 1;
+        match self.region.leased(self.block(block)) {
+            true => state.quarantined.push(block),
+            false => state.free.push(block),
+        }
+        Ok(())
+    }
+
+    /// True if all of the range lies in the pool, or in one registered buffer.
+    pub fn contains(&self, address: usize, len: usize) -> Result<bool> {
+        if self.region.span().covers(address, len) {
+            return Ok(true);
+        }
+        let state = self.lock()?;
+        let before = state.foreign.range(..=address).next_back();
+        Ok(before.is_some_and(|(start, size)| address - start <= *size && len <= size - (address - start)))
+    }
+
+    /// Counts a buffer that somebody else pinned as part of the pool, for [`Pool::contains`].
+    pub fn register(&self, address: usize, len: usize) -> Result<()> {
+        let end = address.checked_add(len).filter(|_| address != 0 && len != 0);
+        let end =
+            end.ok_or_else(|| Error::invalid("buffer", "is empty, NULL or passes the address space"))?;
+        let mut state = self.lock()?;
+        let pool = self.region.span();
+        let overlaps_pool = address < pool.address() + pool.len() && pool.address() < end;
+        let before = state.foreign.range(..end).next_back();
+        if overlaps_pool || before.is_some_and(|(start, size)| start + size > address) {
+            return Err(Error::invalid("buffer", "overlaps the pool or a registered buffer"));
+        }
+        state.foreign.insert(address, len);
+        Ok(())
+    }
+
+    /// Undoes [`Pool::register`].
+    pub fn unregister(&self, address: usize) -> Result<()> {
+        let removed = self.lock()?.foreign.remove(&address);
+        let refusal = || Error::invalid("buffer", format!("{address:#x} is not registered"));
+        removed.map(|_| ()).ok_or_else(refusal)
+    }
+
+    /// State of the pool.
+    pub fn stats(&self) -> Result<PoolStats> {
+        let mut state = self.lock()?;
+        state.reclaim(|block| self.region.leased(self.block(block)));
+        let bytes = self.region.span().len();
+        Ok(PoolStats {
+            block_bytes: self.block_bytes,
+            block_count: state.out.len(),
+            in_use: state.in_use,
+            high_water: state.high_water,
+            quarantined: state.quarantined.len(),
+            bytes,
+            locked_bytes: if self.region.locked() { bytes } else { 0 },
+            kind: self.region.kind(),
+            foreign_bytes: state.foreign.values().sum(),
+        })
+    }
+
+    /// False in a forked child of the process that opened it.
+    pub fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+
+    /// Refuses while blocks are out, since their users would be left with unmapped memory.
+    pub fn closable(&self) -> Result<()> {
+        match self.lock()?.in_use {
+            0 => Ok(()),
+            leaked => Err(Error::Busy(format!("{leaked} blocks of the pool were not freed"))),
+        }
+    }
+
+    fn block(&self, index: usize) -> Span {
+        self.region.span().part(index * self.block_bytes, self.block_bytes)
+    }
+
+    fn block_at(&self, address: usize) -> Result<usize> {
+        let refuse = |reason: String| Err(Error::invalid("block", reason));
+        let pool = self.region.span();
+        match address.checked_sub(pool.address()) {
+            Some(from) if from < self.block_bytes * self.lock()?.out.len() => match from % self.block_bytes {
+                0 => Ok(from / self.block_bytes),
+                inside => refuse(format!("{address:#x} is {inside} bytes into a block")),
+            },
+            _ => refuse(format!("{address:#x} is not a block of this pool")),
+        }
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, State>> {
+        match self.is_own() {
+            true => Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner)),
+            false => Err(Error::Unsupported(format!(
+                "the pool was opened by process {}; a forked child opens its own",
+                self.process
+            ))),
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if !self.is_own() {
+            return;
+        }
+        if let Err(leak) = self.closable() {
+            log::write(Level::Error, &format!("closing a pool: {leak}"));
+        }
+        self.region.retire();
+    }
+}
+
+impl State {
+    fn reclaim(&mut self, leased: impl Fn(usize) -> bool) {
+        let (stuck, back) = self.quarantined.drain(..).partition(|block| leased(*block));
+        self.quarantined = stuck;
+        self.free.extend::<Vec<_>>(back);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::region::Lease;
+
+    fn pool(block_bytes: usize, block_count: usize) -> Pool {
+        Pool::open(PoolOptions { block_bytes, block_count, backing: Backing::default() }).unwrap()
+    }
+
+    #[test]
+    fn blocks_are_aligned_disjoint_and_limited() {
+        let pool = pool(5000, 3);
+        let blocks: Vec<Span> = (0..3).map(|_| pool.alloc().unwrap()).collect();
+        assert!(blocks.iter().all(|block| block.address() % BASE_PAGE == 0 && block.len() == 8192));
+        blocks.iter().enumerate().for_each(|(n, block)| block.write(&[n as u8; 8192]));
+        assert!(blocks.iter().enumerate().all(|(n, block)| block.to_vec() == [n as u8; 8192]));
+        assert!(matches!(pool.alloc(), Err(Error::LimitReached(_))));
+        let stats = pool.stats().unwrap();
+        assert_eq!((stats.in_use, stats.high_water), (3, 3));
+        assert!(matches!(pool.closable(), Err(Error::Busy(_))));
+        blocks.iter().for_each(|block| pool.free(block.address()).unwrap());
+        pool.closable().unwrap();
+        assert_eq!(pool.stats().unwrap().in_use, 0);
+    }
+
+    #[test]
+    fn double_and_foreign_frees_are_refused_and_change_nothing() {
+        let pool = pool(4096, 2);
+        let block = pool.alloc().unwrap();
+        let other = pool.alloc().unwrap();
+        pool.free(block.address()).unwrap();
+        for wrong in [block.address(), other.address() + 8, 0, 4096, usize::MAX] {
+            assert!(matches!(pool.free(wrong), Err(Error::InvalidArgument { .. })), "{wrong:#x}");
+        }
+        assert_eq!(pool.stats().unwrap().in_use, 1);
+        pool.free(other.address()).unwrap();
+    }
+
+    #[test]
+    fn a_slice_of_a_pool_or_of_a_registered_buffer_counts_as_pinned() {
+        let pool = pool(4096, 2);
+        let block = pool.alloc().unwrap();
+        let foreign = vec![0_u8; 1000];
+        let start = foreign.as_ptr() as usize;
+        assert!(pool.contains(block.address() + 3, 100).unwrap() && !pool.contains(start, 10).unwrap());
+        pool.register(start, 1000).unwrap();
+        assert!(pool.contains(start + 1, 999).unwrap() && !pool.contains(start + 1, 1000).unwrap());
+        assert!(pool.register(start + 999, 1).is_err() && pool.register(block.address(), 1).is_err());
+        pool.unregister(start).unwrap();
+        assert!(pool.unregister(start).is_err() && !pool.contains(start, 1).unwrap());
+        pool.free(block.address()).unwrap();
+    }
+
+    #[test]
+    fn a_block_freed_under_a_lease_is_not_handed_out_again_before_the_lease_ends() {
+        let pool = pool(4096, 1);
+        let block = pool.alloc().unwrap();
+        let lease = Lease::take(block.part(10, 20)).unwrap();
+        pool.free(block.address()).unwrap();
+        assert_eq!(pool.stats().unwrap().quarantined, 1);
+        assert!(pool.alloc().is_err());
+        drop(lease);
+        let again = pool.alloc().unwrap();
+        assert_eq!(again.address(), block.address());
+        pool.free(again.address()).unwrap();
+    }
+
+    #[test]
+    fn sizes_that_cannot_be_are_errors() {
+        for (block_bytes, block_count) in [(0, 1), (1, 0), (usize::MAX, 1), (1 << 62, 4), (1 << 50, 1 << 8)] {
+            let options = PoolOptions { block_bytes, block_count, backing: Backing::default() };
+            assert!(Pool::open(options).is_err(), "{block_bytes} x {block_count}");
+        }
+    }
+}

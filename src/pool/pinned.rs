@@ -1,0 +1,260 @@
+//! Single pinned allocations of any size, for the whole process; freed by address.
+//!
+//! Small ones are cut from arenas, so that a thousand tensors of 1 MiB share 2 MiB pages and a few registrations.
+//! A freed part that the kernel still works on stays out of use until its lease ends.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use arc_swap::ArcSwapOption;
+
+use super::region::{Backing, Region};
+use crate::error::{Error, Result};
+use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
+use crate::sys::span::Span;
+
+/// Allocations above this have a mapping of their own.
+const ARENA_SHARE: usize = ARENA_BYTES / 4;
+const ARENA_BYTES: usize = 32 * HUGE_PAGE;
+
+/// State of all allocations of the process.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PinnedStats {
+    /// Live allocations.
+    pub allocations: usize,
+    /// Their bytes.
+    pub bytes: usize,
+    /// Most bytes allocated at any one time.
+    pub high_water: usize,
+    /// Bytes taken from the system for them.
+    pub mapped_bytes: usize,
+    /// Those of them that are locked.
+    pub locked_bytes: usize,
+}
+
+#[derive(Debug)]
+struct Manager {
+    process: u32,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    live: BTreeMap<usize, Allocation>,
+    arenas: Vec<Arena>,
+    bytes: usize,
+    high_water: usize,
+}
+
+#[derive(Debug)]
+struct Allocation {
+    region: Arc<Region>,
+    span: Span,
+    /// What was asked for; the span is whole pages.
+    asked: usize,
+}
+
+#[derive(Debug)]
+struct Arena {
+    region: Arc<Region>,
+    /// Free parts, as offset and length, in order and never adjacent.
+    gaps: BTreeMap<usize, usize>,
+    /// Parts that were freed under a lease.
+    stuck: Vec<Span>,
+}
+
+static MANAGER: ArcSwapOption<Manager> = ArcSwapOption::const_empty();
+
+/// Allocates `bytes` (0 counts as 1), page-aligned, touched, uninitialised in meaning.
+pub fn alloc(bytes: usize) -> Result<Span> {
+    let manager = manager();
+    let Some(size) = bytes.max(1).checked_next_multiple_of(BASE_PAGE) else {
+        return Err(Error::invalid("bytes", format!("{bytes} pass the address space")));
+    };
+    let mut state = manager.lock();
+    let (region, span) = match size <= ARENA_SHARE {
+        true => state.cut(size)?,
+        false => {
+            let region = Region::open(size, Backing::default())?;
+            (Arc::clone(&region), region.span())
+        }
+    };
+    state.live.insert(span.address(), Allocation { region, span, asked: bytes });
+    state.bytes += bytes;
+    state.high_water = state.high_water.max(state.bytes);
+    Ok(span.part(0, bytes))
+}
+
+/// Frees the allocation that begins at `address`.
+pub fn free(address: usize) -> Result<()> {
+    let manager = manager();
+    let mut state = manager.lock();
+    let Some(allocation) = state.live.remove(&address) else {
+        let reason =
+            format!("{address:#x} is not the start of a pinned allocation (freed twice, or foreign)");
+        return Err(Error::invalid("address", reason));
+    };
+    state.bytes -= allocation.asked;
+    state.give_back(allocation);
+    Ok(())
+}
+
+/// True if all of the range lies inside one live allocation.
+pub fn contains(address: usize, len: usize) -> bool {
+    let manager = manager();
+    let state = manager.lock();
+    let before = state.live.range(..=address).next_back();
+    before.is_some_and(|(_, found)| found.span.part(0, found.asked).covers(address, len))
+}
+
+/// State of all allocations.
+pub fn stats() -> PinnedStats {
+    let manager = manager();
+    let state = manager.lock();
+    let own = state.live.values().filter(|one| one.span.len() > ARENA_SHARE).map(|one| &one.region);
+    let regions: Vec<_> = own.chain(state.arenas.iter().map(|arena| &arena.region)).collect();
+    PinnedStats {
+        allocations: state.live.len(),
+        bytes: state.bytes,
+        high_water: state.high_water,
+        mapped_bytes: regions.iter().map(|region| region.span().len()).sum(),
+        locked_bytes: regions.iter().filter(|region| region.locked()).map(|region| region.span().len()).sum(),
+    }
+}
+
+/// This process's manager. A forked child starts with an empty one: its parent's may be locked for ever.
+fn manager() -> Arc<Manager> {
+    let process = std::process::id();
+    loop {
+        let seen = MANAGER.load_full();
+        if let Some(found) = seen.as_ref().filter(|found| found.process == process) {
+            return Arc::clone(found);
+        }
+        let made = Arc::new(Manager { process, state: Mutex::default() });
+        MANAGER.compare_and_swap(&seen, Some(made));
+        // The child must not drop what belongs to its parent: others may hold parts of it.
+        std::mem::forget(seen);
+    }
+}
+
+impl Manager {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn cut(&mut self, size: usize) -> Result<(Arc<Region>, Span)> {
+        if let Some(found) = self.arenas.iter_mut().find_map(|arena| arena.cut(size)) {
+            return Ok(found);
+        }
+        let region = Region::open(ARENA_BYTES, Backing::default())?;
+        let gaps = BTreeMap::from([(0, region.span().len())]);
+        let mut arena = Arena { region, gaps, stuck: Vec::new() };
+        let found = arena.cut(size);
+        self.arenas.push(arena);
+        found.ok_or_else(|| Error::LimitReached(format!("no room for {size} bytes in a new arena")))
+    }
+
+    fn give_back(&mut self, allocation: Allocation) {
+        let Allocation { region, span, .. } = allocation;
+        let Some(at) = self.arenas.iter().position(|arena| arena.region.id() == region.id()) else {
+            return region.retire();
+        };
+        self.arenas[at].give_back(span);
+        // One empty arena is kept, so that a loop of one small tensor does not map and lock at every turn.
+        let spare = self.arenas.iter().filter(|arena| arena.is_empty()).count() > 1;
+        if spare && self.arenas[at].is_empty() {
+            self.arenas.swap_remove(at).region.retire();
+        }
+    }
+}
+
+impl Arena {
+    fn cut(&mut self, size: usize) -> Option<(Arc<Region>, Span)> {
+        let stuck = std::mem::take(&mut self.stuck);
+        stuck.into_iter().for_each(|span| self.give_back(span));
+        let (from, room) =
+            self.gaps.iter().find(|(_, room)| **room >= size).map(|(from, room)| (*from, *room))?;
+        self.gaps.remove(&from);
+        if room > size {
+            self.gaps.insert(from + size, room - size);
+        }
+        Some((Arc::clone(&self.region), self.region.span().part(from, size)))
+    }
+
+    fn give_back(&mut self, span: Span) {
+        if self.region.leased(span) {
+            return self.stuck.push(span);
+        }
+        let mut from = span.address() - self.region.span().address();
+        let mut len = span.len();
+        if let Some(after) = self.gaps.remove(&(from + len)) {
+            len += after;
+        }
+        if let Some((before, room)) = self.gaps.range(..from).next_back().map(|(at, room)| (*at, *room))
+            && before + room == from
+        {
+            (from, len) = (before, room + len);
+        }
+        self.gaps.insert(from, len);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.gaps.get(&0) == Some(&self.region.span().len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::region::Lease;
+
+    #[test]
+    fn allocations_of_every_size_are_disjoint_and_sliceable() {
+        let sizes = [1, 4096, 4097, 1 << 20, 3 << 20, ARENA_SHARE, ARENA_SHARE + 1];
+        let spans: Vec<Span> = sizes.iter().map(|size| alloc(*size).unwrap()).collect();
+        for (n, span) in spans.iter().enumerate() {
+            assert_eq!((span.len(), span.address() % BASE_PAGE), (sizes[n], 0));
+            span.write(&vec![n as u8; span.len()]);
+        }
+        for (n, span) in spans.iter().enumerate() {
+            assert!(span.to_vec().iter().all(|byte| *byte == n as u8));
+            assert!(contains(span.address() + span.len() / 2, span.len() / 2));
+            assert!(!contains(span.address(), span.len() + 1));
+        }
+        for span in spans {
+            free(span.address()).unwrap();
+            assert!(!contains(span.address(), 1));
+            assert!(free(span.address()).is_err());
+        }
+        assert!(alloc(usize::MAX).is_err());
+    }
+
+    #[test]
+    fn gaps_merge_until_the_arena_is_whole() {
+        let region = Region::open(64 * BASE_PAGE, Backing::default()).unwrap();
+        let gaps = BTreeMap::from([(0, region.span().len())]);
+        let mut arena = Arena { region, gaps, stuck: Vec::new() };
+        let mut parts: Vec<Span> = (1..=5).map(|n| arena.cut(n * BASE_PAGE).unwrap().1).collect();
+        assert!(arena.cut(50 * BASE_PAGE).is_none());
+        for at in [2, 0, 2, 0, 0] {
+            arena.give_back(parts.remove(at));
+        }
+        assert!(arena.is_empty());
+    }
+
+    #[test]
+    fn a_part_freed_under_a_lease_is_cut_again_only_afterwards() {
+        let region = Region::open(2 * BASE_PAGE, Backing::default()).unwrap();
+        let gaps = BTreeMap::from([(0, region.span().len())]);
+        let mut arena = Arena { region, gaps, stuck: Vec::new() };
+        let part = arena.cut(2 * BASE_PAGE).unwrap().1;
+        let lease = Lease::take(part).unwrap();
+        arena.give_back(part);
+        assert!(arena.cut(BASE_PAGE).is_none() && !arena.is_empty());
+        drop(lease);
+        assert!(arena.cut(BASE_PAGE).is_some());
+    }
+}

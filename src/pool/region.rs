@@ -1,0 +1,240 @@
+//! Regions of pinned memory that this process owns, findable by address.
+//!
+//! Invariants:
+//! - An id is never reused, so that a registration made for one region is never taken for another at its address.
+//! - A region stays mapped while anyone holds it; a lease holds it.
+//! - Finding takes no lock. A forked child finds nothing: what its parent locked is not locked for it.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use arc_swap::ArcSwapOption;
+
+use crate::error::{Error, Result};
+use crate::log::{self, Level};
+use crate::sys::memory::{self, Mapping, PageKind};
+use crate::sys::span::Span;
+
+/// What memory to take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Backing {
+    /// Try 2 MiB pages.
+    pub huge: bool,
+    /// Lock it into memory.
+    pub lock: bool,
+    /// NUMA node to take it from.
+    pub node: Option<u32>,
+}
+
+impl Default for Backing {
+    fn default() -> Self {
+        Backing { huge: true, lock: true, node: None }
+    }
+}
+
+/// One mapping of pinned memory.
+#[derive(Debug)]
+pub struct Region {
+    id: u64,
+    process: u32,
+    mapping: Mapping,
+    locked: bool,
+    retired: AtomicBool,
+    leases: Mutex<HashMap<u64, Range<usize>>>,
+}
+
+type Index = BTreeMap<usize, Arc<Region>>;
+type Watcher = Weak<dyn Fn() + Send + Sync>;
+
+static INDEX: ArcSwapOption<Index> = ArcSwapOption::const_empty();
+static WATCHERS: ArcSwapOption<Vec<Watcher>> = ArcSwapOption::const_empty();
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
+impl Region {
+    /// Maps, touches and locks `bytes`, and makes them findable. Only memory itself is a must: a refused lock or node
+    /// is one warning.
+    pub fn open(bytes: usize, backing: Backing) -> Result<Arc<Region>> {
+        let (mapping, unbound) = Mapping::touched(bytes, backing.huge, backing.node)
+            .map_err(|error| Error::system("taking pinned memory", &error))?;
+        if let (Some(error), Some(node)) = (unbound, backing.node) {
+            let message = format!("pinned memory is not bound to NUMA node {node}: {error}");
+            log::write(Level::Warn, &message);
+        }
+        let locked = backing.lock && lock(&mapping);
+        let region = Arc::new(Region {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            process: std::process::id(),
+            mapping,
+            locked,
+            retired: AtomicBool::new(false),
+            leases: Mutex::default(),
+        });
+        INDEX.rcu(|index| {
+            let mut index = index.as_deref().cloned().unwrap_or_default();
+            index.insert(region.span().address(), Arc::clone(&region));
+            Some(Arc::new(index))
+        });
+        Ok(region)
+    }
+
+    /// Makes the region unfindable. It is unmapped when the last holder lets go.
+    pub fn retire(&self) {
+        self.retired.store(true, Ordering::Release);
+        INDEX.rcu(|index| {
+            let mut index = index.as_deref().cloned().unwrap_or_default();
+            // A child's own region may stand at the address of a region that only its parent retired.
+            if index.get(&self.span().address()).is_some_and(|found| found.id == self.id) {
+                index.remove(&self.span().address());
+            }
+            Some(Arc::new(index))
+        });
+        if let Some(watchers) = WATCHERS.load_full() {
+            watchers.iter().filter_map(Weak::upgrade).for_each(|watcher| watcher());
+        }
+    }
+
+    /// A number that no other region of this process has or had.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// All of its memory.
+    pub fn span(&self) -> Span {
+        self.mapping.span()
+    }
+
+    /// What backs it.
+    pub fn kind(&self) -> PageKind {
+        self.mapping.kind()
+    }
+
+    /// True if the system agreed to lock it.
+    pub fn locked(&self) -> bool {
+        self.locked
+    }
+
+    /// True once its owner is done with it; only leases keep it mapped.
+    pub fn retired(&self) -> bool {
+        self.retired.load(Ordering::Acquire)
+    }
+
+    /// True if a lease overlaps `part`.
+    pub fn leased(&self, part: Span) -> bool {
+        let (start, end) = (part.address(), part.address() + part.len());
+        self.leases().values().any(|lease| lease.start < end && start < lease.end)
+    }
+
+    fn leases(&self) -> MutexGuard<'_, HashMap<u64, Range<usize>>> {
+        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The region that holds all of `address..address + len`.
+pub fn find(address: usize, len: usize) -> Option<Arc<Region>> {
+    let index = INDEX.load();
+    let (_, region) = index.as_ref()?.range(..=address).next_back()?;
+    let ours = region.process == std::process::id();
+    (ours && region.span().covers(address, len)).then(|| Arc::clone(region))
+}
+
+/// Calls `watcher` whenever a region retires, until it is dropped.
+pub fn watch(watcher: &Arc<dyn Fn() + Send + Sync>) {
+    WATCHERS.rcu(|watchers| {
+        let all = watchers.as_deref().map_or(&[][..], Vec::as_slice);
+        let live = all.iter().filter(|watcher| watcher.strong_count() > 0).cloned();
+        Some(Arc::new(live.chain([Arc::downgrade(watcher)]).collect()))
+    });
+}
+
+/// Keeps a part of a region mapped and out of other hands.
+#[derive(Debug)]
+pub struct Lease {
+    region: Arc<Region>,
+    key: u64,
+}
+
+impl Lease {
+    /// Leases `part`, if it lies in one region.
+    pub fn take(part: Span) -> Option<Lease> {
+        static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
+        let region = find(part.address(), part.len())?;
+        let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
+        region.leases().insert(key, part.address()..part.address() + part.len());
+        Some(Lease { region, key })
+    }
+
+    /// The region.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.region.leases().remove(&self.key);
+    }
+}
+
+/// Locks, or warns: once per process, since the limit and its remedy are the same for every region.
+fn lock(mapping: &Mapping) -> bool {
+    static WARNED: AtomicBool = AtomicBool::new(false);
+    let Err(error) = mapping.lock() else { return true };
+    if !WARNED.swap(true, Ordering::Relaxed) {
+        let need = mapping.span().len();
+        let limit = memory::lock_limit().map_or("unlimited".to_string(), |bytes| format!("{bytes} bytes"));
+        let message = format!(
+            "memory is not locked: {error}; RLIMIT_MEMLOCK is {limit}, this pool alone needs {need} bytes; raise it \
+             with ulimit -l or in limits.conf. Transfers work all the same, slower if the system pages"
+        );
+        log::write(Level::Warn, &message);
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn regions_are_found_by_any_part_until_they_retire() {
+        let region = Region::open(8192, Backing::default()).unwrap();
+        let (start, len) = (region.span().address(), region.span().len());
+        assert_eq!(find(start + 1, len - 1).unwrap().id(), region.id());
+        assert!(find(start + 1, len).is_none() && find(start, usize::MAX).is_none());
+        region.retire();
+        assert!(find(start, 1).is_none_or(|found| found.id() != region.id()));
+    }
+
+    #[test]
+    fn a_lease_keeps_a_retired_region_mapped() {
+        let region = Region::open(8192, Backing::default()).unwrap();
+        let part = region.span().part(100, 50);
+        let lease = Lease::take(part).unwrap();
+        region.retire();
+        assert!(region.leased(region.span().part(149, 1)) && !region.leased(region.span().part(150, 10)));
+        drop(region);
+        part.write(&[7; 50]);
+        assert_eq!(part.to_vec(), [7; 50]);
+        drop(lease);
+    }
+
+    #[test]
+    fn watchers_hear_of_retirement_until_dropped() {
+        let heard = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&heard);
+        let watcher: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
+            counter.fetch_add(1, Ordering::Relaxed);
+        });
+        watch(&watcher);
+        Region::open(1, Backing::default()).unwrap().retire();
+        let after_first = heard.load(Ordering::Relaxed);
+        assert!(after_first >= 1);
+        drop(watcher);
+        Region::open(1, Backing::default()).unwrap().retire();
+        assert_eq!(heard.load(Ordering::Relaxed), after_first);
+    }
+}

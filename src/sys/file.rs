@@ -1,0 +1,214 @@
+//! Files for direct I/O: open, alignment, preallocation, positional reads and writes of spans, device limits.
+
+use std::ffi::CString;
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use super::memory;
+use super::span::Span;
+
+/// What a file is opened for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// Reading.
+    Read,
+    /// Writing; created with this mode if it does not exist, never truncated.
+    Write {
+        /// Permission bits of a new file, before the umask.
+        mode: u32,
+    },
+}
+
+/// Opens `path`, past the page cache if `direct`.
+pub fn open(path: &Path, access: Access, direct: bool) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    match access {
+        Access::Read => options.read(true),
+        Access::Write { mode } => options.write(true).create(true).truncate(false).mode(mode),
+    };
+    let direct = if direct { libc::O_DIRECT } else { 0 };
+    options.custom_flags(direct | libc::O_NOCTTY).open(path)
+}
+
+/// A second descriptor of an open file, through the page cache.
+pub fn reopen_buffered(fd: &impl AsRawFd, writable: bool) -> io::Result<File> {
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    OpenOptions::new().read(!writable).write(writable).custom_flags(libc::O_NOCTTY).open(link)
+}
+
+/// A descriptor of the caller's, duplicated so that it lives as long as the operation, and whether it is direct.
+pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
+    // SAFETY: fcntl on any number is safe; a bad one is EBADF.
+    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
+    if copy < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a descriptor that this call just made.
+    let file = File::from(unsafe { OwnedFd::from_raw_fd(copy) });
+    // SAFETY: fcntl on an open descriptor.
+    let flags = unsafe { libc::fcntl(copy, libc::F_GETFL) };
+    Ok((file, flags & libc::O_DIRECT != 0))
+}
+
+/// Says that `file` is read in no order, so that an edge read does not pull in what follows.
+pub fn no_readahead(file: &File) {
+    // SAFETY: advice on an open descriptor.
+    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+}
+
+/// Which file a path means: the same two numbers are the same file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Identity {
+    /// Device that holds it.
+    pub device: u64,
+    /// Number on the device.
+    pub inode: u64,
+}
+
+/// What is known of a file.
+#[derive(Debug, Clone, Copy)]
+pub struct Facts {
+    /// Which file.
+    pub identity: Identity,
+    /// Length at the time of asking.
+    pub len: u64,
+    /// Regular file or block device: only these have offsets that matter.
+    pub seekable: bool,
+}
+
+/// Facts of what `path` names now.
+pub fn facts_of_path(path: &Path) -> io::Result<Facts> {
+    std::fs::metadata(path).map(|found| known(&found))
+}
+
+/// Facts of an open file.
+pub fn facts(file: &File) -> io::Result<Facts> {
+    file.metadata().map(|found| known(&found))
+}
+
+fn known(found: &Metadata) -> Facts {
+    let kind = found.mode() & libc::S_IFMT;
+    Facts {
+        identity: Identity { device: found.dev(), inode: found.ino() },
+        len: found.len(),
+        seekable: kind == libc::S_IFREG || kind == libc::S_IFBLK,
+    }
+}
+
+/// What direct I/O on a file asks of addresses and offsets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DirectNeed {
+    /// The file system says so.
+    Stated {
+        /// Alignment of addresses.
+        memory: u64,
+        /// Alignment of offsets and lengths.
+        offset: u64,
+    },
+    /// The file system says that this file cannot.
+    Refused,
+    /// The file system (or an older kernel) says nothing.
+    Unknown,
+}
+
+/// Asks the file system what direct I/O on this open file needs (STATX_DIOALIGN, Linux 6.1).
+pub fn direct_need(file: &File) -> DirectNeed {
+    let empty = CString::default();
+    // SAFETY: statx is plain integers, for which zero is valid.
+    let mut found: libc::statx = unsafe { std::mem::zeroed() };
+    let mask = libc::STATX_DIOALIGN;
+    // SAFETY: an open descriptor, an empty path, a live struct.
+    let outcome =
+        unsafe { libc::statx(file.as_raw_fd(), empty.as_ptr(), libc::AT_EMPTY_PATH, mask, &mut found) };
+    match (found.stx_dio_mem_align, found.stx_dio_offset_align) {
+        _ if outcome != 0 || found.stx_mask & mask == 0 => DirectNeed::Unknown,
+        (0, _) | (_, 0) => DirectNeed::Refused,
+        (memory, offset) => DirectNeed::Stated { memory: memory.into(), offset: offset.into() },
+    }
+}
+
+/// Makes sure that bytes up to `end` have a place on the device, so that writing them never extends the file. A file
+/// system that cannot is no error.
+pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
+    // Asking past the limit would raise SIGXFSZ in the caller's thread, which kills a program that does not expect it.
+    if memory::file_size_limit().is_some_and(|limit| end > limit) {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    loop {
+        // SAFETY: an open descriptor and two integers.
+        let outcome =
+            unsafe { libc::fallocate(file.as_raw_fd(), 0, from as libc::off_t, (end - from) as libc::off_t) };
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            _ if outcome == 0 => return Ok(()),
+            Some(libc::EINTR) => {}
+            Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV | libc::ESPIPE) => {
+                return Ok(());
+            }
+            _ => return Err(error),
+        }
+    }
+}
+
+/// One positional read into `span`: bytes read, or minus an errno.
+pub fn read_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
+    // SAFETY: the span's bytes are good by the promise of Span::new.
+    outcome(unsafe { libc::pread(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
+}
+
+/// One positional write from `span`: bytes written, or minus an errno.
+pub fn write_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
+    // SAFETY: the span's bytes are good by the promise of Span::new.
+    outcome(unsafe { libc::pwrite(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
+}
+
+/// Makes what was written durable: 0, or minus an errno.
+pub fn sync_data(fd: BorrowedFd) -> i32 {
+    // SAFETY: an open descriptor.
+    outcome(unsafe { libc::fdatasync(fd.as_raw_fd()) } as isize)
+}
+
+fn outcome(result: isize) -> i32 {
+    match result {
+        // Spans of one call are far below 2 GiB.
+        0.. => result as i32,
+        _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
+/// What one request to a device may hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RequestLimits {
+    /// Bytes.
+    pub bytes: u64,
+    /// Ranges of physical memory.
+    pub segments: u64,
+}
+
+/// The limits of a device, if it is a block device with a queue.
+pub fn request_limits(device: u64) -> Option<RequestLimits> {
+    let device = device as libc::dev_t;
+    let node = format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device));
+    // A partition has no queue of its own: its disk is the directory above.
+    let queue = [format!("{node}/queue"), format!("{node}/../queue")];
+    queue.iter().find_map(|queue| {
+        let number = |name: &str| -> Option<u64> {
+            std::fs::read_to_string(format!("{queue}/{name}")).ok()?.trim().parse().ok()
+        };
+        Some(RequestLimits { bytes: number("max_sectors_kb")? * 1024, segments: number("max_segments")? })
+    })
+}
+
+/// Bytes free for this user on the file system of `path`, for messages.
+pub fn free_bytes(path: &Path) -> Option<u64> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    // SAFETY: statvfs is plain integers, for which zero is valid.
+    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a live struct.
+    let outcome = unsafe { libc::statvfs(path.as_ptr(), &mut found) };
+    (outcome == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+}

@@ -1,0 +1,299 @@
+//! Anonymous memory for buffers: 2 MiB pages where possible, touched, locked, bound to a NUMA node.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr;
+
+use super::span::Span;
+
+/// Size of a base page on every machine this runs on.
+pub const BASE_PAGE: usize = 4096;
+/// Size of a huge page.
+pub const HUGE_PAGE: usize = 2 << 20;
+
+/// What backs a mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PageKind {
+    /// Base pages.
+    Base,
+    /// Transparent huge pages; measured, not assumed.
+    Transparent,
+    /// Huge pages that the administrator reserved.
+    Reserved,
+}
+
+impl PageKind {
+    /// Bytes that are contiguous in physical memory.
+    pub fn bytes(self) -> usize {
+        match self {
+            PageKind::Base => BASE_PAGE,
+            PageKind::Transparent | PageKind::Reserved => HUGE_PAGE,
+        }
+    }
+}
+
+/// Private zeroed memory, unmapped on drop.
+#[derive(Debug)]
+pub struct Mapping {
+    span: Span,
+    kind: PageKind,
+}
+
+impl Mapping {
+    /// Maps `bytes`, rounded up to whole pages, without touching them; base pages.
+    pub fn untouched(bytes: usize) -> io::Result<Mapping> {
+        let mapping = Mapping { span: map(round_up(bytes, BASE_PAGE)?, 0)?, kind: PageKind::Base };
+        if mapping.span.len() >= HUGE_PAGE {
+            mapping.advise(libc::MADV_HUGEPAGE).ok();
+        }
+        Ok(mapping)
+    }
+
+    /// Maps `bytes`, rounded up to whole pages, on `node` if there is one, and touches every page. From 2 MiB on it
+    /// tries reserved huge pages, then transparent ones. A refused node is `Ok` with the reason beside it.
+    pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+        if huge && bytes >= HUGE_PAGE {
+            if let Ok(found) = reserved(round_up(bytes, HUGE_PAGE)?, node) {
+                return Ok(found);
+            }
+            return transparent(round_up(bytes, HUGE_PAGE)?, node);
+        }
+        let mapping = Mapping { span: map(round_up(bytes, BASE_PAGE)?, 0)?, kind: PageKind::Base };
+        let bound = mapping.bind(node).err();
+        mapping.populate()?;
+        Ok((mapping, bound))
+    }
+
+    /// The memory.
+    pub fn span(&self) -> Span {
+        self.span
+    }
+
+    /// What backs it.
+    pub fn kind(&self) -> PageKind {
+        self.kind
+    }
+
+    /// Keeps the memory from being paged out.
+    pub fn lock(&self) -> io::Result<()> {
+        // SAFETY: the range is mapped.
+        check(unsafe { libc::mlock(self.span.as_ptr().cast(), self.span.len()) })
+    }
+
+    fn bind(&self, node: Option<u32>) -> io::Result<()> {
+        const MPOL_BIND: libc::c_long = 2;
+        const MAX_NODES: usize = 1024;
+        let Some(node) = node else { return Ok(()) };
+        if node as usize >= MAX_NODES {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        let mut mask = [0_u64; MAX_NODES / 64];
+        mask[node as usize / 64] = 1 << (node % 64);
+        // SAFETY: the range is mapped and the mask has MAX_NODES bits; mbind counts one bit more than it reads.
+        let outcome = unsafe {
+            let (start, len) = (self.span.as_ptr(), self.span.len());
+            libc::syscall(libc::SYS_mbind, start, len, MPOL_BIND, mask.as_ptr(), MAX_NODES + 1, 0)
+        };
+        check(outcome as i32)
+    }
+
+    /// Faults every page in, with an error where a plain touch would be a SIGBUS.
+    fn populate(&self) -> io::Result<()> {
+        match self.advise(libc::MADV_POPULATE_WRITE) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                self.touch();
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    fn touch(&self) {
+        for at in (0..self.span.len()).step_by(BASE_PAGE) {
+            // SAFETY: inside the mapping, which nobody else has seen yet.
+            unsafe { self.span.as_ptr().add(at).write_volatile(0) };
+        }
+    }
+
+    fn advise(&self, advice: i32) -> io::Result<()> {
+        // SAFETY: the range is mapped; the advice used here never drops contents.
+        check(unsafe { libc::madvise(self.span.as_ptr().cast(), self.span.len(), advice) })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by this struct, which is the last to know the range.
+        unsafe { libc::munmap(self.span.as_ptr().cast(), self.span.len()) };
+    }
+}
+
+fn reserved(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+    let span = map(bytes, libc::MAP_HUGETLB | libc::MAP_HUGE_2MB)?;
+    let mapping = Mapping { span, kind: PageKind::Reserved };
+    let bound = mapping.bind(node).err();
+    mapping.advise(libc::MADV_POPULATE_WRITE)?;
+    Ok((mapping, bound))
+}
+
+fn transparent(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+    let room = map(bytes.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?, 0)?;
+    let head = room.address().next_multiple_of(HUGE_PAGE) - room.address();
+    let tail = room.len() - head - bytes;
+    for (from, len) in [(0, head), (head + bytes, tail)] {
+        if len > 0 {
+            // SAFETY: whole pages of the range just mapped, outside the part that is kept.
+            unsafe { libc::munmap(room.part(from, len).as_ptr().cast(), len) };
+        }
+    }
+    let mut mapping = Mapping { span: room.part(head, bytes), kind: PageKind::Base };
+    let bound = mapping.bind(node).err();
+    mapping.advise(libc::MADV_HUGEPAGE).ok();
+    mapping.populate()?;
+    if huge_bytes(mapping.span) >= bytes / 10 * 9 {
+        mapping.kind = PageKind::Transparent;
+    }
+    Ok((mapping, bound))
+}
+
+fn map(bytes: usize, flags: i32) -> io::Result<Span> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags;
+    // SAFETY: a fresh anonymous mapping.
+    let start =
+        unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just mapped; the owner of the span unmaps it last.
+    unsafe { Span::new(start.cast(), bytes) }.ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+}
+
+fn round_up(bytes: usize, page: usize) -> io::Result<usize> {
+    bytes.max(1).checked_next_multiple_of(page).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+}
+
+fn check(outcome: i32) -> io::Result<()> {
+    match outcome {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Bytes of the span that transparent huge pages back.
+fn huge_bytes(span: Span) -> usize {
+    scan_huge_bytes(span).or_else(|| smaps_huge_bytes(span)).unwrap_or(0)
+}
+
+/// The PAGEMAP_SCAN request of Linux 6.7, which costs one walk of this range alone.
+fn scan_huge_bytes(span: Span) -> Option<usize> {
+    const PAGE_IS_HUGE: u64 = 1 << 6;
+    const REGIONS: usize = 64;
+    #[repr(C)]
+    #[derive(Default, Clone, Copy)]
+    struct Found {
+        start: u64,
+        end: u64,
+        categories: u64,
+    }
+    #[repr(C)]
+    struct Request {
+        size: u64,
+        flags: u64,
+        start: u64,
+        end: u64,
+        walk_end: u64,
+        vec: u64,
+        vec_len: u64,
+        max_pages: u64,
+        category_inverted: u64,
+        category_mask: u64,
+        category_anyof_mask: u64,
+        return_mask: u64,
+    }
+    const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
+    let pagemap = std::fs::File::open("/proc/self/pagemap").ok()?;
+    let end = (span.address() + span.len()) as u64;
+    let mut found = [Found::default(); REGIONS];
+    let mut request = Request {
+        size: size_of::<Request>() as u64,
+        flags: 0,
+        start: span.address() as u64,
+        end,
+        walk_end: 0,
+        vec: found.as_mut_ptr() as u64,
+        vec_len: REGIONS as u64,
+        max_pages: 0,
+        category_inverted: 0,
+        category_mask: PAGE_IS_HUGE,
+        category_anyof_mask: 0,
+        return_mask: PAGE_IS_HUGE,
+    };
+    let mut bytes = 0;
+    while request.start < end {
+        // SAFETY: the request and its vector are live and have the sizes they state.
+        let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut request) };
+        let count = usize::try_from(count).ok()?;
+        bytes += found[..count].iter().map(|range| (range.end - range.start) as usize).sum::<usize>();
+        request.start = request.walk_end.max(request.start + BASE_PAGE as u64);
+    }
+    Some(bytes)
+}
+
+fn smaps_huge_bytes(span: Span) -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/self/smaps").ok()?;
+    let mut inside = false;
+    let mut kib = 0;
+    for line in text.lines() {
+        let first = line.split_whitespace().next()?;
+        if let Some((start, end)) = first.split_once('-') {
+            let range = (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
+            inside = range.0 < span.address() + span.len() && range.1 > span.address();
+        } else if inside && first == "AnonHugePages:" {
+            kib += line.split_whitespace().nth(1)?.parse::<usize>().ok()?;
+        }
+    }
+    Some((kib * 1024).min(span.len()))
+}
+
+/// `RLIMIT_MEMLOCK` of this process in bytes; `None` for no limit.
+pub fn lock_limit() -> Option<u64> {
+    limit(libc::RLIMIT_MEMLOCK)
+}
+
+/// `RLIMIT_FSIZE` of this process in bytes; `None` for no limit.
+pub fn file_size_limit() -> Option<u64> {
+    limit(libc::RLIMIT_FSIZE)
+}
+
+fn limit(resource: libc::__rlimit_resource_t) -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: writes the struct.
+    unsafe { libc::getrlimit(resource, &mut limit) };
+    (limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn huge_mappings_are_aligned_and_say_truly_what_backs_them() {
+        let (mapping, refused) = Mapping::touched(3 * HUGE_PAGE + 5, true, None).unwrap();
+        assert!(refused.is_none());
+        assert_eq!((mapping.span().len(), mapping.span().address() % HUGE_PAGE), (4 * HUGE_PAGE, 0));
+        if mapping.kind() == PageKind::Transparent {
+            assert_eq!(smaps_huge_bytes(mapping.span()), Some(4 * HUGE_PAGE));
+        }
+        let (small, _) = Mapping::touched(5, true, None).unwrap();
+        assert_eq!((small.span().len(), small.kind()), (BASE_PAGE, PageKind::Base));
+    }
+
+    #[test]
+    fn impossible_sizes_and_nodes_are_errors_not_faults() {
+        assert!(Mapping::touched(usize::MAX, true, None).is_err());
+        assert!(Mapping::touched(usize::MAX / 4, false, None).is_err());
+        let (mapping, refused) = Mapping::touched(BASE_PAGE, true, Some(900)).unwrap();
+        assert!(refused.is_some());
+        mapping.span().write(&[1]);
+    }
+}

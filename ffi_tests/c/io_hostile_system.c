@@ -115,7 +115,10 @@ static void a_user_who_may_lock_little(uint32_t backend, rlim_t bytes) {
         CHECK(spw_pinned_alloc(BYTES + 4096, &start) == SPW_OK);
         memory = start;
         spw_pinned_stats stats = {.struct_size = sizeof stats};
-        CHECK(spw_pinned_stats_get(&stats) == SPW_OK && stats.locked_bytes == 0);
+        CHECK(spw_pinned_stats_get(&stats) == SPW_OK);
+#ifndef __SANITIZE_ADDRESS__ // The sanitizer answers mlock itself, always with success.
+        CHECK(stats.locked_bytes == 0);
+#endif
         spw_io *io = open_engine(backend);
         round_trip(io, in_directory("locked"));
         CHECK(spw_io_close(io, FOR_EVER) == SPW_OK && spw_pinned_free(start) == SPW_OK);

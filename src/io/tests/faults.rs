@@ -292,11 +292,13 @@ fn closing_with_a_stuck_operation_does_not_hang_and_a_wait_that_times_out_leaves
 fn a_cancelled_operation_ends_once_the_system_has_given_its_memory_back() {
     let disk = Disk::default();
     disk.put("long", pattern(7, 1 << 20));
-    let engine = engine(&disk, Faults { hang_nth: Some(2), ..Faults::default() });
+    // One piece at a time, so that the one that hangs leaves the others waiting.
+    let sim = Sim::new(&disk, Faults { hang_nth: Some(2), ..Faults::default() });
+    let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
     let pool = pool(1 << 20, 1);
     let block = pool.alloc().unwrap();
     let handle = engine.read(request(Target::File(file("long")), 0, block)).unwrap();
-    while disk.requests() < 5 {
+    while disk.requests() < 3 {
         thread::yield_now();
     }
     engine.cancel(handle).unwrap();

@@ -69,8 +69,8 @@ pub extern "C" fn spw_ds_adagrad_create(id: i32) -> spw_status {
     })
 }
 
-/// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`: DeepSpeed's own leaves weight
-/// decay out of the numerator.
+/// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`: DeepSpeed's own left weight
+/// decay out of the numerator up to 0.19.6.
 ///
 /// # Safety
 /// As `spw_adam_step`, for one tensor.
@@ -116,8 +116,8 @@ pub extern "C" fn spw_ds_lion_create(id: i32) -> spw_status {
     })
 }
 
-/// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`: DeepSpeed's own does not train on
-/// processors with AVX. DeepSpeed counts steps; Lion does not need them, but step 0 is refused as a caller's mistake.
+/// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`: DeepSpeed's own did not train on
+/// processors with AVX up to 0.19.6. DeepSpeed counts steps; Lion does not need them, but step 0 is refused as a caller's mistake.
 ///
 /// # Safety
 /// As `spw_adam_step`, for one tensor.

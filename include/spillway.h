@@ -860,8 +860,8 @@ enum spw_status spw_ds_adam_destroy(int32_t id);
 // DeepSpeed's `create_adagrad`.
 enum spw_status spw_ds_adagrad_create(int32_t id);
 
-// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`: DeepSpeed's own leaves weight
-// decay out of the numerator.
+// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`: DeepSpeed's own left weight
+// decay out of the numerator up to 0.19.6.
 //
 // Requires: As `spw_adam_step`, for one tensor.
 enum spw_status spw_ds_adagrad_update(int32_t id,
@@ -877,8 +877,8 @@ enum spw_status spw_ds_adagrad_destroy(int32_t id);
 // DeepSpeed's `create_lion`.
 enum spw_status spw_ds_lion_create(int32_t id);
 
-// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`: DeepSpeed's own does not train on
-// processors with AVX. DeepSpeed counts steps; Lion does not need them, but step 0 is refused as a caller's mistake.
+// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`: DeepSpeed's own did not train on
+// processors with AVX up to 0.19.6. DeepSpeed counts steps; Lion does not need them, but step 0 is refused as a caller's mistake.
 //
 // Requires: As `spw_adam_step`, for one tensor.
 enum spw_status spw_ds_lion_update(int32_t id,

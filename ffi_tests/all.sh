@@ -22,9 +22,14 @@ preload() {
 }
 arm() { ffi_tests/arm/run.sh; }
 
-# The last line with a count, which every runner prints.
+# One line with the counts of a runner: cargo's, one per test program, added up; else the last line with a count.
 closing_line() {
-    grep -E '(test result|[0-9]+ passed|[0-9]+ failed|[0-9]+ skipped)' "$1" | tail -1
+    awk '/^test result:/ {
+             for (i = 2; i <= NF; i++) { if ($i ~ /^passed/) p += $(i - 1); if ($i ~ /^failed/) f += $(i - 1) }
+             programs++
+         }
+         /[0-9]+ (passed|failed|skipped)/ { last = $0 }
+         END { if (programs) printf "%d passed, %d failed in %d test programs\n", p, f, programs; else print last }' "$1"
 }
 
 run() {

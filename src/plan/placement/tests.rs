@@ -240,3 +240,18 @@ fn capacity_is_kept_and_no_room_at_all_is_said() {
     assert_eq!(placement.flush(stuck, &[0, 0]), None);
     assert!(matches!(Placement::new(&paths, None, vec![UNIT; 11]), Err(Error::LimitReached(_))));
 }
+
+#[test]
+fn paths_that_waver_from_round_to_round_move_almost_nothing() {
+    let speeds = [5.3 * GB, 3.6 * GB, 2.0 * GB];
+    let mut sim = Sim::new(&speeds, 0.10);
+    let mut placement = placed(&speeds);
+    for _ in 0..60 {
+        for (path, speed) in speeds.iter().enumerate() {
+            sim.paths[path].bandwidth = speed * (1.0 + 0.04 * sim.noise.next());
+        }
+        let ratio = sim.round(&mut placement, UNIT) / sim.best(UNITS, UNIT);
+        assert!(ratio < 1.09, "{ratio}");
+    }
+    assert!(placement.moved() < UNITS as u64 * 60 / 200, "{} moves", placement.moved());
+}

@@ -2,4 +2,5 @@
 //! memory.
 #![forbid(unsafe_code)]
 
+pub mod master;
 pub mod pipeline;

@@ -4,6 +4,7 @@
 //! allows. Whoever lets the kernel work on a part of a region takes a [`region::Lease`], and a leased part is neither
 //! unmapped nor handed out again before the lease ends, whatever happens to its owner.
 
+pub mod buffer;
 pub mod fixed;
 pub mod pinned;
 pub mod region;

@@ -2,5 +2,6 @@
 //! memory.
 #![forbid(unsafe_code)]
 
+pub mod budget;
 pub mod master;
 pub mod pipeline;

@@ -1,0 +1,223 @@
+//! The tiered update against the same update in memory, by bits; errors and rollback on a simulated disk.
+
+use super::*;
+use crate::dtype::{Floats, FloatsMut, bf16};
+use crate::kernel::{States, Tensor};
+use crate::optim::adam::{self, AdamOptions};
+use crate::optim::spread::Job;
+use crate::tier::directory::Owner;
+use crate::tier::options::{Mode, PathOptions, Place, TierOptions};
+
+const STEPS: u64 = 7;
+
+fn backing() -> Backing {
+    Backing { huge: false, lock: false, node: None }
+}
+
+fn options(subgroups: &[u64], host_bytes: u64) -> SwapOptions {
+    SwapOptions {
+        subgroups: subgroups.to_vec(),
+        host_bytes,
+        backing: backing(),
+        ratio: None,
+        speeds: Vec::new(),
+        exclusive: false,
+        patience: Duration::from_secs(10),
+    }
+}
+
+fn owner() -> Owner {
+    Owner { job: "test".to_string(), host: "here".to_string(), rank: 0 }
+}
+
+fn tier_in(places: Vec<Place>, mode: Mode) -> Arc<Tier> {
+    let mut options = TierOptions::new(owner(), []);
+    options.paths = places.into_iter().map(|place| PathOptions { place, limit: None, reserve: 0 }).collect();
+    options.mode = mode;
+    options.block_bytes = 16 << 10;
+    Arc::new(Tier::open(options).unwrap())
+}
+
+/// Numbers that differ by subgroup, step and element.
+fn grads(subgroup: usize, step: u64, elements: usize) -> Vec<bf16> {
+    let value = |i: usize| ((i * 31 + subgroup * 7 + step as usize * 13) % 1009) as f32 / 100.0 - 5.0;
+    (0..elements).map(|i| bf16::from_f32(value(i))).collect()
+}
+
+fn first_state(subgroup: usize, state: State<'_>) -> Result<()> {
+    for (i, param) in state.param.iter_mut().enumerate() {
+        *param = (i % 77) as f32 * 0.01 + subgroup as f32;
+    }
+    state.exp_avg.fill(0.0);
+    state.exp_avg_sq.fill(0.0);
+    Ok(())
+}
+
+/// One AdamW step on a state; the 16-bit weights it publishes.
+fn adam_step(subgroup: usize, step: u64, state: State<'_>) -> Result<Vec<bf16>> {
+    let grad = grads(subgroup, step, state.param.len());
+    let mut copy = vec![bf16::ZERO; grad.len()];
+    let states = States {
+        param: FloatsMut::F32(state.param),
+        exp_avg: Some(FloatsMut::F32(state.exp_avg)),
+        exp_avg_sq: Some(FloatsMut::F32(state.exp_avg_sq)),
+    };
+    let tensor = Tensor::new(states, Floats::Bf16(&grad), Some(FloatsMut::Bf16(&mut copy)))?;
+    let optimizer = AdamOptions { step, weight_decay: 0.01, ..Default::default() }.rule()?;
+    adam::step(&mut [Job { optimizer, tensor }], false)?;
+    Ok(copy)
+}
+
+type Everything = Vec<[Vec<f32>; 3]>;
+
+fn in_memory(subgroups: &[u64], steps: u64) -> (Everything, Vec<Vec<bf16>>) {
+    let mut all: Everything =
+        subgroups.iter().map(|n| std::array::from_fn(|_| vec![0.0; *n as usize])).collect();
+    let mut published = vec![Vec::new(); subgroups.len()];
+    for (subgroup, [param, exp_avg, exp_avg_sq]) in all.iter_mut().enumerate() {
+        first_state(subgroup, State { param, exp_avg, exp_avg_sq }).unwrap();
+        for step in 1..=steps {
+            published[subgroup] = adam_step(subgroup, step, State { param, exp_avg, exp_avg_sq }).unwrap();
+        }
+    }
+    (all, published)
+}
+
+fn everything(swap: &mut Swap) -> Everything {
+    let mut all: Everything = vec![Default::default(); swap.len()];
+    swap.visit(|subgroup, state| {
+        all[subgroup] = [state.param.to_vec(), state.exp_avg.to_vec(), state.exp_avg_sq.to_vec()];
+        Ok(())
+    })
+    .unwrap();
+    all
+}
+
+fn same_bits(a: &Everything, b: &Everything) -> bool {
+    let bits =
+        |all: &Everything| -> Vec<u32> { all.iter().flatten().flatten().map(|x| x.to_bits()).collect() };
+    bits(a) == bits(b)
+}
+
+const SIZES: [u64; 9] = [5000, 0, 1, 12_345, 70_000, 4096, 3, 33_333, 20_000];
+
+#[test]
+fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
+    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    for (host_bytes, places) in [(3, 1), (4, 2), (7, 3), (100, 2)] {
+        let tier = tier_in((0..places).map(|_| Place::Memory).collect(), Mode::Create);
+        let mut swap = Swap::open(tier, &options(&SIZES, host_bytes * buffer)).unwrap();
+        assert!(!swap.filled().unwrap());
+        swap.fill(first_state).unwrap();
+        let mut published = vec![Vec::new(); SIZES.len()];
+        for step in 1..=STEPS {
+            swap.step(|subgroup, state| {
+                published[subgroup] = adam_step(subgroup, step, state)?;
+                Ok(())
+            })
+            .unwrap();
+            if step == 3 {
+                swap.commit(step, b"").unwrap();
+                assert!(swap.filled().unwrap());
+            }
+        }
+        let (expected, expected_published) = in_memory(&SIZES, STEPS);
+        assert!(same_bits(&everything(&mut swap), &expected), "{host_bytes} buffers, {places} paths");
+        assert_eq!(published, expected_published);
+    }
+}
+
+#[test]
+fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
+    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
+    let mut swap = Swap::open(tier, &options(&SIZES, 5 * buffer)).unwrap();
+    swap.fill(first_state).unwrap();
+    for step in 1..=3 {
+        swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+    }
+    swap.commit(3, b"three").unwrap();
+    swap.step(|subgroup, state| adam_step(subgroup, 99, state).map(drop)).unwrap();
+    let failed = swap.step(|subgroup, state| match subgroup {
+        4 => Err(Error::Unsupported("the caller's own error".to_string())),
+        _ => adam_step(subgroup, 100, state).map(drop),
+    });
+    assert!(matches!(failed, Err(Error::Unsupported(_))));
+    assert!(matches!(swap.step(|_, _| Ok(())), Err(Error::Busy(_))), "half a step must not be taken for one");
+    assert!(matches!(swap.commit(5, b""), Err(Error::Busy(_))));
+    swap.roll_back().unwrap();
+    for step in 4..=STEPS {
+        swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+    }
+    assert!(same_bits(&everything(&mut swap), &in_memory(&SIZES, STEPS).0));
+}
+
+#[test]
+fn a_process_that_ends_after_a_commit_is_taken_up_there() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let places = || dirs.iter().map(|dir| Place::Directory(dir.path().to_path_buf())).collect();
+    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    {
+        let mut swap = Swap::open(tier_in(places(), Mode::Create), &options(&SIZES, 4 * buffer)).unwrap();
+        swap.fill(first_state).unwrap();
+        for step in 1..=4 {
+            swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+            if step == 3 {
+                swap.commit(step, b"lr 0.001").unwrap();
+            }
+        }
+    }
+    let tier = tier_in(places(), Mode::Resume);
+    assert_eq!((tier.opened().step, &tier.opened().payload[..]), (Some(3), &b"lr 0.001"[..]));
+    let mut swap = Swap::open(tier, &options(&SIZES, 3 * buffer)).unwrap();
+    assert!(swap.filled().unwrap());
+    for step in 4..=STEPS {
+        swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+    }
+    assert!(same_bits(&everything(&mut swap), &in_memory(&SIZES, STEPS).0));
+}
+
+#[test]
+fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
+    let sizes = [100_000; 4];
+    let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
+    let mut options = options(&sizes, 3 * (1 << 30));
+    options.ratio = Some(vec![3.0, 1.0]);
+    options.host_bytes = 3 * budget::plan(&sizes, 2, 1 << 30).unwrap().buffer_bytes;
+    let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
+    swap.fill(first_state).unwrap();
+    swap.commit(0, b"").unwrap();
+    let blocks: Vec<u32> = tier
+        .extents()
+        .iter()
+        .fold(vec![0, 0], |sum, extent| sum.iter().zip(&extent.blocks).map(|(a, b)| a + b).collect());
+    let share = f64::from(blocks[0]) / f64::from(blocks[0] + blocks[1]);
+    assert!((share - 0.75).abs() < 0.05, "{blocks:?}");
+}
+
+#[test]
+fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
+    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    let expected = in_memory(&SIZES, STEPS).0;
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            let (dirs, expected) = (&dirs, &expected);
+            scope.spawn(move || {
+                let owner = Owner { rank, ..owner() };
+                let mut tier = TierOptions::new(owner, dirs.iter().map(|dir| dir.path().to_path_buf()));
+                tier.world = 3;
+                tier.block_bytes = 16 << 10;
+                let mut options = options(&SIZES, 4 * buffer);
+                options.exclusive = true;
+                let mut swap = Swap::open(Arc::new(Tier::open(tier).unwrap()), &options).unwrap();
+                swap.fill(first_state).unwrap();
+                for step in 1..=STEPS {
+                    swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+                }
+                swap.commit(STEPS, b"").unwrap();
+                assert!(same_bits(&everything(&mut swap), expected), "rank {rank}");
+            });
+        }
+    });
+}

@@ -1,0 +1,252 @@
+//! Transfers under way between buffers and tier, and where the next ones go.
+//!
+//! Invariants:
+//! - Every transfer started is reported over once.
+//! - What is queued at a path is the sum of the transfers that were started there and are not over.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::SwapOptions;
+use super::budget::STREAMS;
+use crate::error::{Error, IoKind, Result};
+use crate::plan::placement::{self, Observed, PathPlan, Placement};
+use crate::sys::span::Span;
+use crate::tier::tier::Tier;
+use crate::tier::{self, Health};
+
+/// What a transfer does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Direction {
+    /// Tier to buffer.
+    Fetch,
+    /// Buffer to tier.
+    Flush,
+}
+
+/// A transfer that is over.
+#[derive(Debug)]
+pub(super) struct Over {
+    pub(super) direction: Direction,
+    pub(super) slot: usize,
+    pub(super) paths: Vec<usize>,
+    pub(super) outcome: Result<()>,
+}
+
+#[derive(Debug)]
+struct Pending {
+    ticket: u64,
+    direction: Direction,
+    extent: u32,
+    slot: usize,
+    /// Bytes at each path.
+    shares: Vec<(usize, u64)>,
+}
+
+/// One subgroup: its pieces, in the order of its blocks.
+#[derive(Debug)]
+struct Pieces {
+    units: Range<usize>,
+    /// Blocks of each piece but the last, which has the rest.
+    blocks: u32,
+    bytes: u64,
+    all_blocks: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Traffic {
+    placement: Placement,
+    pieces: Vec<Pieces>,
+    /// Where each extent lies, as bytes at each path.
+    homes: HashMap<u32, Vec<(usize, u64)>>,
+    /// Where the next write of a subgroup goes.
+    next: HashMap<usize, Vec<(u32, u32)>>,
+    pending: Vec<Pending>,
+    queued: Vec<u64>,
+    /// What each path had done when it was last looked at.
+    seen: Vec<Observed>,
+    pub(super) exposed: Duration,
+}
+
+/// How long a look at one transfer takes while others may be over.
+const GLANCE: Duration = Duration::from_micros(200);
+
+impl Traffic {
+    pub(super) fn new(tier: &Arc<Tier>, extents: &[u32], options: &SwapOptions) -> Result<Traffic> {
+        let paths = tier.paths();
+        let speed = |path: usize| options.speeds.get(path).copied().unwrap_or(1e9);
+        let plans: Vec<PathPlan> = paths
+            .iter()
+            .enumerate()
+            .map(|(path, info)| PathPlan { speed: speed(path), capacity: info.room / 2 })
+            .collect();
+        let block = tier.block_bytes();
+        let mut pieces = Vec::new();
+        let mut units = Vec::new();
+        for extent in extents {
+            let shape = tier.shape(*extent)?;
+            let (bytes, all_blocks) = (shape.bytes(), shape.blocks());
+            let unit = placement::unit_bytes(bytes, extents.len() as u64, paths.len() as u64);
+            let blocks = u32::try_from(unit.div_ceil(block)).unwrap_or(u32::MAX).max(1);
+            let count = (all_blocks.div_ceil(blocks) as usize).max(1);
+            let first = units.len();
+            units.extend((0..count).map(|_| bytes / count as u64));
+            pieces.push(Pieces { units: first..units.len(), blocks, bytes, all_blocks });
+        }
+        let mut traffic = Traffic {
+            placement: Placement::new(&plans, options.ratio.as_deref(), units)?,
+            pieces,
+            homes: HashMap::new(),
+            next: HashMap::new(),
+            pending: Vec::new(),
+            queued: vec![0; plans.len()],
+            seen: vec![Observed::default(); plans.len()],
+            exposed: Duration::ZERO,
+        };
+        for extent in extents {
+            traffic.find(tier, *extent)?;
+        }
+        Ok(traffic)
+    }
+
+    pub(super) fn load(&self) -> Vec<u64> {
+        (0..self.queued.len()).map(|path| self.placement.load(path)).collect()
+    }
+
+    pub(super) fn moved(&self) -> u64 {
+        self.placement.moved()
+    }
+
+    pub(super) fn idle(&self) -> bool {
+        self.pending.is_empty()
+    }
+
+    /// The paths that an extent lies on.
+    pub(super) fn paths_of(&self, extent: u32) -> Vec<usize> {
+        self.homes.get(&extent).map_or_else(Vec::new, |home| home.iter().map(|(path, _)| *path).collect())
+    }
+
+    /// Decides where a subgroup is written to; its paths.
+    pub(super) fn place(&mut self, subgroup: usize, tier: &Tier) -> Result<Vec<usize>> {
+        for (path, info) in tier.paths().iter().enumerate() {
+            self.placement.drain(path, info.health != Health::Healthy);
+        }
+        let Pieces { units, blocks, all_blocks, .. } = &self.pieces[subgroup];
+        let mut parts = vec![0u32; self.queued.len()];
+        let mut left = *all_blocks;
+        for unit in units.clone() {
+            let path = self.placement.flush(unit, &self.queued).ok_or_else(|| no_room(subgroup))?;
+            let taken = (*blocks).min(left);
+            parts[path] += taken;
+            left -= taken;
+        }
+        let parts: Vec<(u32, u32)> = (0..).zip(parts).filter(|(_, blocks)| *blocks > 0).collect();
+        let paths = parts.iter().map(|(path, _)| *path as usize).collect();
+        self.next.insert(subgroup, parts);
+        Ok(paths)
+    }
+
+    pub(super) fn start(
+        &mut self,
+        tier: &Tier,
+        direction: Direction,
+        subgroup: usize,
+        slot: usize,
+        extent: u32,
+        spans: &[Span; STREAMS],
+    ) -> Result<()> {
+        let (ticket, shares) = match direction {
+            Direction::Fetch => {
+                (tier.read(extent, spans, false)?, self.homes.get(&extent).cloned().unwrap_or_default())
+            }
+            Direction::Flush => {
+                let parts = self.next.remove(&subgroup).unwrap_or_default();
+                let Pieces { bytes, all_blocks, .. } = self.pieces[subgroup];
+                let share = |blocks: u32| bytes * u64::from(blocks) / u64::from(all_blocks.max(1));
+                let shares = parts.iter().map(|(path, blocks)| (*path as usize, share(*blocks))).collect();
+                (tier.write(extent, spans, &tier::Placement::Striped(parts), None)?, shares)
+            }
+        };
+        for (path, bytes) in &shares {
+            self.queued[*path] += bytes;
+        }
+        self.pending.push(Pending { ticket, direction, extent, slot, shares });
+        Ok(())
+    }
+
+    /// Transfers that are over. With `wait`, at least one, if any is under way.
+    pub(super) fn over(&mut self, tier: &Tier, wait: bool) -> Vec<Over> {
+        let began = Instant::now();
+        let mut over = Vec::new();
+        let mut patience = Duration::ZERO;
+        while !self.pending.is_empty() {
+            let mut index = 0;
+            while index < self.pending.len() {
+                let outcome = tier.wait(self.pending[index].ticket, Some(patience));
+                match outcome {
+                    Err(error) if error.io_kind() == Some(IoKind::Timeout) => index += 1,
+                    outcome => {
+                        let pending = self.pending.swap_remove(index);
+                        over.push(self.take_in(tier, pending, outcome.map(|_| ())));
+                    }
+                }
+            }
+            if !over.is_empty() || !wait {
+                break;
+            }
+            patience = GLANCE;
+        }
+        if wait {
+            self.exposed += began.elapsed();
+        }
+        over
+    }
+
+    fn take_in(&mut self, tier: &Tier, pending: Pending, outcome: Result<()>) -> Over {
+        let Pending { direction, extent, slot, shares, .. } = pending;
+        for (path, bytes) in &shares {
+            self.queued[*path] -= bytes;
+        }
+        let found = match (direction, outcome) {
+            // A path that failed under way sends its part elsewhere: what counts is where it lies now.
+            (Direction::Flush, Ok(())) => self.find(tier, extent),
+            (_, outcome) => outcome,
+        };
+        self.look(tier);
+        Over { direction, slot, paths: shares.iter().map(|(path, _)| *path).collect(), outcome: found }
+    }
+
+    /// Notes where an extent lies.
+    fn find(&mut self, tier: &Tier, extent: u32) -> Result<()> {
+        let info = tier.extent(extent)?;
+        let (all, bytes) = (info.blocks.iter().sum::<u32>().max(1), info.streams.iter().sum::<u64>());
+        let share = |blocks: u32| bytes * u64::from(blocks) / u64::from(all);
+        let home = info.blocks.iter().enumerate().filter(|(_, blocks)| **blocks > 0);
+        self.homes.insert(extent, home.map(|(path, blocks)| (path, share(*blocks))).collect());
+        Ok(())
+    }
+
+    /// Tells the placement what the paths did since the last look.
+    fn look(&mut self, tier: &Tier) {
+        for (path, info) in tier.paths().iter().enumerate() {
+            let bytes = info.read_bytes + info.written_bytes;
+            let now = Observed { bytes, busy: info.busy.as_secs_f64() };
+            let before = std::mem::replace(&mut self.seen[path], now);
+            let since =
+                Observed { bytes: now.bytes.saturating_sub(before.bytes), busy: now.busy - before.busy };
+            self.placement.observe(path, since);
+        }
+    }
+
+    pub(super) fn end_round(&mut self, tier: &Tier) {
+        self.look(tier);
+        self.placement.end_round();
+    }
+}
+
+fn no_room(subgroup: usize) -> Error {
+    Error::LimitReached(format!("no path in use has room for subgroup {subgroup}"))
+}

@@ -5,7 +5,7 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | L0 | [`error`], [`dtype`], [`log`], [`stats`]: no dependency inside the crate |
+//! | L0 | [`error`], [`dtype`], [`log`], [`stats`]: no dependency inside the crate; [`plan`]: cost models |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads |
@@ -14,6 +14,7 @@
 pub mod dtype;
 pub mod error;
 pub mod log;
+pub mod plan;
 pub mod stats;
 
 pub mod kernel;

@@ -5,10 +5,11 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | L0 | [`error`], [`dtype`], [`log`], [`stats`]: no dependency inside the crate; [`plan`]: cost models |
+//! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`plan`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads |
+//! | L4 | [`tier`]: state on several storage paths |
 //! | L6 | [`capi`]: convert, call one function, convert back |
 
 pub mod dtype;
@@ -24,6 +25,8 @@ pub mod optim;
 pub mod pool;
 
 pub mod io;
+
+pub mod tier;
 
 pub mod capi;
 

@@ -3,6 +3,8 @@
 
 pub mod cast;
 pub mod interleave;
+pub mod placement;
+pub mod split;
 pub mod tail;
 pub mod weights;
 

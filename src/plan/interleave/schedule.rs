@@ -101,12 +101,11 @@ pub enum Event {
     StageFree(usize),
     /// The 16-bit parameters of a subgroup are new.
     Ready(usize),
-    /// The CPU thread is done with a subgroup and has enqueued its upload.
-    Stepped(usize),
 }
 
 /// Why a wait is there. The first thirteen have the numbers of the written schedule; the others belong to changes of
-/// residents, to gradients that are fetched, and to the host.
+/// residents, to gradients that are fetched, and to
+/// checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Edge {
     /// 0: a gradient leaves after it is made.
@@ -143,8 +142,6 @@ pub enum Edge {
     ReadyBeforeEvict = 15,
     /// The caller reads host state after the last flush.
     HomeBeforeRead = 16,
-    /// The caller asks for an upload after it was enqueued.
-    SteppedBeforeReady = 17,
 }
 
 /// The numbered edges of the schedule.
@@ -243,7 +240,7 @@ pub fn gradient_out(shape: &Shape, plan: &Plan, subgroup: usize, emit: &mut impl
         return Ok(());
     }
     match shape.wire {
-        Wire::Delivered => return Ok(()),
+        Wire::Delivered => return emit(Record(Lane::Model, Event::GradHome(subgroup))),
         Wire::Native => {
             emit(Wait(Lane::D2h, Event::Grad(subgroup), Edge::GradBeforeOut))?;
             for part in parts(shape, subgroup) {
@@ -349,15 +346,11 @@ pub fn cpu_part(nth: usize, subgroup: usize, emit: &mut impl Sink) -> Result<()>
     emit(Wait(Lane::Upload, Event::ParamFree(subgroup), Edge::ReadBeforeWrite))?;
     emit(Run(Lane::Upload, Work::Upload { subgroup, stage }))?;
     emit(Record(Lane::Upload, Event::StageFree(stage)))?;
-    emit(Record(Lane::Upload, Event::Ready(subgroup)))?;
-    emit(Record(Lane::Cpu, Event::Stepped(subgroup)))
+    emit(Record(Lane::Upload, Event::Ready(subgroup)))
 }
 
-/// Lets `reader` read the new 16-bit parameters of a subgroup.
-pub fn publish(plan: &Plan, subgroup: usize, reader: Lane, emit: &mut impl Sink) -> Result<()> {
-    if plan.site(subgroup) == Site::Cpu {
-        emit(Wait(Lane::Caller, Event::Stepped(subgroup), Edge::SteppedBeforeReady))?;
-    }
+/// Lets `reader` read the new 16-bit parameters of a subgroup. The CPU thread is past it, if it is the CPU's.
+pub fn publish(subgroup: usize, reader: Lane, emit: &mut impl Sink) -> Result<()> {
     emit(Wait(reader, Event::Ready(subgroup), Edge::ReadyBeforeRead))
 }
 

@@ -90,7 +90,7 @@ impl Timeline {
 
     /// Runs everything, and says when each operation ran.
     pub fn run(&self, limits: Limits) -> Vec<Ran> {
-        Run::new(self, limits).to_end()
+        Run::new(self, limits).finish()
     }
 }
 
@@ -151,7 +151,7 @@ impl<'a> Run<'a> {
         self.queues[engine as usize].push(Reverse((Time(self.now), op)));
     }
 
-    fn to_end(mut self) -> Vec<Ran> {
+    fn finish(mut self) -> Vec<Ran> {
         loop {
             for engine in 0..ENGINES {
                 if self.active[engine].is_none()

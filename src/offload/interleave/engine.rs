@@ -2,7 +2,8 @@
 //!
 //! Invariants:
 //! - The lock is held while commands are enqueued, never while one is worked on or waited for.
-//! - The CPU thread of a step ends with the step. Dropping the engine returns when neither it nor the backend works any
+//! - The CPU thread of a step takes the subgroups of that step and no more: it may still be about to end when the next
+//!   step has begun. Dropping the engine returns when neither it nor the backend works any
 //!   more, so that the memory lent to the backend may go.
 //! - A child made by fork gets errors, never a wait for a thread that it does not have, and drops nothing.
 #![forbid(unsafe_code)]
@@ -33,10 +34,10 @@ struct Inner<B> {
     changed: Condvar,
 }
 
-/// Whether the CPU thread runs; apart from `Inner`, so that the thread lets go of that first.
+/// How many CPU threads run; apart from `Inner`, so that a thread lets go of that first.
 #[derive(Default)]
 struct Worker {
-    running: Mutex<bool>,
+    running: Mutex<usize>,
     ended: Condvar,
 }
 
@@ -83,8 +84,9 @@ impl<B: Backend + 'static> Engine<B> {
         }
         self.inner.backend.begin(rules.into())?;
         machine.begin(&mut |command| self.inner.backend.play(command))?;
-        if machine.plan().count_on(Site::Cpu) > 0
-            && let Err(error) = self.start_worker()
+        let on_cpu = machine.plan().count_on(Site::Cpu);
+        if on_cpu > 0
+            && let Err(error) = self.start_worker(on_cpu)
         {
             let first = machine.next_cpu().map_or(0, |(_, subgroup)| subgroup);
             return machine.stepped(first, Err(error));
@@ -154,17 +156,17 @@ impl<B: Backend + 'static> Engine<B> {
         }
     }
 
-    fn start_worker(&self) -> Result<()> {
+    fn start_worker(&self, subgroups: usize) -> Result<()> {
         let (inner, worker) = (Arc::clone(&self.inner), Arc::clone(&self.worker));
-        *worker.lock() = true;
+        *worker.lock() += 1;
         let spawned = threads::spawn_quiet("spillway-step", move || {
-            inner.cpu_part();
+            inner.cpu_part(subgroups);
             drop(inner);
-            *worker.lock() = false;
+            *worker.lock() -= 1;
             worker.ended.notify_all();
         });
         spawned.map_err(|error| {
-            *self.worker.lock() = false;
+            *self.worker.lock() -= 1;
             Error::system("starting the thread of the CPU's part", &error)
         })
     }
@@ -175,8 +177,8 @@ impl<B: Backend> Inner<B> {
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn cpu_part(&self) {
-        loop {
+    fn cpu_part(&self, subgroups: usize) {
+        for _ in 0..subgroups {
             let Some((nth, subgroup)) = self.lock().next_cpu() else { return };
             let emit = &mut |command| self.backend.play(command);
             let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
@@ -191,7 +193,7 @@ impl<B: Backend> Inner<B> {
 }
 
 impl Worker {
-    fn lock(&self) -> MutexGuard<'_, bool> {
+    fn lock(&self) -> MutexGuard<'_, usize> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -203,7 +205,7 @@ impl<B: Backend + 'static> Drop for Engine<B> {
             return;
         }
         let mut running = self.worker.lock();
-        while *running {
+        while *running > 0 {
             running = self.worker.ended.wait(running).unwrap_or_else(PoisonError::into_inner);
         }
     }

@@ -2,6 +2,7 @@
 
 pub mod file;
 pub mod host;
+pub mod lent;
 pub mod lock;
 pub mod memory;
 pub mod reserve;

@@ -10,6 +10,7 @@
 //! | [`superblock`], [`layout`], `wire` | bytes on disk |
 //! | [`extent`], `sums` | streams, blocks, chunks, and checksums of blocks |
 //! | `place`, [`space`], `state` | who has which place, and when it is free again |
+//! | [`turn`] | one process of the node on a path at a time |
 //! | `path`, `medium`, [`directory`] | files, and the lock on them |
 #![forbid(unsafe_code)]
 
@@ -33,6 +34,7 @@ pub mod options;
 pub mod space;
 pub mod store;
 pub mod superblock;
+pub mod turn;
 
 pub use commit::MAX_PAYLOAD;
 pub use place::Placement;

@@ -43,6 +43,69 @@ pub enum Error {
     /// Input or output on a file failed.
     #[error("{0}")]
     Io(Box<IoError>),
+    /// What is stored on a tier is not what it should be.
+    #[error("{0}")]
+    Tier(Box<TierError>),
+}
+
+/// What is wrong with what is stored on a tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TierKind {
+    /// Stored bytes do not match their checksum.
+    Corrupt,
+    /// Not written by this library, or by a version that this one does not read.
+    Format,
+    /// Whole, but of another run, rank or size than the one that was asked for.
+    Foreign,
+    /// A live process holds it.
+    Locked,
+    /// A path that holds a part is not there.
+    PathMissing,
+    /// The extent had a part on a path that is not there.
+    Lost,
+    /// There is no committed state.
+    NoState,
+}
+
+/// What is wrong on a tier, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TierError {
+    /// What.
+    pub kind: TierKind,
+    /// File or directory.
+    pub path: String,
+    /// Name of the extent; empty if none is meant.
+    pub extent: String,
+    /// Block of the extent, and where it begins in the file.
+    pub block: Option<(u64, u64)>,
+    /// The rest, in words.
+    pub detail: String,
+}
+
+impl fmt::Display for TierError {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let TierError { kind, path, extent, block, detail } = self;
+        let what = match kind {
+            TierKind::Corrupt => "stored bytes do not match their checksum",
+            TierKind::Format => "not a tier that this version reads",
+            TierKind::Foreign => "belongs to something else",
+            TierKind::Locked => "in use by a live process",
+            TierKind::PathMissing => "a path of the tier is missing",
+            TierKind::Lost => "lost with a missing path",
+            TierKind::NoState => "no committed state",
+        };
+        write!(out, "{path}: {what}")?;
+        if !extent.is_empty() {
+            write!(out, ": extent {extent:?}")?;
+        }
+        if let Some((block, offset)) = block {
+            write!(out, ", block {block} at offset {offset}")?;
+        }
+        match detail.is_empty() {
+            true => Ok(()),
+            false => write!(out, ": {detail}"),
+        }
+    }
 }
 
 /// How an operation on a file failed.
@@ -154,6 +217,28 @@ impl Error {
             Error::Io(error) => Some(error.kind),
             _ => None,
         }
+    }
+
+    /// What is wrong with a tier, if that is what this is.
+    pub fn tier_kind(&self) -> Option<TierKind> {
+        match self {
+            Error::Tier(error) => Some(error.kind),
+            _ => None,
+        }
+    }
+}
+
+impl TierError {
+    /// Trouble with a whole file or directory.
+    pub fn at(kind: TierKind, path: impl Into<String>, detail: impl Into<String>) -> Error {
+        let (path, detail) = (path.into(), detail.into());
+        TierError { kind, path, extent: String::new(), block: None, detail }.into()
+    }
+}
+
+impl From<TierError> for Error {
+    fn from(error: TierError) -> Self {
+        Error::Tier(Box::new(error))
     }
 }
 

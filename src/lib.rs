@@ -5,14 +5,15 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`plan`]: no dependency inside the crate |
+//! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`checksum`], [`plan`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads |
-//! | L4 | [`tier`]: state on several storage paths |
+//! | L4 | [`tier`]: named extents over several paths, that survive a crash |
 //! | L5 | [`offload`]: what moves when |
 //! | L6 | [`capi`]: convert, call one function, convert back |
 
+pub mod checksum;
 pub mod dtype;
 pub mod error;
 pub mod log;

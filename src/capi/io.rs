@@ -427,5 +427,6 @@ fn parse(raw: &spw_io_options) -> Result<Options> {
         preallocate: raw.flags & spw_io_flag::SPW_IO_NO_PREALLOCATE as u32 == 0,
         file_mode: or(raw.file_mode, default.file_mode),
         deadline: (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms)),
+        stall: None,
     })
 }

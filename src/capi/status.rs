@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::ffi::c_char;
 
-use crate::error::{Error, IoKind};
+use crate::error::{Error, IoKind, TierKind};
 
 /// Outcome of a call. Values are never renumbered or reused; newer libraries may add some, so treat an unknown
 /// value as a failure.
@@ -43,6 +43,20 @@ pub enum spw_status {
     SPW_ERR_DEADLINE = 26,
     /// Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
+    /// Stored bytes do not match their checksum; the message names path, extent, block and offset.
+    SPW_ERR_CORRUPT = 30,
+    /// Not a tier, or one of a format version that this library does not read.
+    SPW_ERR_FORMAT = 31,
+    /// A whole tier, but of another run, rank or size than the one that was asked for.
+    SPW_ERR_FOREIGN = 32,
+    /// A live process holds it; the message names the process.
+    SPW_ERR_LOCKED = 33,
+    /// A path that holds a part of the tier is not there.
+    SPW_ERR_PATH_MISSING = 34,
+    /// The extent had a part on a path that is not there.
+    SPW_ERR_LOST = 35,
+    /// There is no committed state.
+    SPW_ERR_NO_STATE = 36,
 }
 
 thread_local! {
@@ -68,6 +82,15 @@ pub(super) fn of(error: &Error) -> spw_status {
             IoKind::NotFound => spw_status::SPW_ERR_NOT_FOUND,
             IoKind::Deadline => spw_status::SPW_ERR_DEADLINE,
             IoKind::PathFailed => spw_status::SPW_ERR_PATH_FAILED,
+        },
+        Error::Tier(error) => match error.kind {
+            TierKind::Corrupt => spw_status::SPW_ERR_CORRUPT,
+            TierKind::Format => spw_status::SPW_ERR_FORMAT,
+            TierKind::Foreign => spw_status::SPW_ERR_FOREIGN,
+            TierKind::Locked => spw_status::SPW_ERR_LOCKED,
+            TierKind::PathMissing => spw_status::SPW_ERR_PATH_MISSING,
+            TierKind::Lost => spw_status::SPW_ERR_LOST,
+            TierKind::NoState => spw_status::SPW_ERR_NO_STATE,
         },
     }
 }
@@ -105,6 +128,13 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
         25 => c"SPW_ERR_NOT_FOUND",
         26 => c"SPW_ERR_DEADLINE",
         27 => c"SPW_ERR_PATH_FAILED",
+        30 => c"SPW_ERR_CORRUPT",
+        31 => c"SPW_ERR_FORMAT",
+        32 => c"SPW_ERR_FOREIGN",
+        33 => c"SPW_ERR_LOCKED",
+        34 => c"SPW_ERR_PATH_MISSING",
+        35 => c"SPW_ERR_LOST",
+        36 => c"SPW_ERR_NO_STATE",
         _ => c"SPW_ERR_UNKNOWN",
     };
     name.as_ptr()

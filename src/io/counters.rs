@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::backend::Action;
 use crate::error::Result;
@@ -68,6 +69,12 @@ pub struct EngineStats {
     pub resumed: u64,
     /// Interrupted requests that were tried again.
     pub retried: u64,
+    /// Time with a read under way.
+    pub reading: Duration,
+    /// Time with a write or a sync under way.
+    pub writing: Duration,
+    /// Time with any operation under way.
+    pub busy: Duration,
     /// Operations not finished.
     pub pending: u64,
     /// Operations past their deadline whose memory the system still has.

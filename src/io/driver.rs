@@ -110,6 +110,7 @@ impl Driver {
             let block = self.prepare_to_wait();
             backend.wait(block, &mut done)?;
             self.shared.hungry.store(false, Ordering::SeqCst);
+            self.shared.progress.fetch_add(done.len() as u64, Ordering::Relaxed);
             done.drain(..).for_each(|completion| self.complete(completion));
         }
     }

@@ -68,7 +68,7 @@ impl Engine {
         let blocks = (BOUNCE_BYTES / block).clamp(1, depth);
         let bounce =
             Bounce::new(block, blocks).map_err(|error| Error::system("taking bounce blocks", &error))?;
-        let shared = Arc::new(Shared::new());
+        let shared = Arc::new(Shared::new(options.stall));
         let (report, started) = mpsc::channel();
         let theirs = Arc::clone(&shared);
         threads::spawn_quiet("spillway-io", move || drive(theirs, depth, bounce, make, report))
@@ -125,6 +125,7 @@ impl Engine {
             offset,
             span,
             lease,
+            submitted: Instant::now(),
             deadline: deadline.or(self.options.deadline).and_then(|time| Instant::now().checked_add(time)),
             stop: false.into(),
             expired: false.into(),
@@ -228,7 +229,7 @@ impl Engine {
         let mut state = self.shared.lock();
         loop {
             let now = Instant::now();
-            let (next_deadline, expired) = state.expire(now);
+            let (next_deadline, expired) = self.shared.expire(&mut state, now);
             if expired {
                 self.shared.wake();
             }
@@ -281,6 +282,9 @@ impl Engine {
             bounced_bytes: get(&counters.bounced_bytes),
             resumed: get(&counters.resumed),
             retried: get(&counters.retried),
+            reading: state.busy.reading.total(),
+            writing: state.busy.writing.total(),
+            busy: state.busy.either.total(),
             pending: state.unfinished as u64,
             stuck: state.stuck.values().sum::<usize>() as u64,
             backend: self.backend,

@@ -3,7 +3,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`engine`] | what callers see: submit, wait, cancel, deadlines |
-//! | [`options`], `counters` | settings and requests in, statistics out |
+//! | [`options`], `counters`, `busy` | settings and requests in, statistics out |
 //! | `driver` | the thread behind an engine: cuts operations into pieces, keeps the queue full, judges completions |
 //! | [`plan`] | where the cuts are, as pure arithmetic |
 //! | [`file`] | open files: direct or buffered, and why |
@@ -12,7 +12,8 @@
 //! Only `uring` has unsafe code.
 
 mod backend;
-mod counters;
+mod busy;
+pub mod counters;
 mod driver;
 mod open_files;
 mod operation;

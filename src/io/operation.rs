@@ -5,13 +5,14 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use slab::Slab;
 
 use super::backend::{Action, Wake};
+use super::busy::Busy;
 use super::counters::Counters;
 use super::file::File;
 use crate::error::{Error, IoError, IoKind, Result};
@@ -29,6 +30,7 @@ pub(super) struct Operation {
     /// Most bytes of a piece.
     pub(super) piece: u64,
     pub(super) lease: Option<Lease>,
+    pub(super) submitted: Instant,
     pub(super) deadline: Option<Instant>,
     pub(super) stop: AtomicBool,
     pub(super) expired: AtomicBool,
@@ -83,6 +85,10 @@ pub(super) struct Shared {
     pub(super) hungry: AtomicBool,
     /// A region retired.
     pub(super) trim: AtomicBool,
+    /// Completions seen by the driver.
+    pub(super) progress: AtomicU64,
+    /// See `Options::stall`.
+    stall: Option<Duration>,
     pub(super) waker: OnceLock<Arc<dyn Wake>>,
 }
 
@@ -93,6 +99,9 @@ pub(super) struct State {
     generation: u32,
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
+    pub(super) busy: Busy,
+    /// `Shared::progress` when it was last looked at, and when it was last seen to change.
+    progress: (u64, Option<Instant>),
     /// Devices with expired operations in the kernel, and how many.
     pub(super) stuck: HashMap<u64, usize>,
     pub(super) closing: bool,
@@ -114,13 +123,15 @@ pub(super) enum Phase {
 }
 
 impl Shared {
-    pub(super) fn new() -> Shared {
+    pub(super) fn new(stall: Option<Duration>) -> Shared {
         Shared {
             state: Mutex::default(),
             news: Condvar::new(),
             counters: Counters::default(),
             hungry: AtomicBool::new(false),
             trim: AtomicBool::new(false),
+            progress: AtomicU64::new(0),
+            stall,
             waker: OnceLock::new(),
         }
     }
@@ -153,7 +164,8 @@ impl Shared {
 
     /// The driver's word that the kernel is done with an operation.
     pub(super) fn finish(&self, op: &Arc<Operation>, outcome: Result<u64>) {
-        let mut state = self.lock();
+        let mut guard = self.lock();
+        let state = &mut *guard;
         let key = key_of(op.handle);
         let Some(entry) = state.entries.get_mut(key).filter(|entry| entry.handle == op.handle) else {
             return;
@@ -168,12 +180,32 @@ impl Shared {
             }
             _ => {
                 self.counters.count_outcome(op.action, &outcome);
+                state.busy.ends(op.action);
                 entry.phase = Phase::Finished(outcome);
                 state.unfinished -= 1;
             }
         }
-        drop(state);
+        drop(guard);
         self.news.notify_all();
+    }
+
+    /// Expires what is past its deadline, or under way without progress for too long; when to look again, and whether
+    /// anything expired.
+    pub(super) fn expire(&self, state: &mut State, now: Instant) -> (Option<Instant>, bool) {
+        let progress = self.progress.load(Ordering::Relaxed);
+        if state.progress.0 != progress {
+            state.progress = (progress, Some(now));
+        }
+        let moved = state.progress.1;
+        let stall = self.stall;
+        let limit = |op: &Operation| {
+            let stalled = stall.and_then(|time| {
+                let from = moved.map_or(op.submitted, |moved| moved.max(op.submitted));
+                from.checked_add(time)
+            });
+            [op.deadline, stalled].into_iter().flatten().min()
+        };
+        state.expire(now, limit)
     }
 
     /// The driver's last word.
@@ -197,6 +229,7 @@ impl State {
         let phase = if nothing { Phase::Finished(Ok(0)) } else { Phase::Pending };
         slot.insert(Entry { handle, op: (!nothing).then(|| Arc::clone(&op)), phase });
         if !nothing {
+            self.busy.begins(op.action);
             self.unfinished += 1;
             self.inbox.push_back(op);
         }
@@ -230,12 +263,15 @@ impl State {
         }
     }
 
-    /// Expires what is past its deadline; the earliest deadline still to come, and whether anything expired.
-    pub(super) fn expire(&mut self, now: Instant) -> (Option<Instant>, bool) {
+    fn expire(
+        &mut self,
+        now: Instant,
+        limit: impl Fn(&Operation) -> Option<Instant>,
+    ) -> (Option<Instant>, bool) {
         let mut next = None;
         let mut expired_any = false;
         for (_, entry) in self.entries.iter_mut().filter(|(_, entry)| matches!(entry.phase, Phase::Pending)) {
-            let Some((op, deadline)) = entry.op.as_ref().and_then(|op| Some((op, op.deadline?))) else {
+            let Some((op, deadline)) = entry.op.as_ref().and_then(|op| Some((op, limit(op)?))) else {
                 continue;
             };
             if deadline > now {
@@ -248,6 +284,7 @@ impl State {
             let error = op.error(IoKind::Deadline, words.to_string());
             *self.stuck.entry(op.device()).or_default() += 1;
             entry.phase = Phase::Expired(Some(error));
+            self.busy.ends(op.action);
             self.unfinished -= 1;
             expired_any = true;
         }

@@ -40,6 +40,9 @@ pub struct Options {
     pub file_mode: u32,
     /// Deadline of operations that bring none.
     pub deadline: Option<Duration>,
+    /// Time without any progress after which all operations under way count as past their deadline. It fits a queue
+    /// that a slow device takes long to work through, which a deadline does not.
+    pub stall: Option<Duration>,
 }
 
 impl Default for Options {
@@ -53,6 +56,7 @@ impl Default for Options {
             preallocate: true,
             file_mode: 0o600,
             deadline: None,
+            stall: None,
         }
     }
 }

@@ -54,6 +54,17 @@ pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
     Ok((file, flags & libc::O_DIRECT != 0))
 }
 
+/// An empty file that is memory of this process.
+pub fn in_memory() -> io::Result<File> {
+    // SAFETY: a C string and flags.
+    let fd = unsafe { libc::memfd_create(c"spillway".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a descriptor that this call just made.
+    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
 /// Says that `file` is read in no order, so that an edge read does not pull in what follows.
 pub fn no_readahead(file: &File) {
     // SAFETY: advice on an open descriptor.

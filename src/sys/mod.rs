@@ -1,6 +1,9 @@
 //! What the operating system is asked for: processors, threads, memory and files.
 
 pub mod file;
+pub mod host;
+pub mod lent;
+pub mod lock;
 pub mod memory;
 pub mod reserve;
 pub mod span;

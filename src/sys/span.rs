@@ -81,10 +81,15 @@ impl Span {
         unsafe { std::ptr::copy(bytes.as_ptr(), self.as_ptr(), bytes.len()) }
     }
 
+    /// What `look` makes of the bytes. Like any use of a span, only while nobody else writes to them.
+    pub fn with_bytes<R>(self, look: impl FnOnce(&[u8]) -> R) -> R {
+        // SAFETY: good by the promise of `new`.
+        look(unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) })
+    }
+
     /// A copy of the bytes.
     pub fn to_vec(self) -> Vec<u8> {
-        // SAFETY: good by the promise of `new`.
-        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }.to_vec()
+        self.with_bytes(<[u8]>::to_vec)
     }
 }
 

@@ -1,4 +1,45 @@
-//! The virtual tier: state on several storage paths.
+//! The virtual tier: named extents over several paths, that survive a crash at any moment.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`store`] | what callers see: define, write, read, wait, roll back |
+//! | [`options`] | settings |
+//! | `jobs`, `transfer` | reads and writes under way: judged, moved elsewhere, checked |
+//! | `commit`, `recover` | the order of writes and syncs that makes a step durable, and the way back |
+//! | [`inspect`] | checking every block, the state of paths, the end of a tier |
+//! | [`superblock`], [`layout`], `wire` | bytes on disk |
+//! | [`extent`], `sums` | streams, blocks, chunks, and checksums of blocks |
+//! | `place`, [`space`], `state` | who has which place, and when it is free again |
+//! | [`turn`] | one process of the node on a path at a time |
+//! | `path`, `medium`, [`directory`] | files, and the lock on them |
 #![forbid(unsafe_code)]
 
+mod commit;
+mod jobs;
+mod medium;
+mod path;
+mod place;
+mod recover;
+mod scratch;
+mod state;
+mod sums;
+mod transfer;
+mod wire;
+
+pub mod directory;
+pub mod extent;
+pub mod inspect;
+pub mod layout;
+pub mod options;
+pub mod space;
+pub mod store;
+pub mod superblock;
 pub mod turn;
+
+pub use commit::MAX_PAYLOAD;
+pub use place::Placement;
+pub use state::Health;
+pub use store::Tier;
+
+#[cfg(test)]
+mod tests;

@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::SwapOptions;
 use crate::error::Result;
 use crate::tier::Health;
-use crate::tier::tier::Tier;
+use crate::tier::Tier;
 use crate::tier::turn::{self, Line, Turn};
 
 #[derive(Debug)]

@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
 use crate::sys::span::Span;
-use crate::tier::tier::Tier;
+use crate::tier::Tier;
 
 /// Settings of a tiered update.
 #[derive(Debug, Clone)]

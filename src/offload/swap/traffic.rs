@@ -15,8 +15,7 @@ use super::budget::STREAMS;
 use crate::error::{Error, IoKind, Result};
 use crate::plan::placement::{self, Observed, PathPlan, Placement};
 use crate::sys::span::Span;
-use crate::tier::tier::Tier;
-use crate::tier::{self, Health};
+use crate::tier::{self, Health, Tier};
 
 /// What a transfer does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

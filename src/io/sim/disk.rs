@@ -1,0 +1,284 @@
+//! The files of a simulated disk: as reads see them, and as a crash leaves them.
+//!
+//! A file survives a crash for certain only once its directory was synced, its bytes and its length once it was synced
+//! itself.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::super::backend::Wake;
+use super::journal::{Event, Journal};
+use super::next;
+
+/// The unit that a crash keeps or loses.
+pub const SECTOR: usize = 512;
+
+/// What a crash does to writes that were not synced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Crash {
+    /// All reached the disk.
+    Kept,
+    /// None did.
+    Dropped,
+    /// Any sectors of any of them did.
+    Torn,
+}
+
+/// The disk. It outlives the engines on it; one engine uses it at a time.
+#[derive(Debug, Clone, Default)]
+pub struct Disk {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    state: Mutex<State>,
+    news: Condvar,
+}
+
+type Files = BTreeMap<String, Vec<u8>>;
+
+#[derive(Debug, Default)]
+struct State {
+    current: Files,
+    durable: Files,
+    unsynced: Vec<Event>,
+    /// Files whose directory was not synced since they were made.
+    made: HashSet<String>,
+    capacity: Option<u64>,
+    journal: Option<(Journal, usize)>,
+    requests: u64,
+    woken: bool,
+    released: bool,
+}
+
+impl Disk {
+    /// A disk that tells `journal` what it serves, as number `number`.
+    pub fn journaled(journal: &Journal, number: usize) -> Disk {
+        let disk = Disk::default();
+        disk.lock().journal = Some((journal.clone(), number));
+        disk
+    }
+
+    /// A copy of the durable part of this disk, which tells `journal` of it and of all that follows.
+    pub fn moved_to(&self, journal: &Journal, number: usize) -> Disk {
+        let disk = Disk::journaled(journal, number);
+        for (name, bytes) in self.lock().durable.clone() {
+            disk.serve(Event::Create { name: name.clone() });
+            disk.serve(Event::Write { name: name.clone(), at: 0, bytes });
+            disk.serve(Event::Sync { name });
+        }
+        disk.sync_directory();
+        disk
+    }
+
+    /// A file's bytes, as reads see them.
+    pub fn contents(&self, name: &str) -> Vec<u8> {
+        self.lock().current.get(name).cloned().unwrap_or_default()
+    }
+
+    /// Puts a file there, durably.
+    pub fn put(&self, name: &str, bytes: Vec<u8>) {
+        let mut state = self.lock();
+        state.durable.insert(name.to_string(), bytes.clone());
+        state.current.insert(name.to_string(), bytes);
+    }
+
+    /// Cuts a file off, durably, as another process might.
+    pub fn truncate(&self, name: &str, len: usize) {
+        let mut bytes = self.contents(name);
+        bytes.truncate(len);
+        self.put(name, bytes);
+    }
+
+    /// Length of a file, if there is one.
+    pub fn len(&self, name: &str) -> Option<u64> {
+        self.lock().current.get(name).map(|file| file.len() as u64)
+    }
+
+    /// Names of all files.
+    pub fn names(&self) -> Vec<String> {
+        self.lock().current.keys().cloned().collect()
+    }
+
+    /// Makes an empty file if there is none.
+    pub fn create(&self, name: &str) {
+        if self.len(name).is_none() {
+            self.serve(Event::Create { name: name.to_string() });
+        }
+    }
+
+    /// Makes a file at least this long; false if the disk is too small.
+    pub fn allocate(&self, name: &str, len: u64) -> bool {
+        let fits = self.room(name) as u64 >= len;
+        if fits {
+            self.serve(Event::Allocate { name: name.to_string(), len: len as usize });
+        }
+        fits
+    }
+
+    /// Removes a file, durably.
+    pub fn remove(&self, name: &str) {
+        self.serve(Event::Remove { name: name.to_string() });
+    }
+
+    /// Makes durable which files there are.
+    pub fn sync_directory(&self) {
+        self.serve(Event::SyncDirectory);
+    }
+
+    /// Limits the bytes of all files.
+    pub fn limit(&self, capacity: Option<u64>) {
+        self.lock().capacity = capacity;
+    }
+
+    /// Requests seen so far.
+    pub fn requests(&self) -> u64 {
+        self.lock().requests
+    }
+
+    /// Lets hung requests go on.
+    pub fn release(&self) {
+        self.lock().released = true;
+        self.inner.wake();
+    }
+
+    /// Power fails: what was synced stays, what was not meets its fate.
+    pub fn crash(&self, crash: Crash, seed: u64) {
+        let mut state = self.lock();
+        let mut random = seed | 1;
+        let mut stays = || match crash {
+            Crash::Kept => true,
+            Crash::Dropped => false,
+            Crash::Torn => next(&mut random) & 1 == 0,
+        };
+        for event in std::mem::take(&mut state.unsynced) {
+            apply(&mut state.durable, &event, &mut stays);
+        }
+        for name in std::mem::take(&mut state.made) {
+            if !stays() {
+                state.durable.remove(&name);
+            }
+        }
+        state.current = state.durable.clone();
+    }
+
+    /// Does what an event says, and keeps it in the journal.
+    pub fn serve(&self, event: Event) {
+        let mut state = self.lock();
+        let state = &mut *state;
+        if let Some((journal, number)) = &state.journal {
+            journal.add(*number, event.clone());
+        }
+        let touches = |other: &Event, name: &String| other.name() == Some(name);
+        match &event {
+            Event::Write { name, .. } | Event::Allocate { name, .. } => {
+                state.durable.entry(name.clone()).or_default();
+                apply(&mut state.current, &event, &mut || true);
+                state.unsynced.push(event);
+            }
+            Event::Create { name } => {
+                state.made.insert(name.clone());
+                state.current.entry(name.clone()).or_default();
+                state.durable.entry(name.clone()).or_default();
+            }
+            Event::Sync { name } => {
+                let all = std::mem::take(&mut state.unsynced);
+                let (own, others) = all.into_iter().partition(|other| touches(other, name));
+                state.unsynced = others;
+                let own: Vec<Event> = own;
+                own.iter().for_each(|event| apply(&mut state.durable, event, &mut || true));
+            }
+            Event::Remove { name } => {
+                state.current.remove(name);
+                state.durable.remove(name);
+                state.unsynced.retain(|other| !touches(other, name));
+            }
+            Event::SyncDirectory => state.made.clear(),
+        }
+    }
+
+    pub(super) fn read(&self, name: &str, at: usize, len: usize) -> Vec<u8> {
+        let state = self.lock();
+        let there = state.current.get(name).and_then(|file| file.get(at..)).unwrap_or_default();
+        there[..there.len().min(len)].to_vec()
+    }
+
+    /// How long a file may become.
+    pub(super) fn room(&self, name: &str) -> usize {
+        let state = self.lock();
+        let Some(capacity) = state.capacity else { return usize::MAX };
+        let others: usize =
+            state.current.iter().filter(|(other, _)| *other != name).map(|(_, file)| file.len()).sum();
+        let own = state.current.get(name).map_or(0, Vec::len);
+        own.max((capacity as usize).saturating_sub(others))
+    }
+
+    pub(super) fn count_request(&self) -> u64 {
+        let mut state = self.lock();
+        state.requests += 1;
+        state.requests - 1
+    }
+
+    pub(super) fn released(&self) -> bool {
+        self.lock().released
+    }
+
+    /// Forgets a wake; true if there was one.
+    pub(super) fn take_wake(&self) -> bool {
+        std::mem::take(&mut self.lock().woken)
+    }
+
+    /// Sleeps unless there was a wake, which it forgets; true if there was one.
+    pub(super) fn wait_news(&self) -> bool {
+        let mut state = self.lock();
+        if !std::mem::take(&mut state.woken) {
+            drop(self.inner.news.wait(state).unwrap_or_else(PoisonError::into_inner));
+            return false;
+        }
+        true
+    }
+
+    pub(super) fn waker(&self) -> Arc<dyn Wake> {
+        Arc::clone(&self.inner) as Arc<dyn Wake>
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Wake for Inner {
+    fn wake(&self) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).woken = true;
+        self.news.notify_all();
+    }
+}
+
+/// Brings an event's bytes, sector by sector, and its length to `files`, as far as they stay.
+fn apply(files: &mut Files, event: &Event, stays: &mut impl FnMut() -> bool) {
+    match event {
+        Event::Write { name, at, bytes } => {
+            let file = files.entry(name.clone()).or_default();
+            for (n, sector) in bytes.chunks(SECTOR).enumerate() {
+                if stays() {
+                    put(file, at + n * SECTOR, sector);
+                }
+            }
+        }
+        Event::Allocate { name, len } if stays() => {
+            let file = files.entry(name.clone()).or_default();
+            file.resize(file.len().max(*len), 0);
+        }
+        _ => {}
+    }
+}
+
+fn put(file: &mut Vec<u8>, at: usize, bytes: &[u8]) {
+    let end = at + bytes.len();
+    if file.len() < end {
+        file.resize(end, 0);
+    }
+    file[at..end].copy_from_slice(bytes);
+}

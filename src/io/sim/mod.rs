@@ -1,0 +1,174 @@
+//! A simulated disk for tests: seeded, so that every failure can be run again.
+//!
+//! It delays, reorders and shortens, fails with any errno, hangs, fills up, refuses what is not aligned, and crashes:
+//! what was written but not synced is then kept, dropped or torn, sector by sector. A [`Journal`] keeps what disks
+//! served, so that one run gives the images of a crash at every moment of it.
+#![forbid(unsafe_code)]
+
+mod disk;
+mod journal;
+
+use std::io;
+use std::sync::Arc;
+
+pub use disk::{Crash, Disk, SECTOR};
+pub use journal::{Event, Journal};
+
+use super::backend::{Action, Backend, Completion, Piece, Wake};
+use super::file::Route;
+
+/// What goes wrong, and how often.
+#[derive(Debug, Clone, Default)]
+pub struct Faults {
+    /// Seed of every choice.
+    pub seed: u64,
+    /// Completions come in any order, some later than they could.
+    pub reorder: bool,
+    /// Out of a thousand transfers, so many stop early.
+    pub short_permille: u32,
+    /// Out of a thousand requests, so many fail with this errno.
+    pub error_permille: Vec<(i32, u32)>,
+    /// The request with this number, from 0, fails with this errno.
+    pub fail_nth: Option<(u64, i32)>,
+    /// The request with this number, from 0, does not come back before [`Disk::release`].
+    pub hang_nth: Option<u64>,
+    /// Bytes that fit on the disk.
+    pub capacity: Option<u64>,
+}
+
+/// The backend over a [`Disk`].
+#[derive(Debug)]
+pub struct Sim {
+    disk: Disk,
+    faults: Faults,
+    random: u64,
+    waiting: Vec<(Piece, Fate)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Served,
+    Failed(i32),
+    Hung,
+}
+
+impl Sim {
+    /// A backend that treats `disk` with `faults`.
+    pub fn new(disk: &Disk, faults: Faults) -> Sim {
+        disk.limit(faults.capacity);
+        Sim { disk: disk.clone(), random: faults.seed.wrapping_mul(2) | 1, faults, waiting: Vec::new() }
+    }
+
+    fn chance(&mut self, permille: u32) -> bool {
+        next(&mut self.random) % 1000 < u64::from(permille)
+    }
+
+    fn fate(&mut self, number: u64) -> Fate {
+        if self.faults.hang_nth == Some(number) {
+            return Fate::Hung;
+        }
+        if let Some((_, errno)) = self.faults.fail_nth.filter(|(nth, _)| *nth == number) {
+            return Fate::Failed(errno);
+        }
+        let errors = self.faults.error_permille.clone();
+        let drawn = errors.into_iter().find(|(_, permille)| self.chance(*permille));
+        drawn.map_or(Fate::Served, |(errno, _)| Fate::Failed(errno))
+    }
+
+    fn serve(&mut self, piece: &Piece) -> i32 {
+        let len = piece.span.len();
+        if !aligned(piece) {
+            return -libc::EINVAL;
+        }
+        let short = len > 1 && piece.action != Action::Sync && self.chance(self.faults.short_permille);
+        let len = if short { 1 + next(&mut self.random) as usize % (len - 1) } else { len };
+        let name = piece.file.name();
+        let at = piece.offset as usize;
+        match piece.action {
+            Action::Read => {
+                let there = self.disk.read(name, at, len);
+                piece.span.write(&there);
+                there.len() as i32
+            }
+            Action::Write => {
+                let len = len.min(self.disk.room(name).saturating_sub(at));
+                if len == 0 {
+                    return -libc::ENOSPC;
+                }
+                let bytes = piece.span.part(0, len).to_vec();
+                self.disk.serve(Event::Write { name: name.to_string(), at, bytes });
+                len as i32
+            }
+            Action::Sync => {
+                self.disk.serve(Event::Sync { name: name.to_string() });
+                0
+            }
+        }
+    }
+
+    /// The next request that comes back, if any can.
+    fn next_ready(&mut self) -> Option<(Piece, Fate)> {
+        let released = self.disk.released();
+        let ready: Vec<usize> =
+            (0..self.waiting.len()).filter(|at| released || self.waiting[*at].1 != Fate::Hung).collect();
+        let pick = match self.faults.reorder && !ready.is_empty() {
+            true => next(&mut self.random) as usize % ready.len(),
+            false => 0,
+        };
+        ready.get(pick).map(|at| self.waiting.remove(*at))
+    }
+}
+
+impl Backend for Sim {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    fn push(&mut self, piece: Piece) {
+        let fate = self.fate(self.disk.count_request());
+        self.waiting.push((piece, fate));
+    }
+
+    fn wait(&mut self, block: bool, done: &mut Vec<Completion>) -> io::Result<()> {
+        loop {
+            while let Some((piece, fate)) = self.next_ready() {
+                let result = match fate {
+                    Fate::Failed(errno) => -errno,
+                    Fate::Served | Fate::Hung => self.serve(&piece),
+                };
+                done.push(Completion { token: piece.token, result });
+                if self.faults.reorder && self.chance(500) {
+                    break;
+                }
+            }
+            if !block || !done.is_empty() {
+                self.disk.take_wake();
+                return Ok(());
+            }
+            if self.disk.wait_news() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        self.disk.waker()
+    }
+}
+
+/// Direct requests have to meet the file's alignment, as on a device.
+fn aligned(piece: &Piece) -> bool {
+    let need = piece.file.direct().filter(|_| piece.route == Route::Direct && piece.action != Action::Sync);
+    need.is_none_or(|need| {
+        (piece.span.address() as u64).is_multiple_of(need.memory)
+            && piece.offset.is_multiple_of(need.offset)
+            && (piece.span.len() as u64).is_multiple_of(need.offset)
+    })
+}
+
+fn next(random: &mut u64) -> u64 {
+    *random ^= *random << 13;
+    *random ^= *random >> 7;
+    *random ^= *random << 17;
+    *random >> 11
+}

@@ -1,0 +1,23 @@
+//! Which machine and which process this is.
+
+use std::io::{self, Read};
+
+/// The machine's name.
+pub fn name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| String::new(), |name| name.trim().to_string())
+}
+
+/// When a process began, in clock ticks since the machine did; `None` if there is no such process.
+pub fn process_start(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in parentheses may hold anything; the fields after it are numbers, the start is the 20th.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+}
+
+/// Random bits from the system.
+pub fn random() -> io::Result<u128> {
+    let mut bytes = [0; 16];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(u128::from_ne_bytes(bytes))
+}

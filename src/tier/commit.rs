@@ -1,0 +1,277 @@
+//! Making a step durable.
+//!
+//! The order: every write is over; the data of every path is durable; then a superblock goes into the copy of each path
+//! that does not hold the last committed one; the step counts as soon as one path has it durably. If none has, nobody
+//! can say whether a crash would find it, so both steps keep their places until a later commit succeeds.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::options::Durability;
+use super::path::{Copy, Path};
+use super::scratch::Scratch;
+use super::state::{Extent, Health, PathState, State};
+use super::store::Tier;
+use super::superblock::{ExtentRecord, PathRecord, Superblock};
+use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use crate::log::{self, Level};
+
+/// Most bytes that a commit keeps for its caller.
+pub const MAX_PAYLOAD: usize = 1 << 20;
+
+impl Tier {
+    /// Makes everything written durable, as step `step`, with a payload to be found at the next open.
+    pub fn commit(&self, step: u64, payload: &[u8]) -> Result<()> {
+        if payload.len() > MAX_PAYLOAD {
+            let reason = format!("has {} bytes, at most {MAX_PAYLOAD}", payload.len());
+            return Err(Error::invalid("payload", reason));
+        }
+        if std::mem::replace(&mut self.lock().committing, true) {
+            return Err(Error::Busy("another commit is under way".to_string()));
+        }
+        let outcome = self.commit_all(step, payload);
+        self.lock().committing = false;
+        outcome
+    }
+
+    fn commit_all(&self, step: u64, payload: &[u8]) -> Result<()> {
+        if let Some(error) = self.finish_writes() {
+            return Err(error);
+        }
+        if let Some(error) = self.lock().extents.iter().flatten().find_map(|extent| extent.failed.clone()) {
+            return Err(error);
+        }
+        if self.durability() != Durability::Process {
+            self.sync_data()?;
+        }
+        let superblock = {
+            let mut state = self.lock();
+            state.sequence += 1;
+            self.superblock(&state, Some(step), payload.to_vec())
+        };
+        let written = self.write_superblocks(&superblock);
+        let mut state = self.lock();
+        match written {
+            Ok(()) => {
+                state.step = Some(step);
+                state.payload = payload.to_vec();
+                state.committed();
+                Ok(())
+            }
+            Err(error) => {
+                state.extents.iter_mut().flatten().for_each(|extent| extent.doubt = true);
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes the data of all paths durable. What lies on a path that cannot is moved, if it can still be read.
+    fn sync_data(&self) -> Result<()> {
+        for _ in 0..=self.paths.len() {
+            let dirty: Vec<usize> = {
+                let state = self.lock();
+                (0..self.paths.len()).filter(|path| state.paths[*path].dirty).collect()
+            };
+            let live: Vec<(usize, &Arc<Path>)> =
+                dirty.iter().filter_map(|path| Some((*path, self.paths[*path].as_ref()?))).collect();
+            let handles: Vec<Result<u64>> = live.iter().map(|(_, path)| path.sync_data()).collect();
+            let mut failed = Vec::new();
+            for ((number, path), handle) in live.iter().zip(handles) {
+                match handle.and_then(|handle| path.wait(handle, None)) {
+                    Ok(_) => self.lock().paths[*number].dirty = false,
+                    Err(error) => failed.push((*number, error)),
+                }
+            }
+            if failed.is_empty() {
+                return Ok(());
+            }
+            for (number, error) in failed {
+                self.mark(number, Health::Failed, &error.to_string());
+                let moved = self.move_uncommitted(number as u32);
+                moved.map_err(|reason| because(&error, &reason))?;
+                self.lock().paths[number].dirty = false;
+            }
+        }
+        Err(Error::invalid("tier", "paths keep failing"))
+    }
+
+    /// Writes a superblock to every path that lasts and works. An error if it is durable on none.
+    pub(super) fn write_superblocks(&self, superblock: &Superblock) -> Result<()> {
+        let sync = self.durability() != Durability::Process;
+        let mut first = None;
+        let mut fail = |number: usize, error: Error| {
+            if error.io_kind() != Some(IoKind::NoSpace) {
+                self.mark(number, Health::Failed, &error.to_string());
+            }
+            first.get_or_insert(error);
+        };
+        let mut under_way = Vec::new();
+        for (number, path) in self.superblock_paths() {
+            let copy = self.lock().paths[number].good.map_or(0, |good| 1 - good);
+            let bytes = Superblock { path: number as u32, ..superblock.clone() }.encode();
+            let started = Scratch::new(bytes.len()).and_then(|scratch| {
+                scratch.span().write(&bytes);
+                Ok((path.write_superblock(copy, scratch.span())?, scratch))
+            });
+            match started {
+                Ok((handle, scratch)) => under_way.push((number, path, copy, handle, scratch)),
+                Err(error) => fail(number, error),
+            }
+        }
+        let mut synced = Vec::new();
+        for (number, path, copy, handle, scratch) in under_way {
+            let begin =
+                path.wait(handle, None).and_then(|_| if sync { path.sync_superblock(copy) } else { Ok(0) });
+            match begin {
+                Ok(handle) => synced.push((number, path, copy, handle)),
+                Err(error) => fail(number, error),
+            }
+            drop(scratch);
+        }
+        let mut durable = 0;
+        let lasting = self.lock().paths.iter().any(|path| !path.memory);
+        for (number, path, copy, handle) in synced {
+            let ended = if sync { path.wait(handle, None).map(|_| ()) } else { Ok(()) };
+            match ended.and_then(|()| self.look_again(&path, copy, superblock.sequence)) {
+                Ok(()) => {
+                    self.lock().paths[number].good = Some(copy);
+                    durable += 1;
+                }
+                Err(error) => fail(number, error),
+            }
+        }
+        match (durable, first) {
+            (0, Some(error)) => Err(error),
+            (0, None) if lasting => Err(Error::invalid("tier", "no path that lasts is left")),
+            _ => Ok(()),
+        }
+    }
+
+    /// With full durability, reads a superblock back.
+    fn look_again(&self, path: &Path, copy: usize, sequence: u64) -> Result<()> {
+        if self.durability() != Durability::Full {
+            return Ok(());
+        }
+        path.sync_directory()?;
+        match path.read_superblock(copy)? {
+            Copy::Whole(found) if found.sequence == sequence => Ok(()),
+            _ => Err(TierError::at(
+                TierKind::Corrupt,
+                path.superblock_name(copy),
+                format!("it does not hold sequence {sequence}, which was just written"),
+            )),
+        }
+    }
+
+    fn superblock_paths(&self) -> Vec<(usize, Arc<Path>)> {
+        let state = self.lock();
+        let works = |number: usize| state.paths[number].health as u8 <= Health::Draining as u8;
+        let paths = self.paths.iter().enumerate();
+        paths
+            .filter_map(|(number, path)| Some((number, Arc::clone(path.as_ref()?))))
+            .filter(|(number, path)| path.lasts() && works(*number))
+            .collect()
+    }
+
+    /// Writes anew what was written to a path since the last commit; other paths take it.
+    fn move_uncommitted(&self, path: u32) -> Result<()> {
+        let moving: Vec<u32> = {
+            let state = self.lock();
+            let wanted = |extent: &Extent| {
+                let current = extent.current.as_ref().filter(|current| current.version.touches(path))?;
+                let committed = extent.committed.as_ref().is_some_and(|old| Arc::ptr_eq(old, current));
+                (!committed).then_some(())
+            };
+            let numbered = state.extents.iter().enumerate();
+            numbered.filter_map(|(n, extent)| wanted(extent.as_ref()?).map(|()| n as u32)).collect()
+        };
+        self.move_extents(&moving)
+    }
+
+    /// Moves everything off a path, now. The move counts with the next commit.
+    pub fn evacuate(&self, path: u32) -> Result<()> {
+        if path as usize >= self.paths.len() {
+            return Err(Error::invalid("path", format!("there is no path {path}")));
+        }
+        self.mark(path as usize, Health::Draining, "it is being evacuated");
+        let extents = self.extents();
+        let there = |extent: &&super::store::ExtentInfo| extent.blocks[path as usize] > 0;
+        let moving: Vec<u32> = extents.iter().filter(there).map(|extent| extent.number).collect();
+        self.move_extents(&moving)
+    }
+
+    fn move_extents(&self, extents: &[u32]) -> Result<()> {
+        extents.iter().try_for_each(|extent| self.move_extent(*extent))
+    }
+
+    fn move_extent(&self, extent: u32) -> Result<()> {
+        let shape = self.shape(extent)?;
+        let memory: Vec<Scratch> =
+            shape.streams().iter().map(|bytes| Scratch::new(*bytes as usize)).collect::<Result<_>>()?;
+        let spans: Vec<_> = memory.iter().map(Scratch::span).collect();
+        let ticket = self.read(extent, &spans, false)?;
+        self.wait(ticket, None)?;
+        let sums = self.sums(extent)?.map(|sums| sums.to_vec());
+        let ticket = self.start(extent, &spans, &super::place::Placement::Auto, sums, true)?;
+        self.wait(ticket, None)?;
+        log::write(Level::Info, &format!("extent {} of a tier was moved", extent));
+        Ok(())
+    }
+}
+
+fn because(error: &Error, reason: &Error) -> Error {
+    match error.clone() {
+        Error::Io(mut inner) => {
+            inner.detail = format!("{}; what was written there could not be moved: {reason}", inner.detail);
+            Error::Io(inner)
+        }
+        other => other,
+    }
+}
+
+pub(super) fn superblock(tier: &Tier, state: &State, step: Option<u64>, payload: Vec<u8>) -> Superblock {
+    let written = |number: usize| {
+        let stats = tier.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
+        stats.map_or(0, |stats| stats.written_bytes)
+    };
+    // A path that is gone for good, with nothing left on it, is not missed at the next open.
+    let retired = |number: usize, path: &PathState| {
+        let current = |extent: &Extent| extent.current.clone();
+        path.health == Health::Missing
+            && !state
+                .extents
+                .iter()
+                .flatten()
+                .filter_map(current)
+                .any(|one| one.version.touches(number as u32))
+    };
+    let paths = state.paths.iter().enumerate().map(|(number, path)| PathRecord {
+        name: if retired(number, path) { String::new() } else { path.name.clone() },
+        memory: path.memory,
+        end: path.space.end(),
+        written: path.written_before + written(number),
+    });
+    let extents = state.extents.iter().map(|extent| {
+        let extent = extent.as_ref().filter(|extent| !extent.removed)?;
+        Some(ExtentRecord {
+            name: extent.name.clone(),
+            shape: (*extent.shape).clone(),
+            version: extent.current.as_ref().map(|contents| contents.version.clone()),
+        })
+    });
+    Superblock {
+        tier: tier.who.tier,
+        sequence: state.sequence,
+        step,
+        path: 0,
+        block_bytes: tier.block_bytes,
+        job: tier.options.owner.job.clone(),
+        host: tier.options.owner.host.clone(),
+        rank: tier.options.owner.rank,
+        world: tier.options.world,
+        generation: state.generation,
+        payload,
+        paths: paths.collect(),
+        extents: extents.collect(),
+    }
+}

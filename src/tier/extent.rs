@@ -1,0 +1,280 @@
+//! What an extent is made of: streams, cut into blocks, which lie in chunks.
+//!
+//! Blocks are numbered through all streams. None crosses from one stream to the next; on disk each takes whole pages.
+#![forbid(unsafe_code)]
+
+use super::layout::{PAGE, header_bytes};
+use crate::error::{Error, Result};
+use crate::sys::span::Span;
+
+/// Most streams of an extent.
+pub const MAX_STREAMS: usize = 64;
+/// Most bytes of a name.
+pub const MAX_NAME: usize = 255;
+
+/// Sizes of an extent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shape {
+    streams: Vec<u64>,
+    block_bytes: u64,
+    /// Number of the first block of each stream, and of the one after the last.
+    first: Vec<u32>,
+}
+
+/// One block, in its stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Block {
+    /// Which stream.
+    pub stream: usize,
+    /// Where it begins in the stream.
+    pub from: u64,
+    /// Its bytes.
+    pub len: u64,
+}
+
+/// A run of blocks with one place on disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chunk {
+    /// The path, by its number.
+    pub path: u32,
+    /// Where its head begins in the data file.
+    pub offset: u64,
+    /// First block.
+    pub first: u32,
+    /// Number of blocks, at least one.
+    pub count: u32,
+    /// Checksum of its head.
+    pub header_sum: u64,
+}
+
+/// Where the contents of an extent lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Version {
+    /// Grows with every write of the extent.
+    pub generation: u64,
+    /// In the order of their blocks, which they hold once each.
+    pub chunks: Vec<Chunk>,
+}
+
+impl Shape {
+    /// An extent of streams with these lengths, in blocks of `block_bytes`.
+    pub fn new(streams: &[u64], block_bytes: u64) -> Result<Shape> {
+        if streams.is_empty() || streams.len() > MAX_STREAMS {
+            let reason = format!("an extent has 1 to {MAX_STREAMS} streams, not {}", streams.len());
+            return Err(Error::invalid("streams", reason));
+        }
+        let too_large = || Error::invalid("streams", format!("have over 2^31 blocks of {block_bytes} bytes"));
+        let mut first = vec![0_u32];
+        for len in streams {
+            let so_far = u64::from(first[first.len() - 1]);
+            let next = so_far.saturating_add(len.div_ceil(block_bytes));
+            first.push(u32::try_from(next).ok().filter(|n| *n < 1 << 31).ok_or_else(too_large)?);
+        }
+        Ok(Shape { streams: streams.to_vec(), block_bytes, first })
+    }
+
+    /// Bytes of each stream.
+    pub fn streams(&self) -> &[u64] {
+        &self.streams
+    }
+
+    /// Bytes of a whole block.
+    pub fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+
+    /// Bytes of all streams.
+    pub fn bytes(&self) -> u64 {
+        self.streams.iter().sum()
+    }
+
+    /// Number of blocks.
+    pub fn blocks(&self) -> u32 {
+        self.first[self.streams.len()]
+    }
+
+    /// A block by its number, which is below [`Shape::blocks`].
+    pub fn block(&self, number: u32) -> Block {
+        let stream = self.first.partition_point(|first| *first <= number) - 1;
+        let from = u64::from(number - self.first[stream]) * self.block_bytes;
+        Block { stream, from, len: self.block_bytes.min(self.streams[stream] - from) }
+    }
+
+    /// Bytes on disk of blocks `first..first + count`.
+    pub fn stored(&self, first: u32, count: u32) -> u64 {
+        self.position(first + count) - self.position(first)
+    }
+
+    /// Where a block would begin if all lay one after another.
+    fn position(&self, number: u32) -> u64 {
+        let before = self.first.partition_point(|first| *first <= number).saturating_sub(1);
+        let whole: u64 = self.streams[..before].iter().map(|len| len.next_multiple_of(PAGE)).sum();
+        whole + u64::from(number - self.first[before]) * self.block_bytes
+    }
+
+    /// Blocks from `first` on that fit, with their head, into `room` bytes.
+    pub fn fitting(&self, first: u32, room: u64) -> u32 {
+        let fits = |count: &u32| header_bytes((*count).into()) + self.stored(first, *count) <= room;
+        let (mut low, mut high) = (0, self.blocks() - first);
+        while low < high {
+            let middle = low + (high - low).div_ceil(2);
+            if fits(&middle) { low = middle } else { high = middle - 1 }
+        }
+        low
+    }
+
+    /// Transfers for blocks `first..first + count`: runs of bytes that are contiguous in a stream and on disk.
+    pub fn runs(&self, first: u32, count: u32) -> Vec<Run> {
+        let mut runs: Vec<Run> = Vec::new();
+        for stream in 0..self.streams.len() {
+            let from = first.max(self.first[stream]);
+            let to = (first + count).min(self.first[stream + 1]);
+            if from < to {
+                let (begin, last) = (self.block(from), self.block(to - 1));
+                runs.push(Run {
+                    block: from,
+                    stream,
+                    from: begin.from,
+                    len: last.from + last.len - begin.from,
+                    at: self.stored(first, from - first),
+                });
+            }
+        }
+        runs
+    }
+
+    /// Checks that there is memory for each stream.
+    pub fn check(&self, spans: &[Span]) -> Result<()> {
+        let found: Vec<u64> = spans.iter().map(|span| span.len() as u64).collect();
+        match found == self.streams {
+            true => Ok(()),
+            false => Err(Error::invalid(
+                "streams",
+                format!("have {found:?} bytes, the extent has {:?}", self.streams),
+            )),
+        }
+    }
+}
+
+/// Bytes that are contiguous in a stream and in a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// Number of the first block.
+    pub block: u32,
+    /// Which stream.
+    pub stream: usize,
+    /// Where it begins in the stream.
+    pub from: u64,
+    /// Its bytes.
+    pub len: u64,
+    /// Where it begins behind the head of the chunk.
+    pub at: u64,
+}
+
+impl Chunk {
+    /// Bytes on disk.
+    pub fn stored(&self, shape: &Shape) -> u64 {
+        header_bytes(self.count.into()) + shape.stored(self.first, self.count)
+    }
+
+    /// Where its blocks begin in the data file.
+    pub fn data(&self) -> u64 {
+        self.offset + header_bytes(self.count.into())
+    }
+
+    /// Where a block of it begins in the data file.
+    pub fn place(&self, shape: &Shape, block: u32) -> u64 {
+        self.data() + shape.stored(self.first, block - self.first)
+    }
+}
+
+impl Version {
+    /// Whether the chunks hold every block of `shape` once, in order.
+    pub fn covers(&self, shape: &Shape) -> bool {
+        let mut next = 0_u32;
+        for chunk in &self.chunks {
+            if chunk.first != next || chunk.count == 0 || chunk.count > shape.blocks() - next {
+                return false;
+            }
+            next += chunk.count;
+        }
+        next == shape.blocks()
+    }
+
+    /// Whether a part lies on a path.
+    pub fn touches(&self, path: u32) -> bool {
+        self.chunks.iter().any(|chunk| chunk.path == path)
+    }
+}
+
+/// Refuses names that could not be stored.
+pub(super) fn check_name(argument: &'static str, name: &str) -> Result<()> {
+    match name.len() {
+        0 => Err(Error::invalid(argument, "is empty")),
+        len if len > MAX_NAME => {
+            Err(Error::invalid(argument, format!("has {len} bytes, at most {MAX_NAME}")))
+        }
+        _ if name.contains('\0') => Err(Error::invalid(argument, "contains a NUL")),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_runs_and_places_agree_for_every_cut() {
+        let shape = Shape::new(&[10_000, 0, 8192, 1], 4096).unwrap();
+        assert_eq!((shape.blocks(), shape.bytes()), (6, 18_193));
+        assert_eq!(shape.block(2), Block { stream: 0, from: 8192, len: 1808 });
+        assert_eq!(shape.block(5), Block { stream: 3, from: 0, len: 1 });
+        assert_eq!(shape.stored(0, 6), 12_288 + 8192 + 4096);
+        for first in 0..6 {
+            for count in 1..=6 - first {
+                let runs = shape.runs(first, count);
+                let bytes: u64 = runs.iter().map(|run| run.len).sum();
+                assert_eq!(bytes, (first..first + count).map(|n| shape.block(n).len).sum::<u64>());
+                let chunk = Chunk { path: 0, offset: 4096, first, count, header_sum: 0 };
+                for run in runs {
+                    assert_eq!(chunk.data() + run.at, chunk.place(&shape, run.block));
+                    assert!(run.at.is_multiple_of(PAGE));
+                }
+                let room = chunk.stored(&shape);
+                assert_eq!((shape.fitting(first, room), shape.fitting(first, room - 1)), (count, count - 1));
+            }
+        }
+    }
+
+    #[test]
+    fn versions_that_leave_blocks_out_or_hold_them_twice_are_told() {
+        let shape = Shape::new(&[40_960], 4096).unwrap();
+        let version = |parts: &[(u32, u32)]| Version {
+            generation: 1,
+            chunks: parts
+                .iter()
+                .map(|(first, count)| Chunk {
+                    path: 0,
+                    offset: 0,
+                    first: *first,
+                    count: *count,
+                    header_sum: 0,
+                })
+                .collect(),
+        };
+        assert!(version(&[(0, 10)]).covers(&shape) && version(&[(0, 3), (3, 7)]).covers(&shape));
+        for wrong in [&[(0, 9)][..], &[(0, 11)], &[(1, 9)], &[(0, 3), (4, 6)], &[(0, 3), (2, 8)], &[]] {
+            assert!(!version(wrong).covers(&shape), "{wrong:?}");
+        }
+        assert!(!version(&[(0, 10), (10, 0)]).covers(&shape));
+        assert!(!version(&[(0, u32::MAX)]).covers(&shape));
+    }
+
+    #[test]
+    fn sizes_past_every_limit_are_errors() {
+        assert!(Shape::new(&[], 4096).is_err() && Shape::new(&[0; 65], 4096).is_err());
+        assert!(Shape::new(&[u64::MAX], 4096).is_err() && Shape::new(&[1 << 43, 1 << 43], 4096).is_err());
+        assert_eq!(Shape::new(&[1 << 35], 1 << 20).unwrap().blocks(), 1 << 15);
+        assert_eq!(Shape::new(&[0], 4096).unwrap().blocks(), 0);
+    }
+}

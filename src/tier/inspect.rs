@@ -1,0 +1,273 @@
+//! Looking a tier over: every stored byte checked, how its paths are doing, and its end.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::extent::{Chunk, Shape};
+use super::layout::header_bytes;
+use super::path::{Copy, Path};
+use super::scratch::Scratch;
+use super::state::{Contents, Health, State};
+use super::store::Tier;
+use super::transfer::check_head;
+use crate::checksum;
+use crate::error::{Error, Result, TierError, TierKind};
+
+/// Bytes that are read at a time.
+const WINDOW: u64 = 16 << 20;
+
+/// What a check of everything found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Checked {
+    /// Extents that have contents.
+    pub extents: u64,
+    /// Blocks read.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Everything that is damaged, lost or cannot be read.
+    pub damage: Vec<Error>,
+}
+
+/// How a path is doing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PathReport {
+    /// Its directory, or "memory".
+    pub name: String,
+    /// True if what lies there is gone with the process.
+    pub memory: bool,
+    /// How it is.
+    pub health: Health,
+    /// Why it is not healthy.
+    pub reason: String,
+    /// Bytes read since the open.
+    pub read_bytes: u64,
+    /// Bytes written since the open, heads and superblocks included.
+    pub written_bytes: u64,
+    /// Time with a read under way.
+    pub reading: Duration,
+    /// Time with a write or a sync under way.
+    pub writing: Duration,
+    /// Time with anything under way.
+    pub busy: Duration,
+    /// Bytes written since the tier was made.
+    pub wear: u64,
+    /// Length of its data file.
+    pub file_bytes: u64,
+    /// Bytes free in it.
+    pub free: u64,
+    /// Bytes free in it or after it grew to its limit.
+    pub room: u64,
+    /// "io_uring", "threads" or "sim"; empty if the path is missing.
+    pub backend: &'static str,
+}
+
+impl Tier {
+    /// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
+    pub fn verify(&self) -> Result<Checked> {
+        let mut checked = Checked::default();
+        for extent in self.extents() {
+            let (contents, shape) = {
+                let mut state = self.lock();
+                let contents = match state.contents(extent.number) {
+                    Ok(contents) => contents,
+                    Err(error) if error.tier_kind() == Some(TierKind::Lost) => {
+                        checked.damage.push(error);
+                        continue;
+                    }
+                    Err(_) => continue,
+                };
+                let known = state.extent(extent.number)?;
+                if known.writing {
+                    return Err(Error::Busy(format!("extent {:?}: it is being written", known.name)));
+                }
+                known.readers += 1;
+                (contents, Arc::clone(&known.shape))
+            };
+            checked.extents += 1;
+            let whose = Whose { number: extent.number, name: &extent.name, shape: &shape };
+            let outcome = self.verify_extent(whose, &contents, &mut checked);
+            self.end_reading(extent.number);
+            outcome?;
+        }
+        self.verify_superblocks(&mut checked)?;
+        Ok(checked)
+    }
+
+    fn verify_extent(&self, whose: Whose, contents: &Contents, checked: &mut Checked) -> Result<()> {
+        for chunk in &contents.version.chunks {
+            let Some(path) = &self.paths[chunk.path as usize] else { continue };
+            let head = Scratch::new(header_bytes(chunk.count.into()) as usize)?;
+            let read = path.read(chunk.offset, head.span()).and_then(|handle| path.wait(handle, None));
+            if let Err(error) = read {
+                checked.damage.push(error);
+                continue;
+            }
+            let generation = contents.version.generation;
+            let parsed = head.span().with_bytes(|bytes| {
+                check_head(bytes, chunk, generation, self.who.tier, whose.number, whose.shape)
+            });
+            match parsed {
+                Ok(header) => verify_blocks(path, chunk, &header.sums, whose, checked)?,
+                Err(words) => checked.damage.push(whose.damaged(path, chunk.first, chunk.offset, words)),
+            }
+        }
+        Ok(())
+    }
+
+    fn verify_superblocks(&self, checked: &mut Checked) -> Result<()> {
+        let (good, sequence): (Vec<Option<usize>>, u64) = {
+            let state = self.lock();
+            if state.committing {
+                return Err(Error::Busy("a commit is under way".to_string()));
+            }
+            let live = |path: &super::state::PathState| path.good.filter(|_| path.health != Health::Failed);
+            (state.paths.iter().map(live).collect(), state.sequence)
+        };
+        for (path, good) in self.paths.iter().zip(good) {
+            let (Some(path), Some(copy)) = (path, good) else { continue };
+            let words = match path.read_superblock(copy) {
+                Ok(Copy::Whole(found)) if found.sequence == sequence => continue,
+                Ok(Copy::Whole(found)) => format!("it holds sequence {}, not {sequence}", found.sequence),
+                Ok(Copy::Blank) => "it is blank".to_string(),
+                Ok(Copy::Broken(words)) => words,
+                Err(error) => {
+                    checked.damage.push(error);
+                    continue;
+                }
+            };
+            checked.damage.push(TierError::at(TierKind::Corrupt, path.superblock_name(copy), words));
+        }
+        Ok(())
+    }
+
+    /// How every path is doing, by number.
+    pub fn paths(&self) -> Vec<PathReport> {
+        let state = self.lock();
+        (0..state.paths.len()).map(|number| self.report(&state, number)).collect()
+    }
+
+    fn report(&self, state: &State, number: usize) -> PathReport {
+        let path = &state.paths[number];
+        let stats = self.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
+        let of = |get: fn(&crate::io::counters::EngineStats) -> u64| stats.as_ref().map_or(0, get);
+        PathReport {
+            name: path.name.clone(),
+            memory: path.memory,
+            health: path.health,
+            reason: path.reason.clone(),
+            read_bytes: of(|stats| stats.read_bytes),
+            written_bytes: of(|stats| stats.written_bytes),
+            reading: stats.as_ref().map_or(Duration::ZERO, |stats| stats.reading),
+            writing: stats.as_ref().map_or(Duration::ZERO, |stats| stats.writing),
+            busy: stats.as_ref().map_or(Duration::ZERO, |stats| stats.busy),
+            wear: path.written_before + of(|stats| stats.written_bytes),
+            file_bytes: path.space.end(),
+            free: path.space.free(),
+            room: path.space.room(),
+            backend: stats.map_or("", |stats| stats.backend),
+        }
+    }
+
+    /// Says how a path is to be treated: a draining one gets no new writes, a healthy one gets them again. A missing one
+    /// stays missing.
+    pub fn set_health(&self, path: u32, health: Health, reason: &str) -> Result<()> {
+        let mut state = self.lock();
+        let Some(found) = state.paths.get_mut(path as usize) else {
+            return Err(Error::invalid("path", format!("there is no path {path}")));
+        };
+        if found.health == Health::Missing || health == Health::Missing {
+            return Err(Error::invalid("path", format!("{} cannot be made or be missing", found.name)));
+        }
+        found.health = health;
+        found.reason = reason.to_string();
+        Ok(())
+    }
+
+    /// Waits for what is under way and lets the paths go. What was not committed is gone.
+    pub fn close(self, timeout: Option<Duration>) -> Result<()> {
+        self.paths.iter().flatten().try_for_each(|path| match path.engine.close(timeout) {
+            // Outcomes that nobody waited for were those of writes that are given up here.
+            Err(error) if error.io_kind() == Some(crate::error::IoKind::Timeout) => Err(error),
+            _ => Ok(()),
+        })
+    }
+
+    /// Removes the tier from every path that is there.
+    pub fn destroy(self) -> Result<()> {
+        let mut outcome = Ok(());
+        let Tier { paths, state, .. } = self;
+        // Transfers that nobody waited for hold their paths.
+        drop(state);
+        for path in paths.into_iter().flatten() {
+            let name = path.name();
+            let removed = match Arc::into_inner(path) {
+                Some(path) => path.remove(),
+                None => Err(Error::Busy(format!("{name} is still in use"))),
+            };
+            outcome = outcome.and(removed);
+        }
+        outcome
+    }
+}
+
+/// An extent that is looked over.
+#[derive(Clone, Copy)]
+struct Whose<'a> {
+    number: u32,
+    name: &'a str,
+    shape: &'a Shape,
+}
+
+impl Whose<'_> {
+    fn damaged(&self, path: &Path, block: u32, offset: u64, detail: String) -> Error {
+        TierError {
+            kind: TierKind::Corrupt,
+            path: path.data_name().to_string(),
+            extent: self.name.to_string(),
+            block: Some((block.into(), offset)),
+            detail,
+        }
+        .into()
+    }
+}
+
+fn verify_blocks(
+    path: &Path,
+    chunk: &Chunk,
+    sums: &[u64],
+    whose: Whose,
+    checked: &mut Checked,
+) -> Result<()> {
+    let shape = whose.shape;
+    let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
+    let window = Scratch::new((u64::from(at_once) * shape.block_bytes()) as usize)?;
+    let mut first = chunk.first;
+    while first < chunk.first + chunk.count {
+        let count = at_once.min(chunk.first + chunk.count - first);
+        // Whole blocks but for the last of a stream: its page is read as far as it was written.
+        for run in shape.runs(first, count) {
+            let place = chunk.place(shape, run.block);
+            let span = window.span().part(0, run.len as usize);
+            if let Err(error) = path.read(place, span).and_then(|handle| path.wait(handle, None)) {
+                checked.damage.push(error);
+                continue;
+            }
+            let blocks = run.len.div_ceil(shape.block_bytes()) as u32;
+            for block in run.block..run.block + blocks {
+                let from = u64::from(block - run.block) * shape.block_bytes();
+                let part = span.part(from as usize, shape.block(block).len as usize);
+                let (found, expected) = (part.with_bytes(checksum::of), sums[(block - chunk.first) as usize]);
+                if found != expected {
+                    let words = format!("found {found:#018x} instead of {expected:#018x}");
+                    checked.damage.push(whose.damaged(path, block, chunk.place(shape, block), words));
+                }
+                checked.blocks += 1;
+                checked.bytes += part.len() as u64;
+            }
+        }
+        first += count;
+    }
+    Ok(())
+}

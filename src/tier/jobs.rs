@@ -1,0 +1,279 @@
+//! Jobs from their begin to their outcome, and what becomes of the parts that failed.
+//!
+//! Invariants:
+//! - A job is driven by one thread at a time: whoever waits for its ticket, or a commit.
+//! - An outcome is kept until the ticket's owner asks.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, OnceLock, PoisonError};
+use std::time::Instant;
+
+use super::extent::{Shape, Version};
+use super::place::{Placement, Wanted, give_back, place};
+use super::state::{Contents, Slot, State};
+use super::store::Tier;
+use super::transfer::{Direction, Job, verdict};
+use crate::error::{Error, IoError, IoKind, Result};
+use crate::sys::span::Span;
+
+impl Tier {
+    pub(super) fn begin_write(
+        &self,
+        number: u32,
+        spans: &[Span],
+        for_commit: bool,
+    ) -> Result<(Arc<Shape>, String, u64, Option<u32>)> {
+        let mut state = self.lock();
+        let (committing, generation) = (state.committing && !for_commit, state.generation + 1);
+        let extent = state.extent(number)?;
+        extent.shape.check(spans)?;
+        let why = match (committing, extent.writing, extent.readers) {
+            (true, ..) => "a commit is under way",
+            (_, true, _) => "it is being written",
+            (.., 1..) => "it is being read",
+            _ => "",
+        };
+        if !why.is_empty() {
+            return Err(Error::Busy(format!("extent {:?}: {why}", extent.name)));
+        }
+        extent.writing = true;
+        let first = extent.current.as_ref().and_then(|contents| contents.version.chunks.first());
+        let found =
+            (Arc::clone(&extent.shape), extent.name.clone(), generation, first.map(|chunk| chunk.path));
+        state.generation = generation;
+        Ok(found)
+    }
+
+    pub(super) fn prepare_write(
+        &self,
+        extent: u32,
+        shape: &Arc<Shape>,
+        name: String,
+        generation: u64,
+        spans: &[Span],
+        sums: Option<Vec<u64>>,
+    ) -> Result<Job> {
+        let sums = match sums {
+            Some(sums) if sums.len() != shape.blocks() as usize => {
+                let reason = format!("{} for {} blocks", sums.len(), shape.blocks());
+                return Err(Error::invalid("sums", reason));
+            }
+            Some(sums) => sums,
+            None => super::sums::of_blocks(shape, spans, 0, shape.blocks())?,
+        };
+        let contents = Contents {
+            version: Version { generation, chunks: Vec::new() },
+            sums: OnceLock::from(Arc::from(sums)),
+        };
+        Ok(Job {
+            direction: Direction::Write,
+            extent,
+            name,
+            shape: Arc::clone(shape),
+            spans: spans.to_vec(),
+            contents,
+            source: None,
+            flights: Vec::new(),
+            excluded: vec![false; self.paths.len()],
+        })
+    }
+
+    pub(super) fn start_write(&self, mut job: Job, placement: &Placement, home: Option<u32>) -> Result<Job> {
+        let shape = Arc::clone(&job.shape);
+        self.write_blocks(&mut job, 0, shape.blocks(), placement, home)?;
+        Ok(job)
+    }
+
+    /// Finds places for blocks and starts to write them.
+    fn write_blocks(
+        &self,
+        job: &mut Job,
+        first: u32,
+        count: u32,
+        placement: &Placement,
+        home: Option<u32>,
+    ) -> Result<()> {
+        if count == 0 {
+            return Ok(());
+        }
+        let shape = Arc::clone(&job.shape);
+        let excluded = job.excluded.clone();
+        let wanted = Wanted { shape: &shape, first, count, excluded: &excluded };
+        let mut chunks = place(&mut self.lock(), &self.paths, wanted, placement, home)?;
+        let mut started = Ok(());
+        for chunk in &mut chunks {
+            let path = self.paths[chunk.path as usize].clone();
+            let gone = || Error::invalid("placement", "the path is missing");
+            started = started.and_then(|()| job.start_write(chunk, &path.ok_or_else(gone)?, self.who));
+        }
+        job.contents.version.chunks.extend(chunks);
+        job.contents.version.chunks.sort_by_key(|chunk| chunk.first);
+        started.inspect_err(|_| self.abandon(job))
+    }
+
+    /// Drives a job that was taken out of its slot to its outcome, which it leaves in the slot. The outer error is the
+    /// timeout, and the job back in its slot.
+    pub(super) fn drive(
+        &self,
+        ticket: u64,
+        mut job: Box<Job>,
+        until: Option<Instant>,
+    ) -> Result<Result<u64>> {
+        loop {
+            if !job.drive(until) {
+                self.lock().slots.insert(ticket, Slot::Idle(job));
+                self.changed.notify_all();
+                return Err(timed_out());
+            }
+            let outcome = match job.direction {
+                Direction::Read { .. } => Some(self.finish_read(&job)),
+                Direction::Write => self.finish_write(&mut job),
+            };
+            if let Some(outcome) = outcome {
+                self.lock().slots.insert(ticket, Slot::Done(outcome.clone()));
+                self.changed.notify_all();
+                return Ok(outcome);
+            }
+        }
+    }
+
+    fn finish_read(&self, job: &Job) -> Result<u64> {
+        self.end_reading(job.extent);
+        self.mark_failures(job);
+        if let Some((_, error)) = job.failures().next() {
+            return Err(error);
+        }
+        let version = &job.contents.version;
+        let sums = job.read_sums(version, self.who.tier)?;
+        if let Some(source) = &job.source {
+            let _ = source.sums.set(Arc::clone(&sums));
+        }
+        if job.direction == (Direction::Read { unchecked: false }) {
+            job.check_blocks(version, &sums)?;
+        }
+        Ok(version.generation)
+    }
+
+    /// `None` if a part was started again elsewhere.
+    fn finish_write(&self, job: &mut Job) -> Option<Result<u64>> {
+        self.mark_failures(job);
+        let mut failed: Vec<(u32, u32, u32, Error)> = Vec::new();
+        for (flight, error) in job.failures() {
+            let chunk = &flight.chunk;
+            if !failed.iter().any(|(first, ..)| *first == chunk.first) {
+                failed.push((chunk.first, chunk.count, chunk.path, error));
+            }
+        }
+        if failed.is_empty() {
+            let chunks = std::mem::take(&mut job.contents.version.chunks);
+            let version = Version { chunks, ..job.contents.version };
+            let generation = version.generation;
+            let contents = Arc::new(Contents { version, sums: std::mem::take(&mut job.contents.sums) });
+            return Some(self.lock().install(job.extent, contents).map(|()| generation));
+        }
+        failed.iter().for_each(|(.., path, _)| job.excluded[*path as usize] = true);
+        for (first, count, _, error) in &failed {
+            self.drop_chunk(job, *first);
+            if let Err(none) = self.write_blocks(job, *first, *count, &Placement::Auto, None) {
+                job.drive(None);
+                self.abandon(job);
+                let error = with_reason(error.clone(), &none);
+                if let Ok(extent) = self.lock().extent(job.extent) {
+                    extent.writing = false;
+                    extent.failed = Some(error.clone());
+                }
+                return Some(Err(error));
+            }
+        }
+        None
+    }
+
+    /// Takes a chunk out of a job. Its place is free again, unless the system may still write to it.
+    fn drop_chunk(&self, job: &mut Job, first: u32) {
+        let stuck = job.flights.iter().any(|flight| flight.chunk.first == first && flight.stuck());
+        job.flights.retain(|flight| flight.chunk.first != first);
+        let chunks = &mut job.contents.version.chunks;
+        if let Some(at) = chunks.iter().position(|chunk| chunk.first == first) {
+            let chunk = chunks.remove(at);
+            if !stuck {
+                give_back(&mut self.lock(), &job.shape, &[chunk]);
+            }
+        }
+    }
+
+    /// Gives up what a job has written.
+    fn abandon(&self, job: &mut Job) {
+        job.drive(None);
+        let firsts: Vec<u32> = job.contents.version.chunks.iter().map(|chunk| chunk.first).collect();
+        firsts.into_iter().for_each(|first| self.drop_chunk(job, first));
+    }
+
+    fn mark_failures(&self, job: &Job) {
+        for (flight, error) in job.failures() {
+            if let Some(health) = verdict(&error, job.direction) {
+                self.mark(flight.chunk.path as usize, health, &error.to_string());
+            }
+        }
+    }
+
+    pub(super) fn end_reading(&self, number: u32) {
+        if let Ok(extent) = self.lock().extent(number) {
+            extent.readers = extent.readers.saturating_sub(1);
+        }
+    }
+
+    /// Drives all writes to their outcomes; the first error.
+    pub(super) fn finish_writes(&self) -> Option<Error> {
+        let mut first = None;
+        loop {
+            let mut state = self.lock();
+            let write = |slot: &Slot| matches!(slot, Slot::Idle(job) if job.direction == Direction::Write);
+            let next = state.slots.iter().find(|(_, slot)| write(slot)).map(|(ticket, _)| *ticket);
+            if let Some(ticket) = next {
+                let Some(Slot::Idle(job)) = state.slots.insert(ticket, Slot::Driven) else { continue };
+                drop(state);
+                if let Ok(Err(error)) = self.drive(ticket, job, None) {
+                    first.get_or_insert(error);
+                }
+            } else if state.extents.iter().flatten().any(|extent| extent.writing) {
+                drop(self.changed.wait(state).unwrap_or_else(PoisonError::into_inner));
+            } else {
+                return first;
+            }
+        }
+    }
+}
+
+impl State {
+    pub(super) fn ticket(&mut self, job: Job) -> u64 {
+        self.tickets += 1;
+        self.slots.insert(self.tickets, Slot::Idle(Box::new(job)));
+        self.tickets
+    }
+}
+
+pub(super) fn timed_out() -> Error {
+    let detail = "the tier's transfer is still under way".to_string();
+    IoError {
+        kind: IoKind::Timeout,
+        doing: "waiting",
+        path: String::new(),
+        offset: 0,
+        bytes: 0,
+        errno: 0,
+        detail,
+    }
+    .into()
+}
+
+/// An error of a write, and why no other path took it over.
+fn with_reason(error: Error, none: &Error) -> Error {
+    match error {
+        Error::Io(mut inner) => {
+            let separator = if inner.detail.is_empty() { "" } else { "; " };
+            inner.detail = format!("{}{separator}no other path took it: {none}", inner.detail);
+            Error::Io(inner)
+        }
+        other => other,
+    }
+}

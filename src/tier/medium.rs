@@ -1,0 +1,215 @@
+//! Where a path keeps its files: a directory, memory, or the simulation.
+#![forbid(unsafe_code)]
+
+use std::fmt::Debug;
+use std::fs;
+use std::sync::Arc;
+
+use super::directory::{Directory, FILES, failed};
+use crate::error::{Error, Result};
+use crate::io::file::File;
+use crate::sys::file::{self, Access};
+
+/// The same file, open for reading and for writing.
+#[derive(Debug, Clone)]
+pub struct Pair {
+    /// For reading.
+    pub reader: Arc<File>,
+    /// For writing.
+    pub writer: Arc<File>,
+}
+
+/// A place for files, named as in [`FILES`].
+pub trait Medium: Send + Sync + Debug {
+    /// For messages, and to know it again.
+    fn name(&self) -> String;
+
+    /// False if all is gone with the process.
+    fn lasts(&self) -> bool {
+        true
+    }
+
+    /// Opens a file, made if it does not exist.
+    fn open(&self, file: &str) -> Result<Pair>;
+
+    /// Length of a file; `None` if it does not exist.
+    fn len(&self, file: &str) -> Result<Option<u64>>;
+
+    /// Makes sure that the bytes of a file up to `end` have a place.
+    fn allocate(&self, file: &Pair, end: u64) -> Result<()> {
+        file.writer.preallocate(0, end)
+    }
+
+    /// Makes durable which files there are.
+    fn sync(&self) -> Result<()>;
+
+    /// Removes the files, superblocks first, and gives the place up.
+    fn remove(self: Box<Self>) -> Result<()>;
+}
+
+/// A directory of a mounted file system.
+#[derive(Debug)]
+pub struct Mounted {
+    directory: Directory,
+    direct: bool,
+}
+
+impl Mounted {
+    /// On this directory; past the page cache if `direct`.
+    pub fn new(directory: Directory, direct: bool) -> Mounted {
+        Mounted { directory, direct }
+    }
+}
+
+impl Medium for Mounted {
+    fn name(&self) -> String {
+        self.directory.path().to_string_lossy().into_owned()
+    }
+
+    fn open(&self, file: &str) -> Result<Pair> {
+        let path = self.directory.file(file);
+        let writer = Arc::new(File::open(&path, Access::Write { mode: 0o600 }, self.direct)?);
+        Ok(Pair { reader: Arc::new(File::open(&path, Access::Read, self.direct)?), writer })
+    }
+
+    fn len(&self, file: &str) -> Result<Option<u64>> {
+        let path = self.directory.file(file);
+        match fs::metadata(&path) {
+            Ok(found) => Ok(Some(found.len())),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(failed("opening", &path, error, "")),
+        }
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.directory.sync()
+    }
+
+    fn remove(self: Box<Self>) -> Result<()> {
+        self.directory.remove()
+    }
+}
+
+/// Memory of this process.
+#[derive(Debug)]
+pub struct Memory {
+    files: Vec<(&'static str, fs::File)>,
+}
+
+impl Memory {
+    /// Empty.
+    pub fn new() -> Result<Memory> {
+        let make = |name: &'static str| file::in_memory().map(|file| (name, file));
+        let files = FILES.into_iter().map(make).collect::<std::io::Result<_>>();
+        Ok(Memory { files: files.map_err(|error| Error::system("taking a file in memory", &error))? })
+    }
+
+    fn file(&self, name: &str) -> Option<&fs::File> {
+        self.files.iter().find(|(known, _)| *known == name).map(|(_, file)| file)
+    }
+}
+
+impl Medium for Memory {
+    fn name(&self) -> String {
+        "memory".to_string()
+    }
+
+    fn lasts(&self) -> bool {
+        false
+    }
+
+    fn open(&self, file: &str) -> Result<Pair> {
+        use std::os::fd::AsRawFd;
+        let fd = self.file(file).map_or(-1, |file| file.as_raw_fd());
+        let open = |access| File::of_descriptor(fd, access).map(Arc::new);
+        Ok(Pair { reader: open(Access::Read)?, writer: open(Access::Write { mode: 0o600 })? })
+    }
+
+    fn len(&self, file: &str) -> Result<Option<u64>> {
+        let found = self.file(file).map(|file| file.metadata());
+        let found =
+            found.transpose().map_err(|error| Error::system("looking at a file in memory", &error))?;
+        Ok(found.map(|found| found.len()))
+    }
+
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn remove(self: Box<Self>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A simulated disk.
+#[cfg(any(test, feature = "sim"))]
+#[derive(Debug)]
+pub struct Simulated {
+    disk: crate::io::sim::Disk,
+    number: u64,
+}
+
+#[cfg(any(test, feature = "sim"))]
+impl Simulated {
+    /// The disk with this number.
+    pub fn new(disk: &crate::io::sim::Disk, number: u64) -> Simulated {
+        Simulated { disk: disk.clone(), number }
+    }
+
+    fn path(&self, file: &str) -> String {
+        format!("{}/{file}", self.name())
+    }
+}
+
+#[cfg(any(test, feature = "sim"))]
+impl Medium for Simulated {
+    fn name(&self) -> String {
+        format!("disk-{}", self.number)
+    }
+
+    fn open(&self, file: &str) -> Result<Pair> {
+        let path = self.path(file);
+        self.disk.create(&path);
+        let need = Some(crate::io::plan::Alignment { memory: 512, offset: 4096 });
+        let open = || Arc::new(File::simulated(&path, self.number, need));
+        Ok(Pair { reader: open(), writer: open() })
+    }
+
+    fn len(&self, file: &str) -> Result<Option<u64>> {
+        Ok(self.disk.len(&self.path(file)))
+    }
+
+    fn allocate(&self, file: &Pair, end: u64) -> Result<()> {
+        let name = file.writer.name();
+        match self.disk.len(name).is_some_and(|len| len >= end) || self.disk.allocate(name, end) {
+            true => Ok(()),
+            false => Err(crate::error::IoError {
+                kind: crate::error::IoKind::NoSpace,
+                doing: "preallocating",
+                path: name.to_string(),
+                offset: 0,
+                bytes: end,
+                errno: libc::ENOSPC,
+                detail: String::new(),
+            }
+            .into()),
+        }
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.disk.sync_directory();
+        Ok(())
+    }
+
+    fn remove(self: Box<Self>) -> Result<()> {
+        FILES.iter().for_each(|file| self.disk.remove(&self.path(file)));
+        Ok(())
+    }
+}
+
+/// A disk and its faults, if the path is simulated.
+#[cfg(any(test, feature = "sim"))]
+pub(super) type Simulation = Option<(crate::io::sim::Disk, crate::io::sim::Faults)>;
+/// Nothing, in a release.
+#[cfg(not(any(test, feature = "sim")))]
+pub(super) type Simulation = ();

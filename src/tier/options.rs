@@ -1,0 +1,116 @@
+//! What a tier is opened with.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::directory::Owner;
+use super::superblock::{MAX_PATHS, block_bytes_fit};
+use crate::error::{Error, Result};
+use crate::io::options::Options as IoOptions;
+
+/// What to do with what is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Make a new tier; a committed state on one of the paths is an error.
+    Create,
+    /// Go on at the last committed step; none is an error.
+    Resume,
+    /// Go on if there is a committed state, else make a new tier.
+    Auto,
+}
+
+/// What a commit waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Durability {
+    /// Nothing: a killed process loses nothing, a machine that stops may.
+    Process,
+    /// The devices' word that data and superblocks are durable.
+    Data,
+    /// The same, and the superblocks are read back, and the directories synced.
+    Full,
+}
+
+/// Where a path keeps its files.
+#[derive(Debug, Clone)]
+pub enum Place {
+    /// Below this directory, which exists.
+    Directory(PathBuf),
+    /// In memory of this process. What lies there is lost with it.
+    Memory,
+    /// On a simulated disk.
+    #[cfg(any(test, feature = "sim"))]
+    Simulated(crate::io::sim::Disk, crate::io::sim::Faults),
+}
+
+/// One path.
+#[derive(Debug, Clone)]
+pub struct PathOptions {
+    /// Where.
+    pub place: Place,
+    /// Most bytes of its data file.
+    pub limit: Option<u64>,
+    /// Bytes that its data file has from the start.
+    pub reserve: u64,
+}
+
+/// Settings of a tier.
+#[derive(Debug, Clone)]
+pub struct TierOptions {
+    /// Whose it is.
+    pub owner: Owner,
+    /// Ranks of the run.
+    pub world: u32,
+    /// At least one; the order does not matter.
+    pub paths: Vec<PathOptions>,
+    /// What to do with what is there.
+    pub mode: Mode,
+    /// Open without paths that are missing, and say what is lost with them.
+    pub degraded: bool,
+    /// What a commit waits for.
+    pub durability: Durability,
+    /// Bytes of a block, which has one checksum. A tier that exists keeps its own.
+    pub block_bytes: u64,
+    /// Settings of each path's engine. Its `stall` decides when a path counts as hung.
+    pub io: IoOptions,
+}
+
+impl TierOptions {
+    /// Defaults, for these directories.
+    pub fn new(owner: Owner, directories: impl IntoIterator<Item = PathBuf>) -> TierOptions {
+        let path = |directory| PathOptions { place: Place::Directory(directory), limit: None, reserve: 0 };
+        TierOptions {
+            owner,
+            world: 1,
+            paths: directories.into_iter().map(path).collect(),
+            mode: Mode::Auto,
+            degraded: false,
+            durability: Durability::Data,
+            block_bytes: 1 << 20,
+            io: IoOptions {
+                preallocate: false,
+                stall: Some(Duration::from_secs(60)),
+                ..IoOptions::default()
+            },
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        self.owner.check()?;
+        if self.paths.is_empty() || self.paths.len() > MAX_PATHS {
+            return Err(Error::invalid(
+                "options.paths",
+                format!("1 to {MAX_PATHS} are needed, not {}", self.paths.len()),
+            ));
+        }
+        if !block_bytes_fit(self.block_bytes) {
+            let reason = format!("{} is no multiple of 4096 up to 2^30", self.block_bytes);
+            return Err(Error::invalid("options.block_bytes", reason));
+        }
+        if self.world == 0 || self.owner.rank >= self.world {
+            let reason = format!("rank {} of {}", self.owner.rank, self.world);
+            return Err(Error::invalid("options.rank", reason));
+        }
+        Ok(())
+    }
+}

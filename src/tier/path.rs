@@ -1,0 +1,193 @@
+//! One path: its files, and an engine of its own, so that a slow path never holds up another's queue.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::layout::PAGE;
+use super::medium::{Medium, Memory, Mounted, Pair, Simulation};
+use super::options::{Place, TierOptions};
+use super::scratch::Scratch;
+use super::superblock::{HEAD_BYTES, Head, Superblock};
+use crate::error::{IoKind, Result};
+use crate::io::engine::Engine;
+use crate::io::options::{Options as IoOptions, Request, Target};
+use crate::sys::span::Span;
+
+/// Superblock files begin with room for this many bytes.
+const SUPERBLOCK_ROOM: u64 = 64 << 10;
+
+/// Files and engine.
+pub struct Path {
+    medium: Box<dyn Medium>,
+    pub(super) engine: Engine,
+    pub(super) data: Pair,
+    superblocks: [Pair; 2],
+}
+
+impl std::fmt::Debug for Path {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("Path").field(&self.medium).finish()
+    }
+}
+
+/// What a superblock's copy holds.
+#[derive(Debug)]
+pub(super) enum Copy {
+    /// Nothing was ever written there.
+    Blank,
+    /// A whole superblock.
+    Whole(Box<Superblock>),
+    /// Something else, and what is wrong with it.
+    Broken(String),
+}
+
+impl Path {
+    pub(super) fn open(medium: Box<dyn Medium>, engine: Engine) -> Result<Path> {
+        let superblocks = [medium.open("superblock.0")?, medium.open("superblock.1")?];
+        Ok(Path { data: medium.open("data")?, superblocks, medium, engine })
+    }
+
+    /// For messages.
+    pub fn name(&self) -> String {
+        self.medium.name()
+    }
+
+    /// False if all is gone with the process.
+    pub fn lasts(&self) -> bool {
+        self.medium.lasts()
+    }
+
+    /// The data file, for messages.
+    pub fn data_name(&self) -> &str {
+        self.data.reader.name()
+    }
+
+    pub(super) fn data_len(&self) -> Result<u64> {
+        Ok(self.medium.len("data")?.unwrap_or(0))
+    }
+
+    /// Gives the data file its length.
+    pub(super) fn allocate(&self, end: u64) -> Result<()> {
+        self.medium.allocate(&self.data, end)
+    }
+
+    pub(super) fn sync_directory(&self) -> Result<()> {
+        self.medium.sync()
+    }
+
+    pub(super) fn read(&self, offset: u64, span: Span) -> Result<u64> {
+        self.engine.read(request(&self.data.reader, offset, span))
+    }
+
+    pub(super) fn write(&self, offset: u64, span: Span) -> Result<u64> {
+        self.engine.write(request(&self.data.writer, offset, span))
+    }
+
+    pub(super) fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
+        self.engine.wait(handle, timeout)
+    }
+
+    /// Begins to make the data durable.
+    pub(super) fn sync_data(&self) -> Result<u64> {
+        self.engine.sync(Target::File(Arc::clone(&self.data.writer)), None)
+    }
+
+    /// Gives both superblocks room for `bytes`, and to grow, so that a disk that fills up does not stop a commit.
+    pub(super) fn reserve_superblocks(&self, bytes: u64) -> Result<()> {
+        let room = (2 * bytes).next_power_of_two().max(SUPERBLOCK_ROOM);
+        self.superblocks.iter().try_for_each(|pair| self.medium.allocate(pair, room))
+    }
+
+    /// Begins to write a superblock into a copy.
+    pub(super) fn write_superblock(&self, copy: usize, bytes: Span) -> Result<u64> {
+        let pair = &self.superblocks[copy];
+        self.medium.allocate(pair, bytes.len() as u64)?;
+        self.engine.write(request(&pair.writer, 0, bytes))
+    }
+
+    /// Begins to make a copy durable.
+    pub(super) fn sync_superblock(&self, copy: usize) -> Result<u64> {
+        self.engine.sync(Target::File(Arc::clone(&self.superblocks[copy].writer)), None)
+    }
+
+    /// A superblock's file, for messages.
+    pub(super) fn superblock_name(&self, copy: usize) -> &str {
+        self.superblocks[copy].reader.name()
+    }
+
+    /// Reads a copy. An error is one of the device; what the bytes are is in the outcome.
+    pub(super) fn read_superblock(&self, copy: usize) -> Result<Copy> {
+        let reader = &self.superblocks[copy].reader;
+        let read = |bytes: usize| -> Result<Option<Scratch>> {
+            let scratch = Scratch::new(bytes)?;
+            let outcome = self.engine.read(request(reader, 0, scratch.span()));
+            match outcome.and_then(|handle| self.wait(handle, None)) {
+                Ok(_) => Ok(Some(scratch)),
+                Err(error) if error.io_kind() == Some(IoKind::ShortFile) => Ok(None),
+                Err(error) => Err(error),
+            }
+        };
+        let Some(head) = read(HEAD_BYTES)? else { return Ok(Copy::Blank) };
+        let head = match head.span().with_bytes(|bytes| (bytes.iter().all(|b| *b == 0), Head::parse(bytes))) {
+            (true, _) => return Ok(Copy::Blank),
+            (_, Err(words)) => return Ok(Copy::Broken(words)),
+            (_, Ok(head)) => head,
+        };
+        let all = (HEAD_BYTES as u64 + head.table_bytes).next_multiple_of(PAGE);
+        Ok(match read(all as usize)? {
+            None => Copy::Broken("its table is cut off".to_string()),
+            Some(bytes) => match bytes.span().with_bytes(Superblock::parse) {
+                Ok(superblock) => Copy::Whole(Box::new(superblock)),
+                Err(words) => Copy::Broken(words),
+            },
+        })
+    }
+
+    /// Removes the files. The engine is idle.
+    pub(super) fn remove(self) -> Result<()> {
+        let Path { medium, engine, .. } = self;
+        match engine.close(None) {
+            Err(error) if error.io_kind() == Some(IoKind::PathFailed) => Err(error),
+            // Outcomes that nobody waited for are of no interest any more.
+            _ => medium.remove(),
+        }
+    }
+}
+
+/// A path's place, taken; `None` if it is not there and not to be made.
+pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<Path>> {
+    use super::directory::Directory;
+    let io = IoOptions { preallocate: false, ..options.io };
+    let (medium, simulation): (Box<dyn Medium>, Simulation) = match &options.paths[number].place {
+        Place::Directory(base) => {
+            let Some(directory) = Directory::claim(base, &options.owner, make)? else { return Ok(None) };
+            (Box::new(Mounted::new(directory, io.direct)), Simulation::default())
+        }
+        Place::Memory if !make => return Ok(None),
+        Place::Memory => (Box::new(Memory::new()?), Simulation::default()),
+        #[cfg(any(test, feature = "sim"))]
+        Place::Simulated(disk, faults) => {
+            let medium = super::medium::Simulated::new(disk, number as u64);
+            (Box::new(medium), Some((disk.clone(), faults.clone())))
+        }
+    };
+    Path::open(medium, start_engine(io, simulation)?).map(Some)
+}
+
+#[cfg(any(test, feature = "sim"))]
+fn start_engine(io: IoOptions, simulation: Simulation) -> Result<Engine> {
+    match simulation {
+        Some((disk, faults)) => Engine::open_simulated(io, crate::io::sim::Sim::new(&disk, faults)),
+        None => Engine::open(io),
+    }
+}
+
+#[cfg(not(any(test, feature = "sim")))]
+fn start_engine(io: IoOptions, _: Simulation) -> Result<Engine> {
+    Engine::open(io)
+}
+
+fn request(file: &Arc<crate::io::file::File>, offset: u64, span: Span) -> Request<'static> {
+    Request { target: Target::File(Arc::clone(file)), offset, span, deadline: None }
+}

@@ -1,0 +1,160 @@
+//! Which parts of a path's data file are free.
+//!
+//! Invariants:
+//! - A part is free, or taken once; what is given back was taken.
+//! - Adjacent free parts are one.
+//! - Nothing here knows the disk: the file was made as long as `end` says before a part of it is taken.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+
+/// The data file of one path.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Space {
+    end: u64,
+    limit: u64,
+    free: BTreeMap<u64, u64>,
+}
+
+impl Space {
+    /// A file of `end` bytes that may grow to `limit`, with the parts `used` taken. `None` if they overlap or lie outside.
+    pub fn new(end: u64, limit: u64, used: impl IntoIterator<Item = (u64, u64)>) -> Option<Space> {
+        let mut used: Vec<(u64, u64)> = used.into_iter().filter(|(_, len)| *len > 0).collect();
+        used.sort_unstable();
+        let mut space = Space { end, limit: limit.max(end), free: BTreeMap::new() };
+        let mut at = 0;
+        for (from, len) in used {
+            if from < at {
+                return None;
+            }
+            space.give(at, from - at);
+            at = from.checked_add(len).filter(|to| *to <= end)?;
+        }
+        space.give(at, end - at);
+        Some(space)
+    }
+
+    /// Takes `len` bytes in one piece from the smallest free part that has them.
+    pub fn take(&mut self, len: u64) -> Option<u64> {
+        let fitting = self.free.iter().filter(|(_, room)| **room >= len);
+        let (at, room) = fitting.min_by_key(|(at, room)| (**room, **at)).map(|(at, room)| (*at, *room))?;
+        self.free.remove(&at);
+        self.give(at + len, room - len);
+        Some(at)
+    }
+
+    /// Gives a part back.
+    pub fn give(&mut self, at: u64, len: u64) {
+        if len == 0 {
+            return;
+        }
+        let (mut from, mut to) = (at, at + len);
+        if let Some(after) = self.free.remove(&to) {
+            to += after;
+        }
+        let before = self.free.range(..from).next_back().map(|(at, room)| (*at, *room));
+        if let Some((start, room)) = before.filter(|(start, room)| start + room == from) {
+            debug_assert!(room > 0);
+            from = start;
+        }
+        self.free.insert(from, to - from);
+    }
+
+    /// How long the file would have to be for a piece of `len` bytes; `None` past the limit.
+    pub fn end_for(&self, len: u64) -> Option<u64> {
+        let tail = self.free.iter().next_back().filter(|(at, room)| *at + *room == self.end);
+        let from = tail.map_or(self.end, |(at, _)| *at);
+        from.checked_add(len).filter(|end| *end <= self.limit)
+    }
+
+    /// The file became longer.
+    pub fn grew(&mut self, end: u64) {
+        if end > self.end {
+            let from = std::mem::replace(&mut self.end, end);
+            self.give(from, end - from);
+        }
+    }
+
+    /// The file cannot become longer.
+    pub fn full(&mut self) {
+        self.limit = self.end;
+    }
+
+    /// Length of the file.
+    pub fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// The longest piece to be had without the file growing.
+    pub fn longest(&self) -> u64 {
+        self.free.values().copied().max().unwrap_or(0)
+    }
+
+    /// Bytes free now.
+    pub fn free(&self) -> u64 {
+        self.free.values().sum()
+    }
+
+    /// Bytes free now or after growing to the limit.
+    pub fn room(&self) -> u64 {
+        self.free() + (self.limit - self.end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_taken_once_and_merge_when_they_come_back() {
+        let mut space = Space::new(100, 200, [(10, 20), (50, 10)]).unwrap();
+        assert_eq!((space.free(), space.room(), space.longest()), (70, 170, 40));
+        assert_eq!(space.take(10), Some(0));
+        assert_eq!(space.take(20), Some(30));
+        assert_eq!(space.take(41), None);
+        assert_eq!(space.end_for(41), Some(101));
+        space.grew(101);
+        assert_eq!(space.take(41), Some(60));
+        assert_eq!((space.free(), space.end_for(100), space.end_for(99)), (0, None, Some(200)));
+        for (at, len) in [(0, 10), (30, 20), (60, 41), (10, 20), (50, 10)] {
+            space.give(at, len);
+        }
+        assert_eq!((space.longest(), space.free.len()), (101, 1));
+        space.full();
+        assert_eq!((space.room(), space.end_for(102)), (101, None));
+    }
+
+    #[test]
+    fn parts_that_overlap_or_lie_outside_are_refused() {
+        assert_eq!(Space::new(100, 100, [(0, 20), (19, 1)]), None);
+        assert_eq!(Space::new(100, 100, [(90, 11)]), None);
+        assert_eq!(Space::new(100, 100, [(u64::MAX, 11)]), None);
+        assert!(Space::new(100, 100, [(90, 10), (0, 90)]).is_some_and(|space| space.free() == 0));
+    }
+
+    /// Against a map with one entry per byte.
+    #[test]
+    fn a_thousand_random_turns_match_a_map_of_bytes() {
+        let mut random = 7_u64;
+        let mut next = |below: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (random >> 33) % below
+        };
+        let mut space = Space::new(256, 1024, []).unwrap();
+        let mut taken: Vec<(u64, u64)> = Vec::new();
+        for _ in 0..1000 {
+            let len = 1 + next(40);
+            if next(2) == 0 && !taken.is_empty() {
+                let (at, len) = taken.swap_remove(next(taken.len() as u64) as usize);
+                space.give(at, len);
+            } else if let Some(at) = space.take(len) {
+                taken.push((at, len));
+            } else if let Some(end) = space.end_for(len) {
+                space.grew(end);
+                taken.push((space.take(len).unwrap(), len));
+            }
+            let model = Space::new(space.end, 1024, taken.iter().copied()).expect("no part is taken twice");
+            assert_eq!(space, model);
+        }
+    }
+}

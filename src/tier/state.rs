@@ -1,0 +1,215 @@
+//! What a tier knows while it is open.
+//!
+//! Invariants:
+//! - The places of a committed version are given back only after a commit without it succeeded. After a commit whose
+//!   outcome is not known, what it named stays, too, until one succeeds.
+//! - An extent has one writer or any number of readers.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
+
+use super::extent::{Shape, Version};
+use super::space::Space;
+use super::transfer::Job;
+use crate::error::{Error, Result, TierError, TierKind};
+
+/// How a path is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Health {
+    /// Reads and writes.
+    Healthy,
+    /// Reads only; what lies there moves when it is written next.
+    Draining,
+    /// A write or the whole path failed; reads are still tried.
+    Failed,
+    /// Not there since the tier was opened.
+    Missing,
+}
+
+/// A path's part of the state.
+#[derive(Debug)]
+pub(super) struct PathState {
+    pub(super) name: String,
+    pub(super) memory: bool,
+    pub(super) health: Health,
+    /// Why it is not healthy.
+    pub(super) reason: String,
+    pub(super) space: Space,
+    /// The copy that holds the last superblock known to be durable here.
+    pub(super) good: Option<usize>,
+    /// Data was written since the last commit.
+    pub(super) dirty: bool,
+    /// Bytes written by those who had the tier open before.
+    pub(super) written_before: u64,
+}
+
+/// Contents of an extent, and their checksums once they are known.
+#[derive(Debug)]
+pub(super) struct Contents {
+    pub(super) version: Version,
+    pub(super) sums: OnceLock<Arc<[u64]>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Extent {
+    pub(super) name: String,
+    pub(super) shape: Arc<Shape>,
+    pub(super) committed: Option<Arc<Contents>>,
+    pub(super) current: Option<Arc<Contents>>,
+    /// A commit whose outcome is not known may have named `current`.
+    pub(super) doubt: bool,
+    pub(super) removed: bool,
+    pub(super) readers: usize,
+    pub(super) writing: bool,
+    /// Why the last write of this step failed, if none succeeded since.
+    pub(super) failed: Option<Error>,
+}
+
+/// A ticket's life.
+#[derive(Debug)]
+pub(super) enum Slot {
+    /// Under way; nobody waits.
+    Idle(Box<Job>),
+    /// Somebody waits.
+    Driven,
+    /// Over; nobody has asked yet.
+    Done(Result<u64>),
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) paths: Vec<PathState>,
+    pub(super) extents: Vec<Option<Extent>>,
+    pub(super) names: HashMap<String, u32>,
+    pub(super) slots: HashMap<u64, Slot>,
+    pub(super) tickets: u64,
+    pub(super) generation: u64,
+    pub(super) sequence: u64,
+    pub(super) step: Option<u64>,
+    pub(super) payload: Vec<u8>,
+    pub(super) committing: bool,
+    /// Parts that a commit of unknown outcome may have named: path, offset, bytes.
+    pub(super) limbo: Vec<(u32, u64, u64)>,
+}
+
+impl State {
+    pub(super) fn extent(&mut self, number: u32) -> Result<&mut Extent> {
+        let found = self.extents.get_mut(number as usize).and_then(Option::as_mut);
+        found.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
+    }
+
+    /// An extent's contents as reads see them.
+    pub(super) fn contents(&mut self, number: u32) -> Result<Arc<Contents>> {
+        let missing: Vec<bool> = self.paths.iter().map(|path| path.health == Health::Missing).collect();
+        let extent = self.extent(number)?;
+        let never = || Error::invalid("extent", format!("{:?} was never written", extent.name));
+        let contents = extent.current.clone().ok_or_else(never)?;
+        let lost = contents.version.chunks.iter().find(|chunk| missing[chunk.path as usize]);
+        let name = extent.name.clone();
+        match lost.map(|chunk| (self.paths[chunk.path as usize].name.clone(), chunk)) {
+            None => Ok(contents),
+            Some((path, chunk)) => Err(TierError {
+                kind: TierKind::Lost,
+                path,
+                extent: name,
+                block: Some((chunk.first.into(), chunk.offset)),
+                detail: String::new(),
+            }
+            .into()),
+        }
+    }
+
+    /// Makes a finished write the extent's contents.
+    pub(super) fn install(&mut self, number: u32, contents: Arc<Contents>) -> Result<()> {
+        for chunk in &contents.version.chunks {
+            self.paths[chunk.path as usize].dirty = true;
+        }
+        let extent = self.extent(number)?;
+        extent.writing = false;
+        extent.failed = None;
+        let doubt = std::mem::take(&mut extent.doubt);
+        let old = extent.current.replace(contents);
+        let committed = extent.committed.clone();
+        self.let_go(number, old, committed, doubt)
+    }
+
+    /// Forgets what was written since the last commit.
+    pub(super) fn roll_back(&mut self) -> Result<()> {
+        for number in 0..self.extents.len() as u32 {
+            let Ok(extent) = self.extent(number) else { continue };
+            extent.failed = None;
+            extent.removed = false;
+            let doubt = std::mem::take(&mut extent.doubt);
+            let committed = extent.committed.clone();
+            let old = std::mem::replace(&mut extent.current, committed.clone());
+            self.let_go(number, old, committed, doubt)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the places of contents back that are neither committed nor perhaps committed.
+    fn let_go(
+        &mut self,
+        number: u32,
+        old: Option<Arc<Contents>>,
+        committed: Option<Arc<Contents>>,
+        doubt: bool,
+    ) -> Result<()> {
+        let Some(old) = old.filter(|old| committed.is_none_or(|kept| !Arc::ptr_eq(old, &kept))) else {
+            return Ok(());
+        };
+        let shape = Arc::clone(&self.extent(number)?.shape);
+        for chunk in &old.version.chunks {
+            let part = (chunk.path, chunk.offset, chunk.stored(&shape));
+            match doubt {
+                true => self.limbo.push(part),
+                false => self.free(part),
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn free(&mut self, (path, offset, bytes): (u32, u64, u64)) {
+        let path = &mut self.paths[path as usize];
+        if path.health != Health::Missing {
+            path.space.give(offset, bytes);
+        }
+    }
+
+    /// What the last superblock named is committed now, and only that.
+    pub(super) fn committed(&mut self) {
+        let mut parts = std::mem::take(&mut self.limbo);
+        for slot in &mut self.extents {
+            let Some(extent) = slot else { continue };
+            let gone = extent.removed.then(|| extent.current.take()).flatten();
+            let old = std::mem::replace(&mut extent.committed, extent.current.clone());
+            let replaced = old.filter(|old| {
+                extent.current.as_ref().is_none_or(|kept| !Arc::ptr_eq(old, kept))
+                    && gone.as_ref().is_none_or(|gone| !Arc::ptr_eq(old, gone))
+            });
+            for contents in replaced.iter().chain(&gone) {
+                let chunks = contents.version.chunks.iter();
+                parts.extend(chunks.map(|chunk| (chunk.path, chunk.offset, chunk.stored(&extent.shape))));
+            }
+            extent.doubt = false;
+            if extent.removed {
+                self.names.remove(&extent.name);
+                *slot = None;
+            }
+        }
+        parts.into_iter().for_each(|part| self.free(part));
+        self.paths.iter_mut().for_each(|path| path.dirty = false);
+    }
+
+    /// Marks a path, unless it is marked worse already; true if that is news.
+    pub(super) fn mark(&mut self, path: usize, health: Health, reason: &str) -> bool {
+        let path = &mut self.paths[path];
+        let worse = health as u8 > path.health as u8;
+        if worse {
+            path.health = health;
+            path.reason = reason.to_string();
+        }
+        worse
+    }
+}

@@ -1,0 +1,327 @@
+//! A tier as its users see it: define, write, read, wait.
+//!
+//! Invariants:
+//! - Until a commit succeeds, opening after a crash gives the state of the commit before it, whole.
+//! - A write that failed keeps commits from succeeding until the extent is written again or everything since the last
+//!   commit is rolled back: a step is committed whole or not at all.
+//! - Every byte that a read hands out was checked, unless the caller takes the checking on.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::extent::{Shape, check_name};
+use super::jobs::timed_out;
+use super::options::{Durability, TierOptions};
+use super::path::Path;
+use super::place::Placement;
+use super::state::{Contents, Extent, Health, Slot, State};
+use super::superblock::Superblock;
+use super::transfer::{Direction, Identity, Job, moment};
+use crate::error::{Error, Result, TierError, TierKind};
+use crate::log::{self, Level};
+use crate::sys::span::Span;
+
+/// Named extents over several paths.
+#[derive(Debug)]
+pub struct Tier {
+    pub(super) options: TierOptions,
+    pub(super) who: Identity,
+    pub(super) block_bytes: u64,
+    /// By number; `None` for those that are missing.
+    pub(super) paths: Vec<Option<Arc<Path>>>,
+    pub(super) state: Mutex<State>,
+    pub(super) changed: Condvar,
+    pub(super) opened: Opened,
+}
+
+/// What an open found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Opened {
+    /// True if there was a committed state.
+    pub resumed: bool,
+    /// Its step.
+    pub step: Option<u64>,
+    /// What the commit was given to keep.
+    pub payload: Vec<u8>,
+    /// Paths that are missing.
+    pub missing: Vec<String>,
+    /// Extents that had a part there.
+    pub lost: Vec<String>,
+}
+
+/// An extent, as it is known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExtentInfo {
+    /// Its number, good while the tier is open.
+    pub number: u32,
+    /// Its name.
+    pub name: String,
+    /// Bytes of each stream.
+    pub streams: Vec<u64>,
+    /// Generation that reads see; 0 if never written.
+    pub generation: u64,
+    /// True if that is the committed one.
+    pub committed: bool,
+    /// Blocks on each path, by number.
+    pub blocks: Vec<u32>,
+    /// Whether a part of it is on a path that is missing.
+    pub lost: bool,
+}
+
+impl Tier {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the open found.
+    pub fn opened(&self) -> &Opened {
+        &self.opened
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+
+    /// The number of the extent with this name, made if there is none. One that exists must have these streams.
+    pub fn define(&self, name: &str, streams: &[u64]) -> Result<u32> {
+        check_name("name", name)?;
+        let shape = Shape::new(streams, self.block_bytes)?;
+        let mut state = self.lock();
+        if let Some(number) = state.names.get(name).copied() {
+            let extent = state.extent(number)?;
+            return match *extent.shape == shape {
+                true => {
+                    extent.removed = false;
+                    Ok(number)
+                }
+                false => Err(TierError {
+                    kind: TierKind::Foreign,
+                    path: self.some_name(),
+                    extent: name.to_string(),
+                    block: None,
+                    detail: format!("its streams have {:?} bytes, not {streams:?}", extent.shape.streams()),
+                }
+                .into()),
+            };
+        }
+        let extent = Extent {
+            name: name.to_string(),
+            shape: Arc::new(shape),
+            committed: None,
+            current: None,
+            doubt: false,
+            removed: false,
+            readers: 0,
+            writing: false,
+            failed: None,
+        };
+        let free = state.extents.iter().position(Option::is_none).unwrap_or(state.extents.len());
+        if free == state.extents.len() {
+            state.extents.push(None);
+        }
+        state.extents[free] = Some(extent);
+        state.names.insert(name.to_string(), free as u32);
+        Ok(free as u32)
+    }
+
+    /// Takes an extent out with the next commit. Defining it again before takes that back.
+    pub fn remove(&self, extent: u32) -> Result<()> {
+        self.lock().extent(extent)?.removed = true;
+        Ok(())
+    }
+
+    /// All extents, by number.
+    pub fn extents(&self) -> Vec<ExtentInfo> {
+        let state = self.lock();
+        let numbered = state.extents.iter().enumerate();
+        numbered
+            .filter_map(|(number, extent)| Some(describe(&state, number as u32, extent.as_ref()?)))
+            .collect()
+    }
+
+    /// One extent.
+    pub fn extent(&self, number: u32) -> Result<ExtentInfo> {
+        let mut state = self.lock();
+        state.extent(number)?;
+        let known = state.extents[number as usize].as_ref().map(|extent| describe(&state, number, extent));
+        known.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
+    }
+
+    /// How an extent is cut into blocks.
+    pub fn shape(&self, number: u32) -> Result<Arc<Shape>> {
+        Ok(Arc::clone(&self.lock().extent(number)?.shape))
+    }
+
+    /// Begins to write an extent, one span for each stream, and returns a ticket to wait for. Reads see the new contents
+    /// once the ticket was waited for; the committed ones stay on disk. `sums` are the checksums of the blocks, if the
+    /// caller has them already. The spans stay as they are until the ticket is over.
+    pub fn write(
+        &self,
+        extent: u32,
+        spans: &[Span],
+        placement: &Placement,
+        sums: Option<Vec<u64>>,
+    ) -> Result<u64> {
+        self.start(extent, spans, placement, sums, false)
+    }
+
+    /// A write by the caller, or one that a commit needs.
+    pub(super) fn start(
+        &self,
+        extent: u32,
+        spans: &[Span],
+        placement: &Placement,
+        sums: Option<Vec<u64>>,
+        for_commit: bool,
+    ) -> Result<u64> {
+        let (shape, name, generation, home) = self.begin_write(extent, spans, for_commit)?;
+        let prepared = self.prepare_write(extent, &shape, name, generation, spans, sums);
+        let started = prepared.and_then(|job| self.start_write(job, placement, home));
+        let mut state = self.lock();
+        match started {
+            Ok(job) => Ok(state.ticket(job)),
+            Err(error) => {
+                if let Ok(extent) = state.extent(extent) {
+                    extent.writing = false;
+                    extent.failed = Some(error.clone());
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Begins to read an extent into one span for each stream; an empty span leaves its stream out. The read succeeds
+    /// only if every block matches its checksum; `unchecked` leaves that to the caller, who finds the sums with
+    /// [`Tier::sums`].
+    pub fn read(&self, extent: u32, spans: &[Span], unchecked: bool) -> Result<u64> {
+        let (source, shape, name) = {
+            let mut state = self.lock();
+            let source = state.contents(extent)?;
+            let known = state.extent(extent)?;
+            let fits = spans.len() == known.shape.streams().len()
+                && spans
+                    .iter()
+                    .zip(known.shape.streams())
+                    .all(|(s, len)| s.is_empty() || s.len() as u64 == *len);
+            if !fits {
+                known.shape.check(spans)?;
+            }
+            if known.writing {
+                return Err(Error::Busy(format!("extent {:?}: it is being written", known.name)));
+            }
+            known.readers += 1;
+            (source, Arc::clone(&known.shape), known.name.clone())
+        };
+        let mut job = Job {
+            direction: Direction::Read { unchecked },
+            extent,
+            name,
+            shape,
+            spans: spans.to_vec(),
+            contents: Contents { version: source.version.clone(), sums: OnceLock::new() },
+            source: Some(Arc::clone(&source)),
+            flights: Vec::new(),
+            excluded: Vec::new(),
+        };
+        let known = source.sums.get().is_some();
+        let mut started = Ok(());
+        for chunk in &source.version.chunks {
+            let path = self.paths[chunk.path as usize].clone();
+            let gone = || Error::invalid("extent", "the path is missing");
+            started = started.and_then(|()| job.start_read(chunk, &path.ok_or_else(gone)?, known));
+        }
+        if let Err(error) = started {
+            job.drive(None);
+            self.end_reading(extent);
+            return Err(error);
+        }
+        Ok(self.lock().ticket(job))
+    }
+
+    /// Checksums of the blocks that reads see, once the contents were written or read while the tier is open.
+    pub fn sums(&self, extent: u32) -> Result<Option<Arc<[u64]>>> {
+        Ok(self.lock().contents(extent)?.sums.get().cloned())
+    }
+
+    /// Waits for a ticket, and is done with it; the generation that was written or read. `Timeout` leaves it under way.
+    pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<u64> {
+        let until = moment(timeout);
+        let unknown = || Error::invalid("ticket", format!("{ticket} was never given, or was waited for"));
+        let mut state = self.lock();
+        while matches!(state.slots.get(&ticket), Some(Slot::Driven)) {
+            let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Err(timed_out());
+            }
+            let left = left.min(Duration::from_secs(3600));
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        match state.slots.get_mut(&ticket).ok_or_else(unknown)? {
+            Slot::Done(_) => match state.slots.remove(&ticket) {
+                Some(Slot::Done(outcome)) => outcome,
+                _ => Err(unknown()),
+            },
+            slot => {
+                let Slot::Idle(job) = std::mem::replace(slot, Slot::Driven) else { return Err(unknown()) };
+                drop(state);
+                let outcome = self.drive(ticket, job, until)?;
+                self.lock().slots.remove(&ticket);
+                outcome
+            }
+        }
+    }
+
+    pub(super) fn mark(&self, path: usize, health: Health, reason: &str) {
+        let mut state = self.lock();
+        if state.mark(path, health, reason) {
+            let words = format!("tier path {} is {health:?} now: {reason}", state.paths[path].name);
+            drop(state);
+            log::write(Level::Warn, &words);
+        }
+    }
+
+    /// A name for the whole tier in errors.
+    pub(super) fn some_name(&self) -> String {
+        self.paths.iter().flatten().next().map_or_else(String::new, |path| path.name())
+    }
+
+    /// Forgets everything written since the last commit.
+    pub fn roll_back(&self) -> Result<()> {
+        self.finish_writes();
+        let mut state = self.lock();
+        match state.committing {
+            true => Err(Error::Busy("a commit is under way".to_string())),
+            false => state.roll_back(),
+        }
+    }
+
+    /// The superblock of the state that reads see.
+    pub(super) fn superblock(&self, state: &State, step: Option<u64>, payload: Vec<u8>) -> Superblock {
+        super::commit::superblock(self, state, step, payload)
+    }
+
+    pub(super) fn durability(&self) -> Durability {
+        self.options.durability
+    }
+}
+
+fn describe(state: &State, number: u32, extent: &Extent) -> ExtentInfo {
+    let chunks = extent.current.as_ref().map_or(&[][..], |contents| &contents.version.chunks);
+    let mut blocks = vec![0; state.paths.len()];
+    chunks.iter().for_each(|chunk| blocks[chunk.path as usize] += chunk.count);
+    let same = match (&extent.current, &extent.committed) {
+        (Some(current), Some(committed)) => Arc::ptr_eq(current, committed),
+        (current, committed) => current.is_none() && committed.is_none(),
+    };
+    ExtentInfo {
+        number,
+        name: extent.name.clone(),
+        streams: extent.shape.streams().to_vec(),
+        generation: extent.current.as_ref().map_or(0, |contents| contents.version.generation),
+        committed: same,
+        lost: chunks.iter().any(|chunk| state.paths[chunk.path as usize].health == Health::Missing),
+        blocks,
+    }
+}

@@ -1,0 +1,263 @@
+//! The superblock: what was committed, and where it lies.
+//!
+//! Invariants:
+//! - A superblock is written only when everything it names is durable, and into the copy that does not hold the last
+//!   committed one: whatever a crash does to the write, one whole copy names one whole step.
+//! - The copy with the highest sequence counts, on whichever path it is found.
+//! - A superblock that parses names parts inside their files, each block of each extent once, no part twice.
+#![forbid(unsafe_code)]
+
+use super::extent::{Chunk, MAX_STREAMS, Shape, Version};
+use super::layout::{PAGE, check_preamble, preamble};
+use super::space::Space;
+use super::wire::{Reader, Writer};
+use crate::checksum;
+
+const MAGIC: [u8; 8] = *b"SPWSUPER";
+/// The head's place; the table follows it.
+pub const HEAD_BYTES: usize = PAGE as usize;
+const HEAD_SUM_AT: usize = 248;
+const HEAD_USED: usize = 256;
+/// A larger table is a broken length.
+pub const MAX_TABLE: u64 = 1 << 30;
+/// Most paths of a tier.
+pub const MAX_PATHS: usize = 256;
+/// Largest block.
+pub const MAX_BLOCK: u64 = 1 << 30;
+
+/// What a path was when the superblock was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PathRecord {
+    /// Its directory, or "memory".
+    pub name: String,
+    /// True if what lies there is gone with the process.
+    pub memory: bool,
+    /// Length of its data file.
+    pub end: u64,
+    /// Bytes ever written to it.
+    pub written: u64,
+}
+
+/// An extent as committed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExtentRecord {
+    /// Its name.
+    pub name: String,
+    /// Its sizes.
+    pub shape: Shape,
+    /// Its contents; `None` if never written.
+    pub version: Option<Version>,
+}
+
+/// Everything that a commit makes durable.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Superblock {
+    /// Drawn when the tier was made.
+    pub tier: u128,
+    /// Grows with every superblock written.
+    pub sequence: u64,
+    /// The step, as the caller counts; `None` before the first commit.
+    pub step: Option<u64>,
+    /// Number of the path that this copy lies on.
+    pub path: u32,
+    /// Bytes of a whole block.
+    pub block_bytes: u64,
+    /// The run.
+    pub job: String,
+    /// The machine.
+    pub host: String,
+    /// Rank in the run.
+    pub rank: u32,
+    /// Ranks of the run.
+    pub world: u32,
+    /// Highest generation given to a write.
+    pub generation: u64,
+    /// What the caller wants to find again.
+    pub payload: Vec<u8>,
+    /// The paths, by number.
+    pub paths: Vec<PathRecord>,
+    /// The extents, by number.
+    pub extents: Vec<Option<ExtentRecord>>,
+}
+
+/// What the head says about the table.
+#[derive(Debug, Clone, Copy)]
+pub struct Head {
+    sequence: u64,
+    /// Bytes of the table behind the head.
+    pub table_bytes: u64,
+    table_sum: u64,
+    tier: u128,
+    path: u32,
+}
+
+impl Superblock {
+    /// Head and table as they are stored, whole pages.
+    pub fn encode(&self) -> Vec<u8> {
+        let table = self.encode_table();
+        let mut head = Writer::default();
+        preamble(&mut head, &MAGIC);
+        head.u64(self.sequence).u64(table.len() as u64).u64(checksum::of(&table));
+        head.u128(self.tier).u32(self.path).u32(0);
+        let mut bytes = head.finish();
+        bytes.resize(HEAD_BYTES, 0);
+        let sum = checksum::of(&bytes[..HEAD_SUM_AT]);
+        bytes[HEAD_SUM_AT..HEAD_USED].copy_from_slice(&sum.to_le_bytes());
+        bytes.extend_from_slice(&table);
+        bytes.resize(bytes.len().next_multiple_of(HEAD_BYTES), 0);
+        bytes
+    }
+
+    fn encode_table(&self) -> Vec<u8> {
+        let mut to = Writer::default();
+        to.u64(self.step.map_or(0, |_| 1)).u64(self.step.unwrap_or(0)).u64(self.block_bytes);
+        to.bytes(self.job.as_bytes()).bytes(self.host.as_bytes()).u32(self.rank).u32(self.world);
+        to.u64(self.generation).bytes(&self.payload);
+        to.u32(self.paths.len() as u32);
+        for path in &self.paths {
+            to.bytes(path.name.as_bytes()).u32(path.memory.into()).u64(path.end).u64(path.written);
+        }
+        to.u32(self.extents.len() as u32);
+        for extent in &self.extents {
+            let Some(ExtentRecord { name, shape, version }) = extent else {
+                to.u32(0);
+                continue;
+            };
+            to.u32(if version.is_some() { 2 } else { 1 }).bytes(name.as_bytes());
+            to.u32(shape.streams().len() as u32);
+            shape.streams().iter().for_each(|bytes| {
+                to.u64(*bytes);
+            });
+            if let Some(Version { generation, chunks }) = version {
+                to.u64(*generation).u32(chunks.len() as u32);
+                for Chunk { path, offset, first, count, header_sum } in chunks {
+                    to.u32(*path).u64(*offset).u32(*first).u32(*count).u64(*header_sum);
+                }
+            }
+        }
+        to.finish()
+    }
+
+    /// Reads head and table back, or says what is wrong.
+    pub fn parse(bytes: &[u8]) -> Result<Superblock, String> {
+        let head = Head::parse(bytes)?;
+        let table = bytes.get(HEAD_BYTES..).and_then(|rest| rest.get(..head.table_bytes as usize));
+        let table = table.ok_or_else(|| "its table is cut off".to_string())?;
+        if checksum::of(table) != head.table_sum {
+            return Err("its table does not match its checksum".to_string());
+        }
+        let mut from = Reader::new(table);
+        let parsed = parse_table(&mut from, &head).filter(|_| from.is_empty());
+        parsed.ok_or_else(|| "its table makes no sense".to_string())?.checked()
+    }
+
+    /// Refuses what a writer of this library would not write.
+    fn checked(self) -> Result<Superblock, String> {
+        if self.path as usize >= self.paths.len() || self.paths.len() > MAX_PATHS {
+            return Err(format!("it lies on path {} of {}", self.path, self.paths.len()));
+        }
+        let mut used = vec![Vec::new(); self.paths.len()];
+        for extent in self.extents.iter().flatten() {
+            let Some(version) = &extent.version else { continue };
+            if !version.covers(&extent.shape) {
+                return Err(format!("extent {:?} does not have each block once", extent.name));
+            }
+            for chunk in &version.chunks {
+                let Some(used) = used.get_mut(chunk.path as usize) else {
+                    return Err(format!("extent {:?} lies on path {}", extent.name, chunk.path));
+                };
+                used.push((chunk.offset, chunk.stored(&extent.shape)));
+            }
+        }
+        for (path, used) in self.paths.iter().zip(used) {
+            if Space::new(path.end, path.end, used).is_none() {
+                return Err(format!("parts of {} overlap, or lie outside its {} bytes", path.name, path.end));
+            }
+        }
+        Ok(self)
+    }
+}
+
+impl Head {
+    /// Reads the head, or says what is wrong.
+    pub fn parse(bytes: &[u8]) -> Result<Head, String> {
+        let mut from = Reader::new(bytes);
+        check_preamble(&mut from, &MAGIC)?;
+        let mut parse = || {
+            let (sequence, table_bytes, table_sum) = (from.u64()?, from.u64()?, from.u64()?);
+            let (tier, path) = (from.u128()?, from.u32()?);
+            let sum = Reader::new(bytes.get(HEAD_SUM_AT..)?).u64()?;
+            Some((Head { sequence, table_bytes, table_sum, tier, path }, sum))
+        };
+        let (head, sum) = parse().ok_or_else(|| "it is too short".to_string())?;
+        match checksum::of(&bytes[..HEAD_SUM_AT]) == sum {
+            false => Err("its head does not match its checksum".to_string()),
+            true if head.table_bytes > MAX_TABLE => Err(format!("its table has {} bytes", head.table_bytes)),
+            true => Ok(head),
+        }
+    }
+}
+
+/// Sizes that a block may have.
+pub fn block_bytes_fit(bytes: u64) -> bool {
+    (PAGE..=MAX_BLOCK).contains(&bytes) && bytes.is_multiple_of(PAGE)
+}
+
+fn parse_table(from: &mut Reader, head: &Head) -> Option<Superblock> {
+    let (has_step, step, block_bytes) = (from.u64()?, from.u64()?, from.u64()?);
+    if !block_bytes_fit(block_bytes) {
+        return None;
+    }
+    let (job, host, rank, world) = (from.string()?, from.string()?, from.u32()?, from.u32()?);
+    let (generation, payload) = (from.u64()?, from.bytes()?.to_vec());
+    let count = from.count(24)?;
+    let paths = (0..count)
+        .map(|_| {
+            let (name, memory) = (from.string()?, from.u32()? != 0);
+            Some(PathRecord { name, memory, end: from.u64()?, written: from.u64()? })
+        })
+        .collect::<Option<Vec<_>>>()?;
+    let count = from.count(4)?;
+    let extents = (0..count).map(|_| parse_extent(from, block_bytes)).collect::<Option<Vec<_>>>()?;
+    Some(Superblock {
+        tier: head.tier,
+        sequence: head.sequence,
+        step: (has_step == 1).then_some(step),
+        path: head.path,
+        block_bytes,
+        job,
+        host,
+        rank,
+        world,
+        generation,
+        payload,
+        paths,
+        extents,
+    })
+}
+
+/// `Some(None)` for a number that no extent has.
+fn parse_extent(from: &mut Reader, block_bytes: u64) -> Option<Option<ExtentRecord>> {
+    let kind = from.u32()?;
+    if kind == 0 {
+        return Some(None);
+    }
+    let name = from.string()?;
+    let count = from.count(8).filter(|count| *count <= MAX_STREAMS)?;
+    let streams = (0..count).map(|_| from.u64()).collect::<Option<Vec<_>>>()?;
+    let shape = Shape::new(&streams, block_bytes).ok()?;
+    let version = match kind {
+        1 => None,
+        2 => {
+            let (generation, count) = (from.u64()?, from.count(28)?);
+            let chunk = |_| {
+                let (path, offset) = (from.u32()?, from.u64()?);
+                let (first, count, header_sum) = (from.u32()?, from.u32()?, from.u64()?);
+                Some(Chunk { path, offset, first, count, header_sum })
+            };
+            Some(Version { generation, chunks: (0..count).map(chunk).collect::<Option<Vec<_>>>()? })
+        }
+        _ => return None,
+    };
+    Some(Some(ExtentRecord { name, shape, version }))
+}

@@ -1,0 +1,186 @@
+//! A crash at every write and every sync leaves the last committed step, whole.
+#![forbid(unsafe_code)]
+
+use super::*;
+use crate::error::TierKind;
+use crate::io::sim::{Crash, Journal};
+
+const FATES: [(Crash, u64); 5] =
+    [(Crash::Kept, 1), (Crash::Dropped, 1), (Crash::Torn, 1), (Crash::Torn, 77), (Crash::Torn, 991)];
+
+/// When the commit of a step began and ended, in events of the journal.
+struct Commit {
+    step: u64,
+    began: usize,
+    ended: usize,
+}
+
+/// Steps `from..=to` on journaled disks.
+fn record(options: TierOptions, journal: &Journal, from: u64, to: u64) -> Vec<Commit> {
+    let tier = Tier::open(options).unwrap();
+    let mut commits = Vec::new();
+    for number in from..=to {
+        let began = journal.len();
+        step(&tier, number).unwrap();
+        commits.push(Commit { step: number, began, ended: journal.len() });
+    }
+    commits
+}
+
+/// Steps that an open may find after so many events: the last that was acknowledged, or one that was under way.
+fn allowed(commits: &[Commit], events: usize) -> Vec<Option<u64>> {
+    let acknowledged = commits.iter().rev().find(|commit| commit.ended <= events).map(|commit| commit.step);
+    let begun = commits.iter().filter(|commit| commit.began < events && commit.ended > events);
+    [acknowledged].into_iter().chain(begun.map(|commit| Some(commit.step))).collect()
+}
+
+/// Opens an image and checks that it is one of `allowed`, whole.
+fn check(disks: &[Disk], allowed: &[Option<u64>], words: &str) -> Option<u64> {
+    let options = TierOptions { mode: Mode::Resume, ..on_disks(disks, &[]) };
+    let tier = match Tier::open(options) {
+        Ok(tier) => tier,
+        Err(error) if error.tier_kind() == Some(TierKind::NoState) && allowed.contains(&None) => return None,
+        Err(error) => panic!("{words}: {error}"),
+    };
+    let found = tier.opened().step;
+    assert!(allowed.contains(&found), "{words}: found {found:?}, allowed {allowed:?}");
+    if let Some(found) = found {
+        assert!(is_at(&tier, found), "{words}: step {found} is mixed");
+    }
+    let checked = tier.verify().unwrap();
+    assert_eq!(checked.damage, [], "{words}");
+    found
+}
+
+#[test]
+fn every_crash_point_with_writes_kept_dropped_or_torn_gives_a_whole_step() {
+    for (seed, durability) in [(1, Durability::Data), (2, Durability::Full)] {
+        let journal = Journal::default();
+        let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+        let options = TierOptions { durability, ..on_disks(&disks, &[reorder(seed), reorder(seed + 1)]) };
+        let commits = record(options, &journal, 1, 5);
+        assert!(journal.len() > 120, "{} events", journal.len());
+        let mut found_new = 0;
+        for events in 0..=journal.len() {
+            for (crash, seed) in FATES {
+                let image = journal.image(2, events, crash, seed);
+                let allowed = allowed(&commits, events);
+                let found = check(&image, &allowed, &format!("{events} events, {crash:?} {seed}"));
+                found_new += usize::from(allowed.len() > 1 && found == allowed[1]);
+            }
+        }
+        assert!(found_new > 0, "no crash inside a commit found the new step");
+    }
+}
+
+/// The second life writes over places that the first one freed: a superblock that comes back from the first would show.
+#[test]
+fn a_crash_after_a_crash_gives_a_whole_step() {
+    let first = Journal::default();
+    let disks = [Disk::journaled(&first, 0), Disk::journaled(&first, 1)];
+    let commits = record(on_disks(&disks, &[reorder(3), reorder(4)]), &first, 1, 3);
+    let middle = commits[1].began..=commits[1].ended + 8;
+    for (n, events) in middle.enumerate() {
+        let (crash, seed) = FATES[n % FATES.len()];
+        let image = first.image(2, events, crash, seed);
+        let base = check(&image, &allowed(&commits, events), "the first life").unwrap();
+        let image = first.image(2, events, crash, seed);
+        let second = Journal::default();
+        let disks: Vec<Disk> = image.iter().enumerate().map(|(n, disk)| disk.moved_to(&second, n)).collect();
+        let start = second.len();
+        let mut lives = record(on_disks(&disks, &[reorder(5), reorder(6)]), &second, 11, 12);
+        lives.insert(0, Commit { step: base, began: 0, ended: start });
+        for events in start..=second.len() {
+            let (crash, seed) = FATES[(events + n) % FATES.len()];
+            let image = second.image(2, events, crash, seed + events as u64);
+            check(&image, &allowed(&lives, events), &format!("second life, {events} events, {crash:?}"));
+        }
+    }
+}
+
+/// What a killed process leaves: everything that reached the system, nothing synced.
+#[test]
+fn a_killed_process_loses_nothing_even_without_syncs() {
+    let journal = Journal::default();
+    let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+    let options = |disks: &[Disk]| TierOptions {
+        durability: Durability::Process,
+        ..on_disks(disks, &[reorder(7), reorder(8)])
+    };
+    let commits = record(options(&disks), &journal, 1, 6);
+    for events in 0..=journal.len() {
+        let image = journal.image(2, events, Crash::Kept, 1);
+        check(&image, &allowed(&commits, events), &format!("{events} events"));
+    }
+}
+
+/// Without syncs a crash of the machine may lose steps; it never passes a mixed one off as whole.
+#[test]
+fn without_syncs_a_crash_of_the_machine_is_never_silent() {
+    let journal = Journal::default();
+    let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+    let options =
+        TierOptions { durability: Durability::Process, ..on_disks(&disks, &[reorder(9), reorder(10)]) };
+    let commits = record(options, &journal, 1, 4);
+    let mut told = 0;
+    for events in commits[0].ended..=journal.len() {
+        for (crash, seed) in FATES {
+            let image = journal.image(2, events, crash, seed);
+            let Ok(tier) = Tier::open(TierOptions { mode: Mode::Resume, ..on_disks(&image, &[]) }) else {
+                told += 1;
+                continue;
+            };
+            let Some(step) = tier.opened().step else { continue };
+            for n in 0..STREAMS.len() {
+                match read(&tier, n, seed_of(step, n)) {
+                    Ok(right) => {
+                        assert!(right, "{events} events, {crash:?}: extent {n} of step {step} is another's")
+                    }
+                    Err(_) => told += 1,
+                }
+            }
+        }
+    }
+    assert!(told > 0);
+}
+
+#[test]
+fn a_path_that_fails_on_the_way_leaves_every_crash_point_whole() {
+    for fail in [
+        Faults { fail_nth: Some((40, libc::EIO)), ..reorder(11) },
+        Faults { fail_nth: Some((55, libc::ENOSPC)), ..reorder(12) },
+    ] {
+        let journal = Journal::default();
+        let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+        let commits = record(on_disks(&disks, &[reorder(13), fail]), &journal, 1, 5);
+        for events in 0..=journal.len() {
+            let (crash, seed) = FATES[events % FATES.len()];
+            let image = journal.image(2, events, crash, seed);
+            check(&image, &allowed(&commits, events), &format!("{events} events, {crash:?} {seed}"));
+        }
+    }
+}
+
+#[test]
+fn rolling_back_gives_the_committed_step_and_its_places_stay_whole() {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    step(&tier, 1).unwrap();
+    let files = |tier: &Tier| tier.paths().iter().map(|path| path.file_bytes).sum::<u64>();
+    for round in 0..20 {
+        for n in 0..STREAMS.len() {
+            write(&tier, n, 9000 + round, &Placement::Auto).unwrap();
+            assert!(read(&tier, n, 9000 + round).unwrap());
+        }
+        tier.roll_back().unwrap();
+        (0..STREAMS.len()).for_each(|n| assert!(read(&tier, n, seed_of(1, n)).unwrap()));
+    }
+    let before = files(&tier);
+    for number in 2..30 {
+        step(&tier, number).unwrap();
+    }
+    assert!(files(&tier) < before * 4, "places are used again: {before} became {}", files(&tier));
+    drop(tier);
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    assert!(is_at(&tier, 29));
+}

@@ -1,0 +1,169 @@
+//! Bytes on disk: the committed ones are read for ever, and no others do harm.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+
+use crate::checksum;
+use crate::tier::extent::{Chunk, Shape, Version};
+use crate::tier::layout::ChunkHeader;
+use crate::tier::superblock::{ExtentRecord, Head, PathRecord, Superblock};
+
+/// Bytes of this name, as the first release wrote them. `SPILLWAY_BLESS=1` writes those of a new format version.
+fn golden(name: &str, bytes: &[u8]) -> Vec<u8> {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("ffi_tests/golden").join(name);
+    if std::env::var_os("SPILLWAY_BLESS").is_some() && !path.exists() {
+        std::fs::write(&path, bytes).unwrap();
+    }
+    std::fs::read(path).unwrap()
+}
+
+fn header() -> ChunkHeader {
+    ChunkHeader {
+        tier: 0x0011_2233_4455_6677_8899_AABB_CCDD_EEFF,
+        session: 0x0102_0304_0506_0708,
+        extent: 3,
+        path: 1,
+        generation: 42,
+        first: 7,
+        offset: 1 << 33,
+        block_bytes: 1 << 20,
+        sums: vec![u64::MAX, 0, 0x1234_5678_9ABC_DEF0],
+    }
+}
+
+fn superblock() -> Superblock {
+    let shape = Shape::new(&[10_000, 0, 4096], 4096).unwrap();
+    let chunk = |path, offset, first, count| Chunk { path, offset, first, count, header_sum: 99 + offset };
+    let version = Version { generation: 42, chunks: vec![chunk(0, 8192, 0, 2), chunk(1, 0, 2, 2)] };
+    let extent =
+        |name: &str, version| Some(ExtentRecord { name: name.to_string(), shape: shape.clone(), version });
+    let path =
+        |name: &str, memory| PathRecord { name: name.to_string(), memory, end: 1 << 20, written: 1 << 40 };
+    Superblock {
+        tier: 0x0011_2233_4455_6677_8899_AABB_CCDD_EEFF,
+        sequence: 17,
+        step: Some(1000),
+        path: 1,
+        block_bytes: 4096,
+        job: "a run".to_string(),
+        host: "knoten-ä".to_string(),
+        rank: 2,
+        world: 8,
+        generation: 43,
+        payload: vec![0, 255, 1],
+        paths: vec![path("/mnt/fast/a run/knoten-ä/rank-2", false), path("memory", true)],
+        extents: vec![extent("written", Some(version)), None, extent("defined", None)],
+    }
+}
+
+#[test]
+fn the_bytes_are_those_of_the_first_release() {
+    let (bytes, sum) = header().encode();
+    let stored = golden("tier-1-chunk.bin", &bytes);
+    assert!(stored == bytes);
+    assert_eq!(ChunkHeader::parse(&stored), Ok((header(), sum)));
+    let stored = golden("tier-1-superblock.bin", &superblock().encode());
+    assert!(stored == superblock().encode());
+    assert_eq!(Superblock::parse(&stored), Ok(superblock()));
+}
+
+/// Another parser of the same page, written from the table in `layout`: the fields lie where it says.
+#[test]
+fn fields_lie_where_the_table_says_in_little_endian() {
+    let stored = golden("tier-1-chunk.bin", &header().encode().0);
+    let number = |at: usize, len: usize| {
+        stored[at..at + len].iter().rev().fold(0_u128, |n, byte| n << 8 | u128::from(*byte))
+    };
+    assert_eq!(&stored[..8], b"SPWCHUNK");
+    assert_eq!((number(8, 4), number(12, 4)), (1, 0x0102_0304));
+    assert_eq!((number(16, 16), number(32, 8)), (header().tier, header().session.into()));
+    assert_eq!((number(40, 4), number(44, 4), number(48, 8)), (3, 1, 42));
+    assert_eq!((number(56, 4), number(60, 4), number(64, 8), number(72, 8)), (7, 3, 1 << 33, 1 << 20));
+    assert_eq!((number(128, 8), number(136, 8), number(144, 8)), (u64::MAX.into(), 0, 0x1234_5678_9ABC_DEF0));
+    assert_eq!((stored.len(), &stored[152..]), (4096, &[0; 4096 - 152][..]));
+}
+
+fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    *state >> 20
+}
+
+/// Puts wild values over some bytes.
+fn mutate(bytes: &mut Vec<u8>, state: &mut u64) {
+    const WILD: [u64; 8] = [0, 1, 0xFF, 0x7FFF_FFFF, 0xFFFF_FFFF, 1 << 32, u64::MAX, i64::MAX as u64];
+    for _ in 0..1 + random(state) % 4 {
+        let at = random(state) as usize % bytes.len();
+        match random(state) % 4 {
+            0 => bytes[at] ^= 1 << (random(state) % 8),
+            1 => bytes[at] = random(state) as u8,
+            2 => {
+                let wild = WILD[random(state) as usize % WILD.len()].to_le_bytes();
+                let room = (bytes.len() - at).min(8);
+                bytes[at..at + room].copy_from_slice(&wild[..room]);
+            }
+            _ => bytes.truncate(at.max(1)),
+        }
+    }
+}
+
+#[test]
+fn no_head_of_a_chunk_harms_and_none_but_the_right_one_passes() {
+    let (right, sum) = header().encode();
+    let mut state = 1;
+    for _ in 0..200_000 {
+        let mut bytes = right.clone();
+        mutate(&mut bytes, &mut state);
+        match ChunkHeader::parse(&bytes) {
+            Ok(found) => assert!(found == (header(), sum) && bytes[..152] == right[..bytes.len().min(152)]),
+            Err(words) => assert!(!words.is_empty()),
+        }
+    }
+    (0..right.len().min(600))
+        .for_each(|len| assert!(ChunkHeader::parse(&right[..len]).is_err() || len >= 152));
+}
+
+/// Also with checksums that fit, so that the table itself is met by wild numbers.
+#[test]
+fn no_superblock_harms_even_with_checksums_that_fit() {
+    let right = superblock().encode();
+    let table = Head::parse(&right).unwrap().table_bytes as usize;
+    let mut state = 2;
+    let mut passed = 0;
+    for round in 0..300_000 {
+        let mut bytes = right.clone();
+        if round % 3 == 0 {
+            mutate(&mut bytes, &mut state);
+            match Superblock::parse(&bytes) {
+                Ok(found) => assert_eq!(found, superblock()),
+                Err(words) => assert!(!words.is_empty()),
+            }
+            continue;
+        }
+        let mut wild = bytes[4096..4096 + table].to_vec();
+        mutate(&mut wild, &mut state);
+        bytes.truncate(4096);
+        bytes[24..32].copy_from_slice(&(wild.len() as u64).to_le_bytes());
+        bytes[32..40].copy_from_slice(&checksum::of(&wild).to_le_bytes());
+        let sum = checksum::of(&bytes[..248]);
+        bytes[248..256].copy_from_slice(&sum.to_le_bytes());
+        bytes.extend_from_slice(&wild);
+        bytes.resize(bytes.len().next_multiple_of(4096), 0);
+        if let Ok(found) = Superblock::parse(&bytes) {
+            passed += 1;
+            assert_eq!(Superblock::parse(&found.encode()).as_ref(), Ok(&found));
+        }
+    }
+    assert!(passed > 1000, "{passed}: the checksums did not fit");
+}
+
+#[test]
+fn another_version_or_byte_order_is_named() {
+    let mut bytes = superblock().encode();
+    bytes[8] = 2;
+    assert!(Superblock::parse(&bytes).unwrap_err().contains("format version is 2"));
+    let mut bytes = superblock().encode();
+    bytes[12..16].reverse();
+    assert!(Superblock::parse(&bytes).unwrap_err().contains("byte order"));
+    assert!(Superblock::parse(b"PK\x03\x04 something else, long enough").is_err());
+    assert!(Superblock::parse(&[]).is_err());
+}

@@ -1,0 +1,135 @@
+//! Tests of the tier over simulated disks and over real directories.
+#![forbid(unsafe_code)]
+
+mod crash;
+mod faults;
+mod format;
+mod real;
+
+use std::time::Duration;
+
+use super::directory::Owner;
+use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
+use super::scratch::Scratch;
+use super::{Placement, Tier};
+use crate::error::Result;
+use crate::io::options::Options as IoOptions;
+use crate::io::sim::{Disk, Faults};
+use crate::sys::span::Span;
+
+/// Long enough for any machine.
+const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
+const BLOCK: u64 = 4096;
+/// Streams of the extents of the workload: odd tails, an empty stream, one block, many.
+const STREAMS: [&[u64]; 3] = [&[10_000, 5_000, 0, 4096], &[20_000], &[12_293, 1]];
+
+fn owner() -> Owner {
+    Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 }
+}
+
+fn on_disks(disks: &[Disk], faults: &[Faults]) -> TierOptions {
+    let path = |(n, disk): (usize, &Disk)| PathOptions {
+        place: Place::Simulated(disk.clone(), faults.get(n).cloned().unwrap_or_default()),
+        limit: None,
+        reserve: 0,
+    };
+    let io = IoOptions { depth: 4, block_bytes: 16 << 10, ..IoOptions::default() };
+    let paths = disks.iter().enumerate().map(path).collect();
+    TierOptions { paths, block_bytes: BLOCK, io, ..TierOptions::new(owner(), []) }
+}
+
+fn reorder(seed: u64) -> Faults {
+    Faults { seed, reorder: true, ..Faults::default() }
+}
+
+/// Bytes that differ from place to place and from seed to seed.
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..len)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as u8
+        })
+        .collect()
+}
+
+/// Memory for the streams of an extent.
+struct Memory(Vec<Scratch>);
+
+impl Memory {
+    fn new(streams: &[u64]) -> Memory {
+        Memory(streams.iter().map(|bytes| Scratch::new(*bytes as usize).unwrap()).collect())
+    }
+
+    fn filled(streams: &[u64], seed: u64) -> Memory {
+        let memory = Memory::new(streams);
+        for (n, scratch) in memory.0.iter().enumerate() {
+            scratch.span().write(&pattern(seed * 10 + n as u64, scratch.span().len()));
+        }
+        memory
+    }
+
+    fn spans(&self) -> Vec<Span> {
+        self.0.iter().map(Scratch::span).collect()
+    }
+
+    fn holds(&self, seed: u64) -> bool {
+        let right =
+            |(n, s): (usize, &Scratch)| s.span().to_vec() == pattern(seed * 10 + n as u64, s.span().len());
+        self.0.iter().enumerate().all(right)
+    }
+}
+
+/// Contents of extent `n` at a step.
+fn seed_of(step: u64, n: usize) -> u64 {
+    step * 100 + n as u64 + 1
+}
+
+fn name_of(n: usize) -> String {
+    format!("subgroup-{n}")
+}
+
+fn write(tier: &Tier, n: usize, seed: u64, placement: &Placement) -> Result<()> {
+    let extent = tier.define(&name_of(n), STREAMS[n])?;
+    let memory = Memory::filled(STREAMS[n], seed);
+    let ticket = tier.write(extent, &memory.spans(), placement, None)?;
+    tier.wait(ticket, PATIENCE).map(|_| ())
+}
+
+/// Whether extent `n` holds what was written with `seed`.
+fn read(tier: &Tier, n: usize, seed: u64) -> Result<bool> {
+    let extent = tier.define(&name_of(n), STREAMS[n])?;
+    let memory = Memory::new(STREAMS[n]);
+    let ticket = tier.read(extent, &memory.spans(), false)?;
+    tier.wait(ticket, PATIENCE)?;
+    Ok(memory.holds(seed))
+}
+
+/// Writes all extents at once, over the paths in turns, and commits.
+fn step(tier: &Tier, step: u64) -> Result<()> {
+    let memories: Vec<Memory> =
+        (0..STREAMS.len()).map(|n| Memory::filled(STREAMS[n], seed_of(step, n))).collect();
+    let paths = tier.paths().len() as u32;
+    let mut tickets = Vec::new();
+    for (n, memory) in memories.iter().enumerate() {
+        let extent = tier.define(&name_of(n), STREAMS[n])?;
+        let placement = match (n, step % 3) {
+            (_, 0) => Placement::Auto,
+            (0, _) => Placement::Striped((0..paths).map(|path| (path, 2)).collect()),
+            _ => Placement::On((n as u64 + step) as u32 % paths),
+        };
+        tickets.push(tier.write(extent, &memory.spans(), &placement, None)?);
+    }
+    for ticket in tickets {
+        tier.wait(ticket, PATIENCE)?;
+    }
+    tier.commit(step, &step.to_le_bytes())
+}
+
+/// Every extent holds what it held at `step`, and the payload says so.
+fn is_at(tier: &Tier, step: u64) -> bool {
+    tier.opened().payload == step.to_le_bytes()
+        && (0..STREAMS.len()).all(|n| read(tier, n, seed_of(step, n)).unwrap())
+}

@@ -1,0 +1,262 @@
+//! Reads and writes of extents under way.
+//!
+//! Invariants:
+//! - A write never touches a place that a committed version has, nor one that a stuck write may still reach.
+//! - A chunk whose write failed is written elsewhere before the write counts; the path it failed on is marked.
+//! - A read succeeds only with the bytes that the last write brought, proved by their checksums.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::extent::{Chunk, Run, Shape, Version};
+use super::layout::{ChunkHeader, header_bytes};
+use super::path::Path;
+use super::scratch::Scratch;
+use super::state::{Contents, Health};
+use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use crate::sys::span::Span;
+
+/// What a job does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Direction {
+    Read {
+        /// The caller checks the blocks itself.
+        unchecked: bool,
+    },
+    Write,
+}
+
+/// One read or write of an extent.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) direction: Direction,
+    pub(super) extent: u32,
+    pub(super) name: String,
+    pub(super) shape: Arc<Shape>,
+    pub(super) spans: Vec<Span>,
+    pub(super) contents: Contents,
+    /// What a reader shares with the tier.
+    pub(super) source: Option<Arc<Contents>>,
+    pub(super) flights: Vec<Flight>,
+    pub(super) excluded: Vec<bool>,
+}
+
+/// One transfer of a job.
+#[derive(Debug)]
+pub(super) struct Flight {
+    /// The chunk, by its first block.
+    pub(super) chunk: Chunk,
+    /// `None` for the head.
+    pub(super) run: Option<Run>,
+    pub(super) path: Arc<Path>,
+    pub(super) handle: Result<u64>,
+    pub(super) outcome: Option<Result<()>>,
+    head: Option<Scratch>,
+}
+
+/// Whose chunks they are.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Identity {
+    pub(super) tier: u128,
+    pub(super) session: u64,
+}
+
+impl Job {
+    /// Starts the transfers of a chunk that has its place; fills in the checksum of its head.
+    pub(super) fn start_write(&mut self, chunk: &mut Chunk, path: &Arc<Path>, who: Identity) -> Result<()> {
+        let sums = self.contents.sums.get().map_or(&[][..], |sums| sums);
+        let header = ChunkHeader {
+            tier: who.tier,
+            session: who.session,
+            extent: self.extent,
+            path: chunk.path,
+            generation: self.contents.version.generation,
+            first: chunk.first,
+            offset: chunk.offset,
+            block_bytes: self.shape.block_bytes(),
+            sums: sums[chunk.first as usize..(chunk.first + chunk.count) as usize].to_vec(),
+        };
+        let (bytes, sum) = header.encode();
+        chunk.header_sum = sum;
+        let head = Scratch::new(bytes.len())?;
+        head.span().write(&bytes);
+        let handle = path.write(chunk.offset, head.span());
+        self.flights.push(Flight::new(chunk, None, path, handle, Some(head)));
+        for run in self.shape.runs(chunk.first, chunk.count) {
+            let span = self.spans[run.stream].part(run.from as usize, run.len as usize);
+            let handle = path.write(chunk.data() + run.at, span);
+            self.flights.push(Flight::new(chunk, Some(run), path, handle, None));
+        }
+        Ok(())
+    }
+
+    /// Starts the transfers of a chunk; of its head too, if the sums are not known. A stream whose span is empty is
+    /// left out.
+    pub(super) fn start_read(&mut self, chunk: &Chunk, path: &Arc<Path>, known: bool) -> Result<()> {
+        if !known {
+            let head = Scratch::new(header_bytes(chunk.count.into()) as usize)?;
+            let handle = path.read(chunk.offset, head.span());
+            self.flights.push(Flight::new(chunk, None, path, handle, Some(head)));
+        }
+        for run in self.shape.runs(chunk.first, chunk.count) {
+            let Some(span) = self.spans.get(run.stream).filter(|span| !span.is_empty()) else { continue };
+            let handle = path.read(chunk.data() + run.at, span.part(run.from as usize, run.len as usize));
+            self.flights.push(Flight::new(chunk, Some(run), path, handle, None));
+        }
+        Ok(())
+    }
+
+    /// Waits until every transfer is over; false if `until` comes first.
+    pub(super) fn drive(&mut self, until: Option<Instant>) -> bool {
+        for flight in self.flights.iter_mut().filter(|flight| flight.outcome.is_none()) {
+            let outcome = match &flight.handle {
+                Err(error) => Err(error.clone()),
+                Ok(handle) => {
+                    let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+                    match flight.path.wait(*handle, left) {
+                        Err(error) if error.io_kind() == Some(IoKind::Timeout) => return false,
+                        other => other.map(|_| ()),
+                    }
+                }
+            };
+            flight.outcome = Some(outcome);
+        }
+        true
+    }
+
+    /// Failed transfers of a finished job, each path's first one first.
+    pub(super) fn failures(&self) -> impl Iterator<Item = (&Flight, Error)> {
+        self.flights.iter().filter_map(|flight| match &flight.outcome {
+            Some(Err(error)) => Some((flight, flight.explain(error.clone(), &self.name, &self.shape))),
+            _ => None,
+        })
+    }
+
+    /// The sums of the whole extent: known already, or from the heads that were read.
+    pub(super) fn read_sums(&self, version: &Version, tier: u128) -> Result<Arc<[u64]>> {
+        if let Some(sums) = self.source.as_ref().and_then(|source| source.sums.get()) {
+            return Ok(Arc::clone(sums));
+        }
+        let mut sums = Vec::with_capacity(self.shape.blocks() as usize);
+        for chunk in &version.chunks {
+            let head = self.flights.iter().find(|flight| flight.run.is_none() && flight.chunk == *chunk);
+            let missing = || Error::invalid("extent", "a head was not read");
+            let flight = head.ok_or_else(missing)?;
+            let bytes = flight.head.as_ref().map_or_else(Vec::new, |head| head.span().to_vec());
+            let header = check_head(&bytes, chunk, version.generation, tier, self.extent, &self.shape);
+            sums.extend(header.map_err(|words| self.damaged(flight, chunk.first, chunk.offset, words))?.sums);
+        }
+        Ok(sums.into())
+    }
+
+    /// Compares what was read with the sums.
+    pub(super) fn check_blocks(&self, version: &Version, sums: &[u64]) -> Result<()> {
+        for flight in &self.flights {
+            let Some(run) = flight.run else { continue };
+            let count = run.len.div_ceil(self.shape.block_bytes()) as u32;
+            let found = super::sums::of_blocks(&self.shape, &self.spans, run.block, count)?;
+            let expected = &sums[run.block as usize..];
+            if let Some(at) = found.iter().zip(expected).position(|(found, expected)| found != expected) {
+                let block = run.block + at as u32;
+                let place = flight.chunk.place(&self.shape, block);
+                let words = format!(
+                    "found {:#018x} instead of {:#018x}, generation {}",
+                    found[at], expected[at], version.generation
+                );
+                return Err(self.damaged(flight, block, place, words));
+            }
+        }
+        Ok(())
+    }
+
+    fn damaged(&self, flight: &Flight, block: u32, offset: u64, detail: String) -> Error {
+        TierError {
+            kind: TierKind::Corrupt,
+            path: flight.path.data_name().to_string(),
+            extent: self.name.clone(),
+            block: Some((block.into(), offset)),
+            detail,
+        }
+        .into()
+    }
+}
+
+/// The head of a chunk, if it is the one that belongs there.
+pub(super) fn check_head(
+    bytes: &[u8],
+    chunk: &Chunk,
+    generation: u64,
+    tier: u128,
+    extent: u32,
+    shape: &Shape,
+) -> std::result::Result<ChunkHeader, String> {
+    let (header, sum) = ChunkHeader::parse(bytes).map_err(|words| format!("the chunk's head: {words}"))?;
+    let whose = (header.tier, header.extent, header.generation, header.path, header.offset);
+    if whose != (tier, extent, generation, chunk.path, chunk.offset) {
+        let (other, found) = (header.tier != tier, header.generation);
+        return Err(match other {
+            true => "the chunk's head is one of another tier".to_string(),
+            false => format!(
+                "the chunk's head is one of extent {} generation {found}, path {} offset {}; generation {generation} \
+                 belongs here",
+                header.extent, header.path, header.offset
+            ),
+        });
+    }
+    let fits = header.first == chunk.first
+        && header.sums.len() == chunk.count as usize
+        && header.block_bytes == shape.block_bytes();
+    match fits && sum == chunk.header_sum {
+        true => Ok(header),
+        false => Err("the chunk's head is not the one that was committed".to_string()),
+    }
+}
+
+impl Flight {
+    fn new(
+        chunk: &Chunk,
+        run: Option<Run>,
+        path: &Arc<Path>,
+        handle: Result<u64>,
+        head: Option<Scratch>,
+    ) -> Flight {
+        let chunk = chunk.clone();
+        Flight { chunk, run, path: Arc::clone(path), handle, outcome: None, head }
+    }
+
+    /// True if the system may still work on the transfer.
+    pub(super) fn stuck(&self) -> bool {
+        matches!(&self.outcome, Some(Err(error)) if error.io_kind() == Some(IoKind::Deadline))
+    }
+
+    /// The error of a transfer, with extent and block beside path and offset.
+    fn explain(&self, error: Error, name: &str, shape: &Shape) -> Error {
+        let Error::Io(mut inner) = error else { return error };
+        let separator = if inner.detail.is_empty() { "" } else { "; " };
+        let place = match self.run {
+            None => "the head of a chunk".to_string(),
+            Some(run) => {
+                let into = inner.offset.saturating_sub(self.chunk.data() + run.at) / shape.block_bytes();
+                let last = run.len.div_ceil(shape.block_bytes()) - 1;
+                format!("block {}", u64::from(run.block) + into.min(last))
+            }
+        };
+        inner.detail = format!("{}{separator}extent {name:?}, {place}", inner.detail);
+        Error::Io(inner)
+    }
+}
+
+/// What an error of a transfer says about its path; `None` if the path is only full.
+pub(super) fn verdict(error: &Error, direction: Direction) -> Option<Health> {
+    match (error.io_kind(), direction) {
+        (Some(IoKind::NoSpace), _) => None,
+        (Some(IoKind::Deadline | IoKind::PathFailed), _) | (_, Direction::Write) => Some(Health::Failed),
+        _ => Some(Health::Draining),
+    }
+}
+
+/// The moment that lies `timeout` ahead.
+pub(super) fn moment(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
+}

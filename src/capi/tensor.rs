@@ -276,7 +276,7 @@ const SPANS: [&str; 5] = ["param", "grad", "exp_avg", "exp_avg_sq", "param_copy"
 const GRAD: u8 = 1;
 
 /// Refuses a span that is written and shares a byte with any other span of the call.
-fn check_overlap(tensors: &[spw_tensor]) -> Result<()> {
+pub(super) fn check_overlap(tensors: &[spw_tensor]) -> Result<()> {
     // Span by span and not tensor by tensor: allocators hand out each kind in rising order, and the sort finds such runs.
     let mut ranges = Vec::with_capacity(tensors.len() * SPANS.len());
     for span in 0..SPANS.len() as u8 {

@@ -121,7 +121,7 @@ impl Driver {
         self.take_inbox();
         let error = Error::System { what: "the I/O engine stopped", reason: reason.to_string() };
         for running in self.running.drain() {
-            self.shared.finish(&running.op, Err(error.clone()));
+            self.shared.finish(Arc::clone(&running.op), Err(error.clone()));
             if running.under_way > 0 {
                 std::mem::forget(running.op);
             }
@@ -352,7 +352,7 @@ impl Driver {
             None if next < op.total() => Err(op.error(IoKind::Cancelled, "it was cancelled".to_string())),
             None => Ok(op.span.len() as u64),
         };
-        self.shared.finish(&op, outcome);
+        self.shared.finish(op, outcome);
     }
 }
 

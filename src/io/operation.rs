@@ -162,25 +162,27 @@ impl Shared {
         (state, true)
     }
 
-    /// The driver's word that the kernel is done with an operation.
-    pub(super) fn finish(&self, op: &Arc<Operation>, outcome: Result<u64>) {
+    /// The driver's word that the kernel is done with an operation. Whoever hears of it finds its memory let go.
+    pub(super) fn finish(&self, op: Arc<Operation>, outcome: Result<u64>) {
         let mut guard = self.lock();
         let state = &mut *guard;
         let key = key_of(op.handle);
         let Some(entry) = state.entries.get_mut(key).filter(|entry| entry.handle == op.handle) else {
             return;
         };
+        let (action, device) = (op.action, op.device());
         entry.op = None;
+        drop(op);
         match &entry.phase {
             Phase::Expired(unread) => {
                 if unread.is_none() {
                     state.entries.remove(key);
                 }
-                state.unstick(op.device());
+                state.unstick(device);
             }
             _ => {
-                self.counters.count_outcome(op.action, &outcome);
-                state.busy.ends(op.action);
+                self.counters.count_outcome(action, &outcome);
+                state.busy.ends(action);
                 entry.phase = Phase::Finished(outcome);
                 state.unfinished -= 1;
             }

@@ -124,8 +124,11 @@ impl Swap {
 
     /// Elements of a subgroup.
     pub fn elements(&self, subgroup: usize) -> Result<usize> {
-        let found = self.subgroups.get(subgroup).map(|(elements, _)| *elements);
-        found.ok_or_else(|| Error::invalid("subgroup", format!("{subgroup} of {}", self.len())))
+        self.subgroups.get(subgroup).map(|(elements, _)| *elements).ok_or_else(|| self.unknown(subgroup))
+    }
+
+    fn unknown(&self, subgroup: usize) -> Error {
+        Error::invalid("subgroup", format!("{subgroup} of {}", self.len()))
     }
 
     /// True if every subgroup has a state.
@@ -163,9 +166,27 @@ impl Swap {
         self.note(outcome)
     }
 
-    /// Reads the state of every subgroup, unchanged.
-    pub fn visit(&mut self, mut visit: impl FnMut(usize, State<'_>) -> Result<()>) -> Result<()> {
-        self.step(|subgroup, state| visit(subgroup, state))
+    /// Copies a subgroup's state into the caller's memory, one span for each stream; an empty one leaves its stream out.
+    pub fn read(&mut self, subgroup: usize, to: [Span; STREAMS]) -> Result<()> {
+        self.ready()?;
+        let (elements, extent) = *self.subgroups.get(subgroup).ok_or_else(|| self.unknown(subgroup))?;
+        if to.iter().any(|to| !to.is_empty() && to.len() != elements * 4) {
+            return Err(Error::invalid(
+                "to",
+                format!("does not have {elements} elements for subgroup {subgroup}"),
+            ));
+        }
+        match self.pipeline.kept(subgroup) {
+            Some(slot) => {
+                let held = spans_of(self.buffers[slot].span(), elements);
+                held.iter().zip(to).filter(|(_, to)| !to.is_empty()).for_each(|(held, to)| held.copy_to(to));
+                Ok(())
+            }
+            None => {
+                let ticket = self.tier.read(extent, &to, false)?;
+                self.tier.wait(ticket, None).map(drop)
+            }
+        }
     }
 
     /// Writes what is newer in memory, and makes all of it durable as `step`.

@@ -122,6 +122,13 @@ impl Pipeline {
         self.stats
     }
 
+    /// The slot in which a subgroup stays, between rounds.
+    pub fn kept(&self, subgroup: usize) -> Option<usize> {
+        self.slots
+            .iter()
+            .position(|slot| matches!(slot, Slot::Kept { subgroup: kept, .. } if *kept == subgroup))
+    }
+
     /// Begins a round in the direction opposite to the last.
     pub fn begin(&mut self) -> Result<()> {
         if !self.idle() {

@@ -84,12 +84,15 @@ fn in_memory(subgroups: &[u64], steps: u64) -> (Everything, Vec<Vec<bf16>>) {
 }
 
 fn everything(swap: &mut Swap) -> Everything {
-    let mut all: Everything = vec![Default::default(); swap.len()];
-    swap.visit(|subgroup, state| {
-        all[subgroup] = [state.param.to_vec(), state.exp_avg.to_vec(), state.exp_avg_sq.to_vec()];
-        Ok(())
-    })
-    .unwrap();
+    let mut all = Everything::new();
+    for subgroup in 0..swap.len() {
+        let elements = swap.elements(subgroup).unwrap();
+        let mut lent = Buffer::open(12 * elements, backing()).unwrap();
+        let part = |stream: usize| lent.span().part(stream * elements * 4, elements * 4);
+        swap.read(subgroup, [part(0), part(1), part(2)]).unwrap();
+        let floats = lent.floats().unwrap();
+        all.push(std::array::from_fn(|stream| floats[stream * elements..][..elements].to_vec()));
+    }
     all
 }
 

@@ -91,6 +91,7 @@ impl Traffic {
             let unit = placement::unit_bytes(bytes, extents.len() as u64, paths.len() as u64);
             let blocks = u32::try_from(unit.div_ceil(block)).unwrap_or(u32::MAX).max(1);
             let count = (all_blocks.div_ceil(blocks) as usize).max(1);
+            let blocks = all_blocks.div_ceil(count as u32).max(1);
             let first = units.len();
             units.extend((0..count).map(|_| bytes / count as u64));
             pieces.push(Pieces { units: first..units.len(), blocks, bytes, all_blocks });

@@ -1,0 +1,445 @@
+//! Optimizer state that lives on a tier and is stepped through few buffers of host memory.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::adam::{self, spw_adam_options};
+use super::guard::guard;
+use super::library::out;
+use super::record::{self, Record};
+use super::status::spw_status;
+use super::tensor::{self, spw_dtype, spw_step_stats, spw_tensor};
+use super::tier::{self, spw_tier};
+use crate::error::{Error, Result};
+use crate::kernel::squares;
+use crate::offload::swap::budget::{self, STREAMS};
+use crate::offload::swap::{State, Swap, SwapOptions};
+use crate::optim::{self, StepStats};
+use crate::pool::region::Backing;
+use crate::sys::span::Span;
+
+/// Choices for a tiered update, added together.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_swap_flag {
+    /// Base pages, even where 2 MiB pages could be had.
+    SPW_SWAP_NO_HUGE_PAGES = 1,
+    /// Leave the memory unlocked.
+    SPW_SWAP_NO_LOCK = 2,
+    /// Use the paths without waiting for turns. Else one process of this node and user at a time uses a path, and the
+    /// others go to another path first (MLP-Offload section 3.1).
+    SPW_SWAP_NO_TURNS = 4,
+}
+
+/// Settings of a tiered update.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_swap_options {
+    /// `sizeof(spw_swap_options)`
+    pub struct_size: u32,
+    /// Sum of `spw_swap_flag`.
+    pub flags: u32,
+    /// Most bytes of host memory for state. `spw_swap_plan` says what comes of it.
+    pub host_bytes: u64,
+    /// Elements of each subgroup; the memory may be reused after the call.
+    pub elements: *const u64,
+    /// Number of subgroups.
+    pub subgroups: u64,
+    /// Share of each path in the state, in any unit, one for each path of the tier; NULL: in proportion to the measured
+    /// speed (MLP-Offload Eq. 1).
+    pub ratio: *const f64,
+    /// Bytes per second of each path, to begin with; NULL: all alike, until the first update has measured them.
+    pub speeds: *const f64,
+    /// Seconds that a process waits for its turn on a path before it goes on without; 0: 30.
+    pub patience_seconds: f64,
+}
+
+// SAFETY: numbers and pointers without padding; null pointers are valid.
+unsafe impl Record for spw_swap_options {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_swap_options";
+}
+
+/// Memory and bytes of a tiered update.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_swap_budget {
+    /// `sizeof(spw_swap_budget)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Bytes of host memory that the buffers take, all at open.
+    pub host_bytes: u64,
+    /// Bytes of one buffer: the state of the largest subgroup.
+    pub buffer_bytes: u64,
+    /// Number of buffers.
+    pub buffers: u64,
+    /// Those of them that keep their subgroup from update to update.
+    pub cached: u64,
+    /// Bytes of all state.
+    pub state_bytes: u64,
+    /// Bytes that an update reads from the tier, and as many that it writes; a commit writes the cached rest.
+    pub step_bytes: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_swap_budget {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_swap_budget";
+}
+
+/// Counts since open.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_swap_stats {
+    /// `sizeof(spw_swap_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Updates begun, the first filling included.
+    pub rounds: u64,
+    /// Subgroups that an update found in memory.
+    pub hits: u64,
+    /// Subgroups read from the tier.
+    pub fetched: u64,
+    /// Subgroups written to it.
+    pub flushed: u64,
+    /// Pieces of subgroups that changed their path.
+    pub moved: u64,
+    /// Seconds in which there was nothing to step because its data had not come yet.
+    pub exposed_seconds: f64,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_swap_stats {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_swap_stats";
+}
+
+/// Subgroups of optimizer state on a tier: f32 param (the master weight), exp_avg and exp_avg_sq, 12 bytes a parameter.
+pub struct spw_swap {
+    swap: Swap,
+}
+
+/// What `spw_swap_open` would take and move, with so many paths. Takes nothing.
+///
+/// # Safety
+/// `options` and `budget_out` point to structs of `struct_size` bytes, and `options` as `spw_swap_open` says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_plan(
+    options: *const spw_swap_options,
+    paths: u64,
+    budget_out: *mut spw_swap_budget,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            record::check_output(budget_out, "budget_out")?;
+            let options = parse(options, 0)?;
+            let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
+            let paths = paths.ok_or_else(|| Error::invalid("paths", "are over 1024"))?;
+            let plan = budget::plan(&options.subgroups, paths, options.host_bytes)?;
+            write_budget(plan, budget_out)
+        }
+    })
+}
+
+/// Takes the memory and gives each subgroup its place on the tier. A tier that was resumed with these subgroups keeps
+/// their state; else `spw_swap_fill` gives them one. The tier stays open until the update is closed; nothing else
+/// commits or rolls it back meanwhile. One object, one thread at a time.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, its `elements` to `subgroups` numbers, its `ratio` and `speeds`
+/// to one for each path of the tier or to nothing; `swap_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_open(
+    tier: Option<&spw_tier>,
+    options: *const spw_swap_options,
+    swap_out: *mut *mut spw_swap,
+) -> spw_status {
+    guard(|| {
+        let swap_out = out(swap_out, "swap_out")?;
+        let tier = Arc::clone(tier::shared(tier)?);
+        // SAFETY: the caller's promise is the callee's.
+        let options = unsafe { parse(options, tier.paths().len()) }?;
+        let swap = Swap::open(tier, &options)?;
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { swap_out.write(Box::into_raw(Box::new(spw_swap { swap }))) };
+        Ok(())
+    })
+}
+
+/// What was taken at open.
+///
+/// # Safety
+/// `budget_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_budget_of(
+    swap: Option<&spw_swap>,
+    budget_out: *mut spw_swap_budget,
+) -> spw_status {
+    guard(|| {
+        let swap = swap.ok_or_else(|| Error::invalid("swap", "is NULL"))?;
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { write_budget(swap.swap.budget(), budget_out) }
+    })
+}
+
+/// Gives every subgroup its state. `states` has, for each subgroup, the addresses of param, exp_avg and exp_avg_sq, f32
+/// each, to copy from; NULL is all zeros.
+///
+/// # Safety
+/// `states` points to `3 * subgroups` addresses, each NULL or of as many floats as the subgroup has elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *const *const f32) -> spw_status {
+    guard(|| {
+        let swap = object(swap)?;
+        if states.is_null() {
+            return Err(Error::invalid("states", "is NULL"));
+        }
+        swap.fill(|subgroup, state| {
+            let State { param, exp_avg, exp_avg_sq } = state;
+            for (stream, to) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
+                // SAFETY: the caller's promise: 3 addresses a subgroup, of as many floats.
+                unsafe {
+                    let from = states.add(STREAMS * subgroup + stream).read();
+                    match from.is_null() {
+                        true => to.fill(0.0),
+                        false => std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()),
+                    }
+                }
+            }
+            Ok(())
+        })
+    })
+}
+
+/// One Adam step of all subgroups, as `spw_adam_step` on tensors in memory, with the same bits: each subgroup is fetched,
+/// stepped, and written back unless it stays in memory for the next update; all of that overlaps. Gradients, of f32,
+/// bf16 or f16, are read where they are and never go to the tier.
+///
+/// `tensors[i]` is subgroup i, with its `n`, `grad` and, if wanted, `param_copy`, where the new parameter is published in 16
+/// bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg and exp_avg_sq are NULL.
+///
+/// After an error some subgroups may have been stepped: every call but `spw_swap_roll_back` and `spw_swap_close` is
+/// SPW_ERR_BUSY then.
+///
+/// # Safety
+/// As `spw_adam_step`; `count` is the number of subgroups.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_adam_step(
+    swap: Option<&mut spw_swap>,
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: usize,
+    stats: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        let swap = object(swap)?;
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            record::check_output(stats, "stats")?;
+            let raw = tensor::read_all(tensors, count)?;
+            check_inputs(swap, &raw)?;
+            let mut seen = vec![0.0; raw.len()];
+            swap.step(|subgroup, state| {
+                let whole = spw_tensor {
+                    param: state.param.as_mut_ptr().cast(),
+                    exp_avg: state.exp_avg.as_mut_ptr().cast(),
+                    exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
+                    ..raw[subgroup]
+                };
+                let named = |error: Error| error.without("tensors[0].").within(&format!("tensors[{subgroup}]."));
+                let mut jobs = adam::jobs(options, &whole, 1).map_err(named)?;
+                seen[subgroup] = optim::adam::step(&mut jobs, !stats.is_null())?.sum_squares;
+                Ok(())
+            })?;
+            tensor::write_stats(StepStats::of(squares_of(&seen)), stats)
+        }
+    })
+}
+
+/// Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
+/// included.
+///
+/// # Safety
+/// Each address is NULL or of as many floats as the subgroup has elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_read(
+    swap: Option<&mut spw_swap>,
+    subgroup: u64,
+    param: *mut f32,
+    exp_avg: *mut f32,
+    exp_avg_sq: *mut f32,
+) -> spw_status {
+    guard(|| {
+        let swap = object(swap)?;
+        let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
+        let bytes = swap.elements(subgroup)? * size_of::<f32>();
+        let span = |to: *mut f32| match to.is_null() {
+            true => Some(Span::empty()),
+            // SAFETY: the caller lends that many floats until the call returns.
+            false => unsafe { Span::new(to.cast(), bytes) },
+        };
+        let to = [param, exp_avg, exp_avg_sq].map(|to| span(to).unwrap_or(Span::empty()));
+        swap.read(subgroup, to)
+    })
+}
+
+/// Makes all state durable as `step`: what is newer in memory is written, then the tier commits (`spw_tier_commit`).
+///
+/// # Safety
+/// `payload` points to `payload_bytes` bytes, which the next open finds; NULL for none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_commit(
+    swap: Option<&mut spw_swap>,
+    step: u64,
+    payload: *const c_void,
+    payload_bytes: u64,
+) -> spw_status {
+    guard(|| {
+        let swap = object(swap)?;
+        let payload = match (payload.is_null(), payload_bytes) {
+            (_, 0) => &[][..],
+            (true, _) => return Err(Error::invalid("payload", "is NULL, but payload_bytes is not 0")),
+            // SAFETY: the caller's promise.
+            (false, bytes) => unsafe { std::slice::from_raw_parts(payload.cast(), bytes as usize) },
+        };
+        swap.commit(step, payload)
+    })
+}
+
+/// Goes back to the last commit, also after a failed step: what was stepped since is forgotten, in memory and on the tier.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_swap_roll_back(swap: Option<&mut spw_swap>) -> spw_status {
+    guard(|| object(swap)?.roll_back())
+}
+
+/// Counts since open.
+///
+/// # Safety
+/// `stats_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_get_stats(
+    swap: Option<&spw_swap>,
+    stats_out: *mut spw_swap_stats,
+) -> spw_status {
+    guard(|| {
+        let swap = swap.ok_or_else(|| Error::invalid("swap", "is NULL"))?;
+        let seen = swap.swap.stats();
+        let stats = spw_swap_stats {
+            struct_size: 0,
+            reserved: 0,
+            rounds: seen.pipeline.rounds,
+            hits: seen.pipeline.hits,
+            fetched: seen.pipeline.fetched,
+            flushed: seen.pipeline.flushed,
+            moved: seen.moved,
+            exposed_seconds: seen.exposed_seconds,
+        };
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { record::write(&stats, stats_out, "stats_out") }
+    })
+}
+
+/// Frees the object; the tier stays open. What was not committed is lost. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
+    guard(|| {
+        drop(swap);
+        Ok(())
+    })
+}
+
+fn object(swap: Option<&mut spw_swap>) -> Result<&mut Swap> {
+    swap.map(|swap| &mut swap.swap).ok_or_else(|| Error::invalid("swap", "is NULL"))
+}
+
+/// Sums of subgroups meet as those of the tensors of one call do.
+fn squares_of(parts: &[f64]) -> f64 {
+    match parts {
+        [] => 0.0,
+        [one] => *one,
+        many => {
+            let (left, right) = many.split_at(many.len() / 2);
+            squares::add(squares_of(left), squares_of(right))
+        }
+    }
+}
+
+/// Refuses what cannot be stepped before anything is.
+fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
+    if tensors.len() != swap.len() {
+        return Err(Error::invalid("count", format!("is {} for {} subgroups", tensors.len(), swap.len())));
+    }
+    for (index, raw) in tensors.iter().enumerate() {
+        let at = |error: Error| error.within(&format!("tensors[{index}]."));
+        let elements = swap.elements(index)? as u64;
+        let f32 = spw_dtype::SPW_DTYPE_F32 as u32;
+        let wrong = if raw.n != elements {
+            Some(("n", format!("is {}, the subgroup has {elements}", raw.n)))
+        } else if raw.param_dtype != f32 || raw.state_dtype != f32 {
+            Some(("param_dtype", "and state_dtype must be SPW_DTYPE_F32".to_string()))
+        } else if !raw.param.is_null() || !raw.exp_avg.is_null() || !raw.exp_avg_sq.is_null() {
+            Some(("param", "exp_avg and exp_avg_sq must be NULL: they are on the tier".to_string()))
+        } else if raw.grad.is_null() && raw.n > 0 {
+            Some(("grad", "is NULL".to_string()))
+        } else {
+            None
+        };
+        if let Some((argument, reason)) = wrong {
+            return Err(at(Error::invalid(argument, reason)));
+        }
+    }
+    tensor::check_overlap(tensors)
+}
+
+unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {
+    // SAFETY: the caller's promise is the callee's.
+    let raw = unsafe { record::read(options, "options") }?;
+    if raw.flags & !7 != 0 {
+        return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
+    }
+    if raw.subgroups > 1 << 32 || raw.elements.is_null() && raw.subgroups > 0 {
+        return Err(Error::invalid("options.elements", "is NULL, or there are over 2^32 subgroups"));
+    }
+    let patience = match raw.patience_seconds {
+        0.0 => Duration::from_secs(30),
+        seconds => Duration::try_from_secs_f64(seconds)
+            .map_err(|error| Error::invalid("options.patience_seconds", error.to_string()))?,
+    };
+    // SAFETY: the caller's promise: as many numbers as there are subgroups, or paths.
+    unsafe {
+        let numbers = |from: *const f64| (!from.is_null()).then(|| std::slice::from_raw_parts(from, paths).to_vec());
+        let elements = match raw.subgroups {
+            0 => Vec::new(),
+            count => std::slice::from_raw_parts(raw.elements, count as usize).to_vec(),
+        };
+        Ok(SwapOptions {
+            subgroups: elements,
+            host_bytes: raw.host_bytes,
+            backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
+            ratio: numbers(raw.ratio),
+            speeds: numbers(raw.speeds).unwrap_or_default(),
+            exclusive: raw.flags & 4 == 0,
+            patience,
+        })
+    }
+}
+
+unsafe fn write_budget(plan: budget::Budget, budget_out: *mut spw_swap_budget) -> Result<()> {
+    let values = spw_swap_budget {
+        struct_size: 0,
+        reserved: 0,
+        host_bytes: plan.host_bytes,
+        buffer_bytes: plan.buffer_bytes,
+        buffers: plan.buffers as u64,
+        cached: plan.cached as u64,
+        state_bytes: plan.state_bytes,
+        step_bytes: plan.step_bytes,
+    };
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { record::write(&values, budget_out, "budget_out") }
+}

@@ -3,12 +3,13 @@
 # make lib     the library and the command line tool, in target/release
 # make install PREFIX=/usr/local
 # make dist    libraries and wheels for x86-64 and Arm, in dist/
+# make kill    kill a process that steps a tier, at random moments, again and again   (ROUNDS=1000)
 # make bench   this machine against its own limits, then against torch and DeepSpeed
 
 PREFIX ?= /usr/local
 RELEASE = target/release
 
-.PHONY: demo test quick lib install bench dist packages
+.PHONY: demo test quick lib install kill bench dist packages
 
 demo: packages
 	ffi_tests/deepspeed/demo.sh
@@ -25,6 +26,11 @@ lib:
 
 install: lib
 	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so
+
+ROUNDS ?= 1000
+kill:
+	SPILLWAY_KILL_ROUNDS=$(ROUNDS) cargo test --test c -- tier_kill
+	@cat target/tmp/c/tier_kill/counts.txt
 
 bench: lib
 	$(RELEASE)/spillway bench adam

@@ -131,6 +131,22 @@ fn layout_of_rust() -> String {
             struct_size, reserved, reads, writes, read_bytes, written_bytes, failed, requests,
             direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck,
         }
+        capi::tier_options::spw_tier_path { struct_size, kind, directory, limit_bytes, reserve_bytes }
+        capi::tier_options::spw_tier_options {
+            struct_size, mode, job, host, rank, world, paths, path_count, durability, flags, block_bytes, stall_ms,
+            queue_depth, io_backend,
+        }
+        capi::tier_report::spw_tier_opened_info {
+            struct_size, resumed, step, payload_bytes, missing_paths, lost_extents,
+        }
+        capi::tier_report::spw_tier_extent_info {
+            struct_size, extent, bytes, generation, streams, committed, lost, blocks,
+        }
+        capi::tier_report::spw_tier_path_info {
+            struct_size, health, kind, reserved, read_bytes, written_bytes, reading_ns, writing_ns, wear_bytes,
+            file_bytes, free_bytes, blocks,
+        }
+        capi::tier_report::spw_tier_checked { struct_size, reserved, extents, blocks, bytes, damaged }
     }
 }
 

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 use support::{Finished, empty_dir, exists, install, probe_library, release_library, root, run, succeed};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
+/// With SPILLWAY_KILL_ROUNDS, which asks for a long run.
+const LONG: Duration = Duration::from_secs(3600);
 
 enum Outcome {
     Passed,
@@ -119,7 +121,10 @@ fn test(program: &Program, places: &Places) -> Outcome {
     }
     match program.build {
         Build::Valgrind => under_valgrind(&binary, &folder),
-        _ => judge(run(&mut command(&binary, &folder), TIMEOUT)),
+        _ => {
+            let long = std::env::var_os("SPILLWAY_KILL_ROUNDS").is_some();
+            judge(run(&mut command(&binary, &folder), if long { LONG } else { TIMEOUT }))
+        }
     }
 }
 

@@ -28,4 +28,10 @@ pub mod pool;
 
 pub mod io;
 
+pub mod tier_options;
+
+pub mod tier;
+
+pub mod tier_report;
+
 pub mod deepspeed;

@@ -6,6 +6,7 @@
 //! | [`options`] | settings |
 //! | `jobs`, `transfer` | reads and writes under way: judged, moved elsewhere, checked |
 //! | `commit`, `recover` | the order of writes and syncs that makes a step durable, and the way back |
+//! | `export` | the committed state as plain files, and back |
 //! | [`inspect`] | checking every block, the state of paths, the end of a tier |
 //! | [`superblock`], [`layout`], `wire` | bytes on disk |
 //! | [`extent`], `sums` | streams, blocks, chunks, and checksums of blocks |
@@ -15,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod commit;
+mod export;
 mod jobs;
 mod medium;
 mod path;

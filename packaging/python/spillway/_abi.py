@@ -111,8 +111,49 @@ class IoStats(Structure):
                 ("resumed", c_uint64), ("retried", c_uint64), ("pending", c_uint64), ("stuck", c_uint64)]
 
 
+class TierPath(Structure):
+    c_name = "spw_tier_path"
+    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("directory", c_char_p),
+                ("limit_bytes", c_uint64), ("reserve_bytes", c_uint64)]
+
+
+class TierOptions(Structure):
+    c_name = "spw_tier_options"
+    _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("job", c_char_p), ("host", c_char_p),
+                ("rank", c_uint32), ("world", c_uint32), ("paths", POINTER(TierPath)), ("path_count", c_uint64),
+                ("durability", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("stall_ms", c_uint64),
+                ("queue_depth", c_uint32), ("io_backend", c_uint32)]
+
+
+class TierOpenedInfo(Structure):
+    c_name = "spw_tier_opened_info"
+    _fields_ = [("struct_size", c_uint32), ("resumed", c_uint32), ("step", c_uint64), ("payload_bytes", c_uint64),
+                ("missing_paths", c_uint64), ("lost_extents", c_uint64)]
+
+
+class TierExtentInfo(Structure):
+    c_name = "spw_tier_extent_info"
+    _fields_ = [("struct_size", c_uint32), ("extent", c_uint32), ("bytes", c_uint64), ("generation", c_uint64),
+                ("streams", c_uint32), ("committed", c_uint32), ("lost", c_uint32), ("blocks", c_uint32)]
+
+
+class TierPathInfo(Structure):
+    c_name = "spw_tier_path_info"
+    _fields_ = [("struct_size", c_uint32), ("health", c_uint32), ("kind", c_uint32), ("reserved", c_uint32),
+                ("read_bytes", c_uint64), ("written_bytes", c_uint64), ("reading_ns", c_uint64),
+                ("writing_ns", c_uint64), ("wear_bytes", c_uint64), ("file_bytes", c_uint64),
+                ("free_bytes", c_uint64), ("blocks", c_uint64)]
+
+
+class TierChecked(Structure):
+    c_name = "spw_tier_checked"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("extents", c_uint64), ("blocks", c_uint64),
+                ("bytes", c_uint64), ("damaged", c_uint64)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
-              PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats)
+              PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats,
+              TierPath, TierOptions, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked)
 
 _STATUS = c_int32
 _STEP = [c_void_p, c_size_t, POINTER(StepStats)]
@@ -184,6 +225,27 @@ PROTOTYPES = {
     "spw_ds_lion_create": (_STATUS, [c_int32]),
     "spw_ds_lion_update": (_STATUS, [c_int32, c_uint64, c_float, c_float, c_float, c_float, POINTER(Tensor)]),
     "spw_ds_lion_destroy": (_STATUS, [c_int32]),
+    "spw_tier_open": (_STATUS, [POINTER(TierOptions), POINTER(c_void_p)]),
+    "spw_tier_close": (_STATUS, [c_void_p, c_int64]),
+    "spw_tier_destroy": (_STATUS, [c_void_p]),
+    "spw_tier_collect": (_STATUS, [c_char_p, c_char_p, c_char_p, c_uint32]),
+    "spw_tier_define": (_STATUS, [c_void_p, c_char_p, POINTER(c_uint64), c_uint64, POINTER(c_uint32)]),
+    "spw_tier_remove": (_STATUS, [c_void_p, c_uint32]),
+    "spw_tier_put": (_STATUS, [c_void_p, c_uint32, POINTER(c_void_p), c_int32, POINTER(c_uint64)]),
+    "spw_tier_put_striped": (_STATUS, [c_void_p, c_uint32, POINTER(c_void_p), POINTER(c_uint32), c_uint64,
+                                       POINTER(c_uint64)]),
+    "spw_tier_get": (_STATUS, [c_void_p, c_uint32, POINTER(c_void_p), POINTER(c_uint64)]),
+    "spw_tier_wait": (_STATUS, [c_void_p, c_uint64, c_int64, POINTER(c_uint64)]),
+    "spw_tier_commit": (_STATUS, [c_void_p, c_uint64, c_void_p, c_uint64]),
+    "spw_tier_rollback": (_STATUS, [c_void_p]),
+    "spw_tier_opened": (_STATUS, [c_void_p, POINTER(TierOpenedInfo), c_void_p, c_uint64]),
+    "spw_tier_extent_get": (_STATUS, [c_void_p, c_uint64, POINTER(TierExtentInfo), c_char_p, c_size_t]),
+    "spw_tier_path_get": (_STATUS, [c_void_p, c_uint32, POINTER(TierPathInfo), c_char_p, c_size_t]),
+    "spw_tier_path_set": (_STATUS, [c_void_p, c_uint32, c_uint32]),
+    "spw_tier_evacuate": (_STATUS, [c_void_p, c_uint32]),
+    "spw_tier_verify": (_STATUS, [c_void_p, POINTER(TierChecked)]),
+    "spw_tier_export": (_STATUS, [c_void_p, c_char_p, POINTER(c_uint64)]),
+    "spw_tier_import": (_STATUS, [c_void_p, c_char_p, POINTER(c_uint64)]),
 }
 
 

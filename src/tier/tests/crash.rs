@@ -161,6 +161,51 @@ fn a_path_that_fails_on_the_way_leaves_every_crash_point_whole() {
     }
 }
 
+/// After a commit that nobody can say the outcome of, both steps keep their places until one succeeds.
+#[test]
+fn a_commit_of_unknown_outcome_leaves_every_crash_point_whole() {
+    let clean = [Disk::default()];
+    let opened = Tier::open(on_disks(&clean, &[])).unwrap();
+    step(&opened, 1).unwrap();
+    let before = clean[0].requests();
+    step(&opened, 2).unwrap();
+    let after = clean[0].requests();
+    drop(opened);
+    for nth in before..after {
+        let journal = Journal::default();
+        let disks = [Disk::journaled(&journal, 0)];
+        let fault = Faults { fail_nth: Some((nth, libc::EIO)), ..Faults::default() };
+        let tier = Tier::open(on_disks(&disks, &[fault])).unwrap();
+        let mut commits = Vec::new();
+        let mut failed = 0;
+        for number in 1..=4 {
+            let began = journal.len();
+            let outcome = step(&tier, number);
+            let ended = if outcome.is_ok() { journal.len() } else { usize::MAX };
+            commits.push(Commit { step: number, began, ended });
+            if outcome.is_err() {
+                failed += 1;
+                tier.set_health(0, crate::tier::Health::Healthy, "").unwrap();
+                match nth % 2 {
+                    0 => drop(tier.finish_writes()),
+                    _ => tier.roll_back().unwrap(),
+                }
+            }
+        }
+        assert_eq!(failed, 1, "request {nth}");
+        drop(tier);
+        for events in commits[0].ended..=journal.len() {
+            let (crash, seed) = FATES[events % FATES.len()];
+            let image = journal.image(1, events, crash, seed);
+            check(
+                &image,
+                &allowed(&commits, events),
+                &format!("request {nth}, {events} events, {crash:?} {seed}"),
+            );
+        }
+    }
+}
+
 #[test]
 fn rolling_back_gives_the_committed_step_and_its_places_stay_whole() {
     let disks = [Disk::default(), Disk::default()];

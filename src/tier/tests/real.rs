@@ -1,2 +1,310 @@
-//! x
+//! Real directories: locks, stale files, full file systems, exports.
 #![forbid(unsafe_code)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::*;
+use crate::error::{Error, IoKind, TierKind};
+use crate::tier::Health;
+use crate::tier::directory::{collect, scan};
+
+/// Directories on a disk, on memory, and in memory of the process.
+fn bases() -> (tempfile::TempDir, Vec<PathBuf>) {
+    let target = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target");
+    fs::create_dir_all(&target).unwrap();
+    let dir = tempfile::tempdir_in(target).unwrap();
+    let bases: Vec<PathBuf> = ["fast", "slow"].iter().map(|name| dir.path().join(name)).collect();
+    bases.iter().for_each(|base| fs::create_dir(base).unwrap());
+    (dir, bases)
+}
+
+fn options(bases: &[PathBuf]) -> TierOptions {
+    TierOptions { block_bytes: BLOCK, ..TierOptions::new(owner(), bases.to_vec()) }
+}
+
+fn kind(outcome: Result<Tier>) -> (Option<TierKind>, String) {
+    let error = outcome.err().expect("it is refused");
+    (error.tier_kind(), error.to_string())
+}
+
+#[test]
+fn steps_on_real_directories_are_found_again_with_every_durability_and_backend() {
+    use crate::io::options::Choice;
+    for durability in [Durability::Process, Durability::Data, Durability::Full] {
+        for (backend, direct) in [(Choice::Auto, true), (Choice::Threads, true), (Choice::Auto, false)] {
+            let (_dir, bases) = bases();
+            let options = || {
+                let mut options = TierOptions { durability, ..options(&bases) };
+                (options.io.backend, options.io.direct) = (backend, direct);
+                options
+            };
+            let tier = Tier::open(options()).unwrap();
+            (1..=4).for_each(|number| step(&tier, number).unwrap());
+            write(&tier, 1, 999, &Placement::Auto).unwrap();
+            tier.close(PATIENCE).unwrap();
+            let tier = Tier::open(TierOptions { mode: Mode::Resume, ..options() }).unwrap();
+            assert!(tier.opened().resumed && is_at(&tier, 4));
+            let reports = tier.paths();
+            assert!(reports.iter().all(|path| path.read_bytes > 0 && path.wear > path.written_bytes));
+            assert!(
+                reports.iter().all(|path| path.reading > Duration::ZERO && path.health == Health::Healthy)
+            );
+            assert_eq!(tier.verify().unwrap().damage, []);
+            tier.destroy().unwrap();
+            assert!(bases.iter().all(|base| fs::read_dir(base).unwrap().next().is_none()), "all is gone");
+        }
+    }
+}
+
+#[test]
+fn paths_may_come_in_another_order_under_another_name_and_with_a_new_one() {
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    step(&tier, 1).unwrap();
+    drop(tier);
+    let moved = [dir.path().join("elsewhere"), dir.path().join("new"), bases[0].clone()];
+    fs::rename(&bases[1], &moved[0]).unwrap();
+    fs::create_dir(&moved[1]).unwrap();
+    let tier = Tier::open(options(&moved)).unwrap();
+    assert!(is_at(&tier, 1));
+    assert_eq!(tier.paths().len(), 3);
+    step(&tier, 2).unwrap();
+    drop(tier);
+    assert!(is_at(&Tier::open(options(&moved)).unwrap(), 2));
+    let (found, words) = kind(Tier::open(options(&moved[..2])));
+    assert_eq!(found, Some(TierKind::PathMissing));
+    assert!(words.contains("fast"), "{words}");
+}
+
+#[test]
+fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
+    let (_dir, bases) = bases();
+    let with_memory = || {
+        let mut options = options(&bases[..1]);
+        options.paths.push(PathOptions { place: Place::Memory, limit: Some(1 << 20), reserve: 0 });
+        options
+    };
+    let tier = Tier::open(with_memory()).unwrap();
+    write(&tier, 0, 5, &Placement::On(0)).unwrap();
+    write(&tier, 1, 6, &Placement::On(1)).unwrap();
+    tier.commit(1, &[]).unwrap();
+    assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 6).unwrap());
+    assert!(tier.paths()[1].memory);
+    drop(tier);
+    assert_eq!(kind(Tier::open(with_memory())).0, Some(TierKind::PathMissing));
+    let tier = Tier::open(TierOptions { degraded: true, ..with_memory() }).unwrap();
+    assert_eq!(tier.opened().lost, ["subgroup-1"]);
+    write(&tier, 1, 7, &Placement::On(2)).unwrap();
+    assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 7).unwrap());
+}
+
+#[test]
+fn two_tiers_on_one_path_exclude_each_other_and_a_dead_one_can_be_collected() {
+    let (_dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    let (found, words) = kind(Tier::open(options(&bases)));
+    assert_eq!(found, Some(TierKind::Locked));
+    assert!(words.contains("this process") && words.contains("fast"), "{words}");
+    // Another rank, and another job, beside it.
+    let mut other = TierOptions { world: 2, ..options(&bases) };
+    other.owner.rank = 1;
+    let second = Tier::open(other).unwrap();
+    let list = scan(&bases[0]).unwrap();
+    assert_eq!(list.len(), 2);
+    assert!(list.iter().all(|one| one.live.is_some()));
+    assert_eq!(collect(&bases[0], &owner()).unwrap_err().tier_kind(), Some(TierKind::Locked));
+    drop((tier, second));
+    let list = scan(&bases[0]).unwrap();
+    assert!(list.iter().all(|one| one.live.is_none() && one.bytes > 0), "{list:?}");
+    list.iter().for_each(|one| collect(&bases[0], &one.owner).unwrap());
+    assert!(scan(&bases[0]).unwrap().is_empty());
+    assert_eq!(
+        kind(Tier::open(TierOptions { mode: Mode::Resume, ..options(&bases[..1]) })).0,
+        Some(TierKind::NoState)
+    );
+}
+
+fn rank_dir(base: &Path) -> PathBuf {
+    owner().below(base)
+}
+
+#[test]
+fn stale_files_of_another_run_rank_version_or_size_are_refused_and_named() {
+    let (_dir, bases) = bases();
+    let step_on = |bases: &[PathBuf]| {
+        let tier = Tier::open(options(bases)).unwrap();
+        step(&tier, 1).unwrap();
+    };
+    step_on(&bases);
+    let refused = |options: TierOptions, expected: TierKind, part: &str| {
+        let (found, words) = kind(Tier::open(options));
+        assert_eq!(found, Some(expected), "{words}");
+        assert!(words.contains(part) && words.contains("rank-"), "{words}");
+    };
+    // A tier where a new one is to be made.
+    refused(
+        TierOptions { mode: Mode::Create, ..options(&bases) },
+        TierKind::Foreign,
+        "step 1 of job \"run\"",
+    );
+    // Another number of ranks.
+    refused(TierOptions { world: 4, ..options(&bases) }, TierKind::Foreign, "rank 0 of 1");
+    // Directories of another rank under this rank's name.
+    let mut other = TierOptions { world: 2, ..options(&bases) };
+    other.owner.rank = 1;
+    for base in &bases {
+        fs::create_dir_all(other.owner.below(base)).unwrap();
+        for file in ["superblock.0", "superblock.1", "data", "lock"] {
+            fs::copy(rank_dir(base).join(file), other.owner.below(base).join(file)).unwrap();
+        }
+    }
+    refused(other.clone(), TierKind::Foreign, "rank 0 of 1");
+    bases.iter().for_each(|base| collect(base, &other.owner).unwrap());
+
+    // One path of another run of the same name.
+    let (_dir2, bases2) = self::bases();
+    step_on(&bases2);
+    refused(options(&[bases[0].clone(), bases2[1].clone()]), TierKind::Foreign, "another tier");
+    // Two copies of one path.
+    let copied = bases2[1].join("copy");
+    fs::create_dir_all(rank_dir(&copied)).unwrap();
+    for file in ["superblock.0", "superblock.1", "data"] {
+        fs::copy(rank_dir(&bases[0]).join(file), rank_dir(&copied).join(file)).unwrap();
+    }
+    refused(options(&[bases[0].clone(), bases[1].clone(), copied]), TierKind::Foreign, "copy");
+    // A data file that was cut off.
+    let data = rank_dir(&bases[0]).join("data");
+    let whole = fs::read(&data).unwrap();
+    fs::write(&data, &whole[..whole.len() - 4096 * 3]).unwrap();
+    refused(options(&bases), TierKind::Format, "data");
+    fs::write(&data, &whole).unwrap();
+    assert!(is_at(&Tier::open(options(&bases)).unwrap(), 1));
+    // Another format version.
+    for base in &bases {
+        for copy in ["superblock.0", "superblock.1"] {
+            let path = rank_dir(base).join(copy);
+            let mut bytes = fs::read(&path).unwrap();
+            bytes[8] = 9;
+            fs::write(path, bytes).unwrap();
+        }
+    }
+    refused(options(&bases), TierKind::Format, "format version is 9");
+}
+
+#[test]
+fn extents_with_other_streams_and_disks_that_are_not_mounted_are_refused() {
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    step(&tier, 1).unwrap();
+    let error = tier.define(&name_of(0), &[10_000]).unwrap_err();
+    assert_eq!(error.tier_kind(), Some(TierKind::Foreign));
+    assert!(error.to_string().contains("subgroup-0") && error.to_string().contains("[10000]"), "{error}");
+    for name in ["", "a\0b", &"x".repeat(256)] {
+        assert!(tier.define(name, &[1]).is_err());
+    }
+    drop(tier);
+    let error = Tier::open(options(&[dir.path().join("not-mounted")])).unwrap_err();
+    assert_eq!(error.io_kind(), Some(IoKind::NotFound));
+    assert!(error.to_string().contains("is it mounted?"), "{error}");
+    for job in ["", "a/b", "..", ".hidden"] {
+        let mut options = options(&bases);
+        options.owner.job = job.to_string();
+        assert!(matches!(Tier::open(options), Err(Error::InvalidArgument { .. })), "{job:?}");
+    }
+}
+
+#[test]
+fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    let out = dir.path().join("checkpoint");
+    assert_eq!(tier.export(&out).unwrap_err().tier_kind(), Some(TierKind::NoState));
+    step(&tier, 1).unwrap();
+    write(&tier, 0, 3, &Placement::Auto).unwrap();
+    assert!(matches!(tier.export(&out), Err(Error::Busy(_))));
+    step(&tier, 7).unwrap();
+    assert_eq!(tier.export(&out), Ok(7));
+    assert!(tier.export(&out).is_err(), "it is there");
+    // Plain bytes that anything can read.
+    assert_eq!(fs::read(out.join("extent-00001.stream-0.bin")).unwrap(), pattern(seed_of(7, 1) * 10, 20_000));
+    let manifest: serde_json::Value =
+        serde_json::from_slice(&fs::read(out.join("manifest.json")).unwrap()).unwrap();
+    assert_eq!(
+        (&manifest["step"], &manifest["extents"][0]["streams"][1]["bytes"]),
+        (&7.into(), &5000.into())
+    );
+
+    let (_dir2, others) = self::bases();
+    let copy = Tier::open(options(&others[..1])).unwrap();
+    assert_eq!(copy.import(&out), Ok(7));
+    drop(copy);
+    assert!(is_at(&Tier::open(options(&others[..1])).unwrap(), 7));
+
+    let damaged = out.join("extent-00002.stream-0.bin");
+    let mut bytes = fs::read(&damaged).unwrap();
+    bytes[77] ^= 1;
+    fs::write(&damaged, &bytes).unwrap();
+    step(&tier, 8).unwrap();
+    let error = tier.import(&out).unwrap_err();
+    assert_eq!(error.tier_kind(), Some(TierKind::Corrupt));
+    assert!(error.to_string().contains("extent-00002.stream-0.bin"), "{error}");
+    (0..STREAMS.len()).for_each(|n| assert!(read(&tier, n, seed_of(8, n)).unwrap()));
+    fs::write(&damaged, &bytes[1..]).unwrap();
+    assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
+    fs::write(out.join("manifest.json"), b"{\"format\": 3}").unwrap();
+    assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
+}
+
+/// A file system of its own that holds few bytes; unmounted on drop.
+struct Small(PathBuf);
+
+impl Small {
+    fn mount(at: PathBuf, bytes: u64) -> Option<Small> {
+        fs::create_dir_all(&at).unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"]).arg(&at);
+        mount.output().is_ok_and(|done| done.status.success()).then_some(Small(at))
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).output();
+    }
+}
+
+#[test]
+fn full_file_systems_are_left_for_others_or_named_and_lose_nothing() {
+    let (dir, bases) = bases();
+    let Some(small) = Small::mount(dir.path().join("small"), 300 << 10) else {
+        return println!("skipped: mounting needs root");
+    };
+    let tier = Tier::open(options(&[small.0.clone(), bases[0].clone()])).unwrap();
+    (1..=6).for_each(|number| step(&tier, number).unwrap());
+    assert!(tier.paths()[0].file_bytes <= 300 << 10);
+    drop(tier);
+    assert!(is_at(&Tier::open(options(&[small.0.clone(), bases[0].clone()])).unwrap(), 6));
+    collect(&small.0, &owner()).unwrap();
+
+    let Some(other) = Small::mount(dir.path().join("other"), 300 << 10) else { return };
+    let both = [small.0.clone(), other.0.clone()];
+    let tier = Tier::open(options(&both)).unwrap();
+    step(&tier, 1).unwrap();
+    let error = (0..20).find_map(|n| {
+        let large = tier.define(&format!("large-{n}"), &[50_000]).unwrap();
+        let memory = Memory::filled(&[50_000], n);
+        let ticket = tier.write(large, &memory.spans(), &Placement::Auto, None);
+        ticket.and_then(|ticket| tier.wait(ticket, PATIENCE)).err()
+    });
+    let error = error.expect("600 KB do not hold a megabyte");
+    assert_eq!(error.io_kind(), Some(IoKind::NoSpace), "{error}");
+    assert!(error.to_string().contains("bytes") && error.to_string().contains("rank-0"), "{error}");
+    tier.roll_back().unwrap();
+    tier.commit(2, &1_u64.to_le_bytes()).unwrap();
+    drop(tier);
+    let tier = Tier::open(options(&both)).unwrap();
+    assert_eq!(tier.opened().step, Some(2));
+    (0..STREAMS.len()).for_each(|n| assert!(read(&tier, n, seed_of(1, n)).unwrap()));
+}

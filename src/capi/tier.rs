@@ -1,0 +1,308 @@
+//! The virtual tier: opening, extents, commits.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_void};
+use std::time::Duration;
+
+use super::guard::guard;
+use super::library::out;
+use super::record;
+use super::status::spw_status;
+use super::tier_options::{owner, parse, path, spw_tier_options, text};
+use crate::error::{Error, Result};
+use crate::sys::span::Span;
+use crate::tier::directory::collect;
+use crate::tier::{Placement, Tier};
+
+/// A virtual tier: named extents over several paths. Any number of threads may use one at a time.
+///
+/// An extent is a name and up to 64 streams of bytes, for a subgroup its master weights and moments. What is put is new
+/// until `spw_tier_commit` makes everything put so far durable as one step; a crash at any moment leaves a tier that
+/// opens at the last committed step, whole. Every block is checked against its checksum whenever it is read (MLP-Offload,
+/// section 3.2, has the tiers; the rest is new).
+pub struct spw_tier(pub(super) Tier);
+
+/// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
+/// the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
+/// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
+/// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED.
+///
+/// # Safety
+/// `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_open(
+    options: *const spw_tier_options,
+    tier_out: *mut *mut spw_tier,
+) -> spw_status {
+    guard(|| {
+        let tier_out = out(tier_out, "tier_out")?;
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            let tier = Tier::open(parse(&record::read(options, "options")?)?)?;
+            tier_out.write(Box::into_raw(Box::new(spw_tier(tier))));
+        }
+        Ok(())
+    })
+}
+
+/// Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
+/// is gone whatever is returned. What was not committed is lost; what was is found by the next open.
+///
+/// # Safety
+/// `tier` is NULL or came from `spw_tier_open`, and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_close(tier: *mut spw_tier, timeout_ms: i64) -> spw_status {
+    guard(|| match tier.is_null() {
+        true => Ok(()),
+        // SAFETY: made by Box::into_raw in spw_tier_open, and given up by the caller.
+        false => unsafe { Box::from_raw(tier) }.0.close(timeout(timeout_ms)),
+    })
+}
+
+/// Removes the tier's files from every path and frees the tier, which is gone whatever is returned.
+///
+/// # Safety
+/// As `spw_tier_close`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_destroy(tier: *mut spw_tier) -> spw_status {
+    guard(|| match tier.is_null() {
+        true => Ok(()),
+        // SAFETY: made by Box::into_raw in spw_tier_open, and given up by the caller.
+        false => unsafe { Box::from_raw(tier) }.0.destroy(),
+    })
+}
+
+/// Removes what a run that is dead left below `directory`. `host` may be NULL for this machine's name. A live run is
+/// SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+///
+/// # Safety
+/// The strings are C strings; `host` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_collect(
+    directory: *const c_char,
+    job: *const c_char,
+    host: *const c_char,
+    rank: u32,
+) -> spw_status {
+    // SAFETY: the caller's promises are the callees'.
+    guard(|| unsafe { collect(&path(directory, "directory")?, &owner(job, host, rank)?) })
+}
+
+/// Finds the extent with this name, or makes it, with streams of these many bytes. One that exists with other streams is
+/// SPW_ERR_FOREIGN. Its number is good while the tier is open.
+///
+/// # Safety
+/// `tier` is open, `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_define(
+    tier: *mut spw_tier,
+    name: *const c_char,
+    stream_bytes: *const u64,
+    stream_count: u64,
+    extent_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let extent_out = out(extent_out, "extent_out")?;
+        if stream_bytes.is_null() || stream_count > 64 {
+            return Err(Error::invalid("stream_bytes", "is NULL, or has more than 64 streams"));
+        }
+        // SAFETY: the caller's promise; checked for NULL.
+        unsafe {
+            let streams = std::slice::from_raw_parts(stream_bytes, stream_count as usize);
+            extent_out.write(open(tier)?.define(text(name, "name")?, streams)?);
+        }
+        Ok(())
+    })
+}
+
+/// Takes an extent out with the next commit.
+///
+/// # Safety
+/// `tier` is open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_remove(tier: *mut spw_tier, extent: u32) -> spw_status {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe { open(tier) }?.remove(extent))
+}
+
+/// Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
+/// any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
+/// least lies; a path that fails or is full is left for another, and the wait tells only if none took it. The committed
+/// contents stay as they are.
+///
+/// # Safety
+/// `tier` is open; the streams stay as they are until the ticket was waited for; `ticket_out` points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_put(
+    tier: *mut spw_tier,
+    extent: u32,
+    streams: *const *const c_void,
+    path: i32,
+    ticket_out: *mut u64,
+) -> spw_status {
+    let placement = u32::try_from(path).map_or(Placement::Auto, Placement::On);
+    // SAFETY: the caller's promises are the callee's.
+    unsafe { put(tier, extent, streams, &placement, ticket_out) }
+}
+
+/// As `spw_tier_put`, in pieces over several paths: `path_blocks` has for each path, by number, how many blocks it
+/// takes. Blocks left over go to the last one that takes any.
+///
+/// # Safety
+/// As `spw_tier_put`; `path_blocks` points to `path_count` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_put_striped(
+    tier: *mut spw_tier,
+    extent: u32,
+    streams: *const *const c_void,
+    path_blocks: *const u32,
+    path_count: u64,
+    ticket_out: *mut u64,
+) -> spw_status {
+    if path_blocks.is_null() || path_count == 0 || path_count > 1 << 16 {
+        return guard(|| Err(Error::invalid("path_blocks", "is NULL, empty or too long")));
+    }
+    // SAFETY: the caller's promise; checked for NULL.
+    let blocks = unsafe { std::slice::from_raw_parts(path_blocks, path_count as usize) };
+    let parts = (0..).zip(blocks.iter().copied()).filter(|(_, blocks)| *blocks > 0).collect();
+    // SAFETY: the caller's promises are the callee's.
+    unsafe { put(tier, extent, streams, &Placement::Striped(parts), ticket_out) }
+}
+
+/// Begins to read what was last put and waited for, or the committed contents after an open. A NULL stream is left out.
+/// The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
+///
+/// # Safety
+/// `tier` is open; the streams may be written to until the ticket was waited for, and nobody else uses them meanwhile;
+/// `ticket_out` points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_get(
+    tier: *mut spw_tier,
+    extent: u32,
+    streams: *const *mut c_void,
+    ticket_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let ticket_out = out(ticket_out, "ticket_out")?;
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            let tier = open(tier)?;
+            let spans = spans(tier, extent, streams.cast(), true)?;
+            ticket_out.write(tier.read(extent, &spans, false)?);
+        }
+        Ok(())
+    })
+}
+
+/// Waits for a ticket, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and is done with it,
+/// except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or read.
+///
+/// # Safety
+/// `tier` is open, `generation_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_wait(
+    tier: *mut spw_tier,
+    ticket: u64,
+    timeout_ms: i64,
+    generation_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise; NULL is not written to.
+        unsafe {
+            let generation = open(tier)?.wait(ticket, timeout(timeout_ms))?;
+            if !generation_out.is_null() {
+                generation_out.write(generation);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Makes everything put so far durable, as step `step`, with up to 1 MiB of the caller's own bytes, which the next open
+/// gives back. It waits for puts under way. If one of them failed since the last commit, its error is returned until the
+/// extent is put again or `spw_tier_rollback`; after any error the last committed step is still what an open finds, or,
+/// where the devices gave no answer, this one.
+///
+/// # Safety
+/// `tier` is open, `payload` points to `payload_bytes` bytes, or is NULL if there are none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_commit(
+    tier: *mut spw_tier,
+    step: u64,
+    payload: *const c_void,
+    payload_bytes: u64,
+) -> spw_status {
+    guard(|| {
+        if payload.is_null() && payload_bytes > 0 || payload_bytes > 1 << 30 {
+            return Err(Error::invalid("payload", "is NULL, or too long"));
+        }
+        // SAFETY: the caller's promise; NULL has no bytes.
+        let payload = match payload_bytes {
+            0 => &[][..],
+            bytes => unsafe { std::slice::from_raw_parts(payload.cast::<u8>(), bytes as usize) },
+        };
+        // SAFETY: the caller's promise.
+        unsafe { open(tier) }?.commit(step, payload)
+    })
+}
+
+/// Forgets everything put since the last commit: reads see the committed contents again.
+///
+/// # Safety
+/// `tier` is open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_rollback(tier: *mut spw_tier) -> spw_status {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe { open(tier) }?.roll_back())
+}
+
+unsafe fn put(
+    tier: *mut spw_tier,
+    extent: u32,
+    streams: *const *const c_void,
+    placement: &Placement,
+    ticket_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let ticket_out = out(ticket_out, "ticket_out")?;
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            let tier = open(tier)?;
+            let spans = spans(tier, extent, streams, false)?;
+            ticket_out.write(tier.write(extent, &spans, placement, None)?);
+        }
+        Ok(())
+    })
+}
+
+/// The caller's memory for each stream; with `optional`, NULL is an empty span.
+unsafe fn spans(
+    tier: &Tier,
+    extent: u32,
+    streams: *const *const c_void,
+    optional: bool,
+) -> Result<Vec<Span>> {
+    if streams.is_null() {
+        return Err(Error::invalid("streams", "is NULL"));
+    }
+    let shape = tier.shape(extent)?;
+    let span = |(n, bytes): (usize, &u64)| {
+        // SAFETY: the caller has one pointer for each stream, good for its bytes.
+        unsafe {
+            let start = streams.add(n).read().cast_mut().cast::<u8>();
+            let len = if start.is_null() && optional { 0 } else { *bytes as usize };
+            Span::new(start, len).ok_or_else(|| Error::invalid(format!("streams[{n}]"), "is NULL"))
+        }
+    };
+    shape.streams().iter().enumerate().map(span).collect()
+}
+
+pub(super) unsafe fn open<'a>(tier: *const spw_tier) -> Result<&'a Tier> {
+    // SAFETY: NULL, or an open tier by the caller's promise.
+    unsafe { tier.as_ref() }.map(|tier| &tier.0).ok_or_else(|| Error::invalid("tier", "is NULL"))
+}
+
+/// `None`, for ever, if negative.
+fn timeout(milliseconds: i64) -> Option<Duration> {
+    u64::try_from(milliseconds).ok().map(Duration::from_millis)
+}

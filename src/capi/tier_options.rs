@@ -1,0 +1,213 @@
+//! The virtual tier: what it is opened with.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{CStr, OsStr, c_char};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::record::{self, Record};
+use crate::error::{Error, Result};
+use crate::io::options::Choice;
+use crate::sys::host;
+use crate::tier::directory::Owner;
+use crate::tier::options::{Durability, Mode, PathOptions, Place, TierOptions};
+
+/// What `spw_tier_open` does with what is there. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_mode {
+    /// Go on if there is a committed state, else make a new tier.
+    SPW_TIER_AUTO = 0,
+    /// Make a new tier; a committed state on one of the paths is SPW_ERR_FOREIGN.
+    SPW_TIER_CREATE = 1,
+    /// Go on at the last committed step; none is SPW_ERR_NO_STATE.
+    SPW_TIER_RESUME = 2,
+}
+
+/// What a commit waits for. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_durability {
+    /// The devices' word that data and superblocks are durable (fdatasync): survives a power cut.
+    SPW_TIER_DURABLE_DATA = 0,
+    /// Nothing: a killed process loses nothing, a machine that stops may.
+    SPW_TIER_DURABLE_PROCESS = 1,
+    /// As SPW_TIER_DURABLE_DATA; directories are synced as well and superblocks read back.
+    SPW_TIER_DURABLE_FULL = 2,
+}
+
+/// Kinds of paths. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_kind {
+    /// A directory that exists: a local disk, a mounted file system.
+    SPW_TIER_DIRECTORY = 0,
+    /// Memory of this process. What lies there is lost with it, commits notwithstanding.
+    SPW_TIER_MEMORY = 1,
+}
+
+/// Choices for a tier, added together.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_flag {
+    /// Open without paths that are missing; `spw_tier_opened` says what is lost.
+    SPW_TIER_DEGRADED = 1,
+    /// Go through the page cache, even where the file system allows O_DIRECT.
+    SPW_TIER_NO_DIRECT = 2,
+}
+
+/// One path of a tier.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_path {
+    /// `sizeof(spw_tier_path)`, the same in all of an array.
+    pub struct_size: u32,
+    /// `spw_tier_kind`
+    pub kind: u32,
+    /// The directory, which exists: a disk that is not mounted is an error. NULL for memory.
+    pub directory: *const c_char,
+    /// Most bytes of the path's data file; 0 is no limit but the device's.
+    pub limit_bytes: u64,
+    /// Bytes that the data file takes from the start.
+    pub reserve_bytes: u64,
+}
+
+// SAFETY: integers and a pointer without padding; a null pointer is valid.
+unsafe impl Record for spw_tier_path {
+    const FIRST_SIZE: usize = 32;
+    const NAME: &'static str = "spw_tier_path";
+}
+
+/// Settings of a tier. Zero is the default of every field but job and paths.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_options {
+    /// `sizeof(spw_tier_options)`
+    pub struct_size: u32,
+    /// `spw_tier_mode`
+    pub mode: u32,
+    /// Name of the run, fit for a directory.
+    pub job: *const c_char,
+    /// Name of the machine; NULL is its own.
+    pub host: *const c_char,
+    /// Rank in the run.
+    pub rank: u32,
+    /// Ranks of the run; 0 is 1.
+    pub world: u32,
+    /// The paths. Their order does not matter when a tier is opened again.
+    pub paths: *const spw_tier_path,
+    /// How many.
+    pub path_count: u64,
+    /// `spw_tier_durability`
+    pub durability: u32,
+    /// Sum of `spw_tier_flag`.
+    pub flags: u32,
+    /// Bytes of a block, which has one checksum, a multiple of 4096; 0 is 1 MiB. A tier that exists keeps its own.
+    pub block_bytes: u64,
+    /// Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
+    pub stall_ms: u64,
+    /// Requests under way at a time on each path; 0 is 32.
+    pub queue_depth: u32,
+    /// `spw_io_backend`
+    pub io_backend: u32,
+}
+
+// SAFETY: integers and pointers without padding; null pointers are valid.
+unsafe impl Record for spw_tier_options {
+    const FIRST_SIZE: usize = 80;
+    const NAME: &'static str = "spw_tier_options";
+}
+
+pub(super) unsafe fn owner(job: *const c_char, host: *const c_char, rank: u32) -> Result<Owner> {
+    // SAFETY: the caller's promises are the callees'.
+    unsafe {
+        let host = if host.is_null() { host::name() } else { text(host, "host")?.to_string() };
+        Ok(Owner { job: text(job, "job")?.to_string(), host, rank })
+    }
+}
+
+pub(super) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
+    if raw.flags > 3 {
+        return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
+    }
+    let wrong = |field: &'static str, value: u32| {
+        Err(Error::invalid(field, format!("{value} is not one of the enum")))
+    };
+    // SAFETY: the caller's promises are the callees'.
+    let (owner, paths) = unsafe { (owner(raw.job, raw.host, raw.rank), parse_paths(raw)?) };
+    let mut options = TierOptions::new(owner.map_err(|error| error.within("options."))?, []);
+    options.paths = paths;
+    options.world = raw.world.max(1);
+    options.mode = match raw.mode {
+        0 => Mode::Auto,
+        1 => Mode::Create,
+        2 => Mode::Resume,
+        other => return wrong("options.mode", other),
+    };
+    options.durability = match raw.durability {
+        0 => Durability::Data,
+        1 => Durability::Process,
+        2 => Durability::Full,
+        other => return wrong("options.durability", other),
+    };
+    options.io.backend = match raw.io_backend {
+        0 => Choice::Auto,
+        1 => Choice::Uring,
+        2 => Choice::Threads,
+        other => return wrong("options.io_backend", other),
+    };
+    options.degraded = raw.flags & spw_tier_flag::SPW_TIER_DEGRADED as u32 != 0;
+    options.io.direct = raw.flags & spw_tier_flag::SPW_TIER_NO_DIRECT as u32 == 0;
+    if raw.block_bytes > 0 {
+        options.block_bytes = raw.block_bytes;
+    }
+    if raw.stall_ms > 0 {
+        options.io.stall = Some(Duration::from_millis(raw.stall_ms));
+    }
+    if raw.queue_depth > 0 {
+        options.io.depth = raw.queue_depth;
+    }
+    Ok(options)
+}
+
+unsafe fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
+    if raw.paths.is_null() || raw.path_count == 0 || raw.path_count > 256 {
+        return Err(Error::invalid("options.paths", "is NULL, or not 1 to 256"));
+    }
+    let parse = |n: u64| {
+        // SAFETY: the caller's array has path_count structs, each of the first one's struct_size bytes.
+        unsafe {
+            let stride = record::stride(raw.paths, "options.paths")?;
+            let from = raw.paths.cast::<u8>().add(n as usize * stride).cast();
+            let one: spw_tier_path = record::read(from, "options.paths")?;
+            let place = match one.kind {
+                0 => Place::Directory(path(one.directory, "directory")?),
+                1 => Place::Memory,
+                other => return Err(Error::invalid("kind", format!("{other} is not an spw_tier_kind"))),
+            };
+            let limit = (one.limit_bytes > 0).then_some(one.limit_bytes);
+            Ok(PathOptions { place, limit, reserve: one.reserve_bytes })
+        }
+    };
+    let each = |n: u64| parse(n).map_err(|error: Error| error.within(&format!("options.paths[{n}].")));
+    (0..raw.path_count).map(each).collect()
+}
+
+/// A C string of UTF-8.
+pub(super) unsafe fn text<'a>(start: *const c_char, argument: &'static str) -> Result<&'a str> {
+    if start.is_null() {
+        return Err(Error::invalid(argument, "is NULL"));
+    }
+    // SAFETY: not NULL, and a C string by the caller's promise.
+    unsafe { CStr::from_ptr(start) }.to_str().map_err(|_| Error::invalid(argument, "is not UTF-8"))
+}
+
+pub(super) unsafe fn path(start: *const c_char, argument: &'static str) -> Result<PathBuf> {
+    if start.is_null() {
+        return Err(Error::invalid(argument, "is NULL"));
+    }
+    // SAFETY: not NULL, and a C string by the caller's promise.
+    let bytes = unsafe { CStr::from_ptr(start) }.to_bytes();
+    Ok(Path::new(OsStr::from_bytes(bytes)).to_path_buf())
+}

@@ -1,0 +1,375 @@
+//! The virtual tier: what is there, how it is doing, checks, exports.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_void};
+
+use super::guard::guard;
+use super::library::out;
+use super::record::{self, Record};
+use super::status::spw_status;
+use super::tier::{open, spw_tier};
+use super::tier_options::path;
+use crate::error::{Error, Result};
+use crate::tier::Health;
+
+/// How a path is doing. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_health {
+    /// Reads and writes.
+    SPW_TIER_HEALTHY = 0,
+    /// Reads only: what lies there moves when it is put next.
+    SPW_TIER_DRAINING = 1,
+    /// A write or the whole path failed; reads are still tried.
+    SPW_TIER_FAILED = 2,
+    /// It was not there when the tier was opened.
+    SPW_TIER_MISSING = 3,
+}
+
+/// What an open found.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_opened_info {
+    /// `sizeof(spw_tier_opened_info)`
+    pub struct_size: u32,
+    /// 1 if a committed step was found, else 0.
+    pub resumed: u32,
+    /// That step.
+    pub step: u64,
+    /// Bytes that its commit was given to keep.
+    pub payload_bytes: u64,
+    /// Paths that are missing.
+    pub missing_paths: u64,
+    /// Extents that had a part there.
+    pub lost_extents: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_tier_opened_info {
+    const FIRST_SIZE: usize = 40;
+    const NAME: &'static str = "spw_tier_opened_info";
+}
+
+/// An extent.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_extent_info {
+    /// `sizeof(spw_tier_extent_info)`
+    pub struct_size: u32,
+    /// Its number.
+    pub extent: u32,
+    /// Bytes of all streams.
+    pub bytes: u64,
+    /// Generation that reads see; 0 if it was never put.
+    pub generation: u64,
+    /// Number of streams.
+    pub streams: u32,
+    /// 1 if reads see the committed contents, else 0.
+    pub committed: u32,
+    /// 1 if a part was on a path that is missing, else 0.
+    pub lost: u32,
+    /// Blocks that it is cut into.
+    pub blocks: u32,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_tier_extent_info {
+    const FIRST_SIZE: usize = 40;
+    const NAME: &'static str = "spw_tier_extent_info";
+}
+
+/// A path, and what went over it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_path_info {
+    /// `sizeof(spw_tier_path_info)`
+    pub struct_size: u32,
+    /// `spw_tier_health`
+    pub health: u32,
+    /// `spw_tier_kind`
+    pub kind: u32,
+    /// 0
+    pub reserved: u32,
+    /// Bytes read since the open.
+    pub read_bytes: u64,
+    /// Bytes written since the open, heads and superblocks included.
+    pub written_bytes: u64,
+    /// Nanoseconds with a read under way.
+    pub reading_ns: u64,
+    /// Nanoseconds with a write or a sync under way.
+    pub writing_ns: u64,
+    /// Bytes written since the tier was made: what it cost the SSD.
+    pub wear_bytes: u64,
+    /// Length of the data file.
+    pub file_bytes: u64,
+    /// Bytes free in it.
+    pub free_bytes: u64,
+    /// Blocks of extents that reads would fetch from here.
+    pub blocks: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_tier_path_info {
+    const FIRST_SIZE: usize = 80;
+    const NAME: &'static str = "spw_tier_path_info";
+}
+
+/// What a check of everything found.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_checked {
+    /// `sizeof(spw_tier_checked)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Extents looked at.
+    pub extents: u64,
+    /// Blocks read.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Blocks, heads and superblocks that are damaged, lost or cannot be read.
+    pub damaged: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_tier_checked {
+    const FIRST_SIZE: usize = 40;
+    const NAME: &'static str = "spw_tier_checked";
+}
+
+/// What the open found. Set `info->struct_size` first. `payload` (may be NULL) receives the first `payload_bytes` bytes
+/// of what the commit was given to keep.
+///
+/// # Safety
+/// `tier` is open, `info` points to a struct of `struct_size` bytes, `payload` is NULL or points to `payload_bytes`
+/// writable bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_opened(
+    tier: *const spw_tier,
+    info: *mut spw_tier_opened_info,
+    payload: *mut c_void,
+    payload_bytes: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promises are the callees'; `payload` has room for `payload_bytes` bytes.
+        unsafe {
+            let found = open(tier)?.opened();
+            let values = spw_tier_opened_info {
+                struct_size: 0,
+                resumed: found.step.is_some().into(),
+                step: found.step.unwrap_or(0),
+                payload_bytes: found.payload.len() as u64,
+                missing_paths: found.missing.len() as u64,
+                lost_extents: found.lost.len() as u64,
+            };
+            record::write(&values, info, "info")?;
+            if !payload.is_null() {
+                let bytes = found.payload.len().min(payload_bytes as usize);
+                std::ptr::copy_nonoverlapping(found.payload.as_ptr(), payload.cast::<u8>(), bytes);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The `index`-th extent, from 0 on; SPW_ERR_NOT_FOUND past the last. `name` (may be NULL) receives its name, cut off to
+/// `name_size` bytes and ended by a NUL. Set `info->struct_size` first.
+///
+/// # Safety
+/// `tier` is open, `info` points to a struct of `struct_size` bytes, `name` is NULL or points to `name_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_extent_get(
+    tier: *const spw_tier,
+    index: u64,
+    info: *mut spw_tier_extent_info,
+    name: *mut c_char,
+    name_size: usize,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            let tier = open(tier)?;
+            let extents = tier.extents();
+            let found = usize::try_from(index).ok().and_then(|index| extents.get(index));
+            let found = found.ok_or_else(|| past_the_last("extent", index))?;
+            let shape = tier.shape(found.number)?;
+            let values = spw_tier_extent_info {
+                struct_size: 0,
+                extent: found.number,
+                bytes: shape.bytes(),
+                generation: found.generation,
+                streams: found.streams.len() as u32,
+                committed: found.committed.into(),
+                lost: found.lost.into(),
+                blocks: shape.blocks(),
+            };
+            record::write(&values, info, "info")?;
+            write_text(&found.name, name, name_size)
+        }
+    })
+}
+
+/// The path with this number, from 0 on; SPW_ERR_NOT_FOUND past the last. `words` (may be NULL) receives its directory,
+/// and why it is not healthy, cut off to `size` bytes and ended by a NUL. Set `info->struct_size` first.
+///
+/// # Safety
+/// As `spw_tier_extent_get`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_path_get(
+    tier: *const spw_tier,
+    number: u32,
+    info: *mut spw_tier_path_info,
+    words: *mut c_char,
+    size: usize,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            let tier = open(tier)?;
+            let paths = tier.paths();
+            let found = paths.get(number as usize).ok_or_else(|| past_the_last("path", number.into()))?;
+            let blocks = |extent: &crate::tier::store::ExtentInfo| u64::from(extent.blocks[number as usize]);
+            let values = spw_tier_path_info {
+                struct_size: 0,
+                health: found.health as u32,
+                kind: found.memory.into(),
+                reserved: 0,
+                read_bytes: found.read_bytes,
+                written_bytes: found.written_bytes,
+                reading_ns: found.reading.as_nanos() as u64,
+                writing_ns: found.writing.as_nanos() as u64,
+                wear_bytes: found.wear,
+                file_bytes: found.file_bytes,
+                free_bytes: found.free,
+                blocks: tier.extents().iter().map(blocks).sum(),
+            };
+            record::write(&values, info, "info")?;
+            let separator = if found.reason.is_empty() { "" } else { ": " };
+            write_text(&format!("{}{separator}{}", found.name, found.reason), words, size)
+        }
+    })
+}
+
+/// Says how a path is to be treated: SPW_TIER_DRAINING ends new writes to it, SPW_TIER_HEALTHY allows them again.
+///
+/// # Safety
+/// `tier` is open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_path_set(tier: *mut spw_tier, number: u32, health: u32) -> spw_status {
+    guard(|| {
+        let health = match health {
+            0 => Health::Healthy,
+            1 => Health::Draining,
+            2 => Health::Failed,
+            other => return Err(Error::invalid("health", format!("{other} cannot be set"))),
+        };
+        // SAFETY: the caller's promise.
+        unsafe { open(tier) }?.set_health(number, health, "set by the caller")
+    })
+}
+
+/// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit.
+///
+/// # Safety
+/// `tier` is open.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_evacuate(tier: *mut spw_tier, number: u32) -> spw_status {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe { open(tier) }?.evacuate(number))
+}
+
+/// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
+/// `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error
+/// is that of the first, and names path, extent, block and offset.
+///
+/// # Safety
+/// `tier` is open, `checked` is NULL or points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_verify(tier: *mut spw_tier, checked: *mut spw_tier_checked) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            record::check_output(checked, "checked")?;
+            let found = open(tier)?.verify()?;
+            let values = spw_tier_checked {
+                struct_size: 0,
+                reserved: 0,
+                extents: found.extents,
+                blocks: found.blocks,
+                bytes: found.bytes,
+                damaged: found.damage.len() as u64,
+            };
+            if !checked.is_null() {
+                record::write(&values, checked, "checked")?;
+            }
+            found.damage.into_iter().next().map_or(Ok(()), Err)
+        }
+    })
+}
+
+/// Writes the committed state into `directory`, which must not exist: a file for each stream with its bytes as they were
+/// put, and manifest.json with names, sizes, checksums, step and payload. The directory appears whole or not at all.
+/// Something put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
+///
+/// # Safety
+/// `tier` is open, `directory` is a C string, `step_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_export(
+    tier: *mut spw_tier,
+    directory: *const c_char,
+    step_out: *mut u64,
+) -> spw_status {
+    // SAFETY: the caller's promises are the callees'.
+    guard(|| unsafe { give(step_out, open(tier)?.export(&path(directory, "directory")?)?) })
+}
+
+/// Reads an export into the tier and commits it at its step. Extents that exist must have the same streams; others stay
+/// as they are. If it fails the tier is as it was at its last commit. `step_out` may be NULL.
+///
+/// # Safety
+/// As `spw_tier_export`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_import(
+    tier: *mut spw_tier,
+    directory: *const c_char,
+    step_out: *mut u64,
+) -> spw_status {
+    // SAFETY: the caller's promises are the callees'.
+    guard(|| unsafe { give(step_out, open(tier)?.import(&path(directory, "directory")?)?) })
+}
+
+unsafe fn give(to: *mut u64, value: u64) -> Result<()> {
+    if !to.is_null() {
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { to.write(value) };
+    }
+    Ok(())
+}
+
+/// Writes text that is cut off to fit and ended by a NUL. NULL is fine.
+unsafe fn write_text(words: &str, to: *mut c_char, size: usize) -> Result<()> {
+    if !to.is_null() {
+        out(to, "text")?;
+        let len = words.len().min(size.checked_sub(1).ok_or_else(|| Error::invalid("size", "is 0"))?);
+        // SAFETY: `to` has room for `size` bytes by the caller's promise.
+        unsafe {
+            std::ptr::copy_nonoverlapping(words.as_ptr().cast(), to, len);
+            to.add(len).write(0);
+        }
+    }
+    Ok(())
+}
+
+fn past_the_last(what: &'static str, index: u64) -> Error {
+    crate::error::IoError {
+        kind: crate::error::IoKind::NotFound,
+        doing: "opening",
+        path: format!("{what} {index} of the tier"),
+        offset: 0,
+        bytes: 0,
+        errno: 0,
+        detail: "there are fewer".to_string(),
+    }
+    .into()
+}

@@ -9,6 +9,7 @@
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads |
+//! | L5 | [`offload`]: what moves when: speculation, then validation |
 //! | L6 | [`capi`]: convert, call one function, convert back |
 
 pub mod dtype;
@@ -23,6 +24,8 @@ pub mod optim;
 pub mod pool;
 
 pub mod io;
+
+pub mod offload;
 
 pub mod capi;
 

@@ -401,7 +401,7 @@ unsafe fn give(to: *mut u64, value: u64) {
 }
 
 /// `None`, for ever, if negative.
-fn timeout(milliseconds: i64) -> Option<Duration> {
+pub(super) fn timeout(milliseconds: i64) -> Option<Duration> {
     u64::try_from(milliseconds).ok().map(Duration::from_millis)
 }
 

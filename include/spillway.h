@@ -882,6 +882,23 @@ enum spw_status spw_spec_submit(const struct spw_spec *spec,
                                 size_t count,
                                 const struct spw_spec_event *event);
 
+// `spw_spec_submit` of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and the arithmetic of
+// `spw_ds_adam_update` in place of the round's, its grad_scale and max_norm excepted. The id's step advances now.
+//
+// Requires: As `spw_spec_submit`, for one tensor.
+enum spw_status spw_spec_submit_ds_adam(const struct spw_spec *spec,
+                                        uint32_t bucket,
+                                        int32_t id,
+                                        uint64_t step,
+                                        float lr,
+                                        float beta1,
+                                        float beta2,
+                                        float eps,
+                                        float weight_decay,
+                                        uint32_t bias_correction,
+                                        const struct spw_tensor *tensor,
+                                        const struct spw_spec_event *event);
+
 // Where a bucket stands: an `spw_spec_state`. The error of a bucket that failed is this call's.
 //
 // Requires: `spec` is an open engine, `state_out` points to a u32.

@@ -28,6 +28,7 @@ pub mod pool;
 pub mod io;
 
 pub mod tier;
+
 pub mod offload;
 
 pub mod capi;

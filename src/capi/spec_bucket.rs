@@ -14,6 +14,7 @@ use super::{adagrad, adam, lion};
 use crate::error::{Error, Result, RoundError};
 use crate::kernel::Rule;
 use crate::offload::speculate::{Bucket, Lender, Progress, Tensors};
+use crate::optim::deepspeed::{ADAM, AdamCall};
 use crate::optim::spread::Job;
 use crate::stats::{self, OptimizerCounter};
 use crate::sys::event::{Event, Word};
@@ -95,6 +96,50 @@ pub unsafe extern "C" fn spw_spec_submit(
             let event = parse_event(event)?;
             let work = spec.bucket(rules, tensors, count)?;
             spec.engine.submit(bucket, work, event)
+        }
+    })
+}
+
+/// `spw_spec_submit` of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and the arithmetic of
+/// `spw_ds_adam_update` in place of the round's, its grad_scale and max_norm excepted. The id's step advances now.
+///
+/// # Safety
+/// As `spw_spec_submit`, for one tensor.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "C" fn spw_spec_submit_ds_adam(
+    spec: *const spw_spec,
+    bucket: u32,
+    id: i32,
+    step: u64,
+    lr: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    weight_decay: f32,
+    bias_correction: u32,
+    tensor: *const spw_tensor,
+    event: *const spw_spec_event,
+) -> spw_status {
+    guard(|| {
+        let bias_correction = record::flag("bias_correction", bias_correction)?;
+        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let spec = open(spec)?;
+            let rules = *spec.rules()?;
+            spec.engine.may_submit(bucket)?;
+            let Rules::Adam(round) = rules else {
+                return Err(Error::invalid("spec", "is not in a round of Adam"));
+            };
+            let event = parse_event(event)?;
+            let (state, rule) = ADAM.begin(id, &call)?;
+            let rule = rule.with_grad_scale(round.grad_scale);
+            let own = |_| Err(Error::invalid("options", "is not NULL"));
+            let work = spec.tensors(rule, tensor, 1, own, &stats::ADAM)?;
+            spec.engine.submit(bucket, work, event)?;
+            ADAM.create(id, state);
+            Ok(())
         }
     })
 }

@@ -176,6 +176,8 @@ PROTOTYPES = {
     "spw_spec_begin_adagrad": (_STATUS, [c_void_p, POINTER(AdagradOptions), c_double]),
     "spw_spec_begin_lion": (_STATUS, [c_void_p, POINTER(LionOptions), c_double]),
     "spw_spec_submit": (_STATUS, [c_void_p, c_uint32, c_void_p, c_size_t, POINTER(SpecEvent)]),
+    "spw_spec_submit_ds_adam": (_STATUS, [c_void_p, c_uint32, c_int32, c_uint64, c_float, c_float, c_float, c_float,
+                                          c_float, c_uint32, POINTER(Tensor), POINTER(SpecEvent)]),
     "spw_spec_ready": (_STATUS, [c_void_p, c_uint32, POINTER(c_uint32)]),
     "spw_spec_wait": (_STATUS, [c_void_p, c_uint32, c_int64]),
     "spw_spec_local_result": (_STATUS, [c_void_p, c_int64, POINTER(StepStats)]),

@@ -46,13 +46,27 @@ class SystemFailure(SpillwayError):
     status = 11
 
 
+class OutOfOrder(SpillwayError):
+    """A call does not fit the state of its round of speculation; nothing changed."""
+
+    status = 40
+
+
+class TimedOut(SpillwayError, TimeoutError):
+    """The time given to a wait is over; what it waited for goes on."""
+
+    status = 23
+
+
 class LibraryNotFound(SpillwayError, ImportError):
     """libspillway.so is missing, cannot be loaded, or has another ABI version."""
 
     status = 2
 
 
-_BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure)}
+_BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure,
+                                          TimedOut)}
+_BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrder))
 
 
 def from_status(status, message):

@@ -7,6 +7,8 @@ With SPILLWAY_DEEPSPEED=1 in the environment every process of the job gets them,
 
 active() proves what was served."""
 
+import sys
+
 from . import _hook
 from ._hook import OPS, install, uninstall
 
@@ -14,11 +16,15 @@ __all__ = ["OPS", "active", "install", "uninstall"]
 
 
 def active():
-    """For each replaced op the calls and elements served to DeepSpeed in this process, and the kernel that ran."""
+    """For each replaced op the calls and elements served to DeepSpeed in this process, the kernel that ran, and what
+    became of SuperOffload's speculative steps."""
     import spillway
 
     from . import _ops
     report = {op: dict(zip(("calls", "elements"), _ops.served(op))) for op in OPS if op in _hook.installed()}
     if report:
         report["kernel"] = spillway.kernel_name()
+    superoffload = sys.modules.get(f"{__name__}._superoffload")
+    if superoffload and "superoffload" in _hook.installed() and superoffload.served():
+        report["superoffload"] = superoffload.served()
     return report

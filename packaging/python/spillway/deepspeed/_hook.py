@@ -11,6 +11,8 @@ import sys
 import threading
 
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion")
+# What is replaced beside compiled ops.
+PARTS = (*OPS, "superoffload")
 
 _BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion"}
 _ROOT = r"(?:deepspeed\.ops\.)?op_builder"
@@ -18,6 +20,7 @@ _OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.(cpu_adam|cpu_adagrad|cpu_lion)")
 _COMM_MODULE = re.compile(rf"{_ROOT}\.cpu\.comm")
 _ACCELERATOR_MODULE = re.compile(r"(?:deepspeed\.)?accelerator\.cpu_accelerator")
 _VERSION_MODULE = re.compile(r"deepspeed\.git_version_info(?:_installed)?")
+_SUPEROFFLOAD_MODULE = re.compile(r"deepspeed\.runtime\.superoffload\.superoffload_stage3")
 # Modules that copied a builder class into their own names.
 _HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)")
 
@@ -28,10 +31,10 @@ _missing_builders = {}
 
 
 def install(ops=None):
-    """Replaces these ops (default: all) in every DeepSpeed module, imported or yet to be. Repeating it is harmless."""
-    wanted = set(OPS if ops is None else [ops] if isinstance(ops, str) else ops)
-    if not wanted <= set(OPS):
-        raise ValueError(f"unknown ops {sorted(wanted - set(OPS))}; known are {', '.join(OPS)}")
+    """Replaces these ops and parts (default: all) in every DeepSpeed module, imported or yet to be. Repeating it is harmless."""
+    wanted = set(PARTS if ops is None else [ops] if isinstance(ops, str) else ops)
+    if not wanted <= set(PARTS):
+        raise ValueError(f"unknown ops {sorted(wanted - set(PARTS))}; known are {', '.join(PARTS)}")
     with _lock:
         _installed.update(wanted)
         if _finder not in sys.meta_path:
@@ -95,7 +98,7 @@ _finder = _Finder()
 
 def _concerns(name):
     return any(pattern.fullmatch(name) for pattern in
-               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _VERSION_MODULE))
+               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _VERSION_MODULE, _SUPEROFFLOAD_MODULE))
 
 
 def _patch(module, name):
@@ -108,6 +111,8 @@ def _patch(module, name):
         _patch_shm(getattr(module, "ShareMemCommBuilder", None))
     elif _ACCELERATOR_MODULE.fullmatch(name):
         _patch_accelerator(getattr(module, "CPU_Accelerator", None))
+    elif _SUPEROFFLOAD_MODULE.fullmatch(name):
+        _patch_superoffload(module)
     elif isinstance(getattr(module, "compatible_ops", None), dict):
         module.compatible_ops.update(dict.fromkeys(_installed, True))
 
@@ -172,6 +177,20 @@ def _replace_missing(module):
         builder = vars(module).get(class_name)
         if isinstance(builder, type) and _present(builder, class_name) is not builder:
             _set(module, class_name, _present(builder, class_name))
+
+
+def _patch_superoffload(module):
+    """Optimizer and stage 3 are replaced together; a version whose stage 3 has other methods keeps its own."""
+    from . import _superoffload
+    stage3 = vars(module).get("SuperOffloadOptimizer_Stage3")
+    if "superoffload" not in _installed or stage3 is None or "_spillway_op" in vars(stage3):
+        return
+    if not all(hasattr(stage3, name) for name in _superoffload.NEEDED):
+        return
+    _set(stage3, "_spillway_op", "superoffload")
+    for name, method in _superoffload.overrides(stage3).items():
+        _set(stage3, name, method)
+    _set(module, "SuperOffloadCPUOptimizer", _superoffload.SuperOffloadCPUOptimizer)
 
 
 def _patch_shm(builder):

@@ -10,7 +10,7 @@
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads |
 //! | L4 | [`tier`]: state on several storage paths |
-//! | L5 | [`offload`]: what moves when: speculation, then validation |
+//! | L5 | [`offload`]: what moves when |
 //! | L6 | [`capi`]: convert, call one function, convert back |
 
 pub mod dtype;

@@ -2,6 +2,7 @@
 
 pub mod event;
 pub mod file;
+pub mod lent;
 pub mod memory;
 pub mod reserve;
 pub mod span;

@@ -83,8 +83,10 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     }
     if (publish == SPW_SPEC_PUBLISH_FINAL) CHECK(memcmp(models[1].spans[4], twins[1].spans[4], models[1].bytes[4]) == 0);
     spw_spec_outcome outcome = resolve(spec, mine);
-    CHECK(outcome.verdict == SPW_SPEC_COMMIT && outcome.withdrawn == 0 && outcome.grad_scale == options.grad_scale);
-    CHECK(outcome.norm == sqrt(mine.sum_squares));
+    CHECK(outcome.verdict == SPW_SPEC_COMMIT && outcome.withdrawn == 0);
+    CHECK(outcome.grad_scale == (double)(float)options.grad_scale);
+    const double norm = outcome.norm;
+    CHECK(norm * norm > mine.sum_squares * (1 - 1e-15) && norm * norm < mine.sum_squares * (1 + 1e-15));
     for (uint32_t i = 0; i < BUCKETS; i++) CHECK_OK(spw_spec_wait(spec, i, FOREVER));
     CHECK(state(spec, 0) == SPW_SPEC_FINAL);
     CHECK_OK(spw_spec_finish(spec, FOREVER));
@@ -93,7 +95,6 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
 
     // Half the norm is allowed: all is clipped by the rule of torch and DeepSpeed.
     options.step++;
-    const double norm = sqrt(mine.sum_squares);
     CHECK_OK(spw_spec_begin_adam(spec, &options, norm / 2));
     for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
     outcome = resolve(spec, local(spec));

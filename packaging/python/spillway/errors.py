@@ -52,8 +52,16 @@ class OutOfOrder(SpillwayError):
     status = 40
 
 
+class IoFailure(SpillwayError, OSError):
+    """Reading or writing a file failed: `filename`, `offset`, `bytes` and `errno` say where and how. errno is None if
+    the system reported none, as for a file that ends before the bytes asked for."""
+
+    status = 20
+    offset = bytes = None
+
+
 class TimedOut(SpillwayError, TimeoutError):
-    """The time given to a wait is over; what it waited for goes on."""
+    """A wait ran out of time; what it waited for goes on."""
 
     status = 23
 
@@ -65,7 +73,8 @@ class LibraryNotFound(SpillwayError, ImportError):
 
 
 _BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure,
-                                          TimedOut)}
+                                             TimedOut)}
+_BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 25, 26, 27), IoFailure))
 _BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrder))
 
 

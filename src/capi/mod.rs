@@ -24,6 +24,12 @@ pub mod grad;
 
 pub mod undo;
 
+pub mod speculate;
+
+pub mod spec_bucket;
+
+pub mod spec_verdict;
+
 pub mod pool;
 
 pub mod io;
@@ -32,6 +38,7 @@ pub mod tier_options;
 
 pub mod tier;
 
+pub mod io_wait;
 pub mod tier_report;
 
 pub mod deepspeed;

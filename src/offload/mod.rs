@@ -2,4 +2,5 @@
 #![forbid(unsafe_code)]
 
 pub mod interleave;
+pub mod speculate;
 pub mod swap;

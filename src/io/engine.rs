@@ -17,7 +17,7 @@ use super::counters::EngineStats;
 use super::driver::{Bounce, Driver};
 use super::file::{File, Route};
 use super::open_files::OpenFiles;
-use super::operation::{Operation, Phase, Shared, State};
+use super::operation::{Admitted, Event, Operation, Phase, Shared, State};
 use super::options::{
     BOUNCE_BYTES, Choice, Options, PREALLOCATE_FROM, Request, Target, checked, forced_backend,
 };
@@ -152,9 +152,10 @@ impl Engine {
         if !state.stuck.is_empty() && state.stuck.contains_key(&op.device()) {
             return Err(op.refuse_failed_device());
         }
-        let (handle, nothing) = state.admit(|handle| Operation { handle, ..op });
+        let (handle, admitted) = state.admit(|handle| Operation { handle, ..op });
         drop(state);
-        if !nothing && self.shared.hungry.swap(false, Ordering::SeqCst) {
+        let hungry = admitted != Admitted::Finished && self.shared.hungry.swap(false, Ordering::SeqCst);
+        if hungry || admitted == Admitted::Urgent {
             self.shared.wake();
         }
         Ok(handle)
@@ -198,7 +199,7 @@ impl Engine {
     /// Waits for one operation and gives its byte count or its error, once. `Timeout` leaves it under way.
     pub fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
         let mut outcome = None;
-        self.wait_until(timeout, |state| {
+        self.wait_until(timeout, Event::Outcome(handle), |state| {
             outcome = state.take(handle)?;
             Ok(outcome.is_some())
         })?;
@@ -207,7 +208,7 @@ impl Engine {
 
     /// Waits for all operations and forgets them; their number, or the first error. With nothing under way, 0 at once.
     pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
-        self.wait_until(timeout, |state| Ok(state.unfinished == 0))?;
+        self.wait_until(timeout, Event::Quiet, |state| Ok(state.unfinished == 0))?;
         let outcomes = take_outcomes(&mut self.shared.lock());
         let total = outcomes.len() as u64;
         let mut errors = outcomes.into_iter().filter_map(Result::err);
@@ -221,26 +222,27 @@ impl Engine {
     fn wait_until(
         &self,
         timeout: Option<Duration>,
+        event: Event,
         mut over: impl FnMut(&mut State) -> Result<bool>,
     ) -> Result<()> {
         self.owned()?;
         let until = timeout.and_then(|time| Instant::now().checked_add(time));
         let mut state = self.shared.lock();
         loop {
-            let now = Instant::now();
-            let (next_deadline, expired) = state.expire(now);
+            let (locked, next_deadline, expired) = self.shared.expire(state);
+            state = locked;
             if expired {
                 self.shared.wake();
             }
             if over(&mut state)? {
                 return Ok(());
             }
-            if until.is_some_and(|until| now >= until) {
+            if until.is_some_and(|until| Instant::now() >= until) {
                 let pending = state.unfinished;
                 return Err(timed_out(pending));
             }
             let nearest = [until, next_deadline].into_iter().flatten().min();
-            state = self.shared.wait_news(state, nearest).0;
+            state = self.shared.await_event(state, event, nearest);
         }
     }
 
@@ -300,14 +302,14 @@ impl Engine {
         if self.process != std::process::id() {
             return Ok(());
         }
-        let drained = self.wait_until(timeout, |state| Ok(state.unfinished == 0));
+        let drained = self.wait_until(timeout, Event::Quiet, |state| Ok(state.unfinished == 0));
         let mut state = self.shared.lock();
         state.closing = true;
         let unseen = take_outcomes(&mut state).into_iter().find_map(Result::err);
         drop(state);
         self.shared.wake();
         drained?;
-        self.wait_until(None, |state| Ok(state.driver_gone || !state.stuck.is_empty()))?;
+        self.wait_until(None, Event::DriverGone, |state| Ok(state.driver_gone || !state.stuck.is_empty()))?;
         unseen.map_or(Ok(()), Err)
     }
 

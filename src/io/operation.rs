@@ -4,17 +4,18 @@
 //! caller has the outcome at once, and the handle stays known until the kernel is done with the memory.
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use slab::Slab;
 
-use super::backend::{Action, Wake};
+use super::backend::{Action, Wake, doze};
 use super::counters::Counters;
 use super::file::File;
 use crate::error::{Error, IoError, IoKind, Result};
+use crate::log::{self, Level};
 use crate::pool::region::Lease;
 use crate::sys::span::Span;
 
@@ -74,10 +75,20 @@ impl Operation {
     }
 }
 
+/// What a caller waits for; a thread is woken for its own event alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Event {
+    /// One operation has its outcome.
+    Outcome(u64),
+    /// Nothing is pending any more.
+    Quiet,
+    /// The driver ended, or what it still has is stuck.
+    DriverGone,
+}
+
 /// What callers and driver share.
 pub(super) struct Shared {
     state: Mutex<State>,
-    news: Condvar,
     pub(super) counters: Counters,
     /// The driver has room: a new operation is worth a wake.
     pub(super) hungry: AtomicBool,
@@ -91,6 +102,9 @@ pub(super) struct State {
     pub(super) inbox: VecDeque<Arc<Operation>>,
     pub(super) entries: Slab<Entry>,
     generation: u32,
+    /// Of pending operations, with their handles.
+    deadlines: BTreeSet<(Instant, u64)>,
+    waiters: Slab<(Event, Arc<Condvar>)>,
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
     /// Devices with expired operations in the kernel, and how many.
@@ -98,6 +112,17 @@ pub(super) struct State {
     pub(super) closing: bool,
     pub(super) driver_gone: bool,
     pub(super) lost: Option<String>,
+}
+
+/// What became of an operation that was accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Admitted {
+    /// It had nothing to do.
+    Finished,
+    /// The driver takes it when it has room.
+    Queued,
+    /// Its deadline is the earliest of all: the driver sleeps for too long.
+    Urgent,
 }
 
 pub(super) struct Entry {
@@ -117,7 +142,6 @@ impl Shared {
     pub(super) fn new() -> Shared {
         Shared {
             state: Mutex::default(),
-            news: Condvar::new(),
             counters: Counters::default(),
             hungry: AtomicBool::new(false),
             trim: AtomicBool::new(false),
@@ -135,20 +159,36 @@ impl Shared {
         }
     }
 
-    /// Waits for news, at the longest until `until`. False if that has passed.
-    pub(super) fn wait_news<'a>(
-        &self,
-        state: MutexGuard<'a, State>,
+    /// Sleeps until `event` may have come, at the longest until `until`.
+    pub(super) fn await_event<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        event: Event,
         until: Option<Instant>,
-    ) -> (MutexGuard<'a, State>, bool) {
-        let Some(until) = until else {
-            return (self.news.wait(state).unwrap_or_else(PoisonError::into_inner), true);
-        };
-        let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
-            return (state, false);
-        };
-        let (state, _) = self.news.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
-        (state, true)
+    ) -> MutexGuard<'a, State> {
+        let news = Arc::new(Condvar::new());
+        let key = state.waiters.insert((event, Arc::clone(&news)));
+        let mut state = doze(&news, state, until).0;
+        state.waiters.remove(key);
+        state
+    }
+
+    /// Expires what is past its deadline, and says so in the log; the earliest deadline still to come, and whether
+    /// anything expired. Waiters and driver both ask: the driver can be held up inside a system call.
+    pub(super) fn expire<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+    ) -> (MutexGuard<'a, State>, Option<Instant>, bool) {
+        let now = Instant::now();
+        let expired = state.expire(now);
+        if !expired.is_empty() {
+            expired.iter().for_each(|_| Counters::add(&self.counters.failed, 1));
+            drop(state);
+            expired.iter().for_each(|error| log::write(Level::Warn, &error.to_string()));
+            state = self.lock();
+        }
+        let next = state.deadlines.first().map(|(deadline, _)| *deadline);
+        (state, next, !expired.is_empty())
     }
 
     /// The driver's word that the kernel is done with an operation.
@@ -169,11 +209,9 @@ impl Shared {
             _ => {
                 self.counters.count_outcome(op.action, &outcome);
                 entry.phase = Phase::Finished(outcome);
-                state.unfinished -= 1;
+                state.leave_pending(op);
             }
         }
-        drop(state);
-        self.news.notify_all();
     }
 
     /// The driver's last word.
@@ -181,26 +219,34 @@ impl Shared {
         let mut state = self.lock();
         state.driver_gone = true;
         state.lost = lost;
-        drop(state);
-        self.news.notify_all();
+        state.tell_all();
     }
 }
 
 impl State {
-    /// Gives an operation its handle and queues it; one that has nothing to do is finished at once.
-    pub(super) fn admit(&mut self, make: impl FnOnce(u64) -> Operation) -> (u64, bool) {
+    /// Gives an operation its handle and queues it; one that has nothing to do is finished at once. Also, what the
+    /// driver has to know of it.
+    pub(super) fn admit(&mut self, make: impl FnOnce(u64) -> Operation) -> (u64, Admitted) {
         self.generation = self.generation.wrapping_add(1);
         let slot = self.entries.vacant_entry();
         let handle = u64::from(self.generation) << 32 | (slot.key() as u64 + 1);
         let op = Arc::new(make(handle));
         let nothing = op.total() == 0;
+        let urgent =
+            op.deadline.is_some_and(|own| self.deadlines.first().is_none_or(|(first, _)| own < *first));
         let phase = if nothing { Phase::Finished(Ok(0)) } else { Phase::Pending };
         slot.insert(Entry { handle, op: (!nothing).then(|| Arc::clone(&op)), phase });
         if !nothing {
             self.unfinished += 1;
+            op.deadline.map(|deadline| self.deadlines.insert((deadline, handle)));
             self.inbox.push_back(op);
         }
-        (handle, nothing)
+        let admitted = match (nothing, urgent) {
+            (true, _) => Admitted::Finished,
+            (_, true) => Admitted::Urgent,
+            _ => Admitted::Queued,
+        };
+        (handle, admitted)
     }
 
     pub(super) fn entry(&mut self, handle: u64) -> Result<&mut Entry> {
@@ -230,28 +276,47 @@ impl State {
         }
     }
 
-    /// Expires what is past its deadline; the earliest deadline still to come, and whether anything expired.
-    pub(super) fn expire(&mut self, now: Instant) -> (Option<Instant>, bool) {
-        let mut next = None;
-        let mut expired_any = false;
-        for (_, entry) in self.entries.iter_mut().filter(|(_, entry)| matches!(entry.phase, Phase::Pending)) {
-            let Some((op, deadline)) = entry.op.as_ref().and_then(|op| Some((op, op.deadline?))) else {
+    /// Expires what is past its deadline.
+    fn expire(&mut self, now: Instant) -> Vec<Error> {
+        let mut errors = Vec::new();
+        while let Some((_, handle)) = self.deadlines.first().copied().filter(|(deadline, _)| *deadline <= now)
+        {
+            let Some(op) = self.entry(handle).ok().and_then(|entry| entry.op.clone()) else {
+                self.deadlines.pop_first();
                 continue;
             };
-            if deadline > now {
-                next = Some(next.map_or(deadline, |other: Instant| other.min(deadline)));
-                continue;
-            }
             op.expired.store(true, Ordering::Release);
             op.stop.store(true, Ordering::Release);
             let words = "its deadline passed; the buffer stays in use until the system answers";
             let error = op.error(IoKind::Deadline, words.to_string());
             *self.stuck.entry(op.device()).or_default() += 1;
-            entry.phase = Phase::Expired(Some(error));
-            self.unfinished -= 1;
-            expired_any = true;
+            if let Ok(entry) = self.entry(handle) {
+                entry.phase = Phase::Expired(Some(error.clone()));
+            }
+            self.leave_pending(&op);
+            errors.push(error);
         }
-        (next, expired_any)
+        errors
+    }
+
+    /// An operation that was pending has its outcome.
+    fn leave_pending(&mut self, op: &Operation) {
+        self.unfinished -= 1;
+        op.deadline.map(|deadline| self.deadlines.remove(&(deadline, op.handle)));
+        let quiet = self.unfinished == 0;
+        self.tell(|event| event == Event::Outcome(op.handle) || quiet && event == Event::Quiet);
+    }
+
+    fn tell(&self, concerned: impl Fn(Event) -> bool) {
+        self.waiters
+            .iter()
+            .filter(|(_, (event, _))| concerned(*event))
+            .for_each(|(_, (_, news))| news.notify_one());
+    }
+
+    /// Wakes every waiter, to see for itself.
+    pub(super) fn tell_all(&self) {
+        self.tell(|_| true);
     }
 
     fn unstick(&mut self, device: u64) {

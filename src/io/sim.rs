@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::backend::{Action, Backend, Completion, Piece, Wake};
+use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake, doze};
 use super::file::Route;
 
 /// The unit that a crash keeps or loses.
@@ -244,7 +244,7 @@ impl Backend for Sim {
         self.waiting.push((piece, fate));
     }
 
-    fn wait(&mut self, block: bool, done: &mut Vec<Completion>) -> io::Result<()> {
+    fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
         loop {
             while let Some((piece, fate)) = self.next_ready() {
                 let result = match fate {
@@ -258,11 +258,13 @@ impl Backend for Sim {
             }
             let disk = self.disk.clone();
             let mut state = disk.lock();
-            if !block || !done.is_empty() || state.woken {
+            if sleep.completions == 0 || !done.is_empty() || state.woken {
                 state.woken = false;
                 return Ok(());
             }
-            drop(disk.inner.news.wait(state).unwrap_or_else(PoisonError::into_inner));
+            if !doze(&disk.inner.news, state, sleep.until).1 {
+                return Ok(());
+            }
         }
     }
 

@@ -5,3 +5,4 @@ pub mod memory;
 pub mod reserve;
 pub mod span;
 pub mod threads;
+pub mod usage;

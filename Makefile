@@ -4,11 +4,16 @@
 # make install PREFIX=/usr/local
 # make dist    libraries and wheels for x86-64 and Arm, in dist/
 # make bench   this machine against its own limits, then against torch and DeepSpeed
+# make tune    the I/O settings that suit a directory (DIR=.), written where the library reads them
+# make soak    eight threads of verified reads and writes for MINUTES=10, and what they leave behind
 
 PREFIX ?= /usr/local
 RELEASE = target/release
 
-.PHONY: demo test quick lib install bench dist packages
+DIR ?= .
+MINUTES ?= 10
+
+.PHONY: demo test quick lib install bench tune soak dist packages
 
 demo: packages
 	ffi_tests/deepspeed/demo.sh
@@ -29,6 +34,13 @@ install: lib
 bench: lib
 	$(RELEASE)/spillway bench adam
 	$(RELEASE)/spillway bench undo
+	$(RELEASE)/spillway bench io --dir $(DIR)
+
+tune: lib
+	$(RELEASE)/spillway tune --dir $(DIR)
+
+soak:
+	SPILLWAY_SOAK_SECONDS=$$(($(MINUTES) * 60)) cargo test --test soak -- --nocapture
 
 # Libraries and wheels for x86-64 and Arm, in dist/.
 dist: packages

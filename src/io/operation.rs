@@ -32,6 +32,8 @@ pub(super) struct Operation {
     pub(super) lease: Option<Lease>,
     pub(super) deadline: Option<Instant>,
     pub(super) stop: AtomicBool,
+    /// Some of it may be in the kernel.
+    pub(super) started: AtomicBool,
     pub(super) expired: AtomicBool,
 }
 
@@ -44,6 +46,19 @@ impl Operation {
     /// True if no more pieces are to be started.
     pub(super) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)
+    }
+
+    /// Before its next piece: false if it is stopped. Who stops it either is seen here, or sees that it has started.
+    pub(super) fn start(&self) -> bool {
+        self.started.store(true, Ordering::SeqCst);
+        !self.stop.load(Ordering::SeqCst)
+    }
+
+    /// Stops it; true if some of it may be in the kernel.
+    fn expire(&self) -> bool {
+        self.expired.store(true, Ordering::Release);
+        self.stop.store(true, Ordering::SeqCst);
+        self.started.load(Ordering::SeqCst)
     }
 
     /// True if its deadline passed before it finished.
@@ -134,8 +149,13 @@ pub(super) struct Entry {
 pub(super) enum Phase {
     Pending,
     Finished(Result<u64>),
-    /// The outcome is the deadline; `Some` until a wait takes it.
-    Expired(Option<Error>),
+    /// The outcome is the deadline.
+    Expired {
+        /// `Some` until a wait takes it.
+        unread: Option<Error>,
+        /// Counted as stuck on its device.
+        stuck: bool,
+    },
 }
 
 impl Shared {
@@ -191,25 +211,31 @@ impl Shared {
         (state, next, !expired.is_empty())
     }
 
-    /// The driver's word that the kernel is done with an operation.
-    pub(super) fn finish(&self, op: &Arc<Operation>, outcome: Result<u64>) {
+    /// The driver's word that the kernel is done with an operation. Its file is closed, if nobody else uses it, before
+    /// anybody is told: the file system may be unmounted next.
+    pub(super) fn finish(&self, op: Arc<Operation>, outcome: Result<u64>) {
+        let (handle, action, deadline, device) = (op.handle, op.action, op.deadline, op.device());
+        let theirs = self.lock().entry(handle).ok().and_then(|entry| entry.op.take());
+        drop((op, theirs));
         let mut state = self.lock();
-        let key = key_of(op.handle);
-        let Some(entry) = state.entries.get_mut(key).filter(|entry| entry.handle == op.handle) else {
+        let key = key_of(handle);
+        let Some(entry) = state.entries.get_mut(key).filter(|entry| entry.handle == handle) else {
             return;
         };
-        entry.op = None;
         match &entry.phase {
-            Phase::Expired(unread) => {
+            Phase::Expired { unread, stuck } => {
+                let stuck = *stuck;
                 if unread.is_none() {
                     state.entries.remove(key);
                 }
-                state.unstick(op.device());
+                if stuck {
+                    state.unstick(device);
+                }
             }
             _ => {
-                self.counters.count_outcome(op.action, &outcome);
+                self.counters.count_outcome(action, &outcome);
                 entry.phase = Phase::Finished(outcome);
-                state.leave_pending(op);
+                state.leave_pending(handle, deadline);
             }
         }
     }
@@ -261,7 +287,7 @@ impl State {
         let entry = self.entry(handle)?;
         match &mut entry.phase {
             Phase::Pending => Ok(None),
-            Phase::Expired(unread) => {
+            Phase::Expired { unread, .. } => {
                 let known = || Error::invalid("handle", format!("{handle:#x} was waited for"));
                 let error = unread.take().ok_or_else(known)?;
                 if entry.op.is_none() {
@@ -285,26 +311,30 @@ impl State {
                 self.deadlines.pop_first();
                 continue;
             };
-            op.expired.store(true, Ordering::Release);
-            op.stop.store(true, Ordering::Release);
-            let words = "its deadline passed; the buffer stays in use until the system answers";
+            let stuck = op.expire();
+            let words = match stuck {
+                true => "its deadline passed; the buffer stays in use until the system answers",
+                false => "its deadline passed before it began",
+            };
             let error = op.error(IoKind::Deadline, words.to_string());
-            *self.stuck.entry(op.device()).or_default() += 1;
-            if let Ok(entry) = self.entry(handle) {
-                entry.phase = Phase::Expired(Some(error.clone()));
+            if stuck {
+                *self.stuck.entry(op.device()).or_default() += 1;
             }
-            self.leave_pending(&op);
+            if let Ok(entry) = self.entry(handle) {
+                entry.phase = Phase::Expired { unread: Some(error.clone()), stuck };
+            }
+            self.leave_pending(handle, op.deadline);
             errors.push(error);
         }
         errors
     }
 
     /// An operation that was pending has its outcome.
-    fn leave_pending(&mut self, op: &Operation) {
+    fn leave_pending(&mut self, handle: u64, deadline: Option<Instant>) {
         self.unfinished -= 1;
-        op.deadline.map(|deadline| self.deadlines.remove(&(deadline, op.handle)));
+        deadline.map(|deadline| self.deadlines.remove(&(deadline, handle)));
         let quiet = self.unfinished == 0;
-        self.tell(|event| event == Event::Outcome(op.handle) || quiet && event == Event::Quiet);
+        self.tell(|event| event == Event::Outcome(handle) || quiet && event == Event::Quiet);
     }
 
     fn tell(&self, concerned: impl Fn(Event) -> bool) {

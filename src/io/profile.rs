@@ -115,7 +115,8 @@ impl Profile {
             if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
                 profile.add(section.take())?;
                 let system = name.strip_prefix("filesystem ").and_then(FileSystem::parse);
-                section = Some((system.ok_or_else(|| wrong("is not [filesystem KIND-ID]"))?, BTreeMap::new()));
+                section =
+                    Some((system.ok_or_else(|| wrong("is not [filesystem KIND-ID]"))?, BTreeMap::new()));
                 continue;
             }
             let (name, value) = line.split_once('=').ok_or_else(|| wrong("is not NAME = VALUE"))?;
@@ -126,7 +127,10 @@ impl Profile {
         Ok(profile)
     }
 
-    fn add(&mut self, section: Option<(FileSystem, BTreeMap<&str, &str>)>) -> std::result::Result<(), String> {
+    fn add(
+        &mut self,
+        section: Option<(FileSystem, BTreeMap<&str, &str>)>,
+    ) -> std::result::Result<(), String> {
         let Some((system, values)) = section else { return Ok(()) };
         let number = |name: &str, most: u64| {
             let text = values.get(name).ok_or_else(|| format!("[filesystem {system}] lacks {name}"))?;
@@ -138,7 +142,9 @@ impl Profile {
                 Some("io_uring") => Choice::Auto,
                 Some("threads") => Choice::Threads,
                 other => {
-                    return Err(format!("[filesystem {system}] backend: {other:?} is neither io_uring nor threads"));
+                    return Err(format!(
+                        "[filesystem {system}] backend: {other:?} is neither io_uring nor threads"
+                    ));
                 }
             },
             block_bytes: number("block_bytes", MAX_BLOCK)?.next_multiple_of(BASE_PAGE as u64),
@@ -173,10 +179,12 @@ impl Profile {
 
     /// The text of the profile.
     pub fn text(&self) -> String {
-        let mut text = format!("{FIRST_LINE}\n# Written by `spillway tune`; delete it, or a section, to forget it.\n");
+        let mut text =
+            format!("{FIRST_LINE}\n# Written by `spillway tune`; delete it, or a section, to forget it.\n");
         for (system, (Settings { backend, block_bytes, depth, engines }, notes)) in &self.entries {
             let backend = if *backend == Choice::Threads { "threads" } else { "io_uring" };
-            let _ = write!(text, "\n[filesystem {system}]\nbackend = {backend}\nblock_bytes = {block_bytes}\n");
+            let _ =
+                write!(text, "\n[filesystem {system}]\nbackend = {backend}\nblock_bytes = {block_bytes}\n");
             let _ = write!(text, "queue_depth = {depth}\nengines = {engines}\n{notes}");
         }
         text

@@ -106,7 +106,8 @@ impl Load {
 
     /// One pass over the first `bytes` bytes of the file, in whole blocks.
     pub fn run(&self, file: &TestFile, direction: Direction, bytes: u64) -> Result<Pass> {
-        let operations = bytes.min(file.bytes) / self.shape.operation_bytes() as u64 / self.lanes.len() as u64;
+        let operations =
+            bytes.min(file.bytes) / self.shape.operation_bytes() as u64 / self.lanes.len() as u64;
         let cpu = cpu_time();
         let start = Instant::now();
         std::thread::scope(|scope| {

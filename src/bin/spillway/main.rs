@@ -6,6 +6,7 @@ mod bench_io;
 mod bench_undo;
 mod fio;
 mod io_load;
+mod tune;
 
 use clap::{Parser, Subcommand};
 
@@ -22,6 +23,8 @@ enum Command {
     /// Measures this machine against its own limits.
     #[command(subcommand)]
     Bench(Bench),
+    /// Finds the I/O settings that suit a directory, and writes them where engines read them.
+    Tune(tune::Options),
 }
 
 #[derive(Subcommand)]
@@ -39,6 +42,7 @@ fn main() -> std::process::ExitCode {
         Command::Bench(Bench::Adam(options)) => bench_adam::run(&options),
         Command::Bench(Bench::Io(options)) => bench_io::run(&options),
         Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
+        Command::Tune(options) => tune::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,

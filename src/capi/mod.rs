@@ -28,4 +28,6 @@ pub mod pool;
 
 pub mod io;
 
+pub mod io_wait;
+
 pub mod deepspeed;

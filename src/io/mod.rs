@@ -2,7 +2,7 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`engine`] | what callers see: submit, wait, cancel, deadlines |
+//! | [`engine`], `waiting` | what callers see: submit, wait, cancel, deadlines |
 //! | [`options`], `counters` | settings and requests in, statistics out |
 //! | `driver` | the thread behind an engine: cuts operations into pieces, keeps the queue full |
 //! | `verdict` | what a completion means for its piece |
@@ -23,6 +23,7 @@ mod operation;
 mod threads;
 mod uring;
 mod verdict;
+mod waiting;
 
 pub mod engine;
 pub mod file;

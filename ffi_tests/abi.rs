@@ -129,7 +129,8 @@ fn layout_of_rust() -> String {
         }
         capi::io::spw_io_stats {
             struct_size, reserved, reads, writes, read_bytes, written_bytes, failed, requests,
-            direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck,
+            direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck, queue_depth,
+            block_bytes,
         }
         capi::io_wait::spw_io_failure { struct_size, system_errno, offset, bytes, path }
     }

@@ -27,7 +27,9 @@ fn nothing_is_lost_and_nothing_grows() {
 
 fn compile(installed: &Path, program: &Path) {
     let mut compiler = Command::new("cc");
-    compiler.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror"]).arg(root().join("ffi_tests/soak/soak.c"));
+    compiler
+        .args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror"])
+        .arg(root().join("ffi_tests/soak/soak.c"));
     compiler.arg("-I").arg(installed.join("include")).arg("-L").arg(installed.join("lib"));
     compiler.args(["-lspillway", "-lpthread", "-o"]).arg(program);
     succeed(&mut compiler, Duration::from_secs(120));

@@ -35,6 +35,9 @@ static void write_profile(const char *text) {
     CHECK(to != NULL && fputs(text, to) >= 0 && fclose(to) == 0);
 }
 
+static spw_io_stats stats;
+static char words[9000];
+
 // Requests that it takes to read one MiB.
 static uint64_t requests(void) {
     messages[0] = 0;
@@ -43,8 +46,9 @@ static uint64_t requests(void) {
     CHECK(spw_io_open(NULL, &io) == SPW_OK);
     spw_io_request request = {.struct_size = sizeof request, .path = file, .buffer = memory, .bytes = BYTES};
     CHECK(spw_io_read(io, &request, &handle) == SPW_OK && spw_io_wait(io, handle, FOR_EVER, NULL) == SPW_OK);
-    spw_io_stats stats = {.struct_size = sizeof stats};
+    stats = (spw_io_stats){.struct_size = sizeof stats};
     CHECK(spw_io_stats_get(io, &stats) == SPW_OK && stats.failed == 0);
+    CHECK(spw_io_describe(io, words, sizeof words) == SPW_OK);
     CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
     return stats.requests;
 }
@@ -60,6 +64,7 @@ static void a_good_one_changes_the_requests(void) {
     snprintf(text, sizeof text, format, (unsigned long)kind.f_type, id.f_fsid);
     write_profile(text);
     CHECK(requests() == BYTES / 65536 && strstr(messages, profile) && !strstr(messages, "2: "));
+    CHECK(stats.queue_depth == 4 && stats.block_bytes == 65536 && strstr(words, profile));
     snprintf(text, sizeof text, format, (unsigned long)kind.f_type, id.f_fsid + 1);
     write_profile(text);
     CHECK(requests() < BYTES / 65536 && strstr(messages, "2: ") && strstr(messages, "does not hold"));
@@ -79,7 +84,7 @@ int main(void) {
     CHECK(spw_set_log(keep, NULL, SPW_LOG_INFO) == SPW_OK && setenv("SPILLWAY_PROFILE", profile, 1) == 0);
 
     uint64_t normal = requests(); // There is no such file yet.
-    CHECK(normal > 0 && !strstr(messages, "profile"));
+    CHECK(normal > 0 && !strstr(messages, "profile") && stats.queue_depth == 32 && stats.block_bytes == BYTES);
     const char *bad[] = {"{\"version\": 1}", "spillway-io-profile 2\n", "spillway-io-profile 1\nfoo\n",
                          "spillway-io-profile 1\n[filesystem x]\n"};
     for (int n = 0; n < 4; n++) {

@@ -1,4 +1,4 @@
-"""Spillway's I/O engine against DeepSpeed's compiled async_io op on the same files.
+"""Spillway's async_io op against DeepSpeed's compiled one on the same files.
 
 Both read and write in this process, in alternation, each on buffers that it allocates itself; what was read is compared
 before the clock starts. DeepSpeed's op runs at the best of its settings, found by trying them first. Processor time is
@@ -14,11 +14,14 @@ import tempfile
 import time
 
 import spillway
+from spillway.deepspeed import _ops
 
 from . import _machine
-from ._io_contenders import Engine, Op
+from ._io_contender import Contender
 
 _MIB = 1 << 20
+# Block size, queue depth, single_submit, overlap_events, intra_op_parallelism.
+_OURS = (_MIB, 32, False, True, 1)
 
 
 def run(options):
@@ -31,7 +34,7 @@ def run(options):
                  if not apart or tensor < options.size]
     finally:
         shutil.rmtree(folder)
-    return {"version": spillway.__version__, "backend": Engine.describe(), "cpu": _machine.cpu(),
+    return {"version": spillway.__version__, "cpu": _machine.cpu(),
             "date": time.strftime("%Y-%m-%d"), "deepspeed": reason, "rounds": options.rounds, "cases": cases}
 
 
@@ -41,9 +44,9 @@ def _case(folder, native, options, tensor, apart):
     places = [(os.path.join(folder, f"tensor{n}" if apart else "tensors"), 0 if apart else n * tensor)
               for n in range(count)]
     _fill(places, tensor)
-    work = {"spillway": Engine(places, tensor)}
+    work = {"spillway": Contender("Spillway", _ops.module("async_io"), places, tensor, _OURS)}
     if native:
-        work["deepspeed"] = _best(native, places, tensor)
+        work["deepspeed"] = Contender("DeepSpeed", native, places, tensor, _best(native, places, tensor))
     _agree(work)
     results = []
     for way in ("read", "write"):
@@ -75,11 +78,11 @@ def _best(native, places, tensor):
     for single, overlap in ((False, False), (True, True), (True, False)):
         setting = (block, depth, single, overlap, threads)
         speeds[setting] = _seconds(native, part, tensor, setting)
-    return Op(native, places, tensor, min(speeds, key=speeds.get))
+    return min(speeds, key=speeds.get)
 
 
 def _seconds(native, places, tensor, setting):
-    contender = Op(native, places, tensor, setting)
+    contender = Contender("DeepSpeed", native, places, tensor, setting)
     contender.read()
     seconds = sum(min(_timed(way)[0] for _ in range(3)) for way in (contender.read, contender.write))
     contender.close()
@@ -137,9 +140,9 @@ def _rows(way, taken, settings, size):
 
 def table(report):
     """The report for a person."""
-    lines = [f"{report['backend']}, {report['cpu']}; DeepSpeed {report['deepspeed']}",
+    lines = [f"{report['cpu']}; DeepSpeed {report['deepspeed']}",
              f"median of {report['rounds']} rounds in alternation; speed: Spillway's over the other's; cpu: Spillway's "
-             "processor time over the other's", "DeepSpeed's setting: block, depth, single_submit, overlap_events, threads"]
+             "processor time over the other's", "setting: block, depth, single_submit, overlap_events, threads"]
     for case in report["cases"]:
         lines += ["", case["case"]]
         lines += [f"  {row['way']:<6} {row['name']:<10} {row['gb_per_s']:7.3f} GB/s {row['cpu_seconds_per_gb']:8.4f} cpu s/GB"

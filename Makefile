@@ -5,11 +5,16 @@
 # make dist    libraries and wheels for x86-64 and Arm, in dist/
 # make kill    kill a process that steps a tier, at random moments, again and again   (ROUNDS=1000)
 # make bench   this machine against its own limits, then against torch and DeepSpeed
+# make tune    the I/O settings that suit a directory (DIR=.), written where the library reads them
+# make soak    eight threads of verified reads and writes for MINUTES=10, and what they leave behind
 
 PREFIX ?= /usr/local
 RELEASE = target/release
 
-.PHONY: demo test quick lib install kill bench dist packages
+DIR ?= .
+MINUTES ?= 10
+
+.PHONY: demo test quick lib install kill bench tune soak dist packages
 
 demo: packages
 	ffi_tests/deepspeed/demo.sh
@@ -35,6 +40,13 @@ kill:
 bench: lib
 	$(RELEASE)/spillway bench adam
 	$(RELEASE)/spillway bench undo
+	$(RELEASE)/spillway bench io --dir $(DIR)
+
+tune: lib
+	$(RELEASE)/spillway tune --dir $(DIR)
+
+soak:
+	SPILLWAY_SOAK_SECONDS=$$(($(MINUTES) * 60)) cargo test --test soak -- --nocapture
 
 # Libraries and wheels for x86-64 and Arm, in dist/.
 dist: packages

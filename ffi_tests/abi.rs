@@ -136,7 +136,8 @@ fn layout_of_rust() -> String {
         }
         capi::io::spw_io_stats {
             struct_size, reserved, reads, writes, read_bytes, written_bytes, failed, requests,
-            direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck,
+            direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck, queue_depth,
+            block_bytes,
         }
         capi::tier_options::spw_tier_path { struct_size, kind, directory, limit_bytes, reserve_bytes }
         capi::tier_options::spw_tier_options {

@@ -167,7 +167,7 @@ typedef enum spw_page_kind {
 // What moves the bytes. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or "threads",
 // overrides it.
 typedef enum spw_io_backend {
-    // io_uring, or threads where it is not to be had; `spw_io_describe` says why.
+    // io_uring, or threads where it is not to be had or the profile asks for them; `spw_io_describe` says why.
     SPW_IO_AUTO = 0,
     // io_uring or an error.
     SPW_IO_URING = 1,
@@ -527,7 +527,10 @@ typedef struct spw_pinned_stats {
     uint64_t locked_bytes;
 } spw_pinned_stats;
 
-// Settings of an engine; zero is the default of every field.
+// Settings of an engine; zero is the default of every field. Where the defaults say "profile", that is what
+// `spillway tune` found for the file system, in the file that the environment variable `SPILLWAY_PROFILE` names, else
+// `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`; an empty variable turns it off. A profile that makes no sense
+// or does not hold for the file system is one warning in the log.
 typedef struct spw_io_options {
     // `sizeof(spw_io_options)`
     uint32_t struct_size;
@@ -535,11 +538,12 @@ typedef struct spw_io_options {
     uint32_t backend;
     // Sum of `spw_io_flag`.
     uint32_t flags;
-    // Requests under way at a time; 0 is 32.
+    // Requests under way at a time; 0 is the profile's, or 32.
     uint32_t queue_depth;
-    // Most bytes of a request, rounded up to whole pages; 0 is 1 MiB. A device's own limits make it smaller.
+    // Most bytes of a request, rounded up to whole pages; 0 is the profile's for each file system, or 1 MiB. A device's
+    // own limits make it smaller.
     uint64_t block_bytes;
-    // Most threads of SPW_IO_THREADS; 0 is 8.
+    // Most threads of SPW_IO_THREADS; 0 is the depth of a profile that asks for threads, or 8.
     uint32_t workers;
     // Permission bits of new files, before the umask; 0 is 0600.
     uint32_t file_mode;
@@ -598,6 +602,10 @@ typedef struct spw_io_stats {
     uint64_t pending;
     // Operations past their deadline whose memory the system still has.
     uint64_t stuck;
+    // Requests under way at a time, at most.
+    uint64_t queue_depth;
+    // Most bytes of a request, for the last file.
+    uint64_t block_bytes;
 } spw_io_stats;
 
 // How an operation on a file failed.
@@ -1094,7 +1102,8 @@ enum spw_status spw_io_sync(struct spw_io *io,
 enum spw_status spw_io_stats_get(const struct spw_io *io, struct spw_io_stats *stats);
 
 // Writes words for a person into the `size` bytes at `text`, cut off to fit and ended by a NUL: the backend's name
-// ("io_uring" or "threads"), and why it is not the other or why files go through the page cache, if so.
+// ("io_uring" or "threads"), and why it is not the other, why files go through the page cache, and which profile it has
+// read, if so.
 //
 // Requires: `io` is an open engine, `text` points to `size` writable bytes.
 enum spw_status spw_io_describe(const struct spw_io *io,

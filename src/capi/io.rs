@@ -20,7 +20,7 @@ use crate::sys::span::Span;
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_io_backend {
-    /// io_uring, or threads where it is not to be had; `spw_io_describe` says why.
+    /// io_uring, or threads where it is not to be had or the profile asks for them; `spw_io_describe` says why.
     SPW_IO_AUTO = 0,
     /// io_uring or an error.
     SPW_IO_URING = 1,
@@ -38,7 +38,10 @@ pub enum spw_io_flag {
     SPW_IO_NO_PREALLOCATE = 2,
 }
 
-/// Settings of an engine; zero is the default of every field.
+/// Settings of an engine; zero is the default of every field. Where the defaults say "profile", that is what
+/// `spillway tune` found for the file system, in the file that the environment variable `SPILLWAY_PROFILE` names, else
+/// `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`; an empty variable turns it off. A profile that makes no sense
+/// or does not hold for the file system is one warning in the log.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_io_options {
@@ -48,11 +51,12 @@ pub struct spw_io_options {
     pub backend: u32,
     /// Sum of `spw_io_flag`.
     pub flags: u32,
-    /// Requests under way at a time; 0 is 32.
+    /// Requests under way at a time; 0 is the profile's, or 32.
     pub queue_depth: u32,
-    /// Most bytes of a request, rounded up to whole pages; 0 is 1 MiB. A device's own limits make it smaller.
+    /// Most bytes of a request, rounded up to whole pages; 0 is the profile's for each file system, or 1 MiB. A device's
+    /// own limits make it smaller.
     pub block_bytes: u64,
-    /// Most threads of SPW_IO_THREADS; 0 is 8.
+    /// Most threads of SPW_IO_THREADS; 0 is the depth of a profile that asks for threads, or 8.
     pub workers: u32,
     /// Permission bits of new files, before the umask; 0 is 0600.
     pub file_mode: u32,
@@ -127,6 +131,10 @@ pub struct spw_io_stats {
     pub pending: u64,
     /// Operations past their deadline whose memory the system still has.
     pub stuck: u64,
+    /// Requests under way at a time, at most.
+    pub queue_depth: u64,
+    /// Most bytes of a request, for the last file.
+    pub block_bytes: u64,
 }
 
 // SAFETY: integers without padding.
@@ -248,6 +256,8 @@ pub unsafe extern "C" fn spw_io_stats_get(io: *const spw_io, stats: *mut spw_io_
             retried: found.retried,
             pending: found.pending,
             stuck: found.stuck,
+            queue_depth: found.depth.into(),
+            block_bytes: found.block_bytes,
         };
         // SAFETY: the caller's promise is the callee's.
         unsafe { record::write(&values, stats, "stats") }
@@ -255,7 +265,8 @@ pub unsafe extern "C" fn spw_io_stats_get(io: *const spw_io, stats: *mut spw_io_
 }
 
 /// Writes words for a person into the `size` bytes at `text`, cut off to fit and ended by a NUL: the backend's name
-/// ("io_uring" or "threads"), and why it is not the other or why files go through the page cache, if so.
+/// ("io_uring" or "threads"), and why it is not the other, why files go through the page cache, and which profile it has
+/// read, if so.
 ///
 /// # Safety
 /// `io` is an open engine, `text` points to `size` writable bytes.
@@ -271,7 +282,9 @@ pub unsafe extern "C" fn spw_io_describe(io: *const spw_io, text: *mut c_char, s
         let mut words = stats.backend.to_string();
         let buffered = Some(stats.buffered_reason).filter(|reason| !reason.is_empty());
         let buffered = buffered.map(|reason| format!("through the page cache: {reason}"));
-        for reason in [stats.backend_reason, buffered.unwrap_or_default()] {
+        let profile = Some(stats.profile).filter(|path| !path.is_empty());
+        let profile = profile.map(|path| format!("profile {path}"));
+        for reason in [stats.backend_reason, buffered.unwrap_or_default(), profile.unwrap_or_default()] {
             if !reason.is_empty() {
                 words.push_str("; ");
                 words.push_str(&reason);

@@ -2,7 +2,8 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use super::file::{File, Route};
 use crate::pool::region::Region;
@@ -49,6 +50,15 @@ pub struct Completion {
     pub result: i32,
 }
 
+/// How long a [`Backend::wait`] sleeps: until a wake, `until`, or enough completions; not at all for 0 of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sleep {
+    /// Completions worth waking up for; a backend may wake up for fewer.
+    pub completions: usize,
+    /// The end of it. An old kernel's io_uring does not look at the time.
+    pub until: Option<Instant>,
+}
+
 /// Ends a [`Backend::wait`] from another thread, or makes the next one short.
 pub trait Wake: Send + Sync {
     /// Does it.
@@ -63,13 +73,29 @@ pub trait Backend {
     /// Accepts a piece. The driver never has more outstanding than it asked for at open.
     fn push(&mut self, piece: Piece);
 
-    /// Starts what was pushed and adds finished pieces to `done`. If `block` it waits until there is one or a wake.
+    /// Starts what was pushed and adds finished pieces to `done`, after sleeping as `sleep` says.
     /// Interruptions are no error; an error means that the backend is lost.
-    fn wait(&mut self, block: bool, done: &mut Vec<Completion>) -> io::Result<()>;
+    fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()>;
 
     /// Lets go of what belongs to regions that are gone.
     fn trim(&mut self) {}
 
     /// The handle that wakes it.
     fn waker(&self) -> Arc<dyn Wake>;
+}
+
+/// Sleeps until there is news, at the longest until `until`. False if that has passed.
+pub(super) fn doze<'a, T>(
+    news: &Condvar,
+    guard: MutexGuard<'a, T>,
+    until: Option<Instant>,
+) -> (MutexGuard<'a, T>, bool) {
+    let Some(until) = until else {
+        return (news.wait(guard).unwrap_or_else(PoisonError::into_inner), true);
+    };
+    let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
+        return (guard, false);
+    };
+    let (guard, _) = news.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner);
+    (guard, true)
 }

@@ -85,4 +85,10 @@ pub struct EngineStats {
     pub backend_reason: String,
     /// Why the last file that is not direct is not; empty if all are.
     pub buffered_reason: String,
+    /// Requests under way at a time.
+    pub depth: u32,
+    /// Most bytes of a request, for the last file.
+    pub block_bytes: u64,
+    /// The profile that these come from, as far as the caller did not give them; empty if none.
+    pub profile: String,
 }

@@ -12,23 +12,25 @@ use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use super::backend::{Action, Backend, Completion, Piece};
+use super::backend::{Action, Backend, Completion, Piece, Sleep};
 use super::counters::Counters;
-use super::file::{Route, failure};
+use super::file::Route;
 use super::operation::{Operation, Shared};
 use super::plan::Extent;
-use crate::error::{Error, IoError, IoKind, Result};
+use super::verdict::{Verdict, judge};
+use crate::error::{Error, IoKind, Result};
 use crate::sys::memory::Mapping;
 use crate::sys::span::Span;
 
-/// A piece is tried this often; the system that interrupts more is not going to stop.
-const MAX_TRIES: u32 = 64;
 /// Tries that follow each other at once.
 const QUICK_TRIES: u32 = 16;
+/// Longest wait for several completions at once, and the fewest pieces under way that it is worth it for.
+const NAP: Duration = Duration::from_millis(2);
+const NAP_FROM: usize = 16;
 /// A file gets a place in the ring's table if this many of its pieces are yet to come.
 const BUSY_PIECES: u64 = 4;
 
@@ -42,6 +44,8 @@ pub(super) struct Driver {
     retries: VecDeque<usize>,
     bounce: Bounce,
     failed_devices: HashSet<u64>,
+    /// The last sleep ended with completions.
+    flowing: bool,
 }
 
 struct Running {
@@ -53,15 +57,17 @@ struct Running {
     queued: bool,
 }
 
-struct Flight {
+/// A piece under way.
+pub(super) struct Flight {
     owner: usize,
     /// Where in the operation.
-    at: u64,
-    span: Span,
-    done: usize,
-    route: Route,
+    pub(super) at: u64,
+    pub(super) span: Span,
+    /// Bytes of the span that moved.
+    pub(super) done: usize,
+    pub(super) route: Route,
     bounce: Option<usize>,
-    tries: u32,
+    pub(super) tries: u32,
 }
 
 /// Aligned memory for pieces whose own memory is not.
@@ -92,6 +98,7 @@ impl Driver {
             retries: VecDeque::new(),
             bounce,
             failed_devices: HashSet::new(),
+            flowing: false,
         }
     }
 
@@ -107,9 +114,10 @@ impl Driver {
             if closing && self.running.is_empty() {
                 return Ok(());
             }
-            let block = self.prepare_to_wait();
-            backend.wait(block, &mut done)?;
+            let sleep = self.prepare_to_sleep();
+            backend.wait(sleep, &mut done)?;
             self.shared.hungry.store(false, Ordering::SeqCst);
+            self.flowing = !done.is_empty();
             self.shared.progress.fetch_add(done.len() as u64, Ordering::Relaxed);
             done.drain(..).for_each(|completion| self.complete(completion));
         }
@@ -120,18 +128,18 @@ impl Driver {
     pub(super) fn abandon(&mut self, reason: &str) {
         self.take_inbox();
         let error = Error::System { what: "the I/O engine stopped", reason: reason.to_string() };
-        for running in self.running.drain() {
-            self.shared.finish(Arc::clone(&running.op), Err(error.clone()));
-            if running.under_way > 0 {
-                std::mem::forget(running.op);
+        for Running { op, under_way, .. } in self.running.drain() {
+            if under_way > 0 {
+                std::mem::forget(Arc::clone(&op));
             }
+            self.shared.finish(op, Err(error.clone()));
         }
     }
 
     fn take_inbox(&mut self) -> bool {
         let mut state = self.shared.lock();
         let arrived = std::mem::take(&mut state.inbox);
-        if self.failed_devices.len() != state.stuck.len() || !state.stuck.is_empty() {
+        if !self.failed_devices.is_empty() || !state.stuck.is_empty() {
             self.failed_devices = state.stuck.keys().copied().collect();
         }
         let closing = state.closing;
@@ -143,12 +151,25 @@ impl Driver {
         closing
     }
 
-    /// True if the backend may sleep. Says before whether new operations are worth a wake, so that none is missed.
-    fn prepare_to_wait(&mut self) -> bool {
-        let hungry = self.active() < self.depth;
+    /// How long to sleep. Says before whether new operations are worth a wake, so that none is missed.
+    ///
+    /// While completions flow into a queue that is nearly full, a few of them are let come together, and new operations
+    /// wait as long: both save a change of threads per piece, and a stream that stops is noticed within [`NAP`].
+    fn prepare_to_sleep(&mut self) -> Sleep {
+        let active = self.active();
+        let nap = self.flowing && active >= NAP_FROM && active >= self.depth - self.depth / 4;
+        let hungry = active < self.depth && !nap;
         self.shared.hungry.store(hungry, Ordering::SeqCst);
-        let waiting = hungry && !self.shared.lock().inbox.is_empty();
-        !waiting && self.retries.is_empty()
+        let (state, deadline, expired) = self.shared.expire(self.shared.lock());
+        let waiting = hungry && !state.inbox.is_empty();
+        if waiting || expired || !self.retries.is_empty() {
+            return Sleep { completions: 0, until: None };
+        }
+        let nap_ends = nap.then(|| Instant::now() + NAP);
+        Sleep {
+            completions: if nap { active / 8 } else { 1 },
+            until: [deadline, nap_ends].into_iter().flatten().min(),
+        }
     }
 
     /// Pieces under way that count against the depth.
@@ -196,6 +217,9 @@ impl Driver {
             }
             if *room == 0 {
                 return Progress::NoRoom;
+            }
+            if !running.op.start() {
+                return Progress::AllStarted;
             }
             match self.cut(key) {
                 Ok(Some(token)) => {
@@ -276,7 +300,8 @@ impl Driver {
 
     fn complete(&mut self, Completion { token, result }: Completion) {
         let token = token as usize;
-        match self.judge(token, result) {
+        let flight = &mut self.flights[token];
+        match judge(&self.running[flight.owner].op, flight, result, &self.shared.counters) {
             Verdict::Again if self.running[self.flights[token].owner].op.stopped() => {
                 let op = &self.running[self.flights[token].owner].op;
                 let cancelled = op.error(IoKind::Cancelled, "it was cancelled".to_string());
@@ -290,33 +315,6 @@ impl Driver {
             }
             Verdict::Done => self.land(token, None),
             Verdict::Failed(error) => self.land(token, Some(error)),
-        }
-    }
-
-    fn judge(&mut self, token: usize, result: i32) -> Verdict {
-        let flight = &mut self.flights[token];
-        let op = &self.running[flight.owner].op;
-        let counters = &self.shared.counters;
-        if result < 0 {
-            return judge_errno(op, flight, -result, counters);
-        }
-        if op.action == Action::Sync {
-            return Verdict::Done;
-        }
-        let left = flight.span.len() - flight.done;
-        let moved = result as usize;
-        if moved > left {
-            return Verdict::Failed(broken(op, flight, format!("the system moved {moved} bytes of {left}")));
-        }
-        flight.done += moved;
-        match (moved, op.action) {
-            _ if moved == left => Verdict::Done,
-            (0, Action::Read) => Verdict::Failed(end_of_file(op, flight)),
-            (0, _) => Verdict::Failed(broken(op, flight, "the system wrote nothing".to_string())),
-            _ => {
-                Counters::add(&counters.resumed, 1);
-                resume(op, flight)
-            }
         }
     }
 
@@ -362,12 +360,6 @@ enum Progress {
     NoBounce,
 }
 
-enum Verdict {
-    Done,
-    Again,
-    Failed(Error),
-}
-
 pub(super) fn extent(op: &Operation) -> Extent {
     Extent {
         offset: op.offset,
@@ -376,71 +368,4 @@ pub(super) fn extent(op: &Operation) -> Extent {
         direct: op.file.direct(),
         piece: op.piece,
     }
-}
-
-fn judge_errno(op: &Operation, flight: &mut Flight, errno: i32, counters: &Counters) -> Verdict {
-    let passing = errno == libc::EINTR || errno == libc::EAGAIN;
-    if passing && flight.tries < MAX_TRIES {
-        flight.tries += 1;
-        Counters::add(&counters.retried, 1);
-        return Verdict::Again;
-    }
-    let refused = errno == libc::EINVAL || errno == libc::EOPNOTSUPP;
-    if refused && flight.route == Route::Direct && op.action != Action::Sync {
-        op.file.refuse_direct("the file system refused an aligned direct transfer".to_string());
-        return reroute(op, flight);
-    }
-    let error = io::Error::from_raw_os_error(errno);
-    let detail = if passing { format!("{MAX_TRIES} times in a row") } else { String::new() };
-    let left = (flight.span.len() - flight.done) as u64;
-    match failure(op.doing(), op.file.name(), op.offset + flight.at + flight.done as u64, left, &error) {
-        Error::Io(inner) => Verdict::Failed(IoError { detail, ..*inner }.into()),
-        other => Verdict::Failed(other),
-    }
-}
-
-/// After a short transfer: on, directly if what is left is still aligned.
-fn resume(op: &Operation, flight: &mut Flight) -> Verdict {
-    let aligned = op.file.direct().is_some_and(|need| {
-        (flight.done as u64).is_multiple_of(need.offset) && (flight.done as u64).is_multiple_of(need.memory)
-    });
-    if flight.route == Route::Buffered || aligned {
-        return Verdict::Again;
-    }
-    reroute(op, flight)
-}
-
-fn reroute(op: &Operation, flight: &mut Flight) -> Verdict {
-    flight.route = Route::Buffered;
-    match op.file.prepare(Route::Buffered) {
-        Ok(()) => Verdict::Again,
-        Err(error) => Verdict::Failed(error),
-    }
-}
-
-fn end_of_file(op: &Operation, flight: &Flight) -> Error {
-    let end = op.offset + flight.at + flight.done as u64;
-    IoError {
-        kind: IoKind::ShortFile,
-        doing: op.doing(),
-        path: op.file.name().to_string(),
-        offset: op.offset,
-        bytes: op.span.len() as u64,
-        errno: 0,
-        detail: format!("the file ends at byte {end}"),
-    }
-    .into()
-}
-
-fn broken(op: &Operation, flight: &Flight, detail: String) -> Error {
-    IoError {
-        kind: IoKind::Failed,
-        doing: op.doing(),
-        path: op.file.name().to_string(),
-        offset: op.offset + flight.at,
-        bytes: flight.span.len() as u64,
-        errno: 0,
-        detail,
-    }
-    .into()
 }

@@ -13,15 +13,18 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use super::backend::{Action, Backend};
+use super::blocks::Blocks;
 use super::counters::EngineStats;
 use super::driver::{Bounce, Driver};
 use super::file::{File, Route};
 use super::open_files::OpenFiles;
-use super::operation::{Operation, Shared};
+use super::operation::{Admitted, Event, Operation, Shared};
 use super::options::{
-    BOUNCE_BYTES, Choice, Options, PREALLOCATE_FROM, Request, Target, checked, forced_backend,
+    BLOCK_BYTES, BOUNCE_BYTES, Choice, Options, PREALLOCATE_FROM, Request, Target, checked, forced_backend,
+    with_profile,
 };
 use super::plan::{self, Extent};
+use super::profile::{self, Profile};
 use super::threads::Threads;
 use super::uring::Uring;
 use super::waiting::take_outcomes;
@@ -37,6 +40,7 @@ use crate::sys::threads;
 pub struct Engine {
     process: u32,
     options: Options,
+    blocks: Blocks,
     pub(super) shared: Arc<Shared>,
     files: OpenFiles,
     backend: &'static str,
@@ -51,21 +55,33 @@ type Made = (Box<dyn Backend>, String);
 impl Engine {
     /// Starts an engine.
     pub fn open(options: Options) -> Result<Engine> {
-        let options = Options { backend: forced_backend()?.unwrap_or(options.backend), ..options };
+        Engine::open_tuned(options, profile::current())
+    }
+
+    /// Starts an engine that takes from `profile` what the options leave open.
+    pub fn open_tuned(options: Options, profile: Option<Profile>) -> Result<Engine> {
+        let backend = forced_backend()?.unwrap_or(options.backend);
+        let options = with_profile(Options { backend, ..options }, profile.as_ref());
         let Options { backend, depth, workers, .. } = options;
-        Engine::start(options, move || make(backend, || Uring::open(depth), workers))
+        Engine::start(options, profile, move || make(backend, || Uring::open(depth), workers))
     }
 
     /// Starts an engine on a backend of the caller's.
     #[cfg(any(test, feature = "sim"))]
     pub fn open_simulated(options: Options, sim: super::sim::Sim) -> Result<Engine> {
-        Engine::start(options, move || Ok((Box::new(sim) as Box<dyn Backend>, String::new())))
+        Engine::start(with_profile(options, None), None, move || {
+            Ok((Box::new(sim) as Box<dyn Backend>, String::new()))
+        })
     }
 
-    fn start(options: Options, make: impl FnOnce() -> Result<Made> + Send + 'static) -> Result<Engine> {
+    fn start(
+        options: Options,
+        profile: Option<Profile>,
+        make: impl FnOnce() -> Result<Made> + Send + 'static,
+    ) -> Result<Engine> {
         let options = checked(options)?;
         let depth = options.depth as usize;
-        let block = options.block_bytes as usize;
+        let block = if options.block_bytes == 0 { BLOCK_BYTES } else { options.block_bytes } as usize;
         let blocks = (BOUNCE_BYTES / block).clamp(1, depth);
         let bounce =
             Bounce::new(block, blocks).map_err(|error| Error::system("taking bounce blocks", &error))?;
@@ -87,6 +103,7 @@ impl Engine {
         Ok(Engine {
             process: std::process::id(),
             options,
+            blocks: Blocks::new(options.block_bytes, profile),
             shared,
             files: OpenFiles::default(),
             backend,
@@ -129,6 +146,7 @@ impl Engine {
             submitted: Instant::now(),
             deadline: deadline.or(self.options.deadline).and_then(|time| Instant::now().checked_add(time)),
             stop: false.into(),
+            started: false.into(),
             expired: false.into(),
             file,
         };
@@ -154,9 +172,10 @@ impl Engine {
         if !state.stuck.is_empty() && state.stuck.contains_key(&op.device()) {
             return Err(op.refuse_failed_device());
         }
-        let (handle, nothing) = state.admit(|handle| Operation { handle, ..op });
+        let (handle, admitted) = state.admit(|handle| Operation { handle, ..op });
         drop(state);
-        if !nothing && self.shared.hungry.swap(false, Ordering::SeqCst) {
+        let hungry = admitted != Admitted::Finished && self.shared.hungry.swap(false, Ordering::SeqCst);
+        if hungry || admitted == Admitted::Urgent {
             self.shared.wake();
         }
         Ok(handle)
@@ -181,7 +200,7 @@ impl Engine {
         let page = lease.map_or(BASE_PAGE, |lease| lease.region().kind().bytes());
         let aligned = span.address().is_multiple_of(BASE_PAGE);
         let limits = file.limits().filter(|_| file.direct().is_some());
-        plan::piece_bytes(self.options.block_bytes, limits, page as u64, aligned)
+        plan::piece_bytes(self.blocks.of(file), limits, page as u64, aligned)
     }
 
     fn note_buffered(&self, file: &File) {
@@ -242,6 +261,9 @@ impl Engine {
             backend: self.backend,
             backend_reason: self.backend_reason.clone(),
             buffered_reason: self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            depth: self.options.depth,
+            block_bytes: self.blocks.last(),
+            profile: self.blocks.profile(),
         })
     }
 
@@ -256,14 +278,16 @@ impl Engine {
         if self.process != std::process::id() {
             return Ok(());
         }
-        let drained = self.wait_until(timeout, |state| Ok(state.unfinished == 0));
+        let drained = self.wait_quiet(timeout);
         let mut state = self.shared.lock();
         state.closing = true;
         let unseen = take_outcomes(&mut state).into_iter().find_map(Result::err);
         drop(state);
         self.shared.wake();
         drained?;
-        self.wait_until(None, |state| Ok(state.driver_gone || !state.stuck.is_empty()))?;
+        self.wait_until(None, |state| {
+            Ok((!state.driver_gone && state.stuck.is_empty()).then_some(Event::DriverGone))
+        })?;
         unseen.map_or(Ok(()), Err)
     }
 

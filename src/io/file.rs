@@ -10,7 +10,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::plan::Alignment;
 use crate::error::{Error, IoError, IoKind, Result};
-use crate::sys::file::{self, Access, DirectNeed, Facts, Identity, RequestLimits};
+use crate::sys::file::{self, Access, DirectNeed, Facts, FileSystem, Identity, RequestLimits};
 use crate::sys::memory::BASE_PAGE;
 
 /// Which descriptor of a file.
@@ -160,6 +160,15 @@ impl File {
     /// Which file it is.
     pub fn identity(&self) -> Identity {
         self.identity
+    }
+
+    /// The file system that it lies on.
+    pub fn file_system(&self) -> Option<FileSystem> {
+        match &self.source {
+            Source::Real { main, .. } => file::file_system(main).ok(),
+            #[cfg(any(test, feature = "sim"))]
+            Source::Simulated => None,
+        }
     }
 
     /// What one request to its device may hold.

@@ -2,16 +2,20 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`options`], `counters`, `busy` | settings and requests in, statistics out |
 //! | [`engine`], `waiting` | what callers see: submit, wait, cancel, deadlines |
-//! | `driver` | the thread behind an engine: cuts operations into pieces, keeps the queue full, judges completions |
+//! | [`options`], `counters`, `busy` | settings and requests in, statistics out |
+//! | `driver` | the thread behind an engine: cuts operations into pieces, keeps the queue full |
+//! | `verdict` | what a completion means for its piece |
 //! | [`plan`] | where the cuts are, as pure arithmetic |
+//! | [`profile`] | settings that `spillway tune` found, as engines read them |
+//! | `blocks` | bytes of a piece, by file system |
 //! | [`file`] | open files: direct or buffered, and why |
 //! | `backend` | the interface below: `uring`, `threads` (pread and pwrite), `sim` (seeded faults, for tests) |
 //!
 //! Only `uring` has unsafe code.
 
 mod backend;
+mod blocks;
 mod busy;
 pub mod counters;
 mod driver;
@@ -19,12 +23,14 @@ mod open_files;
 mod operation;
 mod threads;
 mod uring;
+mod verdict;
 mod waiting;
 
 pub mod engine;
 pub mod file;
 pub mod options;
 pub mod plan;
+pub mod profile;
 
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;

@@ -4,18 +4,19 @@
 //! caller has the outcome at once, and the handle stays known until the kernel is done with the memory.
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use super::backend::{Action, Wake};
+use super::backend::{Action, Wake, doze};
 use super::busy::Busy;
 use super::counters::Counters;
 use super::file::File;
 use crate::error::{Error, IoError, IoKind, Result};
+use crate::log::{self, Level};
 use crate::pool::region::Lease;
 use crate::sys::span::Span;
 
@@ -33,6 +34,8 @@ pub(super) struct Operation {
     pub(super) submitted: Instant,
     pub(super) deadline: Option<Instant>,
     pub(super) stop: AtomicBool,
+    /// Some of it may be in the kernel.
+    pub(super) started: AtomicBool,
     pub(super) expired: AtomicBool,
 }
 
@@ -45,6 +48,19 @@ impl Operation {
     /// True if no more pieces are to be started.
     pub(super) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)
+    }
+
+    /// Before its next piece: false if it is stopped. Who stops it either is seen here, or sees that it has started.
+    pub(super) fn start(&self) -> bool {
+        self.started.store(true, Ordering::SeqCst);
+        !self.stop.load(Ordering::SeqCst)
+    }
+
+    /// Stops it; true if some of it may be in the kernel.
+    fn expire(&self) -> bool {
+        self.expired.store(true, Ordering::Release);
+        self.stop.store(true, Ordering::SeqCst);
+        self.started.load(Ordering::SeqCst)
     }
 
     /// True if its deadline passed before it finished.
@@ -76,10 +92,20 @@ impl Operation {
     }
 }
 
+/// What a caller waits for; a thread is woken for its own event alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Event {
+    /// One operation has its outcome.
+    Outcome(u64),
+    /// Nothing is pending any more.
+    Quiet,
+    /// The driver ended, or what it still has is stuck.
+    DriverGone,
+}
+
 /// What callers and driver share.
 pub(super) struct Shared {
     state: Mutex<State>,
-    news: Condvar,
     pub(super) counters: Counters,
     /// The driver has room: a new operation is worth a wake.
     pub(super) hungry: AtomicBool,
@@ -97,6 +123,9 @@ pub(super) struct State {
     pub(super) inbox: VecDeque<Arc<Operation>>,
     pub(super) entries: Slab<Entry>,
     generation: u32,
+    /// Of pending operations, with their handles.
+    deadlines: BTreeSet<(Instant, u64)>,
+    waiters: Slab<(Event, Arc<Condvar>)>,
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
     pub(super) busy: Busy,
@@ -109,6 +138,17 @@ pub(super) struct State {
     pub(super) lost: Option<String>,
 }
 
+/// What became of an operation that was accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Admitted {
+    /// It had nothing to do.
+    Finished,
+    /// The driver takes it when it has room.
+    Queued,
+    /// Its deadline is the earliest of all: the driver sleeps for too long.
+    Urgent,
+}
+
 pub(super) struct Entry {
     pub(super) handle: u64,
     pub(super) op: Option<Arc<Operation>>,
@@ -118,15 +158,19 @@ pub(super) struct Entry {
 pub(super) enum Phase {
     Pending,
     Finished(Result<u64>),
-    /// The outcome is the deadline; `Some` until a wait takes it.
-    Expired(Option<Error>),
+    /// The outcome is the deadline.
+    Expired {
+        /// `Some` until a wait takes it.
+        unread: Option<Error>,
+        /// Counted as stuck on its device.
+        stuck: bool,
+    },
 }
 
 impl Shared {
     pub(super) fn new(stall: Option<Duration>) -> Shared {
         Shared {
             state: Mutex::default(),
-            news: Condvar::new(),
             counters: Counters::default(),
             hungry: AtomicBool::new(false),
             trim: AtomicBool::new(false),
@@ -146,68 +190,67 @@ impl Shared {
         }
     }
 
-    /// Waits for news, at the longest until `until`. False if that has passed.
-    pub(super) fn wait_news<'a>(
-        &self,
-        state: MutexGuard<'a, State>,
+    /// Sleeps until `event` may have come, at the longest until `until`.
+    pub(super) fn await_event<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        event: Event,
         until: Option<Instant>,
-    ) -> (MutexGuard<'a, State>, bool) {
-        let Some(until) = until else {
-            return (self.news.wait(state).unwrap_or_else(PoisonError::into_inner), true);
-        };
-        let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
-            return (state, false);
-        };
-        let (state, _) = self.news.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
-        (state, true)
+    ) -> MutexGuard<'a, State> {
+        let news = Arc::new(Condvar::new());
+        let key = state.waiters.insert((event, Arc::clone(&news)));
+        let mut state = doze(&news, state, until).0;
+        state.waiters.remove(key);
+        state
     }
 
-    /// The driver's word that the kernel is done with an operation. Whoever hears of it finds its memory let go.
+    /// Expires what is past its deadline, or under way without progress for too long, and says so in the log; when to look
+    /// again, and whether anything expired. Waiters and driver both ask: the driver can be held up inside a system call.
+    pub(super) fn expire<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+    ) -> (MutexGuard<'a, State>, Option<Instant>, bool) {
+        let now = Instant::now();
+        let stalled =
+            self.stall.and_then(|stall| state.stall(self.progress.load(Ordering::Relaxed), stall, now));
+        let expired = state.expire(now);
+        if !expired.is_empty() {
+            expired.iter().for_each(|_| Counters::add(&self.counters.failed, 1));
+            drop(state);
+            expired.iter().for_each(|error| log::write(Level::Warn, &error.to_string()));
+            state = self.lock();
+        }
+        let next = state.deadlines.first().map(|(deadline, _)| *deadline);
+        (state, next.into_iter().chain(stalled).min(), !expired.is_empty())
+    }
+
+    /// The driver's word that the kernel is done with an operation. Its file is closed, if nobody else uses it, before
+    /// anybody is told: the file system may be unmounted next.
     pub(super) fn finish(&self, op: Arc<Operation>, outcome: Result<u64>) {
-        let mut guard = self.lock();
-        let state = &mut *guard;
-        let key = key_of(op.handle);
-        let Some(entry) = state.entries.get_mut(key).filter(|entry| entry.handle == op.handle) else {
+        let (handle, action, deadline, device) = (op.handle, op.action, op.deadline, op.device());
+        let theirs = self.lock().entry(handle).ok().and_then(|entry| entry.op.take());
+        drop((op, theirs));
+        let mut state = self.lock();
+        let key = key_of(handle);
+        let Some(entry) = state.entries.get_mut(key).filter(|entry| entry.handle == handle) else {
             return;
         };
-        let (action, device) = (op.action, op.device());
-        entry.op = None;
-        drop(op);
         match &entry.phase {
-            Phase::Expired(unread) => {
+            Phase::Expired { unread, stuck } => {
+                let stuck = *stuck;
                 if unread.is_none() {
                     state.entries.remove(key);
                 }
-                state.unstick(device);
+                if stuck {
+                    state.unstick(device);
+                }
             }
             _ => {
                 self.counters.count_outcome(action, &outcome);
-                state.busy.ends(action);
                 entry.phase = Phase::Finished(outcome);
-                state.unfinished -= 1;
+                state.leave_pending(handle, action, deadline);
             }
         }
-        drop(guard);
-        self.news.notify_all();
-    }
-
-    /// Expires what is past its deadline, or under way without progress for too long; when to look again, and whether
-    /// anything expired.
-    pub(super) fn expire(&self, state: &mut State, now: Instant) -> (Option<Instant>, bool) {
-        let progress = self.progress.load(Ordering::Relaxed);
-        if state.progress.0 != progress {
-            state.progress = (progress, Some(now));
-        }
-        let moved = state.progress.1;
-        let stall = self.stall;
-        let limit = |op: &Operation| {
-            let stalled = stall.and_then(|time| {
-                let from = moved.map_or(op.submitted, |moved| moved.max(op.submitted));
-                from.checked_add(time)
-            });
-            [op.deadline, stalled].into_iter().flatten().min()
-        };
-        state.expire(now, limit)
     }
 
     /// The driver's last word.
@@ -215,27 +258,35 @@ impl Shared {
         let mut state = self.lock();
         state.driver_gone = true;
         state.lost = lost;
-        drop(state);
-        self.news.notify_all();
+        state.tell_all();
     }
 }
 
 impl State {
-    /// Gives an operation its handle and queues it; one that has nothing to do is finished at once.
-    pub(super) fn admit(&mut self, make: impl FnOnce(u64) -> Operation) -> (u64, bool) {
+    /// Gives an operation its handle and queues it; one that has nothing to do is finished at once. Also, what the
+    /// driver has to know of it.
+    pub(super) fn admit(&mut self, make: impl FnOnce(u64) -> Operation) -> (u64, Admitted) {
         self.generation = self.generation.wrapping_add(1);
         let slot = self.entries.vacant_entry();
         let handle = u64::from(self.generation) << 32 | (slot.key() as u64 + 1);
         let op = Arc::new(make(handle));
         let nothing = op.total() == 0;
+        let urgent =
+            op.deadline.is_some_and(|own| self.deadlines.first().is_none_or(|(first, _)| own < *first));
         let phase = if nothing { Phase::Finished(Ok(0)) } else { Phase::Pending };
         slot.insert(Entry { handle, op: (!nothing).then(|| Arc::clone(&op)), phase });
         if !nothing {
             self.busy.begins(op.action);
             self.unfinished += 1;
+            op.deadline.map(|deadline| self.deadlines.insert((deadline, handle)));
             self.inbox.push_back(op);
         }
-        (handle, nothing)
+        let admitted = match (nothing, urgent) {
+            (true, _) => Admitted::Finished,
+            (_, true) => Admitted::Urgent,
+            _ => Admitted::Queued,
+        };
+        (handle, admitted)
     }
 
     pub(super) fn entry(&mut self, handle: u64) -> Result<&mut Entry> {
@@ -250,7 +301,7 @@ impl State {
         let entry = self.entry(handle)?;
         match &mut entry.phase {
             Phase::Pending => Ok(None),
-            Phase::Expired(unread) => {
+            Phase::Expired { unread, .. } => {
                 let known = || Error::invalid("handle", format!("{handle:#x} was waited for"));
                 let error = unread.take().ok_or_else(known)?;
                 if entry.op.is_none() {
@@ -265,32 +316,74 @@ impl State {
         }
     }
 
-    fn expire(
-        &mut self,
-        now: Instant,
-        limit: impl Fn(&Operation) -> Option<Instant>,
-    ) -> (Option<Instant>, bool) {
-        let mut next = None;
-        let mut expired_any = false;
-        for (_, entry) in self.entries.iter_mut().filter(|(_, entry)| matches!(entry.phase, Phase::Pending)) {
-            let Some((op, deadline)) = entry.op.as_ref().and_then(|op| Some((op, limit(op)?))) else {
-                continue;
-            };
-            if deadline > now {
-                next = Some(next.map_or(deadline, |other: Instant| other.min(deadline)));
-                continue;
-            }
-            op.expired.store(true, Ordering::Release);
-            op.stop.store(true, Ordering::Release);
-            let words = "its deadline passed; the buffer stays in use until the system answers";
-            let error = op.error(IoKind::Deadline, words.to_string());
-            *self.stuck.entry(op.device()).or_default() += 1;
-            entry.phase = Phase::Expired(Some(error));
-            self.busy.ends(op.action);
-            self.unfinished -= 1;
-            expired_any = true;
+    /// Gives operations that see no progress for too long a deadline that has passed; when the next one may be due.
+    fn stall(&mut self, progress: u64, stall: Duration, now: Instant) -> Option<Instant> {
+        if self.progress.0 != progress {
+            self.progress = (progress, Some(now));
         }
-        (next, expired_any)
+        let moved = self.progress.1;
+        if let Some(soonest) = moved.and_then(|moved| moved.checked_add(stall)).filter(|at| *at > now) {
+            return (self.unfinished > 0).then_some(soonest);
+        }
+        let mut next = None;
+        for (_, entry) in self.entries.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Pending)) {
+            let Some(op) = &entry.op else { continue };
+            let from = moved.map_or(op.submitted, |moved| moved.max(op.submitted));
+            match from.checked_add(stall) {
+                Some(due) if due <= now => {
+                    self.deadlines.insert((due, op.handle));
+                }
+                due => next = next.into_iter().chain(due).min(),
+            }
+        }
+        next
+    }
+
+    /// Expires what is past its deadline.
+    fn expire(&mut self, now: Instant) -> Vec<Error> {
+        let mut errors = Vec::new();
+        while let Some((_, handle)) = self.deadlines.first().copied().filter(|(deadline, _)| *deadline <= now)
+        {
+            self.deadlines.pop_first();
+            let entry = self.entry(handle).ok().filter(|entry| matches!(entry.phase, Phase::Pending));
+            let Some(op) = entry.and_then(|entry| entry.op.clone()) else { continue };
+            let stuck = op.expire();
+            let words = match stuck {
+                true => "its deadline passed; the buffer stays in use until the system answers",
+                false => "its deadline passed before it began",
+            };
+            let error = op.error(IoKind::Deadline, words.to_string());
+            if stuck {
+                *self.stuck.entry(op.device()).or_default() += 1;
+            }
+            if let Ok(entry) = self.entry(handle) {
+                entry.phase = Phase::Expired { unread: Some(error.clone()), stuck };
+            }
+            self.leave_pending(handle, op.action, op.deadline);
+            errors.push(error);
+        }
+        errors
+    }
+
+    /// An operation that was pending has its outcome.
+    fn leave_pending(&mut self, handle: u64, action: Action, deadline: Option<Instant>) {
+        self.unfinished -= 1;
+        self.busy.ends(action);
+        deadline.map(|deadline| self.deadlines.remove(&(deadline, handle)));
+        let quiet = self.unfinished == 0;
+        self.tell(|event| event == Event::Outcome(handle) || quiet && event == Event::Quiet);
+    }
+
+    fn tell(&self, concerned: impl Fn(Event) -> bool) {
+        self.waiters
+            .iter()
+            .filter(|(_, (event, _))| concerned(*event))
+            .for_each(|(_, (_, news))| news.notify_one());
+    }
+
+    /// Wakes every waiter, to see for itself.
+    pub(super) fn tell_all(&self) {
+        self.tell(|_| true);
     }
 
     fn unstick(&mut self, device: u64) {

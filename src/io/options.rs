@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::file::File;
+use super::profile::Profile;
 use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::span::Span;
@@ -26,11 +27,11 @@ pub enum Choice {
 pub struct Options {
     /// Which backend; the environment variable `SPILLWAY_IO` overrides it.
     pub backend: Choice,
-    /// Pieces under way at a time.
+    /// Pieces under way at a time; 0 is the profile's, or [`DEPTH`].
     pub depth: u32,
-    /// Most bytes of a piece, rounded up to whole pages.
+    /// Most bytes of a piece, rounded up to whole pages; 0 is the profile's for each file system, or [`BLOCK_BYTES`].
     pub block_bytes: u64,
-    /// Most worker threads of the thread backend.
+    /// Most worker threads of the thread backend; 0 is the depth of a profile that asks for threads, or [`WORKERS`].
     pub workers: u32,
     /// Go past the page cache where the file system allows it.
     pub direct: bool,
@@ -49,9 +50,9 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             backend: Choice::Auto,
-            depth: 32,
-            block_bytes: 1 << 20,
-            workers: 8,
+            depth: 0,
+            block_bytes: 0,
+            workers: 0,
             direct: true,
             preallocate: true,
             file_mode: 0o600,
@@ -61,6 +62,12 @@ impl Default for Options {
     }
 }
 
+/// Pieces under way where nobody says otherwise.
+pub const DEPTH: u32 = 32;
+/// Bytes of a piece where nobody says otherwise.
+pub const BLOCK_BYTES: u64 = 1 << 20;
+/// Worker threads where nobody says otherwise.
+pub const WORKERS: u32 = 8;
 /// Largest depth.
 pub const MAX_DEPTH: u32 = 4096;
 /// Largest piece; a completion's count is an i32.
@@ -109,9 +116,21 @@ pub(super) fn forced_backend() -> Result<Option<Choice>> {
     }
 }
 
+/// Puts the profile's settings where the caller gave none. `block_bytes` stays 0: it is found for each file.
+pub(super) fn with_profile(options: Options, profile: Option<&Profile>) -> Options {
+    let (backend, depth) = profile.and_then(Profile::of_an_engine).unwrap_or((options.backend, DEPTH));
+    let threads = backend == Choice::Threads && options.backend == Choice::Auto;
+    let or = |given: u32, other: u32| if given == 0 { other } else { given };
+    Options {
+        backend: if options.backend == Choice::Auto { backend } else { options.backend },
+        depth: or(options.depth, depth),
+        workers: or(options.workers, if threads { depth } else { WORKERS }),
+        ..options
+    }
+}
+
 pub(super) fn checked(options: Options) -> Result<Options> {
     let range = |argument: &'static str, value: u64, limit: u64| match value {
-        0 => Err(Error::invalid(argument, "is 0")),
         _ if value > limit => Err(Error::invalid(argument, format!("{value} is more than {limit}"))),
         _ => Ok(()),
     };

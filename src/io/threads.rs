@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::backend::{Action, Backend, Completion, Piece, Wake};
+use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake, doze};
 use crate::sys::file;
 use crate::sys::threads;
 
@@ -57,14 +57,18 @@ impl Backend for Threads {
         self.desk.work.notify_one();
     }
 
-    fn wait(&mut self, block: bool, done: &mut Vec<Completion>) -> io::Result<()> {
+    fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
         let mut state = self.desk.lock();
         if state.workers == 0 && !state.pieces.is_empty() {
             self.start_worker()?;
             state.workers += 1;
         }
-        while block && state.done.is_empty() && !state.woken {
-            state = self.desk.news.wait(state).unwrap_or_else(PoisonError::into_inner);
+        while sleep.completions > 0 && state.done.is_empty() && !state.woken {
+            let (locked, in_time) = doze(&self.desk.news, state, sleep.until);
+            state = locked;
+            if !in_time {
+                break;
+            }
         }
         state.woken = false;
         done.append(&mut state.done);

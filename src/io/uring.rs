@@ -11,12 +11,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use io_uring::squeue::{Entry, Flags};
 use io_uring::{IoUring, Probe, opcode, types};
 
-use super::backend::{Action, Backend, Completion, Piece, Wake};
+use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
 use super::file::Route;
 use crate::log::{self, Level};
 use crate::pool::region::Region;
@@ -38,6 +38,8 @@ pub(super) struct Uring {
     ring: IoUring,
     waker: Arc<EventFd>,
     armed: bool,
+    /// The kernel takes a time with the wait (Linux 5.11).
+    knows_time: bool,
     buffers: Option<Buffers>,
     files: Option<Files>,
 }
@@ -60,6 +62,7 @@ impl Uring {
         Ok(Uring {
             waker: Arc::new(EventFd::new()?),
             armed: false,
+            knows_time: ring.params().is_feature_ext_arg(),
             buffers: buffers.then(Buffers::default),
             files: files.then(Files::default),
             ring,
@@ -101,6 +104,15 @@ impl Uring {
         }
     }
 
+    fn enter(&mut self, sleep: Sleep) -> io::Result<usize> {
+        let Some(until) = sleep.until.filter(|_| sleep.completions > 0 && self.knows_time) else {
+            return self.ring.submit_and_wait(sleep.completions.min(1));
+        };
+        let left = until.saturating_duration_since(Instant::now());
+        let time = types::Timespec::from(left);
+        self.ring.submitter().submit_with_args(sleep.completions, &types::SubmitArgs::new().timespec(&time))
+    }
+
     fn reap(&mut self, done: &mut Vec<Completion>) {
         let from = done.len();
         let mut woken = false;
@@ -131,16 +143,16 @@ impl Backend for Uring {
         self.push_entry(&entry);
     }
 
-    fn wait(&mut self, block: bool, done: &mut Vec<Completion>) -> io::Result<()> {
+    fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
         if !self.armed {
             let poll = opcode::PollAdd::new(types::Fd(self.waker.fd()), libc::POLLIN as u32).build();
             self.push_entry(&poll.user_data(WAKE_TOKEN));
             self.armed = true;
         }
-        let outcome = self.ring.submit_and_wait(usize::from(block));
+        let outcome = self.enter(sleep);
         self.reap(done);
         match outcome.as_ref().map_err(io::Error::raw_os_error) {
-            Ok(_) | Err(Some(libc::EINTR)) => Ok(()),
+            Ok(_) | Err(Some(libc::EINTR | libc::ETIME)) => Ok(()),
             // The kernel is out of request memory or of completion room: what is under way has to come back first.
             Err(Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)) => {
                 if done.is_empty() {

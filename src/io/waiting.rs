@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
-use super::operation::{Phase, State};
+use super::operation::{Event, Phase, State};
 use crate::error::{Error, IoError, IoKind, Result};
 
 impl Engine {
@@ -17,7 +17,7 @@ impl Engine {
         let mut outcome = None;
         self.wait_until(timeout, |state| {
             outcome = state.take(handle)?;
-            Ok(outcome.is_some())
+            Ok(outcome.is_none().then_some(Event::Outcome(handle)))
         })?;
         outcome.unwrap_or_else(|| Err(Error::invalid("handle", "has no outcome")))
     }
@@ -29,11 +29,11 @@ impl Engine {
         self.wait_until(timeout, |state| {
             while over < handles.len() {
                 if matches!(state.entry(handles[over])?.phase, Phase::Pending) {
-                    return Ok(false);
+                    return Ok(Some(Event::Outcome(handles[over])));
                 }
                 over += 1;
             }
-            Ok(true)
+            Ok(None)
         })?;
         let mut state = self.shared.lock();
         // A handle given twice, or taken by another wait meanwhile, is an error of its own.
@@ -43,35 +43,39 @@ impl Engine {
 
     /// Waits for all operations and forgets them; their number, or the first error. With nothing under way, 0 at once.
     pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
-        self.wait_until(timeout, |state| Ok(state.unfinished == 0))?;
+        self.wait_quiet(timeout)?;
         let outcomes = take_outcomes(&mut self.shared.lock());
         let total = outcomes.len() as u64;
         first_error(outcomes).map(|()| total)
     }
 
+    /// Waits until nothing is pending.
+    pub(super) fn wait_quiet(&self, timeout: Option<Duration>) -> Result<()> {
+        self.wait_until(timeout, |state| Ok((state.unfinished > 0).then_some(Event::Quiet)))
+    }
+
+    /// Waits until `missing` names no event any more that is worth waking up for.
     pub(super) fn wait_until(
         &self,
         timeout: Option<Duration>,
-        mut over: impl FnMut(&mut State) -> Result<bool>,
+        mut missing: impl FnMut(&mut State) -> Result<Option<Event>>,
     ) -> Result<()> {
         self.owned()?;
         let until = timeout.and_then(|time| Instant::now().checked_add(time));
         let mut state = self.shared.lock();
         loop {
-            let now = Instant::now();
-            let (next_deadline, expired) = self.shared.expire(&mut state, now);
+            let (locked, next_deadline, expired) = self.shared.expire(state);
+            state = locked;
             if expired {
                 self.shared.wake();
             }
-            if over(&mut state)? {
-                return Ok(());
-            }
-            if until.is_some_and(|until| now >= until) {
+            let Some(event) = missing(&mut state)? else { return Ok(()) };
+            if until.is_some_and(|until| Instant::now() >= until) {
                 let pending = state.unfinished;
                 return Err(timed_out(pending));
             }
             let nearest = [until, next_deadline].into_iter().flatten().min();
-            state = self.shared.wait_news(state, nearest).0;
+            state = self.shared.await_event(state, event, nearest);
         }
     }
 }
@@ -82,7 +86,7 @@ pub(super) fn take_outcomes(state: &mut State) -> Vec<Result<u64>> {
         .entries
         .iter()
         .map(|(_, entry)| entry)
-        .filter(|entry| matches!(entry.phase, Phase::Finished(_) | Phase::Expired(Some(_))))
+        .filter(|entry| matches!(entry.phase, Phase::Finished(_) | Phase::Expired { unread: Some(_), .. }))
         .map(|entry| entry.handle)
         .collect();
     handles.sort_unstable_by_key(|handle| handle >> 32);

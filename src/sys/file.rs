@@ -1,6 +1,7 @@
 //! Files for direct I/O: open, alignment, preallocation, positional reads and writes of spans, device limits.
 
 use std::ffi::CString;
+use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -212,6 +213,44 @@ pub fn request_limits(device: u64) -> Option<RequestLimits> {
         };
         Some(RequestLimits { bytes: number("max_sectors_kb")? * 1024, segments: number("max_segments")? })
     })
+}
+
+/// Which file system: the same two numbers are the same one, also after a restart where it has an identity of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FileSystem {
+    /// The kernel's number of its kind.
+    pub kind: u64,
+    /// Its own; that of its device where it has none.
+    pub id: u64,
+}
+
+impl FileSystem {
+    /// Reads what `Display` wrote.
+    pub fn parse(text: &str) -> Option<FileSystem> {
+        let (kind, id) = text.split_once('-')?;
+        let number = |text| u64::from_str_radix(text, 16).ok();
+        Some(FileSystem { kind: number(kind)?, id: number(id)? })
+    }
+}
+
+impl fmt::Display for FileSystem {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{:x}-{:x}", self.kind, self.id)
+    }
+}
+
+/// The file system of an open file or directory.
+pub fn file_system(file: &File) -> io::Result<FileSystem> {
+    // SAFETY: both are plain integers, for which zero is valid.
+    let (mut kind, mut facts) = unsafe { std::mem::zeroed::<(libc::statfs, libc::statvfs)>() };
+    // SAFETY: an open descriptor and live structs.
+    let outcome =
+        unsafe { libc::fstatfs(file.as_raw_fd(), &mut kind) | libc::fstatvfs(file.as_raw_fd(), &mut facts) };
+    if outcome != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let id = if facts.f_fsid == 0 { file.metadata()?.dev() } else { facts.f_fsid };
+    Ok(FileSystem { kind: kind.f_type as u64, id })
 }
 
 /// Bytes free for this user on the file system of `path`, for messages.

@@ -9,3 +9,4 @@ pub mod memory;
 pub mod reserve;
 pub mod span;
 pub mod threads;
+pub mod usage;

@@ -132,7 +132,8 @@ class IoStats(Structure):
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("reads", c_uint64), ("writes", c_uint64),
                 ("read_bytes", c_uint64), ("written_bytes", c_uint64), ("failed", c_uint64), ("requests", c_uint64),
                 ("direct_bytes", c_uint64), ("buffered_bytes", c_uint64), ("bounced_bytes", c_uint64),
-                ("resumed", c_uint64), ("retried", c_uint64), ("pending", c_uint64), ("stuck", c_uint64)]
+                ("resumed", c_uint64), ("retried", c_uint64), ("pending", c_uint64), ("stuck", c_uint64),
+                ("queue_depth", c_uint64), ("block_bytes", c_uint64)]
 
 
 class TierPath(Structure):

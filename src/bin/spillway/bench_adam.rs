@@ -199,11 +199,9 @@ pub fn median(values: &[f64]) -> f64 {
 }
 
 pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
-    let (digits, factor) = match (text.strip_suffix("Ki"), text.strip_suffix("Mi")) {
-        (Some(digits), _) => (digits, 1 << 10),
-        (_, Some(digits)) => (digits, 1 << 20),
-        _ => (text, 1),
-    };
+    let units = [("Ki", 1 << 10), ("Mi", 1 << 20), ("Gi", 1 << 30)];
+    let unit = units.into_iter().find_map(|(name, factor)| Some((text.strip_suffix(name)?, factor)));
+    let (digits, factor) = unit.unwrap_or((text, 1));
     let count: Option<usize> = digits.parse().ok().and_then(|count: usize| count.checked_mul(factor));
     count
         .filter(|count| *count > 0)

@@ -2,7 +2,11 @@
 #![forbid(unsafe_code)]
 
 mod bench_adam;
+mod bench_io;
 mod bench_undo;
+mod fio;
+mod io_load;
+mod tune;
 
 use clap::{Parser, Subcommand};
 
@@ -19,12 +23,16 @@ enum Command {
     /// Measures this machine against its own limits.
     #[command(subcommand)]
     Bench(Bench),
+    /// Finds the I/O settings that suit a directory, and writes them where engines read them.
+    Tune(tune::Options),
 }
 
 #[derive(Subcommand)]
 enum Bench {
     /// Adam on every kernel, against a read-modify-write stream over the same arrays.
     Adam(bench_adam::Options),
+    /// Reads and writes past the page cache, against fio on the same file.
+    Io(bench_io::Options),
     /// What taking a step back costs, against the plain step.
     Undo(bench_undo::Options),
 }
@@ -32,7 +40,9 @@ enum Bench {
 fn main() -> std::process::ExitCode {
     let outcome = match Cli::parse().command {
         Command::Bench(Bench::Adam(options)) => bench_adam::run(&options),
+        Command::Bench(Bench::Io(options)) => bench_io::run(&options),
         Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
+        Command::Tune(options) => tune::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,

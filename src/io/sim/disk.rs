@@ -6,8 +6,9 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use super::super::backend::Wake;
+use super::super::backend::{Wake, doze};
 use super::journal::{Event, Journal};
 use super::next;
 
@@ -230,14 +231,11 @@ impl Disk {
         std::mem::take(&mut self.lock().woken)
     }
 
-    /// Sleeps unless there was a wake, which it forgets; true if there was one.
-    pub(super) fn wait_news(&self) -> bool {
+    /// Sleeps until there is news, at the longest until `until`, and not at all if there was a wake, which it forgets. True
+    /// if there was one, or if the time is over.
+    pub(super) fn wait_news(&self, until: Option<Instant>) -> bool {
         let mut state = self.lock();
-        if !std::mem::take(&mut state.woken) {
-            drop(self.inner.news.wait(state).unwrap_or_else(PoisonError::into_inner));
-            return false;
-        }
-        true
+        std::mem::take(&mut state.woken) || !doze(&self.inner.news, state, until).1
     }
 
     pub(super) fn waker(&self) -> Arc<dyn Wake> {

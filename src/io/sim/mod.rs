@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub use disk::{Crash, Disk, SECTOR};
 pub use journal::{Event, Journal};
 
-use super::backend::{Action, Backend, Completion, Piece, Wake};
+use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
 use super::file::Route;
 
 /// What goes wrong, and how often.
@@ -129,7 +129,7 @@ impl Backend for Sim {
         self.waiting.push((piece, fate));
     }
 
-    fn wait(&mut self, block: bool, done: &mut Vec<Completion>) -> io::Result<()> {
+    fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
         loop {
             while let Some((piece, fate)) = self.next_ready() {
                 let result = match fate {
@@ -141,11 +141,11 @@ impl Backend for Sim {
                     break;
                 }
             }
-            if !block || !done.is_empty() {
+            if sleep.completions == 0 || !done.is_empty() {
                 self.disk.take_wake();
                 return Ok(());
             }
-            if self.disk.wait_news() {
+            if self.disk.wait_news(sleep.until) {
                 return Ok(());
             }
         }

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
 
 use super::*;
 use crate::error::IoKind;
@@ -12,22 +11,22 @@ use crate::io::sim::{Crash, Disk, Faults, Sim};
 use crate::pool::fixed::{Pool, PoolOptions};
 use crate::pool::region::Backing;
 
-const SECTOR_512: Alignment = Alignment { memory: 512, offset: 4096 };
+pub(super) const SECTOR_512: Alignment = Alignment { memory: 512, offset: 4096 };
 const BLOCK: u64 = 16 << 10;
 
-fn options() -> Options {
+pub(super) fn options() -> Options {
     Options { block_bytes: BLOCK, depth: 4, ..Options::default() }
 }
 
-fn engine(disk: &Disk, faults: Faults) -> Engine {
+pub(super) fn engine(disk: &Disk, faults: Faults) -> Engine {
     Engine::open_simulated(options(), Sim::new(disk, faults)).unwrap()
 }
 
-fn file(name: &str) -> Arc<File> {
+pub(super) fn file(name: &str) -> Arc<File> {
     Arc::new(File::simulated(name, 1, Some(SECTOR_512)))
 }
 
-fn pool(block_bytes: usize, block_count: usize) -> Pool {
+pub(super) fn pool(block_bytes: usize, block_count: usize) -> Pool {
     let backing = Backing { huge: false, lock: false, node: None };
     Pool::open(PoolOptions { block_bytes, block_count, backing }).unwrap()
 }
@@ -225,90 +224,6 @@ fn a_full_disk_and_a_truncated_file_are_named() {
     disk.release();
     let error = engine.wait(handle, PATIENCE).unwrap_err();
     assert_eq!(error.io_kind(), Some(IoKind::ShortFile), "{error}");
-    pool.free(block.address()).unwrap();
-}
-
-#[test]
-fn a_deadline_frees_the_caller_and_quarantines_buffer_and_device() {
-    let disk = Disk::default();
-    disk.put("stuck", pattern(5, 100_000));
-    let engine = engine(&disk, Faults { hang_nth: Some(1), ..Faults::default() });
-    let pool = pool(100_000, 1);
-    let block = pool.alloc().unwrap();
-    let span = block.part(0, 100_000);
-    let deadline = Some(Duration::from_millis(50));
-    let request_with = |deadline| Request { target: Target::File(file("stuck")), offset: 0, span, deadline };
-    let handle = engine.read(request_with(deadline)).unwrap();
-    let before = Instant::now();
-    assert_eq!(engine.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
-    assert!(before.elapsed() < Duration::from_secs(20));
-    assert!(engine.holds_memory(handle).unwrap() && engine.stats().unwrap().stuck == 1);
-    assert_eq!(engine.wait_all(PATIENCE), Ok(0));
-
-    pool.free(block.address()).unwrap();
-    assert!(pool.alloc().is_err(), "the system may still write to the block");
-    assert_eq!(engine.read(request_with(None)).unwrap_err().io_kind(), Some(IoKind::PathFailed));
-    let other = Arc::new(File::simulated("elsewhere", 2, Some(SECTOR_512)));
-    disk.put("elsewhere", pattern(6, 8192));
-    let mut bytes = vec![0; 8192];
-    // SAFETY: `bytes` outlives the operation and is not used before it ends.
-    let healthy = unsafe { Span::new(bytes.as_mut_ptr(), 8192) }.unwrap();
-    let handle = engine.read(request(Target::File(other), 0, healthy)).unwrap();
-    assert_eq!(engine.wait(handle, PATIENCE), Ok(8192));
-
-    disk.release();
-    while engine.stats().unwrap().stuck > 0 {
-        thread::yield_now();
-    }
-    let again = pool.alloc().unwrap();
-    let handle = engine.read(request_with(None)).unwrap();
-    assert_eq!(engine.wait(handle, PATIENCE), Ok(100_000));
-    pool.free(again.address()).unwrap();
-    engine.close(PATIENCE).unwrap();
-}
-
-#[test]
-fn closing_with_a_stuck_operation_does_not_hang_and_a_wait_that_times_out_leaves_it_waitable() {
-    let disk = Disk::default();
-    disk.put("stuck", pattern(5, 100_000));
-    let engine = engine(&disk, Faults { hang_nth: Some(0), ..Faults::default() });
-    let pool = pool(4096, 2);
-    let block = pool.alloc().unwrap();
-    let handle = engine.read(request(Target::File(file("stuck")), 0, block)).unwrap();
-    let short = Some(Duration::from_millis(20));
-    assert_eq!(engine.wait(handle, short).unwrap_err().io_kind(), Some(IoKind::Timeout));
-    assert_eq!(engine.wait_many(&[handle], short).unwrap_err().io_kind(), Some(IoKind::Timeout));
-    assert_eq!(engine.wait_all(short).unwrap_err().io_kind(), Some(IoKind::Timeout));
-    assert_eq!(engine.close(short).unwrap_err().io_kind(), Some(IoKind::Timeout));
-    drop(engine);
-    pool.free(block.address()).unwrap();
-    assert_eq!(pool.stats().unwrap().quarantined, 1);
-    disk.release();
-    while pool.stats().unwrap().quarantined > 0 {
-        thread::yield_now();
-    }
-}
-
-#[test]
-fn a_cancelled_operation_ends_once_the_system_has_given_its_memory_back() {
-    let disk = Disk::default();
-    disk.put("long", pattern(7, 1 << 20));
-    // One piece at a time, so that the one that hangs leaves the others waiting.
-    let sim = Sim::new(&disk, Faults { hang_nth: Some(2), ..Faults::default() });
-    let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
-    let pool = pool(1 << 20, 1);
-    let block = pool.alloc().unwrap();
-    let handle = engine.read(request(Target::File(file("long")), 0, block)).unwrap();
-    while disk.requests() < 3 {
-        thread::yield_now();
-    }
-    engine.cancel(handle).unwrap();
-    let short = Some(Duration::from_millis(20));
-    assert_eq!(engine.wait(handle, short).unwrap_err().io_kind(), Some(IoKind::Timeout));
-    disk.release();
-    assert_eq!(engine.wait(handle, PATIENCE).unwrap_err().io_kind(), Some(IoKind::Cancelled));
-    assert!(disk.requests() < 64, "no piece starts after the cancel");
-    assert!(engine.cancel(handle).is_err());
     pool.free(block.address()).unwrap();
 }
 

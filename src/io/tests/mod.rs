@@ -1,7 +1,9 @@
 //! Tests of the engine over the real backends and over the simulation.
 
+mod deadlines;
 mod faults;
 mod real;
+mod tuned;
 
 use std::time::Duration;
 

@@ -1,34 +1,29 @@
-"""Measures Spillway's Adam against what is installed: DeepSpeed's compiled op, torch fused AdamW, torch foreach.
-
-    python -m spillway.bench adam [--json] [--sizes 1Mi,16Mi,100Mi] [--rounds 7]
+"""Spillway's Adam against what is installed: DeepSpeed's compiled op, torch fused AdamW, torch foreach.
 
 All contenders run in this process, on the same arrays, in alternation; results are compared before the clock starts.
 A ratio is the other's time over Spillway's time: above 1, Spillway is faster."""
 
-import argparse
-import json
-import os
 import statistics
-import sys
 import time
 
 import spillway
+
+from . import _machine
 
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 _SCALE = 0.125
 
 
-def main():
-    options = _arguments()
+def run(options):
+    """The report, as a dictionary."""
     import torch
-    native, reason = _deepspeed_op()
+    native, reason = _machine.deepspeed_op("CPUAdamBuilder")
     cases = [_plain(torch, native, n, options.rounds) for n in options.sizes]
     cases.append(_fused(torch, native, max(options.sizes), options.rounds))
     cases.append(_many(torch, native, options.tensors, options.rounds))
-    report = {"kernel": spillway.kernel_name(), "threads": spillway.num_threads(), "torch": torch.__version__,
-              "torch_threads": torch.get_num_threads(), "cpu": _cpu(), "date": time.strftime("%Y-%m-%d"),
+    return {"kernel": spillway.kernel_name(), "threads": spillway.num_threads(), "torch": torch.__version__,
+              "torch_threads": torch.get_num_threads(), "cpu": _machine.cpu(), "date": time.strftime("%Y-%m-%d"),
               "deepspeed": reason, "rounds": options.rounds, "cases": cases}
-    print(json.dumps(report, indent=1) if options.json else _table(report))
 
 
 def _plain(torch, native, n, rounds):
@@ -170,20 +165,6 @@ def _repeats(run, at_least=0.05):
     return max(1, int(at_least / (time.perf_counter() - start)))
 
 
-def _deepspeed_op():
-    """DeepSpeed's compiled cpu_adam and its version, or None and why not."""
-    from spillway import deepspeed as hook
-    hook.uninstall()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"
-    try:
-        import deepspeed
-        from deepspeed.ops.op_builder import CPUAdamBuilder
-        return CPUAdamBuilder().load(verbose=False), deepspeed.__version__
-    except Exception as error:  # whatever keeps the op from building is a reason to go on without it
-        return None, f"not measured: {error}"
-
-
 def _random(torch, n, seed):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
@@ -195,15 +176,8 @@ def _size(n):
     return str(n)
 
 
-def _cpu():
-    try:
-        with open("/proc/cpuinfo") as info:
-            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return "unknown"
-
-
-def _table(report):
+def table(report):
+    """The report for a person."""
     lines = [f"kernel {report['kernel']}, {report['threads']} threads, {report['cpu']}; torch {report['torch']} with "
              f"{report['torch_threads']} threads, DeepSpeed {report['deepspeed']}",
              f"median of {report['rounds']} rounds in alternation; ratio: time over Spillway's time"]
@@ -212,22 +186,3 @@ def _table(report):
         lines += [f"  {row['name']:<55} {row['ms']:10.3f} ms {row['ns_per_parameter']:9.3f} ns/parameter "
                   f"{row['ratio']:8.2f}x" for row in case["results"]]
     return "\n".join(lines)
-
-
-def _arguments():
-    parser = argparse.ArgumentParser(prog="python -m spillway.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("adam",))
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--sizes", type=_sizes, default=_sizes("1Mi,16Mi,100Mi"))
-    parser.add_argument("--tensors", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=7)
-    return parser.parse_args()
-
-
-def _sizes(text):
-    units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-    return [int(part[:-2]) * units[part[-2:]] if part[-2:] in units else int(part) for part in text.split(",")]
-
-
-if __name__ == "__main__":
-    main()

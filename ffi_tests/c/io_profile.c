@@ -1,0 +1,105 @@
+// A profile is read where SPILLWAY_PROFILE says; one that makes no sense, is of another version or of another file
+// system is a warning that names it, and nothing fails.
+
+#define _GNU_SOURCE
+#include <spillway.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/statfs.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#define CHECK(condition)                                                                                    \
+    do {                                                                                                    \
+        if (!(condition)) {                                                                                 \
+            fprintf(stderr, "line %d: %s; last error: %s; log: %s\n", __LINE__, #condition, spw_last_error(), \
+                    messages);                                                                              \
+            exit(1);                                                                                        \
+        }                                                                                                   \
+    } while (0)
+
+enum { FOR_EVER = -1, BYTES = 1 << 20 };
+
+static char directory[4096], profile[8192], file[8192], messages[1 << 16];
+static unsigned char *memory;
+
+static void keep(void *user, int32_t level, const char *message) {
+    (void)user;
+    size_t used = strlen(messages);
+    snprintf(messages + used, sizeof messages - used, "%d: %s\n", level, message);
+}
+
+static void write_profile(const char *text) {
+    FILE *to = fopen(profile, "w");
+    CHECK(to != NULL && fputs(text, to) >= 0 && fclose(to) == 0);
+}
+
+static spw_io_stats stats;
+static char words[9000];
+
+// Requests that it takes to read one MiB.
+static uint64_t requests(void) {
+    messages[0] = 0;
+    spw_io *io = NULL;
+    uint64_t handle = 0;
+    CHECK(spw_io_open(NULL, &io) == SPW_OK);
+    spw_io_request request = {.struct_size = sizeof request, .path = file, .buffer = memory, .bytes = BYTES};
+    CHECK(spw_io_read(io, &request, &handle) == SPW_OK && spw_io_wait(io, handle, FOR_EVER, NULL) == SPW_OK);
+    stats = (spw_io_stats){.struct_size = sizeof stats};
+    CHECK(spw_io_stats_get(io, &stats) == SPW_OK && stats.failed == 0);
+    CHECK(spw_io_describe(io, words, sizeof words) == SPW_OK);
+    CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
+    return stats.requests;
+}
+
+static void a_good_one_changes_the_requests(void) {
+    struct statfs kind;
+    struct statvfs id;
+    CHECK(statfs(directory, &kind) == 0 && statvfs(directory, &id) == 0);
+    if (id.f_fsid == 0) return; // The device's number stands for it; the library's own test has that case.
+    char text[1024];
+    const char *format = "spillway-io-profile 1\n[filesystem %lx-%lx]\nbackend = io_uring\nblock_bytes = 65536\n"
+                         "queue_depth = 4\nengines = 1\n";
+    snprintf(text, sizeof text, format, (unsigned long)kind.f_type, id.f_fsid);
+    write_profile(text);
+    CHECK(requests() == BYTES / 65536 && strstr(messages, profile) && !strstr(messages, "2: "));
+    CHECK(stats.queue_depth == 4 && stats.block_bytes == 65536 && strstr(words, profile));
+    snprintf(text, sizeof text, format, (unsigned long)kind.f_type, id.f_fsid + 1);
+    write_profile(text);
+    CHECK(requests() < BYTES / 65536 && strstr(messages, "2: ") && strstr(messages, "does not hold"));
+}
+
+int main(void) {
+    const char *base = getenv("TMPDIR");
+    snprintf(directory, sizeof directory, "%s/spillway-io-XXXXXX", base ? base : P_tmpdir);
+    CHECK(mkdtemp(directory) != NULL);
+    snprintf(profile, sizeof profile, "%s/profile", directory);
+    snprintf(file, sizeof file, "%s/file", directory);
+    void *start = NULL;
+    CHECK(spw_pinned_alloc(BYTES, &start) == SPW_OK);
+    memory = start;
+    FILE *to = fopen(file, "w");
+    CHECK(to != NULL && fwrite(memory, 1, BYTES, to) == BYTES && fclose(to) == 0);
+    CHECK(spw_set_log(keep, NULL, SPW_LOG_INFO) == SPW_OK && setenv("SPILLWAY_PROFILE", profile, 1) == 0);
+
+    uint64_t normal = requests(); // There is no such file yet.
+    CHECK(normal > 0 && !strstr(messages, "profile") && stats.queue_depth == 32 && stats.block_bytes == BYTES);
+    const char *bad[] = {"{\"version\": 1}", "spillway-io-profile 2\n", "spillway-io-profile 1\nfoo\n",
+                         "spillway-io-profile 1\n[filesystem x]\n"};
+    for (int n = 0; n < 4; n++) {
+        write_profile(bad[n]);
+        CHECK(requests() == normal && strstr(messages, "2: ") && strstr(messages, profile));
+        CHECK(requests() == normal && !strstr(messages, profile)); // Said once.
+    }
+    CHECK(unlink(profile) == 0 && symlink(profile, profile) == 0);
+    CHECK(requests() == normal && strstr(messages, profile) && unlink(profile) == 0);
+    a_good_one_changes_the_requests();
+
+    CHECK(spw_set_log(NULL, NULL, SPW_LOG_OFF) == SPW_OK);
+    CHECK(spw_pinned_free(start) == SPW_OK);
+    unlink(profile);
+    unlink(file);
+    CHECK(rmdir(directory) == 0);
+    return 0;
+}

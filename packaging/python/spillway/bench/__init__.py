@@ -1,0 +1,1 @@
+"""Measurements against what else is installed; `python -m spillway.bench`."""

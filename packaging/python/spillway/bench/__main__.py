@@ -1,0 +1,48 @@
+"""Measures Spillway against what is installed, in one process and in alternation.
+
+    python -m spillway.bench adam [--json] [--sizes 1Mi,16Mi,100Mi] [--rounds 7]
+    python -m spillway.bench io [--json] [--dir DIRECTORY] [--size 1Gi] [--rounds 7]"""
+
+import argparse
+import json
+
+from . import _adam, _io
+
+
+def main():
+    options = _arguments()
+    report = options.measurement.run(options)
+    print(json.dumps(report, indent=1) if options.json else options.measurement.table(report))
+
+
+def _arguments():
+    parser = argparse.ArgumentParser(prog="python -m spillway.bench", description=__doc__.splitlines()[0])
+    kinds = parser.add_subparsers(required=True, metavar="adam|io")
+    adam = kinds.add_parser("adam", help="the optimizer step against DeepSpeed's op and torch")
+    adam.set_defaults(measurement=_adam)
+    adam.add_argument("--sizes", type=_sizes, default=_sizes("1Mi,16Mi,100Mi"))
+    adam.add_argument("--tensors", type=int, default=10_000)
+    io = kinds.add_parser("io", help="files to and from memory against DeepSpeed's async_io op")
+    io.set_defaults(measurement=_io)
+    io.add_argument("--dir", default=".", help="where the test files are made")
+    io.add_argument("--size", type=_size, default=_size("1Gi"), help="bytes of each measurement")
+    io.add_argument("--tensor", type=_sizes, default=_sizes("1Gi,1Mi,4Mi"), help="sizes of the tensors they are cut into")
+    io.add_argument("--files", type=lambda text: [("one", "each").index(word) == 1 for word in text.split(",")],
+                    default=[False, True], help="one,each: all tensors in one file, or a file each")
+    for kind in (adam, io):
+        kind.add_argument("--json", action="store_true")
+        kind.add_argument("--rounds", type=int, default=7)
+    return parser.parse_args()
+
+
+def _sizes(text):
+    return [_size(part) for part in text.split(",")]
+
+
+def _size(text):
+    units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+    return int(text[:-2]) * units[text[-2:]] if text[-2:] in units else int(text)
+
+
+if __name__ == "__main__":
+    main()

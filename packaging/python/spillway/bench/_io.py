@@ -1,0 +1,151 @@
+"""Spillway's async_io op against DeepSpeed's compiled one on the same files.
+
+Both read and write in this process, in alternation, each on buffers that it allocates itself; what was read is compared
+before the clock starts. DeepSpeed's op runs at the best of its settings, found by trying them first. Processor time is
+that of the whole process, kernel threads of io_uring included. A ratio of speed above 1, and one of processor time
+below 1, is Spillway's gain."""
+
+import itertools
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+
+import spillway
+from spillway.deepspeed import _ops
+
+from . import _machine
+from ._io_contender import Contender
+
+_MIB = 1 << 20
+# Block size, queue depth, single_submit, overlap_events, intra_op_parallelism.
+_OURS = (_MIB, 32, False, True, 1)
+
+
+def run(options):
+    """The report, as a dictionary."""
+    folder = tempfile.mkdtemp(prefix="spillway-bench-", dir=options.dir)
+    try:
+        native, reason = _machine.deepspeed_op("AsyncIOBuilder")
+        cases = [_case(folder, native, options, min(tensor, options.size), apart)
+                 for tensor in options.tensor for apart in options.files
+                 if not apart or tensor < options.size]
+    finally:
+        shutil.rmtree(folder)
+    return {"version": spillway.__version__, "cpu": _machine.cpu(),
+            "date": time.strftime("%Y-%m-%d"), "deepspeed": reason, "rounds": options.rounds, "cases": cases}
+
+
+def _case(folder, native, options, tensor, apart):
+    """`size` bytes as tensors of `tensor` bytes, in one file or a file each."""
+    count = max(1, options.size // tensor)
+    places = [(os.path.join(folder, f"tensor{n}" if apart else "tensors"), 0 if apart else n * tensor)
+              for n in range(count)]
+    _fill(places, tensor)
+    work = {"spillway": Contender("Spillway", _ops.module("async_io"), places, tensor, _OURS)}
+    if native:
+        work["deepspeed"] = Contender("DeepSpeed", native, places, tensor, _best(native, places, tensor))
+    _agree(work)
+    results = []
+    for way in ("read", "write"):
+        taken = {name: [] for name in work}
+        for round_number in range(options.rounds + 1):
+            for name, contender in work.items():
+                figures = _timed(getattr(contender, way))
+                if round_number:
+                    taken[name].append(figures)
+        results += _rows(way, taken, {name: contender.setting for name, contender in work.items()}, count * tensor)
+    for contender in work.values():
+        contender.close()
+    for path in {path for path, _ in places}:
+        os.unlink(path)
+    files = "a file each" if apart else "one file"
+    return {"case": f"{count} tensors of {tensor // _MIB} MiB, {files}, one wait", "results": results}
+
+
+def _best(native, places, tensor):
+    """DeepSpeed's op at the fastest of its settings: block size, depth, one request a call or many, overlap, threads.
+
+    Block, depth and threads first, with overlap; then the other ways to submit and wait."""
+    part = places[:max(1, len(places) // 4)]
+    settings = [(block, depth, False, True, threads)
+                for block, depth, threads in itertools.product((_MIB, 8 * _MIB), (32, 128), (1, 2))
+                if block <= max(tensor, _MIB)]
+    speeds = {setting: _seconds(native, part, tensor, setting) for setting in settings}
+    block, depth, _, _, threads = min(speeds, key=speeds.get)
+    for single, overlap in ((False, False), (True, True), (True, False)):
+        setting = (block, depth, single, overlap, threads)
+        speeds[setting] = _seconds(native, part, tensor, setting)
+    return min(speeds, key=speeds.get)
+
+
+def _seconds(native, places, tensor, setting):
+    contender = Contender("DeepSpeed", native, places, tensor, setting)
+    contender.read()
+    seconds = sum(min(_timed(way)[0] for _ in range(3)) for way in (contender.read, contender.write))
+    contender.close()
+    return seconds
+
+
+def _fill(places, tensor):
+    """Random bytes: a device that compresses or leaves zeros out has nothing to gain."""
+    block = os.urandom(_MIB)
+    for number, (path, offset) in enumerate(places):
+        with open(path, "r+b" if os.path.exists(path) else "wb") as file:
+            file.seek(offset)
+            for part in range(tensor // _MIB):
+                stamp = f"{number} {part} ".encode()
+                file.write(stamp + block[len(stamp):])
+    os.sync()
+
+
+def _agree(work):
+    """What each reads is in the file; what each writes comes back."""
+    for contender in work.values():
+        contender.read()
+        contender.compare()
+        contender.write()
+        contender.read()
+        contender.compare()
+
+
+def _timed(work):
+    """Seconds, and seconds of processor time."""
+    before, start = _processor(), time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    return seconds, _processor() - before
+
+
+def _processor():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _rows(way, taken, settings, size):
+    ours = taken["spillway"]
+    rows = []
+    for name, figures in taken.items():
+        speed = [own / other for (own, _), (other, _) in zip(ours, figures)]
+        processor = [own / max(other, 1e-9) for (_, own), (_, other) in zip(ours, figures)]
+        rows.append({"way": way, "name": name, "setting": settings[name],
+                     "gb_per_s": round(size / 1e9 / statistics.median(seconds for seconds, _ in figures), 3),
+                     "cpu_seconds_per_gb": round(statistics.median(cpu for _, cpu in figures) / (size / 1e9), 5),
+                     "speed_ratio": round(1 / statistics.median(speed), 3),
+                     "cpu_ratio": round(statistics.median(processor), 3)})
+    return rows
+
+
+def table(report):
+    """The report for a person."""
+    lines = [f"{report['cpu']}; DeepSpeed {report['deepspeed']}",
+             f"median of {report['rounds']} rounds in alternation; speed: Spillway's over the other's; cpu: Spillway's "
+             "processor time over the other's", "setting: block, depth, single_submit, overlap_events, threads"]
+    for case in report["cases"]:
+        lines += ["", case["case"]]
+        lines += [f"  {row['way']:<6} {row['name']:<10} {row['gb_per_s']:7.3f} GB/s {row['cpu_seconds_per_gb']:8.4f} cpu s/GB"
+                  f"   speed {row['speed_ratio']:6.2f}  cpu {row['cpu_ratio']:6.2f}  {row['setting']}"
+                  for row in case["results"]]
+    return "\n".join(lines)

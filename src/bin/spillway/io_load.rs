@@ -1,0 +1,191 @@
+//! A sequential load on one file through the library's engines, as bench and tune run it.
+//!
+//! Each engine has its own stretch of the file and memory for as many blocks as are under way; one thread per engine
+//! submits an operation as soon as its memory is free. Engines and memory are set up outside the clock.
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use spillway::error::{Error, Result};
+use spillway::io::engine::Engine;
+use spillway::io::options::{Choice, Options, Request, Target};
+use spillway::pool::fixed::{Pool, PoolOptions};
+use spillway::pool::region::Backing;
+use spillway::sys::span::Span;
+use spillway::sys::usage::cpu_time;
+
+/// Which way the bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    Read,
+    Write,
+}
+
+/// Settings of a load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Shape {
+    pub block_bytes: usize,
+    pub depth: u32,
+    pub engines: usize,
+    /// Blocks of one operation.
+    pub blocks: usize,
+}
+
+impl Shape {
+    fn operation_bytes(&self) -> usize {
+        self.block_bytes * self.blocks
+    }
+}
+
+/// What one pass over the file took.
+#[derive(Debug, Clone, Copy)]
+pub struct Pass {
+    pub bytes: u64,
+    pub seconds: f64,
+    pub cpu_seconds: f64,
+}
+
+impl Pass {
+    pub fn gb_per_s(&self) -> f64 {
+        self.bytes as f64 / self.seconds / 1e9
+    }
+
+    pub fn cpu_seconds_per_gb(&self) -> f64 {
+        self.cpu_seconds / (self.bytes as f64 / 1e9)
+    }
+}
+
+/// A file of random bytes, removed when dropped.
+pub struct TestFile {
+    pub path: PathBuf,
+    pub bytes: u64,
+}
+
+impl TestFile {
+    /// Makes it in `directory`.
+    pub fn create(directory: &Path, bytes: u64) -> Result<TestFile> {
+        let file = TestFile { path: directory.join(format!("spillway-bench-{}", std::process::id())), bytes };
+        let shape = Shape { block_bytes: 4 << 20, depth: 8, engines: 1, blocks: 1 };
+        Load::open(shape, Choice::Auto)?.run(&file, Direction::Write, bytes)?;
+        Ok(file)
+    }
+}
+
+impl Drop for TestFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Engines and their memory.
+pub struct Load {
+    shape: Shape,
+    lanes: Vec<Lane>,
+}
+
+struct Lane {
+    engine: Engine,
+    pool: Pool,
+    buffers: Vec<Span>,
+}
+
+impl Load {
+    pub fn open(shape: Shape, backend: Choice) -> Result<Load> {
+        let lanes =
+            (0..shape.engines).map(|n| Lane::open(shape, backend, n as u64)).collect::<Result<_>>()?;
+        Ok(Load { shape, lanes })
+    }
+
+    /// "io_uring" or "threads".
+    pub fn backend(&self) -> Result<&'static str> {
+        Ok(self.lanes[0].engine.stats()?.backend)
+    }
+
+    /// One pass over the first `bytes` bytes of the file, in whole blocks.
+    pub fn run(&self, file: &TestFile, direction: Direction, bytes: u64) -> Result<Pass> {
+        let operations =
+            bytes.min(file.bytes) / self.shape.operation_bytes() as u64 / self.lanes.len() as u64;
+        let cpu = cpu_time();
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            let passes: Vec<_> = self
+                .lanes
+                .iter()
+                .enumerate()
+                .map(|(n, lane)| {
+                    scope.spawn(move || lane.pass(&file.path, direction, n as u64 * operations, operations))
+                })
+                .collect();
+            passes.into_iter().try_for_each(|pass| pass.join().unwrap_or_else(|_| Err(died())))
+        })?;
+        Ok(Pass {
+            bytes: operations * (self.shape.operation_bytes() * self.lanes.len()) as u64,
+            seconds: start.elapsed().as_secs_f64(),
+            cpu_seconds: (cpu_time() - cpu).as_secs_f64(),
+        })
+    }
+}
+
+impl Lane {
+    fn open(shape: Shape, backend: Choice, seed: u64) -> Result<Lane> {
+        let Shape { block_bytes, depth, .. } = shape;
+        let options =
+            Options { backend, depth, workers: depth, block_bytes: block_bytes as u64, ..Options::default() };
+        let engine = Engine::open(options)?;
+        let bytes = shape.operation_bytes();
+        let block_count = (depth as usize * block_bytes).div_ceil(bytes).max(2);
+        let pool = Pool::open(PoolOptions { block_bytes: bytes, block_count, backing: Backing::default() })?;
+        let buffers = (0..block_count).map(|_| pool.alloc()).collect::<Result<Vec<Span>>>()?;
+        buffers.iter().enumerate().for_each(|(n, buffer)| fill(*buffer, seed * 4096 + n as u64));
+        Ok(Lane { engine, pool, buffers })
+    }
+
+    fn pass(&self, path: &Path, direction: Direction, first: u64, count: u64) -> Result<()> {
+        const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
+        let mut under_way = VecDeque::new();
+        for n in 0..count {
+            if under_way.len() == self.buffers.len() {
+                under_way.pop_front().map_or(Ok(0), |handle| self.engine.wait(handle, PATIENCE))?;
+            }
+            let span = self.buffers[n as usize % self.buffers.len()];
+            let offset = (first + n) * span.len() as u64;
+            let request = Request { target: Target::Path(path), offset, span, deadline: None };
+            under_way.push_back(match direction {
+                Direction::Read => self.engine.read(request)?,
+                Direction::Write => self.engine.write(request)?,
+            });
+        }
+        under_way.into_iter().try_for_each(|handle| self.engine.wait(handle, PATIENCE).map(drop))
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // The engine closes first, or the pool keeps what it still uses.
+        let _ = self.engine.close(Some(Duration::from_secs(60)));
+        self.buffers.iter().for_each(|buffer| drop(self.pool.free(buffer.address())));
+    }
+}
+
+/// Random bytes: a device that compresses or leaves zeros out has nothing to gain.
+fn fill(block: Span, seed: u64) {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut page = [0_u8; 4096];
+    for from in (0..block.len()).step_by(page.len()) {
+        for word in page.chunks_exact_mut(8) {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            word.copy_from_slice(&state.to_le_bytes());
+        }
+        let len = page.len().min(block.len() - from);
+        block.part(from, len).write(&page[..len]);
+    }
+}
+
+fn died() -> Error {
+    Error::System { what: "measuring", reason: "a thread died".to_string() }
+}

@@ -1,0 +1,197 @@
+//! `spillway tune`: finds the settings that suit a directory, and writes them where engines read them.
+//!
+//! Candidates run in rounds, one short pass of each after the other, so that a disk that drifts is unfair to none.
+//! First block size and depth together, then the number of engines and the backend at the best of those. The winner is
+//! the smallest that comes within a few percent of the fastest: what is not needed costs latency and processor time.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use spillway::error::{Error, Result};
+use spillway::io::options::Choice;
+use spillway::io::profile::{self, Profile, Settings};
+use spillway::sys::file::file_system;
+
+use super::bench_adam::median;
+use super::io_load::{Direction, Load, Shape, TestFile};
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// The directory that files will lie in.
+    #[arg(long, default_value = ".")]
+    dir: PathBuf,
+    /// Where the settings are written; default: where engines look for them.
+    #[arg(long)]
+    profile: Option<PathBuf>,
+    /// Seconds that it may take.
+    #[arg(long, default_value_t = 45, value_parser = clap::value_parser!(u64).range(5..=600))]
+    seconds: u64,
+    /// Prints the settings and writes nothing.
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// Bytes of blocks under way at most: more than a device's queue takes, and memory that training needs.
+const MOST_UNDER_WAY: usize = 64 << 20;
+const LARGEST_FILE: u64 = 1 << 30;
+/// A pass is long enough for the queue to fill, and short enough for many rounds.
+const PASS_SECONDS: f64 = 0.15;
+/// A smaller setting wins if it is at most this much slower.
+const AS_GOOD: f64 = 0.97;
+
+struct Candidate {
+    shape: Shape,
+    backend: Choice,
+    reads: Vec<f64>,
+    writes: Vec<f64>,
+}
+
+impl Candidate {
+    fn new(block_bytes: usize, depth: u32, engines: usize, backend: Choice) -> Candidate {
+        let shape = Shape { block_bytes, depth, engines, blocks: 1 };
+        Candidate { shape, backend, reads: Vec::new(), writes: Vec::new() }
+    }
+
+    /// GB/s of a load that reads and writes as much: what an optimizer swapped out and in sees.
+    fn score(&self) -> f64 {
+        2.0 / (1.0 / median(&self.reads) + 1.0 / median(&self.writes))
+    }
+
+    fn size(&self) -> (bool, usize, usize) {
+        let Shape { block_bytes, depth, engines, .. } = self.shape;
+        (self.backend == Choice::Threads, engines, block_bytes * depth as usize)
+    }
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let start = Instant::now();
+    let end = start + Duration::from_secs(options.seconds);
+    let directory =
+        std::fs::File::open(&options.dir).map_err(|error| Error::system("opening --dir", &error))?;
+    let system =
+        file_system(&directory).map_err(|error| Error::system("asking for the file system", &error))?;
+    let (file, speed) = test_file(options)?;
+    let pass_bytes = ((speed * PASS_SECONDS) as u64).clamp(8 << 20, file.bytes);
+    println!("{} on file system {system}, {:.2} GB/s at first sight", options.dir.display(), speed / 1e9);
+
+    let mut shapes = shapes();
+    measure(&mut shapes, &file, pass_bytes, start + (end - start) * 3 / 5)?;
+    let Shape { block_bytes, depth, .. } = best(&shapes).shape;
+    let mut lanes = vec![Candidate::new(block_bytes, depth, 1, Choice::Auto)];
+    lanes.extend([2, 4].map(|engines| Candidate::new(block_bytes, depth, engines, Choice::Auto)));
+    lanes.push(Candidate::new(block_bytes, depth, 1, Choice::Threads));
+    measure(&mut lanes, &file, pass_bytes, end - Duration::from_secs(1))?;
+    let winner = best(&lanes);
+    drop(file);
+
+    print(&shapes);
+    print(&lanes);
+    let settings = Settings {
+        backend: winner.backend,
+        block_bytes: block_bytes as u64,
+        depth,
+        engines: winner.shape.engines as u32,
+    };
+    println!("best: {}", describe(winner));
+    println!("{:.1} s", start.elapsed().as_secs_f64());
+    if options.dry_run {
+        return Ok(());
+    }
+    let notes = format!(
+        "directory = {}\nread_gb_per_s = {:.3}\nwrite_gb_per_s = {:.3}\n",
+        options.dir.canonicalize().unwrap_or_else(|_| options.dir.clone()).display(),
+        median(&winner.reads),
+        median(&winner.writes)
+    );
+    let nowhere = || Error::invalid("--profile", "is missing, and there is no cache directory to write to");
+    let path = options.profile.clone().or_else(profile::path).ok_or_else(nowhere)?;
+    let mut profile = match Profile::read(&path) {
+        Ok(found) => found.unwrap_or_default(),
+        Err(reason) => {
+            println!("{} is replaced: {reason}", path.display());
+            Profile::default()
+        }
+    };
+    profile.put(system, settings, notes);
+    profile.write(&path)?;
+    println!("wrote {}", path.display());
+    Ok(())
+}
+
+/// The test file, and bytes per second of writing a part of it, which decides how large it is.
+fn test_file(options: &Options) -> Result<(TestFile, f64)> {
+    let first = Instant::now();
+    let small = TestFile::create(&options.dir, 32 << 20)?;
+    let speed = small.bytes as f64 / first.elapsed().as_secs_f64();
+    // A tenth of the time at this speed.
+    let bytes = ((speed * options.seconds as f64 / 10.0) as u64).clamp(small.bytes, LARGEST_FILE);
+    drop(small);
+    let file = TestFile::create(&options.dir, bytes.next_multiple_of(32 << 20))?;
+    Ok((file, speed))
+}
+
+fn shapes() -> Vec<Candidate> {
+    let blocks = [256 << 10, 1 << 20, 4 << 20];
+    let all = blocks.into_iter().flat_map(|block| [4, 8, 16, 32, 64].map(|depth| (block, depth)));
+    all.filter(|(block, depth)| block * *depth as usize <= MOST_UNDER_WAY)
+        .map(|(block, depth)| Candidate::new(block, depth, 1, Choice::Auto))
+        .collect()
+}
+
+/// At least one round, then rounds until `end`.
+fn measure(candidates: &mut [Candidate], file: &TestFile, bytes: u64, end: Instant) -> Result<()> {
+    const MOST_ROUNDS: usize = 9;
+    for round in 0..MOST_ROUNDS {
+        let begun = Instant::now();
+        for candidate in candidates.iter_mut() {
+            let load = Load::open(candidate.shape, candidate.backend)?;
+            candidate.reads.push(load.run(file, Direction::Read, bytes)?.gb_per_s());
+            candidate.writes.push(load.run(file, Direction::Write, bytes)?.gb_per_s());
+        }
+        if Instant::now() + begun.elapsed() > end {
+            break;
+        }
+        if round == 0 && candidates.len() > 1 {
+            // The first round warms up, unless it is the only one.
+            candidates.iter_mut().for_each(|candidate| (candidate.reads.clear(), candidate.writes.clear()).0);
+        }
+    }
+    Ok(())
+}
+
+fn best(candidates: &[Candidate]) -> &Candidate {
+    let fastest = candidates.iter().map(Candidate::score).fold(0.0, f64::max);
+    let good = candidates.iter().filter(|candidate| candidate.score() >= AS_GOOD * fastest);
+    good.min_by_key(|candidate| candidate.size()).unwrap_or(&candidates[0])
+}
+
+fn describe(candidate: &Candidate) -> String {
+    let Shape { block_bytes, depth, engines, .. } = candidate.shape;
+    let backend = if candidate.backend == Choice::Threads { "threads" } else { "io_uring" };
+    format!("{backend}, blocks of {} KiB, depth {depth}, engines {engines}", block_bytes >> 10)
+}
+
+fn print(candidates: &[Candidate]) {
+    for candidate in candidates {
+        let (read, write) = (median(&candidate.reads), median(&candidate.writes));
+        println!("  {read:>7.3} GB/s read  {write:>7.3} GB/s write   {}", describe(candidate));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_smallest_of_those_that_are_as_good_wins() {
+        let with = |depth, speed| {
+            let candidate = Candidate::new(1 << 20, depth, 1, Choice::Auto);
+            Candidate { reads: vec![speed], writes: vec![speed], ..candidate }
+        };
+        let candidates = [with(32, 2.0), with(8, 1.96), with(4, 1.5), with(64, 1.9)];
+        assert_eq!(best(&candidates).shape.depth, 8);
+        assert!(shapes().iter().all(|candidate| candidate.size().2 <= MOST_UNDER_WAY));
+        assert_eq!(shapes().len(), 13);
+    }
+}

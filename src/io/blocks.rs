@@ -1,0 +1,70 @@
+//! How many bytes a piece has: as the caller says, as the profile says for the file's file system, or the default.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use super::file::File;
+use super::options::BLOCK_BYTES;
+use super::profile::{self, Profile};
+use crate::log::{self, Level};
+
+#[derive(Debug)]
+pub(super) struct Blocks {
+    /// The caller's; 0 if it gave none.
+    given: u64,
+    profile: Option<Profile>,
+    /// Found so far, by device.
+    by_device: Mutex<HashMap<u64, u64>>,
+    last: AtomicU64,
+}
+
+impl Blocks {
+    pub(super) fn new(given: u64, profile: Option<Profile>) -> Blocks {
+        let first = if given == 0 { BLOCK_BYTES } else { given };
+        Blocks { given, profile, by_device: Mutex::default(), last: first.into() }
+    }
+
+    /// Bytes of a piece of this file.
+    pub(super) fn of(&self, file: &File) -> u64 {
+        if self.given > 0 {
+            return self.given;
+        }
+        let Some(profile) = &self.profile else { return BLOCK_BYTES };
+        let mut known = self.by_device.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = *known.entry(file.identity().device).or_insert_with(|| look_up(profile, file));
+        self.last.store(bytes, Ordering::Relaxed);
+        bytes
+    }
+
+    /// The answer to the last file.
+    pub(super) fn last(&self) -> u64 {
+        self.last.load(Ordering::Relaxed)
+    }
+
+    /// Where the profile lies.
+    pub(super) fn profile(&self) -> String {
+        self.profile.as_ref().map(|profile| profile.path.display().to_string()).unwrap_or_default()
+    }
+}
+
+fn look_up(profile: &Profile, file: &File) -> u64 {
+    let (path, name) = (profile.path.display(), file.name());
+    match file.file_system().and_then(|system| Some((system, profile.get(system)?))) {
+        Some((system, settings)) => {
+            let bytes = settings.block_bytes;
+            let message =
+                format!("profile {path}: {bytes} bytes a block on file system {system}, for {name}");
+            log::write(Level::Info, &message);
+            bytes
+        }
+        None => {
+            profile::warn(&format!(
+                "profile {path} does not hold for the file system of {name}: run spillway tune there; until then \
+                 blocks have {BLOCK_BYTES} bytes"
+            ));
+            BLOCK_BYTES
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! What `spillway tune` found out about file systems, as engines read it.
+//!
+//! A text file: the line `spillway-io-profile 1`, then a section per file system, `[filesystem KIND-ID]`, with lines
+//! `name = value`. Names that are not known are left alone; anything else that is wrong, another version included, is
+//! one warning, and the file is taken for absent: settings that are merely slower are no reason to fail.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use super::options::{Choice, MAX_BLOCK, MAX_DEPTH};
+use crate::error::{Error, Result};
+use crate::log::{self, Level};
+use crate::sys::file::FileSystem;
+use crate::sys::memory::BASE_PAGE;
+
+const FIRST_LINE: &str = "spillway-io-profile 1";
+/// A profile is a few hundred bytes; a file beyond this is something else.
+const MOST_BYTES: u64 = 64 << 10;
+const MOST_ENGINES: u32 = 1024;
+
+/// The best settings on one file system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settings {
+    /// What moves the bytes.
+    pub backend: Choice,
+    /// Bytes of a piece.
+    pub block_bytes: u64,
+    /// Pieces under way of one engine; for threads also their number.
+    pub depth: u32,
+    /// Engines side by side, for callers that open several.
+    pub engines: u32,
+}
+
+/// A profile.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Profile {
+    /// The file; empty if it never was one.
+    pub path: PathBuf,
+    entries: BTreeMap<FileSystem, (Settings, String)>,
+}
+
+/// The file that engines read: `SPILLWAY_PROFILE`, or `spillway/io-profile` in the user's cache directory. `None` if
+/// the variable is empty, or there is no such directory.
+pub fn path() -> Option<PathBuf> {
+    let not_empty = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    match std::env::var_os("SPILLWAY_PROFILE") {
+        Some(named) => Some(PathBuf::from(named)).filter(|path| !path.as_os_str().is_empty()),
+        None => {
+            let cache = not_empty("XDG_CACHE_HOME").or_else(|| Some(not_empty("HOME")?.join(".cache")))?;
+            Some(cache.join("spillway/io-profile"))
+        }
+    }
+}
+
+/// The profile that holds for this process, if there is a good one.
+pub fn current() -> Option<Profile> {
+    let path = path()?;
+    match Profile::read(&path) {
+        Ok(profile) => profile,
+        Err(reason) => {
+            warn(&format!("profile {} is ignored: {reason}", path.display()));
+            None
+        }
+    }
+}
+
+/// Warns, but not a second time of the same: a job opens thousands of engines.
+pub(super) fn warn(message: &str) {
+    static LAST: Mutex<String> = Mutex::new(String::new());
+    let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+    if *last != message {
+        log::write(Level::Warn, message);
+        *last = message.to_string();
+    }
+}
+
+impl Profile {
+    /// The profile at `path`; `None` if there is no file, an error in words if there is no sense in it.
+    pub fn read(path: &Path) -> std::result::Result<Option<Profile>, String> {
+        let file = match std::fs::File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error.to_string()),
+        };
+        let mut bytes = Vec::new();
+        file.take(MOST_BYTES + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
+        if bytes.len() as u64 > MOST_BYTES {
+            return Err(format!("it is longer than {MOST_BYTES} bytes"));
+        }
+        let text = String::from_utf8(bytes).map_err(|_| "it is not text".to_string())?;
+        Profile::parse(path, &text).map(Some)
+    }
+
+    /// Reads the text of a profile.
+    pub fn parse(path: &Path, text: &str) -> std::result::Result<Profile, String> {
+        let mut lines = text.lines().enumerate();
+        match lines.next() {
+            Some((_, FIRST_LINE)) => {}
+            Some((_, first)) if first.starts_with("spillway-io-profile ") => {
+                return Err(format!("its first line is {first:?}, this version reads {FIRST_LINE:?}"));
+            }
+            _ => return Err(format!("it does not begin with {FIRST_LINE:?}")),
+        }
+        let mut profile = Profile { path: path.to_path_buf(), entries: BTreeMap::new() };
+        let mut section: Option<(FileSystem, BTreeMap<&str, &str>)> = None;
+        for (index, line) in lines.map(|(index, line)| (index, line.trim())) {
+            let wrong = |what: &str| format!("line {}: {what}", index + 1);
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+                profile.add(section.take())?;
+                let system = name.strip_prefix("filesystem ").and_then(FileSystem::parse);
+                section =
+                    Some((system.ok_or_else(|| wrong("is not [filesystem KIND-ID]"))?, BTreeMap::new()));
+                continue;
+            }
+            let (name, value) = line.split_once('=').ok_or_else(|| wrong("is not NAME = VALUE"))?;
+            let (_, values) = section.as_mut().ok_or_else(|| wrong("stands before the first section"))?;
+            values.insert(name.trim(), value.trim());
+        }
+        profile.add(section)?;
+        Ok(profile)
+    }
+
+    fn add(
+        &mut self,
+        section: Option<(FileSystem, BTreeMap<&str, &str>)>,
+    ) -> std::result::Result<(), String> {
+        let Some((system, values)) = section else { return Ok(()) };
+        let number = |name: &str, most: u64| {
+            let text = values.get(name).ok_or_else(|| format!("[filesystem {system}] lacks {name}"))?;
+            let number = text.parse().ok().filter(|number| (1..=most).contains(number));
+            number.ok_or_else(|| format!("[filesystem {system}] {name}: {text:?} is not in 1..{most}"))
+        };
+        let settings = Settings {
+            backend: match values.get("backend").copied() {
+                Some("io_uring") => Choice::Auto,
+                Some("threads") => Choice::Threads,
+                other => {
+                    return Err(format!(
+                        "[filesystem {system}] backend: {other:?} is neither io_uring nor threads"
+                    ));
+                }
+            },
+            block_bytes: number("block_bytes", MAX_BLOCK)?.next_multiple_of(BASE_PAGE as u64),
+            depth: number("queue_depth", MAX_DEPTH.into())? as u32,
+            engines: number("engines", MOST_ENGINES.into())? as u32,
+        };
+        let known = ["backend", "block_bytes", "queue_depth", "engines"];
+        let rest = values.iter().filter(|(name, _)| !known.contains(name));
+        let notes = rest.fold(String::new(), |text, (name, value)| text + &format!("{name} = {value}\n"));
+        self.entries.insert(system, (settings, notes));
+        Ok(())
+    }
+
+    /// The settings for a file system.
+    pub fn get(&self, system: FileSystem) -> Option<Settings> {
+        self.entries.get(&system).map(|(settings, _)| *settings)
+    }
+
+    /// What an engine is opened with that may meet any of the file systems: the largest depth, and threads only if
+    /// none of them is better served by io_uring.
+    pub fn of_an_engine(&self) -> Option<(Choice, u32)> {
+        let all = || self.entries.values().map(|(settings, _)| settings);
+        let depth = all().map(|settings| settings.depth).max()?;
+        let threads = all().all(|settings| settings.backend == Choice::Threads);
+        Some((if threads { Choice::Threads } else { Choice::Auto }, depth))
+    }
+
+    /// Puts settings in, in place of older ones. `notes` are lines `name = value` for a person.
+    pub fn put(&mut self, system: FileSystem, settings: Settings, notes: String) {
+        self.entries.insert(system, (settings, notes));
+    }
+
+    /// The text of the profile.
+    pub fn text(&self) -> String {
+        let mut text =
+            format!("{FIRST_LINE}\n# Written by `spillway tune`; delete it, or a section, to forget it.\n");
+        for (system, (Settings { backend, block_bytes, depth, engines }, notes)) in &self.entries {
+            let backend = if *backend == Choice::Threads { "threads" } else { "io_uring" };
+            let _ =
+                write!(text, "\n[filesystem {system}]\nbackend = {backend}\nblock_bytes = {block_bytes}\n");
+            let _ = write!(text, "queue_depth = {depth}\nengines = {engines}\n{notes}");
+        }
+        text
+    }
+
+    /// Writes the profile to `path`, in one piece.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let fail = |error| Error::system("writing the profile", &error);
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        folder.map_or(Ok(()), std::fs::create_dir_all).map_err(fail)?;
+        let mut part = path.as_os_str().to_owned();
+        part.push(format!(".{}", std::process::id()));
+        std::fs::write(&part, self.text()).and_then(|()| std::fs::rename(&part, path)).map_err(fail)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SETTINGS: Settings =
+        Settings { backend: Choice::Auto, block_bytes: 256 << 10, depth: 12, engines: 2 };
+
+    fn system(id: u64) -> FileSystem {
+        FileSystem { kind: 0xef53, id }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back_and_other_file_systems_are_not_known() {
+        let mut profile = Profile::default();
+        profile.put(system(7), SETTINGS, "directory = /data\n".to_string());
+        profile.put(system(8), Settings { backend: Choice::Threads, depth: 3, ..SETTINGS }, String::new());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/profile");
+        profile.write(&path).unwrap();
+        let found = Profile::read(&path).unwrap().unwrap();
+        assert_eq!((found.get(system(7)), found.get(system(9))), (Some(SETTINGS), None));
+        assert_eq!(found.of_an_engine(), Some((Choice::Auto, 12)));
+        assert_eq!(found.text(), profile.text());
+        assert!(found.text().contains("directory = /data"));
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no part is left behind");
+        assert_eq!(Profile::read(&folder.path().join("absent")), Ok(None));
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_its_place() {
+        let mut profile = Profile::default();
+        profile.put(system(7), SETTINGS, String::new());
+        let good = profile.text();
+        let parse = |text: &str| Profile::parse(Path::new("profile"), text);
+        assert!(parse(&good).is_ok() && parse(FIRST_LINE).is_ok_and(|empty| empty.of_an_engine().is_none()));
+        for (from, to, words) in [
+            ("profile 1", "profile 2", "this version reads"),
+            ("spillway-io-profile 1", "{}", "does not begin"),
+            ("[filesystem ef53-7]", "[filesystem x]", "line 4"),
+            ("[filesystem ef53-7]", "", "before the first section"),
+            ("engines = 2", "engines", "line 8"),
+            ("engines = 2", "", "lacks engines"),
+            ("queue_depth = 12", "queue_depth = 0", "queue_depth"),
+            ("queue_depth = 12", "queue_depth = 99999999999999999999", "queue_depth"),
+            ("block_bytes = 262144", "block_bytes = -1", "block_bytes"),
+            ("backend = io_uring", "backend = magic", "magic"),
+        ] {
+            let error = parse(&good.replace(from, to)).unwrap_err();
+            assert!(error.contains(words), "{to:?}: {error}");
+        }
+        // Every prefix and every changed byte is read or refused, never a panic.
+        for at in 0..good.len() {
+            let _ = parse(&good[..at]);
+            for byte in [0, b'=', b'[', b'9', b'\n'] {
+                let mut bytes = good.clone().into_bytes();
+                bytes[at] = byte;
+                let _ = parse(&String::from_utf8_lossy(&bytes));
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_no_text_or_endless_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("profile");
+        std::fs::write(&path, [0xFF; 100]).unwrap();
+        assert_eq!(Profile::read(&path), Err("it is not text".to_string()));
+        std::fs::write(&path, vec![b'#'; MOST_BYTES as usize + 1]).unwrap();
+        assert!(Profile::read(&path).unwrap_err().contains("longer"));
+        assert!(Profile::read(folder.path()).is_err());
+    }
+}

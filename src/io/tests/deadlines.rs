@@ -1,0 +1,142 @@
+//! Operations that hang: deadlines, timeouts and cancels free the caller, and what the system still has stays apart.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use super::faults::{SECTOR_512, engine, file, options, pool};
+use super::*;
+use crate::error::IoKind;
+use crate::io::backend::{Backend, Sleep};
+use crate::io::file::File;
+use crate::io::sim::{Disk, Faults, Sim};
+use crate::io::threads::Threads;
+use crate::io::uring::Uring;
+
+#[test]
+fn a_deadline_frees_the_caller_and_quarantines_buffer_and_device() {
+    let disk = Disk::default();
+    disk.put("stuck", pattern(5, 100_000));
+    let engine = engine(&disk, Faults { hang_nth: Some(1), ..Faults::default() });
+    let pool = pool(100_000, 1);
+    let block = pool.alloc().unwrap();
+    let span = block.part(0, 100_000);
+    let deadline = Some(Duration::from_millis(50));
+    let request_with = |deadline| Request { target: Target::File(file("stuck")), offset: 0, span, deadline };
+    let handle = engine.read(request_with(deadline)).unwrap();
+    let before = Instant::now();
+    assert_eq!(engine.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
+    assert!(before.elapsed() < Duration::from_secs(20));
+    assert!(engine.holds_memory(handle).unwrap() && engine.stats().unwrap().stuck == 1);
+    assert_eq!(engine.wait_all(PATIENCE), Ok(0));
+
+    pool.free(block.address()).unwrap();
+    assert!(pool.alloc().is_err(), "the system may still write to the block");
+    assert_eq!(engine.read(request_with(None)).unwrap_err().io_kind(), Some(IoKind::PathFailed));
+    let other = Arc::new(File::simulated("elsewhere", 2, Some(SECTOR_512)));
+    disk.put("elsewhere", pattern(6, 8192));
+    let mut bytes = vec![0; 8192];
+    // SAFETY: `bytes` outlives the operation and is not used before it ends.
+    let healthy = unsafe { Span::new(bytes.as_mut_ptr(), 8192) }.unwrap();
+    let handle = engine.read(request(Target::File(other), 0, healthy)).unwrap();
+    assert_eq!(engine.wait(handle, PATIENCE), Ok(8192));
+
+    disk.release();
+    while engine.stats().unwrap().stuck > 0 {
+        thread::yield_now();
+    }
+    let again = pool.alloc().unwrap();
+    let handle = engine.read(request_with(None)).unwrap();
+    assert_eq!(engine.wait(handle, PATIENCE), Ok(100_000));
+    pool.free(again.address()).unwrap();
+    engine.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn closing_with_a_stuck_operation_does_not_hang_and_a_wait_that_times_out_leaves_it_waitable() {
+    let disk = Disk::default();
+    disk.put("stuck", pattern(5, 100_000));
+    let engine = engine(&disk, Faults { hang_nth: Some(0), ..Faults::default() });
+    let pool = pool(4096, 2);
+    let block = pool.alloc().unwrap();
+    let handle = engine.read(request(Target::File(file("stuck")), 0, block)).unwrap();
+    let short = Some(Duration::from_millis(20));
+    assert_eq!(engine.wait(handle, short).unwrap_err().io_kind(), Some(IoKind::Timeout));
+    assert_eq!(engine.wait_many(&[handle], short).unwrap_err().io_kind(), Some(IoKind::Timeout));
+    assert_eq!(engine.wait_all(short).unwrap_err().io_kind(), Some(IoKind::Timeout));
+    assert_eq!(engine.close(short).unwrap_err().io_kind(), Some(IoKind::Timeout));
+    drop(engine);
+    pool.free(block.address()).unwrap();
+    assert_eq!(pool.stats().unwrap().quarantined, 1);
+    disk.release();
+    while pool.stats().unwrap().quarantined > 0 {
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_cancelled_operation_ends_once_the_system_has_given_its_memory_back() {
+    let disk = Disk::default();
+    disk.put("long", pattern(7, 1 << 20));
+    // One piece at a time, so that the one that hangs leaves the others waiting.
+    let sim = Sim::new(&disk, Faults { hang_nth: Some(2), ..Faults::default() });
+    let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
+    let pool = pool(1 << 20, 1);
+    let block = pool.alloc().unwrap();
+    let handle = engine.read(request(Target::File(file("long")), 0, block)).unwrap();
+    while disk.requests() < 3 {
+        thread::yield_now();
+    }
+    engine.cancel(handle).unwrap();
+    let short = Some(Duration::from_millis(20));
+    assert_eq!(engine.wait(handle, short).unwrap_err().io_kind(), Some(IoKind::Timeout));
+    disk.release();
+    assert_eq!(engine.wait(handle, PATIENCE).unwrap_err().io_kind(), Some(IoKind::Cancelled));
+    assert!(disk.requests() < 64, "no piece starts after the cancel");
+    assert!(engine.cancel(handle).is_err());
+    pool.free(block.address()).unwrap();
+}
+
+#[test]
+fn a_deadline_is_noticed_although_nobody_waits() {
+    let disk = Disk::default();
+    disk.put("stuck", pattern(5, 4096));
+    let pool = pool(4096, 3);
+    let blocks: Vec<Span> = (0..3).map(|_| pool.alloc().unwrap()).collect();
+    // One place, which hangs. The driver sleeps until its deadline when operations come whose deadlines are earlier.
+    let sim = Sim::new(&disk, Faults { hang_nth: Some(0), ..Faults::default() });
+    let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
+    let submit = |span, milliseconds| {
+        let deadline = Some(Duration::from_millis(milliseconds));
+        engine.read(Request { target: Target::File(file("stuck")), offset: 0, span, deadline }).unwrap()
+    };
+    let hung = submit(blocks[0], 3_600_000);
+    let later = submit(blocks[1], 90);
+    let sooner = submit(blocks[2], 30);
+    while engine.stats().unwrap().pending > 1 {
+        thread::yield_now();
+    }
+    assert_eq!(engine.stats().unwrap().failed, 2);
+    assert_eq!(disk.requests(), 1, "what waited in the queue never started");
+    for handle in [later, sooner] {
+        assert_eq!(engine.wait(handle, PATIENCE).unwrap_err().io_kind(), Some(IoKind::Deadline));
+    }
+    disk.release();
+    assert_eq!(engine.wait(hung, PATIENCE), Ok(4096));
+    blocks.iter().for_each(|block| pool.free(block.address()).unwrap());
+    engine.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn every_backend_wakes_up_when_the_time_is_over() {
+    let mut done = Vec::new();
+    let ring = Uring::open(4).ok().map(|ring| Box::new(ring) as Box<dyn Backend>);
+    let others: [Box<dyn Backend>; 2] =
+        [Box::new(Threads::new(1)), Box::new(Sim::new(&Disk::default(), Faults::default()))];
+    for mut backend in others.into_iter().chain(ring) {
+        let until = Instant::now() + Duration::from_millis(20);
+        backend.wait(Sleep { completions: 1, until: Some(until) }, &mut done).unwrap();
+        assert!(Instant::now() >= until && done.is_empty(), "{}", backend.name());
+        backend.wait(Sleep { completions: 0, until: None }, &mut done).unwrap();
+    }
+}

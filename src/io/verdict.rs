@@ -1,0 +1,112 @@
+//! What a completion means for its piece: done, to be tried again, or failed.
+#![forbid(unsafe_code)]
+
+use std::io;
+
+use super::backend::Action;
+use super::counters::Counters;
+use super::driver::Flight;
+use super::file::{Route, failure};
+use super::operation::Operation;
+use crate::error::{Error, IoError, IoKind};
+
+/// A piece is tried this often; the system that interrupts more is not going to stop.
+const MAX_TRIES: u32 = 64;
+
+pub(super) enum Verdict {
+    Done,
+    Again,
+    Failed(Error),
+}
+
+/// Judges a result as the system call would have returned it, and counts what it moved.
+pub(super) fn judge(op: &Operation, flight: &mut Flight, result: i32, counters: &Counters) -> Verdict {
+    if result < 0 {
+        return judge_errno(op, flight, -result, counters);
+    }
+    if op.action == Action::Sync {
+        return Verdict::Done;
+    }
+    let left = flight.span.len() - flight.done;
+    let moved = result as usize;
+    if moved > left {
+        return Verdict::Failed(broken(op, flight, format!("the system moved {moved} bytes of {left}")));
+    }
+    flight.done += moved;
+    match (moved, op.action) {
+        _ if moved == left => Verdict::Done,
+        (0, Action::Read) => Verdict::Failed(end_of_file(op, flight)),
+        (0, _) => Verdict::Failed(broken(op, flight, "the system wrote nothing".to_string())),
+        _ => {
+            Counters::add(&counters.resumed, 1);
+            resume(op, flight)
+        }
+    }
+}
+
+fn judge_errno(op: &Operation, flight: &mut Flight, errno: i32, counters: &Counters) -> Verdict {
+    let passing = errno == libc::EINTR || errno == libc::EAGAIN;
+    if passing && flight.tries < MAX_TRIES {
+        flight.tries += 1;
+        Counters::add(&counters.retried, 1);
+        return Verdict::Again;
+    }
+    let refused = errno == libc::EINVAL || errno == libc::EOPNOTSUPP;
+    if refused && flight.route == Route::Direct && op.action != Action::Sync {
+        op.file.refuse_direct("the file system refused an aligned direct transfer".to_string());
+        return reroute(op, flight);
+    }
+    let error = io::Error::from_raw_os_error(errno);
+    let detail = if passing { format!("{MAX_TRIES} times in a row") } else { String::new() };
+    let left = (flight.span.len() - flight.done) as u64;
+    match failure(op.doing(), op.file.name(), op.offset + flight.at + flight.done as u64, left, &error) {
+        Error::Io(inner) => Verdict::Failed(IoError { detail, ..*inner }.into()),
+        other => Verdict::Failed(other),
+    }
+}
+
+/// After a short transfer: on, directly if what is left is still aligned.
+fn resume(op: &Operation, flight: &mut Flight) -> Verdict {
+    let aligned = op.file.direct().is_some_and(|need| {
+        (flight.done as u64).is_multiple_of(need.offset) && (flight.done as u64).is_multiple_of(need.memory)
+    });
+    if flight.route == Route::Buffered || aligned {
+        return Verdict::Again;
+    }
+    reroute(op, flight)
+}
+
+fn reroute(op: &Operation, flight: &mut Flight) -> Verdict {
+    flight.route = Route::Buffered;
+    match op.file.prepare(Route::Buffered) {
+        Ok(()) => Verdict::Again,
+        Err(error) => Verdict::Failed(error),
+    }
+}
+
+fn end_of_file(op: &Operation, flight: &Flight) -> Error {
+    let end = op.offset + flight.at + flight.done as u64;
+    IoError {
+        kind: IoKind::ShortFile,
+        doing: op.doing(),
+        path: op.file.name().to_string(),
+        offset: op.offset,
+        bytes: op.span.len() as u64,
+        errno: 0,
+        detail: format!("the file ends at byte {end}"),
+    }
+    .into()
+}
+
+fn broken(op: &Operation, flight: &Flight, detail: String) -> Error {
+    IoError {
+        kind: IoKind::Failed,
+        doing: op.doing(),
+        path: op.file.name().to_string(),
+        offset: op.offset + flight.at,
+        bytes: flight.span.len() as u64,
+        errno: 0,
+        detail,
+    }
+    .into()
+}

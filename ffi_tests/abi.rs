@@ -131,6 +131,14 @@ fn layout_of_rust() -> String {
             struct_size, reserved, reads, writes, read_bytes, written_bytes, failed, requests,
             direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck,
         }
+        capi::gpu::spw_gpu_driver { struct_size, devices, cuda_version, reserved }
+        capi::gpu::spw_gpu_options { struct_size, ordinal, chunk_bytes }
+        capi::gpu::spw_gpu_info {
+            struct_size, ordinal, capability, multiprocessors, copy_engines, reserved, memory_bytes, free_bytes, name, pci,
+        }
+        capi::gpu::spw_gpu_copy {
+            struct_size, direction, device_dtype, host_dtype, after, reserved, n, device, host, handle,
+        }
     }
 }
 

@@ -28,4 +28,6 @@ pub mod pool;
 
 pub mod io;
 
+pub mod gpu;
+
 pub mod deepspeed;

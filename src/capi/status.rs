@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::ffi::c_char;
 
-use crate::error::{Error, IoKind};
+use crate::error::{Error, GpuKind, IoKind};
 
 /// Outcome of a call. Values are never renumbered or reused; newer libraries may add some, so treat an unknown
 /// value as a failure.
@@ -43,6 +43,22 @@ pub enum spw_status {
     SPW_ERR_DEADLINE = 26,
     /// Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
+    /// There is no GPU: no driver library, or one that sees no device.
+    SPW_ERR_NO_DEVICE = 40,
+    /// The CUDA driver library that was found is the stub of a toolkit.
+    SPW_ERR_DRIVER_STUB = 41,
+    /// The CUDA driver is older than 525, or does not fit its kernel module.
+    SPW_ERR_DRIVER_TOO_OLD = 42,
+    /// The driver could not compile the GPU kernels; the message has its log.
+    SPW_ERR_GPU_JIT = 43,
+    /// Device memory is used up, or memory that the driver should register.
+    SPW_ERR_GPU_OUT_OF_MEMORY = 44,
+    /// An earlier error ended the CUDA context; what was under way is worth nothing. Only a new process gets a new one.
+    SPW_ERR_GPU_LOST = 45,
+    /// CUDA was used before this process was forked.
+    SPW_ERR_GPU_FORKED = 46,
+    /// The driver refused; the message has its words.
+    SPW_ERR_GPU = 47,
 }
 
 thread_local! {
@@ -68,6 +84,17 @@ pub(super) fn of(error: &Error) -> spw_status {
             IoKind::NotFound => spw_status::SPW_ERR_NOT_FOUND,
             IoKind::Deadline => spw_status::SPW_ERR_DEADLINE,
             IoKind::PathFailed => spw_status::SPW_ERR_PATH_FAILED,
+        },
+        Error::Gpu(error) => match error.kind {
+            GpuKind::NoDevice => spw_status::SPW_ERR_NO_DEVICE,
+            GpuKind::DriverStub => spw_status::SPW_ERR_DRIVER_STUB,
+            GpuKind::DriverTooOld => spw_status::SPW_ERR_DRIVER_TOO_OLD,
+            GpuKind::Jit => spw_status::SPW_ERR_GPU_JIT,
+            GpuKind::OutOfMemory => spw_status::SPW_ERR_GPU_OUT_OF_MEMORY,
+            GpuKind::Lost => spw_status::SPW_ERR_GPU_LOST,
+            GpuKind::Forked => spw_status::SPW_ERR_GPU_FORKED,
+            GpuKind::Timeout => spw_status::SPW_ERR_TIMEOUT,
+            GpuKind::Refused => spw_status::SPW_ERR_GPU,
         },
     }
 }
@@ -105,6 +132,14 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
         25 => c"SPW_ERR_NOT_FOUND",
         26 => c"SPW_ERR_DEADLINE",
         27 => c"SPW_ERR_PATH_FAILED",
+        40 => c"SPW_ERR_NO_DEVICE",
+        41 => c"SPW_ERR_DRIVER_STUB",
+        42 => c"SPW_ERR_DRIVER_TOO_OLD",
+        43 => c"SPW_ERR_GPU_JIT",
+        44 => c"SPW_ERR_GPU_OUT_OF_MEMORY",
+        45 => c"SPW_ERR_GPU_LOST",
+        46 => c"SPW_ERR_GPU_FORKED",
+        47 => c"SPW_ERR_GPU",
         _ => c"SPW_ERR_UNKNOWN",
     };
     name.as_ptr()

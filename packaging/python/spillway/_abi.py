@@ -111,8 +111,33 @@ class IoStats(Structure):
                 ("resumed", c_uint64), ("retried", c_uint64), ("pending", c_uint64), ("stuck", c_uint64)]
 
 
+class GpuDriver(Structure):
+    c_name = "spw_gpu_driver"
+    _fields_ = [("struct_size", c_uint32), ("devices", c_uint32), ("cuda_version", c_uint32), ("reserved", c_uint32)]
+
+
+class GpuOptions(Structure):
+    c_name = "spw_gpu_options"
+    _fields_ = [("struct_size", c_uint32), ("ordinal", c_uint32), ("chunk_bytes", c_uint64)]
+
+
+class GpuInfo(Structure):
+    c_name = "spw_gpu_info"
+    _fields_ = [("struct_size", c_uint32), ("ordinal", c_uint32), ("capability", c_uint32),
+                ("multiprocessors", c_uint32), ("copy_engines", c_uint32), ("reserved", c_uint32),
+                ("memory_bytes", c_uint64), ("free_bytes", c_uint64), ("name", c_char_p), ("pci", c_char_p)]
+
+
+class GpuCopy(Structure):
+    c_name = "spw_gpu_copy"
+    _fields_ = [("struct_size", c_uint32), ("direction", c_uint32), ("device_dtype", c_uint32),
+                ("host_dtype", c_uint32), ("after", c_uint32), ("reserved", c_uint32), ("n", c_uint64),
+                ("device", c_uint64), ("host", c_void_p), ("handle", c_uint64)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
-              PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats)
+              PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, GpuDriver, GpuOptions, GpuInfo,
+              GpuCopy)
 
 _STATUS = c_int32
 _STEP = [c_void_p, c_size_t, POINTER(StepStats)]
@@ -169,6 +194,15 @@ PROTOTYPES = {
     "spw_io_holds_memory": (_STATUS, [c_void_p, c_uint64, POINTER(c_uint32)]),
     "spw_io_stats_get": (_STATUS, [c_void_p, POINTER(IoStats)]),
     "spw_io_describe": (_STATUS, [c_void_p, c_char_p, c_size_t]),
+    "spw_gpu_probe": (_STATUS, [POINTER(GpuDriver)]),
+    "spw_gpu_open": (_STATUS, [POINTER(GpuOptions), POINTER(c_void_p)]),
+    "spw_gpu_close": (_STATUS, [c_void_p]),
+    "spw_gpu_info_get": (_STATUS, [c_void_p, POINTER(GpuInfo)]),
+    "spw_gpu_copy_start": (_STATUS, [c_void_p, POINTER(GpuCopy), POINTER(c_uint64)]),
+    "spw_gpu_copy_wait": (_STATUS, [c_void_p, c_uint64, c_int64]),
+    "spw_gpu_stream_wait": (_STATUS, [c_void_p, c_uint64, c_uint64]),
+    "spw_gpu_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), POINTER(Tensor), c_size_t, c_uint64,
+                                    POINTER(StepStats)]),
     "spw_adam_open": (_STATUS, [POINTER(AdamOptions), POINTER(c_void_p)]),
     "spw_adam_set_lr": (_STATUS, [c_void_p, c_double]),
     "spw_adam_advance": (_STATUS, [c_void_p, *_STEP]),

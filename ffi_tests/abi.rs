@@ -139,6 +139,9 @@ fn layout_of_rust() -> String {
         capi::gpu::spw_gpu_copy {
             struct_size, direction, device_dtype, host_dtype, after, reserved, n, device, host, handle,
         }
+        capi::gpu::spw_gpu_link {
+            struct_size, wire, out_f32, out_native, in_f32, in_native, step_f32, step_native,
+        }
     }
 }
 

@@ -123,9 +123,27 @@ static void adam(spw_gpu *gpu, void *stream) {
     }
 }
 
+// Measured once, found again in the profile, measured anew when asked.
+static void link(spw_gpu *gpu) {
+    CHECK(setenv("SPILLWAY_PROFILE", "gpu_copies.profile", 1) == 0);
+    spw_gpu_link first = {.struct_size = sizeof first}, second = first, third = first;
+    CHECK_OK(spw_gpu_link_get(gpu, 0, 1, &first));
+    CHECK(first.out_f32 > 0 && first.out_native > 0 && first.in_f32 > 0 && first.in_native > 0);
+    CHECK(first.step_f32 > 0 && first.step_native > 0);
+    CHECK_OK(spw_gpu_link_get(gpu, 0, 0, &second));
+    CHECK(memcmp(&first, &second, sizeof first) == 0);
+    CHECK_OK(spw_gpu_link_get(gpu, 1, 0, &third));
+    CHECK(third.wire == SPW_GPU_WIRE_F32 && third.out_f32 == first.out_f32);
+    CHECK_OK(spw_gpu_link_get(gpu, 0, 1, &third));
+    CHECK(third.step_f32 != first.step_f32);
+    INVALID(spw_gpu_link_get(gpu, 2, 0, &third), "accumulates: 2");
+    INVALID(spw_gpu_link_get(gpu, 0, 0, NULL), "link: is NULL");
+}
+
 int main(void) {
     use_fake_driver();
     spw_gpu *gpu = open_gpu(ORDINAL);
+    link(gpu);
     enter_context(ORDINAL);
     void *stream = NULL;
     FAKE("cuStreamCreateWithPriority", &stream, 1u, 0);

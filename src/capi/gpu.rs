@@ -16,10 +16,14 @@ use crate::error::{Error, Result};
 use crate::gpu::device::Device;
 use crate::gpu::driver::Driver;
 use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
+use crate::gpu::link::Link;
 use crate::gpu::memory::{DeviceSpan, Registry};
+use crate::gpu::profile;
 use crate::gpu::steps::{Job, Steps};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::gpu::transfer::{After, Copy, Direction, Transfers};
+use crate::plan::cast;
+use crate::plan::interleave::Wire;
 use crate::sys::span::Span;
 
 /// The CUDA driver of this process.
@@ -149,6 +153,44 @@ pub struct spw_gpu_copy {
 unsafe impl Record for spw_gpu_copy {
     const FIRST_SIZE: usize = 56;
     const NAME: &'static str = "spw_gpu_copy";
+}
+
+/// In which form gradients leave the device. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_gpu_wire {
+    /// 16 bits, as the device has them; the CPU step converts in its registers.
+    SPW_GPU_WIRE_NATIVE = 0,
+    /// f32, converted on the GPU.
+    SPW_GPU_WIRE_F32 = 1,
+}
+
+/// How fast parameters cross the link of a GPU, and how fast the processor steps them: each in parameters per second.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_link {
+    /// `sizeof(spw_gpu_link)`
+    pub struct_size: u32,
+    /// The faster `spw_gpu_wire` for gradients.
+    pub wire: u32,
+    /// Gradients out, f32 on the wire.
+    pub out_f32: f64,
+    /// Gradients out, 16 bits on the wire.
+    pub out_native: f64,
+    /// Parameters in, f32 on the wire.
+    pub in_f32: f64,
+    /// Parameters in, 16 bits on the wire.
+    pub in_native: f64,
+    /// Adam on the processor, from f32 gradients.
+    pub step_f32: f64,
+    /// Adam on the processor, from 16-bit gradients.
+    pub step_native: f64,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_gpu_link {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_gpu_link";
 }
 
 /// A GPU in use. Any number of threads may use one at a time.
@@ -305,6 +347,44 @@ pub unsafe extern "C" fn spw_gpu_stream_wait(gpu: Option<&spw_gpu>, ticket: u64,
     guard(|| {
         // SAFETY: the caller's promise.
         object(gpu)?.transfers.stream_wait(ticket, unsafe { ForeignStream::new(stream) })
+    })
+}
+
+/// Speeds of the link, and the form in which gradients should cross it (SuperOffload section 4.5): f32 if the host adds
+/// gradients up (`accumulates` 1), else what is faster once the copy and the CPU step overlap. Measured at the first
+/// call on a machine, which takes about a second and 200 MiB, and kept in a profile: the file that `SPILLWAY_PROFILE`
+/// names, else spillway/profile in the user's cache folder. `again` 1 measures anew. Set `link->struct_size` first.
+///
+/// # Safety
+/// `link` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_link_get(
+    gpu: Option<&spw_gpu>,
+    accumulates: u32,
+    again: u32,
+    link: *mut spw_gpu_link,
+) -> spw_status {
+    guard(|| {
+        let gpu = object(gpu)?;
+        let (accumulates, again) = (record::flag("accumulates", accumulates)?, record::flag("again", again)?);
+        let found = Link::get(&gpu.device, &gpu.transfers, profile::default_path().as_deref(), again)?;
+        let wire = match cast::choose(&found.gradients(), accumulates)? {
+            Wire::Native | Wire::Delivered => spw_gpu_wire::SPW_GPU_WIRE_NATIVE,
+            Wire::F32 => spw_gpu_wire::SPW_GPU_WIRE_F32,
+        };
+        let Link { out_f32, out_native, in_f32, in_native, step_f32, step_native } = found;
+        let values = spw_gpu_link {
+            struct_size: 0,
+            wire: wire as u32,
+            out_f32,
+            out_native,
+            in_f32,
+            in_native,
+            step_f32,
+            step_native,
+        };
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { record::write(&values, link, "link") }
     })
 }
 

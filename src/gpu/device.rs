@@ -84,6 +84,11 @@ impl Device {
         self.ordinal as u32
     }
 
+    /// The newest CUDA that its driver speaks: 12040 for 12.4.
+    pub fn cuda_version(&self) -> u32 {
+        self.driver.version()
+    }
+
     /// False in a forked child of the process that opened it.
     pub fn is_own(&self) -> bool {
         self.driver.check_process().is_ok()

@@ -135,9 +135,15 @@ class GpuCopy(Structure):
                 ("device", c_uint64), ("host", c_void_p), ("handle", c_uint64)]
 
 
+class GpuLink(Structure):
+    c_name = "spw_gpu_link"
+    _fields_ = [("struct_size", c_uint32), ("wire", c_uint32), ("out_f32", c_double), ("out_native", c_double),
+                ("in_f32", c_double), ("in_native", c_double), ("step_f32", c_double), ("step_native", c_double)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, GpuDriver, GpuOptions, GpuInfo,
-              GpuCopy)
+              GpuCopy, GpuLink)
 
 _STATUS = c_int32
 _STEP = [c_void_p, c_size_t, POINTER(StepStats)]
@@ -201,6 +207,7 @@ PROTOTYPES = {
     "spw_gpu_copy_start": (_STATUS, [c_void_p, POINTER(GpuCopy), POINTER(c_uint64)]),
     "spw_gpu_copy_wait": (_STATUS, [c_void_p, c_uint64, c_int64]),
     "spw_gpu_stream_wait": (_STATUS, [c_void_p, c_uint64, c_uint64]),
+    "spw_gpu_link_get": (_STATUS, [c_void_p, c_uint32, c_uint32, POINTER(GpuLink)]),
     "spw_gpu_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), POINTER(Tensor), c_size_t, c_uint64,
                                     POINTER(StepStats)]),
     "spw_adam_open": (_STATUS, [POINTER(AdamOptions), POINTER(c_void_p)]),

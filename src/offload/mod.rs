@@ -1,0 +1,4 @@
+//! What moves when: optimizer steps beside the work that feeds them.
+#![forbid(unsafe_code)]
+
+pub mod interleave;

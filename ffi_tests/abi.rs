@@ -136,10 +136,10 @@ fn layout_of_rust() -> String {
         capi::gpu::spw_gpu_info {
             struct_size, ordinal, capability, multiprocessors, copy_engines, reserved, memory_bytes, free_bytes, name, pci,
         }
-        capi::gpu::spw_gpu_copy {
+        capi::gpu_transfer::spw_gpu_copy {
             struct_size, direction, device_dtype, host_dtype, after, reserved, n, device, host, handle,
         }
-        capi::gpu::spw_gpu_link {
+        capi::gpu_transfer::spw_gpu_link {
             struct_size, wire, out_f32, out_native, in_f32, in_native, step_f32, step_native,
         }
     }

@@ -85,6 +85,22 @@ typedef enum spw_status {
     SPW_ERR_DEADLINE = 26,
     // Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
+    // There is no GPU: no driver library, or one that sees no device.
+    SPW_ERR_NO_DEVICE = 40,
+    // The CUDA driver library that was found is the stub of a toolkit.
+    SPW_ERR_DRIVER_STUB = 41,
+    // The CUDA driver is older than 525, or does not fit its kernel module.
+    SPW_ERR_DRIVER_TOO_OLD = 42,
+    // The driver could not compile the GPU kernels; the message has its log.
+    SPW_ERR_GPU_JIT = 43,
+    // Device memory is used up, or memory that the driver should register.
+    SPW_ERR_GPU_OUT_OF_MEMORY = 44,
+    // An earlier error ended the CUDA context; what was under way is worth nothing. Only a new process gets a new one.
+    SPW_ERR_GPU_LOST = 45,
+    // CUDA was used before this process was forked.
+    SPW_ERR_GPU_FORKED = 46,
+    // The driver refused; the message has its words.
+    SPW_ERR_GPU = 47,
 } spw_status;
 
 // Element type of a span. Passed as `uint32_t`.
@@ -171,8 +187,38 @@ typedef enum spw_io_flag {
     SPW_IO_NO_PREALLOCATE = 2,
 } spw_io_flag;
 
+// Which way a copy goes. Passed as `uint32_t`.
+typedef enum spw_gpu_direction {
+    // From the device to the host: gradients.
+    SPW_GPU_OUT = 0,
+    // From the host to the device: parameters.
+    SPW_GPU_IN = 1,
+} spw_gpu_direction;
+
+// What a copy waits for on the device. Passed as `uint32_t`.
+typedef enum spw_gpu_after {
+    // Nothing.
+    SPW_GPU_AFTER_NOTHING = 0,
+    // The event `handle` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last recorded.
+    SPW_GPU_AFTER_EVENT = 1,
+    // All that is queued on the stream `handle` (`stream.cuda_stream` of torch, a `CUstream` or `cudaStream_t` of
+    // C); 0 is the legacy default stream.
+    SPW_GPU_AFTER_STREAM = 2,
+} spw_gpu_after;
+
+// In which form gradients leave the device. Passed as `uint32_t`.
+typedef enum spw_gpu_wire {
+    // 16 bits, as the device has them; the CPU step converts in its registers.
+    SPW_GPU_WIRE_NATIVE = 0,
+    // f32, converted on the GPU.
+    SPW_GPU_WIRE_F32 = 1,
+} spw_gpu_wire;
+
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
+
+// A GPU in use. Any number of threads may use one at a time.
+typedef struct spw_gpu spw_gpu;
 
 // An I/O engine: one queue, kept full across files and tensors by a thread of its own. Any number of threads may use
 // one at a time.
@@ -468,6 +514,100 @@ typedef struct spw_io_stats {
     // Operations past their deadline whose memory the system still has.
     uint64_t stuck;
 } spw_io_stats;
+
+// The CUDA driver of this process.
+typedef struct spw_gpu_driver {
+    // `sizeof(spw_gpu_driver)`
+    uint32_t struct_size;
+    // Devices that this process sees.
+    uint32_t devices;
+    // The newest CUDA that the driver speaks: 12040 for 12.4.
+    uint32_t cuda_version;
+    // 0
+    uint32_t reserved;
+} spw_gpu_driver;
+
+// How to use a GPU. Zeros are a good choice.
+typedef struct spw_gpu_options {
+    // `sizeof(spw_gpu_options)`
+    uint32_t struct_size;
+    // Which of the devices that this process sees.
+    uint32_t ordinal;
+    // Bytes of a chunk on the wire; 0 is 32 MiB.
+    uint64_t chunk_bytes;
+} spw_gpu_options;
+
+// What a GPU is.
+typedef struct spw_gpu_info {
+    // `sizeof(spw_gpu_info)`
+    uint32_t struct_size;
+    // Which of the devices that this process sees.
+    uint32_t ordinal;
+    // Compute capability: 90 for 9.0.
+    uint32_t capability;
+    // Multiprocessors.
+    uint32_t multiprocessors;
+    // Copies that can run at the same time; with 2, one in each direction.
+    uint32_t copy_engines;
+    // 0
+    uint32_t reserved;
+    // Bytes of memory.
+    uint64_t memory_bytes;
+    // Those of them that were free when this was asked.
+    uint64_t free_bytes;
+    // As the driver calls it. Good until the GPU is closed, as `pci` is.
+    const char *name;
+    // "0000:17:00.0", the name under which the system files its NUMA node.
+    const char *pci;
+} spw_gpu_info;
+
+// One copy between device memory of the framework and pinned host memory.
+//
+// The host has the device's type, or f32: then the GPU converts, rounding to nearest even on the way in, and f32
+// crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the bytes cross it, and the CPU step
+// converts in its registers.
+typedef struct spw_gpu_copy {
+    // `sizeof(spw_gpu_copy)`
+    uint32_t struct_size;
+    // `spw_gpu_direction`
+    uint32_t direction;
+    // `spw_dtype` in device memory.
+    uint32_t device_dtype;
+    // `spw_dtype` in host memory.
+    uint32_t host_dtype;
+    // `spw_gpu_after`
+    uint32_t after;
+    // 0
+    uint32_t reserved;
+    // Number of elements.
+    uint64_t n;
+    // Address in device memory: `tensor.data_ptr()`.
+    uint64_t device;
+    // Pinned host memory: of `spw_pinned_alloc`, of a pool, or page-locked through CUDA. Any other is refused.
+    void *host;
+    // The event or the stream.
+    uint64_t handle;
+} spw_gpu_copy;
+
+// How fast parameters cross the link of a GPU, and how fast the processor steps them: each in parameters per second.
+typedef struct spw_gpu_link {
+    // `sizeof(spw_gpu_link)`
+    uint32_t struct_size;
+    // The faster `spw_gpu_wire` for gradients.
+    uint32_t wire;
+    // Gradients out, f32 on the wire.
+    double out_f32;
+    // Gradients out, 16 bits on the wire.
+    double out_native;
+    // Parameters in, f32 on the wire.
+    double in_f32;
+    // Parameters in, 16 bits on the wire.
+    double in_native;
+    // Adam on the processor, from f32 gradients.
+    double step_f32;
+    // Adam on the processor, from 16-bit gradients.
+    double step_native;
+} spw_gpu_link;
 
 #ifdef __cplusplus
 extern "C" {
@@ -835,6 +975,76 @@ enum spw_status spw_io_stats_get(const struct spw_io *io, struct spw_io_stats *s
 enum spw_status spw_io_describe(const struct spw_io *io,
                                 char *text,
                                 size_t size);
+
+// Looks for the CUDA driver and its devices, without touching any device. SPW_ERR_NO_DEVICE if there is no driver or
+// no device, SPW_ERR_DRIVER_STUB, SPW_ERR_DRIVER_TOO_OLD (before 525), SPW_ERR_GPU_FORKED. The driver is looked for
+// here and in `spw_gpu_open`, never when this library is loaded. `SPILLWAY_CUDA_LIBRARY` names another library than
+// libcuda.so.1. Set `driver->struct_size` first.
+//
+// Requires: `driver` points to a struct of `struct_size` bytes.
+enum spw_status spw_gpu_probe(struct spw_gpu_driver *driver);
+
+// Uses a GPU through its primary context, the one that the framework uses, and compiles the kernels for it (about a
+// second the first time on a machine, then the driver has them). Errors as `spw_gpu_probe`; SPW_ERR_UNSUPPORTED for
+// a GPU before compute capability 7.0, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
+enum spw_status spw_gpu_open(const struct spw_gpu_options *options,
+                             struct spw_gpu **gpu_out);
+
+// Waits for the copies and steps under way, and lets go of the GPU. NULL does nothing.
+enum spw_status spw_gpu_close(struct spw_gpu *gpu);
+
+// Reads what the GPU is. Set `info->struct_size` first.
+//
+// Requires: `info` points to a struct of `struct_size` bytes.
+enum spw_status spw_gpu_info_get(const struct spw_gpu *gpu, struct spw_gpu_info *info);
+
+// Queues a copy in chunks on streams of its own and returns; `ticket_out` gets its number, or is NULL. Copies of one
+// direction run in the order in which they were queued, both directions at the same time. Until the copy is over the
+// host memory stays pinned and untouched, and the framework leaves the device memory alone: wait for the ticket, or make
+// a stream wait for it.
+//
+// Requires: `copy` points to a struct of `struct_size` bytes, whose device memory, host memory and handle are good until the copy
+// is over; `ticket_out` is NULL or points to a u64.
+enum spw_status spw_gpu_copy_start(const struct spw_gpu *gpu,
+                                   const struct spw_gpu_copy *copy,
+                                   uint64_t *ticket_out);
+
+// Waits for a copy, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever). SPW_ERR_TIMEOUT if
+// it is not over by then.
+enum spw_status spw_gpu_copy_wait(const struct spw_gpu *gpu,
+                                  uint64_t ticket,
+                                  int64_t timeout_ms);
+
+// Makes what is queued on `stream` from now on wait for a copy, on the device.
+//
+// Requires: `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_gpu_stream_wait(const struct spw_gpu *gpu, uint64_t ticket, uint64_t stream);
+
+// Speeds of the link, and the form in which gradients should cross it (SuperOffload section 4.5): f32 if the host adds
+// gradients up (`accumulates` 1), else what is faster once the copy and the CPU step overlap. Measured at the first
+// call on a machine, which takes about a second and 200 MiB, and kept in a profile: the file that `SPILLWAY_PROFILE`
+// names, else spillway/profile in the user's cache folder. `again` 1 measures anew. Set `link->struct_size` first.
+//
+// Requires: `link` points to a struct of `struct_size` bytes.
+enum spw_status spw_gpu_link_get(const struct spw_gpu *gpu,
+                                 uint32_t accumulates,
+                                 uint32_t again,
+                                 struct spw_gpu_link *link);
+
+// `spw_adam_step` on the GPU, with the same bits: all spans of the tensors are device memory. It comes after what is
+// queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
+// it returns at once.
+//
+// Requires: As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
+// memory is good until the step is over.
+enum spw_status spw_gpu_adam_step(const struct spw_gpu *gpu,
+                                  const struct spw_adam_options *options,
+                                  const struct spw_tensor *tensors,
+                                  size_t count,
+                                  uint64_t stream,
+                                  struct spw_step_stats *stats);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

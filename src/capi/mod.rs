@@ -30,4 +30,6 @@ pub mod io;
 
 pub mod gpu;
 
+pub mod gpu_transfer;
+
 pub mod deepspeed;

@@ -19,8 +19,8 @@ pub(super) const CAST: &str = include_str!("../../kernels/cast.ptx");
 pub(super) const ADAM: &str = include_str!("../../kernels/adam.ptx");
 const THREADS: u32 = 256;
 const WARPS: u64 = THREADS as u64 / 32;
-/// Blocks that a multiprocessor can have at once; more only wait.
-const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
+/// What a launch takes. As many blocks as there is work for, so that the device hands them out as others end.
+const MOST_BLOCKS: u32 = i32::MAX as u32;
 /// Sums that one warp of `spw_tree` makes one.
 const BRANCHES: u64 = 32;
 
@@ -28,7 +28,8 @@ const BRANCHES: u64 = 32;
 #[derive(Debug)]
 pub struct Kernels {
     functions: HashMap<String, Function>,
-    most_blocks: u32,
+    /// Less in tests, so that warps walk many tiles.
+    pub(super) most_blocks: u32,
     _modules: [Module; 2],
 }
 
@@ -232,8 +233,7 @@ impl Kernels {
                 }
             }
         }
-        let most_blocks = device.info()?.multiprocessors.max(1) * BLOCKS_PER_MULTIPROCESSOR;
-        Ok(Kernels { functions, most_blocks, _modules: modules })
+        Ok(Kernels { functions, most_blocks: MOST_BLOCKS, _modules: modules })
     }
 
     /// Converts all of `from` to the type of `to`; one of them is f32, the other has 16 bits.

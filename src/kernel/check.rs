@@ -134,7 +134,6 @@ impl Span {
         all[MARGIN..all.len() - MARGIN].to_vec()
     }
 
-    /// All of it as bytes, canaries included.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         let (start, bytes) = match self.dtype {
             Dtype::F32 => (self.wide.as_mut_ptr().cast(), size_of_val(&self.wide[..])),

@@ -123,7 +123,6 @@ functions! {
 
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
         value.write(match attribute {
-            // One multiprocessor, so that warps walk many tiles.
             16 => 1,
             40 => 2,
             75 => setting("FAKECUDA_CAPABILITY", 90) / 10,

@@ -39,7 +39,8 @@ impl Bench {
 
     fn with(ordinal: u32, cast: &str, adam: &str) -> Bench {
         let device = device(ordinal);
-        let kernels = Kernels::compile(&device, cast, adam).unwrap();
+        let mut kernels = Kernels::compile(&device, cast, adam).unwrap();
+        kernels.most_blocks = 8;
         let stream = Stream::new(&device).unwrap();
         let span = pinned::alloc(STAGING).unwrap();
         let staging = Registry::new(&device).host(span, "staging").unwrap();

@@ -156,6 +156,17 @@ fn layout_of_rust() -> String {
         }
         capi::tier_report::spw_tier_checked { struct_size, reserved, extents, blocks, bytes, damaged }
         capi::io_wait::spw_io_failure { struct_size, system_errno, offset, bytes, path }
+        capi::gpu::spw_gpu_driver { struct_size, devices, cuda_version, reserved }
+        capi::gpu::spw_gpu_options { struct_size, ordinal, chunk_bytes }
+        capi::gpu::spw_gpu_info {
+            struct_size, ordinal, capability, multiprocessors, copy_engines, reserved, memory_bytes, free_bytes, name, pci,
+        }
+        capi::gpu_transfer::spw_gpu_copy {
+            struct_size, direction, device_dtype, host_dtype, after, reserved, n, device, host, handle,
+        }
+        capi::gpu_transfer::spw_gpu_link {
+            struct_size, wire, out_f32, out_native, in_f32, in_native, step_f32, step_native,
+        }
     }
 }
 

@@ -13,7 +13,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use support::{Finished, empty_dir, exists, install, probe_library, release_library, root, run, succeed};
+use support::{
+    Finished, empty_dir, exists, fake_cuda, install, probe_library, release_library, root, run, succeed,
+};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// With SPILLWAY_KILL_ROUNDS, which asks for a long run.
@@ -167,6 +169,7 @@ fn prepare(command: &mut Command, folder: &Path) {
         command.env_remove(name);
     }
     command.current_dir(folder).env("SPILLWAY_VECTORS", root().join("kernels"));
+    command.env_remove("SPILLWAY_CUDA_LIBRARY").env("FAKE_CUDA", fake_cuda());
     command.env("ASAN_OPTIONS", "detect_leaks=1:exitcode=1:detect_stack_use_after_return=1");
     command.env("UBSAN_OPTIONS", "print_stacktrace=1");
 }

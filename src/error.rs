@@ -55,6 +55,44 @@ pub enum Error {
     /// A bug inside spillway was caught; what was being written may be written in part.
     #[error("a bug inside spillway: {0}")]
     Internal(String),
+    /// The GPU or its driver failed.
+    #[error("{0}")]
+    Gpu(Box<GpuError>),
+}
+
+/// How the GPU or its driver failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuKind {
+    /// No driver library, or one that sees no device.
+    NoDevice,
+    /// The library is a toolkit's stub.
+    DriverStub,
+    /// The driver is older than the kernels need, or does not fit its kernel module.
+    DriverTooOld,
+    /// The driver could not compile the kernels.
+    Jit,
+    /// Device memory, or memory to register, is used up.
+    OutOfMemory,
+    /// An earlier error ended the context.
+    Lost,
+    /// CUDA was used before this process was forked.
+    Forked,
+    /// The caller's wait is over; the work goes on.
+    Timeout,
+    /// Any other refusal.
+    Refused,
+}
+
+/// A failed call to the GPU's driver.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{doing}: {detail}")]
+pub struct GpuError {
+    /// How it failed.
+    pub kind: GpuKind,
+    /// What was being done.
+    pub doing: String,
+    /// The driver's name of the error, and what is known beside it.
+    pub detail: String,
 }
 
 /// What is wrong with what is stored on a tier.
@@ -282,6 +320,12 @@ impl From<TierError> for Error {
 impl From<IoError> for Error {
     fn from(error: IoError) -> Self {
         Error::Io(Box::new(error))
+    }
+}
+
+impl From<GpuError> for Error {
+    fn from(error: GpuError) -> Self {
+        Error::Gpu(Box::new(error))
     }
 }
 

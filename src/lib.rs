@@ -8,7 +8,7 @@
 //! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`checksum`], [`plan`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
-//! | L3 | [`io`]: files to and from memory, through io_uring or threads |
+//! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver |
 //! | L4 | [`tier`]: named extents over several paths, that survive a crash |
 //! | L5 | [`offload`]: what moves when |
 //! | L6 | [`capi`]: convert, call one function, convert back |
@@ -26,6 +26,7 @@ pub mod sys;
 pub mod optim;
 pub mod pool;
 
+pub mod gpu;
 pub mod io;
 
 pub mod tier;

@@ -40,6 +40,16 @@ pub fn probe_library() -> PathBuf {
     target.join("debug/libspillway.so")
 }
 
+/// A CUDA driver without a GPU, as a library that programs load.
+pub fn fake_cuda() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fakecuda");
+        build(&target, &["--package", "fakecuda"]);
+        target.join("debug/libfakecuda.so")
+    })
+}
+
 fn build(target: &Path, options: &[&str]) {
     let mut cargo = Command::new(env!("CARGO"));
     cargo

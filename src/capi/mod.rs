@@ -34,11 +34,18 @@ pub mod pool;
 
 pub mod io;
 
+pub mod io_wait;
+
 pub mod tier_options;
 
 pub mod tier;
 
-pub mod io_wait;
 pub mod tier_report;
+
+pub mod swap;
+
+pub mod gpu;
+
+pub mod gpu_transfer;
 
 pub mod deepspeed;

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 
-use crate::error::{Error, IoError, IoKind, RoundError, TierKind};
+use crate::error::{Error, GpuKind, IoError, IoKind, RoundError, TierKind};
 
 /// Outcome of a call. Values are never renumbered or reused; newer libraries may add some, so treat an unknown
 /// value as a failure.
@@ -69,6 +69,22 @@ pub enum spw_status {
     SPW_ERR_BUCKET_SUBMITTED = 44,
     /// The event that a bucket waits for can never come.
     SPW_ERR_EVENT_BROKEN = 45,
+    /// There is no GPU: no driver library, or one that sees no device.
+    SPW_ERR_NO_DEVICE = 50,
+    /// The CUDA driver library that was found is the stub of a toolkit.
+    SPW_ERR_DRIVER_STUB = 51,
+    /// The CUDA driver is older than 525, or does not fit its kernel module.
+    SPW_ERR_DRIVER_TOO_OLD = 52,
+    /// The driver could not compile the GPU kernels; the message has its log.
+    SPW_ERR_GPU_JIT = 53,
+    /// Device memory is used up, or memory that the driver should register.
+    SPW_ERR_GPU_OUT_OF_MEMORY = 54,
+    /// An earlier error ended the CUDA context; what was under way is worth nothing. Only a new process gets a new one.
+    SPW_ERR_GPU_LOST = 55,
+    /// CUDA was used before this process was forked.
+    SPW_ERR_GPU_FORKED = 56,
+    /// The driver refused; the message has its words.
+    SPW_ERR_GPU = 57,
 }
 
 thread_local! {
@@ -115,6 +131,17 @@ pub(super) fn of(error: &Error) -> spw_status {
             TierKind::PathMissing => spw_status::SPW_ERR_PATH_MISSING,
             TierKind::Lost => spw_status::SPW_ERR_LOST,
             TierKind::NoState => spw_status::SPW_ERR_NO_STATE,
+        },
+        Error::Gpu(error) => match error.kind {
+            GpuKind::NoDevice => spw_status::SPW_ERR_NO_DEVICE,
+            GpuKind::DriverStub => spw_status::SPW_ERR_DRIVER_STUB,
+            GpuKind::DriverTooOld => spw_status::SPW_ERR_DRIVER_TOO_OLD,
+            GpuKind::Jit => spw_status::SPW_ERR_GPU_JIT,
+            GpuKind::OutOfMemory => spw_status::SPW_ERR_GPU_OUT_OF_MEMORY,
+            GpuKind::Lost => spw_status::SPW_ERR_GPU_LOST,
+            GpuKind::Forked => spw_status::SPW_ERR_GPU_FORKED,
+            GpuKind::Timeout => spw_status::SPW_ERR_TIMEOUT,
+            GpuKind::Refused => spw_status::SPW_ERR_GPU,
         },
     }
 }
@@ -183,6 +210,14 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
         43 => c"SPW_ERR_BUCKET_MISSING",
         44 => c"SPW_ERR_BUCKET_SUBMITTED",
         45 => c"SPW_ERR_EVENT_BROKEN",
+        50 => c"SPW_ERR_NO_DEVICE",
+        51 => c"SPW_ERR_DRIVER_STUB",
+        52 => c"SPW_ERR_DRIVER_TOO_OLD",
+        53 => c"SPW_ERR_GPU_JIT",
+        54 => c"SPW_ERR_GPU_OUT_OF_MEMORY",
+        55 => c"SPW_ERR_GPU_LOST",
+        56 => c"SPW_ERR_GPU_FORKED",
+        57 => c"SPW_ERR_GPU",
         _ => c"SPW_ERR_UNKNOWN",
     };
     name.as_ptr()

@@ -251,7 +251,8 @@ pub unsafe extern "C" fn spw_swap_adam_step(
                     exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
                     ..raw[subgroup]
                 };
-                let named = |error: Error| error.without("tensors[0].").within(&format!("tensors[{subgroup}]."));
+                let named =
+                    |error: Error| error.without("tensors[0].").within(&format!("tensors[{subgroup}]."));
                 let mut jobs = adam::jobs(options, &whole, 1).map_err(named)?;
                 seen[subgroup] = optim::adam::step(&mut jobs, !stats.is_null())?.sum_squares;
                 Ok(())
@@ -412,7 +413,8 @@ unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOp
     };
     // SAFETY: the caller's promise: as many numbers as there are subgroups, or paths.
     unsafe {
-        let numbers = |from: *const f64| (!from.is_null()).then(|| std::slice::from_raw_parts(from, paths).to_vec());
+        let numbers =
+            |from: *const f64| (!from.is_null()).then(|| std::slice::from_raw_parts(from, paths).to_vec());
         let elements = match raw.subgroups {
             0 => Vec::new(),
             count => std::slice::from_raw_parts(raw.elements, count as usize).to_vec(),

@@ -6,11 +6,11 @@
 
 use std::io::Write;
 
-use super::element::{Dtypes, supported};
+pub(crate) use super::element::{Dtypes, supported};
 use super::*;
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 
-const LENGTHS: [usize; 19] =
+pub(crate) const LENGTHS: [usize; 19] =
     [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1000, 4095, 4096, 4097, 9001];
 /// Canary elements before and after every span.
 const MARGIN: usize = 19;
@@ -75,7 +75,7 @@ fn lion(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
     (p - sign, g.mul_add(1.0 - i.b2, m * i.b2), v)
 }
 
-fn adam_rule(decay: WeightDecay) -> AdamRule {
+pub(crate) fn adam_rule(decay: WeightDecay) -> AdamRule {
     let i = &INPUTS;
     AdamRule {
         decay,
@@ -93,7 +93,7 @@ fn adam_rule(decay: WeightDecay) -> AdamRule {
 
 /// One span in memory as bit patterns, canaries around it.
 #[derive(Clone)]
-struct Span {
+pub(crate) struct Span {
     dtype: Dtype,
     wide: Vec<f32>,
     half: Vec<f16>,
@@ -101,7 +101,7 @@ struct Span {
 }
 
 impl Span {
-    fn of(dtype: Dtype, values: &[f32]) -> Span {
+    pub(crate) fn of(dtype: Dtype, values: &[f32]) -> Span {
         let margin = || std::iter::repeat_n(-77.0f32, MARGIN);
         let all: Vec<f32> = margin().chain(values.iter().copied()).chain(margin()).collect();
         let (mut wide, mut half, mut brain) = (Vec::new(), Vec::new(), Vec::new());
@@ -113,7 +113,7 @@ impl Span {
         Span { dtype, wide, half, brain }
     }
 
-    fn inner(&mut self) -> FloatsMut<'_> {
+    pub(crate) fn inner(&mut self) -> FloatsMut<'_> {
         fn cut<T>(all: &mut [T]) -> &mut [T] {
             let end = all.len() - MARGIN;
             &mut all[MARGIN..end]
@@ -125,7 +125,7 @@ impl Span {
         }
     }
 
-    fn values(&self) -> Vec<f32> {
+    pub(crate) fn values(&self) -> Vec<f32> {
         let all: Vec<f32> = match self.dtype {
             Dtype::F32 => self.wide.clone(),
             Dtype::F16 => self.half.iter().map(|x| x.to_f32()).collect(),
@@ -134,8 +134,18 @@ impl Span {
         all[MARGIN..all.len() - MARGIN].to_vec()
     }
 
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        let (start, bytes) = match self.dtype {
+            Dtype::F32 => (self.wide.as_mut_ptr().cast(), size_of_val(&self.wide[..])),
+            Dtype::F16 => (self.half.as_mut_ptr().cast(), size_of_val(&self.half[..])),
+            Dtype::Bf16 => (self.brain.as_mut_ptr().cast(), size_of_val(&self.brain[..])),
+        };
+        // SAFETY: the whole vector, borrowed with self; floats have no padding, and any bytes are floats.
+        unsafe { std::slice::from_raw_parts_mut(start, bytes) }
+    }
+
     /// Bits with the canaries; every NaN of f32 as one pattern, those of 16 bits as they are.
-    fn bits(&self) -> Vec<u32> {
+    pub(crate) fn bits(&self) -> Vec<u32> {
         let one_nan = |x: &f32| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() };
         match self.dtype {
             Dtype::F32 => self.wide.iter().map(one_nan).collect(),
@@ -154,7 +164,7 @@ fn to_bf16(x: f32) -> bf16 {
 }
 
 /// Normal values, or a mixture in which every kind of special value meets every other.
-fn values(n: usize, special: bool, seed: u64, positive: bool) -> Vec<f32> {
+pub(crate) fn values(n: usize, special: bool, seed: u64, positive: bool) -> Vec<f32> {
     const SPECIAL: [u32; 13] = [
         0,
         0x8000_0000,
@@ -210,7 +220,7 @@ fn reference_sum(grads: &[f32]) -> f64 {
     tree(&grads.chunks(4096).map(tile).collect::<Vec<f64>>())
 }
 
-fn all_dtypes() -> Vec<Dtypes> {
+pub(crate) fn all_dtypes() -> Vec<Dtypes> {
     const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
     let copies = || ALL.into_iter().map(Some).chain([None]);
     let all = ALL.into_iter().flat_map(|param| {
@@ -337,7 +347,7 @@ fn run<O: Rule>(
     step(kernel, rule, tensor_of(spans, grad, dtypes), squares).unwrap()
 }
 
-fn tensor_of<'a>(spans: &'a mut [Span; 4], grad: &'a mut Span, dtypes: Dtypes) -> Tensor<'a> {
+pub(crate) fn tensor_of<'a>(spans: &'a mut [Span; 4], grad: &'a mut Span, dtypes: Dtypes) -> Tensor<'a> {
     let [p, m, v, copy] = spans;
     let grad = match grad.inner() {
         FloatsMut::F32(s) => Floats::F32(s),

@@ -36,7 +36,7 @@ mod scalar;
 mod sve;
 
 #[cfg(test)]
-mod check;
+pub(crate) mod check;
 #[cfg(test)]
 mod check_bounds;
 

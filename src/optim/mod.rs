@@ -19,7 +19,7 @@ pub struct StepStats {
 }
 
 impl StepStats {
-    fn of(sum: f64) -> Self {
+    pub(crate) fn of(sum: f64) -> Self {
         // One NaN for all: which payload survives an addition depends on the order of operands.
         let sum_squares = if sum.is_nan() { f64::NAN } else { sum };
         StepStats { nonfinite: !sum.is_finite(), sum_squares }

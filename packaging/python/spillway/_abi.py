@@ -182,10 +182,41 @@ class IoFailure(Structure):
                 ("path", c_char_p)]
 
 
+class GpuDriver(Structure):
+    c_name = "spw_gpu_driver"
+    _fields_ = [("struct_size", c_uint32), ("devices", c_uint32), ("cuda_version", c_uint32), ("reserved", c_uint32)]
+
+
+class GpuOptions(Structure):
+    c_name = "spw_gpu_options"
+    _fields_ = [("struct_size", c_uint32), ("ordinal", c_uint32), ("chunk_bytes", c_uint64)]
+
+
+class GpuInfo(Structure):
+    c_name = "spw_gpu_info"
+    _fields_ = [("struct_size", c_uint32), ("ordinal", c_uint32), ("capability", c_uint32),
+                ("multiprocessors", c_uint32), ("copy_engines", c_uint32), ("reserved", c_uint32),
+                ("memory_bytes", c_uint64), ("free_bytes", c_uint64), ("name", c_char_p), ("pci", c_char_p)]
+
+
+class GpuCopy(Structure):
+    c_name = "spw_gpu_copy"
+    _fields_ = [("struct_size", c_uint32), ("direction", c_uint32), ("device_dtype", c_uint32),
+                ("host_dtype", c_uint32), ("after", c_uint32), ("reserved", c_uint32), ("n", c_uint64),
+                ("device", c_uint64), ("host", c_void_p), ("handle", c_uint64)]
+
+
+class GpuLink(Structure):
+    c_name = "spw_gpu_link"
+    _fields_ = [("struct_size", c_uint32), ("wire", c_uint32), ("out_f32", c_double), ("out_native", c_double),
+                ("in_f32", c_double), ("in_native", c_double), ("step_f32", c_double), ("step_native", c_double)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
               PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
-              TierPath, TierOptions, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked)
+              TierPath, TierOptions, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked,
+              GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink)
 
 _STATUS = c_int32
 _STEP = [c_void_p, c_size_t, POINTER(StepStats)]
@@ -261,6 +292,16 @@ PROTOTYPES = {
     "spw_io_last_failure": (_STATUS, [POINTER(IoFailure)]),
     "spw_io_stats_get": (_STATUS, [c_void_p, POINTER(IoStats)]),
     "spw_io_describe": (_STATUS, [c_void_p, c_char_p, c_size_t]),
+    "spw_gpu_probe": (_STATUS, [POINTER(GpuDriver)]),
+    "spw_gpu_open": (_STATUS, [POINTER(GpuOptions), POINTER(c_void_p)]),
+    "spw_gpu_close": (_STATUS, [c_void_p]),
+    "spw_gpu_info_get": (_STATUS, [c_void_p, POINTER(GpuInfo)]),
+    "spw_gpu_copy_start": (_STATUS, [c_void_p, POINTER(GpuCopy), POINTER(c_uint64)]),
+    "spw_gpu_copy_wait": (_STATUS, [c_void_p, c_uint64, c_int64]),
+    "spw_gpu_stream_wait": (_STATUS, [c_void_p, c_uint64, c_uint64]),
+    "spw_gpu_link_get": (_STATUS, [c_void_p, c_uint32, c_uint32, POINTER(GpuLink)]),
+    "spw_gpu_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), POINTER(Tensor), c_size_t, c_uint64,
+                                    POINTER(StepStats)]),
     "spw_adam_open": (_STATUS, [POINTER(AdamOptions), POINTER(c_void_p)]),
     "spw_adam_set_lr": (_STATUS, [c_void_p, c_double]),
     "spw_adam_advance": (_STATUS, [c_void_p, *_STEP]),

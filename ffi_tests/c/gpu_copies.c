@@ -1,0 +1,157 @@
+// Gradients leave the device and parameters return, on the wire that the types ask for and after the framework's event
+// or stream; Adam on the device has the bits of Adam on the processor; memory that nobody pinned is refused; nothing
+// races.
+
+#include "fake_cuda.h"
+
+#include <stdint.h>
+
+enum { N = 10007, ORDINAL = 2 };
+
+static float widen(uint16_t bits) {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+static void gradients_and_parameters(spw_gpu *gpu, void *stream) {
+    uint16_t *values = malloc(N * sizeof *values);
+    for (uint32_t i = 0; i < N; i++) values[i] = (uint16_t)(i * 5 % 0x7f80);
+    float *wide = NULL;
+    CHECK_OK(spw_pinned_alloc(N * sizeof *wide, (void **)&wide));
+    const uint64_t grads = device_memory(values, N * sizeof *values);
+    uint64_t event = 0, ticket = 0;
+    FAKE("cuEventCreate", &event, 2u);
+    FAKE("cuEventRecord", event, stream);
+
+    spw_gpu_copy copy = {.struct_size = sizeof copy, .direction = SPW_GPU_OUT, .device_dtype = SPW_DTYPE_BF16,
+                         .host_dtype = SPW_DTYPE_F32, .after = SPW_GPU_AFTER_EVENT, .n = N, .device = grads,
+                         .host = wide, .handle = event};
+    CHECK_OK(spw_gpu_copy_start(gpu, &copy, &ticket));
+    REFUSED(spw_gpu_copy_wait(gpu, ticket, 0), SPW_ERR_TIMEOUT, "not over yet");
+    CHECK_OK(spw_gpu_copy_wait(gpu, ticket, -1));
+    for (uint32_t i = 0; i < N; i++) CHECK(wide[i] == widen(values[i]));
+
+    // Back, through the other direction, to fresh memory; the framework's stream waits, then looks.
+    const uint64_t params = device_memory(values + 1, (N - 1) * sizeof *values);
+    copy = (spw_gpu_copy){.struct_size = sizeof copy, .direction = SPW_GPU_IN, .device_dtype = SPW_DTYPE_BF16,
+                          .host_dtype = SPW_DTYPE_F32, .after = SPW_GPU_AFTER_STREAM, .n = N - 1, .device = params,
+                          .host = wide, .handle = (uintptr_t)stream};
+    CHECK_OK(spw_gpu_copy_start(gpu, &copy, &ticket));
+    CHECK_OK(spw_gpu_stream_wait(gpu, ticket, (uintptr_t)stream));
+    FAKE("cuStreamSynchronize", stream);
+    CHECK(memcmp((void *)(uintptr_t)params, values, (N - 1) * sizeof *values) == 0);
+
+    // 16 bits on both sides travel as they are.
+    uint16_t *narrow = (uint16_t *)wide;
+    copy = (spw_gpu_copy){.struct_size = sizeof copy, .direction = SPW_GPU_OUT, .device_dtype = SPW_DTYPE_BF16,
+                          .host_dtype = SPW_DTYPE_BF16, .n = N, .device = grads, .host = narrow};
+    CHECK_OK(spw_gpu_copy_start(gpu, &copy, NULL));
+    CHECK_OK(spw_gpu_copy_start(gpu, &copy, &ticket));
+    CHECK_OK(spw_gpu_copy_wait(gpu, ticket, 60000));
+    CHECK(memcmp(narrow, values, N * sizeof *values) == 0);
+
+    const spw_gpu_copy good = copy;
+    copy.host = values;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.host: 20014 bytes at");
+    copy = good, copy.device = 0;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.device: is NULL");
+    copy = good, copy.host = NULL;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.host: is NULL");
+    copy = good, copy.after = SPW_GPU_AFTER_EVENT;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.handle: is 0; torch makes an event");
+    copy = good, copy.after = 3;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.after: 3");
+    copy = good, copy.direction = 2;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.direction: 2");
+    copy = good, copy.host_dtype = SPW_DTYPE_F16;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "host_dtype: is f16, and the device has bf16");
+    copy = good, copy.n = UINT64_MAX;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "pass the address space");
+    copy = good, copy.device += 1;
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.device:");
+    INVALID(spw_gpu_copy_wait(gpu, 1000, 0), "ticket: 1000 was never given out");
+    FAKE("cuMemFree_v2", grads);
+    FAKE("cuMemFree_v2", params);
+    CHECK_OK(spw_pinned_free(wide));
+    free(values);
+}
+
+static void adam(spw_gpu *gpu, void *stream) {
+    struct problem problems[2] = {make_mixed(N, 8), make_mixed(5, 9)};
+    spw_tensor device[3] = {problems[0].tensor, problems[1].tensor, {.struct_size = sizeof *device}};
+    for (int i = 0; i < 2; i++) {
+        spw_tensor *t = &device[i];
+        const uint64_t n = t->n;
+        t->param = (void *)(uintptr_t)device_memory(t->param, n * spw_dtype_size(t->param_dtype));
+        t->grad = (void *)(uintptr_t)device_memory(t->grad, n * spw_dtype_size(t->grad_dtype));
+        t->exp_avg = (void *)(uintptr_t)device_memory(t->exp_avg, n * spw_dtype_size(t->state_dtype));
+        t->exp_avg_sq = (void *)(uintptr_t)device_memory(t->exp_avg_sq, n * spw_dtype_size(t->state_dtype));
+        t->param_copy = (void *)(uintptr_t)device_memory(t->param_copy, n * spw_dtype_size(t->copy_dtype));
+    }
+    spw_adam_options options = adam_options();
+    options.weight_decay = 0.1;
+    spw_step_stats mine = {.struct_size = sizeof mine}, theirs = {.struct_size = sizeof theirs};
+    spw_tensor host[2] = {problems[0].tensor, problems[1].tensor};
+    for (options.step = 1; options.step <= 3; options.step++) {
+        const int asked = options.step != 2;
+        CHECK_OK(spw_adam_step(&options, host, 2, &theirs));
+        CHECK_OK(spw_gpu_adam_step(gpu, &options, device, 3, (uintptr_t)stream, asked ? &mine : NULL));
+        if (asked) CHECK(memcmp(&mine, &theirs, sizeof mine) == 0);
+    }
+    FAKE("cuStreamSynchronize", stream);
+    for (int i = 0; i < 2; i++) {
+        const spw_tensor *a = &device[i], *b = &host[i];
+        CHECK(memcmp(a->param, b->param, b->n * spw_dtype_size(b->param_dtype)) == 0);
+        CHECK(memcmp(a->exp_avg, b->exp_avg, b->n * spw_dtype_size(b->state_dtype)) == 0);
+        CHECK(memcmp(a->exp_avg_sq, b->exp_avg_sq, b->n * spw_dtype_size(b->state_dtype)) == 0);
+        CHECK(memcmp(a->param_copy, b->param_copy, b->n * spw_dtype_size(b->copy_dtype)) == 0);
+    }
+    spw_tensor broken = device[0];
+    broken.grad = NULL;
+    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].grad: is NULL");
+    broken = device[0], broken.state_dtype = SPW_DTYPE_F16;
+    REFUSED(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), SPW_ERR_UNSUPPORTED, "spw_adam_f32_f16");
+    for (int i = 0; i < 2; i++) {
+        FAKE("cuMemFree_v2", device[i].param);
+        FAKE("cuMemFree_v2", device[i].grad);
+        FAKE("cuMemFree_v2", device[i].exp_avg);
+        FAKE("cuMemFree_v2", device[i].exp_avg_sq);
+        FAKE("cuMemFree_v2", device[i].param_copy);
+        release(&problems[i]);
+    }
+}
+
+// Measured once, found again in the profile, measured anew when asked.
+static void link(spw_gpu *gpu) {
+    CHECK(setenv("SPILLWAY_PROFILE", "gpu_copies.profile", 1) == 0);
+    spw_gpu_link first = {.struct_size = sizeof first}, second = first, third = first;
+    CHECK_OK(spw_gpu_link_get(gpu, 0, 1, &first));
+    CHECK(first.out_f32 > 0 && first.out_native > 0 && first.in_f32 > 0 && first.in_native > 0);
+    CHECK(first.step_f32 > 0 && first.step_native > 0);
+    CHECK_OK(spw_gpu_link_get(gpu, 0, 0, &second));
+    CHECK(memcmp(&first, &second, sizeof first) == 0);
+    CHECK_OK(spw_gpu_link_get(gpu, 1, 0, &third));
+    CHECK(third.wire == SPW_GPU_WIRE_F32 && third.out_f32 == first.out_f32);
+    CHECK_OK(spw_gpu_link_get(gpu, 0, 1, &third));
+    CHECK(third.step_f32 != first.step_f32);
+    INVALID(spw_gpu_link_get(gpu, 2, 0, &third), "accumulates: 2");
+    INVALID(spw_gpu_link_get(gpu, 0, 0, NULL), "link: is NULL");
+}
+
+int main(void) {
+    use_fake_driver();
+    spw_gpu *gpu = open_gpu(ORDINAL);
+    link(gpu);
+    enter_context(ORDINAL);
+    void *stream = NULL;
+    FAKE("cuStreamCreateWithPriority", &stream, 1u, 0);
+    gradients_and_parameters(gpu, stream);
+    adam(gpu, stream);
+    FAKE("cuStreamDestroy_v2", stream);
+    CHECK_OK(spw_gpu_close(gpu));
+    CHECK(fake_count("fakecuda_races", ORDINAL) == 0);
+    CHECK(fake_count("fakecuda_pageable_copies", ORDINAL) == 0);
+    return 0;
+}

@@ -1,0 +1,338 @@
+//! The driver's functions, as C calls them. A handle is the device's number, counted from 1, above an object's number.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::MutexGuard;
+
+use crate::gpu::{self, Code, DEVICES, Gpu};
+
+type Handle = usize;
+
+const SUCCESS: Code = 0;
+const INVALID_VALUE: Code = 1;
+const INVALID_CONTEXT: Code = 201;
+
+/// Address of a function.
+pub struct Address(pub *mut c_void);
+// SAFETY: an address of code, which any thread may call.
+unsafe impl Sync for Address {}
+
+macro_rules! functions {
+    ($(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            #[allow(unused_unsafe, reason = "some need none")]
+            pub unsafe extern "C" fn $name($($argument: $kind),*) -> Code {
+                // SAFETY: the callers' pointers are good, as the driver API asks of them.
+                let outcome: Result<(), Code> = (|| unsafe { $body })();
+                outcome.err().unwrap_or(SUCCESS)
+            }
+        )*
+        /// Every function by its name.
+        pub static FUNCTIONS: &[(&str, Address)] = &[$((stringify!($name), Address($name as *mut c_void))),*];
+    };
+}
+
+thread_local! {
+    static CONTEXTS: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+}
+
+fn setting(name: &str, default: i32) -> i32 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+fn number(handle: Handle) -> Handle {
+    handle & 0xffff_ffff
+}
+
+fn handle(ordinal: Handle, number: Handle) -> Handle {
+    (ordinal + 1) << 32 | number
+}
+
+/// The GPU that a handle names; the current one for handle 0.
+fn of(object: Handle, call: &'static str) -> Result<(Handle, MutexGuard<'static, Gpu>), Code> {
+    let owner = match object {
+        0 => CONTEXTS.with_borrow(|stack| stack.last().copied()).ok_or(INVALID_CONTEXT)?,
+        object => object,
+    };
+    let ordinal = (owner >> 32).checked_sub(1).filter(|ordinal| *ordinal < DEVICES).ok_or(INVALID_VALUE)?;
+    let mut gpu = gpu::lock(ordinal as u32);
+    gpu.enter(call)?;
+    Ok((ordinal, gpu))
+}
+
+fn current(call: &'static str) -> Result<(Handle, MutexGuard<'static, Gpu>), Code> {
+    of(0, call)
+}
+
+unsafe fn write_text(text: &str, to: *mut c_char, room: c_int) {
+    let bytes = text.len().min(room as usize - 1);
+    // SAFETY: the caller has so much room.
+    unsafe {
+        std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), bytes);
+        to.add(bytes).write(0);
+    }
+}
+
+functions! {
+    fn cuInit(_flags: c_uint) {
+        match setting("FAKECUDA_INIT", 0) {
+            0 => Ok(()),
+            code => Err(code),
+        }
+    }
+
+    fn cuDriverGetVersion(version: *mut c_int) {
+        if setting("FAKECUDA_INIT", 0) == 34 {
+            return Err(34);
+        }
+        version.write(setting("FAKECUDA_VERSION", 12_040));
+        Ok(())
+    }
+
+    fn cuGetErrorName(code: Code, name: *mut *const c_char) {
+        let known = match code {
+            1 => c"CUDA_ERROR_INVALID_VALUE",
+            2 => c"CUDA_ERROR_OUT_OF_MEMORY",
+            34 => c"CUDA_ERROR_STUB_LIBRARY",
+            100 => c"CUDA_ERROR_NO_DEVICE",
+            218 => c"CUDA_ERROR_INVALID_PTX",
+            221 => c"CUDA_ERROR_JIT_COMPILER_NOT_FOUND",
+            222 => c"CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+            700 => c"CUDA_ERROR_ILLEGAL_ADDRESS",
+            719 => c"CUDA_ERROR_LAUNCH_FAILED",
+            803 => c"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+            _ => return Err(INVALID_VALUE),
+        };
+        name.write(known.as_ptr());
+        Ok(())
+    }
+
+    fn cuDeviceGetCount(count: *mut c_int) {
+        count.write(setting("FAKECUDA_DEVICES", DEVICES as i32));
+        Ok(())
+    }
+
+    fn cuDeviceGet(device: *mut c_int, ordinal: c_int) {
+        if !(0..DEVICES as c_int).contains(&ordinal) {
+            return Err(101);
+        }
+        device.write(ordinal);
+        Ok(())
+    }
+
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
+        value.write(match attribute {
+            16 => 1,
+            40 => 2,
+            75 => setting("FAKECUDA_CAPABILITY", 90) / 10,
+            76 => setting("FAKECUDA_CAPABILITY", 90) % 10,
+            _ => return Err(INVALID_VALUE),
+        });
+        Ok(())
+    }
+
+    fn cuDeviceGetName(name: *mut c_char, room: c_int, _device: c_int) {
+        write_text("Fake GPU", name, room);
+        Ok(())
+    }
+
+    fn cuDeviceGetPCIBusId(name: *mut c_char, room: c_int, device: c_int) {
+        write_text(&format!("0000:{device:02X}:00.0"), name, room);
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: c_int) {
+        let mut gpu = gpu::lock(device as u32);
+        gpu.enter("cuDevicePrimaryCtxRetain")?;
+        gpu.retained += 1;
+        context.write(handle(device as usize, 0));
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxRelease_v2(device: c_int) {
+        gpu::lock(device as u32).retained -= 1;
+        Ok(())
+    }
+
+    fn cuCtxPushCurrent_v2(context: Handle) {
+        CONTEXTS.with_borrow_mut(|stack| stack.push(context));
+        Ok(())
+    }
+
+    fn cuCtxPopCurrent_v2(context: *mut Handle) {
+        context.write(CONTEXTS.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)?);
+        Ok(())
+    }
+
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        let (_, gpu) = current("cuMemGetInfo_v2")?;
+        let (left, all) = gpu.memory_free();
+        free.write(left as usize);
+        total.write(all as usize);
+        Ok(())
+    }
+
+    fn cuMemAlloc_v2(address: *mut u64, bytes: usize) {
+        let (_, mut gpu) = current("cuMemAlloc_v2")?;
+        address.write(gpu.allocate(bytes)?);
+        Ok(())
+    }
+
+    fn cuMemFree_v2(address: u64) {
+        current("cuMemFree_v2")?.1.free(address)
+    }
+
+    fn cuMemHostRegister_v2(start: *mut c_void, bytes: usize, _flags: c_uint) {
+        current("cuMemHostRegister_v2")?.1.register(start as u64, bytes as u64)
+    }
+
+    fn cuMemHostUnregister(start: *mut c_void) {
+        current("cuMemHostUnregister")?.1.unregister(start as u64)
+    }
+
+    fn cuPointerGetAttributes(count: c_uint, attributes: *const c_int, values: *const *mut c_void, address: u64) {
+        let (_, gpu) = current("cuPointerGetAttributes")?;
+        if count != 1 || attributes.read() != 2 {
+            return Err(INVALID_VALUE);
+        }
+        values.read().cast::<c_uint>().write(gpu.kind(address));
+        Ok(())
+    }
+
+    fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Handle) {
+        of(stream, "cuMemcpyHtoDAsync_v2")?.1.copy(number(stream), from as u64, to, bytes, 0)
+    }
+
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: Handle) {
+        of(stream, "cuMemcpyDtoHAsync_v2")?.1.copy(number(stream), from, to as u64, bytes, 1)
+    }
+
+    fn cuStreamCreateWithPriority(stream: *mut Handle, _flags: c_uint, _priority: c_int) {
+        let (ordinal, mut gpu) = current("cuStreamCreateWithPriority")?;
+        stream.write(handle(ordinal, gpu.stream_create()));
+        Ok(())
+    }
+
+    fn cuStreamDestroy_v2(stream: Handle) {
+        of(stream, "cuStreamDestroy_v2")?.1.stream_destroy(number(stream))
+    }
+
+    fn cuStreamSynchronize(stream: Handle) {
+        of(stream, "cuStreamSynchronize")?.1.stream_synchronize(number(stream))
+    }
+
+    fn cuStreamWaitEvent(stream: Handle, event: Handle, _flags: c_uint) {
+        of(event, "cuStreamWaitEvent")?.1.stream_wait(number(stream), number(event))
+    }
+
+    fn cuStreamIsCapturing(stream: Handle, capturing: *mut c_int) {
+        capturing.write(c_int::from(of(stream, "cuStreamIsCapturing")?.1.capturing));
+        Ok(())
+    }
+
+    fn cuEventCreate(event: *mut Handle, flags: c_uint) {
+        let (ordinal, mut gpu) = current("cuEventCreate")?;
+        event.write(handle(ordinal, gpu.event_create(flags & 2 == 0)));
+        Ok(())
+    }
+
+    fn cuEventDestroy_v2(event: Handle) {
+        of(event, "cuEventDestroy_v2")?.1.event_destroy(number(event))
+    }
+
+    fn cuEventRecord(event: Handle, stream: Handle) {
+        of(event, "cuEventRecord")?.1.event_record(number(event), number(stream))
+    }
+
+    fn cuEventQuery(event: Handle) {
+        of(event, "cuEventQuery")?.1.event_query(number(event))
+    }
+
+    fn cuEventSynchronize(event: Handle) {
+        of(event, "cuEventSynchronize")?.1.event_synchronize(number(event))
+    }
+
+    fn cuEventElapsedTime(milliseconds: *mut f32, from: Handle, to: Handle) {
+        let (_, gpu) = of(from, "cuEventElapsedTime")?;
+        milliseconds.write((gpu.event_seconds(number(from), number(to))? * 1e3) as f32);
+        Ok(())
+    }
+
+    fn cuModuleLoadDataEx(
+        module: *mut Handle,
+        ptx: *const c_void,
+        count: c_uint,
+        options: *mut c_int,
+        values: *mut *mut c_void,
+    ) {
+        let (ordinal, mut gpu) = current("cuModuleLoadDataEx")?;
+        let text = CStr::from_ptr(ptx.cast()).to_string_lossy();
+        let option = |wanted: c_int| {
+            let place = (0..count as usize).find(|index| options.add(*index).read() == wanted)?;
+            Some(values.add(place).read())
+        };
+        match gpu.module_load(&text) {
+            Ok(id) => module.write(handle(ordinal, id)),
+            Err((code, words)) => {
+                if let (Some(log), Some(room)) = (option(5), option(6)) {
+                    write_text(&words, log.cast(), room as usize as c_int);
+                }
+                return Err(code);
+            }
+        }
+        Ok(())
+    }
+
+    fn cuModuleUnload(module: Handle) {
+        of(module, "cuModuleUnload")?.1.module_unload(number(module))
+    }
+
+    fn cuModuleGetFunction(function: *mut Handle, module: Handle, name: *const c_char) {
+        let (ordinal, mut gpu) = of(module, "cuModuleGetFunction")?;
+        let name = CStr::from_ptr(name).to_string_lossy();
+        function.write(handle(ordinal, gpu.function(number(module), &name)?));
+        Ok(())
+    }
+
+    fn cuLaunchKernel(
+        function: Handle,
+        blocks: c_uint,
+        _blocks_y: c_uint,
+        _blocks_z: c_uint,
+        threads: c_uint,
+        _threads_y: c_uint,
+        _threads_z: c_uint,
+        _shared: c_uint,
+        stream: Handle,
+        arguments: *mut *mut c_void,
+        _extra: *mut *mut c_void,
+    ) {
+        let (_, mut gpu) = of(function, "cuLaunchKernel")?;
+        let kernel = gpu.kernel(number(function))?;
+        let mut parameters = vec![0; kernel.parameter_bytes];
+        for (index, (offset, bytes)) in kernel.parameters.iter().enumerate() {
+            let value = arguments.add(index).read().cast::<u8>();
+            std::ptr::copy_nonoverlapping(value, parameters.as_mut_ptr().add(*offset), *bytes);
+        }
+        gpu.launch(number(stream), kernel, blocks, threads, parameters)
+    }
+}
+
+/// Tells the checker that the host touches memory, as far as the host knows in order.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_host_access(ordinal: u32, start: *const c_void, bytes: u64, write: c_int) {
+    gpu::lock(ordinal).host_access(start as u64, bytes, write != 0);
+}
+
+/// Number of races that were seen on a device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_races(ordinal: u32) -> u64 {
+    gpu::lock(ordinal).races().len() as u64
+}
+
+/// Number of copies whose host side was not page-locked.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_pageable_copies(ordinal: u32) -> u64 {
+    gpu::lock(ordinal).pageable_copies as u64
+}

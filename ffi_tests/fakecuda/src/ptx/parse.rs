@@ -1,0 +1,393 @@
+//! From text to instructions.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::{Binary, Compare, Instruction, Kernel, Kind, Module, Operation, SPECIAL, Slot, Unary};
+
+type Outcome<T> = Result<T, String>;
+
+pub(super) fn module(text: &str) -> Outcome<Module> {
+    let mut kernels = HashMap::new();
+    let mut lines = text.lines().enumerate().filter(|(_, line)| {
+        let line = line.trim();
+        !line.is_empty() && !line.starts_with("//")
+    });
+    while let Some((number, line)) = lines.next() {
+        let line = line.trim();
+        if let Some(name) = line.strip_prefix(".visible .entry ") {
+            let mut depth = 0;
+            let mut body = Vec::new();
+            for (number, line) in lines.by_ref() {
+                let line = line.trim();
+                depth += i32::from(line == "{") - i32::from(line == "}");
+                body.push((number, line));
+                if line == "}" && depth == 0 {
+                    break;
+                }
+            }
+            let kernel = kernel(name.trim_end_matches('('), &body)?;
+            kernels.insert(kernel.name.clone(), Arc::new(kernel));
+        } else if !["version 8.0", "target sm_70", "address_size 64"]
+            .iter()
+            .any(|known| line == format!(".{known}"))
+        {
+            return Err(format!("line {}: {line}", number + 1));
+        }
+    }
+    Ok(Module { kernels })
+}
+
+#[derive(Default)]
+struct Parser {
+    slots: HashMap<String, Slot>,
+    values: Vec<u64>,
+    labels: HashMap<String, usize>,
+    offsets: HashMap<String, usize>,
+    code: Vec<Instruction>,
+    branches: Vec<(usize, String)>,
+    /// Bits of the instruction at hand's constants.
+    bits: u32,
+}
+
+fn kernel(name: &str, body: &[(usize, &str)]) -> Outcome<Kernel> {
+    let mut parser = Parser::default();
+    let mut kernel = Kernel {
+        name: name.to_string(),
+        parameters: Vec::new(),
+        parameter_bytes: 0,
+        most_threads: None,
+        registers: Vec::new(),
+        code: Vec::new(),
+    };
+    for special in SPECIAL {
+        parser.declare(special);
+    }
+    for (number, line) in body {
+        let outcome = match line.strip_prefix(".param ") {
+            Some(parameter) => parser.parameter(&mut kernel, parameter),
+            None => parser.line(&mut kernel, line),
+        };
+        outcome.map_err(|words| format!("{name}, line {}: {line}: {words}", number + 1))?;
+    }
+    for (at, label) in parser.branches {
+        let target = *parser.labels.get(&label).ok_or_else(|| format!("{name}: no label {label}"))?;
+        parser.code[at].operation = Operation::Branch(target);
+    }
+    kernel.registers = parser.values;
+    kernel.code = parser.code;
+    Ok(kernel)
+}
+
+impl Parser {
+    fn declare(&mut self, name: &str) -> Slot {
+        if let Some(slot) = self.slots.get(name) {
+            return *slot;
+        }
+        let slot = self.values.len() as Slot;
+        self.values.push(0);
+        self.slots.insert(name.to_string(), slot);
+        slot
+    }
+
+    fn parameter(&mut self, kernel: &mut Kernel, text: &str) -> Outcome<()> {
+        let words: Vec<&str> = text.trim_end_matches(',').split_whitespace().collect();
+        let (alignment, bytes, name) = match words[..] {
+            [".align", alignment, ".b8", array] => {
+                let (name, size) = array.trim_end_matches(']').split_once('[').ok_or("no size")?;
+                (number(alignment)? as usize, number(size)? as usize, name)
+            }
+            [kind, name] => (size_of_type(kind)?, size_of_type(kind)?, name),
+            _ => return Err("what parameter is this?".to_string()),
+        };
+        let offset = kernel.parameter_bytes.next_multiple_of(alignment);
+        kernel.parameters.push((offset, bytes));
+        kernel.parameter_bytes = offset + bytes;
+        self.offsets.insert(name.to_string(), offset);
+        Ok(())
+    }
+
+    fn line(&mut self, kernel: &mut Kernel, line: &str) -> Outcome<()> {
+        if [")", "{", "}", ".pragma \"nounroll\";"].contains(&line) {
+            return Ok(());
+        }
+        if let Some(threads) = line.strip_prefix(".maxntid ") {
+            let most = threads.strip_suffix(", 1, 1").ok_or("only blocks of one dimension")?;
+            kernel.most_threads = Some(number(most)? as u32);
+            return Ok(());
+        }
+        if let Some(label) = line.strip_suffix(':') {
+            self.labels.insert(label.to_string(), self.code.len());
+            return Ok(());
+        }
+        let line = line.strip_suffix(';').ok_or("no semicolon")?.trim();
+        match line.strip_prefix(".reg ") {
+            Some(registers) => self.registers(registers),
+            None => self.instruction(line),
+        }
+    }
+
+    fn registers(&mut self, text: &str) -> Outcome<()> {
+        let (kind, name) = text.split_once(char::is_whitespace).ok_or("no name")?;
+        if ![".pred", ".b16", ".b32", ".b64", ".f32", ".f64"].contains(&kind) {
+            return Err(format!("registers of {kind}"));
+        }
+        let name = name.trim();
+        match name.split_once('<') {
+            None => {
+                self.declare(name);
+            }
+            Some((stem, count)) => {
+                for index in 0..number(count.trim_end_matches('>'))? {
+                    self.declare(&format!("{stem}{index}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A register, or a constant, which gets a register of its own.
+    fn slot(&mut self, text: &str) -> Outcome<Slot> {
+        if let Some(slot) = self.slots.get(text) {
+            return Ok(*slot);
+        }
+        if text.starts_with('%') {
+            return Err(format!("no register {text}"));
+        }
+        let value = constant(text)? & (u64::MAX >> (64 - self.bits));
+        let slot = self.declare(&format!("{text} of {} bits", self.bits));
+        self.values[usize::from(slot)] = value;
+        Ok(slot)
+    }
+
+    fn instruction(&mut self, line: &str) -> Outcome<()> {
+        let (guard, line) = match line.strip_prefix('@') {
+            None => (None, line),
+            Some(rest) => {
+                let (predicate, rest) = rest.split_once(' ').ok_or("a guard of nothing")?;
+                let wanted = !predicate.starts_with('!');
+                (Some((self.slot(predicate.trim_start_matches('!'))?, wanted)), rest.trim())
+            }
+        };
+        let (name, operands) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+        let operands = split_operands(operands);
+        let operands: Vec<&str> = operands.iter().map(String::as_str).collect();
+        self.bits = match name.get(name.len().saturating_sub(2)..) {
+            Some("16") => 16,
+            Some("32") => 32,
+            _ => 64,
+        };
+        let operation = self.operation(name, &operands)?;
+        self.code.push(Instruction { guard, operation });
+        Ok(())
+    }
+
+    fn operation(&mut self, name: &str, operands: &[&str]) -> Outcome<Operation> {
+        Ok(match (name, operands) {
+            ("ret", []) => Operation::Return,
+            ("bar.warp.sync", ["-1"]) => Operation::WarpBarrier,
+            ("bar.warp.sync", [mask]) => {
+                self.slot(mask)?;
+                Operation::WarpBarrier
+            }
+            ("bra" | "bra.uni", [label]) => {
+                self.branches.push((self.code.len(), label.to_string()));
+                Operation::Branch(usize::MAX)
+            }
+            ("shfl.sync.down.b32", [to, from, by, clamp, mask]) => {
+                let to = to.split_once('|').ok_or("a shuffle gives a value and a predicate")?.0;
+                for known in [clamp, mask] {
+                    self.slot(known)?;
+                }
+                Operation::ShuffleDown { to: self.slot(to)?, from: self.slot(from)?, by: self.slot(by)? }
+            }
+            ("mov.b64", [to, from]) if from.starts_with('{') => {
+                let halves = vector(from)?;
+                let [low, high] = halves[..] else { return Err("not two halves".to_string()) };
+                Operation::Join(self.slot(to)?, [self.slot(low)?, self.slot(high)?])
+            }
+            ("mov.b64", [to, from]) if to.starts_with('{') => {
+                let halves = vector(to)?;
+                let [low, high] = halves[..] else { return Err("not two halves".to_string()) };
+                let mut half =
+                    |name: &str| if name == "%temp" { Ok(None) } else { self.slot(name).map(Some) };
+                Operation::Split([half(low)?, half(high)?], self.slot(from)?)
+            }
+            _ if name.starts_with("ld.") || name.starts_with("st.") => self.access(name, operands)?,
+            _ if name.starts_with("setp.") => self.compare(name, operands)?,
+            (
+                "selp.b16" | "selp.u16" | "selp.b32" | "selp.f32" | "selp.f64" | "selp.b64",
+                [to, then, otherwise, by],
+            ) => Operation::Select {
+                to: self.slot(to)?,
+                then: self.slot(then)?,
+                otherwise: self.slot(otherwise)?,
+                by: self.slot(by)?,
+            },
+            ("fma.rn.f32", [to, a, b, c]) => {
+                Operation::Fma32(self.slot(to)?, [self.slot(a)?, self.slot(b)?, self.slot(c)?])
+            }
+            ("fma.rn.f64", [to, a, b, c]) => {
+                Operation::Fma64(self.slot(to)?, [self.slot(a)?, self.slot(b)?, self.slot(c)?])
+            }
+            (_, [to, from]) => Operation::Unary(unary(name)?, self.slot(to)?, self.slot(from)?),
+            (_, [to, a, b]) => Operation::Binary(binary(name)?, self.slot(to)?, self.slot(a)?, self.slot(b)?),
+            _ => return Err("unknown instruction".to_string()),
+        })
+    }
+
+    fn access(&mut self, name: &str, operands: &[&str]) -> Outcome<Operation> {
+        let words: Vec<&str> = name.split('.').collect();
+        let (lanes, kind) = match words[..] {
+            [_, "global" | "param", kind] => (1, kind),
+            [_, "global", "v2", kind] => (2, kind),
+            [_, "global", "v4", kind] => (4, kind),
+            _ => return Err("unknown access".to_string()),
+        };
+        let [first, second] = operands else { return Err("an access has two operands".to_string()) };
+        let (place, registers) = if words[0] == "ld" { (*second, *first) } else { (*first, *second) };
+        let names = if registers.starts_with('{') { vector(registers)? } else { vec![registers] };
+        if names.len() != lanes {
+            return Err(format!("{} registers for {lanes} lanes", names.len()));
+        }
+        let slots: Vec<Slot> = names.into_iter().map(|name| self.slot(name)).collect::<Outcome<_>>()?;
+        let bytes = size_of_type(&format!(".{kind}"))?;
+        let inner = place.strip_prefix('[').and_then(|place| place.strip_suffix(']')).ok_or("no brackets")?;
+        let (base, offset) = match inner.split_once('+') {
+            Some((base, offset)) => (base, offset.parse::<i64>().map_err(|error| error.to_string())?),
+            None => (inner, 0),
+        };
+        if words[1] == "param" {
+            let start = *self.offsets.get(base).ok_or("no such parameter")?;
+            return Ok(Operation::LoadParameter { to: slots[0], offset: start + offset as usize, bytes });
+        }
+        let base = self.slot(base)?;
+        Ok(match words[0] {
+            "ld" => Operation::Load { to: slots, base, offset, bytes },
+            _ => Operation::Store { from: slots, base, offset, bytes },
+        })
+    }
+
+    fn compare(&mut self, name: &str, operands: &[&str]) -> Outcome<Operation> {
+        let words: Vec<&str> = name.split('.').collect();
+        let ([_, compare, kind], [to, a, b]) = (&words[..], operands) else {
+            return Err("unknown comparison".to_string());
+        };
+        let kind = match *kind {
+            "u16" | "u32" | "u64" | "b16" | "b32" | "b64" => Kind::Unsigned,
+            "s16" => Kind::Signed16,
+            "s32" => Kind::Signed32,
+            "s64" => Kind::Signed64,
+            "f32" => Kind::Float32,
+            other => return Err(format!("comparison of {other}")),
+        };
+        let compare = match *compare {
+            "eq" => Compare::Equal,
+            "ne" => Compare::NotEqual,
+            "lt" => Compare::Less,
+            "le" => Compare::LessEqual,
+            "gt" => Compare::Greater,
+            "ge" => Compare::GreaterEqual,
+            "nan" if kind == Kind::Float32 => Compare::Unordered,
+            other => return Err(format!("comparison {other}")),
+        };
+        Ok(Operation::Compare(compare, kind, self.slot(to)?, self.slot(a)?, self.slot(b)?))
+    }
+}
+
+fn unary(name: &str) -> Outcome<Unary> {
+    Ok(match name {
+        "mov.u16" | "mov.u32" | "mov.u64" | "mov.b16" | "mov.b32" | "mov.b64" | "mov.f32" | "mov.f64"
+        | "mov.pred" | "cvta.to.global.u64" | "cvt.u32.u16" | "cvt.u64.u32" | "cvt.u64.u16" => Unary::Move,
+        "cvt.s64.s32" => Unary::Extend32,
+        "cvt.u16.u32" | "cvt.u16.u64" => Unary::Truncate16,
+        "cvt.u32.u64" => Unary::Truncate32,
+        "not.pred" => Unary::NotPredicate,
+        "not.b32" => Unary::Not32,
+        "not.b64" => Unary::Not64,
+        "neg.f32" => Unary::Negate32,
+        "sqrt.rn.f32" => Unary::Sqrt32,
+        "cvt.f32.f16" => Unary::F16ToF32,
+        "cvt.rn.f16.f32" => Unary::F32ToF16,
+        "cvt.f64.f32" => Unary::F32ToF64,
+        _ => return Err("unknown instruction".to_string()),
+    })
+}
+
+fn binary(name: &str) -> Outcome<Binary> {
+    Ok(match name {
+        "add.s32" | "add.u32" => Binary::Add32,
+        "add.s64" | "add.u64" => Binary::Add64,
+        "sub.s32" | "sub.u32" => Binary::Sub32,
+        "sub.s64" | "sub.u64" => Binary::Sub64,
+        "mul.lo.s64" | "mul.lo.u64" => Binary::Mul64,
+        "mul.wide.u32" => Binary::MulWide32,
+        "min.u32" => Binary::MinU32,
+        "min.s32" => Binary::MinS32,
+        "min.u64" => Binary::MinU64,
+        "and.b16" | "and.b32" | "and.b64" | "and.pred" => Binary::And,
+        "or.b16" | "or.b32" | "or.b64" | "or.pred" => Binary::Or,
+        "xor.b16" | "xor.b32" | "xor.b64" | "xor.pred" => Binary::Xor,
+        "shl.b32" => Binary::ShiftLeft32,
+        "shl.b64" => Binary::ShiftLeft64,
+        "shr.u32" => Binary::ShiftRight32,
+        "shr.s32" => Binary::ShiftRightS32,
+        "shr.u64" => Binary::ShiftRight64,
+        "add.rn.f32" => Binary::AddF32,
+        "mul.rn.f32" => Binary::MulF32,
+        "div.rn.f32" => Binary::DivF32,
+        "add.rn.f64" => Binary::AddF64,
+        "mul.rn.f64" => Binary::MulF64,
+        _ => return Err("unknown instruction".to_string()),
+    })
+}
+
+/// Operands between commas, those in braces kept together.
+fn split_operands(text: &str) -> Vec<String> {
+    let mut operands = Vec::new();
+    let mut depth = 0;
+    let mut operand = String::new();
+    for letter in text.chars() {
+        match letter {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            _ => {}
+        }
+        if letter == ',' && depth == 0 {
+            operands.push(std::mem::take(&mut operand).trim().to_string());
+        } else {
+            operand.push(letter);
+        }
+    }
+    if !operand.trim().is_empty() {
+        operands.push(operand.trim().to_string());
+    }
+    operands
+}
+
+fn vector(text: &str) -> Outcome<Vec<&str>> {
+    let inner = text.strip_prefix('{').and_then(|text| text.strip_suffix('}')).ok_or("no braces")?;
+    Ok(inner.split(',').map(str::trim).collect())
+}
+
+fn size_of_type(kind: &str) -> Outcome<usize> {
+    match kind {
+        ".u8" | ".b8" => Ok(1),
+        ".u16" | ".b16" => Ok(2),
+        ".u32" | ".b32" | ".f32" => Ok(4),
+        ".u64" | ".b64" | ".f64" => Ok(8),
+        _ => Err(format!("unknown type {kind}")),
+    }
+}
+
+fn number(text: &str) -> Outcome<u64> {
+    text.trim().parse().map_err(|_| format!("{text} is no number"))
+}
+
+fn constant(text: &str) -> Outcome<u64> {
+    let hex = |digits: &str| u64::from_str_radix(digits, 16).map_err(|_| format!("{text} is no constant"));
+    if let Some(digits) = text.strip_prefix("0f").or_else(|| text.strip_prefix("0d")) {
+        return hex(digits);
+    }
+    text.parse::<i64>().map(|value| value as u64).map_err(|_| format!("{text} is no constant"))
+}

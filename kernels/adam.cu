@@ -1,0 +1,189 @@
+// One step of Adam or AdamW, and its inverse, for every combination of element types that the processor's kernels have.
+//
+// The operations and their order are those of src/kernel/rules.rs. A step reads one set of states and writes the same or
+// another one. Sums of squares of the scaled gradient go to `tiles`, one per tile, unless it is null.
+
+// Coefficients of a step, each rounded to f32 once by the host.
+struct Rule {
+    // All ones if that line runs, else zero. A line that does not run must not touch signs of zeros, or NaNs.
+    u32 l2, decoupled;
+    float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, decay_factor;
+    // 1 / (1 + decay_factor), 1 / beta1, 1 / beta2.
+    float undo_decay, undo_beta1, undo_beta2;
+};
+
+template <class P, class S> struct States {
+    typename P::Raw *param;
+    typename S::Raw *exp_avg;
+    typename S::Raw *exp_avg_sq;
+};
+
+struct Values {
+    float param, exp_avg, exp_avg_sq;
+};
+
+// `then` or `otherwise` by their bits: a branch here would make compilers write the loop twice.
+static __device__ __forceinline__ float pick(u32 mask, float then, float otherwise) {
+    return __uint_as_float((__float_as_uint(then) & mask) | (__float_as_uint(otherwise) & ~mask));
+}
+
+static __device__ __forceinline__ float update(const Rule &rule, float m, float v) {
+    return __fdiv_rn(m, __fmaf_rn(__fsqrt_rn(v), rule.inv_sqrt_correction2, rule.eps));
+}
+
+// The gradient is scaled.
+static __device__ __forceinline__ Values forward(const Rule &rule, Values old, float grad) {
+    float g = pick(rule.l2, __fmaf_rn(old.param, rule.decay_factor, grad), grad);
+    float m = __fmaf_rn(g, rule.one_minus_beta1, __fmul_rn(old.exp_avg, rule.beta1));
+    float v = __fmaf_rn(__fmul_rn(g, g), rule.one_minus_beta2, __fmul_rn(old.exp_avg_sq, rule.beta2));
+    float p = pick(rule.decoupled, __fmaf_rn(old.param, rule.decay_factor, old.param), old.param);
+    p = __fmaf_rn(update(rule, m, v), rule.step_size, p);
+    Values now = {p, m, v};
+    return now;
+}
+
+// Each old value is settled as it will be stored before the next is computed from it.
+template <class P, class S>
+static __device__ __forceinline__ Values inverse(const Rule &rule, Values now, float grad) {
+    float p = __fmaf_rn(update(rule, now.exp_avg, now.exp_avg_sq), -rule.step_size, now.param);
+    p = pick(rule.decoupled, __fmul_rn(p, rule.undo_decay), p);
+    p = P::widen(P::narrow(p));
+    float g = pick(rule.l2, __fmaf_rn(p, rule.decay_factor, grad), grad);
+    float m = __fmul_rn(__fmaf_rn(g, -rule.one_minus_beta1, now.exp_avg), rule.undo_beta1);
+    float v = __fmul_rn(__fmaf_rn(__fmul_rn(g, g), -rule.one_minus_beta2, now.exp_avg_sq), rule.undo_beta2);
+    Values old = {p, m, v};
+    return old;
+}
+
+template <class C> static __device__ __forceinline__ void store_copy(typename C::Raw *to, u64 at, const float (&p)[GROUP]) {
+    store<C>(to + at, p);
+}
+template <> __device__ __forceinline__ void store_copy<Absent>(u16 *, u64, const float (&)[GROUP]) {}
+
+template <class C> static __device__ __forceinline__ void store_copy_one(typename C::Raw *to, u64 at, float p) {
+    to[at] = C::narrow(p);
+}
+template <> __device__ __forceinline__ void store_copy_one<Absent>(u16 *, u64, float) {}
+
+template <class P, class S, class G, class C> struct Step {
+    Rule rule;
+    States<P, S> from, to;
+    const typename G::Raw *grad;
+    typename C::Raw *copy;
+    double *tiles;
+    Lanes lanes;
+
+    __device__ __forceinline__ void begin() { lanes.clear(); }
+    __device__ __forceinline__ void end(u64 tile, u32 thread) {
+        double sum = lanes.tile();
+        if (thread == 0 && tiles) tiles[tile] = sum;
+    }
+
+    __device__ __forceinline__ void whole(u64 at) {
+        float p[GROUP], m[GROUP], v[GROUP], g[GROUP];
+        load<P>(from.param + at, p);
+        load<S>(from.exp_avg + at, m);
+        load<S>(from.exp_avg_sq + at, v);
+        load<G>(grad + at, g);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            g[i] = __fmul_rn(g[i], rule.grad_scale);
+            Values old = {p[i], m[i], v[i]};
+            Values now = forward(rule, old, g[i]);
+            p[i] = now.param, m[i] = now.exp_avg, v[i] = now.exp_avg_sq;
+        }
+        lanes.add(g);
+        store<P>(to.param + at, p);
+        store<S>(to.exp_avg + at, m);
+        store<S>(to.exp_avg_sq + at, v);
+        store_copy<C>(copy, at, p);
+    }
+
+    __device__ __forceinline__ void one(u64 at, int lane) {
+        float g = __fmul_rn(G::widen(grad[at]), rule.grad_scale);
+        Values old = {P::widen(from.param[at]), S::widen(from.exp_avg[at]), S::widen(from.exp_avg_sq[at])};
+        Values now = forward(rule, old, g);
+        lanes.add_one(lane, g);
+        to.param[at] = P::narrow(now.param);
+        to.exp_avg[at] = S::narrow(now.exp_avg);
+        to.exp_avg_sq[at] = S::narrow(now.exp_avg_sq);
+        store_copy_one<C>(copy, at, now.param);
+    }
+};
+
+#define STEP(name, P, S, G, C) \
+    extern "C" __global__ void __launch_bounds__(256) \
+        name(Rule rule, States<P, S> from, States<P, S> to, const G::Raw *grad, C::Raw *copy, u64 n, double *tiles) { \
+        Step<P, S, G, C> work; \
+        work.rule = rule, work.from = from, work.to = to; \
+        work.grad = grad, work.copy = copy, work.tiles = tiles; \
+        bool vectors = aligned(from.param) && aligned(from.exp_avg) && aligned(from.exp_avg_sq) && \
+                       aligned(to.param) && aligned(to.exp_avg) && aligned(to.exp_avg_sq) && aligned(grad) && \
+                       aligned(copy); \
+        walk(work, n, vectors); \
+    }
+STEP(spw_adam_f32_f32_f32, F32, F32, F32, Absent)
+STEP(spw_adam_f32_f32_f32_f16, F32, F32, F32, F16)
+STEP(spw_adam_f32_f32_f32_bf16, F32, F32, F32, Bf16)
+STEP(spw_adam_f32_f32_f16, F32, F32, F16, Absent)
+STEP(spw_adam_f32_f32_f16_f16, F32, F32, F16, F16)
+STEP(spw_adam_f32_f32_f16_bf16, F32, F32, F16, Bf16)
+STEP(spw_adam_f32_f32_bf16, F32, F32, Bf16, Absent)
+STEP(spw_adam_f32_f32_bf16_f16, F32, F32, Bf16, F16)
+STEP(spw_adam_f32_f32_bf16_bf16, F32, F32, Bf16, Bf16)
+STEP(spw_adam_f16_f32_f16, F16, F32, F16, Absent)
+STEP(spw_adam_f16_f16_f16, F16, F16, F16, Absent)
+STEP(spw_adam_bf16_f32_bf16, Bf16, F32, Bf16, Absent)
+STEP(spw_adam_bf16_bf16_bf16, Bf16, Bf16, Bf16, Absent)
+
+template <class P, class S, class G> struct Undo {
+    Rule rule;
+    States<P, S> from, to;
+    const typename G::Raw *grad;
+
+    __device__ __forceinline__ void begin() {}
+    __device__ __forceinline__ void end(u64, u32) {}
+
+    __device__ __forceinline__ void whole(u64 at) {
+        float p[GROUP], m[GROUP], v[GROUP], g[GROUP];
+        load<P>(from.param + at, p);
+        load<S>(from.exp_avg + at, m);
+        load<S>(from.exp_avg_sq + at, v);
+        load<G>(grad + at, g);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            Values now = {p[i], m[i], v[i]};
+            Values old = inverse<P, S>(rule, now, __fmul_rn(g[i], rule.grad_scale));
+            p[i] = old.param, m[i] = old.exp_avg, v[i] = old.exp_avg_sq;
+        }
+        store<P>(to.param + at, p);
+        store<S>(to.exp_avg + at, m);
+        store<S>(to.exp_avg_sq + at, v);
+    }
+
+    __device__ __forceinline__ void one(u64 at, int) {
+        float g = __fmul_rn(G::widen(grad[at]), rule.grad_scale);
+        Values now = {P::widen(from.param[at]), S::widen(from.exp_avg[at]), S::widen(from.exp_avg_sq[at])};
+        Values old = inverse<P, S>(rule, now, g);
+        to.param[at] = P::narrow(old.param);
+        to.exp_avg[at] = S::narrow(old.exp_avg);
+        to.exp_avg_sq[at] = S::narrow(old.exp_avg_sq);
+    }
+};
+
+#define UNDO(name, P, S, G) \
+    extern "C" __global__ void __launch_bounds__(256) \
+        name(Rule rule, States<P, S> from, States<P, S> to, const G::Raw *grad, u64 n) { \
+        Undo<P, S, G> work; \
+        work.rule = rule, work.from = from, work.to = to, work.grad = grad; \
+        bool vectors = aligned(from.param) && aligned(from.exp_avg) && aligned(from.exp_avg_sq) && \
+                       aligned(to.param) && aligned(to.exp_avg) && aligned(to.exp_avg_sq) && aligned(grad); \
+        walk(work, n, vectors); \
+    }
+UNDO(spw_undo_adam_f32_f32_f32, F32, F32, F32)
+UNDO(spw_undo_adam_f32_f32_f16, F32, F32, F16)
+UNDO(spw_undo_adam_f32_f32_bf16, F32, F32, Bf16)
+UNDO(spw_undo_adam_f16_f32_f16, F16, F32, F16)
+UNDO(spw_undo_adam_f16_f16_f16, F16, F16, F16)
+UNDO(spw_undo_adam_bf16_f32_bf16, Bf16, F32, Bf16)
+UNDO(spw_undo_adam_bf16_bf16_bf16, Bf16, Bf16, Bf16)

@@ -1,0 +1,283 @@
+//! GPUs: what is there, and Adam on the device.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{CString, c_char, c_void};
+use std::sync::Arc;
+
+use super::adam::{parse, rule, spw_adam_options};
+use super::guard::guard;
+use super::library::out;
+use super::record::{self, Record};
+use super::status::spw_status;
+use super::tensor::{self, parse_dtype, spw_step_stats, spw_tensor};
+use crate::error::{Error, Result};
+use crate::gpu::device::Device;
+use crate::gpu::driver::Driver;
+use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
+use crate::gpu::memory::{DeviceSpan, Registry};
+use crate::gpu::steps::{Job, Steps};
+use crate::gpu::stream::ForeignStream;
+use crate::gpu::transfer::Transfers;
+
+/// The CUDA driver of this process.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_driver {
+    /// `sizeof(spw_gpu_driver)`
+    pub struct_size: u32,
+    /// Devices that this process sees.
+    pub devices: u32,
+    /// The newest CUDA that the driver speaks: 12040 for 12.4.
+    pub cuda_version: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_gpu_driver {
+    const FIRST_SIZE: usize = 16;
+    const NAME: &'static str = "spw_gpu_driver";
+}
+
+/// How to use a GPU. Zeros are a good choice.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_options {
+    /// `sizeof(spw_gpu_options)`
+    pub struct_size: u32,
+    /// Which of the devices that this process sees.
+    pub ordinal: u32,
+    /// Bytes of a chunk on the wire; 0 is 32 MiB.
+    pub chunk_bytes: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_gpu_options {
+    const FIRST_SIZE: usize = 16;
+    const NAME: &'static str = "spw_gpu_options";
+}
+
+/// What a GPU is.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_info {
+    /// `sizeof(spw_gpu_info)`
+    pub struct_size: u32,
+    /// Which of the devices that this process sees.
+    pub ordinal: u32,
+    /// Compute capability: 90 for 9.0.
+    pub capability: u32,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Copies that can run at the same time; with 2, one in each direction.
+    pub copy_engines: u32,
+    /// 0
+    pub reserved: u32,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Those of them that were free when this was asked.
+    pub free_bytes: u64,
+    /// As the driver calls it. Good until the GPU is closed, as `pci` is.
+    pub name: *const c_char,
+    /// "0000:17:00.0", the name under which the system files its NUMA node.
+    pub pci: *const c_char,
+}
+
+// SAFETY: integers and pointers without padding; a null pointer is valid.
+unsafe impl Record for spw_gpu_info {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_gpu_info";
+}
+
+/// A GPU in use. Any number of threads may use one at a time.
+pub struct spw_gpu {
+    // In this order they go: copies and steps finish before what they use.
+    pub(super) transfers: Transfers,
+    steps: Steps,
+    pub(super) registry: Registry,
+    pub(super) device: Arc<Device>,
+    name: CString,
+    pci: CString,
+}
+
+/// Looks for the CUDA driver and its devices, without touching any device. SPW_ERR_NO_DEVICE if there is no driver or
+/// no device, SPW_ERR_DRIVER_STUB, SPW_ERR_DRIVER_TOO_OLD (before 525), SPW_ERR_GPU_FORKED. The driver is looked for
+/// here and in `spw_gpu_open`, never when this library is loaded. `SPILLWAY_CUDA_LIBRARY` names another library than
+/// libcuda.so.1. Set `driver->struct_size` first.
+///
+/// # Safety
+/// `driver` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_probe(driver: *mut spw_gpu_driver) -> spw_status {
+    guard(|| {
+        let found = Driver::get()?;
+        let values = spw_gpu_driver {
+            struct_size: 0,
+            devices: found.device_count()?,
+            cuda_version: found.version(),
+            reserved: 0,
+        };
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { record::write(&values, driver, "driver") }
+    })
+}
+
+/// Uses a GPU through its primary context, the one that the framework uses, and compiles the kernels for it (about a
+/// second the first time on a machine, then the driver has them). Errors as `spw_gpu_probe`; SPW_ERR_UNSUPPORTED for
+/// a GPU before compute capability 7.0, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_open(
+    options: *const spw_gpu_options,
+    gpu_out: *mut *mut spw_gpu,
+) -> spw_status {
+    guard(|| {
+        let gpu_out = out(gpu_out, "gpu_out")?;
+        // SAFETY: the caller's promise is the callee's.
+        let options = unsafe { record::read(options, "options") }?;
+        let chunk_bytes = match options.chunk_bytes {
+            0 => DEFAULT_CHUNK_BYTES,
+            bytes if bytes <= MOST_CHUNK_BYTES => bytes,
+            bytes => return Err(Error::invalid("options.chunk_bytes", format!("is {bytes}, over 2^40"))),
+        };
+        let device =
+            Device::open(Driver::get()?, options.ordinal).map_err(|error| error.within("options."))?;
+        let kernels = Arc::new(Kernels::load(&device)?);
+        let info = device.info()?;
+        let gpu = spw_gpu {
+            transfers: Transfers::new(&device, &kernels, chunk_bytes)?,
+            steps: Steps::new(&device, &kernels)?,
+            registry: Registry::new(&device),
+            device,
+            name: CString::new(info.name).unwrap_or_default(),
+            pci: CString::new(info.pci).unwrap_or_default(),
+        };
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { gpu_out.write(Box::into_raw(Box::new(gpu))) };
+        Ok(())
+    })
+}
+
+const DEFAULT_CHUNK_BYTES: u64 = 32 << 20;
+const MOST_CHUNK_BYTES: u64 = 1 << 40;
+
+/// Waits for the copies and steps under way, and lets go of the GPU. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_gpu_close(gpu: Option<Box<spw_gpu>>) -> spw_status {
+    guard(|| {
+        drop(gpu);
+        Ok(())
+    })
+}
+
+/// Reads what the GPU is. Set `info->struct_size` first.
+///
+/// # Safety
+/// `info` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_info_get(gpu: Option<&spw_gpu>, info: *mut spw_gpu_info) -> spw_status {
+    guard(|| {
+        let gpu = object(gpu)?;
+        let found = gpu.device.info()?;
+        let values = spw_gpu_info {
+            struct_size: 0,
+            ordinal: gpu.device.ordinal(),
+            capability: found.capability,
+            multiprocessors: found.multiprocessors,
+            copy_engines: found.copy_engines,
+            reserved: 0,
+            memory_bytes: found.memory_bytes,
+            free_bytes: found.free_bytes,
+            name: gpu.name.as_ptr(),
+            pci: gpu.pci.as_ptr(),
+        };
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { record::write(&values, info, "info") }
+    })
+}
+
+/// `spw_adam_step` on the GPU, with the same bits: all spans of the tensors are device memory. It comes after what is
+/// queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
+/// it returns at once.
+///
+/// # Safety
+/// As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
+/// memory is good until the step is over.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_adam_step(
+    gpu: Option<&spw_gpu>,
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: usize,
+    stream: u64,
+    stats: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        let gpu = object(gpu)?;
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            record::check_output(stats, "stats")?;
+            let jobs = jobs(options, tensors, count)?;
+            let seen = gpu.steps.adam(&jobs, ForeignStream::new(stream), !stats.is_null())?;
+            tensor::write_stats(seen, stats)
+        }
+    })
+}
+
+pub(super) fn object(gpu: Option<&spw_gpu>) -> Result<&spw_gpu> {
+    gpu.ok_or_else(|| Error::invalid("gpu", "is NULL"))
+}
+
+/// Device memory of `n` elements.
+///
+/// # Safety
+/// As [`DeviceSpan::new`].
+pub(super) unsafe fn floats(
+    address: u64,
+    dtype: u32,
+    n: u64,
+    argument: &'static str,
+) -> Result<DeviceFloats> {
+    let dtype = parse_dtype(dtype, argument)?;
+    let bytes = n
+        .checked_mul(dtype.size() as u64)
+        .ok_or_else(|| Error::invalid(argument, format!("{n} elements pass the address space")))?;
+    // SAFETY: the caller's promise is the callee's.
+    DeviceFloats::new(unsafe { DeviceSpan::new(address, bytes, argument) }?, dtype, argument)
+}
+
+unsafe fn jobs(
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: usize,
+) -> Result<Vec<Job>> {
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        let shared = rule(&parse(options)?)?;
+        let raw = tensor::read_all(tensors, count)?;
+        let job = |raw: &spw_tensor| {
+            let floats = |address: *const c_void, dtype, argument| {
+                // SAFETY: the caller's promise.
+                floats(address as u64, dtype, raw.n, argument)
+            };
+            let rule = if raw.options.is_null() { shared } else { rule(&parse(raw.options.cast())?)? };
+            let copy = match raw.copy_dtype {
+                0 => None,
+                dtype => Some(floats(raw.param_copy, dtype, "param_copy")?),
+            };
+            let states = DeviceStates {
+                param: floats(raw.param, raw.param_dtype, "param")?,
+                exp_avg: floats(raw.exp_avg, raw.state_dtype, "exp_avg")?,
+                exp_avg_sq: floats(raw.exp_avg_sq, raw.state_dtype, "exp_avg_sq")?,
+            };
+            let grad = floats(raw.grad, raw.grad_dtype, "grad")?;
+            Ok(Job { rule, tensor: DeviceTensor { states, shadow: None, grad, param_copy: copy } })
+        };
+        let numbered = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
+        numbered
+            .map(|(index, raw)| job(raw).map_err(|error: Error| error.within(&format!("tensors[{index}]."))))
+            .collect()
+    }
+}

@@ -1,0 +1,236 @@
+//! Copies between device memory of the framework and pinned host memory, and how fast they are.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+use std::time::Duration;
+
+use super::gpu::{floats, object, spw_gpu};
+use super::guard::guard;
+use super::record::{self, Record};
+use super::status::spw_status;
+use super::tensor::parse_dtype;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::gpu::link::Link;
+use crate::gpu::profile;
+use crate::gpu::stream::{ForeignEvent, ForeignStream};
+use crate::gpu::transfer::{After, Copy, Direction};
+use crate::plan::cast;
+use crate::plan::interleave::Wire;
+use crate::sys::span::Span;
+
+/// Which way a copy goes. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_gpu_direction {
+    /// From the device to the host: gradients.
+    SPW_GPU_OUT = 0,
+    /// From the host to the device: parameters.
+    SPW_GPU_IN = 1,
+}
+
+/// What a copy waits for on the device. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_gpu_after {
+    /// Nothing.
+    SPW_GPU_AFTER_NOTHING = 0,
+    /// The event `handle` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last recorded.
+    SPW_GPU_AFTER_EVENT = 1,
+    /// All that is queued on the stream `handle` (`stream.cuda_stream` of torch, a `CUstream` or `cudaStream_t` of
+    /// C); 0 is the legacy default stream.
+    SPW_GPU_AFTER_STREAM = 2,
+}
+
+/// One copy between device memory of the framework and pinned host memory.
+///
+/// The host has the device's type, or f32: then the GPU converts, rounding to nearest even on the way in, and f32
+/// crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the bytes cross it, and the CPU step
+/// converts in its registers.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_copy {
+    /// `sizeof(spw_gpu_copy)`
+    pub struct_size: u32,
+    /// `spw_gpu_direction`
+    pub direction: u32,
+    /// `spw_dtype` in device memory.
+    pub device_dtype: u32,
+    /// `spw_dtype` in host memory.
+    pub host_dtype: u32,
+    /// `spw_gpu_after`
+    pub after: u32,
+    /// 0
+    pub reserved: u32,
+    /// Number of elements.
+    pub n: u64,
+    /// Address in device memory: `tensor.data_ptr()`.
+    pub device: u64,
+    /// Pinned host memory: of `spw_pinned_alloc`, of a pool, or page-locked through CUDA. Any other is refused.
+    pub host: *mut c_void,
+    /// The event or the stream.
+    pub handle: u64,
+}
+
+// SAFETY: integers and pointers without padding; a null pointer is valid.
+unsafe impl Record for spw_gpu_copy {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_gpu_copy";
+}
+
+/// In which form gradients leave the device. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_gpu_wire {
+    /// 16 bits, as the device has them; the CPU step converts in its registers.
+    SPW_GPU_WIRE_NATIVE = 0,
+    /// f32, converted on the GPU.
+    SPW_GPU_WIRE_F32 = 1,
+}
+
+/// How fast parameters cross the link of a GPU, and how fast the processor steps them: each in parameters per second.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_link {
+    /// `sizeof(spw_gpu_link)`
+    pub struct_size: u32,
+    /// The faster `spw_gpu_wire` for gradients.
+    pub wire: u32,
+    /// Gradients out, f32 on the wire.
+    pub out_f32: f64,
+    /// Gradients out, 16 bits on the wire.
+    pub out_native: f64,
+    /// Parameters in, f32 on the wire.
+    pub in_f32: f64,
+    /// Parameters in, 16 bits on the wire.
+    pub in_native: f64,
+    /// Adam on the processor, from f32 gradients.
+    pub step_f32: f64,
+    /// Adam on the processor, from 16-bit gradients.
+    pub step_native: f64,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_gpu_link {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_gpu_link";
+}
+
+/// Queues a copy in chunks on streams of its own and returns; `ticket_out` gets its number, or is NULL. Copies of one
+/// direction run in the order in which they were queued, both directions at the same time. Until the copy is over the
+/// host memory stays pinned and untouched, and the framework leaves the device memory alone: wait for the ticket, or make
+/// a stream wait for it.
+///
+/// # Safety
+/// `copy` points to a struct of `struct_size` bytes, whose device memory, host memory and handle are good until the copy
+/// is over; `ticket_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_copy_start(
+    gpu: Option<&spw_gpu>,
+    copy: *const spw_gpu_copy,
+    ticket_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let gpu = object(gpu)?;
+        // SAFETY: the caller's promise is the callees'.
+        let ticket = gpu.transfers.start(&unsafe { copy_of(gpu, copy) }?)?;
+        if !ticket_out.is_null() {
+            // SAFETY: not NULL, and the caller's promise.
+            unsafe { ticket_out.write(ticket) };
+        }
+        Ok(())
+    })
+}
+
+/// Waits for a copy, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever). SPW_ERR_TIMEOUT if
+/// it is not over by then.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_gpu_copy_wait(gpu: Option<&spw_gpu>, ticket: u64, timeout_ms: i64) -> spw_status {
+    guard(|| {
+        let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
+        object(gpu)?.transfers.wait(ticket, timeout)
+    })
+}
+
+/// Makes what is queued on `stream` from now on wait for a copy, on the device.
+///
+/// # Safety
+/// `stream` is 0 or a live stream of the device's primary context.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_stream_wait(gpu: Option<&spw_gpu>, ticket: u64, stream: u64) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        object(gpu)?.transfers.stream_wait(ticket, unsafe { ForeignStream::new(stream) })
+    })
+}
+
+/// Speeds of the link, and the form in which gradients should cross it (SuperOffload section 4.5): f32 if the host adds
+/// gradients up (`accumulates` 1), else what is faster once the copy and the CPU step overlap. Measured at the first
+/// call on a machine, which takes about a second and 200 MiB, and kept in a profile: the file that `SPILLWAY_PROFILE`
+/// names, else spillway/profile in the user's cache folder. `again` 1 measures anew. Set `link->struct_size` first.
+///
+/// # Safety
+/// `link` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_link_get(
+    gpu: Option<&spw_gpu>,
+    accumulates: u32,
+    again: u32,
+    link: *mut spw_gpu_link,
+) -> spw_status {
+    guard(|| {
+        let gpu = object(gpu)?;
+        let (accumulates, again) = (record::flag("accumulates", accumulates)?, record::flag("again", again)?);
+        let found = Link::get(&gpu.device, &gpu.transfers, profile::default_path().as_deref(), again)?;
+        let wire = match cast::choose(&found.gradients(), accumulates)? {
+            Wire::Native | Wire::Delivered => spw_gpu_wire::SPW_GPU_WIRE_NATIVE,
+            Wire::F32 => spw_gpu_wire::SPW_GPU_WIRE_F32,
+        };
+        let Link { out_f32, out_native, in_f32, in_native, step_f32, step_native } = found;
+        let values = spw_gpu_link {
+            struct_size: 0,
+            wire: wire as u32,
+            out_f32,
+            out_native,
+            in_f32,
+            in_native,
+            step_f32,
+            step_native,
+        };
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { record::write(&values, link, "link") }
+    })
+}
+
+unsafe fn copy_of(gpu: &spw_gpu, copy: *const spw_gpu_copy) -> Result<Copy> {
+    let within = |error: Error| error.within("copy.");
+    // SAFETY: the caller's promise is the callee's.
+    let raw = unsafe { record::read(copy, "copy") }?;
+    record::zero("copy.reserved", raw.reserved)?;
+    let direction = match record::flag("copy.direction", raw.direction)? {
+        false => Direction::Out,
+        true => Direction::In,
+    };
+    let after = match raw.after {
+        0 => After::Now,
+        // SAFETY: the caller's promise.
+        1 => After::Event(unsafe { ForeignEvent::new(raw.handle, "copy.handle") }?),
+        // SAFETY: the caller's promise.
+        2 => After::Stream(unsafe { ForeignStream::new(raw.handle) }),
+        other => return Err(Error::invalid("copy.after", format!("{other} is not an spw_gpu_after"))),
+    };
+    let host_dtype = parse_dtype(raw.host_dtype, "copy.host_dtype")?;
+    // SAFETY: the caller's promise.
+    let device = unsafe { floats(raw.device, raw.device_dtype, raw.n, "device") }.map_err(within)?;
+    let bytes = host_bytes(raw.n, host_dtype)?;
+    // SAFETY: the caller's promise.
+    let host = unsafe { Span::new(raw.host.cast(), bytes) };
+    let host = host.ok_or_else(|| Error::invalid("copy.host", "is NULL"))?;
+    let host = gpu.registry.host(host, "copy.host")?;
+    Ok(Copy { direction, device, host, host_dtype, after })
+}
+
+fn host_bytes(n: u64, dtype: Dtype) -> Result<usize> {
+    let bytes = n.checked_mul(dtype.size() as u64).and_then(|bytes| usize::try_from(bytes).ok());
+    bytes.ok_or_else(|| Error::invalid("copy.n", format!("{n} elements pass the address space")))
+}

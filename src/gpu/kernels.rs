@@ -1,0 +1,376 @@
+//! The kernels of kernels/*.cu, with the bits of the processor's kernels.
+//!
+//! Every launch is asynchronous: the caller keeps the memory until an event recorded behind it is done.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::device::Device;
+use super::memory::{DeviceMemory, DeviceSpan};
+use super::module::{Function, Module};
+use super::stream::Stream;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::kernel::squares::TILE;
+use crate::kernel::{AdamRule, WeightDecay};
+
+pub(super) const CAST: &str = include_str!("../../kernels/cast.ptx");
+pub(super) const ADAM: &str = include_str!("../../kernels/adam.ptx");
+const THREADS: u32 = 256;
+const WARPS: u64 = THREADS as u64 / 32;
+/// What a launch takes. As many blocks as there is work for, so that the device hands them out as others end.
+const MOST_BLOCKS: u32 = i32::MAX as u32;
+/// Sums that one warp of `spw_tree` makes one.
+const BRANCHES: u64 = 32;
+
+/// The kernels, compiled for one device.
+#[derive(Debug)]
+pub struct Kernels {
+    functions: HashMap<String, Function>,
+    /// Less in tests, so that warps walk many tiles.
+    pub(super) most_blocks: u32,
+    _modules: [Module; 2],
+}
+
+/// Elements in device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceFloats {
+    span: DeviceSpan,
+    dtype: Dtype,
+}
+
+impl DeviceFloats {
+    /// All of `span` as elements.
+    pub fn new(span: DeviceSpan, dtype: Dtype, argument: &'static str) -> Result<DeviceFloats> {
+        let size = dtype.size() as u64;
+        if !span.address().is_multiple_of(size) || !span.bytes().is_multiple_of(size) {
+            let reason = format!("{:#x} is not aligned to {size} bytes ({})", span.address(), dtype.name());
+            return Err(Error::invalid(argument, reason));
+        }
+        Ok(DeviceFloats { span, dtype })
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> u64 {
+        self.span.bytes() / self.dtype.size() as u64
+    }
+
+    /// True for no elements.
+    pub fn is_empty(&self) -> bool {
+        self.span.bytes() == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Where they are.
+    pub fn span(&self) -> DeviceSpan {
+        self.span
+    }
+
+    /// The `n` elements from `from` on.
+    pub fn part(&self, from: u64, n: u64) -> DeviceFloats {
+        let size = self.dtype.size() as u64;
+        DeviceFloats { span: self.span.part(from * size, n * size), dtype: self.dtype }
+    }
+}
+
+/// Parameter and states in device memory.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceStates {
+    /// The parameter.
+    pub param: DeviceFloats,
+    /// First moment.
+    pub exp_avg: DeviceFloats,
+    /// Second moment.
+    pub exp_avg_sq: DeviceFloats,
+}
+
+impl DeviceStates {
+    fn addresses(&self) -> [u64; 3] {
+        [self.param, self.exp_avg, self.exp_avg_sq].map(|floats| floats.span.address())
+    }
+
+    fn shape(&self) -> [(Dtype, u64); 3] {
+        [self.param, self.exp_avg, self.exp_avg_sq].map(|floats| (floats.dtype, floats.len()))
+    }
+}
+
+/// What one step works on.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceTensor {
+    /// Read, and written unless there is a shadow.
+    pub states: DeviceStates,
+    /// Where the new states go instead; the old ones stay as they are, and undo is to forget the new ones.
+    pub shadow: Option<DeviceStates>,
+    /// The gradient.
+    pub grad: DeviceFloats,
+    /// The new parameter in 16 bits.
+    pub param_copy: Option<DeviceFloats>,
+}
+
+impl DeviceTensor {
+    fn check(&self) -> Result<()> {
+        let n = self.states.param.len();
+        let others = [
+            ("grad", Some(self.grad)),
+            ("exp_avg", Some(self.states.exp_avg)),
+            ("exp_avg_sq", Some(self.states.exp_avg_sq)),
+            ("param_copy", self.param_copy),
+        ];
+        let [exp_avg, exp_avg_sq] = [self.states.exp_avg, self.states.exp_avg_sq].map(|floats| floats.dtype);
+        if exp_avg != exp_avg_sq {
+            let reason = format!("is {}, exp_avg is {}", exp_avg_sq.name(), exp_avg.name());
+            return Err(Error::invalid("exp_avg_sq", reason));
+        }
+        for (name, floats) in others {
+            if let Some(len) = floats.map(|floats| floats.len()).filter(|len| *len != n) {
+                return Err(Error::invalid(name, format!("has {len} elements, param has {n}")));
+            }
+        }
+        match self.shadow.is_none_or(|shadow| shadow.shape() == self.states.shape()) {
+            true => Ok(()),
+            false => Err(Error::invalid("shadow", "has other types or lengths than the states")),
+        }
+    }
+
+    /// Types as the kernels' names have them.
+    fn types(&self) -> String {
+        let DeviceStates { param, exp_avg, .. } = self.states;
+        format!("{}_{}_{}", param.dtype.name(), exp_avg.dtype.name(), self.grad.dtype.name())
+    }
+}
+
+/// Coefficients as the kernels read them.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Rule {
+    l2: u32,
+    decoupled: u32,
+    grad_scale: f32,
+    beta1: f32,
+    one_minus_beta1: f32,
+    beta2: f32,
+    one_minus_beta2: f32,
+    inv_sqrt_correction2: f32,
+    eps: f32,
+    step_size: f32,
+    decay_factor: f32,
+    undo: [f32; 3],
+}
+
+impl From<&AdamRule> for Rule {
+    fn from(rule: &AdamRule) -> Rule {
+        let mask = |line: WeightDecay| if rule.decay == line { u32::MAX } else { 0 };
+        Rule {
+            l2: mask(WeightDecay::L2),
+            decoupled: mask(WeightDecay::Decoupled),
+            grad_scale: rule.grad_scale,
+            beta1: rule.beta1,
+            one_minus_beta1: rule.one_minus_beta1,
+            beta2: rule.beta2,
+            one_minus_beta2: rule.one_minus_beta2,
+            inv_sqrt_correction2: rule.inv_sqrt_correction2,
+            eps: rule.eps,
+            step_size: rule.step_size,
+            decay_factor: rule.decay_factor,
+            undo: rule.inverse_factors(),
+        }
+    }
+}
+
+/// Room for the sums of squares of a step: those of its tiles, and those of each level of the tree above them.
+#[derive(Debug)]
+pub struct Sums {
+    pub(super) memory: DeviceMemory,
+    elements: u64,
+}
+
+impl Sums {
+    /// Room for up to `elements` elements.
+    pub fn new(device: &Arc<Device>, elements: u64) -> Result<Sums> {
+        let mut bytes = size_of::<f64>() as u64;
+        let mut sums = elements.div_ceil(TILE as u64);
+        while sums > 0 {
+            bytes += sums * size_of::<f64>() as u64;
+            sums = if sums > 1 { sums.div_ceil(BRANCHES) } else { 0 };
+        }
+        Ok(Sums { memory: DeviceMemory::new(device, bytes)?, elements })
+    }
+
+    /// Elements that there is room for.
+    pub fn elements(&self) -> u64 {
+        self.elements
+    }
+
+    fn first(&self, n: u64) -> Result<u64> {
+        match n <= self.elements {
+            true => Ok(self.memory.span().address()),
+            false => Err(Error::invalid("sums", format!("has room for {} elements, not {n}", self.elements))),
+        }
+    }
+}
+
+impl Kernels {
+    /// Compiles them; the driver keeps the result for the next process.
+    pub fn load(device: &Arc<Device>) -> Result<Kernels> {
+        Kernels::compile(device, CAST, ADAM)
+    }
+
+    /// As [`Kernels::load`], from other texts.
+    pub(super) fn compile(device: &Arc<Device>, cast: &str, adam: &str) -> Result<Kernels> {
+        let modules = [Module::load(device, "cast.ptx", cast)?, Module::load(device, "adam.ptx", adam)?];
+        let mut functions = HashMap::new();
+        for (module, text) in modules.iter().zip([cast, adam]) {
+            for line in text.lines() {
+                if let Some(name) =
+                    line.strip_prefix(".visible .entry ").and_then(|rest| rest.strip_suffix('('))
+                {
+                    functions.insert(name.to_string(), module.function(name)?);
+                }
+            }
+        }
+        Ok(Kernels { functions, most_blocks: MOST_BLOCKS, _modules: modules })
+    }
+
+    /// Converts all of `from` to the type of `to`; one of them is f32, the other has 16 bits.
+    pub fn cast(&self, stream: &Stream, from: DeviceFloats, to: DeviceFloats) -> Result<()> {
+        if from.len() != to.len() {
+            return Err(Error::invalid("to", format!("has {} elements, from has {}", to.len(), from.len())));
+        }
+        let function = self.function(&format!("spw_cast_{}_{}", from.dtype.name(), to.dtype.name()))?;
+        let (mut source, mut target, mut n) = (from.span.address(), to.span.address(), from.len());
+        let arguments = [address(&mut source), address(&mut target), address(&mut n)];
+        // SAFETY: the kernel's parameters; both spans have n elements.
+        unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }
+    }
+
+    /// Sums the squares of `grad * scale`, with the bits of `optim::grad::stats`. The result is the f64 that is returned,
+    /// once the stream is there; `None` for no elements.
+    pub fn squares(
+        &self,
+        stream: &Stream,
+        grad: DeviceFloats,
+        scale: f32,
+        sums: &Sums,
+    ) -> Result<Option<DeviceSpan>> {
+        let function = self.function(&format!("spw_squares_{}", grad.dtype.name()))?;
+        let (mut source, mut n) = (grad.span.address(), grad.len());
+        let (mut scale, mut tiles) = (scale, sums.first(n)?);
+        let arguments = [address(&mut source), address(&mut scale), address(&mut n), address(&mut tiles)];
+        // SAFETY: the kernel's parameters; `grad` has n elements, and there is room for their tiles.
+        unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }?;
+        self.tree(stream, n, sums)
+    }
+
+    /// One step of Adam. With `sums` also the sum of squares of the scaled gradient, as [`Kernels::squares`] gives it.
+    pub fn adam(
+        &self,
+        stream: &Stream,
+        rule: &AdamRule,
+        tensor: &DeviceTensor,
+        sums: Option<&Sums>,
+    ) -> Result<Option<DeviceSpan>> {
+        let function = self.adam_function(tensor)?;
+        let mut n = tensor.grad.len();
+        let mut rule = Rule::from(rule);
+        let mut from = tensor.states.addresses();
+        let mut to = tensor.shadow.unwrap_or(tensor.states).addresses();
+        let mut grad = tensor.grad.span.address();
+        let mut copy = tensor.param_copy.map_or(0, |copy| copy.span.address());
+        let mut tiles = sums.map_or(Ok(0), |sums| sums.first(n))?;
+        let arguments = [
+            address(&mut rule),
+            address(&mut from),
+            address(&mut to),
+            address(&mut grad),
+            address(&mut copy),
+            address(&mut n),
+            address(&mut tiles),
+        ];
+        // SAFETY: the kernel's parameters; all spans have n elements, and there is room for their tiles.
+        unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }?;
+        sums.map_or(Ok(None), |sums| self.tree(stream, n, sums))
+    }
+
+    /// Whether [`Kernels::adam`] would take this tensor.
+    pub fn accepts(&self, tensor: &DeviceTensor) -> Result<()> {
+        self.adam_function(tensor).map(drop)
+    }
+
+    fn adam_function(&self, tensor: &DeviceTensor) -> Result<Function> {
+        tensor.check()?;
+        let copy = tensor.param_copy.map_or(String::new(), |copy| format!("_{}", copy.dtype.name()));
+        self.function(&format!("spw_adam_{}{copy}", tensor.types()))
+    }
+
+    /// Takes one step of Adam back by the inverse formula: within a few units in the last place, with the bits of the
+    /// processor's arithmetic undo. The gradient must be finite. Reads the shadow if there is one, and writes the
+    /// states. A copy is not written; [`Kernels::cast`] makes it. To step again with another factor, call
+    /// [`Kernels::adam`].
+    pub fn undo_adam(&self, stream: &Stream, rule: &AdamRule, tensor: &DeviceTensor) -> Result<()> {
+        tensor.check()?;
+        let function = self.function(&format!("spw_undo_adam_{}", tensor.types()))?;
+        let mut n = tensor.grad.len();
+        let mut rule = Rule::from(rule);
+        let mut from = tensor.shadow.unwrap_or(tensor.states).addresses();
+        let mut to = tensor.states.addresses();
+        let mut grad = tensor.grad.span.address();
+        let arguments =
+            [address(&mut rule), address(&mut from), address(&mut to), address(&mut grad), address(&mut n)];
+        // SAFETY: the kernel's parameters; all spans have n elements.
+        unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }
+    }
+
+    /// Adds up the sums of the tiles of `n` elements, level by level.
+    pub(super) fn tree(&self, stream: &Stream, n: u64, sums: &Sums) -> Result<Option<DeviceSpan>> {
+        let function = self.function("spw_tree")?;
+        let (mut count, mut from) = (n.div_ceil(TILE as u64), 0);
+        if count == 0 {
+            return Ok(None);
+        }
+        let word = size_of::<f64>() as u64;
+        while count > 1 {
+            let to = from + count * word;
+            let (mut source, mut target) =
+                (sums.memory.span().address() + from, sums.memory.span().address() + to);
+            let groups = count.div_ceil(BRANCHES);
+            let arguments = [address(&mut source), address(&mut count), address(&mut target)];
+            // SAFETY: the kernel's parameters; each level lies behind the one it is made from, as `Sums::new` counted.
+            unsafe { self.launch(function, stream, groups, arguments) }?;
+            (count, from) = (groups, to);
+        }
+        Ok(Some(sums.memory.span().part(from, word)))
+    }
+
+    fn function(&self, name: &str) -> Result<Function> {
+        let found = self.functions.get(name).copied();
+        found.ok_or_else(|| Error::Unsupported(format!("there is no GPU kernel {name}")))
+    }
+
+    /// Launches a kernel of which each warp does `work` pieces' share; nothing for no work.
+    ///
+    /// # Safety
+    /// As [`Function::launch`].
+    unsafe fn launch<const N: usize>(
+        &self,
+        function: Function,
+        stream: &Stream,
+        work: u64,
+        mut arguments: [*mut c_void; N],
+    ) -> Result<()> {
+        if work == 0 {
+            return Ok(());
+        }
+        let blocks = work.div_ceil(WARPS).min(self.most_blocks.into()) as u32;
+        // SAFETY: the caller's promise; the module lives in self.
+        unsafe { function.launch(stream, blocks, THREADS, &mut arguments) }
+    }
+}
+
+fn address<T>(value: &mut T) -> *mut c_void {
+    (&raw mut *value).cast()
+}

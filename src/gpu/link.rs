@@ -1,0 +1,173 @@
+//! How fast parameters cross the link of one GPU, in each form, and how fast the processor steps from each: measured
+//! once and kept in the profile.
+//!
+//! Measured is what is used: [`Transfers`] with its own chunks, pinned memory, the step with its threads. Each figure is
+//! the best of a few rounds; a copy that another process slows says nothing about the link.
+#![forbid(unsafe_code)]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::device::{Device, DeviceInfo};
+use super::kernels::DeviceFloats;
+use super::memory::{DeviceMemory, Registry};
+use super::profile;
+use super::transfer::{After, Copy, Direction, Transfers};
+use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
+use crate::error::Result;
+use crate::kernel::{Kernel, States, Tensor};
+use crate::optim::adam::{self, AdamOptions};
+use crate::optim::spread::Job;
+use crate::plan::cast::Probe;
+use crate::pool::pinned;
+use crate::sys::span::Span;
+use crate::sys::threads;
+
+/// Parameters of the first copy, doubled until one takes [`LONG`].
+const LEAST: u64 = 1 << 18;
+/// Parameters of the largest copy: 128 MiB of f32.
+const MOST: u64 = 32 << 20;
+/// Beside this the start of a copy is nothing.
+const LONG: Duration = Duration::from_millis(2);
+/// Parameters of one step: more than caches hold.
+const STEPPED: usize = 8 << 20;
+const ROUNDS: usize = 3;
+
+/// Speeds in parameters per second.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Link {
+    /// Gradients out: widened on the GPU, f32 on the wire.
+    pub out_f32: f64,
+    /// Gradients out: 16 bits on the wire.
+    pub out_native: f64,
+    /// Parameters in: f32 on the wire, rounded on the GPU.
+    pub in_f32: f64,
+    /// Parameters in: 16 bits on the wire.
+    pub in_native: f64,
+    /// Adam on the processor, from f32 gradients.
+    pub step_f32: f64,
+    /// Adam on the processor, from 16-bit gradients.
+    pub step_native: f64,
+}
+
+impl Link {
+    /// Names of the figures, in the order of [`Link::figures`].
+    pub const NAMES: [&'static str; 6] =
+        ["out_f32", "out_native", "in_f32", "in_native", "step_f32", "step_native"];
+
+    /// The figures.
+    pub fn figures(&self) -> [f64; 6] {
+        [self.out_f32, self.out_native, self.in_f32, self.in_native, self.step_f32, self.step_native]
+    }
+
+    /// From the figures.
+    pub fn of_figures(figures: [f64; 6]) -> Link {
+        let [out_f32, out_native, in_f32, in_native, step_f32, step_native] = figures;
+        Link { out_f32, out_native, in_f32, in_native, step_f32, step_native }
+    }
+
+    /// What decides about the form of gradients.
+    pub fn gradients(&self) -> Probe {
+        Probe {
+            f32_wire: self.out_f32,
+            native_wire: self.out_native,
+            f32_step: self.step_f32,
+            native_step: self.step_native,
+        }
+    }
+
+    /// The speeds that the profile at `path` has for this device, or measures and keeps them; `again` measures in any case.
+    pub fn get(
+        device: &Arc<Device>,
+        transfers: &Transfers,
+        path: Option<&Path>,
+        again: bool,
+    ) -> Result<Link> {
+        let name = Link::name(device)?;
+        let known = path.filter(|_| !again).and_then(|path| profile::find(path, &name));
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let link = Link::measure(device, transfers)?;
+        if let Some(path) = path {
+            profile::keep(path, &name, &link);
+        }
+        Ok(link)
+    }
+
+    /// All that the speeds hang on.
+    fn name(device: &Device) -> Result<String> {
+        let DeviceInfo { name, pci, .. } = device.info()?;
+        let (kernel, threads) = (Kernel::current()?.name(), threads::count()?);
+        Ok(format!("{name} at {pci}, CUDA {}, {kernel}, {threads} threads", device.cuda_version()))
+    }
+
+    /// Measures; takes 128 MiB of pinned memory and 64 MiB of the device's for about a second.
+    pub fn measure(device: &Arc<Device>, transfers: &Transfers) -> Result<Link> {
+        let block = pinned::alloc((MOST * 4) as usize)?;
+        let copies = copy_speeds(device, transfers, block);
+        pinned::free(block.address())?;
+        let [out_f32, out_native, in_f32, in_native] = copies?;
+        let (step_f32, step_native) = step_speeds()?;
+        Ok(Link { out_f32, out_native, in_f32, in_native, step_f32, step_native })
+    }
+}
+
+fn copy_speeds(device: &Arc<Device>, transfers: &Transfers, block: Span) -> Result<[f64; 4]> {
+    let memory = DeviceMemory::new(device, MOST * 2)?;
+    let registry = Registry::new(device);
+    let speed = |direction, host_dtype: Dtype| -> Result<f64> {
+        let mut n = LEAST;
+        loop {
+            let device = DeviceFloats::new(memory.span().part(0, n * 2), Dtype::Bf16, "device")?;
+            let host = registry.host(block.part(0, n as usize * host_dtype.size()), "host")?;
+            let copy = Copy { direction, device, host, host_dtype, after: After::Now };
+            let seconds = best(|| transfers.wait(transfers.start(&copy)?, None))?;
+            if seconds >= LONG.as_secs_f64() || n == MOST {
+                return Ok(n as f64 / seconds);
+            }
+            n *= 2;
+        }
+    };
+    // In before out: gradients of whatever the memory held would be as fast, but this way nothing is read unwritten.
+    block.write(&vec![0; block.len()]);
+    let (in_f32, in_native) = (speed(Direction::In, Dtype::F32)?, speed(Direction::In, Dtype::Bf16)?);
+    let (out_f32, out_native) = (speed(Direction::Out, Dtype::F32)?, speed(Direction::Out, Dtype::Bf16)?);
+    Ok([out_f32, out_native, in_f32, in_native])
+}
+
+fn step_speeds() -> Result<(f64, f64)> {
+    let mut states: [Vec<f32>; 3] = std::array::from_fn(|_| vec![0.01; STEPPED]);
+    let mut model = vec![bf16::ZERO; STEPPED];
+    let wide = vec![0.01_f32; STEPPED];
+    let narrow = vec![bf16::from_f32(0.01); STEPPED];
+    let rule = AdamOptions { weight_decay: 0.01, ..AdamOptions::default() }.rule()?;
+    let mut step = |grad: Floats<'_>| -> Result<f64> {
+        let [p, m, v] = &mut states;
+        let seconds = best(|| {
+            let states = States {
+                param: FloatsMut::F32(p),
+                exp_avg: Some(FloatsMut::F32(m)),
+                exp_avg_sq: Some(FloatsMut::F32(v)),
+            };
+            let tensor = Tensor::new(states, grad, Some(FloatsMut::Bf16(&mut model)))?;
+            adam::step(&mut [Job { optimizer: rule, tensor }], false).map(drop)
+        })?;
+        Ok(STEPPED as f64 / seconds)
+    };
+    Ok((step(Floats::F32(&wide))?, step(Floats::Bf16(&narrow))?))
+}
+
+/// Seconds of the best round, after one that counts for nothing.
+fn best(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+    work()?;
+    let mut fastest = Duration::MAX;
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        work()?;
+        fastest = fastest.min(start.elapsed());
+    }
+    // No clock that is read twice tells less.
+    Ok(fastest.max(Duration::from_nanos(1)).as_secs_f64())
+}

@@ -1,0 +1,282 @@
+//! Device memory, and host memory that the GPU may reach.
+//!
+//! Invariants:
+//! - A [`HostSpan`] exists only for memory that the driver has page-locked, by us or by its owner: a copy through pageable
+//!   memory, slow and synchronous, cannot be written down.
+//! - What we registered is unregistered before it is unmapped.
+
+use std::collections::HashMap;
+use std::ffi::{c_int, c_uint, c_void};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::device::Device;
+use super::stream::Stream;
+use super::table::{DevicePtr, code};
+use crate::error::{Error, Result};
+use crate::pool::region::{self, Region};
+use crate::sys::span::Span;
+
+const REGISTER_PORTABLE: c_uint = 1;
+
+/// A range of device memory: ours, or the framework's (`tensor.data_ptr()`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceSpan {
+    address: DevicePtr,
+    bytes: u64,
+}
+
+impl DeviceSpan {
+    /// # Safety
+    /// The bytes are device memory of the primary context, and nobody touches them against the order of the events that
+    /// the calls using this span are given.
+    pub unsafe fn new(address: u64, bytes: u64, argument: &'static str) -> Result<DeviceSpan> {
+        if address == 0 && bytes > 0 {
+            return Err(Error::invalid(argument, "is NULL"));
+        }
+        if address.checked_add(bytes).is_none() {
+            return Err(Error::invalid(argument, format!("{bytes} bytes pass the address space")));
+        }
+        Ok(DeviceSpan { address, bytes })
+    }
+
+    /// Address of the first byte.
+    pub fn address(self) -> u64 {
+        self.address
+    }
+
+    /// Number of bytes.
+    pub fn bytes(self) -> u64 {
+        self.bytes
+    }
+
+    /// The `bytes` bytes that begin `from` bytes into the span.
+    pub fn part(self, from: u64, bytes: u64) -> DeviceSpan {
+        assert!(from <= self.bytes && bytes <= self.bytes - from, "part {from}+{bytes} of {}", self.bytes);
+        DeviceSpan { address: self.address + from, bytes }
+    }
+}
+
+/// Device memory of our own.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    device: Arc<Device>,
+    span: DeviceSpan,
+}
+
+impl DeviceMemory {
+    /// Takes `bytes` bytes, not zeroed.
+    pub fn new(device: &Arc<Device>, bytes: u64) -> Result<DeviceMemory> {
+        let _current = device.enter()?;
+        let mut address = 0;
+        if bytes > 0 {
+            // SAFETY: the context is current; the pointer is good.
+            let taken = unsafe { (device.table().cuMemAlloc_v2)(&raw mut address, bytes as usize) };
+            device
+                .check(taken, || format!("taking {bytes} bytes of the memory of GPU {}", device.ordinal()))?;
+        }
+        Ok(DeviceMemory { device: Arc::clone(device), span: DeviceSpan { address, bytes } })
+    }
+
+    /// All of it.
+    pub fn span(&self) -> DeviceSpan {
+        self.span
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        if self.span.address != 0
+            && let Ok(_current) = self.device.enter()
+        {
+            // SAFETY: taken in `new`. The driver waits for work that uses it.
+            unsafe { (self.device.table().cuMemFree_v2)(self.span.address) };
+        }
+    }
+}
+
+/// Page-locked host memory: the only kind that a copy takes.
+#[derive(Debug, Clone)]
+pub struct HostSpan {
+    span: Span,
+    _registration: Option<Arc<Registration>>,
+}
+
+impl HostSpan {
+    /// The bytes.
+    pub fn span(&self) -> Span {
+        self.span
+    }
+
+    /// The `len` bytes that begin `from` bytes into it.
+    pub fn part(&self, from: usize, len: usize) -> HostSpan {
+        HostSpan { span: self.span.part(from, len), _registration: self._registration.clone() }
+    }
+}
+
+/// One region of pinned memory, known to the driver as long as this lives.
+#[derive(Debug)]
+struct Registration {
+    device: Arc<Device>,
+    region: Arc<Region>,
+    /// False if somebody else had registered it.
+    ours: bool,
+}
+
+impl Registration {
+    fn new(device: &Arc<Device>, region: Arc<Region>) -> Result<Registration> {
+        let _current = device.enter()?;
+        let all = region.span();
+        let start = all.as_ptr().cast::<c_void>();
+        // SAFETY: whole pages of a live mapping, which the registration keeps.
+        let outcome = unsafe { (device.table().cuMemHostRegister_v2)(start, all.len(), REGISTER_PORTABLE) };
+        let ours = outcome != code::HOST_MEMORY_ALREADY_REGISTERED;
+        if ours {
+            device.check(outcome, || format!("registering {} bytes of pinned memory", all.len()))?;
+        }
+        Ok(Registration { device: Arc::clone(device), region, ours })
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if self.ours
+            && let Ok(_current) = self.device.enter()
+        {
+            // SAFETY: registered in `new`; no copy is under way, since copies hold the registration until they are done.
+            unsafe { (self.device.table().cuMemHostUnregister)(self.region.span().as_ptr().cast()) };
+        }
+    }
+}
+
+/// What is registered with one device. Regions whose owners are done with them leave it by themselves.
+pub struct Registry {
+    device: Arc<Device>,
+    regions: Arc<Mutex<Regions>>,
+    _watcher: Arc<dyn Fn() + Send + Sync>,
+}
+
+type Regions = HashMap<u64, Arc<Registration>>;
+
+impl Registry {
+    /// Nothing yet.
+    pub fn new(device: &Arc<Device>) -> Registry {
+        let regions = Arc::new(Mutex::new(Regions::new()));
+        let watched = Arc::downgrade(&regions);
+        let owner = Arc::clone(device);
+        let watcher: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
+            // A child made by fork could wait for ever for the lock, and has nothing to unregister.
+            if let Some(regions) = watched.upgrade().filter(|_| owner.is_own()) {
+                let retired: Vec<_> = lock(&regions).extract_if(|_, known| known.region.retired()).collect();
+                // Outside the lock: unregistering may wait for copies.
+                drop(retired);
+            }
+        });
+        region::watch(&watcher);
+        Registry { device: Arc::clone(device), regions, _watcher: watcher }
+    }
+
+    /// `span` as page-locked memory: of one of our pools, which is registered now if it was not, or memory that its
+    /// owner page-locked through CUDA. Anything else is refused.
+    pub fn host(&self, span: Span, argument: &'static str) -> Result<HostSpan> {
+        if span.is_empty() {
+            return Ok(HostSpan { span, _registration: None });
+        }
+        if let Some(region) = region::find(span.address(), span.len()) {
+            return Ok(HostSpan { span, _registration: Some(self.register(region)?) });
+        }
+        match self.locked_by_owner(span)? {
+            true => Ok(HostSpan { span, _registration: None }),
+            false => Err(Error::invalid(
+                argument,
+                format!(
+                    "{} bytes at {:#x} are not pinned; take them from spw_pinned_alloc, a pool, or cudaHostAlloc",
+                    span.len(),
+                    span.address()
+                ),
+            )),
+        }
+    }
+
+    fn register(&self, region: Arc<Region>) -> Result<Arc<Registration>> {
+        let _current = self.device.enter()?;
+        let mut regions = lock(&self.regions);
+        if let Some(known) = regions.get(&region.id()) {
+            return Ok(Arc::clone(known));
+        }
+        let id = region.id();
+        let registration = Arc::new(Registration::new(&self.device, region)?);
+        regions.insert(id, Arc::clone(&registration));
+        Ok(registration)
+    }
+
+    fn locked_by_owner(&self, span: Span) -> Result<bool> {
+        const MEMORY_TYPE: c_int = 2;
+        const PAGE_LOCKED: c_uint = 1;
+        let _current = self.device.enter()?;
+        let attributes = [MEMORY_TYPE];
+        // Both ends: two allocations with a gap between them are not worth an interface.
+        for end in [span.address(), span.address() + span.len() - 1] {
+            let mut kind: c_uint = 0;
+            let values = [(&raw mut kind).cast::<c_void>()];
+            // SAFETY: one attribute and room for its value. Addresses that the driver does not know give 0.
+            let outcome = unsafe {
+                (self.device.table().cuPointerGetAttributes)(
+                    1,
+                    attributes.as_ptr(),
+                    values.as_ptr(),
+                    end as u64,
+                )
+            };
+            self.device.check(outcome, || format!("asking what memory {end:#x} is"))?;
+            if kind != PAGE_LOCKED {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+fn lock(regions: &Mutex<Regions>) -> MutexGuard<'_, Regions> {
+    regions.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Registry").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+impl Stream {
+    /// Copies `from` to the device, in the order of this stream. The caller keeps both until it is done.
+    pub fn upload(&self, from: &HostSpan, to: DeviceSpan) -> Result<()> {
+        assert_eq!(from.span.len() as u64, to.bytes, "copy between spans of different lengths");
+        if to.bytes == 0 {
+            return Ok(());
+        }
+        let device = self.device();
+        let _current = device.enter()?;
+        let source = from.span.as_ptr().cast::<c_void>().cast_const();
+        // SAFETY: both spans are good by the promises that made them.
+        let outcome = unsafe {
+            (device.table().cuMemcpyHtoDAsync_v2)(to.address, source, to.bytes as usize, self.handle())
+        };
+        device.check(outcome, || format!("copying {} bytes to GPU {}", to.bytes, device.ordinal()))
+    }
+
+    /// Copies `from` to the host, in the order of this stream. The caller keeps both until it is done.
+    pub fn download(&self, from: DeviceSpan, to: &HostSpan) -> Result<()> {
+        assert_eq!(to.span.len() as u64, from.bytes, "copy between spans of different lengths");
+        if from.bytes == 0 {
+            return Ok(());
+        }
+        let device = self.device();
+        let _current = device.enter()?;
+        let target = to.span.as_ptr().cast::<c_void>();
+        // SAFETY: both spans are good by the promises that made them.
+        let outcome = unsafe {
+            (device.table().cuMemcpyDtoHAsync_v2)(target, from.address, from.bytes as usize, self.handle())
+        };
+        device.check(outcome, || format!("copying {} bytes from GPU {}", from.bytes, device.ordinal()))
+    }
+}

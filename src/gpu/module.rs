@@ -1,0 +1,124 @@
+//! Kernels as PTX text, compiled by the driver for the GPU at hand.
+
+use std::ffi::{CString, c_int, c_uint, c_void};
+use std::sync::Arc;
+
+use super::device::Device;
+use super::driver::failure;
+use super::stream::Stream;
+use super::table::{Handle, code};
+use crate::error::{Error, GpuKind, Result};
+
+const OPTION_ERROR_LOG: c_int = 5;
+const OPTION_ERROR_LOG_BYTES: c_int = 6;
+const LOG_BYTES: usize = 8192;
+
+/// A compiled module.
+#[derive(Debug)]
+pub(super) struct Module {
+    device: Arc<Device>,
+    handle: usize,
+}
+
+impl Module {
+    /// Compiles `ptx`; `what` names it in errors.
+    pub(super) fn load(device: &Arc<Device>, what: &str, ptx: &str) -> Result<Module> {
+        let text = CString::new(ptx).map_err(|_| Error::invalid("ptx", "holds a NUL"))?;
+        let mut log = vec![0_u8; LOG_BYTES];
+        let mut options = [OPTION_ERROR_LOG, OPTION_ERROR_LOG_BYTES];
+        // The driver takes sizes in place of pointers here.
+        let mut values = [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(LOG_BYTES - 1)];
+        let mut handle: Handle = std::ptr::null_mut();
+        let _current = device.enter()?;
+        // SAFETY: a string with a NUL, two options with their values, of which the log keeps a last 0.
+        let outcome = unsafe {
+            (device.table().cuModuleLoadDataEx)(
+                &raw mut handle,
+                text.as_ptr().cast(),
+                options.len() as c_uint,
+                options.as_mut_ptr(),
+                values.as_mut_ptr(),
+            )
+        };
+        if outcome != code::SUCCESS {
+            let end = log.iter().position(|byte| *byte == 0).unwrap_or(LOG_BYTES);
+            let words = String::from_utf8_lossy(&log[..end]).trim().to_string();
+            let error = device.check(outcome, || format!("compiling {what}")).err();
+            return Err(with_log(error, &words));
+        }
+        Ok(Module { device: Arc::clone(device), handle: handle as usize })
+    }
+
+    /// The kernel of this name.
+    pub(super) fn function(&self, name: &str) -> Result<Function> {
+        let text = CString::new(name).map_err(|_| Error::invalid("name", "holds a NUL"))?;
+        let mut handle: Handle = std::ptr::null_mut();
+        let _current = self.device.enter()?;
+        // SAFETY: our own module, a string with a NUL; the pointer is good.
+        let found = unsafe {
+            (self.device.table().cuModuleGetFunction)(&raw mut handle, self.handle as Handle, text.as_ptr())
+        };
+        self.device.check(found, || format!("finding the kernel {name}"))?;
+        Ok(Function(handle as usize))
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.device.enter() {
+            // SAFETY: our own module, whose functions go with it.
+            unsafe { (self.device.table().cuModuleUnload)(self.handle as Handle) };
+        }
+    }
+}
+
+/// A kernel of a module that is loaded.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Function(usize);
+
+impl Function {
+    /// Queues the kernel: `blocks` blocks of `threads` threads.
+    ///
+    /// # Safety
+    /// The module is loaded; each of `arguments` points to a value of the kernel's parameter of that place, and what these
+    /// address is good until the kernel is done.
+    pub(super) unsafe fn launch(
+        self,
+        stream: &Stream,
+        blocks: u32,
+        threads: u32,
+        arguments: &mut [*mut c_void],
+    ) -> Result<()> {
+        let device = stream.device();
+        let _current = device.enter()?;
+        let none = std::ptr::null_mut();
+        // SAFETY: the caller's promise; the arguments are copied before the call returns.
+        let outcome = unsafe {
+            (device.table().cuLaunchKernel)(
+                self.0 as Handle,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                stream.handle(),
+                arguments.as_mut_ptr(),
+                none,
+            )
+        };
+        device.check(outcome, || "launching a kernel".to_string())
+    }
+}
+
+fn with_log(error: Option<Error>, log: &str) -> Error {
+    match error {
+        Some(Error::Gpu(mut error)) if !log.is_empty() => {
+            error.detail = format!("{}; the compiler says: {log}", error.detail);
+            Error::Gpu(error)
+        }
+        Some(error) => error,
+        None => failure(GpuKind::Jit, "compiling".to_string(), log.to_string()),
+    }
+}

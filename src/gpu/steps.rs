@@ -1,0 +1,126 @@
+//! Adam over many tensors in device memory, in the order of the framework's stream.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::device::Device;
+use super::kernels::{DeviceTensor, Kernels, Sums};
+use super::memory::{HostSpan, Registry};
+use super::stream::{Event, ForeignStream, Stream};
+use crate::error::Result;
+use crate::kernel::AdamRule;
+use crate::kernel::squares;
+use crate::optim::StepStats;
+use crate::pool::pinned;
+use crate::stats;
+
+/// One tensor and what to step it with.
+#[derive(Debug, Clone, Copy)]
+pub struct Job {
+    /// Coefficients.
+    pub rule: AdamRule,
+    /// Spans.
+    pub tensor: DeviceTensor,
+}
+
+/// Steps on one device.
+#[derive(Debug)]
+pub struct Steps {
+    device: Arc<Device>,
+    kernels: Arc<Kernels>,
+    registry: Registry,
+    stream: Stream,
+    scratch: Mutex<Option<Scratch>>,
+}
+
+/// Room for the sums of one call: of the tensor at hand on the device, of all tensors where the host reads them.
+#[derive(Debug)]
+struct Scratch {
+    sums: Sums,
+    host: HostSpan,
+}
+
+const WORD: usize = size_of::<f64>();
+
+impl Steps {
+    /// Steps with these kernels.
+    pub fn new(device: &Arc<Device>, kernels: &Arc<Kernels>) -> Result<Steps> {
+        Ok(Steps {
+            device: Arc::clone(device),
+            kernels: Arc::clone(kernels),
+            registry: Registry::new(device),
+            stream: Stream::new(device)?,
+            scratch: Mutex::default(),
+        })
+    }
+
+    /// Steps every tensor, after what is queued on `stream` and before what will be. With `squares` it waits, and gives
+    /// what `optim::adam::step` would; without, it gives nothing and returns at once. A refused call steps nothing.
+    pub fn adam(&self, jobs: &[Job], stream: ForeignStream, squares: bool) -> Result<StepStats> {
+        // Before the lock, which another thread may have held when a child was forked.
+        drop(self.device.enter()?);
+        jobs.iter().try_for_each(|job| self.kernels.accepts(&job.tensor))?;
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = if squares { Some(self.room(&mut scratch, jobs)?) } else { None };
+        let (before, after) = (Event::new(&self.device)?, Event::new(&self.device)?);
+        stream.record(&before)?;
+        self.stream.wait(&before)?;
+        for (index, job) in jobs.iter().enumerate() {
+            let sums = scratch.map(|scratch| &scratch.sums);
+            let sum = self.kernels.adam(&self.stream, &job.rule, &job.tensor, sums)?;
+            if let (Some(scratch), Some(sum)) = (scratch, sum) {
+                self.stream.download(sum, &scratch.host.part(index * WORD, WORD))?;
+            }
+        }
+        self.stream.record(&after)?;
+        stream.wait(&after)?;
+        stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
+        let Some(scratch) = scratch else { return Ok(StepStats::default()) };
+        self.stream.synchronize()?;
+        let bytes = scratch.host.part(0, jobs.len() * WORD).span().to_vec();
+        let sums =
+            bytes.chunks_exact(WORD).map(|word| f64::from_ne_bytes(word.try_into().unwrap_or_default()));
+        Ok(StepStats::of(join(&sums.collect::<Vec<f64>>())))
+    }
+
+    /// The scratch, made larger if it is too small.
+    fn room<'a>(&self, scratch: &'a mut Option<Scratch>, jobs: &[Job]) -> Result<&'a Scratch> {
+        let most = jobs.iter().map(|job| job.tensor.grad.len()).max().unwrap_or(0);
+        let bytes = jobs.len().max(1) * WORD;
+        let known = scratch.take();
+        let fits = |known: &Scratch| known.sums.elements() >= most && known.host.span().len() >= bytes;
+        Ok(scratch.insert(match known.filter(fits) {
+            Some(known) => known,
+            None => Scratch::new(&self.device, &self.registry, most, bytes)?,
+        }))
+    }
+}
+
+impl Scratch {
+    fn new(device: &Arc<Device>, registry: &Registry, elements: u64, bytes: usize) -> Result<Scratch> {
+        let sums = Sums::new(device, elements)?;
+        let host = pinned::alloc(bytes)?;
+        let registered = registry.host(host, "sums");
+        registered.map(|host| Scratch { sums, host }).inspect_err(|_| {
+            let _ = pinned::free(host.address());
+        })
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Only an address that pinned::alloc did not give is refused.
+        let _ = pinned::free(self.host.span().address());
+    }
+}
+
+/// Sums of tensors meet as `optim::spread` lets them meet: halves of the list.
+fn join(sums: &[f64]) -> f64 {
+    match sums {
+        [] => 0.0,
+        [one] => *one,
+        many => {
+            let (left, right) = many.split_at(many.len() / 2);
+            squares::add(join(left), join(right))
+        }
+    }
+}

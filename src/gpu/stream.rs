@@ -1,0 +1,212 @@
+//! Streams and events: our own, and those of the framework, which come as integers.
+//!
+//! Our streams do not wait for the legacy default stream. Order against the framework's work comes from events alone.
+
+use std::ffi::c_uint;
+use std::sync::Arc;
+
+use super::device::Device;
+use super::table::{Handle, code};
+use crate::error::{Error, Result};
+
+const STREAM_NON_BLOCKING: c_uint = 1;
+const EVENT_BLOCKING_SYNC: c_uint = 1;
+const EVENT_DISABLE_TIMING: c_uint = 2;
+
+/// An event of the framework: what torch calls `event.cuda_event`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ForeignEvent(usize);
+
+impl ForeignEvent {
+    /// # Safety
+    /// `handle` is 0, or an event of the device's primary context that outlives the calls it is given to.
+    pub unsafe fn new(handle: u64, argument: &'static str) -> Result<ForeignEvent> {
+        match handle as usize {
+            0 => Err(Error::invalid(argument, "is 0; torch makes an event at its first record()")),
+            handle => Ok(ForeignEvent(handle)),
+        }
+    }
+}
+
+/// A stream of the framework: what torch calls `stream.cuda_stream`; 0 is the legacy default stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ForeignStream(usize);
+
+impl ForeignStream {
+    /// # Safety
+    /// `handle` is 0, or a stream of the device's primary context that outlives the calls it is given to.
+    pub unsafe fn new(handle: u64) -> ForeignStream {
+        ForeignStream(handle as usize)
+    }
+
+    /// Makes what is queued on it from now on wait for `event`.
+    pub fn wait(self, event: &Event) -> Result<()> {
+        self.refuse_capture(&event.device)?;
+        wait_event(&event.device, self.0, event.handle)
+    }
+
+    /// Records `event` after all that is queued on it.
+    pub fn record(self, event: &Event) -> Result<()> {
+        self.refuse_capture(&event.device)?;
+        record(&event.device, self.0, event.handle)
+    }
+
+    /// A graph would replay our event and not our work.
+    fn refuse_capture(self, device: &Device) -> Result<()> {
+        let _current = device.enter()?;
+        let mut capturing = 0;
+        // SAFETY: a live stream by the promise of `new`; the pointer is good.
+        let asked = unsafe { (device.table().cuStreamIsCapturing)(self.0 as Handle, &raw mut capturing) };
+        device.check(asked, || "asking whether a stream is being captured".to_string())?;
+        match capturing {
+            0 => Ok(()),
+            _ => Err(Error::invalid("stream", "is being captured into a graph")),
+        }
+    }
+}
+
+/// A stream of our own.
+#[derive(Debug)]
+pub struct Stream {
+    device: Arc<Device>,
+    handle: usize,
+}
+
+impl Stream {
+    /// A stream of the default priority.
+    pub fn new(device: &Arc<Device>) -> Result<Stream> {
+        let _current = device.enter()?;
+        let mut handle: Handle = std::ptr::null_mut();
+        // SAFETY: the context is current; the pointer is good.
+        let made =
+            unsafe { (device.table().cuStreamCreateWithPriority)(&raw mut handle, STREAM_NON_BLOCKING, 0) };
+        device.check(made, || "making a stream".to_string())?;
+        Ok(Stream { device: Arc::clone(device), handle: handle as usize })
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    pub(super) fn handle(&self) -> Handle {
+        self.handle as Handle
+    }
+
+    /// Makes later work wait for `event`; one that was never recorded holds nothing back.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        wait_event(&self.device, self.handle, event.handle)
+    }
+
+    /// Makes later work wait for an event of the framework.
+    pub fn wait_foreign(&self, event: ForeignEvent) -> Result<()> {
+        wait_event(&self.device, self.handle, event.0)
+    }
+
+    /// Records `event` after all that is queued.
+    pub fn record(&self, event: &Event) -> Result<()> {
+        record(&self.device, self.handle, event.handle)
+    }
+
+    /// Waits on this thread until all that is queued is done.
+    pub fn synchronize(&self) -> Result<()> {
+        let _current = self.device.enter()?;
+        // SAFETY: our own live stream.
+        let outcome = unsafe { (self.device.table().cuStreamSynchronize)(self.handle()) };
+        self.device.check(outcome, || "waiting for a stream".to_string())
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.device.enter() {
+            // SAFETY: our own stream; the driver lets queued work finish first.
+            unsafe { (self.device.table().cuStreamDestroy_v2)(self.handle()) };
+        }
+    }
+}
+
+/// An event of our own.
+#[derive(Debug)]
+pub struct Event {
+    device: Arc<Device>,
+    handle: usize,
+}
+
+impl Event {
+    /// An event that orders.
+    pub fn new(device: &Arc<Device>) -> Result<Event> {
+        Event::with_flags(device, EVENT_DISABLE_TIMING | EVENT_BLOCKING_SYNC)
+    }
+
+    /// An event that also tells the time.
+    pub fn timing(device: &Arc<Device>) -> Result<Event> {
+        Event::with_flags(device, EVENT_BLOCKING_SYNC)
+    }
+
+    fn with_flags(device: &Arc<Device>, flags: c_uint) -> Result<Event> {
+        let _current = device.enter()?;
+        let mut handle: Handle = std::ptr::null_mut();
+        // SAFETY: the context is current; the pointer is good.
+        let made = unsafe { (device.table().cuEventCreate)(&raw mut handle, flags) };
+        device.check(made, || "making an event".to_string())?;
+        Ok(Event { device: Arc::clone(device), handle: handle as usize })
+    }
+
+    /// What the framework knows it by: a `CUevent`, good until this object goes.
+    pub fn address(&self) -> u64 {
+        self.handle as u64
+    }
+
+    /// True once the work before its last record is done, and if it was never recorded.
+    pub fn done(&self) -> Result<bool> {
+        let _current = self.device.enter()?;
+        // SAFETY: our own live event.
+        match unsafe { (self.device.table().cuEventQuery)(self.handle as Handle) } {
+            code::NOT_READY => Ok(false),
+            outcome => self.device.check(outcome, || "asking for an event".to_string()).map(|()| true),
+        }
+    }
+
+    /// Waits on this thread for the work before its last record.
+    pub fn synchronize(&self) -> Result<()> {
+        let _current = self.device.enter()?;
+        // SAFETY: our own live event.
+        let outcome = unsafe { (self.device.table().cuEventSynchronize)(self.handle as Handle) };
+        self.device.check(outcome, || "waiting for an event".to_string())
+    }
+
+    /// Seconds from `self` to `later`, both made to tell the time and both done.
+    pub fn seconds_to(&self, later: &Event) -> Result<f64> {
+        let _current = self.device.enter()?;
+        let mut milliseconds = 0.0;
+        let (from, to) = (self.handle as Handle, later.handle as Handle);
+        // SAFETY: live events; the pointer is good.
+        let outcome = unsafe { (self.device.table().cuEventElapsedTime)(&raw mut milliseconds, from, to) };
+        self.device.check(outcome, || "reading the time between events".to_string())?;
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.device.enter() {
+            // SAFETY: our own event; streams that wait for it keep what they need.
+            unsafe { (self.device.table().cuEventDestroy_v2)(self.handle as Handle) };
+        }
+    }
+}
+
+fn wait_event(device: &Device, stream: usize, event: usize) -> Result<()> {
+    let _current = device.enter()?;
+    // SAFETY: both are live, ours or by the promise of the framework's.
+    let outcome = unsafe { (device.table().cuStreamWaitEvent)(stream as Handle, event as Handle, 0) };
+    device.check(outcome, || "making a stream wait for an event".to_string())
+}
+
+fn record(device: &Device, stream: usize, event: usize) -> Result<()> {
+    let _current = device.enter()?;
+    // SAFETY: both are live, ours or by the promise of the framework's.
+    let outcome = unsafe { (device.table().cuEventRecord)(event as Handle, stream as Handle) };
+    device.check(outcome, || "recording an event".to_string())
+}

@@ -1,0 +1,278 @@
+//! What is wrong with a driver, a device or an argument has a name of its own; and nothing is left behind.
+
+use std::sync::Arc;
+
+use super::{device, driver};
+use crate::error::{Error, GpuKind, Result};
+use crate::gpu::device::Device;
+use crate::gpu::driver::Driver;
+use crate::gpu::kernels::Kernels;
+use crate::gpu::memory::{DeviceMemory, DeviceSpan, Registry};
+use crate::gpu::module::Module;
+use crate::gpu::stream::{Event, ForeignEvent, ForeignStream, Stream};
+use crate::gpu::table::Table;
+use crate::pool::fixed::{Pool, PoolOptions};
+use crate::pool::pinned;
+use crate::pool::region::Backing;
+use crate::sys::span::Span;
+
+fn kind<T>(result: Result<T>) -> (GpuKind, String) {
+    match result.err() {
+        Some(Error::Gpu(error)) => (error.kind, error.to_string()),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The fake driver with some functions replaced.
+fn broken(change: impl Fn(&mut Table)) -> Result<Driver> {
+    // SAFETY: the fake's functions have the driver's names and signatures.
+    let mut table = unsafe { Table::resolve(fakecuda::symbol) }.unwrap();
+    change(&mut table);
+    Driver::initialise(table, "broken")
+}
+
+/// A cuInit that gives this code.
+macro_rules! init {
+    ($code:literal) => {{
+        unsafe extern "C" fn init(_: u32) -> i32 {
+            $code
+        }
+        init
+    }};
+}
+
+#[test]
+fn a_driver_that_is_missing_or_something_else_is_named() {
+    let (found, words) = kind(Driver::open("libno-such-driver.so.9"));
+    assert_eq!(found, GpuKind::NoDevice);
+    assert!(words.contains("opening libno-such-driver.so.9: there is no CUDA driver"), "{words}");
+    let (found, words) = kind(Driver::open("libc.so.6"));
+    assert_eq!(found, GpuKind::DriverTooOld);
+    assert!(words.contains("it has no cuInit"), "{words}");
+    assert_eq!(kind(Driver::open("a\0b")).0, GpuKind::NoDevice);
+}
+
+#[test]
+fn every_refusal_to_initialise_has_its_kind_and_says_what_to_do() {
+    let cases: [(unsafe extern "C" fn(u32) -> i32, GpuKind, &str); 8] = [
+        (init!(100), GpuKind::NoDevice, "CUDA_ERROR_NO_DEVICE (100): no GPU is visible"),
+        (init!(999), GpuKind::NoDevice, "CUDA error 999: the kernel driver does not answer"),
+        (init!(34), GpuKind::DriverStub, "CUDA_ERROR_STUB_LIBRARY (34): it is the stub"),
+        (init!(35), GpuKind::DriverTooOld, "update the driver"),
+        (init!(803), GpuKind::DriverTooOld, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+        (init!(3), GpuKind::Forked, "before this child was forked"),
+        (init!(2), GpuKind::OutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"),
+        (init!(916), GpuKind::Refused, "CUDA error 916"),
+    ];
+    for (init, expected, words) in cases {
+        let (found, message) = kind(broken(|table| table.cuInit = init));
+        assert_eq!(found, expected, "{message}");
+        assert!(message.starts_with("initialising broken: ") && message.contains(words), "{message}");
+    }
+}
+
+#[test]
+fn a_driver_before_525_and_one_without_devices_are_named() {
+    unsafe extern "C" fn old(version: *mut i32) -> i32 {
+        // SAFETY: the caller's pointer is good.
+        unsafe { version.write(11_080) };
+        0
+    }
+    let (found, words) = kind(broken(|table| table.cuDriverGetVersion = old));
+    assert_eq!(
+        (found, words.contains("it is CUDA 11.8; 12.0, driver 525, is needed")),
+        (GpuKind::DriverTooOld, true)
+    );
+    unsafe extern "C" fn none(count: *mut i32) -> i32 {
+        // SAFETY: the caller's pointer is good.
+        unsafe { count.write(0) };
+        0
+    }
+    let empty = Arc::new(broken(|table| table.cuDeviceGetCount = none).unwrap());
+    assert_eq!(kind(Device::open(empty, 0)).0, GpuKind::NoDevice);
+    assert!(matches!(Device::open(driver(), 64), Err(Error::InvalidArgument { .. })));
+    let missing = |name: &std::ffi::CStr| match name.to_str() {
+        Ok("cuEventQuery") => std::ptr::null_mut(),
+        _ => fakecuda::symbol(name),
+    };
+    // SAFETY: the fake's functions, or null.
+    assert_eq!(unsafe { Table::resolve(missing) }.unwrap_err(), "cuEventQuery");
+}
+
+#[test]
+fn a_gpu_that_is_too_old_for_the_kernels_is_refused() {
+    unsafe extern "C" fn pascal(value: *mut i32, attribute: i32, _: i32) -> i32 {
+        // SAFETY: the caller's pointer is good.
+        unsafe { value.write(if attribute == 75 { 6 } else { 1 }) };
+        0
+    }
+    let driver = Arc::new(broken(|table| table.cuDeviceGetAttribute = pascal).unwrap());
+    let error = Device::open(driver, 10).unwrap_err();
+    assert_eq!(error, Error::Unsupported("GPU 10 has compute capability 6.1; 7.0 is needed".to_string()));
+}
+
+#[test]
+fn kernels_that_the_driver_does_not_compile_come_with_its_log() {
+    let device = device(11);
+    let (found, words) = kind(Module::load(&device, "bad.ptx", ".version 8.0\nnonsense"));
+    assert_eq!(found, GpuKind::Jit);
+    assert!(words.contains("compiling bad.ptx: CUDA_ERROR_INVALID_PTX (218)"), "{words}");
+    assert!(words.contains("the compiler says: line 2: nonsense"), "{words}");
+    for (code, expected) in [(221, GpuKind::Jit), (209, GpuKind::Jit), (222, GpuKind::DriverTooOld)] {
+        fakecuda::with(11, |gpu| gpu.faults.push(("cuModuleLoadDataEx", 0, code)));
+        assert_eq!(kind(Kernels::load(&device)).0, expected);
+    }
+    Kernels::load(&device).unwrap();
+}
+
+#[test]
+fn memory_that_is_used_up_is_named_and_the_device_goes_on() {
+    let device = device(12);
+    let (found, words) = kind(DeviceMemory::new(&device, 1 << 40));
+    assert_eq!(found, GpuKind::OutOfMemory);
+    assert!(words.contains("1099511627776 bytes of the memory of GPU 12"), "{words}");
+    let span = pinned::alloc(100).unwrap();
+    fakecuda::with(12, |gpu| gpu.faults.push(("cuMemHostRegister_v2", 0, 2)));
+    let registry = Registry::new(&device);
+    assert_eq!(kind(registry.host(span, "host")).0, GpuKind::OutOfMemory);
+    registry.host(span, "host").unwrap();
+    pinned::free(span.address()).unwrap();
+    DeviceMemory::new(&device, 1 << 20).unwrap();
+}
+
+#[test]
+fn after_a_sticky_error_every_call_says_that_the_context_is_lost() {
+    let (lost, other) = (device(13), device(14));
+    let stream = Stream::new(&lost).unwrap();
+    let event = Event::new(&lost).unwrap();
+    fakecuda::with(13, |gpu| gpu.faults.push(("cuStreamSynchronize", 0, 700)));
+    for result in [
+        stream.synchronize(),
+        stream.record(&event),
+        event.synchronize(),
+        stream.synchronize(),
+        lost.info().map(drop),
+    ] {
+        let (found, words) = kind(result);
+        assert_eq!(found, GpuKind::Lost);
+        assert!(words.contains("CUDA_ERROR_ILLEGAL_ADDRESS (700): the context is lost"), "{words}");
+    }
+    other.info().unwrap();
+}
+
+#[test]
+fn a_code_that_nobody_here_knows_is_passed_on_as_a_number() {
+    let device = device(15);
+    fakecuda::with(15, |gpu| gpu.faults.push(("cuStreamCreateWithPriority", 0, 4242)));
+    let (found, words) = kind(Stream::new(&device));
+    assert_eq!((found, words.as_str()), (GpuKind::Refused, "making a stream: CUDA error 4242"));
+}
+
+#[test]
+fn nothing_is_left_behind_and_the_callers_context_is_untouched() {
+    let device = device(16);
+    {
+        let info = device.info().unwrap();
+        assert_eq!((info.name.as_str(), info.pci.as_str()), ("Fake GPU", "0000:10:00.0"));
+        assert_eq!((info.capability, info.copy_engines), (90, 2));
+        let _objects = (
+            Stream::new(&device).unwrap(),
+            Event::new(&device).unwrap(),
+            Event::timing(&device).unwrap(),
+            DeviceMemory::new(&device, 10).unwrap(),
+            DeviceMemory::new(&device, 0).unwrap(),
+            Kernels::load(&device).unwrap(),
+        );
+        let pool = pool();
+        let registry = Registry::new(&device);
+        let block = pool.alloc().unwrap();
+        registry.host(block, "block").unwrap();
+        registry.host(block.part(10, 20), "block").unwrap();
+        fakecuda::with(16, |gpu| assert_eq!(gpu.alive(), [1, 2, 2, 1, 1]));
+        pool.free(block.address()).unwrap();
+        // Its region goes with it, and the registration before the region.
+        drop(pool);
+        fakecuda::with(16, |gpu| assert_eq!(gpu.alive()[4], 0));
+    }
+    fakecuda::with(16, |gpu| {
+        assert_eq!(gpu.alive(), [0; 5]);
+        assert_eq!(gpu.retained, 1);
+    });
+    drop(device);
+    fakecuda::with(16, |gpu| assert_eq!(gpu.retained, 0));
+    // SAFETY: the pointer is good.
+    let empty = unsafe { fakecuda::api::cuCtxPopCurrent_v2(&mut 0) };
+    assert_eq!(empty, 201, "no context is left on this thread");
+}
+
+fn pool() -> Pool {
+    Pool::open(PoolOptions { block_bytes: 4096, block_count: 2, backing: Backing::default() }).unwrap()
+}
+
+#[test]
+fn memory_that_nobody_pinned_is_refused_and_what_its_owner_pinned_is_taken() {
+    let device = device(17);
+    let mut foreign = vec![0_u8; 1000];
+    // SAFETY: `foreign` outlives the span and is not used beside it.
+    let span = unsafe { Span::new(foreign.as_mut_ptr(), 1000) }.unwrap();
+    let registry = Registry::new(&device);
+    let message = registry.host(span, "grad").unwrap_err().to_string();
+    assert!(message.starts_with("grad: 1000 bytes at") && message.contains("are not pinned"), "{message}");
+    fakecuda::with(17, |gpu| gpu.page_lock(span.address(), 999));
+    assert!(registry.host(span, "grad").is_err(), "one byte is missing");
+    registry.host(span.part(0, 999), "grad").unwrap();
+    registry.host(Span::empty(), "grad").unwrap();
+}
+
+#[test]
+fn foreign_handles_are_checked_as_far_as_they_can_be() {
+    let device = device(18);
+    let event = Event::new(&device).unwrap();
+    // SAFETY: 0, our own event, and a stream that is never used.
+    let (none, own, stream) = unsafe {
+        (ForeignEvent::new(0, "ready"), ForeignEvent::new(event.address(), "ready"), ForeignStream::new(0))
+    };
+    assert!(none.unwrap_err().to_string().starts_with("ready: is 0"));
+    Stream::new(&device).unwrap().wait_foreign(own.unwrap()).unwrap();
+    let current = device.enter().unwrap();
+    stream.record(&event).unwrap();
+    stream.wait(&event).unwrap();
+    fakecuda::with(18, |gpu| gpu.capturing = true);
+    assert!(stream.record(&event).unwrap_err().to_string().contains("is being captured"));
+    assert!(stream.wait(&event).is_err());
+    drop(current);
+    // SAFETY: nothing is done with them.
+    unsafe {
+        assert!(DeviceSpan::new(0, 1, "grad").is_err() && DeviceSpan::new(u64::MAX, 2, "grad").is_err());
+        assert!(DeviceSpan::new(0, 0, "grad").is_ok());
+    }
+}
+
+#[test]
+fn a_missing_wait_is_seen_and_a_wait_makes_it_good() {
+    for waits in [true, false] {
+        let device = device(19);
+        let memory = DeviceMemory::new(&device, 64).unwrap();
+        let pool = pool();
+        let (from, to) = (pool.alloc().unwrap(), pool.alloc().unwrap());
+        let registry = Registry::new(&device);
+        let host = |span: Span| registry.host(span.part(0, 64), "block").unwrap();
+        let (up, down) = (Stream::new(&device).unwrap(), Stream::new(&device).unwrap());
+        let there = Event::new(&device).unwrap();
+        from.write(&[7; 64]);
+        to.write(&[0; 64]);
+        assert!(there.done().unwrap(), "never recorded");
+        up.upload(&host(from), memory.span()).unwrap();
+        up.record(&there).unwrap();
+        if waits {
+            down.wait(&there).unwrap();
+        }
+        down.download(memory.span(), &host(to)).unwrap();
+        down.synchronize().unwrap();
+        up.synchronize().unwrap();
+        let arrived = to.part(0, 64).to_vec() == [7; 64];
+        let races = fakecuda::with(19, |gpu| gpu.races().len());
+        assert_eq!((arrived, races), if waits { (true, 0) } else { (false, 1) });
+        [from, to].iter().for_each(|block| pool.free(block.address()).unwrap());
+    }
+}

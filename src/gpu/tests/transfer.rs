@@ -1,0 +1,293 @@
+//! Copies arrive whole, in the framework's order, through pinned memory alone; every wait that keeps them apart is there.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::device;
+use crate::dtype::Dtype;
+use crate::error::{Error, GpuKind};
+use crate::gpu::device::Device;
+use crate::gpu::kernels::{DeviceFloats, Kernels};
+use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
+use crate::gpu::stream::{Event, ForeignEvent, ForeignStream, Stream};
+use crate::gpu::transfer::{After, Copy, Direction, Transfers};
+use crate::kernel::check::{Span, values};
+use crate::pool::pinned;
+
+/// Elements of a chunk, so that copies have many.
+const CHUNK: usize = 1000;
+
+/// A framework with a stream and memory of its own, and pinned memory on the host.
+struct Desk {
+    ordinal: u32,
+    device: Arc<Device>,
+    transfers: Transfers,
+    registry: Registry,
+    framework: Stream,
+    there: Event,
+    blocks: Vec<usize>,
+}
+
+impl Desk {
+    fn new(ordinal: u32) -> Desk {
+        let device = device(ordinal);
+        let kernels = Arc::new(Kernels::load(&device).unwrap());
+        Desk {
+            ordinal,
+            transfers: Transfers::new(&device, &kernels, (CHUNK * 4) as u64).unwrap(),
+            registry: Registry::new(&device),
+            framework: Stream::new(&device).unwrap(),
+            there: Event::new(&device).unwrap(),
+            blocks: Vec::new(),
+            device,
+        }
+    }
+
+    /// Pinned memory that holds `bytes`.
+    fn pinned(&mut self, bytes: &[u8]) -> HostSpan {
+        let block = pinned::alloc(bytes.len()).unwrap();
+        self.blocks.push(block.address());
+        block.write(bytes);
+        self.registry.host(block.part(0, bytes.len()), "host").unwrap()
+    }
+
+    fn memory(&self, dtype: Dtype, n: usize) -> (DeviceMemory, DeviceFloats) {
+        let memory = DeviceMemory::new(&self.device, (n * dtype.size()) as u64).unwrap();
+        let floats = DeviceFloats::new(memory.span(), dtype, "device").unwrap();
+        (memory, floats)
+    }
+
+    /// The framework's event, recorded now.
+    fn event(&self) -> After {
+        self.framework.record(&self.there).unwrap();
+        // SAFETY: lives as long as the desk.
+        After::Event(unsafe { ForeignEvent::new(self.there.address(), "after") }.unwrap())
+    }
+
+    fn stream(&self) -> ForeignStream {
+        // SAFETY: lives as long as the desk.
+        unsafe { ForeignStream::new(self.framework.handle() as u64) }
+    }
+
+    fn races(&self) -> Vec<String> {
+        fakecuda::with(self.ordinal, |gpu| {
+            assert_eq!(gpu.pageable_copies, 0);
+            gpu.races().to_vec()
+        })
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        self.transfers.finish().unwrap();
+        self.blocks.iter().for_each(|block| pinned::free(*block).unwrap());
+    }
+}
+
+fn bytes(dtype: Dtype, values: &[f32]) -> Vec<u8> {
+    let mut span = Span::of(dtype, values);
+    let inside = span.inner().address() as usize;
+    let all = span.bytes_mut();
+    let start = inside - all.as_ptr() as usize;
+    all[start..start + values.len() * dtype.size()].to_vec()
+}
+
+/// f32 NaNs have any payload.
+fn same(found: &[u8], expected: &[u8], dtype: Dtype) -> bool {
+    let word = |bytes: &[u8]| {
+        let value = f32::from_ne_bytes(bytes.try_into().unwrap());
+        if value.is_nan() { 0x7fc0_0000 } else { value.to_bits() }
+    };
+    match dtype {
+        Dtype::F32 => found.chunks(4).map(word).eq(expected.chunks(4).map(word)),
+        _ => found == expected,
+    }
+}
+
+const WIRES: [(Dtype, Dtype); 5] = [
+    (Dtype::F16, Dtype::F32),
+    (Dtype::Bf16, Dtype::F32),
+    (Dtype::F16, Dtype::F16),
+    (Dtype::Bf16, Dtype::Bf16),
+    (Dtype::F32, Dtype::F32),
+];
+
+#[test]
+fn gradients_leave_and_parameters_arrive_for_every_wire_and_length() {
+    let mut desk = Desk::new(20);
+    for (device_dtype, host_dtype) in WIRES {
+        for n in [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 7 * CHUNK + 13] {
+            let numbers = values(n, true, 5, false);
+            let there = bytes(device_dtype, &numbers);
+            let here = bytes(host_dtype, &Span::of(device_dtype, &numbers).values());
+
+            // The framework writes its gradient, and the copy starts behind that.
+            let source = desk.pinned(&there);
+            let (_memory, floats) = desk.memory(device_dtype, n);
+            desk.framework.upload(&source, floats.span()).unwrap();
+            let host = desk.pinned(&vec![0xee; here.len()]);
+            let out =
+                Copy { direction: Direction::Out, device: floats, host, host_dtype, after: desk.event() };
+            let ticket = desk.transfers.start(&out).unwrap();
+            desk.transfers.wait(ticket, None).unwrap();
+            let what = format!("{device_dtype:?} {host_dtype:?} {n}");
+            assert!(same(&out.host.span().to_vec(), &here, host_dtype), "out {what}");
+
+            // The parameters go back, and the framework reads them behind the copy.
+            let (_memory, floats) = desk.memory(device_dtype, n);
+            let host = desk.pinned(&bytes(host_dtype, &numbers));
+            let into = Copy {
+                direction: Direction::In,
+                device: floats,
+                host,
+                host_dtype,
+                after: After::Stream(desk.stream()),
+            };
+            let ticket = desk.transfers.start(&into).unwrap();
+            desk.transfers.stream_wait(ticket, desk.stream()).unwrap();
+            let target = desk.pinned(&vec![0xee; there.len()]);
+            desk.framework.download(floats.span(), &target).unwrap();
+            desk.framework.synchronize().unwrap();
+            assert!(same(&target.span().to_vec(), &there, device_dtype), "in {what}");
+        }
+    }
+    assert_eq!(desk.races(), [""; 0]);
+}
+
+#[test]
+fn many_copies_of_both_directions_share_two_buffers_without_a_race() {
+    let mut desk = Desk::new(21);
+    let n = 5 * CHUNK + 7;
+    let numbers: Vec<Vec<f32>> = (0..6).map(|seed| values(n, false, seed, false)).collect();
+    let mut copies = Vec::new();
+    for numbers in &numbers {
+        let source = desk.pinned(&bytes(Dtype::Bf16, numbers));
+        let (grads, from) = desk.memory(Dtype::Bf16, n);
+        desk.framework.upload(&source, from.span()).unwrap();
+        let host = desk.pinned(&vec![0; n * 4]);
+        let out = Copy {
+            direction: Direction::Out,
+            device: from,
+            host,
+            host_dtype: Dtype::F32,
+            after: desk.event(),
+        };
+        let (params, to) = desk.memory(Dtype::F16, n);
+        let host = desk.pinned(&bytes(Dtype::F32, numbers));
+        let into =
+            Copy { direction: Direction::In, device: to, host, host_dtype: Dtype::F32, after: After::Now };
+        let tickets = [desk.transfers.start(&out).unwrap(), desk.transfers.start(&into).unwrap()];
+        copies.push((out, into, tickets, grads, params));
+    }
+    for ((out, into, tickets, ..), numbers) in copies.iter().zip(&numbers) {
+        desk.transfers.wait(tickets[0], None).unwrap();
+        let widened = Span::of(Dtype::Bf16, numbers).values();
+        assert!(same(&out.host.span().to_vec(), &bytes(Dtype::F32, &widened), Dtype::F32));
+        desk.transfers.stream_wait(tickets[1], desk.stream()).unwrap();
+        let target = desk.pinned(&vec![0; n * 2]);
+        desk.framework.download(into.device.span(), &target).unwrap();
+        desk.framework.synchronize().unwrap();
+        assert!(target.span().to_vec() == bytes(Dtype::F16, numbers));
+    }
+    assert_eq!(desk.races(), [""; 0]);
+}
+
+#[test]
+fn a_copy_that_does_not_wait_for_the_framework_is_a_race() {
+    let mut desk = Desk::new(22);
+    for (host_dtype, direction) in [
+        (Dtype::F32, Direction::Out),
+        (Dtype::Bf16, Direction::Out),
+        (Dtype::F32, Direction::In),
+        (Dtype::Bf16, Direction::In),
+    ] {
+        let before = desk.races().len();
+        let source = desk.pinned(&bytes(Dtype::Bf16, &[1.0; 50]));
+        let (_memory, floats) = desk.memory(Dtype::Bf16, 50);
+        desk.framework.upload(&source, floats.span()).unwrap();
+        let host = desk.pinned(&vec![0; 50 * host_dtype.size()]);
+        let copy = Copy { direction, device: floats, host, host_dtype, after: After::Now };
+        let ticket = desk.transfers.start(&copy).unwrap();
+        desk.transfers.wait(ticket, None).unwrap();
+        desk.framework.synchronize().unwrap();
+        assert_eq!(desk.races().len(), before + 1, "{direction:?} {host_dtype:?}");
+    }
+}
+
+#[test]
+fn copies_that_do_not_fit_are_refused() {
+    let mut desk = Desk::new(23);
+    let (_memory, floats) = desk.memory(Dtype::F16, 10);
+    let host = desk.pinned(&[0; 40]);
+    let good = Copy {
+        direction: Direction::Out,
+        device: floats,
+        host: host.clone(),
+        host_dtype: Dtype::F32,
+        after: After::Now,
+    };
+    let cases = [
+        (Copy { host: host.part(0, 39), ..good.clone() }, "host: has 39 bytes, not 40"),
+        (
+            Copy { host_dtype: Dtype::Bf16, host: host.part(0, 20), ..good.clone() },
+            "host_dtype: is bf16, and the device has f16",
+        ),
+    ];
+    for (copy, words) in cases {
+        let message = desk.transfers.start(&copy).unwrap_err().to_string();
+        assert!(message.starts_with(words), "{message}");
+    }
+    for wrong in [0, 1, u64::MAX] {
+        assert!(matches!(desk.transfers.wait(wrong, None), Err(Error::InvalidArgument { .. })), "{wrong}");
+    }
+    let ticket = desk.transfers.start(&good).unwrap();
+    let late = desk.transfers.wait(ticket, Some(Duration::ZERO)).unwrap_err();
+    assert!(matches!(late, Error::Gpu(error) if error.kind == GpuKind::Timeout));
+    desk.transfers.wait(ticket, Some(Duration::from_secs(60))).unwrap();
+    assert!(desk.transfers.done(ticket).unwrap());
+}
+
+#[test]
+fn pinned_memory_stays_until_its_copy_is_over_even_if_its_owner_lets_go() {
+    let desk = Desk::new(24);
+    let (_memory, floats) = desk.memory(Dtype::F32, 1 << 23);
+    let big = pinned::alloc(4 << 23).unwrap();
+    let host = desk.registry.host(big, "host").unwrap();
+    let copy =
+        Copy { direction: Direction::Out, device: floats, host, host_dtype: Dtype::F32, after: desk.event() };
+    let ticket = desk.transfers.start(&copy).unwrap();
+    drop(copy);
+    let registered = || fakecuda::with(24, |gpu| gpu.alive()[4]);
+    let before = registered();
+    pinned::free(big.address()).unwrap();
+    assert_eq!(registered(), before, "the copy still needs it");
+    desk.transfers.wait(ticket, None).unwrap();
+    desk.transfers.finish().unwrap();
+    assert_eq!(registered(), before - 1);
+}
+
+#[test]
+fn an_error_of_the_driver_in_the_middle_of_a_copy_is_reported_and_nothing_hangs() {
+    for (call, code, kind) in [
+        ("cuMemAlloc_v2", 2, GpuKind::OutOfMemory),
+        ("cuMemcpyDtoHAsync_v2", 719, GpuKind::Lost),
+        ("cuLaunchKernel", 1, GpuKind::Refused),
+        ("cuEventQuery", 700, GpuKind::Lost),
+    ] {
+        let mut desk = Desk::new(25);
+        let (_memory, floats) = desk.memory(Dtype::F16, 3 * CHUNK);
+        let host = desk.pinned(&vec![0; 12 * CHUNK]);
+        fakecuda::with(25, |gpu| gpu.faults.push((call, 0, code)));
+        let copy = Copy {
+            direction: Direction::Out,
+            device: floats,
+            host,
+            host_dtype: Dtype::F32,
+            after: desk.event(),
+        };
+        let outcome = desk.transfers.start(&copy).and_then(|ticket| desk.transfers.wait(ticket, None));
+        assert!(matches!(outcome, Err(Error::Gpu(error)) if error.kind == kind), "{call}");
+        // A lost context cannot be waited for.
+        std::mem::forget(desk);
+    }
+}

@@ -1,0 +1,330 @@
+//! Copies between the framework's device memory and pinned host memory: gradients out, parameters in.
+//!
+//! A copy is cut into chunks, on streams of its direction, and waits on the device for what the framework names. Between
+//! f32 on the host and 16 bits on the device the GPU converts: a cast stream and a copy stream pass chunks to each other
+//! through two buffers, so that both work at once. Between equal types the bytes travel as they are.
+//!
+//! Invariants:
+//! - A chunk's buffer is written again only after the event of its last use.
+//! - A copy holds the pinned memory it touches until its event is done.
+//! - The host side is a [`HostSpan`]: nothing passes through pageable memory.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::device::Device;
+use super::driver::failure;
+use super::kernels::{DeviceFloats, Kernels};
+use super::memory::{DeviceMemory, HostSpan};
+use super::stream::{Event, ForeignEvent, ForeignStream, Stream};
+use crate::dtype::Dtype;
+use crate::error::{Error, GpuKind, Result};
+use crate::pool::region::Lease;
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// To the host.
+    Out,
+    /// To the device.
+    In,
+}
+
+/// What a copy waits for on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum After {
+    /// Nothing.
+    Now,
+    /// An event of the framework.
+    Event(ForeignEvent),
+    /// All that is queued on a stream of the framework.
+    Stream(ForeignStream),
+}
+
+/// One copy.
+#[derive(Debug, Clone)]
+pub struct Copy {
+    /// Which way.
+    pub direction: Direction,
+    /// The framework's memory.
+    pub device: DeviceFloats,
+    /// Pinned memory for the same number of elements.
+    pub host: HostSpan,
+    /// Their type: that of the device, or f32.
+    pub host_dtype: Dtype,
+    /// When it may begin.
+    pub after: After,
+}
+
+impl Copy {
+    fn check(&self) -> Result<()> {
+        let (device, host) = (self.device.dtype(), self.host_dtype);
+        if device != host && host != Dtype::F32 {
+            let reason =
+                format!("is {}, and the device has {}: equal types or f32", host.name(), device.name());
+            return Err(Error::invalid("host_dtype", reason));
+        }
+        let bytes = self.device.len() * host.size() as u64;
+        match self.host.span().len() as u64 == bytes {
+            true => Ok(()),
+            false => {
+                Err(Error::invalid("host", format!("has {} bytes, not {bytes}", self.host.span().len())))
+            }
+        }
+    }
+}
+
+/// Copies of one device.
+#[derive(Debug)]
+pub struct Transfers {
+    device: Arc<Device>,
+    kernels: Arc<Kernels>,
+    chunk_elements: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    out: Lane,
+    into: Lane,
+    running: HashMap<u64, Running>,
+    next: u64,
+}
+
+#[derive(Debug)]
+struct Running {
+    done: Arc<Event>,
+    _host: HostSpan,
+    /// Keeps a part of a pool out of other hands, should its owner free it too early.
+    _lease: Option<Lease>,
+}
+
+/// The streams of one direction, and the buffers between them.
+#[derive(Debug)]
+struct Lane {
+    copies: Stream,
+    casts: Stream,
+    /// Made when the first copy needs them.
+    buffers: Vec<Buffer>,
+    next: usize,
+}
+
+#[derive(Debug)]
+struct Buffer {
+    memory: DeviceMemory,
+    full: Event,
+    free: Event,
+}
+
+const BUFFERS: usize = 2;
+/// A waiting thread looks again after this, and then twice as long each time, up to [`LONGEST_PAUSE`].
+const SHORTEST_PAUSE: Duration = Duration::from_micros(5);
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
+impl Transfers {
+    /// Chunks of `chunk_bytes` bytes on the wire.
+    pub fn new(device: &Arc<Device>, kernels: &Arc<Kernels>, chunk_bytes: u64) -> Result<Transfers> {
+        let lane = || -> Result<Lane> {
+            Ok(Lane {
+                copies: Stream::new(device)?,
+                casts: Stream::new(device)?,
+                buffers: Vec::new(),
+                next: 0,
+            })
+        };
+        let state = State { out: lane()?, into: lane()?, running: HashMap::new(), next: 1 };
+        let chunk_elements = (chunk_bytes / Dtype::F32.size() as u64).max(1);
+        Ok(Transfers {
+            device: Arc::clone(device),
+            kernels: Arc::clone(kernels),
+            chunk_elements,
+            state: Mutex::new(state),
+        })
+    }
+
+    /// Queues a copy, and returns its number.
+    pub fn start(&self, copy: &Copy) -> Result<u64> {
+        copy.check()?;
+        let done = Arc::new(Event::new(&self.device)?);
+        let mut state = self.lock()?;
+        state.forget_done();
+        let lane = match copy.direction {
+            Direction::Out => &mut state.out,
+            Direction::In => &mut state.into,
+        };
+        if let Err(error) = self.queue(lane, copy, &done) {
+            // What is queued already must not touch the caller's memory after this call.
+            let _ = lane.casts.synchronize().and_then(|()| lane.copies.synchronize());
+            return Err(error);
+        }
+        let ticket = state.next;
+        state.next += 1;
+        state.running.insert(
+            ticket,
+            Running { done, _host: copy.host.clone(), _lease: Lease::take(copy.host.span()) },
+        );
+        Ok(ticket)
+    }
+
+    fn queue(&self, lane: &mut Lane, copy: &Copy, done: &Event) -> Result<()> {
+        lane.begin(&self.device, copy)?;
+        let casts = copy.host_dtype != copy.device.dtype();
+        match casts {
+            false => self.plain(lane, copy)?,
+            true => self.cast(lane, copy)?,
+        }
+        match casts && copy.direction == Direction::In {
+            true => lane.casts.record(done),
+            false => lane.copies.record(done),
+        }
+    }
+
+    /// Bytes as they are.
+    fn plain(&self, lane: &Lane, copy: &Copy) -> Result<()> {
+        let size = copy.host_dtype.size();
+        let step = self.chunk_elements * (Dtype::F32.size() / size) as u64;
+        for (from, n) in chunks(copy.device.len(), step) {
+            let device = copy.device.part(from, n).span();
+            let host = copy.host.part(from as usize * size, n as usize * size);
+            match copy.direction {
+                Direction::Out => lane.copies.download(device, &host)?,
+                Direction::In => lane.copies.upload(&host, device)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// 16 bits on the device, f32 on the wire.
+    fn cast(&self, lane: &mut Lane, copy: &Copy) -> Result<()> {
+        let size = Dtype::F32.size();
+        lane.make_buffers(&self.device, self.chunk_elements * size as u64)?;
+        for (from, n) in chunks(copy.device.len(), self.chunk_elements) {
+            let device = copy.device.part(from, n);
+            let host = copy.host.part(from as usize * size, n as usize * size);
+            let Lane { copies, casts, buffers, next } = lane;
+            let buffer = &buffers[*next];
+            *next = (*next + 1) % BUFFERS;
+            let wide =
+                DeviceFloats::new(buffer.memory.span().part(0, n * size as u64), Dtype::F32, "buffer")?;
+            let (first, second) = match copy.direction {
+                Direction::Out => (&*casts, &*copies),
+                Direction::In => (&*copies, &*casts),
+            };
+            first.wait(&buffer.free)?;
+            match copy.direction {
+                Direction::Out => self.kernels.cast(casts, device, wide)?,
+                Direction::In => copies.upload(&host, wide.span())?,
+            }
+            first.record(&buffer.full)?;
+            second.wait(&buffer.full)?;
+            match copy.direction {
+                Direction::Out => copies.download(wide.span(), &host)?,
+                Direction::In => self.kernels.cast(casts, wide, device)?,
+            }
+            second.record(&buffer.free)?;
+        }
+        Ok(())
+    }
+
+    /// True once a copy is over.
+    pub fn done(&self, ticket: u64) -> Result<bool> {
+        self.event(ticket)?.map_or(Ok(true), |event| event.done())
+    }
+
+    /// Waits on this thread until a copy is over, at most so long; others may use this object meanwhile.
+    pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
+        let Some(event) = self.event(ticket)? else { return Ok(()) };
+        // Not by the driver's own wait, which has no end if the GPU hangs.
+        let end = timeout.map(|timeout| Instant::now() + timeout);
+        let mut pause = SHORTEST_PAUSE;
+        while !event.done()? {
+            if end.is_some_and(|end| Instant::now() >= end) {
+                let detail = format!("copy {ticket} is not over yet");
+                return Err(failure(GpuKind::Timeout, "waiting".to_string(), detail));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+        Ok(())
+    }
+
+    /// Makes a stream of the framework wait on the device for a copy.
+    pub fn stream_wait(&self, ticket: u64, stream: ForeignStream) -> Result<()> {
+        self.event(ticket)?.map_or(Ok(()), |event| stream.wait(&event))
+    }
+
+    /// Waits for all copies.
+    pub fn finish(&self) -> Result<()> {
+        let mut state = self.lock()?;
+        for lane in [&state.out, &state.into] {
+            lane.casts.synchronize()?;
+            lane.copies.synchronize()?;
+        }
+        state.running.clear();
+        Ok(())
+    }
+
+    /// The event of a copy; `None` for one that is over and forgotten.
+    fn event(&self, ticket: u64) -> Result<Option<Arc<Event>>> {
+        let state = self.lock()?;
+        if ticket == 0 || ticket >= state.next {
+            return Err(Error::invalid("ticket", format!("{ticket} was never given out")));
+        }
+        Ok(state.running.get(&ticket).map(|running| Arc::clone(&running.done)))
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, State>> {
+        // Before the lock, which another thread may have held when a child was forked.
+        drop(self.device.enter()?);
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        // Memory is given back by its holders as soon as this is gone. A lost context has nothing left to wait for.
+        let _ = self.finish();
+    }
+}
+
+impl State {
+    fn forget_done(&mut self) {
+        self.running.retain(|_, running| !matches!(running.done.done(), Ok(true)));
+    }
+}
+
+impl Lane {
+    /// Makes the first stream of a copy wait for what comes before it.
+    fn begin(&self, device: &Arc<Device>, copy: &Copy) -> Result<()> {
+        let casts = copy.host_dtype != copy.device.dtype();
+        // Parameters may not be overwritten before the event, and the host may already be read: the copy of an upload with
+        // a cast fills a buffer of ours, and only the cast writes to the framework.
+        let first = if casts { &self.casts } else { &self.copies };
+        match copy.after {
+            After::Now => Ok(()),
+            After::Event(event) => first.wait_foreign(event),
+            After::Stream(stream) => {
+                let there = Event::new(device)?;
+                stream.record(&there)?;
+                first.wait(&there)
+            }
+        }
+    }
+
+    fn make_buffers(&mut self, device: &Arc<Device>, bytes: u64) -> Result<()> {
+        while self.buffers.len() < BUFFERS {
+            self.buffers.push(Buffer {
+                memory: DeviceMemory::new(device, bytes)?,
+                full: Event::new(device)?,
+                free: Event::new(device)?,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Starts and lengths of the chunks of `n` elements.
+fn chunks(n: u64, step: u64) -> impl Iterator<Item = (u64, u64)> {
+    (0..n.div_ceil(step)).map(move |index| (index * step, step.min(n - index * step)))
+}

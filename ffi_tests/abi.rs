@@ -111,6 +111,32 @@ fn layout_of_rust() -> String {
         }
         capi::lion::spw_lion_options { struct_size, reserved, lr, beta1, beta2, weight_decay, grad_scale }
         capi::undo::spw_undo_options { struct_size, mode, elements, tensors }
+        capi::plan::spw_plan_rates {
+            struct_size, half_duplex, cpu, downscale, gpu, h2d, d2h, cast, dram,
+        }
+        capi::plan::spw_plan_shape {
+            struct_size, wire, fetch_gradients, slots, count, sizes, size, chunk,
+        }
+        capi::plan::spw_plan_options { struct_size, mode, parameter, residents, backward }
+        capi::plan::spw_plan_result {
+            struct_size, reserved, exposed_seconds, home_seconds, serial_seconds, cpu_seconds, h2d_seconds,
+            d2h_seconds, gpu_seconds, gpu, residents, gpu_bytes, host_bytes, to_device_bytes, to_host_bytes,
+        }
+        capi::policy::spw_plan_bucket {
+            struct_size, reserved, grad, step_cpu, param, step_gpu, backward,
+        }
+        capi::policy::spw_plan_load {
+            struct_size, reserved, peak, link, tokens, parameters, free_bytes,
+        }
+        capi::policy::spw_plan_probe {
+            struct_size, accumulates, f32_wire, native_wire, f32_step, native_step,
+        }
+        capi::interleave::spw_interleave_options {
+            struct_size, backend, wire, fetch_gradients, slots, grad_dtype, copy_dtype, reserved, chunk,
+        }
+        capi::interleave::spw_interleave_subgroup {
+            struct_size, reserved, n, param, exp_avg, exp_avg_sq, grad, param_copy,
+        }
         capi::pool::spw_pool_options {
             struct_size, flags, block_bytes, block_count, node, reserved,
         }

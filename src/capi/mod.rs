@@ -5,6 +5,7 @@
 
 mod guard;
 mod record;
+mod text;
 
 pub mod status;
 
@@ -23,6 +24,12 @@ pub mod lion;
 pub mod grad;
 
 pub mod undo;
+
+pub mod plan;
+
+pub mod policy;
+
+pub mod interleave;
 
 pub mod pool;
 

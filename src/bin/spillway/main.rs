@@ -3,6 +3,8 @@
 
 mod bench_adam;
 mod bench_undo;
+mod plan;
+mod trace;
 
 use clap::{Parser, Subcommand};
 
@@ -19,6 +21,10 @@ enum Command {
     /// Measures this machine against its own limits.
     #[command(subcommand)]
     Bench(Bench),
+    /// Plans an interleaved update of CPU and GPU: who updates what, seconds and bytes.
+    Plan(plan::Options),
+    /// Writes one step of that plan as a trace, as the model sees it.
+    Trace(trace::Options),
 }
 
 #[derive(Subcommand)]
@@ -33,6 +39,8 @@ fn main() -> std::process::ExitCode {
     let outcome = match Cli::parse().command {
         Command::Bench(Bench::Adam(options)) => bench_adam::run(&options),
         Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
+        Command::Plan(options) => plan::run(&options),
+        Command::Trace(options) => trace::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,

@@ -157,6 +157,7 @@ fn layout_of_rust() -> String {
             struct_size, reserved, reads, writes, read_bytes, written_bytes, failed, requests,
             direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck,
         }
+        capi::io_wait::spw_io_failure { struct_size, system_errno, offset, bytes, path }
     }
 }
 

@@ -35,4 +35,6 @@ pub mod pool;
 
 pub mod io;
 
+pub mod io_wait;
+
 pub mod deepspeed;

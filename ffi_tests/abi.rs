@@ -118,6 +118,32 @@ fn layout_of_rust() -> String {
         }
         capi::spec_bucket::spw_spec_event { struct_size, kind, fd, value, word }
         capi::spec_verdict::spw_spec_outcome { struct_size, verdict, norm, grad_scale, withdrawn, reserved }
+        capi::plan::spw_plan_rates {
+            struct_size, half_duplex, cpu, downscale, gpu, h2d, d2h, cast, dram,
+        }
+        capi::plan::spw_plan_shape {
+            struct_size, wire, fetch_gradients, slots, count, sizes, size, chunk,
+        }
+        capi::plan::spw_plan_options { struct_size, mode, parameter, residents, backward }
+        capi::plan::spw_plan_result {
+            struct_size, reserved, exposed_seconds, home_seconds, serial_seconds, cpu_seconds, h2d_seconds,
+            d2h_seconds, gpu_seconds, gpu, residents, gpu_bytes, host_bytes, to_device_bytes, to_host_bytes,
+        }
+        capi::policy::spw_plan_bucket {
+            struct_size, reserved, grad, step_cpu, param, step_gpu, backward,
+        }
+        capi::policy::spw_plan_load {
+            struct_size, reserved, peak, link, tokens, parameters, free_bytes,
+        }
+        capi::policy::spw_plan_probe {
+            struct_size, accumulates, f32_wire, native_wire, f32_step, native_step,
+        }
+        capi::interleave::spw_interleave_options {
+            struct_size, backend, wire, fetch_gradients, slots, grad_dtype, copy_dtype, reserved, chunk,
+        }
+        capi::interleave::spw_interleave_subgroup {
+            struct_size, reserved, n, param, exp_avg, exp_avg_sq, grad, param_copy,
+        }
         capi::pool::spw_pool_options {
             struct_size, flags, block_bytes, block_count, node, reserved,
         }
@@ -156,6 +182,15 @@ fn layout_of_rust() -> String {
         }
         capi::tier_report::spw_tier_checked { struct_size, reserved, extents, blocks, bytes, damaged }
         capi::io_wait::spw_io_failure { struct_size, system_errno, offset, bytes, path }
+        capi::swap::spw_swap_options {
+            struct_size, flags, host_bytes, elements, subgroups, ratio, speeds, patience_seconds,
+        }
+        capi::swap::spw_swap_budget {
+            struct_size, reserved, host_bytes, buffer_bytes, buffers, cached, state_bytes, step_bytes,
+        }
+        capi::swap::spw_swap_stats {
+            struct_size, reserved, rounds, hits, fetched, flushed, moved, exposed_seconds,
+        }
         capi::gpu::spw_gpu_driver { struct_size, devices, cuda_version, reserved }
         capi::gpu::spw_gpu_options { struct_size, ordinal, chunk_bytes }
         capi::gpu::spw_gpu_info {

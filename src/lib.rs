@@ -5,7 +5,7 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`checksum`], [`plan`]: no dependency inside the crate |
+//! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`], [`plan`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver |
@@ -19,6 +19,7 @@ pub mod error;
 pub mod log;
 pub mod plan;
 pub mod stats;
+pub mod trace;
 
 pub mod kernel;
 pub mod sys;

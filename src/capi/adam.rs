@@ -233,11 +233,24 @@ pub(super) unsafe fn jobs<'a>(
     }
 }
 
+/// The coefficients of an array of options.
+///
+/// # Safety
+/// `options` points to `count` structs, `struct_size` bytes apart.
+pub(super) unsafe fn rules(options: *const spw_adam_options, count: usize) -> Result<Vec<AdamRule>> {
+    // SAFETY: the caller's promise is the callee's.
+    let all = unsafe { record::read_all(options, count, "options") }?;
+    all.iter().map(|raw| rule(&parse_raw(raw)?)).collect()
+}
+
 /// # Safety
 /// `options` is NULL or points to a struct of `struct_size` bytes.
 pub(super) unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
     // SAFETY: the caller's promise is the callee's.
-    let raw = unsafe { record::read(options, "options") }?;
+    parse_raw(&unsafe { record::read(options, "options") }?)
+}
+
+fn parse_raw(raw: &spw_adam_options) -> Result<AdamOptions> {
     record::zero("options.reserved", raw.reserved)?;
     Ok(AdamOptions {
         decoupled: !record::flag("options.weight_decay_mode", raw.weight_decay_mode)?,

@@ -5,6 +5,7 @@
 
 mod guard;
 mod record;
+mod text;
 
 pub mod status;
 
@@ -29,6 +30,12 @@ pub mod speculate;
 pub mod spec_bucket;
 
 pub mod spec_verdict;
+
+pub mod plan;
+
+pub mod policy;
+
+pub mod interleave;
 
 pub mod pool;
 

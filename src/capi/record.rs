@@ -60,6 +60,34 @@ pub unsafe fn stride<T: Record>(first: *const T, argument: &'static str) -> Resu
     unsafe { checked_size::<T>(first.cast(), argument) }
 }
 
+/// Copies an array of structs in, which lie as far apart as the first one's `struct_size`; all have the same.
+///
+/// # Safety
+/// `first` points to `count` structs of this kind.
+pub unsafe fn read_all<T: Record>(first: *const T, count: usize, argument: &'static str) -> Result<Vec<T>> {
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    if first.is_null() {
+        return Err(Error::invalid(argument, "is NULL"));
+    }
+    // SAFETY: there is at least one struct.
+    let apart = unsafe { stride(first, argument) }?;
+    let structs = (0..count).map(|index| {
+        // SAFETY: the structs of the array lie `apart` bytes apart.
+        unsafe {
+            let at = first.byte_add(index * apart);
+            let size = stride(at, argument)?;
+            if size != apart {
+                let reason = format!("struct_size is {size}, of the first {apart}");
+                return Err(Error::invalid(format!("{argument}[{index}]"), reason));
+            }
+            read(at, argument)
+        }
+    });
+    structs.collect()
+}
+
 /// Copies a struct out: as many bytes as the caller's struct has, its `struct_size` unchanged.
 ///
 /// # Safety

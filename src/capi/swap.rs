@@ -2,7 +2,6 @@
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::adam::{self, spw_adam_options};
@@ -152,18 +151,21 @@ pub unsafe extern "C" fn spw_swap_plan(
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, its `elements` to `subgroups` numbers, its `ratio` and `speeds`
-/// to one for each path of the tier or to nothing; `swap_out` points to a pointer.
+/// to one for each path of the tier or to nothing; `tier` is open; `swap_out` points to a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_open(
-    tier: Option<&spw_tier>,
+    tier: *mut spw_tier,
     options: *const spw_swap_options,
     swap_out: *mut *mut spw_swap,
 ) -> spw_status {
     guard(|| {
         let swap_out = out(swap_out, "swap_out")?;
-        let tier = Arc::clone(tier::shared(tier)?);
-        // SAFETY: the caller's promise is the callee's.
-        let options = unsafe { parse(options, tier.paths().len()) }?;
+        // SAFETY: the caller's promises are the callees'.
+        let (tier, options) = unsafe {
+            let tier = tier::shared(tier)?;
+            let paths = tier.paths().len();
+            (tier, parse(options, paths)?)
+        };
         let swap = Swap::open(tier, &options)?;
         // SAFETY: not NULL, and the caller's promise.
         unsafe { swap_out.write(Box::into_raw(Box::new(spw_swap { swap }))) };

@@ -2,6 +2,7 @@
 #![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::guard::guard;
@@ -20,7 +21,7 @@ use crate::tier::{Placement, Tier};
 /// until `spw_tier_commit` makes everything put so far durable as one step; a crash at any moment leaves a tier that
 /// opens at the last committed step, whole. Every block is checked against its checksum whenever it is read (MLP-Offload,
 /// section 3.2, has the tiers; the rest is new).
-pub struct spw_tier(pub(super) Tier);
+pub struct spw_tier(Arc<Tier>);
 
 /// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
 /// the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
@@ -39,14 +40,15 @@ pub unsafe extern "C" fn spw_tier_open(
         // SAFETY: the caller's promises are the callees'.
         unsafe {
             let tier = Tier::open(parse(&record::read(options, "options")?)?)?;
-            tier_out.write(Box::into_raw(Box::new(spw_tier(tier))));
+            tier_out.write(Box::into_raw(Box::new(spw_tier(Arc::new(tier)))));
         }
         Ok(())
     })
 }
 
 /// Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
-/// is gone whatever is returned. What was not committed is lost; what was is found by the next open.
+/// is gone whatever is returned. What was not committed is lost; what was is found by the next open. A tier that a tiered
+/// update uses ends with the update.
 ///
 /// # Safety
 /// `tier` is NULL or came from `spw_tier_open`, and is not used again.
@@ -55,7 +57,10 @@ pub unsafe extern "C" fn spw_tier_close(tier: *mut spw_tier, timeout_ms: i64) ->
     guard(|| match tier.is_null() {
         true => Ok(()),
         // SAFETY: made by Box::into_raw in spw_tier_open, and given up by the caller.
-        false => unsafe { Box::from_raw(tier) }.0.close(timeout(timeout_ms)),
+        false => match Arc::into_inner(unsafe { Box::from_raw(tier) }.0) {
+            Some(tier) => tier.close(timeout(timeout_ms)),
+            None => Ok(()),
+        },
     })
 }
 
@@ -68,7 +73,10 @@ pub unsafe extern "C" fn spw_tier_destroy(tier: *mut spw_tier) -> spw_status {
     guard(|| match tier.is_null() {
         true => Ok(()),
         // SAFETY: made by Box::into_raw in spw_tier_open, and given up by the caller.
-        false => unsafe { Box::from_raw(tier) }.0.destroy(),
+        false => match Arc::into_inner(unsafe { Box::from_raw(tier) }.0) {
+            Some(tier) => tier.destroy(),
+            None => Err(Error::Busy("a tiered update still uses the tier; its files stay".to_string())),
+        },
     })
 }
 
@@ -299,7 +307,16 @@ unsafe fn spans(
 
 pub(super) unsafe fn open<'a>(tier: *const spw_tier) -> Result<&'a Tier> {
     // SAFETY: NULL, or an open tier by the caller's promise.
-    unsafe { tier.as_ref() }.map(|tier| &tier.0).ok_or_else(|| Error::invalid("tier", "is NULL"))
+    unsafe { tier.as_ref() }.map(|tier| &*tier.0).ok_or_else(|| Error::invalid("tier", "is NULL"))
+}
+
+/// The tier, for an object that lives on it.
+///
+/// # Safety
+/// `tier` is NULL or open.
+pub(super) unsafe fn shared(tier: *const spw_tier) -> Result<Arc<Tier>> {
+    // SAFETY: NULL, or an open tier by the caller's promise.
+    unsafe { tier.as_ref() }.map(|tier| Arc::clone(&tier.0)).ok_or_else(|| Error::invalid("tier", "is NULL"))
 }
 
 /// `None`, for ever, if negative.

@@ -212,10 +212,89 @@ class GpuLink(Structure):
                 ("in_f32", c_double), ("in_native", c_double), ("step_f32", c_double), ("step_native", c_double)]
 
 
+class PlanRates(Structure):
+    c_name = "spw_plan_rates"
+    _fields_ = [("struct_size", c_uint32), ("half_duplex", c_uint32), ("cpu", c_double), ("downscale", c_double),
+                ("gpu", c_double), ("h2d", c_double), ("d2h", c_double), ("cast", c_double), ("dram", c_double)]
+
+
+class PlanShape(Structure):
+    c_name = "spw_plan_shape"
+    _fields_ = [("struct_size", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32), ("slots", c_uint32),
+                ("count", c_uint64), ("sizes", POINTER(c_uint64)), ("size", c_uint64), ("chunk", c_uint64)]
+
+
+class PlanOptions(Structure):
+    c_name = "spw_plan_options"
+    _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("parameter", c_uint64), ("residents", c_uint64),
+                ("backward", c_double)]
+
+
+class PlanResult(Structure):
+    c_name = "spw_plan_result"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("exposed_seconds", c_double),
+                ("home_seconds", c_double), ("serial_seconds", c_double), ("cpu_seconds", c_double),
+                ("h2d_seconds", c_double), ("d2h_seconds", c_double), ("gpu_seconds", c_double), ("gpu", c_uint64),
+                ("residents", c_uint64), ("gpu_bytes", c_uint64), ("host_bytes", c_uint64),
+                ("to_device_bytes", c_uint64), ("to_host_bytes", c_uint64)]
+
+
+class PlanBucket(Structure):
+    c_name = "spw_plan_bucket"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("grad", c_double), ("step_cpu", c_double),
+                ("param", c_double), ("step_gpu", c_double), ("backward", c_double)]
+
+
+class PlanLoad(Structure):
+    c_name = "spw_plan_load"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("peak", c_double), ("link", c_double),
+                ("tokens", c_double), ("parameters", c_double), ("free_bytes", c_double)]
+
+
+class PlanProbe(Structure):
+    c_name = "spw_plan_probe"
+    _fields_ = [("struct_size", c_uint32), ("accumulates", c_uint32), ("f32_wire", c_double),
+                ("native_wire", c_double), ("f32_step", c_double), ("native_step", c_double)]
+
+
+class InterleaveOptions(Structure):
+    c_name = "spw_interleave_options"
+    _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32),
+                ("slots", c_uint32), ("grad_dtype", c_uint32), ("copy_dtype", c_uint32), ("reserved", c_uint32),
+                ("chunk", c_uint64)]
+
+
+class InterleaveSubgroup(Structure):
+    c_name = "spw_interleave_subgroup"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("n", c_uint64), ("param", c_void_p),
+                ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("grad", c_void_p), ("param_copy", c_void_p)]
+
+
+class SwapOptions(Structure):
+    c_name = "spw_swap_options"
+    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("host_bytes", c_uint64), ("elements", POINTER(c_uint64)),
+                ("subgroups", c_uint64), ("ratio", POINTER(c_double)), ("speeds", POINTER(c_double)),
+                ("patience_seconds", c_double)]
+
+
+class SwapBudget(Structure):
+    c_name = "spw_swap_budget"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("host_bytes", c_uint64), ("buffer_bytes", c_uint64),
+                ("buffers", c_uint64), ("cached", c_uint64), ("state_bytes", c_uint64), ("step_bytes", c_uint64)]
+
+
+class SwapStats(Structure):
+    c_name = "spw_swap_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("rounds", c_uint64), ("hits", c_uint64),
+                ("fetched", c_uint64), ("flushed", c_uint64), ("moved", c_uint64), ("exposed_seconds", c_double)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
-              PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
+              PlanRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, InterleaveOptions,
+              InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
               TierPath, TierOptions, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked,
+              SwapOptions, SwapBudget, SwapStats,
               GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink)
 
 _STATUS = c_int32
@@ -267,6 +346,34 @@ PROTOTYPES = {
     "spw_spec_withdrawn": (_STATUS, [c_void_p, POINTER(c_uint32), c_size_t, POINTER(c_size_t)]),
     "spw_spec_stats_get": (_STATUS, [c_void_p, POINTER(SpecStats)]),
     "spw_spec_close": (_STATUS, [c_void_p]),
+    "spw_plan_interleave": (_STATUS, [POINTER(PlanRates), POINTER(PlanShape), POINTER(PlanOptions),
+                                      POINTER(c_uint32), POINTER(PlanResult)]),
+    "spw_plan_predict": (_STATUS, [POINTER(PlanRates), POINTER(PlanShape), POINTER(c_uint32), c_double,
+                                   POINTER(PlanResult)]),
+    "spw_plan_trace": (_STATUS, [POINTER(PlanRates), POINTER(PlanShape), POINTER(c_uint32), c_double, c_char_p,
+                                 c_size_t, POINTER(c_uint64)]),
+    "spw_plan_share": (_STATUS, [POINTER(PlanRates), c_double, c_uint32, POINTER(c_double), POINTER(c_double)]),
+    "spw_plan_tail": (_STATUS, [POINTER(PlanBucket), c_uint64, c_uint64, POINTER(c_uint64), POINTER(c_uint64)]),
+    "spw_plan_tail_next": (_STATUS, [POINTER(c_uint64), POINTER(c_double), c_size_t, c_uint64, c_uint64,
+                                     POINTER(c_uint64), POINTER(c_uint64)]),
+    "spw_plan_weights": (_STATUS, [POINTER(PlanLoad), POINTER(c_double), POINTER(c_double)]),
+    "spw_plan_cast": (_STATUS, [POINTER(PlanProbe), POINTER(c_uint32)]),
+    "spw_interleave_open": (_STATUS, [POINTER(InterleaveOptions), POINTER(InterleaveSubgroup), c_size_t,
+                                      POINTER(c_void_p)]),
+    "spw_interleave_set_plan": (_STATUS, [c_void_p, POINTER(c_uint32), c_size_t]),
+    "spw_interleave_get_plan": (_STATUS, [c_void_p, POINTER(c_uint32)]),
+    "spw_interleave_gradient": (_STATUS, [c_void_p, c_uint64, c_uint64]),
+    "spw_interleave_params_free": (_STATUS, [c_void_p, c_uint64, c_uint64]),
+    "spw_interleave_begin": (_STATUS, [c_void_p, POINTER(AdamOptions), c_size_t, c_uint64]),
+    "spw_interleave_publish": (_STATUS, [c_void_p, c_uint64, c_uint64]),
+    "spw_interleave_is_ready": (_STATUS, [c_void_p, c_uint64, POINTER(c_uint32)]),
+    "spw_interleave_finish": (_STATUS, [c_void_p]),
+    "spw_interleave_drain": (_STATUS, [c_void_p]),
+    "spw_interleave_away": (_STATUS, [c_void_p, POINTER(c_uint64), c_size_t, POINTER(c_uint64)]),
+    "spw_interleave_calibrate": (_STATUS, [c_void_p, POINTER(PlanRates)]),
+    "spw_interleave_replan": (_STATUS, [c_void_p, c_double, POINTER(c_uint32)]),
+    "spw_interleave_trace": (_STATUS, [c_void_p, c_char_p, c_size_t, POINTER(c_uint64)]),
+    "spw_interleave_close": (_STATUS, [c_void_p]),
     "spw_pool_open": (_STATUS, [POINTER(PoolOptions), POINTER(c_void_p)]),
     "spw_pool_close": (_STATUS, [c_void_p]),
     "spw_pool_alloc": (_STATUS, [c_void_p, POINTER(c_void_p)]),
@@ -292,6 +399,16 @@ PROTOTYPES = {
     "spw_io_last_failure": (_STATUS, [POINTER(IoFailure)]),
     "spw_io_stats_get": (_STATUS, [c_void_p, POINTER(IoStats)]),
     "spw_io_describe": (_STATUS, [c_void_p, c_char_p, c_size_t]),
+    "spw_swap_plan": (_STATUS, [POINTER(SwapOptions), c_uint64, POINTER(SwapBudget)]),
+    "spw_swap_open": (_STATUS, [c_void_p, POINTER(SwapOptions), POINTER(c_void_p)]),
+    "spw_swap_budget_of": (_STATUS, [c_void_p, POINTER(SwapBudget)]),
+    "spw_swap_fill": (_STATUS, [c_void_p, POINTER(c_void_p)]),
+    "spw_swap_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), c_void_p, c_size_t, POINTER(StepStats)]),
+    "spw_swap_read": (_STATUS, [c_void_p, c_uint64, c_void_p, c_void_p, c_void_p]),
+    "spw_swap_commit": (_STATUS, [c_void_p, c_uint64, c_void_p, c_uint64]),
+    "spw_swap_roll_back": (_STATUS, [c_void_p]),
+    "spw_swap_get_stats": (_STATUS, [c_void_p, POINTER(SwapStats)]),
+    "spw_swap_close": (_STATUS, [c_void_p]),
     "spw_gpu_probe": (_STATUS, [POINTER(GpuDriver)]),
     "spw_gpu_open": (_STATUS, [POINTER(GpuOptions), POINTER(c_void_p)]),
     "spw_gpu_close": (_STATUS, [c_void_p]),

@@ -6,6 +6,8 @@ mod bench_io;
 mod bench_undo;
 mod fio;
 mod io_load;
+mod plan;
+mod trace;
 mod tune;
 
 use clap::{Parser, Subcommand};
@@ -25,6 +27,10 @@ enum Command {
     Bench(Bench),
     /// Finds the I/O settings that suit a directory, and writes them where engines read them.
     Tune(tune::Options),
+    /// Plans an interleaved update of CPU and GPU: who updates what, seconds and bytes.
+    Plan(plan::Options),
+    /// Writes one step of that plan as a trace, as the model sees it.
+    Trace(trace::Options),
 }
 
 #[derive(Subcommand)]
@@ -43,6 +49,8 @@ fn main() -> std::process::ExitCode {
         Command::Bench(Bench::Io(options)) => bench_io::run(&options),
         Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
         Command::Tune(options) => tune::run(&options),
+        Command::Plan(options) => plan::run(&options),
+        Command::Trace(options) => trace::run(&options),
     };
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,

@@ -12,12 +12,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::machine::Machine;
+use super::recalibrate::Meter;
 use super::{Backend, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
-use crate::plan::interleave::Shape;
 use crate::plan::interleave::schedule::{self, Event, Lane};
 use crate::plan::interleave::sites::{Plan, Site};
+use crate::plan::interleave::{Rates, Shape};
 use crate::sys::threads;
 
 /// The interleaved update of one rank. Any thread may call.
@@ -25,6 +26,29 @@ pub struct Engine<B: Backend + 'static> {
     process: u32,
     inner: Arc<Inner<B>>,
     worker: Arc<Worker>,
+    watched: Mutex<Watched>,
+}
+
+/// Who waits for new parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reader {
+    /// The thread that calls.
+    Caller,
+    /// The framework's stream, as an integer.
+    Stream(u64),
+}
+
+/// Timings kept for a meter that nobody asks.
+const MOST_UNSEEN: usize = 1 << 20;
+
+/// What is known of how steps go.
+#[derive(Default)]
+struct Watched {
+    meter: Option<Meter>,
+    /// What the meter has not seen.
+    unseen: Vec<Timing>,
+    /// What ran since the last step began.
+    ran: Vec<Timing>,
 }
 
 struct Inner<B> {
@@ -46,7 +70,7 @@ impl<B: Backend + 'static> Engine<B> {
     pub fn new(shape: Shape, backend: B) -> Result<Engine<B>> {
         let machine = Mutex::new(Machine::new(shape)?);
         let inner = Arc::new(Inner { backend, machine, changed: Condvar::new() });
-        Ok(Engine { process: std::process::id(), inner, worker: Arc::default() })
+        Ok(Engine { process: std::process::id(), inner, worker: Arc::default(), watched: Mutex::default() })
     }
 
     /// What is fixed.
@@ -61,29 +85,31 @@ impl<B: Backend + 'static> Engine<B> {
 
     /// Takes another plan: after a step and before the first gradient of the next.
     pub fn set_plan(&self, plan: Plan) -> Result<()> {
-        self.machine()?.set_plan(plan, &mut |command| self.inner.backend.play(command))
+        self.machine()?.set_plan(plan, &mut |command| self.inner.backend.play(command, 0))
     }
 
-    /// The gradient of a subgroup is made; its way to where it is needed begins.
-    pub fn gradient(&self, subgroup: usize) -> Result<()> {
-        self.machine()?.gradient(subgroup, &mut |command| self.inner.backend.play(command))
+    /// The gradient of a subgroup is made on the framework's stream; its way to where it is needed begins.
+    pub fn gradient(&self, subgroup: usize, stream: u64) -> Result<()> {
+        self.machine()?.gradient(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
-    /// The model no longer reads the 16-bit parameters of a subgroup; at the latest [`Engine::begin`] says so for all.
-    pub fn params_free(&self, subgroup: usize) -> Result<()> {
-        self.machine()?.params_free(subgroup, &mut |command| self.inner.backend.play(command))
+    /// What the framework's stream was given so far is all that reads the 16-bit parameters of a subgroup; at the latest
+    /// [`Engine::begin`] says so for all.
+    pub fn params_free(&self, subgroup: usize, stream: u64) -> Result<()> {
+        self.machine()?.params_free(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
-    /// Starts the step of all subgroups, whose gradients have come, and returns. One rule stands for all subgroups, or each
+    /// Starts the step of all subgroups, whose gradients have come, and returns. `stream` is the framework's. One rule stands for all subgroups, or each
     /// has its own.
-    pub fn begin(&self, rules: Vec<AdamRule>) -> Result<()> {
+    pub fn begin(&self, rules: Vec<AdamRule>, stream: u64) -> Result<()> {
         let mut machine = self.machine()?;
         let count = machine.shape().count();
         if rules.len() != 1 && rules.len() != count {
             return Err(Error::invalid("rules", format!("are {}, there are {count} subgroups", rules.len())));
         }
         self.inner.backend.begin(rules.into())?;
-        machine.begin(&mut |command| self.inner.backend.play(command))?;
+        self.collect().ran.clear();
+        machine.begin(&mut |command| self.inner.backend.play(command, stream))?;
         let on_cpu = machine.plan().count_on(Site::Cpu);
         if on_cpu > 0
             && let Err(error) = self.start_worker(on_cpu)
@@ -94,9 +120,8 @@ impl<B: Backend + 'static> Engine<B> {
         Ok(())
     }
 
-    /// Makes `reader` wait for the new 16-bit parameters of a subgroup; [`Lane::Caller`] blocks until they are there. Blocks
-    /// at least until the CPU is past the subgroup.
-    pub fn publish(&self, subgroup: usize, reader: Lane) -> Result<()> {
+    /// Makes `reader` wait for the new 16-bit parameters of a subgroup. Blocks at least until the CPU is past it.
+    pub fn publish(&self, subgroup: usize, reader: Reader) -> Result<()> {
         let mut machine = self.machine()?;
         machine.check(subgroup)?;
         while machine.is_stepping(subgroup) {
@@ -104,7 +129,11 @@ impl<B: Backend + 'static> Engine<B> {
             machine.check(subgroup)?;
         }
         drop(machine);
-        schedule::publish(subgroup, reader, &mut |command| self.inner.backend.play(command))
+        let (lane, stream) = match reader {
+            Reader::Caller => (Lane::Caller, 0),
+            Reader::Stream(stream) => (Lane::Model, stream),
+        };
+        schedule::publish(subgroup, lane, &mut |command| self.inner.backend.play(command, stream))
     }
 
     /// True if the parameters of a subgroup are those of the last step begun.
@@ -115,19 +144,52 @@ impl<B: Backend + 'static> Engine<B> {
     }
 
     /// [`Engine::publish`] of every subgroup. Flushes may go on.
-    pub fn finish(&self, reader: Lane) -> Result<()> {
+    pub fn finish(&self, reader: Reader) -> Result<()> {
         let count = self.machine()?.shape().count();
         (0..count).try_for_each(|subgroup| self.publish(subgroup, reader))
+    }
+
+    /// Takes rates to begin with; from then on [`Engine::replan`] corrects them by what every step took.
+    pub fn calibrate(&self, rates: Rates) -> Result<()> {
+        drop(self.machine()?);
+        self.watched().meter = Some(Meter::new(rates)?);
+        Ok(())
+    }
+
+    /// The rates as they are known now; `None` before [`Engine::calibrate`].
+    pub fn rates(&self) -> Result<Option<Rates>> {
+        drop(self.machine()?);
+        Ok(self.watched().meter.as_ref().map(|meter| *meter.rates()))
+    }
+
+    /// Learns from what ran since the last call, and takes another plan if that is worth it; true if it did. `backward` are
+    /// the seconds of the backward pass that steps hide behind.
+    pub fn replan(&self, backward: f64) -> Result<bool> {
+        let (shape, present) = (self.shape()?, self.plan()?);
+        let plan = {
+            let mut watched = self.collect();
+            let unseen = std::mem::take(&mut watched.unseen);
+            let meter = watched.meter.as_mut();
+            let meter =
+                meter.ok_or_else(|| Error::invalid("interleave", "was given no rates to begin with"))?;
+            meter.observe(&shape, &unseen);
+            meter.replan(&shape, &present, backward)?
+        };
+        let changes = plan != present;
+        if changes {
+            self.set_plan(plan)?;
+        }
+        Ok(changes)
     }
 
     /// Blocks until the states of all subgroups that are not resident are in host memory: before a checkpoint reads
     /// them, or after [`Engine::set_plan`] took residents away.
     pub fn drain(&self) -> Result<()> {
-        self.finish(Lane::Caller)?;
+        self.finish(Reader::Caller)?;
         let plan = self.plan()?;
         let at_home = (0..plan.count()).filter(|subgroup| plan.site(*subgroup) != Site::Resident);
         at_home.into_iter().try_for_each(|subgroup| {
-            schedule::drain(subgroup, &mut |command| self.inner.backend.play(command))
+            schedule::drain(subgroup, &mut |command| self.inner.backend.play(command, 0))
         })
     }
 
@@ -143,10 +205,25 @@ impl<B: Backend + 'static> Engine<B> {
         (0..machine.shape().count()).filter(|subgroup| !home(subgroup)).collect()
     }
 
-    /// What ran since the last call.
-    pub fn timings(&self) -> Result<Vec<Timing>> {
+    /// What ran since the last step began.
+    pub fn ran(&self) -> Result<Vec<Timing>> {
         drop(self.machine()?);
-        Ok(self.inner.backend.timings())
+        Ok(self.collect().ran.clone())
+    }
+
+    /// Takes the timings from the backend, for the meter if there is one, and for a trace.
+    fn collect(&self) -> MutexGuard<'_, Watched> {
+        let mut watched = self.watched();
+        let new = self.inner.backend.timings();
+        if watched.meter.is_some() && watched.unseen.len() < MOST_UNSEEN {
+            watched.unseen.extend_from_slice(&new);
+        }
+        watched.ran.extend(new);
+        watched
+    }
+
+    fn watched(&self) -> MutexGuard<'_, Watched> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn machine(&self) -> Result<MutexGuard<'_, Machine>> {
@@ -180,7 +257,7 @@ impl<B: Backend> Inner<B> {
     fn cpu_part(&self, subgroups: usize) {
         for _ in 0..subgroups {
             let Some((nth, subgroup)) = self.lock().next_cpu() else { return };
-            let emit = &mut |command| self.backend.play(command);
+            let emit = &mut |command| self.backend.play(command, 0);
             let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
             let outcome = outcome.unwrap_or_else(|_| {
                 Err(Error::Unsupported(format!("the update of subgroup {subgroup} panicked")))

@@ -9,6 +9,7 @@
 //! | [`host`] | the backend without a device: its lanes are threads, its kernels those of the CPU |
 //! | `lanes` | threads and events of the host that behave like streams and events of a device |
 //! | [`recalibrate`] | rates from the timings of every step, and when a new plan is worth it |
+//! | [`trace`] | a step as a picture |
 //! | `races` | the backend that looks for missing order, by vector clocks (tests) |
 #![forbid(unsafe_code)]
 
@@ -17,6 +18,7 @@ pub mod host;
 mod lanes;
 pub mod machine;
 pub mod recalibrate;
+pub mod trace;
 
 #[cfg(test)]
 mod races;
@@ -44,8 +46,9 @@ pub struct Timing {
 
 /// What the schedule runs on. Any thread may call; commands of one lane come from one thread at a time.
 pub trait Backend: Send + Sync {
-    /// Enqueues a command. On [`Lane::Cpu`] and [`Lane::Caller`] it is done when the call returns.
-    fn play(&self, command: Command) -> Result<()>;
+    /// Enqueues a command. On [`Lane::Cpu`] and [`Lane::Caller`] it is done when the call returns. `model` is the
+    /// framework's stream for commands on [`Lane::Model`], as an integer; a backend without streams takes 0 alone.
+    fn play(&self, command: Command, model: u64) -> Result<()>;
 
     /// Coefficients of each subgroup for the updates that are enqueued from now on; one entry stands for all.
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()>;

@@ -212,6 +212,42 @@ pub enum Work {
     Upload { subgroup: usize, stage: usize },
 }
 
+impl Work {
+    /// The subgroup it is done for.
+    pub const fn subgroup(self) -> usize {
+        match self {
+            Work::Cast { subgroup, .. }
+            | Work::GradOut { subgroup, .. }
+            | Work::Prefetch { subgroup, .. }
+            | Work::FetchGrad { subgroup, .. }
+            | Work::GpuStep { subgroup, .. }
+            | Work::Flush { subgroup, .. }
+            | Work::ResidentStep { subgroup }
+            | Work::Admit { subgroup, .. }
+            | Work::Evict { subgroup, .. }
+            | Work::CpuStep { subgroup, .. }
+            | Work::Upload { subgroup, .. } => subgroup,
+        }
+    }
+
+    /// Short name, for traces.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Work::Cast { .. } => "widen gradient",
+            Work::GradOut { .. } => "gradient out",
+            Work::Prefetch { .. } => "prefetch",
+            Work::FetchGrad { .. } => "fetch gradient",
+            Work::GpuStep { .. } => "GPU step",
+            Work::Flush { .. } => "flush",
+            Work::ResidentStep { .. } => "resident step",
+            Work::Admit { .. } => "admit",
+            Work::Evict { .. } => "evict",
+            Work::CpuStep { .. } => "CPU step",
+            Work::Upload { .. } => "upload",
+        }
+    }
+}
+
 /// One thing to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {

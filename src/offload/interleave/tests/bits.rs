@@ -4,16 +4,16 @@
 use std::sync::Arc;
 
 use super::super::Backend;
-use super::super::engine::Engine;
+use super::super::engine::{Engine, Reader};
 use super::super::host::{Host, Subgroup};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::spread::Job;
-use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
+use crate::plan::interleave::schedule::{Command, Event, Work};
 use crate::plan::interleave::sites::{Plan, Site};
-use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::plan::interleave::{GpuGrads, Rates, Shape, Wire};
 use crate::sys::lent::Lent;
 
 const SIZES: [u64; 9] = [1000, 1000, 1, 777, 0, 1000, 333, 1000, 64];
@@ -138,9 +138,9 @@ fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
         plain.gradients(step);
         model.gradients(step);
         plain.step(&rules(step));
-        (0..SIZES.len()).rev().for_each(|subgroup| engine.gradient(subgroup).unwrap());
-        engine.begin(rules(step)).unwrap();
-        engine.finish(Lane::Caller).unwrap();
+        (0..SIZES.len()).rev().for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
+        engine.begin(rules(step), 0).unwrap();
+        engine.finish(Reader::Caller).unwrap();
         assert!(plain.copies() == model.copies(), "{shape:?}: parameters of step {step}");
         if step % 10 == 0 {
             engine.set_plan(Plan::cpu(SIZES.len())).unwrap();
@@ -149,7 +149,7 @@ fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
             assert!(plain.states() == model.states(), "{shape:?}: states of step {step}");
         }
     }
-    assert!(!engine.timings().unwrap().is_empty());
+    assert!(!engine.ran().unwrap().is_empty());
 }
 
 /// 100 steps, a new plan at every one: all wires, all homes of gradients, one to three slots, every type of gradient
@@ -171,10 +171,10 @@ fn a_hundred_steps_with_changing_plans_have_the_bits_of_the_all_cpu_run() {
 struct Forgetful(Host);
 
 impl Backend for Forgetful {
-    fn play(&self, command: Command) -> Result<()> {
+    fn play(&self, command: Command, model: u64) -> Result<()> {
         match command {
             Command::Run(_, Work::Flush { subgroup: 3, .. }) => Ok(()),
-            other => self.0.play(other),
+            other => self.0.play(other, model),
         }
     }
 
@@ -201,9 +201,9 @@ fn a_state_that_is_lost_shows_in_the_bits() {
         plain.gradients(step);
         model.gradients(step);
         plain.step(&rules(step));
-        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup).unwrap());
-        engine.begin(rules(step)).unwrap();
-        engine.finish(Lane::Caller).unwrap();
+        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
+        engine.begin(rules(step), 0).unwrap();
+        engine.finish(Reader::Caller).unwrap();
         assert_eq!(plain.copies() == model.copies(), step == 1);
     }
 }
@@ -212,10 +212,10 @@ fn a_state_that_is_lost_shows_in_the_bits() {
 struct Breaking(Host);
 
 impl Backend for Breaking {
-    fn play(&self, command: Command) -> Result<()> {
+    fn play(&self, command: Command, model: u64) -> Result<()> {
         match command {
             Command::Run(_, Work::CpuStep { subgroup: 5, .. }) => Err(Error::Unsupported("it broke".into())),
-            other => self.0.play(other),
+            other => self.0.play(other, model),
         }
     }
 
@@ -240,11 +240,11 @@ fn a_failure_ends_every_wait_and_names_what_is_not_home() {
     let mut sites = vec![Site::Cpu; SIZES.len()];
     (sites[0], sites[8]) = (Site::Gpu, Site::Resident);
     engine.set_plan(Plan::of(sites)).unwrap();
-    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup).unwrap());
-    engine.begin(vec![rules(1)[0]]).unwrap();
-    let failed = engine.finish(Lane::Caller).unwrap_err();
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
+    engine.begin(vec![rules(1)[0]], 0).unwrap();
+    let failed = engine.finish(Reader::Caller).unwrap_err();
     assert!(failed.to_string().contains("it broke"), "{failed}");
-    assert!(engine.publish(7, Lane::Caller).is_err() && engine.gradient(0).is_err());
+    assert!(engine.publish(7, Reader::Caller).is_err() && engine.gradient(0, 0).is_err());
     let away = engine.away();
     assert!([5, 7, 8].iter().all(|subgroup| away.contains(subgroup)) && !away.contains(&1), "{away:?}");
 }
@@ -263,9 +263,44 @@ fn what_does_not_fit_is_refused() {
     swapped.swap(0, 3);
     assert!(Host::new(&shape, swapped).is_err());
     let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
-    assert!(engine.begin(rules(1)).is_err() && engine.publish(9, Lane::Caller).is_err());
-    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup).unwrap());
-    assert!(engine.begin(rules(1)[..2].to_vec()).is_err());
-    engine.begin(rules(1)).unwrap();
-    engine.finish(Lane::Model).unwrap();
+    assert!(engine.begin(rules(1), 0).is_err() && engine.publish(9, Reader::Caller).is_err());
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
+    assert!(engine.begin(rules(1)[..2].to_vec(), 0).is_err());
+    engine.begin(rules(1), 0).unwrap();
+    engine.finish(Reader::Stream(0)).unwrap();
+    assert!(engine.publish(0, Reader::Stream(7)).is_err());
+}
+
+/// Rates that are far off are corrected by what steps take, and plans follow without a bit changing.
+#[test]
+fn plans_that_follow_the_timings_have_the_bits_too() {
+    let shape = shape(Wire::Native, GpuGrads::Kept, 2);
+    let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
+    let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
+    assert!(engine.replan(0.0).is_err() && engine.rates().unwrap().is_none());
+    let rate = 1e9;
+    let rates = Rates {
+        cpu: rate,
+        downscale: f64::INFINITY,
+        gpu: rate,
+        h2d: 20.0 * rate,
+        d2h: 20.0 * rate,
+        cast: f64::INFINITY,
+        dram: f64::INFINITY,
+        duplex: true,
+    };
+    engine.calibrate(rates).unwrap();
+    assert!(engine.replan(0.0).unwrap());
+    assert!(engine.plan().unwrap().count_on(Site::Gpu) > 0);
+    for step in 1..=10 {
+        plain.gradients(step);
+        model.gradients(step);
+        plain.step(&rules(step));
+        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
+        engine.begin(rules(step), 0).unwrap();
+        engine.finish(Reader::Caller).unwrap();
+        assert!(plain.copies() == model.copies());
+        assert!(!engine.ran().unwrap().is_empty());
+        engine.replan(0.0).unwrap();
+    }
 }

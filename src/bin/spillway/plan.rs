@@ -1,0 +1,249 @@
+//! `spillway plan`: what the model says of an interleaved update, and of the plans it is compared with.
+#![forbid(unsafe_code)]
+
+use std::str::FromStr;
+
+use spillway::error::{Error, Result};
+use spillway::plan::interleave::choose::{Choice, Mode, choose};
+use spillway::plan::interleave::memory::{Bytes, bytes};
+use spillway::plan::interleave::share::{self, Balance};
+use spillway::plan::interleave::sites::{Plan, Site};
+use spillway::plan::interleave::{GpuGrads, Rates, Shape, Wire};
+
+const GIGA: f64 = 1e9;
+const GIB: f64 = (1_u64 << 30) as f64;
+/// Bytes of a word on the link.
+const WORD: f64 = 4.0;
+
+/// The machine, the model and the way to plan.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Parameters of this GPU's share, in billions.
+    #[arg(long, default_value_t = 5.0)]
+    pub parameters: f64,
+    /// Parameters of a subgroup, in millions.
+    #[arg(long, default_value_t = 100.0)]
+    pub subgroup: f64,
+    /// Subgroups whose state lives on the GPU.
+    #[arg(long, default_value_t = 0)]
+    pub residents: usize,
+    /// CPU step, billions of parameters per second.
+    #[arg(long, default_value_t = 2.0)]
+    pub cpu: f64,
+    /// Rounding to 16 bits as a pass of its own on the CPU, billions per second; left out, the step does it.
+    #[arg(long, default_value_t = f64::INFINITY)]
+    pub downscale: f64,
+    /// GPU step, billions of parameters per second.
+    #[arg(long, default_value_t = 100.0)]
+    pub gpu: f64,
+    /// Link, GB/s in each direction.
+    #[arg(long, default_value_t = 55.0)]
+    pub link: f64,
+    /// Widening gradients on the GPU, billions per second; left out, it takes no time.
+    #[arg(long, default_value_t = f64::INFINITY)]
+    pub cast: f64,
+    /// Host memory, GB/s; left out, it never binds.
+    #[arg(long, default_value_t = f64::INFINITY)]
+    pub dram: f64,
+    /// One direction of the link at a time.
+    #[arg(long)]
+    pub half_duplex: bool,
+    /// State buffers on the GPU.
+    #[arg(long, default_value_t = 2)]
+    pub slots: usize,
+    /// Parameters of a copy, in millions.
+    #[arg(long, default_value_t = 16.0)]
+    pub chunk: f64,
+    /// Form in which gradients go to the host: f32, native or delivered.
+    #[arg(long, default_value = "native", value_parser = wire)]
+    pub wire: Wire,
+    /// Gradients of GPU subgroups wait on the host.
+    #[arg(long)]
+    pub fetch_gradients: bool,
+    /// Seconds of the backward pass that the update hides behind.
+    #[arg(long, default_value_t = 0.0)]
+    pub backward: f64,
+    /// Rule: model, eq1, paper, stride=K or count=N.
+    #[arg(long, default_value = "model", value_parser = mode)]
+    pub mode: Mode,
+    /// Prints one JSON object instead of a table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(serde::Serialize)]
+struct Report {
+    plan: String,
+    subgroups: usize,
+    on_gpu: usize,
+    residents: usize,
+    seconds: f64,
+    home_seconds: f64,
+    serial_seconds: f64,
+    share_eq1: f64,
+    share_two_slots: f64,
+    gpu_bytes: u64,
+    host_bytes: u64,
+    to_device_bytes: u64,
+    to_host_bytes: u64,
+}
+
+impl Options {
+    pub fn rates(&self) -> Rates {
+        Rates {
+            cpu: self.cpu * GIGA,
+            downscale: self.downscale * GIGA,
+            gpu: self.gpu * GIGA,
+            h2d: self.link * GIGA / WORD,
+            d2h: self.link * GIGA / WORD,
+            cast: self.cast * GIGA,
+            dram: self.dram * GIGA,
+            duplex: !self.half_duplex,
+        }
+    }
+
+    pub fn shape(&self) -> Result<Shape> {
+        let whole = |name: &'static str, value: f64| match value >= 1.0 && value < 2_f64.powi(56) {
+            true => Ok(value as u64),
+            false => Err(Error::invalid(name, "is under 1 or over 2^56")),
+        };
+        let total = whole("parameters", self.parameters * GIGA)?;
+        let size = whole("subgroup", self.subgroup * 1e6)?.min(total);
+        let mut shape = Shape::uniform((total / size) as usize, size);
+        if !total.is_multiple_of(size) {
+            shape.sizes.push(total % size);
+        }
+        let gpu_grads = if self.fetch_gradients { GpuGrads::Fetched } else { GpuGrads::Kept };
+        let chunk = whole("chunk", self.chunk * 1e6)?;
+        Ok(Shape { chunk, slots: self.slots, wire: self.wire, gpu_grads, ..shape })
+    }
+
+    pub fn choose(&self, shape: &Shape, mode: Mode) -> Result<Choice> {
+        choose(shape, &self.rates(), self.residents, self.backward, mode)
+    }
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let (shape, rates) = (options.shape()?, options.rates());
+    let chosen = options.choose(&shape, options.mode)?;
+    let found = bytes(&shape, &chosen.plan);
+    let serial = shape.total() as f64 / share::serial_throughput(&rates);
+    if options.json {
+        let report = report(&shape, &rates, &chosen, &found, serial);
+        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
+        return Ok(());
+    }
+    print_plan(&chosen.plan, shape.largest());
+    println!("\n                          seconds   G/s   against serial");
+    print_row("serial update", serial, &shape, serial);
+    let rows = [
+        ("all on the CPU", Mode::Count(0)),
+        ("paper's stride", Mode::Paper),
+        ("stride of Eq. 1", Mode::Eq1),
+        ("model's best", Mode::Model),
+    ];
+    for (name, mode) in rows {
+        print_row(name, options.choose(&shape, mode)?.prediction.exposed, &shape, serial);
+    }
+    print_row("this plan", chosen.prediction.exposed, &shape, serial);
+    println!("last flush at home        {:7.3}", chosen.prediction.home);
+    print_busy(&chosen);
+    print_bytes(&found);
+    Ok(())
+}
+
+fn report(shape: &Shape, rates: &Rates, chosen: &Choice, found: &Bytes, serial: f64) -> Report {
+    let fetched = shape.fetched_words();
+    Report {
+        plan: letters(&chosen.plan),
+        subgroups: shape.count(),
+        on_gpu: chosen.plan.count_on(Site::Gpu),
+        residents: chosen.plan.count_on(Site::Resident),
+        seconds: chosen.prediction.exposed,
+        home_seconds: chosen.prediction.home,
+        serial_seconds: serial,
+        share_eq1: share::gpu_share(rates, fetched, Balance::OneSlot),
+        share_two_slots: share::gpu_share(rates, fetched, Balance::TwoSlots),
+        gpu_bytes: found.gpu(),
+        host_bytes: found.host(),
+        to_device_bytes: found.to_device,
+        to_host_bytes: found.to_host,
+    }
+}
+
+fn letters(plan: &Plan) -> String {
+    let letter = |site: &Site| match site {
+        Site::Cpu => 'c',
+        Site::Gpu => 'G',
+        Site::Resident => 'R',
+    };
+    plan.sites().iter().map(letter).collect()
+}
+
+fn print_plan(plan: &Plan, size: u64) {
+    let [cpu, gpu, residents] = [Site::Cpu, Site::Gpu, Site::Resident].map(|site| plan.count_on(site));
+    println!(
+        "{} subgroups of {} M: {cpu} on the CPU (c), {gpu} on the GPU (G), {residents} resident (R)",
+        plan.count(),
+        size as f64 / 1e6
+    );
+    let letters = letters(plan);
+    for line in letters.as_bytes().chunks(100) {
+        println!("{}", String::from_utf8_lossy(line));
+    }
+}
+
+fn print_row(name: &str, seconds: f64, shape: &Shape, serial: f64) {
+    let rate = shape.total() as f64 / seconds / GIGA;
+    println!("{name:<25} {seconds:7.3} {rate:6.2}   {:5.2}", serial / seconds);
+}
+
+fn print_busy(chosen: &Choice) {
+    let [cpu, h2d, d2h, gpu] = chosen.prediction.busy;
+    println!("\nseconds of work: CPU {cpu:.3}, to the GPU {h2d:.3}, to the host {d2h:.3}, GPU {gpu:.3}");
+}
+
+fn print_bytes(found: &Bytes) {
+    let gib = |bytes: u64| bytes as f64 / GIB;
+    println!(
+        "GPU memory  {:8.2} GiB: slots {:.2}, residents {:.2}, kept gradients {:.2}, chunks {:.2}",
+        gib(found.gpu()),
+        gib(found.slots),
+        gib(found.residents),
+        gib(found.kept_grads),
+        gib(found.chunks)
+    );
+    println!(
+        "host memory {:8.2} GiB, pinned: states {:.2}, gradients {:.2}, staging {:.2}",
+        gib(found.host()),
+        gib(found.host_states),
+        gib(found.host_grads),
+        gib(found.stages)
+    );
+    println!(
+        "a step moves {:.2} GiB to the GPU and {:.2} GiB back",
+        gib(found.to_device),
+        gib(found.to_host)
+    );
+}
+
+fn wire(text: &str) -> std::result::Result<Wire, String> {
+    match text {
+        "f32" => Ok(Wire::F32),
+        "native" => Ok(Wire::Native),
+        "delivered" => Ok(Wire::Delivered),
+        _ => Err("is none of f32, native, delivered".to_string()),
+    }
+}
+
+fn mode(text: &str) -> std::result::Result<Mode, String> {
+    let number = |text: &str| usize::from_str(text).map_err(|error| error.to_string());
+    match text.split_once('=') {
+        None if text == "model" => Ok(Mode::Model),
+        None if text == "eq1" => Ok(Mode::Eq1),
+        None if text == "paper" => Ok(Mode::Paper),
+        Some(("stride", stride)) => number(stride).map(Mode::Stride),
+        Some(("count", count)) => number(count).map(Mode::Count),
+        _ => Err("is none of model, eq1, paper, stride=K, count=N".to_string()),
+    }
+}

@@ -1,0 +1,33 @@
+//! `spillway trace`: one step of an interleaved update, from the model, as a file for Perfetto.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+
+use spillway::error::{Error, Result};
+use spillway::offload::interleave::trace;
+
+use super::plan;
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Where the trace is written; open it in ui.perfetto.dev or chrome://tracing.
+    #[arg(long, default_value = "step.json")]
+    output: PathBuf,
+    #[command(flatten)]
+    plan: plan::Options,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let shape = options.plan.shape()?;
+    let chosen = options.plan.choose(&shape, options.plan.mode)?;
+    let trace = trace::of_prediction(&chosen.prediction);
+    std::fs::write(&options.output, trace.to_json())
+        .map_err(|error| Error::system("writing the trace", &error))?;
+    println!(
+        "{}: {} spans, update exposed for {:.3} s",
+        options.output.display(),
+        trace.len(),
+        chosen.prediction.exposed
+    );
+    Ok(())
+}

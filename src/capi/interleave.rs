@@ -1,0 +1,407 @@
+//! The interleaved update of CPU and GPU as an object.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+
+use super::adam::{self, spw_adam_options};
+use super::guard::guard;
+use super::library::out;
+use super::plan::{parse_wire, read_rates, read_sites, shape_of, spw_plan_rates, write_sites};
+use super::record::{self, Record};
+use super::status::spw_status;
+use super::tensor::parse_dtype;
+use super::text::hand_out;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::offload::interleave::engine::{Engine, Reader};
+use crate::offload::interleave::host::{Host, Subgroup};
+use crate::offload::interleave::trace;
+use crate::plan::interleave::MAX_SUBGROUPS;
+use crate::sys::lent::Lent;
+
+/// What an interleaved update runs on. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_interleave_backend {
+    /// Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU.
+    SPW_INTERLEAVE_HOST = 0,
+    /// A GPU. SPW_ERR_UNSUPPORTED in this version.
+    SPW_INTERLEAVE_CUDA = 1,
+}
+
+/// What is fixed for the life of an interleaved update.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_interleave_options {
+    /// `sizeof(spw_interleave_options)`
+    pub struct_size: u32,
+    /// An `spw_interleave_backend`.
+    pub backend: u32,
+    /// An `spw_plan_wire`.
+    pub wire: u32,
+    /// 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    pub fetch_gradients: u32,
+    /// State buffers on the GPU; 0 is 2.
+    pub slots: u32,
+    /// `spw_dtype` of all gradients.
+    pub grad_dtype: u32,
+    /// `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
+    pub copy_dtype: u32,
+    /// 0
+    pub reserved: u32,
+    /// Parameters per copy; 0 is 16 Mi.
+    pub chunk: u64,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_interleave_options {
+    const FIRST_SIZE: usize = 40;
+    const NAME: &'static str = "spw_interleave_options";
+}
+
+/// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
+/// `spw_interleave_close`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_interleave_subgroup {
+    /// `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Number of elements; may be 0.
+    pub n: u64,
+    /// Master parameter, f32, in host memory.
+    pub param: *mut c_void,
+    /// First moment, f32, in host memory.
+    pub exp_avg: *mut c_void,
+    /// Second moment, f32, in host memory.
+    pub exp_avg_sq: *mut c_void,
+    /// Gradient, where the model makes it. The caller writes it before `spw_interleave_gradient`.
+    pub grad: *mut c_void,
+    /// 16-bit parameter, where the model reads it; NULL if there is none.
+    pub param_copy: *mut c_void,
+}
+
+// SAFETY: integers and pointers without padding; a null pointer is valid.
+unsafe impl Record for spw_interleave_subgroup {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_interleave_subgroup";
+}
+
+/// An interleaved update. Any thread may use one at any time.
+pub struct spw_interleave(Engine<Host>);
+
+/// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
+/// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+///
+/// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
+/// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
+/// the plans, the bits are those of `spw_adam_step` on every subgroup.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
+/// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
+/// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
+/// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_open(
+    options: *const spw_interleave_options,
+    subgroups: *const spw_interleave_subgroup,
+    count: usize,
+    interleave_out: *mut *mut spw_interleave,
+) -> spw_status {
+    guard(|| {
+        let interleave_out = out(interleave_out, "interleave_out")?;
+        // SAFETY: the caller's promise is the callees'.
+        let (raw, subgroups) =
+            unsafe { (record::read(options, "options")?, read_subgroups(subgroups, count)?) };
+        record::zero("options.reserved", raw.reserved)?;
+        match raw.backend {
+            0 => {}
+            1 => return Err(Error::Unsupported("the interleaved update has no CUDA backend yet".into())),
+            other => {
+                let reason = format!("{other} is not an spw_interleave_backend");
+                return Err(Error::invalid("options.backend", reason));
+            }
+        }
+        let sizes = subgroups.iter().map(|subgroup| subgroup.n).collect();
+        let wire = parse_wire("options.wire", raw.wire)?;
+        let fetch = record::flag("options.fetch_gradients", raw.fetch_gradients)?;
+        let shape = shape_of(sizes, wire, fetch, raw.slots, raw.chunk)?;
+        let grad = parse_dtype(raw.grad_dtype, "options.grad_dtype")?;
+        let copy = match raw.copy_dtype {
+            0 => None,
+            dtype => Some(parse_dtype(dtype, "options.copy_dtype")?),
+        };
+        // SAFETY: the caller lends the spans until the object is closed.
+        let lent = subgroups.iter().enumerate().map(|(index, raw)| unsafe {
+            lend(raw, grad, copy).map_err(|error| error.within(&format!("subgroups[{index}].")))
+        });
+        let host = Host::new(&shape, lent.collect::<Result<_>>()?)?;
+        let made = Box::new(spw_interleave(Engine::new(shape, host)?));
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { interleave_out.write(Box::into_raw(made)) };
+        Ok(())
+    })
+}
+
+/// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
+/// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
+///
+/// # Safety
+/// `sites` has `count` entries.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_set_plan(
+    interleave: Option<&spw_interleave>,
+    sites: *const u32,
+    count: usize,
+) -> spw_status {
+    guard(|| {
+        let engine = object(interleave)?;
+        if count > MAX_SUBGROUPS {
+            return Err(Error::invalid("count", format!("is {count}, over {MAX_SUBGROUPS}")));
+        }
+        // SAFETY: the caller's promise is the callee's.
+        engine.set_plan(unsafe { read_sites(sites, count) }?)
+    })
+}
+
+/// The plan of the next step, or of the one under way: a site per subgroup.
+///
+/// # Safety
+/// `sites` has room for one entry per subgroup.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_get_plan(
+    interleave: Option<&spw_interleave>,
+    sites: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let sites = out(sites, "sites")?;
+        let plan = object(interleave)?.plan()?;
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { write_sites(&plan, sites) };
+        Ok(())
+    })
+}
+
+/// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
+/// is 0 and the gradient is there. Its way to where the plan needs it begins.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_gradient(
+    interleave: Option<&spw_interleave>,
+    subgroup: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| object(interleave)?.gradient(number(subgroup), stream))
+}
+
+/// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
+/// published. Without this call `spw_interleave_begin` says it for every subgroup.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_params_free(
+    interleave: Option<&spw_interleave>,
+    subgroup: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| object(interleave)?.params_free(number(subgroup), stream))
+}
+
+/// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
+/// per subgroup, `struct_size` bytes apart.
+///
+/// # Safety
+/// `options` points to `count` structs.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_begin(
+    interleave: Option<&spw_interleave>,
+    options: *const spw_adam_options,
+    count: usize,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        let engine = object(interleave)?;
+        // SAFETY: the caller's promise is the callee's.
+        engine.begin(unsafe { adam::rules(options, count) }?, stream)
+    })
+}
+
+/// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
+/// returns when they are there.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_publish(
+    interleave: Option<&spw_interleave>,
+    subgroup: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| object(interleave)?.publish(number(subgroup), Reader::Stream(stream)))
+}
+
+/// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
+///
+/// # Safety
+/// `ready_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_is_ready(
+    interleave: Option<&spw_interleave>,
+    subgroup: u64,
+    ready_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let ready_out = out(ready_out, "ready_out")?;
+        let ready = object(interleave)?.is_ready(number(subgroup))?;
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { ready_out.write(ready.into()) };
+        Ok(())
+    })
+}
+
+/// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_finish(interleave: Option<&spw_interleave>) -> spw_status {
+    guard(|| object(interleave)?.finish(Reader::Caller))
+}
+
+/// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
+/// those of residents, set a plan without residents first.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_drain(interleave: Option<&spw_interleave>) -> spw_status {
+    guard(|| object(interleave)?.drain())
+}
+
+/// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
+/// order, their number to `count_out`. After a failure these are the states that are lost.
+///
+/// # Safety
+/// `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_away(
+    interleave: Option<&spw_interleave>,
+    subgroups: *mut u64,
+    room: usize,
+    count_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let count_out = out(count_out, "count_out")?;
+        if subgroups.is_null() && room > 0 {
+            return Err(Error::invalid("subgroups", "is NULL"));
+        }
+        let away = object(interleave)?.away();
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe {
+            away.iter().take(room).enumerate().for_each(|(at, index)| subgroups.add(at).write(*index as u64));
+            count_out.write(away.len() as u64);
+        }
+        Ok(())
+    })
+}
+
+/// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
+///
+/// # Safety
+/// `rates` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_calibrate(
+    interleave: Option<&spw_interleave>,
+    rates: *const spw_plan_rates,
+) -> spw_status {
+    guard(|| {
+        let engine = object(interleave)?;
+        // SAFETY: the caller's promise is the callee's.
+        engine.calibrate(unsafe { read_rates(rates) }?)
+    })
+}
+
+/// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
+/// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
+/// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
+///
+/// # Safety
+/// `changed_out` is NULL or points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_replan(
+    interleave: Option<&spw_interleave>,
+    backward: f64,
+    changed_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let changed = object(interleave)?.replan(backward)?;
+        if !changed_out.is_null() {
+            // SAFETY: not NULL, and the caller's promise.
+            unsafe { changed_out.write(changed.into()) };
+        }
+        Ok(())
+    })
+}
+
+/// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
+/// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
+///
+/// # Safety
+/// `text` is NULL or points to `size` bytes, `needed_out` to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_trace(
+    interleave: Option<&spw_interleave>,
+    text: *mut c_char,
+    size: usize,
+    needed_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let ran = object(interleave)?.ran()?;
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { hand_out(&trace::of_timings(&ran).to_json(), text, size, needed_out) }
+    })
+}
+
+/// Frees the update, after all that it still moves is moved. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_close(interleave: Option<Box<spw_interleave>>) -> spw_status {
+    guard(|| {
+        drop(interleave);
+        Ok(())
+    })
+}
+
+fn object(interleave: Option<&spw_interleave>) -> Result<&Engine<Host>> {
+    interleave.map(|interleave| &interleave.0).ok_or_else(|| Error::invalid("interleave", "is NULL"))
+}
+
+/// A subgroup's number; one beyond the address space is one that does not exist.
+fn number(subgroup: u64) -> usize {
+    usize::try_from(subgroup).unwrap_or(usize::MAX)
+}
+
+unsafe fn read_subgroups(
+    subgroups: *const spw_interleave_subgroup,
+    count: usize,
+) -> Result<Vec<spw_interleave_subgroup>> {
+    if count > MAX_SUBGROUPS {
+        return Err(Error::invalid("count", format!("is {count}, over {MAX_SUBGROUPS}")));
+    }
+    // SAFETY: the caller's array has `count` structs, as far apart as each says.
+    unsafe { record::read_all(subgroups, count, "subgroups") }
+}
+
+unsafe fn lend(raw: &spw_interleave_subgroup, grad: Dtype, copy: Option<Dtype>) -> Result<Subgroup> {
+    record::zero("reserved", raw.reserved)?;
+    let n = usize::try_from(raw.n).map_err(|_| Error::invalid("n", "passes the address space"))?;
+    let lend = |argument: &'static str, start: *mut c_void, dtype: Dtype| {
+        // SAFETY: the caller lends the spans until the object is closed, and uses them when it may.
+        let lent = unsafe { Lent::new(start.cast(), dtype, n) };
+        let reason = || format!("is no span of {n} elements of {}, aligned to them", dtype.name());
+        lent.map(Arc::new).ok_or_else(|| Error::invalid(argument, reason()))
+    };
+    let copy = copy.map(|dtype| lend("param_copy", raw.param_copy, dtype)).transpose()?;
+    if copy.is_none() && !raw.param_copy.is_null() {
+        return Err(Error::invalid("param_copy", "is not NULL, but copy_dtype is SPW_DTYPE_NONE"));
+    }
+    Ok(Subgroup {
+        states: [
+            lend("exp_avg", raw.exp_avg, Dtype::F32)?,
+            lend("exp_avg_sq", raw.exp_avg_sq, Dtype::F32)?,
+            lend("param", raw.param, Dtype::F32)?,
+        ],
+        grad: lend("grad", raw.grad, grad)?,
+        copy,
+    })
+}

@@ -420,7 +420,8 @@ fn the_early_decision_spares_most_of_what_would_be_taken_back() {
         let clipped: Vec<&Vec<f32>> = norms.iter().filter(|step| norm(step) + 1e-6 > max_norm).collect();
         let naive: usize = clipped.iter().map(|step| step.len()).sum();
         // Up to and with the bucket that brings the sum past the limit.
-        let until = |step: &&Vec<f32>| (1..).find(|n| norm(&step[..*n]) + 1e-6 > max_norm).expect("all of them do");
+        let until =
+            |step: &&Vec<f32>| (1..).find(|n| norm(&step[..*n]) + 1e-6 > max_norm).expect("all of them do");
         let expected: usize = clipped.iter().map(until).sum();
         let stats = replay(&norms, max_norm, false);
         println!(

@@ -185,8 +185,9 @@ mod tests {
         count.store(1, Ordering::Release);
         assert_eq!(look(&events), [yes, yes, yes, no]);
         // SAFETY: neither is ever read.
-        let bad =
-            [unsafe { Word::new(std::ptr::null(), 0) }, unsafe { Word::new(count.as_ptr().wrapping_byte_add(2), 0) }];
+        let bad = [unsafe { Word::new(std::ptr::null(), 0) }, unsafe {
+            Word::new(count.as_ptr().wrapping_byte_add(2), 0)
+        }];
         assert!(bad.iter().all(Option::is_none));
     }
 

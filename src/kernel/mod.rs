@@ -9,7 +9,7 @@
 //! | `element` | element types in memory, and the table of type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
 //! | `vector` | the operations that an instruction set supplies; `scalar`, `avx2`, `avx512`, `neon` supply them |
-//! | `sve` | Adam by the C body in kernels/, since Rust has no SVE |
+//! | `sve`, `sve_undo` | Adam and its undo by the C bodies in kernels/, since Rust has no SVE |
 //! | `select` | which set this process uses |
 //! | `float_mode` | IEEE arithmetic whatever the caller's thread has switched on |
 
@@ -34,6 +34,8 @@ mod neon;
 mod scalar;
 #[cfg(target_arch = "aarch64")]
 mod sve;
+#[cfg(target_arch = "aarch64")]
+mod sve_undo;
 
 #[cfg(test)]
 pub(crate) mod check;

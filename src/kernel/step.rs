@@ -19,8 +19,8 @@ pub fn step<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: b
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;
     #[cfg(target_arch = "aarch64")]
-    if let (Some(body), Some(adam)) = (kernel.adam_body(), rule.as_adam())
-        && let Some(sum) = super::sve::step(body, adam, &mut tensor, squares)
+    if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
+        && let Some(sum) = super::sve::step(adam, rule, &mut tensor, squares)
     {
         return Ok(sum);
     }

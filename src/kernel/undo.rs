@@ -39,7 +39,7 @@ pub fn log_used(log: &[u8]) -> u64 {
     log.first_chunk::<HEADER>().map_or(0, |used| u64::from_ne_bytes(*used))
 }
 
-const HEADER: usize = size_of::<u64>();
+pub(super) const HEADER: usize = size_of::<u64>();
 const SLACK: usize = 64;
 const ALIGNMENT: usize = 64;
 
@@ -48,6 +48,12 @@ const ALIGNMENT: usize = 64;
 pub fn undo<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;
+    #[cfg(target_arch = "aarch64")]
+    if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
+        && super::sve_undo::undo(adam, rule, &mut tensor, again)
+    {
+        return Ok(());
+    }
     with_types(dtypes, UndoStep { kernel, rule, tensor: &mut tensor, again }).ok_or_else(|| no_kernel(dtypes))
 }
 

@@ -3,7 +3,8 @@
 //! | file | holds |
 //! |---|---|
 //! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
-//! | `step`, `undo` | a step over a chunk, recorded if wanted, and its exact reversal |
+//! | `step`, `record`, `undo` | a step over a chunk, recorded if wanted, and its exact reversal |
+//! | `pack` | how the differences of a record become bytes |
 //! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
 //! | `element` | element types in memory, and the table of type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
@@ -14,6 +15,8 @@
 
 mod element;
 mod float_mode;
+mod pack;
+mod record;
 mod rules;
 mod select;
 pub(crate) mod squares;
@@ -37,6 +40,10 @@ mod sve;
 mod check;
 #[cfg(test)]
 mod check_bounds;
+#[cfg(test)]
+mod check_stream;
+#[cfg(test)]
+mod check_undo;
 
 pub use float_mode::IeeeMode;
 pub use rules::{AdagradRule, AdamRule, LionRule, Rule, StreamRule, WeightDecay};

@@ -8,12 +8,12 @@ import ctypes as _ctypes
 from . import _abi, _native
 from .errors import (InternalError, InvalidArgument, LibraryNotFound, SpillwayError, SystemFailure, UnknownId,
                      Unsupported)
-from .optim import Adagrad, Adam, Lion, Prepared, StepStats, grad_stats
+from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, grad_stats
 
 __version__ = "0.1.0"
 
 __all__ = ["Adagrad", "Adam", "InternalError", "InvalidArgument", "LibraryNotFound", "Lion", "Prepared",
-           "SpillwayError", "StepStats", "SystemFailure", "UnknownId", "Unsupported", "grad_stats", "kernel_name",
+           "Recording", "SpillwayError", "StepStats", "SystemFailure", "UnknownId", "Unsupported", "grad_stats", "kernel_name",
            "library_path", "library_version", "num_threads", "set_log", "set_num_threads", "stats"]
 
 library_path = _native.library_path

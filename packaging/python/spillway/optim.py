@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from . import _abi, _arrays, _native
 from .errors import InvalidArgument
+from .recording import Recording
 
 
 class StepStats(NamedTuple):
@@ -41,9 +42,12 @@ class _Optimizer:
         With stats=True returns StepStats of the scaled gradients. `uint16_as` says what uint16 arrays hold."""
         return self.prepare(tensors, uint16_as=uint16_as).step(grad_scale=grad_scale, stats=stats)
 
-    def prepare(self, tensors, *, uint16_as=None):
-        """Checks the tensors once and keeps their addresses, and their memory, for repeated steps."""
-        return Prepared(self, tensors, uint16_as)
+    def prepare(self, tensors, *, shadow=None, uint16_as=None):
+        """Checks the tensors once and keeps their addresses, and their memory, for repeated steps.
+
+        With `shadow`, a tuple of param and the states for each tensor, steps write there and leave the tensors' own
+        values as they are."""
+        return Prepared(self, tensors, shadow, uint16_as)
 
     def _set(self, name, value):
         try:
@@ -51,13 +55,16 @@ class _Optimizer:
         except TypeError as error:
             raise InvalidArgument(f"{name} is {value!r}; a number is needed") from error
 
-    def _run(self, table, count, grad_scale, wanted):
+    def _run(self, table, count, grad_scale, wanted, recording=None):
         self._set("grad_scale", grad_scale)
         if hasattr(self._options, "step"):
             self._options.step = self.step_count + 1
         out = _abi.sized(_abi.StepStats) if wanted else None
-        call = getattr(_native.library(), f"spw_{self._c_name}_step")
-        _native.check(call(ctypes.byref(self._options), table, count, ctypes.byref(out) if wanted else None))
+        arguments = ctypes.byref(self._options), table, count, ctypes.byref(out) if wanted else None
+        if recording is None:
+            _native.check(getattr(_native.library(), f"spw_{self._c_name}_step")(*arguments))
+        else:
+            _native.check(getattr(_native.library(), f"spw_undo_{self._c_name}_step")(recording, *arguments))
         self.step_count += 1
         return StepStats(bool(out.nonfinite), out.sum_squares) if wanted else None
 
@@ -117,8 +124,8 @@ class Prepared:
     """Tensors of one optimizer, checked once. The arrays' memory is kept alive and must not be replaced: an array
     that gets other storage (`param.data = ...`, a new `param.grad`) has to be prepared again."""
 
-    def __init__(self, optimizer, tensors, uint16_as=None):
-        self._optimizer = optimizer
+    def __init__(self, optimizer, tensors, shadow=None, uint16_as=None):
+        self.optimizer = optimizer
         names = ("param", "grad", *optimizer._states, "param_copy")
         try:
             entries = [tuple(entry) for entry in tensors]
@@ -127,6 +134,13 @@ class Prepared:
         self._table = (_abi.Tensor * len(entries))()
         for index, entry in enumerate(entries):
             _fill(self._table[index], entry, names, f"tensors[{index}].", uint16_as)
+        if shadow is not None:
+            shadows = [tuple(entry) for entry in shadow]
+            if len(shadows) != len(entries):
+                raise InvalidArgument(f"shadow has {len(shadows)} entries for {len(entries)} tensors")
+            for index, (entry, own) in enumerate(zip(shadows, entries)):
+                _fill_shadow(self._table[index], entry, own, ("param", *optimizer._states), index, uint16_as)
+            entries += shadows
         self._held = [_arrays.held(array) for entry in entries for array in entry if array is not None]
 
     def __len__(self):
@@ -134,7 +148,19 @@ class Prepared:
 
     def step(self, *, grad_scale=1.0, stats=False):
         """One step of the optimizer over these tensors; with stats=True returns StepStats."""
-        return self._optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats)
+        return self._run(grad_scale, stats)
+
+    def record(self, mode="delta"):
+        """A Recording, whose steps can be taken back: "delta", "shadow" or "arithmetic"."""
+        return Recording(self, mode)
+
+    @property
+    def elements(self):
+        """Elements of all tensors together."""
+        return sum(row.n for row in self._table)
+
+    def _run(self, grad_scale, stats, recording=None):
+        return self.optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats, recording)
 
 
 def _fill(slot, entry, names, prefix, uint16_as):
@@ -157,6 +183,19 @@ def _fill(slot, entry, names, prefix, uint16_as):
         if field == "state_dtype" and slot.state_dtype not in (_abi.DTYPE_NONE, code):
             raise InvalidArgument(f"{argument} has another dtype than {prefix}exp_avg")
         setattr(slot, field, code)
+
+
+def _fill_shadow(slot, entry, own, names, index, uint16_as):
+    """Writes one shadow into a row of the C table."""
+    prefix = f"shadow[{index}]."
+    if len(entry) != len(names):
+        raise InvalidArgument(f"{prefix[:-1]} has {len(entry)} arrays; {', '.join(names)} expected")
+    for name, array in zip(names, entry):
+        address, _, code = _arrays.span(array, prefix + name, True, uint16_as)
+        _arrays.same_shape(array, own[0], prefix + name, f"tensors[{index}].param")
+        if code != getattr(slot, _DTYPE_FIELDS[name]):
+            raise InvalidArgument(f"{prefix}{name} has another dtype than tensors[{index}].{name}")
+        setattr(slot, f"shadow_{name}", address)
 
 
 _DTYPE_FIELDS = {"param": "param_dtype", "grad": "grad_dtype", "exp_avg": "state_dtype", "exp_avg_sq": "state_dtype",

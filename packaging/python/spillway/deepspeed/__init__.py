@@ -14,11 +14,13 @@ __all__ = ["OPS", "active", "install", "uninstall"]
 
 
 def active():
-    """For each replaced op the calls and elements served to DeepSpeed in this process, and the kernel that ran."""
+    """For each replaced op the calls and elements served to DeepSpeed in this process, the kernel that ran, and what
+    was recorded and taken back, if anything was."""
     import spillway
 
-    from . import _ops
+    from . import _ops, _undo
     report = {op: dict(zip(("calls", "elements"), _ops.served(op))) for op in OPS if op in _hook.installed()}
     if report:
         report["kernel"] = spillway.kernel_name()
+        report.update({"undo": recorded} if (recorded := _undo.report()) else {})
     return report

@@ -5,15 +5,18 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | L0 | [`error`], [`dtype`], [`log`], [`stats`]: no dependency inside the crate |
+//! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`plan`]: no dependency inside the crate |
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads |
+//! | L4 | [`tier`]: state on several storage paths |
+//! | L5 | [`offload`]: what moves when |
 //! | L6 | [`capi`]: convert, call one function, convert back |
 
 pub mod dtype;
 pub mod error;
 pub mod log;
+pub mod plan;
 pub mod stats;
 
 pub mod kernel;
@@ -23,6 +26,10 @@ pub mod optim;
 pub mod pool;
 
 pub mod io;
+
+pub mod tier;
+
+pub mod offload;
 
 pub mod capi;
 

@@ -24,8 +24,16 @@ pub mod grad;
 
 pub mod undo;
 
+pub mod speculate;
+
+pub mod spec_bucket;
+
+pub mod spec_verdict;
+
 pub mod pool;
 
 pub mod io;
+
+pub mod io_wait;
 
 pub mod deepspeed;

@@ -411,15 +411,8 @@ unsafe fn back<R: Rule>(
 
 /// Gives each tensor its part of the log.
 fn attach<'a, R>(jobs: Vec<Job<'a, R>>, mode: &'a mut Mode) -> Result<Vec<Job<'a, R>>> {
-    let Mode::Delta(log) = mode else { return Ok(jobs) };
-    let mut rest = log.bytes_mut();
-    let attached = jobs.into_iter().map(|job| {
-        let wanted = log_bytes(job.tensor.len());
-        let (mine, after) = std::mem::take(&mut rest)
-            .split_at_mut_checked(wanted)
-            .ok_or_else(|| Error::invalid("tensors", "have more elements than the recording has room for"))?;
-        rest = after;
-        Ok(Job { optimizer: job.optimizer, tensor: job.tensor.with_log(mine)? })
-    });
-    attached.collect()
+    match mode {
+        Mode::Delta(log) => undo::attach(jobs, log.bytes_mut()),
+        _ => Ok(jobs),
+    }
 }

@@ -5,6 +5,7 @@
 //! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
 //! | `step`, `record`, `undo` | a step over a chunk, recorded if wanted, and its exact reversal |
 //! | `pack` | how the differences of a record become bytes |
+//! | `publish` | the 16-bit copy of a parameter without a step |
 //! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
 //! | `element` | element types in memory, and the table of type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
@@ -16,6 +17,7 @@
 mod element;
 mod float_mode;
 mod pack;
+mod publish;
 mod record;
 mod rules;
 mod select;
@@ -46,6 +48,7 @@ mod check_stream;
 mod check_undo;
 
 pub use float_mode::IeeeMode;
+pub use publish::publish;
 pub use rules::{AdagradRule, AdamRule, LionRule, Rule, StreamRule, WeightDecay};
 pub use select::Kernel;
 pub use step::{grad_squares, step};

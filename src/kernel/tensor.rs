@@ -145,6 +145,11 @@ impl<'a> Tensor<'a> {
         self.grad
     }
 
+    /// Element type of the 16-bit copy, if one is written.
+    pub fn copy_dtype(&self) -> Option<Dtype> {
+        self.param_copy.as_ref().map(FloatsMut::dtype)
+    }
+
     /// Everything that its undo reads, by name.
     pub fn spans(&self) -> impl Iterator<Item = (&'static str, Floats<'_>)> {
         let States { param, exp_avg, exp_avg_sq } = &self.states;
@@ -216,7 +221,7 @@ impl<'a> Tensor<'a> {
             param: self.states.param.dtype(),
             state: first.or(second).unwrap_or(Dtype::F32),
             grad: self.grad.dtype(),
-            copy: self.param_copy.as_ref().map(FloatsMut::dtype),
+            copy: self.copy_dtype(),
         })
     }
 }

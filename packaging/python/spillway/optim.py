@@ -30,7 +30,7 @@ class _Optimizer:
     _states = ()
 
     def __init__(self, **given):
-        self._options = _native.initialised(self._options_type, f"spw_{self._c_name}_options_init")
+        self._options = _native.initialised(self._options_type, f"spw_{self.c_name}_options_init")
         for name, value in given.items():
             if value is not None:
                 self._set(name, value)
@@ -55,16 +55,21 @@ class _Optimizer:
         except TypeError as error:
             raise InvalidArgument(f"{name} is {value!r}; a number is needed") from error
 
-    def _run(self, table, count, grad_scale, wanted, recording=None):
+    def options_of_next_step(self, grad_scale):
+        """The options structure of the C library, for the step after those that were counted."""
         self._set("grad_scale", grad_scale)
         if hasattr(self._options, "step"):
             self._options.step = self.step_count + 1
+        return self._options
+
+    def _run(self, table, count, grad_scale, wanted, recording=None):
+        options = self.options_of_next_step(grad_scale)
         out = _abi.sized(_abi.StepStats) if wanted else None
-        arguments = ctypes.byref(self._options), table, count, ctypes.byref(out) if wanted else None
+        arguments = ctypes.byref(options), table, count, ctypes.byref(out) if wanted else None
         if recording is None:
-            _native.check(getattr(_native.library(), f"spw_{self._c_name}_step")(*arguments))
+            _native.check(getattr(_native.library(), f"spw_{self.c_name}_step")(*arguments))
         else:
-            _native.check(getattr(_native.library(), f"spw_undo_{self._c_name}_step")(recording, *arguments))
+            _native.check(getattr(_native.library(), f"spw_undo_{self.c_name}_step")(recording, *arguments))
         self.step_count += 1
         return StepStats(bool(out.nonfinite), out.sum_squares) if wanted else None
 
@@ -78,7 +83,7 @@ class Adam(_Optimizer):
 
     A tensor is (param, grad, exp_avg, exp_avg_sq[, param_copy]). What is not given has torch's default."""
 
-    _c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
+    c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
 
     def __init__(self, lr=None, betas=(None, None), eps=None, weight_decay=None, *, weight_decay_mode="decoupled",
                  bias_correction=True):
@@ -98,7 +103,7 @@ class Adam(_Optimizer):
 class Adagrad(_Optimizer):
     """Adagrad as in torch: weight decay enters gradient and variance. A tensor is (param, grad, exp_avg_sq[, copy])."""
 
-    _c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
+    c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
 
     def __init__(self, lr=None, lr_decay=None, eps=None, weight_decay=None):
         super().__init__(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
@@ -110,7 +115,7 @@ class Adagrad(_Optimizer):
 class Lion(_Optimizer):
     """Lion as in its paper. A tensor is (param, grad, exp_avg[, param_copy])."""
 
-    _c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
+    c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
 
     def __init__(self, lr=None, betas=(None, None), weight_decay=None):
         beta1, beta2 = _pair(betas)
@@ -126,22 +131,9 @@ class Prepared:
 
     def __init__(self, optimizer, tensors, shadow=None, uint16_as=None):
         self.optimizer = optimizer
-        names = ("param", "grad", *optimizer._states, "param_copy")
-        try:
-            entries = [tuple(entry) for entry in tensors]
-        except TypeError as error:
-            raise InvalidArgument(f"tensors: {error}; a list of tuples of arrays is needed") from error
-        self._table = (_abi.Tensor * len(entries))()
-        for index, entry in enumerate(entries):
-            _fill(self._table[index], entry, names, f"tensors[{index}].", uint16_as)
+        self._table, self._held = tensor_table(optimizer, tensors, uint16_as)
         if shadow is not None:
-            shadows = [tuple(entry) for entry in shadow]
-            if len(shadows) != len(entries):
-                raise InvalidArgument(f"shadow has {len(shadows)} entries for {len(entries)} tensors")
-            for index, (entry, own) in enumerate(zip(shadows, entries)):
-                _fill_shadow(self._table[index], entry, own, ("param", *optimizer._states), index, uint16_as)
-            entries += shadows
-        self._held = [_arrays.held(array) for entry in entries for array in entry if array is not None]
+            self._held += _fill_shadows(self._table, optimizer, shadow, tensors, uint16_as)
 
     def __len__(self):
         return len(self._table)
@@ -161,6 +153,19 @@ class Prepared:
 
     def _run(self, grad_scale, stats, recording=None):
         return self.optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats, recording)
+
+
+def tensor_table(optimizer, tensors, uint16_as=None):
+    """The C table of an optimizer's tensors, and references that keep their memory alive."""
+    names = ("param", "grad", *optimizer._states, "param_copy")
+    try:
+        entries = [tuple(entry) for entry in tensors]
+    except TypeError as error:
+        raise InvalidArgument(f"tensors: {error}; a list of tuples of arrays is needed") from error
+    table = (_abi.Tensor * len(entries))()
+    for index, entry in enumerate(entries):
+        _fill(table[index], entry, names, f"tensors[{index}].", uint16_as)
+    return table, [_arrays.held(array) for entry in entries for array in entry if array is not None]
 
 
 def _fill(slot, entry, names, prefix, uint16_as):
@@ -185,17 +190,23 @@ def _fill(slot, entry, names, prefix, uint16_as):
         setattr(slot, field, code)
 
 
-def _fill_shadow(slot, entry, own, names, index, uint16_as):
-    """Writes one shadow into a row of the C table."""
-    prefix = f"shadow[{index}]."
-    if len(entry) != len(names):
-        raise InvalidArgument(f"{prefix[:-1]} has {len(entry)} arrays; {', '.join(names)} expected")
-    for name, array in zip(names, entry):
-        address, _, code = _arrays.span(array, prefix + name, True, uint16_as)
-        _arrays.same_shape(array, own[0], prefix + name, f"tensors[{index}].param")
-        if code != getattr(slot, _DTYPE_FIELDS[name]):
-            raise InvalidArgument(f"{prefix}{name} has another dtype than tensors[{index}].{name}")
-        setattr(slot, f"shadow_{name}", address)
+def _fill_shadows(table, optimizer, shadow, tensors, uint16_as):
+    """Writes the shadows into the C table; references that keep their memory alive."""
+    entries = [tuple(entry) for entry in shadow]
+    if len(entries) != len(table):
+        raise InvalidArgument(f"shadow has {len(entries)} entries for {len(table)} tensors")
+    names = ("param", *optimizer._states)
+    for index, (slot, entry, own) in enumerate(zip(table, entries, tensors)):
+        prefix = f"shadow[{index}]."
+        if len(entry) != len(names):
+            raise InvalidArgument(f"{prefix[:-1]} has {len(entry)} arrays; {', '.join(names)} expected")
+        for name, array in zip(names, entry):
+            address, _, code = _arrays.span(array, prefix + name, True, uint16_as)
+            _arrays.same_shape(array, own[0], prefix + name, f"tensors[{index}].param")
+            if code != getattr(slot, _DTYPE_FIELDS[name]):
+                raise InvalidArgument(f"{prefix}{name} has another dtype than tensors[{index}].{name}")
+            setattr(slot, f"shadow_{name}", address)
+    return [_arrays.held(array) for entry in entries for array in entry]
 
 
 _DTYPE_FIELDS = {"param": "param_dtype", "grad": "grad_dtype", "exp_avg": "state_dtype", "exp_avg_sq": "state_dtype",

@@ -10,17 +10,27 @@ import shutil
 import sys
 import threading
 
-OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion")
+OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
+# What is replaced beside compiled ops.
+PARTS = (*OPS, "superoffload")
 
-_BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion"}
+_BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
+                    "AsyncIOBuilder": "async_io", "PinMemoryBuilder": "pin_memory", "GDSBuilder": "gds"}
 _ROOT = r"(?:deepspeed\.ops\.)?op_builder"
-_OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.(cpu_adam|cpu_adagrad|cpu_lion)")
+_OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.({'|'.join(OPS)})")
 _COMM_MODULE = re.compile(rf"{_ROOT}\.cpu\.comm")
 _ACCELERATOR_MODULE = re.compile(r"(?:deepspeed\.)?accelerator\.cpu_accelerator")
 _ADAM_MODULE = re.compile(r"deepspeed\.ops\.adam\.cpu_adam")
-_VERSION_MODULE = re.compile(r"deepspeed\.git_version_info(?:_installed)?")
+# Where DeepSpeed says which ops this machine can have; recent versions ask when asked.
+_REPORT_MODULE = re.compile(r"deepspeed\.(?:ops|git_version_info(?:_installed)?)")
+_SUPEROFFLOAD_MODULE = re.compile(r"deepspeed\.runtime\.superoffload\.superoffload_stage3")
 # Modules that copied a builder class into their own names.
-_HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)")
+_HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
+                      r"|deepspeed\.ops\.(?:aio|gds)|deepspeed\.nvme\.\w+|deepspeed\.runtime\.swap_tensor\.\w+"
+                      r"|deepspeed\.runtime\.model_checkpointing\.\w+")
+
+# Where DeepSpeed keeps a prebuilt op, if not in a folder of its name.
+_FOLDERS = {"async_io": "aio"}
 
 _lock = threading.RLock()
 _installed = set()
@@ -30,7 +40,7 @@ _missing_builders = {}
 
 
 def install(ops=None, undo=None):
-    """Replaces these ops (default: all) in every DeepSpeed module, imported or yet to be. Repeating it is harmless.
+    """Replaces these ops and parts (default: all) in every DeepSpeed module, imported or yet to be. Repeating it is harmless.
 
     `undo` says which Adam steps are recorded, so that adam_rollback and DeepSpeedCPUAdam.rollback_subgroup take them
     back to the bit: "auto", those of step_subgroup, which SuperOffload calls, and those of optimizers that were rolled
@@ -40,9 +50,9 @@ def install(ops=None, undo=None):
     if undo not in (None, "auto", "always", "never"):
         raise ValueError(f"undo is {undo!r}; \"auto\", \"always\" or \"never\" expected")
     _undo_mode = undo if undo is not None else _undo_mode
-    wanted = set(OPS if ops is None else [ops] if isinstance(ops, str) else ops)
-    if not wanted <= set(OPS):
-        raise ValueError(f"unknown ops {sorted(wanted - set(OPS))}; known are {', '.join(OPS)}")
+    wanted = set(PARTS if ops is None else [ops] if isinstance(ops, str) else ops)
+    if not wanted <= set(PARTS):
+        raise ValueError(f"unknown ops {sorted(wanted - set(PARTS))}; known are {', '.join(PARTS)}")
     with _lock:
         _installed.update(wanted)
         if _finder not in sys.meta_path:
@@ -111,7 +121,7 @@ _finder = _Finder()
 
 def _concerns(name):
     return any(pattern.fullmatch(name) for pattern in
-               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _ADAM_MODULE, _VERSION_MODULE))
+               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _ADAM_MODULE, _REPORT_MODULE, _SUPEROFFLOAD_MODULE))
 
 
 def _patch(module, name):
@@ -126,8 +136,12 @@ def _patch(module, name):
         _patch_accelerator(getattr(module, "CPU_Accelerator", None))
     elif _ADAM_MODULE.fullmatch(name):
         _patch_subgroups(getattr(module, "DeepSpeedCPUAdam", None))
+    elif _SUPEROFFLOAD_MODULE.fullmatch(name):
+        _patch_superoffload(module)
     elif isinstance(getattr(module, "compatible_ops", None), dict):
-        module.compatible_ops.update(dict.fromkeys(_installed, True))
+        module.compatible_ops.update(dict.fromkeys(_installed.intersection(OPS), True))
+    elif hasattr(module, "_probe_compatible_ops"):
+        _patch_report(module)
 
 
 def _set(owner, attribute, value):
@@ -163,9 +177,25 @@ def _patch_subgroups(optimizer):
 def _patch_builder(builder, op):
     if op not in _installed or "_spillway_op" in vars(builder):
         return
+    load, is_compatible = builder.load, builder.is_compatible
+
+    # GDSBuilder inherits from AsyncIOBuilder, and may not be replaced itself.
+    def ours(self):
+        return getattr(self, "NAME", None) == op
+
     _set(builder, "_spillway_op", op)
-    _set(builder, "load", lambda self, verbose=True: _op(op))
-    _set(builder, "is_compatible", lambda self, verbose=True: True)
+    _set(builder, "load", lambda self, verbose=True: _op(op) if ours(self) else load(self, verbose))
+    _set(builder, "is_compatible", lambda self, verbose=True: ours(self) or is_compatible(self, verbose))
+
+
+def _patch_report(module):
+    inner = module._probe_compatible_ops
+    if not hasattr(inner, "_spillway"):
+        def probe():
+            return {**inner(), **dict.fromkeys(_installed.intersection(OPS), True)}
+
+        probe._spillway = True
+        _set(module, "_probe_compatible_ops", probe)
 
 
 def _op(op):
@@ -174,7 +204,8 @@ def _op(op):
 
 
 def _patch_accelerator(accelerator):
-    """Old versions know no Adagrad and Lion on the CPU accelerator and answer with a builder that cannot load."""
+    """The CPU accelerator does not know every op and answers with a builder that cannot load: up to 0.15.2 for async_io,
+    still for gds."""
     if accelerator is None or "_spillway_get_op_builder" in vars(accelerator):
         return
     inner = accelerator.get_op_builder
@@ -195,7 +226,7 @@ def _present(builder, class_name):
     if key not in _missing_builders:
         _missing_builders[key] = type(class_name, (builder,), {
             "NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "_spillway_op": op,
-            "absolute_name": lambda self: f"deepspeed.ops.{op.removeprefix('cpu_')}.{op}_op",
+            "absolute_name": lambda self: f"deepspeed.ops.{_FOLDERS.get(op, op.removeprefix('cpu_'))}.{op}_op",
             "load": lambda self, verbose=True: _op(op), "is_compatible": lambda self, verbose=True: True})
     return _missing_builders[key]
 
@@ -205,6 +236,20 @@ def _replace_missing(module):
         builder = vars(module).get(class_name)
         if isinstance(builder, type) and _present(builder, class_name) is not builder:
             _set(module, class_name, _present(builder, class_name))
+
+
+def _patch_superoffload(module):
+    """Optimizer and stage 3 are replaced together; a version whose stage 3 has other methods keeps its own."""
+    from . import _superoffload
+    stage3 = vars(module).get("SuperOffloadOptimizer_Stage3")
+    if "superoffload" not in _installed or stage3 is None or "_spillway_op" in vars(stage3):
+        return
+    if not all(hasattr(stage3, name) for name in _superoffload.NEEDED):
+        return
+    _set(stage3, "_spillway_op", "superoffload")
+    for name, method in _superoffload.overrides(stage3).items():
+        _set(stage3, name, method)
+    _set(module, "SuperOffloadCPUOptimizer", _superoffload.SuperOffloadCPUOptimizer)
 
 
 def _patch_shm(builder):

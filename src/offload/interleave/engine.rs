@@ -1,0 +1,212 @@
+//! The machine on a backend, with a thread for the CPU's part.
+//!
+//! Invariants:
+//! - The lock is held while commands are enqueued, never while one is worked on or waited for.
+//! - The CPU thread of a step takes the subgroups of that step and no more: it may still be about to end when the next
+//!   step has begun. Dropping the engine returns when neither it nor the backend works any
+//!   more, so that the memory lent to the backend may go.
+//! - A child made by fork gets errors, never a wait for a thread that it does not have, and drops nothing.
+#![forbid(unsafe_code)]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::machine::Machine;
+use super::{Backend, Timing};
+use crate::error::{Error, Result};
+use crate::kernel::AdamRule;
+use crate::plan::interleave::Shape;
+use crate::plan::interleave::schedule::{self, Event, Lane};
+use crate::plan::interleave::sites::{Plan, Site};
+use crate::sys::threads;
+
+/// The interleaved update of one rank. Any thread may call.
+pub struct Engine<B: Backend + 'static> {
+    process: u32,
+    inner: Arc<Inner<B>>,
+    worker: Arc<Worker>,
+}
+
+struct Inner<B> {
+    backend: B,
+    machine: Mutex<Machine>,
+    /// A subgroup was stepped, or something failed.
+    changed: Condvar,
+}
+
+/// How many CPU threads run; apart from `Inner`, so that a thread lets go of that first.
+#[derive(Default)]
+struct Worker {
+    running: Mutex<usize>,
+    ended: Condvar,
+}
+
+impl<B: Backend + 'static> Engine<B> {
+    /// All subgroups on the CPU, to begin with.
+    pub fn new(shape: Shape, backend: B) -> Result<Engine<B>> {
+        let machine = Mutex::new(Machine::new(shape)?);
+        let inner = Arc::new(Inner { backend, machine, changed: Condvar::new() });
+        Ok(Engine { process: std::process::id(), inner, worker: Arc::default() })
+    }
+
+    /// What is fixed.
+    pub fn shape(&self) -> Result<Shape> {
+        Ok(self.machine()?.shape().clone())
+    }
+
+    /// The plan of the next step, or of the one under way.
+    pub fn plan(&self) -> Result<Plan> {
+        Ok(self.machine()?.plan().clone())
+    }
+
+    /// Takes another plan: after a step and before the first gradient of the next.
+    pub fn set_plan(&self, plan: Plan) -> Result<()> {
+        self.machine()?.set_plan(plan, &mut |command| self.inner.backend.play(command))
+    }
+
+    /// The gradient of a subgroup is made; its way to where it is needed begins.
+    pub fn gradient(&self, subgroup: usize) -> Result<()> {
+        self.machine()?.gradient(subgroup, &mut |command| self.inner.backend.play(command))
+    }
+
+    /// The model no longer reads the 16-bit parameters of a subgroup; at the latest [`Engine::begin`] says so for all.
+    pub fn params_free(&self, subgroup: usize) -> Result<()> {
+        self.machine()?.params_free(subgroup, &mut |command| self.inner.backend.play(command))
+    }
+
+    /// Starts the step of all subgroups, whose gradients have come, and returns. One rule stands for all subgroups, or each
+    /// has its own.
+    pub fn begin(&self, rules: Vec<AdamRule>) -> Result<()> {
+        let mut machine = self.machine()?;
+        let count = machine.shape().count();
+        if rules.len() != 1 && rules.len() != count {
+            return Err(Error::invalid("rules", format!("are {}, there are {count} subgroups", rules.len())));
+        }
+        self.inner.backend.begin(rules.into())?;
+        machine.begin(&mut |command| self.inner.backend.play(command))?;
+        let on_cpu = machine.plan().count_on(Site::Cpu);
+        if on_cpu > 0
+            && let Err(error) = self.start_worker(on_cpu)
+        {
+            let first = machine.next_cpu().map_or(0, |(_, subgroup)| subgroup);
+            return machine.stepped(first, Err(error));
+        }
+        Ok(())
+    }
+
+    /// Makes `reader` wait for the new 16-bit parameters of a subgroup; [`Lane::Caller`] blocks until they are there. Blocks
+    /// at least until the CPU is past the subgroup.
+    pub fn publish(&self, subgroup: usize, reader: Lane) -> Result<()> {
+        let mut machine = self.machine()?;
+        machine.check(subgroup)?;
+        while machine.is_stepping(subgroup) {
+            machine = self.inner.changed.wait(machine).unwrap_or_else(PoisonError::into_inner);
+            machine.check(subgroup)?;
+        }
+        drop(machine);
+        schedule::publish(subgroup, reader, &mut |command| self.inner.backend.play(command))
+    }
+
+    /// True if the parameters of a subgroup are those of the last step begun.
+    pub fn is_ready(&self, subgroup: usize) -> Result<bool> {
+        let machine = self.machine()?;
+        machine.check(subgroup)?;
+        Ok(!machine.is_stepping(subgroup) && self.inner.backend.reached(Event::Ready(subgroup))?)
+    }
+
+    /// [`Engine::publish`] of every subgroup. Flushes may go on.
+    pub fn finish(&self, reader: Lane) -> Result<()> {
+        let count = self.machine()?.shape().count();
+        (0..count).try_for_each(|subgroup| self.publish(subgroup, reader))
+    }
+
+    /// Blocks until the states of all subgroups that are not resident are in host memory: before a checkpoint reads
+    /// them, or after [`Engine::set_plan`] took residents away.
+    pub fn drain(&self) -> Result<()> {
+        self.finish(Lane::Caller)?;
+        let plan = self.plan()?;
+        let at_home = (0..plan.count()).filter(|subgroup| plan.site(*subgroup) != Site::Resident);
+        at_home.into_iter().try_for_each(|subgroup| {
+            schedule::drain(subgroup, &mut |command| self.inner.backend.play(command))
+        })
+    }
+
+    /// Subgroups whose state in host memory is not that of the last step: residents, flushes under way, and after a
+    /// failure all that cannot be told.
+    pub fn away(&self) -> Vec<usize> {
+        let Ok(machine) = self.machine() else { return Vec::new() };
+        let home = |subgroup: &usize| {
+            machine.plan().site(*subgroup) != Site::Resident
+                && !machine.is_stepping(*subgroup)
+                && self.inner.backend.reached(Event::Home(*subgroup)).unwrap_or(false)
+        };
+        (0..machine.shape().count()).filter(|subgroup| !home(subgroup)).collect()
+    }
+
+    /// What ran since the last call.
+    pub fn timings(&self) -> Result<Vec<Timing>> {
+        drop(self.machine()?);
+        Ok(self.inner.backend.timings())
+    }
+
+    fn machine(&self) -> Result<MutexGuard<'_, Machine>> {
+        match self.process == std::process::id() {
+            true => Ok(self.inner.lock()),
+            false => Err(Error::Unsupported("this interleaved update belongs to the parent process".into())),
+        }
+    }
+
+    fn start_worker(&self, subgroups: usize) -> Result<()> {
+        let (inner, worker) = (Arc::clone(&self.inner), Arc::clone(&self.worker));
+        *worker.lock() += 1;
+        let spawned = threads::spawn_quiet("spillway-step", move || {
+            inner.cpu_part(subgroups);
+            drop(inner);
+            *worker.lock() -= 1;
+            worker.ended.notify_all();
+        });
+        spawned.map_err(|error| {
+            *self.worker.lock() -= 1;
+            Error::system("starting the thread of the CPU's part", &error)
+        })
+    }
+}
+
+impl<B: Backend> Inner<B> {
+    fn lock(&self) -> MutexGuard<'_, Machine> {
+        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn cpu_part(&self, subgroups: usize) {
+        for _ in 0..subgroups {
+            let Some((nth, subgroup)) = self.lock().next_cpu() else { return };
+            let emit = &mut |command| self.backend.play(command);
+            let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
+            let outcome = outcome.unwrap_or_else(|_| {
+                Err(Error::Unsupported(format!("the update of subgroup {subgroup} panicked")))
+            });
+            // The machine keeps a failure, and tells everyone who asks.
+            let _ = self.lock().stepped(subgroup, outcome);
+            self.changed.notify_all();
+        }
+    }
+}
+
+impl Worker {
+    fn lock(&self) -> MutexGuard<'_, usize> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<B: Backend + 'static> Drop for Engine<B> {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            std::mem::forget(Arc::clone(&self.inner));
+            return;
+        }
+        let mut running = self.worker.lock();
+        while *running > 0 {
+            running = self.worker.ended.wait(running).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! The backend without a device: its lanes are threads, its "device memory" is plain memory, its kernels are those of
+//! the CPU, which have the bits of the GPU's.
+//!
+//! Every array is used in turns that are checked ([`Lent`]), so that a hole in the schedule is an error and not a wrong
+//! number.
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::lanes::Lanes;
+use super::{Backend, Timing};
+use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
+use crate::error::{Error, Result};
+use crate::kernel::{AdamRule, States, Tensor};
+use crate::optim::adam;
+use crate::optim::spread::Job;
+use crate::plan::interleave::schedule::{Command, Event, Lane, PAIR, Part, State, Work};
+use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::sys::lent::Lent;
+
+/// The arrays of one subgroup.
+#[derive(Debug)]
+pub struct Subgroup {
+    /// First moment, second moment, parameter: f32, in host memory.
+    pub states: [Arc<Lent>; 3],
+    /// The gradient, as the framework makes it.
+    pub grad: Arc<Lent>,
+    /// The 16-bit parameter that the model uses; `None` where it uses the f32 one.
+    pub copy: Option<Arc<Lent>>,
+}
+
+/// Lanes that are threads here.
+const THREADS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];
+
+/// A device made of threads.
+pub struct Host {
+    // Dropped first: its threads use the memory.
+    lanes: Lanes,
+    memory: Arc<Memory>,
+    rules: Mutex<Arc<[AdamRule]>>,
+    log: Arc<Mutex<Vec<Timing>>>,
+    opened: Instant,
+}
+
+impl Host {
+    /// A device for these subgroups; the lengths of their arrays are those of `shape`.
+    pub fn new(shape: &Shape, subgroups: Vec<Subgroup>) -> Result<Host> {
+        shape.check()?;
+        Ok(Host {
+            lanes: Lanes::start(&THREADS)?,
+            memory: Arc::new(Memory::new(shape, subgroups)?),
+            rules: Mutex::new(Arc::new([])),
+            log: Arc::default(),
+            opened: Instant::now(),
+        })
+    }
+
+    fn run(&self, lane: Lane, work: Work) -> Result<()> {
+        let rules = Arc::clone(&lock(&self.rules));
+        let (memory, log, opened) = (Arc::clone(&self.memory), Arc::clone(&self.log), self.opened);
+        self.lanes.run(lane, move || {
+            let start = opened.elapsed().as_secs_f64();
+            memory.execute(work, &rules)?;
+            lock(&log).push(Timing { lane, work, start, end: opened.elapsed().as_secs_f64() });
+            Ok(())
+        })
+    }
+}
+
+impl Backend for Host {
+    fn play(&self, command: Command) -> Result<()> {
+        match command {
+            Command::Wait(lane, event, _) => self.lanes.wait(lane, event),
+            Command::Record(lane, event) => self.lanes.record(lane, event),
+            Command::Run(lane, work) => self.run(lane, work),
+        }
+    }
+
+    fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
+        *lock(&self.rules) = rules;
+        Ok(())
+    }
+
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.lanes.reached(event)
+    }
+
+    fn timings(&self) -> Vec<Timing> {
+        std::mem::take(&mut lock(&self.log))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An array that exists once it is used.
+#[derive(Debug)]
+struct Late {
+    dtype: Dtype,
+    len: usize,
+    lent: Mutex<Option<Arc<Lent>>>,
+}
+
+impl Late {
+    fn new(dtype: Dtype, len: u64) -> Late {
+        Late { dtype, len: len as usize, lent: Mutex::new(None) }
+    }
+
+    fn get(&self) -> Result<Arc<Lent>> {
+        let mut lent = lock(&self.lent);
+        match &*lent {
+            Some(made) => Ok(Arc::clone(made)),
+            None => {
+                let made = Arc::new(Lent::zeroed(self.dtype, self.len)?);
+                Ok(Arc::clone(lent.insert(made)))
+            }
+        }
+    }
+
+    fn free(&self) {
+        lock(&self.lent).take();
+    }
+}
+
+struct Slot {
+    states: [Late; 3],
+    grad: Late,
+}
+
+/// Everything that lanes read and write.
+struct Memory {
+    shape: Shape,
+    subgroups: Vec<Subgroup>,
+    host_grads: Vec<Late>,
+    residents: Vec<[Late; 3]>,
+    slots: Vec<Slot>,
+    chunks: [Late; PAIR],
+    stages: [Late; PAIR],
+}
+
+impl Memory {
+    fn new(shape: &Shape, subgroups: Vec<Subgroup>) -> Result<Memory> {
+        let grad = check(shape, &subgroups)?;
+        let copy = subgroups
+            .iter()
+            .find_map(|subgroup| subgroup.copy.as_ref())
+            .map_or(Dtype::Bf16, |copy| copy.dtype());
+        let sent = if shape.wire == Wire::F32 { Dtype::F32 } else { grad };
+        let late = |dtype, len| Late::new(dtype, len);
+        let states = |len| [0, 1, 2].map(|_| late(Dtype::F32, len));
+        let largest = shape.largest();
+        let slot = |_| Slot { states: states(largest), grad: late(sent, largest) };
+        Ok(Memory {
+            host_grads: shape.sizes.iter().map(|len| late(sent, *len)).collect(),
+            residents: shape.sizes.iter().map(|len| states(*len)).collect(),
+            slots: (0..shape.slots).map(slot).collect(),
+            chunks: [0; PAIR].map(|_| late(Dtype::F32, largest.min(shape.chunk))),
+            stages: [0; PAIR].map(|_| late(copy, largest)),
+            shape: shape.clone(),
+            subgroups,
+        })
+    }
+
+    fn execute(&self, work: Work, rules: &[AdamRule]) -> Result<()> {
+        match work {
+            Work::Cast { subgroup, part, buffer } => {
+                copy(&self.subgroups[subgroup].grad, range(part), &*self.chunks[buffer].get()?, first(part))
+            }
+            Work::GradOut { subgroup, part, buffer: Some(buffer) } => copy(
+                &*self.chunks[buffer].get()?,
+                first(part),
+                &*self.host_grads[subgroup].get()?,
+                range(part),
+            ),
+            Work::GradOut { subgroup, part, buffer: None } => {
+                let home = self.host_grads[subgroup].get()?;
+                copy(&self.subgroups[subgroup].grad, range(part), &home, range(part))
+            }
+            Work::Prefetch { subgroup, slot, state, part } => {
+                let slot = self.slots[slot].states[state as usize].get()?;
+                copy(&self.subgroups[subgroup].states[state as usize], range(part), &slot, range(part))
+            }
+            Work::Flush { subgroup, slot, state, part } => {
+                let slot = self.slots[slot].states[state as usize].get()?;
+                copy(&slot, range(part), &self.subgroups[subgroup].states[state as usize], range(part))
+            }
+            Work::FetchGrad { subgroup, slot, part } => self.on_host(subgroup, |from| {
+                copy(from, range(part), &*self.slots[slot].grad.get()?, range(part))
+            }),
+            Work::Admit { subgroup, state, part } => {
+                let home = &self.subgroups[subgroup].states[state as usize];
+                copy(home, range(part), &*self.residents[subgroup][state as usize].get()?, range(part))
+            }
+            Work::Evict { subgroup, state, part } => self.evict(subgroup, state, part),
+            Work::GpuStep { subgroup, slot } => self.gpu_step(subgroup, slot, rules),
+            Work::ResidentStep { subgroup } => {
+                let [m, v, p] = &self.residents[subgroup];
+                let own = &self.subgroups[subgroup];
+                let states = [&*m.get()?, &*v.get()?, &*p.get()?];
+                self.step(subgroup, states, &own.grad, own.copy.as_deref(), rules)
+            }
+            Work::CpuStep { subgroup, stage } => {
+                let own = &self.subgroups[subgroup];
+                let stage = own.copy.as_ref().map(|_| self.stages[stage].get()).transpose()?;
+                self.on_host(subgroup, |grad| {
+                    self.step(
+                        subgroup,
+                        own.states.each_ref().map(|state| &**state),
+                        grad,
+                        stage.as_deref(),
+                        rules,
+                    )
+                })
+            }
+            Work::Upload { subgroup, stage } => match &self.subgroups[subgroup].copy {
+                Some(to) => copy(&*self.stages[stage].get()?, 0..to.len(), to, 0..to.len()),
+                None => Ok(()),
+            },
+        }
+    }
+
+    /// The gradient in host memory.
+    fn on_host(&self, subgroup: usize, use_it: impl FnOnce(&Lent) -> Result<()>) -> Result<()> {
+        match self.shape.wire {
+            Wire::Delivered => use_it(&self.subgroups[subgroup].grad),
+            Wire::F32 | Wire::Native => use_it(&*self.host_grads[subgroup].get()?),
+        }
+    }
+
+    fn gpu_step(&self, subgroup: usize, slot: usize, rules: &[AdamRule]) -> Result<()> {
+        let own = &self.subgroups[subgroup];
+        let Slot { states: [m, v, p], grad } = &self.slots[slot];
+        let states = [&*m.get()?, &*v.get()?, &*p.get()?];
+        match self.shape.gpu_grads {
+            GpuGrads::Kept => self.step(subgroup, states, &own.grad, own.copy.as_deref(), rules),
+            GpuGrads::Fetched => self.step(subgroup, states, &*grad.get()?, own.copy.as_deref(), rules),
+        }
+    }
+
+    fn evict(&self, subgroup: usize, state: State, part: Part) -> Result<()> {
+        let resident = &self.residents[subgroup][state as usize];
+        copy(&*resident.get()?, range(part), &self.subgroups[subgroup].states[state as usize], range(part))?;
+        if part.from + part.len == self.shape.sizes[subgroup] {
+            resident.free();
+        }
+        Ok(())
+    }
+
+    /// One update; arrays may be longer than the subgroup.
+    fn step(
+        &self,
+        subgroup: usize,
+        [m, v, p]: [&Lent; 3],
+        grad: &Lent,
+        copy: Option<&Lent>,
+        rules: &[AdamRule],
+    ) -> Result<()> {
+        let len = self.shape.sizes[subgroup] as usize;
+        let rule = rules.get(subgroup).or(rules.first());
+        let optimizer = *rule.ok_or_else(|| Error::invalid("rules", "are missing"))?;
+        let (mut m, mut v, mut p, grad) = (m.write()?, v.write()?, p.write()?, grad.read()?);
+        let mut copy = copy.map(Lent::write).transpose()?;
+        let states = States {
+            param: p.floats().split_at_mut(len).0,
+            exp_avg: Some(m.floats().split_at_mut(len).0),
+            exp_avg_sq: Some(v.floats().split_at_mut(len).0),
+        };
+        let copy = copy.as_mut().map(|copy| copy.floats().split_at_mut(len).0);
+        let tensor = Tensor::new(states, grad.floats().split_at(len).0, copy)?;
+        adam::step(&mut [Job { optimizer, tensor }], false).map(drop)
+    }
+}
+
+/// Refuses arrays that are not what the shape says, and returns the type of all gradients.
+fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
+    if subgroups.len() != shape.count() {
+        let reason = format!("are {}, the shape has {}", subgroups.len(), shape.count());
+        return Err(Error::invalid("subgroups", reason));
+    }
+    let grad = subgroups.first().map_or(Dtype::F32, |subgroup| subgroup.grad.dtype());
+    let copy = subgroups.first().and_then(|subgroup| subgroup.copy.as_deref()).map(Lent::dtype);
+    for (index, (subgroup, size)) in subgroups.iter().zip(&shape.sizes).enumerate() {
+        let refuse =
+            |what: &str| Err(Error::invalid(format!("subgroups[{index}].{what}"), "does not fit the others"));
+        let long = |lent: &Lent| lent.len() as u64 == *size;
+        if subgroup.states.iter().any(|state| state.dtype() != Dtype::F32 || !long(state)) {
+            return refuse("states");
+        }
+        if subgroup.grad.dtype() != grad || !long(&subgroup.grad) {
+            return refuse("grad");
+        }
+        if subgroup.copy.as_deref().map(Lent::dtype) != copy || !subgroup.copy.as_deref().is_none_or(long) {
+            return refuse("copy");
+        }
+    }
+    Ok(grad)
+}
+
+fn range(part: Part) -> Range<usize> {
+    part.from as usize..(part.from + part.len) as usize
+}
+
+fn first(part: Part) -> Range<usize> {
+    0..part.len as usize
+}
+
+/// Copies a part of one array over a part of another, widened if the types differ.
+fn copy(from: &Lent, source: Range<usize>, to: &Lent, target: Range<usize>) -> Result<()> {
+    let (from, mut to) = (from.read()?, to.write()?);
+    match (from.floats(), to.floats()) {
+        (Floats::F32(from), FloatsMut::F32(to)) => to[target].copy_from_slice(&from[source]),
+        (Floats::F16(from), FloatsMut::F16(to)) => to[target].copy_from_slice(&from[source]),
+        (Floats::Bf16(from), FloatsMut::Bf16(to)) => to[target].copy_from_slice(&from[source]),
+        (Floats::F16(from), FloatsMut::F32(to)) => widen(&from[source], &mut to[target], f16::to_f32),
+        (Floats::Bf16(from), FloatsMut::F32(to)) => widen(&from[source], &mut to[target], bf16::to_f32),
+        _ => return Err(Error::Unsupported("a copy that would lose bits".into())),
+    }
+    Ok(())
+}
+
+fn widen<T: Copy>(from: &[T], to: &mut [f32], to_f32: fn(T) -> f32) {
+    from.iter().zip(to).for_each(|(from, to)| *to = to_f32(*from));
+}

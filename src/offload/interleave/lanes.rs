@@ -1,0 +1,271 @@
+//! Threads and events of the host that behave like streams and events of a device.
+//!
+//! Invariants:
+//! - A lane does what it is given in order, on its own thread. `record` counts an event up when it is enqueued and marks it
+//!   reached when the lane comes to it; a wait holds for the count that it saw when it was enqueued.
+//! - After a failure lanes do no more work, but go on through waits and records, so that nobody waits for ever; every
+//!   wait of the host then returns the failure.
+//! - Dropping the lanes returns when no thread works any more: the memory they work on may go after it.
+//! - A child made by fork has none of the threads. It gets errors, and drops without waiting.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::error::{Error, Result};
+use crate::plan::interleave::schedule::{Event, Lane};
+use crate::sys::threads;
+
+type Job = Box<dyn FnOnce() -> Result<()> + Send>;
+
+enum Item {
+    Wait(Event, u64),
+    Record(Event),
+    Run(Job),
+}
+
+/// How often an event was recorded: as enqueued, and as reached.
+#[derive(Debug, Default, Clone, Copy)]
+struct Marks {
+    asked: u64,
+    reached: u64,
+}
+
+#[derive(Default)]
+struct Board {
+    events: HashMap<Event, Marks>,
+    failed: Option<Error>,
+    live: usize,
+}
+
+struct Shared {
+    process: u32,
+    board: Mutex<Board>,
+    changed: Condvar,
+}
+
+/// Lanes with a thread each; the other lanes are threads of the caller.
+pub struct Lanes {
+    shared: Arc<Shared>,
+    queues: Vec<Option<Sender<Item>>>,
+}
+
+impl Lanes {
+    /// Starts a thread for each of `lanes`.
+    pub fn start(lanes: &[Lane]) -> Result<Lanes> {
+        let shared = Arc::new(Shared {
+            process: std::process::id(),
+            board: Mutex::new(Board::default()),
+            changed: Condvar::new(),
+        });
+        let mut started = Lanes { shared, queues: Lane::ALL.iter().map(|_| None).collect() };
+        for lane in lanes {
+            let (sender, receiver) = channel();
+            let shared = Arc::clone(&started.shared);
+            started.shared.lock().live += 1;
+            let spawned = threads::spawn_quiet("spillway-lane", move || shared.serve(&receiver));
+            if let Err(error) = spawned {
+                started.shared.lock().live -= 1;
+                return Err(Error::system("starting a thread of the interleaved update", &error));
+            }
+            started.queues[*lane as usize] = Some(sender);
+        }
+        Ok(started)
+    }
+
+    /// Work for a lane; on a thread of the caller it is done now.
+    pub fn run(&self, lane: Lane, job: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+        match self.queue(lane)? {
+            Some(queue) => send(queue, Item::Run(Box::new(job))),
+            None => {
+                self.shared.lock().fine()?;
+                let outcome = job();
+                self.shared.fail(outcome.clone());
+                outcome
+            }
+        }
+    }
+
+    /// Marks the end of what the lane was given.
+    pub fn record(&self, lane: Lane, event: Event) -> Result<()> {
+        let queue = self.queue(lane)?;
+        self.shared.lock().events.entry(event).or_default().asked += 1;
+        match queue {
+            Some(queue) => send(queue, Item::Record(event)),
+            None => {
+                self.shared.reach(event);
+                Ok(())
+            }
+        }
+    }
+
+    /// Holds back the lane until the event's last record; on a thread of the caller it blocks.
+    pub fn wait(&self, lane: Lane, event: Event) -> Result<()> {
+        let queue = self.queue(lane)?;
+        let asked = self.shared.lock().events.get(&event).map_or(0, |marks| marks.asked);
+        match queue {
+            Some(queue) => send(queue, Item::Wait(event, asked)),
+            None => self.shared.wait(event, asked),
+        }
+    }
+
+    /// True if the event's last record is reached.
+    pub fn reached(&self, event: Event) -> Result<bool> {
+        self.shared.own()?;
+        let board = self.shared.lock();
+        board.fine()?;
+        Ok(board.events.get(&event).is_none_or(|marks| marks.reached == marks.asked))
+    }
+
+    fn queue(&self, lane: Lane) -> Result<Option<&Sender<Item>>> {
+        self.shared.own()?;
+        Ok(self.queues[lane as usize].as_ref())
+    }
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        self.queues.clear();
+        if self.shared.own().is_err() {
+            return;
+        }
+        let mut board = self.shared.lock();
+        while board.live > 0 {
+            board = self.shared.changed.wait(board).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+fn send(queue: &Sender<Item>, item: Item) -> Result<()> {
+    queue.send(item).map_err(|_| Error::Busy("a thread of the interleaved update has ended".into()))
+}
+
+impl Board {
+    fn fine(&self) -> Result<()> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Board> {
+        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn own(&self) -> Result<()> {
+        match self.process == std::process::id() {
+            true => Ok(()),
+            false => Err(Error::Unsupported("this interleaved update belongs to the parent process".into())),
+        }
+    }
+
+    fn serve(&self, queue: &Receiver<Item>) {
+        while let Ok(item) = queue.recv() {
+            match item {
+                // A failure is kept on the board.
+                Item::Wait(event, asked) => drop(self.wait(event, asked)),
+                Item::Record(event) => self.reach(event),
+                Item::Run(job) => {
+                    if self.lock().fine().is_ok() {
+                        let outcome = catch_unwind(AssertUnwindSafe(job));
+                        self.fail(outcome.unwrap_or_else(|_| {
+                            Err(Error::Unsupported("a thread of the interleaved update panicked".into()))
+                        }));
+                    }
+                }
+            }
+        }
+        self.lock().live -= 1;
+        self.changed.notify_all();
+    }
+
+    fn wait(&self, event: Event, asked: u64) -> Result<()> {
+        let mut board = self.lock();
+        loop {
+            board.fine()?;
+            if board.events.get(&event).map_or(0, |marks| marks.reached) >= asked {
+                return Ok(());
+            }
+            board = self.changed.wait(board).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn reach(&self, event: Event) {
+        self.lock().events.entry(event).or_default().reached += 1;
+        self.changed.notify_all();
+    }
+
+    fn fail(&self, outcome: Result<()>) {
+        if let Err(error) = outcome {
+            self.lock().failed.get_or_insert(error);
+            self.changed.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    fn in_turn(turn: u32, expected: u32) -> Result<()> {
+        if turn == expected { Ok(()) } else { Err(Error::Busy(format!("turn {turn} at {expected}"))) }
+    }
+
+    #[test]
+    fn waits_hold_for_the_last_record_before_them_and_none_for_none() {
+        let lanes = Lanes::start(&[Lane::H2d, Lane::Gpu]).unwrap();
+        let count = Arc::new(AtomicU32::new(0));
+        lanes.wait(Lane::Gpu, Event::SlotFull(0)).unwrap();
+        for round in 0..100 {
+            let (filled, used) = (Arc::clone(&count), Arc::clone(&count));
+            let fill = move || in_turn(filled.fetch_add(1, Ordering::Relaxed), 2 * round);
+            lanes.wait(Lane::H2d, Event::SlotDone(0)).unwrap();
+            lanes.run(Lane::H2d, fill).unwrap();
+            lanes.record(Lane::H2d, Event::SlotFull(0)).unwrap();
+            lanes.wait(Lane::Gpu, Event::SlotFull(0)).unwrap();
+            let step = move || in_turn(used.fetch_add(1, Ordering::Relaxed), 2 * round + 1);
+            lanes.run(Lane::Gpu, step).unwrap();
+            lanes.record(Lane::Gpu, Event::SlotDone(0)).unwrap();
+        }
+        lanes.wait(Lane::Caller, Event::SlotDone(0)).unwrap();
+        assert_eq!(count.load(Ordering::Relaxed), 200);
+        assert!(lanes.reached(Event::SlotDone(0)).unwrap() && lanes.reached(Event::Home(7)).unwrap());
+    }
+
+    #[test]
+    fn a_failure_reaches_every_wait_and_stops_all_work() {
+        let lanes = Lanes::start(&[Lane::H2d, Lane::Gpu]).unwrap();
+        lanes.run(Lane::H2d, || Err(Error::Unsupported("it broke".into()))).unwrap();
+        lanes.record(Lane::H2d, Event::SlotFull(0)).unwrap();
+        let failed = lanes.wait(Lane::Caller, Event::SlotFull(0)).unwrap_err();
+        assert!(failed.to_string().contains("it broke"));
+        lanes.run(Lane::Gpu, || unreachable!("nothing runs after a failure")).unwrap();
+        lanes.record(Lane::Gpu, Event::SlotDone(0)).unwrap();
+        assert!(lanes.wait(Lane::Cpu, Event::SlotDone(0)).is_err() && lanes.reached(Event::Home(0)).is_err());
+    }
+
+    #[test]
+    fn dropping_waits_for_the_work_and_a_panic_is_a_failure() {
+        let done = Arc::new(AtomicU32::new(0));
+        let lanes = Lanes::start(&[Lane::D2h]).unwrap();
+        for _ in 0..50 {
+            let done = Arc::clone(&done);
+            let work = move || {
+                std::thread::yield_now();
+                done.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            };
+            lanes.run(Lane::D2h, work).unwrap();
+        }
+        drop(lanes);
+        assert_eq!(done.load(Ordering::Relaxed), 50);
+
+        let lanes = Lanes::start(&[Lane::D2h]).unwrap();
+        lanes.run(Lane::D2h, || std::panic::resume_unwind(Box::new("a bug"))).unwrap();
+        lanes.record(Lane::D2h, Event::Home(0)).unwrap();
+        assert!(lanes.wait(Lane::Caller, Event::Home(0)).is_err());
+    }
+}

@@ -1,0 +1,195 @@
+//! Which calls may follow which, and the commands that each emits.
+//!
+//! An iteration goes: a plan, if it changes; the gradients of all subgroups, in any order; [`Machine::begin`]; the CPU's
+//! part, one subgroup at a time; parameters published as they get ready. Flushes may still be under way when the next
+//! iteration's gradients come. Calls out of order are refused and change nothing.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeSet, VecDeque};
+
+use crate::error::{Error, Result};
+use crate::plan::interleave::Shape;
+use crate::plan::interleave::schedule::{self, Command, Event, Lane, Sink};
+use crate::plan::interleave::sites::{Plan, Site};
+
+/// The state between calls.
+#[derive(Debug)]
+pub struct Machine {
+    shape: Shape,
+    plan: Plan,
+    phase: Phase,
+    steps: u64,
+}
+
+#[derive(Debug)]
+enum Phase {
+    /// No gradient has come since the last step.
+    Idle,
+    /// Some gradients have come.
+    Gathering(Vec<Announced>),
+    /// CPU subgroups that nobody works on yet, and those that are not done.
+    Stepping { waiting: VecDeque<(usize, usize)>, left: BTreeSet<usize> },
+    /// Something failed; the CPU subgroups of the step that are not done never will be.
+    Failed { error: Error, left: BTreeSet<usize> },
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Announced {
+    grad: bool,
+    free: bool,
+}
+
+impl Machine {
+    /// All on the CPU.
+    pub fn new(shape: Shape) -> Result<Machine> {
+        shape.check()?;
+        let plan = Plan::cpu(shape.count());
+        Ok(Machine { shape, plan, phase: Phase::Idle, steps: 0 })
+    }
+
+    /// What is fixed.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// The plan of the next step, or of the one under way.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Steps begun.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// True from [`Machine::begin`] until the CPU is done with the subgroup, if it is the CPU's; for ever after a failure.
+    pub fn is_stepping(&self, subgroup: usize) -> bool {
+        match &self.phase {
+            Phase::Stepping { left, .. } | Phase::Failed { left, .. } => left.contains(&subgroup),
+            Phase::Idle | Phase::Gathering(_) => false,
+        }
+    }
+
+    /// Takes another plan for the next step, and moves the states of residents that come and go.
+    pub fn set_plan(&mut self, plan: Plan, emit: &mut impl Sink) -> Result<()> {
+        match &self.phase {
+            Phase::Idle => {}
+            Phase::Failed { error, .. } => return Err(error.clone()),
+            _ => {
+                return Err(Error::Busy(
+                    "the plan stands from the first gradient to the end of the step".into(),
+                ));
+            }
+        }
+        if plan.count() != self.shape.count() {
+            let reason = format!("has {} subgroups, there are {}", plan.count(), self.shape.count());
+            return Err(Error::invalid("plan", reason));
+        }
+        let emitted = schedule::change_residents(&self.shape, &self.plan, &plan, emit);
+        self.plan = plan;
+        self.keep(emitted)
+    }
+
+    /// The framework has made the gradient of a subgroup.
+    pub fn gradient(&mut self, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+        let announced = self.announced(subgroup)?;
+        if announced.grad {
+            return Err(Error::invalid("subgroup", format!("{subgroup} has its gradient already")));
+        }
+        announced.grad = true;
+        let emitted = emit(Command::Record(Lane::Model, Event::Grad(subgroup)))
+            .and_then(|()| schedule::gradient_out(&self.shape, &self.plan, subgroup, emit));
+        self.keep(emitted)
+    }
+
+    /// The framework no longer reads the 16-bit parameters of a subgroup. What is not said by [`Machine::begin`]
+    /// is taken as said there.
+    pub fn params_free(&mut self, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+        let announced = self.announced(subgroup)?;
+        if announced.free {
+            return Err(Error::invalid("subgroup", format!("{subgroup} has its parameters free already")));
+        }
+        announced.free = true;
+        let emitted = emit(Command::Record(Lane::Model, Event::ParamFree(subgroup)));
+        self.keep(emitted)
+    }
+
+    /// Enqueues the GPU's part; the CPU's part is then there to be taken.
+    pub fn begin(&mut self, emit: &mut impl Sink) -> Result<()> {
+        let announced = match &self.phase {
+            Phase::Gathering(announced) => announced,
+            Phase::Idle if self.shape.count() == 0 => &Vec::new(),
+            Phase::Failed { error, .. } => return Err(error.clone()),
+            Phase::Stepping { .. } => return Err(Error::Busy("the step before is still under way".into())),
+            Phase::Idle => return Err(Error::invalid("step", "no gradient has come")),
+        };
+        if let Some(missing) = announced.iter().position(|announced| !announced.grad) {
+            return Err(Error::invalid("step", format!("the gradient of subgroup {missing} has not come")));
+        }
+        let mut late = (0..announced.len()).filter(|subgroup| !announced[*subgroup].free);
+        let emitted = late
+            .try_for_each(|subgroup| emit(Command::Record(Lane::Model, Event::ParamFree(subgroup))))
+            .and_then(|()| schedule::gpu_part(&self.shape, &self.plan, emit));
+        let waiting: VecDeque<_> = self.plan.on(Site::Cpu).enumerate().collect();
+        let left: BTreeSet<usize> = self.plan.on(Site::Cpu).collect();
+        self.steps += 1;
+        self.phase = if left.is_empty() { Phase::Idle } else { Phase::Stepping { waiting, left } };
+        self.keep(emitted)
+    }
+
+    /// The next subgroup of the CPU's part, with its place among them; play [`schedule::cpu_part`] and say
+    /// [`Machine::stepped`]. One at a time.
+    pub fn next_cpu(&mut self) -> Option<(usize, usize)> {
+        match &mut self.phase {
+            Phase::Stepping { waiting, .. } => waiting.pop_front(),
+            _ => None,
+        }
+    }
+
+    /// A subgroup of the CPU's part is done, or it failed.
+    pub fn stepped(&mut self, subgroup: usize, outcome: Result<()>) -> Result<()> {
+        self.keep(outcome)?;
+        if let Phase::Stepping { left, .. } = &mut self.phase {
+            left.remove(&subgroup);
+            if left.is_empty() {
+                self.phase = Phase::Idle;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a subgroup that does not exist, and anything after a failure.
+    pub fn check(&self, subgroup: usize) -> Result<()> {
+        match &self.phase {
+            Phase::Failed { error, .. } => Err(error.clone()),
+            _ if subgroup < self.shape.count() => Ok(()),
+            _ => {
+                let reason = format!("is {subgroup}, there are {}", self.shape.count());
+                Err(Error::invalid("subgroup", reason))
+            }
+        }
+    }
+
+    fn announced(&mut self, subgroup: usize) -> Result<&mut Announced> {
+        self.check(subgroup)?;
+        if let Phase::Idle = self.phase {
+            self.phase = Phase::Gathering(vec![Announced::default(); self.shape.count()]);
+        }
+        match &mut self.phase {
+            Phase::Gathering(announced) => Ok(&mut announced[subgroup]),
+            _ => Err(Error::Busy("the step before is still under way".into())),
+        }
+    }
+
+    /// A backend that fails leaves lanes in an unknown state: everything later is the same failure.
+    fn keep(&mut self, emitted: Result<()>) -> Result<()> {
+        if let Err(error) = &emitted {
+            let left = match std::mem::replace(&mut self.phase, Phase::Idle) {
+                Phase::Stepping { left, .. } | Phase::Failed { left, .. } => left,
+                Phase::Idle | Phase::Gathering(_) => BTreeSet::new(),
+            };
+            self.phase = Phase::Failed { error: error.clone(), left };
+        }
+        emitted
+    }
+}

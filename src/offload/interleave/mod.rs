@@ -1,0 +1,58 @@
+//! The interleaved update of CPU and GPU, played on a backend.
+//!
+//! [`plan::interleave`](crate::plan::interleave) says what is enqueued in which order; here it happens.
+//!
+//! | file | holds |
+//! |---|---|
+//! | [`machine`] | which calls may follow which, and the commands that each emits: no thread, no clock |
+//! | [`engine`] | the machine on a backend, with a thread for the CPU's part |
+//! | [`host`] | the backend without a device: its lanes are threads, its kernels those of the CPU |
+//! | `lanes` | threads and events of the host that behave like streams and events of a device |
+//! | [`recalibrate`] | rates from the timings of every step, and when a new plan is worth it |
+//! | `races` | the backend that looks for missing order, by vector clocks (tests) |
+#![forbid(unsafe_code)]
+
+pub mod engine;
+pub mod host;
+mod lanes;
+pub mod machine;
+pub mod recalibrate;
+
+#[cfg(test)]
+mod races;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::kernel::AdamRule;
+use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
+
+/// One piece of work and when it ran, in seconds since the backend was made.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Timing {
+    /// On which lane.
+    pub lane: Lane,
+    /// What.
+    pub work: Work,
+    /// From.
+    pub start: f64,
+    /// To.
+    pub end: f64,
+}
+
+/// What the schedule runs on. Any thread may call; commands of one lane come from one thread at a time.
+pub trait Backend: Send + Sync {
+    /// Enqueues a command. On [`Lane::Cpu`] and [`Lane::Caller`] it is done when the call returns.
+    fn play(&self, command: Command) -> Result<()>;
+
+    /// Coefficients of each subgroup for the updates that are enqueued from now on; one entry stands for all.
+    fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()>;
+
+    /// True if the last record of the event is reached, or there is none.
+    fn reached(&self, event: Event) -> Result<bool>;
+
+    /// What ran since the last call.
+    fn timings(&self) -> Vec<Timing>;
+}

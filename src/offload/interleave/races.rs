@@ -1,0 +1,183 @@
+//! A backend that does nothing but look for missing order, by vector clocks.
+//!
+//! - Every lane has a clock; an operation knows what happened before it: its lane's past, what the lane waited for, and
+//!   what the host thread that enqueued it had seen.
+//! - Two operations on one place, one of them writing, have to be ordered. Where they are not, the place and both lanes
+//!   are reported, whatever order they happen to run in.
+//! - One edge can be left out, to see that its absence is found.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeSet, HashMap};
+
+use crate::error::Result;
+use crate::plan::interleave::schedule::{Command, Edge, Event, Lane, STATES, State, Work};
+use crate::plan::interleave::{GpuGrads, Shape, Wire};
+
+const LANES: usize = Lane::ALL.len();
+type Clock = [u64; LANES];
+
+/// Memory that operations share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Place {
+    HostState(usize, State),
+    HostGrad(usize),
+    DeviceGrad(usize),
+    DeviceParam(usize),
+    Slot(usize, State),
+    SlotGrad(usize),
+    Resident(usize, State),
+    Chunk(usize),
+    Stage(usize),
+}
+
+#[derive(Debug, Default, Clone)]
+struct History {
+    /// Lane and time of the last write.
+    written: Option<(Lane, u64)>,
+    /// Time of the last read of each lane since then.
+    read: Clock,
+}
+
+/// The checker.
+pub struct Races {
+    shape: Shape,
+    clocks: [Clock; LANES],
+    events: HashMap<Event, Clock>,
+    places: HashMap<Place, History>,
+    /// Host thread that enqueues now.
+    pub issuer: Lane,
+    /// Wait that is left out.
+    pub dropped: Option<(Edge, Lane)>,
+    /// Waits that were seen.
+    pub seen: BTreeSet<(u32, usize)>,
+    /// What is not ordered.
+    pub found: Vec<String>,
+}
+
+impl Races {
+    pub fn new(shape: &Shape) -> Races {
+        Races {
+            shape: shape.clone(),
+            clocks: [[0; LANES]; LANES],
+            events: HashMap::new(),
+            places: HashMap::new(),
+            issuer: Lane::Caller,
+            dropped: None,
+            seen: BTreeSet::new(),
+            found: Vec::new(),
+        }
+    }
+
+    /// One host thread goes on where another was: it is started by it, or has taken a lock after it.
+    pub fn follow(&mut self, lane: Lane, other: Lane) {
+        let past = self.clocks[other as usize];
+        join(&mut self.clocks[lane as usize], &past);
+    }
+
+    pub fn play(&mut self, command: Command) -> Result<()> {
+        match command {
+            Command::Wait(lane, event, edge) => {
+                self.seen.insert((edge as u32, lane as usize));
+                if self.dropped != Some((edge, lane)) {
+                    let past = self.events.get(&event).copied().unwrap_or_default();
+                    join(&mut self.clocks[lane as usize], &past);
+                }
+            }
+            Command::Record(lane, event) => {
+                self.follow(lane, self.issuer);
+                self.events.insert(event, self.clocks[lane as usize]);
+            }
+            Command::Run(lane, work) => {
+                let (reads, writes) = self.touched(work);
+                self.touch(lane, &reads, &writes);
+            }
+        }
+        Ok(())
+    }
+
+    /// An operation on a lane that reads and writes these places.
+    pub fn touch(&mut self, lane: Lane, reads: &[Place], writes: &[Place]) {
+        self.follow(lane, self.issuer);
+        self.clocks[lane as usize][lane as usize] += 1;
+        let clock = self.clocks[lane as usize];
+        for (place, writes) in
+            reads.iter().map(|place| (place, false)).chain(writes.iter().map(|p| (p, true)))
+        {
+            let history = self.places.entry(*place).or_default();
+            let after_write = history.written.is_none_or(|(other, time)| clock[other as usize] >= time);
+            let after_reads = !writes || (0..LANES).all(|other| clock[other] >= history.read[other]);
+            if !after_write || !after_reads {
+                self.found.push(format!("{place:?} on {lane:?}: {history:?}"));
+            }
+            match writes {
+                true => *history = History { written: Some((lane, clock[lane as usize])), read: [0; LANES] },
+                false => history.read[lane as usize] = clock[lane as usize],
+            }
+        }
+    }
+
+    /// What a piece of work reads and writes.
+    fn touched(&self, work: Work) -> (Vec<Place>, Vec<Place>) {
+        let all = |of: fn(usize, State) -> Place, index| STATES.map(|state| of(index, state)).to_vec();
+        match work {
+            Work::Cast { subgroup, buffer, .. } => {
+                (vec![Place::DeviceGrad(subgroup)], vec![Place::Chunk(buffer)])
+            }
+            Work::GradOut { subgroup, buffer, .. } => {
+                let from = buffer.map_or(Place::DeviceGrad(subgroup), Place::Chunk);
+                (vec![from], vec![Place::HostGrad(subgroup)])
+            }
+            Work::Prefetch { subgroup, slot, state, .. } => {
+                (vec![Place::HostState(subgroup, state)], vec![Place::Slot(slot, state)])
+            }
+            Work::FetchGrad { subgroup, slot, .. } => {
+                (vec![Place::HostGrad(subgroup)], vec![Place::SlotGrad(slot)])
+            }
+            Work::GpuStep { subgroup, slot } => {
+                let grad = match self.shape.gpu_grads {
+                    GpuGrads::Kept => Place::DeviceGrad(subgroup),
+                    GpuGrads::Fetched => Place::SlotGrad(slot),
+                };
+                let mut writes = all(Place::Slot, slot);
+                writes.push(Place::DeviceParam(subgroup));
+                (vec![grad], writes)
+            }
+            Work::Flush { subgroup, slot, state, .. } => {
+                (vec![Place::Slot(slot, state)], vec![Place::HostState(subgroup, state)])
+            }
+            Work::ResidentStep { subgroup } => {
+                let mut writes = all(Place::Resident, subgroup);
+                writes.push(Place::DeviceParam(subgroup));
+                (vec![Place::DeviceGrad(subgroup)], writes)
+            }
+            Work::Admit { subgroup, state, .. } => {
+                (vec![Place::HostState(subgroup, state)], vec![Place::Resident(subgroup, state)])
+            }
+            Work::Evict { subgroup, state, .. } => {
+                (vec![Place::Resident(subgroup, state)], vec![Place::HostState(subgroup, state)])
+            }
+            Work::CpuStep { subgroup, stage } => {
+                let mut writes = all(Place::HostState, subgroup);
+                writes.push(Place::Stage(stage));
+                (vec![Place::HostGrad(subgroup)], writes)
+            }
+            Work::Upload { subgroup, stage } => {
+                (vec![Place::Stage(stage)], vec![Place::DeviceParam(subgroup)])
+            }
+        }
+    }
+
+    /// Where the framework leaves a gradient.
+    pub fn made(&self, subgroup: usize, on_cpu: bool) -> Place {
+        match self.shape.wire == Wire::Delivered && (on_cpu || self.shape.gpu_grads == GpuGrads::Fetched) {
+            true => Place::HostGrad(subgroup),
+            false => Place::DeviceGrad(subgroup),
+        }
+    }
+}
+
+fn join(clock: &mut Clock, other: &Clock) {
+    for (mine, theirs) in clock.iter_mut().zip(other) {
+        *mine = (*mine).max(*theirs);
+    }
+}

@@ -1,0 +1,184 @@
+//! Rates from the timings of every step, and when a new plan is worth it.
+//!
+//! Each kind of work has a smoothed time per parameter. Guards keep one bad step from moving the plan:
+//! - a step in which a kind of work moved less than [`LEAST`] parameters, or took no time, says nothing of it;
+//! - one step moves a rate by a factor of [`MOST`] at most, so that a hiccup passes and a lasting change is
+//!   followed within a few steps;
+//! - a new plan has to be better than the present one by more than [`WORTH`] under the new rates.
+#![forbid(unsafe_code)]
+
+use super::Timing;
+use crate::error::Result;
+use crate::plan::interleave::choose::{self, Mode};
+use crate::plan::interleave::schedule::Work;
+use crate::plan::interleave::sites::{Plan, Site};
+use crate::plan::interleave::{Rates, Shape, model};
+
+/// Weight of the newest step.
+const NEWEST: f64 = 0.25;
+/// Parameters below which a sample is mostly overhead.
+const LEAST: f64 = 1e5;
+/// Factor by which one step may differ from what is known.
+const MOST: f64 = 2.0;
+/// Gain for which the plan changes.
+const WORTH: f64 = 0.02;
+
+/// What is known of the rates.
+#[derive(Debug, Clone)]
+pub struct Meter {
+    rates: Rates,
+    least: f64,
+}
+
+/// Words and seconds of one kind of work in one step.
+#[derive(Debug, Default, Clone, Copy)]
+struct Sample {
+    words: f64,
+    seconds: f64,
+}
+
+impl Sample {
+    fn add(&mut self, words: f64, seconds: f64) {
+        self.words += words;
+        self.seconds += seconds;
+    }
+}
+
+impl Meter {
+    /// Begins with rates of a profile or a probe.
+    pub fn new(rates: Rates) -> Result<Meter> {
+        rates.check()?;
+        Ok(Meter { rates, least: LEAST })
+    }
+
+    /// Believes samples from `least` parameters on.
+    pub fn with_least(self, least: f64) -> Meter {
+        Meter { least, ..self }
+    }
+
+    /// The rates as they are known now.
+    pub fn rates(&self) -> &Rates {
+        &self.rates
+    }
+
+    /// Takes what ran in a step.
+    pub fn observe(&mut self, shape: &Shape, timings: &[Timing]) {
+        let (mut cpu, mut gpu, mut h2d, mut d2h, mut cast) =
+            <(Sample, Sample, Sample, Sample, Sample)>::default();
+        let size = |subgroup: usize| shape.sizes.get(subgroup).copied().unwrap_or(0) as f64;
+        for timing in timings {
+            let seconds = timing.end - timing.start;
+            match timing.work {
+                Work::Cast { part, .. } => cast.add(part.len as f64, seconds),
+                Work::GradOut { part, .. } => d2h.add(part.len as f64 * shape.wire_words(), seconds),
+                Work::Flush { part, .. } | Work::Evict { part, .. } => d2h.add(part.len as f64, seconds),
+                Work::Prefetch { part, .. } | Work::Admit { part, .. } => h2d.add(part.len as f64, seconds),
+                Work::FetchGrad { part, .. } => h2d.add(part.len as f64 * shape.fetched_words(), seconds),
+                Work::Upload { subgroup, .. } => h2d.add(size(subgroup) / 2.0, seconds),
+                Work::GpuStep { subgroup, .. } | Work::ResidentStep { subgroup } => {
+                    gpu.add(size(subgroup), seconds);
+                }
+                Work::CpuStep { subgroup, .. } => cpu.add(size(subgroup), seconds),
+            }
+        }
+        let least = self.least;
+        // The step rounds in the same pass, so its time is all there is.
+        if follow(&mut self.rates.cpu, cpu, least) {
+            self.rates.downscale = f64::INFINITY;
+        }
+        follow(&mut self.rates.gpu, gpu, least);
+        follow(&mut self.rates.h2d, h2d, least);
+        follow(&mut self.rates.d2h, d2h, least);
+        if self.rates.cast.is_finite() {
+            follow(&mut self.rates.cast, cast, least);
+        }
+    }
+
+    /// The plan for the next step: the best under the rates as known, or the present one where that is nearly as good.
+    pub fn replan(&self, shape: &Shape, present: &Plan, backward: f64) -> Result<Plan> {
+        let residents = present.count_on(Site::Resident);
+        let best = choose::choose(shape, &self.rates, residents, backward, Mode::Model)?;
+        let now = model::predict(shape, &self.rates, present, backward)?;
+        let worth = best.prediction.exposed < now.exposed * (1.0 - WORTH);
+        Ok(if worth { best.plan } else { present.clone() })
+    }
+}
+
+/// Moves a rate towards a sample; false if the sample says nothing.
+fn follow(rate: &mut f64, sample: Sample, least: f64) -> bool {
+    let believed = sample.words >= least && sample.seconds > 0.0 && sample.seconds.is_finite();
+    if believed {
+        let known = 1.0 / *rate;
+        let seen = (sample.seconds / sample.words).clamp(known / MOST, known * MOST);
+        *rate = 1.0 / (known + NEWEST * (seen - known));
+    }
+    believed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::interleave::schedule::Lane;
+
+    const KNOWN: Rates = Rates {
+        cpu: 2e9,
+        downscale: f64::INFINITY,
+        gpu: 25e9,
+        h2d: 13e9,
+        d2h: 13e9,
+        cast: f64::INFINITY,
+        dram: f64::INFINITY,
+        duplex: true,
+    };
+
+    fn cpu_step(seconds: f64) -> Timing {
+        Timing {
+            lane: Lane::Cpu,
+            work: Work::CpuStep { subgroup: 0, stage: 0 },
+            start: 1.0,
+            end: 1.0 + seconds,
+        }
+    }
+
+    #[test]
+    fn a_lasting_change_is_followed_and_a_hiccup_passes() {
+        let shape = Shape::uniform(10, 100_000_000);
+        let mut meter = Meter::new(KNOWN).unwrap();
+        meter.observe(&shape, &[cpu_step(50.0)]);
+        assert!(meter.rates().cpu > 1.5e9, "one step that took a thousand times as long");
+        for _ in 0..40 {
+            meter.observe(&shape, &[cpu_step(0.1)]);
+        }
+        assert!((meter.rates().cpu / 1e9 - 1.0).abs() < 0.01);
+        assert_eq!((meter.rates().gpu, meter.rates().h2d), (KNOWN.gpu, KNOWN.h2d));
+    }
+
+    #[test]
+    fn samples_that_say_nothing_are_left_out() {
+        let shape = Shape::uniform(10, 100_000_000);
+        let mut meter = Meter::new(KNOWN).unwrap();
+        for seconds in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            meter.observe(&shape, &[cpu_step(seconds)]);
+        }
+        meter.observe(&Shape::uniform(10, 1000), &[cpu_step(1.0)]);
+        meter.observe(&shape, &[]);
+        assert_eq!(meter.rates(), &KNOWN);
+    }
+
+    #[test]
+    fn the_plan_follows_the_rates_and_ignores_their_noise() {
+        let shape = Shape::uniform(50, 100_000_000);
+        let mut meter = Meter::new(KNOWN).unwrap();
+        let plan = meter.replan(&shape, &Plan::cpu(50), 0.0).unwrap();
+        assert_eq!(plan.count_on(Site::Gpu), 34);
+        for round in 0..30 {
+            meter.observe(&shape, &[cpu_step(0.05 * (1.0 + 0.03 * f64::from(round % 3 - 1)))]);
+            assert_eq!(meter.replan(&shape, &plan, 0.0).unwrap(), plan);
+        }
+        for _ in 0..40 {
+            meter.observe(&shape, &[cpu_step(0.0125)]);
+        }
+        let faster_cpu = meter.replan(&shape, &plan, 0.0).unwrap();
+        assert!(faster_cpu.count_on(Site::Gpu) < 25, "{}", faster_cpu.count_on(Site::Gpu));
+    }
+}

@@ -1,0 +1,271 @@
+//! The interleaved update on threads has the bits of the all-CPU update, whatever the plans.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::super::Backend;
+use super::super::engine::Engine;
+use super::super::host::{Host, Subgroup};
+use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
+use crate::error::{Error, Result};
+use crate::kernel::{AdamRule, States, Tensor};
+use crate::optim::adam::{self, AdamOptions};
+use crate::optim::spread::Job;
+use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
+use crate::plan::interleave::sites::{Plan, Site};
+use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::sys::lent::Lent;
+
+const SIZES: [u64; 9] = [1000, 1000, 1, 777, 0, 1000, 333, 1000, 64];
+const STEPS: u64 = 100;
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 11
+    }
+
+    fn float(&mut self) -> f32 {
+        (self.next() % 2001) as f32 / 1000.0 - 1.0
+    }
+
+    fn plan(&mut self) -> Plan {
+        let site = |choice| [Site::Cpu, Site::Gpu, Site::Gpu, Site::Resident][choice as usize];
+        match self.next() % 6 {
+            0 => Plan::cpu(SIZES.len()),
+            1 => Plan::of(vec![Site::Gpu; SIZES.len()]),
+            _ => Plan::of(SIZES.iter().map(|_| site(self.next() % 4)).collect()),
+        }
+    }
+}
+
+/// The arrays of the test, each shared with the backend: used here only when the backend is done with them.
+struct Model {
+    states: Vec<[Arc<Lent>; 3]>,
+    grads: Vec<Arc<Lent>>,
+    copies: Vec<Arc<Lent>>,
+}
+
+impl Model {
+    fn new(grad: Dtype, copy: Dtype) -> Model {
+        let mut random = Random(7);
+        let zeros = |dtype, len: &u64| Arc::new(Lent::zeroed(dtype, *len as usize).unwrap());
+        let mut model = Model { states: Vec::new(), grads: Vec::new(), copies: Vec::new() };
+        for len in &SIZES {
+            let states = [0; 3].map(|_| zeros(Dtype::F32, len));
+            fill(&states[2], || random.float());
+            model.states.push(states);
+            model.grads.push(zeros(grad, len));
+            model.copies.push(zeros(copy, len));
+        }
+        model
+    }
+
+    fn lend(&self) -> Vec<Subgroup> {
+        let of = |index: usize| Subgroup {
+            states: self.states[index].each_ref().map(Arc::clone),
+            grad: Arc::clone(&self.grads[index]),
+            copy: Some(Arc::clone(&self.copies[index])),
+        };
+        (0..SIZES.len()).map(of).collect()
+    }
+
+    /// The update that everything is compared with: one call for each subgroup, on the CPU.
+    fn step(&self, rules: &[AdamRule]) {
+        for (index, rule) in rules.iter().enumerate() {
+            let [mut m, mut v, mut p] = self.states[index].each_ref().map(|state| state.write().unwrap());
+            let (grad, mut copy) = (self.grads[index].read().unwrap(), self.copies[index].write().unwrap());
+            let states =
+                States { param: p.floats(), exp_avg: Some(m.floats()), exp_avg_sq: Some(v.floats()) };
+            let tensor = Tensor::new(states, grad.floats(), Some(copy.floats())).unwrap();
+            adam::step(&mut [Job { optimizer: *rule, tensor }], false).unwrap();
+        }
+    }
+
+    fn gradients(&self, step: u64) {
+        let mut random = Random(1000 + step);
+        self.grads.iter().for_each(|grad| fill(grad, || random.float()));
+    }
+
+    fn copies(&self) -> Vec<Vec<u32>> {
+        self.copies.iter().map(|copy| bits(copy)).collect()
+    }
+
+    fn states(&self) -> Vec<Vec<u32>> {
+        self.states.iter().flatten().map(|state| bits(state)).collect()
+    }
+}
+
+fn fill(lent: &Lent, mut value: impl FnMut() -> f32) {
+    match lent.write().unwrap().floats() {
+        FloatsMut::F32(floats) => floats.iter_mut().for_each(|float| *float = value()),
+        FloatsMut::F16(floats) => floats.iter_mut().for_each(|float| *float = f16::from_f32(value())),
+        FloatsMut::Bf16(floats) => floats.iter_mut().for_each(|float| *float = bf16::from_f32(value())),
+    }
+}
+
+fn bits(lent: &Lent) -> Vec<u32> {
+    match lent.read().unwrap().floats() {
+        Floats::F32(floats) => floats.iter().map(|float| float.to_bits()).collect(),
+        Floats::F16(floats) => floats.iter().map(|float| u32::from(float.to_bits())).collect(),
+        Floats::Bf16(floats) => floats.iter().map(|float| u32::from(float.to_bits())).collect(),
+    }
+}
+
+/// Every subgroup has its own learning rate; decay, bias correction and scale as training has them.
+fn rules(step: u64) -> Vec<AdamRule> {
+    let rule = |index: usize| {
+        let lr = 1e-3 * (index + 1) as f64;
+        AdamOptions { step, lr, weight_decay: 0.01, grad_scale: 0.25, ..Default::default() }.rule().unwrap()
+    };
+    (0..SIZES.len()).map(rule).collect()
+}
+
+fn shape(wire: Wire, gpu_grads: GpuGrads, slots: usize) -> Shape {
+    Shape { sizes: SIZES.to_vec(), chunk: 300, slots, wire, gpu_grads }
+}
+
+fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
+    let (plain, model) = (Model::new(grad, copy), Model::new(grad, copy));
+    let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
+    let mut random = Random(seed);
+    for step in 1..=STEPS {
+        engine.set_plan(random.plan()).unwrap();
+        plain.gradients(step);
+        model.gradients(step);
+        plain.step(&rules(step));
+        (0..SIZES.len()).rev().for_each(|subgroup| engine.gradient(subgroup).unwrap());
+        engine.begin(rules(step)).unwrap();
+        engine.finish(Lane::Caller).unwrap();
+        assert!(plain.copies() == model.copies(), "{shape:?}: parameters of step {step}");
+        if step % 10 == 0 {
+            engine.set_plan(Plan::cpu(SIZES.len())).unwrap();
+            engine.drain().unwrap();
+            assert!(engine.away().is_empty());
+            assert!(plain.states() == model.states(), "{shape:?}: states of step {step}");
+        }
+    }
+    assert!(!engine.timings().unwrap().is_empty());
+}
+
+/// 100 steps, a new plan at every one: all wires, all homes of gradients, one to three slots, every type of gradient
+/// and copy. Residents come and go; flushes of one step run into the next.
+#[test]
+fn a_hundred_steps_with_changing_plans_have_the_bits_of_the_all_cpu_run() {
+    let types = [(Dtype::Bf16, Dtype::Bf16), (Dtype::F16, Dtype::F16), (Dtype::F32, Dtype::Bf16)];
+    let mut round = 0;
+    for wire in [Wire::F32, Wire::Native, Wire::Delivered] {
+        for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
+            let (grad, copy) = types[round % types.len()];
+            round += 1;
+            train(shape(wire, gpu_grads, 1 + round % 3), grad, copy, round as u64);
+        }
+    }
+}
+
+/// A host that does not flush: what the test above would see of a schedule that loses a state.
+struct Forgetful(Host);
+
+impl Backend for Forgetful {
+    fn play(&self, command: Command) -> Result<()> {
+        match command {
+            Command::Run(_, Work::Flush { subgroup: 3, .. }) => Ok(()),
+            other => self.0.play(other),
+        }
+    }
+
+    fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
+        self.0.begin(rules)
+    }
+
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.0.reached(event)
+    }
+
+    fn timings(&self) -> Vec<super::super::Timing> {
+        self.0.timings()
+    }
+}
+
+#[test]
+fn a_state_that_is_lost_shows_in_the_bits() {
+    let shape = shape(Wire::F32, GpuGrads::Kept, 2);
+    let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
+    let engine = Engine::new(shape.clone(), Forgetful(Host::new(&shape, model.lend()).unwrap())).unwrap();
+    engine.set_plan(Plan::of(vec![Site::Gpu; SIZES.len()])).unwrap();
+    for step in 1..=2 {
+        plain.gradients(step);
+        model.gradients(step);
+        plain.step(&rules(step));
+        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup).unwrap());
+        engine.begin(rules(step)).unwrap();
+        engine.finish(Lane::Caller).unwrap();
+        assert_eq!(plain.copies() == model.copies(), step == 1);
+    }
+}
+
+/// A device that breaks in the middle of a step.
+struct Breaking(Host);
+
+impl Backend for Breaking {
+    fn play(&self, command: Command) -> Result<()> {
+        match command {
+            Command::Run(_, Work::CpuStep { subgroup: 5, .. }) => Err(Error::Unsupported("it broke".into())),
+            other => self.0.play(other),
+        }
+    }
+
+    fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
+        self.0.begin(rules)
+    }
+
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.0.reached(event)
+    }
+
+    fn timings(&self) -> Vec<super::super::Timing> {
+        self.0.timings()
+    }
+}
+
+#[test]
+fn a_failure_ends_every_wait_and_names_what_is_not_home() {
+    let shape = shape(Wire::Native, GpuGrads::Kept, 2);
+    let model = Model::new(Dtype::Bf16, Dtype::Bf16);
+    let engine = Engine::new(shape.clone(), Breaking(Host::new(&shape, model.lend()).unwrap())).unwrap();
+    let mut sites = vec![Site::Cpu; SIZES.len()];
+    (sites[0], sites[8]) = (Site::Gpu, Site::Resident);
+    engine.set_plan(Plan::of(sites)).unwrap();
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup).unwrap());
+    engine.begin(vec![rules(1)[0]]).unwrap();
+    let failed = engine.finish(Lane::Caller).unwrap_err();
+    assert!(failed.to_string().contains("it broke"), "{failed}");
+    assert!(engine.publish(7, Lane::Caller).is_err() && engine.gradient(0).is_err());
+    let away = engine.away();
+    assert!([5, 7, 8].iter().all(|subgroup| away.contains(subgroup)) && !away.contains(&1), "{away:?}");
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let shape = shape(Wire::F32, GpuGrads::Kept, 2);
+    let model = Model::new(Dtype::Bf16, Dtype::Bf16);
+    let mut short = model.lend();
+    short.pop();
+    assert!(Host::new(&shape, short).is_err());
+    let mut mixed = model.lend();
+    mixed[3].copy = None;
+    assert!(Host::new(&shape, mixed).is_err());
+    let mut swapped = model.lend();
+    swapped.swap(0, 3);
+    assert!(Host::new(&shape, swapped).is_err());
+    let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
+    assert!(engine.begin(rules(1)).is_err() && engine.publish(9, Lane::Caller).is_err());
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup).unwrap());
+    assert!(engine.begin(rules(1)[..2].to_vec()).is_err());
+    engine.begin(rules(1)).unwrap();
+    engine.finish(Lane::Model).unwrap();
+}

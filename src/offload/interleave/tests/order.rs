@@ -1,0 +1,187 @@
+//! What the schedule promises, on every kind of step: no missing order, and no edge that could be left out.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeSet;
+
+use super::super::machine::Machine;
+use super::super::races::{Place, Races};
+use crate::plan::interleave::schedule::{self, Edge, Lane, NUMBERED_EDGES, STATES};
+use crate::plan::interleave::sites::{Plan, Site};
+use crate::plan::interleave::{GpuGrads, Shape, Wire};
+
+const SUBGROUPS: usize = 8;
+
+/// One way to run iterations, and the plans that follow one another in it.
+struct Scenario {
+    shape: Shape,
+    /// The framework reads parameters of a subgroup after it made its gradient, or before.
+    reads_late: bool,
+    plans: Vec<Plan>,
+}
+
+/// Every wire and place of gradients, both orders of reading, one to three slots; plans that hand subgroups from each
+/// site to each other one, all on one side included.
+fn scenarios() -> Vec<Scenario> {
+    let even = |gpu, residents| Plan::even(SUBGROUPS, gpu, residents).unwrap();
+    let last_alone = || {
+        let mut sites = vec![Site::Cpu; SUBGROUPS];
+        sites[SUBGROUPS - 1] = Site::Gpu;
+        Plan::of(sites)
+    };
+    let plans = || {
+        vec![
+            even(4, 0),
+            even(8, 0),
+            last_alone(),
+            even(0, 0),
+            even(3, 2),
+            even(8, 0),
+            even(0, 8),
+            even(2, 5),
+            Plan::stride(SUBGROUPS, 3, 2).unwrap(),
+            even(0, 0),
+            even(5, 0),
+        ]
+    };
+    let mut scenarios = Vec::new();
+    for wire in [Wire::F32, Wire::Native, Wire::Delivered] {
+        for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
+            for slots in 1..=3 {
+                for reads_late in [false, true] {
+                    let shape = Shape { wire, gpu_grads, slots, chunk: 30, ..Shape::uniform(SUBGROUPS, 100) };
+                    scenarios.push(Scenario { shape, reads_late, plans: plans() });
+                }
+            }
+        }
+    }
+    scenarios
+}
+
+/// Runs all iterations through the checker, and reads the states at the end as a checkpoint would.
+fn run(scenario: &Scenario, dropped: Option<(Edge, Lane)>) -> Races {
+    let mut races = Races::new(&scenario.shape);
+    races.dropped = dropped;
+    let mut machine = Machine::new(scenario.shape.clone()).unwrap();
+    for plan in &scenario.plans {
+        machine.set_plan(plan.clone(), &mut |command| races.play(command)).unwrap();
+        forward_and_backward(scenario, &mut machine, &mut races);
+        machine.begin(&mut |command| races.play(command)).unwrap();
+        cpu_part(&mut machine, &mut races);
+        races.follow(Lane::Caller, Lane::Cpu);
+        for subgroup in 0..SUBGROUPS {
+            schedule::publish(subgroup, Lane::Model, &mut |command| races.play(command)).unwrap();
+        }
+    }
+    for subgroup in (0..SUBGROUPS).filter(|subgroup| machine.plan().site(*subgroup) != Site::Resident) {
+        schedule::drain(subgroup, &mut |command| races.play(command)).unwrap();
+        races.touch(Lane::Caller, &STATES.map(|state| Place::HostState(subgroup, state)), &[]);
+    }
+    races
+}
+
+fn forward_and_backward(scenario: &Scenario, machine: &mut Machine, races: &mut Races) {
+    for subgroup in 0..SUBGROUPS {
+        races.touch(Lane::Model, &[Place::DeviceParam(subgroup)], &[]);
+    }
+    for subgroup in 0..SUBGROUPS {
+        let made = races.made(subgroup, machine.plan().site(subgroup) == Site::Cpu);
+        let free = |machine: &mut Machine, races: &mut Races| {
+            races.touch(Lane::Model, &[Place::DeviceParam(subgroup)], &[]);
+            machine.params_free(subgroup, &mut |command| races.play(command)).unwrap();
+        };
+        if !scenario.reads_late {
+            free(machine, races);
+        }
+        races.touch(Lane::Model, &[], &[made]);
+        machine.gradient(subgroup, &mut |command| races.play(command)).unwrap();
+        if scenario.reads_late {
+            free(machine, races);
+        }
+    }
+}
+
+fn cpu_part(machine: &mut Machine, races: &mut Races) {
+    races.follow(Lane::Cpu, Lane::Caller);
+    races.issuer = Lane::Cpu;
+    while let Some((nth, subgroup)) = machine.next_cpu() {
+        schedule::cpu_part(nth, subgroup, &mut |command| races.play(command)).unwrap();
+        machine.stepped(subgroup, Ok(())).unwrap();
+    }
+    races.issuer = Lane::Caller;
+}
+
+#[test]
+fn every_access_is_ordered() {
+    for scenario in scenarios() {
+        let found = run(&scenario, None).found;
+        assert!(found.is_empty(), "{:?} {}: {found:?}", scenario.shape, scenario.reads_late);
+    }
+}
+
+/// Each wait of each lane is left out in turn; some scenario has to notice.
+#[test]
+fn every_edge_that_is_left_out_is_found() {
+    let scenarios = scenarios();
+    let seen: BTreeSet<_> = scenarios.iter().flat_map(|scenario| run(scenario, None).seen).collect();
+    let edges = NUMBERED_EDGES.into_iter().chain([
+        Edge::GradHomeBeforeFetch,
+        Edge::SettledBeforeStep,
+        Edge::ReadyBeforeEvict,
+        Edge::HomeBeforeRead,
+    ]);
+    let mut left_out = 0;
+    for edge in edges {
+        let lanes = Lane::ALL.into_iter().filter(|lane| seen.contains(&(edge as u32, *lane as usize)));
+        let before = left_out;
+        for lane in lanes {
+            let found = scenarios.iter().filter(|one| !run(one, Some((edge, lane))).found.is_empty()).count();
+            assert!(found > 0, "{edge:?} on {lane:?} is not missed by anything");
+            left_out += 1;
+        }
+        assert!(left_out > before, "{edge:?} is waited for nowhere");
+    }
+    assert_eq!(left_out, 21);
+}
+
+#[test]
+fn calls_out_of_order_are_refused_and_change_nothing() {
+    let emitted = std::cell::Cell::new(0);
+    let emit = &mut |_| {
+        emitted.set(emitted.get() + 1);
+        Ok(())
+    };
+    let mut machine = Machine::new(Shape::uniform(2, 10)).unwrap();
+    assert!(machine.begin(emit).is_err());
+    assert!(machine.gradient(2, emit).is_err());
+    assert!(machine.set_plan(Plan::cpu(3), emit).is_err());
+    assert_eq!(emitted.get(), 0);
+    machine.gradient(1, emit).unwrap();
+    let so_far = emitted.get();
+    assert!(machine.gradient(1, emit).is_err());
+    assert!(machine.set_plan(Plan::cpu(2), emit).is_err());
+    assert!(machine.begin(emit).is_err());
+    assert_eq!(emitted.get(), so_far);
+    machine.gradient(0, emit).unwrap();
+    machine.begin(emit).unwrap();
+    assert!(machine.is_stepping(0) && machine.gradient(0, emit).is_err());
+    assert_eq!(
+        (machine.next_cpu(), machine.next_cpu(), machine.next_cpu()),
+        (Some((0, 0)), Some((1, 1)), None)
+    );
+    machine.stepped(0, Ok(())).unwrap();
+    assert!(!machine.is_stepping(0) && machine.is_stepping(1));
+    machine.stepped(1, Ok(())).unwrap();
+    assert!(!machine.is_stepping(1));
+    machine.gradient(0, emit).unwrap();
+}
+
+#[test]
+fn a_failure_stands() {
+    use crate::error::Error;
+    let broken = || Err(Error::Unsupported("the device is gone".into()));
+    let mut machine = Machine::new(Shape::uniform(1, 10)).unwrap();
+    assert!(machine.gradient(0, &mut |_| broken()).is_err());
+    let message = machine.begin(&mut |_| Ok(())).unwrap_err().to_string();
+    assert!(message.contains("the device is gone"));
+    assert!(machine.check(0).is_err() && machine.set_plan(Plan::cpu(1), &mut |_| Ok(())).is_err());
+}

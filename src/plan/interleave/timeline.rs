@@ -1,0 +1,249 @@
+//! A discrete-event simulator: engines that serve one operation at a time, in order of readiness.
+//!
+//! An operation is ready when all operations it depends on are done. Where the operations under way want more of the
+//! host's memory than there is, those that touch it slow down by one factor.
+#![forbid(unsafe_code)]
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// What serves operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    /// The cores of the CPU, all on one operation.
+    Cpu = 0,
+    /// The copy engine to the device.
+    H2d = 1,
+    /// The copy engine from the device.
+    D2h = 2,
+    /// The multiprocessors of the GPU.
+    Gpu = 3,
+    /// Time that passes without an engine of ours.
+    Clock = 4,
+}
+
+/// Number of engines.
+pub const ENGINES: usize = 5;
+
+/// Operations and what each waits for.
+#[derive(Debug, Default)]
+pub struct Timeline {
+    ops: Vec<Op>,
+    /// (before, after)
+    edges: Vec<(u32, u32)>,
+}
+
+#[derive(Debug)]
+struct Op {
+    engine: Engine,
+    seconds: f64,
+    host_bytes: f64,
+}
+
+/// When an operation ran.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Ran {
+    /// Seconds from the start.
+    pub start: f64,
+    /// Seconds from the start.
+    pub end: f64,
+}
+
+/// What all engines share.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Bytes per second of host memory.
+    pub dram: f64,
+    /// Both copy engines at once.
+    pub duplex: bool,
+}
+
+/// Time in a queue: total order, as all times are finite.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Time(f64);
+
+impl Eq for Time {}
+impl PartialOrd for Time {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Time {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+impl Timeline {
+    /// Adds an operation after all of `after`, and returns its number.
+    pub fn add(&mut self, engine: Engine, seconds: f64, host_bytes: f64, after: &[u32]) -> u32 {
+        let number = self.ops.len() as u32;
+        self.ops.push(Op { engine, seconds, host_bytes });
+        self.edges.extend(after.iter().map(|before| (*before, number)));
+        number
+    }
+
+    /// Engine of an operation.
+    pub fn engine(&self, number: u32) -> Engine {
+        self.ops[number as usize].engine
+    }
+
+    /// Runs everything, and says when each operation ran.
+    pub fn run(&self, limits: Limits) -> Vec<Ran> {
+        Run::new(self, limits).finish()
+    }
+}
+
+struct Run<'a> {
+    timeline: &'a Timeline,
+    limits: Limits,
+    /// Successors of operation i are `next[first[i]..first[i + 1]]`.
+    first: Vec<u32>,
+    next: Vec<u32>,
+    missing: Vec<u32>,
+    queues: [BinaryHeap<Reverse<(Time, u32)>>; ENGINES],
+    /// Operation and seconds left.
+    active: [Option<(u32, f64)>; ENGINES],
+    ran: Vec<Ran>,
+    now: f64,
+}
+
+impl<'a> Run<'a> {
+    fn new(timeline: &'a Timeline, limits: Limits) -> Self {
+        let count = timeline.ops.len();
+        let (mut first, mut missing) = (vec![0_u32; count + 1], vec![0_u32; count]);
+        for (before, after) in &timeline.edges {
+            first[*before as usize + 1] += 1;
+            missing[*after as usize] += 1;
+        }
+        for index in 0..count {
+            first[index + 1] += first[index];
+        }
+        let mut fill = first.clone();
+        let mut next = vec![0; timeline.edges.len()];
+        for (before, after) in &timeline.edges {
+            let at = &mut fill[*before as usize];
+            next[*at as usize] = *after;
+            *at += 1;
+        }
+        let ran = vec![Ran { start: 0.0, end: 0.0 }; count];
+        let mut run = Run {
+            timeline,
+            limits,
+            first,
+            next,
+            missing,
+            queues: Default::default(),
+            active: [None; ENGINES],
+            ran,
+            now: 0.0,
+        };
+        let ready: Vec<u32> = (0..count as u32).filter(|op| run.missing[*op as usize] == 0).collect();
+        ready.into_iter().for_each(|op| run.enqueue(op));
+        run
+    }
+
+    fn enqueue(&mut self, op: u32) {
+        let engine = match self.timeline.ops[op as usize].engine {
+            Engine::D2h if !self.limits.duplex => Engine::H2d,
+            engine => engine,
+        };
+        self.queues[engine as usize].push(Reverse((Time(self.now), op)));
+    }
+
+    fn finish(mut self) -> Vec<Ran> {
+        loop {
+            for engine in 0..ENGINES {
+                if self.active[engine].is_none()
+                    && let Some(Reverse((_, op))) = self.queues[engine].pop()
+                {
+                    self.active[engine] = Some((op, self.timeline.ops[op as usize].seconds));
+                    self.ran[op as usize].start = self.now;
+                }
+            }
+            let speed = self.speed();
+            let left = |(op, seconds): &(u32, f64)| seconds / self.rate(*op, speed);
+            let Some(step) = self.active.iter().flatten().map(left).min_by(f64::total_cmp) else {
+                return self.ran;
+            };
+            self.advance(step, speed);
+        }
+    }
+
+    /// Part of full speed that operations on host memory get.
+    fn speed(&self) -> f64 {
+        let wanted = |(op, _): &(u32, f64)| {
+            let op = &self.timeline.ops[*op as usize];
+            if op.seconds > 0.0 { op.host_bytes / op.seconds } else { 0.0 }
+        };
+        let wanted: f64 = self.active.iter().flatten().map(wanted).sum();
+        if wanted > self.limits.dram { self.limits.dram / wanted } else { 1.0 }
+    }
+
+    fn rate(&self, op: u32, speed: f64) -> f64 {
+        if self.timeline.ops[op as usize].host_bytes > 0.0 { speed } else { 1.0 }
+    }
+
+    /// Lets `step` seconds pass; what is within rounding of its end ends.
+    fn advance(&mut self, step: f64, speed: f64) {
+        self.now += step;
+        for engine in 0..ENGINES {
+            let Some((op, seconds)) = self.active[engine] else { continue };
+            let left = seconds - step * self.rate(op, speed);
+            if left > 1e-12 * self.timeline.ops[op as usize].seconds {
+                self.active[engine] = Some((op, left));
+                continue;
+            }
+            self.active[engine] = None;
+            self.ran[op as usize].end = self.now;
+            for at in self.first[op as usize]..self.first[op as usize + 1] {
+                let after = self.next[at as usize];
+                self.missing[after as usize] -= 1;
+                if self.missing[after as usize] == 0 {
+                    self.enqueue(after);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FREE: Limits = Limits { dram: f64::INFINITY, duplex: true };
+
+    #[test]
+    fn an_engine_serves_one_at_a_time_in_order_of_readiness() {
+        let mut timeline = Timeline::default();
+        let first = timeline.add(Engine::Cpu, 2.0, 0.0, &[]);
+        let copy = timeline.add(Engine::H2d, 1.0, 0.0, &[]);
+        let late = timeline.add(Engine::H2d, 1.0, 0.0, &[first]);
+        let early = timeline.add(Engine::H2d, 5.0, 0.0, &[copy]);
+        let ran = timeline.run(FREE);
+        assert_eq!(ran[early as usize], Ran { start: 1.0, end: 6.0 });
+        assert_eq!(ran[late as usize], Ran { start: 6.0, end: 7.0 });
+    }
+
+    #[test]
+    fn half_duplex_takes_turns_and_scarce_memory_slows_all_that_touch_it() {
+        let mut timeline = Timeline::default();
+        timeline.add(Engine::H2d, 2.0, 200.0, &[]);
+        timeline.add(Engine::D2h, 2.0, 200.0, &[]);
+        timeline.add(Engine::Gpu, 2.0, 0.0, &[]);
+        let end = |limits| timeline.run(limits).iter().map(|ran| ran.end).collect::<Vec<f64>>();
+        assert_eq!(end(FREE), [2.0, 2.0, 2.0]);
+        assert_eq!(end(Limits { duplex: false, ..FREE }), [2.0, 4.0, 2.0]);
+        assert_eq!(end(Limits { dram: 100.0, ..FREE }), [4.0, 4.0, 2.0]);
+        assert_eq!(end(Limits { dram: 1e3, ..FREE }), [2.0, 2.0, 2.0]);
+    }
+
+    #[test]
+    fn nothing_takes_no_time() {
+        assert!(Timeline::default().run(FREE).is_empty());
+        let mut timeline = Timeline::default();
+        let empty = timeline.add(Engine::Gpu, 0.0, 0.0, &[]);
+        let after = timeline.add(Engine::Gpu, 1.0, 0.0, &[empty]);
+        assert_eq!(timeline.run(FREE)[after as usize].end, 1.0);
+    }
+}

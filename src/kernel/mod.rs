@@ -3,7 +3,8 @@
 //! | file | holds |
 //! |---|---|
 //! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
-//! | `step`, `undo` | a step over a chunk, recorded if wanted, and its exact reversal |
+//! | `step`, `record`, `undo` | a step over a chunk, recorded if wanted, and its exact reversal |
+//! | `pack` | how the differences of a record become bytes |
 //! | `publish` | the 16-bit copy of a parameter without a step |
 //! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
 //! | `element` | element types in memory, and the table of type combinations |
@@ -15,7 +16,9 @@
 
 mod element;
 mod float_mode;
+mod pack;
 mod publish;
+mod record;
 mod rules;
 mod select;
 pub(crate) mod squares;
@@ -41,6 +44,10 @@ mod sve_undo;
 pub(crate) mod check;
 #[cfg(test)]
 mod check_bounds;
+#[cfg(test)]
+mod check_stream;
+#[cfg(test)]
+mod check_undo;
 
 pub use float_mode::IeeeMode;
 pub use publish::publish;

@@ -1,7 +1,9 @@
 // The log of undo_sve.c: differences of patterns in groups, each stream of a group packed as narrowly as it goes.
 //
-// The layout is that of src/kernel/undo.rs with the groups of the NEON kernel: GROUP elements whatever the vector length,
-// so that threads with vectors of different lengths read each other's logs, and their bound is the same.
+//   group := control (1 byte: two bits of width per stream), differences of param, of exp_avg, of exp_avg_sq
+//
+// Groups have GROUP elements whatever the vector length, so that threads with vectors of different lengths read each
+// other's logs. A group takes no more bytes than the bound of src/kernel/record.rs says.
 
 #ifndef SPILLWAY_KERNELS_LOG_SVE_H
 #define SPILLWAY_KERNELS_LOG_SVE_H

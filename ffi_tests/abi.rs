@@ -131,6 +131,7 @@ fn layout_of_rust() -> String {
             struct_size, reserved, reads, writes, read_bytes, written_bytes, failed, requests,
             direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck,
         }
+        capi::io_wait::spw_io_failure { struct_size, system_errno, offset, bytes, path }
         capi::tier_options::spw_tier_path { struct_size, kind, directory, limit_bytes, reserve_bytes }
         capi::tier_options::spw_tier_options {
             struct_size, mode, job, host, rank, world, paths, path_count, durability, flags, block_bytes, stall_ms,

@@ -469,6 +469,20 @@ typedef struct spw_io_stats {
     uint64_t stuck;
 } spw_io_stats;
 
+// How an operation on a file failed.
+typedef struct spw_io_failure {
+    // `sizeof(spw_io_failure)`
+    uint32_t struct_size;
+    // The system's number, 0 if the system reported none.
+    int32_t system_errno;
+    // Where the part that failed begins in the file.
+    uint64_t offset;
+    // Its length.
+    uint64_t bytes;
+    // The file, as the caller named it. Good until the next failing call of this thread.
+    const char *path;
+} spw_io_failure;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -790,6 +804,19 @@ enum spw_status spw_io_sync(struct spw_io *io,
                             const struct spw_io_request *request,
                             uint64_t *handle_out);
 
+// Reads the counters of an engine. Set `stats->struct_size` first.
+//
+// Requires: `io` is an open engine, `stats` points to a struct of `struct_size` bytes.
+enum spw_status spw_io_stats_get(const struct spw_io *io, struct spw_io_stats *stats);
+
+// Writes words for a person into the `size` bytes at `text`, cut off to fit and ended by a NUL: the backend's name
+// ("io_uring" or "threads"), and why it is not the other or why files go through the page cache, if so.
+//
+// Requires: `io` is an open engine, `text` points to `size` writable bytes.
+enum spw_status spw_io_describe(const struct spw_io *io,
+                                char *text,
+                                size_t size);
+
 // Waits for one operation, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and gives its
 // status and byte count (`bytes_out` may be NULL). The handle is then done with, except after SPW_ERR_TIMEOUT, which
 // leaves the operation under way, and after SPW_ERR_DEADLINE, when `spw_io_holds_memory` still answers.
@@ -808,6 +835,16 @@ enum spw_status spw_io_wait_all(struct spw_io *io,
                                 int64_t timeout_ms,
                                 uint64_t *completed_out);
 
+// Waits for the `count` operations whose handles stand at `handles`, as `spw_io_wait`, whatever else is under way, and is
+// done with their handles. If any failed it is the error of the first of them, with the number of the others. After
+// SPW_ERR_TIMEOUT all of them are as before.
+//
+// Requires: `io` is an open engine, `handles` points to `count` integers (or is NULL, with 0).
+enum spw_status spw_io_wait_many(struct spw_io *io,
+                                 const uint64_t *handles,
+                                 uint64_t count,
+                                 int64_t timeout_ms);
+
 // Asks that an operation end early. Wait for it as before: it is SPW_ERR_CANCELLED, or ends as it would have, once the
 // system has given its memory back. What the device already has is not taken back.
 //
@@ -823,18 +860,11 @@ enum spw_status spw_io_holds_memory(struct spw_io *io,
                                     uint64_t handle,
                                     uint32_t *holds_out);
 
-// Reads the counters of an engine. Set `stats->struct_size` first.
+// Tells of the last failing call of this thread what spw_last_error() has in words. If that was no operation on a file,
+// `path` is NULL and the rest is 0. Set `failure->struct_size` first.
 //
-// Requires: `io` is an open engine, `stats` points to a struct of `struct_size` bytes.
-enum spw_status spw_io_stats_get(const struct spw_io *io, struct spw_io_stats *stats);
-
-// Writes words for a person into the `size` bytes at `text`, cut off to fit and ended by a NUL: the backend's name
-// ("io_uring" or "threads"), and why it is not the other or why files go through the page cache, if so.
-//
-// Requires: `io` is an open engine, `text` points to `size` writable bytes.
-enum spw_status spw_io_describe(const struct spw_io *io,
-                                char *text,
-                                size_t size);
+// Requires: `failure` points to a struct of `struct_size` bytes.
+enum spw_status spw_io_last_failure(struct spw_io_failure *failure);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

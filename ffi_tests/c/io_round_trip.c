@@ -1,6 +1,7 @@
 // Any address, offset and length goes to a file and comes back; every failure is named; on both backends.
 
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <spillway.h>
@@ -97,6 +98,30 @@ static void many_and_one_wait(spw_io *io) {
     CHECK(memcmp(memory, expected, LARGEST) == 0);
 }
 
+// Some of many: the others are not touched, and an error says how many more there were.
+static void a_wait_for_some(spw_io *io) {
+    const char *path = in_directory("many");
+    uint64_t handles[8], completed = 99;
+    for (uint64_t n = 0; n < 8; n++) {
+        spw_io_request one = request(path, n < 6 ? n << 15 : LARGEST, memory + (n << 15), 1 << 15);
+        CHECK(spw_io_read(io, &one, &handles[n]) == SPW_OK);
+    }
+    CHECK(spw_io_wait_many(io, handles, 3, FOR_EVER) == SPW_OK);
+    CHECK(spw_io_wait_many(io, handles, 1, 0) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_io_wait_many(io, handles + 4, 4, FOR_EVER) == SPW_ERR_SHORT_FILE);
+    CHECK(strstr(spw_last_error(), "1 more operations failed"));
+    spw_io_failure failure = {.struct_size = sizeof failure};
+    CHECK(spw_io_last_failure(&failure) == SPW_OK && failure.offset == LARGEST && failure.bytes == 1 << 15);
+    CHECK(failure.system_errno == 0 && strcmp(failure.path, path) == 0);
+    CHECK(spw_io_wait_all(io, FOR_EVER, &completed) == SPW_OK && completed == 1);
+    CHECK(spw_io_wait_many(io, NULL, 0, 0) == SPW_OK);
+    CHECK(spw_io_wait_many(io, NULL, 1, 0) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_io_last_failure(&failure) == SPW_OK && failure.path == NULL && failure.bytes == 0);
+    CHECK(run(io, false, request(in_directory("absent"), 0, memory, 1), NULL) == SPW_ERR_NOT_FOUND);
+    CHECK(spw_io_last_failure(&failure) == SPW_OK && failure.system_errno == ENOENT);
+    CHECK(spw_io_last_failure(NULL) == SPW_ERR_INVALID_ARGUMENT);
+}
+
 static void failures_are_named(spw_io *io) {
     const char *path = in_directory("short");
     CHECK(run(io, true, request(path, 0, memory, 10000), NULL) == SPW_OK);
@@ -186,6 +211,7 @@ int main(void) {
         }
         round_trips(io);
         many_and_one_wait(io);
+        a_wait_for_some(io);
         failures_are_named(io);
         descriptors_are_borrowed(io);
         the_file_size_limit_is_an_error(backends[b]);

@@ -1,4 +1,4 @@
-"""DeepSpeed's CPU optimizers as DeepSpeed compiles them, built once into TORCH_EXTENSIONS_DIR.
+"""DeepSpeed's ops as DeepSpeed compiles them, built once into TORCH_EXTENSIONS_DIR.
 
 Loading them waits for whoever is building the same op in another process."""
 
@@ -8,7 +8,8 @@ import functools
 import os
 import pathlib
 
-_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "cpu_adagrad": "CPUAdagradBuilder", "cpu_lion": "CPULionBuilder"}
+_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "cpu_adagrad": "CPUAdagradBuilder", "cpu_lion": "CPULionBuilder",
+             "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder", "deepspeed_shm_comm": "ShareMemCommBuilder"}
 _SOURCES = {"cpu_adagrad": ["adagrad/cpu_adagrad.cpp"], "cpu_lion": ["lion/cpu_lion.cpp", "lion/cpu_lion_impl.cpp"]}
 
 
@@ -47,4 +48,17 @@ def _building():
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "spillway.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # A build that was ended from outside leaves torch's own lock, on which the next one would wait for ever.
+        for left in folder.glob("*/lock"):
+            if not _is_open(left):
+                left.unlink(missing_ok=True)
         yield
+
+
+def _is_open(path):
+    """Whether a process has a file open, as torch has its lock while it builds."""
+    for descriptor in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.path.samefile(descriptor, path):
+                return True
+    return False

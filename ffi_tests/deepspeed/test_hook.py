@@ -1,5 +1,5 @@
 """Proves that SPILLWAY_DEEPSPEED=1 alone puts Spillway under DeepSpeed: in the process, in a spawned worker, under a
-second import root, for Adagrad and Lion on the CPU accelerator, for the oldest and the newest version, for another
+second import root, for ops that the CPU accelerator lacks, for the oldest and the newest version, for another
 accelerator; that install() does the same after the import; and that nothing happens when it is off."""
 
 import os
@@ -45,6 +45,22 @@ assert "libspillway.so" in maps and "cpu_adam.so" not in maps and "cpu_lion.so" 
 print(deepspeed.__version__, type(deepspeed.accelerator.get_accelerator()).__name__, counts, active["kernel"])
 """
 
+IO = """
+import sys, torch, deepspeed
+import deepspeed.ops.op_builder as builders
+builder = builders.AsyncIOBuilder()
+handle = builder.load().aio_handle(1 << 20, 8, False, True, 1)
+assert builder.is_compatible() and not hasattr(builder.load(), "__file__")
+data, copy = torch.arange(5000.0), torch.zeros(5000)
+assert handle.sync_pwrite(data, "file") == 1 and handle.sync_pread(copy, "file") == 1 and torch.equal(copy, data)
+names = [name for name in ("PinMemoryBuilder", "GDSBuilder") if hasattr(builders, name)]
+assert all(getattr(builders, name)().is_compatible() for name in names)
+modules = [getattr(builders, name)().load().__name__ for name in names]
+maps = open("/proc/self/maps").read()
+assert "async_io.so" not in maps and "pin_memory.so" not in maps
+print("served", modules, sys.modules["spillway.deepspeed"].active()["async_io"]["written_bytes"])
+"""
+
 SERVED_ONCE_EACH = "[(1, 1000), (1, 1000), (1, 1000)]"
 
 
@@ -59,6 +75,48 @@ def test_the_newest_deepspeed(run_script, accelerator, name):
 def test_the_oldest_deepspeed(run_script, oldest_deepspeed, accelerator, name):
     out = run_script(OLD + ALL_OPS, oldest_deepspeed, accelerator=accelerator)
     assert f"0.14.0 {name} {SERVED_ONCE_EACH}" in out
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_files_and_pinned_memory_in_the_newest_and_the_oldest_deepspeed(run_script, oldest_deepspeed, accelerator):
+    newest = run_script(IO, accelerator=accelerator)
+    assert "served ['spillway.deepspeed.pin_memory', 'spillway.deepspeed.gds'] 20000" in newest
+    assert "served [] 20000" in run_script(OLD + IO, oldest_deepspeed, accelerator=accelerator)
+
+
+def test_native_pinning_is_served(run_script):
+    """DS_PIN_MEMORY_BACKEND=native: DeepSpeed's own manager, which frees by address, over Spillway's memory."""
+    out = run_script("""
+import gc, sys, torch, deepspeed
+from deepspeed.accelerator import get_accelerator
+pinned = get_accelerator().pin_memory(torch.arange(1000.0).view(10, 100))
+assert get_accelerator().is_pinned(pinned) and pinned[3, 7] == 307
+active = sys.modules["spillway.deepspeed"].active
+print("pinned", active()["pin_memory"]["bytes"])
+view = pinned[5:]
+del pinned
+gc.collect()
+assert view[0, 0] == 500 and active()["pin_memory"]["bytes"] == 4000
+del view
+gc.collect()
+print("then", active()["pin_memory"]["bytes"])
+""", DS_PIN_MEMORY_BACKEND="native")
+    assert "pinned 4000" in out and "then 0" in out
+
+
+def test_gds_is_not_served_by_its_base_class(run_script):
+    """GDSBuilder inherits load() from AsyncIOBuilder."""
+    out = run_script("""
+import spillway.deepspeed as spillway
+spillway.install("async_io")
+from deepspeed.ops.op_builder.gds import GDSBuilder, AsyncIOBuilder
+print(AsyncIOBuilder.__new__(AsyncIOBuilder).is_compatible())
+GDSBuilder.jit_load = GDSBuilder.load_installed = lambda self, verbose=True: "its own"
+import deepspeed.ops.op_builder.pin_memory as pin
+pin.PinMemoryBuilder.load = lambda self, verbose=False: None
+print("gds:", GDSBuilder().load())
+""", SPILLWAY_DEEPSPEED="")
+    assert "gds: its own" in out
 
 
 def test_a_spawned_worker(run_script):
@@ -95,21 +153,24 @@ def test_every_accelerators_builders(run_script):
     """Made without their constructors, some of which look for a vendor's toolkit."""
     out = run_script("""
 import importlib, pathlib, deepspeed
+from spillway.deepspeed import OPS
 root = pathlib.Path(deepspeed.__file__).parent / "ops" / "op_builder"
-for path in sorted(root.glob("*/cpu_*.py")):
-    module = importlib.import_module(f"deepspeed.ops.op_builder.{path.parent.name}.{path.stem}")
+for path in sorted(path for path in root.rglob("*.py") if path.stem in OPS):
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    module = importlib.import_module(f"deepspeed.ops.op_builder.{name}")
     builder, = [c for c in vars(module).values() if getattr(c, "NAME", None) == path.stem]
     builder = builder.__new__(builder)
     assert builder.is_compatible() and builder.load().__name__ == f"spillway.deepspeed.{path.stem}", path
     print("patched", path.parent.name, path.stem)
 """)
-    assert out.count("patched") >= 15 and "patched npu cpu_lion" in out
+    assert out.count("patched") >= 26
+    assert all(f"patched {name}" in out for name in ("npu cpu_lion", "supa async_io", "xpu pin_memory", "op_builder gds"))
 
 
 def test_deepspeed_reports_the_ops_as_compatible(run_script):
     out = run_script("import deepspeed; ops = deepspeed.ops.__compatible_ops__\n"
-                     "print([ops[name] for name in ('cpu_adam', 'cpu_adagrad', 'cpu_lion')])")
-    assert "[True, True, True]" in out
+                     "from spillway.deepspeed import OPS\nprint([ops[name] for name in OPS])")
+    assert "[True, True, True, True, True, True]" in out
 
 
 def test_no_compiler_is_needed(run_script, overlay):

@@ -1,7 +1,8 @@
-"""Trains a small byte-level GPT on real text under DeepSpeed ZeRO with its optimizer states in CPU memory.
+"""Trains a small byte-level GPT on real text under DeepSpeed ZeRO with its optimizer states in CPU memory, or with
+--nvme DIRECTORY its states, gradients and parameters in files.
 
-The script knows nothing of Spillway but the report at its end: with SPILLWAY_DEEPSPEED=1 the optimizer steps are
-Spillway's, and the process must not hold a compiled op of DeepSpeed; with --native they are DeepSpeed's own.
+The script knows nothing of Spillway but the report at its end: with SPILLWAY_DEEPSPEED=1 optimizer steps, I/O and pinned
+memory are Spillway's, and the process must not hold a compiled op of DeepSpeed; with --native they are DeepSpeed's own.
 Runs are deterministic for a fixed OMP_NUM_THREADS, so equal hashes mean bit-identical training."""
 
 import argparse
@@ -34,10 +35,12 @@ def main():
     parameters = sum(p.numel() for p in model.parameters())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(options))
     mode = "DeepSpeed's compiled op" if options.native else "Spillway"
-    print(f"ZeRO stage {options.stage}, optimizer states on the CPU, {parameters / 1e6:.2f} M parameters, "
+    place = f"and parameters in files in {options.nvme}" if options.nvme else "in CPU memory"
+    print(f"ZeRO stage {options.stage}, optimizer states {place}, {parameters / 1e6:.2f} M parameters, "
           f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, optimizer: {mode}", flush=True)
     losses, rate = train(engine, options)
     report = {"stage": options.stage, "native": options.native, "deepspeed": deepspeed.__version__,
+              "files": files_in(options.nvme),
               "parameters": parameters, "steps": len(losses), "steps_per_second": rate, "losses": losses,
               "sha256": weights_hash(engine.module), "active": active(), "compiled_ops": compiled_ops()}
     finish(report, options)
@@ -79,10 +82,15 @@ def finish(report, options):
     print(f"  sha256 of the final weights: {report['sha256']}", flush=True)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(report))
-    if options.native and (served or "cpu_adam.so" not in report["compiled_ops"]):
-        sys.exit("--native, but the optimizer step was not DeepSpeed's")
+    needed = ["cpu_adam.so"] + ["async_io.so", "pin_memory.so"] * bool(options.nvme)
+    if options.native and (served or not set(needed) <= set(report["compiled_ops"])):
+        sys.exit("--native, but the work was not done by DeepSpeed's ops")
     if not options.native and (not served or report["compiled_ops"]):
         sys.exit("Spillway did not serve every step; is it installed, and SPILLWAY_DEEPSPEED=1 set?")
+    if options.nvme and not options.native:
+        moved = report["active"]["async_io"]
+        if not (moved["read_bytes"] and moved["written_bytes"]) or moved["failed"]:
+            sys.exit("Spillway did not serve the files")
     if report["steps"] >= 20 and last >= first:
         sys.exit("the loss did not fall")
 
@@ -95,7 +103,8 @@ def active():
 
 def compiled_ops():
     """Libraries that DeepSpeed compiled and this process has mapped."""
-    names = ("cpu_adam.so", "cpu_adagrad.so", "cpu_lion.so", "fused_adam.so", "async_io.so", "deepspeed_shm_comm.so")
+    names = ("cpu_adam.so", "cpu_adagrad.so", "cpu_lion.so", "fused_adam.so", "async_io.so", "pin_memory.so",
+             "deepspeed_shm_comm.so")
     mapped = {line.split()[-1].rsplit("/", 1)[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines()}
     return sorted(name for name in mapped if name in names)
 
@@ -109,12 +118,28 @@ def weights_hash(module):
     return digest.hexdigest()
 
 
+def files_in(folder):
+    """Bytes of the files that DeepSpeed keeps under a folder, by kind."""
+    kinds = {}
+    for path in pathlib.Path(folder).rglob("*.swp") if folder else ():
+        kind = path.relative_to(folder).parts[1]
+        kinds[kind] = kinds.get(kind, 0) + path.stat().st_size
+    return kinds
+
+
 def config(options):
+    zero = {"stage": options.stage, "offload_optimizer": {"device": "cpu"}}
+    if options.nvme:
+        # Tensors below 1 MiB stay in memory. A buffer holds any one parameter.
+        zero = {"stage": 3, "sub_group_size": 4 << 20, "stage3_param_persistence_threshold": 0,
+                "offload_optimizer": {"device": "nvme", "nvme_path": options.nvme, "buffer_count": 5},
+                "offload_param": {"device": "nvme", "nvme_path": options.nvme, "buffer_count": 12,
+                                  "buffer_size": 4 * options.dim * options.dim}}
     return {
         "train_micro_batch_size_per_gpu": options.batch,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": options.stage, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "steps_per_print": 1 << 30,
     }
@@ -191,6 +216,7 @@ def arguments():
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seconds", type=float, default=0, help="stop after this time; 0: no limit")
     parser.add_argument("--native", action="store_true", help="expect DeepSpeed's compiled op")
+    parser.add_argument("--nvme", metavar="DIRECTORY", help="ZeRO-3 with states and parameters in files there")
     parser.add_argument("--json", help="write the report to this file")
     for name, value in (("dim", 256), ("layers", 6), ("context", 128), ("batch", 8), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -198,6 +224,8 @@ def arguments():
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps must be at least 1")
+    if options.nvme:
+        options.stage = 3
     return options
 
 

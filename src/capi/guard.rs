@@ -22,7 +22,7 @@ pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
     INSIDE.set(outer);
     match outcome {
         Ok(Ok(())) => spw_status::SPW_OK,
-        Ok(Err(error)) => status::record(status::of(&error), &error.to_string()),
+        Ok(Err(error)) => status::record_error(&error),
         Err(payload) => {
             let words = payload.downcast_ref::<&str>().copied();
             let words = words

@@ -223,80 +223,6 @@ pub unsafe extern "C" fn spw_io_sync(
     unsafe { submit(io, request, handle_out, sync) }
 }
 
-/// Waits for one operation, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and gives its
-/// status and byte count (`bytes_out` may be NULL). The handle is then done with, except after SPW_ERR_TIMEOUT, which
-/// leaves the operation under way, and after SPW_ERR_DEADLINE, when `spw_io_holds_memory` still answers.
-///
-/// # Safety
-/// `io` is an open engine, `bytes_out` is NULL or points to a u64.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_io_wait(
-    io: *mut spw_io,
-    handle: u64,
-    timeout_ms: i64,
-    bytes_out: *mut u64,
-) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller's promise; NULL is not written to.
-        unsafe {
-            let bytes = open(io)?.wait(handle, timeout(timeout_ms))?;
-            give(bytes_out, bytes);
-        }
-        Ok(())
-    })
-}
-
-/// Waits for all operations, as `spw_io_wait`, and is done with their handles. `completed_out` (may be NULL) receives
-/// how many there were; 0, at once, if none. If any failed it is the first error, with the number of the others.
-///
-/// # Safety
-/// `io` is an open engine, `completed_out` is NULL or points to a u64.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_io_wait_all(
-    io: *mut spw_io,
-    timeout_ms: i64,
-    completed_out: *mut u64,
-) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller's promise; NULL is not written to.
-        unsafe {
-            let completed = open(io)?.wait_all(timeout(timeout_ms))?;
-            give(completed_out, completed);
-        }
-        Ok(())
-    })
-}
-
-/// Asks that an operation end early. Wait for it as before: it is SPW_ERR_CANCELLED, or ends as it would have, once the
-/// system has given its memory back. What the device already has is not taken back.
-///
-/// # Safety
-/// `io` is an open engine.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_io_cancel(io: *mut spw_io, handle: u64) -> spw_status {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { open(io) }?.cancel(handle))
-}
-
-/// Whether the system may still use the memory of an operation, which it may after SPW_ERR_DEADLINE: 1 or 0. Memory of
-/// spw_pool and spw_pinned need not be asked about: freed, it is kept out of use until then.
-///
-/// # Safety
-/// `io` is an open engine, `holds_out` points to a u32.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_io_holds_memory(
-    io: *mut spw_io,
-    handle: u64,
-    holds_out: *mut u32,
-) -> spw_status {
-    guard(|| {
-        let holds_out = out(holds_out, "holds_out")?;
-        // SAFETY: the caller's promise; the pointer was checked.
-        unsafe { holds_out.write(open(io)?.holds_memory(handle)?.into()) };
-        Ok(())
-    })
-}
-
 /// Reads the counters of an engine. Set `stats->struct_size` first.
 ///
 /// # Safety
@@ -388,20 +314,13 @@ unsafe fn submit(
     })
 }
 
-unsafe fn open<'a>(io: *const spw_io) -> Result<&'a Engine> {
+pub(super) unsafe fn open<'a>(io: *const spw_io) -> Result<&'a Engine> {
     // SAFETY: NULL, or an open engine by the caller's promise.
     unsafe { io.as_ref() }.map(|io| &io.0).ok_or_else(|| Error::invalid("io", "is NULL"))
 }
 
-unsafe fn give(to: *mut u64, value: u64) {
-    if !to.is_null() {
-        // SAFETY: not NULL, and the caller's promise.
-        unsafe { to.write(value) };
-    }
-}
-
 /// `None`, for ever, if negative.
-fn timeout(milliseconds: i64) -> Option<Duration> {
+pub(super) fn timeout(milliseconds: i64) -> Option<Duration> {
     u64::try_from(milliseconds).ok().map(Duration::from_millis)
 }
 

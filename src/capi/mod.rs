@@ -28,6 +28,8 @@ pub mod pool;
 
 pub mod io;
 
+pub mod io_wait;
+
 pub mod tier_options;
 
 pub mod tier;

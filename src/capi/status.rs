@@ -2,9 +2,9 @@
 #![allow(non_camel_case_types)]
 
 use std::cell::RefCell;
-use std::ffi::c_char;
+use std::ffi::{CStr, CString, c_char};
 
-use crate::error::{Error, IoKind, TierKind};
+use crate::error::{Error, IoError, IoKind, TierKind};
 
 /// Outcome of a call. Values are never renumbered or reused; newer libraries may add some, so treat an unknown
 /// value as a failure.
@@ -62,6 +62,8 @@ pub enum spw_status {
 thread_local! {
     // Ends with a NUL once it holds a message.
     static MESSAGE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    // Of the same failure, if it was an operation on a file; with its path for C.
+    static IO_ERROR: RefCell<Option<(IoError, CString)>> = const { RefCell::new(None) };
 }
 
 /// The status of an error.
@@ -100,7 +102,25 @@ pub(super) fn record(status: spw_status, message: &str) -> spw_status {
     let text = message.bytes().filter(|byte| *byte != 0).chain([0]).collect();
     // A thread that is already tearing down its locals loses the message, not the status.
     let _ = MESSAGE.try_with(|slot| slot.replace(text));
+    let _ = IO_ERROR.try_with(|slot| slot.replace(None));
     status
+}
+
+/// Keeps what an error says for this thread, and gives its status.
+pub(super) fn record_error(error: &Error) -> spw_status {
+    let status = record(of(error), &error.to_string());
+    if let Error::Io(error) = error {
+        let path = error.path.bytes().filter(|byte| *byte != 0).collect::<Vec<_>>();
+        let path = CString::new(path).unwrap_or_default();
+        let _ = IO_ERROR.try_with(|slot| slot.replace(Some((IoError::clone(error), path))));
+    }
+    status
+}
+
+/// Looks at the last failure of this thread, if it was an operation on a file.
+pub(super) fn last_io_error<T>(look: impl FnOnce(&IoError, &CStr) -> T) -> Option<T> {
+    let seen = IO_ERROR.try_with(|slot| slot.borrow().as_ref().map(|(error, path)| look(error, path)));
+    seen.ok().flatten()
 }
 
 #[cfg(test)]

@@ -17,14 +17,15 @@ use super::counters::EngineStats;
 use super::driver::{Bounce, Driver};
 use super::file::{File, Route};
 use super::open_files::OpenFiles;
-use super::operation::{Operation, Phase, Shared, State};
+use super::operation::{Operation, Shared};
 use super::options::{
     BOUNCE_BYTES, Choice, Options, PREALLOCATE_FROM, Request, Target, checked, forced_backend,
 };
 use super::plan::{self, Extent};
 use super::threads::Threads;
 use super::uring::Uring;
-use crate::error::{Error, IoKind, Result};
+use super::waiting::take_outcomes;
+use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::pool::region::{self, Lease};
 use crate::sys::file::Access;
@@ -36,7 +37,7 @@ use crate::sys::threads;
 pub struct Engine {
     process: u32,
     options: Options,
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     files: OpenFiles,
     backend: &'static str,
     backend_reason: String,
@@ -196,55 +197,6 @@ impl Engine {
         }
     }
 
-    /// Waits for one operation and gives its byte count or its error, once. `Timeout` leaves it under way.
-    pub fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
-        let mut outcome = None;
-        self.wait_until(timeout, |state| {
-            outcome = state.take(handle)?;
-            Ok(outcome.is_some())
-        })?;
-        outcome.unwrap_or_else(|| Err(Error::invalid("handle", "has no outcome")))
-    }
-
-    /// Waits for all operations and forgets them; their number, or the first error. With nothing under way, 0 at once.
-    pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
-        self.wait_until(timeout, |state| Ok(state.unfinished == 0))?;
-        let outcomes = take_outcomes(&mut self.shared.lock());
-        let total = outcomes.len() as u64;
-        let mut errors = outcomes.into_iter().filter_map(Result::err);
-        match (errors.next(), errors.count()) {
-            (None, _) => Ok(total),
-            (Some(first), 0) => Err(first),
-            (Some(first), more) => Err(with_more(first, more)),
-        }
-    }
-
-    fn wait_until(
-        &self,
-        timeout: Option<Duration>,
-        mut over: impl FnMut(&mut State) -> Result<bool>,
-    ) -> Result<()> {
-        self.owned()?;
-        let until = timeout.and_then(|time| Instant::now().checked_add(time));
-        let mut state = self.shared.lock();
-        loop {
-            let now = Instant::now();
-            let (next_deadline, expired) = self.shared.expire(&mut state, now);
-            if expired {
-                self.shared.wake();
-            }
-            if over(&mut state)? {
-                return Ok(());
-            }
-            if until.is_some_and(|until| now >= until) {
-                let pending = state.unfinished;
-                return Err(timed_out(pending));
-            }
-            let nearest = [until, next_deadline].into_iter().flatten().min();
-            state = self.shared.wait_news(state, nearest).0;
-        }
-    }
-
     /// Asks that an operation end early. It ends as `Cancelled`, or as it would have, once the system has given its
     /// memory back; nothing takes a transfer back that the device already has.
     pub fn cancel(&self, handle: u64) -> Result<()> {
@@ -314,7 +266,7 @@ impl Engine {
         unseen.map_or(Ok(()), Err)
     }
 
-    fn owned(&self) -> Result<()> {
+    pub(super) fn owned(&self) -> Result<()> {
         match self.process == std::process::id() {
             true => Ok(()),
             false => Err(Error::Unsupported(format!(
@@ -389,42 +341,5 @@ fn make(
             log::write(Level::Info, &format!("{reason}; {workers} threads read and write instead"));
             Ok((threads(), reason))
         }
-    }
-}
-
-/// All outcomes that nobody has taken, in the order of submission.
-fn take_outcomes(state: &mut State) -> Vec<Result<u64>> {
-    let mut handles: Vec<u64> = state
-        .entries
-        .iter()
-        .map(|(_, entry)| entry)
-        .filter(|entry| matches!(entry.phase, Phase::Finished(_) | Phase::Expired(Some(_))))
-        .map(|entry| entry.handle)
-        .collect();
-    handles.sort_unstable_by_key(|handle| handle >> 32);
-    handles.into_iter().filter_map(|handle| state.take(handle).ok().flatten()).collect()
-}
-
-fn timed_out(pending: usize) -> Error {
-    crate::error::IoError {
-        kind: IoKind::Timeout,
-        doing: "waiting",
-        path: String::new(),
-        offset: 0,
-        bytes: 0,
-        errno: 0,
-        detail: format!("{pending} operations are still under way"),
-    }
-    .into()
-}
-
-fn with_more(first: Error, more: usize) -> Error {
-    match first {
-        Error::Io(mut inner) => {
-            let separator = if inner.detail.is_empty() { "" } else { "; " };
-            inner.detail = format!("{}{separator}{more} more operations failed", inner.detail);
-            Error::Io(inner)
-        }
-        other => other,
     }
 }

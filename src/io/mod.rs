@@ -2,7 +2,7 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`engine`] | what callers see: submit, wait, cancel, deadlines |
+//! | [`engine`], `waiting` | what callers see: submit, wait, cancel, deadlines |
 //! | [`options`], `counters`, `busy` | settings and requests in, statistics out |
 //! | `driver` | the thread behind an engine: cuts operations into pieces, keeps the queue full, judges completions |
 //! | [`plan`] | where the cuts are, as pure arithmetic |
@@ -19,6 +19,7 @@ mod open_files;
 mod operation;
 mod threads;
 mod uring;
+mod waiting;
 
 pub mod engine;
 pub mod file;

@@ -151,8 +151,14 @@ class TierChecked(Structure):
                 ("bytes", c_uint64), ("damaged", c_uint64)]
 
 
+class IoFailure(Structure):
+    c_name = "spw_io_failure"
+    _fields_ = [("struct_size", c_uint32), ("system_errno", c_int32), ("offset", c_uint64), ("bytes", c_uint64),
+                ("path", c_char_p)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
-              PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats,
+              PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
               TierPath, TierOptions, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked)
 
 _STATUS = c_int32
@@ -206,8 +212,10 @@ PROTOTYPES = {
     "spw_io_sync": (_STATUS, [c_void_p, POINTER(IoRequest), POINTER(c_uint64)]),
     "spw_io_wait": (_STATUS, [c_void_p, c_uint64, c_int64, POINTER(c_uint64)]),
     "spw_io_wait_all": (_STATUS, [c_void_p, c_int64, POINTER(c_uint64)]),
+    "spw_io_wait_many": (_STATUS, [c_void_p, POINTER(c_uint64), c_uint64, c_int64]),
     "spw_io_cancel": (_STATUS, [c_void_p, c_uint64]),
     "spw_io_holds_memory": (_STATUS, [c_void_p, c_uint64, POINTER(c_uint32)]),
+    "spw_io_last_failure": (_STATUS, [POINTER(IoFailure)]),
     "spw_io_stats_get": (_STATUS, [c_void_p, POINTER(IoStats)]),
     "spw_io_describe": (_STATUS, [c_void_p, c_char_p, c_size_t]),
     "spw_adam_open": (_STATUS, [POINTER(AdamOptions), POINTER(c_void_p)]),

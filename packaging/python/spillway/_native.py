@@ -8,7 +8,7 @@ import os
 import threading
 
 from . import _abi
-from .errors import LibraryNotFound, from_status
+from .errors import IoFailure, LibraryNotFound, from_status
 
 _lock = threading.Lock()
 _library = None
@@ -55,7 +55,18 @@ def check(status):
     if status:
         message = library().spw_last_error().decode("utf-8", "replace")
         name = library().spw_status_name(status).decode()
-        raise from_status(status, message or name)
+        error = from_status(status, message or name)
+        if isinstance(error, IoFailure):
+            _locate(error)
+        raise error
+
+
+def _locate(error):
+    found = _abi.sized(_abi.IoFailure)
+    if library().spw_io_last_failure(ctypes.byref(found)) == 0 and found.path is not None:
+        error.errno = found.system_errno or None
+        error.strerror = os.strerror(found.system_errno) if found.system_errno else None
+        error.filename, error.offset, error.bytes = os.fsdecode(found.path), found.offset, found.bytes
 
 
 def initialised(structure_type, init_name):

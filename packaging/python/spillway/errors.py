@@ -46,13 +46,29 @@ class SystemFailure(SpillwayError):
     status = 11
 
 
+class IoFailure(SpillwayError, OSError):
+    """Reading or writing a file failed: `filename`, `offset`, `bytes` and `errno` say where and how. errno is None if
+    the system reported none, as for a file that ends before the bytes asked for."""
+
+    status = 20
+    offset = bytes = None
+
+
+class TimedOut(SpillwayError, TimeoutError):
+    """A wait ran out of time; what it waited for goes on."""
+
+    status = 23
+
+
 class LibraryNotFound(SpillwayError, ImportError):
     """libspillway.so is missing, cannot be loaded, or has another ABI version."""
 
     status = 2
 
 
-_BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure)}
+_BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure,
+                                             TimedOut)}
+_BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 25, 26, 27), IoFailure))
 
 
 def from_status(status, message):

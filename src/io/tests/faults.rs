@@ -277,6 +277,7 @@ fn closing_with_a_stuck_operation_does_not_hang_and_a_wait_that_times_out_leaves
     let handle = engine.read(request(Target::File(file("stuck")), 0, block)).unwrap();
     let short = Some(Duration::from_millis(20));
     assert_eq!(engine.wait(handle, short).unwrap_err().io_kind(), Some(IoKind::Timeout));
+    assert_eq!(engine.wait_many(&[handle], short).unwrap_err().io_kind(), Some(IoKind::Timeout));
     assert_eq!(engine.wait_all(short).unwrap_err().io_kind(), Some(IoKind::Timeout));
     assert_eq!(engine.close(short).unwrap_err().io_kind(), Some(IoKind::Timeout));
     drop(engine);

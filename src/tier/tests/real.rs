@@ -25,7 +25,7 @@ fn options(bases: &[PathBuf]) -> TierOptions {
 }
 
 fn kind(outcome: Result<Tier>) -> (Option<TierKind>, String) {
-    let error = outcome.err().expect("it is refused");
+    let error = outcome.expect_err("it is refused");
     (error.tier_kind(), error.to_string())
 }
 

@@ -1,9 +1,9 @@
-"""Spillway in place of DeepSpeed's compiled CPU optimizers.
+"""Spillway in place of DeepSpeed's compiled CPU optimizers, its I/O to files and its pinned memory.
 
 With SPILLWAY_DEEPSPEED=1 in the environment every process of the job gets them, with no change to its script. Or:
 
     import spillway.deepspeed
-    spillway.deepspeed.install()       # before the optimizer is built; at module level if workers are spawned
+    spillway.deepspeed.install()       # before the engine is built; at module level if workers are spawned
 
 active() proves what was served."""
 
@@ -14,11 +14,14 @@ __all__ = ["OPS", "active", "install", "uninstall"]
 
 
 def active():
-    """For each replaced op the calls and elements served to DeepSpeed in this process, and the kernel that ran."""
+    """For each replaced op what was served to DeepSpeed in this process, the kernel that ran, and the I/O backend, which
+    is None while no file was read or written."""
     import spillway
 
-    from . import _ops
-    report = {op: dict(zip(("calls", "elements"), _ops.served(op))) for op in OPS if op in _hook.installed()}
+    from . import _engine, _ops
+    report = {op: _ops.served(op) for op in OPS if op in _hook.installed()}
     if report:
         report["kernel"] = spillway.kernel_name()
+    if "async_io" in report:
+        report["io"] = _engine.describe()
     return report

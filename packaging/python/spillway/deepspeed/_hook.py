@@ -10,16 +10,23 @@ import shutil
 import sys
 import threading
 
-OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion")
+OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
 
-_BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion"}
+_BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
+                    "AsyncIOBuilder": "async_io", "PinMemoryBuilder": "pin_memory", "GDSBuilder": "gds"}
 _ROOT = r"(?:deepspeed\.ops\.)?op_builder"
-_OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.(cpu_adam|cpu_adagrad|cpu_lion)")
+_OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.({'|'.join(OPS)})")
 _COMM_MODULE = re.compile(rf"{_ROOT}\.cpu\.comm")
 _ACCELERATOR_MODULE = re.compile(r"(?:deepspeed\.)?accelerator\.cpu_accelerator")
-_VERSION_MODULE = re.compile(r"deepspeed\.git_version_info(?:_installed)?")
+# Where DeepSpeed says which ops this machine can have; recent versions ask when asked.
+_REPORT_MODULE = re.compile(r"deepspeed\.(?:ops|git_version_info(?:_installed)?)")
 # Modules that copied a builder class into their own names.
-_HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)")
+_HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
+                      r"|deepspeed\.ops\.(?:aio|gds)|deepspeed\.nvme\.\w+|deepspeed\.runtime\.swap_tensor\.\w+"
+                      r"|deepspeed\.runtime\.model_checkpointing\.\w+")
+
+# Where DeepSpeed keeps a prebuilt op, if not in a folder of its name.
+_FOLDERS = {"async_io": "aio"}
 
 _lock = threading.RLock()
 _installed = set()
@@ -95,7 +102,7 @@ _finder = _Finder()
 
 def _concerns(name):
     return any(pattern.fullmatch(name) for pattern in
-               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _VERSION_MODULE))
+               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _REPORT_MODULE))
 
 
 def _patch(module, name):
@@ -110,6 +117,8 @@ def _patch(module, name):
         _patch_accelerator(getattr(module, "CPU_Accelerator", None))
     elif isinstance(getattr(module, "compatible_ops", None), dict):
         module.compatible_ops.update(dict.fromkeys(_installed, True))
+    elif hasattr(module, "_probe_compatible_ops"):
+        _patch_report(module)
 
 
 def _set(owner, attribute, value):
@@ -130,9 +139,25 @@ def _set(owner, attribute, value):
 def _patch_builder(builder, op):
     if op not in _installed or "_spillway_op" in vars(builder):
         return
+    load, is_compatible = builder.load, builder.is_compatible
+
+    # GDSBuilder inherits from AsyncIOBuilder, and may not be replaced itself.
+    def ours(self):
+        return getattr(self, "NAME", None) == op
+
     _set(builder, "_spillway_op", op)
-    _set(builder, "load", lambda self, verbose=True: _op(op))
-    _set(builder, "is_compatible", lambda self, verbose=True: True)
+    _set(builder, "load", lambda self, verbose=True: _op(op) if ours(self) else load(self, verbose))
+    _set(builder, "is_compatible", lambda self, verbose=True: ours(self) or is_compatible(self, verbose))
+
+
+def _patch_report(module):
+    inner = module._probe_compatible_ops
+    if not hasattr(inner, "_spillway"):
+        def probe():
+            return {**inner(), **dict.fromkeys(_installed, True)}
+
+        probe._spillway = True
+        _set(module, "_probe_compatible_ops", probe)
 
 
 def _op(op):
@@ -141,7 +166,8 @@ def _op(op):
 
 
 def _patch_accelerator(accelerator):
-    """Old versions know no Adagrad and Lion on the CPU accelerator and answer with a builder that cannot load."""
+    """The CPU accelerator does not know every op and answers with a builder that cannot load: up to 0.15.2 for async_io,
+    still for gds."""
     if accelerator is None or "_spillway_get_op_builder" in vars(accelerator):
         return
     inner = accelerator.get_op_builder
@@ -162,7 +188,7 @@ def _present(builder, class_name):
     if key not in _missing_builders:
         _missing_builders[key] = type(class_name, (builder,), {
             "NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "_spillway_op": op,
-            "absolute_name": lambda self: f"deepspeed.ops.{op.removeprefix('cpu_')}.{op}_op",
+            "absolute_name": lambda self: f"deepspeed.ops.{_FOLDERS.get(op, op.removeprefix('cpu_'))}.{op}_op",
             "load": lambda self, verbose=True: _op(op), "is_compatible": lambda self, verbose=True: True})
     return _missing_builders[key]
 

@@ -1,15 +1,16 @@
-"""The op modules that DeepSpeed's builders return: cpu_adam, cpu_adagrad and cpu_lion, with DeepSpeed's names.
+"""The op modules that DeepSpeed's builders return, with DeepSpeed's names.
 
 They are bare module objects without __file__, since no file holds a compiled op."""
 
 import threading
 import types
 
-from . import _adagrad, _adam, _call, _lion
+from . import _adagrad, _adam, _aio, _call, _engine, _gds, _lion, _pin
 
 _lock = threading.Lock()
 _modules = {}
-_SOURCES = {"cpu_adam": _adam, "cpu_adagrad": _adagrad, "cpu_lion": _lion}
+_SOURCES = {"cpu_adam": _adam, "cpu_adagrad": _adagrad, "cpu_lion": _lion, "async_io": _aio, "gds": _gds,
+            "pin_memory": _pin}
 
 
 def module(op):
@@ -27,8 +28,12 @@ def module(op):
 
 
 def served(op):
-    """(calls, elements) of an op in this process."""
-    return _call.counted(op)
+    """What an op has done in this process."""
+    if op == "pin_memory":
+        return _pin.served()
+    if op in ("async_io", "gds"):
+        return _engine.served(op)
+    return dict(zip(("calls", "elements"), _call.counted(op)))
 
 
 def _refusal(op, name, advice):

@@ -1,0 +1,183 @@
+"""DeepSpeed's aio_handle and gds_handle, served by Spillway's I/O engine.
+
+Arguments, their order and the results are DeepSpeed's. What is different: an operation that fails is an exception, never
+a number; any buffer, offset and length works; wait() with nothing under way is 0; tensors are in flight together."""
+
+import threading
+
+from . import _call, _engine, _pin, _transfer
+
+_SECTOR = 512
+_MOST_DEPTH = 4096
+_MOST_BLOCK = 1 << 30
+_INT = 1 << 31
+_OFFSET = 1 << 63
+
+
+class aio_handle:
+    """Moves tensors to and from files. `block_size` is the most bytes of one request to the system; `queue_depth` times
+    `intra_op_parallelism` requests are under way at a time. The other two arguments have no effect: requests are always
+    submitted together and refilled as they complete."""
+
+    _op = "async_io"
+
+    def __init__(self, block_size=1 << 20, queue_depth=128, single_submit=False, overlap_events=False,
+                 intra_op_parallelism=1):
+        self._block_size = _call.integer(block_size, "block_size", _INT, 1)
+        self._queue_depth = _call.integer(queue_depth, "queue_depth", _INT, 1)
+        self._parallelism = _call.integer(intra_op_parallelism, "intra_op_parallelism", _INT, 1)
+        self._single_submit, self._overlap_events = bool(single_submit), bool(overlap_events)
+        depth = min(self._queue_depth * self._parallelism, _MOST_DEPTH)
+        self._engine = _engine.Engine(self._op, min(self._block_size, _MOST_BLOCK), depth)
+
+    def get_block_size(self):
+        """The constructor's."""
+        return self._block_size
+
+    def get_queue_depth(self):
+        """The constructor's."""
+        return self._queue_depth
+
+    def get_single_submit(self):
+        """The constructor's."""
+        return self._single_submit
+
+    def get_overlap_events(self):
+        """The constructor's."""
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self):
+        """The constructor's."""
+        return self._parallelism
+
+    def get_thread_count(self):
+        """get_intra_op_parallelism() by its name up to DeepSpeed 0.15.2."""
+        return self._parallelism
+
+    def get_alignment(self):
+        """What DeepSpeed's own op asks of lengths. This one asks nothing."""
+        return _SECTOR * self._parallelism
+
+    def read(self, buffer, filename, validate, file_offset=0):
+        """Fills a buffer; 0."""
+        self._begin(True, buffer, filename, file_offset, validate, threading.get_ident())
+        self.wait()
+        return 0
+
+    def write(self, buffer, filename, validate, file_offset=0):
+        """Writes a buffer; 0."""
+        self._begin(False, buffer, filename, file_offset, validate, threading.get_ident())
+        self.wait()
+        return 0
+
+    def pread(self, buffer, filename, validate, *asynchronous, **named):
+        """pread(buffer, filename, validate, async, file_offset=0): fills a buffer. 0 if async, else as wait()."""
+        return self._parallel(True, buffer, filename, validate, asynchronous, named)
+
+    def pwrite(self, buffer, filename, validate, *asynchronous, **named):
+        """pwrite(buffer, filename, validate, async, file_offset=0): writes a buffer. 0 if async, else as wait()."""
+        return self._parallel(False, buffer, filename, validate, asynchronous, named)
+
+    def sync_pread(self, buffer, filename, file_offset=0):
+        """Fills a buffer; as wait()."""
+        self._begin(True, buffer, filename, file_offset, False, threading.get_ident())
+        return self.wait()
+
+    def sync_pwrite(self, buffer, filename, file_offset=0):
+        """Writes a buffer; as wait()."""
+        self._begin(False, buffer, filename, file_offset, False, threading.get_ident())
+        return self.wait()
+
+    def async_pread(self, buffer, filename, file_offset=0):
+        """Begins to fill a buffer; 0."""
+        self._begin(True, buffer, filename, file_offset)
+        return 0
+
+    def async_pwrite(self, buffer, filename=None, file_offset=0, *, fd=None):
+        """Begins to write a buffer to a path, or to a descriptor that stays the caller's; 0."""
+        self._begin(False, buffer, filename if fd is None else fd, file_offset)
+        return 0
+
+    def wait(self):
+        """Waits for everything under way, whether begun by this call or before; how many operations that were."""
+        return self._engine.wait()
+
+    def new_cpu_locked_tensor(self, num_elem, example_tenosr):
+        """Allocates a page-locked 1-D tensor."""
+        return _pin.new_tensor(num_elem, example_tenosr)
+
+    def free_cpu_locked_tensor(self, tensor):
+        """Frees one; False if it is no start of one, or was freed before."""
+        _pin.tensor_argument(tensor, "tensor")
+        return _pin.free(tensor.data_ptr())
+
+    def is_pinned(self, buffer):
+        """Whether torch or Spillway pinned all of a tensor."""
+        return _pin.is_pinned(buffer)
+
+    def _parallel(self, reads, buffer, filename, validate, positional, named):
+        asynchronous, file_offset = _after_validate(positional, named)
+        self._begin(reads, buffer, filename, file_offset, validate, None if asynchronous else threading.get_ident())
+        return 0 if asynchronous else self.wait()
+
+    def _begin(self, reads, buffer, target, file_offset, validate=False, owner=None):
+        offset = _call.integer(file_offset, "file_offset", _OFFSET)
+        fd, path = (target, None) if isinstance(target, int) else (-1, _transfer.path_of(target))
+        address, size, held, after = _transfer.memory(buffer, reads)
+        if validate:
+            after = _then_verify(after, path, offset, address, size)
+        begin = self._engine.read if reads else self._engine.write
+        begin(path, fd, offset, address, size, held, after, owner)
+
+
+class gds_handle(aio_handle):
+    """The same for tensors on a GPU, which go through pinned host memory: it needs neither GPUDirect nor its driver."""
+
+    _op = "gds"
+
+    def get_alignment(self):
+        """What DeepSpeed's own op asks of lengths. This one asks nothing."""
+        return _SECTOR
+
+    def new_pinned_device_tensor(self, num_elem, example_tenosr):
+        """A 1-D tensor on the device of the example; on the current GPU if that is none, and without a GPU in page-locked
+        host memory."""
+        import torch
+        _pin.tensor_argument(example_tenosr, "example_tenosr")
+        device = example_tenosr.device if not example_tenosr.is_cpu else "cuda"
+        if device == "cuda" and not torch.cuda.is_available():
+            return _pin.new_tensor(num_elem, example_tenosr)
+        return torch.empty(_call.integer(num_elem, "num_elem", _OFFSET), dtype=example_tenosr.dtype, device=device)
+
+    def free_pinned_device_tensor(self, tensor):
+        """Declares a tensor of new_pinned_device_tensor() done with; True."""
+        _pin.tensor_argument(tensor, "tensor")
+        _pin.free(tensor.data_ptr())
+        return True
+
+    def pin_device_tensor(self, tensor):
+        """Nothing is needed before a transfer; True."""
+        _pin.tensor_argument(tensor, "tensor")
+        return True
+
+    def unpin_device_tensor(self, tensor):
+        """Nothing is needed after a transfer; True."""
+        _pin.tensor_argument(tensor, "tensor")
+        return True
+
+
+def _after_validate(positional, named):
+    """The arguments `async` and `file_offset`; the first is a word that Python keeps for itself."""
+    given = dict(zip(("async", "file_offset"), positional))
+    if len(positional) > 2 or given.keys() & named.keys() or not named.keys() <= {"async", "file_offset"} \
+            or "async" not in (given := {**given, **named}):
+        raise TypeError("the arguments are (buffer, filename, validate, async, file_offset=0)")
+    return given["async"], given.get("file_offset", 0)
+
+
+def _then_verify(after, path, offset, address, size):
+    def both():
+        _transfer.verify(path, offset, address, size)
+        if after is not None:
+            after()
+    return both

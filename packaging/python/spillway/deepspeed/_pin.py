@@ -1,0 +1,97 @@
+"""DeepSpeed's pin_memory, served by Spillway: page-locked tensors in 2 MiB pages where possible.
+
+A refused lock is one warning in the log, not an abort. Memory goes back to the library when the last view of a tensor is
+gone, whether it was freed or not: no view is ever left without memory."""
+
+import ctypes
+import os
+import weakref
+
+from .. import _abi, _native
+from ..errors import InvalidArgument
+from . import _call
+
+# Base addresses that free() still accepts. Dictionaries change in one step, so that no lock is needed.
+_live = {}
+
+
+def new_tensor(num_elem, example):
+    """A 1-D tensor of `num_elem` elements like those of `example`, in pinned memory; its content is whatever was there."""
+    import torch
+    count = _call.integer(num_elem, "num_elem", 1 << 63)
+    tensor_argument(example, "example_tensor")
+    size = count * example.element_size()
+    if size == 0:
+        return torch.empty(0, dtype=example.dtype)
+    address = ctypes.c_void_p()
+    _native.check(_native.library().spw_pinned_alloc(size, ctypes.byref(address)))
+    memory = (ctypes.c_char * size).from_address(address.value)
+    # The storage holds `memory`, and every view of the tensor holds the storage.
+    weakref.finalize(memory, _give_back, address.value, os.getpid()).atexit = False
+    _live[address.value] = size
+    return torch.frombuffer(memory, dtype=example.dtype, count=count)
+
+
+def free(address):
+    """Whether `address` is where a tensor of new_tensor() begins that was not freed before."""
+    return _live.pop(address, None) is not None
+
+
+def is_pinned(buffer):
+    """Whether all of a tensor lies in pinned memory, of torch or of new_tensor(); a slice counts."""
+    tensor_argument(buffer, "buffer")
+    if buffer.is_cpu and _contains(buffer.data_ptr(), buffer.numel() * buffer.element_size()):
+        return True
+    return buffer.is_pinned()
+
+
+def tensor_argument(value, name):
+    """Refuses what is no tensor."""
+    import torch
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{name} is a {type(value).__name__}; a torch tensor is needed")
+
+
+def _contains(address, size):
+    contains = ctypes.c_uint32()
+    _native.check(_native.library().spw_pinned_contains(address, size, ctypes.byref(contains)))
+    return bool(contains.value)
+
+
+def _give_back(address, process):
+    # A forked child has a copy of the memory, which is not the library's there.
+    if process == os.getpid():
+        _live.pop(address, None)
+        _native.check(_native.library().spw_pinned_free(address))
+
+
+class pin_handle:
+    """The process's page-locked tensors; every handle knows all of them, as in DeepSpeed."""
+
+    def new_cpu_locked_tensor(self, num_elem, example_tensor):
+        """Allocates a page-locked tensor."""
+        return new_tensor(num_elem, example_tensor)
+
+    def free_cpu_locked_tensor(self, locked_tensor):
+        """Frees one; False if it is no start of one, or was freed before."""
+        tensor_argument(locked_tensor, "locked_tensor")
+        return free(locked_tensor.data_ptr())
+
+    def free_cpu_locked_tensor_by_ptr(self, address):
+        """Frees one by the address of its first byte."""
+        return free(_call.integer(address, "address", 1 << 64))
+
+    def is_pinned(self, buffer):
+        """Whether torch or Spillway pinned all of a tensor."""
+        return is_pinned(buffer)
+
+
+SERVED = ("pin_handle",)
+NOT_SERVED = {}
+
+
+def served():
+    """What is allocated in this process."""
+    stats = _abi.sized(_abi.PinnedStats)
+    _native.check(_native.library().spw_pinned_stats_get(ctypes.byref(stats)))
+    return {name: getattr(stats, name) for name in ("allocations", "bytes", "high_water", "locked_bytes")}

@@ -1,0 +1,61 @@
+"""A tensor as the memory that a transfer works on, with a copy where the tensor's own cannot be used.
+
+Tensors on a GPU, and strided ones, go through host memory: a write copies first, a read copies back when a wait finds
+that it succeeded."""
+
+import ctypes
+import os
+
+from ..errors import InvalidArgument, SpillwayError
+from . import _pin
+
+_COMPARED_AT_ONCE = 8 << 20
+
+
+def memory(tensor, reads):
+    """(address, bytes, what keeps them, what to do after success or None)."""
+    try:
+        if tensor.is_cpu and tensor.is_contiguous():
+            # The storage, since the tensor may be given another while the transfer runs.
+            return tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.untyped_storage(), None
+    except (AttributeError, RuntimeError):
+        pass  # No tensor, or one without a storage; staging says which.
+    staged = _staging(tensor, reads)
+    after = (lambda: _copy(tensor, staged)) if reads else None
+    return staged.data_ptr(), staged.numel() * staged.element_size(), staged, after
+
+
+def _staging(tensor, reads):
+    import torch
+    _pin.tensor_argument(tensor, "buffer")
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise InvalidArgument(f"buffer is {tensor.layout} on device {tensor.device}; it has no bytes to move")
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if not reads:
+        _copy(staged, tensor)
+    return staged
+
+
+def _copy(target, source):
+    import torch
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def path_of(filename):
+    """A path as the C library takes it."""
+    path = os.fsencode(filename)
+    if b"\0" in path:
+        raise InvalidArgument(f"filename is {filename!r}; a path has no NUL in it")
+    return path
+
+
+def verify(path, offset, address, size):
+    """Reads the file the ordinary way and raises if memory holds something else."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        for at in range(0, size, _COMPARED_AT_ONCE):
+            length = min(_COMPARED_AT_ONCE, size - at)
+            if file.read(length) != ctypes.string_at(address + at, length):
+                raise SpillwayError(f"validating {size} bytes at offset {offset} of {os.fsdecode(path)}: "
+                                    f"file and buffer differ at or after byte {offset + at} of the file")

@@ -1,0 +1,124 @@
+//! Waiting for operations: one, some, or all.
+//!
+//! Invariants:
+//! - An outcome goes to one wait. A wait that runs out of time takes none.
+//! - A wait for several returns when all of them are over, also if the first has failed.
+#![forbid(unsafe_code)]
+
+use std::time::{Duration, Instant};
+
+use super::engine::Engine;
+use super::operation::{Phase, State};
+use crate::error::{Error, IoError, IoKind, Result};
+
+impl Engine {
+    /// Waits for one operation and gives its byte count or its error, once. `Timeout` leaves it under way.
+    pub fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
+        let mut outcome = None;
+        self.wait_until(timeout, |state| {
+            outcome = state.take(handle)?;
+            Ok(outcome.is_some())
+        })?;
+        outcome.unwrap_or_else(|| Err(Error::invalid("handle", "has no outcome")))
+    }
+
+    /// Waits for these operations and forgets them; the first error in their order. `Timeout` leaves all of them as they
+    /// are.
+    pub fn wait_many(&self, handles: &[u64], timeout: Option<Duration>) -> Result<()> {
+        let mut over = 0;
+        self.wait_until(timeout, |state| {
+            while over < handles.len() {
+                if matches!(state.entry(handles[over])?.phase, Phase::Pending) {
+                    return Ok(false);
+                }
+                over += 1;
+            }
+            Ok(true)
+        })?;
+        let mut state = self.shared.lock();
+        // A handle given twice, or taken by another wait meanwhile, is an error of its own.
+        let take = |handle: &u64| state.take(*handle).and_then(|outcome| outcome.unwrap_or(Ok(0)));
+        first_error(handles.iter().map(take).collect())
+    }
+
+    /// Waits for all operations and forgets them; their number, or the first error. With nothing under way, 0 at once.
+    pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
+        self.wait_until(timeout, |state| Ok(state.unfinished == 0))?;
+        let outcomes = take_outcomes(&mut self.shared.lock());
+        let total = outcomes.len() as u64;
+        first_error(outcomes).map(|()| total)
+    }
+
+    pub(super) fn wait_until(
+        &self,
+        timeout: Option<Duration>,
+        mut over: impl FnMut(&mut State) -> Result<bool>,
+    ) -> Result<()> {
+        self.owned()?;
+        let until = timeout.and_then(|time| Instant::now().checked_add(time));
+        let mut state = self.shared.lock();
+        loop {
+            let now = Instant::now();
+            let (next_deadline, expired) = self.shared.expire(&mut state, now);
+            if expired {
+                self.shared.wake();
+            }
+            if over(&mut state)? {
+                return Ok(());
+            }
+            if until.is_some_and(|until| now >= until) {
+                let pending = state.unfinished;
+                return Err(timed_out(pending));
+            }
+            let nearest = [until, next_deadline].into_iter().flatten().min();
+            state = self.shared.wait_news(state, nearest).0;
+        }
+    }
+}
+
+/// All outcomes that nobody has taken, in the order of submission.
+pub(super) fn take_outcomes(state: &mut State) -> Vec<Result<u64>> {
+    let mut handles: Vec<u64> = state
+        .entries
+        .iter()
+        .map(|(_, entry)| entry)
+        .filter(|entry| matches!(entry.phase, Phase::Finished(_) | Phase::Expired(Some(_))))
+        .map(|entry| entry.handle)
+        .collect();
+    handles.sort_unstable_by_key(|handle| handle >> 32);
+    handles.into_iter().filter_map(|handle| state.take(handle).ok().flatten()).collect()
+}
+
+/// The first error, with the number of the others.
+fn first_error(outcomes: Vec<Result<u64>>) -> Result<()> {
+    let mut errors = outcomes.into_iter().filter_map(Result::err);
+    match (errors.next(), errors.count()) {
+        (None, _) => Ok(()),
+        (Some(first), 0) => Err(first),
+        (Some(first), more) => Err(with_more(first, more)),
+    }
+}
+
+fn timed_out(pending: usize) -> Error {
+    IoError {
+        kind: IoKind::Timeout,
+        doing: "waiting",
+        path: String::new(),
+        offset: 0,
+        bytes: 0,
+        errno: 0,
+        detail: format!("{pending} operations are still under way"),
+    }
+    .into()
+}
+
+fn with_more(first: Error, more: usize) -> Error {
+    match first {
+        Error::Io(mut inner) => {
+            let separator = if inner.detail.is_empty() { "" } else { "; " };
+            inner.detail = format!("{}{separator}{more} more operations failed", inner.detail);
+            Error::Io(inner)
+        }
+        other => other,
+    }
+}

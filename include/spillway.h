@@ -85,20 +85,18 @@ typedef enum spw_status {
     SPW_ERR_DEADLINE = 26,
     // Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
-    // Stored bytes do not match their checksum; the message names path, extent, block and offset.
-    SPW_ERR_CORRUPT = 30,
-    // Not a tier, or one of a format version that this library does not read.
-    SPW_ERR_FORMAT = 31,
-    // A whole tier, but of another run, rank or size than the one that was asked for.
-    SPW_ERR_FOREIGN = 32,
-    // A live process holds it; the message names the process.
-    SPW_ERR_LOCKED = 33,
-    // A path that holds a part of the tier is not there.
-    SPW_ERR_PATH_MISSING = 34,
-    // The extent had a part on a path that is not there.
-    SPW_ERR_LOST = 35,
-    // There is no committed state.
-    SPW_ERR_NO_STATE = 36,
+    // No round of speculation was begun.
+    SPW_ERR_NO_ROUND = 40,
+    // A round is open; it has to be resolved or aborted first.
+    SPW_ERR_ROUND_OPEN = 41,
+    // The round has its verdict already.
+    SPW_ERR_ROUND_RESOLVED = 42,
+    // A bucket of the round was not submitted.
+    SPW_ERR_BUCKET_MISSING = 43,
+    // The bucket was submitted already.
+    SPW_ERR_BUCKET_SUBMITTED = 44,
+    // The event that a bucket waits for can never come.
+    SPW_ERR_EVENT_BROKEN = 45,
 } spw_status;
 
 // Element type of a span. Passed as `uint32_t`.
@@ -185,53 +183,51 @@ typedef enum spw_io_flag {
     SPW_IO_NO_PREALLOCATE = 2,
 } spw_io_flag;
 
-// What `spw_tier_open` does with what is there. Passed as `uint32_t`.
-typedef enum spw_tier_mode {
-    // Go on if there is a committed state, else make a new tier.
-    SPW_TIER_AUTO = 0,
-    // Make a new tier; a committed state on one of the paths is SPW_ERR_FOREIGN.
-    SPW_TIER_CREATE = 1,
-    // Go on at the last committed step; none is SPW_ERR_NO_STATE.
-    SPW_TIER_RESUME = 2,
-} spw_tier_mode;
+// When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
+typedef enum spw_spec_publish {
+    // Once, when the bucket is final; until then they stay as they are, so that the model may go on reading them. A
+    // bucket whose step stands costs one more pass over its parameters (6 bytes each).
+    SPW_SPEC_PUBLISH_FINAL = 0,
+    // By the step itself; they count when the bucket is final, and nobody reads them before. For a staging buffer.
+    SPW_SPEC_PUBLISH_STAGED = 1,
+    // By the step itself, and they count at once. `spw_spec_withdrawn` says which of them a verdict took back.
+    SPW_SPEC_PUBLISH_SPECULATIVE = 2,
+} spw_spec_publish;
 
-// What a commit waits for. Passed as `uint32_t`.
-typedef enum spw_tier_durability {
-    // The devices' word that data and superblocks are durable (fdatasync): survives a power cut.
-    SPW_TIER_DURABLE_DATA = 0,
-    // Nothing: a killed process loses nothing, a machine that stops may.
-    SPW_TIER_DURABLE_PROCESS = 1,
-    // As SPW_TIER_DURABLE_DATA; directories are synced as well and superblocks read back.
-    SPW_TIER_DURABLE_FULL = 2,
-} spw_tier_durability;
+// What becomes of a round. Passed as `uint32_t`.
+typedef enum spw_spec_verdict {
+    // Every bucket's step stands.
+    SPW_SPEC_COMMIT = 0,
+    // No bucket is stepped: the gradients are not finite.
+    SPW_SPEC_SKIP = 1,
+    // Every bucket steps with the clipped factor.
+    SPW_SPEC_REDO = 2,
+} spw_spec_verdict;
 
-// Kinds of paths. Passed as `uint32_t`.
-typedef enum spw_tier_kind {
-    // A directory that exists: a local disk, a mounted file system.
-    SPW_TIER_DIRECTORY = 0,
-    // Memory of this process. What lies there is lost with it, commits notwithstanding.
-    SPW_TIER_MEMORY = 1,
-} spw_tier_kind;
+// Where a bucket of the round stands.
+typedef enum spw_spec_state {
+    // Not submitted in this round.
+    SPW_SPEC_MISSING = 0,
+    // Submitted; its spans may change at any moment.
+    SPW_SPEC_PENDING = 1,
+    // Stepped, but the round has no verdict yet.
+    SPW_SPEC_SPECULATIVE = 2,
+    // As it will stay; the spans are the caller's again.
+    SPW_SPEC_FINAL = 3,
+} spw_spec_state;
 
-// Choices for a tier, added together.
-typedef enum spw_tier_flag {
-    // Open without paths that are missing; `spw_tier_opened` says what is lost.
-    SPW_TIER_DEGRADED = 1,
-    // Go through the page cache, even where the file system allows O_DIRECT.
-    SPW_TIER_NO_DIRECT = 2,
-} spw_tier_flag;
-
-// How a path is doing. Passed as `uint32_t`.
-typedef enum spw_tier_health {
-    // Reads and writes.
-    SPW_TIER_HEALTHY = 0,
-    // Reads only: what lies there moves when it is put next.
-    SPW_TIER_DRAINING = 1,
-    // A write or the whole path failed; reads are still tried.
-    SPW_TIER_FAILED = 2,
-    // It was not there when the tier was opened.
-    SPW_TIER_MISSING = 3,
-} spw_tier_health;
+// What a bucket's gradient waits for. Passed as `uint32_t`.
+typedef enum spw_spec_event_kind {
+    // Nothing.
+    SPW_SPEC_EVENT_NONE = 0,
+    // `fd`, an eventfd or the reading end of a pipe, becomes readable. It is duplicated, so it may be closed at once;
+    // nothing is read from it.
+    SPW_SPEC_EVENT_FD = 1,
+    // The 32-bit `*word` counts up to `value` (through 2^32 if need be). It is looked at every 0.2 ms, so that whoever
+    // writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
+    // bucket began.
+    SPW_SPEC_EVENT_WORD = 2,
+} spw_spec_event_kind;
 
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
@@ -243,13 +239,8 @@ typedef struct spw_io spw_io;
 // A pool of pinned blocks. Any number of threads may use one at a time.
 typedef struct spw_pool spw_pool;
 
-// A virtual tier: named extents over several paths. Any number of threads may use one at a time.
-//
-// An extent is a name and up to 64 streams of bytes, for a subgroup its master weights and moments. What is put is new
-// until `spw_tier_commit` makes everything put so far durable as one step; a crash at any moment leaves a tier that
-// opens at the last committed step, whole. Every block is checked against its checksum whenever it is read (MLP-Offload,
-// section 3.2, has the tiers; the rest is new).
-typedef struct spw_tier spw_tier;
+// An engine, with one thread of its own that hands steps to the pool.
+typedef struct spw_spec spw_spec;
 
 // The recording of one step.
 typedef struct spw_undo spw_undo;
@@ -408,6 +399,76 @@ typedef struct spw_undo_options {
     uint64_t tensors;
 } spw_undo_options;
 
+// Settings of an engine.
+typedef struct spw_spec_options {
+    // `sizeof(spw_spec_options)`
+    uint32_t struct_size;
+    // Buckets of every round, numbered from 0.
+    uint32_t buckets;
+    // An `spw_undo_mode` that is exact: SPW_UNDO_DELTA.
+    uint32_t undo_mode;
+    // An `spw_spec_publish`.
+    uint32_t publish;
+} spw_spec_options;
+
+// What an engine did since it was opened.
+typedef struct spw_spec_stats {
+    // `sizeof(spw_spec_stats)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Rounds with the verdict SPW_SPEC_COMMIT.
+    uint64_t commits;
+    // Rounds with the verdict SPW_SPEC_REDO.
+    uint64_t redos;
+    // Rounds with the verdict SPW_SPEC_SKIP.
+    uint64_t skips;
+    // Rounds that were given up.
+    uint64_t aborts;
+    // Buckets stepped before the verdict.
+    uint64_t buckets_speculated;
+    // Those of them whose step stood.
+    uint64_t buckets_committed;
+    // Those taken back and stepped again.
+    uint64_t buckets_redone;
+    // Those taken back.
+    uint64_t buckets_rolled_back;
+    // Buckets not stepped before the verdict, since it was certain already.
+    uint64_t buckets_spared;
+    // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
+    double seconds_exposed;
+} spw_spec_stats;
+
+// What a bucket's gradient waits for.
+typedef struct spw_spec_event {
+    // `sizeof(spw_spec_event)`
+    uint32_t struct_size;
+    // An `spw_spec_event_kind`.
+    uint32_t kind;
+    // For SPW_SPEC_EVENT_FD.
+    int32_t fd;
+    // For SPW_SPEC_EVENT_WORD.
+    uint32_t value;
+    // For SPW_SPEC_EVENT_WORD.
+    const uint32_t *word;
+} spw_spec_event;
+
+// What a verdict came to.
+typedef struct spw_spec_outcome {
+    // `sizeof(spw_spec_outcome)`
+    uint32_t struct_size;
+    // An `spw_spec_verdict`.
+    uint32_t verdict;
+    // Norm of the scaled gradients of all ranks; NaN if they are not finite, or the verdict was the caller's.
+    double norm;
+    // Factor on the gradient of every step that stands; 0 if none does.
+    double grad_scale;
+    // Buckets whose steps are taken back.
+    uint32_t withdrawn;
+    // 0
+    uint32_t reserved;
+} spw_spec_outcome;
+
 // Size of a pool. Zero in every field but the sizes is a good choice.
 typedef struct spw_pool_options {
     // `sizeof(spw_pool_options)`
@@ -552,132 +613,6 @@ typedef struct spw_io_failure {
     // The file, as the caller named it. Good until the next failing call of this thread.
     const char *path;
 } spw_io_failure;
-
-// One path of a tier.
-typedef struct spw_tier_path {
-    // `sizeof(spw_tier_path)`, the same in all of an array.
-    uint32_t struct_size;
-    // `spw_tier_kind`
-    uint32_t kind;
-    // The directory, which exists: a disk that is not mounted is an error. NULL for memory.
-    const char *directory;
-    // Most bytes of the path's data file; 0 is no limit but the device's.
-    uint64_t limit_bytes;
-    // Bytes that the data file takes from the start.
-    uint64_t reserve_bytes;
-} spw_tier_path;
-
-// Settings of a tier. Zero is the default of every field but job and paths.
-typedef struct spw_tier_options {
-    // `sizeof(spw_tier_options)`
-    uint32_t struct_size;
-    // `spw_tier_mode`
-    uint32_t mode;
-    // Name of the run, fit for a directory.
-    const char *job;
-    // Name of the machine; NULL is its own.
-    const char *host;
-    // Rank in the run.
-    uint32_t rank;
-    // Ranks of the run; 0 is 1.
-    uint32_t world;
-    // The paths. Their order does not matter when a tier is opened again.
-    const struct spw_tier_path *paths;
-    // How many.
-    uint64_t path_count;
-    // `spw_tier_durability`
-    uint32_t durability;
-    // Sum of `spw_tier_flag`.
-    uint32_t flags;
-    // Bytes of a block, which has one checksum, a multiple of 4096; 0 is 1 MiB. A tier that exists keeps its own.
-    uint64_t block_bytes;
-    // Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
-    uint64_t stall_ms;
-    // Requests under way at a time on each path; 0 is 32.
-    uint32_t queue_depth;
-    // `spw_io_backend`
-    uint32_t io_backend;
-} spw_tier_options;
-
-// What an open found.
-typedef struct spw_tier_opened_info {
-    // `sizeof(spw_tier_opened_info)`
-    uint32_t struct_size;
-    // 1 if a committed step was found, else 0.
-    uint32_t resumed;
-    // That step.
-    uint64_t step;
-    // Bytes that its commit was given to keep.
-    uint64_t payload_bytes;
-    // Paths that are missing.
-    uint64_t missing_paths;
-    // Extents that had a part there.
-    uint64_t lost_extents;
-} spw_tier_opened_info;
-
-// An extent.
-typedef struct spw_tier_extent_info {
-    // `sizeof(spw_tier_extent_info)`
-    uint32_t struct_size;
-    // Its number.
-    uint32_t extent;
-    // Bytes of all streams.
-    uint64_t bytes;
-    // Generation that reads see; 0 if it was never put.
-    uint64_t generation;
-    // Number of streams.
-    uint32_t streams;
-    // 1 if reads see the committed contents, else 0.
-    uint32_t committed;
-    // 1 if a part was on a path that is missing, else 0.
-    uint32_t lost;
-    // Blocks that it is cut into.
-    uint32_t blocks;
-} spw_tier_extent_info;
-
-// A path, and what went over it.
-typedef struct spw_tier_path_info {
-    // `sizeof(spw_tier_path_info)`
-    uint32_t struct_size;
-    // `spw_tier_health`
-    uint32_t health;
-    // `spw_tier_kind`
-    uint32_t kind;
-    // 0
-    uint32_t reserved;
-    // Bytes read since the open.
-    uint64_t read_bytes;
-    // Bytes written since the open, heads and superblocks included.
-    uint64_t written_bytes;
-    // Nanoseconds with a read under way.
-    uint64_t reading_ns;
-    // Nanoseconds with a write or a sync under way.
-    uint64_t writing_ns;
-    // Bytes written since the tier was made: what it cost the SSD.
-    uint64_t wear_bytes;
-    // Length of the data file.
-    uint64_t file_bytes;
-    // Bytes free in it.
-    uint64_t free_bytes;
-    // Blocks of extents that reads would fetch from here.
-    uint64_t blocks;
-} spw_tier_path_info;
-
-// What a check of everything found.
-typedef struct spw_tier_checked {
-    // `sizeof(spw_tier_checked)`
-    uint32_t struct_size;
-    // 0
-    uint32_t reserved;
-    // Extents looked at.
-    uint64_t extents;
-    // Blocks read.
-    uint64_t blocks;
-    // Their bytes.
-    uint64_t bytes;
-    // Blocks, heads and superblocks that are damaged, lost or cannot be read.
-    uint64_t damaged;
-} spw_tier_checked;
 
 #ifdef __cplusplus
 extern "C" {
@@ -891,6 +826,159 @@ enum spw_status spw_undo_log_bytes(struct spw_undo *undo, uint64_t *bytes_out);
 // Frees the recording; its step stands. NULL does nothing.
 enum spw_status spw_undo_close(struct spw_undo *undo);
 
+// Starts an engine (SuperOffload section 4.4, "speculation-then-validation"). A round is
+//
+//     spw_spec_begin_adam(spec, &options, max_norm);
+//     spw_spec_submit(spec, bucket, tensors, count, event);    for every bucket, as gradients come
+//     spw_spec_local_result(spec, -1, &mine);                  then add up mine.sum_squares over all ranks
+//     spw_spec_resolve(spec, &all, &outcome);
+//     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
+//
+// A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
+// go back to the bit: about 2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
+// once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
+// are only measured, and step once after it.
+//
+// Every function but close may be called from several threads at the same time.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
+enum spw_status spw_spec_open(const struct spw_spec_options *options,
+                              struct spw_spec **spec_out);
+
+// Opens a round of Adam steps, `options.step` and `options.grad_scale` (1 / loss scale) among them. Gradients whose norm
+// over all ranks passes `max_norm` (0: no limit) will be clipped, as `torch.nn.utils.clip_grad_norm_` and DeepSpeed do:
+//
+//     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
+//
+// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the one before are not final.
+//
+// Requires: `spec` is an open engine, `options` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_begin_adam(const struct spw_spec *spec,
+                                    const struct spw_adam_options *options,
+                                    double max_norm);
+
+// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
+//
+// Requires: As `spw_spec_begin_adam`.
+enum spw_status spw_spec_begin_adagrad(const struct spw_spec *spec,
+                                       const struct spw_adagrad_options *options,
+                                       double max_norm);
+
+// Opens a round of Lion steps, as `spw_spec_begin_adam`.
+//
+// Requires: As `spw_spec_begin_adam`.
+enum spw_status spw_spec_begin_lion(const struct spw_spec *spec,
+                                    const struct spw_lion_options *options,
+                                    double max_norm);
+
+// Reads the counters. Set `stats->struct_size` first.
+//
+// Requires: `spec` is an open engine, `stats` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_stats_get(const struct spw_spec *spec, struct spw_spec_stats *stats);
+
+// Ends the engine. A round without a verdict is taken back first, and one with a verdict brought to its end. NULL does
+// nothing.
+//
+// Requires: `spec` is NULL or an open engine, and is not used again.
+enum spw_status spw_spec_close(struct spw_spec *spec);
+
+// Hands a bucket over and returns at once. It steps when `event` came, or now if `event` is NULL. Tensors may have
+// options of their own, with the grad_scale of the round. The structs are copied; the spans, gradients included, belong
+// to the engine until the bucket is final, and those of different buckets do not overlap.
+//
+// SPW_ERR_NO_ROUND, SPW_ERR_ROUND_RESOLVED or SPW_ERR_BUCKET_SUBMITTED if this is not the time for it.
+//
+// Requires: `spec` is an open engine; `tensors` and their spans as for `spw_adam_step`, from any thread until the bucket is final;
+// `event` is NULL or points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_submit(const struct spw_spec *spec,
+                                uint32_t bucket,
+                                const struct spw_tensor *tensors,
+                                size_t count,
+                                const struct spw_spec_event *event);
+
+// `spw_spec_submit` of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and the arithmetic of
+// `spw_ds_adam_update` in place of the round's, its grad_scale and max_norm excepted. The id's step advances now.
+//
+// Requires: As `spw_spec_submit`, for one tensor.
+enum spw_status spw_spec_submit_ds_adam(const struct spw_spec *spec,
+                                        uint32_t bucket,
+                                        int32_t id,
+                                        uint64_t step,
+                                        float lr,
+                                        float beta1,
+                                        float beta2,
+                                        float eps,
+                                        float weight_decay,
+                                        uint32_t bias_correction,
+                                        const struct spw_tensor *tensor,
+                                        const struct spw_spec_event *event);
+
+// Where a bucket stands: an `spw_spec_state`. The error of a bucket that failed is this call's.
+//
+// Requires: `spec` is an open engine, `state_out` points to a u32.
+enum spw_status spw_spec_ready(const struct spw_spec *spec, uint32_t bucket, uint32_t *state_out);
+
+// Waits, at the longest `timeout_ms` milliseconds (negative: for ever), until the 16-bit copies of a bucket count: until
+// it is final, which takes a verdict, or for SPW_SPEC_PUBLISH_SPECULATIVE until it is stepped.
+//
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_wait(const struct spw_spec *spec,
+                              uint32_t bucket,
+                              int64_t timeout_ms);
+
+// Waits until every bucket of the round is measured, at the longest `timeout_ms` milliseconds (0: only looks; negative:
+// for ever), and gives this rank's part: the sums of squares of the scaled gradients, added in the order of the
+// buckets, whatever the order of arrival; NaN with `nonfinite`. The sum over all ranks goes to `spw_spec_resolve`.
+//
+// SPW_ERR_BUCKET_MISSING names one that was not submitted; SPW_ERR_TIMEOUT those whose event has not come.
+//
+// Requires: `spec` is an open engine, `local` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_local_result(const struct spw_spec *spec,
+                                      int64_t timeout_ms,
+                                      struct spw_step_stats *local);
+
+// Gives the round the verdict that follows from the numbers of all ranks, and returns at once; the engine goes on to
+// take back and step again what needs it, the bucket that was submitted last first. `outcome` may be NULL.
+//
+// SPW_ERR_BUSY while buckets are being measured: `spw_spec_local_result` waits for them.
+//
+// Requires: `spec` is an open engine, `global` and `outcome` point to structs of `struct_size` bytes.
+enum spw_status spw_spec_resolve(const struct spw_spec *spec,
+                                 const struct spw_step_stats *global,
+                                 struct spw_spec_outcome *outcome);
+
+// Gives the round a verdict (an `spw_spec_verdict`) of the caller's own, for a rule of clipping other than that of
+// `spw_spec_begin_adam`; `grad_scale` is the whole factor of SPW_SPEC_REDO, rounded to f32. Else as `spw_spec_resolve`.
+//
+// Requires: `spec` is an open engine, `outcome` is NULL or points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_resolve_as(const struct spw_spec *spec,
+                                    uint32_t verdict,
+                                    double grad_scale,
+                                    struct spw_spec_outcome *outcome);
+
+// Gives an open round up: buckets that were stepped are taken back, the others never begin. Without one it does nothing.
+// `spw_spec_finish` waits for the end of it.
+//
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_abort(const struct spw_spec *spec);
+
+// Waits until every bucket of the round is final, at the longest `timeout_ms` milliseconds (negative: for ever). All
+// spans, and the words of events, are the caller's again.
+//
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_finish(const struct spw_spec *spec,
+                                int64_t timeout_ms);
+
+// Buckets that had been stepped when the last verdict took their steps back: at most `capacity` numbers to `buckets_out`,
+// and how many there are to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE these are the copies to fetch again, once
+// the bucket is final.
+//
+// Requires: `spec` is an open engine, `buckets_out` has room for `capacity` numbers (NULL for 0), `count_out` points to a size_t.
+enum spw_status spw_spec_withdrawn(const struct spw_spec *spec,
+                                   uint32_t *buckets_out,
+                                   size_t capacity,
+                                   size_t *count_out);
+
 // Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
 // What is refused beyond the memory itself is one warning in the log, not an error.
 //
@@ -1061,176 +1149,6 @@ enum spw_status spw_io_holds_memory(struct spw_io *io,
 //
 // Requires: `failure` points to a struct of `struct_size` bytes.
 enum spw_status spw_io_last_failure(struct spw_io_failure *failure);
-
-// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
-// the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
-// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
-// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED.
-//
-// Requires: `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
-enum spw_status spw_tier_open(const struct spw_tier_options *options,
-                              struct spw_tier **tier_out);
-
-// Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
-// is gone whatever is returned. What was not committed is lost; what was is found by the next open.
-//
-// Requires: `tier` is NULL or came from `spw_tier_open`, and is not used again.
-enum spw_status spw_tier_close(struct spw_tier *tier,
-                               int64_t timeout_ms);
-
-// Removes the tier's files from every path and frees the tier, which is gone whatever is returned.
-//
-// Requires: As `spw_tier_close`.
-enum spw_status spw_tier_destroy(struct spw_tier *tier);
-
-// Removes what a run that is dead left below `directory`. `host` may be NULL for this machine's name. A live run is
-// SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
-//
-// Requires: The strings are C strings; `host` may be NULL.
-enum spw_status spw_tier_collect(const char *directory,
-                                 const char *job,
-                                 const char *host,
-                                 uint32_t rank);
-
-// Finds the extent with this name, or makes it, with streams of these many bytes. One that exists with other streams is
-// SPW_ERR_FOREIGN. Its number is good while the tier is open.
-//
-// Requires: `tier` is open, `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.
-enum spw_status spw_tier_define(struct spw_tier *tier,
-                                const char *name,
-                                const uint64_t *stream_bytes,
-                                uint64_t stream_count,
-                                uint32_t *extent_out);
-
-// Takes an extent out with the next commit.
-//
-// Requires: `tier` is open.
-enum spw_status spw_tier_remove(struct spw_tier *tier, uint32_t extent);
-
-// Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
-// any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
-// least lies; a path that fails or is full is left for another, and the wait tells only if none took it. The committed
-// contents stay as they are.
-//
-// Requires: `tier` is open; the streams stay as they are until the ticket was waited for; `ticket_out` points to a u64.
-enum spw_status spw_tier_put(struct spw_tier *tier,
-                             uint32_t extent,
-                             const void *const *streams,
-                             int32_t path,
-                             uint64_t *ticket_out);
-
-// As `spw_tier_put`, in pieces over several paths: `path_blocks` has for each path, by number, how many blocks it
-// takes. Blocks left over go to the last one that takes any.
-//
-// Requires: As `spw_tier_put`; `path_blocks` points to `path_count` numbers.
-enum spw_status spw_tier_put_striped(struct spw_tier *tier,
-                                     uint32_t extent,
-                                     const void *const *streams,
-                                     const uint32_t *path_blocks,
-                                     uint64_t path_count,
-                                     uint64_t *ticket_out);
-
-// Begins to read what was last put and waited for, or the committed contents after an open. A NULL stream is left out.
-// The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
-//
-// Requires: `tier` is open; the streams may be written to until the ticket was waited for, and nobody else uses them meanwhile;
-// `ticket_out` points to a u64.
-enum spw_status spw_tier_get(struct spw_tier *tier,
-                             uint32_t extent,
-                             void *const *streams,
-                             uint64_t *ticket_out);
-
-// Waits for a ticket, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and is done with it,
-// except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or read.
-//
-// Requires: `tier` is open, `generation_out` is NULL or points to a u64.
-enum spw_status spw_tier_wait(struct spw_tier *tier,
-                              uint64_t ticket,
-                              int64_t timeout_ms,
-                              uint64_t *generation_out);
-
-// Makes everything put so far durable, as step `step`, with up to 1 MiB of the caller's own bytes, which the next open
-// gives back. It waits for puts under way. If one of them failed since the last commit, its error is returned until the
-// extent is put again or `spw_tier_rollback`; after any error the last committed step is still what an open finds, or,
-// where the devices gave no answer, this one.
-//
-// Requires: `tier` is open, `payload` points to `payload_bytes` bytes, or is NULL if there are none.
-enum spw_status spw_tier_commit(struct spw_tier *tier,
-                                uint64_t step,
-                                const void *payload,
-                                uint64_t payload_bytes);
-
-// Forgets everything put since the last commit: reads see the committed contents again.
-//
-// Requires: `tier` is open.
-enum spw_status spw_tier_rollback(struct spw_tier *tier);
-
-// What the open found. Set `info->struct_size` first. `payload` (may be NULL) receives the first `payload_bytes` bytes
-// of what the commit was given to keep.
-//
-// Requires: `tier` is open, `info` points to a struct of `struct_size` bytes, `payload` is NULL or points to `payload_bytes`
-// writable bytes.
-enum spw_status spw_tier_opened(const struct spw_tier *tier,
-                                struct spw_tier_opened_info *info,
-                                void *payload,
-                                uint64_t payload_bytes);
-
-// The `index`-th extent, from 0 on; SPW_ERR_NOT_FOUND past the last. `name` (may be NULL) receives its name, cut off to
-// `name_size` bytes and ended by a NUL. Set `info->struct_size` first.
-//
-// Requires: `tier` is open, `info` points to a struct of `struct_size` bytes, `name` is NULL or points to `name_size` bytes.
-enum spw_status spw_tier_extent_get(const struct spw_tier *tier,
-                                    uint64_t index,
-                                    struct spw_tier_extent_info *info,
-                                    char *name,
-                                    size_t name_size);
-
-// The path with this number, from 0 on; SPW_ERR_NOT_FOUND past the last. `words` (may be NULL) receives its directory,
-// and why it is not healthy, cut off to `size` bytes and ended by a NUL. Set `info->struct_size` first.
-//
-// Requires: As `spw_tier_extent_get`.
-enum spw_status spw_tier_path_get(const struct spw_tier *tier,
-                                  uint32_t number,
-                                  struct spw_tier_path_info *info,
-                                  char *words,
-                                  size_t size);
-
-// Says how a path is to be treated: SPW_TIER_DRAINING ends new writes to it, SPW_TIER_HEALTHY allows them again.
-//
-// Requires: `tier` is open.
-enum spw_status spw_tier_path_set(struct spw_tier *tier,
-                                  uint32_t number,
-                                  uint32_t health);
-
-// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit.
-//
-// Requires: `tier` is open.
-enum spw_status spw_tier_evacuate(struct spw_tier *tier, uint32_t number);
-
-// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
-// `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error
-// is that of the first, and names path, extent, block and offset.
-//
-// Requires: `tier` is open, `checked` is NULL or points to a struct of `struct_size` bytes.
-enum spw_status spw_tier_verify(struct spw_tier *tier,
-                                struct spw_tier_checked *checked);
-
-// Writes the committed state into `directory`, which must not exist: a file for each stream with its bytes as they were
-// put, and manifest.json with names, sizes, checksums, step and payload. The directory appears whole or not at all.
-// Something put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
-//
-// Requires: `tier` is open, `directory` is a C string, `step_out` is NULL or points to a u64.
-enum spw_status spw_tier_export(struct spw_tier *tier,
-                                const char *directory,
-                                uint64_t *step_out);
-
-// Reads an export into the tier and commits it at its step. Extents that exist must have the same streams; others stay
-// as they are. If it fails the tier is as it was at its last commit. `step_out` may be NULL.
-//
-// Requires: As `spw_tier_export`.
-enum spw_status spw_tier_import(struct spw_tier *tier,
-                                const char *directory,
-                                uint64_t *step_out);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

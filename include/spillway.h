@@ -171,8 +171,53 @@ typedef enum spw_io_flag {
     SPW_IO_NO_PREALLOCATE = 2,
 } spw_io_flag;
 
+// Who updates a subgroup. Passed as `uint32_t`.
+typedef enum spw_plan_site {
+    // The CPU, in host memory.
+    SPW_SITE_CPU = 0,
+    // The GPU; the state is fetched and flushed.
+    SPW_SITE_GPU = 1,
+    // The GPU; the state lives there.
+    SPW_SITE_RESIDENT = 2,
+} spw_plan_site;
+
+// In which form gradients go to the host. Passed as `uint32_t`.
+typedef enum spw_plan_wire {
+    // As they are; 16 bits are widened in the registers of the CPU step.
+    SPW_WIRE_NATIVE = 0,
+    // Widened to f32 on the GPU.
+    SPW_WIRE_F32 = 1,
+    // The caller brings them to the host.
+    SPW_WIRE_DELIVERED = 2,
+} spw_plan_wire;
+
+// Which rule makes a plan. Passed as `uint32_t`.
+typedef enum spw_plan_mode {
+    // The number of GPU subgroups that the model likes best, spread evenly.
+    SPW_PLAN_MODEL = 0,
+    // Deep Optimizer States Eq. 1: every (1 + k)-th subgroup, k rounded.
+    SPW_PLAN_EQ1 = 1,
+    // Eq. 1 as that paper uses it: every k-th subgroup, at least every second.
+    SPW_PLAN_PAPER = 2,
+    // Every `parameter`-th subgroup; 0 is none.
+    SPW_PLAN_STRIDE = 3,
+    // `parameter` subgroups, spread evenly.
+    SPW_PLAN_COUNT = 4,
+} spw_plan_mode;
+
+// What an interleaved update runs on. Passed as `uint32_t`.
+typedef enum spw_interleave_backend {
+    // Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU.
+    SPW_INTERLEAVE_HOST = 0,
+    // A GPU. SPW_ERR_UNSUPPORTED in this version.
+    SPW_INTERLEAVE_CUDA = 1,
+} spw_interleave_backend;
+
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
+
+// An interleaved update. Any thread may use one at any time.
+typedef struct spw_interleave spw_interleave;
 
 // An I/O engine: one queue, kept full across files and tensors by a thread of its own. Any number of threads may use
 // one at a time.
@@ -337,6 +382,191 @@ typedef struct spw_undo_options {
     // Most tensors of one step.
     uint64_t tensors;
 } spw_undo_options;
+
+// What one GPU, its link and its share of the host do, in parameters per second.
+typedef struct spw_plan_rates {
+    // `sizeof(spw_plan_rates)`
+    uint32_t struct_size;
+    // 1 if the link carries one direction at a time, else 0.
+    uint32_t half_duplex;
+    // Step on the CPU, measured while copies run.
+    double cpu;
+    // Rounding to 16 bits on the CPU as a pass of its own; 0 where the step does it.
+    double downscale;
+    // Step on the GPU.
+    double gpu;
+    // Host to device, in f32 words.
+    double h2d;
+    // Device to host, in f32 words.
+    double d2h;
+    // Widening gradients on the GPU; 0 if it takes no time.
+    double cast;
+    // Host memory, in bytes per second; 0 if it never binds.
+    double dram;
+} spw_plan_rates;
+
+// The subgroups of a rank, in the order in which their gradients arrive, and how they travel.
+typedef struct spw_plan_shape {
+    // `sizeof(spw_plan_shape)`
+    uint32_t struct_size;
+    // An `spw_plan_wire`.
+    uint32_t wire;
+    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    uint32_t fetch_gradients;
+    // State buffers on the GPU; 0 is 2.
+    uint32_t slots;
+    // Number of subgroups.
+    uint64_t count;
+    // Parameters of each; NULL if all have `size`.
+    const uint64_t *sizes;
+    // Parameters of every subgroup, if `sizes` is NULL.
+    uint64_t size;
+    // Parameters per copy; 0 is 16 Mi.
+    uint64_t chunk;
+} spw_plan_shape;
+
+// How to plan.
+typedef struct spw_plan_options {
+    // `sizeof(spw_plan_options)`
+    uint32_t struct_size;
+    // An `spw_plan_mode`.
+    uint32_t mode;
+    // The number of SPW_PLAN_STRIDE or SPW_PLAN_COUNT.
+    uint64_t parameter;
+    // Subgroups at the end whose state lives on the GPU.
+    uint64_t residents;
+    // Seconds of the backward pass that the step hides behind; at 0 all gradients are where they are needed.
+    double backward;
+} spw_plan_options;
+
+// What the model says of a plan.
+typedef struct spw_plan_result {
+    // `sizeof(spw_plan_result)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Seconds from the end of backward until all parameters are new on the GPU.
+    double exposed_seconds;
+    // Seconds until the last flush is in host memory, which may be in the next iteration.
+    double home_seconds;
+    // Seconds of step, rounding and upload on the CPU, one after the other.
+    double serial_seconds;
+    // Seconds that the CPU works.
+    double cpu_seconds;
+    // Seconds that the link to the GPU works.
+    double h2d_seconds;
+    // Seconds that the link to the host works.
+    double d2h_seconds;
+    // Seconds that the GPU works.
+    double gpu_seconds;
+    // Subgroups that the GPU fetches.
+    uint64_t gpu;
+    // Residents.
+    uint64_t residents;
+    // GPU memory beyond the model's own.
+    uint64_t gpu_bytes;
+    // Pinned host memory.
+    uint64_t host_bytes;
+    // Bytes of a step to the GPU.
+    uint64_t to_device_bytes;
+    // Bytes of a step to the host.
+    uint64_t to_host_bytes;
+} spw_plan_result;
+
+// Seconds that each stage takes for one bucket.
+typedef struct spw_plan_bucket {
+    // `sizeof(spw_plan_bucket)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Gradient to the host.
+    double grad;
+    // Step on the CPU.
+    double step_cpu;
+    // Parameter to the GPU.
+    double param;
+    // Step on the GPU.
+    double step_gpu;
+    // Backward.
+    double backward;
+} spw_plan_bucket;
+
+// One GPU, its link, and what runs on it.
+typedef struct spw_plan_load {
+    // `sizeof(spw_plan_load)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Operations per second that the GPU reaches.
+    double peak;
+    // Bytes per second to the GPU.
+    double link;
+    // Batch size times sequence length.
+    double tokens;
+    // Parameters of this rank.
+    double parameters;
+    // GPU memory left for 16-bit weights, in bytes.
+    double free_bytes;
+} spw_plan_load;
+
+// What was measured on one link, in parameters per second.
+typedef struct spw_plan_probe {
+    // `sizeof(spw_plan_probe)`
+    uint32_t struct_size;
+    // 1 if the host adds gradients up, which it does in f32, else 0.
+    uint32_t accumulates;
+    // Widening on the GPU and moving f32.
+    double f32_wire;
+    // Moving 16 bits.
+    double native_wire;
+    // CPU step from f32 gradients.
+    double f32_step;
+    // CPU step from 16-bit gradients.
+    double native_step;
+} spw_plan_probe;
+
+// What is fixed for the life of an interleaved update.
+typedef struct spw_interleave_options {
+    // `sizeof(spw_interleave_options)`
+    uint32_t struct_size;
+    // An `spw_interleave_backend`.
+    uint32_t backend;
+    // An `spw_plan_wire`.
+    uint32_t wire;
+    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    uint32_t fetch_gradients;
+    // State buffers on the GPU; 0 is 2.
+    uint32_t slots;
+    // `spw_dtype` of all gradients.
+    uint32_t grad_dtype;
+    // `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
+    uint32_t copy_dtype;
+    // 0
+    uint32_t reserved;
+    // Parameters per copy; 0 is 16 Mi.
+    uint64_t chunk;
+} spw_interleave_options;
+
+// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
+// `spw_interleave_close`.
+typedef struct spw_interleave_subgroup {
+    // `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Number of elements; may be 0.
+    uint64_t n;
+    // Master parameter, f32, in host memory.
+    void *param;
+    // First moment, f32, in host memory.
+    void *exp_avg;
+    // Second moment, f32, in host memory.
+    void *exp_avg_sq;
+    // Gradient, where the model makes it. The caller writes it before `spw_interleave_gradient`.
+    void *grad;
+    // 16-bit parameter, where the model reads it; NULL if there is none.
+    void *param_copy;
+} spw_interleave_subgroup;
 
 // Size of a pool. Zero in every field but the sizes is a good choice.
 typedef struct spw_pool_options {
@@ -694,6 +924,197 @@ enum spw_status spw_undo_log_bytes(struct spw_undo *undo, uint64_t *bytes_out);
 
 // Frees the recording; its step stands. NULL does nothing.
 enum spw_status spw_undo_close(struct spw_undo *undo);
+
+// Plans an interleaved update (Deep Optimizer States section 4): the site of every subgroup to `sites`, and what the
+// model says of it to `result`. Either may be NULL. The model plays the very commands of `spw_interleave_begin` on
+// engines that serve one operation at a time.
+//
+// Requires: The structs have `struct_size` bytes, `shape->sizes` is NULL or has `count` entries, `sites` is NULL or has room for
+// `count`.
+enum spw_status spw_plan_interleave(const struct spw_plan_rates *rates,
+                                    const struct spw_plan_shape *shape,
+                                    const struct spw_plan_options *options,
+                                    uint32_t *sites,
+                                    struct spw_plan_result *result);
+
+// What the model says of a plan of the caller's, `sites` being `shape->count` values of `spw_plan_site`.
+//
+// Requires: As `spw_plan_interleave`.
+enum spw_status spw_plan_predict(const struct spw_plan_rates *rates,
+                                 const struct spw_plan_shape *shape,
+                                 const uint32_t *sites,
+                                 double backward,
+                                 struct spw_plan_result *result);
+
+// The step of such a plan as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`, their number to
+// `needed_out`. With `text` NULL only the number.
+//
+// Requires: As `spw_plan_interleave`; `text` is NULL or points to `size` bytes, `needed_out` to a u64.
+enum spw_status spw_plan_trace(const struct spw_plan_rates *rates,
+                               const struct spw_plan_shape *shape,
+                               const uint32_t *sites,
+                               double backward,
+                               char *text,
+                               size_t size,
+                               uint64_t *needed_out);
+
+// Deep Optimizer States Eq. 1, corrected: CPU parameters per GPU parameter at which both sides take equally long
+// (infinite where the CPU keeps up with the link), and the GPU's part of all, from 0 to 1. `one_slot` 1 is the equation
+// as printed, in which the GPU's step adds to the link's time; 0 is for two state buffers, where it does not.
+// `fetched_words` are the f32 words per parameter that a fetched gradient adds: 0, 0.5 or 1.
+//
+// Requires: `rates` points to a struct of `struct_size` bytes, the outputs to a double each.
+enum spw_status spw_plan_share(const struct spw_plan_rates *rates,
+                               double fetched_words,
+                               uint32_t one_slot,
+                               double *cpu_per_gpu_out,
+                               double *share_out);
+
+// How many of the last of `count` buckets the GPU keeps, so that backward hides the CPU's part; at most `most` fit.
+// `kept_out` is SuperOffload Eq. 4-5 with what it leaves out, a CPU that does not keep up with backward;
+// `printed_out` (NULL: not wanted) is the condition as printed.
+//
+// Requires: `bucket` points to a struct of `struct_size` bytes, `kept_out` and `printed_out`, if not NULL, to a u64.
+enum spw_status spw_plan_tail(const struct spw_plan_bucket *bucket,
+                              uint64_t count,
+                              uint64_t most,
+                              uint64_t *kept_out,
+                              uint64_t *printed_out);
+
+// The number of tail buckets to try next, from iteration times measured so far: with `kept[i]` buckets on the GPU an
+// iteration took `seconds[i]`. `start` is tried first, `most` is the most that fit. The search is over when `next_out`
+// is among `kept`; it is then the best, which `best_out` (NULL: not wanted) is at any time.
+//
+// Requires: `kept` and `seconds` have `measured` entries, `next_out` and `best_out`, if not NULL, point to a u64.
+enum spw_status spw_plan_tail_next(const uint64_t *kept,
+                                   const double *seconds,
+                                   size_t measured,
+                                   uint64_t start,
+                                   uint64_t most,
+                                   uint64_t *next_out,
+                                   uint64_t *best_out);
+
+// Whether 16-bit weights stay on the GPU or flow through it (SuperOffload Eq. 1-3): the part that does not fit flows.
+// `flow_out` is that part, from 0 to 1; `efficiency_out` is computation over computation and load, of which more than
+// 0.5 hides the loads and 0.6 is wanted.
+//
+// Requires: `load` points to a struct of `struct_size` bytes, the outputs to a double each.
+enum spw_status spw_plan_weights(const struct spw_plan_load *load,
+                                 double *flow_out,
+                                 double *efficiency_out);
+
+// In which form gradients should cross a link (SuperOffload section 4.5), as an `spw_plan_wire`: the one whose link and
+// step are faster together.
+//
+// Requires: `probe` points to a struct of `struct_size` bytes, `wire_out` to a u32.
+enum spw_status spw_plan_cast(const struct spw_plan_probe *probe,
+                              uint32_t *wire_out);
+
+// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
+// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+//
+// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
+// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
+// the plans, the bits are those of `spw_adam_step` on every subgroup.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
+// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
+// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
+// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
+enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
+                                    const struct spw_interleave_subgroup *subgroups,
+                                    size_t count,
+                                    struct spw_interleave **interleave_out);
+
+// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
+// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
+//
+// Requires: `sites` has `count` entries.
+enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
+                                        const uint32_t *sites,
+                                        size_t count);
+
+// The plan of the next step, or of the one under way: a site per subgroup.
+//
+// Requires: `sites` has room for one entry per subgroup.
+enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
+
+// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
+// is 0 and the gradient is there. Its way to where the plan needs it begins.
+enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,
+                                        uint64_t subgroup,
+                                        uint64_t stream);
+
+// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
+// published. Without this call `spw_interleave_begin` says it for every subgroup.
+enum spw_status spw_interleave_params_free(const struct spw_interleave *interleave,
+                                           uint64_t subgroup,
+                                           uint64_t stream);
+
+// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
+// per subgroup, `struct_size` bytes apart.
+//
+// Requires: `options` points to `count` structs.
+enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
+                                     const struct spw_adam_options *options,
+                                     size_t count,
+                                     uint64_t stream);
+
+// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
+// returns when they are there.
+enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,
+                                       uint64_t subgroup,
+                                       uint64_t stream);
+
+// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
+//
+// Requires: `ready_out` points to a u32.
+enum spw_status spw_interleave_is_ready(const struct spw_interleave *interleave,
+                                        uint64_t subgroup,
+                                        uint32_t *ready_out);
+
+// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
+enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
+
+// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
+// those of residents, set a plan without residents first.
+enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
+
+// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
+// order, their number to `count_out`. After a failure these are the states that are lost.
+//
+// Requires: `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
+enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
+                                    uint64_t *subgroups,
+                                    size_t room,
+                                    uint64_t *count_out);
+
+// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
+//
+// Requires: `rates` points to a struct of `struct_size` bytes.
+enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
+                                         const struct spw_plan_rates *rates);
+
+// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
+// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
+// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
+//
+// Requires: `changed_out` is NULL or points to a u32.
+enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
+                                      double backward,
+                                      uint32_t *changed_out);
+
+// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
+// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
+//
+// Requires: `text` is NULL or points to `size` bytes, `needed_out` to a u64.
+enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
+                                     char *text,
+                                     size_t size,
+                                     uint64_t *needed_out);
+
+// Frees the update, after all that it still moves is moved. NULL does nothing.
+enum spw_status spw_interleave_close(struct spw_interleave *interleave);
 
 // Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
 // What is refused beyond the memory itself is one warning in the log, not an error.

@@ -85,6 +85,18 @@ typedef enum spw_status {
     SPW_ERR_DEADLINE = 26,
     // Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
+    // No round of speculation was begun.
+    SPW_ERR_NO_ROUND = 40,
+    // A round is open; it has to be resolved or aborted first.
+    SPW_ERR_ROUND_OPEN = 41,
+    // The round has its verdict already.
+    SPW_ERR_ROUND_RESOLVED = 42,
+    // A bucket of the round was not submitted.
+    SPW_ERR_BUCKET_MISSING = 43,
+    // The bucket was submitted already.
+    SPW_ERR_BUCKET_SUBMITTED = 44,
+    // The event that a bucket waits for can never come.
+    SPW_ERR_EVENT_BROKEN = 45,
 } spw_status;
 
 // Element type of a span. Passed as `uint32_t`.
@@ -171,47 +183,51 @@ typedef enum spw_io_flag {
     SPW_IO_NO_PREALLOCATE = 2,
 } spw_io_flag;
 
-// Who updates a subgroup. Passed as `uint32_t`.
-typedef enum spw_plan_site {
-    // The CPU, in host memory.
-    SPW_SITE_CPU = 0,
-    // The GPU; the state is fetched and flushed.
-    SPW_SITE_GPU = 1,
-    // The GPU; the state lives there.
-    SPW_SITE_RESIDENT = 2,
-} spw_plan_site;
+// When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
+typedef enum spw_spec_publish {
+    // Once, when the bucket is final; until then they stay as they are, so that the model may go on reading them. A
+    // bucket whose step stands costs one more pass over its parameters (6 bytes each).
+    SPW_SPEC_PUBLISH_FINAL = 0,
+    // By the step itself; they count when the bucket is final, and nobody reads them before. For a staging buffer.
+    SPW_SPEC_PUBLISH_STAGED = 1,
+    // By the step itself, and they count at once. `spw_spec_withdrawn` says which of them a verdict took back.
+    SPW_SPEC_PUBLISH_SPECULATIVE = 2,
+} spw_spec_publish;
 
-// In which form gradients go to the host. Passed as `uint32_t`.
-typedef enum spw_plan_wire {
-    // As they are; 16 bits are widened in the registers of the CPU step.
-    SPW_WIRE_NATIVE = 0,
-    // Widened to f32 on the GPU.
-    SPW_WIRE_F32 = 1,
-    // The caller brings them to the host.
-    SPW_WIRE_DELIVERED = 2,
-} spw_plan_wire;
+// What becomes of a round. Passed as `uint32_t`.
+typedef enum spw_spec_verdict {
+    // Every bucket's step stands.
+    SPW_SPEC_COMMIT = 0,
+    // No bucket is stepped: the gradients are not finite.
+    SPW_SPEC_SKIP = 1,
+    // Every bucket steps with the clipped factor.
+    SPW_SPEC_REDO = 2,
+} spw_spec_verdict;
 
-// Which rule makes a plan. Passed as `uint32_t`.
-typedef enum spw_plan_mode {
-    // The number of GPU subgroups that the model likes best, spread evenly.
-    SPW_PLAN_MODEL = 0,
-    // Deep Optimizer States Eq. 1: every (1 + k)-th subgroup, k rounded.
-    SPW_PLAN_EQ1 = 1,
-    // Eq. 1 as that paper uses it: every k-th subgroup, at least every second.
-    SPW_PLAN_PAPER = 2,
-    // Every `parameter`-th subgroup; 0 is none.
-    SPW_PLAN_STRIDE = 3,
-    // `parameter` subgroups, spread evenly.
-    SPW_PLAN_COUNT = 4,
-} spw_plan_mode;
+// Where a bucket of the round stands.
+typedef enum spw_spec_state {
+    // Not submitted in this round.
+    SPW_SPEC_MISSING = 0,
+    // Submitted; its spans may change at any moment.
+    SPW_SPEC_PENDING = 1,
+    // Stepped, but the round has no verdict yet.
+    SPW_SPEC_SPECULATIVE = 2,
+    // As it will stay; the spans are the caller's again.
+    SPW_SPEC_FINAL = 3,
+} spw_spec_state;
 
-// What an interleaved update runs on. Passed as `uint32_t`.
-typedef enum spw_interleave_backend {
-    // Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU.
-    SPW_INTERLEAVE_HOST = 0,
-    // A GPU. SPW_ERR_UNSUPPORTED in this version.
-    SPW_INTERLEAVE_CUDA = 1,
-} spw_interleave_backend;
+// What a bucket's gradient waits for. Passed as `uint32_t`.
+typedef enum spw_spec_event_kind {
+    // Nothing.
+    SPW_SPEC_EVENT_NONE = 0,
+    // `fd`, an eventfd or the reading end of a pipe, becomes readable. It is duplicated, so it may be closed at once;
+    // nothing is read from it.
+    SPW_SPEC_EVENT_FD = 1,
+    // The 32-bit `*word` counts up to `value` (through 2^32 if need be). It is looked at every 0.2 ms, so that whoever
+    // writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
+    // bucket began.
+    SPW_SPEC_EVENT_WORD = 2,
+} spw_spec_event_kind;
 
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
@@ -225,6 +241,9 @@ typedef struct spw_io spw_io;
 
 // A pool of pinned blocks. Any number of threads may use one at a time.
 typedef struct spw_pool spw_pool;
+
+// An engine, with one thread of its own that hands steps to the pool.
+typedef struct spw_spec spw_spec;
 
 // The recording of one step.
 typedef struct spw_undo spw_undo;
@@ -383,190 +402,75 @@ typedef struct spw_undo_options {
     uint64_t tensors;
 } spw_undo_options;
 
-// What one GPU, its link and its share of the host do, in parameters per second.
-typedef struct spw_plan_rates {
-    // `sizeof(spw_plan_rates)`
+// Settings of an engine.
+typedef struct spw_spec_options {
+    // `sizeof(spw_spec_options)`
     uint32_t struct_size;
-    // 1 if the link carries one direction at a time, else 0.
-    uint32_t half_duplex;
-    // Step on the CPU, measured while copies run.
-    double cpu;
-    // Rounding to 16 bits on the CPU as a pass of its own; 0 where the step does it.
-    double downscale;
-    // Step on the GPU.
-    double gpu;
-    // Host to device, in f32 words.
-    double h2d;
-    // Device to host, in f32 words.
-    double d2h;
-    // Widening gradients on the GPU; 0 if it takes no time.
-    double cast;
-    // Host memory, in bytes per second; 0 if it never binds.
-    double dram;
-} spw_plan_rates;
+    // Buckets of every round, numbered from 0.
+    uint32_t buckets;
+    // An `spw_undo_mode` that is exact: SPW_UNDO_DELTA.
+    uint32_t undo_mode;
+    // An `spw_spec_publish`.
+    uint32_t publish;
+} spw_spec_options;
 
-// The subgroups of a rank, in the order in which their gradients arrive, and how they travel.
-typedef struct spw_plan_shape {
-    // `sizeof(spw_plan_shape)`
-    uint32_t struct_size;
-    // An `spw_plan_wire`.
-    uint32_t wire;
-    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
-    uint32_t fetch_gradients;
-    // State buffers on the GPU; 0 is 2.
-    uint32_t slots;
-    // Number of subgroups.
-    uint64_t count;
-    // Parameters of each; NULL if all have `size`.
-    const uint64_t *sizes;
-    // Parameters of every subgroup, if `sizes` is NULL.
-    uint64_t size;
-    // Parameters per copy; 0 is 16 Mi.
-    uint64_t chunk;
-} spw_plan_shape;
-
-// How to plan.
-typedef struct spw_plan_options {
-    // `sizeof(spw_plan_options)`
-    uint32_t struct_size;
-    // An `spw_plan_mode`.
-    uint32_t mode;
-    // The number of SPW_PLAN_STRIDE or SPW_PLAN_COUNT.
-    uint64_t parameter;
-    // Subgroups at the end whose state lives on the GPU.
-    uint64_t residents;
-    // Seconds of the backward pass that the step hides behind; at 0 all gradients are where they are needed.
-    double backward;
-} spw_plan_options;
-
-// What the model says of a plan.
-typedef struct spw_plan_result {
-    // `sizeof(spw_plan_result)`
+// What an engine did since it was opened.
+typedef struct spw_spec_stats {
+    // `sizeof(spw_spec_stats)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Seconds from the end of backward until all parameters are new on the GPU.
-    double exposed_seconds;
-    // Seconds until the last flush is in host memory, which may be in the next iteration.
-    double home_seconds;
-    // Seconds of step, rounding and upload on the CPU, one after the other.
-    double serial_seconds;
-    // Seconds that the CPU works.
-    double cpu_seconds;
-    // Seconds that the link to the GPU works.
-    double h2d_seconds;
-    // Seconds that the link to the host works.
-    double d2h_seconds;
-    // Seconds that the GPU works.
-    double gpu_seconds;
-    // Subgroups that the GPU fetches.
-    uint64_t gpu;
-    // Residents.
-    uint64_t residents;
-    // GPU memory beyond the model's own.
-    uint64_t gpu_bytes;
-    // Pinned host memory.
-    uint64_t host_bytes;
-    // Bytes of a step to the GPU.
-    uint64_t to_device_bytes;
-    // Bytes of a step to the host.
-    uint64_t to_host_bytes;
-} spw_plan_result;
+    // Rounds with the verdict SPW_SPEC_COMMIT.
+    uint64_t commits;
+    // Rounds with the verdict SPW_SPEC_REDO.
+    uint64_t redos;
+    // Rounds with the verdict SPW_SPEC_SKIP.
+    uint64_t skips;
+    // Rounds that were given up.
+    uint64_t aborts;
+    // Buckets stepped before the verdict.
+    uint64_t buckets_speculated;
+    // Those of them whose step stood.
+    uint64_t buckets_committed;
+    // Those taken back and stepped again.
+    uint64_t buckets_redone;
+    // Those taken back.
+    uint64_t buckets_rolled_back;
+    // Buckets not stepped before the verdict, since it was certain already.
+    uint64_t buckets_spared;
+    // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
+    double seconds_exposed;
+} spw_spec_stats;
 
-// Seconds that each stage takes for one bucket.
-typedef struct spw_plan_bucket {
-    // `sizeof(spw_plan_bucket)`
+// What a bucket's gradient waits for.
+typedef struct spw_spec_event {
+    // `sizeof(spw_spec_event)`
     uint32_t struct_size;
+    // An `spw_spec_event_kind`.
+    uint32_t kind;
+    // For SPW_SPEC_EVENT_FD.
+    int32_t fd;
+    // For SPW_SPEC_EVENT_WORD.
+    uint32_t value;
+    // For SPW_SPEC_EVENT_WORD.
+    const uint32_t *word;
+} spw_spec_event;
+
+// What a verdict came to.
+typedef struct spw_spec_outcome {
+    // `sizeof(spw_spec_outcome)`
+    uint32_t struct_size;
+    // An `spw_spec_verdict`.
+    uint32_t verdict;
+    // Norm of the scaled gradients of all ranks; NaN if they are not finite, or the verdict was the caller's.
+    double norm;
+    // Factor on the gradient of every step that stands; 0 if none does.
+    double grad_scale;
+    // Buckets whose steps are taken back.
+    uint32_t withdrawn;
     // 0
     uint32_t reserved;
-    // Gradient to the host.
-    double grad;
-    // Step on the CPU.
-    double step_cpu;
-    // Parameter to the GPU.
-    double param;
-    // Step on the GPU.
-    double step_gpu;
-    // Backward.
-    double backward;
-} spw_plan_bucket;
-
-// One GPU, its link, and what runs on it.
-typedef struct spw_plan_load {
-    // `sizeof(spw_plan_load)`
-    uint32_t struct_size;
-    // 0
-    uint32_t reserved;
-    // Operations per second that the GPU reaches.
-    double peak;
-    // Bytes per second to the GPU.
-    double link;
-    // Batch size times sequence length.
-    double tokens;
-    // Parameters of this rank.
-    double parameters;
-    // GPU memory left for 16-bit weights, in bytes.
-    double free_bytes;
-} spw_plan_load;
-
-// What was measured on one link, in parameters per second.
-typedef struct spw_plan_probe {
-    // `sizeof(spw_plan_probe)`
-    uint32_t struct_size;
-    // 1 if the host adds gradients up, which it does in f32, else 0.
-    uint32_t accumulates;
-    // Widening on the GPU and moving f32.
-    double f32_wire;
-    // Moving 16 bits.
-    double native_wire;
-    // CPU step from f32 gradients.
-    double f32_step;
-    // CPU step from 16-bit gradients.
-    double native_step;
-} spw_plan_probe;
-
-// What is fixed for the life of an interleaved update.
-typedef struct spw_interleave_options {
-    // `sizeof(spw_interleave_options)`
-    uint32_t struct_size;
-    // An `spw_interleave_backend`.
-    uint32_t backend;
-    // An `spw_plan_wire`.
-    uint32_t wire;
-    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
-    uint32_t fetch_gradients;
-    // State buffers on the GPU; 0 is 2.
-    uint32_t slots;
-    // `spw_dtype` of all gradients.
-    uint32_t grad_dtype;
-    // `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
-    uint32_t copy_dtype;
-    // 0
-    uint32_t reserved;
-    // Parameters per copy; 0 is 16 Mi.
-    uint64_t chunk;
-} spw_interleave_options;
-
-// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
-// `spw_interleave_close`.
-typedef struct spw_interleave_subgroup {
-    // `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
-    uint32_t struct_size;
-    // 0
-    uint32_t reserved;
-    // Number of elements; may be 0.
-    uint64_t n;
-    // Master parameter, f32, in host memory.
-    void *param;
-    // First moment, f32, in host memory.
-    void *exp_avg;
-    // Second moment, f32, in host memory.
-    void *exp_avg_sq;
-    // Gradient, where the model makes it. The caller writes it before `spw_interleave_gradient`.
-    void *grad;
-    // 16-bit parameter, where the model reads it; NULL if there is none.
-    void *param_copy;
-} spw_interleave_subgroup;
+} spw_spec_outcome;
 
 // Size of a pool. Zero in every field but the sizes is a good choice.
 typedef struct spw_pool_options {
@@ -925,196 +829,158 @@ enum spw_status spw_undo_log_bytes(struct spw_undo *undo, uint64_t *bytes_out);
 // Frees the recording; its step stands. NULL does nothing.
 enum spw_status spw_undo_close(struct spw_undo *undo);
 
-// Plans an interleaved update (Deep Optimizer States section 4): the site of every subgroup to `sites`, and what the
-// model says of it to `result`. Either may be NULL. The model plays the very commands of `spw_interleave_begin` on
-// engines that serve one operation at a time.
+// Starts an engine (SuperOffload section 4.4, "speculation-then-validation"). A round is
 //
-// Requires: The structs have `struct_size` bytes, `shape->sizes` is NULL or has `count` entries, `sites` is NULL or has room for
-// `count`.
-enum spw_status spw_plan_interleave(const struct spw_plan_rates *rates,
-                                    const struct spw_plan_shape *shape,
-                                    const struct spw_plan_options *options,
-                                    uint32_t *sites,
-                                    struct spw_plan_result *result);
-
-// What the model says of a plan of the caller's, `sites` being `shape->count` values of `spw_plan_site`.
+//     spw_spec_begin_adam(spec, &options, max_norm);
+//     spw_spec_submit(spec, bucket, tensors, count, event);    for every bucket, as gradients come
+//     spw_spec_local_result(spec, -1, &mine);                  then add up mine.sum_squares over all ranks
+//     spw_spec_resolve(spec, &all, &outcome);
+//     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
 //
-// Requires: As `spw_plan_interleave`.
-enum spw_status spw_plan_predict(const struct spw_plan_rates *rates,
-                                 const struct spw_plan_shape *shape,
-                                 const uint32_t *sites,
-                                 double backward,
-                                 struct spw_plan_result *result);
-
-// The step of such a plan as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`, their number to
-// `needed_out`. With `text` NULL only the number.
+// A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
+// go back to the bit: about 2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
+// once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
+// are only measured, and step once after it.
 //
-// Requires: As `spw_plan_interleave`; `text` is NULL or points to `size` bytes, `needed_out` to a u64.
-enum spw_status spw_plan_trace(const struct spw_plan_rates *rates,
-                               const struct spw_plan_shape *shape,
-                               const uint32_t *sites,
-                               double backward,
-                               char *text,
-                               size_t size,
-                               uint64_t *needed_out);
-
-// Deep Optimizer States Eq. 1, corrected: CPU parameters per GPU parameter at which both sides take equally long
-// (infinite where the CPU keeps up with the link), and the GPU's part of all, from 0 to 1. `one_slot` 1 is the equation
-// as printed, in which the GPU's step adds to the link's time; 0 is for two state buffers, where it does not.
-// `fetched_words` are the f32 words per parameter that a fetched gradient adds: 0, 0.5 or 1.
+// Every function but close may be called from several threads at the same time.
 //
-// Requires: `rates` points to a struct of `struct_size` bytes, the outputs to a double each.
-enum spw_status spw_plan_share(const struct spw_plan_rates *rates,
-                               double fetched_words,
-                               uint32_t one_slot,
-                               double *cpu_per_gpu_out,
-                               double *share_out);
+// Requires: `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
+enum spw_status spw_spec_open(const struct spw_spec_options *options,
+                              struct spw_spec **spec_out);
 
-// How many of the last of `count` buckets the GPU keeps, so that backward hides the CPU's part; at most `most` fit.
-// `kept_out` is SuperOffload Eq. 4-5 with what it leaves out, a CPU that does not keep up with backward;
-// `printed_out` (NULL: not wanted) is the condition as printed.
+// Opens a round of Adam steps, `options.step` and `options.grad_scale` (1 / loss scale) among them. Gradients whose norm
+// over all ranks passes `max_norm` (0: no limit) will be clipped, as `torch.nn.utils.clip_grad_norm_` and DeepSpeed do:
 //
-// Requires: `bucket` points to a struct of `struct_size` bytes, `kept_out` and `printed_out`, if not NULL, to a u64.
-enum spw_status spw_plan_tail(const struct spw_plan_bucket *bucket,
-                              uint64_t count,
-                              uint64_t most,
-                              uint64_t *kept_out,
-                              uint64_t *printed_out);
-
-// The number of tail buckets to try next, from iteration times measured so far: with `kept[i]` buckets on the GPU an
-// iteration took `seconds[i]`. `start` is tried first, `most` is the most that fit. The search is over when `next_out`
-// is among `kept`; it is then the best, which `best_out` (NULL: not wanted) is at any time.
+//     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
 //
-// Requires: `kept` and `seconds` have `measured` entries, `next_out` and `best_out`, if not NULL, point to a u64.
-enum spw_status spw_plan_tail_next(const uint64_t *kept,
-                                   const double *seconds,
-                                   size_t measured,
-                                   uint64_t start,
-                                   uint64_t most,
-                                   uint64_t *next_out,
-                                   uint64_t *best_out);
-
-// Whether 16-bit weights stay on the GPU or flow through it (SuperOffload Eq. 1-3): the part that does not fit flows.
-// `flow_out` is that part, from 0 to 1; `efficiency_out` is computation over computation and load, of which more than
-// 0.5 hides the loads and 0.6 is wanted.
+// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the one before are not final.
 //
-// Requires: `load` points to a struct of `struct_size` bytes, the outputs to a double each.
-enum spw_status spw_plan_weights(const struct spw_plan_load *load,
-                                 double *flow_out,
-                                 double *efficiency_out);
+// Requires: `spec` is an open engine, `options` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_begin_adam(const struct spw_spec *spec,
+                                    const struct spw_adam_options *options,
+                                    double max_norm);
 
-// In which form gradients should cross a link (SuperOffload section 4.5), as an `spw_plan_wire`: the one whose link and
-// step are faster together.
+// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
 //
-// Requires: `probe` points to a struct of `struct_size` bytes, `wire_out` to a u32.
-enum spw_status spw_plan_cast(const struct spw_plan_probe *probe,
-                              uint32_t *wire_out);
+// Requires: As `spw_spec_begin_adam`.
+enum spw_status spw_spec_begin_adagrad(const struct spw_spec *spec,
+                                       const struct spw_adagrad_options *options,
+                                       double max_norm);
 
-// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
-// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+// Opens a round of Lion steps, as `spw_spec_begin_adam`.
 //
-// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
-// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
-// the plans, the bits are those of `spw_adam_step` on every subgroup.
+// Requires: As `spw_spec_begin_adam`.
+enum spw_status spw_spec_begin_lion(const struct spw_spec *spec,
+                                    const struct spw_lion_options *options,
+                                    double max_norm);
+
+// Reads the counters. Set `stats->struct_size` first.
 //
-// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
-// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
-// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
-// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
-enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
-                                    const struct spw_interleave_subgroup *subgroups,
-                                    size_t count,
-                                    struct spw_interleave **interleave_out);
+// Requires: `spec` is an open engine, `stats` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_stats_get(const struct spw_spec *spec, struct spw_spec_stats *stats);
 
-// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
-// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
+// Ends the engine. A round without a verdict is taken back first, and one with a verdict brought to its end. NULL does
+// nothing.
 //
-// Requires: `sites` has `count` entries.
-enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
-                                        const uint32_t *sites,
-                                        size_t count);
+// Requires: `spec` is NULL or an open engine, and is not used again.
+enum spw_status spw_spec_close(struct spw_spec *spec);
 
-// The plan of the next step, or of the one under way: a site per subgroup.
+// Hands a bucket over and returns at once. It steps when `event` came, or now if `event` is NULL. Tensors may have
+// options of their own, with the grad_scale of the round. The structs are copied; the spans, gradients included, belong
+// to the engine until the bucket is final, and those of different buckets do not overlap.
 //
-// Requires: `sites` has room for one entry per subgroup.
-enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
-
-// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
-// is 0 and the gradient is there. Its way to where the plan needs it begins.
-enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,
-                                        uint64_t subgroup,
-                                        uint64_t stream);
-
-// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
-// published. Without this call `spw_interleave_begin` says it for every subgroup.
-enum spw_status spw_interleave_params_free(const struct spw_interleave *interleave,
-                                           uint64_t subgroup,
-                                           uint64_t stream);
-
-// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
-// per subgroup, `struct_size` bytes apart.
+// SPW_ERR_NO_ROUND, SPW_ERR_ROUND_RESOLVED or SPW_ERR_BUCKET_SUBMITTED if this is not the time for it.
 //
-// Requires: `options` points to `count` structs.
-enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
-                                     const struct spw_adam_options *options,
-                                     size_t count,
-                                     uint64_t stream);
+// Requires: `spec` is an open engine; `tensors` and their spans as for `spw_adam_step`, from any thread until the bucket is final;
+// `event` is NULL or points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_submit(const struct spw_spec *spec,
+                                uint32_t bucket,
+                                const struct spw_tensor *tensors,
+                                size_t count,
+                                const struct spw_spec_event *event);
 
-// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
-// returns when they are there.
-enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,
-                                       uint64_t subgroup,
-                                       uint64_t stream);
-
-// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
+// `spw_spec_submit` of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and the arithmetic of
+// `spw_ds_adam_update` in place of the round's, its grad_scale and max_norm excepted. The id's step advances now.
 //
-// Requires: `ready_out` points to a u32.
-enum spw_status spw_interleave_is_ready(const struct spw_interleave *interleave,
-                                        uint64_t subgroup,
-                                        uint32_t *ready_out);
+// Requires: As `spw_spec_submit`, for one tensor.
+enum spw_status spw_spec_submit_ds_adam(const struct spw_spec *spec,
+                                        uint32_t bucket,
+                                        int32_t id,
+                                        uint64_t step,
+                                        float lr,
+                                        float beta1,
+                                        float beta2,
+                                        float eps,
+                                        float weight_decay,
+                                        uint32_t bias_correction,
+                                        const struct spw_tensor *tensor,
+                                        const struct spw_spec_event *event);
 
-// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
-enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
-
-// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
-// those of residents, set a plan without residents first.
-enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
-
-// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
-// order, their number to `count_out`. After a failure these are the states that are lost.
+// Where a bucket stands: an `spw_spec_state`. The error of a bucket that failed is this call's.
 //
-// Requires: `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
-enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
-                                    uint64_t *subgroups,
-                                    size_t room,
-                                    uint64_t *count_out);
+// Requires: `spec` is an open engine, `state_out` points to a u32.
+enum spw_status spw_spec_ready(const struct spw_spec *spec, uint32_t bucket, uint32_t *state_out);
 
-// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
+// Waits, at the longest `timeout_ms` milliseconds (negative: for ever), until the 16-bit copies of a bucket count: until
+// it is final, which takes a verdict, or for SPW_SPEC_PUBLISH_SPECULATIVE until it is stepped.
 //
-// Requires: `rates` points to a struct of `struct_size` bytes.
-enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
-                                         const struct spw_plan_rates *rates);
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_wait(const struct spw_spec *spec,
+                              uint32_t bucket,
+                              int64_t timeout_ms);
 
-// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
-// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
-// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
+// Waits until every bucket of the round is measured, at the longest `timeout_ms` milliseconds (0: only looks; negative:
+// for ever), and gives this rank's part: the sums of squares of the scaled gradients, added in the order of the
+// buckets, whatever the order of arrival; NaN with `nonfinite`. The sum over all ranks goes to `spw_spec_resolve`.
 //
-// Requires: `changed_out` is NULL or points to a u32.
-enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
-                                      double backward,
-                                      uint32_t *changed_out);
-
-// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
-// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
+// SPW_ERR_BUCKET_MISSING names one that was not submitted; SPW_ERR_TIMEOUT those whose event has not come.
 //
-// Requires: `text` is NULL or points to `size` bytes, `needed_out` to a u64.
-enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
-                                     char *text,
-                                     size_t size,
-                                     uint64_t *needed_out);
+// Requires: `spec` is an open engine, `local` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_local_result(const struct spw_spec *spec,
+                                      int64_t timeout_ms,
+                                      struct spw_step_stats *local);
 
-// Frees the update, after all that it still moves is moved. NULL does nothing.
-enum spw_status spw_interleave_close(struct spw_interleave *interleave);
+// Gives the round the verdict that follows from the numbers of all ranks, and returns at once; the engine goes on to
+// take back and step again what needs it, the bucket that was submitted last first. `outcome` may be NULL.
+//
+// SPW_ERR_BUSY while buckets are being measured: `spw_spec_local_result` waits for them.
+//
+// Requires: `spec` is an open engine, `global` and `outcome` point to structs of `struct_size` bytes.
+enum spw_status spw_spec_resolve(const struct spw_spec *spec,
+                                 const struct spw_step_stats *global,
+                                 struct spw_spec_outcome *outcome);
+
+// Gives the round a verdict (an `spw_spec_verdict`) of the caller's own, for a rule of clipping other than that of
+// `spw_spec_begin_adam`; `grad_scale` is the whole factor of SPW_SPEC_REDO, rounded to f32. Else as `spw_spec_resolve`.
+//
+// Requires: `spec` is an open engine, `outcome` is NULL or points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_resolve_as(const struct spw_spec *spec,
+                                    uint32_t verdict,
+                                    double grad_scale,
+                                    struct spw_spec_outcome *outcome);
+
+// Gives an open round up: buckets that were stepped are taken back, the others never begin. Without one it does nothing.
+// `spw_spec_finish` waits for the end of it.
+//
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_abort(const struct spw_spec *spec);
+
+// Waits until every bucket of the round is final, at the longest `timeout_ms` milliseconds (negative: for ever). All
+// spans, and the words of events, are the caller's again.
+//
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_finish(const struct spw_spec *spec,
+                                int64_t timeout_ms);
+
+// Buckets that had been stepped when the last verdict took their steps back: at most `capacity` numbers to `buckets_out`,
+// and how many there are to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE these are the copies to fetch again, once
+// the bucket is final.
+//
+// Requires: `spec` is an open engine, `buckets_out` has room for `capacity` numbers (NULL for 0), `count_out` points to a size_t.
+enum spw_status spw_spec_withdrawn(const struct spw_spec *spec,
+                                   uint32_t *buckets_out,
+                                   size_t capacity,
+                                   size_t *count_out);
 
 // Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
 // What is refused beyond the memory itself is one warning in the log, not an error.

@@ -213,7 +213,7 @@ unsafe fn step(
     }
 }
 
-fn rule(options: &AdamOptions) -> Result<AdamRule> {
+pub(super) fn rule(options: &AdamOptions) -> Result<AdamRule> {
     options.rule().map_err(|error| error.within("options."))
 }
 
@@ -243,7 +243,9 @@ pub(super) unsafe fn rules(options: *const spw_adam_options, count: usize) -> Re
     all.iter().map(|raw| rule(&parse_raw(raw)?)).collect()
 }
 
-unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes.
+pub(super) unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
     // SAFETY: the caller's promise is the callee's.
     parse_raw(&unsafe { record::read(options, "options") }?)
 }

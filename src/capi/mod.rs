@@ -25,6 +25,12 @@ pub mod grad;
 
 pub mod undo;
 
+pub mod speculate;
+
+pub mod spec_bucket;
+
+pub mod spec_verdict;
+
 pub mod plan;
 
 pub mod policy;

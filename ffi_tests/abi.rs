@@ -111,6 +111,13 @@ fn layout_of_rust() -> String {
         }
         capi::lion::spw_lion_options { struct_size, reserved, lr, beta1, beta2, weight_decay, grad_scale }
         capi::undo::spw_undo_options { struct_size, mode, elements, tensors }
+        capi::speculate::spw_spec_options { struct_size, buckets, undo_mode, publish }
+        capi::speculate::spw_spec_stats {
+            struct_size, reserved, commits, redos, skips, aborts, buckets_speculated, buckets_committed, buckets_redone,
+            buckets_rolled_back, buckets_spared, seconds_exposed,
+        }
+        capi::spec_bucket::spw_spec_event { struct_size, kind, fd, value, word }
+        capi::spec_verdict::spw_spec_outcome { struct_size, verdict, norm, grad_scale, withdrawn, reserved }
         capi::pool::spw_pool_options {
             struct_size, flags, block_bytes, block_count, node, reserved,
         }

@@ -85,6 +85,18 @@ typedef enum spw_status {
     SPW_ERR_DEADLINE = 26,
     // Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
+    // No round of speculation was begun.
+    SPW_ERR_NO_ROUND = 40,
+    // A round is open; it has to be resolved or aborted first.
+    SPW_ERR_ROUND_OPEN = 41,
+    // The round has its verdict already.
+    SPW_ERR_ROUND_RESOLVED = 42,
+    // A bucket of the round was not submitted.
+    SPW_ERR_BUCKET_MISSING = 43,
+    // The bucket was submitted already.
+    SPW_ERR_BUCKET_SUBMITTED = 44,
+    // The event that a bucket waits for can never come.
+    SPW_ERR_EVENT_BROKEN = 45,
 } spw_status;
 
 // Element type of a span. Passed as `uint32_t`.
@@ -171,6 +183,52 @@ typedef enum spw_io_flag {
     SPW_IO_NO_PREALLOCATE = 2,
 } spw_io_flag;
 
+// When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
+typedef enum spw_spec_publish {
+    // Once, when the bucket is final; until then they stay as they are, so that the model may go on reading them. A
+    // bucket whose step stands costs one more pass over its parameters (6 bytes each).
+    SPW_SPEC_PUBLISH_FINAL = 0,
+    // By the step itself; they count when the bucket is final, and nobody reads them before. For a staging buffer.
+    SPW_SPEC_PUBLISH_STAGED = 1,
+    // By the step itself, and they count at once. `spw_spec_withdrawn` says which of them a verdict took back.
+    SPW_SPEC_PUBLISH_SPECULATIVE = 2,
+} spw_spec_publish;
+
+// What becomes of a round. Passed as `uint32_t`.
+typedef enum spw_spec_verdict {
+    // Every bucket's step stands.
+    SPW_SPEC_COMMIT = 0,
+    // No bucket is stepped: the gradients are not finite.
+    SPW_SPEC_SKIP = 1,
+    // Every bucket steps with the clipped factor.
+    SPW_SPEC_REDO = 2,
+} spw_spec_verdict;
+
+// Where a bucket of the round stands.
+typedef enum spw_spec_state {
+    // Not submitted in this round.
+    SPW_SPEC_MISSING = 0,
+    // Submitted; its spans may change at any moment.
+    SPW_SPEC_PENDING = 1,
+    // Stepped, but the round has no verdict yet.
+    SPW_SPEC_SPECULATIVE = 2,
+    // As it will stay; the spans are the caller's again.
+    SPW_SPEC_FINAL = 3,
+} spw_spec_state;
+
+// What a bucket's gradient waits for. Passed as `uint32_t`.
+typedef enum spw_spec_event_kind {
+    // Nothing.
+    SPW_SPEC_EVENT_NONE = 0,
+    // `fd`, an eventfd or the reading end of a pipe, becomes readable. It is duplicated, so it may be closed at once;
+    // nothing is read from it.
+    SPW_SPEC_EVENT_FD = 1,
+    // The 32-bit `*word` counts up to `value` (through 2^32 if need be). It is looked at every 0.2 ms, so that whoever
+    // writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
+    // bucket began.
+    SPW_SPEC_EVENT_WORD = 2,
+} spw_spec_event_kind;
+
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
 
@@ -180,6 +238,9 @@ typedef struct spw_io spw_io;
 
 // A pool of pinned blocks. Any number of threads may use one at a time.
 typedef struct spw_pool spw_pool;
+
+// An engine, with one thread of its own that hands steps to the pool.
+typedef struct spw_spec spw_spec;
 
 // The recording of one step.
 typedef struct spw_undo spw_undo;
@@ -337,6 +398,76 @@ typedef struct spw_undo_options {
     // Most tensors of one step.
     uint64_t tensors;
 } spw_undo_options;
+
+// Settings of an engine.
+typedef struct spw_spec_options {
+    // `sizeof(spw_spec_options)`
+    uint32_t struct_size;
+    // Buckets of every round, numbered from 0.
+    uint32_t buckets;
+    // An `spw_undo_mode` that is exact: SPW_UNDO_DELTA.
+    uint32_t undo_mode;
+    // An `spw_spec_publish`.
+    uint32_t publish;
+} spw_spec_options;
+
+// What an engine did since it was opened.
+typedef struct spw_spec_stats {
+    // `sizeof(spw_spec_stats)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Rounds with the verdict SPW_SPEC_COMMIT.
+    uint64_t commits;
+    // Rounds with the verdict SPW_SPEC_REDO.
+    uint64_t redos;
+    // Rounds with the verdict SPW_SPEC_SKIP.
+    uint64_t skips;
+    // Rounds that were given up.
+    uint64_t aborts;
+    // Buckets stepped before the verdict.
+    uint64_t buckets_speculated;
+    // Those of them whose step stood.
+    uint64_t buckets_committed;
+    // Those taken back and stepped again.
+    uint64_t buckets_redone;
+    // Those taken back.
+    uint64_t buckets_rolled_back;
+    // Buckets not stepped before the verdict, since it was certain already.
+    uint64_t buckets_spared;
+    // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
+    double seconds_exposed;
+} spw_spec_stats;
+
+// What a bucket's gradient waits for.
+typedef struct spw_spec_event {
+    // `sizeof(spw_spec_event)`
+    uint32_t struct_size;
+    // An `spw_spec_event_kind`.
+    uint32_t kind;
+    // For SPW_SPEC_EVENT_FD.
+    int32_t fd;
+    // For SPW_SPEC_EVENT_WORD.
+    uint32_t value;
+    // For SPW_SPEC_EVENT_WORD.
+    const uint32_t *word;
+} spw_spec_event;
+
+// What a verdict came to.
+typedef struct spw_spec_outcome {
+    // `sizeof(spw_spec_outcome)`
+    uint32_t struct_size;
+    // An `spw_spec_verdict`.
+    uint32_t verdict;
+    // Norm of the scaled gradients of all ranks; NaN if they are not finite, or the verdict was the caller's.
+    double norm;
+    // Factor on the gradient of every step that stands; 0 if none does.
+    double grad_scale;
+    // Buckets whose steps are taken back.
+    uint32_t withdrawn;
+    // 0
+    uint32_t reserved;
+} spw_spec_outcome;
 
 // Size of a pool. Zero in every field but the sizes is a good choice.
 typedef struct spw_pool_options {
@@ -702,6 +833,159 @@ enum spw_status spw_undo_log_bytes(struct spw_undo *undo, uint64_t *bytes_out);
 
 // Frees the recording; its step stands. NULL does nothing.
 enum spw_status spw_undo_close(struct spw_undo *undo);
+
+// Starts an engine (SuperOffload section 4.4, "speculation-then-validation"). A round is
+//
+//     spw_spec_begin_adam(spec, &options, max_norm);
+//     spw_spec_submit(spec, bucket, tensors, count, event);    for every bucket, as gradients come
+//     spw_spec_local_result(spec, -1, &mine);                  then add up mine.sum_squares over all ranks
+//     spw_spec_resolve(spec, &all, &outcome);
+//     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
+//
+// A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
+// go back to the bit: about 2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
+// once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
+// are only measured, and step once after it.
+//
+// Every function but close may be called from several threads at the same time.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
+enum spw_status spw_spec_open(const struct spw_spec_options *options,
+                              struct spw_spec **spec_out);
+
+// Opens a round of Adam steps, `options.step` and `options.grad_scale` (1 / loss scale) among them. Gradients whose norm
+// over all ranks passes `max_norm` (0: no limit) will be clipped, as `torch.nn.utils.clip_grad_norm_` and DeepSpeed do:
+//
+//     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
+//
+// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the one before are not final.
+//
+// Requires: `spec` is an open engine, `options` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_begin_adam(const struct spw_spec *spec,
+                                    const struct spw_adam_options *options,
+                                    double max_norm);
+
+// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
+//
+// Requires: As `spw_spec_begin_adam`.
+enum spw_status spw_spec_begin_adagrad(const struct spw_spec *spec,
+                                       const struct spw_adagrad_options *options,
+                                       double max_norm);
+
+// Opens a round of Lion steps, as `spw_spec_begin_adam`.
+//
+// Requires: As `spw_spec_begin_adam`.
+enum spw_status spw_spec_begin_lion(const struct spw_spec *spec,
+                                    const struct spw_lion_options *options,
+                                    double max_norm);
+
+// Reads the counters. Set `stats->struct_size` first.
+//
+// Requires: `spec` is an open engine, `stats` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_stats_get(const struct spw_spec *spec, struct spw_spec_stats *stats);
+
+// Ends the engine. A round without a verdict is taken back first, and one with a verdict brought to its end. NULL does
+// nothing.
+//
+// Requires: `spec` is NULL or an open engine, and is not used again.
+enum spw_status spw_spec_close(struct spw_spec *spec);
+
+// Hands a bucket over and returns at once. It steps when `event` came, or now if `event` is NULL. Tensors may have
+// options of their own, with the grad_scale of the round. The structs are copied; the spans, gradients included, belong
+// to the engine until the bucket is final, and those of different buckets do not overlap.
+//
+// SPW_ERR_NO_ROUND, SPW_ERR_ROUND_RESOLVED or SPW_ERR_BUCKET_SUBMITTED if this is not the time for it.
+//
+// Requires: `spec` is an open engine; `tensors` and their spans as for `spw_adam_step`, from any thread until the bucket is final;
+// `event` is NULL or points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_submit(const struct spw_spec *spec,
+                                uint32_t bucket,
+                                const struct spw_tensor *tensors,
+                                size_t count,
+                                const struct spw_spec_event *event);
+
+// `spw_spec_submit` of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and the arithmetic of
+// `spw_ds_adam_update` in place of the round's, its grad_scale and max_norm excepted. The id's step advances now.
+//
+// Requires: As `spw_spec_submit`, for one tensor.
+enum spw_status spw_spec_submit_ds_adam(const struct spw_spec *spec,
+                                        uint32_t bucket,
+                                        int32_t id,
+                                        uint64_t step,
+                                        float lr,
+                                        float beta1,
+                                        float beta2,
+                                        float eps,
+                                        float weight_decay,
+                                        uint32_t bias_correction,
+                                        const struct spw_tensor *tensor,
+                                        const struct spw_spec_event *event);
+
+// Where a bucket stands: an `spw_spec_state`. The error of a bucket that failed is this call's.
+//
+// Requires: `spec` is an open engine, `state_out` points to a u32.
+enum spw_status spw_spec_ready(const struct spw_spec *spec, uint32_t bucket, uint32_t *state_out);
+
+// Waits, at the longest `timeout_ms` milliseconds (negative: for ever), until the 16-bit copies of a bucket count: until
+// it is final, which takes a verdict, or for SPW_SPEC_PUBLISH_SPECULATIVE until it is stepped.
+//
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_wait(const struct spw_spec *spec,
+                              uint32_t bucket,
+                              int64_t timeout_ms);
+
+// Waits until every bucket of the round is measured, at the longest `timeout_ms` milliseconds (0: only looks; negative:
+// for ever), and gives this rank's part: the sums of squares of the scaled gradients, added in the order of the
+// buckets, whatever the order of arrival; NaN with `nonfinite`. The sum over all ranks goes to `spw_spec_resolve`.
+//
+// SPW_ERR_BUCKET_MISSING names one that was not submitted; SPW_ERR_TIMEOUT those whose event has not come.
+//
+// Requires: `spec` is an open engine, `local` points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_local_result(const struct spw_spec *spec,
+                                      int64_t timeout_ms,
+                                      struct spw_step_stats *local);
+
+// Gives the round the verdict that follows from the numbers of all ranks, and returns at once; the engine goes on to
+// take back and step again what needs it, the bucket that was submitted last first. `outcome` may be NULL.
+//
+// SPW_ERR_BUSY while buckets are being measured: `spw_spec_local_result` waits for them.
+//
+// Requires: `spec` is an open engine, `global` and `outcome` point to structs of `struct_size` bytes.
+enum spw_status spw_spec_resolve(const struct spw_spec *spec,
+                                 const struct spw_step_stats *global,
+                                 struct spw_spec_outcome *outcome);
+
+// Gives the round a verdict (an `spw_spec_verdict`) of the caller's own, for a rule of clipping other than that of
+// `spw_spec_begin_adam`; `grad_scale` is the whole factor of SPW_SPEC_REDO, rounded to f32. Else as `spw_spec_resolve`.
+//
+// Requires: `spec` is an open engine, `outcome` is NULL or points to a struct of `struct_size` bytes.
+enum spw_status spw_spec_resolve_as(const struct spw_spec *spec,
+                                    uint32_t verdict,
+                                    double grad_scale,
+                                    struct spw_spec_outcome *outcome);
+
+// Gives an open round up: buckets that were stepped are taken back, the others never begin. Without one it does nothing.
+// `spw_spec_finish` waits for the end of it.
+//
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_abort(const struct spw_spec *spec);
+
+// Waits until every bucket of the round is final, at the longest `timeout_ms` milliseconds (negative: for ever). All
+// spans, and the words of events, are the caller's again.
+//
+// Requires: `spec` is an open engine.
+enum spw_status spw_spec_finish(const struct spw_spec *spec,
+                                int64_t timeout_ms);
+
+// Buckets that had been stepped when the last verdict took their steps back: at most `capacity` numbers to `buckets_out`,
+// and how many there are to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE these are the copies to fetch again, once
+// the bucket is final.
+//
+// Requires: `spec` is an open engine, `buckets_out` has room for `capacity` numbers (NULL for 0), `count_out` points to a size_t.
+enum spw_status spw_spec_withdrawn(const struct spw_spec *spec,
+                                   uint32_t *buckets_out,
+                                   size_t capacity,
+                                   size_t *count_out);
 
 // Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
 // What is refused beyond the memory itself is one warning in the log, not an error.

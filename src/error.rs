@@ -43,6 +43,43 @@ pub enum Error {
     /// Input or output on a file failed.
     #[error("{0}")]
     Io(Box<IoError>),
+    /// A call that does not fit the state of its round of speculation; nothing changed.
+    #[error("{0}")]
+    Round(#[from] RoundError),
+    /// The time given to a wait is over; what it waited for goes on.
+    #[error("{0}")]
+    Timeout(String),
+    /// A bug inside spillway was caught; what was being written may be written in part.
+    #[error("a bug inside spillway: {0}")]
+    Internal(String),
+}
+
+/// How a call did not fit the state of a round.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RoundError {
+    /// Nothing was begun yet.
+    #[error("no round was begun")]
+    NotBegun,
+    /// One is open already.
+    #[error("a round is open already; resolve or abort it first")]
+    Open,
+    /// It has its verdict.
+    #[error("the round has its verdict already; begin the next one")]
+    Resolved,
+    /// A bucket is not there.
+    #[error("bucket {0} was not submitted in this round")]
+    Missing(u32),
+    /// A bucket came twice.
+    #[error("bucket {0} was submitted already in this round")]
+    Submitted(u32),
+    /// The event that a bucket waits for can never come.
+    #[error("bucket {bucket} will never be ready: {reason}")]
+    Event {
+        /// Which bucket.
+        bucket: u32,
+        /// Why.
+        reason: &'static str,
+    },
 }
 
 /// How an operation on a file failed.

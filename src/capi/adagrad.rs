@@ -92,7 +92,7 @@ pub unsafe extern "C" fn spw_adagrad_step(
     })
 }
 
-fn rule(options: &AdagradOptions) -> Result<AdagradRule> {
+pub(super) fn rule(options: &AdagradOptions) -> Result<AdagradRule> {
     options.rule().map_err(|error| error.within("options."))
 }
 
@@ -112,7 +112,9 @@ pub(super) unsafe fn jobs<'a>(
     }
 }
 
-unsafe fn parse(options: *const spw_adagrad_options) -> Result<AdagradOptions> {
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes.
+pub(super) unsafe fn parse(options: *const spw_adagrad_options) -> Result<AdagradOptions> {
     // SAFETY: the caller's promise is the callee's.
     let raw = unsafe { record::read(options, "options") }?;
     record::zero("options.reserved", raw.reserved)?;

@@ -213,7 +213,7 @@ unsafe fn step(
     }
 }
 
-fn rule(options: &AdamOptions) -> Result<AdamRule> {
+pub(super) fn rule(options: &AdamOptions) -> Result<AdamRule> {
     options.rule().map_err(|error| error.within("options."))
 }
 
@@ -233,7 +233,9 @@ pub(super) unsafe fn jobs<'a>(
     }
 }
 
-unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes.
+pub(super) unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
     // SAFETY: the caller's promise is the callee's.
     let raw = unsafe { record::read(options, "options") }?;
     record::zero("options.reserved", raw.reserved)?;

@@ -82,7 +82,7 @@ pub unsafe extern "C" fn spw_lion_step(
     })
 }
 
-fn rule(options: &LionOptions) -> Result<LionRule> {
+pub(super) fn rule(options: &LionOptions) -> Result<LionRule> {
     options.rule().map_err(|error| error.within("options."))
 }
 
@@ -102,7 +102,9 @@ pub(super) unsafe fn jobs<'a>(
     }
 }
 
-unsafe fn parse(options: *const spw_lion_options) -> Result<LionOptions> {
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes.
+pub(super) unsafe fn parse(options: *const spw_lion_options) -> Result<LionOptions> {
     // SAFETY: the caller's promise is the callee's.
     let raw = unsafe { record::read(options, "options") }?;
     record::zero("options.reserved", raw.reserved)?;

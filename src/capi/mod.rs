@@ -24,6 +24,12 @@ pub mod grad;
 
 pub mod undo;
 
+pub mod speculate;
+
+pub mod spec_bucket;
+
+pub mod spec_verdict;
+
 pub mod pool;
 
 pub mod io;

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 
-use crate::error::{Error, IoError, IoKind};
+use crate::error::{Error, IoError, IoKind, RoundError};
 
 /// Outcome of a call. Values are never renumbered or reused; newer libraries may add some, so treat an unknown
 /// value as a failure.
@@ -43,6 +43,18 @@ pub enum spw_status {
     SPW_ERR_DEADLINE = 26,
     /// Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
+    /// No round of speculation was begun.
+    SPW_ERR_NO_ROUND = 40,
+    /// A round is open; it has to be resolved or aborted first.
+    SPW_ERR_ROUND_OPEN = 41,
+    /// The round has its verdict already.
+    SPW_ERR_ROUND_RESOLVED = 42,
+    /// A bucket of the round was not submitted.
+    SPW_ERR_BUCKET_MISSING = 43,
+    /// The bucket was submitted already.
+    SPW_ERR_BUCKET_SUBMITTED = 44,
+    /// The event that a bucket waits for can never come.
+    SPW_ERR_EVENT_BROKEN = 45,
 }
 
 thread_local! {
@@ -61,6 +73,16 @@ pub(super) fn of(error: &Error) -> spw_status {
         Error::System { .. } => spw_status::SPW_ERR_SYSTEM,
         Error::LimitReached(_) => spw_status::SPW_ERR_LIMIT_REACHED,
         Error::Busy(_) => spw_status::SPW_ERR_BUSY,
+        Error::Timeout(_) => spw_status::SPW_ERR_TIMEOUT,
+        Error::Internal(_) => spw_status::SPW_ERR_INTERNAL,
+        Error::Round(error) => match error {
+            RoundError::NotBegun => spw_status::SPW_ERR_NO_ROUND,
+            RoundError::Open => spw_status::SPW_ERR_ROUND_OPEN,
+            RoundError::Resolved => spw_status::SPW_ERR_ROUND_RESOLVED,
+            RoundError::Missing(_) => spw_status::SPW_ERR_BUCKET_MISSING,
+            RoundError::Submitted(_) => spw_status::SPW_ERR_BUCKET_SUBMITTED,
+            RoundError::Event { .. } => spw_status::SPW_ERR_EVENT_BROKEN,
+        },
         Error::Io(error) => match error.kind {
             IoKind::Failed => spw_status::SPW_ERR_IO,
             IoKind::NoSpace => spw_status::SPW_ERR_NO_SPACE,
@@ -125,6 +147,12 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
         25 => c"SPW_ERR_NOT_FOUND",
         26 => c"SPW_ERR_DEADLINE",
         27 => c"SPW_ERR_PATH_FAILED",
+        40 => c"SPW_ERR_NO_ROUND",
+        41 => c"SPW_ERR_ROUND_OPEN",
+        42 => c"SPW_ERR_ROUND_RESOLVED",
+        43 => c"SPW_ERR_BUCKET_MISSING",
+        44 => c"SPW_ERR_BUCKET_SUBMITTED",
+        45 => c"SPW_ERR_EVENT_BROKEN",
         _ => c"SPW_ERR_UNKNOWN",
     };
     name.as_ptr()

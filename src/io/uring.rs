@@ -7,9 +7,8 @@
 //!   so a mounted file system, or the space of deleted files) until then.
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::io;
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -21,6 +20,7 @@ use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
 use super::file::Route;
 use crate::log::{self, Level};
 use crate::pool::region::Region;
+use crate::sys::event::EventFd;
 use crate::sys::span::Span;
 
 /// The kernel takes at most this much per registered buffer.
@@ -232,34 +232,10 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     attempt()
 }
 
-/// Wakes the ring's thread through a descriptor that the ring polls.
-struct EventFd(File);
-
-impl EventFd {
-    fn new() -> io::Result<EventFd> {
-        // SAFETY: plain integers.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a descriptor that this call just made.
-        Ok(EventFd(unsafe { File::from_raw_fd(fd) }))
-    }
-
-    fn fd(&self) -> i32 {
-        self.0.as_raw_fd()
-    }
-
-    fn clear(&self) {
-        // An empty counter only means that another wake was cleared together with this one.
-        let _ = (&self.0).read(&mut [0; 8]);
-    }
-}
-
+/// The ring polls its descriptor.
 impl Wake for EventFd {
     fn wake(&self) {
-        // A full counter is a wake, too.
-        let _ = (&self.0).write(&1_u64.to_ne_bytes());
+        self.set();
     }
 }
 

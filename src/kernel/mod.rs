@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
 //! | `step`, `undo` | a step over a chunk, recorded if wanted, and its exact reversal |
+//! | `publish` | the 16-bit copy of a parameter without a step |
 //! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
 //! | `element` | element types in memory, and the table of type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
@@ -14,6 +15,7 @@
 
 mod element;
 mod float_mode;
+mod publish;
 mod rules;
 mod select;
 pub(crate) mod squares;
@@ -39,6 +41,7 @@ mod check;
 mod check_bounds;
 
 pub use float_mode::IeeeMode;
+pub use publish::publish;
 pub use rules::{AdagradRule, AdamRule, LionRule, Rule, StreamRule, WeightDecay};
 pub use select::Kernel;
 pub use step::{grad_squares, step};

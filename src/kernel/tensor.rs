@@ -119,6 +119,11 @@ impl<'a> Tensor<'a> {
         self.grad
     }
 
+    /// Element type of the 16-bit copy, if one is written.
+    pub fn copy_dtype(&self) -> Option<Dtype> {
+        self.param_copy.as_ref().map(FloatsMut::dtype)
+    }
+
     /// The first `mid` elements and the rest; `mid` is a multiple of [`CHUNK`].
     pub fn split_at(self, mid: usize) -> (Self, Self) {
         let (states, states_rest) = self.states.split_at(mid);
@@ -179,7 +184,7 @@ impl<'a> Tensor<'a> {
             param: self.states.param.dtype(),
             state: first.or(second).unwrap_or(Dtype::F32),
             grad: self.grad.dtype(),
-            copy: self.param_copy.as_ref().map(FloatsMut::dtype),
+            copy: self.copy_dtype(),
         })
     }
 }

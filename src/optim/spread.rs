@@ -36,6 +36,16 @@ pub fn step_on<O: Rule>(kernel: Kernel, jobs: &mut [Job<'_, O>], squares: bool) 
     spread(jobs, &Step { kernel, squares }).map(StepStats::of)
 }
 
+/// What a step would see of the gradients, with the same bits, and nothing else.
+pub fn look<O: Rule>(jobs: &mut [Job<'_, O>]) -> Result<StepStats> {
+    spread(jobs, &Look { kernel: Kernel::current()? }).map(StepStats::of)
+}
+
+/// Writes the 16-bit copies that a step has kept back.
+pub fn publish<O: Rule>(jobs: &mut [Job<'_, O>]) -> Result<()> {
+    spread(jobs, &Publish { kernel: Kernel::current()? }).map(drop)
+}
+
 /// Does `work` with all chunks of all tensors, and adds up what it returns.
 pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<f64> {
     for job in jobs.iter_mut() {
@@ -60,6 +70,27 @@ struct Step {
 impl<O: Rule> Work<O> for Step {
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
         kernel::step(self.kernel, optimizer, tensor, self.squares)
+    }
+}
+
+struct Look {
+    kernel: Kernel,
+}
+
+impl<O: Rule> Work<O> for Look {
+    fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
+        Ok(kernel::grad_squares(self.kernel, tensor.grad(), optimizer.grad_scale()))
+    }
+}
+
+struct Publish {
+    kernel: Kernel,
+}
+
+impl<O: Rule> Work<O> for Publish {
+    fn chunk(&self, _: O, tensor: Tensor<'_>) -> Result<f64> {
+        kernel::publish(self.kernel, tensor);
+        Ok(0.0)
     }
 }
 

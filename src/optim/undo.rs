@@ -27,6 +27,25 @@ pub fn undo_on<O: Rule>(kernel: Kernel, jobs: &mut [Job<'_, O>], again: Option<f
     spread(jobs, &Undo { kernel, again }).map(drop)
 }
 
+/// Gives each tensor its part of a log, which has [`log_bytes_of`] bytes or more.
+pub fn attach<'a, O>(jobs: Vec<Job<'a, O>>, log: &'a mut [u8]) -> Result<Vec<Job<'a, O>>> {
+    let mut rest = log;
+    let attached = jobs.into_iter().map(|job| {
+        let wanted = kernel::log_bytes(job.tensor.len());
+        let (mine, after) = std::mem::take(&mut rest)
+            .split_at_mut_checked(wanted)
+            .ok_or_else(|| Error::invalid("tensors", "have more elements than the recording has room for"))?;
+        rest = after;
+        Ok(Job { optimizer: job.optimizer, tensor: job.tensor.with_log(mine)? })
+    });
+    attached.collect()
+}
+
+/// Bytes of the log of all tensors.
+pub fn log_bytes_of<O>(jobs: &[Job<'_, O>]) -> usize {
+    jobs.iter().map(|job| kernel::log_bytes(job.tensor.len())).sum()
+}
+
 struct Undo {
     kernel: Kernel,
     again: Option<f32>,

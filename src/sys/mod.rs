@@ -1,5 +1,6 @@
-//! What the operating system is asked for: processors, threads, memory and files.
+//! What the operating system is asked for: processors, threads, memory, files and events.
 
+pub mod event;
 pub mod file;
 pub mod lent;
 pub mod memory;

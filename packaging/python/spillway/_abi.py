@@ -72,6 +72,30 @@ class UndoOptions(Structure):
     _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("elements", c_uint64), ("tensors", c_uint64)]
 
 
+class SpecOptions(Structure):
+    c_name = "spw_spec_options"
+    _fields_ = [("struct_size", c_uint32), ("buckets", c_uint32), ("undo_mode", c_uint32), ("publish", c_uint32)]
+
+
+class SpecStats(Structure):
+    c_name = "spw_spec_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32),
+                ("commits", c_uint64), ("redos", c_uint64), ("skips", c_uint64), ("aborts", c_uint64),
+                ("buckets_speculated", c_uint64), ("buckets_committed", c_uint64), ("buckets_redone", c_uint64),
+                ("buckets_rolled_back", c_uint64), ("buckets_spared", c_uint64), ("seconds_exposed", c_double)]
+
+
+class SpecEvent(Structure):
+    c_name = "spw_spec_event"
+    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("fd", c_int32), ("value", c_uint32), ("word", c_void_p)]
+
+
+class SpecOutcome(Structure):
+    c_name = "spw_spec_outcome"
+    _fields_ = [("struct_size", c_uint32), ("verdict", c_uint32), ("norm", c_double), ("grad_scale", c_double),
+                ("withdrawn", c_uint32), ("reserved", c_uint32)]
+
+
 class PoolOptions(Structure):
     c_name = "spw_pool_options"
     _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("block_count", c_uint64),
@@ -119,6 +143,7 @@ class IoFailure(Structure):
 
 
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
+              SpecOptions, SpecStats, SpecEvent, SpecOutcome,
               PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure)
 
 _STATUS = c_int32
@@ -153,6 +178,23 @@ PROTOTYPES = {
     "spw_undo_commit": (_STATUS, [c_void_p, c_uint32]),
     "spw_undo_log_bytes": (_STATUS, [c_void_p, POINTER(c_uint64)]),
     "spw_undo_close": (_STATUS, [c_void_p]),
+    "spw_spec_open": (_STATUS, [POINTER(SpecOptions), POINTER(c_void_p)]),
+    "spw_spec_begin_adam": (_STATUS, [c_void_p, POINTER(AdamOptions), c_double]),
+    "spw_spec_begin_adagrad": (_STATUS, [c_void_p, POINTER(AdagradOptions), c_double]),
+    "spw_spec_begin_lion": (_STATUS, [c_void_p, POINTER(LionOptions), c_double]),
+    "spw_spec_submit": (_STATUS, [c_void_p, c_uint32, c_void_p, c_size_t, POINTER(SpecEvent)]),
+    "spw_spec_submit_ds_adam": (_STATUS, [c_void_p, c_uint32, c_int32, c_uint64, c_float, c_float, c_float, c_float,
+                                          c_float, c_uint32, POINTER(Tensor), POINTER(SpecEvent)]),
+    "spw_spec_ready": (_STATUS, [c_void_p, c_uint32, POINTER(c_uint32)]),
+    "spw_spec_wait": (_STATUS, [c_void_p, c_uint32, c_int64]),
+    "spw_spec_local_result": (_STATUS, [c_void_p, c_int64, POINTER(StepStats)]),
+    "spw_spec_resolve": (_STATUS, [c_void_p, POINTER(StepStats), POINTER(SpecOutcome)]),
+    "spw_spec_resolve_as": (_STATUS, [c_void_p, c_uint32, c_double, POINTER(SpecOutcome)]),
+    "spw_spec_abort": (_STATUS, [c_void_p]),
+    "spw_spec_finish": (_STATUS, [c_void_p, c_int64]),
+    "spw_spec_withdrawn": (_STATUS, [c_void_p, POINTER(c_uint32), c_size_t, POINTER(c_size_t)]),
+    "spw_spec_stats_get": (_STATUS, [c_void_p, POINTER(SpecStats)]),
+    "spw_spec_close": (_STATUS, [c_void_p]),
     "spw_pool_open": (_STATUS, [POINTER(PoolOptions), POINTER(c_void_p)]),
     "spw_pool_close": (_STATUS, [c_void_p]),
     "spw_pool_alloc": (_STATUS, [c_void_p, POINTER(c_void_p)]),

@@ -46,6 +46,12 @@ class SystemFailure(SpillwayError):
     status = 11
 
 
+class OutOfOrder(SpillwayError):
+    """A call does not fit the state of its round of speculation; nothing changed."""
+
+    status = 40
+
+
 class IoFailure(SpillwayError, OSError):
     """Reading or writing a file failed: `filename`, `offset`, `bytes` and `errno` say where and how. errno is None if
     the system reported none, as for a file that ends before the bytes asked for."""
@@ -69,6 +75,7 @@ class LibraryNotFound(SpillwayError, ImportError):
 _BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure,
                                              TimedOut)}
 _BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 25, 26, 27), IoFailure))
+_BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrder))
 
 
 def from_status(status, message):

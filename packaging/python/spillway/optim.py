@@ -29,7 +29,7 @@ class _Optimizer:
     _states = ()
 
     def __init__(self, **given):
-        self._options = _native.initialised(self._options_type, f"spw_{self._c_name}_options_init")
+        self._options = _native.initialised(self._options_type, f"spw_{self.c_name}_options_init")
         for name, value in given.items():
             if value is not None:
                 self._set(name, value)
@@ -51,13 +51,18 @@ class _Optimizer:
         except TypeError as error:
             raise InvalidArgument(f"{name} is {value!r}; a number is needed") from error
 
-    def _run(self, table, count, grad_scale, wanted):
+    def options_of_next_step(self, grad_scale):
+        """The options structure of the C library, for the step after those that were counted."""
         self._set("grad_scale", grad_scale)
         if hasattr(self._options, "step"):
             self._options.step = self.step_count + 1
+        return self._options
+
+    def _run(self, table, count, grad_scale, wanted):
+        options = self.options_of_next_step(grad_scale)
         out = _abi.sized(_abi.StepStats) if wanted else None
-        call = getattr(_native.library(), f"spw_{self._c_name}_step")
-        _native.check(call(ctypes.byref(self._options), table, count, ctypes.byref(out) if wanted else None))
+        call = getattr(_native.library(), f"spw_{self.c_name}_step")
+        _native.check(call(ctypes.byref(options), table, count, ctypes.byref(out) if wanted else None))
         self.step_count += 1
         return StepStats(bool(out.nonfinite), out.sum_squares) if wanted else None
 
@@ -71,7 +76,7 @@ class Adam(_Optimizer):
 
     A tensor is (param, grad, exp_avg, exp_avg_sq[, param_copy]). What is not given has torch's default."""
 
-    _c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
+    c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
 
     def __init__(self, lr=None, betas=(None, None), eps=None, weight_decay=None, *, weight_decay_mode="decoupled",
                  bias_correction=True):
@@ -91,7 +96,7 @@ class Adam(_Optimizer):
 class Adagrad(_Optimizer):
     """Adagrad as in torch: weight decay enters gradient and variance. A tensor is (param, grad, exp_avg_sq[, copy])."""
 
-    _c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
+    c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
 
     def __init__(self, lr=None, lr_decay=None, eps=None, weight_decay=None):
         super().__init__(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
@@ -103,7 +108,7 @@ class Adagrad(_Optimizer):
 class Lion(_Optimizer):
     """Lion as in its paper. A tensor is (param, grad, exp_avg[, param_copy])."""
 
-    _c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
+    c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
 
     def __init__(self, lr=None, betas=(None, None), weight_decay=None):
         beta1, beta2 = _pair(betas)
@@ -119,15 +124,7 @@ class Prepared:
 
     def __init__(self, optimizer, tensors, uint16_as=None):
         self._optimizer = optimizer
-        names = ("param", "grad", *optimizer._states, "param_copy")
-        try:
-            entries = [tuple(entry) for entry in tensors]
-        except TypeError as error:
-            raise InvalidArgument(f"tensors: {error}; a list of tuples of arrays is needed") from error
-        self._table = (_abi.Tensor * len(entries))()
-        for index, entry in enumerate(entries):
-            _fill(self._table[index], entry, names, f"tensors[{index}].", uint16_as)
-        self._held = [_arrays.held(array) for entry in entries for array in entry if array is not None]
+        self._table, self._held = tensor_table(optimizer, tensors, uint16_as)
 
     def __len__(self):
         return len(self._table)
@@ -135,6 +132,19 @@ class Prepared:
     def step(self, *, grad_scale=1.0, stats=False):
         """One step of the optimizer over these tensors; with stats=True returns StepStats."""
         return self._optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats)
+
+
+def tensor_table(optimizer, tensors, uint16_as=None):
+    """The C table of an optimizer's tensors, and references that keep their memory alive."""
+    names = ("param", "grad", *optimizer._states, "param_copy")
+    try:
+        entries = [tuple(entry) for entry in tensors]
+    except TypeError as error:
+        raise InvalidArgument(f"tensors: {error}; a list of tuples of arrays is needed") from error
+    table = (_abi.Tensor * len(entries))()
+    for index, entry in enumerate(entries):
+        _fill(table[index], entry, names, f"tensors[{index}].", uint16_as)
+    return table, [_arrays.held(array) for entry in entries for array in entry if array is not None]
 
 
 def _fill(slot, entry, names, prefix, uint16_as):

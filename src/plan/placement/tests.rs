@@ -1,4 +1,5 @@
 //! The placement on a clock that nobody waits for: paths are queues with a bandwidth that changes when the test says.
+#![forbid(unsafe_code)]
 
 use super::*;
 use std::collections::VecDeque;

@@ -1,4 +1,5 @@
 //! Turns among threads, which stand for processes, and among real processes, one of them killed in its turn.
+#![forbid(unsafe_code)]
 
 use super::*;
 use std::process::{Child, Command, Stdio};

@@ -7,6 +7,8 @@ With SPILLWAY_DEEPSPEED=1 in the environment every process of the job gets them,
 
 active() proves what was served."""
 
+import sys
+
 from . import _hook
 from ._hook import OPS, install, uninstall
 
@@ -14,8 +16,8 @@ __all__ = ["OPS", "active", "install", "uninstall"]
 
 
 def active():
-    """For each replaced op what was served to DeepSpeed in this process, the kernel that ran, and the I/O backend, which
-    is None while no file was read or written."""
+    """For each replaced op what was served to DeepSpeed in this process, the kernel that ran, the I/O backend, which is
+    None while no file was read or written, and what became of SuperOffload's speculative steps."""
     import spillway
 
     from . import _engine, _ops
@@ -24,4 +26,7 @@ def active():
         report["kernel"] = spillway.kernel_name()
     if "async_io" in report:
         report["io"] = _engine.describe()
+    superoffload = sys.modules.get(f"{__name__}._superoffload")
+    if superoffload and "superoffload" in _hook.installed() and superoffload.served():
+        report["superoffload"] = superoffload.served()
     return report

@@ -11,6 +11,8 @@ import sys
 import threading
 
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
+# What is replaced beside compiled ops.
+PARTS = (*OPS, "superoffload")
 
 _BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
                     "AsyncIOBuilder": "async_io", "PinMemoryBuilder": "pin_memory", "GDSBuilder": "gds"}
@@ -20,6 +22,7 @@ _COMM_MODULE = re.compile(rf"{_ROOT}\.cpu\.comm")
 _ACCELERATOR_MODULE = re.compile(r"(?:deepspeed\.)?accelerator\.cpu_accelerator")
 # Where DeepSpeed says which ops this machine can have; recent versions ask when asked.
 _REPORT_MODULE = re.compile(r"deepspeed\.(?:ops|git_version_info(?:_installed)?)")
+_SUPEROFFLOAD_MODULE = re.compile(r"deepspeed\.runtime\.superoffload\.superoffload_stage3")
 # Modules that copied a builder class into their own names.
 _HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
                       r"|deepspeed\.ops\.(?:aio|gds)|deepspeed\.nvme\.\w+|deepspeed\.runtime\.swap_tensor\.\w+"
@@ -35,10 +38,10 @@ _missing_builders = {}
 
 
 def install(ops=None):
-    """Replaces these ops (default: all) in every DeepSpeed module, imported or yet to be. Repeating it is harmless."""
-    wanted = set(OPS if ops is None else [ops] if isinstance(ops, str) else ops)
-    if not wanted <= set(OPS):
-        raise ValueError(f"unknown ops {sorted(wanted - set(OPS))}; known are {', '.join(OPS)}")
+    """Replaces these ops and parts (default: all) in every DeepSpeed module, imported or yet to be. Repeating it is harmless."""
+    wanted = set(PARTS if ops is None else [ops] if isinstance(ops, str) else ops)
+    if not wanted <= set(PARTS):
+        raise ValueError(f"unknown ops {sorted(wanted - set(PARTS))}; known are {', '.join(PARTS)}")
     with _lock:
         _installed.update(wanted)
         if _finder not in sys.meta_path:
@@ -102,7 +105,7 @@ _finder = _Finder()
 
 def _concerns(name):
     return any(pattern.fullmatch(name) for pattern in
-               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _REPORT_MODULE))
+               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _REPORT_MODULE, _SUPEROFFLOAD_MODULE))
 
 
 def _patch(module, name):
@@ -115,8 +118,10 @@ def _patch(module, name):
         _patch_shm(getattr(module, "ShareMemCommBuilder", None))
     elif _ACCELERATOR_MODULE.fullmatch(name):
         _patch_accelerator(getattr(module, "CPU_Accelerator", None))
+    elif _SUPEROFFLOAD_MODULE.fullmatch(name):
+        _patch_superoffload(module)
     elif isinstance(getattr(module, "compatible_ops", None), dict):
-        module.compatible_ops.update(dict.fromkeys(_installed, True))
+        module.compatible_ops.update(dict.fromkeys(_installed.intersection(OPS), True))
     elif hasattr(module, "_probe_compatible_ops"):
         _patch_report(module)
 
@@ -154,7 +159,7 @@ def _patch_report(module):
     inner = module._probe_compatible_ops
     if not hasattr(inner, "_spillway"):
         def probe():
-            return {**inner(), **dict.fromkeys(_installed, True)}
+            return {**inner(), **dict.fromkeys(_installed.intersection(OPS), True)}
 
         probe._spillway = True
         _set(module, "_probe_compatible_ops", probe)
@@ -198,6 +203,20 @@ def _replace_missing(module):
         builder = vars(module).get(class_name)
         if isinstance(builder, type) and _present(builder, class_name) is not builder:
             _set(module, class_name, _present(builder, class_name))
+
+
+def _patch_superoffload(module):
+    """Optimizer and stage 3 are replaced together; a version whose stage 3 has other methods keeps its own."""
+    from . import _superoffload
+    stage3 = vars(module).get("SuperOffloadOptimizer_Stage3")
+    if "superoffload" not in _installed or stage3 is None or "_spillway_op" in vars(stage3):
+        return
+    if not all(hasattr(stage3, name) for name in _superoffload.NEEDED):
+        return
+    _set(stage3, "_spillway_op", "superoffload")
+    for name, method in _superoffload.overrides(stage3).items():
+        _set(stage3, name, method)
+    _set(module, "SuperOffloadCPUOptimizer", _superoffload.SuperOffloadCPUOptimizer)
 
 
 def _patch_shm(builder):

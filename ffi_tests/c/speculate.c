@@ -1,0 +1,356 @@
+// Rounds of speculation end with the bits of the serial rule whatever the event, the way of publishing and the verdict; an
+// engine that is closed takes an open round back; every call out of order is refused with its own status and changes
+// nothing; a child made by fork gets errors and never waits.
+
+#include "check.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/eventfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { BUCKETS = 3 };
+static const int64_t FOREVER = -1;
+
+static spw_spec *open_spec(uint32_t publish) {
+    const spw_spec_options options = {
+        .struct_size = sizeof options, .buckets = BUCKETS, .undo_mode = SPW_UNDO_DELTA, .publish = publish};
+    spw_spec *spec = NULL;
+    CHECK_OK(spw_spec_open(&options, &spec));
+    return spec;
+}
+
+static struct problem models[BUCKETS], twins[BUCKETS];
+
+static void make_models(void) {
+    for (int i = 0; i < BUCKETS; i++) {
+        models[i] = make_mixed(i == 1 ? LARGE : 1000, 10 + (uint64_t)i);
+        twins[i] = make_mixed(i == 1 ? LARGE : 1000, 10 + (uint64_t)i);
+    }
+}
+
+static void release_models(void) {
+    for (int i = 0; i < BUCKETS; i++) release(&models[i]), release(&twins[i]);
+}
+
+static void check_same(void) {
+    for (int i = 0; i < BUCKETS; i++) CHECK(same(&models[i], &twins[i]));
+}
+
+static void step_twins(const spw_adam_options *options, double grad_scale) {
+    spw_adam_options scaled = *options;
+    scaled.grad_scale = grad_scale;
+    for (int i = 0; i < BUCKETS; i++) CHECK_OK(spw_adam_step(&scaled, &twins[i].tensor, 1, NULL));
+}
+
+static void submit(spw_spec *spec, uint32_t bucket) {
+    CHECK_OK(spw_spec_submit(spec, bucket, &models[bucket].tensor, 1, NULL));
+}
+
+static spw_step_stats local(spw_spec *spec) {
+    spw_step_stats stats = {.struct_size = sizeof stats};
+    CHECK_OK(spw_spec_local_result(spec, FOREVER, &stats));
+    return stats;
+}
+
+static spw_spec_outcome resolve(spw_spec *spec, spw_step_stats global) {
+    spw_spec_outcome outcome = {.struct_size = sizeof outcome};
+    CHECK_OK(spw_spec_resolve(spec, &global, &outcome));
+    return outcome;
+}
+
+static uint32_t state(spw_spec *spec, uint32_t bucket) {
+    uint32_t found = 99;
+    CHECK_OK(spw_spec_ready(spec, bucket, &found));
+    return found;
+}
+
+static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
+    make_models();
+    spw_spec *spec = open_spec(publish);
+    spw_adam_options options = adam_options();
+
+    // No limit: the steps stand.
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    for (uint32_t i = BUCKETS; i-- > 0;) submit(spec, i);
+    spw_step_stats mine = local(spec);
+    CHECK(!mine.nonfinite && mine.sum_squares > 0);
+    if (publish == SPW_SPEC_PUBLISH_SPECULATIVE) {
+        CHECK_OK(spw_spec_wait(spec, 0, FOREVER));
+        CHECK(state(spec, 0) == SPW_SPEC_SPECULATIVE);
+    }
+    if (publish == SPW_SPEC_PUBLISH_FINAL) CHECK(memcmp(models[1].spans[4], twins[1].spans[4], models[1].bytes[4]) == 0);
+    spw_spec_outcome outcome = resolve(spec, mine);
+    CHECK(outcome.verdict == SPW_SPEC_COMMIT && outcome.withdrawn == 0);
+    CHECK(outcome.grad_scale == (double)(float)options.grad_scale);
+    const double norm = outcome.norm;
+    CHECK(norm * norm > mine.sum_squares * (1 - 1e-15) && norm * norm < mine.sum_squares * (1 + 1e-15));
+    for (uint32_t i = 0; i < BUCKETS; i++) CHECK_OK(spw_spec_wait(spec, i, FOREVER));
+    CHECK(state(spec, 0) == SPW_SPEC_FINAL);
+    CHECK_OK(spw_spec_finish(spec, FOREVER));
+    step_twins(&options, options.grad_scale);
+    check_same();
+
+    // Half the norm is allowed: all is clipped by the rule of torch and DeepSpeed.
+    options.step++;
+    CHECK_OK(spw_spec_begin_adam(spec, &options, norm / 2));
+    for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
+    outcome = resolve(spec, local(spec));
+    CHECK(outcome.verdict == SPW_SPEC_REDO);
+    CHECK(outcome.grad_scale == (double)(float)(options.grad_scale * (norm / 2 / (norm + 1e-6))));
+    uint32_t withdrawn[BUCKETS];
+    size_t count = 0;
+    CHECK_OK(spw_spec_withdrawn(spec, withdrawn, BUCKETS, &count));
+    CHECK(count == outcome.withdrawn && count >= 1);
+    CHECK_OK(spw_spec_finish(spec, FOREVER));
+    step_twins(&options, options.grad_scale * (norm / 2 / (norm + 1e-6)));
+    check_same();
+
+    // Another rank overflowed.
+    options.step++;
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
+    mine = local(spec);
+    mine.nonfinite = 1;
+    CHECK(resolve(spec, mine).verdict == SPW_SPEC_SKIP);
+    CHECK_OK(spw_spec_finish(spec, FOREVER));
+    check_same();
+
+    // A verdict of the caller's own.
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
+    local(spec);
+    CHECK_OK(spw_spec_resolve_as(spec, SPW_SPEC_REDO, 0.125, NULL));
+    CHECK_OK(spw_spec_finish(spec, FOREVER));
+    step_twins(&options, 0.125);
+    check_same();
+
+    spw_spec_stats stats = {.struct_size = sizeof stats};
+    CHECK_OK(spw_spec_stats_get(spec, &stats));
+    CHECK(stats.commits == 1 && stats.redos == 2 && stats.skips == 1 && stats.aborts == 0);
+    CHECK(stats.buckets_speculated + stats.buckets_spared == 4 * BUCKETS);
+    CHECK(stats.buckets_committed == BUCKETS && stats.seconds_exposed > 0);
+    CHECK_OK(spw_spec_close(spec));
+    release_models();
+}
+
+static void adagrad_and_lion_speculate_too(void) {
+    make_models();
+    spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_STAGED);
+    spw_adagrad_options adagrad;
+    CHECK_OK(spw_adagrad_options_init(&adagrad, sizeof adagrad));
+    spw_lion_options lion;
+    CHECK_OK(spw_lion_options_init(&lion, sizeof lion));
+    for (int optimizer = 0; optimizer < 2; optimizer++) {
+        if (optimizer == 0) CHECK_OK(spw_spec_begin_adagrad(spec, &adagrad, 1e-3));
+        if (optimizer == 1) CHECK_OK(spw_spec_begin_lion(spec, &lion, 1e-3));
+        for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
+        const spw_spec_outcome outcome = resolve(spec, local(spec));
+        CHECK(outcome.verdict == SPW_SPEC_REDO);
+        CHECK_OK(spw_spec_finish(spec, FOREVER));
+        adagrad.grad_scale = lion.grad_scale = outcome.grad_scale;
+        for (int i = 0; i < BUCKETS; i++) {
+            if (optimizer == 0) CHECK_OK(spw_adagrad_step(&adagrad, &twins[i].tensor, 1, NULL));
+            if (optimizer == 1) CHECK_OK(spw_lion_step(&lion, &twins[i].tensor, 1, NULL));
+        }
+        check_same();
+        adagrad.grad_scale = lion.grad_scale = 1.0;
+    }
+    CHECK_OK(spw_spec_close(spec));
+    release_models();
+}
+
+static _Atomic uint32_t word = 0xffffffff;
+
+static void *writer(void *fd) {
+    usleep(20000);
+    const uint64_t one = 1;
+    CHECK(write(*(int *)fd, &one, sizeof one) == sizeof one);
+    usleep(20000);
+    atomic_store(&word, 1);
+    return NULL;
+}
+
+static void buckets_wait_for_descriptors_and_words(void) {
+    make_models();
+    spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
+    const spw_adam_options options = adam_options();
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    int fd = eventfd(0, 0), copy = dup(fd);
+    spw_spec_event event = {.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_FD, .fd = fd};
+    CHECK_OK(spw_spec_submit(spec, 0, &models[0].tensor, 1, &event));
+    CHECK(close(fd) == 0);
+    event = (spw_spec_event){.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_WORD, .value = 1,
+                             .word = (const uint32_t *)&word};
+    CHECK_OK(spw_spec_submit(spec, 1, &models[1].tensor, 1, &event));
+    event = (spw_spec_event){.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_NONE};
+    CHECK_OK(spw_spec_submit(spec, 2, &models[2].tensor, 1, &event));
+
+    spw_step_stats mine = {.struct_size = sizeof mine};
+    REFUSED(spw_spec_local_result(spec, 5, &mine), SPW_ERR_TIMEOUT, "not come: 0, 1");
+    CHECK(state(spec, 0) == SPW_SPEC_PENDING && state(spec, 1) == SPW_SPEC_PENDING);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, writer, &copy) == 0);
+    mine = local(spec);
+    CHECK(resolve(spec, mine).verdict == SPW_SPEC_COMMIT);
+    CHECK_OK(spw_spec_finish(spec, FOREVER));
+    step_twins(&options, options.grad_scale);
+    check_same();
+    CHECK(pthread_join(thread, NULL) == 0 && close(copy) == 0);
+    CHECK_OK(spw_spec_close(spec));
+    release_models();
+}
+
+static void what_has_no_verdict_is_taken_back(void) {
+    make_models();
+    const spw_adam_options options = adam_options();
+    int never = eventfd(0, 0);
+    const spw_spec_event event = {.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_FD, .fd = never};
+
+    spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+        submit(spec, 1);
+        CHECK_OK(spw_spec_submit(spec, 0, &models[0].tensor, 1, &event));
+        while (i == 1 && state(spec, 1) != SPW_SPEC_SPECULATIVE) usleep(100);
+        CHECK_OK(spw_spec_abort(spec));
+        CHECK_OK(spw_spec_finish(spec, FOREVER));
+        check_same();
+    }
+    CHECK_OK(spw_spec_abort(spec));
+
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    submit(spec, 1);
+    submit(spec, 2);
+    CHECK_OK(spw_spec_submit(spec, 0, &models[0].tensor, 1, &event));
+    while (state(spec, 2) != SPW_SPEC_SPECULATIVE) usleep(100);
+    CHECK_OK(spw_spec_close(spec));
+    check_same();
+
+    // With a verdict, close brings the round to its end.
+    spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
+    local(spec);
+    CHECK_OK(spw_spec_resolve_as(spec, SPW_SPEC_REDO, 0.5, NULL));
+    CHECK_OK(spw_spec_close(spec));
+    step_twins(&options, 0.5);
+    check_same();
+    CHECK(close(never) == 0);
+    release_models();
+}
+
+static void calls_out_of_order_are_refused(void) {
+    make_models();
+    spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
+    spw_adam_options options = adam_options();
+    spw_step_stats stats = {.struct_size = sizeof stats};
+    const spw_tensor *tensor = &models[0].tensor;
+    uint32_t found;
+
+    REFUSED(spw_spec_submit(spec, 0, tensor, 1, NULL), SPW_ERR_NO_ROUND, "no round");
+    REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_NO_ROUND, "no round");
+    REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_NO_ROUND, "no round");
+    REFUSED(spw_spec_wait(spec, 0, 0), SPW_ERR_BUCKET_MISSING, "bucket 0");
+    INVALID(spw_spec_ready(spec, BUCKETS, &found), "bucket");
+    INVALID(spw_spec_begin_adam(spec, &options, -1.0), "max_norm");
+    INVALID(spw_spec_begin_adam(spec, &options, NAN), "max_norm");
+    options.step = 0;
+    INVALID(spw_spec_begin_adam(spec, &options, 0.0), "options.step");
+    options.step = 1;
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    watch_problem(&models[1]);
+    REFUSED(spw_spec_begin_adam(spec, &options, 0.0), SPW_ERR_ROUND_OPEN, "open already");
+    INVALID(spw_spec_submit(spec, BUCKETS, tensor, 1, NULL), "bucket");
+    INVALID(spw_spec_submit(spec, 1, NULL, 1, NULL), "tensors");
+    spw_spec_event event = {.struct_size = sizeof event, .kind = 7};
+    INVALID(spw_spec_submit(spec, 1, &models[1].tensor, 1, &event), "event.kind");
+    event.kind = SPW_SPEC_EVENT_FD, event.fd = -1;
+    INVALID(spw_spec_submit(spec, 1, &models[1].tensor, 1, &event), "event.fd");
+    event.kind = SPW_SPEC_EVENT_WORD;
+    INVALID(spw_spec_submit(spec, 1, &models[1].tensor, 1, &event), "event.word");
+    spw_adam_options other = options;
+    other.grad_scale = 3.0;
+    spw_tensor own = models[1].tensor;
+    own.options = &other;
+    INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "tensors[0].options.grad_scale");
+    own = models[1].tensor, own.exp_avg_sq = NULL;
+    INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "exp_avg_sq");
+
+    submit(spec, 0);
+    REFUSED(spw_spec_submit(spec, 0, tensor, 1, NULL), SPW_ERR_BUCKET_SUBMITTED, "bucket 0");
+    REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_BUCKET_MISSING, "bucket 1");
+    REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_BUCKET_MISSING, "bucket 1");
+    REFUSED(spw_spec_resolve_as(spec, SPW_SPEC_COMMIT, 1.0, NULL), SPW_ERR_BUCKET_MISSING, "bucket 1");
+    REFUSED(spw_spec_wait(spec, 1, 1), SPW_ERR_TIMEOUT, "waited");
+    unwatch_all();
+    submit(spec, 2);
+    submit(spec, 1);
+    stats = local(spec);
+    INVALID(spw_spec_resolve_as(spec, 3, 1.0, NULL), "verdict");
+    INVALID(spw_spec_resolve_as(spec, SPW_SPEC_REDO, NAN, NULL), "grad_scale");
+    spw_step_stats bad = stats;
+    bad.sum_squares = -1;
+    INVALID(spw_spec_resolve(spec, &bad, NULL), "global.sum_squares");
+    bad.nonfinite = 2;
+    INVALID(spw_spec_resolve(spec, &bad, NULL), "global.nonfinite");
+    resolve(spec, stats);
+    REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_ROUND_RESOLVED, "verdict already");
+    REFUSED(spw_spec_submit(spec, 1, tensor, 1, NULL), SPW_ERR_ROUND_RESOLVED, "verdict already");
+    CHECK_OK(spw_spec_finish(spec, FOREVER));
+    REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_ROUND_RESOLVED, "verdict already");
+    CHECK_OK(spw_spec_close(spec));
+
+    spw_spec_options settings = {.struct_size = sizeof settings, .buckets = 1, .undo_mode = SPW_UNDO_ARITHMETIC};
+    INVALID(spw_spec_open(&settings, &spec), "options.undo_mode");
+    settings.undo_mode = SPW_UNDO_DELTA, settings.buckets = 0;
+    INVALID(spw_spec_open(&settings, &spec), "options.buckets");
+    settings.buckets = 1, settings.publish = 3;
+    INVALID(spw_spec_open(&settings, &spec), "options.publish");
+    INVALID(spw_spec_open(NULL, &spec), "options");
+    INVALID(spw_spec_begin_adam(NULL, &options, 0.0), "spec");
+    INVALID(spw_spec_finish(NULL, 0), "spec");
+    CHECK_OK(spw_spec_close(NULL));
+    release_models();
+}
+
+static void a_forked_child_gets_errors(void) {
+    make_models();
+    spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
+    const spw_adam_options options = adam_options();
+    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
+    submit(spec, 1);
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        alarm(20);
+        spw_step_stats stats = {.struct_size = sizeof stats};
+        REFUSED(spw_spec_submit(spec, 0, &models[0].tensor, 1, NULL), SPW_ERR_UNSUPPORTED, "forked child");
+        REFUSED(spw_spec_local_result(spec, FOREVER, &stats), SPW_ERR_UNSUPPORTED, "forked child");
+        REFUSED(spw_spec_finish(spec, FOREVER), SPW_ERR_UNSUPPORTED, "forked child");
+        REFUSED(spw_spec_abort(spec), SPW_ERR_UNSUPPORTED, "forked child");
+        CHECK_OK(spw_spec_close(spec));
+        spw_spec *own = open_spec(SPW_SPEC_PUBLISH_FINAL);
+        CHECK_OK(spw_spec_begin_adam(own, &options, 0.0));
+        submit(own, 0);
+        CHECK_OK(spw_spec_close(own));
+        _exit(0);
+    }
+    int outcome = 0;
+    CHECK(waitpid(child, &outcome, 0) == child && WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0);
+    CHECK_OK(spw_spec_close(spec));
+    check_same();
+    release_models();
+}
+
+int main(void) {
+    for (uint32_t publish = 0; publish < 3; publish++) the_verdicts_end_in_the_serial_bits(publish);
+    adagrad_and_lion_speculate_too();
+    buckets_wait_for_descriptors_and_words();
+    what_has_no_verdict_is_taken_back();
+    calls_out_of_order_are_refused();
+    a_forked_child_gets_errors();
+    return 0;
+}

@@ -1,0 +1,115 @@
+"""Trains the small GPT of train.py under DeepSpeed's SuperOffload on the CPU, or under plain ZeRO-3 offload, which waits
+for the norm before it steps and must come to the same weights.
+
+DeepSpeed's SuperOffload asserts CUDA and synchronises a stream; both are stubbed here, since nothing of what is compared
+depends on them. --spikes scales every fifth batch's loss so that gradients are clipped, and makes every seventh one
+infinite. --norms writes the norms of the sub-groups' gradients, a line per step, in the order in which they come."""
+
+import argparse
+import json
+import logging
+import os
+import pathlib
+import sys
+
+import train
+
+
+def main():
+    options = arguments()
+    train.become_single_rank()
+    import deepspeed
+    import torch
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if options.mode != "serial":
+        allow_the_cpu()
+    torch.manual_seed(options.seed)
+    model = train.Gpt(options.dim, options.layers, options.context)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(options))
+    batches, losses, norms = train.Batches(options), [], []
+    for step in range(1, options.steps + 1):
+        loss = engine(batches.next())
+        engine.backward(loss * factor(options, step))
+        norms.append([group.grad.norm().item() for group in reversed(engine.optimizer.fp32_partitioned_groups_flat)]
+                     if options.norms else [])
+        engine.step()
+        losses.append(loss.item())
+    report = {"mode": options.mode, "steps": options.steps, "skipped": engine.skipped_steps, "losses": losses,
+              "sha256": train.weights_hash(engine.module), "active": train.active(),
+              "stage3": type(engine.optimizer).__name__, "children": children()}
+    if options.mode != "serial":
+        engine.optimizer.superoffload_cpu_optimizer.close()
+    if options.norms:
+        pathlib.Path(options.norms).write_text("".join(" ".join(f"{n:.6g}" for n in step) + "\n" for step in norms))
+    print(describe(report), flush=True)
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(report))
+
+
+def describe(report):
+    lines = [f"  {report['mode']}: {report['steps']} steps, {report['skipped']} skipped, "
+             f"loss {report['losses'][0]:.4f} -> {report['losses'][-1]:.4f}"]
+    done = report["active"].get("superoffload")
+    if done:
+        lines.append("  rounds: {commits} committed, {redos} clipped and redone, {aborts} taken back".format(**done))
+        lines.append("  sub-groups: {buckets_speculated} stepped before the norm was known, {buckets_redone} of them "
+                     "redone, {buckets_rolled_back} rolled back, {buckets_spared} spared since the verdict was certain"
+                     .format(**done))
+    lines.append(f"  sha256 of the final weights: {report['sha256']}")
+    return "\n".join(lines)
+
+
+def factor(options, step):
+    if options.spikes and step % 7 == 0:
+        return float("inf")
+    return 1e3 if options.spikes and step % 5 == 0 else 1.0
+
+
+def config(options):
+    offload = {"device": "cpu", "super_offload": options.mode != "serial"}
+    return {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "bf16": {"enabled": True},
+        "gradient_clipping": options.clip,
+        "zero_optimization": {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload},
+        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "steps_per_print": 1 << 30,
+    }
+
+
+def allow_the_cpu():
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.superoffload import superoffload_stage3
+    superoffload_stage3._validate_superoffload_accelerator = lambda: None
+
+    class Stream:
+        def synchronize(self):
+            pass
+
+    type(get_accelerator()).current_stream = lambda self, device_index=None: Stream()
+
+
+def children():
+    """Names of the processes that this one has started and that still run."""
+    tasks = pathlib.Path("/proc/self/task").glob("*/children")
+    numbers = [number for task in tasks for number in task.read_text().split()]
+    return [pathlib.Path(f"/proc/{number}/comm").read_text().strip() for number in numbers]
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=("super", "serial"), default="super")
+    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--spikes", action="store_true")
+    parser.add_argument("--norms", help="write the norms to this file")
+    parser.add_argument("--json", help="write the report to this file")
+    for name, value in (("dim", 64), ("layers", 4), ("context", 64), ("batch", 4), ("seed", 0), ("steps", 12),
+                        ("sub_group", 40000)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

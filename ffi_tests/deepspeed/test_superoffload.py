@@ -1,0 +1,79 @@
+"""Proves that DeepSpeed's SuperOffload on Spillway's engine steps during backward, clipped or not, without a second
+process, and ends with the weights of the run that waits for the norm, bit for bit; also of DeepSpeed's own SuperOffload
+where that waits, that is with clipping."""
+
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture
+def train(overlay, tmp_path):
+    def run(*arguments, spillway=True):
+        report = tmp_path / "report.json"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment.pop("SPILLWAY_LIBRARY")
+        if spillway:
+            environment.update(SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(tmp_path))
+        done = subprocess.run([overlay, HERE / "superoffload.py", *arguments, "--json", report], env=environment,
+                              capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        return json.loads(report.read_text())
+    return run
+
+
+@pytest.mark.parametrize("clip", ["0", "2.5", "0.05"])
+def test_the_weights_are_those_of_the_run_that_waits(train, clip):
+    spikes = [] if clip == "0" else ["--spikes"]
+    ours = train("--clip", clip, *spikes)
+    waiting = train("--clip", clip, *spikes, "--mode", "serial")
+    assert ours["stage3"] == "SuperOffloadOptimizer_Stage3" and waiting["stage3"] == "DeepSpeedZeroOptimizer_Stage3"
+    assert ours["children"] == []
+    assert (ours["sha256"], ours["losses"]) == (waiting["sha256"], waiting["losses"])
+    done = ours["active"]["superoffload"]
+    assert done["commits"] + done["redos"] + done["aborts"] == ours["steps"]
+    assert done["aborts"] == ours["skipped"] == waiting["skipped"] == (1 if spikes else 0)
+    assert done["buckets_speculated"] >= ours["steps"]
+    if clip == "0":
+        assert done["redos"] == done["aborts"] == done["buckets_spared"] == 0
+    if clip == "2.5":
+        assert done["commits"] > 0 and done["redos"] > 0 and done["buckets_redone"] > 0
+    if clip == "0.05":
+        assert done["commits"] == 0 and done["buckets_spared"] > 0
+
+
+def test_the_weights_are_those_of_deepspeeds_own_superoffload(train, compiled):
+    compiled("cpu_adam")
+    ours, theirs = train("--steps", "6"), train("--steps", "6", spillway=False)
+    assert theirs["children"] and not theirs["active"]
+    assert (ours["sha256"], ours["losses"]) == (theirs["sha256"], theirs["losses"])
+
+
+def test_the_optimizer_refuses_what_it_cannot_do(run_script):
+    assert run_script("""
+import torch
+from spillway.deepspeed._superoffload import SuperOffloadCPUOptimizer
+config = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+for bad in ({**config, "amsgrad": True}, [config, {**config, "amsgrad": True}]):
+    try:
+        SuperOffloadCPUOptimizer(bad)
+    except ValueError as error:
+        print(error)
+optimizer = SuperOffloadCPUOptimizer([config])
+optimizer.prepare([0, 3])
+optimizer.begin(1.0, 0.0)
+param, grad = torch.ones(8), torch.ones(8)
+try:
+    optimizer.async_step(0, 3, param, grad, rollback=True)
+except NotImplementedError as error:
+    print(error)
+optimizer.async_step(0, 3, param, grad)
+assert optimizer.missing() == [0]
+optimizer.close()
+assert torch.equal(param, torch.ones(8)) and optimizer.state[3]["exp_avg"].abs().sum() == 0
+""") == "amsgrad is not supported\n" * 2 + "Spillway takes steps back by resolve(), all of a round at once\n"

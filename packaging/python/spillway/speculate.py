@@ -1,0 +1,175 @@
+"""Steps that begin before the norm of the whole gradient is known, and end with the bits of having waited for it.
+
+    with spillway.Speculation(buckets=3) as speculation:
+        for batch in batches:
+            speculation.begin(adam, max_norm=1.0)
+            for bucket, tensors in gradients_as_they_come:
+                speculation.submit(bucket, tensors)
+            mine = speculation.local_result()              # add up mine.sum_squares over all ranks
+            outcome = speculation.resolve(mine)
+            speculation.finish()
+
+`tensors` are tuples as for the optimizer's step. Their memory belongs to the engine until the bucket is final."""
+
+import ctypes
+import threading
+from typing import NamedTuple
+
+from . import _abi, _native
+from .errors import InvalidArgument
+from .optim import StepStats, _Optimizer, tensor_table
+
+PUBLISH = {"final": 0, "staged": 1, "speculative": 2}
+VERDICTS = ("commit", "skip", "redo")
+STATES = ("missing", "pending", "speculative", "final")
+_EXACT_UNDO = 1
+
+
+class Outcome(NamedTuple):
+    """What a verdict came to: "commit", "skip" or "redo"; the norm of all gradients; the factor on the gradients of
+    every step that stands; and how many buckets' steps were taken back."""
+
+    verdict: str
+    norm: float
+    grad_scale: float
+    withdrawn: int
+
+
+class Speculation:
+    """An engine for rounds of `buckets` buckets. `publish` says when 16-bit copies are written: "final", once a bucket is
+    final; "staged", by the step itself, for nobody to read before; "speculative", by the step itself, for all to read."""
+
+    def __init__(self, buckets, *, publish="final"):
+        if publish not in PUBLISH:
+            raise InvalidArgument(f"publish is {publish!r}; one of {', '.join(PUBLISH)} expected")
+        if not isinstance(buckets, int) or not 0 < buckets < 1 << 32:
+            raise InvalidArgument(f"buckets is {buckets!r}; a number of buckets is needed")
+        options = _abi.sized(_abi.SpecOptions)
+        options.buckets, options.undo_mode, options.publish = buckets, _EXACT_UNDO, PUBLISH[publish]
+        self._handle = ctypes.c_void_p()
+        _native.check(_native.library().spw_spec_open(ctypes.byref(options), ctypes.byref(self._handle)))
+        self.buckets = buckets
+        self._optimizer = None
+        self._lock = threading.Lock()
+        self._held = {}
+
+    def begin(self, optimizer, *, max_norm=0.0, grad_scale=1.0):
+        """Opens a round of steps of a spillway.Adam, Adagrad or Lion. The optimizer counts the step when its round is
+        resolved, unless it is skipped. max_norm 0 sets no limit; grad_scale is 1 / loss scale."""
+        if not isinstance(optimizer, _Optimizer):
+            raise InvalidArgument(f"optimizer is a {type(optimizer).__name__}; a spillway optimizer is needed")
+        options = optimizer.options_of_next_step(grad_scale)
+        self._call(f"spw_spec_begin_{optimizer.c_name}", ctypes.byref(options), max_norm)
+        self._optimizer = optimizer
+
+    def submit(self, bucket, tensors, *, event_fd=None, uint16_as=None):
+        """Hands a bucket over: it steps at once, or once the descriptor `event_fd` is readable."""
+        if self._optimizer is None:
+            raise InvalidArgument("no round was begun")
+        table, held = tensor_table(self._optimizer, tensors, uint16_as)
+        self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table), _event(event_fd))
+
+    def submit_table(self, function, bucket, held, *arguments):
+        """Hands a bucket over by the C function of that name; what `held` refers to stays alive until the round ends."""
+        with self._lock:
+            before = self._held.get(bucket)
+            self._held[bucket] = held
+        try:
+            self._call(function, bucket, *arguments)
+        except BaseException:
+            with self._lock:
+                self._held[bucket] = before
+            raise
+
+    def local_result(self, timeout=None):
+        """Waits until every bucket is measured; this rank's StepStats."""
+        stats = _abi.sized(_abi.StepStats)
+        self._call("spw_spec_local_result", _milliseconds(timeout), ctypes.byref(stats))
+        return StepStats(bool(stats.nonfinite), stats.sum_squares)
+
+    def resolve(self, total):
+        """Gives the verdict that follows from the StepStats of all ranks together; returns its Outcome at once."""
+        stats = _abi.sized(_abi.StepStats)
+        stats.nonfinite, stats.sum_squares = int(total[0]), total[1]
+        return self._resolved("spw_spec_resolve", ctypes.byref(stats))
+
+    def resolve_as(self, verdict, grad_scale=1.0):
+        """Gives a verdict of the caller's own: "commit", "skip", or "redo" with this factor on the gradients."""
+        if verdict not in VERDICTS:
+            raise InvalidArgument(f"verdict is {verdict!r}; one of {', '.join(VERDICTS)} expected")
+        return self._resolved("spw_spec_resolve_as", VERDICTS.index(verdict), grad_scale)
+
+    def abort(self):
+        """Takes an open round back, whatever was submitted, and waits for the end of that."""
+        self._call("spw_spec_abort")
+        self.finish()
+
+    def ready(self, bucket):
+        """Where a bucket stands: "missing", "pending", "speculative" or "final"."""
+        state = ctypes.c_uint32()
+        self._call("spw_spec_ready", bucket, ctypes.byref(state))
+        return STATES[state.value]
+
+    def wait(self, bucket, timeout=None):
+        """Waits until the 16-bit copies of a bucket count."""
+        self._call("spw_spec_wait", bucket, _milliseconds(timeout))
+
+    def finish(self, timeout=None):
+        """Waits until every bucket of the resolved round is final; their memory is the caller's again."""
+        self._call("spw_spec_finish", _milliseconds(timeout))
+        with self._lock:
+            self._held.clear()
+
+    def withdrawn(self):
+        """Buckets that had been stepped when the last verdict took their steps back."""
+        buckets, count = (ctypes.c_uint32 * self.buckets)(), ctypes.c_size_t()
+        self._call("spw_spec_withdrawn", buckets, self.buckets, ctypes.byref(count))
+        return list(buckets[:count.value])
+
+    def stats(self):
+        """Rounds by verdict, buckets by what became of them, and the seconds that callers waited."""
+        counters = _abi.sized(_abi.SpecStats)
+        self._call("spw_spec_stats_get", ctypes.byref(counters))
+        return {name: getattr(counters, name) for name, _ in _abi.SpecStats._fields_[2:]}
+
+    def close(self):
+        """Ends the engine; a round without a verdict is taken back first."""
+        handle, self._handle = self._handle, None
+        if handle:
+            _native.check(_native.library().spw_spec_close(handle))
+            self._held.clear()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            self.close()
+
+    def _call(self, function, *arguments):
+        if not self._handle:
+            raise InvalidArgument("the engine is closed")
+        _native.check(getattr(_native.library(), function)(self._handle, *arguments))
+
+    def _resolved(self, function, *arguments):
+        found = _abi.sized(_abi.SpecOutcome)
+        self._call(function, *arguments, ctypes.byref(found))
+        outcome = Outcome(VERDICTS[found.verdict], found.norm, found.grad_scale, found.withdrawn)
+        if outcome.verdict != "skip" and self._optimizer is not None:
+            self._optimizer.step_count += 1
+        return outcome
+
+
+def _milliseconds(timeout):
+    return -1 if timeout is None else max(0, round(timeout * 1000))
+
+
+def _event(fd):
+    if fd is None:
+        return None
+    event = _abi.sized(_abi.SpecEvent)
+    event.kind, event.fd = 1, fd
+    return ctypes.byref(event)

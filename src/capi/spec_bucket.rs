@@ -1,0 +1,277 @@
+//! Buckets of a speculation engine: handing one over, and where it stands.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+
+use super::guard::guard;
+use super::io::timeout;
+use super::library::out;
+use super::record::{self, Record};
+use super::speculate::{Rules, open, spw_spec};
+use super::status::spw_status;
+use super::tensor::{self, spw_tensor};
+use super::{adagrad, adam, lion};
+use crate::error::{Error, Result, RoundError};
+use crate::kernel::Rule;
+use crate::offload::speculate::{Bucket, Lender, Progress, Tensors};
+use crate::optim::deepspeed::{ADAM, AdamCall};
+use crate::optim::spread::Job;
+use crate::stats::{self, OptimizerCounter};
+use crate::sys::event::{Event, Word};
+
+/// Where a bucket of the round stands.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_spec_state {
+    /// Not submitted in this round.
+    SPW_SPEC_MISSING = 0,
+    /// Submitted; its spans may change at any moment.
+    SPW_SPEC_PENDING = 1,
+    /// Stepped, but the round has no verdict yet.
+    SPW_SPEC_SPECULATIVE = 2,
+    /// As it will stay; the spans are the caller's again.
+    SPW_SPEC_FINAL = 3,
+}
+
+/// What a bucket's gradient waits for. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_spec_event_kind {
+    /// Nothing.
+    SPW_SPEC_EVENT_NONE = 0,
+    /// `fd`, an eventfd or the reading end of a pipe, becomes readable. It is duplicated, so it may be closed at once;
+    /// nothing is read from it.
+    SPW_SPEC_EVENT_FD = 1,
+    /// The 32-bit `*word` counts up to `value` (through 2^32 if need be). It is looked at every 0.2 ms, so that whoever
+    /// writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
+    /// bucket began.
+    SPW_SPEC_EVENT_WORD = 2,
+}
+
+/// What a bucket's gradient waits for.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_spec_event {
+    /// `sizeof(spw_spec_event)`
+    pub struct_size: u32,
+    /// An `spw_spec_event_kind`.
+    pub kind: u32,
+    /// For SPW_SPEC_EVENT_FD.
+    pub fd: i32,
+    /// For SPW_SPEC_EVENT_WORD.
+    pub value: u32,
+    /// For SPW_SPEC_EVENT_WORD.
+    pub word: *const u32,
+}
+
+// SAFETY: integers and a pointer without padding; a null pointer is valid.
+unsafe impl Record for spw_spec_event {
+    const FIRST_SIZE: usize = 24;
+    const NAME: &'static str = "spw_spec_event";
+}
+
+/// Hands a bucket over and returns at once. It steps when `event` came, or now if `event` is NULL. Tensors may have
+/// options of their own, with the grad_scale of the round. The structs are copied; the spans, gradients included, belong
+/// to the engine until the bucket is final, and those of different buckets do not overlap.
+///
+/// SPW_ERR_NO_ROUND, SPW_ERR_ROUND_RESOLVED or SPW_ERR_BUCKET_SUBMITTED if this is not the time for it.
+///
+/// # Safety
+/// `spec` is an open engine; `tensors` and their spans as for `spw_adam_step`, from any thread until the bucket is final;
+/// `event` is NULL or points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_submit(
+    spec: *const spw_spec,
+    bucket: u32,
+    tensors: *const spw_tensor,
+    count: usize,
+    event: *const spw_spec_event,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let spec = open(spec)?;
+            let rules = *spec.rules()?;
+            spec.engine.may_submit(bucket)?;
+            let event = parse_event(event)?;
+            let work = spec.bucket(rules, tensors, count)?;
+            spec.engine.submit(bucket, work, event)
+        }
+    })
+}
+
+/// `spw_spec_submit` of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and the arithmetic of
+/// `spw_ds_adam_update` in place of the round's, its grad_scale and max_norm excepted. The id's step advances now.
+///
+/// # Safety
+/// As `spw_spec_submit`, for one tensor.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "C" fn spw_spec_submit_ds_adam(
+    spec: *const spw_spec,
+    bucket: u32,
+    id: i32,
+    step: u64,
+    lr: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    weight_decay: f32,
+    bias_correction: u32,
+    tensor: *const spw_tensor,
+    event: *const spw_spec_event,
+) -> spw_status {
+    guard(|| {
+        let bias_correction = record::flag("bias_correction", bias_correction)?;
+        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let spec = open(spec)?;
+            let rules = *spec.rules()?;
+            spec.engine.may_submit(bucket)?;
+            let Rules::Adam(round) = rules else {
+                return Err(Error::invalid("spec", "is not in a round of Adam"));
+            };
+            let event = parse_event(event)?;
+            let (state, rule) = ADAM.begin(id, &call)?;
+            let rule = rule.with_grad_scale(round.grad_scale);
+            let own = |_| Err(Error::invalid("options", "is not NULL"));
+            let work = spec.tensors(rule, tensor, 1, own, &stats::ADAM)?;
+            spec.engine.submit(bucket, work, event)?;
+            ADAM.create(id, state);
+            Ok(())
+        }
+    })
+}
+
+/// Where a bucket stands: an `spw_spec_state`. The error of a bucket that failed is this call's.
+///
+/// # Safety
+/// `spec` is an open engine, `state_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_ready(
+    spec: *const spw_spec,
+    bucket: u32,
+    state_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let state_out = out(state_out, "state_out")?;
+        // SAFETY: the caller's promise; the pointer was checked.
+        unsafe {
+            let state = match open(spec)?.engine.progress(bucket)? {
+                Progress::Missing => spw_spec_state::SPW_SPEC_MISSING,
+                Progress::Pending => spw_spec_state::SPW_SPEC_PENDING,
+                Progress::Speculative => spw_spec_state::SPW_SPEC_SPECULATIVE,
+                Progress::Final => spw_spec_state::SPW_SPEC_FINAL,
+            };
+            state_out.write(state as u32);
+        }
+        Ok(())
+    })
+}
+
+/// Waits, at the longest `timeout_ms` milliseconds (negative: for ever), until the 16-bit copies of a bucket count: until
+/// it is final, which takes a verdict, or for SPW_SPEC_PUBLISH_SPECULATIVE until it is stepped.
+///
+/// # Safety
+/// `spec` is an open engine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_wait(spec: *const spw_spec, bucket: u32, timeout_ms: i64) -> spw_status {
+    // SAFETY: the caller's promise is the callee's.
+    guard(|| unsafe { open(spec) }?.engine.wait(bucket, timeout(timeout_ms)))
+}
+
+/// Tensors of a bucket as the caller lent them.
+struct Lent<R> {
+    tensors: Vec<spw_tensor>,
+    rules: Vec<R>,
+}
+
+// SAFETY: the caller of spw_spec_submit lent the spans to any thread until the bucket is final.
+unsafe impl<R: Send> Send for Lent<R> {}
+
+impl<R: Rule> Lender<R> for Lent<R> {
+    fn lend(&mut self, copies: bool) -> Result<Vec<Job<'_, R>>> {
+        let without =
+            |raw: &spw_tensor| spw_tensor { param_copy: std::ptr::null_mut(), copy_dtype: 0, ..*raw };
+        let bare: Vec<spw_tensor>;
+        let tensors = if copies {
+            &self.tensors
+        } else {
+            bare = self.tensors.iter().map(without).collect();
+            &bare
+        };
+        // SAFETY: the caller of spw_spec_submit lent the spans until the bucket is final, when this is dropped.
+        let jobs = unsafe { tensor::jobs(tensors.as_ptr(), tensors.len(), &(), |_| Ok(())) }?;
+        let jobs = jobs.into_iter().zip(&self.rules);
+        Ok(jobs.map(|(job, rule)| Job { optimizer: *rule, tensor: job.tensor }).collect())
+    }
+}
+
+unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        let Some(raw) = record::read_optional(event, "event")? else { return Ok(None) };
+        match raw.kind {
+            0 => Ok(None),
+            1 => Event::readable(raw.fd)
+                .map(Some)
+                .map_err(|error| Error::invalid("event.fd", format!("{}: {error}", raw.fd))),
+            2 => Word::new(raw.word, raw.value)
+                .map(|word| Some(Event::Word(word)))
+                .ok_or_else(|| Error::invalid("event.word", "is NULL or not aligned to 4 bytes")),
+            other => Err(Error::invalid("event.kind", format!("{other} is not an spw_spec_event_kind"))),
+        }
+    }
+}
+
+impl spw_spec {
+    unsafe fn bucket(
+        &self,
+        rules: Rules,
+        tensors: *const spw_tensor,
+        count: usize,
+    ) -> Result<Box<dyn Bucket>> {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            match rules {
+                Rules::None => Err(RoundError::NotBegun.into()),
+                Rules::Adam(rule) => {
+                    let own = |own: *const c_void| adam::rule(&adam::parse(own.cast())?);
+                    self.tensors(rule, tensors, count, own, &stats::ADAM)
+                }
+                Rules::Adagrad(rule) => {
+                    let own = |own: *const c_void| adagrad::rule(&adagrad::parse(own.cast())?);
+                    self.tensors(rule, tensors, count, own, &stats::ADAGRAD)
+                }
+                Rules::Lion(rule) => {
+                    let own = |own: *const c_void| lion::rule(&lion::parse(own.cast())?);
+                    self.tensors(rule, tensors, count, own, &stats::LION)
+                }
+            }
+        }
+    }
+
+    unsafe fn tensors<R: Rule + 'static>(
+        &self,
+        rule: R,
+        tensors: *const spw_tensor,
+        count: usize,
+        own: impl Fn(*const c_void) -> Result<R>,
+        counter: &'static OptimizerCounter,
+    ) -> Result<Box<dyn Bucket>> {
+        // SAFETY: the caller's promise is the callees'.
+        let (raw, mut jobs) =
+            unsafe { (tensor::read_all(tensors, count)?, tensor::jobs(tensors, count, &rule, own)?) };
+        for (index, job) in jobs.iter_mut().enumerate() {
+            job.tensor.keep(R::EXP_AVG, R::EXP_AVG_SQ)?;
+            if job.optimizer.grad_scale() != rule.grad_scale() {
+                let argument = format!("tensors[{index}].options.grad_scale");
+                return Err(Error::invalid(argument, "is not that of the round"));
+            }
+        }
+        let rules = jobs.iter().map(|job| job.optimizer).collect();
+        let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();
+        Ok(Box::new(Tensors::new(Lent { tensors, rules }, self.engine.publish(), counter)))
+    }
+}

@@ -1,0 +1,202 @@
+//! The verdict of a round of speculation: the numbers it needs, giving it, and what it took back.
+#![allow(non_camel_case_types)]
+
+use super::guard::guard;
+use super::io::timeout;
+use super::library::out;
+use super::record::{self, Record};
+use super::speculate::{open, spw_spec};
+use super::status::spw_status;
+use super::tensor::{self, spw_step_stats};
+use crate::error::{Error, Result};
+use crate::offload::speculate::{Outcome, Verdict};
+use crate::optim::StepStats;
+
+/// What becomes of a round. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_spec_verdict {
+    /// Every bucket's step stands.
+    SPW_SPEC_COMMIT = 0,
+    /// No bucket is stepped: the gradients are not finite.
+    SPW_SPEC_SKIP = 1,
+    /// Every bucket steps with the clipped factor.
+    SPW_SPEC_REDO = 2,
+}
+
+/// What a verdict came to.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_spec_outcome {
+    /// `sizeof(spw_spec_outcome)`
+    pub struct_size: u32,
+    /// An `spw_spec_verdict`.
+    pub verdict: u32,
+    /// Norm of the scaled gradients of all ranks; NaN if they are not finite, or the verdict was the caller's.
+    pub norm: f64,
+    /// Factor on the gradient of every step that stands; 0 if none does.
+    pub grad_scale: f64,
+    /// Buckets whose steps are taken back.
+    pub withdrawn: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_spec_outcome {
+    const FIRST_SIZE: usize = 32;
+    const NAME: &'static str = "spw_spec_outcome";
+}
+
+/// Waits until every bucket of the round is measured, at the longest `timeout_ms` milliseconds (0: only looks; negative:
+/// for ever), and gives this rank's part: the sums of squares of the scaled gradients, added in the order of the
+/// buckets, whatever the order of arrival; NaN with `nonfinite`. The sum over all ranks goes to `spw_spec_resolve`.
+///
+/// SPW_ERR_BUCKET_MISSING names one that was not submitted; SPW_ERR_TIMEOUT those whose event has not come.
+///
+/// # Safety
+/// `spec` is an open engine, `local` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_local_result(
+    spec: *const spw_spec,
+    timeout_ms: i64,
+    local: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        out(local, "local")?;
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            record::check_output(local, "local")?;
+            tensor::write_stats(open(spec)?.engine.local_result(timeout(timeout_ms))?, local)
+        }
+    })
+}
+
+/// Gives the round the verdict that follows from the numbers of all ranks, and returns at once; the engine goes on to
+/// take back and step again what needs it, the bucket that was submitted last first. `outcome` may be NULL.
+///
+/// SPW_ERR_BUSY while buckets are being measured: `spw_spec_local_result` waits for them.
+///
+/// # Safety
+/// `spec` is an open engine, `global` and `outcome` point to structs of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_resolve(
+    spec: *const spw_spec,
+    global: *const spw_step_stats,
+    outcome: *mut spw_spec_outcome,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            record::check_output(outcome, "outcome")?;
+            let global = record::read(global, "global")?;
+            let nonfinite = record::flag("global.nonfinite", global.nonfinite)?;
+            if global.sum_squares < 0.0 {
+                return Err(Error::invalid("global.sum_squares", format!("is {}", global.sum_squares)));
+            }
+            let global = StepStats { nonfinite, sum_squares: global.sum_squares };
+            write_outcome(open(spec)?.engine.resolve(global)?, outcome)
+        }
+    })
+}
+
+/// Gives the round a verdict (an `spw_spec_verdict`) of the caller's own, for a rule of clipping other than that of
+/// `spw_spec_begin_adam`; `grad_scale` is the whole factor of SPW_SPEC_REDO, rounded to f32. Else as `spw_spec_resolve`.
+///
+/// # Safety
+/// `spec` is an open engine, `outcome` is NULL or points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_resolve_as(
+    spec: *const spw_spec,
+    verdict: u32,
+    grad_scale: f64,
+    outcome: *mut spw_spec_outcome,
+) -> spw_status {
+    guard(|| {
+        let verdict = match verdict {
+            0 => Verdict::Commit,
+            1 => Verdict::Skip,
+            2 if (grad_scale as f32).is_finite() => Verdict::Redo(grad_scale as f32),
+            2 => return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32"))),
+            other => return Err(Error::invalid("verdict", format!("{other} is not an spw_spec_verdict"))),
+        };
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            record::check_output(outcome, "outcome")?;
+            write_outcome(open(spec)?.engine.resolve_as(verdict)?, outcome)
+        }
+    })
+}
+
+/// Gives an open round up: buckets that were stepped are taken back, the others never begin. Without one it does nothing.
+/// `spw_spec_finish` waits for the end of it.
+///
+/// # Safety
+/// `spec` is an open engine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_abort(spec: *const spw_spec) -> spw_status {
+    // SAFETY: the caller's promise is the callee's.
+    guard(|| unsafe { open(spec) }?.engine.abort())
+}
+
+/// Waits until every bucket of the round is final, at the longest `timeout_ms` milliseconds (negative: for ever). All
+/// spans, and the words of events, are the caller's again.
+///
+/// # Safety
+/// `spec` is an open engine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_finish(spec: *const spw_spec, timeout_ms: i64) -> spw_status {
+    // SAFETY: the caller's promise is the callee's.
+    guard(|| unsafe { open(spec) }?.engine.finish(timeout(timeout_ms)))
+}
+
+/// Buckets that had been stepped when the last verdict took their steps back: at most `capacity` numbers to `buckets_out`,
+/// and how many there are to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE these are the copies to fetch again, once
+/// the bucket is final.
+///
+/// # Safety
+/// `spec` is an open engine, `buckets_out` has room for `capacity` numbers (NULL for 0), `count_out` points to a size_t.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_withdrawn(
+    spec: *const spw_spec,
+    buckets_out: *mut u32,
+    capacity: usize,
+    count_out: *mut usize,
+) -> spw_status {
+    guard(|| {
+        let count_out = out(count_out, "count_out")?;
+        if capacity > 0 {
+            out(buckets_out, "buckets_out")?;
+        }
+        // SAFETY: the caller's promise; the pointers were checked.
+        unsafe {
+            let withdrawn = open(spec)?.engine.withdrawn()?;
+            for (index, bucket) in withdrawn.iter().take(capacity).enumerate() {
+                buckets_out.add(index).write(*bucket);
+            }
+            count_out.write(withdrawn.len());
+        }
+        Ok(())
+    })
+}
+
+unsafe fn write_outcome(found: Outcome, to: *mut spw_spec_outcome) -> Result<()> {
+    if to.is_null() {
+        return Ok(());
+    }
+    let verdict = match found.verdict {
+        Verdict::Commit => spw_spec_verdict::SPW_SPEC_COMMIT,
+        Verdict::Skip => spw_spec_verdict::SPW_SPEC_SKIP,
+        Verdict::Redo(_) => spw_spec_verdict::SPW_SPEC_REDO,
+    };
+    let values = spw_spec_outcome {
+        struct_size: 0,
+        verdict: verdict as u32,
+        norm: found.norm,
+        grad_scale: found.factor.into(),
+        withdrawn: found.withdrawn as u32,
+        reserved: 0,
+    };
+    // SAFETY: the caller's promise is the callee's.
+    unsafe { record::write(&values, to, "outcome") }
+}

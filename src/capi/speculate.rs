@@ -1,0 +1,275 @@
+//! Speculation, then validation: buckets step before the norm of the whole gradient is known.
+#![allow(non_camel_case_types)]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::adagrad::{self, spw_adagrad_options};
+use super::adam::{self, spw_adam_options};
+use super::guard::guard;
+use super::library::out;
+use super::lion::{self, spw_lion_options};
+use super::record::{self, Record};
+use super::status::spw_status;
+use super::undo::spw_undo_mode;
+use crate::error::{Error, Result};
+use crate::kernel::{AdagradRule, AdamRule, LionRule};
+use crate::offload::speculate::{Clip, Engine, Publish};
+
+/// When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_spec_publish {
+    /// Once, when the bucket is final; until then they stay as they are, so that the model may go on reading them. A
+    /// bucket whose step stands costs one more pass over its parameters (6 bytes each).
+    SPW_SPEC_PUBLISH_FINAL = 0,
+    /// By the step itself; they count when the bucket is final, and nobody reads them before. For a staging buffer.
+    SPW_SPEC_PUBLISH_STAGED = 1,
+    /// By the step itself, and they count at once. `spw_spec_withdrawn` says which of them a verdict took back.
+    SPW_SPEC_PUBLISH_SPECULATIVE = 2,
+}
+
+/// Settings of an engine.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_spec_options {
+    /// `sizeof(spw_spec_options)`
+    pub struct_size: u32,
+    /// Buckets of every round, numbered from 0.
+    pub buckets: u32,
+    /// An `spw_undo_mode` that is exact: SPW_UNDO_DELTA.
+    pub undo_mode: u32,
+    /// An `spw_spec_publish`.
+    pub publish: u32,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_spec_options {
+    const FIRST_SIZE: usize = 16;
+    const NAME: &'static str = "spw_spec_options";
+}
+
+/// What an engine did since it was opened.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_spec_stats {
+    /// `sizeof(spw_spec_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Rounds with the verdict SPW_SPEC_COMMIT.
+    pub commits: u64,
+    /// Rounds with the verdict SPW_SPEC_REDO.
+    pub redos: u64,
+    /// Rounds with the verdict SPW_SPEC_SKIP.
+    pub skips: u64,
+    /// Rounds that were given up.
+    pub aborts: u64,
+    /// Buckets stepped before the verdict.
+    pub buckets_speculated: u64,
+    /// Those of them whose step stood.
+    pub buckets_committed: u64,
+    /// Those taken back and stepped again.
+    pub buckets_redone: u64,
+    /// Those taken back.
+    pub buckets_rolled_back: u64,
+    /// Buckets not stepped before the verdict, since it was certain already.
+    pub buckets_spared: u64,
+    /// Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
+    pub seconds_exposed: f64,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_spec_stats {
+    const FIRST_SIZE: usize = 88;
+    const NAME: &'static str = "spw_spec_stats";
+}
+
+/// An engine, with one thread of its own that hands steps to the pool.
+pub struct spw_spec {
+    pub(super) engine: Engine,
+    rules: Mutex<Rules>,
+}
+
+/// The coefficients of the round.
+#[derive(Clone, Copy)]
+pub(super) enum Rules {
+    None,
+    Adam(AdamRule),
+    Adagrad(AdagradRule),
+    Lion(LionRule),
+}
+
+/// Starts an engine (SuperOffload section 4.4, "speculation-then-validation"). A round is
+///
+///     spw_spec_begin_adam(spec, &options, max_norm);
+///     spw_spec_submit(spec, bucket, tensors, count, event);    for every bucket, as gradients come
+///     spw_spec_local_result(spec, -1, &mine);                  then add up mine.sum_squares over all ranks
+///     spw_spec_resolve(spec, &all, &outcome);
+///     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
+///
+/// A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
+/// go back to the bit: about 2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
+/// once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
+/// are only measured, and step once after it.
+///
+/// Every function but close may be called from several threads at the same time.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_open(
+    options: *const spw_spec_options,
+    spec_out: *mut *mut spw_spec,
+) -> spw_status {
+    guard(|| {
+        let spec_out = out(spec_out, "spec_out")?;
+        // SAFETY: the caller's promise is the callee's.
+        let options = unsafe { record::read(options, "options") }?;
+        if options.undo_mode != spw_undo_mode::SPW_UNDO_DELTA as u32 {
+            return Err(Error::invalid(
+                "options.undo_mode",
+                "is not SPW_UNDO_DELTA, which alone is exact here",
+            ));
+        }
+        let publish = match options.publish {
+            0 => Publish::Final,
+            1 => Publish::Staged,
+            2 => Publish::Speculative,
+            other => {
+                return Err(Error::invalid("options.publish", format!("{other} is not an spw_spec_publish")));
+            }
+        };
+        let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
+        let spec = spw_spec { engine, rules: Mutex::new(Rules::None) };
+        // SAFETY: not NULL, and the caller's promise.
+        unsafe { spec_out.write(Box::into_raw(Box::new(spec))) };
+        Ok(())
+    })
+}
+
+/// Opens a round of Adam steps, `options.step` and `options.grad_scale` (1 / loss scale) among them. Gradients whose norm
+/// over all ranks passes `max_norm` (0: no limit) will be clipped, as `torch.nn.utils.clip_grad_norm_` and DeepSpeed do:
+///
+///     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
+///
+/// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the one before are not final.
+///
+/// # Safety
+/// `spec` is an open engine, `options` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_begin_adam(
+    spec: *const spw_spec,
+    options: *const spw_adam_options,
+    max_norm: f64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callee's.
+        let options = unsafe { adam::parse(options) }?;
+        let rules = Rules::Adam(adam::rule(&options)?);
+        // SAFETY: as above.
+        unsafe { open(spec) }?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
+    })
+}
+
+/// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
+///
+/// # Safety
+/// As `spw_spec_begin_adam`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_begin_adagrad(
+    spec: *const spw_spec,
+    options: *const spw_adagrad_options,
+    max_norm: f64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callee's.
+        let options = unsafe { adagrad::parse(options) }?;
+        let rules = Rules::Adagrad(adagrad::rule(&options)?);
+        // SAFETY: as above.
+        unsafe { open(spec) }?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
+    })
+}
+
+/// Opens a round of Lion steps, as `spw_spec_begin_adam`.
+///
+/// # Safety
+/// As `spw_spec_begin_adam`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_begin_lion(
+    spec: *const spw_spec,
+    options: *const spw_lion_options,
+    max_norm: f64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callee's.
+        let options = unsafe { lion::parse(options) }?;
+        let rules = Rules::Lion(lion::rule(&options)?);
+        // SAFETY: as above.
+        unsafe { open(spec) }?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
+    })
+}
+
+/// Reads the counters. Set `stats->struct_size` first.
+///
+/// # Safety
+/// `spec` is an open engine, `stats` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_stats_get(spec: *const spw_spec, stats: *mut spw_spec_stats) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let found = open(spec)?.engine.stats()?;
+            let counts = found.counts;
+            let values = spw_spec_stats {
+                struct_size: 0,
+                reserved: 0,
+                commits: counts.commits,
+                redos: counts.redos,
+                skips: counts.skips,
+                aborts: counts.aborts,
+                buckets_speculated: counts.speculated,
+                buckets_committed: counts.committed,
+                buckets_redone: counts.redone,
+                buckets_rolled_back: counts.rolled_back,
+                buckets_spared: counts.spared,
+                seconds_exposed: found.exposed.as_secs_f64(),
+            };
+            record::write(&values, stats, "stats")
+        }
+    })
+}
+
+/// Ends the engine. A round without a verdict is taken back first, and one with a verdict brought to its end. NULL does
+/// nothing.
+///
+/// # Safety
+/// `spec` is NULL or an open engine, and is not used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_close(spec: *mut spw_spec) -> spw_status {
+    guard(|| {
+        if !spec.is_null() {
+            // SAFETY: made by Box::into_raw in spw_spec_open, and given up by the caller.
+            drop(unsafe { Box::from_raw(spec) });
+        }
+        Ok(())
+    })
+}
+
+pub(super) unsafe fn open<'a>(spec: *const spw_spec) -> Result<&'a spw_spec> {
+    // SAFETY: NULL, or an open engine by the caller's promise.
+    unsafe { spec.as_ref() }.ok_or_else(|| Error::invalid("spec", "is NULL"))
+}
+
+impl spw_spec {
+    fn begin(&self, rules: Rules, clip: Clip) -> Result<()> {
+        let mut mine = self.rules()?;
+        self.engine.begin(clip)?;
+        *mine = rules;
+        Ok(())
+    }
+
+    pub(super) fn rules(&self) -> Result<MutexGuard<'_, Rules>> {
+        self.engine.owned()?;
+        Ok(self.rules.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}

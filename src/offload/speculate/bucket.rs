@@ -1,0 +1,157 @@
+//! One bucket's tensors, and what each task does to them.
+#![forbid(unsafe_code)]
+
+use std::marker::PhantomData;
+
+use super::round::Task;
+use crate::error::Result;
+use crate::kernel::{Kernel, Rule, log_used_of};
+use crate::optim::spread::{self, Job};
+use crate::optim::{StepStats, undo};
+use crate::stats::OptimizerCounter;
+use crate::sys::reserve::Reserve;
+
+/// When the 16-bit copies of parameters are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Publish {
+    /// Once, when the bucket is final: others may read them until then.
+    Final,
+    /// By every step; they count when the bucket is final.
+    Staged,
+    /// By every step; they count at once, and may be withdrawn.
+    Speculative,
+}
+
+/// A bucket as the engine drives it. A task that fails before it wrote anything may be tried again; one that panics
+/// leaves the bucket unknown.
+pub trait Bucket: Send {
+    /// Does a task; the statistics of `Look` and `Speculate`.
+    fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats>;
+}
+
+/// Gives out tensors for as long as one pass over them takes.
+pub trait Lender<R>: Send {
+    /// The tensors and their rules, with the 16-bit copies or without.
+    fn lend(&mut self, copies: bool) -> Result<Vec<Job<'_, R>>>;
+}
+
+/// What one bucket number keeps from round to round: the log of its last step.
+#[derive(Debug, Default)]
+pub struct Recording {
+    log: Option<Reserve>,
+    room: usize,
+    kernel: Option<Kernel>,
+}
+
+/// A log that took more bytes per element than this gives its pages back: steady state takes about 2, so the next one
+/// will not need them.
+const KEPT_PER_ELEMENT: u64 = 4;
+
+impl Recording {
+    fn begin(&mut self, bytes: usize) -> Result<Kernel> {
+        let kernel = Kernel::current()?;
+        if self.log.is_none() || self.room < bytes {
+            // The old one first: both at once could pass a limit on address space.
+            self.log = None;
+            self.log = Some(Reserve::new(bytes)?);
+            self.room = bytes;
+        }
+        self.kernel = Some(kernel);
+        Ok(kernel)
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        self.log.as_mut().map_or(&mut [], Reserve::bytes_mut)
+    }
+
+    /// The kernel that wrote the log, which alone can read it.
+    fn kernel(&self) -> Result<Kernel> {
+        self.kernel.map_or_else(Kernel::current, Ok)
+    }
+
+    fn forget(&mut self, lengths: &[usize]) {
+        let mut rest: &[u8] = self.bytes();
+        let mut used = 0;
+        for length in lengths {
+            let (log, after) = rest.split_at(crate::kernel::log_bytes(*length).min(rest.len()));
+            used += log_used_of(log, *length);
+            rest = after;
+        }
+        let elements: usize = lengths.iter().sum();
+        if let Some(log) = self.log.as_mut().filter(|_| used > KEPT_PER_ELEMENT * elements as u64) {
+            log.release();
+        }
+    }
+}
+
+/// Tensors that step by the rule `R`.
+pub struct Tensors<R, L> {
+    lender: L,
+    publish: Publish,
+    counter: &'static OptimizerCounter,
+    rule: PhantomData<fn() -> R>,
+}
+
+impl<R: Rule, L: Lender<R>> Tensors<R, L> {
+    /// What `lender` has; steps that stand are counted in `counter`.
+    pub fn new(lender: L, publish: Publish, counter: &'static OptimizerCounter) -> Self {
+        Tensors { lender, publish, counter, rule: PhantomData }
+    }
+
+    fn speculate(&mut self, recording: &mut Recording) -> Result<StepStats> {
+        let jobs = self.lender.lend(self.publish != Publish::Final)?;
+        let kernel = recording.begin(undo::log_bytes_of(&jobs))?;
+        spread::step_on(kernel, &mut undo::attach(jobs, recording.bytes())?, true)
+    }
+
+    fn step(&mut self, factor: f32) -> Result<()> {
+        let mut jobs = self.lender.lend(true)?;
+        for job in &mut jobs {
+            job.optimizer = job.optimizer.with_grad_scale(factor);
+        }
+        spread::step_on(Kernel::current()?, &mut jobs, false)?;
+        self.counter.add(spread::elements(&jobs));
+        Ok(())
+    }
+
+    fn back(&mut self, recording: &mut Recording, again: Option<f32>) -> Result<()> {
+        let kernel = recording.kernel()?;
+        let jobs = self.lender.lend(again.is_some() || self.publish != Publish::Final)?;
+        let (lengths, elements) = (lengths(&jobs), spread::elements(&jobs));
+        undo::undo_on(kernel, &mut undo::attach(jobs, recording.bytes())?, again)?;
+        if again.is_some() {
+            self.counter.add(elements);
+        }
+        recording.forget(&lengths);
+        Ok(())
+    }
+
+    fn commit(&mut self, recording: &mut Recording) -> Result<()> {
+        let mut jobs = self.lender.lend(true)?;
+        if self.publish == Publish::Final {
+            spread::publish(&mut jobs)?;
+        }
+        self.counter.add(spread::elements(&jobs));
+        recording.forget(&lengths(&jobs));
+        Ok(())
+    }
+}
+
+fn lengths<R>(jobs: &[Job<'_, R>]) -> Vec<usize> {
+    jobs.iter().map(|job| job.tensor.len()).collect()
+}
+
+impl<R: Rule, L: Lender<R>> Bucket for Tensors<R, L> {
+    fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats> {
+        match task {
+            Task::Look => return spread::look(&mut self.lender.lend(false)?),
+            Task::Speculate => return self.speculate(recording),
+            Task::Pass => {}
+            Task::Commit => self.commit(recording)?,
+            Task::Rollback => self.back(recording, None)?,
+            Task::Redo(factor) => self.back(recording, Some(factor))?,
+            Task::Step(factor) => self.step(factor)?,
+        }
+        Ok(StepStats::default())
+    }
+}

@@ -1,0 +1,248 @@
+//! The engine as its callers see it.
+//!
+//! Invariants:
+//! - Calls may come from any thread; each does its part under one lock, which no step is done under.
+//! - An open round that is dropped is taken back before the drop returns.
+//! - A child made by fork gets errors, never a wait for the thread that it does not have.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::bucket::{Bucket, Publish};
+use super::clip::{Clip, Verdict};
+use super::executor::{self, Inner, Shared};
+use super::round::{Counts, Progress, Task};
+use crate::error::{Error, Result, RoundError};
+use crate::optim::StepStats;
+use crate::sys::event::Event;
+use crate::sys::threads;
+
+/// Steps buckets before their verdict is known.
+pub struct Engine {
+    process: u32,
+    publish: Publish,
+    shared: Arc<Shared>,
+}
+
+/// What a verdict came to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Outcome {
+    /// The verdict.
+    pub verdict: Verdict,
+    /// Norm of the gradients of all ranks; NaN if they are not finite.
+    pub norm: f64,
+    /// Factor on the gradient of every step that stands; 0 if none does.
+    pub factor: f32,
+    /// Buckets whose steps were withdrawn.
+    pub withdrawn: usize,
+}
+
+/// What happened so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Stats {
+    /// Rounds and buckets.
+    pub counts: Counts,
+    /// Time that callers spent waiting for this engine.
+    pub exposed: Duration,
+}
+
+impl Engine {
+    /// Starts an engine for rounds of `buckets` buckets.
+    pub fn open(buckets: u32, publish: Publish) -> Result<Engine> {
+        if buckets == 0 {
+            return Err(Error::invalid("buckets", "is 0"));
+        }
+        let shared = Arc::new(Shared::new(buckets)?);
+        let theirs = Arc::clone(&shared);
+        threads::spawn_quiet("spillway-spec", move || executor::execute(&theirs))
+            .map_err(|error| Error::system("starting the speculation thread", &error))?;
+        Ok(Engine { process: std::process::id(), publish, shared })
+    }
+
+    /// Opens a round.
+    pub fn begin(&self, clip: Clip) -> Result<()> {
+        self.lock()?.round.begin(clip)
+    }
+
+    /// Whether `submit` would take this bucket now.
+    pub fn may_submit(&self, bucket: u32) -> Result<()> {
+        self.lock()?.round.may_submit(bucket)
+    }
+
+    /// Hands a bucket over; it steps once `event` happened, or at once without one.
+    pub fn submit(&self, bucket: u32, work: Box<dyn Bucket>, event: Option<Event>) -> Result<()> {
+        let mut inner = self.lock()?;
+        inner.round.submit(bucket)?;
+        let slot = &mut inner.slots[bucket as usize];
+        slot.work = Some(work);
+        slot.event = event.map(Arc::new);
+        drop(inner);
+        self.shared.waker.set();
+        Ok(())
+    }
+
+    /// Waits until every bucket is measured; this rank's part of the norm.
+    pub fn local_result(&self, timeout: Option<Duration>) -> Result<StepStats> {
+        self.until(timeout, |inner| inner.round.local())
+    }
+
+    /// Gives the round the verdict that follows from the numbers of all ranks.
+    pub fn resolve(&self, global: StepStats) -> Result<Outcome> {
+        let mut inner = self.lock()?;
+        let verdict = inner.round.clip().verdict(global);
+        let norm = if global.nonfinite { f64::NAN } else { global.sum_squares.sqrt() };
+        self.close_round(&mut inner, verdict).map(|outcome| Outcome { norm, ..outcome })
+    }
+
+    /// Gives the round a verdict of the caller's own.
+    pub fn resolve_as(&self, verdict: Verdict) -> Result<Outcome> {
+        self.close_round(&mut self.lock()?, verdict)
+    }
+
+    /// Takes an open round back, whatever was submitted; without one nothing.
+    pub fn abort(&self) -> Result<()> {
+        let mut inner = self.lock()?;
+        inner.round.abort();
+        inner.sweep();
+        self.shared.waker.set();
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    /// Where a bucket stands.
+    pub fn progress(&self, bucket: u32) -> Result<Progress> {
+        self.lock()?.round.progress(bucket)
+    }
+
+    /// Waits until the 16-bit copies of a bucket count: until it is final, or stepped if they are published
+    /// speculatively.
+    pub fn wait(&self, bucket: u32, timeout: Option<Duration>) -> Result<()> {
+        self.until(timeout, |inner| match inner.round.progress(bucket)? {
+            Progress::Missing if inner.round.is_idle() => Err(RoundError::Missing(bucket).into()),
+            Progress::Final => Ok(Some(())),
+            Progress::Speculative if self.publish == Publish::Speculative => Ok(Some(())),
+            _ => Ok(None),
+        })
+    }
+
+    /// Waits until every bucket of the resolved round is final, and no event of it is looked at any more.
+    pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
+        self.until(timeout, |inner| {
+            let over = inner.round.is_idle() && !inner.watching;
+            match inner.round.failure().filter(|_| over) {
+                Some(error) => Err(error.clone()),
+                None => Ok(over.then_some(())),
+            }
+        })
+    }
+
+    /// Buckets that had been stepped when the last verdict withdrew their steps.
+    pub fn withdrawn(&self) -> Result<Vec<u32>> {
+        Ok(self.lock()?.round.withdrawn().to_vec())
+    }
+
+    /// What happened so far.
+    pub fn stats(&self) -> Result<Stats> {
+        let inner = self.lock()?;
+        Ok(Stats { counts: inner.round.counts(), exposed: inner.exposed })
+    }
+
+    /// When 16-bit copies are written.
+    pub fn publish(&self) -> Publish {
+        self.publish
+    }
+
+    /// An error in a process that did not open the engine.
+    pub fn owned(&self) -> Result<()> {
+        match self.process == std::process::id() {
+            true => Ok(()),
+            false => Err(Error::Unsupported(format!(
+                "the speculation engine was opened by process {}; a forked child opens its own",
+                self.process
+            ))),
+        }
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
+        self.owned()?;
+        Ok(self.shared.lock())
+    }
+
+    fn close_round(&self, inner: &mut MutexGuard<'_, Inner>, verdict: Verdict) -> Result<Outcome> {
+        let scale = inner.round.clip().scale();
+        inner.round.resolve(verdict)?;
+        inner.sweep();
+        // Where nothing is left to write, a bucket that stands is final at once.
+        if verdict == Verdict::Commit && self.publish != Publish::Final {
+            let standing: Vec<usize> = inner.round.due().collect();
+            for index in standing {
+                if inner.round.due_task(index) == Some(Task::Commit) {
+                    let job = inner.take(index);
+                    inner.put_back(executor::run(job));
+                }
+            }
+        }
+        self.shared.waker.set();
+        self.shared.changed.notify_all();
+        let factor = match verdict {
+            Verdict::Commit => scale,
+            Verdict::Redo(factor) => factor,
+            Verdict::Skip => 0.0,
+        };
+        Ok(Outcome { verdict, norm: f64::NAN, factor, withdrawn: inner.round.withdrawn().len() })
+    }
+
+    /// Waits until `check` has an answer; the time counts as exposed.
+    fn until<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut check: impl FnMut(&Inner) -> Result<Option<T>>,
+    ) -> Result<T> {
+        let start = Instant::now();
+        let end = timeout.and_then(|timeout| start.checked_add(timeout));
+        let mut inner = self.lock()?;
+        let outcome = loop {
+            if let Some(outcome) = check(&inner).transpose() {
+                break outcome;
+            }
+            if inner.executor_gone {
+                break Err(Error::Internal("the speculation thread died".to_string()));
+            }
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            inner = match left {
+                Some(Duration::ZERO) => break Err(timed_out(&inner, start.elapsed())),
+                Some(left) => {
+                    let woken = self.shared.changed.wait_timeout(inner, left);
+                    woken.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            };
+        };
+        inner.exposed += start.elapsed();
+        outcome
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // A forked child has neither the thread nor, perhaps, an open lock.
+        let Ok(mut inner) = self.lock() else { return };
+        inner.round.abort();
+        inner.sweep();
+        inner.closing = true;
+        self.shared.waker.set();
+        while !inner.executor_gone {
+            inner = self.shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+fn timed_out(inner: &Inner, waited: Duration) -> Error {
+    let waiting: Vec<String> = inner.round.waiting().map(|index| index.to_string()).take(8).collect();
+    let detail = match waiting.is_empty() {
+        true => String::new(),
+        false => format!("; buckets whose event has not come: {}", waiting.join(", ")),
+    };
+    Error::Timeout(format!("waited {:.3} s{detail}", waited.as_secs_f64()))
+}

@@ -1,0 +1,197 @@
+//! The thread that does the tasks of a round.
+//!
+//! Invariants:
+//! - One bucket at a time is stepped, spread over the pool; buckets start in the order in which they became ready.
+//! - The lock is never held while memory is stepped or an event is slept on.
+//! - A task that panics fails its bucket, and nothing else.
+#![forbid(unsafe_code)]
+
+use std::any::Any;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::bucket::{Bucket, Recording};
+use super::round::{Round, Task};
+use crate::error::{Error, Result, RoundError};
+use crate::optim::StepStats;
+use crate::sys::event::{Event, EventFd, Standing, poll};
+
+/// What the callers and the executor share.
+pub struct Shared {
+    inner: Mutex<Inner>,
+    /// A bucket changed its state, or the executor ended.
+    pub changed: Condvar,
+    /// There may be something to do for the executor.
+    pub waker: EventFd,
+}
+
+/// Everything under the lock.
+pub struct Inner {
+    pub round: Round,
+    pub slots: Vec<Slot>,
+    /// The executor looks at events of callers.
+    pub watching: bool,
+    pub closing: bool,
+    pub executor_gone: bool,
+    /// Time that callers spent waiting.
+    pub exposed: Duration,
+}
+
+/// One bucket number.
+#[derive(Default)]
+pub struct Slot {
+    pub work: Option<Box<dyn Bucket>>,
+    pub event: Option<Arc<Event>>,
+    recording: Recording,
+}
+
+/// A task with what it needs, taken out of its slot.
+pub struct Job {
+    index: usize,
+    task: Task,
+    work: Box<dyn Bucket>,
+    recording: Recording,
+}
+
+impl Shared {
+    /// For rounds of `buckets` buckets.
+    pub fn new(buckets: u32) -> Result<Shared> {
+        let waker = EventFd::new().map_err(|error| Error::system("making an eventfd", &error))?;
+        let inner = Inner {
+            round: Round::new(buckets as usize),
+            slots: (0..buckets).map(|_| Slot::default()).collect(),
+            watching: false,
+            closing: false,
+            executor_gone: false,
+            exposed: Duration::ZERO,
+        };
+        Ok(Shared { inner: Mutex::new(inner), changed: Condvar::new(), waker })
+    }
+
+    /// The lock; what a panic left behind is whole, since tasks run outside of it.
+    pub fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    /// Starts a bucket that is waiting or due.
+    pub fn take(&mut self, index: usize) -> Option<Job> {
+        let slot = &mut self.slots[index];
+        let work = slot.work.take()?;
+        let recording = std::mem::take(&mut slot.recording);
+        let task = self.round.start(index);
+        Some(Job { index, task, work, recording })
+    }
+
+    /// Ends what `take` started.
+    pub fn put_back(&mut self, done: Option<(Job, Result<StepStats>)>) {
+        let Some((job, outcome)) = done else { return };
+        let slot = &mut self.slots[job.index];
+        slot.recording = job.recording;
+        slot.work = Some(job.work);
+        match outcome {
+            Ok(stats) => self.round.done(job.index, stats),
+            Err(error) => self.round.fail(job.index, error),
+        }
+        self.release(job.index);
+    }
+
+    /// Lets go of what buckets hold that need nothing more.
+    pub fn sweep(&mut self) {
+        (0..self.slots.len()).for_each(|index| self.release(index));
+    }
+
+    fn release(&mut self, index: usize) {
+        if self.round.is_over(index) {
+            self.slots[index].work = None;
+            self.slots[index].event = None;
+        }
+    }
+
+    /// The next task whose time has come.
+    fn next(&mut self) -> Option<Job> {
+        let due = self.round.due().next();
+        let ready = || self.round.waiting().find(|index| self.slots[*index].event.is_none());
+        let index = due.or_else(ready)?;
+        self.take(index)
+    }
+
+    /// Waiting buckets with the events they wait for.
+    fn watched(&self) -> Vec<(usize, Arc<Event>)> {
+        let event = |index: usize| self.slots[index].event.clone().map(|event| (index, event));
+        self.round.waiting().filter_map(event).collect()
+    }
+
+    /// Takes in how those events stand, or why the system does not say.
+    fn note(&mut self, watched: &[(usize, Arc<Event>)], seen: io::Result<Vec<Standing>>) {
+        self.watching = false;
+        for (order, (index, event)) in watched.iter().enumerate() {
+            let slot = &mut self.slots[*index];
+            if !slot.event.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, event)) {
+                continue;
+            }
+            let error = match &seen {
+                Ok(standings) => match standings[order] {
+                    Standing::Pending => continue,
+                    Standing::Ready => {
+                        slot.event = None;
+                        continue;
+                    }
+                    Standing::Broken(reason) => RoundError::Event { bucket: *index as u32, reason }.into(),
+                },
+                Err(error) => Error::system("waiting for the events of buckets", error),
+            };
+            self.round.fail(*index, error);
+            self.release(*index);
+        }
+    }
+}
+
+/// Does one task, whatever it does to itself.
+pub fn run(job: Option<Job>) -> Option<(Job, Result<StepStats>)> {
+    let mut job = job?;
+    let attempt = AssertUnwindSafe(|| job.work.run(job.task, &mut job.recording));
+    let outcome = catch_unwind(attempt).unwrap_or_else(|panic| Err(Error::Internal(words(&*panic))));
+    Some((job, outcome))
+}
+
+fn words(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_string())
+}
+
+/// The executor: does tasks until the engine is closed and nothing is left.
+pub fn execute(shared: &Shared) {
+    struct Gone<'a>(&'a Shared);
+    impl Drop for Gone<'_> {
+        fn drop(&mut self) {
+            self.0.lock().executor_gone = true;
+            self.0.changed.notify_all();
+        }
+    }
+    let _gone = Gone(shared);
+    loop {
+        let mut inner = shared.lock();
+        if let Some(job) = inner.next() {
+            drop(inner);
+            let done = run(Some(job));
+            shared.lock().put_back(done);
+            shared.changed.notify_all();
+            continue;
+        }
+        if inner.closing && inner.round.is_idle() {
+            return;
+        }
+        let watched = inner.watched();
+        inner.watching = !watched.is_empty();
+        drop(inner);
+        let events: Vec<&Event> = watched.iter().map(|(_, event)| &**event).collect();
+        let seen = poll(&shared.waker, &events, true);
+        shared.waker.clear();
+        shared.lock().note(&watched, seen);
+        shared.changed.notify_all();
+    }
+}

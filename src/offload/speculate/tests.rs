@@ -1,0 +1,238 @@
+//! The states of a round on their own, and the engine around them with buckets that only say what was asked of them.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::round::Round;
+use super::{Bucket, Clip, Engine, Progress, Publish, Recording, Task, Verdict};
+use crate::error::{Error, Result, RoundError};
+use crate::optim::StepStats;
+use crate::sys::event::{Event, EventFd};
+
+fn seen(sum_squares: f64) -> StepStats {
+    StepStats { nonfinite: !sum_squares.is_finite(), sum_squares }
+}
+
+fn clip() -> Clip {
+    Clip::new(1.0, 1.0).unwrap()
+}
+
+/// A round of three buckets of which these arrived with these sums.
+fn round(arrived: &[(usize, f64)]) -> (Round, Vec<Task>) {
+    let mut round = Round::new(3);
+    round.begin(clip()).unwrap();
+    let mut tasks = Vec::new();
+    for (index, sum) in arrived {
+        round.submit(*index as u32).unwrap();
+        tasks.push(round.start(*index));
+        round.done(*index, seen(*sum));
+    }
+    (round, tasks)
+}
+
+fn refused(outcome: Result<()>, wanted: RoundError) {
+    assert_eq!(outcome, Err(Error::Round(wanted)));
+}
+
+#[test]
+fn calls_out_of_order_are_refused_and_change_nothing() {
+    let mut round = Round::new(2);
+    refused(round.submit(0), RoundError::NotBegun);
+    refused(round.resolve(Verdict::Commit), RoundError::NotBegun);
+    round.begin(clip()).unwrap();
+    refused(round.begin(clip()), RoundError::Open);
+    assert!(matches!(round.submit(2), Err(Error::InvalidArgument { .. })));
+    round.submit(0).unwrap();
+    refused(round.submit(0), RoundError::Submitted(0));
+    refused(round.local().map(drop), RoundError::Missing(1));
+    refused(round.resolve(Verdict::Commit), RoundError::Missing(1));
+    round.submit(1).unwrap();
+    assert_eq!(round.local(), Ok(None));
+    assert!(matches!(round.resolve(Verdict::Commit), Err(Error::Busy(_))));
+    for index in 0..2 {
+        assert_eq!(round.start(index), Task::Speculate);
+        round.done(index, seen(0.1));
+    }
+    round.resolve(Verdict::Skip).unwrap();
+    refused(round.resolve(Verdict::Skip), RoundError::Resolved);
+    refused(round.submit(0), RoundError::Resolved);
+    assert!(matches!(round.begin(clip()), Err(Error::Busy(_))));
+    assert_eq!(round.due().collect::<Vec<_>>(), [1, 0], "the last submitted comes first");
+    for index in [1, 0] {
+        assert_eq!(round.start(index), Task::Rollback);
+        round.done(index, StepStats::default());
+    }
+    refused(round.submit(0), RoundError::Resolved);
+    round.begin(clip()).unwrap();
+    assert_eq!(round.progress(0), Ok(Progress::Missing));
+}
+
+#[test]
+fn the_sum_does_not_depend_on_the_order_of_arrival() {
+    let sums = [(0, 1.0), (1, 1e16), (2, 1.0)];
+    let expected = (1.0 + 1e16) + 1.0;
+    assert_ne!(expected, (1.0 + 1.0) + 1e16, "the order matters to these");
+    for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+        let (round, _) = round(&order.map(|index| sums[index]));
+        assert_eq!(round.local(), Ok(Some(seen(expected))));
+    }
+}
+
+#[test]
+fn once_the_verdict_is_certain_buckets_are_spared() {
+    let (mut round, tasks) = round(&[(2, 0.5), (0, 0.6), (1, 0.1)]);
+    assert_eq!(tasks, [Task::Speculate, Task::Speculate, Task::Look]);
+    round.resolve(Verdict::Redo(0.5)).unwrap();
+    assert_eq!(round.withdrawn(), [0, 2]);
+    let due: Vec<Task> = (0..3).map(|index| round.due_task(index).unwrap()).collect();
+    assert_eq!(due, [Task::Redo(0.5), Task::Step(0.5), Task::Redo(0.5)]);
+    let counts = round.counts();
+    assert_eq!((counts.speculated, counts.redone, counts.spared, counts.redos), (2, 2, 1, 1));
+}
+
+#[test]
+fn after_an_overflow_the_rest_is_not_even_measured() {
+    for bad in [f64::INFINITY, f64::NAN] {
+        let (mut round, tasks) = round(&[(0, 0.1), (2, bad), (1, 0.1)]);
+        assert_eq!(tasks, [Task::Speculate, Task::Speculate, Task::Pass]);
+        let local = round.local().unwrap().unwrap();
+        assert!(local.nonfinite && local.sum_squares.is_nan());
+        round.resolve(Verdict::Skip).unwrap();
+        assert_eq!(round.progress(1), Ok(Progress::Final), "it was never touched");
+    }
+    // A caller whose rule is another may step all the same.
+    let (mut round, _) = round(&[(0, f64::INFINITY), (1, 0.1), (2, 0.1)]);
+    round.resolve(Verdict::Commit).unwrap();
+    let due: Vec<Task> = (0..3).map(|index| round.due_task(index).unwrap()).collect();
+    assert_eq!(due, [Task::Commit, Task::Step(1.0), Task::Step(1.0)]);
+}
+
+#[test]
+fn an_abort_takes_back_what_was_stepped_also_what_is_being_stepped() {
+    let mut round = Round::new(4);
+    round.begin(clip()).unwrap();
+    for bucket in 0..3 {
+        round.submit(bucket).unwrap();
+    }
+    round.start(0);
+    round.done(0, seen(0.1));
+    round.start(1);
+    round.abort();
+    assert_eq!((round.progress(2), round.progress(3)), (Ok(Progress::Final), Ok(Progress::Final)));
+    assert_eq!(round.due_task(1), None, "it is still being stepped");
+    round.done(1, seen(0.1));
+    for index in [0, 1] {
+        assert_eq!(round.start(index), Task::Rollback);
+        round.done(index, StepStats::default());
+    }
+    assert!(round.is_idle());
+    assert_eq!((round.counts().aborts, round.counts().rolled_back), (1, 2));
+}
+
+/// Says what was asked of it.
+struct Fake {
+    index: u32,
+    sum: f64,
+    told: Arc<Mutex<Vec<(u32, Task)>>>,
+}
+
+impl Bucket for Fake {
+    fn run(&mut self, task: Task, _: &mut Recording) -> Result<StepStats> {
+        self.told.lock().unwrap().push((self.index, task));
+        assert!(self.sum >= 0.0, "a bucket that panics");
+        Ok(seen(self.sum))
+    }
+}
+
+struct Stage {
+    engine: Engine,
+    told: Arc<Mutex<Vec<(u32, Task)>>>,
+}
+
+impl Stage {
+    fn new(buckets: u32, publish: Publish) -> Stage {
+        let engine = Engine::open(buckets, publish).unwrap();
+        engine.begin(clip()).unwrap();
+        Stage { engine, told: Arc::default() }
+    }
+
+    fn submit(&self, index: u32, sum: f64, event: Option<Event>) -> Result<()> {
+        self.engine.submit(index, Box::new(Fake { index, sum, told: Arc::clone(&self.told) }), event)
+    }
+
+    fn told(&self) -> Vec<(u32, Task)> {
+        self.told.lock().unwrap().clone()
+    }
+}
+
+const SOON: Option<Duration> = Some(Duration::from_secs(20));
+
+#[test]
+fn a_bucket_that_panics_fails_alone_and_the_next_round_works() {
+    let stage = Stage::new(2, Publish::Staged);
+    stage.submit(0, 0.1, None).unwrap();
+    stage.submit(1, -1.0, None).unwrap();
+    let error = stage.engine.local_result(SOON).unwrap_err();
+    assert!(matches!(&error, Error::Internal(words) if words.contains("a bucket that panics")), "{error}");
+    assert_eq!(stage.engine.resolve_as(Verdict::Commit).unwrap_err(), error);
+    stage.engine.abort().unwrap();
+    assert_eq!(stage.engine.finish(SOON).unwrap_err(), error);
+    assert_eq!(stage.engine.progress(0), Ok(Progress::Final));
+    assert_eq!(stage.told(), [(0, Task::Speculate), (1, Task::Speculate), (0, Task::Rollback)]);
+
+    stage.engine.begin(clip()).unwrap();
+    stage.submit(1, 0.1, None).unwrap();
+    stage.submit(0, 0.1, None).unwrap();
+    stage.engine.local_result(SOON).unwrap();
+    stage.engine.resolve(seen(0.2)).unwrap();
+    assert_eq!(stage.engine.progress(1), Ok(Progress::Final), "a step that stands is final at once");
+    stage.engine.finish(SOON).unwrap();
+}
+
+#[test]
+fn a_bucket_waits_for_its_event_and_the_others_do_not_wait_for_it() {
+    let stage = Stage::new(3, Publish::Final);
+    let flag = EventFd::new().unwrap();
+    stage.submit(0, 0.1, Some(Event::readable(flag.fd()).unwrap())).unwrap();
+    stage.submit(2, 0.1, None).unwrap();
+    stage.submit(1, 0.1, None).unwrap();
+    let error = stage.engine.local_result(Some(Duration::from_millis(20))).unwrap_err();
+    assert!(matches!(&error, Error::Timeout(words) if words.ends_with("not come: 0")), "{error}");
+    while stage.told().len() < 2 {
+        std::thread::yield_now();
+    }
+    flag.set();
+    assert_eq!(stage.engine.local_result(SOON).map(|local| local.nonfinite), Ok(false));
+    assert_eq!(stage.told()[..2], [(2, Task::Speculate), (1, Task::Speculate)]);
+    stage.engine.resolve(seen(0.3)).unwrap();
+    stage.engine.finish(SOON).unwrap();
+    assert!(stage.engine.stats().unwrap().exposed >= Duration::from_millis(20));
+}
+
+#[test]
+fn a_dropped_round_is_taken_back_before_the_drop_returns() {
+    let stage = Stage::new(3, Publish::Speculative);
+    let never = EventFd::new().unwrap();
+    stage.submit(1, 0.1, None).unwrap();
+    stage.submit(2, 0.1, Some(Event::readable(never.fd()).unwrap())).unwrap();
+    stage.engine.wait(1, SOON).unwrap();
+    assert_eq!(stage.engine.progress(1), Ok(Progress::Speculative));
+    let told = Arc::clone(&stage.told);
+    drop(stage);
+    assert_eq!(*told.lock().unwrap(), [(1, Task::Speculate), (1, Task::Rollback)]);
+}
+
+#[test]
+fn an_event_that_can_never_come_is_an_error_that_names_the_bucket() {
+    let stage = Stage::new(1, Publish::Staged);
+    let (reader, writer) = std::io::pipe().unwrap();
+    stage.submit(0, 0.1, Some(Event::readable(std::os::fd::AsRawFd::as_raw_fd(&reader)).unwrap())).unwrap();
+    drop(writer);
+    let error = stage.engine.wait(0, SOON).unwrap_err();
+    assert!(matches!(error, Error::Round(RoundError::Event { bucket: 0, .. })), "{error}");
+    stage.engine.abort().unwrap();
+    assert!(stage.engine.finish(SOON).is_err());
+    assert_eq!(stage.told(), []);
+    stage.engine.begin(clip()).unwrap();
+}

@@ -1,0 +1,223 @@
+//! Waiting for things that happen outside the process's own locks: descriptors that become readable, words of memory
+//! that something else counts up.
+//!
+//! A word is looked at again and again instead of slept on: a GPU that writes it can wake nobody.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+/// How often words are looked at.
+const WORD_PERIOD: Duration = Duration::from_micros(200);
+
+/// A counter of the system that one thread sets and another polls.
+#[derive(Debug)]
+pub struct EventFd(File);
+
+impl EventFd {
+    /// Makes one, not set.
+    pub fn new() -> io::Result<EventFd> {
+        // SAFETY: plain integers.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a descriptor that this call just made.
+        Ok(EventFd(unsafe { File::from_raw_fd(fd) }))
+    }
+
+    /// The descriptor.
+    pub fn fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
+    /// Sets it: whoever polls it wakes.
+    pub fn set(&self) {
+        // A full counter is set, too.
+        let _ = (&self.0).write(&1_u64.to_ne_bytes());
+    }
+
+    /// Takes back every set so far.
+    pub fn clear(&self) {
+        // An empty counter only means that another set was cleared together with this one.
+        let _ = (&self.0).read(&mut [0; 8]);
+    }
+}
+
+/// Something that will happen once.
+#[derive(Debug)]
+pub enum Event {
+    /// A descriptor becomes readable; what there is to read stays.
+    Descriptor(OwnedFd),
+    /// A word reaches a value.
+    Word(Word),
+}
+
+/// A word of memory and the value it will reach, by counting up through 2^32 if need be.
+#[derive(Debug)]
+pub struct Word {
+    address: NonNull<AtomicU32>,
+    value: u32,
+}
+
+// SAFETY: the word is only read, atomically; its maker promised that any thread may.
+unsafe impl Send for Word {}
+// SAFETY: as above.
+unsafe impl Sync for Word {}
+
+impl Word {
+    /// Waits for the word at `address` to be `value`, or up to 2^31 - 1 past it; `None` for NULL or a bad alignment.
+    ///
+    /// # Safety
+    /// The word is readable from any thread as long as this lives.
+    pub unsafe fn new(address: *const u32, value: u32) -> Option<Word> {
+        let address = NonNull::new(address.cast_mut().cast::<AtomicU32>())?;
+        address.is_aligned().then_some(Word { address, value })
+    }
+
+    fn reached(&self) -> bool {
+        // SAFETY: readable and aligned by the promise of `new`. Acquire: what was written before the word is seen.
+        let now = unsafe { self.address.as_ref() }.load(Ordering::Acquire);
+        now.wrapping_sub(self.value) < 1 << 31
+    }
+}
+
+impl Event {
+    /// The descriptor `fd` becoming readable. It is duplicated: the caller may close its own at once.
+    pub fn readable(fd: RawFd) -> io::Result<Event> {
+        // SAFETY: plain integers; the system checks the descriptor.
+        let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+        if copy < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a descriptor that this call just made.
+        Ok(Event::Descriptor(unsafe { OwnedFd::from_raw_fd(copy) }))
+    }
+}
+
+/// How an event stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// Not yet.
+    Pending,
+    /// It happened.
+    Ready,
+    /// It can never happen; why.
+    Broken(&'static str),
+}
+
+/// Looks at all events, and sleeps before that, if `patient`, until one of them or the waker may have changed.
+pub fn poll(waker: &EventFd, events: &[&Event], patient: bool) -> io::Result<Vec<Standing>> {
+    let ask = |fd: RawFd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // A negative descriptor is passed over, so that both lists keep one order.
+    let asked = events.iter().map(|event| match event {
+        Event::Descriptor(fd) => ask(fd.as_raw_fd()),
+        Event::Word(_) => ask(-1),
+    });
+    let mut descriptors: Vec<libc::pollfd> = std::iter::once(ask(waker.fd())).chain(asked).collect();
+    let words = events.iter().any(|event| matches!(event, Event::Word(_)));
+    let limit = match (patient, words) {
+        (false, _) => Some(Duration::ZERO),
+        (true, true) => Some(WORD_PERIOD),
+        (true, false) => None,
+    };
+    sleep(&mut descriptors, limit)?;
+    let standing = |(event, polled): (&&Event, &libc::pollfd)| match event {
+        Event::Word(word) if word.reached() => Standing::Ready,
+        Event::Word(_) => Standing::Pending,
+        Event::Descriptor(_) => standing_of(polled.revents),
+    };
+    Ok(events.iter().zip(&descriptors[1..]).map(standing).collect())
+}
+
+fn standing_of(seen: libc::c_short) -> Standing {
+    let has = |flag| seen & flag != 0;
+    if has(libc::POLLIN) {
+        Standing::Ready
+    } else if has(libc::POLLHUP) {
+        Standing::Broken("its other end was closed before anything came")
+    } else if has(libc::POLLERR | libc::POLLNVAL) {
+        Standing::Broken("the system reports an error on its descriptor")
+    } else {
+        Standing::Pending
+    }
+}
+
+fn sleep(descriptors: &mut [libc::pollfd], limit: Option<Duration>) -> io::Result<()> {
+    let limit = limit.map(|limit| libc::timespec {
+        tv_sec: limit.as_secs() as libc::time_t,
+        tv_nsec: limit.subsec_nanos().into(),
+    });
+    let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let count = descriptors.len() as libc::nfds_t;
+    // SAFETY: the array has `count` entries; the limit is NULL or lives through the call.
+    match unsafe { libc::ppoll(descriptors.as_mut_ptr(), count, limit, std::ptr::null()) } {
+        0.. => Ok(()),
+        _ => match io::Error::last_os_error() {
+            // Nothing was written to the array; the caller looks again.
+            interrupted if interrupted.kind() == io::ErrorKind::Interrupted => Ok(()),
+            error => Err(error),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(events: &[&Event]) -> Vec<Standing> {
+        poll(&EventFd::new().unwrap(), events, false).unwrap()
+    }
+
+    #[test]
+    fn words_are_reached_at_their_value_and_past_it_and_through_zero() {
+        let count = AtomicU32::new(0);
+        let word = |value| {
+            // SAFETY: the word outlives the events of this test.
+            Event::Word(unsafe { Word::new(count.as_ptr(), value) }.unwrap())
+        };
+        let events = [&word(0), &word(1), &word(u32::MAX), &word(1 << 31)];
+        let (yes, no) = (Standing::Ready, Standing::Pending);
+        assert_eq!(look(&events), [yes, no, yes, no]);
+        count.store(1, Ordering::Release);
+        assert_eq!(look(&events), [yes, yes, yes, no]);
+        // SAFETY: neither is ever read.
+        let bad = [unsafe { Word::new(std::ptr::null(), 0) }, unsafe {
+            Word::new(count.as_ptr().wrapping_byte_add(2), 0)
+        }];
+        assert!(bad.iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn a_descriptor_is_ready_broken_or_neither_and_a_closed_one_is_refused() {
+        let (reader, mut writer) = io::pipe().unwrap();
+        let event = Event::readable(reader.as_raw_fd()).unwrap();
+        drop(reader);
+        assert_eq!(look(&[&event]), [Standing::Pending]);
+        writer.write_all(b"x").unwrap();
+        assert_eq!(look(&[&event, &event]), [Standing::Ready; 2]);
+        drop(writer);
+        assert_eq!(look(&[&event]), [Standing::Ready], "what came before the end counts");
+        let (reader, writer) = io::pipe().unwrap();
+        let event = Event::readable(reader.as_raw_fd()).unwrap();
+        drop(writer);
+        assert!(matches!(look(&[&event])[..], [Standing::Broken(_)]));
+        assert!(Event::readable(-1).is_err());
+    }
+
+    #[test]
+    fn a_patient_poll_ends_when_the_waker_is_set() {
+        let waker = EventFd::new().unwrap();
+        waker.set();
+        waker.set();
+        assert_eq!(poll(&waker, &[], true).unwrap(), []);
+        waker.clear();
+        let idle = AtomicU32::new(0);
+        // SAFETY: the word outlives the event.
+        let event = Event::Word(unsafe { Word::new(idle.as_ptr(), 1) }.unwrap());
+        assert_eq!(poll(&waker, &[&event], true).unwrap(), [Standing::Pending]);
+    }
+}

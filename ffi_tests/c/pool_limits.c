@@ -79,7 +79,9 @@ int main(void) {
     CHECK(lines("2: ") == 1 && lines("NUMA node 900") == 1);
     use(pool, 0);
     pool = open_pool(SPW_POOL_BIND_NODE | SPW_POOL_NO_LOCK, 0);
-    if (access("/sys/devices/system/node/node0", F_OK) == 0) CHECK(messages[0] == 0);
+    if (access("/sys/devices/system/node/node0", F_OK) == 0) {
+        CHECK(messages[0] == 0 || strstr(messages, "not implemented")); // An emulator may lack mbind.
+    }
     use(pool, 0);
     return 0;
 }

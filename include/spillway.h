@@ -1488,7 +1488,7 @@ enum spw_status spw_undo_close(struct spw_undo *undo);
 // once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
 // are only measured, and step once after it.
 //
-// Every function but close may be called from several threads at the same time.
+// Every function but close may be called from several threads at the same time. Complete: examples_c/speculate.c.
 //
 // Requires: `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
 enum spw_status spw_spec_open(const struct spw_spec_options *options,

@@ -109,6 +109,9 @@ impl Tensor {
             exp_avg_sq: self.exp_avg_sq.as_mut_ptr().cast(),
             param_copy: self.copy.as_mut_ptr().cast(),
             options: ptr::null(),
+            shadow_param: ptr::null_mut(),
+            shadow_exp_avg: ptr::null_mut(),
+            shadow_exp_avg_sq: ptr::null_mut(),
         }
     }
 

@@ -257,6 +257,7 @@ unsafe fn jobs(
     unsafe {
         let shared = rule(&parse(options)?)?;
         let raw = tensor::read_all(tensors, count)?;
+        tensor::no_shadows(&raw)?;
         let job = |raw: &spw_tensor| {
             let floats = |address: *const c_void, dtype, argument| {
                 // SAFETY: the caller's promise.

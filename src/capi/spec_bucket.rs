@@ -263,6 +263,7 @@ impl spw_spec {
         // SAFETY: the caller's promise is the callees'.
         let (raw, mut jobs) =
             unsafe { (tensor::read_all(tensors, count)?, tensor::jobs(tensors, count, &rule, own)?) };
+        tensor::no_shadows(&raw)?;
         for (index, job) in jobs.iter_mut().enumerate() {
             job.tensor.keep(R::EXP_AVG, R::EXP_AVG_SQ)?;
             if job.optimizer.grad_scale() != rule.grad_scale() {

@@ -223,7 +223,7 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 /// bf16 or f16, are read where they are and never go to the tier.
 ///
 /// `tensors[i]` is subgroup i, with its `n`, `grad` and, if wanted, `param_copy`, where the new parameter is published in 16
-/// bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg and exp_avg_sq are NULL.
+/// bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg, exp_avg_sq and the shadow spans are NULL.
 ///
 /// After an error some subgroups may have been stepped: every call but `spw_swap_roll_back` and `spw_swap_close` is
 /// SPW_ERR_BUSY then.
@@ -396,6 +396,7 @@ fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
             return Err(at(Error::invalid(argument, reason)));
         }
     }
+    tensor::no_shadows(tensors)?;
     tensor::check_overlap(tensors)
 }
 

@@ -204,6 +204,17 @@ unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
     }
 }
 
+/// Refuses shadow spans, for calls that keep states of their own.
+pub(super) fn no_shadows(tensors: &[spw_tensor]) -> Result<()> {
+    let set = |raw: &spw_tensor| {
+        ![raw.shadow_param, raw.shadow_exp_avg, raw.shadow_exp_avg_sq].iter().all(|shadow| shadow.is_null())
+    };
+    match tensors.iter().position(set) {
+        None => Ok(()),
+        Some(index) => Err(at(index, Error::invalid("shadow_param", "and its kind are not for this call"))),
+    }
+}
+
 /// The shadow set: as many spans as the tensor has of its own, or none.
 unsafe fn shadow_of<'a>(raw: &spw_tensor, state_dtype: Dtype) -> Result<Option<States<'a>>> {
     let pairs = [

@@ -35,7 +35,7 @@ install: lib
 ROUNDS ?= 1000
 kill:
 	SPILLWAY_KILL_ROUNDS=$(ROUNDS) cargo test --test c -- tier_kill
-	@cat target/tmp/c/tier_kill/counts.txt
+	@cat target/*/c/tier_kill/counts.txt
 
 bench: lib
 	$(RELEASE)/spillway bench adam

@@ -103,7 +103,7 @@ fn layout_of_rust() -> String {
         }
         capi::tensor::spw_tensor {
             struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, reserved, n, param, grad, exp_avg, exp_avg_sq,
-            param_copy, options,
+            param_copy, options, shadow_param, shadow_exp_avg, shadow_exp_avg_sq,
         }
         capi::tensor::spw_step_stats { struct_size, nonfinite, sum_squares }
         capi::adagrad::spw_adagrad_options {

@@ -85,6 +85,20 @@ typedef enum spw_status {
     SPW_ERR_DEADLINE = 26,
     // Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
+    // Stored bytes do not match their checksum; the message names path, extent, block and offset.
+    SPW_ERR_CORRUPT = 30,
+    // Not a tier, or one of a format version that this library does not read.
+    SPW_ERR_FORMAT = 31,
+    // A whole tier, but of another run, rank or size than the one that was asked for.
+    SPW_ERR_FOREIGN = 32,
+    // A live process holds it; the message names the process.
+    SPW_ERR_LOCKED = 33,
+    // A path that holds a part of the tier is not there.
+    SPW_ERR_PATH_MISSING = 34,
+    // The extent had a part on a path that is not there.
+    SPW_ERR_LOST = 35,
+    // There is no committed state.
+    SPW_ERR_NO_STATE = 36,
     // No round of speculation was begun.
     SPW_ERR_NO_ROUND = 40,
     // A round is open; it has to be resolved or aborted first.
@@ -97,6 +111,22 @@ typedef enum spw_status {
     SPW_ERR_BUCKET_SUBMITTED = 44,
     // The event that a bucket waits for can never come.
     SPW_ERR_EVENT_BROKEN = 45,
+    // There is no GPU: no driver library, or one that sees no device.
+    SPW_ERR_NO_DEVICE = 50,
+    // The CUDA driver library that was found is the stub of a toolkit.
+    SPW_ERR_DRIVER_STUB = 51,
+    // The CUDA driver is older than 525, or does not fit its kernel module.
+    SPW_ERR_DRIVER_TOO_OLD = 52,
+    // The driver could not compile the GPU kernels; the message has its log.
+    SPW_ERR_GPU_JIT = 53,
+    // Device memory is used up, or memory that the driver should register.
+    SPW_ERR_GPU_OUT_OF_MEMORY = 54,
+    // An earlier error ended the CUDA context; what was under way is worth nothing. Only a new process gets a new one.
+    SPW_ERR_GPU_LOST = 55,
+    // CUDA was used before this process was forked.
+    SPW_ERR_GPU_FORKED = 56,
+    // The driver refused; the message has its words.
+    SPW_ERR_GPU = 57,
 } spw_status;
 
 // Element type of a span. Passed as `uint32_t`.
@@ -183,6 +213,65 @@ typedef enum spw_io_flag {
     SPW_IO_NO_PREALLOCATE = 2,
 } spw_io_flag;
 
+// What `spw_tier_open` does with what is there. Passed as `uint32_t`.
+typedef enum spw_tier_mode {
+    // Go on if there is a committed state, else make a new tier.
+    SPW_TIER_AUTO = 0,
+    // Make a new tier; a committed state on one of the paths is SPW_ERR_FOREIGN.
+    SPW_TIER_CREATE = 1,
+    // Go on at the last committed step; none is SPW_ERR_NO_STATE.
+    SPW_TIER_RESUME = 2,
+} spw_tier_mode;
+
+// What a commit waits for. Passed as `uint32_t`.
+typedef enum spw_tier_durability {
+    // The devices' word that data and superblocks are durable (fdatasync): survives a power cut.
+    SPW_TIER_DURABLE_DATA = 0,
+    // Nothing: a killed process loses nothing, a machine that stops may.
+    SPW_TIER_DURABLE_PROCESS = 1,
+    // As SPW_TIER_DURABLE_DATA; directories are synced as well and superblocks read back.
+    SPW_TIER_DURABLE_FULL = 2,
+} spw_tier_durability;
+
+// Kinds of paths. Passed as `uint32_t`.
+typedef enum spw_tier_kind {
+    // A directory that exists: a local disk, a mounted file system.
+    SPW_TIER_DIRECTORY = 0,
+    // Memory of this process. What lies there is lost with it, commits notwithstanding.
+    SPW_TIER_MEMORY = 1,
+} spw_tier_kind;
+
+// Choices for a tier, added together.
+typedef enum spw_tier_flag {
+    // Open without paths that are missing; `spw_tier_opened` says what is lost.
+    SPW_TIER_DEGRADED = 1,
+    // Go through the page cache, even where the file system allows O_DIRECT.
+    SPW_TIER_NO_DIRECT = 2,
+} spw_tier_flag;
+
+// How a path is doing. Passed as `uint32_t`.
+typedef enum spw_tier_health {
+    // Reads and writes.
+    SPW_TIER_HEALTHY = 0,
+    // Reads only: what lies there moves when it is put next.
+    SPW_TIER_DRAINING = 1,
+    // A write or the whole path failed; reads are still tried.
+    SPW_TIER_FAILED = 2,
+    // It was not there when the tier was opened.
+    SPW_TIER_MISSING = 3,
+} spw_tier_health;
+
+// Choices for a tiered update, added together.
+typedef enum spw_swap_flag {
+    // Base pages, even where 2 MiB pages could be had.
+    SPW_SWAP_NO_HUGE_PAGES = 1,
+    // Leave the memory unlocked.
+    SPW_SWAP_NO_LOCK = 2,
+    // Use the paths without waiting for turns. Else one process of this node and user at a time uses a path, and the
+    // others go to another path first (MLP-Offload section 3.1).
+    SPW_SWAP_NO_TURNS = 4,
+} spw_swap_flag;
+
 // When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
 typedef enum spw_spec_publish {
     // Once, when the bucket is final; until then they stay as they are, so that the model may go on reading them. A
@@ -229,8 +318,83 @@ typedef enum spw_spec_event_kind {
     SPW_SPEC_EVENT_WORD = 2,
 } spw_spec_event_kind;
 
+// Which way a copy goes. Passed as `uint32_t`.
+typedef enum spw_gpu_direction {
+    // From the device to the host: gradients.
+    SPW_GPU_OUT = 0,
+    // From the host to the device: parameters.
+    SPW_GPU_IN = 1,
+} spw_gpu_direction;
+
+// What a copy waits for on the device. Passed as `uint32_t`.
+typedef enum spw_gpu_after {
+    // Nothing.
+    SPW_GPU_AFTER_NOTHING = 0,
+    // The event `handle` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last recorded.
+    SPW_GPU_AFTER_EVENT = 1,
+    // All that is queued on the stream `handle` (`stream.cuda_stream` of torch, a `CUstream` or `cudaStream_t` of
+    // C); 0 is the legacy default stream.
+    SPW_GPU_AFTER_STREAM = 2,
+} spw_gpu_after;
+
+// In which form gradients leave the device. Passed as `uint32_t`.
+typedef enum spw_gpu_wire {
+    // 16 bits, as the device has them; the CPU step converts in its registers.
+    SPW_GPU_WIRE_NATIVE = 0,
+    // f32, converted on the GPU.
+    SPW_GPU_WIRE_F32 = 1,
+} spw_gpu_wire;
+
+// Who updates a subgroup. Passed as `uint32_t`.
+typedef enum spw_plan_site {
+    // The CPU, in host memory.
+    SPW_SITE_CPU = 0,
+    // The GPU; the state is fetched and flushed.
+    SPW_SITE_GPU = 1,
+    // The GPU; the state lives there.
+    SPW_SITE_RESIDENT = 2,
+} spw_plan_site;
+
+// In which form gradients go to the host. Passed as `uint32_t`.
+typedef enum spw_plan_wire {
+    // As they are; 16 bits are widened in the registers of the CPU step.
+    SPW_WIRE_NATIVE = 0,
+    // Widened to f32 on the GPU.
+    SPW_WIRE_F32 = 1,
+    // The caller brings them to the host.
+    SPW_WIRE_DELIVERED = 2,
+} spw_plan_wire;
+
+// Which rule makes a plan. Passed as `uint32_t`.
+typedef enum spw_plan_mode {
+    // The number of GPU subgroups that the model likes best, spread evenly.
+    SPW_PLAN_MODEL = 0,
+    // Deep Optimizer States Eq. 1: every (1 + k)-th subgroup, k rounded.
+    SPW_PLAN_EQ1 = 1,
+    // Eq. 1 as that paper uses it: every k-th subgroup, at least every second.
+    SPW_PLAN_PAPER = 2,
+    // Every `parameter`-th subgroup; 0 is none.
+    SPW_PLAN_STRIDE = 3,
+    // `parameter` subgroups, spread evenly.
+    SPW_PLAN_COUNT = 4,
+} spw_plan_mode;
+
+// What an interleaved update runs on. Passed as `uint32_t`.
+typedef enum spw_interleave_backend {
+    // Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU.
+    SPW_INTERLEAVE_HOST = 0,
+    // A GPU. SPW_ERR_UNSUPPORTED in this version.
+    SPW_INTERLEAVE_CUDA = 1,
+} spw_interleave_backend;
+
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
+
+// A GPU in use. Any number of threads may use one at a time.
+typedef struct spw_gpu spw_gpu;
+
+// An interleaved update. Any thread may use one at any time.
+typedef struct spw_interleave spw_interleave;
 
 // An I/O engine: one queue, kept full across files and tensors by a thread of its own. Any number of threads may use
 // one at a time.
@@ -241,6 +405,17 @@ typedef struct spw_pool spw_pool;
 
 // An engine, with one thread of its own that hands steps to the pool.
 typedef struct spw_spec spw_spec;
+
+// Subgroups of optimizer state on a tier: f32 param (the master weight), exp_avg and exp_avg_sq, 12 bytes a parameter.
+typedef struct spw_swap spw_swap;
+
+// A virtual tier: named extents over several paths. Any number of threads may use one at a time.
+//
+// An extent is a name and up to 64 streams of bytes, for a subgroup its master weights and moments. What is put is new
+// until `spw_tier_commit` makes everything put so far durable as one step; a crash at any moment leaves a tier that
+// opens at the last committed step, whole. Every block is checked against its checksum whenever it is read (MLP-Offload,
+// section 3.2, has the tiers; the rest is new).
+typedef struct spw_tier spw_tier;
 
 // The recording of one step.
 typedef struct spw_undo spw_undo;
@@ -469,6 +644,191 @@ typedef struct spw_spec_outcome {
     uint32_t reserved;
 } spw_spec_outcome;
 
+// What one GPU, its link and its share of the host do, in parameters per second.
+typedef struct spw_plan_rates {
+    // `sizeof(spw_plan_rates)`
+    uint32_t struct_size;
+    // 1 if the link carries one direction at a time, else 0.
+    uint32_t half_duplex;
+    // Step on the CPU, measured while copies run.
+    double cpu;
+    // Rounding to 16 bits on the CPU as a pass of its own; 0 where the step does it.
+    double downscale;
+    // Step on the GPU.
+    double gpu;
+    // Host to device, in f32 words.
+    double h2d;
+    // Device to host, in f32 words.
+    double d2h;
+    // Widening gradients on the GPU; 0 if it takes no time.
+    double cast;
+    // Host memory, in bytes per second; 0 if it never binds.
+    double dram;
+} spw_plan_rates;
+
+// The subgroups of a rank, in the order in which their gradients arrive, and how they travel.
+typedef struct spw_plan_shape {
+    // `sizeof(spw_plan_shape)`
+    uint32_t struct_size;
+    // An `spw_plan_wire`.
+    uint32_t wire;
+    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    uint32_t fetch_gradients;
+    // State buffers on the GPU; 0 is 2.
+    uint32_t slots;
+    // Number of subgroups.
+    uint64_t count;
+    // Parameters of each; NULL if all have `size`.
+    const uint64_t *sizes;
+    // Parameters of every subgroup, if `sizes` is NULL.
+    uint64_t size;
+    // Parameters per copy; 0 is 16 Mi.
+    uint64_t chunk;
+} spw_plan_shape;
+
+// How to plan.
+typedef struct spw_plan_options {
+    // `sizeof(spw_plan_options)`
+    uint32_t struct_size;
+    // An `spw_plan_mode`.
+    uint32_t mode;
+    // The number of SPW_PLAN_STRIDE or SPW_PLAN_COUNT.
+    uint64_t parameter;
+    // Subgroups at the end whose state lives on the GPU.
+    uint64_t residents;
+    // Seconds of the backward pass that the step hides behind; at 0 all gradients are where they are needed.
+    double backward;
+} spw_plan_options;
+
+// What the model says of a plan.
+typedef struct spw_plan_result {
+    // `sizeof(spw_plan_result)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Seconds from the end of backward until all parameters are new on the GPU.
+    double exposed_seconds;
+    // Seconds until the last flush is in host memory, which may be in the next iteration.
+    double home_seconds;
+    // Seconds of step, rounding and upload on the CPU, one after the other.
+    double serial_seconds;
+    // Seconds that the CPU works.
+    double cpu_seconds;
+    // Seconds that the link to the GPU works.
+    double h2d_seconds;
+    // Seconds that the link to the host works.
+    double d2h_seconds;
+    // Seconds that the GPU works.
+    double gpu_seconds;
+    // Subgroups that the GPU fetches.
+    uint64_t gpu;
+    // Residents.
+    uint64_t residents;
+    // GPU memory beyond the model's own.
+    uint64_t gpu_bytes;
+    // Pinned host memory.
+    uint64_t host_bytes;
+    // Bytes of a step to the GPU.
+    uint64_t to_device_bytes;
+    // Bytes of a step to the host.
+    uint64_t to_host_bytes;
+} spw_plan_result;
+
+// Seconds that each stage takes for one bucket.
+typedef struct spw_plan_bucket {
+    // `sizeof(spw_plan_bucket)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Gradient to the host.
+    double grad;
+    // Step on the CPU.
+    double step_cpu;
+    // Parameter to the GPU.
+    double param;
+    // Step on the GPU.
+    double step_gpu;
+    // Backward.
+    double backward;
+} spw_plan_bucket;
+
+// One GPU, its link, and what runs on it.
+typedef struct spw_plan_load {
+    // `sizeof(spw_plan_load)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Operations per second that the GPU reaches.
+    double peak;
+    // Bytes per second to the GPU.
+    double link;
+    // Batch size times sequence length.
+    double tokens;
+    // Parameters of this rank.
+    double parameters;
+    // GPU memory left for 16-bit weights, in bytes.
+    double free_bytes;
+} spw_plan_load;
+
+// What was measured on one link, in parameters per second.
+typedef struct spw_plan_probe {
+    // `sizeof(spw_plan_probe)`
+    uint32_t struct_size;
+    // 1 if the host adds gradients up, which it does in f32, else 0.
+    uint32_t accumulates;
+    // Widening on the GPU and moving f32.
+    double f32_wire;
+    // Moving 16 bits.
+    double native_wire;
+    // CPU step from f32 gradients.
+    double f32_step;
+    // CPU step from 16-bit gradients.
+    double native_step;
+} spw_plan_probe;
+
+// What is fixed for the life of an interleaved update.
+typedef struct spw_interleave_options {
+    // `sizeof(spw_interleave_options)`
+    uint32_t struct_size;
+    // An `spw_interleave_backend`.
+    uint32_t backend;
+    // An `spw_plan_wire`.
+    uint32_t wire;
+    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    uint32_t fetch_gradients;
+    // State buffers on the GPU; 0 is 2.
+    uint32_t slots;
+    // `spw_dtype` of all gradients.
+    uint32_t grad_dtype;
+    // `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
+    uint32_t copy_dtype;
+    // 0
+    uint32_t reserved;
+    // Parameters per copy; 0 is 16 Mi.
+    uint64_t chunk;
+} spw_interleave_options;
+
+// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
+// `spw_interleave_close`.
+typedef struct spw_interleave_subgroup {
+    // `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Number of elements; may be 0.
+    uint64_t n;
+    // Master parameter, f32, in host memory.
+    void *param;
+    // First moment, f32, in host memory.
+    void *exp_avg;
+    // Second moment, f32, in host memory.
+    void *exp_avg_sq;
+    // Gradient, where the model makes it. The caller writes it before `spw_interleave_gradient`.
+    void *grad;
+    // 16-bit parameter, where the model reads it; NULL if there is none.
+    void *param_copy;
+} spw_interleave_subgroup;
+
 // Size of a pool. Zero in every field but the sizes is a good choice.
 typedef struct spw_pool_options {
     // `sizeof(spw_pool_options)`
@@ -621,6 +981,287 @@ typedef struct spw_io_failure {
     // The file, as the caller named it. Good until the next failing call of this thread.
     const char *path;
 } spw_io_failure;
+
+// One path of a tier.
+typedef struct spw_tier_path {
+    // `sizeof(spw_tier_path)`, the same in all of an array.
+    uint32_t struct_size;
+    // `spw_tier_kind`
+    uint32_t kind;
+    // The directory, which exists: a disk that is not mounted is an error. NULL for memory.
+    const char *directory;
+    // Most bytes of the path's data file; 0 is no limit but the device's.
+    uint64_t limit_bytes;
+    // Bytes that the data file takes from the start.
+    uint64_t reserve_bytes;
+} spw_tier_path;
+
+// Settings of a tier. Zero is the default of every field but job and paths.
+typedef struct spw_tier_options {
+    // `sizeof(spw_tier_options)`
+    uint32_t struct_size;
+    // `spw_tier_mode`
+    uint32_t mode;
+    // Name of the run, fit for a directory.
+    const char *job;
+    // Name of the machine; NULL is its own.
+    const char *host;
+    // Rank in the run.
+    uint32_t rank;
+    // Ranks of the run; 0 is 1.
+    uint32_t world;
+    // The paths. Their order does not matter when a tier is opened again.
+    const struct spw_tier_path *paths;
+    // How many.
+    uint64_t path_count;
+    // `spw_tier_durability`
+    uint32_t durability;
+    // Sum of `spw_tier_flag`.
+    uint32_t flags;
+    // Bytes of a block, which has one checksum, a multiple of 4096; 0 is 1 MiB. A tier that exists keeps its own.
+    uint64_t block_bytes;
+    // Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
+    uint64_t stall_ms;
+    // Requests under way at a time on each path; 0 is 32.
+    uint32_t queue_depth;
+    // `spw_io_backend`
+    uint32_t io_backend;
+} spw_tier_options;
+
+// What an open found.
+typedef struct spw_tier_opened_info {
+    // `sizeof(spw_tier_opened_info)`
+    uint32_t struct_size;
+    // 1 if a committed step was found, else 0.
+    uint32_t resumed;
+    // That step.
+    uint64_t step;
+    // Bytes that its commit was given to keep.
+    uint64_t payload_bytes;
+    // Paths that are missing.
+    uint64_t missing_paths;
+    // Extents that had a part there.
+    uint64_t lost_extents;
+} spw_tier_opened_info;
+
+// An extent.
+typedef struct spw_tier_extent_info {
+    // `sizeof(spw_tier_extent_info)`
+    uint32_t struct_size;
+    // Its number.
+    uint32_t extent;
+    // Bytes of all streams.
+    uint64_t bytes;
+    // Generation that reads see; 0 if it was never put.
+    uint64_t generation;
+    // Number of streams.
+    uint32_t streams;
+    // 1 if reads see the committed contents, else 0.
+    uint32_t committed;
+    // 1 if a part was on a path that is missing, else 0.
+    uint32_t lost;
+    // Blocks that it is cut into.
+    uint32_t blocks;
+} spw_tier_extent_info;
+
+// A path, and what went over it.
+typedef struct spw_tier_path_info {
+    // `sizeof(spw_tier_path_info)`
+    uint32_t struct_size;
+    // `spw_tier_health`
+    uint32_t health;
+    // `spw_tier_kind`
+    uint32_t kind;
+    // 0
+    uint32_t reserved;
+    // Bytes read since the open.
+    uint64_t read_bytes;
+    // Bytes written since the open, heads and superblocks included.
+    uint64_t written_bytes;
+    // Nanoseconds with a read under way.
+    uint64_t reading_ns;
+    // Nanoseconds with a write or a sync under way.
+    uint64_t writing_ns;
+    // Bytes written since the tier was made: what it cost the SSD.
+    uint64_t wear_bytes;
+    // Length of the data file.
+    uint64_t file_bytes;
+    // Bytes free in it.
+    uint64_t free_bytes;
+    // Blocks of extents that reads would fetch from here.
+    uint64_t blocks;
+} spw_tier_path_info;
+
+// What a check of everything found.
+typedef struct spw_tier_checked {
+    // `sizeof(spw_tier_checked)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Extents looked at.
+    uint64_t extents;
+    // Blocks read.
+    uint64_t blocks;
+    // Their bytes.
+    uint64_t bytes;
+    // Blocks, heads and superblocks that are damaged, lost or cannot be read.
+    uint64_t damaged;
+} spw_tier_checked;
+
+// Settings of a tiered update.
+typedef struct spw_swap_options {
+    // `sizeof(spw_swap_options)`
+    uint32_t struct_size;
+    // Sum of `spw_swap_flag`.
+    uint32_t flags;
+    // Most bytes of host memory for state. `spw_swap_plan` says what comes of it.
+    uint64_t host_bytes;
+    // Elements of each subgroup; the memory may be reused after the call.
+    const uint64_t *elements;
+    // Number of subgroups.
+    uint64_t subgroups;
+    // Share of each path in the state, in any unit, one for each path of the tier; NULL: in proportion to the measured
+    // speed (MLP-Offload Eq. 1).
+    const double *ratio;
+    // Bytes per second of each path, to begin with; NULL: all alike, until the first update has measured them.
+    const double *speeds;
+    // Seconds that a process waits for its turn on a path before it goes on without; 0: 30.
+    double patience_seconds;
+} spw_swap_options;
+
+// Memory and bytes of a tiered update.
+typedef struct spw_swap_budget {
+    // `sizeof(spw_swap_budget)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Bytes of host memory that the buffers take, all at open.
+    uint64_t host_bytes;
+    // Bytes of one buffer: the state of the largest subgroup.
+    uint64_t buffer_bytes;
+    // Number of buffers.
+    uint64_t buffers;
+    // Those of them that keep their subgroup from update to update.
+    uint64_t cached;
+    // Bytes of all state.
+    uint64_t state_bytes;
+    // Bytes that an update reads from the tier, and as many that it writes; a commit writes the cached rest.
+    uint64_t step_bytes;
+} spw_swap_budget;
+
+// Counts since open.
+typedef struct spw_swap_stats {
+    // `sizeof(spw_swap_stats)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Updates begun, the first filling included.
+    uint64_t rounds;
+    // Subgroups that an update found in memory.
+    uint64_t hits;
+    // Subgroups read from the tier.
+    uint64_t fetched;
+    // Subgroups written to it.
+    uint64_t flushed;
+    // Pieces of subgroups that changed their path.
+    uint64_t moved;
+    // Seconds in which there was nothing to step because its data had not come yet.
+    double exposed_seconds;
+} spw_swap_stats;
+
+// The CUDA driver of this process.
+typedef struct spw_gpu_driver {
+    // `sizeof(spw_gpu_driver)`
+    uint32_t struct_size;
+    // Devices that this process sees.
+    uint32_t devices;
+    // The newest CUDA that the driver speaks: 12040 for 12.4.
+    uint32_t cuda_version;
+    // 0
+    uint32_t reserved;
+} spw_gpu_driver;
+
+// How to use a GPU. Zeros are a good choice.
+typedef struct spw_gpu_options {
+    // `sizeof(spw_gpu_options)`
+    uint32_t struct_size;
+    // Which of the devices that this process sees.
+    uint32_t ordinal;
+    // Bytes of a chunk on the wire; 0 is 32 MiB.
+    uint64_t chunk_bytes;
+} spw_gpu_options;
+
+// What a GPU is.
+typedef struct spw_gpu_info {
+    // `sizeof(spw_gpu_info)`
+    uint32_t struct_size;
+    // Which of the devices that this process sees.
+    uint32_t ordinal;
+    // Compute capability: 90 for 9.0.
+    uint32_t capability;
+    // Multiprocessors.
+    uint32_t multiprocessors;
+    // Copies that can run at the same time; with 2, one in each direction.
+    uint32_t copy_engines;
+    // 0
+    uint32_t reserved;
+    // Bytes of memory.
+    uint64_t memory_bytes;
+    // Those of them that were free when this was asked.
+    uint64_t free_bytes;
+    // As the driver calls it. Good until the GPU is closed, as `pci` is.
+    const char *name;
+    // "0000:17:00.0", the name under which the system files its NUMA node.
+    const char *pci;
+} spw_gpu_info;
+
+// One copy between device memory of the framework and pinned host memory.
+//
+// The host has the device's type, or f32: then the GPU converts, rounding to nearest even on the way in, and f32
+// crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the bytes cross it, and the CPU step
+// converts in its registers.
+typedef struct spw_gpu_copy {
+    // `sizeof(spw_gpu_copy)`
+    uint32_t struct_size;
+    // `spw_gpu_direction`
+    uint32_t direction;
+    // `spw_dtype` in device memory.
+    uint32_t device_dtype;
+    // `spw_dtype` in host memory.
+    uint32_t host_dtype;
+    // `spw_gpu_after`
+    uint32_t after;
+    // 0
+    uint32_t reserved;
+    // Number of elements.
+    uint64_t n;
+    // Address in device memory: `tensor.data_ptr()`.
+    uint64_t device;
+    // Pinned host memory: of `spw_pinned_alloc`, of a pool, or page-locked through CUDA. Any other is refused.
+    void *host;
+    // The event or the stream.
+    uint64_t handle;
+} spw_gpu_copy;
+
+// How fast parameters cross the link of a GPU, and how fast the processor steps them: each in parameters per second.
+typedef struct spw_gpu_link {
+    // `sizeof(spw_gpu_link)`
+    uint32_t struct_size;
+    // The faster `spw_gpu_wire` for gradients.
+    uint32_t wire;
+    // Gradients out, f32 on the wire.
+    double out_f32;
+    // Gradients out, 16 bits on the wire.
+    double out_native;
+    // Parameters in, f32 on the wire.
+    double in_f32;
+    // Parameters in, 16 bits on the wire.
+    double in_native;
+    // Adam on the processor, from f32 gradients.
+    double step_f32;
+    // Adam on the processor, from 16-bit gradients.
+    double step_native;
+} spw_gpu_link;
 
 #ifdef __cplusplus
 extern "C" {
@@ -847,7 +1488,7 @@ enum spw_status spw_undo_close(struct spw_undo *undo);
 // once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
 // are only measured, and step once after it.
 //
-// Every function but close may be called from several threads at the same time.
+// Every function but close may be called from several threads at the same time. Complete: examples_c/speculate.c.
 //
 // Requires: `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
 enum spw_status spw_spec_open(const struct spw_spec_options *options,
@@ -986,6 +1627,197 @@ enum spw_status spw_spec_withdrawn(const struct spw_spec *spec,
                                    uint32_t *buckets_out,
                                    size_t capacity,
                                    size_t *count_out);
+
+// Plans an interleaved update (Deep Optimizer States section 4): the site of every subgroup to `sites`, and what the
+// model says of it to `result`. Either may be NULL. The model plays the very commands of `spw_interleave_begin` on
+// engines that serve one operation at a time.
+//
+// Requires: The structs have `struct_size` bytes, `shape->sizes` is NULL or has `count` entries, `sites` is NULL or has room for
+// `count`.
+enum spw_status spw_plan_interleave(const struct spw_plan_rates *rates,
+                                    const struct spw_plan_shape *shape,
+                                    const struct spw_plan_options *options,
+                                    uint32_t *sites,
+                                    struct spw_plan_result *result);
+
+// What the model says of a plan of the caller's, `sites` being `shape->count` values of `spw_plan_site`.
+//
+// Requires: As `spw_plan_interleave`.
+enum spw_status spw_plan_predict(const struct spw_plan_rates *rates,
+                                 const struct spw_plan_shape *shape,
+                                 const uint32_t *sites,
+                                 double backward,
+                                 struct spw_plan_result *result);
+
+// The step of such a plan as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`, their number to
+// `needed_out`. With `text` NULL only the number.
+//
+// Requires: As `spw_plan_interleave`; `text` is NULL or points to `size` bytes, `needed_out` to a u64.
+enum spw_status spw_plan_trace(const struct spw_plan_rates *rates,
+                               const struct spw_plan_shape *shape,
+                               const uint32_t *sites,
+                               double backward,
+                               char *text,
+                               size_t size,
+                               uint64_t *needed_out);
+
+// Deep Optimizer States Eq. 1, corrected: CPU parameters per GPU parameter at which both sides take equally long
+// (infinite where the CPU keeps up with the link), and the GPU's part of all, from 0 to 1. `one_slot` 1 is the equation
+// as printed, in which the GPU's step adds to the link's time; 0 is for two state buffers, where it does not.
+// `fetched_words` are the f32 words per parameter that a fetched gradient adds: 0, 0.5 or 1.
+//
+// Requires: `rates` points to a struct of `struct_size` bytes, the outputs to a double each.
+enum spw_status spw_plan_share(const struct spw_plan_rates *rates,
+                               double fetched_words,
+                               uint32_t one_slot,
+                               double *cpu_per_gpu_out,
+                               double *share_out);
+
+// How many of the last of `count` buckets the GPU keeps, so that backward hides the CPU's part; at most `most` fit.
+// `kept_out` is SuperOffload Eq. 4-5 with what it leaves out, a CPU that does not keep up with backward;
+// `printed_out` (NULL: not wanted) is the condition as printed.
+//
+// Requires: `bucket` points to a struct of `struct_size` bytes, `kept_out` and `printed_out`, if not NULL, to a u64.
+enum spw_status spw_plan_tail(const struct spw_plan_bucket *bucket,
+                              uint64_t count,
+                              uint64_t most,
+                              uint64_t *kept_out,
+                              uint64_t *printed_out);
+
+// The number of tail buckets to try next, from iteration times measured so far: with `kept[i]` buckets on the GPU an
+// iteration took `seconds[i]`. `start` is tried first, `most` is the most that fit. The search is over when `next_out`
+// is among `kept`; it is then the best, which `best_out` (NULL: not wanted) is at any time.
+//
+// Requires: `kept` and `seconds` have `measured` entries, `next_out` and `best_out`, if not NULL, point to a u64.
+enum spw_status spw_plan_tail_next(const uint64_t *kept,
+                                   const double *seconds,
+                                   size_t measured,
+                                   uint64_t start,
+                                   uint64_t most,
+                                   uint64_t *next_out,
+                                   uint64_t *best_out);
+
+// Whether 16-bit weights stay on the GPU or flow through it (SuperOffload Eq. 1-3): the part that does not fit flows.
+// `flow_out` is that part, from 0 to 1; `efficiency_out` is computation over computation and load, of which more than
+// 0.5 hides the loads and 0.6 is wanted.
+//
+// Requires: `load` points to a struct of `struct_size` bytes, the outputs to a double each.
+enum spw_status spw_plan_weights(const struct spw_plan_load *load,
+                                 double *flow_out,
+                                 double *efficiency_out);
+
+// In which form gradients should cross a link (SuperOffload section 4.5), as an `spw_plan_wire`: the one whose link and
+// step are faster together.
+//
+// Requires: `probe` points to a struct of `struct_size` bytes, `wire_out` to a u32.
+enum spw_status spw_plan_cast(const struct spw_plan_probe *probe,
+                              uint32_t *wire_out);
+
+// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
+// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+//
+// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
+// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
+// the plans, the bits are those of `spw_adam_step` on every subgroup.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
+// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
+// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
+// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
+enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
+                                    const struct spw_interleave_subgroup *subgroups,
+                                    size_t count,
+                                    struct spw_interleave **interleave_out);
+
+// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
+// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
+//
+// Requires: `sites` has `count` entries.
+enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
+                                        const uint32_t *sites,
+                                        size_t count);
+
+// The plan of the next step, or of the one under way: a site per subgroup.
+//
+// Requires: `sites` has room for one entry per subgroup.
+enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
+
+// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
+// is 0 and the gradient is there. Its way to where the plan needs it begins.
+enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,
+                                        uint64_t subgroup,
+                                        uint64_t stream);
+
+// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
+// published. Without this call `spw_interleave_begin` says it for every subgroup.
+enum spw_status spw_interleave_params_free(const struct spw_interleave *interleave,
+                                           uint64_t subgroup,
+                                           uint64_t stream);
+
+// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
+// per subgroup, `struct_size` bytes apart.
+//
+// Requires: `options` points to `count` structs.
+enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
+                                     const struct spw_adam_options *options,
+                                     size_t count,
+                                     uint64_t stream);
+
+// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
+// returns when they are there.
+enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,
+                                       uint64_t subgroup,
+                                       uint64_t stream);
+
+// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
+//
+// Requires: `ready_out` points to a u32.
+enum spw_status spw_interleave_is_ready(const struct spw_interleave *interleave,
+                                        uint64_t subgroup,
+                                        uint32_t *ready_out);
+
+// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
+enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
+
+// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
+// those of residents, set a plan without residents first.
+enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
+
+// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
+// order, their number to `count_out`. After a failure these are the states that are lost.
+//
+// Requires: `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
+enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
+                                    uint64_t *subgroups,
+                                    size_t room,
+                                    uint64_t *count_out);
+
+// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
+//
+// Requires: `rates` points to a struct of `struct_size` bytes.
+enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
+                                         const struct spw_plan_rates *rates);
+
+// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
+// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
+// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
+//
+// Requires: `changed_out` is NULL or points to a u32.
+enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
+                                      double backward,
+                                      uint32_t *changed_out);
+
+// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
+// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
+//
+// Requires: `text` is NULL or points to `size` bytes, `needed_out` to a u64.
+enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
+                                     char *text,
+                                     size_t size,
+                                     uint64_t *needed_out);
+
+// Frees the update, after all that it still moves is moved. NULL does nothing.
+enum spw_status spw_interleave_close(struct spw_interleave *interleave);
 
 // Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
 // What is refused beyond the memory itself is one warning in the log, not an error.
@@ -1158,6 +1990,322 @@ enum spw_status spw_io_holds_memory(struct spw_io *io,
 //
 // Requires: `failure` points to a struct of `struct_size` bytes.
 enum spw_status spw_io_last_failure(struct spw_io_failure *failure);
+
+// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
+// the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
+// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
+// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED.
+//
+// Requires: `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
+enum spw_status spw_tier_open(const struct spw_tier_options *options,
+                              struct spw_tier **tier_out);
+
+// Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
+// is gone whatever is returned. What was not committed is lost; what was is found by the next open. A tier that a tiered
+// update uses ends with the update.
+//
+// Requires: `tier` is NULL or came from `spw_tier_open`, and is not used again.
+enum spw_status spw_tier_close(struct spw_tier *tier,
+                               int64_t timeout_ms);
+
+// Removes the tier's files from every path and frees the tier, which is gone whatever is returned.
+//
+// Requires: As `spw_tier_close`.
+enum spw_status spw_tier_destroy(struct spw_tier *tier);
+
+// Removes what a run that is dead left below `directory`. `host` may be NULL for this machine's name. A live run is
+// SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+//
+// Requires: The strings are C strings; `host` may be NULL.
+enum spw_status spw_tier_collect(const char *directory,
+                                 const char *job,
+                                 const char *host,
+                                 uint32_t rank);
+
+// Finds the extent with this name, or makes it, with streams of these many bytes. One that exists with other streams is
+// SPW_ERR_FOREIGN. Its number is good while the tier is open.
+//
+// Requires: `tier` is open, `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.
+enum spw_status spw_tier_define(struct spw_tier *tier,
+                                const char *name,
+                                const uint64_t *stream_bytes,
+                                uint64_t stream_count,
+                                uint32_t *extent_out);
+
+// Takes an extent out with the next commit.
+//
+// Requires: `tier` is open.
+enum spw_status spw_tier_remove(struct spw_tier *tier, uint32_t extent);
+
+// Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
+// any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
+// least lies; a path that fails or is full is left for another, and the wait tells only if none took it. The committed
+// contents stay as they are.
+//
+// Requires: `tier` is open; the streams stay as they are until the ticket was waited for; `ticket_out` points to a u64.
+enum spw_status spw_tier_put(struct spw_tier *tier,
+                             uint32_t extent,
+                             const void *const *streams,
+                             int32_t path,
+                             uint64_t *ticket_out);
+
+// As `spw_tier_put`, in pieces over several paths: `path_blocks` has for each path, by number, how many blocks it
+// takes. Blocks left over go to the last one that takes any.
+//
+// Requires: As `spw_tier_put`; `path_blocks` points to `path_count` numbers.
+enum spw_status spw_tier_put_striped(struct spw_tier *tier,
+                                     uint32_t extent,
+                                     const void *const *streams,
+                                     const uint32_t *path_blocks,
+                                     uint64_t path_count,
+                                     uint64_t *ticket_out);
+
+// Begins to read what was last put and waited for, or the committed contents after an open. A NULL stream is left out.
+// The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
+//
+// Requires: `tier` is open; the streams may be written to until the ticket was waited for, and nobody else uses them meanwhile;
+// `ticket_out` points to a u64.
+enum spw_status spw_tier_get(struct spw_tier *tier,
+                             uint32_t extent,
+                             void *const *streams,
+                             uint64_t *ticket_out);
+
+// Waits for a ticket, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and is done with it,
+// except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or read.
+//
+// Requires: `tier` is open, `generation_out` is NULL or points to a u64.
+enum spw_status spw_tier_wait(struct spw_tier *tier,
+                              uint64_t ticket,
+                              int64_t timeout_ms,
+                              uint64_t *generation_out);
+
+// Makes everything put so far durable, as step `step`, with up to 1 MiB of the caller's own bytes, which the next open
+// gives back. It waits for puts under way. If one of them failed since the last commit, its error is returned until the
+// extent is put again or `spw_tier_rollback`; after any error the last committed step is still what an open finds, or,
+// where the devices gave no answer, this one.
+//
+// Requires: `tier` is open, `payload` points to `payload_bytes` bytes, or is NULL if there are none.
+enum spw_status spw_tier_commit(struct spw_tier *tier,
+                                uint64_t step,
+                                const void *payload,
+                                uint64_t payload_bytes);
+
+// Forgets everything put since the last commit: reads see the committed contents again.
+//
+// Requires: `tier` is open.
+enum spw_status spw_tier_rollback(struct spw_tier *tier);
+
+// What the open found. Set `info->struct_size` first. `payload` (may be NULL) receives the first `payload_bytes` bytes
+// of what the commit was given to keep.
+//
+// Requires: `tier` is open, `info` points to a struct of `struct_size` bytes, `payload` is NULL or points to `payload_bytes`
+// writable bytes.
+enum spw_status spw_tier_opened(const struct spw_tier *tier,
+                                struct spw_tier_opened_info *info,
+                                void *payload,
+                                uint64_t payload_bytes);
+
+// The `index`-th extent, from 0 on; SPW_ERR_NOT_FOUND past the last. `name` (may be NULL) receives its name, cut off to
+// `name_size` bytes and ended by a NUL. Set `info->struct_size` first.
+//
+// Requires: `tier` is open, `info` points to a struct of `struct_size` bytes, `name` is NULL or points to `name_size` bytes.
+enum spw_status spw_tier_extent_get(const struct spw_tier *tier,
+                                    uint64_t index,
+                                    struct spw_tier_extent_info *info,
+                                    char *name,
+                                    size_t name_size);
+
+// The path with this number, from 0 on; SPW_ERR_NOT_FOUND past the last. `words` (may be NULL) receives its directory,
+// and why it is not healthy, cut off to `size` bytes and ended by a NUL. Set `info->struct_size` first.
+//
+// Requires: As `spw_tier_extent_get`.
+enum spw_status spw_tier_path_get(const struct spw_tier *tier,
+                                  uint32_t number,
+                                  struct spw_tier_path_info *info,
+                                  char *words,
+                                  size_t size);
+
+// Says how a path is to be treated: SPW_TIER_DRAINING ends new writes to it, SPW_TIER_HEALTHY allows them again.
+//
+// Requires: `tier` is open.
+enum spw_status spw_tier_path_set(struct spw_tier *tier,
+                                  uint32_t number,
+                                  uint32_t health);
+
+// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit.
+//
+// Requires: `tier` is open.
+enum spw_status spw_tier_evacuate(struct spw_tier *tier, uint32_t number);
+
+// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
+// `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error
+// is that of the first, and names path, extent, block and offset.
+//
+// Requires: `tier` is open, `checked` is NULL or points to a struct of `struct_size` bytes.
+enum spw_status spw_tier_verify(struct spw_tier *tier,
+                                struct spw_tier_checked *checked);
+
+// Writes the committed state into `directory`, which must not exist: a file for each stream with its bytes as they were
+// put, and manifest.json with names, sizes, checksums, step and payload. The directory appears whole or not at all.
+// Something put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
+//
+// Requires: `tier` is open, `directory` is a C string, `step_out` is NULL or points to a u64.
+enum spw_status spw_tier_export(struct spw_tier *tier,
+                                const char *directory,
+                                uint64_t *step_out);
+
+// Reads an export into the tier and commits it at its step. Extents that exist must have the same streams; others stay
+// as they are. If it fails the tier is as it was at its last commit. `step_out` may be NULL.
+//
+// Requires: As `spw_tier_export`.
+enum spw_status spw_tier_import(struct spw_tier *tier,
+                                const char *directory,
+                                uint64_t *step_out);
+
+// What `spw_swap_open` would take and move, with so many paths. Takes nothing.
+//
+// Requires: `options` and `budget_out` point to structs of `struct_size` bytes, and `options` as `spw_swap_open` says.
+enum spw_status spw_swap_plan(const struct spw_swap_options *options,
+                              uint64_t paths,
+                              struct spw_swap_budget *budget_out);
+
+// Takes the memory and gives each subgroup its place on the tier. A tier that was resumed with these subgroups keeps
+// their state; else `spw_swap_fill` gives them one. The tier stays open until the update is closed; nothing else
+// commits or rolls it back meanwhile. One object, one thread at a time.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, its `elements` to `subgroups` numbers, its `ratio` and `speeds`
+// to one for each path of the tier or to nothing; `tier` is open; `swap_out` points to a pointer.
+enum spw_status spw_swap_open(struct spw_tier *tier,
+                              const struct spw_swap_options *options,
+                              struct spw_swap **swap_out);
+
+// What was taken at open.
+//
+// Requires: `budget_out` points to a struct of `struct_size` bytes.
+enum spw_status spw_swap_budget_of(const struct spw_swap *swap, struct spw_swap_budget *budget_out);
+
+// Gives every subgroup its state. `states` has, for each subgroup, the addresses of param, exp_avg and exp_avg_sq, f32
+// each, to copy from; NULL is all zeros.
+//
+// Requires: `states` points to `3 * subgroups` addresses, each NULL or of as many floats as the subgroup has elements.
+enum spw_status spw_swap_fill(struct spw_swap *swap,
+                              const float *const *states);
+
+// One Adam step of all subgroups, as `spw_adam_step` on tensors in memory, with the same bits: each subgroup is fetched,
+// stepped, and written back unless it stays in memory for the next update; all of that overlaps. Gradients, of f32,
+// bf16 or f16, are read where they are and never go to the tier.
+//
+// `tensors[i]` is subgroup i, with its `n`, `grad` and, if wanted, `param_copy`, where the new parameter is published in 16
+// bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg and exp_avg_sq are NULL.
+//
+// After an error some subgroups may have been stepped: every call but `spw_swap_roll_back` and `spw_swap_close` is
+// SPW_ERR_BUSY then.
+//
+// Requires: As `spw_adam_step`; `count` is the number of subgroups.
+enum spw_status spw_swap_adam_step(struct spw_swap *swap,
+                                   const struct spw_adam_options *options,
+                                   const struct spw_tensor *tensors,
+                                   size_t count,
+                                   struct spw_step_stats *stats);
+
+// Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
+// included.
+//
+// Requires: Each address is NULL or of as many floats as the subgroup has elements.
+enum spw_status spw_swap_read(struct spw_swap *swap,
+                              uint64_t subgroup,
+                              float *param,
+                              float *exp_avg,
+                              float *exp_avg_sq);
+
+// Makes all state durable as `step`: what is newer in memory is written, then the tier commits (`spw_tier_commit`).
+//
+// Requires: `payload` points to `payload_bytes` bytes, which the next open finds; NULL for none.
+enum spw_status spw_swap_commit(struct spw_swap *swap,
+                                uint64_t step,
+                                const void *payload,
+                                uint64_t payload_bytes);
+
+// Goes back to the last commit, also after a failed step: what was stepped since is forgotten, in memory and on the tier.
+enum spw_status spw_swap_roll_back(struct spw_swap *swap);
+
+// Counts since open.
+//
+// Requires: `stats_out` points to a struct of `struct_size` bytes.
+enum spw_status spw_swap_get_stats(const struct spw_swap *swap, struct spw_swap_stats *stats_out);
+
+// Frees the object; the tier stays open. What was not committed is lost. NULL does nothing.
+enum spw_status spw_swap_close(struct spw_swap *swap);
+
+// Looks for the CUDA driver and its devices, without touching any device. SPW_ERR_NO_DEVICE if there is no driver or
+// no device, SPW_ERR_DRIVER_STUB, SPW_ERR_DRIVER_TOO_OLD (before 525), SPW_ERR_GPU_FORKED. The driver is looked for
+// here and in `spw_gpu_open`, never when this library is loaded. `SPILLWAY_CUDA_LIBRARY` names another library than
+// libcuda.so.1. Set `driver->struct_size` first.
+//
+// Requires: `driver` points to a struct of `struct_size` bytes.
+enum spw_status spw_gpu_probe(struct spw_gpu_driver *driver);
+
+// Uses a GPU through its primary context, the one that the framework uses, and compiles the kernels for it (about a
+// second the first time on a machine, then the driver has them). Errors as `spw_gpu_probe`; SPW_ERR_UNSUPPORTED for
+// a GPU before compute capability 7.0, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
+enum spw_status spw_gpu_open(const struct spw_gpu_options *options,
+                             struct spw_gpu **gpu_out);
+
+// Waits for the copies and steps under way, and lets go of the GPU. NULL does nothing.
+enum spw_status spw_gpu_close(struct spw_gpu *gpu);
+
+// Reads what the GPU is. Set `info->struct_size` first.
+//
+// Requires: `info` points to a struct of `struct_size` bytes.
+enum spw_status spw_gpu_info_get(const struct spw_gpu *gpu, struct spw_gpu_info *info);
+
+// `spw_adam_step` on the GPU, with the same bits: all spans of the tensors are device memory. It comes after what is
+// queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
+// it returns at once.
+//
+// Requires: As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
+// memory is good until the step is over.
+enum spw_status spw_gpu_adam_step(const struct spw_gpu *gpu,
+                                  const struct spw_adam_options *options,
+                                  const struct spw_tensor *tensors,
+                                  size_t count,
+                                  uint64_t stream,
+                                  struct spw_step_stats *stats);
+
+// Queues a copy in chunks on streams of its own and returns; `ticket_out` gets its number, or is NULL. Copies of one
+// direction run in the order in which they were queued, both directions at the same time. Until the copy is over the
+// host memory stays pinned and untouched, and the framework leaves the device memory alone: wait for the ticket, or make
+// a stream wait for it.
+//
+// Requires: `copy` points to a struct of `struct_size` bytes, whose device memory, host memory and handle are good until the copy
+// is over; `ticket_out` is NULL or points to a u64.
+enum spw_status spw_gpu_copy_start(const struct spw_gpu *gpu,
+                                   const struct spw_gpu_copy *copy,
+                                   uint64_t *ticket_out);
+
+// Waits for a copy, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever). SPW_ERR_TIMEOUT if
+// it is not over by then.
+enum spw_status spw_gpu_copy_wait(const struct spw_gpu *gpu,
+                                  uint64_t ticket,
+                                  int64_t timeout_ms);
+
+// Makes what is queued on `stream` from now on wait for a copy, on the device.
+//
+// Requires: `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_gpu_stream_wait(const struct spw_gpu *gpu, uint64_t ticket, uint64_t stream);
+
+// Speeds of the link, and the form in which gradients should cross it (SuperOffload section 4.5): f32 if the host adds
+// gradients up (`accumulates` 1), else what is faster once the copy and the CPU step overlap. Measured at the first
+// call on a machine, which takes about a second and 200 MiB, and kept in a profile: the file that `SPILLWAY_PROFILE`
+// names, else spillway/profile in the user's cache folder. `again` 1 measures anew. Set `link->struct_size` first.
+//
+// Requires: `link` points to a struct of `struct_size` bytes.
+enum spw_status spw_gpu_link_get(const struct spw_gpu *gpu,
+                                 uint32_t accumulates,
+                                 uint32_t again,
+                                 struct spw_gpu_link *link);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

@@ -1,6 +1,6 @@
-// The contract between src/kernel/sve.rs and the Adam kernels written in C.
+// The contract between src/kernel/sve.rs, sve_undo.rs and the Adam kernels written in C.
 //
-// A kernel steps n elements in place, in the operation order of src/kernel/rules.rs, with its bits. It touches no byte
+// A kernel works on n elements in the operation order of src/kernel/rules.rs, with its bits. It touches no byte
 // outside the n elements of each span, allocates nothing and has no state. The caller has set FPCR to nearest, no
 // flush, default NaN: what 16-bit stores of NaN give depends on the last.
 
@@ -28,6 +28,7 @@ struct adam_rule {
     float decay_factor; // weight decay for L2, -lr * weight decay for decoupled
 };
 
+// A step in place.
 struct adam_spans {
     char *param;
     const char *grad;
@@ -36,17 +37,60 @@ struct adam_spans {
     char *param_copy;
 };
 
+struct adam_states {
+    char *param;
+    char *exp_avg;
+    char *exp_avg_sq;
+};
+
+// A step from one place to another or the same, which its undo takes back there.
+struct adam_undo_spans {
+    struct adam_states before, after;
+    const char *grad;
+    char *param_copy;
+};
+
 // The types of a call, in one number: the caller and the table in the kernel make it alike.
 #define ADAM_TYPES(param, state, grad, copy) ((param) << 6 | (state) << 4 | (grad) << 2 | (copy))
+
+// Every combination that has a kernel, as src/kernel/element.rs lists them.
+#define ADAM_COMBINATIONS(CASE)                                                                                        \
+    CASE(F32, F32, F32, ABSENT)                                                                                        \
+    CASE(F32, F32, F32, F16)                                                                                           \
+    CASE(F32, F32, F32, BF16)                                                                                          \
+    CASE(F32, F32, F16, ABSENT)                                                                                        \
+    CASE(F32, F32, F16, F16)                                                                                           \
+    CASE(F32, F32, F16, BF16)                                                                                          \
+    CASE(F32, F32, BF16, ABSENT)                                                                                       \
+    CASE(F32, F32, BF16, F16)                                                                                          \
+    CASE(F32, F32, BF16, BF16)                                                                                         \
+    CASE(F16, F32, F16, ABSENT)                                                                                        \
+    CASE(F16, F16, F16, ABSENT)                                                                                        \
+    CASE(BF16, F32, BF16, ABSENT)                                                                                      \
+    CASE(BF16, BF16, BF16, ABSENT)
 
 // Steps n elements; with lanes not NULL also adds the squares of the scaled gradient to its SQUARE_LANES sums, the first
 // element to lane 0. False, with nothing done, for types that have no kernel.
 typedef _Bool adam_kernel(const struct adam_rule *rule, enum decay decay, unsigned types, struct adam_spans spans,
                           size_t n, double *lanes);
 
-// Needs SVE.
+// Steps n elements from `before` to `after`, adds to lanes as above, and writes the groups of src/kernel/undo.rs to *log,
+// which it moves past them; without a log, *log is NULL. n is at most a tile, or a multiple of it lies before.
+typedef _Bool adam_record_kernel(const struct adam_rule *rule, enum decay decay, unsigned types,
+                                 const struct adam_undo_spans *spans, size_t n, double *lanes, unsigned char **log);
+
+// Takes the step of n elements back, by the groups at log or, if that is NULL, by the inverse formula alone. With again
+// not NULL the step is done anew in the same pass, with *again for grad_scale.
+typedef _Bool adam_undo_kernel(const struct adam_rule *rule, const float *again, enum decay decay, unsigned types,
+                               const struct adam_undo_spans *spans, size_t n, const unsigned char *log);
+
+// These need SVE.
 adam_kernel spillway_adam_sve;
-// Needs SVE with BF16.
+adam_record_kernel spillway_adam_sve_record;
+adam_undo_kernel spillway_adam_sve_undo;
+// These need SVE with BF16.
 adam_kernel spillway_adam_sve_bf16;
+adam_record_kernel spillway_adam_sve_bf16_record;
+adam_undo_kernel spillway_adam_sve_bf16_undo;
 
 #endif

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Makes what an Arm build on an x86_64 Debian machine needs, in a cache outside the repository, and prints its path:
-# C cross compiler and qemu from apt, and unpacked beside them a Rust with the Arm standard library, an Arm Python and
-# llvm-mca. The Rust is Debian's own, because its compiler and its Arm standard library are one build.
+# C cross compiler and qemu from apt, and unpacked beside them a Rust with the Arm standard library, an Arm Python with
+# numpy and pip, llvm-mca, and a second qemu. The Rust is Debian's own, because its compiler and its Arm standard library
+# are one build. The second qemu takes no plugins, and for that starts threads in children of processes with threads.
 #
 #   packaging/arm_env.sh            the folder; its file `env` holds the settings for cargo
 #   packaging/arm_env.sh --export   those settings as shell lines
@@ -13,7 +14,8 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 cache=${SPILLWAY_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/spillway}/arm
 system='gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user'
 python='libc6 libgcc-s1 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libcrypt1 libssl3 libuuid1
-    libpython3.11-minimal libpython3.11-stdlib python3.11-minimal'
+    libpython3.11-minimal libpython3.11-stdlib python3.11-minimal
+    python3-numpy libblas3 liblapack3 libgfortran5 libstdc++6'
 
 main() {
     mkdir -p "$cache"
@@ -40,15 +42,21 @@ set_up() {
     if ! have_system || ! apt-cache show libstd-rust-web-dev:arm64 >/dev/null 2>&1; then
         install_system
     fi
-    say "unpacking the Arm tool chain into $cache (about 160 MB to download, once)"
-    rm -rf "$cache/rust" "$cache/python" "$cache/llvm" "$cache/debs"
+    say "unpacking the Arm tool chain into $cache (about 230 MB to download, once)"
+    rm -rf "$cache/rust" "$cache/python" "$cache/python_tools" "$cache/llvm" "$cache/debs"
     std=$(dependency libstd-rust-web-dev:arm64 'libstd-rust-web-[0-9.]*')
     llvm=$(dependency "$std" 'libllvm[0-9]*')
     unpack rust rustc-web "$std:amd64" libstd-rust-web-dev:amd64 libstd-rust-web-dev:arm64 "$llvm:amd64"
     # shellcheck disable=SC2086 # the list is words
     unpack python $(printf '%s:arm64 ' $python)
+    unpack python_tools python3-pip-whl
     unpack llvm "llvm-${llvm#libllvm}"
+    mkdir -p "$cache/bin"
+    download qemu-user-static
+    dpkg-deb --fsys-tarfile "$cache/debs"/*.deb | tar -xO ./usr/bin/qemu-aarch64-static >"$cache/bin/qemu"
+    chmod +x "$cache/bin/qemu"
     rm -rf "$cache/debs"
+    link_libraries
     write_wrappers
     write_env
 }
@@ -78,11 +86,21 @@ dependency() {
 unpack() {
     folder=$cache/$1
     shift
-    mkdir -p "$cache/debs" "$folder"
-    (cd "$cache/debs" && rm -f ./*.deb && apt-get -o APT::Sandbox::User=root download -qq "$@")
+    mkdir -p "$folder"
+    download "$@"
     for deb in "$cache/debs"/*.deb; do
         dpkg -x "$deb" "$folder"
     done
+}
+
+download() {
+    mkdir -p "$cache/debs"
+    (cd "$cache/debs" && rm -f ./*.deb && apt-get -o APT::Sandbox::User=root download -qq "$@")
+}
+
+# What update-alternatives would do for numpy.
+link_libraries() {
+    (cd "$cache/python/usr/lib/aarch64-linux-gnu" && ln -sf blas/libblas.so.3 lapack/liblapack.so.3 .)
 }
 
 write_wrappers() {
@@ -95,6 +113,9 @@ write_wrappers() {
     mca=$(find "$cache/llvm" -path '*/bin/llvm-mca' | head -n 1)
     [ -n "$mca" ] || fail "no llvm-mca in its package"
     wrap llvm-mca "LD_LIBRARY_PATH=$libraries" "$mca"
+    pip=$(find "$cache/python_tools" -name 'pip-*.whl' | head -n 1)
+    [ -n "$pip" ] || fail "no pip in its package"
+    wrap pip "$cache/bin/python" "$pip/pip"
     wrap python "QEMU_LD_PREFIX=$cache/python" qemu-aarch64 "$cache/python/usr/bin/python3.11"
 }
 

@@ -79,6 +79,15 @@ impl<'a> Floats<'a> {
         }
     }
 
+    /// The pattern of one element.
+    pub fn bits_at(&self, at: usize) -> u32 {
+        match self {
+            Floats::F32(s) => s[at].to_bits(),
+            Floats::F16(s) => s[at].to_bits().into(),
+            Floats::Bf16(s) => s[at].to_bits().into(),
+        }
+    }
+
     /// The address of the first element.
     pub fn address(&self) -> *const u8 {
         match self {
@@ -128,6 +137,15 @@ impl<'a> FloatsMut<'a> {
             FloatsMut::F32(s) => s.as_mut_ptr().cast(),
             FloatsMut::F16(s) => s.as_mut_ptr().cast(),
             FloatsMut::Bf16(s) => s.as_mut_ptr().cast(),
+        }
+    }
+
+    /// The same slice, read only.
+    pub fn shared(&self) -> Floats<'_> {
+        match self {
+            FloatsMut::F32(s) => Floats::F32(s),
+            FloatsMut::F16(s) => Floats::F16(s),
+            FloatsMut::Bf16(s) => Floats::Bf16(s),
         }
     }
 

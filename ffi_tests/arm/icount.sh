@@ -20,43 +20,52 @@ main() {
     fi
     cat "$work/icount.txt"
     compare
-    limit 'f32 f32 f32 none decoupled 0' sve 5.2
-    limit 'f32 f32 bf16 bf16 decoupled 0' sve_bf16 6.1
-    limit 'f32 f32 f32 none decoupled 0' neon 4.5
+    limit 'f32 f32 f32 none decoupled step' sve 5.2
+    limit 'f32 f32 bf16 bf16 decoupled step' sve_bf16 6.1
+    limit 'f32 f32 f32 none decoupled step' neon 4.5
 }
 
 count_all() {
     echo "# Instructions per element, vectors of 128 bits."
     echo "# $(aarch64-linux-gnu-gcc --version | head -n 1); $("$RUSTC" --version)"
-    echo "# param state grad copy decay squares sve_bf16 sve neon"
+    echo "# param state grad copy decay work sve_bf16 sve neon"
     while read -r case; do
-        echo "$case $(per_element sve_bf16 "$case") $(per_element sve "$case") $(per_element neon "$case")"
+        types=${case% *} what=${case##* }
+        echo "$types $what $(figure sve_bf16) $(figure sve) $(figure neon)"
     done <<END
-f32 f32 f32 none none 0
-f32 f32 f32 none l2 0
-f32 f32 f32 none decoupled 0
-f32 f32 f32 none decoupled 1
-f32 f32 f32 f16 decoupled 0
-f32 f32 f32 bf16 decoupled 0
-f32 f32 f16 none decoupled 0
-f32 f32 f16 f16 decoupled 0
-f32 f32 f16 bf16 decoupled 0
-f32 f32 bf16 none decoupled 0
-f32 f32 bf16 f16 decoupled 0
-f32 f32 bf16 bf16 decoupled 0
-f32 f32 bf16 bf16 decoupled 1
-f16 f32 f16 none decoupled 0
-f16 f16 f16 none decoupled 0
-bf16 f32 bf16 none decoupled 0
-bf16 bf16 bf16 none decoupled 0
+f32 f32 f32 none none step
+f32 f32 f32 none l2 step
+f32 f32 f32 none decoupled step
+f32 f32 f32 none decoupled squares
+f32 f32 f32 f16 decoupled step
+f32 f32 f32 bf16 decoupled step
+f32 f32 f16 none decoupled step
+f32 f32 f16 f16 decoupled step
+f32 f32 f16 bf16 decoupled step
+f32 f32 bf16 none decoupled step
+f32 f32 bf16 f16 decoupled step
+f32 f32 bf16 bf16 decoupled step
+f32 f32 bf16 bf16 decoupled squares
+f16 f32 f16 none decoupled step
+f16 f16 f16 none decoupled step
+bf16 f32 bf16 none decoupled step
+bf16 bf16 bf16 none decoupled step
+f32 f32 f32 none decoupled record
+f32 f32 bf16 bf16 decoupled record
+bf16 bf16 bf16 none decoupled record
+f32 f32 f32 none decoupled undo
+f32 f32 bf16 bf16 decoupled undo
+f32 f32 bf16 bf16 decoupled redo
 END
 }
 
-# The difference between two lengths leaves out what a call costs.
-per_element() {
-    few=$(executed "$1" "$2" 4096)
-    many=$(executed "$1" "$2" 12288)
-    awk "BEGIN { printf \"%.3f\", ($many - $few) / 8192 }"
+# Of $types and $what on kernel $1. The difference between two lengths leaves out what a call costs; an undo and a redo
+# come after a record.
+figure() {
+    others=0
+    case $what in *do) others=$(($(executed "$1" "$types record" 12288) - $(executed "$1" "$types record" 4096))) ;; esac
+    both=$(($(executed "$1" "$types $what" 12288) - $(executed "$1" "$types $what" 4096)))
+    awk "BEGIN { printf \"%.3f\", ($both - $others) / 8192 }"
 }
 
 executed() {

@@ -39,6 +39,11 @@ static inline void skip(const char *why) {
     exit(77);
 }
 
+// An emulated processor takes fifty times as long, and a few rounds prove what many do.
+static inline int rounds(int many) {
+    return getenv("SPILLWAY_TEST_EMULATOR") == NULL ? many : (many + 3) / 4;
+}
+
 struct watched {
     const void *memory;
     void *before;

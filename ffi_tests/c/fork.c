@@ -72,7 +72,7 @@ static void while_another_thread(void *(*works)(void *), const char *what) {
     atomic_int stop = 0;
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, works, &stop) == 0);
-    for (int i = 0; i < 15; i++) {
+    for (int i = 0; i < rounds(15); i++) {
         usleep(1000 + 700 * (useconds_t)i);
         in_child(step_and_compare, what);
         step_and_compare();

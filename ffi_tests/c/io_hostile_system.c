@@ -2,6 +2,7 @@
 // Needs root, to mount; without it the program is skipped.
 
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <sched.h>
 #include <spillway.h>
 #include <stdio.h>
@@ -9,6 +10,7 @@
 #include <string.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -85,6 +87,16 @@ static void a_file_system_without_direct_io(uint32_t backend) {
     CHECK(umount(directory) == 0);
 }
 
+// What direct I/O needs (STATX_DIOALIGN); older kernels and emulators leave out the number, older headers its name.
+static bool alignment_is_told(const char *path) {
+    enum { DIOALIGN = 0x2000, STX_DIO_OFFSET_ALIGN = 0x9c };
+    struct statx found = {0};
+    uint32_t alignment = 0;
+    CHECK(statx(AT_FDCWD, path, 0, DIOALIGN, &found) == 0);
+    memcpy(&alignment, (const char *)&found + STX_DIO_OFFSET_ALIGN, sizeof alignment);
+    return alignment != 0;
+}
+
 // A loop device over a file on tmpfs, if the tools are there.
 static bool sectors_of_4096_bytes(uint32_t backend) {
     char command[16384];
@@ -99,7 +111,8 @@ static bool sectors_of_4096_bytes(uint32_t backend) {
     spw_io *io = open_engine(backend);
     round_trip(io, in_directory("mounted/sectors"));
     spw_io_stats stats = {.struct_size = sizeof stats};
-    CHECK(spw_io_stats_get(io, &stats) == SPW_OK && stats.direct_bytes > stats.buffered_bytes);
+    CHECK(spw_io_stats_get(io, &stats) == SPW_OK);
+    CHECK(stats.direct_bytes > stats.buffered_bytes || !alignment_is_told(in_directory("mounted/sectors")));
     CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
     CHECK(umount(in_directory("mounted")) == 0 && umount(directory) == 0);
     return true;

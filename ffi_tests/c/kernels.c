@@ -1,7 +1,8 @@
 // SPILLWAY_KERNEL forces a kernel, and its name proves that the force took; every kernel has the same bits. A kernel that
 // does not exist, or that this processor lacks, is refused, and nothing is written.
 //
-// The program runs itself once for each value of the variable, as the library reads it once.
+// The program runs itself once for each value of the variable, as the library reads it once. SPILLWAY_TEST_EMULATOR names
+// what it has to be run with where the system cannot run it alone.
 
 #include "check.h"
 
@@ -103,7 +104,9 @@ static void again_with(const char *self, const char *kernel, const char *mode, c
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
+        const char *emulator = getenv("SPILLWAY_TEST_EMULATOR");
         setenv("SPILLWAY_KERNEL", kernel, 1);
+        if (emulator != NULL) execl(emulator, emulator, self, mode, kernel, detail, (char *)NULL);
         execl(self, self, mode, kernel, detail, (char *)NULL);
         _exit(126);
     }
@@ -130,7 +133,7 @@ int main(int count, char **arguments) {
     CHECK_OK(spw_kernel_name(&best));
     const uint64_t unforced = all_results();
     int seen_best = 0;
-    for (int i = 0; i < 3; i++) {
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (!available(names[i])) {
             again_with(arguments[0], names[i], "refused", names[i]);
             continue;

@@ -27,7 +27,7 @@ static void train(struct problem *problem, spw_step_stats *stats) {
 
 static void *caller(void *argument) {
     const int id = (int)(intptr_t)argument;
-    for (int round = 0; round < 3; round++) {
+    for (int round = 0; round < rounds(3); round++) {
         struct problem mine = make_mixed(length(id), (uint64_t)id);
         spw_step_stats stats[STEPS];
         pthread_barrier_wait(&barrier);
@@ -56,7 +56,7 @@ static int threads_of_this_process(void) {
 }
 
 static void numbers_of_workers(void) {
-    for (uint32_t workers = 1; workers <= 8; workers++) {
+    for (uint32_t workers = 1; workers <= 8; workers += 8 / (uint32_t)rounds(8)) {
         uint32_t count = 0;
         configure_threads(workers);
         CHECK_OK(spw_threads_count(&count));
@@ -74,7 +74,7 @@ static void numbers_of_workers(void) {
 // One tensor as up to 40 pieces of random length, the empty ones among them.
 static void random_splits(void) {
     uint64_t random = 5;
-    for (int round = 0; round < 12; round++) {
+    for (int round = 0; round < rounds(12); round++) {
         struct problem mine = make_mixed(length(1), 1);
         configure_threads(1 + (uint32_t)round % 3);
         spw_tensor pieces[40];
@@ -120,6 +120,7 @@ static void objects(void) {
 }
 
 int main(void) {
+    const int threads_at_start = threads_of_this_process();
     configure_threads(1);
     for (int i = 0; i < CALLERS; i++) {
         serial[i] = make_mixed(length(i), (uint64_t)i);
@@ -129,7 +130,7 @@ int main(void) {
         release(&start);
     }
     // One worker is the caller itself: no thread was made so far.
-    CHECK(threads_of_this_process() == 1);
+    CHECK(threads_of_this_process() == threads_at_start);
     numbers_of_workers();
     random_splits();
     configure_threads(3);

@@ -50,7 +50,7 @@ static spw_status get(spw_tier *tier, uint32_t extent) {
     return spw_tier_wait(tier, ticket, FOR_EVER, NULL);
 }
 
-static int same(int seed) {
+static int holds(int seed) {
     for (int s = 0; s < 3; s++) {
         for (uint64_t i = 0; i < sizes[s]; i++) {
             if (got_memory[s][i] != (unsigned char)(i * 7 + (uint64_t)(seed + s) + i / 251)) return 0;
@@ -73,10 +73,10 @@ static void steps_come_back(void) {
     CHECK_OK(spw_tier_commit(tier, 7, "note", 5));
     put(tier, first, 3, -1);
     CHECK_OK(get(tier, first));
-    CHECK(same(3));
+    CHECK(holds(3));
     CHECK_OK(spw_tier_rollback(tier));
     CHECK_OK(get(tier, first));
-    CHECK(same(1));
+    CHECK(holds(1));
     put(tier, second, 4, -1);
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 
@@ -87,7 +87,7 @@ static void steps_come_back(void) {
     CHECK(found.resumed == 1 && found.step == 7 && found.payload_bytes == 5 && strcmp(note, "note") == 0);
     CHECK(define(tier, "first") == first && define(tier, "second") == second);
     CHECK_OK(get(tier, second));
-    CHECK(same(2));
+    CHECK(holds(2));
 
     spw_tier_extent_info extent = {.struct_size = sizeof extent};
     char name[4] = "";
@@ -131,7 +131,7 @@ static void paths_drain_and_exports_travel(void) {
     CHECK_OK(spw_tier_import(tier, out, &step));
     CHECK(step == 8);
     CHECK_OK(get(tier, second));
-    CHECK(same(2));
+    CHECK(holds(2));
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 }
 

@@ -1,5 +1,6 @@
 // A recorded step comes back to the bit: for every optimizer, over random, denormal, huge, Inf and NaN gradients, at step 1
-// and later; a redo has the bits of stepping with the other factor in the first place; and misuse changes nothing.
+// and later, by a log and by a shadow; a redo has the bits of stepping with the other factor in the first place; a million
+// cycles leave the bits; the log's memory is bounded; and misuse changes nothing.
 
 #include "check.h"
 
@@ -64,6 +65,7 @@ static spw_status recorded_step(spw_undo *undo, int optimizer, struct model *mod
     adam.step = step, adam.grad_scale = adagrad.grad_scale = lion.grad_scale = scale;
     adam.weight_decay = adagrad.weight_decay = lion.weight_decay = 0.01;
     adam.weight_decay_mode = optimizer == 1 ? SPW_WEIGHT_DECAY_L2 : SPW_WEIGHT_DECAY_DECOUPLED;
+    if (undo == NULL) return spw_adam_step(&adam, &model->tensor, 1, NULL);
     if (optimizer == 2) return spw_undo_adagrad_step(undo, &adagrad, &model->tensor, 1, NULL);
     if (optimizer == 3) return spw_undo_lion_step(undo, &lion, &model->tensor, 1, NULL);
     return spw_undo_adam_step(undo, &adam, &model->tensor, 1, NULL);
@@ -116,15 +118,66 @@ static void rollback_and_redo_are_exact(int optimizer) {
     CHECK_OK(spw_undo_close(undo));
 }
 
-static void a_hundred_thousand_cycles_leave_the_bits(void) {
-    spw_undo *undo = open_undo(SPW_UNDO_DELTA);
-    struct model model = make_model();
+// The other set of spans: what is current and what is shadow changes places.
+static void flip(struct model *model, struct model *shadow) {
+    float *spans[3] = {model->param, model->exp_avg, model->exp_avg_sq};
+    model->param = shadow->param, model->exp_avg = shadow->exp_avg, model->exp_avg_sq = shadow->exp_avg_sq;
+    shadow->param = spans[0], shadow->exp_avg = spans[1], shadow->exp_avg_sq = spans[2];
+    model->tensor.param = model->param, model->tensor.exp_avg = model->exp_avg;
+    model->tensor.exp_avg_sq = model->exp_avg_sq;
+    model->tensor.shadow_param = shadow->param, model->tensor.shadow_exp_avg = shadow->exp_avg;
+    model->tensor.shadow_exp_avg_sq = shadow->exp_avg_sq;
+}
+
+static void a_shadow_is_exact_and_costs_nothing_to_drop(int optimizer) {
+    spw_undo *undo = open_undo(SPW_UNDO_SHADOW);
+    struct model model = make_model(), shadow = make_model(), other = make_model();
+    float *before = calloc(3 * COUNT, 4), *expected = calloc(3 * COUNT, 4), *after = calloc(3 * COUNT, 4);
+    flip(&model, &shadow), flip(&model, &shadow);
+    if (optimizer == 2) model.tensor.exp_avg = model.tensor.shadow_exp_avg = NULL;
+    if (optimizer == 3) model.tensor.exp_avg_sq = model.tensor.shadow_exp_avg_sq = NULL;
+    for (uint64_t step = 1; step <= 5; step++) {
+        fill_grad(model.grad, (int)(step - 1) % 5, step);
+        memcpy(other.grad, model.grad, COUNT * 4);
+        save(&model, before);
+        CHECK_OK(recorded_step(undo, optimizer, &model, step, 1.0));
+        CHECK_OK(spw_undo_rollback(undo));
+        CHECK(spw_undo_rollback(undo) == SPW_ERR_INVALID_ARGUMENT);
+        save(&model, after);
+        CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
+
+        CHECK_OK(recorded_step(undo, optimizer, &model, step, 1.0));
+        CHECK_OK(spw_undo_redo(undo, 0.25));
+        save(&model, after);
+        CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
+        flip(&model, &shadow);
+        if (optimizer == 2) model.tensor.exp_avg = model.tensor.shadow_exp_avg = NULL;
+        if (optimizer == 3) model.tensor.exp_avg_sq = model.tensor.shadow_exp_avg_sq = NULL;
+
+        spw_undo *plain = open_undo(SPW_UNDO_DELTA);
+        CHECK_OK(recorded_step(plain, optimizer, &other, step, 0.25));
+        CHECK_OK(spw_undo_close(plain));
+        save(&model, after), save(&other, expected);
+        CHECK(memcmp(expected, after, COUNT * 4) == 0);
+        if (optimizer != 2) CHECK(memcmp(expected + COUNT, after + COUNT, COUNT * 4) == 0);
+        if (optimizer != 3) CHECK(memcmp(expected + 2 * COUNT, after + 2 * COUNT, COUNT * 4) == 0);
+        CHECK(memcmp(model.copy, other.copy, COUNT * 2) == 0);
+    }
+    free(before), free(expected), free(after);
+    free_model(&model), free_model(&shadow), free_model(&other);
+    CHECK_OK(spw_undo_close(undo));
+}
+
+static void a_million_cycles_leave_the_bits(uint32_t mode) {
+    spw_undo *undo = open_undo(mode);
+    struct model model = make_model(), shadow = make_model();
     model.tensor.n = 64;
     fill_grad(model.grad, 0, 3);
-    CHECK_OK(recorded_step(undo, 0, &model, 1, 1.0));
+    CHECK_OK(recorded_step(NULL, 0, &model, 1, 1.0));
+    if (mode == SPW_UNDO_SHADOW) flip(&model, &shadow), flip(&model, &shadow);
     float *before = calloc(3 * COUNT, 4), *after = calloc(3 * COUNT, 4);
     save(&model, before);
-    for (uint64_t cycle = 0; cycle < 100000; cycle++) {
+    for (uint64_t cycle = 0; cycle < 1000000; cycle++) {
         model.grad[cycle % 64] *= -1.0f;
         CHECK_OK(recorded_step(undo, 0, &model, 2 + cycle % 50, 1.0));
         CHECK_OK(spw_undo_rollback(undo));
@@ -132,7 +185,49 @@ static void a_hundred_thousand_cycles_leave_the_bits(void) {
     save(&model, after);
     CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
     free(before), free(after);
-    free_model(&model);
+    free_model(&model), free_model(&shadow);
+    CHECK_OK(spw_undo_close(undo));
+}
+
+// Resident bytes of this process.
+static uint64_t resident(void) {
+    FILE *file = fopen("/proc/self/statm", "r");
+    unsigned long size = 0, pages = 0;
+    CHECK(file != NULL && fscanf(file, "%lu %lu", &size, &pages) == 2);
+    fclose(file);
+    return (uint64_t)pages * 4096;
+}
+
+static void the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predicted(void) {
+    enum { MANY = 8 << 20 };
+    spw_undo_options options = {.struct_size = sizeof options, .mode = SPW_UNDO_DELTA, .elements = MANY, .tensors = 1};
+    spw_undo *undo = NULL;
+    CHECK_OK(spw_undo_open(&options, &undo));
+    struct model model = {0};
+    model.param = calloc(MANY, 4), model.exp_avg = calloc(MANY, 4), model.exp_avg_sq = calloc(MANY, 4);
+    model.grad = calloc(MANY, 4);
+    spw_tensor tensor = {.struct_size = sizeof tensor, .param_dtype = SPW_DTYPE_F32, .state_dtype = SPW_DTYPE_F32,
+                         .grad_dtype = SPW_DTYPE_F32, .n = MANY, .param = model.param, .grad = model.grad,
+                         .exp_avg = model.exp_avg, .exp_avg_sq = model.exp_avg_sq};
+    model.tensor = tensor;
+    uint64_t state = 1, bytes = 0;
+    for (int i = 0; i < MANY; i++) {
+        model.param[i] = model.exp_avg[i] = model.exp_avg_sq[i] = 0.5f;
+        model.grad[i] = (float)(random_bits(&state) >> 40) / 8388608.0f - 1.0f;
+    }
+    CHECK_OK(recorded_step(undo, 0, &model, 100, 1.0));
+    const uint64_t steady = resident();
+    CHECK_OK(spw_undo_log_bytes(undo, &bytes));
+    CHECK(bytes < (uint64_t)MANY * 31 / 10);
+    // Nothing can be predicted from Inf: every old value is written down.
+    for (int i = 0; i < MANY; i++) model.grad[i] = INFINITY;
+    CHECK_OK(recorded_step(undo, 0, &model, 101, 1.0));
+    CHECK_OK(spw_undo_log_bytes(undo, &bytes));
+    CHECK(bytes > (uint64_t)MANY * 12 && bytes <= (uint64_t)MANY * 13 + (uint64_t)MANY / 65536 * 128);
+    CHECK(resident() > steady + (uint64_t)MANY * 8);
+    CHECK_OK(spw_undo_rollback(undo));
+    CHECK(resident() < steady + (uint64_t)MANY * 2);
+    free(model.param), free(model.exp_avg), free(model.exp_avg_sq), free(model.grad);
     CHECK_OK(spw_undo_close(undo));
 }
 
@@ -152,13 +247,18 @@ static void arithmetic_is_close_and_refuses_what_it_cannot_undo(void) {
     for (int i = COUNT; i < 2 * COUNT; i++) CHECK(fabsf(after[i] - before[i]) <= 1e-8f);
     for (int i = 2 * COUNT; i < 3 * COUNT; i++) CHECK(fabsf(after[i] - before[i]) <= 1e-11f);
 
-    fill_grad(model.grad, 4, 3);
-    CHECK_OK(recorded_step(undo, 0, &model, 3, 1.0));
-    save(&model, before);
-    CHECK(spw_undo_rollback(undo) == SPW_ERR_INVALID_ARGUMENT);
-    CHECK(strstr(spw_last_error(), "Inf or NaN") != NULL);
-    save(&model, after);
-    CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
+    // Inf and NaN in the gradient; and finite gradients whose squares overflow.
+    for (int kind = 4; kind >= 2; kind -= 2) {
+        fill_grad(model.grad, kind, 3);
+        if (kind == 2) model.grad[COUNT - 1] = 1e30f;
+        CHECK_OK(recorded_step(undo, 0, &model, 3, 1.0));
+        watch(model.param, COUNT * 4), watch(model.exp_avg, COUNT * 4), watch(model.exp_avg_sq, COUNT * 4);
+        watch(model.copy, COUNT * 2);
+        INVALID(spw_undo_rollback(undo), "Inf or NaN");
+        unwatch_all();
+        memcpy(model.param, before, COUNT * 4), memcpy(model.exp_avg, before + COUNT, COUNT * 4);
+        memcpy(model.exp_avg_sq, before + 2 * COUNT, COUNT * 4);
+    }
     free(before), free(after);
     free_model(&model);
     CHECK_OK(spw_undo_close(undo));
@@ -183,9 +283,23 @@ static void misuse_is_refused(void) {
     CHECK(recorded_step(narrow, 0, &model, 1, 1.0) == SPW_ERR_INVALID_ARGUMENT);
     save(&model, after);
     CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
-    small.mode = 2;
+    small.mode = 3;
     CHECK(spw_undo_open(&small, &narrow) == SPW_ERR_INVALID_ARGUMENT);
     CHECK_OK(spw_undo_close(narrow));
+
+    watch(model.param, COUNT * 4), watch(model.exp_avg, COUNT * 4), watch(model.exp_avg_sq, COUNT * 4);
+    spw_undo *shadowed = open_undo(SPW_UNDO_SHADOW);
+    INVALID(recorded_step(shadowed, 0, &model, 1, 1.0), "tensors[0].shadow_param: is NULL, but the mode is");
+    struct model shadow = make_model();
+    model.tensor.shadow_param = shadow.param;
+    INVALID(recorded_step(shadowed, 0, &model, 1, 1.0), "tensors[0].shadow_exp_avg: is NULL, but");
+    model.tensor.shadow_exp_avg = shadow.exp_avg, model.tensor.shadow_exp_avg_sq = shadow.exp_avg_sq;
+    INVALID(recorded_step(undo, 0, &model, 1, 1.0), "tensors[0].shadow_param: is set, but the mode is not");
+    model.tensor.shadow_param = model.param + 1;
+    INVALID(recorded_step(shadowed, 0, &model, 1, 1.0), "overlaps tensors[0].param");
+    unwatch_all();
+    free_model(&shadow);
+    CHECK_OK(spw_undo_close(shadowed));
     free(before), free(after);
     free_model(&model);
     CHECK_OK(spw_undo_close(undo));
@@ -193,7 +307,10 @@ static void misuse_is_refused(void) {
 
 int main(void) {
     for (int optimizer = 0; optimizer < 4; optimizer++) rollback_and_redo_are_exact(optimizer);
-    a_hundred_thousand_cycles_leave_the_bits();
+    for (int optimizer = 0; optimizer < 4; optimizer++) a_shadow_is_exact_and_costs_nothing_to_drop(optimizer);
+    a_million_cycles_leave_the_bits(SPW_UNDO_DELTA);
+    a_million_cycles_leave_the_bits(SPW_UNDO_SHADOW);
+    the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predicted();
     arithmetic_is_close_and_refuses_what_it_cannot_undo();
     misuse_is_refused();
     return 0;

@@ -1,8 +1,10 @@
 #!/bin/sh
-# Trains a small GPT under unmodified DeepSpeed, ZeRO stages 2 and 3, with Spillway's optimizer, and proves it.
+# Trains a small GPT under unmodified DeepSpeed with Spillway's ops, and proves it: ZeRO stages 2 and 3 with states in CPU
+# memory, then stage 3 with states, gradients and parameters in files.
 #
-#   STEPS=150      steps per run
+#   STEPS=150      steps per run; the run with files has a larger model and at most 20
 #   SECONDS=60     stop a run after this time
+#   NVME=DIRECTORY where the files go, about 260 MB; default: the target directory
 #   COMPARE=1      repeat each run with DeepSpeed's compiled op and compare the final weights (needs a C++ compiler)
 #   SPILLWAY_PREBUILT_LIB   package this library instead of building it
 set -eu
@@ -21,18 +23,31 @@ main() {
     compiled_cache=$TORCH_EXTENSIONS_DIR
     python=$("$root/packaging/python_overlay.sh" "$work/python")
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores)}" DS_ACCELERATOR=cpu
-    for stage in 2 3; do
-        with_spillway "$stage"
-        [ "${COMPARE:-0}" = 0 ] || with_deepspeed "$stage"
+    for run in 2 3 nvme; do
+        with_spillway "$run" "$steps"
+        [ "${COMPARE:-0}" = 0 ] || with_deepspeed "$run"
     done
+    speculation
     echo "demo: ok"
+}
+
+# Sub-groups step during backward, with gradients that have to be clipped and gradients that are infinite forced in
+# between; then the same run that waits for the norm.
+speculation() {
+    echo "SuperOffload on Spillway: every 5th gradient 1000 times as large, every 7th infinite"
+    for mode in super serial; do
+        SPILLWAY_DEEPSPEED=1 TORCH_EXTENSIONS_DIR=$work/extensions \
+            "$python" "$here/superoffload.py" --mode "$mode" --spikes --clip 2.5 --steps 24 --json "$work/$mode-gpt.json"
+    done
+    [ "$(field gpt super sha256)" = "$(field gpt serial sha256)" ] || fail "speculation changed the final weights"
+    echo "  final weights equal, to the bit, to those of the run that waits for the norm"
 }
 
 with_spillway() {
     rm -rf "$work/extensions"
     mkdir -p "$work/extensions"
-    SPILLWAY_DEEPSPEED=1 TORCH_EXTENSIONS_DIR=$work/extensions \
-        "$python" "$here/train.py" --stage "$1" --steps "$steps" --seconds "$limit" --json "$work/spillway-$1.json"
+    export SPILLWAY_DEEPSPEED=1 TORCH_EXTENSIONS_DIR="$work/extensions"
+    train "$1" "$2" --seconds "$limit" --json "$work/spillway-$1.json"
     if [ -n "$(ls -A "$work/extensions")" ]; then
         fail "DeepSpeed compiled something: $(ls "$work/extensions")"
     fi
@@ -41,13 +56,31 @@ with_spillway() {
 
 with_deepspeed() {
     command -v c++ >/dev/null || fail "COMPARE=1 needs a C++ compiler; run: apt-get install g++"
-    env -u SPILLWAY_DEEPSPEED TORCH_EXTENSIONS_DIR="$compiled_cache" \
-        "$python" "$here/train.py" --native --stage "$1" --steps "$(field "$1" spillway steps)" \
-        --json "$work/native-$1.json"
+    [ "$1" != nvme ] || [ -e /usr/include/libaio.h ] || fail "COMPARE=1 needs libaio; run: apt-get install libaio-dev"
+    unset SPILLWAY_DEEPSPEED
+    export TORCH_EXTENSIONS_DIR="$compiled_cache"
+    train "$1" "$(field "$1" spillway steps)" --native --json "$work/native-$1.json"
     ours=$(field "$1" spillway sha256)
     theirs=$(field "$1" native sha256)
-    [ "$ours" = "$theirs" ] || fail "stage $1: the final weights differ: $ours, compiled op $theirs"
-    echo "  stage $1: final weights equal to those of DeepSpeed's compiled op"
+    [ "$ours" = "$theirs" ] || fail "run $1: the final weights differ: $ours, compiled op $theirs"
+    echo "  final weights equal to those of DeepSpeed's compiled op"
+}
+
+# RUN STEPS ARGUMENTS...
+train() {
+    run=$1 count=$2
+    shift 2
+    if [ "$run" != nvme ]; then
+        "$python" "$here/train.py" --stage "$run" --steps "$count" "$@"
+        return
+    fi
+    if [ "$count" -gt 20 ]; then count=20; fi
+    files=${NVME:-$work}/spillway-files
+    rm -rf "$files"
+    mkdir -p "$files"
+    # Matrices above 1 MiB, which is where DeepSpeed begins to move them.
+    "$python" "$here/train.py" --nvme "$files" --dim 768 --layers 2 --steps "$count" "$@"
+    rm -rf "$files"
 }
 
 field() {

@@ -149,6 +149,8 @@ def test_validation_compares_and_raises(handle, tmp_path):
     (lambda h, p: h.sync_pread(torch.empty(4), p, 1 << 63), "file_offset is"),
     (lambda h, p: h.sync_pread(torch.empty(4), p, 0.5), "file_offset is 0.5"),
     (lambda h, p: h.sync_pread(torch.empty(4), p + "\0x"), "NUL"),
+    (lambda h, p: h.async_pwrite(torch.empty(4), -1), "fd is -1"),
+    (lambda h, p: h.async_pwrite(torch.empty(4), fd=1 << 32), "fd is 4294967296"),
     (lambda h, p: h.new_cpu_locked_tensor(-1, torch.empty(1)), "num_elem is -1"),
     (lambda h, p: h.new_cpu_locked_tensor(1 << 60, torch.empty(1)), "pass|memory"),
     (lambda h, p: h.new_cpu_locked_tensor(1, 2), "example"),
@@ -250,6 +252,24 @@ def test_no_call_holds_the_gil(handle, tmp_path):
         sys.setswitchinterval(interval)
         stop.set()
         thread.join()
+
+
+def test_a_synchronous_call_gets_its_own_outcome_though_another_thread_waits_first(handle, tmp_path, monkeypatch):
+    (tmp_path / "short").write_bytes(bytes(100))
+    wait, of_other_thread = handle._engine.wait, []
+
+    def after_another_thread():
+        thread = threading.Thread(target=lambda: of_other_thread.append(wait()))
+        thread.start()
+        thread.join()
+        return wait()
+
+    monkeypatch.setattr(handle._engine, "wait", after_another_thread)
+    with pytest.raises(spillway.IoFailure, match="ends at byte 100"):
+        handle.sync_pread(torch.zeros(65_536, dtype=torch.uint8), str(tmp_path / "short"))
+    assert of_other_thread == [0]
+    handle.async_pread(torch.zeros(100, dtype=torch.uint8), str(tmp_path / "short"))
+    assert handle.wait() == 0 and of_other_thread == [0, 1]
 
 
 def test_threads_that_share_a_handle_each_get_their_own_outcomes(handle, tmp_path):

@@ -27,7 +27,7 @@ def train(overlay, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("clip", ["0", "1.0", "0.05"])
+@pytest.mark.parametrize("clip", ["0", "2.5", "0.05"])
 def test_the_weights_are_those_of_the_run_that_waits(train, clip):
     spikes = [] if clip == "0" else ["--spikes"]
     ours = train("--clip", clip, *spikes)
@@ -38,10 +38,10 @@ def test_the_weights_are_those_of_the_run_that_waits(train, clip):
     done = ours["active"]["superoffload"]
     assert done["commits"] + done["redos"] + done["aborts"] == ours["steps"]
     assert done["aborts"] == ours["skipped"] == waiting["skipped"] == (1 if spikes else 0)
-    assert done["buckets_speculated"] > ours["steps"]
+    assert done["buckets_speculated"] >= ours["steps"]
     if clip == "0":
         assert done["redos"] == done["aborts"] == done["buckets_spared"] == 0
-    if clip == "1.0":
+    if clip == "2.5":
         assert done["commits"] > 0 and done["redos"] > 0 and done["buckets_redone"] > 0
     if clip == "0.05":
         assert done["commits"] == 0 and done["buckets_spared"] > 0

@@ -132,7 +132,9 @@ def config(options):
     if options.nvme:
         # Tensors below 1 MiB stay in memory. A buffer holds any one parameter.
         zero = {"stage": 3, "sub_group_size": 4 << 20, "stage3_param_persistence_threshold": 0,
-                "offload_optimizer": {"device": "nvme", "nvme_path": options.nvme, "buffer_count": 5},
+                "offload_optimizer": {"device": "nvme", "nvme_path": options.nvme,
+                                      "buffer_count": 14 if options.pipeline else 5,
+                                      "pipeline_read": options.pipeline, "pipeline_write": options.pipeline},
                 "offload_param": {"device": "nvme", "nvme_path": options.nvme, "buffer_count": 12,
                                   "buffer_size": 4 * options.dim * options.dim}}
     return {
@@ -217,6 +219,7 @@ def arguments():
     parser.add_argument("--seconds", type=float, default=0, help="stop after this time; 0: no limit")
     parser.add_argument("--native", action="store_true", help="expect DeepSpeed's compiled op")
     parser.add_argument("--nvme", metavar="DIRECTORY", help="ZeRO-3 with states and parameters in files there")
+    parser.add_argument("--pipeline", action="store_true", help="with --nvme: states are read and written ahead")
     parser.add_argument("--json", help="write the report to this file")
     for name, value in (("dim", 256), ("layers", 6), ("context", 128), ("batch", 8), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)

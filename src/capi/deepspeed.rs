@@ -1,14 +1,16 @@
 //! DeepSpeed's ids: what its op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion` call.
 
 use super::guard::guard;
+use super::library::out;
 use super::record;
 use super::status::spw_status;
 use super::tensor::{self, spw_tensor};
+use super::undo::spw_undo;
 use crate::error::{Error, Result};
 use crate::optim::adagrad::{self, AdagradOptions};
 use crate::optim::deepspeed::{ADAGRAD, ADAM, AdamCall, AdamState, LION};
 use crate::optim::lion::{self, LionOptions};
-use crate::optim::{adam, spread::Job};
+use crate::optim::{adam, spread::Job, undo};
 
 /// DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 #[unsafe(no_mangle)]
@@ -50,6 +52,81 @@ pub unsafe extern "C" fn spw_ds_adam_update(
             jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
         adam::step(&mut jobs, false)?;
         ADAM.create(id, state);
+        Ok(())
+    })
+}
+
+/// `spw_ds_adam_update`, recorded in `undo` for `spw_ds_adam_rollback`; `undo` forgets the step it held.
+///
+/// # Safety
+/// As `spw_ds_adam_update`.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "C" fn spw_ds_adam_update_recorded(
+    undo: Option<&mut spw_undo>,
+    id: i32,
+    step: u64,
+    lr: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    weight_decay: f32,
+    bias_correction: u32,
+    tensor: *const spw_tensor,
+) -> spw_status {
+    guard(|| {
+        let undo = undo.ok_or_else(|| Error::invalid("undo", "is NULL"))?;
+        let bias_correction = record::flag("bias_correction", bias_correction)?;
+        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
+        let (state, rule) = ADAM.begin(id, &call)?;
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { undo.ds_step(rule, tensor) }?;
+        ADAM.create(id, state);
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `adam_rollback` of one tensor, with the arguments of the update that it takes back. If `undo` holds exactly
+/// that step and the spans, which may have moved since, hold what it left, they come back to the bit and
+/// `exact_out` becomes 1. Else, or if `undo` is NULL, they come back nearly, by the formula of SPW_UNDO_ARITHMETIC, which
+/// refuses Inf and NaN, and `exact_out` becomes 0. DeepSpeed's own writes 0 over a parameter whose gradient is
+/// not finite, and knows neither L2 nor steps without bias correction.
+///
+/// # Safety
+/// As `spw_ds_adam_update`; `exact_out` points to a u32.
+#[unsafe(no_mangle)]
+#[allow(clippy::too_many_arguments)]
+pub unsafe extern "C" fn spw_ds_adam_rollback(
+    undo: Option<&mut spw_undo>,
+    id: i32,
+    step: u64,
+    lr: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    weight_decay: f32,
+    bias_correction: u32,
+    tensor: *const spw_tensor,
+    exact_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let exact_out = out(exact_out, "exact_out")?;
+        let bias_correction = record::flag("bias_correction", bias_correction)?;
+        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
+        let (_, rule) = ADAM.begin(id, &call)?;
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let exact = match undo {
+                Some(undo) => undo.ds_back(rule, tensor)?,
+                None => false,
+            };
+            if !exact {
+                let jobs = jobs(tensor)?.into_iter();
+                let mut jobs: Vec<_> = jobs.map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
+                undo::undo(&mut jobs, None)?;
+            }
+            exact_out.write(exact.into());
+        }
         Ok(())
     })
 }
@@ -158,7 +235,8 @@ pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
     guard(|| LION.destroy(id))
 }
 
-unsafe fn jobs<'a>(tensor: *const spw_tensor) -> Result<Vec<Job<'a, ()>>> {
+/// One tensor's job, without coefficients.
+pub(super) unsafe fn jobs<'a>(tensor: *const spw_tensor) -> Result<Vec<Job<'a, ()>>> {
     if tensor.is_null() {
         return Err(Error::invalid("tensor", "is NULL"));
     }

@@ -112,7 +112,7 @@ pub(super) enum Rules {
 /// once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
 /// are only measured, and step once after it.
 ///
-/// Every function but close may be called from several threads at the same time.
+/// Every function but close may be called from several threads at the same time. Complete: examples_c/speculate.c.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.

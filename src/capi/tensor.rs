@@ -32,6 +32,11 @@ pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
 
 /// One tensor of a step: flat spans of `n` elements each, contiguous, aligned to their element, not overlapping.
 ///
+/// A step writes param and states in place, or, if the shadow fields are set, to those spans, and leaves the old values as
+/// they are. A caller that alternates between two sets of spans, naming the current one first, can take a step
+/// back by naming the same set first again. Shadow spans that begin with a cache line (64 bytes) are written past
+/// the caches where that pays.
+///
 /// | param | exp_avg, exp_avg_sq | grad | param_copy |
 /// |---|---|---|---|
 /// | f32 | f32 | f32, f16, bf16 | none, f16, bf16 |
@@ -66,6 +71,12 @@ pub struct spw_tensor {
     pub param_copy: *mut c_void,
     /// This tensor's own options (of the optimizer that is called), or NULL for those of the call.
     pub options: *const c_void,
+    /// Where the updated param goes, of the same type; NULL: in place.
+    pub shadow_param: *mut c_void,
+    /// Where the updated exp_avg goes: set if shadow_param and exp_avg are.
+    pub shadow_exp_avg: *mut c_void,
+    /// Where the updated exp_avg_sq goes: set if shadow_param and exp_avg_sq are.
+    pub shadow_exp_avg_sq: *mut c_void,
 }
 
 // SAFETY: integers and pointers without padding; a null pointer is valid.
@@ -185,7 +196,38 @@ unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
         let exp_avg = optional_span(raw.exp_avg, Some(state_dtype), raw.n, "exp_avg")?;
         let exp_avg_sq = optional_span(raw.exp_avg_sq, Some(state_dtype), raw.n, "exp_avg_sq")?;
         let param_copy = optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?;
-        Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, param_copy)
+        let tensor = Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, param_copy)?;
+        match shadow_of(raw, state_dtype)? {
+            Some(shadow) => tensor.with_shadow(shadow),
+            None => Ok(tensor),
+        }
+    }
+}
+
+/// The shadow set: as many spans as the tensor has of its own, or none.
+unsafe fn shadow_of<'a>(raw: &spw_tensor, state_dtype: Dtype) -> Result<Option<States<'a>>> {
+    let pairs = [
+        ("shadow_param", raw.param, raw.shadow_param),
+        ("shadow_exp_avg", raw.exp_avg, raw.shadow_exp_avg),
+        ("shadow_exp_avg_sq", raw.exp_avg_sq, raw.shadow_exp_avg_sq),
+    ];
+    if pairs.iter().all(|(_, _, shadow)| shadow.is_null()) {
+        return Ok(None);
+    }
+    for (name, own, shadow) in pairs {
+        match (own.is_null(), shadow.is_null()) {
+            (false, true) => return Err(Error::invalid(name, "is NULL, but another shadow span is set")),
+            (true, false) => return Err(Error::invalid(name, "is set, but the span it shadows is NULL")),
+            _ => {}
+        }
+    }
+    // SAFETY: the caller lends the spans, each of n elements, and they do not overlap.
+    unsafe {
+        let param_dtype = parse_dtype(raw.param_dtype, "param_dtype")?;
+        let param = span_mut(raw.shadow_param, param_dtype, raw.n, "shadow_param")?;
+        let exp_avg = optional_span(raw.shadow_exp_avg, Some(state_dtype), raw.n, "shadow_exp_avg")?;
+        let exp_avg_sq = optional_span(raw.shadow_exp_avg_sq, Some(state_dtype), raw.n, "shadow_exp_avg_sq")?;
+        Ok(Some(States { param, exp_avg, exp_avg_sq }))
     }
 }
 
@@ -271,7 +313,16 @@ struct Range {
     span: u8,
 }
 
-const SPANS: [&str; 5] = ["param", "grad", "exp_avg", "exp_avg_sq", "param_copy"];
+const SPANS: [&str; 8] = [
+    "param",
+    "grad",
+    "exp_avg",
+    "exp_avg_sq",
+    "param_copy",
+    "shadow_param",
+    "shadow_exp_avg",
+    "shadow_exp_avg_sq",
+];
 /// The one span that is only read.
 const GRAD: u8 = 1;
 
@@ -310,7 +361,10 @@ fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
         GRAD => (raw.grad, raw.grad_dtype),
         2 => (raw.exp_avg.cast_const(), raw.state_dtype),
         3 => (raw.exp_avg_sq.cast_const(), raw.state_dtype),
-        _ => (raw.param_copy.cast_const(), raw.copy_dtype),
+        4 => (raw.param_copy.cast_const(), raw.copy_dtype),
+        5 => (raw.shadow_param.cast_const(), raw.param_dtype),
+        6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
+        _ => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
     };
     let bytes = spw_dtype_size(dtype).saturating_mul(raw.n).min(usize::MAX as u64) as usize;
     let start = address.addr();

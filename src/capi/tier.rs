@@ -244,9 +244,9 @@ pub unsafe extern "C" fn spw_tier_commit(
         if payload.is_null() && payload_bytes > 0 || payload_bytes > 1 << 30 {
             return Err(Error::invalid("payload", "is NULL, or too long"));
         }
-        // SAFETY: the caller's promise; NULL has no bytes.
         let payload = match payload_bytes {
             0 => &[][..],
+            // SAFETY: the caller's promise; NULL has no bytes.
             bytes => unsafe { std::slice::from_raw_parts(payload.cast::<u8>(), bytes as usize) },
         };
         // SAFETY: the caller's promise.

@@ -3,6 +3,7 @@
 
 use super::adagrad::{self, spw_adagrad_options};
 use super::adam::{self, spw_adam_options};
+use super::deepspeed;
 use super::guard::guard;
 use super::library::out;
 use super::lion::{self, spw_lion_options};
@@ -10,7 +11,7 @@ use super::record::{self, Record};
 use super::status::spw_status;
 use super::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
-use crate::kernel::{AdagradRule, AdamRule, LionRule, Rule, log_bytes, log_used_of};
+use crate::kernel::{AdagradRule, AdamRule, LionRule, Rule, log_bytes};
 use crate::optim::spread::Job;
 use crate::optim::{StepStats, undo};
 use crate::sys::reserve::Reserve;
@@ -19,13 +20,19 @@ use crate::sys::reserve::Reserve;
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_undo_mode {
-    /// By the inverse formula (SuperOffload section 4.4, SysX section 4.3): no memory, but old values come back
-    /// only within a few units in the last place, exp_avg and exp_avg_sq worse after a large gradient. Gradients
-    /// with Inf or NaN are refused.
+    /// By the inverse formula (SuperOffload section 4.4, SysX section 4.3): no memory, but old values come back only
+    /// nearly. In f32 with Adam most come back exactly; the others miss by at most 2 units in the last place of the
+    /// larger of the old and the new value. That is little where a step changes little, and all where the old value
+    /// was smaller by 2^24: zeros of step 1, what a spike covered. What is not finite, in a scaled gradient, param or
+    /// state, is refused before anything is touched.
     SPW_UNDO_ARITHMETIC = 0,
-    /// To the bit, by a log of the differences to the inverse formula: about 2 bytes per parameter, 13 in a step
-    /// where nothing can be predicted (the first, or one with Inf everywhere).
+    /// To the bit, by a log of the differences to the inverse formula: about 1.2 bytes per element in steady state,
+    /// 9 at step 1, never more than 13. What a step needed beyond 3 bytes per element is given back to the system
+    /// when the step is forgotten.
     SPW_UNDO_DELTA = 1,
+    /// To the bit and in constant time: the step reads one set of spans and writes the other, which the tensors name
+    /// in their shadow fields. See `spw_undo_rollback` for who holds which set afterwards.
+    SPW_UNDO_SHADOW = 2,
 }
 
 /// What a recording has room for.
@@ -36,7 +43,7 @@ pub struct spw_undo_options {
     pub struct_size: u32,
     /// An `spw_undo_mode`.
     pub mode: u32,
-    /// Most elements of one step, all tensors together.
+    /// Most elements of one step, all tensors together. Of no meaning but for SPW_UNDO_DELTA.
     pub elements: u64,
     /// Most tensors of one step.
     pub tensors: u64,
@@ -50,10 +57,17 @@ unsafe impl Record for spw_undo_options {
 
 /// The recording of one step.
 pub struct spw_undo {
-    /// None in arithmetic mode.
-    log: Option<Reserve>,
+    mode: Mode,
     tensors: usize,
     step: Option<Step>,
+    /// Of what DeepSpeed's step left, since its rollback names its spans anew.
+    fingerprint: u64,
+}
+
+enum Mode {
+    Arithmetic,
+    Delta(Reserve),
+    Shadow,
 }
 
 /// What was stepped, and with which coefficients.
@@ -81,13 +95,19 @@ pub unsafe extern "C" fn spw_undo_open(
         if options.elements > LIMIT || options.tensors > LIMIT {
             return Err(Error::invalid("options.elements", "and options.tensors are at most 2^48"));
         }
-        let log = match record::flag("options.mode", options.mode)? {
+        let mode = match options.mode {
+            0 => Mode::Arithmetic,
             // A tensor wastes less than one more small tensor's log.
-            true => Some(Reserve::new(log_bytes(elements) + tensors * log_bytes(1))?),
-            false => None,
+            1 => Mode::Delta(Reserve::new(log_bytes(elements) + tensors * log_bytes(1))?),
+            2 => Mode::Shadow,
+            other => {
+                return Err(Error::invalid("options.mode", format!("{other} is not an spw_undo_mode")));
+            }
         };
         // SAFETY: not NULL, and the caller's promise.
-        unsafe { undo_out.write(Box::into_raw(Box::new(spw_undo { log, tensors, step: None }))) };
+        unsafe {
+            undo_out.write(Box::into_raw(Box::new(spw_undo { mode, tensors, step: None, fingerprint: 0 })))
+        };
         Ok(())
     })
 }
@@ -95,7 +115,9 @@ pub unsafe extern "C" fn spw_undo_open(
 const LIMIT: u64 = 1 << 48;
 
 /// `spw_adam_step`, recorded in `undo`, which forgets the step it held. It remembers the tensors' addresses: until
-/// the step is forgotten, the spans stay where they are and only spillway writes to them, gradients included.
+/// the step is forgotten, the spans stay where they are and only spillway writes to them, gradients included. In mode
+/// SPW_UNDO_SHADOW every tensor names its shadow spans, in the other modes none does. The squares of the
+/// gradients are summed if `stats` is not NULL.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -112,9 +134,10 @@ pub unsafe extern "C" fn spw_undo_adam_step(
         // SAFETY: the caller's promise is the callees'.
         unsafe {
             record::check_output(stats, "stats")?;
+            let squares = !stats.is_null();
             let jobs = adam::jobs(options, tensors, count)?;
             let seen =
-                undo.step(jobs, tensors, count, Step::Adam, |jobs| crate::optim::adam::step(jobs, true))?;
+                undo.step(jobs, tensors, count, Step::Adam, |jobs| crate::optim::adam::step(jobs, squares))?;
             tensor::write_stats(seen, stats)
         }
     })
@@ -137,9 +160,11 @@ pub unsafe extern "C" fn spw_undo_adagrad_step(
         // SAFETY: the caller's promise is the callees'.
         unsafe {
             record::check_output(stats, "stats")?;
+            let squares = !stats.is_null();
             let jobs = adagrad::jobs(options, tensors, count)?;
-            let seen = undo
-                .step(jobs, tensors, count, Step::Adagrad, |jobs| crate::optim::adagrad::step(jobs, true))?;
+            let seen = undo.step(jobs, tensors, count, Step::Adagrad, |jobs| {
+                crate::optim::adagrad::step(jobs, squares)
+            })?;
             tensor::write_stats(seen, stats)
         }
     })
@@ -162,9 +187,10 @@ pub unsafe extern "C" fn spw_undo_lion_step(
         // SAFETY: the caller's promise is the callees'.
         unsafe {
             record::check_output(stats, "stats")?;
+            let squares = !stats.is_null();
             let jobs = lion::jobs(options, tensors, count)?;
             let seen =
-                undo.step(jobs, tensors, count, Step::Lion, |jobs| crate::optim::lion::step(jobs, true))?;
+                undo.step(jobs, tensors, count, Step::Lion, |jobs| crate::optim::lion::step(jobs, squares))?;
             tensor::write_stats(seen, stats)
         }
     })
@@ -173,6 +199,13 @@ pub unsafe extern "C" fn spw_undo_lion_step(
 /// Takes the recorded step back and forgets it: param, exp_avg and exp_avg_sq have the bits from before the step
 /// (arithmetic mode: nearly), and param_copy those of the restored param rounded. Without a recorded step it is
 /// SPW_ERR_INVALID_ARGUMENT.
+///
+/// In mode SPW_UNDO_SHADOW nothing is written, in any size of step: the tensors' own spans never changed, and the caller
+/// goes on with them. After `spw_undo_commit` the shadow spans are the current set: the next step names them as
+/// param, exp_avg and exp_avg_sq, and the former ones as shadow. Nothing is copied either way. param_copy belongs to
+/// the set that the step wrote, so a caller that may roll back has two of them as well. Where a framework's tensors
+/// cannot change their address, it lets them follow every other step, or copies the current set back when it looks at
+/// them (0.9 of a step), or records with SPW_UNDO_DELTA.
 ///
 /// # Safety
 /// The recorded spans are as the step left them.
@@ -185,7 +218,8 @@ pub unsafe extern "C" fn spw_undo_rollback(undo: Option<&mut spw_undo>) -> spw_s
 }
 
 /// Takes the recorded step back and does it again with `grad_scale` in place of its factor on the gradient, in one pass
-/// over memory; then forgets it. The result has the bits of stepping with `grad_scale` in the first place.
+/// over memory; then forgets it. The result has the bits of stepping with `grad_scale` in the first place (arithmetic
+/// mode: nearly). In mode SPW_UNDO_SHADOW it lies in the shadow spans, as after the step and `spw_undo_commit`.
 ///
 /// # Safety
 /// As `spw_undo_rollback`.
@@ -200,15 +234,15 @@ pub unsafe extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: 
     })
 }
 
-/// Forgets the recorded step, which then stands; without one it does nothing. The log's memory is kept for the next
-/// step, or given back to the system if `release_memory` is 1.
+/// Forgets the recorded step, which then stands; without one it does nothing. The log's memory, up to 3 bytes per
+/// element, is kept for the next step, or all of it given back to the system if `release_memory` is 1.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_undo_commit(undo: Option<&mut spw_undo>, release_memory: u32) -> spw_status {
     guard(|| {
         let undo = object(undo)?;
         let release = record::flag("release_memory", release_memory)?;
-        undo.step = None;
-        if let Some(log) = undo.log.as_mut().filter(|_| release) {
+        undo.forget();
+        if let (Mode::Delta(log), true) = (&mut undo.mode, release) {
             log.release();
         }
         Ok(())
@@ -244,6 +278,40 @@ fn object(undo: Option<&mut spw_undo>) -> Result<&mut spw_undo> {
 }
 
 impl spw_undo {
+    /// An Adam step of one tensor by DeepSpeed's coefficients, for [`spw_undo::ds_back`].
+    pub(super) unsafe fn ds_step(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<()> {
+        // SAFETY: the caller's promise is the callees', here and below.
+        let jobs = unsafe { ds_jobs(rule, tensor) }?;
+        // SAFETY: as above.
+        unsafe {
+            self.step(jobs, tensor, 1, Step::Adam, |jobs| crate::optim::adam::step(jobs, false))?;
+        }
+        // SAFETY: as above.
+        let jobs = unsafe { ds_jobs(rule, tensor) }?;
+        self.fingerprint = jobs.first().map_or(0, |job| undo::fingerprint(&job.tensor));
+        Ok(())
+    }
+
+    /// Takes that step back, wherever its spans lie by now; false, and nothing is done, if the recording holds another
+    /// step or the spans are not as it left them.
+    pub(super) unsafe fn ds_back(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<bool> {
+        // SAFETY: the caller's promise is the callees'.
+        let (jobs, raw) = unsafe { (ds_jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
+        let (Some(Step::Adam(tensors, rules)), Some(job)) = (&mut self.step, jobs.first()) else {
+            return Ok(jobs.is_empty());
+        };
+        let shape = |t: &spw_tensor| (t.n, t.param_dtype, t.state_dtype, t.grad_dtype);
+        let same = tensors.len() == 1 && shape(&tensors[0]) == shape(&raw[0]) && rules[0] == rule;
+        if !same || undo::fingerprint(&job.tensor) != self.fingerprint {
+            return Ok(false);
+        }
+        drop(jobs);
+        *tensors = raw;
+        // SAFETY: the spans hold what the step left, as far as a fingerprint can tell.
+        unsafe { self.back(None) }?;
+        Ok(true)
+    }
+
     /// Steps `jobs` with the log attached, and remembers them.
     unsafe fn step<'a, R: Rule>(
         &'a mut self,
@@ -261,12 +329,18 @@ impl spw_undo {
         }
         // SAFETY: the caller's promise is the callee's.
         let raw = unsafe { tensor::read_all(tensors, count) }?;
+        let raw: Vec<spw_tensor> = raw.into_iter().filter(|tensor| tensor.n > 0).collect();
+        let shadows = matches!(self.mode, Mode::Shadow);
+        if let Some(at) = raw.iter().position(|tensor| tensor.shadow_param.is_null() == shadows) {
+            let reason = if shadows { "is NULL, but the mode is" } else { "is set, but the mode is not" };
+            let error = Error::invalid("shadow_param", format!("{reason} SPW_UNDO_SHADOW"));
+            return Err(error.within(&format!("tensors[{at}].")));
+        }
         let rules = jobs.iter().map(|job| job.optimizer).collect();
-        self.step = None;
-        let mut jobs = attach(jobs, self.log.as_mut())?;
+        self.forget();
+        let mut jobs = attach(jobs, &mut self.mode)?;
         let seen = step(&mut jobs)?;
         drop(jobs);
-        let raw = raw.into_iter().filter(|tensor| tensor.n > 0).collect();
         self.step = Some(remember(raw, rules));
         Ok(seen)
     }
@@ -277,52 +351,68 @@ impl spw_undo {
         // SAFETY: the caller's promise is the callee's.
         unsafe {
             match step {
-                Step::Adam(tensors, rules) => back(tensors, rules, self.log.as_mut(), again),
-                Step::Adagrad(tensors, rules) => back(tensors, rules, self.log.as_mut(), again),
-                Step::Lion(tensors, rules) => back(tensors, rules, self.log.as_mut(), again),
+                Step::Adam(tensors, rules) => back(tensors, rules, &mut self.mode, again),
+                Step::Adagrad(tensors, rules) => back(tensors, rules, &mut self.mode, again),
+                Step::Lion(tensors, rules) => back(tensors, rules, &mut self.mode, again),
             }?;
         }
-        self.step = None;
+        self.forget();
         Ok(())
     }
 
-    fn log_used(&mut self) -> u64 {
-        let (Some(step), Some(log)) = (&self.step, &mut self.log) else { return 0 };
-        let (Step::Adam(tensors, _) | Step::Adagrad(tensors, _) | Step::Lion(tensors, _)) = step;
-        let mut rest: &[u8] = log.bytes_mut();
-        let mut used = 0;
-        for tensor in tensors {
-            let (log, after) = rest.split_at(log_bytes(tensor.n as usize));
-            used += log_used_of(log, tensor.n as usize);
-            rest = after;
+    /// Drops the recorded step, and the memory that it needed beyond what steps usually do.
+    fn forget(&mut self) {
+        if let (Some(step), Mode::Delta(log)) = (self.step.take(), &mut self.mode) {
+            undo::trim(log, step.lengths());
         }
-        used
     }
+
+    fn log_used(&mut self) -> u64 {
+        match (&self.step, &mut self.mode) {
+            (Some(step), Mode::Delta(log)) => undo::log_used(log, step.lengths()),
+            _ => 0,
+        }
+    }
+}
+
+impl Step {
+    /// Elements of each tensor.
+    fn lengths(&self) -> impl Iterator<Item = usize> {
+        let (Step::Adam(tensors, _) | Step::Adagrad(tensors, _) | Step::Lion(tensors, _)) = self;
+        tensors.iter().map(|tensor| tensor.n as usize)
+    }
+}
+
+unsafe fn ds_jobs<'a>(rule: AdamRule, tensor: *const spw_tensor) -> Result<Vec<Job<'a, AdamRule>>> {
+    // SAFETY: the caller's promise is the callee's.
+    let jobs = unsafe { deepspeed::jobs(tensor) }?;
+    Ok(jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect())
 }
 
 unsafe fn back<R: Rule>(
     tensors: &[spw_tensor],
     rules: &[R],
-    log: Option<&mut Reserve>,
+    mode: &mut Mode,
     again: Option<f32>,
 ) -> Result<()> {
+    let shadow = matches!(mode, Mode::Shadow);
+    if shadow && again.is_none() {
+        return Ok(());
+    }
     // SAFETY: the caller's promise is the callee's.
     let jobs = unsafe { tensor::jobs(tensors.as_ptr(), tensors.len(), &(), |_| Ok(())) }?;
     let jobs = jobs.into_iter().zip(rules).map(|(job, rule)| Job { optimizer: *rule, tensor: job.tensor });
-    undo::undo(&mut attach(jobs.collect(), log)?, again)
+    let mut jobs = attach(jobs.collect(), mode)?;
+    match again.filter(|_| shadow) {
+        Some(scale) => undo::step_again(&mut jobs, scale),
+        None => undo::undo(&mut jobs, again),
+    }
 }
 
 /// Gives each tensor its part of the log.
-fn attach<'a, R>(jobs: Vec<Job<'a, R>>, log: Option<&'a mut Reserve>) -> Result<Vec<Job<'a, R>>> {
-    let Some(log) = log else { return Ok(jobs) };
-    let mut rest = log.bytes_mut();
-    let attached = jobs.into_iter().map(|job| {
-        let wanted = log_bytes(job.tensor.len());
-        let (mine, after) = std::mem::take(&mut rest)
-            .split_at_mut_checked(wanted)
-            .ok_or_else(|| Error::invalid("tensors", "have more elements than the recording has room for"))?;
-        rest = after;
-        Ok(Job { optimizer: job.optimizer, tensor: job.tensor.with_log(mine)? })
-    });
-    attached.collect()
+fn attach<'a, R>(jobs: Vec<Job<'a, R>>, mode: &'a mut Mode) -> Result<Vec<Job<'a, R>>> {
+    match mode {
+        Mode::Delta(log) => undo::attach(jobs, log.bytes_mut()),
+        _ => Ok(jobs),
+    }
 }

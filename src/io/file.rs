@@ -1,12 +1,15 @@
 //! An open file: past the page cache where the file system agrees, and through it for what direct I/O cannot do.
 #![forbid(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use arc_swap::ArcSwapOption;
 
 use super::plan::Alignment;
 use crate::error::{Error, IoError, IoKind, Result};
@@ -121,7 +124,7 @@ impl File {
             source: Source::Real { main, buffered },
             need: need.or(direct.then_some(Alignment { memory: page, offset: page })),
             buffered_reason: Mutex::new(reason),
-            limits: file::request_limits(facts.identity.device),
+            limits: limits_of(facts.identity.device),
         })
     }
 
@@ -238,6 +241,22 @@ impl File {
             false => Ok(()),
         }
     }
+}
+
+/// A device's limits, asked for once: the files that tell them cost more than opening the file itself. Whoever changes
+/// them later gets requests that the device splits.
+fn limits_of(device: u64) -> Option<RequestLimits> {
+    static KNOWN: ArcSwapOption<BTreeMap<u64, Option<RequestLimits>>> = ArcSwapOption::const_empty();
+    if let Some(known) = KNOWN.load().as_ref().and_then(|known| known.get(&device).copied()) {
+        return known;
+    }
+    let found = file::request_limits(device);
+    KNOWN.rcu(|known| {
+        let mut known = known.as_deref().cloned().unwrap_or_default();
+        known.insert(device, found);
+        Some(Arc::new(known))
+    });
+    found
 }
 
 fn next_key() -> u64 {

@@ -194,6 +194,26 @@ unsafe impl Vector for F32x8 {
         unsafe { _mm_storeu_si128(to.cast(), halves(bits)) }
     }
     #[inline(always)]
+    unsafe fn stream_bits32(bits: __m256i, to: *mut u32) {
+        // SAFETY: as stated at the impl; the caller aligned `to`.
+        unsafe { _mm256_stream_si256(to.cast(), bits) }
+    }
+    #[inline(always)]
+    unsafe fn stream_bits16(bits: __m256i, to: *mut u16) {
+        // SAFETY: as stated at the impl; the caller aligned `to`.
+        unsafe { _mm_stream_si128(to.cast(), halves(bits)) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(from: *const u8) {
+        // SAFETY: a prefetch of any address is harmless.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn fence() {
+        // SAFETY: every 64-bit x86 processor has it.
+        unsafe { _mm_sfence() }
+    }
+    #[inline(always)]
     unsafe fn bits_add(a: __m256i, b: __m256i) -> __m256i {
         // SAFETY: as stated at the impl.
         unsafe { _mm256_add_epi32(a, b) }
@@ -204,33 +224,73 @@ unsafe impl Vector for F32x8 {
         unsafe { _mm256_sub_epi32(a, b) }
     }
     #[inline(always)]
-    unsafe fn width(bits: __m256i) -> Width {
+    unsafe fn bits_splat(value: u32) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_set1_epi32(value as i32) }
+    }
+    #[inline(always)]
+    unsafe fn bits_or(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_or_si256(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn bits_and(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_and_si256(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn bits_shl(a: __m256i, by: __m256i) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_sllv_epi32(a, by) }
+    }
+    #[inline(always)]
+    unsafe fn bits_shr(a: __m256i, by: __m256i) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_srlv_epi32(a, by) }
+    }
+    #[inline(always)]
+    unsafe fn within(a: __m256i, a_mask: u32, b: __m256i, b_mask: u32) -> bool {
         // SAFETY: as stated at the impl.
         unsafe {
-            let magnitude = _mm256_xor_si256(bits, _mm256_srai_epi32::<31>(bits));
-            let above = |bits: i32| _mm256_testz_si256(magnitude, _mm256_set1_epi32(bits)) == 0;
-            match () {
-                () if !above(!0x7) => Width::W4,
-                () if !above(!0x7f) => Width::W8,
-                () if !above(!0x7fff) => Width::W16,
-                () => Width::W32,
-            }
+            let a = _mm256_and_si256(a, _mm256_set1_epi32(!a_mask as i32));
+            let b = _mm256_and_si256(b, _mm256_set1_epi32(!b_mask as i32));
+            let outside = _mm256_or_si256(a, b);
+            _mm256_testz_si256(outside, outside) == 1
         }
     }
     #[inline(always)]
-    unsafe fn pack(bits: __m256i, width: Width, to: *mut u8) {
+    unsafe fn store_bytes(bits: __m256i, to: *mut u8) {
         // SAFETY: as stated at the impl.
         unsafe {
-            match width {
-                Width::W4 => {
-                    let low = _mm_and_si128(_mm256_castsi256_si128(bits), _mm_set1_epi32(0xf));
-                    let high = _mm_slli_epi32::<4>(_mm256_extracti128_si256::<1>(bits));
-                    let bytes = _mm_shuffle_epi8(_mm_or_si128(low, high), _mm_set1_epi32(0x0c08_0400));
-                    to.cast::<i32>().write_unaligned(_mm_cvtsi128_si32(bytes));
+            let lowest = _mm256_shuffle_epi8(bits, _mm256_set1_epi32(0x0c08_0400));
+            let (low, high) = (_mm256_castsi256_si128(lowest), _mm256_extracti128_si256::<1>(lowest));
+            _mm_storel_epi64(to.cast(), _mm_unpacklo_epi32(low, high));
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn pack(bits: __m256i, to: *mut u8) -> Width {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let magnitude = _mm256_xor_si256(bits, _mm256_srai_epi32::<31>(bits));
+            let fits = |limit: i32| _mm256_testz_si256(magnitude, _mm256_set1_epi32(!limit)) == 1;
+            match (fits(0x7f), fits(0x7fff)) {
+                (true, _) => {
+                    Self::store_bytes(bits, to);
+                    Width::W8
                 }
-                Width::W8 => _mm_storel_epi64(to.cast(), _mm_packs_epi16(halves(bits), _mm_setzero_si128())),
-                Width::W16 => _mm_storeu_si128(to.cast(), halves(bits)),
-                Width::W32 => _mm256_storeu_si256(to.cast(), bits),
+                (false, true) => {
+                    Self::store_bits16(bits, to.cast());
+                    Width::W16
+                }
+                (false, false) => {
+                    Self::store_bits32(bits, to.cast());
+                    Width::W32
+                }
             }
         }
     }
@@ -239,15 +299,9 @@ unsafe impl Vector for F32x8 {
         // SAFETY: as stated at the impl.
         unsafe {
             match width {
-                Width::W4 => {
-                    let pairs = _mm_cvtepu8_epi32(_mm_cvtsi32_si128(from.cast::<i32>().read_unaligned()));
-                    let low = _mm_srai_epi32::<28>(_mm_slli_epi32::<28>(pairs));
-                    let high = _mm_srai_epi32::<28>(_mm_slli_epi32::<24>(pairs));
-                    _mm256_set_m128i(high, low)
-                }
                 Width::W8 => _mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast())),
                 Width::W16 => _mm256_cvtepi16_epi32(_mm_loadu_si128(from.cast())),
-                Width::W32 => _mm256_loadu_si256(from.cast()),
+                Width::W32 => Self::load_bits32(from.cast()),
             }
         }
     }

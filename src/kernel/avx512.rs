@@ -198,6 +198,26 @@ unsafe impl Vector for F32x16 {
         unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bits)) }
     }
     #[inline(always)]
+    unsafe fn stream_bits32(bits: __m512i, to: *mut u32) {
+        // SAFETY: as stated at the impl; the caller aligned `to`.
+        unsafe { _mm512_stream_si512(to.cast(), bits) }
+    }
+    #[inline(always)]
+    unsafe fn stream_bits16(bits: __m512i, to: *mut u16) {
+        // SAFETY: as stated at the impl; the caller aligned `to`.
+        unsafe { _mm256_stream_si256(to.cast(), _mm512_cvtepi32_epi16(bits)) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(from: *const u8) {
+        // SAFETY: a prefetch of any address is harmless.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn fence() {
+        // SAFETY: every 64-bit x86 processor has it.
+        unsafe { _mm_sfence() }
+    }
+    #[inline(always)]
     unsafe fn bits_add(a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: as stated at the impl.
         unsafe { _mm512_add_epi32(a, b) }
@@ -208,33 +228,61 @@ unsafe impl Vector for F32x16 {
         unsafe { _mm512_sub_epi32(a, b) }
     }
     #[inline(always)]
-    unsafe fn width(bits: __m512i) -> Width {
+    unsafe fn bits_splat(value: u32) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_set1_epi32(value as i32) }
+    }
+    #[inline(always)]
+    unsafe fn bits_or(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_or_si512(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn bits_and(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_and_si512(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn bits_shl(a: __m512i, by: __m512i) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_sllv_epi32(a, by) }
+    }
+    #[inline(always)]
+    unsafe fn bits_shr(a: __m512i, by: __m512i) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_srlv_epi32(a, by) }
+    }
+    #[inline(always)]
+    unsafe fn within(a: __m512i, a_mask: u32, b: __m512i, b_mask: u32) -> bool {
         // SAFETY: as stated at the impl.
         unsafe {
-            let magnitude = _mm512_xor_si512(bits, _mm512_srai_epi32::<31>(bits));
-            let above = |limit: i32| _mm512_cmpgt_epu32_mask(magnitude, _mm512_set1_epi32(limit)) != 0;
-            match () {
-                () if !above(0x7) => Width::W4,
-                () if !above(0x7f) => Width::W8,
-                () if !above(0x7fff) => Width::W16,
-                () => Width::W32,
-            }
+            let a = _mm512_test_epi32_mask(a, _mm512_set1_epi32(!a_mask as i32));
+            let b = _mm512_test_epi32_mask(b, _mm512_set1_epi32(!b_mask as i32));
+            a | b == 0
         }
     }
     #[inline(always)]
-    unsafe fn pack(bits: __m512i, width: Width, to: *mut u8) {
+    unsafe fn store_bytes(bits: __m512i, to: *mut u8) {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(bits)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn pack(bits: __m512i, to: *mut u8) -> Width {
         // SAFETY: as stated at the impl.
         unsafe {
+            let magnitude = _mm512_xor_si512(bits, _mm512_srai_epi32::<31>(bits));
+            let width = Width::of_magnitude(_mm512_reduce_or_epi32(magnitude) as u32);
             match width {
-                Width::W4 => {
-                    let low = _mm256_and_si256(_mm512_castsi512_si256(bits), _mm256_set1_epi32(0xf));
-                    let high = _mm256_slli_epi32::<4>(_mm512_extracti64x4_epi64::<1>(bits));
-                    _mm_storel_epi64(to.cast(), _mm256_cvtepi32_epi8(_mm256_or_si256(low, high)));
-                }
-                Width::W8 => _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(bits)),
-                Width::W16 => _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bits)),
-                Width::W32 => _mm512_storeu_si512(to.cast(), bits),
+                Width::W8 => Self::store_bytes(bits, to),
+                Width::W16 => Self::store_bits16(bits, to.cast()),
+                Width::W32 => Self::store_bits32(bits, to.cast()),
             }
+            width
         }
     }
     #[inline(always)]
@@ -242,15 +290,9 @@ unsafe impl Vector for F32x16 {
         // SAFETY: as stated at the impl.
         unsafe {
             match width {
-                Width::W4 => {
-                    let pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
-                    let low = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<28>(pairs));
-                    let high = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<24>(pairs));
-                    _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
-                }
                 Width::W8 => _mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())),
                 Width::W16 => _mm512_cvtepi16_epi32(_mm256_loadu_si256(from.cast())),
-                Width::W32 => _mm512_loadu_si512(from.cast()),
+                Width::W32 => Self::load_bits32(from.cast()),
             }
         }
     }

@@ -12,6 +12,8 @@ use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 
 pub(crate) const LENGTHS: [usize; 19] =
     [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1000, 4095, 4096, 4097, 9001];
+/// Those of which a step is also taken back; with all, an emulator would take minutes.
+const UNDONE: [usize; 16] = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1000, 4097];
 /// Canary elements before and after every span.
 const MARGIN: usize = 19;
 
@@ -260,14 +262,10 @@ fn check<O: Rule>(name: &str, rule: O, reference: Reference) -> usize {
                     assert!(same_f64(got, if squares { sum } else { 0.0 }), "{what}: sum {got} != {sum}");
                     cases += 1;
                 }
-                check_undo(
-                    kernel,
-                    rule,
-                    &start,
-                    &mut grad,
-                    dtypes,
-                    &format!("{name} {} {dtypes:?} n={n}", kernel.name()),
-                );
+                if UNDONE.contains(&n) {
+                    let what = format!("{name} {} {dtypes:?} n={n}", kernel.name());
+                    check_undo(kernel, rule, &start, &mut grad, dtypes, &what);
+                }
             }
         }
     }
@@ -292,7 +290,7 @@ fn check_undo<O: Rule>(
     let mut log = vec![0xa5; log_bytes(n)];
     let mut logged = start.clone();
     let tensor = tensor_of(&mut logged, grad, dtypes).with_log(&mut log).unwrap();
-    assert!(same_f64(step(kernel, rule, tensor, false).unwrap(), sum), "{what}: logged sum");
+    assert!(same_f64(step(kernel, rule, tensor, true).unwrap(), sum), "{what}: logged sum");
     assert_eq!(bits(&logged), bits(&plain), "{what}: logged step");
     let used = log_used_of(&log, n) as usize;
     assert!((n / 2..=log.len()).contains(&used), "{what}: {used} bytes used of {}", log.len());

@@ -115,7 +115,10 @@ fn check<R: Rule>(rule: R) {
                 step(kernel, rule, tensor.reborrow(), squares).unwrap();
                 let mut tensor = tensor.with_log(log.bytes(log_bytes(n), flush)).unwrap();
                 step(kernel, rule, tensor.reborrow(), squares).unwrap();
-                undo(kernel, rule, tensor, Some(1.0)).unwrap();
+                undo(kernel, rule, tensor.reborrow(), Some(1.0)).unwrap();
+                tensor.part_of(usize::MAX);
+                step(kernel, rule, tensor.reborrow(), squares).unwrap();
+                undo(kernel, rule, tensor, None).unwrap();
                 assert!(grad_squares(kernel, grad, 1.0) > 0.0 || dtypes.grad == Dtype::F16);
             }
         }

@@ -32,6 +32,12 @@ pub trait Element: Copy + Send + Sync {
     /// As [`Vector`].
     unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw);
 
+    /// Stores `V::LANES` patterns past the caches.
+    ///
+    /// # Safety
+    /// As [`Vector::stream_bits32`].
+    unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw);
+
     /// The patterns that `store` would write.
     ///
     /// # Safety
@@ -81,6 +87,11 @@ impl Element for F32 {
         unsafe { V::store_bits32(bits, to.cast()) }
     }
     #[inline(always)]
+    unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::stream_bits32(bits, to.cast()) }
+    }
+    #[inline(always)]
     unsafe fn encode<V: Vector>(value: V) -> V::Bits {
         // SAFETY: the caller's promise is the callee's.
         unsafe { value.to_bits() }
@@ -113,6 +124,11 @@ impl Element for F16 {
     unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
         // SAFETY: the caller's promise is the callee's.
         unsafe { V::store_bits16(bits, to) }
+    }
+    #[inline(always)]
+    unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::stream_bits16(bits, to) }
     }
     #[inline(always)]
     unsafe fn encode<V: Vector>(value: V) -> V::Bits {
@@ -149,6 +165,11 @@ impl Element for Bf16 {
         unsafe { V::store_bits16(bits, to) }
     }
     #[inline(always)]
+    unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { V::stream_bits16(bits, to) }
+    }
+    #[inline(always)]
     unsafe fn encode<V: Vector>(value: V) -> V::Bits {
         // SAFETY: the caller's promise is the callee's.
         unsafe { value.round_bf16() }
@@ -176,6 +197,8 @@ impl Element for Absent {
     }
     #[inline(always)]
     unsafe fn store_bits<V: Vector>(_: V::Bits, _: *mut ()) {}
+    #[inline(always)]
+    unsafe fn stream_bits<V: Vector>(_: V::Bits, _: *mut ()) {}
     #[inline(always)]
     unsafe fn encode<V: Vector>(_: V) -> V::Bits {
         // SAFETY: the caller's promise is the callee's.

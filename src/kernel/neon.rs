@@ -277,28 +277,70 @@ unsafe impl Vector for F32x16 {
         from_fn(|i| unsafe { vsubq_u32(a[i], b[i]) })
     }
     #[inline(always)]
-    unsafe fn width(bits: Self::Bits) -> Width {
+    unsafe fn bits_splat(value: u32) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe { [vdupq_n_u32(value); 4] }
+    }
+    #[inline(always)]
+    unsafe fn bits_or(a: Self::Bits, b: Self::Bits) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe { from_fn(|i| vorrq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    unsafe fn bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe { from_fn(|i| vandq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    unsafe fn bits_shl(a: Self::Bits, by: Self::Bits) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe { from_fn(|i| vshlq_u32(a[i], vreinterpretq_s32_u32(by[i]))) }
+    }
+    #[inline(always)]
+    unsafe fn bits_shr(a: Self::Bits, by: Self::Bits) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe { from_fn(|i| vshlq_u32(a[i], vnegq_s32(vreinterpretq_s32_u32(by[i])))) }
+    }
+    #[inline(always)]
+    unsafe fn within(a: Self::Bits, a_mask: u32, b: Self::Bits, b_mask: u32) -> bool {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let union = |[a, b, c, d]: Self::Bits| vorrq_u32(vorrq_u32(a, b), vorrq_u32(c, d));
+            let outside = |bits, mask| vbicq_u32(union(bits), vdupq_n_u32(mask));
+            vmaxvq_u32(vorrq_u32(outside(a, a_mask), outside(b, b_mask))) == 0
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(bits: Self::Bits, to: *mut u8) {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let [low, high] = lower_halves(bits);
+            vst1q_u8(to, vmovn_high_u16(vmovn_u16(low), high));
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe {
+            let bytes = vld1q_u8(from);
+            zero_extend([vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)])
+        }
+    }
+    #[inline(always)]
+    unsafe fn pack(bits: Self::Bits, to: *mut u8) -> Width {
         // SAFETY: as stated at the impl.
         unsafe {
             let [a, b, c, d] = bits.map(|x| {
                 let sign = vshrq_n_s32::<31>(vreinterpretq_s32_u32(x));
                 veorq_u32(x, vreinterpretq_u32_s32(sign))
             });
-            Width::of_magnitude(vmaxvq_u32(vorrq_u32(vorrq_u32(a, b), vorrq_u32(c, d))))
-        }
-    }
-    #[inline(always)]
-    unsafe fn pack(bits: Self::Bits, width: Width, to: *mut u8) {
-        // SAFETY: as stated at the impl.
-        unsafe {
-            let [low, high] = lower_halves(bits);
-            let bytes = vmovn_high_u16(vmovn_u16(low), high);
+            let width = Width::of_magnitude(vmaxvq_u32(vorrq_u32(vorrq_u32(a, b), vorrq_u32(c, d))));
             match width {
-                Width::W4 => vst1_u8(to, vsli_n_u8::<4>(vget_low_u8(bytes), vget_high_u8(bytes))),
-                Width::W8 => vst1q_u8(to, bytes),
+                Width::W8 => Self::store_bytes(bits, to),
                 Width::W16 => Self::store_bits16(bits, to.cast()),
                 Width::W32 => Self::store_bits32(bits, to.cast()),
             }
+            width
         }
     }
     #[inline(always)]
@@ -306,11 +348,6 @@ unsafe impl Vector for F32x16 {
         // SAFETY: as stated at the impl.
         unsafe {
             match width {
-                Width::W4 => {
-                    let pairs = vld1_s8(from.cast());
-                    let low = vshr_n_s8::<4>(vshl_n_s8::<4>(pairs));
-                    sign_extend_bytes(vcombine_s8(low, vshr_n_s8::<4>(pairs)))
-                }
                 Width::W8 => sign_extend_bytes(vld1q_s8(from.cast())),
                 Width::W16 => sign_extend([vld1q_s16(from.cast()), vld1q_s16(from.add(16).cast())]),
                 Width::W32 => Self::load_bits32(from.cast()),

@@ -146,21 +146,53 @@ unsafe impl Vector for f32 {
         a.wrapping_sub(b)
     }
     #[inline(always)]
-    unsafe fn width(bits: u32) -> Width {
-        Width::of_magnitude(bits ^ (bits as i32 >> 31) as u32)
+    unsafe fn bits_splat(value: u32) -> u32 {
+        value
     }
     #[inline(always)]
-    unsafe fn pack(bits: u32, width: Width, to: *mut u8) {
+    unsafe fn bits_or(a: u32, b: u32) -> u32 {
+        a | b
+    }
+    #[inline(always)]
+    unsafe fn bits_and(a: u32, b: u32) -> u32 {
+        a & b
+    }
+    #[inline(always)]
+    unsafe fn bits_shl(a: u32, by: u32) -> u32 {
+        a.unbounded_shl(by)
+    }
+    #[inline(always)]
+    unsafe fn bits_shr(a: u32, by: u32) -> u32 {
+        a.unbounded_shr(by)
+    }
+    #[inline(always)]
+    unsafe fn within(a: u32, a_mask: u32, b: u32, b_mask: u32) -> bool {
+        (a & !a_mask) | (b & !b_mask) == 0
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(bits: u32, to: *mut u8) {
+        // SAFETY: the caller passes a pointer to one byte.
+        unsafe { to.write(bits as u8) }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> u32 {
+        // SAFETY: the caller passes a pointer to one byte.
+        unsafe { from.read() }.into()
+    }
+    #[inline(always)]
+    unsafe fn pack(bits: u32, to: *mut u8) -> Width {
+        let width = Width::of_magnitude(bits ^ (bits as i32 >> 31) as u32);
         let bytes = bits.to_le_bytes();
         // SAFETY: the caller passes room for width.bytes(1) bytes.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, width.bytes(1)) }
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, width.bytes(1)) };
+        width
     }
     #[inline(always)]
     unsafe fn unpack(width: Width, from: *const u8) -> u32 {
         let mut bytes = [0; 4];
         // SAFETY: the caller passes what pack wrote.
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), width.bytes(1)) };
-        let unused = 32 - [4, 8, 16, 32][width as usize];
+        let unused = 32 - 8 * width.bytes(1);
         ((u32::from_le_bytes(bytes) << unused) as i32 >> unused) as u32
     }
 }

@@ -109,12 +109,12 @@ impl Kernel {
         self.0.name()
     }
 
-    /// The body in C that steps Adam, for kernels that have one.
+    /// Adam's bodies in C, for kernels that have them.
     #[cfg(target_arch = "aarch64")]
-    pub(super) fn adam_body(self) -> Option<sve::AdamKernel> {
+    pub(super) fn adam(self) -> Option<&'static sve::Adam> {
         match self.0 {
-            Set::Sve => Some(sve::spillway_adam_sve),
-            Set::SveBf16 => Some(sve::spillway_adam_sve_bf16),
+            Set::Sve => Some(&sve::SVE),
+            Set::SveBf16 => Some(&sve::SVE_BF16),
             _ => None,
         }
     }

@@ -4,10 +4,10 @@ use std::marker::PhantomData;
 
 use super::element::{Bf16, Element, F16, F32, WithTypes, with_types};
 use super::float_mode::IeeeMode;
+use super::record::{Recorded, Stage};
 use super::rules::{Rule, Values};
 use super::select::Kernel;
 use super::tensor::{Spans, Tensor, no_kernel};
-use super::undo::Log;
 use super::vector::Vector;
 use super::walk::{Access, CHUNK, Op, Walk};
 use crate::dtype::Floats;
@@ -19,8 +19,8 @@ pub fn step<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: b
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;
     #[cfg(target_arch = "aarch64")]
-    if let (Some(body), Some(adam)) = (kernel.adam_body(), rule.as_adam())
-        && let Some(sum) = super::sve::step(body, adam, &mut tensor, squares)
+    if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
+        && let Some(sum) = super::sve::step(adam, rule, &mut tensor, squares)
     {
         return Ok(sum);
     }
@@ -59,7 +59,10 @@ impl<R: Rule> WithTypes for Step<'_, '_, R> {
         let Step { kernel, rule, tensor, squares } = self;
         let n = tensor.len();
         let spans = Spans::<P, S, G, C>::of(tensor);
+        let streams_log = tensor.streams_log();
         let log = tensor.log_address();
+        let mut stage = Stage::new();
+        let stage = streams_log.then_some(&mut stage);
         let _mode = IeeeMode::enter();
         // SAFETY: the tensor's dtypes chose these types, its constructor checked that every span has n elements and
         // that the log has room for them.
@@ -71,12 +74,18 @@ impl<R: Rule> WithTypes for Step<'_, '_, R> {
                 (None, true, false) => {
                     kernel.run(Walk::<_, false> { op: Update::<_, _, _, _, _, true> { rule, spans }, n })
                 }
-                (None, false, _) => {
-                    let sum =
-                        kernel.run(Walk::<_, true> { op: Update::<_, _, _, _, _, false> { rule, spans }, n });
-                    if squares { sum } else { 0.0 }
+                (None, false, true) => {
+                    kernel.run(Walk::<_, true> { op: Update::<_, _, _, _, _, false> { rule, spans }, n })
                 }
-                (Some(log), ..) => kernel.run(Walk::<_, true> { op: Log::new(rule, spans, log), n }),
+                (None, false, false) => {
+                    kernel.run(Walk::<_, false> { op: Update::<_, _, _, _, _, false> { rule, spans }, n })
+                }
+                (Some(log), _, true) => {
+                    kernel.run(Walk::<_, true> { op: Recorded::new(rule, spans, log, stage), n })
+                }
+                (Some(log), _, false) => {
+                    kernel.run(Walk::<_, false> { op: Recorded::new(rule, spans, log, stage), n })
+                }
             }
         }
     }
@@ -95,6 +104,7 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bo
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's promise covers every line.
         unsafe {
+            self.spans.prefetch::<V>(at);
             let (from, zero) = (self.spans.before(), V::splat(0.0));
             let to = if IN_PLACE { from } else { self.spans.after() };
             let old = Values {
@@ -104,15 +114,35 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bo
             };
             let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
             let new = self.rule.forward(old, grad);
-            access.store::<P, V>(new.param, to.param.add(at));
+            let streamed = !IN_PLACE && self.spans.streamed();
+            put::<P, V, A>(access, streamed, new.param, to.param.add(at));
             if R::EXP_AVG {
-                access.store::<S, V>(new.exp_avg, to.exp_avg.add(at));
+                put::<S, V, A>(access, streamed, new.exp_avg, to.exp_avg.add(at));
             }
             if R::EXP_AVG_SQ {
-                access.store::<S, V>(new.exp_avg_sq, to.exp_avg_sq.add(at));
+                put::<S, V, A>(access, streamed, new.exp_avg_sq, to.exp_avg_sq.add(at));
             }
             access.store::<C, V>(new.param, self.spans.param_copy.add(at));
             grad
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<V: Vector>(&mut self) {
+        if !IN_PLACE {
+            // SAFETY: the caller's promise is the callee's.
+            unsafe { V::fence() }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn put<E: Element, V: Vector, A: Access>(access: A, streamed: bool, value: V, to: *mut E::Raw) {
+    // SAFETY: the caller's promise is the callees'; streamed spans begin with a line, hence every group is aligned.
+    unsafe {
+        match streamed {
+            true => access.stream_bits::<E, V>(E::encode(value), to),
+            false => access.store::<E, V>(value, to),
         }
     }
 }

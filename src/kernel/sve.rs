@@ -1,8 +1,8 @@
 //! SVE of any vector length: the Rust face of kernels/adam_sve.c.
 //!
-//! Only Adam's step in place has an SVE body, because only C can write one: `std::arch` has no SVE. Everything else runs on
-//! NEON under these kernels' names, with the same bits: Adagrad, Lion, sums of squares alone, steps that write a log or a
-//! shadow, and undo.
+//! Only Adam has SVE bodies, because only C can write them: `std::arch` has no SVE. Everything else runs on NEON under
+//! these kernels' names, with the same bits: Adagrad, Lion, and sums of squares alone. Steps that can be taken back are
+//! in `sve_undo`.
 
 use std::arch::is_aarch64_feature_detected;
 
@@ -11,22 +11,34 @@ use super::element::{Absent, Dtypes};
 use super::float_mode::IeeeMode;
 use super::rules::{AdamRule, WeightDecay};
 use super::squares::{self, LANES, TILE};
+use super::sve_undo;
 use super::tensor::{Spans, Tensor};
 use crate::dtype::Dtype;
 
-/// An Adam body in C; the contract is kernels/adam.h.
-pub type AdamKernel = unsafe extern "C" fn(
-    rule: *const ffi::Rule,
-    decay: u32,
-    types: u32,
-    spans: ffi::Spans,
-    n: usize,
-    lanes: *mut f64,
-) -> bool;
+/// The Adam bodies of one instruction set; the contract is kernels/adam.h.
+#[derive(Debug)]
+pub struct Adam {
+    step: ffi::Step,
+    pub(super) record: ffi::Record,
+    pub(super) undo: ffi::Undo,
+}
 
-pub use ffi::{spillway_adam_sve, spillway_adam_sve_bf16};
+/// Needs SVE.
+pub static SVE: Adam = Adam {
+    step: ffi::spillway_adam_sve,
+    record: ffi::spillway_adam_sve_record,
+    undo: ffi::spillway_adam_sve_undo,
+};
 
-mod ffi {
+/// Needs SVE with BF16.
+pub static SVE_BF16: Adam = Adam {
+    step: ffi::spillway_adam_sve_bf16,
+    record: ffi::spillway_adam_sve_bf16_record,
+    undo: ffi::spillway_adam_sve_bf16_undo,
+};
+
+/// The declarations of kernels/adam.h.
+pub(super) mod ffi {
     use std::ffi::c_void;
 
     #[repr(C)]
@@ -53,23 +65,90 @@ mod ffi {
         pub param_copy: *mut c_void,
     }
 
-    unsafe extern "C" {
-        pub fn spillway_adam_sve(
-            rule: *const Rule,
-            decay: u32,
-            types: u32,
-            spans: Spans,
-            n: usize,
-            lanes: *mut f64,
-        ) -> bool;
-        pub fn spillway_adam_sve_bf16(
-            rule: *const Rule,
-            decay: u32,
-            types: u32,
-            spans: Spans,
-            n: usize,
-            lanes: *mut f64,
-        ) -> bool;
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy)]
+    pub struct States {
+        pub param: *mut c_void,
+        pub exp_avg: *mut c_void,
+        pub exp_avg_sq: *mut c_void,
+    }
+
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy)]
+    pub struct UndoSpans {
+        pub before: States,
+        pub after: States,
+        pub grad: *const c_void,
+        pub param_copy: *mut c_void,
+    }
+
+    pub type Step = unsafe extern "C" fn(
+        rule: *const Rule,
+        decay: u32,
+        types: u32,
+        spans: Spans,
+        n: usize,
+        lanes: *mut f64,
+    ) -> bool;
+
+    pub type Record = unsafe extern "C" fn(
+        rule: *const Rule,
+        decay: u32,
+        types: u32,
+        spans: *const UndoSpans,
+        n: usize,
+        lanes: *mut f64,
+        log: *mut *mut u8,
+    ) -> bool;
+
+    pub type Undo = unsafe extern "C" fn(
+        rule: *const Rule,
+        again: *const f32,
+        decay: u32,
+        types: u32,
+        spans: *const UndoSpans,
+        n: usize,
+        log: *const u8,
+    ) -> bool;
+
+    macro_rules! declare {
+        ($($step:ident $record:ident $undo:ident)*) => {
+            unsafe extern "C" {
+                $(
+                pub fn $step(
+                    rule: *const Rule,
+                    decay: u32,
+                    types: u32,
+                    spans: Spans,
+                    n: usize,
+                    lanes: *mut f64,
+                ) -> bool;
+                pub fn $record(
+                    rule: *const Rule,
+                    decay: u32,
+                    types: u32,
+                    spans: *const UndoSpans,
+                    n: usize,
+                    lanes: *mut f64,
+                    log: *mut *mut u8,
+                ) -> bool;
+                pub fn $undo(
+                    rule: *const Rule,
+                    again: *const f32,
+                    decay: u32,
+                    types: u32,
+                    spans: *const UndoSpans,
+                    n: usize,
+                    log: *const u8,
+                ) -> bool;
+                )*
+            }
+        };
+    }
+
+    declare! {
+        spillway_adam_sve spillway_adam_sve_record spillway_adam_sve_undo
+        spillway_adam_sve_bf16 spillway_adam_sve_bf16_record spillway_adam_sve_bf16_undo
     }
 }
 
@@ -86,27 +165,29 @@ pub fn bf16_detected() -> bool {
     detected() && extensions & HWCAP2_SVEBF16 != 0
 }
 
-/// Steps one chunk by `kernel`; `None`, with nothing done, if it has no body for these types or this way to undo.
-pub fn step(kernel: AdamKernel, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool) -> Option<f64> {
+/// Steps one chunk; `None`, with nothing done, if there is no body for these types.
+pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool) -> Option<f64> {
+    let Some(spans) = in_place(tensor) else { return sve_undo::step(adam, rule, tensor, squares) };
     let (n, dtypes) = (tensor.len(), tensor.dtypes().ok()?);
-    let spans = addresses(tensor)?;
     let coefficients = coefficients(rule);
     let call = |at: usize, n: usize, lanes: *mut f64| {
-        // SAFETY: the kernel was chosen for this processor; the tensor's constructor checked that every span has the
+        // SAFETY: the body was chosen for this processor; the tensor's constructor checked that every span has the
         // elements, and `lanes` is null or has LANES sums.
         unsafe {
-            kernel(&coefficients, decay(rule.decay), types(dtypes), offset(&spans, dtypes, at), n, lanes)
+            (adam.step)(&coefficients, decay(rule.decay), types(dtypes), offset(&spans, dtypes, at), n, lanes)
         }
     };
     let _mode = IeeeMode::enter();
-    if !squares {
-        return call(0, n, std::ptr::null_mut()).then_some(0.0);
-    }
+    if squares { by_tiles(n, call) } else { call(0, n, std::ptr::null_mut()).then_some(0.0) }
+}
+
+/// Calls `work` for every tile with its first element, its length and LANES sums; the sum of them all.
+pub(super) fn by_tiles(n: usize, mut work: impl FnMut(usize, usize, *mut f64) -> bool) -> Option<f64> {
     let mut sums = [0.0; CHUNK / TILE];
     for (tile, sum) in sums.iter_mut().enumerate().take(n.div_ceil(TILE)) {
         let at = tile * TILE;
         let mut lanes = [0.0; LANES];
-        if !call(at, TILE.min(n - at), lanes.as_mut_ptr()) {
+        if !work(at, TILE.min(n - at), lanes.as_mut_ptr()) {
             return None;
         }
         *sum = squares::tile_sum(&mut lanes);
@@ -114,7 +195,7 @@ pub fn step(kernel: AdamKernel, rule: &AdamRule, tensor: &mut Tensor<'_>, square
     Some(squares::tree_sum(&sums[..n.div_ceil(TILE)]))
 }
 
-fn coefficients(rule: &AdamRule) -> ffi::Rule {
+pub(super) fn coefficients(rule: &AdamRule) -> ffi::Rule {
     ffi::Rule {
         grad_scale: rule.grad_scale,
         beta1: rule.beta1,
@@ -128,8 +209,8 @@ fn coefficients(rule: &AdamRule) -> ffi::Rule {
     }
 }
 
-/// The addresses of a step in place; a log or a shadow is the vector kernels' work.
-fn addresses(tensor: &mut Tensor<'_>) -> Option<ffi::Spans> {
+/// The addresses of a step in place that leaves no log.
+fn in_place(tensor: &mut Tensor<'_>) -> Option<ffi::Spans> {
     // Absent's elements are (), which leaves the addresses without a type.
     let spans = Spans::<Absent, Absent, Absent, Absent>::of(tensor);
     let old = spans.before();
@@ -155,7 +236,7 @@ fn offset(spans: &ffi::Spans, dtypes: Dtypes, at: usize) -> ffi::Spans {
 }
 
 /// `enum decay`
-fn decay(decay: WeightDecay) -> u32 {
+pub(super) fn decay(decay: WeightDecay) -> u32 {
     match decay {
         WeightDecay::None => 0,
         WeightDecay::L2 => 1,
@@ -164,7 +245,7 @@ fn decay(decay: WeightDecay) -> u32 {
 }
 
 /// `ADAM_TYPES` of `enum element`
-fn types(dtypes: Dtypes) -> u32 {
+pub(super) fn types(dtypes: Dtypes) -> u32 {
     let element = |dtype| match dtype {
         Dtype::F32 => 1,
         Dtype::F16 => 2,

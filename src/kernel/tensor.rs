@@ -1,7 +1,8 @@
 //! The spans that one step reads and writes, borrowed and checked once.
 
 use super::element::{Dtypes, Element, supported};
-use super::undo::{log_capacity, log_used};
+use super::record::{LINE, log_capacity, log_used};
+use super::vector::Vector;
 use super::walk::CHUNK;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
@@ -51,7 +52,20 @@ pub struct Tensor<'a> {
     param_copy: Option<FloatsMut<'a>>,
     shadow: Option<States<'a>>,
     log: Option<&'a mut [u8]>,
+    streams: Streams,
 }
+
+/// What goes past the caches.
+#[derive(Debug, Clone, Copy, Default)]
+struct Streams {
+    shadow: bool,
+    log: bool,
+}
+
+/// Elements of one call from which on its shadow or its log is streamed: where that began to pay in
+/// ffi_tests/bench/undo-x86_64.md. Below, the caches still hold most of it for whoever reads it next.
+const STREAMED_SHADOW: usize = 2 << 20;
+const STREAMED_LOG: usize = 32 << 20;
 
 impl<'a> Tensor<'a> {
     /// Checks that all spans have one length and that their element types have a kernel. A `param_copy` receives the
@@ -69,7 +83,8 @@ impl<'a> Tensor<'a> {
                 return Err(Error::invalid(name, format!("has {length} elements, param has {n}")));
             }
         }
-        let tensor = Tensor { states, grad, param_copy, shadow: None, log: None };
+        let tensor =
+            Tensor { states, grad, param_copy, shadow: None, log: None, streams: Streams::default() };
         let dtypes = tensor.dtypes()?;
         if !supported(dtypes) {
             return Err(no_kernel(dtypes));
@@ -93,6 +108,17 @@ impl<'a> Tensor<'a> {
                 Err(Error::invalid("log", format!("has {} bytes for {} elements", log.len(), self.len())))
             }
         }
+    }
+
+    /// A call steps so many elements in all: what it writes without having read it goes past the caches if they could
+    /// not hold it.
+    pub fn part_of(&mut self, elements: usize) {
+        self.streams = Streams { shadow: elements >= STREAMED_SHADOW, log: elements >= STREAMED_LOG };
+    }
+
+    /// True if the log is to go past the caches, and can.
+    pub(super) fn streams_log(&self) -> bool {
+        self.streams.log && self.log.as_ref().is_some_and(|log| log.as_ptr().addr().is_multiple_of(LINE))
     }
 
     pub(super) fn log_address(&mut self) -> Option<*mut u8> {
@@ -124,6 +150,15 @@ impl<'a> Tensor<'a> {
         self.param_copy.as_ref().map(FloatsMut::dtype)
     }
 
+    /// Everything that its undo reads, by name.
+    pub fn spans(&self) -> impl Iterator<Item = (&'static str, Floats<'_>)> {
+        let States { param, exp_avg, exp_avg_sq } = &self.states;
+        let states =
+            [("param", Some(param)), ("exp_avg", exp_avg.as_ref()), ("exp_avg_sq", exp_avg_sq.as_ref())];
+        let states = states.into_iter().filter_map(|(name, state)| state.map(|state| (name, state.shared())));
+        states.chain([("grad", self.grad)])
+    }
+
     /// The first `mid` elements and the rest; `mid` is a multiple of [`CHUNK`].
     pub fn split_at(self, mid: usize) -> (Self, Self) {
         let (states, states_rest) = self.states.split_at(mid);
@@ -132,13 +167,14 @@ impl<'a> Tensor<'a> {
         let (shadow, shadow_rest) = self.shadow.map(|shadow| shadow.split_at(mid)).unzip();
         let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
-            Tensor { states, grad, param_copy, shadow, log },
+            Tensor { states, grad, param_copy, shadow, log, streams: self.streams },
             Tensor {
                 states: states_rest,
                 grad: grad_rest,
                 param_copy: copy_rest,
                 shadow: shadow_rest,
                 log: log_rest,
+                streams: self.streams,
             },
         )
     }
@@ -151,6 +187,7 @@ impl<'a> Tensor<'a> {
             param_copy: self.param_copy.as_mut().map(FloatsMut::reborrow),
             shadow: self.shadow.as_mut().map(States::reborrow),
             log: self.log.as_deref_mut(),
+            streams: self.streams,
         }
     }
 
@@ -219,6 +256,7 @@ pub struct Spans<P: Element, S: Element, G: Element, C: Element> {
     pub param_copy: *mut C::Raw,
     old: StateSpans<P, S>,
     new: StateSpans<P, S>,
+    streamed: bool,
 }
 
 /// Parameter and states; an absent state is null.
@@ -246,17 +284,48 @@ impl<P: Element, S: Element> StateSpans<P, S> {
             exp_avg_sq: state(&mut states.exp_avg_sq).cast(),
         }
     }
+
+    /// True if every span begins with a cache line.
+    fn aligned(self) -> bool {
+        let addresses = [self.param.addr(), self.exp_avg.addr(), self.exp_avg_sq.addr()];
+        addresses.iter().all(|address| address.is_multiple_of(LINE))
+    }
 }
 
 impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
     /// The addresses of `tensor`, whose dtypes must be these types.
     pub fn of(tensor: &mut Tensor<'_>) -> Self {
         let old = StateSpans::of(&mut tensor.states);
+        let new = tensor.shadow.as_mut().map(StateSpans::of);
         Spans {
             grad: tensor.grad.address().cast(),
             param_copy: tensor.param_copy.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address).cast(),
             old,
-            new: tensor.shadow.as_mut().map_or(old, StateSpans::of),
+            new: new.unwrap_or(old),
+            streamed: tensor.streams.shadow && new.is_some_and(StateSpans::aligned),
+        }
+    }
+
+    /// True if the new states go past the caches.
+    #[inline(always)]
+    pub fn streamed(&self) -> bool {
+        self.streamed
+    }
+
+    /// Asks for what a group far enough ahead of `at` reads. The processor's own prefetch stops at every page.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    #[inline(always)]
+    pub unsafe fn prefetch<V: Vector>(&self, at: usize) {
+        const AHEAD: usize = 512;
+        let (at, reads) = (at + AHEAD, &self.old);
+        // SAFETY: a prefetch of any address is harmless.
+        unsafe {
+            V::prefetch(self.grad.wrapping_add(at).cast());
+            V::prefetch(reads.param.wrapping_add(at).cast());
+            V::prefetch(reads.exp_avg.wrapping_add(at).cast());
+            V::prefetch(reads.exp_avg_sq.wrapping_add(at).cast());
         }
     }
 

@@ -67,15 +67,48 @@ pub unsafe trait Vector: Copy {
     unsafe fn store_bits32(bits: Self::Bits, to: *mut u32);
     /// Unaligned store of the lower halves.
     unsafe fn store_bits16(bits: Self::Bits, to: *mut u16);
+    /// `store_bits32` past the caches where the set can, so that the old bytes are not read first. `to` is aligned to
+    /// what is stored, and other threads may read it after [`Vector::fence`].
+    #[inline(always)]
+    unsafe fn stream_bits32(bits: Self::Bits, to: *mut u32) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { Self::store_bits32(bits, to) }
+    }
+    /// `store_bits16` as [`Vector::stream_bits32`].
+    #[inline(always)]
+    unsafe fn stream_bits16(bits: Self::Bits, to: *mut u16) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { Self::store_bits16(bits, to) }
+    }
+    /// Asks for the cache line at `from`, which may be any address, to be read soon.
+    #[inline(always)]
+    unsafe fn prefetch(_from: *const u8) {}
+    /// Everything streamed so far is visible before anything this thread does later.
+    #[inline(always)]
+    unsafe fn fence() {}
     /// `a + b`, wrapping.
     unsafe fn bits_add(a: Self::Bits, b: Self::Bits) -> Self::Bits;
     /// `a - b`, wrapping.
     unsafe fn bits_sub(a: Self::Bits, b: Self::Bits) -> Self::Bits;
-    /// The narrowest width in which every lane fits as a signed integer.
-    unsafe fn width(bits: Self::Bits) -> Width;
-    /// Writes the lanes as signed integers of `width`; `width.bytes(LANES)` bytes, or more within a whole vector.
-    unsafe fn pack(bits: Self::Bits, width: Width, to: *mut u8);
-    /// Reads what `pack` wrote; may read a whole vector.
+    /// The same pattern in every lane.
+    unsafe fn bits_splat(value: u32) -> Self::Bits;
+    /// `a | b`.
+    unsafe fn bits_or(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// `a & b`.
+    unsafe fn bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// Shifts each lane up by a number of bits from 0 to 32; what leaves it is gone.
+    unsafe fn bits_shl(a: Self::Bits, by: Self::Bits) -> Self::Bits;
+    /// Shifts each lane down by a number of bits below 32, zeros from above.
+    unsafe fn bits_shr(a: Self::Bits, by: Self::Bits) -> Self::Bits;
+    /// True if no lane of `a` has a bit outside `a_mask`, and none of `b` one outside `b_mask`.
+    unsafe fn within(a: Self::Bits, a_mask: u32, b: Self::Bits, b_mask: u32) -> bool;
+    /// Stores the lowest byte of each lane, unaligned.
+    unsafe fn store_bytes(bits: Self::Bits, to: *mut u8);
+    /// Loads a byte for each lane, widened with zeros.
+    unsafe fn load_bytes(from: *const u8) -> Self::Bits;
+    /// Writes the lanes as signed integers of the narrowest width in which every lane fits: `width.bytes(LANES)` bytes.
+    unsafe fn pack(bits: Self::Bits, to: *mut u8) -> Width;
+    /// Reads what `pack` wrote.
     unsafe fn unpack(width: Width, from: *const u8) -> Self::Bits;
 }
 
@@ -83,14 +116,12 @@ pub unsafe trait Vector: Copy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Width {
-    /// Four bits.
-    W4 = 0,
     /// One byte.
-    W8 = 1,
+    W8 = 0,
     /// Two bytes.
-    W16 = 2,
+    W16 = 1,
     /// Four bytes: anything.
-    W32 = 3,
+    W32 = 2,
 }
 
 impl Width {
@@ -98,8 +129,7 @@ impl Width {
     #[inline(always)]
     pub fn of_magnitude(magnitude: u32) -> Width {
         match magnitude {
-            0..=0x7 => Width::W4,
-            0x8..=0x7f => Width::W8,
+            0..=0x7f => Width::W8,
             0x80..=0x7fff => Width::W16,
             _ => Width::W32,
         }
@@ -109,9 +139,8 @@ impl Width {
     #[inline(always)]
     pub fn from_code(code: u8) -> Width {
         match code & 3 {
-            0 => Width::W4,
-            1 => Width::W8,
-            2 => Width::W16,
+            0 => Width::W8,
+            1 => Width::W16,
             _ => Width::W32,
         }
     }
@@ -119,7 +148,7 @@ impl Width {
     /// Bytes of `lanes` packed values.
     #[inline(always)]
     pub fn bytes(self, lanes: usize) -> usize {
-        ((lanes << (self as u8)) * 4).div_ceil(8)
+        lanes << (self as u8)
     }
 }
 

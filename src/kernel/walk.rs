@@ -18,6 +18,13 @@ pub trait Op {
     /// # Safety
     /// As [`Vector`], for the group that `access` reads and writes at `at`.
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V;
+
+    /// Ends the chunk.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    #[inline(always)]
+    unsafe fn finish<V: Vector>(&mut self) {}
 }
 
 /// Walks an [`Op`] over `n` elements.
@@ -50,6 +57,11 @@ pub trait Access: Copy {
     /// # Safety
     /// As [`Vector`], for the elements inside the group.
     unsafe fn store_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw);
+    /// Stores the patterns inside the group, past the caches if the group is whole.
+    ///
+    /// # Safety
+    /// As [`Vector::stream_bits32`], for the elements inside the group.
+    unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw);
 }
 
 /// All lanes.
@@ -83,6 +95,11 @@ impl Access for Whole {
     unsafe fn store_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
         // SAFETY: the caller's promise is the callee's.
         unsafe { E::store_bits::<V>(bits, to) }
+    }
+    #[inline(always)]
+    unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { E::stream_bits::<V>(bits, to) }
     }
 }
 
@@ -133,6 +150,11 @@ impl Access for First {
             self.cut(padded, to);
         }
     }
+    #[inline(always)]
+    unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { self.store_bits::<E, V>(bits, to) }
+    }
 }
 
 impl<O: Op, const SQUARES: bool> Body for Walk<O, SQUARES> {
@@ -168,6 +190,8 @@ impl<O: Op, const SQUARES: bool> Body for Walk<O, SQUARES> {
                 lanes = [0.0; LANES];
             }
         }
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { op.finish::<V>() };
         if SQUARES { squares::tree_sum(&sums[..n.div_ceil(TILE)]) } else { 0.0 }
     }
 }

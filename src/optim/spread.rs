@@ -48,10 +48,12 @@ pub fn publish<O: Rule>(jobs: &mut [Job<'_, O>]) -> Result<()> {
 
 /// Does `work` with all chunks of all tensors, and adds up what it returns.
 pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<f64> {
+    let elements = elements(jobs);
     for job in jobs.iter_mut() {
         job.tensor.keep(O::EXP_AVG, O::EXP_AVG_SQ)?;
+        job.tensor.part_of(elements);
     }
-    match elements(jobs) <= CHUNK {
+    match elements <= CHUNK {
         true => list(jobs, work, false),
         false => threads::run(|| list(jobs, work, true))?,
     }

@@ -9,6 +9,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use super::memory::Mapping;
+use super::span::Span;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
 
@@ -46,6 +47,13 @@ impl Lent {
         };
         let aligned = start.as_ptr().addr().is_multiple_of(dtype.size());
         (fits && aligned).then(|| Lent { start, dtype, len, users: AtomicI32::new(0), _own: None })
+    }
+
+    /// A span as an array, as many elements as fit; `None` where it is not aligned to them.
+    pub fn over(span: Span, dtype: Dtype) -> Option<Lent> {
+        // SAFETY: the span's bytes may be used from any thread until its last use, and by nobody else; guards keep the
+        // users of this array apart.
+        unsafe { Lent::new(span.as_ptr(), dtype, span.len() / dtype.size()) }
     }
 
     /// Zeros of our own; their memory comes when they are first touched.

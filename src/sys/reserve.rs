@@ -1,11 +1,15 @@
 //! Memory that is reserved as addresses now and becomes real page by page when it is written.
 
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::error::{Error, Result};
+
+/// The largest page that processors map memory in unasked: a multiple of every smaller one.
+const PAGE: usize = 64 << 10;
 
 /// Zeroed bytes of which only those touched cost memory.
 #[derive(Debug)]
@@ -42,9 +46,17 @@ impl Reserve {
 
     /// Gives the pages back; the bytes read as zero again.
     pub fn release(&mut self) {
-        if self.bytes > 0 {
+        self.release_range(0..self.bytes);
+    }
+
+    /// Gives back the pages that lie in `range` as a whole; their bytes read as zero again.
+    pub fn release_range(&mut self, range: Range<usize>) {
+        let start = range.start.next_multiple_of(PAGE);
+        // The last page belongs to the mapping even where the bytes end before it does.
+        let end = if range.end >= self.bytes { self.bytes } else { range.end / PAGE * PAGE };
+        if start < end {
             // SAFETY: the range is ours. If the advice fails, the pages simply stay.
-            let _ = unsafe { madvise(self.start.cast(), self.bytes, MmapAdvise::MADV_DONTNEED) };
+            let _ = unsafe { madvise(self.start.add(start).cast(), end - start, MmapAdvise::MADV_DONTNEED) };
         }
     }
 }
@@ -73,6 +85,11 @@ mod tests {
         reserve.bytes_mut()[1 << 41] = 7;
         reserve.release();
         assert_eq!(reserve.bytes_mut()[1 << 41], 0);
+        for (at, kept) in [(PAGE - 1, 1), (PAGE, 0), (3 * PAGE - 1, 0), (3 * PAGE, 1)] {
+            reserve.bytes_mut()[at] = 1;
+            reserve.release_range(1..3 * PAGE + 1);
+            assert_eq!(reserve.bytes_mut()[at], kept, "{at}");
+        }
         assert!(Reserve::new(0).unwrap().bytes_mut().is_empty());
     }
 }

@@ -8,14 +8,14 @@ import ctypes as _ctypes
 from . import _abi, _native
 from .errors import (InternalError, InvalidArgument, IoFailure, LibraryNotFound, OutOfOrder, SpillwayError, SystemFailure,
                      TimedOut, UnknownId, Unsupported)
-from .optim import Adagrad, Adam, Lion, Prepared, StepStats, grad_stats
+from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, grad_stats
 from .speculate import Speculation
 
 __version__ = "0.1.0"
 
 __all__ = ["Adagrad", "Adam", "InternalError", "InvalidArgument", "IoFailure", "LibraryNotFound", "Lion", "OutOfOrder",
-           "Prepared", "Speculation", "SpillwayError", "StepStats", "SystemFailure", "TimedOut", "UnknownId", "Unsupported",
-           "grad_stats", "kernel_name", "library_path", "library_version", "num_threads", "set_log", "set_num_threads",
+           "Prepared", "Recording", "Speculation", "SpillwayError", "StepStats", "SystemFailure", "TimedOut", "UnknownId",
+           "Unsupported", "grad_stats", "kernel_name", "library_path", "library_version", "num_threads", "set_log", "set_num_threads",
            "stats"]
 
 library_path = _native.library_path

@@ -37,7 +37,8 @@ class Tensor(Structure):
                 ("copy_dtype", c_uint32), ("reserved", c_uint32),
                 ("n", c_uint64),
                 ("param", c_void_p), ("grad", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p),
-                ("param_copy", c_void_p), ("options", c_void_p)]
+                ("param_copy", c_void_p), ("options", c_void_p),
+                ("shadow_param", c_void_p), ("shadow_exp_avg", c_void_p), ("shadow_exp_avg_sq", c_void_p)]
 
 
 class StepStats(Structure):
@@ -320,10 +321,9 @@ PROTOTYPES = {
     "spw_lion_step": (_STATUS, [POINTER(LionOptions), *_STEP]),
     "spw_grad_stats": (_STATUS, [c_void_p, c_uint32, c_uint64, c_double, POINTER(StepStats)]),
     "spw_undo_open": (_STATUS, [POINTER(UndoOptions), POINTER(c_void_p)]),
-    "spw_undo_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), POINTER(Tensor), c_size_t, POINTER(StepStats)]),
-    "spw_undo_adagrad_step": (
-        _STATUS, [c_void_p, POINTER(AdagradOptions), POINTER(Tensor), c_size_t, POINTER(StepStats)]),
-    "spw_undo_lion_step": (_STATUS, [c_void_p, POINTER(LionOptions), POINTER(Tensor), c_size_t, POINTER(StepStats)]),
+    "spw_undo_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), *_STEP]),
+    "spw_undo_adagrad_step": (_STATUS, [c_void_p, POINTER(AdagradOptions), *_STEP]),
+    "spw_undo_lion_step": (_STATUS, [c_void_p, POINTER(LionOptions), *_STEP]),
     "spw_undo_rollback": (_STATUS, [c_void_p]),
     "spw_undo_redo": (_STATUS, [c_void_p, c_double]),
     "spw_undo_commit": (_STATUS, [c_void_p, c_uint32]),
@@ -427,6 +427,10 @@ PROTOTYPES = {
     "spw_ds_adam_create": (_STATUS, [c_int32, c_float, c_float, c_uint32]),
     "spw_ds_adam_update": (_STATUS, [c_int32, c_uint64, c_float, c_float, c_float, c_float, c_float, c_uint32,
                                      POINTER(Tensor)]),
+    "spw_ds_adam_update_recorded": (_STATUS, [c_void_p, c_int32, c_uint64, c_float, c_float, c_float, c_float, c_float,
+                                              c_uint32, POINTER(Tensor)]),
+    "spw_ds_adam_rollback": (_STATUS, [c_void_p, c_int32, c_uint64, c_float, c_float, c_float, c_float, c_float,
+                                       c_uint32, POINTER(Tensor), POINTER(c_uint32)]),
     "spw_ds_adam_destroy": (_STATUS, [c_int32]),
     "spw_ds_adagrad_create": (_STATUS, [c_int32]),
     "spw_ds_adagrad_update": (_STATUS, [c_int32, c_uint64, c_float, c_float, c_float, POINTER(Tensor)]),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from . import _abi, _arrays, _native
 from .errors import InvalidArgument
+from .recording import Recording
 
 
 class StepStats(NamedTuple):
@@ -41,9 +42,12 @@ class _Optimizer:
         With stats=True returns StepStats of the scaled gradients. `uint16_as` says what uint16 arrays hold."""
         return self.prepare(tensors, uint16_as=uint16_as).step(grad_scale=grad_scale, stats=stats)
 
-    def prepare(self, tensors, *, uint16_as=None):
-        """Checks the tensors once and keeps their addresses, and their memory, for repeated steps."""
-        return Prepared(self, tensors, uint16_as)
+    def prepare(self, tensors, *, shadow=None, uint16_as=None):
+        """Checks the tensors once and keeps their addresses, and their memory, for repeated steps.
+
+        With `shadow`, a tuple of param and the states for each tensor, steps write there and leave the tensors' own
+        values as they are."""
+        return Prepared(self, tensors, shadow, uint16_as)
 
     def _set(self, name, value):
         try:
@@ -58,11 +62,14 @@ class _Optimizer:
             self._options.step = self.step_count + 1
         return self._options
 
-    def _run(self, table, count, grad_scale, wanted):
+    def _run(self, table, count, grad_scale, wanted, recording=None):
         options = self.options_of_next_step(grad_scale)
         out = _abi.sized(_abi.StepStats) if wanted else None
-        call = getattr(_native.library(), f"spw_{self.c_name}_step")
-        _native.check(call(ctypes.byref(options), table, count, ctypes.byref(out) if wanted else None))
+        arguments = ctypes.byref(options), table, count, ctypes.byref(out) if wanted else None
+        if recording is None:
+            _native.check(getattr(_native.library(), f"spw_{self.c_name}_step")(*arguments))
+        else:
+            _native.check(getattr(_native.library(), f"spw_undo_{self.c_name}_step")(recording, *arguments))
         self.step_count += 1
         return StepStats(bool(out.nonfinite), out.sum_squares) if wanted else None
 
@@ -122,16 +129,30 @@ class Prepared:
     """Tensors of one optimizer, checked once. The arrays' memory is kept alive and must not be replaced: an array
     that gets other storage (`param.data = ...`, a new `param.grad`) has to be prepared again."""
 
-    def __init__(self, optimizer, tensors, uint16_as=None):
-        self._optimizer = optimizer
+    def __init__(self, optimizer, tensors, shadow=None, uint16_as=None):
+        self.optimizer = optimizer
         self._table, self._held = tensor_table(optimizer, tensors, uint16_as)
+        if shadow is not None:
+            self._held += _fill_shadows(self._table, optimizer, shadow, tensors, uint16_as)
 
     def __len__(self):
         return len(self._table)
 
     def step(self, *, grad_scale=1.0, stats=False):
         """One step of the optimizer over these tensors; with stats=True returns StepStats."""
-        return self._optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats)
+        return self._run(grad_scale, stats)
+
+    def record(self, mode="delta"):
+        """A Recording, whose steps can be taken back: "delta", "shadow" or "arithmetic"."""
+        return Recording(self, mode)
+
+    @property
+    def elements(self):
+        """Elements of all tensors together."""
+        return sum(row.n for row in self._table)
+
+    def _run(self, grad_scale, stats, recording=None):
+        return self.optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats, recording)
 
 
 def tensor_table(optimizer, tensors, uint16_as=None):
@@ -167,6 +188,25 @@ def _fill(slot, entry, names, prefix, uint16_as):
         if field == "state_dtype" and slot.state_dtype not in (_abi.DTYPE_NONE, code):
             raise InvalidArgument(f"{argument} has another dtype than {prefix}exp_avg")
         setattr(slot, field, code)
+
+
+def _fill_shadows(table, optimizer, shadow, tensors, uint16_as):
+    """Writes the shadows into the C table; references that keep their memory alive."""
+    entries = [tuple(entry) for entry in shadow]
+    if len(entries) != len(table):
+        raise InvalidArgument(f"shadow has {len(entries)} entries for {len(table)} tensors")
+    names = ("param", *optimizer._states)
+    for index, (slot, entry, own) in enumerate(zip(table, entries, tensors)):
+        prefix = f"shadow[{index}]."
+        if len(entry) != len(names):
+            raise InvalidArgument(f"{prefix[:-1]} has {len(entry)} arrays; {', '.join(names)} expected")
+        for name, array in zip(names, entry):
+            address, _, code = _arrays.span(array, prefix + name, True, uint16_as)
+            _arrays.same_shape(array, own[0], prefix + name, f"tensors[{index}].param")
+            if code != getattr(slot, _DTYPE_FIELDS[name]):
+                raise InvalidArgument(f"{prefix}{name} has another dtype than tensors[{index}].{name}")
+            setattr(slot, f"shadow_{name}", address)
+    return [_arrays.held(array) for entry in entries for array in entry]
 
 
 _DTYPE_FIELDS = {"param": "param_dtype", "grad": "grad_dtype", "exp_avg": "state_dtype", "exp_avg_sq": "state_dtype",

@@ -5,6 +5,7 @@
 //! ratio is the median of the rounds' ratios.
 #![forbid(unsafe_code)]
 
+use std::ops::{Deref, DerefMut};
 use std::time::Instant;
 
 use spillway::dtype::{Floats, FloatsMut, bf16};
@@ -94,24 +95,56 @@ fn print_row(row: &Row) {
 
 /// The four arrays, and the 16-bit gradient and copy of the fused case.
 pub struct Arrays {
-    param: Vec<f32>,
-    grad: Vec<f32>,
-    exp_avg: Vec<f32>,
-    exp_avg_sq: Vec<f32>,
-    grad16: Vec<bf16>,
-    copy16: Vec<bf16>,
+    param: Aligned<f32>,
+    grad: Aligned<f32>,
+    exp_avg: Aligned<f32>,
+    exp_avg_sq: Aligned<f32>,
+    grad16: Aligned<bf16>,
+    copy16: Aligned<bf16>,
 }
+
+/// Elements that begin with a cache line, as those of a framework's tensors do.
+struct Aligned<T> {
+    elements: Vec<T>,
+    start: usize,
+}
+
+impl<T: Copy + Default> Aligned<T> {
+    fn new(n: usize, value: impl Fn(usize) -> T) -> Self {
+        let mut elements: Vec<T> = Vec::with_capacity(n + LINE / size_of::<T>());
+        let start = elements.as_ptr().align_offset(LINE);
+        elements.resize(start, T::default());
+        elements.extend((0..n).map(value));
+        Aligned { elements, start }
+    }
+}
+
+impl<T> Deref for Aligned<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        &self.elements[self.start..]
+    }
+}
+
+impl<T> DerefMut for Aligned<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.elements[self.start..]
+    }
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 impl Arrays {
     pub fn new(n: usize) -> Self {
-        let ramp = |scale: f32| (0..n).map(|i| ((i % 1021) as f32 - 510.0) * scale).collect::<Vec<f32>>();
+        let ramp = |i: usize, scale: f32| ((i % 1021) as f32 - 510.0) * scale;
         Arrays {
-            param: ramp(1e-3),
-            grad: ramp(1e-5),
-            exp_avg: ramp(1e-6),
-            exp_avg_sq: ramp(1e-5).iter().map(|x| x * x).collect(),
-            grad16: ramp(1e-5).iter().map(|x| bf16::from_f32(*x)).collect(),
-            copy16: vec![bf16::ZERO; n],
+            param: Aligned::new(n, |i| ramp(i, 1e-3)),
+            grad: Aligned::new(n, |i| ramp(i, 1e-5)),
+            exp_avg: Aligned::new(n, |i| ramp(i, 1e-6)),
+            exp_avg_sq: Aligned::new(n, |i| ramp(i, 1e-5).powi(2)),
+            grad16: Aligned::new(n, |i| bf16::from_f32(ramp(i, 1e-5))),
+            copy16: Aligned::new(n, |_| bf16::ZERO),
         }
     }
 

@@ -3,6 +3,7 @@
 
 mod bench_adam;
 mod bench_io;
+mod bench_tier;
 mod bench_undo;
 mod fio;
 mod io_load;
@@ -41,6 +42,8 @@ enum Bench {
     Io(bench_io::Options),
     /// What taking a step back costs, against the plain step.
     Undo(bench_undo::Options),
+    /// What the checksums of a tier cost, on these directories.
+    Tier(bench_tier::Options),
 }
 
 fn main() -> std::process::ExitCode {
@@ -48,6 +51,7 @@ fn main() -> std::process::ExitCode {
         Command::Bench(Bench::Adam(options)) => bench_adam::run(&options),
         Command::Bench(Bench::Io(options)) => bench_io::run(&options),
         Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
+        Command::Bench(Bench::Tier(options)) => bench_tier::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan::run(&options),
         Command::Trace(options) => trace::run(&options),

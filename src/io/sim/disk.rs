@@ -62,15 +62,19 @@ impl Disk {
         disk
     }
 
-    /// A copy of the durable part of this disk, which tells `journal` of it and of all that follows.
+    /// A copy of this disk, which tells `journal` how it came about and all that follows.
     pub fn moved_to(&self, journal: &Journal, number: usize) -> Disk {
         let disk = Disk::journaled(journal, number);
-        for (name, bytes) in self.lock().durable.clone() {
+        let state = self.lock();
+        for (name, bytes) in state.durable.clone() {
             disk.serve(Event::Create { name: name.clone() });
             disk.serve(Event::Write { name: name.clone(), at: 0, bytes });
             disk.serve(Event::Sync { name });
         }
         disk.sync_directory();
+        state.unsynced.iter().for_each(|event| disk.serve(event.clone()));
+        disk.lock().made = state.made.clone();
+        drop(state);
         disk
     }
 

@@ -78,12 +78,18 @@ impl Journal {
         self.len() == 0
     }
 
-    /// The `disks` disks after the first `events` events and a crash.
-    pub fn image(&self, disks: usize, events: usize, crash: Crash, seed: u64) -> Vec<Disk> {
+    /// The `disks` disks after the first `events` events, as the next process finds them.
+    pub fn replayed(&self, disks: usize, events: usize) -> Vec<Disk> {
         let image: Vec<Disk> = (0..disks).map(|_| Disk::default()).collect();
         for (disk, event) in self.lock().iter().take(events) {
             image[*disk].serve(event.clone());
         }
+        image
+    }
+
+    /// The same after the power failed.
+    pub fn image(&self, disks: usize, events: usize, crash: Crash, seed: u64) -> Vec<Disk> {
+        let image = self.replayed(disks, events);
         image.iter().zip(seed..).for_each(|(disk, seed)| disk.crash(crash, seed));
         image
     }

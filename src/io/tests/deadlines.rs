@@ -1,4 +1,5 @@
 //! Operations that hang: deadlines, timeouts and cancels free the caller, and what the system still has stays apart.
+#![forbid(unsafe_code)]
 
 use std::sync::Arc;
 use std::thread;
@@ -35,11 +36,11 @@ fn a_deadline_frees_the_caller_and_quarantines_buffer_and_device() {
     assert_eq!(engine.read(request_with(None)).unwrap_err().io_kind(), Some(IoKind::PathFailed));
     let other = Arc::new(File::simulated("elsewhere", 2, Some(SECTOR_512)));
     disk.put("elsewhere", pattern(6, 8192));
-    let mut bytes = vec![0; 8192];
-    // SAFETY: `bytes` outlives the operation and is not used before it ends.
-    let healthy = unsafe { Span::new(bytes.as_mut_ptr(), 8192) }.unwrap();
+    let more = self::pool(8192, 1);
+    let healthy = more.alloc().unwrap();
     let handle = engine.read(request(Target::File(other), 0, healthy)).unwrap();
     assert_eq!(engine.wait(handle, PATIENCE), Ok(8192));
+    more.free(healthy.address()).unwrap();
 
     disk.release();
     while engine.stats().unwrap().stuck > 0 {

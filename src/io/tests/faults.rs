@@ -1,4 +1,5 @@
 //! The simulated disk: every fault is reported, and nothing else changes.
+#![forbid(unsafe_code)]
 
 use std::sync::Arc;
 use std::thread;

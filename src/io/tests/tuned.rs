@@ -1,4 +1,5 @@
 //! What a profile changes, and what it does not.
+#![forbid(unsafe_code)]
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -98,6 +98,38 @@ fn a_crash_after_a_crash_gives_a_whole_step() {
     }
 }
 
+/// A process is killed, the next one opens, and then the power fails: what the second one found is not lost again.
+#[test]
+fn a_power_cut_after_a_killed_process_was_resumed_keeps_what_it_found() {
+    let first = Journal::default();
+    let disks = [Disk::journaled(&first, 0), Disk::journaled(&first, 1)];
+    let commits = record(on_disks(&disks, &[reorder(14), reorder(15)]), &first, 1, 3);
+    let mut found_unsynced = 0;
+    for events in commits[2].began..=commits[2].ended {
+        let second = Journal::default();
+        let killed = first.replayed(2, events);
+        let disks: Vec<Disk> = killed.iter().enumerate().map(|(n, disk)| disk.moved_to(&second, n)).collect();
+        let start = second.len();
+        let tier = Tier::open(on_disks(&disks, &[reorder(16), reorder(17)])).unwrap();
+        let (opened, found) = (second.len(), tier.opened().step);
+        assert!(allowed(&commits, events).contains(&found));
+        found_unsynced += usize::from(found == Some(3) && events < commits[2].ended);
+        step(&tier, 4).unwrap();
+        drop(tier);
+        for later in start..=second.len() {
+            for (crash, seed) in FATES {
+                let allowed = match later < opened {
+                    true => allowed(&commits, events),
+                    false => vec![found, Some(4)],
+                };
+                let image = second.image(2, later, crash, seed + later as u64);
+                check(&image, &allowed, &format!("killed after {events}, {later} events, {crash:?}"));
+            }
+        }
+    }
+    assert!(found_unsynced > 0);
+}
+
 /// What a killed process leaves: everything that reached the system, nothing synced.
 #[test]
 fn a_killed_process_loses_nothing_even_without_syncs() {

@@ -17,13 +17,15 @@ __all__ = ["OPS", "active", "install", "uninstall"]
 
 def active():
     """For each replaced op what was served to DeepSpeed in this process, the kernel that ran, the I/O backend, which is
-    None while no file was read or written, and what became of SuperOffload's speculative steps."""
+    None while no file was read or written, and what became of SuperOffload's speculative steps, and what else was
+    recorded and taken back."""
     import spillway
 
-    from . import _engine, _ops
+    from . import _engine, _ops, _undo
     report = {op: _ops.served(op) for op in OPS if op in _hook.installed()}
     if report:
         report["kernel"] = spillway.kernel_name()
+        report.update({"undo": recorded} if (recorded := _undo.report()) else {})
     if "async_io" in report:
         report["io"] = _engine.describe()
     superoffload = sys.modules.get(f"{__name__}._superoffload")

@@ -1,13 +1,15 @@
 """DeepSpeed's cpu_adam, served by Spillway."""
 
-from . import _call
+import ctypes
 
-SERVED = ("create_adam", "adam_update", "destroy_adam")
+from .. import _native
+from . import _call, _undo
+
+SERVED = ("create_adam", "adam_update", "adam_rollback", "destroy_adam")
 
 _ZENFLOW = "train without ZenFlow, or unset SPILLWAY_DEEPSPEED"
 NOT_SERVED = {
     "adam_update_copy": "its copy to a GPU exists up to DeepSpeed 0.14.2; use adam_update and copy the parameter",
-    "adam_rollback": "train without SuperOffload, or unset SPILLWAY_DEEPSPEED",
     **dict.fromkeys(("zenflow_adam_create", "zenflow_adam_register_group", "zenflow_adam_destroy",
                      "zenflow_adam_ctrl_size", "zenflow_adam_ctrl_init", "zenflow_adam_run_worker",
                      "zenflow_adam_submit", "zenflow_adam_wait", "zenflow_adam_ctrl_exit"), _ZENFLOW),
@@ -18,18 +20,46 @@ def create_adam(optimizer_id, alpha, betta1, betta2, eps, weight_decay, adamw_mo
     """Creates an optimizer under an id, in place of one that is there. The other hyper-parameters come anew with every
     update, and should_log has no effect: see spillway.set_log."""
     _, beta1, beta2, _, _ = _call.numbers(alpha=alpha, betta1=betta1, betta2=betta2, eps=eps, weight_decay=weight_decay)
+    _undo.forget(_call.identity(optimizer_id))
     return _call.invoke("spw_ds_adam_create", optimizer_id, beta1, beta2, 1 if adamw_mode else 0)
 
 
 def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg,
                 exp_avg_sq, /):
-    """One step over one tensor, with DeepSpeed's own beta-power state per id."""
-    hyper = _call.numbers(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
-    hyper.append(1 if bias_correction else 0)
-    return _call.update("cpu_adam", "spw_ds_adam_update", optimizer_id, step, hyper, params, grads, exp_avg=exp_avg,
-                        exp_avg_sq=exp_avg_sq)
+    """One step over one tensor, with DeepSpeed's own beta-power state per id; recorded where it may be taken back."""
+    hyper = _hyper(lr, beta1, beta2, epsilon, weight_decay, bias_correction)
+    if not _undo.wanted(optimizer_id):
+        return _call.update("cpu_adam", "spw_ds_adam_update", optimizer_id, step, hyper, params, grads,
+                            exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    optimizer_id, step = _call.identity(optimizer_id), _call.integer(step, "step", 1 << 64)
+    tensor = _call.tensor(params, grads, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    with _undo.recording(optimizer_id, tensor, True) as recording:
+        _native.check(_native.library().spw_ds_adam_update_recorded(recording, optimizer_id, step, *hyper,
+                                                                    ctypes.byref(tensor)))
+    _call.count("cpu_adam", tensor.n)
+    return 0
+
+
+def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg,
+                  exp_avg_sq, /):
+    """Takes back the step that adam_update did with the same arguments: to the bit if it was recorded, else by the
+    inverse formula, which raises for Inf and NaN where DeepSpeed's own overwrites parameters."""
+    hyper = _hyper(lr, beta1, beta2, epsilon, weight_decay, bias_correction)
+    optimizer_id, step = _call.identity(optimizer_id), _call.integer(step, "step", 1 << 64)
+    tensor, exact = _call.tensor(params, grads, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq), ctypes.c_uint32()
+    with _undo.recording(optimizer_id, tensor, False) as recording:
+        _native.check(_native.library().spw_ds_adam_rollback(recording, optimizer_id, step, *hyper,
+                                                             ctypes.byref(tensor), ctypes.byref(exact)))
+    _undo.rolled_back(optimizer_id, bool(exact.value))
+    return 0
 
 
 def destroy_adam(optimizer_id, /):
     """Destroys an optimizer."""
+    _undo.forget(_call.identity(optimizer_id))
     return _call.destroy("spw_ds_adam_destroy", optimizer_id)
+
+
+def _hyper(lr, beta1, beta2, epsilon, weight_decay, bias_correction):
+    numbers = _call.numbers(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    return [*numbers, 1 if bias_correction else 0]

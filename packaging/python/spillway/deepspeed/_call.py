@@ -17,27 +17,38 @@ def update(op, function, optimizer_id, step, hyper, params, grads, **states):
     """One tensor's step by id. `hyper` are the hyper-parameters in the order of the C function, `states` the moments
     that the optimizer has."""
     step = integer(step, "step", 1 << 64)
+    record = tensor(params, grads, **states)
+    invoke(function, optimizer_id, step, *hyper, ctypes.byref(record))
+    count(op, record.n)
+    return 0
+
+
+def tensor(params, grads, **states):
+    """The C record of one tensor."""
     param, n, param_dtype = _arrays.span(params, "params", True)
     grad, _, grad_dtype = _arrays.span(grads, "grads", False)
     _arrays.same_shape(grads, params, "grads", "params")
-    tensor = _abi.Tensor(_SIZE, param_dtype, _abi.DTYPE_NONE, grad_dtype, _abi.DTYPE_NONE, 0, n, param, grad)
+    made = _abi.Tensor(_SIZE, param_dtype, _abi.DTYPE_NONE, grad_dtype, _abi.DTYPE_NONE, 0, n, param, grad)
     for name, state in states.items():
         address, _, dtype = _arrays.span(state, name, True)
         _arrays.same_shape(state, params, name, "params")
-        if tensor.state_dtype not in (_abi.DTYPE_NONE, dtype):
+        if made.state_dtype not in (_abi.DTYPE_NONE, dtype):
             raise InvalidArgument("exp_avg_sq has another dtype than exp_avg")
-        tensor.state_dtype = dtype
-        setattr(tensor, name, address)
-    invoke(function, optimizer_id, step, *hyper, ctypes.byref(tensor))
-    _count(op, n)
-    return 0
+        made.state_dtype = dtype
+        setattr(made, name, address)
+    return made
 
 
 def invoke(function, optimizer_id, *arguments):
     """Calls the library for an id; a value that C cannot hold is an InvalidArgument as well."""
-    optimizer_id = integer(optimizer_id, "optimizer_id", 1 << 31, -(1 << 31))
+    optimizer_id = identity(optimizer_id)
     _native.check(getattr(_native.library(), function)(optimizer_id, *arguments))
     return 0
+
+
+def identity(optimizer_id):
+    """An optimizer's id."""
+    return integer(optimizer_id, "optimizer_id", 1 << 31, -(1 << 31))
 
 
 def integer(value, argument, end, start=0):
@@ -77,7 +88,8 @@ def counted(op):
     return sum(calls for calls, _ in counts), sum(elements for _, elements in counts)
 
 
-def _count(op, n):
+def count(op, n):
+    """Counts a call that was served."""
     counts = getattr(_local, "counts", None)
     if counts is None:
         counts = _local.counts = {}

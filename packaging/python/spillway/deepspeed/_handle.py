@@ -122,7 +122,10 @@ class aio_handle:
 
     def _begin(self, reads, buffer, target, file_offset, validate=False, owner=None):
         offset = _call.integer(file_offset, "file_offset", _OFFSET)
-        fd, path = (target, None) if isinstance(target, int) else (-1, _transfer.path_of(target))
+        if isinstance(target, int):
+            fd, path = _call.integer(target, "fd", _INT), None
+        else:
+            fd, path = -1, _transfer.path_of(target)
         address, size, held, after = _transfer.memory(buffer, reads)
         if validate:
             after = _then_verify(after, path, offset, address, size)

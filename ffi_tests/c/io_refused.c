@@ -1,0 +1,91 @@
+// A process that may not use io_uring (a seccomp filter, as containers have) reads and writes with threads and is told
+// why; one that insists gets an error.
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <spillway.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define CHECK(condition)                                                                                    \
+    do {                                                                                                    \
+        if (!(condition)) {                                                                                 \
+            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition, spw_last_error());       \
+            exit(1);                                                                                        \
+        }                                                                                                   \
+    } while (0)
+
+enum { SKIPPED = 77, FOR_EVER = -1, BYTES = 3000001 };
+
+static char file[4096], messages[1 << 14];
+static unsigned char written[BYTES], found[BYTES];
+
+static void keep(void *user, int32_t level, const char *message) {
+    (void)user, (void)level;
+    strncat(messages, message, sizeof messages - strlen(messages) - 1);
+}
+
+static bool refuse_io_uring(unsigned error) {
+    struct sock_filter rules[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_io_uring_setup, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {.len = sizeof rules / sizeof *rules, .filter = rules};
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+static void move(spw_io *io, bool write, void *buffer) {
+    spw_io_request request = {.struct_size = sizeof request, .path = file, .offset = 77, .buffer = buffer};
+    request.bytes = BYTES;
+    uint64_t handle = 0;
+    CHECK((write ? spw_io_write : spw_io_read)(io, &request, &handle) == SPW_OK);
+    CHECK(spw_io_wait(io, handle, FOR_EVER, NULL) == SPW_OK);
+}
+
+static int child(unsigned error) {
+    if (!refuse_io_uring(error)) return SKIPPED;
+    CHECK(spw_set_log(keep, NULL, SPW_LOG_INFO) == SPW_OK);
+    spw_io_options options = {.struct_size = sizeof options, .backend = SPW_IO_URING};
+    spw_io *io = NULL;
+    CHECK(spw_io_open(&options, &io) == SPW_ERR_SYSTEM && io == NULL && strstr(spw_last_error(), "io_uring"));
+    CHECK(spw_io_open(NULL, &io) == SPW_OK);
+    char number[32], words[512];
+    snprintf(number, sizeof number, "(errno %u)", error);
+    CHECK(spw_io_describe(io, words, sizeof words) == SPW_OK && strncmp(words, "threads; ", 9) == 0);
+    CHECK(strstr(words, number) && strstr(messages, number) && strstr(messages, "8 threads"));
+    move(io, true, written);
+    move(io, false, found);
+    CHECK(memcmp(written, found, BYTES) == 0);
+    CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
+    return 0;
+}
+
+int main(void) {
+    const char *base = getenv("TMPDIR");
+    snprintf(file, sizeof file, "%s/spillway-io-XXXXXX", base ? base : P_tmpdir);
+    int fd = mkstemp(file);
+    CHECK(fd >= 0 && close(fd) == 0);
+    for (size_t n = 0; n < BYTES; n++) written[n] = (unsigned char)(n * 2654435761u >> 13);
+    const unsigned errors[] = {EPERM, ENOSYS};
+    int worst = 0;
+    for (int n = 0; n < 2; n++) {
+        pid_t pid = fork();
+        if (pid == 0) exit(child(errors[n]));
+        int status = -1;
+        CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status));
+        if (WEXITSTATUS(status) > worst) worst = WEXITSTATUS(status);
+    }
+    CHECK(unlink(file) == 0);
+    if (worst == SKIPPED) puts("skipped: no seccomp filters here");
+    return worst;
+}

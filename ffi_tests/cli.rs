@@ -1,0 +1,73 @@
+//! Proves what the commands `plan` and `trace` say: the papers' own figures, and a trace that is JSON and shows the overlap.
+
+mod support;
+
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::Value;
+use support::{empty_dir, run, succeed};
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// The H100 machine of Deep Optimizer States, per GPU.
+const H100: [&str; 8] = ["--cpu", "2", "--downscale", "15.5", "--gpu", "25", "--link", "55"];
+
+fn spillway() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_spillway"))
+}
+
+#[test]
+fn plan_gives_the_papers_figures_in_a_table_and_as_json() {
+    let json = succeed(spillway().arg("plan").args(H100).arg("--json"), TIMEOUT);
+    let report: Value = serde_json::from_str(&json).expect("it is JSON");
+    let number = |name: &str| report[name].as_f64().expect("a number");
+    assert_eq!((number("subgroups"), number("on_gpu")), (50.0, 36.0));
+    assert!((number("serial_seconds") / number("seconds") / 3.58 - 1.0).abs() < 0.02, "{json}");
+    assert_eq!(report["plan"].as_str().map(str::len), Some(50));
+
+    let table = succeed(spillway().arg("plan").args(H100).args(["--mode", "stride=2"]), TIMEOUT);
+    assert!(table.contains("25 on the GPU") && table.contains("serial update"), "{table}");
+}
+
+#[test]
+fn plan_refuses_what_it_cannot_plan() {
+    for wrong in
+        [["--cpu", "0"], ["--mode", "stride"], ["--wire", "f64"], ["--residents", "51"], ["--slots", "0"]]
+    {
+        let refused = run(spillway().arg("plan").args(wrong), TIMEOUT);
+        assert!(refused.code != Some(0) && !refused.stderr.is_empty(), "{wrong:?}");
+    }
+}
+
+/// Pieces of work of several kinds at one time: the picture that the trace is for.
+#[test]
+fn trace_is_json_in_which_engines_overlap() {
+    let file = empty_dir("trace").join("step.json");
+    let mut trace = spillway();
+    trace.arg("trace").args(H100).args(["--backward", "0.5", "--residents", "5", "--output"]).arg(&file);
+    let said = succeed(&mut trace, TIMEOUT);
+    assert!(said.contains("spans"), "{said}");
+    let text = std::fs::read_to_string(&file).expect("the trace was written");
+    let value: Value = serde_json::from_str(&text).expect("it is JSON");
+    let events = value["traceEvents"].as_array().expect("events");
+    let spans = |name: &str| -> Vec<(f64, f64)> {
+        let of = |event: &&Value| {
+            event["ph"] == "X" && event["name"].as_str().is_some_and(|own| own.starts_with(name))
+        };
+        let time = |event: &Value| {
+            let start = event["ts"].as_f64().expect("a time");
+            (start, start + event["dur"].as_f64().expect("a time"))
+        };
+        events.iter().filter(of).map(time).collect()
+    };
+    let overlap = |one: &str, other: &str| {
+        spans(one).iter().any(|a| spans(other).iter().any(|b| a.0 < b.1 && b.0 < a.1))
+    };
+    for (one, other) in
+        [("prefetch", "flush"), ("CPU step", "GPU step"), ("upload", "CPU step"), ("flush", "CPU step")]
+    {
+        assert!(overlap(one, other), "{one} beside {other}");
+    }
+    let missing = run(spillway().args(["trace", "--output", "no/such/folder/step.json"]), TIMEOUT);
+    assert!(missing.code == Some(1) && missing.stderr.contains("writing the trace"), "{}", missing.stderr);
+}

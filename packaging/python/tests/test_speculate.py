@@ -1,0 +1,135 @@
+"""Proves that the Python face of speculation ends with the bits of stepping after the norm, follows torch's
+clip_grad_norm_ and AdamW, keeps memory alive, and maps misuse to typed exceptions."""
+
+import os
+
+import numpy as np
+import pytest
+
+import spillway
+
+torch = pytest.importorskip("torch")
+
+SIZES = (1000, 70000, 64)
+
+
+def model(seed):
+    source = np.random.default_rng(seed)
+    return [[source.standard_normal(n).astype(np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32),
+             np.zeros(n, np.float32), np.zeros(n, np.uint16)] for n in SIZES]
+
+
+def fill(layers, seed, size):
+    source = np.random.default_rng(seed)
+    for layer in layers:
+        layer[1][:] = source.standard_normal(len(layer[1])) * size
+
+
+def serial(adam, layers, max_norm, scale):
+    """Wait for the norm, then step."""
+    seen = [spillway.grad_stats(layer[1], scale=scale) for layer in layers]
+    if any(stats.nonfinite for stats in seen):
+        return
+    norm = sum(stats.sum_squares for stats in seen) ** 0.5
+    adam.step([tuple(layer) for layer in layers], grad_scale=scale * min(1.0, max_norm / (norm + 1e-6)),
+              uint16_as="bf16")
+
+
+@pytest.mark.parametrize("publish", ["final", "staged", "speculative"])
+def test_rounds_end_with_the_bits_of_stepping_after_the_norm(publish):
+    mine, twin = model(1), model(1)
+    ours, theirs = spillway.Adam(lr=1e-2, weight_decay=0.1), spillway.Adam(lr=1e-2, weight_decay=0.1)
+    verdicts = []
+    with spillway.Speculation(len(SIZES), publish=publish) as speculation:
+        for step in range(12):
+            for layers in (mine, twin):
+                fill(layers, step, (1e-3, 1e-1, np.inf)[step % 3])
+            speculation.begin(ours, max_norm=1.0, grad_scale=0.5)
+            for bucket in (2, 0, 1):
+                speculation.submit(bucket, [tuple(mine[bucket])], uint16_as="bf16")
+            outcome = speculation.resolve(speculation.local_result())
+            verdicts.append(outcome.verdict)
+            speculation.wait(1)
+            speculation.finish()
+            assert [speculation.ready(bucket) for bucket in range(3)] == ["final"] * 3
+            assert len(speculation.withdrawn()) == outcome.withdrawn
+            serial(theirs, twin, 1.0, 0.5)
+        stats = speculation.stats()
+    assert verdicts == ["commit", "redo", "skip"] * 4
+    assert ours.step_count == theirs.step_count == 8
+    for a, b in zip(mine, twin):
+        for x, y in zip(a[:4], b[:4]):
+            assert x.tobytes() == y.tobytes()
+        assert a[4].tobytes() == b[4].tobytes()
+    assert (stats["commits"], stats["redos"], stats["skips"]) == (4, 4, 4)
+
+
+def test_clipping_follows_torch():
+    params = [torch.nn.Parameter(torch.randn(500, generator=torch.Generator().manual_seed(i))) for i in range(3)]
+    mine = [(p.detach().clone(), torch.zeros(500), torch.zeros(500), torch.zeros(500)) for p in params]
+    adamw, adam = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1), spillway.Adam(lr=1e-2, weight_decay=0.1)
+    source = torch.Generator().manual_seed(9)
+    with spillway.Speculation(3) as speculation:
+        for step in range(30):
+            for param, tensors in zip(params, mine):
+                param.grad = torch.randn(500, generator=source) * (0.1 if step % 2 else 0.001)
+                tensors[1].copy_(param.grad)
+            norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+            adamw.step()
+            speculation.begin(adam, max_norm=1.0)
+            for bucket in range(3):
+                speculation.submit(bucket, [mine[bucket]])
+            outcome = speculation.resolve(speculation.local_result())
+            speculation.finish()
+            assert outcome.verdict == ("redo" if norm > 1.0 else "commit")
+            assert outcome.norm == pytest.approx(norm.item(), rel=1e-6)
+    for param, tensors in zip(params, mine):
+        torch.testing.assert_close(tensors[0], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_has_no_verdict_is_taken_back_and_memory_lives_until_then():
+    layers, before = model(3), model(3)
+    fill(layers, 1, 0.1), fill(before, 1, 0.1)
+    reader, writer = os.pipe()
+    speculation = spillway.Speculation(3)
+    speculation.begin(spillway.Adam())
+    speculation.submit(1, [tuple(layers[1])], uint16_as="bf16")
+    speculation.submit(0, [(np.ones(8, np.float32), *np.zeros((3, 8), np.float32))], event_fd=reader)
+    with pytest.raises(spillway.OutOfOrder, match="bucket 2 was not submitted"):
+        speculation.local_result()
+    speculation.submit(2, [tuple(layers[2])], uint16_as="bf16")
+    with pytest.raises(spillway.TimedOut, match="not come: 0"):
+        speculation.local_result(timeout=0.01)
+    speculation.abort()
+    assert speculation.stats()["aborts"] == 1
+    speculation.begin(spillway.Adam())
+    speculation.submit(1, [tuple(layers[1])], uint16_as="bf16")
+    speculation.close()
+    speculation.close()
+    os.close(reader), os.close(writer)
+    for mine, other in zip(layers, before):
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(mine, other))
+
+
+def test_misuse_is_typed():
+    with pytest.raises(spillway.InvalidArgument, match="publish"):
+        spillway.Speculation(1, publish="never")
+    with pytest.raises(spillway.InvalidArgument, match="buckets"):
+        spillway.Speculation(0)
+    with spillway.Speculation(1) as speculation:
+        with pytest.raises(spillway.InvalidArgument, match="no round"):
+            speculation.submit(0, [])
+        with pytest.raises(spillway.InvalidArgument, match="optimizer"):
+            speculation.begin(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+        with pytest.raises(spillway.OutOfOrder) as caught:
+            speculation.local_result()
+        assert caught.value.status == 40
+        speculation.begin(spillway.Lion())
+        with pytest.raises(spillway.OutOfOrder, match="open already"):
+            speculation.begin(spillway.Lion())
+        speculation.submit(0, [])
+        with pytest.raises(spillway.InvalidArgument, match="verdict"):
+            speculation.resolve_as("perhaps")
+        assert speculation.resolve_as("skip").verdict == "skip"
+    with pytest.raises(spillway.InvalidArgument, match="closed"):
+        speculation.finish()

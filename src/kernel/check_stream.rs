@@ -1,0 +1,134 @@
+//! A step that streams its shadow or its log past the caches writes what a step through the caches writes, and no byte
+//! more; the log it leaves takes the step back.
+
+use super::element::{Dtypes, supported};
+use super::record::log_used;
+use super::*;
+use crate::dtype::{Dtype, Floats, FloatsMut};
+
+/// Around whole vectors, whole lines and whole batches of a log.
+const LENGTHS: [usize; 12] = [1, 15, 16, 17, 63, 64, 1000, 4096, 4097, 20001, 20016, CHUNK];
+const CANARY: u8 = 0xc5;
+
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line([u8; 64]);
+
+/// Bytes that begin with a line, a line of canaries on either side.
+#[derive(Clone)]
+struct Span(Vec<Line>, usize);
+
+impl Span {
+    fn new(bytes: usize) -> Span {
+        Span(vec![Line([CANARY; 64]); bytes.div_ceil(64) + 2], bytes)
+    }
+
+    /// Random finite patterns, those of a second moment without sign.
+    fn random(dtype: Dtype, n: usize, seed: u32, positive: bool) -> Span {
+        let mut span = Span::new(n * dtype.size());
+        let (mut state, size) = (seed | 1, dtype.size());
+        let highest = if positive { 0x3f } else { 0xbf };
+        for at in 0..span.1 {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let byte = (state >> 24) as u8;
+            span.bytes()[at] = if at % size == size - 1 { byte & highest } else { byte };
+        }
+        span
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        let all = self.0.as_mut_ptr().cast::<u8>();
+        // SAFETY: the lines past the first hold self.1 bytes and more.
+        unsafe { std::slice::from_raw_parts_mut(all.add(64), self.1) }
+    }
+
+    fn floats(&mut self, dtype: Dtype) -> FloatsMut<'_> {
+        fn slice<T>(bytes: &mut [u8]) -> &mut [T] {
+            // SAFETY: aligned to a line, whole elements, and every pattern is a value.
+            unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), bytes.len() / size_of::<T>()) }
+        }
+        match dtype {
+            Dtype::F32 => FloatsMut::F32(slice(self.bytes())),
+            Dtype::F16 => FloatsMut::F16(slice(self.bytes())),
+            Dtype::Bf16 => FloatsMut::Bf16(slice(self.bytes())),
+        }
+    }
+
+    fn has_its_canaries(&self) -> bool {
+        let bytes = self.0.iter().flat_map(|line| line.0).enumerate();
+        bytes.filter(|(at, _)| *at < 64 || *at >= 64 + self.1).all(|(_, byte)| byte == CANARY)
+    }
+}
+
+fn all_dtypes() -> impl Iterator<Item = Dtypes> {
+    const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+    (0..27)
+        .map(|i| Dtypes { param: ALL[i % 3], state: ALL[i / 3 % 3], grad: ALL[i / 9], copy: None })
+        .filter(|dtypes| supported(*dtypes))
+}
+
+fn states<'a>([p, m, v]: &'a mut [Span; 3], dtypes: Dtypes) -> States<'a> {
+    States {
+        param: p.floats(dtypes.param),
+        exp_avg: Some(m.floats(dtypes.state)),
+        exp_avg_sq: Some(v.floats(dtypes.state)),
+    }
+}
+
+/// Large enough that everything is streamed, or too small.
+fn tensor<'a>(spans: &'a mut [Span; 3], grad: &'a mut Span, dtypes: Dtypes, streamed: bool) -> Tensor<'a> {
+    let grad = match grad.floats(dtypes.grad) {
+        FloatsMut::F32(s) => Floats::F32(s),
+        FloatsMut::F16(s) => Floats::F16(s),
+        FloatsMut::Bf16(s) => Floats::Bf16(s),
+    };
+    let mut tensor = Tensor::new(states(spans, dtypes), grad, None).unwrap();
+    tensor.part_of(if streamed { usize::MAX } else { 0 });
+    tensor
+}
+
+#[test]
+fn streamed_logs_and_shadows_have_the_bytes_of_stored_ones() {
+    let rule = AdamRule {
+        decay: WeightDecay::Decoupled,
+        grad_scale: 0.5,
+        beta1: 0.9,
+        one_minus_beta1: 0.1,
+        beta2: 0.99,
+        one_minus_beta2: 0.01,
+        inv_sqrt_correction2: 1.5,
+        eps: 1e-8,
+        step_size: -0.1,
+        decay_factor: -0.01,
+    };
+    for (kernel, dtypes) in Kernel::all().flat_map(|kernel| all_dtypes().map(move |types| (kernel, types))) {
+        for n in LENGTHS {
+            let what = format!("{} {dtypes:?} n={n}", kernel.name());
+            let start = [(dtypes.param, false), (dtypes.state, false), (dtypes.state, true)];
+            let start: [Span; 3] = std::array::from_fn(|i| Span::random(start[i].0, n, i as u32, start[i].1));
+            let mut grad = Span::random(dtypes.grad, n, 9, false);
+            let both = [false, true].map(|streamed| {
+                let (mut old, mut shadow) = (start.clone(), start.clone().map(|span| Span::new(span.1)));
+                let stepped = tensor(&mut old, &mut grad, dtypes, streamed);
+                step(kernel, rule, stepped.with_shadow(states(&mut shadow, dtypes)).unwrap(), false).unwrap();
+
+                let (mut new, mut log) = (start.clone(), Span::new(log_bytes(n)));
+                let recorded = tensor(&mut new, &mut grad, dtypes, streamed).with_log(log.bytes()).unwrap();
+                step(kernel, rule, recorded, true).unwrap();
+                let used = log_used(log.bytes()) as usize;
+                let mut undone = new.clone();
+                let back = tensor(&mut undone, &mut grad, dtypes, streamed).with_log(log.bytes()).unwrap();
+                undo(kernel, rule, back, None).unwrap();
+                for (span, start) in undone.iter_mut().chain(&mut old).zip(start.iter().cycle()) {
+                    assert!(span.bytes() == start.clone().bytes(), "{what}: undone");
+                }
+                let mut all: Vec<Span> = shadow.into_iter().chain(new).chain([log]).collect();
+                assert!(all.iter().all(Span::has_its_canaries), "{what}: canaries");
+                all[6].1 = used;
+                all.iter_mut().map(|span| span.bytes().to_vec()).collect::<Vec<Vec<u8>>>()
+            });
+            assert!(both[0] == both[1], "{what}");
+            assert!(both[0][..3] == both[0][3..6], "{what}: shadow");
+        }
+    }
+}

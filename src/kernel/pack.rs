@@ -1,0 +1,195 @@
+//! How the differences of one group become bytes, and come back.
+//!
+//! ```text
+//! group := control (1 byte), body
+//!
+//! control   body, per lane
+//! 0         one byte: param 2 bits, exp_avg_sq 2 bits, exp_avg 4 bits, each with a bias
+//! 1         one byte: param 4 bits, exp_avg_sq 4 bits; then, for all lanes, one byte of exp_avg
+//! 64 + w    param, then exp_avg, then exp_avg_sq, each as signed integers of its own width; w holds two bits of each
+//! ```
+//!
+//! In training param and exp_avg_sq are missed by one unit or two, exp_avg by as much as its gradient outweighs it: four
+//! of five groups take the first form, nearly all others the second. Which of the two a group takes is as good as
+//! random, so the code knows both as one form with a table of shifts, and branches for the third alone.
+
+use super::vector::{Vector, Width};
+
+/// Differences of one group, old minus estimate; of a state that the rule does not keep, zeros.
+#[derive(Clone, Copy)]
+pub struct Differences<B> {
+    pub param: B,
+    pub exp_avg: B,
+    pub exp_avg_sq: B,
+}
+
+/// The first two forms.
+struct Form {
+    /// Where exp_avg_sq and exp_avg begin in a lane's first byte; 32 shifts exp_avg out of it.
+    exp_avg_sq: u32,
+    exp_avg: u32,
+    /// Bits of param and of exp_avg_sq.
+    mask: u32,
+    /// Where exp_avg begins in the byte that holds it, and its bias.
+    last: u32,
+    bias: u32,
+}
+
+const FORMS: [Form; 2] = [
+    Form { exp_avg_sq: 2, exp_avg: 4, mask: 3, last: 4, bias: BIAS_NARROW },
+    Form { exp_avg_sq: 4, exp_avg: 32, mask: 15, last: 0, bias: BIAS_BYTE },
+];
+/// Bias of param and exp_avg_sq.
+const BIAS: u32 = 2;
+/// Biases of exp_avg in four bits, and in eight.
+const BIAS_NARROW: u32 = 8;
+const BIAS_BYTE: u32 = 128;
+/// Control of the third form.
+const WIDE: u8 = 64;
+
+/// Most bytes of a group of `lanes`.
+pub const fn most(lanes: usize) -> usize {
+    1 + 3 * 4 * lanes
+}
+
+/// Writes a group and returns its bytes; may write a vector more.
+///
+/// # Safety
+/// As [`Vector`]; `to` has room for [`most`] bytes and a vector.
+#[inline(always)]
+pub unsafe fn pack<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) -> usize {
+    // SAFETY: the caller's promise covers every line.
+    unsafe {
+        let bias = V::bits_splat(BIAS);
+        let param = V::bits_add(differences.param, bias);
+        let exp_avg_sq = V::bits_add(differences.exp_avg_sq, bias);
+        let exp_avg = V::bits_add(differences.exp_avg, V::bits_splat(BIAS_NARROW));
+        let byte = V::bits_add(differences.exp_avg, V::bits_splat(BIAS_BYTE));
+        let either = V::bits_or(param, exp_avg_sq);
+        if !V::within(either, 15, byte, 255) {
+            return pack_wide::<V>(differences, to);
+        }
+        let code = usize::from(!V::within(either, 3, exp_avg, 15));
+        let form = &FORMS[code];
+        let first = V::bits_or(param, V::bits_shl(exp_avg_sq, V::bits_splat(form.exp_avg_sq)));
+        let first = V::bits_or(first, V::bits_shl(exp_avg, V::bits_splat(form.exp_avg)));
+        to.write(code as u8);
+        V::store_bytes(first, to.add(1));
+        V::store_bytes(byte, to.add(1 + V::LANES));
+        1 + V::LANES + V::LANES * code
+    }
+}
+
+/// Reads what [`pack`] wrote, and how many bytes that were; may read a vector more.
+///
+/// # Safety
+/// As [`Vector`]; `from` points to a group of this kind of vector.
+#[inline(always)]
+pub unsafe fn unpack<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usize) {
+    // SAFETY: the caller's promise covers every line.
+    unsafe {
+        let code = usize::from(from.read());
+        let Some(form) = FORMS.get(code) else { return unpack_wide::<V>(from) };
+        let first = V::load_bytes(from.add(1));
+        let last = V::load_bytes(from.add(1 + V::LANES * code));
+        let mask = V::bits_splat(form.mask);
+        let exp_avg_sq = V::bits_shr(first, V::bits_splat(form.exp_avg_sq));
+        let exp_avg = V::bits_shr(last, V::bits_splat(form.last));
+        let bias = V::bits_splat(BIAS);
+        let differences = Differences {
+            param: V::bits_sub(V::bits_and(first, mask), bias),
+            exp_avg: V::bits_sub(exp_avg, V::bits_splat(form.bias)),
+            exp_avg_sq: V::bits_sub(V::bits_and(exp_avg_sq, mask), bias),
+        };
+        (differences, 1 + V::LANES + V::LANES * code)
+    }
+}
+
+#[inline(always)]
+unsafe fn pack_wide<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) -> usize {
+    let Differences { param, exp_avg, exp_avg_sq } = differences;
+    let (mut at, mut widths) = (1, 0);
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        for (index, bits) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
+            let width = V::pack(bits, to.add(at));
+            at += width.bytes(V::LANES);
+            widths |= (width as u8) << (2 * index);
+        }
+        to.write(WIDE + widths);
+    }
+    at
+}
+
+#[inline(always)]
+unsafe fn unpack_wide<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usize) {
+    let mut at = 1;
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        let widths = from.read();
+        let mut next = |index: u8| {
+            let width = Width::from_code(widths >> (2 * index));
+            let bits = V::unpack(width, from.add(at));
+            at += width.bytes(V::LANES);
+            bits
+        };
+        let differences = Differences { param: next(0), exp_avg: next(1), exp_avg_sq: next(2) };
+        (differences, at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::Kernel;
+    use crate::kernel::vector::Body;
+    use crate::kernel::walk::MAX_LANES;
+
+    /// Packs and unpacks groups whose lanes are the values of a list in turn.
+    struct RoundTrip<'a>(&'a [u32]);
+
+    impl Body for RoundTrip<'_> {
+        unsafe fn run<V: Vector>(self) -> f64 {
+            let values = |shift: usize| -> [u32; MAX_LANES] {
+                std::array::from_fn(|lane| self.0[(lane + shift) % self.0.len()])
+            };
+            let mut bytes = [0xa5; most(MAX_LANES) + 64];
+            let mut total = 0;
+            for shift in 0..self.0.len() * self.0.len() {
+                let lanes = [values(shift), values(shift / self.0.len()), values(shift / 3)];
+                // SAFETY: arrays of MAX_LANES, and a buffer for the widest group and a vector.
+                unsafe {
+                    let [param, exp_avg, exp_avg_sq] = lanes.map(|lanes| V::load_bits32(lanes.as_ptr()));
+                    let packed = pack::<V>(Differences { param, exp_avg, exp_avg_sq }, bytes.as_mut_ptr());
+                    let (back, read) = unpack::<V>(bytes.as_ptr());
+                    assert!(packed == read && packed <= most(V::LANES), "{packed} {read}");
+                    for (bits, lanes) in [back.param, back.exp_avg, back.exp_avg_sq].into_iter().zip(lanes) {
+                        let mut out = [0; MAX_LANES];
+                        V::store_bits32(bits, out.as_mut_ptr());
+                        assert_eq!(out[..V::LANES], lanes[..V::LANES]);
+                    }
+                    total += packed;
+                }
+            }
+            total as f64
+        }
+    }
+
+    #[test]
+    fn differences_around_every_edge_come_back_on_every_kernel() {
+        let edges = [0, 1, 2, 3, 7, 8, 13, 14, 127, 128, 32767, 32768, 1 << 30, u32::MAX >> 1];
+        let signed = edges.iter().flat_map(|edge| [*edge, edge.wrapping_neg(), !edge]);
+        let all: Vec<u32> = signed.collect();
+        let kinds = [&[0u32][..], &[0, 1, u32::MAX], &[0, 13, 100], &[0, 300], &all];
+        for kernel in Kernel::all() {
+            for values in kinds {
+                // SAFETY: the body touches its own arrays alone.
+                unsafe { kernel.run(RoundTrip(values)) };
+            }
+            for value in &all {
+                // SAFETY: as above.
+                unsafe { kernel.run(RoundTrip(&[*value])) };
+            }
+        }
+    }
+}

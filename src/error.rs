@@ -77,8 +77,6 @@ pub enum GpuKind {
     Lost,
     /// CUDA was used before this process was forked.
     Forked,
-    /// The caller's wait is over; the work goes on.
-    Timeout,
     /// Any other refusal.
     Refused,
 }

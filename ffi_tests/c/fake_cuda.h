@@ -11,10 +11,19 @@
 
 static void *fake_driver;
 
+// Where the fake driver is; a program that is run without one cannot run.
+static inline const char *fake_driver_path(void) {
+    const char *path = getenv("FAKE_CUDA");
+    if (path == NULL) {
+        puts("FAKE_CUDA names no fake driver");
+        exit(77);
+    }
+    return path;
+}
+
 // Every GPU call of the program from now on meets the fake driver.
 static inline void use_fake_driver(void) {
-    const char *path = getenv("FAKE_CUDA");
-    CHECK(path != NULL);
+    const char *path = fake_driver_path();
     CHECK(setenv("SPILLWAY_CUDA_LIBRARY", path, 1) == 0);
     fake_driver = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     CHECK(fake_driver != NULL);

@@ -55,7 +55,7 @@ static void check_state(const struct state *state) {
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        CHECK(setenv("SPILLWAY_CUDA_LIBRARY", getenv("FAKE_CUDA"), 1) == 0);
+        CHECK(setenv("SPILLWAY_CUDA_LIBRARY", fake_driver_path(), 1) == 0);
         CHECK(setenv(state->name, state->value, 1) == 0);
         const spw_status status = state->call();
         if (status != state->status || (status != SPW_OK && !strstr(spw_last_error(), state->words))) {
@@ -68,6 +68,7 @@ static void check_state(const struct state *state) {
 }
 
 int main(void) {
+    fake_driver_path();
     CHECK(dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD) == NULL);
     INVALID(spw_gpu_open(NULL, NULL), "gpu_out: is NULL");
     CHECK_OK(spw_gpu_close(NULL));

@@ -140,7 +140,6 @@ pub(super) fn of(error: &Error) -> spw_status {
             GpuKind::OutOfMemory => spw_status::SPW_ERR_GPU_OUT_OF_MEMORY,
             GpuKind::Lost => spw_status::SPW_ERR_GPU_LOST,
             GpuKind::Forked => spw_status::SPW_ERR_GPU_FORKED,
-            GpuKind::Timeout => spw_status::SPW_ERR_TIMEOUT,
             GpuKind::Refused => spw_status::SPW_ERR_GPU,
         },
     }

@@ -14,12 +14,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::device::Device;
-use super::driver::failure;
 use super::kernels::{DeviceFloats, Kernels};
 use super::memory::{DeviceMemory, HostSpan};
 use super::stream::{Event, ForeignEvent, ForeignStream, Stream};
 use crate::dtype::Dtype;
-use crate::error::{Error, GpuKind, Result};
+use crate::error::{Error, Result};
 use crate::pool::region::Lease;
 
 /// Which way bytes go.
@@ -240,8 +239,7 @@ impl Transfers {
         let mut pause = SHORTEST_PAUSE;
         while !event.done()? {
             if end.is_some_and(|end| Instant::now() >= end) {
-                let detail = format!("copy {ticket} is not over yet");
-                return Err(failure(GpuKind::Timeout, "waiting".to_string(), detail));
+                return Err(Error::Timeout(format!("copy {ticket} is not over yet")));
             }
             std::thread::sleep(pause);
             pause = (pause * 2).min(LONGEST_PAUSE);

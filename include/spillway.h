@@ -85,6 +85,20 @@ typedef enum spw_status {
     SPW_ERR_DEADLINE = 26,
     // Earlier operations on the same device are stuck past their deadline.
     SPW_ERR_PATH_FAILED = 27,
+    // Stored bytes do not match their checksum; the message names path, extent, block and offset.
+    SPW_ERR_CORRUPT = 30,
+    // Not a tier, or one of a format version that this library does not read.
+    SPW_ERR_FORMAT = 31,
+    // A whole tier, but of another run, rank or size than the one that was asked for.
+    SPW_ERR_FOREIGN = 32,
+    // A live process holds it; the message names the process.
+    SPW_ERR_LOCKED = 33,
+    // A path that holds a part of the tier is not there.
+    SPW_ERR_PATH_MISSING = 34,
+    // The extent had a part on a path that is not there.
+    SPW_ERR_LOST = 35,
+    // There is no committed state.
+    SPW_ERR_NO_STATE = 36,
     // No round of speculation was begun.
     SPW_ERR_NO_ROUND = 40,
     // A round is open; it has to be resolved or aborted first.
@@ -229,6 +243,54 @@ typedef enum spw_spec_event_kind {
     SPW_SPEC_EVENT_WORD = 2,
 } spw_spec_event_kind;
 
+// What `spw_tier_open` does with what is there. Passed as `uint32_t`.
+typedef enum spw_tier_mode {
+    // Go on if there is a committed state, else make a new tier.
+    SPW_TIER_AUTO = 0,
+    // Make a new tier; a committed state on one of the paths is SPW_ERR_FOREIGN.
+    SPW_TIER_CREATE = 1,
+    // Go on at the last committed step; none is SPW_ERR_NO_STATE.
+    SPW_TIER_RESUME = 2,
+} spw_tier_mode;
+
+// What a commit waits for. Passed as `uint32_t`.
+typedef enum spw_tier_durability {
+    // The devices' word that data and superblocks are durable (fdatasync): survives a power cut.
+    SPW_TIER_DURABLE_DATA = 0,
+    // Nothing: a killed process loses nothing, a machine that stops may.
+    SPW_TIER_DURABLE_PROCESS = 1,
+    // As SPW_TIER_DURABLE_DATA; directories are synced as well and superblocks read back.
+    SPW_TIER_DURABLE_FULL = 2,
+} spw_tier_durability;
+
+// Kinds of paths. Passed as `uint32_t`.
+typedef enum spw_tier_kind {
+    // A directory that exists: a local disk, a mounted file system.
+    SPW_TIER_DIRECTORY = 0,
+    // Memory of this process. What lies there is lost with it, commits notwithstanding.
+    SPW_TIER_MEMORY = 1,
+} spw_tier_kind;
+
+// Choices for a tier, added together.
+typedef enum spw_tier_flag {
+    // Open without paths that are missing; `spw_tier_opened` says what is lost.
+    SPW_TIER_DEGRADED = 1,
+    // Go through the page cache, even where the file system allows O_DIRECT.
+    SPW_TIER_NO_DIRECT = 2,
+} spw_tier_flag;
+
+// How a path is doing. Passed as `uint32_t`.
+typedef enum spw_tier_health {
+    // Reads and writes.
+    SPW_TIER_HEALTHY = 0,
+    // Reads only: what lies there moves when it is put next.
+    SPW_TIER_DRAINING = 1,
+    // A write or the whole path failed; reads are still tried.
+    SPW_TIER_FAILED = 2,
+    // It was not there when the tier was opened.
+    SPW_TIER_MISSING = 3,
+} spw_tier_health;
+
 // An Adam optimizer that keeps its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
 
@@ -241,6 +303,14 @@ typedef struct spw_pool spw_pool;
 
 // An engine, with one thread of its own that hands steps to the pool.
 typedef struct spw_spec spw_spec;
+
+// A virtual tier: named extents over several paths. Any number of threads may use one at a time.
+//
+// An extent is a name and up to 64 streams of bytes, for a subgroup its master weights and moments. What is put is new
+// until `spw_tier_commit` makes everything put so far durable as one step; a crash at any moment leaves a tier that
+// opens at the last committed step, whole. Every block is checked against its checksum whenever it is read (MLP-Offload,
+// section 3.2, has the tiers; the rest is new).
+typedef struct spw_tier spw_tier;
 
 // The recording of one step.
 typedef struct spw_undo spw_undo;
@@ -613,6 +683,132 @@ typedef struct spw_io_failure {
     // The file, as the caller named it. Good until the next failing call of this thread.
     const char *path;
 } spw_io_failure;
+
+// One path of a tier.
+typedef struct spw_tier_path {
+    // `sizeof(spw_tier_path)`, the same in all of an array.
+    uint32_t struct_size;
+    // `spw_tier_kind`
+    uint32_t kind;
+    // The directory, which exists: a disk that is not mounted is an error. NULL for memory.
+    const char *directory;
+    // Most bytes of the path's data file; 0 is no limit but the device's.
+    uint64_t limit_bytes;
+    // Bytes that the data file takes from the start.
+    uint64_t reserve_bytes;
+} spw_tier_path;
+
+// Settings of a tier. Zero is the default of every field but job and paths.
+typedef struct spw_tier_options {
+    // `sizeof(spw_tier_options)`
+    uint32_t struct_size;
+    // `spw_tier_mode`
+    uint32_t mode;
+    // Name of the run, fit for a directory.
+    const char *job;
+    // Name of the machine; NULL is its own.
+    const char *host;
+    // Rank in the run.
+    uint32_t rank;
+    // Ranks of the run; 0 is 1.
+    uint32_t world;
+    // The paths. Their order does not matter when a tier is opened again.
+    const struct spw_tier_path *paths;
+    // How many.
+    uint64_t path_count;
+    // `spw_tier_durability`
+    uint32_t durability;
+    // Sum of `spw_tier_flag`.
+    uint32_t flags;
+    // Bytes of a block, which has one checksum, a multiple of 4096; 0 is 1 MiB. A tier that exists keeps its own.
+    uint64_t block_bytes;
+    // Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
+    uint64_t stall_ms;
+    // Requests under way at a time on each path; 0 is 32.
+    uint32_t queue_depth;
+    // `spw_io_backend`
+    uint32_t io_backend;
+} spw_tier_options;
+
+// What an open found.
+typedef struct spw_tier_opened_info {
+    // `sizeof(spw_tier_opened_info)`
+    uint32_t struct_size;
+    // 1 if a committed step was found, else 0.
+    uint32_t resumed;
+    // That step.
+    uint64_t step;
+    // Bytes that its commit was given to keep.
+    uint64_t payload_bytes;
+    // Paths that are missing.
+    uint64_t missing_paths;
+    // Extents that had a part there.
+    uint64_t lost_extents;
+} spw_tier_opened_info;
+
+// An extent.
+typedef struct spw_tier_extent_info {
+    // `sizeof(spw_tier_extent_info)`
+    uint32_t struct_size;
+    // Its number.
+    uint32_t extent;
+    // Bytes of all streams.
+    uint64_t bytes;
+    // Generation that reads see; 0 if it was never put.
+    uint64_t generation;
+    // Number of streams.
+    uint32_t streams;
+    // 1 if reads see the committed contents, else 0.
+    uint32_t committed;
+    // 1 if a part was on a path that is missing, else 0.
+    uint32_t lost;
+    // Blocks that it is cut into.
+    uint32_t blocks;
+} spw_tier_extent_info;
+
+// A path, and what went over it.
+typedef struct spw_tier_path_info {
+    // `sizeof(spw_tier_path_info)`
+    uint32_t struct_size;
+    // `spw_tier_health`
+    uint32_t health;
+    // `spw_tier_kind`
+    uint32_t kind;
+    // 0
+    uint32_t reserved;
+    // Bytes read since the open.
+    uint64_t read_bytes;
+    // Bytes written since the open, heads and superblocks included.
+    uint64_t written_bytes;
+    // Nanoseconds with a read under way.
+    uint64_t reading_ns;
+    // Nanoseconds with a write or a sync under way.
+    uint64_t writing_ns;
+    // Bytes written since the tier was made: what it cost the SSD.
+    uint64_t wear_bytes;
+    // Length of the data file.
+    uint64_t file_bytes;
+    // Bytes free in it.
+    uint64_t free_bytes;
+    // Blocks of extents that reads would fetch from here.
+    uint64_t blocks;
+} spw_tier_path_info;
+
+// What a check of everything found.
+typedef struct spw_tier_checked {
+    // `sizeof(spw_tier_checked)`
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Extents looked at.
+    uint64_t extents;
+    // Blocks read.
+    uint64_t blocks;
+    // Their bytes.
+    uint64_t bytes;
+    // Blocks, heads and superblocks that are damaged, lost or cannot be read.
+    uint64_t damaged;
+} spw_tier_checked;
 
 #ifdef __cplusplus
 extern "C" {
@@ -1149,6 +1345,176 @@ enum spw_status spw_io_holds_memory(struct spw_io *io,
 //
 // Requires: `failure` points to a struct of `struct_size` bytes.
 enum spw_status spw_io_last_failure(struct spw_io_failure *failure);
+
+// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
+// the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
+// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
+// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED.
+//
+// Requires: `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
+enum spw_status spw_tier_open(const struct spw_tier_options *options,
+                              struct spw_tier **tier_out);
+
+// Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
+// is gone whatever is returned. What was not committed is lost; what was is found by the next open.
+//
+// Requires: `tier` is NULL or came from `spw_tier_open`, and is not used again.
+enum spw_status spw_tier_close(struct spw_tier *tier,
+                               int64_t timeout_ms);
+
+// Removes the tier's files from every path and frees the tier, which is gone whatever is returned.
+//
+// Requires: As `spw_tier_close`.
+enum spw_status spw_tier_destroy(struct spw_tier *tier);
+
+// Removes what a run that is dead left below `directory`. `host` may be NULL for this machine's name. A live run is
+// SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+//
+// Requires: The strings are C strings; `host` may be NULL.
+enum spw_status spw_tier_collect(const char *directory,
+                                 const char *job,
+                                 const char *host,
+                                 uint32_t rank);
+
+// Finds the extent with this name, or makes it, with streams of these many bytes. One that exists with other streams is
+// SPW_ERR_FOREIGN. Its number is good while the tier is open.
+//
+// Requires: `tier` is open, `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.
+enum spw_status spw_tier_define(struct spw_tier *tier,
+                                const char *name,
+                                const uint64_t *stream_bytes,
+                                uint64_t stream_count,
+                                uint32_t *extent_out);
+
+// Takes an extent out with the next commit.
+//
+// Requires: `tier` is open.
+enum spw_status spw_tier_remove(struct spw_tier *tier, uint32_t extent);
+
+// Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
+// any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
+// least lies; a path that fails or is full is left for another, and the wait tells only if none took it. The committed
+// contents stay as they are.
+//
+// Requires: `tier` is open; the streams stay as they are until the ticket was waited for; `ticket_out` points to a u64.
+enum spw_status spw_tier_put(struct spw_tier *tier,
+                             uint32_t extent,
+                             const void *const *streams,
+                             int32_t path,
+                             uint64_t *ticket_out);
+
+// As `spw_tier_put`, in pieces over several paths: `path_blocks` has for each path, by number, how many blocks it
+// takes. Blocks left over go to the last one that takes any.
+//
+// Requires: As `spw_tier_put`; `path_blocks` points to `path_count` numbers.
+enum spw_status spw_tier_put_striped(struct spw_tier *tier,
+                                     uint32_t extent,
+                                     const void *const *streams,
+                                     const uint32_t *path_blocks,
+                                     uint64_t path_count,
+                                     uint64_t *ticket_out);
+
+// Begins to read what was last put and waited for, or the committed contents after an open. A NULL stream is left out.
+// The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
+//
+// Requires: `tier` is open; the streams may be written to until the ticket was waited for, and nobody else uses them meanwhile;
+// `ticket_out` points to a u64.
+enum spw_status spw_tier_get(struct spw_tier *tier,
+                             uint32_t extent,
+                             void *const *streams,
+                             uint64_t *ticket_out);
+
+// Waits for a ticket, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and is done with it,
+// except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or read.
+//
+// Requires: `tier` is open, `generation_out` is NULL or points to a u64.
+enum spw_status spw_tier_wait(struct spw_tier *tier,
+                              uint64_t ticket,
+                              int64_t timeout_ms,
+                              uint64_t *generation_out);
+
+// Makes everything put so far durable, as step `step`, with up to 1 MiB of the caller's own bytes, which the next open
+// gives back. It waits for puts under way. If one of them failed since the last commit, its error is returned until the
+// extent is put again or `spw_tier_rollback`; after any error the last committed step is still what an open finds, or,
+// where the devices gave no answer, this one.
+//
+// Requires: `tier` is open, `payload` points to `payload_bytes` bytes, or is NULL if there are none.
+enum spw_status spw_tier_commit(struct spw_tier *tier,
+                                uint64_t step,
+                                const void *payload,
+                                uint64_t payload_bytes);
+
+// Forgets everything put since the last commit: reads see the committed contents again.
+//
+// Requires: `tier` is open.
+enum spw_status spw_tier_rollback(struct spw_tier *tier);
+
+// What the open found. Set `info->struct_size` first. `payload` (may be NULL) receives the first `payload_bytes` bytes
+// of what the commit was given to keep.
+//
+// Requires: `tier` is open, `info` points to a struct of `struct_size` bytes, `payload` is NULL or points to `payload_bytes`
+// writable bytes.
+enum spw_status spw_tier_opened(const struct spw_tier *tier,
+                                struct spw_tier_opened_info *info,
+                                void *payload,
+                                uint64_t payload_bytes);
+
+// The `index`-th extent, from 0 on; SPW_ERR_NOT_FOUND past the last. `name` (may be NULL) receives its name, cut off to
+// `name_size` bytes and ended by a NUL. Set `info->struct_size` first.
+//
+// Requires: `tier` is open, `info` points to a struct of `struct_size` bytes, `name` is NULL or points to `name_size` bytes.
+enum spw_status spw_tier_extent_get(const struct spw_tier *tier,
+                                    uint64_t index,
+                                    struct spw_tier_extent_info *info,
+                                    char *name,
+                                    size_t name_size);
+
+// The path with this number, from 0 on; SPW_ERR_NOT_FOUND past the last. `words` (may be NULL) receives its directory,
+// and why it is not healthy, cut off to `size` bytes and ended by a NUL. Set `info->struct_size` first.
+//
+// Requires: As `spw_tier_extent_get`.
+enum spw_status spw_tier_path_get(const struct spw_tier *tier,
+                                  uint32_t number,
+                                  struct spw_tier_path_info *info,
+                                  char *words,
+                                  size_t size);
+
+// Says how a path is to be treated: SPW_TIER_DRAINING ends new writes to it, SPW_TIER_HEALTHY allows them again.
+//
+// Requires: `tier` is open.
+enum spw_status spw_tier_path_set(struct spw_tier *tier,
+                                  uint32_t number,
+                                  uint32_t health);
+
+// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit.
+//
+// Requires: `tier` is open.
+enum spw_status spw_tier_evacuate(struct spw_tier *tier, uint32_t number);
+
+// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
+// `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error
+// is that of the first, and names path, extent, block and offset.
+//
+// Requires: `tier` is open, `checked` is NULL or points to a struct of `struct_size` bytes.
+enum spw_status spw_tier_verify(struct spw_tier *tier,
+                                struct spw_tier_checked *checked);
+
+// Writes the committed state into `directory`, which must not exist: a file for each stream with its bytes as they were
+// put, and manifest.json with names, sizes, checksums, step and payload. The directory appears whole or not at all.
+// Something put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
+//
+// Requires: `tier` is open, `directory` is a C string, `step_out` is NULL or points to a u64.
+enum spw_status spw_tier_export(struct spw_tier *tier,
+                                const char *directory,
+                                uint64_t *step_out);
+
+// Reads an export into the tier and commits it at its step. Extents that exist must have the same streams; others stay
+// as they are. If it fails the tier is as it was at its last commit. `step_out` may be NULL.
+//
+// Requires: As `spw_tier_export`.
+enum spw_status spw_tier_import(struct spw_tier *tier,
+                                const char *directory,
+                                uint64_t *step_out);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

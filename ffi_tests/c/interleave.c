@@ -141,7 +141,8 @@ static void order_threads_and_fork(void) {
     gradients(update);
     INVALID(spw_interleave_gradient(update, 1, 0), "already");
     REFUSED(spw_interleave_set_plan(update, sites, SUBGROUPS), SPW_ERR_BUSY, "plan");
-    INVALID(spw_interleave_begin(update, &adam, 2, 0), "rules");
+    const spw_adam_options two[2] = {adam, adam};
+    INVALID(spw_interleave_begin(update, two, 2, 0), "rules");
     for (uint64_t i = 0; i < SUBGROUPS; i += 2) CHECK_OK(spw_interleave_params_free(update, i, 0));
     step(update, 1);
 

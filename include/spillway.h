@@ -135,13 +135,19 @@ typedef enum spw_log_level {
 
 // How a step is taken back. Passed as `uint32_t`.
 typedef enum spw_undo_mode {
-    // By the inverse formula (SuperOffload section 4.4, SysX section 4.3): no memory, but old values come back
-    // only within a few units in the last place, exp_avg and exp_avg_sq worse after a large gradient. Gradients
-    // with Inf or NaN are refused.
+    // By the inverse formula (SuperOffload section 4.4, SysX section 4.3): no memory, but old values come back only
+    // nearly. In f32 with Adam most come back exactly; the others miss by at most 2 units in the last place of the
+    // larger of the old and the new value. That is little where a step changes little, and all where the old value
+    // was smaller by 2^24: zeros of step 1, what a spike covered. What is not finite, in a scaled gradient, param or
+    // state, is refused before anything is touched.
     SPW_UNDO_ARITHMETIC = 0,
-    // To the bit, by a log of the differences to the inverse formula: about 2 bytes per parameter, 13 in a step
-    // where nothing can be predicted (the first, or one with Inf everywhere).
+    // To the bit, by a log of the differences to the inverse formula: about 1.2 bytes per element in steady state,
+    // 9 at step 1, never more than 13. What a step needed beyond 3 bytes per element is given back to the system
+    // when the step is forgotten.
     SPW_UNDO_DELTA = 1,
+    // To the bit and in constant time: the step reads one set of spans and writes the other, which the tensors name
+    // in their shadow fields. See `spw_undo_rollback` for who holds which set afterwards.
+    SPW_UNDO_SHADOW = 2,
 } spw_undo_mode;
 
 // Choices for a pool, added together.
@@ -304,6 +310,11 @@ typedef struct spw_adam_options {
 
 // One tensor of a step: flat spans of `n` elements each, contiguous, aligned to their element, not overlapping.
 //
+// A step writes param and states in place, or, if the shadow fields are set, to those spans, and leaves the old values as
+// they are. A caller that alternates between two sets of spans, naming the current one first, can take a step
+// back by naming the same set first again. Shadow spans that begin with a cache line (64 bytes) are written past
+// the caches where that pays.
+//
 // | param | exp_avg, exp_avg_sq | grad | param_copy |
 // |---|---|---|---|
 // | f32 | f32 | f32, f16, bf16 | none, f16, bf16 |
@@ -336,6 +347,12 @@ typedef struct spw_tensor {
     void *param_copy;
     // This tensor's own options (of the optimizer that is called), or NULL for those of the call.
     const void *options;
+    // Where the updated param goes, of the same type; NULL: in place.
+    void *shadow_param;
+    // Where the updated exp_avg goes: set if shadow_param and exp_avg are.
+    void *shadow_exp_avg;
+    // Where the updated exp_avg_sq goes: set if shadow_param and exp_avg_sq are.
+    void *shadow_exp_avg_sq;
 } spw_tensor;
 
 // What one call saw of the scaled gradients of all its tensors.
@@ -393,7 +410,7 @@ typedef struct spw_undo_options {
     uint32_t struct_size;
     // An `spw_undo_mode`.
     uint32_t mode;
-    // Most elements of one step, all tensors together.
+    // Most elements of one step, all tensors together. Of no meaning but for SPW_UNDO_DELTA.
     uint64_t elements;
     // Most tensors of one step.
     uint64_t tensors;
@@ -772,7 +789,9 @@ enum spw_status spw_undo_open(const struct spw_undo_options *options,
                               struct spw_undo **undo_out);
 
 // `spw_adam_step`, recorded in `undo`, which forgets the step it held. It remembers the tensors' addresses: until
-// the step is forgotten, the spans stay where they are and only spillway writes to them, gradients included.
+// the step is forgotten, the spans stay where they are and only spillway writes to them, gradients included. In mode
+// SPW_UNDO_SHADOW every tensor names its shadow spans, in the other modes none does. The squares of the
+// gradients are summed if `stats` is not NULL.
 //
 // Requires: As `spw_adam_step`.
 enum spw_status spw_undo_adam_step(struct spw_undo *undo,
@@ -803,18 +822,26 @@ enum spw_status spw_undo_lion_step(struct spw_undo *undo,
 // (arithmetic mode: nearly), and param_copy those of the restored param rounded. Without a recorded step it is
 // SPW_ERR_INVALID_ARGUMENT.
 //
+// In mode SPW_UNDO_SHADOW nothing is written, in any size of step: the tensors' own spans never changed, and the caller
+// goes on with them. After `spw_undo_commit` the shadow spans are the current set: the next step names them as
+// param, exp_avg and exp_avg_sq, and the former ones as shadow. Nothing is copied either way. param_copy belongs to
+// the set that the step wrote, so a caller that may roll back has two of them as well. Where a framework's tensors
+// cannot change their address, it lets them follow every other step, or copies the current set back when it looks at
+// them (0.9 of a step), or records with SPW_UNDO_DELTA.
+//
 // Requires: The recorded spans are as the step left them.
 enum spw_status spw_undo_rollback(struct spw_undo *undo);
 
 // Takes the recorded step back and does it again with `grad_scale` in place of its factor on the gradient, in one pass
-// over memory; then forgets it. The result has the bits of stepping with `grad_scale` in the first place.
+// over memory; then forgets it. The result has the bits of stepping with `grad_scale` in the first place (arithmetic
+// mode: nearly). In mode SPW_UNDO_SHADOW it lies in the shadow spans, as after the step and `spw_undo_commit`.
 //
 // Requires: As `spw_undo_rollback`.
 enum spw_status spw_undo_redo(struct spw_undo *undo,
                               double grad_scale);
 
-// Forgets the recorded step, which then stands; without one it does nothing. The log's memory is kept for the next
-// step, or given back to the system if `release_memory` is 1.
+// Forgets the recorded step, which then stands; without one it does nothing. The log's memory, up to 3 bytes per
+// element, is kept for the next step, or all of it given back to the system if `release_memory` is 1.
 enum spw_status spw_undo_commit(struct spw_undo *undo,
                                 uint32_t release_memory);
 
@@ -1167,6 +1194,39 @@ enum spw_status spw_ds_adam_update(int32_t id,
                                    float weight_decay,
                                    uint32_t bias_correction,
                                    const struct spw_tensor *tensor);
+
+// `spw_ds_adam_update`, recorded in `undo` for `spw_ds_adam_rollback`; `undo` forgets the step it held.
+//
+// Requires: As `spw_ds_adam_update`.
+enum spw_status spw_ds_adam_update_recorded(struct spw_undo *undo,
+                                            int32_t id,
+                                            uint64_t step,
+                                            float lr,
+                                            float beta1,
+                                            float beta2,
+                                            float eps,
+                                            float weight_decay,
+                                            uint32_t bias_correction,
+                                            const struct spw_tensor *tensor);
+
+// DeepSpeed's `adam_rollback` of one tensor, with the arguments of the update that it takes back. If `undo` holds exactly
+// that step and the spans, which may have moved since, hold what it left, they come back to the bit and
+// `exact_out` becomes 1. Else, or if `undo` is NULL, they come back nearly, by the formula of SPW_UNDO_ARITHMETIC, which
+// refuses Inf and NaN, and `exact_out` becomes 0. DeepSpeed's own writes 0 over a parameter whose gradient is
+// not finite, and knows neither L2 nor steps without bias correction.
+//
+// Requires: As `spw_ds_adam_update`; `exact_out` points to a u32.
+enum spw_status spw_ds_adam_rollback(struct spw_undo *undo,
+                                     int32_t id,
+                                     uint64_t step,
+                                     float lr,
+                                     float beta1,
+                                     float beta2,
+                                     float eps,
+                                     float weight_decay,
+                                     uint32_t bias_correction,
+                                     const struct spw_tensor *tensor,
+                                     uint32_t *exact_out);
 
 // DeepSpeed's `destroy_adam`.
 enum spw_status spw_ds_adam_destroy(int32_t id);

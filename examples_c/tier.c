@@ -5,15 +5,21 @@
 //
 // 1000 million parameters are 12 GB of state: ./tier /mnt/nvme /mnt/pfs 1000 2048 5
 //
-// Each step commits. Started again, the program goes on at the last committed step, whenever it was killed.
+// Each step commits. Started again, the program goes on at the last committed step, whenever it was killed. Without
+// directories it runs on two of its own, which it removes.
 //
 // Compiles as C99 and as C++.
+
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700
+#endif
 
 #include <inttypes.h>
 #include <spillway.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { PATHS = 2 };
 
@@ -71,11 +77,17 @@ static void report(spw_swap *swap, uint64_t step) {
 }
 
 int main(int count, char **arguments) {
-    if (count < 1 + PATHS) {
-        fprintf(stderr, "usage: %s DIRECTORY DIRECTORY [million parameters] [MiB] [steps]\n", arguments[0]);
-        return 2;
+    static char own[PATHS][32] = {"/tmp/spillway-XXXXXX", "/tmp/spillway-XXXXXX"};
+    char *directories[PATHS];
+    const int given = count > PATHS;
+    for (int i = 0; i < PATHS; i++) {
+        directories[i] = given ? arguments[1 + i] : mkdtemp(own[i]);
+        if (directories[i] == NULL) {
+            fprintf(stderr, "no directory for path %d\n", i);
+            return 1;
+        }
     }
-    const uint64_t parameters = (count > 3 ? strtoull(arguments[3], NULL, 10) : 40) * 1000000;
+    const uint64_t parameters = (count > 3 ? strtoull(arguments[3], NULL, 10) : 20) * 1000000;
     const uint64_t host_bytes = (count > 4 ? strtoull(arguments[4], NULL, 10) : 256) << 20;
     const uint64_t steps = count > 5 ? strtoull(arguments[5], NULL, 10) : 3;
     const uint64_t subgroups = (parameters + SUBGROUP - 1) / SUBGROUP;
@@ -110,11 +122,11 @@ int main(int count, char **arguments) {
            " subgroups stay there\n",
            parameters, budget.state_bytes / 1e9, budget.host_bytes / 1e9, budget.cached, subgroups);
 
-    spw_tier *tier = open_tier(arguments + 1);
+    spw_tier *tier = open_tier(directories);
     spw_tier_opened_info opened;
     memset(&opened, 0, sizeof opened);
     opened.struct_size = sizeof opened;
-    check(spw_tier_opened(tier, &opened), "asking what was found");
+    check(spw_tier_opened(tier, &opened, NULL, 0), "asking what was found");
     spw_swap *swap = NULL;
     check(spw_swap_open(tier, &options, &swap), "taking memory");
     uint64_t step = 0;
@@ -139,8 +151,23 @@ int main(int count, char **arguments) {
         check(spw_swap_commit(swap, step, NULL, 0), "committing");
         report(swap, step);
     }
+    // Weights began at zero and go against the sign of their gradient.
+    uint64_t moved = 0;
+    for (uint64_t i = 0; i < parameters; i++) {
+        moved += weights[i] >> 15;
+    }
+    if (moved == parameters) {
+        printf("learned: every weight moved\n");
+    }
     check(spw_swap_close(swap), "closing");
-    check(spw_tier_close(tier, -1), "closing");
+    if (given) {
+        check(spw_tier_close(tier, -1), "closing");
+    } else {
+        check(spw_tier_destroy(tier), "removing the files");
+        for (int i = 0; i < PATHS; i++) {
+            rmdir(directories[i]);
+        }
+    }
     free(elements);
     free(tensors);
     free(grad);

@@ -142,7 +142,7 @@ static void damage_is_named(void) {
     CHECK_OK(spw_tier_commit(tier, 10, NULL, 0));
     CHECK_OK(spw_tier_verify(tier, NULL));
     // A byte of the second block, found by what was put.
-    char file[4400], host[256] = "";
+    char file[4800], host[256] = "";
     CHECK(gethostname(host, sizeof host) == 0);
     snprintf(file, sizeof file, "%s/c-test/%s/rank-0/data", paths_given[0], host);
     int fd = open(file, O_RDWR);

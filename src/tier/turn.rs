@@ -72,6 +72,11 @@ impl Line {
         self.someone_before(u64::MAX).map_err(waiting)
     }
 
+    /// True if both stand in the same line: their paths are on one device.
+    pub fn same(&self, other: &Line) -> bool {
+        self.dir == other.dir
+    }
+
     /// Draws a ticket.
     fn stand(&self) -> io::Result<u64> {
         self.desk.lock()?;

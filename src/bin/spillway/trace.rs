@@ -9,6 +9,7 @@ use spillway::offload::interleave::trace;
 use super::plan;
 
 #[derive(clap::Args)]
+#[group(skip)]
 pub struct Options {
     /// Where the trace is written; open it in ui.perfetto.dev or chrome://tracing.
     #[arg(long, default_value = "step.json")]

@@ -27,29 +27,42 @@ struct Lane {
 #[derive(Debug)]
 pub(super) struct Lanes {
     lanes: Vec<Lane>,
+    /// The lane of each path: paths on one device share theirs.
+    of: Vec<usize>,
     patience: Duration,
 }
 
 impl Lanes {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Lanes> {
-        let mut lanes = Vec::new();
+        let mut lanes: Vec<Lane> = Vec::new();
+        let mut of = Vec::new();
         for info in tier.paths() {
             let seen_by_others = options.exclusive && !info.memory && info.health != Health::Missing;
             let line = match seen_by_others {
                 true => Some(Line::join(Path::new(&info.name), None)?),
                 false => None,
             };
-            lanes.push(Lane { line, turn: None, under_way: 0 });
+            let same = |lane: &Lane| lane.line.as_ref().zip(line.as_ref()).is_some_and(|(a, b)| a.same(b));
+            let lane = lanes.iter().position(same).unwrap_or(lanes.len());
+            if lane == lanes.len() {
+                lanes.push(Lane { line, turn: None, under_way: 0 });
+            }
+            of.push(lane);
         }
-        Ok(Lanes { lanes, patience: options.patience })
+        Ok(Lanes { lanes, of, patience: options.patience })
     }
 
     /// The place in `waiting` of the first subgroup whose paths this process may use at once; the first of all if none.
     pub(super) fn choose(&mut self, waiting: &VecDeque<usize>, paths: impl Fn(usize) -> Vec<usize>) -> usize {
-        let free = |lanes: &mut Lanes, path: usize| lanes.lanes[path].have().unwrap_or(true);
+        let free = |lanes: &mut Lanes, lane: usize| lanes.lanes[lane].have().unwrap_or(true);
         let mut looked: Vec<Option<bool>> = vec![None; self.lanes.len()];
         let place = waiting.iter().position(|subgroup| {
-            paths(*subgroup).into_iter().all(|path| *looked[path].get_or_insert_with(|| free(self, path)))
+            paths(*subgroup)
+                .into_iter()
+                .map(|path| self.of[path])
+                .collect::<Vec<_>>()
+                .into_iter()
+                .all(|lane| *looked[lane].get_or_insert_with(|| free(self, lane)))
         });
         place.unwrap_or(0)
     }
@@ -57,20 +70,21 @@ impl Lanes {
     /// Begins a transfer on these paths, which rise. False if transfers under way have to end first.
     pub(super) fn enter(&mut self, paths: &[usize]) -> Result<bool> {
         let busy = self.lanes.iter().any(|lane| lane.under_way > 0);
-        for path in paths {
-            if self.lanes[*path].have()? {
+        let of: Vec<usize> = paths.iter().map(|path| self.of[*path]).collect();
+        for lane in &of {
+            if self.lanes[*lane].have()? {
                 continue;
             }
             if busy {
                 return Ok(false);
             }
             let patience = self.patience;
-            let lane = &mut self.lanes[*path];
+            let lane = &mut self.lanes[*lane];
             if let Some(line) = &lane.line {
                 lane.turn = turn::take_any(&[line], patience)?.1;
             }
         }
-        paths.iter().for_each(|path| self.lanes[*path].under_way += 1);
+        of.iter().for_each(|lane| self.lanes[*lane].under_way += 1);
         self.lanes.iter_mut().filter(|lane| lane.under_way == 0).for_each(|lane| lane.turn = None);
         Ok(true)
     }
@@ -78,7 +92,7 @@ impl Lanes {
     /// Ends a transfer on these paths.
     pub(super) fn leave(&mut self, paths: &[usize]) {
         for path in paths {
-            let lane = &mut self.lanes[*path];
+            let lane = &mut self.lanes[self.of[*path]];
             lane.under_way = lane.under_way.saturating_sub(1);
             let waited_for = || lane.line.as_ref().is_some_and(|line| line.others_wait().unwrap_or(true));
             if lane.under_way == 0 && waited_for() {

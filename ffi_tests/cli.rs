@@ -44,7 +44,7 @@ fn plan_refuses_what_it_cannot_plan() {
 fn trace_is_json_in_which_engines_overlap() {
     let file = empty_dir("trace").join("step.json");
     let mut trace = spillway();
-    trace.arg("trace").args(H100).args(["--backward", "0.5", "--residents", "5", "--output"]).arg(&file);
+    trace.arg("trace").args(H100).args(["--backward", "0.1", "--residents", "5", "--output"]).arg(&file);
     let said = succeed(&mut trace, TIMEOUT);
     assert!(said.contains("spans"), "{said}");
     let text = std::fs::read_to_string(&file).expect("the trace was written");

@@ -77,7 +77,7 @@ static void report(spw_swap *swap, uint64_t step) {
 }
 
 int main(int count, char **arguments) {
-    static char own[PATHS][32] = {"/tmp/spillway-XXXXXX", "/tmp/spillway-XXXXXX"};
+    static char own[PATHS][32] = {"spillway-tier-XXXXXX", "spillway-tier-XXXXXX"};
     char *directories[PATHS];
     const int given = count > PATHS;
     for (int i = 0; i < PATHS; i++) {

@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn an_empty_trace_is_json_too() {
         let trace = Trace::default();
-        assert!(trace.is_empty() && trace.len() == 0);
+        assert!(trace.is_empty());
         let value: serde_json::Value = serde_json::from_str(&trace.to_json()).unwrap();
         assert_eq!(value["traceEvents"].as_array().map(Vec::len), Some(0));
     }

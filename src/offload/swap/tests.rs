@@ -1,4 +1,5 @@
 //! The tiered update against the same update in memory, by bits; errors and rollback on a simulated disk.
+#![forbid(unsafe_code)]
 
 use super::*;
 use crate::dtype::{Floats, FloatsMut, bf16};

@@ -1,4 +1,5 @@
 //! Random orders of completion against versions: every step sees the newest state, and traffic is what was promised.
+#![forbid(unsafe_code)]
 
 use super::*;
 

@@ -22,6 +22,8 @@ type Key = (u64, u64);
 struct Held {
     process: u32,
     files: Mutex<Vec<Key>>,
+    /// The parent's list, which a thread of the parent's may have been changing at the fork: kept, never dropped.
+    _parents: Option<Arc<Held>>,
 }
 
 static HELD: ArcSwapOption<Held> = ArcSwapOption::const_empty();
@@ -34,9 +36,8 @@ fn held() -> Arc<Held> {
         if let Some(found) = seen.as_ref().filter(|found| found.process == process) {
             return Arc::clone(found);
         }
-        let made = Arc::new(Held { process, files: Mutex::default() });
+        let made = Arc::new(Held { process, files: Mutex::default(), _parents: seen.clone() });
         HELD.compare_and_swap(&seen, Some(made));
-        std::mem::forget(seen);
     }
 }
 

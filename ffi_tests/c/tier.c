@@ -224,7 +224,7 @@ static void wrong_arguments_are_refused(void) {
     paths[1].directory = NULL;
     INVALID(spw_tier_open(&options, &tier), "directory");
     paths[1].directory = "not/mounted";
-    REFUSED(spw_tier_open(&options, &tier), SPW_ERR_PATH_MISSING, "path-1");
+    REFUSED(spw_tier_open(&options, &tier), SPW_ERR_NOT_FOUND, "not/mounted");
 
     tier = open_two(SPW_TIER_RESUME);
     uint32_t extent = 0;

@@ -168,8 +168,8 @@ typedef enum spw_undo_mode {
     // By the inverse formula (SuperOffload section 4.4, SysX section 4.3): no memory, but old values come back only
     // nearly. In f32 with Adam most come back exactly; the others miss by at most 2 units in the last place of the
     // larger of the old and the new value. That is little where a step changes little, and all where the old value
-    // was smaller by 2^24: zeros of step 1, what a spike covered. What is not finite, in a scaled gradient, param or
-    // state, is refused before anything is touched.
+    // was smaller by 2^24: zeros of step 1, what a spike covered. exp_avg_sq is never below zero. What is not
+    // finite, in a scaled gradient, param or state, is refused before anything is touched.
     SPW_UNDO_ARITHMETIC = 0,
     // To the bit, by a log of the differences to the inverse formula: about 1.2 bytes per element in steady state,
     // 9 at step 1, never more than 13. What a step needed beyond 3 bytes per element is given back to the system

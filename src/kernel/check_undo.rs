@@ -219,6 +219,7 @@ fn the_inverse_formula_misses_by_what_the_header_says() {
             let Misses { median, permille, worst } = Misses::of(before, stepped, after);
             lines += &format!(" {name} {median} {permille} {worst:.1}");
             assert!(worst <= 2.0, "{kind:?}, step {last}: {name} misses by {worst}");
+            assert!(name != "exp_avg_sq" || model.exp_avg_sq.iter().all(|v| *v >= 0.0), "{kind:?}");
             assert!(median == 0 || last == 1, "{kind:?}: {name} {median}");
         }
         lines += "\n";

@@ -73,6 +73,17 @@ unsafe fn settle<E: Element, V: Vector>(estimate: V, difference: Option<V::Bits>
     }
 }
 
+/// Zero in the lanes whose sign is set.
+#[inline(always)]
+unsafe fn not_negative<V: Vector>(value: V) -> V {
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        let one = V::bits_splat(1);
+        let keep = V::bits_sub(V::bits_shr(value.to_bits(), V::bits_splat(31)), one);
+        V::from_bits(V::bits_and(value.to_bits(), keep))
+    }
+}
+
 impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
     #[inline(always)]
     unsafe fn param(&mut self, estimate: V) -> V {
@@ -94,6 +105,8 @@ impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
     unsafe fn exp_avg_sq(&mut self, estimate: V) -> V {
         // SAFETY: the caller's promise is the callee's.
         unsafe {
+            // An estimate below zero, believed, would give the next step a NaN.
+            let estimate = if self.differences.is_some() { estimate } else { not_negative(estimate) };
             self.old.exp_avg_sq = settle::<S, V>(estimate, self.differences.map(|d| d.exp_avg_sq));
             S::decode(self.old.exp_avg_sq)
         }

@@ -74,7 +74,8 @@ pub fn trim(log: &mut Reserve, lengths: impl Iterator<Item = usize>) {
         for at in (0..n).step_by(CHUNK) {
             let elements = CHUNK.min(n - at);
             let end = start + log_bytes(elements);
-            if log_used_of(&log.bytes_mut()[start..end], elements) > (KEPT * elements) as u64 {
+            let used = log.bytes_mut().get(start..end).map_or(0, |log| log_used_of(log, elements));
+            if used > (KEPT * elements) as u64 {
                 log.release_range(start..end);
             }
             start = end;

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use super::round::Task;
 use crate::error::Result;
-use crate::kernel::{Kernel, Rule, log_used_of};
+use crate::kernel::{Kernel, Rule};
 use crate::optim::spread::{self, Job};
 use crate::optim::{StepStats, undo};
 use crate::stats::OptimizerCounter;
@@ -43,10 +43,6 @@ pub struct Recording {
     kernel: Option<Kernel>,
 }
 
-/// A log that took more bytes per element than this gives its pages back: steady state takes about 2, so the next one
-/// will not need them.
-const KEPT_PER_ELEMENT: u64 = 4;
-
 impl Recording {
     fn begin(&mut self, bytes: usize) -> Result<Kernel> {
         let kernel = Kernel::current()?;
@@ -70,16 +66,8 @@ impl Recording {
     }
 
     fn forget(&mut self, lengths: &[usize]) {
-        let mut rest: &[u8] = self.bytes();
-        let mut used = 0;
-        for length in lengths {
-            let (log, after) = rest.split_at(crate::kernel::log_bytes(*length).min(rest.len()));
-            used += log_used_of(log, *length);
-            rest = after;
-        }
-        let elements: usize = lengths.iter().sum();
-        if let Some(log) = self.log.as_mut().filter(|_| used > KEPT_PER_ELEMENT * elements as u64) {
-            log.release();
+        if let Some(log) = &mut self.log {
+            undo::trim(log, lengths.iter().copied());
         }
     }
 }

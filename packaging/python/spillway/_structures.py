@@ -1,0 +1,285 @@
+"""The structs of spillway.h as ctypes structures, each with its name there."""
+
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_uint32, c_uint64, c_void_p
+
+
+class ThreadOptions(Structure):
+    c_name = "spw_thread_options"
+    _fields_ = [("struct_size", c_uint32), ("num_threads", c_uint32)]
+
+
+class Stats(Structure):
+    c_name = "spw_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32),
+                ("adam_calls", c_uint64), ("adam_elements", c_uint64),
+                ("adagrad_calls", c_uint64), ("adagrad_elements", c_uint64),
+                ("lion_calls", c_uint64), ("lion_elements", c_uint64)]
+
+
+class Tensor(Structure):
+    c_name = "spw_tensor"
+    _fields_ = [("struct_size", c_uint32),
+                ("param_dtype", c_uint32), ("state_dtype", c_uint32), ("grad_dtype", c_uint32),
+                ("copy_dtype", c_uint32), ("reserved", c_uint32),
+                ("n", c_uint64),
+                ("param", c_void_p), ("grad", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p),
+                ("param_copy", c_void_p), ("options", c_void_p),
+                ("shadow_param", c_void_p), ("shadow_exp_avg", c_void_p), ("shadow_exp_avg_sq", c_void_p)]
+
+
+class StepStats(Structure):
+    c_name = "spw_step_stats"
+    _fields_ = [("struct_size", c_uint32), ("nonfinite", c_uint32), ("sum_squares", c_double)]
+
+
+class AdamOptions(Structure):
+    c_name = "spw_adam_options"
+    _fields_ = [("struct_size", c_uint32), ("weight_decay_mode", c_uint32), ("step", c_uint64),
+                ("lr", c_double), ("beta1", c_double), ("beta2", c_double), ("eps", c_double),
+                ("weight_decay", c_double), ("grad_scale", c_double),
+                ("no_bias_correction", c_uint32), ("reserved", c_uint32)]
+
+
+class AdagradOptions(Structure):
+    c_name = "spw_adagrad_options"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("step", c_uint64),
+                ("lr", c_double), ("lr_decay", c_double), ("eps", c_double),
+                ("weight_decay", c_double), ("grad_scale", c_double)]
+
+
+class LionOptions(Structure):
+    c_name = "spw_lion_options"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32),
+                ("lr", c_double), ("beta1", c_double), ("beta2", c_double),
+                ("weight_decay", c_double), ("grad_scale", c_double)]
+
+
+class UndoOptions(Structure):
+    c_name = "spw_undo_options"
+    _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("elements", c_uint64), ("tensors", c_uint64)]
+
+
+class SpecOptions(Structure):
+    c_name = "spw_spec_options"
+    _fields_ = [("struct_size", c_uint32), ("buckets", c_uint32), ("undo_mode", c_uint32), ("publish", c_uint32)]
+
+
+class SpecStats(Structure):
+    c_name = "spw_spec_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32),
+                ("commits", c_uint64), ("redos", c_uint64), ("skips", c_uint64), ("aborts", c_uint64),
+                ("buckets_speculated", c_uint64), ("buckets_committed", c_uint64), ("buckets_redone", c_uint64),
+                ("buckets_rolled_back", c_uint64), ("buckets_spared", c_uint64), ("seconds_exposed", c_double)]
+
+
+class SpecEvent(Structure):
+    c_name = "spw_spec_event"
+    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("fd", c_int32), ("value", c_uint32), ("word", c_void_p)]
+
+
+class SpecOutcome(Structure):
+    c_name = "spw_spec_outcome"
+    _fields_ = [("struct_size", c_uint32), ("verdict", c_uint32), ("norm", c_double), ("grad_scale", c_double),
+                ("withdrawn", c_uint32), ("reserved", c_uint32)]
+
+
+class PoolOptions(Structure):
+    c_name = "spw_pool_options"
+    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("block_count", c_uint64),
+                ("node", c_uint32), ("reserved", c_uint32)]
+
+
+class PoolStats(Structure):
+    c_name = "spw_pool_stats"
+    _fields_ = [("struct_size", c_uint32), ("page_kind", c_uint32), ("block_bytes", c_uint64),
+                ("block_count", c_uint64), ("in_use", c_uint64), ("high_water", c_uint64), ("quarantined", c_uint64),
+                ("bytes", c_uint64), ("locked_bytes", c_uint64), ("foreign_bytes", c_uint64)]
+
+
+class PinnedStats(Structure):
+    c_name = "spw_pinned_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("allocations", c_uint64), ("bytes", c_uint64),
+                ("high_water", c_uint64), ("mapped_bytes", c_uint64), ("locked_bytes", c_uint64)]
+
+
+class IoOptions(Structure):
+    c_name = "spw_io_options"
+    _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("flags", c_uint32), ("queue_depth", c_uint32),
+                ("block_bytes", c_uint64), ("workers", c_uint32), ("file_mode", c_uint32), ("deadline_ms", c_uint64)]
+
+
+class IoRequest(Structure):
+    c_name = "spw_io_request"
+    _fields_ = [("struct_size", c_uint32), ("fd", c_int32), ("path", c_char_p), ("offset", c_uint64),
+                ("buffer", c_void_p), ("bytes", c_uint64), ("deadline_ms", c_uint64)]
+
+
+class IoStats(Structure):
+    c_name = "spw_io_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("reads", c_uint64), ("writes", c_uint64),
+                ("read_bytes", c_uint64), ("written_bytes", c_uint64), ("failed", c_uint64), ("requests", c_uint64),
+                ("direct_bytes", c_uint64), ("buffered_bytes", c_uint64), ("bounced_bytes", c_uint64),
+                ("resumed", c_uint64), ("retried", c_uint64), ("pending", c_uint64), ("stuck", c_uint64),
+                ("queue_depth", c_uint64), ("block_bytes", c_uint64)]
+
+
+class TierPath(Structure):
+    c_name = "spw_tier_path"
+    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("directory", c_char_p),
+                ("limit_bytes", c_uint64), ("reserve_bytes", c_uint64)]
+
+
+class TierOptions(Structure):
+    c_name = "spw_tier_options"
+    _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("job", c_char_p), ("host", c_char_p),
+                ("rank", c_uint32), ("world", c_uint32), ("paths", POINTER(TierPath)), ("path_count", c_uint64),
+                ("durability", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("stall_ms", c_uint64),
+                ("queue_depth", c_uint32), ("io_backend", c_uint32)]
+
+
+class TierOpenedInfo(Structure):
+    c_name = "spw_tier_opened_info"
+    _fields_ = [("struct_size", c_uint32), ("resumed", c_uint32), ("step", c_uint64), ("payload_bytes", c_uint64),
+                ("missing_paths", c_uint64), ("lost_extents", c_uint64)]
+
+
+class TierExtentInfo(Structure):
+    c_name = "spw_tier_extent_info"
+    _fields_ = [("struct_size", c_uint32), ("extent", c_uint32), ("bytes", c_uint64), ("generation", c_uint64),
+                ("streams", c_uint32), ("committed", c_uint32), ("lost", c_uint32), ("blocks", c_uint32)]
+
+
+class TierPathInfo(Structure):
+    c_name = "spw_tier_path_info"
+    _fields_ = [("struct_size", c_uint32), ("health", c_uint32), ("kind", c_uint32), ("reserved", c_uint32),
+                ("read_bytes", c_uint64), ("written_bytes", c_uint64), ("reading_ns", c_uint64),
+                ("writing_ns", c_uint64), ("wear_bytes", c_uint64), ("file_bytes", c_uint64),
+                ("free_bytes", c_uint64), ("blocks", c_uint64)]
+
+
+class TierChecked(Structure):
+    c_name = "spw_tier_checked"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("extents", c_uint64), ("blocks", c_uint64),
+                ("bytes", c_uint64), ("damaged", c_uint64)]
+
+
+class IoFailure(Structure):
+    c_name = "spw_io_failure"
+    _fields_ = [("struct_size", c_uint32), ("system_errno", c_int32), ("offset", c_uint64), ("bytes", c_uint64),
+                ("path", c_char_p)]
+
+
+class GpuDriver(Structure):
+    c_name = "spw_gpu_driver"
+    _fields_ = [("struct_size", c_uint32), ("devices", c_uint32), ("cuda_version", c_uint32), ("reserved", c_uint32)]
+
+
+class GpuOptions(Structure):
+    c_name = "spw_gpu_options"
+    _fields_ = [("struct_size", c_uint32), ("ordinal", c_uint32), ("chunk_bytes", c_uint64)]
+
+
+class GpuInfo(Structure):
+    c_name = "spw_gpu_info"
+    _fields_ = [("struct_size", c_uint32), ("ordinal", c_uint32), ("capability", c_uint32),
+                ("multiprocessors", c_uint32), ("copy_engines", c_uint32), ("reserved", c_uint32),
+                ("memory_bytes", c_uint64), ("free_bytes", c_uint64), ("name", c_char_p), ("pci", c_char_p)]
+
+
+class GpuCopy(Structure):
+    c_name = "spw_gpu_copy"
+    _fields_ = [("struct_size", c_uint32), ("direction", c_uint32), ("device_dtype", c_uint32),
+                ("host_dtype", c_uint32), ("after", c_uint32), ("reserved", c_uint32), ("n", c_uint64),
+                ("device", c_uint64), ("host", c_void_p), ("handle", c_uint64)]
+
+
+class GpuLink(Structure):
+    c_name = "spw_gpu_link"
+    _fields_ = [("struct_size", c_uint32), ("wire", c_uint32), ("out_f32", c_double), ("out_native", c_double),
+                ("in_f32", c_double), ("in_native", c_double), ("step_f32", c_double), ("step_native", c_double)]
+
+
+class PlanRates(Structure):
+    c_name = "spw_plan_rates"
+    _fields_ = [("struct_size", c_uint32), ("half_duplex", c_uint32), ("cpu", c_double), ("downscale", c_double),
+                ("gpu", c_double), ("h2d", c_double), ("d2h", c_double), ("cast", c_double), ("dram", c_double)]
+
+
+class PlanShape(Structure):
+    c_name = "spw_plan_shape"
+    _fields_ = [("struct_size", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32), ("slots", c_uint32),
+                ("count", c_uint64), ("sizes", POINTER(c_uint64)), ("size", c_uint64), ("chunk", c_uint64)]
+
+
+class PlanOptions(Structure):
+    c_name = "spw_plan_options"
+    _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("parameter", c_uint64), ("residents", c_uint64),
+                ("backward", c_double)]
+
+
+class PlanResult(Structure):
+    c_name = "spw_plan_result"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("exposed_seconds", c_double),
+                ("home_seconds", c_double), ("serial_seconds", c_double), ("cpu_seconds", c_double),
+                ("h2d_seconds", c_double), ("d2h_seconds", c_double), ("gpu_seconds", c_double), ("gpu", c_uint64),
+                ("residents", c_uint64), ("gpu_bytes", c_uint64), ("host_bytes", c_uint64),
+                ("to_device_bytes", c_uint64), ("to_host_bytes", c_uint64)]
+
+
+class PlanBucket(Structure):
+    c_name = "spw_plan_bucket"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("grad", c_double), ("step_cpu", c_double),
+                ("param", c_double), ("step_gpu", c_double), ("backward", c_double)]
+
+
+class PlanLoad(Structure):
+    c_name = "spw_plan_load"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("peak", c_double), ("link", c_double),
+                ("tokens", c_double), ("parameters", c_double), ("free_bytes", c_double)]
+
+
+class PlanProbe(Structure):
+    c_name = "spw_plan_probe"
+    _fields_ = [("struct_size", c_uint32), ("accumulates", c_uint32), ("f32_wire", c_double),
+                ("native_wire", c_double), ("f32_step", c_double), ("native_step", c_double)]
+
+
+class InterleaveOptions(Structure):
+    c_name = "spw_interleave_options"
+    _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32),
+                ("slots", c_uint32), ("grad_dtype", c_uint32), ("copy_dtype", c_uint32), ("reserved", c_uint32),
+                ("chunk", c_uint64)]
+
+
+class InterleaveSubgroup(Structure):
+    c_name = "spw_interleave_subgroup"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("n", c_uint64), ("param", c_void_p),
+                ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("grad", c_void_p), ("param_copy", c_void_p)]
+
+
+class SwapOptions(Structure):
+    c_name = "spw_swap_options"
+    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("host_bytes", c_uint64), ("elements", POINTER(c_uint64)),
+                ("subgroups", c_uint64), ("ratio", POINTER(c_double)), ("speeds", POINTER(c_double)),
+                ("patience_seconds", c_double)]
+
+
+class SwapBudget(Structure):
+    c_name = "spw_swap_budget"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("host_bytes", c_uint64), ("buffer_bytes", c_uint64),
+                ("buffers", c_uint64), ("cached", c_uint64), ("state_bytes", c_uint64), ("step_bytes", c_uint64)]
+
+
+class SwapStats(Structure):
+    c_name = "spw_swap_stats"
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("rounds", c_uint64), ("hits", c_uint64),
+                ("fetched", c_uint64), ("flushed", c_uint64), ("moved", c_uint64), ("exposed_seconds", c_double)]
+
+
+STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
+              SpecOptions, SpecStats, SpecEvent, SpecOutcome,
+              PlanRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, InterleaveOptions,
+              InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
+              TierPath, TierOptions, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked,
+              SwapOptions, SwapBudget, SwapStats,
+              GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink)

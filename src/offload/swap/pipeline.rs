@@ -138,6 +138,7 @@ impl Pipeline {
     pub fn changed(&mut self, slot: usize) {
         if let Slot::Kept { subgroup, .. } = self.slots[slot] {
             self.slots[slot] = Slot::Kept { subgroup, dirty: true };
+            self.settling = false;
         }
     }
 

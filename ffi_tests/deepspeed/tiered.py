@@ -85,7 +85,7 @@ def config(options):
     zero = {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload}
     if options.params:
         zero.update(stage3_param_persistence_threshold=0,
-                    offload_param={"device": "nvme", "nvme_path": options.params, "buffer_count": 20,
+                    offload_param={"device": "nvme", "nvme_path": options.params, "buffer_count": 20, "max_in_cpu": 0,
                                    "buffer_size": 4 * options.dim * options.dim})
     settings = {
         "train_micro_batch_size_per_gpu": options.batch,

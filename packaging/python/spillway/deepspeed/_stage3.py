@@ -16,8 +16,8 @@ from ._tier import TierSwapper
 # What stage 3 has to have for `overrides` to fit it.
 NEEDED = ("_configure_tensor_swapping", "initialize_optimizer_states", "_prepare_sub_group", "unscale_and_clip_grads",
           "_optimizer_step", "_reassign_or_swap_out_partitioned_parameters", "_release_sub_group", "_rigid_state_dict",
-          "_rigid_load_state_dict", "_restore_from_bit16_weights", "_load_universal_checkpoint", "reset_swap_buffers",
-          "_overflow_clean_up", "_set_fp32_optimizer_param_groups")
+          "_rigid_load_state_dict", "_restore_from_bit16_weights", "reset_swap_buffers", "_overflow_clean_up",
+          "_set_fp32_optimizer_param_groups")
 
 
 def tiered(stage3):
@@ -134,7 +134,7 @@ def _stepping(stage3):
 def _checkpointing(stage3):
     """A checkpoint is the one of a run with states in host memory: either loads the other's."""
     own_save, own_load, own_restore = stage3._rigid_state_dict, stage3._rigid_load_state_dict, stage3._restore_from_bit16_weights
-    own_universal, own_reassign = stage3._load_universal_checkpoint, stage3._reassign_or_swap_out_partitioned_parameters
+    own_universal, own_reassign = getattr(stage3, "_load_universal_checkpoint", None), stage3._reassign_or_swap_out_partitioned_parameters
 
     def rigid_state_dict(self):
         swapper = tiered(self)
@@ -143,7 +143,10 @@ def _checkpointing(stage3):
         masters = self.fp32_partitioned_groups_flat
         with _in_files(swapper, masters, self.optimizer.state):
             found = own_save(self)
+            # Both refer to what is put away again.
             found["fp32_flat_groups"] = [master.data for master in masters]
+            saved = found["optimizer_state_dict"]
+            saved["state"] = {place: dict(state) for place, state in saved["state"].items()}
         found["spillway"] = {"adam_state": swapper.adam_state()}
         return found
 

@@ -94,7 +94,8 @@ pub struct spw_gpu {
     // In this order they go: copies and steps finish before what they use.
     pub(super) transfers: Transfers,
     steps: Steps,
-    pub(super) registry: Registry,
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) registry: Arc<Registry>,
     pub(super) device: Arc<Device>,
     name: CString,
     pci: CString,
@@ -149,7 +150,8 @@ pub unsafe extern "C" fn spw_gpu_open(
         let gpu = spw_gpu {
             transfers: Transfers::new(&device, &kernels, chunk_bytes)?,
             steps: Steps::new(&device, &kernels)?,
-            registry: Registry::new(&device),
+            kernels,
+            registry: Arc::new(Registry::new(&device)),
             device,
             name: CString::new(info.name).unwrap_or_default(),
             pci: CString::new(info.pci).unwrap_or_default(),

@@ -35,8 +35,6 @@ pub mod plan;
 
 pub mod policy;
 
-pub mod interleave;
-
 pub mod pool;
 
 pub mod io;
@@ -54,5 +52,9 @@ pub mod swap;
 pub mod gpu;
 
 pub mod gpu_transfer;
+
+pub mod interleave_open;
+
+pub mod interleave;
 
 pub mod deepspeed;

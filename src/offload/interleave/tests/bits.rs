@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::super::Backend;
+use super::super::Model as Stream;
 use super::super::engine::{Engine, Reader};
 use super::super::host::{Host, Subgroup};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
@@ -138,8 +139,8 @@ fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
         plain.gradients(step);
         model.gradients(step);
         plain.step(&rules(step));
-        (0..SIZES.len()).rev().for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-        engine.begin(rules(step), 0).unwrap();
+        (0..SIZES.len()).rev().for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+        engine.begin(rules(step), None).unwrap();
         engine.finish(Reader::Caller).unwrap();
         assert!(plain.copies() == model.copies(), "{shape:?}: parameters of step {step}");
         if step % 10 == 0 {
@@ -171,10 +172,10 @@ fn a_hundred_steps_with_changing_plans_have_the_bits_of_the_all_cpu_run() {
 struct Forgetful(Host);
 
 impl Backend for Forgetful {
-    fn play(&self, command: Command, model: u64) -> Result<()> {
+    fn play(&self, command: Command, stream: Stream) -> Result<()> {
         match command {
             Command::Run(_, Work::Flush { subgroup: 3, .. }) => Ok(()),
-            other => self.0.play(other, model),
+            other => self.0.play(other, stream),
         }
     }
 
@@ -201,8 +202,8 @@ fn a_state_that_is_lost_shows_in_the_bits() {
         plain.gradients(step);
         model.gradients(step);
         plain.step(&rules(step));
-        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-        engine.begin(rules(step), 0).unwrap();
+        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+        engine.begin(rules(step), None).unwrap();
         engine.finish(Reader::Caller).unwrap();
         assert_eq!(plain.copies() == model.copies(), step == 1);
     }
@@ -212,10 +213,10 @@ fn a_state_that_is_lost_shows_in_the_bits() {
 struct Breaking(Host);
 
 impl Backend for Breaking {
-    fn play(&self, command: Command, model: u64) -> Result<()> {
+    fn play(&self, command: Command, stream: Stream) -> Result<()> {
         match command {
             Command::Run(_, Work::CpuStep { subgroup: 5, .. }) => Err(Error::Unsupported("it broke".into())),
-            other => self.0.play(other, model),
+            other => self.0.play(other, stream),
         }
     }
 
@@ -240,11 +241,11 @@ fn a_failure_ends_every_wait_and_names_what_is_not_home() {
     let mut sites = vec![Site::Cpu; SIZES.len()];
     (sites[0], sites[8]) = (Site::Gpu, Site::Resident);
     engine.set_plan(Plan::of(sites)).unwrap();
-    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-    engine.begin(vec![rules(1)[0]], 0).unwrap();
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+    engine.begin(vec![rules(1)[0]], None).unwrap();
     let failed = engine.finish(Reader::Caller).unwrap_err();
     assert!(failed.to_string().contains("it broke"), "{failed}");
-    assert!(engine.publish(7, Reader::Caller).is_err() && engine.gradient(0, 0).is_err());
+    assert!(engine.publish(7, Reader::Caller).is_err() && engine.gradient(0, None).is_err());
     let away = engine.away();
     assert!([5, 7, 8].iter().all(|subgroup| away.contains(subgroup)) && !away.contains(&1), "{away:?}");
 }
@@ -263,12 +264,11 @@ fn what_does_not_fit_is_refused() {
     swapped.swap(0, 3);
     assert!(Host::new(&shape, swapped).is_err());
     let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
-    assert!(engine.begin(rules(1), 0).is_err() && engine.publish(9, Reader::Caller).is_err());
-    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-    assert!(engine.begin(rules(1)[..2].to_vec(), 0).is_err());
-    engine.begin(rules(1), 0).unwrap();
-    engine.finish(Reader::Stream(0)).unwrap();
-    assert!(engine.publish(0, Reader::Stream(7)).is_err());
+    assert!(engine.begin(rules(1), None).is_err() && engine.publish(9, Reader::Caller).is_err());
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+    assert!(engine.begin(rules(1)[..2].to_vec(), None).is_err());
+    engine.begin(rules(1), None).unwrap();
+    engine.finish(Reader::Stream(None)).unwrap();
 }
 
 /// Rates that are far off are corrected by what steps take, and plans follow without a bit changing.
@@ -296,8 +296,8 @@ fn plans_that_follow_the_timings_have_the_bits_too() {
         plain.gradients(step);
         model.gradients(step);
         plain.step(&rules(step));
-        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-        engine.begin(rules(step), 0).unwrap();
+        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+        engine.begin(rules(step), None).unwrap();
         engine.finish(Reader::Caller).unwrap();
         assert!(plain.copies() == model.copies());
         assert!(!engine.ran().unwrap().is_empty());

@@ -3,7 +3,7 @@
 
 #include "fake_cuda.h"
 
-enum { SUBGROUPS = 6, STEPS = 12, ORDINAL = 7 };
+enum { SUBGROUPS = 6, ORDINAL = 7 };
 static const uint64_t SIZES[SUBGROUPS] = {3000, 17, 0, 3000, 1024, 700};
 
 static struct problem plain[SUBGROUPS];
@@ -103,14 +103,15 @@ static void forward(spw_interleave *update) {
     }
 }
 
-static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t wire, uint32_t fetch, uint32_t grad, uint32_t copy) {
+static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t wire, uint32_t fetch, uint32_t grad, uint32_t copy,
+                                     uint64_t steps) {
     take_memory(grad, copy);
     spw_interleave_subgroup subgroups[SUBGROUPS];
     describe(subgroups, wire);
     const spw_interleave_options options = options_of(gpu, wire, fetch, grad, copy);
     spw_interleave *update = NULL;
     CHECK_OK(spw_interleave_open(&options, subgroups, SUBGROUPS, &update));
-    for (uint64_t number = 1; number <= STEPS; number++) {
+    for (uint64_t number = 1; number <= steps; number++) {
         uint32_t sites[SUBGROUPS];
         for (int i = 0; i < SUBGROUPS; i++) sites[i] = number == 5 ? 1 : (uint32_t)(random_bits(&seed) % 3);
         CHECK_OK(spw_interleave_set_plan(update, sites, SUBGROUPS));
@@ -160,12 +161,12 @@ int main(void) {
     spw_gpu *gpu = open_gpu(ORDINAL);
     enter_context(ORDINAL);
     FAKE("cuStreamCreateWithPriority", &stream, 1u, 0);
-    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
-    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 1, SPW_DTYPE_F16, SPW_DTYPE_F16);
-    trains_with_the_same_bits(gpu, SPW_WIRE_F32, 0, SPW_DTYPE_F16, SPW_DTYPE_F16);
-    trains_with_the_same_bits(gpu, SPW_WIRE_F32, 1, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
-    trains_with_the_same_bits(gpu, SPW_WIRE_DELIVERED, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
-    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE);
+    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 100);
+    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 1, SPW_DTYPE_F16, SPW_DTYPE_F16, 12);
+    trains_with_the_same_bits(gpu, SPW_WIRE_F32, 0, SPW_DTYPE_F16, SPW_DTYPE_F16, 12);
+    trains_with_the_same_bits(gpu, SPW_WIRE_F32, 1, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
+    trains_with_the_same_bits(gpu, SPW_WIRE_DELIVERED, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
+    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE, 12);
     refusals(gpu);
     FAKE("cuStreamDestroy_v2", stream);
     CHECK_OK(spw_gpu_close(gpu));

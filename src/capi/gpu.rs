@@ -204,6 +204,9 @@ pub unsafe extern "C" fn spw_gpu_info_get(gpu: Option<&spw_gpu>, info: *mut spw_
 /// queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
 /// it returns at once.
 ///
+/// With shadow spans the old states stay as they are, so that a step is taken back, to the bit and in no time, by using
+/// them again: call this once more with another factor, or not at all.
+///
 /// # Safety
 /// As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
 /// memory is good until the step is over.
@@ -259,7 +262,6 @@ unsafe fn jobs(
     unsafe {
         let shared = rule(&parse(options)?)?;
         let raw = tensor::read_all(tensors, count)?;
-        tensor::no_shadows(&raw)?;
         let job = |raw: &spw_tensor| {
             let floats = |address: *const c_void, dtype, argument| {
                 // SAFETY: the caller's promise.
@@ -275,8 +277,16 @@ unsafe fn jobs(
                 exp_avg: floats(raw.exp_avg, raw.state_dtype, "exp_avg")?,
                 exp_avg_sq: floats(raw.exp_avg_sq, raw.state_dtype, "exp_avg_sq")?,
             };
+            let shadow = match tensor::has_shadow(raw) {
+                false => None,
+                true => Some(DeviceStates {
+                    param: floats(raw.shadow_param, raw.param_dtype, "shadow_param")?,
+                    exp_avg: floats(raw.shadow_exp_avg, raw.state_dtype, "shadow_exp_avg")?,
+                    exp_avg_sq: floats(raw.shadow_exp_avg_sq, raw.state_dtype, "shadow_exp_avg_sq")?,
+                }),
+            };
             let grad = floats(raw.grad, raw.grad_dtype, "grad")?;
-            Ok(Job { rule, tensor: DeviceTensor { states, shadow: None, grad, param_copy: copy } })
+            Ok(Job { rule, tensor: DeviceTensor { states, shadow, grad, param_copy: copy } })
         };
         let numbered = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
         numbered

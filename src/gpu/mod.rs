@@ -31,4 +31,4 @@ pub mod stream;
 pub mod transfer;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

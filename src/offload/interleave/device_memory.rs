@@ -57,7 +57,12 @@ pub enum Grad {
     /// In the framework's device memory.
     Device(DeviceFloats),
     /// In pinned host memory, by a transfer of the caller's; and in device memory for when the GPU updates.
-    Delivered { device: DeviceFloats, host: Pinned },
+    Delivered {
+        /// For the GPU.
+        device: DeviceFloats,
+        /// For the CPU.
+        host: Pinned,
+    },
 }
 
 /// The arrays of one subgroup.

@@ -116,7 +116,7 @@ fn layout_of_rust() -> String {
             struct_size, reserved, commits, redos, skips, aborts, buckets_speculated, buckets_committed, buckets_redone,
             buckets_rolled_back, buckets_spared, seconds_exposed,
         }
-        capi::spec_bucket::spw_spec_event { struct_size, kind, fd, value, word }
+        capi::spec_bucket::spw_spec_event { struct_size, kind, fd, value, word, gpu, handle }
         capi::spec_verdict::spw_spec_outcome { struct_size, verdict, norm, grad_scale, withdrawn, reserved }
         capi::plan::spw_plan_rates {
             struct_size, half_duplex, cpu, downscale, gpu, h2d, d2h, cast, dram,

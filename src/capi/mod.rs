@@ -53,6 +53,8 @@ pub mod gpu;
 
 pub mod gpu_transfer;
 
+pub mod spec_gpu;
+
 pub mod interleave_open;
 
 pub mod interleave;

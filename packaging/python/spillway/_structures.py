@@ -74,7 +74,8 @@ class SpecStats(Structure):
 
 class SpecEvent(Structure):
     c_name = "spw_spec_event"
-    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("fd", c_int32), ("value", c_uint32), ("word", c_void_p)]
+    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("fd", c_int32), ("value", c_uint32), ("word", c_void_p),
+                ("gpu", c_void_p), ("handle", c_uint64)]
 
 
 class SpecOutcome(Structure):

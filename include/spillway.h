@@ -387,9 +387,9 @@ typedef enum spw_plan_mode {
 
 // What an interleaved update runs on. Passed as `uint32_t`.
 typedef enum spw_interleave_backend {
-    // Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU.
+    // Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU. Streams are 0.
     SPW_INTERLEAVE_HOST = 0,
-    // A GPU. SPW_ERR_UNSUPPORTED in this version.
+    // A GPU.
     SPW_INTERLEAVE_CUDA = 1,
 } spw_interleave_backend;
 
@@ -802,49 +802,6 @@ typedef struct spw_plan_probe {
     // CPU step from 16-bit gradients.
     double native_step;
 } spw_plan_probe;
-
-// What is fixed for the life of an interleaved update.
-typedef struct spw_interleave_options {
-    // `sizeof(spw_interleave_options)`
-    uint32_t struct_size;
-    // An `spw_interleave_backend`.
-    uint32_t backend;
-    // An `spw_plan_wire`.
-    uint32_t wire;
-    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
-    uint32_t fetch_gradients;
-    // State buffers on the GPU; 0 is 2.
-    uint32_t slots;
-    // `spw_dtype` of all gradients.
-    uint32_t grad_dtype;
-    // `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
-    uint32_t copy_dtype;
-    // 0
-    uint32_t reserved;
-    // Parameters per copy; 0 is 16 Mi.
-    uint64_t chunk;
-} spw_interleave_options;
-
-// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
-// `spw_interleave_close`.
-typedef struct spw_interleave_subgroup {
-    // `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
-    uint32_t struct_size;
-    // 0
-    uint32_t reserved;
-    // Number of elements; may be 0.
-    uint64_t n;
-    // Master parameter, f32, in host memory.
-    void *param;
-    // First moment, f32, in host memory.
-    void *exp_avg;
-    // Second moment, f32, in host memory.
-    void *exp_avg_sq;
-    // Gradient, where the model makes it. The caller writes it before `spw_interleave_gradient`.
-    void *grad;
-    // 16-bit parameter, where the model reads it; NULL if there is none.
-    void *param_copy;
-} spw_interleave_subgroup;
 
 // Size of a pool. Zero in every field but the sizes is a good choice.
 typedef struct spw_pool_options {
@@ -1279,6 +1236,55 @@ typedef struct spw_gpu_link {
     // Adam on the processor, from 16-bit gradients.
     double step_native;
 } spw_gpu_link;
+
+// What is fixed for the life of an interleaved update.
+typedef struct spw_interleave_options {
+    // `sizeof(spw_interleave_options)`
+    uint32_t struct_size;
+    // An `spw_interleave_backend`.
+    uint32_t backend;
+    // An `spw_plan_wire`.
+    uint32_t wire;
+    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    uint32_t fetch_gradients;
+    // State buffers on the GPU; 0 is 2.
+    uint32_t slots;
+    // `spw_dtype` of all gradients.
+    uint32_t grad_dtype;
+    // `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
+    uint32_t copy_dtype;
+    // 0
+    uint32_t reserved;
+    // Parameters per copy; 0 is 16 Mi.
+    uint64_t chunk;
+    // The GPU of SPW_INTERLEAVE_CUDA, which may be closed before the update is; else NULL.
+    const struct spw_gpu *gpu;
+} spw_interleave_options;
+
+// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
+// `spw_interleave_close`. With SPW_INTERLEAVE_CUDA host memory is pinned (`spw_pinned_alloc`, a pool, cudaHostAlloc).
+typedef struct spw_interleave_subgroup {
+    // `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Number of elements; may be 0.
+    uint64_t n;
+    // Master parameter, f32, in host memory.
+    void *param;
+    // First moment, f32, in host memory.
+    void *exp_avg;
+    // Second moment, f32, in host memory.
+    void *exp_avg_sq;
+    // Gradient, where the model makes it: device memory with SPW_INTERLEAVE_CUDA. It is written before
+    // `spw_interleave_gradient`.
+    void *grad;
+    // 16-bit parameter, where the model reads it: device memory with SPW_INTERLEAVE_CUDA. NULL if there is none.
+    void *param_copy;
+    // With SPW_INTERLEAVE_CUDA and SPW_WIRE_DELIVERED: host memory to which the caller brings the gradient of a subgroup
+    // that the CPU updates, or that is fetched, before `spw_interleave_gradient`. Else NULL.
+    void *host_grad;
+} spw_interleave_subgroup;
 
 #ifdef __cplusplus
 extern "C" {
@@ -1740,112 +1746,6 @@ enum spw_status spw_plan_weights(const struct spw_plan_load *load,
 enum spw_status spw_plan_cast(const struct spw_plan_probe *probe,
                               uint32_t *wire_out);
 
-// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
-// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
-//
-// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
-// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
-// the plans, the bits are those of `spw_adam_step` on every subgroup.
-//
-// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
-// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
-// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
-// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
-enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
-                                    const struct spw_interleave_subgroup *subgroups,
-                                    size_t count,
-                                    struct spw_interleave **interleave_out);
-
-// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
-// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
-//
-// Requires: `sites` has `count` entries.
-enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
-                                        const uint32_t *sites,
-                                        size_t count);
-
-// The plan of the next step, or of the one under way: a site per subgroup.
-//
-// Requires: `sites` has room for one entry per subgroup.
-enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
-
-// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
-// is 0 and the gradient is there. Its way to where the plan needs it begins.
-enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,
-                                        uint64_t subgroup,
-                                        uint64_t stream);
-
-// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
-// published. Without this call `spw_interleave_begin` says it for every subgroup.
-enum spw_status spw_interleave_params_free(const struct spw_interleave *interleave,
-                                           uint64_t subgroup,
-                                           uint64_t stream);
-
-// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
-// per subgroup, `struct_size` bytes apart.
-//
-// Requires: `options` points to `count` structs.
-enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
-                                     const struct spw_adam_options *options,
-                                     size_t count,
-                                     uint64_t stream);
-
-// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
-// returns when they are there.
-enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,
-                                       uint64_t subgroup,
-                                       uint64_t stream);
-
-// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
-//
-// Requires: `ready_out` points to a u32.
-enum spw_status spw_interleave_is_ready(const struct spw_interleave *interleave,
-                                        uint64_t subgroup,
-                                        uint32_t *ready_out);
-
-// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
-enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
-
-// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
-// those of residents, set a plan without residents first.
-enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
-
-// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
-// order, their number to `count_out`. After a failure these are the states that are lost.
-//
-// Requires: `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
-enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
-                                    uint64_t *subgroups,
-                                    size_t room,
-                                    uint64_t *count_out);
-
-// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
-//
-// Requires: `rates` points to a struct of `struct_size` bytes.
-enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
-                                         const struct spw_plan_rates *rates);
-
-// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
-// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
-// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
-//
-// Requires: `changed_out` is NULL or points to a u32.
-enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
-                                      double backward,
-                                      uint32_t *changed_out);
-
-// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
-// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
-//
-// Requires: `text` is NULL or points to `size` bytes, `needed_out` to a u64.
-enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
-                                     char *text,
-                                     size_t size,
-                                     uint64_t *needed_out);
-
-// Frees the update, after all that it still moves is moved. NULL does nothing.
-enum spw_status spw_interleave_close(struct spw_interleave *interleave);
-
 // Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
 // What is refused beyond the memory itself is one warning in the log, not an error.
 //
@@ -2292,6 +2192,9 @@ enum spw_status spw_gpu_info_get(const struct spw_gpu *gpu, struct spw_gpu_info 
 // queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
 // it returns at once.
 //
+// With shadow spans the old states stay as they are, so that a step is taken back, to the bit and in no time, by using
+// them again: call this once more with another factor, or not at all.
+//
 // Requires: As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
 // memory is good until the step is over.
 enum spw_status spw_gpu_adam_step(const struct spw_gpu *gpu,
@@ -2333,6 +2236,118 @@ enum spw_status spw_gpu_link_get(const struct spw_gpu *gpu,
                                  uint32_t accumulates,
                                  uint32_t again,
                                  struct spw_gpu_link *link);
+
+// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
+// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+//
+// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
+// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
+// the plans, the bits are those of `spw_adam_step` on every subgroup.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
+// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
+// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
+// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
+enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
+                                    const struct spw_interleave_subgroup *subgroups,
+                                    size_t count,
+                                    struct spw_interleave **interleave_out);
+
+// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
+// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
+//
+// Requires: `sites` has `count` entries.
+enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
+                                        const uint32_t *sites,
+                                        size_t count);
+
+// The plan of the next step, or of the one under way: a site per subgroup.
+//
+// Requires: `sites` has room for one entry per subgroup.
+enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
+
+// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
+// is 0 and the gradient is there. Its way to where the plan needs it begins.
+//
+// Requires: `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,
+                                        uint64_t subgroup,
+                                        uint64_t stream);
+
+// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
+// published. Without this call `spw_interleave_begin` says it for every subgroup.
+//
+// Requires: `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_interleave_params_free(const struct spw_interleave *interleave,
+                                           uint64_t subgroup,
+                                           uint64_t stream);
+
+// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
+// per subgroup, `struct_size` bytes apart.
+//
+// Requires: `options` points to `count` structs; `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
+                                     const struct spw_adam_options *options,
+                                     size_t count,
+                                     uint64_t stream);
+
+// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
+// returns when they are there.
+//
+// Requires: `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,
+                                       uint64_t subgroup,
+                                       uint64_t stream);
+
+// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
+//
+// Requires: `ready_out` points to a u32.
+enum spw_status spw_interleave_is_ready(const struct spw_interleave *interleave,
+                                        uint64_t subgroup,
+                                        uint32_t *ready_out);
+
+// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
+enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
+
+// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
+// those of residents, set a plan without residents first.
+enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
+
+// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
+// order, their number to `count_out`. After a failure these are the states that are lost.
+//
+// Requires: `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
+enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
+                                    uint64_t *subgroups,
+                                    size_t room,
+                                    uint64_t *count_out);
+
+// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
+//
+// Requires: `rates` points to a struct of `struct_size` bytes.
+enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
+                                         const struct spw_plan_rates *rates);
+
+// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
+// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
+// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
+//
+// Requires: `changed_out` is NULL or points to a u32.
+enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
+                                      double backward,
+                                      uint32_t *changed_out);
+
+// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
+// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
+//
+// Requires: `text` is NULL or points to `size` bytes, `needed_out` to a u64.
+enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
+                                     char *text,
+                                     size_t size,
+                                     uint64_t *needed_out);
+
+// Frees the update, after all that it still moves is moved. NULL does nothing.
+enum spw_status spw_interleave_close(struct spw_interleave *interleave);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

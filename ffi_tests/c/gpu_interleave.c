@@ -51,13 +51,16 @@ static void give_memory_back(void) {
 static spw_interleave_options options_of(spw_gpu *gpu, uint32_t wire, uint32_t fetch, uint32_t grad, uint32_t copy) {
     return (spw_interleave_options){.struct_size = sizeof(spw_interleave_options),
                                     .backend = SPW_INTERLEAVE_CUDA,
-                                    .wire = wire,
+                                    .wire = wire == HOME ? SPW_WIRE_DELIVERED : wire,
                                     .fetch_gradients = fetch,
                                     .grad_dtype = grad,
                                     .copy_dtype = copy,
                                     .chunk = 640,
                                     .gpu = gpu};
 }
+
+// Gradients in host memory alone, where the GPU fetches them.
+static const uint32_t HOME = 1000;
 
 static void describe(spw_interleave_subgroup subgroups[SUBGROUPS], uint32_t wire) {
     for (int i = 0; i < SUBGROUPS; i++) {
@@ -66,9 +69,9 @@ static void describe(spw_interleave_subgroup subgroups[SUBGROUPS], uint32_t wire
                                                  .param = states[i][2],
                                                  .exp_avg = states[i][0],
                                                  .exp_avg_sq = states[i][1],
-                                                 .grad = (void *)(uintptr_t)grads[i],
+                                                 .grad = wire == HOME ? NULL : (void *)(uintptr_t)grads[i],
                                                  .param_copy = (void *)(uintptr_t)params[i],
-                                                 .host_grad = wire == SPW_WIRE_DELIVERED ? host_grads[i] : NULL};
+                                                 .host_grad = wire == SPW_WIRE_DELIVERED || wire == HOME ? host_grads[i] : NULL};
     }
 }
 
@@ -113,7 +116,7 @@ static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t wire, uint32_t fetc
     CHECK_OK(spw_interleave_open(&options, subgroups, SUBGROUPS, &update));
     for (uint64_t number = 1; number <= steps; number++) {
         uint32_t sites[SUBGROUPS];
-        for (int i = 0; i < SUBGROUPS; i++) sites[i] = number == 5 ? 1 : (uint32_t)(random_bits(&seed) % 3);
+        for (int i = 0; i < SUBGROUPS; i++) sites[i] = number == 5 ? 1 : (uint32_t)(random_bits(&seed) % (wire == HOME ? 2 : 3));
         CHECK_OK(spw_interleave_set_plan(update, sites, SUBGROUPS));
         backward(update, number % 2 == 0);
         step(update, number);
@@ -152,7 +155,15 @@ static void refusals(spw_gpu *gpu) {
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[4].grad");
     describe(subgroups, SPW_WIRE_DELIVERED);
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[0].host_grad");
+    describe(subgroups, HOME);
+    options = options_of(gpu, HOME, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[0].grad: is NULL");
     CHECK(update == NULL);
+    options.fetch_gradients = 1;
+    CHECK_OK(spw_interleave_open(&options, subgroups, SUBGROUPS, &update));
+    const uint32_t sites[SUBGROUPS] = {0, 1, 0, 0, SPW_SITE_RESIDENT, 0};
+    INVALID(spw_interleave_set_plan(update, sites, SUBGROUPS), "plan: makes 4 a resident");
+    CHECK_OK(spw_interleave_close(update));
     give_memory_back();
 }
 
@@ -167,6 +178,7 @@ int main(void) {
     trains_with_the_same_bits(gpu, SPW_WIRE_F32, 1, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
     trains_with_the_same_bits(gpu, SPW_WIRE_DELIVERED, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
     trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE, 12);
+    trains_with_the_same_bits(gpu, HOME, 1, SPW_DTYPE_F32, SPW_DTYPE_BF16, 12);
     refusals(gpu);
     FAKE("cuStreamDestroy_v2", stream);
     CHECK_OK(spw_gpu_close(gpu));

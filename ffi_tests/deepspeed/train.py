@@ -3,7 +3,8 @@
 
 The script knows nothing of Spillway but the report at its end: with SPILLWAY_DEEPSPEED=1 optimizer steps, I/O and pinned
 memory are Spillway's, and the process must not hold a compiled op of DeepSpeed; with --native they are DeepSpeed's own.
-Runs are deterministic for a fixed OMP_NUM_THREADS, so equal hashes mean bit-identical training."""
+Runs are deterministic for a fixed OMP_NUM_THREADS, so equal hashes mean bit-identical training. DS_ACCELERATOR=cuda trains on
+a GPU."""
 
 import argparse
 import hashlib
@@ -51,7 +52,7 @@ def train(engine, options):
     batches = Batches(options)
     losses, start = [], time.monotonic()
     for step in range(1, options.steps + 1):
-        loss = engine(batches.next())
+        loss = engine(batches.next().to(engine.device))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -114,7 +115,7 @@ def weights_hash(module):
     from deepspeed.utils import safe_get_full_fp32_param
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(safe_get_full_fp32_param(parameter).contiguous().numpy().tobytes())
+        digest.update(safe_get_full_fp32_param(parameter).contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -79,7 +79,8 @@ pub struct spw_interleave_subgroup {
     /// Second moment, f32, in host memory.
     pub exp_avg_sq: *mut c_void,
     /// Gradient, where the model makes it: device memory with SPW_INTERLEAVE_CUDA. It is written before
-    /// `spw_interleave_gradient`.
+    /// `spw_interleave_gradient`. NULL if the host alone has it, in host_grad: with SPW_WIRE_DELIVERED and
+    /// fetch_gradients; a plan with residents is then refused.
     pub grad: *mut c_void,
     /// 16-bit parameter, where the model reads it: device memory with SPW_INTERLEAVE_CUDA. NULL if there is none.
     pub param_copy: *mut c_void,
@@ -100,6 +101,7 @@ struct Types {
     grad: Dtype,
     copy: Option<Dtype>,
     wire: Wire,
+    fetched: bool,
 }
 
 /// Whether the framework has streams, the shape, and what plays the schedule.
@@ -129,7 +131,7 @@ pub(super) unsafe fn parts(
         0 => None,
         dtype => Some(parse_dtype(dtype, "options.copy_dtype")?),
     };
-    let types = Types { grad, copy, wire };
+    let types = Types { grad, copy, wire, fetched: fetch };
     let at = |index: usize, error: Error| error.within(&format!("subgroups[{index}]."));
     let numbered = subgroups.iter().enumerate();
     let backend: Box<dyn Backend> = match raw.backend {
@@ -215,12 +217,15 @@ unsafe fn on_gpu(
         // SAFETY: device memory that the caller lends until the object is closed.
         unsafe { floats(start as u64, dtype, raw.n, argument) }
     };
-    let grad = device("grad", raw.grad, types.grad)?;
     let grad = match (types.wire, raw.host_grad.is_null()) {
         (Wire::Delivered, _) => {
-            Grad::Delivered { device: grad, host: pinned("host_grad", raw.host_grad, types.grad)? }
+            let host = pinned("host_grad", raw.host_grad, types.grad)?;
+            match raw.grad.is_null() && types.fetched {
+                true => Grad::Home(host),
+                false => Grad::Delivered { device: device("grad", raw.grad, types.grad)?, host },
+            }
         }
-        (_, true) => Grad::Device(grad),
+        (_, true) => Grad::Device(device("grad", raw.grad, types.grad)?),
         (_, false) => {
             return Err(Error::invalid("host_grad", "is not NULL, but gradients are not delivered"));
         }

@@ -20,6 +20,7 @@ use crate::gpu::stream::{Event as DriverEvent, Stream};
 use crate::kernel::AdamRule;
 use crate::plan::interleave::Shape;
 use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
+use crate::plan::interleave::sites::Plan;
 
 /// Lanes that are streams here.
 const STREAMS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];
@@ -155,6 +156,10 @@ impl Backend for Gpu {
                 }
             }
         }
+    }
+
+    fn accepts(&self, plan: &Plan) -> Result<()> {
+        self.memory.accepts(plan)
     }
 
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {

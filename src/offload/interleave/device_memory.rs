@@ -13,6 +13,7 @@ use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam;
 use crate::optim::spread::Job;
 use crate::plan::interleave::schedule::{PAIR, Part, State, Work};
+use crate::plan::interleave::sites::{Plan, Site};
 use crate::plan::interleave::{GpuGrads, Shape, Wire};
 use crate::pool::region::{Backing, Region};
 use crate::sys::lent::Lent;
@@ -63,6 +64,8 @@ pub enum Grad {
         /// For the CPU.
         host: Pinned,
     },
+    /// In pinned host memory alone; the GPU fetches it there, and there are no residents.
+    Home(Pinned),
 }
 
 /// The arrays of one subgroup.
@@ -77,9 +80,17 @@ pub struct Subgroup {
 }
 
 impl Subgroup {
-    fn on_device(&self) -> DeviceFloats {
+    fn on_device(&self) -> Result<DeviceFloats> {
         match &self.grad {
-            Grad::Device(device) | Grad::Delivered { device, .. } => *device,
+            Grad::Device(device) | Grad::Delivered { device, .. } => Ok(*device),
+            Grad::Home(_) => Err(Error::invalid("grad", "is not in device memory")),
+        }
+    }
+
+    fn grad_dtype(&self) -> Dtype {
+        match &self.grad {
+            Grad::Device(device) | Grad::Delivered { device, .. } => device.dtype(),
+            Grad::Home(host) => host.floats.dtype(),
         }
     }
 }
@@ -187,20 +198,31 @@ impl Memory {
         })
     }
 
+    /// Refuses residents whose gradients are not in device memory.
+    pub fn accepts(&self, plan: &Plan) -> Result<()> {
+        match plan.on(Site::Resident).find(|subgroup| self.subgroups[*subgroup].on_device().is_err()) {
+            None => Ok(()),
+            Some(subgroup) => {
+                let reason = format!("makes {subgroup} a resident, whose gradient is not in device memory");
+                Err(Error::invalid("plan", reason))
+            }
+        }
+    }
+
     /// Gives a stream its work.
     pub fn enqueue(&self, stream: &Stream, work: Work, rules: &[AdamRule]) -> Result<()> {
         let own = &self.subgroups[work.subgroup()];
         match work {
             Work::Cast { part, buffer, .. } => self.kernels.cast(
                 stream,
-                own.on_device().part(part.from, part.len),
+                own.on_device()?.part(part.from, part.len),
                 self.chunk(buffer, part)?,
             ),
             Work::GradOut { subgroup, part, buffer: Some(buffer) } => {
                 stream.download(self.chunk(buffer, part)?.span(), &self.host_grad(subgroup)?.part(part))
             }
             Work::GradOut { subgroup, part, buffer: None } => {
-                let from = own.on_device().part(part.from, part.len);
+                let from = own.on_device()?.part(part.from, part.len);
                 stream.download(from.span(), &self.host_grad(subgroup)?.part(part))
             }
             Work::Prefetch { slot, state, part, .. } => stream
@@ -212,7 +234,7 @@ impl Memory {
             Work::FetchGrad { subgroup, slot, part } => {
                 let to = self.slot(slot)?.grad(part)?.span();
                 match &own.grad {
-                    Grad::Delivered { host, .. } => stream.upload(&host.part(part), to),
+                    Grad::Delivered { host, .. } | Grad::Home(host) => stream.upload(&host.part(part), to),
                     Grad::Device(_) => stream.upload(&self.host_grad(subgroup)?.part(part), to),
                 }
             }
@@ -223,7 +245,7 @@ impl Memory {
             Work::Evict { subgroup, state, part } => self.evict(stream, subgroup, state, part),
             Work::GpuStep { subgroup, slot } => self.gpu_step(stream, subgroup, slot, rules),
             Work::ResidentStep { subgroup } => {
-                self.step(stream, subgroup, &*self.resident(subgroup)?, own.on_device(), rules)
+                self.step(stream, subgroup, &*self.resident(subgroup)?, own.on_device()?, rules)
             }
             Work::Upload { stage, .. } => match own.copy {
                 Some(copy) => {
@@ -248,7 +270,7 @@ impl Memory {
         }
         let late;
         let grad = match &own.grad {
-            Grad::Delivered { host, .. } => host,
+            Grad::Delivered { host, .. } | Grad::Home(host) => host,
             Grad::Device(_) => {
                 late = self.host_grad(subgroup)?;
                 &*late
@@ -268,7 +290,7 @@ impl Memory {
     fn gpu_step(&self, stream: &Stream, subgroup: usize, slot: usize, rules: &[AdamRule]) -> Result<()> {
         let slot = self.slot(slot)?;
         let grad = match self.shape.gpu_grads {
-            GpuGrads::Kept => self.subgroups[subgroup].on_device(),
+            GpuGrads::Kept => self.subgroups[subgroup].on_device()?,
             GpuGrads::Fetched => slot.grad(self.whole(subgroup))?,
         };
         self.step(stream, subgroup, &slot, grad, rules)
@@ -339,7 +361,7 @@ fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
         let reason = format!("are {}, the shape has {}", subgroups.len(), shape.count());
         return Err(Error::invalid("subgroups", reason));
     }
-    let grad = subgroups.first().map_or(Dtype::Bf16, |subgroup| subgroup.on_device().dtype());
+    let grad = subgroups.first().map_or(Dtype::Bf16, Subgroup::grad_dtype);
     let copy = subgroups.first().and_then(|subgroup| subgroup.copy).map(|copy| copy.dtype());
     for (index, (subgroup, size)) in subgroups.iter().zip(&shape.sizes).enumerate() {
         let refuse =
@@ -352,9 +374,12 @@ fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
         let delivered = match &subgroup.grad {
             Grad::Delivered { host, .. } => fits(host, grad) && shape.wire == Wire::Delivered,
             Grad::Device(_) => shape.wire != Wire::Delivered,
+            Grad::Home(host) => {
+                fits(host, grad) && shape.wire == Wire::Delivered && shape.gpu_grads == GpuGrads::Fetched
+            }
         };
-        let device = subgroup.on_device();
-        if !delivered || device.dtype() != grad || device.len() != *size {
+        let other = |device: DeviceFloats| device.dtype() != grad || device.len() != *size;
+        if !delivered || subgroup.on_device().is_ok_and(other) {
             return refuse("grad");
         }
         let copied = subgroup.copy;

@@ -85,7 +85,11 @@ impl<B: Backend + 'static> Engine<B> {
 
     /// Takes another plan: after a step and before the first gradient of the next.
     pub fn set_plan(&self, plan: Plan) -> Result<()> {
-        self.machine()?.set_plan(plan, &mut |command| self.inner.backend.play(command, None))
+        let mut machine = self.machine()?;
+        if plan.count() == machine.shape().count() {
+            self.inner.backend.accepts(&plan)?;
+        }
+        machine.set_plan(plan, &mut |command| self.inner.backend.play(command, None))
     }
 
     /// The gradient of a subgroup is made on the framework's stream; its way to where it is needed begins.

@@ -34,6 +34,7 @@ use crate::error::Result;
 use crate::gpu::stream::ForeignStream;
 use crate::kernel::AdamRule;
 use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
+use crate::plan::interleave::sites::Plan;
 
 /// One piece of work and when it ran, in seconds since the backend was made.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,6 +58,11 @@ pub trait Backend: Send + Sync {
     /// [`Lane::Model`] is for this command.
     fn play(&self, command: Command, model: Model) -> Result<()>;
 
+    /// Whether it can play this plan, of as many subgroups as it has.
+    fn accepts(&self, _: &Plan) -> Result<()> {
+        Ok(())
+    }
+
     /// Coefficients of each subgroup for the updates that are enqueued from now on; one entry stands for all.
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()>;
 
@@ -70,6 +76,10 @@ pub trait Backend: Send + Sync {
 impl Backend for Box<dyn Backend> {
     fn play(&self, command: Command, model: Model) -> Result<()> {
         self.as_ref().play(command, model)
+    }
+
+    fn accepts(&self, plan: &Plan) -> Result<()> {
+        self.as_ref().accepts(plan)
     }
 
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {

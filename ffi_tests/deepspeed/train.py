@@ -129,7 +129,9 @@ def files_in(folder):
 
 
 def config(options):
-    zero = {"stage": options.stage, "offload_optimizer": {"device": "cpu"}}
+    zero = {"stage": options.stage, "offload_optimizer": {"device": "cpu", "pin_memory": os.environ["DS_ACCELERATOR"] != "cpu"}}
+    if options.sub_group_size:
+        zero["sub_group_size"] = options.sub_group_size
     if options.nvme:
         # Tensors below 1 MiB stay in memory. A buffer holds any one parameter.
         zero = {"stage": 3, "sub_group_size": 4 << 20, "stage3_param_persistence_threshold": 0,
@@ -144,7 +146,10 @@ def config(options):
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        # tiered.py is for Spillway's own; these runs are about DeepSpeed's swappers on Spillway's files.
+        "spillway": {"enabled": False},
         "steps_per_print": 1 << 30,
+        **({"spillway": json.loads(options.block)} if options.block else {}),
     }
 
 
@@ -221,6 +226,8 @@ def arguments():
     parser.add_argument("--native", action="store_true", help="expect DeepSpeed's compiled op")
     parser.add_argument("--nvme", metavar="DIRECTORY", help="ZeRO-3 with states and parameters in files there")
     parser.add_argument("--pipeline", action="store_true", help="with --nvme: states are read and written ahead")
+    parser.add_argument("--sub-group-size", type=int, help="parameters of a sub-group of ZeRO-3")
+    parser.add_argument("--block", metavar="JSON", help="the spillway block of the configuration")
     parser.add_argument("--json", help="write the report to this file")
     for name, value in (("dim", 256), ("layers", 6), ("context", 128), ("batch", 8), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)

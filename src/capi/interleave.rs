@@ -4,6 +4,7 @@
 use std::ffi::c_char;
 
 use super::adam::{self, spw_adam_options};
+use super::deepspeed_swap::{rules_of, spw_ds_adam_call};
 use super::guard::guard;
 use super::interleave_open::{Parts, parts, spw_interleave_options, spw_interleave_subgroup};
 use super::library::out;
@@ -14,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::gpu::stream::ForeignStream;
 use crate::offload::interleave::engine::{Engine, Reader};
 use crate::offload::interleave::{Backend, Model, trace};
+use crate::optim::deepspeed::ADAM;
 use crate::plan::interleave::MAX_SUBGROUPS;
 
 /// An interleaved update. Any thread may use one at any time.
@@ -144,6 +146,31 @@ pub unsafe extern "C" fn spw_interleave_begin(
         unsafe {
             let (engine, stream) = with_stream(interleave, stream)?;
             engine.begin(adam::rules(options, count)?, stream)
+        }
+    })
+}
+
+/// `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order. The id
+/// advances if the step begins.
+///
+/// # Safety
+/// `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
+    interleave: Option<&spw_interleave>,
+    id: i32,
+    calls: *const spw_ds_adam_call,
+    count: usize,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let (engine, stream) = with_stream(interleave, stream)?;
+            let (kept, rules) = rules_of(id, calls, count)?;
+            engine.begin(rules, stream)?;
+            ADAM.create(id, kept);
+            Ok(())
         }
     })
 }

@@ -47,6 +47,8 @@ pub mod tier;
 
 pub mod tier_report;
 
+pub mod swap_options;
+
 pub mod swap;
 
 pub mod gpu;
@@ -60,3 +62,5 @@ pub mod interleave_open;
 pub mod interleave;
 
 pub mod deepspeed;
+
+pub mod deepspeed_swap;

@@ -126,6 +126,11 @@ class Interleave:
         for one in {id(one): one for one in each}.values():
             one.step_count += 1
 
+    def begin_ds(self, optimizer_id, calls, stream=None):
+        """begin() with the arithmetic of DeepSpeed's op for that id: a _abi.DsAdamCall for each subgroup."""
+        table = (_abi.DsAdamCall * len(calls))(*calls)
+        self._call("spw_interleave_begin_ds_adam", optimizer_id, table, len(table), stream_number(stream))
+
     def publish(self, subgroup, stream=None):
         """Makes `stream` wait for a subgroup's new 16-bit parameters; without a GPU the call returns when they are there."""
         self._call("spw_interleave_publish", subgroup, stream_number(stream))

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from .. import _abi, _native, gpu as _gpu
 from ..errors import InvalidArgument
 from ..interleave import PLANS, Interleave, Rates, Subgroup, plan
+from . import _call, _tier_config
+from ._superoffload import _factor
 
 # What stage 3 has to have for `overrides` to fit it.
 NEEDED = ("initialize_optimizer_states", "unscale_and_clip_grads", "_optimizer_step", "_unflatten_partitioned_parameters",
@@ -101,8 +103,9 @@ class Update:
             update.gradient(index, stream)
         update.begin_ds(self._stage3.optimizer.opt_id, [self._call_of(index, factor) for index in range(len(sites))], stream)
         self.counts["steps"] += 1
-        for site in sites:
+        for index, site in enumerate(sites):
             self.counts[site] += 1
+            _call.count("cpu_adam", self._stage3.fp32_partitioned_groups_flat[index].numel())
 
     def publish(self, index):
         """The model's weights of a sub-group are new for whatever is queued from now on; after the last one all states are
@@ -181,13 +184,11 @@ def overrides(stage3):
     own = {name: getattr(stage3, name) for name in NEEDED}
 
     def initialize_optimizer_states(self):
-        from . import _tier_config
         settings = parse(_tier_config.block())
         self._spillway_interleave = Update(self, settings) if settings else None
         own["initialize_optimizer_states"](self)
 
     def unscale_and_clip_grads(self, sub_group_id, total_norm):
-        from ._superoffload import _factor
         update = interleaved(self)
         if update is None:
             own["unscale_and_clip_grads"](self, sub_group_id, total_norm)

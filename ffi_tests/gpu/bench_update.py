@@ -3,6 +3,8 @@ prediction beside what was measured; DeepSpeed's step of the same states where i
 
 10 G parameters need 140 GB; where there is less, as many as fit."""
 
+import os
+import pathlib
 import time
 
 import spillway
@@ -43,7 +45,9 @@ def main():
               ratio("model's plan against all on the CPU", taken["all on the CPU"] / taken["model's plan"], 1.7)]
     lines += deepspeed(subgroups, taken["model's plan"])
     report("update", "Update phase of states in host memory", gpu, lines, "ffi_tests/gpu/run.sh update")
-    print(f"trace of the last phase: {len(trace)} bytes")
+    path = pathlib.Path(os.environ.get("LOGS") or ".") / "update-trace.json"
+    path.write_text(trace)
+    print(f"trace of the last phase, for ui.perfetto.dev: {path}")
 
 
 def subgroup():

@@ -23,7 +23,7 @@ failed=0
 main() {
     mkdir -p "$logs"
     find_library
-    export BENCH="${BENCH:-$root/ffi_tests/bench}" QUICK="${QUICK:-}"
+    export LOGS="$logs" BENCH="${BENCH:-$root/ffi_tests/bench}" QUICK="${QUICK:-}"
     export PYTHONPATH="$root/packaging/python:$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
     # Rates that were measured on another day are measured again.
     export SPILLWAY_PROFILE="$logs/profile"

@@ -27,7 +27,7 @@ _HOST, _CUDA = 0, 1
 class Subgroup(NamedTuple):
     """The arrays of a subgroup. param, exp_avg and exp_avg_sq are float32 in host memory, page-locked with a GPU (pinned());
     grad and the 16-bit param_copy are where the model has them: in device memory with a GPU. host_grad is for wire
-    "delivered" with a GPU: where the caller brings the gradient to."""
+    "delivered" with a GPU: where the caller brings the gradient to; with fetch_gradients grad may then be None."""
 
     param: Any
     exp_avg: Any
@@ -213,8 +213,8 @@ def _fill(slot, subgroup, options, prefix, on_device, uint16_as):
             slot.n = elements
         elif elements != slot.n:
             raise InvalidArgument(f"{argument} has {elements} elements, param has {slot.n}")
-        kind = {"grad": "grad_dtype", "param_copy": "copy_dtype"}.get(name)
-        wanted = _abi.DTYPE_F32 if name in ("param", "exp_avg", "exp_avg_sq") else getattr(options, kind or "grad_dtype")
+        kind = {"grad": "grad_dtype", "host_grad": "grad_dtype", "param_copy": "copy_dtype"}.get(name)
+        wanted = getattr(options, kind) if kind else _abi.DTYPE_F32
         if wanted not in (_abi.DTYPE_NONE, code):
             raise InvalidArgument(f"{argument} has another dtype than its kind in the other subgroups, or than float32")
         if kind:

@@ -126,6 +126,33 @@ def test_interleaved_steps_have_the_bits_of_the_cpu(desk):
     driver.free(*grads, *copies)
 
 
+def test_gradients_in_host_memory_alone(desk):
+    """As ZeRO-3 brings them: in 32 bits, fetched by the GPU where it steps."""
+    driver, gpu, stream = desk
+    plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
+    plain.grad = [np.zeros(n, np.float32) for n in SIZES]
+    copies, homes, seen = ([make(copy) for copy in plain.copy] for make in
+                           (driver.device, lambda copy: spillway.pinned(copy.size), locked))
+    subgroups = [spillway.Subgroup(*map(locked, arrays), None, copy, home) for *arrays, copy, home in
+                 zip(plain.param, plain.exp_avg, plain.exp_avg_sq, copies, homes)]
+    with spillway.Interleave(subgroups, gpu=gpu, wire="delivered", fetch_gradients=True) as update:
+        update.set_plan(["gpu", "cpu", "gpu", "gpu"])
+        for number in range(3):
+            for index, home in enumerate(homes):
+                plain.grad[index][:] = home[:] = normal(home.size, number + 10 * index)
+                update.gradient(index, stream)
+            plain.step(theirs)
+            update.begin(ours, grad_scale=SCALE, stream=stream)
+            for index in range(len(SIZES)):
+                update.publish(index, stream)
+                gpu.copy_out(copies[index], seen[index], after=stream).order(stream)
+            driver.synchronize(stream)
+            assert all((mine == wanted).all() for mine, wanted in zip(seen, plain.copy)), number
+        with pytest.raises(spillway.InvalidArgument, match="makes 1 a resident"):
+            update.set_plan(["cpu", "resident", "cpu", "cpu"])
+    driver.free(*copies)
+
+
 def test_without_a_gpu_threads_take_its_part(monkeypatch):
     plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
     model = Layers()

@@ -123,7 +123,7 @@ static void step_plain(const spw_adam_options *options, double scale, double wan
 // The next forward pass reads all parameters on the framework's stream.
 static void forward(spw_spec *spec) {
     for (int i = 0; i < BUCKETS; i++) {
-        CHECK_OK(spw_spec_publish(spec, (uint32_t)i, (uintptr_t)stream, -1));
+        CHECK_OK(spw_spec_stream_wait(spec, (uint32_t)i, (uintptr_t)stream, -1));
         FAKE("cuMemcpyDtoHAsync_v2", seen[i], params[i], plain[i].bytes[4], stream);
     }
     FAKE("cuStreamSynchronize", stream);

@@ -121,7 +121,7 @@ pub unsafe extern "C" fn spw_spec_submit_gpu(
 /// # Safety
 /// `spec` is an open engine; `stream` is 0 or a live stream of the primary context of the bucket's GPU.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_spec_publish(
+pub unsafe extern "C" fn spw_spec_stream_wait(
     spec: *const spw_spec,
     bucket: u32,
     stream: u64,

@@ -62,7 +62,7 @@ PROTOTYPES = {
     "spw_spec_wait": (_STATUS, [c_void_p, c_uint32, c_int64]),
     "spw_spec_publish_to": (_STATUS, [c_void_p, c_uint32, c_void_p, POINTER(GpuCopy), c_size_t]),
     "spw_spec_submit_gpu": (_STATUS, [c_void_p, c_uint32, c_void_p, c_void_p, c_size_t, c_uint64, POINTER(SpecEvent)]),
-    "spw_spec_publish": (_STATUS, [c_void_p, c_uint32, c_uint64, c_int64]),
+    "spw_spec_stream_wait": (_STATUS, [c_void_p, c_uint32, c_uint64, c_int64]),
     "spw_spec_local_result": (_STATUS, [c_void_p, c_int64, POINTER(StepStats)]),
     "spw_spec_resolve": (_STATUS, [c_void_p, POINTER(StepStats), POINTER(SpecOutcome)]),
     "spw_spec_resolve_as": (_STATUS, [c_void_p, c_uint32, c_double, POINTER(SpecOutcome)]),

@@ -90,7 +90,7 @@ class Speculation:
 
     def publish(self, bucket, stream=None, timeout=None):
         """Waits as wait() does, and makes `stream` wait, on the device, for a bucket's new parameters to be there."""
-        self._call("spw_spec_publish", bucket, stream_number(stream), _milliseconds(timeout))
+        self._call("spw_spec_stream_wait", bucket, stream_number(stream), _milliseconds(timeout))
 
     def submit_table(self, function, bucket, held, *arguments):
         """Hands a bucket over by the C function of that name; what `held` refers to stays alive until the round ends."""

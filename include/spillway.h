@@ -322,6 +322,12 @@ typedef enum spw_spec_event_kind {
     // writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
     // bucket began.
     SPW_SPEC_EVENT_WORD = 2,
+    // The event `handle` of `gpu` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last
+    // recorded. It may be recorded again or destroyed at once. The driver is asked every 0.2 ms.
+    SPW_SPEC_EVENT_CUDA = 3,
+    // All that is queued on the stream `handle` of `gpu` (`stream.cuda_stream` of torch); 0 is the legacy default
+    // stream. Otherwise as SPW_SPEC_EVENT_CUDA.
+    SPW_SPEC_EVENT_CUDA_STREAM = 4,
 } spw_spec_event_kind;
 
 // Which way a copy goes. Passed as `uint32_t`.
@@ -625,7 +631,7 @@ typedef struct spw_spec_stats {
     uint64_t buckets_redone;
     // Those taken back.
     uint64_t buckets_rolled_back;
-    // Buckets not stepped before the verdict, since it was certain already.
+    // Buckets not stepped before the verdict, since it was certain already, or since they are the GPU's.
     uint64_t buckets_spared;
     // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
     double seconds_exposed;
@@ -643,6 +649,10 @@ typedef struct spw_spec_event {
     uint32_t value;
     // For SPW_SPEC_EVENT_WORD.
     const uint32_t *word;
+    // For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM; it may be closed at once.
+    const struct spw_gpu *gpu;
+    // For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM.
+    uint64_t handle;
 } spw_spec_event;
 
 // What a verdict came to.
@@ -1277,7 +1287,8 @@ typedef struct spw_interleave_subgroup {
     // Second moment, f32, in host memory.
     void *exp_avg_sq;
     // Gradient, where the model makes it: device memory with SPW_INTERLEAVE_CUDA. It is written before
-    // `spw_interleave_gradient`.
+    // `spw_interleave_gradient`. NULL if the host alone has it, in host_grad: with SPW_WIRE_DELIVERED and
+    // fetch_gradients; a plan with residents is then refused.
     void *grad;
     // 16-bit parameter, where the model reads it: device memory with SPW_INTERLEAVE_CUDA. NULL if there is none.
     void *param_copy;
@@ -2235,7 +2246,8 @@ enum spw_status spw_gpu_probe(struct spw_gpu_driver *driver);
 enum spw_status spw_gpu_open(const struct spw_gpu_options *options,
                              struct spw_gpu **gpu_out);
 
-// Waits for the copies and steps under way, and lets go of the GPU. NULL does nothing.
+// Waits for the copies and steps under way, and lets go of the GPU. Interleaved updates and speculation engines that
+// were given it go on. NULL does nothing.
 enum spw_status spw_gpu_close(struct spw_gpu *gpu);
 
 // Reads what the GPU is. Set `info->struct_size` first.
@@ -2292,6 +2304,46 @@ enum spw_status spw_gpu_link_get(const struct spw_gpu *gpu,
                                  uint32_t again,
                                  struct spw_gpu_link *link);
 
+// From now on the 16-bit copies of a bucket go to the device as soon as they count: by `count` copies of direction
+// SPW_GPU_IN from pinned memory, which the bucket's tensors name as their param_copy. Each comes after what its `handle`
+// says at that moment, which should be all that still reads the old parameters. `count` 0 takes it back. Call it between
+// rounds.
+//
+// The engine writes a copy only when its last upload is over.
+//
+// Requires: `spec` is an open engine, `gpu` an open GPU, which may be closed before the engine; `copies` points to `count`
+// structs of `struct_size` bytes, as far apart. Their device memory, host memory and handles are good until the engine is closed
+// or this is called again.
+enum spw_status spw_spec_publish_to(const struct spw_spec *spec,
+                                    uint32_t bucket,
+                                    const struct spw_gpu *gpu,
+                                    const struct spw_gpu_copy *copies,
+                                    size_t count);
+
+// Hands over a bucket that lives on the GPU: all spans of its tensors are device memory. It is measured when `event`
+// came, and stepped by the GPU once, after the verdict, with the bits of any other bucket: the tail buckets of
+// `spw_plan_tail` (SuperOffload section 4.3). What it does comes after what is queued on `stream` at that moment, and what is queued
+// there later comes after it. Rounds of `spw_spec_begin_adam` only; otherwise as `spw_spec_submit`.
+//
+// Requires: As `spw_spec_submit`, for device memory; `gpu` is open, and may be closed before the engine; `stream` is 0 or a live
+// stream of the device's primary context until the bucket is final.
+enum spw_status spw_spec_submit_gpu(const struct spw_spec *spec,
+                                    uint32_t bucket,
+                                    const struct spw_gpu *gpu,
+                                    const struct spw_tensor *tensors,
+                                    size_t count,
+                                    uint64_t stream,
+                                    const struct spw_spec_event *event);
+
+// Waits as `spw_spec_wait`, and then makes what is queued on `stream` from now on wait, on the device, until the new
+// parameters of the bucket are there: uploaded as `spw_spec_publish_to` says, or stepped by the GPU.
+//
+// Requires: `spec` is an open engine; `stream` is 0 or a live stream of the primary context of the bucket's GPU.
+enum spw_status spw_spec_stream_wait(const struct spw_spec *spec,
+                                     uint32_t bucket,
+                                     uint64_t stream,
+                                     int64_t timeout_ms);
+
 // Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
 // All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
 //
@@ -2345,6 +2397,16 @@ enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
                                      const struct spw_adam_options *options,
                                      size_t count,
                                      uint64_t stream);
+
+// `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order. The id
+// advances if the step begins.
+//
+// Requires: `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
+enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interleave,
+                                             int32_t id,
+                                             const struct spw_ds_adam_call *calls,
+                                             size_t count,
+                                             uint64_t stream);
 
 // Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
 // returns when they are there.

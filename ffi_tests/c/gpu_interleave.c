@@ -4,6 +4,8 @@
 #include "fake_cuda.h"
 
 enum { SUBGROUPS = 6, ORDINAL = 7 };
+// A wire: gradients in host memory alone, where the GPU fetches them.
+static const uint32_t HOME = 1000;
 static const uint64_t SIZES[SUBGROUPS] = {3000, 17, 0, 3000, 1024, 700};
 
 static struct problem plain[SUBGROUPS];
@@ -58,9 +60,6 @@ static spw_interleave_options options_of(spw_gpu *gpu, uint32_t wire, uint32_t f
                                     .chunk = 640,
                                     .gpu = gpu};
 }
-
-// Gradients in host memory alone, where the GPU fetches them.
-static const uint32_t HOME = 1000;
 
 static void describe(spw_interleave_subgroup subgroups[SUBGROUPS], uint32_t wire) {
     for (int i = 0; i < SUBGROUPS; i++) {

@@ -278,6 +278,9 @@ static void calls_out_of_order_are_refused(void) {
     INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "tensors[0].options.grad_scale");
     own = models[1].tensor, own.exp_avg_sq = NULL;
     INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "exp_avg_sq");
+    own = models[1].tensor, own.shadow_param = twins[1].spans[0];
+    own.shadow_exp_avg = twins[1].spans[2], own.shadow_exp_avg_sq = twins[1].spans[3];
+    INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "tensors[0].shadow_param");
 
     submit(spec, 0);
     REFUSED(spw_spec_submit(spec, 0, tensor, 1, NULL), SPW_ERR_BUCKET_SUBMITTED, "bucket 0");

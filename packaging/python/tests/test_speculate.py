@@ -136,6 +136,7 @@ def test_misuse_is_typed():
         speculation.submit(0, [])
         with pytest.raises(spillway.InvalidArgument, match="verdict"):
             speculation.resolve_as("perhaps")
+        speculation.local_result()
         assert speculation.resolve_as("skip").verdict == "skip"
     with pytest.raises(spillway.InvalidArgument, match="closed"):
         speculation.finish()

@@ -192,7 +192,7 @@ static void adagrad_and_lion_speculate_too(void) {
     release_models();
 }
 
-static _Atomic uint32_t word = 0xffffffff;
+static _Atomic uint32_t word;
 
 static void *writer(void *fd) {
     usleep(20000);
@@ -205,6 +205,7 @@ static void *writer(void *fd) {
 
 static void buckets_wait_for_descriptors_and_words(void) {
     make_models();
+    atomic_store(&word, 0xffffffff);
     spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
     const spw_adam_options options = adam_options();
     CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));

@@ -182,14 +182,20 @@ fn layout_of_rust() -> String {
         }
         capi::tier_report::spw_tier_checked { struct_size, reserved, extents, blocks, bytes, damaged }
         capi::io_wait::spw_io_failure { struct_size, system_errno, offset, bytes, path }
-        capi::swap::spw_swap_options {
+        capi::swap_options::spw_swap_options {
             struct_size, flags, host_bytes, elements, subgroups, ratio, speeds, patience_seconds,
         }
-        capi::swap::spw_swap_budget {
+        capi::swap_options::spw_swap_budget {
             struct_size, reserved, host_bytes, buffer_bytes, buffers, cached, state_bytes, step_bytes,
         }
-        capi::swap::spw_swap_stats {
+        capi::swap_options::spw_swap_stats {
             struct_size, reserved, rounds, hits, fetched, flushed, moved, exposed_seconds,
+        }
+        capi::deepspeed_swap::spw_ds_adam_call {
+            struct_size, bias_correction, step, lr, beta1, beta2, eps, weight_decay, grad_scale,
+        }
+        capi::deepspeed_swap::spw_ds_adam_state {
+            struct_size, adamw_mode, step, beta1, beta2, beta1_power, beta2_power,
         }
         capi::gpu::spw_gpu_driver { struct_size, devices, cuda_version, reserved }
         capi::gpu::spw_gpu_options { struct_size, ordinal, chunk_bytes }

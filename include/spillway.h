@@ -603,7 +603,9 @@ typedef struct spw_spec_options {
     uint32_t struct_size;
     // Buckets of every round, numbered from 0.
     uint32_t buckets;
-    // An `spw_undo_mode` that is exact: SPW_UNDO_DELTA.
+    // An `spw_undo_mode` that is exact: SPW_UNDO_DELTA, or SPW_UNDO_SHADOW, for which every tensor names its shadow spans.
+    // With shadows, these hold the state after the verdicts SPW_SPEC_COMMIT and SPW_SPEC_REDO, and the tensor's own
+    // spans after SPW_SPEC_SKIP and an abort: the next round names first those that hold it.
     uint32_t undo_mode;
     // An `spw_spec_publish`.
     uint32_t publish;
@@ -1573,7 +1575,7 @@ enum spw_status spw_undo_close(struct spw_undo *undo);
 //     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
 //
 // A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
-// go back to the bit: about 2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
+// go back to the bit: about 1.2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
 // once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
 // are only measured, and step once after it.
 //

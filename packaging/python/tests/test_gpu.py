@@ -268,3 +268,12 @@ def test_no_driver_is_an_error_of_its_own(child_environment):
     child_environment["SPILLWAY_CUDA_LIBRARY"] = "libno-such-driver.so.9"
     done = subprocess.run([sys.executable, "-c", script], env=child_environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["50", "True"], done.stderr
+
+
+def test_the_script_for_gpu_machines_says_that_there_is_none(repository, child_environment, tmp_path):
+    folder = repository / "ffi_tests" / "gpu"
+    for script in folder.glob("*.py"):
+        compile(script.read_text(), script.name, "exec")
+    child_environment.update(SPILLWAY_CUDA_LIBRARY="libno-such-driver.so.9", LOGS=str(tmp_path), SPILLWAY_PYTHON=sys.executable)
+    done = subprocess.run(["sh", folder / "run.sh"], env=child_environment, capture_output=True, text=True)
+    assert done.returncode == 77 and done.stdout.startswith("gpu: skipped: opening libno-such-driver.so.9"), done

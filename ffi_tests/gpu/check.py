@@ -92,7 +92,8 @@ def casts(gpu):
     for turn in range(size(6, 1)):
         values = source.integers(0, 1 << 32, count, dtype=np.uint32).view(np.float32)
         if turn == 0:
-            values[:1 << 15] = np.arange(1 << 15, dtype=np.uint32).view(np.float32)
+            smallest = min(count, 1 << 15)
+            values[:smallest] = np.arange(smallest, dtype=np.uint32).view(np.float32)
         host = spillway.pinned(count)
         host[:] = values
         for name, kind, dtype in (("bf16", np.uint16, torch.bfloat16), ("fp16", np.float16, torch.float16)):

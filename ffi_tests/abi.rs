@@ -182,10 +182,10 @@ fn layout_of_rust() -> String {
         }
         capi::tier_report::spw_tier_checked { struct_size, reserved, extents, blocks, bytes, damaged }
         capi::io_wait::spw_io_failure { struct_size, system_errno, offset, bytes, path }
-        capi::swap::spw_swap_options {
+        capi::swap_options::spw_swap_options {
             struct_size, flags, host_bytes, elements, subgroups, ratio, speeds, patience_seconds,
         }
-        capi::swap::spw_swap_budget {
+        capi::swap_options::spw_swap_budget {
             struct_size, reserved, host_bytes, buffer_bytes, buffers, cached, state_bytes, step_bytes,
         }
         capi::swap::spw_swap_stats {

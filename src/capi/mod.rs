@@ -49,6 +49,8 @@ pub mod tier;
 
 pub mod tier_report;
 
+pub mod swap_options;
+
 pub mod swap;
 
 pub mod gpu;

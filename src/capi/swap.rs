@@ -2,92 +2,22 @@
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
-use std::time::Duration;
 
 use super::adam::{self, spw_adam_options};
 use super::guard::guard;
 use super::library::out;
 use super::record::{self, Record};
 use super::status::spw_status;
+use super::swap_options::{parse, spw_swap_budget, spw_swap_options, write_budget};
 use super::tensor::{self, spw_dtype, spw_step_stats, spw_tensor};
 use super::tier::{self, spw_tier};
+use crate::dtype::bf16;
 use crate::error::{Error, Result};
 use crate::kernel::squares;
-use crate::offload::swap::budget::{self, STREAMS};
-use crate::offload::swap::{State, Swap, SwapOptions};
+use crate::offload::swap::form::{Form, STREAMS};
+use crate::offload::swap::{State, Swap};
 use crate::optim::{self, StepStats};
-use crate::pool::region::Backing;
 use crate::sys::span::Span;
-
-/// Choices for a tiered update, added together.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub enum spw_swap_flag {
-    /// Base pages, even where 2 MiB pages could be had.
-    SPW_SWAP_NO_HUGE_PAGES = 1,
-    /// Leave the memory unlocked.
-    SPW_SWAP_NO_LOCK = 2,
-    /// Use the paths without waiting for turns. Else one process of this node and user at a time uses a path, and the
-    /// others go to another path first (MLP-Offload section 3.1).
-    SPW_SWAP_NO_TURNS = 4,
-}
-
-/// Settings of a tiered update.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_swap_options {
-    /// `sizeof(spw_swap_options)`
-    pub struct_size: u32,
-    /// Sum of `spw_swap_flag`.
-    pub flags: u32,
-    /// Most bytes of host memory for state. `spw_swap_plan` says what comes of it.
-    pub host_bytes: u64,
-    /// Elements of each subgroup; the memory may be reused after the call.
-    pub elements: *const u64,
-    /// Number of subgroups.
-    pub subgroups: u64,
-    /// Share of each path in the state, in any unit, one for each path of the tier; NULL: in proportion to the measured
-    /// speed (MLP-Offload Eq. 1).
-    pub ratio: *const f64,
-    /// Bytes per second of each path, to begin with; NULL: all alike, until the first update has measured them.
-    pub speeds: *const f64,
-    /// Seconds that a process waits for its turn on a path before it goes on without; 0: 30.
-    pub patience_seconds: f64,
-}
-
-// SAFETY: numbers and pointers without padding; null pointers are valid.
-unsafe impl Record for spw_swap_options {
-    const FIRST_SIZE: usize = 56;
-    const NAME: &'static str = "spw_swap_options";
-}
-
-/// Memory and bytes of a tiered update.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_swap_budget {
-    /// `sizeof(spw_swap_budget)`
-    pub struct_size: u32,
-    /// 0
-    pub reserved: u32,
-    /// Bytes of host memory that the buffers take, all at open.
-    pub host_bytes: u64,
-    /// Bytes of one buffer: the state of the largest subgroup.
-    pub buffer_bytes: u64,
-    /// Number of buffers.
-    pub buffers: u64,
-    /// Those of them that keep their subgroup from update to update.
-    pub cached: u64,
-    /// Bytes of all state.
-    pub state_bytes: u64,
-    /// Bytes that an update reads from the tier, and as many that it writes; a commit writes the cached rest.
-    pub step_bytes: u64,
-}
-
-// SAFETY: integers without padding.
-unsafe impl Record for spw_swap_budget {
-    const FIRST_SIZE: usize = 56;
-    const NAME: &'static str = "spw_swap_budget";
-}
 
 /// Counts since open.
 #[repr(C)]
@@ -120,29 +50,6 @@ unsafe impl Record for spw_swap_stats {
 /// Subgroups of optimizer state on a tier: f32 param (the master weight), exp_avg and exp_avg_sq, 12 bytes a parameter.
 pub struct spw_swap {
     swap: Swap,
-}
-
-/// What `spw_swap_open` would take and move, with so many paths. Takes nothing.
-///
-/// # Safety
-/// `options` and `budget_out` point to structs of `struct_size` bytes, and `options` as `spw_swap_open` says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_swap_plan(
-    options: *const spw_swap_options,
-    paths: u64,
-    budget_out: *mut spw_swap_budget,
-) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller's promise is the callees'.
-        unsafe {
-            record::check_output(budget_out, "budget_out")?;
-            let options = parse(options, 0)?;
-            let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
-            let paths = paths.ok_or_else(|| Error::invalid("paths", "are over 1024"))?;
-            let plan = budget::plan(&options.subgroups, paths, options.host_bytes)?;
-            write_budget(plan, budget_out)
-        }
-    })
 }
 
 /// Takes the memory and gives each subgroup its place on the tier. A tier that was resumed with these subgroups keeps
@@ -225,6 +132,10 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 /// `tensors[i]` is subgroup i, with its `n`, `grad` and, if wanted, `param_copy`, where the new parameter is published in 16
 /// bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg, exp_avg_sq and the shadow spans are NULL.
 ///
+/// With SPW_SWAP_SPLIT_MASTER, `param_copy` is bf16 and holds the weights that were published last (at first, the filled
+/// param rounded) until it receives the new ones. Or these weights are in `param`, with param_dtype SPW_DTYPE_BF16, and stay
+/// as they are: who wants to roll back to them keeps two sets and names them in turn.
+///
 /// After an error some subgroups may have been stepped: every call but `spw_swap_roll_back` and `spw_swap_close` is
 /// SPW_ERR_BUSY then.
 ///
@@ -246,8 +157,10 @@ pub unsafe extern "C" fn spw_swap_adam_step(
             let raw = tensor::read_all(tensors, count)?;
             check_inputs(swap, &raw)?;
             let mut seen = vec![0.0; raw.len()];
-            swap.step(|subgroup, state| {
+            let copies = |subgroup: usize| published(&raw[subgroup]);
+            swap.step_with(&copies, |subgroup, state| {
                 let whole = spw_tensor {
+                    param_dtype: spw_dtype::SPW_DTYPE_F32 as u32,
                     param: state.param.as_mut_ptr().cast(),
                     exp_avg: state.exp_avg.as_mut_ptr().cast(),
                     exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
@@ -265,7 +178,7 @@ pub unsafe extern "C" fn spw_swap_adam_step(
 }
 
 /// Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
-/// included.
+/// included. A param that is stored split needs `spw_swap_read_split`.
 ///
 /// # Safety
 /// Each address is NULL or of as many floats as the subgroup has elements.
@@ -277,18 +190,67 @@ pub unsafe extern "C" fn spw_swap_read(
     exp_avg: *mut f32,
     exp_avg_sq: *mut f32,
 ) -> spw_status {
+    // SAFETY: the caller's promise is the callee's.
+    guard(|| unsafe { read(object(swap)?, subgroup, None, [param, exp_avg, exp_avg_sq]) })
+}
+
+/// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is stored split. Others
+/// are refused.
+///
+/// # Safety
+/// As `spw_swap_read`; `weights` has as many bf16 numbers as the subgroup has elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_read_split(
+    swap: Option<&mut spw_swap>,
+    subgroup: u64,
+    weights: *const c_void,
+    param: *mut f32,
+    exp_avg: *mut f32,
+    exp_avg_sq: *mut f32,
+) -> spw_status {
     guard(|| {
         let swap = object(swap)?;
-        let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
-        let bytes = swap.elements(subgroup)? * size_of::<f32>();
-        let span = |to: *mut f32| match to.is_null() {
-            true => Some(Span::empty()),
-            // SAFETY: the caller lends that many floats until the call returns.
-            false => unsafe { Span::new(to.cast(), bytes) },
-        };
-        let to = [param, exp_avg, exp_avg_sq].map(|to| span(to).unwrap_or(Span::empty()));
-        swap.read(subgroup, to)
+        if weights.is_null() {
+            return Err(Error::invalid("weights", "is NULL"));
+        }
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { read(swap, subgroup, Some(weights.cast()), [param, exp_avg, exp_avg_sq]) }
     })
+}
+
+unsafe fn read(
+    swap: &mut Swap,
+    subgroup: u64,
+    weights: Option<*const bf16>,
+    to: [*mut f32; STREAMS],
+) -> Result<()> {
+    let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
+    let elements = swap.elements(subgroup)?;
+    let span = |to: *mut f32| match to.is_null() {
+        true => Some(Span::empty()),
+        // SAFETY: the caller lends that many floats until the call returns.
+        false => unsafe { Span::new(to.cast(), elements * size_of::<f32>()) },
+    };
+    let to = to.map(|to| span(to).unwrap_or(Span::empty()));
+    // SAFETY: the caller's promise: as many numbers as the subgroup has elements.
+    let weights = weights.map(|weights| unsafe { std::slice::from_raw_parts(weights, elements) });
+    swap.read(subgroup, weights, to)
+}
+
+/// The bf16 weights that a tensor says were published last; none if it has none.
+unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
+    let bf16 = spw_dtype::SPW_DTYPE_BF16 as u32;
+    let from = match (raw.param.is_null(), raw.copy_dtype == bf16) {
+        (false, _) => raw.param.cast_const(),
+        (true, true) => raw.param_copy.cast_const(),
+        (true, false) => std::ptr::null(),
+    };
+    if from.is_null() || raw.n == 0 {
+        return &[];
+    }
+    // SAFETY: checked to be of this type; the caller lends `n` numbers until the call returns, and while the slice is looked
+    // at, which is before the tensor is stepped, nobody writes to them.
+    unsafe { std::slice::from_raw_parts(from.cast(), raw.n as usize) }
 }
 
 /// Makes all state durable as `step`: what is newer in memory is written, then the tier commits (`spw_tier_commit`).
@@ -377,15 +339,19 @@ fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
     if tensors.len() != swap.len() {
         return Err(Error::invalid("count", format!("is {} for {} subgroups", tensors.len(), swap.len())));
     }
+    let [f32, bf16] = [spw_dtype::SPW_DTYPE_F32, spw_dtype::SPW_DTYPE_BF16].map(|dtype| dtype as u32);
+    let split = swap.usual() == Form::Split;
     for (index, raw) in tensors.iter().enumerate() {
         let at = |error: Error| error.within(&format!("tensors[{index}]."));
         let elements = swap.elements(index)? as u64;
-        let f32 = spw_dtype::SPW_DTYPE_F32 as u32;
+        let weights = split && raw.param_dtype == bf16;
         let wrong = if raw.n != elements {
             Some(("n", format!("is {}, the subgroup has {elements}", raw.n)))
-        } else if raw.param_dtype != f32 || raw.state_dtype != f32 {
+        } else if raw.param_dtype != f32 && !weights || raw.state_dtype != f32 {
             Some(("param_dtype", "and state_dtype must be SPW_DTYPE_F32".to_string()))
-        } else if !raw.param.is_null() || !raw.exp_avg.is_null() || !raw.exp_avg_sq.is_null() {
+        } else if split && raw.n > 0 && (raw.copy_dtype != bf16 || raw.param_copy.is_null()) {
+            Some(("param_copy", "must be there, of bf16: the master is split".to_string()))
+        } else if !raw.param.is_null() && !weights || !raw.exp_avg.is_null() || !raw.exp_avg_sq.is_null() {
             Some(("param", "exp_avg and exp_avg_sq must be NULL: they are on the tier".to_string()))
         } else if raw.grad.is_null() && raw.n > 0 {
             Some(("grad", "is NULL".to_string()))
@@ -398,53 +364,4 @@ fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
     }
     tensor::no_shadows(tensors)?;
     tensor::check_overlap(tensors)
-}
-
-unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {
-    // SAFETY: the caller's promise is the callee's.
-    let raw = unsafe { record::read(options, "options") }?;
-    if raw.flags & !7 != 0 {
-        return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
-    }
-    if raw.subgroups > 1 << 32 || raw.elements.is_null() && raw.subgroups > 0 {
-        return Err(Error::invalid("options.elements", "is NULL, or there are over 2^32 subgroups"));
-    }
-    let patience = match raw.patience_seconds {
-        0.0 => Duration::from_secs(30),
-        seconds => Duration::try_from_secs_f64(seconds)
-            .map_err(|error| Error::invalid("options.patience_seconds", error.to_string()))?,
-    };
-    // SAFETY: the caller's promise: as many numbers as there are subgroups, or paths.
-    unsafe {
-        let numbers =
-            |from: *const f64| (!from.is_null()).then(|| std::slice::from_raw_parts(from, paths).to_vec());
-        let elements = match raw.subgroups {
-            0 => Vec::new(),
-            count => std::slice::from_raw_parts(raw.elements, count as usize).to_vec(),
-        };
-        Ok(SwapOptions {
-            subgroups: elements,
-            host_bytes: raw.host_bytes,
-            backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
-            ratio: numbers(raw.ratio),
-            speeds: numbers(raw.speeds).unwrap_or_default(),
-            exclusive: raw.flags & 4 == 0,
-            patience,
-        })
-    }
-}
-
-unsafe fn write_budget(plan: budget::Budget, budget_out: *mut spw_swap_budget) -> Result<()> {
-    let values = spw_swap_budget {
-        struct_size: 0,
-        reserved: 0,
-        host_bytes: plan.host_bytes,
-        buffer_bytes: plan.buffer_bytes,
-        buffers: plan.buffers as u64,
-        cached: plan.cached as u64,
-        state_bytes: plan.state_bytes,
-        step_bytes: plan.step_bytes,
-    };
-    // SAFETY: the caller's promise is the callee's.
-    unsafe { record::write(&values, budget_out, "budget_out") }
 }

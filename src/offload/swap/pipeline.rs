@@ -129,6 +129,11 @@ impl Pipeline {
             .position(|slot| matches!(slot, Slot::Kept { subgroup: kept, .. } if *kept == subgroup))
     }
 
+    /// A slot that holds nothing, between rounds.
+    pub fn free_slot(&self) -> Option<usize> {
+        self.slots.iter().position(|slot| *slot == Slot::Free)
+    }
+
     /// Begins a round in the direction opposite to the last.
     pub fn begin(&mut self) -> Result<()> {
         if !self.idle() {
@@ -219,6 +224,13 @@ impl Pipeline {
         })?;
         self.slots[slot] = Slot::Flushing { subgroup, keep };
         Some(Action::Flush { subgroup, slot })
+    }
+
+    /// The slot is ready without a fetch: whoever steps its subgroup fills it.
+    pub fn handed_over(&mut self, slot: usize) {
+        if let Slot::Fetching(subgroup) = self.slots[slot] {
+            self.slots[slot] = Slot::Ready(subgroup);
+        }
     }
 
     /// The fetch into a slot ended. After a failure the round cannot end: the caller forgets, or begins it again.

@@ -2,6 +2,7 @@
 run with states in host memory; that checkpoints of either load in the other and lose nothing; and that a run killed at any
 moment goes on at its last commit with the bits of one that was not."""
 
+import functools
 import json
 import os
 import pathlib
@@ -36,15 +37,25 @@ def attempt(python, folder, *arguments, launcher=(), kill_after=None, delay=0.0,
         return process.returncode, "".join(lines) + errors.read()[-4000:], report
 
 
+def finished(python, folder, *arguments, **how):
+    """The report of a run that has to succeed."""
+    status, output, report = attempt(python, folder, *arguments, **how)
+    assert status == 0, output
+    found = json.loads(report.read_text())
+    assert not found["compiled_ops"] and not list((folder / "extensions").iterdir())
+    return found
+
+
 @pytest.fixture
 def train(overlay, tmp_path):
-    def run(*arguments, **how):
-        status, output, report = attempt(overlay, tmp_path, *arguments, **how)
-        assert status == 0, output
-        found = json.loads(report.read_text())
-        assert not found["compiled_ops"] and not list((tmp_path / "extensions").iterdir())
-        return found
-    return run
+    return lambda *arguments, **how: finished(overlay, tmp_path, *arguments, **how)
+
+
+@pytest.fixture(scope="session")
+def in_host(overlay, tmp_path_factory):
+    """The run with states in host memory, once for each set of arguments."""
+    folder = tmp_path_factory.mktemp("host")
+    return functools.cache(lambda *arguments: finished(overlay, folder, *arguments))
 
 
 @pytest.fixture
@@ -76,9 +87,9 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_bits_are_those_of_states_in_host_memory(train, paths, name):
+def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name):
     on_tier = train("--paths", *paths, "--block", '{"ratio": [2, 1]}', *RUNS[name])
-    assert same(on_tier, train(*RUNS[name]))
+    assert same(on_tier, in_host(*RUNS[name]))
     tier, = on_tier["active"]["tier"]
     assert tier["subgroups"] > 5 and tier["cached"] == 0 and tier["commits"] == 0
     a, b = (path["blocks"] for path in tier["paths"])
@@ -90,8 +101,8 @@ def test_the_bits_are_those_of_states_in_host_memory(train, paths, name):
     assert not any(path.is_file() for folder in paths for path in folder.rglob("*")), "scratch is removed at the end"
 
 
-def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, paths):
-    host = train()
+def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host, paths):
+    host = in_host()
     for pipeline in ([], ["--pipeline"]):
         found = train("--paths", paths[0], "--block", "none", *pipeline)
         assert same(found, host) and len(found["active"]["tier"][0]["paths"]) == 1
@@ -99,9 +110,9 @@ def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, paths):
     assert same(own, host) and "tier" not in own["active"]
 
 
-def test_a_cache_saves_what_it_holds(train, paths):
+def test_a_cache_saves_what_it_holds(train, in_host, paths):
     cached = train("--paths", *paths, "--block", '{"cache_bytes": 1200000}')
-    assert same(cached, train())
+    assert same(cached, in_host())
     tier, = cached["active"]["tier"]
     assert 0 < tier["cached"] < tier["subgroups"] and tier["hits"] == (tier["rounds"] - 1) * tier["cached"]
 
@@ -113,16 +124,22 @@ def test_parameters_in_files_as_well(train, paths, tmp_path):
     assert same(on_tier, train(*large)) and on_tier["active"]["async_io"]["written_bytes"] > 10 << 20
 
 
-def test_two_ranks(train, paths):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert same(train("--paths", *paths, launcher=launcher), train(launcher=launcher))
+def test_two_ranks_that_end_and_go_on(train, paths, overlay):
+    # Where there is a compiler DeepSpeed builds its collectives for several ranks.
+    both = {"launcher": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            "PATH": os.path.dirname(overlay)}
+    host, resume = train(**both), ("--paths", *paths, "--block", '{"resume": true}')
+    assert train(*resume, "--steps", "5", **both)["losses"] == host["losses"][:5]
+    last = train(*resume, **both)
+    assert last["began_at"] == 5 and last["losses"] == host["losses"][5:]
+    assert (last["sha256"], last["published"]) == (host["sha256"], host["published"])
 
 
 def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
     """DeepSpeed computes the powers of beta anew after a load, so that only runs on the tier go on to the bit."""
     on_tier = train("--paths", *paths, "--seed-each-step", "--save", tmp_path / "tier", "--save_at", 5)
-    in_host = train("--seed-each-step", "--save", tmp_path / "host", "--save_at", 5)
-    assert same(on_tier, in_host)
+    of_host = train("--seed-each-step", "--save", tmp_path / "host", "--save_at", 5)
+    assert same(on_tier, of_host)
     on_again = train("--paths", *paths, "--seed-each-step", "--load", tmp_path / "tier")
     assert on_again["began_at"] == 5 and on_again["sha256"] == on_tier["sha256"]
     assert on_again["losses"] == on_tier["losses"][5:]
@@ -131,28 +148,29 @@ def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
     assert same(host_from_tier, host_from_host) and same(tier_from_host, host_from_host)
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_a_killed_run_goes_on_at_its_last_commit(overlay, train, paths, tmp_path, interval):
+@pytest.mark.parametrize("interval, kills", [(1, [2, 9, 14]), (3, [7, 13])])
+def test_a_killed_run_goes_on_at_its_last_commit(overlay, train, in_host, paths, tmp_path, interval, kills):
     block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000})
-    arguments = ["--steps", "24", "--progress", "--groups"]
-    whole = train(*arguments)
-    chance = random.Random(interval)
-    began_at, steps = [], [2, 7, 13, 20]
-    for step in steps:
+    arguments = ("--steps", "18", "--progress")
+    whole, chance, began_at = in_host(*arguments), random.Random(interval), []
+    for step in kills:
         status, output, _ = attempt(overlay, tmp_path, "--paths", *paths, "--block", block, *arguments, kill_after=step,
                                     delay=chance.uniform(0, 0.2))
         assert status == -9, output
-        first = int(output.split("step ", 1)[1].split("\n", 1)[0])
-        began_at.append(first - 1)
+        began_at.append(int(output.split("step ", 1)[1].split("\n", 1)[0]) - 1)
     last = train("--paths", *paths, "--block", block, *arguments)
     assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
     assert last["losses"] == whole["losses"][last["began_at"]:]
     began_at.append(last["began_at"])
-    assert began_at[0] == 0 and all(step // interval * interval <= at for step, at in zip(steps, began_at[1:]))
+    # What was committed when the step was reported is there, and nothing but whole commits.
+    assert began_at[0] == 0 and all(step // interval * interval <= at for step, at in zip(kills, began_at[1:]))
     assert all(at % interval == 0 for at in began_at) and last["active"]["tier"][0]["resumed_at"] == last["began_at"]
-    # Without "resume" the same paths are scratch, and the run begins anew.
-    anew = train("--paths", *paths, *arguments)
-    assert anew["began_at"] == 0 and anew["losses"] == whole["losses"]
+
+
+def test_without_resume_the_paths_are_scratch(train, in_host, paths):
+    assert train("--paths", *paths, "--block", '{"resume": true}', "--steps", "3")["active"]["tier"][0]["commits"] == 3
+    anew = train("--paths", *paths)
+    assert anew["began_at"] == 0 and same(anew, in_host())
 
 
 def test_states_and_gradients_are_seen_and_set_between_steps(run_script, paths):
@@ -164,9 +182,17 @@ def test_states_and_gradients_are_seen_and_set_between_steps(run_script, paths):
 
 
 def test_mistakes_name_themselves(refused, paths):
-    wrong = {'{"path": 1}': "unknown path; known are cache_bytes", '{"ratio": [1]}': "ratio has 1 numbers for 2 paths",
-             '{"resume": 1}': "resume is 1", '{"durability": "none"}': "durability is 'none'",
-             '{"cache_bytes": -1}': "cache_bytes is -1, below 0", '{"job": "a/b"}': "job"}
-    for block, words in wrong.items():
-        assert words in refused("--paths", *paths, "--block", block)
-    assert "nowhere" in refused("--paths", paths[0] / "nowhere")
+    from spillway.deepspeed._tier_config import parse
+    folders = [str(path) for path in paths]
+    wrong = [(7, "not an object"), ({"path": 1}, "unknown path; known are cache_bytes"), ({"resume": 1}, "resume is 1"),
+             ({"ratio": [1], "paths": folders}, "ratio has 1 numbers for 2 paths"), ({"cache_bytes": True}, "cache_bytes is True"),
+             ({"durability": "none"}, "durability is 'none'"), ({"cache_bytes": -1}, "cache_bytes is -1, below 0"),
+             ({"paths": [{"directory": "x"}]}, "a path is"), ({"paths": "x"}, "paths is 'x'")]
+    for block, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            parse(block, folders[0])
+    with pytest.raises(ValueError, match="neither nvme_path nor spillway.paths"):
+        parse({}, None)
+    given = parse({"paths": [{"path": folders[0], "limit_bytes": 5}, folders[1]], "ratio": [2, 1]}, None)
+    assert [path.limit_bytes for path in given.paths] == [5, 0] and given.given and not parse(None, folders[0]).given
+    assert "job" in refused("--paths", *paths, "--block", '{"job": "a/b"}')

@@ -12,7 +12,7 @@ from ..errors import InvalidArgument
 from . import _stage3, _tier_config
 
 # What the engine has to have for `overrides` to fit it.
-NEEDED = ("_configure_zero_optimizer", "step")
+NEEDED = ("_configure_zero_optimizer", "step", "_load_zero_checkpoint")
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # What the tier keeps with a commit; a larger record gets an extent of its own.
@@ -23,6 +23,7 @@ _PIECE = 1 << 20
 def overrides(engine_type):
     """Methods for DeepSpeedEngine, by name."""
     own_init, own_optimizer, own_step = engine_type.__init__, engine_type._configure_zero_optimizer, engine_type.step
+    own_load = engine_type._load_zero_checkpoint
 
     def init(self, *arguments, **named):
         own_init(self, *arguments, **named)
@@ -43,12 +44,26 @@ def overrides(engine_type):
             if interval and self.global_steps % interval == 0:
                 commit(self)
 
-    found = {"__init__": init, "_configure_zero_optimizer": configure_zero_optimizer, "step": step}
+    def load_zero_checkpoint(self, *arguments, **named):
+        with _by_pages() if _stage3.tiered(self.optimizer) else contextlib.nullcontext():
+            return own_load(self, *arguments, **named)
+
+    found = {"__init__": init, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
+             "_load_zero_checkpoint": load_zero_checkpoint}
     # States on a tier are saved and loaded as those in host memory are, not as DeepSpeed's files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):
         if hasattr(engine_type, name):
             found[name] = _unless_tiered(getattr(engine_type, name))
     return found
+
+
+def _by_pages():
+    """Has torch map checkpoints instead of reading them whole: there may be more state than memory."""
+    try:
+        from torch.utils.serialization import config
+        return config.patch({"load.mmap": True})
+    except (ImportError, AttributeError):
+        return contextlib.nullcontext()
 
 
 def _unless_tiered(own):
@@ -100,7 +115,6 @@ def _restore(engine, swapper):
     record = _unpack(swapper.tier.opened.payload, swapper.tier)
     if record["elements"] != swapper.elements:
         raise InvalidArgument(f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}")
-    _same_on_all_ranks(swapper.tier.opened.step)
     for name, count in record["counts"].items():
         setattr(engine, name, count)
     for group, before in zip(engine.optimizer.param_groups, record["groups"]):
@@ -117,17 +131,6 @@ def _restore(engine, swapper):
         persistent[0].partition(persistent)
     swapper.client_state = record["client_state"]
     _set_random_state(record["random"])
-
-
-def _same_on_all_ranks(step):
-    from deepspeed import comm as dist
-    steps = [None] * dist.get_world_size()
-    if len(steps) > 1:
-        import torch
-        torch.distributed.all_gather_object(steps, step)
-        if len(set(steps)) > 1:
-            raise InvalidArgument(f"the run ended while its ranks committed: they hold the steps {steps}; load a checkpoint, "
-                                  "with \"resume\": false in the spillway block")
 
 
 def _buffers(module):

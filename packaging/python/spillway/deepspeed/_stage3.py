@@ -10,7 +10,7 @@ import tempfile
 
 from ..errors import InvalidArgument
 from . import _tier_config
-from ._superoffload import _factor
+from ._superoffload import gradient_factor
 from ._tier import TierSwapper
 
 # What stage 3 has to have for `overrides` to fit it.
@@ -97,7 +97,7 @@ def _stepping(stage3):
         if swapper is None:
             own["unscale_and_clip_grads"](self, sub_group_id, total_norm)
         elif sub_group_id == 0:
-            swapper.update(_factor(self, total_norm), own_reassign)
+            swapper.update(gradient_factor(self, total_norm), own_reassign)
 
     def at_boundary(self, param, grad_buffer, *gradients):
         if tiered(self) is None:

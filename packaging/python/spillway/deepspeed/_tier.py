@@ -39,6 +39,8 @@ class TierSwapper:
                          huge_pages=settings.lock, lock=settings.lock)
         weakref.finalize(self, _close, self.swap, self.tier, not settings.resume, os.getpid())
         self.resumed = self.tier.opened.step is not None
+        if settings.resume and world > 1:
+            _same_on_all_ranks(self.tier.opened.step, world)
         self.swap_folder = settings.paths[0].directory
         self.steps = [0] * len(self.elements)
         self.commits = 0
@@ -207,6 +209,15 @@ def served():
     return [{"paths": [path._asdict() for path in swapper.tier.paths()], **swapper.swap.stats._asdict(),
              **swapper.swap.budget._asdict(), "subgroups": len(swapper.elements), "commits": swapper.commits,
              "resumed_at": swapper.tier.opened.step} for swapper in _swappers]
+
+
+def _same_on_all_ranks(step, world):
+    import torch
+    steps = [None] * world
+    torch.distributed.all_gather_object(steps, step)
+    if len(set(steps)) > 1:
+        raise InvalidArgument(f"the run ended while its ranks committed: they hold the steps {steps}; load a checkpoint, with "
+                              "\"resume\": false in the spillway block")
 
 
 def _close(swap, opened, scratch, process):

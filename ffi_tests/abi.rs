@@ -116,7 +116,7 @@ fn layout_of_rust() -> String {
             struct_size, reserved, commits, redos, skips, aborts, buckets_speculated, buckets_committed, buckets_redone,
             buckets_rolled_back, buckets_spared, seconds_exposed,
         }
-        capi::spec_bucket::spw_spec_event { struct_size, kind, fd, value, word }
+        capi::spec_bucket::spw_spec_event { struct_size, kind, fd, value, word, gpu, handle }
         capi::spec_verdict::spw_spec_outcome { struct_size, verdict, norm, grad_scale, withdrawn, reserved }
         capi::plan::spw_plan_rates {
             struct_size, half_duplex, cpu, downscale, gpu, h2d, d2h, cast, dram,
@@ -138,11 +138,11 @@ fn layout_of_rust() -> String {
         capi::policy::spw_plan_probe {
             struct_size, accumulates, f32_wire, native_wire, f32_step, native_step,
         }
-        capi::interleave::spw_interleave_options {
-            struct_size, backend, wire, fetch_gradients, slots, grad_dtype, copy_dtype, reserved, chunk,
+        capi::interleave_open::spw_interleave_options {
+            struct_size, backend, wire, fetch_gradients, slots, grad_dtype, copy_dtype, reserved, chunk, gpu,
         }
-        capi::interleave::spw_interleave_subgroup {
-            struct_size, reserved, n, param, exp_avg, exp_avg_sq, grad, param_copy,
+        capi::interleave_open::spw_interleave_subgroup {
+            struct_size, reserved, n, param, exp_avg, exp_avg_sq, grad, param_copy, host_grad,
         }
         capi::pool::spw_pool_options {
             struct_size, flags, block_bytes, block_count, node, reserved,
@@ -188,8 +188,14 @@ fn layout_of_rust() -> String {
         capi::swap_options::spw_swap_budget {
             struct_size, reserved, host_bytes, buffer_bytes, buffers, cached, state_bytes, step_bytes,
         }
-        capi::swap::spw_swap_stats {
+        capi::swap_options::spw_swap_stats {
             struct_size, reserved, rounds, hits, fetched, flushed, moved, exposed_seconds,
+        }
+        capi::deepspeed_swap::spw_ds_adam_call {
+            struct_size, bias_correction, step, lr, beta1, beta2, eps, weight_decay, grad_scale,
+        }
+        capi::deepspeed_swap::spw_ds_adam_state {
+            struct_size, adamw_mode, step, beta1, beta2, beta1_power, beta2_power,
         }
         capi::gpu::spw_gpu_driver { struct_size, devices, cuda_version, reserved }
         capi::gpu::spw_gpu_options { struct_size, ordinal, chunk_bytes }
@@ -246,16 +252,16 @@ fn layout_of_c(compiler: &[&str]) -> String {
 fn layout_of_ctypes() -> String {
     const SCRIPT: &str = "
 import ctypes, importlib.util, sys
-spec = importlib.util.spec_from_file_location('_abi', sys.argv[1])
-abi = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(abi)
-for structure in abi.STRUCTURES:
+spec = importlib.util.spec_from_file_location('_structures', sys.argv[1])
+structures = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(structures)
+for structure in structures.STRUCTURES:
     print(structure.c_name, ctypes.sizeof(structure))
     for name, *_ in structure._fields_:
         field = getattr(structure, name)
         print(f'{structure.c_name}.{name}', field.offset, field.size)
 ";
-    let module = root().join("packaging/python/spillway/_abi.py");
+    let module = root().join("packaging/python/spillway/_structures.py");
     succeed(Command::new("python3").args(["-B", "-c", SCRIPT]).arg(module), TIMEOUT)
 }
 

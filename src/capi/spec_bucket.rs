@@ -2,7 +2,9 @@
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
+use std::ptr::null_mut;
 
+use super::gpu::{object, spw_gpu};
 use super::guard::guard;
 use super::io::timeout;
 use super::library::out;
@@ -12,8 +14,9 @@ use super::status::spw_status;
 use super::tensor::{self, spw_tensor};
 use super::{adagrad, adam, lion};
 use crate::error::{Error, Result, RoundError};
+use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::kernel::Rule;
-use crate::offload::speculate::{Bucket, Lender, Progress, Tensors};
+use crate::offload::speculate::{Bucket, Lender, Progress, Tensors, Undo};
 use crate::optim::deepspeed::{ADAM, AdamCall};
 use crate::optim::spread::Job;
 use crate::stats::{self, OptimizerCounter};
@@ -46,6 +49,12 @@ pub enum spw_spec_event_kind {
     /// writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
     /// bucket began.
     SPW_SPEC_EVENT_WORD = 2,
+    /// The event `handle` of `gpu` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last
+    /// recorded. It may be recorded again or destroyed at once. The driver is asked every 0.2 ms.
+    SPW_SPEC_EVENT_CUDA = 3,
+    /// All that is queued on the stream `handle` of `gpu` (`stream.cuda_stream` of torch); 0 is the legacy default
+    /// stream. Otherwise as SPW_SPEC_EVENT_CUDA.
+    SPW_SPEC_EVENT_CUDA_STREAM = 4,
 }
 
 /// What a bucket's gradient waits for.
@@ -62,6 +71,10 @@ pub struct spw_spec_event {
     pub value: u32,
     /// For SPW_SPEC_EVENT_WORD.
     pub word: *const u32,
+    /// For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM; it may be closed at once.
+    pub gpu: *const spw_gpu,
+    /// For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM.
+    pub handle: u64,
 }
 
 // SAFETY: integers and a pointer without padding; a null pointer is valid.
@@ -95,7 +108,7 @@ pub unsafe extern "C" fn spw_spec_submit(
             spec.engine.may_submit(bucket)?;
             let event = parse_event(event)?;
             let work = spec.bucket(rules, tensors, count)?;
-            spec.engine.submit(bucket, work, event)
+            spec.submit(bucket, work, event)
         }
     })
 }
@@ -137,7 +150,7 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
             let rule = rule.with_grad_scale(round.grad_scale);
             let own = |_| Err(Error::invalid("options", "is not NULL"));
             let work = spec.tensors(rule, tensor, 1, own, &stats::ADAM)?;
-            spec.engine.submit(bucket, work, event)?;
+            spec.submit(bucket, work, event)?;
             ADAM.create(id, state);
             Ok(())
         }
@@ -191,16 +204,15 @@ struct Lent<R> {
 unsafe impl<R: Send> Send for Lent<R> {}
 
 impl<R: Rule> Lender<R> for Lent<R> {
-    fn lend(&mut self, copies: bool) -> Result<Vec<Job<'_, R>>> {
-        let without =
-            |raw: &spw_tensor| spw_tensor { param_copy: std::ptr::null_mut(), copy_dtype: 0, ..*raw };
-        let bare: Vec<spw_tensor>;
-        let tensors = if copies {
-            &self.tensors
-        } else {
-            bare = self.tensors.iter().map(without).collect();
-            &bare
-        };
+    fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, R>>> {
+        let mut tensors = self.tensors.clone();
+        for tensor in tensors.iter_mut().filter(|_| !copies) {
+            (tensor.param_copy, tensor.copy_dtype) = (null_mut(), 0);
+        }
+        for tensor in tensors.iter_mut().filter(|_| !shadows) {
+            (tensor.shadow_param, tensor.shadow_exp_avg, tensor.shadow_exp_avg_sq) =
+                (null_mut(), null_mut(), null_mut());
+        }
         // SAFETY: the caller of spw_spec_submit lent the spans until the bucket is final, when this is dropped.
         let jobs = unsafe { tensor::jobs(tensors.as_ptr(), tensors.len(), &(), |_| Ok(())) }?;
         let jobs = jobs.into_iter().zip(&self.rules);
@@ -208,7 +220,7 @@ impl<R: Rule> Lender<R> for Lent<R> {
     }
 }
 
-unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
+pub(super) unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
     // SAFETY: the caller's promise is the callees'.
     unsafe {
         let Some(raw) = record::read_optional(event, "event")? else { return Ok(None) };
@@ -220,8 +232,21 @@ unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
             2 => Word::new(raw.word, raw.value)
                 .map(|word| Some(Event::Word(word)))
                 .ok_or_else(|| Error::invalid("event.word", "is NULL or not aligned to 4 bytes")),
+            3 | 4 => gpu_event(&raw).map(Some).map_err(|error| error.within("event.")),
             other => Err(Error::invalid("event.kind", format!("{other} is not an spw_spec_event_kind"))),
         }
+    }
+}
+
+unsafe fn gpu_event(raw: &spw_spec_event) -> Result<Event> {
+    // SAFETY: NULL or an open GPU, and a handle of its primary context, by the caller's promise.
+    unsafe {
+        let watches = &object(raw.gpu.as_ref())?.watches;
+        let watch = match raw.kind == spw_spec_event_kind::SPW_SPEC_EVENT_CUDA as u32 {
+            true => watches.event(ForeignEvent::new(raw.handle, "handle")?)?,
+            false => watches.stream(ForeignStream::new(raw.handle))?,
+        };
+        Ok(Event::Asked(Box::new(watch)))
     }
 }
 
@@ -263,7 +288,6 @@ impl spw_spec {
         // SAFETY: the caller's promise is the callees'.
         let (raw, mut jobs) =
             unsafe { (tensor::read_all(tensors, count)?, tensor::jobs(tensors, count, &rule, own)?) };
-        tensor::no_shadows(&raw)?;
         for (index, job) in jobs.iter_mut().enumerate() {
             job.tensor.keep(R::EXP_AVG, R::EXP_AVG_SQ)?;
             if job.optimizer.grad_scale() != rule.grad_scale() {
@@ -271,8 +295,15 @@ impl spw_spec {
                 return Err(Error::invalid(argument, "is not that of the round"));
             }
         }
+        let shadows = self.undo == Undo::Shadow;
+        if let Some(at) = raw.iter().position(|raw| raw.n > 0 && raw.shadow_param.is_null() == shadows) {
+            let reason =
+                if shadows { "is NULL, but the undo mode is" } else { "is set, but the undo mode is not" };
+            let argument = format!("tensors[{at}].shadow_param");
+            return Err(Error::invalid(argument, format!("{reason} SPW_UNDO_SHADOW")));
+        }
         let rules = jobs.iter().map(|job| job.optimizer).collect();
         let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();
-        Ok(Box::new(Tensors::new(Lent { tensors, rules }, self.engine.publish(), counter)))
+        Ok(Box::new(Tensors::new(Lent { tensors, rules }, self.undo, self.engine.publish(), counter)))
     }
 }

@@ -6,50 +6,46 @@ use std::ffi::c_void;
 use super::adam::{self, spw_adam_options};
 use super::guard::guard;
 use super::library::out;
-use super::record::{self, Record};
+use super::record;
 use super::status::spw_status;
-use super::swap_options::{parse, spw_swap_budget, spw_swap_options, write_budget};
+use super::swap_options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, write_budget};
 use super::tensor::{self, spw_dtype, spw_step_stats, spw_tensor};
 use super::tier::{self, spw_tier};
 use crate::dtype::bf16;
 use crate::error::{Error, Result};
 use crate::kernel::squares;
+use crate::offload::swap::budget;
 use crate::offload::swap::form::{Form, STREAMS};
 use crate::offload::swap::{State, Swap};
 use crate::optim::{self, StepStats};
 use crate::sys::span::Span;
 
-/// Counts since open.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_swap_stats {
-    /// `sizeof(spw_swap_stats)`
-    pub struct_size: u32,
-    /// 0
-    pub reserved: u32,
-    /// Updates begun, the first filling included.
-    pub rounds: u64,
-    /// Subgroups that an update found in memory.
-    pub hits: u64,
-    /// Subgroups read from the tier.
-    pub fetched: u64,
-    /// Subgroups written to it.
-    pub flushed: u64,
-    /// Pieces of subgroups that changed their path.
-    pub moved: u64,
-    /// Seconds in which there was nothing to step because its data had not come yet.
-    pub exposed_seconds: f64,
-}
-
-// SAFETY: numbers without padding.
-unsafe impl Record for spw_swap_stats {
-    const FIRST_SIZE: usize = 56;
-    const NAME: &'static str = "spw_swap_stats";
-}
-
 /// Subgroups of optimizer state on a tier: f32 param (the master weight), exp_avg and exp_avg_sq, 12 bytes a parameter.
 pub struct spw_swap {
     swap: Swap,
+}
+
+/// What `spw_swap_open` would take and move, with so many paths. Takes nothing.
+///
+/// # Safety
+/// `options` and `budget_out` point to structs of `struct_size` bytes, and `options` as `spw_swap_open` says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_plan(
+    options: *const spw_swap_options,
+    paths: u64,
+    budget_out: *mut spw_swap_budget,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            record::check_output(budget_out, "budget_out")?;
+            let options = parse(options, 0)?;
+            let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
+            let paths = paths.ok_or_else(|| Error::invalid("paths", "are over 1024"))?;
+            let plan = budget::plan(&options.subgroups, options.usual, paths, options.host_bytes)?;
+            write_budget(plan, budget_out)
+        }
+    })
 }
 
 /// Takes the memory and gives each subgroup its place on the tier. A tier that was resumed with these subgroups keeps
@@ -156,16 +152,10 @@ pub unsafe extern "C" fn spw_swap_adam_step(
             record::check_output(stats, "stats")?;
             let raw = tensor::read_all(tensors, count)?;
             check_inputs(swap, &raw)?;
+            adam::check(options, &raw)?;
             let mut seen = vec![0.0; raw.len()];
-            let copies = |subgroup: usize| published(&raw[subgroup]);
-            swap.step_with(&copies, |subgroup, state| {
-                let whole = spw_tensor {
-                    param_dtype: spw_dtype::SPW_DTYPE_F32 as u32,
-                    param: state.param.as_mut_ptr().cast(),
-                    exp_avg: state.exp_avg.as_mut_ptr().cast(),
-                    exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
-                    ..raw[subgroup]
-                };
+            swap.step_with(&|subgroup| published(&raw[subgroup]), |subgroup, state| {
+                let whole = with_state(raw[subgroup], state);
                 let named =
                     |error: Error| error.without("tensors[0].").within(&format!("tensors[{subgroup}]."));
                 let mut jobs = adam::jobs(options, &whole, 1).map_err(named)?;
@@ -190,8 +180,12 @@ pub unsafe extern "C" fn spw_swap_read(
     exp_avg: *mut f32,
     exp_avg_sq: *mut f32,
 ) -> spw_status {
-    // SAFETY: the caller's promise is the callee's.
-    guard(|| unsafe { read(object(swap)?, subgroup, None, [param, exp_avg, exp_avg_sq]) })
+    guard(|| {
+        let swap = object(swap)?;
+        // SAFETY: the caller's promise is the callee's.
+        let (subgroup, to) = unsafe { lent(swap, subgroup, [param, exp_avg, exp_avg_sq]) }?;
+        swap.read(subgroup, None, to)
+    })
 }
 
 /// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is stored split. Others
@@ -213,44 +207,36 @@ pub unsafe extern "C" fn spw_swap_read_split(
         if weights.is_null() {
             return Err(Error::invalid("weights", "is NULL"));
         }
-        // SAFETY: the caller's promise is the callee's.
-        unsafe { read(swap, subgroup, Some(weights.cast()), [param, exp_avg, exp_avg_sq]) }
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            let (subgroup, to) = lent(swap, subgroup, [param, exp_avg, exp_avg_sq])?;
+            let weights = std::slice::from_raw_parts(weights.cast(), swap.elements(subgroup)?);
+            swap.read(subgroup, Some(weights), to)
+        }
     })
 }
 
-unsafe fn read(
-    swap: &mut Swap,
+/// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is, but a param that is stored
+/// split has to be given, and the weights of the next step are its rounded ones. It counts as a step does:
+/// a commit makes it durable, `spw_swap_roll_back` forgets it.
+///
+/// # Safety
+/// Each address is NULL or of as many floats as the subgroup has elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_write(
+    swap: Option<&mut spw_swap>,
     subgroup: u64,
-    weights: Option<*const bf16>,
-    to: [*mut f32; STREAMS],
-) -> Result<()> {
-    let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
-    let elements = swap.elements(subgroup)?;
-    let span = |to: *mut f32| match to.is_null() {
-        true => Some(Span::empty()),
-        // SAFETY: the caller lends that many floats until the call returns.
-        false => unsafe { Span::new(to.cast(), elements * size_of::<f32>()) },
-    };
-    let to = to.map(|to| span(to).unwrap_or(Span::empty()));
-    // SAFETY: the caller's promise: as many numbers as the subgroup has elements.
-    let weights = weights.map(|weights| unsafe { std::slice::from_raw_parts(weights, elements) });
-    swap.read(subgroup, weights, to)
-}
-
-/// The bf16 weights that a tensor says were published last; none if it has none.
-unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
-    let bf16 = spw_dtype::SPW_DTYPE_BF16 as u32;
-    let from = match (raw.param.is_null(), raw.copy_dtype == bf16) {
-        (false, _) => raw.param.cast_const(),
-        (true, true) => raw.param_copy.cast_const(),
-        (true, false) => std::ptr::null(),
-    };
-    if from.is_null() || raw.n == 0 {
-        return &[];
-    }
-    // SAFETY: checked to be of this type; the caller lends `n` numbers until the call returns, and while the slice is looked
-    // at, which is before the tensor is stepped, nobody writes to them.
-    unsafe { std::slice::from_raw_parts(from.cast(), raw.n as usize) }
+    param: *const f32,
+    exp_avg: *const f32,
+    exp_avg_sq: *const f32,
+) -> spw_status {
+    guard(|| {
+        let swap = object(swap)?;
+        let parts = [param, exp_avg, exp_avg_sq].map(<*const f32>::cast_mut);
+        // SAFETY: the caller's promise is the callee's; nothing is written through these spans.
+        let (subgroup, from) = unsafe { lent(swap, subgroup, parts) }?;
+        swap.write(subgroup, from)
+    })
 }
 
 /// Makes all state durable as `step`: what is newer in memory is written, then the tier commits (`spw_tier_commit`).
@@ -318,8 +304,44 @@ pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
     })
 }
 
-fn object(swap: Option<&mut spw_swap>) -> Result<&mut Swap> {
+/// A subgroup's number, and the caller's memory for its streams; NULL is an empty span.
+unsafe fn lent(swap: &Swap, subgroup: u64, parts: [*mut f32; STREAMS]) -> Result<(usize, [Span; STREAMS])> {
+    let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
+    let bytes = swap.elements(subgroup)? * size_of::<f32>();
+    // SAFETY: the caller lends that many floats until the call returns.
+    let span = |part: *mut f32| unsafe { Span::new(part.cast(), bytes) };
+    Ok((subgroup, parts.map(|part| if part.is_null() { None } else { span(part) }.unwrap_or(Span::empty()))))
+}
+
+pub(super) fn object(swap: Option<&mut spw_swap>) -> Result<&mut Swap> {
     swap.map(|swap| &mut swap.swap).ok_or_else(|| Error::invalid("swap", "is NULL"))
+}
+
+/// The caller's tensor with its state, as it lies in memory now.
+pub(super) fn with_state(tensor: spw_tensor, state: State<'_>) -> spw_tensor {
+    spw_tensor {
+        param_dtype: spw_dtype::SPW_DTYPE_F32 as u32,
+        param: state.param.as_mut_ptr().cast(),
+        exp_avg: state.exp_avg.as_mut_ptr().cast(),
+        exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
+        ..tensor
+    }
+}
+
+/// The bf16 weights that a tensor says were published last; none if it has none.
+pub(super) unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
+    let bf16 = spw_dtype::SPW_DTYPE_BF16 as u32;
+    let from = match (raw.param.is_null(), raw.copy_dtype == bf16) {
+        (false, _) => raw.param.cast_const(),
+        (true, true) => raw.param_copy.cast_const(),
+        (true, false) => std::ptr::null(),
+    };
+    if from.is_null() || raw.n == 0 {
+        return &[];
+    }
+    // SAFETY: checked to be of this type; the caller lends `n` numbers until the call returns, and while the slice is looked
+    // at, which is before the tensor is stepped, nobody writes to them.
+    unsafe { std::slice::from_raw_parts(from.cast(), raw.n as usize) }
 }
 
 /// Sums of subgroups meet as those of the tensors of one call do.
@@ -335,7 +357,7 @@ fn squares_of(parts: &[f64]) -> f64 {
 }
 
 /// Refuses what cannot be stepped before anything is.
-fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
+pub(super) fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
     if tensors.len() != swap.len() {
         return Err(Error::invalid("count", format!("is {} for {} subgroups", tensors.len(), swap.len())));
     }

@@ -1,11 +1,9 @@
-//! What a tiered update is opened with, and what it takes.
+//! The tiered update: what it is opened with, and what it says of itself.
 #![allow(non_camel_case_types)]
 
 use std::time::Duration;
 
-use super::guard::guard;
 use super::record::{self, Record};
-use super::status::spw_status;
 use crate::error::{Error, Result};
 use crate::offload::swap::SwapOptions;
 use crate::offload::swap::budget;
@@ -87,27 +85,32 @@ unsafe impl Record for spw_swap_budget {
     const NAME: &'static str = "spw_swap_budget";
 }
 
-/// What `spw_swap_open` would take and move, with so many paths. Takes nothing.
-///
-/// # Safety
-/// `options` and `budget_out` point to structs of `struct_size` bytes, and `options` as `spw_swap_open` says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_swap_plan(
-    options: *const spw_swap_options,
-    paths: u64,
-    budget_out: *mut spw_swap_budget,
-) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller's promise is the callees'.
-        unsafe {
-            record::check_output(budget_out, "budget_out")?;
-            let options = parse(options, 0)?;
-            let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
-            let paths = paths.ok_or_else(|| Error::invalid("paths", "are over 1024"))?;
-            let plan = budget::plan(&options.subgroups, options.usual, paths, options.host_bytes)?;
-            write_budget(plan, budget_out)
-        }
-    })
+/// Counts since open.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_swap_stats {
+    /// `sizeof(spw_swap_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Updates begun, the first filling included.
+    pub rounds: u64,
+    /// Subgroups that an update found in memory.
+    pub hits: u64,
+    /// Subgroups read from the tier.
+    pub fetched: u64,
+    /// Subgroups written to it.
+    pub flushed: u64,
+    /// Pieces of subgroups that changed their path.
+    pub moved: u64,
+    /// Seconds in which there was nothing to step because its data had not come yet.
+    pub exposed_seconds: f64,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_swap_stats {
+    const FIRST_SIZE: usize = 56;
+    const NAME: &'static str = "spw_swap_stats";
 }
 
 pub(super) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {

@@ -10,6 +10,7 @@
 //! - All memory is taken at open, and it is what [`budget::plan`] said.
 #![forbid(unsafe_code)]
 
+mod access;
 pub mod budget;
 mod extents;
 pub mod form;
@@ -186,43 +187,6 @@ impl Swap {
         let outcome = self.run(Source::Tier(copies), &mut step);
         self.traffic.end_round(&self.tier);
         self.note(outcome)
-    }
-
-    /// Copies a subgroup's state into the caller's memory, one span for each stream; an empty one leaves its stream out.
-    /// `copy` are the 16-bit weights, which param is made of if it is stored split.
-    pub fn read(&mut self, subgroup: usize, copy: Option<&[bf16]>, to: [Span; STREAMS]) -> Result<()> {
-        self.ready()?;
-        let elements = self.elements(subgroup)?;
-        if to.iter().any(|to| !to.is_empty() && to.len() != elements * 4) {
-            let reason = format!("does not have {elements} elements for subgroup {subgroup}");
-            return Err(Error::invalid("to", reason));
-        }
-        let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
-        let slot = match (self.pipeline.kept(subgroup), form) {
-            (Some(slot), _) => slot,
-            (None, Form::Whole) => return self.transfer_in(extent, &to),
-            (None, Form::Split) if copy.is_none() && !to[0].is_empty() => {
-                return Err(Error::invalid("param", "is stored split: its 16-bit copy is needed to read it"));
-            }
-            (None, Form::Split) => self.fetch_aside(subgroup, extent, copy.filter(|_| !to[0].is_empty()))?,
-        };
-        let held = form::spans(Form::Whole, self.buffers[slot].span(), elements);
-        held.iter().zip(to).filter(|(_, to)| !to.is_empty()).for_each(|(held, to)| held.copy_to(to));
-        Ok(())
-    }
-
-    /// Fetches split state into a buffer that holds nothing; joins it, given a copy.
-    fn fetch_aside(&mut self, subgroup: usize, extent: u32, copy: Option<&[bf16]>) -> Result<usize> {
-        let elements = self.extents.elements(subgroup);
-        let slot = self.pipeline.free_slot().ok_or_else(|| Error::Busy("no buffer is free".to_string()))?;
-        self.transfer_in(extent, &form::spans(Form::Split, self.buffers[slot].span(), elements))?;
-        copy.map_or(Ok(()), |copy| form::join(&mut self.buffers[slot], elements, copy))?;
-        Ok(slot)
-    }
-
-    fn transfer_in(&self, extent: u32, to: &[Span]) -> Result<()> {
-        let ticket = self.tier.read(extent, to, false)?;
-        self.tier.wait(ticket, None).map(drop)
     }
 
     /// Writes what is newer in memory, and makes all of it durable as `step`.

@@ -49,7 +49,10 @@ impl Swap {
         if kept.is_none() {
             self.fetch_rest(subgroup, &from, &held)?;
         }
-        from.iter().zip(&held).filter(|(from, _)| !from.is_empty()).for_each(|(from, held)| from.copy_to(*held));
+        from.iter()
+            .zip(&held)
+            .filter(|(from, _)| !from.is_empty())
+            .for_each(|(from, held)| from.copy_to(*held));
         if kept.is_some() {
             self.pipeline.changed(slot);
             return Ok(());

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use budget::Budget;
 use extents::Extents;
-use form::{Form, STREAMS};
+use form::Form;
 use half::bf16;
 use lanes::Lanes;
 use pipeline::{Action, Pipeline, PipelineStats};
@@ -33,7 +33,6 @@ use traffic::{Direction, Traffic};
 use crate::error::{Error, Result};
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
-use crate::sys::span::Span;
 use crate::tier::Tier;
 
 pub use form::State;

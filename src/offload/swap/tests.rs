@@ -3,11 +3,13 @@
 
 mod split;
 
+use super::form::STREAMS;
 use super::*;
 use crate::dtype::{Floats, FloatsMut, bf16};
 use crate::kernel::{States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::spread::Job;
+use crate::sys::span::Span;
 use crate::tier::directory::Owner;
 use crate::tier::options::{Mode, PathOptions, Place, TierOptions};
 
@@ -235,7 +237,7 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
 
 #[test]
 fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback() {
-    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
     for buffers in [3, 5, 100] {
         let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
         let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();

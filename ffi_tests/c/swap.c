@@ -351,9 +351,9 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].grad");
     tensors[4] = kept, tensors[4].shadow_param = plain[4].spans[0];
     INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "shadow");
-    tensors[4] = kept, tensors[7].param_copy = tensors[4].param_copy;
+    tensors[4] = kept, tensors[6].param_copy = tensors[3].param_copy;
     INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "overlap");
-    tensors[7].param_copy = copies[7];
+    tensors[6].param_copy = copies[6];
     unwatch_all();
 
     // All of that was refused before anything was stepped.

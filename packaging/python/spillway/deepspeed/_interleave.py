@@ -13,7 +13,7 @@ from .. import _abi, _native, gpu as _gpu
 from ..errors import InvalidArgument
 from ..interleave import PLANS, Interleave, Rates, Subgroup, plan
 from . import _call, _tier_config
-from ._superoffload import _factor
+from ._superoffload import gradient_factor
 
 # What stage 3 has to have for `overrides` to fit it.
 NEEDED = ("initialize_optimizer_states", "unscale_and_clip_grads", "_optimizer_step", "_unflatten_partitioned_parameters",
@@ -193,7 +193,7 @@ def overrides(stage3):
         if update is None:
             own["unscale_and_clip_grads"](self, sub_group_id, total_norm)
         elif sub_group_id == 0:
-            update.step(_factor(self, total_norm))
+            update.step(gradient_factor(self, total_norm))
 
     def optimizer_step(self, sub_group_id):
         if interleaved(self) is None:

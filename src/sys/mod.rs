@@ -1,5 +1,6 @@
 //! What the operating system is asked for: processors, threads, memory, files and events.
 
+mod crew;
 pub mod event;
 pub mod file;
 pub mod host;
@@ -8,6 +9,7 @@ pub mod lock;
 pub mod memory;
 pub mod process;
 pub mod reserve;
+mod slice;
 pub mod span;
 pub mod threads;
 pub mod usage;

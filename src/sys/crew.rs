@@ -26,17 +26,6 @@ use std::thread::{self, Thread};
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-use super::slice;
-
-/// Where in its stretch each of the crew begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Order {
-    /// At the first item.
-    Forward,
-    /// At the last one: what came last the time before is the likeliest to be in the caches still.
-    Backward,
-}
-
 /// Threads that help whoever calls [`Crew::each`].
 pub struct Crew {
     pool: ThreadPool,
@@ -53,7 +42,6 @@ impl Crew {
         let pool = ThreadPoolBuilder::new()
             .num_threads(workers)
             .thread_name(|index| format!("spillway-{index}"))
-            .start_handler(|_| slice::shorten())
             .build()?;
         Ok(Crew { pool, asked: Arc::default() })
     }
@@ -64,12 +52,12 @@ impl Crew {
     }
 
     /// Does `work` with every item, some at the same time. A panic of any of them is the caller's.
-    pub fn each<T: Send>(&self, items: &mut [T], order: Order, work: impl Fn(&mut T) + Sync) {
+    pub fn each<T: Send>(&self, items: &mut [T], work: impl Fn(&mut T) + Sync) {
         let base = Base(items.as_mut_ptr());
         // SAFETY: `Shared` hands out each index below items.len() once, while the items are borrowed here.
         let item = |index: usize| work(unsafe { &mut *base.at(index) });
         let workers = self.workers().min(items.len().saturating_sub(1));
-        let shared = Arc::new(Shared::new(&item, items.len(), workers + 1, order));
+        let shared = Arc::new(Shared::new(&item, items.len(), workers + 1));
         for _ in 0..workers {
             self.ask(&shared);
         }
@@ -112,7 +100,6 @@ struct Shared {
     /// Borrowed from the caller: not to be touched outside the gate.
     work: *const (dyn Fn(usize) + Sync),
     stretches: Vec<Stretch>,
-    order: Order,
     gate: AtomicUsize,
     /// Workers that came in, which numbers them.
     came: AtomicUsize,
@@ -133,13 +120,9 @@ struct Stretch {
 }
 
 impl Stretch {
-    fn take(&self, order: Order) -> Option<usize> {
+    fn take(&self) -> Option<usize> {
         let taken = self.taken.fetch_add(1, Ordering::Relaxed);
-        let within = taken < self.items.len();
-        within.then(|| match order {
-            Order::Forward => self.items.start + taken,
-            Order::Backward => self.items.end - 1 - taken,
-        })
+        (taken < self.items.len()).then(|| self.items.start + taken)
     }
 }
 
@@ -149,7 +132,7 @@ const SHUT: usize = 1 << (usize::BITS - 1);
 const LOOKS: usize = 1 << 10;
 
 impl Shared {
-    fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, crew: usize, order: Order) -> Shared {
+    fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, crew: usize) -> Shared {
         let work: *const (dyn Fn(usize) + Sync + 'a) = work;
         // SAFETY: pointers of one type but for the lifetime; the gate keeps the shorter one.
         let work = unsafe {
@@ -160,7 +143,6 @@ impl Shared {
         Shared {
             work,
             stretches: (0..crew).map(stretch).collect(),
-            order,
             gate: AtomicUsize::new(0),
             came: AtomicUsize::new(0),
             panic: Mutex::new(None),
@@ -174,7 +156,7 @@ impl Shared {
         let work = unsafe { &*self.work };
         let (before, from_own) = self.stretches.split_at(own);
         for stretch in from_own.iter().chain(before) {
-            while let Some(index) = stretch.take(self.order) {
+            while let Some(index) = stretch.take() {
                 work(index);
             }
         }
@@ -227,9 +209,9 @@ mod tests {
         for workers in [1, 2, 3, 7] {
             let crew = Crew::new(workers).unwrap();
             for items in [0, 1, 2, 3, 7, 8, 9, 1000] {
-                for order in [Order::Forward, Order::Backward].repeat(25) {
+                for _ in 0..50 {
                     let mut counts = vec![0; items];
-                    crew.each(&mut counts, order, |count| *count += 1);
+                    crew.each(&mut counts, |count| *count += 1);
                     assert!(counts.iter().all(|count| *count == 1), "{workers} workers, {items} items");
                 }
             }
@@ -250,7 +232,7 @@ mod tests {
         let caller = thread::current().id();
         for _ in 0..10 * MOST_ASKED {
             let mut items = [None; 16];
-            crew.each(&mut items, Order::Forward, |item| *item = Some(thread::current().id()));
+            crew.each(&mut items, |item| *item = Some(thread::current().id()));
             assert!(items.iter().all(|item| *item == Some(caller)));
         }
         assert_eq!(crew.asked.load(Ordering::Relaxed), MOST_ASKED);
@@ -260,7 +242,7 @@ mod tests {
             thread::yield_now();
         }
         let together = Barrier::new(2);
-        crew.each(&mut [(), ()], Order::Forward, |()| {
+        crew.each(&mut [(), ()], |()| {
             together.wait();
         });
     }
@@ -272,7 +254,7 @@ mod tests {
             let done = AtomicUsize::new(0);
             let mut items: Vec<usize> = (0..64).collect();
             let attempt = AssertUnwindSafe(|| {
-                crew.each(&mut items, Order::Forward, |item| {
+                crew.each(&mut items, |item| {
                     assert!(*item != bad, "item {bad}");
                     done.fetch_add(1, Ordering::Relaxed);
                 });
@@ -291,8 +273,8 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..50 {
-                        crew.each(&mut [0; 5], Order::Forward, |_| {
-                            crew.each(&mut [0; 5], Order::Forward, |_| {
+                        crew.each(&mut [0; 5], |_| {
+                            crew.each(&mut [0; 5], |_| {
                                 total.fetch_add(1, Ordering::Relaxed);
                             });
                         });

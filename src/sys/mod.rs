@@ -9,7 +9,6 @@ pub mod lock;
 pub mod memory;
 pub mod process;
 pub mod reserve;
-mod slice;
 pub mod span;
 pub mod threads;
 pub mod usage;

@@ -248,6 +248,21 @@ mod tests {
     }
 
     #[test]
+    fn a_worker_that_came_is_waited_for() {
+        let (crew, caller) = (Crew::new(1).unwrap(), thread::current().id());
+        let together = Barrier::new(2);
+        let mut items = [false; 2];
+        crew.each(&mut items, |item| {
+            together.wait();
+            if thread::current().id() != caller {
+                thread::sleep(std::time::Duration::from_millis(50));
+            }
+            *item = true;
+        });
+        assert_eq!(items, [true; 2]);
+    }
+
+    #[test]
     fn a_panic_on_any_thread_reaches_the_caller_when_all_have_left() {
         let crew = Crew::new(3).unwrap();
         for bad in 0..64 {

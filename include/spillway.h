@@ -464,7 +464,8 @@ typedef struct spw_stats {
 typedef struct spw_thread_options {
     // `sizeof(spw_thread_options)`
     uint32_t struct_size;
-    // Number of workers; 0 decides from affinity mask, cgroup quota and `LOCAL_WORLD_SIZE`.
+    // Number of threads of one step, its caller among them; 0 decides from affinity mask, cgroup quota and
+    // `LOCAL_WORLD_SIZE`.
     uint32_t num_threads;
 } spw_thread_options;
 
@@ -1387,14 +1388,16 @@ enum spw_status spw_set_log(spw_log_fn log,
 // Requires: `stats` points to a struct of `struct_size` bytes.
 enum spw_status spw_stats_get(struct spw_stats *stats);
 
-// Sets the number of worker threads of this process. Without it: the environment variable
-// `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by `LOCAL_WORLD_SIZE`. Steps under way
-// finish on the workers they have. The log (level info) says once how the number came about.
+// Sets the number of threads that one step uses: its caller, which begins at once, and workers, which join as they wake.
+// Without it: the environment variable `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by
+// `LOCAL_WORLD_SIZE`. Steps under way finish on the workers they have. The log (level info) says once how the number
+// came about.
 //
 // Requires: `options` points to a struct of `struct_size` bytes.
 enum spw_status spw_threads_configure(const struct spw_thread_options *options);
 
-// Number of worker threads that a step of more than 65536 elements uses. Smaller ones stay on the caller's thread.
+// Number of threads that a step of more than 65536 elements uses at most, its caller among them. Smaller ones stay on
+// the caller's thread.
 //
 // Requires: `count_out` points to a u32.
 enum spw_status spw_threads_count(uint32_t *count_out);

@@ -55,7 +55,7 @@ tier() {
     set -- --paths "$work/tier/nvme" "$work/tier/pfs" \
         --block '{"ratio": [2, 1], "resume": true, "cache_bytes": 20000000, "job": "demo"}'
     tiered killed "$@" --progress >"$work/tier/steps" 2>&1 &
-    while [ "$(tail -n 1 "$work/tier/steps")" != "step 9" ]; do
+    until grep -qx "step 9" "$work/tier/steps" 2>/dev/null; do
         kill -0 $! 2>/dev/null || fail "the run on the tier ended: $(tail -n 3 "$work/tier/steps")"
         sleep 0.05
     done

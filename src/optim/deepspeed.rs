@@ -209,13 +209,13 @@ mod tests {
     #[test]
     fn a_state_goes_on_where_it_was_kept_and_an_impossible_one_is_refused() {
         let start = AdamState::new(true, 0.9, 0.999).unwrap();
-        let three = (1..=3).fold(start, |state, step| state.begin(&call(step)).unwrap().0);
-        assert_eq!(three.restored().unwrap().begin(&call(4)), three.begin(&call(4)));
-        assert_ne!(start.begin(&call(4)).unwrap().0, three.begin(&call(4)).unwrap().0);
+        let many = (1..=20).fold(start, |state, step| state.begin(&call(step)).unwrap().0);
+        assert_eq!(many.restored().unwrap().begin(&call(21)), many.begin(&call(21)));
+        assert_ne!(start.begin(&call(21)).unwrap().0, many.begin(&call(21)).unwrap().0);
         for power in [f32::NAN, -0.1, 1.5] {
-            assert!(AdamState { beta2_power: power, ..three }.restored().is_err());
+            assert!(AdamState { beta2_power: power, ..many }.restored().is_err());
         }
-        assert!(AdamState { beta1: 1.0, ..three }.restored().is_err());
+        assert!(AdamState { beta1: 1.0, ..many }.restored().is_err());
     }
 
     #[test]

@@ -52,7 +52,7 @@ static void move(spw_io *io, spw_status (*begin)(spw_io *, const spw_io_request 
 }
 
 static void goes_to_a_file_and_back(spw_pool *pool) {
-    char path[] = "/var/tmp/pool_huge.XXXXXX";
+    char path[] = "pool_huge.XXXXXX";
     int fd = mkstemp(path);
     CHECK(fd >= 0);
     spw_io *io = NULL;

@@ -41,10 +41,12 @@ kill:
 	SPILLWAY_KILL_ROUNDS=$(ROUNDS) cargo test --test c -- tier_kill
 	@cat target/*/c/tier_kill/counts.txt
 
-bench: lib
+bench: lib packages
 	$(RELEASE)/spillway bench adam
 	$(RELEASE)/spillway bench undo
 	$(RELEASE)/spillway bench io --dir $(DIR)
+	packaging/python_bench.sh adam
+	packaging/python_bench.sh io --dir $(DIR)
 
 tune: lib
 	$(RELEASE)/spillway tune --dir $(DIR)

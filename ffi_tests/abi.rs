@@ -182,14 +182,20 @@ fn layout_of_rust() -> String {
         }
         capi::tier_report::spw_tier_checked { struct_size, reserved, extents, blocks, bytes, damaged }
         capi::io_wait::spw_io_failure { struct_size, system_errno, offset, bytes, path }
-        capi::swap::spw_swap_options {
+        capi::swap_options::spw_swap_options {
             struct_size, flags, host_bytes, elements, subgroups, ratio, speeds, patience_seconds,
         }
-        capi::swap::spw_swap_budget {
+        capi::swap_options::spw_swap_budget {
             struct_size, reserved, host_bytes, buffer_bytes, buffers, cached, state_bytes, step_bytes,
         }
-        capi::swap::spw_swap_stats {
+        capi::swap_options::spw_swap_stats {
             struct_size, reserved, rounds, hits, fetched, flushed, moved, exposed_seconds,
+        }
+        capi::deepspeed_swap::spw_ds_adam_call {
+            struct_size, bias_correction, step, lr, beta1, beta2, eps, weight_decay, grad_scale,
+        }
+        capi::deepspeed_swap::spw_ds_adam_state {
+            struct_size, adamw_mode, step, beta1, beta2, beta1_power, beta2_power,
         }
         capi::gpu::spw_gpu_driver { struct_size, devices, cuda_version, reserved }
         capi::gpu::spw_gpu_options { struct_size, ordinal, chunk_bytes }
@@ -246,16 +252,16 @@ fn layout_of_c(compiler: &[&str]) -> String {
 fn layout_of_ctypes() -> String {
     const SCRIPT: &str = "
 import ctypes, importlib.util, sys
-spec = importlib.util.spec_from_file_location('_abi', sys.argv[1])
-abi = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(abi)
-for structure in abi.STRUCTURES:
+spec = importlib.util.spec_from_file_location('_structures', sys.argv[1])
+structures = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(structures)
+for structure in structures.STRUCTURES:
     print(structure.c_name, ctypes.sizeof(structure))
     for name, *_ in structure._fields_:
         field = getattr(structure, name)
         print(f'{structure.c_name}.{name}', field.offset, field.size)
 ";
-    let module = root().join("packaging/python/spillway/_abi.py");
+    let module = root().join("packaging/python/spillway/_structures.py");
     succeed(Command::new("python3").args(["-B", "-c", SCRIPT]).arg(module), TIMEOUT)
 }
 

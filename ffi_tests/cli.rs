@@ -1,4 +1,5 @@
-//! Proves what the commands `plan` and `trace` say: the papers' own figures, and a trace that is JSON and shows the overlap.
+//! Proves what the commands say: `plan` the papers' own figures, `trace` JSON that shows the overlap, and `tune` settings
+//! that an engine then has.
 
 mod support;
 
@@ -6,6 +7,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Value;
+use spillway::io::engine::Engine;
+use spillway::io::options::Options;
+use spillway::io::profile::Profile;
+use spillway::sys::file::file_system;
 use support::{empty_dir, run, succeed};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -70,4 +75,28 @@ fn trace_is_json_in_which_engines_overlap() {
     }
     let missing = run(spillway().args(["trace", "--output", "no/such/folder/step.json"]), TIMEOUT);
     assert!(missing.code == Some(1) && missing.stderr.contains("writing the trace"), "{}", missing.stderr);
+}
+
+#[test]
+fn tune_writes_what_an_engine_then_has() {
+    let folder = empty_dir("tune");
+    let path = folder.join("new/profile");
+    let tune = |more: &[&str]| {
+        let mut command = spillway();
+        command.args(["tune", "--seconds", "5", "--dir"]).arg(&folder).arg("--profile").arg(&path).args(more);
+        succeed(&mut command, TIMEOUT)
+    };
+    let said = tune(&["--dry-run"]);
+    assert!(said.contains("best: ") && !path.exists(), "{said}");
+    let said = tune(&[]);
+    let profile = Profile::read(&path).expect("it makes sense").expect("it is there");
+    let directory = std::fs::File::open(&folder).expect("the directory is there");
+    let system = file_system(&directory).expect("it lies on a file system");
+    let found = profile.get(system).expect("it is of this file system");
+    let words = format!("blocks of {} KiB, depth {}", found.block_bytes >> 10, found.depth);
+    assert!(said.lines().any(|line| line.starts_with("best: ") && line.contains(&words)), "{said}");
+    let engine = Engine::open_tuned(Options::default(), Some(profile)).expect("an engine opens");
+    assert_eq!(engine.options().depth, found.depth);
+    let left: Vec<_> = std::fs::read_dir(&folder).expect("it can be read").collect();
+    assert_eq!(left.len(), 1, "the test file is removed: {left:?}");
 }

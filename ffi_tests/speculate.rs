@@ -76,6 +76,8 @@ struct Tensor {
     grad: Vec<f32>,
     grad_half: Vec<u16>,
     half: bool,
+    /// Where steps write instead, for an engine that undoes by shadows: param, exp_avg, exp_avg_sq.
+    shadow: Option<[Vec<f32>; 3]>,
 }
 
 impl Tensor {
@@ -89,10 +91,23 @@ impl Tensor {
             grad: vec![0.0; length],
             grad_half: vec![0; length],
             half: random.chance(50),
+            shadow: None,
+        }
+    }
+
+    /// After a step that stood the shadow is the state.
+    fn flip(&mut self) {
+        if let Some([param, exp_avg, exp_avg_sq]) = &mut self.shadow {
+            std::mem::swap(&mut self.param, param);
+            std::mem::swap(&mut self.exp_avg, exp_avg);
+            std::mem::swap(&mut self.exp_avg_sq, exp_avg_sq);
         }
     }
 
     fn raw(&mut self) -> spw_tensor {
+        let shadow = |at: usize, of: &mut Option<[Vec<f32>; 3]>| -> *mut c_void {
+            of.as_mut().map_or(ptr::null_mut(), |spans| spans[at].as_mut_ptr().cast())
+        };
         let grad: *const c_void =
             if self.half { self.grad_half.as_ptr().cast() } else { self.grad.as_ptr().cast() };
         spw_tensor {
@@ -109,9 +124,9 @@ impl Tensor {
             exp_avg_sq: self.exp_avg_sq.as_mut_ptr().cast(),
             param_copy: self.copy.as_mut_ptr().cast(),
             options: ptr::null(),
-            shadow_param: ptr::null_mut(),
-            shadow_exp_avg: ptr::null_mut(),
-            shadow_exp_avg_sq: ptr::null_mut(),
+            shadow_param: shadow(0, &mut self.shadow),
+            shadow_exp_avg: shadow(1, &mut self.shadow),
+            shadow_exp_avg_sq: shadow(2, &mut self.shadow),
         }
     }
 
@@ -208,14 +223,20 @@ impl Run {
                 })
                 .collect()
         };
-        let mine: Buckets = (0..buckets).map(|_| bucket(&mut random)).collect();
+        let mut mine: Buckets = (0..buckets).map(|_| bucket(&mut random)).collect();
         let publish = random.below(3) as u32;
-        let options = spw_spec_options { struct_size: 16, buckets, undo_mode: 1, publish };
+        let undo_mode = 1 + random.below(2) as u32;
+        let options = spw_spec_options { struct_size: 16, buckets, undo_mode, publish };
+        let twin = mine.clone();
+        for tensor in mine.iter_mut().flatten().filter(|_| undo_mode == 2) {
+            let n = tensor.param.len();
+            tensor.shadow = Some([vec![9.0; n], vec![9.0; n], vec![9.0; n]]);
+        }
         let mut spec = ptr::null_mut();
         // SAFETY: both point to what they should.
         ok(unsafe { spw_spec_open(&options, &mut spec) });
         let clip_percent = [0, 1, 50, 100][(seed % 4) as usize];
-        Run { random, spec, clip_percent, publish, twin: mine.clone(), mine }
+        Run { random, spec, clip_percent, publish, twin, mine }
     }
 
     fn all(mut self) -> spw_spec_stats {
@@ -266,6 +287,9 @@ impl Run {
         let outcome = self.round(options, max_norm, remote, &expected);
         let finite = expected.nonfinite == 0 && remote.is_finite();
         assert_eq!(outcome.verdict == SKIP, !finite);
+        if outcome.verdict != SKIP {
+            self.mine.iter_mut().flatten().for_each(Tensor::flip);
+        }
         for (mine, twin) in self.mine.iter().flatten().zip(self.twin.iter().flatten()) {
             assert!(mine.same(twin), "step {}: the bits differ", options.step);
         }

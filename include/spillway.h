@@ -597,7 +597,9 @@ typedef struct spw_spec_options {
     uint32_t struct_size;
     // Buckets of every round, numbered from 0.
     uint32_t buckets;
-    // An `spw_undo_mode` that is exact: SPW_UNDO_DELTA.
+    // An `spw_undo_mode` that is exact: SPW_UNDO_DELTA, or SPW_UNDO_SHADOW, for which every tensor names its shadow spans.
+    // With shadows, these hold the state after the verdicts SPW_SPEC_COMMIT and SPW_SPEC_REDO, and the tensor's own
+    // spans after SPW_SPEC_SKIP and an abort: the next round names first those that hold it.
     uint32_t undo_mode;
     // An `spw_spec_publish`.
     uint32_t publish;
@@ -1280,6 +1282,51 @@ typedef struct spw_gpu_link {
     double step_native;
 } spw_gpu_link;
 
+// What DeepSpeed's `adam_update` is told for one subgroup.
+typedef struct spw_ds_adam_call {
+    // `sizeof(spw_ds_adam_call)`, the same in all of an array.
+    uint32_t struct_size;
+    // 1 divides by 1 - beta^t, 0 leaves it out.
+    uint32_t bias_correction;
+    // Number of this step, from 1.
+    uint64_t step;
+    // Learning rate.
+    float lr;
+    // Decay of exp_avg.
+    float beta1;
+    // Decay of exp_avg_sq.
+    float beta2;
+    // Added to the denominator.
+    float eps;
+    // Weight decay.
+    float weight_decay;
+    // Factor on the gradient.
+    float grad_scale;
+} spw_ds_adam_call;
+
+// Called by the thread of the update once a subgroup is stepped, while the transfers of others go on. `param` are its new
+// master weights, as many as it has elements, good until the return. Anything but 0 ends the update with
+// SPW_ERR_INVALID_ARGUMENT. It does not call the update itself.
+typedef int32_t (*spw_swap_stepped_fn)(void *user, uint64_t subgroup, const float *param);
+
+// What an id keeps between steps.
+typedef struct spw_ds_adam_state {
+    // `sizeof(spw_ds_adam_state)`
+    uint32_t struct_size;
+    // DeepSpeed's adamw_mode: 1 is AdamW, 0 is L2.
+    uint32_t adamw_mode;
+    // The last step; 0 before the first.
+    uint64_t step;
+    // Decay of exp_avg in that step.
+    float beta1;
+    // Decay of exp_avg_sq in that step.
+    float beta2;
+    // The power of beta1 that it used, in f32 as DeepSpeed multiplies it.
+    float beta1_power;
+    // The power of beta2 that it used.
+    float beta2_power;
+} spw_ds_adam_state;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -1511,7 +1558,7 @@ enum spw_status spw_undo_close(struct spw_undo *undo);
 //     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
 //
 // A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
-// go back to the bit: about 2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
+// go back to the bit: about 1.2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
 // once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
 // are only measured, and step once after it.
 //
@@ -2245,6 +2292,16 @@ enum spw_status spw_swap_read(struct spw_swap *swap,
                               float *exp_avg,
                               float *exp_avg_sq);
 
+// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is. It counts as a step does:
+// a commit makes it durable, `spw_swap_roll_back` forgets it.
+//
+// Requires: Each address is NULL or of as many floats as the subgroup has elements.
+enum spw_status spw_swap_write(struct spw_swap *swap,
+                               uint64_t subgroup,
+                               const float *param,
+                               const float *exp_avg,
+                               const float *exp_avg_sq);
+
 // Makes all state durable as `step`: what is newer in memory is written, then the tier commits (`spw_tier_commit`).
 //
 // Requires: `payload` points to `payload_bytes` bytes, which the next open finds; NULL for none.
@@ -2422,6 +2479,31 @@ enum spw_status spw_ds_lion_update(int32_t id,
 
 // DeepSpeed's `destroy_lion`.
 enum spw_status spw_ds_lion_destroy(int32_t id);
+
+// `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order
+// whatever the order in which they are stepped, so that the bits are those of DeepSpeed's step over states in
+// memory. `tensors[i].options` is NULL. The id advances if the whole update succeeds.
+//
+// Requires: As `spw_swap_adam_step`; `calls` points to `count` structs, `struct_size` bytes apart; `stepped` may be NULL.
+enum spw_status spw_swap_ds_adam_step(struct spw_swap *swap,
+                                      int32_t id,
+                                      const struct spw_ds_adam_call *calls,
+                                      const struct spw_tensor *tensors,
+                                      size_t count,
+                                      spw_swap_stepped_fn stepped,
+                                      void *user);
+
+// Copies out what an id keeps, for `spw_ds_adam_restore` in another process.
+//
+// Requires: `state_out` points to a struct of `struct_size` bytes.
+enum spw_status spw_ds_adam_save(int32_t id, struct spw_ds_adam_state *state_out);
+
+// Makes the id with this state, or gives it to the one that is there: its next step has the bits that it would have had
+// in the process that saved it.
+//
+// Requires: `state` points to a struct of `struct_size` bytes.
+enum spw_status spw_ds_adam_restore(int32_t id,
+                                    const struct spw_ds_adam_state *state);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -2,7 +2,7 @@
 # Installs the Debian packages that tests and demo need and that are missing: as root by itself, else it names the command.
 set -eu
 
-wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake util-linux"
+wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake util-linux mount e2fsprogs"
 
 missing=""
 for package in $wanted; do

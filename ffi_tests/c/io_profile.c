@@ -48,7 +48,7 @@ static void a_good_one_changes_the_requests(void) {
     if (id.f_fsid == 0) return; // The device's number stands for it; the library's own test has that case.
     char text[1024];
     const char *format = "spillway-io-profile 1\n[filesystem %lx-%lx]\nbackend = io_uring\nblock_bytes = 65536\n"
-                         "queue_depth = 4\nengines = 1\n";
+                         "queue_depth = 4\n";
     snprintf(text, sizeof text, format, (unsigned long)kind.f_type, id.f_fsid);
     write_profile(text);
     CHECK(requests() == BYTES / 65536 && strstr(messages, profile) && !strstr(messages, "2: "));

@@ -1,6 +1,6 @@
-// Rounds of speculation end with the bits of the serial rule whatever the event, the way of publishing and the verdict; an
-// engine that is closed takes an open round back; every call out of order is refused with its own status and changes
-// nothing; a child made by fork gets errors and never waits.
+// Rounds of speculation end with the bits of the serial rule whatever the event, the way of publishing, the way back (a log
+// or shadow spans) and the verdict; an engine that is closed takes an open round back; every call out of order is
+// refused with its own status and changes nothing; a child made by fork gets errors and never waits.
 
 #include "check.h"
 
@@ -14,9 +14,12 @@
 enum { BUCKETS = 3 };
 static const int64_t FOREVER = -1;
 
+// How the engines of this program take steps back; with SPW_UNDO_SHADOW the models have shadow spans.
+static uint32_t undo = SPW_UNDO_DELTA;
+
 static spw_spec *open_spec(uint32_t publish) {
     const spw_spec_options options = {
-        .struct_size = sizeof options, .buckets = BUCKETS, .undo_mode = SPW_UNDO_DELTA, .publish = publish};
+        .struct_size = sizeof options, .buckets = BUCKETS, .undo_mode = undo, .publish = publish};
     spw_spec *spec = NULL;
     CHECK_OK(spw_spec_open(&options, &spec));
     return spec;
@@ -28,21 +31,50 @@ static void make_models(void) {
     for (int i = 0; i < BUCKETS; i++) {
         models[i] = make_mixed(i == 1 ? LARGE : 1000, 10 + (uint64_t)i);
         twins[i] = make_mixed(i == 1 ? LARGE : 1000, 10 + (uint64_t)i);
+        if (undo != SPW_UNDO_SHADOW) continue;
+        spw_tensor *tensor = &models[i].tensor;
+        void **shadows[3] = {&tensor->shadow_param, &tensor->shadow_exp_avg, &tensor->shadow_exp_avg_sq};
+        for (int span = 0; span < 3; span++) {
+            CHECK((*shadows[span] = malloc(models[i].bytes[0])) != NULL);
+            memset(*shadows[span], 0x55, models[i].bytes[0]);
+        }
     }
 }
 
 static void release_models(void) {
-    for (int i = 0; i < BUCKETS; i++) release(&models[i]), release(&twins[i]);
+    for (int i = 0; i < BUCKETS; i++) {
+        const spw_tensor *tensor = &models[i].tensor;
+        free(tensor->shadow_param), free(tensor->shadow_exp_avg), free(tensor->shadow_exp_avg_sq);
+        release(&models[i]), release(&twins[i]);
+    }
+}
+
+static void flip(void **span, void **field, void **shadow) {
+    *field = *shadow, *shadow = *span, *span = *field;
+}
+
+// Steps stand: the shadows, where there are any, hold the state from now on.
+static void stood(int exp_avg, int exp_avg_sq) {
+    for (int i = 0; i < BUCKETS && undo == SPW_UNDO_SHADOW; i++) {
+        spw_tensor *tensor = &models[i].tensor;
+        void **spans = models[i].spans;
+        flip(&spans[0], &tensor->param, &tensor->shadow_param);
+        if (exp_avg) flip(&spans[2], &tensor->exp_avg, &tensor->shadow_exp_avg);
+        if (exp_avg_sq) flip(&spans[3], &tensor->exp_avg_sq, &tensor->shadow_exp_avg_sq);
+    }
 }
 
 static void check_same(void) {
     for (int i = 0; i < BUCKETS; i++) CHECK(same(&models[i], &twins[i]));
 }
 
-static void step_twins(const spw_adam_options *options, double grad_scale) {
+// The round came to the step of this factor.
+static void check_stepped(const spw_adam_options *options, double grad_scale) {
     spw_adam_options scaled = *options;
     scaled.grad_scale = grad_scale;
     for (int i = 0; i < BUCKETS; i++) CHECK_OK(spw_adam_step(&scaled, &twins[i].tensor, 1, NULL));
+    stood(1, 1);
+    check_same();
 }
 
 static void submit(spw_spec *spec, uint32_t bucket) {
@@ -90,8 +122,7 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     for (uint32_t i = 0; i < BUCKETS; i++) CHECK_OK(spw_spec_wait(spec, i, FOREVER));
     CHECK(state(spec, 0) == SPW_SPEC_FINAL);
     CHECK_OK(spw_spec_finish(spec, FOREVER));
-    step_twins(&options, options.grad_scale);
-    check_same();
+    check_stepped(&options, options.grad_scale);
 
     // Half the norm is allowed: all is clipped by the rule of torch and DeepSpeed.
     options.step++;
@@ -105,8 +136,7 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     CHECK_OK(spw_spec_withdrawn(spec, withdrawn, BUCKETS, &count));
     CHECK(count == outcome.withdrawn && count >= 1);
     CHECK_OK(spw_spec_finish(spec, FOREVER));
-    step_twins(&options, options.grad_scale * (norm / 2 / (norm + 1e-6)));
-    check_same();
+    check_stepped(&options, options.grad_scale * (norm / 2 / (norm + 1e-6)));
 
     // Another rank overflowed.
     options.step++;
@@ -124,8 +154,7 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     local(spec);
     CHECK_OK(spw_spec_resolve_as(spec, SPW_SPEC_REDO, 0.125, NULL));
     CHECK_OK(spw_spec_finish(spec, FOREVER));
-    step_twins(&options, 0.125);
-    check_same();
+    check_stepped(&options, 0.125);
 
     spw_spec_stats stats = {.struct_size = sizeof stats};
     CHECK_OK(spw_spec_stats_get(spec, &stats));
@@ -155,6 +184,7 @@ static void adagrad_and_lion_speculate_too(void) {
             if (optimizer == 0) CHECK_OK(spw_adagrad_step(&adagrad, &twins[i].tensor, 1, NULL));
             if (optimizer == 1) CHECK_OK(spw_lion_step(&lion, &twins[i].tensor, 1, NULL));
         }
+        stood(optimizer == 1, optimizer == 0);
         check_same();
         adagrad.grad_scale = lion.grad_scale = 1.0;
     }
@@ -162,7 +192,7 @@ static void adagrad_and_lion_speculate_too(void) {
     release_models();
 }
 
-static _Atomic uint32_t word = 0xffffffff;
+static _Atomic uint32_t word;
 
 static void *writer(void *fd) {
     usleep(20000);
@@ -175,6 +205,7 @@ static void *writer(void *fd) {
 
 static void buckets_wait_for_descriptors_and_words(void) {
     make_models();
+    atomic_store(&word, 0xffffffff);
     spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
     const spw_adam_options options = adam_options();
     CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
@@ -196,8 +227,7 @@ static void buckets_wait_for_descriptors_and_words(void) {
     mine = local(spec);
     CHECK(resolve(spec, mine).verdict == SPW_SPEC_COMMIT);
     CHECK_OK(spw_spec_finish(spec, FOREVER));
-    step_twins(&options, options.grad_scale);
-    check_same();
+    check_stepped(&options, options.grad_scale);
     CHECK(pthread_join(thread, NULL) == 0 && close(copy) == 0);
     CHECK_OK(spw_spec_close(spec));
     release_models();
@@ -236,8 +266,7 @@ static void what_has_no_verdict_is_taken_back(void) {
     local(spec);
     CHECK_OK(spw_spec_resolve_as(spec, SPW_SPEC_REDO, 0.5, NULL));
     CHECK_OK(spw_spec_close(spec));
-    step_twins(&options, 0.5);
-    check_same();
+    check_stepped(&options, 0.5);
     CHECK(close(never) == 0);
     release_models();
 }
@@ -278,6 +307,12 @@ static void calls_out_of_order_are_refused(void) {
     INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "tensors[0].options.grad_scale");
     own = models[1].tensor, own.exp_avg_sq = NULL;
     INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "exp_avg_sq");
+    own = models[1].tensor, own.shadow_param = own.shadow_exp_avg = own.shadow_exp_avg_sq = NULL;
+    if (undo == SPW_UNDO_DELTA) {
+        own.shadow_param = twins[1].spans[0];
+        own.shadow_exp_avg = twins[1].spans[2], own.shadow_exp_avg_sq = twins[1].spans[3];
+    }
+    INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "tensors[0].shadow_param");
 
     submit(spec, 0);
     REFUSED(spw_spec_submit(spec, 0, tensor, 1, NULL), SPW_ERR_BUCKET_SUBMITTED, "bucket 0");
@@ -346,11 +381,14 @@ static void a_forked_child_gets_errors(void) {
 }
 
 int main(void) {
-    for (uint32_t publish = 0; publish < 3; publish++) the_verdicts_end_in_the_serial_bits(publish);
-    adagrad_and_lion_speculate_too();
-    buckets_wait_for_descriptors_and_words();
-    what_has_no_verdict_is_taken_back();
-    calls_out_of_order_are_refused();
+    for (undo = SPW_UNDO_DELTA; undo <= SPW_UNDO_SHADOW; undo++) {
+        for (uint32_t publish = 0; publish < 3; publish++) the_verdicts_end_in_the_serial_bits(publish);
+        adagrad_and_lion_speculate_too();
+        buckets_wait_for_descriptors_and_words();
+        what_has_no_verdict_is_taken_back();
+        calls_out_of_order_are_refused();
+    }
+    undo = SPW_UNDO_DELTA;
     a_forked_child_gets_errors();
     return 0;
 }

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Trains a small GPT under unmodified DeepSpeed with Spillway's ops, and proves it: ZeRO stages 2 and 3 with states in CPU
-# memory, then stage 3 with states, gradients and parameters in files.
+# memory, then stage 3 with states, gradients and parameters in files, then with states on a tier of two paths, killed and
+# started again.
 #
 #   STEPS=150      steps per run; the run with files has a larger model and at most 20
 #   SECONDS=60     stop a run after this time
@@ -28,6 +29,7 @@ main() {
         [ "${COMPARE:-0}" = 0 ] || with_deepspeed "$run"
     done
     speculation
+    tier
     echo "demo: ok"
 }
 
@@ -41,6 +43,36 @@ speculation() {
     done
     [ "$(field gpt super sha256)" = "$(field gpt serial sha256)" ] || fail "speculation changed the final weights"
     echo "  final weights equal, to the bit, to those of the run that waits for the norm"
+}
+
+# The same run in host memory, and on two directories, two thirds of the state on the first: killed there with SIGKILL after
+# step 9, and started again.
+tier() {
+    echo "ZeRO-3 with its optimizer states on a tier of two paths, each step committed"
+    rm -rf "$work/tier"
+    mkdir -p "$work/tier/nvme" "$work/tier/pfs"
+    tiered host
+    set -- --paths "$work/tier/nvme" "$work/tier/pfs" \
+        --block '{"ratio": [2, 1], "resume": true, "cache_bytes": 20000000, "job": "demo"}'
+    tiered killed "$@" --progress >"$work/tier/steps" 2>&1 &
+    while [ "$(tail -n 1 "$work/tier/steps")" != "step 9" ]; do
+        kill -0 $! 2>/dev/null || fail "the run on the tier ended: $(tail -n 3 "$work/tier/steps")"
+        sleep 0.05
+    done
+    kill -9 "$(cat "$work/tier/pid")"
+    wait $! || echo "  killed with SIGKILL after step 9"
+    tiered again "$@"
+    [ "$(field gpt again sha256)" = "$(field gpt host sha256)" ] || fail "the run that was killed has other weights"
+    echo "  went on at step $(field gpt again began_at); final weights equal, to the bit, to the run in host memory"
+    rm -rf "$work/tier"
+}
+
+# NAME ARGUMENTS...
+tiered() {
+    name=$1
+    shift
+    SPILLWAY_DEEPSPEED=1 TORCH_EXTENSIONS_DIR=$work/extensions sh -c 'echo $$ >"$0"; exec "$@"' "$work/tier/pid" \
+        "$python" "$here/tiered.py" --dim 256 --layers 3 --sub_group 400000 --steps 16 --json "$work/$name-gpt.json" "$@"
 }
 
 with_spillway() {

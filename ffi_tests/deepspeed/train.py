@@ -143,6 +143,8 @@ def config(options):
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        # tiered.py is for Spillway's own; these runs are about DeepSpeed's swappers on Spillway's files.
+        "spillway": {"enabled": False},
         "steps_per_print": 1 << 30,
     }
 

@@ -49,6 +49,8 @@ pub mod tier;
 
 pub mod tier_report;
 
+pub mod swap_options;
+
 pub mod swap;
 
 pub mod gpu;
@@ -56,3 +58,5 @@ pub mod gpu;
 pub mod gpu_transfer;
 
 pub mod deepspeed;
+
+pub mod deepspeed_swap;

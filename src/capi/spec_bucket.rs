@@ -2,6 +2,7 @@
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
+use std::ptr::null_mut;
 
 use super::guard::guard;
 use super::io::timeout;
@@ -13,7 +14,7 @@ use super::tensor::{self, spw_tensor};
 use super::{adagrad, adam, lion};
 use crate::error::{Error, Result, RoundError};
 use crate::kernel::Rule;
-use crate::offload::speculate::{Bucket, Lender, Progress, Tensors};
+use crate::offload::speculate::{Bucket, Lender, Progress, Tensors, Undo};
 use crate::optim::deepspeed::{ADAM, AdamCall};
 use crate::optim::spread::Job;
 use crate::stats::{self, OptimizerCounter};
@@ -191,16 +192,15 @@ struct Lent<R> {
 unsafe impl<R: Send> Send for Lent<R> {}
 
 impl<R: Rule> Lender<R> for Lent<R> {
-    fn lend(&mut self, copies: bool) -> Result<Vec<Job<'_, R>>> {
-        let without =
-            |raw: &spw_tensor| spw_tensor { param_copy: std::ptr::null_mut(), copy_dtype: 0, ..*raw };
-        let bare: Vec<spw_tensor>;
-        let tensors = if copies {
-            &self.tensors
-        } else {
-            bare = self.tensors.iter().map(without).collect();
-            &bare
-        };
+    fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, R>>> {
+        let mut tensors = self.tensors.clone();
+        for tensor in tensors.iter_mut().filter(|_| !copies) {
+            (tensor.param_copy, tensor.copy_dtype) = (null_mut(), 0);
+        }
+        for tensor in tensors.iter_mut().filter(|_| !shadows) {
+            (tensor.shadow_param, tensor.shadow_exp_avg, tensor.shadow_exp_avg_sq) =
+                (null_mut(), null_mut(), null_mut());
+        }
         // SAFETY: the caller of spw_spec_submit lent the spans until the bucket is final, when this is dropped.
         let jobs = unsafe { tensor::jobs(tensors.as_ptr(), tensors.len(), &(), |_| Ok(())) }?;
         let jobs = jobs.into_iter().zip(&self.rules);
@@ -263,7 +263,6 @@ impl spw_spec {
         // SAFETY: the caller's promise is the callees'.
         let (raw, mut jobs) =
             unsafe { (tensor::read_all(tensors, count)?, tensor::jobs(tensors, count, &rule, own)?) };
-        tensor::no_shadows(&raw)?;
         for (index, job) in jobs.iter_mut().enumerate() {
             job.tensor.keep(R::EXP_AVG, R::EXP_AVG_SQ)?;
             if job.optimizer.grad_scale() != rule.grad_scale() {
@@ -271,8 +270,15 @@ impl spw_spec {
                 return Err(Error::invalid(argument, "is not that of the round"));
             }
         }
+        let shadows = self.undo == Undo::Shadow;
+        if let Some(at) = raw.iter().position(|raw| raw.n > 0 && raw.shadow_param.is_null() == shadows) {
+            let reason =
+                if shadows { "is NULL, but the undo mode is" } else { "is set, but the undo mode is not" };
+            let argument = format!("tensors[{at}].shadow_param");
+            return Err(Error::invalid(argument, format!("{reason} SPW_UNDO_SHADOW")));
+        }
         let rules = jobs.iter().map(|job| job.optimizer).collect();
         let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();
-        Ok(Box::new(Tensors::new(Lent { tensors, rules }, self.engine.publish(), counter)))
+        Ok(Box::new(Tensors::new(Lent { tensors, rules }, self.undo, self.engine.publish(), counter)))
     }
 }

@@ -10,10 +10,9 @@ use super::library::out;
 use super::lion::{self, spw_lion_options};
 use super::record::{self, Record};
 use super::status::spw_status;
-use super::undo::spw_undo_mode;
 use crate::error::{Error, Result};
 use crate::kernel::{AdagradRule, AdamRule, LionRule};
-use crate::offload::speculate::{Clip, Engine, Publish};
+use crate::offload::speculate::{Clip, Engine, Publish, Undo};
 
 /// When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
 #[repr(C)]
@@ -36,7 +35,9 @@ pub struct spw_spec_options {
     pub struct_size: u32,
     /// Buckets of every round, numbered from 0.
     pub buckets: u32,
-    /// An `spw_undo_mode` that is exact: SPW_UNDO_DELTA.
+    /// An `spw_undo_mode` that is exact: SPW_UNDO_DELTA, or SPW_UNDO_SHADOW, for which every tensor names its shadow spans.
+    /// With shadows, these hold the state after the verdicts SPW_SPEC_COMMIT and SPW_SPEC_REDO, and the tensor's own
+    /// spans after SPW_SPEC_SKIP and an abort: the next round names first those that hold it.
     pub undo_mode: u32,
     /// An `spw_spec_publish`.
     pub publish: u32,
@@ -87,6 +88,7 @@ unsafe impl Record for spw_spec_stats {
 /// An engine, with one thread of its own that hands steps to the pool.
 pub struct spw_spec {
     pub(super) engine: Engine,
+    pub(super) undo: Undo,
     rules: Mutex<Rules>,
 }
 
@@ -108,7 +110,7 @@ pub(super) enum Rules {
 ///     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
 ///
 /// A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
-/// go back to the bit: about 2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
+/// go back to the bit: about 1.2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
 /// once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
 /// are only measured, and step once after it.
 ///
@@ -125,12 +127,14 @@ pub unsafe extern "C" fn spw_spec_open(
         let spec_out = out(spec_out, "spec_out")?;
         // SAFETY: the caller's promise is the callee's.
         let options = unsafe { record::read(options, "options") }?;
-        if options.undo_mode != spw_undo_mode::SPW_UNDO_DELTA as u32 {
-            return Err(Error::invalid(
-                "options.undo_mode",
-                "is not SPW_UNDO_DELTA, which alone is exact here",
-            ));
-        }
+        let undo = match options.undo_mode {
+            1 => Undo::Delta,
+            2 => Undo::Shadow,
+            other => {
+                let reason = format!("{other} is not an spw_undo_mode that is exact");
+                return Err(Error::invalid("options.undo_mode", reason));
+            }
+        };
         let publish = match options.publish {
             0 => Publish::Final,
             1 => Publish::Staged,
@@ -140,7 +144,7 @@ pub unsafe extern "C" fn spw_spec_open(
             }
         };
         let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
-        let spec = spw_spec { engine, rules: Mutex::new(Rules::None) };
+        let spec = spw_spec { engine, undo, rules: Mutex::new(Rules::None) };
         // SAFETY: not NULL, and the caller's promise.
         unsafe { spec_out.write(Box::into_raw(Box::new(spec))) };
         Ok(())

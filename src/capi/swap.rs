@@ -2,120 +2,21 @@
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
-use std::time::Duration;
 
 use super::adam::{self, spw_adam_options};
 use super::guard::guard;
 use super::library::out;
-use super::record::{self, Record};
+use super::record;
 use super::status::spw_status;
+use super::swap_options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, write_budget};
 use super::tensor::{self, spw_dtype, spw_step_stats, spw_tensor};
 use super::tier::{self, spw_tier};
 use crate::error::{Error, Result};
 use crate::kernel::squares;
 use crate::offload::swap::budget::{self, STREAMS};
-use crate::offload::swap::{State, Swap, SwapOptions};
+use crate::offload::swap::{State, Swap};
 use crate::optim::{self, StepStats};
-use crate::pool::region::Backing;
 use crate::sys::span::Span;
-
-/// Choices for a tiered update, added together.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub enum spw_swap_flag {
-    /// Base pages, even where 2 MiB pages could be had.
-    SPW_SWAP_NO_HUGE_PAGES = 1,
-    /// Leave the memory unlocked.
-    SPW_SWAP_NO_LOCK = 2,
-    /// Use the paths without waiting for turns. Else one process of this node and user at a time uses a path, and the
-    /// others go to another path first (MLP-Offload section 3.1).
-    SPW_SWAP_NO_TURNS = 4,
-}
-
-/// Settings of a tiered update.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_swap_options {
-    /// `sizeof(spw_swap_options)`
-    pub struct_size: u32,
-    /// Sum of `spw_swap_flag`.
-    pub flags: u32,
-    /// Most bytes of host memory for state. `spw_swap_plan` says what comes of it.
-    pub host_bytes: u64,
-    /// Elements of each subgroup; the memory may be reused after the call.
-    pub elements: *const u64,
-    /// Number of subgroups.
-    pub subgroups: u64,
-    /// Share of each path in the state, in any unit, one for each path of the tier; NULL: in proportion to the measured
-    /// speed (MLP-Offload Eq. 1).
-    pub ratio: *const f64,
-    /// Bytes per second of each path, to begin with; NULL: all alike, until the first update has measured them.
-    pub speeds: *const f64,
-    /// Seconds that a process waits for its turn on a path before it goes on without; 0: 30.
-    pub patience_seconds: f64,
-}
-
-// SAFETY: numbers and pointers without padding; null pointers are valid.
-unsafe impl Record for spw_swap_options {
-    const FIRST_SIZE: usize = 56;
-    const NAME: &'static str = "spw_swap_options";
-}
-
-/// Memory and bytes of a tiered update.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_swap_budget {
-    /// `sizeof(spw_swap_budget)`
-    pub struct_size: u32,
-    /// 0
-    pub reserved: u32,
-    /// Bytes of host memory that the buffers take, all at open.
-    pub host_bytes: u64,
-    /// Bytes of one buffer: the state of the largest subgroup.
-    pub buffer_bytes: u64,
-    /// Number of buffers.
-    pub buffers: u64,
-    /// Those of them that keep their subgroup from update to update.
-    pub cached: u64,
-    /// Bytes of all state.
-    pub state_bytes: u64,
-    /// Bytes that an update reads from the tier, and as many that it writes; a commit writes the cached rest.
-    pub step_bytes: u64,
-}
-
-// SAFETY: integers without padding.
-unsafe impl Record for spw_swap_budget {
-    const FIRST_SIZE: usize = 56;
-    const NAME: &'static str = "spw_swap_budget";
-}
-
-/// Counts since open.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_swap_stats {
-    /// `sizeof(spw_swap_stats)`
-    pub struct_size: u32,
-    /// 0
-    pub reserved: u32,
-    /// Updates begun, the first filling included.
-    pub rounds: u64,
-    /// Subgroups that an update found in memory.
-    pub hits: u64,
-    /// Subgroups read from the tier.
-    pub fetched: u64,
-    /// Subgroups written to it.
-    pub flushed: u64,
-    /// Pieces of subgroups that changed their path.
-    pub moved: u64,
-    /// Seconds in which there was nothing to step because its data had not come yet.
-    pub exposed_seconds: f64,
-}
-
-// SAFETY: numbers without padding.
-unsafe impl Record for spw_swap_stats {
-    const FIRST_SIZE: usize = 56;
-    const NAME: &'static str = "spw_swap_stats";
-}
 
 /// Subgroups of optimizer state on a tier: f32 param (the master weight), exp_avg and exp_avg_sq, 12 bytes a parameter.
 pub struct spw_swap {
@@ -247,12 +148,7 @@ pub unsafe extern "C" fn spw_swap_adam_step(
             check_inputs(swap, &raw)?;
             let mut seen = vec![0.0; raw.len()];
             swap.step(|subgroup, state| {
-                let whole = spw_tensor {
-                    param: state.param.as_mut_ptr().cast(),
-                    exp_avg: state.exp_avg.as_mut_ptr().cast(),
-                    exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
-                    ..raw[subgroup]
-                };
+                let whole = with_state(raw[subgroup], state);
                 let named =
                     |error: Error| error.without("tensors[0].").within(&format!("tensors[{subgroup}]."));
                 let mut jobs = adam::jobs(options, &whole, 1).map_err(named)?;
@@ -279,15 +175,31 @@ pub unsafe extern "C" fn spw_swap_read(
 ) -> spw_status {
     guard(|| {
         let swap = object(swap)?;
-        let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
-        let bytes = swap.elements(subgroup)? * size_of::<f32>();
-        let span = |to: *mut f32| match to.is_null() {
-            true => Some(Span::empty()),
-            // SAFETY: the caller lends that many floats until the call returns.
-            false => unsafe { Span::new(to.cast(), bytes) },
-        };
-        let to = [param, exp_avg, exp_avg_sq].map(|to| span(to).unwrap_or(Span::empty()));
+        // SAFETY: the caller's promise is the callee's.
+        let (subgroup, to) = unsafe { lent(swap, subgroup, [param, exp_avg, exp_avg_sq]) }?;
         swap.read(subgroup, to)
+    })
+}
+
+/// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is. It counts as a step does:
+/// a commit makes it durable, `spw_swap_roll_back` forgets it.
+///
+/// # Safety
+/// Each address is NULL or of as many floats as the subgroup has elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_write(
+    swap: Option<&mut spw_swap>,
+    subgroup: u64,
+    param: *const f32,
+    exp_avg: *const f32,
+    exp_avg_sq: *const f32,
+) -> spw_status {
+    guard(|| {
+        let swap = object(swap)?;
+        let parts = [param, exp_avg, exp_avg_sq].map(<*const f32>::cast_mut);
+        // SAFETY: the caller's promise is the callee's; nothing is written through these spans.
+        let (subgroup, from) = unsafe { lent(swap, subgroup, parts) }?;
+        swap.write(subgroup, from)
     })
 }
 
@@ -356,8 +268,27 @@ pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
     })
 }
 
-fn object(swap: Option<&mut spw_swap>) -> Result<&mut Swap> {
+/// A subgroup's number, and the caller's memory for its streams; NULL is an empty span.
+unsafe fn lent(swap: &Swap, subgroup: u64, parts: [*mut f32; STREAMS]) -> Result<(usize, [Span; STREAMS])> {
+    let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
+    let bytes = swap.elements(subgroup)? * size_of::<f32>();
+    // SAFETY: the caller lends that many floats until the call returns.
+    let span = |part: *mut f32| unsafe { Span::new(part.cast(), bytes) };
+    Ok((subgroup, parts.map(|part| if part.is_null() { None } else { span(part) }.unwrap_or(Span::empty()))))
+}
+
+pub(super) fn object(swap: Option<&mut spw_swap>) -> Result<&mut Swap> {
     swap.map(|swap| &mut swap.swap).ok_or_else(|| Error::invalid("swap", "is NULL"))
+}
+
+/// The caller's tensor with its state, as it lies in memory now.
+pub(super) fn with_state(tensor: spw_tensor, state: State<'_>) -> spw_tensor {
+    spw_tensor {
+        param: state.param.as_mut_ptr().cast(),
+        exp_avg: state.exp_avg.as_mut_ptr().cast(),
+        exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
+        ..tensor
+    }
 }
 
 /// Sums of subgroups meet as those of the tensors of one call do.
@@ -373,7 +304,7 @@ fn squares_of(parts: &[f64]) -> f64 {
 }
 
 /// Refuses what cannot be stepped before anything is.
-fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
+pub(super) fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
     if tensors.len() != swap.len() {
         return Err(Error::invalid("count", format!("is {} for {} subgroups", tensors.len(), swap.len())));
     }
@@ -398,53 +329,4 @@ fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
     }
     tensor::no_shadows(tensors)?;
     tensor::check_overlap(tensors)
-}
-
-unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {
-    // SAFETY: the caller's promise is the callee's.
-    let raw = unsafe { record::read(options, "options") }?;
-    if raw.flags & !7 != 0 {
-        return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
-    }
-    if raw.subgroups > 1 << 32 || raw.elements.is_null() && raw.subgroups > 0 {
-        return Err(Error::invalid("options.elements", "is NULL, or there are over 2^32 subgroups"));
-    }
-    let patience = match raw.patience_seconds {
-        0.0 => Duration::from_secs(30),
-        seconds => Duration::try_from_secs_f64(seconds)
-            .map_err(|error| Error::invalid("options.patience_seconds", error.to_string()))?,
-    };
-    // SAFETY: the caller's promise: as many numbers as there are subgroups, or paths.
-    unsafe {
-        let numbers =
-            |from: *const f64| (!from.is_null()).then(|| std::slice::from_raw_parts(from, paths).to_vec());
-        let elements = match raw.subgroups {
-            0 => Vec::new(),
-            count => std::slice::from_raw_parts(raw.elements, count as usize).to_vec(),
-        };
-        Ok(SwapOptions {
-            subgroups: elements,
-            host_bytes: raw.host_bytes,
-            backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
-            ratio: numbers(raw.ratio),
-            speeds: numbers(raw.speeds).unwrap_or_default(),
-            exclusive: raw.flags & 4 == 0,
-            patience,
-        })
-    }
-}
-
-unsafe fn write_budget(plan: budget::Budget, budget_out: *mut spw_swap_budget) -> Result<()> {
-    let values = spw_swap_budget {
-        struct_size: 0,
-        reserved: 0,
-        host_bytes: plan.host_bytes,
-        buffer_bytes: plan.buffer_bytes,
-        buffers: plan.buffers as u64,
-        cached: plan.cached as u64,
-        state_bytes: plan.state_bytes,
-        step_bytes: plan.step_bytes,
-    };
-    // SAFETY: the caller's promise is the callee's.
-    unsafe { record::write(&values, budget_out, "budget_out") }
 }

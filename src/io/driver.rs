@@ -29,7 +29,7 @@ use crate::sys::span::Span;
 /// Tries that follow each other at once.
 const QUICK_TRIES: u32 = 16;
 /// Longest wait for several completions at once, and the fewest pieces under way that it is worth it for.
-const NAP: Duration = Duration::from_millis(2);
+const NAP: Duration = Duration::from_millis(4);
 const NAP_FROM: usize = 16;
 /// A file gets a place in the ring's table if this many of its pieces are yet to come.
 const BUSY_PIECES: u64 = 4;
@@ -46,6 +46,8 @@ pub(super) struct Driver {
     failed_devices: HashSet<u64>,
     /// The last sleep ended with completions.
     flowing: bool,
+    /// Operations whose callers are to be told.
+    over: Vec<(Arc<Operation>, Result<u64>)>,
 }
 
 struct Running {
@@ -99,6 +101,7 @@ impl Driver {
             bounce,
             failed_devices: HashSet::new(),
             flowing: false,
+            over: Vec::new(),
         }
     }
 
@@ -111,6 +114,7 @@ impl Driver {
                 backend.trim();
             }
             self.dispatch(backend);
+            self.shared.finish(&mut self.over);
             if closing && self.running.is_empty() {
                 return Ok(());
             }
@@ -120,6 +124,7 @@ impl Driver {
             self.flowing = !done.is_empty();
             self.shared.progress.fetch_add(done.len() as u64, Ordering::Relaxed);
             done.drain(..).for_each(|completion| self.complete(completion));
+            self.shared.finish(&mut self.over);
         }
     }
 
@@ -132,8 +137,9 @@ impl Driver {
             if under_way > 0 {
                 std::mem::forget(Arc::clone(&op));
             }
-            self.shared.finish(op, Err(error.clone()));
+            self.over.push((op, Err(error.clone())));
         }
+        self.shared.finish(&mut self.over);
     }
 
     fn take_inbox(&mut self) -> bool {
@@ -167,7 +173,7 @@ impl Driver {
         }
         let nap_ends = nap.then(|| Instant::now() + NAP);
         Sleep {
-            completions: if nap { active / 8 } else { 1 },
+            completions: if nap { active / 4 } else { 1 },
             until: [deadline, nap_ends].into_iter().flatten().min(),
         }
     }
@@ -350,7 +356,7 @@ impl Driver {
             None if next < op.total() => Err(op.error(IoKind::Cancelled, "it was cancelled".to_string())),
             None => Ok(op.span.len() as u64),
         };
-        self.shared.finish(op, outcome);
+        self.over.push((op, outcome));
     }
 }
 

@@ -33,6 +33,7 @@ use crate::log::{self, Level};
 use crate::pool::region::{self, Lease};
 use crate::sys::file::Access;
 use crate::sys::memory::BASE_PAGE;
+use crate::sys::process;
 use crate::sys::span::Span;
 use crate::sys::threads;
 
@@ -101,7 +102,7 @@ impl Engine {
         });
         region::watch(&watcher);
         Ok(Engine {
-            process: std::process::id(),
+            process: process::id(),
             options,
             blocks: Blocks::new(options.block_bytes, profile),
             shared,
@@ -150,7 +151,8 @@ impl Engine {
             expired: false.into(),
             file,
         };
-        if action == Action::Write && self.options.preallocate && span.len() >= PREALLOCATE_FROM {
+        let large = action == Action::Write && span.len() >= PREALLOCATE_FROM;
+        if large && self.options.preallocate && op.file.may_end_before(end) {
             op.file.preallocate(offset, end)?;
         }
         let extent = super::driver::extent(&op);
@@ -275,7 +277,7 @@ impl Engine {
     /// Ends the engine once all operations are over, at the latest after `timeout`. What is stuck in the system keeps
     /// its memory, and the thread that waits for it, until it comes back. An error that nobody waited for is returned.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
-        if self.process != std::process::id() {
+        if self.process != process::id() {
             return Ok(());
         }
         let drained = self.wait_quiet(timeout);
@@ -292,7 +294,7 @@ impl Engine {
     }
 
     pub(super) fn owned(&self) -> Result<()> {
-        match self.process == std::process::id() {
+        match self.process == process::id() {
             true => Ok(()),
             false => Err(Error::Unsupported(format!(
                 "the I/O engine was opened by process {}; a forked child opens its own",
@@ -305,7 +307,7 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         const PATIENCE: Duration = Duration::from_secs(30);
-        if self.process != std::process::id() || self.shared.lock().closing {
+        if self.process != process::id() || self.shared.lock().closing {
             return;
         }
         if let Err(error) = self.close(Some(PATIENCE)) {

@@ -32,6 +32,8 @@ pub struct File {
     name: String,
     writable: bool,
     identity: Identity,
+    /// When it was last looked at.
+    length: AtomicU64,
     source: Source,
     need: Option<Alignment>,
     direct_refused: AtomicBool,
@@ -120,6 +122,7 @@ impl File {
             name,
             writable: access != Access::Read,
             identity: facts.identity,
+            length: facts.len.into(),
             direct_refused: AtomicBool::new(need.is_none()),
             source: Source::Real { main, buffered },
             need: need.or(direct.then_some(Alignment { memory: page, offset: page })),
@@ -137,6 +140,7 @@ impl File {
             name: name.to_string(),
             writable: true,
             identity: Identity { device, inode: key },
+            length: 0.into(),
             source: Source::Simulated,
             need,
             direct_refused: AtomicBool::new(need.is_none()),
@@ -163,6 +167,16 @@ impl File {
     /// Which file it is.
     pub fn identity(&self) -> Identity {
         self.identity
+    }
+
+    /// Notes its length, as somebody just found it.
+    pub fn note_length(&self, length: u64) {
+        self.length.store(length, Ordering::Relaxed);
+    }
+
+    /// True if it ended before `end` when it was last looked at.
+    pub fn may_end_before(&self, end: u64) -> bool {
+        self.length.load(Ordering::Relaxed) < end
     }
 
     /// The file system that it lies on.
@@ -233,13 +247,14 @@ impl File {
         };
         let fail = |error: io::Error| failure("preallocating", &self.name, offset, end - offset, &error);
         let Facts { len, .. } = file::facts(main).map_err(fail)?;
-        match end > len {
-            true => file::preallocate(main, len.max(offset), end).map_err(|error| {
+        if end > len {
+            file::preallocate(main, len.max(offset), end).map_err(|error| {
                 let free = file::free_bytes(Path::new(&self.name));
                 with_free(fail(error), free)
-            }),
-            false => Ok(()),
+            })?;
         }
+        self.note_length(len.max(end));
+        Ok(())
     }
 }
 

@@ -29,13 +29,16 @@ impl OpenFiles {
                 let reason = format!("{} is neither a regular file nor a block device", path.display());
                 return Err(Error::invalid("path", reason));
             }
-            Ok(facts) => Some(facts.identity),
+            Ok(facts) => Some(facts),
             Err(error) if error.kind() == io::ErrorKind::NotFound && access != Access::Read => None,
             Err(error) => return Err(failure("opening", &path.to_string_lossy(), 0, 0, &error)),
         };
         let key = (path.to_path_buf(), access);
         let open = self.lock().get(&key).and_then(Weak::upgrade);
-        if let Some(open) = open.filter(|open| Some(open.identity()) == now) {
+        if let (Some(open), Some(now)) = (open, now)
+            && open.identity() == now.identity
+        {
+            open.note_length(now.len);
             return Ok(open);
         }
         let opened = Arc::new(File::open(path, access, direct)?);

@@ -167,6 +167,21 @@ pub(super) enum Phase {
     },
 }
 
+/// An operation that is over, without its file and its memory.
+struct Ended {
+    handle: u64,
+    action: Action,
+    deadline: Option<Instant>,
+    device: u64,
+    outcome: Result<u64>,
+}
+
+impl Ended {
+    fn new(op: &Operation, outcome: Result<u64>) -> Ended {
+        Ended { handle: op.handle, action: op.action, deadline: op.deadline, device: op.device(), outcome }
+    }
+}
+
 impl Shared {
     pub(super) fn new(stall: Option<Duration>) -> Shared {
         Shared {
@@ -224,33 +239,23 @@ impl Shared {
         (state, next.into_iter().chain(stalled).min(), !expired.is_empty())
     }
 
-    /// The driver's word that the kernel is done with an operation. Its file is closed, if nobody else uses it, before
-    /// anybody is told: the file system may be unmounted next.
-    pub(super) fn finish(&self, op: Arc<Operation>, outcome: Result<u64>) {
-        let (handle, action, deadline, device) = (op.handle, op.action, op.deadline, op.device());
-        let theirs = self.lock().entry(handle).ok().and_then(|entry| entry.op.take());
-        drop((op, theirs));
-        let mut state = self.lock();
-        let key = key_of(handle);
-        let Some(entry) = state.entries.get_mut(key).filter(|entry| entry.handle == handle) else {
+    /// The driver's word that the kernel is done with operations. Their files are closed, if nobody else uses them,
+    /// before anybody is told: the file system may be unmounted next. Waiters are woken after the lock is free.
+    pub(super) fn finish(&self, over: &mut Vec<(Arc<Operation>, Result<u64>)>) {
+        if over.is_empty() {
             return;
-        };
-        match &entry.phase {
-            Phase::Expired { unread, stuck } => {
-                let stuck = *stuck;
-                if unread.is_none() {
-                    state.entries.remove(key);
-                }
-                if stuck {
-                    state.unstick(device);
-                }
-            }
-            _ => {
-                self.counters.count_outcome(action, &outcome);
-                entry.phase = Phase::Finished(outcome);
-                state.leave_pending(handle, action, deadline);
-            }
         }
+        let mut state = self.lock();
+        let theirs: Vec<_> =
+            over.iter().map(|(op, _)| state.entry(op.handle).map(|entry| entry.op.take())).collect();
+        drop(state);
+        let ended: Vec<Ended> = over.drain(..).map(|(op, outcome)| Ended::new(&op, outcome)).collect();
+        drop(theirs);
+        let mut state = self.lock();
+        let mut woken = Vec::new();
+        ended.into_iter().for_each(|ended| state.end(ended, &self.counters, &mut woken));
+        drop(state);
+        woken.iter().for_each(|news| news.notify_one());
     }
 
     /// The driver's last word.
@@ -294,6 +299,32 @@ impl State {
         found.ok_or_else(|| {
             Error::invalid("handle", format!("{handle:#x} was never given, or was waited for"))
         })
+    }
+
+    /// An operation that the kernel is done with; adds whom to wake.
+    fn end(&mut self, ended: Ended, counters: &Counters, woken: &mut Vec<Arc<Condvar>>) {
+        let Ended { handle, action, deadline, device, outcome } = ended;
+        let key = key_of(handle);
+        let Some(entry) = self.entries.get_mut(key).filter(|entry| entry.handle == handle) else {
+            return;
+        };
+        match &entry.phase {
+            Phase::Expired { unread, stuck } => {
+                let stuck = *stuck;
+                if unread.is_none() {
+                    self.entries.remove(key);
+                }
+                if stuck {
+                    self.unstick(device);
+                }
+            }
+            _ => {
+                counters.count_outcome(action, &outcome);
+                entry.phase = Phase::Finished(outcome);
+                self.leave_pending(handle, action, deadline);
+                woken.extend(self.concerned(handle));
+            }
+        }
     }
 
     /// Takes the outcome of a handle, if it has one.
@@ -360,6 +391,7 @@ impl State {
                 entry.phase = Phase::Expired { unread: Some(error.clone()), stuck };
             }
             self.leave_pending(handle, op.action, op.deadline);
+            self.concerned(handle).for_each(|news| news.notify_one());
             errors.push(error);
         }
         errors
@@ -370,20 +402,21 @@ impl State {
         self.unfinished -= 1;
         self.busy.ends(action);
         deadline.map(|deadline| self.deadlines.remove(&(deadline, handle)));
-        let quiet = self.unfinished == 0;
-        self.tell(|event| event == Event::Outcome(handle) || quiet && event == Event::Quiet);
     }
 
-    fn tell(&self, concerned: impl Fn(Event) -> bool) {
+    /// Who waits for the outcome of `handle`, which just left the pending ones, or for quiet, if it was the last.
+    fn concerned(&self, handle: u64) -> impl Iterator<Item = Arc<Condvar>> {
+        let quiet = self.unfinished == 0;
+        let concerns = move |event| event == Event::Outcome(handle) || quiet && event == Event::Quiet;
         self.waiters
             .iter()
-            .filter(|(_, (event, _))| concerned(*event))
-            .for_each(|(_, (_, news))| news.notify_one());
+            .filter(move |(_, (event, _))| concerns(*event))
+            .map(|(_, (_, news))| Arc::clone(news))
     }
 
     /// Wakes every waiter, to see for itself.
     pub(super) fn tell_all(&self) {
-        self.tell(|_| true);
+        self.waiters.iter().for_each(|(_, (_, news))| news.notify_one());
     }
 
     fn unstick(&mut self, device: u64) {

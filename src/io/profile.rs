@@ -20,7 +20,6 @@ use crate::sys::memory::BASE_PAGE;
 const FIRST_LINE: &str = "spillway-io-profile 1";
 /// A profile is a few hundred bytes; a file beyond this is something else.
 const MOST_BYTES: u64 = 64 << 10;
-const MOST_ENGINES: u32 = 1024;
 
 /// The best settings on one file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,10 +28,8 @@ pub struct Settings {
     pub backend: Choice,
     /// Bytes of a piece.
     pub block_bytes: u64,
-    /// Pieces under way of one engine; for threads also their number.
+    /// Pieces under way; for threads also their number.
     pub depth: u32,
-    /// Engines side by side, for callers that open several.
-    pub engines: u32,
 }
 
 /// A profile.
@@ -149,9 +146,8 @@ impl Profile {
             },
             block_bytes: number("block_bytes", MAX_BLOCK)?.next_multiple_of(BASE_PAGE as u64),
             depth: number("queue_depth", MAX_DEPTH.into())? as u32,
-            engines: number("engines", MOST_ENGINES.into())? as u32,
         };
-        let known = ["backend", "block_bytes", "queue_depth", "engines"];
+        let known = ["backend", "block_bytes", "queue_depth"];
         let rest = values.iter().filter(|(name, _)| !known.contains(name));
         let notes = rest.fold(String::new(), |text, (name, value)| text + &format!("{name} = {value}\n"));
         self.entries.insert(system, (settings, notes));
@@ -181,11 +177,11 @@ impl Profile {
     pub fn text(&self) -> String {
         let mut text =
             format!("{FIRST_LINE}\n# Written by `spillway tune`; delete it, or a section, to forget it.\n");
-        for (system, (Settings { backend, block_bytes, depth, engines }, notes)) in &self.entries {
+        for (system, (Settings { backend, block_bytes, depth }, notes)) in &self.entries {
             let backend = if *backend == Choice::Threads { "threads" } else { "io_uring" };
             let _ =
                 write!(text, "\n[filesystem {system}]\nbackend = {backend}\nblock_bytes = {block_bytes}\n");
-            let _ = write!(text, "queue_depth = {depth}\nengines = {engines}\n{notes}");
+            let _ = write!(text, "queue_depth = {depth}\n{notes}");
         }
         text
     }
@@ -205,8 +201,7 @@ impl Profile {
 mod tests {
     use super::*;
 
-    const SETTINGS: Settings =
-        Settings { backend: Choice::Auto, block_bytes: 256 << 10, depth: 12, engines: 2 };
+    const SETTINGS: Settings = Settings { backend: Choice::Auto, block_bytes: 256 << 10, depth: 12 };
 
     fn system(id: u64) -> FileSystem {
         FileSystem { kind: 0xef53, id }
@@ -241,8 +236,8 @@ mod tests {
             ("spillway-io-profile 1", "{}", "does not begin"),
             ("[filesystem ef53-7]", "[filesystem x]", "line 4"),
             ("[filesystem ef53-7]", "", "before the first section"),
-            ("engines = 2", "engines", "line 8"),
-            ("engines = 2", "", "lacks engines"),
+            ("queue_depth = 12", "queue_depth", "line 7"),
+            ("queue_depth = 12", "", "lacks queue_depth"),
             ("queue_depth = 12", "queue_depth = 0", "queue_depth"),
             ("queue_depth = 12", "queue_depth = 99999999999999999999", "queue_depth"),
             ("block_bytes = 262144", "block_bytes = -1", "block_bytes"),

@@ -64,7 +64,7 @@ impl Uring {
             armed: false,
             knows_time: ring.params().is_feature_ext_arg(),
             buffers: buffers.then(Buffers::default),
-            files: files.then(Files::default),
+            files: files.then(|| Files { slots: [None; FILE_SLOTS], used: 0, by_token: Vec::new() }),
             ring,
         })
     }
@@ -331,39 +331,62 @@ fn log_refusal(bytes: usize, error: &io::Error) {
 }
 
 /// Which files are registered, and how many pieces use them. A file leaves the table with its last piece.
-#[derive(Default)]
 struct Files {
-    slots: HashMap<(u64, bool), (usize, usize)>,
+    slots: [Option<Slot>; FILE_SLOTS],
     used: u64,
-    by_token: HashMap<u64, (u64, bool)>,
+    /// Of each token under way.
+    by_token: Vec<Option<u8>>,
+}
+
+#[derive(Clone, Copy)]
+struct Slot {
+    key: (u64, bool),
+    users: usize,
 }
 
 impl Files {
     fn slot(&mut self, submitter: &io_uring::Submitter, piece: &Piece) -> Option<usize> {
         let key = (piece.file.key(), piece.route == Route::Direct);
-        if !self.slots.contains_key(&key) {
-            let slot = Some(self.used.trailing_ones() as usize)
-                .filter(|slot| piece.busy_file && *slot < FILE_SLOTS)?;
-            let fd = piece.file.fd(piece.route).as_raw_fd();
-            submitter.register_files_update(slot as u32, &[fd]).ok()?;
-            self.used |= 1 << slot;
-            self.slots.insert(key, (slot, 0));
+        let taken = FILE_SLOTS - self.used.leading_zeros() as usize;
+        let known = self.slots[..taken].iter().position(|slot| slot.is_some_and(|slot| slot.key == key));
+        let slot = known.or_else(|| self.register(submitter, piece, key))?;
+        if let Some(found) = &mut self.slots[slot] {
+            found.users += 1;
         }
-        let (slot, users) = self.slots.get_mut(&key)?;
-        *users += 1;
-        self.by_token.insert(piece.token, key);
-        Some(*slot)
+        let token = piece.token as usize;
+        if self.by_token.len() <= token {
+            self.by_token.resize(token + 1, None);
+        }
+        self.by_token[token] = Some(slot as u8);
+        Some(slot)
+    }
+
+    fn register(
+        &mut self,
+        submitter: &io_uring::Submitter,
+        piece: &Piece,
+        key: (u64, bool),
+    ) -> Option<usize> {
+        let slot = self.used.trailing_ones() as usize;
+        if !piece.busy_file || slot >= FILE_SLOTS {
+            return None;
+        }
+        let fd = piece.file.fd(piece.route).as_raw_fd();
+        submitter.register_files_update(slot as u32, &[fd]).ok()?;
+        self.used |= 1 << slot;
+        self.slots[slot] = Some(Slot { key, users: 0 });
+        Some(slot)
     }
 
     fn release(&mut self, submitter: &io_uring::Submitter, token: u64) {
-        let Some(key) = self.by_token.remove(&token) else { return };
-        let Some((slot, users)) = self.slots.get_mut(&key) else { return };
-        *users -= 1;
-        if *users == 0 {
-            let slot = *slot;
+        let Some(slot) = self.by_token.get_mut(token as usize).and_then(Option::take) else { return };
+        let slot = usize::from(slot);
+        let Some(found) = &mut self.slots[slot] else { return };
+        found.users -= 1;
+        if found.users == 0 {
             let _ = submitter.register_files_update(slot as u32, &[-1]);
             self.used &= !(1 << slot);
-            self.slots.remove(&key);
+            self.slots[slot] = None;
         }
     }
 }

@@ -20,12 +20,18 @@ use crate::kernel::{AdamRule, WeightDecay};
 /// What DeepSpeed keeps for one Adam id.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamState {
-    decoupled: bool,
-    step: u64,
-    beta1: f32,
-    beta2: f32,
-    beta1_power: f32,
-    beta2_power: f32,
+    /// DeepSpeed's adamw_mode.
+    pub decoupled: bool,
+    /// The last step; 0 before the first.
+    pub step: u64,
+    /// Decay of exp_avg in that step.
+    pub beta1: f32,
+    /// Decay of exp_avg_sq in that step.
+    pub beta2: f32,
+    /// The power of beta1 that it used.
+    pub beta1_power: f32,
+    /// The power of beta2 that it used.
+    pub beta2_power: f32,
 }
 
 /// What a call to DeepSpeed's `adam_update` carries.
@@ -55,7 +61,29 @@ impl AdamState {
         Ok(AdamState { decoupled, step: 0, beta1, beta2, beta1_power: 1.0, beta2_power: 1.0 })
     }
 
-    /// The state after this call's step has begun.
+    /// A state that was kept elsewhere, if it can be one.
+    pub fn restored(self) -> Result<Self> {
+        AdamState::new(self.decoupled, self.beta1, self.beta2)?;
+        for (name, power) in [("beta1_power", self.beta1_power), ("beta2_power", self.beta2_power)] {
+            if !(0.0..=1.0).contains(&power) {
+                return Err(Error::invalid(name, format!("{power} is no power of a number in [0, 1)")));
+            }
+        }
+        Ok(self)
+    }
+
+    /// The state after this call's step has begun, and the step's coefficients.
+    pub fn begin(self, call: &AdamCall) -> Result<(AdamState, AdamRule)> {
+        check::step(call.step)?;
+        check::finite("lr", call.lr.into())?;
+        check::beta("beta1", call.beta1.into())?;
+        check::beta("beta2", call.beta2.into())?;
+        check::not_negative("eps", call.eps.into())?;
+        check::not_negative("weight_decay", call.weight_decay.into())?;
+        let state = self.advance(call.step, call.beta1, call.beta2);
+        Ok((state, state.rule(call)))
+    }
+
     fn advance(self, step: u64, beta1: f32, beta2: f32) -> Self {
         let same_betas = beta1 == self.beta1 && beta2 == self.beta2;
         if same_betas && step == self.step {
@@ -148,14 +176,7 @@ impl<S: Copy> Ids<S> {
 impl Ids<AdamState> {
     /// The state after a step of the id has begun, for `create` once it is done, and the step's coefficients.
     pub fn begin(&self, id: i32, call: &AdamCall) -> Result<(AdamState, AdamRule)> {
-        check::step(call.step)?;
-        check::finite("lr", call.lr.into())?;
-        check::beta("beta1", call.beta1.into())?;
-        check::beta("beta2", call.beta2.into())?;
-        check::not_negative("eps", call.eps.into())?;
-        check::not_negative("weight_decay", call.weight_decay.into())?;
-        let state = self.get(id)?.advance(call.step, call.beta1, call.beta2);
-        Ok((state, state.rule(call)))
+        self.get(id)?.begin(call)
     }
 }
 
@@ -183,6 +204,18 @@ mod tests {
         assert_eq!(two.advance(2, 0.9, 0.999), two);
         assert_eq!(two.advance(7, 0.9, 0.999).beta1_power, f64::from(0.9f32).powi(7) as f32);
         assert_eq!(two.advance(3, 0.8, 0.999).beta2_power, f64::from(0.999f32).powi(3) as f32);
+    }
+
+    #[test]
+    fn a_state_goes_on_where_it_was_kept_and_an_impossible_one_is_refused() {
+        let start = AdamState::new(true, 0.9, 0.999).unwrap();
+        let three = (1..=3).fold(start, |state, step| state.begin(&call(step)).unwrap().0);
+        assert_eq!(three.restored().unwrap().begin(&call(4)), three.begin(&call(4)));
+        assert_ne!(start.begin(&call(4)).unwrap().0, three.begin(&call(4)).unwrap().0);
+        for power in [f32::NAN, -0.1, 1.5] {
+            assert!(AdamState { beta2_power: power, ..three }.restored().is_err());
+        }
+        assert!(AdamState { beta1: 1.0, ..three }.restored().is_err());
     }
 
     #[test]

@@ -13,6 +13,7 @@ use super::region::{Backing, Region};
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::memory::{BASE_PAGE, PageKind};
+use crate::sys::process;
 use crate::sys::span::Span;
 
 /// Size of a pool.
@@ -91,7 +92,7 @@ impl Pool {
             foreign: BTreeMap::new(),
         };
         Ok(Pool {
-            process: std::process::id(),
+            process: process::id(),
             region: Region::open(total, backing)?,
             block_bytes,
             state: Mutex::new(state),
@@ -183,7 +184,7 @@ impl Pool {
 
     /// False in a forked child of the process that opened it.
     pub fn is_own(&self) -> bool {
-        self.process == std::process::id()
+        self.process == process::id()
     }
 
     /// Refuses while blocks are out, since their users would be left with unmapped memory.

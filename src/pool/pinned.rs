@@ -12,6 +12,7 @@ use arc_swap::ArcSwapOption;
 use super::region::{Backing, Region};
 use crate::error::{Error, Result};
 use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
+use crate::sys::process;
 use crate::sys::span::Span;
 
 /// Allocations above this have a mapping of their own.
@@ -125,7 +126,7 @@ pub fn stats() -> PinnedStats {
 
 /// This process's manager. A forked child starts with an empty one: its parent's may be locked for ever.
 fn manager() -> Arc<Manager> {
-    let process = std::process::id();
+    let process = process::id();
     loop {
         let seen = MANAGER.load_full();
         if let Some(found) = seen.as_ref().filter(|found| found.process == process) {

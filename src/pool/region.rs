@@ -6,16 +6,18 @@
 //! - Finding takes no lock. A forked child finds nothing: what its parent locked is not locked for it.
 #![forbid(unsafe_code)]
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use arc_swap::ArcSwapOption;
+use slab::Slab;
 
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::memory::{self, Mapping, PageKind};
+use crate::sys::process;
 use crate::sys::span::Span;
 
 /// What memory to take.
@@ -43,7 +45,7 @@ pub struct Region {
     mapping: Mapping,
     locked: bool,
     retired: AtomicBool,
-    leases: Mutex<HashMap<u64, Range<usize>>>,
+    leases: Mutex<Slab<Range<usize>>>,
 }
 
 type Index = BTreeMap<usize, Arc<Region>>;
@@ -66,7 +68,7 @@ impl Region {
         let locked = backing.lock && lock(&mapping);
         let region = Arc::new(Region {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            process: std::process::id(),
+            process: process::id(),
             mapping,
             locked,
             retired: AtomicBool::new(false),
@@ -124,10 +126,10 @@ impl Region {
     /// True if a lease overlaps `part`.
     pub fn leased(&self, part: Span) -> bool {
         let (start, end) = (part.address(), part.address() + part.len());
-        self.leases().values().any(|lease| lease.start < end && start < lease.end)
+        self.leases().iter().any(|(_, lease)| lease.start < end && start < lease.end)
     }
 
-    fn leases(&self) -> MutexGuard<'_, HashMap<u64, Range<usize>>> {
+    fn leases(&self) -> MutexGuard<'_, Slab<Range<usize>>> {
         self.leases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -136,7 +138,7 @@ impl Region {
 pub fn find(address: usize, len: usize) -> Option<Arc<Region>> {
     let index = INDEX.load();
     let (_, region) = index.as_ref()?.range(..=address).next_back()?;
-    let ours = region.process == std::process::id();
+    let ours = region.process == process::id();
     (ours && region.span().covers(address, len)).then(|| Arc::clone(region))
 }
 
@@ -153,16 +155,14 @@ pub fn watch(watcher: &Arc<dyn Fn() + Send + Sync>) {
 #[derive(Debug)]
 pub struct Lease {
     region: Arc<Region>,
-    key: u64,
+    key: usize,
 }
 
 impl Lease {
     /// Leases `part`, if it lies in one region.
     pub fn take(part: Span) -> Option<Lease> {
-        static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
         let region = find(part.address(), part.len())?;
-        let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
-        region.leases().insert(key, part.address()..part.address() + part.len());
+        let key = region.leases().insert(part.address()..part.address() + part.len());
         Some(Lease { region, key })
     }
 
@@ -174,7 +174,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.region.leases().remove(&self.key);
+        self.region.leases().remove(self.key);
     }
 }
 

@@ -49,6 +49,13 @@ impl Mapping {
         Ok(mapping)
     }
 
+    /// A page of zeros, and in a forked child a page of zeros again.
+    pub fn emptied_by_fork() -> io::Result<Mapping> {
+        let mapping = Mapping { span: map(BASE_PAGE, 0)?, kind: PageKind::Base };
+        mapping.advise(libc::MADV_WIPEONFORK)?;
+        Ok(mapping)
+    }
+
     /// Maps `bytes`, rounded up to whole pages, on `node` if there is one, and touches every page. From 2 MiB on it
     /// tries reserved huge pages, then transparent ones. A refused node is `Ok` with the reason beside it.
     pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
@@ -116,7 +123,7 @@ impl Mapping {
     }
 
     fn advise(&self, advice: i32) -> io::Result<()> {
-        // SAFETY: the range is mapped; the advice used here never drops contents.
+        // SAFETY: the range is mapped; the advice used here drops no contents of this process.
         check(unsafe { libc::madvise(self.span.as_ptr().cast(), self.span.len(), advice) })
     }
 }

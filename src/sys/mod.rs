@@ -6,6 +6,7 @@ pub mod host;
 pub mod lent;
 pub mod lock;
 pub mod memory;
+pub mod process;
 pub mod reserve;
 pub mod span;
 pub mod threads;

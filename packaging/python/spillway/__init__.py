@@ -6,17 +6,19 @@ import atexit as _atexit
 import ctypes as _ctypes
 
 from . import _abi, _native
-from .errors import (InternalError, InvalidArgument, IoFailure, LibraryNotFound, OutOfOrder, SpillwayError, SystemFailure,
-                     TimedOut, UnknownId, Unsupported)
+from .errors import (Busy, Corrupt, InternalError, InvalidArgument, IoFailure, LibraryNotFound, NoState, NotFound,
+                     OutOfOrder, SpillwayError, SystemFailure, TierFailure, TierLocked, TimedOut, UnknownId, Unsupported)
 from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, grad_stats
 from .speculate import Speculation
+from .swap import Swap
+from .tier import Tier, TierPath
 
 __version__ = "0.1.0"
 
-__all__ = ["Adagrad", "Adam", "InternalError", "InvalidArgument", "IoFailure", "LibraryNotFound", "Lion", "OutOfOrder",
-           "Prepared", "Recording", "Speculation", "SpillwayError", "StepStats", "SystemFailure", "TimedOut", "UnknownId",
-           "Unsupported", "grad_stats", "kernel_name", "library_path", "library_version", "num_threads", "set_log", "set_num_threads",
-           "stats"]
+__all__ = ["Adagrad", "Adam", "Busy", "Corrupt", "InternalError", "InvalidArgument", "IoFailure", "LibraryNotFound", "Lion",
+           "NoState", "NotFound", "OutOfOrder", "Prepared", "Recording", "Speculation", "SpillwayError", "StepStats", "Swap",
+           "SystemFailure", "Tier", "TierFailure", "TierLocked", "TierPath", "TimedOut", "UnknownId", "Unsupported",
+           "grad_stats", "kernel_name", "library_path", "library_version", "num_threads", "set_log", "set_num_threads", "stats"]
 
 library_path = _native.library_path
 _log_callback = None

@@ -18,6 +18,7 @@ WEIGHT_DECAY_MODES = {"decoupled": 0, "l2": 1}
 LOG_LEVELS = {"off": 0, "error": 1, "warn": 2, "info": 3, "debug": 4}
 
 LOG_FN = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
+STEPPED_FN = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_void_p)
 
 _STATUS = c_int32
 _STEP = [c_void_p, c_size_t, POINTER(StepStats)]
@@ -126,6 +127,7 @@ PROTOTYPES = {
     "spw_swap_fill": (_STATUS, [c_void_p, POINTER(c_void_p)]),
     "spw_swap_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), c_void_p, c_size_t, POINTER(StepStats)]),
     "spw_swap_read": (_STATUS, [c_void_p, c_uint64, c_void_p, c_void_p, c_void_p]),
+    "spw_swap_write": (_STATUS, [c_void_p, c_uint64, c_void_p, c_void_p, c_void_p]),
     "spw_swap_commit": (_STATUS, [c_void_p, c_uint64, c_void_p, c_uint64]),
     "spw_swap_roll_back": (_STATUS, [c_void_p]),
     "spw_swap_get_stats": (_STATUS, [c_void_p, POINTER(SwapStats)]),
@@ -153,6 +155,10 @@ PROTOTYPES = {
     "spw_ds_adam_rollback": (_STATUS, [c_void_p, c_int32, c_uint64, c_float, c_float, c_float, c_float, c_float,
                                        c_uint32, POINTER(Tensor), POINTER(c_uint32)]),
     "spw_ds_adam_destroy": (_STATUS, [c_int32]),
+    "spw_swap_ds_adam_step": (_STATUS, [c_void_p, c_int32, POINTER(DsAdamCall), c_void_p, c_size_t, STEPPED_FN,
+                                        c_void_p]),
+    "spw_ds_adam_save": (_STATUS, [c_int32, POINTER(DsAdamState)]),
+    "spw_ds_adam_restore": (_STATUS, [c_int32, POINTER(DsAdamState)]),
     "spw_ds_adagrad_create": (_STATUS, [c_int32]),
     "spw_ds_adagrad_update": (_STATUS, [c_int32, c_uint64, c_float, c_float, c_float, POINTER(Tensor)]),
     "spw_ds_adagrad_destroy": (_STATUS, [c_int32]),

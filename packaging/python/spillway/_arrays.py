@@ -2,6 +2,7 @@
 
 Neither library is imported here: an argument can only be a tensor if its library is loaded already."""
 
+import ctypes
 import sys
 
 from . import _abi
@@ -20,6 +21,22 @@ def span(array, argument, write, uint16_as=None):
     if numpy is not None and isinstance(array, numpy.ndarray):
         return _numpy_span(array, argument, write, uint16_as)
     raise InvalidArgument(f"{argument} is a {type(array).__name__}; a numpy array or a torch tensor is needed")
+
+
+def memory(array, argument, write):
+    """(address, bytes) of a numpy array or torch tensor of any dtype, or of a bytearray."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(array, torch.Tensor):
+        if not (array.is_cpu and array.layout is torch.strided and array.is_contiguous()):
+            raise InvalidArgument(f"{argument} is not contiguous in CPU memory")
+        return array.data_ptr(), array.numel() * array.element_size()
+    if numpy is not None and isinstance(array, numpy.ndarray):
+        if not array.flags.c_contiguous or write and not array.flags.writeable:
+            raise InvalidArgument(f"{argument} is not contiguous, or read-only and would be written")
+        return array.ctypes.data, array.nbytes
+    if isinstance(array, bytearray):
+        return ctypes.addressof((ctypes.c_char * len(array)).from_buffer(array)), len(array)
+    raise InvalidArgument(f"{argument} is a {type(array).__name__}; a numpy array, torch tensor or bytearray is needed")
 
 
 def same_shape(array, other, argument, other_argument):

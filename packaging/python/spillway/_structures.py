@@ -276,10 +276,23 @@ class SwapStats(Structure):
                 ("fetched", c_uint64), ("flushed", c_uint64), ("moved", c_uint64), ("exposed_seconds", c_double)]
 
 
+class DsAdamCall(Structure):
+    c_name = "spw_ds_adam_call"
+    _fields_ = [("struct_size", c_uint32), ("bias_correction", c_uint32), ("step", c_uint64), ("lr", c_float),
+                ("beta1", c_float), ("beta2", c_float), ("eps", c_float), ("weight_decay", c_float),
+                ("grad_scale", c_float)]
+
+
+class DsAdamState(Structure):
+    c_name = "spw_ds_adam_state"
+    _fields_ = [("struct_size", c_uint32), ("adamw_mode", c_uint32), ("step", c_uint64), ("beta1", c_float),
+                ("beta2", c_float), ("beta1_power", c_float), ("beta2_power", c_float)]
+
+
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
               PlanRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, InterleaveOptions,
               InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
               TierPath, TierOptions, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked,
-              SwapOptions, SwapBudget, SwapStats,
+              SwapOptions, SwapBudget, SwapStats, DsAdamCall, DsAdamState,
               GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink)

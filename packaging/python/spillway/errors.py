@@ -60,6 +60,42 @@ class IoFailure(SpillwayError, OSError):
     offset = bytes = None
 
 
+class NotFound(IoFailure, FileNotFoundError):
+    """The file, directory or object does not exist."""
+
+    status = 25
+
+
+class Busy(SpillwayError):
+    """The object is in use, or an update has to be rolled back first; nothing changed."""
+
+    status = 5
+
+
+class TierFailure(SpillwayError):
+    """A tier is not what was asked for: another format, run, rank or size, or a path or a part of it is missing."""
+
+    status = 32
+
+
+class Corrupt(TierFailure):
+    """Stored bytes do not match their checksum; the message names path, extent, block and offset."""
+
+    status = 30
+
+
+class TierLocked(TierFailure):
+    """A live process holds the tier; the message names it."""
+
+    status = 33
+
+
+class NoState(TierFailure):
+    """There is no committed state."""
+
+    status = 36
+
+
 class TimedOut(SpillwayError, TimeoutError):
     """A wait ran out of time; what it waited for goes on."""
 
@@ -73,8 +109,10 @@ class LibraryNotFound(SpillwayError, ImportError):
 
 
 _BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure,
-                                             TimedOut)}
-_BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 25, 26, 27), IoFailure))
+                                             TimedOut, Busy)}
+_BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 26, 27), IoFailure))
+_BY_STATUS.update(dict.fromkeys(range(30, 37), TierFailure))
+_BY_STATUS.update({kind.status: kind for kind in (NotFound, Corrupt, TierLocked, NoState)})
 _BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrder))
 
 

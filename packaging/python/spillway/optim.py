@@ -131,9 +131,7 @@ class Prepared:
 
     def __init__(self, optimizer, tensors, shadow=None, uint16_as=None):
         self.optimizer = optimizer
-        self._table, self._held = tensor_table(optimizer, tensors, uint16_as)
-        if shadow is not None:
-            self._held += _fill_shadows(self._table, optimizer, shadow, tensors, uint16_as)
+        self._table, self._held = tensor_table(optimizer, tensors, uint16_as, shadow)
 
     def __len__(self):
         return len(self._table)
@@ -155,7 +153,7 @@ class Prepared:
         return self.optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats, recording)
 
 
-def tensor_table(optimizer, tensors, uint16_as=None):
+def tensor_table(optimizer, tensors, uint16_as=None, shadow=None):
     """The C table of an optimizer's tensors, and references that keep their memory alive."""
     names = ("param", "grad", *optimizer._states, "param_copy")
     try:
@@ -165,7 +163,10 @@ def tensor_table(optimizer, tensors, uint16_as=None):
     table = (_abi.Tensor * len(entries))()
     for index, entry in enumerate(entries):
         _fill(table[index], entry, names, f"tensors[{index}].", uint16_as)
-    return table, [_arrays.held(array) for entry in entries for array in entry if array is not None]
+    held = [_arrays.held(array) for entry in entries for array in entry if array is not None]
+    if shadow is not None:
+        held += _fill_shadows(table, optimizer, shadow, entries, uint16_as)
+    return table, held
 
 
 def _fill(slot, entry, names, prefix, uint16_as):

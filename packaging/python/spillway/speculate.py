@@ -22,7 +22,7 @@ from .optim import StepStats, _Optimizer, tensor_table
 PUBLISH = {"final": 0, "staged": 1, "speculative": 2}
 VERDICTS = ("commit", "skip", "redo")
 STATES = ("missing", "pending", "speculative", "final")
-_EXACT_UNDO = 1
+UNDO = {"delta": 1, "shadow": 2}
 
 
 class Outcome(NamedTuple):
@@ -37,15 +37,18 @@ class Outcome(NamedTuple):
 
 class Speculation:
     """An engine for rounds of `buckets` buckets. `publish` says when 16-bit copies are written: "final", once a bucket is
-    final; "staged", by the step itself, for nobody to read before; "speculative", by the step itself, for all to read."""
+    final; "staged", by the step itself, for nobody to read before; "speculative", by the step itself, for all to read.
+    `undo` says how a step is taken back: "delta", by a log; "shadow", by the old values, since steps write to the shadows
+    that come with the tensors. After a verdict of "commit" or "redo" the shadows hold the state: name them first then."""
 
-    def __init__(self, buckets, *, publish="final"):
-        if publish not in PUBLISH:
-            raise InvalidArgument(f"publish is {publish!r}; one of {', '.join(PUBLISH)} expected")
+    def __init__(self, buckets, *, publish="final", undo="delta"):
+        for name, value, known in (("publish", publish, PUBLISH), ("undo", undo, UNDO)):
+            if value not in known:
+                raise InvalidArgument(f"{name} is {value!r}; one of {', '.join(known)} expected")
         if not isinstance(buckets, int) or not 0 < buckets < 1 << 32:
             raise InvalidArgument(f"buckets is {buckets!r}; a number of buckets is needed")
         options = _abi.sized(_abi.SpecOptions)
-        options.buckets, options.undo_mode, options.publish = buckets, _EXACT_UNDO, PUBLISH[publish]
+        options.buckets, options.undo_mode, options.publish = buckets, UNDO[undo], PUBLISH[publish]
         self._handle = ctypes.c_void_p()
         _native.check(_native.library().spw_spec_open(ctypes.byref(options), ctypes.byref(self._handle)))
         self.buckets = buckets
@@ -62,11 +65,12 @@ class Speculation:
         self._call(f"spw_spec_begin_{optimizer.c_name}", ctypes.byref(options), max_norm)
         self._optimizer = optimizer
 
-    def submit(self, bucket, tensors, *, event_fd=None, uint16_as=None):
-        """Hands a bucket over: it steps at once, or once the descriptor `event_fd` is readable."""
+    def submit(self, bucket, tensors, *, shadow=None, event_fd=None, uint16_as=None):
+        """Hands a bucket over: it steps at once, or once the descriptor `event_fd` is readable. `shadow`, for undo by
+        shadows, is as for the optimizer's prepare()."""
         if self._optimizer is None:
             raise InvalidArgument("no round was begun")
-        table, held = tensor_table(self._optimizer, tensors, uint16_as)
+        table, held = tensor_table(self._optimizer, tensors, uint16_as, shadow)
         self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table), _event(event_fd))
 
     def submit_table(self, function, bucket, held, *arguments):

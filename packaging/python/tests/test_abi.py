@@ -11,7 +11,8 @@ import pytest
 from spillway import _abi
 
 _KINDS = {"uint32_t": "u32", "int32_t": "i32", "uint64_t": "u64", "int64_t": "i64", "size_t": "u64",
-          "float": "f32", "double": "f64", "spw_log_fn": "pointer", "enum spw_status": "i32"}
+          "float": "f32", "double": "f64", "spw_log_fn": "pointer", "spw_swap_stepped_fn": "pointer",
+          "enum spw_status": "i32"}
 _CTYPES = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64", ctypes.c_int64: "i64",
            ctypes.c_float: "f32", ctypes.c_double: "f64"}
 # Exported by builds for tests only, never by a release.

@@ -35,22 +35,28 @@ def serial(adam, layers, max_norm, scale):
               uint16_as="bf16")
 
 
+@pytest.mark.parametrize("undo", ["delta", "shadow"])
 @pytest.mark.parametrize("publish", ["final", "staged", "speculative"])
-def test_rounds_end_with_the_bits_of_stepping_after_the_norm(publish):
+def test_rounds_end_with_the_bits_of_stepping_after_the_norm(publish, undo):
     mine, twin = model(1), model(1)
+    shadows = [[np.full(n, 9, np.float32) for _ in range(3)] if undo == "shadow" else None for n in SIZES]
     ours, theirs = spillway.Adam(lr=1e-2, weight_decay=0.1), spillway.Adam(lr=1e-2, weight_decay=0.1)
     verdicts = []
-    with spillway.Speculation(len(SIZES), publish=publish) as speculation:
+    with spillway.Speculation(len(SIZES), publish=publish, undo=undo) as speculation:
         for step in range(12):
             for layers in (mine, twin):
                 fill(layers, step, (1e-3, 1e-1, np.inf)[step % 3])
             speculation.begin(ours, max_norm=1.0, grad_scale=0.5)
             for bucket in (2, 0, 1):
-                speculation.submit(bucket, [tuple(mine[bucket])], uint16_as="bf16")
+                shadow = [tuple(shadows[bucket])] if undo == "shadow" else None
+                speculation.submit(bucket, [tuple(mine[bucket])], shadow=shadow, uint16_as="bf16")
             outcome = speculation.resolve(speculation.local_result())
             verdicts.append(outcome.verdict)
             speculation.wait(1)
             speculation.finish()
+            if undo == "shadow" and outcome.verdict != "skip":
+                for layer, shadow in zip(mine, shadows):
+                    (layer[0], layer[2], layer[3]), shadow[:] = shadow, (layer[0], layer[2], layer[3])
             assert [speculation.ready(bucket) for bucket in range(3)] == ["final"] * 3
             assert len(speculation.withdrawn()) == outcome.withdrawn
             serial(theirs, twin, 1.0, 0.5)
@@ -130,6 +136,7 @@ def test_misuse_is_typed():
         speculation.submit(0, [])
         with pytest.raises(spillway.InvalidArgument, match="verdict"):
             speculation.resolve_as("perhaps")
+        speculation.local_result()
         assert speculation.resolve_as("skip").verdict == "skip"
     with pytest.raises(spillway.InvalidArgument, match="closed"):
         speculation.finish()

@@ -39,6 +39,9 @@ pub struct Options {
     /// Alternations.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
+    /// How often a measurement goes over the file: fio tells processor time in whole milliseconds.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
+    times: u32,
     /// Does not run fio.
     #[arg(long)]
     no_fio: bool,
@@ -73,6 +76,7 @@ struct Report {
     fio: String,
     file_bytes: u64,
     rounds: u32,
+    times: u32,
     rows: Vec<Row>,
 }
 
@@ -86,6 +90,7 @@ pub fn run(options: &Options) -> Result<()> {
         fio: fio.clone().unwrap_or_else(|| "not measured".to_string()),
         file_bytes: file.bytes,
         rounds: options.rounds,
+        times: options.times,
         rows: Vec::new(),
     };
     if !options.json {
@@ -94,7 +99,7 @@ pub fn run(options: &Options) -> Result<()> {
     for shape in shapes(options)? {
         let load = Load::open(shape, Choice::Auto)?;
         for direction in [Direction::Read, Direction::Write] {
-            let row = measure(&load, &file, shape, direction, options.rounds, fio.is_some())?;
+            let row = measure(&load, &file, shape, direction, options, fio.is_some())?;
             if !options.json {
                 print_row(&row);
             }
@@ -131,18 +136,18 @@ fn measure(
     file: &TestFile,
     shape: Shape,
     direction: Direction,
-    rounds: u32,
+    options: &Options,
     with_fio: bool,
 ) -> Result<Row> {
     let mut ours = Vec::new();
     let mut theirs = [Vec::new(), Vec::new()];
     // The first round only warms up.
-    for round in 0..=rounds {
+    for round in 0..=options.rounds {
         let record = |passes: &mut Vec<Pass>, pass| (round > 0).then(|| passes.push(pass));
-        record(&mut ours, load.run(file, direction, file.bytes)?);
+        record(&mut ours, load.run(file, direction, file.bytes, options.times)?);
         if with_fio {
             for (pages, passes) in [Pages::Own, Pages::Huge].into_iter().zip(&mut theirs) {
-                record(passes, fio::run(file, shape, pages, direction, file.bytes)?);
+                record(passes, fio::run(file, shape, pages, direction, options.times)?);
             }
         }
     }
@@ -175,8 +180,8 @@ fn middle(passes: &[Pass], of: fn(&Pass) -> f64) -> f64 {
 }
 
 fn print_head(report: &Report) {
-    let Report { backend, fio, file_bytes, rounds, .. } = report;
-    println!("{backend}, {fio}, file of {} MiB, {rounds} rounds in alternation", file_bytes >> 20);
+    let Report { backend, fio, file_bytes, rounds, times, .. } = report;
+    println!("{backend}, {fio}, {times} times {} MiB, {rounds} rounds in alternation", file_bytes >> 20);
     println!(
         "speed: Spillway's over fio's; cpu: processor seconds of Spillway over fio's; huge: fio with 2 MiB pages"
     );

@@ -22,10 +22,9 @@ pub fn version() -> Option<String> {
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_string())
 }
 
-/// One pass over the first `bytes` bytes of the file. Time and processor time are fio's own figures, without its start.
-pub fn run(file: &TestFile, shape: Shape, pages: Pages, direction: Direction, bytes: u64) -> Result<Pass> {
-    let each =
-        bytes.min(file.bytes) / shape.block_bytes as u64 / shape.engines as u64 * shape.block_bytes as u64;
+/// Goes over the file so many `times`. Time and processor time are fio's own figures, without its start.
+pub fn run(file: &TestFile, shape: Shape, pages: Pages, direction: Direction, times: u32) -> Result<Pass> {
+    let each = file.bytes / shape.block_bytes as u64 / shape.engines as u64 * shape.block_bytes as u64;
     let way = if direction == Direction::Read { "read" } else { "write" };
     let mut fio = Command::new("fio");
     fio.args(["--name=spillway", "--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1", "--direct=1"]);
@@ -36,6 +35,7 @@ pub fn run(file: &TestFile, shape: Shape, pages: Pages, direction: Direction, by
     fio.arg(format!("--bs={}", shape.block_bytes)).arg(format!("--iodepth={}", shape.depth));
     fio.arg(format!("--numjobs={}", shape.engines));
     fio.arg(format!("--size={each}")).arg(format!("--offset_increment={each}"));
+    fio.arg(format!("--loops={times}"));
     if pages == Pages::Huge {
         fio.env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
     }

@@ -1,18 +1,22 @@
 //! A sequential load on one file through the library's engines, as bench and tune run it.
 //!
 //! Each engine has its own stretch of the file and memory for as many blocks as are under way; one thread per engine
-//! submits an operation as soon as its memory is free. Engines and memory are set up outside the clock.
+//! submits an operation as soon as its memory is free. Engines and memory are set up outside the clock; the file is
+//! opened once a pass.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use spillway::error::{Error, Result};
 use spillway::io::engine::Engine;
+use spillway::io::file::File;
 use spillway::io::options::{Choice, Options, Request, Target};
 use spillway::pool::fixed::{Pool, PoolOptions};
 use spillway::pool::region::Backing;
+use spillway::sys::file::Access;
 use spillway::sys::span::Span;
 use spillway::sys::usage::cpu_time;
 
@@ -69,7 +73,7 @@ impl TestFile {
     pub fn create(directory: &Path, bytes: u64) -> Result<TestFile> {
         let file = TestFile { path: directory.join(format!("spillway-bench-{}", std::process::id())), bytes };
         let shape = Shape { block_bytes: 4 << 20, depth: 8, engines: 1, blocks: 1 };
-        Load::open(shape, Choice::Auto)?.run(&file, Direction::Write, bytes)?;
+        Load::open(shape, Choice::Auto)?.run(&file, Direction::Write, bytes, 1)?;
         Ok(file)
     }
 }
@@ -104,25 +108,34 @@ impl Load {
         Ok(self.lanes[0].engine.stats()?.backend)
     }
 
-    /// One pass over the first `bytes` bytes of the file, in whole blocks.
-    pub fn run(&self, file: &TestFile, direction: Direction, bytes: u64) -> Result<Pass> {
+    /// Goes over the first `bytes` bytes of the file, in whole blocks, so many `times`.
+    pub fn run(&self, file: &TestFile, direction: Direction, bytes: u64, times: u32) -> Result<Pass> {
         let operations =
             bytes.min(file.bytes) / self.shape.operation_bytes() as u64 / self.lanes.len() as u64;
+        let access = match direction {
+            Direction::Read => Access::Read,
+            Direction::Write => Access::Write { mode: 0o600 },
+        };
         let cpu = cpu_time();
         let start = Instant::now();
+        let open = Arc::new(File::open(&file.path, access, true)?);
         std::thread::scope(|scope| {
             let passes: Vec<_> = self
                 .lanes
                 .iter()
                 .enumerate()
                 .map(|(n, lane)| {
-                    scope.spawn(move || lane.pass(&file.path, direction, n as u64 * operations, operations))
+                    let first = n as u64 * operations;
+                    let open = &open;
+                    scope.spawn(move || {
+                        (0..times).try_for_each(|_| lane.pass(open, direction, first, operations))
+                    })
                 })
                 .collect();
             passes.into_iter().try_for_each(|pass| pass.join().unwrap_or_else(|_| Err(died())))
         })?;
         Ok(Pass {
-            bytes: operations * (self.shape.operation_bytes() * self.lanes.len()) as u64,
+            bytes: u64::from(times) * operations * (self.shape.operation_bytes() * self.lanes.len()) as u64,
             seconds: start.elapsed().as_secs_f64(),
             cpu_seconds: (cpu_time() - cpu).as_secs_f64(),
         })
@@ -143,7 +156,7 @@ impl Lane {
         Ok(Lane { engine, pool, buffers })
     }
 
-    fn pass(&self, path: &Path, direction: Direction, first: u64, count: u64) -> Result<()> {
+    fn pass(&self, file: &Arc<File>, direction: Direction, first: u64, count: u64) -> Result<()> {
         const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
         let mut under_way = VecDeque::new();
         for n in 0..count {
@@ -152,7 +165,7 @@ impl Lane {
             }
             let span = self.buffers[n as usize % self.buffers.len()];
             let offset = (first + n) * span.len() as u64;
-            let request = Request { target: Target::Path(path), offset, span, deadline: None };
+            let request = Request { target: Target::File(Arc::clone(file)), offset, span, deadline: None };
             under_way.push_back(match direction {
                 Direction::Read => self.engine.read(request)?,
                 Direction::Write => self.engine.write(request)?,

@@ -1,8 +1,8 @@
 //! `spillway tune`: finds the settings that suit a directory, and writes them where engines read them.
 //!
 //! Candidates run in rounds, one short pass of each after the other, so that a disk that drifts is unfair to none.
-//! First block size and depth together, then the number of engines and the backend at the best of those. The winner is
-//! the smallest that comes within a few percent of the fastest: what is not needed costs latency and processor time.
+//! First block size and depth together, then the backend at the best of those. The winner is the smallest that comes
+//! within a few percent of the fastest: what is not needed costs latency and processor time.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -48,8 +48,8 @@ struct Candidate {
 }
 
 impl Candidate {
-    fn new(block_bytes: usize, depth: u32, engines: usize, backend: Choice) -> Candidate {
-        let shape = Shape { block_bytes, depth, engines, blocks: 1 };
+    fn new(block_bytes: usize, depth: u32, backend: Choice) -> Candidate {
+        let shape = Shape { block_bytes, depth, engines: 1, blocks: 1 };
         Candidate { shape, backend, reads: Vec::new(), writes: Vec::new() }
     }
 
@@ -58,9 +58,8 @@ impl Candidate {
         2.0 / (1.0 / median(&self.reads) + 1.0 / median(&self.writes))
     }
 
-    fn size(&self) -> (bool, usize, usize) {
-        let Shape { block_bytes, depth, engines, .. } = self.shape;
-        (self.backend == Choice::Threads, engines, block_bytes * depth as usize)
+    fn size(&self) -> (bool, usize) {
+        (self.backend == Choice::Threads, self.shape.block_bytes * self.shape.depth as usize)
     }
 }
 
@@ -78,21 +77,15 @@ pub fn run(options: &Options) -> Result<()> {
     let mut shapes = shapes();
     measure(&mut shapes, &file, pass_bytes, start + (end - start) * 3 / 5)?;
     let Shape { block_bytes, depth, .. } = best(&shapes).shape;
-    let mut lanes = vec![Candidate::new(block_bytes, depth, 1, Choice::Auto)];
-    lanes.extend([2, 4].map(|engines| Candidate::new(block_bytes, depth, engines, Choice::Auto)));
-    lanes.push(Candidate::new(block_bytes, depth, 1, Choice::Threads));
-    measure(&mut lanes, &file, pass_bytes, end - Duration::from_secs(1))?;
-    let winner = best(&lanes);
+    let mut backends =
+        [Choice::Auto, Choice::Threads].map(|backend| Candidate::new(block_bytes, depth, backend));
+    measure(&mut backends, &file, pass_bytes, end - Duration::from_secs(1))?;
+    let winner = best(&backends);
     drop(file);
 
     print(&shapes);
-    print(&lanes);
-    let settings = Settings {
-        backend: winner.backend,
-        block_bytes: block_bytes as u64,
-        depth,
-        engines: winner.shape.engines as u32,
-    };
+    print(&backends);
+    let settings = Settings { backend: winner.backend, block_bytes: block_bytes as u64, depth };
     println!("best: {}", describe(winner));
     println!("{:.1} s", start.elapsed().as_secs_f64());
     if options.dry_run {
@@ -135,7 +128,7 @@ fn shapes() -> Vec<Candidate> {
     let blocks = [256 << 10, 1 << 20, 4 << 20];
     let all = blocks.into_iter().flat_map(|block| [4, 8, 16, 32, 64].map(|depth| (block, depth)));
     all.filter(|(block, depth)| block * *depth as usize <= MOST_UNDER_WAY)
-        .map(|(block, depth)| Candidate::new(block, depth, 1, Choice::Auto))
+        .map(|(block, depth)| Candidate::new(block, depth, Choice::Auto))
         .collect()
 }
 
@@ -146,8 +139,8 @@ fn measure(candidates: &mut [Candidate], file: &TestFile, bytes: u64, end: Insta
         let begun = Instant::now();
         for candidate in candidates.iter_mut() {
             let load = Load::open(candidate.shape, candidate.backend)?;
-            candidate.reads.push(load.run(file, Direction::Read, bytes)?.gb_per_s());
-            candidate.writes.push(load.run(file, Direction::Write, bytes)?.gb_per_s());
+            candidate.reads.push(load.run(file, Direction::Read, bytes, 1)?.gb_per_s());
+            candidate.writes.push(load.run(file, Direction::Write, bytes, 1)?.gb_per_s());
         }
         if Instant::now() + begun.elapsed() > end {
             break;
@@ -167,9 +160,9 @@ fn best(candidates: &[Candidate]) -> &Candidate {
 }
 
 fn describe(candidate: &Candidate) -> String {
-    let Shape { block_bytes, depth, engines, .. } = candidate.shape;
+    let Shape { block_bytes, depth, .. } = candidate.shape;
     let backend = if candidate.backend == Choice::Threads { "threads" } else { "io_uring" };
-    format!("{backend}, blocks of {} KiB, depth {depth}, engines {engines}", block_bytes >> 10)
+    format!("{backend}, blocks of {} KiB, depth {depth}", block_bytes >> 10)
 }
 
 fn print(candidates: &[Candidate]) {
@@ -186,12 +179,12 @@ mod tests {
     #[test]
     fn the_smallest_of_those_that_are_as_good_wins() {
         let with = |depth, speed| {
-            let candidate = Candidate::new(1 << 20, depth, 1, Choice::Auto);
+            let candidate = Candidate::new(1 << 20, depth, Choice::Auto);
             Candidate { reads: vec![speed], writes: vec![speed], ..candidate }
         };
         let candidates = [with(32, 2.0), with(8, 1.96), with(4, 1.5), with(64, 1.9)];
         assert_eq!(best(&candidates).shape.depth, 8);
-        assert!(shapes().iter().all(|candidate| candidate.size().2 <= MOST_UNDER_WAY));
+        assert!(shapes().iter().all(|candidate| candidate.size().1 <= MOST_UNDER_WAY));
         assert_eq!(shapes().len(), 13);
     }
 }

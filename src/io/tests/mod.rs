@@ -1,5 +1,6 @@
 //! Tests of the engine over the real backends and over the simulation.
 
+mod batches;
 mod deadlines;
 mod faults;
 mod real;

@@ -9,7 +9,7 @@ use crate::io::profile::{Profile, Settings};
 use crate::pool::pinned;
 use crate::sys::file::{FileSystem, file_system};
 
-const TUNED: Settings = Settings { backend: Choice::Auto, block_bytes: 64 << 10, depth: 12, engines: 1 };
+const TUNED: Settings = Settings { backend: Choice::Auto, block_bytes: 64 << 10, depth: 12 };
 
 struct Bench {
     folder: tempfile::TempDir,

@@ -22,6 +22,15 @@ pub enum Publish {
     Speculative,
 }
 
+/// How a bucket's step can be taken back to the bit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Undo {
+    /// By a log of what the inverse formula misses.
+    Delta,
+    /// By the old values, which stay: steps write to the tensors' shadows.
+    Shadow,
+}
+
 /// A bucket as the engine drives it. A task that fails before it wrote anything may be tried again; one that panics
 /// leaves the bucket unknown.
 pub trait Bucket: Send {
@@ -31,8 +40,8 @@ pub trait Bucket: Send {
 
 /// Gives out tensors for as long as one pass over them takes.
 pub trait Lender<R>: Send {
-    /// The tensors and their rules, with the 16-bit copies or without.
-    fn lend(&mut self, copies: bool) -> Result<Vec<Job<'_, R>>>;
+    /// The tensors with their rules, 16-bit copies and shadows; without those that are not asked for.
+    fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, R>>>;
 }
 
 /// What one bucket number keeps from round to round: the log of its last step.
@@ -65,9 +74,9 @@ impl Recording {
         self.kernel.map_or_else(Kernel::current, Ok)
     }
 
-    fn forget(&mut self, lengths: &[usize]) {
+    fn forget(&mut self, lengths: Vec<usize>) {
         if let Some(log) = &mut self.log {
-            undo::trim(log, lengths.iter().copied());
+            undo::trim(log, lengths.into_iter());
         }
     }
 }
@@ -75,6 +84,7 @@ impl Recording {
 /// Tensors that step by the rule `R`.
 pub struct Tensors<R, L> {
     lender: L,
+    undo: Undo,
     publish: Publish,
     counter: &'static OptimizerCounter,
     rule: PhantomData<fn() -> R>,
@@ -82,45 +92,73 @@ pub struct Tensors<R, L> {
 
 impl<R: Rule, L: Lender<R>> Tensors<R, L> {
     /// What `lender` has; steps that stand are counted in `counter`.
-    pub fn new(lender: L, publish: Publish, counter: &'static OptimizerCounter) -> Self {
-        Tensors { lender, publish, counter, rule: PhantomData }
+    pub fn new(lender: L, undo: Undo, publish: Publish, counter: &'static OptimizerCounter) -> Self {
+        Tensors { lender, undo, publish, counter, rule: PhantomData }
+    }
+
+    /// True if steps that may be withdrawn write 16-bit copies.
+    fn publishes_early(&self) -> bool {
+        self.publish != Publish::Final
     }
 
     fn speculate(&mut self, recording: &mut Recording) -> Result<StepStats> {
-        let jobs = self.lender.lend(self.publish != Publish::Final)?;
-        let kernel = recording.begin(undo::log_bytes_of(&jobs))?;
-        spread::step_on(kernel, &mut undo::attach(jobs, recording.bytes())?, true)
+        let early = self.publishes_early();
+        let mut jobs = self.lender.lend(early, true)?;
+        match self.undo {
+            Undo::Shadow => spread::step_all(&mut jobs, true),
+            Undo::Delta => {
+                let kernel = recording.begin(undo::log_bytes_of(&jobs))?;
+                spread::step_on(kernel, &mut undo::attach(jobs, recording.bytes())?, true)
+            }
+        }
     }
 
     fn step(&mut self, factor: f32) -> Result<()> {
-        let mut jobs = self.lender.lend(true)?;
-        for job in &mut jobs {
-            job.optimizer = job.optimizer.with_grad_scale(factor);
-        }
-        spread::step_on(Kernel::current()?, &mut jobs, false)?;
+        let mut jobs = self.lender.lend(true, true)?;
+        undo::step_again(&mut jobs, factor)?;
         self.counter.add(spread::elements(&jobs));
         Ok(())
     }
 
-    fn back(&mut self, recording: &mut Recording, again: Option<f32>) -> Result<()> {
+    fn redo(&mut self, recording: &mut Recording, factor: f32) -> Result<()> {
+        match self.undo {
+            Undo::Shadow => self.step(factor),
+            Undo::Delta => {
+                let elements = self.back(recording, true, Some(factor))?;
+                self.counter.add(elements);
+                Ok(())
+            }
+        }
+    }
+
+    fn rollback(&mut self, recording: &mut Recording) -> Result<()> {
+        let early = self.publishes_early();
+        match self.undo {
+            // The old values never went away; their copies did.
+            Undo::Shadow if early => spread::publish(&mut self.lender.lend(true, false)?),
+            Undo::Shadow => Ok(()),
+            Undo::Delta => self.back(recording, early, None).map(drop),
+        }
+    }
+
+    /// Undoes the logged step, and steps again if asked; the elements.
+    fn back(&mut self, recording: &mut Recording, copies: bool, again: Option<f32>) -> Result<usize> {
         let kernel = recording.kernel()?;
-        let jobs = self.lender.lend(again.is_some() || self.publish != Publish::Final)?;
+        let jobs = self.lender.lend(copies, true)?;
         let (lengths, elements) = (lengths(&jobs), spread::elements(&jobs));
         undo::undo_on(kernel, &mut undo::attach(jobs, recording.bytes())?, again)?;
-        if again.is_some() {
-            self.counter.add(elements);
-        }
-        recording.forget(&lengths);
-        Ok(())
+        recording.forget(lengths);
+        Ok(elements)
     }
 
     fn commit(&mut self, recording: &mut Recording) -> Result<()> {
-        let mut jobs = self.lender.lend(true)?;
-        if self.publish == Publish::Final {
+        let early = self.publishes_early();
+        let mut jobs = self.lender.lend(true, true)?;
+        if !early {
             spread::publish(&mut jobs)?;
         }
         self.counter.add(spread::elements(&jobs));
-        recording.forget(&lengths(&jobs));
+        recording.forget(lengths(&jobs));
         Ok(())
     }
 }
@@ -132,12 +170,12 @@ fn lengths<R>(jobs: &[Job<'_, R>]) -> Vec<usize> {
 impl<R: Rule, L: Lender<R>> Bucket for Tensors<R, L> {
     fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats> {
         match task {
-            Task::Look => return spread::look(&mut self.lender.lend(false)?),
+            Task::Look => return spread::look(&mut self.lender.lend(false, true)?),
             Task::Speculate => return self.speculate(recording),
             Task::Pass => {}
             Task::Commit => self.commit(recording)?,
-            Task::Rollback => self.back(recording, None)?,
-            Task::Redo(factor) => self.back(recording, Some(factor))?,
+            Task::Rollback => self.rollback(recording)?,
+            Task::Redo(factor) => self.redo(recording, factor)?,
             Task::Step(factor) => self.step(factor)?,
         }
         Ok(StepStats::default())

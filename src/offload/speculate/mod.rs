@@ -26,7 +26,7 @@ mod round;
 #[cfg(test)]
 mod tests;
 
-pub use bucket::{Bucket, Lender, Publish, Recording, Tensors};
+pub use bucket::{Bucket, Lender, Publish, Recording, Tensors, Undo};
 pub use clip::{Clip, Verdict};
 pub use engine::{Engine, Outcome, Stats};
 pub use round::{Counts, Progress, Task};

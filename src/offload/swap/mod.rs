@@ -9,6 +9,7 @@
 //! - All memory is taken at open, and it is what [`budget::plan`] said.
 #![forbid(unsafe_code)]
 
+mod access;
 pub mod budget;
 mod lanes;
 pub mod master;
@@ -164,29 +165,6 @@ impl Swap {
         let outcome = self.run(false, &mut step);
         self.traffic.end_round(&self.tier);
         self.note(outcome)
-    }
-
-    /// Copies a subgroup's state into the caller's memory, one span for each stream; an empty one leaves its stream out.
-    pub fn read(&mut self, subgroup: usize, to: [Span; STREAMS]) -> Result<()> {
-        self.ready()?;
-        let (elements, extent) = *self.subgroups.get(subgroup).ok_or_else(|| self.unknown(subgroup))?;
-        if to.iter().any(|to| !to.is_empty() && to.len() != elements * 4) {
-            return Err(Error::invalid(
-                "to",
-                format!("does not have {elements} elements for subgroup {subgroup}"),
-            ));
-        }
-        match self.pipeline.kept(subgroup) {
-            Some(slot) => {
-                let held = spans_of(self.buffers[slot].span(), elements);
-                held.iter().zip(to).filter(|(_, to)| !to.is_empty()).for_each(|(held, to)| held.copy_to(to));
-                Ok(())
-            }
-            None => {
-                let ticket = self.tier.read(extent, &to, false)?;
-                self.tier.wait(ticket, None).map(drop)
-            }
-        }
     }
 
     /// Writes what is newer in memory, and makes all of it durable as `step`.

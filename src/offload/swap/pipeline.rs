@@ -129,6 +129,19 @@ impl Pipeline {
             .position(|slot| matches!(slot, Slot::Kept { subgroup: kept, .. } if *kept == subgroup))
     }
 
+    /// A slot that holds nothing.
+    pub fn vacant(&self) -> Option<usize> {
+        self.slots.iter().position(|slot| *slot == Slot::Free)
+    }
+
+    /// What stays in a slot was changed there: the tier's copy is older.
+    pub fn changed(&mut self, slot: usize) {
+        if let Slot::Kept { subgroup, .. } = self.slots[slot] {
+            self.slots[slot] = Slot::Kept { subgroup, dirty: true };
+            self.settling = false;
+        }
+    }
+
     /// Begins a round in the direction opposite to the last.
     pub fn begin(&mut self) -> Result<()> {
         if !self.idle() {

@@ -225,3 +225,39 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
         }
     });
 }
+
+#[test]
+fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback() {
+    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    for buffers in [3, 5, 100] {
+        let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
+        let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();
+        swap.fill(first_state).unwrap();
+        let step = |swap: &mut Swap, step| {
+            swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
+        };
+        step(&mut swap, 1);
+        swap.commit(1, b"").unwrap();
+        let committed = everything(&mut swap);
+        let mut wanted = committed.clone();
+        let mut lent = Buffer::open(4 * 70_000, backing()).unwrap();
+        for (subgroup, stream) in [(0, 0), (4, 1), (8, 2), (4, 2), (8, 0)] {
+            let elements = SIZES[subgroup] as usize;
+            lent.floats().unwrap()[..elements].fill(subgroup as f32 + 0.5);
+            wanted[subgroup][stream].fill(subgroup as f32 + 0.5);
+            let mut from = [Span::empty(); STREAMS];
+            from[stream] = lent.span().part(0, 4 * elements);
+            swap.write(subgroup, from).unwrap();
+            let wrong = [lent.span().part(0, 8), Span::empty(), Span::empty()];
+            assert!(swap.write(subgroup, wrong).is_err());
+        }
+        assert!(same_bits(&everything(&mut swap), &wanted), "{buffers} buffers");
+        step(&mut swap, 2);
+        for (subgroup, [param, exp_avg, exp_avg_sq]) in wanted.iter_mut().enumerate() {
+            adam_step(subgroup, 2, State { param, exp_avg, exp_avg_sq }).unwrap();
+        }
+        assert!(same_bits(&everything(&mut swap), &wanted), "{buffers} buffers, stepped");
+        swap.roll_back().unwrap();
+        assert!(same_bits(&everything(&mut swap), &committed), "{buffers} buffers, rolled back");
+    }
+}

@@ -62,7 +62,8 @@ def _case(folder, native, options, tensor, apart):
     for path in {path for path, _ in places}:
         os.unlink(path)
     files = "a file each" if apart else "one file"
-    return {"case": f"{count} tensors of {tensor // _MIB} MiB, {files}, one wait", "results": results}
+    tensors = "1 tensor" if count == 1 else f"{count} tensors"
+    return {"case": f"{tensors} of {tensor // _MIB} MiB, {files}, one wait", "results": results}
 
 
 def _best(native, places, tensor):

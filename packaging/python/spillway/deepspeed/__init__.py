@@ -5,14 +5,17 @@ With SPILLWAY_DEEPSPEED=1 in the environment every process of the job gets them,
     import spillway.deepspeed
     spillway.deepspeed.install()       # before the engine is built; at module level if workers are spawned
 
-active() proves what was served."""
+active() proves what was served.
+
+ZeRO-3's optimizer states with "offload_optimizer": {"device": "nvme"} are on a tier: see _tier_config for the `spillway`
+block of the configuration, and commit(), client_state() and resumed_step() for runs that go on where they were killed."""
 
 import sys
 
 from . import _hook
 from ._hook import OPS, install, uninstall
 
-__all__ = ["OPS", "active", "install", "uninstall"]
+__all__ = ["OPS", "active", "client_state", "commit", "install", "resumed_step", "uninstall"]
 
 
 def active():
@@ -31,4 +34,26 @@ def active():
     superoffload = sys.modules.get(f"{__name__}._superoffload")
     if superoffload and "superoffload" in _hook.installed() and superoffload.served():
         report["superoffload"] = superoffload.served()
+    tiers = sys.modules.get(f"{__name__}._tier")
+    if tiers and tiers.served():
+        report["tier"] = tiers.served()
     return report
+
+
+def commit(engine):
+    """Makes an engine's optimizer states, and what goes with them, durable on their tier as its global step."""
+    from . import _resume
+    _resume.commit(engine)
+
+
+def client_state(engine):
+    """A dictionary of the caller's own that every commit keeps, such as the position in the data; after a killed run was
+    taken up again, what the last commit kept."""
+    from . import _resume
+    return _resume.client_state(engine)
+
+
+def resumed_step(engine):
+    """The global step at which a killed run was taken up again; None if the run began."""
+    from . import _resume
+    return _resume.resumed_step(engine)

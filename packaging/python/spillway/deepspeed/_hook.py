@@ -4,6 +4,7 @@ Builders live under two import roots (an installed DeepSpeed and a checkout), on
 of sys.meta_path sees all of them, in every version since 0.14. Only the standard library is used here, since the
 .pth file runs this in every Python process that has SPILLWAY_DEEPSPEED=1."""
 
+import importlib
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import threading
 
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
 # What is replaced beside compiled ops.
-PARTS = (*OPS, "superoffload")
+PARTS = (*OPS, "superoffload", "swapper")
 
 _BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
                     "AsyncIOBuilder": "async_io", "PinMemoryBuilder": "pin_memory", "GDSBuilder": "gds"}
@@ -24,6 +25,8 @@ _ADAM_MODULE = re.compile(r"deepspeed\.ops\.adam\.cpu_adam")
 # Where DeepSpeed says which ops this machine can have; recent versions ask when asked.
 _REPORT_MODULE = re.compile(r"deepspeed\.(?:ops|git_version_info(?:_installed)?)")
 _SUPEROFFLOAD_MODULE = re.compile(r"deepspeed\.runtime\.superoffload\.superoffload_stage3")
+_STAGE3_MODULE = re.compile(r"deepspeed\.runtime\.zero\.stage3")
+_ENGINE_MODULE = re.compile(r"deepspeed\.runtime\.engine")
 # Modules that copied a builder class into their own names.
 _HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
                       r"|deepspeed\.ops\.(?:aio|gds)|deepspeed\.nvme\.\w+|deepspeed\.runtime\.swap_tensor\.\w+"
@@ -121,7 +124,8 @@ _finder = _Finder()
 
 def _concerns(name):
     return any(pattern.fullmatch(name) for pattern in
-               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _ADAM_MODULE, _REPORT_MODULE, _SUPEROFFLOAD_MODULE))
+               (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _ADAM_MODULE, _REPORT_MODULE, _SUPEROFFLOAD_MODULE,
+                _STAGE3_MODULE, _ENGINE_MODULE))
 
 
 def _patch(module, name):
@@ -138,6 +142,10 @@ def _patch(module, name):
         _patch_subgroups(getattr(module, "DeepSpeedCPUAdam", None))
     elif _SUPEROFFLOAD_MODULE.fullmatch(name):
         _patch_superoffload(module)
+    elif _STAGE3_MODULE.fullmatch(name):
+        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), "_stage3")
+    elif _ENGINE_MODULE.fullmatch(name):
+        _patch_swapper(getattr(module, "DeepSpeedEngine", None), "_resume")
     elif isinstance(getattr(module, "compatible_ops", None), dict):
         module.compatible_ops.update(dict.fromkeys(_installed.intersection(OPS), True))
     elif hasattr(module, "_probe_compatible_ops"):
@@ -250,6 +258,17 @@ def _patch_superoffload(module):
     for name, method in _superoffload.overrides(stage3).items():
         _set(stage3, name, method)
     _set(module, "SuperOffloadCPUOptimizer", _superoffload.SuperOffloadCPUOptimizer)
+
+
+def _patch_swapper(owner, part):
+    """Stage 3 and the engine are of use only together; what either lacks is a version that keeps its own swapper."""
+    if "swapper" not in _installed or owner is None or "_spillway_op" in vars(owner):
+        return
+    methods = importlib.import_module(f"{__package__}.{part}")
+    if all(hasattr(owner, name) for name in methods.NEEDED):
+        _set(owner, "_spillway_op", "swapper")
+        for name, method in methods.overrides(owner).items():
+            _set(owner, name, method)
 
 
 def _patch_shm(builder):

@@ -178,7 +178,7 @@ def overrides(stage3):
             _begin(self)
         for sub_group_id in optimizer.missing():
             _submit(self, sub_group_id)
-        factor = _factor(self, scaled_global_grad_norm)
+        factor = gradient_factor(self, scaled_global_grad_norm)
         optimizer.resolve(factor, redo=factor != _float(1.0 / self.loss_scale))
         for sub_group_id in range(len(self.fp16_groups)):
             self._prepare_sub_group(sub_group_id, timer_names)
@@ -209,7 +209,7 @@ def _submit(stage3, sub_group_id):
                                                  lr=stage3.optimizer.param_groups[param_group_id]["lr"])
 
 
-def _factor(stage3, total_norm):
+def gradient_factor(stage3, total_norm):
     """What DeepSpeed's unscale_and_clip_grads multiplies a gradient by, in its arithmetic: the norm is an f32 tensor."""
     combined = stage3.loss_scale
     if stage3.clip_grad > 0.0:

@@ -1,0 +1,136 @@
+"""Seconds of one optimizer step, gradients included, of DeepSpeed's PipelinedOptimizerSwapper with its compiled ops and of
+Spillway's tier, on the same directories, a step of each in turn.
+
+    python tier_deepspeed.py DIRECTORY [DIRECTORY]    with SPILLWAY_DEEPSPEED unset, in an environment that has both
+
+Each kind is a process of its own, which steps when it is told to. A step is backward, in which gradients are moved, and
+engine.step(), less the backward of the run with states in host memory. DeepSpeed can use the first directory only."""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+DEEPSPEED_TESTS = pathlib.Path(__file__).resolve().parents[1] / "deepspeed"
+
+
+def main():
+    options = arguments()
+    if options.kind:
+        return serve(options)
+    kinds = {"host": options.directories[:1], "deepspeed": options.directories[:1], "spillway-1": options.directories[:1]}
+    if len(options.directories) > 1:
+        kinds["spillway-2"] = options.directories
+    runs = {kind: start(options, kind, directories) for kind, directories in kinds.items()}
+    seconds = {kind: [] for kind in runs}
+    for _ in range(options.rounds + 1):
+        for kind, process in runs.items():
+            process.stdin.write("step\n")
+            seconds[kind].append(json.loads(process.stdout.readline()))
+    hashes = {kind: end(process) for kind, process in runs.items()}
+    assert len(set(hashes.values())) == 1, hashes
+    report(options, {kind: times[1:] for kind, times in seconds.items()})
+
+
+def start(options, kind, directories):
+    environment = dict(os.environ, DS_ACCELERATOR="cpu")
+    if kind != "deepspeed":
+        environment["SPILLWAY_DEEPSPEED"] = "1"
+    command = [sys.executable, __file__, *directories, "--kind", kind, "--matrices", str(options.matrices)]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None, f"{kind} ended"
+    return process
+
+
+def end(process):
+    process.stdin.close()
+    answer = process.stdout.readline().strip()
+    process.wait()
+    return answer
+
+
+def report(options, seconds):
+    base = statistics.median(backward for backward, _ in seconds["host"])
+    steps = {kind: [backward + step - base for backward, step in times] for kind, times in seconds.items()}
+    state = options.matrices * 12 * (1 << 20)
+    print(f"{options.matrices} M parameters, {state / 1e9:.2f} GB of state, {options.rounds} rounds")
+    for kind, times in steps.items():
+        ratios = [theirs / ours for theirs, ours in zip(steps["deepspeed"], times)]
+        print(f"{kind:11s} {statistics.median(times):7.3f} s a step (from {min(times):.3f} to {max(times):.3f}), "
+              f"{2 * state / statistics.median(times) / 1e9:6.2f} GB/s, DeepSpeed / this: {statistics.median(ratios):.2f}")
+
+
+def serve(options):
+    """Steps once for every line of standard input."""
+    sys.path.insert(0, str(DEEPSPEED_TESTS))
+    output, sys.stdout = sys.stdout, sys.stderr
+    import train
+    train.become_single_rank()
+    import deepspeed
+    engine = made(deepspeed, options)
+    print("ready", file=output, flush=True)
+    for _ in sys.stdin:
+        engine.zero_grad()
+        loss = engine()
+        began = time.perf_counter()
+        engine.backward(loss)
+        between = time.perf_counter()
+        engine.step()
+        print(json.dumps([between - began, time.perf_counter() - between]), file=output, flush=True)
+    print(train.weights_hash(engine.module), file=output, flush=True)
+    compiled = train.compiled_ops()
+    assert bool(compiled) == (options.kind == "deepspeed"), compiled
+
+
+def made(deepspeed, options):
+    import torch
+
+    class Matrices(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            # One module each, so that ZeRO-3 has no more than one of them whole.
+            self.parts = torch.nn.ModuleList(Matrix() for _ in range(options.matrices))
+
+        def forward(self):
+            return sum(part() for part in self.parts)
+
+    class Matrix(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(1024, 1024))
+
+        def forward(self):
+            return (self.weight * self.weight).sum().float()
+
+    model = Matrices()
+    offload = {"device": "cpu"}
+    if options.kind != "host":
+        offload = {"device": "nvme", "nvme_path": options.directories[0], "buffer_count": 14, "pipeline_read": True,
+                   "pipeline_write": True}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+              "zero_optimization": {"stage": 3, "sub_group_size": 4 << 20, "offload_optimizer": offload},
+              # The best of DeepSpeed's settings on the machines measured.
+              "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
+              "spillway": {"paths": options.directories},
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "steps_per_print": 1 << 30}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directories", nargs="+")
+    parser.add_argument("--matrices", type=int, default=32, help="matrices of 1 Mi parameters")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+// A pool takes the 2 MiB pages that the administrator reserved: its kind says so, and so does the system. It then works
+// as any other: locked, past the page cache, bytes as they were. The test reserves the pages itself, and takes them back.
+
+#define _GNU_SOURCE
+#include "check.h"
+#include <spillway.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { HUGE_PAGE = 2 << 20, BLOCKS = 3, TRIES = 20, FOR_EVER = -1 };
+// More than the pool needs: other programs that run beside this one take reserved pages, too.
+enum { EXTRA = 64 };
+
+static const char setting[] = "/proc/sys/vm/nr_hugepages";
+static long before = -1;
+
+static long number_in(const char *path, const char *format) {
+    char line[256];
+    long found = -1;
+    FILE *file = fopen(path, "r");
+    CHECK(file != NULL);
+    while (found < 0 && fgets(line, sizeof line, file)) sscanf(line, format, &found);
+    fclose(file);
+    return found;
+}
+
+static int reserve(long pages) {
+    FILE *file = fopen(setting, "w");
+    if (file == NULL) return 0;
+    int written = fprintf(file, "%ld\n", pages) > 0;
+    return fclose(file) == 0 && written;
+}
+
+static spw_pool *open_pool(spw_pool_stats *stats) {
+    const spw_pool_options options = {.struct_size = sizeof options, .block_bytes = HUGE_PAGE, .block_count = BLOCKS};
+    spw_pool *pool = NULL;
+    CHECK(spw_pool_open(&options, &pool) == SPW_OK);
+    *stats = (spw_pool_stats){.struct_size = sizeof *stats};
+    CHECK(spw_pool_stats_get(pool, stats) == SPW_OK);
+    return pool;
+}
+
+static void move(spw_io *io, spw_status (*begin)(spw_io *, const spw_io_request *, uint64_t *), const char *path,
+                 unsigned char *block) {
+    const spw_io_request request = {
+        .struct_size = sizeof request, .fd = -1, .path = path, .buffer = block, .bytes = HUGE_PAGE};
+    uint64_t handle = 0, moved = 0;
+    CHECK(begin(io, &request, &handle) == SPW_OK && spw_io_wait(io, handle, FOR_EVER, &moved) == SPW_OK);
+    CHECK(moved == HUGE_PAGE);
+}
+
+static void goes_to_a_file_and_back(spw_pool *pool) {
+    char path[] = "/var/tmp/pool_huge.XXXXXX";
+    int fd = mkstemp(path);
+    CHECK(fd >= 0);
+    spw_io *io = NULL;
+    void *out = NULL, *in = NULL;
+    CHECK(spw_io_open(NULL, &io) == SPW_OK);
+    CHECK(spw_pool_alloc(pool, &out) == SPW_OK && spw_pool_alloc(pool, &in) == SPW_OK);
+    unsigned char *from = out, *to = in;
+    for (size_t n = 0; n < HUGE_PAGE; n++) from[n] = (unsigned char)(n * 2654435761u >> 13);
+    memset(to, 0, HUGE_PAGE);
+    move(io, spw_io_write, path, from);
+    move(io, spw_io_read, path, to);
+    CHECK(memcmp(from, to, HUGE_PAGE) == 0);
+    spw_io_stats stats = {.struct_size = sizeof stats};
+    CHECK(spw_io_stats_get(io, &stats) == SPW_OK && stats.bounced_bytes == 0);
+    CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
+    CHECK(spw_pool_free(pool, out) == SPW_OK && spw_pool_free(pool, in) == SPW_OK);
+    unlink(path);
+    close(fd);
+}
+
+static spw_pool *open_on_reserved_pages(spw_pool_stats *stats) {
+    for (int n = 0; n < TRIES; n++) {
+        CHECK(reserve(before + BLOCKS + EXTRA));
+        if (number_in("/proc/meminfo", "HugePages_Free: %ld") < BLOCKS) continue;
+        spw_pool *pool = open_pool(stats);
+        if (stats->page_kind == SPW_PAGES_RESERVED) return pool;
+        CHECK(spw_pool_close(pool) == SPW_OK);
+    }
+    if (number_in("/proc/meminfo", "HugePages_Free: %ld") < BLOCKS) skip("memory is too full or too scattered");
+    fail(__FILE__, __LINE__, "there are reserved pages, and the pool has others");
+    return NULL;
+}
+
+static void a_pool_takes_them(void) {
+    spw_pool_stats stats;
+    spw_pool *pool = open_on_reserved_pages(&stats);
+    CHECK(stats.bytes == (uint64_t)BLOCKS * HUGE_PAGE && stats.locked_bytes == stats.bytes);
+    CHECK(number_in("/proc/self/status", "HugetlbPages: %ld") == BLOCKS * (HUGE_PAGE >> 10));
+    goes_to_a_file_and_back(pool);
+    CHECK(spw_pool_close(pool) == SPW_OK);
+    CHECK(number_in("/proc/self/status", "HugetlbPages: %ld") == 0);
+}
+
+int main(void) {
+    if (access("/sys/kernel/mm/hugepages/hugepages-2048kB", F_OK) != 0) skip("this kernel has no 2 MiB pages");
+    before = number_in(setting, "%ld");
+    if (!reserve(before)) skip("reserving 2 MiB pages needs root and a writable /proc/sys");
+    // However the child ends, the setting is put back.
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        a_pool_takes_them();
+        return 0;
+    }
+    int status = -1;
+    pid_t ended = waitpid(child, &status, 0);
+    CHECK(reserve(before));
+    CHECK(ended == child && WIFEXITED(status));
+    return WEXITSTATUS(status);
+}

@@ -1,0 +1,190 @@
+"""Proves that ZeRO-3 with its optimizer states on a tier has, to the bit, the losses, master weights and 16-bit weights of the
+run with states in host memory; that checkpoints of either load in the other and lose nothing; and that a run killed at any
+moment goes on at its last commit with the bits of one that was not."""
+
+import functools
+import json
+import os
+import pathlib
+import random
+import subprocess
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+
+def attempt(python, folder, *arguments, launcher=(), kill_after=None, delay=0.0, **extra):
+    """One run of tiered.py, killed with SIGKILL some time after it said that step `kill_after` is done; exit status, output,
+    and where its report is."""
+    report, extensions = folder / "report.json", folder / "extensions"
+    report.unlink(missing_ok=True)
+    extensions.mkdir(exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_LIBRARY"}
+    environment.update({"OMP_NUM_THREADS": "1", "SPILLWAY_DEEPSPEED": "1", "TORCH_EXTENSIONS_DIR": str(extensions), **extra})
+    command = [python, *launcher, HERE / "tiered.py", *map(str, arguments), "--json", report]
+    with open(folder / "stderr", "w+") as errors:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if kill_after is not None and line == f"step {kill_after}\n":
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(delay)
+                process.kill()
+        process.wait(300)
+        errors.seek(0)
+        return process.returncode, "".join(lines) + errors.read()[-4000:], report
+
+
+def finished(python, folder, *arguments, **how):
+    """The report of a run that has to succeed."""
+    status, output, report = attempt(python, folder, *arguments, **how)
+    assert status == 0, output
+    found = json.loads(report.read_text())
+    assert not found["compiled_ops"] and not list((folder / "extensions").iterdir())
+    return found
+
+
+@pytest.fixture
+def train(overlay, tmp_path):
+    return lambda *arguments, **how: finished(overlay, tmp_path, *arguments, **how)
+
+
+@pytest.fixture(scope="session")
+def in_host(overlay, tmp_path_factory):
+    """The run with states in host memory, once for each set of arguments."""
+    folder = tmp_path_factory.mktemp("host")
+    return functools.cache(lambda *arguments: finished(overlay, folder, *arguments))
+
+
+@pytest.fixture
+def refused(overlay, tmp_path):
+    def run(*arguments, **how):
+        status, output, _ = attempt(overlay, tmp_path, *arguments, **how)
+        assert status == 1, output
+        return output
+    return run
+
+
+@pytest.fixture
+def paths(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def same(one, other):
+    return all(one[name] == other[name] for name in ("losses", "sha256", "published", "skipped", "steps"))
+
+
+RUNS = {
+    "bf16": [],
+    "unclipped": ["--clip", "0"],
+    "three groups": ["--groups", "--accumulate", "2"],
+    "fp16": ["--dtype", "fp16", "--steps", "12"],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name):
+    on_tier = train("--paths", *paths, "--block", '{"ratio": [2, 1]}', *RUNS[name])
+    assert same(on_tier, in_host(*RUNS[name]))
+    tier, = on_tier["active"]["tier"]
+    assert tier["subgroups"] > 5 and tier["cached"] == 0 and tier["commits"] == 0
+    a, b = (path["blocks"] for path in tier["paths"])
+    assert a > b > 0 and on_tier["active"]["async_io"]["written_bytes"] == 0
+    # 12 bytes a parameter, to and from the tier, in every step, and no gradients. The first state is written once more.
+    steps = on_tier["steps"] - on_tier["skipped"]
+    assert tier["flushed"] == steps * tier["subgroups"] and tier["fetched"] == tier["flushed"]
+    assert (on_tier["skipped"] > 0) == (name == "fp16")
+    assert not any(path.is_file() for folder in paths for path in folder.rglob("*")), "scratch is removed at the end"
+
+
+def test_an_ordinary_configuration_keeps_its_states_on_nvme_path(train, in_host, paths):
+    host = in_host()
+    for pipeline in ([], ["--pipeline"]):
+        found = train("--paths", paths[0], "--block", "none", *pipeline)
+        assert same(found, host) and len(found["active"]["tier"][0]["paths"]) == 1
+    own = train("--paths", paths[0], "--block", '{"enabled": false}')
+    assert same(own, host) and "tier" not in own["active"]
+
+
+def test_a_cache_saves_what_it_holds(train, in_host, paths):
+    cached = train("--paths", *paths, "--block", '{"cache_bytes": 1200000}')
+    assert same(cached, in_host())
+    tier, = cached["active"]["tier"]
+    assert 0 < tier["cached"] < tier["subgroups"] and tier["hits"] == (tier["rounds"] - 1) * tier["cached"]
+
+
+def test_parameters_in_files_as_well(train, paths, tmp_path):
+    (tmp_path / "parameters").mkdir()
+    large = ["--params", tmp_path / "parameters", "--dim", "512", "--layers", "1", "--steps", "4", "--sub_group", 1 << 20]
+    on_tier = train("--paths", *paths, *large)
+    assert same(on_tier, train(*large)) and on_tier["active"]["async_io"]["written_bytes"] > 10 << 20
+
+
+def test_two_ranks_that_end_and_go_on(train, paths, overlay):
+    # Where there is a compiler DeepSpeed builds its collectives for several ranks.
+    both = {"launcher": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            "PATH": os.path.dirname(overlay)}
+    host, resume = train(**both), ("--paths", *paths, "--block", '{"resume": true}')
+    assert train(*resume, "--steps", "5", **both)["losses"] == host["losses"][:5]
+    last = train(*resume, **both)
+    assert last["began_at"] == 5 and last["losses"] == host["losses"][5:]
+    assert (last["sha256"], last["published"]) == (host["sha256"], host["published"])
+
+
+def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
+    """DeepSpeed computes the powers of beta anew after a load, so that only runs on the tier go on to the bit."""
+    on_tier = train("--paths", *paths, "--seed-each-step", "--save", tmp_path / "tier", "--save_at", 5)
+    of_host = train("--seed-each-step", "--save", tmp_path / "host", "--save_at", 5)
+    assert same(on_tier, of_host)
+    on_again = train("--paths", *paths, "--seed-each-step", "--load", tmp_path / "tier")
+    assert on_again["began_at"] == 5 and on_again["sha256"] == on_tier["sha256"]
+    assert on_again["losses"] == on_tier["losses"][5:]
+    host_from_tier, host_from_host = (train("--seed-each-step", "--load", tmp_path / kind) for kind in ("tier", "host"))
+    tier_from_host = train("--paths", *paths, "--seed-each-step", "--load", tmp_path / "host")
+    assert same(host_from_tier, host_from_host) and same(tier_from_host, host_from_host)
+
+
+@pytest.mark.parametrize("interval, kills", [(1, [2, 9, 14]), (3, [7, 13])])
+def test_a_killed_run_goes_on_at_its_last_commit(overlay, train, in_host, paths, tmp_path, interval, kills):
+    block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000})
+    arguments = ("--steps", "18", "--progress")
+    whole, chance, began_at = in_host(*arguments), random.Random(interval), []
+    for step in kills:
+        status, output, _ = attempt(overlay, tmp_path, "--paths", *paths, "--block", block, *arguments, kill_after=step,
+                                    delay=chance.uniform(0, 0.2))
+        assert status == -9, output
+        began_at.append(int(output.split("step ", 1)[1].split("\n", 1)[0]) - 1)
+    last = train("--paths", *paths, "--block", block, *arguments)
+    assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
+    assert last["losses"] == whole["losses"][last["began_at"]:]
+    began_at.append(last["began_at"])
+    # What was committed when the step was reported is there, and nothing but whole commits.
+    assert began_at[0] == 0 and all(step // interval * interval <= at for step, at in zip(kills, began_at[1:]))
+    assert all(at % interval == 0 for at in began_at) and last["active"]["tier"][0]["resumed_at"] == last["began_at"]
+
+
+def test_without_resume_the_paths_are_scratch(train, in_host, paths):
+    assert train("--paths", *paths, "--block", '{"resume": true}', "--steps", "3")["active"]["tier"][0]["commits"] == 3
+    anew = train("--paths", *paths)
+    assert anew["began_at"] == 0 and same(anew, in_host())
+
+
+def test_states_and_gradients_are_seen_and_set_between_steps(run_script, paths):
+    """DeepSpeed's own ways to look at one parameter, the same on the tier as in host memory."""
+    text = (HERE / "fragments.py").read_text()
+    seen = {place: run_script(text, HERE, PLACE=place, OMP_NUM_THREADS="1") for place in ("", str(paths[0]))}
+    host, on_tier = seen.values()
+    assert host == on_tier and "exp_avg_sq" in host and host.count("\n") > 40
+
+
+def test_mistakes_name_themselves(refused, paths):
+    wrong = {'{"path": 1}': "unknown path; known are cache_bytes", '{"ratio": [1]}': "ratio has 1 numbers for 2 paths",
+             '{"resume": 1}': "resume is 1", '{"durability": "none"}': "durability is 'none'",
+             '{"cache_bytes": -1}': "cache_bytes is -1, below 0", '{"job": "a/b"}': "job"}
+    for block, words in wrong.items():
+        assert words in refused("--paths", *paths, "--block", block)
+    assert "nowhere" in refused("--paths", paths[0] / "nowhere")

@@ -1,0 +1,140 @@
+"""Trains the small GPT of train.py under ZeRO-3 with its optimizer states on Spillway's tier, or in host memory, which must
+come to the same losses and weights.
+
+The script's only words for Spillway are its configuration block and the report at its end. It counts on the engine's global
+step alone to know where it is in the data, so that a run that was killed goes on when it is started again. Each
+loss is multiplied by a random number, so that the generators count; learning rates follow a schedule."""
+
+import argparse
+import json
+import logging
+import os
+import pathlib
+import sys
+
+import train
+
+
+def main():
+    options = arguments()
+    train.become_single_rank()
+    import deepspeed
+    import torch
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.manual_seed(options.seed)
+    model = train.Gpt(options.dim, options.layers, options.context)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters_of(model, options), config=config(options))
+    if options.load:
+        assert engine.load_checkpoint(options.load)[0], "no checkpoint"
+        torch.manual_seed(options.seed + engine.global_steps)
+    began_at = engine.global_steps
+    losses = run(engine, options, torch)
+    report = {"steps": engine.global_steps, "began_at": began_at, "skipped": engine.skipped_steps, "losses": losses,
+              "sha256": train.weights_hash(engine.module), "published": published(engine), "active": train.active(),
+              "compiled_ops": train.compiled_ops()}
+    if int(os.environ["RANK"]) == 0:
+        describe(report)
+        if options.json:
+            pathlib.Path(options.json).write_text(json.dumps(report))
+
+
+def run(engine, options, torch):
+    batches, losses = train.Batches(options), []
+    for _ in range(engine.global_steps * options.accumulate):
+        batches.next()
+    while engine.global_steps < options.steps:
+        if options.seed_each_step:
+            torch.manual_seed(options.seed + engine.global_steps)
+        for _ in range(options.accumulate):
+            loss = engine(batches.next()) * (0.9 + 0.2 * torch.rand(()))
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+        if options.progress:
+            print(f"step {engine.global_steps}", flush=True)
+        if options.save and engine.global_steps == options.save_at:
+            engine.save_checkpoint(options.save)
+    return losses
+
+
+def parameters_of(model, options):
+    """Two groups with different settings, and in --groups a third whose betas differ."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
+    if options.groups:
+        groups.append({"params": [groups[0]["params"].pop()], "betas": [0.8, 0.99], "lr": 3e-4})
+    return groups
+
+
+def published(engine):
+    """sha256 over the 16-bit weights that this rank's part of the model has."""
+    import hashlib
+    digest = hashlib.sha256()
+    for flat in engine.optimizer.fp16_partitioned_groups_flat:
+        if flat is not None:
+            digest.update(flat.float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def config(options):
+    offload = {"device": "cpu"}
+    if options.paths:
+        # Both kinds of DeepSpeed's own swapper give way.
+        offload = {"device": "nvme", "nvme_path": options.paths[0], "pipeline_read": options.pipeline}
+    zero = {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload}
+    if options.params:
+        zero.update(stage3_param_persistence_threshold=0,
+                    offload_param={"device": "nvme", "nvme_path": options.params, "buffer_count": 20, "max_in_cpu": 0,
+                                   "buffer_size": 4 * options.dim * options.dim})
+    settings = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "gradient_accumulation_steps": options.accumulate,
+        options.dtype: {"enabled": True, **({"initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 4}
+                                            if options.dtype == "fp16" else {})},
+        "gradient_clipping": options.clip,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": options.lr, "warmup_num_steps": 10}},
+        "steps_per_print": 1 << 30,
+    }
+    if options.block != "none" and options.paths:
+        settings["spillway"] = {"paths": options.paths, **json.loads(options.block)}
+    return settings
+
+
+def describe(report):
+    print(f"  steps {report['began_at'] + 1} to {report['steps']}, {report['skipped']} skipped, "
+          f"loss {report['losses'][0]:.4f} -> {report['losses'][-1]:.4f}" if report["losses"] else "  no steps left")
+    for tier in report["active"].get("tier", []):
+        blocks = sum(path["blocks"] for path in tier["paths"]) or 1
+        for path in tier["paths"]:
+            print(f"  {path['directory']}: {100 * path['blocks'] / blocks:.0f} % of the state, "
+                  f"{path['written_bytes'] / 1e9:.3f} GB written, {path['read_bytes'] / 1e9:.3f} GB read")
+        wanted = max(1, (tier["rounds"]) * tier["subgroups"])
+        print(f"  {tier['rounds']} updates of {tier['subgroups']} sub-groups: {100 * tier['hits'] / wanted:.0f} % found in "
+              f"memory; {tier['commits']} commits")
+    print(f"  sha256 of the final weights: {report['sha256']}", flush=True)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--paths", nargs="+", help="directories of the tier; without them the states are in host memory")
+    parser.add_argument("--block", default="{}", help="the rest of the spillway block, as JSON; none: no block at all")
+    parser.add_argument("--params", help="directory for the parameters")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--clip", type=float, default=0.5)
+    for name in ("pipeline", "groups", "progress", "seed-each-step"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in ("save", "load", "json"):
+        parser.add_argument(f"--{name}")
+    for name, value in (("dim", 64), ("layers", 3), ("context", 64), ("batch", 4), ("seed", 0), ("steps", 8),
+                        ("sub_group", 12000), ("accumulate", 1), ("save_at", 0)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Methods for DeepSpeed's ZeRO stage 3 whose optimizer states are on a tier.
+
+Each is DeepSpeed's own for an optimizer that has another swapper, or none. Stage 3's step prepares, unscales, steps,
+publishes and releases one sub-group after another; here the first of them to be unscaled, when the norm is known, brings
+the update of all."""
+
+import contextlib
+import os
+import tempfile
+
+from ..errors import InvalidArgument
+from . import _tier_config
+from ._superoffload import gradient_factor
+from ._tier import TierSwapper
+
+# What stage 3 has to have for `overrides` to fit it.
+NEEDED = ("_configure_tensor_swapping", "initialize_optimizer_states", "_prepare_sub_group", "unscale_and_clip_grads",
+          "_optimizer_step", "_reassign_or_swap_out_partitioned_parameters", "_release_sub_group", "_rigid_state_dict",
+          "_rigid_load_state_dict", "_restore_from_bit16_weights", "reset_swap_buffers", "_overflow_clean_up",
+          "_set_fp32_optimizer_param_groups")
+
+
+def tiered(stage3):
+    """The TierSwapper of an optimizer, or None."""
+    swapper = getattr(stage3, "optimizer_swapper", None)
+    return swapper if isinstance(swapper, TierSwapper) else None
+
+
+def overrides(stage3):
+    """Methods for DeepSpeed's DeepSpeedZeroOptimizer_Stage3, by name."""
+    found = {**_setting_up(stage3), **_stepping(stage3), **_checkpointing(stage3)}
+    return {name: method for name, method in found.items() if hasattr(stage3, name)}
+
+
+def _setting_up(stage3):
+    own_configure, own_initialize = stage3._configure_tensor_swapping, stage3.initialize_optimizer_states
+    own_reassign = stage3._reassign_or_swap_out_partitioned_parameters
+
+    def configure(self, offload_optimizer_config, aio_config):
+        settings = _tier_config.settings(offload_optimizer_config.nvme_path)
+        reason = _unfit(self)
+        if settings.enabled and settings.given and reason:
+            raise InvalidArgument(f"spillway: {reason}; set \"enabled\": false to leave the states to DeepSpeed's own swapper")
+        if reason or not settings.enabled:
+            return own_configure(self, offload_optimizer_config, aio_config)
+        # Its way to begin reads and writes files by itself.
+        self.offload_optimizer_fast_init = False
+        self.optimizer_swapper = TierSwapper(self, settings)
+
+    def initialize(self):
+        swapper = tiered(self)
+        if swapper is None:
+            return own_initialize(self)
+        flats = self.fp16_partitioned_groups_flat
+        outside = [index for index, flat in enumerate(flats) if flat is None or swapper.resumed]
+        swapper.set_steps([0] * len(flats))
+        swapper.publish(own_reassign, outside)
+
+    return {"_configure_tensor_swapping": configure, "initialize_optimizer_states": initialize}
+
+
+def _unfit(stage3):
+    """Why the states of this optimizer cannot be on a tier; None if they can."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    optimizer = stage3.optimizer
+    if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
+        return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
+    if not getattr(optimizer, "fp32_optimizer_states", True) or _master_dtype(stage3) is not torch.float32:
+        return "master weights and optimizer states have 16 bits; the tier has 32"
+    if getattr(stage3, "partial_offload", 1.0) != 1.0:
+        return "offload_optimizer.ratio is not 1"
+    return "ZenFlow steps on its own" if getattr(stage3, "zenflow", False) else None
+
+
+def _master_dtype(stage3):
+    import torch
+    if hasattr(stage3, "master_weights_and_grads_dtype"):
+        return stage3.master_weights_and_grads_dtype
+    return torch.float16 if getattr(stage3, "fp16_master_weights_and_gradients", False) else torch.float32
+
+
+def _stepping(stage3):
+    own = {name: getattr(stage3, name, None) for name in
+           ("_prepare_sub_group", "unscale_and_clip_grads", "_optimizer_step", "_release_sub_group", "reset_swap_buffers",
+            "_reassign_or_swap_out_partitioned_parameters", "_overflow_clean_up", "_offload_grad_partition_at_boundary",
+            "get_fp32_grad_partitions")}
+    own_reassign = own["_reassign_or_swap_out_partitioned_parameters"]
+
+    def nothing(name):
+        def method(self, *arguments, **named):
+            return None if tiered(self) else own[name](self, *arguments, **named)
+        return method
+
+    def unscale_and_clip_grads(self, sub_group_id, total_norm):
+        swapper = tiered(self)
+        if swapper is None:
+            own["unscale_and_clip_grads"](self, sub_group_id, total_norm)
+        elif sub_group_id == 0:
+            swapper.update(gradient_factor(self, total_norm), own_reassign)
+
+    def at_boundary(self, param, grad_buffer, *gradients):
+        if tiered(self) is None:
+            return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
+        # The gradient stays where it was accumulated.
+        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+
+    def overflow_clean_up(self, prev_scale):
+        own["_overflow_clean_up"](self, prev_scale)
+        if tiered(self):
+            tiered(self).drop_gradients()
+
+    def reset_swap_buffers(self):
+        tiered(self).publish(own_reassign) if tiered(self) else own["reset_swap_buffers"](self)
+
+    def get_fp32_grad_partitions(self):
+        swapper = tiered(self)
+        if swapper is None:
+            return own["get_fp32_grad_partitions"](self)
+        found = {}
+        for group in self.fp16_groups:
+            for place, param in enumerate(group):
+                index, offset, count = self.grad_position[self.get_param_id(param)]
+                found.setdefault(index, {})[place] = swapper.gradient(index)[offset:offset + count].float()
+        return found
+
+    return {**{name: nothing(name) for name in ("_prepare_sub_group", "_optimizer_step", "_release_sub_group",
+                                                "_reassign_or_swap_out_partitioned_parameters")},
+            "unscale_and_clip_grads": unscale_and_clip_grads, "_offload_grad_partition_at_boundary": at_boundary,
+            "_overflow_clean_up": overflow_clean_up, "reset_swap_buffers": reset_swap_buffers,
+            "get_fp32_grad_partitions": get_fp32_grad_partitions}
+
+
+def _checkpointing(stage3):
+    """A checkpoint is the one of a run with states in host memory: either loads the other's."""
+    own_save, own_load, own_restore = stage3._rigid_state_dict, stage3._rigid_load_state_dict, stage3._restore_from_bit16_weights
+    own_universal, own_reassign = getattr(stage3, "_load_universal_checkpoint", None), stage3._reassign_or_swap_out_partitioned_parameters
+
+    def rigid_state_dict(self):
+        swapper = tiered(self)
+        if swapper is None:
+            return own_save(self)
+        masters = self.fp32_partitioned_groups_flat
+        with _in_files(swapper, masters, self.optimizer.state):
+            found = own_save(self)
+            # Both refer to what is put away again.
+            found["fp32_flat_groups"] = [master.data for master in masters]
+            saved = found["optimizer_state_dict"]
+            saved["state"] = {place: dict(state) for place, state in saved["state"].items()}
+        found["spillway"] = {"adam_state": swapper.adam_state()}
+        return found
+
+    def rigid_load_state_dict(self, state_dict, load_optimizer_states=True):
+        swapper = tiered(self)
+        if swapper is None:
+            return own_load(self, state_dict, load_optimizer_states)
+        self.loss_scaler, self.dynamic_loss_scale = state_dict["loss_scaler"], state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        saved = state_dict["optimizer_state_dict"] if load_optimizer_states else {"state": {}, "param_groups": []}
+        for group, before in zip(self.optimizer.param_groups, saved["param_groups"]):
+            group.update({name: value for name, value in before.items() if name != "params"})
+        _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
+        if load_optimizer_states and "spillway" in state_dict:
+            swapper.set_adam_state(state_dict["spillway"]["adam_state"])
+        swapper.publish(own_reassign)
+
+    def restore_from_bit16_weights(self):
+        swapper = tiered(self)
+        if swapper is None:
+            return own_restore(self)
+        for index, flat in enumerate(self.fp16_partitioned_groups_flat):
+            if flat is None:
+                raise NotImplementedError("Spillway cannot begin with the 16-bit weights of a checkpoint while the parameters "
+                                          "are in files; load the optimizer states too")
+            swapper.give(index, flat, None, None, None)
+
+    def load_universal_checkpoint(self, *arguments, **named):
+        if tiered(self):
+            raise NotImplementedError("Spillway's tier does not load universal checkpoints; load it with offload_optimizer "
+                                      "on the device cpu, and save an ordinary one")
+        return own_universal(self, *arguments, **named)
+
+    return {"_rigid_state_dict": rigid_state_dict, "_rigid_load_state_dict": rigid_load_state_dict,
+            "_restore_from_bit16_weights": restore_from_bit16_weights,
+            "_load_universal_checkpoint": load_universal_checkpoint}
+
+
+def _order(stage3):
+    """The sub-groups as the optimizer numbers them in its state: by parameter group."""
+    groups = stage3.sub_group_to_group_id
+    return sorted(range(len(stage3.fp16_groups)), key=lambda index: (groups[index], index))
+
+
+def _take_over(swapper, masters, states, order):
+    if len(masters) != len(order):
+        raise InvalidArgument(f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; sub_group_size and the "
+                              "number of ranks have to be those of the run that saved it")
+    for place, index in enumerate(order):
+        state = states.get(place, {})
+        swapper.give(index, masters[index], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step"))
+
+
+@contextlib.contextmanager
+def _in_files(swapper, masters, states):
+    """Puts all states where stage 3 looks for them, in memory that the system may write to unnamed files: there may be
+    more of them than memory."""
+    with tempfile.TemporaryDirectory(dir=swapper.swap_folder, prefix="spillway-checkpoint-") as folder:
+        for index, master in enumerate(masters):
+            parts = [_mapped(os.path.join(folder, f"{index}-{part}"), swapper.elements[index]) for part in range(3)]
+            swapper.swap.read(index, *parts)
+            master.data = parts[0]
+            states[master].update(exp_avg=parts[1], exp_avg_sq=parts[2])
+    try:
+        yield
+    finally:
+        for master in masters:
+            swapper.release_swap_buffers(master)
+
+
+def _mapped(path, count):
+    import torch
+    return torch.from_file(path, shared=True, size=count, dtype=torch.float32)

@@ -1,0 +1,242 @@
+"""ZeRO-3's optimizer states on a tier, in place of DeepSpeed's PartitionedOptimizerSwapper and PipelinedOptimizerSwapper.
+
+One update steps all sub-groups: each is fetched, stepped, published as the model's 16-bit weights and written back, all of
+it overlapped. Gradients stay in host memory where stage 3 accumulates them, in their own dtype. The arithmetic is
+DeepSpeed's, so that losses and weights have the bits of the run with states in host memory."""
+
+import ctypes
+import itertools
+import os
+import weakref
+
+from .. import _abi, _native, tier
+from ..errors import InvalidArgument
+from ..swap import STATES, Swap, working_bytes
+from . import _call
+
+# Of this process, for active().
+_swappers = weakref.WeakSet()
+
+
+class TierSwapper:
+    """What stage 3 asks of an optimizer swapper, and the update. DeepSpeed's defects are not kept: a parameter that had no
+    gradient in this step has a gradient of zero, not an old one."""
+
+    def __init__(self, stage3, settings):
+        from deepspeed import comm as dist
+        self._stage3, self.settings = weakref.proxy(stage3), settings
+        self.elements = [int(count) for count in stage3.fp16_partitioned_groups_flat_numel]
+        self._starts = [0, *itertools.accumulate(self.elements)]
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if not settings.resume:
+            for path in settings.paths:
+                tier.collect(path.directory, job=settings.job, rank=rank)
+        self.tier = tier.Tier(settings.paths, job=settings.job, rank=rank, world=world,
+                              mode="auto" if settings.resume else "create", stall_seconds=settings.stall_seconds,
+                              durability=settings.durability if settings.resume else "process")
+        host_bytes = working_bytes(self.elements, len(settings.paths)) + settings.cache_bytes
+        self.swap = Swap(self.tier, self.elements, host_bytes=host_bytes, ratio=settings.ratio, turns=settings.turns,
+                         huge_pages=settings.lock, lock=settings.lock)
+        weakref.finalize(self, _close, self.swap, self.tier, not settings.resume, os.getpid())
+        self.resumed = self.tier.opened.step is not None
+        if settings.resume and world > 1:
+            _same_on_all_ranks(self.tier.opened.step, world)
+        self.swap_folder = settings.paths[0].directory
+        self.steps = [0] * len(self.elements)
+        self.commits = 0
+        self._gradients = {}
+        _swappers.add(self)
+
+    # What stage 3 calls while it sets up.
+
+    def is_swappable_tensor(self, tensor=None, numel=None):
+        """Every sub-group is on the tier, however small."""
+        return True
+
+    def initialize_parameters(self, parameters, src_tensors):
+        """Gives sub-groups their first state, unless a commit holds a later one."""
+        if self.resumed:
+            return
+        for parameter, source in zip(parameters, src_tensors):
+            zeros = _floats(source.numel()).zero_()
+            self.swap.write(self._index(parameter), _cpu_floats(source), zeros, zeros)
+
+    def publish(self, own_reassign, sub_groups=None):
+        """Makes the model's weights those of the tier."""
+        for index in range(len(self.elements)) if sub_groups is None else sub_groups:
+            param = _floats(self.elements[index])
+            self.swap.read(index, param)
+            self._show(own_reassign, index, param)
+
+    # The step.
+
+    def update(self, factor, own_reassign):
+        """One step of all sub-groups, with this factor on the gradients."""
+        stage3 = self._stage3
+        self._clear_unused()
+        weights = [self._weight(index) for index in range(len(self.elements))]
+        table = self.swap.table(list(zip(map(self.gradient, range(len(self.elements))), weights)))
+        apart = {index for index, weight in enumerate(weights) if weight is None}
+
+        def stepped(index, address):
+            if index in apart:
+                self._show(own_reassign, index, _floats_at(address, self.elements[index]))
+
+        self.swap.ds_step(stage3.optimizer.opt_id, [self._call_of(index, factor) for index in range(len(self.elements))],
+                          table, stepped if apart else None)
+        for index, elements in enumerate(self.elements):
+            self._set_step(index, self.steps[index] + 1)
+            _call.count("cpu_adam", elements)
+        self._gradients.clear()
+
+    def gradient(self, index):
+        """The gradient of a sub-group, as it was accumulated or as it was set."""
+        flat, start = self._stage3.grad_partitions_flat_buffer, self._starts[index]
+        return self._gradients.get(index, flat[start:start + self.elements[index]])
+
+    def _call_of(self, index, factor):
+        group = self._stage3.optimizer.param_groups[self._stage3.sub_group_to_group_id[index]]
+        hyper = [float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])]
+        return _abi.DsAdamCall(ctypes.sizeof(_abi.DsAdamCall), int(group["bias_correction"]), self.steps[index] + 1, *hyper,
+                               factor)
+
+    def _weight(self, index):
+        """The model's weights of a sub-group if the step itself can write them: in one piece of 16 bits in host memory."""
+        flat = self._stage3.fp16_partitioned_groups_flat[index]
+        return flat if flat is not None and flat.is_cpu and flat.element_size() == 2 else None
+
+    def _clear_unused(self):
+        stage3 = self._stage3
+        for index, group in enumerate(stage3.fp16_groups):
+            for param in group:
+                if stage3.get_param_id(param) not in stage3.norm_for_param_grads:
+                    _, offset, count = stage3.grad_position[stage3.get_param_id(param)]
+                    self.gradient(index).narrow(0, offset, count).zero_()
+
+    def _show(self, own_reassign, index, param):
+        """Has stage 3 copy master weights to where the model's are, by its own method."""
+        master = self._stage3.fp32_partitioned_groups_flat[index]
+        master.data = param
+        try:
+            own_reassign(self._stage3, index)
+        finally:
+            master.data = _floats(0)
+
+    # One sub-group's state in memory, for whoever looks at it between steps.
+
+    def swap_in_optimizer_state(self, parameter, async_parameter=None):
+        """Puts state and gradient where stage 3 looks for them."""
+        index = self._index(parameter)
+        parts = [_floats(self.elements[index]) for _ in STATES]
+        self.swap.read(index, *parts)
+        parameter.data, parameter.grad = parts[0], _cpu_floats(self.gradient(index)).clone()
+        self._stage3.optimizer.state[parameter].update(exp_avg=parts[1], exp_avg_sq=parts[2], step=self.steps[index])
+
+    def swap_out_optimizer_state(self, parameter, async_swap=False):
+        """Takes over the state that was put there, as it is now."""
+        self.writeback_optimizer_state_and_gradients(parameter, True, False)
+
+    def writeback_optimizer_state_and_gradients(self, parameter, write_opt_state, write_gradients):
+        """Takes over the state, the gradient, or both."""
+        index, state = self._index(parameter), self._stage3.optimizer.state[parameter]
+        if write_opt_state:
+            self.swap.write(index, parameter.data, state["exp_avg"], state["exp_avg_sq"])
+        if write_gradients:
+            self._gradients[index] = parameter.grad
+        self.release_swap_buffers(parameter)
+
+    def release_swap_buffers(self, parameter):
+        """Forgets what was put there."""
+        parameter.data, parameter.grad = _floats(0), None
+        for name in STATES[1:]:
+            self._stage3.optimizer.state[parameter].pop(name, None)
+
+    def give(self, index, param, exp_avg, exp_avg_sq, step):
+        """Another state for a sub-group, in any dtype; None leaves a part as it is."""
+        self.swap.write(index, *(None if part is None else _cpu_floats(part) for part in (param, exp_avg, exp_avg_sq)))
+        if step is not None:
+            self._set_step(index, int(step))
+
+    def set_steps(self, steps):
+        """How many steps each sub-group has had."""
+        for index, step in enumerate(steps):
+            self._set_step(index, step)
+
+    def purge_state(self):
+        """Forgets moments and steps; the master weights stay."""
+        for index, elements in enumerate(self.elements):
+            zeros = _floats(elements).zero_()
+            self.give(index, None, zeros, zeros, 0)
+
+    def drop_gradients(self):
+        """Forgets gradients that were set, since the step was skipped."""
+        self._gradients.clear()
+
+    def _set_step(self, index, step):
+        self.steps[index] = step
+        self._stage3.optimizer.state[self._stage3.fp32_partitioned_groups_flat[index]]["step"] = step
+
+    def _index(self, parameter):
+        for index, other in enumerate(self._stage3.fp32_partitioned_groups_flat):
+            if other is parameter:
+                return index
+        raise InvalidArgument("parameter is no sub-group of this optimizer")
+
+    # What DeepSpeed's swappers have and this one needs nothing of: gradients are where they are, nothing is timed here.
+
+    def swap_out_gradients(self, parameter, gradient_offsets, gradient_tensors):
+        """Nothing."""
+
+    def init_timers(self):
+        """Nothing."""
+
+    log_timers = pre_backward = post_backward = init_timers
+
+    def adam_state(self):
+        """What DeepSpeed's arithmetic keeps between steps, as numbers."""
+        state = _abi.sized(_abi.DsAdamState)
+        _native.check(_native.library().spw_ds_adam_save(self._stage3.optimizer.opt_id, ctypes.byref(state)))
+        return {name: getattr(state, name) for name, _ in state._fields_[1:]}
+
+    def set_adam_state(self, numbers):
+        """Goes on with what adam_state() said in another process."""
+        state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **numbers)
+        _native.check(_native.library().spw_ds_adam_restore(self._stage3.optimizer.opt_id, ctypes.byref(state)))
+
+
+def served():
+    """What the tiers of this process did, for active()."""
+    return [{"paths": [path._asdict() for path in swapper.tier.paths()], **swapper.swap.stats._asdict(),
+             **swapper.swap.budget._asdict(), "subgroups": len(swapper.elements), "commits": swapper.commits,
+             "resumed_at": swapper.tier.opened.step} for swapper in _swappers]
+
+
+def _same_on_all_ranks(step, world):
+    import torch
+    steps = [None] * world
+    torch.distributed.all_gather_object(steps, step)
+    if len(set(steps)) > 1:
+        raise InvalidArgument(f"the run ended while its ranks committed: they hold the steps {steps}; load a checkpoint, with "
+                              "\"resume\": false in the spillway block")
+
+
+def _close(swap, opened, scratch, process):
+    # A forked child has copies of handles, which are not its own.
+    if process == os.getpid():
+        swap.close()
+        opened.destroy() if scratch else opened.close()
+
+
+def _floats(count):
+    import torch
+    return torch.empty(count, dtype=torch.float32)
+
+
+def _cpu_floats(tensor):
+    import torch
+    return tensor.detach().to("cpu", torch.float32).flatten()
+
+
+def _floats_at(address, count):
+    import torch
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)

@@ -1,0 +1,200 @@
+"""Proves that a tier keeps what was committed and nothing else, names damage and holders, and that the update over it has,
+with states on the tier, the bits of a step over arrays in memory, for every step, commit, rollback and reopening."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import spillway
+from spillway import swap as swap_module
+from spillway import tier as tier_module
+
+SIZES = (5000, 0, 70_001, 333, 20_000, 20_000)
+FREE = {"huge_pages": False, "lock": False}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def open_tier(folders, **settings):
+    return spillway.Tier([str(folder) for folder in folders], job="test", block_bytes=16 << 10, **settings)
+
+
+def open_swap(tier, buffers=3, sizes=SIZES, **settings):
+    one = swap_module.plan(sizes, host_bytes=1 << 40, paths=1).buffer_bytes
+    return spillway.Swap(tier, sizes, host_bytes=buffers * one, **FREE, **settings)
+
+
+def gradients(step):
+    return [np.random.default_rng([step, n]).standard_normal(size).astype(np.float16) for n, size in enumerate(SIZES)]
+
+
+def first():
+    return [np.random.default_rng(n).standard_normal(size).astype(np.float32) for n, size in enumerate(SIZES)]
+
+
+def in_memory(steps, change=None):
+    """States and published weights after so many steps over arrays; `change(states)` after the second."""
+    adam, states = spillway.Adam(lr=1e-2, weight_decay=0.1), [[p, np.zeros_like(p), np.zeros_like(p)] for p in first()]
+    copies = [np.zeros(size, np.float16) for size in SIZES]
+    for step in range(1, steps + 1):
+        adam.step([(p, g, m, v, c) for (p, m, v), g, c in zip(states, gradients(step), copies)], grad_scale=0.5)
+        if step == 2 and change:
+            change(states)
+    return states, copies
+
+
+def everything(swap):
+    states = [[np.empty(size, np.float32) for _ in range(3)] for size in SIZES]
+    for subgroup, parts in enumerate(states):
+        swap.read(subgroup, *parts)
+    return states
+
+
+def same(states, others):
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for x, y in zip(states, others) for a, b in zip(x, y))
+
+
+def step(swap, adam, number, copies=None):
+    return swap.step(adam, list(zip(gradients(number), copies or [None] * len(SIZES))), grad_scale=0.5, stats=True)
+
+
+@pytest.mark.parametrize("buffers", [3, 5, 100])
+def test_the_update_has_the_bits_of_a_step_in_memory(folders, buffers):
+    with open_tier(folders) as tier, open_swap(tier, buffers, ratio=[3, 1]) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        adam, copies = spillway.Adam(lr=1e-2, weight_decay=0.1), [np.zeros(size, np.float16) for size in SIZES]
+        seen = [step(swap, adam, number, copies) for number in range(1, 6)]
+        states, expected = in_memory(5)
+        assert same(everything(swap), states) and same([copies], [expected])
+        norm = sum((g.astype(np.float32) * np.float32(0.5)).astype(np.float64).dot(g * 0.5) for g in gradients(5))
+        assert not seen[-1].nonfinite and seen[-1].sum_squares == pytest.approx(norm, rel=1e-6)
+        stats, budget = swap.stats, swap.budget
+        assert stats.rounds == 6 and stats.hits >= 4 * budget.cached and budget.buffers == min(buffers, len(SIZES))
+
+
+@pytest.mark.parametrize("buffers", [3, 5, 100])
+def test_parts_that_are_written_between_steps_count(folders, buffers):
+    def change(states):
+        states[2][0][:] = 1.5
+        states[4][1][:] = 0.25
+        states[5][2][:] = 2.0
+        states[5][0][:] = -1.0
+
+    with open_tier(folders) as tier, open_swap(tier, buffers) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        adam = spillway.Adam(lr=1e-2, weight_decay=0.1)
+        step(swap, adam, 1)
+        step(swap, adam, 2)
+        swap.commit(2)
+        for subgroup, part, value in ((2, "param", 1.5), (4, "exp_avg", 0.25), (5, "exp_avg_sq", 2.0), (5, "param", -1.0)):
+            swap.write(subgroup, **{part: np.full(SIZES[subgroup], value, np.float32)})
+        step(swap, adam, 3)
+        assert same(everything(swap), in_memory(3, change)[0])
+        swap.roll_back()
+        adam.step_count = 2
+        step(swap, adam, 3)
+        assert same(everything(swap), in_memory(3)[0])
+
+
+def test_a_process_that_is_killed_is_taken_up_at_its_last_commit(folders, child_environment):
+    code = (f"import sys, os, signal; sys.path[:0] = {[os.path.dirname(__file__)]!r}\n"
+            "import test_swap as t, spillway\n"
+            f"tier = t.open_tier({[str(folder) for folder in folders]!r})\n"
+            "swap = t.open_swap(tier, 4); swap.fill([(p, None, None) for p in t.first()])\n"
+            "adam = spillway.Adam(lr=1e-2, weight_decay=0.1)\n"
+            "for number in range(1, 5):\n"
+            "    t.step(swap, adam, number)\n"
+            "    number == 3 and swap.commit(3, b'lr 0.01')\n"
+            "os.kill(os.getpid(), signal.SIGKILL)\n")
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    with open_tier(folders, mode="resume") as tier:
+        assert tier.opened == (3, b"lr 0.01", 0, 0)
+        with open_swap(tier) as swap:
+            adam = spillway.Adam(lr=1e-2, weight_decay=0.1)
+            adam.step_count = 3
+            for number in range(4, 6):
+                step(swap, adam, number)
+            assert same(everything(swap), in_memory(5)[0])
+    with pytest.raises(spillway.TierFailure, match="resume or collect"):
+        open_tier(folders, mode="create")
+    assert all(tier_module.collect(folder, job="test") for folder in folders)
+    assert not tier_module.collect(folders[0], job="test")
+    with pytest.raises(spillway.NoState, match="test"):
+        open_tier(folders, mode="resume")
+
+
+def test_extents_by_name(folders, tmp_path):
+    tier = open_tier([*folders, ])
+    old, new = np.arange(50_000, dtype=np.int64), bytearray(b"x" * 1000)
+    extent = tier.define("a", [old.nbytes, 1000])
+    assert tier.wait(tier.put(extent, [old, new], path=1)) == 1
+    tier.commit(7)
+    tier.wait(tier.put_striped(extent, [old + 1, new], [20, 5]))
+    found = np.zeros_like(old)
+    tier.wait(tier.get(extent, [found, None]))
+    assert np.array_equal(found, old + 1)
+    tier.rollback()
+    tier.wait(tier.get(extent, [found, None]))
+    assert np.array_equal(found, old) and tier.verify() > 20
+    assert [(e.name, e.streams, e.committed) for e in tier.extents()] == [("a", 2, True)]
+    assert [path.blocks > 0 for path in tier.paths()] == [False, True] and tier.paths()[1].written_bytes > old.nbytes
+    tier.evacuate(1)
+    assert [path.health for path in tier.paths()] == ["healthy", "draining"]
+    tier.commit(8)
+    assert tier.export(tmp_path / "plain") == 8
+    with pytest.raises(spillway.TierLocked, match="live process"):
+        open_tier(folders)
+    tier.remove(extent)
+    tier.commit(9)
+    assert not tier.extents() and tier.import_from(tmp_path / "plain") == 8 and len(tier.extents()) == 1
+    tier.destroy()
+    assert not any(file.is_file() and file.stat().st_size for folder in folders for file in folder.rglob("*"))
+
+
+def test_damage_is_named(folders):
+    with open_tier(folders[:1]) as tier:
+        extent = tier.define("weights", [1 << 16])
+        tier.wait(tier.put(extent, [np.full(1 << 16, 7, np.uint8)]))
+        tier.commit(1)
+        data = max(folders[0].rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+        content = bytearray(data.read_bytes())
+        at = content.index(b"\x07" * 4096)
+        with open(data, "r+b") as file:
+            file.seek(at + 100)
+            file.write(b"\x08")
+        with pytest.raises(spillway.Corrupt, match="weights"):
+            tier.wait(tier.get(extent, [np.empty(1 << 16, np.uint8)]))
+
+
+def test_mistakes_name_themselves(folders):
+    with open_tier(folders) as tier, open_swap(tier) as swap:
+        floats = [np.zeros(size, np.float32) for size in SIZES]
+        wrong = {
+            "mode": lambda: open_tier(folders, mode="new"),
+            "job": lambda: spillway.Tier(folders, job=7),
+            "one of .* for 2 paths|1 numbers for 2 paths": lambda: open_swap(tier, ratio=[1]),
+            "was not defined": lambda: tier.put(99, [floats[0]]),
+            "2 arrays for": lambda: tier.put(tier.define("x", [8]), [floats[0], floats[1]]),
+            "has 20000 bytes, the stream 8": lambda: tier.put(tier.define("x", [8]), [floats[0]]),
+            "exp_avg has 5000 elements, subgroup 2 has 70001": lambda: swap.read(2, exp_avg=floats[0]),
+            "param is not float32": lambda: swap.write(0, np.zeros(5000, np.float16)),
+            "subgroup is 6 of 6": lambda: swap.read(6),
+            "5 entries for 6": lambda: swap.step(spillway.Adam(), [(f, None) for f in floats[1:]]),
+            "weight has dtype int32": lambda: swap.step(spillway.Adam(), [(f, f.astype(np.int32)) for f in floats]),
+            "Lion": lambda: swap.step(spillway.Lion(), [(f, None) for f in floats]),
+            "3 buffers of": lambda: spillway.Swap(tier, SIZES, host_bytes=4096),
+        }
+        for words, mistake in wrong.items():
+            with pytest.raises(spillway.InvalidArgument, match=words):
+                mistake()
+    with pytest.raises(spillway.InvalidArgument, match="closed"):
+        tier.commit(1)

@@ -1,0 +1,184 @@
+//! DeepSpeed's Adam over a tiered update, and the state behind an id, to be kept with it.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+
+use super::deepspeed::jobs;
+use super::guard::guard;
+use super::record::{self, Record};
+use super::status::spw_status;
+use super::swap::{check_inputs, object, spw_swap, with_state};
+use super::tensor::{self, spw_tensor};
+use crate::error::{Error, Result};
+use crate::kernel::Rule;
+use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
+use crate::optim::{adam, spread::Job};
+
+/// What DeepSpeed's `adam_update` is told for one subgroup.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_ds_adam_call {
+    /// `sizeof(spw_ds_adam_call)`, the same in all of an array.
+    pub struct_size: u32,
+    /// 1 divides by 1 - beta^t, 0 leaves it out.
+    pub bias_correction: u32,
+    /// Number of this step, from 1.
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f32,
+    /// Decay of exp_avg.
+    pub beta1: f32,
+    /// Decay of exp_avg_sq.
+    pub beta2: f32,
+    /// Added to the denominator.
+    pub eps: f32,
+    /// Weight decay.
+    pub weight_decay: f32,
+    /// Factor on the gradient.
+    pub grad_scale: f32,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_ds_adam_call {
+    const FIRST_SIZE: usize = 40;
+    const NAME: &'static str = "spw_ds_adam_call";
+}
+
+/// What an id keeps between steps.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_ds_adam_state {
+    /// `sizeof(spw_ds_adam_state)`
+    pub struct_size: u32,
+    /// DeepSpeed's adamw_mode: 1 is AdamW, 0 is L2.
+    pub adamw_mode: u32,
+    /// The last step; 0 before the first.
+    pub step: u64,
+    /// Decay of exp_avg in that step.
+    pub beta1: f32,
+    /// Decay of exp_avg_sq in that step.
+    pub beta2: f32,
+    /// The power of beta1 that it used, in f32 as DeepSpeed multiplies it.
+    pub beta1_power: f32,
+    /// The power of beta2 that it used.
+    pub beta2_power: f32,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Record for spw_ds_adam_state {
+    const FIRST_SIZE: usize = 32;
+    const NAME: &'static str = "spw_ds_adam_state";
+}
+
+/// Called by the thread of the update once a subgroup is stepped, while the transfers of others go on. `param` are its new
+/// master weights, as many as it has elements, good until the return. Anything but 0 ends the update with
+/// SPW_ERR_INVALID_ARGUMENT. It does not call the update itself.
+pub type spw_swap_stepped_fn =
+    Option<unsafe extern "C" fn(user: *mut c_void, subgroup: u64, param: *const f32) -> i32>;
+
+/// `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order
+/// whatever the order in which they are stepped, so that the bits are those of DeepSpeed's step over states in
+/// memory. `tensors[i].options` is NULL. The id advances if the whole update succeeds.
+///
+/// # Safety
+/// As `spw_swap_adam_step`; `calls` points to `count` structs, `struct_size` bytes apart; `stepped` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_ds_adam_step(
+    swap: Option<&mut spw_swap>,
+    id: i32,
+    calls: *const spw_ds_adam_call,
+    tensors: *const spw_tensor,
+    count: usize,
+    stepped: spw_swap_stepped_fn,
+    user: *mut c_void,
+) -> spw_status {
+    guard(|| {
+        let swap = object(swap)?;
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let raw = tensor::read_all(tensors, count)?;
+            check_inputs(swap, &raw)?;
+            let mut kept = ADAM.get(id)?;
+            let mut rules = Vec::with_capacity(count);
+            for (index, call) in record::read_all(calls, count, "calls")?.iter().enumerate() {
+                let named = |error: Error| error.within(&format!("calls[{index}]."));
+                let (state, rule) = kept.begin(&call_of(call)?).map_err(named)?;
+                kept = state;
+                rules.push(rule.with_grad_scale(call.grad_scale));
+            }
+            swap.step(|subgroup, state| {
+                let whole = with_state(raw[subgroup], state);
+                let named = |error: Error| error.within(&format!("tensors[{subgroup}]."));
+                let jobs = jobs(&whole).map_err(named)?.into_iter();
+                let mut jobs: Vec<_> =
+                    jobs.map(|job| Job { optimizer: rules[subgroup], tensor: job.tensor }).collect();
+                adam::step(&mut jobs, false)?;
+                match stepped.map_or(0, |stepped| stepped(user, subgroup as u64, whole.param.cast())) {
+                    0 => Ok(()),
+                    other => {
+                        Err(Error::invalid("stepped", format!("returned {other} for subgroup {subgroup}")))
+                    }
+                }
+            })?;
+            ADAM.create(id, kept);
+            Ok(())
+        }
+    })
+}
+
+/// Copies out what an id keeps, for `spw_ds_adam_restore` in another process.
+///
+/// # Safety
+/// `state_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_ds_adam_save(id: i32, state_out: *mut spw_ds_adam_state) -> spw_status {
+    guard(|| {
+        let state = ADAM.get(id)?;
+        let raw = spw_ds_adam_state {
+            struct_size: 0,
+            adamw_mode: state.decoupled.into(),
+            step: state.step,
+            beta1: state.beta1,
+            beta2: state.beta2,
+            beta1_power: state.beta1_power,
+            beta2_power: state.beta2_power,
+        };
+        // SAFETY: the caller's promise is the callee's.
+        unsafe { record::write(&raw, state_out, "state_out") }
+    })
+}
+
+/// Makes the id with this state, or gives it to the one that is there: its next step has the bits that it would have had
+/// in the process that saved it.
+///
+/// # Safety
+/// `state` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_ds_adam_restore(id: i32, state: *const spw_ds_adam_state) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callee's.
+        let raw = unsafe { record::read(state, "state") }?;
+        let state = AdamState {
+            decoupled: record::flag("state.adamw_mode", raw.adamw_mode)?,
+            step: raw.step,
+            beta1: raw.beta1,
+            beta2: raw.beta2,
+            beta1_power: raw.beta1_power,
+            beta2_power: raw.beta2_power,
+        };
+        ADAM.create(id, state.restored().map_err(|error| error.within("state."))?);
+        Ok(())
+    })
+}
+
+fn call_of(raw: &spw_ds_adam_call) -> Result<AdamCall> {
+    Ok(AdamCall {
+        step: raw.step,
+        lr: raw.lr,
+        beta1: raw.beta1,
+        beta2: raw.beta2,
+        eps: raw.eps,
+        weight_decay: raw.weight_decay,
+        bias_correction: record::flag("bias_correction", raw.bias_correction)?,
+    })
+}

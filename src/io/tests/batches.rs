@@ -1,0 +1,103 @@
+//! Operations go to the system together: the driver itself runs over a backend that keeps count.
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::faults::{SECTOR_512, pool};
+use crate::io::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
+use crate::io::driver::{Bounce, Driver};
+use crate::io::file::File;
+use crate::io::operation::{Operation, Shared};
+
+const BLOCK: usize = 4096;
+const DEPTH: usize = 32;
+
+/// Completes as many pieces as the driver waits for, oldest first, and notes how many were started together.
+#[derive(Default)]
+struct Counting {
+    under_way: VecDeque<u64>,
+    pushed: usize,
+    batches: Vec<usize>,
+    most: usize,
+}
+
+struct NoWake;
+
+impl Wake for NoWake {
+    fn wake(&self) {}
+}
+
+impl Backend for Counting {
+    fn name(&self) -> &'static str {
+        "counting"
+    }
+
+    fn push(&mut self, piece: Piece) {
+        self.pushed += 1;
+        self.under_way.push_back(piece.token);
+        self.most = self.most.max(self.under_way.len());
+    }
+
+    fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
+        self.batches.push(std::mem::take(&mut self.pushed));
+        let ended = self.under_way.drain(..sleep.completions.min(self.under_way.len()));
+        done.extend(ended.map(|token| Completion { token, result: BLOCK as i32 }));
+        Ok(())
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        Arc::new(NoWake)
+    }
+}
+
+/// The backend after `count` operations of one piece each.
+fn run(count: usize) -> Counting {
+    let pool = pool(BLOCK, 1);
+    let span = pool.alloc().unwrap();
+    let file = Arc::new(File::simulated("file", 1, Some(SECTOR_512)));
+    let shared = Arc::new(Shared::new(None));
+    for n in 0..count {
+        shared.lock().admit(|handle| Operation {
+            handle,
+            action: Action::Write,
+            file: Arc::clone(&file),
+            offset: (n * BLOCK) as u64,
+            span,
+            piece: BLOCK as u64,
+            lease: None,
+            submitted: Instant::now(),
+            deadline: None,
+            stop: false.into(),
+            started: false.into(),
+            expired: false.into(),
+        });
+    }
+    shared.lock().closing = true;
+    let mut backend = Counting::default();
+    let bounce = Bounce::new(BLOCK, 1).unwrap();
+    Driver::new(Arc::clone(&shared), DEPTH, bounce).run(&mut backend).unwrap();
+    assert_eq!(shared.lock().unfinished, 0);
+    pool.free(span.address()).unwrap();
+    backend
+}
+
+#[test]
+fn operations_that_wait_are_started_together_up_to_the_depth() {
+    let few = run(10);
+    assert_eq!((few.batches[0], few.most), (10, 10), "one call to the system for ten operations");
+    let many = run(1000);
+    assert_eq!((many.batches[0], many.most), (DEPTH, DEPTH));
+}
+
+#[test]
+fn a_stream_is_refilled_in_batches() {
+    let Counting { batches, most, .. } = run(1000);
+    assert_eq!((batches.iter().sum::<usize>(), most), (1000, DEPTH));
+    // The first completion shows that they flow; the last few operations have nothing behind them.
+    let refills: Vec<usize> = batches.into_iter().skip(2).filter(|started| *started > 0).collect();
+    assert!(refills.len() > 100, "{refills:?}");
+    assert!(refills[..refills.len() - 1].iter().all(|started| *started == DEPTH / 4), "{refills:?}");
+}

@@ -1,0 +1,60 @@
+//! The id of this process, without a system call once it is known.
+//!
+//! It lies in a page that the system empties for a child, however the child was made: a handler of pthread_atfork does
+//! not see a program that calls clone by itself. There is no lock that another thread could hold during a fork.
+
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+
+use super::memory::Mapping;
+
+static PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
+
+/// The id of this process; in a child made by fork, the child's.
+pub fn id() -> u32 {
+    let page = PAGE.load(Ordering::Acquire);
+    let page = if page.is_null() { make() } else { page };
+    // SAFETY: NULL or the page of `make`, which is never unmapped and begins with a word, 0 at first.
+    let Some(known) = (unsafe { page.as_ref() }) else { return std::process::id() };
+    match known.load(Ordering::Relaxed) {
+        0 => {
+            let id = std::process::id();
+            known.store(id, Ordering::Relaxed);
+            id
+        }
+        id => id,
+    }
+}
+
+/// NULL where there is no memory, or a system that does not empty pages (before Linux 4.14).
+fn make() -> *mut AtomicU32 {
+    let Some(mapping) = Mapping::emptied_by_fork().ok() else { return ptr::null_mut() };
+    let page = mapping.span().as_ptr().cast::<AtomicU32>();
+    match PAGE.compare_exchange(ptr::null_mut(), page, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            std::mem::forget(mapping);
+            page
+        }
+        Err(other_thread_was_first) => other_thread_was_first,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parent_and_child_each_have_their_own() {
+        assert_eq!((id(), id()), (std::process::id(), std::process::id()));
+        // SAFETY: the child only loads and stores words, asks for its id and exits.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: ends the child without the parent's exit handlers.
+            unsafe { libc::_exit(i32::from((id(), id()) != (std::process::id(), std::process::id()))) };
+        }
+        let mut status = -1;
+        // SAFETY: the status is a local.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!((status, id()), (0, std::process::id()));
+    }
+}

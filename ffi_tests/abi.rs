@@ -116,7 +116,7 @@ fn layout_of_rust() -> String {
             struct_size, reserved, commits, redos, skips, aborts, buckets_speculated, buckets_committed, buckets_redone,
             buckets_rolled_back, buckets_spared, seconds_exposed,
         }
-        capi::spec_bucket::spw_spec_event { struct_size, kind, fd, value, word }
+        capi::spec_bucket::spw_spec_event { struct_size, kind, fd, value, word, gpu, handle }
         capi::spec_verdict::spw_spec_outcome { struct_size, verdict, norm, grad_scale, withdrawn, reserved }
         capi::plan::spw_plan_rates {
             struct_size, half_duplex, cpu, downscale, gpu, h2d, d2h, cast, dram,
@@ -138,11 +138,11 @@ fn layout_of_rust() -> String {
         capi::policy::spw_plan_probe {
             struct_size, accumulates, f32_wire, native_wire, f32_step, native_step,
         }
-        capi::interleave::spw_interleave_options {
-            struct_size, backend, wire, fetch_gradients, slots, grad_dtype, copy_dtype, reserved, chunk,
+        capi::interleave_open::spw_interleave_options {
+            struct_size, backend, wire, fetch_gradients, slots, grad_dtype, copy_dtype, reserved, chunk, gpu,
         }
-        capi::interleave::spw_interleave_subgroup {
-            struct_size, reserved, n, param, exp_avg, exp_avg_sq, grad, param_copy,
+        capi::interleave_open::spw_interleave_subgroup {
+            struct_size, reserved, n, param, exp_avg, exp_avg_sq, grad, param_copy, host_grad,
         }
         capi::pool::spw_pool_options {
             struct_size, flags, block_bytes, block_count, node, reserved,

@@ -322,6 +322,12 @@ typedef enum spw_spec_event_kind {
     // writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
     // bucket began.
     SPW_SPEC_EVENT_WORD = 2,
+    // The event `handle` of `gpu` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last
+    // recorded. It may be recorded again or destroyed at once. The driver is asked every 0.2 ms.
+    SPW_SPEC_EVENT_CUDA = 3,
+    // All that is queued on the stream `handle` of `gpu` (`stream.cuda_stream` of torch); 0 is the legacy default
+    // stream. Otherwise as SPW_SPEC_EVENT_CUDA.
+    SPW_SPEC_EVENT_CUDA_STREAM = 4,
 } spw_spec_event_kind;
 
 // Which way a copy goes. Passed as `uint32_t`.
@@ -387,9 +393,9 @@ typedef enum spw_plan_mode {
 
 // What an interleaved update runs on. Passed as `uint32_t`.
 typedef enum spw_interleave_backend {
-    // Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU.
+    // Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU. Streams are 0.
     SPW_INTERLEAVE_HOST = 0,
-    // A GPU. SPW_ERR_UNSUPPORTED in this version.
+    // A GPU.
     SPW_INTERLEAVE_CUDA = 1,
 } spw_interleave_backend;
 
@@ -627,7 +633,7 @@ typedef struct spw_spec_stats {
     uint64_t buckets_redone;
     // Those taken back.
     uint64_t buckets_rolled_back;
-    // Buckets not stepped before the verdict, since it was certain already.
+    // Buckets not stepped before the verdict, since it was certain already, or since they are the GPU's.
     uint64_t buckets_spared;
     // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
     double seconds_exposed;
@@ -645,6 +651,10 @@ typedef struct spw_spec_event {
     uint32_t value;
     // For SPW_SPEC_EVENT_WORD.
     const uint32_t *word;
+    // For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM; it may be closed at once.
+    const struct spw_gpu *gpu;
+    // For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM.
+    uint64_t handle;
 } spw_spec_event;
 
 // What a verdict came to.
@@ -804,49 +814,6 @@ typedef struct spw_plan_probe {
     // CPU step from 16-bit gradients.
     double native_step;
 } spw_plan_probe;
-
-// What is fixed for the life of an interleaved update.
-typedef struct spw_interleave_options {
-    // `sizeof(spw_interleave_options)`
-    uint32_t struct_size;
-    // An `spw_interleave_backend`.
-    uint32_t backend;
-    // An `spw_plan_wire`.
-    uint32_t wire;
-    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
-    uint32_t fetch_gradients;
-    // State buffers on the GPU; 0 is 2.
-    uint32_t slots;
-    // `spw_dtype` of all gradients.
-    uint32_t grad_dtype;
-    // `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
-    uint32_t copy_dtype;
-    // 0
-    uint32_t reserved;
-    // Parameters per copy; 0 is 16 Mi.
-    uint64_t chunk;
-} spw_interleave_options;
-
-// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
-// `spw_interleave_close`.
-typedef struct spw_interleave_subgroup {
-    // `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
-    uint32_t struct_size;
-    // 0
-    uint32_t reserved;
-    // Number of elements; may be 0.
-    uint64_t n;
-    // Master parameter, f32, in host memory.
-    void *param;
-    // First moment, f32, in host memory.
-    void *exp_avg;
-    // Second moment, f32, in host memory.
-    void *exp_avg_sq;
-    // Gradient, where the model makes it. The caller writes it before `spw_interleave_gradient`.
-    void *grad;
-    // 16-bit parameter, where the model reads it; NULL if there is none.
-    void *param_copy;
-} spw_interleave_subgroup;
 
 // Size of a pool. Zero in every field but the sizes is a good choice.
 typedef struct spw_pool_options {
@@ -1281,6 +1248,56 @@ typedef struct spw_gpu_link {
     // Adam on the processor, from 16-bit gradients.
     double step_native;
 } spw_gpu_link;
+
+// What is fixed for the life of an interleaved update.
+typedef struct spw_interleave_options {
+    // `sizeof(spw_interleave_options)`
+    uint32_t struct_size;
+    // An `spw_interleave_backend`.
+    uint32_t backend;
+    // An `spw_plan_wire`.
+    uint32_t wire;
+    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    uint32_t fetch_gradients;
+    // State buffers on the GPU; 0 is 2.
+    uint32_t slots;
+    // `spw_dtype` of all gradients.
+    uint32_t grad_dtype;
+    // `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
+    uint32_t copy_dtype;
+    // 0
+    uint32_t reserved;
+    // Parameters per copy; 0 is 16 Mi.
+    uint64_t chunk;
+    // The GPU of SPW_INTERLEAVE_CUDA, which may be closed before the update is; else NULL.
+    const struct spw_gpu *gpu;
+} spw_interleave_options;
+
+// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
+// `spw_interleave_close`. With SPW_INTERLEAVE_CUDA host memory is pinned (`spw_pinned_alloc`, a pool, cudaHostAlloc).
+typedef struct spw_interleave_subgroup {
+    // `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
+    uint32_t struct_size;
+    // 0
+    uint32_t reserved;
+    // Number of elements; may be 0.
+    uint64_t n;
+    // Master parameter, f32, in host memory.
+    void *param;
+    // First moment, f32, in host memory.
+    void *exp_avg;
+    // Second moment, f32, in host memory.
+    void *exp_avg_sq;
+    // Gradient, where the model makes it: device memory with SPW_INTERLEAVE_CUDA. It is written before
+    // `spw_interleave_gradient`. NULL if the host alone has it, in host_grad: with SPW_WIRE_DELIVERED and
+    // fetch_gradients; a plan with residents is then refused.
+    void *grad;
+    // 16-bit parameter, where the model reads it: device memory with SPW_INTERLEAVE_CUDA. NULL if there is none.
+    void *param_copy;
+    // With SPW_INTERLEAVE_CUDA and SPW_WIRE_DELIVERED: host memory to which the caller brings the gradient of a subgroup
+    // that the CPU updates, or that is fetched, before `spw_interleave_gradient`. Else NULL.
+    void *host_grad;
+} spw_interleave_subgroup;
 
 // What DeepSpeed's `adam_update` is told for one subgroup.
 typedef struct spw_ds_adam_call {
@@ -1787,112 +1804,6 @@ enum spw_status spw_plan_weights(const struct spw_plan_load *load,
 enum spw_status spw_plan_cast(const struct spw_plan_probe *probe,
                               uint32_t *wire_out);
 
-// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
-// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
-//
-// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
-// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
-// the plans, the bits are those of `spw_adam_step` on every subgroup.
-//
-// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
-// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
-// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
-// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
-enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
-                                    const struct spw_interleave_subgroup *subgroups,
-                                    size_t count,
-                                    struct spw_interleave **interleave_out);
-
-// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
-// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
-//
-// Requires: `sites` has `count` entries.
-enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
-                                        const uint32_t *sites,
-                                        size_t count);
-
-// The plan of the next step, or of the one under way: a site per subgroup.
-//
-// Requires: `sites` has room for one entry per subgroup.
-enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
-
-// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
-// is 0 and the gradient is there. Its way to where the plan needs it begins.
-enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,
-                                        uint64_t subgroup,
-                                        uint64_t stream);
-
-// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
-// published. Without this call `spw_interleave_begin` says it for every subgroup.
-enum spw_status spw_interleave_params_free(const struct spw_interleave *interleave,
-                                           uint64_t subgroup,
-                                           uint64_t stream);
-
-// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
-// per subgroup, `struct_size` bytes apart.
-//
-// Requires: `options` points to `count` structs.
-enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
-                                     const struct spw_adam_options *options,
-                                     size_t count,
-                                     uint64_t stream);
-
-// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
-// returns when they are there.
-enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,
-                                       uint64_t subgroup,
-                                       uint64_t stream);
-
-// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
-//
-// Requires: `ready_out` points to a u32.
-enum spw_status spw_interleave_is_ready(const struct spw_interleave *interleave,
-                                        uint64_t subgroup,
-                                        uint32_t *ready_out);
-
-// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
-enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
-
-// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
-// those of residents, set a plan without residents first.
-enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
-
-// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
-// order, their number to `count_out`. After a failure these are the states that are lost.
-//
-// Requires: `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
-enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
-                                    uint64_t *subgroups,
-                                    size_t room,
-                                    uint64_t *count_out);
-
-// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
-//
-// Requires: `rates` points to a struct of `struct_size` bytes.
-enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
-                                         const struct spw_plan_rates *rates);
-
-// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
-// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
-// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
-//
-// Requires: `changed_out` is NULL or points to a u32.
-enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
-                                      double backward,
-                                      uint32_t *changed_out);
-
-// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
-// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
-//
-// Requires: `text` is NULL or points to `size` bytes, `needed_out` to a u64.
-enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
-                                     char *text,
-                                     size_t size,
-                                     uint64_t *needed_out);
-
-// Frees the update, after all that it still moves is moved. NULL does nothing.
-enum spw_status spw_interleave_close(struct spw_interleave *interleave);
-
 // Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
 // What is refused beyond the memory itself is one warning in the log, not an error.
 //
@@ -2337,7 +2248,8 @@ enum spw_status spw_gpu_probe(struct spw_gpu_driver *driver);
 enum spw_status spw_gpu_open(const struct spw_gpu_options *options,
                              struct spw_gpu **gpu_out);
 
-// Waits for the copies and steps under way, and lets go of the GPU. NULL does nothing.
+// Waits for the copies and steps under way, and lets go of the GPU. Interleaved updates and speculation engines that
+// were given it go on. NULL does nothing.
 enum spw_status spw_gpu_close(struct spw_gpu *gpu);
 
 // Reads what the GPU is. Set `info->struct_size` first.
@@ -2348,6 +2260,9 @@ enum spw_status spw_gpu_info_get(const struct spw_gpu *gpu, struct spw_gpu_info 
 // `spw_adam_step` on the GPU, with the same bits: all spans of the tensors are device memory. It comes after what is
 // queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
 // it returns at once.
+//
+// With shadow spans the old states stay as they are, so that a step is taken back, to the bit and in no time, by using
+// them again: call this once more with another factor, or not at all.
 //
 // Requires: As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
 // memory is good until the step is over.
@@ -2390,6 +2305,168 @@ enum spw_status spw_gpu_link_get(const struct spw_gpu *gpu,
                                  uint32_t accumulates,
                                  uint32_t again,
                                  struct spw_gpu_link *link);
+
+// From now on the 16-bit copies of a bucket go to the device as soon as they count: by `count` copies of direction
+// SPW_GPU_IN from pinned memory, which the bucket's tensors name as their param_copy. Each comes after what its `handle`
+// says at that moment, which should be all that still reads the old parameters. `count` 0 takes it back. Call it between
+// rounds.
+//
+// The engine writes a copy only when its last upload is over.
+//
+// Requires: `spec` is an open engine, `gpu` an open GPU, which may be closed before the engine; `copies` points to `count`
+// structs of `struct_size` bytes, as far apart. Their device memory, host memory and handles are good until the engine is closed
+// or this is called again.
+enum spw_status spw_spec_publish_to(const struct spw_spec *spec,
+                                    uint32_t bucket,
+                                    const struct spw_gpu *gpu,
+                                    const struct spw_gpu_copy *copies,
+                                    size_t count);
+
+// Hands over a bucket that lives on the GPU: all spans of its tensors are device memory. It is measured when `event`
+// came, and stepped by the GPU once, after the verdict, with the bits of any other bucket: the tail buckets of
+// `spw_plan_tail` (SuperOffload section 4.3). What it does comes after what is queued on `stream` at that moment, and what is queued
+// there later comes after it. Rounds of `spw_spec_begin_adam` only; otherwise as `spw_spec_submit`.
+//
+// Requires: As `spw_spec_submit`, for device memory; `gpu` is open, and may be closed before the engine; `stream` is 0 or a live
+// stream of the device's primary context until the bucket is final.
+enum spw_status spw_spec_submit_gpu(const struct spw_spec *spec,
+                                    uint32_t bucket,
+                                    const struct spw_gpu *gpu,
+                                    const struct spw_tensor *tensors,
+                                    size_t count,
+                                    uint64_t stream,
+                                    const struct spw_spec_event *event);
+
+// Waits as `spw_spec_wait`, and then makes what is queued on `stream` from now on wait, on the device, until the new
+// parameters of the bucket are there: uploaded as `spw_spec_publish_to` says, or stepped by the GPU.
+//
+// Requires: `spec` is an open engine; `stream` is 0 or a live stream of the primary context of the bucket's GPU.
+enum spw_status spw_spec_stream_wait(const struct spw_spec *spec,
+                                     uint32_t bucket,
+                                     uint64_t stream,
+                                     int64_t timeout_ms);
+
+// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
+// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+//
+// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
+// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
+// the plans, the bits are those of `spw_adam_step` on every subgroup.
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
+// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
+// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
+// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
+enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
+                                    const struct spw_interleave_subgroup *subgroups,
+                                    size_t count,
+                                    struct spw_interleave **interleave_out);
+
+// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
+// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
+//
+// Requires: `sites` has `count` entries.
+enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
+                                        const uint32_t *sites,
+                                        size_t count);
+
+// The plan of the next step, or of the one under way: a site per subgroup.
+//
+// Requires: `sites` has room for one entry per subgroup.
+enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
+
+// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
+// is 0 and the gradient is there. Its way to where the plan needs it begins.
+//
+// Requires: `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,
+                                        uint64_t subgroup,
+                                        uint64_t stream);
+
+// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
+// published. Without this call `spw_interleave_begin` says it for every subgroup.
+//
+// Requires: `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_interleave_params_free(const struct spw_interleave *interleave,
+                                           uint64_t subgroup,
+                                           uint64_t stream);
+
+// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
+// per subgroup, `struct_size` bytes apart.
+//
+// Requires: `options` points to `count` structs; `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
+                                     const struct spw_adam_options *options,
+                                     size_t count,
+                                     uint64_t stream);
+
+// `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order. The id
+// advances if the step begins.
+//
+// Requires: `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
+enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interleave,
+                                             int32_t id,
+                                             const struct spw_ds_adam_call *calls,
+                                             size_t count,
+                                             uint64_t stream);
+
+// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
+// returns when they are there.
+//
+// Requires: `stream` is 0 or a live stream of the device's primary context.
+enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,
+                                       uint64_t subgroup,
+                                       uint64_t stream);
+
+// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
+//
+// Requires: `ready_out` points to a u32.
+enum spw_status spw_interleave_is_ready(const struct spw_interleave *interleave,
+                                        uint64_t subgroup,
+                                        uint32_t *ready_out);
+
+// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
+enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
+
+// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
+// those of residents, set a plan without residents first.
+enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
+
+// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
+// order, their number to `count_out`. After a failure these are the states that are lost.
+//
+// Requires: `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
+enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
+                                    uint64_t *subgroups,
+                                    size_t room,
+                                    uint64_t *count_out);
+
+// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
+//
+// Requires: `rates` points to a struct of `struct_size` bytes.
+enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
+                                         const struct spw_plan_rates *rates);
+
+// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
+// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
+// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
+//
+// Requires: `changed_out` is NULL or points to a u32.
+enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
+                                      double backward,
+                                      uint32_t *changed_out);
+
+// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
+// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
+//
+// Requires: `text` is NULL or points to `size` bytes, `needed_out` to a u64.
+enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
+                                     char *text,
+                                     size_t size,
+                                     uint64_t *needed_out);
+
+// Frees the update, after all that it still moves is moved. NULL does nothing.
+enum spw_status spw_interleave_close(struct spw_interleave *interleave);
 
 // DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);

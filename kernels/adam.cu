@@ -42,6 +42,12 @@ static __device__ __forceinline__ Values forward(const Rule &rule, Values old, f
     return now;
 }
 
+// Zero if the sign is set.
+static __device__ __forceinline__ float not_negative(float value) {
+    u32 bits = __float_as_uint(value);
+    return __uint_as_float(bits & ((bits >> 31) - 1u));
+}
+
 // Each old value is settled as it will be stored before the next is computed from it.
 template <class P, class S>
 static __device__ __forceinline__ Values inverse(const Rule &rule, Values now, float grad) {
@@ -51,7 +57,8 @@ static __device__ __forceinline__ Values inverse(const Rule &rule, Values now, f
     float g = pick(rule.l2, __fmaf_rn(p, rule.decay_factor, grad), grad);
     float m = __fmul_rn(__fmaf_rn(g, -rule.one_minus_beta1, now.exp_avg), rule.undo_beta1);
     float v = __fmul_rn(__fmaf_rn(__fmul_rn(g, g), -rule.one_minus_beta2, now.exp_avg_sq), rule.undo_beta2);
-    Values old = {p, m, v};
+    // An exp_avg_sq below zero would give the next step a NaN.
+    Values old = {p, m, not_negative(v)};
     return old;
 }
 

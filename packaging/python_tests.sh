@@ -3,7 +3,7 @@
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 cd "$root"
-cargo build --quiet --release --lib
+cargo build --quiet --release --lib --package spillway --package fakecuda
 exports=$(packaging/python_env.sh --export)
 eval "$exports"
 exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider packaging/python/tests ffi_tests/deepspeed "$@"

@@ -123,6 +123,40 @@ static void adam(spw_gpu *gpu, void *stream) {
     }
 }
 
+// With shadow spans the old states stay: a step is taken again with another factor, or forgotten, to the bit.
+static void steps_that_are_taken_back(spw_gpu *gpu, void *stream) {
+    struct problem plain = make(N, SPW_DTYPE_F32, SPW_DTYPE_F32, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 3);
+    const spw_tensor *host = &plain.tensor;
+    const size_t bytes = N * sizeof(float);
+    void *old[3] = {host->param, host->exp_avg, host->exp_avg_sq}, *before[3], *spans[6];
+    for (int i = 0; i < 6; i++) spans[i] = (void *)(uintptr_t)device_memory(old[i % 3], bytes);
+    for (int i = 0; i < 3; i++) before[i] = memcpy(malloc(bytes), old[i], bytes);
+    spw_tensor device = *host;
+    device.param = spans[0], device.exp_avg = spans[1], device.exp_avg_sq = spans[2];
+    device.shadow_param = spans[3], device.shadow_exp_avg = spans[4], device.shadow_exp_avg_sq = spans[5];
+    device.grad = (void *)(uintptr_t)device_memory(host->grad, N * 2);
+    device.param_copy = (void *)(uintptr_t)device_memory(host->param_copy, N * 2);
+    spw_adam_options options = adam_options();
+    CHECK_OK(spw_gpu_adam_step(gpu, &options, &device, 1, (uintptr_t)stream, NULL));
+    options.grad_scale = 0.375;
+    CHECK_OK(spw_gpu_adam_step(gpu, &options, &device, 1, (uintptr_t)stream, NULL));
+    CHECK_OK(spw_adam_step(&options, host, 1, NULL));
+    FAKE("cuStreamSynchronize", stream);
+    for (int i = 0; i < 3; i++) {
+        CHECK(memcmp(spans[i], before[i], bytes) == 0);
+        CHECK(memcmp(spans[i + 3], old[i], bytes) == 0 && memcmp(before[i], old[i], bytes) != 0);
+    }
+    CHECK(memcmp(device.param_copy, host->param_copy, N * 2) == 0);
+    spw_tensor broken = device;
+    broken.shadow_exp_avg = NULL;
+    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].shadow_exp_avg: is NULL");
+    for (int i = 0; i < 6; i++) FAKE("cuMemFree_v2", spans[i]);
+    for (int i = 0; i < 3; i++) free(before[i]);
+    FAKE("cuMemFree_v2", device.grad);
+    FAKE("cuMemFree_v2", device.param_copy);
+    release(&plain);
+}
+
 // Measured once, found again in the profile, measured anew when asked.
 static void link(spw_gpu *gpu) {
     CHECK(setenv("SPILLWAY_PROFILE", "gpu_copies.profile", 1) == 0);
@@ -149,6 +183,7 @@ int main(void) {
     FAKE("cuStreamCreateWithPriority", &stream, 1u, 0);
     gradients_and_parameters(gpu, stream);
     adam(gpu, stream);
+    steps_that_are_taken_back(gpu, stream);
     FAKE("cuStreamDestroy_v2", stream);
     CHECK_OK(spw_gpu_close(gpu));
     CHECK(fake_count("fakecuda_races", ORDINAL) == 0);

@@ -42,7 +42,7 @@ static void describe(spw_interleave_subgroup subgroups[SUBGROUPS]) {
         const spw_tensor *tensor = &ours[i].tensor;
         subgroups[i] = (spw_interleave_subgroup){sizeof(spw_interleave_subgroup), 0, tensor->n, tensor->param,
                                                  tensor->exp_avg, tensor->exp_avg_sq, (void *)tensor->grad,
-                                                 tensor->param_copy};
+                                                 tensor->param_copy, NULL};
     }
 }
 
@@ -198,7 +198,7 @@ static void bad_arguments(void) {
     INVALID(spw_interleave_open(&options, NULL, SUBGROUPS, &update), "subgroups");
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, NULL), "interleave_out");
     options.backend = SPW_INTERLEAVE_CUDA;
-    REFUSED(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), SPW_ERR_UNSUPPORTED, "CUDA");
+    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "gpu: is NULL");
     options.backend = 2;
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "backend");
     options = good;
@@ -220,6 +220,11 @@ static void bad_arguments(void) {
     subgroups[1].n = UINT64_MAX;
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups");
     CHECK(update == NULL);
+    describe(subgroups);
+    CHECK_OK(spw_interleave_open(&good, subgroups, SUBGROUPS, &update));
+    INVALID(spw_interleave_gradient(update, 0, 7), "stream");
+    CHECK_OK(spw_interleave_close(update));
+    update = NULL;
     INVALID(spw_interleave_finish(NULL), "interleave: is NULL");
     INVALID(spw_interleave_begin(NULL, NULL, 0, 0), "interleave: is NULL");
     CHECK_OK(spw_interleave_close(NULL));

@@ -182,9 +182,17 @@ def test_states_and_gradients_are_seen_and_set_between_steps(run_script, paths):
 
 
 def test_mistakes_name_themselves(refused, paths):
-    wrong = {'{"path": 1}': "unknown path; known are cache_bytes", '{"ratio": [1]}': "ratio has 1 numbers for 2 paths",
-             '{"resume": 1}': "resume is 1", '{"durability": "none"}': "durability is 'none'",
-             '{"cache_bytes": -1}': "cache_bytes is -1, below 0", '{"job": "a/b"}': "job"}
-    for block, words in wrong.items():
-        assert words in refused("--paths", *paths, "--block", block)
-    assert "nowhere" in refused("--paths", paths[0] / "nowhere")
+    from spillway.deepspeed._tier_config import parse
+    folders = [str(path) for path in paths]
+    wrong = [(7, "not an object"), ({"path": 1}, "unknown path; known are cache_bytes"), ({"resume": 1}, "resume is 1"),
+             ({"ratio": [1], "paths": folders}, "ratio has 1 numbers for 2 paths"), ({"cache_bytes": True}, "cache_bytes is True"),
+             ({"durability": "none"}, "durability is 'none'"), ({"cache_bytes": -1}, "cache_bytes is -1, below 0"),
+             ({"paths": [{"directory": "x"}]}, "a path is"), ({"paths": "x"}, "paths is 'x'")]
+    for block, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            parse(block, folders[0])
+    with pytest.raises(ValueError, match="neither nvme_path nor spillway.paths"):
+        parse({}, None)
+    given = parse({"paths": [{"path": folders[0], "limit_bytes": 5}, folders[1]], "ratio": [2, 1]}, None)
+    assert [path.limit_bytes for path in given.paths] == [5, 0] and given.given and not parse(None, folders[0]).given
+    assert "job" in refused("--paths", *paths, "--block", '{"job": "a/b"}')

@@ -3,7 +3,8 @@
 
 The script knows nothing of Spillway but the report at its end: with SPILLWAY_DEEPSPEED=1 optimizer steps, I/O and pinned
 memory are Spillway's, and the process must not hold a compiled op of DeepSpeed; with --native they are DeepSpeed's own.
-Runs are deterministic for a fixed OMP_NUM_THREADS, so equal hashes mean bit-identical training."""
+Runs are deterministic for a fixed OMP_NUM_THREADS, so equal hashes mean bit-identical training. DS_ACCELERATOR=cuda trains on
+a GPU."""
 
 import argparse
 import hashlib
@@ -51,7 +52,7 @@ def train(engine, options):
     batches = Batches(options)
     losses, start = [], time.monotonic()
     for step in range(1, options.steps + 1):
-        loss = engine(batches.next())
+        loss = engine(batches.next().to(engine.device))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -114,7 +115,7 @@ def weights_hash(module):
     from deepspeed.utils import safe_get_full_fp32_param
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(safe_get_full_fp32_param(parameter).contiguous().numpy().tobytes())
+        digest.update(safe_get_full_fp32_param(parameter).contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -128,7 +129,9 @@ def files_in(folder):
 
 
 def config(options):
-    zero = {"stage": options.stage, "offload_optimizer": {"device": "cpu"}}
+    zero = {"stage": options.stage, "offload_optimizer": {"device": "cpu", "pin_memory": os.environ["DS_ACCELERATOR"] != "cpu"}}
+    if options.sub_group_size:
+        zero["sub_group_size"] = options.sub_group_size
     if options.nvme:
         # Tensors below 1 MiB stay in memory. A buffer holds any one parameter.
         zero = {"stage": 3, "sub_group_size": 4 << 20, "stage3_param_persistence_threshold": 0,
@@ -146,6 +149,7 @@ def config(options):
         # tiered.py is for Spillway's own; these runs are about DeepSpeed's swappers on Spillway's files.
         "spillway": {"enabled": False},
         "steps_per_print": 1 << 30,
+        **({"spillway": json.loads(options.block)} if options.block else {}),
     }
 
 
@@ -222,6 +226,8 @@ def arguments():
     parser.add_argument("--native", action="store_true", help="expect DeepSpeed's compiled op")
     parser.add_argument("--nvme", metavar="DIRECTORY", help="ZeRO-3 with states and parameters in files there")
     parser.add_argument("--pipeline", action="store_true", help="with --nvme: states are read and written ahead")
+    parser.add_argument("--sub-group-size", type=int, help="parameters of a sub-group of ZeRO-3")
+    parser.add_argument("--block", metavar="JSON", help="the spillway block of the configuration")
     parser.add_argument("--json", help="write the report to this file")
     for name, value in (("dim", 256), ("layers", 6), ("context", 128), ("batch", 8), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)

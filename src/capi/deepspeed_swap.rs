@@ -10,7 +10,7 @@ use super::status::spw_status;
 use super::swap::{check_inputs, object, spw_swap, with_state};
 use super::tensor::{self, spw_tensor};
 use crate::error::{Error, Result};
-use crate::kernel::Rule;
+use crate::kernel::{AdamRule, Rule};
 use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
 use crate::optim::{adam, spread::Job};
 
@@ -98,14 +98,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
         unsafe {
             let raw = tensor::read_all(tensors, count)?;
             check_inputs(swap, &raw)?;
-            let mut kept = ADAM.get(id)?;
-            let mut rules = Vec::with_capacity(count);
-            for (index, call) in record::read_all(calls, count, "calls")?.iter().enumerate() {
-                let named = |error: Error| error.within(&format!("calls[{index}]."));
-                let (state, rule) = kept.begin(&call_of(call)?).map_err(named)?;
-                kept = state;
-                rules.push(rule.with_grad_scale(call.grad_scale));
-            }
+            let (kept, rules) = rules_of(id, calls, count)?;
             swap.step(|subgroup, state| {
                 let whole = with_state(raw[subgroup], state);
                 let named = |error: Error| error.within(&format!("tensors[{subgroup}]."));
@@ -124,6 +117,27 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
             Ok(())
         }
     })
+}
+
+/// The coefficients of each call, made in their order, and what the id then keeps.
+///
+/// # Safety
+/// `calls` points to `count` structs, `struct_size` bytes apart.
+pub(super) unsafe fn rules_of(
+    id: i32,
+    calls: *const spw_ds_adam_call,
+    count: usize,
+) -> Result<(AdamState, Vec<AdamRule>)> {
+    let mut kept = ADAM.get(id)?;
+    let mut rules = Vec::with_capacity(count);
+    // SAFETY: the caller's promise is the callee's.
+    for (index, call) in unsafe { record::read_all(calls, count, "calls") }?.iter().enumerate() {
+        let named = |error: Error| error.within(&format!("calls[{index}]."));
+        let (state, rule) = kept.begin(&call_of(call)?).map_err(named)?;
+        kept = state;
+        rules.push(rule.with_grad_scale(call.grad_scale));
+    }
+    Ok((kept, rules))
 }
 
 /// Copies out what an id keeps, for `spw_ds_adam_restore` in another process.

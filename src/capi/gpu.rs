@@ -18,6 +18,8 @@ use crate::gpu::memory::{DeviceSpan, Registry};
 use crate::gpu::steps::{Job, Steps};
 use crate::gpu::stream::ForeignStream;
 use crate::gpu::transfer::Transfers;
+use crate::gpu::watch::Watches;
+use crate::kernel::AdamRule;
 
 /// The CUDA driver of this process.
 #[repr(C)]
@@ -91,10 +93,11 @@ unsafe impl Record for spw_gpu_info {
 
 /// A GPU in use. Any number of threads may use one at a time.
 pub struct spw_gpu {
-    // In this order they go: copies and steps finish before what they use.
-    pub(super) transfers: Transfers,
-    steps: Steps,
-    pub(super) registry: Registry,
+    pub(super) transfers: Arc<Transfers>,
+    pub(super) steps: Arc<Steps>,
+    pub(super) watches: Arc<Watches>,
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) registry: Arc<Registry>,
     pub(super) device: Arc<Device>,
     name: CString,
     pci: CString,
@@ -147,9 +150,11 @@ pub unsafe extern "C" fn spw_gpu_open(
         let kernels = Arc::new(Kernels::load(&device)?);
         let info = device.info()?;
         let gpu = spw_gpu {
-            transfers: Transfers::new(&device, &kernels, chunk_bytes)?,
-            steps: Steps::new(&device, &kernels)?,
-            registry: Registry::new(&device),
+            transfers: Arc::new(Transfers::new(&device, &kernels, chunk_bytes)?),
+            steps: Arc::new(Steps::new(&device, &kernels)?),
+            watches: Arc::new(Watches::new(&device)),
+            kernels,
+            registry: Arc::new(Registry::new(&device)),
             device,
             name: CString::new(info.name).unwrap_or_default(),
             pci: CString::new(info.pci).unwrap_or_default(),
@@ -163,11 +168,15 @@ pub unsafe extern "C" fn spw_gpu_open(
 const DEFAULT_CHUNK_BYTES: u64 = 32 << 20;
 const MOST_CHUNK_BYTES: u64 = 1 << 40;
 
-/// Waits for the copies and steps under way, and lets go of the GPU. NULL does nothing.
+/// Waits for the copies and steps under way, and lets go of the GPU. Interleaved updates and speculation engines that
+/// were given it go on. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_gpu_close(gpu: Option<Box<spw_gpu>>) -> spw_status {
     guard(|| {
-        drop(gpu);
+        if let Some(gpu) = gpu {
+            // A context that is lost, or another process's, has nothing left to wait for.
+            let _ = gpu.transfers.finish();
+        }
         Ok(())
     })
 }
@@ -202,6 +211,9 @@ pub unsafe extern "C" fn spw_gpu_info_get(gpu: Option<&spw_gpu>, info: *mut spw_
 /// queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
 /// it returns at once.
 ///
+/// With shadow spans the old states stay as they are, so that a step is taken back, to the bit and in no time, by using
+/// them again: call this once more with another factor, or not at all.
+///
 /// # Safety
 /// As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
 /// memory is good until the step is over.
@@ -219,7 +231,7 @@ pub unsafe extern "C" fn spw_gpu_adam_step(
         // SAFETY: the caller's promise is the callees'.
         unsafe {
             record::check_output(stats, "stats")?;
-            let jobs = jobs(options, tensors, count)?;
+            let jobs = jobs(rule(&parse(options)?)?, tensors, count)?;
             let seen = gpu.steps.adam(&jobs, ForeignStream::new(stream), !stats.is_null())?;
             tensor::write_stats(seen, stats)
         }
@@ -248,16 +260,14 @@ pub(super) unsafe fn floats(
     DeviceFloats::new(unsafe { DeviceSpan::new(address, bytes, argument) }?, dtype, argument)
 }
 
-unsafe fn jobs(
-    options: *const spw_adam_options,
-    tensors: *const spw_tensor,
-    count: usize,
-) -> Result<Vec<Job>> {
+/// Tensors in device memory; those without options of their own step with `shared`.
+///
+/// # Safety
+/// As `spw_gpu_adam_step`.
+pub(super) unsafe fn jobs(shared: AdamRule, tensors: *const spw_tensor, count: usize) -> Result<Vec<Job>> {
     // SAFETY: the caller's promise is the callees'.
     unsafe {
-        let shared = rule(&parse(options)?)?;
         let raw = tensor::read_all(tensors, count)?;
-        tensor::no_shadows(&raw)?;
         let job = |raw: &spw_tensor| {
             let floats = |address: *const c_void, dtype, argument| {
                 // SAFETY: the caller's promise.
@@ -273,8 +283,16 @@ unsafe fn jobs(
                 exp_avg: floats(raw.exp_avg, raw.state_dtype, "exp_avg")?,
                 exp_avg_sq: floats(raw.exp_avg_sq, raw.state_dtype, "exp_avg_sq")?,
             };
+            let shadow = match tensor::has_shadow(raw) {
+                false => None,
+                true => Some(DeviceStates {
+                    param: floats(raw.shadow_param, raw.param_dtype, "shadow_param")?,
+                    exp_avg: floats(raw.shadow_exp_avg, raw.state_dtype, "shadow_exp_avg")?,
+                    exp_avg_sq: floats(raw.shadow_exp_avg_sq, raw.state_dtype, "shadow_exp_avg_sq")?,
+                }),
+            };
             let grad = floats(raw.grad, raw.grad_dtype, "grad")?;
-            Ok(Job { rule, tensor: DeviceTensor { states, shadow: None, grad, param_copy: copy } })
+            Ok(Job { rule, tensor: DeviceTensor { states, shadow, grad, param_copy: copy } })
         };
         let numbered = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
         numbered

@@ -202,7 +202,9 @@ pub unsafe extern "C" fn spw_gpu_link_get(
     })
 }
 
-unsafe fn copy_of(gpu: &spw_gpu, copy: *const spw_gpu_copy) -> Result<Copy> {
+/// # Safety
+/// As `spw_gpu_copy_start`.
+pub(super) unsafe fn copy_of(gpu: &spw_gpu, copy: *const spw_gpu_copy) -> Result<Copy> {
     let within = |error: Error| error.within("copy.");
     // SAFETY: the caller's promise is the callee's.
     let raw = unsafe { record::read(copy, "copy") }?;

@@ -1,96 +1,28 @@
 //! The interleaved update of CPU and GPU as an object.
 #![allow(non_camel_case_types)]
 
-use std::ffi::{c_char, c_void};
-use std::sync::Arc;
+use std::ffi::c_char;
 
 use super::adam::{self, spw_adam_options};
+use super::deepspeed_swap::{rules_of, spw_ds_adam_call};
 use super::guard::guard;
+use super::interleave_open::{Parts, parts, spw_interleave_options, spw_interleave_subgroup};
 use super::library::out;
-use super::plan::{parse_wire, read_rates, read_sites, shape_of, spw_plan_rates, write_sites};
-use super::record::{self, Record};
+use super::plan::{read_rates, read_sites, spw_plan_rates, write_sites};
 use super::status::spw_status;
-use super::tensor::parse_dtype;
 use super::text::hand_out;
-use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::gpu::stream::ForeignStream;
 use crate::offload::interleave::engine::{Engine, Reader};
-use crate::offload::interleave::host::{Host, Subgroup};
-use crate::offload::interleave::trace;
+use crate::offload::interleave::{Backend, Model, trace};
+use crate::optim::deepspeed::ADAM;
 use crate::plan::interleave::MAX_SUBGROUPS;
-use crate::sys::lent::Lent;
-
-/// What an interleaved update runs on. Passed as `uint32_t`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub enum spw_interleave_backend {
-    /// Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU.
-    SPW_INTERLEAVE_HOST = 0,
-    /// A GPU. SPW_ERR_UNSUPPORTED in this version.
-    SPW_INTERLEAVE_CUDA = 1,
-}
-
-/// What is fixed for the life of an interleaved update.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_interleave_options {
-    /// `sizeof(spw_interleave_options)`
-    pub struct_size: u32,
-    /// An `spw_interleave_backend`.
-    pub backend: u32,
-    /// An `spw_plan_wire`.
-    pub wire: u32,
-    /// 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
-    pub fetch_gradients: u32,
-    /// State buffers on the GPU; 0 is 2.
-    pub slots: u32,
-    /// `spw_dtype` of all gradients.
-    pub grad_dtype: u32,
-    /// `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
-    pub copy_dtype: u32,
-    /// 0
-    pub reserved: u32,
-    /// Parameters per copy; 0 is 16 Mi.
-    pub chunk: u64,
-}
-
-// SAFETY: integers without padding.
-unsafe impl Record for spw_interleave_options {
-    const FIRST_SIZE: usize = 40;
-    const NAME: &'static str = "spw_interleave_options";
-}
-
-/// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
-/// `spw_interleave_close`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_interleave_subgroup {
-    /// `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
-    pub struct_size: u32,
-    /// 0
-    pub reserved: u32,
-    /// Number of elements; may be 0.
-    pub n: u64,
-    /// Master parameter, f32, in host memory.
-    pub param: *mut c_void,
-    /// First moment, f32, in host memory.
-    pub exp_avg: *mut c_void,
-    /// Second moment, f32, in host memory.
-    pub exp_avg_sq: *mut c_void,
-    /// Gradient, where the model makes it. The caller writes it before `spw_interleave_gradient`.
-    pub grad: *mut c_void,
-    /// 16-bit parameter, where the model reads it; NULL if there is none.
-    pub param_copy: *mut c_void,
-}
-
-// SAFETY: integers and pointers without padding; a null pointer is valid.
-unsafe impl Record for spw_interleave_subgroup {
-    const FIRST_SIZE: usize = 56;
-    const NAME: &'static str = "spw_interleave_subgroup";
-}
 
 /// An interleaved update. Any thread may use one at any time.
-pub struct spw_interleave(Engine<Host>);
+pub struct spw_interleave {
+    engine: Engine<Box<dyn Backend>>,
+    streams: bool,
+}
 
 /// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
 /// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
@@ -113,33 +45,9 @@ pub unsafe extern "C" fn spw_interleave_open(
 ) -> spw_status {
     guard(|| {
         let interleave_out = out(interleave_out, "interleave_out")?;
-        // SAFETY: the caller's promise is the callees'.
-        let (raw, subgroups) =
-            unsafe { (record::read(options, "options")?, read_subgroups(subgroups, count)?) };
-        record::zero("options.reserved", raw.reserved)?;
-        match raw.backend {
-            0 => {}
-            1 => return Err(Error::Unsupported("the interleaved update has no CUDA backend yet".into())),
-            other => {
-                let reason = format!("{other} is not an spw_interleave_backend");
-                return Err(Error::invalid("options.backend", reason));
-            }
-        }
-        let sizes = subgroups.iter().map(|subgroup| subgroup.n).collect();
-        let wire = parse_wire("options.wire", raw.wire)?;
-        let fetch = record::flag("options.fetch_gradients", raw.fetch_gradients)?;
-        let shape = shape_of(sizes, wire, fetch, raw.slots, raw.chunk)?;
-        let grad = parse_dtype(raw.grad_dtype, "options.grad_dtype")?;
-        let copy = match raw.copy_dtype {
-            0 => None,
-            dtype => Some(parse_dtype(dtype, "options.copy_dtype")?),
-        };
-        // SAFETY: the caller lends the spans until the object is closed.
-        let lent = subgroups.iter().enumerate().map(|(index, raw)| unsafe {
-            lend(raw, grad, copy).map_err(|error| error.within(&format!("subgroups[{index}].")))
-        });
-        let host = Host::new(&shape, lent.collect::<Result<_>>()?)?;
-        let made = Box::new(spw_interleave(Engine::new(shape, host)?));
+        // SAFETY: the caller's promise is the callee's.
+        let Parts { streams, shape, backend } = unsafe { parts(options, subgroups, count) }?;
+        let made = Box::new(spw_interleave { engine: Engine::new(shape, backend)?, streams });
         // SAFETY: not NULL, and the caller's promise.
         unsafe { interleave_out.write(Box::into_raw(made)) };
         Ok(())
@@ -187,31 +95,45 @@ pub unsafe extern "C" fn spw_interleave_get_plan(
 
 /// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
 /// is 0 and the gradient is there. Its way to where the plan needs it begins.
+///
+/// # Safety
+/// `stream` is 0 or a live stream of the device's primary context.
 #[unsafe(no_mangle)]
-pub extern "C" fn spw_interleave_gradient(
+pub unsafe extern "C" fn spw_interleave_gradient(
     interleave: Option<&spw_interleave>,
     subgroup: u64,
     stream: u64,
 ) -> spw_status {
-    guard(|| object(interleave)?.gradient(number(subgroup), stream))
+    guard(|| {
+        // SAFETY: the caller's promise is the callee's.
+        let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
+        engine.gradient(number(subgroup), stream)
+    })
 }
 
 /// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
 /// published. Without this call `spw_interleave_begin` says it for every subgroup.
+///
+/// # Safety
+/// `stream` is 0 or a live stream of the device's primary context.
 #[unsafe(no_mangle)]
-pub extern "C" fn spw_interleave_params_free(
+pub unsafe extern "C" fn spw_interleave_params_free(
     interleave: Option<&spw_interleave>,
     subgroup: u64,
     stream: u64,
 ) -> spw_status {
-    guard(|| object(interleave)?.params_free(number(subgroup), stream))
+    guard(|| {
+        // SAFETY: the caller's promise is the callee's.
+        let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
+        engine.params_free(number(subgroup), stream)
+    })
 }
 
 /// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
 /// per subgroup, `struct_size` bytes apart.
 ///
 /// # Safety
-/// `options` points to `count` structs.
+/// `options` points to `count` structs; `stream` is 0 or a live stream of the device's primary context.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_interleave_begin(
     interleave: Option<&spw_interleave>,
@@ -220,21 +142,55 @@ pub unsafe extern "C" fn spw_interleave_begin(
     stream: u64,
 ) -> spw_status {
     guard(|| {
-        let engine = object(interleave)?;
-        // SAFETY: the caller's promise is the callee's.
-        engine.begin(unsafe { adam::rules(options, count) }?, stream)
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let (engine, stream) = with_stream(interleave, stream)?;
+            engine.begin(adam::rules(options, count)?, stream)
+        }
+    })
+}
+
+/// `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order. The id
+/// advances if the step begins.
+///
+/// # Safety
+/// `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
+    interleave: Option<&spw_interleave>,
+    id: i32,
+    calls: *const spw_ds_adam_call,
+    count: usize,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let (engine, stream) = with_stream(interleave, stream)?;
+            let (kept, rules) = rules_of(id, calls, count)?;
+            engine.begin(rules, stream)?;
+            ADAM.create(id, kept);
+            Ok(())
+        }
     })
 }
 
 /// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
 /// returns when they are there.
+///
+/// # Safety
+/// `stream` is 0 or a live stream of the device's primary context.
 #[unsafe(no_mangle)]
-pub extern "C" fn spw_interleave_publish(
+pub unsafe extern "C" fn spw_interleave_publish(
     interleave: Option<&spw_interleave>,
     subgroup: u64,
     stream: u64,
 ) -> spw_status {
-    guard(|| object(interleave)?.publish(number(subgroup), Reader::Stream(stream)))
+    guard(|| {
+        // SAFETY: the caller's promise is the callee's.
+        let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
+        engine.publish(number(subgroup), Reader::Stream(stream))
+    })
 }
 
 /// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
@@ -362,46 +318,29 @@ pub extern "C" fn spw_interleave_close(interleave: Option<Box<spw_interleave>>) 
     })
 }
 
-fn object(interleave: Option<&spw_interleave>) -> Result<&Engine<Host>> {
-    interleave.map(|interleave| &interleave.0).ok_or_else(|| Error::invalid("interleave", "is NULL"))
+fn object(interleave: Option<&spw_interleave>) -> Result<&Engine<Box<dyn Backend>>> {
+    interleave.map(|interleave| &interleave.engine).ok_or_else(|| Error::invalid("interleave", "is NULL"))
+}
+
+/// The engine, and the framework's stream as it takes it.
+///
+/// # Safety
+/// `stream` is 0, or a live stream of the device's primary context.
+unsafe fn with_stream(
+    interleave: Option<&spw_interleave>,
+    stream: u64,
+) -> Result<(&Engine<Box<dyn Backend>>, Model)> {
+    let streams = interleave.is_some_and(|interleave| interleave.streams);
+    let engine = object(interleave)?;
+    match (streams, stream) {
+        // SAFETY: the caller's promise is the callee's.
+        (true, stream) => Ok((engine, Some(unsafe { ForeignStream::new(stream) }))),
+        (false, 0) => Ok((engine, None)),
+        (false, _) => Err(Error::invalid("stream", "is not 0, but threads have no streams")),
+    }
 }
 
 /// A subgroup's number; one beyond the address space is one that does not exist.
 fn number(subgroup: u64) -> usize {
     usize::try_from(subgroup).unwrap_or(usize::MAX)
-}
-
-unsafe fn read_subgroups(
-    subgroups: *const spw_interleave_subgroup,
-    count: usize,
-) -> Result<Vec<spw_interleave_subgroup>> {
-    if count > MAX_SUBGROUPS {
-        return Err(Error::invalid("count", format!("is {count}, over {MAX_SUBGROUPS}")));
-    }
-    // SAFETY: the caller's array has `count` structs, as far apart as each says.
-    unsafe { record::read_all(subgroups, count, "subgroups") }
-}
-
-unsafe fn lend(raw: &spw_interleave_subgroup, grad: Dtype, copy: Option<Dtype>) -> Result<Subgroup> {
-    record::zero("reserved", raw.reserved)?;
-    let n = usize::try_from(raw.n).map_err(|_| Error::invalid("n", "passes the address space"))?;
-    let lend = |argument: &'static str, start: *mut c_void, dtype: Dtype| {
-        // SAFETY: the caller lends the spans until the object is closed, and uses them when it may.
-        let lent = unsafe { Lent::new(start.cast(), dtype, n) };
-        let reason = || format!("is no span of {n} elements of {}, aligned to them", dtype.name());
-        lent.map(Arc::new).ok_or_else(|| Error::invalid(argument, reason()))
-    };
-    let copy = copy.map(|dtype| lend("param_copy", raw.param_copy, dtype)).transpose()?;
-    if copy.is_none() && !raw.param_copy.is_null() {
-        return Err(Error::invalid("param_copy", "is not NULL, but copy_dtype is SPW_DTYPE_NONE"));
-    }
-    Ok(Subgroup {
-        states: [
-            lend("exp_avg", raw.exp_avg, Dtype::F32)?,
-            lend("exp_avg_sq", raw.exp_avg_sq, Dtype::F32)?,
-            lend("param", raw.param, Dtype::F32)?,
-        ],
-        grad: lend("grad", raw.grad, grad)?,
-        copy,
-    })
 }

@@ -35,8 +35,6 @@ pub mod plan;
 
 pub mod policy;
 
-pub mod interleave;
-
 pub mod pool;
 
 pub mod io;
@@ -56,6 +54,12 @@ pub mod swap;
 pub mod gpu;
 
 pub mod gpu_transfer;
+
+pub mod spec_gpu;
+
+pub mod interleave_open;
+
+pub mod interleave;
 
 pub mod deepspeed;
 

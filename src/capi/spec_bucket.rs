@@ -4,6 +4,7 @@
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
+use super::gpu::{object, spw_gpu};
 use super::guard::guard;
 use super::io::timeout;
 use super::library::out;
@@ -13,6 +14,7 @@ use super::status::spw_status;
 use super::tensor::{self, spw_tensor};
 use super::{adagrad, adam, lion};
 use crate::error::{Error, Result, RoundError};
+use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::kernel::Rule;
 use crate::offload::speculate::{Bucket, Lender, Progress, Tensors, Undo};
 use crate::optim::deepspeed::{ADAM, AdamCall};
@@ -47,6 +49,12 @@ pub enum spw_spec_event_kind {
     /// writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
     /// bucket began.
     SPW_SPEC_EVENT_WORD = 2,
+    /// The event `handle` of `gpu` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last
+    /// recorded. It may be recorded again or destroyed at once. The driver is asked every 0.2 ms.
+    SPW_SPEC_EVENT_CUDA = 3,
+    /// All that is queued on the stream `handle` of `gpu` (`stream.cuda_stream` of torch); 0 is the legacy default
+    /// stream. Otherwise as SPW_SPEC_EVENT_CUDA.
+    SPW_SPEC_EVENT_CUDA_STREAM = 4,
 }
 
 /// What a bucket's gradient waits for.
@@ -63,6 +71,10 @@ pub struct spw_spec_event {
     pub value: u32,
     /// For SPW_SPEC_EVENT_WORD.
     pub word: *const u32,
+    /// For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM; it may be closed at once.
+    pub gpu: *const spw_gpu,
+    /// For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM.
+    pub handle: u64,
 }
 
 // SAFETY: integers and a pointer without padding; a null pointer is valid.
@@ -96,7 +108,7 @@ pub unsafe extern "C" fn spw_spec_submit(
             spec.engine.may_submit(bucket)?;
             let event = parse_event(event)?;
             let work = spec.bucket(rules, tensors, count)?;
-            spec.engine.submit(bucket, work, event)
+            spec.submit(bucket, work, event)
         }
     })
 }
@@ -138,7 +150,7 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
             let rule = rule.with_grad_scale(round.grad_scale);
             let own = |_| Err(Error::invalid("options", "is not NULL"));
             let work = spec.tensors(rule, tensor, 1, own, &stats::ADAM)?;
-            spec.engine.submit(bucket, work, event)?;
+            spec.submit(bucket, work, event)?;
             ADAM.create(id, state);
             Ok(())
         }
@@ -208,7 +220,7 @@ impl<R: Rule> Lender<R> for Lent<R> {
     }
 }
 
-unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
+pub(super) unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
     // SAFETY: the caller's promise is the callees'.
     unsafe {
         let Some(raw) = record::read_optional(event, "event")? else { return Ok(None) };
@@ -220,8 +232,21 @@ unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
             2 => Word::new(raw.word, raw.value)
                 .map(|word| Some(Event::Word(word)))
                 .ok_or_else(|| Error::invalid("event.word", "is NULL or not aligned to 4 bytes")),
+            3 | 4 => gpu_event(&raw).map(Some).map_err(|error| error.within("event.")),
             other => Err(Error::invalid("event.kind", format!("{other} is not an spw_spec_event_kind"))),
         }
+    }
+}
+
+unsafe fn gpu_event(raw: &spw_spec_event) -> Result<Event> {
+    // SAFETY: NULL or an open GPU, and a handle of its primary context, by the caller's promise.
+    unsafe {
+        let watches = &object(raw.gpu.as_ref())?.watches;
+        let watch = match raw.kind == spw_spec_event_kind::SPW_SPEC_EVENT_CUDA as u32 {
+            true => watches.event(ForeignEvent::new(raw.handle, "handle")?)?,
+            false => watches.stream(ForeignStream::new(raw.handle))?,
+        };
+        Ok(Event::Asked(Box::new(watch)))
     }
 }
 

@@ -1,6 +1,7 @@
 //! Speculation, then validation: buckets step before the norm of the whole gradient is known.
 #![allow(non_camel_case_types)]
 
+use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::adagrad::{self, spw_adagrad_options};
@@ -12,7 +13,7 @@ use super::record::{self, Record};
 use super::status::spw_status;
 use crate::error::{Error, Result};
 use crate::kernel::{AdagradRule, AdamRule, LionRule};
-use crate::offload::speculate::{Clip, Engine, Publish, Undo};
+use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
 
 /// When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
 #[repr(C)]
@@ -73,7 +74,7 @@ pub struct spw_spec_stats {
     pub buckets_redone: u64,
     /// Those taken back.
     pub buckets_rolled_back: u64,
-    /// Buckets not stepped before the verdict, since it was certain already.
+    /// Buckets not stepped before the verdict, since it was certain already, or since they are the GPU's.
     pub buckets_spared: u64,
     /// Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
     pub seconds_exposed: f64,
@@ -90,6 +91,8 @@ pub struct spw_spec {
     pub(super) engine: Engine,
     pub(super) undo: Undo,
     rules: Mutex<Rules>,
+    /// What becomes of buckets on the device. Dropped after the engine, which uses it.
+    pub(super) devices: Mutex<HashMap<u32, Publication>>,
 }
 
 /// The coefficients of the round.
@@ -144,7 +147,7 @@ pub unsafe extern "C" fn spw_spec_open(
             }
         };
         let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
-        let spec = spw_spec { engine, undo, rules: Mutex::new(Rules::None) };
+        let spec = spw_spec { engine, undo, rules: Mutex::new(Rules::None), devices: Mutex::default() };
         // SAFETY: not NULL, and the caller's promise.
         unsafe { spec_out.write(Box::into_raw(Box::new(spec))) };
         Ok(())

@@ -206,13 +206,15 @@ unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
 
 /// Refuses shadow spans, for calls that keep states of their own.
 pub(super) fn no_shadows(tensors: &[spw_tensor]) -> Result<()> {
-    let set = |raw: &spw_tensor| {
-        ![raw.shadow_param, raw.shadow_exp_avg, raw.shadow_exp_avg_sq].iter().all(|shadow| shadow.is_null())
-    };
-    match tensors.iter().position(set) {
+    match tensors.iter().position(has_shadow) {
         None => Ok(()),
         Some(index) => Err(at(index, Error::invalid("shadow_param", "and its kind are not for this call"))),
     }
+}
+
+/// True if any shadow span is set.
+pub(super) fn has_shadow(raw: &spw_tensor) -> bool {
+    [raw.shadow_param, raw.shadow_exp_avg, raw.shadow_exp_avg_sq].iter().any(|shadow| !shadow.is_null())
 }
 
 /// The shadow set: as many spans as the tensor has of its own, or none.
@@ -222,7 +224,7 @@ unsafe fn shadow_of<'a>(raw: &spw_tensor, state_dtype: Dtype) -> Result<Option<S
         ("shadow_exp_avg", raw.exp_avg, raw.shadow_exp_avg),
         ("shadow_exp_avg_sq", raw.exp_avg_sq, raw.shadow_exp_avg_sq),
     ];
-    if pairs.iter().all(|(_, _, shadow)| shadow.is_null()) {
+    if !has_shadow(raw) {
         return Ok(None);
     }
     for (name, own, shadow) in pairs {

@@ -10,6 +10,7 @@
 //! | `module` | PTX to functions |
 //! | [`steps`] | Adam over many tensors, in the order of the framework's stream |
 //! | [`transfer`] | gradients out, parameters in |
+//! | [`watch`] | events of the framework as the host waits for them |
 //! | [`link`], [`profile`] | how fast it is, measured once |
 //! | [`kernels`] | the kernels of kernels/*.cu: casts, sums of squares, Adam and its inverse |
 //!
@@ -29,6 +30,7 @@ pub mod profile;
 pub mod steps;
 pub mod stream;
 pub mod transfer;
+pub mod watch;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

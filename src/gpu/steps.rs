@@ -32,6 +32,14 @@ pub struct Steps {
     scratch: Mutex<Option<Scratch>>,
 }
 
+/// What a call does to its tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Step,
+    Squares,
+    Both,
+}
+
 /// Room for the sums of one call: of the tensor at hand on the device, of all tensors where the host reads them.
 #[derive(Debug)]
 struct Scratch {
@@ -56,30 +64,51 @@ impl Steps {
     /// Steps every tensor, after what is queued on `stream` and before what will be. With `squares` it waits, and gives
     /// what `optim::adam::step` would; without, it gives nothing and returns at once. A refused call steps nothing.
     pub fn adam(&self, jobs: &[Job], stream: ForeignStream, squares: bool) -> Result<StepStats> {
+        self.run(jobs, stream, if squares { Part::Both } else { Part::Step }).map(|(_, seen)| seen)
+    }
+
+    /// As [`Steps::adam`] without `squares`; returns an event that comes after the step.
+    pub fn start(&self, jobs: &[Job], stream: ForeignStream) -> Result<Event> {
+        self.run(jobs, stream, Part::Step).map(|(after, _)| after)
+    }
+
+    /// What [`Steps::adam`] would measure, without stepping.
+    pub fn measure(&self, jobs: &[Job], stream: ForeignStream) -> Result<StepStats> {
+        self.run(jobs, stream, Part::Squares).map(|(_, seen)| seen)
+    }
+
+    fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(Event, StepStats)> {
         // Before the lock, which another thread may have held when a child was forked.
         drop(self.device.enter()?);
         jobs.iter().try_for_each(|job| self.kernels.accepts(&job.tensor))?;
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let scratch = if squares { Some(self.room(&mut scratch, jobs)?) } else { None };
+        let scratch = if part == Part::Step { None } else { Some(self.room(&mut scratch, jobs)?) };
         let (before, after) = (Event::new(&self.device)?, Event::new(&self.device)?);
         stream.record(&before)?;
         self.stream.wait(&before)?;
         for (index, job) in jobs.iter().enumerate() {
             let sums = scratch.map(|scratch| &scratch.sums);
-            let sum = self.kernels.adam(&self.stream, &job.rule, &job.tensor, sums)?;
+            let sum = match (part, sums) {
+                (Part::Squares, Some(sums)) => {
+                    self.kernels.squares(&self.stream, job.tensor.grad, job.rule.grad_scale, sums)?
+                }
+                _ => self.kernels.adam(&self.stream, &job.rule, &job.tensor, sums)?,
+            };
             if let (Some(scratch), Some(sum)) = (scratch, sum) {
                 self.stream.download(sum, &scratch.host.part(index * WORD, WORD))?;
             }
         }
         self.stream.record(&after)?;
         stream.wait(&after)?;
-        stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
-        let Some(scratch) = scratch else { return Ok(StepStats::default()) };
+        if part != Part::Squares {
+            stats::ADAM.add(jobs.iter().map(|job| job.tensor.grad.len() as usize).sum());
+        }
+        let Some(scratch) = scratch else { return Ok((after, StepStats::default())) };
         self.stream.synchronize()?;
         let bytes = scratch.host.part(0, jobs.len() * WORD).span().to_vec();
         let sums =
             bytes.chunks_exact(WORD).map(|word| f64::from_ne_bytes(word.try_into().unwrap_or_default()));
-        Ok(StepStats::of(join(&sums.collect::<Vec<f64>>())))
+        Ok((after, StepStats::of(join(&sums.collect::<Vec<f64>>()))))
     }
 
     /// The scratch, made larger if it is too small.

@@ -57,7 +57,8 @@ pub struct Copy {
 }
 
 impl Copy {
-    fn check(&self) -> Result<()> {
+    /// Refuses types and lengths that do not go together.
+    pub fn check(&self) -> Result<()> {
         let (device, host) = (self.device.dtype(), self.host_dtype);
         if device != host && host != Dtype::F32 {
             let reason =

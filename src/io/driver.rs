@@ -159,11 +159,12 @@ impl Driver {
 
     /// How long to sleep. Says before whether new operations are worth a wake, so that none is missed.
     ///
-    /// While completions flow into a queue that is nearly full, a few of them are let come together, and new operations
-    /// wait as long: both save a change of threads per piece, and a stream that stops is noticed within [`NAP`].
+    /// While completions flow and the queue is at least half full, a quarter of it is let come together, and new
+    /// operations wait as long: both save a change of threads per piece, and a stream that stops is noticed within [`NAP`].
+    /// Whoever replaces what completed is a batch behind: its queue is between half and three quarters full.
     fn prepare_to_sleep(&mut self) -> Sleep {
         let active = self.active();
-        let nap = self.flowing && active >= NAP_FROM && active >= self.depth - self.depth / 4;
+        let nap = self.flowing && active >= NAP_FROM && active >= self.depth / 2;
         let hungry = active < self.depth && !nap;
         self.shared.hungry.store(hungry, Ordering::SeqCst);
         let (state, deadline, expired) = self.shared.expire(self.shared.lock());
@@ -173,7 +174,7 @@ impl Driver {
         }
         let nap_ends = nap.then(|| Instant::now() + NAP);
         Sleep {
-            completions: if nap { active / 4 } else { 1 },
+            completions: if nap { self.depth / 4 } else { 1 },
             until: [deadline, nap_ends].into_iter().flatten().min(),
         }
     }

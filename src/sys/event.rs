@@ -1,8 +1,10 @@
 //! Waiting for things that happen outside the process's own locks: descriptors that become readable, words of memory
 //! that something else counts up.
 //!
-//! A word is looked at again and again instead of slept on: a GPU that writes it can wake nobody.
+//! A word is looked at again and again instead of slept on: a GPU that writes it can wake nobody. So is whatever can only
+//! be asked.
 
+use std::fmt;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -10,7 +12,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How often words are looked at.
+/// How often words are looked at, and questions asked.
 const WORD_PERIOD: Duration = Duration::from_micros(200);
 
 /// A counter of the system that one thread sets and another polls.
@@ -54,6 +56,14 @@ pub enum Event {
     Descriptor(OwnedFd),
     /// A word reaches a value.
     Word(Word),
+    /// Something answers that it happened.
+    Asked(Box<dyn Question>),
+}
+
+/// What an event is asked.
+pub trait Question: fmt::Debug + Send + Sync {
+    /// How it stands now.
+    fn standing(&self) -> Standing;
 }
 
 /// A word of memory and the value it will reach, by counting up through 2^32 if need be.
@@ -115,11 +125,11 @@ pub fn poll(waker: &EventFd, events: &[&Event], patient: bool) -> io::Result<Vec
     // A negative descriptor is passed over, so that both lists keep one order.
     let asked = events.iter().map(|event| match event {
         Event::Descriptor(fd) => ask(fd.as_raw_fd()),
-        Event::Word(_) => ask(-1),
+        Event::Word(_) | Event::Asked(_) => ask(-1),
     });
     let mut descriptors: Vec<libc::pollfd> = std::iter::once(ask(waker.fd())).chain(asked).collect();
-    let words = events.iter().any(|event| matches!(event, Event::Word(_)));
-    let limit = match (patient, words) {
+    let wakes_nobody = events.iter().any(|event| !matches!(event, Event::Descriptor(_)));
+    let limit = match (patient, wakes_nobody) {
         (false, _) => Some(Duration::ZERO),
         (true, true) => Some(WORD_PERIOD),
         (true, false) => None,
@@ -128,6 +138,7 @@ pub fn poll(waker: &EventFd, events: &[&Event], patient: bool) -> io::Result<Vec
     let standing = |(event, polled): (&&Event, &libc::pollfd)| match event {
         Event::Word(word) if word.reached() => Standing::Ready,
         Event::Word(_) => Standing::Pending,
+        Event::Asked(question) => question.standing(),
         Event::Descriptor(_) => standing_of(polled.revents),
     };
     Ok(events.iter().zip(&descriptors[1..]).map(standing).collect())
@@ -206,6 +217,26 @@ mod tests {
         drop(writer);
         assert!(matches!(look(&[&event])[..], [Standing::Broken(_)]));
         assert!(Event::readable(-1).is_err());
+    }
+
+    #[test]
+    fn a_question_is_asked_at_every_look() {
+        #[derive(Debug)]
+        struct Third(AtomicU32);
+        impl Question for Third {
+            fn standing(&self) -> Standing {
+                match self.0.fetch_add(1, Ordering::Relaxed) {
+                    2 => Standing::Ready,
+                    _ => Standing::Pending,
+                }
+            }
+        }
+        let event = Event::Asked(Box::new(Third(AtomicU32::new(0))));
+        let patient = || poll(&EventFd::new().unwrap(), &[&event], true).unwrap();
+        assert_eq!(
+            [patient(), patient(), patient()].concat(),
+            [Standing::Pending, Standing::Pending, Standing::Ready]
+        );
     }
 
     #[test]

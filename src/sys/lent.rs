@@ -51,9 +51,11 @@ impl Lent {
 
     /// A span as an array, as many elements as fit; `None` where it is not aligned to them.
     pub fn over(span: Span, dtype: Dtype) -> Option<Lent> {
+        // The address of no bytes says nothing.
+        let start = if span.is_empty() { std::ptr::null_mut() } else { span.as_ptr() };
         // SAFETY: the span's bytes may be used from any thread until its last use, and by nobody else; guards keep the
         // users of this array apart.
-        unsafe { Lent::new(span.as_ptr(), dtype, span.len() / dtype.size()) }
+        unsafe { Lent::new(start, dtype, span.len() / dtype.size()) }
     }
 
     /// Zeros of our own; their memory comes when they are first touched.
@@ -189,6 +191,7 @@ mod tests {
             let odd = start.wrapping_add(usize::from(start.addr() % 2 == 0));
             assert!(Lent::new(odd, Dtype::F16, 1).is_none());
         }
+        assert!(Lent::over(Span::empty(), Dtype::F32).is_some_and(|none| none.is_empty()));
         assert!(Lent::zeroed(Dtype::F32, usize::MAX).is_err());
         assert!(Lent::zeroed(Dtype::Bf16, 0).unwrap().is_empty());
     }

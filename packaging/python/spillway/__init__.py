@@ -6,8 +6,11 @@ import atexit as _atexit
 import ctypes as _ctypes
 
 from . import _abi, _native
-from .errors import (Busy, Corrupt, InternalError, InvalidArgument, IoFailure, LibraryNotFound, NoState, NotFound,
-                     OutOfOrder, SpillwayError, SystemFailure, TierFailure, TierLocked, TimedOut, UnknownId, Unsupported)
+from .errors import (Busy, Corrupt, GpuFailure, InternalError, InvalidArgument, IoFailure, LibraryNotFound, NoDevice, NoState,
+                     NotFound, OutOfOrder, SpillwayError, SystemFailure, TierFailure, TierLocked, TimedOut, UnknownId,
+                     Unsupported)
+from .gpu import DeviceArray, Event, Gpu, Stream, gpu_count, pinned
+from .interleave import Interleave, Rates, Subgroup, plan
 from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, grad_stats
 from .speculate import Speculation
 from .swap import Swap
@@ -15,10 +18,12 @@ from .tier import Tier, TierPath
 
 __version__ = "0.1.0"
 
-__all__ = ["Adagrad", "Adam", "Busy", "Corrupt", "InternalError", "InvalidArgument", "IoFailure", "LibraryNotFound", "Lion",
-           "NoState", "NotFound", "OutOfOrder", "Prepared", "Recording", "Speculation", "SpillwayError", "StepStats", "Swap",
-           "SystemFailure", "Tier", "TierFailure", "TierLocked", "TierPath", "TimedOut", "UnknownId", "Unsupported",
-           "grad_stats", "kernel_name", "library_path", "library_version", "num_threads", "set_log", "set_num_threads", "stats"]
+__all__ = ["Adagrad", "Adam", "Busy", "Corrupt", "DeviceArray", "Event", "Gpu", "GpuFailure", "Interleave", "InternalError",
+           "InvalidArgument", "IoFailure", "LibraryNotFound", "Lion", "NoDevice", "NoState", "NotFound", "OutOfOrder", "Prepared",
+           "Rates", "Recording", "Speculation", "SpillwayError", "StepStats", "Stream", "Subgroup", "Swap", "SystemFailure",
+           "Tier", "TierFailure", "TierLocked", "TierPath", "TimedOut", "UnknownId", "Unsupported", "gpu_count", "grad_stats",
+           "kernel_name", "library_path", "library_version", "num_threads", "pinned", "plan", "set_log", "set_num_threads",
+           "stats"]
 
 library_path = _native.library_path
 _log_callback = None

@@ -74,7 +74,8 @@ class SpecStats(Structure):
 
 class SpecEvent(Structure):
     c_name = "spw_spec_event"
-    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("fd", c_int32), ("value", c_uint32), ("word", c_void_p)]
+    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("fd", c_int32), ("value", c_uint32), ("word", c_void_p),
+                ("gpu", c_void_p), ("handle", c_uint64)]
 
 
 class SpecOutcome(Structure):
@@ -248,13 +249,14 @@ class InterleaveOptions(Structure):
     c_name = "spw_interleave_options"
     _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32),
                 ("slots", c_uint32), ("grad_dtype", c_uint32), ("copy_dtype", c_uint32), ("reserved", c_uint32),
-                ("chunk", c_uint64)]
+                ("chunk", c_uint64), ("gpu", c_void_p)]
 
 
 class InterleaveSubgroup(Structure):
     c_name = "spw_interleave_subgroup"
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("n", c_uint64), ("param", c_void_p),
-                ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("grad", c_void_p), ("param_copy", c_void_p)]
+                ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("grad", c_void_p), ("param_copy", c_void_p),
+                ("host_grad", c_void_p)]
 
 
 class SwapOptions(Structure):

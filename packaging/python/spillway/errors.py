@@ -102,6 +102,18 @@ class TimedOut(SpillwayError, TimeoutError):
     status = 23
 
 
+class GpuFailure(SpillwayError):
+    """The GPU or its driver refused or failed: too old, a stub, out of memory, lost, or opened before a fork."""
+
+    status = 57
+
+
+class NoDevice(GpuFailure):
+    """There is no GPU: no driver, or one that sees no device."""
+
+    status = 50
+
+
 class LibraryNotFound(SpillwayError, ImportError):
     """libspillway.so is missing, cannot be loaded, or has another ABI version."""
 
@@ -114,6 +126,8 @@ _BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 26, 27), IoFailure))
 _BY_STATUS.update(dict.fromkeys(range(30, 37), TierFailure))
 _BY_STATUS.update({kind.status: kind for kind in (NotFound, Corrupt, TierLocked, NoState)})
 _BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrder))
+_BY_STATUS.update(dict.fromkeys(range(51, 58), GpuFailure))
+_BY_STATUS[NoDevice.status] = NoDevice
 
 
 def from_status(status, message):

@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 from . import _abi, _native
 from .errors import InvalidArgument
+from .gpu import device_table, stream_number
 from .optim import StepStats, _Optimizer, tensor_table
 
 PUBLISH = {"final": 0, "staged": 1, "speculative": 2}
 VERDICTS = ("commit", "skip", "redo")
 STATES = ("missing", "pending", "speculative", "final")
 UNDO = {"delta": 1, "shadow": 2}
+_DESCRIPTOR, _CUDA_EVENT, _CUDA_STREAM = 1, 3, 4
 
 
 class Outcome(NamedTuple):
@@ -54,7 +56,7 @@ class Speculation:
         self.buckets = buckets
         self._optimizer = None
         self._lock = threading.Lock()
-        self._held = {}
+        self._held, self._destinations = {}, {}
 
     def begin(self, optimizer, *, max_norm=0.0, grad_scale=1.0):
         """Opens a round of steps of a spillway.Adam, Adagrad or Lion. The optimizer counts the step when its round is
@@ -65,13 +67,33 @@ class Speculation:
         self._call(f"spw_spec_begin_{optimizer.c_name}", ctypes.byref(options), max_norm)
         self._optimizer = optimizer
 
-    def submit(self, bucket, tensors, *, shadow=None, event_fd=None, uint16_as=None):
-        """Hands a bucket over: it steps at once, or once the descriptor `event_fd` is readable. `shadow`, for undo by
-        shadows, is as for the optimizer's prepare()."""
+    def submit(self, bucket, tensors, *, shadow=None, event_fd=None, after=None, gpu=None, uint16_as=None):
+        """Hands a bucket over: it steps at once, or once the descriptor `event_fd` is readable, or once the stream or event
+        `after` of a Gpu is there, as it stands now. `shadow`, for undo by shadows, is as for the optimizer's prepare()."""
         if self._optimizer is None:
             raise InvalidArgument("no round was begun")
         table, held = tensor_table(self._optimizer, tensors, uint16_as, shadow)
-        self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table), _event(event_fd))
+        self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table),
+                          _event(event_fd, after, gpu))
+
+    def submit_gpu(self, bucket, gpu, tensors, *, stream=None, after=None):
+        """Hands over a bucket of a round of Adam that lives on the GPU: it is measured once `after` is there, and stepped
+        there once, after the verdict, in the order of `stream`. The tensors are as for Gpu.step."""
+        table = device_table(tensors)
+        self.submit_table("spw_spec_submit_gpu", bucket, (list(tensors), stream), gpu.handle, ctypes.addressof(table),
+                          len(table), stream_number(stream), _event(None, after, gpu))
+
+    def publish_to(self, bucket, gpu, copies):
+        """From now on a bucket's 16-bit copies go to the device as soon as they count: tuples of host memory, device memory
+        and, if need be, the stream or event that still reads the old ones. Between rounds."""
+        records = [gpu.copy_record(1, device, host, *after or (None,)) for host, device, *after in copies]
+        table = (_abi.GpuCopy * len(records))(*records)
+        self._call("spw_spec_publish_to", bucket, gpu.handle, table, len(table))
+        self._destinations[bucket] = copies
+
+    def publish(self, bucket, stream=None, timeout=None):
+        """Waits as wait() does, and makes `stream` wait, on the device, for a bucket's new parameters to be there."""
+        self._call("spw_spec_stream_wait", bucket, stream_number(stream), _milliseconds(timeout))
 
     def submit_table(self, function, bucket, held, *arguments):
         """Hands a bucket over by the C function of that name; what `held` refers to stays alive until the round ends."""
@@ -142,6 +164,7 @@ class Speculation:
         if handle:
             _native.check(_native.library().spw_spec_close(handle))
             self._held.clear()
+            self._destinations.clear()
 
     def __enter__(self):
         return self
@@ -171,9 +194,18 @@ def _milliseconds(timeout):
     return -1 if timeout is None else max(0, round(timeout * 1000))
 
 
-def _event(fd):
-    if fd is None:
-        return None
+def _event(fd, after=None, gpu=None):
     event = _abi.sized(_abi.SpecEvent)
-    event.kind, event.fd = 1, fd
+    if after is not None and gpu is not None:
+        event.gpu = gpu.handle
+        if hasattr(after, "cuda_stream"):
+            event.kind, event.handle = _CUDA_STREAM, stream_number(after)
+        else:
+            event.kind, event.handle = _CUDA_EVENT, after.cuda_event
+    elif after is not None:
+        raise InvalidArgument("after is given, but no gpu")
+    elif fd is not None:
+        event.kind, event.fd = _DESCRIPTOR, fd
+    else:
+        return None
     return ctypes.byref(event)

@@ -19,6 +19,16 @@ def repository():
     return REPOSITORY
 
 
+@pytest.fixture(scope="session")
+def fake_driver():
+    """The fake CUDA driver, in the place of the system's for this process."""
+    path = pathlib.Path(os.environ["SPILLWAY_LIBRARY"]).parent / "libfakecuda.so"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not built: cargo build --release --package fakecuda")
+    os.environ["SPILLWAY_CUDA_LIBRARY"] = str(path)
+    return str(path)
+
+
 @pytest.fixture
 def child_environment():
     """The environment for a fresh interpreter that imports this package."""

@@ -39,6 +39,8 @@ const LARGEST_FILE: u64 = 1 << 30;
 const PASS_SECONDS: f64 = 0.15;
 /// A smaller setting wins if it is at most this much slower.
 const AS_GOOD: f64 = 0.97;
+/// Threads take several times the processor time, which training needs: they have to be this much faster.
+const THREADS_WORTH: f64 = 0.85;
 
 struct Candidate {
     shape: Shape,
@@ -55,7 +57,8 @@ impl Candidate {
 
     /// GB/s of a load that reads and writes as much: what an optimizer swapped out and in sees.
     fn score(&self) -> f64 {
-        2.0 / (1.0 / median(&self.reads) + 1.0 / median(&self.writes))
+        let speed = 2.0 / (1.0 / median(&self.reads) + 1.0 / median(&self.writes));
+        if self.backend == Choice::Threads { THREADS_WORTH * speed } else { speed }
     }
 
     fn size(&self) -> (bool, usize) {
@@ -184,6 +187,11 @@ mod tests {
         };
         let candidates = [with(32, 2.0), with(8, 1.96), with(4, 1.5), with(64, 1.9)];
         assert_eq!(best(&candidates).shape.depth, 8);
+        let backends = |threads: f64| {
+            let other = Candidate { backend: Choice::Threads, ..with(8, threads) };
+            best(&[with(8, 2.0), other]).backend
+        };
+        assert_eq!((backends(2.2), backends(2.6)), (Choice::Auto, Choice::Threads));
         assert!(shapes().iter().all(|candidate| candidate.size().1 <= MOST_UNDER_WAY));
         assert_eq!(shapes().len(), 13);
     }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use super::device::Device;
 use super::driver::Driver;
+use super::stream::{ForeignStream, Stream};
 use super::table::Table;
 
 /// The fake driver, by its functions.
@@ -18,7 +19,13 @@ fn driver() -> Arc<Driver> {
 }
 
 /// Fake GPU `ordinal`, which no other test uses.
-fn device(ordinal: u32) -> Arc<Device> {
+pub(crate) fn device(ordinal: u32) -> Arc<Device> {
     fakecuda::with(ordinal, |gpu| gpu.reset());
     Device::open(driver(), ordinal).unwrap()
+}
+
+/// A stream of a test, as the framework would pass it. The test keeps it until the calls it is given to are over.
+pub(crate) fn foreign(stream: &Stream) -> ForeignStream {
+    // SAFETY: a live stream, kept as said.
+    unsafe { ForeignStream::new(stream.handle() as u64) }
 }

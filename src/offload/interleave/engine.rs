@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::machine::Machine;
 use super::recalibrate::Meter;
-use super::{Backend, Timing};
+use super::{Backend, Model, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
 use crate::plan::interleave::schedule::{self, Event, Lane};
@@ -34,8 +34,8 @@ pub struct Engine<B: Backend + 'static> {
 pub enum Reader {
     /// The thread that calls.
     Caller,
-    /// The framework's stream, as an integer.
-    Stream(u64),
+    /// The framework's stream.
+    Stream(Model),
 }
 
 /// Timings kept for a meter that nobody asks.
@@ -85,23 +85,27 @@ impl<B: Backend + 'static> Engine<B> {
 
     /// Takes another plan: after a step and before the first gradient of the next.
     pub fn set_plan(&self, plan: Plan) -> Result<()> {
-        self.machine()?.set_plan(plan, &mut |command| self.inner.backend.play(command, 0))
+        let mut machine = self.machine()?;
+        if plan.count() == machine.shape().count() {
+            self.inner.backend.accepts(&plan)?;
+        }
+        machine.set_plan(plan, &mut |command| self.inner.backend.play(command, None))
     }
 
     /// The gradient of a subgroup is made on the framework's stream; its way to where it is needed begins.
-    pub fn gradient(&self, subgroup: usize, stream: u64) -> Result<()> {
+    pub fn gradient(&self, subgroup: usize, stream: Model) -> Result<()> {
         self.machine()?.gradient(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
     /// What the framework's stream was given so far is all that reads the 16-bit parameters of a subgroup; at the latest
     /// [`Engine::begin`] says so for all.
-    pub fn params_free(&self, subgroup: usize, stream: u64) -> Result<()> {
+    pub fn params_free(&self, subgroup: usize, stream: Model) -> Result<()> {
         self.machine()?.params_free(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
     /// Starts the step of all subgroups, whose gradients have come, and returns. `stream` is the framework's. One rule stands for all subgroups, or each
     /// has its own.
-    pub fn begin(&self, rules: Vec<AdamRule>, stream: u64) -> Result<()> {
+    pub fn begin(&self, rules: Vec<AdamRule>, stream: Model) -> Result<()> {
         let mut machine = self.machine()?;
         let count = machine.shape().count();
         if rules.len() != 1 && rules.len() != count {
@@ -130,7 +134,7 @@ impl<B: Backend + 'static> Engine<B> {
         }
         drop(machine);
         let (lane, stream) = match reader {
-            Reader::Caller => (Lane::Caller, 0),
+            Reader::Caller => (Lane::Caller, None),
             Reader::Stream(stream) => (Lane::Model, stream),
         };
         schedule::publish(subgroup, lane, &mut |command| self.inner.backend.play(command, stream))
@@ -189,7 +193,7 @@ impl<B: Backend + 'static> Engine<B> {
         let plan = self.plan()?;
         let at_home = (0..plan.count()).filter(|subgroup| plan.site(*subgroup) != Site::Resident);
         at_home.into_iter().try_for_each(|subgroup| {
-            schedule::drain(subgroup, &mut |command| self.inner.backend.play(command, 0))
+            schedule::drain(subgroup, &mut |command| self.inner.backend.play(command, None))
         })
     }
 
@@ -257,7 +261,7 @@ impl<B: Backend> Inner<B> {
     fn cpu_part(&self, subgroups: usize) {
         for _ in 0..subgroups {
             let Some((nth, subgroup)) = self.lock().next_cpu() else { return };
-            let emit = &mut |command| self.backend.play(command, 0);
+            let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
             let outcome = outcome.unwrap_or_else(|_| {
                 Err(Error::Unsupported(format!("the update of subgroup {subgroup} panicked")))

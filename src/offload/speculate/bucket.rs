@@ -36,6 +36,11 @@ pub enum Undo {
 pub trait Bucket: Send {
     /// Does a task; the statistics of `Look` and `Speculate`.
     fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats>;
+
+    /// False for one that is only measured before the verdict, and steps once after it.
+    fn speculates(&self) -> bool {
+        true
+    }
 }
 
 /// Gives out tensors for as long as one pass over them takes.

@@ -82,7 +82,8 @@ impl Inner {
         let slot = &mut self.slots[index];
         let work = slot.work.take()?;
         let recording = std::mem::take(&mut slot.recording);
-        let task = self.round.start(index);
+        let first = if work.speculates() { Task::Speculate } else { Task::Look };
+        let task = self.round.start(index, first);
         Some(Job { index, task, work, recording })
     }
 

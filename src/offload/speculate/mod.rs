@@ -13,12 +13,14 @@
 //! | `round` | the states of a round and of its buckets, and who may do what in which: pure |
 //! | `clip` | the clip rule and the verdict |
 //! | `bucket` | what each task does to a bucket's tensors |
+//! | `device` | buckets that live on the GPU, and 16-bit copies that go there |
 //! | `executor` | the thread that does the tasks |
 //! | `engine` | the calls |
 #![forbid(unsafe_code)]
 
 mod bucket;
 mod clip;
+mod device;
 mod engine;
 mod executor;
 mod round;
@@ -28,5 +30,6 @@ mod tests;
 
 pub use bucket::{Bucket, Lender, Publish, Recording, Tensors, Undo};
 pub use clip::{Clip, Verdict};
+pub use device::{Publication, Published, Ready, Resident};
 pub use engine::{Engine, Outcome, Stats};
 pub use round::{Counts, Progress, Task};

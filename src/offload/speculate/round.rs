@@ -103,7 +103,7 @@ pub struct Counts {
     pub redone: u64,
     /// Those taken back.
     pub rolled_back: u64,
-    /// Buckets that were not stepped before the verdict, since it was foreseen.
+    /// Buckets that were not stepped before the verdict: it was foreseen, or they never speculate.
     pub spared: u64,
 }
 
@@ -201,11 +201,12 @@ impl Round {
         matches!(self.buckets[index], Bucket::Final | Bucket::Failed(_))
     }
 
-    /// Starts a bucket that is waiting or due; what to do with it.
-    pub fn start(&mut self, index: usize) -> Task {
+    /// Starts a bucket that is waiting or due; what to do with it. One that is waiting gets `first`, [`Task::Speculate`] or
+    /// [`Task::Look`], as long as no verdict is foreseen.
+    pub fn start(&mut self, index: usize, first: Task) -> Task {
         let task = match (&self.buckets[index], self.foreseen) {
             (Bucket::Due(task), _) => *task,
-            (_, Foreseen::Nothing) => Task::Speculate,
+            (_, Foreseen::Nothing) => first,
             (_, Foreseen::Clipped) => Task::Look,
             (_, Foreseen::Nonfinite) => Task::Pass,
         };

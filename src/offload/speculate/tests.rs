@@ -25,7 +25,7 @@ fn round(arrived: &[(usize, f64)]) -> (Round, Vec<Task>) {
     let mut tasks = Vec::new();
     for (index, sum) in arrived {
         round.submit(*index as u32).unwrap();
-        tasks.push(round.start(*index));
+        tasks.push(round.start(*index, Task::Speculate));
         round.done(*index, seen(*sum));
     }
     (round, tasks)
@@ -51,7 +51,7 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     assert_eq!(round.local(), Ok(None));
     assert!(matches!(round.resolve(Verdict::Commit), Err(Error::Busy(_))));
     for index in 0..2 {
-        assert_eq!(round.start(index), Task::Speculate);
+        assert_eq!(round.start(index, Task::Speculate), Task::Speculate);
         round.done(index, seen(0.1));
     }
     round.resolve(Verdict::Skip).unwrap();
@@ -60,7 +60,7 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     assert!(matches!(round.begin(clip()), Err(Error::Busy(_))));
     assert_eq!(round.due().collect::<Vec<_>>(), [1, 0], "the last submitted comes first");
     for index in [1, 0] {
-        assert_eq!(round.start(index), Task::Rollback);
+        assert_eq!(round.start(index, Task::Speculate), Task::Rollback);
         round.done(index, StepStats::default());
     }
     refused(round.submit(0), RoundError::Resolved);
@@ -92,6 +92,20 @@ fn once_the_verdict_is_certain_buckets_are_spared() {
 }
 
 #[test]
+fn a_bucket_that_does_not_speculate_steps_once_after_the_verdict() {
+    for (verdict, wanted) in [(Verdict::Commit, Task::Step(1.0)), (Verdict::Redo(0.5), Task::Step(0.5))] {
+        let mut round = Round::new(1);
+        round.begin(clip()).unwrap();
+        round.submit(0).unwrap();
+        assert_eq!(round.start(0, Task::Look), Task::Look);
+        round.done(0, seen(0.1));
+        assert_eq!(round.progress(0), Ok(Progress::Pending));
+        round.resolve(verdict).unwrap();
+        assert_eq!((round.start(0, Task::Look), round.withdrawn().len()), (wanted, 0));
+    }
+}
+
+#[test]
 fn after_an_overflow_the_rest_is_not_even_measured() {
     for bad in [f64::INFINITY, f64::NAN] {
         let (mut round, tasks) = round(&[(0, 0.1), (2, bad), (1, 0.1)]);
@@ -115,15 +129,15 @@ fn an_abort_takes_back_what_was_stepped_also_what_is_being_stepped() {
     for bucket in 0..3 {
         round.submit(bucket).unwrap();
     }
-    round.start(0);
+    round.start(0, Task::Speculate);
     round.done(0, seen(0.1));
-    round.start(1);
+    round.start(1, Task::Speculate);
     round.abort();
     assert_eq!((round.progress(2), round.progress(3)), (Ok(Progress::Final), Ok(Progress::Final)));
     assert_eq!(round.due_task(1), None, "it is still being stepped");
     round.done(1, seen(0.1));
     for index in [0, 1] {
-        assert_eq!(round.start(index), Task::Rollback);
+        assert_eq!(round.start(index, Task::Speculate), Task::Rollback);
         round.done(index, StepStats::default());
     }
     assert!(round.is_idle());

@@ -7,7 +7,8 @@ With SPILLWAY_DEEPSPEED=1 in the environment every process of the job gets them,
 
 active() proves what was served.
 
-ZeRO-3's optimizer states with "offload_optimizer": {"device": "nvme"} are on a tier: see _tier_config for the `spillway`
+ZeRO-3's sub-groups are stepped by CPU and GPU together where the `spillway` block says so: see _interleave. Its
+optimizer states with "offload_optimizer": {"device": "nvme"} are on a tier: see _tier_config for the `spillway`
 block of the configuration, and commit(), client_state() and resumed_step() for runs that go on where they were killed."""
 
 import sys
@@ -37,6 +38,9 @@ def active():
     tiers = sys.modules.get(f"{__name__}._tier")
     if tiers and tiers.served():
         report["tier"] = tiers.served()
+    updates = sys.modules.get(f"{__name__}._interleave")
+    if updates and updates.served():
+        report["interleave"] = updates.served()
     return report
 
 

@@ -143,7 +143,7 @@ def _patch(module, name):
     elif _SUPEROFFLOAD_MODULE.fullmatch(name):
         _patch_superoffload(module)
     elif _STAGE3_MODULE.fullmatch(name):
-        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), "_stage3")
+        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), "_stage3", "_interleave")
     elif _ENGINE_MODULE.fullmatch(name):
         _patch_swapper(getattr(module, "DeepSpeedEngine", None), "_resume")
     elif isinstance(getattr(module, "compatible_ops", None), dict):
@@ -260,15 +260,16 @@ def _patch_superoffload(module):
     _set(module, "SuperOffloadCPUOptimizer", _superoffload.SuperOffloadCPUOptimizer)
 
 
-def _patch_swapper(owner, part):
+def _patch_swapper(owner, *parts):
     """Stage 3 and the engine are of use only together; what either lacks is a version that keeps its own swapper."""
     if "swapper" not in _installed or owner is None or "_spillway_op" in vars(owner):
         return
-    methods = importlib.import_module(f"{__package__}.{part}")
-    if all(hasattr(owner, name) for name in methods.NEEDED):
-        _set(owner, "_spillway_op", "swapper")
-        for name, method in methods.overrides(owner).items():
-            _set(owner, name, method)
+    for part in parts:
+        methods = importlib.import_module(f"{__package__}.{part}")
+        if all(hasattr(owner, name) for name in methods.NEEDED):
+            _set(owner, "_spillway_op", "swapper")
+            for name, method in methods.overrides(owner).items():
+                _set(owner, name, method)
 
 
 def _patch_shm(builder):

@@ -61,9 +61,14 @@ def configuring(engine):
         _local.block = before
 
 
+def block():
+    """The block of the engine that is being made; None if it has none."""
+    return getattr(_local, "block", None)
+
+
 def settings(nvme_path):
     """The settings for the engine that is being made."""
-    return parse(getattr(_local, "block", None), nvme_path)
+    return parse(block(), nvme_path)
 
 
 def parse(block, nvme_path):
@@ -72,6 +77,8 @@ def parse(block, nvme_path):
         return Settings((_directory(nvme_path),), False)
     if not isinstance(block, dict):
         raise InvalidArgument(f"spillway: {block!r} is not an object")
+    # Of no concern to the tier: see _interleave.
+    block = {name: value for name, value in block.items() if name != "interleave"}
     unknown = sorted(set(block) - set(_KINDS))
     if unknown:
         raise InvalidArgument(f"spillway: unknown {', '.join(unknown)}; known are {', '.join(sorted(_KINDS))}")

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::super::Backend;
+use super::super::Model as Stream;
 use super::super::engine::{Engine, Reader};
 use super::super::host::{Host, Subgroup};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
@@ -19,7 +20,7 @@ use crate::sys::lent::Lent;
 const SIZES: [u64; 9] = [1000, 1000, 1, 777, 0, 1000, 333, 1000, 64];
 const STEPS: u64 = 100;
 
-struct Random(u64);
+pub(super) struct Random(pub u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -33,29 +34,33 @@ impl Random {
         (self.next() % 2001) as f32 / 1000.0 - 1.0
     }
 
-    fn plan(&mut self) -> Plan {
+    pub fn plan(&mut self, count: usize) -> Plan {
         let site = |choice| [Site::Cpu, Site::Gpu, Site::Gpu, Site::Resident][choice as usize];
         match self.next() % 6 {
-            0 => Plan::cpu(SIZES.len()),
-            1 => Plan::of(vec![Site::Gpu; SIZES.len()]),
-            _ => Plan::of(SIZES.iter().map(|_| site(self.next() % 4)).collect()),
+            0 => Plan::cpu(count),
+            1 => Plan::of(vec![Site::Gpu; count]),
+            _ => Plan::of((0..count).map(|_| site(self.next() % 4)).collect()),
         }
     }
 }
 
 /// The arrays of the test, each shared with the backend: used here only when the backend is done with them.
-struct Model {
-    states: Vec<[Arc<Lent>; 3]>,
-    grads: Vec<Arc<Lent>>,
-    copies: Vec<Arc<Lent>>,
+pub(super) struct Model {
+    pub states: Vec<[Arc<Lent>; 3]>,
+    pub grads: Vec<Arc<Lent>>,
+    pub copies: Vec<Arc<Lent>>,
 }
 
 impl Model {
     fn new(grad: Dtype, copy: Dtype) -> Model {
+        Model::of(&SIZES, grad, copy)
+    }
+
+    pub fn of(sizes: &[u64], grad: Dtype, copy: Dtype) -> Model {
         let mut random = Random(7);
         let zeros = |dtype, len: &u64| Arc::new(Lent::zeroed(dtype, *len as usize).unwrap());
         let mut model = Model { states: Vec::new(), grads: Vec::new(), copies: Vec::new() };
-        for len in &SIZES {
+        for len in sizes {
             let states = [0; 3].map(|_| zeros(Dtype::F32, len));
             fill(&states[2], || random.float());
             model.states.push(states);
@@ -75,7 +80,7 @@ impl Model {
     }
 
     /// The update that everything is compared with: one call for each subgroup, on the CPU.
-    fn step(&self, rules: &[AdamRule]) {
+    pub fn step(&self, rules: &[AdamRule]) {
         for (index, rule) in rules.iter().enumerate() {
             let [mut m, mut v, mut p] = self.states[index].each_ref().map(|state| state.write().unwrap());
             let (grad, mut copy) = (self.grads[index].read().unwrap(), self.copies[index].write().unwrap());
@@ -86,16 +91,16 @@ impl Model {
         }
     }
 
-    fn gradients(&self, step: u64) {
+    pub fn gradients(&self, step: u64) {
         let mut random = Random(1000 + step);
         self.grads.iter().for_each(|grad| fill(grad, || random.float()));
     }
 
-    fn copies(&self) -> Vec<Vec<u32>> {
+    pub fn copies(&self) -> Vec<Vec<u32>> {
         self.copies.iter().map(|copy| bits(copy)).collect()
     }
 
-    fn states(&self) -> Vec<Vec<u32>> {
+    pub fn states(&self) -> Vec<Vec<u32>> {
         self.states.iter().flatten().map(|state| bits(state)).collect()
     }
 }
@@ -108,7 +113,7 @@ fn fill(lent: &Lent, mut value: impl FnMut() -> f32) {
     }
 }
 
-fn bits(lent: &Lent) -> Vec<u32> {
+pub(super) fn bits(lent: &Lent) -> Vec<u32> {
     match lent.read().unwrap().floats() {
         Floats::F32(floats) => floats.iter().map(|float| float.to_bits()).collect(),
         Floats::F16(floats) => floats.iter().map(|float| u32::from(float.to_bits())).collect(),
@@ -117,12 +122,12 @@ fn bits(lent: &Lent) -> Vec<u32> {
 }
 
 /// Every subgroup has its own learning rate; decay, bias correction and scale as training has them.
-fn rules(step: u64) -> Vec<AdamRule> {
+pub(super) fn rules(count: usize, step: u64) -> Vec<AdamRule> {
     let rule = |index: usize| {
         let lr = 1e-3 * (index + 1) as f64;
         AdamOptions { step, lr, weight_decay: 0.01, grad_scale: 0.25, ..Default::default() }.rule().unwrap()
     };
-    (0..SIZES.len()).map(rule).collect()
+    (0..count).map(rule).collect()
 }
 
 fn shape(wire: Wire, gpu_grads: GpuGrads, slots: usize) -> Shape {
@@ -134,12 +139,12 @@ fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
     let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
     let mut random = Random(seed);
     for step in 1..=STEPS {
-        engine.set_plan(random.plan()).unwrap();
+        engine.set_plan(random.plan(SIZES.len())).unwrap();
         plain.gradients(step);
         model.gradients(step);
-        plain.step(&rules(step));
-        (0..SIZES.len()).rev().for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-        engine.begin(rules(step), 0).unwrap();
+        plain.step(&rules(SIZES.len(), step));
+        (0..SIZES.len()).rev().for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+        engine.begin(rules(SIZES.len(), step), None).unwrap();
         engine.finish(Reader::Caller).unwrap();
         assert!(plain.copies() == model.copies(), "{shape:?}: parameters of step {step}");
         if step % 10 == 0 {
@@ -171,10 +176,10 @@ fn a_hundred_steps_with_changing_plans_have_the_bits_of_the_all_cpu_run() {
 struct Forgetful(Host);
 
 impl Backend for Forgetful {
-    fn play(&self, command: Command, model: u64) -> Result<()> {
+    fn play(&self, command: Command, stream: Stream) -> Result<()> {
         match command {
             Command::Run(_, Work::Flush { subgroup: 3, .. }) => Ok(()),
-            other => self.0.play(other, model),
+            other => self.0.play(other, stream),
         }
     }
 
@@ -200,9 +205,9 @@ fn a_state_that_is_lost_shows_in_the_bits() {
     for step in 1..=2 {
         plain.gradients(step);
         model.gradients(step);
-        plain.step(&rules(step));
-        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-        engine.begin(rules(step), 0).unwrap();
+        plain.step(&rules(SIZES.len(), step));
+        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+        engine.begin(rules(SIZES.len(), step), None).unwrap();
         engine.finish(Reader::Caller).unwrap();
         assert_eq!(plain.copies() == model.copies(), step == 1);
     }
@@ -212,10 +217,10 @@ fn a_state_that_is_lost_shows_in_the_bits() {
 struct Breaking(Host);
 
 impl Backend for Breaking {
-    fn play(&self, command: Command, model: u64) -> Result<()> {
+    fn play(&self, command: Command, stream: Stream) -> Result<()> {
         match command {
             Command::Run(_, Work::CpuStep { subgroup: 5, .. }) => Err(Error::Unsupported("it broke".into())),
-            other => self.0.play(other, model),
+            other => self.0.play(other, stream),
         }
     }
 
@@ -240,11 +245,11 @@ fn a_failure_ends_every_wait_and_names_what_is_not_home() {
     let mut sites = vec![Site::Cpu; SIZES.len()];
     (sites[0], sites[8]) = (Site::Gpu, Site::Resident);
     engine.set_plan(Plan::of(sites)).unwrap();
-    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-    engine.begin(vec![rules(1)[0]], 0).unwrap();
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+    engine.begin(vec![rules(SIZES.len(), 1)[0]], None).unwrap();
     let failed = engine.finish(Reader::Caller).unwrap_err();
     assert!(failed.to_string().contains("it broke"), "{failed}");
-    assert!(engine.publish(7, Reader::Caller).is_err() && engine.gradient(0, 0).is_err());
+    assert!(engine.publish(7, Reader::Caller).is_err() && engine.gradient(0, None).is_err());
     let away = engine.away();
     assert!([5, 7, 8].iter().all(|subgroup| away.contains(subgroup)) && !away.contains(&1), "{away:?}");
 }
@@ -263,12 +268,11 @@ fn what_does_not_fit_is_refused() {
     swapped.swap(0, 3);
     assert!(Host::new(&shape, swapped).is_err());
     let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
-    assert!(engine.begin(rules(1), 0).is_err() && engine.publish(9, Reader::Caller).is_err());
-    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-    assert!(engine.begin(rules(1)[..2].to_vec(), 0).is_err());
-    engine.begin(rules(1), 0).unwrap();
-    engine.finish(Reader::Stream(0)).unwrap();
-    assert!(engine.publish(0, Reader::Stream(7)).is_err());
+    assert!(engine.begin(rules(SIZES.len(), 1), None).is_err() && engine.publish(9, Reader::Caller).is_err());
+    (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+    assert!(engine.begin(rules(SIZES.len(), 1)[..2].to_vec(), None).is_err());
+    engine.begin(rules(SIZES.len(), 1), None).unwrap();
+    engine.finish(Reader::Stream(None)).unwrap();
 }
 
 /// Rates that are far off are corrected by what steps take, and plans follow without a bit changing.
@@ -295,9 +299,9 @@ fn plans_that_follow_the_timings_have_the_bits_too() {
     for step in 1..=10 {
         plain.gradients(step);
         model.gradients(step);
-        plain.step(&rules(step));
-        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, 0).unwrap());
-        engine.begin(rules(step), 0).unwrap();
+        plain.step(&rules(SIZES.len(), step));
+        (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
+        engine.begin(rules(SIZES.len(), step), None).unwrap();
         engine.finish(Reader::Caller).unwrap();
         assert!(plain.copies() == model.copies());
         assert!(!engine.ran().unwrap().is_empty());

@@ -2,4 +2,5 @@
 #![forbid(unsafe_code)]
 
 mod bits;
+mod cuda;
 mod order;

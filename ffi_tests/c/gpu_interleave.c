@@ -1,0 +1,186 @@
+// The interleaved update on a GPU, over the fake driver: whatever the plans, the bits of spw_adam_step, with no copy through
+// pageable memory, and not one access that events do not order.
+
+#include "fake_cuda.h"
+
+enum { SUBGROUPS = 6, ORDINAL = 7 };
+// A wire: gradients in host memory alone, where the GPU fetches them.
+static const uint32_t HOME = 1000;
+static const uint64_t SIZES[SUBGROUPS] = {3000, 17, 0, 3000, 1024, 700};
+
+static struct problem plain[SUBGROUPS];
+static void *states[SUBGROUPS][3], *staging[SUBGROUPS], *host_grads[SUBGROUPS], *copies[SUBGROUPS];
+static uint64_t grads[SUBGROUPS], params[SUBGROUPS];
+static uint64_t seed = 1;
+static void *stream;
+
+static void *pinned(size_t bytes) {
+    void *start = NULL;
+    CHECK_OK(spw_pinned_alloc(bytes + 1, &start));
+    return start;
+}
+
+static void take_memory(uint32_t grad, uint32_t copy) {
+    for (int i = 0; i < SUBGROUPS; i++) {
+        plain[i] = make(SIZES[i], SPW_DTYPE_F32, SPW_DTYPE_F32, grad, copy, (uint64_t)i);
+        const int order[3] = {2, 3, 0};
+        for (int state = 0; state < 3; state++) {
+            states[i][state] = pinned(plain[i].bytes[order[state]]);
+            memcpy(states[i][state], plain[i].spans[order[state]], plain[i].bytes[order[state]]);
+        }
+        staging[i] = pinned(plain[i].bytes[1]);
+        host_grads[i] = pinned(plain[i].bytes[1]);
+        copies[i] = pinned(plain[i].bytes[4]);
+        if (SIZES[i] == 0) continue;
+        grads[i] = device_memory(plain[i].spans[1], plain[i].bytes[1]);
+        if (copy != SPW_DTYPE_NONE) params[i] = device_memory(plain[i].spans[4], plain[i].bytes[4]);
+    }
+}
+
+static void give_memory_back(void) {
+    for (int i = 0; i < SUBGROUPS; i++) {
+        for (int state = 0; state < 3; state++) CHECK_OK(spw_pinned_free(states[i][state]));
+        CHECK_OK(spw_pinned_free(staging[i]));
+        CHECK_OK(spw_pinned_free(host_grads[i]));
+        CHECK_OK(spw_pinned_free(copies[i]));
+        if (grads[i] != 0) FAKE("cuMemFree_v2", grads[i]);
+        if (params[i] != 0) FAKE("cuMemFree_v2", params[i]);
+        grads[i] = params[i] = 0;
+        release(&plain[i]);
+    }
+}
+
+static spw_interleave_options options_of(spw_gpu *gpu, uint32_t wire, uint32_t fetch, uint32_t grad, uint32_t copy) {
+    return (spw_interleave_options){.struct_size = sizeof(spw_interleave_options),
+                                    .backend = SPW_INTERLEAVE_CUDA,
+                                    .wire = wire == HOME ? SPW_WIRE_DELIVERED : wire,
+                                    .fetch_gradients = fetch,
+                                    .grad_dtype = grad,
+                                    .copy_dtype = copy,
+                                    .chunk = 640,
+                                    .gpu = gpu};
+}
+
+static void describe(spw_interleave_subgroup subgroups[SUBGROUPS], uint32_t wire) {
+    for (int i = 0; i < SUBGROUPS; i++) {
+        subgroups[i] = (spw_interleave_subgroup){.struct_size = sizeof(spw_interleave_subgroup),
+                                                 .n = SIZES[i],
+                                                 .param = states[i][2],
+                                                 .exp_avg = states[i][0],
+                                                 .exp_avg_sq = states[i][1],
+                                                 .grad = wire == HOME ? NULL : (void *)(uintptr_t)grads[i],
+                                                 .param_copy = (void *)(uintptr_t)params[i],
+                                                 .host_grad = wire == SPW_WIRE_DELIVERED || wire == HOME ? host_grads[i] : NULL};
+    }
+}
+
+// The framework makes gradients on its stream, where nothing waits for the host.
+static void backward(spw_interleave *update, int frees_early) {
+    for (int i = SUBGROUPS - 1; i >= 0; i--) {
+        fill(plain[i].spans[1], plain[i].tensor.grad_dtype, SIZES[i], ++seed, 0);
+        memcpy(staging[i], plain[i].spans[1], plain[i].bytes[1]);
+        memcpy(host_grads[i], plain[i].spans[1], plain[i].bytes[1]);
+        if (SIZES[i] > 0) FAKE("cuMemcpyHtoDAsync_v2", grads[i], staging[i], plain[i].bytes[1], stream);
+        if (frees_early) CHECK_OK(spw_interleave_params_free(update, (uint64_t)i, (uintptr_t)stream));
+        CHECK_OK(spw_interleave_gradient(update, (uint64_t)i, (uintptr_t)stream));
+    }
+}
+
+static void step(spw_interleave *update, uint64_t number) {
+    spw_adam_options options = adam_options();
+    options.step = number;
+    for (int i = 0; i < SUBGROUPS; i++) CHECK_OK(spw_adam_step(&options, &plain[i].tensor, 1, NULL));
+    CHECK_OK(spw_interleave_begin(update, &options, 1, (uintptr_t)stream));
+}
+
+// The next forward pass reads each subgroup's parameters on the framework's stream.
+static void forward(spw_interleave *update) {
+    for (int i = 0; i < SUBGROUPS; i++) {
+        CHECK_OK(spw_interleave_publish(update, (uint64_t)i, (uintptr_t)stream));
+        if (plain[i].bytes[4] > 0) FAKE("cuMemcpyDtoHAsync_v2", copies[i], params[i], plain[i].bytes[4], stream);
+    }
+    FAKE("cuStreamSynchronize", stream);
+    for (int i = 0; i < SUBGROUPS; i++) {
+        CHECK(plain[i].bytes[4] == 0 || memcmp(copies[i], plain[i].spans[4], plain[i].bytes[4]) == 0);
+    }
+}
+
+static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t wire, uint32_t fetch, uint32_t grad, uint32_t copy,
+                                     uint64_t steps) {
+    take_memory(grad, copy);
+    spw_interleave_subgroup subgroups[SUBGROUPS];
+    describe(subgroups, wire);
+    const spw_interleave_options options = options_of(gpu, wire, fetch, grad, copy);
+    spw_interleave *update = NULL;
+    CHECK_OK(spw_interleave_open(&options, subgroups, SUBGROUPS, &update));
+    for (uint64_t number = 1; number <= steps; number++) {
+        uint32_t sites[SUBGROUPS];
+        for (int i = 0; i < SUBGROUPS; i++) sites[i] = number == 5 ? 1 : (uint32_t)(random_bits(&seed) % (wire == HOME ? 2 : 3));
+        CHECK_OK(spw_interleave_set_plan(update, sites, SUBGROUPS));
+        backward(update, number % 2 == 0);
+        step(update, number);
+        forward(update);
+    }
+    const uint32_t on_cpu[SUBGROUPS] = {0};
+    uint64_t away = 99, bytes = 0;
+    CHECK_OK(spw_interleave_set_plan(update, on_cpu, SUBGROUPS));
+    CHECK_OK(spw_interleave_drain(update));
+    CHECK_OK(spw_interleave_away(update, NULL, 0, &away));
+    CHECK(away == 0);
+    CHECK_OK(spw_interleave_trace(update, NULL, 0, &bytes));
+    CHECK(bytes > 100);
+    for (int i = 0; i < SUBGROUPS; i++) {
+        CHECK(memcmp(states[i][0], plain[i].spans[2], plain[i].bytes[2]) == 0);
+        CHECK(memcmp(states[i][1], plain[i].spans[3], plain[i].bytes[3]) == 0);
+        CHECK(memcmp(states[i][2], plain[i].spans[0], plain[i].bytes[0]) == 0);
+    }
+    CHECK_OK(spw_interleave_close(update));
+    give_memory_back();
+    CHECK(fake_count("fakecuda_races", ORDINAL) == 0);
+}
+
+static void refusals(spw_gpu *gpu) {
+    take_memory(SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    spw_interleave_subgroup subgroups[SUBGROUPS];
+    spw_interleave *update = NULL;
+    describe(subgroups, SPW_WIRE_NATIVE);
+    spw_interleave_options options = options_of(NULL, SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "gpu: is NULL");
+    options.gpu = gpu;
+    subgroups[3].param = plain[3].spans[0];
+    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[3].param");
+    describe(subgroups, SPW_WIRE_NATIVE);
+    subgroups[4].grad = NULL;
+    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[4].grad");
+    describe(subgroups, SPW_WIRE_DELIVERED);
+    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[0].host_grad");
+    describe(subgroups, HOME);
+    options = options_of(gpu, HOME, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[0].grad: is NULL");
+    CHECK(update == NULL);
+    options.fetch_gradients = 1;
+    CHECK_OK(spw_interleave_open(&options, subgroups, SUBGROUPS, &update));
+    const uint32_t sites[SUBGROUPS] = {0, 1, 0, 0, SPW_SITE_RESIDENT, 0};
+    INVALID(spw_interleave_set_plan(update, sites, SUBGROUPS), "plan: makes 4 a resident");
+    CHECK_OK(spw_interleave_close(update));
+    give_memory_back();
+}
+
+int main(void) {
+    use_fake_driver();
+    spw_gpu *gpu = open_gpu(ORDINAL);
+    enter_context(ORDINAL);
+    FAKE("cuStreamCreateWithPriority", &stream, 1u, 0);
+    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 100);
+    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 1, SPW_DTYPE_F16, SPW_DTYPE_F16, 12);
+    trains_with_the_same_bits(gpu, SPW_WIRE_F32, 0, SPW_DTYPE_F16, SPW_DTYPE_F16, 12);
+    trains_with_the_same_bits(gpu, SPW_WIRE_F32, 1, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
+    trains_with_the_same_bits(gpu, SPW_WIRE_DELIVERED, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
+    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE, 12);
+    trains_with_the_same_bits(gpu, HOME, 1, SPW_DTYPE_F32, SPW_DTYPE_BF16, 12);
+    refusals(gpu);
+    FAKE("cuStreamDestroy_v2", stream);
+    CHECK_OK(spw_gpu_close(gpu));
+    CHECK(fake_count("fakecuda_pageable_copies", ORDINAL) == 0);
+    return 0;
+}

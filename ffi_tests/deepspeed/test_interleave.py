@@ -1,0 +1,59 @@
+"""Proves that ZeRO-3 with interleaved sub-groups has the bits of ZeRO-3 without, with threads in the
+part of the GPU; that a machine without a GPU says so; and that what the block gets wrong is named."""
+
+import json
+
+import pytest
+
+from spillway.deepspeed import _interleave
+from spillway.errors import InvalidArgument
+from test_train import attempt, train
+
+SIZE = ["--stage", "3", "--sub-group-size", "20000"]
+
+
+def block(**settings):
+    return ["--block", json.dumps({"interleave": settings})]
+
+
+@pytest.fixture
+def run(overlay, tmp_path):
+    def start(*arguments, how=train, **extra):
+        return how(overlay, tmp_path, *SIZE, *arguments, SPILLWAY_DEEPSPEED="1", **extra)
+    return start
+
+
+def test_the_weights_are_those_of_steps_on_the_cpu(run):
+    plain = run()
+    assert "interleave" not in plain["active"]
+    rates = {"cpu": 1e9, "gpu": 1e10, "h2d": 5e9, "d2h": 5e9}
+    for settings in ({"plan": "stride", "parameter": 2}, {"plan": "count", "parameter": 100, "slots": 1, "chunk": 1000},
+                     {"plan": "model", "rates": rates, "replan": True}):
+        if settings["plan"] == "count":
+            settings["parameter"] = mixed["active"]["interleave"]["cpu"] // mixed["steps"]
+        mixed = run(*block(backend="host", **settings))
+        assert (mixed["sha256"], mixed["losses"]) == (plain["sha256"], plain["losses"]), settings
+        served = mixed["active"]["interleave"]
+        assert served["steps"] == mixed["steps"] and served["gpu"] > 0, served
+
+
+def test_without_a_gpu_the_reason_is_given(run):
+    done, _ = run(*block(), how=attempt, SPILLWAY_CUDA_LIBRARY="libno-such-driver.so.9")
+    assert done.returncode != 0 and "NoDevice: opening libno-such-driver.so.9: there is no CUDA driver" in done.stderr
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"plans": 1}, "unknown plans"), ({"plan": "best"}, "one of model, eq1"), ({"plan": "model"}, "rates are needed"),
+    ({"replan": True}, "rates are needed"), ({"parameter": -1}, "parameter is -1"), ({"parameter": True}, "parameter is True"),
+    ({"backend": "tpu"}, "one of cuda, host"), ({"backend": "host", "transfers": True}, "transfers need the backend cuda"),
+    ({"rates": {"cpu": 1e9}}, "rates: "), ({"rates": 3}, "rates is 3")])
+def test_what_the_block_gets_wrong_is_named(settings, words):
+    with pytest.raises(InvalidArgument, match=words):
+        _interleave.parse({"interleave": settings})
+
+
+def test_a_block_without_the_object_is_no_concern():
+    assert _interleave.parse(None) is None and _interleave.parse({"cache_bytes": 1}) is None
+    assert _interleave.parse({"interleave": {}}) == _interleave.Settings()
+    with pytest.raises(InvalidArgument, match="not an object"):
+        _interleave.parse({"interleave": "yes"})

@@ -1,0 +1,92 @@
+"""What the programs of this folder share: the GPU, sizes, timing in alternation, and reports with the machine in them."""
+
+import datetime
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+QUICK = bool(os.environ.get("QUICK"))
+ROUNDS = 3 if QUICK else 7
+
+
+def torch_on_gpu():
+    """torch, or an exit with 77 where it is missing or sees no GPU."""
+    try:
+        import torch
+    except ImportError as error:
+        print(f"no torch: {error}")
+        sys.exit(77)
+    if not torch.cuda.is_available():
+        print("torch sees no GPU")
+        sys.exit(77)
+    torch.cuda.init()
+    torch.empty(1, device="cuda")
+    return torch
+
+
+def size(large, small):
+    """A number of elements: the small one for a quick run."""
+    return small if QUICK else large
+
+
+def seconds(torch, work):
+    """How long `work` takes until the GPU is done with it, by the wall clock."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def alternating(contenders, measure, rounds=ROUNDS):
+    """Median seconds of each contender by name, after one round that does not count."""
+    taken = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, work in contenders.items():
+            value = measure(work)
+            if turn:
+                taken[name].append(value)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def available_bytes():
+    """Host memory that can be taken."""
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def report(name, title, gpu, lines, command):
+    """Writes ffi_tests/bench/gpu-NAME.md and prints it."""
+    info = gpu.info()
+    text = (f"# {title}\n\n{datetime.date.today()}, {info.name} (compute capability {info.capability / 10}, driver {_driver()}), "
+            f"{os.cpu_count()} cores of {_cpu()}.\n\n`{command}`, medians in alternation{' (QUICK=1)' if QUICK else ''}.\n\n"
+            "```\n" + "\n".join(lines) + "\n```\n")
+    folder = pathlib.Path(os.environ.get("BENCH") or ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"gpu-{name}.md").write_text(text)
+    print(text)
+
+
+def ratio(name, value, wanted):
+    """A line that says what was reached and what was to be."""
+    return f"{name:<58} {value:7.3f}   wanted {wanted}: {'reached' if value >= wanted else 'MISSED'}"
+
+
+def _cpu():
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "an unnamed CPU"
+
+
+def _driver():
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"

@@ -1,0 +1,138 @@
+#!/bin/sh
+# Everything that only a machine with an NVIDIA GPU can show: what the driver and the kernels really do, then the figures, which
+# go to ffi_tests/bench/gpu-*.md. Without a GPU it says so and exits 77.
+#
+#   ffi_tests/gpu/run.sh [STEP...]      steps: check sanitize transfer adam update interleave-example train; default: all
+#
+#   SPILLWAY_LIBRARY=FILE   the release library, if cargo is not on this machine: target/release/libspillway.so of another
+#   SPILLWAY_PYTHON=FILE    a Python with torch for CUDA; default: python3
+#   BENCH=DIRECTORY         where reports go; default: ffi_tests/bench
+#   LOGS=DIRECTORY          where the output of every step goes; default: target/gpu
+#   QUICK=1                 small sizes, to see that every step works
+#
+# A step that fails does not keep the others from running; the exit status is 1 if any failed. What a step needs and does not
+# find (torch, DeepSpeed, compute-sanitizer, a C compiler) is named in its line, which then says skipped.
+set -u
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+root=$(CDPATH='' cd -- "$here/../.." && pwd)
+logs=${LOGS:-$root/target/gpu}
+python=${SPILLWAY_PYTHON:-python3}
+failed=0
+
+main() {
+    mkdir -p "$logs"
+    find_library
+    export LOGS="$logs" BENCH="${BENCH:-$root/ffi_tests/bench}" QUICK="${QUICK:-}"
+    export PYTHONPATH="$root/packaging/python:$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+    # Rates that were measured on another day are measured again.
+    export SPILLWAY_PROFILE="$logs/profile"
+    find_gpu
+    [ $# -gt 0 ] || set -- check sanitize transfer adam update interleave-example train
+    for step in "$@"; do
+        case $step in
+        check) run check "$python" "$here/check.py" ;;
+        sanitize) sanitize ;;
+        transfer) run transfer "$python" "$here/bench_transfer.py" ;;
+        adam) run adam "$python" "$here/bench_adam.py" ;;
+        update) run update "$python" "$here/bench_update.py" ;;
+        interleave-example) example ;;
+        train) train ;;
+        *) echo "gpu: unknown step $step" >&2; exit 2 ;;
+        esac
+    done
+    exit $failed
+}
+
+find_library() {
+    if [ -z "${SPILLWAY_LIBRARY:-}" ]; then
+        command -v cargo >/dev/null || fatal "there is no cargo; name a release library in SPILLWAY_LIBRARY"
+        (cd "$root" && cargo build --quiet --release --lib) || fatal "the library does not build"
+        SPILLWAY_LIBRARY=${CARGO_TARGET_DIR:-$root/target}/release/libspillway.so
+    fi
+    [ -e "$SPILLWAY_LIBRARY" ] || fatal "$SPILLWAY_LIBRARY does not exist"
+    export SPILLWAY_LIBRARY
+}
+
+# 77 if there is no GPU; anything else that is wrong with the driver is a failure.
+find_gpu() {
+    "$python" - <<'END'
+import sys
+import spillway
+try:
+    count = spillway.gpu_count()
+except spillway.NoDevice as error:
+    print(f"gpu: skipped: {error}")
+    sys.exit(77)
+print(f"gpu: {count} GPU(s), the first is {spillway.Gpu(0).info()}")
+END
+    status=$?
+    [ $status = 0 ] || exit $status
+}
+
+# run NAME COMMAND...: a line about it, its output to a log; 77 is skipped.
+run() {
+    name=$1
+    shift
+    start=$(date +%s)
+    "$@" >"$logs/$name.log" 2>&1
+    status=$?
+    took=$(($(date +%s) - start))
+    case $status in
+    0) echo "gpu: $name: ok ($took s)" ;;
+    77) echo "gpu: $name: skipped: $(tail -n 1 "$logs/$name.log")" ;;
+    *)
+        echo "gpu: $name: FAILED with $status ($took s); the end of $logs/$name.log:"
+        tail -n 25 "$logs/$name.log"
+        failed=1
+        ;;
+    esac
+    return 0
+}
+
+# The kernels under the memory and the race checker. The small check launches every kernel.
+sanitize() {
+    if ! command -v compute-sanitizer >/dev/null; then
+        echo "gpu: sanitize: skipped: there is no compute-sanitizer"
+        return
+    fi
+    for tool in memcheck racecheck; do
+        QUICK=1 run "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$python" "$here/check.py" --kernels
+    done
+}
+
+# The C example; its own check compares bits. With threads in the part of the GPU it runs anywhere.
+example() {
+    if ! command -v cc >/dev/null; then
+        echo "gpu: interleave-example: skipped: there is no C compiler"
+        return
+    fi
+    folder=$(dirname "$SPILLWAY_LIBRARY")
+    run interleave-build cc -O1 -I "$root/include" "$root/examples_c/interleave.c" -o "$logs/interleave" \
+        -L "$folder" -lspillway -lm "-Wl,-rpath,$folder"
+    run interleave-example "$logs/interleave" "$logs/interleave-trace.json"
+}
+
+# ZeRO-3 with offloaded states on the GPU: Spillway's op, then DeepSpeed's own; the losses have to be equal.
+train() {
+    if ! "$python" -c 'import deepspeed' >"$logs/train.log" 2>&1; then
+        echo "gpu: train: skipped: this Python has no DeepSpeed: $(tail -n 1 "$logs/train.log")"
+        return
+    fi
+    size="--stage 3 --steps 60 --dim 1024 --layers 8"
+    [ -z "$QUICK" ] || size="--stage 3 --steps 20 --dim 128 --layers 2"
+    # Equal bits need the same number of OpenMP threads.
+    export DS_ACCELERATOR=cuda OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+    # shellcheck disable=SC2086
+    SPILLWAY_DEEPSPEED=1 run train-spillway "$python" "$root/ffi_tests/deepspeed/train.py" $size --json "$logs/spillway.json"
+    # shellcheck disable=SC2086
+    run train-deepspeed "$python" "$root/ffi_tests/deepspeed/train.py" $size --native --json "$logs/deepspeed.json"
+    run train "$python" "$here/compare_training.py" "$logs/spillway.json" "$logs/deepspeed.json"
+}
+
+fatal() {
+    echo "gpu: $*" >&2
+    exit 1
+}
+
+main "$@"

@@ -1,0 +1,265 @@
+"""The `interleave` object in the `spillway` block of a DeepSpeed configuration: ZeRO-3's sub-groups whose states are in host
+memory are stepped by CPU and GPU at the same time.
+
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true}},
+    "spillway": {"interleave": {"plan": "stride", "parameter": 2, "transfers": true}}
+
+The bits are those of DeepSpeedCPUAdam on Spillway's op. States are in host memory again when a step returns."""
+
+import weakref
+from typing import NamedTuple
+
+from .. import _abi, _native, gpu as _gpu
+from ..errors import InvalidArgument
+from ..interleave import PLANS, Interleave, Rates, Subgroup, plan
+from . import _call, _tier_config
+from ._superoffload import gradient_factor
+
+# What stage 3 has to have for `overrides` to fit it.
+NEEDED = ("initialize_optimizer_states", "unscale_and_clip_grads", "_optimizer_step", "_unflatten_partitioned_parameters",
+          "_reassign_or_swap_out_partitioned_parameters", "_offload_grad_partition_at_boundary")
+_BACKENDS = ("cuda", "host")
+_updates = weakref.WeakSet()
+
+
+class Settings(NamedTuple):
+    """What the object says.
+
+    backend     "cuda"; "host" has threads take the part of the GPU, to try the rest without one
+    plan        "stride": every parameter-th sub-group is the GPU's; "count": so many; "model", "eq1", "paper" need rates
+    rates       {"cpu", "gpu", "h2d", "d2h"} in parameters per second
+    replan      after every step, by what it took; needs rates
+    transfers   gradients leave through Spillway: widened on the GPU, in chunks, on streams of their own
+    slots, chunk   state buffers on the GPU, and parameters per copy; 0: 2 and 16 Mi"""
+
+    backend: str = "cuda"
+    plan: str = "stride"
+    parameter: int = 2
+    rates: dict | None = None
+    replan: bool = False
+    transfers: bool = False
+    slots: int = 0
+    chunk: int = 0
+
+
+def parse(block):
+    """The settings in a `spillway` block; None if it has no interleave object."""
+    given = block.get("interleave") if isinstance(block, dict) else None
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise InvalidArgument(f"spillway: interleave is {given!r}, not an object")
+    unknown = sorted(set(given) - set(Settings._fields))
+    if unknown:
+        raise InvalidArgument(f"spillway.interleave: unknown {', '.join(unknown)}; known are {', '.join(Settings._fields)}")
+    for name, value in given.items():
+        kind = dict if name == "rates" else type(Settings._field_defaults[name])
+        if type(value) is not kind or kind is int and value < 0:
+            raise InvalidArgument(f"spillway.interleave: {name} is {value!r}")
+    found = Settings(**given)
+    for name, value, known in (("backend", found.backend, _BACKENDS), ("plan", found.plan, PLANS)):
+        if value not in known:
+            raise InvalidArgument(f"spillway.interleave: {name} is {value!r}; one of {', '.join(known)} expected")
+    if found.rates is None and (found.replan or found.plan not in ("stride", "count")):
+        raise InvalidArgument("spillway.interleave: rates are needed for this plan: cpu, gpu, h2d and d2h in parameters/s")
+    if found.transfers and found.backend != "cuda":
+        raise InvalidArgument("spillway.interleave: transfers need the backend cuda")
+    try:
+        return found._replace(rates=Rates(**found.rates) if found.rates else None)
+    except TypeError as error:
+        raise InvalidArgument(f"spillway.interleave: rates: {error}") from error
+
+
+def served():
+    """Steps and sub-groups stepped by each side, of all optimizers of this process."""
+    total = {}
+    for update in _updates:
+        for name, value in update.counts.items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+class Update:
+    """The interleaved update of one stage 3."""
+
+    def __init__(self, stage3, settings):
+        reason = _unfit(stage3)
+        if reason:
+            raise InvalidArgument(f"spillway.interleave: {reason}")
+        self._stage3, self.settings = weakref.proxy(stage3), settings
+        self.gpu = _gpu.Gpu(_ordinal()) if settings.backend == "cuda" else None
+        self._interleave, self._arrays, self._copies = None, None, []
+        self.counts = {"steps": 0, "cpu": 0, "gpu": 0}
+        _updates.add(self)
+
+    def step(self, factor):
+        """Starts the step of all sub-groups, with this factor on the gradients."""
+        self._open()
+        stream = self._stream()
+        for copy in self._copies:
+            copy.order(stream)
+        update, sites = self._interleave, self._interleave.get_plan()
+        for index in range(len(sites)):
+            update.gradient(index, stream)
+        update.begin_ds(self._stage3.optimizer.opt_id, [self._call_of(index, factor) for index in range(len(sites))], stream)
+        self.counts["steps"] += 1
+        for index, site in enumerate(sites):
+            self.counts[site] += 1
+            _call.count("cpu_adam", self._stage3.fp32_partitioned_groups_flat[index].numel())
+
+    def publish(self, index):
+        """The model's weights of a sub-group are new for whatever is queued from now on; after the last one all states are
+        in host memory."""
+        self._interleave.publish(index, self._stream())
+        if index == len(self._interleave) - 1:
+            self._interleave.drain()
+            self._copies.clear()
+            if self.settings.replan:
+                self._interleave.replan()
+
+    def gradient_out(self, grad, host):
+        """Begins to copy a gradient to host memory."""
+        if grad.dtype != host.dtype and host.element_size() != 4:
+            raise InvalidArgument(f"spillway.interleave: a gradient of {grad.dtype} cannot go to {host.dtype}")
+        self._copies.append(self.gpu.copy_out(grad.contiguous(), host, after=self._stream()))
+
+    def _stream(self):
+        if self.gpu is None:
+            return None
+        import torch
+        return torch.cuda.current_stream()
+
+    def _open(self):
+        """Opens the update at the first step, and anew where a checkpoint brought other tensors."""
+        arrays = [self._subgroup(index) for index in range(len(self._stage3.fp16_groups))]
+        addresses = [[array.data_ptr() for array in group if array is not None] for group in arrays]
+        if addresses == self._arrays:
+            return
+        self.close()
+        settings, sizes = self.settings, [group.param.numel() for group in arrays]
+        self._interleave = Interleave(arrays, gpu=self.gpu, wire="delivered", fetch_gradients=True, slots=settings.slots,
+                                      chunk=settings.chunk)
+        rates = settings.rates or Rates(1.0, 1.0, 1.0, 1.0)
+        found = plan(rates, sizes, mode=settings.plan, parameter=settings.parameter, wire="delivered", fetch_gradients=True,
+                     slots=settings.slots, chunk=settings.chunk)
+        self._interleave.set_plan(found.sites)
+        if settings.rates:
+            self._interleave.calibrate(rates)
+        self._arrays = addresses
+
+    def _subgroup(self, index):
+        stage3 = self._stage3
+        master, weights = stage3.fp32_partitioned_groups_flat[index], stage3.fp16_partitioned_groups_flat[index]
+        state = stage3.optimizer.state[master]
+        if "exp_avg" not in state:
+            import torch
+            state.update(step=state.get("step", 0), exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+        if self.gpu is None:
+            return Subgroup(master.data, state["exp_avg"], state["exp_avg_sq"], master.grad.data, weights)
+        master.data, master.grad = _pinned(master.data), _pinned(master.grad.data)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = _pinned(state[name])
+        return Subgroup(master.data, state["exp_avg"], state["exp_avg_sq"], None, weights, master.grad.data)
+
+    def _call_of(self, index, factor):
+        stage3 = self._stage3
+        group = stage3.optimizer.param_groups[stage3.sub_group_to_group_id[index]]
+        state = stage3.optimizer.state[stage3.fp32_partitioned_groups_flat[index]]
+        state["step"] += 1
+        call = _abi.sized(_abi.DsAdamCall)
+        call.step, call.bias_correction, call.grad_scale = state["step"], int(group["bias_correction"]), factor
+        call.lr, (call.beta1, call.beta2) = group["lr"], group["betas"]
+        call.eps, call.weight_decay = group["eps"], group["weight_decay"]
+        return call
+
+    def close(self):
+        """Ends the update; the states stay where they are."""
+        if self._interleave is not None:
+            self._interleave.close()
+            self._interleave = self._arrays = None
+
+
+def overrides(stage3):
+    """Methods for DeepSpeed's DeepSpeedZeroOptimizer_Stage3, by name; each is what it was for an optimizer without Update."""
+    own = {name: getattr(stage3, name) for name in NEEDED}
+
+    def initialize_optimizer_states(self):
+        settings = parse(_tier_config.block())
+        self._spillway_interleave = Update(self, settings) if settings else None
+        own["initialize_optimizer_states"](self)
+
+    def unscale_and_clip_grads(self, sub_group_id, total_norm):
+        update = interleaved(self)
+        if update is None:
+            own["unscale_and_clip_grads"](self, sub_group_id, total_norm)
+        elif sub_group_id == 0:
+            update.step(gradient_factor(self, total_norm))
+
+    def optimizer_step(self, sub_group_id):
+        if interleaved(self) is None:
+            own["_optimizer_step"](self, sub_group_id)
+
+    def reassign(self, sub_group_id):
+        update = interleaved(self)
+        if update is None:
+            return own["_reassign_or_swap_out_partitioned_parameters"](self, sub_group_id)
+        update.publish(sub_group_id)
+        self._unflatten_partitioned_parameters(sub_group_id)
+
+    def at_boundary(self, param, grad_buffer, *gradients):
+        update = interleaved(self)
+        if update is None or not update.settings.transfers:
+            return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
+        index, offset, _ = self.grad_position[self.get_param_id(param)]
+        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+        host = self.fp32_partitioned_groups_flat[index].grad.narrow(0, offset, grad_buffer.numel())
+        update.gradient_out(grad_buffer, host)
+
+    return {"initialize_optimizer_states": initialize_optimizer_states, "unscale_and_clip_grads": unscale_and_clip_grads,
+            "_optimizer_step": optimizer_step, "_reassign_or_swap_out_partitioned_parameters": reassign,
+            "_offload_grad_partition_at_boundary": at_boundary}
+
+
+def interleaved(stage3):
+    """The Update of an optimizer, or None."""
+    return getattr(stage3, "_spillway_interleave", None)
+
+
+def _unfit(stage3):
+    """Why the sub-groups of this optimizer cannot be interleaved; None if they can."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    optimizer = stage3.optimizer
+    if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
+        return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
+    if stage3.swap_optimizer or any(flat is None for flat in stage3.fp16_partitioned_groups_flat):
+        return "states or parameters are in files; offload_optimizer has to be on the device cpu"
+    if any(master.dtype is not torch.float32 for master in stage3.fp32_partitioned_groups_flat):
+        return "master weights have 16 bits; 32 are needed"
+    if any(flat.element_size() != 2 for flat in stage3.fp16_partitioned_groups_flat):
+        return "the model's weights have 32 bits; 16 are needed"
+    if getattr(stage3, "partial_offload", 1.0) != 1.0:
+        return "offload_optimizer.ratio is not 1"
+    return "SuperOffload steps on its own" if hasattr(stage3, "superoffload_cpu_optimizer") else None
+
+
+def _ordinal():
+    """torch's GPU, or the reason why there is none."""
+    _gpu.gpu_count()
+    import torch
+    if not torch.cuda.is_available():
+        raise InvalidArgument("spillway.interleave: this torch has no CUDA; with \"backend\": \"host\" threads take its part")
+    return torch.cuda.current_device()
+
+
+def _pinned(tensor):
+    """The tensor, or a copy in page-locked memory if it is not there."""
+    import torch
+    known = _abi.c_uint32()
+    address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    _native.check(_native.library().spw_pinned_contains(address, size, known))
+    if known.value or tensor.is_pinned():
+        return tensor
+    locked = torch.from_numpy(_gpu.pinned(tensor.numel()))
+    locked.copy_(tensor)
+    return locked

@@ -1,0 +1,261 @@
+"""GPUs, through the CUDA driver that the framework uses: gradients out, parameters in, and Adam on the device.
+
+    gpu = spillway.Gpu(0)
+    host = spillway.pinned(grad.numel(), "float32")
+    copy = gpu.copy_out(grad, host, after=torch.cuda.current_stream())     # widened on the GPU
+    copy.wait()
+
+Device memory is a contiguous torch tensor on a GPU, or a DeviceArray. A stream or an event is one of torch, or Stream(number)
+or Event(number) with what C knows it by. The driver is looked for at the first call; without one, or without a GPU, that
+raises NoDevice. SPILLWAY_CUDA_LIBRARY names another driver library."""
+
+import ctypes
+import sys
+import weakref
+from typing import NamedTuple
+
+from . import _abi, _arrays, _native
+from .errors import InvalidArgument
+from .optim import Adam, StepStats
+
+WIRES = {"native": 0, "f32": 1, "delivered": 2}
+_OUT, _IN = 0, 1
+_NOTHING, _EVENT, _STREAM = 0, 1, 2
+_NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
+_TENSOR_FIELDS = (("param", "param_dtype"), ("grad", "grad_dtype"), ("exp_avg", "state_dtype"),
+                  ("exp_avg_sq", "state_dtype"), ("param_copy", "copy_dtype"))
+
+
+class DeviceArray(NamedTuple):
+    """Device memory: its address, its number of elements, and their dtype ("float32", "float16", "bfloat16")."""
+
+    address: int
+    elements: int
+    dtype: str
+
+
+class Stream(NamedTuple):
+    """A stream by its number; 0 is the legacy default stream."""
+
+    cuda_stream: int
+
+
+class Event(NamedTuple):
+    """An event by its number."""
+
+    cuda_event: int
+
+
+class Info(NamedTuple):
+    """What a GPU is. capability is 90 for 9.0; with 2 copy_engines copies run in both directions at once."""
+
+    name: str
+    pci: str
+    capability: int
+    multiprocessors: int
+    copy_engines: int
+    memory_bytes: int
+    free_bytes: int
+
+
+class Link(NamedTuple):
+    """Parameters per second across the link and through the CPU step, by the form of gradients or parameters on the wire;
+    `wire` is the better form for gradients."""
+
+    wire: str
+    out_f32: float
+    out_native: float
+    in_f32: float
+    in_native: float
+    step_f32: float
+    step_native: float
+
+
+def gpu_count():
+    """Number of GPUs that this process sees; NoDevice if there is no driver, or no GPU."""
+    found = _abi.sized(_abi.GpuDriver)
+    _native.check(_native.library().spw_gpu_probe(ctypes.byref(found)))
+    return found.devices
+
+
+def pinned(elements, dtype="float32"):
+    """A numpy array in page-locked memory, as transfers need it; of uint16 for bfloat16. It is freed with its last view."""
+    import numpy
+    code = _arrays.dtype_code(dtype)
+    kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
+    size = numpy.dtype(kind).itemsize * elements
+    start = ctypes.c_void_p()
+    _native.check(_native.library().spw_pinned_alloc(max(1, size), ctypes.byref(start)))
+    memory = (ctypes.c_char * size).from_address(start.value)
+    weakref.finalize(memory, _native.library().spw_pinned_free, start.value).atexit = False
+    return numpy.frombuffer(memory, kind)
+
+
+def stream_number(stream):
+    """What C knows a stream by; None is the legacy default stream."""
+    return 0 if stream is None else _number(stream, "cuda_stream", "stream")
+
+
+def device_span(array, argument):
+    """(address, elements, dtype code) of device memory."""
+    if isinstance(array, DeviceArray):
+        return array.address, array.elements, _arrays.dtype_code(array.dtype)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        raise InvalidArgument(f"{argument} is a {type(array).__name__}; a torch tensor or a DeviceArray is needed")
+    code = _abi.DTYPES.get(str(array.dtype).removeprefix("torch."))
+    if not array.is_cuda or not array.is_contiguous() or code is None:
+        raise InvalidArgument(f"{argument} is {array.dtype} on device {array.device}, strides {array.stride()}; contiguous "
+                              "float32, float16 or bfloat16 on a GPU is needed")
+    return array.data_ptr(), array.numel(), code
+
+
+class Gpu:
+    """A GPU in use, through its primary context, the one that torch uses. Any thread may use it."""
+
+    def __init__(self, ordinal=0, *, chunk_bytes=0):
+        options = _abi.sized(_abi.GpuOptions)
+        options.ordinal, options.chunk_bytes = ordinal, chunk_bytes
+        self._handle = ctypes.c_void_p()
+        _native.check(_native.library().spw_gpu_open(ctypes.byref(options), ctypes.byref(self._handle)))
+
+    @property
+    def handle(self):
+        """What C knows it by."""
+        if not self._handle:
+            raise InvalidArgument("the GPU is closed")
+        return self._handle
+
+    def info(self):
+        """What the GPU is, and how much memory is free now."""
+        found = _abi.sized(_abi.GpuInfo)
+        self._call("spw_gpu_info_get", ctypes.byref(found))
+        return Info(found.name.decode(), found.pci.decode(), *(getattr(found, name) for name in Info._fields[2:]))
+
+    def copy_out(self, device, host, *, after=None):
+        """Begins a copy to page-locked memory: of the same dtype, or float32, which the GPU widens to. It comes after the
+        stream or event `after` on the device. Returns a Copy."""
+        return self._copy(_OUT, device, host, after)
+
+    def copy_in(self, host, device, *, after=None):
+        """As copy_out, to the device; float32 is rounded to nearest even there."""
+        return self._copy(_IN, device, host, after)
+
+    def copy_record(self, direction, device, host, after):
+        """The C structure of a copy."""
+        copy = _abi.sized(_abi.GpuCopy)
+        copy.direction = direction
+        copy.device, copy.n, copy.device_dtype = device_span(device, "device")
+        copy.host, elements, copy.host_dtype = _arrays.span(host, "host", direction == _OUT, _NAMES[copy.device_dtype])
+        if elements != copy.n:
+            raise InvalidArgument(f"host has {elements} elements, device {copy.n}")
+        if hasattr(after, "cuda_stream"):
+            copy.after, copy.handle = _STREAM, stream_number(after)
+        elif after is not None:
+            copy.after, copy.handle = _EVENT, _number(after, "cuda_event", "after")
+        return copy
+
+    def _copy(self, direction, device, host, after):
+        record = self.copy_record(direction, device, host, after)
+        ticket = ctypes.c_uint64()
+        self._call("spw_gpu_copy_start", ctypes.byref(record), ctypes.byref(ticket))
+        return Copy(self, ticket.value, (_arrays.held(host), device, after))
+
+    def step(self, adam, tensors, *, shadow=None, stream=None, grad_scale=1.0, stats=False):
+        """One step of a spillway.Adam on the device, in the order of `stream`: tuples of param, grad, exp_avg, exp_avg_sq
+        and, if wanted, a 16-bit copy to write. With `shadow`, tuples of param, exp_avg and exp_avg_sq, the new states go
+        there and the old ones stay. With stats=True it waits, and returns StepStats."""
+        options = options_of(adam, grad_scale)
+        table = device_table(tensors, shadow)
+        out = _abi.sized(_abi.StepStats) if stats else None
+        self._call("spw_gpu_adam_step", ctypes.byref(options), table, len(table), stream_number(stream),
+                   ctypes.byref(out) if stats else None)
+        adam.step_count += 1
+        return StepStats(bool(out.nonfinite), out.sum_squares) if stats else None
+
+    def link(self, *, accumulates=False, again=False):
+        """Speeds of the link, measured once on a machine and kept; `accumulates` if the host adds gradients up."""
+        found = _abi.sized(_abi.GpuLink)
+        self._call("spw_gpu_link_get", int(accumulates), int(again), ctypes.byref(found))
+        return Link(("native", "f32")[found.wire], *(getattr(found, name) for name in Link._fields[1:]))
+
+    def close(self):
+        """Waits for copies under way, and lets go of the GPU."""
+        handle, self._handle = self._handle, None
+        if handle:
+            _native.check(_native.library().spw_gpu_close(handle))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            self.close()
+
+    def _call(self, function, *arguments):
+        _native.check(getattr(_native.library(), function)(self.handle, *arguments))
+
+
+class Copy:
+    """A copy under way. It holds its memory until it was waited for."""
+
+    def __init__(self, gpu, ticket, held):
+        self._gpu, self._ticket, self._held = gpu, ticket, held
+
+    def wait(self, timeout=None):
+        """Waits on this thread, at most so many seconds; TimedOut if it is not over by then."""
+        milliseconds = -1 if timeout is None else max(0, round(timeout * 1000))
+        self._gpu._call("spw_gpu_copy_wait", self._ticket, milliseconds)
+        self._held = None
+
+    def order(self, stream):
+        """Makes what is queued on `stream` from now on wait for it, on the device."""
+        self._gpu._call("spw_gpu_stream_wait", self._ticket, stream_number(stream))
+
+
+def device_table(tensors, shadow=None):
+    """The C table of tensors in device memory."""
+    entries = [tuple(entry) for entry in tensors]
+    table = (_abi.Tensor * len(entries))()
+    for index, (slot, entry) in enumerate(zip(table, entries)):
+        slot.struct_size = ctypes.sizeof(_abi.Tensor)
+        if len(entry) not in (4, 5):
+            raise InvalidArgument(f"tensors[{index}] has {len(entry)} arrays; param, grad, exp_avg, exp_avg_sq and perhaps "
+                                  "param_copy expected")
+        for (name, dtype), array in zip(_TENSOR_FIELDS, entry):
+            if array is not None:
+                _set(slot, name, dtype, array, f"tensors[{index}].{name}")
+    for index, entry in enumerate(shadow or ()):
+        for name, array in zip(("param", "exp_avg", "exp_avg_sq"), entry, strict=True):
+            _set(table[index], f"shadow_{name}", f"{'param' if name == 'param' else 'state'}_dtype", array,
+                 f"shadow[{index}].{name}")
+    return table
+
+
+def options_of(adam, grad_scale):
+    """The options of the next step of a spillway.Adam."""
+    if not isinstance(adam, Adam):
+        raise InvalidArgument(f"adam is a {type(adam).__name__}; a spillway.Adam is needed")
+    return adam.options_of_next_step(grad_scale)
+
+
+def _set(slot, name, dtype, array, argument):
+    address, elements, code = device_span(array, argument)
+    setattr(slot, name, address)
+    if name == "param":
+        slot.n = elements
+    elif elements != slot.n:
+        raise InvalidArgument(f"{argument} has {elements} elements, param has {slot.n}")
+    if getattr(slot, dtype) not in (_abi.DTYPE_NONE, code):
+        raise InvalidArgument(f"{argument} has another dtype than its kind")
+    setattr(slot, dtype, code)
+
+
+def _number(owner, attribute, argument):
+    number = getattr(owner, attribute, None)
+    if not isinstance(number, int):
+        raise InvalidArgument(f"{argument} is {owner!r}; something with {attribute} is needed")
+    return number

@@ -1,0 +1,64 @@
+"""What a framework does with the CUDA driver, done with the fake one of ffi_tests/fakecuda: its device memory is host memory."""
+
+import ctypes
+
+import numpy as np
+
+from spillway import DeviceArray, Event, Stream
+
+
+class FakeDriver:
+    """The fake driver's GPU `ordinal`, its context current on this thread."""
+
+    def __init__(self, path, ordinal):
+        self._library, self._ordinal = ctypes.CDLL(path), ordinal
+        context = ctypes.c_void_p()
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+        self("cuCtxPushCurrent_v2", context)
+
+    def __call__(self, function, *arguments):
+        assert getattr(self._library, function)(*arguments) == 0, function
+
+    def stream(self):
+        made = ctypes.c_void_p()
+        self("cuStreamCreateWithPriority", ctypes.byref(made), 1, 0)
+        return Stream(made.value)
+
+    def synchronize(self, stream):
+        self("cuStreamSynchronize", ctypes.c_void_p(stream.cuda_stream))
+
+    def record(self, stream):
+        made = ctypes.c_void_p()
+        self("cuEventCreate", ctypes.byref(made), 2)
+        self("cuEventRecord", made, ctypes.c_void_p(stream.cuda_stream))
+        return Event(made.value)
+
+    def device(self, array, dtype=None):
+        """Device memory that holds an array."""
+        address = ctypes.c_uint64()
+        self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(1, array.nbytes)))
+        ctypes.memmove(address.value, array.ctypes.data, array.nbytes)
+        return DeviceArray(address.value, array.size, dtype or {np.uint16: "bfloat16"}.get(array.dtype.type, array.dtype.name))
+
+    def upload(self, array, device, stream):
+        """On a stream, from page-locked memory."""
+        self("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(device.address), ctypes.c_void_p(array.ctypes.data),
+             ctypes.c_size_t(array.nbytes), ctypes.c_void_p(stream.cuda_stream))
+
+    def seen(self, device, like):
+        """What device memory holds, once the work on it is over."""
+        text = ctypes.string_at(device.address, like.nbytes)
+        return np.frombuffer(text, like.dtype)
+
+    def free(self, *devices):
+        for device in devices:
+            self("cuMemFree_v2", ctypes.c_uint64(device.address))
+
+    def faults(self):
+        """Accesses that nothing orders, and copies through memory that is not page-locked."""
+        counts = []
+        for name in ("fakecuda_races", "fakecuda_pageable_copies"):
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = ctypes.c_uint64, [ctypes.c_uint32]
+            counts.append(function(self._ordinal))
+        return counts

@@ -1,0 +1,279 @@
+"""Proves that the Python face of GPUs moves and steps what the C face does, over the fake driver, with the bits of steps on the
+CPU; that memory is held while it is used; and that misuse, and a machine without a GPU, raise typed exceptions."""
+
+import gc
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import spillway
+from fake_cuda import FakeDriver
+
+SIZES = (1000, 70, 0, 513)
+SCALE = 0.5
+
+
+@pytest.fixture
+def desk(fake_driver, request):
+    """A fake GPU of this test's own, opened, and a stream of a framework."""
+    ordinal = 20 + sum(map(ord, request.node.name)) % 40
+    driver = FakeDriver(fake_driver, ordinal)
+    with spillway.Gpu(ordinal, chunk_bytes=1024) as gpu:
+        stream = driver.stream()
+        yield driver, gpu, stream
+        driver.synchronize(stream)
+    assert driver.faults() == [0, 0]
+
+
+def normal(n, seed, size=1.0):
+    return (np.random.default_rng(seed).standard_normal(n) * size).astype(np.float32)
+
+
+def bf16(values):
+    bits = values.view(np.uint32)
+    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def locked(values):
+    array = spillway.pinned(values.size, "bf16" if values.dtype == np.uint16 else values.dtype.name)
+    array[:] = values
+    return array
+
+
+class Layers:
+    """Masters, moments, gradients and 16-bit parameters, in ordinary memory."""
+
+    def __init__(self):
+        self.param = [normal(n, 1) for n in SIZES]
+        self.exp_avg = [np.zeros(n, np.float32) for n in SIZES]
+        self.exp_avg_sq = [np.zeros(n, np.float32) for n in SIZES]
+        self.grad = [np.zeros(n, np.uint16) for n in SIZES]
+        self.copy = [bf16(values) for values in self.param]
+
+    def new_gradients(self, seed):
+        for index, grad in enumerate(self.grad):
+            grad[:] = bf16(normal(grad.size, 100 * seed + index, 0.1))
+
+    def step(self, adam, scale=SCALE):
+        rows = zip(self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.copy)
+        return adam.step(list(rows), grad_scale=scale, stats=True, uint16_as="bf16")
+
+
+def test_gradients_leave_and_parameters_return(desk):
+    driver, gpu, stream = desk
+    assert gpu.info().name == "Fake GPU" and gpu.info().copy_engines == 2 and spillway.gpu_count() > 0
+    values = bf16(normal(5000, 3))
+    device, wide = driver.device(values), spillway.pinned(5000)
+    gpu.copy_out(device, wide, after=stream).wait()
+    assert (wide.view(np.uint32) >> 16 == values).all()
+    narrow = spillway.pinned(5000, "bf16")
+    gpu.copy_out(device, narrow, after=driver.record(stream)).wait(timeout=60)
+    assert (narrow == values).all()
+    other = driver.device(np.zeros(5000, np.uint16))
+    gpu.copy_in(wide, other, after=stream).order(stream)
+    driver.synchronize(stream)
+    assert (driver.seen(other, values) == values).all()
+    driver.free(device, other)
+
+
+def test_steps_on_the_gpu_have_the_bits_of_the_cpu(desk):
+    driver, gpu, stream = desk
+    plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2, weight_decay=0.1), spillway.Adam(lr=1e-2, weight_decay=0.1)
+    plain.new_gradients(1)
+    kinds = ("param", "grad", "exp_avg", "exp_avg_sq", "copy")
+    rows = [[driver.device(getattr(plain, kind)[index]) for kind in kinds] for index in range(len(SIZES))]
+    for _ in range(3):
+        assert gpu.step(ours, rows, stream=stream, grad_scale=SCALE, stats=True) == plain.step(theirs)
+    for index, row in enumerate(rows):
+        for kind, device in zip(kinds, row):
+            assert (driver.seen(device, getattr(plain, kind)[index]) == getattr(plain, kind)[index]).all(), kind
+        driver.free(*row)
+
+
+def test_interleaved_steps_have_the_bits_of_the_cpu(desk):
+    driver, gpu, stream = desk
+    plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
+    grads, copies = [driver.device(grad) for grad in plain.grad], [driver.device(copy) for copy in plain.copy]
+    staging, seen = [locked(grad) for grad in plain.grad], [locked(copy) for copy in plain.copy]
+    subgroups = [spillway.Subgroup(*map(locked, arrays), grad, copy) for *arrays, grad, copy in
+                 zip(plain.param, plain.exp_avg, plain.exp_avg_sq, grads, copies)]
+    sites = [["cpu"] * 4, ["gpu"] * 4, ["gpu", "cpu", "gpu", "resident"], ["resident", "gpu", "cpu", "cpu"]]
+    with spillway.Interleave(subgroups, gpu=gpu, chunk=256) as update:
+        for number in range(8):
+            update.set_plan(sites[number % 4])
+            assert update.get_plan() == sites[number % 4]
+            plain.new_gradients(number)
+            for index in reversed(range(len(SIZES))):
+                staging[index][:] = plain.grad[index]
+                if SIZES[index]:
+                    driver.upload(staging[index], grads[index], stream)
+                update.gradient(index, stream)
+            plain.step(theirs)
+            update.begin(ours, grad_scale=SCALE, stream=stream)
+            for index in range(len(SIZES)):
+                update.publish(index, stream)
+                gpu.copy_out(copies[index], seen[index], after=stream).order(stream)
+            driver.synchronize(stream)
+            assert all((mine == wanted).all() for mine, wanted in zip(seen, plain.copy)), number
+        update.set_plan(["cpu"] * 4)
+        update.drain()
+        assert update.away() == [] and '"traceEvents"' in update.trace()
+        for subgroup, wanted in zip(subgroups, zip(plain.param, plain.exp_avg, plain.exp_avg_sq)):
+            assert all((mine == right).all() for mine, right in zip(subgroup, wanted))
+    assert ours.step_count == theirs.step_count == 8
+    driver.free(*grads, *copies)
+
+
+def test_gradients_in_host_memory_alone(desk):
+    """As ZeRO-3 brings them: in 32 bits, fetched by the GPU where it steps."""
+    driver, gpu, stream = desk
+    plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
+    plain.grad = [np.zeros(n, np.float32) for n in SIZES]
+    copies, homes, seen = ([make(copy) for copy in plain.copy] for make in
+                           (driver.device, lambda copy: spillway.pinned(copy.size), locked))
+    subgroups = [spillway.Subgroup(*map(locked, arrays), None, copy, home) for *arrays, copy, home in
+                 zip(plain.param, plain.exp_avg, plain.exp_avg_sq, copies, homes)]
+    with spillway.Interleave(subgroups, gpu=gpu, wire="delivered", fetch_gradients=True) as update:
+        update.set_plan(["gpu", "cpu", "gpu", "gpu"])
+        for number in range(3):
+            for index, home in enumerate(homes):
+                plain.grad[index][:] = home[:] = normal(home.size, number + 10 * index)
+                update.gradient(index, stream)
+            plain.step(theirs)
+            update.begin(ours, grad_scale=SCALE, stream=stream)
+            for index in range(len(SIZES)):
+                update.publish(index, stream)
+                gpu.copy_out(copies[index], seen[index], after=stream).order(stream)
+            driver.synchronize(stream)
+            assert all((mine == wanted).all() for mine, wanted in zip(seen, plain.copy)), number
+        with pytest.raises(spillway.InvalidArgument, match="makes 1 a resident"):
+            update.set_plan(["cpu", "resident", "cpu", "cpu"])
+    driver.free(*copies)
+
+
+def test_without_a_gpu_threads_take_its_part(monkeypatch):
+    plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
+    model = Layers()
+    rows = zip(model.param, model.exp_avg, model.exp_avg_sq, model.grad, model.copy)
+    with spillway.Interleave([spillway.Subgroup(*row) for row in rows], uint16_as="bf16") as update:
+        rates = spillway.Rates(cpu=2e9, gpu=25e9, h2d=13.75e9, d2h=13.75e9)
+        found = spillway.plan(rates, SIZES)
+        assert found.exposed_seconds <= found.serial_seconds
+        update.set_plan(spillway.plan(rates, SIZES, mode="count", parameter=2).sites)
+        assert update.get_plan().count("gpu") == 2
+        update.calibrate(rates)
+        for number in range(4):
+            for layers in (plain, model):
+                layers.new_gradients(number)
+            for index in range(len(SIZES)):
+                update.params_free(index)
+                update.gradient(index)
+            plain.step(theirs)
+            update.begin([ours] * len(SIZES), grad_scale=SCALE)
+            update.finish()
+            assert all((mine == wanted).all() for mine, wanted in zip(model.copy, plain.copy))
+            assert update.ready(0)
+            update.replan()
+        with pytest.raises(spillway.InvalidArgument, match="sites"):
+            update.set_plan(["nowhere"] * 4)
+        with pytest.raises(spillway.InvalidArgument, match="stream"):
+            update.gradient(0, spillway.Stream(1))
+    with pytest.raises(spillway.InvalidArgument, match="closed"):
+        update.finish()
+
+
+@pytest.mark.parametrize("publish", ["final", "staged", "speculative"])
+def test_speculation_waits_for_the_gpu_and_publishes_to_it(desk, publish):
+    driver, gpu, stream = desk
+    plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
+    on_gpu = 3
+    kinds = ("param", "grad", "exp_avg", "exp_avg_sq", "copy")
+    tail = [driver.device(getattr(plain, kind)[on_gpu]) for kind in kinds]
+    model = Layers()
+    grads = [driver.device(grad) for grad in plain.grad]
+    host, staged, seen = ([locked(copy) for copy in plain.copy] for _ in range(3))
+    copies = [driver.device(copy) for copy in plain.copy]
+    with spillway.Speculation(len(SIZES), publish=publish) as speculation:
+        for index in range(on_gpu):
+            speculation.publish_to(index, gpu, [(staged[index], copies[index], stream)])
+        for number in range(6):
+            plain.new_gradients(number)
+            speculation.begin(ours, grad_scale=SCALE, max_norm=(0.0, 0.5)[number % 2])
+            for index in reversed(range(len(SIZES))):
+                target = tail[1] if index == on_gpu else grads[index]
+                source = locked(plain.grad[index])
+                if SIZES[index]:
+                    driver.upload(source, target, stream)
+                driver.synchronize(stream)
+                if index == on_gpu:
+                    speculation.submit_gpu(index, gpu, [tail], stream=stream, after=stream)
+                    continue
+                gpu.copy_out(target, host[index], after=stream).order(stream)
+                after = stream if index % 2 else driver.record(stream)
+                row = model.param[index], host[index], model.exp_avg[index], model.exp_avg_sq[index], staged[index]
+                speculation.submit(index, [row], after=after, gpu=gpu, uint16_as="bf16")
+            outcome = speculation.resolve(speculation.local_result())
+            assert outcome.verdict == ("commit", "redo")[number % 2]
+            plain.step(theirs, outcome.grad_scale)
+            for index in range(len(SIZES)):
+                speculation.publish(index, stream)
+                gpu.copy_out(tail[4] if index == on_gpu else copies[index], seen[index], after=stream).order(stream)
+            driver.synchronize(stream)
+            assert all((mine == wanted).all() for mine, wanted in zip(seen, plain.copy)), number
+            speculation.finish()
+    driver.free(*tail, *grads, *copies)
+
+
+def test_misuse_has_names(desk):
+    driver, gpu, stream = desk
+    device = driver.device(bf16(normal(10, 1)))
+    with pytest.raises(spillway.InvalidArgument, match="are not pinned"):
+        gpu.copy_out(device, np.zeros(10, np.float32))
+    with pytest.raises(spillway.InvalidArgument, match="host has 9 elements, device 10"):
+        gpu.copy_out(device, spillway.pinned(9))
+    with pytest.raises(spillway.InvalidArgument, match="device is a ndarray"):
+        gpu.copy_out(np.zeros(10, np.float32), spillway.pinned(10))
+    with pytest.raises(spillway.InvalidArgument, match="is 0; torch makes an event"):
+        gpu.copy_out(device, spillway.pinned(10), after=spillway.Event(0))
+    with pytest.raises(spillway.InvalidArgument, match="cuda_event"):
+        gpu.copy_out(device, spillway.pinned(10), after=object())
+    with pytest.raises(spillway.InvalidArgument, match="ordinal"):
+        spillway.Gpu(64)
+    with spillway.Speculation(1) as speculation:
+        speculation.begin(spillway.Adam())
+        with pytest.raises(spillway.InvalidArgument, match="no gpu"):
+            speculation.submit(0, [], after=stream)
+        speculation.abort()
+    driver.free(device)
+    gpu.close()
+    with pytest.raises(spillway.InvalidArgument, match="closed"):
+        gpu.info()
+
+
+def test_pinned_arrays_live_as_long_as_their_views():
+    first = spillway.pinned(1000, "float16")
+    view = first[10:20]
+    view[:] = 3
+    del first
+    gc.collect()
+    assert (view == 3).all() and view.dtype == np.float16
+
+
+def test_no_driver_is_an_error_of_its_own(child_environment):
+    script = ("import spillway\n"
+              "try:\n    spillway.Gpu()\n"
+              "except spillway.NoDevice as error:\n    print(error.status, isinstance(error, spillway.GpuFailure))")
+    child_environment["SPILLWAY_CUDA_LIBRARY"] = "libno-such-driver.so.9"
+    done = subprocess.run([sys.executable, "-c", script], env=child_environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["50", "True"], done.stderr
+
+
+def test_the_script_for_gpu_machines_says_that_there_is_none(repository, child_environment, tmp_path):
+    folder = repository / "ffi_tests" / "gpu"
+    for script in folder.glob("*.py"):
+        compile(script.read_text(), script.name, "exec")
+    child_environment.update(SPILLWAY_CUDA_LIBRARY="libno-such-driver.so.9", LOGS=str(tmp_path), SPILLWAY_PYTHON=sys.executable)
+    done = subprocess.run(["sh", folder / "run.sh"], env=child_environment, capture_output=True, text=True)
+    assert done.returncode == 77 and done.stdout.startswith("gpu: skipped: opening libno-such-driver.so.9"), done

@@ -1,0 +1,153 @@
+//! Speculation with a GPU: buckets that live there, and 16-bit copies that go there.
+#![allow(non_camel_case_types)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use super::gpu::{jobs, object, spw_gpu};
+use super::gpu_transfer::{copy_of, spw_gpu_copy};
+use super::guard::guard;
+use super::io::timeout;
+use super::record;
+use super::spec_bucket::{parse_event, spw_spec_event};
+use super::speculate::{Rules, open, spw_spec};
+use super::status::spw_status;
+use super::tensor::{self, spw_tensor};
+use crate::error::{Error, Result};
+use crate::gpu::stream::ForeignStream;
+use crate::gpu::transfer::Direction;
+use crate::offload::speculate::{Bucket, Publication, Published, Resident};
+use crate::sys::event::Event;
+
+/// From now on the 16-bit copies of a bucket go to the device as soon as they count: by `count` copies of direction
+/// SPW_GPU_IN from pinned memory, which the bucket's tensors name as their param_copy. Each comes after what its `handle`
+/// says at that moment, which should be all that still reads the old parameters. `count` 0 takes it back. Call it between
+/// rounds.
+///
+/// The engine writes a copy only when its last upload is over.
+///
+/// # Safety
+/// `spec` is an open engine, `gpu` an open GPU, which may be closed before the engine; `copies` points to `count`
+/// structs of `struct_size` bytes, as far apart. Their device memory, host memory and handles are good until the engine is closed
+/// or this is called again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_publish_to(
+    spec: *const spw_spec,
+    bucket: u32,
+    gpu: Option<&spw_gpu>,
+    copies: *const spw_gpu_copy,
+    count: usize,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let spec = open(spec)?;
+            spec.engine.progress(bucket).map(drop)?;
+            let gpu = object(gpu)?;
+            let mut parsed = Vec::new();
+            for (index, raw) in record::read_all(copies, count, "copies")?.iter().enumerate() {
+                let copy = copy_of(gpu, raw).map_err(|error| error.within(&format!("copies[{index}].")))?;
+                if copy.direction != Direction::In {
+                    let reason = "is not SPW_GPU_IN";
+                    return Err(Error::invalid(format!("copies[{index}].copy.direction"), reason));
+                }
+                copy.check()?;
+                parsed.push(copy);
+            }
+            let publication = Publication::new(&gpu.transfers, parsed);
+            // Outside the lock: dropping the old one waits for its uploads.
+            let old = match count {
+                0 => spec.devices().remove(&bucket),
+                _ => spec.devices().insert(bucket, publication),
+            };
+            drop(old);
+            Ok(())
+        }
+    })
+}
+
+/// Hands over a bucket that lives on the GPU: all spans of its tensors are device memory. It is measured when `event`
+/// came, and stepped by the GPU once, after the verdict, with the bits of any other bucket: the tail buckets of
+/// `spw_plan_tail` (SuperOffload section 4.3). What it does comes after what is queued on `stream` at that moment, and what is queued
+/// there later comes after it. Rounds of `spw_spec_begin_adam` only; otherwise as `spw_spec_submit`.
+///
+/// # Safety
+/// As `spw_spec_submit`, for device memory; `gpu` is open, and may be closed before the engine; `stream` is 0 or a live
+/// stream of the device's primary context until the bucket is final.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_submit_gpu(
+    spec: *const spw_spec,
+    bucket: u32,
+    gpu: Option<&spw_gpu>,
+    tensors: *const spw_tensor,
+    count: usize,
+    stream: u64,
+    event: *const spw_spec_event,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        unsafe {
+            let spec = open(spec)?;
+            let rules = *spec.rules()?;
+            spec.engine.may_submit(bucket)?;
+            let Rules::Adam(round) = rules else {
+                return Err(Error::invalid("spec", "is not in a round of Adam"));
+            };
+            let gpu = object(gpu)?;
+            if spec.devices().get(&bucket).is_some_and(Publication::uploads) {
+                return Err(Error::invalid("bucket", format!("{bucket} has copies of spw_spec_publish_to")));
+            }
+            let event = parse_event(event)?;
+            tensor::no_shadows(&tensor::read_all(tensors, count)?)?;
+            let jobs = jobs(round, tensors, count)?;
+            if jobs.iter().any(|job| job.rule.grad_scale != round.grad_scale) {
+                return Err(Error::invalid("tensors", "have a grad_scale that is not that of the round"));
+            }
+            let publication = Publication::new(&gpu.transfers, Vec::new());
+            let stream = ForeignStream::new(stream);
+            let work = Resident::new(&gpu.steps, jobs, stream, publication.ready());
+            spec.engine.submit(bucket, Box::new(work), event)?;
+            // Outside the lock: dropping the old one waits for the GPU.
+            let old = spec.devices().insert(bucket, publication);
+            drop(old);
+            Ok(())
+        }
+    })
+}
+
+/// Waits as `spw_spec_wait`, and then makes what is queued on `stream` from now on wait, on the device, until the new
+/// parameters of the bucket are there: uploaded as `spw_spec_publish_to` says, or stepped by the GPU.
+///
+/// # Safety
+/// `spec` is an open engine; `stream` is 0 or a live stream of the primary context of the bucket's GPU.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_stream_wait(
+    spec: *const spw_spec,
+    bucket: u32,
+    stream: u64,
+    timeout_ms: i64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise is the callees'.
+        let (spec, stream) = unsafe { (open(spec)?, ForeignStream::new(stream)) };
+        spec.engine.wait(bucket, timeout(timeout_ms))?;
+        let ready = spec.devices().get(&bucket).map(|to| Arc::clone(to.ready()));
+        ready.map_or(Ok(()), |ready| ready.order(stream))
+    })
+}
+
+impl spw_spec {
+    /// Hands a bucket to the engine, with its uploads if it has any.
+    pub(super) fn submit(&self, bucket: u32, work: Box<dyn Bucket>, event: Option<Event>) -> Result<()> {
+        let to = self.devices().get(&bucket).filter(|to| to.uploads()).cloned();
+        let work = match to {
+            Some(to) => Box::new(Published::new(work, self.engine.publish(), to)),
+            None => work,
+        };
+        self.engine.submit(bucket, work, event)
+    }
+
+    fn devices(&self) -> MutexGuard<'_, HashMap<u32, Publication>> {
+        self.devices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

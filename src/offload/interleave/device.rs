@@ -1,0 +1,207 @@
+//! The backend on a GPU: lanes are streams, events are the driver's, copies go through pinned memory alone.
+//!
+//! Invariants:
+//! - What is lent stays in use until every stream is idle: dropping the backend waits for that.
+//! - An event exists from its first mention on. One that was never recorded holds nothing back, as the schedule has it.
+//! - Times are those of the GPU, counted from a mark that is set when a step begins; they are for planning and traces.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::device_memory::{Memory, Subgroup};
+use super::{Backend, Model, Timing};
+use crate::error::{Error, Result};
+use crate::gpu::device::Device;
+use crate::gpu::kernels::Kernels;
+use crate::gpu::memory::Registry;
+use crate::gpu::stream::{Event as DriverEvent, Stream};
+use crate::kernel::AdamRule;
+use crate::plan::interleave::Shape;
+use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
+use crate::plan::interleave::sites::Plan;
+
+/// Lanes that are streams here.
+const STREAMS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];
+/// Works whose times are kept for a caller that never asks for them.
+const MOST_TIMED: usize = 1 << 14;
+
+/// A GPU, and the arrays of one rank.
+pub struct Gpu {
+    device: Arc<Device>,
+    /// One per lane, and one that is always idle, for marks.
+    streams: HashMap<Lane, Stream>,
+    clock: Stream,
+    events: Mutex<HashMap<Event, Arc<DriverEvent>>>,
+    memory: Memory,
+    rules: Mutex<Arc<[AdamRule]>>,
+    opened: Instant,
+    times: Mutex<Times>,
+}
+
+/// A point in the GPU's time whose time on the host is known.
+struct Mark {
+    event: DriverEvent,
+    at: f64,
+}
+
+#[derive(Default)]
+struct Times {
+    mark: Option<Arc<Mark>>,
+    under_way: Vec<(Lane, Work, Arc<Mark>, DriverEvent, DriverEvent)>,
+    ran: Vec<Timing>,
+    spare: Vec<DriverEvent>,
+}
+
+impl Gpu {
+    /// A backend for these subgroups; the lengths of their arrays are those of `shape`.
+    pub fn new(
+        device: &Arc<Device>,
+        kernels: &Arc<Kernels>,
+        registry: &Arc<Registry>,
+        shape: &Shape,
+        subgroups: Vec<Subgroup>,
+    ) -> Result<Gpu> {
+        shape.check()?;
+        let stream = |lane: &Lane| Ok((*lane, Stream::new(device)?));
+        Ok(Gpu {
+            device: Arc::clone(device),
+            streams: STREAMS.iter().map(stream).collect::<Result<_>>()?,
+            clock: Stream::new(device)?,
+            events: Mutex::default(),
+            memory: Memory::new(device, kernels, registry, shape, subgroups)?,
+            rules: Mutex::new(Arc::new([])),
+            opened: Instant::now(),
+            times: Mutex::default(),
+        })
+    }
+
+    fn event(&self, event: Event) -> Result<Arc<DriverEvent>> {
+        let mut events = lock(&self.events);
+        if let Some(known) = events.get(&event) {
+            return Ok(Arc::clone(known));
+        }
+        let made = Arc::new(DriverEvent::new(&self.device)?);
+        events.insert(event, Arc::clone(&made));
+        Ok(made)
+    }
+
+    fn run(&self, lane: Lane, work: Work) -> Result<()> {
+        let rules = Arc::clone(&lock(&self.rules));
+        match self.streams.get(&lane) {
+            Some(stream) => {
+                let timed = self.start_timing(stream)?;
+                self.memory.enqueue(stream, work, &rules)?;
+                self.end_timing(stream, lane, work, timed)
+            }
+            None => {
+                let start = self.opened.elapsed().as_secs_f64();
+                self.memory.step_on_cpu(work, &rules)?;
+                let end = self.opened.elapsed().as_secs_f64();
+                let mut times = lock(&self.times);
+                if times.ran.len() < MOST_TIMED {
+                    times.ran.push(Timing { lane, work, start, end });
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Marks the start of a piece of work, if a step has begun and somebody reads the times.
+    fn start_timing(&self, stream: &Stream) -> Result<Option<(Arc<Mark>, DriverEvent)>> {
+        let mut times = lock(&self.times);
+        let Some(mark) = times.mark.clone().filter(|_| times.under_way.len() < MOST_TIMED) else {
+            return Ok(None);
+        };
+        let start = times.spare.pop().map_or_else(|| DriverEvent::timing(&self.device), Ok)?;
+        stream.record(&start)?;
+        Ok(Some((mark, start)))
+    }
+
+    fn end_timing(
+        &self,
+        stream: &Stream,
+        lane: Lane,
+        work: Work,
+        timed: Option<(Arc<Mark>, DriverEvent)>,
+    ) -> Result<()> {
+        let Some((mark, start)) = timed else { return Ok(()) };
+        let mut times = lock(&self.times);
+        let end = times.spare.pop().map_or_else(|| DriverEvent::timing(&self.device), Ok)?;
+        stream.record(&end)?;
+        times.under_way.push((lane, work, mark, start, end));
+        Ok(())
+    }
+}
+
+impl Backend for Gpu {
+    fn play(&self, command: Command, model: Model) -> Result<()> {
+        let framework = || model.ok_or_else(|| Error::invalid("stream", "of the framework is needed"));
+        match command {
+            Command::Run(lane, work) => self.run(lane, work),
+            Command::Wait(lane, event, _) => {
+                let event = self.event(event)?;
+                match (lane, self.streams.get(&lane)) {
+                    (_, Some(stream)) => stream.wait(&event),
+                    (Lane::Model, None) => framework()?.wait(&event),
+                    (_, None) => event.synchronize(),
+                }
+            }
+            Command::Record(lane, event) => {
+                let event = self.event(event)?;
+                match self.streams.get(&lane) {
+                    Some(stream) => stream.record(&event),
+                    None => framework()?.record(&event),
+                }
+            }
+        }
+    }
+
+    fn accepts(&self, plan: &Plan) -> Result<()> {
+        self.memory.accepts(plan)
+    }
+
+    fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
+        let event = DriverEvent::timing(&self.device)?;
+        self.clock.record(&event)?;
+        let mark = Mark { event, at: self.opened.elapsed().as_secs_f64() };
+        lock(&self.times).mark = Some(Arc::new(mark));
+        *lock(&self.rules) = rules;
+        Ok(())
+    }
+
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.event(event)?.done()
+    }
+
+    fn timings(&self) -> Vec<Timing> {
+        let mut times = lock(&self.times);
+        let all = std::mem::take(&mut times.under_way);
+        for (lane, work, mark, start, end) in all {
+            if !end.done().unwrap_or(false) {
+                times.under_way.push((lane, work, mark, start, end));
+                continue;
+            }
+            if let (Ok(from), Ok(took)) = (mark.event.seconds_to(&start), start.seconds_to(&end)) {
+                let start = mark.at + from;
+                times.ran.push(Timing { lane, work, start, end: start + took });
+            }
+            times.spare.extend([start, end]);
+        }
+        std::mem::take(&mut times.ran)
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        for stream in self.streams.values() {
+            // A context that is lost does no more work.
+            let _ = stream.synchronize();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,391 @@
+//! The arrays of the interleaved update on a GPU and beside it, and what each piece of work does to them.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::gpu::device::Device;
+use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
+use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
+use crate::gpu::stream::Stream;
+use crate::kernel::{AdamRule, States, Tensor};
+use crate::optim::adam;
+use crate::optim::spread::Job;
+use crate::plan::interleave::schedule::{PAIR, Part, State, Work};
+use crate::plan::interleave::sites::{Plan, Site};
+use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::pool::region::{Backing, Region};
+use crate::sys::lent::Lent;
+
+/// Bytes of an f32.
+const WORD: u64 = 4;
+
+/// An array in pinned host memory, for copies and for the CPU.
+#[derive(Debug)]
+pub struct Pinned {
+    span: HostSpan,
+    floats: Lent,
+    /// Memory of our own; the span's registration keeps it, too.
+    _region: Option<Arc<Region>>,
+}
+
+impl Pinned {
+    /// The caller's pinned memory.
+    pub fn lent(span: HostSpan, dtype: Dtype, argument: &'static str) -> Result<Pinned> {
+        let floats = Lent::over(span.span(), dtype)
+            .ok_or_else(|| Error::invalid(argument, format!("is not aligned to {}", dtype.name())))?;
+        Ok(Pinned { span, floats, _region: None })
+    }
+
+    fn new(registry: &Registry, dtype: Dtype, len: u64) -> Result<Pinned> {
+        let bytes = (len * dtype.size() as u64).max(1) as usize;
+        let region = Region::open(bytes, Backing { huge: true, lock: true, node: None })?;
+        let span = region.span().part(0, len as usize * dtype.size());
+        let pinned = Pinned::lent(registry.host(span, "buffer")?, dtype, "buffer")?;
+        Ok(Pinned { _region: Some(region), ..pinned })
+    }
+
+    fn part(&self, part: Part) -> HostSpan {
+        let size = self.floats.dtype().size();
+        self.span.part(part.from as usize * size, part.len as usize * size)
+    }
+}
+
+/// Where a gradient is made.
+#[derive(Debug)]
+pub enum Grad {
+    /// In the framework's device memory.
+    Device(DeviceFloats),
+    /// In pinned host memory, by a transfer of the caller's; and in device memory for when the GPU updates.
+    Delivered {
+        /// For the GPU.
+        device: DeviceFloats,
+        /// For the CPU.
+        host: Pinned,
+    },
+    /// In pinned host memory alone; the GPU fetches it there, and there are no residents.
+    Home(Pinned),
+}
+
+/// The arrays of one subgroup.
+#[derive(Debug)]
+pub struct Subgroup {
+    /// First moment, second moment, parameter: f32.
+    pub states: [Pinned; 3],
+    /// The gradient.
+    pub grad: Grad,
+    /// The 16-bit parameter that the model uses, in device memory.
+    pub copy: Option<DeviceFloats>,
+}
+
+impl Subgroup {
+    fn on_device(&self) -> Result<DeviceFloats> {
+        match &self.grad {
+            Grad::Device(device) | Grad::Delivered { device, .. } => Ok(*device),
+            Grad::Home(_) => Err(Error::invalid("grad", "is not in device memory")),
+        }
+    }
+
+    fn grad_dtype(&self) -> Dtype {
+        match &self.grad {
+            Grad::Device(device) | Grad::Delivered { device, .. } => device.dtype(),
+            Grad::Home(host) => host.floats.dtype(),
+        }
+    }
+}
+
+/// Three states in device memory, one after the other, and room for a gradient.
+struct Slot {
+    memory: DeviceMemory,
+    stride: u64,
+    grad: Dtype,
+}
+
+impl Slot {
+    fn new(device: &Arc<Device>, len: u64, grad: Option<Dtype>) -> Result<Slot> {
+        // Kernels want 16 bytes; the driver aligns the start.
+        let stride = (len * WORD).next_multiple_of(256);
+        let extra = grad.map_or(0, |dtype| len * dtype.size() as u64);
+        let memory = DeviceMemory::new(device, 3 * stride + extra)?;
+        Ok(Slot { memory, stride, grad: grad.unwrap_or(Dtype::F32) })
+    }
+
+    fn state(&self, state: State, part: Part) -> Result<DeviceFloats> {
+        let from = state as u64 * self.stride + part.from * WORD;
+        DeviceFloats::new(self.memory.span().part(from, part.len * WORD), Dtype::F32, "slot")
+    }
+
+    fn grad(&self, part: Part) -> Result<DeviceFloats> {
+        let size = self.grad.size() as u64;
+        let span = self.memory.span().part(3 * self.stride + part.from * size, part.len * size);
+        DeviceFloats::new(span, self.grad, "slot")
+    }
+
+    fn states(&self, len: u64) -> Result<DeviceStates> {
+        let whole = Part { from: 0, len };
+        Ok(DeviceStates {
+            exp_avg: self.state(State::ExpAvg, whole)?,
+            exp_avg_sq: self.state(State::ExpAvgSq, whole)?,
+            param: self.state(State::Param, whole)?,
+        })
+    }
+}
+
+/// Something that is made when it is first used.
+struct Late<T>(Mutex<Option<Arc<T>>>);
+
+impl<T> Late<T> {
+    fn new() -> Late<T> {
+        Late(Mutex::new(None))
+    }
+
+    fn get(&self, make: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
+        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*made {
+            Some(made) => Ok(Arc::clone(made)),
+            None => Ok(Arc::clone(made.insert(Arc::new(make()?)))),
+        }
+    }
+
+    fn take(&self) -> Option<Arc<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// Everything that lanes read and write.
+pub struct Memory {
+    device: Arc<Device>,
+    kernels: Arc<Kernels>,
+    registry: Arc<Registry>,
+    shape: Shape,
+    subgroups: Vec<Subgroup>,
+    /// Type of gradients in host memory of our own.
+    sent: Dtype,
+    host_grads: Vec<Late<Pinned>>,
+    stages: [Late<Pinned>; PAIR],
+    slots: Vec<Late<Slot>>,
+    chunks: [Late<DeviceMemory>; PAIR],
+    residents: Vec<Late<Slot>>,
+}
+
+impl Memory {
+    /// Checks that all arrays are what the shape says. Buffers of our own come when they are first needed.
+    pub fn new(
+        device: &Arc<Device>,
+        kernels: &Arc<Kernels>,
+        registry: &Arc<Registry>,
+        shape: &Shape,
+        subgroups: Vec<Subgroup>,
+    ) -> Result<Memory> {
+        let grad = check(shape, &subgroups)?;
+        if shape.wire == Wire::F32 && grad == Dtype::F32 {
+            return Err(Error::invalid("wire", "widens gradients that are f32 already; take the native one"));
+        }
+        let late = |count: usize| (0..count).map(|_| Late::new()).collect();
+        Ok(Memory {
+            device: Arc::clone(device),
+            kernels: Arc::clone(kernels),
+            registry: Arc::clone(registry),
+            sent: if shape.wire == Wire::F32 { Dtype::F32 } else { grad },
+            host_grads: (0..shape.count()).map(|_| Late::new()).collect(),
+            stages: [(); PAIR].map(|()| Late::new()),
+            slots: late(shape.slots),
+            chunks: [(); PAIR].map(|()| Late::new()),
+            residents: late(shape.count()),
+            shape: shape.clone(),
+            subgroups,
+        })
+    }
+
+    /// Refuses residents whose gradients are not in device memory.
+    pub fn accepts(&self, plan: &Plan) -> Result<()> {
+        match plan.on(Site::Resident).find(|subgroup| self.subgroups[*subgroup].on_device().is_err()) {
+            None => Ok(()),
+            Some(subgroup) => {
+                let reason = format!("makes {subgroup} a resident, whose gradient is not in device memory");
+                Err(Error::invalid("plan", reason))
+            }
+        }
+    }
+
+    /// Gives a stream its work.
+    pub fn enqueue(&self, stream: &Stream, work: Work, rules: &[AdamRule]) -> Result<()> {
+        let own = &self.subgroups[work.subgroup()];
+        match work {
+            Work::Cast { part, buffer, .. } => self.kernels.cast(
+                stream,
+                own.on_device()?.part(part.from, part.len),
+                self.chunk(buffer, part)?,
+            ),
+            Work::GradOut { subgroup, part, buffer: Some(buffer) } => {
+                stream.download(self.chunk(buffer, part)?.span(), &self.host_grad(subgroup)?.part(part))
+            }
+            Work::GradOut { subgroup, part, buffer: None } => {
+                let from = own.on_device()?.part(part.from, part.len);
+                stream.download(from.span(), &self.host_grad(subgroup)?.part(part))
+            }
+            Work::Prefetch { slot, state, part, .. } => stream
+                .upload(&own.states[state as usize].part(part), self.slot(slot)?.state(state, part)?.span()),
+            Work::Flush { slot, state, part, .. } => stream.download(
+                self.slot(slot)?.state(state, part)?.span(),
+                &own.states[state as usize].part(part),
+            ),
+            Work::FetchGrad { subgroup, slot, part } => {
+                let to = self.slot(slot)?.grad(part)?.span();
+                match &own.grad {
+                    Grad::Delivered { host, .. } | Grad::Home(host) => stream.upload(&host.part(part), to),
+                    Grad::Device(_) => stream.upload(&self.host_grad(subgroup)?.part(part), to),
+                }
+            }
+            Work::Admit { subgroup, state, part } => {
+                let to = self.resident(subgroup)?.state(state, part)?.span();
+                stream.upload(&own.states[state as usize].part(part), to)
+            }
+            Work::Evict { subgroup, state, part } => self.evict(stream, subgroup, state, part),
+            Work::GpuStep { subgroup, slot } => self.gpu_step(stream, subgroup, slot, rules),
+            Work::ResidentStep { subgroup } => {
+                self.step(stream, subgroup, &*self.resident(subgroup)?, own.on_device()?, rules)
+            }
+            Work::Upload { stage, .. } => match own.copy {
+                Some(copy) => {
+                    let whole = Part { from: 0, len: copy.len() };
+                    stream.upload(&self.stage(stage, copy.dtype())?.part(whole), copy.span())
+                }
+                None => Ok(()),
+            },
+            Work::CpuStep { .. } => Err(Error::Unsupported("the CPU's part is no work for a stream".into())),
+        }
+    }
+
+    /// Updates a subgroup on this thread.
+    pub fn step_on_cpu(&self, work: Work, rules: &[AdamRule]) -> Result<()> {
+        let Work::CpuStep { subgroup, stage } = work else {
+            return Err(Error::Unsupported("the GPU's part is no work for a thread".into()));
+        };
+        let own = &self.subgroups[subgroup];
+        let len = self.shape.sizes[subgroup] as usize;
+        if len == 0 {
+            return Ok(());
+        }
+        let late;
+        let grad = match &own.grad {
+            Grad::Delivered { host, .. } | Grad::Home(host) => host,
+            Grad::Device(_) => {
+                late = self.host_grad(subgroup)?;
+                &*late
+            }
+        };
+        let stage = own.copy.map(|copy| self.stage(stage, copy.dtype())).transpose()?;
+        let [m, v, p] = &own.states;
+        let (mut m, mut v, mut p) = (m.floats.write()?, v.floats.write()?, p.floats.write()?);
+        let grad = grad.floats.read()?;
+        let mut copy = stage.as_ref().map(|stage| stage.floats.write()).transpose()?;
+        let copy = copy.as_mut().map(|copy| copy.floats().split_at_mut(len).0);
+        let states = States { param: p.floats(), exp_avg: Some(m.floats()), exp_avg_sq: Some(v.floats()) };
+        let tensor = Tensor::new(states, grad.floats(), copy)?;
+        adam::step(&mut [Job { optimizer: rule_of(rules, subgroup)?, tensor }], false).map(drop)
+    }
+
+    fn gpu_step(&self, stream: &Stream, subgroup: usize, slot: usize, rules: &[AdamRule]) -> Result<()> {
+        let slot = self.slot(slot)?;
+        let grad = match self.shape.gpu_grads {
+            GpuGrads::Kept => self.subgroups[subgroup].on_device()?,
+            GpuGrads::Fetched => slot.grad(self.whole(subgroup))?,
+        };
+        self.step(stream, subgroup, &slot, grad, rules)
+    }
+
+    fn step(
+        &self,
+        stream: &Stream,
+        subgroup: usize,
+        at: &Slot,
+        grad: DeviceFloats,
+        rules: &[AdamRule],
+    ) -> Result<()> {
+        if self.shape.sizes[subgroup] == 0 {
+            return Ok(());
+        }
+        let states = at.states(self.shape.sizes[subgroup])?;
+        let tensor = DeviceTensor { states, shadow: None, grad, param_copy: self.subgroups[subgroup].copy };
+        self.kernels.adam(stream, &rule_of(rules, subgroup)?, &tensor, None).map(drop)
+    }
+
+    /// The last part gives the memory back; the driver waits for the copies from it.
+    fn evict(&self, stream: &Stream, subgroup: usize, state: State, part: Part) -> Result<()> {
+        let home = self.subgroups[subgroup].states[state as usize].part(part);
+        stream.download(self.resident(subgroup)?.state(state, part)?.span(), &home)?;
+        if state == State::Param && part.from + part.len == self.shape.sizes[subgroup] {
+            self.residents[subgroup].take();
+        }
+        Ok(())
+    }
+
+    fn whole(&self, subgroup: usize) -> Part {
+        Part { from: 0, len: self.shape.sizes[subgroup] }
+    }
+
+    fn host_grad(&self, subgroup: usize) -> Result<Arc<Pinned>> {
+        let make = || Pinned::new(&self.registry, self.sent, self.shape.sizes[subgroup]);
+        self.host_grads[subgroup].get(make)
+    }
+
+    fn stage(&self, stage: usize, dtype: Dtype) -> Result<Arc<Pinned>> {
+        self.stages[stage].get(|| Pinned::new(&self.registry, dtype, self.shape.largest()))
+    }
+
+    fn slot(&self, slot: usize) -> Result<Arc<Slot>> {
+        let grad = (self.shape.gpu_grads == GpuGrads::Fetched).then_some(self.sent);
+        self.slots[slot].get(|| Slot::new(&self.device, self.shape.largest(), grad))
+    }
+
+    fn resident(&self, subgroup: usize) -> Result<Arc<Slot>> {
+        self.residents[subgroup].get(|| Slot::new(&self.device, self.shape.sizes[subgroup], None))
+    }
+
+    fn chunk(&self, buffer: usize, part: Part) -> Result<DeviceFloats> {
+        let most = self.shape.chunk.min(self.shape.largest()) * WORD;
+        let memory = self.chunks[buffer].get(|| DeviceMemory::new(&self.device, most))?;
+        DeviceFloats::new(memory.span().part(0, part.len * WORD), Dtype::F32, "chunk")
+    }
+}
+
+fn rule_of(rules: &[AdamRule], subgroup: usize) -> Result<AdamRule> {
+    rules.get(subgroup).or(rules.first()).copied().ok_or_else(|| Error::invalid("rules", "are missing"))
+}
+
+/// Refuses arrays that are not what the shape says, and returns the type of all gradients.
+fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
+    if subgroups.len() != shape.count() {
+        let reason = format!("are {}, the shape has {}", subgroups.len(), shape.count());
+        return Err(Error::invalid("subgroups", reason));
+    }
+    let grad = subgroups.first().map_or(Dtype::Bf16, Subgroup::grad_dtype);
+    let copy = subgroups.first().and_then(|subgroup| subgroup.copy).map(|copy| copy.dtype());
+    for (index, (subgroup, size)) in subgroups.iter().zip(&shape.sizes).enumerate() {
+        let refuse =
+            |what: &str| Err(Error::invalid(format!("subgroups[{index}].{what}"), "does not fit the others"));
+        let fits =
+            |pinned: &Pinned, dtype| pinned.floats.dtype() == dtype && pinned.floats.len() as u64 == *size;
+        if !subgroup.states.iter().all(|state| fits(state, Dtype::F32)) {
+            return refuse("states");
+        }
+        let delivered = match &subgroup.grad {
+            Grad::Delivered { host, .. } => fits(host, grad) && shape.wire == Wire::Delivered,
+            Grad::Device(_) => shape.wire != Wire::Delivered,
+            Grad::Home(host) => {
+                fits(host, grad) && shape.wire == Wire::Delivered && shape.gpu_grads == GpuGrads::Fetched
+            }
+        };
+        let other = |device: DeviceFloats| device.dtype() != grad || device.len() != *size;
+        if !delivered || subgroup.on_device().is_ok_and(other) {
+            return refuse("grad");
+        }
+        let copied = subgroup.copy;
+        if copied.map(|copy| copy.dtype()) != copy || copied.is_some_and(|copy| copy.len() != *size) {
+            return refuse("copy");
+        }
+    }
+    Ok(grad)
+}

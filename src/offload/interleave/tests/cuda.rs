@@ -1,0 +1,338 @@
+//! The interleaved update through the CUDA driver, on the fake one: the bits of the all-CPU run, and every missing wait seen.
+//!
+//! The fake driver runs work only when the host waits for something behind it, and its vector clocks find accesses that no
+//! event orders. A wait that is left out therefore shows as a race, as wrong bits, or as an array used out of turn.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use super::super::device::Gpu;
+use super::super::device_memory::{Grad, Pinned, Subgroup};
+use super::super::engine::{Engine, Reader};
+use super::super::{Backend, Model as Foreign, Timing};
+use super::bits::{Model, Random, bits, rules};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::gpu::device::Device;
+use crate::gpu::kernels::{DeviceFloats, Kernels};
+use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
+use crate::gpu::stream::Stream;
+use crate::gpu::tests::{device, foreign};
+use crate::kernel::AdamRule;
+use crate::plan::interleave::schedule::{Command, Edge, Event, Lane, NUMBERED_EDGES};
+use crate::plan::interleave::sites::{Plan, Site};
+use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::pool::pinned;
+
+/// A framework on fake GPU `ordinal`: a stream, and pinned memory that goes with it.
+struct Desk {
+    ordinal: u32,
+    device: Arc<Device>,
+    kernels: Arc<Kernels>,
+    registry: Arc<Registry>,
+    stream: Stream,
+    blocks: Mutex<Vec<usize>>,
+}
+
+impl Desk {
+    fn new(ordinal: u32) -> Desk {
+        let device = device(ordinal);
+        Desk {
+            ordinal,
+            kernels: Arc::new(Kernels::load(&device).unwrap()),
+            registry: Arc::new(Registry::new(&device)),
+            stream: Stream::new(&device).unwrap(),
+            blocks: Mutex::default(),
+            device,
+        }
+    }
+
+    fn pinned(&self, bytes: &[u8]) -> HostSpan {
+        let block = pinned::alloc(bytes.len().max(1)).unwrap();
+        self.blocks.lock().unwrap().push(block.address());
+        block.write(bytes);
+        self.registry.host(block.part(0, bytes.len()), "host").unwrap()
+    }
+
+    fn seen(&self) -> (usize, usize) {
+        fakecuda::with(self.ordinal, |gpu| (gpu.races().len(), gpu.pageable_copies))
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        self.blocks.lock().unwrap().iter().for_each(|block| pinned::free(*block).unwrap());
+    }
+}
+
+/// The arrays of a model on the desk's GPU and beside it, equal to those of `plain` to begin with.
+struct Arrays<'a> {
+    desk: &'a Desk,
+    grad: Dtype,
+    states: Vec<[HostSpan; 3]>,
+    grads: Vec<(DeviceMemory, HostSpan, HostSpan)>,
+    copies: Vec<(DeviceMemory, HostSpan)>,
+    copy: Dtype,
+    waits: bool,
+}
+
+impl<'a> Arrays<'a> {
+    fn new(desk: &'a Desk, plain: &Model, waits: bool) -> Arrays<'a> {
+        let (grad, copy) = (plain.grads[0].dtype(), plain.copies[0].dtype());
+        let raw = |lent| bytes(&bits(lent), lent.dtype());
+        let device = |bytes: &Vec<u8>| DeviceMemory::new(&desk.device, bytes.len() as u64).unwrap();
+        let grads = plain.grads.iter().map(|lent| raw(lent));
+        let copies = plain.copies.iter().map(|lent| raw(lent));
+        Arrays {
+            desk,
+            states: plain
+                .states
+                .iter()
+                .map(|states| states.each_ref().map(|state| desk.pinned(&raw(state))))
+                .collect(),
+            grads: grads.map(|raw| (device(&raw), desk.pinned(&raw), desk.pinned(&raw))).collect(),
+            copies: copies.map(|raw| (device(&raw), desk.pinned(&raw))).collect(),
+            grad,
+            copy,
+            waits,
+        }
+    }
+
+    fn lend(&self, wire: Wire) -> Vec<Subgroup> {
+        let floats = |memory: &DeviceMemory, dtype| DeviceFloats::new(memory.span(), dtype, "lent").unwrap();
+        let pinned = |span: &HostSpan, dtype| Pinned::lent(span.clone(), dtype, "lent").unwrap();
+        let of = |index: usize| {
+            let (device, _, host) = &self.grads[index];
+            let device = floats(device, self.grad);
+            Subgroup {
+                states: self.states[index].each_ref().map(|state| pinned(state, Dtype::F32)),
+                grad: match wire {
+                    Wire::Delivered => Grad::Delivered { device, host: pinned(host, self.grad) },
+                    Wire::F32 | Wire::Native => Grad::Device(device),
+                },
+                copy: Some(floats(&self.copies[index].0, self.copy)),
+            }
+        };
+        (0..self.states.len()).map(of).collect()
+    }
+
+    /// The framework makes a gradient on its stream; by transfers of its own it is on the host, too.
+    fn make(&self, index: usize, plain: &Model) {
+        let (device, staging, host) = &self.grads[index];
+        let raw = bytes(&bits(&plain.grads[index]), self.grad);
+        let staging = if self.waits { staging.clone() } else { self.desk.pinned(&raw) };
+        staging.span().write(&raw);
+        self.desk.stream.upload(&staging, device.span()).unwrap();
+        self.desk.stream.download(device.span(), host).unwrap();
+    }
+
+    /// The framework reads a subgroup's parameters on its stream.
+    fn read(&self, index: usize) {
+        let (device, host) = &self.copies[index];
+        self.desk.stream.download(device.span(), host).unwrap();
+    }
+
+    fn has_copies_of(&self, plain: &Model) -> bool {
+        let same = |(own, plain): (&(DeviceMemory, HostSpan), &Vec<u32>)| {
+            own.1.span().to_vec() == bytes(plain, self.copy)
+        };
+        self.copies.iter().zip(&plain.copies()).all(same)
+    }
+
+    fn has_states_of(&self, plain: &Model) -> bool {
+        let same = |(own, plain): (&HostSpan, &Vec<u32>)| own.span().to_vec() == bytes(plain, Dtype::F32);
+        self.states.iter().flatten().zip(&plain.states()).all(same)
+    }
+}
+
+fn bytes(bits: &[u32], dtype: Dtype) -> Vec<u8> {
+    bits.iter().flat_map(|bits| bits.to_ne_bytes()[..dtype.size()].to_vec()).collect()
+}
+
+/// The GPU without one of the waits.
+struct Without {
+    gpu: Gpu,
+    left_out: Option<(Edge, Lane)>,
+    seen: Arc<Mutex<BTreeSet<(u32, usize)>>>,
+}
+
+impl Backend for Without {
+    fn play(&self, command: Command, model: Foreign) -> Result<()> {
+        if let Command::Wait(lane, _, edge) = command {
+            self.seen.lock().unwrap().insert((edge as u32, lane as usize));
+            if self.left_out == Some((edge, lane)) {
+                return Ok(());
+            }
+        }
+        self.gpu.play(command, model)
+    }
+
+    fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
+        self.gpu.begin(rules)
+    }
+
+    fn reached(&self, event: Event) -> Result<bool> {
+        self.gpu.reached(event)
+    }
+
+    /// Not while a wait is missing: the fake driver runs what it is asked for.
+    fn timings(&self) -> Vec<Timing> {
+        if self.left_out.is_none() { self.gpu.timings() } else { Vec::new() }
+    }
+}
+
+/// How to train.
+#[derive(Debug, Clone)]
+struct Run {
+    shape: Shape,
+    types: (Dtype, Dtype),
+    plans: Vec<Plan>,
+    /// The framework reads parameters after it made the gradient, or before.
+    reads_late: bool,
+    /// The host waits for the framework's stream after every step, or only after the last.
+    waits: bool,
+}
+
+type Seen = Arc<Mutex<BTreeSet<(u32, usize)>>>;
+
+/// Trains on the desk and beside it. An error says what differed, what raced, or what was refused.
+fn train(desk: &Desk, run: &Run, left_out: Option<(Edge, Lane)>, seen: &Seen) -> Result<()> {
+    let plain = Model::of(&run.shape.sizes, run.types.0, run.types.1);
+    let arrays = Arrays::new(desk, &plain, run.waits);
+    let before = desk.seen();
+    let gpu = Gpu::new(&desk.device, &desk.kernels, &desk.registry, &run.shape, arrays.lend(run.shape.wire))?;
+    let engine = Engine::new(run.shape.clone(), Without { gpu, left_out, seen: Arc::clone(seen) })?;
+    let outcome = steps(desk, run, &plain, &arrays, &engine);
+    // Whatever happened, nothing of it may still be queued when the arrays go.
+    drop(engine);
+    desk.stream.synchronize()?;
+    outcome?;
+    match desk.seen() {
+        after if after == before => Ok(()),
+        after => Err(Error::Unsupported(format!("races and pageable copies: {before:?}, then {after:?}"))),
+    }
+}
+
+fn steps(desk: &Desk, run: &Run, plain: &Model, arrays: &Arrays<'_>, engine: &Engine<Without>) -> Result<()> {
+    let (count, stream) = (run.shape.count(), Some(foreign(&desk.stream)));
+    let differs = |what: &str, step| Err(Error::Unsupported(format!("{what} of step {step} differ")));
+    for (step, plan) in (1..).zip(&run.plans) {
+        engine.set_plan(plan.clone())?;
+        plain.gradients(step);
+        plain.step(&rules(count, step));
+        for subgroup in (0..count).rev() {
+            if !run.reads_late {
+                engine.params_free(subgroup, stream)?;
+            }
+            arrays.make(subgroup, plain);
+            engine.gradient(subgroup, stream)?;
+            if run.reads_late {
+                arrays.read(subgroup);
+                engine.params_free(subgroup, stream)?;
+            }
+        }
+        engine.begin(rules(count, step), stream)?;
+        for subgroup in 0..count {
+            engine.publish(subgroup, Reader::Stream(stream))?;
+            arrays.read(subgroup);
+        }
+        if run.waits || step == run.plans.len() as u64 {
+            desk.stream.synchronize()?;
+            if !arrays.has_copies_of(plain) {
+                return differs("parameters", step);
+            }
+        }
+    }
+    engine.set_plan(Plan::cpu(count))?;
+    engine.drain()?;
+    match arrays.has_states_of(plain) && engine.away().is_empty() {
+        true => Ok(()),
+        false => differs("states", run.plans.len() as u64),
+    }
+}
+
+/// 100 steps with another plan at every one, for every wire and home of gradients; one to three slots.
+#[test]
+fn a_hundred_steps_on_the_driver_have_the_bits_of_the_all_cpu_run() {
+    const SIZES: [u64; 6] = [70, 33, 1, 0, 64, 45];
+    let desk = Desk::new(40);
+    let types = [(Dtype::Bf16, Dtype::Bf16), (Dtype::F16, Dtype::F16)];
+    let mut round = 0;
+    for wire in [Wire::F32, Wire::Native, Wire::Delivered] {
+        for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
+            round += 1;
+            let mut random = Random(round as u64);
+            let shape = Shape { sizes: SIZES.to_vec(), chunk: 30, slots: 1 + round % 3, wire, gpu_grads };
+            let plans = (0..100).map(|_| random.plan(SIZES.len())).collect();
+            let run = Run { shape, types: types[round % 2], plans, reads_late: round % 2 == 0, waits: true };
+            train(&desk, &run, None, &Seen::default()).unwrap();
+        }
+    }
+}
+
+const SUBGROUPS: usize = 5;
+
+/// Plans that hand subgroups from each site to each other one, all on one side included.
+fn scenarios() -> Vec<Run> {
+    let even = |gpu, residents| Plan::even(SUBGROUPS, gpu, residents).unwrap();
+    let last_alone =
+        Plan::of((0..SUBGROUPS).map(|i| if i == SUBGROUPS - 1 { Site::Gpu } else { Site::Cpu }).collect());
+    let plans = vec![
+        even(3, 0),
+        even(5, 0),
+        last_alone,
+        even(0, 0),
+        even(2, 2),
+        even(5, 0),
+        even(0, 5),
+        even(0, 0),
+        even(3, 0),
+    ];
+    let mut runs = Vec::new();
+    for wire in [Wire::F32, Wire::Native, Wire::Delivered] {
+        for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
+            for (slots, reads_late, waits) in
+                [(1, false, true), (1, true, true), (2, false, true), (2, true, true), (2, false, false)]
+            {
+                let shape = Shape { wire, gpu_grads, slots, chunk: 8, ..Shape::uniform(SUBGROUPS, 20) };
+                let types = (Dtype::Bf16, Dtype::F16);
+                runs.push(Run { shape, types, plans: plans.clone(), reads_late, waits });
+            }
+        }
+    }
+    runs
+}
+
+/// Each wait of each lane is left out in turn; some scenario has to notice.
+#[test]
+fn every_wait_that_is_left_out_is_seen_by_the_driver() {
+    let desk = Desk::new(41);
+    let (scenarios, seen) = (scenarios(), Seen::default());
+    for run in &scenarios {
+        train(&desk, run, None, &seen).unwrap();
+    }
+    let edges = NUMBERED_EDGES.into_iter().chain([
+        Edge::GradHomeBeforeFetch,
+        Edge::SettledBeforeStep,
+        Edge::ReadyBeforeEvict,
+        Edge::HomeBeforeRead,
+    ]);
+    let (mut left_out, mut missed) = (0, Vec::new());
+    for edge in edges {
+        for lane in Lane::ALL {
+            // The caller reads host memory alone: what it waits for on the device is nobody's in these runs.
+            let idle = (edge, lane) == (Edge::ReadyBeforeRead, Lane::Caller);
+            if idle || !seen.lock().unwrap().contains(&(edge as u32, lane as usize)) {
+                continue;
+            }
+            left_out += 1;
+            let unseen = Seen::default();
+            if scenarios.iter().all(|run| train(&desk, run, Some((edge, lane)), &unseen).is_ok()) {
+                missed.push((edge, lane));
+            }
+        }
+    }
+    assert_eq!(missed, []);
+    assert_eq!(left_out, 21);
+}

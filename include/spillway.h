@@ -276,6 +276,11 @@ typedef enum spw_swap_flag {
     // Use the paths without waiting for turns. Else one process of this node and user at a time uses a path, and the
     // others go to another path first (MLP-Offload section 3.1).
     SPW_SWAP_NO_TURNS = 4,
+    // Store param without its upper 16 bits, which follow from the bf16 weights that the model holds: 10 bytes a parameter
+    // on the tier instead of 12, and 14 instead of 12 in each buffer. Every step is then given the weights that the step
+    // before it published, and a tier that is resumed those of the commit: they have to be saved with it, for without
+    // them param is lost. Weights that do not belong to the state are told by a checksum, and nothing is lost.
+    SPW_SWAP_SPLIT_MASTER = 8,
 } spw_swap_flag;
 
 // When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
@@ -459,7 +464,8 @@ typedef struct spw_stats {
 typedef struct spw_thread_options {
     // `sizeof(spw_thread_options)`
     uint32_t struct_size;
-    // Number of workers; 0 decides from affinity mask, cgroup quota and `LOCAL_WORLD_SIZE`.
+    // Number of threads of one step, its caller among them; 0 decides from affinity mask, cgroup quota and
+    // `LOCAL_WORLD_SIZE`.
     uint32_t num_threads;
 } spw_thread_options;
 
@@ -1382,14 +1388,16 @@ enum spw_status spw_set_log(spw_log_fn log,
 // Requires: `stats` points to a struct of `struct_size` bytes.
 enum spw_status spw_stats_get(struct spw_stats *stats);
 
-// Sets the number of worker threads of this process. Without it: the environment variable
-// `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by `LOCAL_WORLD_SIZE`. Steps under way
-// finish on the workers they have. The log (level info) says once how the number came about.
+// Sets the number of threads that one step uses: its caller, which begins at once, and workers, which join as they wake.
+// Without it: the environment variable `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by
+// `LOCAL_WORLD_SIZE`. Steps under way finish on the workers they have. The log (level info) says once how the number
+// came about.
 //
 // Requires: `options` points to a struct of `struct_size` bytes.
 enum spw_status spw_threads_configure(const struct spw_thread_options *options);
 
-// Number of worker threads that a step of more than 65536 elements uses. Smaller ones stay on the caller's thread.
+// Number of threads that a step of more than 65536 elements uses at most, its caller among them. Smaller ones stay on
+// the caller's thread.
 //
 // Requires: `count_out` points to a u32.
 enum spw_status spw_threads_count(uint32_t *count_out);
@@ -2183,6 +2191,10 @@ enum spw_status spw_swap_fill(struct spw_swap *swap,
 // `tensors[i]` is subgroup i, with its `n`, `grad` and, if wanted, `param_copy`, where the new parameter is published in 16
 // bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg, exp_avg_sq and the shadow spans are NULL.
 //
+// With SPW_SWAP_SPLIT_MASTER, `param_copy` is bf16 and holds the weights that were published last (at first, the filled
+// param rounded) until it receives the new ones. Or these weights are in `param`, with param_dtype SPW_DTYPE_BF16, and stay
+// as they are: who wants to roll back to them keeps two sets and names them in turn.
+//
 // After an error some subgroups may have been stepped: every call but `spw_swap_roll_back` and `spw_swap_close` is
 // SPW_ERR_BUSY then.
 //
@@ -2194,7 +2206,7 @@ enum spw_status spw_swap_adam_step(struct spw_swap *swap,
                                    struct spw_step_stats *stats);
 
 // Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
-// included.
+// included. A param that is stored split needs `spw_swap_read_split`.
 //
 // Requires: Each address is NULL or of as many floats as the subgroup has elements.
 enum spw_status spw_swap_read(struct spw_swap *swap,
@@ -2203,7 +2215,19 @@ enum spw_status spw_swap_read(struct spw_swap *swap,
                               float *exp_avg,
                               float *exp_avg_sq);
 
-// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is. It counts as a step does:
+// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is stored split. Others
+// are refused.
+//
+// Requires: As `spw_swap_read`; `weights` has as many bf16 numbers as the subgroup has elements.
+enum spw_status spw_swap_read_split(struct spw_swap *swap,
+                                    uint64_t subgroup,
+                                    const void *weights,
+                                    float *param,
+                                    float *exp_avg,
+                                    float *exp_avg_sq);
+
+// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is, but a param that is stored
+// split has to be given, and the weights of the next step are its rounded ones. It counts as a step does:
 // a commit makes it durable, `spw_swap_roll_back` forgets it.
 //
 // Requires: Each address is NULL or of as many floats as the subgroup has elements.

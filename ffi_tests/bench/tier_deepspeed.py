@@ -41,6 +41,8 @@ def start(options, kind, directories):
     if kind != "deepspeed":
         environment["SPILLWAY_DEEPSPEED"] = "1"
     command = [sys.executable, __file__, *directories, "--kind", kind, "--matrices", str(options.matrices)]
+    if options.ratio:
+        command += ["--ratio", *map(str, options.ratio)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     while process.stdout.readline() != "ready\n":
         assert process.poll() is None, f"{kind} ended"
@@ -117,10 +119,18 @@ def made(deepspeed, options):
               "zero_optimization": {"stage": 3, "sub_group_size": 4 << 20, "offload_optimizer": offload},
               # The best of DeepSpeed's settings on the machines measured.
               "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
-              "spillway": {"paths": options.directories},
+              "spillway": block(options),
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "steps_per_print": 1 << 30}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
+
+
+def block(options):
+    """As much memory as DeepSpeed's 14 buffers of 16 MiB take: on one path 3 buffers of 48 MiB are in motion, on two 5."""
+    found = {"paths": options.directories, "job": options.kind}
+    if len(options.directories) == 1:
+        return {**found, "cache_bytes": 80 << 20}
+    return {**found, "ratio": options.ratio} if options.ratio else found
 
 
 def arguments():
@@ -128,6 +138,7 @@ def arguments():
     parser.add_argument("directories", nargs="+")
     parser.add_argument("--matrices", type=int, default=32, help="matrices of 1 Mi parameters")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ratio", type=float, nargs="+", help="share of each directory; default: as measured")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,7 +1,6 @@
 // A pool takes the 2 MiB pages that the administrator reserved: its kind says so, and so does the system. It then works
 // as any other: locked, past the page cache, bytes as they were. The test reserves the pages itself, and takes them back.
 
-#define _GNU_SOURCE
 #include "check.h"
 #include <spillway.h>
 #include <stdio.h>

@@ -193,11 +193,15 @@ static void live_and_foreign_directories_are_refused(void) {
     options.world = options.rank = 0;
     options.path_count = 1;
     REFUSED(spw_tier_open(&options, &tier), SPW_ERR_PATH_MISSING, "path-1");
+    // A path that the tier has and whose disk is not mounted is missed, under the name that it had.
+    options.path_count = 2;
+    paths[1].directory = "not/mounted";
+    REFUSED(spw_tier_open(&options, &tier), SPW_ERR_PATH_MISSING, "path-1");
     options.flags = SPW_TIER_DEGRADED;
     CHECK_OK(spw_tier_open(&options, &tier));
     spw_tier_opened_info found = {.struct_size = sizeof found};
     CHECK_OK(spw_tier_opened(tier, &found, NULL, 0));
-    CHECK(found.missing_paths == 1);
+    CHECK(found.missing_paths == 1 && found.lost_extents == 0);
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 }
 
@@ -223,6 +227,8 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_tier_open(&wrong, &tier), "options.flags");
     paths[1].directory = NULL;
     INVALID(spw_tier_open(&options, &tier), "directory");
+    // The tier did without its second path in the open before, and nothing lay there: it is not missed any more, and
+    // what fails is the directory that is listed.
     paths[1].directory = "not/mounted";
     REFUSED(spw_tier_open(&options, &tier), SPW_ERR_NOT_FOUND, "not/mounted");
 

@@ -28,6 +28,8 @@ WORDS = {
     "full_disk": r"ing 16777216 bytes at offset 0 of file: No space left on device \(errno 28\)",
     "file_size_limit": r"ing 8388608 bytes at offset 0 of file: File too large \(errno 27\)",
 }
+# NotFound is an IoFailure, and a FileNotFoundError.
+RAISED = collections.defaultdict(lambda: "IoFailure", missing_directory="NotFound")
 SECONDS = collections.defaultdict(lambda: 60, handles_come_and_go_while_other_threads_run=400)
 CONTROL_SECONDS = collections.defaultdict(lambda: 30, handles_come_and_go_while_other_threads_run=100)
 
@@ -138,7 +140,7 @@ def test_spillway(ours, place, name):
     bless(name, 0, seen)
     assert seen == rows()[title_of(name)][0], detail
     if seen == "raises":
-        assert detail["raised"] == "IoFailure" and re.search(WORDS[name], detail["message"]), detail
+        assert detail["raised"] == RAISED[name] and re.search(WORDS[name], detail["message"]), detail
 
 
 @pytest.mark.parametrize("name", names())

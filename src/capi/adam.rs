@@ -233,6 +233,17 @@ pub(super) unsafe fn jobs<'a>(
     }
 }
 
+/// Refuses options that no step can follow, those of the call and those of each tensor.
+pub(super) unsafe fn check(options: *const spw_adam_options, tensors: &[spw_tensor]) -> Result<()> {
+    // SAFETY: the caller's promise is the callee's.
+    let parsed = |options: *const spw_adam_options| rule(&unsafe { parse(options) }?);
+    parsed(options)?;
+    for (index, tensor) in tensors.iter().enumerate().filter(|(_, tensor)| !tensor.options.is_null()) {
+        parsed(tensor.options.cast()).map_err(|error| error.within(&format!("tensors[{index}].")))?;
+    }
+    Ok(())
+}
+
 /// The coefficients of an array of options.
 ///
 /// # Safety

@@ -42,15 +42,10 @@ pub unsafe extern "C" fn spw_ds_adam_update(
     tensor: *const spw_tensor,
 ) -> spw_status {
     guard(|| {
-        let bias_correction = record::flag("bias_correction", bias_correction)?;
-        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
-        ADAM.get(id)?;
-        // SAFETY: the caller's promise is the callee's.
-        let jobs = unsafe { jobs(tensor) }?;
+        let call = call(step, lr, beta1, beta2, eps, weight_decay, bias_correction)?;
         let (state, rule) = ADAM.begin(id, &call)?;
-        let mut jobs: Vec<_> =
-            jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
-        adam::step(&mut jobs, false)?;
+        // SAFETY: the caller's promise is the callee's.
+        adam::step(&mut unsafe { jobs(rule, tensor) }?, false)?;
         ADAM.create(id, state);
         Ok(())
     })
@@ -76,8 +71,7 @@ pub unsafe extern "C" fn spw_ds_adam_update_recorded(
 ) -> spw_status {
     guard(|| {
         let undo = undo.ok_or_else(|| Error::invalid("undo", "is NULL"))?;
-        let bias_correction = record::flag("bias_correction", bias_correction)?;
-        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
+        let call = call(step, lr, beta1, beta2, eps, weight_decay, bias_correction)?;
         let (state, rule) = ADAM.begin(id, &call)?;
         // SAFETY: the caller's promise is the callee's.
         unsafe { undo.ds_step(rule, tensor) }?;
@@ -111,8 +105,7 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
 ) -> spw_status {
     guard(|| {
         let exact_out = out(exact_out, "exact_out")?;
-        let bias_correction = record::flag("bias_correction", bias_correction)?;
-        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
+        let call = call(step, lr, beta1, beta2, eps, weight_decay, bias_correction)?;
         let (_, rule) = ADAM.begin(id, &call)?;
         // SAFETY: the caller's promise is the callees'.
         unsafe {
@@ -121,9 +114,7 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
                 None => false,
             };
             if !exact {
-                let jobs = jobs(tensor)?.into_iter();
-                let mut jobs: Vec<_> = jobs.map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
-                undo::undo(&mut jobs, None)?;
+                undo::undo(&mut jobs(rule, tensor)?, None)?;
             }
             exact_out.write(exact.into());
         }
@@ -169,11 +160,8 @@ pub unsafe extern "C" fn spw_ds_adagrad_update(
             weight_decay: weight_decay.into(),
             ..Default::default()
         };
-        let rule = options.rule()?;
         // SAFETY: the caller's promise is the callee's.
-        let jobs = unsafe { jobs(tensor) }?;
-        let mut jobs: Vec<_> =
-            jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
+        let mut jobs = unsafe { jobs(options.rule()?, tensor) }?;
         adagrad::step(&mut jobs, false).map(drop)
     })
 }
@@ -220,11 +208,8 @@ pub unsafe extern "C" fn spw_ds_lion_update(
             weight_decay: weight_decay.into(),
             ..Default::default()
         };
-        let rule = options.rule()?;
         // SAFETY: the caller's promise is the callee's.
-        let jobs = unsafe { jobs(tensor) }?;
-        let mut jobs: Vec<_> =
-            jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect();
+        let mut jobs = unsafe { jobs(options.rule()?, tensor) }?;
         lion::step(&mut jobs, false).map(drop)
     })
 }
@@ -235,14 +220,28 @@ pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
     guard(|| LION.destroy(id))
 }
 
-/// One tensor's job, without coefficients.
-pub(super) unsafe fn jobs<'a>(tensor: *const spw_tensor) -> Result<Vec<Job<'a, ()>>> {
+/// What the calls of an Adam id carry beside id and tensor.
+pub(super) fn call(
+    step: u64,
+    lr: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    weight_decay: f32,
+    bias_correction: u32,
+) -> Result<AdamCall> {
+    let bias_correction = record::flag("bias_correction", bias_correction)?;
+    Ok(AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction })
+}
+
+/// One tensor's job.
+pub(super) unsafe fn jobs<'a, R: Clone>(rule: R, tensor: *const spw_tensor) -> Result<Vec<Job<'a, R>>> {
     if tensor.is_null() {
         return Err(Error::invalid("tensor", "is NULL"));
     }
     // SAFETY: the caller's promise is the callee's.
     let jobs = unsafe {
-        tensor::jobs(tensor, 1, &(), |_| Err(Error::invalid("options", "is not NULL; the id has its own")))
+        tensor::jobs(tensor, 1, &rule, |_| Err(Error::invalid("options", "is not NULL; the id has its own")))
     };
     jobs.map_err(|error| error.without("tensors[0]."))
 }

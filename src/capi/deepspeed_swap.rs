@@ -7,12 +7,12 @@ use super::deepspeed::jobs;
 use super::guard::guard;
 use super::record::{self, Record};
 use super::status::spw_status;
-use super::swap::{check_inputs, object, spw_swap, with_state};
+use super::swap::{check_inputs, object, published, spw_swap, with_state};
 use super::tensor::{self, spw_tensor};
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, Rule};
+use crate::optim::adam;
 use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
-use crate::optim::{adam, spread::Job};
 
 /// What DeepSpeed's `adam_update` is told for one subgroup.
 #[repr(C)]
@@ -99,13 +99,10 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
             let raw = tensor::read_all(tensors, count)?;
             check_inputs(swap, &raw)?;
             let (kept, rules) = rules_of(id, calls, count)?;
-            swap.step(|subgroup, state| {
+            swap.step_with(&|subgroup| published(&raw[subgroup]), |subgroup, state| {
                 let whole = with_state(raw[subgroup], state);
                 let named = |error: Error| error.within(&format!("tensors[{subgroup}]."));
-                let jobs = jobs(&whole).map_err(named)?.into_iter();
-                let mut jobs: Vec<_> =
-                    jobs.map(|job| Job { optimizer: rules[subgroup], tensor: job.tensor }).collect();
-                adam::step(&mut jobs, false)?;
+                adam::step(&mut jobs(rules[subgroup], &whole).map_err(named)?, false)?;
                 match stepped.map_or(0, |stepped| stepped(user, subgroup as u64, whole.param.cast())) {
                     0 => Ok(()),
                     other => {

@@ -57,8 +57,9 @@ mod tests {
     fn a_panic_on_the_callers_thread_or_a_worker_becomes_a_status() {
         assert_eq!(guard(|| panic!("on the caller")), spw_status::SPW_ERR_INTERNAL);
         assert!(status::last_message().contains("on the caller"));
-        assert_eq!(guard(|| threads::run(|| panic!("on a worker"))), spw_status::SPW_ERR_INTERNAL);
-        assert!(status::last_message().contains("on a worker"));
+        let spread = || threads::each(&mut [0; 9], |_| panic!("where it is spread"));
+        assert_eq!(guard(spread), spw_status::SPW_ERR_INTERNAL);
+        assert!(status::last_message().contains("where it is spread"));
         assert_eq!(guard(|| Ok(())), spw_status::SPW_OK);
     }
 }

@@ -12,12 +12,12 @@ use super::record::{self, Record};
 use super::speculate::{Rules, open, spw_spec};
 use super::status::spw_status;
 use super::tensor::{self, spw_tensor};
-use super::{adagrad, adam, lion};
+use super::{adagrad, adam, deepspeed, lion};
 use crate::error::{Error, Result, RoundError};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
 use crate::kernel::Rule;
 use crate::offload::speculate::{Bucket, Lender, Progress, Tensors, Undo};
-use crate::optim::deepspeed::{ADAM, AdamCall};
+use crate::optim::deepspeed::ADAM;
 use crate::optim::spread::Job;
 use crate::stats::{self, OptimizerCounter};
 use crate::sys::event::{Event, Word};
@@ -135,8 +135,7 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
     event: *const spw_spec_event,
 ) -> spw_status {
     guard(|| {
-        let bias_correction = record::flag("bias_correction", bias_correction)?;
-        let call = AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction };
+        let call = deepspeed::call(step, lr, beta1, beta2, eps, weight_decay, bias_correction)?;
         // SAFETY: the caller's promise is the callees'.
         unsafe {
             let spec = open(spec)?;

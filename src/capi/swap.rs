@@ -11,9 +11,11 @@ use super::status::spw_status;
 use super::swap_options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, write_budget};
 use super::tensor::{self, spw_dtype, spw_step_stats, spw_tensor};
 use super::tier::{self, spw_tier};
+use crate::dtype::bf16;
 use crate::error::{Error, Result};
 use crate::kernel::squares;
-use crate::offload::swap::budget::{self, STREAMS};
+use crate::offload::swap::budget;
+use crate::offload::swap::form::{Form, STREAMS};
 use crate::offload::swap::{State, Swap};
 use crate::optim::{self, StepStats};
 use crate::sys::span::Span;
@@ -40,7 +42,7 @@ pub unsafe extern "C" fn spw_swap_plan(
             let options = parse(options, 0)?;
             let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
             let paths = paths.ok_or_else(|| Error::invalid("paths", "are over 1024"))?;
-            let plan = budget::plan(&options.subgroups, paths, options.host_bytes)?;
+            let plan = budget::plan(&options.subgroups, options.usual, paths, options.host_bytes)?;
             write_budget(plan, budget_out)
         }
     })
@@ -126,6 +128,10 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 /// `tensors[i]` is subgroup i, with its `n`, `grad` and, if wanted, `param_copy`, where the new parameter is published in 16
 /// bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg, exp_avg_sq and the shadow spans are NULL.
 ///
+/// With SPW_SWAP_SPLIT_MASTER, `param_copy` is bf16 and holds the weights that were published last (at first, the filled
+/// param rounded) until it receives the new ones. Or these weights are in `param`, with param_dtype SPW_DTYPE_BF16, and stay
+/// as they are: who wants to roll back to them keeps two sets and names them in turn.
+///
 /// After an error some subgroups may have been stepped: every call but `spw_swap_roll_back` and `spw_swap_close` is
 /// SPW_ERR_BUSY then.
 ///
@@ -146,8 +152,9 @@ pub unsafe extern "C" fn spw_swap_adam_step(
             record::check_output(stats, "stats")?;
             let raw = tensor::read_all(tensors, count)?;
             check_inputs(swap, &raw)?;
+            adam::check(options, &raw)?;
             let mut seen = vec![0.0; raw.len()];
-            swap.step(|subgroup, state| {
+            swap.step_with(&|subgroup| published(&raw[subgroup]), |subgroup, state| {
                 let whole = with_state(raw[subgroup], state);
                 let named =
                     |error: Error| error.without("tensors[0].").within(&format!("tensors[{subgroup}]."));
@@ -161,7 +168,7 @@ pub unsafe extern "C" fn spw_swap_adam_step(
 }
 
 /// Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
-/// included.
+/// included. A param that is stored split needs `spw_swap_read_split`.
 ///
 /// # Safety
 /// Each address is NULL or of as many floats as the subgroup has elements.
@@ -177,11 +184,40 @@ pub unsafe extern "C" fn spw_swap_read(
         let swap = object(swap)?;
         // SAFETY: the caller's promise is the callee's.
         let (subgroup, to) = unsafe { lent(swap, subgroup, [param, exp_avg, exp_avg_sq]) }?;
-        swap.read(subgroup, to)
+        swap.read(subgroup, None, to)
     })
 }
 
-/// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is. It counts as a step does:
+/// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is stored split. Others
+/// are refused.
+///
+/// # Safety
+/// As `spw_swap_read`; `weights` has as many bf16 numbers as the subgroup has elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_read_split(
+    swap: Option<&mut spw_swap>,
+    subgroup: u64,
+    weights: *const c_void,
+    param: *mut f32,
+    exp_avg: *mut f32,
+    exp_avg_sq: *mut f32,
+) -> spw_status {
+    guard(|| {
+        let swap = object(swap)?;
+        if weights.is_null() {
+            return Err(Error::invalid("weights", "is NULL"));
+        }
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            let (subgroup, to) = lent(swap, subgroup, [param, exp_avg, exp_avg_sq])?;
+            let weights = std::slice::from_raw_parts(weights.cast(), swap.elements(subgroup)?);
+            swap.read(subgroup, Some(weights), to)
+        }
+    })
+}
+
+/// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is, but a param that is stored
+/// split has to be given, and the weights of the next step are its rounded ones. It counts as a step does:
 /// a commit makes it durable, `spw_swap_roll_back` forgets it.
 ///
 /// # Safety
@@ -284,11 +320,28 @@ pub(super) fn object(swap: Option<&mut spw_swap>) -> Result<&mut Swap> {
 /// The caller's tensor with its state, as it lies in memory now.
 pub(super) fn with_state(tensor: spw_tensor, state: State<'_>) -> spw_tensor {
     spw_tensor {
+        param_dtype: spw_dtype::SPW_DTYPE_F32 as u32,
         param: state.param.as_mut_ptr().cast(),
         exp_avg: state.exp_avg.as_mut_ptr().cast(),
         exp_avg_sq: state.exp_avg_sq.as_mut_ptr().cast(),
         ..tensor
     }
+}
+
+/// The bf16 weights that a tensor says were published last; none if it has none.
+pub(super) unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
+    let bf16 = spw_dtype::SPW_DTYPE_BF16 as u32;
+    let from = match (raw.param.is_null(), raw.copy_dtype == bf16) {
+        (false, _) => raw.param.cast_const(),
+        (true, true) => raw.param_copy.cast_const(),
+        (true, false) => std::ptr::null(),
+    };
+    if from.is_null() || raw.n == 0 {
+        return &[];
+    }
+    // SAFETY: checked to be of this type; the caller lends `n` numbers until the call returns, and while the slice is looked
+    // at, which is before the tensor is stepped, nobody writes to them.
+    unsafe { std::slice::from_raw_parts(from.cast(), raw.n as usize) }
 }
 
 /// Sums of subgroups meet as those of the tensors of one call do.
@@ -308,15 +361,19 @@ pub(super) fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
     if tensors.len() != swap.len() {
         return Err(Error::invalid("count", format!("is {} for {} subgroups", tensors.len(), swap.len())));
     }
+    let [f32, bf16] = [spw_dtype::SPW_DTYPE_F32, spw_dtype::SPW_DTYPE_BF16].map(|dtype| dtype as u32);
+    let split = swap.usual() == Form::Split;
     for (index, raw) in tensors.iter().enumerate() {
         let at = |error: Error| error.within(&format!("tensors[{index}]."));
         let elements = swap.elements(index)? as u64;
-        let f32 = spw_dtype::SPW_DTYPE_F32 as u32;
+        let weights = split && raw.param_dtype == bf16;
         let wrong = if raw.n != elements {
             Some(("n", format!("is {}, the subgroup has {elements}", raw.n)))
-        } else if raw.param_dtype != f32 || raw.state_dtype != f32 {
+        } else if raw.param_dtype != f32 && !weights || raw.state_dtype != f32 {
             Some(("param_dtype", "and state_dtype must be SPW_DTYPE_F32".to_string()))
-        } else if !raw.param.is_null() || !raw.exp_avg.is_null() || !raw.exp_avg_sq.is_null() {
+        } else if split && raw.n > 0 && (raw.copy_dtype != bf16 || raw.param_copy.is_null()) {
+            Some(("param_copy", "must be there, of bf16: the master is split".to_string()))
+        } else if !raw.param.is_null() && !weights || !raw.exp_avg.is_null() || !raw.exp_avg_sq.is_null() {
             Some(("param", "exp_avg and exp_avg_sq must be NULL: they are on the tier".to_string()))
         } else if raw.grad.is_null() && raw.n > 0 {
             Some(("grad", "is NULL".to_string()))

@@ -7,6 +7,7 @@ use super::record::{self, Record};
 use crate::error::{Error, Result};
 use crate::offload::swap::SwapOptions;
 use crate::offload::swap::budget;
+use crate::offload::swap::form::Form;
 use crate::pool::region::Backing;
 
 /// Choices for a tiered update, added together.
@@ -20,6 +21,11 @@ pub enum spw_swap_flag {
     /// Use the paths without waiting for turns. Else one process of this node and user at a time uses a path, and the
     /// others go to another path first (MLP-Offload section 3.1).
     SPW_SWAP_NO_TURNS = 4,
+    /// Store param without its upper 16 bits, which follow from the bf16 weights that the model holds: 10 bytes a parameter
+    /// on the tier instead of 12, and 14 instead of 12 in each buffer. Every step is then given the weights that the step
+    /// before it published, and a tier that is resumed those of the commit: they have to be saved with it, for without
+    /// them param is lost. Weights that do not belong to the state are told by a checksum, and nothing is lost.
+    SPW_SWAP_SPLIT_MASTER = 8,
 }
 
 /// Settings of a tiered update.
@@ -110,7 +116,7 @@ unsafe impl Record for spw_swap_stats {
 pub(super) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {
     // SAFETY: the caller's promise is the callee's.
     let raw = unsafe { record::read(options, "options") }?;
-    if raw.flags & !7 != 0 {
+    if raw.flags & !15 != 0 {
         return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
     }
     if raw.subgroups > 1 << 32 || raw.elements.is_null() && raw.subgroups > 0 {
@@ -131,6 +137,7 @@ pub(super) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Re
         };
         Ok(SwapOptions {
             subgroups: elements,
+            usual: if raw.flags & 8 == 0 { Form::Whole } else { Form::Split },
             host_bytes: raw.host_bytes,
             backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
             ratio: numbers(raw.ratio),

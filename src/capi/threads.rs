@@ -14,7 +14,8 @@ use crate::sys::threads;
 pub struct spw_thread_options {
     /// `sizeof(spw_thread_options)`
     pub struct_size: u32,
-    /// Number of workers; 0 decides from affinity mask, cgroup quota and `LOCAL_WORLD_SIZE`.
+    /// Number of threads of one step, its caller among them; 0 decides from affinity mask, cgroup quota and
+    /// `LOCAL_WORLD_SIZE`.
     pub num_threads: u32,
 }
 
@@ -24,9 +25,10 @@ unsafe impl Record for spw_thread_options {
     const NAME: &'static str = "spw_thread_options";
 }
 
-/// Sets the number of worker threads of this process. Without it: the environment variable
-/// `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by `LOCAL_WORLD_SIZE`. Steps under way
-/// finish on the workers they have. The log (level info) says once how the number came about.
+/// Sets the number of threads that one step uses: its caller, which begins at once, and workers, which join as they wake.
+/// Without it: the environment variable `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by
+/// `LOCAL_WORLD_SIZE`. Steps under way finish on the workers they have. The log (level info) says once how the number
+/// came about.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes.
@@ -39,7 +41,8 @@ pub unsafe extern "C" fn spw_threads_configure(options: *const spw_thread_option
     })
 }
 
-/// Number of worker threads that a step of more than 65536 elements uses. Smaller ones stay on the caller's thread.
+/// Number of threads that a step of more than 65536 elements uses at most, its caller among them. Smaller ones stay on
+/// the caller's thread.
 ///
 /// # Safety
 /// `count_out` points to a u32.

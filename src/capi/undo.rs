@@ -281,13 +281,13 @@ impl spw_undo {
     /// An Adam step of one tensor by DeepSpeed's coefficients, for [`spw_undo::ds_back`].
     pub(super) unsafe fn ds_step(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<()> {
         // SAFETY: the caller's promise is the callees', here and below.
-        let jobs = unsafe { ds_jobs(rule, tensor) }?;
+        let jobs = unsafe { deepspeed::jobs(rule, tensor) }?;
         // SAFETY: as above.
         unsafe {
             self.step(jobs, tensor, 1, Step::Adam, |jobs| crate::optim::adam::step(jobs, false))?;
         }
         // SAFETY: as above.
-        let jobs = unsafe { ds_jobs(rule, tensor) }?;
+        let jobs = unsafe { deepspeed::jobs(rule, tensor) }?;
         self.fingerprint = jobs.first().map_or(0, |job| undo::fingerprint(&job.tensor));
         Ok(())
     }
@@ -296,7 +296,7 @@ impl spw_undo {
     /// step or the spans are not as it left them.
     pub(super) unsafe fn ds_back(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<bool> {
         // SAFETY: the caller's promise is the callees'.
-        let (jobs, raw) = unsafe { (ds_jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
+        let (jobs, raw) = unsafe { (deepspeed::jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
         let (Some(Step::Adam(tensors, rules)), Some(job)) = (&mut self.step, jobs.first()) else {
             return Ok(jobs.is_empty());
         };
@@ -381,12 +381,6 @@ impl Step {
         let (Step::Adam(tensors, _) | Step::Adagrad(tensors, _) | Step::Lion(tensors, _)) = self;
         tensors.iter().map(|tensor| tensor.n as usize)
     }
-}
-
-unsafe fn ds_jobs<'a>(rule: AdamRule, tensor: *const spw_tensor) -> Result<Vec<Job<'a, AdamRule>>> {
-    // SAFETY: the caller's promise is the callee's.
-    let jobs = unsafe { deepspeed::jobs(tensor) }?;
-    Ok(jobs.into_iter().map(|job| Job { optimizer: rule, tensor: job.tensor }).collect())
 }
 
 unsafe fn back<R: Rule>(

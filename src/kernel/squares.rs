@@ -42,15 +42,20 @@ pub fn tree_sum(tiles: &[f64]) -> f64 {
     }
 }
 
-/// Sum of two sums, in IEEE mode whatever this thread's mode is.
-pub fn add(left: f64, right: f64) -> f64 {
+/// Sum of consecutive sums of as many tiles as a power of two says, in IEEE mode whatever this thread's mode is.
+pub fn sum(sums: &[f64]) -> f64 {
     // A call of its own, because arithmetic may otherwise move past the change of mode.
     #[inline(never)]
-    fn sum(left: f64, right: f64) -> f64 {
-        left + right
+    fn tree(sums: &[f64]) -> f64 {
+        tree_sum(sums)
     }
     let _mode = IeeeMode::enter();
-    sum(left, right)
+    tree(sums)
+}
+
+/// `sum` of two.
+pub fn add(left: f64, right: f64) -> f64 {
+    sum(&[left, right])
 }
 
 /// The largest power of two below `parts`, where a tree of `parts` (at least 2) splits.

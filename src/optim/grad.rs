@@ -2,28 +2,26 @@
 #![forbid(unsafe_code)]
 
 use super::StepStats;
-use super::spread::both;
 use crate::dtype::Floats;
 use crate::error::Result;
-use crate::kernel::squares::split;
+use crate::kernel::squares;
 use crate::kernel::{CHUNK, Kernel, grad_squares};
 use crate::sys::threads;
 
 /// Statistics of `grad * scale`, with the bits that a fused step would report.
 pub fn stats(grad: Floats<'_>, scale: f32) -> Result<StepStats> {
     let kernel = Kernel::current()?;
-    let parallel = grad.len() > CHUNK;
-    let sum = match parallel {
-        false => sum(kernel, grad, scale, parallel)?,
-        true => threads::run(|| sum(kernel, grad, scale, parallel))??,
-    };
-    Ok(StepStats::of(sum))
-}
-
-fn sum(kernel: Kernel, grad: Floats<'_>, scale: f32, parallel: bool) -> Result<f64> {
     if grad.len() <= CHUNK {
-        return Ok(grad_squares(kernel, grad, scale));
+        return Ok(StepStats::of(grad_squares(kernel, grad, scale)));
     }
-    let (left, right) = grad.split_at(split(grad.len().div_ceil(CHUNK)) * CHUNK);
-    both(parallel, || sum(kernel, left, scale, parallel), || sum(kernel, right, scale, parallel))
+    let mut chunks = Vec::with_capacity(grad.len().div_ceil(CHUNK));
+    let mut rest = grad;
+    while !rest.is_empty() {
+        let (chunk, after) = rest.split_at(rest.len().min(CHUNK));
+        chunks.push((chunk, 0.0));
+        rest = after;
+    }
+    threads::each(&mut chunks, |(chunk, sum)| *sum = grad_squares(kernel, *chunk, scale))?;
+    let sums: Vec<f64> = chunks.into_iter().map(|(_, sum)| sum).collect();
+    Ok(StepStats::of(squares::sum(&sums)))
 }

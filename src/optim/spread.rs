@@ -1,7 +1,8 @@
-//! Splits tensors into chunks and spreads them over the thread pool.
+//! Cuts tensors into parts and spreads them over the threads.
 //!
 //! Invariants:
-//! - Where a split falls, and in which shape sums meet, depends on the tensors alone, never on threads or kernels.
+//! - Where a cut falls, and in which shape sums meet, depends on the tensors alone, never on threads or kernels: one
+//!   recursion, [`tree`], makes the parts and later adds up what they came to.
 //! - Work of at most one chunk stays on the caller's thread: waking a worker would cost more than it saves.
 #![forbid(unsafe_code)]
 
@@ -53,10 +54,22 @@ pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<
         job.tensor.keep(O::EXP_AVG, O::EXP_AVG_SQ)?;
         job.tensor.part_of(elements);
     }
-    match elements <= CHUNK {
-        true => list(jobs, work, false),
-        false => threads::run(|| list(jobs, work, true))?,
+    if elements <= CHUNK {
+        return tree(jobs, false, &mut |part| part.run(work));
     }
+    let mut parts = Vec::new();
+    tree(jobs, true, &mut |part| {
+        parts.push((Some(part), Ok(0.0)));
+        Ok(0.0)
+    })?;
+    threads::each(&mut parts, |(part, sum)| {
+        if let Some(part) = part.take() {
+            *sum = part.run(work);
+        }
+    })?;
+    let sums: Vec<Result<f64>> = parts.into_iter().map(|(_, sum)| sum).collect();
+    let mut sums = sums.into_iter();
+    tree(jobs, true, &mut |_| sums.next().unwrap_or(Ok(0.0)))
 }
 
 /// Elements of all tensors together.
@@ -96,33 +109,53 @@ impl<O: Rule> Work<O> for Publish {
     }
 }
 
-fn list<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W, parallel: bool) -> Result<f64> {
-    match jobs {
-        [] => Ok(0.0),
-        [job] => one(job.optimizer, job.tensor.reborrow(), work, parallel),
-        many => {
-            let parallel = parallel && elements(many) > CHUNK;
-            let (left, right) = many.split_at_mut(many.len() / 2);
-            both(parallel, || list(left, work, parallel), || list(right, work, parallel))
+/// What one thread does in one go.
+enum Part<'p, 'a, O> {
+    /// Small tensors, of at most a chunk together.
+    Few(&'p mut [Job<'a, O>]),
+    Chunk(O, Tensor<'p>),
+}
+
+impl<O: Rule> Part<'_, '_, O> {
+    fn run<W: Work<O>>(self, work: &W) -> Result<f64> {
+        match self {
+            Part::Few(jobs) => tree(jobs, false, &mut |part| part.run(work)),
+            Part::Chunk(optimizer, tensor) => work.chunk(optimizer, tensor),
         }
     }
 }
 
-fn one<O: Rule, W: Work<O>>(optimizer: O, tensor: Tensor<'_>, work: &W, parallel: bool) -> Result<f64> {
-    if tensor.len() <= CHUNK {
-        return work.chunk(optimizer, tensor);
+/// Halves the list of tensors, and then each tensor, and adds up what `part` says of the ends; the error of the first one
+/// that has one. With `few`, small tensors that lie together are one end.
+fn tree<'p, 'a, O: Rule>(
+    jobs: &'p mut [Job<'a, O>],
+    few: bool,
+    part: &mut impl FnMut(Part<'p, 'a, O>) -> Result<f64>,
+) -> Result<f64> {
+    match jobs {
+        [] => Ok(0.0),
+        [job] => chunks(job.optimizer, job.tensor.reborrow(), part),
+        many if few && elements(many) <= CHUNK => part(Part::Few(many)),
+        many => {
+            let (left, right) = many.split_at_mut(many.len() / 2);
+            meet(tree(left, few, part), tree(right, few, part))
+        }
     }
-    let chunks = tensor.len().div_ceil(CHUNK);
-    let (left, right) = tensor.split_at(split(chunks) * CHUNK);
-    both(parallel, || one(optimizer, left, work, parallel), || one(optimizer, right, work, parallel))
 }
 
-/// Sum of two halves of the work, at the same time where that is allowed.
-pub(super) fn both(
-    parallel: bool,
-    left: impl FnOnce() -> Result<f64> + Send,
-    right: impl FnOnce() -> Result<f64> + Send,
+fn chunks<'p, 'a: 'p, O: Rule + 'p>(
+    optimizer: O,
+    tensor: Tensor<'p>,
+    part: &mut impl FnMut(Part<'p, 'a, O>) -> Result<f64>,
 ) -> Result<f64> {
-    let (left, right) = if parallel { threads::join(left, right) } else { (left(), right()) };
+    if tensor.len() <= CHUNK {
+        return part(Part::Chunk(optimizer, tensor));
+    }
+    let chunk_count = tensor.len().div_ceil(CHUNK);
+    let (left, right) = tensor.split_at(split(chunk_count) * CHUNK);
+    meet(chunks(optimizer, left, part), chunks(optimizer, right, part))
+}
+
+fn meet(left: Result<f64>, right: Result<f64>) -> Result<f64> {
     Ok(squares::add(left?, right?))
 }

@@ -1,4 +1,4 @@
-//! The one thread pool of the process.
+//! The one crew of threads of the process.
 //!
 //! Invariants:
 //! - The pool is made at first use and never at load; a process that only steps small tensors has no threads.
@@ -16,8 +16,8 @@ use arc_swap::ArcSwapOption;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::sys::signal::SigSet;
 use nix::unistd::Pid;
-use rayon::ThreadPool;
 
+use super::crew::Crew;
 use crate::error::{Error, Result};
 use crate::log;
 
@@ -26,14 +26,14 @@ pub const MAX_THREADS: usize = 4096;
 
 struct OwnedPool {
     process: u32,
-    /// None for one worker, which is the caller.
-    pool: Option<ThreadPool>,
+    /// None for one thread, which is the caller.
+    crew: Option<Crew>,
 }
 
 impl Drop for OwnedPool {
     fn drop(&mut self) {
         if self.process != std::process::id() {
-            std::mem::forget(self.pool.take());
+            std::mem::forget(self.crew.take());
         }
     }
 }
@@ -42,34 +42,25 @@ static POOL: ArcSwapOption<OwnedPool> = ArcSwapOption::const_empty();
 /// What `configure` asked for; 0 is "decide from the machine".
 static CONFIGURED: AtomicUsize = AtomicUsize::new(0);
 
-/// Runs `work` with [`join`] spreading over the pool, and returns its result.
-pub fn run<R: Send>(work: impl FnOnce() -> R + Send) -> Result<R> {
+/// Does `work` with every item: on the caller, and on the workers as they wake.
+pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()> {
     let owned = current()?;
-    // Also for one worker: `join` outside a pool would start rayon's global one.
-    match &owned.pool {
-        Some(pool) => Ok(pool.install(work)),
-        None => Ok(work()),
+    match &owned.crew {
+        Some(crew) => crew.each(items, work),
+        None => items.iter_mut().for_each(work),
     }
+    Ok(())
 }
 
-/// Does both, at the same time if a worker is free.
-pub fn join<A: Send, B: Send>(left: impl FnOnce() -> A + Send, right: impl FnOnce() -> B + Send) -> (A, B) {
-    // Outside a pool rayon would start its global one, which no child of fork could use.
-    match rayon::current_thread_index() {
-        Some(_) => rayon::join(left, right),
-        None => (left(), right()),
-    }
-}
-
-/// Number of workers that [`run`] uses.
+/// Number of threads that [`each`] uses, the caller among them.
 pub fn count() -> Result<usize> {
     match POOL.load().as_ref().filter(|owned| owned.process == std::process::id()) {
-        Some(owned) => Ok(owned.pool.as_ref().map_or(1, ThreadPool::current_num_threads)),
+        Some(owned) => Ok(owned.crew.as_ref().map_or(1, |crew| crew.workers() + 1)),
         None => Ok(decide()?.0),
     }
 }
 
-/// Sets the number of workers, 0 for automatic. Work under way finishes on the workers it has.
+/// Sets the number of threads, 0 for automatic. Work under way finishes on the workers it has.
 pub fn configure(threads: usize) -> Result<()> {
     if threads > MAX_THREADS {
         return Err(Error::invalid("options.num_threads", format!("{threads} is more than {MAX_THREADS}")));
@@ -112,15 +103,12 @@ fn make(process: u32) -> Result<OwnedPool> {
     if log::enabled(log::Level::Info) {
         log::write(log::Level::Info, &format!("{threads} worker threads: {reason}"));
     }
-    if threads == 1 {
-        return Ok(OwnedPool { process, pool: None });
-    }
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|index| format!("spillway-{index}"))
-        .build()
-        .map_err(|error| Error::System { what: "starting worker threads", reason: error.to_string() })?;
-    Ok(OwnedPool { process, pool: Some(pool) })
+    let failed = |reason: String| Error::System { what: "starting worker threads", reason };
+    let crew = match threads {
+        1 => None,
+        _ => Some(Crew::new(threads - 1).map_err(|error| failed(error.to_string()))?),
+    };
+    Ok(OwnedPool { process, crew })
 }
 
 /// Lets go of a pool without ever running a destructor that belongs to the parent process.
@@ -181,7 +169,13 @@ mod tests {
     fn a_new_setting_replaces_the_pool_while_others_use_it() {
         let total: usize = std::thread::scope(|scope| {
             let workers: Vec<_> = (0..4)
-                .map(|_| scope.spawn(|| (0..50).map(|_| run(|| join(|| 1, || 1)).unwrap().0).sum::<usize>()))
+                .map(|_| {
+                    scope.spawn(|| {
+                        let mut items = [0; 9];
+                        (0..50).for_each(|_| each(&mut items, |item| *item += 1).unwrap());
+                        items.iter().sum::<usize>()
+                    })
+                })
                 .collect();
             for threads in [2, 3, 1, 4, 2] {
                 configure(threads).unwrap();
@@ -189,7 +183,7 @@ mod tests {
             }
             workers.into_iter().map(|worker| worker.join().unwrap()).sum()
         });
-        assert_eq!(total, 200);
+        assert_eq!(total, 4 * 50 * 9);
         configure(0).unwrap();
         assert!(configure(MAX_THREADS + 1).is_err());
     }

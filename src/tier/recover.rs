@@ -77,13 +77,15 @@ fn look(options: &TierOptions) -> Result<(Vec<Candidate>, Vec<usize>)> {
         match candidate {
             Ok(Some(candidate)) => found.push(candidate),
             Ok(None) => absent.push(given),
-            Err(error) if options.degraded => {
-                log::write(Level::Warn, &format!("a path of a tier is left out: {error}"));
-            }
+            Err(error) if options.degraded => leave_out(&error),
             Err(error) => return Err(error),
         }
     }
     Ok((found, absent))
+}
+
+fn leave_out(error: &Error) {
+    log::write(Level::Warn, &format!("a path of a tier is left out: {error}"));
 }
 
 fn read_copies(path: Path, given: usize) -> Result<Candidate> {
@@ -183,7 +185,12 @@ fn resume(
         return Err(TierError::at(TierKind::PathMissing, names.join(", "), words));
     }
     for given in absent {
-        fresh.push((given, claim_new(&options, given)?));
+        match claim_new(&options, given) {
+            Ok(path) => fresh.push((given, path)),
+            // Listed, but not mounted: a degraded open does without it, whether anything was lost with it or not.
+            Err(error) if options.degraded && error.io_kind() == Some(IoKind::NotFound) => leave_out(&error),
+            Err(error) => return Err(error),
+        }
     }
     for (given, path) in fresh {
         path.sync_directory()?;

@@ -16,21 +16,12 @@ pub fn of_blocks(shape: &Shape, spans: &[Span], first: u32, count: u32) -> Resul
     if u64::from(count) * shape.block_bytes() <= GRAIN {
         fill(shape, spans, first, &mut sums);
     } else {
-        threads::run(|| fill_spread(shape, spans, first, &mut sums))?;
+        let blocks = (GRAIN / shape.block_bytes()).max(1);
+        let starts = (first..).step_by(blocks as usize);
+        let mut parts: Vec<(&mut [u64], u32)> = sums.chunks_mut(blocks as usize).zip(starts).collect();
+        threads::each(&mut parts, |(sums, first)| fill(shape, spans, *first, sums))?;
     }
     Ok(sums)
-}
-
-fn fill_spread(shape: &Shape, spans: &[Span], first: u32, sums: &mut [u64]) {
-    if sums.len() as u64 * shape.block_bytes() <= GRAIN || sums.len() == 1 {
-        return fill(shape, spans, first, sums);
-    }
-    let middle = sums.len() / 2;
-    let (left, right) = sums.split_at_mut(middle);
-    threads::join(
-        || fill_spread(shape, spans, first, left),
-        || fill_spread(shape, spans, first + middle as u32, right),
-    );
 }
 
 fn fill(shape: &Shape, spans: &[Span], first: u32, sums: &mut [u64]) {

@@ -72,9 +72,9 @@ impl Line {
         self.someone_before(u64::MAX).map_err(waiting)
     }
 
-    /// True if both stand in the same line: their paths are on one device.
-    pub fn same(&self, other: &Line) -> bool {
-        self.dir == other.dir
+    /// Which line it is: the same for all paths on one device, in every process of the node.
+    pub fn place(&self) -> &Path {
+        &self.dir
     }
 
     /// Draws a ticket.

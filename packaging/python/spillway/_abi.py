@@ -131,6 +131,7 @@ PROTOTYPES = {
     "spw_swap_fill": (_STATUS, [c_void_p, POINTER(c_void_p)]),
     "spw_swap_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), c_void_p, c_size_t, POINTER(StepStats)]),
     "spw_swap_read": (_STATUS, [c_void_p, c_uint64, c_void_p, c_void_p, c_void_p]),
+    "spw_swap_read_split": (_STATUS, [c_void_p, c_uint64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "spw_swap_write": (_STATUS, [c_void_p, c_uint64, c_void_p, c_void_p, c_void_p]),
     "spw_swap_commit": (_STATUS, [c_void_p, c_uint64, c_void_p, c_uint64]),
     "spw_swap_roll_back": (_STATUS, [c_void_p]),

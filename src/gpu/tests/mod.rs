@@ -3,6 +3,7 @@
 mod bits;
 mod states;
 mod transfer;
+mod watch;
 
 use std::sync::Arc;
 

@@ -179,3 +179,78 @@ impl Bucket for Resident {
         false
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::gpu::kernels::{DeviceFloats, Kernels};
+    use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
+    use crate::gpu::stream::Stream;
+    use crate::gpu::tests::{device, foreign};
+    use crate::gpu::transfer::{After, Direction};
+    use crate::pool::pinned;
+    use crate::sys::span::Span;
+
+    const ORDINAL: u32 = 45;
+
+    /// Writes its copy, and tells the driver's checker.
+    struct Writer(Span, u8);
+
+    impl Bucket for Writer {
+        fn run(&mut self, task: Task, _: &mut Recording) -> Result<StepStats> {
+            if task != Task::Commit {
+                self.1 += 1;
+                self.0.write(&[self.1; 64]);
+                let (start, bytes) = (self.0.address() as u64, self.0.len() as u64);
+                fakecuda::with(ORDINAL, |gpu| gpu.host_access(start, bytes, true));
+            }
+            Ok(StepStats::default())
+        }
+    }
+
+    fn locked(registry: &Registry) -> (usize, HostSpan) {
+        let block = pinned::alloc(64).unwrap();
+        (block.address(), registry.host(block.part(0, 64), "block").unwrap())
+    }
+
+    /// Steps, redoes and rollbacks in a row: none writes a copy that is being uploaded, and a stream that was ordered reads the
+    /// last one.
+    #[test]
+    fn a_copy_is_written_again_only_after_its_upload() {
+        let device = device(ORDINAL);
+        let kernels = Arc::new(Kernels::load(&device).unwrap());
+        let transfers = Arc::new(Transfers::new(&device, &kernels, 16).unwrap());
+        let registry = Registry::new(&device);
+        let (framework, memory) = (Stream::new(&device).unwrap(), DeviceMemory::new(&device, 64).unwrap());
+        let ((from, source), (to, target)) = (locked(&registry), locked(&registry));
+        let floats = DeviceFloats::new(memory.span(), Dtype::Bf16, "param").unwrap();
+        let after = After::Stream(foreign(&framework));
+        let copy = Copy {
+            direction: Direction::In,
+            device: floats,
+            host: source.clone(),
+            host_dtype: Dtype::Bf16,
+            after,
+        };
+        let publication = Publication::new(&transfers, vec![copy]);
+        let writer = Box::new(Writer(source.span(), 0));
+        let mut bucket = Published::new(writer, Publish::Speculative, publication.clone());
+        let mut written = 0;
+        for task in
+            [Task::Speculate, Task::Redo(0.5), Task::Speculate, Task::Rollback, Task::Speculate, Task::Commit]
+        {
+            bucket.run(task, &mut Recording::default()).unwrap();
+            written += u8::from(task != Task::Commit);
+            publication.ready().order(foreign(&framework)).unwrap();
+            framework.download(memory.span(), &target).unwrap();
+        }
+        framework.synchronize().unwrap();
+        assert_eq!(target.span().to_vec(), [written; 64]);
+        drop((bucket, publication));
+        let races = fakecuda::with(ORDINAL, |gpu| gpu.races().to_vec());
+        assert_eq!(races, [""; 0]);
+        drop((source, target));
+        [from, to].iter().for_each(|block| pinned::free(*block).unwrap());
+    }
+}

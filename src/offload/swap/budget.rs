@@ -1,12 +1,10 @@
 //! How much memory a tiered update takes, said before any of it is taken.
 #![forbid(unsafe_code)]
 
+use super::form::{self, Form};
 use super::pipeline::LEAST_WORKING;
 use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
-
-/// Streams of a subgroup's state: param, exp_avg, exp_avg_sq.
-pub const STREAMS: usize = 3;
 
 /// What fits into a budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,21 +23,16 @@ pub struct Budget {
     pub step_bytes: u64,
 }
 
-/// Bytes of a stream of `elements` numbers in a buffer: whole pages, so that each begins on one.
-pub fn stream_bytes(elements: u64) -> Option<u64> {
-    elements.checked_mul(4)?.checked_next_multiple_of(BASE_PAGE as u64)
-}
-
 /// The best use of `host_bytes` for subgroups of so many elements, over `paths` paths: enough working buffers that
-/// every path can read and write at once, all others cached.
-pub fn plan(subgroups: &[u64], paths: usize, host_bytes: u64) -> Result<Budget> {
+/// every path can read and write at once, all others cached. `usual` is the form in which state is on the tier.
+pub fn plan(subgroups: &[u64], usual: Form, paths: usize, host_bytes: u64) -> Result<Budget> {
     let too_large = || Error::invalid("subgroups", "together pass 2^64 bytes");
     let mut buffer_bytes = BASE_PAGE as u64;
     let mut state_bytes = 0u64;
     for elements in subgroups {
-        let stream = stream_bytes(*elements).ok_or_else(too_large)?;
-        let state = stream.checked_mul(STREAMS as u64).ok_or_else(too_large)?;
-        buffer_bytes = buffer_bytes.max(state);
+        let buffer = form::buffer_bytes(usual, *elements).ok_or_else(too_large)?;
+        let state = form::stored_bytes(usual, *elements).ok_or_else(too_large)?;
+        buffer_bytes = buffer_bytes.max(buffer);
         state_bytes = state_bytes.checked_add(state).ok_or_else(too_large)?;
     }
     let count = subgroups.len();
@@ -77,19 +70,35 @@ mod tests {
     #[test]
     fn sixteen_gigabytes_in_three() {
         let subgroups = vec![10 * 1000 * 1000; 134];
-        let budget = plan(&subgroups, 2, 3 * GIB).unwrap();
+        let budget = plan(&subgroups, Form::Whole, 2, 3 * GIB).unwrap();
         assert!(budget.state_bytes > 16_000_000_000 && budget.host_bytes <= 3 * GIB);
         assert_eq!((budget.buffers, budget.cached), (26, 21));
         assert!(budget.step_bytes < budget.state_bytes * 85 / 100);
     }
 
     #[test]
+    fn a_split_master_takes_ten_bytes_on_the_tier_and_fourteen_in_memory() {
+        let elements = 10 * 1000 * 1000;
+        let whole = plan(&[elements; 20], Form::Whole, 2, GIB).unwrap();
+        let split = plan(&[elements; 20], Form::Split, 2, GIB).unwrap();
+        let each = |bytes: u64| bytes as f64 / elements as f64;
+        assert!((each(whole.state_bytes / 20) - 12.0).abs() < 0.01, "{whole:?}");
+        assert!((each(split.state_bytes / 20) - 10.0).abs() < 0.02, "{split:?}");
+        assert!(
+            (each(whole.buffer_bytes) - 12.0).abs() < 0.01 && (each(split.buffer_bytes) - 14.0).abs() < 0.02
+        );
+    }
+
+    #[test]
     fn all_is_cached_where_all_fits_and_too_little_is_refused_with_the_need() {
-        assert_eq!(plan(&[1000; 5], 1, GIB).unwrap().cached, 5);
-        let refused = plan(&[GIB; 5], 1, 30 * GIB).unwrap_err().to_string();
+        assert_eq!(plan(&[1000; 5], Form::Whole, 1, GIB).unwrap().cached, 5);
+        let refused = plan(&[GIB; 5], Form::Whole, 1, 30 * GIB).unwrap_err().to_string();
         assert!(refused.contains("3 buffers of 12884901888 bytes"), "{refused}");
-        assert!(plan(&[u64::MAX], 1, GIB).is_err() && plan(&[1 << 61; 8], 1, u64::MAX).is_err());
-        assert_eq!(plan(&[], 1, 0).unwrap().buffers, 0);
-        assert_eq!(plan(&[0, 0], 1, GIB).unwrap().cached, 2);
+        assert!(
+            plan(&[u64::MAX], Form::Split, 1, GIB).is_err()
+                && plan(&[1 << 61; 8], Form::Whole, 1, u64::MAX).is_err()
+        );
+        assert_eq!(plan(&[], Form::Whole, 1, 0).unwrap().buffers, 0);
+        assert_eq!(plan(&[0, 0], Form::Split, 1, GIB).unwrap().cached, 2);
     }
 }

@@ -3,7 +3,8 @@
 //! Invariants:
 //! - A transfer runs on a path only with this process's turn there, or after its patience ran out.
 //! - A turn is kept while transfers use it, and given up as soon as none does and somebody waits.
-//! - Whoever waits for a turn has no transfer under way: processes never wait for each other in a ring, but for patience.
+//! - Whoever waits for a turn has no transfer under way and holds turns of lower lanes only: processes never wait for
+//!   each other in a ring.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -34,20 +35,27 @@ pub(super) struct Lanes {
 
 impl Lanes {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Lanes> {
-        let mut lanes: Vec<Lane> = Vec::new();
-        let mut of = Vec::new();
-        for info in tier.paths() {
+        let mut lines: Vec<(Option<Line>, usize)> = Vec::new();
+        for (path, info) in tier.paths().into_iter().enumerate() {
             let seen_by_others = options.exclusive && !info.memory && info.health != Health::Missing;
             let line = match seen_by_others {
                 true => Some(Line::join(Path::new(&info.name), None)?),
                 false => None,
             };
-            let same = |lane: &Lane| lane.line.as_ref().zip(line.as_ref()).is_some_and(|(a, b)| a.same(b));
-            let lane = lanes.iter().position(same).unwrap_or(lanes.len());
-            if lane == lanes.len() {
+            lines.push((line, path));
+        }
+        // Every process has the same order, whatever the order of its paths.
+        lines.sort_by(|(a, _), (b, _)| a.as_ref().map(Line::place).cmp(&b.as_ref().map(Line::place)));
+        let mut lanes: Vec<Lane> = Vec::new();
+        let mut of = vec![0; lines.len()];
+        for (line, path) in lines {
+            let same = lanes.last().is_some_and(|last| {
+                last.line.as_ref().zip(line.as_ref()).is_some_and(|(a, b)| a.place() == b.place())
+            });
+            if !same {
                 lanes.push(Lane { line, turn: None, under_way: 0 });
             }
-            of.push(lane);
+            of[path] = lanes.len() - 1;
         }
         Ok(Lanes { lanes, of, patience: options.patience })
     }
@@ -67,10 +75,11 @@ impl Lanes {
         place.unwrap_or(0)
     }
 
-    /// Begins a transfer on these paths, which rise. False if transfers under way have to end first.
+    /// Begins a transfer on these paths. False if transfers under way have to end first.
     pub(super) fn enter(&mut self, paths: &[usize]) -> Result<bool> {
         let busy = self.lanes.iter().any(|lane| lane.under_way > 0);
-        let of: Vec<usize> = paths.iter().map(|path| self.of[*path]).collect();
+        let mut of: Vec<usize> = paths.iter().map(|path| self.of[*path]).collect();
+        of.sort_unstable();
         for lane in &of {
             if self.lanes[*lane].have()? {
                 continue;
@@ -79,6 +88,7 @@ impl Lanes {
                 return Ok(false);
             }
             let patience = self.patience;
+            self.lanes[*lane..].iter_mut().for_each(|higher| higher.turn = None);
             let lane = &mut self.lanes[*lane];
             if let Some(line) = &lane.line {
                 lane.turn = turn::take_any(&[line], patience)?.1;

@@ -5,12 +5,15 @@
 //! - The tier's committed state is never written to: until [`Swap::commit`] succeeds, a crash, an error or
 //!   [`Swap::roll_back`] leads back to the last commit, whole.
 //! - A step that failed is taken up again by rolling back, by nothing else: some subgroups may have been stepped.
-//! - No gradient ever goes to the tier; only param, exp_avg and exp_avg_sq do, 12 bytes a parameter.
+//! - No gradient ever goes to the tier; only param, exp_avg and exp_avg_sq do, 12 bytes a parameter; 10 if param is split,
+//!   and then the caller keeps the 16-bit copy that belongs to the state: a wrong one is told, never stepped.
 //! - All memory is taken at open, and it is what [`budget::plan`] said.
 #![forbid(unsafe_code)]
 
 mod access;
 pub mod budget;
+mod extents;
+pub mod form;
 mod lanes;
 pub mod master;
 pub mod pipeline;
@@ -19,7 +22,10 @@ mod traffic;
 use std::sync::Arc;
 use std::time::Duration;
 
-use budget::{Budget, STREAMS, stream_bytes};
+use budget::Budget;
+use extents::Extents;
+use form::Form;
+use half::bf16;
 use lanes::Lanes;
 use pipeline::{Action, Pipeline, PipelineStats};
 use traffic::{Direction, Traffic};
@@ -27,14 +33,17 @@ use traffic::{Direction, Traffic};
 use crate::error::{Error, Result};
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
-use crate::sys::span::Span;
 use crate::tier::Tier;
+
+pub use form::State;
 
 /// Settings of a tiered update.
 #[derive(Debug, Clone)]
 pub struct SwapOptions {
     /// Elements of each subgroup.
     pub subgroups: Vec<u64>,
+    /// How state is stored: [`Form::Split`] needs the 16-bit copies at every step.
+    pub usual: Form,
     /// Most bytes of host memory for state.
     pub host_bytes: u64,
     /// What memory to take.
@@ -47,17 +56,6 @@ pub struct SwapOptions {
     pub exclusive: bool,
     /// How long a process waits for its turn on a path before it goes on without one.
     pub patience: Duration,
-}
-
-/// The state of one subgroup in host memory.
-#[derive(Debug)]
-pub struct State<'a> {
-    /// Master weights.
-    pub param: &'a mut [f32],
-    /// First moment.
-    pub exp_avg: &'a mut [f32],
-    /// Second moment.
-    pub exp_avg_sq: &'a mut [f32],
 }
 
 /// Counts since open.
@@ -77,10 +75,12 @@ pub struct SwapStats {
 #[derive(Debug)]
 pub struct Swap {
     tier: Arc<Tier>,
+    usual: Form,
     budget: Budget,
-    /// Elements, and the extent that holds the state.
-    subgroups: Vec<(usize, u32)>,
+    extents: Extents,
     buffers: Vec<Buffer>,
+    /// Of each buffer, the form in which its state was fetched, until it is joined.
+    fetched: Vec<Form>,
     pipeline: Pipeline,
     traffic: Traffic,
     lanes: Lanes,
@@ -92,20 +92,27 @@ impl Swap {
     /// Takes the memory and defines the extents. Subgroups that the tier has already are kept as they are.
     pub fn open(tier: Arc<Tier>, options: &SwapOptions) -> Result<Swap> {
         let paths = tier.paths().len();
-        let budget = budget::plan(&options.subgroups, paths, options.host_bytes)?;
+        let budget = budget::plan(&options.subgroups, options.usual, paths, options.host_bytes)?;
         let pipeline = Pipeline::new(options.subgroups.len(), budget.buffers, budget.cached)?;
-        let mut subgroups = Vec::with_capacity(options.subgroups.len());
-        for (index, elements) in options.subgroups.iter().enumerate() {
-            let extent = tier.define(&format!("subgroup-{index:06}"), &[elements * 4; STREAMS])?;
-            subgroups.push((*elements as usize, extent));
-        }
+        let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
         let buffers = (0..budget.buffers)
             .map(|_| Buffer::open(budget.buffer_bytes as usize, options.backing))
             .collect::<Result<_>>()?;
-        let extents: Vec<u32> = subgroups.iter().map(|(_, extent)| *extent).collect();
         let traffic = Traffic::new(&tier, &extents, options)?;
         let lanes = Lanes::new(&tier, options)?;
-        Ok(Swap { tier, budget, subgroups, buffers, pipeline, traffic, lanes, broken: None })
+        let fetched = vec![Form::Whole; budget.buffers];
+        Ok(Swap {
+            tier,
+            usual: options.usual,
+            budget,
+            extents,
+            buffers,
+            fetched,
+            pipeline,
+            traffic,
+            lanes,
+            broken: None,
+        })
     }
 
     /// What was taken.
@@ -113,29 +120,33 @@ impl Swap {
         self.budget
     }
 
+    /// The form in which state is stored.
+    pub fn usual(&self) -> Form {
+        self.usual
+    }
+
     /// Number of subgroups.
     pub fn len(&self) -> usize {
-        self.subgroups.len()
+        self.extents.len()
     }
 
     /// True for no subgroups.
     pub fn is_empty(&self) -> bool {
-        self.subgroups.is_empty()
+        self.extents.len() == 0
     }
 
     /// Elements of a subgroup.
     pub fn elements(&self, subgroup: usize) -> Result<usize> {
-        self.subgroups.get(subgroup).map(|(elements, _)| *elements).ok_or_else(|| self.unknown(subgroup))
-    }
-
-    fn unknown(&self, subgroup: usize) -> Error {
-        Error::invalid("subgroup", format!("{subgroup} of {}", self.len()))
+        match subgroup < self.len() {
+            true => Ok(self.extents.elements(subgroup)),
+            false => Err(Error::invalid("subgroup", format!("{subgroup} of {}", self.len()))),
+        }
     }
 
     /// True if every subgroup has a state.
     pub fn filled(&self) -> Result<bool> {
-        for (_, extent) in &self.subgroups {
-            if self.tier.extent(*extent)?.generation == 0 {
+        for subgroup in 0..self.len() {
+            if self.extents.newest(&self.tier, subgroup)?.2 == 0 {
                 return Ok(false);
             }
         }
@@ -155,14 +166,24 @@ impl Swap {
     /// Gives every subgroup its first state: `fill` writes it into memory that holds anything.
     pub fn fill(&mut self, mut fill: impl FnMut(usize, State<'_>) -> Result<()>) -> Result<()> {
         self.ready()?;
-        let outcome = self.run(true, &mut fill);
+        let outcome = self.run(Source::Nothing, &mut fill);
         self.note(outcome)
     }
 
     /// One update: `step` is called once for each subgroup, in the order in which their states arrive.
-    pub fn step(&mut self, mut step: impl FnMut(usize, State<'_>) -> Result<()>) -> Result<()> {
+    pub fn step(&mut self, step: impl FnMut(usize, State<'_>) -> Result<()>) -> Result<()> {
+        self.step_with(&|_| &[], step)
+    }
+
+    /// The same for state whose master is split: `copies` gives each subgroup's 16-bit weights as the step that made the
+    /// state published them. It is asked before the subgroup is stepped, and not at all for one that stayed in memory.
+    pub fn step_with<'a>(
+        &mut self,
+        copies: Copies<'a>,
+        mut step: impl FnMut(usize, State<'_>) -> Result<()>,
+    ) -> Result<()> {
         self.ready()?;
-        let outcome = self.run(false, &mut step);
+        let outcome = self.run(Source::Tier(copies), &mut step);
         self.traffic.end_round(&self.tier);
         self.note(outcome)
     }
@@ -171,9 +192,12 @@ impl Swap {
     pub fn commit(&mut self, step: u64, payload: &[u8]) -> Result<()> {
         self.ready()?;
         self.pipeline.settle()?;
-        let outcome = self.drive(false, &mut |_, _| Ok(()));
+        let outcome = self.drive(Source::Nothing, &mut |_, _| Ok(()));
         self.note(outcome)?;
-        self.tier.commit(step, payload)
+        self.extents.remove_older(&self.tier)?;
+        self.tier.commit(step, payload)?;
+        self.extents.find(&self.tier);
+        Ok(())
     }
 
     /// Goes back to the last commit.
@@ -181,6 +205,8 @@ impl Swap {
         self.finish_transfers();
         self.tier.roll_back()?;
         self.pipeline.forget()?;
+        self.extents.find(&self.tier);
+        self.traffic.find_all(&self.tier, &self.extents)?;
         self.broken = None;
         Ok(())
     }
@@ -200,25 +226,35 @@ impl Swap {
         })
     }
 
-    fn run(&mut self, blank: bool, work: Work) -> Result<()> {
+    fn run(&mut self, source: Source, work: Work) -> Result<()> {
         self.pipeline.begin()?;
-        self.drive(blank, work)
+        self.drive(source, work)
     }
 
-    /// Runs the pipeline to its end. With `blank`, nothing is read: the work fills what it gets.
-    fn drive(&mut self, blank: bool, work: Work) -> Result<()> {
+    /// Runs the pipeline to its end. From no source nothing is read: the work fills what it gets.
+    fn drive(&mut self, source: Source, work: Work) -> Result<()> {
         loop {
-            let (homes, lanes, subgroups) = (&self.traffic, &mut self.lanes, &self.subgroups);
-            let action = self
-                .pipeline
-                .next(|waiting| lanes.choose(waiting, |subgroup| homes.paths_of(subgroups[subgroup].1)));
-            match action {
-                Action::Fetch { slot, .. } if blank => self.pipeline.fetched(slot, true),
+            let (traffic, lanes) = (&self.traffic, &mut self.lanes);
+            let (tier, extents) = (&self.tier, &self.extents);
+            let paths = |subgroup: usize| {
+                extents
+                    .newest(tier, subgroup)
+                    .map_or_else(|_| Vec::new(), |(extent, ..)| traffic.paths_of(extent))
+            };
+            match self.pipeline.next(|waiting| lanes.choose(waiting, paths)) {
+                Action::Fetch { slot, .. } if matches!(source, Source::Nothing) => {
+                    self.fetched[slot] = Form::Whole;
+                    self.pipeline.handed_over(slot);
+                }
                 Action::Fetch { subgroup, slot } => self.start(Direction::Fetch, subgroup, slot)?,
                 Action::Flush { subgroup, slot } => self.start(Direction::Flush, subgroup, slot)?,
                 Action::Step { subgroup, slot } => {
-                    let state = state_in(&mut self.buffers[slot], self.subgroups[subgroup].0)?;
-                    work(subgroup, state)?;
+                    let (buffer, elements) = (&mut self.buffers[slot], self.extents.elements(subgroup));
+                    if std::mem::replace(&mut self.fetched[slot], Form::Whole) == Form::Split {
+                        let named = |error: Error| error.within(&format!("subgroup {subgroup}, "));
+                        form::join(buffer, elements, source.copy(subgroup)).map_err(named)?;
+                    }
+                    work(subgroup, form::state(buffer, elements)?)?;
                     self.pipeline.stepped(slot);
                     self.collect(false)?;
                 }
@@ -228,9 +264,34 @@ impl Swap {
         }
     }
 
+    /// Starts a transfer. One that cannot even start has failed like any other.
     fn start(&mut self, direction: Direction, subgroup: usize, slot: usize) -> Result<()> {
-        let (elements, extent) = self.subgroups[subgroup];
-        let spans = spans_of(self.buffers[slot].span(), elements);
+        self.try_to_start(direction, subgroup, slot).inspect_err(|_| self.ended(direction, slot, false))
+    }
+
+    fn ended(&mut self, direction: Direction, slot: usize, well: bool) {
+        match direction {
+            Direction::Fetch => self.pipeline.fetched(slot, well),
+            Direction::Flush => self.pipeline.flushed(slot, well),
+        }
+    }
+
+    fn try_to_start(&mut self, direction: Direction, subgroup: usize, slot: usize) -> Result<()> {
+        let elements = self.extents.elements(subgroup);
+        let (extent, form) = match direction {
+            Direction::Fetch => {
+                let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
+                self.fetched[slot] = form;
+                (extent, form)
+            }
+            Direction::Flush => {
+                let form = match self.usual {
+                    Form::Whole => Form::Whole,
+                    Form::Split => form::split(&mut self.buffers[slot], elements)?,
+                };
+                (self.extents.written_as(&self.tier, subgroup, form)?, form)
+            }
+        };
         let paths = match direction {
             Direction::Fetch => self.traffic.paths_of(extent),
             Direction::Flush => self.traffic.place(subgroup, &self.tier)?,
@@ -238,17 +299,14 @@ impl Swap {
         while !self.lanes.enter(&paths)? {
             self.collect(true)?;
         }
+        let spans = form::spans(form, self.buffers[slot].span(), elements);
         self.traffic.start(&self.tier, direction, subgroup, slot, extent, &spans)
     }
 
     /// Takes in transfers that are over; waits for one, if `wait`.
     fn collect(&mut self, wait: bool) -> Result<()> {
         for done in self.traffic.over(&self.tier, wait) {
-            let well = done.outcome.is_ok();
-            match done.direction {
-                Direction::Fetch => self.pipeline.fetched(done.slot, well),
-                Direction::Flush => self.pipeline.flushed(done.slot, well),
-            }
+            self.ended(done.direction, done.slot, done.outcome.is_ok());
             self.lanes.leave(&done.paths);
             done.outcome?;
         }
@@ -259,11 +317,7 @@ impl Swap {
     fn finish_transfers(&mut self) {
         while !self.traffic.idle() {
             for done in self.traffic.over(&self.tier, true) {
-                let well = done.outcome.is_ok();
-                match done.direction {
-                    Direction::Fetch => self.pipeline.fetched(done.slot, well),
-                    Direction::Flush => self.pipeline.flushed(done.slot, well),
-                }
+                self.ended(done.direction, done.slot, done.outcome.is_ok());
                 self.lanes.leave(&done.paths);
             }
         }
@@ -272,21 +326,25 @@ impl Swap {
 
 type Work<'a> = &'a mut dyn FnMut(usize, State<'_>) -> Result<()>;
 
-/// Where the streams of a subgroup lie in a buffer.
-fn spans_of(buffer: Span, elements: usize) -> [Span; STREAMS] {
-    let stride = stream_bytes(elements as u64).unwrap_or(0) as usize;
-    std::array::from_fn(|stream| buffer.part(stream * stride, elements * 4))
+/// The 16-bit weights of a subgroup.
+pub type Copies<'a> = &'a dyn Fn(usize) -> &'a [bf16];
+
+/// Where the states of a round come from.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    /// From nowhere: the work fills them in.
+    Nothing,
+    /// From the tier, and the copies of those that are split.
+    Tier(Copies<'a>),
 }
 
-fn state_in(buffer: &mut Buffer, elements: usize) -> Result<State<'_>> {
-    let stride = stream_bytes(elements as u64).unwrap_or(0) as usize / 4;
-    let (param, rest) = buffer.floats()?.split_at_mut(stride);
-    let (exp_avg, exp_avg_sq) = rest.split_at_mut(stride);
-    Ok(State {
-        param: &mut param[..elements],
-        exp_avg: &mut exp_avg[..elements],
-        exp_avg_sq: &mut exp_avg_sq[..elements],
-    })
+impl<'a> Source<'a> {
+    fn copy(self, subgroup: usize) -> &'a [bf16] {
+        match self {
+            Source::Nothing => &[],
+            Source::Tier(copies) => copies(subgroup),
+        }
+    }
 }
 
 #[cfg(test)]

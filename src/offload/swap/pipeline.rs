@@ -234,6 +234,13 @@ impl Pipeline {
         Some(Action::Flush { subgroup, slot })
     }
 
+    /// The slot is ready without a fetch: whoever steps its subgroup fills it.
+    pub fn handed_over(&mut self, slot: usize) {
+        if let Slot::Fetching(subgroup) = self.slots[slot] {
+            self.slots[slot] = Slot::Ready(subgroup);
+        }
+    }
+
     /// The fetch into a slot ended. After a failure the round cannot end: the caller forgets, or begins it again.
     pub fn fetched(&mut self, slot: usize, well: bool) {
         if let Slot::Fetching(subgroup) = self.slots[slot] {

@@ -1,11 +1,15 @@
 //! The tiered update against the same update in memory, by bits; errors and rollback on a simulated disk.
 #![forbid(unsafe_code)]
 
+mod split;
+
+use super::form::STREAMS;
 use super::*;
 use crate::dtype::{Floats, FloatsMut, bf16};
 use crate::kernel::{States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::spread::Job;
+use crate::sys::span::Span;
 use crate::tier::directory::Owner;
 use crate::tier::options::{Mode, PathOptions, Place, TierOptions};
 
@@ -18,6 +22,7 @@ fn backing() -> Backing {
 fn options(subgroups: &[u64], host_bytes: u64) -> SwapOptions {
     SwapOptions {
         subgroups: subgroups.to_vec(),
+        usual: Form::Whole,
         host_bytes,
         backing: backing(),
         ratio: None,
@@ -85,12 +90,16 @@ fn in_memory(subgroups: &[u64], steps: u64) -> (Everything, Vec<Vec<bf16>>) {
 }
 
 fn everything(swap: &mut Swap) -> Everything {
+    everything_with(swap, |_| None)
+}
+
+fn everything_with<'a>(swap: &mut Swap, copies: impl Fn(usize) -> Option<&'a [bf16]>) -> Everything {
     let mut all = Everything::new();
     for subgroup in 0..swap.len() {
         let elements = swap.elements(subgroup).unwrap();
         let mut lent = Buffer::open(12 * elements, backing()).unwrap();
         let part = |stream: usize| lent.span().part(stream * elements * 4, elements * 4);
-        swap.read(subgroup, [part(0), part(1), part(2)]).unwrap();
+        swap.read(subgroup, copies(subgroup), [part(0), part(1), part(2)]).unwrap();
         let floats = lent.floats().unwrap();
         all.push(std::array::from_fn(|stream| floats[stream * elements..][..elements].to_vec()));
     }
@@ -107,7 +116,7 @@ const SIZES: [u64; 9] = [5000, 0, 1, 12_345, 70_000, 4096, 3, 33_333, 20_000];
 
 #[test]
 fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
-    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
     for (host_bytes, places) in [(3, 1), (4, 2), (7, 3), (100, 2)] {
         let tier = tier_in((0..places).map(|_| Place::Memory).collect(), Mode::Create);
         let mut swap = Swap::open(tier, &options(&SIZES, host_bytes * buffer)).unwrap();
@@ -133,7 +142,7 @@ fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
 
 #[test]
 fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
-    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
     let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
     let mut swap = Swap::open(tier, &options(&SIZES, 5 * buffer)).unwrap();
     swap.fill(first_state).unwrap();
@@ -160,7 +169,7 @@ fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
 fn a_process_that_ends_after_a_commit_is_taken_up_there() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let places = || dirs.iter().map(|dir| Place::Directory(dir.path().to_path_buf())).collect();
-    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
     {
         let mut swap = Swap::open(tier_in(places(), Mode::Create), &options(&SIZES, 4 * buffer)).unwrap();
         swap.fill(first_state).unwrap();
@@ -187,7 +196,7 @@ fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
     let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
     let mut options = options(&sizes, 3 * (1 << 30));
     options.ratio = Some(vec![3.0, 1.0]);
-    options.host_bytes = 3 * budget::plan(&sizes, 2, 1 << 30).unwrap().buffer_bytes;
+    options.host_bytes = 3 * budget::plan(&sizes, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
     let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
     swap.fill(first_state).unwrap();
     swap.commit(0, b"").unwrap();
@@ -202,7 +211,7 @@ fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
 #[test]
 fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
-    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
     let expected = in_memory(&SIZES, STEPS).0;
     std::thread::scope(|scope| {
         for rank in 0..3 {
@@ -228,7 +237,7 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
 
 #[test]
 fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback() {
-    let buffer = budget::plan(&SIZES, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
     for buffers in [3, 5, 100] {
         let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
         let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();

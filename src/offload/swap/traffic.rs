@@ -11,10 +11,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::SwapOptions;
-use super::budget::STREAMS;
+use super::extents::Extents;
+use super::form;
 use crate::error::{Error, IoKind, Result};
 use crate::plan::placement::{self, Observed, PathPlan, Placement};
 use crate::sys::span::Span;
+use crate::tier::extent::Shape;
 use crate::tier::{self, Health, Tier};
 
 /// What a transfer does.
@@ -74,21 +76,25 @@ pub(super) struct Traffic {
 const GLANCE: Duration = Duration::from_micros(200);
 
 impl Traffic {
-    pub(super) fn new(tier: &Arc<Tier>, extents: &[u32], options: &SwapOptions) -> Result<Traffic> {
+    pub(super) fn new(tier: &Arc<Tier>, extents: &Extents, options: &SwapOptions) -> Result<Traffic> {
         let paths = tier.paths();
         let speed = |path: usize| options.speeds.get(path).copied().unwrap_or(1e9);
         let plans: Vec<PathPlan> = paths
             .iter()
             .enumerate()
-            .map(|(path, info)| PathPlan { speed: speed(path), capacity: info.room / 2 })
+            .map(|(path, info)| {
+                // Two slots; what a resumed tier holds there already is the first.
+                let used = info.file_bytes.saturating_sub(info.free);
+                PathPlan { speed: speed(path), capacity: used.saturating_add(info.room) / 2 }
+            })
             .collect();
         let block = tier.block_bytes();
         let mut pieces = Vec::new();
         let mut units = Vec::new();
-        for extent in extents {
-            let shape = tier.shape(*extent)?;
+        for elements in &options.subgroups {
+            let shape = Shape::new(&form::streams(options.usual, *elements), block)?;
             let (bytes, all_blocks) = (shape.bytes(), shape.blocks());
-            let unit = placement::unit_bytes(bytes, extents.len() as u64, paths.len() as u64);
+            let unit = placement::unit_bytes(bytes, options.subgroups.len() as u64, paths.len() as u64);
             let blocks = u32::try_from(unit.div_ceil(block)).unwrap_or(u32::MAX).max(1);
             let count = (all_blocks.div_ceil(blocks) as usize).max(1);
             let blocks = all_blocks.div_ceil(count as u32).max(1);
@@ -106,10 +112,13 @@ impl Traffic {
             seen: vec![Observed::default(); plans.len()],
             exposed: Duration::ZERO,
         };
-        for extent in extents {
-            traffic.find(tier, *extent)?;
-        }
+        traffic.find_all(tier, extents)?;
         Ok(traffic)
+    }
+
+    /// Notes where every extent lies.
+    pub(super) fn find_all(&mut self, tier: &Tier, extents: &Extents) -> Result<()> {
+        extents.all().try_for_each(|extent| self.find(tier, extent))
     }
 
     pub(super) fn load(&self) -> Vec<u64> {
@@ -156,7 +165,7 @@ impl Traffic {
         subgroup: usize,
         slot: usize,
         extent: u32,
-        spans: &[Span; STREAMS],
+        spans: &[Span],
     ) -> Result<()> {
         let (ticket, shares) = match direction {
             Direction::Fetch => {

@@ -130,6 +130,36 @@ fn a_power_cut_after_a_killed_process_was_resumed_keeps_what_it_found() {
     assert!(found_unsynced > 0);
 }
 
+/// A killed process left its last superblock in the page cache. The power fails while the next one opens and writes its
+/// own: if the copy under way is torn, the other has to be durable already, for older ones name places used again.
+#[test]
+fn a_power_cut_while_a_tier_is_opened_does_not_lead_back_past_what_was_found() {
+    let first = Journal::default();
+    let disks = [Disk::journaled(&first, 0)];
+    let commits = record(on_disks(&disks, &[reorder(18)]), &first, 1, 4);
+    let (mut unsynced, mut torn) = (0, 0);
+    for events in commits[3].began..=commits[3].ended {
+        let killed = first.replayed(1, events);
+        let second = Journal::default();
+        let disks = [killed[0].moved_to(&second, 0)];
+        let start = second.len();
+        let found = Tier::open(on_disks(&disks, &[reorder(19)])).unwrap().opened().step;
+        unsynced += usize::from(found == Some(4) && events < commits[3].ended);
+        for later in start..=second.len() {
+            for seed in 0..24 {
+                let image = second.image(1, later, Crash::Torn, 1 + 0x9E37 * seed);
+                check(
+                    &image,
+                    &[Some(3), found],
+                    &format!("killed after {events}, {later} events, seed {seed}"),
+                );
+                torn += 1;
+            }
+        }
+    }
+    assert!(unsynced > 0 && torn > 1000, "{unsynced} {torn}");
+}
+
 /// What a killed process leaves: everything that reached the system, nothing synced.
 #[test]
 fn a_killed_process_loses_nothing_even_without_syncs() {

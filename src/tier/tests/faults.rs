@@ -188,6 +188,30 @@ fn a_path_that_hangs_is_given_up_and_the_run_goes_on() {
     }
 }
 
+/// A write that failed for good gives its place back; one that the system may still carry out keeps it.
+#[test]
+fn the_place_of_a_stuck_write_is_not_given_to_another() {
+    let used_after = |fault: &dyn Fn(u64) -> Faults| {
+        let disks = [Disk::default(), Disk::default()];
+        drop(Tier::open(on_disks(&disks, &[])).unwrap());
+        let first_write = disks[1].requests();
+        let disks = [Disk::default(), Disk::default()];
+        let mut options = on_disks(&disks, &[Faults::default(), fault(first_write)]);
+        options.io.stall = Some(Duration::from_millis(60));
+        let tier = Tier::open(options).unwrap();
+        write(&tier, 1, 5, &Placement::On(1)).unwrap();
+        assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0), "the other path took it over");
+        let path = &tier.paths()[1];
+        let used = path.file_bytes - path.free;
+        disks[1].release();
+        used
+    };
+    let failed = used_after(&|nth| Faults { fail_nth: Some((nth, libc::EIO)), ..Faults::default() });
+    let stuck = used_after(&|nth| Faults { hang_nth: Some(nth), ..Faults::default() });
+    assert_eq!(failed, 0);
+    assert!(stuck >= STREAMS[1][0], "{stuck}");
+}
+
 #[test]
 fn a_sync_that_fails_moves_what_was_written_to_another_path() {
     let disks = [Disk::default(), Disk::default()];

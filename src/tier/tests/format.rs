@@ -7,6 +7,7 @@ use crate::checksum;
 use crate::tier::extent::{Chunk, Shape, Version};
 use crate::tier::layout::ChunkHeader;
 use crate::tier::superblock::{ExtentRecord, Head, PathRecord, Superblock};
+use crate::tier::transfer::check_head;
 
 /// Bytes of this name, as the first release wrote them. `SPILLWAY_BLESS=1` writes those of a new format version.
 fn golden(name: &str, bytes: &[u8]) -> Vec<u8> {
@@ -120,6 +121,44 @@ fn no_head_of_a_chunk_harms_and_none_but_the_right_one_passes() {
     }
     (0..right.len().min(600))
         .for_each(|len| assert!(ChunkHeader::parse(&right[..len]).is_err() || len >= 152));
+}
+
+/// Every field alone is enough to tell another's head, however well the sum that was committed fits it; and where no
+/// field tells, the sum does.
+#[test]
+fn a_head_with_one_wrong_field_or_another_sum_belongs_to_another_chunk() {
+    let shape = Shape::new(&[100 << 20], 1 << 20).unwrap();
+    let right = header();
+    let check = |head: &ChunkHeader, header_sum: u64| {
+        let ChunkHeader { path, offset, first, .. } = right;
+        let chunk = Chunk { path, offset, first, count: 3, header_sum };
+        check_head(&head.encode().0, &chunk, right.generation, right.tier, right.extent, &shape)
+    };
+    let committed = right.encode().1;
+    assert_eq!(check(&right, committed).as_ref(), Ok(&right));
+    let fields: [fn(&mut ChunkHeader); 8] = [
+        |head| head.tier ^= 1 << 100,
+        |head| head.extent += 1,
+        |head| head.path += 1,
+        |head| head.generation -= 1,
+        |head| head.first += 1,
+        |head| head.offset += 4096,
+        |head| head.block_bytes *= 2,
+        |head| head.sums.push(5),
+    ];
+    for (n, change) in fields.iter().enumerate() {
+        let mut head = right.clone();
+        change(&mut head);
+        assert!(check(&head, head.encode().1).is_err(), "field {n}");
+    }
+    // Generation 42 of a run that crashed before it committed it, at the same place.
+    for head in [
+        ChunkHeader { session: 1, ..right.clone() },
+        ChunkHeader { sums: vec![u64::MAX, 1, 0x1234_5678_9ABC_DEF0], ..right.clone() },
+    ] {
+        let words = check(&head, committed).unwrap_err();
+        assert!(words.contains("not the one that was committed"), "{words}");
+    }
 }
 
 /// Also with checksums that fit, so that the table itself is met by wild numbers.

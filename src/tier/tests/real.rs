@@ -79,6 +79,29 @@ fn paths_may_come_in_another_order_under_another_name_and_with_a_new_one() {
 }
 
 #[test]
+fn a_directory_that_is_not_mounted_is_missed_left_out_and_taken_up_again() {
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    step(&tier, 1).unwrap();
+    drop(tier);
+    let aside = dir.path().join("aside");
+    fs::rename(&bases[1], &aside).unwrap();
+    let (found, words) = kind(Tier::open(options(&bases)));
+    assert_eq!(found, Some(TierKind::PathMissing), "{words}");
+    assert!(words.contains("slow"), "{words}");
+    let tier = Tier::open(TierOptions { degraded: true, ..options(&bases) }).unwrap();
+    let opened = tier.opened();
+    assert!(opened.missing.len() == 1 && opened.missing[0].contains("slow"), "{opened:?}");
+    assert!(!opened.lost.is_empty() && !bases[1].exists(), "nothing is made on the disk below");
+    drop(tier);
+    fs::rename(&aside, &bases[1]).unwrap();
+    assert!(is_at(&Tier::open(options(&bases)).unwrap(), 1));
+    // One that the tier never had is an error, not a smaller tier.
+    let stranger = [&bases[..], &[dir.path().join("stranger")]].concat();
+    assert_eq!(Tier::open(options(&stranger)).unwrap_err().io_kind(), Some(IoKind::NotFound));
+}
+
+#[test]
 fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
     let (_dir, bases) = bases();
     let with_memory = || {

@@ -1,0 +1,386 @@
+// State that lives on a tier is stepped with the bits of spw_adam_step in memory, through fewer buffers than subgroups;
+// it comes back from a commit, a rollback, a new process's open and a full disk; and every wrong argument is refused.
+
+#include "check.h"
+
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { SUBGROUPS = 8, STEPS = 6, FOR_EVER = -1, SMALL_DISK = 1200 << 10, LIMIT = 8 << 20 };
+static const uint64_t SIZES[SUBGROUPS] = {5000, 0, 1, 12345, 70000, 4096, 3, 33333};
+static const uint32_t GRADS[3] = {SPW_DTYPE_BF16, SPW_DTYPE_F16, SPW_DTYPE_F32};
+static const uint32_t COPIES[3] = {SPW_DTYPE_BF16, SPW_DTYPE_NONE, SPW_DTYPE_F16};
+
+static char directories[2][4200];
+// The same steps, in memory.
+static struct problem plain[SUBGROUPS];
+// What the tiered update is given: gradients and copies.
+static spw_tensor tensors[SUBGROUPS];
+static void *copies[SUBGROUPS];
+
+static spw_tier *open_tier(uint32_t mode, uint64_t limit) {
+    spw_tier_path paths[2];
+    for (int i = 0; i < 2; i++) {
+        paths[i] = (spw_tier_path){.struct_size = sizeof *paths, .directory = directories[i], .limit_bytes = limit};
+    }
+    const spw_tier_options options = {.struct_size = sizeof options, .mode = mode, .job = "c-swap", .paths = paths,
+                                      .path_count = 2, .block_bytes = 65536};
+    spw_tier *tier = NULL;
+    CHECK_OK(spw_tier_open(&options, &tier));
+    return tier;
+}
+
+static spw_swap_options settings(uint64_t buffers) {
+    spw_swap_options options = {.struct_size = sizeof options, .elements = SIZES, .subgroups = SUBGROUPS};
+    options.flags = SPW_SWAP_NO_LOCK;
+    options.host_bytes = 1 << 30;
+    spw_swap_budget budget = {.struct_size = sizeof budget};
+    CHECK_OK(spw_swap_plan(&options, 2, &budget));
+    CHECK(budget.buffers == SUBGROUPS && budget.cached == SUBGROUPS && budget.step_bytes == 0);
+    options.host_bytes = buffers * budget.buffer_bytes + 17;
+    return options;
+}
+
+static spw_swap *open_swap(spw_tier *tier, uint64_t buffers) {
+    const spw_swap_options options = settings(buffers);
+    spw_swap *swap = NULL;
+    CHECK_OK(spw_swap_open(tier, &options, &swap));
+    return swap;
+}
+
+// A new run: states from a seed, in memory and, by fill_swap, on the tier.
+static void start(uint64_t seed) {
+    for (int i = 0; i < SUBGROUPS; i++) {
+        release(&plain[i]);
+        free(copies[i]);
+        plain[i] = make(SIZES[i], SPW_DTYPE_F32, SPW_DTYPE_F32, GRADS[i % 3], COPIES[i % 3], seed + (uint64_t)i);
+        tensors[i] = plain[i].tensor;
+        tensors[i].param = tensors[i].exp_avg = tensors[i].exp_avg_sq = NULL;
+        tensors[i].param_copy = copies[i] = plain[i].bytes[4] == 0 ? NULL : calloc(1, plain[i].bytes[4]);
+    }
+}
+
+static void fill_swap(spw_swap *swap) {
+    const float *states[3 * SUBGROUPS];
+    for (int i = 0; i < SUBGROUPS; i++) {
+        states[3 * i] = plain[i].spans[0];
+        states[3 * i + 1] = plain[i].spans[2];
+        states[3 * i + 2] = plain[i].spans[3];
+    }
+    CHECK_OK(spw_swap_fill(swap, states));
+}
+
+static void new_gradients(uint64_t step) {
+    for (int i = 0; i < SUBGROUPS; i++) fill(plain[i].spans[1], GRADS[i % 3], SIZES[i], step * 977 + (uint64_t)i, 0);
+}
+
+static spw_adam_options at(uint64_t step) {
+    spw_adam_options options = adam_options();
+    options.step = step;
+    return options;
+}
+
+static double step_plain(const spw_adam_options *options) {
+    spw_tensor all[SUBGROUPS];
+    for (int i = 0; i < SUBGROUPS; i++) all[i] = plain[i].tensor;
+    spw_step_stats stats = step_stats();
+    CHECK_OK(spw_adam_step(options, all, SUBGROUPS, &stats));
+    return stats.sum_squares;
+}
+
+static double step_swap(spw_swap *swap, const spw_adam_options *options) {
+    spw_step_stats stats = step_stats();
+    CHECK_OK(spw_swap_adam_step(swap, options, tensors, SUBGROUPS, &stats));
+    CHECK(stats.nonfinite == 0);
+    return stats.sum_squares;
+}
+
+static void step_both(spw_swap *swap, uint64_t step) {
+    const spw_adam_options options = at(step);
+    new_gradients(step);
+    const double plain_sum = step_plain(&options), swap_sum = step_swap(swap, &options);
+    CHECK(memcmp(&plain_sum, &swap_sum, sizeof plain_sum) == 0);
+    for (int i = 0; i < SUBGROUPS; i++) {
+        CHECK(copies[i] == NULL || memcmp(copies[i], plain[i].spans[4], plain[i].bytes[4]) == 0);
+    }
+}
+
+static void check_same(spw_swap *swap) {
+    for (int i = 0; i < SUBGROUPS; i++) {
+        float *got[3];
+        for (int s = 0; s < 3; s++) got[s] = calloc((size_t)SIZES[i] + 1, sizeof(float));
+        CHECK_OK(spw_swap_read(swap, (uint64_t)i, got[0], got[1], got[2]));
+        for (int s = 0; s < 3; s++) {
+            CHECK(SIZES[i] == 0 || memcmp(got[s], plain[i].spans[s == 0 ? 0 : s + 1], (size_t)SIZES[i] * 4) == 0);
+            free(got[s]);
+        }
+    }
+}
+
+// Two subgroups stay in memory, six pass through.
+static void steps_have_the_bits_of_steps_in_memory(void) {
+    start(1);
+    spw_tier *tier = open_tier(SPW_TIER_CREATE, 0);
+    spw_swap *swap = open_swap(tier, 7);
+    spw_swap_budget budget = {.struct_size = sizeof budget};
+    CHECK_OK(spw_swap_budget_of(swap, &budget));
+    CHECK(budget.buffers == 7 && budget.cached == 2 && budget.host_bytes == 7 * budget.buffer_bytes);
+    CHECK(budget.step_bytes < budget.state_bytes && budget.state_bytes >= 12 * 124778);
+    fill_swap(swap);
+    check_same(swap);
+    for (uint64_t step = 1; step <= STEPS; step++) step_both(swap, step);
+    check_same(swap);
+    CHECK_OK(spw_swap_commit(swap, STEPS, "six", 4));
+    spw_swap_stats stats = {.struct_size = sizeof stats};
+    CHECK_OK(spw_swap_get_stats(swap, &stats));
+    CHECK(stats.rounds == STEPS + 1 && stats.hits == 2 * STEPS && stats.fetched == 6 * STEPS);
+    CHECK(stats.flushed == 6 * (STEPS + 1) + 2 && stats.exposed_seconds >= 0);
+    // Only one part of a state.
+    float *param = calloc((size_t)SIZES[4], sizeof *param);
+    CHECK_OK(spw_swap_read(swap, 4, param, NULL, NULL));
+    CHECK(memcmp(param, plain[4].spans[0], (size_t)SIZES[4] * 4) == 0);
+    free(param);
+    // Not committed: lost when closed.
+    const spw_adam_options options = at(99);
+    step_swap(swap, &options);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_close(tier, FOR_EVER));
+}
+
+static void a_new_open_goes_on_at_the_commit(void) {
+    spw_tier *tier = open_tier(SPW_TIER_RESUME, 0);
+    spw_tier_opened_info found = {.struct_size = sizeof found};
+    char note[4] = "";
+    CHECK_OK(spw_tier_opened(tier, &found, note, sizeof note));
+    CHECK(found.step == STEPS && strcmp(note, "six") == 0);
+    spw_swap *swap = open_swap(tier, 3);
+    check_same(swap);
+    for (uint64_t step = STEPS + 1; step <= STEPS + 3; step++) step_both(swap, step);
+    check_same(swap);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_destroy(tier));
+}
+
+// Speculation: step with the gradients as they come, and when their norm turns out to pass the limit, go back and step
+// again with the clip coefficient. A step with a NaN is taken back and left out.
+static void a_step_is_taken_back_and_done_again_clipped(void) {
+    start(2);
+    spw_tier *tier = open_tier(SPW_TIER_CREATE, 0);
+    spw_swap *swap = open_swap(tier, 6);
+    fill_swap(swap);
+    CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
+    int clipped = 0;
+    for (uint64_t step = 1; step <= STEPS; step++) {
+        spw_adam_options options = at(step);
+        options.grad_scale = 1;
+        new_gradients(step);
+        const double limit = step % 2 == 0 ? 1e18 : 0.25;
+        if (step_swap(swap, &options) > limit) {
+            CHECK_OK(spw_swap_roll_back(swap));
+            if (step == 1) check_same(swap);
+            options.grad_scale = 0.0173;
+            step_swap(swap, &options);
+            clipped++;
+        }
+        step_plain(&options);
+        CHECK_OK(spw_swap_commit(swap, step, NULL, 0));
+    }
+    CHECK(clipped == STEPS / 2);
+    check_same(swap);
+    ((uint16_t *)plain[4].spans[1])[69999] = 0x7fff;
+    ((uint32_t *)plain[5].spans[1])[7] = 0x7fc00000;
+    const spw_adam_options options = at(STEPS + 1);
+    spw_step_stats stats = step_stats();
+    CHECK_OK(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats));
+    CHECK(stats.nonfinite == 1);
+    CHECK_OK(spw_swap_roll_back(swap));
+    check_same(swap);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_destroy(tier));
+}
+
+// Paths whose limits do not hold two slots are refused at open; those that hold them do so for the next open too, which
+// finds one slot taken.
+static void what_does_not_fit_is_said_and_loses_nothing(void) {
+    start(3);
+    spw_tier *tier = open_tier(SPW_TIER_CREATE, 700 << 10);
+    spw_swap_options options = settings(4);
+    spw_swap *swap = NULL;
+    REFUSED(spw_swap_open(tier, &options, &swap), SPW_ERR_LIMIT_REACHED, "");
+    CHECK_OK(spw_tier_destroy(tier));
+
+    // The planner counts every piece as the largest.
+    tier = open_tier(SPW_TIER_CREATE, LIMIT);
+    swap = open_swap(tier, 4);
+    fill_swap(swap);
+    CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_close(tier, FOR_EVER));
+    tier = open_tier(SPW_TIER_RESUME, LIMIT);
+    swap = open_swap(tier, 4);
+    step_both(swap, 1);
+    CHECK_OK(spw_swap_commit(swap, 1, NULL, 0));
+    step_both(swap, 2);
+    check_same(swap);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_destroy(tier));
+}
+
+static int resize_disks(unsigned long flags, int bytes) {
+    char size[64];
+    snprintf(size, sizeof size, "size=%d,mode=0700", bytes);
+    for (int i = 0; i < 2; i++) {
+        if (mount("tmpfs", directories[i], "tmpfs", flags, size) != 0) return 0;
+    }
+    return 1;
+}
+
+static void a_full_disk_loses_nothing(void) {
+    // Mounting needs root.
+    if (!resize_disks(0, SMALL_DISK)) return;
+    start(4);
+    spw_tier *tier = open_tier(SPW_TIER_CREATE, 0);
+    spw_swap *swap = open_swap(tier, 4);
+    fill_swap(swap);
+    CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
+    new_gradients(1);
+    spw_adam_options options = at(1);
+    REFUSED(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, NULL), SPW_ERR_NO_SPACE, "bytes");
+    REFUSED(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, NULL), SPW_ERR_BUSY, "roll back first");
+    REFUSED(spw_swap_commit(swap, 1, NULL, 0), SPW_ERR_BUSY, "roll back first");
+    REFUSED(spw_swap_read(swap, 0, NULL, NULL, NULL), SPW_ERR_BUSY, "roll back first");
+    CHECK_OK(spw_swap_roll_back(swap));
+    check_same(swap);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_close(tier, FOR_EVER));
+    // With more room it goes on.
+    CHECK(resize_disks(MS_REMOUNT, 2 * SMALL_DISK));
+    tier = open_tier(SPW_TIER_RESUME, 0);
+    swap = open_swap(tier, 4);
+    check_same(swap);
+    step_both(swap, 1);
+    CHECK_OK(spw_swap_commit(swap, 1, NULL, 0));
+    check_same(swap);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_destroy(tier));
+    for (int i = 0; i < 2; i++) {
+        // A ring lets its files go a little after it is closed.
+        for (int wait = 0; umount(directories[i]) != 0 && wait < 500; wait++) usleep(10000);
+    }
+}
+
+static void wrong_options_are_refused(spw_tier *tier) {
+    spw_swap *swap = NULL;
+    spw_swap_budget budget = {.struct_size = sizeof budget, .buffers = 5};
+    const spw_swap_options right = settings(4);
+    spw_swap_options wrong = right;
+    const double ratio[2] = {1, -1}, nothing[2] = {0, 0};
+    watch(&swap, sizeof swap);
+    watch(&budget, sizeof budget);
+    INVALID(spw_swap_plan(NULL, 2, &budget), "options");
+    INVALID(spw_swap_plan(&right, 2, NULL), "budget_out");
+    INVALID(spw_swap_plan(&right, 5000, &budget), "paths");
+    INVALID(spw_swap_open(NULL, &right, &swap), "tier");
+    INVALID(spw_swap_open(tier, NULL, &swap), "options");
+    INVALID(spw_swap_open(tier, &right, NULL), "swap_out");
+    wrong.struct_size = 8;
+    INVALID(spw_swap_open(tier, &wrong, &swap), "struct_size");
+    wrong = right, wrong.flags = 1u << 31;
+    INVALID(spw_swap_open(tier, &wrong, &swap), "options.flags");
+    wrong = right, wrong.elements = NULL;
+    INVALID(spw_swap_open(tier, &wrong, &swap), "options.elements");
+    wrong = right, wrong.subgroups = UINT64_MAX;
+    INVALID(spw_swap_open(tier, &wrong, &swap), "options.elements");
+    wrong = right, wrong.host_bytes = 100;
+    INVALID(spw_swap_open(tier, &wrong, &swap), "3 buffers of");
+    wrong = right, wrong.patience_seconds = -1;
+    INVALID(spw_swap_open(tier, &wrong, &swap), "patience_seconds");
+    wrong = right, wrong.ratio = ratio;
+    INVALID(spw_swap_open(tier, &wrong, &swap), "");
+    wrong = right, wrong.speeds = nothing;
+    INVALID(spw_swap_open(tier, &wrong, &swap), "");
+    unwatch_all();
+}
+
+static void wrong_arguments_are_refused(void) {
+    start(5);
+    spw_tier *tier = open_tier(SPW_TIER_CREATE, 0);
+    wrong_options_are_refused(tier);
+    spw_swap *swap = open_swap(tier, 4);
+    const spw_adam_options options = at(1);
+    float *param = calloc(8, sizeof *param);
+    INVALID(spw_swap_read(swap, 0, param, NULL, NULL), "never written");
+    fill_swap(swap);
+    CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
+
+    spw_step_stats stats = step_stats();
+    spw_swap_stats counts = {.struct_size = 4};
+    watch(&stats, sizeof stats);
+    watch(&counts, sizeof counts);
+    for (int i = 0; i < SUBGROUPS; i++) {
+        if (copies[i] != NULL) watch(copies[i], plain[i].bytes[4]);
+    }
+    INVALID(spw_swap_fill(NULL, NULL), "swap");
+    INVALID(spw_swap_fill(swap, NULL), "states");
+    INVALID(spw_swap_budget_of(NULL, NULL), "swap");
+    INVALID(spw_swap_budget_of(swap, NULL), "budget_out");
+    INVALID(spw_swap_get_stats(NULL, &counts), "swap");
+    INVALID(spw_swap_get_stats(swap, NULL), "stats_out");
+    INVALID(spw_swap_get_stats(swap, &counts), "struct_size");
+    INVALID(spw_swap_read(NULL, 0, param, NULL, NULL), "swap");
+    INVALID(spw_swap_read(swap, SUBGROUPS, param, NULL, NULL), "8 of 8");
+    INVALID(spw_swap_read(swap, UINT64_MAX, param, NULL, NULL), "subgroup");
+    INVALID(spw_swap_commit(NULL, 1, NULL, 0), "swap");
+    INVALID(spw_swap_commit(swap, 1, NULL, 3), "payload");
+    INVALID(spw_swap_roll_back(NULL), "swap");
+    CHECK_OK(spw_swap_close(NULL));
+
+    INVALID(spw_swap_adam_step(NULL, &options, tensors, SUBGROUPS, &stats), "swap");
+    INVALID(spw_swap_adam_step(swap, NULL, tensors, SUBGROUPS, &stats), "options");
+    INVALID(spw_swap_adam_step(swap, &options, NULL, SUBGROUPS, &stats), "tensors");
+    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS - 1, &stats), "count");
+    spw_tensor kept = tensors[4];
+    tensors[4].n--;
+    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].n");
+    tensors[4] = kept, tensors[4].param = plain[4].spans[0];
+    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].param");
+    tensors[4] = kept, tensors[4].state_dtype = SPW_DTYPE_BF16;
+    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].param_dtype");
+    tensors[4] = kept, tensors[4].grad = NULL;
+    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "tensors[4].grad");
+    tensors[4] = kept, tensors[4].shadow_param = plain[4].spans[0];
+    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "shadow");
+    tensors[4] = kept, tensors[6].param_copy = tensors[3].param_copy;
+    INVALID(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats), "overlap");
+    tensors[6].param_copy = copies[6];
+    unwatch_all();
+
+    // All of that was refused before anything was stepped.
+    check_same(swap);
+    step_both(swap, 1);
+    check_same(swap);
+    free(param);
+    CHECK_OK(spw_swap_close(swap));
+    CHECK_OK(spw_tier_destroy(tier));
+}
+
+int main(void) {
+    char here[4096], clean[16384];
+    CHECK(getcwd(here, sizeof here) != NULL);
+    for (int i = 0; i < 2; i++) snprintf(directories[i], sizeof directories[i], "%s/path-%d", here, i);
+    snprintf(clean, sizeof clean, "rm -rf '%s' '%s'", directories[0], directories[1]);
+    CHECK(system(clean) == 0);
+    for (int i = 0; i < 2; i++) CHECK(mkdir(directories[i], 0700) == 0);
+    steps_have_the_bits_of_steps_in_memory();
+    a_new_open_goes_on_at_the_commit();
+    a_step_is_taken_back_and_done_again_clipped();
+    what_does_not_fit_is_said_and_loses_nothing();
+    a_full_disk_loses_nothing();
+    wrong_arguments_are_refused();
+    for (int i = 0; i < SUBGROUPS; i++) {
+        release(&plain[i]);
+        free(copies[i]);
+    }
+    return 0;
+}

@@ -1,0 +1,119 @@
+//! The extents that hold the subgroups' state: one for each form, the newer of which counts.
+//!
+//! Invariants:
+//! - Generations grow over all extents of a tier, so that of a subgroup's two extents the one written last is the newer,
+//!   also after a rollback and after a crash.
+//! - The older one keeps its place until the newer is committed.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+
+use super::form::{self, Form};
+use crate::error::{Error, Result};
+use crate::tier::Tier;
+
+#[derive(Debug)]
+struct Subgroup {
+    elements: u64,
+    whole: Option<u32>,
+    split: Option<u32>,
+}
+
+#[derive(Debug)]
+pub(super) struct Extents {
+    usual: Form,
+    subgroups: Vec<Subgroup>,
+}
+
+fn name(subgroup: usize, form: Form) -> String {
+    match form {
+        Form::Whole => format!("subgroup-{subgroup:06}"),
+        Form::Split => format!("subgroup-{subgroup:06}-split"),
+    }
+}
+
+impl Extents {
+    /// Finds what the tier has, and defines the extents of the usual form.
+    pub(super) fn define(tier: &Tier, elements: &[u64], usual: Form) -> Result<Extents> {
+        let subgroups =
+            elements.iter().map(|elements| Subgroup { elements: *elements, whole: None, split: None });
+        let mut extents = Extents { usual, subgroups: subgroups.collect() };
+        extents.find(tier);
+        for subgroup in 0..extents.len() {
+            extents.written_as(tier, subgroup, usual)?;
+            let (_, found, _) = extents.newest(tier, subgroup)?;
+            if found == Form::Split && usual == Form::Whole {
+                let reason = format!(
+                    "subgroup {subgroup} is stored with its master split, which needs the option too"
+                );
+                return Err(Error::invalid("options", reason));
+            }
+        }
+        Ok(extents)
+    }
+
+    /// Finds the extents by their names, as after a rollback.
+    pub(super) fn find(&mut self, tier: &Tier) {
+        let known: HashMap<String, u32> =
+            tier.extents().into_iter().map(|extent| (extent.name, extent.number)).collect();
+        for (number, subgroup) in self.subgroups.iter_mut().enumerate() {
+            subgroup.whole = known.get(&name(number, Form::Whole)).copied();
+            subgroup.split = known.get(&name(number, Form::Split)).copied();
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.subgroups.len()
+    }
+
+    pub(super) fn elements(&self, subgroup: usize) -> usize {
+        self.subgroups[subgroup].elements as usize
+    }
+
+    /// All that exist.
+    pub(super) fn all(&self) -> impl Iterator<Item = u32> {
+        self.subgroups.iter().flat_map(|subgroup| [subgroup.whole, subgroup.split]).flatten()
+    }
+
+    /// The extent of a form, made if there is none.
+    pub(super) fn written_as(&mut self, tier: &Tier, subgroup: usize, form: Form) -> Result<u32> {
+        let found = &mut self.subgroups[subgroup];
+        // Also where it is known: that takes back a removal.
+        let extent = tier.define(&name(subgroup, form), &form::streams(form, found.elements))?;
+        match form {
+            Form::Whole => found.whole = Some(extent),
+            Form::Split => found.split = Some(extent),
+        }
+        Ok(extent)
+    }
+
+    /// The extent that holds a subgroup's state, its form, and its generation, which is 0 if there is no state.
+    pub(super) fn newest(&self, tier: &Tier, subgroup: usize) -> Result<(u32, Form, u64)> {
+        let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
+        let generation = |extent: &Option<u32>| match extent {
+            Some(extent) => tier.extent(*extent).map(|info| Some((*extent, info.generation))),
+            None => Ok(None),
+        };
+        let whole = generation(whole)?.map(|(extent, age)| (extent, Form::Whole, age));
+        let split = generation(split)?.map(|(extent, age)| (extent, Form::Split, age));
+        let (usual, other) = match self.usual {
+            Form::Whole => (whole, split),
+            Form::Split => (split, whole),
+        };
+        let newest = usual.into_iter().chain(other).reduce(|a, b| if b.2 > a.2 { b } else { a });
+        newest.ok_or_else(|| Error::invalid("subgroup", format!("{subgroup} has no extent")))
+    }
+
+    /// Has the next commit take out what is older than a subgroup's state.
+    pub(super) fn remove_older(&self, tier: &Tier) -> Result<()> {
+        for (number, subgroup) in self.subgroups.iter().enumerate() {
+            let newest = self.newest(tier, number)?.0;
+            for older in [subgroup.whole, subgroup.split].into_iter().flatten().filter(|one| *one != newest) {
+                if tier.extent(older)?.generation > 0 {
+                    tier.remove(older)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

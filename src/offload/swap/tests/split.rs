@@ -1,0 +1,185 @@
+//! State with its master split: the bits of the whole form, for whoever has the copy that belongs to it, and for nobody
+//! else.
+#![forbid(unsafe_code)]
+
+use super::*;
+use crate::io::sim::{Crash, Disk, Faults, Journal};
+
+/// The 16-bit weights of all subgroups.
+type Weights = Vec<Vec<bf16>>;
+
+/// Subgroup 4 begins with masters that no table has room for.
+fn start(subgroup: usize, state: State<'_>) -> Result<()> {
+    let State { param, exp_avg, exp_avg_sq } = state;
+    first_state(subgroup, State { param: &mut *param, exp_avg, exp_avg_sq })?;
+    if subgroup == 4 {
+        param.fill(f32::from_bits(0x3f81_8000));
+    }
+    Ok(())
+}
+
+fn split_options(buffers: u64) -> SwapOptions {
+    let buffer = budget::plan(&SIZES, Form::Split, 2, 1 << 30).unwrap().buffer_bytes;
+    SwapOptions { usual: Form::Split, ..options(&SIZES, buffers * buffer) }
+}
+
+fn memory_tier() -> Arc<Tier> {
+    tier_in(vec![Place::Memory, Place::Memory], Mode::Create)
+}
+
+/// The state in memory after so many steps, and the weights that belong to it.
+fn expected(steps: u64) -> (Everything, Weights) {
+    let mut all: Everything = SIZES.iter().map(|n| std::array::from_fn(|_| vec![0.0; *n as usize])).collect();
+    let mut weights = Weights::new();
+    for (subgroup, [param, exp_avg, exp_avg_sq]) in all.iter_mut().enumerate() {
+        start(subgroup, State { param, exp_avg, exp_avg_sq }).unwrap();
+        let mut copy = param.iter().map(|x| bf16::from_f32(*x)).collect();
+        for step in 1..=steps {
+            copy = adam_step(subgroup, step, State { param, exp_avg, exp_avg_sq }).unwrap();
+        }
+        weights.push(copy);
+    }
+    (all, weights)
+}
+
+/// One step from these weights; the new ones.
+fn advance(swap: &mut Swap, step: u64, from: &Weights) -> Result<Weights> {
+    let mut published = vec![Vec::new(); SIZES.len()];
+    swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| {
+        published[subgroup] = adam_step(subgroup, step, state)?;
+        Ok(())
+    })?;
+    Ok(published)
+}
+
+fn holds(swap: &mut Swap, steps: u64) -> bool {
+    let (state, weights) = expected(steps);
+    same_bits(&everything_with(swap, |subgroup| Some(&weights[subgroup])), &state)
+}
+
+#[test]
+fn a_split_run_has_the_bits_of_a_run_in_memory() {
+    for buffers in [3, 5, 7, 100] {
+        let mut swap = Swap::open(memory_tier(), &split_options(buffers)).unwrap();
+        swap.fill(start).unwrap();
+        swap.commit(0, b"").unwrap();
+        let mut weights = expected(0).1;
+        for step in 1..=STEPS {
+            assert!(holds(&mut swap, step - 1), "{buffers} buffers, step {step}");
+            weights = advance(&mut swap, step, &weights).unwrap();
+            assert_eq!(weights, expected(step).1);
+            if step % 3 == 0 {
+                swap.commit(step, b"").unwrap();
+            }
+        }
+        assert!(holds(&mut swap, STEPS));
+    }
+}
+
+#[test]
+fn ten_bytes_are_stored_and_twelve_only_while_the_table_has_no_room() {
+    let tier = memory_tier();
+    let mut swap = Swap::open(Arc::clone(&tier), &split_options(3)).unwrap();
+    swap.fill(start).unwrap();
+    swap.commit(0, b"").unwrap();
+    let stored = || -> Vec<(String, u64)> {
+        let written = tier.extents().into_iter().filter(|extent| extent.generation > 0);
+        written.map(|extent| (extent.name, extent.streams.iter().sum())).collect()
+    };
+    let whole: Vec<_> = stored().into_iter().filter(|(name, _)| !name.ends_with("-split")).collect();
+    assert_eq!(whole, [("subgroup-000004".to_string(), 12 * SIZES[4])]);
+    advance(&mut swap, 1, &expected(0).1).unwrap();
+    swap.commit(1, b"").unwrap();
+    assert!(stored().len() == SIZES.len() && stored().iter().all(|(name, _)| name.ends_with("-split")));
+    let bytes: u64 = stored().iter().map(|(_, bytes)| bytes).sum();
+    let parameters: u64 = SIZES.iter().sum();
+    assert!(bytes < 10 * parameters + 300 * SIZES.len() as u64, "{bytes} for {parameters}");
+}
+
+#[test]
+fn weights_of_another_step_are_told_and_change_nothing() {
+    let mut swap = Swap::open(memory_tier(), &split_options(4)).unwrap();
+    swap.fill(start).unwrap();
+    let first = advance(&mut swap, 1, &expected(0).1).unwrap();
+    swap.commit(1, b"").unwrap();
+    let second = advance(&mut swap, 2, &first).unwrap();
+    swap.roll_back().unwrap();
+    let error = advance(&mut swap, 2, &second).unwrap_err().to_string();
+    assert!(
+        error.contains("subgroup") && error.contains("param_copy") && error.contains("belong"),
+        "{error}"
+    );
+    swap.roll_back().unwrap();
+    let mut damaged = first.clone();
+    damaged[7][33_332] = bf16::from_bits(damaged[7][33_332].to_bits() ^ 1);
+    assert!(advance(&mut swap, 2, &damaged).is_err());
+    swap.roll_back().unwrap();
+    // A step that does not say what the weights are.
+    assert!(swap.step(|_, _| Ok(())).is_err());
+    swap.roll_back().unwrap();
+    assert!(
+        swap.read(0, None, [swap.buffers[0].span().part(0, 20_000), Span::empty(), Span::empty()]).is_err()
+    );
+    assert_eq!(advance(&mut swap, 2, &first).unwrap(), second);
+    assert!(holds(&mut swap, 2));
+}
+
+#[test]
+fn a_tier_of_whole_state_is_taken_over_and_one_of_split_state_is_not_taken_for_whole() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let tier =
+        |mode| tier_in(dirs.iter().map(|dir| Place::Directory(dir.path().to_path_buf())).collect(), mode);
+    let whole = SwapOptions { usual: Form::Whole, ..split_options(4) };
+    {
+        let mut swap = Swap::open(tier(Mode::Create), &whole).unwrap();
+        swap.fill(start).unwrap();
+        swap.commit(0, b"").unwrap();
+    }
+    {
+        let mut swap = Swap::open(tier(Mode::Resume), &split_options(4)).unwrap();
+        assert!(swap.filled().unwrap() && holds(&mut swap, 0));
+        let weights = advance(&mut swap, 1, &expected(0).1).unwrap();
+        swap.commit(1, b"").unwrap();
+        advance(&mut swap, 2, &weights).unwrap();
+    }
+    let error = Swap::open(tier(Mode::Resume), &whole).unwrap_err().to_string();
+    assert!(error.contains("split"), "{error}");
+    let mut swap = Swap::open(tier(Mode::Resume), &split_options(5)).unwrap();
+    assert!(holds(&mut swap, 1), "what was not committed is gone");
+    advance(&mut swap, 2, &expected(1).1).unwrap();
+    assert!(holds(&mut swap, 2));
+}
+
+/// Whoever has the weights of the step that an open finds has all of its state, wherever the power failed.
+#[test]
+fn a_crash_at_any_write_leaves_a_step_that_its_weights_complete() {
+    let journal = Journal::default();
+    let on = |disks: &[Disk], mode| {
+        tier_in(disks.iter().map(|disk| Place::Simulated(disk.clone(), Faults::default())).collect(), mode)
+    };
+    let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+    let mut commits = Vec::new();
+    {
+        let mut swap = Swap::open(on(&disks, Mode::Create), &split_options(4)).unwrap();
+        swap.fill(start).unwrap();
+        swap.commit(0, b"").unwrap();
+        commits.push(journal.len());
+        let mut weights = expected(0).1;
+        for step in 1..=3 {
+            weights = advance(&mut swap, step, &weights).unwrap();
+            swap.commit(step, b"").unwrap();
+            commits.push(journal.len());
+        }
+    }
+    for events in (commits[0]..=journal.len()).step_by(5) {
+        for (crash, seed) in [(Crash::Dropped, 1), (Crash::Torn, 5 + events as u64)] {
+            let image = journal.image(2, events, crash, seed);
+            let tier = on(&image, Mode::Resume);
+            let step = tier.opened().step.unwrap();
+            let acknowledged = commits.iter().filter(|ended| **ended <= events).count() as u64 - 1;
+            assert!(step == acknowledged || step == acknowledged + 1, "{events} events: step {step}");
+            let mut swap = Swap::open(tier, &split_options(4)).unwrap();
+            assert!(holds(&mut swap, step), "{events} events, {crash:?}: step {step}");
+        }
+    }
+}

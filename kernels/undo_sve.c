@@ -81,6 +81,12 @@ INLINE svfloat32_t estimate_exp_avg_sq(svbool_t active, const struct inverse *st
     return svmul_n_f32_x(active, svmls_n_f32_x(active, v, squared, step->rule.one_minus_beta2), step->beta2_inverse);
 }
 
+// Zero in the lanes whose sign is set.
+INLINE svfloat32_t not_negative(svbool_t active, svfloat32_t x)
+{
+    return svsel_f32(svcmpge_n_s32(active, svreinterpret_s32_f32(x), 0), x, svdup_n_f32(0));
+}
+
 INLINE struct adam_states states_from(struct adam_states states, struct types types, size_t element)
 {
     states.param += element * size_of(types.param);
@@ -165,7 +171,11 @@ INLINE void undo_vector(svbool_t active, const struct inverse *step, const float
     p = decode(active, types.param, old_p);
     g = decayed(step, g, p);
     svuint32_t old_m = settle(active, types.state, logged, m_difference, estimate_exp_avg(active, step, m, g));
-    svuint32_t old_v = settle(active, types.state, logged, v_difference, estimate_exp_avg_sq(active, step, v, g));
+    v = estimate_exp_avg_sq(active, step, v, g);
+    // An estimate below zero, believed, would give the next step a NaN.
+    if (!logged)
+        v = not_negative(active, v);
+    svuint32_t old_v = settle(active, types.state, logged, v_difference, v);
     if (again) {
         m = decode(active, types.state, old_m);
         v = decode(active, types.state, old_v);

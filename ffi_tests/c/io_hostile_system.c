@@ -1,28 +1,17 @@
 // A full file system, 4096-byte sectors, no O_DIRECT, and a user who may lock nothing: all work or say why not.
 // Needs root, to mount; without it the program is skipped.
 
-#define _GNU_SOURCE
+#include "check.h"
+
 #include <fcntl.h>
 #include <sched.h>
-#include <spillway.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CHECK(condition)                                                                                    \
-    do {                                                                                                    \
-        if (!(condition)) {                                                                                 \
-            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition, spw_last_error());       \
-            exit(1);                                                                                        \
-        }                                                                                                   \
-    } while (0)
-
-enum { SKIPPED = 77, FOR_EVER = -1, BYTES = 3000001, NOBODY = 65534 };
+enum { FOR_EVER = -1, BYTES = 3000001, NOBODY = 65534 };
 
 static char directory[4096];
 static unsigned char *memory;

@@ -1,23 +1,11 @@
 // A profile is read where SPILLWAY_PROFILE says; one that makes no sense, is of another version or of another file
 // system is a warning that names it, and nothing fails.
 
-#define _GNU_SOURCE
-#include <spillway.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "check.h"
+
 #include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
-
-#define CHECK(condition)                                                                                    \
-    do {                                                                                                    \
-        if (!(condition)) {                                                                                 \
-            fprintf(stderr, "line %d: %s; last error: %s; log: %s\n", __LINE__, #condition, spw_last_error(), \
-                    messages);                                                                              \
-            exit(1);                                                                                        \
-        }                                                                                                   \
-    } while (0)
 
 enum { FOR_EVER = -1, BYTES = 1 << 20 };
 

@@ -1,23 +1,12 @@
 // With io_uring, pinned memory and a file with many requests are registered with the kernel, as the kernel itself shows;
 // memory that was freed is not.
 
-#define _GNU_SOURCE
+#include "check.h"
+
 #include <dirent.h>
-#include <spillway.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
-#define CHECK(condition)                                                                                    \
-    do {                                                                                                    \
-        if (!(condition)) {                                                                                 \
-            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition, spw_last_error());       \
-            exit(1);                                                                                        \
-        }                                                                                                   \
-    } while (0)
-
-enum { SKIPPED = 77, FOR_EVER = -1, BYTES = 64 << 20 };
+enum { FOR_EVER = -1, BYTES = 64 << 20 };
 
 static char file[4096];
 

@@ -1,25 +1,14 @@
 // Any address, offset and length goes to a file and comes back; every failure is named; on both backends.
 
-#define _GNU_SOURCE
+#include "check.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
-#include <spillway.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#define CHECK(condition)                                                                                    \
-    do {                                                                                                    \
-        if (!(condition)) {                                                                                 \
-            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition, spw_last_error());       \
-            exit(1);                                                                                        \
-        }                                                                                                   \
-    } while (0)
 
 enum { FOR_EVER = -1, LARGEST = 3 << 20 };
 
@@ -51,7 +40,7 @@ static spw_status run(spw_io *io, bool write, spw_io_request what, uint64_t *byt
     return status != SPW_OK ? status : spw_io_wait(io, handle, FOR_EVER, bytes);
 }
 
-static void fill(unsigned char *bytes, size_t count, unsigned seed) {
+static void fill_bytes(unsigned char *bytes, size_t count, unsigned seed) {
     for (size_t i = 0; i < count; i++) {
         seed = seed * 1664525u + 1013904223u;
         bytes[i] = (unsigned char)(seed >> 24);
@@ -67,7 +56,7 @@ static void round_trips(spw_io *io) {
             for (size_t o = 0; o < 4; o++) {
                 size_t count = lengths[l];
                 uint64_t moved = 0;
-                fill(expected, count, (unsigned)(l * 16 + a * 4 + o + 1));
+                fill_bytes(expected, count, (unsigned)(l * 16 + a * 4 + o + 1));
                 memcpy(memory + places[a], expected, count);
                 CHECK(run(io, true, request(path, places[o], memory + places[a], count), &moved) == SPW_OK);
                 CHECK(moved == count);
@@ -85,7 +74,7 @@ static void many_and_one_wait(spw_io *io) {
     uint64_t completed = 99, handle = 0;
     CHECK(spw_io_wait_all(io, 0, &completed) == SPW_OK && completed == 0);
     const char *path = in_directory("many");
-    fill(expected, LARGEST, 7);
+    fill_bytes(expected, LARGEST, 7);
     memcpy(memory, expected, LARGEST);
     for (size_t n = 0; n < 96; n++) {
         spw_io_request one = request(path, n << 15, memory + (n << 15), 1 << 15);
@@ -142,7 +131,7 @@ static void failures_are_named(spw_io *io) {
 
 static void descriptors_are_borrowed(spw_io *io) {
     int fd = open(in_directory("descriptor"), O_RDWR | O_CREAT, 0600);
-    fill(memory, 5000, 3);
+    fill_bytes(memory, 5000, 3);
     spw_io_request write = request(NULL, 10, memory, 5000);
     write.fd = fd;
     CHECK(run(io, true, write, NULL) == SPW_OK);

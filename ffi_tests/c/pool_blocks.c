@@ -1,17 +1,6 @@
 // Blocks of a pool are aligned and limited; wrong frees are refused; a slice of pinned memory counts as pinned.
 
-#include <spillway.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#define CHECK(condition)                                                                                    \
-    do {                                                                                                    \
-        if (!(condition)) {                                                                                 \
-            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition, spw_last_error());       \
-            exit(1);                                                                                        \
-        }                                                                                                   \
-    } while (0)
+#include "check.h"
 
 static void blocks(void) {
     spw_pool_options options = {.struct_size = sizeof options, .block_bytes = 3 << 20, .block_count = 2};

@@ -2,24 +2,13 @@
 // Memory that may not be locked is still given, usable, with one warning that names the limit and the need; a NUMA node
 // that does not exist is a warning, one that does is none. Without sanitizers, which answer mlock themselves.
 
-#define _GNU_SOURCE
-#include <spillway.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "check.h"
+
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 static char messages[1 << 14];
-
-#define CHECK(condition)                                                                                         \
-    do {                                                                                                         \
-        if (!(condition)) {                                                                                      \
-            fprintf(stderr, "line %d: %s; last error: %s; log: %s\n", __LINE__, #condition, spw_last_error(), messages); \
-            exit(1);                                                                                             \
-        }                                                                                                        \
-    } while (0)
 
 enum { LIMIT = 64 << 10, BLOCK = 1 << 20, BLOCKS = 4, NOBODY = 65534 };
 

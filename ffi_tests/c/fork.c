@@ -1,3 +1,4 @@
+// Build: forks
 // A child made by fork steps with the bits of its parent: after the parent's pool was made, while another thread of the
 // parent steps or changes the pool, from a child's own child, and with its own number of workers.
 

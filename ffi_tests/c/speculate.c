@@ -1,6 +1,6 @@
 // Rounds of speculation end with the bits of the serial rule whatever the event, the way of publishing, the way back (a log
 // or shadow spans) and the verdict; an engine that is closed takes an open round back; every call out of order is
-// refused with its own status and changes nothing; a child made by fork gets errors and never waits.
+// refused with its own status and changes nothing.
 
 #include "check.h"
 
@@ -8,7 +8,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/eventfd.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 enum { BUCKETS = 3 };
@@ -351,35 +350,6 @@ static void calls_out_of_order_are_refused(void) {
     release_models();
 }
 
-static void a_forked_child_gets_errors(void) {
-    make_models();
-    spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
-    const spw_adam_options options = adam_options();
-    CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
-    submit(spec, 1);
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-        alarm(20);
-        spw_step_stats stats = {.struct_size = sizeof stats};
-        REFUSED(spw_spec_submit(spec, 0, &models[0].tensor, 1, NULL), SPW_ERR_UNSUPPORTED, "forked child");
-        REFUSED(spw_spec_local_result(spec, FOREVER, &stats), SPW_ERR_UNSUPPORTED, "forked child");
-        REFUSED(spw_spec_finish(spec, FOREVER), SPW_ERR_UNSUPPORTED, "forked child");
-        REFUSED(spw_spec_abort(spec), SPW_ERR_UNSUPPORTED, "forked child");
-        CHECK_OK(spw_spec_close(spec));
-        spw_spec *own = open_spec(SPW_SPEC_PUBLISH_FINAL);
-        CHECK_OK(spw_spec_begin_adam(own, &options, 0.0));
-        submit(own, 0);
-        CHECK_OK(spw_spec_close(own));
-        _exit(0);
-    }
-    int outcome = 0;
-    CHECK(waitpid(child, &outcome, 0) == child && WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0);
-    CHECK_OK(spw_spec_close(spec));
-    check_same();
-    release_models();
-}
-
 int main(void) {
     for (undo = SPW_UNDO_DELTA; undo <= SPW_UNDO_SHADOW; undo++) {
         for (uint32_t publish = 0; publish < 3; publish++) the_verdicts_end_in_the_serial_bits(publish);
@@ -389,6 +359,5 @@ int main(void) {
         calls_out_of_order_are_refused();
     }
     undo = SPW_UNDO_DELTA;
-    a_forked_child_gets_errors();
     return 0;
 }

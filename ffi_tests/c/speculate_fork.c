@@ -1,0 +1,55 @@
+// Build: forks
+// A child forked while a bucket is being stepped gets errors from its parent's engine, never waits for it, and can have
+// an engine of its own; the parent's round is not disturbed.
+
+#include "check.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+static const int64_t FOREVER = -1;
+
+static spw_spec *begun(void) {
+    const spw_spec_options options = {.struct_size = sizeof options,
+                                      .buckets = 2,
+                                      .undo_mode = SPW_UNDO_DELTA,
+                                      .publish = SPW_SPEC_PUBLISH_FINAL};
+    const spw_adam_options adam = adam_options();
+    spw_spec *spec = NULL;
+    CHECK_OK(spw_spec_open(&options, &spec));
+    CHECK_OK(spw_spec_begin_adam(spec, &adam, 0.0));
+    return spec;
+}
+
+static void child(spw_spec *spec, struct problem *problem) {
+    // Whoever waits for threads that were not copied waits for ever.
+    alarm(20);
+    spw_step_stats stats = step_stats();
+    REFUSED(spw_spec_submit(spec, 0, &problem->tensor, 1, NULL), SPW_ERR_UNSUPPORTED, "forked child");
+    REFUSED(spw_spec_local_result(spec, FOREVER, &stats), SPW_ERR_UNSUPPORTED, "forked child");
+    REFUSED(spw_spec_finish(spec, FOREVER), SPW_ERR_UNSUPPORTED, "forked child");
+    REFUSED(spw_spec_abort(spec), SPW_ERR_UNSUPPORTED, "forked child");
+    CHECK_OK(spw_spec_close(spec));
+    spw_spec *own = begun();
+    CHECK_OK(spw_spec_submit(own, 0, &problem->tensor, 1, NULL));
+    CHECK_OK(spw_spec_close(own));
+    _exit(0);
+}
+
+int main(void) {
+    for (int round = 0; round < rounds(20); round++) {
+        struct problem large = make_mixed(LARGE, 1), small = make_mixed(1000, 2), before = make_mixed(LARGE, 1);
+        spw_spec *spec = begun();
+        CHECK_OK(spw_spec_submit(spec, 1, &large.tensor, 1, NULL));
+        const pid_t pid = fork();
+        CHECK(pid >= 0);
+        if (pid == 0) child(spec, &small);
+        int outcome = 0;
+        CHECK(waitpid(pid, &outcome, 0) == pid && WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0);
+        // Closing takes the open round back.
+        CHECK_OK(spw_spec_close(spec));
+        CHECK(same(&large, &before));
+        release(&large), release(&small), release(&before);
+    }
+    return 0;
+}

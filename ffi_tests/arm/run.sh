@@ -73,7 +73,7 @@ arm_cargo() {
 arm() {
     cpu=$1
     shift
-    (eval "$settings" && QEMU_CPU=$cpu exec timeout 300 "${qemu:-qemu-aarch64}" "$@")
+    (eval "$settings" && QEMU_CPU=$cpu exec timeout 900 "${qemu:-qemu-aarch64}" "$@")
 }
 
 build() {

@@ -3,11 +3,13 @@ run with states in host memory; that checkpoints of either load in the other and
 moment goes on at its last commit with the bits of one that was not."""
 
 import functools
+import itertools
 import json
 import os
 import pathlib
 import random
 import subprocess
+import time
 
 import pytest
 
@@ -15,8 +17,10 @@ HERE = pathlib.Path(__file__).parent
 
 
 def attempt(python, folder, *arguments, launcher=(), kill_after=None, delay=0.0, **extra):
-    """One run of tiered.py, killed with SIGKILL some time after it said that step `kill_after` is done; exit status, output,
-    and where its report is."""
+    """One run of tiered.py; exit status, output, and where its report is.
+
+    It is killed with SIGKILL after it said that step `kill_after` is done, later by `delay` times the shortest step so far:
+    before its end on a machine of any speed."""
     report, extensions = folder / "report.json", folder / "extensions"
     report.unlink(missing_ok=True)
     extensions.mkdir(exist_ok=True)
@@ -25,12 +29,13 @@ def attempt(python, folder, *arguments, launcher=(), kill_after=None, delay=0.0,
     command = [python, *launcher, HERE / "tiered.py", *map(str, arguments), "--json", report]
     with open(folder / "stderr", "w+") as errors:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        lines = []
+        lines, said = [], []
         for line in process.stdout:
             lines.append(line)
+            said.append(time.monotonic())
             if kill_after is not None and line == f"step {kill_after}\n":
                 with pytest.raises(subprocess.TimeoutExpired):
-                    process.wait(delay)
+                    process.wait(delay * min(after - before for before, after in itertools.pairwise(said)))
                 process.kill()
         process.wait(300)
         errors.seek(0)
@@ -155,7 +160,7 @@ def test_a_killed_run_goes_on_at_its_last_commit(overlay, train, in_host, paths,
     whole, chance, began_at = in_host(*arguments), random.Random(interval), []
     for step in kills:
         status, output, _ = attempt(overlay, tmp_path, "--paths", *paths, "--block", block, *arguments, kill_after=step,
-                                    delay=chance.uniform(0, 0.2))
+                                    delay=chance.random())
         assert status == -9, output
         began_at.append(int(output.split("step ", 1)[1].split("\n", 1)[0]) - 1)
     last = train("--paths", *paths, "--block", block, *arguments)

@@ -15,6 +15,7 @@ import weakref
 from typing import NamedTuple
 
 from . import _abi, _arrays, _native
+from ._held import Held
 from .errors import InvalidArgument
 from .optim import Adam, StepStats
 
@@ -110,21 +111,16 @@ def device_span(array, argument):
     return array.data_ptr(), array.numel(), code
 
 
-class Gpu:
-    """A GPU in use, through its primary context, the one that torch uses. Any thread may use it."""
+class Gpu(Held):
+    """A GPU in use, through its primary context, the one that torch uses. Any thread may use it. close() waits for copies
+    under way."""
+
+    what, closer = "GPU", "spw_gpu_close"
 
     def __init__(self, ordinal=0, *, chunk_bytes=0):
         options = _abi.sized(_abi.GpuOptions)
         options.ordinal, options.chunk_bytes = ordinal, chunk_bytes
-        self._handle = ctypes.c_void_p()
-        _native.check(_native.library().spw_gpu_open(ctypes.byref(options), ctypes.byref(self._handle)))
-
-    @property
-    def handle(self):
-        """What C knows it by."""
-        if not self._handle:
-            raise InvalidArgument("the GPU is closed")
-        return self._handle
+        self._hold("spw_gpu_open", ctypes.byref(options))
 
     def info(self):
         """What the GPU is, and how much memory is free now."""
@@ -178,25 +174,6 @@ class Gpu:
         found = _abi.sized(_abi.GpuLink)
         self._call("spw_gpu_link_get", int(accumulates), int(again), ctypes.byref(found))
         return Link(("native", "f32")[found.wire], *(getattr(found, name) for name in Link._fields[1:]))
-
-    def close(self):
-        """Waits for copies under way, and lets go of the GPU."""
-        handle, self._handle = self._handle, None
-        if handle:
-            _native.check(_native.library().spw_gpu_close(handle))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __del__(self):
-        if getattr(self, "_handle", None):
-            self.close()
-
-    def _call(self, function, *arguments):
-        _native.check(getattr(_native.library(), function)(self.handle, *arguments))
 
 
 class Copy:

@@ -16,6 +16,7 @@ import ctypes
 from typing import Any, NamedTuple
 
 from . import _abi, _arrays, _native
+from ._held import Held
 from .errors import InvalidArgument
 from .gpu import WIRES, device_span, options_of, stream_number
 
@@ -78,9 +79,11 @@ def plan(rates, sizes, *, mode="model", parameter=0, residents=0, backward=0.0, 
     return Plan(tuple(SITES[site] for site in sites), found.exposed_seconds, found.serial_seconds, found.gpu_bytes)
 
 
-class Interleave:
+class Interleave(Held):
     """An interleaved update of subgroups, numbered in the order in which their gradients arrive. All are on the CPU until
-    set_plan. The arrays stay where they are until close()."""
+    set_plan. The arrays stay where they are until close(), which comes after all that still moves is moved."""
+
+    what, closer = "update", "spw_interleave_close"
 
     def __init__(self, subgroups, *, gpu=None, wire="native", fetch_gradients=False, slots=0, chunk=0, uint16_as=None):
         self._subgroups = [Subgroup(*subgroup) for subgroup in subgroups]
@@ -91,9 +94,7 @@ class Interleave:
         table = (_abi.InterleaveSubgroup * len(self._subgroups))()
         for index, (slot, subgroup) in enumerate(zip(table, self._subgroups)):
             _fill(slot, subgroup, options, f"subgroups[{index}].", gpu is not None, uint16_as)
-        self._handle = ctypes.c_void_p()
-        _native.check(_native.library().spw_interleave_open(ctypes.byref(options), table, len(table),
-                                                            ctypes.byref(self._handle)))
+        self._hold("spw_interleave_open", ctypes.byref(options), table, len(table))
         self._gpu = gpu
 
     def __len__(self):
@@ -175,27 +176,6 @@ class Interleave:
             self._call("spw_interleave_trace", text, room, ctypes.byref(needed))
             if needed.value <= room:
                 return text.value.decode()
-
-    def close(self):
-        """Ends the update, after all that it still moves is moved."""
-        handle, self._handle = self._handle, None
-        if handle:
-            _native.check(_native.library().spw_interleave_close(handle))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __del__(self):
-        if getattr(self, "_handle", None):
-            self.close()
-
-    def _call(self, function, *arguments):
-        if not self._handle:
-            raise InvalidArgument("the update is closed")
-        _native.check(getattr(_native.library(), function)(self._handle, *arguments))
 
 
 def _fill(slot, subgroup, options, prefix, on_device, uint16_as):

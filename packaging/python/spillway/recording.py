@@ -12,32 +12,34 @@
 
 import ctypes
 
-from . import _abi, _native
+from . import _abi
+from ._held import Held
 from .errors import InvalidArgument
 
 MODES = {"arithmetic": 0, "delta": 1, "shadow": 2}
 
 
-class Recording:
+class Recording(Held):
     """The last step of prepared tensors. Until it is rolled back, redone or committed, nobody else writes to them,
-    gradients included.
+    gradients included. After close() it stands.
 
     "delta": exact, by a log of 1.2 bytes per element in steady state, 9 at step 1, never more than 13. "shadow": exact and
     in no time, for tensors prepared with a shadow, where the step writes; after commit() the caller steps from there,
     with tensors prepared the other way round. "arithmetic": no memory, old values only nearly, refuses Inf and NaN."""
 
+    what, closer = "recording", "spw_undo_close"
+
     def __init__(self, prepared, mode="delta"):
         if mode not in MODES:
             raise InvalidArgument(f"mode is {mode!r}; one of {', '.join(MODES)} expected")
-        self._prepared, self._handle = prepared, ctypes.c_void_p()
+        self._prepared = prepared
         options = _abi.sized(_abi.UndoOptions)
         options.mode, options.elements, options.tensors = MODES[mode], prepared.elements, len(prepared)
-        _native.check(_native.library().spw_undo_open(ctypes.byref(options), ctypes.byref(self._handle)))
-        self._close = _native.library().spw_undo_close
+        self._hold("spw_undo_open", ctypes.byref(options))
 
     def step(self, *, grad_scale=1.0, stats=False):
         """One step of the optimizer, recorded in place of the one before; with stats=True returns StepStats."""
-        return self._prepared._run(grad_scale, stats, self._handle)
+        return self._prepared._run(grad_scale, stats, self.handle)
 
     def rollback(self):
         """Takes the step back, and the optimizer's count with it."""
@@ -58,22 +60,3 @@ class Recording:
         used = ctypes.c_uint64()
         self._call("spw_undo_log_bytes", ctypes.byref(used))
         return used.value
-
-    def close(self):
-        """Frees the recording; its step stands."""
-        if self._handle:
-            handle, self._handle = self._handle, None
-            self._close(handle)
-
-    def _call(self, function, *arguments):
-        _native.check(getattr(_native.library(), function)(self._handle, *arguments))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __del__(self):
-        if getattr(self, "_close", None):
-            self.close()

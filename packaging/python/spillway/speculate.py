@@ -15,7 +15,8 @@ import ctypes
 import threading
 from typing import NamedTuple
 
-from . import _abi, _native
+from . import _abi
+from ._held import Held
 from .errors import InvalidArgument
 from .gpu import device_table, stream_number
 from .optim import StepStats, _Optimizer, tensor_table
@@ -37,11 +38,13 @@ class Outcome(NamedTuple):
     withdrawn: int
 
 
-class Speculation:
+class Speculation(Held):
     """An engine for rounds of `buckets` buckets. `publish` says when 16-bit copies are written: "final", once a bucket is
     final; "staged", by the step itself, for nobody to read before; "speculative", by the step itself, for all to read.
     `undo` says how a step is taken back: "delta", by a log; "shadow", by the old values, since steps write to the shadows
     that come with the tensors. After a verdict of "commit" or "redo" the shadows hold the state: name them first then."""
+
+    what, closer = "engine", "spw_spec_close"
 
     def __init__(self, buckets, *, publish="final", undo="delta"):
         for name, value, known in (("publish", publish, PUBLISH), ("undo", undo, UNDO)):
@@ -51,8 +54,7 @@ class Speculation:
             raise InvalidArgument(f"buckets is {buckets!r}; a number of buckets is needed")
         options = _abi.sized(_abi.SpecOptions)
         options.buckets, options.undo_mode, options.publish = buckets, UNDO[undo], PUBLISH[publish]
-        self._handle = ctypes.c_void_p()
-        _native.check(_native.library().spw_spec_open(ctypes.byref(options), ctypes.byref(self._handle)))
+        self._hold("spw_spec_open", ctypes.byref(options))
         self.buckets = buckets
         self._optimizer = None
         self._lock = threading.Lock()
@@ -160,26 +162,9 @@ class Speculation:
 
     def close(self):
         """Ends the engine; a round without a verdict is taken back first."""
-        handle, self._handle = self._handle, None
-        if handle:
-            _native.check(_native.library().spw_spec_close(handle))
+        if self._end():
             self._held.clear()
             self._destinations.clear()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __del__(self):
-        if getattr(self, "_handle", None):
-            self.close()
-
-    def _call(self, function, *arguments):
-        if not self._handle:
-            raise InvalidArgument("the engine is closed")
-        _native.check(getattr(_native.library(), function)(self._handle, *arguments))
 
     def _resolved(self, function, *arguments):
         found = _abi.sized(_abi.SpecOutcome)

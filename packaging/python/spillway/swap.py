@@ -13,6 +13,7 @@ import ctypes
 from typing import NamedTuple
 
 from . import _abi, _arrays, _native
+from ._held import Held
 from .errors import InvalidArgument
 from .optim import Adam, StepStats
 
@@ -52,12 +53,14 @@ def plan(elements, *, host_bytes, paths):
     return _record(Budget, budget)
 
 
-class Swap:
+class Swap(Held):
     """An open update. A tier that was resumed with these subgroups has their state; else fill() or write() gives it.
 
     `host_bytes` is the most memory for state; None takes as little as keeps every path busy. `ratio` is the share of each
     path, `speeds` their bytes per second to begin with. Without `turns` the paths are used although other
-    processes do."""
+    processes do. After close() what was not committed is lost; the tier stays open."""
+
+    what, closer = "update", "spw_swap_close"
 
     def __init__(self, tier, elements, *, host_bytes=None, ratio=None, speeds=None, huge_pages=True, lock=True, turns=True,
                  patience_seconds=0.0):
@@ -67,8 +70,8 @@ class Swap:
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
         options.flags = _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not lock) + _NO_TURNS * (not turns)
         options.patience_seconds = patience_seconds
-        self.tier, self._handle = tier, ctypes.c_void_p()
-        _native.check(_native.library().spw_swap_open(tier.handle, ctypes.byref(options), ctypes.byref(self._handle)))
+        self.tier = tier
+        self._hold("spw_swap_open", tier.handle, ctypes.byref(options))
 
     def __len__(self):
         return len(self.elements)
@@ -123,7 +126,7 @@ class Swap:
 
         callback = _abi.STEPPED_FN(forward) if stepped else _abi.STEPPED_FN()
         rows = (_abi.DsAdamCall * len(calls))(*calls)
-        status = _native.library().spw_swap_ds_adam_step(self._handle, optimizer_id, rows, ctypes.addressof(table),
+        status = _native.library().spw_swap_ds_adam_step(self.handle, optimizer_id, rows, ctypes.addressof(table),
                                                          len(table), callback, None)
         if raised:
             raise raised[0]
@@ -161,12 +164,6 @@ class Swap:
         """Goes back to the last commit, also after a step that failed."""
         self._call("spw_swap_roll_back")
 
-    def close(self):
-        """Frees the memory; what was not committed is lost. The tier stays open."""
-        if self._handle:
-            handle, self._handle = self._handle, None
-            _native.check(_native.library().spw_swap_close(handle))
-
     def _floats(self, subgroup, parts, write):
         if not 0 <= subgroup < len(self):
             raise InvalidArgument(f"subgroup is {subgroup} of {len(self)}")
@@ -183,21 +180,6 @@ class Swap:
     def _same(self, subgroup, count, name):
         if count != self.elements[subgroup]:
             raise InvalidArgument(f"{name} has {count} elements, subgroup {subgroup} has {self.elements[subgroup]}")
-
-    def _call(self, function, *arguments):
-        if not self._handle:
-            raise InvalidArgument("the update is closed")
-        _native.check(getattr(_native.library(), function)(self._handle, *arguments))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __del__(self):
-        if getattr(self, "_handle", None):
-            self.close()
 
 
 def working_bytes(elements, paths):

@@ -14,6 +14,7 @@ import threading
 from typing import NamedTuple
 
 from . import _abi, _arrays, _native
+from ._held import Held
 from .errors import InvalidArgument, NotFound
 
 MODES = {"auto": 0, "create": 1, "resume": 2}
@@ -71,12 +72,14 @@ class PathReport(NamedTuple):
     blocks: int
 
 
-class Tier:
+class Tier(Held):
     """An open tier. Several threads may use one.
 
     `paths` are directories that exist, None for memory, or TierPath. `mode`: "auto" goes on where there is a committed
     state and else begins, "create" refuses one, "resume" needs one. `durability`: "data" survives a power cut, "process"
     only the end of the process, "full" syncs directories too. Zero is the default of every number."""
+
+    what, closer = "tier", "spw_tier_close"
 
     def __init__(self, paths, *, job, host=None, rank=0, world=1, mode="auto", durability="data", degraded=False,
                  direct=True, block_bytes=0, stall_seconds=0.0, queue_depth=0, backend="auto"):
@@ -91,9 +94,8 @@ class Tier:
         options.stall_ms = round(stall_seconds * 1000)
         rows = [_path(path) for path in paths]
         options.paths, options.path_count = (_abi.TierPath * len(rows))(*rows), len(rows)
-        self.handle = ctypes.c_void_p()
         self._lock, self._under_way, self._streams = threading.Lock(), {}, {}
-        _native.check(_native.library().spw_tier_open(ctypes.byref(options), ctypes.byref(self.handle)))
+        self._hold("spw_tier_open", ctypes.byref(options))
         self.opened = self._opened()
 
     def define(self, name, stream_bytes):
@@ -127,7 +129,7 @@ class Tier:
         """Waits for a put or a get; its generation. TimedOut leaves it under way."""
         generation = ctypes.c_uint64()
         milliseconds = -1 if timeout is None else max(0, round(timeout * 1000))
-        status = _native.library().spw_tier_wait(self._open(), ticket, milliseconds, ctypes.byref(generation))
+        status = _native.library().spw_tier_wait(self.handle, ticket, milliseconds, ctypes.byref(generation))
         if status != _TIMEOUT:
             with self._lock:
                 self._under_way.pop(ticket, None)
@@ -178,14 +180,11 @@ class Tier:
 
     def close(self, timeout=None):
         """Closes the tier; what was not committed is lost."""
-        if self.handle:
-            handle, self.handle = self.handle, None
-            milliseconds = -1 if timeout is None else max(0, round(timeout * 1000))
-            _native.check(_native.library().spw_tier_close(handle, milliseconds))
+        self._end(-1 if timeout is None else max(0, round(timeout * 1000)))
 
     def destroy(self):
         """Removes the tier's files and closes it."""
-        handle, self.handle = self._open(), None
+        handle, self._handle = self.handle, None
         _native.check(_native.library().spw_tier_destroy(handle))
 
     def _opened(self):
@@ -233,24 +232,6 @@ class Tier:
         step = ctypes.c_uint64()
         self._call(function, os.fsencode(directory), ctypes.byref(step))
         return step.value
-
-    def _open(self):
-        if not self.handle:
-            raise InvalidArgument("the tier is closed")
-        return self.handle
-
-    def _call(self, function, *arguments):
-        _native.check(getattr(_native.library(), function)(self._open(), *arguments))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __del__(self):
-        if getattr(self, "handle", None):
-            self.close()
 
 
 def collect(directory, *, job, host=None, rank=0):

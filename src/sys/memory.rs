@@ -51,7 +51,12 @@ impl Mapping {
 
     /// A page of zeros, and in a forked child a page of zeros again.
     pub fn emptied_by_fork() -> io::Result<Mapping> {
+        const NO_ADVICE: libc::c_int = -1;
         let mapping = Mapping { span: map(BASE_PAGE, 0)?, kind: PageKind::Base };
+        // Emulators say yes to every advice and follow none.
+        if mapping.advise(NO_ADVICE).is_ok() {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         mapping.advise(libc::MADV_WIPEONFORK)?;
         Ok(mapping)
     }

@@ -26,7 +26,7 @@ pub fn id() -> u32 {
     }
 }
 
-/// NULL where there is no memory, or a system that does not empty pages (before Linux 4.14).
+/// NULL where there is no memory, or a system that does not empty pages (before Linux 4.14, and qemu-user).
 fn make() -> *mut AtomicU32 {
     let Some(mapping) = Mapping::emptied_by_fork().ok() else { return ptr::null_mut() };
     let page = mapping.span().as_ptr().cast::<AtomicU32>();

@@ -16,16 +16,16 @@ failed=0
 
 export RUST_BACKTRACE=0
 
-all='sve_bf16, sve, neon, scalar'
-cpus="max,sve-default-vector-length=16:$all
-max,sve-default-vector-length=32:$all
-max,sve-default-vector-length=48:$all
-max,sve-default-vector-length=64:$all
-max,sve-default-vector-length=128:$all
-max,sve-default-vector-length=256:$all
-a64fx:sve, neon, scalar
-neoverse-n1:neon, scalar
-max,sve=off:neon, scalar"
+# Processors, and the kernels that are checked on each: NEON and scalar do not know how long a vector of SVE is.
+sve='sve_bf16, sve'
+cpus="max,sve-default-vector-length=16:$sve, neon, scalar
+max,sve-default-vector-length=32:$sve
+max,sve-default-vector-length=64:$sve
+max,sve-default-vector-length=128:$sve
+max,sve-default-vector-length=256:$sve
+a64fx:sve
+neoverse-n1:neon
+max,sve=off:neon"
 
 main() {
     mkdir -p "$work"
@@ -77,9 +77,13 @@ arm() {
 }
 
 build() {
-    arm_cargo test --lib --no-run 2>&1 | tee "$work/tests.txt"
-    sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/tests.txt" >"$work/tests"
-    [ -s "$work/tests" ]
+    tests_of spillway-kernels --test kernels
+    tests_of spillway --lib
+    # Both from one folder: they differ in the last crate alone.
+    arm_cargo build --release --lib --no-default-features --features probe
+    mkdir -p "$work/probe"
+    cp "$library/libspillway.so" "$work/probe/libspillway.so.1"
+    ln -sf libspillway.so.1 "$work/probe/libspillway.so"
     arm_cargo build --release --lib --no-default-features
     cargo build --lib
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
@@ -87,46 +91,66 @@ build() {
     cc -std=gnu11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"
 }
 
-# Two processors at a time.
-unit_tests() {
-    every_second 1 &
-    one=$!
-    every_second 0 &
-    wait $one $!
-    while IFS=: read -r cpu kernels; do
-        check "unit tests, the checkers among them, on $cpu: $kernels" verdict "$work/unit.$cpu"
-    done <<END
-$cpus
-END
+# tests_of PACKAGE OPTION...: builds its tests as a release is built, and leaves their path in $work/PACKAGE.
+tests_of() {
+    package=$1
+    shift
+    rm -f "$work/$package"
+    arm_cargo test --release --no-default-features --package "$package" --no-run "$@" >"$work/$package.txt" 2>&1 || { cat "$work/$package.txt"; return 1; }
+    sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/$package.txt" >"$work/$package"
+    [ -s "$work/$package" ]
 }
 
-every_second() {
-    printf '%s\n' "$cpus" | awk "NR % 2 == $1" | while IFS=: read -r cpu kernels; do
-        status=0
-        unit_tests_on "$cpu" "$kernels" >"$work/unit.$cpu.log" 2>&1 || status=$?
-        echo $status >"$work/unit.$cpu"
+# two_at_a_time COMMAND: runs COMMAND with each line of the input; `verdict COMMAND LINE` says what came of one.
+two_at_a_time() {
+    cat >"$work/$1.lines"
+    lane "$1" 1 &
+    lane "$1" 0
+    wait $!
+}
+
+lane() {
+    awk "NR % 2 == $2" "$work/$1.lines" | while IFS= read -r line; do
+        name=$work/$1.$(printf '%s' "$line" | tr -c 'a-zA-Z0-9\n' _)
+        set +e
+        (set -e && "$1" "$line") </dev/null >"$name.log" 2>&1
+        echo $? >"$name.status"
+        set -e
     done
 }
 
 verdict() {
-    cat "$1.log"
-    [ "$(cat "$1")" = 0 ]
+    name=$work/$1.$(printf '%s' "$2" | tr -c 'a-zA-Z0-9\n' _)
+    cat "$name.log"
+    [ "$(cat "$name.status")" = 0 ]
 }
 
-# The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure. The first
-# processor runs what does not depend on the vector length, too. What is skipped reserves terabytes of addresses, for each
-# page of which qemu-user keeps a record, or takes a quarter of an hour and proves nothing of this processor: the tests that
-# interpret PTX, and all 2^32 patterns of a split in whole numbers.
-unit_tests_on() {
-    only=kernel
-    [ "$1" != "${cpus%%:*}" ] || only=
-    # shellcheck disable=SC2086 # no word where all run
-    SPILLWAY_TEST_EMULATOR=1 arm "$1" "$(cat "$work/tests")" $only --nocapture --skip far_more_than_the_machine_has \
-        --skip gpu::tests::bits --skip interleave::tests::cuda --skip all_patterns_come_back >"$work/unit.$1.txt" 2>&1 ||
-        { cut -c1-300 "$work/unit.$1.txt"; return 1; }
-    cat "$work/unit.$1.txt"
-    cases=$(sed -n "s/.*\b\([0-9][0-9]*\) cases on each of $2\$/\1/p" "$work/unit.$1.txt")
+# What does not depend on the processor runs on one.
+unit_tests() {
+    printf '%s\n' "$cpus" | two_at_a_time checkers
+    while IFS= read -r line; do
+        check "the checkers of the kernels on ${line%%:*}: ${line#*:}" verdict checkers "$line"
+    done <"$work/checkers.lines"
+    check "the library's unit tests" library_tests
+}
+
+# The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure.
+checkers() {
+    cpu=${1%%:*} kernels=${1#*:}
+    SPILLWAY_TEST_EMULATOR=1 SPILLWAY_TEST_KERNELS=$kernels arm "$cpu" "$(cat "$work/spillway-kernels")" --nocapture |
+        cut -c1-300 >"$work/kernels.$cpu.txt"
+    cat "$work/kernels.$cpu.txt"
+    grep -q '^test result: ok' "$work/kernels.$cpu.txt"
+    cases=$(sed -n "s/.*\b\([0-9][0-9]*\) cases on each of $kernels\$/\1/p" "$work/kernels.$cpu.txt")
     [ "${cases:-0}" -ge 756 ]
+}
+
+# What is skipped reserves terabytes of addresses, for each page of which qemu-user keeps a record; starts itself as another
+# process, which the host cannot; or takes a quarter of an hour and proves nothing of this processor: the tests that
+# interpret PTX, and all 2^32 patterns of a split in whole numbers.
+library_tests() {
+    SPILLWAY_TEST_EMULATOR=1 arm max "$(cat "$work/spillway")" --skip far_more_than_the_machine_has \
+        --skip real_processes_exclude --skip gpu::tests::bits --skip interleave::tests::cuda --skip all_patterns_come_back
 }
 
 choice_of_kernel() {
@@ -169,27 +193,24 @@ refused() {
 }
 
 c_programs() {
+    ln -sf libspillway.so "$library/libspillway.so.1"
     for source in "$root"/examples_c/*.c "$root"/ffi_tests/c/*.c; do
-        [ -f "$source" ] || continue
-        case $source in
-            */c/lengths.c) echo "skip    c/lengths.c steps 2^33 elements, hours of emulation; a kernel sees 2^16 at a time" ;;
-            *) check "C program ${source#"$root"/}" c_program "$source" ;;
-        esac
-    done
+        [ "${source##*/}" = lengths.c ] || echo "${source#"$root"/}"
+    done | two_at_a_time c_program
+    while IFS= read -r source; do
+        check "C program $source" verdict c_program "$source"
+    done <"$work/c_program.lines"
+    echo "skip    ffi_tests/c/lengths.c steps 2^33 elements, hours of emulation; a kernel sees 2^16 at a time"
 }
 
 c_program() {
-    folder=$library
-    if [ "$(head -n 1 "$1")" = '// Build: probe' ]; then
-        arm_cargo build --lib --no-default-features --features probe --target-dir "$target/probe"
-        folder=$target/probe/aarch64-unknown-linux-gnu/debug
-    fi
+    folder=$library program=$work/c.$(basename "$1" .c)
+    [ "$(head -n 1 "$1")" != '// Build: probe' ] || folder=$work/probe
     aarch64-linux-gnu-gcc -std=c11 -O1 -Wall -Wextra -Werror -Iinclude "$1" -L"$folder" -lspillway -lpthread -lm -ldl \
-        -o "$work/program"
-    ln -sf libspillway.so "$folder/libspillway.so.1"
+        -o "$program"
     status=0
     SPILLWAY_VECTORS=$root/kernels SPILLWAY_TEST_EMULATOR=$tools/bin/qemu qemu=$tools/bin/qemu \
-        arm max -E LD_LIBRARY_PATH="$folder" "$work/program" || status=$?
+        arm max -E LD_LIBRARY_PATH="$folder" "$program" || status=$?
     [ $status = 0 ] || [ $status = 77 ]
 }
 
@@ -239,7 +260,7 @@ archive() {
     prefix=$work/unpacked/usr/local
     flags=$(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --define-variable=prefix="$prefix" --cflags --libs spillway)
     # shellcheck disable=SC2086 # flags are words
-    aarch64-linux-gnu-gcc -std=c11 -Wall -Wextra -Werror examples_c/adam.c $flags -o "$work/unpacked/adam"
+    aarch64-linux-gnu-gcc -std=c11 -Wall -Wextra -Werror examples_c/adam.c $flags -lm -o "$work/unpacked/adam"
     arm max -E LD_LIBRARY_PATH="$prefix/lib" "$work/unpacked/adam"
 }
 
@@ -260,12 +281,11 @@ mutants() {
 # Neither for want of a compiler nor for an error in the source may NEON silently take the kernels' place.
 no_kernel_no_build() {
     cd "$work/mutant"
-    if CC_aarch64_unknown_linux_gnu=/bin/false arm_cargo test --lib --no-run --target-dir "$work/mutant-target" 2>"$work/broken.txt"
-    then return 1; fi
-    grep 'kernels/adam_sve.c' "$work/broken.txt"
+    if CC_aarch64_unknown_linux_gnu=/bin/false tests_of spillway-kernels --test kernels --target-dir "$work/mutant-target"; then return 1; fi
+    grep 'adam_sve.c' "$work/spillway-kernels.txt"
     echo '#error broken' >>kernels/undo_sve.c
-    if arm_cargo test --lib --no-run --target-dir "$work/mutant-target" 2>"$work/broken.txt"; then return 1; fi
-    grep 'error broken' "$work/broken.txt"
+    if tests_of spillway-kernels --test kernels --target-dir "$work/mutant-target"; then return 1; fi
+    grep 'error broken' "$work/spillway-kernels.txt"
     cp "$root/kernels/undo_sve.c" kernels
 }
 
@@ -279,11 +299,9 @@ mutant() {
 caught() {
     if cmp "kernels/$1" "$work/mutant/kernels/$1"; then return 1; fi
     cd "$work/mutant"
-    arm_cargo test --lib --no-run --target-dir "$work/mutant-target" 2>&1 | tee "$work/mutant.txt"
-    tests=$(sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/mutant.txt")
-    [ -n "$tests" ]
+    tests_of spillway-kernels --test kernels --target-dir "$work/mutant-target"
     status=0
-    arm max,sve-default-vector-length=32 "$tests" kernel::check >"$work/caught.txt" 2>&1 || status=$?
+    arm max,sve-default-vector-length=32 "$(cat "$work/spillway-kernels")" reference >"$work/caught.txt" 2>&1 || status=$?
     # 101 is a failed test, 128 and more a signal; anything else is no verdict of the checker.
     [ $status = 101 ] || [ $status -ge 128 ]
 }

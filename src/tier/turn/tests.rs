@@ -119,6 +119,7 @@ fn real_processes_exclude_each_other_and_survive_a_killed_one() {
     let notes = || fs::read_to_string(dir.path().join("notes")).unwrap_or_default();
     let mut killed = start(true);
     while !notes().contains(" in") {
+        assert_eq!(killed.try_wait().unwrap(), None, "the holder is there");
         thread::sleep(Duration::from_millis(2));
     }
     let mut others: Vec<Child> = (0..4).map(|_| start(false)).collect();

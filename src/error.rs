@@ -309,6 +309,17 @@ impl TierError {
     }
 }
 
+impl From<spillway_kernels::Error> for Error {
+    fn from(error: spillway_kernels::Error) -> Self {
+        match error {
+            spillway_kernels::Error::Argument { argument, reason } => {
+                Error::InvalidArgument { argument, reason }
+            }
+            spillway_kernels::Error::Unsupported(what) => Error::Unsupported(what),
+        }
+    }
+}
+
 impl From<TierError> for Error {
     fn from(error: TierError) -> Self {
         Error::Tier(Box::new(error))

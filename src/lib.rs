@@ -6,7 +6,7 @@
 //! | layer | modules |
 //! |---|---|
 //! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`], [`plan`]: no dependency inside the crate |
-//! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
+//! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`], a crate of its own in kernels/: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver |
 //! | L4 | [`tier`]: named extents over several paths, that survive a crash |
@@ -14,15 +14,16 @@
 //! | L6 | [`capi`]: convert, call one function, convert back |
 
 pub mod checksum;
-pub mod dtype;
 pub mod error;
 pub mod log;
 pub mod plan;
 pub mod stats;
 pub mod trace;
 
-pub mod kernel;
 pub mod sys;
+
+pub use spillway_kernels as kernel;
+pub use spillway_kernels::dtype;
 
 pub mod optim;
 pub mod pool;

@@ -7,8 +7,8 @@ use super::guard::guard;
 use super::record::{self, Record};
 use super::status::spw_status;
 use crate::error::{Error, Result};
-use crate::kernel::Kernel;
 use crate::log::{self, Level};
+use crate::optim::processor;
 use crate::stats;
 
 /// Number of the binary interface; the SONAME carries it. Functions and fields are only added within one number.
@@ -36,7 +36,7 @@ pub extern "C" fn spw_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_kernel_name(name_out: *mut *const c_char) -> spw_status {
     guard(|| {
-        let name = match Kernel::current()?.name() {
+        let name = match processor::kernel()?.name() {
             "avx512" => c"avx512",
             "avx2" => c"avx2",
             "sve_bf16" => c"sve_bf16",

@@ -198,7 +198,7 @@ unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
         let param_copy = optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?;
         let tensor = Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, param_copy)?;
         match shadow_of(raw, state_dtype)? {
-            Some(shadow) => tensor.with_shadow(shadow),
+            Some(shadow) => Ok(tensor.with_shadow(shadow)?),
             None => Ok(tensor),
         }
     }

@@ -16,8 +16,9 @@ use super::profile;
 use super::transfer::{After, Copy, Direction, Transfers};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::error::Result;
-use crate::kernel::{Kernel, States, Tensor};
+use crate::kernel::{States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
+use crate::optim::processor;
 use crate::optim::spread::Job;
 use crate::plan::cast::Probe;
 use crate::pool::pinned;
@@ -99,7 +100,7 @@ impl Link {
     /// All that the speeds hang on.
     fn name(device: &Device) -> Result<String> {
         let DeviceInfo { name, pci, .. } = device.info()?;
-        let (kernel, threads) = (Kernel::current()?.name(), threads::count()?);
+        let (kernel, threads) = (processor::kernel()?.name(), threads::count()?);
         Ok(format!("{name} at {pci}, CUDA {}, {kernel}, {threads} threads", device.cuda_version()))
     }
 

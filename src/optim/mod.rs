@@ -6,6 +6,7 @@ pub mod adam;
 pub mod deepspeed;
 pub mod grad;
 pub mod lion;
+pub mod processor;
 pub mod spread;
 pub mod undo;
 

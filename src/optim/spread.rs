@@ -6,11 +6,11 @@
 //! - Work of at most one chunk stays on the caller's thread: waking a worker would cost more than it saves.
 #![forbid(unsafe_code)]
 
-use super::StepStats;
+use super::{StepStats, processor};
 use crate::error::Result;
 use crate::kernel::squares::{self, split};
 use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor};
-use crate::sys::threads;
+use crate::sys::threads::{self, Order};
 
 /// One tensor and what to step it with.
 #[derive(Debug)]
@@ -23,13 +23,16 @@ pub struct Job<'a, O> {
 
 /// What is done with each chunk of a tensor.
 pub trait Work<O>: Sync {
+    /// Which chunks come first.
+    const ORDER: Order = Order::Forward;
+
     /// Does it, and returns this chunk's part of a sum.
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64>;
 }
 
 /// Steps all tensors; one pass over their memory, the squares of the gradients included where asked.
 pub fn step_all<O: Rule>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
-    step_on(Kernel::current()?, jobs, squares)
+    step_on(processor::kernel()?, jobs, squares)
 }
 
 /// [`step_all`] on a kernel of the caller's choice.
@@ -39,12 +42,12 @@ pub fn step_on<O: Rule>(kernel: Kernel, jobs: &mut [Job<'_, O>], squares: bool) 
 
 /// What a step would see of the gradients, with the same bits, and nothing else.
 pub fn look<O: Rule>(jobs: &mut [Job<'_, O>]) -> Result<StepStats> {
-    spread(jobs, &Look { kernel: Kernel::current()? }).map(StepStats::of)
+    spread(jobs, &Look { kernel: processor::kernel()? }).map(StepStats::of)
 }
 
 /// Writes the 16-bit copies that a step has kept back.
 pub fn publish<O: Rule>(jobs: &mut [Job<'_, O>]) -> Result<()> {
-    spread(jobs, &Publish { kernel: Kernel::current()? }).map(drop)
+    spread(jobs, &Publish { kernel: processor::kernel()? }).map(drop)
 }
 
 /// Does `work` with all chunks of all tensors, and adds up what it returns.
@@ -62,7 +65,7 @@ pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<
         parts.push((Some(part), Ok(0.0)));
         Ok(0.0)
     })?;
-    threads::each(&mut parts, |(part, sum)| {
+    threads::each(&mut parts, W::ORDER, |(part, sum)| {
         if let Some(part) = part.take() {
             *sum = part.run(work);
         }
@@ -84,7 +87,7 @@ struct Step {
 
 impl<O: Rule> Work<O> for Step {
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
-        kernel::step(self.kernel, optimizer, tensor, self.squares)
+        Ok(optimizer.step(self.kernel, tensor, self.squares)?)
     }
 }
 

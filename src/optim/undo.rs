@@ -1,11 +1,12 @@
 //! Taking a step back, and stepping again.
 #![forbid(unsafe_code)]
 
-use super::grad;
 use super::spread::{Job, Work, spread, step_all};
+use super::{grad, processor};
 use crate::error::{Error, Result};
 use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor, log_bytes, log_used_of};
 use crate::sys::reserve::Reserve;
+use crate::sys::threads::Order;
 
 /// Takes the step of every tensor back: to the bit if the tensor carries the log of that step, else by the inverse
 /// formula, which refuses what it could only damage before it touches anything: a scaled gradient, a parameter or a state
@@ -25,7 +26,7 @@ pub fn undo<O: Rule>(jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> 
             }
         }
     }
-    undo_on(Kernel::current()?, jobs, again)
+    undo_on(processor::kernel()?, jobs, again)
 }
 
 /// [`undo`] on a kernel of the caller's choice: the one that stepped.
@@ -111,7 +112,11 @@ struct Undo {
 }
 
 impl<O: Rule> Work<O> for Undo {
+    // It comes soon after the step, if at all, whose last chunks are still in the caches.
+    const ORDER: Order = Order::Backward;
+
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
-        kernel::undo(self.kernel, optimizer, tensor, self.again).map(|()| 0.0)
+        optimizer.undo(self.kernel, tensor, self.again)?;
+        Ok(0.0)
     }
 }

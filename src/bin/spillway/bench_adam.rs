@@ -56,7 +56,8 @@ struct Report {
 }
 
 pub fn run(options: &Options) -> Result<()> {
-    let named = options.kernels.iter().map(|name| Kernel::named(name)).collect::<Result<Vec<Kernel>>>()?;
+    let named =
+        options.kernels.iter().map(|name| Ok(Kernel::named(name)?)).collect::<Result<Vec<Kernel>>>()?;
     let kernels = if named.is_empty() { Kernel::all().collect() } else { named };
     let mut report = Report {
         version: spillway::VERSION,
@@ -156,7 +157,7 @@ impl Arrays {
             exp_avg: Some(FloatsMut::F32(&mut self.exp_avg)),
             exp_avg_sq: Some(FloatsMut::F32(&mut self.exp_avg_sq)),
         };
-        Tensor::new(states, grad, copy)
+        Ok(Tensor::new(states, grad, copy)?)
     }
 
     /// Parameter and states alone.

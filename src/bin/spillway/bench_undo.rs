@@ -10,6 +10,7 @@ use std::time::Instant;
 use spillway::error::Result;
 use spillway::kernel::{AdamRule, Kernel, Rule, StreamRule, log_bytes, log_used_of};
 use spillway::optim::adam::AdamOptions;
+use spillway::optim::processor;
 use spillway::optim::spread::{Job, step_on};
 use spillway::optim::undo::undo_on;
 use spillway::sys::reserve::Reserve;
@@ -49,7 +50,7 @@ struct Report {
 pub fn run(options: &Options) -> Result<()> {
     let kernel = match &options.kernel {
         Some(name) => Kernel::named(name)?,
-        None => Kernel::current()?,
+        None => processor::kernel()?,
     };
     let n = options.size;
     let mut arrays = Arrays::new(n);

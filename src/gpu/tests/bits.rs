@@ -8,15 +8,15 @@
 use std::sync::Arc;
 
 use super::device;
+use super::sample::{Dtypes, LENGTHS, Span, adam_rule, all_dtypes, tensor_of, values};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::gpu::device::Device;
 use crate::gpu::kernels::{ADAM, CAST, DeviceFloats, DeviceStates, DeviceTensor, Kernels, Sums};
 use crate::gpu::memory::{DeviceMemory, DeviceSpan, HostSpan, Registry};
 use crate::gpu::stream::Stream;
-use crate::kernel::check::{Dtypes, LENGTHS, Span, adam_rule, all_dtypes, tensor_of, values};
 use crate::kernel::squares::{TILE, tree_sum};
-use crate::kernel::{self, AdamRule, CHUNK, Kernel, WeightDecay};
-use crate::optim::StepStats;
+use crate::kernel::{AdamRule, CHUNK, Rule, WeightDecay};
+use crate::optim::{StepStats, processor};
 use crate::pool::pinned;
 
 const DECAYS: [WeightDecay; 3] = [WeightDecay::None, WeightDecay::L2, WeightDecay::Decoupled];
@@ -136,7 +136,7 @@ fn compare(
     special: bool,
     aligned: bool,
 ) -> Vec<String> {
-    let kernel = Kernel::current().unwrap();
+    let kernel = processor::kernel().unwrap();
     let start = [
         Span::of(dtypes.param, &values(n, special, 1, false)),
         Span::of(dtypes.state, &values(n, special, 2, false)),
@@ -145,7 +145,7 @@ fn compare(
     ];
     let mut grad = Span::of(dtypes.grad, &values(n, special, 4, false));
     let mut expected = start.clone();
-    let sum = kernel::step(kernel, rule, tensor_of(&mut expected, &mut grad, dtypes), true).unwrap();
+    let sum = rule.step(kernel, tensor_of(&mut expected, &mut grad, dtypes), true).unwrap();
 
     let mut faults = Vec::new();
     let mut got = start.clone();
@@ -180,7 +180,7 @@ fn compare(
     }
 
     if dtypes.copy.is_none() {
-        kernel::undo(kernel, rule, tensor_of(&mut expected, &mut grad, dtypes), None).unwrap();
+        rule.undo(kernel, tensor_of(&mut expected, &mut grad, dtypes), None).unwrap();
         bench.kernels.undo_adam(&bench.stream, &rule, &tensor).unwrap();
         placed.iter_mut().zip(&mut got).for_each(|(placed, span)| bench.fetch(placed, span));
         if undone(&got, dtypes.state) != undone(&expected, dtypes.state) {
@@ -307,10 +307,10 @@ fn casts_of_every_pattern_have_the_bits_of_the_processor() {
         let mut every = Span::of(dtype, &vec![0.0; 1 << 16]);
         match every.inner() {
             FloatsMut::F16(s) => {
-                s.iter_mut().zip(0..=u16::MAX).for_each(|(x, bits)| *x = half::f16::from_bits(bits))
+                s.iter_mut().zip(0..=u16::MAX).for_each(|(x, bits)| *x = crate::dtype::f16::from_bits(bits))
             }
             FloatsMut::Bf16(s) => {
-                s.iter_mut().zip(0..=u16::MAX).for_each(|(x, bits)| *x = half::bf16::from_bits(bits))
+                s.iter_mut().zip(0..=u16::MAX).for_each(|(x, bits)| *x = crate::dtype::bf16::from_bits(bits))
             }
             FloatsMut::F32(_) => unreachable!(),
         }

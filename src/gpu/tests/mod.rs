@@ -1,6 +1,8 @@
 //! The GPU layer against the fake driver of ffi_tests/fakecuda. Each test has a device of its own.
 
 mod bits;
+#[path = "../../../kernels/tests/sample.rs"]
+mod sample;
 mod states;
 mod transfer;
 mod watch;

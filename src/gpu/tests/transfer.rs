@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::device;
+use super::sample::{Span, values};
 use crate::dtype::Dtype;
 use crate::error::{Error, GpuKind};
 use crate::gpu::device::Device;
@@ -11,7 +12,6 @@ use crate::gpu::kernels::{DeviceFloats, Kernels};
 use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::{Event, ForeignEvent, ForeignStream, Stream};
 use crate::gpu::transfer::{After, Copy, Direction, Transfers};
-use crate::kernel::check::{Span, values};
 use crate::pool::pinned;
 
 /// Elements of a chunk, so that copies have many.

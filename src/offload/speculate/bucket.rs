@@ -7,7 +7,7 @@ use super::round::Task;
 use crate::error::Result;
 use crate::kernel::{Kernel, Rule};
 use crate::optim::spread::{self, Job};
-use crate::optim::{StepStats, undo};
+use crate::optim::{StepStats, processor, undo};
 use crate::stats::OptimizerCounter;
 use crate::sys::reserve::Reserve;
 
@@ -59,7 +59,7 @@ pub struct Recording {
 
 impl Recording {
     fn begin(&mut self, bytes: usize) -> Result<Kernel> {
-        let kernel = Kernel::current()?;
+        let kernel = processor::kernel()?;
         if self.log.is_none() || self.room < bytes {
             // The old one first: both at once could pass a limit on address space.
             self.log = None;
@@ -76,7 +76,7 @@ impl Recording {
 
     /// The kernel that wrote the log, which alone can read it.
     fn kernel(&self) -> Result<Kernel> {
-        self.kernel.map_or_else(Kernel::current, Ok)
+        self.kernel.map_or_else(processor::kernel, Ok)
     }
 
     fn forget(&mut self, lengths: Vec<usize>) {

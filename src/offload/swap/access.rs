@@ -6,7 +6,7 @@
 //! - A param that is stored split is never handed out or written again without the copy it is made of.
 #![forbid(unsafe_code)]
 
-use half::bf16;
+use crate::dtype::bf16;
 
 use super::form::{self, Form, STREAMS};
 use super::{Direction, Swap};

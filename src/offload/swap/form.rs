@@ -13,7 +13,7 @@
 //! - Joining gives exactly the param that was split, or says that the copy is not the one that belongs to it.
 #![forbid(unsafe_code)]
 
-use half::bf16;
+use crate::dtype::bf16;
 
 use super::master::{self, Exception};
 use crate::checksum;

@@ -22,10 +22,10 @@ mod traffic;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::dtype::bf16;
 use budget::Budget;
 use extents::Extents;
 use form::Form;
-use half::bf16;
 use lanes::Lanes;
 use pipeline::{Action, Pipeline, PipelineStats};
 use traffic::{Direction, Traffic};

@@ -346,17 +346,3 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
         self.new
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_log_splits_into_the_logs_of_its_parts() {
-        for n in [1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK, 7 * CHUNK + 3] {
-            for mid in (0..n).step_by(CHUNK) {
-                assert_eq!(log_bytes(n), log_bytes(mid) + log_bytes(n - mid), "{n} at {mid}");
-            }
-        }
-    }
-}

@@ -13,8 +13,7 @@ use super::walk::{Access, CHUNK, Op, Walk};
 use crate::dtype::Floats;
 use crate::error::Result;
 
-/// Steps one chunk (at most [`CHUNK`] elements) and returns the sum of squares of the scaled gradient, or 0 when
-/// `squares` is false. A tensor with a log has its step recorded there.
+/// See [`Rule::step`].
 pub fn step<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;

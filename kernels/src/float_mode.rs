@@ -37,7 +37,8 @@ const IEEE: u64 = 0x1f80;
 const IEEE: u64 = 1 << 25;
 
 #[cfg(target_arch = "x86_64")]
-pub(super) fn read() -> u64 {
+/// The mode of this thread, as its processor keeps it.
+pub fn read() -> u64 {
     let mut mode = 0u32;
     // SAFETY: stores the thread's own MXCSR into a local.
     unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut mode, options(nostack, preserves_flags)) };
@@ -45,14 +46,16 @@ pub(super) fn read() -> u64 {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) fn write(mode: u64) {
+/// Sets it.
+pub fn write(mode: u64) {
     let mode = mode as u32;
     // SAFETY: the value is IEEE or one that stmxcsr gave, so no reserved bit is set.
     unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mode, options(nostack, preserves_flags)) };
 }
 
 #[cfg(target_arch = "aarch64")]
-pub(super) fn read() -> u64 {
+/// The mode of this thread, as its processor keeps it.
+pub fn read() -> u64 {
     let mode: u64;
     // SAFETY: reads the thread's own FPCR.
     unsafe { std::arch::asm!("mrs {}, fpcr", out(reg) mode, options(nomem, nostack, preserves_flags)) };
@@ -60,7 +63,8 @@ pub(super) fn read() -> u64 {
 }
 
 #[cfg(target_arch = "aarch64")]
-pub(super) fn write(mode: u64) {
+/// Sets it.
+pub fn write(mode: u64) {
     // SAFETY: the value is IEEE or one that mrs gave.
     unsafe { std::arch::asm!("msr fpcr, {}", in(reg) mode, options(nostack, preserves_flags)) };
 }

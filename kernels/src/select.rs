@@ -9,7 +9,6 @@ use super::{avx2::Avx2, avx512::Avx512};
 #[cfg(target_arch = "aarch64")]
 use super::{neon::Neon, sve};
 use crate::error::{Error, Result};
-use crate::log;
 
 /// A kernel that this processor can run: a value exists only after the processor was asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,8 +80,9 @@ impl Kernel {
         }
     }
 
-    /// The kernel of this process: the one that `SPILLWAY_KERNEL` names, else the best.
-    pub fn current() -> Result<Kernel> {
+    /// The kernel of this process: the one that `SPILLWAY_KERNEL` names, else the best. `told` hears of the choice when
+    /// it is made.
+    pub fn current(told: impl FnOnce(&str)) -> Result<Kernel> {
         // A plain atomic, because a lock caught half-way by fork would never open; two threads find the same answer.
         static CHOSEN: AtomicU8 = AtomicU8::new(0);
         let chosen = CHOSEN.load(Ordering::Relaxed);
@@ -100,7 +100,7 @@ impl Kernel {
             }
         };
         CHOSEN.store(kernel.0 as u8, Ordering::Relaxed);
-        log::write(log::Level::Info, &format!("kernel {}: {reason}", kernel.name()));
+        told(&format!("kernel {}: {reason}", kernel.name()));
         Ok(kernel)
     }
 
@@ -123,7 +123,7 @@ impl Kernel {
     ///
     /// # Safety
     /// The body's pointers are good for the elements it touches.
-    pub(super) unsafe fn run<B: Body>(self, body: B) -> f64 {
+    pub unsafe fn run<B: Body>(self, body: B) -> f64 {
         // SAFETY: a Kernel exists only for a set that the processor has; the caller vouches for the body.
         unsafe {
             match self.0 {
@@ -135,30 +135,6 @@ impl Kernel {
                 Set::Neon | Set::Sve | Set::SveBf16 => Neon::vectorize(body),
                 _ => Scalar::vectorize(body),
             }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_found_and_others_are_refused_with_the_list() {
-        assert_eq!(Kernel::named("scalar").unwrap().name(), "scalar");
-        let message = Kernel::named("sse9").unwrap_err().to_string();
-        assert!(
-            message.contains("sse9") && message.contains("avx512, avx2, sve_bf16, sve, neon, scalar"),
-            "{message}"
-        );
-    }
-
-    #[test]
-    fn the_list_ends_with_scalar_and_every_entry_can_be_named() {
-        let all: Vec<Kernel> = Kernel::all().collect();
-        assert_eq!(all.last().map(|kernel| kernel.name()), Some("scalar"));
-        for kernel in all {
-            assert_eq!(Kernel::named(kernel.name()), Ok(kernel));
         }
     }
 }

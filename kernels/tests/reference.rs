@@ -1,48 +1,21 @@
 //! The one checker of all kernels: every kernel that this processor runs, against a reference written here on its own.
 //!
-//! What it proves, bit for bit: every rule, its undo and redo from the log, the shadow, every combination of element types, lengths around every lane and tile
-//! edge, denormal, huge, zero, Inf and NaN inputs, the sum of squares, memory outside the spans untouched, and the
-//! caller's float mode without influence. (NaNs of f32 compare equal whatever their payload.)
+//! What it proves, bit for bit: every rule, its undo and redo from the log, the shadow, every combination of element
+//! types, lengths around every lane and tile edge, denormal, huge, zero, Inf and NaN inputs, the sum of squares, memory
+//! outside the spans untouched, and the caller's float mode without influence. (NaNs of f32 compare equal whatever their
+//! payload.)
 
 use std::io::Write;
 
-pub(crate) use super::element::{Dtypes, supported};
-use super::*;
-use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
+use crate::kernels;
+use crate::sample::*;
+use spillway_kernels::dtype::Dtype;
+use spillway_kernels::*;
 
-pub(crate) const LENGTHS: [usize; 19] =
-    [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1000, 4095, 4096, 4097, 9001];
 /// Those of which a step is also taken back; with all, an emulator would take minutes.
 const UNDONE: [usize; 16] = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1000, 4097];
-/// Canary elements before and after every span.
-const MARGIN: usize = 19;
-
 /// One step of one element, in plain f32.
 type Reference = fn(&Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32);
-
-/// Coefficients under the names of the formulas.
-#[derive(Clone, Copy)]
-struct Inputs {
-    scale: f32,
-    lr: f32,
-    b1: f32,
-    b2: f32,
-    eps: f32,
-    decay: f32,
-    correction1: f32,
-    inv_sqrt_correction2: f32,
-}
-
-const INPUTS: Inputs = Inputs {
-    scale: 0.37,
-    lr: 1e-2,
-    b1: 0.9,
-    b2: 0.999,
-    eps: 1e-8,
-    decay: 0.1,
-    correction1: 0.271,
-    inv_sqrt_correction2: 18.27,
-};
 
 fn adam_none(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
     adam_core(i, p, m, v, grad * i.scale)
@@ -77,128 +50,6 @@ fn lion(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
     (p - sign, g.mul_add(1.0 - i.b2, m * i.b2), v)
 }
 
-pub(crate) fn adam_rule(decay: WeightDecay) -> AdamRule {
-    let i = &INPUTS;
-    AdamRule {
-        decay,
-        grad_scale: i.scale,
-        beta1: i.b1,
-        one_minus_beta1: 1.0 - i.b1,
-        beta2: i.b2,
-        one_minus_beta2: 1.0 - i.b2,
-        inv_sqrt_correction2: i.inv_sqrt_correction2,
-        eps: i.eps,
-        step_size: -i.lr / i.correction1,
-        decay_factor: if decay == WeightDecay::Decoupled { -i.lr * i.decay } else { i.decay },
-    }
-}
-
-/// One span in memory as bit patterns, canaries around it.
-#[derive(Clone)]
-pub(crate) struct Span {
-    dtype: Dtype,
-    wide: Vec<f32>,
-    half: Vec<f16>,
-    brain: Vec<bf16>,
-}
-
-impl Span {
-    pub(crate) fn of(dtype: Dtype, values: &[f32]) -> Span {
-        let margin = || std::iter::repeat_n(-77.0f32, MARGIN);
-        let all: Vec<f32> = margin().chain(values.iter().copied()).chain(margin()).collect();
-        let (mut wide, mut half, mut brain) = (Vec::new(), Vec::new(), Vec::new());
-        match dtype {
-            Dtype::F32 => wide = all,
-            Dtype::F16 => half = all.iter().map(|x| to_f16(*x)).collect(),
-            Dtype::Bf16 => brain = all.iter().map(|x| to_bf16(*x)).collect(),
-        }
-        Span { dtype, wide, half, brain }
-    }
-
-    pub(crate) fn inner(&mut self) -> FloatsMut<'_> {
-        fn cut<T>(all: &mut [T]) -> &mut [T] {
-            let end = all.len() - MARGIN;
-            &mut all[MARGIN..end]
-        }
-        match self.dtype {
-            Dtype::F32 => FloatsMut::F32(cut(&mut self.wide)),
-            Dtype::F16 => FloatsMut::F16(cut(&mut self.half)),
-            Dtype::Bf16 => FloatsMut::Bf16(cut(&mut self.brain)),
-        }
-    }
-
-    pub(crate) fn values(&self) -> Vec<f32> {
-        let all: Vec<f32> = match self.dtype {
-            Dtype::F32 => self.wide.clone(),
-            Dtype::F16 => self.half.iter().map(|x| x.to_f32()).collect(),
-            Dtype::Bf16 => self.brain.iter().map(|x| x.to_f32()).collect(),
-        };
-        all[MARGIN..all.len() - MARGIN].to_vec()
-    }
-
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        let (start, bytes) = match self.dtype {
-            Dtype::F32 => (self.wide.as_mut_ptr().cast(), size_of_val(&self.wide[..])),
-            Dtype::F16 => (self.half.as_mut_ptr().cast(), size_of_val(&self.half[..])),
-            Dtype::Bf16 => (self.brain.as_mut_ptr().cast(), size_of_val(&self.brain[..])),
-        };
-        // SAFETY: the whole vector, borrowed with self; floats have no padding, and any bytes are floats.
-        unsafe { std::slice::from_raw_parts_mut(start, bytes) }
-    }
-
-    /// Bits with the canaries; every NaN of f32 as one pattern, those of 16 bits as they are.
-    pub(crate) fn bits(&self) -> Vec<u32> {
-        let one_nan = |x: &f32| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() };
-        match self.dtype {
-            Dtype::F32 => self.wide.iter().map(one_nan).collect(),
-            Dtype::F16 => self.half.iter().map(|x| x.to_bits().into()).collect(),
-            Dtype::Bf16 => self.brain.iter().map(|x| x.to_bits().into()).collect(),
-        }
-    }
-}
-
-fn to_f16(x: f32) -> f16 {
-    if x.is_nan() { f16::from_bits(0x7e00) } else { f16::from_f32(x) }
-}
-
-fn to_bf16(x: f32) -> bf16 {
-    if x.is_nan() { bf16::from_bits(0x7fc0) } else { bf16::from_f32(x) }
-}
-
-/// Normal values, or a mixture in which every kind of special value meets every other.
-pub(crate) fn values(n: usize, special: bool, seed: u64, positive: bool) -> Vec<f32> {
-    const SPECIAL: [u32; 13] = [
-        0,
-        0x8000_0000,
-        1,
-        0x8000_0001,
-        0x007f_ffff,
-        0x0080_0000,
-        0x7f7f_ffff,
-        0xff7f_ffff,
-        0x7f80_0000,
-        0xff80_0000,
-        0x7fc0_0000,
-        0x3f80_8000,
-        0x477f_f000,
-    ];
-    let mut state = seed;
-    let mut next = move || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as u32
-    };
-    let one = |_| {
-        let (kind, bits) = (next(), next());
-        let x = match (special, kind % 3) {
-            (true, 0) => f32::from_bits(SPECIAL[bits as usize % SPECIAL.len()]),
-            (true, 1) => f32::from_bits(bits << 1 | kind >> 30),
-            _ => (bits as f32 / (1u32 << 30) as f32 - 1.0) * [1.0, 1e-3, 1e-6][kind as usize % 3],
-        };
-        if positive { x.abs() } else { x }
-    };
-    (0..n).map(one).collect()
-}
-
 /// The tree of `squares`, spelt out.
 fn reference_sum(grads: &[f32]) -> f64 {
     fn tree(tiles: &[f64]) -> f64 {
@@ -222,18 +73,6 @@ fn reference_sum(grads: &[f32]) -> f64 {
     tree(&grads.chunks(4096).map(tile).collect::<Vec<f64>>())
 }
 
-pub(crate) fn all_dtypes() -> Vec<Dtypes> {
-    const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
-    let copies = || ALL.into_iter().map(Some).chain([None]);
-    let all = ALL.into_iter().flat_map(|param| {
-        ALL.into_iter().flat_map(move |state| {
-            ALL.into_iter()
-                .flat_map(move |grad| copies().map(move |copy| Dtypes { param, state, grad, copy }))
-        })
-    });
-    all.filter(|dtypes| supported(*dtypes)).collect()
-}
-
 fn same_f64(a: f64, b: f64) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
@@ -251,7 +90,7 @@ fn check<O: Rule>(name: &str, rule: O, reference: Reference) -> usize {
             ];
             let mut grad = Span::of(dtypes.grad, &values(n, special, 4, false));
             let (expected, sum) = expect(&start, &grad, dtypes, reference);
-            for kernel in Kernel::all() {
+            for kernel in kernels() {
                 for squares in [true, false] {
                     let mut spans = start.clone();
                     let got = run(kernel, rule, &mut spans, &mut grad, dtypes, squares);
@@ -290,16 +129,16 @@ fn check_undo<O: Rule>(
     let mut log = vec![0xa5; log_bytes(n)];
     let mut logged = start.clone();
     let tensor = tensor_of(&mut logged, grad, dtypes).with_log(&mut log).unwrap();
-    assert!(same_f64(step(kernel, rule, tensor, true).unwrap(), sum), "{what}: logged sum");
+    assert!(same_f64(rule.step(kernel, tensor, true).unwrap(), sum), "{what}: logged sum");
     assert_eq!(bits(&logged), bits(&plain), "{what}: logged step");
     let used = log_used_of(&log, n) as usize;
     assert!((n / 2..=log.len()).contains(&used), "{what}: {used} bytes used of {}", log.len());
 
     let mut undone = logged.clone();
-    undo(kernel, rule, tensor_of(&mut undone, grad, dtypes).with_log(&mut log).unwrap(), None).unwrap();
+    rule.undo(kernel, tensor_of(&mut undone, grad, dtypes).with_log(&mut log).unwrap(), None).unwrap();
     assert_eq!(bits(&undone)[..3], bits(start)[..3], "{what}: undo");
     let mut redone = logged;
-    undo(kernel, rule, tensor_of(&mut redone, grad, dtypes).with_log(&mut log).unwrap(), Some(INPUTS.scale))
+    rule.undo(kernel, tensor_of(&mut redone, grad, dtypes).with_log(&mut log).unwrap(), Some(INPUTS.scale))
         .unwrap();
     assert_eq!(bits(&redone), bits(&plain), "{what}: redo");
 
@@ -307,7 +146,7 @@ fn check_undo<O: Rule>(
     let mut shadow = start.clone();
     let [p, m, v, _] = &mut shadow;
     let states = States { param: p.inner(), exp_avg: Some(m.inner()), exp_avg_sq: Some(v.inner()) };
-    step(kernel, rule, tensor_of(&mut old, grad, dtypes).with_shadow(states).unwrap(), false).unwrap();
+    rule.step(kernel, tensor_of(&mut old, grad, dtypes).with_shadow(states).unwrap(), false).unwrap();
     assert_eq!(bits(&old)[..3], bits(start)[..3], "{what}: shadowed step");
     assert_eq!(bits(&shadow)[..3], bits(&plain)[..3], "{what}: shadow");
 }
@@ -342,19 +181,7 @@ fn run<O: Rule>(
     dtypes: Dtypes,
     squares: bool,
 ) -> f64 {
-    step(kernel, rule, tensor_of(spans, grad, dtypes), squares).unwrap()
-}
-
-pub(crate) fn tensor_of<'a>(spans: &'a mut [Span; 4], grad: &'a mut Span, dtypes: Dtypes) -> Tensor<'a> {
-    let [p, m, v, copy] = spans;
-    let grad = match grad.inner() {
-        FloatsMut::F32(s) => Floats::F32(s),
-        FloatsMut::F16(s) => Floats::F16(s),
-        FloatsMut::Bf16(s) => Floats::Bf16(s),
-    };
-    let copy = dtypes.copy.map(|_| copy.inner());
-    let states = States { param: p.inner(), exp_avg: Some(m.inner()), exp_avg_sq: Some(v.inner()) };
-    Tensor::new(states, grad, copy).unwrap()
+    rule.step(kernel, tensor_of(spans, grad, dtypes), squares).unwrap()
 }
 
 #[test]
@@ -377,8 +204,8 @@ fn every_kernel_has_the_bits_of_the_reference() {
     };
     cases += check("lion", rule, lion);
     let each = 5 * all_dtypes().len() * LENGTHS.len() * 2 * 2;
-    assert_eq!(cases, each * Kernel::all().count());
-    let kernels: Vec<&str> = Kernel::all().map(Kernel::name).collect();
+    assert_eq!(cases, each * kernels().len());
+    let kernels: Vec<&str> = kernels().into_iter().map(Kernel::name).collect();
     // Past the capture of the test harness: who runs this elsewhere reads which kernels were there.
     writeln!(std::io::stdout(), "{each} cases on each of {}", kernels.join(", ")).unwrap();
 }
@@ -391,7 +218,7 @@ fn sixteen_bit_values_of_every_pattern_widen_and_round_alike_on_every_kernel() {
         })
         .map(f32::from_bits)
         .collect();
-    for kernel in Kernel::all() {
+    for kernel in kernels() {
         for (chunk, copy) in
             floats.chunks(CHUNK).flat_map(|chunk| [(chunk, Dtype::F16), (chunk, Dtype::Bf16)])
         {
@@ -429,7 +256,7 @@ fn the_float_mode_of_the_caller_changes_no_bit_and_stays_set() {
     let dtypes = Dtypes { param: Dtype::F32, state: Dtype::F32, grad: Dtype::F32, copy: Some(Dtype::Bf16) };
     let tiny: Vec<f32> = (1..5000u32).map(f32::from_bits).collect();
     let saved = float_mode::read();
-    for kernel in Kernel::all() {
+    for kernel in kernels() {
         let bits = |caller: u64| {
             let mut spans =
                 [Dtype::F32, Dtype::F32, Dtype::F32, Dtype::Bf16].map(|dtype| Span::of(dtype, &tiny));

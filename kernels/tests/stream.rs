@@ -1,10 +1,9 @@
 //! A step that streams its shadow or its log past the caches writes what a step through the caches writes, and no byte
 //! more; the log it leaves takes the step back.
 
-use super::element::{Dtypes, supported};
-use super::record::log_used;
-use super::*;
-use crate::dtype::{Dtype, Floats, FloatsMut};
+use crate::kernels;
+use spillway_kernels::dtype::{Dtype, Floats, FloatsMut};
+use spillway_kernels::*;
 
 /// Around whole vectors, whole lines and whole batches of a log.
 const LENGTHS: [usize; 12] = [1, 15, 16, 17, 63, 64, 1000, 4096, 4097, 20001, 20016, CHUNK];
@@ -101,7 +100,9 @@ fn streamed_logs_and_shadows_have_the_bytes_of_stored_ones() {
         step_size: -0.1,
         decay_factor: -0.01,
     };
-    for (kernel, dtypes) in Kernel::all().flat_map(|kernel| all_dtypes().map(move |types| (kernel, types))) {
+    for (kernel, dtypes) in
+        kernels().into_iter().flat_map(|kernel| all_dtypes().map(move |types| (kernel, types)))
+    {
         for n in LENGTHS {
             let what = format!("{} {dtypes:?} n={n}", kernel.name());
             let start = [(dtypes.param, false), (dtypes.state, false), (dtypes.state, true)];
@@ -110,15 +111,15 @@ fn streamed_logs_and_shadows_have_the_bytes_of_stored_ones() {
             let both = [false, true].map(|streamed| {
                 let (mut old, mut shadow) = (start.clone(), start.clone().map(|span| Span::new(span.1)));
                 let stepped = tensor(&mut old, &mut grad, dtypes, streamed);
-                step(kernel, rule, stepped.with_shadow(states(&mut shadow, dtypes)).unwrap(), false).unwrap();
+                rule.step(kernel, stepped.with_shadow(states(&mut shadow, dtypes)).unwrap(), false).unwrap();
 
                 let (mut new, mut log) = (start.clone(), Span::new(log_bytes(n)));
                 let recorded = tensor(&mut new, &mut grad, dtypes, streamed).with_log(log.bytes()).unwrap();
-                step(kernel, rule, recorded, true).unwrap();
-                let used = log_used(log.bytes()) as usize;
+                rule.step(kernel, recorded, true).unwrap();
+                let used = inside::log_used(log.bytes()) as usize;
                 let mut undone = new.clone();
                 let back = tensor(&mut undone, &mut grad, dtypes, streamed).with_log(log.bytes()).unwrap();
-                undo(kernel, rule, back, None).unwrap();
+                rule.undo(kernel, back, None).unwrap();
                 for (span, start) in undone.iter_mut().chain(&mut old).zip(start.iter().cycle()) {
                     assert!(span.bytes() == start.clone().bytes(), "{what}: undone");
                 }

@@ -3,8 +3,9 @@
 
 use std::io::Write;
 
-use super::*;
-use crate::dtype::{Floats, FloatsMut};
+use crate::kernels;
+use spillway_kernels::dtype::{Floats, FloatsMut};
+use spillway_kernels::*;
 
 /// Two vectors of the widest kernel and a rest.
 const BLOCK: usize = 37;
@@ -125,14 +126,14 @@ fn cycle<R: Rule>(kernel: Kernel, rules: &[R], cycles: usize) {
     let mut model = Model::new(BLOCK, &mut random);
     for _ in 0..20 {
         let grad = gradient(Kind::Bell, BLOCK, &mut random);
-        step(kernel, rules[0], model.tensor(&grad), false).unwrap();
+        rules[0].step(kernel, model.tensor(&grad), false).unwrap();
     }
     let start = model.bits();
     let mut log = vec![0; log_bytes(BLOCK)];
     for at in 0..cycles {
         let (rule, grad) = (rules[at % rules.len()], &grads[at % grads.len()]);
-        step(kernel, rule, model.tensor(grad).with_log(&mut log).unwrap(), false).unwrap();
-        undo(kernel, rule, model.tensor(grad).with_log(&mut log).unwrap(), None).unwrap();
+        rule.step(kernel, model.tensor(grad).with_log(&mut log).unwrap(), false).unwrap();
+        rule.undo(kernel, model.tensor(grad).with_log(&mut log).unwrap(), None).unwrap();
         if at % 9973 == 0 {
             assert!(model.bits() == start, "{}: cycle {at}", kernel.name());
         }
@@ -152,7 +153,7 @@ fn a_million_cycles_leave_the_bits_on_every_kernel() {
         .collect();
     // An emulated processor takes minutes for what a real one does in a second.
     let fewer = if std::env::var_os("SPILLWAY_TEST_EMULATOR").is_some() { 200 } else { 1 };
-    for kernel in Kernel::all() {
+    for kernel in kernels() {
         cycle(kernel, &rules, 1_000_000 / fewer);
         cycle(kernel, &[ADAGRAD], 100_000 / fewer);
         cycle(kernel, &[LION], 100_000 / fewer);
@@ -197,7 +198,7 @@ impl Misses {
 #[test]
 fn the_inverse_formula_misses_by_what_the_header_says() {
     const N: usize = 60_000;
-    let kernel = Kernel::all().next().unwrap();
+    let kernel = kernels()[0];
     let mut lines = String::new();
     let kinds = [Kind::Bell, Kind::Spikes, Kind::Sparse, Kind::Denormal];
     for (kind, last) in kinds.map(|kind| (kind, 100)).into_iter().chain([(Kind::Bell, 1)]) {
@@ -205,13 +206,13 @@ fn the_inverse_formula_misses_by_what_the_header_says() {
         let mut model = Model::new(N, &mut random);
         for t in 1..last {
             let grad = gradient(if t % 2 == 0 { Kind::Bell } else { kind }, N, &mut random);
-            step(kernel, adam(WeightDecay::Decoupled, t, true), model.tensor(&grad), false).unwrap();
+            adam(WeightDecay::Decoupled, t, true).step(kernel, model.tensor(&grad), false).unwrap();
         }
         let rule = adam(WeightDecay::Decoupled, last, true);
         let (before, grad) = (model.clone(), gradient(kind, N, &mut random));
-        step(kernel, rule, model.tensor(&grad), false).unwrap();
+        rule.step(kernel, model.tensor(&grad), false).unwrap();
         let stepped = model.clone();
-        undo(kernel, rule, model.tensor(&grad), None).unwrap();
+        rule.undo(kernel, model.tensor(&grad), None).unwrap();
         lines += &format!("{kind:?}, step {last}:");
         for (name, before, stepped, after) in [
             ("param", &before.param, &stepped.param, &model.param),

@@ -27,7 +27,12 @@
 //! Each rule also has its algebraic inverse, which is off by a few units in the last place; `undo` makes it exact. An
 //! inverse settles one value before it uses it for the next, so that the later estimates start from exact values.
 
+use super::select::Kernel;
+use super::step::step;
+use super::tensor::Tensor;
+use super::undo::undo;
 use super::vector::Vector;
+use crate::error::Result;
 
 /// The values of one group of elements.
 #[derive(Clone, Copy)]
@@ -78,11 +83,35 @@ pub trait Rule: Copy + Send + Sync {
     /// As [`Vector`].
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S);
 
+    /// Steps one chunk (at most [`CHUNK`](super::CHUNK) elements) and returns the sum of squares of the scaled gradient,
+    /// or 0 when `squares` is false. A tensor with a log has its step recorded there.
+    fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64>;
+
+    /// Takes one chunk's step back: exactly if the tensor carries the log of that step, else by the inverse formula.
+    /// With a factor `again`, the step is done anew in the same pass, its gradient multiplied by that instead.
+    fn undo(self, kernel: Kernel, tensor: Tensor<'_>, again: Option<f32>) -> Result<()>;
+
     /// The coefficients if this is Adam, which has a body in C for SVE.
     #[cfg(target_arch = "aarch64")]
     fn as_adam(&self) -> Option<&AdamRule> {
         None
     }
+}
+
+/// The two entries of a rule. In the impl of each, and not once for all rules, so that this crate compiles the kernels
+/// and no crate that calls them compiles them again.
+macro_rules! entries {
+    ($(#[$how:meta])?) => {
+        $(#[$how])?
+        fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+            step(kernel, self, tensor, squares)
+        }
+
+        $(#[$how])?
+        fn undo(self, kernel: Kernel, tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
+            undo(kernel, self, tensor, again)
+        }
+    };
 }
 
 /// Where Adam's weight decay enters.
@@ -134,6 +163,8 @@ impl Rule for AdamRule {
     fn grad_scale(&self) -> f32 {
         self.grad_scale
     }
+
+    entries!();
 
     fn with_grad_scale(self, grad_scale: f32) -> Self {
         Self { grad_scale, ..self }
@@ -223,6 +254,8 @@ impl Rule for AdagradRule {
         self.grad_scale
     }
 
+    entries!();
+
     fn with_grad_scale(self, grad_scale: f32) -> Self {
         Self { grad_scale, ..self }
     }
@@ -291,6 +324,8 @@ impl Rule for LionRule {
         self.grad_scale
     }
 
+    entries!();
+
     fn with_grad_scale(self, grad_scale: f32) -> Self {
         Self { grad_scale, ..self }
     }
@@ -325,7 +360,8 @@ fn inverse(factor: f32) -> f32 {
     if factor == 0.0 { 0.0 } else { 1.0 / factor }
 }
 
-/// Reads and writes what Adam does with next to no arithmetic: how fast the memory lets any such step be.
+/// Reads and writes what Adam does with next to no arithmetic: how fast the memory lets any such step be. Compiled where it
+/// is used, by a measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamRule;
 
@@ -337,6 +373,8 @@ impl Rule for StreamRule {
     fn grad_scale(&self) -> f32 {
         1.0
     }
+
+    entries!(#[inline]);
 
     fn with_grad_scale(self, _: f32) -> Self {
         self

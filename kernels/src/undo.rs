@@ -16,8 +16,7 @@ use super::vector::Vector;
 use super::walk::{Access, CHUNK, Op, Walk};
 use crate::error::Result;
 
-/// Takes one chunk's step back: exactly if the tensor carries the log of that step, else by the inverse formula. With a
-/// factor `again`, the step is done anew in the same pass, its gradient multiplied by that instead.
+/// See [`Rule::undo`].
 pub fn undo<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;

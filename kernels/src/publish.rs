@@ -1,0 +1,50 @@
+//! The 16-bit copy of a parameter without a step: what a step that kept it back writes later.
+
+use std::marker::PhantomData;
+
+use super::element::{Bf16, Element, F16, F32};
+use super::float_mode::IeeeMode;
+use super::select::Kernel;
+use super::tensor::{Spans, Tensor};
+use super::vector::Vector;
+use super::walk::{Access, CHUNK, Op, Walk};
+use crate::dtype::Dtype;
+
+/// Writes the parameters of one chunk to its param_copy, with the bits that a step would have written; nothing without
+/// a param_copy.
+pub fn publish(kernel: Kernel, mut tensor: Tensor<'_>) {
+    assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
+    // Only an f32 parameter has a copy (`Tensor::new` knows the combinations).
+    match tensor.copy_dtype() {
+        Some(Dtype::F16) => run::<F16>(kernel, &mut tensor),
+        Some(Dtype::Bf16) => run::<Bf16>(kernel, &mut tensor),
+        Some(Dtype::F32) | None => {}
+    }
+}
+
+fn run<C: Element>(kernel: Kernel, tensor: &mut Tensor<'_>) {
+    let n = tensor.len();
+    let spans = Spans::<F32, F32, F32, C>::of(tensor);
+    let op = Publish::<C> { from: spans.after().param, to: spans.param_copy, element: PhantomData };
+    let _mode = IeeeMode::enter();
+    // SAFETY: both spans have n elements of these types.
+    unsafe { kernel.run(Walk::<_, false> { op, n }) };
+}
+
+struct Publish<C: Element> {
+    from: *const f32,
+    to: *mut C::Raw,
+    element: PhantomData<C>,
+}
+
+impl<C: Element> Op for Publish<C> {
+    #[inline(always)]
+    unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
+        // SAFETY: the caller's promise covers every line.
+        unsafe {
+            let param = access.load::<F32, V>(self.from.add(at));
+            access.store::<C, V>(param, self.to.add(at));
+            param
+        }
+    }
+}

@@ -264,12 +264,8 @@ archive() {
     arm max -E LD_LIBRARY_PATH="$prefix/lib" "$work/unpacked/adam"
 }
 
-# Damages the SVE kernels in a copy of the tree; a checker that does not notice proves nothing. The copy has a target folder
-# of its own: cargo would take its objects for those of the tree.
+# Damages the SVE kernels; a checker that does not notice proves nothing.
 mutants() {
-    rm -rf "$work/mutant"
-    mkdir -p "$work/mutant"
-    cp -pR Cargo.toml Cargo.lock build.rs src kernels include ffi_tests packaging "$work/mutant"
     check 'a kernel that cannot be compiled stops the build' no_kernel_no_build
     mutant 'a wrong rounding constant' sve.h 's/svdup_n_u32(0x7fff)/svdup_n_u32(0x8000)/'
     mutant 'a tail without predicate' adam_sve.c 's/step(svwhilelt_b32_u64(done, n)/step(svptrue_b32()/'
@@ -278,30 +274,55 @@ mutants() {
     mutant 'a difference without its sign' log_sve.h 's/bits <= 0x7f /bits <= 0xff /'
 }
 
-# Neither for want of a compiler nor for an error in the source may NEON silently take the kernels' place.
+# Neither for want of a compiler nor for an error in the source may NEON silently take the kernels' place. In a copy of the
+# tree with a target folder of its own: cargo would take its objects for those of the tree.
 no_kernel_no_build() {
-    cd "$work/mutant"
-    if CC_aarch64_unknown_linux_gnu=/bin/false tests_of spillway-kernels --test kernels --target-dir "$work/mutant-target"; then return 1; fi
+    copy=$work/broken
+    rm -rf "$copy"
+    mkdir -p "$copy"
+    cp -pR Cargo.toml Cargo.lock build.rs src kernels include ffi_tests packaging "$copy"
+    cd "$copy"
+    if CC_aarch64_unknown_linux_gnu=/bin/false tests_of spillway-kernels --test kernels --target-dir "$work/broken-target"
+    then return 1; fi
     grep 'adam_sve.c' "$work/spillway-kernels.txt"
     echo '#error broken' >>kernels/undo_sve.c
-    if tests_of spillway-kernels --test kernels --target-dir "$work/mutant-target"; then return 1; fi
+    if tests_of spillway-kernels --test kernels --target-dir "$work/broken-target"; then return 1; fi
     grep 'error broken' "$work/spillway-kernels.txt"
-    cp "$root/kernels/undo_sve.c" kernels
 }
 
 # mutant WHAT FILE SED
 mutant() {
-    sed "$3" "kernels/$2" >"$work/mutant/kernels/$2"
-    check "the checkers catch $1" caught "$2"
-    cp "kernels/$2" "$work/mutant/kernels/$2"
+    check "the checkers catch $1" caught "$@"
 }
 
+# Links the damaged kernels before the crate's own, in the program of the tests.
 caught() {
-    if cmp "kernels/$1" "$work/mutant/kernels/$1"; then return 1; fi
-    cd "$work/mutant"
-    tests_of spillway-kernels --test kernels --target-dir "$work/mutant-target"
+    folder=$work/mutant.$(printf '%s' "$1" | tr ' ' _)
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    cp kernels/*.c kernels/*.h "$folder"
+    sed -i "$3" "$folder/$2"
+    if cmp "kernels/$2" "$folder/$2"; then return 1; fi
+    objects=
+    for variant in armv8.2-a+sve 'armv8.6-a+sve+bf16 -DUSE_BFCVT'; do
+        for file in adam_sve undo_sve; do
+            object=$folder/$file.${variant%% *}.o
+            # shellcheck disable=SC2086 # a variant is words
+            aarch64-linux-gnu-gcc -O3 -std=gnu11 -fPIC -ffp-contract=off -fno-math-errno -march=$variant \
+                -c "$folder/$file.c" -o "$object"
+            objects="$objects '$object'"
+        done
+    done
+    # By its name rustc knows how to talk to it.
+    linker=$folder/aarch64-linux-gnu-gcc
+    printf '#!/bin/sh\nexec %s%s "$@"\n' "$(command -v aarch64-linux-gnu-gcc)" "$objects" >"$linker"
+    chmod +x "$linker"
+    arm_cargo rustc --release --no-default-features --package spillway-kernels --test kernels --message-format json \
+        -- -C linker="$linker" >"$folder/cargo.json"
+    tests=$(sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' "$folder/cargo.json")
     status=0
-    arm max,sve-default-vector-length=32 "$(cat "$work/spillway-kernels")" reference >"$work/caught.txt" 2>&1 || status=$?
+    arm max,sve-default-vector-length=32 "$tests" reference >"$folder/caught.txt" 2>&1 || status=$?
+    cat "$folder/caught.txt"
     # 101 is a failed test, 128 and more a signal; anything else is no verdict of the checker.
     [ $status = 101 ] || [ $status -ge 128 ]
 }

@@ -7,6 +7,7 @@
 /// # Safety
 /// Every method may execute instructions of its instruction set: calling one is sound only inside
 /// [`Isa::vectorize`] of the matching set, on a processor that has it. Pointers cover `LANES` elements.
+#[allow(clippy::missing_safety_doc, reason = "said once, for all of them")]
 pub unsafe trait Vector: Copy {
     /// Number of f32 in the group.
     const LANES: usize;

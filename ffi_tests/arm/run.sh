@@ -77,14 +77,14 @@ arm() {
 }
 
 build() {
-    tests_of spillway-kernels --test kernels
-    tests_of spillway --lib
     # Both from one folder: they differ in the last crate alone.
     arm_cargo build --release --lib --no-default-features --features probe
     mkdir -p "$work/probe"
     cp "$library/libspillway.so" "$work/probe/libspillway.so.1"
     ln -sf libspillway.so.1 "$work/probe/libspillway.so"
     arm_cargo build --release --lib --no-default-features
+    tests_of spillway-kernels --test kernels
+    tests_of spillway --lib
     cargo build --lib
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
         "$library/libspillway.a" -lm -o "$work/one_step"

@@ -22,3 +22,8 @@ fn kernels() -> Vec<Kernel> {
         Err(_) => Kernel::all().collect(),
     }
 }
+
+/// True on an emulated processor, which takes fifty times as long.
+fn emulated() -> bool {
+    std::env::var_os("SPILLWAY_TEST_EMULATOR").is_some()
+}

@@ -3,7 +3,7 @@
 
 use std::io::Write;
 
-use crate::kernels;
+use crate::{emulated, kernels};
 use spillway_kernels::dtype::{Floats, FloatsMut};
 use spillway_kernels::*;
 
@@ -152,7 +152,7 @@ fn a_million_cycles_leave_the_bits_on_every_kernel() {
         .flatten()
         .collect();
     // An emulated processor takes minutes for what a real one does in a second.
-    let fewer = if std::env::var_os("SPILLWAY_TEST_EMULATOR").is_some() { 200 } else { 1 };
+    let fewer = if emulated() { 200 } else { 1 };
     for kernel in kernels() {
         cycle(kernel, &rules, 1_000_000 / fewer);
         cycle(kernel, &[ADAGRAD], 100_000 / fewer);
@@ -197,19 +197,19 @@ impl Misses {
 
 #[test]
 fn the_inverse_formula_misses_by_what_the_header_says() {
-    const N: usize = 60_000;
+    let n = if emulated() { 6_000 } else { 60_000 };
     let kernel = kernels()[0];
     let mut lines = String::new();
     let kinds = [Kind::Bell, Kind::Spikes, Kind::Sparse, Kind::Denormal];
     for (kind, last) in kinds.map(|kind| (kind, 100)).into_iter().chain([(Kind::Bell, 1)]) {
         let mut random = Random(11);
-        let mut model = Model::new(N, &mut random);
+        let mut model = Model::new(n, &mut random);
         for t in 1..last {
-            let grad = gradient(if t % 2 == 0 { Kind::Bell } else { kind }, N, &mut random);
+            let grad = gradient(if t % 2 == 0 { Kind::Bell } else { kind }, n, &mut random);
             adam(WeightDecay::Decoupled, t, true).step(kernel, model.tensor(&grad), false).unwrap();
         }
         let rule = adam(WeightDecay::Decoupled, last, true);
-        let (before, grad) = (model.clone(), gradient(kind, N, &mut random));
+        let (before, grad) = (model.clone(), gradient(kind, n, &mut random));
         rule.step(kernel, model.tensor(&grad), false).unwrap();
         let stepped = model.clone();
         rule.undo(kernel, model.tensor(&grad), None).unwrap();

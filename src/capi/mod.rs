@@ -1,7 +1,7 @@
 //! The C face: each function converts its arguments, calls one function of a layer above, and converts back.
 //!
 //! The order of these modules is the order of `include/spillway.h`, which is generated from them; run
-//! `SPILLWAY_BLESS=1 cargo test --test header` after a change.
+//! `SPILLWAY_BLESS=1 cargo test -p spillway-header` after a change.
 
 mod guard;
 mod record;

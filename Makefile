@@ -1,6 +1,5 @@
 # make demo    train a small GPT under DeepSpeed with Spillway's optimizer   (STEPS=, SECONDS=, COMPARE=1)
-# make test    every test but those on an emulated Arm; sets up what it needs
-# make test-arm  the library, its tests, C programs and the wheel on an emulated Arm
+# make test    every test, those on an emulated Arm included; sets up what it needs
 # make lib     the library and the command line tool, in target/release
 # make install PREFIX=/usr/local
 # make dist    libraries and wheels for x86-64 and Arm, in dist/
@@ -15,16 +14,13 @@ RELEASE = target/release
 DIR ?= .
 MINUTES ?= 10
 
-.PHONY: demo test test-arm quick lib install kill bench tune soak dist packages
+.PHONY: demo test quick lib install kill bench tune soak dist packages
 
 demo: packages
 	ffi_tests/deepspeed/demo.sh
 
 test: packages
 	ffi_tests/all.sh
-
-test-arm: packages
-	ffi_tests/all.sh arm
 
 # The inner loop: Rust and C, without Python.
 quick:

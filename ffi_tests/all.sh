@@ -1,7 +1,7 @@
 #!/bin/bash
 # The tests of the project; one line per runner at the end. Exit 0 only if none failed.
 #
-#   ffi_tests/all.sh            all runners but arm, whose emulated run is `make test-arm`
+#   ffi_tests/all.sh            all runners
 #   ffi_tests/all.sh rust py    those named
 set -u
 
@@ -48,7 +48,7 @@ run() {
     summary+=$(printf '%-8s %-8s %4ss  %s' "$name" "$word" "$took" "$(closing_line "$log")")$'\n'
 }
 
-[ $# -gt 0 ] || set -- format lint rust py preload
+[ $# -gt 0 ] || set -- format lint rust py preload arm
 for runner; do run "$runner"; done
 
 printf '\n%s' "$summary"

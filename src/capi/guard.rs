@@ -51,13 +51,13 @@ fn silence_panics() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::threads::{self, Order};
+    use crate::sys::threads;
 
     #[test]
     fn a_panic_on_the_callers_thread_or_a_worker_becomes_a_status() {
         assert_eq!(guard(|| panic!("on the caller")), spw_status::SPW_ERR_INTERNAL);
         assert!(status::last_message().contains("on the caller"));
-        let spread = || threads::each(&mut [0; 9], Order::Forward, |_| panic!("where it is spread"));
+        let spread = || threads::each(&mut [0; 9], |_| panic!("where it is spread"));
         assert_eq!(guard(spread), spw_status::SPW_ERR_INTERNAL);
         assert!(status::last_message().contains("where it is spread"));
         assert_eq!(guard(|| Ok(())), spw_status::SPW_OK);

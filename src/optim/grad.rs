@@ -6,7 +6,7 @@ use crate::dtype::Floats;
 use crate::error::Result;
 use crate::kernel::squares;
 use crate::kernel::{CHUNK, grad_squares};
-use crate::sys::threads::{self, Order};
+use crate::sys::threads;
 
 /// Statistics of `grad * scale`, with the bits that a fused step would report.
 pub fn stats(grad: Floats<'_>, scale: f32) -> Result<StepStats> {
@@ -21,7 +21,7 @@ pub fn stats(grad: Floats<'_>, scale: f32) -> Result<StepStats> {
         chunks.push((chunk, 0.0));
         rest = after;
     }
-    threads::each(&mut chunks, Order::Forward, |(chunk, sum)| *sum = grad_squares(kernel, *chunk, scale))?;
+    threads::each(&mut chunks, |(chunk, sum)| *sum = grad_squares(kernel, *chunk, scale))?;
     let sums: Vec<f64> = chunks.into_iter().map(|(_, sum)| sum).collect();
     Ok(StepStats::of(squares::sum(&sums)))
 }

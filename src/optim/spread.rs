@@ -10,7 +10,7 @@ use super::{StepStats, processor};
 use crate::error::Result;
 use crate::kernel::squares::{self, split};
 use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor};
-use crate::sys::threads::{self, Order};
+use crate::sys::threads;
 
 /// One tensor and what to step it with.
 #[derive(Debug)]
@@ -23,9 +23,6 @@ pub struct Job<'a, O> {
 
 /// What is done with each chunk of a tensor.
 pub trait Work<O>: Sync {
-    /// Which chunks come first.
-    const ORDER: Order = Order::Forward;
-
     /// Does it, and returns this chunk's part of a sum.
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64>;
 }
@@ -65,7 +62,7 @@ pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<
         parts.push((Some(part), Ok(0.0)));
         Ok(0.0)
     })?;
-    threads::each(&mut parts, W::ORDER, |(part, sum)| {
+    threads::each(&mut parts, |(part, sum)| {
         if let Some(part) = part.take() {
             *sum = part.run(work);
         }

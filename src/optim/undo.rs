@@ -6,7 +6,6 @@ use super::{grad, processor};
 use crate::error::{Error, Result};
 use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor, log_bytes, log_used_of};
 use crate::sys::reserve::Reserve;
-use crate::sys::threads::Order;
 
 /// Takes the step of every tensor back: to the bit if the tensor carries the log of that step, else by the inverse
 /// formula, which refuses what it could only damage before it touches anything: a scaled gradient, a parameter or a state
@@ -112,9 +111,6 @@ struct Undo {
 }
 
 impl<O: Rule> Work<O> for Undo {
-    // It comes soon after the step, if at all, whose last chunks are still in the caches.
-    const ORDER: Order = Order::Backward;
-
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
         optimizer.undo(self.kernel, tensor, self.again)?;
         Ok(0.0)

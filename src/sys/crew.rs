@@ -5,8 +5,7 @@
 //! program holds.
 //!
 //! Each of the crew has a stretch of the list, and goes on with the next one's when its own is done: a worker that does
-//! not come is missed, not waited for, and one that always comes finds what it had the time before in its caches; with
-//! [`Order::Backward`], first what it had last.
+//! not come is missed, not waited for, and one that always comes finds what it had the time before in its caches.
 //!
 //! Invariants:
 //! - An index is handed out once: stretches do not overlap, and each is counted up by `fetch_add`. Hence whoever got it
@@ -26,15 +25,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Thread};
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
-
-/// Which end of a stretch is first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Order {
-    /// Its beginning.
-    Forward,
-    /// Its end, which a pass before this one left in the caches.
-    Backward,
-}
 
 /// Threads that help whoever calls [`Crew::each`].
 pub struct Crew {
@@ -62,12 +52,12 @@ impl Crew {
     }
 
     /// Does `work` with every item, some at the same time. A panic of any of them is the caller's.
-    pub fn each<T: Send>(&self, items: &mut [T], order: Order, work: impl Fn(&mut T) + Sync) {
+    pub fn each<T: Send>(&self, items: &mut [T], work: impl Fn(&mut T) + Sync) {
         let base = Base(items.as_mut_ptr());
         // SAFETY: `Shared` hands out each index below items.len() once, while the items are borrowed here.
         let item = |index: usize| work(unsafe { &mut *base.at(index) });
         let workers = self.workers().min(items.len().saturating_sub(1));
-        let shared = Arc::new(Shared::new(&item, items.len(), order, workers + 1));
+        let shared = Arc::new(Shared::new(&item, items.len(), workers + 1));
         for _ in 0..workers {
             self.ask(&shared);
         }
@@ -127,16 +117,12 @@ unsafe impl Sync for Shared {}
 struct Stretch {
     taken: AtomicUsize,
     items: Range<usize>,
-    order: Order,
 }
 
 impl Stretch {
     fn take(&self) -> Option<usize> {
         let taken = self.taken.fetch_add(1, Ordering::Relaxed);
-        (taken < self.items.len()).then(|| match self.order {
-            Order::Forward => self.items.start + taken,
-            Order::Backward => self.items.end - 1 - taken,
-        })
+        (taken < self.items.len()).then(|| self.items.start + taken)
     }
 }
 
@@ -146,15 +132,14 @@ const SHUT: usize = 1 << (usize::BITS - 1);
 const LOOKS: usize = 1 << 10;
 
 impl Shared {
-    fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, order: Order, crew: usize) -> Shared {
+    fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, crew: usize) -> Shared {
         let work: *const (dyn Fn(usize) + Sync + 'a) = work;
         // SAFETY: pointers of one type but for the lifetime; the gate keeps the shorter one.
         let work = unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + 'a), *const (dyn Fn(usize) + Sync)>(work)
         };
         let edge = |of: usize| (items as u128 * of as u128 / crew as u128) as usize;
-        let stretch =
-            |of: usize| Stretch { taken: AtomicUsize::new(0), items: edge(of)..edge(of + 1), order };
+        let stretch = |of: usize| Stretch { taken: AtomicUsize::new(0), items: edge(of)..edge(of + 1) };
         Shared {
             work,
             stretches: (0..crew).map(stretch).collect(),
@@ -219,16 +204,14 @@ mod tests {
     use super::*;
     use std::sync::Barrier;
 
-    use super::Order::{Backward, Forward};
-
     #[test]
     fn every_item_is_done_once_whatever_the_crew() {
-        for (workers, order) in [(1, Forward), (2, Backward), (3, Forward), (7, Backward)] {
+        for workers in [1, 2, 3, 7] {
             let crew = Crew::new(workers).unwrap();
             for items in [0, 1, 2, 3, 7, 8, 9, 1000] {
                 for _ in 0..50 {
                     let mut counts = vec![0; items];
-                    crew.each(&mut counts, order, |count| *count += 1);
+                    crew.each(&mut counts, |count| *count += 1);
                     assert!(counts.iter().all(|count| *count == 1), "{workers} workers, {items} items");
                 }
             }
@@ -249,7 +232,7 @@ mod tests {
         let caller = thread::current().id();
         for _ in 0..10 * MOST_ASKED {
             let mut items = [None; 16];
-            crew.each(&mut items, Forward, |item| *item = Some(thread::current().id()));
+            crew.each(&mut items, |item| *item = Some(thread::current().id()));
             assert!(items.iter().all(|item| *item == Some(caller)));
         }
         assert_eq!(crew.asked.load(Ordering::Relaxed), MOST_ASKED);
@@ -259,23 +242,9 @@ mod tests {
             thread::yield_now();
         }
         let together = Barrier::new(2);
-        crew.each(&mut [(), ()], Forward, |()| {
+        crew.each(&mut [(), ()], |()| {
             together.wait();
         });
-    }
-
-    #[test]
-    fn backward_begins_at_the_end_of_each_stretch() {
-        let shared = |order| Shared::new(&|_| (), 7, order, 2);
-        let taken = |order| -> Vec<Vec<usize>> {
-            shared(order)
-                .stretches
-                .iter()
-                .map(|stretch| std::iter::from_fn(|| stretch.take()).collect())
-                .collect()
-        };
-        assert_eq!(taken(Forward), [vec![0, 1, 2], vec![3, 4, 5, 6]]);
-        assert_eq!(taken(Backward), [vec![2, 1, 0], vec![6, 5, 4, 3]]);
     }
 
     #[test]
@@ -283,7 +252,7 @@ mod tests {
         let (crew, caller) = (Crew::new(1).unwrap(), thread::current().id());
         let together = Barrier::new(2);
         let mut items = [false; 2];
-        crew.each(&mut items, Forward, |item| {
+        crew.each(&mut items, |item| {
             together.wait();
             if thread::current().id() != caller {
                 thread::sleep(std::time::Duration::from_millis(50));
@@ -300,7 +269,7 @@ mod tests {
             let done = AtomicUsize::new(0);
             let mut items: Vec<usize> = (0..64).collect();
             let attempt = AssertUnwindSafe(|| {
-                crew.each(&mut items, Forward, |item| {
+                crew.each(&mut items, |item| {
                     assert!(*item != bad, "item {bad}");
                     done.fetch_add(1, Ordering::Relaxed);
                 });
@@ -319,8 +288,8 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..50 {
-                        crew.each(&mut [0; 5], Forward, |_| {
-                            crew.each(&mut [0; 5], Forward, |_| {
+                        crew.each(&mut [0; 5], |_| {
+                            crew.each(&mut [0; 5], |_| {
                                 total.fetch_add(1, Ordering::Relaxed);
                             });
                         });

@@ -18,7 +18,6 @@ use nix::sys::signal::SigSet;
 use nix::unistd::Pid;
 
 use super::crew::Crew;
-pub use super::crew::Order;
 use crate::error::{Error, Result};
 use crate::log;
 
@@ -44,11 +43,10 @@ static POOL: ArcSwapOption<OwnedPool> = ArcSwapOption::const_empty();
 static CONFIGURED: AtomicUsize = AtomicUsize::new(0);
 
 /// Does `work` with every item: on the caller, and on the workers as they wake.
-pub fn each<T: Send>(items: &mut [T], order: Order, work: impl Fn(&mut T) + Sync) -> Result<()> {
+pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()> {
     let owned = current()?;
     match &owned.crew {
-        Some(crew) => crew.each(items, order, work),
-        None if order == Order::Backward => items.iter_mut().rev().for_each(work),
+        Some(crew) => crew.each(items, work),
         None => items.iter_mut().for_each(work),
     }
     Ok(())
@@ -174,7 +172,7 @@ mod tests {
                 .map(|_| {
                     scope.spawn(|| {
                         let mut items = [0; 9];
-                        (0..50).for_each(|_| each(&mut items, Order::Forward, |item| *item += 1).unwrap());
+                        (0..50).for_each(|_| each(&mut items, |item| *item += 1).unwrap());
                         items.iter().sum::<usize>()
                     })
                 })

@@ -5,7 +5,7 @@ use super::extent::Shape;
 use crate::checksum;
 use crate::error::Result;
 use crate::sys::span::Span;
-use crate::sys::threads::{self, Order};
+use crate::sys::threads;
 
 /// Fewer bytes than this stay on one thread.
 const GRAIN: u64 = 2 << 20;
@@ -19,7 +19,7 @@ pub fn of_blocks(shape: &Shape, spans: &[Span], first: u32, count: u32) -> Resul
         let blocks = (GRAIN / shape.block_bytes()).max(1);
         let starts = (first..).step_by(blocks as usize);
         let mut parts: Vec<(&mut [u64], u32)> = sums.chunks_mut(blocks as usize).zip(starts).collect();
-        threads::each(&mut parts, Order::Forward, |(sums, first)| fill(shape, spans, *first, sums))?;
+        threads::each(&mut parts, |(sums, first)| fill(shape, spans, *first, sums))?;
     }
     Ok(sums)
 }

@@ -25,6 +25,9 @@ pub struct Options {
     /// Parameters, with Ki or Mi.
     #[arg(long, default_value = "100Mi", value_parser = parse_count)]
     size: usize,
+    /// A bf16 gradient in and a bf16 copy of the parameter out, as mixed-precision training has them; else all in f32.
+    #[arg(long)]
+    fused: bool,
     /// Only this kernel.
     #[arg(long)]
     kernel: Option<String>,
@@ -52,7 +55,7 @@ pub fn run(options: &Options) -> Result<()> {
         Some(name) => Kernel::named(name)?,
         None => processor::kernel()?,
     };
-    let n = options.size;
+    let (n, fused) = (options.size, options.fused);
     let mut arrays = Arrays::new(n);
     let mut shadow = Arrays::new(n);
     let mut log = Reserve::new(log_bytes(n))?;
@@ -62,17 +65,17 @@ pub fn run(options: &Options) -> Result<()> {
             AdamOptions { weight_decay: 0.01, step: u64::from(round) + 1, ..Default::default() }.rule()?;
         arrays.refresh_grad(round);
         let times = [
-            time(|| step(kernel, rule, &mut arrays, None, None))?,
-            time(|| step(kernel, rule, &mut arrays, Some(&mut log), None))?,
-            time(|| undo(kernel, rule, &mut arrays, &mut log, None))?,
+            time(|| step(kernel, rule, fused, &mut arrays, None, None))?,
+            time(|| step(kernel, rule, fused, &mut arrays, Some(&mut log), None))?,
+            time(|| undo(kernel, rule, fused, &mut arrays, &mut log, None))?,
             {
-                step(kernel, rule, &mut arrays, Some(&mut log), None)?;
-                time(|| undo(kernel, rule, &mut arrays, &mut log, Some(0.5)))?
+                step(kernel, rule, fused, &mut arrays, Some(&mut log), None)?;
+                time(|| undo(kernel, rule, fused, &mut arrays, &mut log, Some(0.5)))?
             },
-            time(|| step(kernel, rule, &mut arrays, None, Some(&mut shadow)))?,
-            time(|| step(kernel, StreamRule, &mut arrays, None, Some(&mut shadow)))?,
+            time(|| step(kernel, rule, fused, &mut arrays, None, Some(&mut shadow)))?,
+            time(|| step(kernel, StreamRule, fused, &mut arrays, None, Some(&mut shadow)))?,
             // In the shadow: the sums that it leaves are no states.
-            time(|| step(kernel, StreamRule, &mut shadow, None, None))?,
+            time(|| step(kernel, StreamRule, fused, &mut shadow, None, None))?,
         ];
         if round > 0 {
             times.iter().zip(&mut seconds).for_each(|(time, all)| all.push(*time));
@@ -110,11 +113,12 @@ pub fn run(options: &Options) -> Result<()> {
 fn step<R: Rule>(
     kernel: Kernel,
     rule: R,
+    fused: bool,
     arrays: &mut Arrays,
     log: Option<&mut Reserve>,
     shadow: Option<&mut Arrays>,
 ) -> Result<()> {
-    let mut tensor = arrays.tensor(false)?;
+    let mut tensor = arrays.tensor(fused)?;
     if let Some(log) = log {
         tensor = tensor.with_log(log.bytes_mut())?;
     }
@@ -127,11 +131,12 @@ fn step<R: Rule>(
 fn undo(
     kernel: Kernel,
     rule: AdamRule,
+    fused: bool,
     arrays: &mut Arrays,
     log: &mut Reserve,
     again: Option<f32>,
 ) -> Result<()> {
-    let tensor = arrays.tensor(false)?.with_log(log.bytes_mut())?;
+    let tensor = arrays.tensor(fused)?.with_log(log.bytes_mut())?;
     undo_on(kernel, &mut [Job { optimizer: rule, tensor }], again)
 }
 

@@ -83,7 +83,7 @@ pub fn join(copy: &[bf16], low: &[u16], exceptions: &[Exception], master: &mut [
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::threads::{self, Order};
+    use crate::sys::threads;
 
     /// All masters with these upper halves, copied as the kernels copy; the number of exceptions.
     fn round_trip(uppers: std::ops::Range<u32>) -> u64 {
@@ -106,10 +106,7 @@ mod tests {
     #[test]
     fn all_patterns_come_back_and_few_numbers_are_exceptions() {
         let mut parts: Vec<(u32, u64)> = (0..1 << 6).map(|part| (part << 10, 0)).collect();
-        threads::each(&mut parts, Order::Forward, |(first, count)| {
-            *count = round_trip(*first..*first + (1 << 10))
-        })
-        .unwrap();
+        threads::each(&mut parts, |(first, count)| *count = round_trip(*first..*first + (1 << 10))).unwrap();
         let count: u64 = parts.iter().map(|(_, count)| count).sum();
         // NaNs of both signs but the 2^16 that 0x7fc0 and its low half give; ties at odd upper halves of numbers.
         let nans = 2 * ((1 << 23) - 1) - (1 << 16);

@@ -96,7 +96,8 @@ tests_of() {
     package=$1
     shift
     rm -f "$work/$package"
-    arm_cargo test --release --no-default-features --package "$package" --no-run "$@" >"$work/$package.txt" 2>&1 || { cat "$work/$package.txt"; return 1; }
+    arm_cargo test --release --no-default-features --package "$package" --no-run "$@" >"$work/$package.txt" 2>&1 ||
+        { cat "$work/$package.txt"; return 1; }
     sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/$package.txt" >"$work/$package"
     [ -s "$work/$package" ]
 }
@@ -215,6 +216,10 @@ c_program() {
     [ "$(head -n 1 "$1")" != '// Build: probe' ] || folder=$work/probe
     aarch64-linux-gnu-gcc -std=c11 -O1 -Wall -Wextra -Werror -Iinclude "$1" -L"$folder" -lspillway -lpthread -lm -ldl \
         -o "$program"
+    # Some make files where they run.
+    rm -rf "$program.d"
+    mkdir "$program.d"
+    cd "$program.d"
     status=0
     SPILLWAY_VECTORS=$root/kernels SPILLWAY_TEST_EMULATOR=$tools/bin/qemu qemu=$tools/bin/qemu \
         arm max -E LD_LIBRARY_PATH="$folder" "$program" || status=$?

@@ -6,12 +6,14 @@
 //! | layer | modules |
 //! |---|---|
 //! | L0 | [`error`], [`dtype`], [`log`], [`stats`], [`trace`], [`checksum`], [`plan`]: no dependency inside the crate |
-//! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`], a crate of its own in kernels/: one optimizer body, one file per instruction set |
+//! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver |
 //! | L4 | [`tier`]: named extents over several paths, that survive a crash |
 //! | L5 | [`offload`]: what moves when |
 //! | L6 | [`capi`]: convert, call one function, convert back |
+//!
+//! [`kernel`] and [`dtype`] are the crate in kernels/: whatever changes around it, it is compiled once.
 
 pub mod checksum;
 pub mod error;

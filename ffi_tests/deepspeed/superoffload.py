@@ -44,6 +44,7 @@ def main():
     print(describe(report), flush=True)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(report))
+    train.leave_group()
 
 
 def describe(report):

@@ -36,6 +36,7 @@ def main():
         describe(report)
         if options.json:
             pathlib.Path(options.json).write_text(json.dumps(report))
+    train.leave_group()
 
 
 def run(engine, options, torch):

@@ -45,6 +45,7 @@ def main():
               "parameters": parameters, "steps": len(losses), "steps_per_second": rate, "losses": losses,
               "sha256": weights_hash(engine.module), "active": active(), "compiled_ops": compiled_ops()}
     finish(report, options)
+    leave_group()
 
 
 def train(engine, options):
@@ -212,6 +213,11 @@ def become_single_rank():
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def leave_group():
+    """A process group that is there when Python ends has threads that run then, and now and then that aborts the process."""
+    torch.distributed.destroy_process_group()
 
 
 def mean(values):

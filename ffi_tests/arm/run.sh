@@ -85,7 +85,8 @@ build() {
     arm_cargo build --release --lib --no-default-features
     tests_of spillway-kernels --test kernels
     tests_of spillway --lib
-    cargo build --lib
+    # As the Python tests build it.
+    cargo build --release --lib --package spillway --package fakecuda
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
         "$library/libspillway.a" -lm -o "$work/one_step"
     cc -std=gnu11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"
@@ -240,7 +241,7 @@ golden_on() {
 }
 
 digests() {
-    expected=$(SPILLWAY_LIBRARY=$target/debug/libspillway.so python3 ffi_tests/arm/smoke.py)
+    expected=$(SPILLWAY_LIBRARY=$target/release/libspillway.so python3 ffi_tests/arm/smoke.py)
     echo "host: $expected"
     for kernel in sve_bf16 sve neon scalar; do
         digest=$(SPILLWAY_KERNEL=$kernel SPILLWAY_LIBRARY=$library/libspillway.so SPILLWAY_NUM_THREADS=3 \
@@ -257,7 +258,7 @@ wheel() {
     PIP_NO_BUILD_ISOLATION=no PYTHON=$SPILLWAY_PYTHON \
         packaging/package.sh aarch64 "$library/libspillway.so" "$work/dist"
     "$tools/bin/pip" install --quiet --no-index --no-deps --no-compile --target "$work/site" "$work"/dist/*.whl
-    expected=$(SPILLWAY_LIBRARY=$target/debug/libspillway.so PYTHONPATH=packaging/python "$SPILLWAY_PYTHON" -B \
+    expected=$(SPILLWAY_LIBRARY=$target/release/libspillway.so PYTHONPATH=packaging/python "$SPILLWAY_PYTHON" -B \
         ffi_tests/arm/wheel.py)
     echo "host: $expected"
     installed=$(PYTHONPATH=$work/site "$tools/bin/python" -B ffi_tests/arm/wheel.py)

@@ -312,9 +312,7 @@ impl TierError {
 impl From<spillway_kernels::Error> for Error {
     fn from(error: spillway_kernels::Error) -> Self {
         match error {
-            spillway_kernels::Error::Argument { argument, reason } => {
-                Error::InvalidArgument { argument, reason }
-            }
+            spillway_kernels::Error::Argument { argument, reason } => Error::invalid(argument, reason),
             spillway_kernels::Error::Unsupported(what) => Error::Unsupported(what),
         }
     }

@@ -16,10 +16,12 @@ failed=0
 
 export RUST_BACKTRACE=0
 
-# Processors, and the kernels that are checked on each: NEON and scalar do not know how long a vector of SVE is.
+# Processors, and the kernels that are checked on each: NEON and scalar do not know how long a vector of SVE is. 48 bytes is a
+# length that divides neither a cache line nor the lanes of a sum.
 sve='sve_bf16, sve'
 cpus="max,sve-default-vector-length=16:$sve, neon, scalar
 max,sve-default-vector-length=32:$sve
+max,sve-default-vector-length=48:$sve
 max,sve-default-vector-length=64:$sve
 max,sve-default-vector-length=128:$sve
 max,sve-default-vector-length=256:$sve

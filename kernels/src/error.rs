@@ -1,7 +1,5 @@
 //! What a kernel refuses before it touches anything.
 
-use std::borrow::Cow;
-
 /// Why.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
@@ -9,7 +7,7 @@ pub enum Error {
     #[error("{argument}: {reason}")]
     Argument {
         /// The span's name as the C header spells it.
-        argument: Cow<'static, str>,
+        argument: &'static str,
         /// Why it was refused.
         reason: String,
     },
@@ -21,7 +19,7 @@ pub enum Error {
 impl Error {
     /// An [`Error::Argument`].
     pub(crate) fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
-        Error::Argument { argument: argument.into(), reason: reason.into() }
+        Error::Argument { argument, reason: reason.into() }
     }
 }
 

@@ -6,7 +6,8 @@ mod pack;
 mod publish;
 mod reference;
 mod sample;
-mod small;
+mod select;
+mod squares;
 mod stream;
 #[cfg(target_arch = "aarch64")]
 mod sve;

@@ -82,13 +82,7 @@ fn check<O: Rule>(name: &str, rule: O, reference: Reference) -> usize {
     let mut cases = 0;
     for dtypes in all_dtypes() {
         for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
-            let start = [
-                Span::of(dtypes.param, &values(n, special, 1, false)),
-                Span::of(dtypes.state, &values(n, special, 2, false)),
-                Span::of(dtypes.state, &values(n, special, 3, true)),
-                Span::of(dtypes.copy.unwrap_or(Dtype::F32), &vec![0.0; n]),
-            ];
-            let mut grad = Span::of(dtypes.grad, &values(n, special, 4, false));
+            let (start, mut grad) = start_of(dtypes, n, special);
             let (expected, sum) = expect(&start, &grad, dtypes, reference);
             for kernel in kernels() {
                 for squares in [true, false] {

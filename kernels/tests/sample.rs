@@ -181,3 +181,14 @@ pub fn tensor_of<'a>(spans: &'a mut [Span; 4], grad: &'a mut Span, dtypes: Dtype
     let states = States { param: p.inner(), exp_avg: Some(m.inner()), exp_avg_sq: Some(v.inner()) };
     Tensor::new(states, grad, copy).unwrap()
 }
+
+/// Parameter, exp_avg, exp_avg_sq and the 16-bit copy of one case, and its gradient.
+pub fn start_of(dtypes: Dtypes, n: usize, special: bool) -> ([Span; 4], Span) {
+    let states = [
+        Span::of(dtypes.param, &values(n, special, 1, false)),
+        Span::of(dtypes.state, &values(n, special, 2, false)),
+        Span::of(dtypes.state, &values(n, special, 3, true)),
+        Span::of(dtypes.copy.unwrap_or(Dtype::F32), &vec![0.0; n]),
+    ];
+    (states, Span::of(dtypes.grad, &values(n, special, 4, false)))
+}

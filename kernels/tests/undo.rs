@@ -229,3 +229,12 @@ fn the_inverse_formula_misses_by_what_the_header_says() {
     }
     writeln!(std::io::stdout(), "{lines}").unwrap();
 }
+
+#[test]
+fn a_log_splits_into_the_logs_of_its_parts() {
+    for n in [1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK, 7 * CHUNK + 3] {
+        for mid in (0..n).step_by(CHUNK) {
+            assert_eq!(log_bytes(n), log_bytes(mid) + log_bytes(n - mid), "{n} at {mid}");
+        }
+    }
+}

@@ -36,6 +36,7 @@ class Held:
         return bool(handle)
 
     def close(self):
+        """Ends the object; a second call does nothing."""
         self._end()
 
     def __enter__(self):

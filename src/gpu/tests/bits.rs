@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::device;
-use super::sample::{Dtypes, LENGTHS, Span, adam_rule, all_dtypes, tensor_of, values};
+use super::sample::{Dtypes, LENGTHS, Span, adam_rule, all_dtypes, start_of, tensor_of, values};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::gpu::device::Device;
 use crate::gpu::kernels::{ADAM, CAST, DeviceFloats, DeviceStates, DeviceTensor, Kernels, Sums};
@@ -137,13 +137,7 @@ fn compare(
     aligned: bool,
 ) -> Vec<String> {
     let kernel = processor::kernel().unwrap();
-    let start = [
-        Span::of(dtypes.param, &values(n, special, 1, false)),
-        Span::of(dtypes.state, &values(n, special, 2, false)),
-        Span::of(dtypes.state, &values(n, special, 3, true)),
-        Span::of(dtypes.copy.unwrap_or(Dtype::F32), &vec![0.0; n]),
-    ];
-    let mut grad = Span::of(dtypes.grad, &values(n, special, 4, false));
+    let (start, mut grad) = start_of(dtypes, n, special);
     let mut expected = start.clone();
     let sum = rule.step(kernel, tensor_of(&mut expected, &mut grad, dtypes), true).unwrap();
 

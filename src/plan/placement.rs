@@ -1,12 +1,17 @@
 //! Which path each unit of state lives on, and where it goes when it is flushed.
 //!
-//! A unit is a subgroup, or a chunk of one where subgroups are few. Rules:
+//! A unit is a part of a subgroup: cut over all paths, a subgroup moves at the speed of all of them together, and few
+//! buffers of host memory keep every path busy. Rules:
 //! - The first placement follows [`split`](super::split): proportional to speed or to the user's ratio, in balanced order.
-//! - A unit moves only when it is flushed anyway. It goes where it is predicted to finish first, counting what is
-//!   queued there and what lives there already; its own path keeps it unless another is ahead by more than [`MARGIN`].
-//! - Speeds are re-estimated once a round (one update of all units) from bytes and busy time, smoothed, and only a change
-//!   of more than [`DEADBAND`] is believed. Together these keep noise from moving anything. A change of more than
-//!   [`SUDDEN`] is no noise: it is believed at once, within the round.
+//! - A unit moves only when it is flushed anyway. It goes where it is predicted to finish first, counting what the round
+//!   has sent there already; its own path keeps it unless another is ahead by more than a unit and [`MARGIN`]. So every
+//!   stretch of a round, not only its whole, has each path's share, whichever way round it is walked.
+//! - Speeds are re-estimated once a round (one update of all units). Bytes over busy time is no more than the most that
+//!   a path may do: one that is limited by a rate, not by its device, answers at once as long as it is asked for less.
+//!   So a path that was busy as long as the others has the speed that it showed, and one that was done before them is
+//!   given more, part of the way to what it showed, until they are done together.
+//! - Speeds are smoothed, and only a change of more than [`DEADBAND`] is believed: noise moves nothing. A path that gets
+//!   slower by more than [`SUDDEN`] is believed at once, within the round.
 //! - A path that is drained gets nothing; what lives on it leaves with the next flush.
 #![forbid(unsafe_code)]
 
@@ -16,15 +21,26 @@ use crate::error::{Error, Result};
 /// How far ahead another path must be before a unit moves there.
 const MARGIN: f64 = 0.02;
 /// Least relative change of a speed that is believed.
-const DEADBAND: f64 = 0.02;
+const DEADBAND: f64 = 0.03;
 /// Weight of the newest round in a speed.
 const NEWEST: f64 = 0.5;
 /// Relative change that is believed as it stands.
 const SUDDEN: f64 = 0.25;
-/// Part of a path's load that says enough about its speed to believe a sudden change within a round.
-const SAMPLE: u64 = 16;
-/// With this many units a path, one unit more or less is within the margin.
+/// Part of a path's load that says enough about its speed to believe within a round that it got slower.
+const SAMPLE: u64 = 8;
+/// A path that was busy less than the busiest one by this factor is given more.
+const IDLE: f64 = 1.1;
+/// How much more: what is above that factor, divided by this. A small error of the shares makes a path wait in every
+/// subgroup, which looks like a large one.
+const CAUTION: f64 = 6.0;
+/// Most that it is given at once, as a factor.
+const BOLDEST: f64 = 2.0;
+/// Seconds that say enough about a speed: devices, caches and throttles work in bursts.
+const SPAN: f64 = 0.25;
+/// Least units of a round for each path: one more or less is then within the margin.
 const UNITS_PER_PATH: u64 = 32;
+/// Least units of a subgroup: so finely it follows the paths' shares.
+const UNITS_PER_SUBGROUP: u64 = 16;
 /// Chunks are multiples of this: large enough for one operation at full speed.
 const CHUNK_STEP: u64 = 1 << 20;
 
@@ -37,20 +53,56 @@ pub struct PathPlan {
     pub capacity: u64,
 }
 
-/// What a path did in a round.
+/// What a path did in one direction.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Observed {
-    /// Bytes read and written.
+pub struct Flow {
+    /// Bytes moved.
     pub bytes: u64,
-    /// Seconds during which at least one of its operations was under way.
+    /// Seconds during which at least one operation was under way.
     pub busy: f64,
 }
 
-impl Observed {
-    /// A state is read and written once a round: it moves at half the speed of its bytes.
-    fn speed(&self) -> Option<f64> {
-        let speed = self.bytes as f64 / 2.0 / self.busy;
+/// What a path did in a round.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Observed {
+    /// From the path.
+    pub read: Flow,
+    /// To the path.
+    pub written: Flow,
+}
+
+impl Flow {
+    fn speed(self) -> Option<f64> {
+        let speed = self.bytes as f64 / self.busy;
         (self.bytes > 0 && speed.is_finite() && speed > 0.0).then_some(speed)
+    }
+
+    fn add(&mut self, more: Flow) {
+        self.bytes += more.bytes;
+        self.busy += more.busy;
+    }
+}
+
+impl Observed {
+    /// Speed of the slower direction: a state is read and written once a round.
+    fn speed(&self) -> Option<f64> {
+        self.read.speed().into_iter().chain(self.written.speed()).min_by(f64::total_cmp)
+    }
+
+    /// What neither direction passed; none before one of them moved `sample` bytes.
+    fn speed_at_most(&self, sample: u64) -> Option<f64> {
+        let enough = self.busy() >= SPAN && self.read.bytes.max(self.written.bytes) > sample;
+        let both = self.read.speed().into_iter().chain(self.written.speed());
+        both.max_by(f64::total_cmp).filter(|_| enough)
+    }
+
+    fn busy(&self) -> f64 {
+        self.read.busy.max(self.written.busy)
+    }
+
+    fn add(&mut self, more: Observed) {
+        self.read.add(more.read);
+        self.written.add(more.written);
     }
 }
 
@@ -60,8 +112,34 @@ struct Path {
     smoothed: Option<f64>,
     capacity: u64,
     load: u64,
-    round: Observed,
+    /// Bytes flushed there in this round, since a speed last changed.
+    sent: u64,
+    /// Since its speed was last looked at, over several rounds if they are short.
+    seen: Observed,
     drained: bool,
+}
+
+impl Path {
+    /// Believes what was seen in a time in which the busiest path was busy for `longest`.
+    fn learn(&mut self, longest: f64) {
+        let seen = std::mem::take(&mut self.seen);
+        let Some(shown) = seen.speed() else { return };
+        let idle = longest / seen.busy();
+        let within = |speed: f64| speed.clamp(shown / idle, shown);
+        if idle > IDLE {
+            self.smoothed = None;
+            self.speed = within(self.speed * (1.0 + (idle - IDLE) / CAUTION).min(BOLDEST));
+            return;
+        }
+        let smoothed = match self.smoothed {
+            Some(before) if (shown / before - 1.0).abs() < SUDDEN => before + NEWEST * (shown - before),
+            _ => within(self.speed),
+        };
+        self.smoothed = Some(smoothed);
+        if (smoothed / self.speed - 1.0).abs() > DEADBAND {
+            self.speed = smoothed;
+        }
+    }
 }
 
 /// The homes of all units.
@@ -75,14 +153,13 @@ pub struct Placement {
     moved: u64,
 }
 
-/// The size of a unit: the subgroup itself where there are many, else chunks, so that no path's share is off by more
-/// than a unit in [`UNITS_PER_PATH`].
+/// The size of a unit: a part of a subgroup, so small that subgroups and rounds can follow the paths' shares, and large
+/// enough to be moved at full speed.
 pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64) -> u64 {
-    let wanted = UNITS_PER_PATH * paths;
-    if paths < 2 || subgroups >= wanted || subgroup_bytes == 0 {
+    if paths < 2 || subgroup_bytes == 0 {
         return subgroup_bytes;
     }
-    let chunks = wanted.div_ceil(subgroups.max(1));
+    let chunks = (UNITS_PER_PATH * paths).div_ceil(subgroups.max(1)).max(UNITS_PER_SUBGROUP);
     subgroup_bytes.div_ceil(chunks).next_multiple_of(CHUNK_STEP).min(subgroup_bytes)
 }
 
@@ -109,7 +186,8 @@ impl Placement {
                 smoothed: None,
                 capacity: path.capacity,
                 load: 0,
-                round: Observed::default(),
+                sent: 0,
+                seen: Observed::default(),
                 drained: false,
             })
             .collect();
@@ -134,19 +212,12 @@ impl Placement {
         self.moved
     }
 
-    /// Bytes per second that a path is believed to move.
-    pub fn speed(&self, path: usize) -> f64 {
-        self.paths[path].speed
-    }
-
-    /// Decides where a unit is flushed to, and makes that its home. `queued` are the bytes waiting at each path. None if
-    /// no path that is in use has room.
-    pub fn flush(&mut self, unit: usize, queued: &[u64]) -> Option<usize> {
+    /// Decides where a unit is flushed to, and makes that its home. None if no path that is in use has room.
+    pub fn flush(&mut self, unit: usize) -> Option<usize> {
         let (home, bytes) = (self.homes[unit], self.bytes[unit]);
         let finish = |index: usize| {
             let path = &self.paths[index];
-            let lives = path.load + if index == home { 0 } else { bytes };
-            (lives + queued[index]) as f64 / path.speed
+            (path.sent + bytes) as f64 / path.speed
         };
         let usable = |index: usize| {
             let path = &self.paths[index];
@@ -154,18 +225,19 @@ impl Placement {
         };
         let best =
             (0..self.paths.len()).filter(|i| usable(*i)).min_by(|a, b| finish(*a).total_cmp(&finish(*b)));
-        let ahead = |best: usize| !self.fixed && finish(home) > finish(best) * (1.0 + MARGIN);
+        let one = bytes as f64 / self.paths[home].speed;
+        let ahead = |best: usize| !self.fixed && finish(home) > finish(best) * (1.0 + MARGIN) + one;
         let to = match best {
             Some(best) if !usable(home) || ahead(best) => best,
             Some(_) => home,
             None => return None,
         };
+        self.paths[to].sent += bytes;
         self.rehome(unit, to);
         Some(to)
     }
 
-    /// Records that a unit lives elsewhere than [`flush`](Placement::flush) said, after that path failed.
-    pub fn rehome(&mut self, unit: usize, to: usize) {
+    fn rehome(&mut self, unit: usize, to: usize) {
         let (home, bytes) = (self.homes[unit], self.bytes[unit]);
         if to == home {
             return;
@@ -176,54 +248,39 @@ impl Placement {
         self.moved += 1;
     }
 
-    /// The path to fetch from next: the one whose queue is done first, of those with units `left`.
-    pub fn fetch_from(&self, left: &[usize], queued: &[u64]) -> Option<usize> {
-        let idle_at = |index: &usize| queued[*index] as f64 / self.paths[*index].speed.max(f64::MIN_POSITIVE);
-        (0..self.paths.len()).filter(|path| left[*path] > 0).min_by(|a, b| idle_at(a).total_cmp(&idle_at(b)))
-    }
-
     /// Adds what a path did.
     pub fn observe(&mut self, path: usize, seen: Observed) {
-        let fixed = self.fixed;
         let path = &mut self.paths[path];
-        path.round.bytes += seen.bytes;
-        path.round.busy += seen.busy;
-        let enough = path.round.bytes > path.load / SAMPLE;
-        if let Some(speed) = path.round.speed().filter(|_| enough && !fixed)
-            && (speed / path.speed - 1.0).abs() > SUDDEN
-        {
-            path.speed = speed;
+        path.seen.add(seen);
+        let sample = path.load / SAMPLE;
+        let Some(most) = path.seen.speed_at_most(sample).filter(|_| !self.fixed) else { return };
+        if most < path.speed * (1.0 - SUDDEN) {
+            path.speed = most;
+            self.count_anew();
         }
     }
 
-    /// Ends a round: speeds follow what was observed.
+    /// Ends a round: speeds follow what was observed. Short rounds are looked at together.
     pub fn end_round(&mut self) {
-        for path in &mut self.paths {
-            let Some(speed) = std::mem::take(&mut path.round).speed().filter(|_| !self.fixed) else {
-                continue;
-            };
-            let smoothed = match path.smoothed {
-                Some(before) if (speed / before - 1.0).abs() < SUDDEN => before + NEWEST * (speed - before),
-                _ => speed,
-            };
-            path.smoothed = Some(smoothed);
-            if (smoothed / path.speed - 1.0).abs() > DEADBAND {
-                path.speed = smoothed;
-            }
+        self.count_anew();
+        let longest = self.paths.iter().map(|path| path.seen.busy()).fold(0.0, f64::max);
+        if self.fixed || longest < SPAN {
+            return;
         }
+        self.paths.iter_mut().for_each(|path| path.learn(longest));
+    }
+
+    /// What was sent under other speeds is not made up for: that would put all of a stretch on one path.
+    fn count_anew(&mut self) {
+        self.paths.iter_mut().for_each(|path| path.sent = 0);
     }
 
     /// Takes a path out of use, or back into it; what lives on it leaves as it is flushed.
     pub fn drain(&mut self, path: usize, drained: bool) {
-        self.paths[path].drained = drained;
-    }
-
-    /// Seconds that the next round is predicted to take, from the slowest path's load.
-    pub fn predicted_seconds(&self) -> f64 {
-        self.paths
-            .iter()
-            .map(|path| if path.load == 0 { 0.0 } else { path.load as f64 / path.speed })
-            .fold(0.0, f64::max)
+        if self.paths[path].drained != drained {
+            self.paths[path].drained = drained;
+            self.count_anew();
+        }
     }
 }
 

@@ -2,7 +2,6 @@
 //!
 //! Invariants:
 //! - Every transfer started is reported over once.
-//! - What is queued at a path is the sum of the transfers that were started there and are not over.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -14,7 +13,7 @@ use super::SwapOptions;
 use super::extents::Extents;
 use super::form;
 use crate::error::{Error, IoKind, Result};
-use crate::plan::placement::{self, Observed, PathPlan, Placement};
+use crate::plan::placement::{self, Flow, Observed, PathPlan, Placement};
 use crate::sys::span::Span;
 use crate::tier::extent::Shape;
 use crate::tier::{self, Health, Tier};
@@ -43,8 +42,7 @@ struct Pending {
     direction: Direction,
     extent: u32,
     slot: usize,
-    /// Bytes at each path.
-    shares: Vec<(usize, u64)>,
+    paths: Vec<usize>,
 }
 
 /// One subgroup: its pieces, in the order of its blocks.
@@ -53,7 +51,6 @@ struct Pieces {
     units: Range<usize>,
     /// Blocks of each piece but the last, which has the rest.
     blocks: u32,
-    bytes: u64,
     all_blocks: u32,
 }
 
@@ -61,12 +58,11 @@ struct Pieces {
 pub(super) struct Traffic {
     placement: Placement,
     pieces: Vec<Pieces>,
-    /// Where each extent lies, as bytes at each path.
-    homes: HashMap<u32, Vec<(usize, u64)>>,
+    /// The paths that each extent lies on.
+    homes: HashMap<u32, Vec<usize>>,
     /// Where the next write of a subgroup goes.
     next: HashMap<usize, Vec<(u32, u32)>>,
     pending: Vec<Pending>,
-    queued: Vec<u64>,
     /// What each path had done when it was last looked at.
     seen: Vec<Observed>,
     pub(super) exposed: Duration,
@@ -100,7 +96,7 @@ impl Traffic {
             let blocks = all_blocks.div_ceil(count as u32).max(1);
             let first = units.len();
             units.extend((0..count).map(|_| bytes / count as u64));
-            pieces.push(Pieces { units: first..units.len(), blocks, bytes, all_blocks });
+            pieces.push(Pieces { units: first..units.len(), blocks, all_blocks });
         }
         let mut traffic = Traffic {
             placement: Placement::new(&plans, options.ratio.as_deref(), units)?,
@@ -108,7 +104,6 @@ impl Traffic {
             homes: HashMap::new(),
             next: HashMap::new(),
             pending: Vec::new(),
-            queued: vec![0; plans.len()],
             seen: vec![Observed::default(); plans.len()],
             exposed: Duration::ZERO,
         };
@@ -122,7 +117,7 @@ impl Traffic {
     }
 
     pub(super) fn load(&self) -> Vec<u64> {
-        (0..self.queued.len()).map(|path| self.placement.load(path)).collect()
+        (0..self.seen.len()).map(|path| self.placement.load(path)).collect()
     }
 
     pub(super) fn moved(&self) -> u64 {
@@ -135,7 +130,7 @@ impl Traffic {
 
     /// The paths that an extent lies on.
     pub(super) fn paths_of(&self, extent: u32) -> Vec<usize> {
-        self.homes.get(&extent).map_or_else(Vec::new, |home| home.iter().map(|(path, _)| *path).collect())
+        self.homes.get(&extent).cloned().unwrap_or_default()
     }
 
     /// Decides where a subgroup is written to; its paths.
@@ -144,10 +139,10 @@ impl Traffic {
             self.placement.drain(path, info.health != Health::Healthy);
         }
         let Pieces { units, blocks, all_blocks, .. } = &self.pieces[subgroup];
-        let mut parts = vec![0u32; self.queued.len()];
+        let mut parts = vec![0u32; self.seen.len()];
         let mut left = *all_blocks;
         for unit in units.clone() {
-            let path = self.placement.flush(unit, &self.queued).ok_or_else(|| no_room(subgroup))?;
+            let path = self.placement.flush(unit).ok_or_else(|| no_room(subgroup))?;
             let taken = (*blocks).min(left);
             parts[path] += taken;
             left -= taken;
@@ -167,22 +162,15 @@ impl Traffic {
         extent: u32,
         spans: &[Span],
     ) -> Result<()> {
-        let (ticket, shares) = match direction {
-            Direction::Fetch => {
-                (tier.read(extent, spans, false)?, self.homes.get(&extent).cloned().unwrap_or_default())
-            }
+        let (ticket, paths) = match direction {
+            Direction::Fetch => (tier.read(extent, spans, false)?, self.paths_of(extent)),
             Direction::Flush => {
                 let parts = self.next.remove(&subgroup).unwrap_or_default();
-                let Pieces { bytes, all_blocks, .. } = self.pieces[subgroup];
-                let share = |blocks: u32| bytes * u64::from(blocks) / u64::from(all_blocks.max(1));
-                let shares = parts.iter().map(|(path, blocks)| (*path as usize, share(*blocks))).collect();
-                (tier.write(extent, spans, &tier::Placement::Striped(parts), None)?, shares)
+                let paths = parts.iter().map(|(path, _)| *path as usize).collect();
+                (tier.write(extent, spans, &tier::Placement::Striped(parts), None)?, paths)
             }
         };
-        for (path, bytes) in &shares {
-            self.queued[*path] += bytes;
-        }
-        self.pending.push(Pending { ticket, direction, extent, slot, shares });
+        self.pending.push(Pending { ticket, direction, extent, slot, paths });
         Ok(())
     }
 
@@ -215,38 +203,38 @@ impl Traffic {
     }
 
     fn take_in(&mut self, tier: &Tier, pending: Pending, outcome: Result<()>) -> Over {
-        let Pending { direction, extent, slot, shares, .. } = pending;
-        for (path, bytes) in &shares {
-            self.queued[*path] -= bytes;
-        }
+        let Pending { direction, extent, slot, paths, .. } = pending;
         let found = match (direction, outcome) {
             // A path that failed under way sends its part elsewhere: what counts is where it lies now.
             (Direction::Flush, Ok(())) => self.find(tier, extent),
             (_, outcome) => outcome,
         };
         self.look(tier);
-        Over { direction, slot, paths: shares.iter().map(|(path, _)| *path).collect(), outcome: found }
+        Over { direction, slot, paths, outcome: found }
     }
 
     /// Notes where an extent lies.
     fn find(&mut self, tier: &Tier, extent: u32) -> Result<()> {
         let info = tier.extent(extent)?;
-        let (all, bytes) = (info.blocks.iter().sum::<u32>().max(1), info.streams.iter().sum::<u64>());
-        let share = |blocks: u32| bytes * u64::from(blocks) / u64::from(all);
-        let home = info.blocks.iter().enumerate().filter(|(_, blocks)| **blocks > 0);
-        self.homes.insert(extent, home.map(|(path, blocks)| (path, share(*blocks))).collect());
+        let blocks = info.blocks.iter().enumerate();
+        self.homes.insert(extent, blocks.filter(|(_, blocks)| **blocks > 0).map(|(path, _)| path).collect());
         Ok(())
     }
 
     /// Tells the placement what the paths did since the last look.
     fn look(&mut self, tier: &Tier) {
+        let since = |now: Flow, before: Flow| Flow {
+            bytes: now.bytes.saturating_sub(before.bytes),
+            busy: now.busy - before.busy,
+        };
         for (path, info) in tier.paths().iter().enumerate() {
-            let bytes = info.read_bytes + info.written_bytes;
-            let now = Observed { bytes, busy: info.busy.as_secs_f64() };
+            let now = Observed {
+                read: Flow { bytes: info.read_bytes, busy: info.reading.as_secs_f64() },
+                written: Flow { bytes: info.written_bytes, busy: info.writing.as_secs_f64() },
+            };
             let before = std::mem::replace(&mut self.seen[path], now);
-            let since =
-                Observed { bytes: now.bytes.saturating_sub(before.bytes), busy: now.busy - before.busy };
-            self.placement.observe(path, since);
+            let read = since(now.read, before.read);
+            self.placement.observe(path, Observed { read, written: since(now.written, before.written) });
         }
     }
 

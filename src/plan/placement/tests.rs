@@ -1,24 +1,77 @@
-//! The placement on a clock that nobody waits for: paths are queues with a bandwidth that changes when the test says.
+//! The placement on a clock that nobody waits for: paths are queues with a bandwidth that changes when the test says, and
+//! subgroups pass through few buffers as in the tiered update.
 #![forbid(unsafe_code)]
 
 use super::*;
 use std::collections::VecDeque;
 
 const MIB: u64 = 1 << 20;
+const GB: f64 = 1e9;
 
-/// One direction at a time, as a disk serves it.
-struct SimPath {
-    bandwidth: f64,
-    queue: VecDeque<Transfer>,
-    /// When the transfer at the head began, and when it will be done.
-    head: Option<(f64, f64)>,
-    queued: u64,
+/// How a path serves its two directions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    /// One transfer at a time, whichever direction.
+    Disk,
+    /// One transfer at a time in each direction.
+    Duplex,
+    /// The same, but what limits it is a rate: it answers at once as long as less is asked of it.
+    Throttled,
 }
 
-#[derive(Clone, Copy)]
-enum Transfer {
-    Fetch(usize),
-    Flush,
+/// A throttle lets through what this many seconds allow at once.
+const SLICE: f64 = 0.1;
+/// How much faster than its throttle a device is.
+const BEHIND_THROTTLE: f64 = 20.0;
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Direction {
+    Fetch = 0,
+    Flush = 1,
+}
+
+struct Transfer {
+    subgroup: usize,
+    direction: Direction,
+    bytes: u64,
+}
+
+/// Transfers served one after the other.
+#[derive(Default)]
+struct Server {
+    queue: VecDeque<Transfer>,
+    /// When the transfer at the head will be done.
+    done: Option<f64>,
+    /// What a throttle still lets through at once, and when that was counted.
+    credit: (f64, f64),
+}
+
+struct SimPath {
+    kind: Kind,
+    bandwidth: f64,
+    servers: [Server; 2],
+    /// Of each direction: transfers not over, and seconds with at least one.
+    under_way: [usize; 2],
+    busy: [f64; 2],
+}
+
+impl SimPath {
+    fn start(&mut self, index: usize, now: f64, noise: f64) {
+        let (kind, bandwidth) = (self.kind, self.bandwidth);
+        let server = &mut self.servers[index];
+        let Some(next) = server.queue.front().filter(|_| server.done.is_none()) else { return };
+        let bytes = next.bytes as f64;
+        let seconds = match kind {
+            Kind::Disk | Kind::Duplex => bytes / bandwidth * noise,
+            Kind::Throttled => {
+                let (credit, counted) = server.credit;
+                let credit = (credit + (now - counted) * bandwidth).min(SLICE * bandwidth) - bytes;
+                server.credit = (credit, now);
+                (bytes / bandwidth / BEHIND_THROTTLE).max(-credit / bandwidth)
+            }
+        };
+        server.done = Some(now + seconds);
+    }
 }
 
 /// Numbers that look random and are the same in every run.
@@ -32,227 +85,272 @@ impl Noise {
     }
 }
 
+/// Many subgroups of 16 units each, in few buffers.
 struct Sim {
     now: f64,
     paths: Vec<SimPath>,
     noise: Noise,
     /// Relative spread of one transfer's time.
     spread: f64,
-    /// Units in host memory at once.
-    window: usize,
+    subgroups: usize,
+    unit: u64,
+    backwards: bool,
 }
 
+const PER_SUBGROUP: usize = UNITS_PER_SUBGROUP as usize;
+/// Fetching, stepping and flushing on two paths, as the tiered update plans it.
+const BUFFERS: usize = 5;
+
 impl Sim {
-    fn new(bandwidths: &[f64], spread: f64) -> Sim {
+    fn new(kind: Kind, bandwidths: &[f64], spread: f64) -> Sim {
         let path = |bandwidth: &f64| SimPath {
+            kind,
             bandwidth: *bandwidth,
-            queue: VecDeque::new(),
-            head: None,
-            queued: 0,
+            servers: [Server::default(), Server::default()],
+            under_way: [0; 2],
+            busy: [0.0; 2],
         };
-        Sim { now: 0.0, paths: bandwidths.iter().map(path).collect(), noise: Noise(7), spread, window: 16 }
+        let paths = bandwidths.iter().map(path).collect();
+        Sim { now: 0.0, paths, noise: Noise(7), spread, subgroups: 40, unit: 64 * MIB, backwards: true }
     }
 
-    fn push(&mut self, path: usize, transfer: Transfer, bytes: u64) {
-        self.paths[path].queue.push_back(transfer);
-        self.paths[path].queued += bytes;
-        self.start(path, bytes);
+    fn placed(&self, hints: &[f64]) -> Placement {
+        let plan = |speed: &f64| PathPlan { speed: *speed, capacity: u64::MAX };
+        let plans: Vec<PathPlan> = hints.iter().map(plan).collect();
+        Placement::new(&plans, None, vec![self.unit; self.subgroups * PER_SUBGROUP]).unwrap()
     }
 
-    fn start(&mut self, path: usize, bytes: u64) {
-        let noise = 1.0 + self.spread * self.noise.next();
-        let path = &mut self.paths[path];
-        if path.head.is_none() && !path.queue.is_empty() {
-            path.head = Some((self.now, self.now + bytes as f64 / path.bandwidth * noise));
-        }
-    }
-
-    /// One update of all units; the seconds it took.
-    fn round(&mut self, placement: &mut Placement, unit: u64) -> f64 {
-        let began = self.now;
-        let mut homes: Vec<VecDeque<usize>> = vec![VecDeque::new(); self.paths.len()];
-        for index in 0..placement.homes.len() {
-            homes[placement.home(index)].push_back(index);
-        }
-        let mut in_memory = 0;
-        loop {
-            while in_memory < self.window {
-                let left: Vec<usize> = homes.iter().map(VecDeque::len).collect();
-                let Some(path) = placement.fetch_from(&left, &self.queued()) else { break };
-                let index = homes[path].pop_front().unwrap();
-                self.push(path, Transfer::Fetch(index), unit);
-                in_memory += 1;
+    /// Starts a subgroup's transfers, one on each path that has a part of it; how many.
+    fn push(&mut self, subgroup: usize, direction: Direction, homes: &[usize]) -> usize {
+        let mut parts = 0;
+        for path in 0..self.paths.len() {
+            let units = homes.iter().filter(|home| **home == path).count() as u64;
+            if units == 0 {
+                continue;
             }
-            let next = (0..self.paths.len())
-                .filter(|path| self.paths[*path].head.is_some())
-                .min_by(|a, b| self.done_at(*a).total_cmp(&self.done_at(*b)));
-            let Some(path) = next else { break };
-            let (transfer, seen) = self.finish(path, unit);
-            placement.observe(path, seen);
-            match transfer {
-                Transfer::Fetch(index) => {
-                    let queued = self.queued();
-                    let to = placement.flush(index, &queued).expect("a path with room");
-                    self.push(to, Transfer::Flush, unit);
+            let server = if self.paths[path].kind == Kind::Disk { 0 } else { direction as usize };
+            let transfer = Transfer { subgroup, direction, bytes: units * self.unit };
+            self.paths[path].servers[server].queue.push_back(transfer);
+            self.paths[path].under_way[direction as usize] += 1;
+            self.start(path, server);
+            parts += 1;
+        }
+        parts
+    }
+
+    fn start(&mut self, path: usize, server: usize) {
+        let noise = 1.0 + self.spread * self.noise.next();
+        self.paths[path].start(server, self.now, noise);
+    }
+
+    /// One update of all subgroups, in the direction opposite to the last; the seconds it took.
+    fn round(&mut self, placement: &mut Placement) -> f64 {
+        let began = self.now;
+        self.backwards = !self.backwards;
+        let mut order: VecDeque<usize> = (0..self.subgroups).collect();
+        if self.backwards {
+            order.make_contiguous().reverse();
+        }
+        let units = |subgroup: usize| subgroup * PER_SUBGROUP..(subgroup + 1) * PER_SUBGROUP;
+        let mut parts = vec![0; self.subgroups];
+        let mut free = BUFFERS;
+        loop {
+            while free > 0
+                && let Some(subgroup) = order.pop_front()
+            {
+                let homes: Vec<usize> = units(subgroup).map(|unit| placement.home(unit)).collect();
+                parts[subgroup] = self.push(subgroup, Direction::Fetch, &homes);
+                free -= 1;
+            }
+            let Some(Transfer { subgroup, direction, .. }) = self.finish_next(placement) else { break };
+            parts[subgroup] -= 1;
+            match direction {
+                _ if parts[subgroup] > 0 => {}
+                Direction::Fetch => {
+                    let homes: Vec<usize> = units(subgroup)
+                        .map(|unit| placement.flush(unit).expect("a path with room"))
+                        .collect();
+                    parts[subgroup] = self.push(subgroup, Direction::Flush, &homes);
                 }
-                Transfer::Flush => in_memory -= 1,
+                Direction::Flush => free += 1,
             }
         }
         placement.end_round();
         self.now - began
     }
 
-    fn done_at(&self, path: usize) -> f64 {
-        self.paths[path].head.map_or(f64::INFINITY, |(_, done)| done)
-    }
-
-    fn finish(&mut self, index: usize, bytes: u64) -> (Transfer, Observed) {
+    /// The transfer that ends next; none if all have.
+    fn finish_next(&mut self, placement: &mut Placement) -> Option<Transfer> {
+        let servers = (0..self.paths.len()).flat_map(|path| [(path, 0), (path, 1)]);
+        let ends =
+            servers.filter_map(|(path, server)| Some((path, server, self.paths[path].servers[server].done?)));
+        let (index, server, done) = ends.min_by(|a, b| a.2.total_cmp(&b.2))?;
+        let passed = done - std::mem::replace(&mut self.now, done);
+        for path in &mut self.paths {
+            for direction in [0, 1] {
+                path.busy[direction] += if path.under_way[direction] > 0 { passed } else { 0.0 };
+            }
+        }
         let path = &mut self.paths[index];
-        let (began, done) = path.head.take().unwrap();
-        self.now = done;
-        path.queued -= bytes;
-        let transfer = path.queue.pop_front().unwrap();
-        self.start(index, bytes);
-        (transfer, Observed { bytes, busy: done - began })
+        path.servers[server].done = None;
+        let transfer = path.servers[server].queue.pop_front()?;
+        path.under_way[transfer.direction as usize] -= 1;
+        let bytes = |direction| if direction == transfer.direction { transfer.bytes } else { 0 };
+        let [read, written] = std::mem::take(&mut path.busy);
+        let seen = Observed {
+            read: Flow { bytes: bytes(Direction::Fetch), busy: read },
+            written: Flow { bytes: bytes(Direction::Flush), busy: written },
+        };
+        placement.observe(index, seen);
+        self.start(index, server);
+        Some(transfer)
     }
 
-    fn queued(&self) -> Vec<u64> {
-        self.paths.iter().map(|path| path.queued).collect()
-    }
-
-    /// No schedule is faster than all paths busy from beginning to end.
-    fn best(&self, units: usize, unit: u64) -> f64 {
+    /// No schedule is faster than all paths busy from beginning to end, in both directions but for the first fetch and the
+    /// last flush if they can.
+    fn best(&self) -> f64 {
         let together: f64 = self.paths.iter().map(|path| path.bandwidth).sum();
-        2.0 * units as f64 * unit as f64 / together
+        let subgroup = PER_SUBGROUP as f64 * self.unit as f64 / together;
+        subgroup
+            * if self.paths[0].kind == Kind::Disk { 2 * self.subgroups } else { self.subgroups + 1 } as f64
+    }
+
+    fn run(&mut self, placement: &mut Placement, rounds: usize) -> Vec<f64> {
+        (0..rounds).map(|_| self.round(placement) / self.best()).collect()
+    }
+
+    fn units(&self) -> u64 {
+        (self.subgroups * PER_SUBGROUP) as u64
     }
 }
 
-const UNITS: usize = 400;
-const UNIT: u64 = 64 * MIB;
-const GB: f64 = 1e9;
+const KINDS: [Kind; 3] = [Kind::Disk, Kind::Duplex, Kind::Throttled];
 
-fn placed(speeds: &[f64]) -> Placement {
-    let paths: Vec<PathPlan> =
-        speeds.iter().map(|speed| PathPlan { speed: *speed, capacity: u64::MAX }).collect();
-    Placement::new(&paths, None, vec![UNIT; UNITS]).unwrap()
-}
-
-fn run(sim: &mut Sim, placement: &mut Placement, rounds: usize) -> Vec<f64> {
-    (0..rounds).map(|_| sim.round(placement, UNIT) / sim.best(UNITS, UNIT)).collect()
+/// Near the optimum as a whole, and no single round far from it.
+fn assert_settled(ratios: &[f64], what: &str) {
+    let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
+    let worst = ratios.iter().copied().fold(0.0, f64::max);
+    assert!(mean < 1.05 && worst < 1.10, "{what}: {mean} {ratios:?}");
 }
 
 #[test]
-fn steady_paths_finish_at_the_optimum_and_nothing_moves() {
-    for speeds in [&[5.3 * GB, 3.6 * GB][..], &[7.0 * GB, 1.0 * GB, 0.5 * GB], &[2.0 * GB; 4]] {
-        let mut sim = Sim::new(speeds, 0.10);
-        let mut placement = placed(speeds);
-        let ratios = run(&mut sim, &mut placement, 40);
-        let worst = ratios.iter().copied().fold(0.0, f64::max);
-        assert!(worst < 1.05, "{speeds:?}: {worst}");
-        let flushes = (UNITS * 40) as f64;
-        assert!((placement.moved() as f64) < 0.005 * flushes, "{speeds:?}: {} moves", placement.moved());
+fn steady_paths_finish_at_the_optimum_and_almost_nothing_moves() {
+    for kind in KINDS {
+        for speeds in [&[5.3 * GB, 3.6 * GB][..], &[7.0 * GB, 1.0 * GB, 0.5 * GB], &[2.0 * GB; 4]] {
+            let mut sim = Sim::new(kind, speeds, 0.10);
+            let mut placement = sim.placed(speeds);
+            sim.run(&mut placement, 3);
+            let moved = placement.moved();
+            assert_settled(&sim.run(&mut placement, 40), &format!("{kind:?}, {speeds:?}"));
+            let moves = (placement.moved() - moved) as f64 / (sim.units() * 40) as f64;
+            assert!(moves < 0.02, "{kind:?}, {speeds:?}: {moves} of the flushes moved");
+        }
     }
 }
 
 #[test]
-fn wrong_hints_are_corrected_in_few_rounds() {
-    let mut sim = Sim::new(&[5.0 * GB, 1.0 * GB, 3.0 * GB], 0.05);
-    let mut placement = placed(&[1.0 * GB, 1.0 * GB, 1.0 * GB]);
-    let ratios = run(&mut sim, &mut placement, 12);
-    assert!(ratios[0] > 1.5, "the hints should be wrong: {ratios:?}");
-    assert!(ratios[3..].iter().all(|ratio| *ratio < 1.05), "{ratios:?}");
+fn wrong_hints_are_corrected() {
+    for kind in KINDS {
+        let mut sim = Sim::new(kind, &[5.0 * GB, 1.0 * GB, 3.0 * GB], 0.05);
+        let mut placement = sim.placed(&[1.0 * GB, 1.0 * GB, 1.0 * GB]);
+        let ratios = sim.run(&mut placement, 40);
+        assert!(ratios[0] > 1.5, "the hints should be wrong: {ratios:?}");
+        assert!(ratios[5..].iter().all(|ratio| *ratio < 1.35), "{kind:?}: {ratios:?}");
+        assert_settled(&ratios[20..], &format!("{kind:?}"));
+    }
 }
 
 #[test]
 fn a_path_that_slows_down_and_recovers_is_followed_without_flapping() {
-    let speeds = [5.0 * GB, 4.0 * GB];
-    let mut sim = Sim::new(&speeds, 0.10);
-    let mut placement = placed(&speeds);
-    run(&mut sim, &mut placement, 5);
-    let settled = |sim: &mut Sim, placement: &mut Placement, what: &str| {
-        let ratios = run(sim, placement, 8);
-        assert!(ratios[3..].iter().all(|ratio| *ratio < 1.05), "{what}: {ratios:?}");
-        let moved = placement.moved();
-        run(sim, placement, 20);
-        let later = placement.moved() - moved;
-        assert!(later < (UNITS / 10) as u64, "{what}: {later} moves after it had settled");
-    };
-    for _ in 0..2 {
-        sim.paths[1].bandwidth = 0.4 * GB;
-        settled(&mut sim, &mut placement, "ten times slower");
-        sim.paths[1].bandwidth = 4.0 * GB;
-        settled(&mut sim, &mut placement, "recovered");
+    for kind in KINDS {
+        let speeds = [5.0 * GB, 4.0 * GB];
+        let mut sim = Sim::new(kind, &speeds, 0.10);
+        let mut placement = sim.placed(&speeds);
+        sim.run(&mut placement, 5);
+        let settled = |sim: &mut Sim, placement: &mut Placement, what: &str| {
+            let what = format!("{kind:?}, {what}");
+            sim.run(placement, 12);
+            let moved = placement.moved();
+            assert_settled(&sim.run(placement, 20), &what);
+            let moves = (placement.moved() - moved) as f64 / (sim.units() * 20) as f64;
+            assert!(moves < 0.02, "{what}: {moves} of the flushes moved after it had settled");
+        };
+        for _ in 0..2 {
+            sim.paths[1].bandwidth = 0.4 * GB;
+            settled(&mut sim, &mut placement, "ten times slower");
+            sim.paths[1].bandwidth = 4.0 * GB;
+            settled(&mut sim, &mut placement, "recovered");
+        }
     }
 }
 
 #[test]
-fn few_subgroups_are_cut_so_that_the_shares_come_out() {
+fn subgroups_are_cut_so_that_the_shares_come_out() {
     let unit = unit_bytes(1200 * MIB, 3, 2);
     let units = 3 * (1200 * MIB).div_ceil(unit) as usize;
     assert!(units >= 64 && unit.is_multiple_of(MIB), "{units} units of {unit}");
-    let speeds = [5.3 * GB, 3.6 * GB];
-    let paths: Vec<PathPlan> =
-        speeds.iter().map(|speed| PathPlan { speed: *speed, capacity: u64::MAX }).collect();
-    let mut placement = Placement::new(&paths, None, vec![unit; units]).unwrap();
-    let mut sim = Sim::new(&speeds, 0.0);
-    let took = sim.round(&mut placement, unit) / sim.best(units, unit);
-    assert!(took < 1.05, "{took}");
-    assert_eq!(unit_bytes(1200 * MIB, 100, 2), 1200 * MIB, "many subgroups stay whole");
-    assert_eq!(unit_bytes(1200 * MIB, 3, 1), 1200 * MIB, "one path needs no chunks");
-    assert_eq!(unit_bytes(100, 1, 4), 100, "a chunk is not larger than the subgroup");
+    assert_eq!(unit_bytes(1200 * MIB, 100, 2), 75 * MIB, "each of many subgroups can follow the shares");
+    assert_eq!(unit_bytes(1200 * MIB, 3, 1), 1200 * MIB, "one path needs no parts");
+    assert_eq!(unit_bytes(100, 1, 4), 100, "a part is not larger than the subgroup");
 }
 
 #[test]
-fn a_drained_path_is_empty_after_one_round_and_used_again_later() {
+fn a_drained_path_is_empty_after_two_rounds_and_used_again_later() {
     let speeds = [2.0 * GB, 2.0 * GB, 2.0 * GB];
-    let mut sim = Sim::new(&speeds, 0.0);
-    let mut placement = placed(&speeds);
+    let mut sim = Sim::new(Kind::Disk, &speeds, 0.0);
+    let mut placement = sim.placed(&speeds);
     placement.drain(1, true);
-    run(&mut sim, &mut placement, 1);
+    sim.run(&mut placement, 1);
     assert_eq!(placement.load(1), 0);
     placement.drain(1, false);
-    let ratios = run(&mut sim, &mut placement, 4);
-    assert!(ratios[3] < 1.05, "{ratios:?}");
+    let ratios = sim.run(&mut placement, 6);
+    assert!(ratios[5] < 1.05, "{ratios:?}");
 }
 
 #[test]
 fn the_users_ratio_stands_whatever_is_observed() {
     let paths = [PathPlan { speed: 5.3, capacity: u64::MAX }, PathPlan { speed: 3.6, capacity: u64::MAX }];
-    let mut placement = Placement::new(&paths, Some(&[2.0, 1.0]), vec![UNIT; 9]).unwrap();
-    assert_eq!((placement.load(0) / UNIT, placement.load(1) / UNIT), (6, 3));
-    let mut sim = Sim::new(&[1.0 * GB, 9.0 * GB], 0.0);
-    for _ in 0..4 {
-        sim.round(&mut placement, UNIT);
-    }
-    assert_eq!((placement.load(0) / UNIT, placement.moved()), (6, 0));
+    let mut sim = Sim::new(Kind::Disk, &[1.0 * GB, 9.0 * GB], 0.0);
+    let units = sim.units();
+    let mut placement = Placement::new(&paths, Some(&[3.0, 1.0]), vec![sim.unit; units as usize]).unwrap();
+    assert_eq!(placement.load(0), units * 3 / 4 * sim.unit);
+    sim.run(&mut placement, 4);
+    assert_eq!((placement.load(0), placement.moved()), (units * 3 / 4 * sim.unit, 0));
     assert!(Placement::new(&paths, Some(&[1.0]), vec![]).is_err());
 }
 
 #[test]
 fn capacity_is_kept_and_no_room_at_all_is_said() {
+    const UNIT: u64 = 64 * MIB;
     let paths = [PathPlan { speed: 9.0, capacity: 3 * UNIT }, PathPlan { speed: 1.0, capacity: 7 * UNIT }];
     let mut placement = Placement::new(&paths, None, vec![UNIT; 10]).unwrap();
     assert_eq!((placement.load(0), placement.load(1)), (3 * UNIT, 7 * UNIT));
     for unit in 0..10 {
-        assert_eq!(placement.flush(unit, &[0, 0]), Some(placement.home(unit)));
+        assert_eq!(placement.flush(unit), Some(placement.home(unit)));
     }
     placement.drain(0, true);
     let stuck = (0..10).find(|unit| placement.home(*unit) == 0).unwrap();
-    assert_eq!(placement.flush(stuck, &[0, 0]), None);
+    assert_eq!(placement.flush(stuck), None);
     assert!(matches!(Placement::new(&paths, None, vec![UNIT; 11]), Err(Error::LimitReached(_))));
 }
 
 #[test]
-fn paths_that_waver_from_round_to_round_move_almost_nothing() {
-    let speeds = [5.3 * GB, 3.6 * GB, 2.0 * GB];
-    let mut sim = Sim::new(&speeds, 0.10);
-    let mut placement = placed(&speeds);
-    for _ in 0..60 {
-        for (path, speed) in speeds.iter().enumerate() {
-            sim.paths[path].bandwidth = speed * (1.0 + 0.04 * sim.noise.next());
+fn paths_that_waver_from_round_to_round_move_little() {
+    for kind in KINDS {
+        let speeds = [5.3 * GB, 3.6 * GB, 2.0 * GB];
+        let mut sim = Sim::new(kind, &speeds, 0.10);
+        let mut placement = sim.placed(&speeds);
+        let mut sum = 0.0;
+        for _ in 0..60 {
+            for (path, speed) in speeds.iter().enumerate() {
+                sim.paths[path].bandwidth = speed * (1.0 + 0.04 * sim.noise.next());
+            }
+            let ratio = sim.round(&mut placement) / sim.best();
+            assert!(ratio < 1.15, "{kind:?}: {ratio}");
+            sum += ratio;
         }
-        let ratio = sim.round(&mut placement, UNIT) / sim.best(UNITS, UNIT);
-        assert!(ratio < 1.09, "{ratio}");
+        assert!(sum / 60.0 < 1.05, "{kind:?}: {}", sum / 60.0);
+        let moves = placement.moved() as f64 / (sim.units() * 60) as f64;
+        assert!(moves < 0.04, "{kind:?}: {moves} of the flushes moved");
     }
-    assert!(placement.moved() < UNITS as u64 * 60 / 200, "{} moves", placement.moved());
 }

@@ -1,8 +1,9 @@
-//! Proves what the commands say: `plan` the papers' own figures, `trace` JSON that shows the overlap, and `tune` settings
+//! Proves what the commands say: `doctor` what is broken and nothing else, `plan` the papers' own figures, `trace` JSON that shows the overlap, and `tune` settings
 //! that an engine then has.
 
 mod support;
 
+use std::collections::HashMap;
 use std::process::Command;
 use std::time::Duration;
 
@@ -19,6 +20,50 @@ const H100: [&str; 8] = ["--cpu", "2", "--downscale", "15.5", "--gpu", "25", "--
 
 fn spillway() -> Command {
     Command::new(env!("CARGO_BIN_EXE_spillway"))
+}
+
+/// Verdict and remedy of each check.
+fn doctor(
+    environment: &[(&str, &str)],
+    dir: &std::path::Path,
+) -> (Option<i32>, HashMap<String, (String, bool)>) {
+    let mut command = spillway();
+    command.args(["doctor", "--json", "--dir"]).arg(dir).envs(environment.iter().copied());
+    let outcome = run(&mut command, TIMEOUT);
+    let report: Value = serde_json::from_str(&outcome.stdout).expect("it is JSON");
+    let findings = report["findings"].as_array().expect("findings").iter().map(|finding| {
+        let word = |name: &str| finding[name].as_str().unwrap_or_default().to_string();
+        (word("check"), (word("verdict"), !word("fix").is_empty()))
+    });
+    (outcome.code, findings.collect())
+}
+
+#[test]
+fn doctor_finds_nothing_broken_here_and_leaves_nothing_behind() {
+    let dir = empty_dir("doctor");
+    let (code, findings) = doctor(&[], &dir);
+    assert!(code == Some(0) && findings.values().all(|(verdict, _)| verdict != "fails"), "{findings:?}");
+    assert_eq!(findings["kernel"].0, "ok");
+    for check in ["direct I/O", "io_uring", "thread I/O", "tier", "pages", "pinned memory", "NUMA", "GPU"] {
+        assert!(findings.contains_key(check), "{check}: {findings:?}");
+    }
+    assert_eq!(std::fs::read_dir(&dir).expect("a directory").count(), 0);
+}
+
+#[test]
+fn doctor_says_what_is_wrong_and_what_to_do() {
+    let dir = empty_dir("doctor-wrong");
+    let found = |environment: &[(&str, &str)], check: &str| {
+        let (code, findings) = doctor(environment, &dir);
+        (code, findings[check].clone())
+    };
+    let with = |code, verdict: &str| (Some(code), (verdict.to_string(), true));
+    assert_eq!(found(&[("SPILLWAY_KERNEL", "mmx")], "kernel"), with(1, "fails"));
+    assert_eq!(found(&[("SPILLWAY_KERNEL", "scalar")], "kernel"), with(0, "worse"));
+    assert_eq!(found(&[("SPILLWAY_NUM_THREADS", "many")], "threads"), with(1, "fails"));
+    assert_eq!(found(&[("SPILLWAY_IO", "threads")], "io_uring"), with(0, "worse"));
+    let (code, findings) = doctor(&[], std::path::Path::new("no/such/directory"));
+    assert_eq!((code, findings["directory"].0.as_str()), (Some(1), "fails"));
 }
 
 #[test]

@@ -118,8 +118,8 @@ fn retire(old: Option<Arc<OwnedPool>>) {
     }
 }
 
-/// The number of workers, and the words for the log.
-fn decide() -> Result<(usize, String)> {
+/// Number of threads that [`each`] would use, and why.
+pub fn decide() -> Result<(usize, String)> {
     let configured = CONFIGURED.load(Ordering::Relaxed);
     if configured > 0 {
         return Ok((configured, "set by spw_threads_configure".to_string()));

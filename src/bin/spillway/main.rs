@@ -5,6 +5,7 @@ mod bench_adam;
 mod bench_io;
 mod bench_tier;
 mod bench_undo;
+mod doctor;
 mod fio;
 mod io_load;
 mod plan;
@@ -23,6 +24,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Tries what the library would use on this machine, and says what to change.
+    Doctor(doctor::Options),
     /// Measures this machine against its own limits.
     #[command(subcommand)]
     Bench(Bench),
@@ -52,6 +55,7 @@ fn main() -> std::process::ExitCode {
         Command::Bench(Bench::Io(options)) => bench_io::run(&options),
         Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
         Command::Bench(Bench::Tier(options)) => bench_tier::run(&options),
+        Command::Doctor(options) => doctor::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan::run(&options),
         Command::Trace(options) => trace::run(&options),

@@ -1,0 +1,161 @@
+//! Checks of the machine: kernel, threads, memory, NUMA, cache partitions, GPUs.
+#![forbid(unsafe_code)]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use spillway::dtype::{Floats, FloatsMut};
+use spillway::error::{Error, Result};
+use spillway::gpu::device::Device;
+use spillway::gpu::driver::Driver;
+use spillway::gpu::kernels::Kernels;
+use spillway::kernel::{Kernel, States, Tensor};
+use spillway::optim::adam::AdamOptions;
+use spillway::optim::processor;
+use spillway::optim::spread::{Job, step_on};
+use spillway::pool::region::{Backing, Region};
+use spillway::sys::memory::{PageKind, lock_limit};
+use spillway::sys::threads;
+
+use super::{Finding, Verdict};
+
+/// Enough for a GPU's worth of staging, and for huge pages to be tried.
+const POOL_BYTES: usize = 64 << 20;
+/// No multiple of any vector, so that the ends are stepped, too.
+const ELEMENTS: usize = 10_007;
+
+pub fn findings() -> Vec<Finding> {
+    let mut findings = vec![kernel(), workers()];
+    findings.extend(memory());
+    findings.extend([nodes(), partitions()]);
+    findings.extend(gpus());
+    findings
+}
+
+fn kernel() -> Finding {
+    const CHECK: &str = "kernel";
+    let kernel = match processor::kernel() {
+        Ok(kernel) => kernel,
+        Err(error) => {
+            let names: Vec<&str> = Kernel::all().map(Kernel::name).collect();
+            let fix = format!("unset SPILLWAY_KERNEL, or name one of {}", names.join(", "));
+            return Finding::new(CHECK, Verdict::Fails, error.to_string()).fix(fix);
+        }
+    };
+    let name = kernel.name();
+    let same = Kernel::named("scalar")
+        .map_err(Error::from)
+        .and_then(|scalar| Ok(stepped(kernel)? == stepped(scalar)?));
+    let best = Kernel::all().next().unwrap_or(kernel);
+    match same {
+        Err(error) => Finding::new(CHECK, Verdict::Fails, format!("{name}: {error}")),
+        Ok(false) => {
+            Finding::new(CHECK, Verdict::Fails, format!("{name} has other bits than the scalar kernel"))
+                .fix("this processor or its emulation is wrong: set SPILLWAY_KERNEL=scalar, and report it")
+        }
+        Ok(true) if best.name() != name => Finding::new(
+            CHECK,
+            Verdict::Worse,
+            format!("{name}, forced; its bits are those of the scalar kernel"),
+        )
+        .fix(format!("unset SPILLWAY_KERNEL, and {} is used", best.name())),
+        Ok(true) => Finding::ok(CHECK, format!("{name}; its bits are those of the scalar kernel")),
+    }
+}
+
+/// The bits of states after three steps.
+fn stepped(kernel: Kernel) -> Result<Vec<u32>> {
+    let ramp = |scale: f32| (0..ELEMENTS).map(|i| ((i % 1021) as f32 - 510.0) * scale).collect::<Vec<f32>>();
+    let (mut param, grad) = (ramp(1e-3), ramp(1e-5));
+    let (mut exp_avg, mut exp_avg_sq) = (vec![0.0; ELEMENTS], vec![0.0; ELEMENTS]);
+    for step in 1..=3 {
+        let states = States {
+            param: FloatsMut::F32(&mut param),
+            exp_avg: Some(FloatsMut::F32(&mut exp_avg)),
+            exp_avg_sq: Some(FloatsMut::F32(&mut exp_avg_sq)),
+        };
+        let optimizer = AdamOptions { weight_decay: 0.01, step, ..Default::default() }.rule()?;
+        let tensor = Tensor::new(states, Floats::F32(&grad), None)?;
+        step_on(kernel, &mut [Job { optimizer, tensor }], false)?;
+    }
+    Ok([param, exp_avg, exp_avg_sq].concat().into_iter().map(f32::to_bits).collect())
+}
+
+fn workers() -> Finding {
+    match threads::decide() {
+        Ok((count, reason)) => Finding::ok("threads", format!("{count}: {reason}")),
+        Err(error) => Finding::new("threads", Verdict::Fails, error.to_string())
+            .fix("unset SPILLWAY_NUM_THREADS and LOCAL_WORLD_SIZE, or set them to numbers"),
+    }
+}
+
+fn memory() -> [Finding; 2] {
+    let region = match Region::open(POOL_BYTES, Backing::default()) {
+        Ok(region) => region,
+        Err(error) => {
+            let failed = |check| Finding::new(check, Verdict::Fails, error.to_string());
+            return [failed("pages"), failed("pinned memory")];
+        }
+    };
+    let pages = match region.kind() {
+        PageKind::Reserved => Finding::ok("pages", "2 MiB, reserved"),
+        PageKind::Transparent => Finding::ok("pages", "2 MiB, transparent"),
+        PageKind::Base => Finding::new("pages", Verdict::Worse, "4 KiB: I/O takes many times the processor time")
+            .fix("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; if it says so already, memory is in pieces"),
+    };
+    let limit = lock_limit().map_or("unlimited".to_string(), |bytes| format!("{} KiB", bytes >> 10));
+    let pinned = match region.locked() {
+        true => Finding::ok("pinned memory", format!("{} MiB locked; the limit is {limit}", POOL_BYTES >> 20)),
+        false => Finding::new("pinned memory", Verdict::Worse, format!("not locked; the limit is {limit}"))
+            .fix("raise the limit: ulimit -l unlimited, memlock in limits.conf, --ulimit memlock=-1 in a container"),
+    };
+    region.retire();
+    [pages, pinned]
+}
+
+fn nodes() -> Finding {
+    let is_node = |name: &str| name.strip_prefix("node").is_some_and(|rest| rest.parse::<u32>().is_ok());
+    let count = std::fs::read_dir("/sys/devices/system/node").map_or(0, |entries| {
+        entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_node)).count()
+    });
+    match count {
+        0 => Finding::new("NUMA", Verdict::None, "the system does not say"),
+        1 => Finding::ok("NUMA", "one node"),
+        _ => Finding::new("NUMA", Verdict::Worse, format!("{count} nodes: a process that spans them steps slower"))
+            .fix("run each rank on the processors of its GPU's node (numactl, or the launcher's --bind_cores_to_rank)"),
+    }
+}
+
+fn partitions() -> Finding {
+    match Path::new("/sys/fs/resctrl/schemata").exists() {
+        true => Finding::ok("resctrl", "mounted: caches and memory bandwidth can be partitioned"),
+        false => Finding::new("resctrl", Verdict::None, "not mounted; nothing needs it"),
+    }
+}
+
+fn gpus() -> Vec<Finding> {
+    let found = Driver::get().and_then(|driver| {
+        let count = driver.device_count()?;
+        Ok((0..count).map(|ordinal| gpu(&driver, ordinal)).collect::<Vec<_>>())
+    });
+    found.unwrap_or_else(|error| vec![Finding::new("GPU", Verdict::None, error.to_string())])
+}
+
+/// One GPU: opened, and the kernels compiled for it.
+fn gpu(driver: &Arc<Driver>, ordinal: u32) -> Finding {
+    let tried = Device::open(Arc::clone(driver), ordinal).and_then(|device| {
+        let info = device.info()?;
+        Kernels::load(&device).map(|_| info)
+    });
+    match tried {
+        Err(error) => Finding::new("GPU", Verdict::Fails, format!("{ordinal}: {error}")),
+        Ok(info) => {
+            let node = std::fs::read_to_string(format!("/sys/bus/pci/devices/{}/numa_node", info.pci));
+            let node = node.map_or_else(|_| "?".to_string(), |node| node.trim().to_string());
+            let (free, all) = (info.free_bytes >> 30, info.memory_bytes >> 30);
+            let words =
+                format!("{ordinal}: {}, {free} of {all} GiB free, {}, NUMA node {node}", info.name, info.pci);
+            Finding::ok("GPU", format!("{words}; the kernels load"))
+        }
+    }
+}

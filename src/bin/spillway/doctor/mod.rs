@@ -1,0 +1,112 @@
+//! `spillway doctor`: tries everything that the library would use here, and says what to change.
+//!
+//! Nothing is concluded from a version or a setting where it can be tried: kernels step and are compared, memory is
+//! taken and locked, files are written, read back and compared, a tier commits and is opened again.
+#![forbid(unsafe_code)]
+
+mod machine;
+mod storage;
+
+use std::path::PathBuf;
+
+use spillway::error::{Error, Result};
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// A directory that state would lie in; several, to try each. A few MiB are written there and removed.
+    #[arg(long = "dir", default_value = ".")]
+    directories: Vec<PathBuf>,
+    /// Prints one JSON object instead of words.
+    #[arg(long)]
+    json: bool,
+}
+
+/// How a check ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Verdict {
+    /// As good as it can be.
+    Ok,
+    /// It works, slower or with less than it could.
+    Worse,
+    /// It does not work.
+    Fails,
+    /// It is not there, which may be right.
+    None,
+}
+
+/// What a check found.
+#[derive(Debug, serde::Serialize)]
+struct Finding {
+    check: &'static str,
+    /// The directory, if it is about one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    directory: Option<PathBuf>,
+    verdict: Verdict,
+    found: String,
+    /// What to change.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fix: Option<String>,
+}
+
+impl Finding {
+    fn new(check: &'static str, verdict: Verdict, found: impl Into<String>) -> Finding {
+        Finding { check, directory: None, verdict, found: found.into(), fix: None }
+    }
+
+    fn ok(check: &'static str, found: impl Into<String>) -> Finding {
+        Finding::new(check, Verdict::Ok, found)
+    }
+
+    fn fix(self, fix: impl Into<String>) -> Finding {
+        Finding { fix: Some(fix.into()), ..self }
+    }
+}
+
+#[derive(serde::Serialize)]
+struct Report {
+    version: &'static str,
+    findings: Vec<Finding>,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let mut findings = machine::findings();
+    for directory in &options.directories {
+        let about = |finding| Finding { directory: Some(directory.clone()), ..finding };
+        findings.extend(storage::findings(directory).into_iter().map(about));
+    }
+    let failed = findings.iter().filter(|finding| finding.verdict == Verdict::Fails).count();
+    let report = Report { version: spillway::VERSION, findings };
+    match options.json {
+        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
+        false => print(&report),
+    }
+    match failed {
+        0 => Ok(()),
+        _ => {
+            let reason = format!("{failed} of {} checks failed", report.findings.len());
+            Err(Error::System { what: "the doctor", reason })
+        }
+    }
+}
+
+fn print(report: &Report) {
+    println!("spillway {}", report.version);
+    let mut directory = None;
+    for Finding { check, directory: about, verdict, found, fix } in &report.findings {
+        if about != &directory {
+            directory.clone_from(about);
+            println!("\n{}", directory.as_deref().unwrap_or_else(|| "this machine".as_ref()).display());
+        }
+        let word = match verdict {
+            Verdict::Ok => "ok",
+            Verdict::Worse => "worse",
+            Verdict::Fails => "FAILS",
+            Verdict::None => "-",
+        };
+        println!("  {word:<6} {check:<14} {found}");
+        if let Some(fix) = fix {
+            println!("  {:<6} {:<14} to do: {fix}", "", "");
+        }
+    }
+}

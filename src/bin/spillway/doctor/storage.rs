@@ -1,0 +1,165 @@
+//! Checks of a directory: direct I/O, both I/O backends, the profile, and a tier from creation to resumption.
+#![forbid(unsafe_code)]
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use spillway::error::{Error, Result};
+use spillway::io::engine::Engine;
+use spillway::io::file::File;
+use spillway::io::options::{Choice, Options, Request, Target};
+use spillway::io::profile;
+use spillway::pool::buffer::Buffer;
+use spillway::pool::region::Backing;
+use spillway::sys::file::{Access, file_system, free_bytes};
+use spillway::sys::span::Span;
+use spillway::tier::directory::Owner;
+use spillway::tier::options::{Mode, TierOptions};
+use spillway::tier::{Placement, Tier};
+
+use super::{Finding, Verdict};
+
+const BYTES: usize = 4 << 20;
+const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
+
+pub fn findings(directory: &Path) -> Vec<Finding> {
+    let mut findings = match Scratch::new(directory) {
+        Err(error) => return vec![writable(directory, &error)],
+        Ok(scratch) => vec![direct(&scratch), io_uring(&scratch), threads(&scratch)],
+    };
+    findings.extend([tuned(directory), tier(directory)]);
+    findings
+}
+
+fn writable(directory: &Path, error: &std::io::Error) -> Finding {
+    let found = format!("no file can be made in {}: {error}", directory.display());
+    Finding::new("directory", Verdict::Fails, found)
+}
+
+/// A file of the doctor's own, removed when dropped.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(directory: &Path) -> std::io::Result<Scratch> {
+        let path = directory.join(format!("spillway-doctor-{}", std::process::id()));
+        std::fs::OpenOptions::new().write(true).create_new(true).open(&path)?;
+        Ok(Scratch(path))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn direct(scratch: &Scratch) -> Finding {
+    const CHECK: &str = "direct I/O";
+    let free = free_bytes(&scratch.0).map_or_else(String::new, |bytes| format!(", {} GiB free", bytes >> 30));
+    match File::open(&scratch.0, Access::Write { mode: 0o600 }, true) {
+        Err(error) => Finding::new(CHECK, Verdict::Fails, error.to_string()),
+        Ok(file) => match file.direct() {
+            Some(need) => Finding::ok(CHECK, format!("at multiples of {} bytes{free}", need.offset)),
+            None => {
+                let reason = file.buffered_reason().unwrap_or_default();
+                Finding::new(CHECK, Verdict::Worse, format!("no, through the page cache: {reason}{free}"))
+                    .fix("a directory on ext4, xfs or another file system with O_DIRECT")
+            }
+        },
+    }
+}
+
+fn io_uring(scratch: &Scratch) -> Finding {
+    const CHECK: &str = "io_uring";
+    match round_trip(scratch, Choice::Uring) {
+        Ok(()) => Finding::ok(CHECK, "written, read back, the same"),
+        Err(error) => Finding::new(CHECK, Verdict::Worse, format!("{error}; threads are used instead")).fix(
+            "sysctl kernel.io_uring_disabled=0; in a container, a seccomp profile that lets io_uring_setup through",
+        ),
+    }
+}
+
+fn threads(scratch: &Scratch) -> Finding {
+    match round_trip(scratch, Choice::Threads) {
+        Ok(()) => Finding::ok("thread I/O", "written, read back, the same"),
+        Err(error) => Finding::new("thread I/O", Verdict::Fails, error.to_string()),
+    }
+}
+
+/// Writes a file through an engine, makes it durable, reads it back and compares.
+fn round_trip(scratch: &Scratch, backend: Choice) -> Result<()> {
+    let engine = Engine::open(Options { backend, ..Options::default() })?;
+    let (used, wanted) =
+        (engine.stats()?.backend, if backend == Choice::Uring { "io_uring" } else { "threads" });
+    if used != wanted {
+        return Err(Error::invalid("SPILLWAY_IO", format!("asks for {used}")));
+    }
+    let (source, target) = (pattern(backend as u64)?, Buffer::open(BYTES, Backing::default())?);
+    let request =
+        |span: Span| Request { target: Target::Path(&scratch.0), offset: 0, span, deadline: PATIENCE };
+    engine.wait(engine.write(request(source.span()))?, PATIENCE)?;
+    engine.wait(engine.sync(Target::Path(&scratch.0), PATIENCE)?, PATIENCE)?;
+    engine.wait(engine.read(request(target.span()))?, PATIENCE)?;
+    engine.close(PATIENCE)?;
+    same(&source, &target)
+}
+
+fn pattern(seed: u64) -> Result<Buffer> {
+    let buffer = Buffer::open(BYTES, Backing::default())?;
+    let bytes: Vec<u8> = (0..BYTES as u64).map(|i| (i.wrapping_mul(seed + 31) >> 7) as u8).collect();
+    buffer.span().write(&bytes);
+    Ok(buffer)
+}
+
+fn same(wanted: &Buffer, found: &Buffer) -> Result<()> {
+    match wanted.span().to_vec() == found.span().to_vec() {
+        true => Ok(()),
+        false => {
+            Err(Error::System { what: "reading back", reason: "other bytes than were written".to_string() })
+        }
+    }
+}
+
+fn tuned(directory: &Path) -> Finding {
+    const CHECK: &str = "profile";
+    let system = std::fs::File::open(directory).and_then(|directory| file_system(&directory));
+    let settings = system.ok().and_then(|system| profile::current()?.get(system));
+    match settings {
+        Some(settings) => {
+            let (block, depth) = (settings.block_bytes >> 10, settings.depth);
+            Finding::ok(CHECK, format!("blocks of {block} KiB, depth {depth}, {:?}", settings.backend))
+        }
+        None => Finding::new(CHECK, Verdict::Worse, "not tuned: the settings are general ones")
+            .fix(format!("spillway tune --dir {}", directory.display())),
+    }
+}
+
+fn tier(directory: &Path) -> Finding {
+    match resumed(directory) {
+        Ok(()) => Finding::ok("tier", "committed, opened again, the same"),
+        Err(error) => Finding::new("tier", Verdict::Fails, error.to_string()),
+    }
+}
+
+/// A tier is made, commits a step, is opened again as after a crash, and removed.
+fn resumed(directory: &Path) -> Result<()> {
+    let owner = Owner { job: format!("doctor-{}", std::process::id()), host: "here".to_string(), rank: 0 };
+    let options = |mode| TierOptions { mode, ..TierOptions::new(owner.clone(), [directory.to_path_buf()]) };
+    let (source, target) = (pattern(97)?, Buffer::open(BYTES, Backing::default())?);
+    let sizes = [BYTES as u64];
+    let made = Tier::open(options(Mode::Create))?;
+    let outcome = (|| {
+        let extent = made.define("state", &sizes)?;
+        made.wait(made.write(extent, &[source.span()], &Placement::Auto, None)?, PATIENCE)?;
+        made.commit(1, &[])
+    })();
+    drop(made);
+    let again = Tier::open(options(Mode::Auto))?;
+    let read = outcome.and_then(|()| {
+        let extent = again.define("state", &sizes)?;
+        again.wait(again.read(extent, &[target.span()], false)?, PATIENCE)?;
+        same(&source, &target)
+    });
+    again.destroy()?;
+    read
+}

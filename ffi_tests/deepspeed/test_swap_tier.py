@@ -155,13 +155,14 @@ def killed_between_commits(overlay, folder, both, rank, step, *arguments):
 
 
 # Which rank died before its commit of which step: the first of all, one in the middle, the first after a resume.
-KILLED = {"clipped": (((1, 1), (0, 4), (1, 4)), ()), "unclipped": (((0, 1), (0, 6)), ("--clip", "0", "--accumulate", "2"))}
+KILLED = {"cached": (((1, 1), (0, 4), (1, 4)), 1200000, ()),
+          "unclipped": (((0, 1), (0, 6)), 0, ("--clip", "0", "--accumulate", "2"))}
 
 
 @pytest.mark.parametrize("name", KILLED)
 def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(overlay, train, paths, tmp_path, both, name):
-    kills, more = KILLED[name]
-    block = json.dumps({"resume": True, "cache_bytes": 1200000})
+    kills, cache, more = KILLED[name]
+    block = json.dumps({"resume": True, "cache_bytes": cache})
     tiered = ("--paths", *paths, "--block", block, "--steps", "8", *more)
     whole = train("--steps", "8", *more, **both)
     for rank, step in kills:

@@ -100,10 +100,17 @@ fn what_was_given_up_does_not_come_back() {
         let options = on_disks(&disks, &[reorder(23), reorder(24)]);
         let tier = Tier::open(TierOptions { at_step: Some(3), ..options }).unwrap();
         let opened = second.len();
+        let there = steps(&second.replayed(2, opened));
+        assert_eq!(there, Steps { last: Some(3), before: Before::Unknown }, "no copy names step 4");
         step(&tier, 14).unwrap();
         drop(tier);
-        for later in start..=second.len() {
-            let (crash, seed) = FATES[(n + later) % FATES.len()];
+        let fates = |later: usize| match later <= opened {
+            true => &FATES[..],
+            false => &FATES[(n + later) % FATES.len()..][..1],
+        };
+        let crashes =
+            (start..=second.len()).flat_map(|later| fates(later).iter().map(move |fate| (later, *fate)));
+        for (later, (crash, seed)) in crashes {
             let words = format!("crashed after {events}, then {later} events, {crash:?}");
             let found = match later < opened {
                 true => vec![Some(3), Some(4)],

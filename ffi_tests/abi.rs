@@ -168,8 +168,9 @@ fn layout_of_rust() -> String {
         capi::tier_options::spw_tier_path { struct_size, kind, directory, limit_bytes, reserve_bytes }
         capi::tier_options::spw_tier_options {
             struct_size, mode, job, host, rank, world, paths, path_count, durability, flags, block_bytes, stall_ms,
-            queue_depth, io_backend,
+            queue_depth, io_backend, at_step,
         }
+        capi::tier_steps::spw_tier_steps_info { struct_size, committed, last, before, has_before, first }
         capi::tier_report::spw_tier_opened_info {
             struct_size, resumed, step, payload_bytes, missing_paths, lost_extents,
         }

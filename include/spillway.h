@@ -99,6 +99,8 @@ typedef enum spw_status {
     SPW_ERR_LOST = 35,
     // There is no committed state.
     SPW_ERR_NO_STATE = 36,
+    // There is one, but not of the step that was asked for, or that step was written over since.
+    SPW_ERR_NO_STEP = 37,
     // No round of speculation was begun.
     SPW_ERR_NO_ROUND = 40,
     // A round is open; it has to be resolved or aborted first.
@@ -253,6 +255,10 @@ typedef enum spw_tier_flag {
     SPW_TIER_DEGRADED = 1,
     // Go through the page cache, even where the file system allows O_DIRECT.
     SPW_TIER_NO_DIRECT = 2,
+    // Go on at `at_step`, which is the last committed step or the one before it (`spw_tier_steps`); any other is
+    // SPW_ERR_NO_STEP, and so is the one before if something was put since the last commit and took its place. The last
+    // one is gone then.
+    SPW_TIER_AT_STEP = 4,
 } spw_tier_flag;
 
 // How a path is doing. Passed as `uint32_t`.
@@ -1018,7 +1024,25 @@ typedef struct spw_tier_options {
     uint32_t queue_depth;
     // `spw_io_backend`
     uint32_t io_backend;
+    // With SPW_TIER_AT_STEP the step to go on at, else 0.
+    uint64_t at_step;
 } spw_tier_options;
+
+// The steps that a tier can be opened at.
+typedef struct spw_tier_steps_info {
+    // `sizeof(spw_tier_steps_info)`
+    uint32_t struct_size;
+    // 1 if there is a committed step, else 0.
+    uint32_t committed;
+    // That step, the last one.
+    uint64_t last;
+    // The step before it, if there is one.
+    uint64_t before;
+    // 1 if there is a step before it, else 0.
+    uint32_t has_before;
+    // 1 if the last step was the tier's first commit, so that before it there was nothing, else 0.
+    uint32_t first;
+} spw_tier_steps_info;
 
 // What an open found.
 typedef struct spw_tier_opened_info {
@@ -1983,6 +2007,16 @@ enum spw_status spw_io_holds_memory(struct spw_io *io,
 //
 // Requires: `failure` points to a struct of `struct_size` bytes.
 enum spw_status spw_io_last_failure(struct spw_io_failure *failure);
+
+// Looks at a tier without opening it: its last committed step, and the one before it, at which SPW_TIER_AT_STEP opens it.
+// Nothing changes, and a tier that does not exist is no error. An open makes the step it finds the only one, so ranks
+// that commit each for itself ask first and open at the smallest step that all of them have. Errors are those of
+// `spw_tier_open`.
+//
+// Requires: `options` and its paths point to structs of `struct_size` bytes with C strings, `info` to a struct of `struct_size`
+// bytes.
+enum spw_status spw_tier_steps(const struct spw_tier_options *options,
+                               struct spw_tier_steps_info *info);
 
 // Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
 // the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is

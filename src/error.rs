@@ -110,6 +110,8 @@ pub enum TierKind {
     Lost,
     /// There is no committed state.
     NoState,
+    /// There is one, but not of the step that was asked for.
+    NoStep,
 }
 
 /// What is wrong on a tier, and where.
@@ -138,6 +140,7 @@ impl fmt::Display for TierError {
             TierKind::PathMissing => "a path of the tier is missing",
             TierKind::Lost => "lost with a missing path",
             TierKind::NoState => "no committed state",
+            TierKind::NoStep => "not there to be opened",
         };
         write!(out, "{path}: {what}")?;
         if !extent.is_empty() {

@@ -225,7 +225,7 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_tier_open(&wrong, &tier), "options.mode");
     wrong = options, wrong.durability = 3;
     INVALID(spw_tier_open(&wrong, &tier), "options.durability");
-    wrong = options, wrong.flags = 4;
+    wrong = options, wrong.flags = 8;
     INVALID(spw_tier_open(&wrong, &tier), "options.flags");
     paths[1].directory = NULL;
     INVALID(spw_tier_open(&options, &tier), "directory");

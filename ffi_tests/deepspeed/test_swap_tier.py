@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import time
 
@@ -129,15 +130,61 @@ def test_parameters_in_files_as_well(train, paths, tmp_path):
     assert same(on_tier, train(*large)) and on_tier["active"]["async_io"]["written_bytes"] > 10 << 20
 
 
-def test_two_ranks_that_end_and_go_on(train, paths, overlay):
+@pytest.fixture
+def both(overlay):
+    """How two ranks are started."""
     # Where there is a compiler DeepSpeed builds its collectives for several ranks.
-    both = {"launcher": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    return {"launcher": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             "PATH": os.path.dirname(overlay)}
+
+
+def test_two_ranks_that_end_and_go_on(train, paths, both):
     host, resume = train(**both), ("--paths", *paths, "--block", '{"resume": true}')
     assert train(*resume, "--steps", "5", **both)["losses"] == host["losses"][:5]
     last = train(*resume, **both)
     assert last["began_at"] == 5 and last["losses"] == host["losses"][5:]
     assert (last["sha256"], last["published"]) == (host["sha256"], host["published"])
+
+
+def killed_between_commits(overlay, folder, both, rank, step, *arguments):
+    """A run of two ranks in which one committed a step and the other died before."""
+    marker = folder / "committed"
+    marker.unlink(missing_ok=True)
+    status, output, _ = attempt(overlay, folder, *arguments, "--die", rank, step, marker, **both)
+    assert status not in (0, None) and marker.exists() and "SIGKILL" in output, output
+
+
+# Which rank died before its commit of which step: the first of all, one in the middle, the first after a resume.
+KILLED = {"cached": (((1, 1), (0, 4), (1, 4)), 1200000, ()),
+          "unclipped": (((0, 1), (0, 6)), 0, ("--clip", "0", "--accumulate", "2"))}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(overlay, train, paths, tmp_path, both, name):
+    kills, cache, more = KILLED[name]
+    block = json.dumps({"resume": True, "cache_bytes": cache})
+    tiered = ("--paths", *paths, "--block", block, "--steps", "8", *more)
+    whole = train("--steps", "8", *more, **both)
+    for rank, step in kills:
+        killed_between_commits(overlay, tmp_path, both, rank, step, *tiered)
+    last = train(*tiered, **both)
+    assert last["began_at"] == kills[-1][1] - 1 and last["losses"] == whole["losses"][last["began_at"]:]
+    assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
+
+
+def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(overlay, train, paths, tmp_path, both):
+    tiered = ("--paths", *paths, "--block", '{"resume": true}', "--steps", "5")
+    killed_between_commits(overlay, tmp_path, both, 1, 3, *tiered)
+    apart = [(folder, tmp_path / f"apart-{folder.parents[2].name}") for path in paths for folder in path.rglob("rank-1")]
+    for folder, away in apart:
+        folder.rename(away)
+    status, output, _ = attempt(overlay, tmp_path, *tiered, **both)
+    assert status != 0 and "they hold the steps [3, None]" in output, output
+    for folder, away in apart:
+        shutil.rmtree(folder, ignore_errors=True)
+        away.rename(folder)
+    whole, last = train("--steps", "5", **both), train(*tiered, **both)
+    assert last["began_at"] == 2 and last["sha256"] == whole["sha256"]
 
 
 def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):

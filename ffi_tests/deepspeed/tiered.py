@@ -1,7 +1,8 @@
 """Trains the small GPT of train.py under ZeRO-3 with its optimizer states on Spillway's tier, or in host memory, which must
 come to the same losses and weights.
 
-The script's only words for Spillway are its configuration block and the report at its end. It counts on the engine's global
+The script's only words for Spillway are its configuration block, the report at its end, and a rank's death between the
+commits of two ranks, where a test asks for it. It counts on the engine's global
 step alone to know where it is in the data, so that a run that was killed goes on when it is started again. Each
 loss is multiplied by a random number, so that the generators count; learning rates follow a schedule."""
 
@@ -10,7 +11,9 @@ import json
 import logging
 import os
 import pathlib
+import signal
 import sys
+import time
 
 import train
 
@@ -21,6 +24,8 @@ def main():
     import deepspeed
     import torch
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if options.die:
+        die_in_commit(*options.die)
     torch.manual_seed(options.seed)
     model = train.Gpt(options.dim, options.layers, options.context)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters_of(model, options), config=config(options))
@@ -39,6 +44,33 @@ def main():
     train.leave_group()
 
 
+def die_in_commit(rank, step, marker):
+    """Has a rank killed just before its commit of a step, when another rank has made its own and left the marker."""
+    import spillway
+    own_commit, marker = spillway.Swap.commit, pathlib.Path(marker)
+
+    def commit(self, at, payload=b""):
+        if at == int(step) and os.environ["RANK"] == rank:
+            for _ in range(6000):
+                if marker.exists():
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.01)
+        own_commit(self, at, payload)
+        if at == int(step):
+            marker.touch()
+
+    spillway.Swap.commit = commit
+
+
+def set_again(engine, torch):
+    """Writes states to the tier between two steps, as a rank may that waits for no other, without changing them."""
+    swapper = engine.optimizer.optimizer_swapper
+    for index, elements in enumerate(swapper.elements):
+        parts = [torch.empty(elements) for _ in range(3)]
+        swapper.swap.read(index, *parts)
+        swapper.swap.write(index, *parts)
+
+
 def run(engine, options, torch):
     batches, losses = train.Batches(options), []
     for _ in range(engine.global_steps * options.accumulate):
@@ -50,6 +82,8 @@ def run(engine, options, torch):
             loss = engine(batches.next()) * (0.9 + 0.2 * torch.rand(()))
             engine.backward(loss)
             engine.step()
+        if options.die:
+            set_again(engine, torch)
         losses.append(loss.item())
         if options.progress:
             print(f"step {engine.global_steps}", flush=True)
@@ -123,6 +157,7 @@ def arguments():
     parser.add_argument("--paths", nargs="+", help="directories of the tier; without them the states are in host memory")
     parser.add_argument("--block", default="{}", help="the rest of the spillway block, as JSON; none: no block at all")
     parser.add_argument("--params", help="directory for the parameters")
+    parser.add_argument("--die", nargs=3, metavar=("RANK", "STEP", "MARKER"), help="see die_in_commit")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--clip", type=float, default=0.5)
     for name in ("pipeline", "groups", "progress", "seed-each-step"):

@@ -43,6 +43,8 @@ pub mod io_wait;
 
 pub mod tier_options;
 
+pub mod tier_steps;
+
 pub mod tier;
 
 pub mod tier_report;

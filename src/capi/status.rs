@@ -57,6 +57,8 @@ pub enum spw_status {
     SPW_ERR_LOST = 35,
     /// There is no committed state.
     SPW_ERR_NO_STATE = 36,
+    /// There is one, but not of the step that was asked for, or that step was written over since.
+    SPW_ERR_NO_STEP = 37,
     /// No round of speculation was begun.
     SPW_ERR_NO_ROUND = 40,
     /// A round is open; it has to be resolved or aborted first.
@@ -131,6 +133,7 @@ pub(super) fn of(error: &Error) -> spw_status {
             TierKind::PathMissing => spw_status::SPW_ERR_PATH_MISSING,
             TierKind::Lost => spw_status::SPW_ERR_LOST,
             TierKind::NoState => spw_status::SPW_ERR_NO_STATE,
+            TierKind::NoStep => spw_status::SPW_ERR_NO_STEP,
         },
         Error::Gpu(error) => match error.kind {
             GpuKind::NoDevice => spw_status::SPW_ERR_NO_DEVICE,
@@ -203,6 +206,7 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
         34 => c"SPW_ERR_PATH_MISSING",
         35 => c"SPW_ERR_LOST",
         36 => c"SPW_ERR_NO_STATE",
+        37 => c"SPW_ERR_NO_STEP",
         40 => c"SPW_ERR_NO_ROUND",
         41 => c"SPW_ERR_ROUND_OPEN",
         42 => c"SPW_ERR_ROUND_RESOLVED",

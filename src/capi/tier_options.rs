@@ -55,6 +55,10 @@ pub enum spw_tier_flag {
     SPW_TIER_DEGRADED = 1,
     /// Go through the page cache, even where the file system allows O_DIRECT.
     SPW_TIER_NO_DIRECT = 2,
+    /// Go on at `at_step`, which is the last committed step or the one before it (`spw_tier_steps`); any other is
+    /// SPW_ERR_NO_STEP, and so is the one before if something was put since the last commit and took its place. The last
+    /// one is gone then.
+    SPW_TIER_AT_STEP = 4,
 }
 
 /// One path of a tier.
@@ -111,6 +115,8 @@ pub struct spw_tier_options {
     pub queue_depth: u32,
     /// `spw_io_backend`
     pub io_backend: u32,
+    /// With SPW_TIER_AT_STEP the step to go on at, else 0.
+    pub at_step: u64,
 }
 
 // SAFETY: integers and pointers without padding; null pointers are valid.
@@ -128,7 +134,7 @@ pub(super) unsafe fn owner(job: *const c_char, host: *const c_char, rank: u32) -
 }
 
 pub(super) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
-    if raw.flags > 3 {
+    if raw.flags > 7 {
         return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
     }
     let wrong = |field: &'static str, value: u32| {
@@ -156,6 +162,11 @@ pub(super) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
         1 => Choice::Uring,
         2 => Choice::Threads,
         other => return wrong("options.io_backend", other),
+    };
+    options.at_step = match raw.flags & spw_tier_flag::SPW_TIER_AT_STEP as u32 {
+        0 if raw.at_step != 0 => return Err(Error::invalid("options.at_step", "needs SPW_TIER_AT_STEP")),
+        0 => None,
+        _ => Some(raw.at_step),
     };
     options.degraded = raw.flags & spw_tier_flag::SPW_TIER_DEGRADED as u32 != 0;
     options.io.direct = raw.flags & spw_tier_flag::SPW_TIER_NO_DIRECT as u32 == 0;

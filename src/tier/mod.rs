@@ -6,6 +6,7 @@
 //! | [`options`] | settings |
 //! | `jobs`, `transfer` | reads and writes under way: judged, moved elsewhere, checked |
 //! | `commit`, `recover` | the order of writes and syncs that makes a step durable, and the way back |
+//! | [`copies`] | which commits the superblocks name, and which of them an open goes on from |
 //! | `export` | the committed state as plain files, and back |
 //! | [`inspect`] | checking every block, the state of paths, the end of a tier |
 //! | [`superblock`], [`layout`], `wire` | bytes on disk |
@@ -28,6 +29,7 @@ mod sums;
 mod transfer;
 mod wire;
 
+pub mod copies;
 pub mod directory;
 pub mod extent;
 pub mod inspect;

@@ -65,6 +65,9 @@ pub struct TierOptions {
     pub paths: Vec<PathOptions>,
     /// What to do with what is there.
     pub mode: Mode,
+    /// Go on at this step, which is the last committed one or the one before it; any other is an error. `None`: the last.
+    /// The one before it is whole as long as nothing was written since the last commit, and takes its place.
+    pub at_step: Option<u64>,
     /// Open without paths that are missing, and say what is lost with them.
     pub degraded: bool,
     /// What a commit waits for.
@@ -84,6 +87,7 @@ impl TierOptions {
             world: 1,
             paths: directories.into_iter().map(path).collect(),
             mode: Mode::Auto,
+            at_step: None,
             degraded: false,
             durability: Durability::Data,
             block_bytes: 1 << 20,
@@ -106,6 +110,9 @@ impl TierOptions {
         if !block_bytes_fit(self.block_bytes) {
             let reason = format!("{} is no multiple of 4096 up to 2^30", self.block_bytes);
             return Err(Error::invalid("options.block_bytes", reason));
+        }
+        if self.at_step.is_some() && self.mode == Mode::Create {
+            return Err(Error::invalid("options.at_step", "a tier that is made has no step"));
         }
         if self.world == 0 || self.owner.rank >= self.world {
             let reason = format!("rank {} of {}", self.owner.rank, self.world);

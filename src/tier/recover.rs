@@ -1,39 +1,30 @@
-//! Opening a tier: which paths are there, what the last commit was, and making sure that it stays the last.
+//! Opening a tier: which paths are there, what it goes on from, and making sure that it stays the last.
 //!
 //! Invariants:
-//! - The whole superblock with the highest sequence counts. A device error on any copy is an error, not an older step:
-//!   nobody knows what the copy would have said.
-//! - Before anything is written, that superblock is durable on every path that works, so that no later crash brings an
-//!   older one back, whose places may have been used again.
+//! - Before anything is written, the superblock that the open goes on from is durable on every path that works, so that no
+//!   later crash brings an older one back, whose places may have been used again.
+//! - An open at the commit before the last one reads and proves every block of it. Then its superblock is written anew,
+//!   with the highest sequence, over the one of the last commit: a crash before leaves both commits, one after only the
+//!   older, and what the last commit had there is free.
 //! - Nothing of another run, rank or size is ever taken for the own.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
+use super::copies::{Candidate, Chosen, choose, gone, leave_out, look};
 use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
-use super::path::{Copy, Path, claim};
+use super::path::{Path, claim};
 use super::space::Space;
 use super::state::{Contents, Extent, Health, PathState, State};
 use super::store::{Opened, Tier};
 use super::superblock::{ExtentRecord, PathRecord, Superblock};
 use super::transfer::Identity;
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
-use crate::log::{self, Level};
 use crate::sys::host;
 
-/// A path of the options, and what its superblocks say.
-struct Candidate {
-    path: Path,
-    /// Place in the options.
-    given: usize,
-    best: Option<(usize, Superblock)>,
-    /// What is wrong with copies that are not whole.
-    broken: Vec<String>,
-}
-
-/// A path that is there: its place in the options, and its own newest superblock.
-type Placed = Option<(usize, Path, Option<(usize, Superblock)>)>;
+/// A path that is there: its place in the options, and which copy of its superblock the next one leaves alone.
+type Placed = Option<(usize, Path, Option<usize>)>;
 /// Paths by number, and their states.
 type Paths = (Vec<Option<Arc<Path>>>, Vec<PathState>);
 
@@ -42,19 +33,11 @@ impl Tier {
     pub fn open(options: TierOptions) -> Result<Tier> {
         options.check()?;
         let (found, absent) = look(&options)?;
-        let newest = found.iter().filter_map(|one| one.best.as_ref()).max_by_key(|(_, found)| found.sequence);
-        match newest.map(|(_, superblock)| superblock.clone()) {
-            Some(newest) if options.mode == Mode::Create => {
-                let step = newest.step.map_or("no step yet".to_string(), |step| format!("step {step}"));
-                let words = format!("it holds {step} of job {:?}; resume or collect it", newest.job);
-                Err(TierError::at(TierKind::Foreign, found_name(&found, &newest), words))
-            }
-            Some(newest) => resume(options, found, absent, newest),
+        match choose(&found, &options)? {
+            Some(chosen) => resume(options, found, absent, chosen),
             None => {
-                if let Some(one) = found.iter().find(|one| one.broken.len() == 2) {
-                    return Err(TierError::at(TierKind::Format, one.path.name(), one.broken.join("; ")));
-                }
-                if options.mode == Mode::Resume {
+                found.iter().try_for_each(Candidate::check_format)?;
+                if options.mode == Mode::Resume || options.at_step.is_some() {
                     let names: Vec<String> =
                         (0..options.paths.len()).map(|n| place_name(&options, n)).collect();
                     let words = format!("job {:?} rank {}", options.owner.job, options.owner.rank);
@@ -64,49 +47,6 @@ impl Tier {
             }
         }
     }
-}
-
-/// Takes the places that are there and reads their superblocks; the others by their place in the options.
-fn look(options: &TierOptions) -> Result<(Vec<Candidate>, Vec<usize>)> {
-    let (mut found, mut absent) = (Vec::new(), Vec::new());
-    for given in 0..options.paths.len() {
-        let candidate = match claim(options, given, false)? {
-            Some(path) => read_copies(path, given).map(Some),
-            None => Ok(None),
-        };
-        match candidate {
-            Ok(Some(candidate)) => found.push(candidate),
-            Ok(None) => absent.push(given),
-            Err(error) if options.degraded => leave_out(&error),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok((found, absent))
-}
-
-fn leave_out(error: &Error) {
-    log::write(Level::Warn, &format!("a path of a tier is left out: {error}"));
-}
-
-fn read_copies(path: Path, given: usize) -> Result<Candidate> {
-    let mut candidate = Candidate { path, given, best: None, broken: Vec::new() };
-    for copy in 0..2 {
-        let name = candidate.path.superblock_name(copy).to_string();
-        match candidate.path.read_superblock(copy)? {
-            Copy::Blank => {}
-            Copy::Broken(words) => candidate.broken.push(format!("{name}: {words}")),
-            Copy::Whole(found) => {
-                if candidate.best.as_ref().is_none_or(|(_, best)| best.sequence < found.sequence) {
-                    candidate.best = Some((copy, *found));
-                }
-            }
-        }
-    }
-    if let (Some(words), Some(_)) = (candidate.broken.first(), &candidate.best) {
-        let words = format!("a superblock is broken, as a crash leaves one that was being written: {words}");
-        log::write(Level::Warn, &words);
-    }
-    Ok(candidate)
 }
 
 fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Result<Tier> {
@@ -137,38 +77,29 @@ fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Re
     Ok(tier)
 }
 
-fn resume(
-    options: TierOptions,
-    found: Vec<Candidate>,
-    absent: Vec<usize>,
-    newest: Superblock,
-) -> Result<Tier> {
-    check_owner(&options, &found_name(&found, &newest), &newest)?;
+fn resume(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>, chosen: Chosen) -> Result<Tier> {
+    let newest = &chosen.superblock;
     let mut records = newest.paths.clone();
     let mut paths: Vec<Placed> = records.iter().map(|_| None).collect();
     let mut fresh = Vec::new();
-    for Candidate { path, given, best, broken } in found {
-        let name = path.name();
-        let number = match &best {
-            Some((_, own)) if own.tier != newest.tier => {
-                let words = format!(
-                    "it belongs to another tier of job {:?}, not to the one on the other paths",
-                    own.job
-                );
-                return Err(TierError::at(TierKind::Foreign, name, words));
-            }
-            Some((_, own)) => Some(own.path as usize),
+    for candidate in found {
+        candidate.check_tier(newest)?;
+        let name = candidate.path.name();
+        let number = match candidate.newest() {
+            Some(own) => Some(own.path as usize),
             // Its first superblock was under way when the run crashed, or its copies are damaged. A blank one that
             // should hold something is another disk.
             None => records
                 .iter()
                 .position(|record| record.name == name)
-                .filter(|number| !broken.is_empty() || lost_extents(&newest, &[*number]).is_empty()),
+                .filter(|number| !candidate.broken.is_empty() || lost_extents(newest, &[*number]).is_empty()),
         };
+        let kept = candidate.kept(chosen.sequence);
+        let Candidate { path, given, .. } = candidate;
         match number {
             None => fresh.push((given, path)),
             Some(number) if paths.get(number).is_some_and(Option::is_none) => {
-                paths[number] = Some((given, path, best));
+                paths[number] = Some((given, path, kept));
             }
             Some(number) => {
                 let words = format!("it is a copy: path {number} of the tier is there already");
@@ -177,8 +108,8 @@ fn resume(
         }
     }
     let missing: Vec<usize> =
-        (0..records.len()).filter(|number| paths[*number].is_none() && in_use(&newest, *number)).collect();
-    let lost = lost_extents(&newest, &missing);
+        (0..records.len()).filter(|number| paths[*number].is_none() && in_use(newest, *number)).collect();
+    let lost = lost_extents(newest, &missing);
     if !missing.is_empty() && !options.degraded {
         let names: Vec<&str> = missing.iter().map(|number| records[*number].name.as_str()).collect();
         let words = format!("{} extents have a part there; a degraded open names them", lost.len());
@@ -195,7 +126,7 @@ fn resume(
     for (given, path) in fresh {
         path.sync_directory()?;
         let record = PathRecord { name: path.name(), memory: !path.lasts(), end: 0, written: 0 };
-        let unused = |number: &usize| paths[*number].is_none() && !in_use(&newest, *number);
+        let unused = |number: &usize| paths[*number].is_none() && !in_use(newest, *number);
         let number = (0..records.len()).find(unused).unwrap_or(records.len());
         if number == records.len() {
             records.push(record);
@@ -205,7 +136,7 @@ fn resume(
         }
         paths[number] = Some((given, path, None));
     }
-    let (paths, states) = path_states(&options, &newest, &records, paths)?;
+    let (paths, states) = path_states(&options, newest, &records, paths)?;
     let opened = Opened {
         resumed: true,
         step: newest.step,
@@ -213,8 +144,11 @@ fn resume(
         missing: missing.iter().map(|number| records[*number].name.clone()).collect(),
         lost,
     };
-    let state = state(states, extents(&newest), Some(&newest));
+    let state = state(states, extents(newest), Some(newest));
     let tier = assemble(options, newest.tier, newest.block_bytes, paths, state, opened)?;
+    if chosen.is_older() {
+        prove(&tier)?;
+    }
     publish(&tier)?;
     Ok(tier)
 }
@@ -233,7 +167,7 @@ fn path_states(
         });
         let used: Vec<(u64, u64)> =
             chunks.filter(|(path, ..)| *path as usize == number).map(|(_, at, len)| (at, len)).collect();
-        let Some((given, path, best)) = one else {
+        let Some((given, path, kept)) = one else {
             let space = Space::new(record.end, record.end, []).unwrap_or_default();
             states.push(PathState {
                 name: record.name.clone(),
@@ -248,9 +182,8 @@ fn path_states(
             paths.push(None);
             continue;
         };
-        let good = best.as_ref().map(|(copy, _)| *copy);
         let PathOptions { limit, reserve, .. } = options.paths[given];
-        states.push(path_state(&path, limit, reserve, used, record.written, good)?);
+        states.push(path_state(&path, limit, reserve, used, record.written, kept)?);
         paths.push(Some(Arc::new(path)));
     }
     Ok((paths, states))
@@ -336,6 +269,19 @@ fn assemble(
     Ok(Tier { options, who, block_bytes, paths, state: Mutex::new(state), changed: Condvar::new(), opened })
 }
 
+/// Reads every block of a state that is not the last commit's: some may have been written over.
+fn prove(tier: &Tier) -> Result<()> {
+    let step = tier.opened.step.unwrap_or_default();
+    let damage = tier.verify_extents()?.damage;
+    match damage.into_iter().find(|error| error.tier_kind() != Some(TierKind::Lost)) {
+        None => Ok(()),
+        Some(error) if error.tier_kind() == Some(TierKind::Corrupt) => {
+            Err(gone(tier.some_name(), step, &format!("written over since, or damaged: {error}")))
+        }
+        Some(error) => Err(error),
+    }
+}
+
 /// Makes the state that was found, or the empty one, durable on every path, as a superblock of its own: one that was
 /// found may be in the page cache only, and paths may have been renamed, added or left behind.
 fn publish(tier: &Tier) -> Result<()> {
@@ -361,21 +307,6 @@ fn publish(tier: &Tier) -> Result<()> {
         tier.superblock(&state, state.step, state.payload.clone())
     };
     tier.write_superblocks(&superblock)
-}
-
-fn check_owner(options: &TierOptions, path: &str, found: &Superblock) -> Result<()> {
-    let own = (&options.owner.job, options.owner.rank, options.world, &options.owner.host);
-    let (job, rank, world, host) = (&found.job, found.rank, found.world, &found.host);
-    match own == (job, rank, world, host) {
-        true => Ok(()),
-        false => {
-            let words = format!(
-                "it was written by job {job:?} on {host}, rank {rank} of {world}; this is job {:?} on {}, rank {} of {}",
-                own.0, own.3, own.1, own.2
-            );
-            Err(TierError::at(TierKind::Foreign, path, words))
-        }
-    }
 }
 
 /// Whether anything committed lies on a path, or it holds superblocks that may come back.
@@ -416,11 +347,4 @@ fn place_name(options: &TierOptions, given: usize) -> String {
         #[cfg(any(test, feature = "sim"))]
         Place::Simulated(..) => format!("disk-{given}"),
     }
-}
-
-/// The path that the newest superblock was read from.
-fn found_name(found: &[Candidate], newest: &Superblock) -> String {
-    let holder =
-        found.iter().find(|one| one.best.as_ref().is_some_and(|(_, best)| best.sequence == newest.sequence));
-    holder.map_or_else(String::new, |one| one.path.name())
 }

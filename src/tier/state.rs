@@ -3,6 +3,8 @@
 //! Invariants:
 //! - The places of a committed version are given back only after a commit without it succeeded. After a commit whose
 //!   outcome is not known, what it named stays, too, until one succeeds.
+//! - A commit itself takes places only before it succeeds, and what is free is written to by writes alone: from a commit
+//!   to the first write after it every place of the commit before it is as that one left it, though free.
 //! - An extent has one writer or any number of readers.
 #![forbid(unsafe_code)]
 

@@ -3,7 +3,8 @@
 //! Invariants:
 //! - A superblock is written only when everything it names is durable, and into the copy that does not hold the last
 //!   committed one: whatever a crash does to the write, one whole copy names one whole step.
-//! - The copy with the highest sequence counts, on whichever path it is found.
+//! - The copy with the highest sequence counts, on whichever path it is found. The other copy names the commit before
+//!   it, until the next one.
 //! - A superblock that parses names parts inside their files, each block of each extent once, no part twice.
 #![forbid(unsafe_code)]
 
@@ -152,7 +153,7 @@ impl Superblock {
     }
 
     /// Refuses what a writer of this library would not write.
-    fn checked(self) -> Result<Superblock, String> {
+    pub(super) fn checked(self) -> Result<Superblock, String> {
         if self.path as usize >= self.paths.len() || self.paths.len() > MAX_PATHS {
             return Err(format!("it lies on path {} of {}", self.path, self.paths.len()));
         }

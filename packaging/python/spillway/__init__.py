@@ -7,7 +7,7 @@ import ctypes as _ctypes
 
 from . import _abi, _native
 from .errors import (Busy, Corrupt, GpuFailure, InternalError, InvalidArgument, IoFailure, LibraryNotFound, NoDevice, NoState,
-                     NotFound, OutOfOrder, SpillwayError, SystemFailure, TierFailure, TierLocked, TimedOut, UnknownId,
+                     NoStep, NotFound, OutOfOrder, SpillwayError, SystemFailure, TierFailure, TierLocked, TimedOut, UnknownId,
                      Unsupported)
 from .gpu import DeviceArray, Event, Gpu, Stream, gpu_count, pinned
 from .interleave import Interleave, Rates, Subgroup, plan
@@ -19,8 +19,8 @@ from .tier import Tier, TierPath
 __version__ = "0.1.0"
 
 __all__ = ["Adagrad", "Adam", "Busy", "Corrupt", "DeviceArray", "Event", "Gpu", "GpuFailure", "Interleave", "InternalError",
-           "InvalidArgument", "IoFailure", "LibraryNotFound", "Lion", "NoDevice", "NoState", "NotFound", "OutOfOrder", "Prepared",
-           "Rates", "Recording", "Speculation", "SpillwayError", "StepStats", "Stream", "Subgroup", "Swap", "SystemFailure",
+           "InvalidArgument", "IoFailure", "LibraryNotFound", "Lion", "NoDevice", "NoState", "NoStep", "NotFound", "OutOfOrder",
+           "Prepared", "Rates", "Recording", "Speculation", "SpillwayError", "StepStats", "Stream", "Subgroup", "Swap", "SystemFailure",
            "Tier", "TierFailure", "TierLocked", "TierPath", "TimedOut", "UnknownId", "Unsupported", "gpu_count", "grad_stats",
            "kernel_name", "library_path", "library_version", "num_threads", "pinned", "plan", "set_log", "set_num_threads",
            "stats"]

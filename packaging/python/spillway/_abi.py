@@ -170,6 +170,7 @@ PROTOTYPES = {
     "spw_ds_lion_create": (_STATUS, [c_int32]),
     "spw_ds_lion_update": (_STATUS, [c_int32, c_uint64, c_float, c_float, c_float, c_float, POINTER(Tensor)]),
     "spw_ds_lion_destroy": (_STATUS, [c_int32]),
+    "spw_tier_steps": (_STATUS, [POINTER(TierOptions), POINTER(TierStepsInfo)]),
     "spw_tier_open": (_STATUS, [POINTER(TierOptions), POINTER(c_void_p)]),
     "spw_tier_close": (_STATUS, [c_void_p, c_int64]),
     "spw_tier_destroy": (_STATUS, [c_void_p]),

@@ -135,7 +135,13 @@ class TierOptions(Structure):
     _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("job", c_char_p), ("host", c_char_p),
                 ("rank", c_uint32), ("world", c_uint32), ("paths", POINTER(TierPath)), ("path_count", c_uint64),
                 ("durability", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("stall_ms", c_uint64),
-                ("queue_depth", c_uint32), ("io_backend", c_uint32)]
+                ("queue_depth", c_uint32), ("io_backend", c_uint32), ("at_step", c_uint64)]
+
+
+class TierStepsInfo(Structure):
+    c_name = "spw_tier_steps_info"
+    _fields_ = [("struct_size", c_uint32), ("committed", c_uint32), ("last", c_uint64), ("before", c_uint64),
+                ("has_before", c_uint32), ("first", c_uint32)]
 
 
 class TierOpenedInfo(Structure):
@@ -295,6 +301,6 @@ STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptio
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
               PlanRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, InterleaveOptions,
               InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
-              TierPath, TierOptions, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked,
+              TierPath, TierOptions, TierStepsInfo, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked,
               SwapOptions, SwapBudget, SwapStats, DsAdamCall, DsAdamState,
               GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink)

@@ -96,6 +96,12 @@ class NoState(TierFailure):
     status = 36
 
 
+class NoStep(TierFailure):
+    """The step that was asked for is not one that the tier can be opened at, or was written over since."""
+
+    status = 37
+
+
 class TimedOut(SpillwayError, TimeoutError):
     """A wait ran out of time; what it waited for goes on."""
 
@@ -123,8 +129,8 @@ class LibraryNotFound(SpillwayError, ImportError):
 _BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure,
                                              TimedOut, Busy)}
 _BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 26, 27), IoFailure))
-_BY_STATUS.update(dict.fromkeys(range(30, 37), TierFailure))
-_BY_STATUS.update({kind.status: kind for kind in (NotFound, Corrupt, TierLocked, NoState)})
+_BY_STATUS.update(dict.fromkeys(range(30, 38), TierFailure))
+_BY_STATUS.update({kind.status: kind for kind in (NotFound, Corrupt, TierLocked, NoState, NoStep)})
 _BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrder))
 _BY_STATUS.update(dict.fromkeys(range(51, 58), GpuFailure))
 _BY_STATUS[NoDevice.status] = NoDevice

@@ -21,7 +21,7 @@ MODES = {"auto": 0, "create": 1, "resume": 2}
 DURABILITIES = {"data": 0, "process": 1, "full": 2}
 BACKENDS = {"auto": 0, "uring": 1, "threads": 2}
 HEALTH = ("healthy", "draining", "failed", "missing")
-_DEGRADED, _NO_DIRECT = 1, 2
+_DEGRADED, _NO_DIRECT, _AT_STEP = 1, 2, 4
 _DIRECTORY, _MEMORY = 0, 1
 _TEXT_BYTES = 4096
 
@@ -33,6 +33,15 @@ class TierPath(NamedTuple):
     directory: str | None
     limit_bytes: int = 0
     reserve_bytes: int = 0
+
+
+class Steps(NamedTuple):
+    """The steps that a tier can be opened at: the last committed one, or None, and the one before it, or None. `first` if
+    the last was the first commit, so that there was nothing before it."""
+
+    last: int | None
+    before: int | None
+    first: bool
 
 
 class Opened(NamedTuple):
@@ -77,23 +86,22 @@ class Tier(Held):
 
     `paths` are directories that exist, None for memory, or TierPath. `mode`: "auto" goes on where there is a committed
     state and else begins, "create" refuses one, "resume" needs one. `durability`: "data" survives a power cut, "process"
-    only the end of the process, "full" syncs directories too. Zero is the default of every number."""
+    only the end of the process, "full" syncs directories too. `at_step` goes on at this step, one of steps(): the one
+    before the last is NoStep if something was put since the last commit, and the last is gone then. Zero is the default of
+    every number."""
 
     what, closer = "tier", "spw_tier_close"
 
     def __init__(self, paths, *, job, host=None, rank=0, world=1, mode="auto", durability="data", degraded=False,
-                 direct=True, block_bytes=0, stall_seconds=0.0, queue_depth=0, backend="auto"):
-        options = _abi.sized(_abi.TierOptions)
+                 direct=True, block_bytes=0, stall_seconds=0.0, queue_depth=0, backend="auto", at_step=None):
+        options = _options(paths, job, host, rank, world, degraded)
         options.mode = _choice(MODES, mode, "mode")
         options.durability = _choice(DURABILITIES, durability, "durability")
         options.io_backend = _choice(BACKENDS, backend, "backend")
-        options.job, options.host = _text(job, "job"), None if host is None else _text(host, "host")
-        options.rank, options.world = rank, world
-        options.flags = _DEGRADED * bool(degraded) + _NO_DIRECT * (not direct)
+        options.flags |= _NO_DIRECT * (not direct) + _AT_STEP * (at_step is not None)
         options.block_bytes, options.queue_depth = block_bytes, queue_depth
         options.stall_ms = round(stall_seconds * 1000)
-        rows = [_path(path) for path in paths]
-        options.paths, options.path_count = (_abi.TierPath * len(rows))(*rows), len(rows)
+        options.at_step = at_step or 0
         self._lock, self._under_way, self._streams = threading.Lock(), {}, {}
         self._hold("spw_tier_open", ctypes.byref(options))
         self.opened = self._opened()
@@ -234,6 +242,15 @@ class Tier(Held):
         return step.value
 
 
+def steps(paths, *, job, host=None, rank=0, world=1, degraded=False):
+    """The Steps of a tier, which it leaves as it is; none if there is no tier. Ranks that commit each for itself look
+    before they open: an open makes the step it finds the only one."""
+    info = _abi.sized(_abi.TierStepsInfo)
+    options = _options(paths, job, host, rank, world, degraded)
+    _native.check(_native.library().spw_tier_steps(ctypes.byref(options), ctypes.byref(info)))
+    return Steps(info.last if info.committed else None, info.before if info.has_before else None, bool(info.first))
+
+
 def collect(directory, *, job, host=None, rank=0):
     """Removes what a dead run left in a directory; False if there is nothing. A live one is TierLocked."""
     name = None if host is None else _text(host, "host")
@@ -245,6 +262,15 @@ def collect(directory, *, job, host=None, rank=0):
 
 
 _TIMEOUT = 23
+
+
+def _options(paths, job, host, rank, world, degraded):
+    options = _abi.sized(_abi.TierOptions)
+    options.job, options.host = _text(job, "job"), None if host is None else _text(host, "host")
+    options.rank, options.world, options.flags = rank, world, _DEGRADED * bool(degraded)
+    rows = [_path(path) for path in paths]
+    options.paths, options.path_count = (_abi.TierPath * len(rows))(*rows), len(rows)
+    return options
 
 
 def _path(given):

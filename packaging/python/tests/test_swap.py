@@ -132,6 +132,28 @@ def test_a_process_that_is_killed_is_taken_up_at_its_last_commit(folders, child_
         open_tier(folders, mode="resume")
 
 
+@pytest.mark.parametrize("buffers", [3, 100])
+def test_a_commit_is_given_up_for_the_one_before_and_made_again_with_the_same_bits(folders, buffers):
+    with open_tier(folders) as tier, open_swap(tier, buffers) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        adam = spillway.Adam(lr=1e-2, weight_decay=0.1)
+        for number in range(1, 4):
+            step(swap, adam, number)
+            swap.commit(number, b"step %d" % number)
+    where = {"job": "test"}
+    assert tier_module.steps(folders, **where) == (3, 2, False)
+    with pytest.raises(spillway.NoStep, match="step 1: the steps it knows are .3, 2."):
+        open_tier(folders, at_step=1)
+    with open_tier(folders, at_step=2) as tier, open_swap(tier, buffers) as swap:
+        assert tier.opened.step == 2 and tier.opened.payload == b"step 2"
+        adam.step_count = 2
+        for number in range(3, 5):
+            step(swap, adam, number)
+        assert same(everything(swap), in_memory(4)[0])
+    # Nothing was committed since, and step 3 is not there any more.
+    assert tier_module.steps(folders, **where) == (2, None, False)
+
+
 def test_extents_by_name(folders, tmp_path):
     tier = open_tier([*folders, ])
     old, new = np.arange(50_000, dtype=np.int64), bytearray(b"x" * 1000)

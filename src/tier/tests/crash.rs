@@ -5,18 +5,18 @@ use super::*;
 use crate::error::TierKind;
 use crate::io::sim::{Crash, Journal};
 
-const FATES: [(Crash, u64); 5] =
+pub(super) const FATES: [(Crash, u64); 5] =
     [(Crash::Kept, 1), (Crash::Dropped, 1), (Crash::Torn, 1), (Crash::Torn, 77), (Crash::Torn, 991)];
 
 /// When the commit of a step began and ended, in events of the journal.
-struct Commit {
-    step: u64,
-    began: usize,
-    ended: usize,
+pub(super) struct Commit {
+    pub(super) step: u64,
+    pub(super) began: usize,
+    pub(super) ended: usize,
 }
 
 /// Steps `from..=to` on journaled disks.
-fn record(options: TierOptions, journal: &Journal, from: u64, to: u64) -> Vec<Commit> {
+pub(super) fn record(options: TierOptions, journal: &Journal, from: u64, to: u64) -> Vec<Commit> {
     let tier = Tier::open(options).unwrap();
     let mut commits = Vec::new();
     for number in from..=to {
@@ -28,14 +28,14 @@ fn record(options: TierOptions, journal: &Journal, from: u64, to: u64) -> Vec<Co
 }
 
 /// Steps that an open may find after so many events: the last that was acknowledged, or one that was under way.
-fn allowed(commits: &[Commit], events: usize) -> Vec<Option<u64>> {
+pub(super) fn allowed(commits: &[Commit], events: usize) -> Vec<Option<u64>> {
     let acknowledged = commits.iter().rev().find(|commit| commit.ended <= events).map(|commit| commit.step);
     let begun = commits.iter().filter(|commit| commit.began < events && commit.ended > events);
     [acknowledged].into_iter().chain(begun.map(|commit| Some(commit.step))).collect()
 }
 
 /// Opens an image and checks that it is one of `allowed`, whole.
-fn check(disks: &[Disk], allowed: &[Option<u64>], words: &str) -> Option<u64> {
+pub(super) fn check(disks: &[Disk], allowed: &[Option<u64>], words: &str) -> Option<u64> {
     let options = TierOptions { mode: Mode::Resume, ..on_disks(disks, &[]) };
     let tier = match Tier::open(options) {
         Ok(tier) => tier,

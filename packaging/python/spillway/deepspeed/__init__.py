@@ -45,7 +45,8 @@ def active():
 
 
 def commit(engine):
-    """Makes an engine's optimizer states, and what goes with them, durable on their tier as its global step."""
+    """Makes an engine's optimizer states, and what goes with them, durable on their tier as its global step.
+    Every rank calls it, and none goes on before all have committed."""
     from . import _resume
     _resume.commit(engine)
 

@@ -76,8 +76,7 @@ def commit(engine):
     data = _pack(_record(engine, swapper))
     if len(data) > _PAYLOAD_BYTES - 1024:
         data = _put_apart(swapper.tier, data)
-    swapper.swap.commit(engine.global_steps, data)
-    swapper.commits += 1
+    swapper.commit(engine.global_steps, data)
 
 
 def client_state(engine):

@@ -12,7 +12,7 @@ import weakref
 from .. import _abi, _native, tier
 from ..errors import InvalidArgument
 from ..swap import STATES, Swap, working_bytes
-from . import _call
+from . import _call, _ranks
 
 # Of this process, for active().
 _swappers = weakref.WeakSet()
@@ -31,19 +31,21 @@ class TierSwapper:
         if not settings.resume:
             for path in settings.paths:
                 tier.collect(path.directory, job=settings.job, rank=rank)
-        self.tier = tier.Tier(settings.paths, job=settings.job, rank=rank, world=world,
-                              mode="auto" if settings.resume else "create", stall_seconds=settings.stall_seconds,
-                              durability=settings.durability if settings.resume else "process")
+
+        def open_at(step):
+            return tier.Tier(settings.paths, job=settings.job, rank=rank, world=world, at_step=step,
+                             mode="auto" if settings.resume else "create", stall_seconds=settings.stall_seconds,
+                             durability=settings.durability if settings.resume else "process")
+
+        self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume else open_at(None)
         host_bytes = working_bytes(self.elements, len(settings.paths)) + settings.cache_bytes
         self.swap = Swap(self.tier, self.elements, host_bytes=host_bytes, ratio=settings.ratio, turns=settings.turns,
                          huge_pages=settings.lock, lock=settings.lock)
         weakref.finalize(self, _close, self.swap, self.tier, not settings.resume, os.getpid())
         self.resumed = self.tier.opened.step is not None
-        if settings.resume and world > 1:
-            _same_on_all_ranks(self.tier.opened.step, world)
         self.swap_folder = settings.paths[0].directory
         self.steps = [0] * len(self.elements)
-        self.commits = 0
+        self.commits, self._world = 0, world
         self._gradients = {}
         _swappers.add(self)
 
@@ -162,6 +164,12 @@ class TierSwapper:
         for index, step in enumerate(steps):
             self._set_step(index, step)
 
+    def commit(self, step, data):
+        """Makes all state durable, on every rank before any goes on."""
+        self.swap.commit(step, data)
+        _ranks.settle(self._world)
+        self.commits += 1
+
     def purge_state(self):
         """Forgets moments and steps; the master weights stay."""
         for index, elements in enumerate(self.elements):
@@ -209,15 +217,6 @@ def served():
     return [{"paths": [path._asdict() for path in swapper.tier.paths()], **swapper.swap.stats._asdict(),
              **swapper.swap.budget._asdict(), "subgroups": len(swapper.elements), "commits": swapper.commits,
              "resumed_at": swapper.tier.opened.step} for swapper in _swappers]
-
-
-def _same_on_all_ranks(step, world):
-    import torch
-    steps = [None] * world
-    torch.distributed.all_gather_object(steps, step)
-    if len(set(steps)) > 1:
-        raise InvalidArgument(f"the run ended while its ranks committed: they hold the steps {steps}; load a checkpoint, with "
-                              "\"resume\": false in the spillway block")
 
 
 def _close(swap, opened, scratch, process):

@@ -4,7 +4,7 @@
     "spillway": {"paths": ["/mnt/nvme", "/mnt/pfs"], "cache_bytes": 8589934592, "job": "run7", "resume": true}
 
 Without the block the one path is nvme_path, which is scratch, as DeepSpeed's swap files are: a new run removes what an old one
-left there. With "resume" every step is committed, and a run that starts again goes on at the last commit."""
+left there. With "resume" every step is committed, and a run that starts again goes on at the last commit of all its ranks."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ class Settings(NamedTuple):
     cache_bytes       host memory for subgroups that stay there from step to step, beside the buffers in motion
     durability        "data": a commit survives a power cut; "process": only the end of the process; "full"
     job               name of the run, a directory below each path; two runs at a time on a path need two
-    resume            go on at the last commit if there is one, and commit every commit_interval steps
+    resume            go on at the last commit that all ranks have if there is one, and commit every commit_interval steps
     commit_interval   0: only spillway.deepspeed.commit(engine) commits
     turns             one process of a machine at a time uses a path
     lock              page-locked buffers in 2 MiB pages

@@ -1,0 +1,63 @@
+//! The virtual tier: which steps it can be opened at.
+#![allow(non_camel_case_types)]
+
+use super::guard::guard;
+use super::record::{self, Record};
+use super::status::spw_status;
+use super::tier_options::{parse, spw_tier_options};
+use crate::tier::Tier;
+use crate::tier::copies::{Before, Steps};
+
+/// The steps that a tier can be opened at.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_steps_info {
+    /// `sizeof(spw_tier_steps_info)`
+    pub struct_size: u32,
+    /// 1 if there is a committed step, else 0.
+    pub committed: u32,
+    /// That step, the last one.
+    pub last: u64,
+    /// The step before it, if there is one.
+    pub before: u64,
+    /// 1 if there is a step before it, else 0.
+    pub has_before: u32,
+    /// 1 if the last step was the tier's first commit, so that before it there was nothing, else 0.
+    pub first: u32,
+}
+
+// SAFETY: integers without padding.
+unsafe impl Record for spw_tier_steps_info {
+    const FIRST_SIZE: usize = 32;
+    const NAME: &'static str = "spw_tier_steps_info";
+}
+
+/// Looks at a tier without opening it: its last committed step, and the one before it, at which SPW_TIER_AT_STEP opens it.
+/// Nothing changes, and a tier that does not exist is no error. An open makes the step it finds the only one, so ranks
+/// that commit each for itself ask first and open at the smallest step that all of them have. Errors are those of
+/// `spw_tier_open`.
+///
+/// # Safety
+/// `options` and its paths point to structs of `struct_size` bytes with C strings, `info` to a struct of `struct_size`
+/// bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_steps(
+    options: *const spw_tier_options,
+    info: *mut spw_tier_steps_info,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promises are the callees'.
+        unsafe {
+            let Steps { last, before } = Tier::steps(&parse(&record::read(options, "options")?)?)?;
+            let values = spw_tier_steps_info {
+                struct_size: 0,
+                committed: last.is_some().into(),
+                last: last.unwrap_or(0),
+                before: if let Before::Step(step) = before { step } else { 0 },
+                has_before: matches!(before, Before::Step(_)).into(),
+                first: (before == Before::Empty).into(),
+            };
+            record::write(&values, info, "info")
+        }
+    })
+}

@@ -1,0 +1,228 @@
+//! Opening at the commit before the last one gives exactly its bytes or a typed error, and what came after does not come
+//! back.
+#![forbid(unsafe_code)]
+
+use super::crash::{Commit, FATES, allowed, check, record};
+use super::*;
+use crate::error::TierKind;
+use crate::io::sim::Journal;
+use crate::tier::copies::{Before, Steps};
+
+fn at(disks: &[Disk], step: u64) -> Result<Tier> {
+    Tier::open(TierOptions { at_step: Some(step), ..on_disks(disks, &[]) })
+}
+
+fn steps(disks: &[Disk]) -> Steps {
+    Tier::steps(&on_disks(disks, &[])).unwrap()
+}
+
+/// Opens at a step that has to be there, whole, and finds it again without asking.
+fn whole_at(disks: &[Disk], step: u64, words: &str) {
+    let tier = at(disks, step).unwrap_or_else(|error| panic!("{words}: {error}"));
+    assert_eq!(tier.opened().step, Some(step), "{words}");
+    assert!(is_at(&tier, step), "{words}: step {step} is mixed");
+    assert_eq!(tier.verify().unwrap().damage, [], "{words}");
+    drop(tier);
+    check(disks, &[Some(step)], words);
+}
+
+fn refused(disks: &[Disk], step: u64, words: &str) {
+    let error = at(disks, step).unwrap_err();
+    assert!(error.tier_kind() == Some(TierKind::NoStep) && error.to_string().contains(words), "{error}");
+}
+
+/// Two disks after steps 1 to 4, and the journal of how they came about.
+fn four_steps(durability: Durability) -> (Journal, Vec<Commit>) {
+    let journal = Journal::default();
+    let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+    let options = TierOptions { durability, ..on_disks(&disks, &[reorder(21), reorder(22)]) };
+    let commits = record(options, &journal, 1, 4);
+    (journal, commits)
+}
+
+#[test]
+fn every_crash_point_up_to_the_end_of_a_commit_opens_at_the_step_before() {
+    for durability in [Durability::Data, Durability::Full] {
+        let (journal, commits) = four_steps(durability);
+        for pair in commits.windows(2) {
+            for events in pair[0].ended..=pair[1].ended {
+                for (crash, seed) in FATES {
+                    let image = journal.image(2, events, crash, seed);
+                    whole_at(&image, pair[0].step, &format!("{events} events, {crash:?} {seed}"));
+                }
+            }
+        }
+    }
+    let (journal, commits) = four_steps(Durability::Process);
+    for events in commits[2].ended..=commits[3].ended {
+        whole_at(&journal.replayed(2, events), 3, &format!("killed after {events} events"));
+    }
+}
+
+/// Step 2 is whole up to the first write after the commit of step 3; from there on it may be, or an open at it says so and
+/// changes nothing.
+#[test]
+fn a_step_whose_places_are_written_over_is_never_mixed() {
+    let (journal, commits) = four_steps(Durability::Data);
+    let (mut whole, mut refused) = (0, 0);
+    for events in commits[2].ended..=journal.len() {
+        for (crash, seed) in FATES {
+            let words = format!("{events} events, {crash:?} {seed}");
+            let image = journal.image(2, events, crash, seed);
+            match at(&image, 2) {
+                Ok(tier) => {
+                    assert!(is_at(&tier, 2), "{words}: step 2 is mixed");
+                    whole += 1;
+                }
+                Err(error) => {
+                    assert_eq!(error.tier_kind(), Some(TierKind::NoStep), "{words}: {error}");
+                    assert!(events > commits[2].ended, "{words}: {error}");
+                    check(&image, &allowed(&commits, events), &words);
+                    refused += 1;
+                }
+            }
+        }
+    }
+    assert!(whole > FATES.len() && refused > 50, "{whole} {refused}");
+}
+
+/// Step 4 is given up for step 3, and step 14 follows. While the open is under way step 3 can still be asked for,
+/// whatever a crash does; after it nothing leads to step 4.
+#[test]
+fn what_was_given_up_does_not_come_back() {
+    let (first, commits) = four_steps(Durability::Data);
+    for (n, events) in (commits[3].began..=commits[3].ended).enumerate() {
+        let (crash, seed) = FATES[n % FATES.len()];
+        let second = Journal::default();
+        let image = first.image(2, events, crash, seed);
+        let disks: Vec<Disk> = image.iter().enumerate().map(|(n, disk)| disk.moved_to(&second, n)).collect();
+        let start = second.len();
+        let options = on_disks(&disks, &[reorder(23), reorder(24)]);
+        let tier = Tier::open(TierOptions { at_step: Some(3), ..options }).unwrap();
+        let opened = second.len();
+        let there = steps(&second.replayed(2, opened));
+        assert_eq!(there, Steps { last: Some(3), before: Before::Unknown }, "no copy names step 4");
+        step(&tier, 14).unwrap();
+        drop(tier);
+        let fates = |later: usize| match later <= opened {
+            true => &FATES[..],
+            false => &FATES[(n + later) % FATES.len()..][..1],
+        };
+        let crashes =
+            (start..=second.len()).flat_map(|later| fates(later).iter().map(move |fate| (later, *fate)));
+        for (later, (crash, seed)) in crashes {
+            let words = format!("crashed after {events}, then {later} events, {crash:?}");
+            let found = match later < opened {
+                true => vec![Some(3), Some(4)],
+                false => vec![Some(3), Some(14)],
+            };
+            check(&second.image(2, later, crash, seed + later as u64), &found, &words);
+            whole_at(&second.image(2, later, crash, seed + later as u64), 3, &words);
+        }
+    }
+}
+
+/// Extents that the last commit did not touch share their places with the step before; others were taken out, made, or
+/// moved to another path.
+#[test]
+fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    step(&tier, 1).unwrap();
+    step(&tier, 2).unwrap();
+    write(&tier, 0, 77, &Placement::Auto).unwrap();
+    tier.remove(tier.define(&name_of(1), STREAMS[1]).unwrap()).unwrap();
+    let new = tier.define("new", &[9000]).unwrap();
+    let memory = Memory::filled(&[9000], 5);
+    tier.wait(tier.write(new, &memory.spans(), &Placement::On(0), None).unwrap(), PATIENCE).unwrap();
+    tier.evacuate(0).unwrap();
+    tier.commit(3, b"three").unwrap();
+    let used = tier.extents().iter().map(|extent| extent.generation).max();
+    drop(tier);
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2) });
+    let tier = at(&disks, 2).unwrap();
+    assert!(is_at(&tier, 2) && tier.extents().len() == STREAMS.len());
+    write(&tier, 0, 78, &Placement::Auto).unwrap();
+    assert!(Some(tier.extent(0).unwrap().generation) > used, "a generation is given once");
+    tier.commit(4, &[]).unwrap();
+    assert!(read(&tier, 0, 78).unwrap() && read(&tier, 1, seed_of(2, 1)).unwrap());
+    assert_eq!(tier.verify().unwrap().damage, []);
+}
+
+#[test]
+fn any_other_step_is_refused_and_looking_changes_nothing() {
+    let journal = Journal::default();
+    let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
+    let none = Steps { last: None, before: Before::Unknown };
+    assert_eq!(steps(&disks), none);
+    assert_eq!(at(&disks, 1).unwrap_err().tier_kind(), Some(TierKind::NoState));
+    let options = || TierOptions { at_step: Some(1), ..on_disks(&disks, &[]) };
+    assert!(Tier::open(TierOptions { mode: Mode::Create, ..options() }).is_err());
+    drop(Tier::open(on_disks(&disks, &[])).unwrap());
+    assert_eq!(steps(&disks), none);
+    refused(&disks, 1, "the steps it knows are []");
+    record(on_disks(&disks, &[]), &journal, 1, 1);
+    assert_eq!(steps(&disks), Steps { last: Some(1), before: Before::Empty });
+    record(on_disks(&disks, &[]), &journal, 2, 3);
+    let events = journal.len();
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2) });
+    for step in [0, 1, 4, u64::MAX] {
+        refused(&disks, step, &format!("step {step}: the steps it knows are [3, 2]"));
+    }
+    assert_eq!(journal.len(), events, "nothing was written");
+    whole_at(&disks, 3, "the last step by its number");
+    // Opened at its last step, a tier has that one in both copies.
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Unknown });
+    refused(&disks, 2, "[3]");
+    let foreign = TierOptions { owner: Owner { rank: 1, ..owner() }, world: 2, ..on_disks(&disks, &[]) };
+    assert_eq!(Tier::steps(&foreign).unwrap_err().tier_kind(), Some(TierKind::Foreign));
+}
+
+/// One whole copy on any path is enough to go back; with none the last step stays.
+#[test]
+fn the_step_before_is_found_on_any_path() {
+    let (journal, commits) = four_steps(Durability::Data);
+    let image = || journal.replayed(2, commits[3].ended);
+    // Step 4 was the fifth superblock: it lies in the first copy, step 3 in the second.
+    let damage = |disks: &[Disk], n: usize| disks[n].put(&format!("disk-{n}/superblock.1"), vec![7; 8192]);
+    for path in 0..2 {
+        let disks = image();
+        damage(&disks, path);
+        assert_eq!(steps(&disks).before, Before::Step(3));
+        whole_at(&disks, 3, &format!("damaged on path {path}"));
+    }
+    let disks = image();
+    (0..2).for_each(|path| damage(&disks, path));
+    assert_eq!(steps(&disks), Steps { last: Some(4), before: Before::Unknown });
+    refused(&disks, 3, "[4]");
+    check(&disks, &[Some(4)], "the last step");
+}
+
+/// A path that fails on the way to a commit has its part moved, never to places of the step before.
+#[test]
+fn a_commit_that_a_path_failed_in_leaves_the_step_before_whole() {
+    let prepared = || {
+        let disks = [Disk::default(), Disk::default()];
+        let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+        (1..=3).for_each(|number| step(&tier, number).unwrap());
+        drop(tier);
+        disks
+    };
+    let disks = prepared();
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    let before = disks[1].requests();
+    step(&tier, 4).unwrap();
+    let after = disks[1].requests();
+    drop(tier);
+    let mut failed = 0;
+    for nth in before..after {
+        let disks = prepared();
+        let fault = Faults { fail_nth: Some((nth, libc::EIO)), ..Faults::default() };
+        let tier = Tier::open(on_disks(&disks, &[Faults::default(), fault])).unwrap();
+        step(&tier, 4).unwrap();
+        failed += usize::from(tier.paths()[1].health != crate::tier::Health::Healthy);
+        drop(tier);
+        whole_at(&disks, 3, &format!("request {nth} failed"));
+    }
+    assert!(failed > 5, "{failed}");
+}

@@ -91,10 +91,14 @@ RUNS = {
     "fp16": ["--dtype", "fp16", "--steps", "12"],
 }
 
+# Those in which a sub-group is several parts, which have the one step of DeepSpeed's call.
+PARTED = ("unclipped", "three groups")
+
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name):
-    on_tier = train("--paths", *paths, "--block", '{"ratio": [2, 1]}', *RUNS[name])
+    parted = {"part_elements": 5000} if name in PARTED else {}
+    on_tier = train("--paths", *paths, "--block", json.dumps({"ratio": [2, 1], **parted}), *RUNS[name])
     assert same(on_tier, in_host(*RUNS[name]))
     tier, = on_tier["active"]["tier"]
     assert tier["subgroups"] > 5 and tier["cached"] == 0 and tier["commits"] == 0
@@ -102,7 +106,8 @@ def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name
     assert a > b > 0 and on_tier["active"]["async_io"]["written_bytes"] == 0
     # 12 bytes a parameter, to and from the tier, in every step, and no gradients. The first state is written once more.
     steps = on_tier["steps"] - on_tier["skipped"]
-    assert tier["flushed"] == steps * tier["subgroups"] and tier["fetched"] == tier["flushed"]
+    assert tier["flushed"] == steps * tier["parts"] and tier["fetched"] == tier["flushed"]
+    assert (tier["parts"] > 2 * tier["subgroups"]) == (name in PARTED)
     assert (on_tier["skipped"] > 0) == (name == "fp16")
     assert not any(path.is_file() for folder in paths for path in folder.rglob("*")), "scratch is removed at the end"
 
@@ -162,7 +167,7 @@ KILLED = {"cached": (((1, 1), (0, 4), (1, 4)), 1200000, ()),
 @pytest.mark.parametrize("name", KILLED)
 def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(overlay, train, paths, tmp_path, both, name):
     kills, cache, more = KILLED[name]
-    block = json.dumps({"resume": True, "cache_bytes": cache})
+    block = json.dumps({"resume": True, "cache_bytes": cache, "part_elements": 20000})
     tiered = ("--paths", *paths, "--block", block, "--steps", "8", *more)
     whole = train("--steps", "8", *more, **both)
     for rank, step in kills:

@@ -207,7 +207,7 @@ def _in_files(swapper, masters, states):
     with tempfile.TemporaryDirectory(dir=swapper.swap_folder, prefix="spillway-checkpoint-") as folder:
         for index, master in enumerate(masters):
             parts = [_mapped(os.path.join(folder, f"{index}-{part}"), swapper.elements[index]) for part in range(3)]
-            swapper.swap.read(index, *parts)
+            swapper.parted.read(index, *parts)
             master.data = parts[0]
             states[master].update(exp_avg=parts[1], exp_avg_sq=parts[2])
     try:

@@ -11,8 +11,9 @@ import weakref
 
 from .. import _abi, _native, tier
 from ..errors import InvalidArgument
-from ..swap import STATES, Swap, working_bytes
+from ..swap import STATES
 from . import _call, _ranks
+from ._parts import PartedSwap, floats
 
 # Of this process, for active().
 _swappers = weakref.WeakSet()
@@ -38,9 +39,9 @@ class TierSwapper:
                              durability=settings.durability if settings.resume else "process")
 
         self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume else open_at(None)
-        host_bytes = working_bytes(self.elements, len(settings.paths)) + settings.cache_bytes
-        self.swap = Swap(self.tier, self.elements, host_bytes=host_bytes, ratio=settings.ratio, turns=settings.turns,
-                         huge_pages=settings.lock, lock=settings.lock)
+        self.parted = PartedSwap(self.tier, self.elements, settings.part_elements, cache_bytes=settings.cache_bytes,
+                                 ratio=settings.ratio, turns=settings.turns, huge_pages=settings.lock, lock=settings.lock)
+        self.swap = self.parted.swap
         weakref.finalize(self, _close, self.swap, self.tier, not settings.resume, os.getpid())
         self.resumed = self.tier.opened.step is not None
         self.swap_folder = settings.paths[0].directory
@@ -60,15 +61,15 @@ class TierSwapper:
         if self.resumed:
             return
         for parameter, source in zip(parameters, src_tensors):
-            zeros = _floats(source.numel()).zero_()
-            self.swap.write(self._index(parameter), _cpu_floats(source), zeros, zeros)
+            zeros = floats(source.numel()).zero_()
+            self.parted.write(self._index(parameter), _cpu_floats(source), zeros, zeros)
 
     def publish(self, own_reassign, sub_groups=None):
         """Makes the model's weights those of the tier."""
         for index in range(len(self.elements)) if sub_groups is None else sub_groups:
-            param = _floats(self.elements[index])
-            self.swap.read(index, param)
-            self._show(own_reassign, index, param)
+            param = floats(self.elements[index])
+            self.parted.read(index, param)
+            self.show(own_reassign, index, param)
 
     # The step.
 
@@ -76,16 +77,11 @@ class TierSwapper:
         """One step of all sub-groups, with this factor on the gradients."""
         stage3 = self._stage3
         self._clear_unused()
-        weights = [self._weight(index) for index in range(len(self.elements))]
-        table = self.swap.table(list(zip(map(self.gradient, range(len(self.elements))), weights)))
-        apart = {index for index, weight in enumerate(weights) if weight is None}
-
-        def stepped(index, address):
-            if index in apart:
-                self._show(own_reassign, index, _floats_at(address, self.elements[index]))
-
-        self.swap.ds_step(stage3.optimizer.opt_id, [self._call_of(index, factor) for index in range(len(self.elements))],
-                          table, stepped if apart else None)
+        everything = range(len(self.elements))
+        weights = [self._weight(index) for index in everything]
+        shown = _Shown(self, own_reassign, {index for index, weight in enumerate(weights) if weight is None})
+        self.parted.ds_step(stage3.optimizer.opt_id, [self._call_of(index, factor) for index in everything],
+                            list(zip(map(self.gradient, everything), weights)), shown if shown.apart else None)
         for index, elements in enumerate(self.elements):
             self._set_step(index, self.steps[index] + 1)
             _call.count("cpu_adam", elements)
@@ -115,22 +111,22 @@ class TierSwapper:
                     _, offset, count = stage3.grad_position[stage3.get_param_id(param)]
                     self.gradient(index).narrow(0, offset, count).zero_()
 
-    def _show(self, own_reassign, index, param):
+    def show(self, own_reassign, index, param):
         """Has stage 3 copy master weights to where the model's are, by its own method."""
         master = self._stage3.fp32_partitioned_groups_flat[index]
         master.data = param
         try:
             own_reassign(self._stage3, index)
         finally:
-            master.data = _floats(0)
+            master.data = floats(0)
 
     # One sub-group's state in memory, for whoever looks at it between steps.
 
     def swap_in_optimizer_state(self, parameter, async_parameter=None):
         """Puts state and gradient where stage 3 looks for them."""
         index = self._index(parameter)
-        parts = [_floats(self.elements[index]) for _ in STATES]
-        self.swap.read(index, *parts)
+        parts = [floats(self.elements[index]) for _ in STATES]
+        self.parted.read(index, *parts)
         parameter.data, parameter.grad = parts[0], _cpu_floats(self.gradient(index)).clone()
         self._stage3.optimizer.state[parameter].update(exp_avg=parts[1], exp_avg_sq=parts[2], step=self.steps[index])
 
@@ -142,20 +138,20 @@ class TierSwapper:
         """Takes over the state, the gradient, or both."""
         index, state = self._index(parameter), self._stage3.optimizer.state[parameter]
         if write_opt_state:
-            self.swap.write(index, parameter.data, state["exp_avg"], state["exp_avg_sq"])
+            self.parted.write(index, parameter.data, state["exp_avg"], state["exp_avg_sq"])
         if write_gradients:
             self._gradients[index] = parameter.grad
         self.release_swap_buffers(parameter)
 
     def release_swap_buffers(self, parameter):
         """Forgets what was put there."""
-        parameter.data, parameter.grad = _floats(0), None
+        parameter.data, parameter.grad = floats(0), None
         for name in STATES[1:]:
             self._stage3.optimizer.state[parameter].pop(name, None)
 
     def give(self, index, param, exp_avg, exp_avg_sq, step):
         """Another state for a sub-group, in any dtype; None leaves a part as it is."""
-        self.swap.write(index, *(None if part is None else _cpu_floats(part) for part in (param, exp_avg, exp_avg_sq)))
+        self.parted.write(index, *(None if part is None else _cpu_floats(part) for part in (param, exp_avg, exp_avg_sq)))
         if step is not None:
             self._set_step(index, int(step))
 
@@ -173,7 +169,7 @@ class TierSwapper:
     def purge_state(self):
         """Forgets moments and steps; the master weights stay."""
         for index, elements in enumerate(self.elements):
-            zeros = _floats(elements).zero_()
+            zeros = floats(elements).zero_()
             self.give(index, None, zeros, zeros, 0)
 
     def drop_gradients(self):
@@ -212,10 +208,23 @@ class TierSwapper:
         _native.check(_native.library().spw_ds_adam_restore(self._stage3.optimizer.opt_id, ctypes.byref(state)))
 
 
+class _Shown:
+    """Publishes the weights of sub-groups that the step itself cannot write."""
+
+    def __init__(self, swapper, own_reassign, apart):
+        self.apart, self._swapper, self._own_reassign = apart, swapper, own_reassign
+
+    def wants(self, index):
+        return index in self.apart
+
+    def __call__(self, index, param):
+        self._swapper.show(self._own_reassign, index, param)
+
+
 def served():
     """What the tiers of this process did, for active()."""
     return [{"paths": [path._asdict() for path in swapper.tier.paths()], **swapper.swap.stats._asdict(),
-             **swapper.swap.budget._asdict(), "subgroups": len(swapper.elements), "commits": swapper.commits,
+             **swapper.swap.budget._asdict(), "subgroups": len(swapper.elements), "parts": len(swapper.swap), "commits": swapper.commits,
              "resumed_at": swapper.tier.opened.step} for swapper in _swappers]
 
 
@@ -226,16 +235,6 @@ def _close(swap, opened, scratch, process):
         opened.destroy() if scratch else opened.close()
 
 
-def _floats(count):
-    import torch
-    return torch.empty(count, dtype=torch.float32)
-
-
 def _cpu_floats(tensor):
     import torch
     return tensor.detach().to("cpu", torch.float32).flatten()
-
-
-def _floats_at(address, count):
-    import torch
-    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)

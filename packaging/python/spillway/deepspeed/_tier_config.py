@@ -22,7 +22,8 @@ class Settings(NamedTuple):
 
     paths             directories that exist, or {"path", "limit_bytes", "reserve_bytes"}; default: nvme_path
     ratio             share of each path in the state; default: in proportion to its measured speed
-    cache_bytes       host memory for subgroups that stay there from step to step, beside the buffers in motion
+    cache_bytes       host memory for parts that stay there from step to step, beside the buffers in motion
+    part_elements     most elements of what is fetched, stepped and kept at a time: 12 bytes each, a few of them in motion
     durability        "data": a commit survives a power cut; "process": only the end of the process; "full"
     job               name of the run, a directory below each path; two runs at a time on a path need two
     resume            go on at the last commit that all ranks have if there is one, and commit every commit_interval steps
@@ -36,6 +37,7 @@ class Settings(NamedTuple):
     given: bool
     ratio: tuple | None = None
     cache_bytes: int = 0
+    part_elements: int = 2 << 20
     durability: str = "data"
     job: str = "deepspeed"
     resume: bool = False
@@ -46,7 +48,7 @@ class Settings(NamedTuple):
     enabled: bool = True
 
 
-_KINDS = {"ratio": list, "cache_bytes": int, "durability": str, "job": str, "resume": bool, "commit_interval": int,
+_KINDS = {"ratio": list, "cache_bytes": int, "part_elements": int, "durability": str, "job": str, "resume": bool, "commit_interval": int,
           "turns": bool, "lock": bool, "stall_seconds": (int, float), "enabled": bool, "paths": list}
 
 
@@ -93,6 +95,8 @@ def parse(block, nvme_path):
     given = {name: value for name, value in block.items() if name != "paths"}
     paths = tuple(_path(path) for path in block["paths"]) if block.get("paths") else (_directory(nvme_path),)
     found = Settings(paths, True, **given)
+    if found.part_elements == 0:
+        raise InvalidArgument("spillway: part_elements is 0")
     if found.ratio is not None and len(found.ratio) != len(found.paths):
         raise InvalidArgument(f"spillway: ratio has {len(found.ratio)} numbers for {len(found.paths)} paths")
     return found

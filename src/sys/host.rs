@@ -8,6 +8,22 @@ pub fn name() -> String {
         .map_or_else(|_| String::new(), |name| name.trim().to_string())
 }
 
+/// The machine's own number, empty where it has none; names of machines are not always their own.
+pub fn machine() -> String {
+    std::fs::read_to_string("/etc/machine-id").map_or_else(|_| String::new(), |id| id.trim().to_string())
+}
+
+/// A number that every start of the machine has for itself.
+pub fn boot() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map_or_else(|_| String::new(), |id| id.trim().to_string())
+}
+
+/// Where this process's id means anything: a container may have ids of its own.
+pub fn pid_namespace() -> String {
+    std::fs::read_link("/proc/self/ns/pid").map_or_else(|_| String::new(), |id| id.display().to_string())
+}
+
 /// When a process began, in clock ticks since the machine did; `None` if there is no such process.
 pub fn process_start(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;

@@ -1,6 +1,7 @@
 //! Tests of the tier over simulated disks and over real directories.
 #![forbid(unsafe_code)]
 
+mod bucket;
 mod crash;
 mod faults;
 mod format;

@@ -88,7 +88,7 @@ build() {
     tests_of spillway-kernels --test kernels
     tests_of spillway --lib
     # As the Python tests build it.
-    cargo build --release --lib --package spillway --package fakecuda
+    cargo build --release --lib --package spillway --package fakecuda --features spillway/s3
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
         "$library/libspillway.a" -lm -o "$work/one_step"
     cc -std=gnu11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"

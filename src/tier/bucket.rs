@@ -18,7 +18,7 @@ use super::layout::PAGE;
 use super::medium::{Medium, Pair};
 use crate::error::{Error, IoKind, Result};
 use crate::io::object::folder::Folder;
-use crate::io::object::{self, Address, Answer, Listed, Spot, Store};
+use crate::io::object::{self, Address, Answer, Spot, Store};
 
 /// Deletions under way at a time.
 const DELETERS: usize = 8;
@@ -52,16 +52,14 @@ impl Bucket {
     ) -> Result<Option<Bucket>> {
         let prefix = format!("{}{}/", address.prefix, below(owner));
         let name = name(&address.text(), owner);
-        if !make {
-            let there = |listed: Vec<Listed>| listed.iter().any(|one| !is_lock(&one.key, &prefix));
-            match store.list(&prefix).map(there) {
-                Ok(true) => {}
-                Ok(false) => return Ok(None),
-                Err(refusal) => match refusal.at(Spot { doing: "opening", path: &name }) {
-                    error if error.io_kind() == Some(IoKind::NotFound) => return Ok(None),
-                    error => return Err(error),
-                },
-            }
+        // Before the lock is put: some servers make a bucket that is missing.
+        let listed =
+            match store.list(&prefix).map_err(|refusal| refusal.at(Spot { doing: "opening", path: &name })) {
+                Err(error) if error.io_kind() == Some(IoKind::NotFound) && !make => return Ok(None),
+                other => other?,
+            };
+        if !make && listed.iter().all(|one| is_lock(&one.key, &prefix)) {
+            return Ok(None);
         }
         let (claim, listed) = Claim::take(&store, &prefix, &name)?;
         let folder = Folder::new(store, name, prefix, &FILES, &listed);

@@ -12,7 +12,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
+use arc_swap::ArcSwapOption;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, TierError, TierKind};
@@ -117,7 +117,7 @@ impl Holder {
         }
         match self {
             // A lock of this process that it could not delete.
-            _ if self == me => !HELD.load().contains(key),
+            _ if self == me => HELD.load().as_ref().is_none_or(|held| !held.contains(key)),
             _ => self.namespace == me.namespace && host::process_start(self.pid) != Some(self.started),
         }
     }
@@ -158,13 +158,13 @@ fn locked(name: &str, key: &str, prefix: &str, words: &str) -> Error {
 }
 
 /// Locks that this process has. No mutex: a thread may hold one in the moment of a fork.
-static HELD: std::sync::LazyLock<ArcSwap<BTreeSet<String>>> = std::sync::LazyLock::new(ArcSwap::default);
+static HELD: ArcSwapOption<BTreeSet<String>> = ArcSwapOption::const_empty();
 
 fn held(change: impl Fn(&mut BTreeSet<String>) -> bool) {
     HELD.rcu(|held| {
-        let mut held = BTreeSet::clone(held);
+        let mut held = held.as_deref().cloned().unwrap_or_default();
         change(&mut held);
-        held
+        Some(Arc::new(held))
     });
 }
 

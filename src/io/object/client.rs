@@ -14,13 +14,14 @@ use std::io::Read;
 use std::time::{Duration, Instant};
 
 use rusty_s3::actions::{ListObjectsV2, S3Action};
-use rusty_s3::{Bucket, Credentials};
+use rusty_s3::{Bucket, Credentials, UrlStyle};
 use ureq::http::{Response, StatusCode};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
-use super::settings::Settings;
+use super::settings::{ROOTS, Settings};
 use super::{Address, Answer, Listed, Refusal, Store};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Tries of a request, and the pause before the second, which doubles.
 const TRIES: u32 = 4;
@@ -51,10 +52,19 @@ type Try<T> = std::result::Result<T, Failure>;
 
 impl Client {
     pub(super) fn of_environment(address: &Address, patience: Option<Duration>) -> Result<Client> {
-        let Settings { bucket, credentials, roots } = Settings::of_environment(address)?;
+        let settings = Settings::of_environment(address)?;
+        let url = settings.endpoint.parse().map_err(|error| settings.wrong_endpoint(error))?;
+        let style = if settings.path_style { UrlStyle::Path } else { UrlStyle::VirtualHost };
+        let bucket = Bucket::new(url, style, address.bucket.clone(), settings.region.clone())
+            .map_err(|error| settings.wrong_endpoint(error))?;
+        let Settings { key, secret, token, roots, .. } = settings;
+        let credentials = match token {
+            Some(token) => Credentials::new_with_token(key, secret, token),
+            None => Credentials::new(key, secret),
+        };
         let mut config = Agent::config_builder().http_status_as_error(false).max_redirects(0);
-        if let Some(roots) = roots {
-            config = config.tls_config(ureq::tls::TlsConfig::builder().root_certs(roots).build());
+        if let Some(path) = roots {
+            config = config.tls_config(TlsConfig::builder().root_certs(trusted(&path)?).build());
         }
         let agent =
             config.max_idle_connections_per_host(super::folder::MAX_REQUESTS as usize).build().new_agent();
@@ -100,7 +110,7 @@ impl Client {
             action.with_continuation_token(token);
         }
         let request = self.agent.get(self.sign(&action)).config().timeout_global(Some(left)).build();
-        let mut response = answered(request.call(), StatusCode::OK)?;
+        let mut response = answered(request.call(), is_ok)?;
         let body = response.body_mut().with_config().limit(MOST_LISTING).read_to_string().map_err(lost)?;
         let page = ListObjectsV2::parse_response(&body)
             .map_err(|error| for_good(format!("a listing that cannot be read: {error}")))?;
@@ -123,7 +133,7 @@ impl Client {
         let range = format!("bytes={from}-{}", from + len - 1);
         let request = self.agent.get(self.sign(&action)).header("range", range);
         let request = request.config().timeout_global(Some(left)).build();
-        let mut response = answered(request.call(), StatusCode::PARTIAL_CONTENT)?;
+        let mut response = answered(request.call(), |status| *status == StatusCode::PARTIAL_CONTENT)?;
         let expected = format!("bytes {from}-{}/", from + len - 1);
         let stated = response.headers().get("content-range").and_then(|value| value.to_str().ok());
         if !stated.is_some_and(|stated| stated.starts_with(&expected)) {
@@ -151,7 +161,7 @@ impl Store for Client {
         self.insist(self.patience, |left| {
             let action = self.bucket.put_object(Some(&self.credentials), key);
             let request = self.agent.put(self.sign(&action)).config().timeout_global(Some(left)).build();
-            drain(answered(request.send(bytes), StatusCode::OK)?)
+            drain(answered(request.send(bytes), is_ok)?)
         })
     }
 
@@ -166,8 +176,8 @@ impl Store for Client {
         self.insist(self.patience.min(SHORT_PATIENCE), |left| {
             let action = self.bucket.delete_object(Some(&self.credentials), key);
             let request = self.agent.delete(self.sign(&action)).config().timeout_global(Some(left)).build();
-            match answered(request.call(), StatusCode::NO_CONTENT) {
-                Err(failure) if failure.refusal.words.contains("NoSuchKey") => Ok(()),
+            match answered(request.call(), StatusCode::is_success) {
+                Err(failure) if failure.refusal.errno == libc::ENOENT => Ok(()),
                 other => drain(other?),
             }
         })
@@ -196,44 +206,45 @@ impl fmt::Debug for Client {
     }
 }
 
-/// The answer, if it has the status that means success.
+/// The authorities of a file, for stores of one's own.
+fn trusted(path: &str) -> Result<RootCerts> {
+    let wrong = |reason: String| Error::invalid(ROOTS, format!("{path}: {reason}"));
+    let bytes = std::fs::read(path).map_err(|error| wrong(error.to_string()))?;
+    let mut certificates = Vec::new();
+    for item in parse_pem(&bytes) {
+        if let PemItem::Certificate(found) = item.map_err(|error| wrong(error.to_string()))? {
+            certificates.push(found);
+        }
+    }
+    match certificates.is_empty() {
+        true => Err(wrong("it holds no certificate".to_string())),
+        false => Ok(RootCerts::new_with_certs(&certificates)),
+    }
+}
+
+/// The answer, if its status is the one that means success.
 fn answered(
     sent: std::result::Result<Response<Body>, ureq::Error>,
-    success: StatusCode,
+    success: fn(&StatusCode) -> bool,
 ) -> Try<Response<Body>> {
     let mut response = sent.map_err(lost)?;
     let status = response.status();
-    if status == success {
+    if success(&status) {
         return Ok(response);
     }
     let body = response.body_mut().with_config().limit(MOST_WORDS).lossy_utf8(true).read_to_string();
-    Err(refused(status.as_u16(), &body.unwrap_or_default()))
+    let (refusal, passing) = Refusal::of_status(status.as_u16(), &body.unwrap_or_default());
+    Err(Failure { refusal, passing })
+}
+
+fn is_ok(status: &StatusCode) -> bool {
+    *status == StatusCode::OK
 }
 
 /// Takes what is left of an answer, so that its connection serves the next request.
 fn drain(mut response: Response<Body>) -> Try<()> {
     let body = response.body_mut().with_config().limit(MOST_WORDS).read_to_vec();
     body.map(|_| ()).map_err(lost)
-}
-
-/// What a status means that is not success.
-fn refused(status: u16, body: &str) -> Failure {
-    let within = |tag: &str| {
-        let (_, rest) = body.split_once(&format!("<{tag}>"))?;
-        rest.split_once(&format!("</{tag}>")).map(|(text, _)| text.trim())
-    };
-    let code = within("Code").unwrap_or_default();
-    let errno = match (status, code) {
-        (401 | 403, _) => libc::EACCES,
-        (404, _) => libc::ENOENT,
-        (507, _) => libc::ENOSPC,
-        _ => libc::EIO,
-    };
-    let passing = matches!(status, 408 | 429 | 500 | 502 | 503 | 504) || code == "RequestTimeout";
-    let said = [Some(code), within("Message"), within("BucketName")].into_iter().flatten();
-    let said: Vec<&str> = said.filter(|text| !text.is_empty()).collect();
-    let words = format!("HTTP {status} {}", said.join(": "));
-    Failure { refusal: Refusal { errno, words: words.trim().to_string() }, passing }
 }
 
 /// What a connection's failure means.
@@ -262,34 +273,4 @@ fn cut_off(got: usize, len: u64) -> Failure {
 
 fn for_good(words: String) -> Failure {
     Failure { refusal: Refusal { errno: libc::EIO, words }, passing: false }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn statuses_mean_what_they_say() {
-        let of = |status, body: &str| {
-            let Failure { refusal, passing } = refused(status, body);
-            (refusal.errno, passing, refusal.words)
-        };
-        let body = "<Error><Code>NoSuchBucket</Code><Message>no</Message><BucketName>b</BucketName></Error>";
-        assert_eq!(of(404, body), (libc::ENOENT, false, "HTTP 404 NoSuchBucket: no: b".to_string()));
-        assert_eq!(of(403, ""), (libc::EACCES, false, "HTTP 403".to_string()));
-        assert_eq!(of(507, "").0, libc::ENOSPC);
-        for status in [429, 500, 502, 503, 504] {
-            assert_eq!((of(status, "").0, of(status, "").1), (libc::EIO, true));
-        }
-        assert!(of(400, "<Code>RequestTimeout</Code>").1 && !of(400, "<Code>InvalidRequest").1);
-    }
-
-    #[test]
-    fn a_hanging_server_is_not_asked_again() {
-        let late = std::io::Error::from(std::io::ErrorKind::TimedOut);
-        assert_eq!(lost(ureq::Error::Io(late)).refusal.errno, libc::ETIMEDOUT);
-        let reset = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
-        let failure = lost(ureq::Error::Io(reset));
-        assert!(failure.passing && failure.refusal.errno == libc::EIO);
-    }
 }

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | [`folder`] | the files of one prefix: reads and writes as requests |
 //! | [`index`] | which objects hold the bytes of a file |
-//! | `client`, `settings` | requests over HTTP, signed, as the environment says; with the feature `s3` |
+//! | [`settings`] | how to reach a store, as the environment says |
+//! | `client` | requests over HTTP, signed; with the feature `s3` |
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
@@ -15,11 +16,10 @@ use crate::error::{Error, IoError, IoKind, Result};
 
 pub mod folder;
 pub mod index;
+pub mod settings;
 
 #[cfg(feature = "s3")]
 mod client;
-#[cfg(feature = "s3")]
-mod settings;
 
 #[cfg(test)]
 pub mod memory;
@@ -85,6 +85,26 @@ pub struct Spot<'a> {
 }
 
 impl Refusal {
+    /// What an HTTP status means that is not success, and whether it may pass.
+    pub fn of_status(status: u16, body: &str) -> (Refusal, bool) {
+        let within = |tag: &str| {
+            let (_, rest) = body.split_once(&format!("<{tag}>"))?;
+            rest.split_once(&format!("</{tag}>")).map(|(text, _)| text.trim())
+        };
+        let code = within("Code").unwrap_or_default();
+        let errno = match status {
+            401 | 403 => libc::EACCES,
+            404 => libc::ENOENT,
+            507 => libc::ENOSPC,
+            _ => libc::EIO,
+        };
+        let passing = matches!(status, 408 | 429 | 500 | 502 | 503 | 504) || code == "RequestTimeout";
+        let said = [Some(code), within("Message"), within("BucketName")].into_iter().flatten();
+        let said: Vec<&str> = said.filter(|text| !text.is_empty()).collect();
+        let words = format!("HTTP {status} {}", said.join(": ")).trim().to_string();
+        (Refusal { errno, words }, passing)
+    }
+
     /// The error of whoever asked.
     pub fn at(self, spot: Spot) -> Error {
         let Refusal { errno, words } = self;
@@ -163,6 +183,22 @@ mod tests {
         assert_eq!(kind(libc::ENOENT), IoKind::NotFound);
         assert_eq!(kind(libc::ENOSPC), IoKind::NoSpace);
         assert_eq!(kind(libc::EACCES), IoKind::Failed);
+    }
+
+    #[test]
+    fn statuses_mean_what_they_say() {
+        let of = |status, body: &str| {
+            let (Refusal { errno, words }, passing) = Refusal::of_status(status, body);
+            (errno, passing, words)
+        };
+        let body = "<Error><Code>NoSuchBucket</Code><Message>no</Message><BucketName>b</BucketName></Error>";
+        assert_eq!(of(404, body), (libc::ENOENT, false, "HTTP 404 NoSuchBucket: no: b".to_string()));
+        assert_eq!(of(403, ""), (libc::EACCES, false, "HTTP 403".to_string()));
+        assert_eq!(of(507, "").0, libc::ENOSPC);
+        for status in [429, 500, 502, 503, 504] {
+            assert_eq!((of(status, "").0, of(status, "").1), (libc::EIO, true));
+        }
+        assert!(of(400, "<Code>RequestTimeout</Code>").1 && !of(400, "<Code>InvalidRequest").1);
     }
 
     #[cfg(not(feature = "s3"))]

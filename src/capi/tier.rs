@@ -80,8 +80,8 @@ pub unsafe extern "C" fn spw_tier_destroy(tier: *mut spw_tier) -> spw_status {
     })
 }
 
-/// Removes what a run that is dead left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` may be NULL for this machine's name. A live run is
-/// SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+/// Removes what a run that is dead left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` may be NULL for
+/// this machine's name. A live run is SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
 ///
 /// # Safety
 /// The strings are C strings; `host` may be NULL.

@@ -11,7 +11,7 @@
 //! | `blocks` | bytes of a piece, by file system |
 //! | [`file`] | open files: direct or buffered, and why |
 //! | [`object`] | files kept as objects of an S3-compatible store |
-//! | `backend` | the interface below: `uring`, `threads` (pread and pwrite, object stores), `sim` (seeded faults, for tests) |
+//! | `backend` | the interface below: `uring`, `threads` (for files and for stores), `sim` (seeded faults, for tests) |
 //!
 //! Only `uring` has unsafe code.
 

@@ -88,7 +88,7 @@ impl Drop for Claim {
         }
         if let Err(refusal) = self.store.delete(&self.key) {
             let words =
-                format!("the lock {} stays; the next open takes it over: {}", self.key, refusal.words);
+                format!("the lock {} stays for the next open to take over: {}", self.key, refusal.words);
             log::write(Level::Warn, &words);
         }
         held(|held| held.remove(&self.key));
@@ -109,7 +109,8 @@ impl Holder {
     }
 
     fn is_dead(&self, me: &Holder, key: &str) -> bool {
-        if (&self.host, &self.machine) != (&me.host, &me.machine) || self.boot.is_empty() {
+        let known = !self.boot.is_empty() && !me.boot.is_empty();
+        if (&self.host, &self.machine) != (&me.host, &me.machine) || !known {
             return false;
         }
         if self.boot != me.boot {
@@ -118,7 +119,7 @@ impl Holder {
         match self {
             // A lock of this process that it could not delete.
             _ if self == me => HELD.load().as_ref().is_none_or(|held| !held.contains(key)),
-            _ => self.namespace == me.namespace && host::process_start(self.pid) != Some(self.started),
+            _ => self.namespace == me.namespace && host::process_ended(self.pid, self.started),
         }
     }
 

@@ -171,8 +171,7 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             let address = Address::parse(address)?;
             let store = object::connect(&address, io.stall)?;
             let Some(bucket) = Bucket::claim(store, &address, &options.owner, make)? else { return Ok(None) };
-            let engine = Engine::open_folder(io, bucket.folder())?;
-            (Box::new(bucket), engine)
+            in_bucket(bucket, io)?
         }
         Place::Memory if !make => return Ok(None),
         Place::Memory => (Box::new(Memory::new()?), Engine::open(io)?),
@@ -181,8 +180,7 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
             let address = Address::parse(super::bucket::TEST_ADDRESS)?;
             let store = Arc::new(store.clone());
             let Some(bucket) = Bucket::claim(store, &address, &options.owner, make)? else { return Ok(None) };
-            let engine = Engine::open_folder(io, bucket.folder())?;
-            (Box::new(bucket), engine)
+            in_bucket(bucket, io)?
         }
         #[cfg(any(test, feature = "sim"))]
         Place::Simulated(disk, faults) => {
@@ -192,6 +190,11 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
         }
     };
     Path::open(medium, engine).map(Some)
+}
+
+fn in_bucket(bucket: Bucket, io: IoOptions) -> Result<(Box<dyn Medium>, Engine)> {
+    let engine = Engine::open_folder(io, bucket.folder())?;
+    Ok((Box::new(bucket), engine))
 }
 
 fn request(file: &Arc<crate::io::file::File>, offset: u64, span: Span) -> Request<'static> {

@@ -66,16 +66,18 @@ impl Client {
         if let Some(path) = roots {
             config = config.tls_config(TlsConfig::builder().root_certs(trusted(&path)?).build());
         }
-        let agent =
-            config.max_idle_connections_per_host(super::folder::MAX_REQUESTS as usize).build().new_agent();
+        let idle = super::folder::MAX_REQUESTS as usize;
+        let config = config.max_idle_connections(idle).max_idle_connections_per_host(idle);
+        let agent = config.build().new_agent();
         Ok(Client { agent, bucket, credentials, patience: patience.unwrap_or(PATIENCE) })
     }
 
     /// Tries until it succeeds, fails for good, or has no tries or time left.
     fn insist<T>(&self, patience: Duration, mut attempt: impl FnMut(Duration) -> Try<T>) -> Answer<T> {
         let began = Instant::now();
-        let mut pause = PAUSE;
-        for tries in 1.. {
+        let (mut tries, mut pause) = (0, PAUSE);
+        loop {
+            tries += 1;
             let left = patience.saturating_sub(began.elapsed());
             let Failure { mut refusal, passing } = match attempt(left) {
                 Ok(answer) => return Ok(answer),
@@ -90,7 +92,6 @@ impl Client {
             std::thread::sleep(pause);
             pause *= 2;
         }
-        unreachable!("the last try returns")
     }
 
     fn sign<'a>(&self, action: &impl S3Action<'a>) -> String {

@@ -2010,8 +2010,8 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
 // Requires: As `spw_tier_close`.
 enum spw_status spw_tier_destroy(struct spw_tier *tier);
 
-// Removes what a run that is dead left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` may be NULL for this machine's name. A live run is
-// SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+// Removes what a run that is dead left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` may be NULL for
+// this machine's name. A live run is SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
 //
 // Requires: The strings are C strings; `host` may be NULL.
 enum spw_status spw_tier_collect(const char *directory,

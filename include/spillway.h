@@ -243,7 +243,7 @@ typedef enum spw_tier_durability {
 
 // Kinds of paths. Passed as `uint32_t`.
 typedef enum spw_tier_kind {
-    // A directory that exists: a local disk, a mounted file system.
+    // A directory that exists: a local disk, a mounted file system. Or a bucket that exists, as `s3://BUCKET/PREFIX`.
     SPW_TIER_DIRECTORY = 0,
     // Memory of this process. What lies there is lost with it, commits notwithstanding.
     SPW_TIER_MEMORY = 1,
@@ -986,7 +986,11 @@ typedef struct spw_tier_path {
     uint32_t struct_size;
     // `spw_tier_kind`
     uint32_t kind;
-    // The directory, which exists: a disk that is not mounted is an error. NULL for memory.
+    // The directory, which exists: a disk that is not mounted is an error. NULL for memory. `s3://BUCKET/PREFIX` is a
+    // place in an S3-compatible object store, which the variables of the AWS tools say how to reach: AWS_ENDPOINT_URL_S3
+    // or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
+    // AWS_CA_BUNDLE. One that is missing is SPW_ERR_INVALID_ARGUMENT; a library without the feature `s3` answers
+    // SPW_ERR_UNSUPPORTED.
     const char *directory;
     // Most bytes of the path's data file; 0 is no limit but the device's.
     uint64_t limit_bytes;
@@ -1020,7 +1024,7 @@ typedef struct spw_tier_options {
     uint64_t block_bytes;
     // Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
     uint64_t stall_ms;
-    // Requests under way at a time on each path; 0 is 32.
+    // Requests under way at a time on each path; 0 is 32, and 8 on an object store, which takes 64 at most.
     uint32_t queue_depth;
     // `spw_io_backend`
     uint32_t io_backend;
@@ -2040,8 +2044,8 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
 // Requires: As `spw_tier_close`.
 enum spw_status spw_tier_destroy(struct spw_tier *tier);
 
-// Removes what a run that is dead left below `directory`. `host` may be NULL for this machine's name. A live run is
-// SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+// Removes what a run that is dead left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` may be NULL for
+// this machine's name. A live run is SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
 //
 // Requires: The strings are C strings; `host` may be NULL.
 enum spw_status spw_tier_collect(const char *directory,

@@ -4,7 +4,8 @@
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 cd "$root"
-cargo build --quiet --release --lib --package spillway --package fakecuda
+# With object stores, which their tests need; nothing else depends on the feature.
+cargo build --quiet --release --lib --package spillway --package fakecuda --features spillway/s3
 exports=$(packaging/python_env.sh --export)
 eval "$exports"
 exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed "$@"

@@ -252,4 +252,7 @@ def test_mistakes_name_themselves(refused, paths):
         parse({}, None)
     given = parse({"paths": [{"path": folders[0], "limit_bytes": 5}, folders[1]], "ratio": [2, 1]}, None)
     assert [path.limit_bytes for path in given.paths] == [5, 0] and given.given and not parse(None, folders[0]).given
+    assert [path.directory for path in parse({"paths": [folders[0], "s3://bucket/x"]}, None).paths] == [folders[0], "s3://bucket/x"]
+    with pytest.raises(ValueError, match="goes into spillway.paths"):
+        parse(None, "s3:/bucket/x")
     assert "job" in refused("--paths", *paths, "--block", '{"job": "a/b"}')

@@ -12,7 +12,7 @@ use super::status::spw_status;
 use super::tier_options::{owner, parse, path, spw_tier_options, text};
 use crate::error::{Error, Result};
 use crate::sys::span::Span;
-use crate::tier::directory::collect;
+use crate::tier::options::Place;
 use crate::tier::{Placement, Tier};
 
 /// A virtual tier: named extents over several paths. Any number of threads may use one at a time.
@@ -80,8 +80,8 @@ pub unsafe extern "C" fn spw_tier_destroy(tier: *mut spw_tier) -> spw_status {
     })
 }
 
-/// Removes what a run that is dead left below `directory`. `host` may be NULL for this machine's name. A live run is
-/// SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+/// Removes what a run that is dead left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` may be NULL for
+/// this machine's name. A live run is SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
 ///
 /// # Safety
 /// The strings are C strings; `host` may be NULL.
@@ -93,7 +93,7 @@ pub unsafe extern "C" fn spw_tier_collect(
     rank: u32,
 ) -> spw_status {
     // SAFETY: the caller's promises are the callees'.
-    guard(|| unsafe { collect(&path(directory, "directory")?, &owner(job, host, rank)?) })
+    guard(|| unsafe { Place::of(path(directory, "directory")?).collect(&owner(job, host, rank)?) })
 }
 
 /// Finds the extent with this name, or makes it, with streams of these many bytes. One that exists with other streams is

@@ -41,7 +41,7 @@ pub enum spw_tier_durability {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_tier_kind {
-    /// A directory that exists: a local disk, a mounted file system.
+    /// A directory that exists: a local disk, a mounted file system. Or a bucket that exists, as `s3://BUCKET/PREFIX`.
     SPW_TIER_DIRECTORY = 0,
     /// Memory of this process. What lies there is lost with it, commits notwithstanding.
     SPW_TIER_MEMORY = 1,
@@ -69,7 +69,11 @@ pub struct spw_tier_path {
     pub struct_size: u32,
     /// `spw_tier_kind`
     pub kind: u32,
-    /// The directory, which exists: a disk that is not mounted is an error. NULL for memory.
+    /// The directory, which exists: a disk that is not mounted is an error. NULL for memory. `s3://BUCKET/PREFIX` is a
+    /// place in an S3-compatible object store, which the variables of the AWS tools say how to reach: AWS_ENDPOINT_URL_S3
+    /// or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
+    /// AWS_CA_BUNDLE. One that is missing is SPW_ERR_INVALID_ARGUMENT; a library without the feature `s3` answers
+    /// SPW_ERR_UNSUPPORTED.
     pub directory: *const c_char,
     /// Most bytes of the path's data file; 0 is no limit but the device's.
     pub limit_bytes: u64,
@@ -111,7 +115,7 @@ pub struct spw_tier_options {
     pub block_bytes: u64,
     /// Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
     pub stall_ms: u64,
-    /// Requests under way at a time on each path; 0 is 32.
+    /// Requests under way at a time on each path; 0 is 32, and 8 on an object store, which takes 64 at most.
     pub queue_depth: u32,
     /// `spw_io_backend`
     pub io_backend: u32,
@@ -193,7 +197,7 @@ unsafe fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
             let from = raw.paths.cast::<u8>().add(n as usize * stride).cast();
             let one: spw_tier_path = record::read(from, "options.paths")?;
             let place = match one.kind {
-                0 => Place::Directory(path(one.directory, "directory")?),
+                0 => Place::of(path(one.directory, "directory")?),
                 1 => Place::Memory,
                 other => return Err(Error::invalid("kind", format!("{other} is not an spw_tier_kind"))),
             };

@@ -1,4 +1,4 @@
-//! What the driver asks of io_uring, of threads, and of the simulation: take pieces, give completions.
+//! What the driver asks of io_uring, of threads, of object stores and of the simulation: take pieces, give completions.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -42,12 +42,21 @@ pub struct Piece {
 }
 
 /// What became of a piece: a count of bytes, or minus an errno.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Completion {
     /// The piece's.
     pub token: u64,
     /// As the system call would have returned it.
     pub result: i32,
+    /// What is known beside an errno.
+    pub words: Option<Box<str>>,
+}
+
+impl Completion {
+    /// What a system call returned.
+    pub fn of(token: u64, result: i32) -> Completion {
+        Completion { token, result, words: None }
+    }
 }
 
 /// How long a [`Backend::wait`] sleeps: until a wake, `until`, or enough completions; not at all for 0 of them.
@@ -67,7 +76,7 @@ pub trait Wake: Send + Sync {
 
 /// A way to run pieces. Lives on the driver's thread.
 pub trait Backend {
-    /// "io_uring", "threads" or "sim".
+    /// "io_uring", "threads", "s3" or "sim".
     fn name(&self) -> &'static str;
 
     /// Accepts a piece. The driver never has more outstanding than it asked for at open.

@@ -305,10 +305,10 @@ impl Driver {
         });
     }
 
-    fn complete(&mut self, Completion { token, result }: Completion) {
+    fn complete(&mut self, Completion { token, result, words }: Completion) {
         let token = token as usize;
         let flight = &mut self.flights[token];
-        match judge(&self.running[flight.owner].op, flight, result, &self.shared.counters) {
+        match judge(&self.running[flight.owner].op, flight, result, words, &self.shared.counters) {
             Verdict::Again if self.running[self.flights[token].owner].op.stopped() => {
                 let op = &self.running[self.flights[token].owner].op;
                 let cancelled = op.error(IoKind::Cancelled, "it was cancelled".to_string());

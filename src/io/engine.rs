@@ -17,6 +17,7 @@ use super::blocks::Blocks;
 use super::counters::EngineStats;
 use super::driver::{Bounce, Driver};
 use super::file::{File, Route};
+use super::object::folder::{Folder, MAX_REQUESTS, OBJECT_BYTES, REQUESTS};
 use super::open_files::OpenFiles;
 use super::operation::{Admitted, Event, Operation, Shared};
 use super::options::{
@@ -25,7 +26,7 @@ use super::options::{
 };
 use super::plan::{self, Extent};
 use super::profile::{self, Profile};
-use super::threads::Threads;
+use super::threads::{Serve, Threads};
 use super::uring::Uring;
 use super::waiting::take_outcomes;
 use crate::error::{Error, Result};
@@ -65,6 +66,18 @@ impl Engine {
         let options = with_profile(Options { backend, ..options }, profile.as_ref());
         let Options { backend, depth, workers, .. } = options;
         Engine::start(options, profile, move || make(backend, || Uring::open(depth), workers))
+    }
+
+    /// Starts an engine on files of an object store, with pieces of its size where the options give none.
+    pub fn open_folder(options: Options, folder: Arc<Folder>) -> Result<Engine> {
+        let or = |given: u64, other: u64| if given == 0 { other } else { given };
+        let depth = or(options.depth.into(), REQUESTS.into()).min(MAX_REQUESTS.into()) as u32;
+        let options = Options { depth, workers: depth, ..options };
+        let options = Options { block_bytes: or(options.block_bytes, OBJECT_BYTES), ..options };
+        Engine::start(options, None, move || {
+            let serve: Serve = Arc::new(move |piece| folder.serve(piece));
+            Ok((Box::new(Threads::serving("s3", depth as usize, serve)), String::new()))
+        })
     }
 
     /// Starts an engine on a backend of the caller's.

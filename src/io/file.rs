@@ -47,8 +47,8 @@ enum Source {
         main: fs::File,
         buffered: OnceLock<fs::File>,
     },
-    #[cfg(any(test, feature = "sim"))]
-    Simulated,
+    /// The backend knows it by its name.
+    Named,
 }
 
 impl File {
@@ -131,9 +131,8 @@ impl File {
         })
     }
 
-    /// A file of the simulated storage, with the alignment that its sectors ask for.
-    #[cfg(any(test, feature = "sim"))]
-    pub fn simulated(name: &str, device: u64, need: Option<Alignment>) -> File {
+    /// A file that its engine's backend knows by its name, with the alignment that the backend asks for.
+    pub fn named(name: &str, device: u64, need: Option<Alignment>) -> File {
         let key = next_key();
         File {
             key,
@@ -141,7 +140,7 @@ impl File {
             writable: true,
             identity: Identity { device, inode: key },
             length: 0.into(),
-            source: Source::Simulated,
+            source: Source::Named,
             need,
             direct_refused: AtomicBool::new(need.is_none()),
             buffered_reason: Mutex::new(None),
@@ -183,8 +182,7 @@ impl File {
     pub fn file_system(&self) -> Option<FileSystem> {
         match &self.source {
             Source::Real { main, .. } => file::file_system(main).ok(),
-            #[cfg(any(test, feature = "sim"))]
-            Source::Simulated => None,
+            Source::Named => None,
         }
     }
 
@@ -233,8 +231,7 @@ impl File {
                 Route::Direct => main.as_fd(),
                 Route::Buffered => buffered.get().unwrap_or(main).as_fd(),
             },
-            #[cfg(any(test, feature = "sim"))]
-            Source::Simulated => unreachable!("the simulation has no descriptors"),
+            Source::Named => unreachable!("its backend asks for no descriptors"),
         }
     }
 
@@ -242,8 +239,7 @@ impl File {
     pub fn preallocate(&self, offset: u64, end: u64) -> Result<()> {
         let main = match &self.source {
             Source::Real { main, .. } => main,
-            #[cfg(any(test, feature = "sim"))]
-            Source::Simulated => return Ok(()),
+            Source::Named => return Ok(()),
         };
         let fail = |error: io::Error| failure("preallocating", &self.name, offset, end - offset, &error);
         let Facts { len, .. } = file::facts(main).map_err(fail)?;

@@ -10,7 +10,8 @@
 //! | [`profile`] | settings that `spillway tune` found, as engines read them |
 //! | `blocks` | bytes of a piece, by file system |
 //! | [`file`] | open files: direct or buffered, and why |
-//! | `backend` | the interface below: `uring`, `threads` (pread and pwrite), `sim` (seeded faults, for tests) |
+//! | [`object`] | files kept as objects of an S3-compatible store |
+//! | `backend` | the interface below: `uring`, `threads` (for files and for stores), `sim` (seeded faults, for tests) |
 //!
 //! Only `uring` has unsafe code.
 
@@ -28,6 +29,7 @@ mod waiting;
 
 pub mod engine;
 pub mod file;
+pub mod object;
 pub mod options;
 pub mod plan;
 pub mod profile;

@@ -1,4 +1,5 @@
-//! The backend for machines without io_uring: pread and pwrite on worker threads, started as they are needed.
+//! The backend of worker threads, started as they are needed: pread and pwrite for machines without io_uring, requests to
+//! an object store.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -12,7 +13,7 @@ use crate::sys::threads;
 #[derive(Default)]
 struct Desk {
     state: Mutex<State>,
-    work: Condvar,
+    for_work: Condvar,
     news: Condvar,
 }
 
@@ -26,26 +27,36 @@ struct State {
     closing: bool,
 }
 
+/// What a worker does with a piece.
+pub(super) type Serve = Arc<dyn Fn(&Piece) -> Completion + Send + Sync>;
+
 pub(super) struct Threads {
     desk: Arc<Desk>,
     limit: usize,
+    name: &'static str,
+    serve: Serve,
 }
 
 impl Threads {
-    /// Up to `limit` workers.
+    /// Up to `limit` workers on the system's files.
     pub(super) fn new(limit: usize) -> Threads {
-        Threads { desk: Arc::default(), limit: limit.max(1) }
+        Threads::serving("threads", limit, Arc::new(|piece| Completion::of(piece.token, run(piece))))
+    }
+
+    /// Up to `limit` workers that serve pieces this way.
+    pub(super) fn serving(name: &'static str, limit: usize, serve: Serve) -> Threads {
+        Threads { desk: Arc::default(), limit: limit.max(1), name, serve }
     }
 
     fn start_worker(&self) -> io::Result<()> {
-        let desk = Arc::clone(&self.desk);
-        threads::spawn_quiet("spillway-io-worker", move || desk.serve())
+        let (desk, serve) = (Arc::clone(&self.desk), Arc::clone(&self.serve));
+        threads::spawn_quiet("spillway-io-worker", move || desk.work(&*serve))
     }
 }
 
 impl Backend for Threads {
     fn name(&self) -> &'static str {
-        "threads"
+        self.name
     }
 
     fn push(&mut self, piece: Piece) {
@@ -54,7 +65,7 @@ impl Backend for Threads {
         if state.pieces.len() > state.idle && state.workers < self.limit && self.start_worker().is_ok() {
             state.workers += 1;
         }
-        self.desk.work.notify_one();
+        self.desk.for_work.notify_one();
     }
 
     fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
@@ -83,7 +94,7 @@ impl Backend for Threads {
 impl Drop for Threads {
     fn drop(&mut self) {
         self.desk.lock().closing = true;
-        self.desk.work.notify_all();
+        self.desk.for_work.notify_all();
     }
 }
 
@@ -99,13 +110,12 @@ impl Desk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn serve(&self) {
+    fn work(&self, serve: &dyn Fn(&Piece) -> Completion) {
         let mut state = self.lock();
         loop {
             if let Some(piece) = state.pieces.pop_front() {
                 drop(state);
-                let result = run(&piece);
-                let completion = Completion { token: piece.token, result };
+                let completion = serve(&piece);
                 // The file closes here, before anybody is told that the operation is over.
                 drop(piece);
                 state = self.lock();
@@ -115,7 +125,7 @@ impl Desk {
                 return;
             } else {
                 state.idle += 1;
-                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.for_work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 state.idle -= 1;
             }
         }

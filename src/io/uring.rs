@@ -119,7 +119,7 @@ impl Uring {
         for entry in self.ring.completion() {
             match entry.user_data() {
                 WAKE_TOKEN => woken = true,
-                token => done.push(Completion { token, result: entry.result() }),
+                token => done.push(Completion::of(token, entry.result())),
             }
         }
         if woken {

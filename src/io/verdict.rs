@@ -20,9 +20,15 @@ pub(super) enum Verdict {
 }
 
 /// Judges a result as the system call would have returned it, and counts what it moved.
-pub(super) fn judge(op: &Operation, flight: &mut Flight, result: i32, counters: &Counters) -> Verdict {
+pub(super) fn judge(
+    op: &Operation,
+    flight: &mut Flight,
+    result: i32,
+    words: Option<Box<str>>,
+    counters: &Counters,
+) -> Verdict {
     if result < 0 {
-        return judge_errno(op, flight, -result, counters);
+        return judge_errno(op, flight, -result, words, counters);
     }
     if op.action == Action::Sync {
         return Verdict::Done;
@@ -44,7 +50,13 @@ pub(super) fn judge(op: &Operation, flight: &mut Flight, result: i32, counters: 
     }
 }
 
-fn judge_errno(op: &Operation, flight: &mut Flight, errno: i32, counters: &Counters) -> Verdict {
+fn judge_errno(
+    op: &Operation,
+    flight: &mut Flight,
+    errno: i32,
+    words: Option<Box<str>>,
+    counters: &Counters,
+) -> Verdict {
     let passing = errno == libc::EINTR || errno == libc::EAGAIN;
     if passing && flight.tries < MAX_TRIES {
         flight.tries += 1;
@@ -57,7 +69,11 @@ fn judge_errno(op: &Operation, flight: &mut Flight, errno: i32, counters: &Count
         return reroute(op, flight);
     }
     let error = io::Error::from_raw_os_error(errno);
-    let detail = if passing { format!("{MAX_TRIES} times in a row") } else { String::new() };
+    let detail = if passing {
+        format!("{MAX_TRIES} times in a row")
+    } else {
+        words.map_or_else(String::new, String::from)
+    };
     let left = (flight.span.len() - flight.done) as u64;
     match failure(op.doing(), op.file.name(), op.offset + flight.at + flight.done as u64, left, &error) {
         Error::Io(inner) => Verdict::Failed(IoError { detail, ..*inner }.into()),

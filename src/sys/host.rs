@@ -2,17 +2,57 @@
 
 use std::io::{self, Read};
 
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
+
 /// The machine's name.
 pub fn name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname")
         .map_or_else(|_| String::new(), |name| name.trim().to_string())
 }
 
+/// The machine's own number, empty where it has none; names of machines are not always their own.
+pub fn machine() -> String {
+    std::fs::read_to_string("/etc/machine-id").map_or_else(|_| String::new(), |id| id.trim().to_string())
+}
+
+/// A number that every start of the machine has for itself.
+pub fn boot() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map_or_else(|_| String::new(), |id| id.trim().to_string())
+}
+
+/// Where this process's id means anything: a container may have ids of its own.
+pub fn pid_namespace() -> String {
+    std::fs::read_link("/proc/self/ns/pid").map_or_else(|_| String::new(), |id| id.display().to_string())
+}
+
 /// When a process began, in clock ticks since the machine did; `None` if there is no such process.
 pub fn process_start(pid: u32) -> Option<u64> {
+    Some(over_and_start(pid)?.1)
+}
+
+/// True if the process with this id that began at `start` has ended. One that /proc hides has not, and a zombie has,
+/// unless threads of it go on.
+pub fn process_ended(pid: u32, start: u64) -> bool {
+    match over_and_start(pid) {
+        Some((_, found)) if found != start => true,
+        Some((true, _)) => {
+            std::fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
+        }
+        Some(_) => false,
+        None => i32::try_from(pid).is_ok_and(|pid| kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH)),
+    }
+}
+
+/// Whether its first thread is over, and when it began.
+fn over_and_start(pid: u32) -> Option<(bool, u64)> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything; the fields after it are numbers, the start is the 20th.
-    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+    // The name in parentheses may hold anything; the fields after it are a letter and numbers, the start is the 20th.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let over = matches!(fields.next()?, "Z" | "X");
+    Some((over, fields.nth(18)?.parse().ok()?))
 }
 
 /// Random bits from the system.
@@ -20,4 +60,25 @@ pub fn random() -> io::Result<u128> {
     let mut bytes = [0; 16];
     std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(u128::from_ne_bytes(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_has_ended_once_it_is_a_zombie() {
+        let me = std::process::id();
+        assert!(!process_ended(me, process_start(me).unwrap()));
+        assert!(process_ended(me, process_start(me).unwrap() + 1));
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let (pid, start) = (child.id(), process_start(child.id()).unwrap());
+        assert!(!process_ended(pid, start));
+        child.kill().unwrap();
+        while !process_ended(pid, start) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        child.wait().unwrap();
+        assert!(process_ended(pid, start) && process_start(pid).is_none());
+    }
 }

@@ -120,9 +120,12 @@ impl Chosen {
 pub(super) fn look(options: &TierOptions) -> Result<(Vec<Candidate>, Vec<usize>)> {
     let (mut found, mut absent) = (Vec::new(), Vec::new());
     for given in 0..options.paths.len() {
-        let candidate = match claim(options, given, false)? {
-            Some(path) => read_copies(path, given).map(Some),
-            None => Ok(None),
+        let candidate = match claim(options, given, false) {
+            Ok(Some(path)) => read_copies(path, given).map(Some),
+            Ok(None) => Ok(None),
+            // A store that does not answer; not one that a live process holds, or that the settings do not describe.
+            Err(error @ Error::Io(_)) => Err(error),
+            Err(error) => return Err(error),
         };
         match candidate {
             Ok(Some(candidate)) => found.push(candidate),

@@ -19,6 +19,7 @@ use super::scratch::Scratch;
 use super::store::Tier;
 use crate::checksum;
 use crate::error::{Error, Result, TierError, TierKind};
+use crate::io::object::is_address;
 use crate::sys::span::Span;
 
 const MANIFEST: &str = "manifest.json";
@@ -58,6 +59,9 @@ impl Tier {
     /// Writes the committed state into `directory`, which must not exist, and gives its step. Something written since the
     /// last commit is an error.
     pub fn export(&self, directory: &Path) -> Result<u64> {
+        if directory.to_str().is_some_and(is_address) {
+            return Err(Error::invalid("directory", "is in an object store; an export is plain files"));
+        }
         let extents = self.extents();
         let (step, payload) = {
             let state = self.lock();

@@ -33,7 +33,7 @@ pub struct Checked {
 /// How a path is doing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathReport {
-    /// Its directory, or "memory".
+    /// Its directory or address, or "memory".
     pub name: String,
     /// True if what lies there is gone with the process.
     pub memory: bool,
@@ -59,7 +59,7 @@ pub struct PathReport {
     pub free: u64,
     /// Bytes free in it or after it grew to its limit.
     pub room: u64,
-    /// "io_uring", "threads" or "sim"; empty if the path is missing.
+    /// "io_uring", "threads", "s3" or "sim"; empty if the path is missing.
     pub backend: &'static str,
 }
 

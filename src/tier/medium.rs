@@ -1,4 +1,4 @@
-//! Where a path keeps its files: a directory, memory, or the simulation.
+//! Where a path keeps its files: a directory, memory, or the simulation; an object store is in `bucket`.
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
@@ -171,7 +171,7 @@ impl Medium for Simulated {
         let path = self.path(file);
         self.disk.create(&path);
         let need = Some(crate::io::plan::Alignment { memory: 512, offset: 4096 });
-        let open = || Arc::new(File::simulated(&path, self.number, need));
+        let open = || Arc::new(File::named(&path, self.number, need));
         Ok(Pair { reader: open(), writer: open() })
     }
 
@@ -206,10 +206,3 @@ impl Medium for Simulated {
         Ok(())
     }
 }
-
-/// A disk and its faults, if the path is simulated.
-#[cfg(any(test, feature = "sim"))]
-pub(super) type Simulation = Option<(crate::io::sim::Disk, crate::io::sim::Faults)>;
-/// Nothing, in a release.
-#[cfg(not(any(test, feature = "sim")))]
-pub(super) type Simulation = ();

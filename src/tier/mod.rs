@@ -14,8 +14,10 @@
 //! | `place`, [`space`], `state` | who has which place, and when it is free again |
 //! | [`turn`] | one process of the node on a path at a time |
 //! | `path`, `medium`, [`directory`] | files, and the lock on them |
+//! | [`bucket`], `claim` | the same in an object store |
 #![forbid(unsafe_code)]
 
+mod claim;
 mod commit;
 mod export;
 mod jobs;
@@ -29,6 +31,7 @@ mod sums;
 mod transfer;
 mod wire;
 
+pub mod bucket;
 pub mod copies;
 pub mod directory;
 pub mod extent;

@@ -4,9 +4,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::directory::Owner;
+use super::bucket;
+use super::directory::{self, Owner};
 use super::superblock::{MAX_PATHS, block_bytes_fit};
 use crate::error::{Error, Result};
+use crate::io::object::is_address;
 use crate::io::options::Options as IoOptions;
 
 /// What to do with what is there.
@@ -36,11 +38,35 @@ pub enum Durability {
 pub enum Place {
     /// Below this directory, which exists.
     Directory(PathBuf),
+    /// In an object store: `s3://BUCKET/PREFIX`.
+    Bucket(String),
     /// In memory of this process. What lies there is lost with it.
     Memory,
+    /// In a store in memory, for tests.
+    #[cfg(test)]
+    Store(crate::io::object::memory::Memory),
     /// On a simulated disk.
     #[cfg(any(test, feature = "sim"))]
     Simulated(crate::io::sim::Disk, crate::io::sim::Faults),
+}
+
+impl Place {
+    /// The place that a path means: a directory, or an address of an object store.
+    pub fn of(path: PathBuf) -> Place {
+        match path.to_str() {
+            Some(address) if is_address(address) => Place::Bucket(address.to_string()),
+            _ => Place::Directory(path),
+        }
+    }
+
+    /// Removes what a dead owner left there; a live one is refused.
+    pub fn collect(&self, owner: &Owner) -> Result<()> {
+        match self {
+            Place::Directory(base) => directory::collect(base, owner),
+            Place::Bucket(address) => bucket::collect(address, owner),
+            _ => Err(Error::invalid("directory", "is no place that outlives a process")),
+        }
+    }
 }
 
 /// One path.
@@ -79,9 +105,9 @@ pub struct TierOptions {
 }
 
 impl TierOptions {
-    /// Defaults, for these directories.
+    /// Defaults, for these directories and addresses.
     pub fn new(owner: Owner, directories: impl IntoIterator<Item = PathBuf>) -> TierOptions {
-        let path = |directory| PathOptions { place: Place::Directory(directory), limit: None, reserve: 0 };
+        let path = |directory| PathOptions { place: Place::of(directory), limit: None, reserve: 0 };
         TierOptions {
             owner,
             world: 1,

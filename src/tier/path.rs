@@ -4,13 +4,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::bucket::Bucket;
+use super::directory::Directory;
 use super::layout::PAGE;
-use super::medium::{Medium, Memory, Mounted, Pair, Simulation};
+use super::medium::{Medium, Memory, Mounted, Pair};
 use super::options::{Place, TierOptions};
 use super::scratch::Scratch;
 use super::superblock::{HEAD_BYTES, Head, Superblock};
 use crate::error::{IoKind, Result};
 use crate::io::engine::Engine;
+use crate::io::object::{self, Address};
 use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::sys::span::Span;
 
@@ -19,8 +22,9 @@ const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
 /// Files and engine.
 pub struct Path {
-    medium: Box<dyn Medium>,
+    // Before the medium, whose lock lasts until the engine is done.
     pub(super) engine: Engine,
+    medium: Box<dyn Medium>,
     pub(super) data: Pair,
     superblocks: [Pair; 2],
 }
@@ -157,35 +161,40 @@ impl Path {
 
 /// A path's place, taken; `None` if it is not there and not to be made.
 pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<Path>> {
-    use super::directory::Directory;
     let io = IoOptions { preallocate: false, ..options.io };
-    let (medium, simulation): (Box<dyn Medium>, Simulation) = match &options.paths[number].place {
+    let (medium, engine): (Box<dyn Medium>, Engine) = match &options.paths[number].place {
         Place::Directory(base) => {
             let Some(directory) = Directory::claim(base, &options.owner, make)? else { return Ok(None) };
-            (Box::new(Mounted::new(directory, io.direct)), Simulation::default())
+            (Box::new(Mounted::new(directory, io.direct)), Engine::open(io)?)
+        }
+        Place::Bucket(address) => {
+            let address = Address::parse(address)?;
+            let store = object::connect(&address, io.stall)?;
+            let Some(bucket) = Bucket::claim(store, &address, &options.owner, make)? else { return Ok(None) };
+            in_bucket(bucket, io)?
         }
         Place::Memory if !make => return Ok(None),
-        Place::Memory => (Box::new(Memory::new()?), Simulation::default()),
+        Place::Memory => (Box::new(Memory::new()?), Engine::open(io)?),
+        #[cfg(test)]
+        Place::Store(store) => {
+            let address = Address::parse(super::bucket::TEST_ADDRESS)?;
+            let store = Arc::new(store.clone());
+            let Some(bucket) = Bucket::claim(store, &address, &options.owner, make)? else { return Ok(None) };
+            in_bucket(bucket, io)?
+        }
         #[cfg(any(test, feature = "sim"))]
         Place::Simulated(disk, faults) => {
             let medium = super::medium::Simulated::new(disk, number as u64);
-            (Box::new(medium), Some((disk.clone(), faults.clone())))
+            let sim = crate::io::sim::Sim::new(disk, faults.clone());
+            (Box::new(medium), Engine::open_simulated(io, sim)?)
         }
     };
-    Path::open(medium, start_engine(io, simulation)?).map(Some)
+    Path::open(medium, engine).map(Some)
 }
 
-#[cfg(any(test, feature = "sim"))]
-fn start_engine(io: IoOptions, simulation: Simulation) -> Result<Engine> {
-    match simulation {
-        Some((disk, faults)) => Engine::open_simulated(io, crate::io::sim::Sim::new(&disk, faults)),
-        None => Engine::open(io),
-    }
-}
-
-#[cfg(not(any(test, feature = "sim")))]
-fn start_engine(io: IoOptions, _: Simulation) -> Result<Engine> {
-    Engine::open(io)
+fn in_bucket(bucket: Bucket, io: IoOptions) -> Result<(Box<dyn Medium>, Engine)> {
+    let engine = Engine::open_folder(io, bucket.folder())?;
+    Ok((Box::new(bucket), engine))
 }
 
 fn request(file: &Arc<crate::io::file::File>, offset: u64, span: Span) -> Request<'static> {

@@ -343,7 +343,10 @@ fn claim_new(options: &TierOptions, given: usize) -> Result<Path> {
 fn place_name(options: &TierOptions, given: usize) -> String {
     match &options.paths[given].place {
         Place::Directory(base) => options.owner.below(base).to_string_lossy().into_owned(),
+        Place::Bucket(address) => super::bucket::name(address, &options.owner),
         Place::Memory => "memory".to_string(),
+        #[cfg(test)]
+        Place::Store(_) => super::bucket::name(super::bucket::TEST_ADDRESS, &options.owner),
         #[cfg(any(test, feature = "sim"))]
         Place::Simulated(..) => format!("disk-{given}"),
     }

@@ -27,8 +27,8 @@ _TEXT_BYTES = 4096
 
 
 class TierPath(NamedTuple):
-    """A path of a tier: a directory, or None for memory of this process; the most bytes of its data file, 0 for no limit;
-    and how many it takes from the start."""
+    """A path of a tier: a directory, "s3://BUCKET/PREFIX" for an object store, or None for memory of this process; the most
+    bytes of its data file, 0 for no limit; and how many it takes from the start."""
 
     directory: str | None
     limit_bytes: int = 0
@@ -84,11 +84,11 @@ class PathReport(NamedTuple):
 class Tier(Held):
     """An open tier. Several threads may use one.
 
-    `paths` are directories that exist, None for memory, or TierPath. `mode`: "auto" goes on where there is a committed
-    state and else begins, "create" refuses one, "resume" needs one. `durability`: "data" survives a power cut, "process"
-    only the end of the process, "full" syncs directories too. `at_step` goes on at this step, one of steps(): the one
-    before the last is NoStep if something was put since the last commit, and the last is gone then. Zero is the default of
-    every number."""
+    `paths` are directories that exist, "s3://BUCKET/PREFIX", None for memory, or TierPath. `mode`: "auto" goes on where there
+    is a committed state and else begins, "create" refuses one, "resume" needs one. `durability`: "data" survives a power
+    cut, "process" only the end of the process, "full" syncs directories too. `at_step` goes on at this step, one of
+    steps(): the one before the last is NoStep if something was put since the last commit, and the last is gone then. Zero
+    is the default of every number."""
 
     what, closer = "tier", "spw_tier_close"
 
@@ -252,7 +252,7 @@ def steps(paths, *, job, host=None, rank=0, world=1, degraded=False):
 
 
 def collect(directory, *, job, host=None, rank=0):
-    """Removes what a dead run left in a directory; False if there is nothing. A live one is TierLocked."""
+    """Removes what a dead run left in a directory or object store; False if there is nothing. A live one is TierLocked."""
     name = None if host is None else _text(host, "host")
     try:
         _native.check(_native.library().spw_tier_collect(os.fsencode(directory), _text(job, "job"), name, rank))

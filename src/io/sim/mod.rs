@@ -136,7 +136,7 @@ impl Backend for Sim {
                     Fate::Failed(errno) => -errno,
                     Fate::Served | Fate::Hung => self.serve(&piece),
                 };
-                done.push(Completion { token: piece.token, result });
+                done.push(Completion::of(piece.token, result));
                 if self.faults.reorder && self.chance(500) {
                     break;
                 }

@@ -44,7 +44,7 @@ impl Backend for Counting {
     fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
         self.batches.push(std::mem::take(&mut self.pushed));
         let ended = self.under_way.drain(..sleep.completions.min(self.under_way.len()));
-        done.extend(ended.map(|token| Completion { token, result: BLOCK as i32 }));
+        done.extend(ended.map(|token| Completion::of(token, BLOCK as i32)));
         Ok(())
     }
 
@@ -57,7 +57,7 @@ impl Backend for Counting {
 fn run(count: usize) -> Counting {
     let pool = pool(BLOCK, 1);
     let span = pool.alloc().unwrap();
-    let file = Arc::new(File::simulated("file", 1, Some(SECTOR_512)));
+    let file = Arc::new(File::named("file", 1, Some(SECTOR_512)));
     let shared = Arc::new(Shared::new(None));
     for n in 0..count {
         shared.lock().admit(|handle| Operation {

@@ -34,7 +34,7 @@ fn a_deadline_frees_the_caller_and_quarantines_buffer_and_device() {
     pool.free(block.address()).unwrap();
     assert!(pool.alloc().is_err(), "the system may still write to the block");
     assert_eq!(engine.read(request_with(None)).unwrap_err().io_kind(), Some(IoKind::PathFailed));
-    let other = Arc::new(File::simulated("elsewhere", 2, Some(SECTOR_512)));
+    let other = Arc::new(File::named("elsewhere", 2, Some(SECTOR_512)));
     disk.put("elsewhere", pattern(6, 8192));
     let more = self::pool(8192, 1);
     let healthy = more.alloc().unwrap();

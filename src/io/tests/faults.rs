@@ -24,7 +24,7 @@ pub(super) fn engine(disk: &Disk, faults: Faults) -> Engine {
 }
 
 pub(super) fn file(name: &str) -> Arc<File> {
-    Arc::new(File::simulated(name, 1, Some(SECTOR_512)))
+    Arc::new(File::named(name, 1, Some(SECTOR_512)))
 }
 
 pub(super) fn pool(block_bytes: usize, block_count: usize) -> Pool {
@@ -151,7 +151,7 @@ fn every_alignment_at_sector_edges_matches_a_byte_exact_model() {
         disk.put("model", model.clone());
         let engine =
             engine(&disk, Faults { reorder: true, seed: 5, short_permille: 100, ..Faults::default() });
-        let file = Arc::new(File::simulated("model", 1, Some(need)));
+        let file = Arc::new(File::named("model", 1, Some(need)));
         let mut seed = 10;
         for offset in [0, 1, 4095, 4096, 4097, 8192, 16_383, 16_384, 16_385] {
             for address in [0, 1, 4, 512, 4095, 4096] {

@@ -13,13 +13,14 @@ use std::time::Duration;
 
 use super::SwapOptions;
 use crate::error::Result;
+use crate::io::object::is_address;
 use crate::tier::Health;
 use crate::tier::Tier;
 use crate::tier::turn::{self, Line, Turn};
 
 #[derive(Debug)]
 struct Lane {
-    /// None for a path that no other process can see.
+    /// None for a path without turns: no other process sees it, or all may use it at once.
     line: Option<Line>,
     turn: Option<Turn>,
     under_way: usize,
@@ -37,8 +38,9 @@ impl Lanes {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Lanes> {
         let mut lines: Vec<(Option<Line>, usize)> = Vec::new();
         for (path, info) in tier.paths().into_iter().enumerate() {
-            let seen_by_others = options.exclusive && !info.memory && info.health != Health::Missing;
-            let line = match seen_by_others {
+            // A store serves everybody at once.
+            let shared = !info.memory && !is_address(&info.name);
+            let line = match options.exclusive && shared && info.health != Health::Missing {
                 true => Some(Line::join(Path::new(&info.name), None)?),
                 false => None,
             };

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod before;
+mod bucket;
 mod crash;
 mod faults;
 mod format;

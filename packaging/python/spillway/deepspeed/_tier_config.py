@@ -20,7 +20,8 @@ _local = threading.local()
 class Settings(NamedTuple):
     """What the block says.
 
-    paths             directories that exist, or {"path", "limit_bytes", "reserve_bytes"}; default: nvme_path
+    paths             directories that exist, "s3://BUCKET/PREFIX", or {"path", "limit_bytes", "reserve_bytes"}; default:
+                      nvme_path
     ratio             share of each path in the state; default: in proportion to its measured speed
     cache_bytes       host memory for parts that stay there from step to step, beside the buffers in motion
     part_elements     most elements of what is fetched, stepped and kept at a time: 12 bytes each, a few of them in motion
@@ -116,6 +117,10 @@ def _path(given):
 def _directory(nvme_path):
     if nvme_path is None:
         raise InvalidArgument("offload_optimizer has device nvme, but there is neither nvme_path nor spillway.paths")
+    # DeepSpeed makes a path of it, which leaves one slash.
+    if os.fspath(nvme_path).startswith("s3:/"):
+        raise InvalidArgument(f"nvme_path is {os.fspath(nvme_path)!r}, which DeepSpeed takes for a directory; an object store "
+                              "goes into spillway.paths")
     # As DeepSpeed does for its own files.
     os.makedirs(nvme_path, exist_ok=True)
     return TierPath(os.fspath(nvme_path))

@@ -1,0 +1,158 @@
+//! The files of one prefix of a store, and what serves an engine's pieces on them.
+//!
+//! Invariants:
+//! - A write is one new object (see [`index`](super::index)). It counts once the store has said that it has it; only
+//!   then are the objects deleted that it makes stale. A crash in between leaves stale objects, which the next opening
+//!   tells by their numbers.
+//! - A read brings every byte or ends where the first one is missing, as at the end of a file.
+//! - Whoever opens a folder holds the lock on its prefix; the index never asks the store again.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use super::super::backend::{Action, Completion, Piece};
+use super::super::file::File;
+use super::index::{Index, Object};
+use super::{Answer, Listed, Refusal, Store};
+use crate::log::{self, Level};
+use crate::sys::span::Span;
+
+/// Bytes of an object where nobody says otherwise: large enough for the request to be a small part of its time.
+pub const OBJECT_BYTES: u64 = 8 << 20;
+/// Requests under way at a time where nobody says otherwise, and at most.
+pub const REQUESTS: u32 = 8;
+pub(in super::super) const MAX_REQUESTS: u32 = 64;
+
+/// Files of a store.
+#[derive(Debug)]
+pub struct Folder {
+    store: Arc<dyn Store>,
+    /// For messages, and to know files again.
+    address: String,
+    prefix: String,
+    files: Mutex<BTreeMap<String, Index>>,
+    next: AtomicU64,
+}
+
+impl Folder {
+    /// The files named `names` of `prefix`, which ends with a slash, as a listing of it found them.
+    pub fn new(
+        store: Arc<dyn Store>,
+        address: String,
+        prefix: String,
+        names: &[&str],
+        listed: &[Listed],
+    ) -> Folder {
+        let mut objects: BTreeMap<String, Vec<Object>> = BTreeMap::new();
+        for Listed { key, len } in listed {
+            let file = key.strip_prefix(&prefix).and_then(|rest| rest.split_once('/'));
+            let Some((file, object)) = file.filter(|(file, _)| names.contains(file)) else { continue };
+            objects.entry(file.to_string()).or_default().extend(Object::parse(object, *len));
+        }
+        let newest = objects.values().flatten().map(|object| object.number + 1).max().unwrap_or(0);
+        // Past every request of those who had the prefix before, those that the store never answered included.
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros();
+        let next = AtomicU64::new(newest.max(now as u64));
+        let folder = Folder { store, address, prefix, files: Mutex::default(), next };
+        for (file, objects) in objects {
+            let (index, stale) = Index::of(objects);
+            folder.lock().insert(file.clone(), index);
+            folder.delete_stale(&file, &stale);
+        }
+        folder
+    }
+
+    /// The store.
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    /// For messages.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The beginning of its objects' names.
+    pub fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
+    /// A file, whether it has objects or not.
+    pub fn file(&self, name: &str) -> Arc<File> {
+        Arc::new(File::named(&format!("{}/{name}", self.address), 0, None))
+    }
+
+    /// Where a file's last object ends; `None` if it has none.
+    pub fn len(&self, name: &str) -> Option<u64> {
+        self.lock().get(name).map(Index::end).filter(|end| *end > 0)
+    }
+
+    /// Does what a piece asks. A panic is an error of the piece: its worker and the engine go on.
+    pub(in super::super) fn serve(&self, piece: &Piece) -> Completion {
+        let served = catch_unwind(AssertUnwindSafe(|| self.serve_piece(piece)));
+        let bug = || Err(Refusal { errno: libc::EIO, words: "a bug inside spillway".to_string() });
+        match served.unwrap_or_else(|_| bug()) {
+            Ok(moved) => Completion::of(piece.token, moved as i32),
+            Err(Refusal { errno, words }) => {
+                Completion { token: piece.token, result: -errno.max(1), words: Some(words.into()) }
+            }
+        }
+    }
+
+    fn serve_piece(&self, piece: &Piece) -> Answer<usize> {
+        let file = piece.file.name().strip_prefix(&self.address).and_then(|rest| rest.strip_prefix('/'));
+        let foreign = || Refusal { errno: libc::EBADF, words: "no file of this folder".to_string() };
+        let file = file.ok_or_else(foreign)?;
+        match piece.action {
+            Action::Read => self.read(file, piece.offset, piece.span),
+            Action::Write => self.write(file, piece.offset, piece.span),
+            // The store's word that it has an object is its word that the object is durable, and seen by everybody.
+            Action::Sync => Ok(0),
+        }
+    }
+
+    fn write(&self, file: &str, start: u64, span: Span) -> Answer<usize> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let object = Object { start, len: span.len() as u64, number };
+        span.with_bytes(|bytes| self.store.put(&self.key(file, &object), bytes))?;
+        let stale = self.lock().entry(file.to_string()).or_default().insert(object);
+        self.delete_stale(file, &stale);
+        Ok(span.len())
+    }
+
+    fn read(&self, file: &str, offset: u64, span: Span) -> Answer<usize> {
+        let parts = self.lock().get(file).map(|index| index.cover(offset, span.len() as u64));
+        let mut done = 0;
+        for part in parts.unwrap_or_default() {
+            let into = span.part(done, part.len as usize);
+            self.store.get(&self.key(file, &part.object), part.from, part.len, &mut |at, bytes| {
+                into.part(at, bytes.len()).write(bytes);
+            })?;
+            done += part.len as usize;
+        }
+        Ok(done)
+    }
+
+    /// What is not deleted costs space until the next opening, and nothing else.
+    fn delete_stale(&self, file: &str, stale: &[Object]) {
+        for object in stale {
+            if let Err(refusal) = self.store.delete(&self.key(file, object)) {
+                let (address, name) = (&self.address, object.name());
+                let words = format!("stale object {address}/{file}/{name} stays: {}", refusal.words);
+                log::write(Level::Info, &words);
+            }
+        }
+    }
+
+    fn key(&self, file: &str, object: &Object) -> String {
+        format!("{}{file}/{}", self.prefix, object.name())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Index>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

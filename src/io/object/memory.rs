@@ -1,0 +1,100 @@
+//! A store in memory for tests, that fails, forgets and dies on demand.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::{Answer, Listed, Refusal, Store};
+
+/// The store.
+#[derive(Debug, Clone, Default)]
+pub struct Memory {
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    objects: BTreeMap<String, Vec<u8>>,
+    requests: u64,
+    fails_from: Option<u64>,
+    forgets_deletions: bool,
+}
+
+impl Memory {
+    /// Requests from this number on, counted from 0, fail; `None` lets all succeed.
+    pub fn fail_from(&self, request: Option<u64>) {
+        self.lock().fails_from = request;
+    }
+
+    /// Deletions succeed and do nothing.
+    pub fn forget_deletions(&self, forgets: bool) {
+        self.lock().forgets_deletions = forgets;
+    }
+
+    /// Requests seen so far.
+    pub fn requests(&self) -> u64 {
+        self.lock().requests
+    }
+
+    /// Names of all objects.
+    pub fn keys(&self) -> Vec<String> {
+        self.lock().objects.keys().cloned().collect()
+    }
+
+    /// A store of its own with the same objects.
+    pub fn copy(&self) -> Memory {
+        let copy = Memory::default();
+        copy.lock().objects = self.lock().objects.clone();
+        copy
+    }
+
+    /// Changes the bytes of an object.
+    pub fn change(&self, key: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        if let Some(bytes) = self.lock().objects.get_mut(key) {
+            change(bytes);
+        }
+    }
+
+    fn request(&self) -> Answer<MutexGuard<'_, State>> {
+        let mut state = self.lock();
+        state.requests += 1;
+        match state.fails_from.is_some_and(|from| state.requests > from) {
+            true => Err(Refusal { errno: libc::EIO, words: "HTTP 500".to_string() }),
+            false => Ok(state),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Store for Memory {
+    fn put(&self, key: &str, bytes: &[u8]) -> Answer<()> {
+        self.request()?.objects.insert(key.to_string(), bytes.to_vec());
+        Ok(())
+    }
+
+    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()> {
+        let state = self.request()?;
+        let missing = || Refusal { errno: libc::ENOENT, words: "HTTP 404 NoSuchKey".to_string() };
+        let bytes = state.objects.get(key).ok_or_else(missing)?;
+        let short = || Refusal { errno: libc::EIO, words: "HTTP 416".to_string() };
+        part(0, bytes.get(from as usize..(from + len) as usize).ok_or_else(short)?);
+        Ok(())
+    }
+
+    fn delete(&self, key: &str) -> Answer<()> {
+        let mut state = self.request()?;
+        if !state.forgets_deletions {
+            state.objects.remove(key);
+        }
+        Ok(())
+    }
+
+    fn list(&self, prefix: &str) -> Answer<Vec<Listed>> {
+        let state = self.request()?;
+        let found = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
+        Ok(found.map(|(key, bytes)| Listed { key: key.clone(), len: bytes.len() as u64 }).collect())
+    }
+}

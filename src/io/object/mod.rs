@@ -1,0 +1,210 @@
+//! Files kept as objects of an S3-compatible store, whose objects are written whole and never changed.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`folder`] | the files of one prefix: reads and writes as requests |
+//! | [`index`] | which objects hold the bytes of a file |
+//! | [`settings`] | how to reach a store, as the environment says |
+//! | `client` | requests over HTTP, signed; with the feature `s3` |
+#![forbid(unsafe_code)]
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::{Error, IoError, IoKind, Result};
+
+pub mod folder;
+pub mod index;
+pub mod settings;
+
+#[cfg(feature = "s3")]
+mod client;
+
+#[cfg(test)]
+pub mod memory;
+
+const SCHEME: &str = "s3://";
+
+/// True if a path is an address of an object store, not a directory.
+pub fn is_address(path: &str) -> bool {
+    path.starts_with(SCHEME)
+}
+
+/// A bucket, and the beginning of the names of objects in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    /// Name of the bucket.
+    pub bucket: String,
+    /// Empty, or ends with a slash.
+    pub prefix: String,
+}
+
+impl Address {
+    /// Reads `s3://bucket/prefix`.
+    pub fn parse(text: &str) -> Result<Address> {
+        let rest = text.strip_prefix(SCHEME).unwrap_or(text);
+        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+        let prefix = prefix.trim_end_matches('/');
+        let named = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+        if bucket.is_empty() || !bucket.chars().all(named) {
+            return Err(Error::invalid("directory", format!("{text:?} names no bucket: s3://BUCKET/PREFIX")));
+        }
+        if prefix.chars().any(char::is_control)
+            || prefix.split('/').any(|part| part.is_empty() || part == "." || part == "..")
+                && !prefix.is_empty()
+        {
+            return Err(Error::invalid("directory", format!("{text:?} has an empty part or one of dots")));
+        }
+        let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
+        Ok(Address { bucket: bucket.to_string(), prefix })
+    }
+
+    /// As it was written, for messages.
+    pub fn text(&self) -> String {
+        format!("{SCHEME}{}/{}", self.bucket, self.prefix).trim_end_matches('/').to_string()
+    }
+}
+
+/// What a request came to that did not succeed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The system's number for it: ENOENT, EACCES, ENOSPC, ETIMEDOUT or EIO.
+    pub errno: i32,
+    /// Status and words of the server, or what became of the connection.
+    pub words: String,
+}
+
+/// Where it was met.
+#[derive(Debug, Clone, Copy)]
+pub struct Spot<'a> {
+    /// As in [`IoError::doing`].
+    pub doing: &'static str,
+    /// The object, file or prefix.
+    pub path: &'a str,
+}
+
+impl Refusal {
+    /// What an HTTP status means that is not success, and whether it may pass.
+    pub fn of_status(status: u16, body: &str) -> (Refusal, bool) {
+        let within = |tag: &str| {
+            let (_, rest) = body.split_once(&format!("<{tag}>"))?;
+            rest.split_once(&format!("</{tag}>")).map(|(text, _)| text.trim())
+        };
+        let code = within("Code").unwrap_or_default();
+        let errno = match status {
+            401 | 403 => libc::EACCES,
+            404 => libc::ENOENT,
+            507 => libc::ENOSPC,
+            _ => libc::EIO,
+        };
+        let passing = matches!(status, 408 | 429 | 500 | 502 | 503 | 504) || code == "RequestTimeout";
+        let said = [Some(code), within("Message"), within("BucketName")].into_iter().flatten();
+        let said: Vec<&str> = said.filter(|text| !text.is_empty()).collect();
+        let words = format!("HTTP {status} {}", said.join(": ")).trim().to_string();
+        (Refusal { errno, words }, passing)
+    }
+
+    /// The error of whoever asked.
+    pub fn at(self, spot: Spot) -> Error {
+        let Refusal { errno, words } = self;
+        let (kind, path) = (IoKind::of_errno(errno), spot.path.to_string());
+        IoError { kind, doing: spot.doing, path, offset: 0, bytes: 0, errno, detail: words }.into()
+    }
+}
+
+/// An object of a listing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Its whole name.
+    pub key: String,
+    /// Its bytes.
+    pub len: u64,
+}
+
+/// Outcome of a request.
+pub type Answer<T> = std::result::Result<T, Refusal>;
+
+/// A bucket of a store. What a request did is seen by every later one, and outlives the power.
+pub trait Store: Send + Sync + Debug {
+    /// Stores a whole object.
+    fn put(&self, key: &str, bytes: &[u8]) -> Answer<()>;
+
+    /// Brings bytes `from..from + len` of an object, in parts with their places among those bytes. A second try begins
+    /// again at 0.
+    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()>;
+
+    /// Deletes an object; one that is not there is no error.
+    fn delete(&self, key: &str) -> Answer<()>;
+
+    /// All objects whose names begin with `prefix`.
+    fn list(&self, prefix: &str) -> Answer<Vec<Listed>>;
+}
+
+/// The bucket of an address, as the environment says how to reach it. No request takes longer than `patience`.
+#[cfg(feature = "s3")]
+pub fn connect(address: &Address, patience: Option<Duration>) -> Result<Arc<dyn Store>> {
+    Ok(Arc::new(client::Client::of_environment(address, patience)?))
+}
+
+/// The bucket of an address: none, in this build.
+#[cfg(not(feature = "s3"))]
+pub fn connect(address: &Address, _: Option<Duration>) -> Result<Arc<dyn Store>> {
+    let words = "this library was built without object stores: build it with the feature s3";
+    Err(Error::Unsupported(format!("{}: {words}", address.text())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_name_a_bucket_and_perhaps_a_prefix() {
+        let of = |text| Address::parse(text).map(|found| (found.bucket, found.prefix)).ok();
+        let is = |bucket: &str, prefix: &str| Some((bucket.to_string(), prefix.to_string()));
+        assert_eq!(of("s3://b"), is("b", ""));
+        assert_eq!(of("s3://b/"), is("b", ""));
+        assert_eq!(of("s3://b-1.x/a/c//"), is("b-1.x", "a/c/"));
+        for wrong in ["s3://", "s3:///a", "s3://a b", "s3://b/a//c", "s3://b/../c", "s3://b/a\n"] {
+            assert_eq!(of(wrong), None, "{wrong}");
+        }
+        assert!(is_address("s3://b") && !is_address("/mnt/s3://b") && !is_address("s3"));
+        assert_eq!(Address::parse("s3://b/a/").unwrap().text(), "s3://b/a");
+    }
+
+    #[test]
+    fn refusals_become_errors_of_their_kind() {
+        let kind = |errno| {
+            let refusal = Refusal { errno, words: "HTTP 418".to_string() };
+            let error = refusal.at(Spot { doing: "opening", path: "s3://b/a" });
+            assert!(error.to_string().contains("s3://b/a") && error.to_string().contains("HTTP 418"));
+            error.io_kind().unwrap()
+        };
+        assert_eq!(kind(libc::ENOENT), IoKind::NotFound);
+        assert_eq!(kind(libc::ENOSPC), IoKind::NoSpace);
+        assert_eq!(kind(libc::EACCES), IoKind::Failed);
+    }
+
+    #[test]
+    fn statuses_mean_what_they_say() {
+        let of = |status, body: &str| {
+            let (Refusal { errno, words }, passing) = Refusal::of_status(status, body);
+            (errno, passing, words)
+        };
+        let body = "<Error><Code>NoSuchBucket</Code><Message>no</Message><BucketName>b</BucketName></Error>";
+        assert_eq!(of(404, body), (libc::ENOENT, false, "HTTP 404 NoSuchBucket: no: b".to_string()));
+        assert_eq!(of(403, ""), (libc::EACCES, false, "HTTP 403".to_string()));
+        assert_eq!(of(507, "").0, libc::ENOSPC);
+        for status in [429, 500, 502, 503, 504] {
+            assert_eq!((of(status, "").0, of(status, "").1), (libc::EIO, true));
+        }
+        assert!(of(400, "<Code>RequestTimeout</Code>").1 && !of(400, "<Code>InvalidRequest").1);
+    }
+
+    #[cfg(not(feature = "s3"))]
+    #[test]
+    fn a_build_without_stores_names_the_feature() {
+        let error = connect(&Address::parse("s3://b/a").unwrap(), None).unwrap_err();
+        assert!(matches!(&error, Error::Unsupported(words) if words.contains("feature s3")), "{error}");
+    }
+}

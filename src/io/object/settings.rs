@@ -1,0 +1,120 @@
+//! How to reach a store: what the variables of the AWS tools say.
+#![forbid(unsafe_code)]
+
+use super::Address;
+use crate::error::{Error, Result};
+
+const KEY: &str = "AWS_ACCESS_KEY_ID";
+const SECRET: &str = "AWS_SECRET_ACCESS_KEY";
+const TOKEN: &str = "AWS_SESSION_TOKEN";
+const ENDPOINTS: [&str; 2] = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"];
+const REGIONS: [&str; 2] = ["AWS_REGION", "AWS_DEFAULT_REGION"];
+/// A file of certificates.
+pub const ROOTS: &str = "AWS_CA_BUNDLE";
+
+/// Where the store is, who asks, and whom to trust.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// Who asks.
+    pub key: String,
+    /// The proof of it.
+    pub secret: String,
+    /// The session of credentials that end.
+    pub token: Option<String>,
+    /// What requests are signed for.
+    pub region: String,
+    /// `http://HOST:PORT` or `https://HOST`.
+    pub endpoint: String,
+    /// Whether the bucket's name comes after the host, not before it.
+    pub path_style: bool,
+    /// A file with the authorities to trust; `None` for the usual ones.
+    pub roots: Option<String>,
+}
+
+impl Settings {
+    /// As this process's environment says.
+    pub fn of_environment(address: &Address) -> Result<Settings> {
+        Settings::of(address, |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty()))
+    }
+
+    fn of(address: &Address, variable: impl Fn(&str) -> Option<String>) -> Result<Settings> {
+        let first = |names: &[&str]| names.iter().find_map(|name| variable(name));
+        let needed = |name: &'static str| {
+            let missing = || Error::invalid(name, format!("is not set; {} needs it", address.text()));
+            variable(name).ok_or_else(missing)
+        };
+        let (key, secret) = (needed(KEY)?, needed(SECRET)?);
+        let endpoint = first(&ENDPOINTS);
+        let region = match (first(&REGIONS), &endpoint) {
+            (Some(region), _) => region,
+            // Most stores of one's own have no regions and sign with this one.
+            (None, Some(_)) => "us-east-1".to_string(),
+            (None, None) => {
+                let words = format!("is not set, nor is AWS_ENDPOINT_URL; {} needs one", address.text());
+                return Err(Error::invalid(REGIONS[0], words));
+            }
+        };
+        // A certificate of AWS holds for one label before its own name.
+        let path_style = endpoint.is_some() || address.bucket.contains('.');
+        let endpoint = endpoint.unwrap_or_else(|| format!("https://s3.{region}.amazonaws.com"));
+        if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
+            let reason = format!("{endpoint:?} begins with neither http:// nor https://");
+            return Err(Error::invalid(ENDPOINTS[1], reason));
+        }
+        Ok(Settings {
+            key,
+            secret,
+            token: variable(TOKEN),
+            region,
+            endpoint,
+            path_style,
+            roots: variable(ROOTS),
+        })
+    }
+
+    /// The error of an endpoint that no request can go to.
+    pub fn wrong_endpoint(&self, reason: impl ToString) -> Error {
+        Error::invalid(ENDPOINTS[1], format!("{:?}: {}", self.endpoint, reason.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WHO: [(&str, &str); 2] = [(KEY, "k"), (SECRET, "s")];
+
+    fn of(variables: &[(&str, &str)]) -> Result<Settings> {
+        let address = Address::parse("s3://bucket/a").unwrap();
+        let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
+        Settings::of(&address, |name| find(name).map(|(_, value)| value.to_string()))
+    }
+
+    fn with(more: &[(&'static str, &'static str)]) -> Result<Settings> {
+        of(&[&WHO, more].concat())
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let named = |outcome: Result<Settings>| match outcome.err().unwrap() {
+            Error::InvalidArgument { argument, .. } => argument.into_owned(),
+            other => panic!("{other}"),
+        };
+        assert_eq!(named(of(&[])), KEY);
+        assert_eq!(named(of(&WHO[..1])), SECRET);
+        assert_eq!(named(with(&[])), REGIONS[0]);
+        assert_eq!(named(with(&[("AWS_ENDPOINT_URL", "store:9000")])), "AWS_ENDPOINT_URL");
+    }
+
+    #[test]
+    fn the_endpoint_decides_over_region_and_style() {
+        let amazon = with(&[("AWS_DEFAULT_REGION", "r")]).ok().unwrap();
+        assert_eq!((amazon.endpoint.as_str(), amazon.path_style), ("https://s3.r.amazonaws.com", false));
+        let own = ("AWS_ENDPOINT_URL", "http://store:9000");
+        let found = with(&[own, (TOKEN, "t")]).ok().unwrap();
+        assert_eq!((found.endpoint.as_str(), found.region.as_str()), (own.1, "us-east-1"));
+        assert_eq!((found.path_style, found.token.as_deref()), (true, Some("t")));
+        let both = with(&[own, ("AWS_ENDPOINT_URL_S3", "https://first"), ("AWS_REGION", "r")]).ok().unwrap();
+        assert_eq!((both.endpoint.as_str(), both.region.as_str()), ("https://first", "r"));
+    }
+}

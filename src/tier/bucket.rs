@@ -1,0 +1,153 @@
+//! A path in an object store: names below `PREFIX/job/host/rank-N`.
+//!
+//! Invariants:
+//! - Everything a process writes lies below a prefix that it has claimed (see `claim`).
+//! - A superblock is one object, put whole, so a crash never leaves half of one. (Longer than [`OBJECT_BYTES`] it is
+//!   several, and safe as on a disk: the last committed one lies in the other copy.)
+//! - The bucket must exist: a name that is mistyped is an error, never a new bucket.
+//! - Removing takes the superblocks first, so that what is half removed holds no state.
+//!
+//! [`OBJECT_BYTES`]: crate::io::object::folder::OBJECT_BYTES
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::claim::{Claim, LOCKS};
+use super::directory::{FILES, Owner};
+use super::layout::PAGE;
+use super::medium::{Medium, Pair};
+use crate::error::{Error, IoKind, Result};
+use crate::io::object::folder::Folder;
+use crate::io::object::{self, Address, Answer, Spot, Store};
+
+/// Deletions under way at a time.
+const DELETERS: usize = 8;
+/// Where the store of a test lies.
+#[cfg(test)]
+pub(super) const TEST_ADDRESS: &str = "s3://bucket/prefix";
+
+/// A prefix that this process has claimed.
+#[derive(Debug)]
+pub struct Bucket {
+    folder: Arc<Folder>,
+    claim: Claim,
+}
+
+/// The name of `owner`'s part of an address.
+pub(super) fn name(address: &str, owner: &Owner) -> String {
+    format!("{}/{}", address.trim_end_matches('/'), below(owner))
+}
+
+fn below(owner: &Owner) -> String {
+    format!("{}/{}/rank-{}", owner.job, owner.host, owner.rank)
+}
+
+impl Bucket {
+    /// Takes the prefix of `owner` in a store. `None` if nothing is there and it is not to be made.
+    pub fn claim(
+        store: Arc<dyn Store>,
+        address: &Address,
+        owner: &Owner,
+        make: bool,
+    ) -> Result<Option<Bucket>> {
+        let prefix = format!("{}{}/", address.prefix, below(owner));
+        let name = name(&address.text(), owner);
+        // Before the lock is put: some servers make a bucket that is missing.
+        let listed =
+            match store.list(&prefix).map_err(|refusal| refusal.at(Spot { doing: "opening", path: &name })) {
+                Err(error) if error.io_kind() == Some(IoKind::NotFound) && !make => return Ok(None),
+                other => other?,
+            };
+        if !make && listed.iter().all(|one| is_lock(&one.key, &prefix)) {
+            return Ok(None);
+        }
+        let (claim, listed) = Claim::take(&store, &prefix, &name)?;
+        let folder = Folder::new(store, name, prefix, &FILES, &listed);
+        Ok(Some(Bucket { folder: Arc::new(folder), claim }))
+    }
+
+    /// The files.
+    pub fn folder(&self) -> Arc<Folder> {
+        Arc::clone(&self.folder)
+    }
+
+    fn failed(&self, doing: &'static str) -> impl Fn(object::Refusal) -> Error {
+        move |refusal| refusal.at(Spot { doing, path: self.folder.address() })
+    }
+
+    fn delete_all(&self, keys: &[String]) -> Answer<()> {
+        let (store, next, outcome) = (self.folder.store(), Mutex::new(keys.iter()), Mutex::new(Ok(())));
+        let take = || next.lock().unwrap_or_else(PoisonError::into_inner).next();
+        std::thread::scope(|scope| {
+            for _ in 0..DELETERS.min(keys.len()) {
+                scope.spawn(|| {
+                    while let Some(key) = take() {
+                        if let Err(refusal) = store.delete(key) {
+                            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(refusal);
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        outcome.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Medium for Bucket {
+    fn name(&self) -> String {
+        self.folder.address().to_string()
+    }
+
+    fn open(&self, file: &str) -> Result<Pair> {
+        let file = self.folder.file(file);
+        Ok(Pair { reader: Arc::clone(&file), writer: file })
+    }
+
+    fn len(&self, file: &str) -> Result<Option<u64>> {
+        // The last block of a chunk is written as far as it goes, and takes a whole page.
+        Ok(self.folder.len(file).map(|end| end.next_multiple_of(PAGE)))
+    }
+
+    /// Nothing: a store has no places to give, and says when it is full.
+    fn allocate(&self, _: &Pair, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    /// Nothing: an object that the store has is durable, and so is its name.
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn remove(self: Box<Self>) -> Result<()> {
+        let prefix = self.folder.prefix();
+        let listed = self.folder.store().list(prefix).map_err(self.failed("removing"))?;
+        let (locks, files): (Vec<String>, Vec<String>) =
+            listed.into_iter().map(|one| one.key).partition(|key| is_lock(key, prefix));
+        let data = |key: &String| key.starts_with(&format!("{prefix}data/"));
+        let (data, superblocks): (Vec<String>, Vec<String>) = files.into_iter().partition(data);
+        let locks: Vec<String> = locks.into_iter().filter(|key| *key != self.claim.key()).collect();
+        for part in [superblocks, data, locks] {
+            self.delete_all(&part).map_err(self.failed("removing"))?;
+        }
+        Ok(())
+    }
+}
+
+fn is_lock(key: &str, prefix: &str) -> bool {
+    key.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(LOCKS))
+}
+
+/// Removes what a dead owner left below an address; a live one is refused.
+pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
+    owner.check()?;
+    let address = Address::parse(address)?;
+    let store = object::connect(&address, None)?;
+    match Bucket::claim(store, &address, owner, false)? {
+        Some(bucket) => Box::new(bucket).remove(),
+        None => {
+            let refusal = object::Refusal { errno: libc::ENOENT, words: "nothing lies there".to_string() };
+            Err(refusal.at(Spot { doing: "opening", path: &name(&address.text(), owner) }))
+        }
+    }
+}

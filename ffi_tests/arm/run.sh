@@ -158,7 +158,7 @@ checkers() {
 library_tests() {
     set --
     for skipped in far_more_than_the_machine_has real_processes_exclude gpu::tests::bits interleave::tests::cuda a_crash_at_any \
-        tier::tests::crash swap::tests::split all_patterns_come_back choose::tests; do
+        tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back choose::tests; do
         set -- "$@" --skip "$skipped"
     done
     SPILLWAY_TEST_EMULATOR=1 arm max "$(cat "$work/spillway")" "$@"

@@ -1339,7 +1339,8 @@ typedef struct spw_ds_adam_call {
     uint32_t struct_size;
     // 1 divides by 1 - beta^t, 0 leaves it out.
     uint32_t bias_correction;
-    // Number of this step, from 1.
+    // Number of this step, from 1. A call that is the same as the one before it has its coefficients: subgroups that are
+    // parts of one of DeepSpeed's tensors are stepped as it is.
     uint64_t step;
     // Learning rate.
     float lr;

@@ -22,8 +22,8 @@ pub struct spw_ds_adam_call {
     pub struct_size: u32,
     /// 1 divides by 1 - beta^t, 0 leaves it out.
     pub bias_correction: u32,
-    /// Number of this step, from 1. 0: the subgroup goes on where the one before it ends, and is stepped with its
-    /// coefficients; the rest of this struct is not looked at. So DeepSpeed's one call may be for several subgroups.
+    /// Number of this step, from 1. A call that is the same as the one before it has its coefficients: subgroups that are
+    /// parts of one of DeepSpeed's tensors are stepped as it is.
     pub step: u64,
     /// Learning rate.
     pub lr: f32,
@@ -127,14 +127,10 @@ pub(super) unsafe fn rules_of(
     count: usize,
 ) -> Result<(AdamState, Vec<AdamRule>)> {
     let mut kept = ADAM.get(id)?;
-    let mut rules: Vec<AdamRule> = Vec::with_capacity(count);
+    let mut rules = Vec::with_capacity(count);
     // SAFETY: the caller's promise is the callee's.
     for (index, call) in unsafe { record::read_all(calls, count, "calls") }?.iter().enumerate() {
         let named = |error: Error| error.within(&format!("calls[{index}]."));
-        if let (0, Some(rule)) = (call.step, rules.last()) {
-            rules.push(*rule);
-            continue;
-        }
         let (state, rule) = kept.begin(&call_of(call)?).map_err(named)?;
         kept = state;
         rules.push(rule.with_grad_scale(call.grad_scale));

@@ -43,7 +43,8 @@ class PartedSwap:
         rows, pairs = [], []
         for index, start, end in self.parts:
             grad, weight = tensors[index]
-            rows.append(calls[index] if start == 0 else _going_on(calls[index]))
+            # The same call again has the same coefficients, as in DeepSpeed.
+            rows.append(calls[index])
             pairs.append((grad[start:end], None if weight is None else weight[start:end]))
         table = self.swap.table(pairs)
         self.swap.ds_step(optimizer_id, rows, table, stepped and self._gathered(stepped))
@@ -66,11 +67,6 @@ class PartedSwap:
                 stepped(index, whole.pop(index))
 
         return part_stepped
-
-
-def _going_on(call):
-    """The call of a part that is not its sub-group's first."""
-    return type(call)(call.struct_size, call.bias_correction, 0, *(getattr(call, name) for name, _ in call._fields_[3:]))
 
 
 def floats(count):

@@ -128,11 +128,18 @@ def test_a_cache_saves_what_it_holds(train, in_host, paths):
     assert 0 < tier["cached"] < tier["subgroups"] and tier["hits"] == (tier["rounds"] - 1) * tier["cached"]
 
 
-def test_parameters_in_files_as_well(train, paths, tmp_path):
+def test_parameters_on_a_tier_as_well(train, paths, tmp_path):
     (tmp_path / "parameters").mkdir()
     large = ["--params", tmp_path / "parameters", "--dim", "512", "--layers", "1", "--steps", "4", "--sub_group", 1 << 20]
-    on_tier = train("--paths", *paths, *large)
-    assert same(on_tier, train(*large)) and on_tier["active"]["async_io"]["written_bytes"] > 10 << 20
+    on_tier, found = train("--paths", *paths, "--block", '{"part_elements": 100000}', *large), train(*large)
+    assert same(on_tier, found) and on_tier["active"]["async_io"]["written_bytes"] == 0
+    # With the block on its paths, else where the configuration has the files.
+    for report, count in ((on_tier, 2), (found, 1)):
+        tier, = report["active"]["parameter_tier"]
+        assert len(tier["paths"]) == count and sum(path["written_bytes"] for path in tier["paths"]) > 10 << 20
+    own = train("--paths", *paths, "--block", '{"enabled": false}', *large)
+    assert same(own, found) and own["active"]["async_io"]["written_bytes"] > 10 << 20
+    assert not any(path.is_file() for folder in paths for path in folder.rglob("*parameters*"))
 
 
 @pytest.fixture

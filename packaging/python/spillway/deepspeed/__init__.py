@@ -38,6 +38,9 @@ def active():
     tiers = sys.modules.get(f"{__name__}._tier")
     if tiers and tiers.served():
         report["tier"] = tiers.served()
+    parameters = sys.modules.get(f"{__name__}._parameters")
+    if parameters and parameters.served():
+        report["parameter_tier"] = parameters.served()
     updates = sys.modules.get(f"{__name__}._interleave")
     if updates and updates.served():
         report["interleave"] = updates.served()

@@ -26,6 +26,7 @@ _ADAM_MODULE = re.compile(r"deepspeed\.ops\.adam\.cpu_adam")
 _REPORT_MODULE = re.compile(r"deepspeed\.(?:ops|git_version_info(?:_installed)?)")
 _SUPEROFFLOAD_MODULE = re.compile(r"deepspeed\.runtime\.superoffload\.superoffload_stage3")
 _STAGE3_MODULE = re.compile(r"deepspeed\.runtime\.zero\.stage3")
+_PARAMETERS_MODULE = re.compile(r"deepspeed\.runtime\.swap_tensor\.partitioned_param_swapper")
 _ENGINE_MODULE = re.compile(r"deepspeed\.runtime\.engine")
 # Modules that copied a builder class into their own names.
 _HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
@@ -125,7 +126,7 @@ _finder = _Finder()
 def _concerns(name):
     return any(pattern.fullmatch(name) for pattern in
                (_OP_MODULE, _COMM_MODULE, _ACCELERATOR_MODULE, _ADAM_MODULE, _REPORT_MODULE, _SUPEROFFLOAD_MODULE,
-                _STAGE3_MODULE, _ENGINE_MODULE))
+                _STAGE3_MODULE, _PARAMETERS_MODULE, _ENGINE_MODULE))
 
 
 def _patch(module, name):
@@ -144,6 +145,8 @@ def _patch(module, name):
         _patch_superoffload(module)
     elif _STAGE3_MODULE.fullmatch(name):
         _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), "_stage3", "_interleave")
+    elif _PARAMETERS_MODULE.fullmatch(name):
+        _patch_swapper(getattr(module, "AsyncPartitionedParameterSwapper", None), "_parameters")
     elif _ENGINE_MODULE.fullmatch(name):
         _patch_swapper(getattr(module, "DeepSpeedEngine", None), "_resume")
     elif isinstance(getattr(module, "compatible_ops", None), dict):

@@ -1,4 +1,5 @@
-"""The `spillway` block of a DeepSpeed configuration: where ZeRO-3's optimizer states live.
+"""The `spillway` block of a DeepSpeed configuration: where ZeRO-3's optimizer states live, and its 16-bit parameters with
+offload_param on device nvme.
 
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
     "spillway": {"paths": ["/mnt/nvme", "/mnt/pfs"], "cache_bytes": 8589934592, "job": "run7", "resume": true}
@@ -32,7 +33,7 @@ class Settings(NamedTuple):
     turns             one process of a machine at a time uses a path
     lock              page-locked buffers in 2 MiB pages
     stall_seconds     a path without progress for so long is given up; 0: 60
-    enabled           false leaves the states to DeepSpeed's own swapper"""
+    enabled           false leaves states and parameters to DeepSpeed's own swappers"""
 
     paths: tuple
     given: bool
@@ -69,9 +70,9 @@ def block():
     return getattr(_local, "block", None)
 
 
-def settings(nvme_path):
-    """The settings for the engine that is being made."""
-    return parse(block(), nvme_path)
+def settings(nvme_path, given=None):
+    """The settings for the engine that is being made, or those of a block that was given outside of one."""
+    return parse(given if given is not None else block(), nvme_path)
 
 
 def parse(block, nvme_path):

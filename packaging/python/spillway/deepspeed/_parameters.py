@@ -1,0 +1,132 @@
+"""ZeRO-3's 16-bit parameters on a tier, in place of the files of DeepSpeed's AsyncPartitionedParameterSwapper.
+
+Its buffers and its bookkeeping stay DeepSpeed's; what it takes for a file is an extent of a tier over the paths of the
+`spillway` block, or over offload_param's nvme_path without one: checked at every read, written elsewhere when a path fails."""
+
+import os
+import weakref
+
+from .. import tier
+from ..errors import InvalidArgument
+from . import _tier_config
+
+# What the class has to have for `overrides` to fit it.
+NEEDED = ("_configure_aio", "get_path", "synchronize_reads", "synchronize_writes")
+
+# Of this process, for active().
+_stores = weakref.WeakSet()
+
+
+def overrides(swapper):
+    """Methods for DeepSpeed's AsyncPartitionedParameterSwapper, by name."""
+    own_configure, own_path = swapper._configure_aio, swapper.get_path
+
+    def configure(self, ds_config):
+        own_configure(self, ds_config)
+        settings = _tier_config.settings(self.swap_config.nvme_path, getattr(ds_config, "_param_dict", {}).get("spillway"))
+        if settings.enabled and not getattr(self, "use_gds", False):
+            store = Store(settings)
+            self.aio_read_handle = TierHandle(self.aio_read_handle, store)
+            self.aio_write_handle = TierHandle(self.aio_write_handle, store)
+
+    def get_path(self, param, must_exist=False):
+        path = own_path(self, param, must_exist)
+        if must_exist and isinstance(self.aio_read_handle, TierHandle):
+            self.aio_read_handle.store.write_file(path)
+        return path
+
+    return {"_configure_aio": configure, "get_path": get_path}
+
+
+class Store:
+    """A tier that lives as long as the run, with an extent for each file name."""
+
+    def __init__(self, settings):
+        from deepspeed import comm as dist
+        rank, world = dist.get_rank(), dist.get_world_size()
+        job = f"{settings.job}-parameters"
+        for path in settings.paths:
+            tier.collect(path.directory, job=job, rank=rank)
+        self.tier = tier.Tier(settings.paths, job=job, rank=rank, world=world, mode="create", durability="process",
+                              stall_seconds=settings.stall_seconds)
+        self._extents = {}
+        weakref.finalize(self, _destroy, self.tier, os.getpid())
+        _stores.add(self)
+
+    def put(self, path, buffer):
+        """Begins to write; a ticket for the tier."""
+        extent, size = self._extents.get(path, (None, None))
+        if extent is None:
+            size = buffer.numel() * buffer.element_size()
+            extent = self.tier.define(os.path.basename(path), [size])
+            self._extents[path] = extent, size
+        return self.tier.put(extent, [buffer])
+
+    def get(self, path, buffer):
+        """Begins to read what was put; a ticket for the tier."""
+        if path not in self._extents:
+            raise InvalidArgument(f"{path} was never written")
+        extent, size = self._extents[path]
+        return self.tier.get(extent, [buffer.flatten()[:size // buffer.element_size()]])
+
+    def write_file(self, path):
+        """A plain file with the bytes, for whoever reads it by its name."""
+        _, size = self._extents[path]
+        content = bytearray(size)
+        self.tier.wait(self.tier.get(self._extents[path][0], [content]))
+        with open(path, "wb") as file:
+            file.write(content)
+
+    def report(self):
+        """For active()."""
+        return {"paths": [path._asdict() for path in self.tier.paths()], "parameters": len(self._extents)}
+
+
+class TierHandle:
+    """What DeepSpeed's swapper uses of an aio_handle; memory is the own handle's."""
+
+    def __init__(self, own, store):
+        self._own, self.store, self._tickets = own, store, []
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+    def async_pwrite(self, buffer, path, offset=0):
+        """Begins to write a whole file."""
+        self._tickets.append(self.store.put(_whole(path, offset), buffer))
+        return 0
+
+    def async_pread(self, buffer, path, offset=0):
+        """Begins to read a whole file."""
+        self._tickets.append(self.store.get(_whole(path, offset), buffer))
+        return 0
+
+    def wait(self):
+        """Waits for everything begun, and says how much it was. The first failure is the exception."""
+        tickets, self._tickets = self._tickets, []
+        failures = []
+        for ticket in tickets:
+            try:
+                self.store.tier.wait(ticket)
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return len(tickets)
+
+
+def served():
+    """What the tiers of parameters of this process did, for active()."""
+    return [store.report() for store in _stores]
+
+
+def _whole(path, offset):
+    if offset != 0:
+        raise InvalidArgument(f"{path}: offset {offset}; parameters are read and written whole")
+    return path
+
+
+def _destroy(opened, process):
+    # A forked child has copies of handles, which are not its own.
+    if process == os.getpid():
+        opened.destroy()

@@ -13,7 +13,8 @@ passed=0 failed=0 skipped=0
 summary=""
 
 format() { cargo fmt --all --check; }
-lint() { cargo clippy --quiet --workspace --all-targets --features spillway/s3 -- -D warnings; }
+# Without object stores, whose 75 crates would be checked for one file; `py` builds it, with every warning an error.
+lint() { cargo clippy --quiet --workspace --all-targets -- -D warnings; }
 rust() { cargo test --workspace --no-fail-fast; }
 py() { packaging/python_tests.sh; }
 preload() {

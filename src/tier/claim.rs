@@ -52,7 +52,7 @@ impl Claim {
         let number = host::random().map_err(|error| Error::system("drawing a number for a lock", &error))?;
         let key = format!("{prefix}{LOCKS}{number:032x}");
         let me = Holder::this_process();
-        let words = serde_json::to_vec(&me)
+        let words = serde_json::to_vec(&*me)
             .map_err(|error| Error::System { what: "writing a lock", reason: error.to_string() })?;
         // Before the put: even one that fails may arrive.
         let claim = Claim { store: Arc::clone(store), key, process: process::id() };
@@ -96,8 +96,20 @@ impl Drop for Claim {
 }
 
 impl Holder {
-    fn this_process() -> Holder {
+    /// The same for all threads and all the time, whatever /proc says to each.
+    fn this_process() -> Arc<Holder> {
+        static KNOWN: ArcSwapOption<Holder> = ArcSwapOption::const_empty();
         let pid = process::id();
+        let seen = KNOWN.load_full();
+        if let Some(known) = seen.as_ref().filter(|known| known.pid == pid) {
+            return Arc::clone(known);
+        }
+        let found = Arc::new(Holder::found(pid));
+        let first = KNOWN.compare_and_swap(&seen, Some(Arc::clone(&found)));
+        first.as_ref().filter(|first| first.pid == pid).map_or(found, Arc::clone)
+    }
+
+    fn found(pid: u32) -> Holder {
         Holder {
             host: host::name(),
             machine: host::machine(),
@@ -109,7 +121,7 @@ impl Holder {
     }
 
     fn is_dead(&self, me: &Holder, key: &str) -> bool {
-        let known = !self.boot.is_empty() && !me.boot.is_empty();
+        let known = !self.boot.is_empty() && !me.boot.is_empty() && self.started != 0;
         if (&self.host, &self.machine) != (&me.host, &me.machine) || !known {
             return false;
         }
@@ -203,7 +215,7 @@ mod tests {
 
     #[test]
     fn the_dead_are_taken_over_and_the_living_are_not() {
-        let me = Holder::this_process();
+        let me = Holder::this_process().as_ref().clone();
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
         let dead = [
@@ -225,6 +237,7 @@ mod tests {
             Holder { host: "elsewhere".to_string(), pid: child.id(), ..me.clone() },
             Holder { machine: "another".to_string(), boot: "another".to_string(), ..me.clone() },
             Holder { namespace: "another".to_string(), pid: child.id(), ..me.clone() },
+            Holder { pid: child.id(), started: 0, ..me.clone() },
         ];
         for holder in living {
             let memory = Memory::default();

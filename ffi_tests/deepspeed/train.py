@@ -217,8 +217,8 @@ def become_single_rank():
 
 
 def leave_group():
-    """Ends the process after what Python has to do at its end, and before torch's threads are taken down: now and then that
-    aborts a rank of several ("terminate called without an active exception"), with or without the group destroyed."""
+    """Ends the process after what Python has to do at its end, and without taking C++ threads down: now and then that aborts
+    a rank of several ("terminate called without an active exception"), whose cause is not known."""
     torch.distributed.barrier()
     atexit._run_exitfuncs()
     sys.stdout.flush()

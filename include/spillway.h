@@ -283,7 +283,7 @@ typedef enum spw_swap_flag {
     // others go to another path first (MLP-Offload section 3.1).
     SPW_SWAP_NO_TURNS = 4,
     // Store param without its upper 16 bits, which follow from the bf16 weights that the model holds: 10 bytes a parameter
-    // on the tier instead of 12, and 14 instead of 12 in each buffer. Every step is then given the weights that the step
+    // on the tier instead of 12. What stays in memory is committed whole. Every step is then given the weights that the step
     // before it published, and a tier that is resumed those of the commit: they have to be saved with it, for without
     // them param is lost. Weights that do not belong to the state are told by a checksum, and nothing is lost.
     SPW_SWAP_SPLIT_MASTER = 8,

@@ -1,7 +1,8 @@
 """Looks at parameters, moments and gradients between steps, and sets them, with states in host memory or, with PLACE, on a
-tier there; prints what it saw."""
+tier there, whose BLOCK is JSON; prints what it saw."""
 
 import hashlib
+import json
 import os
 
 import torch
@@ -18,6 +19,7 @@ offload = {"device": "nvme", "nvme_path": place} if place else {"device": "cpu"}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
     "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "gradient_clipping": 0.3,
     "zero_optimization": {"stage": 3, "sub_group_size": 5000, "offload_optimizer": offload},
+    "spillway": json.loads(os.environ["BLOCK"]),
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "steps_per_print": 1 << 30})
 
 

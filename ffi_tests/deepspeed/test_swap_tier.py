@@ -13,7 +13,7 @@ import subprocess
 import time
 
 import pytest
-from spillway.tier import steps
+from spillway.tier import Tier, steps
 
 HERE = pathlib.Path(__file__).parent
 
@@ -81,6 +81,9 @@ def paths(tmp_path):
     return [tmp_path / "a", tmp_path / "b"]
 
 
+SPLIT = '{"split_master": true}'
+
+
 def same(one, other):
     return all(one[name] == other[name] for name in ("losses", "sha256", "published", "skipped", "steps"))
 
@@ -92,20 +95,21 @@ RUNS = {
     "fp16": ["--dtype", "fp16", "--steps", "12"],
 }
 
-# Those in which a sub-group is several parts, which have the one step of DeepSpeed's call.
-PARTED = ("unclipped", "three groups")
+# Those in which a sub-group is several parts, which have the one step of DeepSpeed's call, and those whose masters are split.
+PARTED = ("unclipped", "three groups", "split")
+RUNS["split"] = RUNS["three groups"]
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name):
-    parted = {"part_elements": 5000} if name in PARTED else {}
+    parted = {**({"part_elements": 5000} if name in PARTED else {}), "split_master": name == "split"}
     on_tier = train("--paths", *paths, "--block", json.dumps({"ratio": [2, 1], **parted}), *RUNS[name])
     assert same(on_tier, in_host(*RUNS[name]))
     tier, = on_tier["active"]["tier"]
     assert tier["subgroups"] > 5 and tier["cached"] == 0 and tier["commits"] == 0
     a, b = (path["blocks"] for path in tier["paths"])
     assert a > b > 0 and on_tier["active"]["async_io"]["written_bytes"] == 0
-    # 12 bytes a parameter, to and from the tier, in every step, and no gradients. The first state is written once more.
+    # 12 or 10 bytes a parameter, to and from the tier, in every step, and no gradients. The first state is written once more.
     steps = on_tier["steps"] - on_tier["skipped"]
     assert tier["flushed"] == steps * tier["parts"] and tier["fetched"] == tier["flushed"]
     assert (tier["parts"] > 2 * tier["subgroups"]) == (name in PARTED)
@@ -168,14 +172,14 @@ def killed_between_commits(overlay, folder, both, rank, step, *arguments):
 
 
 # Which rank died before its commit of which step: the first of all and one in the middle, one and the first after a resume.
-KILLED = {"cached": (((1, 1), (0, 4)), 1200000, ()),
-          "unclipped": (((0, 3), (1, 3)), 0, ("--clip", "0", "--accumulate", "2"))}
+KILLED = {"cached": (((1, 1), (0, 4)), 1200000, False, ()),
+          "unclipped": (((0, 3), (1, 3)), 0, True, ("--clip", "0", "--accumulate", "2"))}
 
 
 @pytest.mark.parametrize("name", KILLED)
 def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(overlay, train, paths, tmp_path, both, name):
-    kills, cache, more = KILLED[name]
-    block = json.dumps({"resume": True, "cache_bytes": cache, "part_elements": 20000})
+    kills, cache, split, more = KILLED[name]
+    block = json.dumps({"resume": True, "cache_bytes": cache, "part_elements": 20000, "split_master": split})
     tiered = ("--paths", *paths, "--block", block, "--steps", "8", *more)
     whole = train("--steps", "8", *more, **both)
     for rank, step in kills:
@@ -202,20 +206,20 @@ def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(overlay
 
 def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
     """DeepSpeed computes the powers of beta anew after a load, so that only runs on the tier go on to the bit."""
-    on_tier = train("--paths", *paths, "--seed-each-step", "--save", tmp_path / "tier", "--save_at", 5)
+    on_tier = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--save", tmp_path / "tier", "--save_at", 5)
     of_host = train("--seed-each-step", "--save", tmp_path / "host", "--save_at", 5)
     assert same(on_tier, of_host)
-    on_again = train("--paths", *paths, "--seed-each-step", "--load", tmp_path / "tier")
+    on_again = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--load", tmp_path / "tier")
     assert on_again["began_at"] == 5 and on_again["sha256"] == on_tier["sha256"]
     assert on_again["losses"] == on_tier["losses"][5:]
     host_from_tier, host_from_host = (train("--seed-each-step", "--load", tmp_path / kind) for kind in ("tier", "host"))
-    tier_from_host = train("--paths", *paths, "--seed-each-step", "--load", tmp_path / "host")
+    tier_from_host = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--load", tmp_path / "host")
     assert same(host_from_tier, host_from_host) and same(tier_from_host, host_from_host)
 
 
-@pytest.mark.parametrize("interval, kills", [(1, [2, 9, 14]), (3, [7, 13])])
-def test_a_killed_run_goes_on_at_its_last_commit(overlay, train, in_host, paths, tmp_path, interval, kills):
-    block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000})
+@pytest.mark.parametrize("interval, kills, split", [(1, [2, 9, 14], False), (3, [7, 13], True)])
+def test_a_killed_run_goes_on_at_its_last_commit(overlay, train, in_host, paths, tmp_path, interval, kills, split):
+    block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000, "split_master": split})
     arguments = ("--steps", "18", "--progress")
     whole, chance, began_at = in_host(*arguments), random.Random(interval), []
     for step in kills:
@@ -230,6 +234,8 @@ def test_a_killed_run_goes_on_at_its_last_commit(overlay, train, in_host, paths,
     # What was committed when the step was reported is there, and nothing but whole commits.
     assert began_at[0] == 0 and all(step // interval * interval <= at for step, at in zip(kills, began_at[1:]))
     assert all(at % interval == 0 for at in began_at) and last["active"]["tier"][0]["resumed_at"] == last["began_at"]
+    with Tier([str(path) for path in paths], job="deepspeed", mode="resume") as tier:
+        assert any(extent.name.endswith("-split") for extent in tier.extents()) == split
 
 
 def test_without_resume_the_paths_are_scratch(train, in_host, paths):
@@ -241,9 +247,9 @@ def test_without_resume_the_paths_are_scratch(train, in_host, paths):
 def test_states_and_gradients_are_seen_and_set_between_steps(run_script, paths):
     """DeepSpeed's own ways to look at one parameter, the same on the tier as in host memory."""
     text = (HERE / "fragments.py").read_text()
-    seen = {place: run_script(text, HERE, PLACE=place, OMP_NUM_THREADS="1") for place in ("", str(paths[0]))}
-    host, on_tier = seen.values()
-    assert host == on_tier and "exp_avg_sq" in host and host.count("\n") > 40
+    kinds = (("", "{}"), (str(paths[0]), "{}"), (str(paths[1]), SPLIT))
+    host, *on_tier = (run_script(text, HERE, PLACE=place, BLOCK=block, OMP_NUM_THREADS="1") for place, block in kinds)
+    assert [host, host] == on_tier and "exp_avg_sq" in host and host.count("\n") > 40
 
 
 def test_mistakes_name_themselves(refused, paths):
@@ -264,3 +270,4 @@ def test_mistakes_name_themselves(refused, paths):
     with pytest.raises(ValueError, match="goes into spillway.paths"):
         parse(None, "s3:/bucket/x")
     assert "job" in refused("--paths", *paths, "--block", '{"job": "a/b"}')
+    assert "have to be bfloat16 in host memory" in refused("--paths", *paths, "--block", SPLIT, "--dtype", "fp16")

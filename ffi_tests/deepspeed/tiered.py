@@ -67,8 +67,8 @@ def set_again(engine, torch):
     swapper = engine.optimizer.optimizer_swapper
     for index, elements in enumerate(swapper.elements):
         parts = [torch.empty(elements) for _ in range(3)]
-        swapper.parted.read(index, *parts)
-        swapper.parted.write(index, *parts)
+        swapper.read(index, *parts)
+        swapper.write(index, *parts)
 
 
 def run(engine, options, torch):

@@ -29,29 +29,25 @@ impl Buffer {
 
     /// The memory as numbers, whatever it last held; an error while a transfer uses it.
     pub fn floats(&mut self) -> Result<&mut [f32]> {
-        let bytes = self.region.span().len();
-        self.floats_and_words(bytes).map(|(floats, _)| floats)
+        let span = self.unused()?;
+        // SAFETY: mapped and page-aligned for as long as the region lives; any bits are an f32. Nobody else uses it: no
+        // transfer has it, as just checked, and none can get it from `span` while `self` is borrowed.
+        Ok(unsafe { std::slice::from_raw_parts_mut(span.as_ptr().cast(), span.len() / size_of::<f32>()) })
     }
 
-    /// The same; from byte `cut`, a multiple of 4, on as words of 16 bits.
-    pub fn floats_and_words(&mut self, cut: usize) -> Result<(&mut [f32], &mut [u16])> {
+    /// The same memory as words of 16 bits, the lower half of a number before its upper.
+    pub fn words(&mut self) -> Result<&mut [u16]> {
+        let span = self.unused()?;
+        // SAFETY: as in `floats`; any bits are a u16.
+        Ok(unsafe { std::slice::from_raw_parts_mut(span.as_ptr().cast(), span.len() / size_of::<u16>()) })
+    }
+
+    fn unused(&self) -> Result<Span> {
         let span = self.region.span();
-        if self.region.leased(span) {
-            return Err(Error::Busy("a transfer uses the buffer".to_string()));
+        match self.region.leased(span) {
+            true => Err(Error::Busy("a transfer uses the buffer".to_string())),
+            false => Ok(span),
         }
-        if !cut.is_multiple_of(size_of::<f32>()) || cut > span.len() {
-            return Err(Error::invalid("cut", format!("{cut} of {} bytes", span.len())));
-        }
-        let (floats, words) = (span.part(0, cut), span.part(cut, span.len() - cut));
-        // SAFETY: mapped and page-aligned for as long as the region lives, and cut apart at a multiple of 4; any bits are
-        // an f32 or a u16. Nobody else uses it: no transfer has it, as just checked, and none can get it from `span`
-        // while `self` is borrowed.
-        Ok(unsafe {
-            (
-                std::slice::from_raw_parts_mut(floats.as_ptr().cast(), floats.len() / size_of::<f32>()),
-                std::slice::from_raw_parts_mut(words.as_ptr().cast(), words.len() / size_of::<u16>()),
-            )
-        })
     }
 }
 
@@ -71,8 +67,11 @@ mod tests {
         let mut buffer = Buffer::open(10_000, Backing { lock: false, ..Backing::default() }).unwrap();
         buffer.floats().unwrap().fill(2.0);
         let lease = Lease::take(buffer.span().part(4096, 10)).unwrap();
-        assert!(matches!(buffer.floats(), Err(Error::Busy(_))));
+        assert!(
+            matches!(buffer.floats(), Err(Error::Busy(_))) && matches!(buffer.words(), Err(Error::Busy(_)))
+        );
         drop(lease);
         assert!(buffer.floats().unwrap().iter().all(|x| *x == 2.0) && buffer.span().len() >= 10_000);
+        assert_eq!(buffer.words().unwrap()[..4], [0, 0x4000, 0, 0x4000]);
     }
 }

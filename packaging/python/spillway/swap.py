@@ -7,7 +7,11 @@
                 swap.step(spillway.Adam(lr=1e-3), [(grad0, weight0), (grad1, weight1), (grad2, weight2)])
                 swap.commit(step)
 
-A gradient is read where it is, in its own dtype; a weight is a 16-bit copy that the step writes, or None."""
+A gradient is read where it is, in its own dtype; a weight is a 16-bit copy that the step writes, or None.
+
+With split_master=True the tier keeps param without its upper halves, which follow from the bf16 weights: 10 bytes a parameter
+instead of 12. Every step, and read() of param, then needs the weights that belong to the state: those of the step before, of
+the commit after a rollback, at first param rounded. After an end and a new open they are needed too; commit() does not keep them."""
 
 import ctypes
 from typing import NamedTuple
@@ -18,7 +22,7 @@ from .errors import InvalidArgument
 from .optim import Adam, StepStats
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-_NO_HUGE_PAGES, _NO_LOCK, _NO_TURNS = 1, 2, 4
+_NO_HUGE_PAGES, _NO_LOCK, _NO_TURNS, _SPLIT_MASTER = 1, 2, 4, 8
 
 
 class Budget(NamedTuple):
@@ -45,10 +49,10 @@ class SwapStats(NamedTuple):
     exposed_seconds: float
 
 
-def plan(elements, *, host_bytes, paths):
+def plan(elements, *, host_bytes, paths, split_master=False):
     """The Budget of subgroups of so many elements over that many paths; takes nothing."""
     budget = _abi.sized(_abi.SwapBudget)
-    options = _options(elements, host_bytes)
+    options = _options(elements, host_bytes, split_master)
     _native.check(_native.library().spw_swap_plan(ctypes.byref(options), paths, ctypes.byref(budget)))
     return _record(Budget, budget)
 
@@ -63,12 +67,13 @@ class Swap(Held):
     what, closer = "update", "spw_swap_close"
 
     def __init__(self, tier, elements, *, host_bytes=None, ratio=None, speeds=None, huge_pages=True, lock=True, turns=True,
-                 patience_seconds=0.0):
+                 split_master=False, patience_seconds=0.0):
         paths = len(tier.paths())
-        self.elements = tuple(elements)
-        options = _options(self.elements, host_bytes if host_bytes is not None else working_bytes(elements, paths))
+        self.elements, self.split_master = tuple(elements), split_master
+        least = working_bytes(elements, paths, split_master=split_master) if host_bytes is None else host_bytes
+        options = _options(self.elements, least, split_master)
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
-        options.flags = _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not lock) + _NO_TURNS * (not turns)
+        options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not lock) + _NO_TURNS * (not turns)
         options.patience_seconds = patience_seconds
         self.tier = tier
         self._hold("spw_swap_open", tier.handle, ctypes.byref(options))
@@ -100,7 +105,7 @@ class Swap(Held):
         self._call("spw_swap_fill", addresses)
 
     def step(self, optimizer, tensors, *, grad_scale=1.0, stats=False, uint16_as=None):
-        """One step of a spillway.Adam over all subgroups, each (grad, weight); with stats=True returns StepStats."""
+        """One step of a spillway.Adam over all subgroups, each a row as table() says; with stats=True returns StepStats."""
         if not isinstance(optimizer, Adam):
             raise InvalidArgument(f"optimizer is a {type(optimizer).__name__}; a spillway.Adam is needed")
         table = self.table(tensors, uint16_as)
@@ -133,11 +138,12 @@ class Swap(Held):
         _native.check(status)
 
     def table(self, tensors, uint16_as=None):
-        """The C table of (grad, weight) for each subgroup. It holds their memory."""
+        """The C table of (grad, weight) for each subgroup. It holds their memory. With a split master `weight` holds the
+        bf16 weights that belong to the state, or they are a third entry and `weight` holds anything."""
         if len(tensors) != len(self):
             raise InvalidArgument(f"tensors has {len(tensors)} entries for {len(self)} subgroups")
         table = (_abi.Tensor * len(tensors))()
-        for subgroup, (row, (grad, weight)) in enumerate(zip(table, tensors)):
+        for subgroup, (row, (grad, weight, *belonging)) in enumerate(zip(table, tensors)):
             row.struct_size, row.n = ctypes.sizeof(_abi.Tensor), self.elements[subgroup]
             row.param_dtype = row.state_dtype = _abi.DTYPE_F32
             row.grad, count, row.grad_dtype = _arrays.span(grad, f"tensors[{subgroup}].grad", False, uint16_as)
@@ -145,12 +151,23 @@ class Swap(Held):
             if weight is not None:
                 row.param_copy, count, row.copy_dtype = _arrays.span(weight, f"tensors[{subgroup}].weight", True, uint16_as)
                 self._same(subgroup, count, "weight")
-        table.held = [_arrays.held(array) for pair in tensors for array in pair if array is not None]
+            if belonging and belonging[0] is not None:
+                row.param, count, row.param_dtype = _arrays.span(belonging[0], f"tensors[{subgroup}][2]", False, uint16_as)
+                self._same(subgroup, count, "third entry")
+        table.held = [_arrays.held(array) for row in tensors for array in row if array is not None]
         return table
 
-    def read(self, subgroup, param=None, exp_avg=None, exp_avg_sq=None):
-        """Copies parts of a subgroup's state into float32 arrays."""
-        self._call("spw_swap_read", subgroup, *self._floats(subgroup, (param, exp_avg, exp_avg_sq), True))
+    def read(self, subgroup, param=None, exp_avg=None, exp_avg_sq=None, *, weights=None, uint16_as=None):
+        """Copies parts of a subgroup's state into float32 arrays; with a split master param is made of its bf16 `weights`."""
+        parts = self._floats(subgroup, (param, exp_avg, exp_avg_sq), True)
+        if weights is None:
+            self._call("spw_swap_read", subgroup, *parts)
+            return
+        address, count, code = _arrays.span(weights, "weights", False, uint16_as)
+        self._same(subgroup, count, "weights")
+        if code != _abi.DTYPE_BF16:
+            raise InvalidArgument("weights are not bfloat16")
+        self._call("spw_swap_read_split", subgroup, address, *parts)
 
     def write(self, subgroup, param=None, exp_avg=None, exp_avg_sq=None):
         """Gives a subgroup other values from float32 arrays; None leaves a part as it is."""
@@ -182,14 +199,15 @@ class Swap(Held):
             raise InvalidArgument(f"{name} has {count} elements, subgroup {subgroup} has {self.elements[subgroup]}")
 
 
-def working_bytes(elements, paths):
+def working_bytes(elements, paths, *, split_master=False):
     """The least memory with which every path can read and write at once."""
-    unlimited = plan(elements, host_bytes=(1 << 64) - 1, paths=paths)
+    unlimited = plan(elements, host_bytes=(1 << 64) - 1, paths=paths, split_master=split_master)
     return unlimited.buffer_bytes * min(len(elements), max(2 * paths + 1, 3))
 
 
-def _options(elements, host_bytes):
+def _options(elements, host_bytes, split_master):
     options = _abi.sized(_abi.SwapOptions)
+    options.flags = _SPLIT_MASTER * bool(split_master)
     options.elements, options.subgroups = (ctypes.c_uint64 * len(elements))(*elements), len(elements)
     options.host_bytes = host_bytes
     return options

@@ -28,7 +28,7 @@ def open_tier(folders, **settings):
 
 
 def open_swap(tier, buffers=3, sizes=SIZES, **settings):
-    one = swap_module.plan(sizes, host_bytes=1 << 40, paths=1).buffer_bytes
+    one = swap_module.plan(sizes, host_bytes=1 << 40, paths=1, split_master=settings.get("split_master", False)).buffer_bytes
     return spillway.Swap(tier, sizes, host_bytes=buffers * one, **FREE, **settings)
 
 
@@ -51,10 +51,10 @@ def in_memory(steps, change=None):
     return states, copies
 
 
-def everything(swap):
+def everything(swap, weights=None):
     states = [[np.empty(size, np.float32) for _ in range(3)] for size in SIZES]
     for subgroup, parts in enumerate(states):
-        swap.read(subgroup, *parts)
+        swap.read(subgroup, *parts, weights=weights and weights[subgroup], uint16_as="bf16")
     return states
 
 
@@ -102,6 +102,58 @@ def test_parts_that_are_written_between_steps_count(folders, buffers):
         adam.step_count = 2
         step(swap, adam, 3)
         assert same(everything(swap), in_memory(3)[0])
+
+
+def rounded(floats):
+    """The bf16 weights of float32 masters, as their bits."""
+    bits = floats.view(np.uint32)
+    return (bits + (0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("buffers", [3, 5, 100])
+def test_a_step_before_its_verdict_is_taken_back_and_made_again_clipped(folders, buffers, split):
+    """Speculation on a tier: step, then look at the norm; a rollback and a second step where it was too large, a rollback alone
+    where a gradient was infinite. States and weights are those of whoever waits for the norm."""
+    clip, verdicts = 1000.0, {"kept": 0, "clipped": 0, "skipped": 0}
+    chance = np.random.default_rng(buffers)
+    waiting, patient = [[p, np.zeros_like(p), np.zeros_like(p)] for p in first()], spillway.Adam(lr=1e-2)
+    expected = [rounded(p) for p in first()]
+    with open_tier(folders) as tier, open_swap(tier, buffers, split_master=split) as swap:
+        swap.fill([(p, None, None) for p in first()])
+        swap.commit(0)
+        hasty, published = spillway.Adam(lr=1e-2), [copy.copy() for copy in expected]
+        for number in range(1, 13):
+            scale = np.float16([1, 1, 8][chance.integers(3)])
+            grads = [grad * scale for grad in gradients(number)]
+            if number % 5 == 0:
+                grads[4][777] = np.inf
+            norm = np.sqrt(sum(np.square(grad.astype(np.float64)).sum() for grad in grads))
+
+            def attempt(factor):
+                new = [np.empty_like(copy) for copy in published]
+                seen = swap.step(hasty, list(zip(grads, new, published)) if split else list(zip(grads, new)),
+                                 grad_scale=factor, stats=True, uint16_as="bf16")
+                return new, seen
+
+            new, seen = attempt(1.0)
+            if seen.nonfinite or norm > clip:
+                swap.roll_back()
+                hasty.step_count -= 1
+            verdict = "skipped" if seen.nonfinite else "clipped" if norm > clip else "kept"
+            verdicts[verdict] += 1
+            assert seen.nonfinite == (not np.isfinite(norm)) and (seen.nonfinite or seen.sum_squares == pytest.approx(norm ** 2))
+            factor = float(np.float32(clip / norm)) if verdict == "clipped" else 1.0
+            if verdict != "skipped":
+                published = attempt(factor)[0] if verdict == "clipped" else new
+                swap.commit(number)
+                patient.step([(p, g, m, v, c) for (p, m, v), g, c in zip(waiting, grads, expected)], grad_scale=factor,
+                             uint16_as="bf16")
+            assert same([published], [expected])
+            assert same(everything(swap, published if split else None), waiting)
+        assert verdicts["skipped"] == 2 and verdicts["clipped"] > 1 and verdicts["kept"] > 1
+        stored = [extent.name.endswith("-split") for extent in tier.extents() if extent.generation]
+        assert any(stored) == (split and buffers < len(SIZES))
 
 
 def test_a_process_that_is_killed_is_taken_up_at_its_last_commit(folders, child_environment):
@@ -213,6 +265,8 @@ def test_mistakes_name_themselves(folders):
             "5 entries for 6": lambda: swap.step(spillway.Adam(), [(f, None) for f in floats[1:]]),
             "weight has dtype int32": lambda: swap.step(spillway.Adam(), [(f, f.astype(np.int32)) for f in floats]),
             "Lion": lambda: swap.step(spillway.Lion(), [(f, None) for f in floats]),
+            "weights are not bfloat16": lambda: swap.read(0, floats[0], weights=floats[0].astype(np.float16)),
+            "tensors.0..2. has dtype int32": lambda: swap.step(spillway.Adam(), [(f, None, f.astype(np.int32)) for f in floats]),
             "3 buffers of": lambda: spillway.Swap(tier, SIZES, host_bytes=4096),
         }
         for words, mistake in wrong.items():

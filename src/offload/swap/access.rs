@@ -8,8 +8,8 @@
 
 use crate::dtype::bf16;
 
+use super::Swap;
 use super::form::{self, Form, STREAMS};
-use super::{Direction, Swap};
 use crate::error::{Error, Result};
 use crate::sys::span::Span;
 
@@ -21,13 +21,13 @@ impl Swap {
         let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
         let slot = match (self.pipeline.kept(subgroup), form) {
             (Some(slot), _) => slot,
-            (None, Form::Whole) => return self.fetch(extent, &to),
+            (None, Form::Whole) => return self.copy_in(extent, &to),
             (None, Form::Split) if copy.is_none() && !to[0].is_empty() => {
                 return Err(Error::invalid("param", "is stored split: its 16-bit copy is needed to read it"));
             }
             (None, Form::Split) => {
                 let slot = self.vacant()?;
-                self.fetch(extent, &form::spans(Form::Split, self.buffers[slot].span(), elements))?;
+                self.copy_in(extent, &form::spans(Form::Split, self.buffers[slot].span(), elements))?;
                 if let Some(copy) = copy.filter(|_| !to[0].is_empty()) {
                     form::join(&mut self.buffers[slot], elements, copy)?;
                 }
@@ -57,7 +57,7 @@ impl Swap {
             self.pipeline.changed(slot);
             return Ok(());
         }
-        let outcome = self.start(Direction::Flush, subgroup, slot).and_then(|()| self.collect_all());
+        let outcome = self.flush(subgroup, slot, false).and_then(|()| self.collect_all());
         self.note(outcome)
     }
 
@@ -66,11 +66,11 @@ impl Swap {
         let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
         let rest = |stream: usize| if from[stream].is_empty() { held[stream] } else { Span::empty() };
         match form {
-            Form::Whole => self.fetch(extent, &[rest(0), rest(1), rest(2)]),
+            Form::Whole => self.copy_in(extent, &[rest(0), rest(1), rest(2)]),
             Form::Split if from[0].is_empty() && !held[0].is_empty() => {
                 Err(Error::invalid("param", "is stored split: it is needed too"))
             }
-            Form::Split => self.fetch(extent, &[rest(1), rest(2), Span::empty(), Span::empty()]),
+            Form::Split => self.copy_in(extent, &[rest(1), rest(2), Span::empty(), Span::empty()]),
         }
     }
 
@@ -92,7 +92,7 @@ impl Swap {
     }
 
     /// Reads streams from the tier.
-    fn fetch(&self, extent: u32, to: &[Span]) -> Result<()> {
+    fn copy_in(&self, extent: u32, to: &[Span]) -> Result<()> {
         if to.iter().all(|span| span.is_empty()) {
             return Ok(());
         }

@@ -5,11 +5,11 @@
 //! | whole | param, exp_avg, exp_avg_sq | 12 |
 //! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, and the table's 0.01 |
 //!
-//! A buffer holds param, exp_avg and exp_avg_sq, and for the split form low halves and table behind them, each from a
-//! page on. The table is a checksum of param, a count, and the [`Exception`]s.
+//! A buffer holds param, exp_avg and exp_avg_sq, and for the split form the table behind them, each from a page on. Low
+//! halves lie where param was. The table is a checksum of param, a count, and the [`Exception`]s.
 //!
 //! Invariants:
-//! - Splitting leaves param as it is: a subgroup that stays in memory can be flushed and stepped again.
+//! - Splitting loses the upper halves in memory: what stays there is stored whole.
 //! - Joining gives exactly the param that was split, or says that the copy is not the one that belongs to it.
 #![forbid(unsafe_code)]
 
@@ -67,7 +67,7 @@ pub fn buffer_bytes(usual: Form, elements: u64) -> Option<u64> {
     let whole = pages(elements.checked_mul(4)?)?.checked_mul(STREAMS as u64)?;
     match usual {
         Form::Whole => Some(whole),
-        Form::Split => whole.checked_add(pages(2 * elements)?)?.checked_add(pages(table_bytes(elements))?),
+        Form::Split => whole.checked_add(pages(table_bytes(elements))?),
     }
 }
 
@@ -87,20 +87,20 @@ pub fn streams(form: Form, elements: u64) -> Vec<u64> {
 
 /// Where the streams of a form lie in a buffer.
 pub fn spans(form: Form, buffer: Span, elements: usize) -> Vec<Span> {
-    let Places { stride, words, table } = places(elements);
+    let stride = stride(elements);
     let part = |stream: usize| buffer.part(stream * stride, 4 * elements);
     match form {
         Form::Whole => (0..STREAMS).map(part).collect(),
         Form::Split => {
-            let low = buffer.part(words, 2 * elements);
-            vec![part(1), part(2), low, buffer.part(table, table_bytes(elements as u64) as usize)]
+            let table = buffer.part(STREAMS * stride, table_bytes(elements as u64) as usize);
+            vec![part(1), part(2), buffer.part(0, 2 * elements), table]
         }
     }
 }
 
 /// The state in a buffer.
 pub fn state(buffer: &mut Buffer, elements: usize) -> Result<State<'_>> {
-    let stride = places(elements).stride / 4;
+    let stride = stride(elements) / 4;
     let (param, rest) = buffer.floats()?.split_at_mut(stride);
     let (exp_avg, exp_avg_sq) = rest.split_at_mut(stride);
     Ok(State {
@@ -110,23 +110,21 @@ pub fn state(buffer: &mut Buffer, elements: usize) -> Result<State<'_>> {
     })
 }
 
-/// Writes low halves and table for the param in a buffer; the form in which it is to be stored: whole, if the table has
-/// no room for all exceptions.
+/// Puts low halves and table into a buffer, which holds no param any more; the form in which it is to be stored: whole,
+/// and as it was, if the table has no room for all exceptions.
 pub fn split(buffer: &mut Buffer, elements: usize) -> Result<Form> {
-    let Places { words: cut, table, .. } = places(elements);
     let sum = buffer.span().part(0, 4 * elements).with_bytes(checksum::of);
-    let (floats, words) = buffer.floats_and_words(cut)?;
-    let (low, rest) = words.split_at_mut((table - cut) / 2);
     let most = most_exceptions(elements as u64) as usize;
-    let mut exceptions = Vec::new();
-    if !master::split(&floats[..elements], &mut low[..elements], &mut exceptions, most) {
+    let Some(exceptions) = master::exceptions(&buffer.floats()?[..elements], most) else {
         return Ok(Form::Whole);
-    }
-    let rest = &mut rest[..table_bytes(elements as u64) as usize / 2];
-    rest.fill(0);
-    put(&mut rest[..4], sum);
-    put(&mut rest[4..TABLE_HEAD], exceptions.len() as u64);
-    for (words, exception) in rest[TABLE_HEAD..].chunks_exact_mut(EXCEPTION).zip(&exceptions) {
+    };
+    let words = buffer.words()?;
+    master::pack(&mut words[..2 * elements]);
+    let table = &mut words[STREAMS * stride(elements) / 2..][..table_bytes(elements as u64) as usize / 2];
+    table.fill(0);
+    put(&mut table[..4], sum);
+    put(&mut table[4..TABLE_HEAD], exceptions.len() as u64);
+    for (words, exception) in table[TABLE_HEAD..].chunks_exact_mut(EXCEPTION).zip(&exceptions) {
         put(&mut words[..4], exception.element);
         put(&mut words[4..], exception.bits.into());
     }
@@ -139,17 +137,15 @@ pub fn join(buffer: &mut Buffer, elements: usize, copy: &[bf16]) -> Result<()> {
     if copy.len() != elements {
         return wrong("is needed for every element: the stored state is split");
     }
-    let Places { words: cut, table, .. } = places(elements);
-    let (floats, words) = buffer.floats_and_words(cut)?;
-    let (low, rest) = words.split_at((table - cut) / 2);
-    let (sum, count) = (get(&rest[..4]), get(&rest[4..TABLE_HEAD]));
+    let (states, table) = buffer.words()?.split_at_mut(STREAMS * stride(elements) / 2);
+    let (sum, count) = (get(&table[..4]), get(&table[4..TABLE_HEAD]));
     let count = usize::try_from(count).unwrap_or(usize::MAX).min(most_exceptions(elements as u64) as usize);
-    let exceptions: Vec<Exception> = rest[TABLE_HEAD..]
+    let exceptions: Vec<Exception> = table[TABLE_HEAD..]
         .chunks_exact(EXCEPTION)
         .take(count)
         .map(|words| Exception { element: get(&words[..4]), bits: get(&words[4..]) as u32 })
         .collect();
-    let inside = master::join(copy, &low[..elements], &exceptions, &mut floats[..elements]);
+    let inside = master::unpack(copy, &exceptions, &mut states[..2 * elements]);
     let found = buffer.span().part(0, 4 * elements).with_bytes(checksum::of);
     match inside && found == sum {
         true => Ok(()),
@@ -157,17 +153,9 @@ pub fn join(buffer: &mut Buffer, elements: usize, copy: &[bf16]) -> Result<()> {
     }
 }
 
-/// Bytes from stream to stream, and where low halves and table begin.
-struct Places {
-    stride: usize,
-    words: usize,
-    table: usize,
-}
-
-fn places(elements: usize) -> Places {
-    let stride = (4 * elements).next_multiple_of(BASE_PAGE);
-    let words = STREAMS * stride;
-    Places { stride, words, table: words + (2 * elements).next_multiple_of(BASE_PAGE) }
+/// Bytes from stream to stream in a buffer.
+fn stride(elements: usize) -> usize {
+    (4 * elements).next_multiple_of(BASE_PAGE)
 }
 
 fn put(words: &mut [u16], number: u64) {
@@ -183,14 +171,13 @@ mod tests {
     use super::*;
     use crate::pool::region::Backing;
 
-    /// A buffer with these masters, as [`split`] leaves it and with param gone; the form, and the copy.
+    /// A buffer with these masters, as [`split`] leaves it; the form, and the copy.
     fn stored(masters: &[f32]) -> (Buffer, Form, Vec<bf16>) {
         let bytes = buffer_bytes(Form::Split, masters.len() as u64).unwrap() as usize;
         let mut buffer = Buffer::open(bytes, Backing { huge: false, lock: false, node: None }).unwrap();
         state(&mut buffer, masters.len()).unwrap().param.copy_from_slice(masters);
         let form = split(&mut buffer, masters.len()).unwrap();
-        assert_eq!(state(&mut buffer, masters.len()).unwrap().param, masters);
-        state(&mut buffer, masters.len()).unwrap().param.fill(-1.0);
+        assert!(form == Form::Split || state(&mut buffer, masters.len()).unwrap().param == masters);
         (buffer, form, masters.iter().map(|x| bf16::from_f32(*x)).collect())
     }
 

@@ -36,46 +36,61 @@ fn rounded(bits: u32) -> u16 {
     if nan { 0x7fc0 } else { nearest }
 }
 
-/// Writes the low halves, and appends what they leave open to `exceptions`.
-///
-/// False if there would be more than `most` exceptions in the list: such state is better stored whole.
-pub fn split(master: &[f32], low: &mut [u16], exceptions: &mut Vec<Exception>, most: usize) -> bool {
-    let blocks = master.chunks(BLOCK).zip(low.chunks_mut(BLOCK));
-    for (number, (master, low)) in blocks.enumerate() {
-        // Without a branch for each element: exceptions are rare.
-        let mut open = 0;
-        for (master, low) in master.iter().zip(low) {
+/// The masters that copy and low halves leave open. None if there are more than `most`: such state is better stored whole.
+pub fn exceptions(master: &[f32], most: usize) -> Option<Vec<Exception>> {
+    let mut found = Vec::new();
+    for (number, master) in master.chunks(BLOCK).enumerate() {
+        let open = |master: &f32| {
             let bits = master.to_bits();
-            *low = bits as u16;
-            open |= upper(rounded(bits), *low) ^ (bits >> 16) as u16;
-        }
-        if open == 0 {
+            upper(rounded(bits), bits as u16) ^ (bits >> 16) as u16
+        };
+        // Without a branch for each element: exceptions are rare.
+        if master.iter().fold(0, |any, master| any | open(master)) == 0 {
             continue;
         }
-        for (index, master) in master.iter().enumerate() {
-            let bits = master.to_bits();
-            if upper(rounded(bits), bits as u16) != (bits >> 16) as u16 {
-                if exceptions.len() == most {
-                    return false;
-                }
-                exceptions.push(Exception { element: (number * BLOCK + index) as u64, bits });
+        for (index, master) in master.iter().enumerate().filter(|(_, master)| open(master) != 0) {
+            if found.len() == most {
+                return None;
             }
+            let element = (number * BLOCK + index) as u64;
+            found.push(Exception { element, bits: master.to_bits() });
         }
     }
-    true
+    Some(found)
 }
 
-/// The masters from the model's copy, their low halves, and the exceptions in the order in which [`split`] listed them.
-/// False if an exception lies outside.
-pub fn join(copy: &[bf16], low: &[u16], exceptions: &[Exception], master: &mut [f32]) -> bool {
-    for ((copy, low), master) in copy.iter().zip(low).zip(master.iter_mut()) {
-        *master = f32::from_bits(u32::from(upper(copy.to_bits(), *low)) << 16 | u32::from(*low));
+/// Puts the low halves of masters, seen as words, into the first half of their memory. The upper ones are lost.
+pub fn pack(master: &mut [u16]) {
+    let elements = master.len() / 2;
+    let mut low = [0; BLOCK];
+    for from in (0..elements).step_by(BLOCK) {
+        let count = BLOCK.min(elements - from);
+        let pairs = master[2 * from..2 * (from + count)].chunks_exact(2);
+        low.iter_mut().zip(pairs).for_each(|(low, pair)| *low = pair[0]);
+        master[from..from + count].copy_from_slice(&low[..count]);
+    }
+}
+
+/// Makes the masters again where [`pack`] left their low halves, from the model's copy and the exceptions. False if an
+/// exception lies outside.
+pub fn unpack(copy: &[bf16], exceptions: &[Exception], master: &mut [u16]) -> bool {
+    let elements = master.len() / 2;
+    let mut low = [0; BLOCK];
+    // From the end on: a block of masters lies over low halves that were used before it.
+    for from in (0..elements).step_by(BLOCK).rev() {
+        let count = BLOCK.min(elements - from);
+        low[..count].copy_from_slice(&master[from..from + count]);
+        let pairs = master[2 * from..2 * (from + count)].chunks_exact_mut(2);
+        for ((pair, low), copy) in pairs.zip(&low).zip(&copy[from..]) {
+            pair[0] = *low;
+            pair[1] = upper(copy.to_bits(), *low);
+        }
     }
     for exception in exceptions {
-        match usize::try_from(exception.element).ok().and_then(|index| master.get_mut(index)) {
-            Some(master) => *master = f32::from_bits(exception.bits),
-            None => return false,
-        }
+        let place = usize::try_from(exception.element).ok().filter(|place| *place < elements);
+        let Some(place) = place else { return false };
+        master[2 * place] = exception.bits as u16;
+        master[2 * place + 1] = (exception.bits >> 16) as u16;
     }
     true
 }
@@ -85,19 +100,23 @@ mod tests {
     use super::*;
     use crate::sys::threads;
 
+    fn words(masters: &[f32]) -> Vec<u16> {
+        masters.iter().flat_map(|x| [x.to_bits() as u16, (x.to_bits() >> 16) as u16]).collect()
+    }
+
     /// All masters with these upper halves, copied as the kernels copy; the number of exceptions.
     fn round_trip(uppers: std::ops::Range<u32>) -> u64 {
         let mut count = 0;
-        let (mut low, mut back) = (vec![0; 1 << 16], vec![0.0; 1 << 16]);
-        let mut exceptions = Vec::new();
         for upper in uppers {
             let master: Vec<f32> = (0..1 << 16).map(|low| f32::from_bits(upper << 16 | low)).collect();
             let copy: Vec<bf16> = master.iter().map(|x| bf16::from_bits(rounded(x.to_bits()))).collect();
-            exceptions.clear();
-            assert!(split(&master, &mut low, &mut exceptions, 1 << 16));
-            assert!(join(&copy, &low, &exceptions, &mut back));
-            let same = master.iter().zip(&back).all(|(a, b)| a.to_bits() == b.to_bits());
-            assert!(same, "upper half {upper:#06x}");
+            let exceptions = exceptions(&master, 1 << 16).unwrap();
+            let whole = words(&master);
+            let mut there = whole.clone();
+            pack(&mut there);
+            there[1 << 16..].fill(0xdead);
+            assert!(unpack(&copy, &exceptions, &mut there));
+            assert!(there == whole, "upper half {upper:#06x}");
             count += exceptions.len() as u64;
         }
         count
@@ -126,9 +145,21 @@ mod tests {
     #[test]
     fn too_many_exceptions_and_foreign_ones_are_said() {
         let ties = vec![f32::from_bits(0x3f81_8000); 10];
-        let (mut low, mut exceptions) = (vec![0; 10], Vec::new());
-        assert!(!split(&ties, &mut low, &mut exceptions, 9));
+        assert!(exceptions(&ties, 9).is_none() && exceptions(&ties, 10).unwrap().len() == 10);
         let outside = [Exception { element: 3, bits: 0 }];
-        assert!(!join(&[bf16::ZERO; 3], &[0; 3], &outside, &mut [0.0; 3]));
+        assert!(!unpack(&[bf16::ZERO; 3], &outside, &mut [0; 6]));
+    }
+
+    #[test]
+    fn every_length_comes_back_in_its_own_memory() {
+        for elements in [0, 1, 2, 1023, 1024, 1025, 2048, 3000, 70_001] {
+            let masters: Vec<f32> = (0..elements).map(|i| (i as f32 * 0.37).sin()).collect();
+            let copy: Vec<bf16> = masters.iter().map(|x| bf16::from_f32(*x)).collect();
+            let mut there = words(&masters);
+            pack(&mut there);
+            assert!(there.iter().zip(&masters).all(|(low, master)| *low == master.to_bits() as u16));
+            assert!(unpack(&copy, &exceptions(&masters, elements).unwrap(), &mut there));
+            assert!(there == words(&masters), "{elements} elements");
+        }
     }
 }

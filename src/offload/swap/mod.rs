@@ -246,8 +246,8 @@ impl Swap {
                     self.fetched[slot] = Form::Whole;
                     self.pipeline.handed_over(slot);
                 }
-                Action::Fetch { subgroup, slot } => self.start(Direction::Fetch, subgroup, slot)?,
-                Action::Flush { subgroup, slot } => self.start(Direction::Flush, subgroup, slot)?,
+                Action::Fetch { subgroup, slot } => self.fetch(subgroup, slot)?,
+                Action::Flush { subgroup, slot, keep } => self.flush(subgroup, slot, keep)?,
                 Action::Step { subgroup, slot } => {
                     let (buffer, elements) = (&mut self.buffers[slot], self.extents.elements(subgroup));
                     if std::mem::replace(&mut self.fetched[slot], Form::Whole) == Form::Split {
@@ -264,9 +264,43 @@ impl Swap {
         }
     }
 
-    /// Starts a transfer. One that cannot even start has failed like any other.
-    fn start(&mut self, direction: Direction, subgroup: usize, slot: usize) -> Result<()> {
-        self.try_to_start(direction, subgroup, slot).inspect_err(|_| self.ended(direction, slot, false))
+    /// Starts a read. One that cannot even start has failed like any other.
+    fn fetch(&mut self, subgroup: usize, slot: usize) -> Result<()> {
+        self.start_fetch(subgroup, slot).inspect_err(|_| self.ended(Direction::Fetch, slot, false))
+    }
+
+    fn start_fetch(&mut self, subgroup: usize, slot: usize) -> Result<()> {
+        let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
+        self.fetched[slot] = form;
+        let elements = self.extents.elements(subgroup);
+        let spans = form::spans(form, self.buffers[slot].span(), elements);
+        self.enter(&self.traffic.paths_of(extent))?;
+        self.traffic.read(&self.tier, slot, extent, &spans)
+    }
+
+    /// Starts a write of a slot's state, which stays there if `keep`.
+    fn flush(&mut self, subgroup: usize, slot: usize, keep: bool) -> Result<()> {
+        self.start_flush(subgroup, slot, keep).inspect_err(|_| self.ended(Direction::Flush, slot, false))
+    }
+
+    fn start_flush(&mut self, subgroup: usize, slot: usize, keep: bool) -> Result<()> {
+        let elements = self.extents.elements(subgroup);
+        let form = match self.usual {
+            Form::Split if !keep => form::split(&mut self.buffers[slot], elements)?,
+            _ => Form::Whole,
+        };
+        let extent = self.extents.written_as(&self.tier, subgroup, form)?;
+        let spans = form::spans(form, self.buffers[slot].span(), elements);
+        let parts = self.traffic.place(subgroup, form, &self.tier)?;
+        self.enter(&traffic::paths_in(&parts))?;
+        self.traffic.write(&self.tier, slot, extent, &spans, parts)
+    }
+
+    fn enter(&mut self, paths: &[usize]) -> Result<()> {
+        while !self.lanes.enter(paths)? {
+            self.collect(true)?;
+        }
+        Ok(())
     }
 
     fn ended(&mut self, direction: Direction, slot: usize, well: bool) {
@@ -274,33 +308,6 @@ impl Swap {
             Direction::Fetch => self.pipeline.fetched(slot, well),
             Direction::Flush => self.pipeline.flushed(slot, well),
         }
-    }
-
-    fn try_to_start(&mut self, direction: Direction, subgroup: usize, slot: usize) -> Result<()> {
-        let elements = self.extents.elements(subgroup);
-        let (extent, form) = match direction {
-            Direction::Fetch => {
-                let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
-                self.fetched[slot] = form;
-                (extent, form)
-            }
-            Direction::Flush => {
-                let form = match self.usual {
-                    Form::Whole => Form::Whole,
-                    Form::Split => form::split(&mut self.buffers[slot], elements)?,
-                };
-                (self.extents.written_as(&self.tier, subgroup, form)?, form)
-            }
-        };
-        let paths = match direction {
-            Direction::Fetch => self.traffic.paths_of(extent),
-            Direction::Flush => self.traffic.place(subgroup, &self.tier)?,
-        };
-        while !self.lanes.enter(&paths)? {
-            self.collect(true)?;
-        }
-        let spans = form::spans(form, self.buffers[slot].span(), elements);
-        self.traffic.start(&self.tier, direction, subgroup, slot, extent, &spans)
     }
 
     /// Takes in transfers that are over; waits for one, if `wait`.

@@ -37,6 +37,8 @@ pub enum Action {
         subgroup: usize,
         /// Index of the slot.
         slot: usize,
+        /// It stays in the slot afterwards.
+        keep: bool,
     },
     /// Nothing can start before a transfer ends.
     Wait,
@@ -231,7 +233,7 @@ impl Pipeline {
             _ => None,
         })?;
         self.slots[slot] = Slot::Flushing { subgroup, keep };
-        Some(Action::Flush { subgroup, slot })
+        Some(Action::Flush { subgroup, slot, keep })
     }
 
     /// The slot is ready without a fetch: whoever steps its subgroup fills it.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::SwapOptions;
 use super::extents::Extents;
-use super::form;
+use super::form::{self, Form};
 use crate::error::{Error, IoKind, Result};
 use crate::plan::placement::{self, Flow, Observed, PathPlan, Placement};
 use crate::sys::span::Span;
@@ -45,13 +45,14 @@ struct Pending {
     paths: Vec<usize>,
 }
 
+/// Which path takes how many blocks of an extent, in their order.
+pub(super) type Parts = Vec<(u32, u32)>;
+
 /// One subgroup: its pieces, in the order of its blocks.
 #[derive(Debug)]
 struct Pieces {
     units: Range<usize>,
-    /// Blocks of each piece but the last, which has the rest.
-    blocks: u32,
-    all_blocks: u32,
+    elements: u64,
 }
 
 #[derive(Debug)]
@@ -60,8 +61,6 @@ pub(super) struct Traffic {
     pieces: Vec<Pieces>,
     /// The paths that each extent lies on.
     homes: HashMap<u32, Vec<usize>>,
-    /// Where the next write of a subgroup goes.
-    next: HashMap<usize, Vec<(u32, u32)>>,
     pending: Vec<Pending>,
     /// What each path had done when it was last looked at.
     seen: Vec<Observed>,
@@ -89,20 +88,18 @@ impl Traffic {
         let mut units = Vec::new();
         for elements in &options.subgroups {
             let shape = Shape::new(&form::streams(options.usual, *elements), block)?;
-            let (bytes, all_blocks) = (shape.bytes(), shape.blocks());
+            let bytes = shape.bytes();
             let unit = placement::unit_bytes(bytes, options.subgroups.len() as u64, paths.len() as u64);
             let blocks = u32::try_from(unit.div_ceil(block)).unwrap_or(u32::MAX).max(1);
-            let count = (all_blocks.div_ceil(blocks) as usize).max(1);
-            let blocks = all_blocks.div_ceil(count as u32).max(1);
+            let count = (shape.blocks().div_ceil(blocks) as usize).max(1);
             let first = units.len();
             units.extend((0..count).map(|_| bytes / count as u64));
-            pieces.push(Pieces { units: first..units.len(), blocks, all_blocks });
+            pieces.push(Pieces { units: first..units.len(), elements: *elements });
         }
         let mut traffic = Traffic {
             placement: Placement::new(&plans, options.ratio.as_deref(), units)?,
             pieces,
             homes: HashMap::new(),
-            next: HashMap::new(),
             pending: Vec::new(),
             seen: vec![Observed::default(); plans.len()],
             exposed: Duration::ZERO,
@@ -133,44 +130,40 @@ impl Traffic {
         self.homes.get(&extent).cloned().unwrap_or_default()
     }
 
-    /// Decides where a subgroup is written to; its paths.
-    pub(super) fn place(&mut self, subgroup: usize, tier: &Tier) -> Result<Vec<usize>> {
+    /// Decides where a subgroup is written to in this form.
+    pub(super) fn place(&mut self, subgroup: usize, form: Form, tier: &Tier) -> Result<Parts> {
         for (path, info) in tier.paths().iter().enumerate() {
             self.placement.drain(path, info.health != Health::Healthy);
         }
-        let Pieces { units, blocks, all_blocks, .. } = &self.pieces[subgroup];
-        let mut parts = vec![0u32; self.seen.len()];
-        let mut left = *all_blocks;
+        let Pieces { units, elements } = &self.pieces[subgroup];
+        let mut taken = vec![0u64; self.seen.len()];
         for unit in units.clone() {
             let path = self.placement.flush(unit).ok_or_else(|| no_room(subgroup))?;
-            let taken = (*blocks).min(left);
-            parts[path] += taken;
-            left -= taken;
+            taken[path] += 1;
         }
-        let parts: Vec<(u32, u32)> = (0..).zip(parts).filter(|(_, blocks)| *blocks > 0).collect();
-        let paths = parts.iter().map(|(path, _)| *path as usize).collect();
-        self.next.insert(subgroup, parts);
-        Ok(paths)
+        let blocks = Shape::new(&form::streams(form, *elements), tier.block_bytes())?.blocks();
+        Ok(parts_of(&taken, blocks))
     }
 
-    pub(super) fn start(
+    /// Starts a read of an extent into a slot.
+    pub(super) fn read(&mut self, tier: &Tier, slot: usize, extent: u32, spans: &[Span]) -> Result<()> {
+        let (ticket, paths) = (tier.read(extent, spans, false)?, self.paths_of(extent));
+        self.pending.push(Pending { ticket, direction: Direction::Fetch, extent, slot, paths });
+        Ok(())
+    }
+
+    /// Starts a write of an extent from a slot.
+    pub(super) fn write(
         &mut self,
         tier: &Tier,
-        direction: Direction,
-        subgroup: usize,
         slot: usize,
         extent: u32,
         spans: &[Span],
+        parts: Parts,
     ) -> Result<()> {
-        let (ticket, paths) = match direction {
-            Direction::Fetch => (tier.read(extent, spans, false)?, self.paths_of(extent)),
-            Direction::Flush => {
-                let parts = self.next.remove(&subgroup).unwrap_or_default();
-                let paths = parts.iter().map(|(path, _)| *path as usize).collect();
-                (tier.write(extent, spans, &tier::Placement::Striped(parts), None)?, paths)
-            }
-        };
-        self.pending.push(Pending { ticket, direction, extent, slot, paths });
+        let paths = paths_in(&parts);
+        let ticket = tier.write(extent, spans, &tier::Placement::Striped(parts), None)?;
+        self.pending.push(Pending { ticket, direction: Direction::Flush, extent, slot, paths });
         Ok(())
     }
 
@@ -242,6 +235,23 @@ impl Traffic {
         self.look(tier);
         self.placement.end_round();
     }
+}
+
+/// The paths that take blocks.
+pub(super) fn paths_in(parts: &Parts) -> Vec<usize> {
+    parts.iter().map(|(path, _)| *path as usize).collect()
+}
+
+/// `blocks` in proportion to the pieces that each path takes.
+fn parts_of(taken: &[u64], blocks: u32) -> Parts {
+    let pieces = taken.iter().sum::<u64>().max(1);
+    let (mut before, mut cut) = (0, 0);
+    let parts = (0..).zip(taken).map(|(path, taken)| {
+        before += taken;
+        let end = (u64::from(blocks) * before / pieces) as u32;
+        (path, end - std::mem::replace(&mut cut, end))
+    });
+    parts.filter(|(_, blocks)| *blocks > 0).collect()
 }
 
 fn no_room(subgroup: usize) -> Error {

@@ -11,42 +11,42 @@ from ..swap import STATES, Swap, working_bytes
 class PartedSwap:
     """A Swap of parts of at most `most` elements, called by sub-group."""
 
-    def __init__(self, tier, elements, most, *, cache_bytes, **options):
+    def __init__(self, tier, elements, most, *, cache_bytes, split_master=False, **options):
         self.parts = [(index, start, min(start + most, count))
                       for index, count in enumerate(elements) for start in range(0, max(count, 1), most)]
         sizes = [end - start for _, start, end in self.parts]
-        host_bytes = working_bytes(sizes, len(tier.paths())) + cache_bytes
-        self.swap = Swap(tier, sizes, host_bytes=host_bytes, **options)
+        host_bytes = working_bytes(sizes, len(tier.paths()), split_master=split_master) + cache_bytes
+        self.swap = Swap(tier, sizes, host_bytes=host_bytes, split_master=split_master, **options)
         self._elements = list(elements)
         self._of = [[] for _ in elements]
         for place, (index, start, end) in enumerate(self.parts):
             self._of[index].append((place, start, end))
 
-    def read(self, index, *arrays):
-        """Copies parts of a sub-group's state into float32 arrays."""
-        self._each(index, arrays, self.swap.read)
+    def read(self, index, *arrays, weights=None):
+        """Copies parts of a sub-group's state into float32 arrays; a split master is made of its bf16 `weights`."""
+        for place, start, end in self._places(index, arrays):
+            self.swap.read(place, *_cut(arrays, start, end), weights=None if weights is None else weights[start:end])
 
     def write(self, index, *arrays):
         """Gives a sub-group other values; None leaves a part of its state as it is."""
-        self._each(index, arrays, self.swap.write)
+        for place, start, end in self._places(index, arrays):
+            self.swap.write(place, *_cut(arrays, start, end))
 
-    def _each(self, index, arrays, work):
+    def _places(self, index, arrays):
         for name, array in zip(STATES, arrays):
             if array is not None and len(array) != self._elements[index]:
                 raise InvalidArgument(f"{name} has {len(array)} elements, sub-group {index} has {self._elements[index]}")
-        for place, start, end in self._of[index]:
-            work(place, *(None if array is None else array[start:end] for array in arrays))
+        return self._of[index]
 
     def ds_step(self, optimizer_id, calls, tensors, stepped=None):
-        """One step: a call and a (grad, weight) for each sub-group. `stepped(index, param)` is called with the new master
+        """One step: a call for each sub-group, and a row of Swap.table() for it. `stepped(index, param)` is called with the new master
         weights of each sub-group, as `stepped.wants(index)` asks for."""
-        rows, pairs = [], []
+        rows, cuts = [], []
         for index, start, end in self.parts:
-            grad, weight = tensors[index]
             # The same call again has the same coefficients, as in DeepSpeed.
             rows.append(calls[index])
-            pairs.append((grad[start:end], None if weight is None else weight[start:end]))
-        table = self.swap.table(pairs)
+            cuts.append(_cut(tensors[index], start, end))
+        table = self.swap.table(cuts)
         self.swap.ds_step(optimizer_id, rows, table, stepped and self._gathered(stepped))
 
     def _gathered(self, stepped):
@@ -67,6 +67,10 @@ class PartedSwap:
                 stepped(index, whole.pop(index))
 
         return part_stepped
+
+
+def _cut(arrays, start, end):
+    return [None if array is None else array[start:end] for array in arrays]
 
 
 def floats(count):

@@ -41,6 +41,10 @@ def _setting_up(stage3):
         reason = _unfit(self)
         if settings.enabled and settings.given and reason:
             raise InvalidArgument(f"spillway: {reason}; set \"enabled\": false to leave the states to DeepSpeed's own swapper")
+        if settings.enabled and settings.split_master and not reason:
+            reason = _unsplit(self)
+            if reason:
+                raise InvalidArgument(f"spillway: split_master: {reason}")
         if reason or not settings.enabled:
             return own_configure(self, offload_optimizer_config, aio_config)
         # Its way to begin reads and writes files by itself.
@@ -71,6 +75,15 @@ def _unfit(stage3):
     if getattr(stage3, "partial_offload", 1.0) != 1.0:
         return "offload_optimizer.ratio is not 1"
     return "ZenFlow steps on its own" if getattr(stage3, "zenflow", False) else None
+
+
+def _unsplit(stage3):
+    """Why master weights cannot be made of the model's; None if they can."""
+    import torch
+    for flat in stage3.fp16_partitioned_groups_flat:
+        if flat is None or not flat.is_cpu or flat.dtype is not torch.bfloat16:
+            return "the model's weights have to be bfloat16 in host memory, which is what the masters are made of"
+    return None
 
 
 def _master_dtype(stage3):
@@ -207,7 +220,7 @@ def _in_files(swapper, masters, states):
     with tempfile.TemporaryDirectory(dir=swapper.swap_folder, prefix="spillway-checkpoint-") as folder:
         for index, master in enumerate(masters):
             parts = [_mapped(os.path.join(folder, f"{index}-{part}"), swapper.elements[index]) for part in range(3)]
-            swapper.parted.read(index, *parts)
+            swapper.read(index, *parts)
             master.data = parts[0]
             states[master].update(exp_avg=parts[1], exp_avg_sq=parts[2])
     try:

@@ -40,7 +40,8 @@ class TierSwapper:
 
         self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume else open_at(None)
         self.parted = PartedSwap(self.tier, self.elements, settings.part_elements, cache_bytes=settings.cache_bytes,
-                                 ratio=settings.ratio, turns=settings.turns, huge_pages=settings.lock, lock=settings.lock)
+                                 ratio=settings.ratio, turns=settings.turns, huge_pages=settings.lock, lock=settings.lock,
+                                 split_master=settings.split_master)
         self.swap = self.parted.swap
         weakref.finalize(self, _close, self.swap, self.tier, not settings.resume, os.getpid())
         self.resumed = self.tier.opened.step is not None
@@ -48,6 +49,10 @@ class TierSwapper:
         self.steps = [0] * len(self.elements)
         self.commits, self._world = 0, world
         self._gradients = {}
+        # Of sub-groups whose master weights were set: what belongs to them, until the model's weights do.
+        self._belonging = {}
+        if self.resumed and settings.split_master:
+            self._get_weights()
         _swappers.add(self)
 
     # What stage 3 calls while it sets up.
@@ -62,14 +67,15 @@ class TierSwapper:
             return
         for parameter, source in zip(parameters, src_tensors):
             zeros = floats(source.numel()).zero_()
-            self.parted.write(self._index(parameter), _cpu_floats(source), zeros, zeros)
+            self.write(self._index(parameter), _cpu_floats(source), zeros, zeros)
 
     def publish(self, own_reassign, sub_groups=None):
         """Makes the model's weights those of the tier."""
         for index in range(len(self.elements)) if sub_groups is None else sub_groups:
             param = floats(self.elements[index])
-            self.parted.read(index, param)
+            self.read(index, param)
             self.show(own_reassign, index, param)
+            self._belonging.pop(index, None)
 
     # The step.
 
@@ -81,7 +87,9 @@ class TierSwapper:
         weights = [self._weight(index) for index in everything]
         shown = _Shown(self, own_reassign, {index for index, weight in enumerate(weights) if weight is None})
         self.parted.ds_step(stage3.optimizer.opt_id, [self._call_of(index, factor) for index in everything],
-                            list(zip(map(self.gradient, everything), weights)), shown if shown.apart else None)
+                            [(self.gradient(index), weights[index], self._belonging.get(index)) for index in everything],
+                            shown if shown.apart else None)
+        self._belonging.clear()
         for index, elements in enumerate(self.elements):
             self._set_step(index, self.steps[index] + 1)
             _call.count("cpu_adam", elements)
@@ -126,7 +134,7 @@ class TierSwapper:
         """Puts state and gradient where stage 3 looks for them."""
         index = self._index(parameter)
         parts = [floats(self.elements[index]) for _ in STATES]
-        self.parted.read(index, *parts)
+        self.read(index, *parts)
         parameter.data, parameter.grad = parts[0], _cpu_floats(self.gradient(index)).clone()
         self._stage3.optimizer.state[parameter].update(exp_avg=parts[1], exp_avg_sq=parts[2], step=self.steps[index])
 
@@ -138,7 +146,7 @@ class TierSwapper:
         """Takes over the state, the gradient, or both."""
         index, state = self._index(parameter), self._stage3.optimizer.state[parameter]
         if write_opt_state:
-            self.parted.write(index, parameter.data, state["exp_avg"], state["exp_avg_sq"])
+            self.write(index, parameter.data, state["exp_avg"], state["exp_avg_sq"])
         if write_gradients:
             self._gradients[index] = parameter.grad
         self.release_swap_buffers(parameter)
@@ -151,9 +159,45 @@ class TierSwapper:
 
     def give(self, index, param, exp_avg, exp_avg_sq, step):
         """Another state for a sub-group, in any dtype; None leaves a part as it is."""
-        self.parted.write(index, *(None if part is None else _cpu_floats(part) for part in (param, exp_avg, exp_avg_sq)))
+        self.write(index, *(None if part is None else _cpu_floats(part) for part in (param, exp_avg, exp_avg_sq)))
         if step is not None:
             self._set_step(index, int(step))
+
+    def read(self, index, *arrays):
+        """Copies param, exp_avg and exp_avg_sq of a sub-group, or the first of them, into float32 arrays."""
+        self.parted.read(index, *arrays, weights=self._weights_of(index) if self.settings.split_master else None)
+
+    def write(self, index, param, exp_avg, exp_avg_sq):
+        """Gives a sub-group another state, float32; None leaves a part as it is."""
+        import torch
+        if self.settings.split_master and param is None:
+            param = floats(self.elements[index])
+            self.read(index, param)
+        self.parted.write(index, param, exp_avg, exp_avg_sq)
+        if self.settings.split_master:
+            self._belonging[index] = param.to(torch.bfloat16)
+
+    def _weights_of(self, index):
+        """The bf16 weights that belong to a sub-group's state."""
+        return self._belonging.get(index, self._weight(index))
+
+    def _put_weights(self):
+        tickets = [self.tier.put(extent, [self._weights_of(index)]) for index, extent in self._weight_extents()]
+        for ticket in tickets:
+            self.tier.wait(ticket)
+
+    def _get_weights(self):
+        """Puts the weights of a commit where the model's are. A commit without a split master has none, and needs none."""
+        known = {extent.name for extent in self.tier.extents() if extent.generation}
+        tickets = [self.tier.get(extent, [self._weight(index)]) for index, extent in self._weight_extents()
+                   if _weights_name(index) in known]
+        for ticket in tickets:
+            self.tier.wait(ticket)
+
+    def _weight_extents(self):
+        for index, elements in enumerate(self.elements):
+            if elements:
+                yield index, self.tier.define(_weights_name(index), [2 * elements])
 
     def set_steps(self, steps):
         """How many steps each sub-group has had."""
@@ -162,6 +206,8 @@ class TierSwapper:
 
     def commit(self, step, data):
         """Makes all state durable, on every rank before any goes on."""
+        if self.settings.split_master:
+            self._put_weights()
         self.swap.commit(step, data)
         _ranks.settle(self._world)
         self.commits += 1
@@ -233,6 +279,10 @@ def _close(swap, opened, scratch, process):
     if process == os.getpid():
         swap.close()
         opened.destroy() if scratch else opened.close()
+
+
+def _weights_name(index):
+    return f"weights-{index:06}"
 
 
 def _cpu_floats(tensor):

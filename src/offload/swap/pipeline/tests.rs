@@ -30,7 +30,7 @@ impl Run {
                 self.held[slot] = self.tier[subgroup];
                 self.pipeline.fetched(slot, true);
             }
-            Action::Flush { subgroup, slot } => {
+            Action::Flush { subgroup, slot, .. } => {
                 self.tier[subgroup] = self.held[slot];
                 self.pipeline.flushed(slot, true);
             }
@@ -158,12 +158,12 @@ fn failed_transfers_lose_nothing() {
     assert_eq!(pipeline.next(first), Action::Fetch { subgroup: 1, slot: 1 });
     assert_eq!(pipeline.next(first), Action::Step { subgroup: 0, slot: 0 });
     pipeline.stepped(0);
-    assert_eq!(pipeline.next(first), Action::Flush { subgroup: 0, slot: 0 });
+    assert_eq!(pipeline.next(first), Action::Flush { subgroup: 0, slot: 0, keep: false });
     assert!(pipeline.forget().is_err() && pipeline.begin().is_err() && pipeline.settle().is_err());
     pipeline.flushed(0, false);
     assert_eq!(
         pipeline.next(first),
-        Action::Flush { subgroup: 0, slot: 0 },
+        Action::Flush { subgroup: 0, slot: 0, keep: false },
         "the only copy is written again"
     );
 }

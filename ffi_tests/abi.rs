@@ -170,7 +170,7 @@ fn layout_of_rust() -> String {
             struct_size, mode, job, host, rank, world, paths, path_count, durability, flags, block_bytes, stall_ms,
             queue_depth, io_backend, at_step,
         }
-        capi::tier_steps::spw_tier_steps_info { struct_size, committed, last, before, has_before, first }
+        capi::tier_steps::spw_tier_steps_info { struct_size, committed, last, before, has_before, first, exists, reserved }
         capi::tier_report::spw_tier_opened_info {
             struct_size, resumed, step, payload_bytes, missing_paths, lost_extents,
         }

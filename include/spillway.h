@@ -1046,6 +1046,10 @@ typedef struct spw_tier_steps_info {
     uint32_t has_before;
     // 1 if the last step was the tier's first commit, so that before it there was nothing, else 0.
     uint32_t first;
+    // 1 if there is a tier, committed or not; 0 if its directories hold none, or are not there.
+    uint32_t exists;
+    // 0
+    uint32_t reserved;
 } spw_tier_steps_info;
 
 // What an open found.
@@ -2014,7 +2018,7 @@ enum spw_status spw_io_holds_memory(struct spw_io *io,
 enum spw_status spw_io_last_failure(struct spw_io_failure *failure);
 
 // Looks at a tier without opening it: its last committed step, and the one before it, at which SPW_TIER_AT_STEP opens it.
-// Nothing changes, and a tier that does not exist is no error. An open makes the step it finds the only one, so ranks
+// No step changes, and a tier that does not exist is no error; locks are held meanwhile. An open makes the step it finds the only one, so ranks
 // that commit each for itself ask first and open at the smallest step that all of them have. Errors are those of
 // `spw_tier_open`.
 //

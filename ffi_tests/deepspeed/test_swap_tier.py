@@ -11,9 +11,11 @@ import random
 import shutil
 import subprocess
 import time
+import types
 
 import pytest
-from spillway.tier import Tier, steps
+from spillway.errors import TierFailure
+from spillway.tier import Steps, Tier, steps
 
 HERE = pathlib.Path(__file__).parent
 
@@ -196,12 +198,44 @@ def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(overlay
     for folder, away in apart:
         folder.rename(away)
     status, output, _ = attempt(overlay, tmp_path, *tiered, **both)
-    assert status != 0 and "they hold the steps [3, None]" in output, output
+    assert status != 0 and "they hold the steps [3, None]; ranks [1] found none" in output, output
     for folder, away in apart:
         shutil.rmtree(folder, ignore_errors=True)
         away.rename(folder)
     last = [steps([str(path) for path in paths], job="deepspeed", rank=rank, world=2).last for rank in (0, 1)]
     assert last == [3, 2]
+
+
+def test_the_step_at_which_ranks_go_on(monkeypatch):
+    from spillway.deepspeed import _ranks
+    nothing, began = Steps(None, None, False, False), Steps(None, None, False, True)
+    first, fifth, sixth = Steps(1, None, True, True), Steps(5, 4, False, True), Steps(6, 5, False, True)
+    assert _ranks._common([fifth, sixth]) == 5 and _ranks._common([sixth, fifth, sixth]) == 5
+    assert _ranks._common([first, began]) is None
+    for apart in ([first, nothing], [first, sixth], [fifth, began], [sixth, nothing, sixth], [began, nothing, first]):
+        with pytest.raises(ValueError, match="they hold the steps"):
+            _ranks._common(apart)
+    # What fails on one rank fails on all, and nobody is left waiting.
+    undone = []
+    monkeypatch.setattr(_ranks, "gathered", lambda words, world: [words, "OSError: no disk"])
+    with pytest.raises(TierFailure, match="another rank failed: rank 1: OSError: no disk"):
+        _ranks.together(2, lambda: "opened", undone.append)
+    with pytest.raises(KeyError, match="mine"):
+        _ranks.together(2, lambda: {}["mine"], undone.append)
+    assert undone == ["opened"] and _ranks.together(1, lambda: "alone") == "alone"
+
+
+def test_a_commit_that_could_not_be_taken_up_is_refused():
+    from spillway.deepspeed import _resume, _tier
+    swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
+    swapper.committed, swapper.world = 5, 2
+    engine = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=5, micro_steps=8,
+                                   gradient_accumulation_steps=lambda: 4)
+    with pytest.raises(ValueError, match="step 5 is committed already"):
+        _resume.commit(engine)
+    engine.global_steps, engine.micro_steps = 6, 11
+    with pytest.raises(ValueError, match="would lose the gradients"):
+        _resume.commit(engine)
 
 
 def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
@@ -213,8 +247,10 @@ def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
     assert on_again["began_at"] == 5 and on_again["sha256"] == on_tier["sha256"]
     assert on_again["losses"] == on_tier["losses"][5:]
     host_from_tier, host_from_host = (train("--seed-each-step", "--load", tmp_path / kind) for kind in ("tier", "host"))
-    tier_from_host = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--load", tmp_path / "host")
+    resumable = '{"split_master": true, "resume": true}'
+    tier_from_host = train("--paths", *paths, "--block", resumable, "--seed-each-step", "--load", tmp_path / "host")
     assert same(host_from_tier, host_from_host) and same(tier_from_host, host_from_host)
+    assert tier_from_host["active"]["tier"][0]["commits"] == 1 + 3, "what was loaded is committed, and each step"
 
 
 @pytest.mark.parametrize("interval, kills, split", [(1, [2, 9, 14], False), (3, [7, 13], True)])

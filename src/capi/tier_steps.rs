@@ -24,6 +24,10 @@ pub struct spw_tier_steps_info {
     pub has_before: u32,
     /// 1 if the last step was the tier's first commit, so that before it there was nothing, else 0.
     pub first: u32,
+    /// 1 if there is a tier, committed or not; 0 if its directories hold none, or are not there.
+    pub exists: u32,
+    /// 0
+    pub reserved: u32,
 }
 
 // SAFETY: integers without padding.
@@ -33,7 +37,7 @@ unsafe impl Record for spw_tier_steps_info {
 }
 
 /// Looks at a tier without opening it: its last committed step, and the one before it, at which SPW_TIER_AT_STEP opens it.
-/// Nothing changes, and a tier that does not exist is no error. An open makes the step it finds the only one, so ranks
+/// No step changes, and a tier that does not exist is no error; locks are held meanwhile. An open makes the step it finds the only one, so ranks
 /// that commit each for itself ask first and open at the smallest step that all of them have. Errors are those of
 /// `spw_tier_open`.
 ///
@@ -48,7 +52,7 @@ pub unsafe extern "C" fn spw_tier_steps(
     guard(|| {
         // SAFETY: the caller's promises are the callees'.
         unsafe {
-            let Steps { last, before } = Tier::steps(&parse(&record::read(options, "options")?)?)?;
+            let Steps { last, before, exists } = Tier::steps(&parse(&record::read(options, "options")?)?)?;
             let values = spw_tier_steps_info {
                 struct_size: 0,
                 committed: last.is_some().into(),
@@ -56,6 +60,8 @@ pub unsafe extern "C" fn spw_tier_steps(
                 before: if let Before::Step(step) = before { step } else { 0 },
                 has_before: matches!(before, Before::Step(_)).into(),
                 first: (before == Before::Empty).into(),
+                exists: exists.into(),
+                reserved: 0,
             };
             record::write(&values, info, "info")
         }

@@ -42,9 +42,14 @@ impl Buffer {
         Ok(unsafe { std::slice::from_raw_parts_mut(span.as_ptr().cast(), span.len() / size_of::<u16>()) })
     }
 
+    /// True while a transfer may reach the memory, one that was given up included.
+    pub fn in_transfer(&self) -> bool {
+        self.region.leased(self.region.span())
+    }
+
     fn unused(&self) -> Result<Span> {
         let span = self.region.span();
-        match self.region.leased(span) {
+        match self.in_transfer() {
             true => Err(Error::Busy("a transfer uses the buffer".to_string())),
             false => Ok(span),
         }

@@ -23,6 +23,8 @@ pub struct Steps {
     pub last: Option<u64>,
     /// What was there before its commit.
     pub before: Before,
+    /// A tier is there, committed or not.
+    pub exists: bool,
 }
 
 /// What a tier was before its last commit.
@@ -55,14 +57,14 @@ pub(super) struct Chosen {
 }
 
 impl Tier {
-    /// The steps that an open with these options could ask for. It changes nothing, so that several ranks can agree on a
-    /// step before any of them opens its tier.
+    /// The steps that an open with these options could ask for. It changes none of them, so that several ranks can agree on
+    /// a step before any of them opens its tier.
     pub fn steps(options: &TierOptions) -> Result<Steps> {
         options.check()?;
         let found = look(options)?.0;
         let Some(last) = last(&found) else {
             found.iter().try_for_each(Candidate::check_format)?;
-            return Ok(Steps { last: None, before: Before::Unknown });
+            return Ok(Steps { last: None, before: Before::Unknown, exists: false });
         };
         check_owner(options, &found_name(&found, last.sequence), last)?;
         found.iter().try_for_each(|one| one.check_tier(last))?;
@@ -72,7 +74,7 @@ impl Tier {
             (Some(_), Some(empty)) if empty.sequence + 1 == last.sequence => Before::Empty,
             _ => Before::Unknown,
         };
-        Ok(Steps { last: last.step, before })
+        Ok(Steps { last: last.step, before, exists: true })
     }
 }
 

@@ -202,6 +202,21 @@ pub fn scan(base: &Path) -> Result<Vec<Found>> {
     Ok(all)
 }
 
+/// Directories below `base` in which the same rank of the same run has state under another host's name, and nobody holds
+/// them.
+pub fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
+    let hosts = fs::read_dir(base.join(&owner.job)).into_iter().flatten().filter_map(|entry| entry.ok());
+    let names = hosts.filter_map(|entry| entry.file_name().into_string().ok());
+    names
+        .filter(|host| *host != owner.host)
+        .map(|host| Owner { host, ..owner.clone() }.below(base))
+        .filter(|path| {
+            FILES[..2].iter().any(|file| fs::metadata(path.join(file)).is_ok_and(|found| found.len() > 0))
+        })
+        .filter(|path| matches!(FileLock::attempt(&path.join(LOCK)), Ok(Attempt::Held(_))))
+        .collect()
+}
+
 /// Removes the directory of a dead owner; a live one is refused.
 pub fn collect(base: &Path, owner: &Owner) -> Result<()> {
     owner.check()?;

@@ -18,7 +18,8 @@ pub enum Mode {
     Create,
     /// Go on at the last committed step; none is an error.
     Resume,
-    /// Go on if there is a committed state, else make a new tier.
+    /// Go on if there is a committed state, else make a new tier; refused if the rank's state lies in a directory of another
+    /// host, which nobody holds.
     Auto,
 }
 

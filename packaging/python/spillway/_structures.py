@@ -141,7 +141,7 @@ class TierOptions(Structure):
 class TierStepsInfo(Structure):
     c_name = "spw_tier_steps_info"
     _fields_ = [("struct_size", c_uint32), ("committed", c_uint32), ("last", c_uint64), ("before", c_uint64),
-                ("has_before", c_uint32), ("first", c_uint32)]
+                ("has_before", c_uint32), ("first", c_uint32), ("exists", c_uint32), ("reserved", c_uint32)]
 
 
 class TierOpenedInfo(Structure):

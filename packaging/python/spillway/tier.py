@@ -37,11 +37,12 @@ class TierPath(NamedTuple):
 
 class Steps(NamedTuple):
     """The steps that a tier can be opened at: the last committed one, or None, and the one before it, or None. `first` if
-    the last was the first commit, so that there was nothing before it."""
+    the last was the first commit, so that there was nothing before it. `exists` if there is a tier, committed or not."""
 
     last: int | None
     before: int | None
     first: bool
+    exists: bool
 
 
 class Opened(NamedTuple):
@@ -248,7 +249,8 @@ def steps(paths, *, job, host=None, rank=0, world=1, degraded=False):
     info = _abi.sized(_abi.TierStepsInfo)
     options = _options(paths, job, host, rank, world, degraded)
     _native.check(_native.library().spw_tier_steps(ctypes.byref(options), ctypes.byref(info)))
-    return Steps(info.last if info.committed else None, info.before if info.has_before else None, bool(info.first))
+    return Steps(info.last if info.committed else None, info.before if info.has_before else None, bool(info.first),
+                 bool(info.exists))
 
 
 def collect(directory, *, job, host=None, rank=0):

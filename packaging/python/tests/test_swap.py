@@ -193,7 +193,7 @@ def test_a_commit_is_given_up_for_the_one_before_and_made_again_with_the_same_bi
             step(swap, adam, number)
             swap.commit(number, b"step %d" % number)
     where = {"job": "test"}
-    assert tier_module.steps(folders, **where) == (3, 2, False)
+    assert tier_module.steps(folders, **where) == (3, 2, False, True)
     with pytest.raises(spillway.NoStep, match="step 1: the steps it knows are .3, 2."):
         open_tier(folders, at_step=1)
     with open_tier(folders, at_step=2) as tier, open_swap(tier, buffers) as swap:
@@ -203,7 +203,7 @@ def test_a_commit_is_given_up_for_the_one_before_and_made_again_with_the_same_bi
             step(swap, adam, number)
         assert same(everything(swap), in_memory(4)[0])
     # Nothing was committed since, and step 3 is not there any more.
-    assert tier_module.steps(folders, **where) == (2, None, False)
+    assert tier_module.steps(folders, **where) == (2, None, False, True)
 
 
 def test_extents_by_name(folders, tmp_path):

@@ -87,7 +87,8 @@ impl Swap {
         }
     }
 
-    fn vacant(&self) -> Result<usize> {
+    fn vacant(&mut self) -> Result<usize> {
+        self.set_stuck_aside();
         self.pipeline.vacant().ok_or_else(|| Error::Busy("all buffers are in use".to_string()))
     }
 

@@ -227,6 +227,7 @@ impl Swap {
     }
 
     fn run(&mut self, source: Source, work: Work) -> Result<()> {
+        self.set_stuck_aside();
         self.pipeline.begin()?;
         self.drive(source, work)
     }
@@ -257,6 +258,11 @@ impl Swap {
                     work(subgroup, form::state(buffer, elements)?)?;
                     self.pipeline.stepped(slot);
                     self.collect(false)?;
+                }
+                Action::Wait if self.traffic.idle() => {
+                    let reason =
+                        "every buffer is in a transfer that was given up and that its device has not ended";
+                    return Err(Error::Busy(reason.to_string()));
                 }
                 Action::Wait => self.collect(true)?,
                 Action::Done => return Ok(()),
@@ -308,25 +314,31 @@ impl Swap {
             Direction::Fetch => self.pipeline.fetched(slot, well),
             Direction::Flush => self.pipeline.flushed(slot, well),
         }
+        self.pipeline.set_aside(slot, self.buffers[slot].in_transfer());
     }
 
-    /// Takes in transfers that are over; waits for one, if `wait`.
+    fn set_stuck_aside(&mut self) {
+        for (slot, buffer) in self.buffers.iter().enumerate() {
+            self.pipeline.set_aside(slot, buffer.in_transfer());
+        }
+    }
+
+    /// Takes in transfers that are over; waits for one, if `wait`. All of them, whichever failed.
     fn collect(&mut self, wait: bool) -> Result<()> {
+        let mut outcome = Ok(());
         for done in self.traffic.over(&self.tier, wait) {
             self.ended(done.direction, done.slot, done.outcome.is_ok());
             self.lanes.leave(&done.paths);
-            done.outcome?;
+            outcome = outcome.and(done.outcome);
         }
-        Ok(())
+        outcome
     }
 
     /// After an error: nothing may use the buffers any more.
     fn finish_transfers(&mut self) {
         while !self.traffic.idle() {
-            for done in self.traffic.over(&self.tier, true) {
-                self.ended(done.direction, done.slot, done.outcome.is_ok());
-                self.lanes.leave(&done.paths);
-            }
+            // One error is known already.
+            let _ = self.collect(true);
         }
     }
 }

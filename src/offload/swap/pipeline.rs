@@ -7,6 +7,7 @@
 //!   first of the next. So exactly `cached` subgroups of a round, the first excepted, need no fetch (MLP-Offload 3.2).
 //! - What stays is not written in that round, unless [`Pipeline::settle`] asks for it: a copy on the tier that is older
 //!   than a cached subgroup is never read.
+//! - A slot that a transfer may still reach after it was given up is not used before that transfer is over.
 //! - A failed fetch frees its slot; a failed flush keeps the only copy in its slot, to be flushed again.
 #![forbid(unsafe_code)]
 
@@ -65,6 +66,8 @@ enum Slot {
         subgroup: usize,
         dirty: bool,
     },
+    /// A transfer that was given up may still reach it.
+    Stuck,
 }
 
 /// Counts over all rounds.
@@ -144,6 +147,15 @@ impl Pipeline {
         }
     }
 
+    /// Whether a transfer that was given up may still reach a slot. What is kept there and on the tier as well is read again.
+    pub fn set_aside(&mut self, slot: usize, stuck: bool) {
+        self.slots[slot] = match (self.slots[slot], stuck) {
+            (Slot::Free | Slot::Kept { dirty: false, .. }, true) => Slot::Stuck,
+            (Slot::Stuck, false) => Slot::Free,
+            (other, _) => other,
+        };
+    }
+
     /// Begins a round in the direction opposite to the last.
     pub fn begin(&mut self) -> Result<()> {
         if !self.idle() {
@@ -155,8 +167,12 @@ impl Pipeline {
             true => (0..self.subgroups).rev().collect(),
             false => (0..self.subgroups).collect(),
         };
+        let usable = self.slots.iter().filter(|slot| **slot != Slot::Stuck).count();
+        // With fewer slots fewer stay, so that the others have one to pass through.
+        let cached =
+            if usable < self.slots.len() { self.cached.min(usable.saturating_sub(1)) } else { self.cached };
         for (place, subgroup) in order.iter().enumerate() {
-            self.stays[*subgroup] = place >= self.subgroups - self.cached;
+            self.stays[*subgroup] = place >= self.subgroups - cached;
         }
         let mut resident = vec![false; self.subgroups];
         for slot in &mut self.slots {
@@ -185,7 +201,7 @@ impl Pipeline {
         if self.slots.iter().any(|slot| matches!(slot, Slot::Fetching(_) | Slot::Flushing { .. })) {
             return Err(Error::Busy("a transfer is under way".to_string()));
         }
-        self.slots.fill(Slot::Free);
+        self.slots.iter_mut().filter(|slot| **slot != Slot::Stuck).for_each(|slot| *slot = Slot::Free);
         self.to_fetch.clear();
         self.settling = false;
         Ok(())
@@ -282,7 +298,7 @@ impl Pipeline {
 
     fn idle(&self) -> bool {
         let still = |slot: &Slot| match *slot {
-            Slot::Free => true,
+            Slot::Free | Slot::Stuck => true,
             Slot::Kept { dirty, .. } => !(self.settling && dirty),
             _ => false,
         };

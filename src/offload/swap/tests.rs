@@ -270,3 +270,64 @@ fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback()
         assert!(same_bits(&everything(&mut swap), &committed), "{buffers} buffers, rolled back");
     }
 }
+
+/// A transfer that its device never ends is given up, and the slot it may still reach is not used: every state that a step
+/// or a read gives is right, or there is an error that a rollback leads out of.
+#[test]
+fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
+    use crate::io::sim::{Disk, Faults};
+    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
+    let run = |hang_nth: Option<u64>, buffers: u64| {
+        let disks = [Disk::default(), Disk::default()];
+        let faults = [Faults::default(), Faults { hang_nth, ..Faults::default() }];
+        let mut tier = TierOptions::new(owner(), []);
+        tier.paths = disks
+            .iter()
+            .zip(faults)
+            .map(|(disk, faults)| PathOptions {
+                place: Place::Simulated(disk.clone(), faults),
+                limit: None,
+                reserve: 0,
+            })
+            .collect();
+        tier.block_bytes = 16 << 10;
+        tier.io.stall = Some(Duration::from_millis(300));
+        let tier = Arc::new(Tier::open(tier).unwrap());
+        let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();
+        swap.fill(first_state).unwrap();
+        let (mut at, mut errors) = (0, 0);
+        // The order of requests is the engine's: what hung may be the first sync.
+        if swap.commit(0, b"").is_err() {
+            disks[1].release();
+            return (0..0, 0);
+        }
+        let before = disks[1].requests();
+        while at < 4 {
+            let stepped = swap.step(|subgroup, state| adam_step(subgroup, at + 1, state).map(drop));
+            if stepped.and_then(|()| swap.commit(at + 1, b"")).is_ok() {
+                at += 1;
+                continue;
+            }
+            errors += 1;
+            assert!(errors < 100, "request {hang_nth:?}, {buffers} buffers");
+            swap.roll_back().unwrap();
+            // What hung comes late, in the middle of what goes on.
+            disks[1].release();
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let after = disks[1].requests();
+        assert!(
+            same_bits(&everything(&mut swap), &in_memory(&SIZES, 4).0),
+            "request {hang_nth:?}, {buffers} buffers"
+        );
+        disks[1].release();
+        (before..after, errors)
+    };
+    for buffers in [3, 5] {
+        // Not the last ones: their order is not the same each time, and the look at the end is not to hang.
+        let requests = run(None, buffers).0;
+        let errors: u64 =
+            (requests.start..requests.end - 60).step_by(37).map(|nth| run(Some(nth), buffers).1).sum();
+        assert!(errors > 0, "no read hung");
+    }
+}

@@ -101,7 +101,11 @@ fn what_was_given_up_does_not_come_back() {
         let tier = Tier::open(TierOptions { at_step: Some(3), ..options }).unwrap();
         let opened = second.len();
         let there = steps(&second.replayed(2, opened));
-        assert_eq!(there, Steps { last: Some(3), before: Before::Unknown }, "no copy names step 4");
+        assert_eq!(
+            there,
+            Steps { last: Some(3), before: Before::Unknown, exists: true },
+            "no copy names step 4"
+        );
         step(&tier, 14).unwrap();
         drop(tier);
         let fates = |later: usize| match later <= opened {
@@ -139,7 +143,7 @@ fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
     tier.commit(3, b"three").unwrap();
     let used = tier.extents().iter().map(|extent| extent.generation).max();
     drop(tier);
-    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2) });
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2), exists: true });
     let tier = at(&disks, 2).unwrap();
     assert!(is_at(&tier, 2) && tier.extents().len() == STREAMS.len());
     write(&tier, 0, 78, &Placement::Auto).unwrap();
@@ -153,26 +157,26 @@ fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
 fn any_other_step_is_refused_and_looking_changes_nothing() {
     let journal = Journal::default();
     let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
-    let none = Steps { last: None, before: Before::Unknown };
-    assert_eq!(steps(&disks), none);
+    let none = |exists| Steps { last: None, before: Before::Unknown, exists };
+    assert_eq!(steps(&disks), none(false));
     assert_eq!(at(&disks, 1).unwrap_err().tier_kind(), Some(TierKind::NoState));
     let options = || TierOptions { at_step: Some(1), ..on_disks(&disks, &[]) };
     assert!(Tier::open(TierOptions { mode: Mode::Create, ..options() }).is_err());
     drop(Tier::open(on_disks(&disks, &[])).unwrap());
-    assert_eq!(steps(&disks), none);
+    assert_eq!(steps(&disks), none(true));
     refused(&disks, 1, "the steps it knows are []");
     record(on_disks(&disks, &[]), &journal, 1, 1);
-    assert_eq!(steps(&disks), Steps { last: Some(1), before: Before::Empty });
+    assert_eq!(steps(&disks), Steps { last: Some(1), before: Before::Empty, exists: true });
     record(on_disks(&disks, &[]), &journal, 2, 3);
     let events = journal.len();
-    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2) });
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2), exists: true });
     for step in [0, 1, 4, u64::MAX] {
         refused(&disks, step, &format!("step {step}: the steps it knows are [3, 2]"));
     }
     assert_eq!(journal.len(), events, "nothing was written");
     whole_at(&disks, 3, "the last step by its number");
     // Opened at its last step, a tier has that one in both copies.
-    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Unknown });
+    assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Unknown, exists: true });
     refused(&disks, 2, "[3]");
     let foreign = TierOptions { owner: Owner { rank: 1, ..owner() }, world: 2, ..on_disks(&disks, &[]) };
     assert_eq!(Tier::steps(&foreign).unwrap_err().tier_kind(), Some(TierKind::Foreign));
@@ -193,7 +197,7 @@ fn the_step_before_is_found_on_any_path() {
     }
     let disks = image();
     (0..2).for_each(|path| damage(&disks, path));
-    assert_eq!(steps(&disks), Steps { last: Some(4), before: Before::Unknown });
+    assert_eq!(steps(&disks), Steps { last: Some(4), before: Before::Unknown, exists: true });
     refused(&disks, 3, "[4]");
     check(&disks, &[Some(4)], "the last step");
 }

@@ -124,6 +124,27 @@ fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
 }
 
 #[test]
+fn state_under_the_name_of_another_host_is_not_forgotten() {
+    let (_dir, bases) = bases();
+    let on = |host: &str, mode| {
+        let mut options = TierOptions { mode, ..options(&bases) };
+        options.owner.host = host.to_string();
+        Tier::open(options)
+    };
+    let tier = on("a", Mode::Auto).unwrap();
+    step(&tier, 1).unwrap();
+    // Who lives is another run beside this one.
+    drop(on("b", Mode::Auto).unwrap());
+    drop(tier);
+    collect(&bases[0], &Owner { host: "b".to_string(), ..owner() }).unwrap();
+    collect(&bases[1], &Owner { host: "b".to_string(), ..owner() }).unwrap();
+    let (found, words) = kind(on("b", Mode::Auto));
+    assert!(found == Some(TierKind::Foreign) && words.contains("host \"b\" has none"), "{words}");
+    assert!(is_at(&on("a", Mode::Auto).unwrap(), 1));
+    drop(on("b", Mode::Create).unwrap());
+}
+
+#[test]
 fn two_tiers_on_one_path_exclude_each_other_and_a_dead_one_can_be_collected() {
     let (_dir, bases) = bases();
     let tier = Tier::open(options(&bases)).unwrap();

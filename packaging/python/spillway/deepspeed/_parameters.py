@@ -46,8 +46,8 @@ class Store:
         rank, world = dist.get_rank(), dist.get_world_size()
         job = f"{settings.job}-parameters"
         for path in settings.paths:
-            tier.collect(path.directory, job=job, rank=rank)
-        self.tier = tier.Tier(settings.paths, job=job, rank=rank, world=world, mode="create", durability="process",
+            tier.collect(path.directory, job=job, host=settings.host, rank=rank)
+        self.tier = tier.Tier(settings.paths, job=job, host=settings.host, rank=rank, world=world, mode="create", durability="process",
                               stall_seconds=settings.stall_seconds)
         self._extents = {}
         weakref.finalize(self, _destroy, self.tier, os.getpid())

@@ -12,7 +12,7 @@ from ..errors import InvalidArgument
 from . import _stage3, _tier_config
 
 # What the engine has to have for `overrides` to fit it.
-NEEDED = ("_configure_zero_optimizer", "step", "_load_zero_checkpoint")
+NEEDED = ("_configure_zero_optimizer", "step", "load_checkpoint", "_load_zero_checkpoint")
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # What the tier keeps with a commit; a larger record gets an extent of its own.
@@ -23,7 +23,7 @@ _PIECE = 1 << 20
 def overrides(engine_type):
     """Methods for DeepSpeedEngine, by name."""
     own_init, own_optimizer, own_step = engine_type.__init__, engine_type._configure_zero_optimizer, engine_type.step
-    own_load = engine_type._load_zero_checkpoint
+    own_load, own_load_checkpoint = engine_type._load_zero_checkpoint, engine_type.load_checkpoint
 
     def init(self, *arguments, **named):
         own_init(self, *arguments, **named)
@@ -44,12 +44,20 @@ def overrides(engine_type):
             if interval and self.global_steps % interval == 0:
                 commit(self)
 
+    def load_checkpoint(self, *arguments, **named):
+        found = own_load_checkpoint(self, *arguments, **named)
+        swapper = _stage3.tiered(self.optimizer)
+        # Before the run comes to a step that was committed once before.
+        if swapper is not None and swapper.settings.resume and found[0] and swapper.committed != self.global_steps:
+            commit(self)
+        return found
+
     def load_zero_checkpoint(self, *arguments, **named):
         with _by_pages() if _stage3.tiered(self.optimizer) else contextlib.nullcontext():
             return own_load(self, *arguments, **named)
 
     found = {"__init__": init, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
-             "_load_zero_checkpoint": load_zero_checkpoint}
+             "load_checkpoint": load_checkpoint, "_load_zero_checkpoint": load_zero_checkpoint}
     # States on a tier are saved and loaded as those in host memory are, not as DeepSpeed's files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):
         if hasattr(engine_type, name):
@@ -71,8 +79,14 @@ def _unless_tiered(own):
 
 
 def commit(engine):
-    """Makes the states on the tier, and what goes with them, durable as the engine's global step."""
+    """Makes the states on the tier, and what goes with them, durable as the engine's global step. Gradients are not among
+    them, so that it goes between two steps only; and several ranks can commit a step once only, for of two commits at one
+    step nobody could say which a rank holds."""
     swapper = _swapper(engine)
+    if engine.micro_steps % engine.gradient_accumulation_steps():
+        raise InvalidArgument("a commit between two micro-batches of a step would lose the gradients of the first")
+    if swapper.committed == engine.global_steps and swapper.world > 1:
+        raise InvalidArgument(f"step {engine.global_steps} is committed already; \"commit_interval\": 0 leaves commits to you")
     data = _pack(_record(engine, swapper))
     if len(data) > _PAYLOAD_BYTES - 1024:
         data = _put_apart(swapper.tier, data)

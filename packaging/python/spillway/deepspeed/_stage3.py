@@ -215,8 +215,9 @@ def _take_over(swapper, masters, states, order):
 
 @contextlib.contextmanager
 def _in_files(swapper, masters, states):
-    """Puts all states where stage 3 looks for them, in memory that the system may write to unnamed files: there may be
-    more of them than memory."""
+    """Puts all states where stage 3 looks for them, in memory that the system may write to files of its own, removed at the
+    end: there may be more of them than memory. They are on the first path that is a directory and take 12 bytes a parameter
+    there, beside the tier and whatever its limit."""
     with tempfile.TemporaryDirectory(dir=swapper.swap_folder, prefix="spillway-checkpoint-") as folder:
         for index, master in enumerate(masters):
             parts = [_mapped(os.path.join(folder, f"{index}-{part}"), swapper.elements[index]) for part in range(3)]
@@ -232,4 +233,8 @@ def _in_files(swapper, masters, states):
 
 def _mapped(path, count):
     import torch
+    with open(path, "wb") as file:
+        # A full disk is an error here, and the end of the process where memory is written to.
+        if count:
+            os.posix_fallocate(file.fileno(), 0, 4 * count)
     return torch.from_file(path, shared=True, size=count, dtype=torch.float32)

@@ -31,10 +31,10 @@ class TierSwapper:
         rank, world = dist.get_rank(), dist.get_world_size()
         if not settings.resume:
             for path in settings.paths:
-                tier.collect(path.directory, job=settings.job, rank=rank)
+                tier.collect(path.directory, job=settings.job, host=settings.host, rank=rank)
 
         def open_at(step):
-            return tier.Tier(settings.paths, job=settings.job, rank=rank, world=world, at_step=step,
+            return tier.Tier(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, at_step=step,
                              mode="auto" if settings.resume else "create", stall_seconds=settings.stall_seconds,
                              durability=settings.durability if settings.resume else "process")
 
@@ -44,10 +44,11 @@ class TierSwapper:
                                  split_master=settings.split_master)
         self.swap = self.parted.swap
         weakref.finalize(self, _close, self.swap, self.tier, not settings.resume, os.getpid())
-        self.resumed = self.tier.opened.step is not None
-        self.swap_folder = settings.paths[0].directory
+        self.committed = self.tier.opened.step
+        self.resumed = self.committed is not None
+        self.swap_folder = next((path.directory for path in settings.paths if not path.directory.startswith("s3://")), None)
         self.steps = [0] * len(self.elements)
-        self.commits, self._world = 0, world
+        self.commits, self.world = 0, world
         self._gradients = {}
         # Of sub-groups whose master weights were set: what belongs to them, until the model's weights do.
         self._belonging = {}
@@ -206,11 +207,13 @@ class TierSwapper:
 
     def commit(self, step, data):
         """Makes all state durable, on every rank before any goes on."""
-        if self.settings.split_master:
-            self._put_weights()
-        self.swap.commit(step, data)
-        _ranks.settle(self._world)
-        self.commits += 1
+        def work():
+            if self.settings.split_master:
+                self._put_weights()
+            self.swap.commit(step, data)
+
+        _ranks.together(self.world, work)
+        self.commits, self.committed = self.commits + 1, step
 
     def purge_state(self):
         """Forgets moments and steps; the master weights stay."""

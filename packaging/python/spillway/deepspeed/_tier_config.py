@@ -28,6 +28,8 @@ class Settings(NamedTuple):
     part_elements     most elements of what is fetched, stepped and kept at a time: 12 bytes each, a few of them in motion
     durability        "data": a commit survives a power cut; "process": only the end of the process; "full"
     job               name of the run, a directory below each path; two runs at a time on a path need two
+    host              name of this machine, the directory below that; default: its host name. A run that resumes needs the one
+                      it had, which in a container may be another each time
     split_master      keep master weights without their upper halves, which follow from the model's weights (bfloat16, in host
                       memory): 10 bytes a parameter instead of 12. What changes those weights between steps, other than
                       DeepSpeed, ends the run with an error. With "resume" they are on the tier too, 2 bytes a commit
@@ -45,6 +47,7 @@ class Settings(NamedTuple):
     part_elements: int = 2 << 20
     durability: str = "data"
     job: str = "deepspeed"
+    host: str | None = None
     split_master: bool = False
     resume: bool = False
     commit_interval: int = 1
@@ -54,7 +57,7 @@ class Settings(NamedTuple):
     enabled: bool = True
 
 
-_KINDS = {"ratio": list, "cache_bytes": int, "part_elements": int, "durability": str, "job": str, "split_master": bool,
+_KINDS = {"ratio": list, "cache_bytes": int, "part_elements": int, "durability": str, "job": str, "host": str, "split_master": bool,
           "resume": bool, "commit_interval": int, "turns": bool, "lock": bool, "stall_seconds": (int, float), "enabled": bool,
           "paths": list}
 

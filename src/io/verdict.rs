@@ -69,10 +69,10 @@ fn judge_errno(
         return reroute(op, flight);
     }
     let error = io::Error::from_raw_os_error(errno);
-    let detail = if passing {
-        format!("{MAX_TRIES} times in a row")
-    } else {
-        words.map_or_else(String::new, String::from)
+    let detail = match errno {
+        _ if passing => format!("{MAX_TRIES} times in a row"),
+        libc::EFAULT => "the memory of the request is not there, or not to be used so".to_string(),
+        _ => words.map_or_else(String::new, String::from),
     };
     let left = (flight.span.len() - flight.done) as u64;
     match failure(op.doing(), op.file.name(), op.offset + flight.at + flight.done as u64, left, &error) {

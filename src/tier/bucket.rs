@@ -5,7 +5,8 @@
 //! - A superblock is one object, put whole, so a crash never leaves half of one. (Longer than [`OBJECT_BYTES`] it is
 //!   several, and safe as on a disk: the last committed one lies in the other copy.)
 //! - The bucket must exist: a name that is mistyped is an error, never a new bucket.
-//! - Removing takes the superblocks first, so that what is half removed holds no state.
+//! - Removing takes the superblocks first, so that what is half removed holds no state. It leaves locks alone: others may
+//!   put theirs at any moment, and each deletes its own (see `claim`).
 //!
 //! [`OBJECT_BYTES`]: crate::io::object::folder::OBJECT_BYTES
 #![forbid(unsafe_code)]
@@ -30,7 +31,7 @@ pub(super) const TEST_ADDRESS: &str = "s3://bucket/prefix";
 #[derive(Debug)]
 pub struct Bucket {
     folder: Arc<Folder>,
-    claim: Claim,
+    _claim: Claim,
 }
 
 /// The name of `owner`'s part of an address.
@@ -63,7 +64,7 @@ impl Bucket {
         }
         let (claim, listed) = Claim::take(&store, &prefix, &name)?;
         let folder = Folder::new(store, name, prefix, &FILES, &listed);
-        Ok(Some(Bucket { folder: Arc::new(folder), claim }))
+        Ok(Some(Bucket { folder: Arc::new(folder), _claim: claim }))
     }
 
     /// The files.
@@ -122,12 +123,10 @@ impl Medium for Bucket {
     fn remove(self: Box<Self>) -> Result<()> {
         let prefix = self.folder.prefix();
         let listed = self.folder.store().list(prefix).map_err(self.failed("removing"))?;
-        let (locks, files): (Vec<String>, Vec<String>) =
-            listed.into_iter().map(|one| one.key).partition(|key| is_lock(key, prefix));
+        let files = listed.into_iter().map(|one| one.key).filter(|key| !is_lock(key, prefix));
         let data = |key: &String| key.starts_with(&format!("{prefix}data/"));
-        let (data, superblocks): (Vec<String>, Vec<String>) = files.into_iter().partition(data);
-        let locks: Vec<String> = locks.into_iter().filter(|key| *key != self.claim.key()).collect();
-        for part in [superblocks, data, locks] {
+        let (data, superblocks): (Vec<String>, Vec<String>) = files.partition(data);
+        for part in [superblocks, data] {
             self.delete_all(&part).map_err(self.failed("removing"))?;
         }
         Ok(())

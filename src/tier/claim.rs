@@ -2,10 +2,16 @@
 //!
 //! Invariants:
 //! - Whoever wants the prefix first puts a lock object with a name of its own, and then lists the locks. It has the
-//!   prefix only if every other lock is a dead process's. A store shows every object that is there, so of two who come
-//!   at once at least one sees the other: both may be refused, never both let in. (One object put with If-None-Match
-//!   would not do: to take a dead one over it has to be deleted, and might be a live one's by then.)
-//! - Dead is what can be proved dead from here: a process of this machine that is gone, or one of before it started.
+//!   prefix only if its own is among them and every other lock is a dead process's. A store shows every object that is
+//!   there, so of two who come at once at least one sees the other: both may be refused, never both let in. (One object
+//!   put with If-None-Match would not do: to take a dead one over it has to be deleted, and might be a live one's by then.)
+//! - What lies below the prefix is listed after that: a listing of many pages that began before may have seen the data
+//!   of a holder in mid-work, and no lock of one who let go meanwhile.
+//! - A lock is deleted by its owner, or by one who has the prefix and knows its owner dead: whoever puts a lock may be
+//!   about to look for it.
+//! - Dead is what can be proved dead from here: a process of this machine that is gone, or one of before it started. It
+//!   is this machine if it was started once with both, or if both have its machine-id. (An id that is baked into an
+//!   image defeats that: machines made from it must get ids of their own, as systemd gives to those without one.)
 //!   Whatever runs elsewhere, another container included, counts as alive until a person deletes the object.
 #![forbid(unsafe_code)]
 
@@ -22,6 +28,8 @@ use crate::sys::{host, process};
 
 /// Below a prefix, with a slash.
 pub(super) const LOCKS: &str = "lock/";
+/// What systemd writes where a machine-id is yet to be made.
+const NO_MACHINE: &str = "uninitialized";
 /// More is none of ours.
 const MOST_BYTES: u64 = 4096;
 
@@ -58,9 +66,13 @@ impl Claim {
         let claim = Claim { store: Arc::clone(store), key, process: process::id() };
         held(|held| held.insert(claim.key.clone()));
         store.put(&claim.key, &words).map_err(failed)?;
-        let listed = store.list(prefix).map_err(failed)?;
-        let locks = format!("{prefix}{LOCKS}");
-        let others = listed.iter().filter(|one| one.key.starts_with(&locks) && one.key != claim.key);
+        let locks = store.list(&format!("{prefix}{LOCKS}")).map_err(failed)?;
+        let (own, others): (Vec<_>, Vec<_>) = locks.iter().partition(|one| one.key == claim.key);
+        if own.is_empty() {
+            // Nobody who comes now would see it.
+            let words = "somebody deleted the lock that was just put there".to_string();
+            return Err(TierError::at(TierKind::Locked, name, words));
+        }
         let mut dead = Vec::new();
         for Listed { key, len } in others {
             match read(store, key, *len).map_err(failed)? {
@@ -73,11 +85,8 @@ impl Claim {
         for key in dead {
             store.delete(key).map_err(failed)?;
         }
+        let listed = store.list(prefix).map_err(failed)?;
         Ok((claim, listed))
-    }
-
-    pub(super) fn key(&self) -> &str {
-        &self.key
     }
 }
 
@@ -112,7 +121,7 @@ impl Holder {
     fn found(pid: u32) -> Holder {
         Holder {
             host: host::name(),
-            machine: host::machine(),
+            machine: Some(host::machine()).filter(|machine| machine != NO_MACHINE).unwrap_or_default(),
             boot: host::boot(),
             namespace: host::pid_namespace(),
             pid,
@@ -126,7 +135,8 @@ impl Holder {
             return false;
         }
         if self.boot != me.boot {
-            return true;
+            // Machines without an id may share their name.
+            return !self.machine.is_empty();
         }
         match self {
             // A lock of this process that it could not delete.
@@ -184,6 +194,7 @@ fn held(change: impl Fn(&mut BTreeSet<String>) -> bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::io::object::Answer;
     use crate::io::object::memory::Memory;
 
     fn lock(memory: &Memory, holder: &Holder) {
@@ -229,7 +240,7 @@ mod tests {
             let memory = Memory::default();
             lock(&memory, &holder);
             let claim = take(&memory).unwrap_or_else(|error| panic!("{holder:?}: {error}"));
-            assert_eq!(memory.keys(), [claim.key()]);
+            assert_eq!(memory.keys(), [claim.key.as_str()]);
         }
         let parent = std::os::unix::process::parent_id();
         let living = [
@@ -247,6 +258,87 @@ mod tests {
             assert!(words.contains("deleting s3://b/p/lock/other frees it"), "{words}");
             assert_eq!(memory.keys(), ["p/lock/other"]);
         }
+    }
+
+    #[test]
+    fn machines_without_an_id_are_told_apart_by_their_starts() {
+        let of = |machine: &str, boot: &str| Holder {
+            host: "localhost".to_string(),
+            machine: machine.to_string(),
+            boot: boot.to_string(),
+            namespace: "one".to_string(),
+            pid: u32::MAX,
+            started: 1,
+        };
+        let dead = |theirs: Holder, mine: Holder| theirs.is_dead(&mine, "p/lock/other");
+        assert!(!dead(of("", "monday"), of("", "tuesday")), "it may be another machine");
+        assert!(dead(of("id", "monday"), of("id", "tuesday")));
+        assert!(!dead(of("id", "monday"), of("", "tuesday")));
+        assert!(dead(of("", "monday"), of("", "monday")), "this machine has no such process");
+    }
+
+    /// Something that happens to a store at a moment of a claim.
+    type Event = fn(&Memory);
+
+    /// A store whose listings have a page for what comes before the locks, and one for the rest.
+    #[derive(Debug)]
+    struct Paged {
+        memory: Memory,
+        before_listing: Event,
+        between_pages: Event,
+    }
+
+    impl Store for Paged {
+        fn put(&self, key: &str, bytes: &[u8]) -> Answer<()> {
+            self.memory.put(key, bytes)
+        }
+
+        fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()> {
+            self.memory.get(key, from, len, part)
+        }
+
+        fn delete(&self, key: &str) -> Answer<()> {
+            self.memory.delete(key)
+        }
+
+        fn list(&self, prefix: &str) -> Answer<Vec<Listed>> {
+            (self.before_listing)(&self.memory);
+            let mut first = self.memory.list(prefix)?;
+            first.retain(|one| one.key.as_str() < "p/lock/");
+            (self.between_pages)(&self.memory);
+            let mut rest = self.memory.list(prefix)?;
+            rest.retain(|one| one.key.as_str() >= "p/lock/");
+            Ok(first.into_iter().chain(rest).collect())
+        }
+    }
+
+    fn take_paged(memory: &Memory, before_listing: Event, between_pages: Event) -> Result<Vec<Listed>> {
+        let store: Arc<dyn Store> = Arc::new(Paged { memory: memory.clone(), before_listing, between_pages });
+        Claim::take(&store, "p/", "s3://b/p").map(|(_, listed)| listed)
+    }
+
+    #[test]
+    fn who_lost_its_lock_before_it_looked_does_not_get_the_prefix() {
+        let delete_all = |memory: &Memory| {
+            memory.keys().iter().for_each(|key| memory.delete(key).unwrap());
+        };
+        let error = take_paged(&Memory::default(), delete_all, |_| {}).unwrap_err();
+        assert_eq!(error.tier_kind(), Some(TierKind::Locked));
+        assert!(error.to_string().contains("somebody deleted the lock"), "{error}");
+    }
+
+    #[test]
+    fn what_a_holder_did_before_it_let_go_is_in_the_listing() {
+        let memory = Memory::default();
+        memory.put("p/data/old", b"1").unwrap();
+        lock(&memory, &Holder { host: "elsewhere".to_string(), ..Holder::this_process().as_ref().clone() });
+        let finish = |memory: &Memory| {
+            memory.put("p/data/new", b"2").unwrap();
+            memory.delete("p/data/old").unwrap();
+            memory.delete("p/lock/other").unwrap();
+        };
+        let listed = take_paged(&memory, |_| {}, finish).unwrap();
+        assert_eq!(listed[0].key, "p/data/new");
     }
 
     #[test]

@@ -1,16 +1,19 @@
 //! Making a step durable.
 //!
-//! The order: every write is over; the data of every path is durable; then a superblock goes into the copy of each path
-//! that does not hold the last committed one; the step counts as soon as one path has it durably. If none has, nobody
-//! can say whether a crash would find it, so both steps keep their places until a later commit succeeds.
+//! The order: every write is over, and none but the commit's own begins before its end; the data of every path is durable;
+//! then a superblock goes into the copy of each path that does not hold the last committed one; the step counts as soon as
+//! one path has it durably. If none has, nobody can say whether a crash would find it, so both steps keep their places
+//! until a later commit succeeds.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
 
+use super::jobs::Writer;
 use super::options::Durability;
 use super::path::{Copy, Path};
+use super::place::Placement;
 use super::scratch::Scratch;
-use super::state::{Extent, Health, PathState, State};
+use super::state::{Contents, Extent, Health, PathState, State};
 use super::store::Tier;
 use super::superblock::{ExtentRecord, PathRecord, Superblock};
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
@@ -85,10 +88,15 @@ impl Tier {
             if failed.is_empty() {
                 return Ok(());
             }
+            for (number, error) in &failed {
+                self.mark(*number, Health::Failed, &error.to_string());
+                // The next sync would succeed and have saved nothing.
+                for extent in self.unsynced(*number as u32) {
+                    self.lock().extent(extent)?.failed = Some(error.clone());
+                }
+            }
             for (number, error) in failed {
-                self.mark(number, Health::Failed, &error.to_string());
-                let moved = self.move_uncommitted(number as u32);
-                moved.map_err(|reason| because(&error, &reason))?;
+                self.move_unsynced(number as u32).map_err(|reason| because(&error, &reason))?;
                 self.lock().paths[number].dirty = false;
             }
         }
@@ -173,46 +181,54 @@ impl Tier {
             .collect()
     }
 
-    /// Writes anew what was written to a path since the last commit; other paths take it.
-    fn move_uncommitted(&self, path: u32) -> Result<()> {
-        let moving: Vec<u32> = {
-            let state = self.lock();
-            let wanted = |extent: &Extent| {
-                let current = extent.current.as_ref().filter(|current| current.version.touches(path))?;
-                let committed = extent.committed.as_ref().is_some_and(|old| Arc::ptr_eq(old, current));
-                (!committed).then_some(())
-            };
-            let numbered = state.extents.iter().enumerate();
-            numbered.filter_map(|(n, extent)| wanted(extent.as_ref()?).map(|()| n as u32)).collect()
+    /// Extents with a part on a path that was written since the last commit.
+    fn unsynced(&self, path: u32) -> Vec<u32> {
+        let state = self.lock();
+        let wanted = |extent: &Extent| {
+            let current = extent.current.as_ref().filter(|current| current.version.touches(path))?;
+            let committed = extent.committed.as_ref().is_some_and(|old| Arc::ptr_eq(old, current));
+            (!committed).then_some(())
         };
-        self.move_extents(&moving)
+        let numbered = state.extents.iter().enumerate();
+        numbered.filter_map(|(n, extent)| wanted(extent.as_ref()?).map(|()| n as u32)).collect()
     }
 
-    /// Moves everything off a path, now. The move counts with the next commit.
+    /// Writes it anew; other paths take it.
+    fn move_unsynced(&self, path: u32) -> Result<()> {
+        self.unsynced(path).into_iter().try_for_each(|extent| {
+            self.move_extent(extent, Writer::Commit)?;
+            self.lock().extent(extent)?.failed = None;
+            Ok(())
+        })
+    }
+
+    /// Moves everything off a path, now. The move counts with the next commit. `Busy` while one is under way.
     pub fn evacuate(&self, path: u32) -> Result<()> {
         if path as usize >= self.paths.len() {
             return Err(Error::invalid("path", format!("there is no path {path}")));
         }
+        self.lock().between_commits()?;
         self.mark(path as usize, Health::Draining, "it is being evacuated");
         let extents = self.extents();
         let there = |extent: &&super::store::ExtentInfo| extent.blocks[path as usize] > 0;
-        let moving: Vec<u32> = extents.iter().filter(there).map(|extent| extent.number).collect();
-        self.move_extents(&moving)
+        extents
+            .iter()
+            .filter(there)
+            .try_for_each(|extent| self.move_extent(extent.number, Writer::Evacuation))
     }
 
-    fn move_extents(&self, extents: &[u32]) -> Result<()> {
-        extents.iter().try_for_each(|extent| self.move_extent(*extent))
-    }
-
-    fn move_extent(&self, extent: u32) -> Result<()> {
+    fn move_extent(&self, extent: u32, writer: fn(Arc<Contents>) -> Writer) -> Result<()> {
+        // Before the read: if others write in between, nothing is moved.
+        let contents = self.lock().contents(extent)?;
         let shape = self.shape(extent)?;
         let memory: Vec<Scratch> =
             shape.streams().iter().map(|bytes| Scratch::new(*bytes as usize)).collect::<Result<_>>()?;
         let spans: Vec<_> = memory.iter().map(Scratch::span).collect();
         let ticket = self.read(extent, &spans, false)?;
         self.wait(ticket, None)?;
-        let sums = self.sums(extent)?.map(|sums| sums.to_vec());
-        let ticket = self.start(extent, &spans, &super::place::Placement::Auto, sums, true)?;
+        let sums = contents.sums.get().map(|sums| sums.to_vec());
+        let begun = self.begin_write(extent, &spans, writer(contents))?;
+        let ticket = self.carry_on(begun, &spans, &Placement::Auto, sums)?;
         self.wait(ticket, None)?;
         log::write(Level::Info, &format!("extent {} of a tier was moved", extent));
         Ok(())

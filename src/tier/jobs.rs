@@ -16,21 +16,45 @@ use super::transfer::{Direction, Job, verdict};
 use crate::error::{Error, IoError, IoKind, Result};
 use crate::sys::span::Span;
 
+/// Whose write it is.
+#[derive(Debug)]
+pub(super) enum Writer {
+    /// The caller's: new contents.
+    Caller,
+    /// An evacuation's, of contents that were read.
+    Evacuation(Arc<Contents>),
+    /// A commit's, of contents that it cannot make durable where they are.
+    Commit(Arc<Contents>),
+}
+
+/// A write that has its extent for itself.
+#[derive(Debug)]
+pub(super) struct Begun {
+    extent: u32,
+    name: String,
+    shape: Arc<Shape>,
+    generation: u64,
+    /// The path that the extent's first block is on.
+    home: Option<u32>,
+    moves: bool,
+}
+
 impl Tier {
-    pub(super) fn begin_write(
-        &self,
-        number: u32,
-        spans: &[Span],
-        for_commit: bool,
-    ) -> Result<(Arc<Shape>, String, u64, Option<u32>)> {
+    pub(super) fn begin_write(&self, number: u32, spans: &[Span], writer: Writer) -> Result<Begun> {
         let mut state = self.lock();
-        let (committing, generation) = (state.committing && !for_commit, state.generation + 1);
+        let (committing, next) = (state.committing, state.generation + 1);
         let extent = state.extent(number)?;
         extent.shape.check(spans)?;
-        let why = match (committing, extent.writing, extent.readers) {
-            (true, ..) => "a commit is under way",
-            (_, true, _) => "it is being written",
-            (.., 1..) => "it is being read",
+        let moved = match &writer {
+            Writer::Caller => None,
+            Writer::Evacuation(of) | Writer::Commit(of) => Some(of),
+        };
+        let replaced = |of: &Arc<Contents>| extent.current.as_ref().is_none_or(|now| !Arc::ptr_eq(now, of));
+        let why = match (extent.writing, extent.readers) {
+            _ if committing && !matches!(writer, Writer::Commit(_)) => "a commit is under way",
+            (true, _) => "it is being written",
+            (_, 1..) => "it is being read",
+            _ if moved.is_some_and(replaced) => "it was written or rolled back since it was read",
             _ => "",
         };
         if !why.is_empty() {
@@ -38,28 +62,53 @@ impl Tier {
         }
         extent.writing = true;
         let first = extent.current.as_ref().and_then(|contents| contents.version.chunks.first());
-        let found =
-            (Arc::clone(&extent.shape), extent.name.clone(), generation, first.map(|chunk| chunk.path));
-        state.generation = generation;
-        Ok(found)
+        let begun = Begun {
+            extent: number,
+            name: extent.name.clone(),
+            shape: Arc::clone(&extent.shape),
+            // What is moved is not newer for it.
+            generation: moved.map_or(next, |of| of.version.generation),
+            home: first.map(|chunk| chunk.path),
+            moves: moved.is_some(),
+        };
+        state.generation = state.generation.max(begun.generation);
+        Ok(begun)
     }
 
-    pub(super) fn prepare_write(
+    /// Starts a write that has begun.
+    pub(super) fn carry_on(
         &self,
-        extent: u32,
-        shape: &Arc<Shape>,
-        name: String,
-        generation: u64,
+        begun: Begun,
         spans: &[Span],
+        placement: &Placement,
         sums: Option<Vec<u64>>,
-    ) -> Result<Job> {
+    ) -> Result<u64> {
+        let Begun { extent, home, moves, .. } = begun;
+        let prepared = self.prepare_write(begun, spans, sums);
+        let started = prepared.and_then(|job| self.start_write(job, placement, home));
+        let mut state = self.lock();
+        let ticket = match started {
+            Ok(job) => Ok(state.ticket(job)),
+            Err(error) => {
+                state.write_failed(extent, moves, &error);
+                Err(error)
+            }
+        };
+        drop(state);
+        // A commit may wait for a write that had no ticket yet.
+        self.changed.notify_all();
+        ticket
+    }
+
+    fn prepare_write(&self, begun: Begun, spans: &[Span], sums: Option<Vec<u64>>) -> Result<Job> {
+        let Begun { extent, name, shape, generation, moves, .. } = begun;
         let sums = match sums {
             Some(sums) if sums.len() != shape.blocks() as usize => {
                 let reason = format!("{} for {} blocks", sums.len(), shape.blocks());
                 return Err(Error::invalid("sums", reason));
             }
             Some(sums) => sums,
-            None => super::sums::of_blocks(shape, spans, 0, shape.blocks())?,
+            None => super::sums::of_blocks(&shape, spans, 0, shape.blocks())?,
         };
         let contents = Contents {
             version: Version { generation, chunks: Vec::new() },
@@ -68,8 +117,9 @@ impl Tier {
         Ok(Job {
             direction: Direction::Write,
             extent,
+            moves,
             name,
-            shape: Arc::clone(shape),
+            shape,
             spans: spans.to_vec(),
             contents,
             source: None,
@@ -78,7 +128,7 @@ impl Tier {
         })
     }
 
-    pub(super) fn start_write(&self, mut job: Job, placement: &Placement, home: Option<u32>) -> Result<Job> {
+    fn start_write(&self, mut job: Job, placement: &Placement, home: Option<u32>) -> Result<Job> {
         let shape = Arc::clone(&job.shape);
         self.write_blocks(&mut job, 0, shape.blocks(), placement, home)?;
         Ok(job)
@@ -140,7 +190,7 @@ impl Tier {
     fn finish_read(&self, job: &Job) -> Result<u64> {
         self.end_reading(job.extent);
         self.mark_failures(job);
-        if let Some((_, error)) = job.failures().next() {
+        if let Some(error) = job.failure() {
             return Err(error);
         }
         let version = &job.contents.version;
@@ -169,7 +219,7 @@ impl Tier {
             let version = Version { chunks, ..job.contents.version };
             let generation = version.generation;
             let contents = Arc::new(Contents { version, sums: std::mem::take(&mut job.contents.sums) });
-            return Some(self.lock().install(job.extent, contents).map(|()| generation));
+            return Some(self.lock().install(job.extent, contents, job.moves).map(|()| generation));
         }
         failed.iter().for_each(|(.., path, _)| job.excluded[*path as usize] = true);
         for (first, count, _, error) in &failed {
@@ -178,10 +228,7 @@ impl Tier {
                 job.drive(None);
                 self.abandon(job);
                 let error = with_reason(error.clone(), &none);
-                if let Ok(extent) = self.lock().extent(job.extent) {
-                    extent.writing = false;
-                    extent.failed = Some(error.clone());
-                }
+                self.lock().write_failed(job.extent, job.moves, &error);
                 return Some(Err(error));
             }
         }

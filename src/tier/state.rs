@@ -6,6 +6,8 @@
 //! - A commit itself takes places only before it succeeds, and what is free is written to by writes alone: from a commit
 //!   to the first write after it every place of the commit before it is as that one left it, though free.
 //! - An extent has one writer or any number of readers.
+//! - From the begin of a commit to its end nobody but it changes what extents hold or which ones it takes: what it makes
+//!   committed is what its superblock names.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -101,6 +103,14 @@ impl State {
         found.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
     }
 
+    /// Refuses what would change a commit that is under way.
+    pub(super) fn between_commits(&self) -> Result<()> {
+        match self.committing {
+            true => Err(Error::Busy("a commit is under way".to_string())),
+            false => Ok(()),
+        }
+    }
+
     /// An extent's contents as reads see them.
     pub(super) fn contents(&mut self, number: u32) -> Result<Arc<Contents>> {
         let missing: Vec<bool> = self.paths.iter().map(|path| path.health == Health::Missing).collect();
@@ -122,18 +132,29 @@ impl State {
         }
     }
 
-    /// Makes a finished write the extent's contents.
-    pub(super) fn install(&mut self, number: u32, contents: Arc<Contents>) -> Result<()> {
+    /// Makes a finished write the extent's contents. One that only moved them does not make a failed one good.
+    pub(super) fn install(&mut self, number: u32, contents: Arc<Contents>, moves: bool) -> Result<()> {
         for chunk in &contents.version.chunks {
             self.paths[chunk.path as usize].dirty = true;
         }
         let extent = self.extent(number)?;
         extent.writing = false;
-        extent.failed = None;
+        if !moves {
+            extent.failed = None;
+        }
         let doubt = std::mem::take(&mut extent.doubt);
         let old = extent.current.replace(contents);
         let committed = extent.committed.clone();
         self.let_go(number, old, committed, doubt)
+    }
+
+    /// Ends a write that failed. New contents are missing then; contents that were to be moved are where they were.
+    pub(super) fn write_failed(&mut self, number: u32, moves: bool, error: &Error) {
+        let Ok(extent) = self.extent(number) else { return };
+        extent.writing = false;
+        if !moves {
+            extent.failed = Some(error.clone());
+        }
     }
 
     /// Forgets what was written since the last commit.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::extent::{Shape, check_name};
-use super::jobs::timed_out;
+use super::jobs::{Writer, timed_out};
 use super::options::{Durability, TierOptions};
 use super::path::Path;
 use super::place::Placement;
@@ -90,21 +90,23 @@ impl Tier {
         let shape = Shape::new(streams, self.block_bytes)?;
         let mut state = self.lock();
         if let Some(number) = state.names.get(name).copied() {
+            let settled = state.between_commits();
             let extent = state.extent(number)?;
-            return match *extent.shape == shape {
-                true => {
-                    extent.removed = false;
-                    Ok(number)
-                }
-                false => Err(TierError {
+            if *extent.shape != shape {
+                return Err(TierError {
                     kind: TierKind::Foreign,
                     path: self.some_name(),
                     extent: name.to_string(),
                     block: None,
                     detail: format!("its streams have {:?} bytes, not {streams:?}", extent.shape.streams()),
                 }
-                .into()),
-            };
+                .into());
+            }
+            if extent.removed {
+                settled?;
+                extent.removed = false;
+            }
+            return Ok(number);
         }
         let extent = Extent {
             name: name.to_string(),
@@ -126,9 +128,12 @@ impl Tier {
         Ok(free as u32)
     }
 
-    /// Takes an extent out with the next commit. Defining it again before takes that back.
+    /// Takes an extent out with the next commit. Defining it again before takes that back. `Busy` while a commit is under
+    /// way, as is that.
     pub fn remove(&self, extent: u32) -> Result<()> {
-        self.lock().extent(extent)?.removed = true;
+        let mut state = self.lock();
+        state.between_commits()?;
+        state.extent(extent)?.removed = true;
         Ok(())
     }
 
@@ -164,32 +169,8 @@ impl Tier {
         placement: &Placement,
         sums: Option<Vec<u64>>,
     ) -> Result<u64> {
-        self.start(extent, spans, placement, sums, false)
-    }
-
-    /// A write by the caller, or one that a commit needs.
-    pub(super) fn start(
-        &self,
-        extent: u32,
-        spans: &[Span],
-        placement: &Placement,
-        sums: Option<Vec<u64>>,
-        for_commit: bool,
-    ) -> Result<u64> {
-        let (shape, name, generation, home) = self.begin_write(extent, spans, for_commit)?;
-        let prepared = self.prepare_write(extent, &shape, name, generation, spans, sums);
-        let started = prepared.and_then(|job| self.start_write(job, placement, home));
-        let mut state = self.lock();
-        match started {
-            Ok(job) => Ok(state.ticket(job)),
-            Err(error) => {
-                if let Ok(extent) = state.extent(extent) {
-                    extent.writing = false;
-                    extent.failed = Some(error.clone());
-                }
-                Err(error)
-            }
-        }
+        let begun = self.begin_write(extent, spans, Writer::Caller)?;
+        self.carry_on(begun, spans, placement, sums)
     }
 
     /// Begins to read an extent into one span for each stream; an empty span leaves its stream out. The read succeeds
@@ -217,6 +198,7 @@ impl Tier {
         let mut job = Job {
             direction: Direction::Read { unchecked },
             extent,
+            moves: false,
             name,
             shape,
             spans: spans.to_vec(),
@@ -235,7 +217,7 @@ impl Tier {
         if let Err(error) = started {
             job.drive(None);
             self.end_reading(extent);
-            return Err(error);
+            return Err(job.failure().unwrap_or(error));
         }
         Ok(self.lock().ticket(job))
     }
@@ -289,11 +271,14 @@ impl Tier {
 
     /// Forgets everything written since the last commit.
     pub fn roll_back(&self) -> Result<()> {
-        self.finish_writes();
-        let mut state = self.lock();
-        match state.committing {
-            true => Err(Error::Busy("a commit is under way".to_string())),
-            false => state.roll_back(),
+        loop {
+            self.finish_writes();
+            let mut state = self.lock();
+            state.between_commits()?;
+            // One that has begun since would bring back what it was told to write.
+            if !state.extents.iter().flatten().any(|extent| extent.writing) {
+                return state.roll_back();
+            }
         }
     }
 

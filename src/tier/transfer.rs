@@ -32,6 +32,8 @@ pub(super) enum Direction {
 pub(super) struct Job {
     pub(super) direction: Direction,
     pub(super) extent: u32,
+    /// A write of contents that the extent has already.
+    pub(super) moves: bool,
     pub(super) name: String,
     pub(super) shape: Arc<Shape>,
     pub(super) spans: Vec<Span>,
@@ -133,6 +135,12 @@ impl Job {
         })
     }
 
+    /// What a finished job failed with, if it did: an error that leaves the caller's memory in use before all others.
+    pub(super) fn failure(&self) -> Option<Error> {
+        let stuck = self.failures().find(|(flight, _)| flight.stuck());
+        stuck.or_else(|| self.failures().next()).map(|(_, error)| error)
+    }
+
     /// The sums of the whole extent: known already, or from the heads that were read.
     pub(super) fn read_sums(&self, version: &Version, tier: u128) -> Result<Arc<[u64]>> {
         if let Some(sums) = self.source.as_ref().and_then(|source| source.sums.get()) {
@@ -225,9 +233,10 @@ impl Flight {
         Flight { chunk, run, path: Arc::clone(path), handle, outcome: None, head }
     }
 
-    /// True if the system may still work on the transfer.
+    /// True if the system may still work on the transfer: it gave no answer in time, or the engine is lost.
     pub(super) fn stuck(&self) -> bool {
-        matches!(&self.outcome, Some(Err(error)) if error.io_kind() == Some(IoKind::Deadline))
+        let (Ok(_), Some(Err(error))) = (&self.handle, &self.outcome) else { return false };
+        error.io_kind() == Some(IoKind::Deadline) || matches!(error, Error::System { .. })
     }
 
     /// The error of a transfer, with extent and block beside path and offset.
@@ -247,8 +256,11 @@ impl Flight {
     }
 }
 
-/// What an error of a transfer says about its path; `None` if the path is only full.
+/// What an error of a transfer says about its path; `None` if the path is only full, or the caller's memory is none.
 pub(super) fn verdict(error: &Error, direction: Direction) -> Option<Health> {
+    if matches!(error, Error::Io(inner) if inner.errno == libc::EFAULT) {
+        return None;
+    }
     match (error.io_kind(), direction) {
         (Some(IoKind::NoSpace), _) => None,
         (Some(IoKind::Deadline | IoKind::PathFailed), _) | (_, Direction::Write) => Some(Health::Failed),

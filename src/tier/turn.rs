@@ -6,7 +6,7 @@
 //! - The death of a holder or of a waiter is seen at once: its locks go with it. (A child of fork keeps the locks of a
 //!   parent killed in its turn; the patience bounds that.)
 //! - A turn is a courtesy between processes, never a condition for correct data: who has waited for its patience goes
-//!   without one, and the log says so.
+//!   without one, and the log says so. Nothing here waits for longer.
 //!
 //! A path's line is a directory of small files on the node: `turn`; `desk` with the last ticket, locked to draw one;
 //! `slot-N`, one for each process, locked while it lives, with its ticket in it (0: not waiting).
@@ -77,14 +77,21 @@ impl Line {
         &self.dir
     }
 
-    /// Draws a ticket.
-    fn stand(&self) -> io::Result<u64> {
-        self.desk.lock()?;
+    /// Draws a ticket; `None` if the desk is taken until `end`.
+    fn stand(&self, end: Instant) -> io::Result<Option<u64>> {
+        loop {
+            match self.desk.try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::Error(error)) => return Err(error),
+                Err(TryLockError::WouldBlock) if Instant::now() >= end => return Ok(None),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
+            }
+        }
         let drawn = (|| {
             let ticket = ticket_in(&self.desk)? + 1;
             self.desk.write_all_at(&ticket.to_le_bytes(), 0)?;
             self.mine.write_all_at(&ticket.to_le_bytes(), 0)?;
-            Ok(ticket)
+            Ok(Some(ticket))
         })();
         self.desk.unlock()?;
         drawn
@@ -136,29 +143,31 @@ pub fn take_any(lines: &[&Line], patience: Duration) -> Result<Taken> {
             return Ok((index, Some(turn)));
         }
     }
-    let tickets: Vec<u64> =
-        lines.iter().map(|line| line.stand()).collect::<io::Result<_>>().map_err(waiting)?;
-    let taken = wait_in(lines, &tickets, patience);
-    for line in lines {
-        line.leave().map_err(waiting)?;
+    let taken = wait_in_all(lines, Instant::now() + patience);
+    // All of them, also after an error: others wait for whoever stands in line.
+    let left = lines.iter().map(|line| line.leave()).fold(Ok(()), io::Result::and);
+    let taken = taken.and_then(|taken| left.map(|()| taken)).map_err(waiting)?;
+    if taken.1.is_none() {
+        let name = lines.first().map_or("no path", |line| &line.name);
+        let words = format!("no turn on {name} within {:.1} s: going on without one", patience.as_secs_f64());
+        log::write(Level::Warn, &words);
     }
-    taken
+    Ok(taken)
 }
 
-fn wait_in(lines: &[&Line], tickets: &[u64], patience: Duration) -> Result<Taken> {
-    let end = Instant::now() + patience;
+fn wait_in_all(lines: &[&Line], end: Instant) -> io::Result<Taken> {
+    let tickets: Option<Vec<u64>> = lines.iter().map(|line| line.stand(end)).collect::<io::Result<_>>()?;
+    tickets.map_or(Ok((0, None)), |tickets| wait_in(lines, &tickets, end))
+}
+
+fn wait_in(lines: &[&Line], tickets: &[u64], end: Instant) -> io::Result<Taken> {
     loop {
         for (index, (line, ticket)) in lines.iter().zip(tickets).enumerate() {
-            if let Some(turn) = line.take_before(*ticket).map_err(waiting)? {
+            if let Some(turn) = line.take_before(*ticket)? {
                 return Ok((index, Some(turn)));
             }
         }
         if Instant::now() >= end {
-            let name = lines.first().map_or("no path", |line| &line.name);
-            log::write(
-                Level::Warn,
-                &format!("no turn on {name} within {:.1} s: going on without one", patience.as_secs_f64()),
-            );
             return Ok((0, None));
         }
         std::thread::sleep(LOOK);

@@ -7,6 +7,8 @@
 //!   within the patience of one request. A request that ran out of time is not: the server hangs, and the engine above
 //!   has given up the path.
 //! - No message holds a signed address.
+//! - Requests go to the store itself, whatever HTTP_PROXY and its like say: a proxy that is there for web pages is no place
+//!   for the state of a run.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -62,7 +64,7 @@ impl Client {
             Some(token) => Credentials::new_with_token(key, secret, token),
             None => Credentials::new(key, secret),
         };
-        let mut config = Agent::config_builder().http_status_as_error(false).max_redirects(0);
+        let mut config = Agent::config_builder().proxy(None).http_status_as_error(false).max_redirects(0);
         if let Some(path) = roots {
             config = config.tls_config(TlsConfig::builder().root_certs(trusted(&path)?).build());
         }

@@ -144,6 +144,19 @@ fn a_store_that_fails_loses_nothing_that_another_path_can_take() {
     assert!(is_at(&open(&stores), 2));
 }
 
+/// One that is about to look for its own lock must find it; one of a dead process goes with the next claim.
+#[test]
+fn removing_leaves_the_locks_of_others_alone() {
+    use crate::io::object::Store as _;
+    let store = Store::default();
+    let tier = open(std::slice::from_ref(&store));
+    step(&tier, 1).unwrap();
+    let other = "prefix/run/node/rank-0/lock/other";
+    store.put(other, b"{}").unwrap();
+    tier.destroy().unwrap();
+    assert_eq!(store.keys(), [other]);
+}
+
 #[test]
 fn a_second_owner_is_refused_and_a_place_that_is_not_there_is_not_made() {
     let store = Store::default();

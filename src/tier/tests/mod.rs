@@ -3,9 +3,11 @@
 
 mod before;
 mod bucket;
+mod commits;
 mod crash;
 mod faults;
 mod format;
+mod memory;
 mod real;
 
 use std::time::Duration;

@@ -8,6 +8,10 @@ use std::thread;
 
 const LONG: Duration = Duration::from_secs(60);
 
+fn soon() -> Instant {
+    Instant::now() + LONG
+}
+
 fn line(dir: &Path) -> Line {
     Line::join(dir, Some(&dir.join("node"))).unwrap()
 }
@@ -23,9 +27,9 @@ fn one_holder_at_a_time_and_first_come_first_served() {
             let mine = line(dir.path());
             assert!(mine.try_take().unwrap().is_none(), "two holders");
             let waits = Arc::clone(&served);
-            let ticket = mine.stand().unwrap();
+            let ticket = mine.stand(soon()).unwrap().unwrap();
             thread::spawn(move || {
-                let taken = wait_in(&[&mine], &[ticket], LONG).unwrap();
+                let taken = wait_in(&[&mine], &[ticket], soon()).unwrap();
                 waits.lock().unwrap().push(who);
                 assert!(taken.1.is_some());
                 mine.leave().unwrap();
@@ -43,7 +47,7 @@ fn one_holder_at_a_time_and_first_come_first_served() {
 fn a_latecomer_does_not_pass_those_who_wait() {
     let dir = tempfile::tempdir().unwrap();
     let (first, late) = (line(dir.path()), line(dir.path()));
-    let ticket = first.stand().unwrap();
+    let ticket = first.stand(soon()).unwrap().unwrap();
     assert!(late.try_take().unwrap().is_none(), "the path is free, but somebody waits for it");
     let turn = first.take_before(ticket).unwrap().expect("its turn");
     first.leave().unwrap();
@@ -79,6 +83,32 @@ fn patience_ends_and_says_so() {
     let (_, turn) = take_any(&[&waiter], Duration::from_millis(5)).unwrap();
     assert!(turn.is_none());
     assert!(!holder.others_wait().unwrap(), "who goes without a turn does not stay in line");
+}
+
+#[test]
+fn patience_ends_at_a_desk_that_stays_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let (holder, waiter) = (line(dir.path()), line(dir.path()));
+    let _turn = holder.try_take().unwrap().unwrap();
+    holder.desk.lock().unwrap();
+    let (tell, told) = std::sync::mpsc::channel();
+    thread::spawn(move || tell.send(take_any(&[&waiter], Duration::from_millis(5)).unwrap().1.is_none()));
+    assert!(told.recv_timeout(LONG).expect("it waits for the desk for ever"));
+}
+
+#[test]
+fn who_cannot_stand_in_one_line_leaves_the_others() {
+    let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
+    let node = a.path().join("node");
+    let join = |path: &Path| Line::join(path, Some(&node)).unwrap();
+    let holders = [join(a.path()), join(b.path())];
+    let _turns = holders.each_ref().map(|holder| holder.try_take().unwrap().unwrap());
+    let whole = join(b.path());
+    // A desk that nobody can write to.
+    let broken = Line { desk: File::open(whole.dir.join("desk")).unwrap(), ..join(b.path()) };
+    let waiter = join(a.path());
+    take_any(&[&waiter, &broken], LONG).unwrap_err();
+    assert!(!holders[0].others_wait().unwrap(), "a ticket was left in the line");
 }
 
 /// What a child process runs: turns on two paths, each noted with its begin and end on the node's clock.

@@ -1,0 +1,158 @@
+//! What other threads do while a step is committed, and while contents move: a commit holds what its superblock names.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use super::*;
+use crate::error::{Error, IoKind};
+use crate::tier::Health;
+use crate::tier::jobs::Writer;
+use crate::tier::state::Contents;
+
+/// A tier on two disks with extents 0 and 1 written, not committed, on disk 0; and how many requests that took there.
+fn written(disks: &[Disk], faults: &[Faults]) -> (Tier, u64) {
+    let tier = Tier::open(on_disks(disks, faults)).unwrap();
+    (0..2).for_each(|n| write(&tier, n, seed_of(1, n), &Placement::On(0)).unwrap());
+    (tier, disks[0].requests())
+}
+
+fn disks() -> [Disk; 2] {
+    [Disk::default(), Disk::default()]
+}
+
+fn until(reached: impl Fn() -> bool) {
+    let end = std::time::Instant::now() + Duration::from_secs(60);
+    while !reached() {
+        assert!(std::time::Instant::now() < end, "it never came so far");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn busy(outcome: Result<()>) -> bool {
+    matches!(outcome, Err(Error::Busy(words)) if words.contains("commit"))
+}
+
+/// The commit hangs in the sync of its data, or with its superblock under way, while others evacuate, remove and define.
+/// What it names stays as it is, whatever is written afterwards.
+#[test]
+fn nobody_changes_what_a_commit_under_way_takes() {
+    let before = written(&disks(), &[]).1;
+    for hung in before..before + 2 {
+        let disks = disks();
+        let hang = Faults { hang_nth: Some(hung), ..Faults::default() };
+        let (tier, _) = written(&disks, &[hang]);
+        let gone = tier.define("removed", &[1]).unwrap();
+        tier.remove(gone).unwrap();
+        let others = thread::scope(|scope| {
+            let commit = scope.spawn(|| tier.commit(1, &1_u64.to_le_bytes()));
+            until(|| disks[0].requests() > hung);
+            let others = [
+                tier.evacuate(0),
+                tier.remove(1),
+                tier.define("removed", &[1]).map(|_| ()),
+                write(&tier, 0, 99, &Placement::Auto),
+                tier.roll_back(),
+            ];
+            disks[0].release();
+            commit.join().unwrap().unwrap();
+            others
+        });
+        // Over whatever places are free now.
+        (0..6).for_each(|n| write(&tier, n % 3, 99, &Placement::On(0)).unwrap());
+        drop(tier);
+        let tier = Tier::open(TierOptions { mode: Mode::Resume, ..on_disks(&disks, &[]) }).unwrap();
+        assert_eq!(tier.verify().unwrap().damage, [], "request {hung} hung");
+        assert!((0..2).all(|n| read(&tier, n, seed_of(1, n)).unwrap()), "request {hung} hung");
+        assert_eq!(others.map(busy), [true; 5], "request {hung} hung");
+    }
+}
+
+/// A commit that comes while a write has no ticket yet is woken when it has one, and when it has failed.
+#[test]
+fn a_commit_waits_for_a_write_that_is_just_beginning() {
+    for sums in [None, Some(vec![])] {
+        let tier = Arc::new(written(&disks(), &[]).0);
+        let memory = Memory::filled(STREAMS[0], seed_of(2, 0));
+        let begun = tier.begin_write(0, &memory.spans(), Writer::Caller).unwrap();
+        let (committing, (tell, told)) = (Arc::clone(&tier), mpsc::channel());
+        thread::spawn(move || tell.send(committing.commit(2, &[])));
+        until(|| tier.lock().committing);
+        // Time to fall asleep; with too little of it the test proves nothing, and does not fail.
+        thread::sleep(Duration::from_millis(50));
+        let fails = sums.is_some();
+        let ticket = tier.carry_on(begun, &memory.spans(), &Placement::Auto, sums);
+        let outcome = told.recv_timeout(Duration::from_secs(20)).expect("the commit sleeps for ever");
+        assert_eq!((ticket.is_err(), outcome.is_err()), (fails, fails));
+    }
+}
+
+#[test]
+fn contents_that_changed_since_they_were_read_are_not_moved() {
+    let tier = written(&disks(), &[]).0;
+    let memory = Memory::filled(STREAMS[0], seed_of(1, 0));
+    let read_once = tier.lock().contents(0).unwrap();
+    write(&tier, 0, seed_of(2, 0), &Placement::Auto).unwrap();
+    let moved = |of: Arc<Contents>| tier.begin_write(0, &memory.spans(), Writer::Evacuation(of)).map(|_| ());
+    assert!(matches!(moved(read_once), Err(Error::Busy(_))));
+    let read_once = tier.lock().contents(0).unwrap();
+    tier.roll_back().unwrap();
+    assert!(matches!(moved(read_once), Err(Error::Busy(_))));
+}
+
+/// A move is neither a write that failed nor one that makes a failed one good, and what it moves is not newer for it.
+#[test]
+fn an_evacuation_changes_nothing_but_places() {
+    let tier = written(&disks(), &[]).0;
+    tier.commit(1, &[]).unwrap();
+    let generations = || tier.extents().iter().map(|extent| extent.generation).collect::<Vec<_>>();
+    let before = generations();
+    tier.set_health(1, Health::Failed, "as if").unwrap();
+    assert_eq!(tier.evacuate(0).unwrap_err().io_kind(), Some(IoKind::NoSpace));
+    tier.commit(2, &[]).unwrap();
+    // No path takes the write; then there is one, but the extent still holds what it did.
+    assert_eq!(
+        write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap_err().io_kind(),
+        Some(IoKind::NoSpace)
+    );
+    tier.set_health(1, Health::Healthy, "").unwrap();
+    tier.evacuate(0).unwrap();
+    assert_eq!((generations(), tier.extent(0).unwrap().blocks[0]), (before, 0));
+    assert_eq!(tier.commit(3, &[]).unwrap_err().io_kind(), Some(IoKind::NoSpace));
+    write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap();
+    tier.commit(3, &[]).unwrap();
+    assert!(read(&tier, 0, seed_of(3, 0)).unwrap() && read(&tier, 1, seed_of(1, 1)).unwrap());
+}
+
+/// Begins to read extents 0 and 1.
+fn read_both(tier: &Tier) -> (Vec<Memory>, Vec<u64>) {
+    let memories: Vec<Memory> = (0..2).map(|n| Memory::new(STREAMS[n])).collect();
+    let begin = |(memory, n): (&Memory, u32)| tier.read(n, &memory.spans(), false).unwrap();
+    let tickets = memories.iter().zip(0..).map(begin).collect();
+    (memories, tickets)
+}
+
+fn wait_for(tier: &Tier, tickets: Vec<u64>) {
+    tickets.into_iter().for_each(|ticket| assert!(tier.wait(ticket, PATIENCE).is_ok()));
+}
+
+/// A system tells of lost pages once; a second sync that succeeds says nothing about them.
+#[test]
+fn after_a_failed_sync_no_commit_succeeds_before_its_data_was_written_again() {
+    let clean = disks();
+    let (tier, _) = written(&clean, &[]);
+    let (_memories, tickets) = read_both(&tier);
+    wait_for(&tier, tickets);
+    let fault = Faults { fail_nth: Some((clean[0].requests(), libc::EIO)), ..Faults::default() };
+    let (tier, _) = written(&disks(), &[fault]);
+    // What is being read cannot be moved.
+    let (_memories, tickets) = read_both(&tier);
+    assert!(tier.commit(1, &[]).is_err());
+    wait_for(&tier, tickets);
+    for n in 0..2 {
+        let error = tier.commit(1, &[]).expect_err("it is not durable");
+        assert_eq!(error.io_kind(), Some(IoKind::Failed), "{error}");
+        write(&tier, n, seed_of(1, n), &Placement::Auto).unwrap();
+    }
+    tier.commit(1, &1_u64.to_le_bytes()).unwrap();
+}

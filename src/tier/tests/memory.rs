@@ -1,0 +1,52 @@
+//! The caller's memory: when it may be used again, and whose fault it is if it is none.
+#![forbid(unsafe_code)]
+
+use super::*;
+use crate::error::IoKind;
+use crate::tier::Health;
+
+/// Requests that disk 1 serves until extent 0 is written to it and committed.
+fn requests_before() -> u64 {
+    let disks = [Disk::default(), Disk::default()];
+    prepared(&disks, Faults::default(), None);
+    disks[1].requests()
+}
+
+fn prepared(disks: &[Disk], fault: Faults, stall: Option<Duration>) -> Tier {
+    let mut options = on_disks(disks, &[Faults::default(), fault]);
+    options.io.stall = stall;
+    let tier = Tier::open(options).unwrap();
+    write(&tier, 0, 5, &Placement::On(1)).unwrap();
+    tier.commit(1, &[]).unwrap();
+    tier
+}
+
+#[test]
+fn memory_that_is_not_there_is_no_fault_of_the_path() {
+    let fault = Faults { fail_nth: Some((requests_before(), libc::EFAULT)), ..Faults::default() };
+    let disks = [Disk::default(), Disk::default()];
+    let tier = prepared(&disks, fault.clone(), None);
+    let error = read(&tier, 0, 5).unwrap_err().to_string();
+    assert!(error.contains("the memory of the request is not there"), "{error}");
+    assert_eq!(tier.paths()[1].health, Health::Healthy);
+    assert!(read(&tier, 0, 5).unwrap());
+
+    let disks = [Disk::default(), Disk::default()];
+    let tier = prepared(&disks, fault, None);
+    write(&tier, 0, 6, &Placement::On(1)).unwrap();
+    assert_eq!(tier.paths()[1].health, Health::Healthy);
+}
+
+/// A device error is told after one that leaves memory in use, whichever of the transfers it was.
+#[test]
+fn a_read_with_a_part_that_hangs_is_past_its_deadline_whatever_else_failed() {
+    let first = requests_before();
+    let disks = [Disk::default(), Disk::default()];
+    let faults =
+        Faults { fail_nth: Some((first, libc::EIO)), hang_nth: Some(first + 2), ..Faults::default() };
+    let tier = prepared(&disks, faults, Some(Duration::from_millis(60)));
+    let error = read(&tier, 0, 5).unwrap_err();
+    assert_eq!(error.io_kind(), Some(IoKind::Deadline), "{error}");
+    assert_eq!(tier.paths()[1].health, Health::Failed);
+    disks[1].release();
+}

@@ -20,6 +20,7 @@
 mod claim;
 mod commit;
 mod export;
+mod gate;
 mod jobs;
 mod medium;
 mod path;

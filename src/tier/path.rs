@@ -2,15 +2,18 @@
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::bucket::Bucket;
 use super::directory::Directory;
+use super::gate::{Gate, Passage};
+use super::jobs::timed_out;
 use super::layout::PAGE;
 use super::medium::{Medium, Memory, Mounted, Pair};
 use super::options::{Place, TierOptions};
 use super::scratch::Scratch;
 use super::superblock::{HEAD_BYTES, Head, Superblock};
+use super::transfer::moment;
 use crate::error::{IoKind, Result};
 use crate::io::engine::Engine;
 use crate::io::object::{self, Address};
@@ -27,6 +30,7 @@ pub struct Path {
     medium: Box<dyn Medium>,
     pub(super) data: Pair,
     superblocks: [Pair; 2],
+    gate: Gate,
 }
 
 impl std::fmt::Debug for Path {
@@ -49,7 +53,7 @@ pub(super) enum Copy {
 impl Path {
     pub(super) fn open(medium: Box<dyn Medium>, engine: Engine) -> Result<Path> {
         let superblocks = [medium.open("superblock.0")?, medium.open("superblock.1")?];
-        Ok(Path { data: medium.open("data")?, superblocks, medium, engine })
+        Ok(Path { data: medium.open("data")?, superblocks, medium, engine, gate: Gate::default() })
     }
 
     /// For messages.
@@ -81,15 +85,58 @@ impl Path {
     }
 
     pub(super) fn read(&self, offset: u64, span: Span) -> Result<u64> {
-        self.engine.read(request(&self.data.reader, offset, span))
+        self.pass(Passage { write: false, offset, span })
     }
 
     pub(super) fn write(&self, offset: u64, span: Span) -> Result<u64> {
-        self.engine.write(request(&self.data.writer, offset, span))
+        self.pass(Passage { write: true, offset, span })
     }
 
     pub(super) fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
-        self.engine.wait(handle, timeout)
+        let until = moment(timeout);
+        let outcome = match self.gate.handle(handle, until) {
+            Ok(None) => return Err(timed_out()),
+            Ok(Some(begun)) => {
+                let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+                self.engine.wait(begun, left)
+            }
+            Err(error) => Err(error),
+        };
+        if !matches!(&outcome, Err(error) if error.io_kind() == Some(IoKind::Timeout)) {
+            self.gate.forget(handle);
+        }
+        outcome
+    }
+
+    fn pass(&self, passage: Passage) -> Result<u64> {
+        self.gate.hold(passage).map_or_else(|| self.begin(passage), Ok)
+    }
+
+    fn begin(&self, Passage { write, offset, span }: Passage) -> Result<u64> {
+        match write {
+            true => self.engine.write(request(&self.data.writer, offset, span)),
+            false => self.engine.read(request(&self.data.reader, offset, span)),
+        }
+    }
+
+    /// Holds reads and writes of data back from now on.
+    pub(super) fn close_gate(&self) {
+        self.gate.close();
+    }
+
+    /// Begins those held back; `closed`: what comes from now on is held back again.
+    pub(super) fn let_through(&self, closed: bool) {
+        self.gate.let_through(closed, |passage| self.begin(passage));
+    }
+
+    /// Reads and writes held back.
+    pub(super) fn held_back(&self) -> usize {
+        self.gate.waiting()
+    }
+
+    /// True if nothing is under way.
+    pub(super) fn quiet(&self) -> bool {
+        self.engine.stats().map_or(true, |stats| stats.pending == 0)
     }
 
     /// Begins to make the data durable.

@@ -6,7 +6,7 @@
 //! - The death of a holder or of a waiter is seen at once: its locks go with it. (A child of fork keeps the locks of a
 //!   parent killed in its turn; the patience bounds that.)
 //! - A turn is a courtesy between processes, never a condition for correct data: who has waited for its patience goes
-//!   without one, and the log says so. Nothing here waits for longer.
+//!   without one, and the log says so.
 //!
 //! A path's line is a directory of small files on the node: `turn`; `desk` with the last ticket, locked to draw one;
 //! `slot-N`, one for each process, locked while it lives, with its ticket in it (0: not waiting).
@@ -23,9 +23,6 @@ use crate::log::{self, Level};
 
 /// Most processes in one line.
 const SLOTS: usize = 1024;
-/// How often a waiter looks; a turn lasts for tens of milliseconds and more.
-const LOOK: Duration = Duration::from_millis(1);
-
 /// This process's place in the line of one path.
 #[derive(Debug)]
 pub struct Line {
@@ -42,8 +39,89 @@ pub struct Turn {
     _lock: File,
 }
 
-/// Which path's turn came, and the turn; None if patience ran out first.
-pub type Taken = (usize, Option<Turn>);
+/// How a process stands with a path.
+#[derive(Debug)]
+enum Standing {
+    /// It does not want it.
+    Apart,
+    /// In line, with a ticket once the desk was free.
+    Waiting { ticket: Option<u64>, since: Instant },
+    /// Its turn.
+    Turn { _turn: Turn },
+    /// Patience ran out: it goes without.
+    Without,
+}
+
+/// A process's wish to use a path. Nothing here blocks.
+#[derive(Debug)]
+pub struct Claim {
+    line: Line,
+    patience: Duration,
+    standing: Standing,
+}
+
+impl Claim {
+    /// No wish yet; `patience` is how long a later one is for a turn.
+    pub fn new(line: Line, patience: Duration) -> Claim {
+        Claim { line, patience, standing: Standing::Apart }
+    }
+
+    /// Asks for the path, or again after it was refused. True if it may be used: with the turn, or without if patience ran
+    /// out. Asked every few milliseconds, the turn comes to whoever asked first.
+    pub fn ask(&mut self) -> Result<bool> {
+        self.next().map_err(waiting)?;
+        Ok(self.granted())
+    }
+
+    /// True from a granted wish to [`Claim::give_up`].
+    pub fn granted(&self) -> bool {
+        matches!(self.standing, Standing::Turn { .. } | Standing::Without)
+    }
+
+    /// True if another live process waits for this path.
+    pub fn others_wait(&self) -> Result<bool> {
+        self.line.others_wait().map_err(waiting)
+    }
+
+    /// Ends the wish: turn and place in line are another's.
+    pub fn give_up(&mut self) {
+        let stood =
+            matches!(std::mem::replace(&mut self.standing, Standing::Apart), Standing::Waiting { .. });
+        if stood && let Err(error) = self.line.leave() {
+            log::write(Level::Warn, &format!("a ticket for {} is left in its line: {error}", self.line.name));
+        }
+    }
+
+    fn next(&mut self) -> io::Result<()> {
+        let Claim { line, patience, standing } = self;
+        let (taken, since) = match standing {
+            Standing::Turn { .. } | Standing::Without => return Ok(()),
+            Standing::Apart => (line.take_before(u64::MAX)?, Instant::now()),
+            Standing::Waiting { ticket: None, since } => (None, *since),
+            Standing::Waiting { ticket: Some(ticket), since } => (line.take_before(*ticket)?, *since),
+        };
+        let stood = matches!(standing, Standing::Waiting { ticket: Some(_), .. });
+        if taken.is_none() && since.elapsed() < *patience {
+            if !stood {
+                *standing = Standing::Waiting { ticket: line.stand()?, since };
+            }
+            return Ok(());
+        }
+        if stood {
+            line.leave()?;
+        }
+        if taken.is_none() {
+            let words = format!(
+                "no turn on {} within {:.1} s: going on without one",
+                line.name,
+                patience.as_secs_f64()
+            );
+            log::write(Level::Warn, &words);
+        }
+        *standing = taken.map_or(Standing::Without, |turn| Standing::Turn { _turn: turn });
+        Ok(())
+    }
+}
 
 impl Line {
     /// Joins the line of the device that `path` is on. `node` is a directory that all processes of this node and user
@@ -62,14 +140,8 @@ impl Line {
         Ok(Line { dir, name: path.display().to_string(), slot, mine, desk })
     }
 
-    /// The turn, if it is free and nobody waits for it.
-    pub fn try_take(&self) -> Result<Option<Turn>> {
-        self.take_before(u64::MAX).map_err(waiting)
-    }
-
-    /// True if another live process waits for this path.
-    pub fn others_wait(&self) -> Result<bool> {
-        self.someone_before(u64::MAX).map_err(waiting)
+    fn others_wait(&self) -> io::Result<bool> {
+        self.someone_before(u64::MAX)
     }
 
     /// Which line it is: the same for all paths on one device, in every process of the node.
@@ -77,15 +149,12 @@ impl Line {
         &self.dir
     }
 
-    /// Draws a ticket; `None` if the desk is taken until `end`.
-    fn stand(&self, end: Instant) -> io::Result<Option<u64>> {
-        loop {
-            match self.desk.try_lock() {
-                Ok(()) => break,
-                Err(TryLockError::Error(error)) => return Err(error),
-                Err(TryLockError::WouldBlock) if Instant::now() >= end => return Ok(None),
-                Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
-            }
+    /// Draws a ticket; `None` if somebody else does so now.
+    fn stand(&self) -> io::Result<Option<u64>> {
+        match self.desk.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::WouldBlock) => return Ok(None),
         }
         let drawn = (|| {
             let ticket = ticket_in(&self.desk)? + 1;
@@ -132,45 +201,6 @@ impl Line {
             }
         }
         Ok(false)
-    }
-}
-
-/// Takes the first turn to be had: a free one in the order given, else the one that comes first, waiting in all lines at
-/// once.
-pub fn take_any(lines: &[&Line], patience: Duration) -> Result<Taken> {
-    for (index, line) in lines.iter().enumerate() {
-        if let Some(turn) = line.try_take()? {
-            return Ok((index, Some(turn)));
-        }
-    }
-    let taken = wait_in_all(lines, Instant::now() + patience);
-    // All of them, also after an error: others wait for whoever stands in line.
-    let left = lines.iter().map(|line| line.leave()).fold(Ok(()), io::Result::and);
-    let taken = taken.and_then(|taken| left.map(|()| taken)).map_err(waiting)?;
-    if taken.1.is_none() {
-        let name = lines.first().map_or("no path", |line| &line.name);
-        let words = format!("no turn on {name} within {:.1} s: going on without one", patience.as_secs_f64());
-        log::write(Level::Warn, &words);
-    }
-    Ok(taken)
-}
-
-fn wait_in_all(lines: &[&Line], end: Instant) -> io::Result<Taken> {
-    let tickets: Option<Vec<u64>> = lines.iter().map(|line| line.stand(end)).collect::<io::Result<_>>()?;
-    tickets.map_or(Ok((0, None)), |tickets| wait_in(lines, &tickets, end))
-}
-
-fn wait_in(lines: &[&Line], tickets: &[u64], end: Instant) -> io::Result<Taken> {
-    loop {
-        for (index, (line, ticket)) in lines.iter().zip(tickets).enumerate() {
-            if let Some(turn) = line.take_before(*ticket)? {
-                return Ok((index, Some(turn)));
-            }
-        }
-        if Instant::now() >= end {
-            return Ok((0, None));
-        }
-        std::thread::sleep(LOOK);
     }
 }
 

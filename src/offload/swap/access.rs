@@ -57,6 +57,7 @@ impl Swap {
             self.pipeline.changed(slot);
             return Ok(());
         }
+        self.lanes.begin(&self.tier);
         let outcome = self.flush(subgroup, slot, false).and_then(|()| self.collect_all());
         self.note(outcome)
     }

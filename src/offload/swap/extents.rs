@@ -70,11 +70,6 @@ impl Extents {
         self.subgroups[subgroup].elements as usize
     }
 
-    /// All that exist.
-    pub(super) fn all(&self) -> impl Iterator<Item = u32> {
-        self.subgroups.iter().flat_map(|subgroup| [subgroup.whole, subgroup.split]).flatten()
-    }
-
     /// The extent of a form, made if there is none.
     pub(super) fn written_as(&mut self, tier: &Tier, subgroup: usize, form: Form) -> Result<u32> {
         let found = &mut self.subgroups[subgroup];

@@ -1,138 +1,110 @@
-//! Turns on the paths, as transfers need them.
+//! Turns on the paths, as transfers need them (MLP-Offload section 3.1).
 //!
 //! Invariants:
-//! - A transfer runs on a path only with this process's turn there, or after its patience ran out.
-//! - A turn is kept while transfers use it, and given up as soon as none does and somebody waits.
-//! - Whoever waits for a turn has no transfer under way and holds turns of lower lanes only: processes never wait for
-//!   each other in a ring.
+//! - In a round, what goes to a path waits at its gate until this process has its turn there, or its patience ran out.
+//!   Other paths go on meanwhile: a subgroup's parts travel each in its own time.
+//! - A turn lasts while nobody else waits; then for what has come to the gate by now, and it is given up when that is over.
+//! - That depends on nothing but the path's own transfers: processes never wait for each other in a ring.
 #![forbid(unsafe_code)]
 
-use std::collections::VecDeque;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::SwapOptions;
 use crate::error::Result;
 use crate::io::object::is_address;
-use crate::tier::Health;
-use crate::tier::Tier;
-use crate::tier::turn::{self, Line, Turn};
+use crate::log::{self, Level};
+use crate::tier::turn::{Claim, Line};
+use crate::tier::{Health, Tier};
 
+/// Paths on one device, which have one line.
 #[derive(Debug)]
 struct Lane {
-    /// None for a path without turns: no other process sees it, or all may use it at once.
-    line: Option<Line>,
-    turn: Option<Turn>,
-    under_way: usize,
+    claim: Claim,
+    paths: Vec<usize>,
 }
 
 #[derive(Debug)]
 pub(super) struct Lanes {
+    /// Of paths with turns; the others are open to all at any time.
     lanes: Vec<Lane>,
-    /// The lane of each path: paths on one device share theirs.
-    of: Vec<usize>,
-    patience: Duration,
+    looked: Option<Instant>,
 }
+
+/// How often the lines are looked at; a turn lasts for tens of milliseconds and more.
+const LOOK: Duration = Duration::from_millis(1);
 
 impl Lanes {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Lanes> {
-        let mut lines: Vec<(Option<Line>, usize)> = Vec::new();
+        let mut lines: Vec<(Line, Vec<usize>)> = Vec::new();
         for (path, info) in tier.paths().into_iter().enumerate() {
-            // A store serves everybody at once.
-            let shared = !info.memory && !is_address(&info.name);
-            let line = match options.exclusive && shared && info.health != Health::Missing {
-                true => Some(Line::join(Path::new(&info.name), None)?),
-                false => None,
-            };
-            lines.push((line, path));
-        }
-        // Every process has the same order, whatever the order of its paths.
-        lines.sort_by(|(a, _), (b, _)| a.as_ref().map(Line::place).cmp(&b.as_ref().map(Line::place)));
-        let mut lanes: Vec<Lane> = Vec::new();
-        let mut of = vec![0; lines.len()];
-        for (line, path) in lines {
-            let same = lanes.last().is_some_and(|last| {
-                last.line.as_ref().zip(line.as_ref()).is_some_and(|(a, b)| a.place() == b.place())
-            });
-            if !same {
-                lanes.push(Lane { line, turn: None, under_way: 0 });
-            }
-            of[path] = lanes.len() - 1;
-        }
-        Ok(Lanes { lanes, of, patience: options.patience })
-    }
-
-    /// The place in `waiting` of the first subgroup whose paths this process may use at once; the first of all if none.
-    pub(super) fn choose(&mut self, waiting: &VecDeque<usize>, paths: impl Fn(usize) -> Vec<usize>) -> usize {
-        let free = |lanes: &mut Lanes, lane: usize| lanes.lanes[lane].have().unwrap_or(true);
-        let mut looked: Vec<Option<bool>> = vec![None; self.lanes.len()];
-        let place = waiting.iter().position(|subgroup| {
-            paths(*subgroup)
-                .into_iter()
-                .map(|path| self.of[path])
-                .collect::<Vec<_>>()
-                .into_iter()
-                .all(|lane| *looked[lane].get_or_insert_with(|| free(self, lane)))
-        });
-        place.unwrap_or(0)
-    }
-
-    /// Begins a transfer on these paths. False if transfers under way have to end first.
-    pub(super) fn enter(&mut self, paths: &[usize]) -> Result<bool> {
-        let busy = self.lanes.iter().any(|lane| lane.under_way > 0);
-        let mut of: Vec<usize> = paths.iter().map(|path| self.of[*path]).collect();
-        of.sort_unstable();
-        for lane in &of {
-            if self.lanes[*lane].have()? {
+            // Memory is this process's alone, and a store serves everybody at once.
+            let shared = !info.memory && !is_address(&info.name) && info.health != Health::Missing;
+            if !options.exclusive || !shared {
                 continue;
             }
-            if busy {
-                return Ok(false);
-            }
-            let patience = self.patience;
-            self.lanes[*lane..].iter_mut().for_each(|higher| higher.turn = None);
-            let lane = &mut self.lanes[*lane];
-            if let Some(line) = &lane.line {
-                lane.turn = turn::take_any(&[line], patience)?.1;
+            let line = Line::join(Path::new(&info.name), None)?;
+            match lines.iter_mut().find(|(known, _)| known.place() == line.place()) {
+                Some((_, paths)) => paths.push(path),
+                None => lines.push((line, vec![path])),
             }
         }
-        of.iter().for_each(|lane| self.lanes[*lane].under_way += 1);
-        self.lanes.iter_mut().filter(|lane| lane.under_way == 0).for_each(|lane| lane.turn = None);
-        Ok(true)
+        let lanes =
+            lines.into_iter().map(|(line, paths)| Lane { claim: Claim::new(line, options.patience), paths });
+        Ok(Lanes { lanes: lanes.collect(), looked: None })
     }
 
-    /// Ends a transfer on these paths.
-    pub(super) fn leave(&mut self, paths: &[usize]) {
-        for path in paths {
-            let lane = &mut self.lanes[self.of[*path]];
-            lane.under_way = lane.under_way.saturating_sub(1);
-            let waited_for = || lane.line.as_ref().is_some_and(|line| line.others_wait().unwrap_or(true));
-            if lane.under_way == 0 && waited_for() {
-                lane.turn = None;
-            }
+    /// Begins a round.
+    pub(super) fn begin(&mut self, tier: &Tier) {
+        self.looked = None;
+        self.lanes.iter().flat_map(|lane| &lane.paths).for_each(|path| tier.close_gate(*path));
+    }
+
+    /// Asks for turns that are wanted and gives up those that others wait for. To be called again and again in a round.
+    pub(super) fn look(&mut self, tier: &Tier) {
+        if self.looked.is_some_and(|looked| looked.elapsed() < LOOK) {
+            return;
         }
+        self.looked = Some(Instant::now());
+        self.lanes.retain_mut(|lane| match lane.look(tier) {
+            Ok(()) => true,
+            Err(error) => {
+                log::write(Level::Warn, &format!("turns on a path end: {error}"));
+                lane.open(tier);
+                false
+            }
+        });
     }
 
-    /// Gives up all turns.
-    pub(super) fn release_all(&mut self) {
-        self.lanes.iter_mut().for_each(|lane| lane.turn = None);
+    /// Ends a round.
+    pub(super) fn end(&mut self, tier: &Tier) {
+        for lane in &mut self.lanes {
+            lane.open(tier);
+            lane.claim.give_up();
+        }
     }
 }
 
 impl Lane {
-    /// True if the turn is this process's, or can be had at once. A turn that others wait for begins few transfers.
-    fn have(&mut self) -> Result<bool> {
-        let Some(line) = &self.line else { return Ok(true) };
-        if self.turn.is_some() {
-            return Ok(self.under_way < LONGEST || !line.others_wait()?);
+    fn look(&mut self, tier: &Tier) -> Result<()> {
+        if self.claim.granted() {
+            if !self.claim.others_wait()? {
+                self.open(tier);
+                return Ok(());
+            }
+            self.paths.iter().for_each(|path| tier.close_gate(*path));
+            if !self.paths.iter().all(|path| tier.quiet(*path)) {
+                return Ok(());
+            }
+            self.claim.give_up();
         }
-        // After patience ran out, transfers run without a turn; they end before it is asked for again.
-        if self.under_way == 0 {
-            self.turn = line.try_take()?;
+        if self.paths.iter().any(|path| tier.held_back(*path)) && self.claim.ask()? {
+            self.paths.iter().for_each(|path| tier.let_through(*path));
         }
-        Ok(self.turn.is_some())
+        Ok(())
+    }
+
+    fn open(&self, tier: &Tier) {
+        self.paths.iter().for_each(|path| tier.open_gate(*path));
     }
 }
-
-/// Transfers that a turn may begin while others wait.
-const LONGEST: usize = 2;

@@ -98,7 +98,7 @@ impl Swap {
         let buffers = (0..budget.buffers)
             .map(|_| Buffer::open(budget.buffer_bytes as usize, options.backing))
             .collect::<Result<_>>()?;
-        let traffic = Traffic::new(&tier, &extents, options)?;
+        let traffic = Traffic::new(&tier, options)?;
         let lanes = Lanes::new(&tier, options)?;
         let fetched = vec![Form::Whole; budget.buffers];
         Ok(Swap {
@@ -202,11 +202,11 @@ impl Swap {
 
     /// Goes back to the last commit.
     pub fn roll_back(&mut self) -> Result<()> {
+        self.lanes.end(&self.tier);
         self.finish_transfers();
         self.tier.roll_back()?;
         self.pipeline.forget()?;
         self.extents.find(&self.tier);
-        self.traffic.find_all(&self.tier, &self.extents)?;
         self.broken = None;
         Ok(())
     }
@@ -219,7 +219,7 @@ impl Swap {
     }
 
     fn note(&mut self, outcome: Result<()>) -> Result<()> {
-        self.lanes.release_all();
+        self.lanes.end(&self.tier);
         outcome.inspect_err(|error| {
             self.finish_transfers();
             self.broken = Some(error.clone());
@@ -234,15 +234,10 @@ impl Swap {
 
     /// Runs the pipeline to its end. From no source nothing is read: the work fills what it gets.
     fn drive(&mut self, source: Source, work: Work) -> Result<()> {
+        self.lanes.begin(&self.tier);
         loop {
-            let (traffic, lanes) = (&self.traffic, &mut self.lanes);
-            let (tier, extents) = (&self.tier, &self.extents);
-            let paths = |subgroup: usize| {
-                extents
-                    .newest(tier, subgroup)
-                    .map_or_else(|_| Vec::new(), |(extent, ..)| traffic.paths_of(extent))
-            };
-            match self.pipeline.next(|waiting| lanes.choose(waiting, paths)) {
+            self.lanes.look(&self.tier);
+            match self.pipeline.next_action() {
                 Action::Fetch { slot, .. } if matches!(source, Source::Nothing) => {
                     self.fetched[slot] = Form::Whole;
                     self.pipeline.handed_over(slot);
@@ -280,7 +275,6 @@ impl Swap {
         self.fetched[slot] = form;
         let elements = self.extents.elements(subgroup);
         let spans = form::spans(form, self.buffers[slot].span(), elements);
-        self.enter(&self.traffic.paths_of(extent))?;
         self.traffic.read(&self.tier, slot, extent, &spans)
     }
 
@@ -298,15 +292,7 @@ impl Swap {
         let extent = self.extents.written_as(&self.tier, subgroup, form)?;
         let spans = form::spans(form, self.buffers[slot].span(), elements);
         let parts = self.traffic.place(subgroup, form, &self.tier)?;
-        self.enter(&traffic::paths_in(&parts))?;
         self.traffic.write(&self.tier, slot, extent, &spans, parts)
-    }
-
-    fn enter(&mut self, paths: &[usize]) -> Result<()> {
-        while !self.lanes.enter(paths)? {
-            self.collect(true)?;
-        }
-        Ok(())
     }
 
     fn ended(&mut self, direction: Direction, slot: usize, well: bool) {
@@ -326,9 +312,8 @@ impl Swap {
     /// Takes in transfers that are over; waits for one, if `wait`. All of them, whichever failed.
     fn collect(&mut self, wait: bool) -> Result<()> {
         let mut outcome = Ok(());
-        for done in self.traffic.over(&self.tier, wait) {
+        for done in self.traffic.over(&self.tier, &mut self.lanes, wait) {
             self.ended(done.direction, done.slot, done.outcome.is_ok());
-            self.lanes.leave(&done.paths);
             outcome = outcome.and(done.outcome);
         }
         outcome

@@ -207,21 +207,17 @@ impl Pipeline {
         Ok(())
     }
 
-    /// What to do next. `choose` picks one of the subgroups that wait to be fetched, given in order, by its place in
-    /// that list: the paths' turns decide.
-    pub fn next(&mut self, choose: impl FnOnce(&VecDeque<usize>) -> usize) -> Action {
+    /// What to do next.
+    pub fn next_action(&mut self) -> Action {
         // Writing first: it frees the slot. Then reading, so that the disks work while the processors do.
         if let Some(action) = self.next_flush() {
             return action;
         }
-        if let Some(slot) = self.slots.iter().position(|slot| *slot == Slot::Free)
-            && !self.to_fetch.is_empty()
+        if let Some(slot) = self.vacant()
+            && let Some(subgroup) = self.to_fetch.pop_front()
         {
-            let place = choose(&self.to_fetch).min(self.to_fetch.len() - 1);
-            if let Some(subgroup) = self.to_fetch.remove(place) {
-                self.slots[slot] = Slot::Fetching(subgroup);
-                return Action::Fetch { subgroup, slot };
-            }
+            self.slots[slot] = Slot::Fetching(subgroup);
+            return Action::Fetch { subgroup, slot };
         }
         // Of those that are ready, one that leaves: its slot is needed.
         let ready = |leaving: bool| {

@@ -235,6 +235,41 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
     });
 }
 
+/// While another process has its turn on one path, a step goes on over the other, and ends once the turn does.
+#[test]
+fn whoever_waits_for_one_path_uses_the_other() {
+    use crate::tier::turn::{Claim, Line};
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
+    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
+    let tier =
+        tier_in(dirs.iter().map(|dir| Place::Directory(dir.path().to_path_buf())).collect(), Mode::Create);
+    let mut options = options(&SIZES, 4 * buffer);
+    (options.exclusive, options.patience) = (true, Duration::from_secs(600));
+    options.ratio = Some(vec![1.0, 1.0]);
+    let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
+    swap.fill(first_state).unwrap();
+    swap.commit(0, b"").unwrap();
+    let mut other = Claim::new(Line::join(dirs[0].path(), None).unwrap(), Duration::from_secs(600));
+    while !other.ask().unwrap() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let read = |path: usize| tier.paths()[path].read_bytes;
+    let before = [read(0), read(1)];
+    std::thread::scope(|scope| {
+        let step = scope.spawn(|| swap.step(|subgroup, state| adam_step(subgroup, 1, state).map(drop)));
+        while read(1) == before[1] || !other.others_wait().unwrap() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(read(0), before[0], "the path was used in another's turn");
+        assert!(!step.is_finished());
+        other.give_up();
+        step.join().unwrap().unwrap();
+    });
+    assert!(read(0) > before[0]);
+    assert!(same_bits(&everything(&mut swap), &in_memory(&SIZES, 1).0));
+}
+
 #[test]
 fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback() {
     let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;

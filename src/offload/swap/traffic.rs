@@ -4,14 +4,12 @@
 //! - Every transfer started is reported over once.
 #![forbid(unsafe_code)]
 
-use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::SwapOptions;
-use super::extents::Extents;
 use super::form::{self, Form};
+use super::lanes::Lanes;
 use crate::error::{Error, IoKind, Result};
 use crate::plan::placement::{self, Flow, Observed, PathPlan, Placement};
 use crate::sys::span::Span;
@@ -32,7 +30,6 @@ pub(super) enum Direction {
 pub(super) struct Over {
     pub(super) direction: Direction,
     pub(super) slot: usize,
-    pub(super) paths: Vec<usize>,
     pub(super) outcome: Result<()>,
 }
 
@@ -40,9 +37,7 @@ pub(super) struct Over {
 struct Pending {
     ticket: u64,
     direction: Direction,
-    extent: u32,
     slot: usize,
-    paths: Vec<usize>,
 }
 
 /// Which path takes how many blocks of an extent, in their order.
@@ -59,8 +54,6 @@ struct Pieces {
 pub(super) struct Traffic {
     placement: Placement,
     pieces: Vec<Pieces>,
-    /// The paths that each extent lies on.
-    homes: HashMap<u32, Vec<usize>>,
     pending: Vec<Pending>,
     /// What each path had done when it was last looked at.
     seen: Vec<Observed>,
@@ -71,7 +64,7 @@ pub(super) struct Traffic {
 const GLANCE: Duration = Duration::from_micros(200);
 
 impl Traffic {
-    pub(super) fn new(tier: &Arc<Tier>, extents: &Extents, options: &SwapOptions) -> Result<Traffic> {
+    pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Traffic> {
         let paths = tier.paths();
         let speed = |path: usize| options.speeds.get(path).copied().unwrap_or(1e9);
         let plans: Vec<PathPlan> = paths
@@ -96,21 +89,13 @@ impl Traffic {
             units.extend((0..count).map(|_| bytes / count as u64));
             pieces.push(Pieces { units: first..units.len(), elements: *elements });
         }
-        let mut traffic = Traffic {
+        Ok(Traffic {
             placement: Placement::new(&plans, options.ratio.as_deref(), units)?,
             pieces,
-            homes: HashMap::new(),
             pending: Vec::new(),
             seen: vec![Observed::default(); plans.len()],
             exposed: Duration::ZERO,
-        };
-        traffic.find_all(tier, extents)?;
-        Ok(traffic)
-    }
-
-    /// Notes where every extent lies.
-    pub(super) fn find_all(&mut self, tier: &Tier, extents: &Extents) -> Result<()> {
-        extents.all().try_for_each(|extent| self.find(tier, extent))
+        })
     }
 
     pub(super) fn load(&self) -> Vec<u64> {
@@ -123,11 +108,6 @@ impl Traffic {
 
     pub(super) fn idle(&self) -> bool {
         self.pending.is_empty()
-    }
-
-    /// The paths that an extent lies on.
-    pub(super) fn paths_of(&self, extent: u32) -> Vec<usize> {
-        self.homes.get(&extent).cloned().unwrap_or_default()
     }
 
     /// Decides where a subgroup is written to in this form.
@@ -147,8 +127,8 @@ impl Traffic {
 
     /// Starts a read of an extent into a slot.
     pub(super) fn read(&mut self, tier: &Tier, slot: usize, extent: u32, spans: &[Span]) -> Result<()> {
-        let (ticket, paths) = (tier.read(extent, spans, false)?, self.paths_of(extent));
-        self.pending.push(Pending { ticket, direction: Direction::Fetch, extent, slot, paths });
+        let ticket = tier.read(extent, spans, false)?;
+        self.pending.push(Pending { ticket, direction: Direction::Fetch, slot });
         Ok(())
     }
 
@@ -161,26 +141,27 @@ impl Traffic {
         spans: &[Span],
         parts: Parts,
     ) -> Result<()> {
-        let paths = paths_in(&parts);
         let ticket = tier.write(extent, spans, &tier::Placement::Striped(parts), None)?;
-        self.pending.push(Pending { ticket, direction: Direction::Flush, extent, slot, paths });
+        self.pending.push(Pending { ticket, direction: Direction::Flush, slot });
         Ok(())
     }
 
-    /// Transfers that are over. With `wait`, at least one, if any is under way.
-    pub(super) fn over(&mut self, tier: &Tier, wait: bool) -> Vec<Over> {
+    /// Transfers that are over. With `wait`, at least one, if any is under way; their turns are looked after meanwhile.
+    pub(super) fn over(&mut self, tier: &Tier, lanes: &mut Lanes, wait: bool) -> Vec<Over> {
         let began = Instant::now();
         let mut over = Vec::new();
         let mut patience = Duration::ZERO;
         while !self.pending.is_empty() {
+            lanes.look(tier);
             let mut index = 0;
             while index < self.pending.len() {
                 let outcome = tier.wait(self.pending[index].ticket, Some(patience));
                 match outcome {
                     Err(error) if error.io_kind() == Some(IoKind::Timeout) => index += 1,
                     outcome => {
-                        let pending = self.pending.swap_remove(index);
-                        over.push(self.take_in(tier, pending, outcome.map(|_| ())));
+                        let Pending { direction, slot, .. } = self.pending.swap_remove(index);
+                        over.push(Over { direction, slot, outcome: outcome.map(drop) });
+                        self.look(tier);
                     }
                 }
             }
@@ -193,25 +174,6 @@ impl Traffic {
             self.exposed += began.elapsed();
         }
         over
-    }
-
-    fn take_in(&mut self, tier: &Tier, pending: Pending, outcome: Result<()>) -> Over {
-        let Pending { direction, extent, slot, paths, .. } = pending;
-        let found = match (direction, outcome) {
-            // A path that failed under way sends its part elsewhere: what counts is where it lies now.
-            (Direction::Flush, Ok(())) => self.find(tier, extent),
-            (_, outcome) => outcome,
-        };
-        self.look(tier);
-        Over { direction, slot, paths, outcome: found }
-    }
-
-    /// Notes where an extent lies.
-    fn find(&mut self, tier: &Tier, extent: u32) -> Result<()> {
-        let info = tier.extent(extent)?;
-        let blocks = info.blocks.iter().enumerate();
-        self.homes.insert(extent, blocks.filter(|(_, blocks)| **blocks > 0).map(|(path, _)| path).collect());
-        Ok(())
     }
 
     /// Tells the placement what the paths did since the last look.
@@ -235,11 +197,6 @@ impl Traffic {
         self.look(tier);
         self.placement.end_round();
     }
-}
-
-/// The paths that take blocks.
-pub(super) fn paths_in(parts: &Parts) -> Vec<usize> {
-    parts.iter().map(|(path, _)| *path as usize).collect()
 }
 
 /// `blocks` in proportion to the pieces that each path takes.

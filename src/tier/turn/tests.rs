@@ -8,36 +8,45 @@ use std::thread;
 
 const LONG: Duration = Duration::from_secs(60);
 
-fn soon() -> Instant {
-    Instant::now() + LONG
+fn claim_with(dir: &Path, node: &Path, patience: Duration) -> Claim {
+    Claim::new(Line::join(dir, Some(node)).unwrap(), patience)
 }
 
-fn line(dir: &Path) -> Line {
-    Line::join(dir, Some(&dir.join("node"))).unwrap()
+fn claim(dir: &Path) -> Claim {
+    claim_with(dir, &dir.join("node"), LONG)
+}
+
+/// Waits in all lines at once for the first path to be had; its place.
+fn first_of(claims: &mut [Claim]) -> usize {
+    loop {
+        if let Some(place) = claims.iter_mut().position(|claim| claim.ask().unwrap()) {
+            return place;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
 fn one_holder_at_a_time_and_first_come_first_served() {
     let dir = tempfile::tempdir().unwrap();
-    let holder = line(dir.path());
-    let turn = holder.try_take().unwrap().expect("a free path");
+    let mut holder = claim(dir.path());
+    assert!(holder.ask().unwrap(), "a free path");
     let served = Arc::new(Mutex::new(Vec::new()));
     let waiters: Vec<_> = (0..5)
         .map(|who| {
-            let mine = line(dir.path());
-            assert!(mine.try_take().unwrap().is_none(), "two holders");
+            let mut mine = claim(dir.path());
+            assert!(!mine.ask().unwrap(), "two holders");
             let waits = Arc::clone(&served);
-            let ticket = mine.stand(soon()).unwrap().unwrap();
             thread::spawn(move || {
-                let taken = wait_in(&[&mine], &[ticket], soon()).unwrap();
+                first_of(std::slice::from_mut(&mut mine));
                 waits.lock().unwrap().push(who);
-                assert!(taken.1.is_some());
-                mine.leave().unwrap();
+                assert!(matches!(mine.standing, Standing::Turn { .. }));
+                mine.give_up();
             })
         })
         .collect();
-    assert!(holder.others_wait().unwrap());
-    drop(turn);
+    assert!(holder.others_wait().unwrap() && holder.ask().unwrap());
+    holder.give_up();
     waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
     assert_eq!(*served.lock().unwrap(), [0, 1, 2, 3, 4]);
     assert!(!holder.others_wait().unwrap());
@@ -46,69 +55,55 @@ fn one_holder_at_a_time_and_first_come_first_served() {
 #[test]
 fn a_latecomer_does_not_pass_those_who_wait() {
     let dir = tempfile::tempdir().unwrap();
-    let (first, late) = (line(dir.path()), line(dir.path()));
-    let ticket = first.stand(soon()).unwrap().unwrap();
-    assert!(late.try_take().unwrap().is_none(), "the path is free, but somebody waits for it");
-    let turn = first.take_before(ticket).unwrap().expect("its turn");
-    first.leave().unwrap();
-    drop(turn);
-    assert!(late.try_take().unwrap().is_some());
+    let (mut holder, mut first, mut late) = (claim(dir.path()), claim(dir.path()), claim(dir.path()));
+    assert!(holder.ask().unwrap() && !first.ask().unwrap());
+    holder.give_up();
+    assert!(!late.ask().unwrap(), "the path is free, but somebody waits for it");
+    assert!(first.ask().unwrap() && !late.ask().unwrap());
+    first.give_up();
+    assert!(late.ask().unwrap());
+    // Nor does one who has had it.
+    assert!(!holder.ask().unwrap() && holder.line.others_wait().is_ok_and(|wait| !wait));
+    late.give_up();
+    assert!(holder.ask().unwrap());
 }
 
 #[test]
 fn who_finds_a_path_taken_goes_to_the_other() {
     let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
     let node = a.path().join("node");
-    let join = |path: &Path| Line::join(path, Some(&node)).unwrap();
-    let (mine_a, mine_b, theirs) = (join(a.path()), join(b.path()), join(a.path()));
-    let turn = theirs.try_take().unwrap().expect("a free path");
-    let (index, other) = take_any(&[&mine_a, &mine_b], LONG).unwrap();
-    assert_eq!((index, other.is_some()), (1, true));
-    // Both taken: the first to be free is had, and no ticket stays behind.
-    let waits = thread::spawn(move || {
-        let taken = take_any(&[&mine_a, &mine_b], LONG).unwrap();
-        assert!(!theirs.others_wait().unwrap(), "a ticket was left in the line");
-        taken.0
-    });
-    thread::sleep(Duration::from_millis(20));
-    drop(turn);
-    assert_eq!(waits.join().unwrap(), 0);
+    let mut theirs = claim_with(a.path(), &node, LONG);
+    let mut mine = [claim_with(a.path(), &node, LONG), claim_with(b.path(), &node, LONG)];
+    assert!(theirs.ask().unwrap());
+    assert_eq!(first_of(&mut mine), 1);
+    assert!(theirs.others_wait().unwrap() && !mine[0].ask().unwrap());
+    mine.iter_mut().for_each(Claim::give_up);
+    assert!(!theirs.others_wait().unwrap(), "a ticket was left in the line");
 }
 
 #[test]
-fn patience_ends_and_says_so() {
+fn patience_ends_and_the_line_goes_on() {
     let dir = tempfile::tempdir().unwrap();
-    let (holder, waiter) = (line(dir.path()), line(dir.path()));
-    let _turn = holder.try_take().unwrap().unwrap();
-    let (_, turn) = take_any(&[&waiter], Duration::from_millis(5)).unwrap();
-    assert!(turn.is_none());
+    let (mut holder, mut waiter) =
+        (claim(dir.path()), claim_with(dir.path(), &dir.path().join("node"), Duration::from_millis(5)));
+    assert!(holder.ask().unwrap());
+    first_of(std::slice::from_mut(&mut waiter));
+    assert!(matches!(waiter.standing, Standing::Without));
     assert!(!holder.others_wait().unwrap(), "who goes without a turn does not stay in line");
+    waiter.give_up();
+    holder.give_up();
+    assert!(waiter.ask().unwrap() && matches!(waiter.standing, Standing::Turn { .. }));
 }
 
 #[test]
 fn patience_ends_at_a_desk_that_stays_taken() {
     let dir = tempfile::tempdir().unwrap();
-    let (holder, waiter) = (line(dir.path()), line(dir.path()));
-    let _turn = holder.try_take().unwrap().unwrap();
-    holder.desk.lock().unwrap();
-    let (tell, told) = std::sync::mpsc::channel();
-    thread::spawn(move || tell.send(take_any(&[&waiter], Duration::from_millis(5)).unwrap().1.is_none()));
-    assert!(told.recv_timeout(LONG).expect("it waits for the desk for ever"));
-}
-
-#[test]
-fn who_cannot_stand_in_one_line_leaves_the_others() {
-    let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
-    let node = a.path().join("node");
-    let join = |path: &Path| Line::join(path, Some(&node)).unwrap();
-    let holders = [join(a.path()), join(b.path())];
-    let _turns = holders.each_ref().map(|holder| holder.try_take().unwrap().unwrap());
-    let whole = join(b.path());
-    // A desk that nobody can write to.
-    let broken = Line { desk: File::open(whole.dir.join("desk")).unwrap(), ..join(b.path()) };
-    let waiter = join(a.path());
-    take_any(&[&waiter, &broken], LONG).unwrap_err();
-    assert!(!holders[0].others_wait().unwrap(), "a ticket was left in the line");
+    let (mut holder, mut waiter) =
+        (claim(dir.path()), claim_with(dir.path(), &dir.path().join("node"), Duration::from_millis(5)));
+    assert!(holder.ask().unwrap());
+    holder.line.desk.lock().unwrap();
+    first_of(std::slice::from_mut(&mut waiter));
+    assert!(matches!(waiter.standing, Standing::Without));
 }
 
 /// What a child process runs: turns on two paths, each noted with its begin and end on the node's clock.
@@ -118,12 +113,12 @@ fn child_process() {
     let dir = PathBuf::from(dir);
     let other = PathBuf::from(std::env::var("SPILLWAY_TEST_TURNS_OTHER").unwrap());
     let node = dir.join("node");
-    let lines = [Line::join(&dir, Some(&node)).unwrap(), Line::join(&other, Some(&node)).unwrap()];
+    let mut claims = [&dir, &other].map(|path| claim_with(path, &node, LONG));
     let mut notes = OpenOptions::new().append(true).create(true).open(dir.join("notes")).unwrap();
     let hold = std::env::var("SPILLWAY_TEST_TURNS_HOLD").is_ok();
     for _ in 0..40 {
-        let (index, turn) = take_any(&[&lines[0], &lines[1]], LONG).unwrap();
-        assert!(turn.is_some());
+        let index = first_of(&mut claims);
+        assert!(matches!(claims[index].standing, Standing::Turn { .. }));
         let note = |what: &str| {
             let pid = std::process::id();
             format!("{index} {pid} {what}\n")
@@ -131,6 +126,7 @@ fn child_process() {
         io::Write::write_all(&mut notes, note("in").as_bytes()).unwrap();
         thread::sleep(Duration::from_millis(if hold { 600_000 } else { 1 }));
         io::Write::write_all(&mut notes, note("out").as_bytes()).unwrap();
+        claims.iter_mut().for_each(Claim::give_up);
     }
 }
 

@@ -42,8 +42,7 @@ impl Run {
     fn drive(&mut self, version: u64) -> Vec<usize> {
         let mut stepped = Vec::new();
         loop {
-            let pick = self.random(1000);
-            let action = self.pipeline.next(|waiting| pick % waiting.len());
+            let action = self.pipeline.next_action();
             match action {
                 Action::Fetch { .. } | Action::Flush { .. } => self.under_way.push(action),
                 Action::Step { subgroup, slot } => {
@@ -150,19 +149,18 @@ fn what_is_forgotten_is_read_from_the_tier() {
 fn failed_transfers_lose_nothing() {
     let mut pipeline = Pipeline::new(2, 2, 0).unwrap();
     pipeline.begin().unwrap();
-    let first = |_: &VecDeque<usize>| 0;
-    assert_eq!(pipeline.next(first), Action::Fetch { subgroup: 0, slot: 0 });
+    assert_eq!(pipeline.next_action(), Action::Fetch { subgroup: 0, slot: 0 });
     pipeline.fetched(0, false);
-    assert_eq!(pipeline.next(first), Action::Fetch { subgroup: 0, slot: 0 });
+    assert_eq!(pipeline.next_action(), Action::Fetch { subgroup: 0, slot: 0 });
     pipeline.fetched(0, true);
-    assert_eq!(pipeline.next(first), Action::Fetch { subgroup: 1, slot: 1 });
-    assert_eq!(pipeline.next(first), Action::Step { subgroup: 0, slot: 0 });
+    assert_eq!(pipeline.next_action(), Action::Fetch { subgroup: 1, slot: 1 });
+    assert_eq!(pipeline.next_action(), Action::Step { subgroup: 0, slot: 0 });
     pipeline.stepped(0);
-    assert_eq!(pipeline.next(first), Action::Flush { subgroup: 0, slot: 0, keep: false });
+    assert_eq!(pipeline.next_action(), Action::Flush { subgroup: 0, slot: 0, keep: false });
     assert!(pipeline.forget().is_err() && pipeline.begin().is_err() && pipeline.settle().is_err());
     pipeline.flushed(0, false);
     assert_eq!(
-        pipeline.next(first),
+        pipeline.next_action(),
         Action::Flush { subgroup: 0, slot: 0, keep: false },
         "the only copy is written again"
     );
@@ -174,6 +172,7 @@ fn too_few_buffers_are_refused() {
     assert!(Pipeline::new(10, 6, 4).is_err());
     assert!(Pipeline::new(10, 9, 10).is_err());
     assert!(
-        Pipeline::new(0, 0, 0).is_ok_and(|mut none| none.begin().is_ok() && none.next(|_| 0) == Action::Done)
+        Pipeline::new(0, 0, 0)
+            .is_ok_and(|mut none| none.begin().is_ok() && none.next_action() == Action::Done)
     );
 }

@@ -1,0 +1,182 @@
+//! The transfers of one path that wait for this process's turn on it.
+//!
+//! Invariants:
+//! - A gate is open unless a tiered update closed it, and that opens it again at the end of each round.
+//! - A transfer that came to a closed gate begins when the gate opens, and is waited for like any other. One that cannot
+//!   begin then has failed.
+//! - Time before the gate is nobody's deadline: a path does not stall because others use it.
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::path::Path;
+use super::store::Tier;
+use crate::error::Result;
+use crate::sys::span::Span;
+
+/// A read or write of a path's data.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Passage {
+    pub(super) write: bool,
+    pub(super) offset: u64,
+    pub(super) span: Span,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Gate {
+    state: Mutex<State>,
+    opened: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    closed: bool,
+    waiting: VecDeque<(u64, Passage)>,
+    /// What became of those that waited, until somebody asks: the engine's handle.
+    begun: HashMap<u64, Result<u64>>,
+    numbers: u64,
+}
+
+/// Numbers of transfers that came to a closed gate; the engine's handles are far below.
+const HELD: u64 = 1 << 63;
+
+impl Gate {
+    /// Holds a transfer back, if the gate is closed; its number.
+    pub(super) fn hold(&self, passage: Passage) -> Option<u64> {
+        let mut state = self.lock();
+        if !state.closed {
+            return None;
+        }
+        state.numbers += 1;
+        let number = HELD | state.numbers;
+        state.waiting.push_back((number, passage));
+        Some(number)
+    }
+
+    /// Begins what waits, with `begin`; what comes from now on waits, if `closed`.
+    pub(super) fn let_through(&self, closed: bool, mut begin: impl FnMut(Passage) -> Result<u64>) {
+        let mut state = self.lock();
+        state.closed = closed;
+        while let Some((number, passage)) = state.waiting.pop_front() {
+            let handle = begin(passage);
+            state.begun.insert(number, handle);
+        }
+        drop(state);
+        self.opened.notify_all();
+    }
+
+    /// What comes from now on waits.
+    pub(super) fn close(&self) {
+        self.lock().closed = true;
+    }
+
+    /// Transfers that wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.lock().waiting.len()
+    }
+
+    /// The engine's handle for what [`Gate::hold`] or the engine itself numbered; `None` if it still waits at `until`.
+    pub(super) fn handle(&self, number: u64, until: Option<Instant>) -> Result<Option<u64>> {
+        if number & HELD == 0 {
+            return Ok(Some(number));
+        }
+        let mut state = self.lock();
+        loop {
+            if let Some(begun) = state.begun.get(&number) {
+                return begun.clone().map(Some);
+            }
+            let left = until
+                .map_or(Duration::from_secs(3600), |until| until.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Ok(None);
+            }
+            state = self.opened.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// A transfer is over, and its number will not be asked for again.
+    pub(super) fn forget(&self, number: u64) {
+        if number & HELD != 0 {
+            self.lock().begun.remove(&number);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Tier {
+    /// Holds reads and writes of a path's data back from now on.
+    pub fn close_gate(&self, path: usize) {
+        self.at(path, Path::close_gate);
+    }
+
+    /// Begins those held back, and goes on so.
+    pub fn open_gate(&self, path: usize) {
+        self.at(path, |path| path.let_through(false));
+    }
+
+    /// Begins those held back, and none that come later.
+    pub fn let_through(&self, path: usize) {
+        self.at(path, |path| path.let_through(true));
+    }
+
+    /// True if something is held back.
+    pub fn held_back(&self, path: usize) -> bool {
+        self.at(path, |path| path.held_back() > 0).unwrap_or(false)
+    }
+
+    /// True if nothing is under way on a path.
+    pub fn quiet(&self, path: usize) -> bool {
+        self.at(path, Path::quiet).unwrap_or(true)
+    }
+
+    fn at<T>(&self, path: usize, work: impl FnOnce(&Path) -> T) -> Option<T> {
+        self.paths.get(path)?.as_deref().map(work)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    fn passage(offset: u64) -> Passage {
+        Passage { write: false, offset, span: Span::empty() }
+    }
+
+    #[test]
+    fn what_comes_to_a_closed_gate_begins_when_it_opens_and_in_its_order() {
+        let gate = Gate::default();
+        assert!(gate.hold(passage(7)).is_none());
+        gate.close();
+        let held: Vec<u64> = (0..3).map(|offset| gate.hold(passage(offset)).unwrap()).collect();
+        assert_eq!((gate.waiting(), gate.handle(held[0], Some(Instant::now())).unwrap()), (3, None));
+        gate.let_through(true, |passage| match passage.offset {
+            1 => Err(Error::Unsupported("this one".to_string())),
+            offset => Ok(100 + offset),
+        });
+        assert_eq!(gate.handle(held[2], None).unwrap(), Some(102));
+        assert!(gate.handle(held[1], None).is_err() && gate.hold(passage(7)).is_some());
+        gate.forget(held[2]);
+        assert_eq!(gate.handle(held[2], Some(Instant::now())).unwrap(), None);
+        gate.let_through(false, |_| Ok(5));
+        assert!(gate.waiting() == 0 && gate.hold(passage(7)).is_none());
+        assert_eq!(gate.handle(17, None).unwrap(), Some(17), "the engine's own handles pass");
+    }
+
+    #[test]
+    fn a_waiter_is_woken_by_the_opening() {
+        let gate = Gate::default();
+        gate.close();
+        let held = gate.hold(passage(7)).unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| gate.handle(held, None).unwrap());
+            gate.let_through(false, |_| Ok(9));
+            assert_eq!(waiter.join().unwrap(), Some(9));
+        });
+    }
+}

@@ -41,7 +41,9 @@ def start(options, kind, directories):
     if kind != "deepspeed":
         environment["SPILLWAY_DEEPSPEED"] = "1"
     command = [sys.executable, __file__, *directories, "--kind", kind, "--matrices", str(options.matrices),
-               "--part", str(options.part)]
+               "--part", str(options.part), "--aio", options.aio]
+    if options.split:
+        command.append("--split")
     if options.ratio:
         command += ["--ratio", *map(str, options.ratio)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
@@ -118,8 +120,7 @@ def made(deepspeed, options):
                    "pipeline_write": True}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
               "zero_optimization": {"stage": 3, "sub_group_size": 4 << 20, "offload_optimizer": offload},
-              # The best of DeepSpeed's settings on the machines measured.
-              "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
+              "aio": json.loads(options.aio),
               "spillway": block(options),
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "steps_per_print": 1 << 30}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -129,8 +130,10 @@ def made(deepspeed, options):
 def block(options):
     """As much memory as DeepSpeed's 14 buffers of 16 MiB take: of 12 MiB a part, 3 are in motion on one path, 5 on two."""
     moving = 12 * options.part * (3 if len(options.directories) == 1 else 5)
-    found = {"paths": options.directories, "job": options.kind, "part_elements": options.part,
+    found = {"paths": options.directories, "job": options.kind, "part_elements": options.part, "split_master": options.split,
              "cache_bytes": (14 * 16 << 20) - moving}
+    if options.kind in ("host", "deepspeed"):
+        return {}
     return {**found, "ratio": options.ratio} if options.ratio else found
 
 
@@ -141,6 +144,10 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ratio", type=float, nargs="+", help="share of each directory; default: as measured")
     parser.add_argument("--part", type=int, default=1 << 20, help="elements that Spillway fetches and keeps at a time")
+    parser.add_argument("--split", action="store_true", help="Spillway with split masters: 10 bytes a parameter instead of 12")
+    # The best of DeepSpeed's settings on the machines measured.
+    parser.add_argument("--aio", default='{"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 2, '
+                                         '"overlap_events": true}', help="DeepSpeed's aio block")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     return parser.parse_args()
 

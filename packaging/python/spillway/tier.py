@@ -86,10 +86,10 @@ class Tier(Held):
     """An open tier. Several threads may use one.
 
     `paths` are directories that exist, "s3://BUCKET/PREFIX", None for memory, or TierPath. `mode`: "auto" goes on where there
-    is a committed state and else begins, "create" refuses one, "resume" needs one. `durability`: "data" survives a power
-    cut, "process" only the end of the process, "full" syncs directories too. `at_step` goes on at this step, one of
-    steps(): the one before the last is NoStep if something was put since the last commit, and the last is gone then. Zero
-    is the default of every number."""
+    is a committed state and else begins, unless the rank's state lies under another host's name; "create" refuses one,
+    "resume" needs one. `durability`: "data" survives a power cut, "process" only the end of the process, "full" syncs
+    directories too. `at_step` goes on at this step, one of steps(): the one before the last is NoStep if something was put
+    since the last commit, and the last is gone then. Zero is the default of every number."""
 
     what, closer = "tier", "spw_tier_close"
 

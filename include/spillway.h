@@ -2030,7 +2030,8 @@ enum spw_status spw_tier_steps(const struct spw_tier_options *options,
 // Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
 // the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
 // SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
-// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED.
+// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. In an object store the lock names the machine by its machine-id: where
+// an image brings that id along, a live holder on another machine of the same name is taken for dead.
 //
 // Requires: `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
 enum spw_status spw_tier_open(const struct spw_tier_options *options,
@@ -2038,7 +2039,7 @@ enum spw_status spw_tier_open(const struct spw_tier_options *options,
 
 // Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
 // is gone whatever is returned. What was not committed is lost; what was is found by the next open. A tier that a tiered
-// update uses ends with the update.
+// update uses ends with the update. Whether the streams of a ticket are free is known only to who has waited for it.
 //
 // Requires: `tier` is NULL or came from `spw_tier_open`, and is not used again.
 enum spw_status spw_tier_close(struct spw_tier *tier,
@@ -2068,10 +2069,12 @@ enum spw_status spw_tier_define(struct spw_tier *tier,
                                 uint64_t stream_count,
                                 uint32_t *extent_out);
 
-// Takes an extent out with the next commit.
+// Takes an extent out with the next commit; defining it again before takes that back. Both are SPW_ERR_BUSY while a commit
+// is under way.
 //
 // Requires: `tier` is open.
-enum spw_status spw_tier_remove(struct spw_tier *tier, uint32_t extent);
+enum spw_status spw_tier_remove(struct spw_tier *tier,
+                                uint32_t extent);
 
 // Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
 // any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
@@ -2099,8 +2102,8 @@ enum spw_status spw_tier_put_striped(struct spw_tier *tier,
 // Begins to read what was last put and waited for, or the committed contents after an open. A NULL stream is left out.
 // The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
 //
-// Requires: `tier` is open; the streams may be written to until the ticket was waited for, and nobody else uses them meanwhile;
-// `ticket_out` points to a u64.
+// Requires: `tier` is open; the streams may be written to until the ticket was waited for, after SPW_ERR_DEADLINE for longer (see
+// `spw_tier_wait`), and nobody else uses them meanwhile; `ticket_out` points to a u64.
 enum spw_status spw_tier_get(struct spw_tier *tier,
                              uint32_t extent,
                              void *const *streams,
@@ -2108,6 +2111,11 @@ enum spw_status spw_tier_get(struct spw_tier *tier,
 
 // Waits for a ticket, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and is done with it,
 // except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or read.
+//
+// After SPW_ERR_DEADLINE (a path gave no answer within the tier's `stall_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost)
+// the system may still use the streams at any time: their memory stays allocated, and out of use, until the process
+// ends. Memory of spw_pool and spw_pinned may be freed; it is kept out of use until the system answers. After any other
+// status nothing writes to the streams any more.
 //
 // Requires: `tier` is open, `generation_out` is NULL or points to a u64.
 enum spw_status spw_tier_wait(struct spw_tier *tier,
@@ -2168,10 +2176,12 @@ enum spw_status spw_tier_path_set(struct spw_tier *tier,
                                   uint32_t number,
                                   uint32_t health);
 
-// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit.
+// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit. SPW_ERR_BUSY while
+// one is under way, or where somebody reads or writes an extent; what was moved by then stays moved.
 //
 // Requires: `tier` is open.
-enum spw_status spw_tier_evacuate(struct spw_tier *tier, uint32_t number);
+enum spw_status spw_tier_evacuate(struct spw_tier *tier,
+                                  uint32_t number);
 
 // Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
 // `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error

@@ -26,7 +26,8 @@ pub struct spw_tier(Arc<Tier>);
 /// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
 /// the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
 /// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
-/// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED.
+/// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. In an object store the lock names the machine by its machine-id: where
+/// an image brings that id along, a live holder on another machine of the same name is taken for dead.
 ///
 /// # Safety
 /// `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
@@ -48,7 +49,7 @@ pub unsafe extern "C" fn spw_tier_open(
 
 /// Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
 /// is gone whatever is returned. What was not committed is lost; what was is found by the next open. A tier that a tiered
-/// update uses ends with the update.
+/// update uses ends with the update. Whether the streams of a ticket are free is known only to who has waited for it.
 ///
 /// # Safety
 /// `tier` is NULL or came from `spw_tier_open`, and is not used again.
@@ -123,7 +124,8 @@ pub unsafe extern "C" fn spw_tier_define(
     })
 }
 
-/// Takes an extent out with the next commit.
+/// Takes an extent out with the next commit; defining it again before takes that back. Both are SPW_ERR_BUSY while a commit
+/// is under way.
 ///
 /// # Safety
 /// `tier` is open.
@@ -181,8 +183,8 @@ pub unsafe extern "C" fn spw_tier_put_striped(
 /// The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
 ///
 /// # Safety
-/// `tier` is open; the streams may be written to until the ticket was waited for, and nobody else uses them meanwhile;
-/// `ticket_out` points to a u64.
+/// `tier` is open; the streams may be written to until the ticket was waited for, after SPW_ERR_DEADLINE for longer (see
+/// `spw_tier_wait`), and nobody else uses them meanwhile; `ticket_out` points to a u64.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_tier_get(
     tier: *mut spw_tier,
@@ -204,6 +206,11 @@ pub unsafe extern "C" fn spw_tier_get(
 
 /// Waits for a ticket, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and is done with it,
 /// except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or read.
+///
+/// After SPW_ERR_DEADLINE (a path gave no answer within the tier's `stall_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost)
+/// the system may still use the streams at any time: their memory stays allocated, and out of use, until the process
+/// ends. Memory of spw_pool and spw_pinned may be freed; it is kept out of use until the system answers. After any other
+/// status nothing writes to the streams any more.
 ///
 /// # Safety
 /// `tier` is open, `generation_out` is NULL or points to a u64.

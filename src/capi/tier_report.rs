@@ -269,7 +269,8 @@ pub unsafe extern "C" fn spw_tier_path_set(tier: *mut spw_tier, number: u32, hea
     })
 }
 
-/// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit.
+/// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit. SPW_ERR_BUSY while
+/// one is under way, or where somebody reads or writes an extent; what was moved by then stays moved.
 ///
 /// # Safety
 /// `tier` is open.

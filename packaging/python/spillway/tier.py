@@ -11,11 +11,12 @@ Until a commit an open finds what the last one left, whatever was put since."""
 import ctypes
 import os
 import threading
+import time
 from typing import NamedTuple
 
 from . import _abi, _arrays, _native
 from ._held import Held
-from .errors import InvalidArgument, NotFound
+from .errors import InvalidArgument, NotFound, SpillwayError, TimedOut
 
 MODES = {"auto": 0, "create": 1, "resume": 2}
 DURABILITIES = {"data": 0, "process": 1, "full": 2}
@@ -24,6 +25,12 @@ HEALTH = ("healthy", "draining", "failed", "missing")
 _DEGRADED, _NO_DIRECT, _AT_STEP = 1, 2, 4
 _DIRECTORY, _MEMORY = 0, 1
 _TEXT_BYTES = 4096
+_TIMEOUT = 23
+# A deadline that passed, an engine that is lost: the ticket is done with, and the system may still have its memory.
+_IN_USE = (26, 11)
+
+# Memory of such tickets, which is never let go: nobody says when the system is done with it.
+_stuck = []
 
 
 class TierPath(NamedTuple):
@@ -135,13 +142,13 @@ class Tier(Held):
         return self._begin("spw_tier_get", extent, arrays, self._addresses(extent, arrays, True))
 
     def wait(self, ticket, timeout=None):
-        """Waits for a put or a get; its generation. TimedOut leaves it under way."""
+        """Waits for a put or a get; its generation. TimedOut leaves it under way. After an IoFailure of status 26, a path that
+        gave no answer in time, the arrays stay allocated for good, and what is in them may still change."""
         generation = ctypes.c_uint64()
         milliseconds = -1 if timeout is None else max(0, round(timeout * 1000))
         status = _native.library().spw_tier_wait(self.handle, ticket, milliseconds, ctypes.byref(generation))
         if status != _TIMEOUT:
-            with self._lock:
-                self._under_way.pop(ticket, None)
+            self._done(ticket, status in _IN_USE)
         _native.check(status)
         return generation.value
 
@@ -189,12 +196,33 @@ class Tier(Held):
 
     def close(self, timeout=None):
         """Closes the tier; what was not committed is lost."""
-        self._end(-1 if timeout is None else max(0, round(timeout * 1000)))
+        end = None if timeout is None else time.monotonic() + timeout
+        self._settle(end)
+        left = _left(end)
+        self._end(-1 if left is None else round(left * 1000))
 
     def destroy(self):
         """Removes the tier's files and closes it."""
+        self._settle(None)
         handle, self._handle = self.handle, None
         _native.check(_native.library().spw_tier_destroy(handle))
+
+    def _done(self, ticket, in_use):
+        with self._lock:
+            held = self._under_way.pop(ticket, None)
+        if in_use and held is not None:
+            _stuck.append(held)
+
+    def _settle(self, end):
+        """Waits for the tickets that nobody waited for: only a ticket's own status says whether its memory is free."""
+        for ticket in list(self._under_way) if self._handle else ():
+            try:
+                self.wait(ticket, _left(end))
+            except TimedOut:
+                self._done(ticket, True)
+            except SpillwayError:
+                # A put that failed is lost with all that was not committed.
+                pass
 
     def _opened(self):
         info = _abi.sized(_abi.TierOpenedInfo)
@@ -222,7 +250,12 @@ class Tier(Held):
     def _begin(self, function, extent, arrays, streams, *arguments):
         ticket = ctypes.c_uint64()
         held = [_arrays.held(array) for array in arrays]
-        self._call(function, extent, streams, *arguments, ctypes.byref(ticket))
+        try:
+            self._call(function, extent, streams, *arguments, ctypes.byref(ticket))
+        except SpillwayError as error:
+            if error.status in _IN_USE:
+                _stuck.append(held)
+            raise
         with self._lock:
             self._under_way[ticket.value] = held
         return ticket.value
@@ -263,7 +296,8 @@ def collect(directory, *, job, host=None, rank=0):
     return True
 
 
-_TIMEOUT = 23
+def _left(end):
+    return None if end is None else max(0, end - time.monotonic())
 
 
 def _options(paths, job, host, rank, world, degraded):

@@ -93,6 +93,16 @@ def holds(tier, step, extent="weights"):
     return all(np.array_equal(a, b) for a, b in zip(get(tier, extent), contents(step)))
 
 
+def test_a_proxy_of_the_environment_is_not_asked(store, monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with open_tier([store.path]) as tier:
+        put(tier, 1)
+        tier.commit(1)
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_what_was_committed_is_found_again(store, tmp_path, beside):
     paths = [str(tmp_path), store.path] if beside else [store.path]

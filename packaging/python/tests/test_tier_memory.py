@@ -1,0 +1,85 @@
+"""Proves that a tier keeps the arrays of a ticket for as long as the system may use them, and no longer."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+import spillway
+from spillway import _native
+from spillway import tier as tier_module
+
+BYTES = 40_000
+
+
+class Answers:
+    """The library, with a status of its own for every wait for a ticket."""
+
+    def __init__(self, library, status):
+        self._library, self._status = library, status
+
+    def __getattr__(self, name):
+        return getattr(self._library, name)
+
+    def spw_tier_wait(self, *arguments):
+        self._library.spw_tier_wait(*arguments)
+        return self._status
+
+
+@pytest.fixture
+def tier(tmp_path):
+    with spillway.Tier([str(tmp_path)], job="test") as tier:
+        tier.wait(tier.put(tier.define("extent", [BYTES]), [np.ones(BYTES, np.uint8)]))
+        yield tier
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    library = _native.library()
+    return lambda status: monkeypatch.setattr(_native, "library", lambda: Answers(library, status))
+
+
+def begin(tier):
+    """The ticket of a get, and a look at whether its array is still there."""
+    array = np.zeros(BYTES, np.uint8)
+    return tier.get(0, [array]), weakref.ref(array)
+
+
+def is_there(array):
+    gc.collect()
+    return array() is not None
+
+
+@pytest.mark.parametrize("status, stays", [(0, False), (20, False), (30, False), (26, True), (11, True)])
+def test_an_array_goes_with_its_ticket_unless_the_system_may_still_have_it(tier, answer, monkeypatch, status, stays):
+    monkeypatch.setattr(tier_module, "_stuck", [])
+    ticket, array = begin(tier)
+    assert is_there(array)
+    answer(status)
+    if status:
+        with pytest.raises(spillway.SpillwayError) as raised:
+            tier.wait(ticket)
+        assert raised.value.status == status
+        del raised
+    else:
+        tier.wait(ticket)
+    assert is_there(array) == stays == bool(tier_module._stuck)
+
+
+def test_a_wait_that_ran_out_of_time_leaves_the_array_under_way(tier, answer):
+    ticket, array = begin(tier)
+    answer(23)
+    with pytest.raises(spillway.TimedOut):
+        tier.wait(ticket, timeout=0)
+    assert is_there(array)
+
+
+@pytest.mark.parametrize("status, stays", [(0, False), (20, False), (26, True), (23, True)])
+def test_a_close_asks_for_the_tickets_that_nobody_waited_for(tier, answer, monkeypatch, status, stays):
+    monkeypatch.setattr(tier_module, "_stuck", [])
+    _, array = begin(tier)
+    answer(status)
+    tier.close()
+    tier.close()
+    assert is_there(array) == stays == bool(tier_module._stuck)

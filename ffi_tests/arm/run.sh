@@ -139,11 +139,10 @@ tests_of() {
     [ -s "$tests" ]
 }
 
-# Those of more than a moment, the longest first.
+# Those of more than a moment. The unit tests have two threads of their own, so that C programs with a clock wait for their end.
 longer_checks() {
     listed "the library's unit tests" library_tests
     listed 'a C program builds against the unpacked archive and runs' archive
-    c_programs
     printf '%s\n' "$cpus" | while IFS= read -r line; do
         listed "the checkers of the kernels on ${line%%:*}: ${line#*:}" checkers "$line"
     done
@@ -151,6 +150,7 @@ longer_checks() {
     listed 'every kernel and the host give the same digest through Python, in forked children too' digests
     listed 'the wheel installs into an Arm Python, and its optimizers come to the digest of the host' wheel
     listed 'instructions per element are within the table' "$root/ffi_tests/arm/icount.sh"
+    c_programs
 }
 
 # listed NAME COMMAND...

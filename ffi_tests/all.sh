@@ -9,6 +9,8 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 logs=$root/target/test-logs
 mkdir -p "$logs"
+# What a first build would keep for the next one takes it longer than it saves there.
+[ -d "${CARGO_TARGET_DIR:-target}/debug/incremental" ] || export CARGO_INCREMENTAL=0
 passed=0 failed=0 skipped=0
 summary=""
 

@@ -13,6 +13,7 @@ work=$target/arm
 library=$target/aarch64-unknown-linux-gnu/release
 passed=0
 failed=0
+tab=$(printf '\t')
 
 export RUST_BACKTRACE=0
 
@@ -32,17 +33,13 @@ max,sve=off:neon"
 main() {
     mkdir -p "$work"
     cd "$root"
-    check 'the library, its tests and the host library build' build
+    check 'the library, its tests, its packages and the host library build' build
     if [ $failed = 0 ]; then
-        unit_tests
         choice_of_kernel
         golden_vectors
-        c_programs
-        check 'every kernel and the host give the same digest through Python, in forked children too' digests
-        check 'the wheel installs into an Arm Python, and its optimizers come to the digest of the host' wheel
-        check 'a C program builds against the unpacked archive and runs' archive
-        check 'instructions per element are within the table' "$root/ffi_tests/arm/icount.sh"
-        mutants
+        longer_checks >"$work/checks"
+        two_at_a_time
+        echo "skip    ffi_tests/c/lengths.c steps 2^33 elements, hours of emulation; a kernel sees 2^16 at a time"
     fi
     echo "$passed passed, $failed failed (output in $work)"
     [ $failed = 0 ]
@@ -50,22 +47,54 @@ main() {
 
 # check NAME COMMAND...: one line of the result.
 check() {
-    name=$1
+    perform "$@"
+    count "$1"
+}
+
+# Leaves what the command printed in the log of NAME, and its status beside it.
+perform() {
+    name=$1 log=$(log_of "$1")
     shift
-    log=$work/$(printf '%s' "$name" | tr -c 'a-z0-9' _).log
     # Not inside the condition, where the shell would go on after a failed command.
     set +e
-    (set -e && "$@") >"$log" 2>&1
+    (set -e && "$@") </dev/null >"$log" 2>&1
     status=$?
     set -e
+    echo $status >"$log.status"
     if [ $status = 0 ]; then
-        passed=$((passed + 1))
         echo "ok      $name"
     else
-        failed=$((failed + 1))
         echo "FAILED  $name"
         tail -n 15 "$log" | sed 's/^/        /'
     fi
+}
+
+log_of() {
+    printf '%s/%s.log' "$work" "$(printf '%s' "$1" | tr -c 'a-zA-Z0-9' _)"
+}
+
+count() {
+    if [ "$(cat "$(log_of "$1").status")" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+}
+
+# Each line of $work/checks is one, its words apart by tabs.
+two_at_a_time() {
+    rm -rf "$work/taken" "$work"/*.status
+    mkdir "$work/taken"
+    lane &
+    lane
+    wait $!
+    while IFS=$tab read -r name _; do count "$name"; done <"$work/checks"
+}
+
+# Takes the next line that the other lane has not taken.
+lane() {
+    number=0
+    while IFS=$tab read -r name command a b c; do
+        number=$((number + 1))
+        mkdir "$work/taken/$number" 2>/dev/null || continue
+        perform "$name" "$command" "$a" "$b" "$c"
+    done <"$work/checks"
 }
 
 arm_cargo() {
@@ -79,72 +108,60 @@ arm() {
 }
 
 build() {
-    # Both from one folder: they differ in the last crate alone.
-    arm_cargo build --release --lib --no-default-features --features probe
+    # Both from one folder: they differ in the last crate alone, which need not be fast where a panic is all that counts.
+    arm_cargo rustc --release --lib --no-default-features --features probe -- -C opt-level=0
     mkdir -p "$work/probe"
     cp "$library/libspillway.so" "$work/probe/libspillway.so.1"
     ln -sf libspillway.so.1 "$work/probe/libspillway.so"
     arm_cargo build --release --lib --no-default-features
-    tests_of spillway-kernels --test kernels
-    tests_of spillway --lib
+    tests_of spillway-kernels kernels --test kernels
+    tests_of spillway library --lib
     # As the Python tests build it.
     cargo build --release --lib --package spillway --package fakecuda --features spillway/s3
     aarch64-linux-gnu-gcc -std=c11 -O1 -static -Wall -Wextra -Werror -Iinclude ffi_tests/arm/one_step.c \
         "$library/libspillway.a" -lm -o "$work/one_step"
     cc -std=gnu11 -O2 -shared -fPIC -Wall -Wextra -Werror ffi_tests/arm/icount.c -o "$work/icount.so"
+    # As `make dist` makes them.
+    rm -rf "$work/dist"
+    eval "$("$root/packaging/python_env.sh" --export)"
+    PIP_NO_BUILD_ISOLATION=no PYTHON=$SPILLWAY_PYTHON \
+        packaging/package.sh aarch64 "$library/libspillway.so" "$work/dist"
 }
 
-# tests_of PACKAGE OPTION...: builds its tests as a release is built, and leaves their path in $work/PACKAGE.
+# tests_of PACKAGE NAME OPTION...: builds its tests as a release is built, and leaves their path in $work/NAME.tests.
 tests_of() {
-    package=$1
-    shift
-    rm -f "$work/$package"
-    arm_cargo test --release --no-default-features --package "$package" --no-run "$@" >"$work/$package.txt" 2>&1 ||
-        { cat "$work/$package.txt"; return 1; }
-    sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$work/$package.txt" >"$work/$package"
-    [ -s "$work/$package" ]
+    package=$1 tests=$work/$2.tests
+    shift 2
+    rm -f "$tests"
+    arm_cargo test --release --no-default-features --package "$package" --no-run "$@" >"$tests.txt" 2>&1 ||
+        { cat "$tests.txt"; return 1; }
+    sed -n 's/.*Executable .*(\(.*\))$/\1/p' "$tests.txt" >"$tests"
+    [ -s "$tests" ]
 }
 
-# two_at_a_time COMMAND: runs COMMAND with each line of the input; `verdict COMMAND LINE` says what came of one.
-two_at_a_time() {
-    rm -rf "$work/$1".*
-    cat >"$work/$1.lines"
-    lane "$1" &
-    lane "$1"
-    wait $!
+# Those of more than a moment. The unit tests have two threads of their own, so that C programs with a clock wait for their end.
+longer_checks() {
+    listed "the library's unit tests" library_tests
+    listed 'a C program builds against the unpacked archive and runs' archive
+    printf '%s\n' "$cpus" | while IFS= read -r line; do
+        listed "the checkers of the kernels on ${line%%:*}: ${line#*:}" checkers "$line"
+    done
+    mutants
+    listed 'every kernel and the host give the same digest through Python, in forked children too' digests
+    listed 'the wheel installs into an Arm Python, and its optimizers come to the digest of the host' wheel
+    listed 'instructions per element are within the table' "$root/ffi_tests/arm/icount.sh"
+    c_programs
 }
 
-# Takes the next line that the other lane has not taken.
-lane() {
-    while IFS= read -r line; do
-        name=$work/$1.$(printf '%s' "$line" | tr -c 'a-zA-Z0-9\n' _)
-        mkdir "$name" 2>/dev/null || continue
-        set +e
-        (set -e && "$1" "$line") </dev/null >"$name/log" 2>&1
-        echo $? >"$name/status"
-        set -e
-    done <"$work/$1.lines"
-}
-
-verdict() {
-    name=$work/$1.$(printf '%s' "$2" | tr -c 'a-zA-Z0-9\n' _)
-    cat "$name/log"
-    [ "$(cat "$name/status")" = 0 ]
-}
-
-# What does not depend on the processor runs on one.
-unit_tests() {
-    printf '%s\n' "$cpus" | two_at_a_time checkers
-    while IFS= read -r line; do
-        check "the checkers of the kernels on ${line%%:*}: ${line#*:}" verdict checkers "$line"
-    done <"$work/checkers.lines"
-    check "the library's unit tests" library_tests
+# listed NAME COMMAND...
+listed() {
+    (IFS=$tab && printf '%s\n' "$*")
 }
 
 # The checker says how many cases it ran on which kernels; fewer than 756, or others than expected, is a failure.
 checkers() {
     cpu=${1%%:*} kernels=${1#*:}
-    SPILLWAY_TEST_EMULATOR=1 SPILLWAY_TEST_KERNELS=$kernels arm "$cpu" "$(cat "$work/spillway-kernels")" --nocapture |
+    SPILLWAY_TEST_EMULATOR=1 SPILLWAY_TEST_KERNELS=$kernels arm "$cpu" "$(cat "$work/kernels.tests")" --nocapture |
         cut -c1-300 >"$work/kernels.$cpu.txt"
     cat "$work/kernels.$cpu.txt"
     grep -q '^test result: ok' "$work/kernels.$cpu.txt"
@@ -152,16 +169,17 @@ checkers() {
     [ "${cases:-0}" -ge 756 ]
 }
 
-# What is skipped reserves terabytes of addresses, for each page of which qemu-user keeps a record; starts itself as another
-# process, which the host cannot; or takes minutes and proves nothing of this processor: the interpreter of PTX, crashes of
-# a simulated disk or store, all 2^32 patterns of a split in whole numbers, and the search for the best of all plans.
+# What does not depend on the processor runs on one. What is skipped reserves terabytes of addresses, for each page of which
+# qemu-user keeps a record; starts itself as another process, which the host cannot; or takes minutes and proves nothing of
+# this processor: the interpreter of PTX, crashes of a simulated disk or store, all 2^32 patterns of a split in whole
+# numbers, and the search for the best of all plans.
 library_tests() {
     set --
     for skipped in far_more_than_the_machine_has real_processes_exclude gpu::tests::bits interleave::tests::cuda a_crash_at_any \
         tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back choose::tests; do
         set -- "$@" --skip "$skipped"
     done
-    SPILLWAY_TEST_EMULATOR=1 arm max "$(cat "$work/spillway")" "$@"
+    SPILLWAY_TEST_EMULATOR=1 arm max "$(cat "$work/library.tests")" "$@"
 }
 
 choice_of_kernel() {
@@ -204,18 +222,19 @@ refused() {
 }
 
 c_programs() {
-    ln -sf libspillway.so "$library/libspillway.so.1"
-    for source in "$root"/examples_c/*.c "$root"/ffi_tests/c/*.c; do
-        [ "${source##*/}" = lengths.c ] || echo "${source#"$root"/}"
-    done | two_at_a_time c_program
-    while IFS= read -r source; do
-        check "C program $source" verdict c_program "$source"
-    done <"$work/c_program.lines"
-    echo "skip    ffi_tests/c/lengths.c steps 2^33 elements, hours of emulation; a kernel sees 2^16 at a time"
+    for source in examples_c/speculate ffi_tests/c/copies ffi_tests/c/undo examples_c/adam; do
+        listed "C program $source.c" c_program "$source.c"
+    done
+    for source in examples_c/*.c ffi_tests/c/*.c; do
+        case $source in
+            */lengths.c | examples_c/speculate.c | */copies.c | */undo.c | examples_c/adam.c) ;;
+            *) listed "C program $source" c_program "$source" ;;
+        esac
+    done
 }
 
 c_program() {
-    folder=$library program=$work/c.$(basename "$1" .c)
+    folder=$library program=$work/c.$(printf '%s' "${1%.c}" | tr / _)
     [ "$(head -n 1 "$1")" != '// Build: probe' ] || folder=$work/probe
     aarch64-linux-gnu-gcc -std=c11 -O1 -Wall -Wextra -Werror -Iinclude "$1" -L"$folder" -lspillway -lpthread -lm -ldl \
         -o "$program"
@@ -253,12 +272,9 @@ digests() {
     done
 }
 
-# As `make dist` makes it, of the library that is built already.
 wheel() {
     eval "$("$root/packaging/python_env.sh" --export)"
-    rm -rf "$work/dist" "$work/site"
-    PIP_NO_BUILD_ISOLATION=no PYTHON=$SPILLWAY_PYTHON \
-        packaging/package.sh aarch64 "$library/libspillway.so" "$work/dist"
+    rm -rf "$work/site"
     "$tools/bin/pip" install --quiet --no-index --no-deps --no-compile --target "$work/site" "$work"/dist/*.whl
     expected=$(SPILLWAY_LIBRARY=$target/release/libspillway.so PYTHONPATH=packaging/python "$SPILLWAY_PYTHON" -B \
         ffi_tests/arm/wheel.py)
@@ -281,12 +297,13 @@ archive() {
 
 # Damages the SVE kernels; a checker that does not notice proves nothing.
 mutants() {
-    check 'a kernel that cannot be compiled stops the build' no_kernel_no_build
-    mutant 'a wrong rounding constant' sve.h 's/svdup_n_u32(0x7fff)/svdup_n_u32(0x8000)/'
-    mutant 'a tail without predicate' adam_sve.c 's/step(svwhilelt_b32_u64(done, n)/step(svptrue_b32()/'
-    mutant 'an unfused multiply' adam_sve.c \
+    listed 'a kernel that cannot be compiled stops the build' no_kernel_no_build
+    listed 'the checkers catch a wrong rounding constant' caught 'adam_sve undo_sve' sve.h 's/svdup_n_u32(0x7fff)/svdup_n_u32(0x8000)/'
+    listed 'the checkers catch a tail without predicate' caught adam_sve adam_sve.c \
+        's/step(svwhilelt_b32_u64(done, n)/step(svptrue_b32()/'
+    listed 'the checkers catch an unfused multiply' caught adam_sve adam_sve.c \
         's/svmla_n_f32_x(active, p, change, rule->step_size)/svadd_f32_x(active, p, svmul_n_f32_x(active, change, rule->step_size))/'
-    mutant 'a difference without its sign' log_sve.h 's/bits <= 0x7f /bits <= 0xff /'
+    listed 'the checkers catch a difference without its sign' caught undo_sve log_sve.h 's/bits <= 0x7f /bits <= 0xff /'
 }
 
 # Neither for want of a compiler nor for an error in the source may NEON silently take the kernels' place. In a copy of the
@@ -297,22 +314,17 @@ no_kernel_no_build() {
     mkdir -p "$copy"
     cp -pR Cargo.toml Cargo.lock build.rs src kernels include ffi_tests packaging "$copy"
     cd "$copy"
-    if CC_aarch64_unknown_linux_gnu=/bin/false tests_of spillway-kernels --test kernels --target-dir "$work/broken-target"
+    if CC_aarch64_unknown_linux_gnu=/bin/false tests_of spillway-kernels broken --test kernels --target-dir "$work/broken-target"
     then return 1; fi
-    grep 'adam_sve.c' "$work/spillway-kernels.txt"
+    grep 'adam_sve.c' "$work/broken.tests.txt"
     echo '#error broken' >>kernels/undo_sve.c
-    if tests_of spillway-kernels --test kernels --target-dir "$work/broken-target"; then return 1; fi
-    grep 'error broken' "$work/spillway-kernels.txt"
+    if tests_of spillway-kernels broken --test kernels --target-dir "$work/broken-target"; then return 1; fi
+    grep 'error broken' "$work/broken.tests.txt"
 }
 
-# mutant WHAT FILE SED
-mutant() {
-    check "the checkers catch $1" caught "$@"
-}
-
-# Links the damaged kernels before the crate's own, in the program of the tests.
+# caught OBJECTS FILE SED: links these kernels, damaged, before the crate's own in the program of the tests.
 caught() {
-    folder=$work/mutant.$(printf '%s' "$1" | tr ' ' _)
+    folder=$work/mutant.$(printf '%s' "$3" | cksum | cut -d' ' -f1)
     rm -rf "$folder"
     mkdir -p "$folder"
     cp kernels/*.c kernels/*.h "$folder"
@@ -320,7 +332,7 @@ caught() {
     if cmp "kernels/$2" "$folder/$2"; then return 1; fi
     objects=
     for variant in armv8.2-a+sve 'armv8.6-a+sve+bf16 -DUSE_BFCVT'; do
-        for file in adam_sve undo_sve; do
+        for file in $1; do
             object=$folder/$file.${variant%% *}.o
             # shellcheck disable=SC2086 # a variant is words
             aarch64-linux-gnu-gcc -O3 -std=gnu11 -fPIC -ffp-contract=off -fno-math-errno -march=$variant \

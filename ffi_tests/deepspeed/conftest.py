@@ -76,6 +76,15 @@ def overlay(tmp_path_factory):
     return folder / "bin" / "python"
 
 
+@pytest.fixture(scope="session")
+def starter(overlay):
+    """Starts runs with Spillway in little time; see forked.py."""
+    from forked import Starter
+    starter = Starter(overlay)
+    yield starter
+    starter.close()
+
+
 @pytest.fixture
 def run_script(overlay, tmp_path):
     """Runs a script, as a file without a word of Spillway, in a process with SPILLWAY_DEEPSPEED=1; its output.

@@ -13,15 +13,17 @@ HERE = pathlib.Path(__file__).parent
 
 
 @pytest.fixture
-def train(overlay, tmp_path):
+def train(starter, tmp_path):
     def run(*arguments, spillway=True):
         report = tmp_path / "report.json"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.pop("SPILLWAY_LIBRARY")
+        command = [HERE / "superoffload.py", *arguments, "--json", report]
         if spillway:
             environment.update(SPILLWAY_DEEPSPEED="1", TORCH_EXTENSIONS_DIR=str(tmp_path))
-        done = subprocess.run([overlay, HERE / "superoffload.py", *arguments, "--json", report], env=environment,
-                              capture_output=True, text=True, timeout=180)
+            done = starter.run(command, environment, 180)
+        else:
+            done = subprocess.run([starter.python, *command], env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         return json.loads(report.read_text())
     return run

@@ -9,6 +9,7 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import time
 import types
@@ -20,8 +21,8 @@ from spillway.tier import Steps, Tier, steps
 HERE = pathlib.Path(__file__).parent
 
 
-def attempt(python, folder, *arguments, launcher=(), kill_after=None, delay=0.0, **extra):
-    """One run of tiered.py; exit status, output, and where its report is.
+def attempt(starter, folder, *arguments, ranks=1, launcher=(), kill_after=None, delay=0.0, **extra):
+    """One run of tiered.py, forked or by `launcher`; exit status, output, and where its report is.
 
     It is killed with SIGKILL after it said that step `kill_after` is done, later by `delay` times the shortest step so far:
     before its end on a machine of any speed."""
@@ -30,9 +31,13 @@ def attempt(python, folder, *arguments, launcher=(), kill_after=None, delay=0.0,
     extensions.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_LIBRARY"}
     environment.update({"OMP_NUM_THREADS": "1", "SPILLWAY_DEEPSPEED": "1", "TORCH_EXTENSIONS_DIR": str(extensions), **extra})
-    command = [python, *launcher, HERE / "tiered.py", *map(str, arguments), "--json", report]
+    command = [HERE / "tiered.py", *map(str, arguments), "--json", report]
     with open(folder / "stderr", "w+") as errors:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        if launcher:
+            process = subprocess.Popen([starter.python, *launcher, *command], env=environment, stdout=subprocess.PIPE,
+                                       stderr=errors, text=True)
+        else:
+            process = starter.start(command, environment, errors, ranks)
         lines, said = [], []
         for line in process.stdout:
             lines.append(line)
@@ -46,9 +51,9 @@ def attempt(python, folder, *arguments, launcher=(), kill_after=None, delay=0.0,
         return process.returncode, "".join(lines) + errors.read()[-4000:], report
 
 
-def finished(python, folder, *arguments, **how):
+def finished(starter, folder, *arguments, **how):
     """The report of a run that has to succeed."""
-    status, output, report = attempt(python, folder, *arguments, **how)
+    status, output, report = attempt(starter, folder, *arguments, **how)
     assert status == 0, output
     found = json.loads(report.read_text())
     assert not found["compiled_ops"] and not list((folder / "extensions").iterdir())
@@ -56,21 +61,21 @@ def finished(python, folder, *arguments, **how):
 
 
 @pytest.fixture
-def train(overlay, tmp_path):
-    return lambda *arguments, **how: finished(overlay, tmp_path, *arguments, **how)
+def train(starter, tmp_path):
+    return lambda *arguments, **how: finished(starter, tmp_path, *arguments, **how)
 
 
 @pytest.fixture(scope="session")
-def in_host(overlay, tmp_path_factory):
+def in_host(starter, tmp_path_factory):
     """The run with states in host memory, once for each set of arguments."""
     folder = tmp_path_factory.mktemp("host")
-    return functools.cache(lambda *arguments: finished(overlay, folder, *arguments))
+    return functools.cache(lambda *arguments: finished(starter, folder, *arguments))
 
 
 @pytest.fixture
-def refused(overlay, tmp_path):
+def refused(starter, tmp_path):
     def run(*arguments, **how):
-        status, output, _ = attempt(overlay, tmp_path, *arguments, **how)
+        status, output, _ = attempt(starter, tmp_path, *arguments, **how)
         assert status == 1, output
         return output
     return run
@@ -153,24 +158,24 @@ def test_parameters_on_a_tier_as_well(train, paths, tmp_path):
 def both(overlay):
     """How two ranks are started."""
     # Where there is a compiler DeepSpeed builds its collectives for several ranks.
-    return {"launcher": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            "PATH": os.path.dirname(overlay)}
+    return {"ranks": 2, "PATH": os.path.dirname(overlay)}
 
 
 def test_two_ranks_that_end_and_go_on(train, paths, both):
     host, resume = train(**both), ("--paths", *paths, "--block", '{"resume": true}')
-    assert train(*resume, "--steps", "5", **both)["losses"] == host["losses"][:5]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert train(*resume, "--steps", "5", launcher=launcher, **both)["losses"] == host["losses"][:5]
     last = train(*resume, **both)
     assert last["began_at"] == 5 and last["losses"] == host["losses"][5:]
     assert (last["sha256"], last["published"]) == (host["sha256"], host["published"])
 
 
-def killed_between_commits(overlay, folder, both, rank, step, *arguments):
+def killed_between_commits(starter, folder, both, rank, step, *arguments):
     """A run of two ranks in which one committed a step and the other died before."""
     marker = folder / "committed"
     marker.unlink(missing_ok=True)
-    status, output, _ = attempt(overlay, folder, *arguments, "--die", rank, step, marker, **both)
-    assert status not in (0, None) and marker.exists() and "SIGKILL" in output, output
+    status, output, _ = attempt(starter, folder, *arguments, "--die", rank, step, marker, **both)
+    assert status == -signal.SIGKILL and marker.exists(), output
 
 
 # Which rank died before its commit of which step: the first of all and one in the middle, one and the first after a resume.
@@ -179,25 +184,25 @@ KILLED = {"cached": (((1, 1), (0, 4)), 1200000, False, ()),
 
 
 @pytest.mark.parametrize("name", KILLED)
-def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(overlay, train, paths, tmp_path, both, name):
+def test_ranks_killed_between_their_commits_go_on_at_the_step_of_both(starter, train, paths, tmp_path, both, name):
     kills, cache, split, more = KILLED[name]
     block = json.dumps({"resume": True, "cache_bytes": cache, "part_elements": 20000, "split_master": split})
     tiered = ("--paths", *paths, "--block", block, "--steps", "8", *more)
     whole = train("--steps", "8", *more, **both)
     for rank, step in kills:
-        killed_between_commits(overlay, tmp_path, both, rank, step, *tiered)
+        killed_between_commits(starter, tmp_path, both, rank, step, *tiered)
     last = train(*tiered, **both)
     assert last["began_at"] == kills[-1][1] - 1 and last["losses"] == whole["losses"][last["began_at"]:]
     assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
 
 
-def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(overlay, train, paths, tmp_path, both):
+def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(starter, train, paths, tmp_path, both):
     tiered = ("--paths", *paths, "--block", '{"resume": true}', "--steps", "5")
-    killed_between_commits(overlay, tmp_path, both, 1, 3, *tiered)
+    killed_between_commits(starter, tmp_path, both, 1, 3, *tiered)
     apart = [(folder, tmp_path / f"apart-{folder.parents[2].name}") for path in paths for folder in path.rglob("rank-1")]
     for folder, away in apart:
         folder.rename(away)
-    status, output, _ = attempt(overlay, tmp_path, *tiered, **both)
+    status, output, _ = attempt(starter, tmp_path, *tiered, **both)
     assert status != 0 and "they hold the steps [3, None]; ranks [1] found none" in output, output
     for folder, away in apart:
         shutil.rmtree(folder, ignore_errors=True)
@@ -254,12 +259,12 @@ def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
 
 
 @pytest.mark.parametrize("interval, kills, split", [(1, [2, 9, 14], False), (3, [7, 13], True)])
-def test_a_killed_run_goes_on_at_its_last_commit(overlay, train, in_host, paths, tmp_path, interval, kills, split):
+def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths, tmp_path, interval, kills, split):
     block = json.dumps({"resume": True, "commit_interval": interval, "cache_bytes": 1200000, "split_master": split})
     arguments = ("--steps", "18", "--progress")
     whole, chance, began_at = in_host(*arguments), random.Random(interval), []
     for step in kills:
-        status, output, _ = attempt(overlay, tmp_path, "--paths", *paths, "--block", block, *arguments, kill_after=step,
+        status, output, _ = attempt(starter, tmp_path, "--paths", *paths, "--block", block, *arguments, kill_after=step,
                                     delay=chance.random())
         assert status == -9, output
         began_at.append(int(output.split("step ", 1)[1].split("\n", 1)[0]) - 1)

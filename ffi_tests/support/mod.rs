@@ -36,7 +36,8 @@ pub fn release_library() -> &'static Path {
 /// A library with the probe functions; its own target directory, as cargo gives libraries of all features one name.
 pub fn probe_library() -> PathBuf {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probe");
-    build(&target, &["--no-default-features", "--features", "probe"]);
+    // Its one program does not wait for kernels, which take a minute to optimise.
+    build(&target, &["--no-default-features", "--features", "probe", "--config", "profile.dev.opt-level=0"]);
     target.join("debug/libspillway.so")
 }
 

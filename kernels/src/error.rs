@@ -1,10 +1,11 @@
 //! What a kernel refuses before it touches anything.
 
+use std::fmt;
+
 /// Why.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
     /// Spans that do not fit each other.
-    #[error("{argument}: {reason}")]
     Argument {
         /// The span's name as the C header spells it.
         argument: &'static str,
@@ -12,7 +13,6 @@ pub enum Error {
         reason: String,
     },
     /// This processor cannot, or no kernel was written for these element types.
-    #[error("{0}")]
     Unsupported(String),
 }
 
@@ -22,6 +22,17 @@ impl Error {
         Error::Argument { argument, reason: reason.into() }
     }
 }
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Argument { argument, reason } => write!(f, "{argument}: {reason}"),
+            Error::Unsupported(what) => f.write_str(what),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
 
 /// Result with [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;

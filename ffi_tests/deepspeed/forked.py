@@ -1,0 +1,148 @@
+"""Runs scripts in children of a process that has imported torch and DeepSpeed, which is nine tenths of the time of a short run.
+
+That process is a python with SPILLWAY_DEEPSPEED=1, whose .pth file acted before the imports as in any other. It forks before
+anything has a thread, and a child has arguments, environment and output of its own."""
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+
+class Starter:
+    """Starts one run after the other, from the test's process, with one OpenMP thread."""
+
+    def __init__(self, python):
+        self.python, self._run = python, None
+        environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_LIBRARY"}
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen([python, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                                             env={**environment, "SPILLWAY_DEEPSPEED": "1", "OMP_NUM_THREADS": "1"},
+                                             stdout=subprocess.DEVNULL)
+
+    def start(self, command, environment, stderr, ranks=1):
+        """A script and its arguments as so many ranks; the run is like a Popen whose standard output is a pipe."""
+        read, write = os.pipe()
+        run = self._begin(command, environment, write, stderr.fileno(), ranks)
+        os.close(write)
+        run.stdout = open(read)
+        return run
+
+    def run(self, command, environment, seconds):
+        """One rank to its end, as subprocess.run has it."""
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            status = self._begin(command, environment, output.fileno(), errors.fileno(), 1).wait(seconds)
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(command, status, output.read(), errors.read())
+
+    def _begin(self, command, environment, stdout, stderr, ranks):
+        if self._run and self._run.returncode is None:
+            self._run.kill()
+            self._run.wait(60)
+        request = {"command": list(map(str, command)), "environment": environment, "ranks": ranks}
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [stdout, stderr])
+        self._run = Run(self._socket)
+        return self._run
+
+    def close(self):
+        self._socket.close()
+        self._process.wait(60)
+
+
+class Run:
+    def __init__(self, connection):
+        self._socket, self.returncode = connection, None
+        self._pids = self._receive(300)
+
+    def wait(self, seconds):
+        if self.returncode is None:
+            self.returncode = self._receive(seconds)
+        return self.returncode
+
+    def kill(self):
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _receive(self, seconds):
+        self._socket.settimeout(seconds)
+        try:
+            return json.loads(self._socket.recv(1 << 10))
+        except TimeoutError:
+            raise subprocess.TimeoutExpired("a forked run", seconds) from None
+
+
+def main():
+    import_all()
+    command = serve(socket.socket(fileno=int(sys.argv[1])))
+    if command:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def import_all():
+    """Also what DeepSpeed would import when an engine is made."""
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.runtime.zero.stage3
+    import setuptools
+    import torch._dynamo
+
+
+def serve(connection):
+    """Answers each request with the processes of the run, then with its exit status. In those it returns their command."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+        if not request:
+            return None
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork would take the locks of other threads along"
+        request = json.loads(request)
+        pids = []
+        for places in ranks(request["ranks"]):
+            pids.append(os.fork())
+            if not pids[-1]:
+                connection.close()
+                for number, descriptor in enumerate(descriptors, 1):
+                    os.dup2(descriptor, number)
+                    os.close(descriptor)
+                os.environ.clear()
+                os.environ.update(request["environment"] | places)
+                return request["command"]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.send(json.dumps(pids).encode())
+        connection.send(json.dumps(ended(pids)).encode())
+
+
+def ranks(count):
+    """What torch's launcher tells each of several ranks."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(count)]
+
+
+def ended(pids):
+    """The exit status of the rank that failed first, for which the others are ended, or 0."""
+    running, failure = set(pids), 0
+    while running:
+        pid, status = os.wait()
+        running.remove(pid)
+        if status and not failure:
+            failure = os.waitstatus_to_exitcode(status)
+            for other in running:
+                os.kill(other, signal.SIGTERM)
+    return failure
+
+
+if __name__ == "__main__":
+    main()

@@ -27,13 +27,13 @@ def main():
         kinds["spillway-2"] = options.directories
     runs = {kind: start(options, kind, directories) for kind, directories in kinds.items()}
     seconds = {kind: [] for kind in runs}
-    for _ in range(options.rounds + 1):
+    for _ in range(options.warm + options.rounds):
         for kind, process in runs.items():
             process.stdin.write("step\n")
             seconds[kind].append(json.loads(process.stdout.readline()))
     hashes = {kind: end(process) for kind, process in runs.items()}
     assert len(set(hashes.values())) == 1, hashes
-    report(options, {kind: times[1:] for kind, times in seconds.items()})
+    report(options, {kind: times[options.warm:] for kind, times in seconds.items()})
 
 
 def start(options, kind, directories):
@@ -142,6 +142,7 @@ def arguments():
     parser.add_argument("directories", nargs="+")
     parser.add_argument("--matrices", type=int, default=32, help="matrices of 1 Mi parameters")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warm", type=int, default=8, help="rounds before those, in which the speeds of paths are learnt")
     parser.add_argument("--ratio", type=float, nargs="+", help="share of each directory; default: as measured")
     parser.add_argument("--part", type=int, default=1 << 20, help="elements that Spillway fetches and keeps at a time")
     parser.add_argument("--split", action="store_true", help="Spillway with split masters: 10 bytes a parameter instead of 12")

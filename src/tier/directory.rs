@@ -202,17 +202,28 @@ pub fn scan(base: &Path) -> Result<Vec<Found>> {
     Ok(all)
 }
 
-/// Directories below `base` in which the same rank of the same run has state under another host's name, and nobody holds
-/// them.
-pub fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
+/// Refuses to begin where the rank's state lies under the name of another host, and nobody holds it: it would be forgotten
+/// without a word.
+pub fn check_moved<'a>(bases: impl Iterator<Item = &'a Path>, owner: &Owner) -> Result<()> {
+    let Some(path) = bases.flat_map(|base| elsewhere(base, owner)).next() else { return Ok(()) };
+    let words = format!(
+        "it has the state of this rank of job {:?}, and host {:?} has none: name the host, or collect it",
+        owner.job, owner.host
+    );
+    Err(TierError::at(TierKind::Foreign, path.to_string_lossy(), words))
+}
+
+/// Directories below `base` in which the same rank of the run has state under another host's name, and nobody holds them.
+fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
     let hosts = fs::read_dir(base.join(&owner.job)).into_iter().flatten().filter_map(|entry| entry.ok());
     let names = hosts.filter_map(|entry| entry.file_name().into_string().ok());
+    let has_state = |path: &PathBuf| {
+        FILES[..2].iter().any(|file| fs::metadata(path.join(file)).is_ok_and(|found| found.len() > 0))
+    };
     names
         .filter(|host| *host != owner.host)
         .map(|host| Owner { host, ..owner.clone() }.below(base))
-        .filter(|path| {
-            FILES[..2].iter().any(|file| fs::metadata(path.join(file)).is_ok_and(|found| found.len() > 0))
-        })
+        .filter(has_state)
         .filter(|path| matches!(FileLock::attempt(&path.join(LOCK)), Ok(Attempt::Held(_))))
         .collect()
 }

@@ -1,7 +1,7 @@
 //! What a tier is opened with.
 #![forbid(unsafe_code)]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::bucket;
@@ -52,6 +52,14 @@ pub enum Place {
 }
 
 impl Place {
+    /// The directory, of one that is below it.
+    pub fn directory(&self) -> Option<&Path> {
+        match self {
+            Place::Directory(base) => Some(base),
+            _ => None,
+        }
+    }
+
     /// The place that a path means: a directory, or an address of an object store.
     pub fn of(path: PathBuf) -> Place {
         match path.to_str() {

@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use super::copies::{Candidate, Chosen, choose, gone, leave_out, look};
-use super::directory::elsewhere;
+use super::directory::check_moved;
 use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
 use super::path::{Path, claim};
 use super::space::Space;
@@ -45,26 +45,13 @@ impl Tier {
                     return Err(TierError::at(TierKind::NoState, names.join(", "), words));
                 }
                 if options.mode == Mode::Auto {
-                    check_moved(&options)?;
+                    let directories = options.paths.iter().filter_map(|path| path.place.directory());
+                    check_moved(directories, &options.owner)?;
                 }
                 create(options, found, absent)
             }
         }
     }
-}
-
-/// Refuses to begin where the rank's state lies under the name of another host: it would be forgotten without a word.
-fn check_moved(options: &TierOptions) -> Result<()> {
-    let bases = options.paths.iter().filter_map(|path| match &path.place {
-        Place::Directory(base) => Some(base),
-        _ => None,
-    });
-    let Some(path) = bases.flat_map(|base| elsewhere(base, &options.owner)).next() else { return Ok(()) };
-    let words = format!(
-        "it has the state of this rank of job {:?}, and host {:?} has none: name the host, or collect it",
-        options.owner.job, options.owner.host
-    );
-    Err(TierError::at(TierKind::Foreign, path.to_string_lossy(), words))
 }
 
 fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Result<Tier> {

@@ -223,7 +223,8 @@ typedef enum spw_io_flag {
 
 // What `spw_tier_open` does with what is there. Passed as `uint32_t`.
 typedef enum spw_tier_mode {
-    // Go on if there is a committed state, else make a new tier.
+    // Go on if there is a committed state, else make a new tier; SPW_ERR_FOREIGN if the rank's state lies in a directory of
+    // another host, which nobody holds.
     SPW_TIER_AUTO = 0,
     // Make a new tier; a committed state on one of the paths is SPW_ERR_FOREIGN.
     SPW_TIER_CREATE = 1,

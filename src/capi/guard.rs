@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Once;
 
 use super::status::{self, spw_status};
 use crate::error::Result;
@@ -35,17 +35,17 @@ pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
 
 /// Keeps Rust's panic message off stderr for panics that [`guard`] reports, on this thread and on the workers.
 fn silence_panics() {
-    static DONE: AtomicBool = AtomicBool::new(false);
-    if DONE.swap(true, Ordering::Relaxed) {
-        return;
-    }
-    let previous = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        let worker = std::thread::current().name().is_some_and(|name| name.starts_with("spillway-"));
-        if !worker && !INSIDE.get() {
-            previous(info);
-        }
-    }));
+    // Others wait for the hook to be there: a panic of theirs would be printed.
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let previous = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let worker = std::thread::current().name().is_some_and(|name| name.starts_with("spillway-"));
+            if !worker && !INSIDE.get() {
+                previous(info);
+            }
+        }));
+    });
 }
 
 #[cfg(test)]

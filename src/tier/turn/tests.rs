@@ -16,6 +16,11 @@ fn claim(dir: &Path) -> Claim {
     claim_with(dir, &dir.join("node"), LONG)
 }
 
+/// One whose patience is short.
+fn impatient(dir: &Path) -> Claim {
+    claim_with(dir, &dir.join("node"), Duration::from_millis(5))
+}
+
 /// Waits in all lines at once for the first path to be had; its place.
 fn first_of(claims: &mut [Claim]) -> usize {
     loop {
@@ -84,8 +89,7 @@ fn who_finds_a_path_taken_goes_to_the_other() {
 #[test]
 fn patience_ends_and_the_line_goes_on() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut holder, mut waiter) =
-        (claim(dir.path()), claim_with(dir.path(), &dir.path().join("node"), Duration::from_millis(5)));
+    let (mut holder, mut waiter) = (claim(dir.path()), impatient(dir.path()));
     assert!(holder.ask().unwrap());
     first_of(std::slice::from_mut(&mut waiter));
     assert!(matches!(waiter.standing, Standing::Without));
@@ -98,8 +102,7 @@ fn patience_ends_and_the_line_goes_on() {
 #[test]
 fn patience_ends_at_a_desk_that_stays_taken() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut holder, mut waiter) =
-        (claim(dir.path()), claim_with(dir.path(), &dir.path().join("node"), Duration::from_millis(5)));
+    let (mut holder, mut waiter) = (claim(dir.path()), impatient(dir.path()));
     assert!(holder.ask().unwrap());
     holder.line.desk.lock().unwrap();
     first_of(std::slice::from_mut(&mut waiter));

@@ -47,8 +47,8 @@ class Store:
         job = f"{settings.job}-parameters"
         for path in settings.paths:
             tier.collect(path.directory, job=job, host=settings.host, rank=rank)
-        self.tier = tier.Tier(settings.paths, job=job, host=settings.host, rank=rank, world=world, mode="create", durability="process",
-                              stall_seconds=settings.stall_seconds)
+        self.tier = tier.Tier(settings.paths, job=job, host=settings.host, rank=rank, world=world, mode="create",
+                              durability="process", stall_seconds=settings.stall_seconds)
         self._extents = {}
         weakref.finalize(self, _destroy, self.tier, os.getpid())
         _stores.add(self)

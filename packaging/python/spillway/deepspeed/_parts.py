@@ -39,8 +39,8 @@ class PartedSwap:
         return self._of[index]
 
     def ds_step(self, optimizer_id, calls, tensors, stepped=None):
-        """One step: a call for each sub-group, and a row of Swap.table() for it. `stepped(index, param)` is called with the new master
-        weights of each sub-group, as `stepped.wants(index)` asks for."""
+        """One step: a call for each sub-group, and a row of Swap.table() for it. `stepped(index, param)` is called with the
+        new master weights of each sub-group, as `stepped.wants(index)` asks for."""
         rows, cuts = [], []
         for index, start, end in self.parts:
             # The same call again has the same coefficients, as in DeepSpeed.

@@ -47,9 +47,10 @@ def overrides(engine_type):
     def load_checkpoint(self, *arguments, **named):
         found = own_load_checkpoint(self, *arguments, **named)
         swapper = _stage3.tiered(self.optimizer)
-        # Before the run comes to a step that was committed once before.
-        if swapper is not None and swapper.settings.resume and found[0] and swapper.committed != self.global_steps:
-            commit(self)
+        # Before the run comes to a step that was committed once before; unless commits are left to the caller.
+        if swapper is not None and swapper.settings.resume and swapper.settings.commit_interval:
+            if found[0] and swapper.committed != self.global_steps:
+                commit(self)
         return found
 
     def load_zero_checkpoint(self, *arguments, **named):
@@ -86,7 +87,7 @@ def commit(engine):
     if engine.micro_steps % engine.gradient_accumulation_steps():
         raise InvalidArgument("a commit between two micro-batches of a step would lose the gradients of the first")
     if swapper.committed == engine.global_steps and swapper.world > 1:
-        raise InvalidArgument(f"step {engine.global_steps} is committed already; \"commit_interval\": 0 leaves commits to you")
+        raise InvalidArgument(f'step {engine.global_steps} is committed already; "commit_interval": 0 leaves commits to you')
     data = _pack(_record(engine, swapper))
     if len(data) > _PAYLOAD_BYTES - 1024:
         data = _put_apart(swapper.tier, data)

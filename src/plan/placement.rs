@@ -6,10 +6,11 @@
 //! - A unit moves only when it is flushed anyway. It goes where it is predicted to finish first, counting what the round
 //!   has sent there already; its own path keeps it unless another is ahead by more than a unit and [`MARGIN`]. So every
 //!   stretch of a round, not only its whole, has each path's share, whichever way round it is walked.
-//! - Speeds are re-estimated once a round (one update of all units). Bytes over busy time is no more than the most that
-//!   a path may do: one that is limited by a rate, not by its device, answers at once as long as it is asked for less.
-//!   So a path that was busy as long as the others has the speed that it showed, and one that was done before them is
-//!   given more, part of the way to what it showed, until they are done together.
+//! - Speeds are re-estimated once a round (one update of all units). The path that all others waited for showed what it
+//!   can do: bytes over the time in which it was busy. Of one that was done before, this is no more than the most that
+//!   it may do: what is limited by a rate, not by its device, answers at once as long as it is asked for less. It is
+//!   given more than it did, little if it was known lately what it can do, up to twice as much if not, until all paths
+//!   are done together.
 //! - Speeds are smoothed, and only a change of more than [`DEADBAND`] is believed: noise moves nothing. A path that gets
 //!   slower by more than [`SUDDEN`] is believed at once, within the round.
 //! - A path that is drained gets nothing; what lives on it leaves with the next flush.
@@ -28,19 +29,27 @@ const NEWEST: f64 = 0.5;
 const SUDDEN: f64 = 0.25;
 /// Part of a path's load that says enough about its speed to believe within a round that it got slower.
 const SAMPLE: u64 = 8;
-/// A path that was busy less than the busiest one by this factor is given more.
+/// A path that was busy as long as the busiest one, but for this factor, is one that all waited for.
+const FULL: f64 = 1.01;
+/// Up to this factor a path was nearly as busy, and its speed is raised by [`NUDGE`]; beyond it, it was idle.
 const IDLE: f64 = 1.1;
-/// How much more: what is above that factor, divided by this. A small error of the shares makes a path wait in every
-/// subgroup, which looks like a large one.
-const CAUTION: f64 = 6.0;
-/// Most that it is given at once, as a factor.
-const BOLDEST: f64 = 2.0;
+/// No more than [`MARGIN`]: it takes some rounds before anything moves.
+const NUDGE: f64 = 1.02;
+/// An idle path is given more than it did by this factor, as long as that is near what it is known to do.
+const GENTLY: f64 = 1.12;
+/// And by this one, if nothing is known or it did more than that by [`PASSED`].
+const BOLDLY: f64 = 2.0;
+/// What a throttle lets through after a pause is less than this.
+const PASSED: f64 = 1.2;
+/// Gently only after a round in which the path was asked for what its speed says, as far as the others were: units follow
+/// a speed as they are flushed, and are read where they were a round before.
+const ASKED: f64 = 0.97;
 /// Seconds that say enough about a speed: devices, caches and throttles work in bursts.
 const SPAN: f64 = 0.25;
 /// Least units of a round for each path: one more or less is then within the margin.
 const UNITS_PER_PATH: u64 = 32;
 /// Least units of a subgroup: so finely it follows the paths' shares.
-const UNITS_PER_SUBGROUP: u64 = 16;
+const UNITS_PER_SUBGROUP: u64 = 64;
 /// Chunks are multiples of this: large enough for one operation at full speed.
 const CHUNK_STEP: u64 = 1 << 20;
 
@@ -69,6 +78,8 @@ pub struct Observed {
     pub read: Flow,
     /// To the path.
     pub written: Flow,
+    /// Seconds during which an operation of either direction was under way.
+    pub busy: f64,
 }
 
 impl Flow {
@@ -84,25 +95,30 @@ impl Flow {
 }
 
 impl Observed {
-    /// Speed of the slower direction: a state is read and written once a round.
+    /// Of both directions together.
     fn speed(&self) -> Option<f64> {
-        self.read.speed().into_iter().chain(self.written.speed()).min_by(f64::total_cmp)
+        Flow { bytes: self.bytes(), busy: self.busy }.speed()
     }
 
-    /// What neither direction passed; none before one of them moved `sample` bytes.
+    /// What it cannot pass: both directions at once, each as fast as it was.
+    fn most(&self) -> Option<f64> {
+        self.read.speed().into_iter().chain(self.written.speed()).reduce(|a, b| a + b)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.read.bytes + self.written.bytes
+    }
+
+    /// What it cannot pass, after it moved more than `sample` bytes.
     fn speed_at_most(&self, sample: u64) -> Option<f64> {
-        let enough = self.busy() >= SPAN && self.read.bytes.max(self.written.bytes) > sample;
-        let both = self.read.speed().into_iter().chain(self.written.speed());
-        both.max_by(f64::total_cmp).filter(|_| enough)
-    }
-
-    fn busy(&self) -> f64 {
-        self.read.busy.max(self.written.busy)
+        let enough = self.busy >= SPAN && self.bytes() / 2 > sample;
+        self.most().filter(|_| enough)
     }
 
     fn add(&mut self, more: Observed) {
         self.read.add(more.read);
         self.written.add(more.written);
+        self.busy += more.busy;
     }
 }
 
@@ -117,27 +133,48 @@ struct Path {
     /// Since its speed was last looked at, over several rounds if they are short.
     seen: Observed,
     drained: bool,
+    /// What it showed when all waited for it.
+    known: Option<f64>,
 }
 
 impl Path {
-    /// Believes what was seen in a time in which the busiest path was busy for `longest`.
-    fn learn(&mut self, longest: f64) {
+    /// Seconds that this path needs, by its speed, for what it moved.
+    fn asked(&self) -> f64 {
+        self.seen.bytes() as f64 / self.speed
+    }
+
+    /// Believes what was seen in a time in which the busiest path was busy for `longest`; `asked` is the most that was
+    /// asked of a path.
+    fn learn(&mut self, longest: f64, asked: f64) {
+        let part = self.asked() / asked;
         let seen = std::mem::take(&mut self.seen);
-        let Some(shown) = seen.speed() else { return };
-        let idle = longest / seen.busy();
-        let within = |speed: f64| speed.clamp(shown / idle, shown);
-        if idle > IDLE {
+        let (Some(shown), Some(most)) = (seen.speed(), seen.most()) else { return };
+        let idle = longest / seen.busy;
+        if idle > FULL {
             self.smoothed = None;
-            self.speed = within(self.speed * (1.0 + (idle - IDLE) / CAUTION).min(BOLDEST));
+            match idle > IDLE {
+                true => self.raise(shown, idle, part > ASKED),
+                false => self.speed = (self.speed * NUDGE).clamp(shown, most.max(shown)),
+            }
             return;
         }
+        self.known = Some(shown);
         let smoothed = match self.smoothed {
             Some(before) if (shown / before - 1.0).abs() < SUDDEN => before + NEWEST * (shown - before),
-            _ => within(self.speed),
+            _ => shown,
         };
         self.smoothed = Some(smoothed);
         if (smoothed / self.speed - 1.0).abs() > DEADBAND {
             self.speed = smoothed;
+        }
+    }
+
+    fn raise(&mut self, shown: f64, idle: f64, asked: bool) {
+        let did = shown / idle;
+        let known = self.known.is_some_and(|known| did < known * PASSED);
+        let more = did * if known { GENTLY } else { BOLDLY }.min(idle);
+        if more > self.speed && (asked || !known) {
+            self.speed = more;
         }
     }
 }
@@ -189,6 +226,7 @@ impl Placement {
                 sent: 0,
                 seen: Observed::default(),
                 drained: false,
+                known: None,
             })
             .collect();
         for (home, bytes) in homes.iter().zip(&bytes) {
@@ -263,11 +301,12 @@ impl Placement {
     /// Ends a round: speeds follow what was observed. Short rounds are looked at together.
     pub fn end_round(&mut self) {
         self.count_anew();
-        let longest = self.paths.iter().map(|path| path.seen.busy()).fold(0.0, f64::max);
+        let longest = self.paths.iter().map(|path| path.seen.busy).fold(0.0, f64::max);
         if self.fixed || longest < SPAN {
             return;
         }
-        self.paths.iter_mut().for_each(|path| path.learn(longest));
+        let asked = self.paths.iter().map(Path::asked).fold(0.0, f64::max);
+        self.paths.iter_mut().for_each(|path| path.learn(longest, asked));
     }
 
     /// What was sent under other speeds is not made up for: that would put all of a stretch on one path.

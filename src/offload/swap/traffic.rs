@@ -186,10 +186,11 @@ impl Traffic {
             let now = Observed {
                 read: Flow { bytes: info.read_bytes, busy: info.reading.as_secs_f64() },
                 written: Flow { bytes: info.written_bytes, busy: info.writing.as_secs_f64() },
+                busy: info.busy.as_secs_f64(),
             };
             let before = std::mem::replace(&mut self.seen[path], now);
-            let read = since(now.read, before.read);
-            self.placement.observe(path, Observed { read, written: since(now.written, before.written) });
+            let (read, written) = (since(now.read, before.read), since(now.written, before.written));
+            self.placement.observe(path, Observed { read, written, busy: now.busy - before.busy });
         }
     }
 

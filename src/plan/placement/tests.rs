@@ -53,6 +53,7 @@ struct SimPath {
     /// Of each direction: transfers not over, and seconds with at least one.
     under_way: [usize; 2],
     busy: [f64; 2],
+    either: f64,
 }
 
 impl SimPath {
@@ -85,7 +86,7 @@ impl Noise {
     }
 }
 
-/// Many subgroups of 16 units each, in few buffers.
+/// Many subgroups of as many units as they are cut into, in few buffers.
 struct Sim {
     now: f64,
     paths: Vec<SimPath>,
@@ -109,9 +110,10 @@ impl Sim {
             servers: [Server::default(), Server::default()],
             under_way: [0; 2],
             busy: [0.0; 2],
+            either: 0.0,
         };
         let paths = bandwidths.iter().map(path).collect();
-        Sim { now: 0.0, paths, noise: Noise(7), spread, subgroups: 40, unit: 64 * MIB, backwards: true }
+        Sim { now: 0.0, paths, noise: Noise(7), spread, subgroups: 40, unit: 16 * MIB, backwards: true }
     }
 
     fn placed(&self, hints: &[f64]) -> Placement {
@@ -187,6 +189,7 @@ impl Sim {
         let (index, server, done) = ends.min_by(|a, b| a.2.total_cmp(&b.2))?;
         let passed = done - std::mem::replace(&mut self.now, done);
         for path in &mut self.paths {
+            path.either += if path.under_way != [0; 2] { passed } else { 0.0 };
             for direction in [0, 1] {
                 path.busy[direction] += if path.under_way[direction] > 0 { passed } else { 0.0 };
             }
@@ -200,6 +203,7 @@ impl Sim {
         let seen = Observed {
             read: Flow { bytes: bytes(Direction::Fetch), busy: read },
             written: Flow { bytes: bytes(Direction::Flush), busy: written },
+            busy: std::mem::take(&mut path.either),
         };
         placement.observe(index, seen);
         self.start(index, server);
@@ -230,7 +234,7 @@ const KINDS: [Kind; 3] = [Kind::Disk, Kind::Duplex, Kind::Throttled];
 fn assert_settled(ratios: &[f64], what: &str) {
     let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
     let worst = ratios.iter().copied().fold(0.0, f64::max);
-    assert!(mean < 1.05 && worst < 1.10, "{what}: {mean} {ratios:?}");
+    assert!(mean < 1.05 && worst < 1.08, "{what}: {mean} {ratios:?}");
 }
 
 #[test]
@@ -289,7 +293,7 @@ fn subgroups_are_cut_so_that_the_shares_come_out() {
     let unit = unit_bytes(1200 * MIB, 3, 2);
     let units = 3 * (1200 * MIB).div_ceil(unit) as usize;
     assert!(units >= 64 && unit.is_multiple_of(MIB), "{units} units of {unit}");
-    assert_eq!(unit_bytes(1200 * MIB, 100, 2), 75 * MIB, "each of many subgroups can follow the shares");
+    assert_eq!(unit_bytes(1200 * MIB, 100, 2), 19 * MIB, "each of many subgroups can follow the shares");
     assert_eq!(unit_bytes(1200 * MIB, 3, 1), 1200 * MIB, "one path needs no parts");
     assert_eq!(unit_bytes(100, 1, 4), 100, "a part is not larger than the subgroup");
 }
@@ -353,4 +357,34 @@ fn paths_that_waver_from_round_to_round_move_little() {
         let moves = placement.moved() as f64 / (sim.units() * 60) as f64;
         assert!(moves < 0.04, "{kind:?}: {moves} of the flushes moved");
     }
+}
+
+/// Scenarios at random: two to four paths, 0.5 to 8 GB/s, hints wrong by up to 2.8, transfers that take up to 5 % more or
+/// less, and in the middle of the run one path that gets up to 8 times slower or faster. Hints and changes have 20 rounds
+/// to be found out; of what follows, one round in a hundred may still be spent on learning.
+#[test]
+fn whatever_the_paths_rounds_end_within_5_percent_of_the_optimum_and_little_moves() {
+    const SCENARIOS: usize = 300;
+    let (mut rounds, mut late) = (0, 0);
+    for number in 0..SCENARIOS {
+        let kind = KINDS[number % 3];
+        let mut dice = Noise(0x5eed + number as u64);
+        let mut factor = |octaves: f64| 2f64.powf(octaves * dice.next());
+        let speeds: Vec<f64> = (0..2 + number / 3 % 3).map(|_| 2.0 * GB * factor(2.0)).collect();
+        let hints: Vec<f64> = speeds.iter().map(|speed| speed * factor(1.5)).collect();
+        let mut sim = Sim::new(kind, &speeds, 0.05);
+        sim.subgroups = (40.0 * factor(1.0)) as usize;
+        let mut placement = sim.placed(&hints);
+        for change in [1.0, factor(3.0)] {
+            sim.paths[0].bandwidth *= change;
+            sim.run(&mut placement, 20);
+            let moved = placement.moved();
+            let ratios = sim.run(&mut placement, 20);
+            let moves = (placement.moved() - moved) as f64 / (sim.units() * 20) as f64;
+            assert!(moves < 0.03, "{kind:?}, {speeds:?}, then {change}: {moves} of the flushes moved");
+            rounds += ratios.len();
+            late += ratios.iter().filter(|ratio| **ratio > 1.05).count();
+        }
+    }
+    assert!(late * 100 < rounds, "{late} of {rounds} rounds took over 5 % more than the optimum");
 }

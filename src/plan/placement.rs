@@ -43,7 +43,7 @@ const BOLDLY: f64 = 2.0;
 const PASSED: f64 = 1.2;
 /// Gently only after a round in which the path was asked for what its speed says, as far as the others were: units follow
 /// a speed as they are flushed, and are read where they were a round before.
-const ASKED: f64 = 0.97;
+const ASKED: f64 = 0.95;
 /// Seconds that say enough about a speed: devices, caches and throttles work in bursts.
 const SPAN: f64 = 0.25;
 /// Least units of a round for each path: one more or less is then within the margin.
@@ -109,10 +109,11 @@ impl Observed {
         self.read.bytes + self.written.bytes
     }
 
-    /// What it cannot pass, after it moved more than `sample` bytes.
+    /// What it cannot pass, after it moved more than `sample` bytes: a round begins with reading alone.
     fn speed_at_most(&self, sample: u64) -> Option<f64> {
         let enough = self.busy >= SPAN && self.bytes() / 2 > sample;
-        self.most().filter(|_| enough)
+        let both = self.read.speed().into_iter().chain(self.written.speed());
+        both.max_by(f64::total_cmp).filter(|_| enough).map(|faster| 2.0 * faster)
     }
 
     fn add(&mut self, more: Observed) {

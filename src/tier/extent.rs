@@ -105,6 +105,17 @@ impl Shape {
         self.position(first + count) - self.position(first)
     }
 
+    /// How many blocks from the first on take nearest to so many bytes on disk.
+    pub fn nearest(&self, bytes: u64) -> u32 {
+        let (mut low, mut high) = (0, self.blocks());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if self.position(middle + 1) <= bytes { low = middle + 1 } else { high = middle }
+        }
+        let next = (low + 1).min(self.blocks());
+        if self.position(next).abs_diff(bytes) < self.position(low).abs_diff(bytes) { next } else { low }
+    }
+
     /// Where a block would begin if all lay one after another.
     fn position(&self, number: u32) -> u64 {
         let before = self.first.partition_point(|first| *first <= number).saturating_sub(1);
@@ -243,6 +254,20 @@ mod tests {
                 let room = chunk.stored(&shape);
                 assert_eq!((shape.fitting(first, room), shape.fitting(first, room - 1)), (count, count - 1));
             }
+        }
+    }
+
+    #[test]
+    fn a_cut_falls_between_the_blocks_that_are_nearest() {
+        let shape = Shape::new(&[8192, 100, 10_000], 8192).unwrap();
+        assert_eq!(
+            (0..=4).map(|n| shape.stored(0, n)).collect::<Vec<_>>(),
+            [0, 8192, 12_288, 20_480, 24_576]
+        );
+        for (bytes, blocks) in
+            [(0, 0), (4096, 0), (4097, 1), (10_240, 1), (10_241, 2), (24_000, 4), (1 << 40, 4)]
+        {
+            assert_eq!(shape.nearest(bytes), blocks, "{bytes}");
         }
     }
 

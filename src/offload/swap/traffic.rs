@@ -83,8 +83,7 @@ impl Traffic {
             let shape = Shape::new(&form::streams(options.usual, *elements), block)?;
             let bytes = shape.bytes();
             let unit = placement::unit_bytes(bytes, options.subgroups.len() as u64, paths.len() as u64);
-            let blocks = u32::try_from(unit.div_ceil(block)).unwrap_or(u32::MAX).max(1);
-            let count = (shape.blocks().div_ceil(blocks) as usize).max(1);
+            let count = (bytes / unit.next_multiple_of(block).max(1)).max(1) as usize;
             let first = units.len();
             units.extend((0..count).map(|_| bytes / count as u64));
             pieces.push(Pieces { units: first..units.len(), elements: *elements });
@@ -121,8 +120,7 @@ impl Traffic {
             let path = self.placement.flush(unit).ok_or_else(|| no_room(subgroup))?;
             taken[path] += 1;
         }
-        let blocks = Shape::new(&form::streams(form, *elements), tier.block_bytes())?.blocks();
-        Ok(parts_of(&taken, blocks))
+        Ok(parts_of(&taken, &Shape::new(&form::streams(form, *elements), tier.block_bytes())?))
     }
 
     /// Starts a read of an extent into a slot.
@@ -200,13 +198,15 @@ impl Traffic {
     }
 }
 
-/// `blocks` in proportion to the pieces that each path takes.
-fn parts_of(taken: &[u64], blocks: u32) -> Parts {
+/// Cuts an extent between blocks, as near as can be to the pieces that each path takes: a stream's last block may be short.
+fn parts_of(taken: &[u64], shape: &Shape) -> Parts {
     let pieces = taken.iter().sum::<u64>().max(1);
+    let bytes = shape.stored(0, shape.blocks());
     let (mut before, mut cut) = (0, 0);
     let parts = (0..).zip(taken).map(|(path, taken)| {
         before += taken;
-        let end = (u64::from(blocks) * before / pieces) as u32;
+        let wanted = (u128::from(bytes) * u128::from(before) / u128::from(pieces)) as u64;
+        let end = shape.nearest(wanted);
         (path, end - std::mem::replace(&mut cut, end))
     });
     parts.filter(|(_, blocks)| *blocks > 0).collect()

@@ -94,11 +94,12 @@ struct Sim {
     /// Relative spread of one transfer's time.
     spread: f64,
     subgroups: usize,
+    /// Units of a subgroup.
+    pieces: usize,
     unit: u64,
     backwards: bool,
 }
 
-const PER_SUBGROUP: usize = UNITS_PER_SUBGROUP as usize;
 /// Fetching, stepping and flushing on two paths, as the tiered update plans it.
 const BUFFERS: usize = 5;
 
@@ -113,13 +114,22 @@ impl Sim {
             either: 0.0,
         };
         let paths = bandwidths.iter().map(path).collect();
-        Sim { now: 0.0, paths, noise: Noise(7), spread, subgroups: 40, unit: 16 * MIB, backwards: true }
+        Sim {
+            now: 0.0,
+            paths,
+            noise: Noise(7),
+            spread,
+            subgroups: 40,
+            pieces: UNITS_PER_SUBGROUP as usize,
+            unit: 16 * MIB,
+            backwards: true,
+        }
     }
 
     fn placed(&self, hints: &[f64]) -> Placement {
         let plan = |speed: &f64| PathPlan { speed: *speed, capacity: u64::MAX };
         let plans: Vec<PathPlan> = hints.iter().map(plan).collect();
-        Placement::new(&plans, None, vec![self.unit; self.subgroups * PER_SUBGROUP]).unwrap()
+        Placement::new(&plans, None, vec![self.unit; self.subgroups * self.pieces]).unwrap()
     }
 
     /// Starts a subgroup's transfers, one on each path that has a part of it; how many.
@@ -153,7 +163,8 @@ impl Sim {
         if self.backwards {
             order.make_contiguous().reverse();
         }
-        let units = |subgroup: usize| subgroup * PER_SUBGROUP..(subgroup + 1) * PER_SUBGROUP;
+        let pieces = self.pieces;
+        let units = |subgroup: usize| subgroup * pieces..(subgroup + 1) * pieces;
         let mut parts = vec![0; self.subgroups];
         let mut free = BUFFERS;
         loop {
@@ -214,7 +225,7 @@ impl Sim {
     /// last flush if they can.
     fn best(&self) -> f64 {
         let together: f64 = self.paths.iter().map(|path| path.bandwidth).sum();
-        let subgroup = PER_SUBGROUP as f64 * self.unit as f64 / together;
+        let subgroup = self.pieces as f64 * self.unit as f64 / together;
         subgroup
             * if self.paths[0].kind == Kind::Disk { 2 * self.subgroups } else { self.subgroups + 1 } as f64
     }
@@ -224,7 +235,7 @@ impl Sim {
     }
 
     fn units(&self) -> u64 {
-        (self.subgroups * PER_SUBGROUP) as u64
+        (self.subgroups * self.pieces) as u64
     }
 }
 
@@ -261,6 +272,17 @@ fn wrong_hints_are_corrected() {
         assert!(ratios[0] > 1.5, "the hints should be wrong: {ratios:?}");
         assert!(ratios[5..].iter().all(|ratio| *ratio < 1.35), "{kind:?}: {ratios:?}");
         assert_settled(&ratios[20..], &format!("{kind:?}"));
+    }
+}
+
+#[test]
+fn small_subgroups_of_few_units_settle_as_well() {
+    for kind in KINDS {
+        let mut sim = Sim::new(kind, &[0.4 * GB, 0.24 * GB], 0.05);
+        (sim.subgroups, sim.pieces, sim.unit) = (59, 10, MIB);
+        let mut placement = sim.placed(&[GB, GB]);
+        sim.run(&mut placement, 20);
+        assert_settled(&sim.run(&mut placement, 40), &format!("{kind:?}"));
     }
 }
 

@@ -50,8 +50,6 @@ const SPAN: f64 = 0.25;
 const UNITS_PER_PATH: u64 = 32;
 /// Least units of a subgroup: so finely it follows the paths' shares.
 const UNITS_PER_SUBGROUP: u64 = 64;
-/// Chunks are multiples of this: large enough for one operation at full speed.
-const CHUNK_STEP: u64 = 1 << 20;
 
 /// What is known of a path before the first round.
 #[derive(Debug, Clone, Copy)]
@@ -191,14 +189,14 @@ pub struct Placement {
     moved: u64,
 }
 
-/// The size of a unit: a part of a subgroup, so small that subgroups and rounds can follow the paths' shares, and large
-/// enough to be moved at full speed.
-pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64) -> u64 {
+/// The size of a unit: a part of a subgroup, so small that subgroups and rounds can follow the paths' shares, in whole
+/// blocks. Units of one path move together.
+pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64, block_bytes: u64) -> u64 {
     if paths < 2 || subgroup_bytes == 0 {
         return subgroup_bytes;
     }
     let chunks = (UNITS_PER_PATH * paths).div_ceil(subgroups.max(1)).max(UNITS_PER_SUBGROUP);
-    subgroup_bytes.div_ceil(chunks).next_multiple_of(CHUNK_STEP).min(subgroup_bytes)
+    subgroup_bytes.div_ceil(chunks).next_multiple_of(block_bytes).min(subgroup_bytes)
 }
 
 impl Placement {

@@ -82,8 +82,9 @@ impl Traffic {
         for elements in &options.subgroups {
             let shape = Shape::new(&form::streams(options.usual, *elements), block)?;
             let bytes = shape.bytes();
-            let unit = placement::unit_bytes(bytes, options.subgroups.len() as u64, paths.len() as u64);
-            let count = (bytes / unit.next_multiple_of(block).max(1)).max(1) as usize;
+            let subgroups = options.subgroups.len() as u64;
+            let unit = placement::unit_bytes(bytes, subgroups, paths.len() as u64, block);
+            let count = bytes.checked_div(unit).unwrap_or(0).max(1) as usize;
             let first = units.len();
             units.extend((0..count).map(|_| bytes / count as u64));
             pieces.push(Pieces { units: first..units.len(), elements: *elements });

@@ -312,12 +312,12 @@ fn a_path_that_slows_down_and_recovers_is_followed_without_flapping() {
 
 #[test]
 fn subgroups_are_cut_so_that_the_shares_come_out() {
-    let unit = unit_bytes(1200 * MIB, 3, 2);
+    let unit = unit_bytes(1200 * MIB, 3, 2, MIB);
     let units = 3 * (1200 * MIB).div_ceil(unit) as usize;
     assert!(units >= 64 && unit.is_multiple_of(MIB), "{units} units of {unit}");
-    assert_eq!(unit_bytes(1200 * MIB, 100, 2), 19 * MIB, "each of many subgroups can follow the shares");
-    assert_eq!(unit_bytes(1200 * MIB, 3, 1), 1200 * MIB, "one path needs no parts");
-    assert_eq!(unit_bytes(100, 1, 4), 100, "a part is not larger than the subgroup");
+    assert_eq!(unit_bytes(1200 * MIB, 100, 2, MIB), 19 * MIB, "each of many subgroups can follow the shares");
+    assert_eq!(unit_bytes(1200 * MIB, 3, 1, MIB), 1200 * MIB, "one path needs no parts");
+    assert_eq!(unit_bytes(100, 1, 4, MIB), 100, "a part is not larger than the subgroup");
 }
 
 #[test]

@@ -73,6 +73,11 @@ def _cut(arrays, start, end):
     return [None if array is None else array[start:end] for array in arrays]
 
 
+def block_bytes(part_elements):
+    """Of a part's state, about 64 blocks: paths share it by whole blocks."""
+    return min(max(12 * part_elements // 64 // 4096 * 4096, 64 << 10), 1 << 20)
+
+
 def floats(count):
     """Float32 of any value."""
     import torch

@@ -13,7 +13,7 @@ from .. import _abi, _native, tier
 from ..errors import InvalidArgument
 from ..swap import STATES
 from . import _call, _ranks
-from ._parts import PartedSwap, floats
+from ._parts import PartedSwap, block_bytes, floats
 
 # Of this process, for active().
 _swappers = weakref.WeakSet()
@@ -36,7 +36,8 @@ class TierSwapper:
         def open_at(step):
             return tier.Tier(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, at_step=step,
                              mode="auto" if settings.resume else "create", stall_seconds=settings.stall_seconds,
-                             durability=settings.durability if settings.resume else "process")
+                             durability=settings.durability if settings.resume else "process",
+                             block_bytes=block_bytes(settings.part_elements))
 
         self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume else open_at(None)
         self.parted = PartedSwap(self.tier, self.elements, settings.part_elements, cache_bytes=settings.cache_bytes,

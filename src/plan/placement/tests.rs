@@ -383,7 +383,9 @@ fn paths_that_waver_from_round_to_round_move_little() {
 
 /// Scenarios at random: two to four paths, 0.5 to 8 GB/s, hints wrong by up to 2.8, transfers that take up to 5 % more or
 /// less, and in the middle of the run one path that gets up to 8 times slower or faster. Hints and changes have 20 rounds
-/// to be found out; of what follows, one round in a hundred may still be spent on learning.
+/// to be found out; of what follows, one round in a hundred may be late. The few stretches that are late as a whole are
+/// duplex paths that became several times faster, and a path limited by a rate beside one many times as fast, which is
+/// tried with too much again every few rounds.
 #[test]
 fn whatever_the_paths_rounds_end_within_5_percent_of_the_optimum_and_little_moves() {
     const SCENARIOS: usize = 300;

@@ -72,8 +72,8 @@ pub fn run(options: &Options) -> Result<()> {
     for &size in &options.sizes {
         let mut arrays = Arrays::new(size);
         for &kernel in &kernels {
-            for fused in [false, true] {
-                let row = measure(kernel, &mut arrays, fused, options.rounds)?;
+            for case in [Case::F32, Case::Fused] {
+                let row = measure(kernel, &mut arrays, case, options.rounds)?;
                 if !options.json {
                     print_row(&row);
                 }
@@ -92,6 +92,17 @@ fn print_row(row: &Row) {
     println!(
         "{parameters:>10}  {kernel:<7}  {case:<6}  {ns_per_parameter:>8.3}  {gb_per_s:>6.1}  {limit_gb_per_s:>6.1}  {ratio_to_limit:>6.3}"
     );
+}
+
+/// What a step reads and writes beside parameter and states.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Case {
+    /// An f32 gradient.
+    F32,
+    /// A bf16 gradient in and a bf16 copy of the parameter out.
+    Fused,
+    /// A bf16 gradient in; the copy is kept back until the step is final.
+    KeptBack,
 }
 
 /// The four arrays, and the 16-bit gradient and copy of the fused case.
@@ -149,9 +160,9 @@ impl Arrays {
         }
     }
 
-    pub fn tensor(&mut self, fused: bool) -> Result<Tensor<'_>> {
-        let grad = if fused { Floats::Bf16(&self.grad16) } else { Floats::F32(&self.grad) };
-        let copy = fused.then_some(FloatsMut::Bf16(&mut self.copy16));
+    pub fn tensor(&mut self, case: Case) -> Result<Tensor<'_>> {
+        let grad = if case == Case::F32 { Floats::F32(&self.grad) } else { Floats::Bf16(&self.grad16) };
+        let copy = (case == Case::Fused).then_some(FloatsMut::Bf16(&mut self.copy16));
         let states = States {
             param: FloatsMut::F32(&mut self.param),
             exp_avg: Some(FloatsMut::F32(&mut self.exp_avg)),
@@ -172,16 +183,17 @@ impl Arrays {
     /// Random gradients as training has them: normal in size around their element's own scale.
     pub fn refresh_grad(&mut self, seed: u32) {
         let mut state = u64::from(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        for (i, grad) in self.grad.iter_mut().enumerate() {
+        for (i, (grad, grad16)) in self.grad.iter_mut().zip(&mut *self.grad16).enumerate() {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let uniform = |bits: u64| (bits & 0xffff) as f32 / 32768.0 - 1.0;
             let bell = uniform(state >> 16) + uniform(state >> 32) + uniform(state >> 48);
             *grad = bell * 1e-3 / (1 + i % 7) as f32;
+            *grad16 = bf16::from_f32(*grad);
         }
     }
 }
 
-fn measure(kernel: Kernel, arrays: &mut Arrays, fused: bool, rounds: u32) -> Result<Row> {
+fn measure(kernel: Kernel, arrays: &mut Arrays, case: Case, rounds: u32) -> Result<Row> {
     let parameters = arrays.param.len();
     // Small arrays are stepped many times per timing, so that the clock's grain does not show.
     let repeats = ((4 << 20) / parameters.max(1)).max(1);
@@ -189,21 +201,21 @@ fn measure(kernel: Kernel, arrays: &mut Arrays, fused: bool, rounds: u32) -> Res
     let mut seconds = Vec::new();
     let mut limits = Vec::new();
     for round in 0..=rounds {
-        let step = time(kernel, arrays, adam, fused, repeats)?;
-        let limit = time(kernel, arrays, StreamRule, false, repeats)?;
+        let step = time(kernel, arrays, adam, case, repeats)?;
+        let limit = time(kernel, arrays, StreamRule, Case::F32, repeats)?;
         if round > 0 {
             seconds.push(step);
             limits.push(limit);
         }
     }
-    let bytes = if fused { FUSED_BYTES } else { F32_BYTES };
+    let bytes = if case == Case::F32 { F32_BYTES } else { FUSED_BYTES };
     let rate = |seconds: f64, bytes: f64| bytes * (parameters * repeats) as f64 / seconds / 1e9;
     let ratios =
         seconds.iter().zip(&limits).map(|(step, limit)| rate(*step, bytes) / rate(*limit, F32_BYTES));
     Ok(Row {
         parameters,
         kernel: kernel.name(),
-        case: if fused { "fused" } else { "f32" },
+        case: if case == Case::F32 { "f32" } else { "fused" },
         ns_per_parameter: median(&seconds) * 1e9 / (parameters * repeats) as f64,
         gb_per_s: rate(median(&seconds), bytes),
         limit_gb_per_s: rate(median(&limits), F32_BYTES),
@@ -215,13 +227,13 @@ fn time<O: Rule>(
     kernel: Kernel,
     arrays: &mut Arrays,
     optimizer: O,
-    fused: bool,
+    case: Case,
     repeats: usize,
 ) -> Result<f64> {
-    let mut jobs = [Job { optimizer, tensor: arrays.tensor(fused)? }];
+    let mut jobs = [Job { optimizer, tensor: arrays.tensor(case)? }];
     let start = Instant::now();
     for _ in 0..repeats {
-        step_on(kernel, &mut jobs, fused)?;
+        step_on(kernel, &mut jobs, case != Case::F32)?;
     }
     Ok(start.elapsed().as_secs_f64())
 }

@@ -5,7 +5,8 @@ use std::marker::PhantomData;
 use super::element::{Bf16, Element, F16, F32};
 use super::float_mode::IeeeMode;
 use super::select::Kernel;
-use super::tensor::{Spans, Tensor};
+use super::step::put;
+use super::tensor::{AHEAD, Spans, Tensor};
 use super::vector::Vector;
 use super::walk::{Access, CHUNK, Op, Walk};
 use crate::dtype::Dtype;
@@ -25,7 +26,12 @@ pub fn publish(kernel: Kernel, mut tensor: Tensor<'_>) {
 fn run<C: Element>(kernel: Kernel, tensor: &mut Tensor<'_>) {
     let n = tensor.len();
     let spans = Spans::<F32, F32, F32, C>::of(tensor);
-    let op = Publish::<C> { from: spans.after().param, to: spans.param_copy, element: PhantomData };
+    let op = Publish::<C> {
+        from: spans.after().param,
+        to: spans.param_copy,
+        streamed: spans.streamed_copy(),
+        element: PhantomData,
+    };
     let _mode = IeeeMode::enter();
     // SAFETY: both spans have n elements of these types.
     unsafe { kernel.run(Walk::<_, false> { op, n }) };
@@ -34,6 +40,7 @@ fn run<C: Element>(kernel: Kernel, tensor: &mut Tensor<'_>) {
 struct Publish<C: Element> {
     from: *const f32,
     to: *mut C::Raw,
+    streamed: bool,
     element: PhantomData<C>,
 }
 
@@ -42,9 +49,18 @@ impl<C: Element> Op for Publish<C> {
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's promise covers every line.
         unsafe {
+            V::prefetch(self.from.wrapping_add(at + AHEAD).cast());
             let param = access.load::<F32, V>(self.from.add(at));
-            access.store::<C, V>(param, self.to.add(at));
+            put::<C, V, A>(access, self.streamed, param, self.to.add(at));
             param
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<V: Vector>(&mut self) {
+        if self.streamed {
+            // SAFETY: the caller's promise is the callee's.
+            unsafe { V::fence() }
         }
     }
 }

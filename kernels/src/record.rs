@@ -19,6 +19,7 @@ use std::marker::PhantomData;
 use super::element::Element;
 use super::pack::{self, Differences};
 use super::rules::{Rule, Settle, Values};
+use super::step::put;
 use super::tensor::Spans;
 use super::undo::{decode, encode, load_bits, store_bits};
 use super::vector::Vector;
@@ -86,7 +87,7 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Recorded<'_
             let new = encode::<P, S, V>(self.rule.forward(decode::<P, S, V>(old), grad));
             let stored = decode::<P, S, V>(new);
             store_bits::<P, S, V, A>(access, at, new, &self.spans.after());
-            access.store::<C, V>(stored.param, self.spans.param_copy.add(at));
+            put::<C, V, A>(access, self.spans.streamed_copy(), stored.param, self.spans.param_copy.add(at));
 
             let mut writer = Writer::<P, S, V>::new(old);
             self.rule.inverse(stored, grad, &mut writer);

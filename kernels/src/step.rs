@@ -121,14 +121,14 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bo
             if R::EXP_AVG_SQ {
                 put::<S, V, A>(access, streamed, new.exp_avg_sq, to.exp_avg_sq.add(at));
             }
-            access.store::<C, V>(new.param, self.spans.param_copy.add(at));
+            put::<C, V, A>(access, self.spans.streamed_copy(), new.param, self.spans.param_copy.add(at));
             grad
         }
     }
 
     #[inline(always)]
     unsafe fn finish<V: Vector>(&mut self) {
-        if !IN_PLACE {
+        if !IN_PLACE || self.spans.streamed_copy() {
             // SAFETY: the caller's promise is the callee's.
             unsafe { V::fence() }
         }
@@ -136,7 +136,12 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bo
 }
 
 #[inline(always)]
-unsafe fn put<E: Element, V: Vector, A: Access>(access: A, streamed: bool, value: V, to: *mut E::Raw) {
+pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
+    access: A,
+    streamed: bool,
+    value: V,
+    to: *mut E::Raw,
+) {
     // SAFETY: the caller's promise is the callees'; streamed spans begin with a line, hence every group is aligned.
     unsafe {
         match streamed {

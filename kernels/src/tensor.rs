@@ -58,13 +58,13 @@ pub struct Tensor<'a> {
 /// What goes past the caches.
 #[derive(Debug, Clone, Copy, Default)]
 struct Streams {
-    shadow: bool,
+    written: bool,
     log: bool,
 }
 
-/// Elements of one call from which on its shadow or its log is streamed: where that began to pay in
-/// ffi_tests/bench/undo-x86_64.md. Below, the caches still hold most of it for whoever reads it next.
-const STREAMED_SHADOW: usize = 2 << 20;
+/// Elements of one call from which on its shadow and its param_copy, or its log, are streamed: where that began to pay
+/// in ffi_tests/bench/undo-x86_64.md. Below, the caches still hold most of it for whoever reads it next.
+const STREAMED: usize = 2 << 20;
 const STREAMED_LOG: usize = 32 << 20;
 
 impl<'a> Tensor<'a> {
@@ -113,7 +113,7 @@ impl<'a> Tensor<'a> {
     /// A call steps so many elements in all: what it writes without having read it goes past the caches if they could
     /// not hold it.
     pub fn part_of(&mut self, elements: usize) {
-        self.streams = Streams { shadow: elements >= STREAMED_SHADOW, log: elements >= STREAMED_LOG };
+        self.streams = Streams { written: elements >= STREAMED, log: elements >= STREAMED_LOG };
     }
 
     /// True if the log is to go past the caches, and can.
@@ -249,6 +249,9 @@ pub fn no_kernel(dtypes: Dtypes) -> Error {
     ))
 }
 
+/// Elements between what is worked on and what is asked for.
+pub(super) const AHEAD: usize = 512;
+
 /// A tensor's addresses with its element types known.
 #[derive(Clone, Copy)]
 pub struct Spans<P: Element, S: Element, G: Element, C: Element> {
@@ -257,6 +260,7 @@ pub struct Spans<P: Element, S: Element, G: Element, C: Element> {
     old: StateSpans<P, S>,
     new: StateSpans<P, S>,
     streamed: bool,
+    streamed_copy: bool,
 }
 
 /// Parameter and states; an absent state is null.
@@ -297,12 +301,16 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
     pub fn of(tensor: &mut Tensor<'_>) -> Self {
         let old = StateSpans::of(&mut tensor.states);
         let new = tensor.shadow.as_mut().map(StateSpans::of);
+        let param_copy: *mut C::Raw =
+            tensor.param_copy.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address).cast();
+        let streamed = tensor.streams.written;
         Spans {
             grad: tensor.grad.address().cast(),
-            param_copy: tensor.param_copy.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address).cast(),
+            param_copy,
             old,
             new: new.unwrap_or(old),
-            streamed: tensor.streams.shadow && new.is_some_and(StateSpans::aligned),
+            streamed: streamed && new.is_some_and(StateSpans::aligned),
+            streamed_copy: streamed && !param_copy.is_null() && param_copy.addr().is_multiple_of(LINE),
         }
     }
 
@@ -312,13 +320,18 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
         self.streamed
     }
 
+    /// True if the param_copy goes past the caches.
+    #[inline(always)]
+    pub fn streamed_copy(&self) -> bool {
+        self.streamed_copy
+    }
+
     /// Asks for what a group far enough ahead of `at` reads. The processor's own prefetch stops at every page.
     ///
     /// # Safety
     /// As [`Vector`].
     #[inline(always)]
     pub unsafe fn prefetch<V: Vector>(&self, at: usize) {
-        const AHEAD: usize = 512;
         let (at, reads) = (at + AHEAD, &self.old);
         // SAFETY: a prefetch of any address is harmless.
         unsafe {

@@ -11,6 +11,7 @@ use super::pack::{self, Differences};
 use super::record::HEADER;
 use super::rules::{Rule, Settle, Values};
 use super::select::Kernel;
+use super::step::put;
 use super::tensor::{Spans, StateSpans, Tensor, no_kernel};
 use super::vector::Vector;
 use super::walk::{Access, CHUNK, Op, Walk};
@@ -146,8 +147,21 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Undo<R, P, 
                 values = encode::<P, S, V>(again.forward(decode::<P, S, V>(values), grad));
             }
             store_bits::<P, S, V, A>(access, at, values, &self.spans.before());
-            access.store::<C, V>(P::decode(values.param), self.spans.param_copy.add(at));
+            put::<C, V, A>(
+                access,
+                self.spans.streamed_copy(),
+                P::decode(values.param),
+                self.spans.param_copy.add(at),
+            );
             raw_grad
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<V: Vector>(&mut self) {
+        if self.spans.streamed_copy() {
+            // SAFETY: the caller's promise is the callee's.
+            unsafe { V::fence() }
         }
     }
 }

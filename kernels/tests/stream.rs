@@ -1,5 +1,5 @@
-//! A step that streams its shadow or its log past the caches writes what a step through the caches writes, and no byte
-//! more; the log it leaves takes the step back.
+//! A step that streams its shadow, its 16-bit copy or its log past the caches writes what a step through the caches
+//! writes, and no byte more; the log it leaves takes the step back.
 
 use crate::kernels;
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut};
@@ -61,8 +61,14 @@ impl Span {
 
 fn all_dtypes() -> impl Iterator<Item = Dtypes> {
     const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
-    (0..27)
-        .map(|i| Dtypes { param: ALL[i % 3], state: ALL[i / 3 % 3], grad: ALL[i / 9], copy: None })
+    const COPIES: [Option<Dtype>; 3] = [None, Some(Dtype::F16), Some(Dtype::Bf16)];
+    (0..81)
+        .map(|i| Dtypes {
+            param: ALL[i % 3],
+            state: ALL[i / 3 % 3],
+            grad: ALL[i / 9 % 3],
+            copy: COPIES[i / 27],
+        })
         .filter(|dtypes| supported(*dtypes))
 }
 
@@ -75,13 +81,20 @@ fn states<'a>([p, m, v]: &'a mut [Span; 3], dtypes: Dtypes) -> States<'a> {
 }
 
 /// Large enough that everything is streamed, or too small.
-fn tensor<'a>(spans: &'a mut [Span; 3], grad: &'a mut Span, dtypes: Dtypes, streamed: bool) -> Tensor<'a> {
+fn tensor<'a>(
+    spans: &'a mut [Span; 3],
+    copy: &'a mut Span,
+    grad: &'a mut Span,
+    dtypes: Dtypes,
+    streamed: bool,
+) -> Tensor<'a> {
     let grad = match grad.floats(dtypes.grad) {
         FloatsMut::F32(s) => Floats::F32(s),
         FloatsMut::F16(s) => Floats::F16(s),
         FloatsMut::Bf16(s) => Floats::Bf16(s),
     };
-    let mut tensor = Tensor::new(states(spans, dtypes), grad, None).unwrap();
+    let copy = dtypes.copy.map(|dtype| copy.floats(dtype));
+    let mut tensor = Tensor::new(states(spans, dtypes), grad, copy).unwrap();
     tensor.part_of(if streamed { usize::MAX } else { 0 });
     tensor
 }
@@ -109,27 +122,35 @@ fn streamed_logs_and_shadows_have_the_bytes_of_stored_ones() {
             let start: [Span; 3] = std::array::from_fn(|i| Span::random(start[i].0, n, i as u32, start[i].1));
             let mut grad = Span::random(dtypes.grad, n, 9, false);
             let both = [false, true].map(|streamed| {
+                let copy = Span::new(dtypes.copy.map_or(0, |copy| n * copy.size()));
+                let mut copies = [(); 4].map(|()| copy.clone());
+                let [ahead, stepped, back, later] = &mut copies;
+
                 let (mut old, mut shadow) = (start.clone(), start.clone().map(|span| Span::new(span.1)));
-                let stepped = tensor(&mut old, &mut grad, dtypes, streamed);
-                rule.step(kernel, stepped.with_shadow(states(&mut shadow, dtypes)).unwrap(), false).unwrap();
+                let into_shadow = tensor(&mut old, ahead, &mut grad, dtypes, streamed);
+                rule.step(kernel, into_shadow.with_shadow(states(&mut shadow, dtypes)).unwrap(), false)
+                    .unwrap();
 
                 let (mut new, mut log) = (start.clone(), Span::new(log_bytes(n)));
-                let recorded = tensor(&mut new, &mut grad, dtypes, streamed).with_log(log.bytes()).unwrap();
-                rule.step(kernel, recorded, true).unwrap();
+                let recorded = tensor(&mut new, stepped, &mut grad, dtypes, streamed);
+                rule.step(kernel, recorded.with_log(log.bytes()).unwrap(), true).unwrap();
+                publish(kernel, tensor(&mut new, later, &mut grad, dtypes, streamed));
                 let used = inside::log_used(log.bytes()) as usize;
                 let mut undone = new.clone();
-                let back = tensor(&mut undone, &mut grad, dtypes, streamed).with_log(log.bytes()).unwrap();
-                rule.undo(kernel, back, None).unwrap();
+                let undo = tensor(&mut undone, back, &mut grad, dtypes, streamed);
+                rule.undo(kernel, undo.with_log(log.bytes()).unwrap(), None).unwrap();
                 for (span, start) in undone.iter_mut().chain(&mut old).zip(start.iter().cycle()) {
                     assert!(span.bytes() == start.clone().bytes(), "{what}: undone");
                 }
-                let mut all: Vec<Span> = shadow.into_iter().chain(new).chain([log]).collect();
+                let mut all: Vec<Span> = shadow.into_iter().chain(new).chain(copies).chain([log]).collect();
                 assert!(all.iter().all(Span::has_its_canaries), "{what}: canaries");
-                all[6].1 = used;
+                all[10].1 = used;
                 all.iter_mut().map(|span| span.bytes().to_vec()).collect::<Vec<Vec<u8>>>()
             });
             assert!(both[0] == both[1], "{what}");
             assert!(both[0][..3] == both[0][3..6], "{what}: shadow");
+            let [ahead, stepped, _, later] = &both[0][6..10] else { unreachable!() };
+            assert!(ahead == stepped && later == stepped, "{what}: copies");
         }
     }
 }

@@ -69,6 +69,8 @@ pub fn run(options: &Options) -> Result<()> {
         let rule =
             AdamOptions { weight_decay: 0.01, step: u64::from(round) + 1, ..Default::default() }.rule()?;
         arrays.refresh_grad(round);
+        // The first step after new gradients pays for writing those back.
+        step(kernel, rule, plain, &mut arrays, None, None)?;
         let times = [
             time(|| step(kernel, rule, plain, &mut arrays, None, None))?,
             time(|| step(kernel, rule, withdrawn, &mut arrays, Some(&mut log), None))?,

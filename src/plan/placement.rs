@@ -36,7 +36,7 @@ const IDLE: f64 = 1.1;
 /// No more than [`MARGIN`]: it takes some rounds before anything moves.
 const NUDGE: f64 = 1.02;
 /// An idle path is given more than it did by this factor, as long as that is near what it is known to do.
-const GENTLY: f64 = 1.12;
+const GENTLY: f64 = 1.13;
 /// And by this one, if nothing is known or it did more than that by [`PASSED`].
 const BOLDLY: f64 = 2.0;
 /// What a throttle lets through after a pause is less than this.
@@ -49,7 +49,7 @@ const SPAN: f64 = 0.25;
 /// Least units of a round for each path: one more or less is then within the margin.
 const UNITS_PER_PATH: u64 = 32;
 /// Least units of a subgroup: so finely it follows the paths' shares.
-const UNITS_PER_SUBGROUP: u64 = 64;
+const UNITS_PER_SUBGROUP: u64 = 128;
 
 /// What is known of a path before the first round.
 #[derive(Debug, Clone, Copy)]
@@ -132,8 +132,10 @@ struct Path {
     /// Since its speed was last looked at, over several rounds if they are short.
     seen: Observed,
     drained: bool,
-    /// What it showed when all waited for it.
+    /// What it showed when all waited for it, or did before.
     known: Option<f64>,
+    /// What it did when it was last idle.
+    did: f64,
 }
 
 impl Path {
@@ -151,13 +153,14 @@ impl Path {
         let idle = longest / seen.busy;
         if idle > FULL {
             self.smoothed = None;
+            self.did = shown / idle;
             match idle > IDLE {
-                true => self.raise(shown, idle, part > ASKED),
+                true => self.raise(idle, part > ASKED),
                 false => self.speed = (self.speed * NUDGE).clamp(shown, most.max(shown)),
             }
             return;
         }
-        self.known = Some(shown);
+        self.known = Some(shown.max(self.did));
         let smoothed = match self.smoothed {
             Some(before) if (shown / before - 1.0).abs() < SUDDEN => before + NEWEST * (shown - before),
             _ => shown,
@@ -168,10 +171,9 @@ impl Path {
         }
     }
 
-    fn raise(&mut self, shown: f64, idle: f64, asked: bool) {
-        let did = shown / idle;
-        let known = self.known.is_some_and(|known| did < known * PASSED);
-        let more = did * if known { GENTLY } else { BOLDLY }.min(idle);
+    fn raise(&mut self, idle: f64, asked: bool) {
+        let known = self.known.is_some_and(|known| self.did < known * PASSED);
+        let more = self.did * if known { GENTLY } else { BOLDLY }.min(idle);
         if more > self.speed && (asked || !known) {
             self.speed = more;
         }
@@ -226,6 +228,7 @@ impl Placement {
                 seen: Observed::default(),
                 drained: false,
                 known: None,
+                did: 0.0,
             })
             .collect();
         for (home, bytes) in homes.iter().zip(&bytes) {

@@ -121,7 +121,7 @@ impl Sim {
             spread,
             subgroups: 40,
             pieces: UNITS_PER_SUBGROUP as usize,
-            unit: 16 * MIB,
+            unit: 8 * MIB,
             backwards: true,
         }
     }
@@ -315,7 +315,7 @@ fn subgroups_are_cut_so_that_the_shares_come_out() {
     let unit = unit_bytes(1200 * MIB, 3, 2, MIB);
     let units = 3 * (1200 * MIB).div_ceil(unit) as usize;
     assert!(units >= 64 && unit.is_multiple_of(MIB), "{units} units of {unit}");
-    assert_eq!(unit_bytes(1200 * MIB, 100, 2, MIB), 19 * MIB, "each of many subgroups can follow the shares");
+    assert_eq!(unit_bytes(1200 * MIB, 100, 2, MIB), 10 * MIB, "each of many subgroups can follow the shares");
     assert_eq!(unit_bytes(1200 * MIB, 3, 1, MIB), 1200 * MIB, "one path needs no parts");
     assert_eq!(unit_bytes(100, 1, 4, MIB), 100, "a part is not larger than the subgroup");
 }
@@ -383,9 +383,7 @@ fn paths_that_waver_from_round_to_round_move_little() {
 
 /// Scenarios at random: two to four paths, 0.5 to 8 GB/s, hints wrong by up to 2.8, transfers that take up to 5 % more or
 /// less, and in the middle of the run one path that gets up to 8 times slower or faster. Hints and changes have 20 rounds
-/// to be found out; of what follows, one round in a hundred may be late. The few stretches that are late as a whole are
-/// duplex paths that became several times faster, and a path limited by a rate beside one many times as fast, which is
-/// tried with too much again every few rounds.
+/// to be found out; of what follows, each 20 rounds together are within 5 %, and one round in 200 may be late.
 #[test]
 fn whatever_the_paths_rounds_end_within_5_percent_of_the_optimum_and_little_moves() {
     const SCENARIOS: usize = 300;
@@ -406,9 +404,11 @@ fn whatever_the_paths_rounds_end_within_5_percent_of_the_optimum_and_little_move
             let ratios = sim.run(&mut placement, 20);
             let moves = (placement.moved() - moved) as f64 / (sim.units() * 20) as f64;
             assert!(moves < 0.03, "{kind:?}, {speeds:?}, then {change}: {moves} of the flushes moved");
+            let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
+            assert!(mean < 1.05, "{kind:?}, {speeds:?}, then {change}: {mean} {ratios:?}");
             rounds += ratios.len();
             late += ratios.iter().filter(|ratio| **ratio > 1.05).count();
         }
     }
-    assert!(late * 100 < rounds, "{late} of {rounds} rounds took over 5 % more than the optimum");
+    assert!(late * 200 < rounds, "{late} of {rounds} rounds took over 5 % more than the optimum");
 }

@@ -4,7 +4,8 @@ Spillway's tier, on the same directories, a step of each in turn.
     python tier_deepspeed.py DIRECTORY [DIRECTORY]    with SPILLWAY_DEEPSPEED unset, in an environment that has both
 
 Each kind is a process of its own, which steps when it is told to. A step is backward, in which gradients are moved, and
-engine.step(), less the backward of the run with states in host memory. DeepSpeed can use the first directory only."""
+engine.step(), less the backward of the run with states in host memory. DeepSpeed can use the first directory only. Resident
+memory is that of the whole process, as the kernel counts it: at the end, and at its highest."""
 
 import argparse
 import json
@@ -32,9 +33,9 @@ def main():
         for kind in [*runs][number % len(runs):] + [*runs][:number % len(runs)]:
             runs[kind].stdin.write("step\n")
             seconds[kind].append(json.loads(runs[kind].stdout.readline()))
-    hashes = {kind: end(process) for kind, process in runs.items()}
-    assert len(set(hashes.values())) == 1, hashes
-    report(options, {kind: times[options.warm:] for kind, times in seconds.items()})
+    ends = {kind: end(process) for kind, process in runs.items()}
+    assert len({hashed for hashed, *_ in ends.values()}) == 1, ends
+    report(options, {kind: times[options.warm:] for kind, times in seconds.items()}, ends)
 
 
 def start(options, kind, directories):
@@ -42,7 +43,7 @@ def start(options, kind, directories):
     if kind != "deepspeed":
         environment["SPILLWAY_DEEPSPEED"] = "1"
     command = [sys.executable, __file__, *directories, "--kind", kind, "--matrices", str(options.matrices),
-               "--part", str(options.part), "--aio", options.aio]
+               "--part", str(options.part), "--more", str(options.more), "--aio", options.aio]
     if options.split:
         command.append("--split")
     if options.ratio:
@@ -55,12 +56,12 @@ def start(options, kind, directories):
 
 def end(process):
     process.stdin.close()
-    answer = process.stdout.readline().strip()
+    answer = json.loads(process.stdout.readline())
     process.wait()
     return answer
 
 
-def report(options, seconds):
+def report(options, seconds, ends):
     base = statistics.median(backward for backward, _ in seconds["host"])
     steps = {kind: [backward + step - base for backward, step in times] for kind, times in seconds.items()}
     state = options.matrices * 12 * (1 << 20)
@@ -68,7 +69,8 @@ def report(options, seconds):
     for kind, times in steps.items():
         ratios = [theirs / ours for theirs, ours in zip(steps["deepspeed"], times)]
         print(f"{kind:11s} {statistics.median(times):7.3f} s a step (from {min(times):.3f} to {max(times):.3f}), "
-              f"{2 * state / statistics.median(times) / 1e9:6.2f} GB/s, DeepSpeed / this: {statistics.median(ratios):.2f}")
+              f"{2 * state / statistics.median(times) / 1e9:6.2f} GB/s, DeepSpeed / this: {statistics.median(ratios):.2f}, "
+              f"resident {ends[kind][1]:.2f} GB, at most {ends[kind][2]:.2f}")
 
 
 def serve(options):
@@ -88,9 +90,16 @@ def serve(options):
         between = time.perf_counter()
         engine.step()
         print(json.dumps([between - began, time.perf_counter() - between]), file=output, flush=True)
-    print(train.weights_hash(engine.module), file=output, flush=True)
+    resident = [status("VmRSS"), status("VmHWM")]
+    print(json.dumps([train.weights_hash(engine.module), *resident]), file=output, flush=True)
     compiled = train.compiled_ops()
     assert bool(compiled) == (options.kind == "deepspeed"), compiled
+
+
+def status(name):
+    """GB of this process."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith(name + ":"))
 
 
 def made(deepspeed, options):
@@ -129,10 +138,11 @@ def made(deepspeed, options):
 
 
 def block(options):
-    """As much memory as DeepSpeed's 14 buffers of 16 MiB take: of 12 MiB a part, 3 are in motion on one path, 5 on two."""
+    """As much memory as DeepSpeed's 14 buffers of 16 MiB take, and what more is asked for: of 12 MiB a part, 3 are in motion
+    on one path, 5 on two."""
     moving = 12 * options.part * (3 if len(options.directories) == 1 else 5)
     found = {"paths": options.directories, "job": options.kind, "part_elements": options.part, "split_master": options.split,
-             "cache_bytes": (14 * 16 << 20) - moving}
+             "cache_bytes": (14 * 16 + options.more << 20) - moving}
     if options.kind in ("host", "deepspeed"):
         return {}
     return {**found, "ratio": options.ratio} if options.ratio else found
@@ -146,6 +156,7 @@ def arguments():
     parser.add_argument("--warm", type=int, default=8, help="rounds before those, in which the speeds of paths are learnt")
     parser.add_argument("--ratio", type=float, nargs="+", help="share of each directory; default: as measured")
     parser.add_argument("--part", type=int, default=1 << 20, help="elements that Spillway fetches and keeps at a time")
+    parser.add_argument("--more", type=int, default=0, help="MiB that Spillway caches beyond what DeepSpeed's buffers take")
     parser.add_argument("--split", action="store_true", help="Spillway with split masters: 10 bytes a parameter instead of 12")
     # The best of DeepSpeed's settings on the machines measured.
     parser.add_argument("--aio", default='{"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 2, '

@@ -2,8 +2,9 @@
 
 Both read and write in this process, in alternation, each on buffers that it allocates itself; what was read is compared
 before the clock starts. Each op runs at the best of its settings, found by trying them first; DeepSpeed's a second time at
-the settings of a configuration without an "aio" block. Processor time is that of the whole process, kernel threads of io_uring included. A ratio of speed above 1, and one of processor time
-below 1, is Spillway's gain."""
+the settings of a configuration without an "aio" block. If fio is installed it takes its turn with them on a file that
+holds all tensors, for what the device gives at that moment. Processor time is that of the whole process, kernel threads of
+io_uring included. A ratio of speed above 1, and one of processor time below 1, is Spillway's gain."""
 
 import itertools
 import os
@@ -16,7 +17,7 @@ import time
 import spillway
 from spillway.deepspeed import _ops
 
-from . import _machine
+from . import _io_fio, _machine
 from ._io_contender import Contender
 
 _MIB = 1 << 20
@@ -52,6 +53,8 @@ def _case(folder, native, options, tensor, apart):
         work["deepspeed"] = Contender("DeepSpeed", native, places, tensor, _best(native, part, tensor))
         work["as it comes"] = Contender("DeepSpeed as it comes", native, places, tensor, _DEFAULTS)
     _agree(work)
+    if not apart and _io_fio.installed():
+        work["fio"] = _io_fio.Ceiling(places[0][0])
     results = []
     for way in ("read", "write"):
         taken = {name: [] for name in work}
@@ -75,7 +78,7 @@ def _best(native, places, tensor):
 
     Block, depth and threads first, with overlap; then the other ways to submit and wait."""
     settings = [(block, depth, False, True, threads)
-                for block, depth, threads in itertools.product((_MIB, 8 * _MIB), (32, 128), (1, 2))
+                for block, depth, threads in itertools.product((_MIB, 8 * _MIB), (32, 128), (1, 2, 8))
                 if block <= max(tensor, _MIB)]
     found = _fastest(native, places, tensor, settings)
     block, depth, _, _, threads = found
@@ -120,11 +123,11 @@ def _agree(work):
 
 
 def _timed(work):
-    """Seconds, and seconds of processor time."""
+    """Seconds, and seconds of processor time; of another program the seconds that it names, and no processor time."""
     before, start = _processor(), time.perf_counter()
-    work()
+    named = work()
     seconds = time.perf_counter() - start
-    return seconds, _processor() - before
+    return (named, None) if named else (seconds, _processor() - before)
 
 
 def _processor():
@@ -136,13 +139,15 @@ def _rows(way, taken, settings, size):
     ours = taken["spillway"]
     rows = []
     for name, figures in taken.items():
-        speed = [own / other for (own, _), (other, _) in zip(ours, figures)]
-        processor = [own / max(other, 1e-9) for (_, own), (_, other) in zip(ours, figures)]
-        rows.append({"way": way, "name": name, "setting": settings[name],
-                     "gb_per_s": round(size / 1e9 / statistics.median(seconds for seconds, _ in figures), 3),
-                     "cpu_seconds_per_gb": round(statistics.median(cpu for _, cpu in figures) / (size / 1e9), 5),
-                     "speed_ratio": round(1 / statistics.median(speed), 3),
-                     "cpu_ratio": round(statistics.median(processor), 3)})
+        speed = statistics.median(own / other for (own, _), (other, _) in zip(ours, figures))
+        row = {"way": way, "name": name, "setting": settings[name],
+               "gb_per_s": round(size / 1e9 / statistics.median(seconds for seconds, _ in figures), 3),
+               "speed_ratio": round(1 / speed, 3)}
+        if figures[0][1] is not None:
+            processor = statistics.median(own / max(other, 1e-9) for (_, own), (_, other) in zip(ours, figures))
+            row["cpu_seconds_per_gb"] = round(statistics.median(cpu for _, cpu in figures) / (size / 1e9), 5)
+            row["cpu_ratio"] = round(processor, 3)
+        rows.append(row)
     return rows
 
 
@@ -153,7 +158,13 @@ def table(report):
              "processor time over the other's", "setting: block, depth, single_submit, overlap_events, threads"]
     for case in report["cases"]:
         lines += ["", case["case"]]
-        lines += [f"  {row['way']:<6} {row['name']:<11} {row['gb_per_s']:7.3f} GB/s {row['cpu_seconds_per_gb']:8.4f} cpu s/GB"
-                  f"   speed {row['speed_ratio']:6.2f}  cpu {row['cpu_ratio']:6.2f}  {row['setting']}"
-                  for row in case["results"]]
+        lines += [_line(row) for row in case["results"]]
     return "\n".join(lines)
+
+
+def _line(row):
+    processor, ratio = " " * 18, " " * 12
+    if "cpu_ratio" in row:
+        processor, ratio = f" {row['cpu_seconds_per_gb']:8.4f} cpu s/GB", f"  cpu {row['cpu_ratio']:6.2f}"
+    return (f"  {row['way']:<6} {row['name']:<11} {row['gb_per_s']:7.3f} GB/s{processor}"
+            f"   speed {row['speed_ratio']:6.2f}{ratio}  {row['setting']}")

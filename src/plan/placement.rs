@@ -48,7 +48,7 @@ const ASKED: f64 = 0.95;
 const SPAN: f64 = 0.25;
 /// Least units of a round for each path: one more or less is then within the margin.
 const UNITS_PER_PATH: u64 = 32;
-/// Least units of a subgroup: so finely it follows the paths' shares.
+/// Least units of a subgroup, unless blocks are larger: so finely it follows the paths' shares.
 const UNITS_PER_SUBGROUP: u64 = 128;
 
 /// What is known of a path before the first round.

@@ -8,30 +8,62 @@ use std::sync::Arc;
 
 use super::region::{Backing, Region};
 use crate::error::{Error, Result};
+use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
 use crate::sys::span::Span;
 
-/// A region of its own, exclusively owned.
+/// Whole pages of a region, exclusively owned.
 #[derive(Debug)]
 pub struct Buffer {
-    region: Arc<Region>,
+    owner: Arc<Owner>,
+    part: Span,
 }
+
+/// The region of some buffers, retired with the last of them.
+#[derive(Debug)]
+struct Owner(Arc<Region>);
+
+/// Most bytes of a region that several buffers share: as much as a lock is refused for at once.
+const SHARED: usize = 1 << 30;
 
 impl Buffer {
     /// Takes `bytes`, rounded up to whole pages.
     pub fn open(bytes: usize, backing: Backing) -> Result<Buffer> {
-        Ok(Buffer { region: Region::open(bytes.max(1), backing)? })
+        let owner = Arc::new(Owner(Region::open(bytes.max(1), backing)?));
+        let part = owner.0.span();
+        Ok(Buffer { owner, part })
+    }
+
+    /// Takes `count` buffers of `bytes` each, rounded up to base pages: side by side, so that huge pages round up their sum
+    /// and not each of them, and only where that adds little.
+    pub fn open_many(count: usize, bytes: usize, backing: Backing) -> Result<Vec<Buffer>> {
+        let too_large = || Error::invalid("bytes", "pass the address space");
+        let bytes = bytes.max(1).checked_next_multiple_of(BASE_PAGE).ok_or_else(too_large)?;
+        let together = (SHARED / bytes).max(1);
+        let mut buffers = Vec::new();
+        while buffers.len() < count {
+            let here = together.min(count - buffers.len());
+            let all = here.checked_mul(bytes).ok_or_else(too_large)?;
+            let added = all.checked_next_multiple_of(HUGE_PAGE).ok_or_else(too_large)? - all;
+            let backing = Backing { huge: backing.huge && added <= all / 64, ..backing };
+            let owner = Arc::new(Owner(Region::open(all, backing)?));
+            buffers.extend((0..here).map(|number| Buffer {
+                part: owner.0.span().part(number * bytes, bytes),
+                owner: Arc::clone(&owner),
+            }));
+        }
+        Ok(buffers)
     }
 
     /// The memory, for transfers.
     pub fn span(&self) -> Span {
-        self.region.span()
+        self.part
     }
 
     /// The memory as numbers, whatever it last held; an error while a transfer uses it.
     pub fn floats(&mut self) -> Result<&mut [f32]> {
         let span = self.unused()?;
-        // SAFETY: mapped and page-aligned for as long as the region lives; any bits are an f32. Nobody else uses it: no
-        // transfer has it, as just checked, and none can get it from `span` while `self` is borrowed.
+        // SAFETY: mapped and page-aligned for as long as the region lives; any bits are an f32. Nobody else uses it: no other
+        // buffer has this part, no transfer has it, as just checked, and none can get it from `span` while `self` is borrowed.
         Ok(unsafe { std::slice::from_raw_parts_mut(span.as_ptr().cast(), span.len() / size_of::<f32>()) })
     }
 
@@ -44,21 +76,20 @@ impl Buffer {
 
     /// True while a transfer may reach the memory, one that was given up included.
     pub fn in_transfer(&self) -> bool {
-        self.region.leased(self.region.span())
+        self.owner.0.leased(self.part)
     }
 
     fn unused(&self) -> Result<Span> {
-        let span = self.region.span();
         match self.in_transfer() {
             true => Err(Error::Busy("a transfer uses the buffer".to_string())),
-            false => Ok(span),
+            false => Ok(self.part),
         }
     }
 }
 
-impl Drop for Buffer {
+impl Drop for Owner {
     fn drop(&mut self) {
-        self.region.retire();
+        self.0.retire();
     }
 }
 
@@ -78,5 +109,38 @@ mod tests {
         drop(lease);
         assert!(buffer.floats().unwrap().iter().all(|x| *x == 2.0) && buffer.span().len() >= 10_000);
         assert_eq!(buffer.words().unwrap()[..4], [0, 0x4000, 0, 0x4000]);
+    }
+
+    #[test]
+    fn buffers_side_by_side_are_lent_each_by_itself_and_found_until_the_last_is_gone() {
+        let backing = Backing { lock: false, ..Backing::default() };
+        let mut buffers = Buffer::open_many(5, 10_000, backing).unwrap();
+        for (number, buffer) in buffers.iter_mut().enumerate() {
+            buffer.floats().unwrap().fill(number as f32);
+        }
+        let lease = Lease::take(buffers[1].span()).unwrap();
+        assert!(buffers[1].floats().is_err() && !buffers[0].in_transfer() && !buffers[2].in_transfer());
+        drop(lease);
+        for (number, buffer) in buffers.iter_mut().enumerate() {
+            assert!(buffer.span().len() == 12_288 && buffer.span().address().is_multiple_of(BASE_PAGE));
+            assert!(buffer.floats().unwrap().iter().all(|x| *x == number as f32));
+        }
+        let last = buffers.pop().unwrap();
+        drop(buffers);
+        assert!(Lease::take(last.span()).is_some());
+    }
+
+    #[test]
+    fn huge_pages_add_little_to_what_was_asked_for() {
+        for (count, bytes) in [(74, (3 << 20) + 4096), (3, (3 << 20) + 4096), (2, (40 << 20) + 4096), (1, 1)]
+        {
+            let buffers =
+                Buffer::open_many(count, bytes, Backing { lock: false, ..Backing::default() }).unwrap();
+            let mut regions: Vec<&Region> = buffers.iter().map(|buffer| &*buffer.owner.0).collect();
+            regions.dedup_by_key(|region| region.id());
+            let taken: usize = regions.iter().map(|region| region.span().len()).sum();
+            let asked = count * bytes.next_multiple_of(BASE_PAGE);
+            assert!(taken <= asked + asked / 64, "{count} of {bytes} bytes took {taken}");
+        }
     }
 }

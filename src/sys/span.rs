@@ -93,6 +93,12 @@ impl Span {
     }
 }
 
+/// The bytes of numbers.
+pub fn bytes_of(numbers: &[f32]) -> &[u8] {
+    // SAFETY: borrowed memory, every byte of which is initialized and a valid u8; a u8 needs no alignment.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -51,12 +51,12 @@ pub struct spw_io_options {
     pub backend: u32,
     /// Sum of `spw_io_flag`.
     pub flags: u32,
-    /// Requests under way at a time; 0 is the profile's, or 32.
+    /// Reads under way at a time, and as many writes; 0 is the profile's, or 32.
     pub queue_depth: u32,
     /// Most bytes of a request, rounded up to whole pages; 0 is the profile's for each file system, or 1 MiB. A device's
     /// own limits make it smaller.
     pub block_bytes: u64,
-    /// Most threads of SPW_IO_THREADS; 0 is the depth of a profile that asks for threads, or 8.
+    /// Most threads of SPW_IO_THREADS for reads, and as many for writes; 0 is the depth of a profile that asks for threads, or 8.
     pub workers: u32,
     /// Permission bits of new files, before the umask; 0 is 0600.
     pub file_mode: u32,
@@ -131,7 +131,7 @@ pub struct spw_io_stats {
     pub pending: u64,
     /// Operations past their deadline whose memory the system still has.
     pub stuck: u64,
-    /// Requests under way at a time, at most.
+    /// Reads under way at a time, at most, and as many writes.
     pub queue_depth: u64,
     /// Most bytes of a request, for the last file.
     pub block_bytes: u64,

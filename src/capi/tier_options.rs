@@ -116,7 +116,7 @@ pub struct spw_tier_options {
     pub block_bytes: u64,
     /// Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
     pub stall_ms: u64,
-    /// Requests under way at a time on each path; 0 is 32, and 8 on an object store, which takes 64 at most.
+    /// Reads under way at a time on each path, and as many writes; 0 is 32, and 8 on an object store, which takes 64 at most.
     pub queue_depth: u32,
     /// `spw_io_backend`
     pub io_backend: u32,

@@ -20,6 +20,16 @@ pub enum Action {
     Sync,
 }
 
+/// Reads, and all other actions, do not wait for each other's places.
+pub const LANES: usize = 2;
+
+impl Action {
+    /// The lane of the action, below [`LANES`].
+    pub fn lane(self) -> usize {
+        usize::from(self != Action::Read)
+    }
+}
+
 /// One request to the kernel.
 #[derive(Debug, Clone)]
 pub struct Piece {

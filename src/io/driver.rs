@@ -1,8 +1,10 @@
 //! The thread behind an engine.
 //!
 //! Invariants:
-//! - At most `depth` pieces are under way, not counting those of operations past their deadline, so that stuck pieces
-//!   do not take the places of healthy ones; at most four times as many in all.
+//! - At most `depth` pieces of reads are under way and as many of writes, not counting those of operations past their
+//!   deadline, so that stuck pieces do not take the places of healthy ones; at most four times as many of each in all. Reads
+//!   never wait for places or bounce blocks that writes have, nor writes for those of reads: a device may do one while it
+//!   holds the other back.
 //! - Every completion is judged: bytes are counted, short ones resume, interruptions are tried again a bounded number
 //!   of times, and the first error ends the operation once all its pieces are back.
 //! - An operation is finished, and its memory let go, only when none of its pieces is in the kernel.
@@ -16,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use super::backend::{Action, Backend, Completion, Piece, Sleep};
+use super::backend::{Action, Backend, Completion, LANES, Piece, Sleep};
 use super::counters::Counters;
 use super::file::Route;
 use super::operation::{Operation, Shared};
@@ -38,8 +40,7 @@ pub(super) struct Driver {
     shared: Arc<Shared>,
     depth: usize,
     running: Slab<Running>,
-    /// Those of `running` that have pieces left to start, oldest first.
-    order: VecDeque<usize>,
+    lanes: [Lane; LANES],
     flights: Slab<Flight>,
     retries: VecDeque<usize>,
     bounce: Bounce,
@@ -48,6 +49,15 @@ pub(super) struct Driver {
     flowing: bool,
     /// Operations whose callers are to be told.
     over: Vec<(Arc<Operation>, Result<u64>)>,
+}
+
+/// Reads, or all other operations.
+#[derive(Default)]
+struct Lane {
+    /// Those of `running` that have pieces left to start, oldest first.
+    order: VecDeque<usize>,
+    /// Pieces under way.
+    flights: usize,
 }
 
 struct Running {
@@ -76,12 +86,15 @@ pub(super) struct Flight {
 pub(super) struct Bounce {
     memory: Mapping,
     block: usize,
-    free: Vec<usize>,
+    free: [Vec<usize>; LANES],
 }
 
 impl Bounce {
+    /// `count` blocks for each lane.
     pub(super) fn new(block: usize, count: usize) -> io::Result<Bounce> {
-        Ok(Bounce { memory: Mapping::untouched(block * count)?, block, free: (0..count).rev().collect() })
+        let memory = Mapping::untouched(block * count * LANES)?;
+        let free = std::array::from_fn(|lane| (lane * count..(lane + 1) * count).rev().collect());
+        Ok(Bounce { memory, block, free })
     }
 
     fn span(&self, index: usize, len: usize) -> Span {
@@ -95,7 +108,7 @@ impl Driver {
             shared,
             depth,
             running: Slab::new(),
-            order: VecDeque::new(),
+            lanes: Default::default(),
             flights: Slab::new(),
             retries: VecDeque::new(),
             bounce,
@@ -151,8 +164,9 @@ impl Driver {
         let closing = state.closing;
         drop(state);
         for op in arrived {
+            let lane = op.action.lane();
             let key = self.running.insert(Running { op, next: 0, under_way: 0, error: None, queued: true });
-            self.order.push_back(key);
+            self.lanes[lane].order.push_back(key);
         }
         closing
     }
@@ -163,9 +177,10 @@ impl Driver {
     /// operations wait as long: both save a change of threads per piece, and a stream that stops is noticed within [`NAP`].
     /// Whoever replaces what completed is a batch behind: its queue is between half and three quarters full.
     fn prepare_to_sleep(&mut self) -> Sleep {
-        let active = self.active();
-        let nap = self.flowing && active >= NAP_FROM && active >= self.depth / 2;
-        let hungry = active < self.depth && !nap;
+        let active: [usize; LANES] = std::array::from_fn(|lane| self.active(lane));
+        let all: usize = active.iter().sum();
+        let nap = self.flowing && all >= NAP_FROM && all >= self.depth / 2;
+        let hungry = active.iter().any(|active| *active < self.depth) && !nap;
         self.shared.hungry.store(hungry, Ordering::SeqCst);
         let (state, deadline, expired) = self.shared.expire(self.shared.lock());
         let waiting = hungry && !state.inbox.is_empty();
@@ -179,13 +194,13 @@ impl Driver {
         }
     }
 
-    /// Pieces under way that count against the depth.
-    fn active(&self) -> usize {
+    /// Pieces of a lane under way that count against the depth.
+    fn active(&self, number: usize) -> usize {
         if self.failed_devices.is_empty() {
-            return self.flights.len();
+            return self.lanes[number].flights;
         }
-        let live = |flight: &&Flight| !self.running[flight.owner].op.expired();
-        self.flights.iter().map(|(_, flight)| flight).filter(live).count()
+        let owners = self.flights.iter().map(|(_, flight)| &self.running[flight.owner].op);
+        owners.filter(|op| op.action.lane() == number && !op.expired()).count()
     }
 
     fn dispatch(&mut self, backend: &mut dyn Backend) {
@@ -194,14 +209,18 @@ impl Driver {
                 self.start(token, backend);
             }
         }
-        let hard_room = (4 * self.depth).saturating_sub(self.flights.len());
-        let mut room = self.depth.saturating_sub(self.active()).min(hard_room);
+        (0..LANES).for_each(|lane| self.dispatch_lane(lane, backend));
+    }
+
+    fn dispatch_lane(&mut self, lane: usize, backend: &mut dyn Backend) {
+        let hard_room = (4 * self.depth).saturating_sub(self.lanes[lane].flights);
+        let mut room = self.depth.saturating_sub(self.active(lane)).min(hard_room);
         let mut at = 0;
-        while at < self.order.len() {
-            let key = self.order[at];
+        while at < self.lanes[lane].order.len() {
+            let key = self.lanes[lane].order[at];
             match self.dispatch_one(key, &mut room, backend) {
                 Progress::AllStarted => {
-                    self.order.remove(at);
+                    self.lanes[lane].order.remove(at);
                     self.running[key].queued = false;
                     self.finish_if_over(key);
                 }
@@ -231,6 +250,7 @@ impl Driver {
             match self.cut(key) {
                 Ok(Some(token)) => {
                     *room -= 1;
+                    self.lanes[self.running[key].op.action.lane()].flights += 1;
                     self.start(token, backend);
                 }
                 Ok(None) => return Progress::NoBounce,
@@ -264,7 +284,7 @@ impl Driver {
         let own = op.span.part(at as usize, len);
         let (span, bounce) = match cut.bounce {
             false => (own, None),
-            true => match self.bounce.free.pop() {
+            true => match self.bounce.free[op.action.lane()].pop() {
                 None => return Ok(None),
                 Some(index) => (self.bounce.span(index, len), Some(index)),
             },
@@ -329,12 +349,13 @@ impl Driver {
     fn land(&mut self, token: usize, error: Option<Error>) {
         let flight = self.flights.remove(token);
         let running = &mut self.running[flight.owner];
+        self.lanes[running.op.action.lane()].flights -= 1;
         if let Some(index) = flight.bounce {
             let op = &running.op;
             if op.action == Action::Read && error.is_none() && !op.expired() {
                 flight.span.copy_to(op.span.part(flight.at as usize, flight.span.len()));
             }
-            self.bounce.free.push(index);
+            self.bounce.free[running.op.action.lane()].push(index);
         }
         running.under_way -= 1;
         if let Some(error) = error.filter(|_| running.error.as_ref().is_none_or(|(at, _)| flight.at < *at)) {
@@ -349,7 +370,7 @@ impl Driver {
             return;
         }
         if running.queued {
-            self.order.retain(|queued| *queued != key);
+            self.lanes[running.op.action.lane()].order.retain(|queued| *queued != key);
         }
         let Running { op, next, error, .. } = self.running.remove(key);
         let outcome = match error {

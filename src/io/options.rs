@@ -27,11 +27,12 @@ pub enum Choice {
 pub struct Options {
     /// Which backend; the environment variable `SPILLWAY_IO` overrides it.
     pub backend: Choice,
-    /// Pieces under way at a time; 0 is the profile's, or [`DEPTH`].
+    /// Pieces of reads under way at a time, and as many of writes; 0 is the profile's, or [`DEPTH`].
     pub depth: u32,
     /// Most bytes of a piece, rounded up to whole pages; 0 is the profile's for each file system, or [`BLOCK_BYTES`].
     pub block_bytes: u64,
-    /// Most worker threads of the thread backend; 0 is the depth of a profile that asks for threads, or [`WORKERS`].
+    /// Most worker threads of the thread backend for reads, and as many for writes; 0 is the depth of a profile that asks for
+    /// threads, or [`WORKERS`].
     pub workers: u32,
     /// Go past the page cache where the file system allows it.
     pub direct: bool,
@@ -62,7 +63,7 @@ impl Default for Options {
     }
 }
 
-/// Pieces under way where nobody says otherwise.
+/// Pieces of reads, and of writes, under way where nobody says otherwise.
 pub const DEPTH: u32 = 32;
 /// Bytes of a piece where nobody says otherwise.
 pub const BLOCK_BYTES: u64 = 1 << 20;

@@ -1,30 +1,35 @@
 //! The backend of worker threads, started as they are needed: pread and pwrite for machines without io_uring, requests to
-//! an object store.
+//! an object store. Each lane has workers of its own.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake, doze};
+use super::backend::{Action, Backend, Completion, LANES, Piece, Sleep, Wake, doze};
 use crate::sys::file;
 use crate::sys::threads;
 
 #[derive(Default)]
 struct Desk {
     state: Mutex<State>,
-    for_work: Condvar,
+    for_work: [Condvar; LANES],
     news: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    pieces: VecDeque<Piece>,
+    lines: [Line; LANES],
     done: Vec<Completion>,
-    idle: usize,
-    workers: usize,
     woken: bool,
     closing: bool,
+}
+
+#[derive(Default)]
+struct Line {
+    pieces: VecDeque<Piece>,
+    idle: usize,
+    workers: usize,
 }
 
 /// What a worker does with a piece.
@@ -38,19 +43,19 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    /// Up to `limit` workers on the system's files.
+    /// Up to `limit` workers of each lane on the system's files.
     pub(super) fn new(limit: usize) -> Threads {
         Threads::serving("threads", limit, Arc::new(|piece| Completion::of(piece.token, run(piece))))
     }
 
-    /// Up to `limit` workers that serve pieces this way.
+    /// Up to `limit` workers of each lane that serve pieces this way.
     pub(super) fn serving(name: &'static str, limit: usize, serve: Serve) -> Threads {
         Threads { desk: Arc::default(), limit: limit.max(1), name, serve }
     }
 
-    fn start_worker(&self) -> io::Result<()> {
+    fn start_worker(&self, lane: usize) -> io::Result<()> {
         let (desk, serve) = (Arc::clone(&self.desk), Arc::clone(&self.serve));
-        threads::spawn_quiet("spillway-io-worker", move || desk.work(&*serve))
+        threads::spawn_quiet("spillway-io-worker", move || desk.work(lane, &*serve))
     }
 }
 
@@ -60,19 +65,23 @@ impl Backend for Threads {
     }
 
     fn push(&mut self, piece: Piece) {
+        let lane = piece.action.lane();
         let mut state = self.desk.lock();
-        state.pieces.push_back(piece);
-        if state.pieces.len() > state.idle && state.workers < self.limit && self.start_worker().is_ok() {
-            state.workers += 1;
+        let line = &mut state.lines[lane];
+        line.pieces.push_back(piece);
+        if line.pieces.len() > line.idle && line.workers < self.limit && self.start_worker(lane).is_ok() {
+            line.workers += 1;
         }
-        self.desk.for_work.notify_one();
+        self.desk.for_work[lane].notify_one();
     }
 
     fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
         let mut state = self.desk.lock();
-        if state.workers == 0 && !state.pieces.is_empty() {
-            self.start_worker()?;
-            state.workers += 1;
+        for (lane, line) in state.lines.iter_mut().enumerate() {
+            if line.workers == 0 && !line.pieces.is_empty() {
+                self.start_worker(lane)?;
+                line.workers += 1;
+            }
         }
         while sleep.completions > 0 && state.done.is_empty() && !state.woken {
             let (locked, in_time) = doze(&self.desk.news, state, sleep.until);
@@ -94,7 +103,7 @@ impl Backend for Threads {
 impl Drop for Threads {
     fn drop(&mut self) {
         self.desk.lock().closing = true;
-        self.desk.for_work.notify_all();
+        self.desk.for_work.iter().for_each(Condvar::notify_all);
     }
 }
 
@@ -110,10 +119,10 @@ impl Desk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn work(&self, serve: &dyn Fn(&Piece) -> Completion) {
+    fn work(&self, lane: usize, serve: &dyn Fn(&Piece) -> Completion) {
         let mut state = self.lock();
         loop {
-            if let Some(piece) = state.pieces.pop_front() {
+            if let Some(piece) = state.lines[lane].pieces.pop_front() {
                 drop(state);
                 let completion = serve(&piece);
                 // The file closes here, before anybody is told that the operation is over.
@@ -124,9 +133,9 @@ impl Desk {
             } else if state.closing {
                 return;
             } else {
-                state.idle += 1;
-                state = self.for_work.wait(state).unwrap_or_else(PoisonError::into_inner);
-                state.idle -= 1;
+                state.lines[lane].idle += 1;
+                state = self.for_work[lane].wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.lines[lane].idle -= 1;
             }
         }
     }
@@ -138,5 +147,48 @@ fn run(piece: &Piece) -> i32 {
         Action::Read => file::read_at(fd, piece.span, piece.offset),
         Action::Write => file::write_at(fd, piece.span, piece.offset),
         Action::Sync => file::sync_data(fd),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::file::{File, Route};
+    use crate::sys::span::Span;
+    use std::sync::mpsc;
+
+    #[test]
+    fn reads_do_not_wait_for_the_workers_of_writes() {
+        let (release, held) = mpsc::channel::<()>();
+        let held = Mutex::new(held);
+        let serve: Serve = Arc::new(move |piece| {
+            if piece.action == Action::Write {
+                held.lock().unwrap().recv().unwrap();
+            }
+            Completion::of(piece.token, 0)
+        });
+        let mut backend = Threads::serving("test", 1, serve);
+        for (token, action) in [(1, Action::Write), (2, Action::Write), (3, Action::Read)] {
+            let file = Arc::new(File::named("file", 1, None));
+            let (route, span) = (Route::Buffered, Span::empty());
+            backend.push(Piece {
+                token,
+                action,
+                file,
+                route,
+                offset: 0,
+                span,
+                region: None,
+                busy_file: false,
+            });
+        }
+        let mut done = Vec::new();
+        for sent in 0..3 {
+            while done.len() <= sent {
+                backend.wait(Sleep { completions: 1, until: None }, &mut done).unwrap();
+            }
+            release.send(()).unwrap();
+        }
+        assert_eq!(done.iter().map(|completion| completion.token).collect::<Vec<_>>(), [3, 1, 2]);
     }
 }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use io_uring::squeue::{Entry, Flags};
 use io_uring::{IoUring, Probe, opcode, types};
 
-use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
+use super::backend::{Action, Backend, Completion, LANES, Piece, Sleep, Wake};
 use super::file::Route;
 use crate::log::{self, Level};
 use crate::pool::region::Region;
@@ -45,7 +45,7 @@ pub(super) struct Uring {
 }
 
 impl Uring {
-    /// A ring for `depth` pieces under way. The thread that calls this is the one that drives it.
+    /// A ring for `depth` pieces of each lane under way. The thread that calls this is the one that drives it.
     pub(super) fn open(depth: u32) -> io::Result<Uring> {
         let ring = build(depth)?;
         let mut probe = Probe::new();
@@ -190,7 +190,8 @@ impl Drop for Uring {
 
 /// The best ring that this kernel makes; each step leaves out what an older one does not know.
 fn build(depth: u32) -> io::Result<IoUring> {
-    let entries = (2 * depth).next_power_of_two().clamp(64, 16_384);
+    // And the poll for wakes.
+    let entries = (LANES as u32 * depth + 1).next_power_of_two().clamp(64, 16_384);
     let completions = 4 * entries;
     let attempts: [&dyn Fn(&mut io_uring::Builder); 4] = [
         &|builder| {

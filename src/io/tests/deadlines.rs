@@ -98,6 +98,37 @@ fn a_cancelled_operation_ends_once_the_system_has_given_its_memory_back() {
     pool.free(block.address()).unwrap();
 }
 
+/// A throttled device may hold one direction back for long.
+#[test]
+fn reads_go_past_writes_that_wait_and_writes_past_reads() {
+    let pool = pool(4096, 3);
+    let blocks: Vec<Span> = (0..3).map(|_| pool.alloc().unwrap()).collect();
+    for writes_hang in [true, false] {
+        let disk = Disk::default();
+        disk.put("data", pattern(5, 3 * 4096));
+        let sim = Sim::new(&disk, Faults { hang_nth: Some(0), ..Faults::default() });
+        let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
+        let submit = |write: bool, number: usize| {
+            let request = Request {
+                offset: 4096 * number as u64,
+                ..request(Target::File(file("data")), 0, blocks[number])
+            };
+            if write { engine.write(request) } else { engine.read(request) }.unwrap()
+        };
+        let hung = submit(writes_hang, 0);
+        while disk.requests() < 1 {
+            thread::yield_now();
+        }
+        let behind = submit(writes_hang, 1);
+        assert_eq!(engine.wait(submit(!writes_hang, 2), PATIENCE), Ok(4096));
+        assert_eq!(disk.requests(), 2, "one place for each direction");
+        disk.release();
+        assert_eq!((engine.wait(hung, PATIENCE), engine.wait(behind, PATIENCE)), (Ok(4096), Ok(4096)));
+        engine.close(PATIENCE).unwrap();
+    }
+    blocks.iter().for_each(|block| pool.free(block.address()).unwrap());
+}
+
 #[test]
 fn a_deadline_is_noticed_although_nobody_waits() {
     let disk = Disk::default();

@@ -142,10 +142,13 @@ fn after_a_failed_sync_no_commit_succeeds_before_its_data_was_written_again() {
     let (tier, _) = written(&clean, &[]);
     let (_memories, tickets) = read_both(&tier);
     wait_for(&tier, tickets);
-    let fault = Faults { fail_nth: Some((clean[0].requests(), libc::EIO)), ..Faults::default() };
-    let (tier, _) = written(&disks(), &[fault]);
-    // What is being read cannot be moved.
+    let before = clean[0].requests();
+    let fault = Faults { fail_nth: Some((before, libc::EIO)), ..Faults::default() };
+    let failing = disks();
+    let (tier, _) = written(&failing, &[fault]);
+    // What is being read cannot be moved. A sync goes past reads: it fails if it comes after them.
     let (_memories, tickets) = read_both(&tier);
+    until(|| failing[0].requests() == before);
     assert!(tier.commit(1, &[]).is_err());
     wait_for(&tier, tickets);
     for n in 0..2 {

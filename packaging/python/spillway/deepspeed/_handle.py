@@ -16,8 +16,8 @@ _OFFSET = 1 << 63
 
 class aio_handle:
     """Moves tensors to and from files. `block_size` is the most bytes of one request to the system; `queue_depth` times
-    `intra_op_parallelism` requests are under way at a time. The other two arguments have no effect: requests are always
-    submitted together and refilled as they complete."""
+    `intra_op_parallelism` reads are under way at a time, and as many writes. The other two arguments have no effect: requests
+    are always submitted together and refilled as they complete."""
 
     _op = "async_io"
 

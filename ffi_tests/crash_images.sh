@@ -11,6 +11,8 @@ set -eu
 binary=$(realpath "$1") dir=$2 images=${3:-100}
 [ "$(id -u)" = 0 ] && command -v mkfs.xfs mkfs.ext4 losetup >/dev/null || { echo "needs root, mkfs.xfs, mkfs.ext4"; exit 77; }
 mkdir -p "$dir/xfs" "$dir/live" "$dir/copy"
+# An earlier run's says that steps are acknowledged which this one has not made.
+rm -f "$dir/page"
 truncate -s 4g "$dir/xfs.img"
 mkfs.xfs -qf -m reflink=1 "$dir/xfs.img"
 writer=

@@ -198,7 +198,8 @@ pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64, block_bytes: 
         return subgroup_bytes;
     }
     let chunks = (UNITS_PER_PATH * paths).div_ceil(subgroups.max(1)).max(UNITS_PER_SUBGROUP);
-    subgroup_bytes.div_ceil(chunks).next_multiple_of(block_bytes).min(subgroup_bytes)
+    let blocks = subgroup_bytes / chunks / block_bytes;
+    (blocks.max(1) * block_bytes).min(subgroup_bytes)
 }
 
 impl Placement {

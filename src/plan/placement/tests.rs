@@ -315,7 +315,8 @@ fn subgroups_are_cut_so_that_the_shares_come_out() {
     let unit = unit_bytes(1200 * MIB, 3, 2, MIB);
     let units = 3 * (1200 * MIB).div_ceil(unit) as usize;
     assert!(units >= 64 && unit.is_multiple_of(MIB), "{units} units of {unit}");
-    assert_eq!(unit_bytes(1200 * MIB, 100, 2, MIB), 10 * MIB, "each of many subgroups can follow the shares");
+    assert_eq!(unit_bytes(1200 * MIB, 100, 2, MIB), 9 * MIB, "each of many subgroups can follow the shares");
+    assert_eq!(unit_bytes(255 * MIB, 100, 2, MIB), MIB, "blocks make more units of a subgroup, not fewer");
     assert_eq!(unit_bytes(1200 * MIB, 3, 1, MIB), 1200 * MIB, "one path needs no parts");
     assert_eq!(unit_bytes(100, 1, 4, MIB), 100, "a part is not larger than the subgroup");
 }

@@ -73,9 +73,10 @@ def _cut(arrays, start, end):
     return [None if array is None else array[start:end] for array in arrays]
 
 
-def block_bytes(part_elements):
-    """Of a part's state, about 64 blocks: paths share it by whole blocks."""
-    return min(max(12 * part_elements // 64 // 4096 * 4096, 64 << 10), 1 << 20)
+def block_bytes(part_elements, split_master):
+    """At least 128 blocks of a part's state, if they are not too small: paths share it by whole blocks."""
+    state = (10 if split_master else 12) * part_elements
+    return min(max(state // 128 // 4096 * 4096, 16 << 10), 1 << 20)
 
 
 def floats(count):

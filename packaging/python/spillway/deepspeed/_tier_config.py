@@ -25,7 +25,8 @@ class Settings(NamedTuple):
                       nvme_path
     ratio             share of each path in the state; default: in proportion to its measured speed
     cache_bytes       host memory for parts that stay there from step to step, beside the buffers in motion
-    part_elements     most elements of what is fetched, stepped and kept at a time: 12 bytes each, a few of them in motion
+    part_elements     most elements of what is fetched, stepped and kept at a time: 12 bytes each, 10 with split_master, a few of
+                      them in motion
     durability        "data": a commit survives a power cut; "process": only the end of the process; "full"
     job               name of the run, a directory below each path; two runs at a time on a path need two
     host              name of this machine, the directory below that; default: its host name. A run that resumes needs the one

@@ -188,6 +188,7 @@ fn layout_of_rust() -> String {
         }
         capi::swap_options::spw_swap_budget {
             struct_size, reserved, host_bytes, buffer_bytes, buffers, cached, state_bytes, step_bytes,
+            master_bytes, masters, working_bytes,
         }
         capi::swap_options::spw_swap_stats {
             struct_size, reserved, rounds, hits, fetched, flushed, moved, exposed_seconds,

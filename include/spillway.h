@@ -284,9 +284,9 @@ typedef enum spw_swap_flag {
     // others go to another path first (MLP-Offload section 3.1).
     SPW_SWAP_NO_TURNS = 4,
     // Store param without its upper 16 bits, which follow from the bf16 weights that the model holds: 10 bytes a parameter
-    // on the tier instead of 12. What stays in memory is committed whole. Every step is then given the weights that the step
-    // before it published, and a tier that is resumed those of the commit: they have to be saved with it, for without
-    // them param is lost. Weights that do not belong to the state are told by a checksum, and nothing is lost.
+    // on the tier and in memory instead of 12. Every step is then given the weights that the step before it published, and a
+    // tier that is resumed those of the commit: they have to be saved with it, for without them param is lost. Weights that
+    // do not belong to the state are told by a checksum, and nothing is lost.
     SPW_SWAP_SPLIT_MASTER = 8,
 } spw_swap_flag;
 
@@ -897,12 +897,12 @@ typedef struct spw_io_options {
     uint32_t backend;
     // Sum of `spw_io_flag`.
     uint32_t flags;
-    // Requests under way at a time; 0 is the profile's, or 32.
+    // Reads under way at a time, and as many writes; 0 is the profile's, or 32.
     uint32_t queue_depth;
     // Most bytes of a request, rounded up to whole pages; 0 is the profile's for each file system, or 1 MiB. A device's
     // own limits make it smaller.
     uint64_t block_bytes;
-    // Most threads of SPW_IO_THREADS; 0 is the depth of a profile that asks for threads, or 8.
+    // Most threads of SPW_IO_THREADS for reads, and as many for writes; 0 is the depth of a profile that asks for threads, or 8.
     uint32_t workers;
     // Permission bits of new files, before the umask; 0 is 0600.
     uint32_t file_mode;
@@ -961,7 +961,7 @@ typedef struct spw_io_stats {
     uint64_t pending;
     // Operations past their deadline whose memory the system still has.
     uint64_t stuck;
-    // Requests under way at a time, at most.
+    // Reads under way at a time, at most, and as many writes.
     uint64_t queue_depth;
     // Most bytes of a request, for the last file.
     uint64_t block_bytes;
@@ -1025,7 +1025,7 @@ typedef struct spw_tier_options {
     uint64_t block_bytes;
     // Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
     uint64_t stall_ms;
-    // Requests under way at a time on each path; 0 is 32, and 8 on an object store, which takes 64 at most.
+    // Reads under way at a time on each path, and as many writes; 0 is 32, and 8 on an object store, which takes 64 at most.
     uint32_t queue_depth;
     // `spw_io_backend`
     uint32_t io_backend;
@@ -1139,7 +1139,7 @@ typedef struct spw_swap_options {
     uint32_t struct_size;
     // Sum of `spw_swap_flag`.
     uint32_t flags;
-    // Most bytes of host memory for state. `spw_swap_plan` says what comes of it.
+    // Most bytes of host memory for state; 2 MiB pages may add a 64th. `spw_swap_plan` says what comes of it.
     uint64_t host_bytes;
     // Elements of each subgroup; the memory may be reused after the call.
     const uint64_t *elements;
@@ -1160,18 +1160,24 @@ typedef struct spw_swap_budget {
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Bytes of host memory that the buffers take, all at open.
+    // Bytes of host memory that buffers and masters take, all at open.
     uint64_t host_bytes;
-    // Bytes of one buffer: the state of the largest subgroup.
+    // Bytes of one buffer: the state of the largest subgroup, as it is stored.
     uint64_t buffer_bytes;
     // Number of buffers.
     uint64_t buffers;
-    // Those of them that keep their subgroup from update to update.
+    // Those of them that keep their subgroup from update to update; but subgroups that cannot be split do not stay.
     uint64_t cached;
     // Bytes of all state.
     uint64_t state_bytes;
     // Bytes that an update reads from the tier, and as many that it writes; a commit writes the cached rest.
     uint64_t step_bytes;
+    // Bytes of one master: with SPW_SWAP_SPLIT_MASTER, the param of the largest subgroup.
+    uint64_t master_bytes;
+    // Masters that are whole in memory at a time; 0 if every buffer has its own.
+    uint64_t masters;
+    // Bytes of host memory with which every path can read and write at once, and none are there only to be cached.
+    uint64_t working_bytes;
 } spw_swap_budget;
 
 // Counts since open.
@@ -2260,7 +2266,7 @@ enum spw_status spw_swap_adam_step(struct spw_swap *swap,
                                    struct spw_step_stats *stats);
 
 // Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
-// included. A param that is stored split needs `spw_swap_read_split`.
+// included. With split masters param needs `spw_swap_read_split`.
 //
 // Requires: Each address is NULL or of as many floats as the subgroup has elements.
 enum spw_status spw_swap_read(struct spw_swap *swap,
@@ -2269,8 +2275,8 @@ enum spw_status spw_swap_read(struct spw_swap *swap,
                               float *exp_avg,
                               float *exp_avg_sq);
 
-// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is stored split. Others
-// are refused.
+// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is split. Others are
+// refused.
 //
 // Requires: As `spw_swap_read`; `weights` has as many bf16 numbers as the subgroup has elements.
 enum spw_status spw_swap_read_split(struct spw_swap *swap,
@@ -2280,9 +2286,9 @@ enum spw_status spw_swap_read_split(struct spw_swap *swap,
                                     float *exp_avg,
                                     float *exp_avg_sq);
 
-// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is, but a param that is stored
-// split has to be given, and the weights of the next step are its rounded ones. It counts as a step does:
-// a commit makes it durable, `spw_swap_roll_back` forgets it.
+// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is. If param is given and
+// masters are split, the weights of the next step are its rounded ones. It counts as a step does: a commit makes it durable,
+// `spw_swap_roll_back` forgets it.
 //
 // Requires: Each address is NULL or of as many floats as the subgroup has elements.
 enum spw_status spw_swap_write(struct spw_swap *swap,

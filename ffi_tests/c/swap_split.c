@@ -41,6 +41,9 @@ static spw_swap *open_swap(spw_tier *tier) {
     CHECK_OK(spw_swap_plan(&twelve, 2, &whole));
     CHECK_OK(spw_swap_plan(&options, 2, &split));
     CHECK(split.state_bytes * 100 < whole.state_bytes * 88 && split.buffers < SUBGROUPS);
+    CHECK(split.buffer_bytes * 100 < whole.buffer_bytes * 88 && split.masters == 3 && whole.masters == 0);
+    CHECK(split.host_bytes == split.buffers * split.buffer_bytes + split.masters * split.master_bytes);
+    CHECK(split.working_bytes == 5 * split.buffer_bytes + 3 * split.master_bytes);
     spw_swap *swap = NULL;
     CHECK_OK(spw_swap_open(tier, &options, &swap));
     return swap;

@@ -168,7 +168,7 @@ pub unsafe extern "C" fn spw_swap_adam_step(
 }
 
 /// Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
-/// included. A param that is stored split needs `spw_swap_read_split`.
+/// included. With split masters param needs `spw_swap_read_split`.
 ///
 /// # Safety
 /// Each address is NULL or of as many floats as the subgroup has elements.
@@ -188,8 +188,8 @@ pub unsafe extern "C" fn spw_swap_read(
     })
 }
 
-/// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is stored split. Others
-/// are refused.
+/// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is split. Others are
+/// refused.
 ///
 /// # Safety
 /// As `spw_swap_read`; `weights` has as many bf16 numbers as the subgroup has elements.
@@ -216,9 +216,9 @@ pub unsafe extern "C" fn spw_swap_read_split(
     })
 }
 
-/// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is, but a param that is stored
-/// split has to be given, and the weights of the next step are its rounded ones. It counts as a step does:
-/// a commit makes it durable, `spw_swap_roll_back` forgets it.
+/// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is. If param is given and
+/// masters are split, the weights of the next step are its rounded ones. It counts as a step does: a commit makes it durable,
+/// `spw_swap_roll_back` forgets it.
 ///
 /// # Safety
 /// Each address is NULL or of as many floats as the subgroup has elements.

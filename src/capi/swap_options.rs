@@ -22,9 +22,9 @@ pub enum spw_swap_flag {
     /// others go to another path first (MLP-Offload section 3.1).
     SPW_SWAP_NO_TURNS = 4,
     /// Store param without its upper 16 bits, which follow from the bf16 weights that the model holds: 10 bytes a parameter
-    /// on the tier instead of 12. What stays in memory is committed whole. Every step is then given the weights that the step
-    /// before it published, and a tier that is resumed those of the commit: they have to be saved with it, for without
-    /// them param is lost. Weights that do not belong to the state are told by a checksum, and nothing is lost.
+    /// on the tier and in memory instead of 12. Every step is then given the weights that the step before it published, and a
+    /// tier that is resumed those of the commit: they have to be saved with it, for without them param is lost. Weights that
+    /// do not belong to the state are told by a checksum, and nothing is lost.
     SPW_SWAP_SPLIT_MASTER = 8,
 }
 
@@ -36,7 +36,7 @@ pub struct spw_swap_options {
     pub struct_size: u32,
     /// Sum of `spw_swap_flag`.
     pub flags: u32,
-    /// Most bytes of host memory for state. `spw_swap_plan` says what comes of it.
+    /// Most bytes of host memory for state; 2 MiB pages may add a 64th. `spw_swap_plan` says what comes of it.
     pub host_bytes: u64,
     /// Elements of each subgroup; the memory may be reused after the call.
     pub elements: *const u64,
@@ -65,18 +65,24 @@ pub struct spw_swap_budget {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Bytes of host memory that the buffers take, all at open.
+    /// Bytes of host memory that buffers and masters take, all at open.
     pub host_bytes: u64,
-    /// Bytes of one buffer: the state of the largest subgroup.
+    /// Bytes of one buffer: the state of the largest subgroup, as it is stored.
     pub buffer_bytes: u64,
     /// Number of buffers.
     pub buffers: u64,
-    /// Those of them that keep their subgroup from update to update.
+    /// Those of them that keep their subgroup from update to update; but subgroups that cannot be split do not stay.
     pub cached: u64,
     /// Bytes of all state.
     pub state_bytes: u64,
     /// Bytes that an update reads from the tier, and as many that it writes; a commit writes the cached rest.
     pub step_bytes: u64,
+    /// Bytes of one master: with SPW_SWAP_SPLIT_MASTER, the param of the largest subgroup.
+    pub master_bytes: u64,
+    /// Masters that are whole in memory at a time; 0 if every buffer has its own.
+    pub masters: u64,
+    /// Bytes of host memory with which every path can read and write at once, and none are there only to be cached.
+    pub working_bytes: u64,
 }
 
 // SAFETY: integers without padding.
@@ -158,6 +164,9 @@ pub(super) unsafe fn write_budget(plan: budget::Budget, budget_out: *mut spw_swa
         cached: plan.cached as u64,
         state_bytes: plan.state_bytes,
         step_bytes: plan.step_bytes,
+        master_bytes: plan.master_bytes,
+        masters: plan.masters as u64,
+        working_bytes: plan.working_bytes,
     };
     // SAFETY: the caller's promise is the callee's.
     unsafe { record::write(&values, budget_out, "budget_out") }

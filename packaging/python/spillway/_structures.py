@@ -275,7 +275,8 @@ class SwapOptions(Structure):
 class SwapBudget(Structure):
     c_name = "spw_swap_budget"
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("host_bytes", c_uint64), ("buffer_bytes", c_uint64),
-                ("buffers", c_uint64), ("cached", c_uint64), ("state_bytes", c_uint64), ("step_bytes", c_uint64)]
+                ("buffers", c_uint64), ("cached", c_uint64), ("state_bytes", c_uint64), ("step_bytes", c_uint64),
+                ("master_bytes", c_uint64), ("masters", c_uint64), ("working_bytes", c_uint64)]
 
 
 class SwapStats(Structure):

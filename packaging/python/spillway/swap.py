@@ -9,9 +9,9 @@
 
 A gradient is read where it is, in its own dtype; a weight is a 16-bit copy that the step writes, or None.
 
-With split_master=True the tier keeps param without its upper halves, which follow from the bf16 weights: 10 bytes a parameter
-instead of 12. Every step, and read() of param, then needs the weights that belong to the state: those of the step before, of
-the commit after a rollback, at first param rounded. After an end and a new open they are needed too; commit() does not keep them."""
+With split_master=True tier and memory keep param without its upper halves, which follow from the bf16 weights: 10 bytes a
+parameter instead of 12. Every step, and read() of param, then needs the weights that belong to the state: those of the step
+before, of the commit after a rollback, at first param rounded. After an end and a new open they are needed too; commit() does not keep them."""
 
 import ctypes
 from typing import NamedTuple
@@ -26,8 +26,9 @@ _NO_HUGE_PAGES, _NO_LOCK, _NO_TURNS, _SPLIT_MASTER = 1, 2, 4, 8
 
 
 class Budget(NamedTuple):
-    """Memory and bytes of a tiered update: what the buffers take, one of them, how many there are and how many keep their
-    subgroup from step to step; bytes of all state, and those that a step reads, and as many that it writes."""
+    """Memory and bytes of a tiered update: what is taken, one buffer, how many there are and how many keep their subgroup from
+    step to step; bytes of all state, and those that a step reads, and as many that it writes; with split masters one of
+    them, and how many are whole at a time; what keeps every path busy, with nothing kept."""
 
     host_bytes: int
     buffer_bytes: int
@@ -35,6 +36,9 @@ class Budget(NamedTuple):
     cached: int
     state_bytes: int
     step_bytes: int
+    master_bytes: int
+    masters: int
+    working_bytes: int
 
 
 class SwapStats(NamedTuple):
@@ -201,8 +205,7 @@ class Swap(Held):
 
 def working_bytes(elements, paths, *, split_master=False):
     """The least memory with which every path can read and write at once."""
-    unlimited = plan(elements, host_bytes=(1 << 64) - 1, paths=paths, split_master=split_master)
-    return unlimited.buffer_bytes * min(len(elements), max(2 * paths + 1, 3))
+    return plan(elements, host_bytes=(1 << 64) - 1, paths=paths, split_master=split_master).working_bytes
 
 
 def _options(elements, host_bytes, split_master):

@@ -9,49 +9,84 @@ use crate::sys::memory::BASE_PAGE;
 /// What fits into a budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Budget {
-    /// Bytes of one buffer: the state of the largest subgroup.
+    /// Bytes of one buffer: the state of the largest subgroup, in the form in which it is on the tier.
     pub buffer_bytes: u64,
     /// Buffers taken.
     pub buffers: usize,
     /// Those of them that keep their subgroup from step to step.
     pub cached: usize,
-    /// Bytes of all buffers.
+    /// Bytes of the largest subgroup's param.
+    pub master_bytes: u64,
+    /// Params that are whole in memory at a time; none if every buffer has its own.
+    pub masters: usize,
+    /// Bytes of all buffers and masters.
     pub host_bytes: u64,
+    /// Bytes with which every path can read and write at once, and none are there only to be cached.
+    pub working_bytes: u64,
     /// Bytes of all subgroups' state.
     pub state_bytes: u64,
     /// Bytes read, and as many written, in a step that finds the cache filled.
     pub step_bytes: u64,
 }
 
+/// Masters that are kept for subgroups in motion: one is stepped, others are written that cannot be split. One is enough,
+/// where memory is short.
+pub const MASTERS_IN_MOTION: usize = 3;
+
 /// The best use of `host_bytes` for subgroups of so many elements, over `paths` paths: enough working buffers that
 /// every path can read and write at once, all others cached. `usual` is the form in which state is on the tier.
 pub fn plan(subgroups: &[u64], usual: Form, paths: usize, host_bytes: u64) -> Result<Budget> {
     let too_large = || Error::invalid("subgroups", "together pass 2^64 bytes");
+    let count = subgroups.len();
     let mut buffer_bytes = BASE_PAGE as u64;
     let mut state_bytes = 0u64;
     for elements in subgroups {
-        let buffer = form::buffer_bytes(usual, *elements).ok_or_else(too_large)?;
         let state = form::stored_bytes(usual, *elements).ok_or_else(too_large)?;
-        buffer_bytes = buffer_bytes.max(buffer);
+        buffer_bytes = buffer_bytes.max(state);
         state_bytes = state_bytes.checked_add(state).ok_or_else(too_large)?;
     }
-    let count = subgroups.len();
-    let affordable = usize::try_from(host_bytes / buffer_bytes).unwrap_or(usize::MAX).min(count);
+    let largest = subgroups.iter().copied().max().unwrap_or(0);
+    let master_bytes = form::master_bytes(largest).ok_or_else(too_large)?;
+    let affordable = |masters: usize| {
+        let left = host_bytes.saturating_sub(master_bytes.saturating_mul(masters as u64));
+        fits(left, buffer_bytes).min(count)
+    };
     let least = count.min(LEAST_WORKING);
-    if affordable < least {
+    let (one, in_motion) = match usual {
+        Form::Whole => (0, 0),
+        Form::Split => (count.min(1), count.min(MASTERS_IN_MOTION)),
+    };
+    let masters = if affordable(one) == count || affordable(in_motion) < least { one } else { in_motion };
+    let buffers = affordable(masters);
+    if buffers < least {
+        let masters = match masters {
+            0 => String::new(),
+            _ => format!(", and one of {master_bytes} bytes for its master"),
+        };
         let reason = format!(
-            "is {host_bytes} bytes; {least} buffers of {buffer_bytes} bytes, the state of the largest subgroup, are needed"
+            "is {host_bytes} bytes; {least} buffers of {buffer_bytes} bytes, the state of the largest subgroup{masters}, are needed"
         );
         return Err(Error::invalid("host_bytes", reason));
     }
-    let working = (2 * paths + 1).max(LEAST_WORKING).min(affordable);
-    let cached = if affordable == count { count } else { affordable - working };
+    let masters = match buffers == count && usual == Form::Split {
+        true => fits(host_bytes - count as u64 * buffer_bytes, master_bytes).min(count),
+        false => masters,
+    };
+    let working = (2 * paths + 1).max(LEAST_WORKING).min(count);
+    let cached = if buffers == count { count } else { buffers - working.min(buffers) };
+    let bytes = |buffers: usize, masters: usize| {
+        let masters = master_bytes.saturating_mul(masters as u64);
+        buffer_bytes.saturating_mul(buffers as u64).saturating_add(masters)
+    };
     let uncached = (count - cached) as u64;
     Ok(Budget {
         buffer_bytes,
-        buffers: affordable,
+        buffers,
         cached,
-        host_bytes: buffer_bytes * affordable as u64,
+        master_bytes,
+        masters,
+        host_bytes: bytes(buffers, masters),
+        working_bytes: bytes(working, in_motion),
         state_bytes,
         step_bytes: if count == 0 {
             0
@@ -59,6 +94,10 @@ pub fn plan(subgroups: &[u64], usual: Form, paths: usize, host_bytes: u64) -> Re
             (u128::from(state_bytes) * u128::from(uncached) / count as u128) as u64
         },
     })
+}
+
+fn fits(bytes: u64, each: u64) -> usize {
+    usize::try_from(bytes / each).unwrap_or(usize::MAX)
 }
 
 #[cfg(test)]
@@ -77,16 +116,34 @@ mod tests {
     }
 
     #[test]
-    fn a_split_master_takes_ten_bytes_on_the_tier_and_twelve_in_memory() {
+    fn a_split_master_takes_ten_bytes_on_the_tier_and_in_memory() {
         let elements = 10 * 1000 * 1000;
         let whole = plan(&[elements; 20], Form::Whole, 2, GIB).unwrap();
         let split = plan(&[elements; 20], Form::Split, 2, GIB).unwrap();
         let each = |bytes: u64| bytes as f64 / elements as f64;
-        assert!((each(whole.state_bytes / 20) - 12.0).abs() < 0.01, "{whole:?}");
-        assert!((each(split.state_bytes / 20) - 10.0).abs() < 0.02, "{split:?}");
-        assert!(
-            (each(whole.buffer_bytes) - 12.0).abs() < 0.01 && (each(split.buffer_bytes) - 12.0).abs() < 0.02
-        );
+        for (budget, expected) in [(whole, 12.0), (split, 10.0)] {
+            assert!((each(budget.state_bytes / 20) - expected).abs() < 0.02, "{budget:?}");
+            assert!((each(budget.buffer_bytes) - expected).abs() < 0.02, "{budget:?}");
+        }
+        assert_eq!((whole.buffers, whole.masters, split.buffers, split.masters), (8, 0, 9, 3));
+        assert!(split.host_bytes <= GIB && (each(split.working_bytes) - 62.0).abs() < 0.1);
+    }
+
+    #[test]
+    fn masters_stay_whole_as_far_as_there_is_room() {
+        const MIB: u64 = 1 << 20;
+        for (mib, expected) in [
+            (103, (9, 4, 3)),
+            (105, (10, 10, 1)),
+            (113, (10, 10, 3)),
+            (117, (10, 10, 4)),
+            (141, (10, 10, 10)),
+            (999, (10, 10, 10)),
+        ] {
+            let budget = plan(&[MIB; 10], Form::Split, 2, mib * MIB).unwrap();
+            assert_eq!((budget.buffers, budget.cached, budget.masters), expected, "{mib} MiB");
+            assert!(budget.host_bytes <= mib * MIB);
+        }
     }
 
     #[test]
@@ -100,5 +157,8 @@ mod tests {
         );
         assert_eq!(plan(&[], Form::Whole, 1, 0).unwrap().buffers, 0);
         assert_eq!(plan(&[0, 0], Form::Split, 1, GIB).unwrap().cached, 2);
+        let short = plan(&[1 << 20; 4], Form::Split, 1, 35 << 20).unwrap();
+        assert_eq!((short.buffers, short.masters), (3, 1));
+        assert!(plan(&[17 * 10u64.pow(17), 1, 1], Form::Split, 1, u64::MAX).is_err());
     }
 }

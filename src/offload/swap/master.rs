@@ -59,40 +59,23 @@ pub fn exceptions(master: &[f32], most: usize) -> Option<Vec<Exception>> {
     Some(found)
 }
 
-/// Puts the low halves of masters, seen as words, into the first half of their memory. The upper ones are lost.
-pub fn pack(master: &mut [u16]) {
-    let elements = master.len() / 2;
-    let mut low = [0; BLOCK];
-    for from in (0..elements).step_by(BLOCK) {
-        let count = BLOCK.min(elements - from);
-        let pairs = master[2 * from..2 * (from + count)].chunks_exact(2);
-        low.iter_mut().zip(pairs).for_each(|(low, pair)| *low = pair[0]);
-        master[from..from + count].copy_from_slice(&low[..count]);
-    }
+/// The low halves of masters.
+pub fn pack(master: &[f32], low: &mut [u16]) {
+    master.iter().zip(low).for_each(|(master, low)| *low = master.to_bits() as u16);
 }
 
-/// Makes the masters again where [`pack`] left their low halves, from the model's copy and the exceptions. False if an
-/// exception lies outside.
-pub fn unpack(copy: &[bf16], exceptions: &[Exception], master: &mut [u16]) -> bool {
-    let elements = master.len() / 2;
-    let mut low = [0; BLOCK];
-    // From the end on: a block of masters lies over low halves that were used before it.
-    for from in (0..elements).step_by(BLOCK).rev() {
-        let count = BLOCK.min(elements - from);
-        low[..count].copy_from_slice(&master[from..from + count]);
-        let pairs = master[2 * from..2 * (from + count)].chunks_exact_mut(2);
-        for ((pair, low), copy) in pairs.zip(&low).zip(&copy[from..]) {
-            pair[0] = *low;
-            pair[1] = upper(copy.to_bits(), *low);
-        }
+/// Makes the masters again from the model's copy, their low halves and the exceptions. False if an exception lies outside.
+pub fn unpack(copy: &[bf16], low: &[u16], exceptions: &[Exception], master: &mut [f32]) -> bool {
+    for ((master, low), copy) in master.iter_mut().zip(low).zip(copy) {
+        *master = f32::from_bits(u32::from(upper(copy.to_bits(), *low)) << 16 | u32::from(*low));
     }
-    for exception in exceptions {
-        let place = usize::try_from(exception.element).ok().filter(|place| *place < elements);
-        let Some(place) = place else { return false };
-        master[2 * place] = exception.bits as u16;
-        master[2 * place + 1] = (exception.bits >> 16) as u16;
-    }
-    true
+    exceptions.iter().all(|exception| {
+        let place = usize::try_from(exception.element).ok().and_then(|place| master.get_mut(place));
+        place.is_some_and(|master| {
+            *master = f32::from_bits(exception.bits);
+            true
+        })
+    })
 }
 
 #[cfg(test)]
@@ -100,8 +83,18 @@ mod tests {
     use super::*;
     use crate::sys::threads;
 
-    fn words(masters: &[f32]) -> Vec<u16> {
-        masters.iter().flat_map(|x| [x.to_bits() as u16, (x.to_bits() >> 16) as u16]).collect()
+    /// What becomes of masters that are split and joined.
+    fn there_and_back(master: &[f32], exceptions: &[Exception]) -> Vec<u32> {
+        let copy: Vec<bf16> = master.iter().map(|x| bf16::from_bits(rounded(x.to_bits()))).collect();
+        let mut low = vec![0xdead; master.len()];
+        pack(master, &mut low);
+        let mut back = vec![f32::NAN; master.len()];
+        assert!(unpack(&copy, &low, exceptions, &mut back));
+        bits(&back)
+    }
+
+    fn bits(master: &[f32]) -> Vec<u32> {
+        master.iter().map(|x| x.to_bits()).collect()
     }
 
     /// All masters with these upper halves, copied as the kernels copy; the number of exceptions.
@@ -109,14 +102,8 @@ mod tests {
         let mut count = 0;
         for upper in uppers {
             let master: Vec<f32> = (0..1 << 16).map(|low| f32::from_bits(upper << 16 | low)).collect();
-            let copy: Vec<bf16> = master.iter().map(|x| bf16::from_bits(rounded(x.to_bits()))).collect();
             let exceptions = exceptions(&master, 1 << 16).unwrap();
-            let whole = words(&master);
-            let mut there = whole.clone();
-            pack(&mut there);
-            there[1 << 16..].fill(0xdead);
-            assert!(unpack(&copy, &exceptions, &mut there));
-            assert!(there == whole, "upper half {upper:#06x}");
+            assert!(there_and_back(&master, &exceptions) == bits(&master), "upper half {upper:#06x}");
             count += exceptions.len() as u64;
         }
         count
@@ -147,19 +134,15 @@ mod tests {
         let ties = vec![f32::from_bits(0x3f81_8000); 10];
         assert!(exceptions(&ties, 9).is_none() && exceptions(&ties, 10).unwrap().len() == 10);
         let outside = [Exception { element: 3, bits: 0 }];
-        assert!(!unpack(&[bf16::ZERO; 3], &outside, &mut [0; 6]));
+        assert!(!unpack(&[bf16::ZERO; 3], &[0; 3], &outside, &mut [0.0; 3]));
     }
 
     #[test]
-    fn every_length_comes_back_in_its_own_memory() {
+    fn every_length_comes_back() {
         for elements in [0, 1, 2, 1023, 1024, 1025, 2048, 3000, 70_001] {
             let masters: Vec<f32> = (0..elements).map(|i| (i as f32 * 0.37).sin()).collect();
-            let copy: Vec<bf16> = masters.iter().map(|x| bf16::from_f32(*x)).collect();
-            let mut there = words(&masters);
-            pack(&mut there);
-            assert!(there.iter().zip(&masters).all(|(low, master)| *low == master.to_bits() as u16));
-            assert!(unpack(&copy, &exceptions(&masters, elements).unwrap(), &mut there));
-            assert!(there == words(&masters), "{elements} elements");
+            let exceptions = exceptions(&masters, elements).unwrap();
+            assert!(there_and_back(&masters, &exceptions) == bits(&masters), "{elements} elements");
         }
     }
 }

@@ -6,7 +6,8 @@
 //!   [`Swap::roll_back`] leads back to the last commit, whole.
 //! - A step that failed is taken up again by rolling back, by nothing else: some subgroups may have been stepped.
 //! - No gradient ever goes to the tier; only param, exp_avg and exp_avg_sq do, 12 bytes a parameter; 10 if param is split,
-//!   and then the caller keeps the 16-bit copy that belongs to the state: a wrong one is told, never stepped.
+//!   there and in memory, and then the caller keeps the 16-bit copy that belongs to the state: a wrong one is told, never
+//!   stepped.
 //! - All memory is taken at open, and it is what [`budget::plan`] said.
 #![forbid(unsafe_code)]
 
@@ -17,6 +18,7 @@ pub mod form;
 mod lanes;
 pub mod master;
 pub mod pipeline;
+mod slots;
 mod traffic;
 
 use std::sync::Arc;
@@ -28,11 +30,12 @@ use extents::Extents;
 use form::Form;
 use lanes::Lanes;
 use pipeline::{Action, Pipeline, PipelineStats};
+use slots::Slots;
 use traffic::{Direction, Traffic};
 
 use crate::error::{Error, Result};
-use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
+use crate::sys::span::Span;
 use crate::tier::Tier;
 
 pub use form::State;
@@ -78,9 +81,7 @@ pub struct Swap {
     usual: Form,
     budget: Budget,
     extents: Extents,
-    buffers: Vec<Buffer>,
-    /// Of each buffer, the form in which its state was fetched, until it is joined.
-    fetched: Vec<Form>,
+    slots: Slots,
     pipeline: Pipeline,
     traffic: Traffic,
     lanes: Lanes,
@@ -95,19 +96,15 @@ impl Swap {
         let budget = budget::plan(&options.subgroups, options.usual, paths, options.host_bytes)?;
         let pipeline = Pipeline::new(options.subgroups.len(), budget.buffers, budget.cached)?;
         let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
-        let buffers = (0..budget.buffers)
-            .map(|_| Buffer::open(budget.buffer_bytes as usize, options.backing))
-            .collect::<Result<_>>()?;
+        let slots = Slots::open(&budget, options.usual, options.backing)?;
         let traffic = Traffic::new(&tier, options)?;
         let lanes = Lanes::new(&tier, options)?;
-        let fetched = vec![Form::Whole; budget.buffers];
         Ok(Swap {
             tier,
             usual: options.usual,
             budget,
             extents,
-            buffers,
-            fetched,
+            slots,
             pipeline,
             traffic,
             lanes,
@@ -176,7 +173,7 @@ impl Swap {
     }
 
     /// The same for state whose master is split: `copies` gives each subgroup's 16-bit weights as the step that made the
-    /// state published them. It is asked before the subgroup is stepped, and not at all for one that stayed in memory.
+    /// state published them. It is asked before the subgroup is stepped, if param has to be made of them.
     pub fn step_with<'a>(
         &mut self,
         copies: Copies<'a>,
@@ -206,6 +203,7 @@ impl Swap {
         self.finish_transfers();
         self.tier.roll_back()?;
         self.pipeline.forget()?;
+        self.look_at_slots();
         self.extents.find(&self.tier);
         self.broken = None;
         Ok(())
@@ -227,7 +225,7 @@ impl Swap {
     }
 
     fn run(&mut self, source: Source, work: Work) -> Result<()> {
-        self.set_stuck_aside();
+        self.look_at_slots();
         self.pipeline.begin()?;
         self.drive(source, work)
     }
@@ -239,18 +237,17 @@ impl Swap {
             self.lanes.look(&self.tier);
             match self.pipeline.next_action() {
                 Action::Fetch { slot, .. } if matches!(source, Source::Nothing) => {
-                    self.fetched[slot] = Form::Whole;
                     self.pipeline.handed_over(slot);
                 }
                 Action::Fetch { subgroup, slot } => self.fetch(subgroup, slot)?,
                 Action::Flush { subgroup, slot, keep } => self.flush(subgroup, slot, keep)?,
                 Action::Step { subgroup, slot } => {
-                    let (buffer, elements) = (&mut self.buffers[slot], self.extents.elements(subgroup));
-                    if std::mem::replace(&mut self.fetched[slot], Form::Whole) == Form::Split {
-                        let named = |error: Error| error.within(&format!("subgroup {subgroup}, "));
-                        form::join(buffer, elements, source.copy(subgroup)).map_err(named)?;
+                    let elements = self.extents.elements(subgroup);
+                    self.make_whole(subgroup, slot, source)?;
+                    work(subgroup, self.slots.state(slot, elements)?)?;
+                    if self.pipeline.stays(subgroup) && !self.slots.keep(slot, elements)? {
+                        self.pipeline.let_go(slot);
                     }
-                    work(subgroup, form::state(buffer, elements)?)?;
                     self.pipeline.stepped(slot);
                     self.collect(false)?;
                 }
@@ -272,10 +269,52 @@ impl Swap {
 
     fn start_fetch(&mut self, subgroup: usize, slot: usize) -> Result<()> {
         let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
-        self.fetched[slot] = form;
-        let elements = self.extents.elements(subgroup);
-        let spans = form::spans(form, self.buffers[slot].span(), elements);
+        self.slots.comes(slot, form);
+        let spans = self.slots.spans(slot, form, self.extents.elements(subgroup));
         self.traffic.read(&self.tier, slot, extent, &spans)
+    }
+
+    /// Gives a slot the whole param of its state, or at least the memory for it if the state comes from nowhere.
+    fn make_whole(&mut self, subgroup: usize, slot: usize, source: Source) -> Result<()> {
+        if self.slots.has_master(slot) {
+            return Ok(());
+        }
+        self.lend_master(slot)?;
+        let Source::Tier(copies) = source else { return Ok(()) };
+        let elements = self.extents.elements(subgroup);
+        match self.slots.came(slot) {
+            Form::Split => {
+                let named = |error: Error| error.within(&format!("subgroup {subgroup}, "));
+                self.slots.join(slot, elements, copies(subgroup)).map_err(named)
+            }
+            // Seldom: a state that could not be split. It was fetched without param, for which there was no memory.
+            Form::Whole => {
+                let (extent, ..) = self.extents.newest(&self.tier, subgroup)?;
+                let param = self.slots.spans(slot, Form::Whole, elements)[0];
+                self.traffic.read(&self.tier, slot, extent, &[param, Span::empty(), Span::empty()])?;
+                while self.traffic.uses(slot) {
+                    self.collect(true)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Waits for a master, if all are being written.
+    fn lend_master(&mut self, slot: usize) -> Result<()> {
+        while !self.slots.lend(slot) {
+            if self.traffic.idle() {
+                self.look_at_slots();
+                if self.slots.lend(slot) {
+                    break;
+                }
+                let reason =
+                    "every master is in a transfer that was given up and that its device has not ended";
+                return Err(Error::Busy(reason.to_string()));
+            }
+            self.collect(true)?;
+        }
+        Ok(())
     }
 
     /// Starts a write of a slot's state, which stays there if `keep`.
@@ -285,12 +324,9 @@ impl Swap {
 
     fn start_flush(&mut self, subgroup: usize, slot: usize, keep: bool) -> Result<()> {
         let elements = self.extents.elements(subgroup);
-        let form = match self.usual {
-            Form::Split if !keep => form::split(&mut self.buffers[slot], elements)?,
-            _ => Form::Whole,
-        };
+        let form = self.slots.store(slot, elements, keep)?;
         let extent = self.extents.written_as(&self.tier, subgroup, form)?;
-        let spans = form::spans(form, self.buffers[slot].span(), elements);
+        let spans = self.slots.spans(slot, form, elements);
         let parts = self.traffic.place(subgroup, form, &self.tier)?;
         self.traffic.write(&self.tier, slot, extent, &spans, parts)
     }
@@ -300,12 +336,18 @@ impl Swap {
             Direction::Fetch => self.pipeline.fetched(slot, well),
             Direction::Flush => self.pipeline.flushed(slot, well),
         }
-        self.pipeline.set_aside(slot, self.buffers[slot].in_transfer());
+        self.look_at(slot);
     }
 
-    fn set_stuck_aside(&mut self) {
-        for (slot, buffer) in self.buffers.iter().enumerate() {
-            self.pipeline.set_aside(slot, buffer.in_transfer());
+    fn look_at_slots(&mut self) {
+        (0..self.slots.len()).for_each(|slot| self.look_at(slot));
+    }
+
+    /// Sets a slot aside while a transfer that was given up may reach it, and takes its master back if it is vacant.
+    fn look_at(&mut self, slot: usize) {
+        self.pipeline.set_aside(slot, self.slots.in_transfer(slot));
+        if self.pipeline.is_vacant(slot) {
+            self.slots.take_back(slot);
         }
     }
 
@@ -340,15 +382,6 @@ enum Source<'a> {
     Nothing,
     /// From the tier, and the copies of those that are split.
     Tier(Copies<'a>),
-}
-
-impl<'a> Source<'a> {
-    fn copy(self, subgroup: usize) -> &'a [bf16] {
-        match self {
-            Source::Nothing => &[],
-            Source::Tier(copies) => copies(subgroup),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,8 @@
 //! Invariants:
 //! - A round steps every subgroup once. A slot holds one subgroup from the start of its fetch to the end of its flush.
 //! - Rounds alternate their direction, and the last `cached` subgroups of a round stay in their slots: they are the
-//!   first of the next. So exactly `cached` subgroups of a round, the first excepted, need no fetch (MLP-Offload 3.2).
+//!   first of the next. So exactly `cached` subgroups of a round, the first excepted, need no fetch (MLP-Offload 3.2),
+//!   but for those that were let go.
 //! - What stays is not written in that round, unless [`Pipeline::settle`] asks for it: a copy on the tier that is older
 //!   than a cached subgroup is never read.
 //! - A slot that a transfer may still reach after it was given up is not used before that transfer is over.
@@ -137,6 +138,25 @@ impl Pipeline {
     /// A slot that holds nothing.
     pub fn vacant(&self) -> Option<usize> {
         self.slots.iter().position(|slot| *slot == Slot::Free)
+    }
+
+    /// True if a slot holds nothing.
+    pub fn is_vacant(&self, slot: usize) -> bool {
+        self.slots[slot] == Slot::Free
+    }
+
+    /// True if a subgroup is to stay in memory after this round.
+    pub fn stays(&self, subgroup: usize) -> bool {
+        self.stays[subgroup]
+    }
+
+    /// A subgroup that is being stepped, or that stays in a slot, does not stay after all. Between rounds the caller writes it.
+    pub fn let_go(&mut self, slot: usize) {
+        match self.slots[slot] {
+            Slot::Stepping(subgroup) => self.stays[subgroup] = false,
+            Slot::Kept { .. } => self.slots[slot] = Slot::Free,
+            _ => {}
+        }
     }
 
     /// What stays in a slot was changed there: the tier's copy is older.

@@ -9,6 +9,7 @@ use crate::dtype::{Floats, FloatsMut, bf16};
 use crate::kernel::{States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::spread::Job;
+use crate::pool::buffer::Buffer;
 use crate::sys::span::Span;
 use crate::tier::directory::Owner;
 use crate::tier::options::{Mode, PathOptions, Place, TierOptions};
@@ -311,8 +312,9 @@ fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback()
 #[test]
 fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
     use crate::io::sim::{Disk, Faults};
-    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
-    let run = |hang_nth: Option<u64>, buffers: u64| {
+    let states: Vec<Everything> = (0..=4).map(|steps| in_memory(&SIZES, steps).0).collect();
+    let weights: Vec<_> = states.iter().map(split::copies).collect();
+    let run = |hang_nth: Option<u64>, usual: Form, buffers: u64| {
         let disks = [Disk::default(), Disk::default()];
         let faults = [Faults::default(), Faults { hang_nth, ..Faults::default() }];
         let mut tier = TierOptions::new(owner(), []);
@@ -328,7 +330,10 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         tier.block_bytes = 16 << 10;
         tier.io.stall = Some(Duration::from_millis(300));
         let tier = Arc::new(Tier::open(tier).unwrap());
-        let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();
+        let plan = budget::plan(&SIZES, usual, 2, 1 << 30).unwrap();
+        let masters = if usual == Form::Split { 3 * plan.master_bytes } else { 0 };
+        let options = SwapOptions { usual, ..options(&SIZES, buffers * plan.buffer_bytes + masters) };
+        let mut swap = Swap::open(tier, &options).unwrap();
         swap.fill(first_state).unwrap();
         let (mut at, mut errors) = (0, 0);
         // The order of requests is the engine's: what hung may be the first sync.
@@ -338,31 +343,32 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         }
         let before = disks[1].requests();
         while at < 4 {
-            let stepped = swap.step(|subgroup, state| adam_step(subgroup, at + 1, state).map(drop));
+            let from = &weights[at as usize];
+            let stepped = swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| {
+                adam_step(subgroup, at + 1, state).map(drop)
+            });
             if stepped.and_then(|()| swap.commit(at + 1, b"")).is_ok() {
                 at += 1;
                 continue;
             }
             errors += 1;
-            assert!(errors < 100, "request {hang_nth:?}, {buffers} buffers");
+            assert!(errors < 100, "request {hang_nth:?}, {usual:?}, {buffers} buffers");
             swap.roll_back().unwrap();
             // What hung comes late, in the middle of what goes on.
             disks[1].release();
             std::thread::sleep(Duration::from_millis(2));
         }
         let after = disks[1].requests();
-        assert!(
-            same_bits(&everything(&mut swap), &in_memory(&SIZES, 4).0),
-            "request {hang_nth:?}, {buffers} buffers"
-        );
+        let found = everything_with(&mut swap, |subgroup| Some(&weights[4][subgroup]));
+        assert!(same_bits(&found, &states[4]), "request {hang_nth:?}, {usual:?}, {buffers} buffers");
         disks[1].release();
         (before..after, errors)
     };
-    for buffers in [3, 5] {
+    for (usual, buffers) in [(Form::Whole, 3), (Form::Whole, 5), (Form::Split, 4)] {
         // Not the last ones: their order is not the same each time, and the look at the end is not to hang.
-        let requests = run(None, buffers).0;
+        let requests = run(None, usual, buffers).0;
         let errors: u64 =
-            (requests.start..requests.end - 60).step_by(37).map(|nth| run(Some(nth), buffers).1).sum();
+            (requests.start..requests.end - 60).step_by(37).map(|nth| run(Some(nth), usual, buffers).1).sum();
         assert!(errors > 0, "no read hung");
     }
 }

@@ -110,6 +110,11 @@ impl Traffic {
         self.pending.is_empty()
     }
 
+    /// True while a transfer of a slot is under way.
+    pub(super) fn uses(&self, slot: usize) -> bool {
+        self.pending.iter().any(|pending| pending.slot == slot)
+    }
+
     /// Decides where a subgroup is written to in this form.
     pub(super) fn place(&mut self, subgroup: usize, form: Form, tier: &Tier) -> Result<Parts> {
         for (path, info) in tier.paths().iter().enumerate() {

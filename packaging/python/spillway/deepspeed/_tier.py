@@ -37,7 +37,7 @@ class TierSwapper:
             return tier.Tier(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, at_step=step,
                              mode="auto" if settings.resume else "create", stall_seconds=settings.stall_seconds,
                              durability=settings.durability if settings.resume else "process",
-                             block_bytes=block_bytes(settings.part_elements))
+                             block_bytes=block_bytes(settings.part_elements, settings.split_master))
 
         self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume else open_at(None)
         self.parted = PartedSwap(self.tier, self.elements, settings.part_elements, cache_bytes=settings.cache_bytes,
@@ -172,11 +172,8 @@ class TierSwapper:
     def write(self, index, param, exp_avg, exp_avg_sq):
         """Gives a sub-group another state, float32; None leaves a part as it is."""
         import torch
-        if self.settings.split_master and param is None:
-            param = floats(self.elements[index])
-            self.read(index, param)
         self.parted.write(index, param, exp_avg, exp_avg_sq)
-        if self.settings.split_master:
+        if self.settings.split_master and param is not None:
             self._belonging[index] = param.to(torch.bfloat16)
 
     def _weights_of(self, index):

@@ -6,7 +6,7 @@ use super::*;
 use crate::io::sim::{Crash, Disk, Faults, Journal};
 
 /// The 16-bit weights of all subgroups.
-type Weights = Vec<Vec<bf16>>;
+pub(super) type Weights = Vec<Vec<bf16>>;
 
 /// Subgroup 4 begins with masters that no table has room for.
 fn start(subgroup: usize, state: State<'_>) -> Result<()> {
@@ -19,8 +19,8 @@ fn start(subgroup: usize, state: State<'_>) -> Result<()> {
 }
 
 fn split_options(buffers: u64) -> SwapOptions {
-    let buffer = budget::plan(&SIZES, Form::Split, 2, 1 << 30).unwrap().buffer_bytes;
-    SwapOptions { usual: Form::Split, ..options(&SIZES, buffers * buffer) }
+    let Budget { buffer_bytes, master_bytes, .. } = budget::plan(&SIZES, Form::Split, 2, 1 << 30).unwrap();
+    SwapOptions { usual: Form::Split, ..options(&SIZES, buffers * buffer_bytes + 3 * master_bytes) }
 }
 
 fn memory_tier() -> Arc<Tier> {
@@ -96,6 +96,114 @@ fn ten_bytes_are_stored_and_twelve_only_while_the_table_has_no_room() {
     assert!(bytes < 10 * parameters + 300 * SIZES.len() as u64, "{bytes} for {parameters}");
 }
 
+/// Masters that no table has room for; another number for each step.
+fn ties(step: u64) -> f32 {
+    f32::from_bits((0x3f81 + 2 * step as u32) << 16 | 0x8000)
+}
+
+pub(super) fn copies(all: &Everything) -> Weights {
+    all.iter().map(|[param, ..]| param.iter().map(|x| bf16::from_f32(*x)).collect()).collect()
+}
+
+/// One step of a subgroup; of some, to masters that cannot be split.
+fn move_on(subgroup: usize, step: u64, state: State<'_>) -> Result<()> {
+    if (subgroup as u64 + step).is_multiple_of(3) {
+        state.param.fill(ties(step));
+        state.exp_avg.fill(step as f32);
+        return Ok(());
+    }
+    adam_step(subgroup, step, state).map(drop)
+}
+
+/// A step of all subgroups, and of the same states in memory.
+fn all_move_on(swap: &mut Swap, now: &mut Everything, step: u64) {
+    let from = copies(now);
+    swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| move_on(subgroup, step, state)).unwrap();
+    for (subgroup, [param, exp_avg, exp_avg_sq]) in now.iter_mut().enumerate() {
+        move_on(subgroup, step, State { param, exp_avg, exp_avg_sq }).unwrap();
+    }
+}
+
+/// Everything in `swap` is as it is in memory.
+fn is_now(swap: &mut Swap, now: &Everything) -> bool {
+    let from = copies(now);
+    same_bits(&everything_with(swap, |subgroup| Some(&from[subgroup])), now)
+}
+
+/// Whatever is asked of it, and however many masters stay whole, can be split or have to leave.
+#[test]
+fn steps_writes_commits_and_rollbacks_in_any_order_have_the_bits_of_memory() {
+    for (seed, buffers) in (1..=24).zip([3, 4, 5, 7, 9, 20].into_iter().cycle()) {
+        let mut swap = Swap::open(memory_tier(), &split_options(buffers)).unwrap();
+        let mut random = seed as u64;
+        let mut below = |limit: u64| {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (random >> 33) % limit
+        };
+        swap.fill(start).unwrap();
+        swap.commit(0, b"").unwrap();
+        let mut now = expected(0).0;
+        let mut committed = now.clone();
+        for step in 1..=20 {
+            match below(8) {
+                0..=2 => all_move_on(&mut swap, &mut now, step),
+                3..=5 => {
+                    let (subgroup, given) = (below(SIZES.len() as u64) as usize, below(7) + 1);
+                    let elements = SIZES[subgroup] as usize;
+                    let value = if below(2) == 0 { ties(step) } else { 0.1 * step as f32 };
+                    let mut lent = Buffer::open(4 * elements, backing()).unwrap();
+                    lent.floats().unwrap()[..elements].fill(value);
+                    let streams = (0..STREAMS).filter(|stream| given >> stream & 1 == 1);
+                    let mut from = [Span::empty(); STREAMS];
+                    streams.for_each(|stream| {
+                        from[stream] = lent.span().part(0, 4 * elements);
+                        now[subgroup][stream].fill(value);
+                    });
+                    swap.write(subgroup, from).unwrap();
+                }
+                6 => {
+                    swap.commit(step, b"").unwrap();
+                    committed = now.clone();
+                }
+                _ => {
+                    swap.roll_back().unwrap();
+                    now = committed.clone();
+                }
+            }
+            assert!(is_now(&mut swap, &now), "seed {seed}, {buffers} buffers, step {step}");
+        }
+    }
+}
+
+/// A master that cannot be split is read where its path's turn has to be waited for, while other transfers are under way.
+#[test]
+fn whole_masters_are_read_and_written_turn_by_turn() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let dirs = &dirs;
+            scope.spawn(move || {
+                let owner = Owner { rank, ..owner() };
+                let mut tier = TierOptions::new(owner, dirs.iter().map(|dir| dir.path().to_path_buf()));
+                tier.world = 2;
+                tier.block_bytes = 16 << 10;
+                let options = SwapOptions {
+                    exclusive: true,
+                    ratio: Some(vec![1.0, 3.0]),
+                    ..split_options(3 + rank as u64)
+                };
+                let mut swap = Swap::open(Arc::new(Tier::open(tier).unwrap()), &options).unwrap();
+                let mut now = expected(0).0;
+                swap.fill(start).unwrap();
+                for step in 1..=30 {
+                    all_move_on(&mut swap, &mut now, step);
+                }
+                assert!(is_now(&mut swap, &now), "rank {rank}");
+            });
+        }
+    });
+}
+
 #[test]
 fn weights_of_another_step_are_told_and_change_nothing() {
     let mut swap = Swap::open(memory_tier(), &split_options(4)).unwrap();
@@ -117,9 +225,8 @@ fn weights_of_another_step_are_told_and_change_nothing() {
     // A step that does not say what the weights are.
     assert!(swap.step(|_, _| Ok(())).is_err());
     swap.roll_back().unwrap();
-    assert!(
-        swap.read(0, None, [swap.buffers[0].span().part(0, 20_000), Span::empty(), Span::empty()]).is_err()
-    );
+    let lent = Buffer::open(20_000, backing()).unwrap();
+    assert!(swap.read(0, None, [lent.span().part(0, 20_000), Span::empty(), Span::empty()]).is_err());
     assert_eq!(advance(&mut swap, 2, &first).unwrap(), second);
     assert!(holds(&mut swap, 2));
 }

@@ -1,0 +1,200 @@
+//! The host memory of a tiered update: slots that hold a subgroup each, and masters that are lent to those that are stepped.
+//!
+//! | usual form | in a slot, each from a page on | bytes a parameter |
+//! |---|---|---|
+//! | whole | exp_avg, exp_avg_sq, param | 12 |
+//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10 |
+//!
+//! Invariants:
+//! - With the split form, param lies in the master that a slot has, and is then newer than low halves and table; a slot
+//!   without one has low halves and table, or nothing of param if it came from the tier whole.
+//! - A master is taken from a slot when param was split, or is not needed any more, and no transfer reaches it.
+//! - Of masters fewer than slots, subgroups that stay in memory leave as many as are in motion.
+#![forbid(unsafe_code)]
+
+use crate::dtype::bf16;
+
+use super::budget::{Budget, MASTERS_IN_MOTION};
+use super::form::{self, Form, State};
+use crate::error::{Error, Result};
+use crate::pool::buffer::Buffer;
+use crate::pool::region::Backing;
+use crate::sys::memory::BASE_PAGE;
+use crate::sys::span::Span;
+
+#[derive(Debug)]
+struct Slot {
+    memory: Buffer,
+    master: Option<usize>,
+    /// Without a master: the form in which the state came.
+    came: Form,
+}
+
+#[derive(Debug)]
+pub(super) struct Slots {
+    usual: Form,
+    slots: Vec<Slot>,
+    masters: Vec<Buffer>,
+    /// Masters that no slot has.
+    spare: Vec<usize>,
+}
+
+impl Slots {
+    /// Takes the memory.
+    pub(super) fn open(budget: &Budget, usual: Form, backing: Backing) -> Result<Slots> {
+        let memory = Buffer::open_many(budget.buffers, budget.buffer_bytes as usize, backing)?;
+        let masters = Buffer::open_many(budget.masters, budget.master_bytes as usize, backing)?;
+        let empty = |memory| Slot { memory, master: None, came: Form::Whole };
+        Ok(Slots {
+            usual,
+            slots: memory.into_iter().map(empty).collect(),
+            spare: (0..masters.len()).collect(),
+            masters,
+        })
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// True while a transfer may reach a slot's memory, one that was given up included.
+    pub(super) fn in_transfer(&self, slot: usize) -> bool {
+        let Slot { memory, master, .. } = &self.slots[slot];
+        memory.in_transfer() || master.is_some_and(|master| self.masters[master].in_transfer())
+    }
+
+    /// True if a slot has room for the whole param.
+    pub(super) fn has_master(&self, slot: usize) -> bool {
+        self.usual == Form::Whole || self.slots[slot].master.is_some()
+    }
+
+    /// Lends a slot a master, unless it has one. False if there is none to spare.
+    pub(super) fn lend(&mut self, slot: usize) -> bool {
+        if !self.has_master(slot) {
+            self.slots[slot].master = self.spare.pop();
+        }
+        self.has_master(slot)
+    }
+
+    /// Takes a master back with what it holds.
+    pub(super) fn take_back(&mut self, slot: usize) {
+        self.spare.extend(self.slots[slot].master.take());
+    }
+
+    /// A state in this form is coming into a slot.
+    pub(super) fn comes(&mut self, slot: usize, form: Form) {
+        self.slots[slot].came = form;
+    }
+
+    /// The form in which the state of a slot without a master came.
+    pub(super) fn came(&self, slot: usize) -> Form {
+        self.slots[slot].came
+    }
+
+    /// Where the streams of a form lie; nowhere for a param that is whole in no memory.
+    pub(super) fn spans(&self, slot: usize, form: Form, elements: usize) -> Vec<Span> {
+        let Slot { memory, master, .. } = &self.slots[slot];
+        let part = |stream: usize, bytes: usize| memory.span().part(stream * stride(elements), bytes);
+        let (exp_avg, exp_avg_sq) = (part(0, 4 * elements), part(1, 4 * elements));
+        match (form, self.usual, master) {
+            (Form::Split, ..) => {
+                let low = part(2, 2 * elements);
+                let table = memory.span().part(table_start(elements), table_len(elements));
+                vec![exp_avg, exp_avg_sq, low, table]
+            }
+            (Form::Whole, Form::Whole, _) => vec![part(2, 4 * elements), exp_avg, exp_avg_sq],
+            (Form::Whole, Form::Split, Some(master)) => {
+                vec![self.masters[*master].span().part(0, 4 * elements), exp_avg, exp_avg_sq]
+            }
+            (Form::Whole, Form::Split, None) => vec![Span::empty(), exp_avg, exp_avg_sq],
+        }
+    }
+
+    /// The state in a slot, which has a master.
+    pub(super) fn state(&mut self, slot: usize, elements: usize) -> Result<State<'_>> {
+        let Slot { memory, master, .. } = &mut self.slots[slot];
+        let stride = stride(elements) / 4;
+        let (exp_avg, rest) = memory.floats()?.split_at_mut(stride);
+        let (exp_avg_sq, rest) = rest.split_at_mut(stride);
+        let param = match master {
+            Some(master) => self.masters[*master].floats()?,
+            None => rest,
+        };
+        Ok(State {
+            param: &mut param[..elements],
+            exp_avg: &mut exp_avg[..elements],
+            exp_avg_sq: &mut exp_avg_sq[..elements],
+        })
+    }
+
+    /// Makes param in a slot's master from low halves, table and `copy`.
+    pub(super) fn join(&mut self, slot: usize, elements: usize, copy: &[bf16]) -> Result<()> {
+        let (low, table, param) = self.halves(slot, elements)?;
+        let outcome = form::join(copy, low, table, param);
+        if outcome.is_err() {
+            self.take_back(slot);
+        }
+        outcome
+    }
+
+    /// Has a slot keep its state. False if that would take a master which those in motion need.
+    pub(super) fn keep(&mut self, slot: usize, elements: usize) -> Result<bool> {
+        let enough = self.masters.len() == self.slots.len() || self.spare.len() >= MASTERS_IN_MOTION;
+        if self.slots[slot].master.is_none() || enough {
+            return Ok(true);
+        }
+        let split = self.split(slot, elements)?;
+        if split {
+            self.take_back(slot);
+        }
+        Ok(split)
+    }
+
+    /// The form in which a slot's state is to be written, made ready for it. Only a state that stays keeps its master, and
+    /// one that cannot be split.
+    pub(super) fn store(&mut self, slot: usize, elements: usize, stays: bool) -> Result<Form> {
+        let whole =
+            self.usual == Form::Whole || self.slots[slot].master.is_some() && !self.split(slot, elements)?;
+        if whole {
+            return Ok(Form::Whole);
+        }
+        if !stays {
+            self.take_back(slot);
+        }
+        Ok(Form::Split)
+    }
+
+    /// Fills low halves and table. False if param cannot be split.
+    fn split(&mut self, slot: usize, elements: usize) -> Result<bool> {
+        let (low, table, param) = self.halves(slot, elements)?;
+        let split = form::split(param, low, table);
+        if split {
+            self.comes(slot, Form::Split);
+        }
+        Ok(split)
+    }
+
+    /// Low halves, table and master of a slot that has one.
+    fn halves(&mut self, slot: usize, elements: usize) -> Result<(&mut [u16], &mut [u16], &mut [f32])> {
+        let Slot { memory, master, .. } = &mut self.slots[slot];
+        let master = master.ok_or_else(|| Error::Busy("no master is lent to the slot".to_string()))?;
+        let (low, table) = memory.words()?.split_at_mut(table_start(elements) / 2);
+        let low = &mut low[stride(elements)..][..elements];
+        let table = &mut table[..table_len(elements) / 2];
+        Ok((low, table, &mut self.masters[master].floats()?[..elements]))
+    }
+}
+
+/// Bytes from stream to stream.
+fn stride(elements: usize) -> usize {
+    (4 * elements).next_multiple_of(BASE_PAGE)
+}
+
+/// Where the table begins.
+fn table_start(elements: usize) -> usize {
+    2 * stride(elements) + (2 * elements).next_multiple_of(BASE_PAGE)
+}
+
+fn table_len(elements: usize) -> usize {
+    form::table_bytes(elements as u64) as usize
+}

@@ -138,13 +138,14 @@ def made(deepspeed, options):
 
 
 def block(options):
-    """As much memory as DeepSpeed's 14 buffers of 16 MiB take, and what more is asked for: of 12 MiB a part, 3 are in motion
-    on one path, 5 on two."""
-    moving = 12 * options.part * (3 if len(options.directories) == 1 else 5)
-    found = {"paths": options.directories, "job": options.kind, "part_elements": options.part, "split_master": options.split,
-             "cache_bytes": (14 * 16 + options.more << 20) - moving}
+    """As much memory as DeepSpeed's 14 buffers of 16 MiB take, and what more is asked for: cached is what is not in motion."""
     if options.kind in ("host", "deepspeed"):
         return {}
+    from spillway.swap import working_bytes
+    parts = [options.part] * (options.matrices * (1 << 20) // options.part)
+    moving = working_bytes(parts, len(options.directories), split_master=options.split)
+    found = {"paths": options.directories, "job": options.kind, "part_elements": options.part, "split_master": options.split,
+             "cache_bytes": (14 * 16 + options.more << 20) - moving}
     return {**found, "ratio": options.ratio} if options.ratio else found
 
 

@@ -76,15 +76,16 @@ def progress(step, steps, losses, rate, last):
 
 
 def finish(report, options):
-    """Prints what the run proved; exits non-zero where it proved nothing."""
+    """Has the first rank say what the run proved; exits non-zero in each rank where it proved nothing."""
     first, last = mean(report["losses"][:5]), mean(report["losses"][-5:])
+    if int(os.environ["RANK"]) == 0:
+        print(f"  loss {first:.4f} -> {last:.4f}, {report['steps_per_second']:.2f} steps/s")
+        print(f"  active: {json.dumps(report['active'])}")
+        print(f"  compiled ops of DeepSpeed in this process: {', '.join(report['compiled_ops']) or 'none'}")
+        print(f"  sha256 of the final weights: {report['sha256']}", flush=True)
+        if options.json:
+            pathlib.Path(options.json).write_text(json.dumps(report))
     served = report["active"].get("cpu_adam", {}).get("calls", 0)
-    print(f"  loss {first:.4f} -> {last:.4f}, {report['steps_per_second']:.2f} steps/s")
-    print(f"  active: {json.dumps(report['active'])}")
-    print(f"  compiled ops of DeepSpeed in this process: {', '.join(report['compiled_ops']) or 'none'}")
-    print(f"  sha256 of the final weights: {report['sha256']}", flush=True)
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(report))
     needed = ["cpu_adam.so"] + ["async_io.so", "pin_memory.so"] * bool(options.nvme)
     if options.native and (served or not set(needed) <= set(report["compiled_ops"])):
         sys.exit("--native, but the work was not done by DeepSpeed's ops")

@@ -88,13 +88,14 @@ impl Tier {
                 if known.writing {
                     return Err(Error::Busy(format!("extent {:?}: it is being written", known.name)));
                 }
-                known.readers += 1;
-                (contents, Arc::clone(&known.shape))
+                let shape = Arc::clone(&known.shape);
+                state.begin_reading(&contents);
+                (contents, shape)
             };
             checked.extents += 1;
             let whose = Whose { number: extent.number, name: &extent.name, shape: &shape };
             let outcome = self.verify_extent(whose, &contents, &mut checked);
-            self.end_reading(extent.number);
+            self.lock().end_reading(&contents);
             outcome?;
         }
         Ok(checked)
@@ -103,7 +104,7 @@ impl Tier {
     fn verify_extent(&self, whose: Whose, contents: &Contents, checked: &mut Checked) -> Result<()> {
         for chunk in &contents.version.chunks {
             let Some(path) = &self.paths[chunk.path as usize] else { continue };
-            let head = Scratch::new(header_bytes(chunk.count.into()) as usize)?;
+            let head = path.scratch(header_bytes(chunk.count.into()) as usize)?;
             let read = path.read(chunk.offset, head.span()).and_then(|handle| path.wait(handle, None));
             if let Err(error) = read {
                 checked.damage.push(error);

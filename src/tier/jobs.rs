@@ -50,12 +50,16 @@ impl Tier {
             Writer::Evacuation(of) | Writer::Commit(of) => Some(of),
         };
         let replaced = |of: &Arc<Contents>| extent.current.as_ref().is_none_or(|now| !Arc::ptr_eq(now, of));
-        let why = match (extent.writing, extent.readers) {
-            _ if committing && !matches!(writer, Writer::Commit(_)) => "a commit is under way",
-            (true, _) => "it is being written",
-            (_, 1..) => "it is being read",
-            _ if moved.is_some_and(replaced) => "it was written or rolled back since it was read",
-            _ => "",
+        let why = if committing && !matches!(writer, Writer::Commit(_)) {
+            "a commit is under way"
+        } else if extent.writing {
+            "it is being written"
+        } else if extent.is_read() {
+            "it is being read"
+        } else if moved.is_some_and(replaced) {
+            "it was written or rolled back since it was read"
+        } else {
+            ""
         };
         if !why.is_empty() {
             return Err(Error::Busy(format!("extent {:?}: {why}", extent.name)));
@@ -110,10 +114,8 @@ impl Tier {
             Some(sums) => sums,
             None => super::sums::of_blocks(&shape, spans, 0, shape.blocks())?,
         };
-        let contents = Contents {
-            version: Version { generation, chunks: Vec::new() },
-            sums: OnceLock::from(Arc::from(sums)),
-        };
+        let version = Version { generation, chunks: Vec::new() };
+        let contents = Contents::new(version, OnceLock::from(Arc::from(sums)));
         Ok(Job {
             direction: Direction::Write,
             extent,
@@ -188,7 +190,9 @@ impl Tier {
     }
 
     fn finish_read(&self, job: &Job) -> Result<u64> {
-        self.end_reading(job.extent);
+        if let Some(source) = &job.source {
+            self.lock().end_reading(source);
+        }
         self.mark_failures(job);
         if let Some(error) = job.failure() {
             return Err(error);
@@ -218,7 +222,7 @@ impl Tier {
             let chunks = std::mem::take(&mut job.contents.version.chunks);
             let version = Version { chunks, ..job.contents.version };
             let generation = version.generation;
-            let contents = Arc::new(Contents { version, sums: std::mem::take(&mut job.contents.sums) });
+            let contents = Arc::new(Contents::new(version, std::mem::take(&mut job.contents.sums)));
             return Some(self.lock().install(job.extent, contents, job.moves).map(|()| generation));
         }
         failed.iter().for_each(|(.., path, _)| job.excluded[*path as usize] = true);
@@ -260,12 +264,6 @@ impl Tier {
             if let Some(health) = verdict(&error, job.direction) {
                 self.mark(flight.chunk.path as usize, health, &error.to_string());
             }
-        }
-    }
-
-    pub(super) fn end_reading(&self, number: u32) {
-        if let Ok(extent) = self.lock().extent(number) {
-            extent.readers = extent.readers.saturating_sub(1);
         }
     }
 

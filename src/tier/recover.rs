@@ -227,7 +227,7 @@ fn path_state(
 fn extents(newest: &Superblock) -> Vec<Option<Extent>> {
     let known = |record: &ExtentRecord| {
         let contents =
-            record.version.clone().map(|version| Arc::new(Contents { version, sums: OnceLock::new() }));
+            record.version.clone().map(|version| Arc::new(Contents::new(version, OnceLock::new())));
         Extent {
             name: record.name.clone(),
             shape: Arc::new(record.shape.clone()),
@@ -235,7 +235,6 @@ fn extents(newest: &Superblock) -> Vec<Option<Extent>> {
             current: contents,
             doubt: false,
             removed: false,
-            readers: 0,
             writing: false,
             failed: None,
         }
@@ -258,6 +257,7 @@ fn state(paths: Vec<PathState>, extents: Vec<Option<Extent>>, newest: Option<&Su
         payload: newest.map_or_else(Vec::new, |newest| newest.payload.clone()),
         committing: false,
         limbo: Vec::new(),
+        lingering: Vec::new(),
     }
 }
 

@@ -5,12 +5,13 @@
 //!   outcome is not known, what it named stays, too, until one succeeds.
 //! - A commit itself takes places only before it succeeds, and what is free is written to by writes alone: from a commit
 //!   to the first write after it every place of the commit before it is as that one left it, though free.
-//! - An extent has one writer or any number of readers.
+//! - An extent has one writer or any number of readers. Places that are being read are given back when that is over.
 //! - From the begin of a commit to its end nobody but it changes what extents hold or which ones it takes: what it makes
 //!   committed is what its superblock names.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::extent::{Shape, Version};
@@ -53,6 +54,21 @@ pub(super) struct PathState {
 pub(super) struct Contents {
     pub(super) version: Version,
     pub(super) sums: OnceLock<Arc<[u64]>>,
+    /// Changed with the state locked.
+    readers: AtomicUsize,
+}
+
+/// Contents that an extent has no more, and its shape.
+type Former = (Arc<Contents>, Arc<Shape>);
+
+impl Contents {
+    pub(super) fn new(version: Version, sums: OnceLock<Arc<[u64]>>) -> Contents {
+        Contents { version, sums, readers: AtomicUsize::new(0) }
+    }
+
+    fn is_read(&self) -> bool {
+        self.readers.load(Ordering::Relaxed) > 0
+    }
 }
 
 #[derive(Debug)]
@@ -64,7 +80,6 @@ pub(super) struct Extent {
     /// A commit whose outcome is not known may have named `current`.
     pub(super) doubt: bool,
     pub(super) removed: bool,
-    pub(super) readers: usize,
     pub(super) writing: bool,
     /// Why the last write of this step failed, if none succeeded since.
     pub(super) failed: Option<Error>,
@@ -93,8 +108,16 @@ pub(super) struct State {
     pub(super) step: Option<u64>,
     pub(super) payload: Vec<u8>,
     pub(super) committing: bool,
-    /// Parts that a commit of unknown outcome may have named: path, offset, bytes.
-    pub(super) limbo: Vec<(u32, u64, u64)>,
+    /// What a commit of unknown outcome may have named.
+    pub(super) limbo: Vec<Former>,
+    /// What is still being read.
+    pub(super) lingering: Vec<Former>,
+}
+
+impl Extent {
+    pub(super) fn is_read(&self) -> bool {
+        self.current.as_ref().is_some_and(|current| current.is_read())
+    }
 }
 
 impl State {
@@ -182,15 +205,35 @@ impl State {
         let Some(old) = old.filter(|old| committed.is_none_or(|kept| !Arc::ptr_eq(old, &kept))) else {
             return Ok(());
         };
-        let shape = Arc::clone(&self.extent(number)?.shape);
-        for chunk in &old.version.chunks {
-            let part = (chunk.path, chunk.offset, chunk.stored(&shape));
-            match doubt {
-                true => self.limbo.push(part),
-                false => self.free(part),
-            }
+        let former = (old, Arc::clone(&self.extent(number)?.shape));
+        match doubt {
+            true => self.limbo.push(former),
+            false => self.release(former),
         }
         Ok(())
+    }
+
+    /// Contents that somebody reads, until [`State::end_reading`].
+    pub(super) fn begin_reading(&mut self, contents: &Contents) {
+        contents.readers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn end_reading(&mut self, contents: &Arc<Contents>) {
+        contents.readers.fetch_sub(1, Ordering::Relaxed);
+        let over = |(one, _): &Former| Arc::ptr_eq(one, contents) && !one.is_read();
+        if let Some(at) = self.lingering.iter().position(over) {
+            let former = self.lingering.swap_remove(at);
+            self.release(former);
+        }
+    }
+
+    fn release(&mut self, (contents, shape): Former) {
+        if contents.is_read() {
+            return self.lingering.push((contents, shape));
+        }
+        for chunk in &contents.version.chunks {
+            self.free((chunk.path, chunk.offset, chunk.stored(&shape)));
+        }
     }
 
     pub(super) fn free(&mut self, (path, offset, bytes): (u32, u64, u64)) {
@@ -202,7 +245,7 @@ impl State {
 
     /// What the last superblock named is committed now, and only that.
     pub(super) fn committed(&mut self) {
-        let mut parts = std::mem::take(&mut self.limbo);
+        let mut former = std::mem::take(&mut self.limbo);
         for slot in &mut self.extents {
             let Some(extent) = slot else { continue };
             let gone = extent.removed.then(|| extent.current.take()).flatten();
@@ -211,17 +254,14 @@ impl State {
                 extent.current.as_ref().is_none_or(|kept| !Arc::ptr_eq(old, kept))
                     && gone.as_ref().is_none_or(|gone| !Arc::ptr_eq(old, gone))
             });
-            for contents in replaced.iter().chain(&gone) {
-                let chunks = contents.version.chunks.iter();
-                parts.extend(chunks.map(|chunk| (chunk.path, chunk.offset, chunk.stored(&extent.shape))));
-            }
+            former.extend(replaced.into_iter().chain(gone).map(|one| (one, Arc::clone(&extent.shape))));
             extent.doubt = false;
             if extent.removed {
                 self.names.remove(&extent.name);
                 *slot = None;
             }
         }
-        parts.into_iter().for_each(|part| self.free(part));
+        former.into_iter().for_each(|one| self.release(one));
         self.paths.iter_mut().for_each(|path| path.dirty = false);
     }
 

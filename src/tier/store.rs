@@ -115,7 +115,6 @@ impl Tier {
             current: None,
             doubt: false,
             removed: false,
-            readers: 0,
             writing: false,
             failed: None,
         };
@@ -192,8 +191,9 @@ impl Tier {
             if known.writing {
                 return Err(Error::Busy(format!("extent {:?}: it is being written", known.name)));
             }
-            known.readers += 1;
-            (source, Arc::clone(&known.shape), known.name.clone())
+            let (shape, name) = (Arc::clone(&known.shape), known.name.clone());
+            state.begin_reading(&source);
+            (source, shape, name)
         };
         let mut job = Job {
             direction: Direction::Read { unchecked },
@@ -202,7 +202,7 @@ impl Tier {
             name,
             shape,
             spans: spans.to_vec(),
-            contents: Contents { version: source.version.clone(), sums: OnceLock::new() },
+            contents: Contents::new(source.version.clone(), OnceLock::new()),
             source: Some(Arc::clone(&source)),
             flights: Vec::new(),
             excluded: Vec::new(),
@@ -216,7 +216,7 @@ impl Tier {
         }
         if let Err(error) = started {
             job.drive(None);
-            self.end_reading(extent);
+            self.lock().end_reading(&source);
             return Err(job.failure().unwrap_or(error));
         }
         Ok(self.lock().ticket(job))

@@ -131,6 +131,46 @@ fn read_both(tier: &Tier) -> (Vec<Memory>, Vec<u64>) {
     (memories, tickets)
 }
 
+/// Places of contents that are gone while they are read, by a rollback or with their extent, go to others after that.
+#[test]
+fn what_is_being_read_stays_where_it_is_until_that_is_over() {
+    for removed in [true, false] {
+        let clean = disks();
+        let (tier, _) = written(&clean, &[]);
+        tier.commit(1, &[]).unwrap();
+        write(&tier, 0, seed_of(2, 0), &Placement::On(0)).unwrap();
+        let fault = Faults { hang_nth: Some(clean[0].requests()), ..Faults::default() };
+        let slow = disks();
+        let (tier, _) = written(&slow, &[fault]);
+        tier.commit(1, &[]).unwrap();
+        write(&tier, 0, seed_of(2, 0), &Placement::On(0)).unwrap();
+        let memory = Memory::new(STREAMS[0]);
+        let ticket = tier.read(0, &memory.spans(), false).unwrap();
+        until(|| slow[0].requests() > clean[0].requests());
+        if removed {
+            tier.remove(0).unwrap();
+            tier.commit(2, &[]).unwrap();
+        } else {
+            tier.roll_back().unwrap();
+        }
+        let before = tier.paths()[0].free;
+        // Over whatever places are free now.
+        let others = (0..4).map(|n| tier.define(&format!("other-{n}"), STREAMS[0]).unwrap());
+        for (extent, seed) in others.zip(90..) {
+            let memory = Memory::filled(STREAMS[0], seed);
+            let ticket = tier.write(extent, &memory.spans(), &Placement::On(0), None).unwrap();
+            tier.wait(ticket, PATIENCE).unwrap();
+        }
+        let after = tier.paths()[0].free;
+        slow[0].release();
+        tier.wait(ticket, PATIENCE).unwrap();
+        assert!(memory.holds(seed_of(2, 0)), "removed: {removed}");
+        assert!(tier.paths()[0].free > after, "before: {before}, after {after}; removed: {removed}");
+        // A number that another extent has by now is not taken for the one that was read.
+        assert!(tier.extents().iter().all(|extent| !tier.lock().extent(extent.number).unwrap().is_read()));
+    }
+}
+
 fn wait_for(tier: &Tier, tickets: Vec<u64>) {
     tickets.into_iter().for_each(|ticket| assert!(tier.wait(ticket, PATIENCE).is_ok()));
 }

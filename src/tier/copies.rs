@@ -3,6 +3,8 @@
 //! Invariants:
 //! - The whole superblock with the highest sequence counts. A device error on any copy is an error, not an older step:
 //!   nobody knows what the copy would have said.
+//! - Two that have this sequence and say different things are of paths that went on without each other, each in a
+//!   degraded open. Neither is chosen; a degraded open of one has a higher one.
 //! - The commit before the last one is named by the copy that the last one left alone, and keeps its places up to the
 //!   first write after the last commit (see `state`). Nothing on disk says whether that write came: whoever opens at it
 //!   proves each of its blocks first.
@@ -68,6 +70,7 @@ impl Tier {
         };
         check_owner(options, &found_name(&found, last.sequence), last)?;
         found.iter().try_for_each(|one| one.check_tier(last))?;
+        check_one_end(&found, last)?;
         let before = match (last.step, before(&found, last)) {
             (Some(_), Some(Superblock { step: Some(step), .. })) => Before::Step(*step),
             // An older one may be left from long ago on a path that failed.
@@ -170,6 +173,7 @@ pub(super) fn choose(found: &[Candidate], options: &TierOptions) -> Result<Optio
         return Err(TierError::at(TierKind::Foreign, name, words));
     }
     check_owner(options, &name, last)?;
+    check_one_end(found, last)?;
     let step = match options.at_step {
         Some(step) if last.step != Some(step) => step,
         _ => return Ok(Some(Chosen { superblock: last.clone(), sequence: last.sequence })),
@@ -219,6 +223,24 @@ fn before<'a>(found: &'a [Candidate], last: &Superblock) -> Option<&'a Superbloc
 pub(super) fn found_name(found: &[Candidate], sequence: u64) -> String {
     let holds = |one: &&Candidate| one.copies.iter().flatten().any(|copy| copy.sequence == sequence);
     found.iter().find(holds).map_or_else(String::new, |one| one.path.name())
+}
+
+/// Refuses paths that say different things with the last sequence.
+fn check_one_end(found: &[Candidate], last: &Superblock) -> Result<()> {
+    let differs = |one: &&Superblock| {
+        (one.step, &one.payload, &one.extents) != (last.step, &last.payload, &last.extents)
+    };
+    let ends = |one: &&Candidate| {
+        let newest = one.newest().filter(|own| own.sequence == last.sequence && own.tier == last.tier);
+        newest.filter(differs).is_some()
+    };
+    let Some(other) = found.iter().find(ends) else { return Ok(()) };
+    let others: Vec<String> = found.iter().filter(|one| !ends(one)).map(|one| one.path.name()).collect();
+    let words = format!(
+        "it and {} went on without each other; a degraded open of either goes on from there",
+        others.join(", ")
+    );
+    Err(TierError::at(TierKind::Foreign, other.path.name(), words))
 }
 
 fn check_owner(options: &TierOptions, path: &str, found: &Superblock) -> Result<()> {

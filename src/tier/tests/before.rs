@@ -42,6 +42,7 @@ fn four_steps(durability: Durability) -> (Journal, Vec<Commit>) {
 
 #[test]
 fn every_crash_point_up_to_the_end_of_a_commit_opens_at_the_step_before() {
+    let _core = OneCore::take();
     for durability in [Durability::Data, Durability::Full] {
         let (journal, commits) = four_steps(durability);
         for pair in commits.windows(2) {
@@ -63,6 +64,7 @@ fn every_crash_point_up_to_the_end_of_a_commit_opens_at_the_step_before() {
 /// changes nothing.
 #[test]
 fn a_step_whose_places_are_written_over_is_never_mixed() {
+    let _core = OneCore::take();
     let (journal, commits) = four_steps(Durability::Data);
     let (mut whole, mut refused) = (0, 0);
     for events in commits[2].ended..=journal.len() {
@@ -90,6 +92,7 @@ fn a_step_whose_places_are_written_over_is_never_mixed() {
 /// whatever a crash does; after it nothing leads to step 4.
 #[test]
 fn what_was_given_up_does_not_come_back() {
+    let _core = OneCore::take();
     let (first, commits) = four_steps(Durability::Data);
     for (n, events) in (commits[3].began..=commits[3].ended).enumerate() {
         let (crash, seed) = FATES[n % FATES.len()];

@@ -54,6 +54,7 @@ pub(super) fn check(disks: &[Disk], allowed: &[Option<u64>], words: &str) -> Opt
 
 #[test]
 fn every_crash_point_with_writes_kept_dropped_or_torn_gives_a_whole_step() {
+    let _core = OneCore::take();
     for (seed, durability) in [(1, Durability::Data), (2, Durability::Full)] {
         let journal = Journal::default();
         let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
@@ -76,6 +77,7 @@ fn every_crash_point_with_writes_kept_dropped_or_torn_gives_a_whole_step() {
 /// The second life writes over places that the first one freed: a superblock that comes back from the first would show.
 #[test]
 fn a_crash_after_a_crash_gives_a_whole_step() {
+    let _core = OneCore::take();
     let first = Journal::default();
     let disks = [Disk::journaled(&first, 0), Disk::journaled(&first, 1)];
     let commits = record(on_disks(&disks, &[reorder(3), reorder(4)]), &first, 1, 3);
@@ -101,6 +103,7 @@ fn a_crash_after_a_crash_gives_a_whole_step() {
 /// A process is killed, the next one opens, and then the power fails: what the second one found is not lost again.
 #[test]
 fn a_power_cut_after_a_killed_process_was_resumed_keeps_what_it_found() {
+    let _core = OneCore::take();
     let first = Journal::default();
     let disks = [Disk::journaled(&first, 0), Disk::journaled(&first, 1)];
     let commits = record(on_disks(&disks, &[reorder(14), reorder(15)]), &first, 1, 3);
@@ -134,6 +137,7 @@ fn a_power_cut_after_a_killed_process_was_resumed_keeps_what_it_found() {
 /// own: if the copy under way is torn, the other has to be durable already, for older ones name places used again.
 #[test]
 fn a_power_cut_while_a_tier_is_opened_does_not_lead_back_past_what_was_found() {
+    let _core = OneCore::take();
     let first = Journal::default();
     let disks = [Disk::journaled(&first, 0)];
     let commits = record(on_disks(&disks, &[reorder(18)]), &first, 1, 4);
@@ -163,6 +167,7 @@ fn a_power_cut_while_a_tier_is_opened_does_not_lead_back_past_what_was_found() {
 /// What a killed process leaves: everything that reached the system, nothing synced.
 #[test]
 fn a_killed_process_loses_nothing_even_without_syncs() {
+    let _core = OneCore::take();
     let journal = Journal::default();
     let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
     let options = |disks: &[Disk]| TierOptions {
@@ -179,6 +184,7 @@ fn a_killed_process_loses_nothing_even_without_syncs() {
 /// Without syncs a crash of the machine may lose steps; it never passes a mixed one off as whole.
 #[test]
 fn without_syncs_a_crash_of_the_machine_is_never_silent() {
+    let _core = OneCore::take();
     let journal = Journal::default();
     let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
     let options =
@@ -208,6 +214,7 @@ fn without_syncs_a_crash_of_the_machine_is_never_silent() {
 
 #[test]
 fn a_path_that_fails_on_the_way_leaves_every_crash_point_whole() {
+    let _core = OneCore::take();
     for fail in [
         Faults { fail_nth: Some((40, libc::EIO)), ..reorder(11) },
         Faults { fail_nth: Some((55, libc::ENOSPC)), ..reorder(12) },
@@ -226,6 +233,7 @@ fn a_path_that_fails_on_the_way_leaves_every_crash_point_whole() {
 /// After a commit that nobody can say the outcome of, both steps keep their places until one succeeds.
 #[test]
 fn a_commit_of_unknown_outcome_leaves_every_crash_point_whole() {
+    let _core = OneCore::take();
     let clean = [Disk::default()];
     let opened = Tier::open(on_disks(&clean, &[])).unwrap();
     step(&opened, 1).unwrap();

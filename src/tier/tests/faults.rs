@@ -256,33 +256,6 @@ fn is_at_step_two(tier: &Tier) -> bool {
     (0..STREAMS.len()).all(|n| read(tier, n, seed_of(2, n)).unwrap())
 }
 
-#[test]
-fn a_missing_path_is_named_or_the_degraded_open_lists_what_is_lost() {
-    let disks = [Disk::default(), Disk::default()];
-    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
-    write(&tier, 0, 5, &Placement::On(0)).unwrap();
-    write(&tier, 1, 6, &Placement::On(1)).unwrap();
-    write(&tier, 2, 7, &Placement::On(0)).unwrap();
-    tier.commit(1, &[]).unwrap();
-    drop(tier);
-    let without = [disks[0].clone(), Disk::default()];
-    let error = Tier::open(on_disks(&without, &[])).unwrap_err();
-    assert_eq!(error.tier_kind(), Some(TierKind::PathMissing));
-    assert!(error.to_string().contains("disk-1") && error.to_string().contains("1 extents"), "{error}");
-
-    let tier = Tier::open(TierOptions { degraded: true, ..on_disks(&without, &[]) }).unwrap();
-    assert_eq!(tier.opened().lost, ["subgroup-1"]);
-    assert_eq!(read(&tier, 1, 6).unwrap_err().tier_kind(), Some(TierKind::Lost));
-    assert!(read(&tier, 0, 5).unwrap() && read(&tier, 2, 7).unwrap());
-    assert_eq!(tier.verify().unwrap().damage.len(), 1);
-    // Written again it is whole, and the path is not missed any more.
-    write(&tier, 1, 8, &Placement::Auto).unwrap();
-    tier.commit(2, &[]).unwrap();
-    drop(tier);
-    let tier = Tier::open(on_disks(&without, &[])).unwrap();
-    assert!(read(&tier, 1, 8).unwrap() && tier.opened().lost.is_empty());
-}
-
 /// Chunks of every extent, with their extent's number.
 fn chunks(tier: &Tier) -> Vec<(usize, Chunk)> {
     let state = tier.lock();

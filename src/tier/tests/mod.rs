@@ -5,12 +5,17 @@ mod before;
 mod bucket;
 mod commits;
 mod crash;
+mod degraded;
 mod faults;
 mod format;
 mod memory;
 mod real;
 
+use std::sync::Mutex;
 use std::time::Duration;
+
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 
 use super::directory::Owner;
 use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
@@ -59,30 +64,38 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Memory for the streams of an extent.
-struct Memory(Vec<Scratch>);
+/// Memory for the streams of an extent, each from a page on.
+struct Memory {
+    all: Scratch,
+    streams: Vec<u64>,
+}
 
 impl Memory {
     fn new(streams: &[u64]) -> Memory {
-        Memory(streams.iter().map(|bytes| Scratch::new(*bytes as usize).unwrap()).collect())
+        let pages = streams.iter().map(|bytes| bytes.next_multiple_of(BLOCK)).sum::<u64>();
+        Memory { all: Scratch::new(pages as usize).unwrap(), streams: streams.to_vec() }
     }
 
     fn filled(streams: &[u64], seed: u64) -> Memory {
         let memory = Memory::new(streams);
-        for (n, scratch) in memory.0.iter().enumerate() {
-            scratch.span().write(&pattern(seed * 10 + n as u64, scratch.span().len()));
+        for (n, span) in (0..).zip(memory.spans()) {
+            span.write(&pattern(seed * 10 + n, span.len()));
         }
         memory
     }
 
     fn spans(&self) -> Vec<Span> {
-        self.0.iter().map(Scratch::span).collect()
+        let mut from = 0;
+        let part = |bytes: &u64| {
+            let span = self.all.span().part(from, *bytes as usize);
+            from += bytes.next_multiple_of(BLOCK) as usize;
+            span
+        };
+        self.streams.iter().map(part).collect()
     }
 
     fn holds(&self, seed: u64) -> bool {
-        let right =
-            |(n, s): (usize, &Scratch)| s.span().to_vec() == pattern(seed * 10 + n as u64, s.span().len());
-        self.0.iter().enumerate().all(right)
+        (0..).zip(self.spans()).all(|(n, span)| span.to_vec() == pattern(seed * 10 + n, span.len()))
     }
 }
 
@@ -136,4 +149,36 @@ fn step(tier: &Tier, step: u64) -> Result<()> {
 fn is_at(tier: &Tier, step: u64) -> bool {
     tier.opened().payload == step.to_le_bytes()
         && (0..STREAMS.len()).all(|n| read(tier, n, seed_of(step, n)).unwrap())
+}
+
+/// Keeps a test, and the engines that it opens, on one core. Thousands of crash points are as many talks of two threads that
+/// never work at once, and to wake one on another core takes several times as long.
+struct OneCore {
+    before: CpuSet,
+    core: usize,
+}
+
+/// Tests on each core.
+static ON_CORES: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+
+impl OneCore {
+    fn take() -> OneCore {
+        let before = sched_getaffinity(Pid::from_raw(0)).unwrap();
+        let mut used = ON_CORES.lock().unwrap();
+        used.resize(CpuSet::count(), 0);
+        let cores = (0..CpuSet::count()).filter(|core| before.is_set(*core).unwrap());
+        let core = cores.min_by_key(|core| used[*core]).unwrap();
+        used[core] += 1;
+        let mut only = CpuSet::new();
+        only.set(core).unwrap();
+        sched_setaffinity(Pid::from_raw(0), &only).unwrap();
+        OneCore { before, core }
+    }
+}
+
+impl Drop for OneCore {
+    fn drop(&mut self) {
+        ON_CORES.lock().unwrap()[self.core] -= 1;
+        let _ = sched_setaffinity(Pid::from_raw(0), &self.before);
+    }
 }

@@ -11,7 +11,7 @@ use crate::tier::Health;
 use crate::tier::directory::{collect, scan};
 
 /// Directories on a disk, on memory, and in memory of the process.
-fn bases() -> (tempfile::TempDir, Vec<PathBuf>) {
+pub(super) fn bases() -> (tempfile::TempDir, Vec<PathBuf>) {
     let target = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target");
     fs::create_dir_all(&target).unwrap();
     let dir = tempfile::tempdir_in(target).unwrap();
@@ -20,11 +20,11 @@ fn bases() -> (tempfile::TempDir, Vec<PathBuf>) {
     (dir, bases)
 }
 
-fn options(bases: &[PathBuf]) -> TierOptions {
+pub(super) fn options(bases: &[PathBuf]) -> TierOptions {
     TierOptions { block_bytes: BLOCK, ..TierOptions::new(owner(), bases.to_vec()) }
 }
 
-fn kind(outcome: Result<Tier>) -> (Option<TierKind>, String) {
+pub(super) fn kind(outcome: Result<Tier>) -> (Option<TierKind>, String) {
     let error = outcome.expect_err("it is refused");
     (error.tier_kind(), error.to_string())
 }
@@ -76,51 +76,6 @@ fn paths_may_come_in_another_order_under_another_name_and_with_a_new_one() {
     let (found, words) = kind(Tier::open(options(&moved[..2])));
     assert_eq!(found, Some(TierKind::PathMissing));
     assert!(words.contains("fast"), "{words}");
-}
-
-#[test]
-fn a_directory_that_is_not_mounted_is_missed_left_out_and_taken_up_again() {
-    let (dir, bases) = bases();
-    let tier = Tier::open(options(&bases)).unwrap();
-    step(&tier, 1).unwrap();
-    drop(tier);
-    let aside = dir.path().join("aside");
-    fs::rename(&bases[1], &aside).unwrap();
-    let (found, words) = kind(Tier::open(options(&bases)));
-    assert_eq!(found, Some(TierKind::PathMissing), "{words}");
-    assert!(words.contains("slow"), "{words}");
-    let tier = Tier::open(TierOptions { degraded: true, ..options(&bases) }).unwrap();
-    let opened = tier.opened();
-    assert!(opened.missing.len() == 1 && opened.missing[0].contains("slow"), "{opened:?}");
-    assert!(!opened.lost.is_empty() && !bases[1].exists(), "nothing is made on the disk below");
-    drop(tier);
-    fs::rename(&aside, &bases[1]).unwrap();
-    assert!(is_at(&Tier::open(options(&bases)).unwrap(), 1));
-    // One that the tier never had is an error, not a smaller tier.
-    let stranger = [&bases[..], &[dir.path().join("stranger")]].concat();
-    assert_eq!(Tier::open(options(&stranger)).unwrap_err().io_kind(), Some(IoKind::NotFound));
-}
-
-#[test]
-fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
-    let (_dir, bases) = bases();
-    let with_memory = || {
-        let mut options = options(&bases[..1]);
-        options.paths.push(PathOptions { place: Place::Memory, limit: Some(1 << 20), reserve: 0 });
-        options
-    };
-    let tier = Tier::open(with_memory()).unwrap();
-    write(&tier, 0, 5, &Placement::On(0)).unwrap();
-    write(&tier, 1, 6, &Placement::On(1)).unwrap();
-    tier.commit(1, &[]).unwrap();
-    assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 6).unwrap());
-    assert!(tier.paths()[1].memory);
-    drop(tier);
-    assert_eq!(kind(Tier::open(with_memory())).0, Some(TierKind::PathMissing));
-    let tier = Tier::open(TierOptions { degraded: true, ..with_memory() }).unwrap();
-    assert_eq!(tier.opened().lost, ["subgroup-1"]);
-    write(&tier, 1, 7, &Placement::On(2)).unwrap();
-    assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 7).unwrap());
 }
 
 #[test]

@@ -1,0 +1,119 @@
+//! Opens that do without a path: what is lost is named, what is there is found, and what went on apart is not mixed.
+#![forbid(unsafe_code)]
+
+use std::fs;
+
+use super::real::{bases, kind, options};
+use super::*;
+use crate::error::{IoKind, TierKind};
+
+#[test]
+fn a_missing_path_is_named_or_the_degraded_open_lists_what_is_lost() {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    write(&tier, 0, 5, &Placement::On(0)).unwrap();
+    write(&tier, 1, 6, &Placement::On(1)).unwrap();
+    write(&tier, 2, 7, &Placement::On(0)).unwrap();
+    tier.commit(1, &[]).unwrap();
+    drop(tier);
+    let without = [disks[0].clone(), Disk::default()];
+    let error = Tier::open(on_disks(&without, &[])).unwrap_err();
+    assert_eq!(error.tier_kind(), Some(TierKind::PathMissing));
+    assert!(error.to_string().contains("disk-1") && error.to_string().contains("1 extents"), "{error}");
+
+    let tier = Tier::open(TierOptions { degraded: true, ..on_disks(&without, &[]) }).unwrap();
+    assert_eq!(tier.opened().lost, ["subgroup-1"]);
+    assert_eq!(read(&tier, 1, 6).unwrap_err().tier_kind(), Some(TierKind::Lost));
+    assert!(read(&tier, 0, 5).unwrap() && read(&tier, 2, 7).unwrap());
+    assert_eq!(tier.verify().unwrap().damage.len(), 1);
+    // Written again it is whole, and the path is not missed any more.
+    write(&tier, 1, 8, &Placement::Auto).unwrap();
+    tier.commit(2, &[]).unwrap();
+    drop(tier);
+    let tier = Tier::open(on_disks(&without, &[])).unwrap();
+    assert!(read(&tier, 1, 8).unwrap() && tier.opened().lost.is_empty());
+}
+
+#[test]
+fn a_directory_that_is_not_mounted_is_missed_left_out_and_taken_up_again() {
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    step(&tier, 1).unwrap();
+    drop(tier);
+    let aside = dir.path().join("aside");
+    fs::rename(&bases[1], &aside).unwrap();
+    let (found, words) = kind(Tier::open(options(&bases)));
+    assert_eq!(found, Some(TierKind::PathMissing), "{words}");
+    assert!(words.contains("slow"), "{words}");
+    let tier = Tier::open(TierOptions { degraded: true, ..options(&bases) }).unwrap();
+    let opened = tier.opened();
+    assert!(opened.missing.len() == 1 && opened.missing[0].contains("slow"), "{opened:?}");
+    assert!(!opened.lost.is_empty() && !bases[1].exists(), "nothing is made on the disk below");
+    drop(tier);
+    fs::rename(&aside, &bases[1]).unwrap();
+    assert!(is_at(&Tier::open(options(&bases)).unwrap(), 1));
+    // One that the tier never had is an error, not a smaller tier.
+    let stranger = [&bases[..], &[dir.path().join("stranger")]].concat();
+    assert_eq!(Tier::open(options(&stranger)).unwrap_err().io_kind(), Some(IoKind::NotFound));
+}
+
+#[test]
+fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
+    let (_dir, bases) = bases();
+    let with_memory = || {
+        let mut options = options(&bases[..1]);
+        options.paths.push(PathOptions { place: Place::Memory, limit: Some(1 << 20), reserve: 0 });
+        options
+    };
+    let tier = Tier::open(with_memory()).unwrap();
+    write(&tier, 0, 5, &Placement::On(0)).unwrap();
+    write(&tier, 1, 6, &Placement::On(1)).unwrap();
+    tier.commit(1, &[]).unwrap();
+    assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 6).unwrap());
+    assert!(tier.paths()[1].memory);
+    drop(tier);
+    assert_eq!(kind(Tier::open(with_memory())).0, Some(TierKind::PathMissing));
+    let tier = Tier::open(TierOptions { degraded: true, ..with_memory() }).unwrap();
+    assert_eq!(tier.opened().lost, ["subgroup-1"]);
+    write(&tier, 1, 7, &Placement::On(2)).unwrap();
+    assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 7).unwrap());
+}
+
+/// The last commit of each path is its own. Which one counts is for the caller to say.
+#[test]
+fn paths_that_went_on_without_each_other_are_not_mixed() {
+    for commits in [0, 1] {
+        let (_dir, bases) = bases();
+        let tier = Tier::open(options(&bases)).unwrap();
+        write(&tier, 0, 5, &Placement::On(0)).unwrap();
+        write(&tier, 1, 6, &Placement::On(1)).unwrap();
+        tier.commit(1, &[]).unwrap();
+        drop(tier);
+        let alone = |path: usize| {
+            let options = options(&bases[path..][..1]);
+            Tier::open(TierOptions { degraded: true, ..options }).unwrap()
+        };
+        for path in 0..2 {
+            let tier = alone(path);
+            for _ in 0..commits {
+                write(&tier, 2, 20 + path as u64, &Placement::Auto).unwrap();
+                tier.commit(2, &[]).unwrap();
+            }
+        }
+        assert_eq!(Tier::steps(&options(&bases)).is_err(), commits > 0);
+        if commits > 0 {
+            let (found, words) = kind(Tier::open(options(&bases)));
+            assert_eq!(found, Some(TierKind::Foreign));
+            assert!(words.contains("fast") && words.contains("slow"), "{words}");
+            drop(alone(1));
+        }
+        let tier = Tier::open(options(&bases)).unwrap();
+        assert!(tier.opened().missing.is_empty() && tier.opened().lost.is_empty());
+        assert!(read(&tier, 1, 6).unwrap());
+        if commits > 0 {
+            assert!(read(&tier, 2, 21).unwrap());
+        } else {
+            assert!(read(&tier, 0, 5).unwrap());
+        }
+    }
+}

@@ -117,7 +117,7 @@ impl Tier {
         for (number, path) in self.superblock_paths() {
             let copy = self.lock().paths[number].good.map_or(0, |good| 1 - good);
             let bytes = Superblock { path: number as u32, ..superblock.clone() }.encode();
-            let started = Scratch::new(bytes.len()).and_then(|scratch| {
+            let started = path.scratch(bytes.len()).and_then(|scratch| {
                 scratch.span().write(&bytes);
                 Ok((path.write_superblock(copy, scratch.span())?, scratch))
             });

@@ -11,7 +11,7 @@ use super::jobs::timed_out;
 use super::layout::PAGE;
 use super::medium::{Medium, Memory, Mounted, Pair};
 use super::options::{Place, TierOptions};
-use super::scratch::Scratch;
+use super::scratch::{Scratch, Shelf};
 use super::superblock::{HEAD_BYTES, Head, Superblock};
 use super::transfer::moment;
 use crate::error::{IoKind, Result};
@@ -31,6 +31,7 @@ pub struct Path {
     pub(super) data: Pair,
     superblocks: [Pair; 2],
     gate: Gate,
+    shelf: Arc<Shelf>,
 }
 
 impl std::fmt::Debug for Path {
@@ -53,7 +54,8 @@ pub(super) enum Copy {
 impl Path {
     pub(super) fn open(medium: Box<dyn Medium>, engine: Engine) -> Result<Path> {
         let superblocks = [medium.open("superblock.0")?, medium.open("superblock.1")?];
-        Ok(Path { data: medium.open("data")?, superblocks, medium, engine, gate: Gate::default() })
+        let (data, gate, shelf) = (medium.open("data")?, Gate::default(), Arc::default());
+        Ok(Path { data, superblocks, medium, engine, gate, shelf })
     }
 
     /// For messages.
@@ -78,6 +80,11 @@ impl Path {
     /// Gives the data file its length.
     pub(super) fn allocate(&self, end: u64) -> Result<()> {
         self.medium.allocate(&self.data, end)
+    }
+
+    /// Zeroed memory for a head or a superblock.
+    pub(super) fn scratch(&self, bytes: usize) -> Result<Scratch> {
+        Scratch::from_shelf(&self.shelf, bytes)
     }
 
     pub(super) fn sync_directory(&self) -> Result<()> {
@@ -171,7 +178,7 @@ impl Path {
     pub(super) fn read_superblock(&self, copy: usize) -> Result<Copy> {
         let reader = &self.superblocks[copy].reader;
         let read = |bytes: usize| -> Result<Option<Scratch>> {
-            let scratch = Scratch::new(bytes)?;
+            let scratch = self.scratch(bytes)?;
             let outcome = self.engine.read(request(reader, 0, scratch.span()));
             match outcome.and_then(|handle| self.wait(handle, None)) {
                 Ok(_) => Ok(Some(scratch)),

@@ -1,24 +1,52 @@
 //! Memory of the tier's own for heads and superblocks: page-aligned, and mapped until the system is done with it.
+//!
+//! Invariants:
+//! - What a transfer still has is not handed out again, whoever has given it up.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Result;
 use crate::pool::region::{Backing, Region};
 use crate::sys::span::Span;
 
-/// A region that retires with its owner; transfers under way keep it mapped.
+/// A region that retires with its owner, or goes back to its shelf; transfers under way keep it mapped.
 #[derive(Debug)]
 pub struct Scratch {
     region: Arc<Region>,
     bytes: usize,
+    shelf: Option<Arc<Shelf>>,
 }
+
+/// Small memory for the next one to take. Every part that moves has a head; to map and to unmap one interrupts each core
+/// that the process runs on, and a region that retires wakes every engine.
+#[derive(Debug, Default)]
+pub struct Shelf(Mutex<Vec<Arc<Region>>>);
+
+/// Bytes of each that is kept, and how many are.
+const KEPT_BYTES: usize = 8 << 10;
+const MOST_KEPT: usize = 64;
+const SMALL: Backing = Backing { huge: false, lock: false, node: None };
 
 impl Scratch {
     /// Zeroed memory.
     pub fn new(bytes: usize) -> Result<Scratch> {
-        let backing = Backing { huge: bytes >= 2 << 20, lock: false, node: None };
-        Ok(Scratch { region: Region::open(bytes.max(1), backing)?, bytes })
+        let backing = Backing { huge: bytes >= 2 << 20, ..SMALL };
+        Ok(Scratch { region: Region::open(bytes.max(1), backing)?, bytes, shelf: None })
+    }
+
+    /// Zeroed memory, from a shelf if it is small.
+    pub fn from_shelf(shelf: &Arc<Shelf>, bytes: usize) -> Result<Scratch> {
+        if bytes > KEPT_BYTES {
+            return Scratch::new(bytes);
+        }
+        let kept = shelf.lock().pop();
+        let region = match kept {
+            Some(region) => region,
+            None => Region::open(KEPT_BYTES, SMALL)?,
+        };
+        region.span().write(&[0; KEPT_BYTES]);
+        Ok(Scratch { region, bytes, shelf: Some(Arc::clone(shelf)) })
     }
 
     /// All of it.
@@ -29,6 +57,50 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
+        if let Some(shelf) = self.shelf.take()
+            && !self.region.leased(self.region.span())
+        {
+            let mut kept = shelf.lock();
+            if kept.len() < MOST_KEPT {
+                return kept.push(Arc::clone(&self.region));
+            }
+        }
         self.region.retire();
+    }
+}
+
+impl Shelf {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Region>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Shelf {
+    fn drop(&mut self) {
+        self.lock().drain(..).for_each(|region| region.retire());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::region::Lease;
+
+    #[test]
+    fn small_memory_comes_back_empty_and_never_while_a_transfer_has_it() {
+        let shelf = Arc::default();
+        let take = || Scratch::from_shelf(&shelf, 5000).unwrap();
+        let first = take();
+        let address = first.span().address();
+        first.span().write(&[7; 5000]);
+        let lease = Lease::take(first.span()).unwrap();
+        drop(first);
+        let second = take();
+        assert_ne!(second.span().address(), address);
+        let address = second.span().address();
+        second.span().write(&[8; 5000]);
+        drop((second, lease));
+        let third = take();
+        assert_eq!((third.span().address(), third.span().to_vec()), (address, vec![0; 5000]));
     }
 }

@@ -81,7 +81,7 @@ impl Job {
         };
         let (bytes, sum) = header.encode();
         chunk.header_sum = sum;
-        let head = Scratch::new(bytes.len())?;
+        let head = path.scratch(bytes.len())?;
         head.span().write(&bytes);
         let handle = path.write(chunk.offset, head.span());
         self.flights.push(Flight::new(chunk, None, path, handle, Some(head)));
@@ -97,7 +97,7 @@ impl Job {
     /// left out.
     pub(super) fn start_read(&mut self, chunk: &Chunk, path: &Arc<Path>, known: bool) -> Result<()> {
         if !known {
-            let head = Scratch::new(header_bytes(chunk.count.into()) as usize)?;
+            let head = path.scratch(header_bytes(chunk.count.into()) as usize)?;
             let handle = path.read(chunk.offset, head.span());
             self.flights.push(Flight::new(chunk, None, path, handle, Some(head)));
         }

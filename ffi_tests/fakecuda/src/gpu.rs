@@ -40,6 +40,9 @@ pub struct Gpu {
     pub(crate) checker: Checker,
     host: Clock,
     pub(crate) streams: HashMap<usize, Stream>,
+    /// Numbers of streams in clocks, given so far, and those of streams that are gone.
+    actors: usize,
+    idle_actors: Vec<usize>,
     events: HashMap<usize, Event>,
     pub(crate) allocations: BTreeMap<u64, Box<[u64]>>,
     pub(crate) locked: BTreeMap<u64, u64>,
@@ -152,7 +155,13 @@ impl Gpu {
 
     /// The stream of this number, made if it is the default one.
     fn stream(&mut self, id: usize) -> &mut Stream {
-        self.streams.entry(id).or_insert_with(|| Stream { actor: id + 1, ..Stream::default() })
+        self.streams.entry(id).or_insert_with(|| {
+            let actor = self.idle_actors.pop().unwrap_or_else(|| {
+                self.actors += 1;
+                HOST + self.actors
+            });
+            Stream { actor, ..Stream::default() }
+        })
     }
 
     fn known(&self, stream: usize) -> Result<(), Code> {
@@ -161,7 +170,8 @@ impl Gpu {
 
     pub(crate) fn stream_destroy(&mut self, stream: usize) -> Result<(), Code> {
         self.stream_synchronize(stream)?;
-        self.streams.remove(&stream);
+        // The host knows all that it did, and so will the stream that has its number next.
+        self.idle_actors.extend(self.streams.remove(&stream).map(|gone| gone.actor));
         Ok(())
     }
 

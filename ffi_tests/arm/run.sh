@@ -53,7 +53,7 @@ check() {
 
 # Leaves what the command printed in the log of NAME, and its status beside it.
 perform() {
-    name=$1 log=$(log_of "$1")
+    name=$1 log=$(log_of "$1") began=$(date +%s)
     shift
     # Not inside the condition, where the shell would go on after a failed command.
     set +e
@@ -62,9 +62,9 @@ perform() {
     set -e
     echo $status >"$log.status"
     if [ $status = 0 ]; then
-        echo "ok      $name"
+        echo "ok      $name ($(($(date +%s) - began)) s)"
     else
-        echo "FAILED  $name"
+        echo "FAILED  $name ($(($(date +%s) - began)) s)"
         tail -n 15 "$log" | sed 's/^/        /'
     fi
 }

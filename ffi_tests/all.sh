@@ -51,7 +51,14 @@ run() {
     summary+=$(printf '%-8s %-8s %4ss  %s' "$name" "$word" "$took" "$(closing_line "$log")")$'\n'
 }
 
-[ $# -gt 0 ] || set -- format lint rust py preload arm
+# What has to be fetched once comes in the meantime. Who needs it asks for it again, waits for the lock, and says what is wrong.
+set_up() {
+    for environment in python arm; do packaging/${environment}_env.sh; done
+}
+if [ $# = 0 ]; then
+    set_up >"$logs/set-up.log" 2>&1 &
+    set -- format lint rust py preload arm
+fi
 for runner; do run "$runner"; done
 
 printf '\n%s' "$summary"

@@ -41,7 +41,8 @@ run() {
     # The log is the proof; the screen sees it as it comes.
     "$name" > >(tee "$log") 2>&1
     status=$?
-    wait
+    # The last that went into the background is tee.
+    wait $!
     local took=$((SECONDS - start))
     case $status in
         0) passed=$((passed + 1)) word=ok ;;

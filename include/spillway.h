@@ -2036,10 +2036,11 @@ enum spw_status spw_tier_steps(const struct spw_tier_options *options,
 
 // Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
 // the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
-// SPW_ERR_FOREIGN, as are two that committed without each other; one of another format is SPW_ERR_FORMAT, and a path
-// that holds committed blocks and is not given SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. In an object store the
-// lock names the machine by its machine-id: where an image brings that id along, a live holder on another machine of the
-// same name is taken for dead.
+// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
+// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. Of paths that went on without each other, each opened without the
+// other, the one that went further counts; two that went as far are SPW_ERR_FOREIGN until one of them is opened alone.
+// In an object store the lock names the machine by its machine-id: where an image brings that id along, a live holder on
+// another machine of the same name is taken for dead.
 //
 // Requires: `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
 enum spw_status spw_tier_open(const struct spw_tier_options *options,

@@ -123,6 +123,11 @@ impl Region {
         self.retired.load(Ordering::Acquire)
     }
 
+    /// True in the process that opened it.
+    pub fn is_own(&self) -> bool {
+        self.process == process::id()
+    }
+
     /// True if a lease overlaps `part`.
     pub fn leased(&self, part: Span) -> bool {
         let (start, end) = (part.address(), part.address() + part.len());
@@ -138,8 +143,7 @@ impl Region {
 pub fn find(address: usize, len: usize) -> Option<Arc<Region>> {
     let index = INDEX.load();
     let (_, region) = index.as_ref()?.range(..=address).next_back()?;
-    let ours = region.process == process::id();
-    (ours && region.span().covers(address, len)).then(|| Arc::clone(region))
+    (region.is_own() && region.span().covers(address, len)).then(|| Arc::clone(region))
 }
 
 /// Calls `watcher` whenever a region retires, until it is dropped.

@@ -3,8 +3,9 @@
 //! Invariants:
 //! - The whole superblock with the highest sequence counts. A device error on any copy is an error, not an older step:
 //!   nobody knows what the copy would have said.
-//! - Two that have this sequence and say different things are of paths that went on without each other, each in a
-//!   degraded open. Neither is chosen; a degraded open of one has a higher one.
+//! - Two that have this sequence and say different things are of paths that went on without each other. Neither is chosen;
+//!   a degraded open of one path alone gives it a higher one. Of paths that went on for different numbers of superblocks the
+//!   one with more counts.
 //! - The commit before the last one is named by the copy that the last one left alone, and keeps its places up to the
 //!   first write after the last commit (see `state`). Nothing on disk says whether that write came: whoever opens at it
 //!   proves each of its blocks first.
@@ -230,15 +231,14 @@ fn check_one_end(found: &[Candidate], last: &Superblock) -> Result<()> {
     let differs = |one: &&Superblock| {
         (one.step, &one.payload, &one.extents) != (last.step, &last.payload, &last.extents)
     };
-    let ends = |one: &&Candidate| {
-        let newest = one.newest().filter(|own| own.sequence == last.sequence && own.tier == last.tier);
-        newest.filter(differs).is_some()
-    };
-    let Some(other) = found.iter().find(ends) else { return Ok(()) };
-    let others: Vec<String> = found.iter().filter(|one| !ends(one)).map(|one| one.path.name()).collect();
+    let ends = found.iter().filter_map(|one| Some((one, one.newest()?)));
+    let ends = ends.filter(|(_, own)| own.sequence == last.sequence && own.tier == last.tier);
+    let (others, same): (Vec<_>, Vec<_>) = ends.partition(|(_, own)| differs(own));
+    let Some((other, _)) = others.first() else { return Ok(()) };
+    let same: Vec<String> = same.iter().map(|(one, _)| one.path.name()).collect();
     let words = format!(
-        "it and {} went on without each other; a degraded open of either goes on from there",
-        others.join(", ")
+        "it and {} went on without each other; a degraded open that is given one of them alone goes on from there",
+        same.join(", ")
     );
     Err(TierError::at(TierKind::Foreign, other.path.name(), words))
 }

@@ -57,7 +57,9 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
+        // A forked child takes no lock that a thread of its parent may have had.
         if let Some(shelf) = self.shelf.take()
+            && self.region.is_own()
             && !self.region.leased(self.region.span())
         {
             let mut kept = shelf.lock();
@@ -77,7 +79,8 @@ impl Shelf {
 
 impl Drop for Shelf {
     fn drop(&mut self) {
-        self.lock().drain(..).for_each(|region| region.retire());
+        let kept = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        kept.drain(..).for_each(|region| region.retire());
     }
 }
 

@@ -18,6 +18,11 @@ pub enum Action {
     Write,
     /// What was written becomes durable.
     Sync,
+    /// The bytes from the offset on get a place on the device.
+    Allocate {
+        /// How many.
+        bytes: u64,
+    },
 }
 
 /// Reads, and all other actions, do not wait for each other's places.
@@ -27,6 +32,11 @@ impl Action {
     /// The lane of the action, below [`LANES`].
     pub fn lane(self) -> usize {
         usize::from(self != Action::Read)
+    }
+
+    /// True for reads and writes.
+    pub fn moves_bytes(self) -> bool {
+        matches!(self, Action::Read | Action::Write)
     }
 }
 

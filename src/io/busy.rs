@@ -13,7 +13,7 @@ pub(super) struct Clock {
     total: Duration,
 }
 
-/// A clock for each direction, and one for both together. A sync counts as writing.
+/// A clock for each direction, and one for both together. Syncs and allocations count as writing.
 #[derive(Debug, Default)]
 pub(super) struct Busy {
     pub(super) reading: Clock,
@@ -35,7 +35,7 @@ impl Busy {
     fn clock(&mut self, action: Action) -> &mut Clock {
         match action {
             Action::Read => &mut self.reading,
-            Action::Write | Action::Sync => &mut self.writing,
+            Action::Write | Action::Sync | Action::Allocate { .. } => &mut self.writing,
         }
     }
 }

@@ -39,7 +39,7 @@ impl Counters {
                 Counters::add(&self.writes, 1);
                 Counters::add(&self.written_bytes, *bytes);
             }
-            (Action::Sync, Ok(_)) => {}
+            (Action::Sync | Action::Allocate { .. }, Ok(_)) => {}
         }
     }
 }

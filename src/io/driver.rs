@@ -264,7 +264,7 @@ impl Driver {
         let running = &mut self.running[key];
         let op = &running.op;
         let at = running.next;
-        if op.action == Action::Sync {
+        if !op.action.moves_bytes() {
             running.next = op.total();
             running.under_way += 1;
             let flight = Flight {
@@ -278,9 +278,9 @@ impl Driver {
             };
             return Ok(Some(self.flights.insert(flight)));
         }
-        let cut = extent(op).cut(at);
+        let cut = extent(op).cut(at, self.bounce.block as u64);
         op.file.prepare(cut.route)?;
-        let len = if cut.bounce { (cut.len as usize).min(self.bounce.block) } else { cut.len as usize };
+        let len = cut.len as usize;
         let own = op.span.part(at as usize, len);
         let (span, bounce) = match cut.bounce {
             false => (own, None),

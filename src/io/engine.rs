@@ -16,7 +16,7 @@ use super::backend::{Action, Backend};
 use super::blocks::Blocks;
 use super::counters::EngineStats;
 use super::driver::{Bounce, Driver};
-use super::file::{File, Route};
+use super::file::{File, Route, failure};
 use super::object::folder::{Folder, MAX_REQUESTS, OBJECT_BYTES, REQUESTS};
 use super::open_files::OpenFiles;
 use super::operation::{Admitted, Event, Operation, Shared};
@@ -32,7 +32,7 @@ use super::waiting::take_outcomes;
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::pool::region::{self, Lease};
-use crate::sys::file::Access;
+use crate::sys::file::{self, Access};
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::process;
 use crate::sys::span::Span;
@@ -88,7 +88,7 @@ impl Engine {
         })
     }
 
-    fn start(
+    pub(super) fn start(
         options: Options,
         profile: Option<Profile>,
         make: impl FnOnce() -> Result<Made> + Send + 'static,
@@ -142,6 +142,17 @@ impl Engine {
         self.submit(Action::Sync, Request { target, offset: 0, span: Span::empty(), deadline })
     }
 
+    /// Submits an allocation: bytes `from..end` of the file get a place on the device. A file system that cannot do so is
+    /// no error. Like any other operation it can be waited for with a timeout, and stalls.
+    pub fn allocate(&self, target: Target, from: u64, end: u64) -> Result<u64> {
+        file::check_size_limit(end).map_err(|error| failure("preallocating", "a file", from, end - from, &error))?;
+        let bytes = end.saturating_sub(from);
+        self.submit(
+            Action::Allocate { bytes },
+            Request { target, offset: from, span: Span::empty(), deadline: None },
+        )
+    }
+
     fn submit(&self, action: Action, request: Request) -> Result<u64> {
         self.owned()?;
         let Request { target, offset, span, deadline } = request;
@@ -169,7 +180,7 @@ impl Engine {
             op.file.preallocate(offset, end)?;
         }
         let extent = super::driver::extent(&op);
-        if action != Action::Sync && Extent::has_edges(&extent) {
+        if action.moves_bytes() && Extent::has_edges(&extent) {
             op.file.prepare(Route::Buffered)?;
         }
         self.note_buffered(&op.file);
@@ -199,7 +210,7 @@ impl Engine {
     fn target(&self, action: Action, target: Target) -> Result<Arc<File>> {
         let access = match action {
             Action::Read => Access::Read,
-            Action::Write | Action::Sync => Access::Write { mode: self.options.file_mode },
+            Action::Write | Action::Sync | Action::Allocate { .. } => Access::Write { mode: self.options.file_mode },
         };
         match target {
             Target::Path(path) => self.files.get(path, access, self.options.direct),
@@ -355,12 +366,14 @@ fn drive(
     };
     if let Some(reason) = &lost {
         log::write(Level::Error, &format!("the I/O engine stopped: {reason}"));
+        // Before the inbox is emptied: an operation that came later would never end.
+        shared.lose(reason);
         driver.abandon(reason);
         // The kernel may still write to the bounce blocks.
         std::mem::forget(driver);
     }
     drop(backend);
-    shared.driver_ends(lost);
+    shared.driver_ends();
 }
 
 fn make(

@@ -20,6 +20,7 @@ mod blocks;
 mod busy;
 pub mod counters;
 mod driver;
+mod expiry;
 mod open_files;
 mod operation;
 mod threads;

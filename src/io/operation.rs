@@ -1,6 +1,6 @@
 //! Operations under way, and what an engine's callers and its driver share about them.
 //!
-//! A handle's life: pending, then finished until a wait takes the outcome. One whose deadline passes is expired: its
+//! A handle has 63 bits: the top one is free for numbers of callers' own (see `tier::gate`). A handle's life: pending, then finished until a wait takes the outcome. One whose deadline passes is expired: its
 //! caller has the outcome at once, and the handle stays known until the kernel is done with the memory.
 #![forbid(unsafe_code)]
 
@@ -14,13 +14,16 @@ use slab::Slab;
 use super::backend::{Action, Wake, doze};
 use super::busy::Busy;
 use super::counters::Counters;
+use super::expiry::Expiry;
 use super::file::File;
 use crate::error::{Error, IoError, IoKind, Result};
-use crate::log::{self, Level};
 use crate::pool::region::Lease;
 use crate::sys::span::Span;
 
-/// One read, write or sync.
+/// Largest generation of a handle: 31 bits, above the 32 of its slot.
+pub(super) const GENERATIONS: u32 = u32::MAX >> 1;
+
+/// One read, write, sync or allocation.
 #[derive(Debug)]
 pub(super) struct Operation {
     pub(super) handle: u64,
@@ -40,9 +43,9 @@ pub(super) struct Operation {
 }
 
 impl Operation {
-    /// How far it has to go: bytes, or one step for a sync.
+    /// How far it has to go: bytes, or one step for a sync or an allocation.
     pub(super) fn total(&self) -> u64 {
-        if self.action == Action::Sync { 1 } else { self.span.len() as u64 }
+        if self.action.moves_bytes() { self.span.len() as u64 } else { 1 }
     }
 
     /// True if no more pieces are to be started.
@@ -57,7 +60,7 @@ impl Operation {
     }
 
     /// Stops it; true if some of it may be in the kernel.
-    fn expire(&self) -> bool {
+    pub(super) fn expire(&self) -> bool {
         self.expired.store(true, Ordering::Release);
         self.stop.store(true, Ordering::SeqCst);
         self.started.load(Ordering::SeqCst)
@@ -77,12 +80,16 @@ impl Operation {
             Action::Read => "reading",
             Action::Write => "writing",
             Action::Sync => "syncing",
+            Action::Allocate { .. } => "preallocating",
         }
     }
 
     pub(super) fn error(&self, kind: IoKind, detail: String) -> Error {
         let path = self.file.name().to_string();
-        let bytes = self.span.len() as u64;
+        let bytes = match self.action {
+            Action::Allocate { bytes } => bytes,
+            _ => self.span.len() as u64,
+        };
         IoError { kind, doing: self.doing(), path, offset: self.offset, bytes, errno: 0, detail }.into()
     }
 
@@ -114,7 +121,7 @@ pub(super) struct Shared {
     /// Completions seen by the driver.
     pub(super) progress: AtomicU64,
     /// See `Options::stall`.
-    stall: Option<Duration>,
+    pub(super) stall: Option<Duration>,
     pub(super) waker: OnceLock<Arc<dyn Wake>>,
 }
 
@@ -122,15 +129,14 @@ pub(super) struct Shared {
 pub(super) struct State {
     pub(super) inbox: VecDeque<Arc<Operation>>,
     pub(super) entries: Slab<Entry>,
-    generation: u32,
+    pub(super) generation: u32,
     /// Of pending operations, with their handles.
-    deadlines: BTreeSet<(Instant, u64)>,
+    pub(super) deadlines: BTreeSet<(Instant, u64)>,
     waiters: Slab<(Event, Arc<Condvar>)>,
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
     pub(super) busy: Busy,
-    /// `Shared::progress` when it was last looked at, and when it was last seen to change.
-    progress: (u64, Option<Instant>),
+    pub(super) expiry: Expiry,
     /// Devices with expired operations in the kernel, and how many.
     pub(super) stuck: HashMap<u64, usize>,
     pub(super) closing: bool,
@@ -164,6 +170,8 @@ pub(super) enum Phase {
         unread: Option<Error>,
         /// Counted as stuck on its device.
         stuck: bool,
+        /// The kernel is done with it, and that was counted.
+        ended: bool,
     },
 }
 
@@ -219,26 +227,6 @@ impl Shared {
         state
     }
 
-    /// Expires what is past its deadline, or under way without progress for too long, and says so in the log; when to look
-    /// again, and whether anything expired. Waiters and driver both ask: the driver can be held up inside a system call.
-    pub(super) fn expire<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State>,
-    ) -> (MutexGuard<'a, State>, Option<Instant>, bool) {
-        let now = Instant::now();
-        let stalled =
-            self.stall.and_then(|stall| state.stall(self.progress.load(Ordering::Relaxed), stall, now));
-        let expired = state.expire(now);
-        if !expired.is_empty() {
-            expired.iter().for_each(|_| Counters::add(&self.counters.failed, 1));
-            drop(state);
-            expired.iter().for_each(|error| log::write(Level::Warn, &error.to_string()));
-            state = self.lock();
-        }
-        let next = state.deadlines.first().map(|(deadline, _)| *deadline);
-        (state, next.into_iter().chain(stalled).min(), !expired.is_empty())
-    }
-
     /// The driver's word that the kernel is done with operations. Their files are closed, if nobody else uses them,
     /// before anybody is told: the file system may be unmounted next. Waiters are woken after the lock is free.
     pub(super) fn finish(&self, over: &mut Vec<(Arc<Operation>, Result<u64>)>) {
@@ -258,11 +246,15 @@ impl Shared {
         woken.iter().for_each(|news| news.notify_one());
     }
 
+    /// The engine is lost: no operation is accepted any more.
+    pub(super) fn lose(&self, reason: &str) {
+        self.lock().lost = Some(reason.to_string());
+    }
+
     /// The driver's last word.
-    pub(super) fn driver_ends(&self, lost: Option<String>) {
+    pub(super) fn driver_ends(&self) {
         let mut state = self.lock();
         state.driver_gone = true;
-        state.lost = lost;
         state.tell_all();
     }
 }
@@ -271,7 +263,7 @@ impl State {
     /// Gives an operation its handle and queues it; one that has nothing to do is finished at once. Also, what the
     /// driver has to know of it.
     pub(super) fn admit(&mut self, make: impl FnOnce(u64) -> Operation) -> (u64, Admitted) {
-        self.generation = self.generation.wrapping_add(1);
+        self.generation = self.generation.wrapping_add(1) & GENERATIONS;
         let slot = self.entries.vacant_entry();
         let handle = u64::from(self.generation) << 32 | (slot.key() as u64 + 1);
         let op = Arc::new(make(handle));
@@ -308,10 +300,11 @@ impl State {
         let Some(entry) = self.entries.get_mut(key).filter(|entry| entry.handle == handle) else {
             return;
         };
-        match &entry.phase {
-            Phase::Expired { unread, stuck } => {
-                let stuck = *stuck;
-                if unread.is_none() {
+        match &mut entry.phase {
+            Phase::Expired { unread, stuck, ended } => {
+                let (stuck, read) = (*stuck, unread.is_none());
+                *ended = true;
+                if read {
                     self.entries.remove(key);
                 }
                 if stuck {
@@ -332,10 +325,11 @@ impl State {
         let entry = self.entry(handle)?;
         match &mut entry.phase {
             Phase::Pending => Ok(None),
-            Phase::Expired { unread, .. } => {
+            Phase::Expired { unread, ended, .. } => {
                 let known = || Error::invalid("handle", format!("{handle:#x} was waited for"));
-                let error = unread.take().ok_or_else(known)?;
-                if entry.op.is_none() {
+                let (error, ended) = (unread.take().ok_or_else(known)?, *ended);
+                // Until then the entry says that its device is stuck.
+                if ended {
                     self.entries.remove(key_of(handle));
                 }
                 Ok(Some(Err(error)))
@@ -347,65 +341,15 @@ impl State {
         }
     }
 
-    /// Gives operations that see no progress for too long a deadline that has passed; when the next one may be due.
-    fn stall(&mut self, progress: u64, stall: Duration, now: Instant) -> Option<Instant> {
-        if self.progress.0 != progress {
-            self.progress = (progress, Some(now));
-        }
-        let moved = self.progress.1;
-        if let Some(soonest) = moved.and_then(|moved| moved.checked_add(stall)).filter(|at| *at > now) {
-            return (self.unfinished > 0).then_some(soonest);
-        }
-        let mut next = None;
-        for (_, entry) in self.entries.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Pending)) {
-            let Some(op) = &entry.op else { continue };
-            let from = moved.map_or(op.submitted, |moved| moved.max(op.submitted));
-            match from.checked_add(stall) {
-                Some(due) if due <= now => {
-                    self.deadlines.insert((due, op.handle));
-                }
-                due => next = next.into_iter().chain(due).min(),
-            }
-        }
-        next
-    }
-
-    /// Expires what is past its deadline.
-    fn expire(&mut self, now: Instant) -> Vec<Error> {
-        let mut errors = Vec::new();
-        while let Some((_, handle)) = self.deadlines.first().copied().filter(|(deadline, _)| *deadline <= now)
-        {
-            self.deadlines.pop_first();
-            let entry = self.entry(handle).ok().filter(|entry| matches!(entry.phase, Phase::Pending));
-            let Some(op) = entry.and_then(|entry| entry.op.clone()) else { continue };
-            let stuck = op.expire();
-            let words = match stuck {
-                true => "its deadline passed; the buffer stays in use until the system answers",
-                false => "its deadline passed before it began",
-            };
-            let error = op.error(IoKind::Deadline, words.to_string());
-            if stuck {
-                *self.stuck.entry(op.device()).or_default() += 1;
-            }
-            if let Ok(entry) = self.entry(handle) {
-                entry.phase = Phase::Expired { unread: Some(error.clone()), stuck };
-            }
-            self.leave_pending(handle, op.action, op.deadline);
-            self.concerned(handle).for_each(|news| news.notify_one());
-            errors.push(error);
-        }
-        errors
-    }
-
     /// An operation that was pending has its outcome.
-    fn leave_pending(&mut self, handle: u64, action: Action, deadline: Option<Instant>) {
+    pub(super) fn leave_pending(&mut self, handle: u64, action: Action, deadline: Option<Instant>) {
         self.unfinished -= 1;
         self.busy.ends(action);
         deadline.map(|deadline| self.deadlines.remove(&(deadline, handle)));
     }
 
     /// Who waits for the outcome of `handle`, which just left the pending ones, or for quiet, if it was the last.
-    fn concerned(&self, handle: u64) -> impl Iterator<Item = Arc<Condvar>> {
+    pub(super) fn concerned(&self, handle: u64) -> impl Iterator<Item = Arc<Condvar>> {
         let quiet = self.unfinished == 0;
         let concerns = move |event| event == Event::Outcome(handle) || quiet && event == Event::Quiet;
         self.waiters
@@ -431,4 +375,70 @@ impl State {
 
 fn key_of(handle: u64) -> usize {
     ((handle & u64::from(u32::MAX)) as usize).wrapping_sub(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A sync that the kernel has.
+    fn under_way(handle: u64, submitted: Instant, deadline: Option<Instant>) -> Operation {
+        Operation {
+            handle,
+            action: Action::Sync,
+            file: Arc::new(File::named("file", 7, None)),
+            offset: 0,
+            span: Span::empty(),
+            piece: 512,
+            lease: None,
+            submitted,
+            deadline,
+            stop: false.into(),
+            started: true.into(),
+            expired: false.into(),
+        }
+    }
+
+    #[test]
+    fn handles_leave_the_top_bit_free_however_many_were_given() {
+        let mut state = State { generation: GENERATIONS - 1, ..State::default() };
+        let given: Vec<u64> =
+            (0..3).map(|_| state.admit(|handle| under_way(handle, Instant::now(), None)).0).collect();
+        assert!(given.iter().all(|handle| handle >> 63 == 0 && state.entry(*handle).is_ok()), "{given:x?}");
+    }
+
+    #[test]
+    fn a_device_is_free_again_although_the_outcome_was_taken_while_files_were_being_closed() {
+        let shared = Shared::new(None);
+        let now = Instant::now();
+        let handle = shared.lock().admit(|handle| under_way(handle, now, Some(now))).0;
+        drop(shared.expire(shared.lock()));
+        assert_eq!(shared.lock().stuck.get(&7), Some(&1));
+        // What `Shared::finish` does before it closes files, and a waiter meanwhile.
+        let op = shared.lock().entry(handle).unwrap().op.take().unwrap();
+        assert!(matches!(shared.lock().take(handle), Ok(Some(Err(_)))));
+        let ended = Ended::new(&op, Ok(1));
+        shared.lock().end(ended, &shared.counters, &mut Vec::new());
+        assert!(shared.lock().stuck.is_empty() && shared.lock().entries.is_empty());
+    }
+
+    #[test]
+    fn time_in_which_the_process_did_not_run_is_no_stall() {
+        let stall = Duration::from_secs(1);
+        let shared = Shared::new(Some(stall));
+        let now = Instant::now();
+        let long_ago = now - Duration::from_secs(10);
+        let handle = shared.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
+        // The look that was planned for then comes now.
+        shared.lock().expiry = Expiry::planned(long_ago);
+        let (state, next, expired) = shared.expire(shared.lock());
+        drop(state);
+        assert!(!expired && next.is_some_and(|next| next > now && next < now + stall));
+        assert!(shared.lock().stuck.is_empty());
+        // The driver had its time and found nothing.
+        std::thread::sleep(next.map_or(stall, |next| next.saturating_duration_since(Instant::now())));
+        let (state, _, expired) = shared.expire(shared.lock());
+        drop(state);
+        assert!(expired && matches!(shared.lock().take(handle), Ok(Some(Err(_)))));
+    }
 }

@@ -47,19 +47,22 @@ pub struct Cut {
 }
 
 impl Extent {
-    /// The piece that begins `done` bytes into the operation, of which some are left.
-    pub fn cut(&self, done: u64) -> Cut {
+    /// The piece that begins `done` bytes into the operation, of which some are left, where bounce blocks have
+    /// `bounce_block` bytes. It has at least one byte: pieces too small for the alignment go through the page cache.
+    pub fn cut(&self, done: u64, bounce_block: u64) -> Cut {
         let left = self.len - done;
-        let Some(Alignment { memory, offset }) = self.direct else {
-            return Cut { len: left.min(self.piece), route: Route::Buffered, bounce: false };
-        };
+        let buffered = |len: u64| Cut { len, route: Route::Buffered, bounce: false };
+        let Some(Alignment { memory, offset }) = self.direct else { return buffered(left.min(self.piece)) };
         match (self.offset + done) % offset {
             0 if left >= offset => {
-                let len = left.min(self.piece);
                 let bounce = !(self.address + done).is_multiple_of(memory);
-                Cut { len: len - len % offset, route: Route::Direct, bounce }
+                let most = left.min(self.piece).min(if bounce { bounce_block } else { u64::MAX });
+                match most - most % offset {
+                    0 => buffered(offset),
+                    len => Cut { len, route: Route::Direct, bounce },
+                }
             }
-            into => Cut { len: left.min(offset - into), route: Route::Buffered, bounce: false },
+            into => buffered(left.min(offset - into)),
         }
     }
 
@@ -97,7 +100,7 @@ mod tests {
         let mut done = 0;
         let mut cuts = Vec::new();
         while done < extent.len {
-            let cut = extent.cut(done);
+            let cut = extent.cut(done, 8192);
             assert!(cut.len > 0 && cut.len <= extent.piece.max(NEED.offset));
             done += cut.len;
             cuts.push(cut);
@@ -126,6 +129,23 @@ mod tests {
                     assert_eq!(extent.has_edges(), buffered > 0);
                 }
             }
+        }
+    }
+
+    /// A device whose sectors are larger than a piece, or than a bounce block, which cannot hold whole sectors.
+    #[test]
+    fn pieces_smaller_than_the_alignment_still_move() {
+        let direct = Some(Alignment { memory: 512, offset: 65_536 });
+        for (piece, bounce_block, address) in [(4096, 1 << 20, 0), (1 << 20, 4096, 1), (1 << 20, 98_304, 1)] {
+            let extent = Extent { offset: 0, address, len: 1 << 20, direct, piece };
+            let mut done = 0;
+            while done < extent.len {
+                let cut = extent.cut(done, bounce_block);
+                assert!(cut.len > 0 && (!cut.bounce || cut.len <= bounce_block), "{cut:?}");
+                assert!(cut.route == Route::Buffered || cut.len.is_multiple_of(65_536), "{cut:?}");
+                done += cut.len;
+            }
+            assert_eq!(done, extent.len);
         }
     }
 

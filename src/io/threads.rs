@@ -147,6 +147,7 @@ fn run(piece: &Piece) -> i32 {
         Action::Read => file::read_at(fd, piece.span, piece.offset),
         Action::Write => file::write_at(fd, piece.span, piece.offset),
         Action::Sync => file::sync_data(fd),
+        Action::Allocate { bytes } => file::allocate_at(fd, piece.offset, bytes),
     }
 }
 

@@ -88,6 +88,7 @@ impl Uring {
             }
             (Action::Write, None) => opcode::Write::new(fd, memory, len).offset(offset).build(),
             (Action::Sync, _) => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+            (Action::Allocate { bytes }, _) => opcode::Fallocate::new(fd, bytes).offset(offset).build(),
         };
         let entry = entry.user_data(piece.token);
         if slot.is_some() { entry.flags(Flags::FIXED_FILE) } else { entry }

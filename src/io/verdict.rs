@@ -9,6 +9,7 @@ use super::driver::Flight;
 use super::file::{Route, failure};
 use super::operation::Operation;
 use crate::error::{Error, IoError, IoKind};
+use crate::sys::file;
 
 /// A piece is tried this often; the system that interrupts more is not going to stop.
 const MAX_TRIES: u32 = 64;
@@ -30,7 +31,7 @@ pub(super) fn judge(
     if result < 0 {
         return judge_errno(op, flight, -result, words, counters);
     }
-    if op.action == Action::Sync {
+    if !op.action.moves_bytes() {
         return Verdict::Done;
     }
     let left = flight.span.len() - flight.done;
@@ -63,8 +64,12 @@ fn judge_errno(
         Counters::add(&counters.retried, 1);
         return Verdict::Again;
     }
+    // Writes extend the file then.
+    if matches!(op.action, Action::Allocate { .. }) && file::cannot_allocate(errno) {
+        return Verdict::Done;
+    }
     let refused = errno == libc::EINVAL || errno == libc::EOPNOTSUPP;
-    if refused && flight.route == Route::Direct && op.action != Action::Sync {
+    if refused && flight.route == Route::Direct && op.action.moves_bytes() {
         op.file.refuse_direct("the file system refused an aligned direct transfer".to_string());
         return reroute(op, flight);
     }
@@ -74,7 +79,10 @@ fn judge_errno(
         libc::EFAULT => "the memory of the request is not there, or not to be used so".to_string(),
         _ => words.map_or_else(String::new, String::from),
     };
-    let left = (flight.span.len() - flight.done) as u64;
+    let left = match op.action {
+        Action::Allocate { bytes } => bytes,
+        _ => (flight.span.len() - flight.done) as u64,
+    };
     match failure(op.doing(), op.file.name(), op.offset + flight.at + flight.done as u64, left, &error) {
         Error::Io(inner) => Verdict::Failed(IoError { detail, ..*inner }.into()),
         other => Verdict::Failed(other),

@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
@@ -146,23 +146,34 @@ pub fn direct_need(file: &File) -> DirectNeed {
 /// Makes sure that bytes up to `end` have a place on the device, so that writing them never extends the file. A file
 /// system that cannot is no error.
 pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
-    // Asking past the limit would raise SIGXFSZ in the caller's thread, which kills a program that does not expect it.
-    if memory::file_size_limit().is_some_and(|limit| end > limit) {
-        return Err(io::Error::from_raw_os_error(libc::EFBIG));
-    }
+    check_size_limit(end)?;
     loop {
-        // SAFETY: an open descriptor and two integers.
-        let outcome =
-            unsafe { libc::fallocate(file.as_raw_fd(), 0, from as libc::off_t, (end - from) as libc::off_t) };
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            _ if outcome == 0 => return Ok(()),
-            Some(libc::EINTR) => {}
-            Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV | libc::ESPIPE) => {
-                return Ok(());
-            }
-            _ => return Err(error),
+        match -allocate_at(file.as_fd(), from, end - from) {
+            0 => return Ok(()),
+            libc::EINTR => {}
+            errno if cannot_allocate(errno) => return Ok(()),
+            errno => return Err(io::Error::from_raw_os_error(errno)),
         }
+    }
+}
+
+/// Gives `bytes` from `offset` on a place on the device: 0, or minus an errno.
+pub fn allocate_at(fd: BorrowedFd, offset: u64, bytes: u64) -> i32 {
+    // SAFETY: an open descriptor and two integers.
+    outcome(unsafe { libc::fallocate(fd.as_raw_fd(), 0, offset as libc::off_t, bytes as libc::off_t) } as isize)
+}
+
+/// An error that says that the file system, or this file, cannot allocate ahead.
+pub fn cannot_allocate(errno: i32) -> bool {
+    matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV | libc::ESPIPE)
+}
+
+/// Refuses an end of file past this process's limit. Asking the system past the limit would raise SIGXFSZ, which kills a
+/// program that does not expect it.
+pub fn check_size_limit(end: u64) -> io::Result<()> {
+    match memory::file_size_limit().is_some_and(|limit| end > limit) {
+        true => Err(io::Error::from_raw_os_error(libc::EFBIG)),
+        false => Ok(()),
     }
 }
 

@@ -111,7 +111,7 @@ impl Folder {
             Action::Read => self.read(file, piece.offset, piece.span),
             Action::Write => self.write(file, piece.offset, piece.span),
             // The store's word that it has an object is its word that the object is durable, and seen by everybody.
-            Action::Sync => Ok(0),
+            Action::Sync | Action::Allocate { .. } => Ok(0),
         }
     }
 

@@ -80,7 +80,7 @@ impl Sim {
         if !aligned(piece) {
             return -libc::EINVAL;
         }
-        let short = len > 1 && piece.action != Action::Sync && self.chance(self.faults.short_permille);
+        let short = len > 1 && piece.action.moves_bytes() && self.chance(self.faults.short_permille);
         let len = if short { 1 + next(&mut self.random) as usize % (len - 1) } else { len };
         let name = piece.file.name();
         let at = piece.offset as usize;
@@ -103,6 +103,10 @@ impl Sim {
                 self.disk.serve(Event::Sync { name: name.to_string() });
                 0
             }
+            Action::Allocate { bytes } => match self.disk.allocate(name, piece.offset + bytes) {
+                true => 0,
+                false => -libc::ENOSPC,
+            },
         }
     }
 
@@ -158,7 +162,7 @@ impl Backend for Sim {
 
 /// Direct requests have to meet the file's alignment, as on a device.
 fn aligned(piece: &Piece) -> bool {
-    let need = piece.file.direct().filter(|_| piece.route == Route::Direct && piece.action != Action::Sync);
+    let need = piece.file.direct().filter(|_| piece.route == Route::Direct && piece.action.moves_bytes());
     need.is_none_or(|need| {
         (piece.span.address() as u64).is_multiple_of(need.memory)
             && piece.offset.is_multiple_of(need.offset)

@@ -1,14 +1,14 @@
 //! Operations that hang: deadlines, timeouts and cancels free the caller, and what the system still has stays apart.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Instant;
 
 use super::faults::{SECTOR_512, engine, file, options, pool};
 use super::*;
-use crate::error::IoKind;
-use crate::io::backend::{Backend, Sleep};
+use crate::error::{Error, IoKind};
+use crate::io::backend::{Backend, Completion, Piece, Sleep, Wake};
 use crate::io::file::File;
 use crate::io::sim::{Disk, Faults, Sim};
 use crate::io::threads::Threads;
@@ -157,6 +157,53 @@ fn a_deadline_is_noticed_although_nobody_waits() {
     assert_eq!(engine.wait(hung, PATIENCE), Ok(4096));
     blocks.iter().for_each(|block| pool.free(block.address()).unwrap());
     engine.close(PATIENCE).unwrap();
+}
+
+/// A backend that is lost at once, and says when its driver has given everything up.
+struct Lost {
+    abandoned: mpsc::Sender<()>,
+    go_on: mpsc::Receiver<()>,
+}
+
+impl Backend for Lost {
+    fn name(&self) -> &'static str {
+        "lost"
+    }
+
+    fn push(&mut self, _: Piece) {}
+
+    fn wait(&mut self, _: Sleep, _: &mut Vec<Completion>) -> std::io::Result<()> {
+        Err(std::io::Error::other("the device is gone"))
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        struct Deaf;
+        impl Wake for Deaf {
+            fn wake(&self) {}
+        }
+        Arc::new(Deaf)
+    }
+}
+
+impl Drop for Lost {
+    fn drop(&mut self) {
+        self.abandoned.send(()).unwrap();
+        self.go_on.recv().unwrap();
+    }
+}
+
+#[test]
+fn an_engine_that_is_lost_accepts_nothing_that_would_never_end() {
+    let (abandoned, is_abandoned) = mpsc::channel();
+    let (release, go_on) = mpsc::channel();
+    let backend = Lost { abandoned, go_on };
+    let make = move || Ok((Box::new(backend) as Box<dyn Backend>, String::new()));
+    let engine = Engine::start(Options { depth: 1, ..options() }, None, make).unwrap();
+    is_abandoned.recv().unwrap();
+    let refused = engine.sync(Target::File(file("any")), None);
+    release.send(()).unwrap();
+    assert!(matches!(refused, Err(Error::System { .. })), "{refused:?}");
+    assert!(engine.close(PATIENCE).is_ok());
 }
 
 #[test]

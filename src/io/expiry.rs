@@ -1,0 +1,135 @@
+//! Which operations are past their deadline, or in flight without progress for too long.
+//!
+//! Invariants:
+//! - An operation stalls only after the engine saw no completion for the whole stall limit, in which this process ran.
+//! - A look that comes much later than planned means that the process did not run (SIGSTOP, a frozen cgroup, a paused
+//!   container). Completions of that time are still in the queue: the stall limit begins anew, and no deadline expires
+//!   before the driver had [`SETTLE`] to take them.
+//! - Waiters look as well as the driver, since a system call can hold the driver up.
+#![forbid(unsafe_code)]
+
+use std::sync::MutexGuard;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::counters::Counters;
+use super::operation::{Phase, Shared, State};
+use crate::error::{Error, IoKind};
+use crate::log::{self, Level};
+
+/// A look is late if it comes this much after its time.
+const LATE: Duration = Duration::from_millis(250);
+/// Time for the driver to take completions after the process ran again.
+const SETTLE: Duration = Duration::from_millis(50);
+/// Bounds of the time between two looks while operations are in flight.
+const LOOK_EVERY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(2));
+
+/// What earlier looks saw.
+#[derive(Debug, Default)]
+pub(super) struct Expiry {
+    /// `Shared::progress`, and when it was last seen to change.
+    progress: (u64, Option<Instant>),
+    /// When the next look was planned; `None` if nothing was in flight.
+    planned: Option<Instant>,
+    /// Nothing expires before.
+    settles: Option<Instant>,
+}
+
+impl Expiry {
+    /// As a look leaves it that planned the next one for `when`.
+    #[cfg(test)]
+    pub(super) fn planned(when: Instant) -> Expiry {
+        Expiry { planned: Some(when), ..Expiry::default() }
+    }
+
+    /// Notes whether the process stood still since the last look.
+    fn notice_stop(&mut self, now: Instant, every: Duration) {
+        let late = LATE.max(every);
+        if self.planned.is_some_and(|planned| now.saturating_duration_since(planned) > late) {
+            self.settles = now.checked_add(SETTLE);
+            self.progress.1 = Some(now);
+        }
+        self.settles = self.settles.filter(|settles| *settles > now);
+    }
+}
+
+impl Shared {
+    /// Expires what is past its deadline, or in flight without progress for too long, and says so in the log; when to look
+    /// again, and whether anything expired.
+    pub(super) fn expire<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+    ) -> (MutexGuard<'a, State>, Option<Instant>, bool) {
+        let now = Instant::now();
+        let every = self.stall.map_or(LOOK_EVERY.1, |stall| (stall / 8).clamp(LOOK_EVERY.0, LOOK_EVERY.1));
+        state.expiry.notice_stop(now, every);
+        let stalled = self.stall.and_then(|stall| {
+            let due = state.stall(self.progress.load(Ordering::Relaxed), stall, now)?;
+            Some(due.min(now + every))
+        });
+        let settles = state.expiry.settles;
+        let expired = if settles.is_some() { Vec::new() } else { state.expire(now) };
+        if !expired.is_empty() {
+            expired.iter().for_each(|_| Counters::add(&self.counters.failed, 1));
+            drop(state);
+            expired.iter().for_each(|error| log::write(Level::Warn, &error.to_string()));
+            state = self.lock();
+        }
+        let deadline = state.deadlines.first().map(|(deadline, _)| settles.unwrap_or(*deadline).max(*deadline));
+        let next = deadline.into_iter().chain(stalled).min();
+        state.expiry.planned = next.filter(|_| state.unfinished > 0);
+        (state, next, !expired.is_empty())
+    }
+}
+
+impl State {
+    /// Gives operations that see no progress for too long a deadline that has passed; when the next one may be due.
+    fn stall(&mut self, progress: u64, stall: Duration, now: Instant) -> Option<Instant> {
+        if self.expiry.progress.0 != progress {
+            self.expiry.progress = (progress, Some(now));
+        }
+        let moved = self.expiry.progress.1;
+        if let Some(soonest) = moved.and_then(|moved| moved.checked_add(stall)).filter(|at| *at > now) {
+            return (self.unfinished > 0).then_some(soonest);
+        }
+        let mut next = None;
+        for (_, entry) in self.entries.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Pending)) {
+            let Some(op) = &entry.op else { continue };
+            let from = moved.map_or(op.submitted, |moved| moved.max(op.submitted));
+            match from.checked_add(stall) {
+                Some(due) if due <= now => {
+                    self.deadlines.insert((due, op.handle));
+                }
+                due => next = next.into_iter().chain(due).min(),
+            }
+        }
+        next
+    }
+
+    /// Expires what is past its deadline.
+    fn expire(&mut self, now: Instant) -> Vec<Error> {
+        let mut errors = Vec::new();
+        while let Some((_, handle)) = self.deadlines.first().copied().filter(|(deadline, _)| *deadline <= now)
+        {
+            self.deadlines.pop_first();
+            let entry = self.entry(handle).ok().filter(|entry| matches!(entry.phase, Phase::Pending));
+            let Some(op) = entry.and_then(|entry| entry.op.clone()) else { continue };
+            let stuck = op.expire();
+            let words = match stuck {
+                true => "its deadline passed; the buffer stays in use until the system answers",
+                false => "its deadline passed before it began",
+            };
+            let error = op.error(IoKind::Deadline, words.to_string());
+            if stuck {
+                *self.stuck.entry(op.device()).or_default() += 1;
+            }
+            if let Ok(entry) = self.entry(handle) {
+                entry.phase = Phase::Expired { unread: Some(error.clone()), stuck, ended: false };
+            }
+            self.leave_pending(handle, op.action, op.deadline);
+            self.concerned(handle).for_each(|news| news.notify_one());
+            errors.push(error);
+        }
+        errors
+    }
+}

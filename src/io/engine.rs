@@ -145,7 +145,8 @@ impl Engine {
     /// Submits an allocation: bytes `from..end` of the file get a place on the device. A file system that cannot do so is
     /// no error. Like any other operation it can be waited for with a timeout, and stalls.
     pub fn allocate(&self, target: Target, from: u64, end: u64) -> Result<u64> {
-        file::check_size_limit(end).map_err(|error| failure("preallocating", "a file", from, end - from, &error))?;
+        file::check_size_limit(end)
+            .map_err(|error| failure("preallocating", "a file", from, end - from, &error))?;
         let bytes = end.saturating_sub(from);
         self.submit(
             Action::Allocate { bytes },
@@ -210,7 +211,9 @@ impl Engine {
     fn target(&self, action: Action, target: Target) -> Result<Arc<File>> {
         let access = match action {
             Action::Read => Access::Read,
-            Action::Write | Action::Sync | Action::Allocate { .. } => Access::Write { mode: self.options.file_mode },
+            Action::Write | Action::Sync | Action::Allocate { .. } => {
+                Access::Write { mode: self.options.file_mode }
+            }
         };
         match target {
             Target::Path(path) => self.files.get(path, access, self.options.direct),

@@ -75,7 +75,8 @@ impl Shared {
             expired.iter().for_each(|error| log::write(Level::Warn, &error.to_string()));
             state = self.lock();
         }
-        let deadline = state.deadlines.first().map(|(deadline, _)| settles.unwrap_or(*deadline).max(*deadline));
+        let deadline =
+            state.deadlines.first().map(|(deadline, _)| settles.unwrap_or(*deadline).max(*deadline));
         let next = deadline.into_iter().chain(stalled).min();
         state.expiry.planned = next.filter(|_| state.unfinished > 0);
         (state, next, !expired.is_empty())

@@ -244,13 +244,24 @@ impl File {
         let fail = |error: io::Error| failure("preallocating", &self.name, offset, end - offset, &error);
         let Facts { len, .. } = file::facts(main).map_err(fail)?;
         if end > len {
-            file::preallocate(main, len.max(offset), end).map_err(|error| {
-                let free = file::free_bytes(Path::new(&self.name));
-                with_free(fail(error), free)
-            })?;
+            file::preallocate(main, len.max(offset), end)
+                .map_err(|error| self.with_free_space(fail(error)))?;
         }
         self.note_length(len.max(end));
         Ok(())
+    }
+
+    /// Adds what is free to an error that says that the device is full.
+    pub fn with_free_space(&self, error: Error) -> Error {
+        match (error, &self.source) {
+            (Error::Io(mut inner), Source::Real { .. }) if inner.kind == IoKind::NoSpace => {
+                if let Some(free) = file::free_bytes(Path::new(&self.name)) {
+                    inner.detail = format!("the file system has {free} bytes free");
+                }
+                Error::Io(inner)
+            }
+            (other, _) => other,
+        }
     }
 }
 
@@ -281,14 +292,4 @@ pub(super) fn failure(doing: &'static str, name: &str, offset: u64, bytes: u64, 
     let detail = if errno == 0 { error.to_string() } else { String::new() };
     IoError { kind: IoKind::of_errno(errno), doing, path: name.to_string(), offset, bytes, errno, detail }
         .into()
-}
-
-fn with_free(error: Error, free: Option<u64>) -> Error {
-    match (error, free) {
-        (Error::Io(mut inner), Some(free)) if inner.kind == IoKind::NoSpace => {
-            inner.detail = format!("the file system has {free} bytes free");
-            Error::Io(inner)
-        }
-        (other, _) => other,
-    }
 }

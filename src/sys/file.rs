@@ -160,7 +160,9 @@ pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
 /// Gives `bytes` from `offset` on a place on the device: 0, or minus an errno.
 pub fn allocate_at(fd: BorrowedFd, offset: u64, bytes: u64) -> i32 {
     // SAFETY: an open descriptor and two integers.
-    outcome(unsafe { libc::fallocate(fd.as_raw_fd(), 0, offset as libc::off_t, bytes as libc::off_t) } as isize)
+    outcome(
+        unsafe { libc::fallocate(fd.as_raw_fd(), 0, offset as libc::off_t, bytes as libc::off_t) } as isize
+    )
 }
 
 /// An error that says that the file system, or this file, cannot allocate ahead.

@@ -110,11 +110,6 @@ impl Medium for Bucket {
         Ok(self.folder.len(file).map(|end| end.next_multiple_of(PAGE)))
     }
 
-    /// Nothing: a store has no places to give, and says when it is full.
-    fn allocate(&self, _: &Pair, _: u64) -> Result<()> {
-        Ok(())
-    }
-
     /// Nothing: an object that the store has is durable, and so is its name.
     fn sync(&self) -> Result<()> {
         Ok(())

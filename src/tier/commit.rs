@@ -13,9 +13,9 @@ use super::options::Durability;
 use super::path::{Copy, Path};
 use super::place::Placement;
 use super::scratch::Scratch;
-use super::state::{Contents, Extent, Health, PathState, State};
+use super::state::{Contents, Extent, Good, Health, PathState, State};
 use super::store::Tier;
-use super::superblock::{ExtentRecord, PathRecord, Superblock};
+use super::superblock::{Encoded, ExtentRecord, PathRecord, Superblock};
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::log::{self, Level};
 
@@ -32,9 +32,8 @@ impl Tier {
         if std::mem::replace(&mut self.lock().committing, true) {
             return Err(Error::Busy("another commit is under way".to_string()));
         }
-        let outcome = self.commit_all(step, payload);
-        self.lock().committing = false;
-        outcome
+        let _ends = Committing(self);
+        self.commit_all(step, payload)
     }
 
     fn commit_all(&self, step: u64, payload: &[u8]) -> Result<()> {
@@ -47,12 +46,8 @@ impl Tier {
         if self.durability() != Durability::Process {
             self.sync_data()?;
         }
-        let superblock = {
-            let mut state = self.lock();
-            state.sequence += 1;
-            self.superblock(&state, Some(step), payload.to_vec())
-        };
-        let written = self.write_superblocks(&superblock);
+        let (superblock, bytes) = self.next_superblock(Some(step), payload)?;
+        let written = self.write_superblocks(&superblock, &bytes);
         let mut state = self.lock();
         match written {
             Ok(()) => {
@@ -66,6 +61,23 @@ impl Tier {
                 Err(error)
             }
         }
+    }
+
+    /// The next superblock, and its bytes. An error changes nothing: nothing is written then.
+    pub(super) fn next_superblock(&self, step: Option<u64>, payload: &[u8]) -> Result<(Superblock, Encoded)> {
+        let mut state = self.lock();
+        let mut superblock = self.superblock(&state, step, payload.to_vec());
+        superblock.sequence += 1;
+        let refused = |words| {
+            let words = format!(
+                "{}: the superblock of this state could not be opened again: {words}",
+                self.some_name()
+            );
+            Error::LimitReached(words)
+        };
+        let bytes = superblock.encode().map_err(refused)?;
+        state.sequence = superblock.sequence;
+        Ok((superblock, bytes))
     }
 
     /// Makes the data of all paths durable. What lies on a path that cannot is moved, if it can still be read.
@@ -104,7 +116,7 @@ impl Tier {
     }
 
     /// Writes a superblock to every path that lasts and works. An error if it is durable on none.
-    pub(super) fn write_superblocks(&self, superblock: &Superblock) -> Result<()> {
+    pub(super) fn write_superblocks(&self, superblock: &Superblock, bytes: &Encoded) -> Result<()> {
         let sync = self.durability() != Durability::Process;
         let mut first = None;
         let mut fail = |number: usize, error: Error| {
@@ -115,8 +127,8 @@ impl Tier {
         };
         let mut under_way = Vec::new();
         for (number, path) in self.superblock_paths() {
-            let copy = self.lock().paths[number].good.map_or(0, |good| 1 - good);
-            let bytes = Superblock { path: number as u32, ..superblock.clone() }.encode();
+            let copy = self.lock().paths[number].good.map_or(0, |good| 1 - good.copy);
+            let bytes = bytes.on_path(number as u32);
             let started = path.scratch(bytes.len()).and_then(|scratch| {
                 scratch.span().write(&bytes);
                 Ok((path.write_superblock(copy, scratch.span())?, scratch))
@@ -142,7 +154,7 @@ impl Tier {
             let ended = if sync { path.wait(handle, None).map(|_| ()) } else { Ok(()) };
             match ended.and_then(|()| self.look_again(&path, copy, superblock.sequence)) {
                 Ok(()) => {
-                    self.lock().paths[number].good = Some(copy);
+                    self.lock().paths[number].good = Some(Good { copy, sequence: superblock.sequence });
                     durable += 1;
                 }
                 Err(error) => fail(number, error),
@@ -232,6 +244,15 @@ impl Tier {
         self.wait(ticket, None)?;
         log::write(Level::Info, &format!("extent {} of a tier was moved", extent));
         Ok(())
+    }
+}
+
+/// A commit that is under way; its end, also by a panic, lets others begin.
+struct Committing<'a>(&'a Tier);
+
+impl Drop for Committing<'_> {
+    fn drop(&mut self) {
+        self.0.lock().committing = false;
     }
 }
 

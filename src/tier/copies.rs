@@ -14,6 +14,7 @@
 
 use super::options::{Mode, TierOptions};
 use super::path::{Copy, Path, claim};
+use super::state::Good;
 use super::store::Tier;
 use super::superblock::{PathRecord, Superblock};
 use crate::error::{Error, Result, TierError, TierKind};
@@ -90,12 +91,14 @@ impl Candidate {
 
     /// The copy to be left alone by the next superblock of a tier that goes on from `sequence`: it holds that one or the
     /// newest before it. One that came later is written over.
-    pub(super) fn kept(&self, sequence: u64) -> Option<usize> {
+    pub(super) fn kept(&self, sequence: u64) -> Option<Good> {
         let of = |copy: &usize| self.copies[*copy].as_ref().map(|one| one.sequence);
         let highest = |wanted: &dyn Fn(u64) -> bool| {
             (0..2).filter(|copy| of(copy).is_some_and(wanted)).max_by_key(|copy| of(copy))
         };
-        highest(&|found| found <= sequence).or_else(|| Some(1 - highest(&|found| found > sequence)?))
+        let copy =
+            highest(&|found| found <= sequence).or_else(|| Some(1 - highest(&|found| found > sequence)?))?;
+        Some(Good { copy, sequence: of(&copy).unwrap_or(0) })
     }
 
     /// Refuses a path with nothing but damage.

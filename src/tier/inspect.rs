@@ -8,7 +8,7 @@ use super::extent::{Chunk, Shape};
 use super::layout::header_bytes;
 use super::path::{Copy, Path};
 use super::scratch::Scratch;
-use super::state::{Contents, Health, State};
+use super::state::{Contents, Good, Health, State};
 use super::store::Tier;
 use super::transfer::check_head;
 use crate::checksum;
@@ -67,7 +67,7 @@ impl Tier {
     /// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
     pub fn verify(&self) -> Result<Checked> {
         let mut checked = self.verify_extents()?;
-        self.verify_superblocks(&mut checked)?;
+        self.verify_superblocks(&mut checked);
         Ok(checked)
     }
 
@@ -122,30 +122,41 @@ impl Tier {
         Ok(())
     }
 
-    fn verify_superblocks(&self, checked: &mut Checked) -> Result<()> {
-        let (good, sequence): (Vec<Option<usize>>, u64) = {
-            let state = self.lock();
-            if state.committing {
-                return Err(Error::Busy("a commit is under way".to_string()));
+    fn verify_superblocks(&self, checked: &mut Checked) {
+        for number in 0..self.paths.len() {
+            if let Some(error) = self.superblock_damage(number) {
+                checked.damage.push(error);
             }
-            let live = |path: &super::state::PathState| path.good.filter(|_| path.health != Health::Failed);
-            (state.paths.iter().map(live).collect(), state.sequence)
+        }
+    }
+
+    /// What is wrong with the last superblock of a path. Commits meanwhile write to the other copy first: a copy is
+    /// damaged only if it was the last one before it was read and still is.
+    fn superblock_damage(&self, number: usize) -> Option<Error> {
+        let path = self.paths[number].as_ref()?;
+        let last = || {
+            let state = self.lock();
+            state.paths[number].good.filter(|_| state.paths[number].health != Health::Failed)
         };
-        for (path, good) in self.paths.iter().zip(good) {
-            let (Some(path), Some(copy)) = (path, good) else { continue };
-            let words = match path.read_superblock(copy) {
-                Ok(Copy::Whole(found)) if found.sequence == sequence => continue,
-                Ok(Copy::Whole(found)) => format!("it holds sequence {}, not {sequence}", found.sequence),
-                Ok(Copy::Blank) => "it is blank".to_string(),
-                Ok(Copy::Broken(words)) => words,
-                Err(error) => {
-                    checked.damage.push(error);
-                    continue;
+        loop {
+            let good = last()?;
+            let Good { copy, sequence } = good;
+            let error = match path.read_superblock(copy) {
+                Ok(Copy::Whole(found)) if found.sequence == sequence => return None,
+                Err(error) => error,
+                Ok(other) => {
+                    let words = match other {
+                        Copy::Whole(found) => format!("it holds sequence {}, not {sequence}", found.sequence),
+                        Copy::Blank => "it is blank".to_string(),
+                        Copy::Broken(words) => words,
+                    };
+                    TierError::at(TierKind::Corrupt, path.superblock_name(copy), words)
                 }
             };
-            checked.damage.push(TierError::at(TierKind::Corrupt, path.superblock_name(copy), words));
+            if last() == Some(good) {
+                return Some(error);
+            }
         }
-        Ok(())
     }
 
     /// How every path is doing, by number.

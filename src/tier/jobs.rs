@@ -8,9 +8,9 @@
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Instant;
 
-use super::extent::{Shape, Version};
-use super::place::{Placement, Wanted, give_back, place};
-use super::state::{Contents, Slot, State};
+use super::extent::{Chunk, Shape, Version};
+use super::place::{Found, Placement, Wanted, give_back, place};
+use super::state::{Contents, Health, Slot, State};
 use super::store::Tier;
 use super::transfer::{Direction, Job, verdict};
 use crate::error::{Error, IoError, IoKind, Result};
@@ -151,7 +151,7 @@ impl Tier {
         let shape = Arc::clone(&job.shape);
         let excluded = job.excluded.clone();
         let wanted = Wanted { shape: &shape, first, count, excluded: &excluded };
-        let mut chunks = place(&mut self.lock(), &self.paths, wanted, placement, home)?;
+        let mut chunks = self.find_places(wanted, placement, home)?;
         let mut started = Ok(());
         for chunk in &mut chunks {
             let path = self.paths[chunk.path as usize].clone();
@@ -161,6 +161,53 @@ impl Tier {
         job.contents.version.chunks.extend(chunks);
         job.contents.version.chunks.sort_by_key(|chunk| chunk.first);
         started.inspect_err(|_| self.abandon(job))
+    }
+
+    /// Takes places, in files that are made longer where they have to be.
+    pub(super) fn find_places(
+        &self,
+        wanted: Wanted,
+        placement: &Placement,
+        home: Option<u32>,
+    ) -> Result<Vec<Chunk>> {
+        let mut refused = None;
+        loop {
+            // Outside of the match: the lock ends here.
+            let found = place(&mut self.lock(), wanted, placement, home);
+            match found {
+                Ok(Found::Chunks(chunks)) => return Ok(chunks),
+                Ok(Found::Longer { path, end }) => refused = self.make_longer(path, end).err().or(refused),
+                Err(error) if error.io_kind() == Some(IoKind::NoSpace) => {
+                    return Err(refused.unwrap_or(error));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Makes a data file longer. A path that cannot is full or failed afterwards. The tier's lock is free meanwhile; a device
+    /// that gives no answer ends this after the stall limit.
+    fn make_longer(&self, path: usize, end: u64) -> Result<()> {
+        let gone = || Error::invalid("placement", "the path is missing");
+        let files = self.paths[path].as_ref().ok_or_else(gone)?;
+        let _one_at_a_time = files.growing();
+        let from = self.lock().paths[path].space.end();
+        if end <= from {
+            return Ok(());
+        }
+        match files.allocate(from, end) {
+            Ok(()) => {
+                self.lock().paths[path].space.grew(end);
+                Ok(())
+            }
+            Err(error) => {
+                match error.io_kind() {
+                    Some(IoKind::NoSpace) => self.lock().paths[path].space.full(),
+                    _ => self.mark(path, Health::Failed, &error.to_string()),
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Drives a job that was taken out of its slot to its outcome, which it leaves in the slot. The outer error is the

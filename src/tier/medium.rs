@@ -35,11 +35,6 @@ pub trait Medium: Send + Sync + Debug {
     /// Length of a file; `None` if it does not exist.
     fn len(&self, file: &str) -> Result<Option<u64>>;
 
-    /// Makes sure that the bytes of a file up to `end` have a place.
-    fn allocate(&self, file: &Pair, end: u64) -> Result<()> {
-        file.writer.preallocate(0, end)
-    }
-
     /// Makes durable which files there are.
     fn sync(&self) -> Result<()>;
 
@@ -177,23 +172,6 @@ impl Medium for Simulated {
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
         Ok(self.disk.len(&self.path(file)))
-    }
-
-    fn allocate(&self, file: &Pair, end: u64) -> Result<()> {
-        let name = file.writer.name();
-        match self.disk.len(name).is_some_and(|len| len >= end) || self.disk.allocate(name, end) {
-            true => Ok(()),
-            false => Err(crate::error::IoError {
-                kind: crate::error::IoKind::NoSpace,
-                doing: "preallocating",
-                path: name.to_string(),
-                offset: 0,
-                bytes: end,
-                errno: libc::ENOSPC,
-                detail: String::new(),
-            }
-            .into()),
-        }
     }
 
     fn sync(&self) -> Result<()> {

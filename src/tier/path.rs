@@ -1,7 +1,8 @@
 //! One path: its files, and an engine of its own, so that a slow path never holds up another's queue.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::bucket::Bucket;
@@ -30,8 +31,12 @@ pub struct Path {
     medium: Box<dyn Medium>,
     pub(super) data: Pair,
     superblocks: [Pair; 2],
+    /// Bytes that both superblock files have a place for.
+    superblock_room: AtomicU64,
     gate: Gate,
     shelf: Arc<Shelf>,
+    /// Held while the data file is made longer.
+    growing: Mutex<()>,
 }
 
 impl std::fmt::Debug for Path {
@@ -55,7 +60,8 @@ impl Path {
     pub(super) fn open(medium: Box<dyn Medium>, engine: Engine) -> Result<Path> {
         let superblocks = [medium.open("superblock.0")?, medium.open("superblock.1")?];
         let (data, gate, shelf) = (medium.open("data")?, Gate::default(), Arc::default());
-        Ok(Path { data, superblocks, medium, engine, gate, shelf })
+        let (superblock_room, growing) = (AtomicU64::new(0), Mutex::default());
+        Ok(Path { data, superblocks, superblock_room, medium, engine, gate, shelf, growing })
     }
 
     /// For messages.
@@ -77,9 +83,20 @@ impl Path {
         Ok(self.medium.len("data")?.unwrap_or(0))
     }
 
-    /// Gives the data file its length.
-    pub(super) fn allocate(&self, end: u64) -> Result<()> {
-        self.medium.allocate(&self.data, end)
+    /// Gives bytes `from..end` of the data file a place on the device.
+    pub(super) fn allocate(&self, from: u64, end: u64) -> Result<()> {
+        self.allocate_file(&self.data, from, end)
+    }
+
+    /// Allocates through the engine, whose stall limit bounds the wait for a device that gives no answer.
+    fn allocate_file(&self, pair: &Pair, from: u64, end: u64) -> Result<()> {
+        let handle = self.engine.allocate(Target::File(Arc::clone(&pair.writer)), from, end)?;
+        self.engine.wait(handle, None).map_err(|error| pair.writer.with_free_space(error)).map(|_| ())
+    }
+
+    /// The right to make the data file longer.
+    pub(super) fn growing(&self) -> MutexGuard<'_, ()> {
+        self.growing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Zeroed memory for a head or a superblock.
@@ -154,13 +171,19 @@ impl Path {
     /// Gives both superblocks room for `bytes`, and to grow, so that a disk that fills up does not stop a commit.
     pub(super) fn reserve_superblocks(&self, bytes: u64) -> Result<()> {
         let room = (2 * bytes).next_power_of_two().max(SUPERBLOCK_ROOM);
-        self.superblocks.iter().try_for_each(|pair| self.medium.allocate(pair, room))
+        self.superblocks.iter().try_for_each(|pair| self.allocate_file(pair, 0, room))?;
+        self.superblock_room.store(room, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Begins to write a superblock into a copy.
     pub(super) fn write_superblock(&self, copy: usize, bytes: Span) -> Result<u64> {
         let pair = &self.superblocks[copy];
-        self.medium.allocate(pair, bytes.len() as u64)?;
+        let len = bytes.len() as u64;
+        if len > self.superblock_room.load(Ordering::Relaxed) {
+            // A disk without room to grow may have room for this one.
+            self.reserve_superblocks(len).or_else(|_| self.allocate_file(pair, 0, len))?;
+        }
         self.engine.write(request(&pair.writer, 0, bytes))
     }
 

@@ -1,11 +1,13 @@
 //! Where a write goes: chunks on paths, with places taken for them.
+//!
+//! Invariants:
+//! - Nothing here waits for a device: the tier's lock is held. A file that has to become longer first is named to the
+//!   caller, which does that without the lock and asks again.
+//! - A call takes places for every block that it was asked for, or none.
 #![forbid(unsafe_code)]
-
-use std::sync::Arc;
 
 use super::extent::{Chunk, Shape};
 use super::layout::header_bytes;
-use super::path::Path;
 use super::state::{Health, State};
 use crate::error::{Error, IoError, IoKind, Result};
 
@@ -31,22 +33,37 @@ pub(super) struct Wanted<'a> {
     pub(super) excluded: &'a [bool],
 }
 
-/// Chunks for a whole extent, as `placement` says. Nothing is taken if it fails.
+/// What the search for places gave.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// Places for all blocks.
+    Chunks(Vec<Chunk>),
+    /// None yet: the data file of `path` has to have `end` bytes first.
+    Longer {
+        /// The path, by its number.
+        path: usize,
+        /// The length that the search needs.
+        end: u64,
+    },
+}
+
+/// Chunks for the wanted blocks, as `placement` says.
 pub(super) fn place(
     state: &mut State,
-    paths: &[Option<Arc<Path>>],
     wanted: Wanted,
     placement: &Placement,
     home: Option<u32>,
-) -> Result<Vec<Chunk>> {
+) -> Result<Found> {
     let parts: Vec<(Option<u32>, u32)> = match placement {
         Placement::Auto => vec![(home, wanted.count)],
         Placement::On(path) => vec![(Some(*path), wanted.count)],
         Placement::Striped(parts) => parts.iter().map(|(path, count)| (Some(*path), *count)).collect(),
     };
-    if let Some((Some(path), _)) =
-        parts.iter().find(|(path, _)| path.is_some_and(|p| p as usize >= paths.len()))
-    {
+    if parts.is_empty() && wanted.count > 0 {
+        return Err(Error::invalid("path_blocks", format!("gives no path any of {} blocks", wanted.count)));
+    }
+    let unknown = |path: u32| path as usize >= state.paths.len();
+    if let Some((Some(path), _)) = parts.iter().find(|(path, _)| path.is_some_and(unknown)) {
         return Err(Error::invalid("placement", format!("there is no path {path}")));
     }
     let mut chunks = Vec::new();
@@ -55,16 +72,16 @@ pub(super) fn place(
     for (number, (path, count)) in parts.iter().enumerate() {
         let last = number + 1 == parts.len();
         let count = if last { end - first } else { (*count).min(end - first) };
-        match place_part(state, paths, Wanted { first, count, ..wanted }, *path) {
-            Ok(more) => chunks.extend(more),
-            Err(error) => {
+        match place_part(state, Wanted { first, count, ..wanted }, *path) {
+            Ok(Found::Chunks(more)) => chunks.extend(more),
+            other => {
                 give_back(state, wanted.shape, &chunks);
-                return Err(error);
+                return other;
             }
         }
         first += count;
     }
-    Ok(chunks)
+    Ok(Found::Chunks(chunks))
 }
 
 /// Gives the places of chunks back.
@@ -72,41 +89,30 @@ pub(super) fn give_back(state: &mut State, shape: &Shape, chunks: &[Chunk]) {
     chunks.iter().for_each(|chunk| state.free((chunk.path, chunk.offset, chunk.stored(shape))));
 }
 
-fn place_part(
-    state: &mut State,
-    paths: &[Option<Arc<Path>>],
-    wanted: Wanted,
-    preferred: Option<u32>,
-) -> Result<Vec<Chunk>> {
+fn place_part(state: &mut State, wanted: Wanted, preferred: Option<u32>) -> Result<Found> {
     let mut chunks = Vec::new();
-    let mut full = None;
     let (mut first, end) = (wanted.first, wanted.first + wanted.count);
     for path in order(state, wanted.excluded, preferred) {
         while first < end {
-            match take(state, &paths[path], path, Wanted { first, count: end - first, ..wanted }) {
-                Ok(Some(chunk)) => {
+            match take(state, path, Wanted { first, count: end - first, ..wanted }) {
+                Taken::Chunk(chunk) => {
                     first += chunk.count;
                     chunks.push(chunk);
                 }
-                Ok(None) => break,
-                Err(error) if error.io_kind() == Some(IoKind::NoSpace) => {
-                    state.paths[path].space.full();
-                    full = Some(error);
-                }
-                Err(error) => {
-                    state.mark(path, Health::Failed, &error.to_string());
-                    full = Some(error);
-                    break;
+                Taken::Nothing => break,
+                Taken::Longer(end) => {
+                    give_back(state, wanted.shape, &chunks);
+                    return Ok(Found::Longer { path, end });
                 }
             }
         }
     }
     if first == end {
-        return Ok(chunks);
+        return Ok(Found::Chunks(chunks));
     }
     give_back(state, wanted.shape, &chunks);
     let bytes = header_bytes(wanted.count.into()) + wanted.shape.stored(wanted.first, wanted.count);
-    Err(full.unwrap_or_else(|| no_room(state, bytes)))
+    Err(no_room(state, bytes))
 }
 
 /// Healthy paths: the preferred one, then those with the least on them.
@@ -121,27 +127,32 @@ fn order(state: &State, excluded: &[bool], preferred: Option<u32>) -> Vec<usize>
     order
 }
 
-/// One chunk on a path: all the blocks if they fit, also by making the file longer, else as many as the longest free
-/// part holds. `None` if there is room for none.
-fn take(state: &mut State, files: &Option<Arc<Path>>, path: usize, wanted: Wanted) -> Result<Option<Chunk>> {
+/// What a path has for blocks.
+enum Taken {
+    Chunk(Chunk),
+    Nothing,
+    /// All of them, once its file has this length.
+    Longer(u64),
+}
+
+/// One chunk on a path: all the blocks if they fit, also in a longer file, else as many as the longest free part holds.
+fn take(state: &mut State, path: usize, wanted: Wanted) -> Taken {
     let Wanted { shape, first, count, .. } = wanted;
-    let chunk = |offset, count| Some(Chunk { path: path as u32, offset, first, count, header_sum: 0 });
+    let chunk = |offset, count| Chunk { path: path as u32, offset, first, count, header_sum: 0 };
     let bytes = header_bytes(count.into()) + shape.stored(first, count);
     let space = &mut state.paths[path].space;
     if let Some(offset) = space.take(bytes) {
-        return Ok(chunk(offset, count));
+        return Taken::Chunk(chunk(offset, count));
     }
-    if let (Some(end), Some(files)) = (space.end_for(bytes), files) {
-        files.allocate(end)?;
-        space.grew(end);
-        return Ok(space.take(bytes).and_then(|offset| chunk(offset, count)));
+    if let Some(end) = space.end_for(bytes) {
+        return Taken::Longer(end);
     }
     let fitting = shape.fitting(first, space.longest()).min(count);
     if fitting == 0 {
-        return Ok(None);
+        return Taken::Nothing;
     }
     let bytes = header_bytes(fitting.into()) + shape.stored(first, fitting);
-    Ok(space.take(bytes).and_then(|offset| chunk(offset, fitting)))
+    space.take(bytes).map_or(Taken::Nothing, |offset| Taken::Chunk(chunk(offset, fitting)))
 }
 
 fn no_room(state: &State, bytes: u64) -> Error {

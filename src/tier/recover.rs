@@ -17,7 +17,7 @@ use super::directory::check_moved;
 use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
 use super::path::{Path, claim};
 use super::space::Space;
-use super::state::{Contents, Extent, Health, PathState, State};
+use super::state::{Contents, Extent, Good, Health, PathState, State};
 use super::store::{Opened, Tier};
 use super::superblock::{ExtentRecord, PathRecord, Superblock};
 use super::transfer::Identity;
@@ -25,7 +25,7 @@ use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::host;
 
 /// A path that is there: its place in the options, and which copy of its superblock the next one leaves alone.
-type Placed = Option<(usize, Path, Option<usize>)>;
+type Placed = Option<(usize, Path, Option<Good>)>;
 /// Paths by number, and their states.
 type Paths = (Vec<Option<Arc<Path>>>, Vec<PathState>);
 
@@ -200,12 +200,12 @@ fn path_state(
     reserve: u64,
     used: impl IntoIterator<Item = (u64, u64)>,
     written_before: u64,
-    good: Option<usize>,
+    good: Option<Good>,
 ) -> Result<PathState> {
     let mut end = path.data_len()?;
     let reserve = reserve.min(limit.unwrap_or(u64::MAX));
     if reserve > end {
-        path.allocate(reserve)?;
+        path.allocate(end, reserve)?;
         end = reserve;
     }
     let space = Space::new(end, limit.unwrap_or(i64::MAX as u64), used).ok_or_else(|| {
@@ -290,10 +290,12 @@ fn prove(tier: &Tier) -> Result<()> {
 /// Makes the state that was found, or the empty one, durable on every path, as a superblock of its own: one that was
 /// found may be in the page cache only, and paths may have been renamed, added or left behind.
 fn publish(tier: &Tier) -> Result<()> {
-    let table = {
+    let (step, payload) = {
         let state = tier.lock();
-        tier.superblock(&state, state.step, state.payload.clone()).encode().len() as u64
+        (state.step, state.payload.clone())
     };
+    let (superblock, bytes) = tier.next_superblock(step, &payload)?;
+    let table = bytes.on_path(0).len() as u64;
     for path in tier.paths.iter().flatten().filter(|path| path.lasts()) {
         path.reserve_superblocks(table)?;
     }
@@ -306,12 +308,7 @@ fn publish(tier: &Tier) -> Result<()> {
             }
         }
     }
-    let superblock = {
-        let mut state = tier.lock();
-        state.sequence += 1;
-        tier.superblock(&state, state.step, state.payload.clone())
-    };
-    tier.write_superblocks(&superblock)
+    tier.write_superblocks(&superblock, &bytes)
 }
 
 /// Whether anything committed lies on a path, or it holds superblocks that may come back.

@@ -6,6 +6,7 @@
 //! - A commit itself takes places only before it succeeds, and what is free is written to by writes alone: from a commit
 //!   to the first write after it every place of the commit before it is as that one left it, though free.
 //! - An extent has one writer or any number of readers. Places that are being read are given back when that is over.
+//! - Contents that an extent has hold each of its blocks once.
 //! - From the begin of a commit to its end nobody but it changes what extents hold or which ones it takes: what it makes
 //!   committed is what its superblock names.
 #![forbid(unsafe_code)]
@@ -41,12 +42,19 @@ pub(super) struct PathState {
     /// Why it is not healthy.
     pub(super) reason: String,
     pub(super) space: Space,
-    /// The copy that holds the last superblock known to be durable here.
-    pub(super) good: Option<usize>,
+    /// The copy that holds the last superblock known to be durable here, and its sequence.
+    pub(super) good: Option<Good>,
     /// Data was written since the last commit.
     pub(super) dirty: bool,
     /// Bytes written by those who had the tier open before.
     pub(super) written_before: u64,
+}
+
+/// A superblock that the next one leaves alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Good {
+    pub(super) copy: usize,
+    pub(super) sequence: u64,
 }
 
 /// Contents of an extent, and their checksums once they are known.
@@ -157,11 +165,16 @@ impl State {
 
     /// Makes a finished write the extent's contents. One that only moved them does not make a failed one good.
     pub(super) fn install(&mut self, number: u32, contents: Arc<Contents>, moves: bool) -> Result<()> {
+        let extent = self.extent(number)?;
+        extent.writing = false;
+        if !contents.version.covers(&extent.shape) {
+            let words = format!("extent {:?}: a write did not place each block once", extent.name);
+            return Err(Error::Internal(words));
+        }
         for chunk in &contents.version.chunks {
             self.paths[chunk.path as usize].dirty = true;
         }
         let extent = self.extent(number)?;
-        extent.writing = false;
         if !moves {
             extent.failed = None;
         }

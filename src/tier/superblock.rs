@@ -5,6 +5,7 @@
 //!   committed one: whatever a crash does to the write, one whole copy names one whole step.
 //! - The copy with the highest sequence counts, on whichever path it is found. The other copy names the commit before
 //!   it, until the next one.
+//! - What is written was read back from its bytes first, by the rules of an open.
 //! - A superblock that parses names parts inside their files, each block of each extent once, no part twice.
 #![forbid(unsafe_code)]
 
@@ -92,21 +93,44 @@ pub struct Head {
     path: u32,
 }
 
-impl Superblock {
-    /// Head and table as they are stored, whole pages.
-    pub fn encode(&self) -> Vec<u8> {
-        let table = self.encode_table();
+/// A superblock that its reader accepts, but for the head, which differs from path to path.
+#[derive(Debug)]
+pub struct Encoded {
+    sequence: u64,
+    tier: u128,
+    table: Vec<u8>,
+    table_sum: u64,
+}
+
+impl Encoded {
+    /// Head and table as they are stored on path `path`, whole pages.
+    pub fn on_path(&self, path: u32) -> Vec<u8> {
         let mut head = Writer::default();
         preamble(&mut head, &MAGIC);
-        head.u64(self.sequence).u64(table.len() as u64).u64(checksum::of(&table));
-        head.u128(self.tier).u32(self.path).u32(0);
+        head.u64(self.sequence).u64(self.table.len() as u64).u64(self.table_sum);
+        head.u128(self.tier).u32(path).u32(0);
         let mut bytes = head.finish();
         bytes.resize(HEAD_BYTES, 0);
         let sum = checksum::of(&bytes[..HEAD_SUM_AT]);
         bytes[HEAD_SUM_AT..HEAD_USED].copy_from_slice(&sum.to_le_bytes());
-        bytes.extend_from_slice(&table);
+        bytes.extend_from_slice(&self.table);
         bytes.resize(bytes.len().next_multiple_of(HEAD_BYTES), 0);
         bytes
+    }
+}
+
+impl Superblock {
+    /// The bytes to be written, or what the reader would refuse: nothing is written then that an open could not take.
+    pub fn encode(&self) -> Result<Encoded, String> {
+        let table = self.encode_table();
+        let (table_bytes, table_sum) = (table.len() as u64, checksum::of(&table));
+        check_table_bytes(table_bytes)?;
+        let Superblock { sequence, tier, path, .. } = *self;
+        let head = Head { sequence, table_bytes, table_sum, tier, path };
+        match Superblock::of_table(&table, &head)? == *self {
+            true => Ok(Encoded { sequence, tier, table, table_sum }),
+            false => Err("it reads back as something else".to_string()),
+        }
     }
 
     fn encode_table(&self) -> Vec<u8> {
@@ -147,8 +171,12 @@ impl Superblock {
         if checksum::of(table) != head.table_sum {
             return Err("its table does not match its checksum".to_string());
         }
+        Superblock::of_table(table, &head)
+    }
+
+    fn of_table(table: &[u8], head: &Head) -> Result<Superblock, String> {
         let mut from = Reader::new(table);
-        let parsed = parse_table(&mut from, &head).filter(|_| from.is_empty());
+        let parsed = parse_table(&mut from, head).filter(|_| from.is_empty());
         parsed.ok_or_else(|| "its table makes no sense".to_string())?.checked()
     }
 
@@ -193,9 +221,15 @@ impl Head {
         let (head, sum) = parse().ok_or_else(|| "it is too short".to_string())?;
         match checksum::of(&bytes[..HEAD_SUM_AT]) == sum {
             false => Err("its head does not match its checksum".to_string()),
-            true if head.table_bytes > MAX_TABLE => Err(format!("its table has {} bytes", head.table_bytes)),
-            true => Ok(head),
+            true => check_table_bytes(head.table_bytes).map(|()| head),
         }
+    }
+}
+
+fn check_table_bytes(bytes: u64) -> Result<(), String> {
+    match bytes > MAX_TABLE {
+        true => Err(format!("its table has {bytes} bytes, at most {MAX_TABLE}")),
+        false => Ok(()),
     }
 }
 

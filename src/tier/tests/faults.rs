@@ -79,7 +79,8 @@ fn an_error_on_the_nth_request_of_a_path_is_taken_over_by_the_other_for_every_n(
             assert_eq!(reopened(&disks), Some(3), "request {nth}, errno {errno}");
         }
     }
-    assert!(taken_over > 40 && read_errors > 10 && at_open < 12, "{taken_over} {read_errors} {at_open}");
+    // An open has requests of its own: superblocks are read, get their room, and are written and synced.
+    assert!(taken_over > 40 && read_errors > 10 && at_open < 16, "{taken_over} {read_errors} {at_open}");
 }
 
 #[test]
@@ -194,7 +195,8 @@ fn the_place_of_a_stuck_write_is_not_given_to_another() {
     let used_after = |fault: &dyn Fn(u64) -> Faults| {
         let disks = [Disk::default(), Disk::default()];
         drop(Tier::open(on_disks(&disks, &[])).unwrap());
-        let first_write = disks[1].requests();
+        // The data file is made longer first.
+        let first_write = disks[1].requests() + 1;
         let disks = [Disk::default(), Disk::default()];
         let mut options = on_disks(&disks, &[Faults::default(), fault(first_write)]);
         options.io.stall = Some(Duration::from_millis(60));
@@ -210,6 +212,51 @@ fn the_place_of_a_stuck_write_is_not_given_to_another() {
     let stuck = used_after(&|nth| Faults { hang_nth: Some(nth), ..Faults::default() });
     assert_eq!(failed, 0);
     assert!(stuck >= STREAMS[1][0], "{stuck}");
+}
+
+#[test]
+fn a_file_that_cannot_be_made_longer_in_time_holds_up_nobody_and_fails_its_path() {
+    let disks = [Disk::default(), Disk::default()];
+    drop(Tier::open(on_disks(&disks, &[])).unwrap());
+    let growth = disks[1].requests();
+    let disks = [Disk::default(), Disk::default()];
+    let fault = Faults { hang_nth: Some(growth), ..Faults::default() };
+    let mut options = on_disks(&disks, &[Faults::default(), fault]);
+    options.io.stall = Some(Duration::from_millis(300));
+    let tier = Tier::open(options).unwrap();
+    write(&tier, 0, 5, &Placement::On(0)).unwrap();
+    std::thread::scope(|scope| {
+        let slow = scope.spawn(|| write(&tier, 1, 6, &Placement::On(1)));
+        while disks[1].requests() == growth {
+            std::thread::yield_now();
+        }
+        // All of them take the tier's lock.
+        assert!(!slow.is_finished() && tier.paths()[1].health == Health::Healthy);
+        assert!(read(&tier, 0, 5).unwrap() && tier.extents().len() == 2);
+        write(&tier, 2, 7, &Placement::On(0)).unwrap();
+        assert!(!slow.is_finished(), "the stall limit is not over");
+        slow.join().unwrap().unwrap();
+    });
+    assert_eq!(tier.paths()[1].health, Health::Failed);
+    assert!(read(&tier, 1, 6).unwrap() && tier.extents().iter().all(|extent| extent.blocks[1] == 0));
+    tier.commit(1, &1_u64.to_le_bytes()).unwrap();
+    disks[1].release();
+}
+
+#[test]
+fn a_striped_write_that_gives_no_path_any_block_is_refused() {
+    let disks = [Disk::default(), Disk::default()];
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    for placement in [Placement::Striped(vec![]), Placement::Striped(vec![(0, 0), (1, 0)])] {
+        let refused = write(&tier, 0, 5, &placement);
+        let none = matches!(&placement, Placement::Striped(parts) if parts.is_empty());
+        assert_eq!(refused.is_err(), none, "{placement:?}: {refused:?}");
+        write(&tier, 0, 6, &Placement::Striped(vec![(1, 1)])).unwrap();
+        assert!(read(&tier, 0, 6).unwrap());
+        tier.commit(1, &1_u64.to_le_bytes()).unwrap();
+    }
+    drop(tier);
+    assert!(Tier::open(on_disks(&disks, &[])).is_ok_and(|tier| read(&tier, 0, 6).unwrap()));
 }
 
 #[test]
@@ -325,7 +372,7 @@ fn a_broken_superblock_is_named_and_another_one_counts() {
                 flip(disk, &name, at);
                 let damage = tier.verify().unwrap().damage;
                 // The copy that the next commit overwrites may be anything.
-                let good = tier.lock().paths[n].good == Some(copy);
+                let good = tier.lock().paths[n].good.is_some_and(|good| good.copy == copy);
                 assert_eq!(damage.len(), usize::from(good), "{damage:?}");
                 assert!(damage.iter().all(|error| error.to_string().contains(&name)));
                 flip(disk, &name, at);

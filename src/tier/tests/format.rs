@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use crate::checksum;
 use crate::tier::extent::{Chunk, Shape, Version};
 use crate::tier::layout::ChunkHeader;
-use crate::tier::superblock::{ExtentRecord, Head, PathRecord, Superblock};
+use crate::tier::superblock::{ExtentRecord, Head, MAX_PATHS, PathRecord, Superblock};
 use crate::tier::transfer::check_head;
 
 /// Bytes of this name, as the first release wrote them. `SPILLWAY_BLESS=1` writes those of a new format version.
@@ -57,14 +57,19 @@ fn superblock() -> Superblock {
     }
 }
 
+/// The bytes of a superblock that an open would accept.
+fn stored_bytes(superblock: &Superblock) -> Vec<u8> {
+    superblock.encode().unwrap().on_path(superblock.path)
+}
+
 #[test]
 fn the_bytes_are_those_of_the_first_release() {
     let (bytes, sum) = header().encode();
     let stored = golden("tier-1-chunk.bin", &bytes);
     assert!(stored == bytes);
     assert_eq!(ChunkHeader::parse(&stored), Ok((header(), sum)));
-    let stored = golden("tier-1-superblock.bin", &superblock().encode());
-    assert!(stored == superblock().encode());
+    let stored = golden("tier-1-superblock.bin", &stored_bytes(&superblock()));
+    assert!(stored == stored_bytes(&superblock()));
     assert_eq!(Superblock::parse(&stored), Ok(superblock()));
 }
 
@@ -164,7 +169,7 @@ fn a_head_with_one_wrong_field_or_another_sum_belongs_to_another_chunk() {
 /// Also with checksums that fit, so that the table itself is met by wild numbers.
 #[test]
 fn no_superblock_harms_even_with_checksums_that_fit() {
-    let right = superblock().encode();
+    let right = stored_bytes(&superblock());
     let table = Head::parse(&right).unwrap().table_bytes as usize;
     let mut state = 2;
     let mut passed = 0;
@@ -189,7 +194,7 @@ fn no_superblock_harms_even_with_checksums_that_fit() {
         bytes.resize(bytes.len().next_multiple_of(4096), 0);
         if let Ok(found) = Superblock::parse(&bytes) {
             passed += 1;
-            assert_eq!(Superblock::parse(&found.encode()).as_ref(), Ok(&found));
+            assert_eq!(Superblock::parse(&stored_bytes(&found)).as_ref(), Ok(&found));
         }
     }
     assert!(passed > 1000, "{passed}: the checksums did not fit");
@@ -197,12 +202,30 @@ fn no_superblock_harms_even_with_checksums_that_fit() {
 
 #[test]
 fn another_version_or_byte_order_is_named() {
-    let mut bytes = superblock().encode();
+    let mut bytes = stored_bytes(&superblock());
     bytes[8] = 2;
     assert!(Superblock::parse(&bytes).unwrap_err().contains("format version is 2"));
-    let mut bytes = superblock().encode();
+    let mut bytes = stored_bytes(&superblock());
     bytes[12..16].reverse();
     assert!(Superblock::parse(&bytes).unwrap_err().contains("byte order"));
     assert!(Superblock::parse(b"PK\x03\x04 something else, long enough").is_err());
     assert!(Superblock::parse(&[]).is_err());
+}
+
+#[test]
+fn a_superblock_that_no_open_would_take_has_no_bytes() {
+    let changed = |change: fn(&mut Superblock)| {
+        let mut superblock = superblock();
+        change(&mut superblock);
+        superblock.encode().map(|_| ())
+    };
+    assert_eq!(changed(|_| {}), Ok(()));
+    let no_blocks = |one: &mut Superblock| {
+        let version = one.extents[0].as_mut().and_then(|extent| extent.version.as_mut());
+        version.unwrap().chunks.clear();
+    };
+    assert!(changed(no_blocks).is_err());
+    assert!(changed(|one| one.paths = vec![one.paths[0].clone(); MAX_PATHS + 1]).is_err());
+    assert!(changed(|one| one.paths[0].end = 4096).is_err(), "a part outside its file");
+    assert!(changed(|one| one.block_bytes = 100).is_err());
 }

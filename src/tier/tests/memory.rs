@@ -25,13 +25,15 @@ fn prepared(disks: &[Disk], fault: Faults, stall: Option<Duration>) -> Tier {
 fn memory_that_is_not_there_is_no_fault_of_the_path() {
     let fault = Faults { fail_nth: Some((requests_before(), libc::EFAULT)), ..Faults::default() };
     let disks = [Disk::default(), Disk::default()];
-    let tier = prepared(&disks, fault.clone(), None);
+    let tier = prepared(&disks, fault, None);
     let error = read(&tier, 0, 5).unwrap_err().to_string();
     assert!(error.contains("the memory of the request is not there"), "{error}");
     assert_eq!(tier.paths()[1].health, Health::Healthy);
     assert!(read(&tier, 0, 5).unwrap());
 
     let disks = [Disk::default(), Disk::default()];
+    // A write that finds no room makes the file longer first.
+    let fault = Faults { fail_nth: Some((requests_before() + 1, libc::EFAULT)), ..Faults::default() };
     let tier = prepared(&disks, fault, None);
     write(&tier, 0, 6, &Placement::On(1)).unwrap();
     assert_eq!(tier.paths()[1].health, Health::Healthy);

@@ -11,13 +11,10 @@ use std::sync::Arc;
 use super::jobs::Writer;
 use super::options::Durability;
 use super::path::{Copy, Path};
-use super::place::Placement;
-use super::scratch::Scratch;
-use super::state::{Contents, Extent, Good, Health, PathState, State};
+use super::state::{Extent, Good, Health, PathState, State};
 use super::store::Tier;
 use super::superblock::{Encoded, ExtentRecord, PathRecord, Superblock};
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
-use crate::log::{self, Level};
 
 /// Most bytes that a commit keeps for its caller.
 pub const MAX_PAYLOAD: usize = 1 << 20;
@@ -212,38 +209,6 @@ impl Tier {
             self.lock().extent(extent)?.failed = None;
             Ok(())
         })
-    }
-
-    /// Moves everything off a path, now. The move counts with the next commit. `Busy` while one is under way.
-    pub fn evacuate(&self, path: u32) -> Result<()> {
-        if path as usize >= self.paths.len() {
-            return Err(Error::invalid("path", format!("there is no path {path}")));
-        }
-        self.lock().between_commits()?;
-        self.mark(path as usize, Health::Draining, "it is being evacuated");
-        let extents = self.extents();
-        let there = |extent: &&super::store::ExtentInfo| extent.blocks[path as usize] > 0;
-        extents
-            .iter()
-            .filter(there)
-            .try_for_each(|extent| self.move_extent(extent.number, Writer::Evacuation))
-    }
-
-    fn move_extent(&self, extent: u32, writer: fn(Arc<Contents>) -> Writer) -> Result<()> {
-        // Before the read: if others write in between, nothing is moved.
-        let contents = self.lock().contents(extent)?;
-        let shape = self.shape(extent)?;
-        let memory: Vec<Scratch> =
-            shape.streams().iter().map(|bytes| Scratch::new(*bytes as usize)).collect::<Result<_>>()?;
-        let spans: Vec<_> = memory.iter().map(Scratch::span).collect();
-        let ticket = self.read(extent, &spans, false)?;
-        self.wait(ticket, None)?;
-        let sums = contents.sums.get().map(|sums| sums.to_vec());
-        let begun = self.begin_write(extent, &spans, writer(contents))?;
-        let ticket = self.carry_on(begun, &spans, &Placement::Auto, sums)?;
-        self.wait(ticket, None)?;
-        log::write(Level::Info, &format!("extent {} of a tier was moved", extent));
-        Ok(())
     }
 }
 

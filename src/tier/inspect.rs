@@ -15,7 +15,7 @@ use crate::checksum;
 use crate::error::{Error, Result, TierError, TierKind};
 
 /// Bytes that are read at a time.
-const WINDOW: u64 = 16 << 20;
+pub(super) const WINDOW: u64 = 16 << 20;
 
 /// What a check of everything found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

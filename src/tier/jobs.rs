@@ -30,21 +30,23 @@ pub(super) enum Writer {
 /// A write that has its extent for itself.
 #[derive(Debug)]
 pub(super) struct Begun {
-    extent: u32,
-    name: String,
-    shape: Arc<Shape>,
-    generation: u64,
+    pub(super) extent: u32,
+    pub(super) name: String,
+    pub(super) shape: Arc<Shape>,
+    pub(super) generation: u64,
     /// The path that the extent's first block is on.
-    home: Option<u32>,
+    pub(super) home: Option<u32>,
     moves: bool,
 }
 
 impl Tier {
-    pub(super) fn begin_write(&self, number: u32, spans: &[Span], writer: Writer) -> Result<Begun> {
+    /// Takes an extent for a write of these streams, or for a move of what it has.
+    pub(super) fn begin_write(&self, number: u32, spans: Option<&[Span]>, writer: Writer) -> Result<Begun> {
+        self.end_finished_reads(number);
         let mut state = self.lock();
         let (committing, next) = (state.committing, state.generation + 1);
         let extent = state.extent(number)?;
-        extent.shape.check(spans)?;
+        spans.map_or(Ok(()), |spans| extent.shape.check(spans))?;
         let moved = match &writer {
             Writer::Caller => None,
             Writer::Evacuation(of) | Writer::Commit(of) => Some(of),
@@ -77,6 +79,32 @@ impl Tier {
         };
         state.generation = state.generation.max(begun.generation);
         Ok(begun)
+    }
+
+    /// Lets go of places whose reads are over although nobody has waited for their tickets. The caller's memory is not
+    /// looked at: whoever waits later finds out what was read.
+    fn end_finished_reads(&self, number: u32) {
+        let mut state = self.lock();
+        if !state.extent(number).is_ok_and(|extent| extent.is_read()) {
+            return;
+        }
+        let reads = |slot: &Slot| matches!(slot, Slot::Idle(job) if job.extent == number && job.reading);
+        let tickets: Vec<u64> =
+            state.slots.iter().filter(|(_, slot)| reads(slot)).map(|(ticket, _)| *ticket).collect();
+        for ticket in tickets {
+            // Somebody may have waited for it meanwhile.
+            let Some(Slot::Idle(mut job)) = state.slots.remove(&ticket) else { continue };
+            state.slots.insert(ticket, Slot::Driven);
+            drop(state);
+            let over = job.drive(Some(Instant::now()));
+            state = self.lock();
+            if let Some(source) = job.source.clone().filter(|_| over && std::mem::take(&mut job.reading)) {
+                state.end_reading(&source);
+            }
+            state.slots.insert(ticket, Slot::Idle(job));
+        }
+        drop(state);
+        self.changed.notify_all();
     }
 
     /// Starts a write that has begun.
@@ -125,6 +153,7 @@ impl Tier {
             spans: spans.to_vec(),
             contents,
             source: None,
+            reading: false,
             flights: Vec::new(),
             excluded: vec![false; self.paths.len()],
         })
@@ -225,7 +254,7 @@ impl Tier {
                 return Err(timed_out());
             }
             let outcome = match job.direction {
-                Direction::Read { .. } => Some(self.finish_read(&job)),
+                Direction::Read { .. } => Some(self.finish_read(&mut job)),
                 Direction::Write => self.finish_write(&mut job),
             };
             if let Some(outcome) = outcome {
@@ -236,9 +265,9 @@ impl Tier {
         }
     }
 
-    fn finish_read(&self, job: &Job) -> Result<u64> {
-        if let Some(source) = &job.source {
-            self.lock().end_reading(source);
+    fn finish_read(&self, job: &mut Job) -> Result<u64> {
+        if let Some(source) = job.source.clone().filter(|_| std::mem::take(&mut job.reading)) {
+            self.lock().end_reading(&source);
         }
         self.mark_failures(job);
         if let Some(error) = job.failure() {

@@ -7,6 +7,7 @@
 //! | `jobs`, `transfer` | reads and writes under way: judged, moved elsewhere, checked |
 //! | `commit`, `recover` | the order of writes and syncs that makes a step durable, and the way back |
 //! | [`copies`] | which commits the superblocks name, and which of them an open goes on from |
+//! | `relocate` | contents moved from path to path |
 //! | `export` | the committed state as plain files, and back |
 //! | [`inspect`] | checking every block, the state of paths, the end of a tier |
 //! | [`superblock`], [`layout`], `wire` | bytes on disk |
@@ -26,6 +27,7 @@ mod medium;
 mod path;
 mod place;
 mod recover;
+mod relocate;
 mod scratch;
 mod state;
 mod sums;

@@ -168,7 +168,7 @@ impl Tier {
         placement: &Placement,
         sums: Option<Vec<u64>>,
     ) -> Result<u64> {
-        let begun = self.begin_write(extent, spans, Writer::Caller)?;
+        let begun = self.begin_write(extent, Some(spans), Writer::Caller)?;
         self.carry_on(begun, spans, placement, sums)
     }
 
@@ -204,6 +204,7 @@ impl Tier {
             spans: spans.to_vec(),
             contents: Contents::new(source.version.clone(), OnceLock::new()),
             source: Some(Arc::clone(&source)),
+            reading: true,
             flights: Vec::new(),
             excluded: Vec::new(),
         };

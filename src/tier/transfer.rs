@@ -40,6 +40,8 @@ pub(super) struct Job {
     pub(super) contents: Contents,
     /// What a reader shares with the tier.
     pub(super) source: Option<Arc<Contents>>,
+    /// Counted among the readers of `source`.
+    pub(super) reading: bool,
     pub(super) flights: Vec<Flight>,
     pub(super) excluded: Vec<bool>,
 }

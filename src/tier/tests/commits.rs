@@ -1,6 +1,7 @@
 //! What other threads do while a step is committed, and while contents move: a commit holds what its superblock names.
 #![forbid(unsafe_code)]
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 
@@ -73,7 +74,7 @@ fn a_commit_waits_for_a_write_that_is_just_beginning() {
     for sums in [None, Some(vec![])] {
         let tier = Arc::new(written(&disks(), &[]).0);
         let memory = Memory::filled(STREAMS[0], seed_of(2, 0));
-        let begun = tier.begin_write(0, &memory.spans(), Writer::Caller).unwrap();
+        let begun = tier.begin_write(0, Some(&memory.spans()), Writer::Caller).unwrap();
         let (committing, (tell, told)) = (Arc::clone(&tier), mpsc::channel());
         thread::spawn(move || tell.send(committing.commit(2, &[])));
         until(|| tier.lock().committing);
@@ -92,7 +93,8 @@ fn contents_that_changed_since_they_were_read_are_not_moved() {
     let memory = Memory::filled(STREAMS[0], seed_of(1, 0));
     let read_once = tier.lock().contents(0).unwrap();
     write(&tier, 0, seed_of(2, 0), &Placement::Auto).unwrap();
-    let moved = |of: Arc<Contents>| tier.begin_write(0, &memory.spans(), Writer::Evacuation(of)).map(|_| ());
+    let moved =
+        |of: Arc<Contents>| tier.begin_write(0, Some(&memory.spans()), Writer::Evacuation(of)).map(|_| ());
     assert!(matches!(moved(read_once), Err(Error::Busy(_))));
     let read_once = tier.lock().contents(0).unwrap();
     tier.roll_back().unwrap();
@@ -121,6 +123,62 @@ fn an_evacuation_changes_nothing_but_places() {
     write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap();
     tier.commit(3, &[]).unwrap();
     assert!(read(&tier, 0, seed_of(3, 0)).unwrap() && read(&tier, 1, seed_of(1, 1)).unwrap());
+}
+
+/// Larger than a window, in chunks on two paths whose edges lie inside of windows.
+#[test]
+fn a_large_extent_is_moved_window_by_window() {
+    let disks = [Disk::default(), Disk::default(), Disk::default()];
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    let streams = [(20 << 20) + 5000, 3, (17 << 20) + 1];
+    let memory = Memory::filled(&streams, 7);
+    let extent = tier.define("large", &streams).unwrap();
+    let placement = Placement::Striped(vec![(0, 1000), (1, 3)]);
+    let ticket = tier.write(extent, &memory.spans(), &placement, None).unwrap();
+    tier.wait(ticket, PATIENCE).unwrap();
+    tier.commit(1, &1_u64.to_le_bytes()).unwrap();
+    drop(tier);
+    // Without known checksums: they come from the heads.
+    let tier = Tier::open(on_disks(&disks, &[])).unwrap();
+    tier.set_health(0, Health::Draining, "slow").unwrap();
+    tier.evacuate(1).unwrap();
+    assert!(tier.extent(extent).unwrap().blocks[..2] == [0, 0]);
+    tier.commit(2, &2_u64.to_le_bytes()).unwrap();
+    let found = Memory::new(&streams);
+    let ticket = tier.read(extent, &found.spans(), false).unwrap();
+    tier.wait(ticket, PATIENCE).unwrap();
+    assert!(found.holds(7) && tier.verify().unwrap().damage.is_empty());
+}
+
+#[test]
+fn a_read_that_is_over_leaves_its_extent_free_although_its_ticket_is_lost() {
+    let tier = written(&disks(), &[]).0;
+    let memory = Memory::new(STREAMS[0]);
+    let ticket = tier.read(0, &memory.spans(), false).unwrap();
+    until(|| tier.paths.iter().flatten().all(|path| path.quiet()));
+    write(&tier, 0, seed_of(2, 0), &Placement::Auto).unwrap();
+    tier.commit(2, &[]).unwrap();
+    // The ticket is still good, and gives what was read.
+    tier.wait(ticket, PATIENCE).unwrap();
+    assert!(memory.holds(seed_of(1, 0)) && read(&tier, 0, seed_of(2, 0)).unwrap());
+    write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap();
+}
+
+#[test]
+fn commits_beside_a_check_of_everything_are_no_damage() {
+    let tier = written(&disks(), &[]).0;
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            (1..)
+                .take_while(|_| !over.load(Ordering::Relaxed))
+                .for_each(|step| tier.commit(step, &[]).unwrap());
+        });
+        for _ in 0..400 {
+            assert_eq!(tier.verify().unwrap().damage, []);
+        }
+        over.store(true, Ordering::Relaxed);
+    });
 }
 
 /// Begins to read extents 0 and 1.
@@ -183,13 +241,15 @@ fn after_a_failed_sync_no_commit_succeeds_before_its_data_was_written_again() {
     let (_memories, tickets) = read_both(&tier);
     wait_for(&tier, tickets);
     let before = clean[0].requests();
-    let fault = Faults { fail_nth: Some((before, libc::EIO)), ..Faults::default() };
+    let fault =
+        Faults { fail_nth: Some((before, libc::EIO)), hang_nth: Some(before - 1), ..Faults::default() };
     let failing = disks();
     let (tier, _) = written(&failing, &[fault]);
     // What is being read cannot be moved. A sync goes past reads: it fails if it comes after them.
     let (_memories, tickets) = read_both(&tier);
     until(|| failing[0].requests() == before);
     assert!(tier.commit(1, &[]).is_err());
+    failing[0].release();
     wait_for(&tier, tickets);
     for n in 0..2 {
         let error = tier.commit(1, &[]).expect_err("it is not durable");

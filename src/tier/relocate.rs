@@ -1,0 +1,228 @@
+//! Contents moved from path to path: off a path that is evacuated, or that failed in a commit.
+//!
+//! Invariants:
+//! - The memory of a move is one window, or one block if that is larger, whatever the extent's size.
+//! - Every block is compared with its checksum between its read and its write.
+//! - Contents change their places as a whole, once every block is written. A failure leaves them where they were.
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, OnceLock};
+
+use super::extent::{Chunk, Run, Shape, Version};
+use super::inspect::WINDOW;
+use super::jobs::{Begun, Writer};
+use super::layout::{ChunkHeader, header_bytes};
+use super::path::Path;
+use super::place::{Placement, Wanted, give_back};
+use super::scratch::Scratch;
+use super::state::{Contents, Health};
+use super::store::Tier;
+use super::transfer::{Direction, check_head, verdict};
+use crate::checksum;
+use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use crate::log::{self, Level};
+use crate::sys::span::Span;
+
+/// Why blocks could not be copied.
+enum Stopped {
+    /// Those that are there cannot be read, or are damaged.
+    Reading(Error),
+    /// The path with this number did not take them; its part of the places is still in use by the system if `stuck`.
+    Writing { path: usize, first: u32, stuck: bool, error: Error },
+}
+
+/// The contents that a move copies.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    extent: u32,
+    name: &'a str,
+    shape: &'a Shape,
+    version: &'a Version,
+}
+
+impl Tier {
+    /// Moves everything off a path, now. The move counts with the next commit. `Busy` while one is under way.
+    pub fn evacuate(&self, path: u32) -> Result<()> {
+        if path as usize >= self.paths.len() {
+            return Err(Error::invalid("path", format!("there is no path {path}")));
+        }
+        self.lock().between_commits()?;
+        self.mark(path as usize, Health::Draining, "it is being evacuated");
+        let extents = self.extents();
+        let there = |extent: &&super::store::ExtentInfo| extent.blocks[path as usize] > 0;
+        extents
+            .iter()
+            .filter(there)
+            .try_for_each(|extent| self.move_extent(extent.number, Writer::Evacuation))
+    }
+
+    /// Copies an extent's contents to places on healthy paths.
+    pub(super) fn move_extent(&self, extent: u32, writer: fn(Arc<Contents>) -> Writer) -> Result<()> {
+        let contents = self.lock().contents(extent)?;
+        let begun = self.begin_write(extent, None, writer(Arc::clone(&contents)))?;
+        let moved = self.copy_contents(&begun, &contents);
+        let mut state = self.lock();
+        let outcome = match moved {
+            Ok(moved) => state.install(extent, Arc::new(moved), true),
+            Err(error) => {
+                state.write_failed(extent, true, &error);
+                Err(error)
+            }
+        };
+        drop(state);
+        self.changed.notify_all();
+        outcome.inspect(|()| log::write(Level::Info, &format!("extent {:?} of a tier was moved", begun.name)))
+    }
+
+    fn copy_contents(&self, begun: &Begun, contents: &Contents) -> Result<Contents> {
+        let (shape, version) = (&*begun.shape, &contents.version);
+        let source = Source { extent: begun.extent, name: &begun.name, shape, version };
+        let sums = match contents.sums.get() {
+            Some(sums) => Arc::clone(sums),
+            None => self.stored_sums(source)?,
+        };
+        let mut excluded = vec![false; self.paths.len()];
+        loop {
+            let wanted = Wanted { shape, first: 0, count: shape.blocks(), excluded: &excluded };
+            let mut chunks = self.find_places(wanted, &Placement::Auto, begun.home)?;
+            match chunks.iter_mut().try_for_each(|chunk| self.copy_chunk(source, chunk, &sums)) {
+                Ok(()) => {
+                    let version = Version { generation: begun.generation, chunks };
+                    return Ok(Contents::new(version, OnceLock::from(sums)));
+                }
+                Err(Stopped::Reading(error)) => {
+                    give_back(&mut self.lock(), shape, &chunks);
+                    return Err(error);
+                }
+                Err(Stopped::Writing { path, first, stuck, error }) => {
+                    // The system may still write to a place that was given up by a deadline.
+                    chunks.retain(|chunk| !(stuck && chunk.first == first));
+                    give_back(&mut self.lock(), shape, &chunks);
+                    self.mark_after(path, Direction::Write, &error);
+                    excluded[path] = true;
+                }
+            }
+        }
+    }
+
+    fn stored_sums(&self, source: Source) -> Result<Arc<[u64]>> {
+        let mut sums = Vec::new();
+        let too_many = |_| Error::LimitReached("memory for an extent's checksums".to_string());
+        sums.try_reserve_exact(source.shape.blocks() as usize).map_err(too_many)?;
+        for chunk in &source.version.chunks {
+            let path = self.there(chunk.path as usize)?;
+            let head = path.scratch(header_bytes(chunk.count.into()) as usize)?;
+            transfer(path.read(chunk.offset, head.span()), path)
+                .inspect_err(|error| self.mark_after(chunk.path as usize, READING, error))?;
+            let parsed = head.span().with_bytes(|bytes| {
+                let (generation, tier) = (source.version.generation, self.who.tier);
+                check_head(bytes, chunk, generation, tier, source.extent, source.shape)
+            });
+            let header = parsed.map_err(|words| source.damaged(path, (chunk.first, chunk.offset), words))?;
+            sums.extend(header.sums);
+        }
+        Ok(sums.into())
+    }
+
+    /// Writes one chunk of the copy, head and blocks, and fills in the checksum of its head.
+    fn copy_chunk(
+        &self,
+        source: Source,
+        chunk: &mut Chunk,
+        sums: &[u64],
+    ) -> std::result::Result<(), Stopped> {
+        let shape = source.shape;
+        let (path, end) = (chunk.path as usize, chunk.first + chunk.count);
+        let to = self.there(path).map_err(Stopped::Reading)?;
+        let failed = |error: Error, first: u32| {
+            let stuck = error.io_kind() == Some(IoKind::Deadline) || matches!(error, Error::System { .. });
+            Stopped::Writing { path, first, stuck, error }
+        };
+        let header = ChunkHeader {
+            tier: self.who.tier,
+            session: self.who.session,
+            extent: source.extent,
+            path: chunk.path,
+            generation: source.version.generation,
+            first: chunk.first,
+            offset: chunk.offset,
+            block_bytes: shape.block_bytes(),
+            sums: sums[chunk.first as usize..end as usize].to_vec(),
+        };
+        let (bytes, sum) = header.encode();
+        chunk.header_sum = sum;
+        let head = to.scratch(bytes.len()).map_err(Stopped::Reading)?;
+        head.span().write(&bytes);
+        transfer(to.write(chunk.offset, head.span()), to).map_err(|error| failed(error, chunk.first))?;
+        let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
+        let window = (u64::from(at_once) * shape.block_bytes()) as usize;
+        let window = Scratch::new(window).map_err(Stopped::Reading)?;
+        for first in (chunk.first..end).step_by(at_once as usize) {
+            for run in shape.runs(first, at_once.min(end - first)) {
+                let span = window.span().part(0, run.len as usize);
+                self.fetch_run(source, run, span, sums).map_err(Stopped::Reading)?;
+                transfer(to.write(chunk.place(shape, run.block), span), to)
+                    .map_err(|error| failed(error, chunk.first))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the blocks of a run from where they are, and checks them.
+    fn fetch_run(&self, source: Source, run: Run, span: Span, sums: &[u64]) -> Result<()> {
+        let shape = source.shape;
+        let end = run.block + run.len.div_ceil(shape.block_bytes()) as u32;
+        for chunk in &source.version.chunks {
+            let (first, last) = (run.block.max(chunk.first), end.min(chunk.first + chunk.count));
+            if first >= last {
+                continue;
+            }
+            let path = self.there(chunk.path as usize)?;
+            for part in shape.runs(first, last - first) {
+                let into = span.part((part.from - run.from) as usize, part.len as usize);
+                transfer(path.read(chunk.place(shape, part.block), into), path)
+                    .inspect_err(|error| self.mark_after(chunk.path as usize, READING, error))?;
+            }
+            for block in first..last {
+                let from = u64::from(block - run.block) * shape.block_bytes();
+                let bytes = span.part(from as usize, shape.block(block).len as usize);
+                let (found, expected) = (bytes.with_bytes(checksum::of), sums[block as usize]);
+                if found != expected {
+                    let words = format!("found {found:#018x} instead of {expected:#018x}");
+                    return Err(source.damaged(path, (block, chunk.place(shape, block)), words));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn there(&self, path: usize) -> Result<&Arc<Path>> {
+        self.paths[path].as_ref().ok_or_else(|| Error::invalid("path", format!("path {path} is missing")))
+    }
+
+    fn mark_after(&self, path: usize, direction: Direction, error: &Error) {
+        if let Some(health) = verdict(error, direction) {
+            self.mark(path, health, &error.to_string());
+        }
+    }
+}
+
+const READING: Direction = Direction::Read { unchecked: false };
+
+/// Waits for a transfer that has begun.
+fn transfer(begun: Result<u64>, path: &Path) -> Result<()> {
+    path.wait(begun?, None).map(|_| ())
+}
+
+impl Source<'_> {
+    fn damaged(&self, path: &Path, (block, offset): (u32, u64), detail: String) -> Error {
+        TierError {
+            kind: TierKind::Corrupt,
+            path: path.data_name().to_string(),
+            extent: self.name.to_string(),
+            block: Some((block.into(), offset)),
+            detail,
+        }
+        .into()
+    }
+}

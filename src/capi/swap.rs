@@ -279,6 +279,7 @@ pub unsafe extern "C" fn spw_swap_get_stats(
 ) -> spw_status {
     guard(|| {
         let swap = swap.ok_or_else(|| Error::invalid("swap", "is NULL"))?;
+        swap.swap.owned()?;
         let seen = swap.swap.stats();
         let stats = spw_swap_stats {
             struct_size: 0,
@@ -299,7 +300,11 @@ pub unsafe extern "C" fn spw_swap_get_stats(
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
     guard(|| {
-        drop(swap);
+        match swap {
+            // A forked child leaves its copy alone, and everything behind it.
+            Some(swap) if swap.swap.owned().is_err() => std::mem::forget(swap),
+            other => drop(other),
+        }
         Ok(())
     })
 }
@@ -314,7 +319,9 @@ unsafe fn lent(swap: &Swap, subgroup: u64, parts: [*mut f32; STREAMS]) -> Result
 }
 
 pub(super) fn object(swap: Option<&mut spw_swap>) -> Result<&mut Swap> {
-    swap.map(|swap| &mut swap.swap).ok_or_else(|| Error::invalid("swap", "is NULL"))
+    let swap = swap.map(|swap| &mut swap.swap).ok_or_else(|| Error::invalid("swap", "is NULL"))?;
+    swap.owned()?;
+    Ok(swap)
 }
 
 /// The caller's tensor with its state, as it lies in memory now.

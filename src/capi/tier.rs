@@ -57,29 +57,37 @@ pub unsafe extern "C" fn spw_tier_open(
 /// `tier` is NULL or came from `spw_tier_open`, and is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_tier_close(tier: *mut spw_tier, timeout_ms: i64) -> spw_status {
-    guard(|| match tier.is_null() {
-        true => Ok(()),
+    guard(|| {
+        // SAFETY: the caller's promise. A forked child leaves its copy alone, and everything behind it.
+        if tier.is_null() || unsafe { open(tier) }.is_err() {
+            return Ok(());
+        }
         // SAFETY: made by Box::into_raw in spw_tier_open, and given up by the caller.
-        false => match Arc::into_inner(unsafe { Box::from_raw(tier) }.0) {
+        match Arc::into_inner(unsafe { Box::from_raw(tier) }.0) {
             Some(tier) => tier.close(timeout(timeout_ms)),
             None => Ok(()),
-        },
+        }
     })
 }
 
-/// Removes the tier's files from every path and frees the tier, which is gone whatever is returned.
+/// Removes the tier's files from every path and frees the tier, which is gone whatever is returned; in a forked child it
+/// is SPW_ERR_UNSUPPORTED and does nothing.
 ///
 /// # Safety
 /// As `spw_tier_close`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_tier_destroy(tier: *mut spw_tier) -> spw_status {
-    guard(|| match tier.is_null() {
-        true => Ok(()),
+    guard(|| {
+        if tier.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise. A forked child leaves its copy alone, and the files of its parent.
+        unsafe { open(tier) }?;
         // SAFETY: made by Box::into_raw in spw_tier_open, and given up by the caller.
-        false => match Arc::into_inner(unsafe { Box::from_raw(tier) }.0) {
+        match Arc::into_inner(unsafe { Box::from_raw(tier) }.0) {
             Some(tier) => tier.destroy(),
             None => Err(Error::Busy("a tiered update still uses the tier; its files stay".to_string())),
-        },
+        }
     })
 }
 
@@ -314,9 +322,15 @@ unsafe fn spans(
     shape.streams().iter().enumerate().map(span).collect()
 }
 
+/// The tier, in the process that opened it.
+///
+/// # Safety
+/// `tier` is NULL or open.
 pub(super) unsafe fn open<'a>(tier: *const spw_tier) -> Result<&'a Tier> {
     // SAFETY: NULL, or an open tier by the caller's promise.
-    unsafe { tier.as_ref() }.map(|tier| &*tier.0).ok_or_else(|| Error::invalid("tier", "is NULL"))
+    let tier = unsafe { tier.as_ref() }.ok_or_else(|| Error::invalid("tier", "is NULL"))?;
+    tier.0.owned()?;
+    Ok(&tier.0)
 }
 
 /// The tier, for an object that lives on it.
@@ -325,7 +339,10 @@ pub(super) unsafe fn open<'a>(tier: *const spw_tier) -> Result<&'a Tier> {
 /// `tier` is NULL or open.
 pub(super) unsafe fn shared(tier: *const spw_tier) -> Result<Arc<Tier>> {
     // SAFETY: NULL, or an open tier by the caller's promise.
-    unsafe { tier.as_ref() }.map(|tier| Arc::clone(&tier.0)).ok_or_else(|| Error::invalid("tier", "is NULL"))
+    unsafe {
+        open(tier)?;
+        Ok(Arc::clone(&(*tier).0))
+    }
 }
 
 /// `None`, for ever, if negative.

@@ -34,13 +34,13 @@ use crate::log::{self, Level};
 use crate::pool::region::{self, Lease};
 use crate::sys::file::{self, Access};
 use crate::sys::memory::BASE_PAGE;
-use crate::sys::process;
+use crate::sys::process::Opener;
 use crate::sys::span::Span;
 use crate::sys::threads;
 
 /// An I/O engine: one queue, one driver thread.
 pub struct Engine {
-    process: u32,
+    opener: Opener,
     options: Options,
     blocks: Blocks,
     pub(super) shared: Arc<Shared>,
@@ -115,7 +115,7 @@ impl Engine {
         });
         region::watch(&watcher);
         Ok(Engine {
-            process: process::id(),
+            opener: Opener::this(),
             options,
             blocks: Blocks::new(options.block_bytes, profile),
             shared,
@@ -304,7 +304,7 @@ impl Engine {
     /// Ends the engine once all operations are over, at the latest after `timeout`. What is stuck in the system keeps
     /// its memory, and the thread that waits for it, until it comes back. An error that nobody waited for is returned.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
-        if self.process != process::id() {
+        if !self.opener.is_here() {
             return Ok(());
         }
         let drained = self.wait_quiet(timeout);
@@ -321,20 +321,14 @@ impl Engine {
     }
 
     pub(super) fn owned(&self) -> Result<()> {
-        match self.process == process::id() {
-            true => Ok(()),
-            false => Err(Error::Unsupported(format!(
-                "the I/O engine was opened by process {}; a forked child opens its own",
-                self.process
-            ))),
-        }
+        self.opener.check("the I/O engine")
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
         const PATIENCE: Duration = Duration::from_secs(30);
-        if self.process != process::id() || self.shared.lock().closing {
+        if !self.opener.is_here() || self.shared.lock().closing {
             return;
         }
         if let Err(error) = self.close(Some(PATIENCE)) {

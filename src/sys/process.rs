@@ -7,6 +7,35 @@ use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use super::memory::Mapping;
+use crate::error::{Error, Result};
+
+/// The process that opened an object. A forked child has a copy of the object, without the threads behind it, and with
+/// locks that a thread of its parent may have held for ever: every call asks here before it takes one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Opener(u32);
+
+impl Opener {
+    /// This process.
+    pub fn this() -> Opener {
+        Opener(id())
+    }
+
+    /// False in a forked child.
+    pub fn is_here(self) -> bool {
+        self.0 == id()
+    }
+
+    /// An error in a forked child; `what` names the object.
+    pub fn check(self, what: &str) -> Result<()> {
+        match self.is_here() {
+            true => Ok(()),
+            false => Err(Error::Unsupported(format!(
+                "{what} was opened by process {}; a forked child opens its own",
+                self.0
+            ))),
+        }
+    }
+}
 
 static PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 

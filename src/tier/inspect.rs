@@ -213,6 +213,7 @@ impl Tier {
 
     /// Removes the tier from every path that is there.
     pub fn destroy(self) -> Result<()> {
+        self.owned()?;
         let mut outcome = Ok(());
         let Tier { paths, state, .. } = self;
         // Transfers that nobody waited for hold their paths.

@@ -23,6 +23,7 @@ use super::superblock::{ExtentRecord, PathRecord, Superblock};
 use super::transfer::Identity;
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::host;
+use crate::sys::process::Opener;
 
 /// A path that is there: its place in the options, and which copy of its superblock the next one leaves alone.
 type Placed = Option<(usize, Path, Option<Good>)>;
@@ -271,7 +272,8 @@ fn assemble(
 ) -> Result<Tier> {
     let session = host::random().map_err(|error| Error::system("drawing a number for a tier", &error))?;
     let who = Identity { tier, session: session as u64 };
-    Ok(Tier { options, who, block_bytes, paths, state: Mutex::new(state), changed: Condvar::new(), opened })
+    let (opener, state, changed) = (Opener::this(), Mutex::new(state), Condvar::new());
+    Ok(Tier { opener, options, who, block_bytes, paths, state, changed, opened })
 }
 
 /// Reads every block of a state that is not the last commit's: some may have been written over.

@@ -20,11 +20,13 @@ use super::superblock::Superblock;
 use super::transfer::{Direction, Identity, Job, moment};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
+use crate::sys::process::Opener;
 use crate::sys::span::Span;
 
 /// Named extents over several paths.
 #[derive(Debug)]
 pub struct Tier {
+    pub(super) opener: Opener,
     pub(super) options: TierOptions,
     pub(super) who: Identity,
     pub(super) block_bytes: u64,
@@ -72,6 +74,11 @@ pub struct ExtentInfo {
 impl Tier {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An error in a forked child, which has neither the threads nor the locks of the tier.
+    pub fn owned(&self) -> Result<()> {
+        self.opener.check("the tier")
     }
 
     /// What the open found.

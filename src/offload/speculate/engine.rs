@@ -16,11 +16,12 @@ use super::round::{Counts, Progress, Task};
 use crate::error::{Error, Result, RoundError};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
+use crate::sys::process::Opener;
 use crate::sys::threads;
 
 /// Steps buckets before their verdict is known.
 pub struct Engine {
-    process: u32,
+    opener: Opener,
     publish: Publish,
     shared: Arc<Shared>,
 }
@@ -57,7 +58,7 @@ impl Engine {
         let theirs = Arc::clone(&shared);
         threads::spawn_quiet("spillway-spec", move || executor::execute(&theirs))
             .map_err(|error| Error::system("starting the speculation thread", &error))?;
-        Ok(Engine { process: std::process::id(), publish, shared })
+        Ok(Engine { opener: Opener::this(), publish, shared })
     }
 
     /// Opens a round.
@@ -155,13 +156,7 @@ impl Engine {
 
     /// An error in a process that did not open the engine.
     pub fn owned(&self) -> Result<()> {
-        match self.process == std::process::id() {
-            true => Ok(()),
-            false => Err(Error::Unsupported(format!(
-                "the speculation engine was opened by process {}; a forked child opens its own",
-                self.process
-            ))),
-        }
+        self.opener.check("the speculation engine")
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, Inner>> {

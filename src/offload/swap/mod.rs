@@ -112,6 +112,11 @@ impl Swap {
         })
     }
 
+    /// An error in a forked child of the process that opened the tier.
+    pub fn owned(&self) -> Result<()> {
+        self.tier.owned()
+    }
+
     /// What was taken.
     pub fn budget(&self) -> Budget {
         self.budget

@@ -63,7 +63,13 @@ impl Mapping {
 
     /// Maps `bytes`, rounded up to whole pages, on `node` if there is one, and touches every page. From 2 MiB on it
     /// tries reserved huge pages, then transparent ones. A refused node is `Ok` with the reason beside it.
+    ///
+    /// More than the machine has is refused: the system might hand out the addresses, and end the process when they are
+    /// touched.
     pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+        if machine_bytes().is_some_and(|all| bytes as u64 > all) {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
         if huge && bytes >= HUGE_PAGE {
             if let Ok(found) = reserved(round_up(bytes, HUGE_PAGE)?, node) {
                 return Ok(found);
@@ -267,6 +273,16 @@ fn smaps_huge_bytes(span: Span) -> Option<usize> {
     Some((kib * 1024).min(span.len()))
 }
 
+/// Bytes of the machine's memory and swap; `None` if the system does not say.
+pub fn machine_bytes() -> Option<u64> {
+    // SAFETY: integers, for which zeros are valid.
+    let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
+    // SAFETY: writes the struct.
+    let found = unsafe { libc::sysinfo(&mut info) } == 0;
+    let units = u64::from(info.totalram).saturating_add(u64::from(info.totalswap));
+    found.then(|| units.saturating_mul(info.mem_unit.into()))
+}
+
 /// `RLIMIT_MEMLOCK` of this process in bytes; `None` for no limit.
 pub fn lock_limit() -> Option<u64> {
     limit(libc::RLIMIT_MEMLOCK)
@@ -304,6 +320,9 @@ mod tests {
     fn impossible_sizes_and_nodes_are_errors_not_faults() {
         assert!(Mapping::touched(usize::MAX, true, None).is_err());
         assert!(Mapping::touched(usize::MAX / 4, false, None).is_err());
+        // Addresses that an overcommitting system might hand out.
+        let beyond = machine_bytes().unwrap() as usize + 1;
+        assert!(Mapping::touched(beyond, true, None).is_err() && Mapping::touched(beyond, false, None).is_err());
         let (mapping, refused) = Mapping::touched(BASE_PAGE, true, Some(900)).unwrap();
         assert!(refused.is_some());
         mapping.span().write(&[1]);

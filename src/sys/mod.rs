@@ -9,6 +9,7 @@ pub mod lock;
 pub mod memory;
 pub mod process;
 pub mod reserve;
+pub mod room;
 pub mod span;
 pub mod threads;
 pub mod usage;

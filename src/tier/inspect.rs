@@ -154,6 +154,13 @@ impl Tier {
         (0..state.paths.len()).map(|number| self.report(&state, number)).collect()
     }
 
+    /// How one path is doing.
+    pub fn path(&self, number: u32) -> Option<PathReport> {
+        let state = self.lock();
+        let number = usize::try_from(number).ok().filter(|number| *number < state.paths.len())?;
+        Some(self.report(&state, number))
+    }
+
     fn report(&self, state: &State, number: usize) -> PathReport {
         let path = &state.paths[number];
         let stats = self.paths[number].as_ref().and_then(|path| path.engine.stats().ok());

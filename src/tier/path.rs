@@ -20,6 +20,8 @@ use crate::io::object::{self, Address};
 use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::sys::span::Span;
 
+/// Names of the superblock's copies.
+const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
 /// Superblock files begin with room for this many bytes.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
@@ -53,7 +55,7 @@ pub(super) enum Copy {
 
 impl Path {
     pub(super) fn open(medium: Box<dyn Medium>, engine: Engine) -> Result<Path> {
-        let superblocks = [medium.open("superblock.0")?, medium.open("superblock.1")?];
+        let superblocks = [medium.open(SUPERBLOCKS[0])?, medium.open(SUPERBLOCKS[1])?];
         let (data, gate, shelf) = (medium.open("data")?, Gate::default(), Arc::default());
         Ok(Path { data, superblocks, medium, engine, gate, shelf })
     }
@@ -193,6 +195,10 @@ impl Path {
             (_, Ok(head)) => head,
         };
         let all = (HEAD_BYTES as u64 + head.table_bytes).next_multiple_of(PAGE);
+        // Before the memory is taken: a head may say anything.
+        if self.medium.len(SUPERBLOCKS[copy])?.is_none_or(|len| len < all) {
+            return Ok(Copy::Broken("its table is cut off".to_string()));
+        }
         Ok(match read(all as usize)? {
             None => Copy::Broken("its table is cut off".to_string()),
             Some(bytes) => match bytes.span().with_bytes(Superblock::parse) {

@@ -150,6 +150,14 @@ pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
     if memory::file_size_limit().is_some_and(|limit| end > limit) {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
+    // A file system fills up before it refuses, and keeps what it gave.
+    const WORTH_ASKING: u64 = 64 << 20;
+    if end - from > WORTH_ASKING {
+        let grows = end - file.metadata()?.len().clamp(from, end);
+        if grows > WORTH_ASKING && free_bytes_of(file).is_some_and(|free| grows > free) {
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+    }
     loop {
         // SAFETY: an open descriptor and two integers.
         let outcome =
@@ -253,6 +261,15 @@ pub fn file_system(file: &File) -> io::Result<FileSystem> {
     Ok(FileSystem { kind: kind.f_type as u64, id })
 }
 
+/// Bytes free for this user on the file system of an open file.
+fn free_bytes_of(file: &File) -> Option<u64> {
+    // SAFETY: statvfs is plain integers, for which zero is valid.
+    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: an open descriptor and a live struct.
+    let outcome = unsafe { libc::fstatvfs(file.as_raw_fd(), &mut found) };
+    (outcome == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+}
+
 /// Bytes free for this user on the file system of `path`, for messages.
 pub fn free_bytes(path: &Path) -> Option<u64> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
@@ -261,4 +278,21 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
     // SAFETY: a C string and a live struct.
     let outcome = unsafe { libc::statvfs(path.as_ptr(), &mut found) };
     (outcome == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_beyond_what_the_disk_has_is_refused_before_the_disk_is_full() {
+        let file = tempfile::tempfile().unwrap();
+        let free = free_bytes_of(&file).unwrap();
+        // Shared memory and other file systems without a size have nothing to prove.
+        if free < 1 << 40 {
+            let error = preallocate(&file, 0, free + (1 << 40)).unwrap_err();
+            assert_eq!((error.raw_os_error(), file.metadata().unwrap().len()), (Some(libc::ENOSPC), 0));
+        }
+        preallocate(&file, 0, 1 << 20).unwrap();
+    }
 }

@@ -150,6 +150,10 @@ impl Engine {
             .ok_or_else(|| Error::invalid("request.offset", format!("{offset} and the length pass 2^63")))?;
         let file = self.target(action, target)?;
         let lease = Lease::take(span);
+        // After the lease, which keeps it so: the system writes to addresses, whatever lies there by then.
+        if !span.is_mapped() {
+            return Err(Error::invalid("request.buffer", "is memory that was given back"));
+        }
         let op = Operation {
             handle: 0,
             action,

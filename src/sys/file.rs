@@ -176,13 +176,15 @@ pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
 
 /// One positional read into `span`: bytes read, or minus an errno.
 pub fn read_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
-    // SAFETY: the span's bytes are good by the promise of Span::new.
+    let Some(_pin) = span.pin() else { return -libc::EFAULT };
+    // SAFETY: the span's bytes are good by the promise of Span::new, or pinned.
     outcome(unsafe { libc::pread(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
 }
 
 /// One positional write from `span`: bytes written, or minus an errno.
 pub fn write_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
-    // SAFETY: the span's bytes are good by the promise of Span::new.
+    let Some(_pin) = span.pin() else { return -libc::EFAULT };
+    // SAFETY: the span's bytes are good by the promise of Span::new, or pinned.
     outcome(unsafe { libc::pwrite(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
 }
 

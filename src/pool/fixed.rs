@@ -313,15 +313,9 @@ mod tests {
 
     #[test]
     fn sizes_that_cannot_be_are_errors() {
-        for (block_bytes, block_count) in [
-            (0, 1),
-            (1, 0),
-            (usize::MAX, 1),
-            (1 << 62, 4),
-            (1 << 50, 1 << 8),
-            (4096, 1 << 40),
-            (1, 1 << 51),
-        ] {
+        for (block_bytes, block_count) in
+            [(0, 1), (1, 0), (usize::MAX, 1), (1 << 62, 4), (1 << 50, 1 << 8), (4096, 1 << 40), (1, 1 << 51)]
+        {
             let options = PoolOptions { block_bytes, block_count, backing: Backing::default() };
             assert!(Pool::open(options).is_err(), "{block_bytes} x {block_count}");
         }

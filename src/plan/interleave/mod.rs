@@ -170,9 +170,10 @@ impl Shape {
             return refuse("chunk", "is 0".to_string());
         }
         match self.sizes.iter().map(|size| size.div_ceil(self.chunk)).sum::<u64>() {
-            parts if parts > MAX_PARTS => {
-                refuse("chunk", format!("of {} cuts the subgroups into {parts} parts, over {MAX_PARTS}", self.chunk))
-            }
+            parts if parts > MAX_PARTS => refuse(
+                "chunk",
+                format!("of {} cuts the subgroups into {parts} parts, over {MAX_PARTS}", self.chunk),
+            ),
             _ => Ok(()),
         }
     }

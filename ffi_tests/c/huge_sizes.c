@@ -46,7 +46,7 @@ static void pools(void) {
     EACH(value) {
         for (int swapped = 0; swapped < 2; swapped++) {
             for (uint32_t flags = 0; flags < 8; flags++) {
-                if (value > 65537 && value < (1ull << 31) && flags > 1) continue;
+                if (value > 65 && value < (1ull << 31) && flags > 1) continue;
                 spw_pool_options options = {.struct_size = sizeof options, .flags = flags | SPW_POOL_NO_LOCK};
                 options.block_bytes = swapped ? value : 4096;
                 options.block_count = swapped ? 2 : value;
@@ -121,7 +121,6 @@ static void tensors(void) {
     CHECK_OK(spw_undo_open(&undo_options, &undo));
     // An array of which only the first struct says anything.
     spw_tensor *many = (spw_tensor *)zeros;
-    many->struct_size = sizeof *many;
     EACH(value) {
         SANE(spw_adam_options_init((spw_adam_options *)zeros, value <= 4096 ? 0 : value));
         SANE(spw_adagrad_options_init((spw_adagrad_options *)zeros, value <= 4096 ? 0 : value));
@@ -207,6 +206,8 @@ static void plans(void) {
             if (field == 0 && value > 64 && value <= 65536) shape.size = 16;
             sites[0] = SPW_SITE_GPU;
             SANE(spw_plan_predict(&rates, &shape, sites, 0.1, &result));
+            // The largest that is good once: a plan of 65536 subgroups takes a second.
+            if (shape.count > 64 && shape.count < 65536) continue;
             SANE(spw_plan_trace(&rates, &shape, sites, 0.1, NULL, value, &needed));
             spw_plan_options options = {sizeof options, SPW_PLAN_EQ1, 0, 0, 0.1};
             SANE(spw_plan_interleave(&rates, &shape, &options, NULL, &result));
@@ -238,7 +239,7 @@ static void interleaved(void) {
             spw_interleave_subgroup subgroup = {.struct_size = sizeof subgroup, .n = 1, .param = memory,
                                                 .exp_avg = memory + 1, .exp_avg_sq = memory + 2, .grad = memory + 3};
             size_t count = 1;
-            if (field == 0) count = value > 1 && value <= 65536 ? value * 0 : value;
+            if (field == 0) count = value > 1 && value <= 65536 ? 0 : value;
             if (field == 1) options.slots = (uint32_t)value;
             if (field == 2) options.chunk = value;
             if (field == 3) subgroup.n = value;
@@ -375,8 +376,8 @@ static void tiered(void) {
         SANE(spw_tier_evacuate(tier, (uint32_t)value | 2));
         SANE(spw_tier_path_set(tier, (uint32_t)value | 2, SPW_TIER_HEALTHY));
         SANE(spw_tier_remove(tier, (uint32_t)value | 1u << 20));
-        if (value > 1 << 20) CHECK(SANE(spw_tier_commit(tier, 1, zeros, value > 1ull << 30 ? value : 0)) != SPW_OK || value <= 1ull << 30);
-        CHECK(SANE(spw_tier_commit(tier, 1, NULL, value)) == SPW_OK || value > 0 || 1);
+        if (value > 1ull << 30) INVALID(spw_tier_commit(tier, 1, zeros, value), "payload_bytes");
+        SANE(spw_tier_commit(tier, 1, NULL, value));
         spw_tier_opened_info opened = {.struct_size = sizeof opened};
         SANE(spw_tier_opened(tier, &opened, zeros, value));
     }

@@ -67,7 +67,7 @@ impl Client {
         let bucket = Bucket::new(url, style, address.bucket.clone(), settings.region.clone())
             .map_err(|error| settings.wrong_endpoint(error))?;
         let Settings { key, secret, token, roots, .. } = settings;
-        let secrets = Secrets::new([key.as_str(), &secret, token.as_deref().unwrap_or_default()]);
+        let secrets = Secrets::new([key.as_str(), secret.as_str(), token.as_deref().unwrap_or_default()]);
         let credentials = match token {
             Some(token) => Credentials::new_with_token(key, secret, token),
             None => Credentials::new(key, secret),

@@ -5,7 +5,8 @@
 //! undefined-behaviour sanitizers; the symbols of each program prove it. A first line `// Build: probe` links the library
 //! with the probe functions, `// Build: valgrind` builds without sanitizers and runs under valgrind as well, and
 //! `// Build: forks` leaves the address sanitizer out: a child that is forked while another thread allocates inherits
-//! the sanitizer's locks as they were, and waits for them for ever.
+//! the sanitizer's locks as they were, and waits for them for ever. A program that limits its address space has the same
+//! line: the sanitizer reserves terabytes.
 
 mod support;
 

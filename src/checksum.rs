@@ -1,11 +1,29 @@
 //! The checksum of stored blocks: XXH3 with 64 bits, which the processor does faster than memory delivers.
 #![forbid(unsafe_code)]
 
+use std::hash::Hasher;
+
 use twox_hash::XxHash3_64;
 
 /// XXH3-64 of `bytes`, seed 0.
 pub fn of(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
+}
+
+/// The sum of bytes that come in parts.
+#[derive(Clone, Default)]
+pub struct Summing(XxHash3_64);
+
+impl Summing {
+    /// The next bytes.
+    pub fn add(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    /// The sum of all, as [`of`] gives it.
+    pub fn finish(&self) -> u64 {
+        self.0.finish()
+    }
 }
 
 #[cfg(test)]
@@ -33,6 +51,9 @@ mod tests {
         for (len, sum) in known {
             let bytes: Vec<u8> = (0..len).map(|i| (i * i * 31 + i * 7 + (i >> 8)) as u8).collect();
             assert_eq!(of(&bytes), sum, "{len} bytes");
+            let mut parts = Summing::default();
+            bytes.chunks(777).for_each(|part| parts.add(part));
+            assert_eq!(parts.finish(), sum, "{len} bytes in parts");
         }
     }
 }

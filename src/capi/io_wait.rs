@@ -148,11 +148,13 @@ pub unsafe extern "C" fn spw_io_last_failure(failure: *mut spw_io_failure) -> sp
 }
 
 unsafe fn read_handles<'a>(handles: *const u64, count: u64) -> Result<&'a [u64]> {
-    match usize::try_from(count) {
-        Ok(0) => Ok(&[]),
-        // SAFETY: not NULL, and the caller's promise.
-        Ok(count) if !handles.is_null() => Ok(unsafe { std::slice::from_raw_parts(handles, count) }),
-        _ => Err(Error::invalid("handles", format!("is NULL, with {count} handles"))),
+    const MOST: u64 = isize::MAX as u64 / size_of::<u64>() as u64;
+    match count {
+        0 => Ok(&[]),
+        _ if handles.is_null() => Err(Error::invalid("handles", format!("is NULL, with {count} handles"))),
+        _ if count > MOST => Err(Error::invalid("count", format!("{count} passes the address space"))),
+        // SAFETY: not NULL, and the caller's promise; the length is one that a slice can have.
+        _ => Ok(unsafe { std::slice::from_raw_parts(handles, count as usize) }),
     }
 }
 

@@ -4,6 +4,7 @@
 //! compiled against a newer one passes a longer struct: refused if it set anything that this library does not know.
 
 use crate::error::{Error, Result};
+use crate::sys::room;
 
 /// A larger size than this is an uninitialised field, not a struct.
 const SIZE_LIMIT: usize = 4096;
@@ -73,19 +74,21 @@ pub unsafe fn read_all<T: Record>(first: *const T, count: usize, argument: &'sta
     }
     // SAFETY: there is at least one struct.
     let apart = unsafe { stride(first, argument) }?;
-    let structs = (0..count).map(|index| {
+    let mut structs = room::for_count("copying the caller's structs", count)?;
+    for index in 0..count {
         // SAFETY: the structs of the array lie `apart` bytes apart.
-        unsafe {
+        let (size, next) = unsafe {
             let at = first.byte_add(index * apart);
-            let size = stride(at, argument)?;
-            if size != apart {
-                let reason = format!("struct_size is {size}, of the first {apart}");
-                return Err(Error::invalid(format!("{argument}[{index}]"), reason));
-            }
-            read(at, argument)
+            (stride(at, argument)?, at)
+        };
+        if size != apart {
+            let reason = format!("struct_size is {size}, of the first {apart}");
+            return Err(Error::invalid(format!("{argument}[{index}]"), reason));
         }
-    });
-    structs.collect()
+        // SAFETY: a struct of this kind, as above.
+        structs.push(unsafe { read(next, argument) }?);
+    }
+    Ok(structs)
 }
 
 /// Copies a struct out: as many bytes as the caller's struct has, its `struct_size` unchanged.

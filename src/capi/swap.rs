@@ -10,7 +10,7 @@ use super::record;
 use super::status::spw_status;
 use super::swap_options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, write_budget};
 use super::tensor::{self, spw_dtype, spw_step_stats, spw_tensor};
-use super::tier::{self, spw_tier};
+use super::tier::{self, MAX_PAYLOAD, spw_tier};
 use crate::dtype::bf16;
 use crate::error::{Error, Result};
 use crate::kernel::squares;
@@ -255,6 +255,9 @@ pub unsafe extern "C" fn spw_swap_commit(
         let payload = match (payload.is_null(), payload_bytes) {
             (_, 0) => &[][..],
             (true, _) => return Err(Error::invalid("payload", "is NULL, but payload_bytes is not 0")),
+            (_, bytes) if bytes > MAX_PAYLOAD => {
+                return Err(Error::invalid("payload_bytes", format!("{bytes} is over {MAX_PAYLOAD}")));
+            }
             // SAFETY: the caller's promise.
             (false, bytes) => unsafe { std::slice::from_raw_parts(payload.cast(), bytes as usize) },
         };

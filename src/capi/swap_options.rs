@@ -119,14 +119,21 @@ unsafe impl Record for spw_swap_stats {
     const NAME: &'static str = "spw_swap_stats";
 }
 
+/// Most subgroups of a tiered update: each is an extent of the tier.
+const MAX_SUBGROUPS: u64 = 1 << 20;
+
 pub(super) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {
     // SAFETY: the caller's promise is the callee's.
     let raw = unsafe { record::read(options, "options") }?;
     if raw.flags & !15 != 0 {
         return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
     }
-    if raw.subgroups > 1 << 32 || raw.elements.is_null() && raw.subgroups > 0 {
-        return Err(Error::invalid("options.elements", "is NULL, or there are over 2^32 subgroups"));
+    if raw.subgroups > MAX_SUBGROUPS {
+        let reason = format!("{} is over {MAX_SUBGROUPS}", raw.subgroups);
+        return Err(Error::invalid("options.subgroups", reason));
+    }
+    if raw.elements.is_null() && raw.subgroups > 0 {
+        return Err(Error::invalid("options.elements", "is NULL"));
     }
     let patience = match raw.patience_seconds {
         0.0 => Duration::from_secs(30),

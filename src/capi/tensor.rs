@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{States, Tensor};
 use crate::optim::StepStats;
 use crate::optim::spread::Job;
+use crate::sys::room;
 
 /// Element type of a span. Passed as `uint32_t`.
 #[repr(C)]
@@ -126,15 +127,15 @@ pub(super) unsafe fn jobs<'a, S: Clone>(
     // SAFETY: the caller's promise is the callee's.
     let raw = unsafe { read_all(tensors, count) }?;
     check_overlap(&raw)?;
-    let parsed = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0).map(|(index, raw)| {
+    let mut jobs = room::for_count("listing the tensors", raw.len())?;
+    for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
         let optimizer = if raw.options.is_null() { Ok(optimizer.clone()) } else { own(raw.options) };
         // SAFETY: the spans do not overlap, and the caller lends them for 'a.
         let tensor = unsafe { tensor_of(raw) };
-        optimizer
-            .and_then(|optimizer| Ok(Job { optimizer, tensor: tensor? }))
-            .map_err(|error| at(index, error))
-    });
-    parsed.collect()
+        let job = optimizer.and_then(|optimizer| Ok(Job { optimizer, tensor: tensor? }));
+        jobs.push(job.map_err(|error| at(index, error))?);
+    }
+    Ok(jobs)
 }
 
 /// Copies the tensors of a call in, as structs of this version that share the call's options.
@@ -153,14 +154,15 @@ pub(super) unsafe fn read_all(tensors: *const spw_tensor, count: usize) -> Resul
     }
     // SAFETY: there is at least one tensor.
     let stride = unsafe { record::stride(tensors, "tensors[0]") }?;
-    let raw = (0..count).map(|index| {
+    let mut raw = room::for_count("copying the tensors", count)?;
+    for index in 0..count {
         // SAFETY: the tensors of the array lie `stride` bytes apart.
         let tensor = unsafe { record::read(tensors.byte_add(index * stride), "tensor") };
         let tensor =
             tensor.and_then(|tensor| same_stride(tensor, stride)).map_err(|error| at(index, error))?;
-        Ok(spw_tensor { struct_size: size_of::<spw_tensor>() as u32, ..tensor })
-    });
-    raw.collect()
+        raw.push(spw_tensor { struct_size: size_of::<spw_tensor>() as u32, ..tensor });
+    }
+    Ok(raw)
 }
 
 fn at(index: usize, error: Error) -> Error {
@@ -342,7 +344,7 @@ const GRAD: u8 = 1;
 /// Refuses a span that is written and shares a byte with any other span of the call.
 pub(super) fn check_overlap(tensors: &[spw_tensor]) -> Result<()> {
     // Span by span and not tensor by tensor: allocators hand out each kind in rising order, and the sort finds such runs.
-    let mut ranges = Vec::with_capacity(tensors.len() * SPANS.len());
+    let mut ranges = room::for_count("listing the spans", tensors.len().saturating_mul(SPANS.len()))?;
     for span in 0..SPANS.len() as u8 {
         let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
         ranges.extend(tensors.iter().enumerate().filter_map(of));

@@ -258,8 +258,11 @@ pub unsafe extern "C" fn spw_tier_commit(
     payload_bytes: u64,
 ) -> spw_status {
     guard(|| {
-        if payload.is_null() && payload_bytes > 0 || payload_bytes > 1 << 30 {
-            return Err(Error::invalid("payload", "is NULL, or too long"));
+        if payload.is_null() && payload_bytes > 0 {
+            return Err(Error::invalid("payload", "is NULL, but payload_bytes is not 0"));
+        }
+        if payload_bytes > MAX_PAYLOAD {
+            return Err(Error::invalid("payload_bytes", format!("{payload_bytes} is over {MAX_PAYLOAD}")));
         }
         let payload = match payload_bytes {
             0 => &[][..],
@@ -346,6 +349,9 @@ pub(super) unsafe fn shared(tier: *const spw_tier) -> Result<Arc<Tier>> {
 }
 
 /// `None`, for ever, if negative.
+/// Most bytes that a commit keeps for the caller.
+pub(super) const MAX_PAYLOAD: u64 = 1 << 30;
+
 fn timeout(milliseconds: i64) -> Option<Duration> {
     u64::try_from(milliseconds).ok().map(Duration::from_millis)
 }

@@ -190,8 +190,7 @@ pub unsafe extern "C" fn spw_tier_extent_get(
         // SAFETY: the caller's promises are the callees'.
         unsafe {
             let tier = open(tier)?;
-            let extents = tier.extents();
-            let found = usize::try_from(index).ok().and_then(|index| extents.get(index));
+            let found = usize::try_from(index).ok().and_then(|index| tier.nth_extent(index));
             let found = found.ok_or_else(|| past_the_last("extent", index))?;
             let shape = tier.shape(found.number)?;
             let values = spw_tier_extent_info {
@@ -227,9 +226,7 @@ pub unsafe extern "C" fn spw_tier_path_get(
         // SAFETY: the caller's promises are the callees'.
         unsafe {
             let tier = open(tier)?;
-            let paths = tier.paths();
-            let found = paths.get(number as usize).ok_or_else(|| past_the_last("path", number.into()))?;
-            let blocks = |extent: &crate::tier::store::ExtentInfo| u64::from(extent.blocks[number as usize]);
+            let found = tier.path(number).ok_or_else(|| past_the_last("path", number.into()))?;
             let values = spw_tier_path_info {
                 struct_size: 0,
                 health: found.health as u32,
@@ -242,7 +239,7 @@ pub unsafe extern "C" fn spw_tier_path_get(
                 wear_bytes: found.wear,
                 file_bytes: found.file_bytes,
                 free_bytes: found.free,
-                blocks: tier.extents().iter().map(blocks).sum(),
+                blocks: tier.blocks_on(number),
             };
             record::write(&values, info, "info")?;
             let separator = if found.reason.is_empty() { "" } else { ": " };

@@ -5,18 +5,17 @@
 //! link NAME = FIGURE=NUMBER ...
 //! ```
 //!
-//! The name of a link holds all that its speeds hang on. Lines of other kinds, and of other links, are left as they are. A
+//! The name of a link holds all that its speeds hang on. Lines of other kinds, and of other links, are left as they are. In
+//! a file that `spillway tune` wrote each link is a section (see `sys::profile`). A
 //! file that cannot be read or written is one warning: what it would hold is measured again.
 #![forbid(unsafe_code)]
 
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::link::Link;
 use crate::log::{self, Level};
-
-const HEAD: &str = "spillway profile 1";
+use crate::sys::profile::{self as shared, FIRST_LINE, LINKS_FIRST as HEAD};
 
 /// The profile of this user: `SPILLWAY_PROFILE`, else spillway/profile in the cache of `XDG_CACHE_HOME` or `HOME`.
 pub fn default_path() -> Option<PathBuf> {
@@ -31,10 +30,16 @@ pub fn default_path() -> Option<PathBuf> {
 pub fn find(path: &Path, name: &str) -> Option<Link> {
     let text = fs::read_to_string(path).ok()?;
     let mut lines = text.lines();
-    if lines.next() != Some(HEAD) {
-        return None;
+    match lines.next() {
+        Some(HEAD) => lines.find_map(|line| parse(line.strip_prefix(&prefix(name))?)),
+        Some(FIRST_LINE) => {
+            let header = section(name);
+            let inside = lines.skip_while(|line| line.trim() != header).skip(1);
+            let inside = inside.take_while(|line| !line.starts_with('['));
+            parse(&inside.map(|line| line.replace(' ', "")).collect::<Vec<_>>().join(" "))
+        }
+        _ => None,
     }
-    lines.find_map(|line| parse(line.strip_prefix(&prefix(name))?))
 }
 
 /// Keeps the speeds of the link of this name.
@@ -45,30 +50,49 @@ pub fn keep(path: &Path, name: &str, link: &Link) {
 }
 
 fn write(path: &Path, name: &str, link: &Link) -> std::io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    fs::create_dir_all(folder)?;
     let known = fs::read_to_string(path).unwrap_or_default();
-    let known = known.strip_prefix(HEAD).unwrap_or_default();
-    let mut text = format!("{HEAD}\n");
-    for line in known.lines().filter(|line| !line.is_empty() && !line.starts_with(&prefix(name))) {
-        text.push_str(&format!("{line}\n"));
-    }
     let figures = Link::NAMES.iter().zip(link.figures());
-    let figures: Vec<String> = figures.map(|(name, value)| format!("{name}={value:e}")).collect();
-    text.push_str(&format!("{}{}\n", prefix(name), figures.join(" ")));
-    // Beside it first: another process sees the old file or the new one, and of two writers the later wins.
-    let beside = path.with_extension(format!("{}.part", std::process::id()));
-    let mut file = fs::File::create(&beside)?;
-    let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
-    let moved = written.and_then(|()| fs::rename(&beside, path));
-    moved.inspect_err(|_| {
-        let _ = fs::remove_file(&beside);
-    })
+    let text = match known.lines().next() {
+        Some(FIRST_LINE) => {
+            let figures = figures.map(|(name, value)| format!("{name} = {value:e}\n"));
+            format!("{}\n{}\n{}", without_section(&known, name), section(name), figures.collect::<String>())
+        }
+        _ => {
+            let known = known.strip_prefix(HEAD).unwrap_or_default();
+            let others = known.lines().filter(|line| !line.is_empty() && !line.starts_with(&prefix(name)));
+            let others = others.fold(format!("{HEAD}\n"), |text, line| text + line + "\n");
+            let figures: Vec<String> = figures.map(|(name, value)| format!("{name}={value:e}")).collect();
+            format!("{others}{}{}\n", prefix(name), figures.join(" "))
+        }
+    };
+    shared::write(path, &text)
+}
+
+/// The text without the section of a link, and without empty lines at its end.
+fn without_section(text: &str, name: &str) -> String {
+    let (header, mut inside, mut kept) = (section(name), false, String::new());
+    for line in text.lines() {
+        if line.starts_with('[') {
+            inside = line.trim() == header;
+        }
+        if !inside {
+            kept.push_str(line);
+            kept.push('\n');
+        }
+    }
+    kept.trim_end().to_string() + "\n"
+}
+
+fn section(name: &str) -> String {
+    format!("[link {}]", one_line(name).trim())
 }
 
 fn prefix(name: &str) -> String {
-    let one_line: String = name.chars().map(|c| if c.is_control() || c == '=' { ' ' } else { c }).collect();
-    format!("link {one_line} = ")
+    format!("link {} = ", one_line(name))
+}
+
+fn one_line(name: &str) -> String {
+    name.chars().map(|c| if c.is_control() || c == '=' { ' ' } else { c }).collect()
 }
 
 fn parse(figures: &str) -> Option<Link> {
@@ -110,6 +134,55 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         assert!(text.contains("tier x = y\n") && text.lines().count() == 4, "{text}");
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing beside it");
+    }
+
+    /// Whoever writes first, and in whichever of the two forms.
+    #[test]
+    fn one_file_holds_what_tune_found_and_the_speeds_of_links() {
+        use crate::io::options::Choice;
+        use crate::io::profile::{Profile, Settings};
+        use crate::sys::file::FileSystem;
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let (settings, system) = (
+            Settings { backend: Choice::Auto, block_bytes: 1 << 20, depth: 9 },
+            FileSystem { kind: 1, id: 2 },
+        );
+        let other = Link { out_f32: 7.0, ..LINK };
+        let tune = |path: &Path| {
+            let mut profile = Profile::read(path).unwrap().unwrap_or_default();
+            profile.put(system, settings, "directory = /data\n".to_string());
+            profile.write(path).unwrap();
+        };
+        let folder = tempfile::tempdir().unwrap();
+        for links_first in [true, false] {
+            let path = folder.path().join(format!("profile-{links_first}"));
+            if links_first {
+                keep(&path, "a [x] b = c", &other);
+            }
+            tune(&path);
+            for _ in 0..3 {
+                keep(&path, "a [x] b = c", &LINK);
+                keep(&path, "second", &other);
+                tune(&path);
+            }
+            assert_eq!((find(&path, "a [x] b = c"), find(&path, "second")), (Some(LINK), Some(other)));
+            let profile = Profile::read(&path).unwrap().unwrap();
+            assert_eq!(profile.get(system), Some(settings));
+            let text = fs::read_to_string(&path).unwrap();
+            assert!(text.contains("directory = /data") && text.matches("[link").count() == 2, "{text}");
+            assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        }
+        // A link in the place of the profile is replaced, and what the link names stays.
+        let victim = folder.path().join("victim");
+        fs::write(&victim, "precious").unwrap();
+        let path = folder.path().join("link");
+        symlink(&victim, &path).unwrap();
+        keep(&path, "a", &LINK);
+        assert_eq!(
+            (fs::read_to_string(&victim).unwrap().as_str(), find(&path, "a")),
+            ("precious", Some(LINK))
+        );
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 4, "nothing beside them");
     }
 
     #[test]

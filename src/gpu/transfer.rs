@@ -236,7 +236,7 @@ impl Transfers {
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         let Some(event) = self.event(ticket)? else { return Ok(()) };
         // Not by the driver's own wait, which has no end if the GPU hangs.
-        let end = timeout.map(|timeout| Instant::now() + timeout);
+        let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut pause = SHORTEST_PAUSE;
         while !event.done()? {
             if end.is_some_and(|end| Instant::now() >= end) {

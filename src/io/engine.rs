@@ -16,7 +16,7 @@ use super::backend::{Action, Backend};
 use super::blocks::Blocks;
 use super::counters::EngineStats;
 use super::driver::{Bounce, Driver};
-use super::file::{File, Route, failure};
+use super::file::{File, Route};
 use super::object::folder::{Folder, MAX_REQUESTS, OBJECT_BYTES, REQUESTS};
 use super::open_files::OpenFiles;
 use super::operation::{Admitted, Event, Operation, Shared};
@@ -32,7 +32,7 @@ use super::waiting::take_outcomes;
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::pool::region::{self, Lease};
-use crate::sys::file::{self, Access};
+use crate::sys::file::Access;
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::process::Opener;
 use crate::sys::span::Span;
@@ -144,14 +144,11 @@ impl Engine {
 
     /// Submits an allocation: bytes `from..end` of the file get a place on the device. A file system that cannot do so is
     /// no error. Like any other operation it can be waited for with a timeout, and stalls.
-    pub fn allocate(&self, target: Target, from: u64, end: u64) -> Result<u64> {
-        file::check_size_limit(end)
-            .map_err(|error| failure("preallocating", "a file", from, end - from, &error))?;
-        let bytes = end.saturating_sub(from);
-        self.submit(
-            Action::Allocate { bytes },
-            Request { target, offset: from, span: Span::empty(), deadline: None },
-        )
+    pub fn allocate(&self, file: &Arc<File>, from: u64, end: u64) -> Result<u64> {
+        file.check_room(from, end)?;
+        let (target, bytes) = (Target::File(Arc::clone(file)), end.saturating_sub(from));
+        let request = Request { target, offset: from, span: Span::empty(), deadline: None };
+        self.submit(Action::Allocate { bytes }, request)
     }
 
     fn submit(&self, action: Action, request: Request) -> Result<u64> {
@@ -162,6 +159,10 @@ impl Engine {
             .ok_or_else(|| Error::invalid("request.offset", format!("{offset} and the length pass 2^63")))?;
         let file = self.target(action, target)?;
         let lease = Lease::take(span);
+        // After the lease, which keeps it so: the system writes to addresses, whatever lies there by then.
+        if !span.is_mapped() {
+            return Err(Error::invalid("request.buffer", "is memory that was given back"));
+        }
         let op = Operation {
             handle: 0,
             action,

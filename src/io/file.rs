@@ -251,6 +251,17 @@ impl File {
         Ok(())
     }
 
+    /// Refuses a length that this process may not give a file, or that its device has no room for.
+    pub fn check_room(&self, from: u64, end: u64) -> Result<()> {
+        let checked = file::check_size_limit(end).and_then(|()| match &self.source {
+            Source::Real { main, .. } => file::check_free_space(main, from, end),
+            Source::Named => Ok(()),
+        });
+        let bytes = end.saturating_sub(from);
+        checked
+            .map_err(|error| self.with_free_space(failure("preallocating", &self.name, from, bytes, &error)))
+    }
+
     /// Adds what is free to an error that says that the device is full.
     pub fn with_free_space(&self, error: Error) -> Error {
         match (error, &self.source) {

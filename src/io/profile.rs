@@ -1,7 +1,7 @@
 //! What `spillway tune` found out about file systems, as engines read it.
 //!
 //! A text file: the line `spillway-io-profile 1`, then a section per file system, `[filesystem KIND-ID]`, with lines
-//! `name = value`. Names that are not known are left alone; anything else that is wrong, another version included, is
+//! `name = value`. Sections `[link NAME]` belong to the GPU's links and stay as they are. Names that are not known are left alone; anything else that is wrong, another version included, is
 //! one warning, and the file is taken for absent: settings that are merely slower are no reason to fail.
 #![forbid(unsafe_code)]
 
@@ -16,8 +16,8 @@ use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::file::FileSystem;
 use crate::sys::memory::BASE_PAGE;
+use crate::sys::profile::{self as shared, FIRST_LINE, LINKS_FIRST, link_section};
 
-const FIRST_LINE: &str = "spillway-io-profile 1";
 /// A profile is a few hundred bytes; a file beyond this is something else.
 const MOST_BYTES: u64 = 64 << 10;
 
@@ -38,6 +38,14 @@ pub struct Profile {
     /// The file; empty if it never was one.
     pub path: PathBuf,
     entries: BTreeMap<FileSystem, (Settings, String)>,
+    /// The lines of each link.
+    links: BTreeMap<String, String>,
+}
+
+/// A section while its lines are read.
+enum Section<'a> {
+    FileSystem(FileSystem, BTreeMap<&'a str, &'a str>),
+    Link(&'a str, String),
 }
 
 /// The file that engines read: `SPILLWAY_PROFILE`, or `spillway/io-profile` in the user's cache directory. `None` if
@@ -97,13 +105,14 @@ impl Profile {
         let mut lines = text.lines().enumerate();
         match lines.next() {
             Some((_, FIRST_LINE)) => {}
+            Some((_, LINKS_FIRST)) => return Ok(of_links(path, text)),
             Some((_, first)) if first.starts_with("spillway-io-profile ") => {
                 return Err(format!("its first line is {first:?}, this version reads {FIRST_LINE:?}"));
             }
             _ => return Err(format!("it does not begin with {FIRST_LINE:?}")),
         }
-        let mut profile = Profile { path: path.to_path_buf(), entries: BTreeMap::new() };
-        let mut section: Option<(FileSystem, BTreeMap<&str, &str>)> = None;
+        let mut profile = Profile { path: path.to_path_buf(), ..Profile::default() };
+        let mut section: Option<Section> = None;
         for (index, line) in lines.map(|(index, line)| (index, line.trim())) {
             let wrong = |what: &str| format!("line {}: {what}", index + 1);
             if line.is_empty() || line.starts_with('#') {
@@ -112,23 +121,32 @@ impl Profile {
             if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
                 profile.add(section.take())?;
                 let system = name.strip_prefix("filesystem ").and_then(FileSystem::parse);
-                section =
-                    Some((system.ok_or_else(|| wrong("is not [filesystem KIND-ID]"))?, BTreeMap::new()));
+                let system = system.map(|system| Section::FileSystem(system, BTreeMap::new()));
+                let link = || link_section(name).map(|link| Section::Link(link, String::new()));
+                section = Some(system.or_else(link).ok_or_else(|| wrong("is not [filesystem KIND-ID]"))?);
                 continue;
             }
             let (name, value) = line.split_once('=').ok_or_else(|| wrong("is not NAME = VALUE"))?;
-            let (_, values) = section.as_mut().ok_or_else(|| wrong("stands before the first section"))?;
-            values.insert(name.trim(), value.trim());
+            match section.as_mut().ok_or_else(|| wrong("stands before the first section"))? {
+                Section::FileSystem(_, values) => drop(values.insert(name.trim(), value.trim())),
+                Section::Link(_, lines) => {
+                    let _ = writeln!(lines, "{line}");
+                }
+            }
         }
         profile.add(section)?;
         Ok(profile)
     }
 
-    fn add(
-        &mut self,
-        section: Option<(FileSystem, BTreeMap<&str, &str>)>,
-    ) -> std::result::Result<(), String> {
-        let Some((system, values)) = section else { return Ok(()) };
+    fn add(&mut self, section: Option<Section>) -> std::result::Result<(), String> {
+        let (system, values) = match section {
+            None => return Ok(()),
+            Some(Section::FileSystem(system, values)) => (system, values),
+            Some(Section::Link(name, lines)) => {
+                self.links.insert(name.to_string(), lines);
+                return Ok(());
+            }
+        };
         let number = |name: &str, most: u64| {
             let text = values.get(name).ok_or_else(|| format!("[filesystem {system}] lacks {name}"))?;
             let number = text.parse().ok().filter(|number| (1..=most).contains(number));
@@ -183,18 +201,28 @@ impl Profile {
                 write!(text, "\n[filesystem {system}]\nbackend = {backend}\nblock_bytes = {block_bytes}\n");
             let _ = write!(text, "queue_depth = {depth}\n{notes}");
         }
+        for (name, lines) in &self.links {
+            let _ = write!(text, "\n[link {name}]\n{lines}");
+        }
         text
     }
 
     /// Writes the profile to `path`, in one piece.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let fail = |error| Error::system("writing the profile", &error);
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        folder.map_or(Ok(()), std::fs::create_dir_all).map_err(fail)?;
-        let mut part = path.as_os_str().to_owned();
-        part.push(format!(".{}", std::process::id()));
-        std::fs::write(&part, self.text()).and_then(|()| std::fs::rename(&part, path)).map_err(fail)
+        shared::write(path, &self.text()).map_err(|error| Error::system("writing the profile", &error))
     }
+}
+
+/// The profile of a file that holds links alone: `link NAME = FIGURE=NUMBER ...`.
+fn of_links(path: &Path, text: &str) -> Profile {
+    let mut profile = Profile { path: path.to_path_buf(), ..Profile::default() };
+    for line in text.lines().filter_map(|line| line.strip_prefix("link ")) {
+        let Some((name, figures)) = line.split_once(" = ") else { continue };
+        let lines = figures.split_whitespace().filter_map(|figure| figure.split_once('='));
+        let lines = lines.fold(String::new(), |text, (name, value)| text + &format!("{name} = {value}\n"));
+        profile.links.insert(name.to_string(), lines);
+    }
+    profile
 }
 
 #[cfg(test)]

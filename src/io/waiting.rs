@@ -38,7 +38,7 @@ impl Engine {
         let mut state = self.shared.lock();
         // A handle given twice, or taken by another wait meanwhile, is an error of its own.
         let take = |handle: &u64| state.take(*handle).and_then(|outcome| outcome.unwrap_or(Ok(0)));
-        first_error(handles.iter().map(take).collect())
+        first_error(handles.iter().map(take))
     }
 
     /// Waits for all operations and forgets them; their number, or the first error. With nothing under way, 0 at once.
@@ -94,7 +94,7 @@ pub(super) fn take_outcomes(state: &mut State) -> Vec<Result<u64>> {
 }
 
 /// The first error, with the number of the others.
-fn first_error(outcomes: Vec<Result<u64>>) -> Result<()> {
+fn first_error(outcomes: impl IntoIterator<Item = Result<u64>>) -> Result<()> {
     let mut errors = outcomes.into_iter().filter_map(Result::err);
     match (errors.next(), errors.count()) {
         (None, _) => Ok(()),

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use super::region::{Backing, Region};
 use crate::error::{Error, Result};
-use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
+use crate::sys::memory::{BASE_PAGE, HUGE_PAGE, machine_bytes};
+use crate::sys::room;
 use crate::sys::span::Span;
 
 /// Whole pages of a region, exclusively owned.
@@ -38,8 +39,13 @@ impl Buffer {
     pub fn open_many(count: usize, bytes: usize, backing: Backing) -> Result<Vec<Buffer>> {
         let too_large = || Error::invalid("bytes", "pass the address space");
         let bytes = bytes.max(1).checked_next_multiple_of(BASE_PAGE).ok_or_else(too_large)?;
+        let wanted = bytes.checked_mul(count).ok_or_else(too_large)?;
+        if let Some(all) = machine_bytes().filter(|all| wanted as u64 > *all) {
+            let reason = format!("{wanted} bytes of buffers pass the machine's memory of {all}");
+            return Err(Error::System { what: "taking pinned memory", reason });
+        }
         let together = (SHARED / bytes).max(1);
-        let mut buffers = Vec::new();
+        let mut buffers = room::for_count("listing buffers", count)?;
         while buffers.len() < count {
             let here = together.min(count - buffers.len());
             let all = here.checked_mul(bytes).ok_or_else(too_large)?;

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::memory::{BASE_PAGE, PageKind};
 use crate::sys::process;
+use crate::sys::room;
 use crate::sys::span::Span;
 
 /// Size of a pool.
@@ -83,20 +84,10 @@ impl Pool {
             let reason = format!("{block_count} blocks of {block_bytes} bytes pass the address space");
             return Err(Error::invalid("options.block_count", reason));
         };
-        let state = State {
-            free: (0..block_count).rev().collect(),
-            out: vec![false; block_count],
-            in_use: 0,
-            high_water: 0,
-            quarantined: Vec::new(),
-            foreign: BTreeMap::new(),
-        };
-        Ok(Pool {
-            process: process::id(),
-            region: Region::open(total, backing)?,
-            block_bytes,
-            state: Mutex::new(state),
-        })
+        // The memory first: a count of blocks that cannot be is refused before anything is listed.
+        let region = Region::open(total, backing)?;
+        let state = State::new(block_count).inspect_err(|_| region.retire())?;
+        Ok(Pool { process: process::id(), region, block_bytes, state: Mutex::new(state) })
     }
 
     /// Hands out a block, with whatever it last held.
@@ -235,6 +226,17 @@ impl Drop for Pool {
 }
 
 impl State {
+    fn new(blocks: usize) -> Result<State> {
+        Ok(State {
+            free: room::filled("listing a pool's blocks", blocks, |index| blocks - 1 - index)?,
+            out: room::filled("listing a pool's blocks", blocks, |_| false)?,
+            in_use: 0,
+            high_water: 0,
+            quarantined: Vec::new(),
+            foreign: BTreeMap::new(),
+        })
+    }
+
     fn reclaim(&mut self, leased: impl Fn(usize) -> bool) {
         let (stuck, back) = self.quarantined.drain(..).partition(|block| leased(*block));
         self.quarantined = stuck;
@@ -311,7 +313,9 @@ mod tests {
 
     #[test]
     fn sizes_that_cannot_be_are_errors() {
-        for (block_bytes, block_count) in [(0, 1), (1, 0), (usize::MAX, 1), (1 << 62, 4), (1 << 50, 1 << 8)] {
+        for (block_bytes, block_count) in
+            [(0, 1), (1, 0), (usize::MAX, 1), (1 << 62, 4), (1 << 50, 1 << 8), (4096, 1 << 40), (1, 1 << 51)]
+        {
             let options = PoolOptions { block_bytes, block_count, backing: Backing::default() };
             assert!(Pool::open(options).is_err(), "{block_bytes} x {block_count}");
         }

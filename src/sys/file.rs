@@ -147,6 +147,7 @@ pub fn direct_need(file: &File) -> DirectNeed {
 /// system that cannot is no error.
 pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
     check_size_limit(end)?;
+    check_free_space(file, from, end)?;
     loop {
         match -allocate_at(file.as_fd(), from, end - from) {
             0 => return Ok(()),
@@ -179,15 +180,31 @@ pub fn check_size_limit(end: u64) -> io::Result<()> {
     }
 }
 
+/// Refuses what is larger than the free space: a file system fills up before it refuses, and keeps what it gave. Small
+/// amounts are not worth a system call.
+pub fn check_free_space(file: &File, from: u64, end: u64) -> io::Result<()> {
+    const WORTH_ASKING: u64 = 64 << 20;
+    if end.saturating_sub(from) <= WORTH_ASKING {
+        return Ok(());
+    }
+    let grows = end - file.metadata()?.len().clamp(from, end);
+    match grows > WORTH_ASKING && free_bytes_of(file).is_some_and(|free| grows > free) {
+        true => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+        false => Ok(()),
+    }
+}
+
 /// One positional read into `span`: bytes read, or minus an errno.
 pub fn read_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
-    // SAFETY: the span's bytes are good by the promise of Span::new.
+    let Some(_pin) = span.pin() else { return -libc::EFAULT };
+    // SAFETY: the span's bytes are good by the promise of Span::new, or pinned.
     outcome(unsafe { libc::pread(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
 }
 
 /// One positional write from `span`: bytes written, or minus an errno.
 pub fn write_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
-    // SAFETY: the span's bytes are good by the promise of Span::new.
+    let Some(_pin) = span.pin() else { return -libc::EFAULT };
+    // SAFETY: the span's bytes are good by the promise of Span::new, or pinned.
     outcome(unsafe { libc::pwrite(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
 }
 
@@ -266,6 +283,15 @@ pub fn file_system(file: &File) -> io::Result<FileSystem> {
     Ok(FileSystem { kind: kind.f_type as u64, id })
 }
 
+/// Bytes free for this user on the file system of an open file.
+fn free_bytes_of(file: &File) -> Option<u64> {
+    // SAFETY: statvfs is plain integers, for which zero is valid.
+    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: an open descriptor and a live struct.
+    let outcome = unsafe { libc::fstatvfs(file.as_raw_fd(), &mut found) };
+    (outcome == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+}
+
 /// Bytes free for this user on the file system of `path`, for messages.
 pub fn free_bytes(path: &Path) -> Option<u64> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
@@ -274,4 +300,21 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
     // SAFETY: a C string and a live struct.
     let outcome = unsafe { libc::statvfs(path.as_ptr(), &mut found) };
     (outcome == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_beyond_what_the_disk_has_is_refused_before_the_disk_is_full() {
+        let file = tempfile::tempfile().unwrap();
+        let free = free_bytes_of(&file).unwrap();
+        // Shared memory and other file systems without a size have nothing to prove.
+        if free < 1 << 40 {
+            let error = preallocate(&file, 0, free + (1 << 40)).unwrap_err();
+            assert_eq!((error.raw_os_error(), file.metadata().unwrap().len()), (Some(libc::ENOSPC), 0));
+        }
+        preallocate(&file, 0, 1 << 20).unwrap();
+    }
 }

@@ -8,6 +8,7 @@
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use super::life::Pin;
 use super::memory::Mapping;
 use super::span::Span;
 use crate::dtype::{Dtype, Floats, FloatsMut};
@@ -25,6 +26,8 @@ pub struct Lent {
     users: AtomicI32,
     /// Memory that was mapped for it; unmapped with it.
     _own: Option<Mapping>,
+    /// Keeps the mapping of a span that it lies in.
+    _pin: Option<Pin>,
 }
 
 // SAFETY: whoever made it promised that the elements may be used from any thread; guards keep turns apart.
@@ -46,16 +49,25 @@ impl Lent {
             None => return None,
         };
         let aligned = start.as_ptr().addr().is_multiple_of(dtype.size());
-        (fits && aligned).then(|| Lent { start, dtype, len, users: AtomicI32::new(0), _own: None })
+        (fits && aligned).then(|| Lent {
+            start,
+            dtype,
+            len,
+            users: AtomicI32::new(0),
+            _own: None,
+            _pin: None,
+        })
     }
 
-    /// A span as an array, as many elements as fit; `None` where it is not aligned to them.
+    /// A span as an array, as many elements as fit; `None` where it is not aligned to them, or no longer mapped.
     pub fn over(span: Span, dtype: Dtype) -> Option<Lent> {
+        let pin = span.pin()?;
         // The address of no bytes says nothing.
         let start = if span.is_empty() { std::ptr::null_mut() } else { span.as_ptr() };
-        // SAFETY: the span's bytes may be used from any thread until its last use, and by nobody else; guards keep the
-        // users of this array apart.
-        unsafe { Lent::new(start, dtype, span.len() / dtype.size()) }
+        // SAFETY: the span's bytes may be used from any thread until its last use, and by nobody else, by the promise of
+        // Span::new, or are pinned by this array; guards keep the users of this array apart.
+        let lent = unsafe { Lent::new(start, dtype, span.len() / dtype.size()) };
+        lent.map(|lent| Lent { _pin: pin, ..lent })
     }
 
     /// Zeros of our own; their memory comes when they are first touched.

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
+use super::life::Owner;
 use super::span::Span;
 
 /// Size of a base page on every machine this runs on.
@@ -37,12 +38,26 @@ impl PageKind {
 pub struct Mapping {
     span: Span,
     kind: PageKind,
+    _owner: Owner,
 }
 
 impl Mapping {
+    /// Takes over what was just mapped, base pages until somebody says otherwise.
+    fn of(span: Span) -> io::Result<Mapping> {
+        // SAFETY: whole pages that were just mapped, and that this value alone knows of.
+        match unsafe { Owner::new(span.address(), span.len()) } {
+            Some(owner) => Ok(Mapping { span: span.of(owner.life()), kind: PageKind::Base, _owner: owner }),
+            None => {
+                // SAFETY: as above.
+                unsafe { libc::munmap(span.as_ptr().cast(), span.len()) };
+                Err(io::Error::from_raw_os_error(libc::ENOMEM))
+            }
+        }
+    }
+
     /// Maps `bytes`, rounded up to whole pages, without touching them; base pages.
     pub fn untouched(bytes: usize) -> io::Result<Mapping> {
-        let mapping = Mapping { span: map(round_up(bytes, BASE_PAGE)?, 0)?, kind: PageKind::Base };
+        let mapping = Mapping::of(map(round_up(bytes, BASE_PAGE)?, 0)?)?;
         if mapping.span.len() >= HUGE_PAGE {
             mapping.advise(libc::MADV_HUGEPAGE).ok();
         }
@@ -52,7 +67,7 @@ impl Mapping {
     /// A page of zeros, and in a forked child a page of zeros again.
     pub fn emptied_by_fork() -> io::Result<Mapping> {
         const NO_ADVICE: libc::c_int = -1;
-        let mapping = Mapping { span: map(BASE_PAGE, 0)?, kind: PageKind::Base };
+        let mapping = Mapping::of(map(BASE_PAGE, 0)?)?;
         // Emulators say yes to every advice and follow none.
         if mapping.advise(NO_ADVICE).is_ok() {
             return Err(io::ErrorKind::Unsupported.into());
@@ -63,14 +78,20 @@ impl Mapping {
 
     /// Maps `bytes`, rounded up to whole pages, on `node` if there is one, and touches every page. From 2 MiB on it
     /// tries reserved huge pages, then transparent ones. A refused node is `Ok` with the reason beside it.
+    ///
+    /// More than the machine has is refused: the system might hand out the addresses, and end the process when they are
+    /// touched.
     pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
+        if machine_bytes().is_some_and(|all| bytes as u64 > all) {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
         if huge && bytes >= HUGE_PAGE {
             if let Ok(found) = reserved(round_up(bytes, HUGE_PAGE)?, node) {
                 return Ok(found);
             }
             return transparent(round_up(bytes, HUGE_PAGE)?, node);
         }
-        let mapping = Mapping { span: map(round_up(bytes, BASE_PAGE)?, 0)?, kind: PageKind::Base };
+        let mapping = Mapping::of(map(round_up(bytes, BASE_PAGE)?, 0)?)?;
         let bound = mapping.bind(node).err();
         mapping.populate()?;
         Ok((mapping, bound))
@@ -133,16 +154,9 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: mapped by this struct, which is the last to know the range.
-        unsafe { libc::munmap(self.span.as_ptr().cast(), self.span.len()) };
-    }
-}
-
 fn reserved(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
     let span = map(bytes, libc::MAP_HUGETLB | libc::MAP_HUGE_2MB)?;
-    let mapping = Mapping { span, kind: PageKind::Reserved };
+    let mapping = Mapping { kind: PageKind::Reserved, ..Mapping::of(span)? };
     let bound = mapping.bind(node).err();
     mapping.advise(libc::MADV_POPULATE_WRITE)?;
     Ok((mapping, bound))
@@ -158,7 +172,7 @@ fn transparent(bytes: usize, node: Option<u32>) -> io::Result<(Mapping, Option<i
             unsafe { libc::munmap(room.part(from, len).as_ptr().cast(), len) };
         }
     }
-    let mut mapping = Mapping { span: room.part(head, bytes), kind: PageKind::Base };
+    let mut mapping = Mapping::of(room.part(head, bytes))?;
     let bound = mapping.bind(node).err();
     mapping.advise(libc::MADV_HUGEPAGE).ok();
     mapping.populate()?;
@@ -176,7 +190,7 @@ fn map(bytes: usize, flags: i32) -> io::Result<Span> {
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: just mapped; the owner of the span unmaps it last.
+    // SAFETY: just mapped; the mapping that is made of it pins it for every use.
     unsafe { Span::new(start.cast(), bytes) }.ok_or_else(|| io::ErrorKind::OutOfMemory.into())
 }
 
@@ -267,6 +281,16 @@ fn smaps_huge_bytes(span: Span) -> Option<usize> {
     Some((kib * 1024).min(span.len()))
 }
 
+/// Bytes of the machine's memory and swap; `None` if the system does not say.
+pub fn machine_bytes() -> Option<u64> {
+    // SAFETY: integers, for which zeros are valid.
+    let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
+    // SAFETY: writes the struct.
+    let found = unsafe { libc::sysinfo(&mut info) } == 0;
+    let units = u64::from(info.totalram).saturating_add(u64::from(info.totalswap));
+    found.then(|| units.saturating_mul(info.mem_unit.into()))
+}
+
 /// `RLIMIT_MEMLOCK` of this process in bytes; `None` for no limit.
 pub fn lock_limit() -> Option<u64> {
     limit(libc::RLIMIT_MEMLOCK)
@@ -304,6 +328,11 @@ mod tests {
     fn impossible_sizes_and_nodes_are_errors_not_faults() {
         assert!(Mapping::touched(usize::MAX, true, None).is_err());
         assert!(Mapping::touched(usize::MAX / 4, false, None).is_err());
+        // Addresses that an overcommitting system might hand out.
+        let beyond = machine_bytes().unwrap() as usize + 1;
+        assert!(
+            Mapping::touched(beyond, true, None).is_err() && Mapping::touched(beyond, false, None).is_err()
+        );
         let (mapping, refused) = Mapping::touched(BASE_PAGE, true, Some(900)).unwrap();
         assert!(refused.is_some());
         mapping.span().write(&[1]);

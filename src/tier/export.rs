@@ -3,23 +3,28 @@
 //!
 //! Invariants:
 //! - The directory appears whole and durable, or not at all: it is written beside its place and renamed.
+//! - Nothing is removed or written to that this export did not make itself.
+//! - An export takes the memory of one window, however large an extent is.
 //! - An import changes the tier only by its commit.
 #![forbid(unsafe_code)]
 
 use std::fs;
 use std::io::{self, Read, Write};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::directory::failed;
 use super::extent::check_name;
+use super::inspect::Visit;
 use super::place::Placement;
 use super::scratch::Scratch;
-use super::store::Tier;
-use crate::checksum;
+use super::store::{ExtentInfo, Tier};
+use crate::checksum::{self, Summing};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::io::object::is_address;
+use crate::sys::host;
 use crate::sys::span::Span;
 
 const MANIFEST: &str = "manifest.json";
@@ -76,15 +81,10 @@ impl Tier {
             let error = io::Error::from_raw_os_error(libc::EEXIST);
             return Err(failed("opening", directory, error, "an export makes its directory itself"));
         }
-        let mut name = directory.file_name().unwrap_or_default().to_os_string();
-        name.push(".partial");
-        let partial = directory.with_file_name(name);
-        if partial.exists() {
-            fs::remove_dir_all(&partial).map_err(|error| failed("removing", &partial, error, ""))?;
-        }
-        fs::create_dir_all(&partial).map_err(|error| failed("opening", &partial, error, ""))?;
+        let parent = directory.parent().filter(|up| !up.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let partial = Partial::beside(directory, parent)?;
         let written = extents.iter().filter(|extent| extent.generation > 0);
-        let exported = written.map(|extent| self.export_extent(extent.number, &extent.name, &partial));
+        let exported = written.map(|extent| self.export_extent(extent, &partial.0));
         let manifest = Manifest {
             format: FORMAT.to_string(),
             version: VERSION,
@@ -97,27 +97,20 @@ impl Tier {
         };
         let words = serde_json::to_vec_pretty(&manifest)
             .map_err(|error| Error::System { what: "writing a manifest", reason: error.to_string() })?;
-        write_durably(&partial.join(MANIFEST), &words)?;
-        sync_directory(&partial)?;
-        fs::rename(&partial, directory).map_err(|error| failed("writing", directory, error, ""))?;
-        sync_directory(directory.parent().filter(|up| !up.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
+        write_durably(&partial.0.join(MANIFEST), &words)?;
+        sync_directory(&partial.0)?;
+        partial.publish(directory)?;
+        sync_directory(parent)?;
         Ok(step)
     }
 
-    fn export_extent(&self, number: u32, name: &str, directory: &Path) -> Result<Exported> {
-        let (memory, spans) = memory_for(self.shape(number)?.streams())?;
-        let ticket = self.read(number, &spans, false)?;
-        self.wait(ticket, None)?;
-        let mut streams = Vec::new();
-        for (stream, scratch) in memory.iter().enumerate() {
-            let file = format!("extent-{number:05}.stream-{stream}.bin");
-            let path = directory.join(&file);
-            let sum = scratch
-                .span()
-                .with_bytes(|bytes| write_durably(&path, bytes).map(|()| checksum::of(bytes)))?;
-            streams.push(Stream { file, bytes: scratch.span().len() as u64, xxh3: format!("{sum:016x}") });
-        }
-        Ok(Exported { name: name.to_string(), streams })
+    fn export_extent(&self, extent: &ExtentInfo, directory: &Path) -> Result<Exported> {
+        let of =
+            |n: usize| ExportFile::create(directory, format!("extent-{:05}.stream-{n}.bin", extent.number));
+        let mut files = Files((0..extent.streams.len()).map(of).collect::<Result<_>>()?);
+        self.walk(extent.number, &extent.name, true, &mut files)?;
+        let ended = files.0.into_iter().zip(&extent.streams).map(|(file, bytes)| file.finish(*bytes));
+        Ok(Exported { name: extent.name.clone(), streams: ended.collect::<Result<_>>()? })
     }
 
     /// Reads an export into this tier and commits it at its step, which it gives. Extents that exist must have the same
@@ -163,6 +156,92 @@ impl Tier {
         }
         let ticket = self.write(number, &spans, &Placement::Auto, None)?;
         self.wait(ticket, None).map(|_| ())
+    }
+}
+
+/// The directory of an export that is not whole yet: made by this call alone, and removed unless it is published.
+struct Partial(PathBuf);
+
+impl Partial {
+    fn beside(directory: &Path, parent: &Path) -> Result<Partial> {
+        const TRIES: usize = 16;
+        fs::create_dir_all(parent).map_err(|error| failed("opening", parent, error, ""))?;
+        let mut made = Err(io::ErrorKind::AlreadyExists.into());
+        for _ in 0..TRIES {
+            let number = host::random().map_err(|error| Error::system("drawing a name", &error))?;
+            let mut name = directory.file_name().unwrap_or_default().to_os_string();
+            name.push(format!(".{:016x}.partial", number as u64));
+            let partial = parent.join(name);
+            // Exclusive: what is there already, whoever made it, is never written to.
+            made = fs::DirBuilder::new().mode(0o700).create(&partial);
+            match &made {
+                Ok(()) => return Ok(Partial(partial)),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(_) => break,
+            }
+        }
+        made.map(|()| Partial(PathBuf::new())).map_err(|error| failed("opening", parent, error, ""))
+    }
+
+    fn publish(mut self, directory: &Path) -> Result<()> {
+        fs::rename(&self.0, directory).map_err(|error| failed("writing", directory, error, ""))?;
+        self.0 = PathBuf::new();
+        Ok(())
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if !self.0.as_os_str().is_empty() {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+}
+
+/// A file of an export while it is written from its first byte to its last.
+struct ExportFile {
+    name: String,
+    path: PathBuf,
+    file: io::BufWriter<fs::File>,
+    sum: Summing,
+    bytes: u64,
+}
+
+impl ExportFile {
+    fn create(directory: &Path, name: String) -> Result<ExportFile> {
+        let path = directory.join(&name);
+        let file = fs::File::create_new(&path).map_err(|error| failed("writing", &path, error, ""))?;
+        Ok(ExportFile { name, path, file: io::BufWriter::new(file), sum: Summing::default(), bytes: 0 })
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.sum.add(bytes);
+        self.bytes += bytes.len() as u64;
+        self.file.write_all(bytes).map_err(|error| failed("writing", &self.path, error, ""))
+    }
+
+    fn finish(mut self, bytes: u64) -> Result<Stream> {
+        let synced = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
+        synced.map_err(|error| failed("writing", &self.path, error, ""))?;
+        match self.bytes == bytes {
+            true => Ok(Stream { file: self.name, bytes, xxh3: format!("{:016x}", self.sum.finish()) }),
+            false => {
+                Err(Error::Internal(format!("{} has {} bytes of {bytes}", self.path.display(), self.bytes)))
+            }
+        }
+    }
+}
+
+/// The files of an extent, by stream.
+struct Files(Vec<ExportFile>);
+
+impl Visit for Files {
+    fn bytes(&mut self, stream: usize, bytes: &[u8], _: u64) -> Result<()> {
+        self.0[stream].write(bytes)
+    }
+
+    fn damage(&mut self, error: Error) -> Result<()> {
+        Err(error)
     }
 }
 

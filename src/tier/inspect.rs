@@ -74,40 +74,57 @@ impl Tier {
     pub(super) fn verify_extents(&self) -> Result<Checked> {
         let mut checked = Checked::default();
         for extent in self.extents() {
-            let (contents, shape) = {
-                let mut state = self.lock();
-                let contents = match state.contents(extent.number) {
-                    Ok(contents) => contents,
-                    Err(error) if error.tier_kind() == Some(TierKind::Lost) => {
-                        checked.damage.push(error);
-                        continue;
-                    }
-                    Err(_) => continue,
-                };
-                let known = state.extent(extent.number)?;
-                if known.writing {
-                    return Err(Error::Busy(format!("extent {:?}: it is being written", known.name)));
-                }
-                let shape = Arc::clone(&known.shape);
-                state.begin_reading(&contents);
-                (contents, shape)
-            };
-            checked.extents += 1;
-            let whose = Whose { number: extent.number, name: &extent.name, shape: &shape };
-            let outcome = self.verify_extent(whose, &contents, &mut checked);
-            self.lock().end_reading(&contents);
-            outcome?;
+            let walked = self.walk(extent.number, &extent.name, false, &mut checked);
+            match walked {
+                Ok(Some(_)) => checked.extents += 1,
+                Ok(None) => {}
+                Err(error) if error.tier_kind() == Some(TierKind::Lost) => checked.damage.push(error),
+                Err(error) => return Err(error),
+            }
         }
         Ok(checked)
     }
 
-    fn verify_extent(&self, whose: Whose, contents: &Contents, checked: &mut Checked) -> Result<()> {
+    /// Shows `visit` every stored block of an extent, in their order and through a window of memory, however large the
+    /// extent is. `None` if it was never written. With `committed`, contents that were not committed are an error.
+    pub(super) fn walk(
+        &self,
+        number: u32,
+        name: &str,
+        committed: bool,
+        visit: &mut impl Visit,
+    ) -> Result<Option<Arc<Shape>>> {
+        let (contents, shape) = {
+            let mut state = self.lock();
+            let contents = match state.contents(number) {
+                Ok(contents) => contents,
+                Err(error) if error.tier_kind() == Some(TierKind::Lost) => return Err(error),
+                Err(_) => return Ok(None),
+            };
+            let known = state.extent(number)?;
+            if known.writing {
+                return Err(Error::Busy(format!("extent {name:?}: it is being written")));
+            }
+            if committed && !known.committed.as_ref().is_some_and(|kept| Arc::ptr_eq(kept, &contents)) {
+                return Err(Error::Busy(format!("extent {name:?} was written since the last commit")));
+            }
+            let shape = Arc::clone(&known.shape);
+            state.begin_reading(&contents);
+            (contents, shape)
+        };
+        let whose = Whose { number, name, shape: &shape };
+        let outcome = self.walk_contents(whose, &contents, visit);
+        self.lock().end_reading(&contents);
+        outcome.map(|()| Some(shape))
+    }
+
+    fn walk_contents(&self, whose: Whose, contents: &Contents, visit: &mut impl Visit) -> Result<()> {
         for chunk in &contents.version.chunks {
             let Some(path) = &self.paths[chunk.path as usize] else { continue };
             let head = path.scratch(header_bytes(chunk.count.into()) as usize)?;
             let read = path.read(chunk.offset, head.span()).and_then(|handle| path.wait(handle, None));
             if let Err(error) = read {
-                checked.damage.push(error);
+                visit.damage(error)?;
                 continue;
             }
             let generation = contents.version.generation;
@@ -115,8 +132,8 @@ impl Tier {
                 check_head(bytes, chunk, generation, self.who.tier, whose.number, whose.shape)
             });
             match parsed {
-                Ok(header) => verify_blocks(path, chunk, &header.sums, whose, checked)?,
-                Err(words) => checked.damage.push(whose.damaged(path, chunk.first, chunk.offset, words)),
+                Ok(header) => walk_blocks(path, chunk, &header.sums, whose, visit)?,
+                Err(words) => visit.damage(whose.damaged(path, chunk.first, chunk.offset, words))?,
             }
         }
         Ok(())
@@ -163,6 +180,13 @@ impl Tier {
     pub fn paths(&self) -> Vec<PathReport> {
         let state = self.lock();
         (0..state.paths.len()).map(|number| self.report(&state, number)).collect()
+    }
+
+    /// How one path is doing.
+    pub fn path(&self, number: u32) -> Option<PathReport> {
+        let state = self.lock();
+        let number = usize::try_from(number).ok().filter(|number| *number < state.paths.len())?;
+        Some(self.report(&state, number))
     }
 
     fn report(&self, state: &State, number: usize) -> PathReport {
@@ -251,13 +275,29 @@ impl Whose<'_> {
     }
 }
 
-fn verify_blocks(
-    path: &Path,
-    chunk: &Chunk,
-    sums: &[u64],
-    whose: Whose,
-    checked: &mut Checked,
-) -> Result<()> {
+/// What is shown the stored blocks of an extent. An error ends the walk.
+pub(super) trait Visit {
+    /// Bytes of a stream, as they lie behind those that were shown before. What is damaged among them was said.
+    fn bytes(&mut self, stream: usize, bytes: &[u8], blocks: u64) -> Result<()>;
+
+    /// Something is damaged or cannot be read.
+    fn damage(&mut self, error: Error) -> Result<()>;
+}
+
+impl Visit for Checked {
+    fn bytes(&mut self, _: usize, bytes: &[u8], blocks: u64) -> Result<()> {
+        self.blocks += blocks;
+        self.bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn damage(&mut self, error: Error) -> Result<()> {
+        self.damage.push(error);
+        Ok(())
+    }
+}
+
+fn walk_blocks(path: &Path, chunk: &Chunk, sums: &[u64], whose: Whose, visit: &mut impl Visit) -> Result<()> {
     let shape = whose.shape;
     let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
     let window = Scratch::new((u64::from(at_once) * shape.block_bytes()) as usize)?;
@@ -269,7 +309,7 @@ fn verify_blocks(
             let place = chunk.place(shape, run.block);
             let span = window.span().part(0, run.len as usize);
             if let Err(error) = path.read(place, span).and_then(|handle| path.wait(handle, None)) {
-                checked.damage.push(error);
+                visit.damage(error)?;
                 continue;
             }
             let blocks = run.len.div_ceil(shape.block_bytes()) as u32;
@@ -279,11 +319,10 @@ fn verify_blocks(
                 let (found, expected) = (part.with_bytes(checksum::of), sums[(block - chunk.first) as usize]);
                 if found != expected {
                     let words = format!("found {found:#018x} instead of {expected:#018x}");
-                    checked.damage.push(whose.damaged(path, block, chunk.place(shape, block), words));
+                    visit.damage(whose.damaged(path, block, chunk.place(shape, block), words))?;
                 }
-                checked.blocks += 1;
-                checked.bytes += part.len() as u64;
             }
+            span.with_bytes(|bytes| visit.bytes(run.stream, bytes, blocks.into()))?;
         }
         first += count;
     }

@@ -21,6 +21,8 @@ use crate::io::object::{self, Address};
 use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::sys::span::Span;
 
+/// Names of the superblock's copies.
+const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
 /// Superblock files begin with room for this many bytes.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
@@ -58,7 +60,7 @@ pub(super) enum Copy {
 
 impl Path {
     pub(super) fn open(medium: Box<dyn Medium>, engine: Engine) -> Result<Path> {
-        let superblocks = [medium.open("superblock.0")?, medium.open("superblock.1")?];
+        let superblocks = [medium.open(SUPERBLOCKS[0])?, medium.open(SUPERBLOCKS[1])?];
         let (data, gate, shelf) = (medium.open("data")?, Gate::default(), Arc::default());
         let (superblock_room, growing) = (AtomicU64::new(0), Mutex::default());
         Ok(Path { data, superblocks, superblock_room, medium, engine, gate, shelf, growing })
@@ -90,7 +92,7 @@ impl Path {
 
     /// Allocates through the engine, whose stall limit bounds the wait for a device that gives no answer.
     fn allocate_file(&self, pair: &Pair, from: u64, end: u64) -> Result<()> {
-        let handle = self.engine.allocate(Target::File(Arc::clone(&pair.writer)), from, end)?;
+        let handle = self.engine.allocate(&pair.writer, from, end)?;
         self.engine.wait(handle, None).map_err(|error| pair.writer.with_free_space(error)).map(|_| ())
     }
 
@@ -216,6 +218,10 @@ impl Path {
             (_, Ok(head)) => head,
         };
         let all = (HEAD_BYTES as u64 + head.table_bytes).next_multiple_of(PAGE);
+        // Before the memory is taken: a head may say anything.
+        if self.medium.len(SUPERBLOCKS[copy])?.is_none_or(|len| len < all) {
+            return Ok(Copy::Broken("its table is cut off".to_string()));
+        }
         Ok(match read(all as usize)? {
             None => Copy::Broken("its table is cut off".to_string()),
             Some(bytes) => match bytes.span().with_bytes(Superblock::parse) {

@@ -89,6 +89,22 @@ mod tests {
     use super::*;
     use crate::pool::region::Lease;
 
+    /// Not a line of unsafe code: a span is a copy, and stays behind when its memory goes.
+    #[test]
+    fn a_span_that_outlived_its_memory_writes_to_nothing() {
+        use crate::io::engine::Engine;
+        use crate::io::options::{Options, Request, Target};
+        let span = Scratch::new(8).unwrap().span();
+        let others: Vec<Scratch> = (0..8).map(|_| Scratch::new(8).unwrap()).collect();
+        assert!(std::panic::catch_unwind(|| span.write(b"anything")).is_err());
+        assert!(others.iter().all(|other| other.span().to_vec() == [0; 8]));
+        let engine = Engine::open(Options::default()).unwrap();
+        let zeros = std::path::Path::new("/proc/self/exe");
+        let request = Request { target: Target::Path(zeros), offset: 0, span, deadline: None };
+        let refused = engine.read(request).unwrap_err().to_string();
+        assert!(refused.contains("given back"), "{refused}");
+    }
+
     #[test]
     fn small_memory_comes_back_empty_and_never_while_a_transfer_has_it() {
         let shelf = Arc::default();

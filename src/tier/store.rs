@@ -152,6 +152,29 @@ impl Tier {
             .collect()
     }
 
+    /// The extent that [`Tier::extents`] has at `index`, without a look at the others.
+    pub fn nth_extent(&self, index: usize) -> Option<ExtentInfo> {
+        let state = self.lock();
+        // Without gaps, which only removed extents leave, the place in the list is the number.
+        let number = match state.names.len() == state.extents.len() {
+            true => index,
+            false => {
+                let there = state.extents.iter().enumerate().filter(|(_, extent)| extent.is_some());
+                there.map(|(number, _)| number).nth(index)?
+            }
+        };
+        let extent = state.extents.get(number)?.as_ref()?;
+        Some(describe(&state, number as u32, extent))
+    }
+
+    /// Blocks of all extents on a path.
+    pub fn blocks_on(&self, path: u32) -> u64 {
+        let state = self.lock();
+        let contents = state.extents.iter().flatten().filter_map(|extent| extent.current.as_ref());
+        let chunks = contents.flat_map(|contents| &contents.version.chunks);
+        chunks.filter(|chunk| chunk.path == path).map(|chunk| u64::from(chunk.count)).sum()
+    }
+
     /// One extent.
     pub fn extent(&self, number: u32) -> Result<ExtentInfo> {
         let mut state = self.lock();

@@ -4,6 +4,7 @@
 use super::extent::Shape;
 use crate::checksum;
 use crate::error::Result;
+use crate::sys::room;
 use crate::sys::span::Span;
 use crate::sys::threads;
 
@@ -12,7 +13,7 @@ const GRAIN: u64 = 2 << 20;
 
 /// Sums of blocks `first..first + count` of an extent whose streams lie in `spans`.
 pub fn of_blocks(shape: &Shape, spans: &[Span], first: u32, count: u32) -> Result<Vec<u64>> {
-    let mut sums = vec![0; count as usize];
+    let mut sums = room::filled("listing checksums", count as usize, |_| 0)?;
     if u64::from(count) * shape.block_bytes() <= GRAIN {
         fill(shape, spans, first, &mut sums);
     } else {

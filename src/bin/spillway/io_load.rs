@@ -6,6 +6,9 @@
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,6 +20,7 @@ use spillway::io::options::{Choice, Options, Request, Target};
 use spillway::pool::fixed::{Pool, PoolOptions};
 use spillway::pool::region::Backing;
 use spillway::sys::file::Access;
+use spillway::sys::host;
 use spillway::sys::span::Span;
 use spillway::sys::usage::cpu_time;
 
@@ -62,26 +66,35 @@ impl Pass {
     }
 }
 
-/// A file of random bytes, removed when dropped.
+/// A file of random bytes without a name: it is gone when it is dropped, and when the process ends, however it ends.
 pub struct TestFile {
+    /// Names the open file in `/proc`, for this process and those that it starts.
     pub path: PathBuf,
     pub bytes: u64,
+    _open: std::fs::File,
 }
 
 impl TestFile {
     /// Makes it in `directory`.
     pub fn create(directory: &Path, bytes: u64) -> Result<TestFile> {
-        let file = TestFile { path: directory.join(format!("spillway-bench-{}", std::process::id())), bytes };
+        let open =
+            nameless(directory).map_err(|error| Error::system("making a file to measure on", &error))?;
+        let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), open.as_raw_fd()));
+        let file = TestFile { path, bytes, _open: open };
         let shape = Shape { block_bytes: 4 << 20, depth: 8, engines: 1, blocks: 1 };
         Load::open(shape, Choice::Auto)?.run(&file, Direction::Write, bytes, 1)?;
         Ok(file)
     }
 }
 
-impl Drop for TestFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
+/// Makes a file that nobody has foreseen, and takes its name away at once.
+fn nameless(directory: &Path) -> io::Result<std::fs::File> {
+    let path = directory.join(format!(".spillway-bench-{:032x}", host::random()?));
+    // Exclusive: neither a file nor a link that is there already is followed.
+    let mut options = std::fs::OpenOptions::new();
+    let file = options.read(true).write(true).create_new(true).mode(0o600).open(&path)?;
+    std::fs::remove_file(&path)?;
+    Ok(file)
 }
 
 /// Engines and their memory.
@@ -201,4 +214,22 @@ fn fill(block: Span, seed: u64) {
 
 fn died() -> Error {
     Error::System { what: "measuring", reason: "a thread died".to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_test_file_has_no_name_that_anybody_could_have_planted_and_leaves_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = TestFile::create(directory.path(), 8 << 20).unwrap();
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "not even while it is used");
+        let shape = Shape { block_bytes: 1 << 20, depth: 2, engines: 2, blocks: 1 };
+        let load = Load::open(shape, Choice::Threads).unwrap();
+        for direction in [Direction::Read, Direction::Write] {
+            assert_eq!(load.run(&file, direction, file.bytes, 1).unwrap().bytes, 8 << 20);
+        }
+        assert_eq!(std::fs::metadata(&file.path).unwrap().len(), 8 << 20);
+    }
 }

@@ -6,7 +6,9 @@
 //! - What may pass (server trouble, too many requests, a lost connection) is tried again, a bounded number of times and
 //!   within the patience of one request. A request that ran out of time is not: the server hangs, and the engine above
 //!   has given up the path.
-//! - No message holds a signed address.
+//! - No message holds a signed address, a key, a session token or a signature, whatever servers and parsers say: every
+//!   refusal passes through [`Secrets`]. The addresses themselves hold the key's name, the token and the signature, as
+//!   addresses of this kind do: they are sent, and nothing else is done with them.
 //! - Requests go to the store itself, whatever HTTP_PROXY and its like say: a proxy that is there for web pages is no place
 //!   for the state of a run.
 #![forbid(unsafe_code)]
@@ -21,6 +23,7 @@ use ureq::http::{Response, StatusCode};
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
+use super::secrets::Secrets;
 use super::settings::{ROOTS, Settings};
 use super::{Address, Answer, Listed, Refusal, Store};
 use crate::error::{Error, Result};
@@ -41,6 +44,7 @@ pub(super) struct Client {
     agent: Agent,
     bucket: Bucket,
     credentials: Credentials,
+    secrets: Secrets,
     patience: Duration,
 }
 
@@ -54,12 +58,16 @@ type Try<T> = std::result::Result<T, Failure>;
 
 impl Client {
     pub(super) fn of_environment(address: &Address, patience: Option<Duration>) -> Result<Client> {
-        let settings = Settings::of_environment(address)?;
+        Client::of(Settings::of_environment(address)?, address, patience)
+    }
+
+    fn of(settings: Settings, address: &Address, patience: Option<Duration>) -> Result<Client> {
         let url = settings.endpoint.parse().map_err(|error| settings.wrong_endpoint(error))?;
         let style = if settings.path_style { UrlStyle::Path } else { UrlStyle::VirtualHost };
         let bucket = Bucket::new(url, style, address.bucket.clone(), settings.region.clone())
             .map_err(|error| settings.wrong_endpoint(error))?;
         let Settings { key, secret, token, roots, .. } = settings;
+        let secrets = Secrets::new([key.as_str(), secret.as_str(), token.as_deref().unwrap_or_default()]);
         let credentials = match token {
             Some(token) => Credentials::new_with_token(key, secret, token),
             None => Credentials::new(key, secret),
@@ -71,7 +79,7 @@ impl Client {
         let idle = super::folder::MAX_REQUESTS as usize;
         let config = config.max_idle_connections(idle).max_idle_connections_per_host(idle);
         let agent = config.build().new_agent();
-        Ok(Client { agent, bucket, credentials, patience: patience.unwrap_or(PATIENCE) })
+        Ok(Client { agent, bucket, credentials, secrets, patience: patience.unwrap_or(PATIENCE) })
     }
 
     /// Tries until it succeeds, fails for good, or has no tries or time left.
@@ -86,6 +94,7 @@ impl Client {
                 Err(failure) => failure,
             };
             if !passing || tries == TRIES || began.elapsed() + pause >= patience {
+                refusal.words = self.secrets.keep_out_of(&refusal.words);
                 if tries > 1 {
                     refusal.words = format!("{}, {tries} times", refusal.words);
                 }
@@ -276,4 +285,57 @@ fn cut_off(got: usize, len: u64) -> Failure {
 
 fn for_good(words: String) -> Failure {
     Failure { refusal: Refusal { errno: libc::EIO, words }, passing: false }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// A server that answers one request with 403 and repeats in its message all that it was sent.
+    fn parrot() -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn(move || {
+            while let Ok((mut stream, _)) = listener.accept() {
+                let mut heard = vec![0; 64 << 10];
+                let read = stream.read(&mut heard).unwrap_or(0);
+                let said = String::from_utf8_lossy(&heard[..read]).into_owned();
+                let body = format!("<Error><Code>AccessDenied</Code><Message>{said}</Message></Error>");
+                let head = format!("HTTP/1.1 403 Forbidden\r\ncontent-length: {}\r\n", body.len());
+                let _ = stream.write_all(format!("{head}connection: close\r\n\r\n{body}").as_bytes());
+            }
+        });
+        format!("http://{address}")
+    }
+
+    #[test]
+    fn what_a_server_repeats_of_a_signed_request_is_in_no_message() {
+        let settings = Settings {
+            key: "AKIAEXAMPLE".to_string(),
+            secret: "secret/of+mine".to_string(),
+            token: Some("token/of+mine==".to_string()),
+            region: "us-east-1".to_string(),
+            endpoint: parrot(),
+            path_style: true,
+            roots: None,
+        };
+        let address = Address::parse("s3://bucket/a").unwrap();
+        let client = Client::of(settings, &address, Some(Duration::from_secs(5))).unwrap();
+        let words = [
+            client.put("a/b", b"bytes").unwrap_err().words,
+            client.get("a/b", 0, 5, &mut |_, _| ()).unwrap_err().words,
+            client.delete("a/b").unwrap_err().words,
+            client.list("a/").unwrap_err().words,
+            format!("{client:?}"),
+        ];
+        for words in words {
+            assert!(words.contains("AccessDenied") || words.starts_with("Client"), "{words}");
+            for secret in ["AKIAEXAMPLE", "mine", "Signature=", "Credential="] {
+                assert!(!words.contains(secret), "{secret} in {words}");
+            }
+        }
+    }
 }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`folder`] | the files of one prefix: reads and writes as requests |
 //! | [`index`] | which objects hold the bytes of a file |
+//! | [`secrets`] | what no message may hold |
 //! | [`settings`] | how to reach a store, as the environment says |
 //! | `client` | requests over HTTP, signed; with the feature `s3` |
 #![forbid(unsafe_code)]
@@ -16,6 +17,7 @@ use crate::error::{Error, IoError, IoKind, Result};
 
 pub mod folder;
 pub mod index;
+pub mod secrets;
 pub mod settings;
 
 #[cfg(feature = "s3")]
@@ -48,7 +50,8 @@ impl Address {
         let prefix = prefix.trim_end_matches('/');
         let named = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
         if bucket.is_empty() || !bucket.chars().all(named) {
-            return Err(Error::invalid("directory", format!("{text:?} names no bucket: s3://BUCKET/PREFIX")));
+            let reason = format!("{:?} names no bucket: s3://BUCKET/PREFIX", secrets::shown(text));
+            return Err(Error::invalid("directory", reason));
         }
         if prefix.chars().any(char::is_control)
             || prefix.split('/').any(|part| part.is_empty() || part == "." || part == "..")
@@ -168,6 +171,8 @@ mod tests {
         for wrong in ["s3://", "s3:///a", "s3://a b", "s3://b/a//c", "s3://b/../c", "s3://b/a\n"] {
             assert_eq!(of(wrong), None, "{wrong}");
         }
+        let secret = Address::parse("s3://key:hunter2@b/a").unwrap_err().to_string();
+        assert!(secret.contains("names no bucket") && !secret.contains("hunter2"), "{secret}");
         assert!(is_address("s3://b") && !is_address("/mnt/s3://b") && !is_address("s3"));
         assert_eq!(Address::parse("s3://b/a/").unwrap().text(), "s3://b/a");
     }

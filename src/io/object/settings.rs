@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::Address;
+use super::secrets::shown;
 use crate::error::{Error, Result};
 
 const KEY: &str = "AWS_ACCESS_KEY_ID";
@@ -58,7 +59,11 @@ impl Settings {
         let path_style = endpoint.is_some() || address.bucket.contains('.');
         let endpoint = endpoint.unwrap_or_else(|| format!("https://s3.{region}.amazonaws.com"));
         if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
-            let reason = format!("{endpoint:?} begins with neither http:// nor https://");
+            let reason = format!("{:?} begins with neither http:// nor https://", shown(&endpoint));
+            return Err(Error::invalid(ENDPOINTS[1], reason));
+        }
+        if endpoint.contains('@') {
+            let reason = format!("{:?} holds a user or a password; set {KEY} and {SECRET}", shown(&endpoint));
             return Err(Error::invalid(ENDPOINTS[1], reason));
         }
         Ok(Settings {
@@ -74,7 +79,7 @@ impl Settings {
 
     /// The error of an endpoint that no request can go to.
     pub fn wrong_endpoint(&self, reason: impl ToString) -> Error {
-        Error::invalid(ENDPOINTS[1], format!("{:?}: {}", self.endpoint, reason.to_string()))
+        Error::invalid(ENDPOINTS[1], format!("{:?}: {}", shown(&self.endpoint), reason.to_string()))
     }
 }
 
@@ -104,6 +109,23 @@ mod tests {
         assert_eq!(named(of(&WHO[..1])), SECRET);
         assert_eq!(named(with(&[])), REGIONS[0]);
         assert_eq!(named(with(&[("AWS_ENDPOINT_URL", "store:9000")])), "AWS_ENDPOINT_URL");
+    }
+
+    #[test]
+    fn a_password_in_an_endpoint_is_refused_and_never_shown() {
+        for endpoint in [
+            "http://me:hunter2@store:9000",
+            "http://hunter2@store",
+            "me:hunter2@store",
+            "ftp://me:hunter2@store",
+            "https://me:hunter2/@store/?hunter2",
+        ] {
+            let error = with(&[("AWS_ENDPOINT_URL", endpoint)]).err().unwrap().to_string();
+            assert!(error.contains("AWS_ENDPOINT_URL") && !error.contains("hunter2"), "{error}");
+        }
+        let odd = with(&[("AWS_ENDPOINT_URL", "http://store:no/?hunter2")]).ok().unwrap();
+        let error = odd.wrong_endpoint("invalid port").to_string();
+        assert!(error.contains("store:no") && !error.contains("hunter2"), "{error}");
     }
 
     #[test]

@@ -19,6 +19,9 @@ use crate::sys::event::Event;
 use crate::sys::process::Opener;
 use crate::sys::threads;
 
+/// Most buckets of a round: each costs memory from the open on, and every verdict looks at all of them.
+pub const MAX_BUCKETS: u32 = 1 << 20;
+
 /// Steps buckets before their verdict is known.
 pub struct Engine {
     opener: Opener,
@@ -51,8 +54,8 @@ pub struct Stats {
 impl Engine {
     /// Starts an engine for rounds of `buckets` buckets.
     pub fn open(buckets: u32, publish: Publish) -> Result<Engine> {
-        if buckets == 0 {
-            return Err(Error::invalid("buckets", "is 0"));
+        if !(1..=MAX_BUCKETS).contains(&buckets) {
+            return Err(Error::invalid("buckets", format!("{buckets} is not in 1..={MAX_BUCKETS}")));
         }
         let shared = Arc::new(Shared::new(buckets)?);
         let theirs = Arc::clone(&shared);

@@ -17,6 +17,7 @@ use super::round::{Round, Task};
 use crate::error::{Error, Result, RoundError};
 use crate::optim::StepStats;
 use crate::sys::event::{Event, EventFd, Standing, poll};
+use crate::sys::room;
 
 /// What the callers and the executor share.
 pub struct Shared {
@@ -60,8 +61,8 @@ impl Shared {
     pub fn new(buckets: u32) -> Result<Shared> {
         let waker = EventFd::new().map_err(|error| Error::system("making an eventfd", &error))?;
         let inner = Inner {
-            round: Round::new(buckets as usize),
-            slots: (0..buckets).map(|_| Slot::default()).collect(),
+            round: Round::new(buckets as usize)?,
+            slots: room::filled("listing the buckets", buckets as usize, |_| Slot::default())?,
             watching: false,
             closing: false,
             executor_gone: false,

@@ -19,6 +19,7 @@ use super::clip::{Clip, Verdict};
 use crate::error::{Error, Result, RoundError};
 use crate::kernel::squares;
 use crate::optim::StepStats;
+use crate::sys::room;
 
 /// What the executor does with a bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -123,17 +124,17 @@ pub struct Round {
 
 impl Round {
     /// No round, for `buckets` buckets.
-    pub fn new(buckets: usize) -> Round {
-        Round {
+    pub fn new(buckets: usize) -> Result<Round> {
+        Ok(Round {
             phase: Phase::Idle,
             clip: Clip::none(),
-            buckets: vec![Bucket::Missing; buckets],
-            order: Vec::with_capacity(buckets),
+            buckets: room::filled("listing the buckets", buckets, |_| Bucket::Missing)?,
+            order: room::for_count("listing the buckets", buckets)?,
             running_sum: 0.0,
             foreseen: Foreseen::Nothing,
             withdrawn: Vec::new(),
             counts: Counts::default(),
-        }
+        })
     }
 
     /// Opens a round.

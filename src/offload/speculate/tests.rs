@@ -20,7 +20,7 @@ fn clip() -> Clip {
 
 /// A round of three buckets of which these arrived with these sums.
 fn round(arrived: &[(usize, f64)]) -> (Round, Vec<Task>) {
-    let mut round = Round::new(3);
+    let mut round = Round::new(3).unwrap();
     round.begin(clip()).unwrap();
     let mut tasks = Vec::new();
     for (index, sum) in arrived {
@@ -37,7 +37,7 @@ fn refused(outcome: Result<()>, wanted: RoundError) {
 
 #[test]
 fn calls_out_of_order_are_refused_and_change_nothing() {
-    let mut round = Round::new(2);
+    let mut round = Round::new(2).unwrap();
     refused(round.submit(0), RoundError::NotBegun);
     refused(round.resolve(Verdict::Commit), RoundError::NotBegun);
     round.begin(clip()).unwrap();
@@ -94,7 +94,7 @@ fn once_the_verdict_is_certain_buckets_are_spared() {
 #[test]
 fn a_bucket_that_does_not_speculate_steps_once_after_the_verdict() {
     for (verdict, wanted) in [(Verdict::Commit, Task::Step(1.0)), (Verdict::Redo(0.5), Task::Step(0.5))] {
-        let mut round = Round::new(1);
+        let mut round = Round::new(1).unwrap();
         round.begin(clip()).unwrap();
         round.submit(0).unwrap();
         assert_eq!(round.start(0, Task::Look), Task::Look);
@@ -124,7 +124,7 @@ fn after_an_overflow_the_rest_is_not_even_measured() {
 
 #[test]
 fn an_abort_takes_back_what_was_stepped_also_what_is_being_stepped() {
-    let mut round = Round::new(4);
+    let mut round = Round::new(4).unwrap();
     round.begin(clip()).unwrap();
     for bucket in 0..3 {
         round.submit(bucket).unwrap();

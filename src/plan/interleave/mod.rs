@@ -30,6 +30,8 @@ use crate::error::{Error, Result};
 
 /// Most subgroups of a plan.
 pub const MAX_SUBGROUPS: usize = 1 << 16;
+/// Most parts that all subgroups together are cut into: each is a few commands of every step.
+pub const MAX_PARTS: u64 = 1 << 18;
 /// Most slots; the model gains nothing from a third.
 pub const MAX_SLOTS: usize = 8;
 
@@ -164,8 +166,14 @@ impl Shape {
         if !(1..=MAX_SLOTS).contains(&self.slots) {
             return refuse("slots", format!("{} is not in 1..={MAX_SLOTS}", self.slots));
         }
-        match self.chunk {
-            0 => refuse("chunk", "is 0".to_string()),
+        if self.chunk == 0 {
+            return refuse("chunk", "is 0".to_string());
+        }
+        match self.sizes.iter().map(|size| size.div_ceil(self.chunk)).sum::<u64>() {
+            parts if parts > MAX_PARTS => refuse(
+                "chunk",
+                format!("of {} cuts the subgroups into {parts} parts, over {MAX_PARTS}", self.chunk),
+            ),
             _ => Ok(()),
         }
     }

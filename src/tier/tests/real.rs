@@ -256,6 +256,108 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
 }
 
+#[test]
+fn an_export_leaves_alone_what_others_made_and_takes_back_what_it_made_when_it_fails() {
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    step(&tier, 1).unwrap();
+    let out = dir.path().join("checkpoint");
+    let names = || -> Vec<String> {
+        let entries = fs::read_dir(dir.path()).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let precious = dir.path().join("checkpoint.partial");
+    fs::create_dir(&precious).unwrap();
+    fs::write(precious.join("thesis"), b"years of work").unwrap();
+    let before = names();
+    // A block that does not match its checksum ends the export.
+    let data =
+        bases.iter().map(|base| base.join("run/node/rank-0/data")).find(|path| path.is_file()).unwrap();
+    let whole = fs::read(&data).unwrap();
+    fs::write(&data, vec![7; whole.len()]).unwrap();
+    assert!(tier.export(&out).is_err());
+    assert_eq!(names(), before, "nothing is left of an export that failed");
+    fs::write(&data, &whole).unwrap();
+    assert_eq!(tier.export(&out), Ok(1));
+    assert_eq!(fs::read(precious.join("thesis")).unwrap(), b"years of work");
+    assert_eq!(names().len(), before.len() + 1);
+}
+
+#[test]
+fn an_export_of_more_than_its_window_has_every_byte_and_takes_the_memory_of_a_window() {
+    const BYTES: u64 = (40 << 20) + 12_345;
+    let (dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    let extent = tier.define("large", &[BYTES, 5]).unwrap();
+    let memory = Memory::filled(&[BYTES, 5], 3);
+    let ticket =
+        tier.write(extent, &memory.spans(), &Placement::Striped(vec![(0, 6000), (1, 6000)]), None).unwrap();
+    tier.wait(ticket, PATIENCE).unwrap();
+    tier.commit(2, &[]).unwrap();
+    drop(memory);
+    let out = dir.path().join("checkpoint");
+    assert_eq!(tier.export(&out), Ok(2));
+    assert!(fs::read(out.join("extent-00000.stream-0.bin")).unwrap() == pattern(30, BYTES as usize));
+    assert_eq!(fs::read(out.join("extent-00000.stream-1.bin")).unwrap(), pattern(31, 5));
+    let (_dir2, others) = self::bases();
+    let copy = Tier::open(options(&others[..1])).unwrap();
+    assert_eq!(copy.import(&out), Ok(2));
+}
+
+#[test]
+fn a_superblock_whose_head_asks_for_more_than_its_file_takes_no_memory() {
+    let (_dir, bases) = bases();
+    let tier = Tier::open(options(&bases[..1])).unwrap();
+    step(&tier, 1).unwrap();
+    drop(tier);
+    for copy in ["superblock.0", "superblock.1"] {
+        let file = bases[0].join("run/node/rank-0").join(copy);
+        let mut bytes = fs::read(&file).unwrap();
+        // The length of the table, and a sum of the head that fits.
+        bytes[24..32].copy_from_slice(&(1_u64 << 30).to_le_bytes());
+        let sum = crate::checksum::of(&bytes[..248]);
+        bytes[248..256].copy_from_slice(&sum.to_le_bytes());
+        fs::write(&file, &bytes).unwrap();
+    }
+    let peak = || {
+        let status = fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmHWM")).unwrap().to_string();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+    };
+    let before = peak();
+    let error = Tier::open(options(&bases[..1])).unwrap_err().to_string();
+    assert!(error.contains("its table is cut off"), "{error}");
+    assert!(peak() < before + (512 << 20), "from {before} to {} bytes", peak());
+}
+
+#[test]
+fn the_nth_extent_and_path_are_those_of_the_lists_with_gaps_and_without() {
+    let (_dir, bases) = bases();
+    let tier = Tier::open(options(&bases)).unwrap();
+    step(&tier, 1).unwrap();
+    let same = || {
+        let all = tier.extents();
+        let each: Vec<_> = (0..=all.len()).map_while(|n| tier.nth_extent(n)).collect();
+        assert_eq!(each, all);
+        for path in 0..bases.len() as u32 {
+            let blocks: u64 = all.iter().map(|extent| u64::from(extent.blocks[path as usize])).sum();
+            assert_eq!(
+                (tier.path(path), tier.blocks_on(path)),
+                (Some(tier.paths()[path as usize].clone()), blocks)
+            );
+        }
+        all.len()
+    };
+    assert_eq!(same(), STREAMS.len());
+    tier.remove(1).unwrap();
+    tier.commit(2, &[]).unwrap();
+    assert_eq!(same(), STREAMS.len() - 1);
+    assert!(tier.path(9).is_none() && tier.nth_extent(usize::MAX).is_none());
+}
+
 /// A file system of its own that holds few bytes; unmounted on drop.
 struct Small(PathBuf);
 

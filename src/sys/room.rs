@@ -1,0 +1,35 @@
+//! Vectors whose length a caller of the library chooses: memory that is not there is an error, never an abort.
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Result};
+
+/// An empty vector with room for `count` values; `what` names the vector in the error.
+pub fn for_count<T>(what: &'static str, count: usize) -> Result<Vec<T>> {
+    let mut values = Vec::new();
+    values.try_reserve_exact(count).map_err(|_| {
+        let reason = format!("no memory for {count} entries of {} bytes", size_of::<T>());
+        Error::System { what, reason }
+    })?;
+    Ok(values)
+}
+
+/// A vector of `count` values that `make` gives, by their index.
+pub fn filled<T>(what: &'static str, count: usize, make: impl FnMut(usize) -> T) -> Result<Vec<T>> {
+    let mut values = for_count(what, count)?;
+    values.extend((0..count).map(make));
+    Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_that_cannot_be_are_errors_that_name_the_vector() {
+        assert_eq!(filled("a list", 3, |n| n * n).unwrap(), [0, 1, 4]);
+        for count in [1 << 52, usize::MAX / 8, usize::MAX] {
+            let refused = for_count::<u64>("a list", count).unwrap_err().to_string();
+            assert!(refused.contains("a list") && refused.contains(&count.to_string()), "{refused}");
+        }
+    }
+}

@@ -277,3 +277,24 @@ pub(super) fn superblock(tier: &Tier, state: &State, step: Option<u64>, payload:
         extents: extents.collect(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tier::directory::Owner;
+    use crate::tier::options::{PathOptions, Place, TierOptions};
+
+    #[test]
+    fn a_panic_in_a_commit_ends_the_commit() {
+        let owner = Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 };
+        let memory = PathOptions { place: Place::Memory, limit: None, reserve: 0 };
+        let tier = Tier::open(TierOptions { paths: vec![memory], ..TierOptions::new(owner, []) }).unwrap();
+        let panics = || {
+            tier.lock().committing = true;
+            let _ends = Committing(&tier);
+            panic!("a bug in a commit");
+        };
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+        tier.commit(1, &[]).unwrap();
+    }
+}

@@ -7,6 +7,8 @@ pub mod host;
 pub mod lent;
 pub mod lock;
 pub mod memory;
+pub mod own;
+mod parents;
 pub mod process;
 pub mod reserve;
 pub mod span;

@@ -104,6 +104,11 @@ impl FileLock {
         self.identity
     }
 
+    /// False in a forked child, which does not have its parent's lock.
+    pub fn is_own(&self) -> bool {
+        self.process == process::id()
+    }
+
     /// Text in the file, for processes that are refused.
     pub fn write(&mut self, words: &str) -> io::Result<()> {
         let Some(mut file) = self.file.as_ref().and_then(ParentsFile::file) else { return Ok(()) };

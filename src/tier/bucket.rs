@@ -15,7 +15,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::claim::{Claim, LOCKS};
-use super::directory::{FILES, Owner};
+use super::directory::{FILES, Owner, parents};
 use super::layout::PAGE;
 use super::medium::{Medium, Pair, in_flight};
 use crate::error::{Error, IoKind, Result};
@@ -127,6 +127,9 @@ impl Medium for Bucket {
     }
 
     fn remove(self: Box<Self>) -> Result<()> {
+        if !self.claim.is_own() {
+            return Err(parents(self.folder.address()));
+        }
         if Arc::strong_count(&self.claim) > 1 {
             return Err(in_flight(self.folder.address()));
         }

@@ -92,6 +92,11 @@ impl Claim {
         Ok((claim, listed))
     }
 
+    /// False in a forked child.
+    pub(super) fn is_own(&self) -> bool {
+        self.process == process::id()
+    }
+
     /// Refuses if somebody deleted the lock: the prefix may be another process's now. A store that does not answer says
     /// nothing about it.
     pub(super) fn check(&self, name: &str) -> Result<()> {

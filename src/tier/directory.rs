@@ -175,6 +175,9 @@ impl Directory {
 
     /// Removes the files, the directory, and the directories above it that are empty then.
     pub fn remove(self) -> Result<()> {
+        if !self.lock.is_own() {
+            return Err(parents(&self.path.to_string_lossy()));
+        }
         if fs::symlink_metadata(&self.place).is_err_and(|error| is_absence(&error)) {
             // Removed already, or moved away: what was moved is not touched.
             return Ok(());
@@ -209,6 +212,11 @@ impl Directory {
     fn remove_file(&self, name: &str) -> Result<()> {
         self.rank().remove_file(name).map_err(|error| failed("removing", &self.file(name), error, ""))
     }
+}
+
+/// A forked child removes nothing.
+pub(super) fn parents(path: &str) -> Error {
+    Error::Unsupported(format!("{path} is in use by the process that forked this one: nothing was removed"))
 }
 
 fn is_absence(error: &io::Error) -> bool {

@@ -12,6 +12,7 @@ use crate::error::{Error, IoKind, TierKind};
 use crate::io::engine::Engine;
 use crate::io::object::memory::Memory as Objects;
 use crate::io::object::{Address, Answer, Listed, Store};
+use crate::sys::process::in_forked_child;
 use crate::tier::bucket::{Bucket, TEST_ADDRESS};
 use crate::tier::directory::{Directory, collect, scan};
 use crate::tier::medium::Mounted;
@@ -117,6 +118,15 @@ fn a_tier_that_is_destroyed_with_a_write_in_flight_keeps_its_files_and_its_lock(
     wait_until(|| claimed_here(dir.path()).is_ok());
     collect(dir.path(), &owner()).unwrap();
     assert!(std::fs::read_dir(dir.path()).unwrap().next().is_none());
+}
+
+#[test]
+fn a_forked_child_removes_nothing_of_its_parents() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut directory = Some(claimed_here(dir.path()).unwrap());
+    let refused = in_forked_child(|| directory.take().is_some_and(|directory| directory.remove().is_err()));
+    assert!(refused && owner().below(dir.path()).join("lock").exists());
+    assert!(!claimed_elsewhere(dir.path()));
 }
 
 /// A store whose objects of data arrive when the door opens.

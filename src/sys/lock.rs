@@ -104,6 +104,12 @@ impl FileLock {
         self.identity
     }
 
+    /// Whether this process still has the lock, which is taken again if the system lost it and nobody else has it.
+    pub fn is_held(&self) -> bool {
+        let file = self.file.as_ref().and_then(ParentsFile::file);
+        file.is_some_and(|file| lock(file).unwrap_or(true))
+    }
+
     /// False in a forked child, which does not have its parent's lock.
     pub fn is_own(&self) -> bool {
         self.process == process::id()

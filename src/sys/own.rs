@@ -288,7 +288,7 @@ fn check_owner(file: &File, what: &str) -> io::Result<()> {
     }
     Err(refused(format!(
         "the {what} belongs to user {owner} (mode {mode:04o}), and this process runs as user {user}: run as its owner, \
-         remove it, or choose another directory"
+         remove it, or choose another name or directory"
     )))
 }
 

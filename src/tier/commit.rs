@@ -78,7 +78,9 @@ impl Tier {
             paths.filter_map(|(number, path)| Some((number, path.as_ref()?.check().err()?))).collect();
         for (number, error) in &gone {
             self.mark(*number, Health::Failed, &error.to_string());
-            self.lock().paths[*number].gone = true;
+        }
+        for (number, path) in self.lock().paths.iter_mut().enumerate() {
+            path.gone = gone.iter().any(|(one, _)| *one == number);
         }
         for (number, error) in &gone {
             self.move_all(*number as u32).map_err(|reason| because(error, &reason))?;

@@ -146,6 +146,9 @@ impl Directory {
         };
         let is_passing =
             |error: &io::Error| error.raw_os_error().is_some_and(|errno| PASSING.contains(&errno));
+        if !self.lock.is_held() {
+            return gone(self.file(LOCK), "the lock was lost to another process");
+        }
         match (fs::symlink_metadata(&self.place), self.rank().identity()) {
             (Ok(found), Ok(own)) if (found.dev(), found.ino()) != (own.device, own.inode) => {
                 return gone(self.path.clone(), "the directory was replaced");
@@ -294,7 +297,7 @@ pub struct Found {
     pub owner: Owner,
     /// Where.
     pub path: PathBuf,
-    /// What its live owner wrote into the lock; `None` if no live process holds it.
+    /// What its live owner wrote into the lock, or why nobody can tell; `None` if no live process holds it.
     pub live: Option<String>,
     /// Bytes of its files.
     pub bytes: u64,

@@ -126,6 +126,21 @@ fn a_forked_child_that_drops_the_lock_ends_nothing() {
 }
 
 #[test]
+fn a_lock_that_the_system_lost_is_taken_again_unless_another_has_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    lock.write("mine").unwrap();
+    let lose = || change(lock.file.as_ref().unwrap().file().unwrap(), kind(), libc::F_UNLCK).unwrap();
+    lose();
+    assert!(lock.is_held());
+    assert_eq!(other(dir.path(), "try").code(), Some(12));
+    lose();
+    let thief = File::options().write(true).open(dir.path().join("lock")).unwrap();
+    change(&thief, libc::F_OFD_SETLK, libc::F_WRLCK).unwrap();
+    assert!(!lock.is_held());
+}
+
+#[test]
 fn a_huge_lock_file_is_not_read_whole_for_a_message() {
     let dir = tempfile::tempdir().unwrap();
     let file = File::create(dir.path().join("lock")).unwrap();

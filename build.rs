@@ -1,4 +1,4 @@
-//! Gives the shared library its SONAME.
+//! Gives the shared library its SONAME, and says whether tests may act as another user.
 
 /// `SPW_ABI_VERSION` of src/capi/library.rs; a test compares them.
 const ABI_VERSION: u32 = 1;
@@ -6,4 +6,9 @@ const ABI_VERSION: u32 = 1;
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libspillway.so.{ABI_VERSION}");
     println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rustc-check-cfg=cfg(built_by_root)");
+    use std::os::unix::fs::MetadataExt;
+    if std::fs::metadata("/proc/self").is_ok_and(|found| found.uid() == 0) {
+        println!("cargo::rustc-cfg=built_by_root");
+    }
 }

@@ -23,8 +23,12 @@ use crate::tier::{Placement, Tier};
 /// section 3.2, has the tiers; the rest is new).
 pub struct spw_tier(Arc<Tier>);
 
-/// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed or
-/// the process ends: SPW_ERR_LOCKED names a live holder. A directory of another run, rank or number of ranks is
+/// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed and
+/// its last operation has ended, or the process ends: SPW_ERR_LOCKED names a live holder. Directories and files below a
+/// path are the effective user's alone, with modes 0700 and 0600 when they are new: another user's, a symbolic link or a
+/// file with a second name is SPW_ERR_FOREIGN; own ones that let others in are tightened, with a warning in the log. A
+/// tier whose superblocks are lost is SPW_ERR_FORMAT until it is collected. A directory of another run, rank or number of
+/// ranks is
 /// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
 /// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. Of paths that went on without each other, each opened without the
 /// other, the one that went further counts; two that went as far are SPW_ERR_FOREIGN until one of them is opened alone.
@@ -70,8 +74,9 @@ pub unsafe extern "C" fn spw_tier_close(tier: *mut spw_tier, timeout_ms: i64) ->
     })
 }
 
-/// Removes the tier's files from every path and frees the tier, which is gone whatever is returned; in a forked child it
-/// is SPW_ERR_UNSUPPORTED and does nothing.
+/// Removes the tier's files from every path and frees the tier, which is gone whatever is returned. A path with an operation
+/// that is still in flight keeps its files, and its lock until the operation ends: SPW_ERR_BUSY; collect it then. In a
+/// forked child it is SPW_ERR_UNSUPPORTED and does nothing.
 ///
 /// # Safety
 /// As `spw_tier_close`.
@@ -246,7 +251,8 @@ pub unsafe extern "C" fn spw_tier_wait(
 /// Makes everything put so far durable, as step `step`, with up to 1 MiB of the caller's own bytes, which the next open
 /// gives back. It waits for puts under way. If one of them failed since the last commit, its error is returned until the
 /// extent is put again or `spw_tier_rollback`; after any error the last committed step is still what an open finds, or,
-/// where the devices gave no answer, this one.
+/// where the devices gave no answer, this one. A path whose files were removed, renamed or replaced fails here: what lies
+/// there is moved to other paths, or the commit is SPW_ERR_PATH_MISSING.
 ///
 /// # Safety
 /// `tier` is open, `payload` points to `payload_bytes` bytes, or is NULL if there are none.

@@ -88,6 +88,14 @@ impl Engine {
         })
     }
 
+    /// Starts an engine on threads that call `before_write` before every write.
+    #[cfg(test)]
+    pub fn open_held(options: Options, before_write: impl Fn() + Send + Sync + 'static) -> Result<Engine> {
+        Engine::start(with_profile(options, None), None, move || {
+            Ok((Box::new(Threads::held(4, before_write)) as Box<dyn Backend>, String::new()))
+        })
+    }
+
     pub(super) fn start(
         options: Options,
         profile: Option<Profile>,

@@ -1,7 +1,9 @@
 //! An open file: past the page cache where the file system agrees, and through it for what direct I/O cannot do.
 #![forbid(unsafe_code)]
 
+use std::any::Any;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,9 +14,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use arc_swap::ArcSwapOption;
 
 use super::plan::Alignment;
-use crate::error::{Error, IoError, IoKind, Result};
+use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::file::{self, Access, DirectNeed, Facts, FileSystem, Identity, RequestLimits};
 use crate::sys::memory::BASE_PAGE;
+use crate::sys::own;
 
 /// Which descriptor of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +42,17 @@ pub struct File {
     direct_refused: AtomicBool,
     buffered_reason: Mutex<Option<String>>,
     limits: Option<RequestLimits>,
+    _keeps: Keeps,
+}
+
+/// What lives as long as the file, and so as long as any operation on it: the lock that guards the file.
+#[derive(Default)]
+struct Keeps(Option<Arc<dyn Any + Send + Sync>>);
+
+impl fmt::Debug for Keeps {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_tuple("Keeps").field(&self.0.is_some()).finish()
+    }
 }
 
 #[derive(Debug)]
@@ -54,10 +68,20 @@ enum Source {
 impl File {
     /// Opens `path`; without O_DIRECT if `direct` is false or the file system refuses it.
     pub fn open(path: &Path, access: Access, direct: bool) -> Result<File> {
+        File::opened_by(path, access, direct, |direct| file::open(path, access, direct))
+    }
+
+    /// The same with another way to open, which is told whether O_DIRECT is wanted. `path` is for messages.
+    pub fn opened_by(
+        path: &Path,
+        access: Access,
+        direct: bool,
+        open: impl Fn(bool) -> io::Result<fs::File>,
+    ) -> Result<File> {
         let name = path.to_string_lossy().into_owned();
         let fail = |error: io::Error| failure("opening", &name, 0, 0, &error);
         if !direct {
-            let main = file::open(path, access, false).map_err(fail)?;
+            let main = open(false).map_err(fail)?;
             return File::assemble(
                 main,
                 false,
@@ -66,11 +90,11 @@ impl File {
                 Some("switched off by the options".to_string()),
             );
         }
-        match file::open(path, access, true) {
+        match open(true) {
             Ok(main) => File::assemble(main, true, name, access, None),
             // O_CREAT may have made the file before O_DIRECT was refused: it is opened, not left behind empty.
             Err(refusal) if refusal.raw_os_error() == Some(libc::EINVAL) => {
-                let main = file::open(path, access, false).map_err(fail)?;
+                let main = open(false).map_err(fail)?;
                 File::assemble(
                     main,
                     false,
@@ -128,7 +152,13 @@ impl File {
             need: need.or(direct.then_some(Alignment { memory: page, offset: page })),
             buffered_reason: Mutex::new(reason),
             limits: limits_of(facts.identity.device),
+            _keeps: Keeps::default(),
         })
+    }
+
+    /// The same file, which keeps `other` until it is closed: after the last operation that uses it.
+    pub fn keeping(self, other: Arc<dyn Any + Send + Sync>) -> File {
+        File { _keeps: Keeps(Some(other)), ..self }
     }
 
     /// A file that its engine's backend knows by its name, with the alignment that the backend asks for.
@@ -145,6 +175,7 @@ impl File {
             direct_refused: AtomicBool::new(need.is_none()),
             buffered_reason: Mutex::new(None),
             limits: None,
+            _keeps: Keeps::default(),
         }
     }
 
@@ -297,8 +328,11 @@ fn next_key() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The error of a system call on a file.
+/// The error of a system call on a file, or why a file at a fixed name is not used.
 pub(super) fn failure(doing: &'static str, name: &str, offset: u64, bytes: u64, error: &io::Error) -> Error {
+    if own::is_refusal(error) {
+        return TierError::at(TierKind::Foreign, name, error.to_string());
+    }
     let errno = error.raw_os_error().unwrap_or(0);
     let detail = if errno == 0 { error.to_string() } else { String::new() };
     IoError { kind: IoKind::of_errno(errno), doing, path: name.to_string(), offset, bytes, errno, detail }

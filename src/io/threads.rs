@@ -53,6 +53,18 @@ impl Threads {
         Threads { desk: Arc::default(), limit: limit.max(1), name, serve }
     }
 
+    /// As [`Threads::new`], with a call before every write.
+    #[cfg(test)]
+    pub(super) fn held(limit: usize, before_write: impl Fn() + Send + Sync + 'static) -> Threads {
+        let serve = move |piece: &Piece| {
+            if piece.action == Action::Write {
+                before_write();
+            }
+            Completion::of(piece.token, run(piece))
+        };
+        Threads::serving("test", limit, Arc::new(serve))
+    }
+
     fn start_worker(&self, lane: usize) -> io::Result<()> {
         let (desk, serve) = (Arc::clone(&self.desk), Arc::clone(&self.serve));
         threads::spawn_quiet("spillway-io-worker", move || desk.work(lane, &*serve))

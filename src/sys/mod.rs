@@ -8,6 +8,8 @@ pub mod lent;
 mod life;
 pub mod lock;
 pub mod memory;
+pub mod own;
+mod parents;
 pub mod process;
 pub mod profile;
 pub mod reserve;

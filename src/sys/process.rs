@@ -68,6 +68,22 @@ fn make() -> *mut AtomicU32 {
     }
 }
 
+/// Whether `work` answers true in a forked child. For tests: what `work` does may not wait for other threads.
+#[cfg(test)]
+pub fn in_forked_child(work: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child runs `work`, which waits for no thread that the child lacks, and exits.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let answer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
+        // SAFETY: ends the child without the parent's exit handlers.
+        unsafe { libc::_exit(i32::from(!answer)) };
+    }
+    let mut status = -1;
+    // SAFETY: the status is a local.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    status == 0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,7 +1,8 @@
 //! A path in an object store: names below `PREFIX/job/host/rank-N`.
 //!
 //! Invariants:
-//! - Everything a process writes lies below a prefix that it has claimed (see `claim`).
+//! - Everything a process writes lies below a prefix that it has claimed (see `claim`). Every file keeps the claim: it
+//!   ends after the last request in flight, which could otherwise delete objects of the next owner's.
 //! - A superblock is one object, put whole, so a crash never leaves half of one. (Longer than [`OBJECT_BYTES`] it is
 //!   several, and safe as on a disk: the last committed one lies in the other copy.)
 //! - The bucket must exist: a name that is mistyped is an error, never a new bucket.
@@ -14,10 +15,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::claim::{Claim, LOCKS};
-use super::directory::{FILES, Owner};
+use super::directory::{FILES, Owner, parents};
 use super::layout::PAGE;
-use super::medium::{Medium, Pair};
+use super::medium::{Medium, Pair, in_flight};
 use crate::error::{Error, IoKind, Result};
+use crate::io::file::File;
 use crate::io::object::folder::Folder;
 use crate::io::object::{self, Address, Answer, Spot, Store};
 
@@ -31,7 +33,7 @@ pub(super) const TEST_ADDRESS: &str = "s3://bucket/prefix";
 #[derive(Debug)]
 pub struct Bucket {
     folder: Arc<Folder>,
-    _claim: Claim,
+    claim: Arc<Claim>,
 }
 
 /// The name of `owner`'s part of an address.
@@ -64,7 +66,7 @@ impl Bucket {
         }
         let (claim, listed) = Claim::take(&store, &prefix, &name)?;
         let folder = Folder::new(store, name, prefix, &FILES, &listed);
-        Ok(Some(Bucket { folder: Arc::new(folder), _claim: claim }))
+        Ok(Some(Bucket { folder: Arc::new(folder), claim: Arc::new(claim) }))
     }
 
     /// The files.
@@ -101,7 +103,7 @@ impl Medium for Bucket {
     }
 
     fn open(&self, file: &str) -> Result<Pair> {
-        let file = self.folder.file(file);
+        let file = Arc::new(self.folder.file(file).keeping(Arc::clone(&self.claim) as _));
         Ok(Pair { reader: Arc::clone(&file), writer: file })
     }
 
@@ -115,7 +117,17 @@ impl Medium for Bucket {
         Ok(())
     }
 
+    fn check(&self, _: &[(&'static str, &File)]) -> Result<()> {
+        self.claim.check(self.folder.address())
+    }
+
     fn remove(self: Box<Self>) -> Result<()> {
+        if !self.claim.is_own() {
+            return Err(parents(self.folder.address()));
+        }
+        if Arc::strong_count(&self.claim) > 1 {
+            return Err(in_flight(self.folder.address()));
+        }
         let prefix = self.folder.prefix();
         let listed = self.folder.store().list(prefix).map_err(self.failed("removing"))?;
         let files = listed.into_iter().map(|one| one.key).filter(|key| !is_lock(key, prefix));

@@ -38,6 +38,8 @@ const MOST_BYTES: u64 = 4096;
 pub(super) struct Claim {
     store: Arc<dyn Store>,
     key: String,
+    /// Bytes of the lock object.
+    bytes: u64,
     process: u32,
 }
 
@@ -63,7 +65,8 @@ impl Claim {
         let words = serde_json::to_vec(&*me)
             .map_err(|error| Error::System { what: "writing a lock", reason: error.to_string() })?;
         // Before the put: even one that fails may arrive.
-        let claim = Claim { store: Arc::clone(store), key, process: process::id() };
+        let claim =
+            Claim { store: Arc::clone(store), key, bytes: words.len() as u64, process: process::id() };
         held(|held| held.insert(claim.key.clone()));
         store.put(&claim.key, &words).map_err(failed)?;
         let locks = store.list(&format!("{prefix}{LOCKS}")).map_err(failed)?;
@@ -87,6 +90,24 @@ impl Claim {
         }
         let listed = store.list(prefix).map_err(failed)?;
         Ok((claim, listed))
+    }
+
+    /// False in a forked child.
+    pub(super) fn is_own(&self) -> bool {
+        self.process == process::id()
+    }
+
+    /// Refuses if somebody deleted the lock: the prefix may be another process's now. A store that does not answer says
+    /// nothing about it.
+    pub(super) fn check(&self, name: &str) -> Result<()> {
+        match read(&self.store, &self.key, self.bytes) {
+            Ok(Found::Gone) => {
+                let words = "its lock object was deleted while the tier was open; what was written there since may be \
+                             another process's";
+                Err(TierError::at(TierKind::PathMissing, name, words))
+            }
+            _ => Ok(()),
+        }
     }
 }
 

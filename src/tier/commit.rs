@@ -1,6 +1,7 @@
 //! Making a step durable.
 //!
-//! The order: every write is over, and none but the commit's own begins before its end; the data of every path is durable;
+//! The order: every write is over, and none but the commit's own begins before its end; the files of every path are those
+//! that their names stand for, and what lies on other paths is moved; the data of every path is durable;
 //! then a superblock goes into the copy of each path that does not hold the last committed one; the step counts as soon as
 //! one path has it durably. If none has, nobody can say whether a crash would find it, so both steps keep their places
 //! until a later commit succeeds.
@@ -40,6 +41,7 @@ impl Tier {
         if let Some(error) = self.lock().extents.iter().flatten().find_map(|extent| extent.failed.clone()) {
             return Err(error);
         }
+        self.check_paths()?;
         if self.durability() != Durability::Process {
             self.sync_data()?;
         }
@@ -75,6 +77,41 @@ impl Tier {
         let bytes = superblock.encode().map_err(refused)?;
         state.sequence = superblock.sequence;
         Ok((superblock, bytes))
+    }
+
+    /// Marks paths whose files were removed, replaced or renamed, and moves everything from there that can still be read:
+    /// no open would find it. An error if a part cannot be moved, or if no path that lasts is left.
+    fn check_paths(&self) -> Result<()> {
+        let paths = self.paths.iter().enumerate();
+        let gone: Vec<(usize, Error)> =
+            paths.filter_map(|(number, path)| Some((number, path.as_ref()?.check().err()?))).collect();
+        for (number, error) in &gone {
+            self.mark(*number, Health::Failed, &error.to_string());
+        }
+        for (number, path) in self.lock().paths.iter_mut().enumerate() {
+            path.gone = gone.iter().any(|(one, _)| *one == number);
+        }
+        for (number, error) in &gone {
+            self.move_all(*number as u32).map_err(|reason| because(error, &reason))?;
+        }
+        match gone.into_iter().next() {
+            Some((_, error)) if self.superblock_paths().is_empty() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Moves all that the next commit names off a path.
+    fn move_all(&self, path: u32) -> Result<()> {
+        let there = |extent: &Extent| {
+            let current = extent.current.as_ref().filter(|_| !extent.removed);
+            current.is_some_and(|current| current.version.touches(path))
+        };
+        let extents: Vec<u32> = {
+            let state = self.lock();
+            let numbered = (0..).zip(&state.extents);
+            numbered.filter_map(|(n, extent)| extent.as_ref().filter(|one| there(one)).map(|_| n)).collect()
+        };
+        extents.into_iter().try_for_each(|extent| self.move_extent(extent, Writer::Commit))
     }
 
     /// Makes the data of all paths durable. What lies on a path that cannot is moved, if it can still be read.
@@ -227,6 +264,10 @@ fn because(error: &Error, reason: &Error) -> Error {
             inner.detail = format!("{}; what was written there could not be moved: {reason}", inner.detail);
             Error::Io(inner)
         }
+        Error::Tier(mut inner) => {
+            inner.detail = format!("{}; what was written there could not be moved: {reason}", inner.detail);
+            Error::Tier(inner)
+        }
         other => other,
     }
 }
@@ -238,8 +279,8 @@ pub(super) fn superblock(tier: &Tier, state: &State, step: Option<u64>, payload:
     };
     // A path that is gone for good, with nothing left on it, is not missed at the next open.
     let retired = |number: usize, path: &PathState| {
-        let current = |extent: &Extent| extent.current.clone();
-        path.health == Health::Missing
+        let current = |extent: &Extent| extent.current.clone().filter(|_| !extent.removed);
+        (path.health == Health::Missing || path.gone)
             && !state
                 .extents
                 .iter()

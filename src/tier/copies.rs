@@ -52,6 +52,15 @@ pub(super) struct Candidate {
     pub(super) broken: Vec<String>,
 }
 
+/// The paths of the options, as they were found.
+pub(super) struct Looked {
+    pub(super) found: Vec<Candidate>,
+    /// Places in the options of paths that are not there.
+    pub(super) absent: Vec<usize>,
+    /// Why a degraded open does without a path that cannot be read.
+    pub(super) left_out: Option<Error>,
+}
+
 /// The superblock that a tier goes on from.
 pub(super) struct Chosen {
     /// What it says, with the sequence and the generation of the last one.
@@ -65,7 +74,7 @@ impl Tier {
     /// a step before any of them opens its tier.
     pub fn steps(options: &TierOptions) -> Result<Steps> {
         options.check()?;
-        let found = look(options)?.0;
+        let found = look(options)?.found;
         let Some(last) = last(&found) else {
             found.iter().try_for_each(Candidate::check_format)?;
             return Ok(Steps { last: None, before: Before::Unknown, exists: false });
@@ -125,9 +134,9 @@ impl Chosen {
     }
 }
 
-/// Takes the places that are there and reads their superblocks; the others by their place in the options.
-pub(super) fn look(options: &TierOptions) -> Result<(Vec<Candidate>, Vec<usize>)> {
-    let (mut found, mut absent) = (Vec::new(), Vec::new());
+/// Takes the places that are there and reads their superblocks.
+pub(super) fn look(options: &TierOptions) -> Result<Looked> {
+    let (mut found, mut absent, mut left_out) = (Vec::new(), Vec::new(), None);
     for given in 0..options.paths.len() {
         let candidate = match claim(options, given, false) {
             Ok(Some(path)) => read_copies(path, given).map(Some),
@@ -139,11 +148,14 @@ pub(super) fn look(options: &TierOptions) -> Result<(Vec<Candidate>, Vec<usize>)
         match candidate {
             Ok(Some(candidate)) => found.push(candidate),
             Ok(None) => absent.push(given),
-            Err(error) if options.degraded => leave_out(&error),
+            Err(error) if options.degraded => {
+                leave_out(&error);
+                left_out.get_or_insert(error);
+            }
             Err(error) => return Err(error),
         }
     }
-    Ok((found, absent))
+    Ok(Looked { found, absent, left_out })
 }
 
 pub(super) fn leave_out(error: &Error) {

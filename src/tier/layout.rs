@@ -61,6 +61,11 @@ pub fn header_bytes(blocks: u64) -> u64 {
     (FIXED as u64 + 8 * blocks).next_multiple_of(PAGE)
 }
 
+/// True if these bytes begin as the head of a chunk does, whole or not.
+pub(super) fn is_chunk(bytes: &[u8]) -> bool {
+    bytes.starts_with(&CHUNK_MAGIC)
+}
+
 impl ChunkHeader {
     /// The head as it is stored, whole pages, and its checksum.
     pub fn encode(&self) -> (Vec<u8>, u64) {

@@ -1,14 +1,18 @@
 //! Where a path keeps its files: a directory, memory, or the simulation; an object store is in `bucket`.
+//!
+//! Invariant: every file that a medium opens keeps the lock on its place. An operation in flight keeps its file, so the
+//! lock ends after the last operation, however long that takes after the tier was closed.
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
 use std::fs;
+use std::path::Path as FilePath;
 use std::sync::Arc;
 
-use super::directory::{Directory, FILES, failed};
+use super::directory::{Directory, FILES};
 use crate::error::{Error, Result};
 use crate::io::file::File;
-use crate::sys::file::{self, Access};
+use crate::sys::file::{self, Access, Want};
 
 /// The same file, open for reading and for writing.
 #[derive(Debug, Clone)]
@@ -38,22 +42,48 @@ pub trait Medium: Send + Sync + Debug {
     /// Makes durable which files there are.
     fn sync(&self) -> Result<()>;
 
-    /// Removes the files, superblocks first, and gives the place up.
+    /// Refuses if names of the open files do not stand for these files any more, or the lock was lost.
+    fn check(&self, _files: &[(&'static str, &File)]) -> Result<()> {
+        Ok(())
+    }
+
+    /// True if a removal that was cut short is finished before the place is used again.
+    fn finishes_removal(&self) -> bool {
+        false
+    }
+
+    /// Removes the files, superblocks first, and gives the place up. `Busy` while an operation on a file is in flight.
     fn remove(self: Box<Self>) -> Result<()>;
 }
 
 /// A directory of a mounted file system.
 #[derive(Debug)]
 pub struct Mounted {
-    directory: Directory,
+    directory: Arc<Directory>,
     direct: bool,
 }
 
 impl Mounted {
     /// On this directory; past the page cache if `direct`.
     pub fn new(directory: Directory, direct: bool) -> Mounted {
-        Mounted { directory, direct }
+        Mounted { directory: Arc::new(directory), direct }
     }
+
+    fn open_for(&self, name: &str, path: &FilePath, access: Access) -> Result<Arc<File>> {
+        let write = access != Access::Read;
+        let want = |direct| Want { read: !write, write, make: write, direct };
+        let file =
+            File::opened_by(path, access, self.direct, |direct| self.directory.open(name, want(direct)))?;
+        Ok(Arc::new(file.keeping(Arc::clone(&self.directory) as _)))
+    }
+}
+
+/// A place is not removed while an operation may still write there.
+pub(super) fn in_flight(name: &str) -> Error {
+    Error::Busy(format!(
+        "{name}: an operation is still in flight; nothing was removed, and the lock is kept until the operation ends; \
+         collect it then"
+    ))
 }
 
 impl Medium for Mounted {
@@ -63,17 +93,21 @@ impl Medium for Mounted {
 
     fn open(&self, file: &str) -> Result<Pair> {
         let path = self.directory.file(file);
-        let writer = Arc::new(File::open(&path, Access::Write { mode: 0o600 }, self.direct)?);
-        Ok(Pair { reader: Arc::new(File::open(&path, Access::Read, self.direct)?), writer })
+        let writer = self.open_for(file, &path, Access::Write { mode: 0o600 })?;
+        Ok(Pair { reader: self.open_for(file, &path, Access::Read)?, writer })
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
-        let path = self.directory.file(file);
-        match fs::metadata(&path) {
-            Ok(found) => Ok(Some(found.len())),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(failed("opening", &path, error, "")),
-        }
+        self.directory.len(file)
+    }
+
+    fn check(&self, files: &[(&'static str, &File)]) -> Result<()> {
+        let files: Vec<_> = files.iter().map(|(name, file)| (*name, file.identity())).collect();
+        self.directory.check(&files)
+    }
+
+    fn finishes_removal(&self) -> bool {
+        true
     }
 
     fn sync(&self) -> Result<()> {
@@ -81,7 +115,8 @@ impl Medium for Mounted {
     }
 
     fn remove(self: Box<Self>) -> Result<()> {
-        self.directory.remove()
+        let name = self.name();
+        Arc::into_inner(self.directory).ok_or_else(|| in_flight(&name))?.remove()
     }
 }
 

@@ -9,13 +9,13 @@ use super::bucket::Bucket;
 use super::directory::Directory;
 use super::gate::{Gate, Passage};
 use super::jobs::timed_out;
-use super::layout::PAGE;
+use super::layout::{PAGE, is_chunk};
 use super::medium::{Medium, Memory, Mounted, Pair};
 use super::options::{Place, TierOptions};
 use super::scratch::{Scratch, Shelf};
 use super::superblock::{HEAD_BYTES, Head, Superblock};
 use super::transfer::moment;
-use crate::error::{IoKind, Result};
+use crate::error::{IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
 use crate::io::object::{self, Address};
 use crate::io::options::{Options as IoOptions, Request, Target};
@@ -28,7 +28,7 @@ const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
 /// Files and engine.
 pub struct Path {
-    // Before the medium, whose lock lasts until the engine is done.
+    // Before the medium. Operations that the engine gives up on keep their files, and so the medium's lock.
     pub(super) engine: Engine,
     medium: Box<dyn Medium>,
     pub(super) data: Pair,
@@ -231,13 +231,52 @@ impl Path {
         })
     }
 
-    /// Removes the files. The engine is idle.
+    /// Refuses if the files are not found at their names any more.
+    pub(super) fn check(&self) -> Result<()> {
+        let [first, second] = &self.superblocks;
+        self.medium.check(&[
+            ("superblock.0", &first.writer),
+            ("superblock.1", &second.writer),
+            ("data", &self.data.writer),
+        ])
+    }
+
+    /// Refuses a path that has chunks of a tier although both superblocks read blank. Before the first chunk is written a
+    /// superblock is durable, so the superblocks were lost. Only the removal of a tier leaves chunks without superblocks.
+    pub(super) fn check_blank(&self) -> Result<()> {
+        let mut left = self.medium.finishes_removal();
+        for name in ["superblock.0", "superblock.1"] {
+            left |= self.medium.len(name)?.unwrap_or(0) > 0;
+        }
+        if !left || self.data_len()? < PAGE || !self.begins_with_chunk()? {
+            return Ok(());
+        }
+        let words = "its superblocks are blank, but it holds chunks of a tier, which a new tier would write over; \
+                     restore the superblocks, or collect the directory to begin anew";
+        Err(TierError::at(TierKind::Format, self.data_name(), words))
+    }
+
+    /// The first chunk of a tier lies at the begin of the file, and any later one that covers the begin.
+    fn begins_with_chunk(&self) -> Result<bool> {
+        let head = self.scratch(PAGE as usize)?;
+        match self.read(0, head.span()).and_then(|handle| self.wait(handle, None)) {
+            Ok(_) => Ok(head.span().with_bytes(is_chunk)),
+            Err(error) if error.io_kind() == Some(IoKind::ShortFile) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes the files, unless operations are still in flight.
     pub(super) fn remove(self) -> Result<()> {
-        let Path { medium, engine, .. } = self;
+        let Path { medium, engine, data, superblocks, .. } = self;
+        drop((data, superblocks));
         match engine.close(None) {
             Err(error) if error.io_kind() == Some(IoKind::PathFailed) => Err(error),
             // Outcomes that nobody waited for are of no interest any more.
-            _ => medium.remove(),
+            _ => {
+                drop(engine);
+                medium.remove()
+            }
         }
     }
 }

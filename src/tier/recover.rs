@@ -12,7 +12,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
-use super::copies::{Candidate, Chosen, choose, gone, leave_out, look};
+use super::copies::{Candidate, Chosen, Looked, choose, gone, leave_out, look};
 use super::directory::check_moved;
 use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
 use super::path::{Path, claim};
@@ -34,7 +34,7 @@ impl Tier {
     /// Opens a tier, or makes one.
     pub fn open(options: TierOptions) -> Result<Tier> {
         options.check()?;
-        let (found, absent) = look(&options)?;
+        let Looked { found, absent, left_out } = look(&options)?;
         match choose(&found, &options)? {
             Some(chosen) => resume(options, found, absent, chosen),
             None => {
@@ -49,6 +49,11 @@ impl Tier {
                     let directories = options.paths.iter().filter_map(|path| path.place.directory());
                     check_moved(directories, &options.owner)?;
                 }
+                // A path that cannot be read may hold the tier.
+                if let Some(error) = left_out {
+                    return Err(error);
+                }
+                found.iter().try_for_each(|one| one.path.check_blank())?;
                 create(options, found, absent)
             }
         }
@@ -182,6 +187,7 @@ fn path_states(
                 reason: "it was not there when the tier was opened".to_string(),
                 space,
                 good: None,
+                gone: false,
                 dirty: false,
                 written_before: record.written,
             });
@@ -220,6 +226,7 @@ fn path_state(
         reason: String::new(),
         space,
         good,
+        gone: false,
         dirty: false,
         written_before,
     })

@@ -44,6 +44,8 @@ pub(super) struct PathState {
     pub(super) space: Space,
     /// The copy that holds the last superblock known to be durable here, and its sequence.
     pub(super) good: Option<Good>,
+    /// Its files are not found at their names any more. With nothing left on it, it is not missed at the next open.
+    pub(super) gone: bool,
     /// Data was written since the last commit.
     pub(super) dirty: bool,
     /// Bytes written by those who had the tier open before.

@@ -8,25 +8,34 @@
 //! - A turn is a courtesy between processes, never a condition for correct data: who has waited for its patience goes
 //!   without one, and the log says so.
 //!
+//! - Lines lie in directories of this user alone, and every file there is checked (see `sys::own`): what another user
+//!   planted is never written to. Where another user took the usual name, the next one is used, by all processes alike.
+//!
 //! A path's line is a directory of small files on the node: `turn`; `desk` with the last ticket, locked to draw one;
 //! `slot-N`, one for each process, locked while it lives, with its ticket in it (0: not waiting).
 #![forbid(unsafe_code)]
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
+use crate::sys::file::Want;
+use crate::sys::own::{self, OwnDirectory};
 
 /// Most processes in one line.
 const SLOTS: usize = 1024;
+/// Names of the usual directory that are tried: another user may have taken some.
+const NAMES: u32 = 4;
+
 /// This process's place in the line of one path.
 #[derive(Debug)]
 pub struct Line {
     dir: PathBuf,
+    files: OwnDirectory,
     name: String,
     slot: usize,
     mine: File,
@@ -129,15 +138,15 @@ impl Line {
     pub fn join(path: &Path, node: Option<&Path>) -> Result<Line> {
         let failed = |error: io::Error| Error::system("joining the turns on a path", &error);
         let about = fs::metadata(path).map_err(failed)?;
-        let dir = match node {
-            Some(node) => node.to_path_buf(),
-            None => usual_directory().map_err(failed)?,
+        let (place, all) = match node {
+            Some(node) => given_directory(node).map_err(failed)?,
+            None => usual_directory(&usual_places(), own::user()).map_err(failed)?,
         };
-        let dir = dir.join(format!("path-{:x}", about.dev()));
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(failed)?;
-        let desk = shared_file(&dir.join("desk")).map_err(failed)?;
-        let (slot, mine) = free_slot(&dir).map_err(failed)?;
-        Ok(Line { dir, name: path.display().to_string(), slot, mine, desk })
+        let line = format!("path-{:x}", about.dev());
+        let (dir, files) = (place.join(&line), all.enter(&line, true).map_err(failed)?);
+        let desk = shared_file(&files, "desk").map_err(failed)?;
+        let (slot, mine) = free_slot(&files).map_err(failed)?;
+        Ok(Line { dir, files, name: path.display().to_string(), slot, mine, desk })
     }
 
     fn others_wait(&self) -> io::Result<bool> {
@@ -174,7 +183,7 @@ impl Line {
         if self.someone_before(ticket)? {
             return Ok(None);
         }
-        let file = shared_file(&self.dir.join("turn"))?;
+        let file = shared_file(&self.files, "turn")?;
         match file.try_lock() {
             Ok(()) => Ok(Some(Turn { _lock: file })),
             Err(TryLockError::WouldBlock) => Ok(None),
@@ -184,7 +193,7 @@ impl Line {
 
     fn someone_before(&self, ticket: u64) -> io::Result<bool> {
         for slot in (0..SLOTS).filter(|slot| *slot != self.slot) {
-            let file = match OpenOptions::new().read(true).open(slot_path(&self.dir, slot)) {
+            let file = match self.files.open(&slot_name(slot), Want { read: true, ..Want::default() }) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => break,
                 Err(error) => return Err(error),
@@ -218,9 +227,9 @@ fn ticket_in(file: &File) -> io::Result<u64> {
     }
 }
 
-fn free_slot(dir: &Path) -> io::Result<(usize, File)> {
+fn free_slot(files: &OwnDirectory) -> io::Result<(usize, File)> {
     for slot in 0..SLOTS {
-        let file = shared_file(&slot_path(dir, slot))?;
+        let file = shared_file(files, &slot_name(slot))?;
         match file.try_lock() {
             Ok(()) => {
                 file.write_all_at(&0u64.to_le_bytes(), 0)?;
@@ -233,19 +242,53 @@ fn free_slot(dir: &Path) -> io::Result<(usize, File)> {
     Err(io::Error::other(format!("{SLOTS} processes are in line already")))
 }
 
-fn slot_path(dir: &Path, slot: usize) -> PathBuf {
-    dir.join(format!("slot-{slot}"))
+fn slot_name(slot: usize) -> String {
+    format!("slot-{slot}")
 }
 
-fn shared_file(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+fn shared_file(files: &OwnDirectory, name: &str) -> io::Result<File> {
+    files.open(name, Want { read: true, write: true, make: true, direct: false })
 }
 
-/// In memory where the node has it: it is emptied at boot and belongs to this node alone.
-fn usual_directory() -> io::Result<PathBuf> {
+fn given_directory(node: &Path) -> io::Result<(PathBuf, OwnDirectory)> {
+    DirBuilder::new().recursive(true).mode(0o700).create(node)?;
+    Ok((node.to_path_buf(), OwnDirectory::given(node)?))
+}
+
+/// In memory where the node has it: it is emptied at boot and belongs to this node alone. Not XDG_RUNTIME_DIR at first:
+/// processes of one user that were started in different ways do not all have it, and would stand in different lines.
+fn usual_places() -> Vec<PathBuf> {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
     let memory = Path::new("/dev/shm");
     let base = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
-    Ok(base.join(format!("spillway-turns-{}", fs::metadata("/proc/self")?.uid())))
+    [base].into_iter().chain(runtime).collect()
+}
+
+/// The first directory of turns that is this user's alone, or can be made so.
+fn usual_directory(places: &[PathBuf], user: u32) -> io::Result<(PathBuf, OwnDirectory)> {
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for place in places {
+        let given = match OwnDirectory::given(place) {
+            Ok(given) => given,
+            Err(error) => {
+                last = error;
+                continue;
+            }
+        };
+        for number in 0..NAMES {
+            let suffix = if number == 0 { String::new() } else { format!("-{number}") };
+            let name = format!("spillway-turns-{user}{suffix}");
+            match given.enter(&name, true) {
+                Ok(found) => return Ok((place.join(name), found)),
+                Err(error) => {
+                    let path = place.join(name);
+                    log::write(Level::Warn, &format!("{} is not used for turns: {error}", path.display()));
+                    last = error;
+                }
+            }
+        }
+    }
+    Err(last)
 }
 
 #[cfg(test)]

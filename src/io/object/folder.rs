@@ -82,8 +82,8 @@ impl Folder {
     }
 
     /// A file, whether it has objects or not.
-    pub fn file(&self, name: &str) -> Arc<File> {
-        Arc::new(File::named(&format!("{}/{name}", self.address), 0, None))
+    pub fn file(&self, name: &str) -> File {
+        File::named(&format!("{}/{name}", self.address), 0, None)
     }
 
     /// Where a file's last object ends; `None` if it has none.

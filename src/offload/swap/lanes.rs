@@ -43,7 +43,14 @@ impl Lanes {
             if !options.exclusive || !shared {
                 continue;
             }
-            let line = Line::join(Path::new(&info.name), None)?;
+            let line = match Line::join(Path::new(&info.name), None) {
+                Ok(line) => line,
+                // Turns are a courtesy: without them every process uses the path at any time.
+                Err(error) => {
+                    log::write(Level::Warn, &format!("{} is used without turns: {error}", info.name));
+                    continue;
+                }
+            };
             match lines.iter_mut().find(|(known, _)| known.place() == line.place()) {
                 Some((_, paths)) => paths.push(path),
                 None => lines.push((line, vec![path])),

@@ -8,8 +8,11 @@ mod crash;
 mod degraded;
 mod faults;
 mod format;
+mod in_flight;
 mod memory;
+mod others;
 mod real;
+mod removed;
 
 use std::sync::Mutex;
 use std::time::Duration;

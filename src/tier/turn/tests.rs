@@ -2,6 +2,9 @@
 #![forbid(unsafe_code)]
 
 use super::*;
+use std::fs::OpenOptions;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -180,4 +183,54 @@ fn real_processes_exclude_each_other_and_survive_a_killed_one() {
     assert_eq!(turns, 1 + 4 * 40);
     let on_first = notes().lines().filter(|note| note.starts_with("0 ") && note.ends_with(" in")).count();
     assert!(on_first > 1, "the death of its holder freed no path");
+}
+
+/// A directory of another user, a link and a file in the way of the usual name: nothing there is touched, and all
+/// processes meet at the next name.
+#[test]
+#[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
+fn a_planted_directory_of_turns_is_not_used_and_the_next_name_is() {
+    let (shared, victim) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o1777)).unwrap();
+    let precious = victim.path().join("slot-0");
+    fs::write(&precious, "eight bytes and more").unwrap();
+    let plant = |command: &str| {
+        assert_eq!(own::user(), 0, "this test acts as another user: run it as root");
+        let mut shell = Command::new("sh");
+        let done = shell.args(["-c", command]).current_dir(shared.path()).uid(65534).gid(65534).status();
+        assert!(done.unwrap().success(), "{command}");
+    };
+    plant(&format!("umask 0; mkdir spillway-turns-0; ln -s {} spillway-turns-0-1", victim.path().display()));
+    let places = [shared.path().to_path_buf()];
+    for _ in 0..2 {
+        assert_eq!(usual_directory(&places, 0).unwrap().0, shared.path().join("spillway-turns-0-2"));
+    }
+    plant("touch spillway-turns-7 spillway-turns-7-1 spillway-turns-7-2 spillway-turns-7-3");
+    assert!(usual_directory(&places, 7).is_err());
+    assert_eq!(
+        usual_directory(&[places[0].clone(), victim.path().into()], 7).unwrap().0.parent(),
+        Some(victim.path())
+    );
+    assert_eq!(fs::read(&precious).unwrap(), b"eight bytes and more");
+    assert_eq!(fs::read_dir(shared.path().join("spillway-turns-0")).unwrap().count(), 0);
+}
+
+/// Links in a directory of turns that was open to others once.
+#[test]
+fn a_planted_link_to_a_file_is_not_written_through() {
+    let dir = tempfile::tempdir().unwrap();
+    let precious = dir.path().join("precious");
+    fs::write(&precious, "eight bytes and more").unwrap();
+    let line = claim(dir.path()).line.place().to_path_buf();
+    for name in ["slot-0", "desk"] {
+        let path = line.join(name);
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&precious, &path).unwrap();
+        assert!(Line::join(dir.path(), Some(&dir.path().join("node"))).is_err());
+        fs::remove_file(&path).unwrap();
+        fs::hard_link(&precious, &path).unwrap();
+        assert!(Line::join(dir.path(), Some(&dir.path().join("node"))).is_err());
+        fs::remove_file(&path).unwrap();
+    }
+    assert_eq!(fs::read(&precious).unwrap(), b"eight bytes and more");
 }

@@ -1,0 +1,151 @@
+//! Locks against other processes, forked children, and files that somebody else opens.
+
+use super::*;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+fn attempt(dir: &Path) -> Attempt {
+    FileLock::attempt(&OwnDirectory::given(dir).unwrap(), "lock").unwrap()
+}
+
+#[test]
+fn a_process_holds_a_lock_once_and_gives_it_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    lock.write("mine").unwrap();
+    assert!(matches!(attempt(dir.path()), Attempt::Ours));
+    assert!(lock.names(&OwnDirectory::given(dir.path()).unwrap(), "lock").unwrap());
+    drop(lock);
+    assert!(matches!(attempt(dir.path()), Attempt::Held(_)));
+}
+
+/// What other processes of these tests do: "try" reports the outcome; "hold" takes the lock, forks a child that stays,
+/// and dies.
+#[test]
+fn another_process() {
+    let (Ok(dir), Ok(what)) = (std::env::var("SPILLWAY_TEST_LOCK"), std::env::var("SPILLWAY_TEST_LOCK_DO"))
+    else {
+        return;
+    };
+    let dir = Path::new(&dir);
+    let outcome = attempt(dir);
+    if what == "try" {
+        let code = match outcome {
+            Attempt::Held(_) => 10,
+            Attempt::Ours => 11,
+            Attempt::Theirs(words) if words == "mine" => 12,
+            Attempt::Theirs(words) => 13 + i32::from(words.len() as u64 == MOST_WORDS),
+        };
+        std::process::exit(code);
+    }
+    let Attempt::Held(lock) = outcome else { panic!("it was free") };
+    // SAFETY: the child only sleeps, and is killed by the test.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        loop {
+            // SAFETY: takes nothing.
+            unsafe { libc::pause() };
+        }
+    }
+    std::fs::write(dir.join("child"), child.to_string()).unwrap();
+    std::mem::forget(lock);
+    // SAFETY: ends this process as a kill would: nothing is dropped.
+    unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+}
+
+fn other(dir: &Path, what: &str) -> std::process::ExitStatus {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "sys::lock::tests::another_process", "--nocapture"]);
+    command.env("SPILLWAY_TEST_LOCK", dir).env("SPILLWAY_TEST_LOCK_DO", what);
+    command.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap()
+}
+
+/// A backup of the directory does that (shutil.copytree); a record lock would be gone.
+#[test]
+fn another_descriptor_of_the_lock_file_that_is_closed_does_not_end_the_lock() {
+    let dir = tempfile::tempdir().unwrap();
+    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    lock.write("mine").unwrap();
+    assert_eq!(other(dir.path(), "try").code(), Some(12));
+    assert_eq!(std::fs::read(dir.path().join("lock")).unwrap(), b"mine");
+    assert_eq!(other(dir.path(), "try").code(), Some(12), "the lock ended with the descriptor of the read");
+    drop(lock);
+    assert_eq!(other(dir.path(), "try").code(), Some(10));
+}
+
+/// Versions of this library before took record locks.
+#[test]
+fn a_record_lock_of_an_older_version_excludes_and_is_excluded() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("lock"), "mine").unwrap();
+    let file = File::options().read(true).write(true).open(dir.path().join("lock")).unwrap();
+    change(&file, libc::F_SETLK, libc::F_WRLCK).unwrap();
+    assert_eq!(other(dir.path(), "try").code(), Some(12));
+    drop(file);
+    let Attempt::Held(_lock) = attempt(dir.path()) else { panic!("it was free") };
+    let file = File::options().read(true).write(true).open(dir.path().join("lock")).unwrap();
+    assert!(change(&file, libc::F_SETLK, libc::F_WRLCK).is_err());
+}
+
+#[test]
+fn a_forked_child_does_not_keep_the_lock_of_a_parent_that_was_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(other(dir.path(), "hold").signal(), Some(libc::SIGKILL));
+    let child: i32 = std::fs::read_to_string(dir.path().join("child")).unwrap().parse().unwrap();
+    let outcome = attempt(dir.path());
+    // SAFETY: the child that this test's process made.
+    unsafe { libc::kill(child, libc::SIGKILL) };
+    assert!(matches!(outcome, Attempt::Held(_)), "{outcome:?}");
+}
+
+/// The child has no lock, closes nothing of its own when it drops the parent's, and leaves the parent's alone.
+#[test]
+fn a_forked_child_that_drops_the_lock_ends_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    lock.write("mine").unwrap();
+    let fd = lock.file.as_ref().unwrap().file().unwrap().as_raw_fd();
+    // SAFETY: the child makes system calls, drops the lock, which takes no lock that another thread could hold, and exits.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: descriptor numbers, and the end of the child.
+        unsafe {
+            let closed = libc::fcntl(fd, libc::F_GETFD) < 0;
+            let reused = libc::dup2(0, fd) == fd;
+            drop(lock);
+            let kept = libc::fcntl(fd, libc::F_GETFD) >= 0;
+            libc::_exit(i32::from(!(closed && reused && kept)));
+        }
+    }
+    let mut status = -1;
+    // SAFETY: the status is a local.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+    assert_eq!(other(dir.path(), "try").code(), Some(12));
+}
+
+#[test]
+fn a_lock_that_the_system_lost_is_taken_again_unless_another_has_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    lock.write("mine").unwrap();
+    let lose = || change(lock.file.as_ref().unwrap().file().unwrap(), kind(), libc::F_UNLCK).unwrap();
+    lose();
+    assert!(lock.is_held());
+    assert_eq!(other(dir.path(), "try").code(), Some(12));
+    lose();
+    let thief = File::options().write(true).open(dir.path().join("lock")).unwrap();
+    change(&thief, libc::F_OFD_SETLK, libc::F_WRLCK).unwrap();
+    assert!(!lock.is_held());
+}
+
+#[test]
+fn a_huge_lock_file_is_not_read_whole_for_a_message() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = File::create(dir.path().join("lock")).unwrap();
+    file.set_len(1 << 40).unwrap();
+    let Attempt::Held(_lock) = attempt(dir.path()) else { panic!("it was free") };
+    file.set_len(1 << 40).unwrap();
+    assert_eq!(other(dir.path(), "try").code(), Some(14));
+}

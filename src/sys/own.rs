@@ -1,0 +1,329 @@
+//! Files and directories at fixed names in places that other users may reach.
+//!
+//! Invariants:
+//! - [`open_own`] opens every file at a fixed name. It follows no link in the last component, does not wait for the other
+//!   end of a FIFO, and checks the file on the open descriptor: a regular file with one name, owned by the effective user.
+//! - A directory below a given one is opened without following a link, and is owned by the effective user. Files in it
+//!   are named relative to its descriptor: a directory that is renamed or replaced later is never used by mistake.
+//! - Own files with access for group or others, and own directories that group or others may write to, are tightened
+//!   when they are opened, with a line in the log: a volume manager or an umask may have left them so.
+
+use std::ffi::{CString, OsStr};
+use std::fmt;
+use std::fs::{File, Permissions};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+
+use super::file::Identity;
+use crate::log::{self, Level};
+
+/// Access bits of a new file: its owner's alone.
+const FILE_MODE: libc::mode_t = 0o600;
+/// Access bits of a new directory.
+const DIRECTORY_MODE: libc::mode_t = 0o700;
+/// Access bits that a file must not have.
+const FILE_LAX: u32 = 0o077;
+/// Access bits that let others change a file or a directory.
+const OTHERS_WRITE: u32 = 0o022;
+
+/// What a file is opened for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Want {
+    /// Reading.
+    pub read: bool,
+    /// Writing.
+    pub write: bool,
+    /// It is created, with mode 0600, if it does not exist. Nothing is truncated.
+    pub make: bool,
+    /// Past the page cache.
+    pub direct: bool,
+}
+
+/// What lies at a name, without following a link.
+#[derive(Debug, Clone, Copy)]
+pub struct Entry {
+    /// Which file.
+    pub identity: Identity,
+    /// Length.
+    pub len: u64,
+    /// True if it is a regular file.
+    pub regular: bool,
+    /// True if it is owned by the effective user.
+    pub own: bool,
+}
+
+/// Why a file or a directory is not used although the system opened it.
+#[derive(Debug)]
+struct Refused(String);
+
+impl fmt::Display for Refused {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Refused {}
+
+fn refused(words: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, Refused(words.into()))
+}
+
+/// True if this module refused a file or a directory; the system's own errors are false.
+pub fn is_refusal(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<Refused>())
+}
+
+/// The effective user.
+pub fn user() -> u32 {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Opens the file at a fixed name: relative to `directory`, or `path` alone, whose directories are the caller's choice.
+pub fn open_own(directory: Option<BorrowedFd>, path: &Path, want: Want) -> io::Result<File> {
+    let at = directory.map_or(libc::AT_FDCWD, |directory| directory.as_raw_fd());
+    let flag = |wanted: bool, flag: i32| if wanted { flag } else { 0 };
+    let access = match (want.read, want.write) {
+        (true, true) => libc::O_RDWR,
+        (false, true) => libc::O_WRONLY,
+        _ => libc::O_RDONLY,
+    };
+    let flags =
+        access | libc::O_NONBLOCK | flag(want.make, libc::O_CREAT) | flag(want.direct, libc::O_DIRECT);
+    let name = c_string(path.as_os_str())?;
+    let file = open_at(at, &name, flags).map_err(|error| explained(error, at, &name))?;
+    check_file(&file, path)?;
+    blocking(&file)?;
+    Ok(file)
+}
+
+/// A directory, by its descriptor.
+#[derive(Debug)]
+pub struct OwnDirectory {
+    file: File,
+}
+
+impl OwnDirectory {
+    /// A directory that the caller names. Its links, its owner and its mode are the caller's choice.
+    pub fn given(path: &Path) -> io::Result<OwnDirectory> {
+        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
+        let name = c_string(path.as_os_str())?;
+        // SAFETY: a C string and flags.
+        let fd = unsafe { libc::open(name.as_ptr(), flags) };
+        Ok(OwnDirectory { file: owned(fd)? })
+    }
+
+    /// A directory in this one, which nobody but the effective user may change; made with mode 0700 if `make`.
+    pub fn enter(&self, name: &str, make: bool) -> io::Result<OwnDirectory> {
+        let found = match self.peek(name) {
+            Err(error) if make && error.kind() == io::ErrorKind::NotFound => {
+                self.make(name)?;
+                self.peek(name)?
+            }
+            other => other?,
+        };
+        found.check(name)?;
+        Ok(found)
+    }
+
+    /// A directory in this one, whoever owns it: to look at, not to use.
+    pub fn peek(&self, name: &str) -> io::Result<OwnDirectory> {
+        let (at, name) = (self.file.as_raw_fd(), c_string(name.as_ref())?);
+        let file = open_at(at, &name, libc::O_RDONLY | libc::O_DIRECTORY)
+            .map_err(|error| explained(error, at, &name))?;
+        Ok(OwnDirectory { file })
+    }
+
+    fn make(&self, name: &str) -> io::Result<()> {
+        let name = c_string(name.as_ref())?;
+        // SAFETY: an open descriptor and a C string.
+        match unsafe { libc::mkdirat(self.file.as_raw_fd(), name.as_ptr(), DIRECTORY_MODE) } {
+            0 => Ok(()),
+            _ => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+                error => Err(error),
+            },
+        }
+    }
+
+    /// Refuses a directory of another user, and takes write access away from group and others.
+    fn check(&self, name: &str) -> io::Result<()> {
+        check_owner(&self.file, "directory")?;
+        tighten(&self.file, OTHERS_WRITE, Path::new(name))
+    }
+
+    /// Opens a file in it.
+    pub fn open(&self, name: &str, want: Want) -> io::Result<File> {
+        open_own(Some(self.file.as_fd()), Path::new(name), want)
+    }
+
+    /// What lies at a name; `None` if nothing does.
+    pub fn entry(&self, name: &str) -> io::Result<Option<Entry>> {
+        let name = c_string(name.as_ref())?;
+        match stat_at(self.file.as_raw_fd(), &name) {
+            Ok(found) => Ok(Some(Entry {
+                identity: Identity { device: found.st_dev, inode: found.st_ino },
+                len: u64::try_from(found.st_size).unwrap_or(0),
+                regular: found.st_mode & libc::S_IFMT == libc::S_IFREG,
+                own: found.st_uid == user(),
+            })),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Which directory it is.
+    pub fn identity(&self) -> io::Result<Identity> {
+        self.file.metadata().map(|found| Identity { device: found.dev(), inode: found.ino() })
+    }
+
+    /// Removes a name, a link and not what it points to; nothing there is no error.
+    pub fn remove_file(&self, name: &str) -> io::Result<()> {
+        match self.unlink(name, 0) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Removes an empty directory.
+    pub fn remove_directory(&self, name: &str) -> io::Result<()> {
+        self.unlink(name, libc::AT_REMOVEDIR)
+    }
+
+    fn unlink(&self, name: &str, flags: i32) -> io::Result<()> {
+        let name = c_string(name.as_ref())?;
+        // SAFETY: an open descriptor and a C string.
+        match unsafe { libc::unlinkat(self.file.as_raw_fd(), name.as_ptr(), flags) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Makes its names durable.
+    pub fn sync(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+}
+
+fn c_string(text: &OsStr) -> io::Result<CString> {
+    CString::new(text.as_bytes()).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
+}
+
+fn owned(fd: i32) -> io::Result<File> {
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a descriptor that the caller's system call just made.
+    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+fn open_at(at: i32, name: &CString, flags: i32) -> io::Result<File> {
+    let flags = flags | libc::O_CLOEXEC | libc::O_NOCTTY | libc::O_NOFOLLOW;
+    loop {
+        // SAFETY: a descriptor or AT_FDCWD, a C string, flags and a mode.
+        match owned(unsafe { libc::openat(at, name.as_ptr(), flags, FILE_MODE) }) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => return other,
+        }
+    }
+}
+
+fn stat_at(at: i32, name: &CString) -> io::Result<libc::stat> {
+    let mut found = MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: a descriptor or AT_FDCWD, a C string, and room for a stat.
+    match unsafe { libc::fstatat(at, name.as_ptr(), found.as_mut_ptr(), libc::AT_SYMLINK_NOFOLLOW) } {
+        // SAFETY: the call succeeded and filled the struct.
+        0 => Ok(unsafe { found.assume_init() }),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Says what lies there where the errno of an open does not.
+fn explained(error: io::Error, at: i32, name: &CString) -> io::Error {
+    if !matches!(error.raw_os_error(), Some(libc::ELOOP | libc::ENOTDIR | libc::ENXIO)) {
+        return error;
+    }
+    match stat_at(at, name).map(|found| found.st_mode & libc::S_IFMT) {
+        Ok(libc::S_IFLNK) => {
+            refused("a symbolic link lies there, and links are not followed: remove the link")
+        }
+        Ok(kind @ (libc::S_IFIFO | libc::S_IFSOCK | libc::S_IFCHR | libc::S_IFBLK)) => not_regular(kind),
+        _ => error,
+    }
+}
+
+fn not_regular(kind: libc::mode_t) -> io::Error {
+    let kind = match kind {
+        libc::S_IFIFO => "a FIFO",
+        libc::S_IFSOCK => "a socket",
+        libc::S_IFDIR => "a directory",
+        _ => "a device",
+    };
+    refused(format!("{kind} lies there instead of a regular file: remove it"))
+}
+
+fn check_file(file: &File, path: &Path) -> io::Result<()> {
+    let found = file.metadata()?;
+    let kind = found.mode() & libc::S_IFMT;
+    if kind != libc::S_IFREG {
+        return Err(not_regular(kind));
+    }
+    check_owner(file, "file")?;
+    if found.nlink() > 1 {
+        let links = found.nlink();
+        return Err(refused(format!("the file has {links} names (hard links): remove the other names")));
+    }
+    tighten(file, FILE_LAX, path)
+}
+
+fn check_owner(file: &File, what: &str) -> io::Result<()> {
+    let found = file.metadata()?;
+    let (owner, mode, user) = (found.uid(), found.mode() & 0o7777, user());
+    if owner == user {
+        return Ok(());
+    }
+    Err(refused(format!(
+        "the {what} belongs to user {owner} (mode {mode:04o}), and this process runs as user {user}: run as its owner, \
+         remove it, or choose another name or directory"
+    )))
+}
+
+/// Takes the access bits `lax` away. A file system without modes keeps them: then nobody else may write there at least.
+fn tighten(file: &File, lax: u32, path: &Path) -> io::Result<()> {
+    let mode = file.metadata()?.mode() & 0o7777;
+    if mode & lax == 0 {
+        return Ok(());
+    }
+    let changed = file.set_permissions(Permissions::from_mode(mode & !lax));
+    let now = file.metadata()?.mode() & 0o7777;
+    if now & OTHERS_WRITE != 0 {
+        let why = changed.err().map_or(String::new(), |error| format!(" ({error})"));
+        return Err(refused(format!(
+            "other users may write to it (mode {now:04o}), and chmod does not help{why}"
+        )));
+    }
+    let path = path.display();
+    log::write(
+        Level::Warn,
+        &format!("{path}: mode {mode:04o} let other users in; the mode is {now:04o} now"),
+    );
+    Ok(())
+}
+
+/// Takes O_NONBLOCK away: io_uring would answer EAGAIN where a regular file has to wait.
+fn blocking(file: &File) -> io::Result<()> {
+    // SAFETY: fcntl on an open descriptor.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    // SAFETY: the same.
+    if flags < 0 || unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,189 @@
+//! Writes that the system has not answered when their tier is closed, dropped or destroyed: the place stays locked until
+//! the last one has ended, for this process and for others.
+#![forbid(unsafe_code)]
+
+use std::path::Path as FilePath;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+
+use super::*;
+use crate::error::{Error, IoKind, TierKind};
+use crate::io::engine::Engine;
+use crate::io::object::memory::Memory as Objects;
+use crate::io::object::{Address, Answer, Listed, Store};
+use crate::sys::process::in_forked_child;
+use crate::tier::bucket::{Bucket, TEST_ADDRESS};
+use crate::tier::directory::{Directory, collect, scan};
+use crate::tier::medium::Mounted;
+use crate::tier::path::Path;
+
+/// A door that writes wait at.
+#[derive(Debug, Clone, Default)]
+struct Door(Arc<(Mutex<bool>, Condvar)>);
+
+impl Door {
+    fn pass(&self) {
+        let open = self.0.0.lock().unwrap();
+        drop(self.0.1.wait_while(open, |open| !*open).unwrap());
+    }
+
+    fn open(&self) {
+        *self.0.0.lock().unwrap() = true;
+        self.0.1.notify_all();
+    }
+}
+
+/// A path in a real directory whose writes hang until the door opens.
+fn hanging(base: &FilePath, door: &Door, stall: Option<Duration>) -> Path {
+    let directory = Directory::claim(base, &owner(), true).unwrap().unwrap();
+    let door = door.clone();
+    let options = IoOptions { preallocate: false, direct: false, stall, ..IoOptions::default() };
+    let engine = Engine::open_held(options, move || door.pass());
+    Path::open(Box::new(Mounted::new(directory, false)), engine.unwrap()).unwrap()
+}
+
+fn claimed_here(base: &FilePath) -> Result<Directory> {
+    Directory::claim(base, &owner(), true).map(Option::unwrap)
+}
+
+/// What another process of these tests does.
+#[test]
+fn another_process() {
+    let Ok(base) = std::env::var("SPILLWAY_TEST_IN_FLIGHT") else { return };
+    let code = match claimed_here(FilePath::new(&base)) {
+        Ok(_) => 10,
+        Err(error) if error.tier_kind() == Some(TierKind::Locked) => 11,
+        Err(_) => 12,
+    };
+    std::process::exit(code);
+}
+
+fn claimed_elsewhere(base: &FilePath) -> bool {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "tier::tests::in_flight::another_process", "--nocapture"]);
+    let status = command.env("SPILLWAY_TEST_IN_FLIGHT", base).stdout(Stdio::null()).status().unwrap();
+    assert!(matches!(status.code(), Some(10 | 11)), "{status}");
+    status.code() == Some(10)
+}
+
+fn assert_locked(base: &FilePath) {
+    let error = claimed_here(base).unwrap_err();
+    assert_eq!(error.tier_kind(), Some(TierKind::Locked), "{error}");
+    assert!(error.to_string().contains("still in flight"), "{error}");
+    assert!(!claimed_elsewhere(base), "the lock ended before the write");
+    assert!(scan(base).unwrap()[0].live.is_some());
+}
+
+fn wait_until(what: impl Fn() -> bool) {
+    let begin = std::time::Instant::now();
+    while !what() {
+        assert!(begin.elapsed() < PATIENCE.unwrap());
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_tier_closed_with_a_timeout_stays_locked_until_its_writes_have_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let door = Door::default();
+    let path = hanging(dir.path(), &door, None);
+    let memory = Memory::filled(&[8192], 5);
+    path.write(0, memory.spans()[0]).unwrap();
+    let error = path.engine.close(Some(Duration::ZERO)).unwrap_err();
+    assert_eq!(error.io_kind(), Some(IoKind::Timeout));
+    drop(path);
+    assert_locked(dir.path());
+    door.open();
+    wait_until(|| claimed_here(dir.path()).is_ok());
+    assert!(claimed_elsewhere(dir.path()));
+    let data = std::fs::read(owner().below(dir.path()).join("data")).unwrap();
+    assert!(data == memory.spans()[0].to_vec(), "the write landed while the directory was still locked");
+}
+
+#[test]
+fn a_tier_that_is_destroyed_with_a_write_in_flight_keeps_its_files_and_its_lock() {
+    let dir = tempfile::tempdir().unwrap();
+    let door = Door::default();
+    let path = hanging(dir.path(), &door, Some(Duration::from_millis(50)));
+    let memory = Memory::filled(&[8192], 5);
+    let handle = path.write(0, memory.spans()[0]).unwrap();
+    assert_eq!(path.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
+    let error = path.remove().unwrap_err();
+    assert!(matches!(&error, Error::Busy(words) if words.contains("in flight")), "{error}");
+    assert_locked(dir.path());
+    assert!(owner().below(dir.path()).join("data").exists());
+    assert_eq!(collect(dir.path(), &owner()).unwrap_err().tier_kind(), Some(TierKind::Locked));
+    door.open();
+    wait_until(|| claimed_here(dir.path()).is_ok());
+    collect(dir.path(), &owner()).unwrap();
+    assert!(std::fs::read_dir(dir.path()).unwrap().next().is_none());
+}
+
+#[test]
+fn a_forked_child_removes_nothing_of_its_parents() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut directory = Some(claimed_here(dir.path()).unwrap());
+    let refused = in_forked_child(|| directory.take().is_some_and(|directory| directory.remove().is_err()));
+    assert!(refused && owner().below(dir.path()).join("lock").exists());
+    assert!(!claimed_elsewhere(dir.path()));
+}
+
+/// A store whose objects of data arrive when the door opens.
+#[derive(Debug)]
+struct Slow {
+    objects: Objects,
+    door: Door,
+}
+
+impl Store for Slow {
+    fn put(&self, key: &str, bytes: &[u8]) -> Answer<()> {
+        if key.contains("/data/") {
+            self.door.pass();
+        }
+        self.objects.put(key, bytes)
+    }
+
+    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()> {
+        self.objects.get(key, from, len, part)
+    }
+
+    fn delete(&self, key: &str) -> Answer<()> {
+        self.objects.delete(key)
+    }
+
+    fn list(&self, prefix: &str) -> Answer<Vec<Listed>> {
+        self.objects.list(prefix)
+    }
+}
+
+/// The request would delete the objects that it makes stale, which may be the next owner's by then.
+#[test]
+fn a_prefix_stays_claimed_until_the_last_request_has_ended() {
+    let (objects, door) = (Objects::default(), Door::default());
+    let claim = || {
+        let store = Arc::new(Slow { objects: objects.clone(), door: door.clone() });
+        Bucket::claim(store, &Address::parse(TEST_ADDRESS).unwrap(), &owner(), true).map(Option::unwrap)
+    };
+    for destroy in [false, true] {
+        let bucket = claim().unwrap();
+        *door.0.0.lock().unwrap() = false;
+        let stall = destroy.then_some(Duration::from_millis(50));
+        let engine =
+            Engine::open_folder(IoOptions { stall, ..IoOptions::default() }, bucket.folder()).unwrap();
+        let path = Path::open(Box::new(bucket), engine).unwrap();
+        let memory = Memory::filled(&[8192], 5);
+        let handle = path.write(0, memory.spans()[0]).unwrap();
+        if destroy {
+            assert_eq!(path.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
+            assert!(matches!(path.remove(), Err(Error::Busy(_))));
+        } else {
+            assert_eq!(path.engine.close(Some(Duration::ZERO)).unwrap_err().io_kind(), Some(IoKind::Timeout));
+            drop(path);
+        }
+        assert_eq!(claim().unwrap_err().tier_kind(), Some(TierKind::Locked));
+        door.open();
+        wait_until(|| objects.keys().iter().all(|key| !key.contains("/lock/")));
+        assert!(objects.keys().iter().any(|key| key.contains("/data/")), "the request came before the end");
+    }
+}

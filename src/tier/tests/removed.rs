@@ -1,0 +1,215 @@
+//! Files that are removed, replaced or renamed under a live tier, and tiers whose superblocks are lost: a commit that
+//! succeeds can be opened again, and nothing that may be a tier is written over.
+#![forbid(unsafe_code)]
+
+use std::fs;
+use std::path::Path;
+
+use super::real::{bases, kind, options};
+use super::*;
+use crate::error::TierKind;
+use crate::io::object::memory::Memory as Store;
+use crate::tier::Health;
+use crate::tier::directory::collect;
+
+const NAMES: [&str; 4] = ["lock", "data", "superblock.0", "superblock.1"];
+
+/// Ways to take files away from the second of two paths: what is done, and a part of the message.
+type Way = (Box<dyn Fn(&Path)>, String);
+
+fn ways() -> Vec<Way> {
+    let rank = |base: &Path| owner().below(base);
+    let mut ways: Vec<Way> = vec![
+        (Box::new(move |base| fs::remove_dir_all(rank(base)).unwrap()), "rank-0".to_string()),
+        (Box::new(|base| fs::remove_dir_all(base.join("run")).unwrap()), "rank-0".to_string()),
+        (Box::new(|base| fs::rename(base.join("run"), base.join("moved")).unwrap()), "rank-0".to_string()),
+        (
+            Box::new(move |base| {
+                fs::rename(rank(base), base.join("moved")).unwrap();
+                fs::create_dir(rank(base)).unwrap();
+                NAMES
+                    .iter()
+                    .for_each(|name| drop(fs::copy(base.join("moved").join(name), rank(base).join(name))));
+            }),
+            "the directory was replaced".to_string(),
+        ),
+    ];
+    for name in NAMES {
+        ways.push((
+            Box::new(move |base| fs::remove_file(rank(base).join(name)).unwrap()),
+            format!("{name}: a path of the tier is missing: the file was removed or renamed"),
+        ));
+        ways.push((
+            Box::new(move |base| {
+                let path = rank(base).join(name);
+                fs::copy(&path, path.with_extension("copy")).unwrap();
+                fs::rename(path.with_extension("copy"), path).unwrap();
+            }),
+            format!("{name}: a path of the tier is missing: the file was replaced"),
+        ));
+    }
+    ways
+}
+
+/// What lay on the path, committed before or not, is moved by the commit that finds out.
+#[test]
+fn what_lies_on_a_path_whose_files_are_gone_is_moved_and_the_commit_can_be_opened() {
+    for (at, (way, words)) in ways().into_iter().enumerate() {
+        let (_dir, bases) = bases();
+        let tier = Tier::open(options(&bases)).unwrap();
+        (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &Placement::On(1)).unwrap());
+        tier.commit(1, &1_u64.to_le_bytes()).unwrap();
+        way(&bases[1]);
+        write(&tier, 0, seed_of(2, 0), &Placement::Auto).unwrap();
+        tier.commit(2, &2_u64.to_le_bytes()).unwrap();
+        let report = &tier.paths()[1];
+        assert_eq!(report.health, Health::Failed, "way {at}");
+        assert!(report.reason.contains(&words), "way {at}: {}", report.reason);
+        assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0 && extent.committed), "way {at}");
+        assert!(is_at_two(&tier));
+        drop(tier);
+        // Neither degraded nor missing anything, with what is left of the path and without it.
+        let tier = Tier::open(options(&bases[..1])).unwrap_or_else(|error| panic!("way {at}: {error}"));
+        assert!(tier.opened().step == Some(2) && is_at_two(&tier), "way {at}");
+        drop(tier);
+        let tier = Tier::open(options(&bases)).unwrap_or_else(|error| panic!("way {at}: {error}"));
+        assert!(tier.opened().step == Some(2) && is_at_two(&tier), "way {at}");
+        assert_eq!(tier.verify().unwrap().damage, [], "way {at}");
+    }
+}
+
+fn is_at_two(tier: &Tier) -> bool {
+    (0..STREAMS.len()).all(|n| read(tier, n, seed_of(2, n)).unwrap())
+}
+
+#[test]
+fn a_commit_into_files_that_are_gone_is_an_error_where_no_other_path_takes_them() {
+    for (at, (way, words)) in ways().into_iter().enumerate() {
+        for empty in [false, true] {
+            let (_dir, bases) = bases();
+            let tier = Tier::open(options(&bases[1..])).unwrap();
+            if !empty {
+                write(&tier, 0, 5, &Placement::Auto).unwrap();
+            }
+            way(&bases[1]);
+            for _ in 0..2 {
+                let error = tier.commit(1, &[]).unwrap_err();
+                assert_eq!(error.tier_kind(), Some(TierKind::PathMissing), "way {at}");
+                assert!(error.to_string().contains(&words), "way {at}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tier_is_destroyed_only_where_it_still_lies() {
+    let (_dir, bases) = bases();
+    let tier = Tier::open(options(&bases[..1])).unwrap();
+    step(&tier, 1).unwrap();
+    fs::rename(bases[0].join("run"), bases[0].join("moved")).unwrap();
+    tier.destroy().unwrap();
+    fs::rename(bases[0].join("moved"), bases[0].join("run")).unwrap();
+    let tier = Tier::open(options(&bases[..1])).unwrap();
+    assert!(is_at(&tier, 1));
+    // Another process may have the directory by now.
+    fs::remove_file(owner().below(&bases[0]).join("lock")).unwrap();
+    assert_eq!(tier.destroy().unwrap_err().tier_kind(), Some(TierKind::PathMissing));
+    assert!(is_at(&Tier::open(options(&bases[..1])).unwrap(), 1));
+}
+
+#[test]
+fn a_commit_below_a_prefix_whose_lock_was_deleted_is_an_error() {
+    let store = Store::default();
+    let place = Place::Store(store.clone());
+    let paths = vec![PathOptions { place, limit: None, reserve: 0 }];
+    let tier =
+        Tier::open(TierOptions { paths, block_bytes: BLOCK, ..TierOptions::new(owner(), []) }).unwrap();
+    step(&tier, 1).unwrap();
+    let lock = store.keys().into_iter().find(|key| key.contains("/lock/")).unwrap();
+    crate::io::object::Store::delete(&store, &lock).unwrap();
+    let error = tier.commit(2, &[]).unwrap_err();
+    assert!(
+        error.tier_kind() == Some(TierKind::PathMissing) && error.to_string().contains("lock"),
+        "{error}"
+    );
+}
+
+/// What a test does to the superblocks of a tier.
+type Damage = fn(&Path);
+
+#[test]
+fn a_tier_whose_superblocks_are_lost_is_not_written_over() {
+    let damages: [Damage; 3] = [
+        |path| {
+            let len = fs::metadata(path).unwrap().len();
+            fs::write(path, vec![0; len as usize]).unwrap();
+        },
+        |path| fs::write(path, []).unwrap(),
+        |path| fs::remove_file(path).unwrap(),
+    ];
+    for damage in damages {
+        let (_dir, bases) = bases();
+        let tier = Tier::open(options(&bases)).unwrap();
+        step(&tier, 1).unwrap();
+        drop(tier);
+        let rank = |base: &Path| owner().below(base);
+        for base in &bases {
+            ["superblock.0", "superblock.1"].iter().for_each(|name| damage(&rank(base).join(name)));
+        }
+        let before = fs::read(rank(&bases[0]).join("data")).unwrap();
+        for mode in [Mode::Auto, Mode::Create] {
+            for degraded in [false, true] {
+                let (found, words) = kind(Tier::open(TierOptions { mode, degraded, ..options(&bases) }));
+                assert_eq!(found, Some(TierKind::Format));
+                assert!(words.contains("data") && words.contains("collect"), "{words}");
+            }
+        }
+        assert!(fs::read(rank(&bases[0]).join("data")).unwrap() == before);
+        bases.iter().for_each(|base| collect(base, &owner()).unwrap());
+        step(&Tier::open(options(&bases)).unwrap(), 1).unwrap();
+    }
+}
+
+/// Kills that leave files without a committed state: in a creation, and in a removal.
+#[test]
+fn a_creation_or_a_removal_that_was_cut_short_is_no_tier() {
+    let (_dir, bases) = bases();
+    let rank = owner().below(&bases[0]);
+    let reserved = || {
+        let mut options = options(&bases[..1]);
+        options.paths[0].reserve = 1 << 20;
+        options
+    };
+    fs::create_dir_all(&rank).unwrap();
+    fs::write(rank.join("data"), vec![0; 1 << 20]).unwrap();
+    ["superblock.0", "superblock.1"]
+        .iter()
+        .for_each(|name| fs::write(rank.join(name), [0; 1 << 16]).unwrap());
+    let tier = Tier::open(reserved()).unwrap();
+    step(&tier, 1).unwrap();
+    drop(tier);
+    for left in 0..3 {
+        fs::write(rank.join("removing"), []).unwrap();
+        for name in &["superblock.0", "superblock.1", "data"][..left] {
+            fs::remove_file(rank.join(name)).unwrap();
+        }
+        let tier = Tier::open(reserved()).unwrap();
+        assert!(!tier.opened().resumed && !rank.join("removing").exists());
+        step(&tier, 1).unwrap();
+    }
+    let tier = Tier::open(reserved()).unwrap();
+    assert!(is_at(&tier, 1));
+}
+
+/// Nobody knows what the path would have said.
+#[test]
+fn a_degraded_open_that_finds_no_tier_beside_an_unreadable_path_is_an_error() {
+    let (_dir, bases) = bases();
+    fs::create_dir_all(owner().below(&bases[1]).join("superblock.0")).unwrap();
+    for list in [&bases[1..], &bases[..]] {
+        for mode in [Mode::Auto, Mode::Create] {
+            let error = Tier::open(TierOptions { mode, degraded: true, ..options(list) }).unwrap_err();
+            assert!(error.to_string().contains("slow"), "{error}");
+        }
+    }
+}

@@ -9,10 +9,10 @@ import random
 import sys
 
 from ..errors import InvalidArgument
-from . import _stage3, _tier_config
+from . import _lifetime, _stage3, _tier_config
 
 # What the engine has to have for `overrides` to fit it.
-NEEDED = ("_configure_zero_optimizer", "step", "load_checkpoint", "_load_zero_checkpoint")
+NEEDED = ("_configure_zero_optimizer", "destroy", "step", "load_checkpoint", "_load_zero_checkpoint")
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # What the tier keeps with a commit; a larger record gets an extent of its own.
@@ -23,13 +23,22 @@ _PIECE = 1 << 20
 def overrides(engine_type):
     """Methods for DeepSpeedEngine, by name."""
     own_init, own_optimizer, own_step = engine_type.__init__, engine_type._configure_zero_optimizer, engine_type.step
+    own_destroy = engine_type.destroy
     own_load, own_load_checkpoint = engine_type._load_zero_checkpoint, engine_type.load_checkpoint
 
     def init(self, *arguments, **named):
-        own_init(self, *arguments, **named)
-        swapper = _stage3.tiered(self.optimizer)
-        if swapper is not None and swapper.resumed:
-            _restore(self, swapper)
+        with _lifetime.making() as opened:
+            own_init(self, *arguments, **named)
+            swapper = _stage3.tiered(self.optimizer)
+            if swapper is not None and swapper.resumed:
+                _restore(self, swapper)
+            _lifetime.keep(self, opened)
+
+    def destroy(self, *arguments, **named):
+        try:
+            own_destroy(self, *arguments, **named)
+        finally:
+            _lifetime.end(self)
 
     def configure_zero_optimizer(self, *arguments, **named):
         with _tier_config.configuring(self):
@@ -57,7 +66,7 @@ def overrides(engine_type):
         with _by_pages() if _stage3.tiered(self.optimizer) else contextlib.nullcontext():
             return own_load(self, *arguments, **named)
 
-    found = {"__init__": init, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
+    found = {"__init__": init, "destroy": destroy, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
              "load_checkpoint": load_checkpoint, "_load_zero_checkpoint": load_zero_checkpoint}
     # States on a tier are saved and loaded as those in host memory are, not as DeepSpeed's files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):

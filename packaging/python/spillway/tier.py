@@ -152,7 +152,9 @@ class Tier(Held):
         entry, end = self._by_number.get(ticket), None if timeout is None else time.monotonic() + timeout
         if entry is None and ticket in self._over:
             return self._outcome_of(ticket)
-        entry = entry or _Ticket(None, False, ticket)
+        # An interrupted put or get is in one table and not yet in the other.
+        entry = entry or next((other for other in list(self._under_way) if other.number.value == ticket), None) \
+            or _Ticket(None, False, ticket)
         while entry.outcome() is None:
             left = None if end is None else _left(end) * 1000
             patience = _SLICE_MS if left is None else min(_SLICE_MS, left)

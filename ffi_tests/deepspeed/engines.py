@@ -26,7 +26,7 @@ def main():
     train.leave_group()
 
 
-def make(folder, optimizer="nvme", parameters="none", block=None, dtype="bf16", broken=False, job=None):
+def make(folder, optimizer="nvme", parameters="none", block=None, dtype="bf16", broken=False):
     """An engine of a small model, with its states and parameters in these places."""
     import deepspeed
     import torch
@@ -182,7 +182,7 @@ def superoffload(folder, _):
         if way == "destroy":
             engine.destroy()
             assert not len(_superoffload._engines)
-            refused(lambda: step(engine), "closed with its engine")
+            refused(lambda: engine.optimizer.superoffload_cpu_optimizer.begin(1.0, 0.0), "closed with its engine")
         del engine, model
         gc.collect()
         assert not len(_superoffload._engines)
@@ -191,9 +191,9 @@ def superoffload(folder, _):
 def checkpoint(folder, before, after):
     """A checkpoint of an engine with its parameters and states in one pair of places goes on in another engine of this process
     with the weights, moments and losses of the run that went on."""
-    dtype = "fp16"
-    block = {} if "nvme" in before.split("-") + after.split("-") else None
-    first = make(folder / "nvme", *reversed(before.split("-")), block=block, dtype=dtype)
+    from deepspeed.accelerator import get_accelerator
+    dtype = "fp16" if get_accelerator().is_fp16_supported() else "bf16"
+    first = make(folder / "nvme", *reversed(before.split("-")), dtype=dtype)
     step(first, 3)
     first.save_checkpoint(str(folder / "saved"))
     kept = state(first)
@@ -201,7 +201,7 @@ def checkpoint(folder, before, after):
     last = state(first)
     first.destroy()
     del first
-    second = make(folder / "nvme", *reversed(after.split("-")), block=block, dtype=dtype)
+    second = make(folder / "nvme", *reversed(after.split("-")), dtype=dtype)
     assert second.load_checkpoint(str(folder / "saved"))[0] and second.global_steps == 3
     compare(state(second), kept, 0.0, 0.0)
     losses = step(second, 3)

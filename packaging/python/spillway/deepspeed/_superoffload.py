@@ -49,8 +49,7 @@ class SuperOffloadCPUOptimizer:
 
     def prepare(self, sub_groups):
         """Names the sub-groups of every round."""
-        if self._closed:
-            raise InvalidArgument("SuperOffload's optimizer was closed with its engine; make a new engine")
+        self._check_open()
         if self._engine is None or sub_groups != self._sub_groups:
             self._retire()
             self._engine, self._sub_groups = Speculation(len(sub_groups), publish="staged"), list(sub_groups)
@@ -58,6 +57,7 @@ class SuperOffloadCPUOptimizer:
 
     def begin(self, loss_scale, max_norm):
         """Opens a round."""
+        self._check_open()
         self._engine.begin(Adam(), grad_scale=1.0 / loss_scale, max_norm=max_norm)
         self._submitted.clear()
         self._open = True
@@ -124,6 +124,10 @@ class SuperOffloadCPUOptimizer:
         """Ends the engine; an open round is taken back."""
         self._closed = True
         self._retire()
+
+    def _check_open(self):
+        if self._closed:
+            raise InvalidArgument("SuperOffload's optimizer was closed with its engine; make a new engine")
 
     def _retire(self):
         engine, self._engine, self._open = self._engine, None, False

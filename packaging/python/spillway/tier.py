@@ -268,8 +268,9 @@ class Tier(Held):
     def _release(self, entry):
         if entry in self._under_way and entry.in_use():
             _stuck.append(entry.held)
-        self._under_way.pop(entry, None)
+        # In this order: what an interrupt leaves in the second table is found there again.
         self._by_number.pop(entry.number.value, None)
+        self._under_way.pop(entry, None)
 
     def _opened(self):
         info = _abi.sized(_abi.TierOpenedInfo)
@@ -314,6 +315,9 @@ class Tier(Held):
             if not entry.number.value:
                 self._release(entry)
         self._by_number[entry.number.value] = entry
+        if entry not in self._under_way:
+            # A commit of another thread was faster.
+            self._by_number.pop(entry.number.value, None)
         return entry.number.value
 
     def _all(self, function, structure_type):

@@ -79,14 +79,18 @@ def inside(tmp_path, monkeypatch):
     thread = threading.Thread(target=tier.rollback)
     thread.start()
     assert slow.entered.wait(60)
-    yield tier, slow.go
-    slow.go.set()
-    thread.join(60)
+
+    def let_out():
+        slow.go.set()
+        thread.join(60)
+
+    yield tier, let_out
+    let_out()
     tier.close()
 
 
 def test_a_close_that_runs_out_of_time_leaves_the_tier_open(inside):
-    tier, go = inside
+    tier, let_out = inside
     with pytest.raises(spillway.TimedOut, match="1 calls of other threads"):
         tier.close(timeout=0.05)
     assert tier.paths()
@@ -97,13 +101,13 @@ def test_a_close_that_runs_out_of_time_leaves_the_tier_open(inside):
     with pytest.raises(spillway.InvalidArgument, match="closed"):
         tier.paths()
     assert closer.is_alive()
-    go.set()
+    let_out()
     closer.join(60)
     assert not closer.is_alive()
 
 
 def test_a_child_leaves_its_parents_tier_alone(inside):
-    tier, go = inside
+    tier, let_out = inside
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
@@ -124,7 +128,7 @@ def test_a_child_leaves_its_parents_tier_alone(inside):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    go.set()
+    let_out()
     extent = tier.define("e", [BYTES])
     tier.wait(tier.put(extent, [np.ones(BYTES, np.uint8)]))
     tier.commit(1)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from . import _abi, _arrays, _native
 from ._held import Held, record
+from ._ticket import TIMEOUT, Ticket
 from .errors import InvalidArgument, NotFound, SpillwayError, TimedOut, from_status
 
 MODES = {"auto": 0, "create": 1, "resume": 2}
@@ -25,9 +26,6 @@ HEALTH = ("healthy", "draining", "failed", "missing")
 _DEGRADED, _NO_DIRECT, _AT_STEP = 1, 2, 4
 _DIRECTORY, _MEMORY = 0, 1
 _TEXT_BYTES = 4096
-_TIMEOUT = 23
-# A deadline that passed, an engine that is lost: the ticket is done with, and the system may still have its memory.
-_IN_USE = (26, 11)
 
 # A wait returns to Python this often, so that signal handlers run.
 _SLICE_MS = 500
@@ -154,12 +152,12 @@ class Tier(Held):
             return self._outcome_of(ticket)
         # An interrupted put or get is in one table and not yet in the other.
         entry = entry or next((other for other in list(self._under_way) if other.number.value == ticket), None) \
-            or _Ticket(None, False, ticket)
+            or Ticket(None, False, ticket)
         while entry.outcome() is None:
             left = None if end is None else _left(end) * 1000
             patience = _SLICE_MS if left is None else min(_SLICE_MS, left)
             status = self._through(lambda handle: entry.wait(handle, patience))
-            if status == _TIMEOUT and patience == left:
+            if status == TIMEOUT and patience == left:
                 _native.check(status)
             elif status and status == entry.outcome():
                 try:
@@ -247,7 +245,7 @@ class Tier(Held):
 
     def _reap(self, entry):
         """Lets a put go if it is over; its outcome is kept for a while."""
-        if not entry.number.value or entry.outcome() is None and self._through(lambda handle: entry.wait(handle, 0)) == _TIMEOUT:
+        if not entry.number.value or entry.outcome() is None and self._through(lambda handle: entry.wait(handle, 0)) == TIMEOUT:
             return
         try:
             _native.check(entry.outcome())
@@ -300,7 +298,7 @@ class Tier(Held):
             for entry in list(itertools.islice(self._under_way, _MOST_UNDER_WAY // 4)):
                 if entry.put:
                     self._reap(entry)
-        entry = _Ticket([_arrays.held(array) for array in arrays], put)
+        entry = Ticket([_arrays.held(array) for array in arrays], put)
 
         def begin(handle):
             # In the table before the call: whatever interrupts this thread, the memory is held once the system has it.
@@ -334,34 +332,6 @@ class Tier(Held):
         step = ctypes.c_uint64()
         self._call(function, os.fsencode(directory), ctypes.byref(step))
         return step.value
-
-
-class _Ticket:
-    """A put or a get: its memory, the status of the call that began it, and of the waits that did not run out of time."""
-
-    __slots__ = ("number", "held", "put", "begun", "ended", "generation")
-
-    def __init__(self, held, put, number=0):
-        self.number, self.generation = ctypes.c_uint64(number), ctypes.c_uint64()
-        self.held, self.put, self.begun, self.ended = held, put, [], []
-
-    def wait(self, handle, milliseconds):
-        """Waits in C; the status."""
-        record(self.ended, _native.library().spw_tier_wait, handle, self.number.value, round(milliseconds),
-               ctypes.byref(self.generation))
-        status = self.ended[-1]
-        while _TIMEOUT in self.ended:
-            self.ended.remove(_TIMEOUT)
-        return status
-
-    def outcome(self):
-        """The status of a ticket that is over, else None."""
-        return next((status for status in list(self.ended) if status != _TIMEOUT), None)
-
-    def in_use(self):
-        """Whether the system may have the memory for good: the ticket ended so, or a close could not wait for its end."""
-        ends = self.begun[:1] if not self.number.value else [self.outcome()]
-        return ends[:1] == [None] or any(status in _IN_USE for status in ends)
 
 
 def steps(paths, *, job, host=None, rank=0, world=1, degraded=False):

@@ -10,17 +10,21 @@ or Event(number) with what C knows it by. The driver is looked for at the first 
 raises NoDevice. SPILLWAY_CUDA_LIBRARY names another driver library."""
 
 import ctypes
+import itertools
 import sys
+import time
 import weakref
 from typing import NamedTuple
 
 from . import _abi, _arrays, _native
-from ._held import Held
+from ._held import Held, record
 from .errors import InvalidArgument
 from .optim import Adam, StepStats
 
 WIRES = {"native": 0, "f32": 1, "delivered": 2}
 _OUT, _IN = 0, 1
+# Copies that may be over are looked at with each new one; a wait returns to Python this often.
+_MOST_LOOKS, _SLICE_MS, _TIMEOUT = 4, 500, 23
 _NOTHING, _EVENT, _STREAM = 0, 1, 2
 _NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
 _TENSOR_FIELDS = (("param", "param_dtype"), ("grad", "grad_dtype"), ("exp_avg", "state_dtype"),
@@ -120,6 +124,7 @@ class Gpu(Held):
     def __init__(self, ordinal=0, *, chunk_bytes=0):
         options = _abi.sized(_abi.GpuOptions)
         options.ordinal, options.chunk_bytes = ordinal, chunk_bytes
+        self._under_way = {}
         self._hold("spw_gpu_open", ctypes.byref(options))
 
     def info(self):
@@ -152,10 +157,28 @@ class Gpu(Held):
         return copy
 
     def _copy(self, direction, device, host, after):
-        record = self.copy_record(direction, device, host, after)
-        ticket = ctypes.c_uint64()
-        self._call("spw_gpu_copy_start", ctypes.byref(record), ctypes.byref(ticket))
-        return Copy(self, ticket.value, (_arrays.held(host), device, after))
+        row = self.copy_record(direction, device, host, after)
+        for copy in list(itertools.islice(self._under_way, _MOST_LOOKS)):
+            copy._look(0)
+        copy = Copy(self, (_arrays.held(host), device, after))
+
+        def begin(handle):
+            # In the table before the call: whatever interrupts this thread, the memory is held once the GPU has it.
+            self._under_way[copy] = None
+            record(copy._begun, _native.library().spw_gpu_copy_start, handle, ctypes.byref(row), ctypes.byref(copy._ticket))
+            _native.check(copy._begun[0])
+
+        try:
+            self._through(begin)
+        finally:
+            if not copy._ticket.value:
+                self._under_way.pop(copy, None)
+        return copy
+
+    def close(self):
+        """Ends the use of the GPU, once all copies are over."""
+        if self._end():
+            self._under_way.clear()
 
     def step(self, adam, tensors, *, shadow=None, stream=None, grad_scale=1.0, stats=False):
         """One step of a spillway.Adam on the device, in the order of `stream`: tuples of param, grad, exp_avg, exp_avg_sq
@@ -177,20 +200,32 @@ class Gpu(Held):
 
 
 class Copy:
-    """A copy under way. It holds its memory until it was waited for."""
+    """A copy under way. Its GPU holds the memory until it is over."""
 
-    def __init__(self, gpu, ticket, held):
-        self._gpu, self._ticket, self._held = gpu, ticket, held
+    def __init__(self, gpu, held):
+        self._gpu, self._held, self._begun, self._ticket = gpu, held, [], ctypes.c_uint64()
 
     def wait(self, timeout=None):
         """Waits on this thread, at most so many seconds; TimedOut if it is not over by then."""
-        milliseconds = -1 if timeout is None else max(0, round(timeout * 1000))
-        self._gpu._call("spw_gpu_copy_wait", self._ticket, milliseconds)
-        self._held = None
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if end is None else max(0, round((end - time.monotonic()) * 1000))
+            # In slices, so that signal handlers run.
+            patience = _SLICE_MS if left is None else min(_SLICE_MS, left)
+            status = self._look(patience)
+            if status != _TIMEOUT or patience == left:
+                return _native.check(status)
+
+    def _look(self, milliseconds):
+        status = self._gpu._through(lambda handle: _native.library().spw_gpu_copy_wait(handle, self._ticket.value, milliseconds))
+        if status == 0:
+            self._gpu._under_way.pop(self, None)
+            self._held = None
+        return status
 
     def order(self, stream):
         """Makes what is queued on `stream` from now on wait for it, on the device."""
-        self._gpu._call("spw_gpu_stream_wait", self._ticket, stream_number(stream))
+        self._gpu._call("spw_gpu_stream_wait", self._ticket.value, stream_number(stream))
 
 
 def device_table(tensors, shadow=None):

@@ -88,14 +88,19 @@ class Interleave(Held):
     def __init__(self, subgroups, *, gpu=None, wire="native", fetch_gradients=False, slots=0, chunk=0, uint16_as=None):
         self._subgroups = [Subgroup(*subgroup) for subgroup in subgroups]
         options = _abi.sized(_abi.InterleaveOptions)
-        options.backend, options.gpu = (_HOST, None) if gpu is None else (_CUDA, gpu.handle)
+        options.backend = _HOST if gpu is None else _CUDA
         options.wire, options.fetch_gradients = _wire(wire), int(fetch_gradients)
         options.slots, options.chunk = slots, chunk
         table = (_abi.InterleaveSubgroup * len(self._subgroups))()
         for index, (slot, subgroup) in enumerate(zip(table, self._subgroups)):
             _fill(slot, subgroup, options, f"subgroups[{index}].", gpu is not None, uint16_as)
-        self._hold("spw_interleave_open", ctypes.byref(options), table, len(table))
         self._gpu = gpu
+
+        def hold(handle):
+            options.gpu = handle
+            self._hold("spw_interleave_open", ctypes.byref(options), table, len(table))
+
+        hold(None) if gpu is None else gpu._through(hold)
 
     def __len__(self):
         return len(self._subgroups)

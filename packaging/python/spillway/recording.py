@@ -39,7 +39,7 @@ class Recording(Held):
 
     def step(self, *, grad_scale=1.0, stats=False):
         """One step of the optimizer, recorded in place of the one before; with stats=True returns StepStats."""
-        return self._prepared._run(grad_scale, stats, self.handle)
+        return self._through(lambda handle: self._prepared._run(grad_scale, stats, handle))
 
     def rollback(self):
         """Takes the step back, and the optimizer's count with it."""

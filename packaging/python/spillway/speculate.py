@@ -12,11 +12,10 @@
 `tensors` are tuples as for the optimizer's step. Their memory belongs to the engine until the bucket is final."""
 
 import ctypes
-import threading
 from typing import NamedTuple
 
-from . import _abi
-from ._held import Held
+from . import _abi, _native
+from ._held import Held, record
 from .errors import InvalidArgument
 from .gpu import device_table, stream_number
 from .optim import StepStats, _Optimizer, tensor_table
@@ -54,11 +53,10 @@ class Speculation(Held):
             raise InvalidArgument(f"buckets is {buckets!r}; a number of buckets is needed")
         options = _abi.sized(_abi.SpecOptions)
         options.buckets, options.undo_mode, options.publish = buckets, UNDO[undo], PUBLISH[publish]
-        self._hold("spw_spec_open", ctypes.byref(options))
         self.buckets = buckets
         self._optimizer = None
-        self._lock = threading.Lock()
         self._held, self._destinations = {}, {}
+        self._hold("spw_spec_open", ctypes.byref(options))
 
     def begin(self, optimizer, *, max_norm=0.0, grad_scale=1.0):
         """Opens a round of steps of a spillway.Adam, Adagrad or Lion. The optimizer counts the step when its round is
@@ -75,23 +73,38 @@ class Speculation(Held):
         if self._optimizer is None:
             raise InvalidArgument("no round was begun")
         table, held = tensor_table(self._optimizer, tensors, uint16_as, shadow)
-        self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table),
-                          _event(event_fd, after, gpu))
+        def submit(device=None):
+            self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table),
+                              _event(event_fd, after, device))
+
+        submit() if gpu is None else gpu._through(submit)
 
     def submit_gpu(self, bucket, gpu, tensors, *, stream=None, after=None):
         """Hands over a bucket of a round of Adam that lives on the GPU: it is measured once `after` is there, and stepped
         there once, after the verdict, in the order of `stream`. The tensors are as for Gpu.step."""
         table = device_table(tensors)
-        self.submit_table("spw_spec_submit_gpu", bucket, (list(tensors), stream), gpu.handle, ctypes.addressof(table),
-                          len(table), stream_number(stream), _event(None, after, gpu))
+        gpu._through(lambda device: self.submit_table(
+            "spw_spec_submit_gpu", bucket, (list(tensors), stream), device, ctypes.addressof(table), len(table),
+            stream_number(stream), _event(None, after, device)))
 
     def publish_to(self, bucket, gpu, copies):
         """From now on a bucket's 16-bit copies go to the device as soon as they count: tuples of host memory, device memory
         and, if need be, the stream or event that still reads the old ones. Between rounds."""
         records = [gpu.copy_record(1, device, host, *after or (None,)) for host, device, *after in copies]
         table = (_abi.GpuCopy * len(records))(*records)
-        self._call("spw_spec_publish_to", bucket, gpu.handle, table, len(table))
-        self._destinations[bucket] = copies
+        destinations, outcome = self._destinations.setdefault(bucket, []), []
+        destinations.append(copies)
+
+        def publish_to(device):
+            self._through(lambda handle: record(outcome, _native.library().spw_spec_publish_to, handle, bucket, device, table,
+                                                len(table)))
+            _native.check(outcome[0])
+
+        try:
+            gpu._through(publish_to)
+        finally:
+            # The new ones if C took them, else the old ones; never less than what it has.
+            self._destinations[bucket] = destinations[-1:] if outcome == [0] else destinations[:-1]
 
     def publish(self, bucket, stream=None, timeout=None):
         """Waits as wait() does, and makes `stream` wait, on the device, for a bucket's new parameters to be there."""
@@ -99,15 +112,19 @@ class Speculation(Held):
 
     def submit_table(self, function, bucket, held, *arguments):
         """Hands a bucket over by the C function of that name; what `held` refers to stays alive until the round ends."""
-        with self._lock:
-            before = self._held.get(bucket)
-            self._held[bucket] = held
+        token, outcome = object(), []
+        # Held before the call: whatever interrupts this thread, the memory is held once C has it.
+        self._held[token] = held
+
+        def submit(handle):
+            record(outcome, getattr(_native.library(), function), handle, bucket, *arguments)
+            _native.check(outcome[0])
+
         try:
-            self._call(function, bucket, *arguments)
-        except BaseException:
-            with self._lock:
-                self._held[bucket] = before
-            raise
+            self._through(submit)
+        finally:
+            if outcome != [0]:
+                self._held.pop(token, None)
 
     def local_result(self, timeout=None):
         """Waits until every bucket is measured; this rank's StepStats."""
@@ -145,8 +162,7 @@ class Speculation(Held):
     def finish(self, timeout=None):
         """Waits until every bucket of the resolved round is final; their memory is the caller's again."""
         self._call("spw_spec_finish", _milliseconds(timeout))
-        with self._lock:
-            self._held.clear()
+        self._held.clear()
 
     def withdrawn(self):
         """Buckets that had been stepped when the last verdict took their steps back."""
@@ -182,7 +198,7 @@ def _milliseconds(timeout):
 def _event(fd, after=None, gpu=None):
     event = _abi.sized(_abi.SpecEvent)
     if after is not None and gpu is not None:
-        event.gpu = gpu.handle
+        event.gpu = gpu
         if hasattr(after, "cuda_stream"):
             event.kind, event.handle = _CUDA_STREAM, stream_number(after)
         else:

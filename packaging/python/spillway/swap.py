@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from . import _abi, _arrays, _native
 from ._held import Held
-from .errors import InvalidArgument
+from .errors import InternalError, InvalidArgument
 from .optim import Adam, StepStats
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -80,7 +80,7 @@ class Swap(Held):
         options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not lock) + _NO_TURNS * (not turns)
         options.patience_seconds = patience_seconds
         self.tier = tier
-        self._hold("spw_swap_open", tier.handle, ctypes.byref(options))
+        tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options)))
 
     def __len__(self):
         return len(self.elements)
@@ -123,11 +123,12 @@ class Swap(Held):
     def ds_step(self, optimizer_id, calls, table, stepped=None):
         """One step with DeepSpeed's arithmetic: an _abi.DsAdamCall for each row of table(). `stepped(subgroup, address)` is
         called once a subgroup is stepped, with the address of its master weights; what it raises ends the step."""
-        raised = []
+        raised, shown = [], []
 
         def forward(_user, subgroup, address):
             try:
                 stepped(subgroup, address)
+                shown.append(subgroup)
             except BaseException as error:
                 raised.append(error)
                 return 1
@@ -135,11 +136,19 @@ class Swap(Held):
 
         callback = _abi.STEPPED_FN(forward) if stepped else _abi.STEPPED_FN()
         rows = (_abi.DsAdamCall * len(calls))(*calls)
-        status = _native.library().spw_swap_ds_adam_step(self.handle, optimizer_id, rows, ctypes.addressof(table),
-                                                         len(table), callback, None)
-        if raised:
-            raise raised[0]
-        _native.check(status)
+
+        def step(handle):
+            status = _native.library().spw_swap_ds_adam_step(handle, optimizer_id, rows, ctypes.addressof(table), len(table),
+                                                             callback, None)
+            if raised:
+                raise raised[0]
+            _native.check(status)
+
+        self._through(step)
+        if stepped and len(shown) != len(self):
+            # ctypes reports what a signal handler raises before or after the try block, and goes on.
+            missing = sorted(set(range(len(self))) - set(shown))
+            raise InternalError(f"a signal handler raised while subgroups {missing} were shown to the caller; roll back")
 
     def table(self, tensors, uint16_as=None):
         """The C table of (grad, weight) for each subgroup. It holds their memory. With a split master `weight` holds the
@@ -179,7 +188,7 @@ class Swap(Held):
 
     def commit(self, step, payload=b""):
         """Makes all state durable as `step`, with up to 1 MiB that the next open finds."""
-        self._call("spw_swap_commit", step, payload, len(payload))
+        self.tier.committing(lambda: self._call("spw_swap_commit", step, payload, len(payload)))
 
     def roll_back(self):
         """Goes back to the last commit, also after a step that failed."""

@@ -9,14 +9,15 @@
 Until a commit an open finds what the last one left, whatever was put since."""
 
 import ctypes
+import itertools
 import os
-import threading
 import time
 from typing import NamedTuple
 
 from . import _abi, _arrays, _native
-from ._held import Held
-from .errors import InvalidArgument, NotFound, SpillwayError, TimedOut
+from ._held import Held, record
+from ._ticket import TIMEOUT, Ticket
+from .errors import InvalidArgument, NotFound, SpillwayError, TimedOut, from_status
 
 MODES = {"auto": 0, "create": 1, "resume": 2}
 DURABILITIES = {"data": 0, "process": 1, "full": 2}
@@ -25,9 +26,11 @@ HEALTH = ("healthy", "draining", "failed", "missing")
 _DEGRADED, _NO_DIRECT, _AT_STEP = 1, 2, 4
 _DIRECTORY, _MEMORY = 0, 1
 _TEXT_BYTES = 4096
-_TIMEOUT = 23
-# A deadline that passed, an engine that is lost: the ticket is done with, and the system may still have its memory.
-_IN_USE = (26, 11)
+
+# A wait returns to Python this often, so that signal handlers run.
+_SLICE_MS = 500
+# Puts that nobody waits for: beyond so many, those that are over are let go, and so many outcomes are kept.
+_MOST_UNDER_WAY, _MOST_OVER = 256, 4096
 
 # Memory of such tickets, which is never let go: nobody says when the system is done with it.
 _stuck = []
@@ -110,7 +113,7 @@ class Tier(Held):
         options.block_bytes, options.queue_depth = block_bytes, queue_depth
         options.stall_ms = round(stall_seconds * 1000)
         options.at_step = at_step or 0
-        self._lock, self._under_way, self._streams = threading.Lock(), {}, {}
+        self._streams, self._under_way, self._by_number, self._over, self._failed = {}, {}, {}, {}, {}
         self._hold("spw_tier_open", ctypes.byref(options))
         self.opened = self._opened()
 
@@ -128,37 +131,64 @@ class Tier(Held):
 
     def put(self, extent, arrays, *, path=None):
         """Begins to write an extent, one array for each stream, to the path of that number, or where it fits best; a ticket
-        for wait(). The arrays stay as they are until then."""
+        for wait(). The arrays stay as they are until then, or until a commit has succeeded."""
         streams = self._addresses(extent, arrays, False)
-        return self._begin("spw_tier_put", extent, arrays, streams, -1 if path is None else path)
+        return self._begin(True, "spw_tier_put", extent, arrays, streams, -1 if path is None else path)
 
     def put_striped(self, extent, arrays, path_blocks):
         """put(), in pieces: how many blocks each path takes."""
         streams, blocks = self._addresses(extent, arrays, False), (ctypes.c_uint32 * len(path_blocks))(*path_blocks)
-        return self._begin("spw_tier_put_striped", extent, arrays, streams, blocks, len(blocks))
+        return self._begin(True, "spw_tier_put_striped", extent, arrays, streams, blocks, len(blocks))
 
     def get(self, extent, arrays):
         """Begins to read an extent into one array for each stream; None leaves a stream out. A ticket for wait()."""
-        return self._begin("spw_tier_get", extent, arrays, self._addresses(extent, arrays, True))
+        return self._begin(False, "spw_tier_get", extent, arrays, self._addresses(extent, arrays, True))
 
     def wait(self, ticket, timeout=None):
         """Waits for a put or a get; its generation. TimedOut leaves it under way. After an IoFailure of status 26, a path that
         gave no answer in time, the arrays stay allocated for good, and what is in them may still change."""
-        generation = ctypes.c_uint64()
-        milliseconds = -1 if timeout is None else max(0, round(timeout * 1000))
-        status = _native.library().spw_tier_wait(self.handle, ticket, milliseconds, ctypes.byref(generation))
-        if status != _TIMEOUT:
-            self._done(ticket, status in _IN_USE)
-        _native.check(status)
-        return generation.value
+        entry, end = self._by_number.get(ticket), None if timeout is None else time.monotonic() + timeout
+        if entry is None and ticket in self._over:
+            return self._outcome_of(ticket)
+        # An interrupted put or get is in one table and not yet in the other.
+        entry = entry or next((other for other in list(self._under_way) if other.number.value == ticket), None) \
+            or Ticket(None, False, ticket)
+        while entry.outcome() is None:
+            left = None if end is None else _left(end) * 1000
+            patience = _SLICE_MS if left is None else min(_SLICE_MS, left)
+            status = self._through(lambda handle: entry.wait(handle, patience))
+            if status == TIMEOUT and patience == left:
+                _native.check(status)
+            elif status and status == entry.outcome():
+                try:
+                    _native.check(status)
+                finally:
+                    self._release(entry)
+        self._release(entry)
+        if entry.outcome():
+            raise from_status(entry.outcome(), f"ticket {ticket} failed in a wait that was interrupted")
+        return entry.generation.value
 
     def commit(self, step, payload=b""):
-        """Makes everything put so far durable as `step`, with up to 1 MiB that the next open finds."""
-        self._call("spw_tier_commit", step, payload, len(payload))
+        """Makes everything put so far durable as `step`, with up to 1 MiB that the next open finds. Puts before it are over."""
+        self.committing(lambda: self._call("spw_tier_commit", step, payload, len(payload)))
+
+    def committing(self, commit):
+        """Calls what commits the tier; afterwards the puts before it are over, and their arrays free."""
+        before = [entry for entry in list(self._under_way) if entry.put]
+        for entry in before:
+            if entry.outcome():
+                self._reap(entry)
+        for error in list(self._failed.values()):
+            raise error
+        commit()
+        for entry in before:
+            self._reap(entry)
 
     def rollback(self):
         """Forgets everything put since the last commit."""
         self._call("spw_tier_rollback")
+        self._failed.clear()
 
     def extents(self):
         """Every extent there is."""
@@ -197,32 +227,48 @@ class Tier(Held):
     def close(self, timeout=None):
         """Closes the tier; what was not committed is lost."""
         end = None if timeout is None else time.monotonic() + timeout
-        self._settle(end)
-        left = _left(end)
-        self._end(-1 if left is None else round(left * 1000))
+        self._end(lambda: -1 if end is None else round(_left(end) * 1000), timeout=timeout,
+                  before=lambda handle: self._settle(handle, end))
 
     def destroy(self):
         """Removes the tier's files and closes it."""
-        self._settle(None)
-        handle, self._handle = self.handle, None
-        _native.check(_native.library().spw_tier_destroy(handle))
+        self.handle
+        self._end(closer="spw_tier_destroy", before=lambda handle: self._settle(handle, None))
 
-    def _done(self, ticket, in_use):
-        with self._lock:
-            held = self._under_way.pop(ticket, None)
-        if in_use and held is not None:
-            _stuck.append(held)
+    def _settle(self, handle, end):
+        """Waits for the tickets that nobody waited for: only a ticket's own status says whether its memory is
+        free. A put that failed is lost with all that was not committed."""
+        for entry in list(self._under_way):
+            if entry.number.value and entry.outcome() is None:
+                entry.wait(handle, -1 if end is None else _left(end) * 1000)
+            self._release(entry)
 
-    def _settle(self, end):
-        """Waits for the tickets that nobody waited for: only a ticket's own status says whether its memory is free."""
-        for ticket in list(self._under_way) if self._handle else ():
-            try:
-                self.wait(ticket, _left(end))
-            except TimedOut:
-                self._done(ticket, True)
-            except SpillwayError:
-                # A put that failed is lost with all that was not committed.
-                pass
+    def _reap(self, entry):
+        """Lets a put go if it is over; its outcome is kept for a while."""
+        if not entry.number.value or entry.outcome() is None and self._through(lambda handle: entry.wait(handle, 0)) == TIMEOUT:
+            return
+        try:
+            _native.check(entry.outcome())
+        except SpillwayError as error:
+            # The next commit would be without it, which nobody was told.
+            self._failed[entry.number.value] = error.with_traceback(None)
+        self._over[entry.number.value] = entry.generation.value
+        while len(self._over) > _MOST_OVER:
+            self._over.pop(next(iter(self._over)), None)
+        self._release(entry)
+
+    def _outcome_of(self, ticket):
+        generation, error = self._over.pop(ticket), self._failed.pop(ticket, None)
+        if error is not None:
+            raise error
+        return generation
+
+    def _release(self, entry):
+        if entry in self._under_way and entry.in_use():
+            _stuck.append(entry.held)
+        # In this order: what an interrupt leaves in the second table is found there again.
+        self._by_number.pop(entry.number.value, None)
+        self._under_way.pop(entry, None)
 
     def _opened(self):
         info = _abi.sized(_abi.TierOpenedInfo)
@@ -247,18 +293,30 @@ class Tier(Held):
                 raise InvalidArgument(f"arrays[{n}] has {given} bytes, the stream {size}")
         return addresses
 
-    def _begin(self, function, extent, arrays, streams, *arguments):
-        ticket = ctypes.c_uint64()
-        held = [_arrays.held(array) for array in arrays]
+    def _begin(self, put, function, extent, arrays, streams, *arguments):
+        if len(self._under_way) > _MOST_UNDER_WAY:
+            for entry in list(itertools.islice(self._under_way, _MOST_UNDER_WAY // 4)):
+                if entry.put:
+                    self._reap(entry)
+        entry = Ticket([_arrays.held(array) for array in arrays], put)
+
+        def begin(handle):
+            # In the table before the call: whatever interrupts this thread, the memory is held once the system has it.
+            self._under_way[entry] = None
+            record(entry.begun, getattr(_native.library(), function), handle, extent, streams, *arguments,
+                   ctypes.byref(entry.number))
+            _native.check(entry.begun[0])
+
         try:
-            self._call(function, extent, streams, *arguments, ctypes.byref(ticket))
-        except SpillwayError as error:
-            if error.status in _IN_USE:
-                _stuck.append(held)
-            raise
-        with self._lock:
-            self._under_way[ticket.value] = held
-        return ticket.value
+            self._through(begin)
+        finally:
+            if not entry.number.value:
+                self._release(entry)
+        self._by_number[entry.number.value] = entry
+        if entry not in self._under_way:
+            # A commit of another thread was faster.
+            self._by_number.pop(entry.number.value, None)
+        return entry.number.value
 
     def _all(self, function, structure_type):
         found, words = [], ctypes.create_string_buffer(_TEXT_BYTES)

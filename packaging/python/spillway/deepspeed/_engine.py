@@ -9,13 +9,16 @@ import threading
 import weakref
 
 from .. import _abi, _native
-from ..errors import SystemFailure, TimedOut
+from .._held import record
+from ..errors import InvalidArgument, SystemFailure, TimedOut
+from . import _lifetime
 
 # A wait comes up for air this often, so that Ctrl-C works while a device hangs.
 _BREATH_MS = 500
 # What is under way when a handle is dropped gets this long; afterwards its memory is never let go.
 _PATIENCE_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
+_TIMEOUT = 23
 _REQUEST_SIZE = ctypes.sizeof(_abi.IoRequest)
 
 _stuck = []
@@ -28,7 +31,9 @@ class Engine:
         self._op = op
         self._options = _abi.sized(_abi.IoOptions)
         self._options.block_bytes, self._options.queue_depth = block_bytes, depth
+        self._closed = False
         self._start()
+        _lifetime.opened(self)
 
     def _start(self):
         self._process = os.getpid()
@@ -51,25 +56,26 @@ class Engine:
         io = under_way.io or self._open()
         request = _abi.IoRequest(_REQUEST_SIZE, fd, path, offset, address, size, 0)
         # Listed before the call: whatever interrupts this thread, the memory is held once the system has it.
-        entry = (ctypes.c_uint64(), held, after, owner)
+        entry, status = _Entry(held, after, owner), []
         with self._lock:
             under_way.entries.append(entry)
-        status = function(io, ctypes.byref(request), ctypes.byref(entry[0]))
-        if status:
-            try:
-                _native.check(status)
-            finally:
-                with self._lock:
-                    under_way.entries = [other for other in under_way.entries if other is not entry]
+        try:
+            record(status, function, io, ctypes.byref(request), ctypes.byref(entry.handle))
+            _native.check(status[0])
+        finally:
+            if status != [0]:
+                self._forget([entry])
 
     def _open(self):
         under_way = self._under_way
         with self._lock:
+            if self._closed:
+                raise InvalidArgument("the handle was closed with the engine that made it; make another handle")
             if under_way.io is None:
                 io = ctypes.c_void_p()
                 _native.check(_native.library().spw_io_open(ctypes.byref(self._options), ctypes.byref(io)))
                 under_way.io = io.value
-                weakref.finalize(self, _close, self._op, under_way)
+                under_way.finalizer = weakref.finalize(self, _close, self._op, under_way)
                 _open_engines[id(under_way)] = (self._op, under_way)
         return under_way.io
 
@@ -78,27 +84,45 @@ class Engine:
         have ended."""
         if self._process != os.getpid():
             self._start()
-        under_way, owners = self._under_way, (None, threading.get_ident())
+        under_way, me = self._under_way, threading.get_ident()
+        wait = _Wait(me)
         with self._lock:
-            # A handle of 0 is being submitted by another thread at this moment, which will wait for it.
-            mine = [entry for entry in under_way.entries if entry[0].value and entry[3] in owners]
-            under_way.entries = [entry for entry in under_way.entries if not entry[0].value or entry[3] not in owners]
+            # A handle of 0 is being submitted by another thread at this moment, which will wait for it. What this thread
+            # waits for already belongs to a wait that was interrupted.
+            mine = [entry for entry in under_way.entries if entry.handle.value and entry.owner in (None, me)
+                    and (entry.wait is None or entry.wait.thread == me)]
+            left = [entry for entry in mine if not entry.is_over()]
+            for entry in left:
+                entry.wait = wait
         if not mine:
             return 0
         try:
-            _wait(under_way.io, [entry[0].value for entry in mine])
-        except KeyboardInterrupt:
-            with self._lock:
-                under_way.entries[:0] = [entry for entry in mine if _in_use(under_way.io, entry[0].value)]
-            raise
+            if left:
+                wait.run(under_way.io, [entry.handle.value for entry in left])
+            for entry in mine:
+                entry.finish()
         except SystemFailure:
             # The engine is lost, and nobody knows what the system still does with the memory.
             _stuck.append(mine)
             raise
-        for _, _, after, _ in mine:
-            if after is not None:
-                after()
+        except Exception:
+            self._forget([entry for entry in mine if entry.is_over()])
+            raise
+        self._forget(mine)
         return len(mine)
+
+    def _forget(self, entries):
+        with self._lock:
+            gone = set(map(id, entries))
+            self._under_way.entries = [entry for entry in self._under_way.entries if id(entry) not in gone]
+
+    def close(self):
+        """Waits for what is under way and closes the library's engine; operations afterwards are an error."""
+        with self._lock:
+            self._closed, under_way = True, self._under_way
+            if self._process != os.getpid() or under_way.io is None:
+                return
+        under_way.finalizer()
 
 
 class _UnderWay:
@@ -106,24 +130,43 @@ class _UnderWay:
 
     def __init__(self):
         self.process = os.getpid()
-        self.io = None
+        self.io = self.finalizer = None
         self.entries = []
 
 
-def _wait(io, handles):
-    wait_many, count = _native.library().spw_io_wait_many, len(handles)
-    handles = (ctypes.c_uint64 * count)(*handles)
-    while True:
-        try:
-            return _native.check(wait_many(io, handles, count, _BREATH_MS))
-        except TimedOut:
-            pass
+class _Entry:
+    """An operation: its handle, its memory, what to do after success, who may take its outcome, and the wait that does."""
+
+    def __init__(self, held, after, owner):
+        self.handle, self.wait = ctypes.c_uint64(), None
+        self.held, self.after, self.owner = held, after, owner
+
+    def is_over(self):
+        return self.wait is not None and self.wait.outcome() is not None
+
+    def finish(self):
+        if self.after is not None and self.wait.outcome() == 0:
+            self.after()
+            self.after = None
 
 
-def _in_use(io, handle):
-    holds = ctypes.c_uint32()
-    _native.check(_native.library().spw_io_holds_memory(io, handle, ctypes.byref(holds)))
-    return holds.value
+class _Wait:
+    """A wait of a thread for several operations, and what came of it: known even if a signal handler raised meanwhile."""
+
+    def __init__(self, thread):
+        self.thread, self._statuses = thread, []
+
+    def run(self, io, handles):
+        wait_many, count = _native.library().spw_io_wait_many, len(handles)
+        handles = (ctypes.c_uint64 * count)(*handles)
+        while self.outcome() is None:
+            self._statuses.clear()
+            record(self._statuses, wait_many, io, handles, count, _BREATH_MS)
+            if self._statuses[0] != _TIMEOUT:
+                _native.check(self._statuses[0])
+
+    def outcome(self):
+        return next((status for status in self._statuses if status != _TIMEOUT), None)
 
 
 def _close(op, under_way):
@@ -131,16 +174,20 @@ def _close(op, under_way):
     reports what it raises: an operation that failed and that nobody waited for."""
     if under_way.process != os.getpid():
         return
-    io, entries = under_way.io, under_way.entries
+    # First: whatever interrupts this, memory that the system may use stays.
+    _stuck.append(under_way)
+    io, under_way.io = under_way.io, None
     with _totals_lock:
         _open_engines.pop(id(under_way), None)
         _add(_totals.setdefault(op, dict.fromkeys(_COUNTED, 0)), io)
-    under_way.io, under_way.entries = None, []
     try:
         _native.check(_native.library().spw_io_close(io, _PATIENCE_MS))
     except TimedOut:
-        _stuck.append(entries)
         raise
+    except BaseException:
+        _stuck.remove(under_way)
+        raise
+    _stuck.remove(under_way)
 
 
 # Reentrant: the garbage collector may run _close while this thread holds it.

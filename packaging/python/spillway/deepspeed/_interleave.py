@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .. import _abi, _native, gpu as _gpu
 from ..errors import InvalidArgument
 from ..interleave import PLANS, Interleave, Rates, Subgroup, plan
-from . import _call, _tier_config
+from . import _call, _lifetime, _tier_config
 from ._superoffload import gradient_factor
 
 # What stage 3 has to have for `overrides` to fit it.
@@ -88,7 +88,8 @@ class Update:
             raise InvalidArgument(f"spillway.interleave: {reason}")
         self._stage3, self.settings = weakref.proxy(stage3), settings
         self.gpu = _gpu.Gpu(_ordinal()) if settings.backend == "cuda" else None
-        self._interleave, self._arrays, self._copies = None, None, []
+        self._interleave, self._arrays, self._copies, self._closed = None, None, [], False
+        _lifetime.opened(self)
         self.counts = {"steps": 0, "cpu": 0, "gpu": 0}
         _updates.add(self)
 
@@ -133,9 +134,11 @@ class Update:
         """Opens the update at the first step, and anew where a checkpoint brought other tensors."""
         arrays = [self._subgroup(index) for index in range(len(self._stage3.fp16_groups))]
         addresses = [[array.data_ptr() for array in group if array is not None] for group in arrays]
+        if self._closed:
+            raise InvalidArgument("spillway.interleave: the update was closed with its engine; make a new engine")
         if addresses == self._arrays:
             return
-        self.close()
+        self._end()
         settings, sizes = self.settings, [group.param.numel() for group in arrays]
         self._interleave = Interleave(arrays, gpu=self.gpu, wire="delivered", fetch_gradients=True, slots=settings.slots,
                                       chunk=settings.chunk)
@@ -173,7 +176,13 @@ class Update:
         return call
 
     def close(self):
-        """Ends the update; the states stay where they are."""
+        """Ends the update, and the use of the GPU; the states stay where they are."""
+        self._closed = True
+        self._end()
+        if self.gpu is not None:
+            self.gpu.close()
+
+    def _end(self):
         if self._interleave is not None:
             self._interleave.close()
             self._interleave = self._arrays = None

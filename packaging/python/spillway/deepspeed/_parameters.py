@@ -3,12 +3,12 @@
 Its buffers and its bookkeeping stay DeepSpeed's; what it takes for a file is an extent of a tier over the paths of the
 `spillway` block, or over offload_param's nvme_path without one: checked at every read, written elsewhere when a path fails."""
 
+import gc
 import os
 import weakref
 
-from .. import tier
 from ..errors import InvalidArgument
-from . import _tier_config
+from . import _lifetime, _scratch, _tier_config
 
 # What the class has to have for `overrides` to fit it.
 NEEDED = ("_configure_aio", "get_path", "synchronize_reads", "synchronize_writes")
@@ -43,15 +43,27 @@ class Store:
 
     def __init__(self, settings):
         from deepspeed import comm as dist
-        rank, world = dist.get_rank(), dist.get_world_size()
-        job = f"{settings.job}-parameters"
-        for path in settings.paths:
-            tier.collect(path.directory, job=job, host=settings.host, rank=rank)
-        self.tier = tier.Tier(settings.paths, job=job, host=settings.host, rank=rank, world=world, mode="create",
-                              durability="process", stall_seconds=settings.stall_seconds)
+        if _stores:
+            # One that nobody uses any more may still hold its tier.
+            gc.collect()
+        self._tier = _scratch.open_scratch(settings, f"{settings.job}-parameters", dist.get_rank(), dist.get_world_size())
         self._extents = {}
-        weakref.finalize(self, _destroy, self.tier, os.getpid())
+        self._finalizer = weakref.finalize(self, _destroy, self._tier, os.getpid())
+        _lifetime.opened(self)
         _stores.add(self)
+
+    @property
+    def tier(self):
+        """The tier that is open."""
+        if not self._finalizer.alive:
+            raise InvalidArgument("the parameters on the tier were closed with their engine; make a new model and engine, and "
+                                  "load a checkpoint")
+        return self._tier
+
+    def close(self):
+        """Removes the tier's files and closes it."""
+        _stores.discard(self)
+        self._finalizer()
 
     def put(self, path, buffer):
         """Begins to write; a ticket for the tier."""

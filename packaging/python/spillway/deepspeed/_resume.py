@@ -4,32 +4,37 @@ whatever the caller adds. Weights are not among them, since the master weights a
 which are the caller's to load."""
 
 import contextlib
-import io
 import random
 import sys
 
 from ..errors import InvalidArgument
-from . import _stage3, _tier_config
+from . import _lifetime, _payload, _stage3, _tier_config
 
 # What the engine has to have for `overrides` to fit it.
-NEEDED = ("_configure_zero_optimizer", "step", "load_checkpoint", "_load_zero_checkpoint")
+NEEDED = ("_configure_zero_optimizer", "destroy", "step", "load_checkpoint", "_load_zero_checkpoint")
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-# What the tier keeps with a commit; a larger record gets an extent of its own.
-_PAYLOAD_BYTES = 1 << 20
-_PIECE = 1 << 20
 
 
 def overrides(engine_type):
     """Methods for DeepSpeedEngine, by name."""
     own_init, own_optimizer, own_step = engine_type.__init__, engine_type._configure_zero_optimizer, engine_type.step
+    own_destroy = engine_type.destroy
     own_load, own_load_checkpoint = engine_type._load_zero_checkpoint, engine_type.load_checkpoint
 
     def init(self, *arguments, **named):
-        own_init(self, *arguments, **named)
-        swapper = _stage3.tiered(self.optimizer)
-        if swapper is not None and swapper.resumed:
-            _restore(self, swapper)
+        with _lifetime.making() as opened:
+            own_init(self, *arguments, **named)
+            swapper = _stage3.tiered(self.optimizer)
+            if swapper is not None and swapper.resumed:
+                _restore(self, swapper)
+            _lifetime.keep(self, opened)
+
+    def destroy(self, *arguments, **named):
+        try:
+            own_destroy(self, *arguments, **named)
+        finally:
+            _lifetime.end(self)
 
     def configure_zero_optimizer(self, *arguments, **named):
         with _tier_config.configuring(self):
@@ -57,7 +62,7 @@ def overrides(engine_type):
         with _by_pages() if _stage3.tiered(self.optimizer) else contextlib.nullcontext():
             return own_load(self, *arguments, **named)
 
-    found = {"__init__": init, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
+    found = {"__init__": init, "destroy": destroy, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
              "load_checkpoint": load_checkpoint, "_load_zero_checkpoint": load_zero_checkpoint}
     # States on a tier are saved and loaded as those in host memory are, not as DeepSpeed's files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):
@@ -88,15 +93,12 @@ def commit(engine):
         raise InvalidArgument("a commit between two micro-batches of a step would lose the gradients of the first")
     if swapper.committed == engine.global_steps and swapper.world > 1:
         raise InvalidArgument(f'step {engine.global_steps} is committed already; "commit_interval": 0 leaves commits to you')
-    data = _pack(_record(engine, swapper))
-    if len(data) > _PAYLOAD_BYTES - 1024:
-        data = _put_apart(swapper.tier, data)
-    swapper.commit(engine.global_steps, data)
+    swapper.commit(engine.global_steps, _payload.store(swapper.tier, _record(engine, swapper)))
 
 
 def client_state(engine):
     """A dictionary of the caller's own that every commit keeps, such as the position in the data; after a run was taken
-    up again, what the commit kept."""
+    up again, what the commit kept. It holds data: see _payload."""
     swapper = _swapper(engine)
     if not hasattr(swapper, "client_state"):
         swapper.client_state = {}
@@ -126,7 +128,7 @@ def _record(engine, swapper):
 
 
 def _restore(engine, swapper):
-    record = _unpack(swapper.tier.opened.payload, swapper.tier)
+    record = _payload.load(swapper.tier, swapper.tier.opened.payload)
     if record["elements"] != swapper.elements:
         raise InvalidArgument(f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}")
     for name, count in record["counts"].items():
@@ -174,37 +176,3 @@ def _set_random_state(found):
         numpy.random.set_state(found["numpy"])
     if "cuda" in found and torch.cuda.is_available():
         torch.cuda.set_rng_state(found["cuda"])
-
-
-def _pack(record):
-    import torch
-    out = io.BytesIO()
-    torch.save(record, out)
-    return out.getvalue()
-
-
-def _load(data):
-    import torch
-    # The run's own words, under its own directory's lock and checksums.
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
-def _put_apart(tier, data):
-    """Puts a large record into an extent; the payload that says which."""
-    name, size = f"record-{-(-len(data) // _PIECE)}", -(-len(data) // _PIECE) * _PIECE
-    with contextlib.suppress(StopIteration):
-        old = next(extent for extent in tier.extents() if extent.name.startswith("record-") and extent.name != name)
-        tier.remove(old.number)
-    padded = bytearray(size)
-    padded[:len(data)] = data
-    tier.wait(tier.put(tier.define(name, [size]), [padded]))
-    return _pack({"record": name, "bytes": len(data), "size": size})
-
-
-def _unpack(payload, tier):
-    record = _load(payload)
-    if "record" in record:
-        padded = bytearray(record["size"])
-        tier.wait(tier.get(tier.define(record["record"], [record["size"]]), [padded]))
-        record = _load(bytes(padded[:record["bytes"]]))
-    return record

@@ -6,19 +6,21 @@ wait for the norm. Here a sub-group steps in this process as soon as its gradien
 norm decides afterwards. The final weights have the bits of the run that waits."""
 
 import ctypes
+import os
+import weakref
 
 from .. import _abi, _arrays
 from ..errors import InvalidArgument
 from ..optim import Adam
 from ..speculate import Speculation
-from . import _ops
+from . import _lifetime, _ops
 
 # What stage 3 has to have for `overrides` to fit it.
 NEEDED = ("partition_grads", "_step_with_clipping", "_step_without_clipping", "_wait_for_async_operations",
           "_handle_overflow_rollback", "_loss_scale_update_and_overflow_cleanup")
 
 # Engines of this process, for active().
-_engines = []
+_engines = weakref.WeakSet()
 
 
 class SuperOffloadCPUOptimizer:
@@ -37,7 +39,9 @@ class SuperOffloadCPUOptimizer:
         DeepSpeedCPUAdam.optimizer_id += 1
         beta1, beta2 = self._configs[0]["betas"]
         _ops.module("cpu_adam").create_adam(self._id, 0.0, beta1, beta2, 0.0, 0.0, True, False)
-        self._engine = None
+        weakref.finalize(self, _destroy_adam, self._id, os.getpid())
+        _lifetime.opened(self)
+        self._engine, self._closed = None, False
         self._sub_groups = []
         self._submitted = set()
         self._open = False
@@ -45,13 +49,15 @@ class SuperOffloadCPUOptimizer:
 
     def prepare(self, sub_groups):
         """Names the sub-groups of every round."""
+        self._check_open()
         if self._engine is None or sub_groups != self._sub_groups:
-            self.close()
+            self._retire()
             self._engine, self._sub_groups = Speculation(len(sub_groups), publish="staged"), list(sub_groups)
-            _engines.append(self._engine)
+            _engines.add(self._engine)
 
     def begin(self, loss_scale, max_norm):
         """Opens a round."""
+        self._check_open()
         self._engine.begin(Adam(), grad_scale=1.0 / loss_scale, max_norm=max_norm)
         self._submitted.clear()
         self._open = True
@@ -116,23 +122,40 @@ class SuperOffloadCPUOptimizer:
 
     def close(self):
         """Ends the engine; an open round is taken back."""
-        if self._engine is not None:
-            _retired.append(self._engine.stats())
-            _engines.remove(self._engine)
-            self._engine.close()
-            self._engine, self._open = None, False
+        self._closed = True
+        self._retire()
+
+    def _check_open(self):
+        if self._closed:
+            raise InvalidArgument("SuperOffload's optimizer was closed with its engine; make a new engine")
+
+    def _retire(self):
+        engine, self._engine, self._open = self._engine, None, False
+        if engine is not None:
+            _engines.discard(engine)
+            _add(_retired, engine.stats())
+            engine.close()
 
 
-# Counters of engines that were closed.
-_retired = []
+def _destroy_adam(optimizer_id, process):
+    if process == os.getpid():
+        _ops.module("cpu_adam").destroy_adam(optimizer_id)
+
+
+def _add(total, stats):
+    for name, value in stats.items():
+        total[name] = total.get(name, 0) + value
+
+
+# Counters of engines that were closed, added up.
+_retired = {}
 
 
 def served():
     """The counters of all engines of this process, added up."""
-    total = {}
-    for stats in [engine.stats() for engine in _engines] + _retired:
-        for name, value in stats.items():
-            total[name] = total.get(name, 0) + value
+    total = dict(_retired)
+    for engine in list(_engines):
+        _add(total, engine.stats())
     return total
 
 

@@ -5,6 +5,7 @@ it overlapped. Gradients stay in host memory where stage 3 accumulates them, in 
 DeepSpeed's, so that losses and weights have the bits of the run with states in host memory."""
 
 import ctypes
+import gc
 import itertools
 import os
 import weakref
@@ -12,7 +13,7 @@ import weakref
 from .. import _abi, _native, tier
 from ..errors import InvalidArgument
 from ..swap import STATES
-from . import _call, _ranks
+from . import _call, _lifetime, _ranks, _scratch
 from ._parts import PartedSwap, block_bytes, floats
 
 # Of this process, for active().
@@ -29,22 +30,13 @@ class TierSwapper:
         self.elements = [int(count) for count in stage3.fp16_partitioned_groups_flat_numel]
         self._starts = [0, *itertools.accumulate(self.elements)]
         rank, world = dist.get_rank(), dist.get_world_size()
-        if not settings.resume:
-            for path in settings.paths:
-                tier.collect(path.directory, job=settings.job, host=settings.host, rank=rank)
-
-        def open_at(step):
-            return tier.Tier(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, at_step=step,
-                             mode="auto" if settings.resume else "create", stall_seconds=settings.stall_seconds,
-                             durability=settings.durability if settings.resume else "process",
-                             block_bytes=block_bytes(settings.part_elements, settings.split_master))
-
-        self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume else open_at(None)
-        self.parted = PartedSwap(self.tier, self.elements, settings.part_elements, cache_bytes=settings.cache_bytes,
-                                 ratio=settings.ratio, turns=settings.turns, huge_pages=settings.lock, lock=settings.lock,
-                                 split_master=settings.split_master)
-        self.swap = self.parted.swap
-        weakref.finalize(self, _close, self.swap, self.tier, not settings.resume, os.getpid())
+        if _swappers:
+            # One that nobody uses any more may still hold the tier and its memory.
+            gc.collect()
+        self._open = _Opened(settings, rank, world)
+        weakref.finalize(self, _Opened.close, self._open)
+        _lifetime.opened(self)
+        self._open.swap(self.elements)
         self.committed = self.tier.opened.step
         self.resumed = self.committed is not None
         self.swap_folder = next((path.directory for path in settings.paths if not path.directory.startswith("s3://")), None)
@@ -56,6 +48,32 @@ class TierSwapper:
         if self.resumed and settings.split_master:
             self._get_weights()
         _swappers.add(self)
+
+    @property
+    def tier(self):
+        """The tier that is open."""
+        return self._still_open().tier
+
+    @property
+    def parted(self):
+        """The update, by sub-groups."""
+        return self._still_open().parted
+
+    @property
+    def swap(self):
+        """The update, by parts."""
+        return self.parted.swap
+
+    def _still_open(self):
+        if self._open.closed:
+            raise InvalidArgument("the optimizer states on the tier were closed with their engine; make a new engine, and "
+                                  "load a checkpoint or resume")
+        return self._open
+
+    def close(self):
+        """Ends the update and the tier; scratch is removed."""
+        _swappers.discard(self)
+        self._open.close()
 
     # What stage 3 calls while it sets up.
 
@@ -275,11 +293,36 @@ def served():
              "resumed_at": swapper.tier.opened.step} for swapper in _swappers]
 
 
-def _close(swap, opened, scratch, process):
-    # A forked child has copies of handles, which are not its own.
-    if process == os.getpid():
-        swap.close()
-        opened.destroy() if scratch else opened.close()
+class _Opened:
+    """What outlives a TierSwapper until it is closed: the tier, and the update on it."""
+
+    def __init__(self, settings, rank, world):
+        self._settings, self._process, self.closed, self.parted = settings, os.getpid(), False, None
+        options = {"block_bytes": block_bytes(settings.part_elements, settings.split_master)}
+
+        def open_at(step):
+            return tier.Tier(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, at_step=step,
+                             stall_seconds=settings.stall_seconds, durability=settings.durability, **options)
+
+        self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume \
+            else _scratch.open_scratch(settings, settings.job, rank, world, **options)
+
+    def swap(self, elements):
+        settings = self._settings
+        self.parted = PartedSwap(self.tier, elements, settings.part_elements, cache_bytes=settings.cache_bytes,
+                                 ratio=settings.ratio, turns=settings.turns, huge_pages=settings.lock, lock=settings.lock,
+                                 split_master=settings.split_master)
+
+    def close(self):
+        # A forked child has copies of handles, which are not its own.
+        if self.closed or self._process != os.getpid():
+            return
+        try:
+            if self.parted is not None:
+                self.parted.swap.close()
+        finally:
+            self.tier.close() if self._settings.resume else self.tier.destroy()
+            self.closed = True
 
 
 def _weights_name(index):

@@ -4,8 +4,9 @@ offload_param on device nvme.
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
     "spillway": {"paths": ["/mnt/nvme", "/mnt/pfs"], "cache_bytes": 8589934592, "job": "run7", "resume": true}
 
-Without the block the one path is nvme_path, which is scratch, as DeepSpeed's swap files are: a new run removes what an old one
-left there. With "resume" every step is committed, and a run that starts again goes on at the last commit of all its ranks."""
+Without the block the one path is nvme_path, which is scratch, as DeepSpeed's swap files are: each engine has directories of its
+own there, and removes what dead ones left. With "resume" every step is committed, and a run that starts again goes on at the
+last commit of all its ranks; only a run that resumes under the same name ever touches that."""
 
 import contextlib
 import os
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from ..errors import InvalidArgument
 from ..tier import DURABILITIES, TierPath
+from . import _scratch
 
 _local = threading.local()
 
@@ -28,7 +30,8 @@ class Settings(NamedTuple):
     part_elements     most elements of what is fetched, stepped and kept at a time: 12 bytes each, 10 with split_master, a few of
                       them in motion
     durability        "data": a commit survives a power cut; "process": only the end of the process; "full"
-    job               name of the run, a directory below each path; two runs at a time on a path need two
+    job               name of the run, a directory below each path; two runs at a time that resume need two. Without
+                      "resume" directories are "<job>-scratch-1" and so on, a name that no run that resumes can have
     host              name of this machine, the directory below that; default: its host name. A run that resumes needs the one
                       it had, which in a container may be another each time
     split_master      keep master weights without their upper halves, which follow from the model's weights (bfloat16, in host
@@ -103,6 +106,8 @@ def parse(block, nvme_path):
             raise InvalidArgument(f"spillway: {name} is {value!r}, below 0")
     if block.get("durability", "data") not in DURABILITIES:
         raise InvalidArgument(f"spillway: durability is {block['durability']!r}; one of {', '.join(DURABILITIES)} expected")
+    if _scratch.is_scratch(block.get("job", "")):
+        raise InvalidArgument(f"spillway: job is {block['job']!r}; names that end in -scratch-N are those of scratch directories")
     given = {name: value for name, value in block.items() if name != "paths"}
     paths = tuple(_path(path) for path in block["paths"]) if block.get("paths") else (_directory(nvme_path),)
     found = Settings(paths, True, **given)

@@ -1,0 +1,220 @@
+"""What a commit keeps beside the states, as bytes that are data and nothing else: no byte of it is ever run.
+
+The format is that of safetensors: eight bytes with the length of a JSON header, the header, the bytes of the tensors. The
+values are in the header's "__metadata__": null, booleans, numbers, strings and lists are JSON; what JSON has no word for is an
+object with one key, its kind:
+
+    {"dict": [[key, value], ...]}  {"tuple": [...]}  {"deque": [[...], maxlen]}  {"bytes": base64}  {"float": "inf"}
+    {"tensor": name}  {"array": name}  {"counter": [[key, value], ...]}  {"ordered": [[key, value], ...]}  {"dtype": name}
+    {"named": [type, [fields], [...]]}
+
+A named tuple comes back as one of a type with the same name and fields."""
+
+import base64
+import binascii
+import collections
+import json
+import math
+import sys
+
+from ..errors import Corrupt, InvalidArgument, TierFailure
+
+_VERSION = "spillway-payload-1"
+_MOST_HEADER = 100 << 20
+# What the tier keeps with a commit; a larger record gets an extent of its own.
+_MOST_PAYLOAD = (1 << 20) - 1024
+_PIECE, _EXTENT = 1 << 20, "record-"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+           "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool"}
+_NAMES = {name: code for code, name in _DTYPES.items()}
+_ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8,
+         "BOOL": 1}
+_PAIRS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
+# Begins of what torch.save writes: a zip file, or a pickle.
+_PICKLED = (b"PK\x03\x04", b"\x80")
+
+
+def pack(record):
+    """The bytes of a value. What cannot be data is an InvalidArgument that names its place."""
+    writer = _Writer()
+    words = json.dumps(writer.encode(record, "record"), allow_nan=False, separators=(",", ":"))
+    header = json.dumps({"__metadata__": {"format": _VERSION, "value": words}, **writer.entries}).encode()
+    header += b" " * (-len(header) % 8)
+    return b"".join([len(header).to_bytes(8, "little"), header, *writer.parts])
+
+
+def unpack(data):
+    """The value of bytes that pack() made; TierFailure for anything else."""
+    data = bytes(data)
+    if data.startswith(_PICKLED) and data[8:9] != b"{":
+        raise TierFailure("the commit's record is a pickle of an older Spillway, which can run any code and is not read; if you "
+                          "trust whoever could write to the tier, convert it: python -m spillway.deepspeed.convert_payload --help")
+    try:
+        return _Reader(data).value()
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError, binascii.Error) as error:
+        raise Corrupt(f"the commit's record is no record of Spillway's: {type(error).__name__}: {error}") from error
+
+
+def store(tier, record):
+    """The payload for a commit of a tier: the record, or where it is, in an extent of its own."""
+    data = pack(record)
+    if len(data) <= _MOST_PAYLOAD:
+        return data
+    size = -(-len(data) // _PIECE) * _PIECE
+    name = f"{_EXTENT}{size // _PIECE}"
+    old = next((extent for extent in tier.extents() if extent.name.startswith(_EXTENT) and extent.name != name), None)
+    if old is not None:
+        tier.remove(old.number)
+    padded = bytearray(size)
+    padded[:len(data)] = data
+    tier.wait(tier.put(tier.define(name, [size]), [padded]))
+    return pack({"record": name, "bytes": len(data)})
+
+
+def load(tier, payload, read=unpack):
+    """The record of a payload that store() made."""
+    record = read(payload)
+    if not isinstance(record, dict):
+        raise Corrupt("the commit's record is no dictionary")
+    if "record" not in record:
+        return record
+    extent = next((extent for extent in tier.extents() if extent.name == record["record"]), None)
+    if extent is None or not extent.name.startswith(_EXTENT) or not 0 <= record["bytes"] <= extent.bytes:
+        raise Corrupt(f"the commit's record is in an extent {record['record']!r}, which the tier lacks")
+    padded = bytearray(extent.bytes)
+    tier.wait(tier.get(tier.define(extent.name, [extent.bytes]), [padded]))
+    return read(bytes(padded[:record["bytes"]]))
+
+
+class _Writer:
+    def __init__(self):
+        self.entries, self.parts, self._at, self._open = {}, [], 0, set()
+
+    def encode(self, value, place):
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if isinstance(value, str):
+            return str(value)
+        if isinstance(value, (bool, int)) and not hasattr(value, "dtype"):
+            return int(value)
+        if isinstance(value, float) and not hasattr(value, "dtype"):
+            return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+        if isinstance(value, (bytes, bytearray)):
+            return {"bytes": base64.b64encode(value).decode()}
+        if (found := self._array(value)) is not None:
+            return found
+        if id(value) in self._open:
+            raise InvalidArgument(f"{place} contains itself; a commit keeps data only")
+        self._open.add(id(value))
+        try:
+            return self._collection(value, place)
+        finally:
+            self._open.discard(id(value))
+
+    def _collection(self, value, place):
+        for name, kind in reversed(_PAIRS.items()):
+            if type(value) is kind:
+                return {name: [[self._key(key, place), self.encode(item, f"{place}[{key!r}]")] for key, item in value.items()]}
+        if type(value) is list:
+            return self._items(value, place)
+        if type(value) is collections.deque:
+            return {"deque": [self._items(value, place), value.maxlen]}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {"named": [type(value).__name__, list(value._fields), self._items(value, place)]}
+        if isinstance(value, tuple):
+            return {"tuple": self._items(value, place)}
+        raise InvalidArgument(f"{place} is a {type(value).__module__}.{type(value).__qualname__}; a commit keeps data only: None, "
+                              "numbers, strings, bytes, lists, tuples, deques, dictionaries, tensors and numpy arrays")
+
+    def _items(self, values, place):
+        return [self.encode(value, f"{place}[{index}]") for index, value in enumerate(values)]
+
+    def _key(self, key, place):
+        if type(key) in (str, int, bool, float) or key is None:
+            return self.encode(key, f"a key of {place}")
+        raise InvalidArgument(f"{place} has the key {key!r}; keys are strings or numbers")
+
+    def _array(self, value):
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if torch is not None and isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if torch is not None and isinstance(value, torch.Tensor):
+            flat = value.detach().to("cpu").contiguous()
+            content = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+            return {"tensor": self._add(str(flat.dtype).removeprefix("torch."), flat.shape, content)}
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+            content = numpy.asarray(value, order="C")
+            plain = content.astype(content.dtype.newbyteorder("<"))
+            return {"array": self._add(content.dtype.name, content.shape, plain.tobytes())}
+        return None
+
+    def _add(self, dtype, shape, content):
+        if dtype not in _NAMES:
+            raise InvalidArgument(f"a tensor of {dtype}; a commit keeps {', '.join(_NAMES)}")
+        name = str(len(self.entries))
+        self.entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [self._at, self._at + len(content)]}
+        self.parts.append(content)
+        self._at += len(content)
+        return name
+
+
+class _Reader:
+    def __init__(self, data):
+        if len(data) < 8:
+            raise ValueError(f"{len(data)} bytes")
+        size = int.from_bytes(data[:8], "little")
+        if size > min(len(data) - 8, _MOST_HEADER):
+            raise ValueError(f"a header of {size} bytes in {len(data)}")
+        header = json.loads(data[8:8 + size])
+        if header["__metadata__"]["format"] != _VERSION:
+            raise ValueError(f"format {header['__metadata__']['format']!r}")
+        self._words = header.pop("__metadata__")["value"]
+        self._entries, self._content = header, memoryview(data)[8 + size:]
+
+    def value(self):
+        return self._decode(json.loads(self._words))
+
+    def _decode(self, words):
+        if isinstance(words, list):
+            return [self._decode(word) for word in words]
+        if not isinstance(words, dict):
+            return words
+        (kind, body), = words.items()
+        if kind in _PAIRS:
+            return _PAIRS[kind]({self._decode(key): self._decode(item) for key, item in body})
+        if kind == "tuple":
+            return tuple(self._decode(word) for word in body)
+        if kind == "named":
+            name, fields, items = body
+            return collections.namedtuple(name, fields)(*(self._decode(word) for word in items))
+        if kind == "deque":
+            items, most = body
+            return collections.deque((self._decode(word) for word in items), most)
+        if kind == "bytes":
+            return base64.b64decode(body, validate=True)
+        if kind == "dtype":
+            import torch
+            return getattr(torch, _DTYPES[_NAMES[body]])
+        if kind == "float":
+            return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[body]
+        if kind in ("tensor", "array"):
+            return self._tensor(body, kind)
+        raise ValueError(f"unknown kind {kind!r}")
+
+    def _tensor(self, name, kind):
+        entry = self._entries[name]
+        (start, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
+        if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+            raise ValueError(f"tensor {name}: offsets {start}, {end}, shape {shape}")
+        if end > len(self._content) or end - start != math.prod(shape) * _ITEM[dtype]:
+            raise ValueError(f"tensor {name}: bytes {start} to {end} of {len(self._content)} for {dtype} of shape {shape}")
+        content = bytearray(self._content[start:end])
+        if kind == "array":
+            import numpy
+            found = numpy.frombuffer(content, numpy.dtype(_DTYPES[dtype]).newbyteorder("<")).reshape(shape)
+            # A scalar is an array without dimensions.
+            return found.astype(found.dtype.newbyteorder("="))[()] if not shape else found.astype(found.dtype.newbyteorder("="))
+        import torch
+        found = getattr(torch, _DTYPES[dtype])
+        return torch.frombuffer(content, dtype=found).reshape(shape) if content else torch.empty(shape, dtype=found)

@@ -1,0 +1,207 @@
+"""Proves that a close waits for the calls of other threads, refuses new ones, and is bounded by its timeout; and that a
+forked child neither waits for its parent's threads nor touches what is its parent's."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+import spillway
+from spillway import _native
+
+BYTES = 256 << 10
+ROUNDS = 25
+
+
+@pytest.mark.parametrize("end", ["close", "destroy"])
+def test_a_tier_closes_beside_threads_that_use_it(tmp_path, end):
+    for _ in range(ROUNDS):
+        tier = spillway.Tier([tmp_path], job="test", direct=False)
+        extents, strange, started = [tier.define(f"e{n}", [BYTES]) for n in range(4)], [], threading.Barrier(5)
+
+        def use(extent):
+            array = np.ones(BYTES, np.uint8)
+            started.wait()
+            try:
+                while True:
+                    tier.wait(tier.put(extent, [array]))
+                    tier.wait(tier.get(extent, [array]))
+                    tier.paths(), tier.extents(), tier.define(f"e{extent}", [BYTES])
+            except spillway.InvalidArgument as error:
+                if "the tier is closed" not in str(error) and "never given, or was waited for" not in str(error):
+                    strange.append(error)
+            except Exception as error:
+                strange.append(error)
+
+        threads = [threading.Thread(target=use, args=(extent,)) for extent in extents]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        time.sleep(0.005)
+        getattr(tier, end)()
+        for thread in threads:
+            thread.join(60)
+        assert not strange and not any(thread.is_alive() for thread in threads)
+        with pytest.raises(spillway.InvalidArgument, match="the tier is closed"):
+            tier.commit(1)
+        tier.close()
+
+
+class Slow:
+    """The library, with one function that returns when it is told to."""
+
+    def __init__(self, library, name):
+        self._library, self._name, self.entered, self.go = library, name, threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        own = getattr(self._library, name)
+        if name != self._name:
+            return own
+
+        def slow(*arguments):
+            self.entered.set()
+            assert self.go.wait(60)
+            return own(*arguments)
+
+        return slow
+
+
+@pytest.fixture
+def inside(tmp_path, monkeypatch):
+    """A tier with a thread inside a call, and what lets it out."""
+    tier = spillway.Tier([tmp_path], job="test")
+    slow = Slow(_native.library(), "spw_tier_rollback")
+    monkeypatch.setattr(_native, "library", lambda: slow)
+    thread = threading.Thread(target=tier.rollback)
+    thread.start()
+    assert slow.entered.wait(60)
+
+    def let_out():
+        slow.go.set()
+        thread.join(60)
+
+    yield tier, let_out
+    let_out()
+    tier.close()
+
+
+def test_a_close_that_runs_out_of_time_leaves_the_tier_open(inside):
+    tier, let_out = inside
+    with pytest.raises(spillway.TimedOut, match="1 calls of other threads"):
+        tier.close(timeout=0.05)
+    assert tier.paths()
+    closer = threading.Thread(target=tier.close)
+    closer.start()
+    while not tier._closed:
+        time.sleep(0.001)
+    with pytest.raises(spillway.InvalidArgument, match="closed"):
+        tier.paths()
+    assert closer.is_alive()
+    let_out()
+    closer.join(60)
+    assert not closer.is_alive()
+
+
+def test_a_child_leaves_its_parents_tier_alone(inside):
+    tier, let_out = inside
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        signal.alarm(30)
+        try:
+            for call in (tier.paths, tier.destroy, lambda: tier.commit(1), tier.rollback):
+                try:
+                    call()
+                except spillway.InvalidArgument as error:
+                    assert "forked child" in str(error), error
+                else:
+                    os._exit(2)
+            tier.close()
+            tier.close(timeout=0)
+            tier.__del__()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    let_out()
+    extent = tier.define("e", [BYTES])
+    tier.wait(tier.put(extent, [np.ones(BYTES, np.uint8)]))
+    tier.commit(1)
+    assert tier.verify() > 0
+
+
+def test_a_close_from_inside_a_call_is_refused(tmp_path, monkeypatch):
+    with spillway.Tier([tmp_path], job="test") as tier:
+        own, raised = _native.library().spw_tier_rollback, []
+
+        class Library:
+            def __getattr__(self, name):
+                return getattr(library, name)
+
+            def spw_tier_rollback(self, handle):
+                with pytest.raises(spillway.Busy, match="from inside one of its own calls") as found:
+                    tier.close()
+                raised.append(found.value)
+                return own(handle)
+
+        library = _native.library()
+        monkeypatch.setattr(_native, "library", lambda: fake)
+        fake = Library()
+        tier.rollback()
+        assert raised and tier.paths()
+
+
+def test_other_objects_close_beside_threads_too(tmp_path):
+    for _ in range(ROUNDS):
+        with spillway.Tier([tmp_path], job="test") as tier:
+            swap, speculation, strange = spillway.Swap(tier, [5000], huge_pages=False, lock=False), spillway.Speculation(1), []
+            recording = spillway.Adam().prepare([tuple(np.zeros((4, 64), np.float32))]).record()
+
+            def use(call):
+                try:
+                    while True:
+                        call()
+                except spillway.InvalidArgument as error:
+                    if "is closed" not in str(error):
+                        strange.append(error)
+
+            threads = [threading.Thread(target=use, args=(call,)) for call in
+                       (lambda: swap.stats, lambda: swap.budget, speculation.stats, lambda: recording.log_bytes)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.002)
+            for held in (swap, speculation, recording):
+                held.close()
+            for thread in threads:
+                thread.join(60)
+            assert not strange and not any(thread.is_alive() for thread in threads)
+
+
+def test_puts_are_over_with_a_commit_and_their_tickets_do_not_pile_up(tmp_path):
+    import gc
+    import weakref
+    with spillway.Tier([tmp_path], job="test") as tier:
+        extents = [tier.define(f"e{n}", [4096]) for n in range(50)]
+        seen = []
+        for step in range(1, 4):
+            tickets = []
+            for extent in extents:
+                array = np.full(4096, step, np.uint8)
+                seen.append(weakref.ref(array))
+                tickets.append(tier.put(extent, [array]))
+            del array
+            tier.commit(step)
+            gc.collect()
+            assert not any(array() is not None for array in seen) and not tier._under_way
+            assert tier.wait(tickets[0]) > 0, "the outcome is there for who asks"
+        for number in range(1500):
+            tier.put(tier.define(f"more{number}", [4096]), [np.full(4096, 1, np.uint8)])
+        assert len(tier._under_way) < 600, "those that are over are let go"
+        tier.commit(9)
+        assert tier.verify() >= 1500
+    assert len(tier._over) <= 4096

@@ -1,0 +1,124 @@
+"""Proves that what a commit keeps beside the states comes back as it was, that what is not data is refused by name, and that
+reading runs nothing, whatever the bytes are."""
+
+import collections
+import io
+import json
+import math
+import os
+import pickle
+import random
+
+import numpy as np
+import pytest
+
+import spillway
+from spillway.deepspeed import _payload, convert_payload
+
+torch = pytest.importorskip("torch")
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("echo a commit's record was run",)
+
+
+def values():
+    return {
+        "numbers": [0, -1, 1 << 80, 0.1, 5e-324, -0.0, math.inf, -math.inf, True, None], "words": "\u00e4\0\ud7ff", "bytes": b"\0\xff",
+        "tuple": (1, (2, [3]), ()), 7: {0.5: "float key", None: "none", True: "bool"}, "named": Point(1, (2,)),
+        "deque": collections.deque([1, (2,)], maxlen=5), "counter": collections.Counter({3: 2, 9: 1}),
+        "ordered": collections.OrderedDict(b=1, a=2), "dict": {"tuple": {"dict": "looks like a kind"}},
+        "random": random.getstate(), "numpy": np.random.RandomState(3).get_state(), "dtype": torch.bfloat16,
+    }
+
+
+def test_what_is_data_comes_back_as_it_was():
+    found = _payload.unpack(_payload.pack(values()))
+    wanted = values()
+    state, other = found.pop("numpy"), wanted.pop("numpy")
+    assert state[0] == other[0] and np.array_equal(state[1], other[1]) and state[2:] == other[2:]
+    assert found == wanted and found["named"].x == 1 and found["deque"].maxlen == 5
+    assert type(found["counter"]) is collections.Counter and type(found["ordered"]) is collections.OrderedDict
+    assert math.copysign(1, found["numbers"][5]) == -1 and math.isnan(_payload.unpack(_payload.pack(math.nan)))
+    np.random.RandomState().set_state(state), random.Random().setstate(found["random"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+def test_tensors_and_arrays_come_back_to_the_bit(dtype):
+    tensors = [torch.arange(24).reshape(2, 3, 4).to(dtype), torch.ones((), dtype=dtype), torch.empty((0, 3), dtype=dtype),
+               torch.arange(24).to(dtype).reshape(4, 6).t()]
+    arrays = [np.arange(5.0), np.array([True]), np.arange(4, dtype=">i4"), np.float32(0.1), np.zeros((2, 0), np.int8)]
+    for before, after in zip(tensors, _payload.unpack(_payload.pack(tensors))):
+        assert before.dtype == after.dtype and before.shape == after.shape and torch.equal(before, after)
+    for before, after in zip(arrays, _payload.unpack(_payload.pack(arrays))):
+        assert before.shape == after.shape and np.array_equal(before, after)
+
+
+def test_what_is_not_data_is_refused_by_its_place():
+    itself = []
+    itself.append(itself)
+    for value, words in ((RunsCode(), r"record\['client_state'\]\[1\] is a .*RunsCode"), (len, "builtin"), ({(1, 2): 3}, "key"),
+                         (itself, "contains itself"), (np.array(["a"]), "tensor of str"), ({1, 2}, "set")):
+        with pytest.raises(spillway.InvalidArgument, match=words):
+            _payload.pack({"client_state": [0, value]})
+
+
+def pickled(value):
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def test_a_pickle_is_never_run_and_named_as_what_it_is(capfd):
+    for data in (pickled(RunsCode()), pickle.dumps(RunsCode())):
+        with pytest.raises(spillway.TierFailure, match="convert_payload"):
+            _payload.unpack(data)
+    assert capfd.readouterr().out == ""
+
+
+def test_damaged_records_are_an_error_and_nothing_else():
+    data = _payload.pack(values() | {"tensor": torch.ones(100)})
+    chance = random.Random(1)
+    for _ in range(3000):
+        damaged = bytearray(data[:chance.randrange(len(data) + 1)] if chance.random() < 0.3 else data)
+        for _ in range(chance.randrange(1, 4)):
+            if damaged:
+                damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        try:
+            _payload.unpack(damaged)
+        except spillway.TierFailure:
+            pass
+
+
+@pytest.mark.parametrize("entry", [
+    {"dtype": "F32", "shape": [100], "data_offsets": [0, 4000]}, {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+    {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 0]},
+    {"dtype": "X", "shape": [1], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}])
+def test_a_tensor_lies_within_the_bytes(entry):
+    header = json.dumps({"__metadata__": {"format": "spillway-payload-1", "value": '{"tensor":"0"}'}, "0": entry}).encode()
+    for size in (len(header), len(header) + 1, 1 << 63):
+        with pytest.raises(spillway.Corrupt):
+            _payload.unpack(size.to_bytes(8, "little") + header + b"1234")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_an_older_record_is_converted_when_asked(tmp_path, large):
+    record = {"counts": {"global_steps": 3}, "buffers": {"b": torch.ones((2 << 20) if large else 3)}}
+    with spillway.Tier([tmp_path], job="old") as tier:
+        data = pickled(record)
+        if large:
+            size = (len(data) + (1 << 20) - 1 >> 20) << 20
+            extent = tier.define(f"record-{size >> 20}", [size])
+            tier.wait(tier.put(extent, [bytearray(data.ljust(size, b"\0"))]))
+            data = pickled({"record": f"record-{size >> 20}", "bytes": len(data), "size": size})
+        tier.commit(3, data)
+    with pytest.raises(ValueError, match="trusted"):
+        convert_payload.convert([tmp_path], job="old")
+    convert_payload.main(["--job", "old", "--i-trust-this-tier", str(tmp_path)])
+    with spillway.Tier([tmp_path], job="old", mode="resume") as tier:
+        found = _payload.load(tier, tier.opened.payload)
+        assert tier.opened.step == 3 and found["counts"] == record["counts"]
+        assert torch.equal(found["buffers"]["b"], record["buffers"]["b"])

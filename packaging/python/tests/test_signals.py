@@ -1,0 +1,204 @@
+"""Proves that a signal handler that raises between any two bytecodes lets go of no memory in flight: what the tier, the
+speculation engine or an I/O handle has accepted is held until it is over, and close() leaves nothing behind."""
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import weakref
+
+import numpy as np
+import pytest
+
+import spillway
+from spillway import _abi, _held, _native, speculate
+from spillway import tier as tier_module
+
+BYTES = 64 << 10
+ROUNDS = 1500
+
+
+class Interrupt(Exception):
+    pass
+
+
+class Ticking:
+    """Raises Interrupt from a signal handler, again and again, at random moments."""
+
+    def __init__(self):
+        self.count, self._on = 0, False
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGALRM, self._ring)
+        return self
+
+    def __exit__(self, *_):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def _ring(self, *_):
+        self.count += 1
+        raise Interrupt
+
+    def during(self, work):
+        """What work() returns; None if it was interrupted."""
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-6, 3e-4))
+            try:
+                return work()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupt:
+            return None
+
+
+@pytest.fixture
+def after_the_call(monkeypatch):
+    """after_the_call(module) interrupts the module's next call of C that begins something, when C has returned."""
+    def patch(module):
+        def interrupted(outcome, function, *arguments):
+            _held.record(outcome, function, *arguments)
+            monkeypatch.setattr(module, "record", _held.record)
+            assert outcome == [0]
+            raise Interrupt
+
+        monkeypatch.setattr(module, "record", interrupted)
+
+    return patch
+
+
+def test_memory_of_puts_and_gets_outlives_interrupts(tmp_path):
+    chance = random.Random(5)
+    held = {}
+    with Ticking() as ticking:
+        tier = spillway.Tier([tmp_path], job="test", direct=False)
+        extents = [tier.define(f"e{n}", [BYTES]) for n in range(8)]
+        for extent in extents:
+            tier.wait(tier.put(extent, [np.zeros(BYTES, np.uint8)]))
+        tier.commit(1)
+        for number in range(ROUNDS):
+            array = np.full(BYTES, number % 251, np.uint8)
+            seen = weakref.ref(array)
+            extent = chance.choice(extents)
+            try:
+                ticket = ticking.during(lambda: tier.put(extent, [array]) if number % 2 else tier.get(extent, [array]))
+            except spillway.Busy:
+                ticket = None
+            del array
+            # Whatever the table says is under way has its memory, also if the ticket was lost on its way to the caller.
+            for entry in list(tier._under_way):
+                if entry.number.value and entry.outcome() is None:
+                    assert all(array is not None for array in entry.held) and len(entry.held) == 1
+            if ticket is not None:
+                held[ticket] = seen
+            while len(held) > 4:
+                ticket, array = held.popitem()
+                assert array() is not None, "let go in flight"
+                try:
+                    ticking.during(lambda: tier.wait(ticket))
+                except spillway.SpillwayError:
+                    assert ticket not in tier._by_number
+            if number % 100 == 99:
+                for entry in [entry for entry in tier._under_way if entry.number.value]:
+                    try:
+                        tier.wait(entry.number.value)
+                    except spillway.SpillwayError:
+                        pass
+                held.clear()
+                tier.commit(number)
+    assert ticking.count > 50
+    tier.close()
+    gc.collect()
+    assert not tier._under_way and not tier._by_number and not tier._inside
+    with spillway.Tier([tmp_path], job="test", mode="resume") as tier:
+        assert tier.verify() >= len(extents)
+
+
+def test_an_interrupt_after_c_accepted_keeps_the_memory_until_a_commit(tmp_path, after_the_call):
+    with spillway.Tier([tmp_path], job="test") as tier:
+        extent = tier.define("e", [BYTES])
+        after_the_call(tier_module)
+        array = np.ones(BYTES, np.uint8)
+        seen = weakref.ref(array)
+        with pytest.raises(Interrupt):
+            tier.put(extent, [array])
+        del array
+        gc.collect()
+        assert seen() is not None
+        tier.commit(1)
+        gc.collect()
+        assert seen() is None, "a put before a commit is over with it"
+
+
+def test_an_interrupted_submit_keeps_what_the_engine_took(after_the_call):
+    with spillway.Speculation(1) as speculation:
+        speculation.begin(spillway.Adam())
+        after_the_call(speculate)
+        arrays = [np.ones(100_000, np.float32) for _ in range(4)]
+        seen = weakref.ref(arrays[0])
+        with pytest.raises(Interrupt):
+            speculation.submit(0, [tuple(arrays)])
+        del arrays
+        gc.collect()
+        assert seen() is not None
+        speculation.resolve(speculation.local_result())
+        speculation.finish()
+        gc.collect()
+        assert seen() is None
+
+
+def test_speculation_under_interrupts_ends_with_nothing_held():
+    with Ticking() as ticking, spillway.Speculation(2) as speculation:
+        for number in range(300):
+            speculation.begin(spillway.Adam())
+            for bucket in range(2):
+                arrays = [np.ones(20_000, np.float32) for _ in range(4)]
+                seen = weakref.ref(arrays[0])
+                ticking.during(lambda: speculation.submit(bucket, [tuple(arrays)]))
+                del arrays
+                if speculation.ready(bucket) != "missing":
+                    assert seen() is not None, "let go before the verdict"
+            speculation.abort()
+            assert not speculation._held
+    assert ticking.count > 20
+
+
+def test_an_interrupt_in_the_callback_of_a_step_is_no_success(tmp_path, monkeypatch):
+    library = _native.library()
+    own = library.spw_swap_ds_adam_step
+
+    def skips(handle, optimizer, rows, address, count, callback, user):
+        # As ctypes does when a handler raises before the callback's first line: nothing ran, and it returned 0.
+        return own(handle, optimizer, rows, address, count, _abi.STEPPED_FN(lambda *_: 0), user)
+
+    with spillway.Tier([tmp_path], job="test") as tier:
+        with spillway.Swap(tier, [64, 64], huge_pages=False, lock=False) as swap:
+            swap.fill([(np.ones(64, np.float32), None, None)] * 2)
+            table = swap.table([(np.ones(64, np.float32), None)] * 2)
+            _native.check(library.spw_ds_adam_create(77, 0.9, 0.999, 1))
+            size = ctypes.sizeof(_abi.DsAdamCall)
+            calls = [_abi.DsAdamCall(size, 1, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0)] * 2
+            monkeypatch.setattr(library, "spw_swap_ds_adam_step", skips)
+            with pytest.raises(spillway.InternalError, match=r"subgroups \[0, 1\]"):
+                swap.ds_step(77, calls, table, lambda subgroup, address: None)
+
+
+def test_open_and_close_under_interrupts_leave_no_lock(tmp_path):
+    with Ticking() as ticking:
+        for number in range(150):
+            tier = ticking.during(lambda: spillway.Tier([tmp_path], job="test"))
+            if tier is not None:
+                ticking.during(tier.close)
+                tier.close()
+            del tier
+            gc.collect()
+    spillway.Tier([tmp_path], job="test").close()
+    assert ticking.count > 10
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_call_and_its_outcome_are_one_step(calls):
+    outcome = []
+    _held.record(outcome, os.path.join, *["a"] * (calls + 1))
+    assert outcome == [os.path.join(*["a"] * (calls + 1))]

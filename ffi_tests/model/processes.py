@@ -67,6 +67,10 @@ class Child:
             if message.get("word") == word:
                 return message
 
+    def wait_readable(self, seconds):
+        """Waits until the child has said something, or for so long."""
+        return bool(self._buffer) or bool(select.select([self._in], [], [], seconds)[0])
+
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
 

@@ -131,7 +131,7 @@ def _committer(moves, stop):
             target = episode.path(f"export{number}")
             moves.call("export", target, may=(BUSY, 36), show=())
         else:
-            moves.call(what, may=())
+            moves.call(what, may=(BUSY,) if what == "verify" else ())
         time.sleep(draw.random() * 0.002)
     return last, extents
 
@@ -292,34 +292,33 @@ def unwaited(episode):
 
 
 def closing(episode):
-    """A close that runs out of time, or a drop, with writes under way; the next owner's commits stay whole."""
+    """A close that runs out of time, or a drop, with writes under way, and then a stop: the next owner's commits stay whole
+    when the old process goes on."""
     moves = TierMoves(episode, stall_seconds=20.0)
     draw = episode.random("closing")
-    sizes = [draw.choice((1, 4, 16)) << 20]
-    for number in range(max(2, episode.moves // 40)):
-        child = Child(episode, _leaver, moves, number, sizes, name="the process that closes")
-        child.expect("closed", 60)
-        last = Child(episode, _heir, moves, number, sizes, name="the next owner")
-        last.end(90)
-        child.send_end = child.kill(signal.SIGTERM)
-        child.end(30, allowed=(signal.SIGTERM,))
-        check = Child(episode, _auditor, moves, number, sizes, name="the auditor")
-        check.end(60)
+    sizes = [draw.choice((4, 16, 48)) << 20]
+    for number in range(max(1, episode.moves // 100)):
+        old = Child(episode, _leaver, moves, number, sizes, name="the process that closes")
+        old.expect("closed", 60)
+        old.kill(signal.SIGSTOP)
+        heir = Child(episode, _heir, moves, number, sizes, name="the next owner")
+        heir.wait_readable(2)
+        old.kill(signal.SIGCONT)
+        heir.end(90)
+        old.kill(signal.SIGTERM)
+        old.end(30, allowed=(signal.SIGTERM,))
+        Child(episode, _auditor, moves, number, sizes, name="the auditor").end(60)
 
 
 def _leaver(child, moves, number, sizes):
     episode, draw = moves.episode, moves.episode.random("leaver", number)
-    tier = episode.call("open", spillway.Tier, list(moves.bases), may=(), show=(), **moves.options).value
+    tier = episode.call("open", spillway.Tier, list(moves.bases), show=(), **moves.options).value
     extents = [episode.call("define", tier.define, f"extent {n}", sizes).value for n in range(3)]
     for n, extent in enumerate(extents):
         arrays = content.streams(episode.seed, n, 1000 + number, sizes)
         episode.call("put", tier.put, extent, arrays, show=(n,))
-    if draw.random() < 0.3:
-        extents = arrays = None
-        tier = None
-        gc.collect()
-    else:
-        episode.call("close", tier.close, draw.choice((0, 0, 0.001)), may=(23, 26), limit=5)
+    timeout = draw.choice((0, 0, 0.001))
+    episode.call("close", tier.close, timeout, may=(23, 26), limit=10)
     child.send(word="closed", counts=_take(episode))
     time.sleep(60)
 
@@ -332,14 +331,15 @@ def _heir(child, moves, number, sizes):
         if answer.ok:
             break
         episode.check(time.monotonic() < end, "40 s after the close the tier is still locked")
-        time.sleep(0.001)
+        time.sleep(0.005)
     tier = answer.value
     for n in range(3):
         extent = episode.call("define", tier.define, f"extent {n}", sizes).value
         arrays = content.streams(episode.seed, n, 1 + number, sizes)
         episode.call("put", tier.put, extent, arrays, show=(n,))
     episode.call("commit", tier.commit, number + 1)
-    time.sleep(0.2)
+    child.send(word="committed")
+    time.sleep(1)
     _audit(episode, tier, number, sizes)
     episode.call("close", tier.close)
 

@@ -108,6 +108,11 @@ class Episode:
         if not holds:
             raise Defect(message)
 
+    def begin_process(self):
+        """For a forked child: counts of its own, and locks that no thread of the parent holds."""
+        self._lock = threading.Lock()
+        self.counts, self.children = collections.Counter(), []
+
     def watch(self):
         """Starts the watchdog of this process; a child calls it again."""
         self._running.clear()

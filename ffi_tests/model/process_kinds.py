@@ -1,1 +1,391 @@
-KINDS = {}
+"""Episodes with forked children, signals whose handlers raise, and stopped processes."""
+
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+
+import spillway
+from spillway import _abi, _native
+
+from . import content
+from .engine_kinds import c
+from .episode import ANY, Defect, Interrupt
+from .processes import Child
+from .tier_moves import BUSY, INVALID, LOCKED, NO_STATE, NOT_FOUND, TIMEOUT, TierMoves
+from .tier_oracle import NEVER, Extent
+
+QUICK = 3.0
+
+
+class Objects:
+    """One of each object, in use."""
+
+    def __init__(self, moves):
+        episode = self.episode = moves.episode
+        self.moves, self.tier = moves, moves.tier
+        self.base = episode.path("swapped")
+        os.makedirs(self.base, exist_ok=True)
+        self.other = spillway.Tier([self.base], job="swap")
+        self.swap = spillway.Swap(self.other, [5000, 7000], turns=False)
+        self.swap.fill([(np.ones(n, np.float32), None, None) for n in (5000, 7000)])
+        self.other_arrays = [np.ones(n, np.float32) for n in (5000, 7000)]
+        self.speculation = spillway.Speculation(2)
+        self.adam = spillway.Adam(lr=1e-3)
+        self.tensors = [tuple(np.ones(3000, np.float32) for _ in range(4)) for _ in range(2)]
+        self.speculation.begin(self.adam)
+        self.speculation.submit(0, [self.tensors[0]])
+        self.io, self.pool, self.block = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        c(episode, "spw_io_open", None, ctypes.byref(self.io))
+        options = _abi.sized(_abi.PoolOptions)
+        options.block_bytes, options.block_count = 8192, 3
+        c(episode, "spw_pool_open", ctypes.byref(options), ctypes.byref(self.pool))
+        c(episode, "spw_pool_alloc", self.pool, ctypes.byref(self.block))
+        ctypes.memset(self.block, 0x5A, 8192)
+        self.pinned = ctypes.c_void_p()
+        c(episode, "spw_pinned_alloc", 5000, ctypes.byref(self.pinned))
+        ctypes.memset(self.pinned, 0x5B, 5000)
+
+    def end(self):
+        """All of it still works in the process that owns it."""
+        episode = self.episode
+        for address, byte, size in ((self.block, 0x5A, 8192), (self.pinned, 0x5B, 5000)):
+            episode.check(ctypes.string_at(address, size) == bytes([byte]) * size, "a child changed memory of its parent")
+        c(episode, "spw_pool_free", self.pool, self.block)
+        c(episode, "spw_pool_close", self.pool)
+        c(episode, "spw_pinned_free", self.pinned)
+        c(episode, "spw_io_close", self.io, 5000)
+        episode.call("submit", self.speculation.submit, 1, [self.tensors[1]], show=())
+        total = episode.call("local_result", self.speculation.local_result).value
+        episode.call("resolve", self.speculation.resolve, total)
+        episode.call("finish", self.speculation.finish)
+        self.speculation.close()
+        episode.call("swap commit", self.swap.commit, 1)
+        array = np.zeros(5000, np.float32)
+        episode.call("swap read", self.swap.read, 0, array, show=())
+        episode.check((array == 1).all(), "a subgroup changed by a fork")
+        episode.call("swap close", self.swap.close)
+        episode.call("close", self.other.close)
+        with episode.call("open", spillway.Tier, [self.base], job="swap", mode="resume").value as again:
+            episode.check(again.opened.step == 1, "the swap's commit is gone")
+
+
+def fork(episode):
+    """Children that use what they inherited get errors or results of their own, in time, and do the parent no harm."""
+    moves = TierMoves(episode)
+    moves.open()
+    first = episode.random("first")
+    for _ in range(4):
+        moves.define(first)
+    for extent in list(moves.oracle.extents.values()):
+        moves.put(first, extent)
+    moves.settle()
+    moves.commit(first)
+    objects, stop = Objects(moves), threading.Event()
+    hammers = [threading.Thread(target=_hammer, args=(moves, stop)) for _ in range(2)]
+    for hammer in hammers:
+        hammer.start()
+    try:
+        for number in range(max(2, episode.moves // 40)):
+            if number not in episode.drop:
+                Child(episode, _heritage, objects, number, name="a forked child").end(60)
+    finally:
+        stop.set()
+        for hammer in hammers:
+            hammer.join()
+    moves.put(first)
+    moves.commit(first)
+    objects.end()
+    moves.read_all()
+    moves.close()
+    Child(episode, _reads, moves, name="the next process").end(60)
+
+
+def _hammer(moves, stop):
+    """Keeps the locks of the tier busy, so that forks fall into them."""
+    while not stop.is_set():
+        moves.tier.paths()
+        moves.tier.extents()
+
+
+def _reads(child, moves):
+    moves.open("resume")
+    moves.read_all()
+    moves.call("verify")
+    moves.close()
+
+
+def _heritage(child, objects, number):
+    episode, moves = objects.episode, objects.moves
+    draw = episode.random("heir", number)
+    names = ["define", "put", "get", "wait", "commit", "rollback", "verify", "evacuate", "extents", "paths", "set_health",
+             "export", "swap", "spec", "pool", "pinned", "io", "own", "reopen"]
+    draw.shuffle(names)
+    for name in names[:draw.randrange(3, len(names))]:
+        _inherited(objects, name, number)
+    for name in draw.sample(["destroy", "close", "drop", "swap close", "spec close", "pool close", "io close"], 3):
+        _ended(objects, name)
+
+
+def _inherited(objects, name, number):
+    """One use of what the parent opened. Any answer is legal but a defect inside, a crash or silence; a commit must not count."""
+    episode, tier, extent = objects.episode, objects.tier, 0
+    arrays = [np.zeros(size, np.uint8) for size in objects.tier._streams.get(extent, (1,))]
+    table = {"define": (tier.define, "of a child", [5]), "put": (tier.put, extent, arrays), "get": (tier.get, extent, arrays),
+             "wait": (tier.wait, 1, 0.1), "commit": (tier.commit, 999), "rollback": (tier.rollback,), "verify": (tier.verify,),
+             "evacuate": (tier.evacuate, 0), "extents": (tier.extents,), "paths": (tier.paths,),
+             "set_health": (tier.set_health, 0, "draining"), "export": (tier.export, episode.path(f"child{number}")),
+             "swap": (objects.swap.commit, 77), "spec": (objects.speculation.local_result, 0.1)}
+    if name in table:
+        function, *arguments = table[name]
+        answer = episode.call("child " + name, function, *arguments, may=ANY, limit=QUICK, show=())
+        if name in ("commit", "put", "evacuate", "rollback", "swap"):
+            episode.check(not answer.ok, f"{name} of a forked child succeeded on its parent's object")
+    elif name == "pool":
+        block = ctypes.c_void_p()
+        c(episode, "spw_pool_alloc", objects.pool, ctypes.byref(block), may=ANY, limit=QUICK)
+        c(episode, "spw_pool_free", objects.pool, objects.block, may=ANY, limit=QUICK)
+    elif name == "pinned":
+        start = ctypes.c_void_p()
+        if c(episode, "spw_pinned_alloc", 100, ctypes.byref(start), may=ANY, limit=QUICK).ok:
+            ctypes.memset(start, 1, 100)
+            c(episode, "spw_pinned_free", start, may=ANY, limit=QUICK)
+    elif name == "io":
+        buffer, request, handle = np.zeros(10, np.uint8), _abi.sized(_abi.IoRequest), ctypes.c_uint64()
+        request.path, request.buffer, request.bytes = os.devnull.encode(), buffer.ctypes.data, 10
+        c(episode, "spw_io_read", objects.io, ctypes.byref(request), ctypes.byref(handle), may=ANY, limit=QUICK)
+        c(episode, "spw_io_wait_all", objects.io, 100, None, may=ANY, limit=QUICK)
+    elif name == "reopen":
+        answer = episode.call("child open", spillway.Tier, list(objects.moves.bases), may=(LOCKED,), limit=QUICK, show=(),
+                              **objects.moves.options)
+        episode.check(not answer.ok, "a forked child opened the tier that its parent has")
+    else:
+        _own(episode, number)
+
+
+def _own(episode, number):
+    """A child's own tier and step work."""
+    base = episode.path(f"own{number}")
+    os.mkdir(base)
+    with episode.call("own open", spillway.Tier, [base], job="own", limit=QUICK, show=()).value as tier:
+        array = np.full(9000, 7, np.uint8)
+        extent = episode.call("own define", tier.define, "own", [9000], limit=QUICK).value
+        episode.call("own wait", tier.wait, episode.call("own put", tier.put, extent, [array], limit=QUICK, show=()).value, 20)
+        episode.call("own commit", tier.commit, 1, limit=QUICK)
+    spillway.Adam(lr=1e-3).step([tuple(np.ones(1 << 17, np.float32) for _ in range(4))])
+
+
+def _ended(objects, name):
+    episode = objects.episode
+    if name == "destroy" and objects.tier._handle:
+        episode.call("child destroy", objects.tier.destroy, may=ANY, limit=QUICK)
+    elif name == "close":
+        episode.call("child close", objects.tier.close, 1, may=ANY, limit=QUICK)
+    elif name == "drop":
+        episode.call("child drop", objects.other.__del__, may=ANY, limit=QUICK)
+    elif name == "swap close":
+        episode.call("child swap close", objects.swap.close, may=ANY, limit=QUICK)
+    elif name == "spec close":
+        episode.call("child spec close", objects.speculation.close, may=ANY, limit=QUICK)
+    elif name == "pool close":
+        c(episode, "spw_pool_close", objects.pool, may=ANY, limit=QUICK)
+    elif name == "io close":
+        c(episode, "spw_io_close", objects.io, 500, may=ANY, limit=QUICK)
+
+
+class Signalled(TierMoves):
+    """Moves that a signal may end at any point, by an exception out of its handler. What was under way is then in doubt:
+    old or new, and whole. Memory that was let go is taken again and watched."""
+
+    def __init__(self, episode):
+        super().__init__(episode)
+        self.watched = []
+
+    def interrupted(self, name, extent=None, generation=None):
+        """Takes memory that the interrupted call may have let go, and marks it."""
+        gc.collect()
+        for size in (extent.sizes if extent else ()):
+            self.watched.append(np.full(size, 0x77, np.uint8))
+        del self.watched[:-40]
+        if extent is not None and generation is not None:
+            extent.seen |= {generation}
+        if extent is not None:
+            extent.lost = True
+
+    def look(self):
+        for array in self.watched:
+            self.episode.check((array == 0x77).all(), "memory that was let go after a signal was written to by the library: "
+                               f"{content.describe(array, self.episode.seed)}")
+
+    def define_large(self, draw):
+        name, sizes = f"extent {len(self.oracle.extents)}", [draw.choice((70000, 1 << 20, 3 << 20, 8 << 20))]
+        number = self.finally_call("define", name, sizes).value
+        self.oracle.extents[name] = Extent(name, self.oracle.next_ident(), sizes, number)
+        return self.oracle.extents[name]
+
+    def put_and_wait(self, draw):
+        extent = self.pick(draw) or self.define_large(draw)
+        generation = self.oracle.next_generation()
+        arrays = content.streams(self.episode.seed, extent.ident, generation, extent.sizes)
+        lost = (BUSY,) if getattr(extent, "lost", False) else ()
+        try:
+            answer = self.call("put", extent.number, arrays, may=lost, show=(extent.name, generation))
+        except Interrupt:
+            del arrays
+            return self.interrupted("put", extent, generation)
+        if not answer.ok:
+            return None
+        del arrays
+        extent.writing = (answer.value, generation)
+        extent.seen |= {generation}
+        return self._wait_out(extent, answer.value, generation)
+
+    def _wait_out(self, extent, ticket, generation):
+        may = ()
+        while True:
+            try:
+                answer = self.call("wait", ticket, None, may=may)
+                break
+            except Interrupt:
+                may = (INVALID,)
+                self.interrupted("wait", extent)
+        extent.writing = None
+        if answer.ok and generation is not None:
+            extent.seen = {generation}
+        return answer
+
+    def get_and_wait(self, draw):
+        extent = self.pick(draw)
+        if extent is None or NEVER in extent.seen:
+            return
+        arrays = [np.full(size, 0xEE, np.uint8) for size in extent.sizes]
+        lost = (BUSY,) if getattr(extent, "lost", False) else ()
+        try:
+            answer = self.call("get", extent.number, arrays, may=lost, show=(extent.name,))
+        except Interrupt:
+            del arrays
+            self.interrupted("get", extent)
+            return
+        if answer.ok and self._wait_out(extent, answer.value, None).ok:
+            self.judge(extent, arrays)
+
+    def finally_call(self, name, *arguments, **named):
+        """A call that is repeated if a signal ends it."""
+        while True:
+            try:
+                return self.call(name, *arguments, **named)
+            except Interrupt:
+                named.pop("may", None)
+
+    def commit_again(self, draw):
+        self.step += 1
+        payload = str(self.step).encode()
+        record = self.oracle.snapshot(self.step, payload)
+        self.oracle.doubtful.append(record)
+        self.finally_call("commit", self.step, payload)
+        self.oracle.commits(record)
+
+    def reopen_again(self, draw):
+        quiet = self.episode
+        try:
+            self.call("close", timeout=20.0)
+        except Interrupt:
+            self.call_quietly("close", self.tier.close, 20.0)
+        self.tier = None
+        end = time.monotonic() + 5
+        may = (LOCKED,)
+        while True:
+            try:
+                answer = self.open(may=may)
+            except Interrupt:
+                gc.collect()
+                continue
+            if answer.ok:
+                break
+            quiet.check(time.monotonic() < end, "after a close or an open that a signal ended, the tier is locked for good")
+            gc.collect()
+            time.sleep(0.01)
+        for extent in self.oracle.extents.values():
+            extent.lost = False
+
+    def call_quietly(self, name, function, *arguments):
+        """A call that no signal ends."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return self.episode.call(name, function, *arguments, may=(INVALID, *range(20, 28)))
+
+
+def signals(episode):
+    """Signal handlers that raise at random points around every call."""
+    moves = Signalled(episode)
+    moves.open()
+    first = episode.random("first")
+    while len(moves.oracle.extents) < 4:
+        moves.define_large(first)
+
+    def handler(*_):
+        if episode.armed:
+            episode.armed = False
+            raise Interrupt
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number, draw in episode.steps():
+            name = draw.choices(("put_and_wait", "get_and_wait", "commit_again", "reopen_again"), (12, 12, 3, 1))[0]
+            signal.setitimer(signal.ITIMER_REAL, draw.choice((0.00002, 0.0001, 0.0003, 0.001)) * (0.2 + draw.random()))
+            try:
+                getattr(moves, name)(draw)
+            except Interrupt:
+                pass
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            moves.look()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    time.sleep(0.05)
+    moves.look()
+    moves.commit_again(first)
+    moves.finally_call("verify", may=(BUSY,))
+    moves.call("close", timeout=20.0)
+    moves.open()
+    moves.read_all()
+    moves.close()
+
+
+def stopped(episode):
+    """A process that was stopped for longer than the stall limit goes on with healthy paths."""
+    moves = TierMoves(episode, stall_seconds=1.0)
+    child = Child(episode, _works, moves, name="the stopped process")
+    child.expect("working")
+    draw = episode.random("stops")
+    for _ in range(2):
+        time.sleep(0.1 + 0.3 * draw.random())
+        child.kill(signal.SIGSTOP)
+        time.sleep(2.0)
+        child.kill(signal.SIGCONT)
+    child.end(60)
+
+
+def _works(child, moves):
+    moves.open()
+    episode, size, end = moves.episode, 48 << 20, time.monotonic() + 5.0
+    extents = [moves.call("define", f"extent {n}", [size]).value for n in range(2)]
+    arrays = [content.make(episode.seed, extent, 0, 1, size) for extent in extents]
+    child.send(word="working")
+    while time.monotonic() < end:
+        tickets = [moves.call("put", extent, [array], show=(extent,)).value for extent, array in zip(extents, arrays)]
+        for ticket in tickets:
+            moves.call("wait", ticket, show=())
+        moves.paths(None)
+    moves.call("commit", 1)
+    for extent, array in zip(extents, arrays):
+        found = np.zeros(size, np.uint8)
+        moves.call("wait", moves.call("get", extent, [found], show=()).value)
+        episode.check(np.array_equal(found, array), f"extent {extent} holds {content.describe(found, episode.seed)}")
+    moves.close()
+
+
+KINDS = {"fork": fork, "signals": signals, "stopped": stopped}

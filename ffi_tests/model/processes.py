@@ -127,8 +127,7 @@ def _run_child(child, body, arguments):
     code, episode = 0, child.episode
     signal.setitimer(signal.ITIMER_REAL, 0)
     faulthandler.enable()
-    episode.counts.clear()
-    episode.children = []
+    episode.begin_process()
     try:
         episode.watch()
         body(child, *arguments)

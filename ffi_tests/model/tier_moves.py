@@ -278,7 +278,11 @@ class TierMoves:
         extra = set(self.oracle.extents) - set(commit.extents)
         if extra or any(extent.removed for extent in self.oracle.extents.values()):
             return
+        # The import commits, and with it what was put into extents that the export lacks.
+        merged = self.oracle.snapshot(commit.step, commit.payload)
+        merged.extents.update({name: row for name, row in commit.extents.items() if row[2] != {NEVER}})
         answer = self.call("import_from", target, may=may, show=())
+        commit = merged
         if answer.ok:
             self.episode.check(answer.value == commit.step, f"the import has step {answer.value}, not {commit.step}")
             self.step = commit.step

@@ -210,7 +210,7 @@ class Signalled(TierMoves):
         gc.collect()
         for size in (extent.sizes if extent else ()):
             self.watched.append(np.full(size, 0x77, np.uint8))
-        del self.watched[:-40]
+        del self.watched[:-6]
         if extent is not None and generation is not None:
             extent.seen |= {generation}
         if extent is not None:
@@ -222,19 +222,20 @@ class Signalled(TierMoves):
                                f"{content.describe(array, self.episode.seed)}")
 
     def define_large(self, draw):
-        name, sizes = f"extent {len(self.oracle.extents)}", [draw.choice((70000, 1 << 20, 3 << 20, 8 << 20))]
+        name, sizes = f"extent {len(self.oracle.extents)}", [draw.choice((70000, 300000, 1 << 20))]
         number = self.finally_call("define", name, sizes).value
         self.oracle.extents[name] = Extent(name, self.oracle.next_ident(), sizes, number)
         return self.oracle.extents[name]
 
     def put_and_wait(self, draw):
-        extent = self.pick(draw) or self.define_large(draw)
+        extent = self.pick(draw)
+        if extent is None or getattr(extent, "lost", False) and len(self.oracle.extents) < 40:
+            extent = self.define_large(draw)
         generation = self.oracle.next_generation()
         arrays = content.streams(self.episode.seed, extent.ident, generation, extent.sizes)
         lost = (BUSY,) if getattr(extent, "lost", False) else ()
-        try:
-            answer = self.call("put", extent.number, arrays, may=lost, show=(extent.name, generation))
-        except Interrupt:
+        answer = self.unless_interrupted("put", extent.number, arrays, may=lost, show=(extent.name, generation))
+        if answer is None:
             del arrays
             return self.interrupted("put", extent, generation)
         if not answer.ok:
@@ -246,13 +247,9 @@ class Signalled(TierMoves):
 
     def _wait_out(self, extent, ticket, generation):
         may = ()
-        while True:
-            try:
-                answer = self.call("wait", ticket, None, may=may)
-                break
-            except Interrupt:
-                may = (INVALID,)
-                self.interrupted("wait", extent)
+        while (answer := self.unless_interrupted("wait", ticket, None, may=may)) is None:
+            may = (INVALID,)
+            self.interrupted("wait", extent)
         extent.writing = None
         if answer.ok and generation is not None:
             extent.seen = {generation}
@@ -264,14 +261,20 @@ class Signalled(TierMoves):
             return
         arrays = [np.full(size, 0xEE, np.uint8) for size in extent.sizes]
         lost = (BUSY,) if getattr(extent, "lost", False) else ()
-        try:
-            answer = self.call("get", extent.number, arrays, may=lost, show=(extent.name,))
-        except Interrupt:
+        answer = self.unless_interrupted("get", extent.number, arrays, may=lost, show=(extent.name,))
+        if answer is None:
             del arrays
             self.interrupted("get", extent)
             return
         if answer.ok and self._wait_out(extent, answer.value, None).ok:
             self.judge(extent, arrays)
+
+    def unless_interrupted(self, name, *arguments, **named):
+        """The Answer of a call, or None if a signal ended it: then no traceback holds its arguments any more."""
+        try:
+            return self.call(name, *arguments, **named)
+        except Interrupt:
+            return None
 
     def finally_call(self, name, *arguments, **named):
         """A call that is repeated if a signal ends it."""
@@ -334,7 +337,8 @@ def signals(episode):
     previous = signal.signal(signal.SIGALRM, handler)
     try:
         for number, draw in episode.steps():
-            name = draw.choices(("put_and_wait", "get_and_wait", "commit_again", "reopen_again"), (12, 12, 3, 1))[0]
+            rare = 0 if "interrupted open" in episode.without else 1
+            name = draw.choices(("put_and_wait", "get_and_wait", "commit_again", "reopen_again"), (12, 12, 3, rare))[0]
             signal.setitimer(signal.ITIMER_REAL, draw.choice((0.00002, 0.0001, 0.0003, 0.001)) * (0.2 + draw.random()))
             try:
                 getattr(moves, name)(draw)

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -59,6 +60,7 @@ def run(kind, seed, moves, drop=(), keep=False):
             notes += message.get("notes", [])
     except Defect as defect:
         failure = str(defect)
+    _sweep(child.pid, base)
     with open(os.path.join(base, "trace"), errors="replace") as lines:
         trace = lines.read().splitlines()
     if failure is not None and os.path.exists(errors):
@@ -108,6 +110,23 @@ def _warm(episode):
 
 def _shared_names():
     return {name for name in os.listdir("/dev/shm") if "spillway" in name and not name.startswith(("spillway-model-", "spillway-turns"))}
+
+
+def _sweep(group, base):
+    """Ends the processes that an episode that failed may have left, by its process group, and its mounts."""
+    with open("/proc/mounts") as lines:
+        mounts = [line.split()[1] for line in lines if line.split()[1].startswith(base + "/")]
+    for mount in mounts:
+        subprocess.run(["fsfreeze", "-u", mount], capture_output=True)
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    for mount in mounts:
+        for _ in range(50):
+            if subprocess.run(["umount", mount], capture_output=True).returncode == 0:
+                break
+            time.sleep(0.1)
 
 
 def _remove(base):

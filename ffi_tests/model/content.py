@@ -2,9 +2,22 @@
 
 A buffer that mixes two generations, two extents or two places is described by what it mixes."""
 
+import random
+
 import numpy as np
 
 CELL = 16
+_spoiled = False
+
+
+def spoil():
+    """For tests of the model: from now on every fifth array that is made has its last byte changed."""
+    global _spoiled
+    _spoiled = True
+
+
+def spoil_now():
+    return _spoiled and random.random() < 0.2
 
 
 def make(seed, extent, stream, generation, size):
@@ -15,7 +28,10 @@ def make(seed, extent, stream, generation, size):
     words[:, 1] = extent << 8 | stream
     words[:, 2] = generation
     words[:, 3] = np.arange(cells, dtype=np.uint32)
-    return words.reshape(-1).view(np.uint8)[:size]
+    array = words.reshape(-1).view(np.uint8)[:size]
+    if size and spoil_now():
+        array[-1] ^= 1
+    return array
 
 
 def streams(seed, extent, generation, sizes):

@@ -19,6 +19,15 @@ SLACK = 3.0
 HANG = 86
 
 
+def without():
+    """The names in known.txt, or in SPILLWAY_MODEL_WITHOUT."""
+    given = os.environ.get("SPILLWAY_MODEL_WITHOUT")
+    if given is not None:
+        return frozenset(filter(None, given.split(",")))
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "known.txt")) as lines:
+        return frozenset(line.partition(":")[0].strip() for line in lines if ":" in line and not line.startswith("#"))
+
+
 class Defect(Exception):
     """The library broke a promise."""
 
@@ -50,8 +59,10 @@ class Episode:
     def __init__(self, kind, seed, moves, directory, drop=()):
         self.kind, self.seed, self.moves, self.directory, self.drop = kind, seed, moves, directory, frozenset(drop)
         self.counts, self.children = collections.Counter(), []
-        # Names of known defects whose moves are left out: SPILLWAY_MODEL_WITHOUT=name,name
-        self.without = frozenset(filter(None, os.environ.get("SPILLWAY_MODEL_WITHOUT", "").split(",")))
+        # Names of known defects whose moves are left out.
+        self.without = without()
+        # For tests of the model: contents come back with a byte changed.
+        self.spoiled = False
         self.armed = False
         self._lock, self._running = threading.Lock(), {}
         self._trace = os.open(os.path.join(directory, "trace"), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

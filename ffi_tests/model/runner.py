@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 
+from . import content
 from .episode import Defect, Episode
 from .processes import Child, left_over, holdings, status_number
 
@@ -47,11 +48,12 @@ def kinds():
     return found
 
 
-def run(kind, seed, moves, drop=(), keep=False):
-    """One episode."""
+def run(kind, seed, moves, drop=(), keep=False, spoil=False):
+    """One episode; `spoil` has the oracle expect other contents than were written."""
     body, draw = kinds()[kind], random.Random(f"place/{seed}")
     base = tempfile.mkdtemp(prefix="spillway-model-", dir="/dev/shm" if draw.random() < 0.8 and kind not in ON_DISK else None)
     outer = Episode(kind, seed, moves, base, drop)
+    outer.spoiled = spoil
     errors = os.path.join(base, "stderr")
     child = Child(outer, _episode, body, errors, name=f"{kind} {seed}")
     failure, notes = None, []
@@ -63,6 +65,11 @@ def run(kind, seed, moves, drop=(), keep=False):
     _sweep(child.pid, base)
     with open(os.path.join(base, "trace"), errors="replace") as lines:
         trace = lines.read().splitlines()
+    calls = sum(not line.startswith(("#", "    ->", "HANG")) for line in trace)
+    outer.counts["in processes that ended before they said more"] += max(0, calls - sum(outer.counts.values()))
+    hangs = [line for line in trace if line.startswith("HANG")]
+    if hangs and failure is not None:
+        failure = f"{failure}; {hangs[0]}"
     if failure is not None and os.path.exists(errors):
         with open(errors, errors="replace") as lines:
             notes += lines.read().splitlines()[-80:]
@@ -79,6 +86,8 @@ def _episode(child, body, errors):
     episode = child.episode
     _warm(episode)
     before, names = holdings(), _shared_names()
+    if episode.spoiled:
+        content.spoil()
     body(episode)
     episode.children = []
     more = left_over(before)
@@ -175,7 +184,8 @@ def fresh(seed, only=None):
         yield draw.choices(names, weights)[0], draw.randrange(1 << 31), draw.choice((40, 120, 400, 1000))
 
 
-WEIGHTS = {"tier": 12, "threads": 4, "kill": 5, "engine": 8, "pools": 8, "swap": 6, "speculation": 6}
+WEIGHTS = {"tier": 12, "threads": 4, "kill": 6, "engine": 8, "pools": 8, "swap": 6, "speculation": 6, "fork": 2, "signals": 2,
+           "stopped": 0.2, "closing": 0.3, "unwaited": 0.5, "frozen": 0.1}
 
 
 def session(seconds, seed, only=None, stop_at=None, report=print):

@@ -8,6 +8,7 @@ import numpy as np
 import spillway
 from spillway import _abi
 
+from . import content
 from .episode import Defect
 from .tier_moves import BUSY, INVALID, NO_STATE, TIMEOUT
 
@@ -20,6 +21,8 @@ def numbers(generator, count):
 
 
 def same(ours, twin, what):
+    if content.spoil_now():
+        twin = twin + twin.dtype.type(1)
     ours, twin = ours.view(np.uint8), twin.view(np.uint8)
     if not np.array_equal(ours, twin):
         first = int(np.flatnonzero(ours != twin)[0])

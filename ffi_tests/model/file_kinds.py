@@ -296,7 +296,7 @@ def _fills(child, moves, how):
     tier = open_tier(episode, moves).value
     now = {}
     for number, draw in episode.steps():
-        name = draw.randrange(10)
+        name = draw.randrange(6)
         extent = episode.call("define", tier.define, f"extent {name}", [SIZE]).value
         arrays = content.streams(episode.seed, name, number + 1, [SIZE])
         ticket = episode.call("put", tier.put, extent, arrays, may=may, show=(name, number + 1))

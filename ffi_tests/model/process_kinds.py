@@ -392,4 +392,79 @@ def _works(child, moves):
     moves.close()
 
 
-KINDS = {"fork": fork, "signals": signals, "stopped": stopped}
+def crowd(episode):
+    """A close or a destroy beside threads that use the tier: they end with an error, and the next open finds the commit."""
+    size = 300000
+    for number in range(max(2, episode.moves // 30)):
+        if number in episode.drop:
+            continue
+        draw, base = episode.random("crowd", number), episode.path(f"crowd{number}")
+        os.mkdir(base)
+        tier = episode.call("open", spillway.Tier, [base], job="crowd", show=()).value
+        extents = [episode.call("define", tier.define, f"extent {n}", [size]).value for n in range(3)]
+        for extent in extents:
+            array = content.make(episode.seed, extent, 0, 1, size)
+            episode.call("wait", tier.wait, episode.call("put", tier.put, extent, [array], show=(extent,)).value)
+        episode.call("commit", tier.commit, 1)
+        failures, workers = [], []
+        for n, extent in enumerate(extents):
+            workers.append(threading.Thread(target=_uses, args=(episode, tier, extent, size, number, failures)))
+        for worker in workers:
+            worker.start()
+        time.sleep(draw.choice((0.001, 0.01, 0.05)) * draw.random())
+        destroy = draw.random() < 0.3
+        episode.call("destroy" if destroy else "close", tier.destroy if destroy else tier.close, may=(BUSY, *range(20, 28)))
+        for worker in workers:
+            worker.join(30)
+            episode.check(not worker.is_alive(), "a thread beside a close did not end within 30 s")
+        if failures:
+            raise failures[0]
+        tier = None
+        gc.collect()
+        again = episode.call("open", spillway.Tier, [base], job="crowd", show=()).value
+        episode.check(again.opened.step == (None if destroy else 1), f"after the crowd the open found step {again.opened.step}")
+        episode.call("close", again.close)
+
+
+def _uses(episode, tier, extent, size, number, failures):
+    """Uses the tier until it says that it is closed."""
+    try:
+        for turn in range(100000):
+            draw = episode.random("uses", number, extent, turn)
+            name = draw.choice(("put", "get", "paths", "extents", "verify"))
+            if name in ("put", "get"):
+                arrays = [np.zeros(size, np.uint8)]
+                answer = episode.call(name, getattr(tier, name), extent, arrays, may=ANY, show=(extent,))
+                if answer.ok:
+                    answer = episode.call("wait", tier.wait, answer.value, may=ANY)
+            else:
+                answer = episode.call(name, getattr(tier, name), may=ANY, show=())
+            if not answer.ok and "closed" in str(answer.error):
+                return
+    except BaseException as error:
+        failures.append(error)
+
+
+def dropped(episode):
+    """Objects that are made and let go without a close, many times: nothing is left of them."""
+    for number in range(max(5, min(50, episode.moves // 8))):
+        draw, base = episode.random("dropped", number), episode.path("base")
+        os.makedirs(base, exist_ok=True)
+        tier = episode.call("open", spillway.Tier, [base], job="drop", show=()).value
+        swap = episode.call("swap open", spillway.Swap, tier, [4000], turns=False, show=()).value
+        episode.call("swap fill", swap.fill, [(np.ones(4000, np.float32), None, None)], show=())
+        extent = episode.call("define", tier.define, "other", [50000]).value
+        ticket = episode.call("put", tier.put, extent, [np.ones(50000, np.uint8)], show=()).value
+        if draw.random() < 0.5:
+            episode.call("wait", tier.wait, ticket)
+        if draw.random() < 0.5:
+            episode.call("swap commit", swap.commit, number + 1)
+        order = [tier, swap] if draw.random() < 0.5 else [swap, tier]
+        del tier, swap
+        gc.collect()
+        while order:
+            episode.call("drop", order.pop, show=())
+            gc.collect()
+
+
+KINDS = {"fork": fork, "signals": signals, "stopped": stopped, "crowd": crowd, "dropped": dropped}

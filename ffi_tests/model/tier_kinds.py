@@ -192,6 +192,7 @@ def _follow(child, oracle, draw):
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, 0.01))
     child.kill()
+    oracle.touched = True
     for message in child.end(30, allowed=(signal.SIGKILL,)):
         if message["word"] == "commits":
             record = Commit.of_record(message["record"])

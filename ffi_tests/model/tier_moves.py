@@ -142,7 +142,8 @@ class TierMoves:
             may = (*may, INVALID, NO_STATE, NOT_FOUND)
         answer = self.call("get", extent.number, arrays, may=may, show=(extent.name,))
         if answer.ok:
-            extent.reading[answer.value] = arrays
+            # A read sees what there was when it began, whatever is put meanwhile.
+            extent.reading[answer.value] = (arrays, frozenset(extent.seen))
 
     def wait(self, draw, timeout=..., extent=None):
         """Waits for a ticket of an extent that has one."""
@@ -159,22 +160,23 @@ class TierMoves:
         if not self.call("wait", ticket, timeout, may=may, limit=20 if timeout is None else timeout).ok:
             return
         if ticket in extent.reading:
-            self.judge(extent, extent.reading.pop(ticket))
+            self.judge(extent, *extent.reading.pop(ticket))
         elif ticket in extent.finished:
             extent.finished.remove(ticket)
         else:
             extent.seen = {extent.writing[1]}
             extent.writing = None
 
-    def judge(self, extent, arrays):
+    def judge(self, extent, arrays, seen=None):
         """A Defect unless the arrays hold, whole, a generation that reads may see."""
         if all(array is None for array in arrays):
             return None
-        found = content.generation_of(arrays, self.episode.seed, extent.ident, extent.seen - {NEVER}, extent.sizes)
+        seen = extent.seen if seen is None else seen
+        found = content.generation_of(arrays, self.episode.seed, extent.ident, seen - {NEVER}, extent.sizes)
         if found is None:
             held = " | ".join(content.describe(array, self.episode.seed) for array in arrays if array is not None)
             raise Defect(f"a read of {extent.name} (extent {extent.ident}) found none of the generations "
-                         f"{sorted(extent.seen)}: {held}")
+                         f"{sorted(seen)}: {held}")
         return found
 
     def settle(self):
@@ -361,7 +363,8 @@ class TierMoves:
         for extent in list(self.oracle.extents.values()):
             if NEVER not in extent.seen:
                 arrays = [np.full(size, 0xEE, np.uint8) for size in extent.sizes]
-                extent.reading[self.call("get", extent.number, arrays, show=(extent.name,)).value] = arrays
+                ticket = self.call("get", extent.number, arrays, show=(extent.name,)).value
+                extent.reading[ticket] = (arrays, frozenset(extent.seen))
                 self.wait(draw, None, extent)
 
 

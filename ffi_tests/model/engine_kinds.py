@@ -1,7 +1,6 @@
 """Episodes on the I/O engine, on pools and on pinned memory, by several threads."""
 
 import ctypes
-import os
 import threading
 
 import numpy as np

@@ -63,6 +63,8 @@ class Episode:
         self.without = without()
         # For tests of the model: contents come back with a byte changed.
         self.spoiled = False
+        # Where this process writes to its parent.
+        self.out = None
         self.armed = False
         self._lock, self._running = threading.Lock(), {}
         self._trace = os.open(os.path.join(directory, "trace"), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

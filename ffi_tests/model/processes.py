@@ -28,7 +28,10 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(incoming)
-            self._out = outgoing
+            if episode.out is not None:
+                # Else the end of the parent would be known only at the end of this child.
+                os.close(episode.out)
+            self._out = episode.out = outgoing
             _run_child(self, body, arguments)
         os.close(outgoing)
         self._in = incoming

@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -41,9 +40,9 @@ class Result:
 
 
 def kinds():
-    from . import engine_kinds, file_kinds, process_kinds, state_kinds, tier_kinds
+    from . import disk_kinds, engine_kinds, file_kinds, process_kinds, signal_kinds, state_kinds, ticket_kinds, tier_kinds
     found = {}
-    for module in (tier_kinds, engine_kinds, process_kinds, state_kinds, file_kinds):
+    for module in (tier_kinds, ticket_kinds, engine_kinds, process_kinds, signal_kinds, state_kinds, file_kinds, disk_kinds):
         found.update(module.KINDS)
     return found
 
@@ -194,7 +193,6 @@ def session(seconds, seed, only=None, stop_at=None, report=print):
     queue = [(kind, number, moves) for kind, number, moves, _ in regressions() if only is None or kind in only]
     source = fresh(seed, only)
     report(f"model: seed {seed}, {seconds:.0f} s, {len(queue)} regression seeds first")
-    grown = {}
     while time.monotonic() - begun < seconds or queue:
         kind, number, moves = queue.pop(0) if queue else next(source)
         started = time.monotonic()

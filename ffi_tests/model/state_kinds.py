@@ -6,11 +6,9 @@ import threading
 import numpy as np
 
 import spillway
-from spillway import _abi
-
 from . import content
 from .episode import Defect
-from .tier_moves import BUSY, INVALID, NO_STATE, TIMEOUT
+from .tier_moves import BUSY, INVALID, TIMEOUT
 
 BF16 = "bf16"
 

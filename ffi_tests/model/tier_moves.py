@@ -100,13 +100,19 @@ class TierMoves:
         generation = self.oracle.next_generation()
         arrays = content.streams(self.episode.seed, extent.ident, generation, extent.sizes)
         path = draw.choice((None, None, *range(len(self.bases)), len(self.bases)))
-        if path == len(self.bases) and "wrong path" in self.episode.without:
-            path = None
         may = (BUSY,) if extent.busy else ()
         if path == len(self.bases):
             may = (*may, INVALID)
         answer = self.call("put", extent.number, arrays, path=path, may=may, show=(extent.name, generation))
         return self._begun(answer, extent, generation)
+
+    def put_again(self, extent):
+        """After a put that was refused commits are refused until the extent is put: a known defect, lived with."""
+        generation = self.oracle.next_generation()
+        arrays = content.streams(self.episode.seed, extent.ident, generation, extent.sizes)
+        answer = self.call("put", extent.number, arrays, may=(BUSY,), show=(extent.name, generation, "again"))
+        if answer.ok:
+            self._begun(answer, extent, generation)
 
     def put_striped(self, draw):
         extent = self.pick(draw)
@@ -116,13 +122,13 @@ class TierMoves:
         arrays = content.streams(self.episode.seed, extent.ident, generation, extent.sizes)
         count = len(self.bases) if draw.random() < 0.9 else draw.randrange(5)
         counts = [draw.choice((0, 0, 1, 2, 5, 1000, (1 << 32) - 1)) for _ in range(count)]
-        if "stripes" in self.episode.without:
-            counts = [max(1, n) for n in counts[:len(self.bases)]] or [1]
         answer = self.call("put_striped", extent.number, arrays, counts, may=(BUSY, INVALID) if extent.busy else (INVALID,),
                            show=(extent.name, generation, counts))
         self._begun(answer, extent, generation)
 
     def _begun(self, answer, extent, generation):
+        if answer.status == INVALID and "refused put" in self.episode.without:
+            self.put_again(extent)
         if not answer.ok:
             return None
         self.oracle.touched = True

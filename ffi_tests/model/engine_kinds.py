@@ -202,7 +202,7 @@ def pools(episode):
     c(episode, "spw_pool_open", ctypes.byref(options), ctypes.byref(pool))
     stats = _abi.sized(_abi.PoolStats)
     c(episode, "spw_pool_stats_get", pool, ctypes.byref(stats))
-    shared = _Blocks(pool, stats.block_bytes, stats.block_count)
+    shared = _Blocks(pool, stats.block_bytes, stats.block_count, stats.bytes)
     users = [_User(episode, shared, number) for number in range(draw.choice((1, 2, 4)))]
     workers = [threading.Thread(target=user.guarded) for user in users]
     for worker in workers:
@@ -228,8 +228,8 @@ def pools(episode):
 class _Blocks:
     """What the threads share: the pool and who has which block."""
 
-    def __init__(self, pool, size, count):
-        self.pool, self.size, self.count, self.lock, self.owned = pool, size, count, threading.Lock(), {}
+    def __init__(self, pool, size, count, whole):
+        self.pool, self.size, self.count, self.whole, self.lock, self.owned = pool, size, count, whole, threading.Lock(), {}
 
 
 class _User:
@@ -286,11 +286,11 @@ class _User:
             self.same(address, size, mark)
         address = draw.choice(sorted(self.blocks)) if self.blocks else 4096
         inside = ctypes.c_uint32()
-        size = draw.choice((0, 1, self.shared.size, self.shared.size * self.shared.count + 1, (1 << 64) - 1))
+        size = draw.choice((0, 1, self.shared.size, self.shared.whole + 1, (1 << 64) - 1))
         c(self.episode, "spw_pool_contains", self.shared.pool, address, size, ctypes.byref(inside))
         if self.blocks and 0 < size <= self.shared.size:
             self.episode.check(inside.value == 1, "a block is said not to lie in its pool")
-        if size > self.shared.size * self.shared.count or not self.blocks and size:
+        if size > self.shared.whole or not self.blocks and size:
             self.episode.check(inside.value == 0, f"{size} bytes at {address:#x} are said to lie in the pool")
 
     def foreign(self, draw):

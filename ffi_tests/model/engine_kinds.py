@@ -1,0 +1,334 @@
+"""Episodes on the I/O engine, on pools and on pinned memory, by several threads."""
+
+import ctypes
+import threading
+
+import numpy as np
+
+from spillway import _abi, _native
+
+from . import content
+from .episode import Defect
+
+INVALID, LIMIT, BUSY, SHORT, TIMEOUT, CANCELLED, MISSING, DEADLINE = 1, 4, 5, 22, 23, 24, 25, 26
+PAGE = 4096
+
+
+def c(episode, name, *arguments, may=(), limit=30.0, show=()):
+    """One C call as a move; the Answer's value is nothing."""
+    function = getattr(_native.library(), name)
+    return episode.call(name, lambda: _native.check(function(*arguments)), may=may, limit=limit, show=show)
+
+
+def engine(episode):
+    """Reads, writes, syncs, cancels and waits of several threads, each on a file of its own."""
+    draw = episode.random("engine")
+    options = _abi.sized(_abi.IoOptions)
+    options.backend, options.flags = draw.choice((0, 0, 2)), draw.choice((0, 1, 2, 3))
+    options.queue_depth, options.block_bytes, options.workers = draw.choice((0, 1, 7)), draw.choice((0, 4096, 65536)), draw.choice((0, 1, 3))
+    io = ctypes.c_void_p()
+    c(episode, "spw_io_open", ctypes.byref(options), ctypes.byref(io))
+    count = draw.choice((1, 2, 3))
+    users = [_File(episode, io, number, count) for number in range(count)]
+    if count == 1:
+        users[0].run()
+    else:
+        workers = [threading.Thread(target=user.guarded) for user in users]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(120)
+            episode.check(not worker.is_alive(), "a thread of the engine did not end within 120 s")
+    for user in users:
+        if user.failure:
+            raise user.failure
+    stats = _abi.sized(_abi.IoStats)
+    c(episode, "spw_io_stats_get", io, ctypes.byref(stats))
+    episode.check(stats.stuck == 0, f"{stats.stuck} operations are stuck")
+    left = sum(len(user.pending) for user in users)
+    c(episode, "spw_io_close", io, 20000, may=(SHORT, CANCELLED, MISSING) if left else ())
+
+
+class _File:
+    """A file, what it holds, and the operations on it: handle -> what it does. Regions of operations under way are apart."""
+
+    SIZE, REGIONS = 1 << 20, 16
+
+    def __init__(self, episode, io, number, users):
+        self.episode, self.io, self.number, self.users = episode, io, number, users
+        self.path = episode.path(f"file{number}").encode()
+        self.holds, self.pending, self.done = {}, {}, []
+        self.generation, self.failure = 0, None
+
+    def guarded(self):
+        try:
+            self.run()
+        except BaseException as error:
+            self.failure = error
+
+    def run(self):
+        for number, _ in self.episode.steps():
+            draw = self.episode.random("file", self.number, number)
+            name = draw.choices(("write", "read", "sync", "wait", "wait_many", "cancel", "stale", "missing"),
+                                (10, 10, 2, 16, 2, 3, 1, 1))[0]
+            getattr(self, name)(draw)
+        while self.pending and self.episode.random("leave", self.number).random() < 0.7:
+            self.wait(self.episode.random("end"), -1)
+
+    def request(self, offset, array):
+        request = _abi.sized(_abi.IoRequest)
+        request.path, request.offset, request.fd = self.path, offset, -1
+        if array is not None:
+            request.buffer, request.bytes = array.ctypes.data, array.nbytes
+        return request
+
+    def region(self, draw):
+        """(number, offset) of a region that nothing works on, or None."""
+        taken = {operation[1] for operation in self.pending.values()}
+        free = [n for n in range(self.REGIONS) if n not in taken]
+        return draw.choice(free) if free else None
+
+    def write(self, draw):
+        region = self.region(draw)
+        if region is None:
+            return
+        self.generation += 1
+        size = draw.choice((1, 511, 4096, 5000, 65536 - 16))
+        skew = draw.choice((0, 0, 1, 8))
+        raw = np.empty(size + 16, np.uint8)
+        array = raw[skew:skew + size]
+        array[:] = content.make(self.episode.seed, region, self.number, self.generation, size)
+        self.begin("spw_io_write", region, array, ("write", region, raw, array, self.generation))
+
+    def read(self, draw):
+        region = self.region(draw)
+        if region is None or region not in self.holds:
+            return
+        size = self.holds[region][1]
+        raw = np.full(size + 16, 0xEE, np.uint8)
+        array = raw[draw.choice((0, 1)):][:size]
+        self.begin("spw_io_read", region, array, ("read", region, raw, array, self.holds[region][0]))
+
+    def begin(self, function, region, array, operation, may=()):
+        handle = ctypes.c_uint64()
+        request = self.request(region * 65536, array)
+        answer = c(self.episode, function, self.io, ctypes.byref(request), ctypes.byref(handle), may=may, show=(self.number, region))
+        if answer.ok:
+            self.episode.check(handle.value not in self.pending, f"handle {handle.value} was given twice")
+            self.pending[handle.value] = operation
+            if operation[0] == "write":
+                self.holds.pop(region, None)
+        return answer
+
+    def sync(self, draw):
+        if not self.holds:
+            return
+        handle, request = ctypes.c_uint64(), self.request(0, None)
+        if c(self.episode, "spw_io_sync", self.io, ctypes.byref(request), ctypes.byref(handle), show=(self.number,)).ok:
+            self.pending[handle.value] = ("sync", -1, None, None, 0)
+
+    def wait(self, draw, timeout=None):
+        if not self.pending:
+            return
+        handle = draw.choice(sorted(self.pending))
+        timeout = draw.choice((0, 1, 50, 20000, -1)) if timeout is None else timeout
+        operation, moved = self.pending[handle], ctypes.c_uint64(77)
+        may = (CANCELLED,) if operation[-1] == "cancelled" else ()
+        if 0 <= timeout < 20000:
+            may = (*may, TIMEOUT)
+        answer = c(self.episode, "spw_io_wait", self.io, handle, timeout, ctypes.byref(moved), may=may, show=(self.number, handle, timeout))
+        if answer.status != TIMEOUT:
+            del self.pending[handle]
+            self.done.append(handle)
+            self.judge(operation, answer, moved.value)
+
+    def judge(self, operation, answer, moved):
+        kind, region, raw, array, generation, *_ = operation
+        if not answer.ok or kind == "sync":
+            return
+        if moved is not None:
+            self.episode.check(moved == array.nbytes, f"a {kind} of {array.nbytes} bytes moved {moved}")
+        if kind == "write":
+            self.holds[region] = (generation, array.nbytes)
+            return
+        expected = content.make(self.episode.seed, region, self.number, generation, array.nbytes)
+        if not np.array_equal(array, expected):
+            raise Defect(f"file {self.number}, region {region}: generation {generation} was written; a read found "
+                         f"{content.describe(array, self.episode.seed)}")
+        skew = array.ctypes.data - raw.ctypes.data
+        around = np.concatenate([raw[:skew], raw[skew + array.nbytes:]])
+        self.episode.check((around == 0xEE).all(), "a read wrote outside its buffer")
+
+    def wait_many(self, draw):
+        sure = [handle for handle, operation in self.pending.items() if operation[-1] != "cancelled"]
+        chosen = draw.sample(sure, min(len(sure), draw.randrange(4)))
+        timeout = draw.choice((0, 20000, -1))
+        handles = (ctypes.c_uint64 * len(chosen))(*chosen)
+        answer = c(self.episode, "spw_io_wait_many", self.io, handles, len(chosen), timeout,
+                   may=(TIMEOUT,) if timeout == 0 else (), show=(self.number, chosen, timeout))
+        if answer.ok:
+            for handle in chosen:
+                self.done.append(handle)
+                self.judge(self.pending.pop(handle), answer, None)
+
+    def cancel(self, draw):
+        if self.pending:
+            handle = draw.choice(sorted(self.pending))
+            c(self.episode, "spw_io_cancel", self.io, handle, show=(self.number, handle))
+            if self.pending[handle][-1] != "cancelled":
+                self.pending[handle] = (*self.pending[handle], "cancelled")
+
+    def stale(self, draw):
+        """One outcome for a handle: a second wait is refused."""
+        handle = draw.choice(self.done) if self.done else draw.randrange(1 << 62)
+        for name, arguments in (("spw_io_wait", (handle, 0, None)), ("spw_io_cancel", (handle,))):
+            answer = c(self.episode, name, self.io, *arguments, may=(INVALID,), show=("stale", handle))
+            self.episode.check(not answer.ok, f"{name} of handle {handle}, which was waited for, succeeded")
+
+    def missing(self, draw):
+        request, handle = self.request(0, np.empty(10, np.uint8)), ctypes.c_uint64()
+        request.path = self.path + b".missing/file"
+        answer = c(self.episode, "spw_io_read", self.io, ctypes.byref(request), ctypes.byref(handle), may=(MISSING,), show=("missing",))
+        self.episode.check(not answer.ok, "a read of a file that is not there began")
+
+
+def pools(episode):
+    """Blocks of a pool and single pinned allocations, by several threads: nobody else changes a block, none is given twice."""
+    draw = episode.random("pool")
+    options = _abi.sized(_abi.PoolOptions)
+    options.block_bytes, options.block_count = draw.choice((1, 4096, 100000, 1 << 20)), draw.choice((1, 3, 16))
+    options.flags = draw.choice((0, 1, 2, 3))
+    pool = ctypes.c_void_p()
+    c(episode, "spw_pool_open", ctypes.byref(options), ctypes.byref(pool))
+    stats = _abi.sized(_abi.PoolStats)
+    c(episode, "spw_pool_stats_get", pool, ctypes.byref(stats))
+    shared = _Blocks(pool, stats.block_bytes, stats.block_count, stats.bytes)
+    users = [_User(episode, shared, number) for number in range(draw.choice((1, 2, 4)))]
+    workers = [threading.Thread(target=user.guarded) for user in users]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    for user in users:
+        if user.failure:
+            raise user.failure
+    c(episode, "spw_pool_stats_get", pool, ctypes.byref(stats))
+    episode.check(stats.in_use == len(shared.owned), f"{stats.in_use} blocks are in use; {len(shared.owned)} were handed out")
+    if shared.owned:
+        answer = c(episode, "spw_pool_close", pool, may=(BUSY,))
+        episode.check(not answer.ok, "a pool with blocks handed out was closed")
+        for address in list(shared.owned):
+            c(episode, "spw_pool_free", pool, address)
+    c(episode, "spw_pool_close", pool)
+    before = _abi.sized(_abi.PinnedStats)
+    c(episode, "spw_pinned_stats_get", ctypes.byref(before))
+    episode.check(before.allocations == 0, f"{before.allocations} pinned allocations are left, all were freed")
+
+
+class _Blocks:
+    """What the threads share: the pool and who has which block."""
+
+    def __init__(self, pool, size, count, whole):
+        self.pool, self.size, self.count, self.whole, self.lock, self.owned = pool, size, count, whole, threading.Lock(), {}
+
+
+class _User:
+    def __init__(self, episode, shared, number):
+        self.episode, self.shared, self.number, self.failure = episode, shared, number, None
+        self.blocks, self.pinned, self.stamp = {}, {}, 0
+
+    def guarded(self):
+        try:
+            for number, _ in self.episode.steps():
+                draw = self.episode.random("user", self.number, number)
+                getattr(self, draw.choice(("take", "take", "give", "look", "foreign", "pin", "unpin", "look")))(draw)
+            for address in list(self.pinned):
+                self.unpin(None, address)
+        except BaseException as error:
+            self.failure = error
+
+    def fill(self, address, size):
+        self.stamp += 1
+        mark = (self.number << 24 | self.stamp) & 0xFFFFFFFF
+        _words(address, size)[:] = mark
+        return mark
+
+    def same(self, address, size, mark):
+        if content.spoil_now() or not (_words(address, size) == mark).all():
+            raise Defect(f"memory at {address:#x} changed while a thread had it: {_words(address, size)[:4]}, not {mark:#x}")
+
+    def take(self, draw):
+        block, shared = ctypes.c_void_p(), self.shared
+        answer = c(self.episode, "spw_pool_alloc", shared.pool, ctypes.byref(block), may=(LIMIT,))
+        if not answer.ok:
+            return
+        with shared.lock:
+            if block.value in shared.owned:
+                raise Defect(f"block {block.value:#x} was handed out twice")
+            shared.owned[block.value] = self.number
+            self.episode.check(len(shared.owned) <= shared.count, "more blocks are out than there are")
+        self.episode.check(block.value % PAGE == 0, "a block is not page-aligned")
+        self.blocks[block.value] = self.fill(block.value, shared.size)
+
+    def give(self, draw):
+        if not self.blocks:
+            return
+        address = draw.choice(sorted(self.blocks))
+        self.same(address, self.shared.size, self.blocks.pop(address))
+        with self.shared.lock:
+            del self.shared.owned[address]
+        c(self.episode, "spw_pool_free", self.shared.pool, address)
+
+    def look(self, draw):
+        for address, mark in self.blocks.items():
+            self.same(address, self.shared.size, mark)
+        for address, (size, mark) in self.pinned.items():
+            self.same(address, size, mark)
+        address = draw.choice(sorted(self.blocks)) if self.blocks else 4096
+        inside = ctypes.c_uint32()
+        size = draw.choice((0, 1, self.shared.size, self.shared.whole + 1, (1 << 64) - 1))
+        c(self.episode, "spw_pool_contains", self.shared.pool, address, size, ctypes.byref(inside))
+        if self.blocks and 0 < size <= self.shared.size:
+            self.episode.check(inside.value == 1, "a block is said not to lie in its pool")
+        if size > self.shared.whole or not self.blocks and size:
+            self.episode.check(inside.value == 0, f"{size} bytes at {address:#x} are said to lie in the pool")
+
+    def foreign(self, draw):
+        """Pointers that are not a block's start are refused, by both kinds of free."""
+        here = ctypes.create_string_buffer(8)
+        candidates = [1, PAGE, ctypes.addressof(here), (1 << 64) - PAGE]
+        candidates += [address + draw.choice((1, 64, 4095)) for address in [*self.blocks, *self.pinned]]
+        address = draw.choice(candidates)
+        for name, arguments in (("spw_pool_free", (self.shared.pool, address)), ("spw_pinned_free", (address,))):
+            if address in self.blocks or address in self.pinned:
+                continue
+            answer = c(self.episode, name, *arguments, may=(INVALID,), show=(hex(address),))
+            self.episode.check(not answer.ok, f"{name} of {address:#x}, which was never given, succeeded")
+
+    def pin(self, draw):
+        size, start = draw.choice((0, 1, 100, 5000, 100000, 3 << 20)), ctypes.c_void_p()
+        answer = c(self.episode, "spw_pinned_alloc", size, ctypes.byref(start), may=(INVALID,) if size == 0 else (), show=(size,))
+        if answer.ok and size:
+            for address, (other, _) in self.pinned.items():
+                self.episode.check(start.value + size <= address or address + other <= start.value, "pinned allocations overlap")
+            self.pinned[start.value] = (size, self.fill(start.value, size) if size >= 4 else 0)
+            if size < 4:
+                ctypes.memset(start.value, 0, size)
+        elif answer.ok and start.value:
+            c(self.episode, "spw_pinned_free", start.value)
+
+    def unpin(self, draw, address=None):
+        if address is None and not self.pinned:
+            return
+        address = address or draw.choice(sorted(self.pinned))
+        size, mark = self.pinned.pop(address)
+        self.same(address, size, mark)
+        c(self.episode, "spw_pinned_free", address)
+
+
+def _words(address, size):
+    """Memory as an array of 32-bit words, its first and last pages if it is long."""
+    return np.frombuffer((ctypes.c_char * (size // 4 * 4)).from_address(address), np.uint32)
+
+
+KINDS = {"engine": engine, "pools": pools}

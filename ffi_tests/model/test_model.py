@@ -1,0 +1,22 @@
+"""Runs the model: its regression seeds, then fresh ones, for SPILLWAY_MODEL_SECONDS (60) from SPILLWAY_MODEL_SEED."""
+
+import os
+import random
+
+from . import runner
+
+
+def test_the_library_keeps_its_promises_whatever_is_called():
+    seconds = float(os.environ.get("SPILLWAY_MODEL_SECONDS", "60"))
+    seed = int(os.environ.get("SPILLWAY_MODEL_SEED") or random.randrange(1 << 31))
+    failed, counts, _ = runner.session(seconds, seed)
+    words = [f"python -m model --kind {one.kind} --seed {one.seed} --moves {one.moves}: {one.failure}" for one in failed]
+    assert not failed, "\n".join(words)
+    assert sum(counts.values()) > 100
+
+
+def test_the_model_notices_what_is_wrong():
+    """A model that finds nothing anywhere would pass too: each oracle is shown a wrong answer."""
+    for kind, seed in (("tier", 1), ("engine", 1), ("pools", 1), ("swap", 1), ("speculation", 1), ("threads", 1)):
+        result = runner.run(kind, seed, 200, spoil=True)
+        assert result.failure, f"{kind} did not notice a changed byte"

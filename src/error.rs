@@ -189,7 +189,7 @@ pub enum RoundError {
 pub enum IoKind {
     /// The system reported an error.
     Failed,
-    /// No space on the device, or the quota is used up.
+    /// No space on the device, or the quota is used up, or the file may not become larger (RLIMIT_FSIZE).
     NoSpace,
     /// The file ends before the bytes asked for.
     ShortFile,
@@ -248,7 +248,7 @@ impl IoKind {
     pub fn of_errno(errno: i32) -> IoKind {
         use std::io::ErrorKind as Kind;
         match std::io::Error::from_raw_os_error(errno).kind() {
-            Kind::StorageFull | Kind::QuotaExceeded => IoKind::NoSpace,
+            Kind::StorageFull | Kind::QuotaExceeded | Kind::FileTooLarge => IoKind::NoSpace,
             Kind::NotFound => IoKind::NotFound,
             _ => IoKind::Failed,
         }

@@ -279,7 +279,7 @@ pub unsafe extern "C" fn spw_tier_evacuate(tier: *mut spw_tier, number: u32) -> 
 
 /// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
 /// `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error
-/// is that of the first, and names path, extent, block and offset.
+/// is that of the first, and names path, extent, block and offset. SPW_ERR_BUSY while an extent is being put.
 ///
 /// # Safety
 /// `tier` is open, `checked` is NULL or points to a struct of `struct_size` bytes.

@@ -15,7 +15,7 @@ use super::path::{Copy, Path};
 use super::state::{Extent, Good, Health, PathState, State};
 use super::store::Tier;
 use super::superblock::{Encoded, ExtentRecord, PathRecord, Superblock};
-use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 
 /// Most bytes that a commit keeps for its caller.
 pub const MAX_PAYLOAD: usize = 1 << 20;
@@ -146,7 +146,7 @@ impl Tier {
                 self.lock().paths[number].dirty = false;
             }
         }
-        Err(Error::invalid("tier", "paths keep failing"))
+        Err(self.no_path_left("syncing"))
     }
 
     /// Writes a superblock to every path that lasts and works. An error if it is durable on none.
@@ -196,9 +196,29 @@ impl Tier {
         }
         match (durable, first) {
             (0, Some(error)) => Err(error),
-            (0, None) if lasting => Err(Error::invalid("tier", "no path that lasts is left")),
+            (0, None) if lasting => Err(self.no_path_left("writing")),
             _ => Ok(()),
         }
+    }
+
+    /// The error of a commit that no path can take, with the reason of each.
+    fn no_path_left(&self, doing: &'static str) -> Error {
+        let state = self.lock();
+        let why = |path: &PathState| {
+            let health = format!("{:?}", path.health).to_lowercase();
+            format!("{} is {health}: {}", path.name, path.reason)
+        };
+        let paths: Vec<String> = state.paths.iter().filter(|path| !path.memory).map(why).collect();
+        IoError {
+            kind: IoKind::PathFailed,
+            doing,
+            path: state.paths.first().map_or_else(String::new, |path| path.name.clone()),
+            offset: 0,
+            bytes: 0,
+            errno: 0,
+            detail: format!("no path is left that can hold a commit: {}", paths.join("; ")),
+        }
+        .into()
     }
 
     /// With full durability, reads a superblock back.

@@ -70,6 +70,9 @@ impl Tier {
         let extents = self.extents();
         let (step, payload) = {
             let state = self.lock();
+            if let Some(extent) = state.extents.iter().flatten().find(|extent| extent.writing) {
+                return Err(Error::Busy(format!("extent {:?} is being written", extent.name)));
+            }
             (state.step, state.payload.clone())
         };
         let nothing = || TierError::at(TierKind::NoState, self.some_name(), "nothing was committed yet");

@@ -23,6 +23,24 @@ pub enum Placement {
     Striped(Vec<(u32, u32)>),
 }
 
+impl Placement {
+    /// Refuses what names no path, or gives no path any of an extent's blocks.
+    pub(super) fn check(&self, paths: usize, blocks: u32) -> Result<()> {
+        let named: Vec<u32> = match self {
+            Placement::Auto => Vec::new(),
+            Placement::On(path) => vec![*path],
+            Placement::Striped(parts) if parts.is_empty() && blocks > 0 => {
+                return Err(Error::invalid("path_blocks", format!("gives no path any of {blocks} blocks")));
+            }
+            Placement::Striped(parts) => parts.iter().map(|(path, _)| *path).collect(),
+        };
+        match named.into_iter().find(|path| *path as usize >= paths) {
+            Some(path) => Err(Error::invalid("placement", format!("there is no path {path}"))),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Blocks that want a place.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted<'a> {
@@ -59,13 +77,6 @@ pub(super) fn place(
         Placement::On(path) => vec![(Some(*path), wanted.count)],
         Placement::Striped(parts) => parts.iter().map(|(path, count)| (Some(*path), *count)).collect(),
     };
-    if parts.is_empty() && wanted.count > 0 {
-        return Err(Error::invalid("path_blocks", format!("gives no path any of {} blocks", wanted.count)));
-    }
-    let unknown = |path: u32| path as usize >= state.paths.len();
-    if let Some((Some(path), _)) = parts.iter().find(|(path, _)| path.is_some_and(unknown)) {
-        return Err(Error::invalid("placement", format!("there is no path {path}")));
-    }
     let mut chunks = Vec::new();
     let mut first = wanted.first;
     let end = wanted.first + wanted.count;

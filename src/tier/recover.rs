@@ -40,10 +40,7 @@ impl Tier {
             None => {
                 found.iter().try_for_each(Candidate::check_format)?;
                 if options.mode == Mode::Resume || options.at_step.is_some() {
-                    let names: Vec<String> =
-                        (0..options.paths.len()).map(|n| place_name(&options, n)).collect();
-                    let words = format!("job {:?} rank {}", options.owner.job, options.owner.rank);
-                    return Err(TierError::at(TierKind::NoState, names.join(", "), words));
+                    return Err(no_state(&options, ""));
                 }
                 if options.mode == Mode::Auto {
                     let directories = options.paths.iter().filter_map(|path| path.place.directory());
@@ -58,6 +55,13 @@ impl Tier {
             }
         }
     }
+}
+
+fn no_state(options: &TierOptions, why: &str) -> Error {
+    let names: Vec<String> = (0..options.paths.len()).map(|n| place_name(options, n)).collect();
+    let separator = if why.is_empty() { "" } else { ": " };
+    let words = format!("job {:?} rank {}{separator}{why}", options.owner.job, options.owner.rank);
+    TierError::at(TierKind::NoState, names.join(", "), words)
 }
 
 fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Result<Tier> {

@@ -198,6 +198,7 @@ impl Tier {
         placement: &Placement,
         sums: Option<Vec<u64>>,
     ) -> Result<u64> {
+        placement.check(self.paths.len(), self.shape(extent)?.blocks())?;
         let begun = self.begin_write(extent, Some(spans), Writer::Caller)?;
         self.carry_on(begun, spans, placement, sums)
     }

@@ -251,6 +251,9 @@ fn a_striped_write_that_gives_no_path_any_block_is_refused() {
         let refused = write(&tier, 0, 5, &placement);
         let none = matches!(&placement, Placement::Striped(parts) if parts.is_empty());
         assert_eq!(refused.is_err(), none, "{placement:?}: {refused:?}");
+        // A refused write leaves the extent as it was.
+        assert!(write(&tier, 0, 5, &Placement::On(7)).is_err());
+        tier.commit(1, &1_u64.to_le_bytes()).unwrap();
         write(&tier, 0, 6, &Placement::Striped(vec![(1, 1)])).unwrap();
         assert!(read(&tier, 0, 6).unwrap());
         tier.commit(1, &1_u64.to_le_bytes()).unwrap();

@@ -4,6 +4,7 @@
 # make install PREFIX=/usr/local
 # make dist    libraries and wheels for x86-64 and Arm, in dist/
 # make kill    kill a process that steps a tier, at random moments, again and again   (ROUNDS=1000)
+# make model   random sequences of calls, signals, stops, kills and attacks on files, against an oracle   (SECONDS=3600)
 # make bench   this machine against its own limits, then against torch and DeepSpeed
 # make tune    the I/O settings that suit a directory (DIR=.), written where the library reads them
 # make soak    eight threads of verified reads and writes for MINUTES=10, and what they leave behind
@@ -14,7 +15,7 @@ RELEASE = target/release
 DIR ?= .
 MINUTES ?= 10
 
-.PHONY: demo test quick lib install kill bench tune soak dist packages
+.PHONY: demo test quick lib install kill model bench tune soak dist packages
 
 demo: packages
 	ffi_tests/deepspeed/demo.sh
@@ -36,6 +37,10 @@ ROUNDS ?= 1000
 kill:
 	SPILLWAY_KILL_ROUNDS=$(ROUNDS) cargo test --test c -- tier_kill
 	@cat target/*/c/tier_kill/counts.txt
+
+SECONDS ?= 3600
+model: lib packages
+	eval "$$(packaging/python_env.sh --export)" && ffi_tests/model/run.sh $(SECONDS)
 
 bench: lib packages
 	$(RELEASE)/spillway bench adam

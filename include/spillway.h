@@ -2064,7 +2064,8 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
                                int64_t timeout_ms);
 
 // Removes the tier's files from every path and frees the tier, which is gone whatever is returned. A path with an operation
-// that is still in flight keeps its files, and its lock until the operation ends: SPW_ERR_BUSY; collect it then.
+// that is still in flight keeps its files, and its lock until the operation ends: SPW_ERR_BUSY; collect it then. In a
+// forked child it is SPW_ERR_UNSUPPORTED and does nothing.
 //
 // Requires: As `spw_tier_close`.
 enum spw_status spw_tier_destroy(struct spw_tier *tier);
@@ -2205,7 +2206,7 @@ enum spw_status spw_tier_evacuate(struct spw_tier *tier,
 
 // Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
 // `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error
-// is that of the first, and names path, extent, block and offset.
+// is that of the first, and names path, extent, block and offset. SPW_ERR_BUSY while an extent is being put.
 //
 // Requires: `tier` is open, `checked` is NULL or points to a struct of `struct_size` bytes.
 enum spw_status spw_tier_verify(struct spw_tier *tier,

@@ -8,4 +8,4 @@ cd "$root"
 cargo build --quiet --release --lib --package spillway --package fakecuda --features spillway/s3
 exports=$(packaging/python_env.sh --export)
 eval "$exports"
-exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed "$@"
+exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed ffi_tests/model "$@"

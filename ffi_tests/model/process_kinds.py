@@ -179,7 +179,7 @@ def _own(episode, number):
 
 def _ended(objects, name):
     episode = objects.episode
-    if name == "destroy" and objects.tier._handle:
+    if name == "destroy" and objects.tier._cell:
         episode.call("child destroy", objects.tier.destroy, may=ANY, limit=QUICK)
     elif name == "close":
         episode.call("child close", objects.tier.close, 1, may=ANY, limit=QUICK)

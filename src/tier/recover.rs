@@ -36,6 +36,9 @@ impl Tier {
         options.check()?;
         let Looked { found, absent, left_out } = look(&options)?;
         match choose(&found, &options)? {
+            Some(chosen) if options.mode == Mode::Resume && chosen.superblock.step.is_none() => {
+                Err(no_state(&options, "it was made, and nothing was committed to it"))
+            }
             Some(chosen) => resume(options, found, absent, chosen),
             None => {
                 found.iter().try_for_each(Candidate::check_format)?;

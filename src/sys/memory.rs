@@ -287,7 +287,7 @@ pub fn machine_bytes() -> Option<u64> {
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
     // SAFETY: writes the struct.
     let found = unsafe { libc::sysinfo(&mut info) } == 0;
-    let units = u64::from(info.totalram).saturating_add(u64::from(info.totalswap));
+    let units = info.totalram.saturating_add(info.totalswap);
     found.then(|| units.saturating_mul(info.mem_unit.into()))
 }
 

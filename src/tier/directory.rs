@@ -374,8 +374,7 @@ fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
         let Some((_, rank)) = below.last() else { return false };
         let written =
             |file: &&str| rank.entry(file).is_ok_and(|found| found.is_some_and(|found| found.len > 0));
-        FILES[..2].iter().any(|file| written(&file))
-            && matches!(FileLock::attempt(rank, LOCK), Ok(Attempt::Held(_)))
+        FILES[..2].iter().any(written) && matches!(FileLock::attempt(rank, LOCK), Ok(Attempt::Held(_)))
     };
     names
         .filter(|host| *host != owner.host)

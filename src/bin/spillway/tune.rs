@@ -195,4 +195,66 @@ mod tests {
         assert!(shapes().iter().all(|candidate| candidate.size().1 <= MOST_UNDER_WAY));
         assert_eq!(shapes().len(), 13);
     }
+
+    /// Whoever writes first, and in whichever of the two forms.
+    #[test]
+    fn one_file_holds_what_tune_found_and_the_speeds_of_links() {
+        use std::fs;
+        use std::os::unix::fs::{PermissionsExt, symlink};
+
+        use spillway::gpu::link::Link;
+        use spillway::gpu::profile::{find, keep};
+        use spillway::io::options::Choice;
+        use spillway::io::profile::{Profile, Settings};
+        use spillway::sys::file::FileSystem;
+
+        const LINK: Link = Link {
+            out_f32: 13e9,
+            out_native: 26.5e9,
+            in_f32: 1.0 / 3.0,
+            in_native: 1e-300,
+            step_f32: 2e9,
+            step_native: 2.1e9,
+        };
+        let (settings, system) = (
+            Settings { backend: Choice::Auto, block_bytes: 1 << 20, depth: 9 },
+            FileSystem { kind: 1, id: 2 },
+        );
+        let other = Link { out_f32: 7.0, ..LINK };
+        let tune = |path: &std::path::Path| {
+            let mut profile = Profile::read(path).unwrap().unwrap_or_default();
+            profile.put(system, settings, "directory = /data\n".to_string());
+            profile.write(path).unwrap();
+        };
+        let folder = tempfile::tempdir().unwrap();
+        for links_first in [true, false] {
+            let path = folder.path().join(format!("profile-{links_first}"));
+            if links_first {
+                keep(&path, "a [x] b = c", &other);
+            }
+            tune(&path);
+            for _ in 0..3 {
+                keep(&path, "a [x] b = c", &LINK);
+                keep(&path, "second", &other);
+                tune(&path);
+            }
+            assert_eq!((find(&path, "a [x] b = c"), find(&path, "second")), (Some(LINK), Some(other)));
+            let profile = Profile::read(&path).unwrap().unwrap();
+            assert_eq!(profile.get(system), Some(settings));
+            let text = fs::read_to_string(&path).unwrap();
+            assert!(text.contains("directory = /data") && text.matches("[link").count() == 2, "{text}");
+            assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        }
+        // A link in the place of the profile is replaced, and what the link names stays.
+        let victim = folder.path().join("victim");
+        fs::write(&victim, "precious").unwrap();
+        let path = folder.path().join("link");
+        symlink(&victim, &path).unwrap();
+        keep(&path, "a", &LINK);
+        assert_eq!(
+            (fs::read_to_string(&victim).unwrap().as_str(), find(&path, "a")),
+            ("precious", Some(LINK))
+        );
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 4, "nothing beside them");
+    }
 }

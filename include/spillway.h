@@ -27,8 +27,13 @@
 //   Enums      Arguments and fields are integers; a value outside the enum is SPW_ERR_INVALID_ARGUMENT.
 //   Sizes      Counts of elements are 64-bit.
 //   Threads    Any function may be called from any thread; one object from one thread at a time, unless its comment
-//              allows more. Large steps use one pool of threads per process. A child made by fork can go on calling;
-//              pools and engines of its parent are errors there.
+//              allows more. Large steps use one pool of threads per process. Close is the last call on an object.
+//   Forks      A child opens objects of its own; those of its parent are SPW_ERR_UNSUPPORTED there, and closing them
+//              does nothing. Steps on memory need no object.
+//   Signals    A signal ends no wait; a stopped process (SIGSTOP, a paused container) fails no path.
+//   Users      Files below a path are the effective user's alone, and are checked at every open and commit.
+//   Memory     What was lent to a put, get, read or write is in use until its wait says that it is over.
+//              docs/promises.md says all of this in full.
 //   Panics     A bug inside the library returns SPW_ERR_INTERNAL. It never unwinds, aborts, exits or prints, installs
 //              no signal handler, and leaves the caller's affinity and float mode as they were.
 //

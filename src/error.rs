@@ -189,7 +189,7 @@ pub enum RoundError {
 pub enum IoKind {
     /// The system reported an error.
     Failed,
-    /// No space on the device, or the quota is used up, or the file may not become larger (RLIMIT_FSIZE).
+    /// No space on the device, or the quota is used up.
     NoSpace,
     /// The file ends before the bytes asked for.
     ShortFile,
@@ -248,7 +248,7 @@ impl IoKind {
     pub fn of_errno(errno: i32) -> IoKind {
         use std::io::ErrorKind as Kind;
         match std::io::Error::from_raw_os_error(errno).kind() {
-            Kind::StorageFull | Kind::QuotaExceeded | Kind::FileTooLarge => IoKind::NoSpace,
+            Kind::StorageFull | Kind::QuotaExceeded => IoKind::NoSpace,
             Kind::NotFound => IoKind::NotFound,
             _ => IoKind::Failed,
         }
@@ -293,6 +293,12 @@ impl Error {
             Error::Io(error) => Some(error.kind),
             _ => None,
         }
+    }
+
+    /// True if there is no room: the device is full, the quota is used up, or the process may not make the file larger
+    /// (RLIMIT_FSIZE). The device itself works.
+    pub fn is_full(&self) -> bool {
+        matches!(self, Error::Io(error) if error.kind == IoKind::NoSpace || error.errno == libc::EFBIG)
     }
 
     /// What is wrong with a tier, if that is what this is.

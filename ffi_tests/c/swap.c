@@ -291,7 +291,7 @@ static void wrong_options_are_refused(spw_tier *tier) {
     wrong = right, wrong.elements = NULL;
     INVALID(spw_swap_open(tier, &wrong, &swap), "options.elements");
     wrong = right, wrong.subgroups = UINT64_MAX;
-    INVALID(spw_swap_open(tier, &wrong, &swap), "options.elements");
+    INVALID(spw_swap_open(tier, &wrong, &swap), "options.subgroups");
     wrong = right, wrong.host_bytes = 100;
     INVALID(spw_swap_open(tier, &wrong, &swap), "3 buffers of");
     wrong = right, wrong.patience_seconds = -1;

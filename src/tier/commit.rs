@@ -154,7 +154,7 @@ impl Tier {
         let sync = self.durability() != Durability::Process;
         let mut first = None;
         let mut fail = |number: usize, error: Error| {
-            if error.io_kind() != Some(IoKind::NoSpace) {
+            if !error.is_full() {
                 self.mark(number, Health::Failed, &error.to_string());
             }
             first.get_or_insert(error);

@@ -230,9 +230,9 @@ impl Tier {
                 Ok(())
             }
             Err(error) => {
-                match error.io_kind() {
-                    Some(IoKind::NoSpace) => self.lock().paths[path].space.full(),
-                    _ => self.mark(path, Health::Failed, &error.to_string()),
+                match error.is_full() {
+                    true => self.lock().paths[path].space.full(),
+                    false => self.mark(path, Health::Failed, &error.to_string()),
                 }
                 Err(error)
             }

@@ -260,11 +260,11 @@ impl Flight {
 
 /// What an error of a transfer says about its path; `None` if the path is only full, or the caller's memory is none.
 pub(super) fn verdict(error: &Error, direction: Direction) -> Option<Health> {
-    if matches!(error, Error::Io(inner) if inner.errno == libc::EFAULT) {
+    let no_memory = matches!(error, Error::Io(inner) if inner.errno == libc::EFAULT);
+    if no_memory || error.is_full() {
         return None;
     }
     match (error.io_kind(), direction) {
-        (Some(IoKind::NoSpace), _) => None,
         (Some(IoKind::Deadline | IoKind::PathFailed), _) | (_, Direction::Write) => Some(Health::Failed),
         _ => Some(Health::Draining),
     }

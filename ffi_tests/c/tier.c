@@ -248,6 +248,7 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_tier_put(tier, 0, NULL, -1, &ticket), "streams");
     streams[1] = put_memory[1];
     INVALID(spw_tier_put(tier, 0, streams, 5, &ticket), "no path 5");
+    INVALID(spw_tier_put(tier, 0, streams, -2, &ticket), "path");
     CHECK_OK(spw_tier_rollback(tier));
     INVALID(spw_tier_commit(tier, 1, NULL, 4), "payload");
     INVALID(spw_tier_define(NULL, "x", sizes, 3, &extent), "tier");

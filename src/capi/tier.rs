@@ -153,7 +153,7 @@ pub unsafe extern "C" fn spw_tier_remove(tier: *mut spw_tier, extent: u32) -> sp
 /// Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
 /// any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
 /// least lies; a path that fails or is full is left for another, and the wait tells only if none took it. The committed
-/// contents stay as they are.
+/// contents stay as they are. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is under way.
 ///
 /// # Safety
 /// `tier` is open; the streams stay as they are until the ticket was waited for; `ticket_out` points to a u64.
@@ -165,7 +165,11 @@ pub unsafe extern "C" fn spw_tier_put(
     path: i32,
     ticket_out: *mut u64,
 ) -> spw_status {
-    let placement = u32::try_from(path).map_or(Placement::Auto, Placement::On);
+    let placement = match u32::try_from(path) {
+        Ok(path) => Placement::On(path),
+        Err(_) if path == -1 => Placement::Auto,
+        Err(_) => return guard(|| Err(Error::invalid("path", format!("{path} is neither a path nor -1")))),
+    };
     // SAFETY: the caller's promises are the callee's.
     unsafe { put(tier, extent, streams, &placement, ticket_out) }
 }

@@ -244,16 +244,29 @@ fn stat_at(at: i32, name: &CString) -> io::Result<libc::stat> {
 
 /// Says what lies there where the errno of an open does not.
 fn explained(error: io::Error, at: i32, name: &CString) -> io::Error {
-    if !matches!(error.raw_os_error(), Some(libc::ELOOP | libc::ENOTDIR | libc::ENXIO)) {
+    let telling =
+        [libc::ELOOP, libc::ENOTDIR, libc::ENXIO, libc::EISDIR, libc::EACCES, libc::EPERM, libc::ENODEV];
+    if !error.raw_os_error().is_some_and(|errno| telling.contains(&errno)) {
         return error;
     }
-    match stat_at(at, name).map(|found| found.st_mode & libc::S_IFMT) {
-        Ok(libc::S_IFLNK) => {
-            refused("a symbolic link lies there, and links are not followed: remove the link")
-        }
-        Ok(kind @ (libc::S_IFIFO | libc::S_IFSOCK | libc::S_IFCHR | libc::S_IFBLK)) => not_regular(kind),
+    let Ok(found) = stat_at(at, name) else { return error };
+    let (kind, mode) = (found.st_mode & libc::S_IFMT, found.st_mode & 0o7777);
+    match kind {
+        libc::S_IFLNK => refused("a symbolic link lies there, and links are not followed: remove the link"),
+        libc::S_IFIFO | libc::S_IFSOCK | libc::S_IFCHR | libc::S_IFBLK => not_regular(kind),
+        libc::S_IFDIR if error.raw_os_error() == Some(libc::EISDIR) => not_regular(kind),
+        libc::S_IFDIR if found.st_uid != user() => of_another("directory", found.st_uid, mode),
+        libc::S_IFREG if found.st_uid != user() => of_another("file", found.st_uid, mode),
         _ => error,
     }
+}
+
+fn of_another(what: &str, owner: u32, mode: u32) -> io::Error {
+    refused(format!(
+        "the {what} belongs to user {owner} (mode {mode:04o}), and this process runs as user {}: run as its owner, remove \
+         it, or choose another name or directory",
+        user()
+    ))
 }
 
 fn not_regular(kind: libc::mode_t) -> io::Error {
@@ -282,14 +295,10 @@ fn check_file(file: &File, path: &Path) -> io::Result<()> {
 
 fn check_owner(file: &File, what: &str) -> io::Result<()> {
     let found = file.metadata()?;
-    let (owner, mode, user) = (found.uid(), found.mode() & 0o7777, user());
-    if owner == user {
-        return Ok(());
+    match found.uid() == user() {
+        true => Ok(()),
+        false => Err(of_another(what, found.uid(), found.mode() & 0o7777)),
     }
-    Err(refused(format!(
-        "the {what} belongs to user {owner} (mode {mode:04o}), and this process runs as user {user}: run as its owner, \
-         remove it, or choose another name or directory"
-    )))
 }
 
 /// Takes the access bits `lax` away. A file system without modes keeps them: then nobody else may write there at least.

@@ -80,7 +80,13 @@ impl Tier {
         if let Some(extent) = extents.iter().find(|extent| !extent.committed) {
             return Err(Error::Busy(format!("extent {:?} was written since the last commit", extent.name)));
         }
-        if directory.exists() {
+        if directory.file_name().is_none() {
+            return Err(Error::invalid(
+                "directory",
+                format!("{} names no new directory", directory.display()),
+            ));
+        }
+        if fs::symlink_metadata(directory).is_ok() {
             let error = io::Error::from_raw_os_error(libc::EEXIST);
             return Err(failed("opening", directory, error, "an export makes its directory itself"));
         }

@@ -119,3 +119,43 @@ fn what_another_user_planted_is_refused_and_left_as_it_was() {
     assert_eq!(mode(&dir.path().join("data")), 0o666);
     assert_eq!(std::fs::read(dir.path().join("data")).unwrap(), b"theirs\n");
 }
+
+#[test]
+fn a_directory_in_the_place_of_a_file_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join("lock")).unwrap();
+    let given = OwnDirectory::given(dir.path()).unwrap();
+    for want in [READ, WRITE] {
+        assert!(refusal(given.open("lock", want)).contains("a directory lies there"));
+    }
+}
+
+/// The usual case: the other user's directory cannot even be opened.
+#[test]
+#[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
+fn what_cannot_be_opened_because_it_is_another_users_is_refused_with_its_owner() {
+    let dir = shared();
+    let job = dir.path().join("job");
+    std::fs::create_dir(&job).unwrap();
+    std::fs::set_permissions(&job, Permissions::from_mode(0o700)).unwrap();
+    std::fs::write(dir.path().join("data"), "ours").unwrap();
+    std::fs::set_permissions(dir.path().join("data"), Permissions::from_mode(0o600)).unwrap();
+    let nobody = std::thread::scope(|scope| {
+        let at = dir.path();
+        let thread = scope.spawn(move || {
+            // SAFETY: plain numbers. The system call itself, unlike the C library's function, changes this thread alone.
+            assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
+            let given = OwnDirectory::given(at).unwrap();
+            [given.enter("job", true).map(|_| ()), given.open("data", READ).map(|_| ())]
+                .map(Result::unwrap_err)
+        });
+        thread.join().unwrap()
+    });
+    for error in nobody {
+        let words = error.to_string();
+        assert!(
+            is_refusal(&error) && words.contains("belongs to user 0") && words.contains("as user 65534"),
+            "{words}"
+        );
+    }
+}

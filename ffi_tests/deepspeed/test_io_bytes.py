@@ -245,7 +245,7 @@ def test_no_call_holds_the_gil(handle, tmp_path):
         keeping = ctypes.PyDLL(spillway.library_path())
         io, under_way = ctypes.c_void_p(handle._engine._under_way.io), handle._engine._under_way
         entry, = under_way.entries
-        assert during(lambda: keeping.spw_io_wait_many(io, ctypes.byref(entry[0]), ctypes.c_uint64(1),
+        assert during(lambda: keeping.spw_io_wait_many(io, ctypes.byref(entry.handle), ctypes.c_uint64(1),
                                                        ctypes.c_int64(-1))) == 0
         under_way.entries.clear()
     finally:

@@ -107,8 +107,17 @@ PARTED = ("unclipped", "three groups", "split")
 RUNS["split"] = RUNS["three groups"]
 
 
+def needs_fp16():
+    """DeepSpeed refuses fp16 on a processor without instructions for it."""
+    torch = pytest.importorskip("torch")
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("DeepSpeed has no fp16 on this processor")
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name):
+    if name == "fp16":
+        needs_fp16()
     parted = {**({"part_elements": 5000} if name in PARTED else {}), "split_master": name == "split"}
     on_tier = train("--paths", *paths, "--block", json.dumps({"ratio": [2, 1], **parted}), *RUNS[name])
     assert same(on_tier, in_host(*RUNS[name]))
@@ -324,4 +333,8 @@ def test_mistakes_name_themselves(refused, paths):
     with pytest.raises(ValueError, match="goes into spillway.paths"):
         parse(None, "s3:/bucket/x")
     assert "job" in refused("--paths", *paths, "--block", '{"job": "a/b"}')
+
+
+def test_a_split_master_needs_bfloat16_weights(refused, paths):
+    needs_fp16()
     assert "have to be bfloat16 in host memory" in refused("--paths", *paths, "--block", SPLIT, "--dtype", "fp16")

@@ -15,7 +15,7 @@ from . import _native
 from .errors import Busy, InvalidArgument, TimedOut
 
 # How often a close looks for calls that have not returned.
-_LOOK_SECONDS = 0.002
+LOOK_SECONDS = 0.002
 
 
 def record(outcome, function, *arguments):
@@ -89,7 +89,7 @@ class Held:
                 raise Busy(f"the {self.what} cannot be closed from inside one of its own calls, by a callback or signal handler")
             if end is not None and time.monotonic() >= end:
                 raise TimedOut(f"the {self.what} is still open: {len(inside)} calls of other threads have not returned")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
     def _check_process(self):
         if self._process != os.getpid():

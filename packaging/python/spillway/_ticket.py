@@ -1,11 +1,14 @@
 """What a tier knows of a put or a get: known even if a signal handler raised between two steps."""
 
+import contextlib
 import ctypes
 
 from . import _native
 from ._held import record
 
 TIMEOUT = 23
+# To a wait for a ticket that was given: the call of another thread takes the outcome at this moment.
+ELSEWHERE = 1
 # A deadline that passed, an engine that is lost: the ticket is done with, and the system may still have its memory.
 IN_USE = (26, 11)
 
@@ -24,13 +27,16 @@ class Ticket:
         record(self.ended, _native.library().spw_tier_wait, handle, self.number.value, round(milliseconds),
                ctypes.byref(self.generation))
         status = self.ended[-1]
-        while TIMEOUT in self.ended:
-            self.ended.remove(TIMEOUT)
+        for passing in (TIMEOUT, ELSEWHERE) if self.begun else (TIMEOUT,):
+            with contextlib.suppress(ValueError):
+                while True:
+                    self.ended.remove(passing)
         return status
 
     def outcome(self):
         """The status of a ticket that is over, else None."""
-        return next((status for status in list(self.ended) if status != TIMEOUT), None)
+        passing = (TIMEOUT, ELSEWHERE) if self.begun else (TIMEOUT,)
+        return next((status for status in list(self.ended) if status not in passing), None)
 
     def in_use(self):
         """Whether the system may have the memory for good: the ticket ended so, or a close could not wait for its end."""

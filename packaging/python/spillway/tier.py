@@ -15,8 +15,8 @@ import time
 from typing import NamedTuple
 
 from . import _abi, _arrays, _native
-from ._held import Held, record
-from ._ticket import TIMEOUT, Ticket
+from ._held import LOOK_SECONDS, Held, record
+from ._ticket import ELSEWHERE, TIMEOUT, Ticket
 from .errors import InvalidArgument, NotFound, SpillwayError, TimedOut, from_status
 
 MODES = {"auto": 0, "create": 1, "resume": 2}
@@ -159,6 +159,11 @@ class Tier(Held):
             status = self._through(lambda handle: entry.wait(handle, patience))
             if status == TIMEOUT and patience == left:
                 _native.check(status)
+            elif entry.begun and status == ELSEWHERE and entry.outcome() is None:
+                # The other thread has the outcome and notes it as soon as it runs.
+                if left == 0:
+                    raise TimedOut(f"ticket {ticket} is being taken by another thread")
+                time.sleep(LOOK_SECONDS)
             elif status and status == entry.outcome():
                 try:
                     _native.check(status)
@@ -245,8 +250,12 @@ class Tier(Held):
 
     def _reap(self, entry):
         """Lets a put go if it is over; its outcome is kept for a while."""
-        if not entry.number.value or entry.outcome() is None and self._through(lambda handle: entry.wait(handle, 0)) == TIMEOUT:
+        if not entry.number.value:
             return
+        if entry.outcome() is None:
+            self._through(lambda handle: entry.wait(handle, 0))
+            if entry.outcome() is None:
+                return
         try:
             _native.check(entry.outcome())
         except SpillwayError as error:

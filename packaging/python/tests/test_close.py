@@ -1,6 +1,8 @@
 """Proves that a close waits for the calls of other threads, refuses new ones, and is bounded by its timeout; and that a
 forked child neither waits for its parent's threads nor touches what is its parent's."""
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -205,3 +207,33 @@ def test_puts_are_over_with_a_commit_and_their_tickets_do_not_pile_up(tmp_path):
         tier.commit(9)
         assert tier.verify() >= 1500
     assert len(tier._over) <= 4096
+
+
+def test_waits_beside_commits_get_their_outcomes(tmp_path):
+    """A commit takes the outcomes of the puts before it; a wait that comes at the same moment is no error."""
+    with spillway.Tier([str(tmp_path)], job="beside", durability="process") as tier:
+        array, over, errors = np.ones(5000, np.uint8), threading.Event(), []
+        extents = [tier.define(f"extent-{n}", [5000]) for n in range(3)]
+
+        def put_and_wait(extent):
+            try:
+                while not over.is_set():
+                    try:
+                        ticket = tier.put(extent, [array])
+                    except spillway.Busy:
+                        continue
+                    assert tier.wait(ticket) > 0
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=put_and_wait, args=(extent,)) for extent in extents]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 3
+        for step in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(1)):
+            with contextlib.suppress(spillway.Busy):
+                tier.commit(step)
+        over.set()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors

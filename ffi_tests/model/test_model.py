@@ -1,14 +1,14 @@
-"""Runs the model: its regression seeds, then fresh ones, for SPILLWAY_MODEL_SECONDS (60) from SPILLWAY_MODEL_SEED."""
+"""Runs the model: its regression seeds, then others, for SPILLWAY_MODEL_SECONDS (60) from SPILLWAY_MODEL_SEED, which is
+the same in every run unless it is set: a failure of the tests can be run again. run.sh draws fresh seeds."""
 
 import os
-import random
 
 from . import runner
 
 
 def test_the_library_keeps_its_promises_whatever_is_called():
     seconds = float(os.environ.get("SPILLWAY_MODEL_SECONDS", "60"))
-    seed = int(os.environ.get("SPILLWAY_MODEL_SEED") or random.randrange(1 << 31))
+    seed = int(os.environ.get("SPILLWAY_MODEL_SEED") or 20261122)
     failed, counts, _ = runner.session(seconds, seed)
     words = [f"python -m model --kind {one.kind} --seed {one.seed} --moves {one.moves}: {one.failure}" for one in failed]
     assert not failed, "\n".join(words)

@@ -2104,7 +2104,7 @@ enum spw_status spw_tier_remove(struct spw_tier *tier,
 // Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
 // any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
 // least lies; a path that fails or is full is left for another, and the wait tells only if none took it. The committed
-// contents stay as they are.
+// contents stay as they are. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is under way.
 //
 // Requires: `tier` is open; the streams stay as they are until the ticket was waited for; `ticket_out` points to a u64.
 enum spw_status spw_tier_put(struct spw_tier *tier,

@@ -177,6 +177,7 @@ checkers() {
 library_tests() {
     set --
     for skipped in far_more_than_the_machine_has real_processes_exclude gpu::tests::bits interleave::tests::cuda a_crash_at_any \
+        sys::lock::tests in_flight::a_forked_child in_flight::a_tier_ \
         tier::tests::crash tier::tests::before swap::tests::split all_patterns_come_back choose::tests; do
         set -- "$@" --skip "$skipped"
     done

@@ -127,9 +127,10 @@ pub(super) unsafe fn rules_of(
     count: usize,
 ) -> Result<(AdamState, Vec<AdamRule>)> {
     let mut kept = ADAM.get(id)?;
-    let mut rules = Vec::with_capacity(count);
     // SAFETY: the caller's promise is the callee's.
-    for (index, call) in unsafe { record::read_all(calls, count, "calls") }?.iter().enumerate() {
+    let calls = unsafe { record::read_all(calls, count, "calls") }?;
+    let mut rules = Vec::new();
+    for (index, call) in calls.iter().enumerate() {
         let named = |error: Error| error.within(&format!("calls[{index}]."));
         let (state, rule) = kept.begin(&call_of(call)?).map_err(named)?;
         kept = state;

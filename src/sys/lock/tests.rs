@@ -40,15 +40,20 @@ fn another_process() {
         std::process::exit(code);
     }
     let Attempt::Held(lock) = outcome else { panic!("it was free") };
-    // SAFETY: the child only sleeps, and is killed by the test.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
+    let (begun, named) = (dir.join("begun"), dir.join("child"));
+    // SAFETY: the child names itself and sleeps, and is killed by the test.
+    if unsafe { libc::fork() } == 0 {
+        // A child that names itself has run, and has closed the descriptors of its parent.
+        std::fs::write(&begun, std::process::id().to_string()).unwrap();
+        std::fs::rename(&begun, &named).unwrap();
         loop {
             // SAFETY: takes nothing.
             unsafe { libc::pause() };
         }
     }
-    std::fs::write(dir.join("child"), child.to_string()).unwrap();
+    while !named.exists() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
     std::mem::forget(lock);
     // SAFETY: ends this process as a kill would: nothing is dropped.
     unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };

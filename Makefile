@@ -1,6 +1,6 @@
 # make demo    train a small GPT under DeepSpeed with Spillway's optimizer   (STEPS=, SECONDS=, COMPARE=1)
 # make test    every test, those on an emulated Arm included; sets up what it needs
-# make lib     the library and the command line tool, in target/release
+# make lib     the library, the preload library and the command line tool, in target/release
 # make install PREFIX=/usr/local
 # make dist    libraries and wheels for x86-64 and Arm, in dist/
 # make kill    kill a process that steps a tier, at random moments, again and again   (ROUNDS=1000)
@@ -28,7 +28,7 @@ quick:
 	cargo test
 
 lib:
-	cargo build --release
+	cargo build --release --package spillway --package spillway-preload
 
 install: lib
 	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so

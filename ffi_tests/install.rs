@@ -125,6 +125,8 @@ fn destdir_changes_where_files_are_written_and_not_what_they_say() {
     assert_eq!(link("libspillway.so.1"), concat!("libspillway.so.", env!("CARGO_PKG_VERSION")));
     let dynamic = succeed(Command::new("readelf").arg("-d").arg(lib.join("libspillway.so")), TIMEOUT);
     assert!(dynamic.contains("soname: [libspillway.so.1]"), "{dynamic}");
+    let preload = succeed(Command::new("nm").arg("-D").arg(lib.join("libspillway_preload.so")), TIMEOUT);
+    assert!(preload.contains(" T io_submit"), "{preload}");
     assert!(stage.join("opt/spillway/include/spillway.h").exists() && lib.join("libspillway.a").exists());
 }
 

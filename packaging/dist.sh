@@ -12,8 +12,9 @@ settings=$("$root/packaging/arm_env.sh" --export) || exit $?
 cd "$root"
 mkdir -p "$dist"
 rm -f "$dist"/spillway-*
-cargo build --release --lib --no-default-features --target-dir "$target"
+cargo build --release --lib --no-default-features -p spillway -p spillway-preload --target-dir "$target"
 packaging/package.sh x86_64 "$target/release/libspillway.so" "$dist"
-(eval "$settings" && cargo build --release --lib --no-default-features --target-dir "$target")
+(eval "$settings" &&
+    cargo build --release --lib --no-default-features -p spillway -p spillway-preload --target-dir "$target")
 packaging/package.sh aarch64 "$target/aarch64-unknown-linux-gnu/release/libspillway.so" "$dist"
 (cd "$dist" && sha256sum spillway-* | tee SHA256SUMS)

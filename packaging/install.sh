@@ -1,8 +1,8 @@
 #!/bin/sh
-# Installs the library for C and C++ programs: packaging/install.sh PREFIX LIBRARY
+# Installs the library for C and C++ programs, and the preload library: packaging/install.sh PREFIX LIBRARY
 #
-# PREFIX is absolute. LIBRARY is the built libspillway.so; libspillway.a is taken from beside it. Under DESTDIR, if that
-# is set, the same tree is staged: only where files are written changes, not what they say.
+# PREFIX is absolute. LIBRARY is the built libspillway.so; libspillway.a and libspillway_preload.so are taken from beside
+# it. Under DESTDIR, if that is set, the same tree is staged: only where files are written changes, not what they say.
 set -eu
 
 if [ $# -ne 2 ]; then
@@ -18,7 +18,8 @@ esac
 here=$(cd "$(dirname "$0")" && pwd)
 header=$here/../include/spillway.h
 archive=${library%.so}.a
-for file in "$library" "$archive" "$header"; do
+preload=${library%.so}_preload.so
+for file in "$library" "$archive" "$preload" "$header"; do
     [ -f "$file" ] || { echo "$0: $file does not exist" >&2; exit 1; }
 done
 
@@ -38,8 +39,12 @@ install -d "$to/include" "$to/lib/pkgconfig" "$to/lib/cmake/spillway"
 install -m 644 "$header" "$to/include/spillway.h"
 install -m 644 "$archive" "$to/lib/libspillway.a"
 # Written beside and renamed: programs that have the old library mapped keep it whole.
-install -m 755 "$library" "$to/lib/.libspillway.so.$version"
-mv -f "$to/lib/.libspillway.so.$version" "$to/lib/libspillway.so.$version"
+place() {
+    install -m 755 "$1" "$to/lib/.$2"
+    mv -f "$to/lib/.$2" "$to/lib/$2"
+}
+place "$library" "libspillway.so.$version"
+place "$preload" libspillway_preload.so
 ln -sfn "libspillway.so.$version" "$to/lib/libspillway.so.$abi"
 ln -sfn "libspillway.so.$abi" "$to/lib/libspillway.so"
 fill "$here/spillway.pc.in" "$to/lib/pkgconfig/spillway.pc"

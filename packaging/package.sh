@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the two packages of one architecture from a library that is built: an archive (library, header, pkg-config, CMake)
-# to unpack over /, and a wheel.
+# Makes the two packages of one architecture from a library that is built: an archive (libraries, header, pkg-config,
+# CMake) to unpack over /, and a wheel.
 #
 #   packaging/package.sh ARCHITECTURE LIBRARY DIST      ARCHITECTURE: x86_64 or aarch64
 #

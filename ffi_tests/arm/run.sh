@@ -114,7 +114,7 @@ build() {
     mkdir -p "$work/probe"
     cp "$library/libspillway.so" "$work/probe/libspillway.so.1"
     ln -sf libspillway.so.1 "$work/probe/libspillway.so"
-    arm_cargo build --release --lib --no-default-features
+    arm_cargo build --release --lib --no-default-features --package spillway --package spillway-preload
     tests_of spillway-kernels kernels --test kernels
     tests_of spillway library --lib
     # As the Python tests build it.

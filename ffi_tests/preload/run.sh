@@ -63,6 +63,51 @@ else
 fi
 silent() { preload timeout 60 "$work/semantics" "$work/file" 2>&1 >/dev/null | { ! grep -q .; }; }
 check "silence by default" silent
+runs_on() { preload env SPILLWAY_PRELOAD_ASYNC=1 timeout 60 "$work/semantics" "$work/file" | diff <(grep -v ^order "$work/native") <(grep -v ^order -); }
+check "table of answers, buffered transfers run on" runs_on
+
+# libaio's own programs: what they make of the preload is what they make of libaio.
+libaio_case() { # NUMBER
+  rm -rf "$harness/testdir" && mkdir "$harness/testdir" && cd "$harness" || return 1
+  for name in rofile rwfile wofile; do echo test >"testdir/$name"; done
+  timeout 100 "cases/$1.p"
+}
+if source=$("$here/libaio_source.sh" "$work"); then
+  harness=$source/harness
+  for case in 2 3 4 5 6 7 11 12 13 14 15 16 18 19 20 21 22 23; do
+    make -s -C "$harness" LIBAIO=-laio "cases/$case.p" >"$work/out" 2>&1 || { cat "$work/out"; exit 1; }
+    if (libaio_case "$case") >"$work/out" 2>&1; then
+      check "libaio's program $case" eval "(LD_PRELOAD=$library libaio_case $case)"
+    else
+      skip "libaio's program $case does not pass with libaio here"
+    fi
+  done
+else
+  skip "libaio's own programs: their source cannot be fetched"
+fi
+
+# Programs that fetch events past libaio are forwarded, and the log says so.
+qemu() { # FORMAT [-w]
+  local format=$1
+  shift
+  qemu-img create -q -f "$format" "$work/disk.$format" 64M &&
+    preload env SPILLWAY_LOG=warn timeout 60 qemu-img bench -t none -n --aio native -f "$format" "$@" -c 2000 "$work/disk.$format" &&
+    grep -q "forwarding to libaio.so.1: the program submits" "$work/out"
+}
+if command -v qemu-img >/dev/null || install_package qemu-utils; then
+  for format in raw qcow2; do
+    check "qemu-img reads $format" qemu $format
+    check "qemu-img writes $format" qemu $format -w
+  done
+else
+  skip "qemu-img is missing: apt-get install qemu-utils"
+fi
+if { command -v mariadbd && command -v mariadb; } >/dev/null ||
+  { install_package mariadb-server-core && install_package mariadb-client-core; }; then
+  check "MariaDB after ten kills" "$here/mariadb.sh" "$library" "$work/mariadb" 10
+else
+  skip "MariaDB is missing: apt-get install mariadb-server-core mariadb-client-core"
+fi
 
 check "threads on one context, disk" preload timeout 60 "$work/threads" "$work/file"
 [ -z "$shm" ] || check "threads on one context, tmpfs" preload timeout 60 "$work/threads" "$shm/file"

@@ -423,6 +423,59 @@ static void fork_cases(void) {
   close(fd);
 }
 
+// Linux carries a buffered transfer out inside io_submit: its event is there when io_submit returns.
+static void *submit_two(void *ctx) {
+  static struct iocb parts[2];
+  int fd = file(O_RDWR);
+  for (int i = 0; i < 2; i++) {
+    usleep(20000);
+    io_prep_pwrite(&parts[i], fd, buffer, BLOCK, i * BLOCK);
+    if (submit(ctx, &parts[i]) != 1) abort();
+  }
+  close(fd);
+  return NULL;
+}
+
+static void order_cases(void) {
+  io_context_t ctx = context(8);
+  int fd = file(O_RDWR), direct = file(O_RDWR | O_DIRECT), told = eventfd(0, EFD_NONBLOCK);
+  struct iocb first, second, third, *list[3] = {&first, &second, &third};
+  struct io_event events[4];
+  struct iovec parts[2] = {{buffer, 100}, {buffer + BLOCK, 200}};
+  uint64_t words = 0;
+  io_prep_pwrite(&first, fd, buffer, 2 * BLOCK, 0);
+  io_set_eventfd(&first, told);
+  say("order: buffered write", submit(ctx, &first));
+  say("order: its eventfd", read(told, &words, sizeof words) == sizeof words ? (long)words : -1);
+  say("order: its event, without a wait", io_getevents(ctx, 0, 4, events, NULL));
+  say("order: its result", (long)events[0].res);
+  io_prep_preadv(&first, fd, parts, 2, 2 * BLOCK - 150);
+  io_prep_pwrite(&second, direct, buffer, BLOCK, 2 * BLOCK);
+  io_prep_pread(&third, fd, buffer, BLOCK, 100 * BLOCK);
+  say("order: buffered, direct, buffered", io_submit(ctx, 3, list));
+  int got = io_getevents(ctx, 2, 4, events, NULL);
+  if (got == 2) got += io_getevents(ctx, 1, 2, events + 2, NULL);
+  say("order: their events", got);
+  for (int i = 0; i < 3; i++) {
+    for (int j = 0; j < got; j++) {
+      if (events[j].obj == list[i]) say("order: a result", (long)events[j].res);
+    }
+  }
+  io_prep_pread(&first, fd, (void *)16, BLOCK, 0);
+  io_prep_pread(&second, -1, buffer, BLOCK, 0);
+  say("order: wild buffer, then a bad descriptor", io_submit(ctx, 2, list));
+  say("order: its event", io_getevents(ctx, 0, 4, events, NULL));
+  say("order: its error", (long)events[0].res);
+  pthread_t thread;
+  if (pthread_create(&thread, NULL, submit_two, ctx) != 0) abort();
+  say("order: a thread that waits for two", io_getevents(ctx, 2, 4, events, NULL));
+  pthread_join(thread, NULL);
+  io_prep_pwrite(&first, fd, buffer, BLOCK, 0);
+  say("order: not fetched", submit(ctx, &first));
+  say("order: destroy", io_destroy(ctx));
+  close(fd), close(direct), close(told);
+}
+
 int main(int count, char **arguments) {
   if (count != 2) return 2;
   path = arguments[1];
@@ -439,6 +492,7 @@ int main(int count, char **arguments) {
   signal_cases();
   thread_cases();
   fork_cases();
+  order_cases();
   unlink(path);
   return 0;
 }

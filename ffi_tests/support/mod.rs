@@ -28,7 +28,7 @@ pub fn release_library() -> &'static Path {
     BUILT.get_or_init(|| {
         let target =
             Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("tmp lies in the target directory");
-        build(target, &["--release"]);
+        build(target, &["--release", "--package", "spillway", "--package", "spillway-preload"]);
         target.join("release/libspillway.so")
     })
 }

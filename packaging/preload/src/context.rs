@@ -4,10 +4,13 @@
 //! - At most one thread, the leader, waits in io_uring_enter, which can ask for several completions at once; others
 //!   poll the ring's descriptor. Whoever wakes first takes what is there.
 //! - Locks are taken in the order filling, state.
+//! - A buffered transfer is carried out by the thread that submits it, between the lots that go to the ring, and its
+//!   completion is parked. No lock is held meanwhile.
 //! - A request is cancelled by Linux when the thread that submitted it exits before a worker got to it. libaio knows
 //!   no such thing, so a cancellation nobody asked for is submitted again.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,9 +30,11 @@ const MAX_BATCH: i64 = 64;
 /// A context; its address is the program's `io_context_t`.
 #[repr(C)]
 pub struct Context {
-    /// Where Linux keeps the header of its event ring. Programs that read events from there, past libaio, look for
-    /// a magic number first and, finding none, call `io_getevents`.
+    /// Where Linux keeps the header of its event ring. libaio and fio, which read events from there, look for a magic
+    /// number first and, finding none, call `io_getevents`. `imports` finds the programs that do not look.
     no_event_ring: [u32; 8],
+    /// Buffered transfers go to the ring too.
+    asynchronous: bool,
     ring: Ring,
     state: Mutex<State>,
     left: Condvar,
@@ -37,7 +42,7 @@ pub struct Context {
 
 struct State {
     table: Table,
-    /// Taken from the ring but not storable at the program's address: the next call gets them.
+    /// Carried out at once; or taken from the ring, but not storable at the program's address. The next call gets them.
     parked: VecDeque<(u64, i32)>,
     /// Cancelled by a thread's exit.
     again: Vec<u64>,
@@ -68,34 +73,57 @@ impl Context {
             destroyed: false,
         };
         let ring = Ring::build(requests, capacity)?;
-        Ok(Context { no_event_ring: [0; 8], ring, state: Mutex::new(state), left: Condvar::new() })
+        let asynchronous = std::env::var_os("SPILLWAY_PRELOAD_ASYNC").is_some_and(|value| value == "1");
+        Ok(Context {
+            no_event_ring: [0; 8],
+            asynchronous,
+            ring,
+            state: Mutex::new(state),
+            left: Condvar::new(),
+        })
     }
 
     /// Submits `count` requests from the program's array of addresses: how many were accepted, or why the first
     /// was not.
     pub fn submit(&self, requests: u64, count: i64) -> Result<i64, c_int> {
-        let filled = self.ring.submit(|filling| {
-            let mut memory = Checked::default();
-            for index in 0..count {
-                if let Err(errno) = self.submit_one(requests, index, &mut memory, filling) {
-                    return (index, Err(errno));
-                }
+        let mut accepted = 0;
+        while accepted < count {
+            let (taken, stopped) = self.submit_lot(requests, accepted..count);
+            accepted += taken;
+            match stopped {
+                Ok(Some(number)) => self.carry_out(number),
+                Ok(None) => {}
+                Err(errno) if accepted == 0 => return Err(errno),
+                Err(_) => break,
             }
-            (count, Ok(()))
-        });
-        match filled {
-            (0, Err(errno)) => Err(errno),
-            (accepted, _) => Ok(accepted),
         }
+        Ok(accepted)
     }
 
+    /// Hands requests to the ring, up to the first that is carried out at once, whose number is returned: how many were
+    /// accepted, that one among them, or why the next was not.
+    fn submit_lot(&self, requests: u64, lot: Range<i64>) -> (i64, Result<Option<u64>, c_int>) {
+        self.ring.submit(|filling| {
+            let mut memory = Checked::default();
+            for index in lot.clone() {
+                match self.submit_one(requests, index, &mut memory, filling) {
+                    Ok(None) => {}
+                    Ok(number) => return (index + 1 - lot.start, Ok(number)),
+                    Err(errno) => return (index - lot.start, Err(errno)),
+                }
+            }
+            (lot.end - lot.start, Ok(None))
+        })
+    }
+
+    /// The request's number if the ring did not get it.
     fn submit_one(
         &self,
         array: u64,
         index: i64,
         memory: &mut Checked,
         filling: &mut Filling,
-    ) -> Result<(), c_int> {
+    ) -> Result<Option<u64>, c_int> {
         let entry = array.checked_add(index as u64 * size_of::<u64>() as u64).ok_or(EFAULT)?;
         let address: u64 = memory.read(entry)?;
         let iocb: Iocb = memory.read(address)?;
@@ -110,10 +138,35 @@ impl Context {
             }
         }
         let request = Request::check(address, iocb, memory)?;
+        let at_once = request.at_once && !self.asynchronous;
+        let number = self.lock().table.insert(request);
+        if at_once {
+            return Ok(Some(number));
+        }
+        self.push(number, filling).map(|()| None)
+    }
+
+    /// Transfers as Linux does inside io_submit, and wakes the threads that wait for events.
+    fn carry_out(&self, number: u64) {
         let mut state = self.lock();
-        let number = state.table.insert(request);
+        let Some(request) = state.table.get_mut(number) else { return };
+        let (transfer, notice) = (request.transfer(), request.notice(HIDDEN));
         drop(state);
-        self.push(number, filling)
+        // SAFETY: the request leaves the table when its completion, which is parked below, is fetched.
+        let result = unsafe { transfer.perform() };
+        let mut state = self.lock();
+        state.parked.push_back((number, result));
+        let awaited = state.waiters > 0;
+        drop(state);
+        // A waiter counts completions of the ring: one for each event.
+        let wake = || awaited.then(|| opcode::Nop::new().build().user_data(HIDDEN));
+        if let Some(entry) = notice.or_else(wake) {
+            // SAFETY: the word to an eventfd is static; the other entry points to nothing.
+            self.ring.submit(|filling| unsafe { filling.push(&[entry]) }).unwrap_or_else(|errno| {
+                let why = std::io::Error::from_raw_os_error(errno);
+                report::say(Level::Error, || format!("a waiting thread was not woken: {why}"));
+            });
+        }
     }
 
     fn push(&self, number: u64, filling: &mut Filling) -> Result<(), c_int> {

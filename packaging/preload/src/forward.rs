@@ -1,4 +1,4 @@
-//! The real libaio, for processes where io_uring is refused.
+//! The real libaio, for processes where io_uring is refused and for programs that fetch events past libaio.
 //!
 //! It is opened by name and its functions are asked for with their versions: it is not in the global scope, and an
 //! unversioned lookup would find this library.
@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::{ENOSYS, c_int};
 
+use crate::imports;
 use crate::report::{self, Level};
 
 type Setup = unsafe extern "C" fn(c_int, *mut u64) -> c_int;
@@ -32,6 +33,16 @@ pub struct Libaio {
 }
 
 static FORWARDS: AtomicBool = AtomicBool::new(false);
+
+/// Why a context is not to be made here; `None` if nothing speaks against one.
+pub fn reason() -> Option<String> {
+    if std::env::var_os("SPILLWAY_PRELOAD_FORWARD").is_some_and(|value| value == "1") {
+        return Some("SPILLWAY_PRELOAD_FORWARD=1".to_string());
+    }
+    let name = imports::fetches_elsewhere()?;
+    let name = if name.is_empty() { "the program" } else { &name };
+    Some(format!("{name} submits requests with libaio and fetches their events without it"))
+}
 
 /// The real libaio, now that a context could not be made here because of `reason`.
 pub fn start(reason: &str) -> Result<&'static Libaio, c_int> {

@@ -15,14 +15,20 @@
 //! - Each context holds a descriptor; a program must not close descriptors that it did not open.
 //! - After fork the child's use of its parent's contexts is EINVAL, as ever. At `exit` transfers under way are waited
 //!   for; `_exit`, `execve` and SIGKILL may drop those that Linux had queued to a worker.
+//! - A buffered transfer of a file or block device is complete when `io_submit` returns, as in Linux.
+//!   `SPILLWAY_PRELOAD_ASYNC=1` lets it run on. A transfer with an I/O priority always runs on.
+//! - All calls go to the real libaio where a loaded program or library submits requests and does not fetch events with
+//!   libaio's functions (`imports`).
 //! - Direct system calls, and functions that a program looked up with `dlsym` in a libaio it opened itself, are out
 //!   of reach.
 //!
-//! Layers: `abi`, `memory` < `request`, `report`, `ring`, `table` < `context` < `registry`, `forward` < this file.
+//! Layers: `abi`, `memory` < `request`, `report`, `ring`, `table` < `context` < `registry`, `imports` < `forward` < this
+//! file.
 
 mod abi;
 mod context;
 mod forward;
+mod imports;
 mod memory;
 mod registry;
 mod report;
@@ -55,9 +61,7 @@ pub unsafe extern "C" fn io_setup(maxevents: c_int, ctxp: *mut u64) -> c_int {
         if held != 0 || requests == 0 || requests > MOST_REQUESTS {
             return Err(EINVAL);
         }
-        let asked = std::env::var_os("SPILLWAY_PRELOAD_FORWARD").is_some_and(|value| value == "1");
-        let made = if asked { Err("SPILLWAY_PRELOAD_FORWARD=1".to_string()) } else { Context::new(requests) };
-        match made {
+        match forward::reason().map_or_else(|| Context::new(requests), Err) {
             Ok(context) => {
                 let handle = registry::add(context);
                 let stored = Checked::default().write(ctxp as u64, handle);

@@ -78,7 +78,12 @@ extern "C" fn after_fork_in_child() {
 /// Runs after the program's own exit handlers and destructors, which may still do I/O.
 extern "C" fn at_exit() {
     let Ok(contexts) = CONTEXTS.try_read() else { return };
-    let living: Vec<_> = contexts.values().cloned().collect();
+    let mut living = Vec::new();
+    // A program may exit for want of memory.
+    if living.try_reserve_exact(contexts.len()).is_err() {
+        return report::say(Level::Error, || "no memory: requests in flight are not waited for".to_string());
+    }
+    living.extend(contexts.values().cloned());
     drop(contexts);
     for context in &living {
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| context.finish()));

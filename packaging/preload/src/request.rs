@@ -9,7 +9,7 @@ use crate::abi::{
     CMD_FDSYNC, CMD_FSYNC, CMD_POLL, CMD_PREAD, CMD_PREADV, CMD_PWRITE, CMD_PWRITEV, FLAG_IOPRIO, FLAG_RESFD,
     Iocb,
 };
-use crate::memory::Checked;
+use crate::memory::{Checked, last_errno};
 
 /// The kernel transfers at most this much at once, whatever was asked for.
 const MAX_TRANSFER: u64 = 0x7fff_f000;
@@ -30,6 +30,8 @@ pub struct Request {
     pub bytes: u64,
     /// The program asked for its cancellation.
     pub cancelled: bool,
+    /// Buffered: Linux carries such a transfer out inside io_submit.
+    pub at_once: bool,
     /// A copy, because the program's array may be gone when the entry has to be submitted again.
     iovecs: Box<[iovec]>,
 }
@@ -44,7 +46,8 @@ impl Request {
         if iocb.flags & FLAG_RESFD != 0 {
             check_eventfd(iocb.resfd as c_int)?;
         }
-        let mut request = Request { iocb, obj, bytes: 0, cancelled: false, iovecs: Box::default() };
+        let mut request =
+            Request { iocb, obj, bytes: 0, cancelled: false, at_once: false, iovecs: Box::default() };
         match iocb.opcode {
             CMD_PREAD | CMD_PREADV | CMD_PWRITE | CMD_PWRITEV => request.check_transfer(mode, memory)?,
             CMD_FSYNC | CMD_FDSYNC => {
@@ -83,6 +86,9 @@ impl Request {
                 self.iocb.nbytes.min(MAX_TRANSFER)
             }
         };
+        self.at_once = mode & libc::O_DIRECT == 0
+            && self.iocb.flags & FLAG_IOPRIO == 0
+            && file_type(self.iocb.fd).is_some_and(ends);
         match self.iocb.offset {
             ..0 => Err(EINVAL),
             offset if offset.checked_add(self.bytes as i64).is_none() => Err(EINVAL),
@@ -120,19 +126,44 @@ impl Request {
 
     /// May stay pending for ever, like a poll or a read of a pipe; a transfer of a file ends by itself.
     pub fn may_never_end(&self) -> bool {
-        let ends = |kind| matches!(kind, libc::S_IFREG | libc::S_IFBLK);
         self.iocb.opcode == CMD_POLL || file_type(self.iocb.fd).is_some_and(|kind| !ends(kind))
+    }
+
+    /// The transfer as one system call.
+    pub fn transfer(&self) -> Transfer {
+        let vectored = matches!(self.iocb.opcode, CMD_PREADV | CMD_PWRITEV);
+        let single = iovec { iov_base: self.iocb.buf as *mut _, iov_len: self.bytes as usize };
+        Transfer {
+            read: self.is_read(),
+            fd: self.iocb.fd,
+            offset: self.iocb.offset,
+            flags: self.flags(),
+            buffers: if vectored { Buffers::Many(&raw const *self.iovecs) } else { Buffers::One(single) },
+        }
     }
 
     /// The ring entries: the operation, and the word to its eventfd, which follows whatever the result is.
     pub fn entries(&self, user_data: u64, hidden: u64) -> (Entry, Option<Entry>) {
         let entry = self.operation().user_data(user_data);
+        match self.notice(hidden) {
+            Some(notice) => (entry.flags(Flags::IO_HARDLINK), Some(notice)),
+            None => (entry, None),
+        }
+    }
+
+    /// The word to the request's eventfd, if there is one.
+    pub fn notice(&self, hidden: u64) -> Option<Entry> {
         if self.iocb.flags & FLAG_RESFD == 0 {
-            return (entry, None);
+            return None;
         }
         let eventfd = types::Fd(self.iocb.resfd as c_int);
         let notice = opcode::Write::new(eventfd, (&raw const ONE).cast(), size_of::<u64>() as u32);
-        (entry.flags(Flags::IO_HARDLINK), Some(notice.build().user_data(hidden)))
+        Some(notice.build().user_data(hidden))
+    }
+
+    /// A ring without polled queues refuses the hint RWF_HIPRI, which Linux's aio ignores.
+    fn flags(&self) -> c_int {
+        (self.iocb.rw_flags & !RWF_HIPRI) as c_int
     }
 
     fn operation(&self) -> Entry {
@@ -140,8 +171,7 @@ impl Request {
         let fd = types::Fd(iocb.fd);
         let (offset, len) = (iocb.offset as u64, self.bytes as u32);
         let (vector, count) = (self.iovecs.as_ptr(), self.iovecs.len() as u32);
-        // A ring without polled queues refuses the hint that Linux's aio ignores.
-        let flags = (iocb.rw_flags & !RWF_HIPRI) as i32;
+        let flags = self.flags();
         let prio = if iocb.flags & FLAG_IOPRIO != 0 { iocb.reqprio as u16 } else { 0 };
         match iocb.opcode {
             CMD_PREAD => {
@@ -164,6 +194,40 @@ impl Request {
             CMD_FSYNC => opcode::Fsync::new(fd).build(),
             _ => opcode::PollAdd::new(fd, iocb.buf as u32).build(),
         }
+    }
+}
+
+/// A transfer that is carried out by one system call.
+pub struct Transfer {
+    read: bool,
+    fd: c_int,
+    offset: i64,
+    flags: c_int,
+    buffers: Buffers,
+}
+
+enum Buffers {
+    One(iovec),
+    /// The vectors of a request, which lies in the table until its event is fetched.
+    Many(*const [iovec]),
+}
+
+impl Transfer {
+    /// Bytes moved, or the negated errno.
+    ///
+    /// # Safety
+    /// The request is still in the table; its buffers belong to the program until their completion.
+    pub unsafe fn perform(&self) -> i32 {
+        let vectors: *const [iovec] = match &self.buffers {
+            Buffers::One(single) => std::slice::from_ref(single),
+            Buffers::Many(vectors) => *vectors,
+        };
+        let transfer = if self.read { libc::preadv2 } else { libc::pwritev2 };
+        let count = vectors.len() as c_int;
+        // SAFETY: the caller's; the kernel checks the addresses in the vectors.
+        let moved = unsafe { transfer(self.fd, vectors.cast(), count, self.offset, self.flags) };
+        // At most MAX_TRANSFER.
+        if moved < 0 { -last_errno() } else { moved as i32 }
     }
 }
 
@@ -196,6 +260,11 @@ fn check_eventfd(fd: c_int) -> Result<(), c_int> {
         }
         _ => Ok(()),
     }
+}
+
+/// A transfer of such a file ends by itself.
+fn ends(kind: libc::mode_t) -> bool {
+    matches!(kind, libc::S_IFREG | libc::S_IFBLK)
 }
 
 /// `None` for a descriptor that is closed.

@@ -100,14 +100,19 @@ fn cmake_finds_the_package() {
     for kind in ["with_spillway", "with_static"] {
         assert!(succeed(&mut Command::new(build.join(kind)), TIMEOUT).contains("learned"));
     }
-    let newer = folder.join("newer");
-    fs::create_dir(&newer).expect("the target directory is writable");
-    let list = "cmake_minimum_required(VERSION 3.16)\nproject(newer C)\nfind_package(spillway 99.0 REQUIRED CONFIG)\n";
-    fs::write(newer.join("CMakeLists.txt"), list).expect("the target directory is writable");
-    let mut refused = Command::new("cmake");
-    refused.arg("-S").arg(&newer).arg("-B").arg(newer.join("build"));
-    refused.arg(format!("-DCMAKE_PREFIX_PATH={}", prefix().display()));
-    assert_ne!(support::run(&mut refused, TIMEOUT).code, Some(0), "a newer version than installed was found");
+    // Below 1.0 another minor version may have another ABI.
+    for other in ["99.0", "0.0"] {
+        let other_folder = folder.join(other);
+        fs::create_dir(&other_folder).expect("the target directory is writable");
+        let list = format!(
+            "cmake_minimum_required(VERSION 3.16)\nproject(other C)\nfind_package(spillway {other} REQUIRED CONFIG)\n"
+        );
+        fs::write(other_folder.join("CMakeLists.txt"), list).expect("the target directory is writable");
+        let mut refused = Command::new("cmake");
+        refused.arg("-S").arg(&other_folder).arg("-B").arg(other_folder.join("build"));
+        refused.arg(format!("-DCMAKE_PREFIX_PATH={}", prefix().display()));
+        assert_ne!(support::run(&mut refused, TIMEOUT).code, Some(0), "version {other} was found");
+    }
 }
 
 #[test]
@@ -128,6 +133,22 @@ fn destdir_changes_where_files_are_written_and_not_what_they_say() {
     let preload = succeed(Command::new("nm").arg("-D").arg(lib.join("libspillway_preload.so")), TIMEOUT);
     assert!(preload.contains(" T io_submit"), "{preload}");
     assert!(stage.join("opt/spillway/include/spillway.h").exists() && lib.join("libspillway.a").exists());
+}
+
+#[test]
+fn libraries_go_where_a_distribution_has_them() {
+    let prefix = empty_dir("libdir");
+    let mut script = Command::new("sh");
+    script.arg(root().join("packaging/install.sh")).arg(&prefix).arg(release_library());
+    succeed(script.env_remove("DESTDIR").env("LIBDIR", "lib/some-machine"), TIMEOUT);
+    let lib = prefix.join("lib/some-machine");
+    assert!(lib.join("libspillway.so.1").exists() && !prefix.join("lib/libspillway.so").exists());
+    let mut asked = Command::new("pkg-config");
+    asked.args(["--libs", "spillway"]).env("PKG_CONFIG_PATH", lib.join("pkgconfig"));
+    let flags = succeed(&mut asked, TIMEOUT);
+    assert!(flags.contains(&format!("-L{}", lib.display())), "{flags}");
+    let config = fs::read_to_string(lib.join("cmake/spillway/spillway-config.cmake")).expect("it is installed");
+    assert!(config.contains("/../../include") && !config.contains('@'), "{config}");
 }
 
 #[test]

@@ -36,11 +36,13 @@ class _Optimizer:
                 self._set(name, value)
         self.step_count = 0
 
-    def step(self, tensors, *, grad_scale=1.0, stats=False, uint16_as=None):
+    def step(self, tensors, *, grad_scale=1.0, stats=False, uint16_as=None, number=None):
         """One step over all tensors, each a tuple of param, grad, the states and, if wanted, a 16-bit copy to write.
 
-        With stats=True returns StepStats of the scaled gradients. `uint16_as` says what uint16 arrays hold."""
-        return self.prepare(tensors, uint16_as=uint16_as).step(grad_scale=grad_scale, stats=stats)
+        With stats=True returns StepStats of the scaled gradients. `uint16_as` says what uint16 arrays hold. `number`
+        is the number of this step, from 1 on; None is one more than that of the call before. Several calls that
+        together are one step of a model give the same number: bias correction depends on it."""
+        return self.prepare(tensors, uint16_as=uint16_as).step(grad_scale=grad_scale, stats=stats, number=number)
 
     def prepare(self, tensors, *, shadow=None, uint16_as=None):
         """Checks the tensors once and keeps their addresses, and their memory, for repeated steps.
@@ -55,22 +57,30 @@ class _Optimizer:
         except TypeError as error:
             raise InvalidArgument(f"{name} is {value!r}; a number is needed") from error
 
-    def options_of_next_step(self, grad_scale):
-        """The options structure of the C library, for the step after those that were counted."""
+    def options_of_next_step(self, grad_scale, number=None):
+        """The options structure of the C library, for the step `number` or the one after those that were counted."""
         self._set("grad_scale", grad_scale)
         if hasattr(self._options, "step"):
-            self._options.step = self.step_count + 1
+            self._options.step = self._number(number)
         return self._options
 
-    def _run(self, table, count, grad_scale, wanted, recording=None):
-        options = self.options_of_next_step(grad_scale)
+    def _number(self, number):
+        if number is None:
+            return self.step_count + 1
+        if not isinstance(number, int) or not 1 <= number < 1 << 63:
+            raise InvalidArgument(f"number is {number!r}; the number of a step, from 1 on, is needed")
+        return number
+
+    def _run(self, table, count, grad_scale, wanted, recording=None, number=None):
+        number = self._number(number)
+        options = self.options_of_next_step(grad_scale, number)
         out = _abi.sized(_abi.StepStats) if wanted else None
         arguments = ctypes.byref(options), table, count, ctypes.byref(out) if wanted else None
         if recording is None:
             _native.check(getattr(_native.library(), f"spw_{self.c_name}_step")(*arguments))
         else:
             _native.check(getattr(_native.library(), f"spw_undo_{self.c_name}_step")(recording, *arguments))
-        self.step_count += 1
+        self.step_count = number
         return StepStats(bool(out.nonfinite), out.sum_squares) if wanted else None
 
 
@@ -136,9 +146,10 @@ class Prepared:
     def __len__(self):
         return len(self._table)
 
-    def step(self, *, grad_scale=1.0, stats=False):
-        """One step of the optimizer over these tensors; with stats=True returns StepStats."""
-        return self._run(grad_scale, stats)
+    def step(self, *, grad_scale=1.0, stats=False, number=None):
+        """One step of the optimizer over these tensors; with stats=True returns StepStats. `number` as in the optimizer's
+        step: several prepared lists that together are one step of a model give the same number."""
+        return self._run(grad_scale, stats, number=number)
 
     def record(self, mode="delta"):
         """A Recording, whose steps can be taken back: "delta", "shadow" or "arithmetic"."""
@@ -149,8 +160,8 @@ class Prepared:
         """Elements of all tensors together."""
         return sum(row.n for row in self._table)
 
-    def _run(self, grad_scale, stats, recording=None):
-        return self.optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats, recording)
+    def _run(self, grad_scale, stats, recording=None, number=None):
+        return self.optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats, recording, number)
 
 
 def tensor_table(optimizer, tensors, uint16_as=None, shadow=None):

@@ -1,6 +1,8 @@
 """Proves that importing spillway is light, and that a missing or foreign library is a typed error that names it."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,3 +65,28 @@ def test_the_pth_line_imports_nothing_when_off(repository, child_environment):
     assert run(code, off).stdout == "False False\n"
     assert run(code, off, SPILLWAY_DEEPSPEED="0").stdout == "False False\n"
     assert run(code, off, SPILLWAY_DEEPSPEED="1").stdout == "True True\n"
+
+
+def test_a_hook_that_cannot_be_installed_ends_a_process_that_requires_it(repository, child_environment, tmp_path):
+    line = (repository / "packaging" / "python" / "spillway.pth").read_text().strip()
+    (tmp_path / "spillway").mkdir()
+    (tmp_path / "spillway" / "__init__.py").write_text("raise OSError('half installed')")
+    # As Python runs the lines of such files: an error is printed, and the process goes on.
+    code = (f"import traceback\ntry:\n    exec({line!r})\nexcept Exception:\n    traceback.print_exc()\n"
+            "print('goes on')")
+    broken = {**child_environment, "PYTHONPATH": str(tmp_path)}
+    asked = run(code, broken, SPILLWAY_DEEPSPEED="1")
+    assert (asked.returncode, asked.stdout) == (0, "goes on\n") and "half installed" in asked.stderr
+    required = run(code, broken, SPILLWAY_DEEPSPEED="require")
+    assert (required.returncode, required.stdout) == (1, "")
+    assert "half installed" in required.stderr and "SPILLWAY_DEEPSPEED=require" in required.stderr
+    assert run(code, child_environment, SPILLWAY_DEEPSPEED="require").stdout == "goes on\n"
+
+
+def test_the_oldest_python_that_the_package_asks_for_reads_every_module(repository):
+    project = (repository / "packaging" / "python" / "pyproject.toml").read_text()
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', project)
+    modules = list((repository / "packaging" / "python" / "spillway").rglob("*.py"))
+    assert len(modules) > 20
+    for module in modules:
+        ast.parse(module.read_text(), str(module), feature_version=(3, int(oldest[1])))

@@ -170,3 +170,26 @@ def test_log_messages_arrive_with_their_level():
     assert all(level in ("error", "warn", "info", "debug") and message for level, message in seen)
     with pytest.raises(spillway.InvalidArgument):
         spillway.set_log(print, "loud")
+
+
+def test_calls_that_are_one_step_of_a_model_give_its_number():
+    def arrays():
+        return [adam_tensors(seed, 33) for seed in range(3)]
+
+    together, apart, prepared = arrays(), arrays(), arrays()
+    one, each, lists = spillway.Adam(lr=0.1), spillway.Adam(lr=0.1), spillway.Adam(lr=0.1)
+    ready = [lists.prepare([tensor]) for tensor in prepared]
+    for number in range(1, 4):
+        one.step(together)
+        for tensor in apart:
+            each.step([tensor], number=number)
+        for table in ready:
+            table.step(number=number)
+    assert one.step_count == each.step_count == lists.step_count == 3
+    for expected, *found in zip(together, apart, prepared):
+        for tensor in found:
+            assert all((left == right).all() for left, right in zip(expected, tensor))
+    for wrong in (0, -1, 1.0, "1", 1 << 63):
+        with pytest.raises(spillway.InvalidArgument, match="number is"):
+            each.step([apart[0]], number=wrong)
+    assert each.step_count == 3

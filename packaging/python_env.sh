@@ -11,8 +11,9 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 requirements=$here/python/requirements-test.txt
 cache=${SPILLWAY_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/spillway}
 venv=$cache/venv
-oldest=0.14.0
-old=$cache/deepspeed-$oldest
+# Oldest first; the newest is in requirements-test.txt.
+older='0.14.0 0.16.9 0.18.9'
+old=$cache/deepspeed-${older%% *}
 
 main() {
     mkdir -p "$cache"
@@ -36,12 +37,14 @@ set_up() {
     say "setting up $venv (torch and DeepSpeed from PyPI; some minutes, once)"
     "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
-    if [ ! -d "$old" ]; then
-        rm -rf "$old.part"
+    for version in $older; do
+        folder=$cache/deepspeed-$version
+        [ ! -d "$folder" ] || continue
+        rm -rf "$folder.part"
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-            --target "$old.part" "deepspeed==$oldest"
-        mv "$old.part" "$old"
-    fi
+            --target "$folder.part" "deepspeed==$version"
+        mv "$folder.part" "$folder"
+    done
     mkdir -p "$cache/torch_extensions"
 }
 

@@ -29,6 +29,12 @@ def oldest_deepspeed():
 
 
 @pytest.fixture(scope="session")
+def older_deepspeed():
+    """The folder of an older version: older_deepspeed("0.16.9")."""
+    return lambda version: CACHE / f"deepspeed-{version}"
+
+
+@pytest.fixture(scope="session")
 def compiled():
     """DeepSpeed's op, compiled by DeepSpeed: compiled("cpu_adam")."""
     need_compiler()

@@ -254,12 +254,12 @@ def test_a_commit_that_could_not_be_taken_up_is_refused():
 
 @pytest.mark.parametrize("interval, resume, at, commits", [(1, True, 400, 1), (1, True, 500, 0), (0, True, 400, 0), (1, False, 400, 0)])
 def test_what_a_checkpoint_brought_is_committed_unless_that_is_left_to_the_caller(monkeypatch, interval, resume, at, commits):
-    from spillway.deepspeed import _resume, _tier
+    from spillway.deepspeed import _resume, _tier, _versions
     made = []
     monkeypatch.setattr(_resume, "commit", made.append)
     swapper = _tier.TierSwapper.__new__(_tier.TierSwapper)
     swapper.committed, swapper.settings = 500, types.SimpleNamespace(resume=resume, commit_interval=interval)
-    own = {name: lambda *_: ("checkpoint", {}) for name in _resume.NEEDED}
+    own = {name: lambda *_: ("checkpoint", {}) for name in _versions.methods("engine")}
     load = _resume.overrides(type("Engine", (), own))["load_checkpoint"]
     engine = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=at)
     assert load(engine, "folder") == ("checkpoint", {}) and len(made) == commits

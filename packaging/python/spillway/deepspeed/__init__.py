@@ -22,7 +22,8 @@ __all__ = ["OPS", "active", "client_state", "commit", "install", "resumed_step",
 def active():
     """For each replaced op what was served to DeepSpeed in this process, the kernel that ran, the I/O backend, which is
     None while no file was read or written, and what became of SuperOffload's speculative steps, and what else was
-    recorded and taken back."""
+    recorded and taken back. "left_to_deepspeed" names the parts that this version of DeepSpeed does not have in the way that was
+    tried, and why."""
     import spillway
 
     from . import _engine, _ops, _undo
@@ -44,6 +45,9 @@ def active():
     updates = sys.modules.get(f"{__name__}._interleave")
     if updates and updates.served():
         report["interleave"] = updates.served()
+    versions = sys.modules.get(f"{__name__}._versions")
+    if versions and _hook.installed() and versions.left():
+        report["left_to_deepspeed"] = versions.left()
     return report
 
 

@@ -144,11 +144,12 @@ def _patch(module, name):
     elif _SUPEROFFLOAD_MODULE.fullmatch(name):
         _patch_superoffload(module)
     elif _STAGE3_MODULE.fullmatch(name):
-        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), "_stage3", "_interleave")
+        _patch_swapper(getattr(module, "DeepSpeedZeroOptimizer_Stage3", None), states="_stage3",
+                       interleave="_interleave")
     elif _PARAMETERS_MODULE.fullmatch(name):
-        _patch_swapper(getattr(module, "AsyncPartitionedParameterSwapper", None), "_parameters")
+        _patch_swapper(getattr(module, "AsyncPartitionedParameterSwapper", None), parameters="_parameters")
     elif _ENGINE_MODULE.fullmatch(name):
-        _patch_swapper(getattr(module, "DeepSpeedEngine", None), "_resume")
+        _patch_swapper(getattr(module, "DeepSpeedEngine", None), engine="_resume")
     elif isinstance(getattr(module, "compatible_ops", None), dict):
         module.compatible_ops.update(dict.fromkeys(_installed.intersection(OPS), True))
     elif hasattr(module, "_probe_compatible_ops"):
@@ -251,11 +252,11 @@ def _replace_missing(module):
 
 def _patch_superoffload(module):
     """Optimizer and stage 3 are replaced together; a version whose stage 3 has other methods keeps its own."""
-    from . import _superoffload
+    from . import _superoffload, _versions
     stage3 = vars(module).get("SuperOffloadOptimizer_Stage3")
     if "superoffload" not in _installed or stage3 is None or "_spillway_op" in vars(stage3):
         return
-    if not all(hasattr(stage3, name) for name in _superoffload.NEEDED):
+    if not _versions.serves("superoffload", stage3):
         return
     _set(stage3, "_spillway_op", "superoffload")
     for name, method in _superoffload.overrides(stage3).items():
@@ -263,16 +264,17 @@ def _patch_superoffload(module):
     _set(module, "SuperOffloadCPUOptimizer", _superoffload.SuperOffloadCPUOptimizer)
 
 
-def _patch_swapper(owner, *parts):
-    """Stage 3 and the engine are of use only together; what either lacks is a version that keeps its own swapper."""
+def _patch_swapper(owner, **parts):
+    """Each part by the name of its module. A part that does not fit this version is left to DeepSpeed."""
+    from . import _versions
     if "swapper" not in _installed or owner is None or "_spillway_op" in vars(owner):
         return
-    for part in parts:
-        methods = importlib.import_module(f"{__package__}.{part}")
-        if all(hasattr(owner, name) for name in methods.NEEDED):
-            _set(owner, "_spillway_op", "swapper")
-            for name, method in methods.overrides(owner).items():
-                _set(owner, name, method)
+    fitting = [module for part, module in parts.items() if _versions.serves(part, owner)]
+    for module in fitting:
+        methods = importlib.import_module(f"{__package__}.{module}")
+        _set(owner, "_spillway_op", "swapper")
+        for name, method in methods.overrides(owner).items():
+            _set(owner, name, method)
 
 
 def _patch_shm(builder):

@@ -12,12 +12,9 @@ from typing import NamedTuple
 from .. import _abi, _native, gpu as _gpu
 from ..errors import InvalidArgument
 from ..interleave import PLANS, Interleave, Rates, Subgroup, plan
-from . import _call, _lifetime, _tier_config
+from . import _call, _lifetime, _tier_config, _versions
 from ._superoffload import gradient_factor
 
-# What stage 3 has to have for `overrides` to fit it.
-NEEDED = ("initialize_optimizer_states", "unscale_and_clip_grads", "_optimizer_step", "_unflatten_partitioned_parameters",
-          "_reassign_or_swap_out_partitioned_parameters", "_offload_grad_partition_at_boundary")
 _BACKENDS = ("cuda", "host")
 _updates = weakref.WeakSet()
 
@@ -190,7 +187,7 @@ class Update:
 
 def overrides(stage3):
     """Methods for DeepSpeed's DeepSpeedZeroOptimizer_Stage3, by name; each is what it was for an optimizer without Update."""
-    own = {name: getattr(stage3, name) for name in NEEDED}
+    own = {name: getattr(stage3, name) for name in _versions.methods("interleave")}
 
     def initialize_optimizer_states(self):
         settings = parse(_tier_config.block())

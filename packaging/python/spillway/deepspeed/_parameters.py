@@ -10,8 +10,6 @@ import weakref
 from ..errors import InvalidArgument
 from . import _lifetime, _scratch, _tier_config
 
-# What the class has to have for `overrides` to fit it.
-NEEDED = ("_configure_aio", "get_path", "synchronize_reads", "synchronize_writes")
 
 # Of this process, for active().
 _stores = weakref.WeakSet()

@@ -8,10 +8,8 @@ import random
 import sys
 
 from ..errors import InvalidArgument
-from . import _lifetime, _payload, _stage3, _tier_config
+from . import _lifetime, _payload, _stage3, _tier_config, _versions
 
-# What the engine has to have for `overrides` to fit it.
-NEEDED = ("_configure_zero_optimizer", "destroy", "step", "load_checkpoint", "_load_zero_checkpoint")
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -37,6 +35,7 @@ def overrides(engine_type):
             _lifetime.end(self)
 
     def configure_zero_optimizer(self, *arguments, **named):
+        _refuse_what_is_left(self)
         with _tier_config.configuring(self):
             return own_optimizer(self, *arguments, **named)
 
@@ -69,6 +68,23 @@ def overrides(engine_type):
         if hasattr(engine_type, name):
             found[name] = _unless_tiered(getattr(engine_type, name))
     return found
+
+
+def _refuse_what_is_left(engine):
+    """A block that asks for what this version of DeepSpeed does not have would be ignored without a word."""
+    given = getattr(engine._config, "_param_dict", {})
+    block, zero = given.get("spillway"), given.get("zero_optimization")
+    if not isinstance(block, dict) or block.get("enabled") is False:
+        return
+    asked = ["interleave"] if block.get("interleave") is not None else []
+    if set(block) - {"interleave"} and isinstance(zero, dict) and zero.get("stage") == 3:
+        for part, offload in (("states", zero.get("offload_optimizer")), ("parameters", zero.get("offload_param"))):
+            if isinstance(offload, dict) and offload.get("device") == "nvme":
+                asked.append(part)
+    for part in asked:
+        reason = _versions.lacking(part)
+        if reason:
+            raise InvalidArgument(f"spillway: {reason}; use one of those, or take the block out of the configuration")
 
 
 def _by_pages():

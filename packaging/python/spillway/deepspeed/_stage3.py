@@ -13,12 +13,6 @@ from . import _tier_config
 from ._superoffload import gradient_factor
 from ._tier import TierSwapper
 
-# What stage 3 has to have for `overrides` to fit it.
-NEEDED = ("_configure_tensor_swapping", "initialize_optimizer_states", "_prepare_sub_group", "unscale_and_clip_grads",
-          "_optimizer_step", "_reassign_or_swap_out_partitioned_parameters", "_release_sub_group", "_rigid_state_dict",
-          "_rigid_load_state_dict", "_restore_from_bit16_weights", "reset_swap_buffers", "_overflow_clean_up",
-          "_set_fp32_optimizer_param_groups")
-
 
 def tiered(stage3):
     """The TierSwapper of an optimizer, or None."""

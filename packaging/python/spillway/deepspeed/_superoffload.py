@@ -15,9 +15,6 @@ from ..optim import Adam
 from ..speculate import Speculation
 from . import _lifetime, _ops
 
-# What stage 3 has to have for `overrides` to fit it.
-NEEDED = ("partition_grads", "_step_with_clipping", "_step_without_clipping", "_wait_for_async_operations",
-          "_handle_overflow_rollback", "_loss_scale_update_and_overflow_cleanup")
 
 # Engines of this process, for active().
 _engines = weakref.WeakSet()

@@ -1,0 +1,86 @@
+"""Proves which part is replaced in which version of DeepSpeed: four versions train with each part, or leave it to DeepSpeed
+and say so; a block that asks for a part that is left is an error; a method with other parameters is noticed."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from spillway.deepspeed import _versions
+
+SCRIPT = pathlib.Path(__file__).parent / "feature.py"
+# What each version has. DeepSpeed 0.14.0 needs numactl for states in host memory; its ops are in test_hook.py.
+SERVED = {"0.14.0": (), "0.16.9": ("ops", "states"), "0.18.9": ("ops", "states"),
+          "0.19.8": ("ops", "states", "parameters", "interleave", "superoffload")}
+
+
+def start(version, part, folder, older_deepspeed):
+    folder.mkdir(exist_ok=True)
+    package = [] if version == _versions.TRIED[-1] else [str(older_deepspeed(version))]
+    root = SCRIPT.parents[2]
+    path = [*package, str(root / "packaging" / "python"), str(SCRIPT.parent)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, SCRIPT, part, folder], env=environment, capture_output=True, text=True, cwd=folder)
+
+
+def test_the_table_and_the_tests_name_the_same_versions():
+    assert tuple(SERVED) == _versions.TRIED
+    from importlib.metadata import version
+    assert version("deepspeed") == _versions.TRIED[-1]
+
+
+@pytest.mark.parametrize("version, part", [(version, part) for version, parts in SERVED.items() for part in parts])
+def test_a_part_trains_in_the_versions_that_have_it(version, part, tmp_path, older_deepspeed):
+    done = start(version, part, tmp_path, older_deepspeed)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["version"] == version and part in found["served"], found
+    if part == "parameters":
+        return  # There DeepSpeed holds the weights in files.
+    _BITS.setdefault("sha256", found["sha256"])
+    assert found["sha256"] == _BITS["sha256"], "another version or part came to other weights"
+
+
+# The first result, for the others to equal.
+_BITS = {}
+
+
+@pytest.mark.parametrize("version, part, words", [
+    ("0.14.0", "states", "optimizer states on a tier were tried with DeepSpeed 0.16.0 to 0.19.x, and this is 0.14.0"),
+    ("0.18.9", "interleave", "interleaved updates were tried with DeepSpeed 0.19.5 to 0.19.x, and this is 0.18.9"),
+    ("0.18.9", "parameters", "16-bit parameters on a tier were tried with DeepSpeed 0.19.0 to 0.19.x")])
+def test_a_block_that_asks_for_what_a_version_lacks_is_an_error(version, part, words, tmp_path, older_deepspeed):
+    done = start(version, part, tmp_path, older_deepspeed)
+    assert done.returncode != 0 and words in done.stderr, done.stderr[-3000:]
+
+
+def test_what_is_left_to_deepspeed_is_in_the_report(tmp_path, older_deepspeed):
+    done = start("0.18.9", "ops", tmp_path, older_deepspeed)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "tried with DeepSpeed 0.19.5" in json.loads(done.stdout.splitlines()[-1])["left"]["interleave"]
+
+
+def test_a_method_with_other_parameters_is_left_to_deepspeed():
+    def owner(**changed):
+        written = {name: text.split() for name, text in _versions._METHODS["parameters"].items()}
+        space = {}
+        for name, parameters in {**written, **changed}.items():
+            exec(f"def {name}({', '.join(['self', *parameters])}): pass", space)
+        return type("Swapper", (), {name: space[name] for name in written})
+
+    assert _versions._methods_lack("parameters", owner()) is None
+    assert "takes (param, must_exist, mode)" in _versions._methods_lack(
+        "parameters", owner(get_path=["param", "must_exist", "mode"]))
+    gone = owner()
+    del gone.get_path
+    assert "has no get_path" in _versions._methods_lack("parameters", gone)
+
+
+@pytest.mark.parametrize("version, fits", [("0.20.0", False), ("0.19.99", True), ("0.19.8+abc", True), ("0.13.5", False), ("", False),
+                                           ("1.0", False)])
+def test_versions_outside_of_what_was_tried_are_left_to_deepspeed(monkeypatch, version, fits):
+    monkeypatch.setattr(_versions, "_stated_version", lambda: version)
+    assert (_versions._version_lacks("engine") is None) == fits

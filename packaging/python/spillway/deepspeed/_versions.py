@@ -1,0 +1,122 @@
+"""Which part of DeepSpeed is replaced in which versions, and what the replaced methods looked like when that was written.
+
+A part is replaced in a version between the first and the last minor series in which a test trains with it
+(ffi_tests/deepspeed/test_versions.py). In another version, or where a method has other parameters, the part is left to
+DeepSpeed: active() says why, and a `spillway` block that asks for the part is an error."""
+
+import importlib
+import inspect
+import re
+import types
+
+# The versions that the tests train with.
+TRIED = ("0.14.0", "0.16.9", "0.18.9", "0.19.8")
+# The last minor series that was tried.
+_LAST = (0, 19)
+# The first version that has what the part replaces, in a series that was tried.
+_FIRST = {"engine": (0, 14, 0), "states": (0, 16, 0), "parameters": (0, 19, 0), "interleave": (0, 19, 5),
+          "superoffload": (0, 19, 0)}
+_NAMES = {"engine": "engines that close what they opened", "states": "optimizer states on a tier",
+          "parameters": "16-bit parameters on a tier", "interleave": "interleaved updates",
+          "superoffload": "SuperOffload on Spillway's speculation"}
+
+# Parameters after `self` of each method that is replaced or called. What only some versions have is in _SOME.
+_METHODS = {
+    "engine": {"_configure_zero_optimizer": "optimizer", "destroy": "", "step": "lr_kwargs",
+               "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
+                                  "load_module_only custom_load_fn",
+               "_load_zero_checkpoint": "load_dir tag load_optimizer_states"},
+    "states": {"_configure_tensor_swapping": "offload_optimizer_config aio_config", "initialize_optimizer_states": "",
+               "_prepare_sub_group": "sub_group_id timer_names", "unscale_and_clip_grads": "sub_group_id total_norm",
+               "_optimizer_step": "sub_group_id", "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
+               "_release_sub_group": "sub_group_id timer_names", "_rigid_state_dict": "",
+               "_rigid_load_state_dict": "state_dict load_optimizer_states", "_restore_from_bit16_weights": "",
+               "reset_swap_buffers": "", "_overflow_clean_up": "prev_scale", "_set_fp32_optimizer_param_groups": ""},
+    "parameters": {"_configure_aio": "ds_config", "get_path": "param must_exist", "synchronize_reads": "",
+                   "synchronize_writes": ""},
+    "interleave": {"initialize_optimizer_states": "", "unscale_and_clip_grads": "sub_group_id total_norm",
+                   "_optimizer_step": "sub_group_id", "_unflatten_partitioned_parameters": "sub_group_id",
+                   "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
+                   "_offload_grad_partition_at_boundary": "param grad_buffer offload_fp32_gradients offload_fp32_offsets"},
+    "superoffload": {"partition_grads": "params_to_release grad_partitions",
+                     "_step_with_clipping": "scaled_global_grad_norm timer_names",
+                     "_step_without_clipping": "scaled_global_grad_norm timer_names",
+                     "_wait_for_async_operations": "timeout_seconds", "_handle_overflow_rollback": "",
+                     "_loss_scale_update_and_overflow_cleanup": ""}}
+_SOME = {"states": {"get_fp32_grad_partitions": "",
+                    "_offload_grad_partition_at_boundary":
+                        "param grad_buffer offload_fp32_gradients offload_fp32_offsets"}}
+
+# What was left to DeepSpeed in this process: part to reason.
+_left = {}
+
+
+def serves(part, owner):
+    """Whether a part is replaced in the methods of this class; why not goes into active()."""
+    reason = _version_lacks(part) or _methods_lack(part, owner)
+    if reason:
+        _left[part] = reason
+    return reason is None
+
+
+def methods(part):
+    """Names of the methods that a part replaces or calls in every version that it fits."""
+    return tuple(_METHODS[part])
+
+
+def lacking(part):
+    """Why a part is left to DeepSpeed; None if it is replaced, or its module was not imported."""
+    return _left.get(part) or _version_lacks(part)
+
+
+def left():
+    """For active(): each part that is left to DeepSpeed, and why."""
+    return dict(_left)
+
+
+def _version_lacks(part):
+    stated = _stated_version()
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", stated)
+    version = tuple(int(number or 0) for number in found.groups()) if found else (0, 0, 0)
+    if _FIRST[part] <= version and version[:2] <= _LAST:
+        return None
+    first, last = ".".join(map(str, _FIRST[part])), ".".join(map(str, _LAST))
+    return f"{_NAMES[part]} were tried with DeepSpeed {first} to {last}.x, and this is {stated or 'one without a version'}"
+
+
+def _stated_version():
+    """DeepSpeed's version, also while its package is being imported: then the package does not have it yet."""
+    import deepspeed
+    if not hasattr(deepspeed, "__version__"):
+        for name in ("git_version_info_installed", "git_version_info"):
+            try:
+                return str(importlib.import_module(f"deepspeed.{name}").version)
+            except (ImportError, AttributeError):
+                continue
+    return str(getattr(deepspeed, "__version__", ""))
+
+
+def _methods_lack(part, owner):
+    for name, expected in _METHODS[part].items():
+        method = getattr(owner, name, None)
+        if method is None:
+            return f"{owner.__name__} of this DeepSpeed has no {name}, which {_NAMES[part]} replace"
+        if _parameters(method) != expected.split():
+            return (f"{owner.__name__}.{name} of this DeepSpeed takes ({', '.join(_parameters(method))}), and {_NAMES[part]} "
+                    f"were written for ({', '.join(expected.split())})")
+    for name, expected in _SOME.get(part, {}).items():
+        method = getattr(owner, name, None)
+        if method is not None and _parameters(method) != expected.split():
+            return f"{owner.__name__}.{name} of this DeepSpeed takes ({', '.join(_parameters(method))})"
+    return None
+
+
+def _parameters(method):
+    """Names of the parameters after `self`. DeepSpeed's decorators take any, and hold the function in their closure."""
+    names = list(inspect.signature(method).parameters)
+    if names == ["args", "kwargs"]:
+        held = [cell.cell_contents for cell in method.__closure__ or ()]
+        inner = [function for function in held if isinstance(function, types.FunctionType)]
+        if len(inner) == 1:
+            return _parameters(inner[0])
+    return names[1:]

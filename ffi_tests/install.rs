@@ -147,7 +147,8 @@ fn libraries_go_where_a_distribution_has_them() {
     asked.args(["--libs", "spillway"]).env("PKG_CONFIG_PATH", lib.join("pkgconfig"));
     let flags = succeed(&mut asked, TIMEOUT);
     assert!(flags.contains(&format!("-L{}", lib.display())), "{flags}");
-    let config = fs::read_to_string(lib.join("cmake/spillway/spillway-config.cmake")).expect("it is installed");
+    let config =
+        fs::read_to_string(lib.join("cmake/spillway/spillway-config.cmake")).expect("it is installed");
     assert!(config.contains("/../../include") && !config.contains('@'), "{config}");
 }
 

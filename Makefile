@@ -31,7 +31,7 @@ lib:
 	cargo build --release --package spillway --package spillway-preload
 
 install: lib
-	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so
+	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so $(RELEASE)/libspillway_preload.so
 
 ROUNDS ?= 1000
 kill:

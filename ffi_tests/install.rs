@@ -120,6 +120,7 @@ fn destdir_changes_where_files_are_written_and_not_what_they_say() {
     let stage = empty_dir("stage");
     let mut script = Command::new("sh");
     script.arg(root().join("packaging/install.sh")).arg("/opt/spillway").arg(release_library());
+    script.arg(release_library().with_file_name("libspillway_preload.so"));
     succeed(script.env("DESTDIR", &stage), TIMEOUT);
     let lib = stage.join("opt/spillway/lib");
     let pc = fs::read_to_string(lib.join("pkgconfig/spillway.pc")).expect("spillway.pc is installed");

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Installs the library for C and C++ programs, and the preload library: packaging/install.sh PREFIX LIBRARY
+# Installs the library for C and C++ programs: packaging/install.sh PREFIX LIBRARY [PRELOAD]
 #
-# PREFIX is absolute. LIBRARY is the built libspillway.so; libspillway.a and libspillway_preload.so are taken from beside
-# it. LIBDIR is the folder of libraries below PREFIX, such as lib/x86_64-linux-gnu; lib, if it is not set. Under DESTDIR, if that
+# PREFIX is absolute. LIBRARY is the built libspillway.so; libspillway.a is taken from beside it. PRELOAD is the built
+# libspillway_preload.so, which is installed too if it is named. LIBDIR is the folder of libraries below PREFIX, such as lib/x86_64-linux-gnu; lib, if it is not set. Under DESTDIR, if that
 # is set, the same tree is staged: only where files are written changes, not what they say.
 set -eu
 
-if [ $# -ne 2 ]; then
-    echo "usage: $0 PREFIX path/to/libspillway.so" >&2
+if [ $# -lt 2 ] || [ $# -gt 3 ]; then
+    echo "usage: $0 PREFIX path/to/libspillway.so [path/to/libspillway_preload.so]" >&2
     exit 2
 fi
 prefix=$1
@@ -19,8 +19,8 @@ esac
 here=$(cd "$(dirname "$0")" && pwd)
 header=$here/../include/spillway.h
 archive=${library%.so}.a
-preload=${library%.so}_preload.so
-for file in "$library" "$archive" "$preload" "$header"; do
+preload=${3:-}
+for file in "$library" "$archive" ${preload:+"$preload"} "$header"; do
     [ -f "$file" ] || { echo "$0: $file does not exist" >&2; exit 1; }
 done
 
@@ -57,7 +57,7 @@ place() {
     mv -f "$lib/.$2" "$lib/$2"
 }
 place "$library" "libspillway.so.$version"
-place "$preload" libspillway_preload.so
+[ -z "$preload" ] || place "$preload" libspillway_preload.so
 ln -sfn "libspillway.so.$version" "$lib/libspillway.so.$abi"
 ln -sfn "libspillway.so.$abi" "$lib/libspillway.so"
 fill "$here/spillway.pc.in" "$lib/pkgconfig/spillway.pc"

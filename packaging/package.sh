@@ -27,7 +27,7 @@ main() {
     mkdir -p "$dist"
     stage=$(mktemp -d)
     trap 'rm -rf "$stage"' EXIT
-    DESTDIR=$stage "$root/packaging/install.sh" /usr/local "$library"
+    DESTDIR=$stage "$root/packaging/install.sh" /usr/local "$library" "${library%.so}_preload.so"
     tar -C "$stage" --owner=0 --group=0 --sort=name -czf "$dist/spillway-$version-linux-$architecture.tar.gz" usr
     glibc=$("$objdump" -T "$library" | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -n 1 | tr . _)
     _PYTHON_HOST_PLATFORM=manylinux_${glibc#GLIBC_}_$architecture SPILLWAY_PREBUILT_LIB=$library \

@@ -150,6 +150,12 @@ static void steps_that_are_taken_back(spw_gpu *gpu, void *stream) {
     spw_tensor broken = device;
     broken.shadow_exp_avg = NULL;
     INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].shadow_exp_avg: is NULL");
+    broken = device;
+    broken.copy_dtype = SPW_DTYPE_NONE;
+    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].copy_dtype: is SPW_DTYPE_NONE, but");
+    broken = device;
+    broken.reserved = 1;
+    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].reserved: is not 0");
     for (int i = 0; i < 6; i++) FAKE("cuMemFree_v2", spans[i]);
     for (int i = 0; i < 3; i++) free(before[i]);
     FAKE("cuMemFree_v2", device.grad);

@@ -150,6 +150,8 @@ int main(void) {
     CHECK_OK(spw_swap_read(swap, 4, NULL, param, NULL));
     INVALID(spw_swap_read_split(swap, 4, NULL, param, NULL, NULL), "weights");
     INVALID(spw_swap_read_split(NULL, 4, weights[current][4], param, NULL, NULL), "swap");
+    const void *odd = (const char *)weights[current][4] + 1;
+    INVALID(spw_swap_read_split(swap, 4, odd, param, NULL, NULL), "weights: is at an odd address");
     weights[current][4][69999] ^= 1;
     INVALID(spw_swap_read_split(swap, 4, weights[current][4], param, NULL, NULL), "param_copy");
     weights[current][4][69999] ^= 1;

@@ -284,6 +284,14 @@ static void misuse_is_refused(void) {
     CHECK(recorded_step(narrow, 0, &model, 1, 1.0) == SPW_ERR_INVALID_ARGUMENT);
     save(&model, after);
     CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
+    // A step that is refused leaves the recorded step before it, which can be taken back.
+    model.tensor.n = 16;
+    CHECK_OK(recorded_step(narrow, 0, &model, 1, 1.0));
+    model.tensor.n = COUNT;
+    INVALID(recorded_step(narrow, 0, &model, 1, 1.0), "have more elements than the recording has room for");
+    CHECK_OK(spw_undo_rollback(narrow));
+    save(&model, after);
+    CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
     small.mode = 3;
     CHECK(spw_undo_open(&small, &narrow) == SPW_ERR_INVALID_ARGUMENT);
     CHECK_OK(spw_undo_close(narrow));

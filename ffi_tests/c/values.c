@@ -78,6 +78,11 @@ static void adam_fields(void) {
         {offsetof(spw_adam_options, beta1), -0.1, "options.beta1"},
         {offsetof(spw_adam_options, beta2), NAN, "options.beta2"},
         {offsetof(spw_adam_options, beta2), 2, "options.beta2"},
+        // What the kernels, which compute in f32, would take for another value.
+        {offsetof(spw_adam_options, lr), 1e39, "options.lr"},
+        {offsetof(spw_adam_options, beta2), 0.9999999999, "options.beta2"},
+        {offsetof(spw_adam_options, weight_decay), 1e300, "options.weight_decay"},
+        {offsetof(spw_adam_options, eps), 1e-50, "options.eps"},
         {offsetof(spw_adam_options, eps), -1e-8, "options.eps"},
         {offsetof(spw_adam_options, weight_decay), -0.1, "options.weight_decay"},
         {offsetof(spw_adam_options, grad_scale), NAN, "options.grad_scale"},

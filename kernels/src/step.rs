@@ -17,6 +17,7 @@ use crate::error::Result;
 pub fn step<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;
+    tensor.check_states::<R>()?;
     #[cfg(target_arch = "aarch64")]
     if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
         && let Some(sum) = super::sve::step(adam, rule, &mut tensor, squares)

@@ -2,6 +2,7 @@
 
 use super::element::{Dtypes, Element, supported};
 use super::record::{LINE, log_capacity, log_used};
+use super::rules::Rule;
 use super::vector::Vector;
 use super::walk::CHUNK;
 use crate::dtype::{Dtype, Floats, FloatsMut};
@@ -161,6 +162,8 @@ impl<'a> Tensor<'a> {
 
     /// The first `mid` elements and the rest; `mid` is a multiple of [`CHUNK`].
     pub fn split_at(self, mid: usize) -> (Self, Self) {
+        // The rest of a log would be too short for the rest of the tensor.
+        assert!(mid.is_multiple_of(CHUNK), "a tensor is cut between its chunks");
         let (states, states_rest) = self.states.split_at(mid);
         let (grad, grad_rest) = self.grad.split_at(mid);
         let (param_copy, copy_rest) = self.param_copy.map(|span| span.split_at_mut(mid)).unzip();
@@ -203,6 +206,19 @@ impl<'a> Tensor<'a> {
                 } else if span.is_none() {
                     return Err(Error::invalid(name, "is NULL, but this optimizer keeps it"));
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// An error that names a state which this optimizer keeps and the tensor lacks.
+    pub(super) fn check_states<R: Rule>(&self) -> Result<()> {
+        let States { exp_avg, exp_avg_sq, .. } = &self.states;
+        for (name, kept, there) in
+            [("exp_avg", R::EXP_AVG, exp_avg.is_some()), ("exp_avg_sq", R::EXP_AVG_SQ, exp_avg_sq.is_some())]
+        {
+            if kept && !there {
+                return Err(Error::invalid(name, "is missing, but this optimizer keeps it"));
             }
         }
         Ok(())

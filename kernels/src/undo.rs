@@ -21,6 +21,7 @@ use crate::error::Result;
 pub fn undo<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let dtypes = tensor.dtypes()?;
+    tensor.check_states::<R>()?;
     #[cfg(target_arch = "aarch64")]
     if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
         && super::sve_undo::undo(adam, rule, &mut tensor, again)

@@ -6,6 +6,32 @@ use crate::kernels;
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut};
 use spillway_kernels::*;
 
+/// A kernel would read through a null address.
+#[test]
+fn a_tensor_without_a_state_that_the_rule_keeps_is_an_error() {
+    let rule = crate::sample::adam_rule(WeightDecay::None);
+    for kernel in kernels() {
+        let (mut param, grad) = (vec![1.0f32; 40], vec![1.0f32; 40]);
+        let states = States { param: FloatsMut::F32(&mut param), exp_avg: None, exp_avg_sq: None };
+        let bare = Tensor::new(states, Floats::F32(&grad), None).unwrap();
+        let refused = rule.step(kernel, bare, false).unwrap_err();
+        assert!(refused.to_string().contains("exp_avg: is missing"), "{refused}");
+        let states = States { param: FloatsMut::F32(&mut param), exp_avg: None, exp_avg_sq: None };
+        let bare = Tensor::new(states, Floats::F32(&grad), None).unwrap();
+        assert!(rule.undo(kernel, bare, None).is_err());
+        assert_eq!(param, vec![1.0; 40]);
+    }
+}
+
+/// The log of the rest would be too short for the rest.
+#[test]
+#[should_panic(expected = "a tensor is cut between its chunks")]
+fn a_tensor_is_not_cut_inside_a_chunk() {
+    let (mut param, grad) = (vec![1.0f32; 40], vec![1.0f32; 40]);
+    let states = States { param: FloatsMut::F32(&mut param), exp_avg: None, exp_avg_sq: None };
+    let _ = Tensor::new(states, Floats::F32(&grad), None).unwrap().split_at(7);
+}
+
 const LENGTHS: [usize; 14] = [1, 3, 4, 5, 15, 16, 17, 63, 65, 255, 256, 257, 1023, 4097];
 
 /// Pages with a forbidden one on either side.

@@ -245,6 +245,17 @@ const FOREIGN_MODES: [u64; 2] = [0x9fc0, 0x7f80];
 #[cfg(target_arch = "aarch64")]
 const FOREIGN_MODES: [u64; 2] = [1 << 24, 3 << 22];
 
+/// An instruction that is given a reserved bit ends the process.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn reserved_bits_of_a_float_mode_are_left_out() {
+    let saved = float_mode::read();
+    float_mode::write(saved | 0xffff << 16);
+    let found = float_mode::read();
+    float_mode::write(saved);
+    assert_eq!(found, saved);
+}
+
 #[test]
 fn the_float_mode_of_the_caller_changes_no_bit_and_stays_set() {
     let dtypes = Dtypes { param: Dtype::F32, state: Dtype::F32, grad: Dtype::F32, copy: Some(Dtype::Bf16) };

@@ -274,6 +274,7 @@ pub(super) unsafe fn jobs(shared: AdamRule, tensors: *const spw_tensor, count: u
                 floats(address as u64, dtype, raw.n, argument)
             };
             let rule = if raw.options.is_null() { shared } else { rule(&parse(raw.options.cast())?)? };
+            tensor::check_copy(raw)?;
             let copy = match raw.copy_dtype {
                 0 => None,
                 dtype => Some(floats(raw.param_copy, dtype, "param_copy")?),

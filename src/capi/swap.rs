@@ -207,6 +207,7 @@ pub unsafe extern "C" fn spw_swap_read_split(
         if weights.is_null() {
             return Err(Error::invalid("weights", "is NULL"));
         }
+        check_aligned(weights, "weights")?;
         // SAFETY: the caller's promises are the callees'.
         unsafe {
             let (subgroup, to) = lent(swap, subgroup, [param, exp_avg, exp_avg_sq])?;
@@ -339,19 +340,34 @@ pub(super) fn with_state(tensor: spw_tensor, state: State<'_>) -> spw_tensor {
 }
 
 /// The bf16 weights that a tensor says were published last; none if it has none.
+///
+/// # Safety
+/// [`check_inputs`] took the tensor, whose weights nobody writes while the slice is looked at.
 pub(super) unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
-    let bf16 = spw_dtype::SPW_DTYPE_BF16 as u32;
-    let from = match (raw.param.is_null(), raw.copy_dtype == bf16) {
-        (false, _) => raw.param.cast_const(),
-        (true, true) => raw.param_copy.cast_const(),
-        (true, false) => std::ptr::null(),
-    };
+    let (from, _) = weights_of(raw);
     if from.is_null() || raw.n == 0 {
         return &[];
     }
-    // SAFETY: checked to be of this type; the caller lends `n` numbers until the call returns, and while the slice is looked
-    // at, which is before the tensor is stepped, nobody writes to them.
+    // SAFETY: checked to be of this type and aligned; the caller lends `n` numbers until the call returns, and while the
+    // slice is looked at, which is before the tensor is stepped, nobody writes to them.
     unsafe { std::slice::from_raw_parts(from.cast(), raw.n as usize) }
+}
+
+/// Where a tensor has its weights of bf16, and the name of that; NULL for none.
+fn weights_of(raw: &spw_tensor) -> (*const c_void, &'static str) {
+    let bf16 = spw_dtype::SPW_DTYPE_BF16 as u32;
+    match (raw.param.is_null(), raw.copy_dtype == bf16) {
+        (false, _) => (raw.param.cast_const(), "param"),
+        (true, true) => (raw.param_copy.cast_const(), "param_copy"),
+        (true, false) => (std::ptr::null(), "param"),
+    }
+}
+
+fn check_aligned(weights: *const c_void, name: &'static str) -> Result<()> {
+    match weights.cast::<bf16>().is_aligned() {
+        true => Ok(()),
+        false => Err(Error::invalid(name, "is at an odd address, and holds numbers of 2 bytes")),
+    }
 }
 
 /// Sums of subgroups meet as those of the tensors of one call do.
@@ -392,6 +408,10 @@ pub(super) fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
         };
         if let Some((argument, reason)) = wrong {
             return Err(at(Error::invalid(argument, reason)));
+        }
+        if raw.n > 0 {
+            let (weights, name) = weights_of(raw);
+            check_aligned(weights, name).map_err(at)?;
         }
     }
     tensor::no_shadows(tensors)?;

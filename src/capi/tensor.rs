@@ -178,18 +178,22 @@ fn same_stride(tensor: spw_tensor, stride: usize) -> Result<spw_tensor> {
     }
 }
 
-unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
-    if raw.reserved != 0 {
-        return Err(Error::invalid("reserved", "is not 0"));
+/// Refuses a copy of which half is missing, and a word that means nothing yet.
+pub(super) fn check_copy(raw: &spw_tensor) -> Result<()> {
+    match (raw.reserved, raw.copy_dtype, raw.param_copy.is_null()) {
+        (1.., _, _) => Err(Error::invalid("reserved", "is not 0")),
+        (_, 0, false) => Err(Error::invalid("copy_dtype", "is SPW_DTYPE_NONE, but param_copy is not NULL")),
+        (_, 1.., true) => Err(Error::invalid("param_copy", "is NULL, but copy_dtype is set")),
+        _ => Ok(()),
     }
+}
+
+unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
+    check_copy(raw)?;
     let state_dtype = parse_dtype(raw.state_dtype, "state_dtype")?;
-    let copy_dtype = match (raw.copy_dtype, raw.param_copy.is_null()) {
-        (0, true) => None,
-        (0, false) => {
-            return Err(Error::invalid("copy_dtype", "is SPW_DTYPE_NONE, but param_copy is not NULL"));
-        }
-        (_, true) => return Err(Error::invalid("param_copy", "is NULL, but copy_dtype is set")),
-        (dtype, false) => Some(parse_dtype(dtype, "copy_dtype")?),
+    let copy_dtype = match raw.copy_dtype {
+        0 => None,
+        dtype => Some(parse_dtype(dtype, "copy_dtype")?),
     };
     // SAFETY: the caller lends the spans, each of n elements, and they do not overlap.
     unsafe {

@@ -337,12 +337,23 @@ impl spw_undo {
             return Err(error.within(&format!("tensors[{at}].")));
         }
         let rules = jobs.iter().map(|job| job.optimizer).collect();
+        // What can be refused is refused while the step before is still there.
+        self.check_room(&jobs)?;
+        crate::optim::processor::kernel()?;
         self.forget();
         let mut jobs = attach(jobs, &mut self.mode)?;
         let seen = step(&mut jobs)?;
         drop(jobs);
         self.step = Some(remember(raw, rules));
         Ok(seen)
+    }
+
+    fn check_room<R>(&mut self, jobs: &[Job<'_, R>]) -> Result<()> {
+        let Mode::Delta(log) = &mut self.mode else { return Ok(()) };
+        match undo::log_bytes_of(jobs) <= log.bytes_mut().len() {
+            true => Ok(()),
+            false => Err(undo::no_room()),
+        }
     }
 
     /// Takes the recorded step back, and does it again with another factor if there is one.

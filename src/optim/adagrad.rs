@@ -36,7 +36,7 @@ impl AdagradOptions {
         check::step(self.step)?;
         check::not_negative("lr", self.lr)?;
         check::not_negative("lr_decay", self.lr_decay)?;
-        check::not_negative("eps", self.eps)?;
+        check::eps(self.eps)?;
         check::not_negative("weight_decay", self.weight_decay)?;
         check::finite("grad_scale", self.grad_scale)?;
         let lr = self.lr / (1.0 + (self.step - 1) as f64 * self.lr_decay);

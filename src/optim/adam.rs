@@ -55,7 +55,7 @@ impl AdamOptions {
         check::not_negative("lr", self.lr)?;
         check::beta("beta1", self.beta1)?;
         check::beta("beta2", self.beta2)?;
-        check::not_negative("eps", self.eps)?;
+        check::eps(self.eps)?;
         check::not_negative("weight_decay", self.weight_decay)?;
         check::finite("grad_scale", self.grad_scale)?;
 

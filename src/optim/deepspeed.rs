@@ -78,7 +78,7 @@ impl AdamState {
         check::finite("lr", call.lr.into())?;
         check::beta("beta1", call.beta1.into())?;
         check::beta("beta2", call.beta2.into())?;
-        check::not_negative("eps", call.eps.into())?;
+        check::eps(call.eps.into())?;
         check::not_negative("weight_decay", call.weight_decay.into())?;
         let state = self.advance(call.step, call.beta1, call.beta2);
         Ok((state, state.rule(call)))

@@ -39,7 +39,13 @@ mod check {
     }
 
     pub fn not_negative(name: &'static str, value: f64) -> Result<()> {
-        range(name, value, value >= 0.0 && value.is_finite(), "a finite number >= 0")
+        range(name, value, value >= 0.0 && (value as f32).is_finite(), "a number >= 0 that is finite in f32")
+    }
+
+    /// Steps divide by a term to which eps is added: one that is lost in f32 would divide 0 by 0.
+    pub fn eps(value: f64) -> Result<()> {
+        not_negative("eps", value)?;
+        range("eps", value, value == 0.0 || value as f32 > 0.0, "0 or a number that is above 0 in f32")
     }
 
     pub fn finite(name: &'static str, value: f64) -> Result<()> {
@@ -47,7 +53,7 @@ mod check {
     }
 
     pub fn beta(name: &'static str, value: f64) -> Result<()> {
-        range(name, value, (0.0..1.0).contains(&value) && (value as f32) < 1.0, "in [0, 1)")
+        range(name, value, (0.0..1.0).contains(&value) && (value as f32) < 1.0, "in [0, 1) in f32")
     }
 
     pub fn step(value: u64) -> Result<()> {

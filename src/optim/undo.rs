@@ -91,13 +91,16 @@ pub fn attach<'a, O>(jobs: Vec<Job<'a, O>>, log: &'a mut [u8]) -> Result<Vec<Job
     let mut rest = log;
     let attached = jobs.into_iter().map(|job| {
         let wanted = kernel::log_bytes(job.tensor.len());
-        let (mine, after) = std::mem::take(&mut rest)
-            .split_at_mut_checked(wanted)
-            .ok_or_else(|| Error::invalid("tensors", "have more elements than the recording has room for"))?;
+        let (mine, after) = std::mem::take(&mut rest).split_at_mut_checked(wanted).ok_or_else(no_room)?;
         rest = after;
         Ok(Job { optimizer: job.optimizer, tensor: job.tensor.with_log(mine)? })
     });
     attached.collect()
+}
+
+/// The tensors of a step need more log than there is.
+pub fn no_room() -> Error {
+    Error::invalid("tensors", "have more elements than the recording has room for")
 }
 
 /// Bytes of the log of all tensors.

@@ -2,8 +2,9 @@
 # Installs the library for C and C++ programs: packaging/install.sh PREFIX LIBRARY [PRELOAD]
 #
 # PREFIX is absolute. LIBRARY is the built libspillway.so; libspillway.a is taken from beside it. PRELOAD is the built
-# libspillway_preload.so, which is installed too if it is named. LIBDIR is the folder of libraries below PREFIX, such as lib/x86_64-linux-gnu; lib, if it is not set. Under DESTDIR, if that
-# is set, the same tree is staged: only where files are written changes, not what they say.
+# libspillway_preload.so, which is installed too if it is named. LIBDIR is the folder of libraries below PREFIX, such as
+# lib/x86_64-linux-gnu; lib, if it is not set. Under DESTDIR, if that is set, the same tree is staged: only where files are
+# written changes, not what they say.
 set -eu
 
 if [ $# -lt 2 ] || [ $# -gt 3 ]; then

@@ -5,10 +5,11 @@
 #
 #   ffi_tests/crash_images.sh BINARY DIR [IMAGES]     BINARY: tier_kill of ffi_tests/c, built; DIR: scratch; 100 images
 #
-# Needs root, loop devices, mkfs.xfs and mkfs.ext4. Exit 77 where it cannot run.
+# Needs root and loop devices; installs mkfs.xfs. Exit 77 where it cannot run.
 set -eu
 
 binary=$(realpath "$1") dir=$2 images=${3:-100}
+[ "$(id -u)" != 0 ] || "$(dirname "$0")/../packaging/system_packages.sh" xfsprogs
 [ "$(id -u)" = 0 ] && command -v mkfs.xfs mkfs.ext4 losetup >/dev/null || { echo "needs root, mkfs.xfs, mkfs.ext4"; exit 77; }
 mkdir -p "$dir/xfs" "$dir/live" "$dir/copy"
 # An earlier run's says that steps are acknowledged which this one has not made.

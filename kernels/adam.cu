@@ -1,6 +1,6 @@
 // One step of Adam or AdamW, and its inverse, for every combination of element types that the processor's kernels have.
 //
-// The operations and their order are those of src/kernel/rules.rs. A step reads one set of states and writes the same or
+// The operations and their order are those of kernels/src/rules.rs. A step reads one set of states and writes the same or
 // another one. Sums of squares of the scaled gradient go to `tiles`, one per tile, unless it is null.
 
 // Coefficients of a step, each rounded to f32 once by the host.

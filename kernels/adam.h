@@ -1,6 +1,6 @@
-// The contract between src/kernel/sve.rs, sve_undo.rs and the Adam kernels written in C.
+// The contract between kernels/src/sve.rs, sve_undo.rs and the Adam kernels written in C.
 //
-// A kernel works on n elements in the operation order of src/kernel/rules.rs, with its bits. It touches no byte
+// A kernel works on n elements in the operation order of kernels/src/rules.rs, with its bits. It touches no byte
 // outside the n elements of each span, allocates nothing and has no state. The caller has set FPCR to nearest, no
 // flush, default NaN: what 16-bit stores of NaN give depends on the last.
 
@@ -53,7 +53,7 @@ struct adam_undo_spans {
 // The types of a call, in one number: the caller and the table in the kernel make it alike.
 #define ADAM_TYPES(param, state, grad, copy) ((param) << 6 | (state) << 4 | (grad) << 2 | (copy))
 
-// Every combination that has a kernel, as src/kernel/element.rs lists them.
+// Every combination that has a kernel, as kernels/src/element.rs lists them.
 #define ADAM_COMBINATIONS(CASE)                                                                                        \
     CASE(F32, F32, F32, ABSENT)                                                                                        \
     CASE(F32, F32, F32, F16)                                                                                           \
@@ -74,7 +74,7 @@ struct adam_undo_spans {
 typedef _Bool adam_kernel(const struct adam_rule *rule, enum decay decay, unsigned types, struct adam_spans spans,
                           size_t n, double *lanes);
 
-// Steps n elements from `before` to `after`, adds to lanes as above, and writes the groups of src/kernel/undo.rs to *log,
+// Steps n elements from `before` to `after`, adds to lanes as above, and writes the groups of kernels/src/undo.rs to *log,
 // which it moves past them; without a log, *log is NULL. n is at most a tile, or a multiple of it lies before.
 typedef _Bool adam_record_kernel(const struct adam_rule *rule, enum decay decay, unsigned types,
                                  const struct adam_undo_spans *spans, size_t n, double *lanes, unsigned char **log);

@@ -3,7 +3,7 @@
 //   group := control (1 byte: two bits of width per stream), differences of param, of exp_avg, of exp_avg_sq
 //
 // Groups have GROUP elements whatever the vector length, so that threads with vectors of different lengths read each
-// other's logs. A group takes no more bytes than the bound of src/kernel/record.rs says.
+// other's logs. A group takes no more bytes than the bound of kernels/src/record.rs says.
 
 #ifndef SPILLWAY_KERNELS_LOG_SVE_H
 #define SPILLWAY_KERNELS_LOG_SVE_H

@@ -2,10 +2,10 @@
 //
 // Every operation is one that rounds to nearest, spelt out, so that no compiler option changes a bit; conversions to
 // 16 bits round to nearest even, denormals included, and a NaN becomes 0x7fc0 or 0x7e00. These are the bits of
-// src/kernel on every processor (a NaN of f32 may carry another payload).
+// kernels/src on every processor (a NaN of f32 may carry another payload).
 //
 // A warp walks a tile of 4096 elements in 16 rounds of 256. A thread has eight neighbouring elements in each round, which
-// are eight neighbouring lanes of src/kernel/squares.rs: whole groups at aligned addresses move by 128 bits, others
+// are eight neighbouring lanes of kernels/src/squares.rs: whole groups at aligned addresses move by 128 bits, others
 // element by element.
 //
 // No header of the toolkit is needed.

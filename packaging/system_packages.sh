@@ -1,8 +1,10 @@
 #!/bin/sh
 # Installs the Debian packages that tests and demo need and that are missing: as root by itself, else it names the command.
+#
+#   packaging/system_packages.sh [PACKAGE...]     PACKAGE: wanted too
 set -eu
 
-wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake util-linux mount e2fsprogs"
+wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake util-linux mount e2fsprogs $*"
 
 missing=""
 for package in $wanted; do

@@ -1,12 +1,21 @@
 //! Where messages go: a callback, else stderr when `SPILLWAY_LOG` names a level, else nowhere.
 //!
-//! Lock-free, so that a forked child can log whatever the parent's threads were doing.
+//! Invariants:
+//! - When [`set_sink`] returns, no thread is inside the sink before it, and none enters it again. The only exception is a
+//!   caller that is itself inside a sink: it cannot wait for its own return.
+//! - No lock is held, so that a forked child can log whatever its parent's threads were doing. Calls that the parent's
+//!   threads have in flight do not count in the child.
 #![forbid(unsafe_code)]
 
+use std::cell::Cell;
 use std::io::Write;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering, fence};
+use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
+
+use crate::sys::process;
 
 /// How much a message matters; a sink set to one level also gets the levels before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,33 +40,105 @@ impl Level {
     }
 }
 
-type Sink = Box<dyn Fn(Level, &str) + Send + Sync>;
+type Call = Box<dyn Fn(Level, &str) + Send + Sync>;
 
-static SINK: ArcSwapOption<(Level, Sink)> = ArcSwapOption::const_empty();
+struct Sink {
+    limit: Level,
+    call: Call,
+    calls: Calls,
+}
 
-/// Sends messages up to `level` to `sink`, from any thread; `None` returns to `SPILLWAY_LOG`.
-pub fn set_sink(sink: Option<(Level, Sink)>) {
-    SINK.store(sink.map(std::sync::Arc::new));
+static SINK: ArcSwapOption<Sink> = ArcSwapOption::const_empty();
+
+thread_local! {
+    /// This thread is inside a sink.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Sends messages up to a level to a sink, from any thread; `None` returns to `SPILLWAY_LOG`. Waits for calls of the
+/// sink before it, unless this thread is inside one.
+pub fn set_sink(sink: Option<(Level, Call)>) {
+    let sink = sink.map(|(limit, call)| Arc::new(Sink { limit, call, calls: Calls::default() }));
+    let before = SINK.swap(sink);
+    // With the fence in `write`: a call that is not counted yet sees the sink that counts now.
+    fence(Ordering::SeqCst);
+    if let Some(before) = before {
+        before.calls.wait();
+    }
 }
 
 /// True if a message of this level would go anywhere.
 pub fn enabled(level: Level) -> bool {
     match SINK.load().as_ref() {
-        Some(sink) => level <= sink.0,
+        Some(sink) => level <= sink.limit,
         None => env_level().is_some_and(|limit| level <= limit),
     }
 }
 
 /// Hands one message to the sink.
 pub fn write(level: Level, message: &str) {
-    match SINK.load_full() {
-        Some(sink) if level <= sink.0 => (sink.1)(level, message),
-        Some(_) => {}
-        None if enabled(level) => {
-            // A closed stderr is no reason to fail the step that wanted to say something.
-            let _ = writeln!(std::io::stderr(), "spillway: {message}");
+    while let Some(sink) = SINK.load_full() {
+        if level > sink.limit {
+            return;
         }
-        None => {}
+        let _counted = sink.calls.enter();
+        fence(Ordering::SeqCst);
+        // The sink may have been replaced, and its user freed, before this call was counted.
+        if SINK.load().as_ref().is_some_and(|now| Arc::ptr_eq(now, &sink)) {
+            return (sink.call)(level, message);
+        }
+    }
+    if enabled(level) {
+        // A closed stderr is no reason to fail the step that wanted to say something.
+        let _ = writeln!(std::io::stderr(), "spillway: {message}");
+    }
+}
+
+/// Calls of one sink that are in flight, with the process that they are in: the upper half of the word.
+#[derive(Default)]
+struct Calls(AtomicU64);
+
+/// Counts one call while it lives.
+struct Counted<'a> {
+    calls: &'a Calls,
+    outer: bool,
+}
+
+impl Calls {
+    fn enter(&self) -> Counted<'_> {
+        self.change(|count| count + 1);
+        Counted { calls: self, outer: INSIDE.replace(true) }
+    }
+
+    /// Waits until none is in flight, unless this thread is in one.
+    fn wait(&self) {
+        while self.in_flight() && !INSIDE.get() {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    fn in_flight(&self) -> bool {
+        count_of(self.0.load(Ordering::SeqCst)) > 0
+    }
+
+    fn change(&self, change: impl Fn(u64) -> u64) {
+        let next = |word| Some(u64::from(process::id()) << 32 | change(count_of(word)));
+        let _ = self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next);
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        INSIDE.set(self.outer);
+        self.calls.change(|count| count.saturating_sub(1));
+    }
+}
+
+/// Calls in flight in this process.
+fn count_of(word: u64) -> u64 {
+    match word >> 32 == u64::from(process::id()) {
+        true => word & u64::from(u32::MAX),
+        false => 0,
     }
 }
 
@@ -86,7 +167,49 @@ fn parse_level(text: &str) -> Option<Level> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
+
+    #[test]
+    fn after_a_change_of_sink_no_thread_is_inside_the_one_before() {
+        let (entered, leave) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let calls = Arc::new(Calls::default());
+        let changed = Arc::new(AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _call = calls.enter();
+                entered.store(true, Ordering::SeqCst);
+                while !leave.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                assert!(!changed.load(Ordering::SeqCst), "the change did not wait");
+            });
+            while !entered.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+            assert!(process::in_forked_child(|| !calls.in_flight()), "a parent's call counts in the child");
+            scope.spawn(|| {
+                calls.wait();
+                changed.store(true, Ordering::SeqCst);
+            });
+            std::thread::sleep(Duration::from_millis(20));
+            leave.store(true, Ordering::SeqCst);
+        });
+        assert!(changed.load(Ordering::SeqCst) && !calls.in_flight());
+    }
+
+    #[test]
+    fn a_call_inside_a_call_counts_until_the_outer_one_returns() {
+        let calls = Calls::default();
+        let outer = calls.enter();
+        drop(calls.enter());
+        assert!(calls.in_flight() && INSIDE.get());
+        // From inside a sink nobody waits for the sink's own return.
+        calls.wait();
+        drop(outer);
+        assert!(!calls.in_flight() && !INSIDE.get());
+    }
 
     #[test]
     fn level_names_parse_and_anything_else_is_silence() {

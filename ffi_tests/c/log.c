@@ -1,10 +1,11 @@
 // Messages go to the callback with its user pointer, up to its level, and nowhere else; a callback may be replaced while
-// other threads step, and may call the library itself.
+// other threads step, and may call the library itself. When spw_set_log has returned, no thread is inside the one before.
 
 #include "check.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <time.h>
 
 struct seen {
     atomic_int messages;
@@ -19,6 +20,20 @@ static void count(void *user, int32_t level, const char *message) {
     if (level > atomic_load(&seen->worst)) atomic_store(&seen->worst, level);
 }
 
+static void linger(void *user, int32_t level, const char *message) {
+    (void)level, (void)message;
+    atomic_int *inside = user;
+    atomic_store(inside, 1);
+    nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
+    atomic_store(inside, 0);
+}
+
+static void take_itself_off(void *user, int32_t level, const char *message) {
+    (void)level, (void)message;
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_OFF));
+    atomic_fetch_add((atomic_int *)user, 1);
+}
+
 static void large_step(void) {
     struct problem problem = make_mixed(LARGE, 3);
     const spw_adam_options options = adam_options();
@@ -31,7 +46,33 @@ static void *stepper(void *stop) {
     return NULL;
 }
 
+static void *first_step(void *unused) {
+    configure_threads(4);
+    large_step();
+    return unused;
+}
+
+static void a_replaced_callback_has_returned(void) {
+    atomic_int inside = 0, calls = 0;
+    pthread_t thread;
+    configure_threads(3);
+    large_step();
+    CHECK_OK(spw_set_log(linger, &inside, SPW_LOG_DEBUG));
+    CHECK(pthread_create(&thread, NULL, first_step, NULL) == 0);
+    while (!atomic_load(&inside)) sched_yield();
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_OFF));
+    CHECK(!atomic_load(&inside));
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(!atomic_load(&inside));
+
+    CHECK_OK(spw_set_log(take_itself_off, &calls, SPW_LOG_DEBUG));
+    configure_threads(2);
+    large_step();
+    CHECK(calls == 1);
+}
+
 int main(void) {
+    a_replaced_callback_has_returned();
     struct seen info = {0}, errors = {0}, off = {0};
     CHECK_OK(spw_set_log(count, &errors, SPW_LOG_ERROR));
     configure_threads(2);

@@ -298,12 +298,19 @@ static void misuse_is_refused(void) {
 
     watch(model.param, COUNT * 4), watch(model.exp_avg, COUNT * 4), watch(model.exp_avg_sq, COUNT * 4);
     spw_undo *shadowed = open_undo(SPW_UNDO_SHADOW);
-    INVALID(recorded_step(shadowed, 0, &model, 1, 1.0), "tensors[0].shadow_param: is NULL, but the mode is");
+    INVALID(recorded_step(shadowed, 0, &model, 1, 1.0), "tensors[0].shadow_param: is NULL, but the undo mode is");
+    // Empty tensors count in the index that a message names.
+    spw_tensor listed[3] = {model.tensor, model.tensor, model.tensor};
+    listed[0].n = listed[1].n = 0;
+    const spw_adam_options plain = adam_options();
+    INVALID(spw_undo_adam_step(shadowed, &plain, listed, 3, NULL), "tensors[2].shadow_param: is NULL");
+    listed[2].exp_avg_sq = NULL;
+    INVALID(spw_undo_adam_step(undo, &plain, listed, 3, NULL), "tensors[2].exp_avg_sq: is NULL");
     struct model shadow = make_model();
     model.tensor.shadow_param = shadow.param;
     INVALID(recorded_step(shadowed, 0, &model, 1, 1.0), "tensors[0].shadow_exp_avg: is NULL, but");
     model.tensor.shadow_exp_avg = shadow.exp_avg, model.tensor.shadow_exp_avg_sq = shadow.exp_avg_sq;
-    INVALID(recorded_step(undo, 0, &model, 1, 1.0), "tensors[0].shadow_param: is set, but the mode is not");
+    INVALID(recorded_step(undo, 0, &model, 1, 1.0), "tensors[0].shadow_param: is set, but the undo mode is not");
     model.tensor.shadow_param = model.param + 1;
     INVALID(recorded_step(shadowed, 0, &model, 1, 1.0), "overlaps tensors[0].param");
     unwatch_all();

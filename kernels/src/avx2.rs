@@ -17,6 +17,8 @@ impl Avx2 {
 }
 
 impl Isa for Avx2 {
+    // Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+    #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn vectorize<B: Body>(body: B) -> f64 {
         // SAFETY: the caller vouches for the instruction set, which is also this function's.

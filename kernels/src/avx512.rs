@@ -18,6 +18,8 @@ impl Avx512 {
 }
 
 impl Isa for Avx512 {
+    // Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+    #[inline(never)]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn vectorize<B: Body>(body: B) -> f64 {
         // SAFETY: the caller vouches for the instruction set, which is also this function's.

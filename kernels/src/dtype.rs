@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub use half::{bf16, f16};
+use zerocopy::IntoBytes;
 
 /// Element type of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -79,12 +80,12 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// The pattern of one element.
-    pub fn bits_at(&self, at: usize) -> u32 {
+    /// The values as they lie in memory.
+    pub fn bytes(&self) -> &'a [u8] {
         match self {
-            Floats::F32(s) => s[at].to_bits(),
-            Floats::F16(s) => s[at].to_bits().into(),
-            Floats::Bf16(s) => s[at].to_bits().into(),
+            Floats::F32(s) => s.as_bytes(),
+            Floats::F16(s) => s.as_bytes(),
+            Floats::Bf16(s) => s.as_bytes(),
         }
     }
 

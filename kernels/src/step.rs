@@ -64,8 +64,10 @@ impl<R: Rule> WithTypes for Step<'_, '_, R> {
         let mut stage = Stage::new();
         let stage = streams_log.then_some(&mut stage);
         let _mode = IeeeMode::enter();
-        // SAFETY: the tensor's dtypes chose these types, its constructor checked that every span has n elements and
-        // that the log has room for them.
+        // SAFETY: `with_types` chose P, S, G and C by the tensor's dtypes, so the addresses point to elements of these
+        // types. `Tensor::new` and `with_shadow` checked that every span has n elements, `check_states` that no state of
+        // the rule is missing, and `with_log` that the log has room for n elements at their worst. The tensor borrows all
+        // spans, the written ones exclusively, for longer than this call.
         unsafe {
             match (log, spans.in_place(), squares) {
                 (None, true, true) => {

@@ -182,6 +182,8 @@ pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool
 }
 
 /// Calls `work` for every tile with its first element, its length and LANES sums; the sum of them all.
+// Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+#[inline(never)]
 pub(super) fn by_tiles(n: usize, mut work: impl FnMut(usize, usize, *mut f64) -> bool) -> Option<f64> {
     let mut sums = [0.0; CHUNK / TILE];
     for (tile, sum) in sums.iter_mut().enumerate().take(n.div_ceil(TILE)) {

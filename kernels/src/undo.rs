@@ -50,8 +50,10 @@ impl<R: Rule> WithTypes for UndoStep<'_, '_, R> {
         let log = log.map_or(std::ptr::null_mut(), |log| unsafe { log.add(HEADER) });
         let op = Undo { rule, spans, log, again };
         let _mode = IeeeMode::enter();
-        // SAFETY: the tensor's dtypes chose these types, its constructor checked that every span has n elements; a log
-        // holds the step of exactly these elements.
+        // SAFETY: `with_types` chose P, S, G and C by the tensor's dtypes, so the addresses point to elements of these
+        // types. `Tensor::new` checked that every span has n elements, and `check_states` that no state of the rule is
+        // missing. `with_log` checked that the log has room for n elements at their worst, and a group's header cannot
+        // name more bytes than that room gives each group. The tensor borrows all spans for longer than this call.
         unsafe { kernel.run(Walk::<_, false> { op, n }) };
     }
 }

@@ -7,6 +7,7 @@ use super::status::spw_status;
 use super::tensor::{self, spw_tensor};
 use super::undo::spw_undo;
 use crate::error::{Error, Result};
+use crate::kernel::Rule;
 use crate::optim::adagrad::{self, AdagradOptions};
 use crate::optim::deepspeed::{ADAGRAD, ADAM, AdamCall, AdamState, LION};
 use crate::optim::lion::{self, LionOptions};
@@ -114,7 +115,9 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
                 None => false,
             };
             if !exact {
-                undo::undo(&mut jobs(rule, tensor)?, None)?;
+                let mut jobs = jobs(rule, tensor)?;
+                jobs.iter_mut().try_for_each(undo::check_reversible)?;
+                undo::undo(&mut jobs, None)?;
             }
             exact_out.write(exact.into());
         }
@@ -235,7 +238,7 @@ pub(super) fn call(
 }
 
 /// One tensor's job.
-pub(super) unsafe fn jobs<'a, R: Clone>(rule: R, tensor: *const spw_tensor) -> Result<Vec<Job<'a, R>>> {
+pub(super) unsafe fn jobs<'a, R: Rule>(rule: R, tensor: *const spw_tensor) -> Result<Vec<Job<'a, R>>> {
     if tensor.is_null() {
         return Err(Error::invalid("tensor", "is NULL"));
     }

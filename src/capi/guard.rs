@@ -2,11 +2,12 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Once;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::status::{self, spw_status};
 use crate::error::Result;
 use crate::kernel::IeeeMode;
+use crate::sys::process;
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
@@ -35,17 +36,33 @@ pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
 
 /// Keeps Rust's panic message off stderr for panics that [`guard`] reports, on this thread and on the workers.
 fn silence_panics() {
-    // Others wait for the hook to be there: a panic of theirs would be printed.
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let previous = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            let worker = std::thread::current().name().is_some_and(|name| name.starts_with("spillway-"));
-            if !worker && !INSIDE.get() {
-                previous(info);
+    /// NONE, SET, or the process of the thread that is setting the hook.
+    static HOOK: AtomicU32 = AtomicU32::new(NONE);
+    const NONE: u32 = 0;
+    const SET: u32 = u32::MAX;
+    while HOOK.load(Ordering::Acquire) != SET {
+        match HOOK.compare_exchange(NONE, process::id(), Ordering::Acquire, Ordering::Acquire) {
+            Ok(_) => {
+                set_quiet_hook();
+                HOOK.store(SET, Ordering::Release);
             }
-        }));
-    });
+            Err(SET) => {}
+            // A panic on this thread would be printed until the other thread has set the hook.
+            Err(setting) if setting == process::id() => std::thread::yield_now(),
+            // A fork cut the setting short, and the standard library's lock may be held for good: panics are printed.
+            Err(_) => return,
+        }
+    }
+}
+
+fn set_quiet_hook() {
+    let previous = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let worker = std::thread::current().name().is_some_and(|name| name.starts_with("spillway-"));
+        if !worker && !INSIDE.get() {
+            previous(info);
+        }
+    }));
 }
 
 #[cfg(test)]

@@ -71,10 +71,11 @@ pub type spw_log_fn = Option<unsafe extern "C" fn(user: *mut c_void, level: i32,
 
 /// Sends messages up to `level` (an `spw_log_level`) to `log`, with `user` handed through. `log` NULL returns to the
 /// default: stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else silence.
-/// A message under way may still reach the previous function shortly after this returns.
+/// Waits for calls of the previous function that are in flight: after the return its `user` may be freed. Called from
+/// inside `log`, it does not wait. The caller holds no lock that the previous function takes.
 ///
 /// # Safety
-/// `log` may be called with `user` until it is replaced.
+/// `log` may be called with `user`, from any thread, until a later call of this function returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_set_log(log: spw_log_fn, user: *mut c_void, level: i32) -> spw_status {
     guard(|| {

@@ -43,7 +43,7 @@ unsafe impl Record for spw_plan_bucket {
 /// `printed_out` (NULL: not wanted) is the condition as printed.
 ///
 /// # Safety
-/// `bucket` points to a struct of `struct_size` bytes, `kept_out` and `printed_out`, if not NULL, to a u64.
+/// `bucket` points to a struct of `struct_size` bytes, `kept_out` to a u64, and `printed_out` to a u64 or is NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_plan_tail(
     bucket: *const spw_plan_bucket,
@@ -77,7 +77,7 @@ pub unsafe extern "C" fn spw_plan_tail(
 /// is among `kept`; it is then the best, which `best_out` (NULL: not wanted) is at any time.
 ///
 /// # Safety
-/// `kept` and `seconds` have `measured` entries, `next_out` and `best_out`, if not NULL, point to a u64.
+/// `kept` and `seconds` have `measured` entries, `next_out` points to a u64, and `best_out` to a u64 or is NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_plan_tail_next(
     kept: *const u64,

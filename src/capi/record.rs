@@ -1,7 +1,8 @@
 //! Structs that C passes by pointer and that may grow: they begin with `struct_size`.
 //!
 //! A caller compiled against an older header passes a shorter struct: the fields it does not know are zero. A caller
-//! compiled against a newer one passes a longer struct: refused if it set anything that this library does not know.
+//! compiled against a newer one passes a longer struct: refused if it set anything that this library does not know. What
+//! it passes for a result comes back zero from where this library's fields end.
 
 use crate::error::{Error, Result};
 use crate::sys::room;
@@ -91,7 +92,8 @@ pub unsafe fn read_all<T: Record>(first: *const T, count: usize, argument: &'sta
     Ok(structs)
 }
 
-/// Copies a struct out: as many bytes as the caller's struct has, its `struct_size` unchanged.
+/// Copies a struct out: as many bytes as the caller's struct has, its `struct_size` unchanged. Fields that this library
+/// does not know become zero.
 ///
 /// # Safety
 /// `to` points to `struct_size` writable bytes.
@@ -102,13 +104,11 @@ pub unsafe fn write<T: Record>(value: &T, to: *mut T, argument: &'static str) ->
     const SIZE_FIELD: usize = size_of::<u32>();
     // SAFETY: the caller's struct begins with struct_size and has that many writable bytes.
     unsafe {
-        let known = checked_size::<T>(to.cast(), argument)?.min(size_of::<T>());
-        let from = (&raw const *value).cast::<u8>();
-        std::ptr::copy_nonoverlapping(
-            from.add(SIZE_FIELD),
-            to.cast::<u8>().add(SIZE_FIELD),
-            known - SIZE_FIELD,
-        );
+        let size = checked_size::<T>(to.cast(), argument)?;
+        let known = size.min(size_of::<T>());
+        let (from, to) = ((&raw const *value).cast::<u8>(), to.cast::<u8>());
+        std::ptr::copy_nonoverlapping(from.add(SIZE_FIELD), to.add(SIZE_FIELD), known - SIZE_FIELD);
+        to.add(known).write_bytes(0, size - known);
     }
     Ok(())
 }
@@ -159,7 +159,6 @@ pub unsafe fn init<T: Record>(
     }
     // SAFETY: the caller's struct has struct_size bytes, which is at least its first size.
     unsafe {
-        to.cast::<u8>().write_bytes(0, struct_size);
         to.cast::<u32>().write_unaligned(struct_size as u32);
         write(value, to, argument)
     }
@@ -178,5 +177,35 @@ pub fn flag(argument: &'static str, value: u32) -> Result<bool> {
     match value {
         0 | 1 => Ok(value == 1),
         _ => Err(Error::invalid(argument, format!("{value} is neither 0 nor 1"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Known {
+        struct_size: u32,
+        field: u32,
+    }
+
+    // SAFETY: integers without padding.
+    unsafe impl Record for Known {
+        const FIRST_SIZE: usize = 8;
+        const NAME: &'static str = "known";
+    }
+
+    #[test]
+    fn what_a_newer_caller_knows_beyond_this_version_comes_back_zero() {
+        #[repr(C)]
+        struct Newer(Known, [u32; 3]);
+        let mut newer = Newer(Known { struct_size: 16, field: 0 }, [u32::MAX; 3]);
+        let value = Known { struct_size: 8, field: 7 };
+        // SAFETY: a live struct, larger than its struct_size.
+        unsafe { write(&value, (&raw mut newer).cast(), "known") }.unwrap();
+        assert_eq!(newer.0, Known { struct_size: 16, field: 7 });
+        assert_eq!(newer.1, [0, 0, u32::MAX]);
     }
 }

@@ -213,9 +213,8 @@ impl<R: Rule> Lender<R> for Lent<R> {
                 (null_mut(), null_mut(), null_mut());
         }
         // SAFETY: the caller of spw_spec_submit lent the spans until the bucket is final, when this is dropped.
-        let jobs = unsafe { tensor::jobs(tensors.as_ptr(), tensors.len(), &(), |_| Ok(())) }?;
-        let jobs = jobs.into_iter().zip(&self.rules);
-        Ok(jobs.map(|(job, rule)| Job { optimizer: *rule, tensor: job.tensor }).collect())
+        let spans = unsafe { tensor::spans(&tensors) }?.zip(&self.rules);
+        spans.map(|((_, tensor), rule)| Ok(Job { optimizer: *rule, tensor: tensor? })).collect()
     }
 }
 
@@ -284,23 +283,14 @@ impl spw_spec {
         own: impl Fn(*const c_void) -> Result<R>,
         counter: &'static OptimizerCounter,
     ) -> Result<Box<dyn Bucket>> {
+        let own = |options| match own(options)? {
+            own if own.grad_scale() == rule.grad_scale() => Ok(own),
+            _ => Err(Error::invalid("options.grad_scale", "is not that of the round")),
+        };
         // SAFETY: the caller's promise is the callees'.
-        let (raw, mut jobs) =
+        let (raw, jobs) =
             unsafe { (tensor::read_all(tensors, count)?, tensor::jobs(tensors, count, &rule, own)?) };
-        for (index, job) in jobs.iter_mut().enumerate() {
-            job.tensor.keep(R::EXP_AVG, R::EXP_AVG_SQ)?;
-            if job.optimizer.grad_scale() != rule.grad_scale() {
-                let argument = format!("tensors[{index}].options.grad_scale");
-                return Err(Error::invalid(argument, "is not that of the round"));
-            }
-        }
-        let shadows = self.undo == Undo::Shadow;
-        if let Some(at) = raw.iter().position(|raw| raw.n > 0 && raw.shadow_param.is_null() == shadows) {
-            let reason =
-                if shadows { "is NULL, but the undo mode is" } else { "is set, but the undo mode is not" };
-            let argument = format!("tensors[{at}].shadow_param");
-            return Err(Error::invalid(argument, format!("{reason} SPW_UNDO_SHADOW")));
-        }
+        tensor::check_shadows(&raw, self.undo == Undo::Shadow)?;
         let rules = jobs.iter().map(|job| job.optimizer).collect();
         let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();
         Ok(Box::new(Tensors::new(Lent { tensors, rules }, self.undo, self.engine.publish(), counter)))

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use super::record::{self, Record};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
-use crate::kernel::{States, Tensor};
+use crate::kernel::{Rule, States, Tensor};
 use crate::optim::StepStats;
 use crate::optim::spread::Job;
 use crate::sys::room;
@@ -114,28 +114,58 @@ pub(super) fn parse_dtype(dtype: u32, argument: &'static str) -> Result<Dtype> {
     }
 }
 
-/// Reads the tensors of a call; `own` makes coefficients from a tensor's own options.
+/// Reads the tensors of a call, without those of no elements; `own` makes coefficients from a tensor's own options.
 ///
 /// # Safety
 /// `tensors` points to `count` tensors, whose spans nobody else uses during `'a`.
-pub(super) unsafe fn jobs<'a, S: Clone>(
+pub(super) unsafe fn jobs<'a, R: Rule>(
     tensors: *const spw_tensor,
     count: usize,
-    optimizer: &S,
-    own: impl Fn(*const c_void) -> Result<S>,
-) -> Result<Vec<Job<'a, S>>> {
+    optimizer: &R,
+    own: impl Fn(*const c_void) -> Result<R>,
+) -> Result<Vec<Job<'a, R>>> {
     // SAFETY: the caller's promise is the callee's.
     let raw = unsafe { read_all(tensors, count) }?;
-    check_overlap(&raw)?;
     let mut jobs = room::for_count("listing the tensors", raw.len())?;
-    for (index, raw) in raw.iter().enumerate().filter(|(_, raw)| raw.n > 0) {
-        let optimizer = if raw.options.is_null() { Ok(optimizer.clone()) } else { own(raw.options) };
-        // SAFETY: the spans do not overlap, and the caller lends them for 'a.
-        let tensor = unsafe { tensor_of(raw) };
-        let job = optimizer.and_then(|optimizer| Ok(Job { optimizer, tensor: tensor? }));
+    // SAFETY: the caller lends the spans for 'a.
+    for (index, tensor) in unsafe { spans(&raw) }? {
+        let options = raw[index].options;
+        let optimizer = if options.is_null() { Ok(*optimizer) } else { own(options) };
+        let job = optimizer.and_then(|optimizer| {
+            let mut tensor = tensor?;
+            tensor.keep(R::EXP_AVG, R::EXP_AVG_SQ)?;
+            Ok(Job { optimizer, tensor })
+        });
         jobs.push(job.map_err(|error| at(index, error))?);
     }
     Ok(jobs)
+}
+
+/// The spans of tensors that were read, each with its index, without those of no elements. An error within a tensor does
+/// not name it yet.
+///
+/// # Safety
+/// Nobody else uses the spans during `'a`.
+pub(super) unsafe fn spans<'a>(
+    raw: &[spw_tensor],
+) -> Result<impl Iterator<Item = (usize, Result<Tensor<'a>>)>> {
+    check_overlap(raw)?;
+    let with_elements = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
+    // SAFETY: the spans do not overlap, and the caller lends them for 'a.
+    Ok(with_elements.map(|(index, raw)| (index, unsafe { tensor_of(raw) })))
+}
+
+/// Refuses a tensor that lacks its shadow spans where `wanted`, or has some where not.
+pub(super) fn check_shadows(tensors: &[spw_tensor], wanted: bool) -> Result<()> {
+    let wrong = |raw: &spw_tensor| raw.n > 0 && raw.shadow_param.is_null() == wanted;
+    let reason = match wanted {
+        true => "is NULL, but the undo mode is SPW_UNDO_SHADOW",
+        false => "is set, but the undo mode is not SPW_UNDO_SHADOW",
+    };
+    match tensors.iter().position(wrong) {
+        None => Ok(()),
+        Some(index) => Err(at(index, Error::invalid("shadow_param", reason))),
+    }
 }
 
 /// Copies the tensors of a call in, as structs of this version that share the call's options.
@@ -165,7 +195,8 @@ pub(super) unsafe fn read_all(tensors: *const spw_tensor, count: usize) -> Resul
     Ok(raw)
 }
 
-fn at(index: usize, error: Error) -> Error {
+/// The error, with the tensor that has it.
+pub(super) fn at(index: usize, error: Error) -> Error {
     error.within(&format!("tensors[{index}]."))
 }
 

@@ -12,9 +12,11 @@ use super::status::spw_status;
 use super::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
 use crate::kernel::{AdagradRule, AdamRule, LionRule, Rule, log_bytes};
-use crate::optim::spread::Job;
+use crate::optim::spread::{self, Job};
 use crate::optim::{StepStats, undo};
+use crate::stats;
 use crate::sys::reserve::Reserve;
+use crate::sys::room;
 
 /// How a step is taken back. Passed as `uint32_t`.
 #[repr(C)]
@@ -61,7 +63,7 @@ pub struct spw_undo {
     tensors: usize,
     step: Option<Step>,
     /// Of what DeepSpeed's step left, since its rollback names its spans anew.
-    fingerprint: u64,
+    seal: u64,
 }
 
 enum Mode {
@@ -106,7 +108,7 @@ pub unsafe extern "C" fn spw_undo_open(
         };
         // SAFETY: not NULL, and the caller's promise.
         unsafe {
-            undo_out.write(Box::into_raw(Box::new(spw_undo { mode, tensors, step: None, fingerprint: 0 })))
+            undo_out.write(Box::into_raw(Box::new(spw_undo { mode, tensors, step: None, seal: 0 })))
         };
         Ok(())
     })
@@ -282,13 +284,18 @@ impl spw_undo {
     pub(super) unsafe fn ds_step(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<()> {
         // SAFETY: the caller's promise is the callees', here and below.
         let jobs = unsafe { deepspeed::jobs(rule, tensor) }?;
+        let mut seal = 0;
         // SAFETY: as above.
         unsafe {
-            self.step(jobs, tensor, 1, Step::Adam, |jobs| crate::optim::adam::step(jobs, false))?;
+            self.step(jobs, tensor, 1, Step::Adam, |jobs| {
+                for job in jobs.iter_mut() {
+                    seal = undo::step_sealed(job)?;
+                }
+                stats::ADAM.add(spread::elements(jobs));
+                Ok(StepStats::default())
+            })?;
         }
-        // SAFETY: as above.
-        let jobs = unsafe { deepspeed::jobs(rule, tensor) }?;
-        self.fingerprint = jobs.first().map_or(0, |job| undo::fingerprint(&job.tensor));
+        self.seal = seal;
         Ok(())
     }
 
@@ -296,18 +303,18 @@ impl spw_undo {
     /// step or the spans are not as it left them.
     pub(super) unsafe fn ds_back(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<bool> {
         // SAFETY: the caller's promise is the callees'.
-        let (jobs, raw) = unsafe { (deepspeed::jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
-        let (Some(Step::Adam(tensors, rules)), Some(job)) = (&mut self.step, jobs.first()) else {
+        let (mut jobs, raw) = unsafe { (deepspeed::jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
+        let (Some(Step::Adam(tensors, rules)), Some(job)) = (&mut self.step, jobs.first_mut()) else {
             return Ok(jobs.is_empty());
         };
         let shape = |t: &spw_tensor| (t.n, t.param_dtype, t.state_dtype, t.grad_dtype);
         let same = tensors.len() == 1 && shape(&tensors[0]) == shape(&raw[0]) && rules[0] == rule;
-        if !same || undo::fingerprint(&job.tensor) != self.fingerprint {
+        if !same || undo::seal(job)? != self.seal {
             return Ok(false);
         }
         drop(jobs);
         *tensors = raw;
-        // SAFETY: the spans hold what the step left, as far as a fingerprint can tell.
+        // SAFETY: the spans hold what the step left: the checksum over all of it says so.
         unsafe { self.back(None) }?;
         Ok(true)
     }
@@ -329,13 +336,7 @@ impl spw_undo {
         }
         // SAFETY: the caller's promise is the callee's.
         let raw = unsafe { tensor::read_all(tensors, count) }?;
-        let raw: Vec<spw_tensor> = raw.into_iter().filter(|tensor| tensor.n > 0).collect();
-        let shadows = matches!(self.mode, Mode::Shadow);
-        if let Some(at) = raw.iter().position(|tensor| tensor.shadow_param.is_null() == shadows) {
-            let reason = if shadows { "is NULL, but the mode is" } else { "is set, but the mode is not" };
-            let error = Error::invalid("shadow_param", format!("{reason} SPW_UNDO_SHADOW"));
-            return Err(error.within(&format!("tensors[{at}].")));
-        }
+        tensor::check_shadows(&raw, matches!(self.mode, Mode::Shadow))?;
         let rules = jobs.iter().map(|job| job.optimizer).collect();
         // What can be refused is refused while the step before is still there.
         self.check_room(&jobs)?;
@@ -387,10 +388,10 @@ impl spw_undo {
 }
 
 impl Step {
-    /// Elements of each tensor.
+    /// Elements of each tensor that has some.
     fn lengths(&self) -> impl Iterator<Item = usize> {
         let (Step::Adam(tensors, _) | Step::Adagrad(tensors, _) | Step::Lion(tensors, _)) = self;
-        tensors.iter().map(|tensor| tensor.n as usize)
+        tensors.iter().map(|tensor| tensor.n as usize).filter(|n| *n > 0)
     }
 }
 
@@ -405,9 +406,16 @@ unsafe fn back<R: Rule>(
         return Ok(());
     }
     // SAFETY: the caller's promise is the callee's.
-    let jobs = unsafe { tensor::jobs(tensors.as_ptr(), tensors.len(), &(), |_| Ok(())) }?;
-    let jobs = jobs.into_iter().zip(rules).map(|(job, rule)| Job { optimizer: *rule, tensor: job.tensor });
-    let mut jobs = attach(jobs.collect(), mode)?;
+    let spans = unsafe { tensor::spans(tensors) }?;
+    let mut jobs = room::for_count("listing the tensors", tensors.len())?;
+    for ((index, tensor), rule) in spans.zip(rules) {
+        let mut job = Job { optimizer: *rule, tensor: tensor? };
+        if matches!(mode, Mode::Arithmetic) {
+            undo::check_reversible(&mut job).map_err(|error| tensor::at(index, error))?;
+        }
+        jobs.push(job);
+    }
+    let mut jobs = attach(jobs, mode)?;
     match again.filter(|_| shadow) {
         Some(scale) => undo::step_again(&mut jobs, scale),
         None => undo::undo(&mut jobs, again),

@@ -77,9 +77,11 @@ pub fn elements<O>(jobs: &[Job<'_, O>]) -> usize {
     jobs.iter().map(|job| job.tensor.len()).sum()
 }
 
-struct Step {
-    kernel: Kernel,
-    squares: bool,
+/// One step of each chunk.
+pub(super) struct Step {
+    pub kernel: Kernel,
+    /// The sum is that of the gradients' squares.
+    pub squares: bool,
 }
 
 impl<O: Rule> Work<O> for Step {

@@ -1,31 +1,36 @@
 //! Taking a step back, and stepping again.
 #![forbid(unsafe_code)]
 
-use super::spread::{Job, Work, spread, step_all};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::spread::{Job, Step, Work, spread, step_all};
 use super::{grad, processor};
+use crate::checksum::Summing;
 use crate::error::{Error, Result};
 use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor, log_bytes, log_used_of};
 use crate::sys::reserve::Reserve;
 
 /// Takes the step of every tensor back: to the bit if the tensor carries the log of that step, else by the inverse
-/// formula, which refuses what it could only damage before it touches anything: a scaled gradient, a parameter or a state
-/// with Inf or NaN.
+/// formula, for which [`check_reversible`] comes first.
 ///
 /// With `again`, the step is then done anew with that factor on the gradient, in the same pass over memory.
 pub fn undo<O: Rule>(jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
-    for job in jobs.iter_mut().filter(|job| !job.tensor.has_log()) {
-        job.tensor.keep(O::EXP_AVG, O::EXP_AVG_SQ)?;
-        for (name, span) in job.tensor.spans() {
-            let scale = if name == "grad" { job.optimizer.grad_scale() } else { 1.0 };
-            if grad::stats(span, scale)?.nonfinite {
-                return Err(Error::invalid(
-                    name,
-                    "holds Inf or NaN, and the step was not logged: it cannot be undone",
-                ));
-            }
+    undo_on(processor::kernel()?, jobs, again)
+}
+
+/// Refuses what the inverse formula could only damage: a scaled gradient, a parameter or a state with Inf or NaN.
+pub fn check_reversible<O: Rule>(job: &mut Job<'_, O>) -> Result<()> {
+    job.tensor.keep(O::EXP_AVG, O::EXP_AVG_SQ)?;
+    for (name, span) in job.tensor.spans() {
+        let scale = if name == "grad" { job.optimizer.grad_scale() } else { 1.0 };
+        if grad::stats(span, scale)?.nonfinite {
+            return Err(Error::invalid(
+                name,
+                "holds Inf or NaN, and the step was not logged: it cannot be undone",
+            ));
         }
     }
-    undo_on(processor::kernel()?, jobs, again)
+    Ok(())
 }
 
 /// [`undo`] on a kernel of the caller's choice: the one that stepped.
@@ -41,19 +46,22 @@ pub fn step_again<O: Rule>(jobs: &mut [Job<'_, O>], grad_scale: f32) -> Result<(
     step_all(jobs, false).map(drop)
 }
 
-/// A number that tells other contents apart from these with near certainty, though not every small change: it looks at
-/// up to 256 elements of each span.
-pub fn fingerprint(tensor: &Tensor<'_>) -> u64 {
-    const SAMPLES: usize = 256;
-    let mut mixed = tensor.len() as u64;
-    for (_, span) in tensor.spans() {
-        let n = span.len();
-        for sample in 0..n.min(SAMPLES) {
-            let bits = span.bits_at((sample as u128 * n as u128 / n.min(SAMPLES) as u128) as usize);
-            mixed = (mixed ^ u64::from(bits)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
-        }
-    }
-    mixed
+/// Steps one tensor, and returns the checksum of everything that the step's undo will read. Each chunk is summed while
+/// the caches still hold it.
+pub fn step_sealed<O: Rule>(job: &mut Job<'_, O>) -> Result<u64> {
+    sealed(job, Step { kernel: processor::kernel()?, squares: false })
+}
+
+/// The checksum that [`step_sealed`] returned, if the parameter, the states and the gradient are as it left them.
+pub fn seal<O: Rule>(job: &mut Job<'_, O>) -> Result<u64> {
+    sealed(job, Nothing)
+}
+
+fn sealed<O: Rule, W: Work<O>>(job: &mut Job<'_, O>, work: W) -> Result<u64> {
+    let start = job.tensor.grad().address().addr();
+    let sealing = Sealing { work, start, sum: AtomicU64::new(0) };
+    spread(std::slice::from_mut(job), &sealing)?;
+    Ok(sealing.sum.into_inner())
 }
 
 /// Bytes that the last recorded step of tensors of these lengths used of their log.
@@ -106,6 +114,33 @@ pub fn no_room() -> Error {
 /// Bytes of the log of all tensors.
 pub fn log_bytes_of<O>(jobs: &[Job<'_, O>]) -> usize {
     jobs.iter().map(|job| kernel::log_bytes(job.tensor.len())).sum()
+}
+
+/// Does the work of `W`, and adds the checksum of each chunk to `sum`, in whatever order the chunks are done.
+struct Sealing<W> {
+    work: W,
+    /// Address of the tensor's gradient: a chunk's checksum includes its distance from there.
+    start: usize,
+    sum: AtomicU64,
+}
+
+impl<O: Rule, W: Work<O>> Work<O> for Sealing<W> {
+    fn chunk(&self, optimizer: O, mut tensor: Tensor<'_>) -> Result<f64> {
+        let part = self.work.chunk(optimizer, tensor.reborrow())?;
+        let mut chunk = Summing::default();
+        chunk.add(&(tensor.grad().address().addr() - self.start).to_ne_bytes());
+        tensor.spans().for_each(|(_, span)| chunk.add(span.bytes()));
+        self.sum.fetch_add(chunk.finish(), Ordering::Relaxed);
+        Ok(part)
+    }
+}
+
+struct Nothing;
+
+impl<O> Work<O> for Nothing {
+    fn chunk(&self, _: O, _: Tensor<'_>) -> Result<f64> {
+        Ok(0.0)
+    }
 }
 
 struct Undo {

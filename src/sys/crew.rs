@@ -266,17 +266,19 @@ mod tests {
     fn a_panic_on_any_thread_reaches_the_caller_when_all_have_left() {
         let crew = Crew::new(3).unwrap();
         for bad in 0..64 {
-            let done = AtomicUsize::new(0);
+            let inside = AtomicUsize::new(0);
             let mut items: Vec<usize> = (0..64).collect();
             let attempt = AssertUnwindSafe(|| {
                 crew.each(&mut items, |item| {
                     assert!(*item != bad, "item {bad}");
-                    done.fetch_add(1, Ordering::Relaxed);
+                    inside.fetch_add(1, Ordering::Relaxed);
+                    thread::yield_now();
+                    inside.fetch_sub(1, Ordering::Relaxed);
                 });
             });
             let panic = catch_unwind(attempt).unwrap_err();
             assert_eq!(panic.downcast_ref::<String>(), Some(&format!("item {bad}")));
-            assert!(done.into_inner() <= 63);
+            assert_eq!(inside.into_inner(), 0, "a worker was still at an item");
         }
     }
 

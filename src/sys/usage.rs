@@ -17,10 +17,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_takes_processor_time() {
-        let before = cpu_time();
-        while cpu_time() - before < Duration::from_millis(2) {
+    fn it_is_what_the_clock_of_the_process_says() {
+        let clock = || {
+            let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+            // SAFETY: a live struct.
+            let status = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut now) };
+            assert_eq!(status, 0);
+            Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+        };
+        let (before, used_before) = (clock(), cpu_time());
+        while clock() - before < Duration::from_millis(50) {
             std::hint::spin_loop();
         }
+        let (used, spent) = (cpu_time() - used_before, clock() - before);
+        // The two are brought up to date at different ticks of the system.
+        let tick = Duration::from_millis(20);
+        assert!(used + tick >= Duration::from_millis(50) && used <= spent + tick, "{used:?} of {spent:?}");
     }
 }

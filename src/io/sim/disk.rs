@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::super::backend::{Wake, doze};
 use super::journal::{Event, Journal};
@@ -147,6 +147,16 @@ impl Disk {
     pub fn release(&self) {
         self.lock().released = true;
         self.inner.wake();
+    }
+
+    /// Waits until the last engine on it has ended: requests that were released write until then. Needs that no other
+    /// clone of this disk is left.
+    pub fn wait_unused(&self) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while Arc::strong_count(&self.inner) > 1 {
+            assert!(Instant::now() < end, "an engine on the disk does not end");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Power fails: what was synced stays, what was not meets its fate.

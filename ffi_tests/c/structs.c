@@ -107,7 +107,7 @@ static void long_tensors(void) {
     }
 }
 
-// Outputs: a longer struct keeps its unknown tail and its struct_size.
+// Outputs: a longer struct keeps its struct_size, and its unknown tail comes back zero.
 static void long_outputs(void) {
     struct {
         spw_step_stats known;

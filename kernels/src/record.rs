@@ -6,10 +6,6 @@
 //! step and gradient spikes come back exactly, too; they only take more room. The estimate depends on stored
 //! values and the gradient alone, which must be unchanged when it is undone.
 //!
-//! ```text
-//! chunk := bytes used (8 bytes), groups
-//! ```
-//!
 //! The log lives in memory, for the process and the kernel that wrote it. Where it is too large for the caches, its lines
 //! gather in a small buffer and go to memory whole and past the caches: each costs its own bytes only, not
 //! also the reading of what was there before.
@@ -17,33 +13,13 @@
 use std::marker::PhantomData;
 
 use super::element::Element;
+use super::log::{HEADER, LINE, SLACK};
 use super::pack::{self, Differences};
-use super::rules::{Rule, Settle, Values};
-use super::step::put;
-use super::tensor::Spans;
-use super::undo::{decode, encode, load_bits, store_bits};
+use super::rules::{Arithmetic, Settle, Values};
+use super::spans::{Spans, decode, encode, load_bits, put, store_bits};
 use super::vector::Vector;
 use super::walk::{Access, MAX_LANES, Op};
 
-/// Most bytes of the log of `n` elements, on any kernel: groups of one lane at their widest. A kernel may read a vector
-/// past the end, hence the slack.
-pub const fn log_capacity(n: usize) -> usize {
-    if n == 0 {
-        return 0;
-    }
-    (HEADER + n.next_multiple_of(MAX_LANES) * pack::most(1) + SLACK).next_multiple_of(LINE)
-}
-
-/// Bytes in use of the log of one chunk, or of what follows it.
-pub fn log_used(log: &[u8]) -> u64 {
-    log.first_chunk::<HEADER>().map_or(0, |used| u64::from_ne_bytes(*used))
-}
-
-pub(super) const HEADER: usize = size_of::<u64>();
-/// Bytes of a cache line.
-pub(super) const LINE: usize = 64;
-/// What packing a vector may write past its own bytes, and unpacking read.
-const SLACK: usize = 64;
 /// Bytes that gather before they go out.
 const BATCH: usize = 32 * LINE;
 
@@ -68,7 +44,7 @@ impl<'s, R, P: Element, S: Element, G: Element, C: Element> Recorded<'s, R, P, S
     /// `stage` is given where the log is to go past the caches.
     ///
     /// # Safety
-    /// `log` has [`log_capacity`] bytes for the elements that will be walked, and is aligned to a line if there is a
+    /// `log` has [`log_capacity`](super::log::log_capacity) bytes for the elements that will be walked, and is aligned to a line if there is a
     /// stage.
     pub unsafe fn new(rule: R, spans: Spans<P, S, G, C>, log: *mut u8, stage: Option<&'s mut Stage>) -> Self {
         // SAFETY: the caller's promise is the callee's.
@@ -76,7 +52,7 @@ impl<'s, R, P: Element, S: Element, G: Element, C: Element> Recorded<'s, R, P, S
     }
 }
 
-impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Recorded<'_, R, P, S, G, C> {
+impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Recorded<'_, R, P, S, G, C> {
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's promise covers every line; the sink has room for every group at its widest.

@@ -27,12 +27,7 @@
 //! Each rule also has its algebraic inverse, which is off by a few units in the last place; `undo` makes it exact. An
 //! inverse settles one value before it uses it for the next, so that the later estimates start from exact values.
 
-use super::select::Kernel;
-use super::step::step;
-use super::tensor::Tensor;
-use super::undo::undo;
 use super::vector::Vector;
-use crate::error::Result;
 
 /// The values of one group of elements.
 #[derive(Clone, Copy)]
@@ -59,7 +54,7 @@ pub trait Settle<V: Vector> {
 }
 
 /// What one optimizer does to one group of elements.
-pub trait Rule: Copy + Send + Sync {
+pub trait Arithmetic: Copy + Send + Sync {
     /// True if it keeps a first moment.
     const EXP_AVG: bool;
     /// True if it keeps a second moment.
@@ -83,35 +78,11 @@ pub trait Rule: Copy + Send + Sync {
     /// As [`Vector`].
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S);
 
-    /// Steps one chunk (at most [`CHUNK`](super::CHUNK) elements) and returns the sum of squares of the scaled gradient,
-    /// or 0 when `squares` is false. A tensor with a log has its step recorded there.
-    fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64>;
-
-    /// Takes one chunk's step back: exactly if the tensor carries the log of that step, else by the inverse formula.
-    /// With a factor `again`, the step is done anew in the same pass, its gradient multiplied by that instead.
-    fn undo(self, kernel: Kernel, tensor: Tensor<'_>, again: Option<f32>) -> Result<()>;
-
     /// The coefficients if this is Adam, which has a body in C for SVE.
     #[cfg(target_arch = "aarch64")]
     fn as_adam(&self) -> Option<&AdamRule> {
         None
     }
-}
-
-/// The two entries of a rule. In the impl of each, and not once for all rules, so that this crate compiles the kernels
-/// and no crate that calls them compiles them again.
-macro_rules! entries {
-    ($(#[$how:meta])?) => {
-        $(#[$how])?
-        fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
-            step(kernel, self, tensor, squares)
-        }
-
-        $(#[$how])?
-        fn undo(self, kernel: Kernel, tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
-            undo(kernel, self, tensor, again)
-        }
-    };
 }
 
 /// Where Adam's weight decay enters.
@@ -150,7 +121,7 @@ pub struct AdamRule {
     pub decay_factor: f32,
 }
 
-impl Rule for AdamRule {
+impl Arithmetic for AdamRule {
     const EXP_AVG: bool = true;
     const EXP_AVG_SQ: bool = true;
 
@@ -163,8 +134,6 @@ impl Rule for AdamRule {
     fn grad_scale(&self) -> f32 {
         self.grad_scale
     }
-
-    entries!();
 
     fn with_grad_scale(self, grad_scale: f32) -> Self {
         Self { grad_scale, ..self }
@@ -245,7 +214,7 @@ impl AdagradRule {
     }
 }
 
-impl Rule for AdagradRule {
+impl Arithmetic for AdagradRule {
     const EXP_AVG: bool = false;
     const EXP_AVG_SQ: bool = true;
 
@@ -253,8 +222,6 @@ impl Rule for AdagradRule {
     fn grad_scale(&self) -> f32 {
         self.grad_scale
     }
-
-    entries!();
 
     fn with_grad_scale(self, grad_scale: f32) -> Self {
         Self { grad_scale, ..self }
@@ -315,7 +282,7 @@ impl LionRule {
     }
 }
 
-impl Rule for LionRule {
+impl Arithmetic for LionRule {
     const EXP_AVG: bool = true;
     const EXP_AVG_SQ: bool = false;
 
@@ -323,8 +290,6 @@ impl Rule for LionRule {
     fn grad_scale(&self) -> f32 {
         self.grad_scale
     }
-
-    entries!();
 
     fn with_grad_scale(self, grad_scale: f32) -> Self {
         Self { grad_scale, ..self }
@@ -358,44 +323,4 @@ impl Rule for LionRule {
 #[inline(always)]
 fn inverse(factor: f32) -> f32 {
     if factor == 0.0 { 0.0 } else { 1.0 / factor }
-}
-
-/// Reads and writes what Adam does with next to no arithmetic: how fast the memory lets any such step be. Compiled where it
-/// is used, by a measurement.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StreamRule;
-
-impl Rule for StreamRule {
-    const EXP_AVG: bool = true;
-    const EXP_AVG_SQ: bool = true;
-
-    #[inline(always)]
-    fn grad_scale(&self) -> f32 {
-        1.0
-    }
-
-    entries!(#[inline]);
-
-    fn with_grad_scale(self, _: f32) -> Self {
-        self
-    }
-
-    #[inline(always)]
-    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe {
-            let Values { param, exp_avg, exp_avg_sq } = old;
-            Values { param: param.add(grad), exp_avg: exp_avg.add(grad), exp_avg_sq: exp_avg_sq.add(grad) }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
-        // SAFETY: the caller's promise is the callee's.
-        unsafe {
-            settle.param(new.param.sub(grad));
-            settle.exp_avg(new.exp_avg.sub(grad));
-            settle.exp_avg_sq(new.exp_avg_sq.sub(grad));
-        }
-    }
 }

@@ -5,26 +5,19 @@ use std::marker::PhantomData;
 use super::element::{Bf16, Element, F16, F32, WithTypes, with_types};
 use super::float_mode::IeeeMode;
 use super::record::{Recorded, Stage};
-use super::rules::{Rule, Values};
+use super::rules::{Arithmetic, Values};
 use super::select::Kernel;
-use super::tensor::{Spans, Tensor, no_kernel};
+use super::spans::{Spans, put};
+use super::tensor::{Tensor, no_kernel};
 use super::vector::Vector;
 use super::walk::{Access, CHUNK, Op, Walk};
 use crate::dtype::Floats;
 use crate::error::Result;
 
-/// See [`Rule::step`].
-pub fn step<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
-    assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
+/// Steps one chunk with the generic body.
+pub fn step<R: Arithmetic>(kernel: Kernel, rule: R, tensor: &mut Tensor<'_>, squares: bool) -> Result<f64> {
     let dtypes = tensor.dtypes()?;
-    tensor.check_states::<R>()?;
-    #[cfg(target_arch = "aarch64")]
-    if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
-        && let Some(sum) = super::sve::step(adam, rule, &mut tensor, squares)
-    {
-        return Ok(sum);
-    }
-    with_types(dtypes, Step { kernel, rule, tensor: &mut tensor, squares }).ok_or_else(|| no_kernel(dtypes))
+    with_types(dtypes, Step { kernel, rule, tensor, squares }).ok_or_else(|| no_kernel(dtypes))
 }
 
 /// Sum of squares of one chunk of a gradient times `scale`.
@@ -53,7 +46,7 @@ struct Step<'t, 'a, R> {
     squares: bool,
 }
 
-impl<R: Rule> WithTypes for Step<'_, '_, R> {
+impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
     type Output = f64;
     fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
         let Step { kernel, rule, tensor, squares } = self;
@@ -99,7 +92,7 @@ struct Update<R, P: Element, S: Element, G: Element, C: Element, const IN_PLACE:
     spans: Spans<P, S, G, C>,
 }
 
-impl<R: Rule, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> Op
+impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> Op
     for Update<R, P, S, G, C, IN_PLACE>
 {
     #[inline(always)]
@@ -134,22 +127,6 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bo
         if !IN_PLACE || self.spans.streamed_copy() {
             // SAFETY: the caller's promise is the callee's.
             unsafe { V::fence() }
-        }
-    }
-}
-
-#[inline(always)]
-pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
-    access: A,
-    streamed: bool,
-    value: V,
-    to: *mut E::Raw,
-) {
-    // SAFETY: the caller's promise is the callees'; streamed spans begin with a line, hence every group is aligned.
-    unsafe {
-        match streamed {
-            true => access.stream_bits::<E, V>(E::encode(value), to),
-            false => access.store::<E, V>(value, to),
         }
     }
 }

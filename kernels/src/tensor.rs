@@ -1,9 +1,8 @@
 //! The spans that one step reads and writes, borrowed and checked once.
 
-use super::element::{Dtypes, Element, supported};
-use super::record::{LINE, log_capacity, log_used};
-use super::rules::Rule;
-use super::vector::Vector;
+use super::element::{Dtypes, supported};
+use super::log::{LINE, log_bytes};
+use super::rules::Arithmetic;
 use super::walk::CHUNK;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
@@ -48,18 +47,18 @@ impl<'a> States<'a> {
 /// One tensor of a step: the states, the gradient, and what else the step writes.
 #[derive(Debug)]
 pub struct Tensor<'a> {
-    states: States<'a>,
-    grad: Floats<'a>,
-    param_copy: Option<FloatsMut<'a>>,
-    shadow: Option<States<'a>>,
+    pub(super) states: States<'a>,
+    pub(super) grad: Floats<'a>,
+    pub(super) param_copy: Option<FloatsMut<'a>>,
+    pub(super) shadow: Option<States<'a>>,
     log: Option<&'a mut [u8]>,
-    streams: Streams,
+    pub(super) streams: Streams,
 }
 
 /// What goes past the caches.
 #[derive(Debug, Clone, Copy, Default)]
-struct Streams {
-    written: bool,
+pub(super) struct Streams {
+    pub(super) written: bool,
     log: bool,
 }
 
@@ -212,7 +211,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// An error that names a state which this optimizer keeps and the tensor lacks.
-    pub(super) fn check_states<R: Rule>(&self) -> Result<()> {
+    pub(super) fn check_states<R: Arithmetic>(&self) -> Result<()> {
         let States { exp_avg, exp_avg_sq, .. } = &self.states;
         for (name, kept, there) in
             [("exp_avg", R::EXP_AVG, exp_avg.is_some()), ("exp_avg_sq", R::EXP_AVG_SQ, exp_avg_sq.is_some())]
@@ -242,17 +241,6 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Bytes of the log of a tensor of `n` elements: room for every chunk at its worst. Only what a step writes of it is
-/// ever touched, about 2 bytes per element in steady state.
-pub const fn log_bytes(n: usize) -> usize {
-    n / CHUNK * log_capacity(CHUNK) + log_capacity(n % CHUNK)
-}
-
-/// Bytes that the last recorded step of `n` elements used of its log.
-pub fn log_used_of(log: &[u8], n: usize) -> u64 {
-    log.chunks(log_capacity(CHUNK)).take(n.div_ceil(CHUNK)).map(log_used).sum()
-}
-
 /// The error for a combination of types that `element` does not list.
 pub fn no_kernel(dtypes: Dtypes) -> Error {
     let Dtypes { param, state, grad, copy } = dtypes;
@@ -263,115 +251,4 @@ pub fn no_kernel(dtypes: Dtypes) -> Error {
         grad.name(),
         copy.map_or("none", Dtype::name)
     ))
-}
-
-/// Elements between what is worked on and what is asked for.
-pub(super) const AHEAD: usize = 512;
-
-/// A tensor's addresses with its element types known.
-#[derive(Clone, Copy)]
-pub struct Spans<P: Element, S: Element, G: Element, C: Element> {
-    pub grad: *const G::Raw,
-    pub param_copy: *mut C::Raw,
-    old: StateSpans<P, S>,
-    new: StateSpans<P, S>,
-    streamed: bool,
-    streamed_copy: bool,
-}
-
-/// Parameter and states; an absent state is null.
-pub struct StateSpans<P: Element, S: Element> {
-    pub param: *mut P::Raw,
-    pub exp_avg: *mut S::Raw,
-    pub exp_avg_sq: *mut S::Raw,
-}
-
-impl<P: Element, S: Element> Clone for StateSpans<P, S> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<P: Element, S: Element> Copy for StateSpans<P, S> {}
-
-impl<P: Element, S: Element> StateSpans<P, S> {
-    fn of(states: &mut States<'_>) -> Self {
-        let state =
-            |span: &mut Option<FloatsMut<'_>>| span.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address);
-        StateSpans {
-            param: states.param.address().cast(),
-            exp_avg: state(&mut states.exp_avg).cast(),
-            exp_avg_sq: state(&mut states.exp_avg_sq).cast(),
-        }
-    }
-
-    /// True if every span begins with a cache line.
-    fn aligned(self) -> bool {
-        let addresses = [self.param.addr(), self.exp_avg.addr(), self.exp_avg_sq.addr()];
-        addresses.iter().all(|address| address.is_multiple_of(LINE))
-    }
-}
-
-impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
-    /// The addresses of `tensor`, whose dtypes must be these types.
-    pub fn of(tensor: &mut Tensor<'_>) -> Self {
-        let old = StateSpans::of(&mut tensor.states);
-        let new = tensor.shadow.as_mut().map(StateSpans::of);
-        let param_copy: *mut C::Raw =
-            tensor.param_copy.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address).cast();
-        let streamed = tensor.streams.written;
-        Spans {
-            grad: tensor.grad.address().cast(),
-            param_copy,
-            old,
-            new: new.unwrap_or(old),
-            streamed: streamed && new.is_some_and(StateSpans::aligned),
-            streamed_copy: streamed && !param_copy.is_null() && param_copy.addr().is_multiple_of(LINE),
-        }
-    }
-
-    /// True if the new states go past the caches.
-    #[inline(always)]
-    pub fn streamed(&self) -> bool {
-        self.streamed
-    }
-
-    /// True if the param_copy goes past the caches.
-    #[inline(always)]
-    pub fn streamed_copy(&self) -> bool {
-        self.streamed_copy
-    }
-
-    /// Asks for what a group far enough ahead of `at` reads. The processor's own prefetch stops at every page.
-    ///
-    /// # Safety
-    /// As [`Vector`].
-    #[inline(always)]
-    pub unsafe fn prefetch<V: Vector>(&self, at: usize) {
-        let (at, reads) = (at + AHEAD, &self.old);
-        // SAFETY: a prefetch of any address is harmless.
-        unsafe {
-            V::prefetch(self.grad.wrapping_add(at).cast());
-            V::prefetch(reads.param.wrapping_add(at).cast());
-            V::prefetch(reads.exp_avg.wrapping_add(at).cast());
-            V::prefetch(reads.exp_avg_sq.wrapping_add(at).cast());
-        }
-    }
-
-    /// True if a step writes where it reads.
-    pub fn in_place(&self) -> bool {
-        self.old.param == self.new.param
-    }
-
-    /// Where a step reads, and its undo writes.
-    #[inline(always)]
-    pub fn before(&self) -> StateSpans<P, S> {
-        self.old
-    }
-
-    /// Where a step writes, and its undo reads: the same place, or the shadow.
-    #[inline(always)]
-    pub fn after(&self) -> StateSpans<P, S> {
-        self.new
-    }
 }

@@ -7,28 +7,25 @@ use std::marker::PhantomData;
 
 use super::element::{Element, WithTypes, with_types};
 use super::float_mode::IeeeMode;
+use super::log::HEADER;
 use super::pack::{self, Differences};
-use super::record::HEADER;
-use super::rules::{Rule, Settle, Values};
+use super::rules::{Arithmetic, Settle, Values};
 use super::select::Kernel;
-use super::step::put;
-use super::tensor::{Spans, StateSpans, Tensor, no_kernel};
+use super::spans::{Spans, decode, encode, load_bits, put, store_bits};
+use super::tensor::{Tensor, no_kernel};
 use super::vector::Vector;
-use super::walk::{Access, CHUNK, Op, Walk};
+use super::walk::{Access, Op, Walk};
 use crate::error::Result;
 
-/// See [`Rule::undo`].
-pub fn undo<R: Rule>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
-    assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
+/// Takes one chunk's step back with the generic body.
+pub fn undo<R: Arithmetic>(
+    kernel: Kernel,
+    rule: R,
+    tensor: &mut Tensor<'_>,
+    again: Option<f32>,
+) -> Result<()> {
     let dtypes = tensor.dtypes()?;
-    tensor.check_states::<R>()?;
-    #[cfg(target_arch = "aarch64")]
-    if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
-        && super::sve_undo::undo(adam, rule, &mut tensor, again)
-    {
-        return Ok(());
-    }
-    with_types(dtypes, UndoStep { kernel, rule, tensor: &mut tensor, again }).ok_or_else(|| no_kernel(dtypes))
+    with_types(dtypes, UndoStep { kernel, rule, tensor, again }).ok_or_else(|| no_kernel(dtypes))
 }
 
 struct UndoStep<'t, 'a, R> {
@@ -38,7 +35,7 @@ struct UndoStep<'t, 'a, R> {
     again: Option<f32>,
 }
 
-impl<R: Rule> WithTypes for UndoStep<'_, '_, R> {
+impl<R: Arithmetic> WithTypes for UndoStep<'_, '_, R> {
     type Output = ();
     fn with<P: Element, S: Element, G: Element, C: Element>(self) {
         let UndoStep { kernel, rule, tensor, again } = self;
@@ -124,7 +121,7 @@ struct Undo<R, P: Element, S: Element, G: Element, C: Element> {
     again: Option<R>,
 }
 
-impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Undo<R, P, S, G, C> {
+impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Undo<R, P, S, G, C> {
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
         // SAFETY: the caller's promise covers every line; the log holds this group.
@@ -165,71 +162,6 @@ impl<R: Rule, P: Element, S: Element, G: Element, C: Element> Op for Undo<R, P, 
         if self.spans.streamed_copy() {
             // SAFETY: the caller's promise is the callee's.
             unsafe { V::fence() }
-        }
-    }
-}
-
-#[inline(always)]
-pub(super) unsafe fn decode<P: Element, S: Element, V: Vector>(bits: Values<V::Bits>) -> Values<V> {
-    // SAFETY: the caller's promise is the callees'.
-    unsafe {
-        Values {
-            param: P::decode(bits.param),
-            exp_avg: S::decode(bits.exp_avg),
-            exp_avg_sq: S::decode(bits.exp_avg_sq),
-        }
-    }
-}
-
-#[inline(always)]
-pub(super) unsafe fn encode<P: Element, S: Element, V: Vector>(values: Values<V>) -> Values<V::Bits> {
-    // SAFETY: the caller's promise is the callees'.
-    unsafe {
-        Values {
-            param: P::encode(values.param),
-            exp_avg: S::encode(values.exp_avg),
-            exp_avg_sq: S::encode(values.exp_avg_sq),
-        }
-    }
-}
-
-/// Patterns of a group; of a state that the rule does not keep, zeros.
-#[inline(always)]
-pub(super) unsafe fn load_bits<P: Element, S: Element, V: Vector, A: Access>(
-    access: A,
-    at: usize,
-    from: &StateSpans<P, S>,
-) -> Values<V::Bits> {
-    // SAFETY: the caller's promise is the callees'; a null span is not touched.
-    unsafe {
-        let zero = V::splat(0.0).to_bits();
-        let state = |span: *mut S::Raw| match span.is_null() {
-            true => zero,
-            false => access.load_bits::<S, V>(span.add(at)),
-        };
-        Values {
-            param: access.load_bits::<P, V>(from.param.add(at)),
-            exp_avg: state(from.exp_avg),
-            exp_avg_sq: state(from.exp_avg_sq),
-        }
-    }
-}
-
-#[inline(always)]
-pub(super) unsafe fn store_bits<P: Element, S: Element, V: Vector, A: Access>(
-    access: A,
-    at: usize,
-    values: Values<V::Bits>,
-    to: &StateSpans<P, S>,
-) {
-    // SAFETY: the caller's promise is the callees'; a null span is not touched.
-    unsafe {
-        access.store_bits::<P, V>(values.param, to.param.add(at));
-        if !to.exp_avg.is_null() {
-            access.store_bits::<S, V>(values.exp_avg, to.exp_avg.add(at));
-        }
-        if !to.exp_avg_sq.is_null() {
-            access.store_bits::<S, V>(values.exp_avg_sq, to.exp_avg_sq.add(at));
         }
     }
 }

@@ -5,13 +5,15 @@ use super::library::out;
 use super::record;
 use super::status::spw_status;
 use super::tensor::{self, spw_tensor};
-use super::undo::spw_undo;
+use super::undo::{Step, spw_undo};
 use crate::error::{Error, Result};
-use crate::kernel::Rule;
+use crate::kernel::{AdamRule, Rule};
 use crate::optim::adagrad::{self, AdagradOptions};
 use crate::optim::deepspeed::{ADAGRAD, ADAM, AdamCall, AdamState, LION};
 use crate::optim::lion::{self, LionOptions};
-use crate::optim::{adam, spread::Job, undo};
+use crate::optim::spread::{self, Job};
+use crate::optim::{StepStats, adam, undo};
+use crate::stats;
 
 /// DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
 #[unsafe(no_mangle)]
@@ -235,6 +237,47 @@ pub(super) fn call(
 ) -> Result<AdamCall> {
     let bias_correction = record::flag("bias_correction", bias_correction)?;
     Ok(AdamCall { step, lr, beta1, beta2, eps, weight_decay, bias_correction })
+}
+
+impl spw_undo {
+    /// An Adam step of one tensor by DeepSpeed's coefficients, for [`spw_undo::ds_back`].
+    unsafe fn ds_step(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<()> {
+        // SAFETY: the caller's promise is the callees', here and below.
+        let jobs = unsafe { jobs(rule, tensor) }?;
+        let mut seal = 0;
+        // SAFETY: as above.
+        unsafe {
+            self.step(jobs, tensor, 1, Step::Adam, |jobs| {
+                for job in jobs.iter_mut() {
+                    seal = undo::step_sealed(job)?;
+                }
+                stats::ADAM.add(spread::elements(jobs));
+                Ok(StepStats::default())
+            })?;
+        }
+        self.seal = seal;
+        Ok(())
+    }
+
+    /// Takes that step back, wherever its spans lie by now; false, and nothing is done, if the recording holds another
+    /// step or the spans are not as it left them.
+    unsafe fn ds_back(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<bool> {
+        // SAFETY: the caller's promise is the callees'.
+        let (mut jobs, raw) = unsafe { (jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
+        let (Some(Step::Adam(tensors, rules)), Some(job)) = (&mut self.step, jobs.first_mut()) else {
+            return Ok(jobs.is_empty());
+        };
+        let shape = |t: &spw_tensor| (t.n, t.param_dtype, t.state_dtype, t.grad_dtype);
+        let same = tensors.len() == 1 && shape(&tensors[0]) == shape(&raw[0]) && rules[0] == rule;
+        if !same || undo::seal(job)? != self.seal {
+            return Ok(false);
+        }
+        drop(jobs);
+        *tensors = raw;
+        // SAFETY: the spans hold what the step left: the checksum over all of it says so.
+        unsafe { self.back(None) }?;
+        Ok(true)
+    }
 }
 
 /// One tensor's job.

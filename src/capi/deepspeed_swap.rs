@@ -10,7 +10,7 @@ use super::status::spw_status;
 use super::swap::{check_inputs, object, published, spw_swap, with_state};
 use super::tensor::{self, spw_tensor};
 use crate::error::{Error, Result};
-use crate::kernel::{AdamRule, Rule};
+use crate::kernel::{AdamRule, Arithmetic};
 use crate::optim::adam;
 use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
 

@@ -15,7 +15,7 @@ use super::tensor::{self, spw_tensor};
 use super::{adagrad, adam, deepspeed, lion};
 use crate::error::{Error, Result, RoundError};
 use crate::gpu::stream::{ForeignEvent, ForeignStream};
-use crate::kernel::Rule;
+use crate::kernel::{Arithmetic, Rule};
 use crate::offload::speculate::{Bucket, Lender, Progress, Tensors, Undo};
 use crate::optim::deepspeed::ADAM;
 use crate::optim::spread::Job;

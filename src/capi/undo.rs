@@ -3,7 +3,6 @@
 
 use super::adagrad::{self, spw_adagrad_options};
 use super::adam::{self, spw_adam_options};
-use super::deepspeed;
 use super::guard::guard;
 use super::library::out;
 use super::lion::{self, spw_lion_options};
@@ -12,9 +11,8 @@ use super::status::spw_status;
 use super::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
 use crate::kernel::{AdagradRule, AdamRule, LionRule, Rule, log_bytes};
-use crate::optim::spread::{self, Job};
+use crate::optim::spread::Job;
 use crate::optim::{StepStats, undo};
-use crate::stats;
 use crate::sys::reserve::Reserve;
 use crate::sys::room;
 
@@ -61,9 +59,9 @@ unsafe impl Record for spw_undo_options {
 pub struct spw_undo {
     mode: Mode,
     tensors: usize,
-    step: Option<Step>,
+    pub(super) step: Option<Step>,
     /// Of what DeepSpeed's step left, since its rollback names its spans anew.
-    seal: u64,
+    pub(super) seal: u64,
 }
 
 enum Mode {
@@ -73,7 +71,7 @@ enum Mode {
 }
 
 /// What was stepped, and with which coefficients.
-enum Step {
+pub(super) enum Step {
     Adam(Vec<spw_tensor>, Vec<AdamRule>),
     Adagrad(Vec<spw_tensor>, Vec<AdagradRule>),
     Lion(Vec<spw_tensor>, Vec<LionRule>),
@@ -107,9 +105,7 @@ pub unsafe extern "C" fn spw_undo_open(
             }
         };
         // SAFETY: not NULL, and the caller's promise.
-        unsafe {
-            undo_out.write(Box::into_raw(Box::new(spw_undo { mode, tensors, step: None, seal: 0 })))
-        };
+        unsafe { undo_out.write(Box::into_raw(Box::new(spw_undo { mode, tensors, step: None, seal: 0 }))) };
         Ok(())
     })
 }
@@ -280,47 +276,8 @@ fn object(undo: Option<&mut spw_undo>) -> Result<&mut spw_undo> {
 }
 
 impl spw_undo {
-    /// An Adam step of one tensor by DeepSpeed's coefficients, for [`spw_undo::ds_back`].
-    pub(super) unsafe fn ds_step(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<()> {
-        // SAFETY: the caller's promise is the callees', here and below.
-        let jobs = unsafe { deepspeed::jobs(rule, tensor) }?;
-        let mut seal = 0;
-        // SAFETY: as above.
-        unsafe {
-            self.step(jobs, tensor, 1, Step::Adam, |jobs| {
-                for job in jobs.iter_mut() {
-                    seal = undo::step_sealed(job)?;
-                }
-                stats::ADAM.add(spread::elements(jobs));
-                Ok(StepStats::default())
-            })?;
-        }
-        self.seal = seal;
-        Ok(())
-    }
-
-    /// Takes that step back, wherever its spans lie by now; false, and nothing is done, if the recording holds another
-    /// step or the spans are not as it left them.
-    pub(super) unsafe fn ds_back(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<bool> {
-        // SAFETY: the caller's promise is the callees'.
-        let (mut jobs, raw) = unsafe { (deepspeed::jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
-        let (Some(Step::Adam(tensors, rules)), Some(job)) = (&mut self.step, jobs.first_mut()) else {
-            return Ok(jobs.is_empty());
-        };
-        let shape = |t: &spw_tensor| (t.n, t.param_dtype, t.state_dtype, t.grad_dtype);
-        let same = tensors.len() == 1 && shape(&tensors[0]) == shape(&raw[0]) && rules[0] == rule;
-        if !same || undo::seal(job)? != self.seal {
-            return Ok(false);
-        }
-        drop(jobs);
-        *tensors = raw;
-        // SAFETY: the spans hold what the step left: the checksum over all of it says so.
-        unsafe { self.back(None) }?;
-        Ok(true)
-    }
-
     /// Steps `jobs` with the log attached, and remembers them.
-    unsafe fn step<'a, R: Rule>(
+    pub(super) unsafe fn step<'a, R: Rule>(
         &'a mut self,
         jobs: Vec<Job<'a, R>>,
         tensors: *const spw_tensor,
@@ -358,7 +315,7 @@ impl spw_undo {
     }
 
     /// Takes the recorded step back, and does it again with another factor if there is one.
-    unsafe fn back(&mut self, again: Option<f32>) -> Result<()> {
+    pub(super) unsafe fn back(&mut self, again: Option<f32>) -> Result<()> {
         let step = self.step.as_ref().ok_or_else(|| Error::invalid("undo", "holds no recorded step"))?;
         // SAFETY: the caller's promise is the callee's.
         unsafe {

@@ -5,7 +5,8 @@ use std::io;
 use std::sync::{Arc, Condvar, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::file::{File, Route};
+use super::file::File;
+use super::plan::Route;
 use crate::pool::region::Region;
 use crate::sys::span::Span;
 

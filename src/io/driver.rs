@@ -20,10 +20,10 @@ use slab::Slab;
 
 use super::backend::{Action, Backend, Completion, LANES, Piece, Sleep};
 use super::counters::Counters;
-use super::file::Route;
 use super::operation::{Operation, Shared};
 use super::plan::Extent;
-use super::verdict::{Verdict, judge};
+use super::plan::Route;
+use super::verdict::{InFlight, Verdict, judge};
 use crate::error::{Error, IoKind, Result};
 use crate::sys::memory::Mapping;
 use crate::sys::span::Span;
@@ -41,7 +41,7 @@ pub(super) struct Driver {
     depth: usize,
     running: Slab<Running>,
     lanes: [Lane; LANES],
-    flights: Slab<Flight>,
+    flights: Slab<InFlight>,
     retries: VecDeque<usize>,
     bounce: Bounce,
     failed_devices: HashSet<u64>,
@@ -67,19 +67,6 @@ struct Running {
     /// The error nearest to the operation's begin, and where that is.
     error: Option<(u64, Error)>,
     queued: bool,
-}
-
-/// A piece under way.
-pub(super) struct Flight {
-    owner: usize,
-    /// Where in the operation.
-    pub(super) at: u64,
-    pub(super) span: Span,
-    /// Bytes of the span that moved.
-    pub(super) done: usize,
-    pub(super) route: Route,
-    bounce: Option<usize>,
-    pub(super) tries: u32,
 }
 
 /// Aligned memory for pieces whose own memory is not.
@@ -267,7 +254,7 @@ impl Driver {
         if !op.action.moves_bytes() {
             running.next = op.total();
             running.under_way += 1;
-            let flight = Flight {
+            let flight = InFlight {
                 owner: key,
                 at,
                 span: Span::empty(),
@@ -304,7 +291,7 @@ impl Driver {
         }
         running.next += len as u64;
         running.under_way += 1;
-        let flight = Flight { owner: key, at, span, done: 0, route: cut.route, bounce, tries: 0 };
+        let flight = InFlight { owner: key, at, span, done: 0, route: cut.route, bounce, tries: 0 };
         Ok(Some(self.flights.insert(flight)))
     }
 

@@ -16,19 +16,18 @@ use super::backend::{Action, Backend};
 use super::blocks::Blocks;
 use super::counters::EngineStats;
 use super::driver::{Bounce, Driver};
-use super::file::{File, Route};
+use super::file::File;
 use super::object::folder::{Folder, MAX_REQUESTS, OBJECT_BYTES, REQUESTS};
 use super::open_files::OpenFiles;
 use super::operation::{Admitted, Event, Operation, Shared};
 use super::options::{
     BLOCK_BYTES, BOUNCE_BYTES, Choice, Options, PREALLOCATE_FROM, Request, Target, checked, forced_backend,
-    with_profile,
 };
+use super::plan::Route;
 use super::plan::{self, Extent};
-use super::profile::{self, Profile};
+use super::profile::{self, Profile, with_profile};
 use super::threads::{Serve, Threads};
 use super::uring::Uring;
-use super::waiting::take_outcomes;
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::pool::region::{self, Lease};
@@ -319,7 +318,7 @@ impl Engine {
         let drained = self.wait_quiet(timeout);
         let mut state = self.shared.lock();
         state.closing = true;
-        let unseen = take_outcomes(&mut state).into_iter().find_map(Result::err);
+        let unseen = state.take_all().into_iter().find_map(Result::err);
         drop(state);
         self.shared.wake();
         drained?;

@@ -4,7 +4,7 @@
 //! - An operation stalls only after the engine saw no completion for the whole stall limit, in which this process ran.
 //! - A look that comes much later than planned means that the process did not run (SIGSTOP, a frozen cgroup, a paused
 //!   container). Completions of that time are still in the queue: the stall limit begins anew, and no deadline expires
-//!   before the driver had [`SETTLE`] to take them.
+//!   before the driver had a moment to take them.
 //! - Waiters look as well as the driver, since a system call can hold the driver up.
 #![forbid(unsafe_code)]
 
@@ -17,41 +17,8 @@ use super::operation::{Phase, Shared, State};
 use crate::error::{Error, IoKind};
 use crate::log::{self, Level};
 
-/// A look is late if it comes this much after its time.
-const LATE: Duration = Duration::from_millis(250);
-/// Time for the driver to take completions after the process ran again.
-const SETTLE: Duration = Duration::from_millis(50);
 /// Bounds of the time between two looks while operations are in flight.
 const LOOK_EVERY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(2));
-
-/// What earlier looks saw.
-#[derive(Debug, Default)]
-pub(super) struct Expiry {
-    /// `Shared::progress`, and when it was last seen to change.
-    progress: (u64, Option<Instant>),
-    /// When the next look was planned; `None` if nothing was in flight.
-    planned: Option<Instant>,
-    /// Nothing expires before.
-    settles: Option<Instant>,
-}
-
-impl Expiry {
-    /// As a look leaves it that planned the next one for `when`.
-    #[cfg(test)]
-    pub(super) fn planned(when: Instant) -> Expiry {
-        Expiry { planned: Some(when), ..Expiry::default() }
-    }
-
-    /// Notes whether the process stood still since the last look.
-    fn notice_stop(&mut self, now: Instant, every: Duration) {
-        let late = LATE.max(every);
-        if self.planned.is_some_and(|planned| now.saturating_duration_since(planned) > late) {
-            self.settles = now.checked_add(SETTLE);
-            self.progress.1 = Some(now);
-        }
-        self.settles = self.settles.filter(|settles| *settles > now);
-    }
-}
 
 impl Shared {
     /// Expires what is past its deadline, or in flight without progress for too long, and says so in the log; when to look
@@ -62,12 +29,12 @@ impl Shared {
     ) -> (MutexGuard<'a, State>, Option<Instant>, bool) {
         let now = Instant::now();
         let every = self.stall.map_or(LOOK_EVERY.1, |stall| (stall / 8).clamp(LOOK_EVERY.0, LOOK_EVERY.1));
-        state.expiry.notice_stop(now, every);
+        state.progress.notice_stop(now, every);
         let stalled = self.stall.and_then(|stall| {
             let due = state.stall(self.progress.load(Ordering::Relaxed), stall, now)?;
             Some(due.min(now + every))
         });
-        let settles = state.expiry.settles;
+        let settles = state.progress.settles;
         let expired = if settles.is_some() { Vec::new() } else { state.expire(now) };
         if !expired.is_empty() {
             expired.iter().for_each(|_| Counters::add(&self.counters.failed, 1));
@@ -78,7 +45,7 @@ impl Shared {
         let deadline =
             state.deadlines.first().map(|(deadline, _)| settles.unwrap_or(*deadline).max(*deadline));
         let next = deadline.into_iter().chain(stalled).min();
-        state.expiry.planned = next.filter(|_| state.unfinished > 0);
+        state.progress.planned = next.filter(|_| state.unfinished > 0);
         (state, next, !expired.is_empty())
     }
 }
@@ -86,10 +53,10 @@ impl Shared {
 impl State {
     /// Gives operations that see no progress for too long a deadline that has passed; when the next one may be due.
     fn stall(&mut self, progress: u64, stall: Duration, now: Instant) -> Option<Instant> {
-        if self.expiry.progress.0 != progress {
-            self.expiry.progress = (progress, Some(now));
+        if self.progress.seen.0 != progress {
+            self.progress.seen = (progress, Some(now));
         }
-        let moved = self.expiry.progress.1;
+        let moved = self.progress.seen.1;
         if let Some(soonest) = moved.and_then(|moved| moved.checked_add(stall)).filter(|at| *at > now) {
             return (self.unfinished > 0).then_some(soonest);
         }

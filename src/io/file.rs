@@ -13,20 +13,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use arc_swap::ArcSwapOption;
 
-use super::plan::Alignment;
+use super::plan::{Alignment, Route};
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::file::{self, Access, DirectNeed, Facts, FileSystem, Identity, RequestLimits};
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::own;
-
-/// Which descriptor of a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Route {
-    /// Past the page cache.
-    Direct,
-    /// Through it.
-    Buffered,
-}
 
 /// A file that operations work on.
 #[derive(Debug)]

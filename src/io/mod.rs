@@ -3,6 +3,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`engine`], `waiting` | what callers see: submit, wait, cancel, deadlines |
+//! | `operation`, `expiry`, `progress` | what callers and driver share; deadlines, and time in which the process stood still |
 //! | [`options`], `counters`, `busy` | settings and requests in, statistics out |
 //! | `driver` | the thread behind an engine: cuts operations into pieces, keeps the queue full |
 //! | `verdict` | what a completion means for its piece |
@@ -23,6 +24,7 @@ mod driver;
 mod expiry;
 mod open_files;
 mod operation;
+mod progress;
 mod threads;
 mod uring;
 mod verdict;

@@ -14,8 +14,8 @@ use slab::Slab;
 use super::backend::{Action, Wake, doze};
 use super::busy::Busy;
 use super::counters::Counters;
-use super::expiry::Expiry;
 use super::file::File;
+use super::progress::Progress;
 use crate::error::{Error, IoError, IoKind, Result};
 use crate::pool::region::Lease;
 use crate::sys::span::Span;
@@ -136,7 +136,7 @@ pub(super) struct State {
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
     pub(super) busy: Busy,
-    pub(super) expiry: Expiry,
+    pub(super) progress: Progress,
     /// Devices with expired operations in the kernel, and how many.
     pub(super) stuck: HashMap<u64, usize>,
     pub(super) closing: bool,
@@ -430,7 +430,7 @@ mod tests {
         let long_ago = now - Duration::from_secs(10);
         let handle = shared.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
         // The look that was planned for then comes now.
-        shared.lock().expiry = Expiry::planned(long_ago);
+        shared.lock().progress = Progress::planned_for(long_ago);
         let (state, next, expired) = shared.expire(shared.lock());
         drop(state);
         assert!(!expired && next.is_some_and(|next| next > now && next < now + stall));

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::file::File;
-use super::profile::Profile;
 use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::span::Span;
@@ -114,19 +113,6 @@ pub(super) fn forced_backend() -> Result<Option<Choice>> {
                 Err(Error::invalid("SPILLWAY_IO", format!("{other:?} is neither \"uring\" nor \"threads\"")))
             }
         },
-    }
-}
-
-/// Puts the profile's settings where the caller gave none. `block_bytes` stays 0: it is found for each file.
-pub(super) fn with_profile(options: Options, profile: Option<&Profile>) -> Options {
-    let (backend, depth) = profile.and_then(Profile::of_an_engine).unwrap_or((options.backend, DEPTH));
-    let threads = backend == Choice::Threads && options.backend == Choice::Auto;
-    let or = |given: u32, other: u32| if given == 0 { other } else { given };
-    Options {
-        backend: if options.backend == Choice::Auto { backend } else { options.backend },
-        depth: or(options.depth, depth),
-        workers: or(options.workers, if threads { depth } else { WORKERS }),
-        ..options
     }
 }
 

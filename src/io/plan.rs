@@ -7,9 +7,17 @@
 //! kernel's own rules keep the two descriptors coherent.
 #![forbid(unsafe_code)]
 
-use super::file::Route;
 use crate::sys::file::RequestLimits;
 use crate::sys::memory::BASE_PAGE;
+
+/// Which descriptor of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Route {
+    /// Past the page cache.
+    Direct,
+    /// Through it.
+    Buffered,
+}
 
 /// What direct I/O on a file asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use super::options::{Choice, MAX_BLOCK, MAX_DEPTH};
+use super::options::{Choice, DEPTH, MAX_BLOCK, MAX_DEPTH, Options, WORKERS};
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::file::FileSystem;
@@ -80,6 +80,19 @@ pub(super) fn warn(message: &str) {
     if *last != message {
         log::write(Level::Warn, message);
         *last = message.to_string();
+    }
+}
+
+/// Puts the profile's settings where the caller gave none. `block_bytes` stays 0: it is found for each file.
+pub(super) fn with_profile(options: Options, profile: Option<&Profile>) -> Options {
+    let (backend, depth) = profile.and_then(Profile::of_an_engine).unwrap_or((options.backend, DEPTH));
+    let threads = backend == Choice::Threads && options.backend == Choice::Auto;
+    let or = |given: u32, other: u32| if given == 0 { other } else { given };
+    Options {
+        backend: if options.backend == Choice::Auto { backend } else { options.backend },
+        depth: or(options.depth, depth),
+        workers: or(options.workers, if threads { depth } else { WORKERS }),
+        ..options
     }
 }
 

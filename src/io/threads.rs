@@ -166,7 +166,8 @@ fn run(piece: &Piece) -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::file::{File, Route};
+    use crate::io::file::File;
+    use crate::io::plan::Route;
     use crate::sys::span::Span;
     use std::sync::mpsc;
 

@@ -17,7 +17,7 @@ use io_uring::squeue::{Entry, Flags};
 use io_uring::{IoUring, Probe, opcode, types};
 
 use super::backend::{Action, Backend, Completion, LANES, Piece, Sleep, Wake};
-use super::file::Route;
+use super::plan::Route;
 use crate::log::{self, Level};
 use crate::pool::region::Region;
 use crate::sys::event::EventFd;

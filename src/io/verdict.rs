@@ -5,11 +5,12 @@ use std::io;
 
 use super::backend::Action;
 use super::counters::Counters;
-use super::driver::Flight;
-use super::file::{Route, failure};
+use super::file::failure;
 use super::operation::Operation;
+use super::plan::Route;
 use crate::error::{Error, IoError, IoKind};
 use crate::sys::file;
+use crate::sys::span::Span;
 
 /// A piece is tried this often; the system that interrupts more is not going to stop.
 const MAX_TRIES: u32 = 64;
@@ -20,10 +21,23 @@ pub(super) enum Verdict {
     Failed(Error),
 }
 
+/// A piece that the backend has.
+pub(super) struct InFlight {
+    pub(super) owner: usize,
+    /// Where in the operation.
+    pub(super) at: u64,
+    pub(super) span: Span,
+    /// Bytes of the span that moved.
+    pub(super) done: usize,
+    pub(super) route: Route,
+    pub(super) bounce: Option<usize>,
+    pub(super) tries: u32,
+}
+
 /// Judges a result as the system call would have returned it, and counts what it moved.
 pub(super) fn judge(
     op: &Operation,
-    flight: &mut Flight,
+    flight: &mut InFlight,
     result: i32,
     words: Option<Box<str>>,
     counters: &Counters,
@@ -53,7 +67,7 @@ pub(super) fn judge(
 
 fn judge_errno(
     op: &Operation,
-    flight: &mut Flight,
+    flight: &mut InFlight,
     errno: i32,
     words: Option<Box<str>>,
     counters: &Counters,
@@ -90,7 +104,7 @@ fn judge_errno(
 }
 
 /// After a short transfer: on, directly if what is left is still aligned.
-fn resume(op: &Operation, flight: &mut Flight) -> Verdict {
+fn resume(op: &Operation, flight: &mut InFlight) -> Verdict {
     let aligned = op.file.direct().is_some_and(|need| {
         (flight.done as u64).is_multiple_of(need.offset) && (flight.done as u64).is_multiple_of(need.memory)
     });
@@ -100,7 +114,7 @@ fn resume(op: &Operation, flight: &mut Flight) -> Verdict {
     reroute(op, flight)
 }
 
-fn reroute(op: &Operation, flight: &mut Flight) -> Verdict {
+fn reroute(op: &Operation, flight: &mut InFlight) -> Verdict {
     flight.route = Route::Buffered;
     match op.file.prepare(Route::Buffered) {
         Ok(()) => Verdict::Again,
@@ -108,7 +122,7 @@ fn reroute(op: &Operation, flight: &mut Flight) -> Verdict {
     }
 }
 
-fn end_of_file(op: &Operation, flight: &Flight) -> Error {
+fn end_of_file(op: &Operation, flight: &InFlight) -> Error {
     let end = op.offset + flight.at + flight.done as u64;
     IoError {
         kind: IoKind::ShortFile,
@@ -122,7 +136,7 @@ fn end_of_file(op: &Operation, flight: &Flight) -> Error {
     .into()
 }
 
-fn broken(op: &Operation, flight: &Flight, detail: String) -> Error {
+fn broken(op: &Operation, flight: &InFlight, detail: String) -> Error {
     IoError {
         kind: IoKind::Failed,
         doing: op.doing(),

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
-use super::operation::{Event, Phase, State};
+use super::operation::{Entry, Event, Phase, State};
 use crate::error::{Error, IoError, IoKind, Result};
 
 impl Engine {
@@ -44,7 +44,7 @@ impl Engine {
     /// Waits for all operations and forgets them; their number, or the first error. With nothing under way, 0 at once.
     pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
         self.wait_quiet(timeout)?;
-        let outcomes = take_outcomes(&mut self.shared.lock());
+        let outcomes = self.shared.lock().take_all();
         let total = outcomes.len() as u64;
         first_error(outcomes).map(|()| total)
     }
@@ -80,17 +80,17 @@ impl Engine {
     }
 }
 
-/// All outcomes that nobody has taken, in the order of submission.
-pub(super) fn take_outcomes(state: &mut State) -> Vec<Result<u64>> {
-    let mut handles: Vec<u64> = state
-        .entries
-        .iter()
-        .map(|(_, entry)| entry)
-        .filter(|entry| matches!(entry.phase, Phase::Finished(_) | Phase::Expired { unread: Some(_), .. }))
-        .map(|entry| entry.handle)
-        .collect();
-    handles.sort_unstable_by_key(|handle| handle >> 32);
-    handles.into_iter().filter_map(|handle| state.take(handle).ok().flatten()).collect()
+impl State {
+    /// All outcomes that no wait has taken, in the order of submission.
+    pub(super) fn take_all(&mut self) -> Vec<Result<u64>> {
+        let over = |entry: &Entry| {
+            matches!(entry.phase, Phase::Finished(_) | Phase::Expired { unread: Some(_), .. })
+        };
+        let entries = self.entries.iter().map(|(_, entry)| entry);
+        let mut handles: Vec<u64> = entries.filter(|entry| over(entry)).map(|entry| entry.handle).collect();
+        handles.sort_unstable_by_key(|handle| handle >> 32);
+        handles.into_iter().filter_map(|handle| self.take(handle).ok().flatten()).collect()
+    }
 }
 
 /// The first error, with the number of the others.

@@ -10,7 +10,6 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use super::memory;
-pub use super::own::{Want, open_own};
 use super::span::Span;
 
 /// What a file is opened for.

@@ -19,8 +19,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwapOption;
 
-use super::file::{Identity, Want};
+use super::file::Identity;
 use super::own::OwnDirectory;
+use super::own::Want;
 use super::parents::ParentsFile;
 use super::process;
 use crate::log::{self, Level};

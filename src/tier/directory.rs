@@ -18,9 +18,10 @@ use std::path::{Path, PathBuf};
 
 use super::extent::check_name;
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
-use crate::sys::file::{Identity, Want};
+use crate::sys::file::Identity;
 use crate::sys::host;
 use crate::sys::lock::{Attempt, FileLock};
+use crate::sys::own::Want;
 use crate::sys::own::{self, OwnDirectory};
 
 /// Files of a directory, superblocks first.

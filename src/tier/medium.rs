@@ -12,7 +12,8 @@ use std::sync::Arc;
 use super::directory::{Directory, FILES};
 use crate::error::{Error, Result};
 use crate::io::file::File;
-use crate::sys::file::{self, Access, Want};
+use crate::sys::file::{self, Access};
+use crate::sys::own::Want;
 
 /// The same file, open for reading and for writing.
 #[derive(Debug, Clone)]

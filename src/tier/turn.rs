@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
-use crate::sys::file::Want;
+use crate::sys::own::Want;
 use crate::sys::own::{self, OwnDirectory};
 
 /// Most processes in one line.

@@ -54,6 +54,24 @@ struct State {
     released: bool,
 }
 
+impl Journal {
+    /// The `disks` disks after the first `events` events, as the next process finds them.
+    pub fn replayed(&self, disks: usize, events: usize) -> Vec<Disk> {
+        let image: Vec<Disk> = (0..disks).map(|_| Disk::default()).collect();
+        for (disk, event) in self.lock().iter().take(events) {
+            image[*disk].serve(event.clone());
+        }
+        image
+    }
+
+    /// The same after the power failed.
+    pub fn image(&self, disks: usize, events: usize, crash: Crash, seed: u64) -> Vec<Disk> {
+        let image = self.replayed(disks, events);
+        image.iter().zip(seed..).for_each(|(disk, seed)| disk.crash(crash, seed));
+        image
+    }
+}
+
 impl Disk {
     /// A disk that tells `journal` what it serves, as number `number`.
     pub fn journaled(journal: &Journal, number: usize) -> Disk {

@@ -3,8 +3,6 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::disk::{Crash, Disk};
-
 /// Something that a disk did.
 #[derive(Debug, Clone)]
 pub enum Event {
@@ -78,23 +76,7 @@ impl Journal {
         self.len() == 0
     }
 
-    /// The `disks` disks after the first `events` events, as the next process finds them.
-    pub fn replayed(&self, disks: usize, events: usize) -> Vec<Disk> {
-        let image: Vec<Disk> = (0..disks).map(|_| Disk::default()).collect();
-        for (disk, event) in self.lock().iter().take(events) {
-            image[*disk].serve(event.clone());
-        }
-        image
-    }
-
-    /// The same after the power failed.
-    pub fn image(&self, disks: usize, events: usize, crash: Crash, seed: u64) -> Vec<Disk> {
-        let image = self.replayed(disks, events);
-        image.iter().zip(seed..).for_each(|(disk, seed)| disk.crash(crash, seed));
-        image
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<(usize, Event)>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Vec<(usize, Event)>> {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -15,7 +15,7 @@ pub use disk::{Crash, Disk, SECTOR};
 pub use journal::{Event, Journal};
 
 use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
-use super::file::Route;
+use super::plan::Route;
 
 /// What goes wrong, and how often.
 #[derive(Debug, Clone, Default)]

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::gpu::steps::{Job, Steps};
 use crate::gpu::stream::{Event, ForeignStream};
 use crate::gpu::transfer::{Copy, Transfers};
-use crate::kernel::Rule;
+use crate::kernel::Arithmetic;
 use crate::optim::StepStats;
 
 /// What has to be over on the device before a bucket's new parameters are there.

@@ -3,13 +3,16 @@
 //! Logs have groups of one size, whatever the vector length of the thread that writes or reads them, in a layout of their
 //! own (kernels/log_sve.h).
 
-use super::element::{Absent, Dtypes};
-use super::float_mode::IeeeMode;
-use super::record::HEADER;
-use super::rules::AdamRule;
-use super::sve::{Adam, by_tiles, coefficients, decay, ffi, types};
-use super::tensor::{Spans, StateSpans, Tensor};
+use super::bodies::Adam;
+use super::ffi::{self, coefficients, decay, types};
+use super::tiles::by_tiles;
 use crate::dtype::Dtype;
+use crate::element::{Absent, Dtypes};
+use crate::float_mode::IeeeMode;
+use crate::log::HEADER;
+use crate::rules::AdamRule;
+use crate::spans::{Spans, StateSpans};
+use crate::tensor::Tensor;
 
 /// Steps one chunk into its log, its shadow or both; `None`, with nothing done, if there is no body for these types.
 pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool) -> Option<f64> {
@@ -34,7 +37,7 @@ pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool
     Some(if squares || start.is_some() { sum } else { 0.0 })
 }
 
-/// Takes one chunk's step back, as `undo::undo` does; false, with nothing done, if there is no body for these types.
+/// Takes one chunk's step back, as the generic body does; false, with nothing done, if there is no body for these types.
 pub fn undo(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, again: Option<f32>) -> bool {
     let Ok(dtypes) = tensor.dtypes() else { return false };
     let (n, spans) = (tensor.len(), addresses(tensor));

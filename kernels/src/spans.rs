@@ -1,0 +1,202 @@
+//! A tensor's addresses with its element types known, and how groups of elements move between them and vectors.
+
+use super::element::Element;
+use super::log::LINE;
+use super::rules::Values;
+use super::tensor::{States, Tensor};
+use super::vector::Vector;
+use super::walk::Access;
+use crate::dtype::FloatsMut;
+
+/// Elements between what is worked on and what is asked for.
+pub(super) const AHEAD: usize = 512;
+
+/// A tensor's addresses with its element types known.
+#[derive(Clone, Copy)]
+pub struct Spans<P: Element, S: Element, G: Element, C: Element> {
+    pub grad: *const G::Raw,
+    pub param_copy: *mut C::Raw,
+    old: StateSpans<P, S>,
+    new: StateSpans<P, S>,
+    streamed: bool,
+    streamed_copy: bool,
+}
+
+/// Parameter and states; an absent state is null.
+pub struct StateSpans<P: Element, S: Element> {
+    pub param: *mut P::Raw,
+    pub exp_avg: *mut S::Raw,
+    pub exp_avg_sq: *mut S::Raw,
+}
+
+impl<P: Element, S: Element> Clone for StateSpans<P, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P: Element, S: Element> Copy for StateSpans<P, S> {}
+
+impl<P: Element, S: Element> StateSpans<P, S> {
+    fn of(states: &mut States<'_>) -> Self {
+        let state =
+            |span: &mut Option<FloatsMut<'_>>| span.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address);
+        StateSpans {
+            param: states.param.address().cast(),
+            exp_avg: state(&mut states.exp_avg).cast(),
+            exp_avg_sq: state(&mut states.exp_avg_sq).cast(),
+        }
+    }
+
+    /// True if every span begins with a cache line.
+    fn aligned(self) -> bool {
+        let addresses = [self.param.addr(), self.exp_avg.addr(), self.exp_avg_sq.addr()];
+        addresses.iter().all(|address| address.is_multiple_of(LINE))
+    }
+}
+
+impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
+    /// The addresses of `tensor`, whose dtypes must be these types.
+    pub fn of(tensor: &mut Tensor<'_>) -> Self {
+        let old = StateSpans::of(&mut tensor.states);
+        let new = tensor.shadow.as_mut().map(StateSpans::of);
+        let param_copy: *mut C::Raw =
+            tensor.param_copy.as_mut().map_or(std::ptr::null_mut(), FloatsMut::address).cast();
+        let streamed = tensor.streams.written;
+        Spans {
+            grad: tensor.grad.address().cast(),
+            param_copy,
+            old,
+            new: new.unwrap_or(old),
+            streamed: streamed && new.is_some_and(StateSpans::aligned),
+            streamed_copy: streamed && !param_copy.is_null() && param_copy.addr().is_multiple_of(LINE),
+        }
+    }
+
+    /// True if the new states go past the caches.
+    #[inline(always)]
+    pub fn streamed(&self) -> bool {
+        self.streamed
+    }
+
+    /// True if the param_copy goes past the caches.
+    #[inline(always)]
+    pub fn streamed_copy(&self) -> bool {
+        self.streamed_copy
+    }
+
+    /// Asks for what a group far enough ahead of `at` reads. The processor's own prefetch stops at every page.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    #[inline(always)]
+    pub unsafe fn prefetch<V: Vector>(&self, at: usize) {
+        let (at, reads) = (at + AHEAD, &self.old);
+        // SAFETY: a prefetch of any address is harmless.
+        unsafe {
+            V::prefetch(self.grad.wrapping_add(at).cast());
+            V::prefetch(reads.param.wrapping_add(at).cast());
+            V::prefetch(reads.exp_avg.wrapping_add(at).cast());
+            V::prefetch(reads.exp_avg_sq.wrapping_add(at).cast());
+        }
+    }
+
+    /// True if a step writes where it reads.
+    pub fn in_place(&self) -> bool {
+        self.old.param == self.new.param
+    }
+
+    /// Where a step reads, and its undo writes.
+    #[inline(always)]
+    pub fn before(&self) -> StateSpans<P, S> {
+        self.old
+    }
+
+    /// Where a step writes, and its undo reads: the same place, or the shadow.
+    #[inline(always)]
+    pub fn after(&self) -> StateSpans<P, S> {
+        self.new
+    }
+}
+
+/// Writes a group, past the caches where `streamed`.
+#[inline(always)]
+pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
+    access: A,
+    streamed: bool,
+    value: V,
+    to: *mut E::Raw,
+) {
+    // SAFETY: the caller's promise is the callees'; streamed spans begin with a line, hence every group is aligned.
+    unsafe {
+        match streamed {
+            true => access.stream_bits::<E, V>(E::encode(value), to),
+            false => access.store::<E, V>(value, to),
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn decode<P: Element, S: Element, V: Vector>(bits: Values<V::Bits>) -> Values<V> {
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        Values {
+            param: P::decode(bits.param),
+            exp_avg: S::decode(bits.exp_avg),
+            exp_avg_sq: S::decode(bits.exp_avg_sq),
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn encode<P: Element, S: Element, V: Vector>(values: Values<V>) -> Values<V::Bits> {
+    // SAFETY: the caller's promise is the callees'.
+    unsafe {
+        Values {
+            param: P::encode(values.param),
+            exp_avg: S::encode(values.exp_avg),
+            exp_avg_sq: S::encode(values.exp_avg_sq),
+        }
+    }
+}
+
+/// Patterns of a group; of a state that the rule does not keep, zeros.
+#[inline(always)]
+pub(super) unsafe fn load_bits<P: Element, S: Element, V: Vector, A: Access>(
+    access: A,
+    at: usize,
+    from: &StateSpans<P, S>,
+) -> Values<V::Bits> {
+    // SAFETY: the caller's promise is the callees'; a null span is not touched.
+    unsafe {
+        let zero = V::splat(0.0).to_bits();
+        let state = |span: *mut S::Raw| match span.is_null() {
+            true => zero,
+            false => access.load_bits::<S, V>(span.add(at)),
+        };
+        Values {
+            param: access.load_bits::<P, V>(from.param.add(at)),
+            exp_avg: state(from.exp_avg),
+            exp_avg_sq: state(from.exp_avg_sq),
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn store_bits<P: Element, S: Element, V: Vector, A: Access>(
+    access: A,
+    at: usize,
+    values: Values<V::Bits>,
+    to: &StateSpans<P, S>,
+) {
+    // SAFETY: the caller's promise is the callees'; a null span is not touched.
+    unsafe {
+        access.store_bits::<P, V>(values.param, to.param.add(at));
+        if !to.exp_avg.is_null() {
+            access.store_bits::<S, V>(values.exp_avg, to.exp_avg.add(at));
+        }
+        if !to.exp_avg_sq.is_null() {
+            access.store_bits::<S, V>(values.exp_avg_sq, to.exp_avg_sq.add(at));
+        }
+    }
+}

@@ -1,5 +1,8 @@
-//! Proves that the house keeps its rules: the order of the layers, where `unsafe` may stand, the length of files, nothing
+//! Proves that the house keeps its rules: the order of the layers, no circles between files, where `unsafe` may stand, the length of files, nothing
 //! left over, and nothing of one machine in what is committed. The rules are shown to refuse what breaks them.
+
+#[path = "support/circles.rs"]
+mod circles;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -188,6 +191,17 @@ fn sources_are_finished_short_and_silent() {
 }
 
 #[test]
+fn no_two_files_import_each_other_in_a_circle() {
+    for crate_source in ["src", "kernels/src"] {
+        let mut files = files(crate_source, "");
+        files.retain(|(path, _)| !path.contains("tests") && !path.starts_with("bin/"));
+        assert!(files.len() > 15, "{} files", files.len());
+        let circles = circles::circles(&files);
+        assert!(circles.is_empty(), "in {crate_source}:\n{}", circles.join("\n"));
+    }
+}
+
+#[test]
 fn every_module_of_lib_rs_has_a_layer() {
     let lib = fs::read_to_string(root().join("src/lib.rs")).expect("src/lib.rs exists");
     let modules: Vec<&str> =
@@ -258,6 +272,23 @@ fn the_rules_refuse_what_breaks_them() {
     assert_eq!(text_faults("bin/spillway.rs", "println!()"), [""; 0]);
     assert_eq!(text_faults("optim/adam.rs", &"\n".repeat(MOST_LINES + 1)).len(), 1);
     assert_eq!(text_faults("optim/adam.rs", &"\n".repeat(MOST_LINES)), [""; 0]);
+
+    let files = |texts: &[(&str, &str)]| -> Vec<(String, String)> {
+        texts.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect()
+    };
+    let round = files(&[
+        ("a/mod.rs", "mod b; mod c;"),
+        ("a/b.rs", "use super::{c::{self, One}, d};\nuse crate::e::Two;"),
+        ("a/c.rs", "fn f() { crate::e::g() }"),
+        ("e.rs", "use crate::a::b;\n"),
+    ]);
+    assert_eq!(circles::circles(&round), ["a::b, a::c, e"]);
+    let straight = files(&[
+        ("a/mod.rs", "pub use b::X;"),
+        ("a/b.rs", "use crate::e::Two;"),
+        ("e.rs", "// use crate::a::b;\n#[cfg(test)]\nmod tests { use crate::a::b; }"),
+    ]);
+    assert_eq!(circles::circles(&straight), [""; 0]);
 
     let place = concat!("cd /ro", "ot/x");
     assert_eq!(machine_faults("README.md", place).len(), 1);

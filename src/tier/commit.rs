@@ -9,10 +9,11 @@
 
 use std::sync::Arc;
 
-use super::jobs::Writer;
+use super::contents::Writer;
+use super::health::Health;
 use super::options::Durability;
 use super::path::{Copy, Path};
-use super::state::{Extent, Good, Health, PathState, State};
+use super::state::{Extent, Good, PathState, State};
 use super::store::Tier;
 use super::superblock::{Encoded, ExtentRecord, PathRecord, Superblock};
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
@@ -292,50 +293,53 @@ fn because(error: &Error, reason: &Error) -> Error {
     }
 }
 
-pub(super) fn superblock(tier: &Tier, state: &State, step: Option<u64>, payload: Vec<u8>) -> Superblock {
-    let written = |number: usize| {
-        let stats = tier.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
-        stats.map_or(0, |stats| stats.written_bytes)
-    };
-    // A path that is gone for good, with nothing left on it, is not missed at the next open.
-    let retired = |number: usize, path: &PathState| {
-        let current = |extent: &Extent| extent.current.clone().filter(|_| !extent.removed);
-        (path.health == Health::Missing || path.gone)
-            && !state
-                .extents
-                .iter()
-                .flatten()
-                .filter_map(current)
-                .any(|one| one.version.touches(number as u32))
-    };
-    let paths = state.paths.iter().enumerate().map(|(number, path)| PathRecord {
-        name: if retired(number, path) { String::new() } else { path.name.clone() },
-        memory: path.memory,
-        end: path.space.end(),
-        written: path.written_before + written(number),
-    });
-    let extents = state.extents.iter().map(|extent| {
-        let extent = extent.as_ref().filter(|extent| !extent.removed)?;
-        Some(ExtentRecord {
-            name: extent.name.clone(),
-            shape: (*extent.shape).clone(),
-            version: extent.current.as_ref().map(|contents| contents.version.clone()),
-        })
-    });
-    Superblock {
-        tier: tier.who.tier,
-        sequence: state.sequence,
-        step,
-        path: 0,
-        block_bytes: tier.block_bytes,
-        job: tier.options.owner.job.clone(),
-        host: tier.options.owner.host.clone(),
-        rank: tier.options.owner.rank,
-        world: tier.options.world,
-        generation: state.generation,
-        payload,
-        paths: paths.collect(),
-        extents: extents.collect(),
+impl Tier {
+    /// The superblock of the state that reads see.
+    pub(super) fn superblock(&self, state: &State, step: Option<u64>, payload: Vec<u8>) -> Superblock {
+        let written = |number: usize| {
+            let stats = self.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
+            stats.map_or(0, |stats| stats.written_bytes)
+        };
+        // A path that is gone for good, with nothing left on it, is not missed at the next open.
+        let retired = |number: usize, path: &PathState| {
+            let current = |extent: &Extent| extent.current.clone().filter(|_| !extent.removed);
+            (path.health == Health::Missing || path.gone)
+                && !state
+                    .extents
+                    .iter()
+                    .flatten()
+                    .filter_map(current)
+                    .any(|one| one.version.touches(number as u32))
+        };
+        let paths = state.paths.iter().enumerate().map(|(number, path)| PathRecord {
+            name: if retired(number, path) { String::new() } else { path.name.clone() },
+            memory: path.memory,
+            end: path.space.end(),
+            written: path.written_before + written(number),
+        });
+        let extents = state.extents.iter().map(|extent| {
+            let extent = extent.as_ref().filter(|extent| !extent.removed)?;
+            Some(ExtentRecord {
+                name: extent.name.clone(),
+                shape: (*extent.shape).clone(),
+                version: extent.current.as_ref().map(|contents| contents.version.clone()),
+            })
+        });
+        Superblock {
+            tier: self.who.tier,
+            sequence: state.sequence,
+            step,
+            path: 0,
+            block_bytes: self.block_bytes,
+            job: self.options.owner.job.clone(),
+            host: self.options.owner.host.clone(),
+            rank: self.options.owner.rank,
+            world: self.options.world,
+            generation: state.generation,
+            payload,
+            paths: paths.collect(),
+            extents: extents.collect(),
+        }
     }
 }
 

@@ -11,8 +11,6 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::path::Path;
-use super::store::Tier;
 use crate::error::Result;
 use crate::sys::span::Span;
 
@@ -105,37 +103,6 @@ impl Gate {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Tier {
-    /// Holds reads and writes of a path's data back from now on.
-    pub fn close_gate(&self, path: usize) {
-        self.at(path, Path::close_gate);
-    }
-
-    /// Begins those held back, and goes on so.
-    pub fn open_gate(&self, path: usize) {
-        self.at(path, |path| path.let_through(false));
-    }
-
-    /// Begins those held back, and none that come later.
-    pub fn let_through(&self, path: usize) {
-        self.at(path, |path| path.let_through(true));
-    }
-
-    /// True if something is held back.
-    pub fn held_back(&self, path: usize) -> bool {
-        self.at(path, |path| path.held_back() > 0).unwrap_or(false)
-    }
-
-    /// True if nothing is under way on a path.
-    pub fn quiet(&self, path: usize) -> bool {
-        self.at(path, Path::quiet).unwrap_or(true)
-    }
-
-    fn at<T>(&self, path: usize, work: impl FnOnce(&Path) -> T) -> Option<T> {
-        self.paths.get(path)?.as_deref().map(work)
     }
 }
 

@@ -4,11 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::contents::Contents;
 use super::extent::{Chunk, Shape};
+use super::health::Health;
 use super::layout::header_bytes;
 use super::path::{Copy, Path};
 use super::scratch::Scratch;
-use super::state::{Contents, Good, Health, State};
+use super::state::{Good, State};
 use super::store::Tier;
 use super::transfer::check_head;
 use crate::checksum;

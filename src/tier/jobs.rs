@@ -8,24 +8,16 @@
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Instant;
 
+use super::contents::{Contents, Writer};
 use super::extent::{Chunk, Shape, Version};
+use super::health::Health;
 use super::place::{Found, Placement, Wanted, give_back, place};
-use super::state::{Contents, Health, Slot, State};
+use super::state::{Slot, State};
 use super::store::Tier;
 use super::transfer::{Direction, Job, verdict};
-use crate::error::{Error, IoError, IoKind, Result};
+use super::waiting::timed_out;
+use crate::error::{Error, IoKind, Result};
 use crate::sys::span::Span;
-
-/// Whose write it is.
-#[derive(Debug)]
-pub(super) enum Writer {
-    /// The caller's: new contents.
-    Caller,
-    /// An evacuation's, of contents that were read.
-    Evacuation(Arc<Contents>),
-    /// A commit's, of contents that it cannot make durable where they are.
-    Commit(Arc<Contents>),
-}
 
 /// A write that has its extent for itself.
 #[derive(Debug)]
@@ -371,20 +363,6 @@ impl State {
         self.slots.insert(self.tickets, Slot::Idle(Box::new(job)));
         self.tickets
     }
-}
-
-pub(super) fn timed_out() -> Error {
-    let detail = "the tier's transfer is still under way".to_string();
-    IoError {
-        kind: IoKind::Timeout,
-        doing: "waiting",
-        path: String::new(),
-        offset: 0,
-        bytes: 0,
-        errno: 0,
-        detail,
-    }
-    .into()
 }
 
 /// An error of a write, and why no other path took it over.

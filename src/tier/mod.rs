@@ -11,8 +11,10 @@
 //! | `export` | the committed state as plain files, and back |
 //! | [`inspect`] | checking every block, the state of paths, the end of a tier |
 //! | [`superblock`], [`layout`], `wire` | bytes on disk |
-//! | [`extent`], `sums` | streams, blocks, chunks, and checksums of blocks |
+//! | [`extent`], `contents`, `sums` | streams, blocks, chunks, what an extent holds, and checksums of blocks |
 //! | `place`, [`space`], `state` | who has which place, and when it is free again |
+//! | `gate` | transfers that wait for the turn on a path |
+//! | `health`, `waiting` | how a path is doing; until when a caller waits |
 //! | [`turn`] | one process of the node on a path at a time |
 //! | `path`, `medium`, [`directory`] | files, and the lock on them |
 //! | [`bucket`], `claim` | the same in an object store |
@@ -20,8 +22,10 @@
 
 mod claim;
 mod commit;
+mod contents;
 mod export;
 mod gate;
+mod health;
 mod jobs;
 mod medium;
 mod path;
@@ -32,6 +36,7 @@ mod scratch;
 mod state;
 mod sums;
 mod transfer;
+mod waiting;
 mod wire;
 
 pub mod bucket;
@@ -47,8 +52,8 @@ pub mod superblock;
 pub mod turn;
 
 pub use commit::MAX_PAYLOAD;
+pub use health::Health;
 pub use place::Placement;
-pub use state::Health;
 pub use store::Tier;
 
 #[cfg(test)]

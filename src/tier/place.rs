@@ -7,8 +7,9 @@
 #![forbid(unsafe_code)]
 
 use super::extent::{Chunk, Shape};
+use super::health::Health;
 use super::layout::header_bytes;
-use super::state::{Health, State};
+use super::state::State;
 use crate::error::{Error, IoError, IoKind, Result};
 
 /// Where the caller wants an extent.

@@ -12,12 +12,14 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
+use super::contents::Contents;
 use super::copies::{Candidate, Chosen, Looked, choose, gone, leave_out, look};
 use super::directory::check_moved;
+use super::health::Health;
 use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
 use super::path::{Path, claim};
 use super::space::Space;
-use super::state::{Contents, Extent, Good, Health, PathState, State};
+use super::state::{Extent, Good, PathState, State};
 use super::store::{Opened, Tier};
 use super::superblock::{ExtentRecord, PathRecord, Superblock};
 use super::transfer::Identity;

@@ -8,14 +8,16 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::contents::Contents;
+use super::contents::Writer;
 use super::extent::{Chunk, Run, Shape, Version};
+use super::health::Health;
 use super::inspect::WINDOW;
-use super::jobs::{Begun, Writer};
+use super::jobs::Begun;
 use super::layout::{ChunkHeader, header_bytes};
 use super::path::Path;
 use super::place::{Placement, Wanted, give_back};
 use super::scratch::Scratch;
-use super::state::{Contents, Health};
 use super::store::Tier;
 use super::transfer::{Direction, check_head, verdict};
 use crate::checksum;

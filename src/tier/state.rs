@@ -12,26 +12,14 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use super::extent::{Shape, Version};
+use super::contents::Contents;
+use super::extent::Shape;
+use super::health::Health;
 use super::space::Space;
 use super::transfer::Job;
 use crate::error::{Error, Result, TierError, TierKind};
-
-/// How a path is doing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Health {
-    /// Reads and writes.
-    Healthy,
-    /// Reads only; what lies there moves when it is written next.
-    Draining,
-    /// A write or the whole path failed; reads are still tried.
-    Failed,
-    /// Not there since the tier was opened.
-    Missing,
-}
 
 /// A path's part of the state.
 #[derive(Debug)]
@@ -59,27 +47,8 @@ pub(super) struct Good {
     pub(super) sequence: u64,
 }
 
-/// Contents of an extent, and their checksums once they are known.
-#[derive(Debug)]
-pub(super) struct Contents {
-    pub(super) version: Version,
-    pub(super) sums: OnceLock<Arc<[u64]>>,
-    /// Changed with the state locked.
-    readers: AtomicUsize,
-}
-
 /// Contents that an extent has no more, and its shape.
 type Former = (Arc<Contents>, Arc<Shape>);
-
-impl Contents {
-    pub(super) fn new(version: Version, sums: OnceLock<Arc<[u64]>>) -> Contents {
-        Contents { version, sums, readers: AtomicUsize::new(0) }
-    }
-
-    fn is_read(&self) -> bool {
-        self.readers.load(Ordering::Relaxed) > 0
-    }
-}
 
 #[derive(Debug)]
 pub(super) struct Extent {
@@ -230,11 +199,11 @@ impl State {
 
     /// Contents that somebody reads, until [`State::end_reading`].
     pub(super) fn begin_reading(&mut self, contents: &Contents) {
-        contents.readers.fetch_add(1, Ordering::Relaxed);
+        contents.begin_read();
     }
 
     pub(super) fn end_reading(&mut self, contents: &Arc<Contents>) {
-        contents.readers.fetch_sub(1, Ordering::Relaxed);
+        contents.end_read();
         let over = |(one, _): &Former| Arc::ptr_eq(one, contents) && !one.is_read();
         if let Some(at) = self.lingering.iter().position(over) {
             let former = self.lingering.swap_remove(at);

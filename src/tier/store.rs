@@ -10,14 +10,15 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::contents::{Contents, Writer};
 use super::extent::{Shape, check_name};
-use super::jobs::{Writer, timed_out};
+use super::health::Health;
 use super::options::{Durability, TierOptions};
 use super::path::Path;
 use super::place::Placement;
-use super::state::{Contents, Extent, Health, Slot, State};
-use super::superblock::Superblock;
-use super::transfer::{Direction, Identity, Job, moment};
+use super::state::{Extent, Slot, State};
+use super::transfer::{Direction, Identity, Job};
+use super::waiting::{moment, timed_out};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::sys::process::Opener;
@@ -314,13 +315,39 @@ impl Tier {
         }
     }
 
-    /// The superblock of the state that reads see.
-    pub(super) fn superblock(&self, state: &State, step: Option<u64>, payload: Vec<u8>) -> Superblock {
-        super::commit::superblock(self, state, step, payload)
-    }
-
     pub(super) fn durability(&self) -> Durability {
         self.options.durability
+    }
+}
+
+impl Tier {
+    /// Holds reads and writes of a path's data back from now on.
+    pub fn close_gate(&self, path: usize) {
+        self.at(path, Path::close_gate);
+    }
+
+    /// Begins those held back, and goes on so.
+    pub fn open_gate(&self, path: usize) {
+        self.at(path, |path| path.let_through(false));
+    }
+
+    /// Begins those held back, and none that come later.
+    pub fn let_through(&self, path: usize) {
+        self.at(path, |path| path.let_through(true));
+    }
+
+    /// True if something is held back.
+    pub fn held_back(&self, path: usize) -> bool {
+        self.at(path, |path| path.held_back() > 0).unwrap_or(false)
+    }
+
+    /// True if nothing is under way on a path.
+    pub fn quiet(&self, path: usize) -> bool {
+        self.at(path, Path::quiet).unwrap_or(true)
+    }
+
+    fn at<T>(&self, path: usize, work: impl FnOnce(&Path) -> T) -> Option<T> {
+        self.paths.get(path)?.as_deref().map(work)
     }
 }
 

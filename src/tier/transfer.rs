@@ -7,13 +7,14 @@
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use super::contents::Contents;
 use super::extent::{Chunk, Run, Shape, Version};
+use super::health::Health;
 use super::layout::{ChunkHeader, header_bytes};
 use super::path::Path;
 use super::scratch::Scratch;
-use super::state::{Contents, Health};
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::sys::span::Span;
 
@@ -268,9 +269,4 @@ pub(super) fn verdict(error: &Error, direction: Direction) -> Option<Health> {
         (Some(IoKind::Deadline | IoKind::PathFailed), _) | (_, Direction::Write) => Some(Health::Failed),
         _ => Some(Health::Draining),
     }
-}
-
-/// The moment that lies `timeout` ahead.
-pub(super) fn moment(timeout: Option<Duration>) -> Option<Instant> {
-    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }

@@ -8,8 +8,8 @@ use std::thread;
 use super::*;
 use crate::error::{Error, IoKind};
 use crate::tier::Health;
-use crate::tier::jobs::Writer;
-use crate::tier::state::Contents;
+use crate::tier::contents::Contents;
+use crate::tier::contents::Writer;
 
 /// A tier on two disks with extents 0 and 1 written, not committed, on disk 0; and how many requests that took there.
 fn written(disks: &[Disk], faults: &[Faults]) -> (Tier, u64) {

@@ -1,0 +1,26 @@
+//! Until when a caller waits, and the error when that is over.
+#![forbid(unsafe_code)]
+
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, IoError, IoKind};
+
+/// The moment that lies `timeout` ahead.
+pub(super) fn moment(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
+}
+
+/// A transfer is still in flight when the caller's time is over.
+pub(super) fn timed_out() -> Error {
+    let detail = "the tier's transfer is still under way".to_string();
+    IoError {
+        kind: IoKind::Timeout,
+        doing: "waiting",
+        path: String::new(),
+        offset: 0,
+        bytes: 0,
+        errno: 0,
+        detail,
+    }
+    .into()
+}

@@ -48,6 +48,29 @@ static void *stepper(void *stop) {
     return NULL;
 }
 
+static void open_an_engine(void *user, int32_t level, const char *message) {
+    (void)level, (void)message;
+    spw_io *io = NULL;
+    CHECK_OK(spw_io_open(NULL, &io));
+    CHECK_OK(spw_io_close(io, -1));
+    atomic_fetch_add((atomic_int *)user, 1);
+}
+
+// A message of an engine that opens comes with no lock held: here, that there is no sense in the profile.
+static void a_callback_may_open_an_engine(void) {
+    atomic_int calls = 0;
+    CHECK(setenv("SPILLWAY_PROFILE", "/dev/null", 1) == 0);
+    CHECK_OK(spw_set_log(open_an_engine, &calls, SPW_LOG_WARN));
+    alarm(60);
+    spw_io *io = NULL;
+    CHECK_OK(spw_io_open(NULL, &io));
+    CHECK_OK(spw_io_close(io, -1));
+    alarm(0);
+    CHECK(calls == 1);
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_OFF));
+    CHECK(unsetenv("SPILLWAY_PROFILE") == 0);
+}
+
 static void *first_step(void *unused) {
     configure_threads(4);
     large_step();
@@ -83,6 +106,7 @@ static void a_replaced_callback_has_returned(void) {
 
 int main(void) {
     a_replaced_callback_has_returned();
+    a_callback_may_open_an_engine();
     struct seen info = {0}, errors = {0}, off = {0};
     CHECK_OK(spw_set_log(count, &errors, SPW_LOG_ERROR));
     configure_threads(2);

@@ -26,10 +26,10 @@ pub struct spw_tier(Arc<Tier>);
 /// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed and
 /// its last operation has ended, or the process ends: SPW_ERR_LOCKED names a live holder. Directories and files below a
 /// path are the effective user's alone, with modes 0700 and 0600 when they are new: another user's, a symbolic link or a
-/// file with a second name is SPW_ERR_FOREIGN; own ones that let others in are tightened, with a warning in the log. A
+/// file with a second name is SPW_ERR_FOREIGN. Own files that let others in, and own directories that let others write, are
+/// tightened, with a warning in the log. A path whose file system gives no answer for `stall_ms` is SPW_ERR_DEADLINE. A
 /// tier whose superblocks are lost is SPW_ERR_FORMAT until it is collected. A directory of another run, rank or number of
-/// ranks is
-/// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
+/// ranks is SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
 /// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. Of paths that went on without each other, each opened without the
 /// other, the one that went further counts; two that went as far are SPW_ERR_FOREIGN until one of them is opened alone.
 /// In an object store the lock names the machine by its machine-id: where an image brings that id along, a live holder on

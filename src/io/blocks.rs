@@ -32,8 +32,12 @@ impl Blocks {
             return self.given;
         }
         let Some(profile) = &self.profile else { return BLOCK_BYTES };
-        let mut known = self.by_device.lock().unwrap_or_else(PoisonError::into_inner);
-        let bytes = *known.entry(file.identity().device).or_insert_with(|| look_up(profile, file));
+        let device = file.identity().device;
+        let known = || self.by_device.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = known().get(&device).copied();
+        // Not locked while the callback of the log runs.
+        let bytes = found.unwrap_or_else(|| look_up(profile, file));
+        known().insert(device, bytes);
         self.last.store(bytes, Ordering::Relaxed);
         bytes
     }

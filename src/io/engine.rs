@@ -248,8 +248,10 @@ impl Engine {
         let mut last = self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner);
         if *last != reason {
             let message = format!("{} goes through the page cache: {reason}", file.name());
-            log::write(Level::Info, &message);
             *last = reason;
+            // The callback of the log may use this engine.
+            drop(last);
+            log::write(Level::Info, &message);
         }
     }
 

@@ -102,6 +102,11 @@ impl File {
     pub fn of_descriptor(fd: i32, access: Access) -> Result<File> {
         let name = format!("descriptor {fd}");
         let (main, direct) = file::duplicate(fd).map_err(|error| failure("opening", &name, 0, 0, &error))?;
+        if access != Access::Read && file::appends(&main) {
+            let words =
+                format!("{fd} was opened with O_APPEND: the system writes at the end, not at the offset");
+            return Err(Error::invalid("request.fd", words));
+        }
         let reason = (!direct).then(|| "the caller's descriptor has no O_DIRECT".to_string());
         File::assemble(main, direct, name, access, reason)
     }
@@ -254,6 +259,15 @@ impl File {
                 Route::Buffered => buffered.get().unwrap_or(main).as_fd(),
             },
             Source::Named => unreachable!("its backend asks for no descriptors"),
+        }
+    }
+
+    /// Where the first bytes lie at `from` or later that are no hole; `None` at the end. Of a file without a descriptor only
+    /// the begin is known.
+    pub fn next_data(&self, from: u64) -> Option<u64> {
+        match &self.source {
+            Source::Real { main, .. } => file::next_data(main, from),
+            Source::Named => (from == 0).then_some(0),
         }
     }
 

@@ -9,7 +9,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Arc;
+
+use arc_swap::ArcSwapOption;
 
 use super::options::{Choice, DEPTH, MAX_BLOCK, MAX_DEPTH, Options, WORKERS};
 use crate::error::{Error, Result};
@@ -75,11 +77,11 @@ pub fn current() -> Option<Profile> {
 
 /// Warns, but not a second time of the same: a job opens thousands of engines.
 pub(super) fn warn(message: &str) {
-    static LAST: Mutex<String> = Mutex::new(String::new());
-    let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
-    if *last != message {
+    // Not locked while the callback of the log runs, which may open an engine, or fork.
+    static LAST: ArcSwapOption<String> = ArcSwapOption::const_empty();
+    let last = LAST.swap(Some(Arc::new(message.to_string())));
+    if last.is_none_or(|last| *last != message) {
         log::write(Level::Warn, message);
-        *last = message.to_string();
     }
 }
 

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::engine::Engine;
 use super::operation::{Entry, Event, Phase, State};
 use crate::error::{Error, IoError, IoKind, Result};
+use crate::sys::room;
 
 impl Engine {
     /// Waits for one operation and gives its byte count or its error, once. `Timeout` leaves it under way.
@@ -25,6 +26,7 @@ impl Engine {
     /// Waits for these operations and forgets them; the first error in their order. `Timeout` leaves all of them as they
     /// are.
     pub fn wait_many(&self, handles: &[u64], timeout: Option<Duration>) -> Result<()> {
+        check_distinct(handles)?;
         let mut over = 0;
         self.wait_until(timeout, |state| {
             while over < handles.len() {
@@ -36,7 +38,7 @@ impl Engine {
             Ok(None)
         })?;
         let mut state = self.shared.lock();
-        // A handle given twice, or taken by another wait meanwhile, is an error of its own.
+        // A handle that another wait took meanwhile is an error of its own.
         let take = |handle: &u64| state.take(*handle).and_then(|outcome| outcome.unwrap_or(Ok(0)));
         first_error(handles.iter().map(take))
     }
@@ -90,6 +92,16 @@ impl State {
         let mut handles: Vec<u64> = entries.filter(|entry| over(entry)).map(|entry| entry.handle).collect();
         handles.sort_unstable_by_key(|handle| handle >> 32);
         handles.into_iter().filter_map(|handle| self.take(handle).ok().flatten()).collect()
+    }
+}
+
+fn check_distinct(handles: &[u64]) -> Result<()> {
+    let mut sorted = room::for_count("copying the handles", handles.len())?;
+    sorted.extend_from_slice(handles);
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(Error::invalid("handles", format!("name {} twice", pair[0]))),
+        None => Ok(()),
     }
 }
 

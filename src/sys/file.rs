@@ -55,6 +55,25 @@ pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
     Ok((file, flags & libc::O_DIRECT != 0))
 }
 
+/// True if writes go to the end of the file, whatever their offset (O_APPEND).
+pub fn appends(file: &File) -> bool {
+    // SAFETY: fcntl on an open descriptor.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    flags >= 0 && flags & libc::O_APPEND != 0
+}
+
+/// Where the first bytes lie at `from` or later that are no hole, as far as the file system tells; `None` at the end.
+pub fn next_data(file: &File, from: u64) -> Option<u64> {
+    // SAFETY: lseek on an open descriptor, whose place in the file nobody uses: reads and writes name theirs.
+    let found = unsafe { libc::lseek(file.as_raw_fd(), from as libc::off_t, libc::SEEK_DATA) };
+    match u64::try_from(found) {
+        Ok(found) => Some(found),
+        Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO) => None,
+        // Not known here: all may be data.
+        Err(_) => Some(from),
+    }
+}
+
 /// An empty file that is memory of this process.
 pub fn in_memory() -> io::Result<File> {
     // SAFETY: a C string and flags.

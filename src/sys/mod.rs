@@ -1,5 +1,6 @@
 //! What the operating system is asked for: processors, threads, memory, files and events.
 
+pub mod answer;
 mod crew;
 pub mod event;
 pub mod file;

@@ -54,6 +54,8 @@ pub struct Entry {
     pub regular: bool,
     /// True if it is owned by the effective user.
     pub own: bool,
+    /// Its names.
+    pub links: u64,
 }
 
 /// Why a file or a directory is not used although the system opened it.
@@ -99,6 +101,19 @@ pub fn open_own(directory: Option<BorrowedFd>, path: &Path, want: Want) -> io::R
     check_file(&file, path)?;
     blocking(&file)?;
     Ok(file)
+}
+
+/// Opens a file that anyone may have made, to read and check it: a regular file, without following a link in the last
+/// component or waiting for the other end of a FIFO.
+pub fn open_to_check(path: &Path) -> io::Result<File> {
+    let name = c_string(path.as_os_str())?;
+    let file = open_at(libc::AT_FDCWD, &name, libc::O_RDONLY | libc::O_NONBLOCK)
+        .map_err(|error| explained(error, libc::AT_FDCWD, &name))?;
+    let kind = file.metadata()?.mode() & libc::S_IFMT;
+    match kind {
+        libc::S_IFREG => Ok(file),
+        kind => Err(not_regular(kind)),
+    }
 }
 
 /// A directory, by its descriptor.
@@ -170,6 +185,7 @@ impl OwnDirectory {
                 len: u64::try_from(found.st_size).unwrap_or(0),
                 regular: found.st_mode & libc::S_IFMT == libc::S_IFREG,
                 own: found.st_uid == user(),
+                links: found.st_nlink as u64,
             })),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -315,7 +331,9 @@ fn tighten(file: &File, lax: u32, path: &Path) -> io::Result<()> {
             "other users may write to it (mode {now:04o}), and chmod does not help{why}"
         )));
     }
-    let path = path.display();
+    // The whole path, if the system tells it; a name alone does not say in which directory.
+    let whole = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let path = whole.as_deref().unwrap_or(path).display();
     log::write(
         Level::Warn,
         &format!("{path}: mode {mode:04o} let other users in; the mode is {now:04o} now"),

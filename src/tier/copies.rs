@@ -77,6 +77,7 @@ impl Tier {
         let found = look(options)?.found;
         let Some(last) = last(&found) else {
             found.iter().try_for_each(Candidate::check_format)?;
+            found.iter().try_for_each(|one| one.path.check_blank())?;
             return Ok(Steps { last: None, before: Before::Unknown, exists: false });
         };
         check_owner(options, &found_name(&found, last.sequence), last)?;

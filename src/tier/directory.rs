@@ -82,6 +82,10 @@ impl Directory {
         let path = owner.below(base);
         let given = match OwnDirectory::given(base) {
             Err(error) if !is_absence(&error) => return Err(failed("opening", base, error, "")),
+            Err(error) if error.raw_os_error() == Some(libc::ENOTDIR) => {
+                let words = "it, or what it lies in, is not a directory";
+                return Err(TierError::at(TierKind::Foreign, base.to_string_lossy(), words));
+            }
             Err(_) if make => {
                 return Err(failed("opening", base, io::ErrorKind::NotFound.into(), "is it mounted?"));
             }
@@ -159,6 +163,14 @@ impl Directory {
             }
             _ => {}
         }
+        // A directory that became a link is refused by the next open.
+        let above = [&self.base].into_iter().chain(self.below.iter().map(|(_, directory)| directory));
+        for (above, (name, directory)) in above.zip(&self.below) {
+            let (found, own) = (above.entry(name).ok().flatten(), directory.identity().ok());
+            if found.zip(own).is_some_and(|(found, own)| found.identity != own) {
+                return gone(self.path.clone(), &format!("the directory {name:?} was replaced"));
+            }
+        }
         for (name, identity) in files.iter().chain([&(LOCK, self.lock.identity())]) {
             match self.rank().entry(name) {
                 Ok(Some(found)) if found.identity != *identity || !found.regular => {
@@ -166,6 +178,9 @@ impl Directory {
                 }
                 Ok(Some(found)) if !found.own => {
                     return gone(self.file(name), "the file was given to another user");
+                }
+                Ok(Some(found)) if found.links > 1 => {
+                    return gone(self.file(name), "the file was given a second name (a hard link)");
                 }
                 Ok(None) => return gone(self.file(name), "the file was removed or renamed"),
                 Err(error) if !is_passing(&error) => {

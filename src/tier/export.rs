@@ -24,8 +24,8 @@ use super::store::{ExtentInfo, Tier};
 use crate::checksum::{self, Summing};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::io::object::is_address;
-use crate::sys::host;
 use crate::sys::span::Span;
+use crate::sys::{host, own};
 
 const MANIFEST: &str = "manifest.json";
 const FORMAT: &str = "spillway tier export";
@@ -270,8 +270,13 @@ fn stream_path(directory: &Path, file: &str) -> Result<PathBuf> {
 
 fn read_manifest(path: &Path) -> Result<Manifest> {
     let mut words = Vec::new();
-    let file = fs::File::open(path).map_err(|error| failed("opening", path, error, ""))?;
-    file.take(MAX_MANIFEST).read_to_end(&mut words).map_err(|error| failed("opening", path, error, ""))?;
+    let fail = |error| failed("opening", path, error, "");
+    let file = own::open_to_check(path).map_err(fail)?;
+    let bytes = file.metadata().map_err(fail)?.len();
+    if bytes > MAX_MANIFEST {
+        return Err(broken(path, format!("it has {bytes} bytes, a manifest at most {MAX_MANIFEST}")));
+    }
+    file.take(MAX_MANIFEST).read_to_end(&mut words).map_err(fail)?;
     let manifest: Manifest =
         serde_json::from_slice(&words).map_err(|error| broken(path, error.to_string()))?;
     match (manifest.format.as_str(), manifest.version) {
@@ -304,7 +309,7 @@ fn write_durably(path: &Path, bytes: &[u8]) -> Result<()> {
 fn read_into(path: &Path, span: Span) -> Result<()> {
     const PART: usize = 1 << 20;
     let fail = |error| failed("reading", path, error, "");
-    let mut file = fs::File::open(path).map_err(fail)?;
+    let mut file = own::open_to_check(path).map_err(fail)?;
     let mut buffer = vec![0; PART.min(span.len())];
     for from in (0..span.len()).step_by(PART) {
         let part = &mut buffer[..PART.min(span.len() - from)];

@@ -8,10 +8,12 @@ use std::fmt::Debug;
 use std::fs;
 use std::path::Path as FilePath;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::directory::{Directory, FILES};
-use crate::error::{Error, Result};
+use crate::error::{Error, IoError, IoKind, Result};
 use crate::io::file::File;
+use crate::sys::answer;
 use crate::sys::file::{self, Access};
 use crate::sys::own::Want;
 
@@ -62,12 +64,13 @@ pub trait Medium: Send + Sync + Debug {
 pub struct Mounted {
     directory: Arc<Directory>,
     direct: bool,
+    stall: Option<Duration>,
 }
 
 impl Mounted {
-    /// On this directory; past the page cache if `direct`.
-    pub fn new(directory: Directory, direct: bool) -> Mounted {
-        Mounted { directory: Arc::new(directory), direct }
+    /// On this directory; past the page cache if `direct`. It fails if a sync has no answer for `stall`.
+    pub fn new(directory: Directory, direct: bool, stall: Option<Duration>) -> Mounted {
+        Mounted { directory: Arc::new(directory), direct, stall }
     }
 
     fn open_for(&self, name: &str, path: &FilePath, access: Access) -> Result<Arc<File>> {
@@ -76,6 +79,33 @@ impl Mounted {
         let file =
             File::opened_by(path, access, self.direct, |direct| self.directory.open(name, want(direct)))?;
         Ok(Arc::new(file.keeping(Arc::clone(&self.directory) as _)))
+    }
+}
+
+/// What `work` on the files below `path` returns, if the file system answers before the stall limit. A call without an
+/// answer goes on without its caller, and keeps the directory's lock until it returns.
+pub(super) fn answered<T: Send + 'static>(
+    stall: Option<Duration>,
+    doing: &'static str,
+    path: &FilePath,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let found = answer::within(stall, path, work);
+    match found.map_err(|error| Error::system("starting a thread", &error))? {
+        Some(result) => result,
+        None => Err(IoError {
+            kind: IoKind::Deadline,
+            doing,
+            path: path.to_string_lossy().into_owned(),
+            offset: 0,
+            bytes: 0,
+            errno: 0,
+            detail: format!(
+                "the file system gave no answer for {:.1} s; the call goes on, and keeps the lock until it returns",
+                stall.unwrap_or_default().as_secs_f64()
+            ),
+        }
+        .into()),
     }
 }
 
@@ -112,7 +142,8 @@ impl Medium for Mounted {
     }
 
     fn sync(&self) -> Result<()> {
-        self.directory.sync()
+        let directory = Arc::clone(&self.directory);
+        answered(self.stall, "syncing", self.directory.path(), move || directory.sync())
     }
 
     fn remove(self: Box<Self>) -> Result<()> {

@@ -9,7 +9,7 @@ use super::bucket::Bucket;
 use super::directory::Directory;
 use super::gate::{Gate, Passage};
 use super::layout::{PAGE, is_chunk};
-use super::medium::{Medium, Memory, Mounted, Pair};
+use super::medium::{self, Medium, Memory, Mounted, Pair};
 use super::options::{Place, TierOptions};
 use super::scratch::{Scratch, Shelf};
 use super::superblock::{HEAD_BYTES, Head, Superblock};
@@ -247,7 +247,7 @@ impl Path {
         for name in ["superblock.0", "superblock.1"] {
             left |= self.medium.len(name)?.unwrap_or(0) > 0;
         }
-        if !left || self.data_len()? < PAGE || !self.begins_with_chunk()? {
+        if !left || !self.holds_chunk()? {
             return Ok(());
         }
         let words = "its superblocks are blank, but it holds chunks of a tier, which a new tier would write over; \
@@ -255,14 +255,24 @@ impl Path {
         Err(TierError::at(TierKind::Format, self.data_name(), words))
     }
 
-    /// The first chunk of a tier lies at the begin of the file, and any later one that covers the begin.
-    fn begins_with_chunk(&self) -> Result<bool> {
-        let head = self.scratch(PAGE as usize)?;
-        match self.read(0, head.span()).and_then(|handle| self.wait(handle, None)) {
-            Ok(_) => Ok(head.span().with_bytes(is_chunk)),
-            Err(error) if error.io_kind() == Some(IoKind::ShortFile) => Ok(false),
-            Err(error) => Err(error),
+    /// True if a chunk begins anywhere in the data file: reads it up to the first one, holes left out.
+    fn holds_chunk(&self) -> Result<bool> {
+        const PART: u64 = 1 << 20;
+        let (bytes, mut at) = (self.data_len()?, 0);
+        let part = self.scratch(PART as usize)?;
+        while let Some(from) = self.data.reader.next_data(at).filter(|from| from + PAGE <= bytes) {
+            let from = from - from % PAGE;
+            let span = part.span().part(0, PART.min(bytes - from) as usize);
+            match self.read(from, span).and_then(|handle| self.wait(handle, None)) {
+                Ok(_) if span.with_bytes(|bytes| bytes.chunks(PAGE as usize).any(is_chunk)) => {
+                    return Ok(true);
+                }
+                Ok(_) => at = from + span.len() as u64,
+                Err(error) if error.io_kind() == Some(IoKind::ShortFile) => return Ok(false),
+                Err(error) => return Err(error),
+            }
         }
+        Ok(false)
     }
 
     /// Removes the files, unless operations are still in flight.
@@ -285,8 +295,12 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
     let io = IoOptions { preallocate: false, ..options.io };
     let (medium, engine): (Box<dyn Medium>, Engine) = match &options.paths[number].place {
         Place::Directory(base) => {
-            let Some(directory) = Directory::claim(base, &options.owner, make)? else { return Ok(None) };
-            (Box::new(Mounted::new(directory, io.direct)), Engine::open(io)?)
+            let (base, owner) = (base.clone(), options.owner.clone());
+            return medium::answered(io.stall, "opening", &owner.below(&base), move || {
+                let Some(directory) = Directory::claim(&base, &owner, make)? else { return Ok(None) };
+                let mounted = Mounted::new(directory, io.direct, io.stall);
+                Path::open(Box::new(mounted), Engine::open(io)?).map(Some)
+            });
         }
         Place::Bucket(address) => {
             let address = Address::parse(address)?;

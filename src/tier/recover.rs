@@ -44,6 +44,7 @@ impl Tier {
             Some(chosen) => resume(options, found, absent, chosen),
             None => {
                 found.iter().try_for_each(Candidate::check_format)?;
+                found.iter().try_for_each(|one| one.path.check_blank())?;
                 if options.mode == Mode::Resume || options.at_step.is_some() {
                     return Err(no_state(&options, ""));
                 }
@@ -55,7 +56,6 @@ impl Tier {
                 if let Some(error) = left_out {
                     return Err(error);
                 }
-                found.iter().try_for_each(|one| one.path.check_blank())?;
                 create(options, found, absent)
             }
         }

@@ -1,6 +1,7 @@
 //! io_uring and threads on a real file system.
 
 use std::fs;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use super::*;
@@ -143,6 +144,14 @@ fn short_files_missing_files_and_wrong_targets_are_named() {
         let null = engine.read(request(Target::Path(Path::new("/dev/null")), 0, span));
         assert!(matches!(null, Err(Error::InvalidArgument { .. })), "{null:?}");
         assert_eq!(kind(engine.read(request(Target::Descriptor(-1), 0, span))), IoKind::Failed);
+        let end = fs::OpenOptions::new().append(true).open(&path).unwrap();
+        let at_end = engine.write(request(Target::Descriptor(end.as_raw_fd()), 0, span));
+        assert!(at_end.unwrap_err().to_string().contains("O_APPEND"));
+        assert_eq!(fs::read(&path).unwrap(), pattern(5, 100_000));
+        let first = engine.read(request(Target::Path(&path), 0, span)).unwrap();
+        let twice = engine.wait_many(&[first, first], PATIENCE).unwrap_err();
+        assert!(twice.to_string().contains("twice"), "{twice}");
+        assert_eq!(engine.wait(first, PATIENCE).unwrap(), 4096, "a refused wait takes no outcome");
         let far = engine.read(request(Target::Path(&path), u64::MAX - 10, span));
         assert!(matches!(far, Err(Error::InvalidArgument { .. })), "{far:?}");
     }
@@ -150,7 +159,6 @@ fn short_files_missing_files_and_wrong_targets_are_named() {
 
 #[test]
 fn a_closed_descriptor_and_a_replaced_path_are_no_trap() {
-    use std::os::fd::AsRawFd;
     let dir = disk_dir();
     let memory = Memory::new(1 << 20);
     for engine in engines(small()) {

@@ -3,6 +3,8 @@
 
 mod split;
 
+use std::time::Instant;
+
 use super::form::STREAMS;
 use super::*;
 use crate::dtype::{Floats, FloatsMut, bf16};
@@ -335,7 +337,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         let options = SwapOptions { usual, ..options(&SIZES, buffers * plan.buffer_bytes + masters) };
         let mut swap = Swap::open(tier, &options).unwrap();
         swap.fill(first_state).unwrap();
-        let (mut at, mut errors) = (0, 0);
+        let (mut at, mut errors, began) = (0, 0, Instant::now());
         // The order of requests is the engine's: what hung may be the first sync.
         if swap.commit(0, b"").is_err() {
             disks[1].release();
@@ -347,12 +349,15 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
             let stepped = swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| {
                 adam_step(subgroup, at + 1, state).map(drop)
             });
-            if stepped.and_then(|()| swap.commit(at + 1, b"")).is_ok() {
+            let Err(error) = stepped.and_then(|()| swap.commit(at + 1, b"")) else {
                 at += 1;
                 continue;
-            }
+            };
             errors += 1;
-            assert!(errors < 100, "request {hang_nth:?}, {usual:?}, {buffers} buffers");
+            assert!(
+                began.elapsed() < Duration::from_secs(60),
+                "request {hang_nth:?}, {usual:?}, {buffers} buffers, {errors} errors: {error}"
+            );
             swap.roll_back().unwrap();
             // What hung comes late, in the middle of what goes on.
             disks[1].release();

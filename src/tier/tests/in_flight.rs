@@ -40,7 +40,7 @@ fn hanging(base: &FilePath, door: &Door, stall: Option<Duration>) -> Path {
     let door = door.clone();
     let options = IoOptions { preallocate: false, direct: false, stall, ..IoOptions::default() };
     let engine = Engine::open_held(options, move || door.pass());
-    Path::open(Box::new(Mounted::new(directory, false)), engine.unwrap()).unwrap()
+    Path::open(Box::new(Mounted::new(directory, false, None)), engine.unwrap()).unwrap()
 }
 
 fn claimed_here(base: &FilePath) -> Result<Directory> {

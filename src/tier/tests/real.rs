@@ -254,6 +254,17 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
     fs::write(out.join("manifest.json"), b"{\"format\": 3}").unwrap();
     assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
+    // A file that never ends, one that nobody writes, and a way to another place.
+    let manifest = out.join("manifest.json");
+    fs::File::create(&manifest).unwrap().set_len(3 << 30).unwrap();
+    assert!(tier.import(&out).unwrap_err().to_string().contains("at most"));
+    fs::remove_file(&manifest).unwrap();
+    let status = std::process::Command::new("mkfifo").arg(&manifest).status().unwrap();
+    assert!(status.success());
+    assert!(tier.import(&out).unwrap_err().to_string().contains("FIFO"));
+    fs::remove_file(&manifest).unwrap();
+    std::os::unix::fs::symlink("/etc/hostname", &manifest).unwrap();
+    assert!(tier.import(&out).unwrap_err().to_string().contains("symbolic link"));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::real::{bases, kind, options};
@@ -101,6 +102,39 @@ fn a_commit_into_files_that_are_gone_is_an_error_where_no_other_path_takes_them(
     }
 }
 
+/// What the next open would refuse, a commit refuses first.
+#[test]
+fn a_file_with_a_second_name_and_a_directory_that_became_a_link_fail_their_path() {
+    let linked = |base: &Path| {
+        let host = owner().below(base).parent().unwrap().to_path_buf();
+        fs::rename(&host, host.with_extension("moved")).unwrap();
+        std::os::unix::fs::symlink(host.with_extension("moved"), host).unwrap();
+    };
+    let second_name = |base: &Path| {
+        fs::hard_link(owner().below(base).join("data"), base.join("second")).unwrap();
+    };
+    let ways: [(&dyn Fn(&Path), &str); 2] = [(&linked, "was replaced"), (&second_name, "a hard link")];
+    for (way, words) in ways {
+        let (_dir, bases) = bases();
+        let tier = Tier::open(options(&bases)).unwrap();
+        (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &Placement::On(1)).unwrap());
+        tier.commit(1, &1_u64.to_le_bytes()).unwrap();
+        way(&bases[1]);
+        tier.commit(2, &2_u64.to_le_bytes()).unwrap();
+        assert!(tier.paths()[1].reason.contains(words), "{}", tier.paths()[1].reason);
+        assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0 && extent.committed));
+        drop(tier);
+        let tier = Tier::open(options(&bases[..1])).unwrap();
+        assert!(tier.opened().step == Some(2) && is_at_two(&tier));
+
+        let (_dir, bases) = self::bases();
+        let tier = Tier::open(options(&bases[1..])).unwrap();
+        way(&bases[1]);
+        let error = tier.commit(1, &[]).unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
+    }
+}
+
 #[test]
 fn a_tier_is_destroyed_only_where_it_still_lies() {
     let (_dir, bases) = bases();
@@ -156,8 +190,15 @@ fn a_tier_whose_superblocks_are_lost_is_not_written_over() {
         for base in &bases {
             ["superblock.0", "superblock.1"].iter().for_each(|name| damage(&rank(base).join(name)));
         }
+        // Neither do other bytes, or none, at the begin of the data hide what lies behind them.
+        for (number, base) in bases.iter().enumerate() {
+            let file = fs::OpenOptions::new().write(true).open(rank(base).join("data")).unwrap();
+            file.write_all_at(&[number as u8 * 7; 4096], 0).unwrap();
+        }
         let before = fs::read(rank(&bases[0]).join("data")).unwrap();
-        for mode in [Mode::Auto, Mode::Create] {
+        let error = Tier::steps(&options(&bases)).unwrap_err();
+        assert_eq!(error.tier_kind(), Some(TierKind::Format), "{error}");
+        for mode in [Mode::Auto, Mode::Create, Mode::Resume] {
             for degraded in [false, true] {
                 let (found, words) = kind(Tier::open(TierOptions { mode, degraded, ..options(&bases) }));
                 assert_eq!(found, Some(TierKind::Format));

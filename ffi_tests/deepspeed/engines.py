@@ -167,7 +167,7 @@ def superoffload(folder, _):
     import superoffload
     superoffload.allow_the_cpu()
     from spillway import deepspeed
-    from spillway.deepspeed import _superoffload
+    from spillway.deepspeed import _rounds
     import deepspeed as real
     import torch
     for way in ("destroy", "drop"):
@@ -178,14 +178,14 @@ def superoffload(folder, _):
                                   "offload_optimizer": {"device": "cpu", "super_offload": True}},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
         step(engine)
-        assert len(_superoffload._engines) == 1 and deepspeed.active()["superoffload"]["commits"] > 0
+        assert len(_rounds._engines) == 1 and deepspeed.active()["superoffload"]["commits"] > 0
         if way == "destroy":
             engine.destroy()
-            assert not len(_superoffload._engines)
-            refused(lambda: engine.optimizer.superoffload_cpu_optimizer.begin(1.0, 0.0), "closed with its engine")
+            assert not len(_rounds._engines)
+            refused(lambda: engine.optimizer.superoffload_cpu_optimizer.begin(0, {}, 1.0, 0.0), "closed with its engine")
         del engine, model
         gc.collect()
-        assert not len(_superoffload._engines)
+        assert not len(_rounds._engines)
 
 
 def checkpoint(folder, before, after):

@@ -59,23 +59,20 @@ def test_the_weights_are_those_of_deepspeeds_own_superoffload(train, compiled):
 def test_the_optimizer_refuses_what_it_cannot_do(run_script):
     assert run_script("""
 import torch
-from spillway.deepspeed._superoffload import SuperOffloadCPUOptimizer
+from spillway.deepspeed import _ops
+from spillway.deepspeed._rounds import Call, SuperOffloadCPUOptimizer
 config = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 for bad in ({**config, "amsgrad": True}, [config, {**config, "amsgrad": True}]):
     try:
         SuperOffloadCPUOptimizer(bad)
     except ValueError as error:
         print(error)
+_ops.module("cpu_adam").create_adam(99, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
 optimizer = SuperOffloadCPUOptimizer([config])
-optimizer.prepare([0, 3])
-optimizer.begin(1.0, 0.0)
-param, grad = torch.ones(8), torch.ones(8)
-try:
-    optimizer.async_step(0, 3, param, grad, rollback=True)
-except NotImplementedError as error:
-    print(error)
-optimizer.async_step(0, 3, param, grad)
-assert optimizer.missing() == [0]
+optimizer.begin(99, dict.fromkeys((0, 3), Call(1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1)), 1.0, 0.0)
+param, grad, states = torch.ones(8), torch.ones(8), [torch.zeros(8), torch.zeros(8)]
+optimizer.submit(3, param, grad, *states)
+assert optimizer.missing() == [0] and optimizer.has(3) and not optimizer.has(0)
 optimizer.close()
-assert torch.equal(param, torch.ones(8)) and optimizer.state[3]["exp_avg"].abs().sum() == 0
-""") == "amsgrad is not supported\n" * 2 + "Spillway takes steps back by resolve(), all of a round at once\n"
+assert torch.equal(param, torch.ones(8)) and states[0].abs().sum() == 0
+""") == "amsgrad is not supported\n" * 2

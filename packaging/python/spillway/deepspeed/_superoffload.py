@@ -3,230 +3,243 @@ gradient clipping.
 
 DeepSpeed's own sends each sub-group to a worker process as its gradient completes, unless gradients are clipped: then all
 wait for the norm. Here a sub-group steps in this process as soon as its gradient is there, clipped or not, and the
-norm decides afterwards. The final weights have the bits of the run that waits."""
+norm decides afterwards. The bits are those of plain ZeRO-3 with offload_optimizer on the device cpu, which waits.
 
+A step before step() stands only where nothing it depends on changes until then. Otherwise the round is taken back, and all
+sub-groups step in step() by DeepSpeed's own code. That is so when
+- another backward brings gradients for a sub-group that was stepped;
+- anything reads or sets masters, moments or gradients, by safe_get_... and safe_set_..., a checkpoint, or by the optimizer's list
+  of masters: it sees what was there before the step;
+- learning rate, betas, another option of a group, or a tensor of the optimizer has changed at step().
+
+A sub-group of which some parameter has no gradient steps in step() too, as DeepSpeed does it."""
+
+import contextlib
 import ctypes
-import os
-import weakref
 
-from .. import _abi, _arrays
-from ..errors import InvalidArgument
-from ..optim import Adam
-from ..speculate import Speculation
-from . import _lifetime, _ops
+from . import _rounds
+from ._rounds import Call, SuperOffloadCPUOptimizer, served
 
+__all__ = ["SuperOffloadCPUOptimizer", "gradient_factor", "overrides", "served"]
 
-# Engines of this process, for active().
-_engines = weakref.WeakSet()
+_MASTERS = "fp32_partitioned_groups_flat"
 
 
-class SuperOffloadCPUOptimizer:
-    """Steps sub-groups in rounds. Takes what DeepSpeed's own takes; cpuadam_cores_perc, max_grad_numel and pin_memory have
-    nothing to act on here: the threads are Spillway's, and the gradient is read where it is."""
+class _Window:
+    """What has come since the last step of an optimizer."""
 
-    def __init__(self, optimizer_config, cpuadam_cores_perc=0.8, max_grad_numel=1000000, pin_memory=True):
-        if not 0 < cpuadam_cores_perc <= 1:
-            raise InvalidArgument("cpuadam_cores_perc must be between 0 and 1")
-        configs = optimizer_config if isinstance(optimizer_config, list) else [optimizer_config]
-        if any(config.get("amsgrad") for config in configs):
-            raise InvalidArgument("amsgrad is not supported")
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-        self._configs = [dict(config) for config in configs]
-        self._id = DeepSpeedCPUAdam.optimizer_id
-        DeepSpeedCPUAdam.optimizer_id += 1
-        beta1, beta2 = self._configs[0]["betas"]
-        _ops.module("cpu_adam").create_adam(self._id, 0.0, beta1, beta2, 0.0, 0.0, True, False)
-        weakref.finalize(self, _destroy_adam, self._id, os.getpid())
-        _lifetime.opened(self)
-        self._engine, self._closed = None, False
-        self._sub_groups = []
-        self._submitted = set()
-        self._open = False
-        self.state = {}
+    def __init__(self, stage3):
+        self._rounds = stage3.superoffload_cpu_optimizer
+        self._reason = _unfit(stage3)
+        self._sub_groups = [group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"]
+        self._needed = {group: _with_data(stage3, stage3.fp16_groups[group]) for group in self._sub_groups}
+        self._spans, start = {}, 0
+        for group, elements in enumerate(stage3.fp16_partitioned_groups_flat_numel):
+            self._spans[group] = slice(start, start + elements)
+            start += elements
+        self.end()
 
-    def prepare(self, sub_groups):
-        """Names the sub-groups of every round."""
-        self._check_open()
-        if self._engine is None or sub_groups != self._sub_groups:
-            self._retire()
-            self._engine, self._sub_groups = Speculation(len(sub_groups), publish="staged"), list(sub_groups)
-            _engines.add(self._engine)
+    def end(self):
+        """A step is over."""
+        self._waits, self._arrived, self._versions = self._reason is not None, {}, {}
 
-    def begin(self, loss_scale, max_norm):
-        """Opens a round."""
-        self._check_open()
-        self._engine.begin(Adam(), grad_scale=1.0 / loss_scale, max_norm=max_norm)
-        self._submitted.clear()
-        self._open = True
+    def interrupt(self):
+        """Somebody may look at the state, or change it: no step has happened, and none will before step()."""
+        if self._arrived:
+            self._rounds.abort()
+            self._waits = True
 
-    @property
-    def is_open(self):
-        """True between begin and the verdict."""
-        return self._open
+    def changing(self, stage3, params):
+        """Gradients of these parameters are about to change."""
+        for param in params:
+            sub_group, *_ = stage3.grad_position[stage3.get_param_id(param)]
+            if self._rounds.has(sub_group):
+                self.interrupt()
+            self._arrived.get(sub_group, set()).discard(stage3.get_param_id(param))
 
-    def missing(self):
-        """Sub-groups that have not been submitted in this round."""
-        return [sub_group for sub_group in self._sub_groups if sub_group not in self._submitted]
+    def arrived(self, stage3, params):
+        """The last gradients of these parameters are there; steps the sub-groups that are complete now."""
+        touched = set()
+        for param in params:
+            sub_group, *_ = stage3.grad_position[stage3.get_param_id(param)]
+            self._arrived.setdefault(sub_group, set()).add(stage3.get_param_id(param))
+            touched.add(sub_group)
+        complete = [group for group in sorted(touched) if self._needed.get(group) and self._needed[group] <= self._arrived[group]]
+        if self._waits or not complete:
+            return
+        _synchronize()
+        if not self._rounds.is_open:
+            self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale),
+                               float(stage3.clip_grad or 0.0))
+        for sub_group in complete:
+            # Where gradients are summed up: nobody edits them there, so that a step can always be taken back.
+            self._submit(stage3, sub_group, stage3.grad_partitions_flat_buffer[self._spans[sub_group]])
 
-    def async_step(self, param_group_id, sub_group_id, fp32_param, fp32_grad, rollback=False, lr=None):
-        """Hands a sub-group over; it steps at once. Parameter and gradient belong to the engine until the verdict."""
-        if rollback:
-            raise NotImplementedError("Spillway takes steps back by resolve(), all of a round at once")
-        config = self._configs[param_group_id]
-        state = self.state.setdefault(sub_group_id, {"step": 0})
-        if "exp_avg" not in state:
-            import torch
-            state.update(exp_avg=torch.zeros_like(fp32_param), exp_avg_sq=torch.zeros_like(fp32_param))
-        if lr is not None:
-            config["lr"] = lr
-        arrays = (fp32_param, fp32_grad, state["exp_avg"], state["exp_avg_sq"])
-        tensor = _tensor(*arrays)
-        self._engine.submit_table(
-            "spw_spec_submit_ds_adam", self._sub_groups.index(sub_group_id), [_arrays.held(array) for array in arrays],
-            self._id, state["step"] + 1, config["lr"], *config["betas"], config["eps"], config["weight_decay"], 1,
-            ctypes.byref(tensor), None)
-        self._submitted.add(sub_group_id)
+    def stands(self, stage3):
+        """Whether the steps that were done are those that step() would do now; if not, they are taken back."""
+        if not self._rounds.is_open:
+            return False
+        if self._calls(stage3) == self._rounds.calls and all(
+                _versions_of(stage3, group) == versions for group, versions in self._versions.items()):
+            return True
+        self._rounds.abort()
+        return False
 
-    def get_result(self, expected_event_type=None):
-        """Nothing: a step is done where the parameter is, and `wait` says when."""
-        return None
+    def settle(self, stage3, factor):
+        """Steps what has not been, and gives the verdict."""
+        for sub_group in self._rounds.missing():
+            self._submit(stage3, sub_group, getattr(stage3, _MASTERS)[sub_group].grad)
+        self._rounds.resolve(factor)
+        for sub_group in self._sub_groups:
+            _state(stage3, sub_group)["step"] += 1
 
-    def resolve(self, grad_scale, redo):
-        """Lets the steps stand or, with `redo`, has all of them done with this factor on the gradient."""
-        self._engine.local_result()
-        self._engine.resolve_as("redo" if redo else "commit", grad_scale)
-        for sub_group in self._submitted:
-            self.state[sub_group]["step"] += 1
-        self._open = False
+    def _submit(self, stage3, sub_group, grad):
+        state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
+        self._rounds.submit(sub_group, master.data, grad, state["exp_avg"], state["exp_avg_sq"])
+        self._versions[sub_group] = _versions_of(stage3, sub_group)
 
-    def abort(self):
-        """Takes an open round back: after it no step of the round has happened."""
-        if self._open:
-            self._engine.abort()
-            self._open = False
-
-    def wait(self, sub_group_id):
-        """Waits until a sub-group is as the verdict wants it."""
-        self._engine.wait(self._sub_groups.index(sub_group_id))
-
-    def finish(self):
-        """Waits for all of them."""
-        self._engine.finish()
-
-    def stats(self):
-        """The engine's counters."""
-        return self._engine.stats() if self._engine else {}
-
-    def close(self):
-        """Ends the engine; an open round is taken back."""
-        self._closed = True
-        self._retire()
-
-    def _check_open(self):
-        if self._closed:
-            raise InvalidArgument("SuperOffload's optimizer was closed with its engine; make a new engine")
-
-    def _retire(self):
-        engine, self._engine, self._open = self._engine, None, False
-        if engine is not None:
-            _engines.discard(engine)
-            _add(_retired, engine.stats())
-            engine.close()
-
-
-def _destroy_adam(optimizer_id, process):
-    if process == os.getpid():
-        _ops.module("cpu_adam").destroy_adam(optimizer_id)
-
-
-def _add(total, stats):
-    for name, value in stats.items():
-        total[name] = total.get(name, 0) + value
-
-
-# Counters of engines that were closed, added up.
-_retired = {}
-
-
-def served():
-    """The counters of all engines of this process, added up."""
-    total = dict(_retired)
-    for engine in list(_engines):
-        _add(total, engine.stats())
-    return total
-
-
-def _tensor(param, grad, exp_avg, exp_avg_sq):
-    tensor = _abi.sized(_abi.Tensor)
-    tensor.param, tensor.n, tensor.param_dtype = _arrays.span(param, "fp32_param", True)
-    tensor.grad, _, tensor.grad_dtype = _arrays.span(grad, "fp32_grad", False)
-    _arrays.same_shape(grad, param, "fp32_grad", "fp32_param")
-    tensor.exp_avg, _, tensor.state_dtype = _arrays.span(exp_avg, "exp_avg", True)
-    tensor.exp_avg_sq, _, _ = _arrays.span(exp_avg_sq, "exp_avg_sq", True)
-    return tensor
+    def _calls(self, stage3):
+        return {sub_group: _call_of(stage3, sub_group) for sub_group in self._sub_groups}
 
 
 def overrides(stage3):
     """Methods for DeepSpeed's SuperOffloadOptimizer_Stage3, by name."""
-    own_partition_grads = stage3.partition_grads
     own_cleanup = stage3._loss_scale_update_and_overflow_cleanup
 
     def partition_grads(self, params_to_release, grad_partitions):
-        """DeepSpeed's own, which hands over each sub-group that is complete, but only where it sees no clipping."""
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary and not self.superoffload_cpu_optimizer.is_open:
-            _begin(self)
-        clip_grad, self.clip_grad = self.clip_grad, 0.0
-        try:
-            own_partition_grads(self, params_to_release, grad_partitions)
-        finally:
-            self.clip_grad = clip_grad
-
-    def wait_for_async_operations(self, timeout_seconds=60):
-        """Nothing is pending that the verdict would not settle."""
-        self.async_cpuadam_num = 0
+        window = _window(self)
+        window.changing(self, params_to_release)
+        with _inside(self):
+            # Not SuperOffload's own: that hands over what it takes for complete.
+            buffers = super(stage3, self).partition_grads(params_to_release, grad_partitions)
+            if self.is_gradient_accumulation_boundary():
+                window.arrived(self, params_to_release)
+        return buffers
 
     def cleanup(self):
         if self.overflow:
             self.superoffload_cpu_optimizer.abort()
-            self._submitted_cpu_sub_groups.clear()
+            _window(self).end()
         return own_cleanup(self)
 
     def step(self, scaled_global_grad_norm, timer_names):
-        optimizer = self.superoffload_cpu_optimizer
-        if not optimizer.is_open:
-            _begin(self)
-        for sub_group_id in optimizer.missing():
-            _submit(self, sub_group_id)
-        factor = gradient_factor(self, scaled_global_grad_norm)
-        optimizer.resolve(factor, redo=factor != _float(1.0 / self.loss_scale))
-        for sub_group_id in range(len(self.fp16_groups)):
-            self._prepare_sub_group(sub_group_id, timer_names)
-            if self.subgroup_to_device[sub_group_id] == "cpu":
-                optimizer.wait(sub_group_id)
+        rounds, window = self.superoffload_cpu_optimizer, _window(self)
+        with _inside(self):
+            factor = gradient_factor(self, scaled_global_grad_norm)
+            stands = window.stands(self)
+            if stands:
+                window.settle(self, factor)
             else:
-                self.unscale_and_clip_grads(sub_group_id, scaled_global_grad_norm)
-                self._optimizer_step(sub_group_id)
-            self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-            self._release_sub_group(sub_group_id, timer_names)
-        optimizer.finish()
+                _rounds.count_waited()
+            for sub_group_id in range(len(self.fp16_groups)):
+                self._prepare_sub_group(sub_group_id, timer_names)
+                if stands and self.subgroup_to_device[sub_group_id] == "cpu":
+                    rounds.wait(sub_group_id)
+                else:
+                    self.unscale_and_clip_grads(sub_group_id, scaled_global_grad_norm)
+                    super(stage3, self)._optimizer_step(sub_group_id)
+                self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+                self._release_sub_group(sub_group_id, timer_names)
+            if stands:
+                rounds.finish()
+                _scale_gradients(self, factor, scaled_global_grad_norm)
+            window.end()
 
-    return {"partition_grads": partition_grads, "_wait_for_async_operations": wait_for_async_operations,
+    return {"partition_grads": partition_grads, "_wait_for_async_operations": lambda self, timeout_seconds=60: None,
             "_handle_overflow_rollback": lambda self: None, "_loss_scale_update_and_overflow_cleanup": cleanup,
-            "_step_with_clipping": step, "_step_without_clipping": step}
+            "_step_with_clipping": step, "_step_without_clipping": step, _MASTERS: _masters()}
 
 
-def _begin(stage3):
-    optimizer = stage3.superoffload_cpu_optimizer
-    optimizer.prepare([group for group, device in sorted(stage3.subgroup_to_device.items()) if device == "cpu"])
-    optimizer.begin(float(stage3.loss_scale), float(stage3.clip_grad or 0.0))
+def _masters():
+    """DeepSpeed's list of master weights; a round ends before anybody but the methods here sees it."""
+    def get(self):
+        window = self.__dict__.get("_spillway_window")
+        if window is not None and not self.__dict__.get("_spillway_inside"):
+            window.interrupt()
+        try:
+            return self.__dict__[_MASTERS]
+        except KeyError:
+            raise AttributeError(_MASTERS) from None
+
+    def put(self, value):
+        self.__dict__[_MASTERS] = value
+
+    return property(get, put)
 
 
-def _submit(stage3, sub_group_id):
-    param_group_id = stage3.sub_group_to_group_id[sub_group_id]
-    param = stage3.fp32_partitioned_groups_flat[sub_group_id]
-    stage3.superoffload_cpu_optimizer.async_step(param_group_id, sub_group_id, param.data, param.grad.data,
-                                                 lr=stage3.optimizer.param_groups[param_group_id]["lr"])
+def _window(stage3):
+    if "_spillway_window" not in stage3.__dict__:
+        stage3._spillway_window = _Window(stage3)
+    return stage3._spillway_window
+
+
+@contextlib.contextmanager
+def _inside(stage3):
+    before, stage3._spillway_inside = stage3.__dict__.get("_spillway_inside", False), True
+    try:
+        yield
+    finally:
+        stage3._spillway_inside = before
+
+
+def _unfit(stage3):
+    """Why this optimizer's sub-groups step in step() only; None if they need not."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    optimizer = stage3.optimizer
+    if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
+        return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
+    if stage3.master_weights_and_grads_dtype is not torch.float32 or not getattr(optimizer, "fp32_optimizer_states", True):
+        return "master weights or optimizer states have 16 bits"
+    if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
+        return "torch's gradient scaler steps on its own"
+    if not stage3.grad_partitions_flat_buffer.is_cpu:
+        return "gradients are summed up on the GPU"
+    return None
+
+
+def _with_data(stage3, params):
+    """Ids of the parameters of which this rank has a part."""
+    return {stage3.get_param_id(param) for param in params
+            if param.partition_numel() * stage3._get_param_partition_rank(param) < param.ds_numel}
+
+
+def _state(stage3, sub_group):
+    """Moments and step of a sub-group, where DeepSpeed's optimizer keeps them."""
+    import torch
+    master = getattr(stage3, _MASTERS)[sub_group]
+    state = stage3.optimizer.state[master]
+    if "exp_avg" not in state:
+        state.update(step=state.get("step", 0), exp_avg=torch.zeros_like(master.data), exp_avg_sq=torch.zeros_like(master.data))
+    return state
+
+
+def _call_of(stage3, sub_group):
+    group = stage3.optimizer.param_groups[stage3.sub_group_to_group_id[sub_group]]
+    return Call(int(_state(stage3, sub_group)["step"]) + 1, float(group["lr"]), *map(float, group["betas"]), float(group["eps"]),
+                float(group["weight_decay"]), int(group["bias_correction"]))
+
+
+def _versions_of(stage3, sub_group):
+    """What torch counts up when a tensor is written, and where its memory is."""
+    state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
+    return [(tensor._version, tensor.data_ptr()) for tensor in (master, master.grad, state["exp_avg"], state["exp_avg_sq"])]
+
+
+def _scale_gradients(stage3, factor, norm):
+    """DeepSpeed leaves gradients scaled: a later step in which a parameter has none goes on with its old one."""
+    if factor != 1.0:
+        for sub_group, device in stage3.subgroup_to_device.items():
+            if device == "cpu":
+                stage3.unscale_and_clip_grads(sub_group, norm)
+
+
+def _synchronize():
+    """Waits for the copies of gradients that leave the GPU."""
+    from deepspeed.accelerator import get_accelerator
+    stream = get_accelerator().current_stream()
+    if stream is not None:
+        stream.synchronize()
 
 
 def gradient_factor(stage3, total_norm):
@@ -235,9 +248,4 @@ def gradient_factor(stage3, total_norm):
     if stage3.clip_grad > 0.0:
         clip = ((total_norm / stage3.loss_scale) + 1e-6) / stage3.clip_grad
         combined = clip.clamp(min=1.0) * stage3.loss_scale
-    return _float(1.0 / combined)
-
-
-def _float(value):
-    """A number as the f32 that it is rounded to where it meets a gradient."""
-    return ctypes.c_float(float(value)).value
+    return ctypes.c_float(float(1.0 / combined)).value

@@ -38,7 +38,7 @@ _METHODS = {
                    "_optimizer_step": "sub_group_id", "_unflatten_partitioned_parameters": "sub_group_id",
                    "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
                    "_offload_grad_partition_at_boundary": "param grad_buffer offload_fp32_gradients offload_fp32_offsets"},
-    "superoffload": {"partition_grads": "params_to_release grad_partitions",
+    "superoffload": {"partition_grads": "params_to_release grad_partitions", "_get_param_partition_rank": "param",
                      "_step_with_clipping": "scaled_global_grad_norm timer_names",
                      "_step_without_clipping": "scaled_global_grad_norm timer_names",
                      "_wait_for_async_operations": "timeout_seconds", "_handle_overflow_rollback": "",

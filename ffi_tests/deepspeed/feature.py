@@ -79,7 +79,7 @@ def config(feature, folder):
     if feature == "parameters":
         zero.update(stage3_param_persistence_threshold=0, offload_param={
             "device": "nvme", "nvme_path": folder, "buffer_count": 10, "max_in_cpu": 0, "buffer_size": 5000})
-        block = {"paths": [folder], "lock": False}
+        block = {"paths": [folder]}
     if feature == "interleave":
         block = {"interleave": {"backend": "host", "plan": "stride", "parameter": 2}}
     if feature == "superoffload":

@@ -43,10 +43,12 @@ def test_without_a_gpu_the_reason_is_given(run):
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"plans": 1}, "unknown plans"), ({"plan": "best"}, "one of model, eq1"), ({"plan": "model"}, "rates are needed"),
-    ({"replan": True}, "rates are needed"), ({"parameter": -1}, "parameter is -1"), ({"parameter": True}, "parameter is True"),
-    ({"backend": "tpu"}, "one of cuda, host"), ({"backend": "host", "transfers": True}, "transfers need the backend cuda"),
-    ({"rates": {"cpu": 1e9}}, "rates: "), ({"rates": 3}, "rates is 3")])
+    ({"plans": 1}, "spillway.interleave.plans is unknown; is plan meant"), ({"plan": "best"}, 'plan is \'best\'; "model" or "eq1"'),
+    ({"plan": "model"}, "interleave.rates is missing"), ({"replan": True}, "interleave.rates is missing"),
+    ({"parameter": -1}, "parameter is -1; an integer from 0"), ({"parameter": True}, "parameter is True"),
+    ({"backend": "tpu"}, "backend is 'tpu'; \"cuda\" or \"host\""),
+    ({"backend": "host", "transfers": True}, "interleave.transfers needs the backend"),
+    ({"rates": {"cpu": 1e9}}, "interleave.rates.gpu is missing"), ({"rates": 3}, "rates is 3; an object")])
 def test_what_the_block_gets_wrong_is_named(settings, words):
     with pytest.raises(InvalidArgument, match=words):
         _interleave.parse({"interleave": settings})
@@ -55,5 +57,5 @@ def test_what_the_block_gets_wrong_is_named(settings, words):
 def test_a_block_without_the_object_is_no_concern():
     assert _interleave.parse(None) is None and _interleave.parse({"cache_bytes": 1}) is None
     assert _interleave.parse({"interleave": {}}) == _interleave.Settings()
-    with pytest.raises(InvalidArgument, match="not an object"):
+    with pytest.raises(InvalidArgument, match="interleave is 'yes'; an object is needed"):
         _interleave.parse({"interleave": "yes"})

@@ -266,17 +266,16 @@ def test_what_a_checkpoint_brought_is_committed_unless_that_is_left_to_the_calle
 
 
 def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
-    """DeepSpeed computes the powers of beta anew after a load, so that only runs on the tier go on to the bit."""
+    """All four ways from one kind of run to the other have the same bits after the load."""
     on_tier = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--save", tmp_path / "tier", "--save_at", 5)
     of_host = train("--seed-each-step", "--save", tmp_path / "host", "--save_at", 5)
     assert same(on_tier, of_host)
     on_again = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--load", tmp_path / "tier")
-    assert on_again["began_at"] == 5 and on_again["sha256"] == on_tier["sha256"]
-    assert on_again["losses"] == on_tier["losses"][5:]
     host_from_tier, host_from_host = (train("--seed-each-step", "--load", tmp_path / kind) for kind in ("tier", "host"))
     resumable = '{"split_master": true, "resume": true}'
     tier_from_host = train("--paths", *paths, "--block", resumable, "--seed-each-step", "--load", tmp_path / "host")
-    assert same(host_from_tier, host_from_host) and same(tier_from_host, host_from_host)
+    assert host_from_host["began_at"] == 5
+    assert all(same(found, host_from_host) for found in (host_from_tier, tier_from_host, on_again))
     assert tier_from_host["active"]["tier"][0]["commits"] == 1 + 3, "what was loaded is committed, and each step"
 
 
@@ -316,22 +315,6 @@ def test_states_and_gradients_are_seen_and_set_between_steps(run_script, paths):
 
 
 def test_mistakes_name_themselves(refused, paths):
-    from spillway.deepspeed._tier_config import parse
-    folders = [str(path) for path in paths]
-    wrong = [(7, "not an object"), ({"path": 1}, "unknown path; known are cache_bytes"), ({"resume": 1}, "resume is 1"),
-             ({"ratio": [1], "paths": folders}, "ratio has 1 numbers for 2 paths"), ({"cache_bytes": True}, "cache_bytes is True"),
-             ({"durability": "none"}, "durability is 'none'"), ({"cache_bytes": -1}, "cache_bytes is -1, below 0"),
-             ({"paths": [{"directory": "x"}]}, "a path is"), ({"paths": "x"}, "paths is 'x'")]
-    for block, words in wrong:
-        with pytest.raises(ValueError, match=words):
-            parse(block, folders[0])
-    with pytest.raises(ValueError, match="neither nvme_path nor spillway.paths"):
-        parse({}, None)
-    given = parse({"paths": [{"path": folders[0], "limit_bytes": 5}, folders[1]], "ratio": [2, 1]}, None)
-    assert [path.limit_bytes for path in given.paths] == [5, 0] and given.given and not parse(None, folders[0]).given
-    assert [path.directory for path in parse({"paths": [folders[0], "s3://bucket/x"]}, None).paths] == [folders[0], "s3://bucket/x"]
-    with pytest.raises(ValueError, match="goes into spillway.paths"):
-        parse(None, "s3:/bucket/x")
     assert "job" in refused("--paths", *paths, "--block", '{"job": "a/b"}')
 
 

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from .. import _abi, _native, gpu as _gpu
 from ..errors import InvalidArgument
-from ..interleave import PLANS, Interleave, Rates, Subgroup, plan
+from ..interleave import Interleave, Rates, Subgroup, plan
 from . import _call, _lifetime, _tier_config, _versions
 from ._superoffload import gradient_factor
 
-_BACKENDS = ("cuda", "host")
 _updates = weakref.WeakSet()
 
 
@@ -41,30 +40,16 @@ class Settings(NamedTuple):
 
 def parse(block):
     """The settings in a `spillway` block; None if it has no interleave object."""
-    given = block.get("interleave") if isinstance(block, dict) else None
-    if given is None:
+    if not block or block.get("interleave") is None:
         return None
-    if not isinstance(given, dict):
-        raise InvalidArgument(f"spillway: interleave is {given!r}, not an object")
-    unknown = sorted(set(given) - set(Settings._fields))
-    if unknown:
-        raise InvalidArgument(f"spillway.interleave: unknown {', '.join(unknown)}; known are {', '.join(Settings._fields)}")
-    for name, value in given.items():
-        kind = dict if name == "rates" else type(Settings._field_defaults[name])
-        if type(value) is not kind or kind is int and value < 0:
-            raise InvalidArgument(f"spillway.interleave: {name} is {value!r}")
-    found = Settings(**given)
-    for name, value, known in (("backend", found.backend, _BACKENDS), ("plan", found.plan, PLANS)):
-        if value not in known:
-            raise InvalidArgument(f"spillway.interleave: {name} is {value!r}; one of {', '.join(known)} expected")
+    from . import _block
+    given = _block.read(block).interleave
+    found = Settings(**{name: getattr(given, name) for name in Settings._fields})
     if found.rates is None and (found.replan or found.plan not in ("stride", "count")):
-        raise InvalidArgument("spillway.interleave: rates are needed for this plan: cpu, gpu, h2d and d2h in parameters/s")
+        raise InvalidArgument("spillway.interleave.rates is missing, which this plan needs: cpu, gpu, h2d and d2h in parameters/s")
     if found.transfers and found.backend != "cuda":
-        raise InvalidArgument("spillway.interleave: transfers need the backend cuda")
-    try:
-        return found._replace(rates=Rates(**found.rates) if found.rates else None)
-    except TypeError as error:
-        raise InvalidArgument(f"spillway.interleave: rates: {error}") from error
+        raise InvalidArgument(f'spillway.interleave.transfers needs the backend "cuda", and backend is "{found.backend}"')
+    return found._replace(rates=Rates(**found.rates.model_dump()) if found.rates else None)
 
 
 def served():

@@ -1,5 +1,5 @@
 """What a commit keeps beside the states, so that a killed run goes on with the bits of one that was not: the engine's
-counts, learning rates and their schedule, the loss scale, the generators of random numbers, buffers of the model, and
+counts, options of groups and the schedule of rates, the loss scale, the generators of random numbers, buffers of the model, and
 whatever the caller adds. Weights are not among them, since the master weights are on the tier; nor are frozen ones,
 which are the caller's to load."""
 
@@ -17,16 +17,22 @@ _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 def overrides(engine_type):
     """Methods for DeepSpeedEngine, by name."""
     own_init, own_optimizer, own_step = engine_type.__init__, engine_type._configure_zero_optimizer, engine_type.step
-    own_destroy = engine_type.destroy
+    own_destroy, own_check = engine_type.destroy, engine_type._do_sanity_check
     own_load, own_load_checkpoint = engine_type._load_zero_checkpoint, engine_type.load_checkpoint
 
     def init(self, *arguments, **named):
         with _lifetime.making() as opened:
             own_init(self, *arguments, **named)
             swapper = _stage3.tiered(self.optimizer)
-            if swapper is not None and swapper.resumed:
-                _restore(self, swapper)
+            if swapper is not None:
+                swapper.configured = _groups(self)
+                if swapper.resumed:
+                    _restore(self, swapper)
             _lifetime.keep(self, opened)
+
+    def do_sanity_check(self):
+        own_check(self)
+        _refuse_what_is_not_served(self)
 
     def destroy(self, *arguments, **named):
         try:
@@ -35,7 +41,6 @@ def overrides(engine_type):
             _lifetime.end(self)
 
     def configure_zero_optimizer(self, *arguments, **named):
-        _refuse_what_is_left(self)
         with _tier_config.configuring(self):
             return own_optimizer(self, *arguments, **named)
 
@@ -61,7 +66,7 @@ def overrides(engine_type):
         with _by_pages() if _stage3.tiered(self.optimizer) else contextlib.nullcontext():
             return own_load(self, *arguments, **named)
 
-    found = {"__init__": init, "destroy": destroy, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
+    found = {"__init__": init, "destroy": destroy, "_do_sanity_check": do_sanity_check, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
              "load_checkpoint": load_checkpoint, "_load_zero_checkpoint": load_zero_checkpoint}
     # States on a tier are saved and loaded as those in host memory are, not as DeepSpeed's files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):
@@ -70,21 +75,19 @@ def overrides(engine_type):
     return found
 
 
-def _refuse_what_is_left(engine):
-    """A block that asks for what this version of DeepSpeed does not have would be ignored without a word."""
+def _refuse_what_is_not_served(engine):
+    """A block that is wrong, or asks for what this configuration or this version of DeepSpeed does not have, is an error."""
     given = getattr(engine._config, "_param_dict", {})
-    block, zero = given.get("spillway"), given.get("zero_optimization")
-    if not isinstance(block, dict) or block.get("enabled") is False:
+    if "spillway" not in given:
         return
-    asked = ["interleave"] if block.get("interleave") is not None else []
-    if set(block) - {"interleave"} and isinstance(zero, dict) and zero.get("stage") == 3:
-        for part, offload in (("states", zero.get("offload_optimizer")), ("parameters", zero.get("offload_param"))):
-            if isinstance(offload, dict) and offload.get("device") == "nvme":
-                asked.append(part)
-    for part in asked:
+    # pydantic comes with DeepSpeed; where no block is given it is not needed.
+    from . import _block
+    block, zero = _block.read(given["spillway"]), engine._config.zero_config
+    for part in _block.parts(block, zero):
         reason = _versions.lacking(part)
         if reason:
             raise InvalidArgument(f"spillway: {reason}; use one of those, or take the block out of the configuration")
+    _block.refuse_unserved(block, zero)
 
 
 def _by_pages():
@@ -134,9 +137,9 @@ def _swapper(engine):
 
 
 def _record(engine, swapper):
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in engine.optimizer.param_groups]
     return {"counts": {name: getattr(engine, name) for name in _COUNTS}, "elements": swapper.elements,
-            "steps": swapper.steps, "adam_state": swapper.adam_state(), "groups": groups,
+            "steps": swapper.steps, "adam_state": swapper.adam_state(), "groups": _groups(engine),
+            "configured": swapper.configured,
             "loss_scaler": dict(vars(engine.optimizer.loss_scaler)), "random": _random_state(),
             "lr_scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
             "buffers": {name: buffer.detach().cpu() for name, buffer in _buffers(engine.module)},
@@ -149,8 +152,7 @@ def _restore(engine, swapper):
         raise InvalidArgument(f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}")
     for name, count in record["counts"].items():
         setattr(engine, name, count)
-    for group, before in zip(engine.optimizer.param_groups, record["groups"]):
-        group.update(before)
+    _restore_groups(engine, record, swapper.configured)
     if engine.lr_scheduler is not None and record["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(record["lr_scheduler"])
     swapper.set_steps(record["steps"])
@@ -163,6 +165,26 @@ def _restore(engine, swapper):
         persistent[0].partition(persistent)
     swapper.client_state = record["client_state"]
     _set_random_state(record["random"])
+
+
+def _groups(engine):
+    """The options of each group."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in engine.optimizer.param_groups]
+
+
+def _restore_groups(engine, record, configured):
+    """Each option of a group goes on as it was, unless the configuration has changed it since: then that counts."""
+    before = record.get("configured", configured)
+    if len(record["groups"]) != len(configured) or len(before) != len(configured):
+        raise InvalidArgument(f"the commit has {len(record['groups'])} parameter groups, this run has {len(configured)}; give the "
+                              'model the groups that it had, or load a checkpoint with "resume": false in the spillway block')
+    for group, committed, old, new in zip(engine.optimizer.param_groups, record["groups"], before, configured):
+        group.update({name: value for name, value in committed.items() if name not in new or _same(old.get(name), new[name])})
+
+
+def _same(one, other):
+    """Equal, be they lists or tuples."""
+    return (list(one) if isinstance(one, tuple) else one) == (list(other) if isinstance(other, tuple) else other)
 
 
 def _buffers(module):

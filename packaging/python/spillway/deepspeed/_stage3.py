@@ -110,6 +110,7 @@ def _stepping(stage3):
         if tiered(self) is None:
             return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
         # The gradient stays where it was accumulated.
+        tiered(self).arrived(param)
         self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
 
     def overflow_clean_up(self, prev_scale):
@@ -154,7 +155,6 @@ def _checkpointing(stage3):
             found["fp32_flat_groups"] = [master.data for master in masters]
             saved = found["optimizer_state_dict"]
             saved["state"] = {place: dict(state) for place, state in saved["state"].items()}
-        found["spillway"] = {"adam_state": swapper.adam_state()}
         return found
 
     def rigid_load_state_dict(self, state_dict, load_optimizer_states=True):
@@ -167,8 +167,6 @@ def _checkpointing(stage3):
         for group, before in zip(self.optimizer.param_groups, saved["param_groups"]):
             group.update({name: value for name, value in before.items() if name != "params"})
         _take_over(swapper, state_dict["fp32_flat_groups"], saved["state"], _order(self))
-        if load_optimizer_states and "spillway" in state_dict:
-            swapper.set_adam_state(state_dict["spillway"]["adam_state"])
         swapper.publish(own_reassign)
 
     def restore_from_bit16_weights(self):

@@ -13,7 +13,7 @@ import weakref
 from .. import _abi, _native, tier
 from ..errors import InvalidArgument
 from ..swap import STATES
-from . import _call, _lifetime, _ranks, _scratch
+from . import _call, _lifetime, _ranks, _room, _scratch, _stale
 from ._parts import PartedSwap, block_bytes, floats
 
 # Of this process, for active().
@@ -21,8 +21,8 @@ _swappers = weakref.WeakSet()
 
 
 class TierSwapper:
-    """What stage 3 asks of an optimizer swapper, and the update. DeepSpeed's defects are not kept: a parameter that had no
-    gradient in this step has a gradient of zero, not an old one."""
+    """What stage 3 asks of an optimizer swapper, and the update. A parameter that had no gradient since the last step has a
+    gradient of zero, or DeepSpeed's: see _stale."""
 
     def __init__(self, stage3, settings):
         from deepspeed import comm as dist
@@ -36,11 +36,13 @@ class TierSwapper:
         self._open = _Opened(settings, rank, world)
         weakref.finalize(self, _Opened.close, self._open)
         _lifetime.opened(self)
-        self._open.swap(self.elements)
+        with _room.named(settings, self.elements):
+            self._open.swap(self.elements)
         self.committed = self.tier.opened.step
         self.resumed = self.committed is not None
         self.swap_folder = next((path.directory for path in settings.paths if not path.directory.startswith("s3://")), None)
-        self.steps = [0] * len(self.elements)
+        self.steps, self.configured = [0] * len(self.elements), []
+        self._stale = _stale.Gradients(self) if settings.missing_gradients == "stale" else None
         self.commits, self.world = 0, world
         self._gradients = {}
         # Of sub-groups whose master weights were set: what belongs to them, until the model's weights do.
@@ -102,7 +104,7 @@ class TierSwapper:
     def update(self, factor, own_reassign):
         """One step of all sub-groups, with this factor on the gradients."""
         stage3 = self._stage3
-        self._clear_unused()
+        self._fill_unused(factor)
         everything = range(len(self.elements))
         weights = [self._weight(index) for index in everything]
         shown = _Shown(self, own_reassign, {index for index, weight in enumerate(weights) if weight is None})
@@ -117,8 +119,11 @@ class TierSwapper:
 
     def gradient(self, index):
         """The gradient of a sub-group, as it was accumulated or as it was set."""
+        return self._gradients.get(index, self._summed_up(index))
+
+    def _summed_up(self, index):
         flat, start = self._stage3.grad_partitions_flat_buffer, self._starts[index]
-        return self._gradients.get(index, flat[start:start + self.elements[index]])
+        return flat[start:start + self.elements[index]]
 
     def _call_of(self, index, factor):
         group = self._stage3.optimizer.param_groups[self._stage3.sub_group_to_group_id[index]]
@@ -131,13 +136,40 @@ class TierSwapper:
         flat = self._stage3.fp16_partitioned_groups_flat[index]
         return flat if flat is not None and flat.is_cpu and flat.element_size() == 2 else None
 
-    def _clear_unused(self):
-        stage3 = self._stage3
-        for index, group in enumerate(stage3.fp16_groups):
-            for param in group:
-                if stage3.get_param_id(param) not in stage3.norm_for_param_grads:
-                    _, offset, count = stage3.grad_position[stage3.get_param_id(param)]
-                    self.gradient(index).narrow(0, offset, count).zero_()
+    def _fill_unused(self, factor):
+        """Gives parameters that had no gradient the one to step with."""
+        for index, param in self.params():
+            if self._stage3.get_param_id(param) in self._stage3.norm_for_param_grads:
+                continue
+            if self._stale is None:
+                self._part(self.gradient(index), param).zero_()
+            elif (old := self._stale.of(param)) is not None:
+                if self.gradient(index).dtype != old.dtype:
+                    self._gradients[index] = self.gradient(index).to(old.dtype)
+                self._part(self.gradient(index), param).copy_(old)
+        if self._stale is not None:
+            for index, param in self.params():
+                if index in self._gradients:
+                    self._stale.edited(param, self._part(self._gradients[index], param))
+            self._stale.stepped(factor)
+
+    def params(self):
+        """The parameters, each with the number of its sub-group."""
+        return [(index, param) for index, group in enumerate(self._stage3.fp16_groups) for param in group]
+
+    def summed_up(self, param):
+        """This rank's part of a parameter's gradient where gradients are summed up."""
+        index, *_ = self._stage3.grad_position[self._stage3.get_param_id(param)]
+        return self._part(self._summed_up(index), param)
+
+    def _part(self, gradient, param):
+        _, offset, count = self._stage3.grad_position[self._stage3.get_param_id(param)]
+        return gradient.narrow(0, offset, count)
+
+    def arrived(self, param):
+        """A parameter has a gradient since the last step."""
+        if self._stale is not None:
+            self._stale.forget(param)
 
     def show(self, own_reassign, index, param):
         """Has stage 3 copy master weights to where the model's are, by its own method."""
@@ -268,8 +300,9 @@ class TierSwapper:
         return {name: getattr(state, name) for name, _ in state._fields_[1:]}
 
     def set_adam_state(self, numbers):
-        """Goes on with what adam_state() said in another process."""
-        state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **numbers)
+        """Goes on with what adam_state() said in another process; AdamW or L2 is this run's configuration."""
+        mode = int(self._stage3.optimizer.adam_w_mode)
+        state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **{**numbers, "adamw_mode": mode})
         _native.check(_native.library().spw_ds_adam_restore(self._stage3.optimizer.opt_id, ctypes.byref(state)))
 
 

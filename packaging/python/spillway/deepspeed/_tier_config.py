@@ -14,7 +14,7 @@ import threading
 from typing import NamedTuple
 
 from ..errors import InvalidArgument
-from ..tier import DURABILITIES, TierPath
+from ..tier import TierPath
 from . import _scratch
 
 _local = threading.local()
@@ -37,6 +37,8 @@ class Settings(NamedTuple):
     split_master      keep master weights without their upper halves, which follow from the model's weights (bfloat16, in host
                       memory): 10 bytes a parameter instead of 12. What changes those weights between steps, other than
                       DeepSpeed, ends the run with an error. With "resume" they are on the tier too, 2 bytes a commit
+    missing_gradients what a parameter steps with that had no gradient since the last step, where another of its sub-group had
+                      one: "zero", or "stale", the scaled gradient of its last step, as DeepSpeed has it in host memory
     resume            go on at the last commit that all ranks have if there is one, and commit every commit_interval steps
     commit_interval   0: only spillway.deepspeed.commit(engine) commits
     turns             one process of a machine at a time uses a path
@@ -53,17 +55,13 @@ class Settings(NamedTuple):
     job: str = "deepspeed"
     host: str | None = None
     split_master: bool = False
+    missing_gradients: str = "zero"
     resume: bool = False
     commit_interval: int = 1
     turns: bool = True
     lock: bool = True
     stall_seconds: float = 0.0
     enabled: bool = True
-
-
-_KINDS = {"ratio": list, "cache_bytes": int, "part_elements": int, "durability": str, "job": str, "host": str, "split_master": bool,
-          "resume": bool, "commit_interval": int, "turns": bool, "lock": bool, "stall_seconds": (int, float), "enabled": bool,
-          "paths": list}
 
 
 @contextlib.contextmanager
@@ -91,42 +89,20 @@ def parse(block, nvme_path):
     """The settings of a block, or of its absence."""
     if block is None:
         return Settings((_directory(nvme_path),), False)
-    if not isinstance(block, dict):
-        raise InvalidArgument(f"spillway: {block!r} is not an object")
-    # Of no concern to the tier: see _interleave.
-    block = {name: value for name, value in block.items() if name != "interleave"}
-    unknown = sorted(set(block) - set(_KINDS))
-    if unknown:
-        raise InvalidArgument(f"spillway: unknown {', '.join(unknown)}; known are {', '.join(sorted(_KINDS))}")
-    for name, value in block.items():
-        wrong = isinstance(value, bool) and _KINDS[name] is not bool
-        if wrong or not isinstance(value, tuple if _KINDS[name] is list and isinstance(value, tuple) else _KINDS[name]):
-            raise InvalidArgument(f"spillway: {name} is {value!r}")
-        if isinstance(value, (int, float)) and value < 0:
-            raise InvalidArgument(f"spillway: {name} is {value!r}, below 0")
-    if block.get("durability", "data") not in DURABILITIES:
-        raise InvalidArgument(f"spillway: durability is {block['durability']!r}; one of {', '.join(DURABILITIES)} expected")
-    if _scratch.is_scratch(block.get("job", "")):
-        raise InvalidArgument(f"spillway: job is {block['job']!r}; names that end in -scratch-N are those of scratch directories")
-    given = {name: value for name, value in block.items() if name != "paths"}
-    paths = tuple(_path(path) for path in block["paths"]) if block.get("paths") else (_directory(nvme_path),)
-    found = Settings(paths, True, **given)
-    if found.part_elements == 0:
-        raise InvalidArgument("spillway: part_elements is 0")
-    if found.ratio is not None and len(found.ratio) != len(found.paths):
-        raise InvalidArgument(f"spillway: ratio has {len(found.ratio)} numbers for {len(found.paths)} paths")
-    return found
-
-
-def _path(given):
-    if isinstance(given, (str, os.PathLike)):
-        return TierPath(os.fspath(given))
-    try:
-        rest = dict(given)
-        return TierPath(os.fspath(rest.pop("path")), **rest)
-    except (TypeError, ValueError, KeyError) as error:
-        raise InvalidArgument(f"spillway: a path is {given!r}; a directory, or an object with path and perhaps limit_bytes "
-                              "and reserve_bytes is needed") from error
+    # pydantic comes with DeepSpeed; where no block is given it is not needed.
+    from . import _block
+    found = _block.read(block)
+    if _scratch.is_scratch(found.job):
+        raise InvalidArgument(f"spillway.job is {found.job!r}; names that end in -scratch-N are those of scratch directories, use "
+                              "another")
+    given = {name: getattr(found, name) for name in Settings._fields if name not in ("paths", "given")}
+    if found.ratio is not None:
+        given["ratio"] = tuple(found.ratio)
+    paths = tuple(TierPath(path.path, path.limit_bytes, path.reserve_bytes) for path in found.paths or ())
+    paths = paths or (_directory(nvme_path),)
+    if found.ratio is not None and len(found.ratio) != len(paths):
+        raise InvalidArgument(f"spillway.ratio has {len(found.ratio)} numbers for {len(paths)} paths; give one for each")
+    return Settings(paths, True, **given)
 
 
 def _directory(nvme_path):

@@ -22,7 +22,7 @@ _NAMES = {"engine": "engines that close what they opened", "states": "optimizer 
 
 # Parameters after `self` of each method that is replaced or called. What only some versions have is in _SOME.
 _METHODS = {
-    "engine": {"_configure_zero_optimizer": "optimizer", "destroy": "", "step": "lr_kwargs",
+    "engine": {"_configure_zero_optimizer": "optimizer", "destroy": "", "step": "lr_kwargs", "_do_sanity_check": "",
                "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
                                   "load_module_only custom_load_fn",
                "_load_zero_checkpoint": "load_dir tag load_optimizer_states"},

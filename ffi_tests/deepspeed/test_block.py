@@ -1,0 +1,114 @@
+"""Proves that a `spillway` block is checked whatever the configuration: what is misspelt, has a wrong value or would be served by
+nothing is an error that names the setting, what is wrong with it and what to do."""
+
+import pathlib
+import types
+
+import pytest
+
+from spillway.deepspeed import _block
+from spillway.deepspeed._tier_config import parse
+from spillway.errors import InvalidArgument
+
+SWAP = "spillway.cache_bytes is 'x'; a number of bytes, an integer from 0"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+@pytest.mark.parametrize("block, words", [
+    (7, "spillway is 7, not an object"), ("yes", "spillway is 'yes', not an object"), (None, "spillway is None, not an object"),
+    ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; is cache_bytes meant\\? known are cache_bytes, commit_interval"),
+    ({"resume": 1}, "spillway.resume is 1; true or false is needed"), ({"cache_bytes": "x"}, SWAP),
+    ({"cache_bytes": True}, "spillway.cache_bytes is True; a number of bytes"), ({"cache_bytes": -1}, "cache_bytes is -1; a number"),
+    ({"durability": "none"}, "spillway.durability is 'none'; \"data\" or"), ({"part_elements": 0}, "part_elements is 0; an integer from 1"),
+    ({"paths": []}, "spillway.paths is \\[\\]; a list of directories.*leave it out for nvme_path alone"),
+    ({"paths": "x"}, "spillway.paths is 'x'; a list"), ({"paths": [7]}, "spillway.paths\\[0\\] is 7"),
+    ({"paths": [{"directory": "x"}]}, "spillway.paths\\[0\\].path is missing.*paths\\[0\\].directory is unknown"),
+    ({"paths": [{"path": "x", "limit_bytes": "9G"}]}, "spillway.paths\\[0\\].limit_bytes is '9G'; a number of bytes"),
+    ({"paths": ["/tmp", "/tmp/"]}, "spillway.paths\\[1\\] is '/tmp/', the same directory as spillway.paths\\[0\\]; name each path once"),
+    ({"ratio": ["a", 1]}, "spillway.ratio\\[0\\] is 'a'; a list with a number from 0 for each path"),
+    ({"ratio": [0, 0]}, "spillway.ratio is .*above 0"), ({"ratio": [1], "paths": ["/tmp", "/var"]}, "ratio has 1 numbers for 2 paths"),
+    ({"commit_interval": 2}, 'spillway.commit_interval is 2, but nothing is committed without "resume": true'),
+    ({"durability": "full"}, 'spillway.durability is "full", but nothing is committed'),
+    ({"missing_gradients": "old"}, "spillway.missing_gradients is 'old'; \"zero\" or \"stale\""),
+    ({"stall_seconds": float("inf")}, "spillway.stall_seconds is inf"), ({"job": ""}, "spillway.job is ''; a name")])
+def test_what_is_wrong_is_named(block, words):
+    with pytest.raises(InvalidArgument, match=words):
+        _block.read(block)
+
+
+def test_a_block_becomes_settings(folders):
+    given = parse({"paths": [{"path": folders[0], "limit_bytes": 5}, folders[1]], "ratio": (2, 1)}, None)
+    assert [path.limit_bytes for path in given.paths] == [5, 0] and given.given and given.ratio == (2, 1)
+    assert not parse(None, folders[0]).given and parse({}, folders[0]).paths[0].directory == folders[0]
+    assert [path.directory for path in parse({"paths": [folders[0], "s3://bucket/x"]}, None).paths] == [folders[0], "s3://bucket/x"]
+    with pytest.raises(InvalidArgument, match="neither nvme_path nor spillway.paths"):
+        parse({}, None)
+    with pytest.raises(InvalidArgument, match="goes into spillway.paths"):
+        parse(None, "s3:/bucket/x")
+    with pytest.raises(InvalidArgument, match="spillway.job is 'a-scratch-1'"):
+        parse({"job": "a-scratch-1"}, folders[0])
+
+
+def zero(stage, optimizer=None, parameters=None):
+    def offload(device):
+        return device and types.SimpleNamespace(device=device)
+    return types.SimpleNamespace(stage=stage, offload_optimizer=offload(optimizer), offload_param=offload(parameters))
+
+
+@pytest.mark.parametrize("block, configuration, words", [
+    ({"resume": True}, zero(3, "cpu"), "spillway.resume is for optimizer states on a tier.*stage 3 and the device cpu"),
+    ({"cache_bytes": 1, "lock": False}, zero(2, "cpu"), "spillway.cache_bytes .*stage 2.*take cache_bytes, lock out"),
+    ({"paths": ["/tmp"]}, zero(0), "spillway.paths .*stage 0 and the device none"),
+    ({"split_master": True, "paths": ["/tmp"]}, zero(3, "cpu", "nvme"), "spillway.split_master is for"),
+    ({"interleave": {}}, zero(2, "cpu"), "spillway.interleave needs zero_optimization with stage 3"),
+    ({"interleave": {}}, zero(3, "nvme"), "spillway.interleave needs .* the device nvme")])
+def test_what_nothing_would_serve_is_an_error(block, configuration, words):
+    with pytest.raises(InvalidArgument, match=words):
+        _block.refuse_unserved(_block.read(block), configuration)
+
+
+@pytest.mark.parametrize("block, configuration", [
+    ({}, zero(0)), ({"enabled": False, "cache_bytes": 1}, zero(2, "cpu")), ({"cache_bytes": 1}, zero(3, "nvme")),
+    ({"paths": ["/tmp"], "job": "x"}, zero(3, "cpu", "nvme")), ({"interleave": {}}, zero(3, "cpu"))])
+def test_what_is_served_is_none(block, configuration):
+    _block.refuse_unserved(_block.read(block), configuration)
+
+
+def test_an_engine_checks_its_block(run_script, folders):
+    """Whatever the stage and the device, and before anything is made."""
+    assert run_script(f"""
+import train
+train.become_single_rank()
+import deepspeed, torch
+FOLDER = {folders[0]!r}
+
+
+def make(zero, block):
+    model = torch.nn.Linear(8, 8)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config={{
+        "train_micro_batch_size_per_gpu": 1, "bf16": {{"enabled": True}}, "zero_optimization": zero, "spillway": block,
+        "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-3}}}}, "steps_per_print": 1 << 30}})
+
+
+CPU, NVME = {{"device": "cpu"}}, {{"device": "nvme", "nvme_path": FOLDER}}
+for zero, block in (({{"stage": 0}}, {{"cach_bytes": 1}}), ({{"stage": 2, "offload_optimizer": CPU}}, "yes"),
+                    ({{"stage": 3, "offload_optimizer": CPU}}, {{"resume": True}}),
+                    ({{"stage": 3, "offload_optimizer": NVME}}, {{"paths": [{{"path": FOLDER, "limit_bytes": 1000}}]}})):
+    try:
+        make(zero, block)
+    except Exception as error:
+        print(type(error).__name__, str(error).split(";")[0].replace(FOLDER, "FOLDER"))
+make({{"stage": 3, "offload_optimizer": NVME}}, {{"lock": False}})
+""", pathlib.Path(__file__).parent).splitlines()[-4:] == [
+        "InvalidArgument spillway.cach_bytes is unknown", "InvalidArgument spillway is 'yes', not an object",
+        "InvalidArgument spillway.resume is for optimizer states on a tier, which need zero_optimization with stage 3 and "
+        "offload_optimizer on the device nvme",
+        "InvalidArgument spillway.paths[0].limit_bytes is 1000: the optimizer states of this rank take 864 bytes and room for whole "
+        "blocks, which the paths do not have"]
+

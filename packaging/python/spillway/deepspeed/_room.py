@@ -1,0 +1,24 @@
+"""Says which limits of the configuration leave too little room for optimizer states."""
+
+import contextlib
+
+from ..errors import InvalidArgument, SpillwayError
+
+_LIMIT_REACHED = 4
+# Bytes of state per parameter.
+_STATE, _SPLIT_STATE = 12, 10
+
+
+@contextlib.contextmanager
+def named(settings, elements):
+    """A limit that is too small is an error with the settings' names."""
+    try:
+        yield
+    except SpillwayError as error:
+        limits = {f"spillway.paths[{index}].limit_bytes": path.limit_bytes for index, path in enumerate(settings.paths) if path.limit_bytes}
+        if not limits or error.status != _LIMIT_REACHED:
+            raise
+        needed = (_SPLIT_STATE if settings.split_master else _STATE) * sum(elements)
+        words = ", ".join(f"{name} is {limit}" for name, limit in limits.items())
+        raise InvalidArgument(f"{words}: the optimizer states of this rank take {needed} bytes and room for whole blocks, which the "
+                              "paths do not have; raise the limits, or add a path") from error

@@ -66,7 +66,8 @@ def overrides(engine_type):
         with _by_pages() if _stage3.tiered(self.optimizer) else contextlib.nullcontext():
             return own_load(self, *arguments, **named)
 
-    found = {"__init__": init, "destroy": destroy, "_do_sanity_check": do_sanity_check, "_configure_zero_optimizer": configure_zero_optimizer, "step": step,
+    found = {"__init__": init, "destroy": destroy, "_do_sanity_check": do_sanity_check, "step": step,
+             "_configure_zero_optimizer": configure_zero_optimizer,
              "load_checkpoint": load_checkpoint, "_load_zero_checkpoint": load_zero_checkpoint}
     # States on a tier are saved and loaded as those in host memory are, not as DeepSpeed's files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):

@@ -15,7 +15,8 @@ def named(settings, elements):
     try:
         yield
     except SpillwayError as error:
-        limits = {f"spillway.paths[{index}].limit_bytes": path.limit_bytes for index, path in enumerate(settings.paths) if path.limit_bytes}
+        limits = {f"spillway.paths[{index}].limit_bytes": path.limit_bytes for index, path in enumerate(settings.paths)
+                  if path.limit_bytes}
         if not limits or error.status != _LIMIT_REACHED:
             raise
         needed = (_SPLIT_STATE if settings.split_master else _STATE) * sum(elements)

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 
-WIDTH = 24
+WIDTH = 32
 
 
 # The model and its engine.
@@ -12,12 +12,14 @@ WIDTH = 24
 
 def make_model(torch, scenario):
     class Model(torch.nn.Module):
-        """Layers that a step can leave out, parameters that two ranks cannot share evenly, and perhaps a frozen or a tied one."""
+        """Layers that a step can leave out, parameters of one element, of which a second rank has nothing, and perhaps a frozen or a
+        tied layer. Every sub-group has a multiple of 16 elements: in a remainder DeepSpeed's rounding is its compiler's."""
 
         def __init__(self):
             super().__init__()
             self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
-            self.bias, self.gain = torch.nn.Parameter(torch.zeros(7)), torch.nn.Parameter(torch.ones(1))
+            for index in range(16):
+                self.register_parameter(f"gain{index}", torch.nn.Parameter(torch.ones(1)))
 
         def forward(self, x, skipped=()):
             for index, layer in enumerate(self.layers):
@@ -25,8 +27,8 @@ def make_model(torch, scenario):
                     x = x + torch.tanh(layer(x))
             if scenario.get("tied"):
                 x = x + torch.tanh(self.layers[0](x))
-            head = x[:, :7] if "bias" in skipped else x[:, :7] + self.bias
-            return torch.cat([head, x[:, 7:]], dim=1) * self.gain
+            gains = torch.cat([getattr(self, f"gain{index}") for index in range(16) if f"gain{index}" not in skipped])
+            return torch.cat([x[:, :len(gains)] * gains, x[:, len(gains):]], dim=1)
 
     model = Model()
     for index in scenario.get("frozen", ()):

@@ -7,7 +7,7 @@ import scenarios
 
 SAMPLE = ("bf16-clipped", "fp16", "accumulate", "groups-three", "l2", "missing-clipped", "edited", "two-backwards",
           "thrown-away-and-reset", "overflow", "peek-masters", "lr-between", "checkpoint-same-engine", "resume-other-lr",
-          "two-ranks-missing-fp16")
+          "resume-other-mode", "two-ranks-missing-fp16")
 
 
 def test_the_list_is_what_it_says():

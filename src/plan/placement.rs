@@ -209,7 +209,7 @@ impl Placement {
             Some(ratio) => ratio.to_vec(),
             None => paths.iter().map(|path| path.speed).collect(),
         };
-        split::check(&weights)?;
+        split::check(if ratio.is_some() { "ratio" } else { "speeds" }, &weights)?;
         if weights.len() != paths.len() {
             let reason = format!("has {} parts for {} paths", weights.len(), paths.len());
             return Err(Error::invalid("ratio", reason));

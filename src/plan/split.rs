@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// How many of `count` units each path gets. `weights` are speeds in any one unit, `room` the most units each takes.
 pub fn shares(count: usize, weights: &[f64], room: &[usize]) -> Result<Vec<usize>> {
-    check(weights)?;
+    check("weights", weights)?;
     if weights.len() != room.len() {
         return Err(Error::invalid("room", format!("{} paths, but {} weights", room.len(), weights.len())));
     }
@@ -74,16 +74,16 @@ pub fn balanced_order(parts: &[usize]) -> Vec<usize> {
 }
 
 /// Refuses weights that no split can follow.
-pub(super) fn check(weights: &[f64]) -> Result<()> {
+pub(super) fn check(argument: &'static str, weights: &[f64]) -> Result<()> {
     if weights.is_empty() {
-        return Err(Error::invalid("weights", "there is no path"));
+        return Err(Error::invalid(argument, "there is no path"));
     }
     if let Some(bad) = weights.iter().position(|weight| !weight.is_finite() || *weight < 0.0) {
-        return Err(Error::invalid("weights", format!("[{bad}] is {}", weights[bad])));
+        return Err(Error::invalid(format!("{argument}[{bad}]"), format!("is {}", weights[bad])));
     }
     match weights.iter().any(|weight| *weight > 0.0) {
         true => Ok(()),
-        false => Err(Error::invalid("weights", "are all zero")),
+        false => Err(Error::invalid(argument, "are all zero")),
     }
 }
 

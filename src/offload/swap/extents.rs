@@ -33,15 +33,29 @@ fn name(subgroup: usize, form: Form) -> String {
 }
 
 impl Extents {
-    /// Finds what the tier has, and defines the extents of the usual form.
+    /// Finds what the tier has, and defines the extents of the usual form. An error leaves the tier as it was.
     pub(super) fn define(tier: &Tier, elements: &[u64], usual: Form) -> Result<Extents> {
         let subgroups =
             elements.iter().map(|elements| Subgroup { elements: *elements, whole: None, split: None });
         let mut extents = Extents { usual, subgroups: subgroups.collect() };
         extents.find(tier);
-        for subgroup in 0..extents.len() {
-            extents.written_as(tier, subgroup, usual)?;
-            let (_, found, _) = extents.newest(tier, subgroup)?;
+        let mut made = Vec::new();
+        let defined = extents.define_all(tier, &mut made);
+        if defined.is_err() {
+            made.into_iter().try_for_each(|extent| tier.remove(extent))?;
+        }
+        defined.map(|()| extents)
+    }
+
+    /// Lists in `made` the extents that the tier did not have.
+    fn define_all(&mut self, tier: &Tier, made: &mut Vec<u32>) -> Result<()> {
+        let usual = self.usual;
+        for subgroup in 0..self.len() {
+            let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
+            let known = if usual == Form::Whole { whole.is_some() } else { split.is_some() };
+            let extent = self.written_as(tier, subgroup, usual)?;
+            made.extend((!known).then_some(extent));
+            let (_, found, _) = self.newest(tier, subgroup)?;
             if found == Form::Split && usual == Form::Whole {
                 let reason = format!(
                     "subgroup {subgroup} is stored with its master split, which needs the option too"
@@ -49,7 +63,7 @@ impl Extents {
                 return Err(Error::invalid("options", reason));
             }
         }
-        Ok(extents)
+        Ok(())
     }
 
     /// Finds the extents by their names, as after a rollback.

@@ -95,10 +95,11 @@ impl Swap {
         let paths = tier.paths().len();
         let budget = budget::plan(&options.subgroups, options.usual, paths, options.host_bytes)?;
         let pipeline = Pipeline::new(options.subgroups.len(), budget.buffers, budget.cached)?;
-        let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
         let slots = Slots::open(&budget, options.usual, options.backing)?;
         let traffic = Traffic::new(&tier, options)?;
         let lanes = Lanes::new(&tier, options)?;
+        // Last: what fails before leaves the tier as it was.
+        let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
         Ok(Swap {
             tier,
             usual: options.usual,

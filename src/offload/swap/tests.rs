@@ -47,6 +47,23 @@ fn tier_in(places: Vec<Place>, mode: Mode) -> Arc<Tier> {
     Arc::new(Tier::open(options).unwrap())
 }
 
+#[test]
+fn an_open_that_fails_leaves_the_tier_as_it_was() {
+    let tier = tier_in(vec![Place::Memory], Mode::Auto);
+    let bad = SwapOptions { ratio: Some(vec![f64::NAN]), ..options(&[1000, 2000], 1 << 20) };
+    let error = Swap::open(Arc::clone(&tier), &bad).err().unwrap().to_string();
+    assert!(error.starts_with("ratio"), "{error}");
+    assert_eq!(tier.extents().len(), 0);
+    drop(Swap::open(Arc::clone(&tier), &options(&[1000], 1 << 20)).unwrap());
+    // The second subgroup is new, the first one has another size.
+    let before = tier.extents().len();
+    assert!(Swap::open(Arc::clone(&tier), &options(&[2000, 500], 1 << 20)).is_err());
+    assert_eq!(tier.extents().len(), before);
+    // The first one is the same, and is kept; the second one cannot be that large.
+    assert!(Swap::open(Arc::clone(&tier), &options(&[1000, u64::MAX / 8], 1 << 20)).is_err());
+    assert_eq!(tier.extents().len(), before);
+}
+
 /// Numbers that differ by subgroup, step and element.
 fn grads(subgroup: usize, step: u64, elements: usize) -> Vec<bf16> {
     let value = |i: usize| ((i * 31 + subgroup * 7 + step as usize * 13) % 1009) as f32 / 100.0 - 5.0;

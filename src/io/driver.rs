@@ -125,6 +125,7 @@ impl Driver {
             self.shared.progress.fetch_add(done.len() as u64, Ordering::Relaxed);
             done.drain(..).for_each(|completion| self.complete(completion));
             self.shared.finish(&mut self.over);
+            self.shared.turns.fetch_add(1, Ordering::Release);
         }
     }
 

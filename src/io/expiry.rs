@@ -29,12 +29,19 @@ impl Shared {
     ) -> (MutexGuard<'a, State>, Option<Instant>, bool) {
         let now = Instant::now();
         let every = self.stall.map_or(LOOK_EVERY.1, |stall| (stall / 8).clamp(LOOK_EVERY.0, LOOK_EVERY.1));
-        state.progress.notice_stop(now, every);
+        let turns = self.turns.load(Ordering::Acquire);
+        if state.progress.notice_stop(now, every, turns) {
+            self.wake();
+        }
         let stalled = self.stall.and_then(|stall| {
             let due = state.stall(self.progress.load(Ordering::Relaxed), stall, now)?;
             Some(due.min(now + every))
         });
-        let settles = state.progress.settles;
+        let passed = state.deadlines.first().is_some_and(|(deadline, _)| *deadline <= now);
+        if passed && state.progress.notice_deadline(now, turns) {
+            self.wake();
+        }
+        let settles = state.progress.settles(now, turns);
         let expired = if settles.is_some() { Vec::new() } else { state.expire(now) };
         if !expired.is_empty() {
             expired.iter().for_each(|_| Counters::add(&self.counters.failed, 1));
@@ -77,6 +84,7 @@ impl State {
     /// Expires what is past its deadline.
     fn expire(&mut self, now: Instant) -> Vec<Error> {
         let mut errors = Vec::new();
+        self.progress.expired();
         while let Some((_, handle)) = self.deadlines.first().copied().filter(|(deadline, _)| *deadline <= now)
         {
             self.deadlines.pop_first();

@@ -120,6 +120,8 @@ pub(super) struct Shared {
     pub(super) trim: AtomicBool,
     /// Completions seen by the driver.
     pub(super) progress: AtomicU64,
+    /// Waits that the driver has ended, and whose completions it has taken.
+    pub(super) turns: AtomicU64,
     /// See `Options::stall`.
     pub(super) stall: Option<Duration>,
     pub(super) waker: OnceLock<Arc<dyn Wake>>,
@@ -198,6 +200,7 @@ impl Shared {
             hungry: AtomicBool::new(false),
             trim: AtomicBool::new(false),
             progress: AtomicU64::new(0),
+            turns: AtomicU64::new(0),
             stall,
             waker: OnceLock::new(),
         }
@@ -413,6 +416,8 @@ mod tests {
         let now = Instant::now();
         let handle = shared.lock().admit(|handle| under_way(handle, now, Some(now))).0;
         drop(shared.expire(shared.lock()));
+        shared.turns.fetch_add(2, Ordering::Release);
+        drop(shared.expire(shared.lock()));
         assert_eq!(shared.lock().stuck.get(&7), Some(&1));
         // What `Shared::finish` does before it closes files, and a waiter meanwhile.
         let op = shared.lock().entry(handle).unwrap().op.take().unwrap();
@@ -435,8 +440,14 @@ mod tests {
         drop(state);
         assert!(!expired && next.is_some_and(|next| next > now && next < now + stall));
         assert!(shared.lock().stuck.is_empty());
-        // The driver had its time and found nothing.
-        std::thread::sleep(next.map_or(stall, |next| next.saturating_duration_since(Instant::now())));
+        std::thread::sleep(Duration::from_millis(60));
+        // The driver has not waited anew yet.
+        shared.turns.fetch_add(1, Ordering::Release);
+        let (state, _, expired) = shared.expire(shared.lock());
+        drop(state);
+        assert!(!expired);
+        // The driver has waited anew and found nothing.
+        shared.turns.fetch_add(1, Ordering::Release);
         let (state, _, expired) = shared.expire(shared.lock());
         drop(state);
         assert!(expired && matches!(shared.lock().take(handle), Ok(Some(Err(_)))));

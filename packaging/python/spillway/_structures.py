@@ -2,8 +2,26 @@
 
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_uint32, c_uint64, c_void_p
 
+from .errors import InvalidArgument
 
-class ThreadOptions(Structure):
+_RANGES = {c_uint32: (0, 2**32 - 1), c_uint64: (0, 2**64 - 1), c_int32: (-2**31, 2**31 - 1)}
+
+
+class _Given(Structure):
+    """What a user gives: an integer that a field cannot hold is an error, where ctypes keeps its lower bits."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls._ranges = {name: _RANGES[kind] for name, kind, *_ in cls._fields_ if kind in _RANGES}
+
+    def __setattr__(self, name, value):
+        least, most = self._ranges.get(name, (None, None))
+        if least is not None and isinstance(value, int) and not least <= value <= most:
+            raise InvalidArgument(f"{name} is {value}, which is not in {least} to {most}")
+        super().__setattr__(name, value)
+
+
+class ThreadOptions(_Given):
     c_name = "spw_thread_options"
     _fields_ = [("struct_size", c_uint32), ("num_threads", c_uint32)]
 
@@ -32,7 +50,7 @@ class StepStats(Structure):
     _fields_ = [("struct_size", c_uint32), ("nonfinite", c_uint32), ("sum_squares", c_double)]
 
 
-class AdamOptions(Structure):
+class AdamOptions(_Given):
     c_name = "spw_adam_options"
     _fields_ = [("struct_size", c_uint32), ("weight_decay_mode", c_uint32), ("step", c_uint64),
                 ("lr", c_double), ("beta1", c_double), ("beta2", c_double), ("eps", c_double),
@@ -40,26 +58,26 @@ class AdamOptions(Structure):
                 ("no_bias_correction", c_uint32), ("reserved", c_uint32)]
 
 
-class AdagradOptions(Structure):
+class AdagradOptions(_Given):
     c_name = "spw_adagrad_options"
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("step", c_uint64),
                 ("lr", c_double), ("lr_decay", c_double), ("eps", c_double),
                 ("weight_decay", c_double), ("grad_scale", c_double)]
 
 
-class LionOptions(Structure):
+class LionOptions(_Given):
     c_name = "spw_lion_options"
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32),
                 ("lr", c_double), ("beta1", c_double), ("beta2", c_double),
                 ("weight_decay", c_double), ("grad_scale", c_double)]
 
 
-class UndoOptions(Structure):
+class UndoOptions(_Given):
     c_name = "spw_undo_options"
     _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("elements", c_uint64), ("tensors", c_uint64)]
 
 
-class SpecOptions(Structure):
+class SpecOptions(_Given):
     c_name = "spw_spec_options"
     _fields_ = [("struct_size", c_uint32), ("buckets", c_uint32), ("undo_mode", c_uint32), ("publish", c_uint32)]
 
@@ -84,7 +102,7 @@ class SpecOutcome(Structure):
                 ("withdrawn", c_uint32), ("reserved", c_uint32)]
 
 
-class PoolOptions(Structure):
+class PoolOptions(_Given):
     c_name = "spw_pool_options"
     _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("block_count", c_uint64),
                 ("node", c_uint32), ("reserved", c_uint32)]
@@ -103,7 +121,7 @@ class PinnedStats(Structure):
                 ("high_water", c_uint64), ("mapped_bytes", c_uint64), ("locked_bytes", c_uint64)]
 
 
-class IoOptions(Structure):
+class IoOptions(_Given):
     c_name = "spw_io_options"
     _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("flags", c_uint32), ("queue_depth", c_uint32),
                 ("block_bytes", c_uint64), ("workers", c_uint32), ("file_mode", c_uint32), ("deadline_ms", c_uint64)]
@@ -124,13 +142,13 @@ class IoStats(Structure):
                 ("queue_depth", c_uint64), ("block_bytes", c_uint64)]
 
 
-class TierPath(Structure):
+class TierPath(_Given):
     c_name = "spw_tier_path"
     _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("directory", c_char_p),
                 ("limit_bytes", c_uint64), ("reserve_bytes", c_uint64)]
 
 
-class TierOptions(Structure):
+class TierOptions(_Given):
     c_name = "spw_tier_options"
     _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("job", c_char_p), ("host", c_char_p),
                 ("rank", c_uint32), ("world", c_uint32), ("paths", POINTER(TierPath)), ("path_count", c_uint64),
@@ -181,7 +199,7 @@ class GpuDriver(Structure):
     _fields_ = [("struct_size", c_uint32), ("devices", c_uint32), ("cuda_version", c_uint32), ("reserved", c_uint32)]
 
 
-class GpuOptions(Structure):
+class GpuOptions(_Given):
     c_name = "spw_gpu_options"
     _fields_ = [("struct_size", c_uint32), ("ordinal", c_uint32), ("chunk_bytes", c_uint64)]
 
@@ -193,7 +211,7 @@ class GpuInfo(Structure):
                 ("memory_bytes", c_uint64), ("free_bytes", c_uint64), ("name", c_char_p), ("pci", c_char_p)]
 
 
-class GpuCopy(Structure):
+class GpuCopy(_Given):
     c_name = "spw_gpu_copy"
     _fields_ = [("struct_size", c_uint32), ("direction", c_uint32), ("device_dtype", c_uint32),
                 ("host_dtype", c_uint32), ("after", c_uint32), ("reserved", c_uint32), ("n", c_uint64),
@@ -206,19 +224,19 @@ class GpuLink(Structure):
                 ("in_f32", c_double), ("in_native", c_double), ("step_f32", c_double), ("step_native", c_double)]
 
 
-class PlanRates(Structure):
+class PlanRates(_Given):
     c_name = "spw_plan_rates"
     _fields_ = [("struct_size", c_uint32), ("half_duplex", c_uint32), ("cpu", c_double), ("downscale", c_double),
                 ("gpu", c_double), ("h2d", c_double), ("d2h", c_double), ("cast", c_double), ("dram", c_double)]
 
 
-class PlanShape(Structure):
+class PlanShape(_Given):
     c_name = "spw_plan_shape"
     _fields_ = [("struct_size", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32), ("slots", c_uint32),
                 ("count", c_uint64), ("sizes", POINTER(c_uint64)), ("size", c_uint64), ("chunk", c_uint64)]
 
 
-class PlanOptions(Structure):
+class PlanOptions(_Given):
     c_name = "spw_plan_options"
     _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("parameter", c_uint64), ("residents", c_uint64),
                 ("backward", c_double)]
@@ -233,39 +251,39 @@ class PlanResult(Structure):
                 ("to_device_bytes", c_uint64), ("to_host_bytes", c_uint64)]
 
 
-class PlanBucket(Structure):
+class PlanBucket(_Given):
     c_name = "spw_plan_bucket"
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("grad", c_double), ("step_cpu", c_double),
                 ("param", c_double), ("step_gpu", c_double), ("backward", c_double)]
 
 
-class PlanLoad(Structure):
+class PlanLoad(_Given):
     c_name = "spw_plan_load"
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("peak", c_double), ("link", c_double),
                 ("tokens", c_double), ("parameters", c_double), ("free_bytes", c_double)]
 
 
-class PlanProbe(Structure):
+class PlanProbe(_Given):
     c_name = "spw_plan_probe"
     _fields_ = [("struct_size", c_uint32), ("accumulates", c_uint32), ("f32_wire", c_double),
                 ("native_wire", c_double), ("f32_step", c_double), ("native_step", c_double)]
 
 
-class InterleaveOptions(Structure):
+class InterleaveOptions(_Given):
     c_name = "spw_interleave_options"
     _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32),
                 ("slots", c_uint32), ("grad_dtype", c_uint32), ("copy_dtype", c_uint32), ("reserved", c_uint32),
                 ("chunk", c_uint64), ("gpu", c_void_p)]
 
 
-class InterleaveSubgroup(Structure):
+class InterleaveSubgroup(_Given):
     c_name = "spw_interleave_subgroup"
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("n", c_uint64), ("param", c_void_p),
                 ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("grad", c_void_p), ("param_copy", c_void_p),
                 ("host_grad", c_void_p)]
 
 
-class SwapOptions(Structure):
+class SwapOptions(_Given):
     c_name = "spw_swap_options"
     _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("host_bytes", c_uint64), ("elements", POINTER(c_uint64)),
                 ("subgroups", c_uint64), ("ratio", POINTER(c_double)), ("speeds", POINTER(c_double)),
@@ -285,7 +303,7 @@ class SwapStats(Structure):
                 ("fetched", c_uint64), ("flushed", c_uint64), ("moved", c_uint64), ("exposed_seconds", c_double)]
 
 
-class DsAdamCall(Structure):
+class DsAdamCall(_Given):
     c_name = "spw_ds_adam_call"
     _fields_ = [("struct_size", c_uint32), ("bias_correction", c_uint32), ("step", c_uint64), ("lr", c_float),
                 ("beta1", c_float), ("beta2", c_float), ("eps", c_float), ("weight_decay", c_float),

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+import spillway
 from spillway import _abi
 
 _KINDS = {"uint32_t": "u32", "int32_t": "i32", "uint64_t": "u64", "int64_t": "i64", "size_t": "u64",
@@ -101,3 +102,10 @@ def _layout_program(header):
         lines += [f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));' for field, _ in structure._fields_]
     lines += [f'printf("{name} %d\\n", (int){name});' for name in _CONSTANTS]
     return "\n".join([*lines, "return 0; }", ""])
+
+
+@pytest.mark.parametrize("name, value", [("block_bytes", 2**70), ("world", 2**40), ("rank", -1), ("stall_seconds", -1)])
+def test_an_integer_that_a_field_cannot_hold_is_an_error(tmp_path, name, value):
+    # ctypes keeps the lower bits without a word.
+    with pytest.raises(spillway.InvalidArgument, match="is not in 0 to"):
+        spillway.Tier([tmp_path], job="ranges", **{name: value})

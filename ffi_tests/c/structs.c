@@ -122,7 +122,7 @@ static void long_outputs(void) {
         uint64_t tail;
     } counters = {.known = {.struct_size = sizeof counters}, .tail = 0x1234};
     CHECK_OK(spw_stats_get(&counters.known));
-    CHECK(counters.known.struct_size == sizeof counters && counters.tail == 0x1234);
+    CHECK(counters.known.struct_size == sizeof counters && counters.tail == 0);
     CHECK(counters.known.adam_calls > 0 && counters.known.adam_elements >= counters.known.adam_calls);
 }
 

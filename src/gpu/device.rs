@@ -4,6 +4,8 @@
 //! Invariants:
 //! - The context is current on a thread only while a call of ours runs there; then the caller's own is current again.
 //! - Its flags are never changed, and it is released as often as it was retained.
+//! - Calls of ours do not break a graph that any thread captures: meanwhile the thread's capture mode is relaxed. None of
+//!   them touches what is captured.
 //! - After an error that the driver calls sticky every call fails with that error's name: results in device memory, and
 //!   in host memory that was being written, are worth nothing.
 
@@ -50,6 +52,8 @@ const ATTRIBUTE_MULTIPROCESSORS: c_int = 16;
 const ATTRIBUTE_COPY_ENGINES: c_int = 40;
 const ATTRIBUTE_CAPABILITY_MAJOR: c_int = 75;
 const ATTRIBUTE_CAPABILITY_MINOR: c_int = 76;
+/// CU_STREAM_CAPTURE_MODE_RELAXED.
+const CAPTURE_MODE_RELAXED: c_int = 2;
 /// What the kernels' PTX asks for.
 const OLDEST_CAPABILITY: u32 = 70;
 
@@ -109,7 +113,18 @@ impl Device {
         // SAFETY: retained, and released only when the device goes.
         let pushed = unsafe { (self.table().cuCtxPushCurrent_v2)(self.context as Handle) };
         self.check(pushed, || "entering the context".to_string())?;
-        Ok(Current { device: self, thread: PhantomData })
+        let mut current = Current { device: self, capture_mode: None, thread: PhantomData };
+        current.capture_mode = Some(self.exchange_capture_mode(CAPTURE_MODE_RELAXED)?);
+        Ok(current)
+    }
+
+    /// Sets the capture mode of this thread, and returns the one before.
+    fn exchange_capture_mode(&self, mode: c_int) -> Result<c_int> {
+        let mut mode = mode;
+        // SAFETY: the pointer is good.
+        let exchanged = unsafe { (self.table().cuThreadExchangeStreamCaptureMode)(&raw mut mode) };
+        self.check(exchanged, || "setting the thread's capture mode".to_string())?;
+        Ok(mode)
     }
 
     /// What a driver call came to.
@@ -192,12 +207,18 @@ impl Drop for Device {
 #[derive(Debug)]
 pub(super) struct Current<'a> {
     device: &'a Device,
+    /// The thread's own, if it was changed.
+    capture_mode: Option<c_int>,
     // The stack of contexts belongs to the thread.
     thread: PhantomData<*const ()>,
 }
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
+        if let Some(mode) = self.capture_mode {
+            // A refusal leaves nothing to be done.
+            let _ = self.device.exchange_capture_mode(mode);
+        }
         let mut popped = std::ptr::null_mut();
         // SAFETY: pushed on this thread by `enter`; the pointer is good.
         unsafe { (self.device.table().cuCtxPopCurrent_v2)(&raw mut popped) };

@@ -53,14 +53,9 @@ impl ForeignStream {
 
     /// A graph would replay our event and not our work.
     fn refuse_capture(self, device: &Device) -> Result<()> {
-        let _current = device.enter()?;
-        let mut capturing = 0;
-        // SAFETY: a live stream by the promise of `new`; the pointer is good.
-        let asked = unsafe { (device.table().cuStreamIsCapturing)(self.0 as Handle, &raw mut capturing) };
-        device.check(asked, || "asking whether a stream is being captured".to_string())?;
-        match capturing {
-            0 => Ok(()),
-            _ => Err(Error::invalid("stream", "is being captured into a graph")),
+        match is_capturing(device, self.0)? {
+            false => Ok(()),
+            true => Err(Error::invalid("stream", "is being captured into a graph")),
         }
     }
 }
@@ -98,9 +93,18 @@ impl Stream {
         wait_event(&self.device, self.handle, event.handle)
     }
 
-    /// Makes later work wait for an event of the framework.
+    /// Makes later work wait for an event of the framework. One that was recorded under capture is refused: a stream that
+    /// waits for it takes part in the capture until that ends, and does none of its work.
     pub fn wait_foreign(&self, event: ForeignEvent) -> Result<()> {
-        wait_event(&self.device, self.handle, event.0)
+        wait_event(&self.device, self.handle, event.0)?;
+        match is_capturing(&self.device, self.handle)? {
+            false => Ok(()),
+            true => {
+                let reason =
+                    "was recorded in a stream that is being captured into a graph; record it outside";
+                Err(Error::invalid("event", reason))
+            }
+        }
     }
 
     /// Records `event` after all that is queued.
@@ -195,6 +199,15 @@ impl Drop for Event {
             unsafe { (self.device.table().cuEventDestroy_v2)(self.handle as Handle) };
         }
     }
+}
+
+fn is_capturing(device: &Device, stream: usize) -> Result<bool> {
+    let _current = device.enter()?;
+    let mut capturing = 0;
+    // SAFETY: a live stream, ours or by the promise of the framework's; the pointer is good.
+    let asked = unsafe { (device.table().cuStreamIsCapturing)(stream as Handle, &raw mut capturing) };
+    device.check(asked, || "asking whether a stream is being captured".to_string())?;
+    Ok(capturing != 0)
 }
 
 fn wait_event(device: &Device, stream: usize, event: usize) -> Result<()> {

@@ -70,6 +70,7 @@ table! {
     cuStreamSynchronize(Handle);
     cuStreamWaitEvent(Handle, Handle, c_uint);
     cuStreamIsCapturing(Handle, *mut c_int);
+    cuThreadExchangeStreamCaptureMode(*mut c_int);
     cuEventCreate(*mut Handle, c_uint);
     cuEventDestroy_v2(Handle);
     cuEventRecord(Handle, Handle);
@@ -114,6 +115,7 @@ pub mod code {
     pub const HOST_MEMORY_ALREADY_REGISTERED: Code = 712;
     pub const HARDWARE_STACK_ERROR: Code = 714;
     pub const LAUNCH_FAILED: Code = 719;
+    pub const TENSOR_MEMORY_LEAK: Code = 721;
     pub const SYSTEM_NOT_READY: Code = 802;
     pub const SYSTEM_DRIVER_MISMATCH: Code = 803;
     pub const COMPAT_NOT_SUPPORTED: Code = 804;

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::MutexGuard;
 
+use crate::capture;
 use crate::gpu::{self, Code, DEVICES, Gpu};
 
 type Handle = usize;
@@ -41,7 +42,7 @@ fn setting(name: &str, default: i32) -> i32 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-fn number(handle: Handle) -> Handle {
+pub(crate) fn number(handle: Handle) -> Handle {
     handle & 0xffff_ffff
 }
 
@@ -227,7 +228,21 @@ functions! {
     }
 
     fn cuStreamIsCapturing(stream: Handle, capturing: *mut c_int) {
-        capturing.write(c_int::from(of(stream, "cuStreamIsCapturing")?.1.capturing));
+        capturing.write(of(stream, "cuStreamIsCapturing")?.1.capture_status(number(stream)));
+        Ok(())
+    }
+
+    fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int) {
+        of(stream, "cuStreamBeginCapture_v2")?.1.capture_begin(number(stream), mode)
+    }
+
+    fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) {
+        graph.write(0);
+        of(stream, "cuStreamEndCapture")?.1.capture_end(number(stream))
+    }
+
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) {
+        mode.write(capture::exchange(mode.read())?);
         Ok(())
     }
 
@@ -329,6 +344,12 @@ pub unsafe extern "C" fn fakecuda_host_access(ordinal: u32, start: *const c_void
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_races(ordinal: u32) -> u64 {
     gpu::lock(ordinal).races().len() as u64
+}
+
+/// Number of calls that had to wait because as much was queued as can be.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_blocked(ordinal: u32) -> u64 {
+    gpu::lock(ordinal).blocked as u64
 }
 
 /// Number of copies whose host side was not page-locked.

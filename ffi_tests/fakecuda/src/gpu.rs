@@ -1,11 +1,13 @@
 //! One fake GPU: its memory, streams and events, the faults that a test ordered, and the time that work would take.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use crate::memory::Guarded;
+use crate::capture::Capture;
+use crate::memory::{Allocation, Held};
 use crate::order::{Access, Checker, Clock, HOST, Operation};
 use crate::ptx::{Kernel, Module};
+use crate::queue::{Mark, Stream, Work};
 
 /// Result code of the driver.
 pub type Code = i32;
@@ -25,65 +27,66 @@ pub fn lock(ordinal: u32) -> MutexGuard<'static, Gpu> {
 pub struct Gpu {
     /// How often the primary context is retained.
     pub retained: i32,
-    /// Copies whose host side was not page-locked.
+    /// Copies whose host side was not page-locked: each blocked its caller.
     pub pageable_copies: usize,
+    /// Calls that had to wait because as much was queued as can be.
+    pub blocked: usize,
+    /// The most that was queued at a time.
+    pub most_queued: usize,
+    /// The most bytes of memory that were taken at a time.
+    pub most_memory: u64,
+    /// What there is of everything.
+    pub limits: Limits,
     /// Why kernels were ended.
     pub failures: Vec<String>,
     /// Names of the calls so far.
     pub calls: Vec<&'static str>,
     /// Stands for `FAKECUDA_FAIL`: the next call of this name gives this code, after so many that succeed.
     pub faults: Vec<(&'static str, usize, Code)>,
-    /// True while a test pretends that streams are captured.
-    pub capturing: bool,
-    /// Bytes per second to the device, to the host, and elements per second through kernels; 0 is no time at all.
-    pub rates: [f64; 3],
     pub(crate) checker: Checker,
-    host: Clock,
+    pub(crate) capture: Option<Capture>,
+    pub(crate) host: Clock,
     pub(crate) streams: HashMap<usize, Stream>,
     /// Numbers of streams in clocks, given so far, and those of streams that are gone.
     actors: usize,
     idle_actors: Vec<usize>,
     events: HashMap<usize, Event>,
-    pub(crate) allocations: BTreeMap<u64, Box<[u64]>>,
+    pub(crate) allocations: BTreeMap<u64, Allocation>,
     pub(crate) locked: BTreeMap<u64, u64>,
     modules: HashMap<usize, Arc<Module>>,
     functions: HashMap<usize, (usize, Arc<Kernel>)>,
     next: usize,
-    engines: [f64; 3],
-    lost: Option<Code>,
+    pub(crate) queued: usize,
+    /// Operations so far.
+    pub(crate) pushed: u64,
+    pub(crate) engines: [f64; 3],
+    pub(crate) lost: Option<Code>,
 }
 
-#[derive(Debug, Default)]
-pub(crate) struct Stream {
-    actor: usize,
-    clock: Clock,
-    seconds: f64,
-    queue: VecDeque<(u64, Operation, Work)>,
-    queued: u64,
-    done: u64,
+/// What a device has room and time for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Limits {
+    /// Operations that may be queued in all streams together. A call that queues one more blocks until one is over.
+    pub depth: usize,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Bytes per second to the device, to the host, and elements per second through kernels; 0 is no time at all.
+    pub rates: [f64; 3],
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        let depth = std::env::var("FAKECUDA_DEPTH").ok().and_then(|text| text.parse().ok()).unwrap_or(1024);
+        Limits { depth, memory_bytes: 1 << 34, rates: [0.0; 3] }
+    }
 }
 
 #[derive(Debug, Default, Clone)]
 struct Event {
     timed: bool,
     recorded: Option<Mark>,
-}
-
-/// A point in a stream.
-#[derive(Debug, Clone)]
-struct Mark {
-    stream: usize,
-    place: u64,
-    clock: Clock,
-    seconds: f64,
-}
-
-#[derive(Debug)]
-enum Work {
-    Copy { from: u64, to: u64, bytes: usize },
-    Kernel { kernel: Arc<Kernel>, blocks: u32, threads: u32, parameters: Vec<u8> },
-    Wait(Option<Mark>),
-    Mark,
+    /// The capture and the stream in it that recorded it last.
+    captured: Option<(usize, usize)>,
 }
 
 pub(crate) const INVALID_VALUE: Code = 1;
@@ -91,7 +94,7 @@ const INVALID_PTX: Code = 218;
 const INVALID_HANDLE: Code = 400;
 const NOT_FOUND: Code = 500;
 const NOT_READY: Code = 600;
-const ILLEGAL_ADDRESS: Code = 700;
+pub(crate) const ILLEGAL_ADDRESS: Code = 700;
 pub(crate) const ALREADY_REGISTERED: Code = 712;
 pub(crate) const NOT_REGISTERED: Code = 713;
 
@@ -125,6 +128,7 @@ impl Gpu {
         if let Some(lost) = self.lost {
             return Err(lost);
         }
+        self.check_unsafe(call)?;
         let due = self.faults.iter_mut().position(|(name, after, _)| {
             let named = *name == call;
             let due = named && *after == 0;
@@ -142,7 +146,7 @@ impl Gpu {
         }
     }
 
-    fn id(&mut self) -> usize {
+    pub(crate) fn id(&mut self) -> usize {
         self.next += 1;
         self.next
     }
@@ -154,7 +158,7 @@ impl Gpu {
     }
 
     /// The stream of this number, made if it is the default one.
-    fn stream(&mut self, id: usize) -> &mut Stream {
+    pub(crate) fn stream(&mut self, id: usize) -> &mut Stream {
         self.streams.entry(id).or_insert_with(|| {
             let actor = self.idle_actors.pop().unwrap_or_else(|| {
                 self.actors += 1;
@@ -164,12 +168,14 @@ impl Gpu {
         })
     }
 
-    fn known(&self, stream: usize) -> Result<(), Code> {
+    pub(crate) fn known(&self, stream: usize) -> Result<(), Code> {
         if stream == 0 || self.streams.contains_key(&stream) { Ok(()) } else { Err(INVALID_HANDLE) }
     }
 
     pub(crate) fn stream_destroy(&mut self, stream: usize) -> Result<(), Code> {
-        self.stream_synchronize(stream)?;
+        self.known(stream)?;
+        self.break_capture_of(stream);
+        self.drain(stream)?;
         // The host knows all that it did, and so will the stream that has its number next.
         self.idle_actors.extend(self.streams.remove(&stream).map(|gone| gone.actor));
         Ok(())
@@ -177,28 +183,28 @@ impl Gpu {
 
     pub(crate) fn stream_synchronize(&mut self, stream: usize) -> Result<(), Code> {
         self.known(stream)?;
-        let place = self.stream(stream).queued;
-        self.run_to(stream, place)?;
-        let clock = self.stream(stream).clock.clone();
-        self.host.merge(&clock);
-        Ok(())
+        let captured = self.captures(stream)?;
+        self.refuse_captured(captured)?;
+        self.drain(stream)
     }
 
     pub(crate) fn stream_wait(&mut self, stream: usize, event: usize) -> Result<(), Code> {
         self.known(stream)?;
-        let mark = self.events.get(&event).ok_or(INVALID_HANDLE)?.recorded.clone();
+        let Event { recorded: mark, captured, .. } = self.events.get(&event).ok_or(INVALID_HANDLE)?.clone();
+        if self.capture_wait(stream, captured)? {
+            return Ok(());
+        }
         if let Some(mark) = &mark {
             let stream = self.stream(stream);
             stream.clock.merge(&mark.clock);
             stream.seconds = stream.seconds.max(mark.seconds);
         }
-        self.push(stream, "a wait", Work::Wait(mark), None);
-        Ok(())
+        self.push(stream, "a wait", Work::Wait(mark), None)
     }
 
     pub(crate) fn event_create(&mut self, timed: bool) -> usize {
         let id = self.id();
-        self.events.insert(id, Event { timed, recorded: None });
+        self.events.insert(id, Event { timed, ..Event::default() });
         id
     }
 
@@ -211,19 +217,19 @@ impl Gpu {
         if !self.events.contains_key(&event) {
             return Err(INVALID_HANDLE);
         }
-        self.push(stream, "a record", Work::Mark, None);
+        self.push(stream, "a record", Work::Mark, None)?;
+        let captured = self.capture_number(stream).map(|number| (number, stream));
         let source = self.stream(stream);
         let mark =
             Mark { stream, place: source.queued, clock: source.clock.clone(), seconds: source.seconds };
-        self.events.entry(event).or_default().recorded = Some(mark);
+        let event = self.events.entry(event).or_default();
+        (event.recorded, event.captured) = (Some(mark).filter(|_| captured.is_none()), captured);
         Ok(())
     }
 
     /// Not ready at the first question, so that callers meet both answers.
     pub(crate) fn event_query(&mut self, event: usize) -> Result<(), Code> {
-        let Some(mark) = self.events.get(&event).ok_or(INVALID_HANDLE)?.recorded.clone() else {
-            return Ok(());
-        };
+        let Some(mark) = self.recorded(event)? else { return Ok(()) };
         let pending = self.streams.get(&mark.stream).is_some_and(|stream| stream.done < mark.place);
         self.run_to(mark.stream, mark.place)?;
         if pending {
@@ -233,10 +239,15 @@ impl Gpu {
         Ok(())
     }
 
+    /// Where an event was recorded last, for the host.
+    fn recorded(&mut self, event: usize) -> Result<Option<Mark>, Code> {
+        let Event { recorded, captured, .. } = self.events.get(&event).ok_or(INVALID_HANDLE)?.clone();
+        self.refuse_captured(captured.is_some())?;
+        Ok(recorded)
+    }
+
     pub(crate) fn event_synchronize(&mut self, event: usize) -> Result<(), Code> {
-        let Some(mark) = self.events.get(&event).ok_or(INVALID_HANDLE)?.recorded.clone() else {
-            return Ok(());
-        };
+        let Some(mark) = self.recorded(event)? else { return Ok(()) };
         self.run_to(mark.stream, mark.place)?;
         self.host.merge(&mark.clock);
         Ok(())
@@ -261,15 +272,20 @@ impl Gpu {
     ) -> Result<(), Code> {
         self.known(stream)?;
         let (host, device) = if direction == 0 { (from, to) } else { (to, from) };
-        let last = bytes as u64 - 1;
-        if self.kind(device) != 2 || self.kind(device + last) != 2 {
+        if bytes == 0 || self.held(device, bytes as u64) != Held::Device {
             return Err(INVALID_VALUE);
         }
-        if self.kind(host) != 1 || self.kind(host + last) != 1 {
-            self.pageable_copies += 1;
+        let host = self.held(host, bytes as u64);
+        if ![Held::Locked, Held::Nothing].contains(&host) {
+            return Err(INVALID_VALUE);
         }
         let what = ["a copy to the device", "a copy to the host"][direction];
-        self.push(stream, what, Work::Copy { from, to, bytes }, Some((direction, bytes as f64)));
+        self.push(stream, what, Work::Copy { from, to, bytes }, Some((direction, bytes as f64)))?;
+        if host == Held::Nothing {
+            // Through a buffer of the driver, once all that is before it is over.
+            self.pageable_copies += 1;
+            self.stream_synchronize(stream)?;
+        }
         Ok(())
     }
 
@@ -312,72 +328,7 @@ impl Gpu {
         }
         let what = kernel.name.clone();
         let size = f64::from(blocks) * f64::from(threads);
-        self.push(stream, &what, Work::Kernel { kernel, blocks, threads, parameters }, Some((2, size)));
-        Ok(())
-    }
-
-    /// Queues work that takes `cost` units on an engine, or no time.
-    fn push(&mut self, id: usize, what: &str, work: Work, cost: Option<(usize, f64)>) {
-        let host = self.host.clone();
-        let (rates, mut engines) = (self.rates, self.engines);
-        let stream = self.stream(id);
-        stream.clock.merge(&host);
-        stream.clock.tick(stream.actor);
-        if let Some((engine, units)) = cost.filter(|(engine, _)| rates[*engine] > 0.0) {
-            stream.seconds = stream.seconds.max(engines[engine]) + units / rates[engine];
-            engines[engine] = stream.seconds;
-        }
-        stream.queued += 1;
-        let operation = Operation {
-            actor: stream.actor,
-            clock: stream.clock.clone(),
-            what: format!("{what} in stream {id}"),
-        };
-        stream.queue.push_back((stream.queued, operation, work));
-        self.engines = engines;
-    }
-
-    /// Runs a stream, and what it waits for, up to `place`.
-    fn run_to(&mut self, stream: usize, place: u64) -> Result<(), Code> {
-        if let Some(lost) = self.lost {
-            return Err(lost);
-        }
-        while let Some((number, ..)) = self.streams.get(&stream).and_then(|stream| stream.queue.front())
-            && *number <= place
-        {
-            let Some((number, operation, work)) = self.stream(stream).queue.pop_front() else { break };
-            self.run(operation, work).inspect_err(|code| self.lost = Some(*code))?;
-            self.stream(stream).done = number;
-        }
-        Ok(())
-    }
-
-    fn run(&mut self, operation: Operation, work: Work) -> Result<(), Code> {
-        let accesses = match work {
-            Work::Mark | Work::Wait(None) => return Ok(()),
-            Work::Wait(Some(mark)) => return self.run_to(mark.stream, mark.place),
-            Work::Copy { from, to, bytes } => {
-                // SAFETY: the device side was checked when the copy was queued, the host side is the caller's promise.
-                unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
-                let of = |start: u64, write| Access { start, end: start + bytes as u64, write };
-                vec![of(from, false), of(to, true)]
-            }
-            Work::Kernel { kernel, blocks, threads, parameters } => {
-                let mut memory = Guarded { gpu: self, accesses: Vec::new() };
-                let outcome = kernel.run(blocks, threads, &parameters, &mut memory);
-                let accesses = memory.accesses;
-                if let Err(words) = outcome {
-                    self.failures.push(words);
-                    return Err(ILLEGAL_ADDRESS);
-                }
-                accesses
-            }
-        };
-        self.checker.note(operation, accesses);
-        if self.streams.values().all(|stream| stream.queue.is_empty()) {
-            self.checker.settle(&self.host);
-        }
-        Ok(())
+        self.push(stream, &what, Work::Kernel { kernel, blocks, threads, parameters }, Some((2, size)))
     }
 }
 

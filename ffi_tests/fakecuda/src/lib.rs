@@ -4,16 +4,22 @@
 //! the host waits for something that comes after it, so a missing wait of the host shows as wrong data every time. Vector
 //! clocks find two accesses to the same bytes that no event orders, whatever order they happened to run in.
 //!
+//! It is as strict as a driver may be. A device has room for so many queued operations, and a call that queues one more
+//! blocks until the oldest is over. A copy from or to memory that is not page-locked blocks, and is counted; one from or to
+//! memory that is page-locked in part is refused. Unsafe calls break a capture unless the thread allows them.
+//!
 //! | file | holds |
 //! |---|---|
 //! | `api` | the driver's functions |
 //! | `gpu`, `memory` | one fake GPU: streams, events, faults to come; its memory |
+//! | `queue` | what is queued, and how it runs |
+//! | `capture` | streams whose work goes into a graph, and what breaks that |
 //! | `order` | vector clocks, and what raced |
 //! | `ptx` | the kernels' PTX: parsed strictly, run thread by thread |
 //!
 //! There are 64 devices and they share nothing, so that tests can run at the same time. A program under test reads the
 //! variables `FAKECUDA_INIT` (code of cuInit), `FAKECUDA_VERSION`, `FAKECUDA_DEVICES`, and `FAKECUDA_FAIL`, a list such
-//! as `cuMemAlloc_v2=2,cuStreamSynchronize=700`.
+//! as `cuMemAlloc_v2=2,cuStreamSynchronize=700`. `FAKECUDA_DEPTH` is how much a device may have queued.
 
 #[allow(
     clippy::missing_safety_doc,
@@ -23,10 +29,14 @@
     reason = "the driver's own functions"
 )]
 pub mod api;
+pub mod capture;
 pub mod gpu;
 mod memory;
 pub mod order;
 pub mod ptx;
+mod queue;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::{CStr, c_void};
 

@@ -4,7 +4,6 @@ use crate::gpu::{ALREADY_REGISTERED, Code, Gpu, INVALID_VALUE, NOT_REGISTERED};
 use crate::order::Access;
 use crate::ptx::Memory;
 
-const MEMORY_BYTES: u64 = 1 << 34;
 const OUT_OF_MEMORY: Code = 2;
 
 impl Gpu {
@@ -14,17 +13,18 @@ impl Gpu {
     }
 
     pub(crate) fn allocate(&mut self, bytes: usize) -> Result<u64, Code> {
-        let used: usize = self.allocations.values().map(|words| words.len() * 8).sum();
         if bytes == 0 {
             return Err(INVALID_VALUE);
         }
-        if (used + bytes) as u64 > MEMORY_BYTES {
+        let used = self.memory_used() + bytes as u64;
+        if used > self.limits.memory_bytes {
             return Err(OUT_OF_MEMORY);
         }
+        self.most_memory = self.most_memory.max(used);
         // The driver aligns to 256 bytes; what was there before is never zero.
         let memory = vec![0xa5a5_a5a5_a5a5_a5a5_u64; bytes.div_ceil(8) + 32].into_boxed_slice();
         let start = (memory.as_ptr() as u64).next_multiple_of(256);
-        self.allocations.insert(start, memory);
+        self.allocations.insert(start, Allocation { bytes: bytes as u64, _memory: memory });
         Ok(start)
     }
 
@@ -33,16 +33,21 @@ impl Gpu {
             return Err(INVALID_VALUE);
         }
         let streams: Vec<usize> = self.streams.keys().copied().collect();
-        streams.into_iter().try_for_each(|stream| self.stream_synchronize(stream))?;
-        if let Some(words) = self.allocations.remove(&start) {
-            self.checker.forget(start, start + words.len() as u64 * 8);
+        streams.into_iter().try_for_each(|stream| self.drain(stream))?;
+        if let Some(gone) = self.allocations.remove(&start) {
+            self.checker.forget(start, start + gone.bytes);
         }
         Ok(())
     }
 
+    /// Bytes of this device's memory that are taken.
+    pub fn memory_used(&self) -> u64 {
+        self.allocations.values().map(|allocation| allocation.bytes).sum()
+    }
+
     pub(crate) fn memory_free(&self) -> (u64, u64) {
-        let used: usize = self.allocations.values().map(|words| words.len() * 8).sum();
-        (MEMORY_BYTES - used as u64, MEMORY_BYTES)
+        let all = self.limits.memory_bytes;
+        (all.saturating_sub(self.memory_used()), all)
     }
 
     pub(crate) fn register(&mut self, start: u64, bytes: u64) -> Result<(), Code> {
@@ -63,14 +68,48 @@ impl Gpu {
 
     /// 1 for page-locked host memory, 2 for device memory, 0 for what the driver does not know.
     pub(crate) fn kind(&self, address: u64) -> u32 {
-        let within = |(start, len): (&u64, u64)| address < start + len;
-        let device = self.allocations.range(..=address).next_back();
-        if device.is_some_and(|(start, words)| within((start, words.len() as u64 * 8 - 256))) {
-            return 2;
+        match self.held(address, 1) {
+            Held::Device => 2,
+            Held::Locked => 1,
+            Held::Nothing | Held::Partly => 0,
         }
-        let host = self.locked.range(..=address).next_back();
-        u32::from(host.is_some_and(|(start, len)| within((start, *len))))
     }
+
+    /// What `bytes` bytes are, all of them.
+    pub(crate) fn held(&self, address: u64, bytes: u64) -> Held {
+        let end = address.saturating_add(bytes);
+        // Ranges of one kind are apart, so that the last one that begins before the end is the one that may touch.
+        let device = self.allocations.range(..end).next_back().map(|(start, taken)| (*start, taken.bytes));
+        let host = self.locked.range(..end).next_back().map(|(start, bytes)| (*start, *bytes));
+        let touches = |range: &(u64, u64)| address < range.0 + range.1;
+        let whole = |(start, bytes): (u64, u64)| start <= address && end <= start + bytes;
+        match (device.filter(touches), host.filter(touches)) {
+            (None, None) => Held::Nothing,
+            (Some(range), None) if whole(range) => Held::Device,
+            (None, Some(range)) if whole(range) => Held::Locked,
+            _ => Held::Partly,
+        }
+    }
+}
+
+/// Memory of the device.
+#[derive(Debug)]
+pub(crate) struct Allocation {
+    bytes: u64,
+    _memory: Box<[u64]>,
+}
+
+/// What the driver knows of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Held {
+    /// Memory of this device, of one allocation.
+    Device,
+    /// Page-locked memory of the host, of one registration.
+    Locked,
+    /// Nothing of it.
+    Nothing,
+    /// Less than all of it, or several.
+    Partly,
 }
 
 /// Memory of the device and page-locked memory of the host; a kernel that touches any other byte is ended.
@@ -82,7 +121,7 @@ pub(crate) struct Guarded<'a> {
 impl Guarded<'_> {
     fn check(&mut self, address: u64, bytes: usize, write: bool) -> Result<(), String> {
         let last = address + bytes as u64 - 1;
-        if self.gpu.kind(address) == 0 || self.gpu.kind(last) == 0 {
+        if ![Held::Device, Held::Locked].contains(&self.gpu.held(address, bytes as u64)) {
             return Err(format!("{bytes} bytes at {address:#x} are outside of device memory"));
         }
         match self.accesses.last_mut() {

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{device, driver};
+use fakecuda::capture::GLOBAL;
+
+use super::{device, driver, foreign};
 use crate::error::{Error, GpuKind, Result};
 use crate::gpu::device::Device;
 use crate::gpu::driver::Driver;
@@ -237,10 +239,14 @@ fn foreign_handles_are_checked_as_far_as_they_can_be() {
     let current = device.enter().unwrap();
     stream.record(&event).unwrap();
     stream.wait(&event).unwrap();
-    fakecuda::with(18, |gpu| gpu.capturing = true);
-    assert!(stream.record(&event).unwrap_err().to_string().contains("is being captured"));
-    assert!(stream.wait(&event).is_err());
     drop(current);
+    let captured = Stream::new(&device).unwrap();
+    let (handle, foreign) = (captured.handle() as u64, foreign(&captured));
+    fakecuda::with(18, |gpu| assert_eq!(gpu.begin_capture(handle, GLOBAL), 0));
+    assert!(foreign.record(&event).unwrap_err().to_string().contains("is being captured"));
+    assert!(foreign.wait(&event).is_err());
+    fakecuda::with(18, |gpu| assert_eq!(gpu.end_capture(handle), 0));
+    foreign.record(&event).unwrap();
     // SAFETY: nothing is done with them.
     unsafe {
         assert!(DeviceSpan::new(0, 1, "grad").is_err() && DeviceSpan::new(u64::MAX, 2, "grad").is_err());

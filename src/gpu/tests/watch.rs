@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use fakecuda::capture::{GLOBAL, THREAD_LOCAL};
+
 use super::{device, foreign};
 use crate::gpu::memory::{DeviceMemory, Registry};
 use crate::gpu::stream::{Event, ForeignEvent, Stream};
@@ -52,4 +54,42 @@ fn a_lost_context_breaks_the_watch() {
     assert_eq!(watch.standing(), Standing::Broken("the GPU reports an error"));
     assert_eq!(watch.standing(), Standing::Broken("the GPU reports an error"));
     assert!(watches.stream(foreign(&stream)).is_err());
+}
+
+/// The framework captures a graph while a thread of ours polls, and while our own calls are made on its thread.
+#[test]
+fn a_capture_of_the_framework_is_not_broken_by_any_call_of_ours() {
+    let device = device(46);
+    let (stream, captured) = (Stream::new(&device).unwrap(), Stream::new(&device).unwrap());
+    let watches = Arc::new(Watches::new(&device));
+    let handle = captured.handle() as u64;
+    for mode in [GLOBAL, THREAD_LOCAL] {
+        let watch = watches.stream(foreign(&stream)).unwrap();
+        fakecuda::with(46, |gpu| assert_eq!(gpu.begin_capture(handle, mode), 0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert_eq!(watch.standing(), Standing::Pending));
+        });
+        assert_eq!(watch.standing(), Standing::Ready);
+        drop(DeviceMemory::new(&device, 64).unwrap());
+        stream.synchronize().unwrap();
+        fakecuda::with(46, |gpu| assert_eq!(gpu.end_capture(handle), 0));
+    }
+}
+
+#[test]
+fn an_event_that_was_recorded_under_capture_is_refused() {
+    let device = device(47);
+    let captured = Stream::new(&device).unwrap();
+    let (watches, event) = (Arc::new(Watches::new(&device)), Event::new(&device).unwrap());
+    // SAFETY: alive until the end.
+    let foreign = unsafe { ForeignEvent::new(event.address(), "event") }.unwrap();
+    let handle = captured.handle() as u64;
+    fakecuda::with(47, |gpu| assert_eq!(gpu.begin_capture(handle, GLOBAL), 0));
+    captured.record(&event).unwrap();
+    let refused = watches.event(foreign).unwrap_err().to_string();
+    assert!(refused.starts_with("event: was recorded in a stream that is being captured"), "{refused}");
+    fakecuda::with(47, |gpu| gpu.end_capture(handle));
+    captured.record(&event).unwrap();
+    let watch = watches.event(foreign).unwrap();
+    assert_eq!([watch.standing(), watch.standing()], [Standing::Pending, Standing::Ready]);
 }

@@ -1,0 +1,193 @@
+//! The fake driver is as strict as it says. Each test has a device of its own.
+
+use std::ffi::{c_int, c_void};
+
+use crate::api;
+use crate::capture::{GLOBAL, RELAXED, THREAD_LOCAL};
+use crate::gpu::{Code, INVALID_VALUE};
+use crate::memory::Held;
+
+const NOT_READY: Code = 600;
+
+/// Makes the context of a device current on this thread.
+fn enter(ordinal: u32) {
+    crate::with(ordinal, |gpu| gpu.reset());
+    let mut context = 0;
+    // SAFETY: the pointer is good.
+    unsafe {
+        assert_eq!(api::cuDevicePrimaryCtxRetain(&raw mut context, ordinal as c_int), 0);
+        assert_eq!(api::cuCtxPushCurrent_v2(context), 0);
+    }
+}
+
+fn made(make: impl FnOnce(*mut usize) -> Code) -> usize {
+    let mut made = 0;
+    assert_eq!(make(&raw mut made), 0);
+    made
+}
+
+fn stream() -> usize {
+    // SAFETY: the pointer is good.
+    made(|stream| unsafe { api::cuStreamCreateWithPriority(stream, 1, 0) })
+}
+
+fn event() -> usize {
+    // SAFETY: the pointer is good.
+    made(|event| unsafe { api::cuEventCreate(event, 2) })
+}
+
+fn memory(bytes: usize) -> u64 {
+    let mut address = 0;
+    // SAFETY: the pointer is good.
+    assert_eq!(unsafe { api::cuMemAlloc_v2(&raw mut address, bytes) }, 0);
+    address
+}
+
+fn exchange(mode: c_int) -> c_int {
+    let mut mode = mode;
+    // SAFETY: the pointer is good.
+    assert_eq!(unsafe { api::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, 0);
+    mode
+}
+
+#[test]
+fn a_full_queue_blocks_the_call_until_the_oldest_is_over() {
+    enter(60);
+    let (first, second, device) = (stream(), stream(), memory(8));
+    let mut host = [7_u8; 8];
+    crate::with(60, |gpu| {
+        gpu.limits.depth = 3;
+        gpu.page_lock(host.as_ptr() as usize, host.len());
+    });
+    // SAFETY: memory of the device and page-locked memory of the host, both there until the end.
+    unsafe {
+        let page = host.as_mut_ptr().cast::<c_void>();
+        assert_eq!(api::cuMemcpyHtoDAsync_v2(device, page.cast_const(), 8, first), 0);
+        let there = event();
+        assert_eq!(api::cuEventRecord(there, first), 0);
+        assert_eq!(api::cuStreamWaitEvent(second, there, 0), 0);
+        crate::with(60, |gpu| assert_eq!((gpu.blocked, gpu.most_queued), (0, 3)));
+        host.fill(9);
+        // Any stream is held up, and the copy, which was first, is over now.
+        assert_eq!(api::cuMemcpyDtoHAsync_v2(page, device, 8, second), 0);
+        crate::with(60, |gpu| assert_eq!((gpu.blocked, gpu.most_queued), (1, 3)));
+        host.fill(1);
+        assert_eq!(api::cuStreamSynchronize(second), 0);
+    }
+    assert_eq!(host, [9; 8]);
+}
+
+#[test]
+fn an_unsafe_call_breaks_a_global_capture_unless_the_thread_allows_it() {
+    enter(61);
+    let (captured, other, mark) = (stream(), stream(), event());
+    let mut graph = 0;
+    // SAFETY: objects of this device; the pointer is good.
+    unsafe {
+        assert_eq!(api::cuEventRecord(mark, other), 0);
+        let query = || api::cuEventQuery(mark);
+        for (capture, thread, refused) in [
+            (GLOBAL, GLOBAL, true),
+            (GLOBAL, THREAD_LOCAL, true),
+            (GLOBAL, RELAXED, false),
+            (THREAD_LOCAL, GLOBAL, true),
+            (THREAD_LOCAL, RELAXED, false),
+            (RELAXED, GLOBAL, false),
+        ] {
+            assert_eq!(api::cuStreamBeginCapture_v2(captured, capture), 0);
+            assert_eq!(exchange(thread), GLOBAL);
+            let asked = query();
+            assert_eq!(exchange(GLOBAL), thread);
+            let ended = api::cuStreamEndCapture(captured, &raw mut graph);
+            match refused {
+                true => assert_eq!((asked, ended), (900, 901), "{capture} {thread}"),
+                false => assert!([0, NOT_READY].contains(&asked) && ended == 0, "{capture} {thread}"),
+            }
+        }
+        // Another thread breaks only a global one.
+        for (capture, code) in [(GLOBAL, 900), (THREAD_LOCAL, 0)] {
+            assert_eq!(api::cuStreamBeginCapture_v2(captured, capture), 0);
+            let asked = std::thread::scope(|scope| scope.spawn(query).join().unwrap());
+            assert_eq!((asked, api::cuStreamEndCapture(captured, &raw mut graph)), (code, code + code / 900));
+        }
+    }
+}
+
+#[test]
+fn a_stream_that_waits_for_a_captured_event_takes_part_and_runs_nothing() {
+    enter(62);
+    let (captured, other, mark, back) = (stream(), stream(), event(), event());
+    let mut graph = 0;
+    let state = |stream| {
+        let mut state = -1;
+        // SAFETY: the pointer is good.
+        assert_eq!(unsafe { api::cuStreamIsCapturing(stream, &raw mut state) }, 0);
+        state
+    };
+    // SAFETY: objects of this device; the pointer is good.
+    unsafe {
+        for joined in [true, false] {
+            assert_eq!(api::cuStreamBeginCapture_v2(captured, RELAXED), 0);
+            assert_eq!(api::cuEventRecord(mark, captured), 0);
+            assert_eq!((state(captured), state(other)), (1, 0));
+            assert_eq!(api::cuStreamWaitEvent(other, mark, 0), 0);
+            assert_eq!(state(other), 1);
+            if joined {
+                assert_eq!(api::cuEventRecord(back, other), 0);
+                assert_eq!(api::cuStreamWaitEvent(captured, back, 0), 0);
+            }
+            let ended = api::cuStreamEndCapture(captured, &raw mut graph);
+            assert_eq!((ended, state(other)), (if joined { 0 } else { 904 }, 0));
+        }
+        // The host may not ask for what is captured, whatever the modes.
+        assert_eq!(api::cuStreamBeginCapture_v2(captured, RELAXED), 0);
+        assert_eq!(api::cuEventRecord(mark, captured), 0);
+        assert_eq!(api::cuEventQuery(mark), 907);
+        assert_eq!(api::cuStreamEndCapture(captured, &raw mut graph), 901);
+    }
+    crate::with(62, |gpu| assert_eq!(gpu.most_queued, 0));
+}
+
+#[test]
+fn a_pageable_copy_blocks_and_is_counted_and_memory_locked_in_part_is_refused() {
+    enter(63);
+    let (copies, device) = (stream(), memory(64));
+    let mut host = [3_u8; 64];
+    let page = host.as_mut_ptr().cast::<c_void>();
+    // SAFETY: memory of the device and of the host, both there until the end.
+    unsafe {
+        assert_eq!(api::cuMemcpyHtoDAsync_v2(device, page.cast_const(), 64, copies), 0);
+        host.fill(4);
+        assert_eq!(api::cuMemcpyDtoHAsync_v2(page, device, 64, copies), 0);
+        assert_eq!(host, [3; 64], "over before the call returns");
+        crate::with(63, |gpu| {
+            assert_eq!(gpu.pageable_copies, 2);
+            gpu.page_lock(page as usize, 32);
+        });
+        assert_eq!(api::cuMemcpyDtoHAsync_v2(page, device, 64, copies), INVALID_VALUE);
+        assert_eq!(api::cuMemcpyDtoHAsync_v2(page, device, 32, copies), 0);
+        crate::with(63, |gpu| assert_eq!(gpu.pageable_copies, 2));
+        assert_eq!(api::cuStreamSynchronize(copies), 0);
+    }
+}
+
+#[test]
+fn each_device_has_memory_of_its_own() {
+    enter(59);
+    let elsewhere = memory(100);
+    enter(58);
+    crate::with(58, |gpu| gpu.limits.memory_bytes = 1000);
+    let here = memory(600);
+    let mut address = 0;
+    // SAFETY: the pointer is good.
+    unsafe {
+        assert_eq!(api::cuMemAlloc_v2(&raw mut address, 401), 2);
+        assert_eq!(api::cuMemFree_v2(elsewhere), INVALID_VALUE);
+        assert_eq!(api::cuMemFree_v2(here), 0);
+    }
+    crate::with(58, |gpu| {
+        assert_eq!((gpu.memory_used(), gpu.most_memory), (0, 600));
+        assert_eq!(gpu.held(elsewhere, 1), Held::Nothing);
+    });
+    crate::with(59, |gpu| assert_eq!((gpu.memory_used(), gpu.held(elsewhere, 100)), (100, Held::Device)));
+}

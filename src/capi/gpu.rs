@@ -129,6 +129,10 @@ pub unsafe extern "C" fn spw_gpu_probe(driver: *mut spw_gpu_driver) -> spw_statu
 /// second the first time on a machine, then the driver has them). Errors as `spw_gpu_probe`; SPW_ERR_UNSUPPORTED for
 /// a GPU before compute capability 7.0, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY.
 ///
+/// Calls on it do not break a graph that another thread captures; a stream under capture, and an event recorded under
+/// capture, are refused. Pinned memory of this library that a copy or an interleaved update was given is registered with
+/// the driver, and kept out of children that are forked meanwhile: a child must not touch it.
+///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
 #[unsafe(no_mangle)]
@@ -268,6 +272,7 @@ pub(super) unsafe fn jobs(shared: AdamRule, tensors: *const spw_tensor, count: u
     // SAFETY: the caller's promise is the callees'.
     unsafe {
         let raw = tensor::read_all(tensors, count)?;
+        tensor::check_overlap(&raw)?;
         let job = |raw: &spw_tensor| {
             let floats = |address: *const c_void, dtype, argument| {
                 // SAFETY: the caller's promise.

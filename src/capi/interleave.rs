@@ -31,6 +31,9 @@ pub struct spw_interleave {
 /// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
 /// the plans, the bits are those of `spw_adam_step` on every subgroup.
 ///
+/// With SPW_INTERLEAVE_CUDA the update has seven streams of its own. Set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment
+/// before CUDA starts: with the default of 8, streams share hardware queues and wait for each other (Megatron sets 1).
+///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
 /// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
@@ -176,7 +179,8 @@ pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
 }
 
 /// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
-/// returns when they are there.
+/// returns when they are there. The call blocks until the CPU is done with the subgroup, or the GPU's work for it is
+/// enqueued, which the update does a few subgroups ahead.
 ///
 /// # Safety
 /// `stream` is 0 or a live stream of the device's primary context.

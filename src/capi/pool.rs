@@ -263,7 +263,8 @@ unsafe impl Record for spw_pinned_stats {
 }
 
 /// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, as `spw_pool_open` pins it.
-/// Small allocations share pages. Allocations belong to the process: any thread may free them.
+/// Small allocations share pages. Allocations belong to the process: any thread may free them. Memory that a GPU has
+/// been given is not there in a forked child, which must not touch it.
 ///
 /// # Safety
 /// `start_out` points to a pointer.

@@ -236,6 +236,7 @@ fn sticky(outcome: Code) -> bool {
             | code::LAUNCH_TIMEOUT
             | code::CONTEXT_IS_DESTROYED
             | code::ASSERT
-            | code::HARDWARE_STACK_ERROR..=code::LAUNCH_FAILED
+            | code::HARDWARE_STACK_ERROR
+            ..=code::LAUNCH_FAILED | code::TENSOR_MEMORY_LEAK | code::UNKNOWN
     )
 }

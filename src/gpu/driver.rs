@@ -13,6 +13,7 @@ use arc_swap::ArcSwapOption;
 use super::table::{Code, Table, code};
 use crate::error::{Error, GpuError, GpuKind, Result};
 use crate::log::{self, Level};
+use crate::sys::process;
 
 /// Names another library than the system's. For tests, and for drivers in unusual places.
 pub const LIBRARY_VARIABLE: &str = "SPILLWAY_CUDA_LIBRARY";
@@ -70,7 +71,7 @@ impl Driver {
         let mut version = 0;
         // SAFETY: both may be called before anything else; the pointer is good.
         let found = unsafe { (table.cuDriverGetVersion)(&raw mut version) };
-        let driver = Driver { table, version, process: std::process::id(), library: library.to_string() };
+        let driver = Driver { table, version, process: process::id(), library: library.to_string() };
         let doing = || format!("asking {library} for its version");
         driver.check_init(found, &doing)?;
         if version < OLDEST {
@@ -120,7 +121,7 @@ impl Driver {
 
     /// Refuses to go on in a child of the process that initialised the driver.
     pub(super) fn check_process(&self) -> Result<()> {
-        if self.process == std::process::id() {
+        if self.process == process::id() {
             return Ok(());
         }
         let detail = format!(

@@ -4,6 +4,8 @@
 //! - A [`HostSpan`] exists only for memory that the driver has page-locked, by us or by its owner: a copy through pageable
 //!   memory, slow and synchronous, cannot be written down.
 //! - What we registered is unregistered before it is unmapped.
+//! - What we registered is not there in a forked child. Since Linux 5.9 fork copies pinned pages at once, and elsewhere the
+//!   parent may move to new pages while the GPU goes on with the old ones.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
@@ -14,7 +16,7 @@ use super::device::Device;
 use super::stream::Stream;
 use super::table::{DevicePtr, code};
 use crate::error::{Error, Result};
-use crate::pool::region::{self, Region};
+use crate::pool::region::{self, Reach, Region};
 use crate::sys::span::Span;
 
 const REGISTER_PORTABLE: c_uint = 1;
@@ -119,8 +121,8 @@ impl HostSpan {
 struct Registration {
     device: Arc<Device>,
     region: Arc<Region>,
-    /// False if somebody else had registered it.
-    ours: bool,
+    /// `None` if somebody else had registered it, and until it is unregistered.
+    ours: Option<Reach>,
 }
 
 impl Registration {
@@ -130,21 +132,28 @@ impl Registration {
         let start = all.as_ptr().cast::<c_void>();
         // SAFETY: whole pages of a live mapping, which the registration keeps.
         let outcome = unsafe { (device.table().cuMemHostRegister_v2)(start, all.len(), REGISTER_PORTABLE) };
-        let ours = outcome != code::HOST_MEMORY_ALREADY_REGISTERED;
-        if ours {
-            device.check(outcome, || format!("registering {} bytes of pinned memory", all.len()))?;
-        }
+        let doing = || format!("registering {} bytes of pinned memory", all.len());
+        let ours = match outcome {
+            code::HOST_MEMORY_ALREADY_REGISTERED if is_locked(device, all)? => None,
+            outcome => {
+                device.check(outcome, doing)?;
+                Some(Reach::begin(&region))
+            }
+        };
         Ok(Registration { device: Arc::clone(device), region, ours })
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        if self.ours
-            && let Ok(_current) = self.device.enter()
-        {
-            // SAFETY: registered in `new`; no copy is under way, since copies hold the registration until they are done.
-            unsafe { (self.device.table().cuMemHostUnregister)(self.region.span().as_ptr().cast()) };
+        let Some(reach) = self.ours.take() else { return };
+        match self.device.enter() {
+            Ok(_current) => {
+                // SAFETY: registered in `new`; no copy is under way, since copies hold the registration until they are done.
+                unsafe { (self.device.table().cuMemHostUnregister)(self.region.span().as_ptr().cast()) };
+            }
+            // The device still reaches it.
+            Err(_) => std::mem::forget(reach),
         }
     }
 }
@@ -185,7 +194,7 @@ impl Registry {
         if let Some(region) = region::find(span.address(), span.len()) {
             return Ok(HostSpan { span, _registration: Some(self.register(region)?) });
         }
-        match self.locked_by_owner(span)? {
+        match is_locked(&self.device, span)? {
             true => Ok(HostSpan { span, _registration: None }),
             false => Err(Error::invalid(
                 argument,
@@ -209,32 +218,28 @@ impl Registry {
         regions.insert(id, Arc::clone(&registration));
         Ok(registration)
     }
+}
 
-    fn locked_by_owner(&self, span: Span) -> Result<bool> {
-        const MEMORY_TYPE: c_int = 2;
-        const PAGE_LOCKED: c_uint = 1;
-        let _current = self.device.enter()?;
-        let attributes = [MEMORY_TYPE];
-        // Both ends: two allocations with a gap between them are not worth an interface.
-        for end in [span.address(), span.address() + span.len() - 1] {
-            let mut kind: c_uint = 0;
-            let values = [(&raw mut kind).cast::<c_void>()];
-            // SAFETY: one attribute and room for its value. Addresses that the driver does not know give 0.
-            let outcome = unsafe {
-                (self.device.table().cuPointerGetAttributes)(
-                    1,
-                    attributes.as_ptr(),
-                    values.as_ptr(),
-                    end as u64,
-                )
-            };
-            self.device.check(outcome, || format!("asking what memory {end:#x} is"))?;
-            if kind != PAGE_LOCKED {
-                return Ok(false);
-            }
+/// Whether the driver knows memory of the host as page-locked.
+fn is_locked(device: &Device, span: Span) -> Result<bool> {
+    const MEMORY_TYPE: c_int = 2;
+    const PAGE_LOCKED: c_uint = 1;
+    let _current = device.enter()?;
+    let attributes = [MEMORY_TYPE];
+    // Both ends: two allocations with a gap between them are not worth an interface.
+    for end in [span.address(), span.address() + span.len() - 1] {
+        let mut kind: c_uint = 0;
+        let values = [(&raw mut kind).cast::<c_void>()];
+        // SAFETY: one attribute and room for its value. Addresses that the driver does not know give 0.
+        let outcome = unsafe {
+            (device.table().cuPointerGetAttributes)(1, attributes.as_ptr(), values.as_ptr(), end as u64)
+        };
+        device.check(outcome, || format!("asking what memory {end:#x} is"))?;
+        if kind != PAGE_LOCKED {
+            return Ok(false);
         }
-        Ok(true)
     }
+    Ok(true)
 }
 
 fn lock(regions: &Mutex<Regions>) -> MutexGuard<'_, Regions> {

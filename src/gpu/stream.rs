@@ -2,7 +2,7 @@
 //!
 //! Our streams do not wait for the legacy default stream. Order against the framework's work comes from events alone.
 
-use std::ffi::c_uint;
+use std::ffi::{c_int, c_uint};
 use std::sync::Arc;
 
 use super::device::Device;
@@ -10,6 +10,8 @@ use super::table::{Handle, code};
 use crate::error::{Error, Result};
 
 const STREAM_NON_BLOCKING: c_uint = 1;
+/// Priorities are lower numbers; the range of every device that has one holds this.
+const URGENT: c_int = -1;
 const EVENT_BLOCKING_SYNC: c_uint = 1;
 const EVENT_DISABLE_TIMING: c_uint = 2;
 
@@ -70,11 +72,21 @@ pub struct Stream {
 impl Stream {
     /// A stream of the default priority.
     pub fn new(device: &Arc<Device>) -> Result<Stream> {
+        Stream::with_priority(device, 0)
+    }
+
+    /// A stream whose kernels go before those of other streams.
+    pub fn urgent(device: &Arc<Device>) -> Result<Stream> {
+        Stream::with_priority(device, URGENT)
+    }
+
+    fn with_priority(device: &Arc<Device>, priority: c_int) -> Result<Stream> {
         let _current = device.enter()?;
         let mut handle: Handle = std::ptr::null_mut();
-        // SAFETY: the context is current; the pointer is good.
-        let made =
-            unsafe { (device.table().cuStreamCreateWithPriority)(&raw mut handle, STREAM_NON_BLOCKING, 0) };
+        // SAFETY: the context is current; the pointer is good. The driver brings any priority into its range.
+        let made = unsafe {
+            (device.table().cuStreamCreateWithPriority)(&raw mut handle, STREAM_NON_BLOCKING, priority)
+        };
         device.check(made, || "making a stream".to_string())?;
         Ok(Stream { device: Arc::clone(device), handle: handle as usize })
     }

@@ -9,7 +9,7 @@
 //! - A copy holds the pinned memory it touches until its event is done.
 //! - The host side is a [`HostSpan`]: nothing passes through pageable memory.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -56,7 +56,23 @@ pub struct Copy {
     pub after: After,
 }
 
+/// Which stream ends a copy: that of copies out, of copies in, or of casts in.
+const CASTS_IN: usize = 2;
+
 impl Copy {
+    /// True if the GPU converts.
+    fn casts(&self) -> bool {
+        self.host_dtype != self.device.dtype()
+    }
+
+    fn last_stream(&self) -> usize {
+        match (self.direction, self.casts()) {
+            (Direction::Out, _) => 0,
+            (Direction::In, false) => 1,
+            (Direction::In, true) => CASTS_IN,
+        }
+    }
+
     /// Refuses types and lengths that do not go together.
     pub fn check(&self) -> Result<()> {
         let (device, host) = (self.device.dtype(), self.host_dtype);
@@ -89,6 +105,8 @@ struct State {
     out: Lane,
     into: Lane,
     running: HashMap<u64, Running>,
+    /// Copies by the stream that ends them, where they end in this order.
+    order: [VecDeque<u64>; 3],
     next: u64,
 }
 
@@ -128,12 +146,14 @@ impl Transfers {
         let lane = || -> Result<Lane> {
             Ok(Lane {
                 copies: Stream::new(device)?,
-                casts: Stream::new(device)?,
+                // A cast is short, and a copy waits for it: it goes before the model's kernels.
+                casts: Stream::urgent(device)?,
                 buffers: Vec::new(),
                 next: 0,
             })
         };
-        let state = State { out: lane()?, into: lane()?, running: HashMap::new(), next: 1 };
+        let (running, order) = (HashMap::new(), Default::default());
+        let state = State { out: lane()?, into: lane()?, running, order, next: 1 };
         let chunk_elements = (chunk_bytes / Dtype::F32.size() as u64).max(1);
         Ok(Transfers {
             device: Arc::clone(device),
@@ -145,21 +165,36 @@ impl Transfers {
 
     /// Queues a copy, and returns its number.
     pub fn start(&self, copy: &Copy) -> Result<u64> {
+        self.start_between(copy, None, Event::new(&self.device)?)
+    }
+
+    /// Does a copy, and returns the seconds that it took on the device.
+    pub fn measure(&self, copy: &Copy) -> Result<f64> {
+        let (begun, done) = (Event::timing(&self.device)?, Event::timing(&self.device)?);
+        let ticket = self.start_between(copy, Some(&begun), done)?;
+        let done = self.event(ticket)?;
+        self.wait(ticket, None)?;
+        done.map_or(Ok(0.0), |done| begun.seconds_to(&done))
+    }
+
+    /// Queues a copy between two events.
+    fn start_between(&self, copy: &Copy, begun: Option<&Event>, done: Event) -> Result<u64> {
         copy.check()?;
-        let done = Arc::new(Event::new(&self.device)?);
+        let done = Arc::new(done);
         let mut state = self.lock()?;
         state.forget_done();
         let lane = match copy.direction {
             Direction::Out => &mut state.out,
             Direction::In => &mut state.into,
         };
-        if let Err(error) = self.queue(lane, copy, &done) {
+        if let Err(error) = self.queue(lane, copy, begun, &done) {
             // What is queued already must not touch the caller's memory after this call.
             let _ = lane.casts.synchronize().and_then(|()| lane.copies.synchronize());
             return Err(error);
         }
         let ticket = state.next;
         state.next += 1;
+        state.order[copy.last_stream()].push_back(ticket);
         state.running.insert(
             ticket,
             Running { done, _host: copy.host.clone(), _lease: Lease::take(copy.host.span()) },
@@ -167,16 +202,20 @@ impl Transfers {
         Ok(ticket)
     }
 
-    fn queue(&self, lane: &mut Lane, copy: &Copy, done: &Event) -> Result<()> {
+    fn queue(&self, lane: &mut Lane, copy: &Copy, begun: Option<&Event>, done: &Event) -> Result<()> {
         lane.begin(&self.device, copy)?;
-        let casts = copy.host_dtype != copy.device.dtype();
-        match casts {
+        if let Some(begun) = begun {
+            let first =
+                if copy.casts() && copy.direction == Direction::Out { &lane.casts } else { &lane.copies };
+            first.record(begun)?;
+        }
+        match copy.casts() {
             false => self.plain(lane, copy)?,
             true => self.cast(lane, copy)?,
         }
-        match casts && copy.direction == Direction::In {
-            true => lane.casts.record(done),
-            false => lane.copies.record(done),
+        match copy.last_stream() {
+            CASTS_IN => lane.casts.record(done),
+            _ => lane.copies.record(done),
         }
     }
 
@@ -261,6 +300,7 @@ impl Transfers {
             lane.copies.synchronize()?;
         }
         state.running.clear();
+        state.order = Default::default();
         Ok(())
     }
 
@@ -288,18 +328,25 @@ impl Drop for Transfers {
 }
 
 impl State {
+    /// Asks for the oldest copies alone: the others end after them.
     fn forget_done(&mut self) {
-        self.running.retain(|_, running| !matches!(running.done.done(), Ok(true)));
+        for order in &mut self.order {
+            while let Some(ticket) = order.front()
+                && self.running.get(ticket).is_none_or(|running| matches!(running.done.done(), Ok(true)))
+            {
+                self.running.remove(ticket);
+                order.pop_front();
+            }
+        }
     }
 }
 
 impl Lane {
     /// Makes the first stream of a copy wait for what comes before it.
     fn begin(&self, device: &Arc<Device>, copy: &Copy) -> Result<()> {
-        let casts = copy.host_dtype != copy.device.dtype();
         // Parameters may not be overwritten before the event, and the host may already be read: the copy of an upload with
         // a cast fills a buffer of ours, and only the cast writes to the framework.
-        let first = if casts { &self.casts } else { &self.copies };
+        let first = if copy.casts() { &self.casts } else { &self.copies };
         match copy.after {
             After::Now => Ok(()),
             After::Event(event) => first.wait_foreign(event),

@@ -3,12 +3,14 @@
 //! Invariants:
 //! - An id is never reused, so that a registration made for one region is never taken for another at its address.
 //! - A region stays mapped while anyone holds it; a lease holds it.
+//! - Memory that a device reaches is not copied into forked children, where nothing is at its address. A child does not
+//!   unmap it: something of its own may be there.
 //! - Finding takes no lock. A forked child finds nothing: what its parent locked is not locked for it.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use arc_swap::ArcSwapOption;
@@ -42,11 +44,18 @@ impl Default for Backing {
 pub struct Region {
     id: u64,
     process: u32,
-    mapping: Mapping,
+    mapping: Arc<Mapping>,
     locked: bool,
     retired: AtomicBool,
     leases: Mutex<Slab<Range<usize>>>,
+    /// How many devices reach it. Changed under the lock; a child reads it without.
+    reached: AtomicUsize,
+    reaching: Mutex<()>,
 }
+
+/// As long as it lives a device reaches a region, which is therefore kept out of forked children.
+#[derive(Debug)]
+pub struct Reach(Arc<Region>);
 
 type Index = BTreeMap<usize, Arc<Region>>;
 type Watcher = Weak<dyn Fn() + Send + Sync>;
@@ -69,10 +78,12 @@ impl Region {
         let region = Arc::new(Region {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             process: process::id(),
-            mapping,
+            mapping: Arc::new(mapping),
             locked,
             retired: AtomicBool::new(false),
             leases: Mutex::default(),
+            reached: AtomicUsize::new(0),
+            reaching: Mutex::default(),
         });
         INDEX.rcu(|index| {
             let mut index = index.as_deref().cloned().unwrap_or_default();
@@ -134,8 +145,48 @@ impl Region {
         self.leases().iter().any(|(_, lease)| lease.start < end && start < lease.end)
     }
 
+    fn change_reach(&self, change: impl FnOnce(usize) -> usize) {
+        let _guard = self.reaching.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.reached.load(Ordering::Relaxed);
+        let after = change(before);
+        self.reached.store(after, Ordering::Relaxed);
+        if (before == 0) != (after == 0) {
+            // Refused by systems that know no such advice; then children copy the memory, as they did.
+            let _ = self.mapping.hide_from_children(after > 0);
+        }
+    }
+
     fn leases(&self) -> MutexGuard<'_, Slab<Range<usize>>> {
         self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if !self.is_own() && self.reached.load(Ordering::Relaxed) > 0 {
+            std::mem::forget(Arc::clone(&self.mapping));
+        }
+    }
+}
+
+impl Reach {
+    /// A device begins to reach a region of this process.
+    pub fn begin(region: &Arc<Region>) -> Reach {
+        region.change_reach(|reached| reached + 1);
+        Reach(Arc::clone(region))
+    }
+
+    /// The region.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.0
+    }
+}
+
+impl Drop for Reach {
+    fn drop(&mut self) {
+        if self.0.is_own() {
+            self.0.change_reach(|reached| reached.saturating_sub(1));
+        }
     }
 }
 
@@ -201,7 +252,6 @@ fn lock(mapping: &Mapping) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::AtomicUsize;
 
     #[test]
     fn regions_are_found_by_any_part_until_they_retire() {

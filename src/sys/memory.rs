@@ -113,6 +113,11 @@ impl Mapping {
         check(unsafe { libc::mlock(self.span.as_ptr().cast(), self.span.len()) })
     }
 
+    /// Keeps the memory out of children that are forked from now on, or lets it into them again.
+    pub fn hide_from_children(&self, hide: bool) -> io::Result<()> {
+        self.advise(if hide { libc::MADV_DONTFORK } else { libc::MADV_DOFORK })
+    }
+
     fn bind(&self, node: Option<u32>) -> io::Result<()> {
         const MPOL_BIND: libc::c_long = 2;
         const MAX_NODES: usize = 1024;

@@ -70,14 +70,14 @@ pub struct Limits {
     pub depth: usize,
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// Bytes per second to the device, to the host, and elements per second through kernels; 0 is no time at all.
+    /// Bytes per second to the device, to the host, and threads per second through kernels; 0 is no time at all.
     pub rates: [f64; 3],
 }
 
 impl Default for Limits {
     fn default() -> Limits {
         let depth = std::env::var("FAKECUDA_DEPTH").ok().and_then(|text| text.parse().ok()).unwrap_or(1024);
-        Limits { depth, memory_bytes: 1 << 34, rates: [0.0; 3] }
+        Limits { depth, memory_bytes: 1 << 34, rates: [1e8, 1e8, 1e9] }
     }
 }
 

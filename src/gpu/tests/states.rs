@@ -15,7 +15,7 @@ use crate::gpu::stream::{Event, ForeignEvent, ForeignStream, Stream};
 use crate::gpu::table::Table;
 use crate::pool::fixed::{Pool, PoolOptions};
 use crate::pool::pinned;
-use crate::pool::region::Backing;
+use crate::pool::region::{Backing, Region};
 use crate::sys::span::Span;
 
 fn kind<T>(result: Result<T>) -> (GpuKind, String) {
@@ -281,4 +281,48 @@ fn a_missing_wait_is_seen_and_a_wait_makes_it_good() {
         assert_eq!((arrived, races), if waits { (true, 0) } else { (false, 1) });
         [from, to].iter().for_each(|block| pool.free(block.address()).unwrap());
     }
+}
+
+/// What a child of this process finds at an address: true if something is mapped there.
+fn is_there_in_a_child(span: Span) -> bool {
+    // SAFETY: the child makes two system calls and ends.
+    unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            libc::_exit(libc::msync(span.as_ptr().cast(), span.len(), libc::MS_ASYNC));
+        }
+        let mut outcome = 0;
+        assert_eq!(libc::waitpid(child, &raw mut outcome, 0), child);
+        outcome == 0
+    }
+}
+
+#[test]
+fn memory_that_the_gpu_reaches_is_not_there_in_a_forked_child() {
+    let (first, second) = (device(28), device(29));
+    let region = Region::open(8192, Backing::default()).unwrap();
+    assert!(is_there_in_a_child(region.span()));
+    let registries = [Registry::new(&first), Registry::new(&second)];
+    let spans = registries.each_ref().map(|registry| registry.host(region.span(), "block").unwrap());
+    assert!(!is_there_in_a_child(region.span()));
+    let [one, other] = registries;
+    drop((one, spans));
+    assert!(!is_there_in_a_child(region.span()), "the other device still reaches it");
+    drop(other);
+    assert!(is_there_in_a_child(region.span()));
+    region.retire();
+}
+
+#[test]
+fn memory_that_others_registered_in_part_is_refused() {
+    let device = device(45);
+    let region = Region::open(8192, Backing::default()).unwrap();
+    let registry = Registry::new(&device);
+    fakecuda::with(45, |gpu| gpu.page_lock(region.span().address(), 4096));
+    assert!(kind(registry.host(region.span(), "block")).1.contains("registering 8192 bytes"));
+    fakecuda::with(45, |gpu| gpu.page_lock(region.span().address(), 8192));
+    registry.host(region.span(), "block").unwrap();
+    drop(registry);
+    fakecuda::with(45, |gpu| assert_eq!(gpu.alive()[4], 1, "still the owner's"));
+    region.retire();
 }

@@ -291,3 +291,39 @@ fn an_error_of_the_driver_in_the_middle_of_a_copy_is_reported_and_nothing_hangs(
         std::mem::forget(desk);
     }
 }
+
+#[test]
+fn a_new_copy_asks_for_the_oldest_alone() {
+    let mut desk = Desk::new(26);
+    let (_memory, floats) = desk.memory(Dtype::Bf16, 10);
+    let copies = [(Direction::Out, Dtype::F32), (Direction::In, Dtype::F32), (Direction::In, Dtype::Bf16)];
+    for (direction, host_dtype) in copies.into_iter().cycle().take(30) {
+        let host = desk.pinned(&vec![0; 10 * host_dtype.size()]);
+        let copy = Copy { direction, device: floats, host, host_dtype, after: After::Now };
+        let asked =
+            || fakecuda::with(26, |gpu| gpu.calls.iter().filter(|call| **call == "cuEventQuery").count());
+        let before = asked();
+        desk.transfers.start(&copy).unwrap();
+        // The fake driver says "not yet" once, and then that it is over.
+        assert!(asked() - before <= 6, "{} questions", asked() - before);
+    }
+}
+
+#[test]
+fn a_copy_is_timed_by_the_device() {
+    let mut desk = Desk::new(27);
+    fakecuda::with(27, |gpu| gpu.limits.rates = [1e6, 2e6, 0.0]);
+    let (_memory, floats) = desk.memory(Dtype::Bf16, 4000);
+    for (direction, host_dtype, seconds) in [
+        (Direction::In, Dtype::F32, 0.016),
+        (Direction::Out, Dtype::F32, 0.008),
+        (Direction::In, Dtype::Bf16, 0.008),
+        (Direction::Out, Dtype::Bf16, 0.004),
+    ] {
+        let host = desk.pinned(&vec![0; 4000 * host_dtype.size()]);
+        let copy = Copy { direction, device: floats, host, host_dtype, after: After::Now };
+        let took = desk.transfers.measure(&copy).unwrap();
+        assert!((took / seconds - 1.0).abs() < 1e-3, "{direction:?} {host_dtype:?}: {took}");
+        desk.transfers.finish().unwrap();
+    }
+}

@@ -4,6 +4,7 @@
 //! - What is lent stays in use until every stream is idle: dropping the backend waits for that.
 //! - An event exists from its first mention on. One that was never recorded holds nothing back, as the schedule has it.
 //! - Times are those of the GPU, counted from a mark that is set when a step begins; they are for planning and traces.
+//!   The parts of a copy that follow one another are timed as one: marks take room in the device's queues, too.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -19,7 +20,7 @@ use crate::gpu::memory::Registry;
 use crate::gpu::stream::{Event as DriverEvent, Stream};
 use crate::kernel::AdamRule;
 use crate::plan::interleave::Shape;
-use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
+use crate::plan::interleave::schedule::{Command, Event, Lane, Part, Work};
 use crate::plan::interleave::sites::Plan;
 
 /// Lanes that are streams here.
@@ -49,6 +50,8 @@ struct Mark {
 #[derive(Default)]
 struct Times {
     mark: Option<Arc<Mark>>,
+    /// Marks of stretches whose end is not enqueued yet.
+    begun: HashMap<Lane, (Arc<Mark>, DriverEvent)>,
     under_way: Vec<(Lane, Work, Arc<Mark>, DriverEvent, DriverEvent)>,
     ran: Vec<Timing>,
     spare: Vec<DriverEvent>,
@@ -64,7 +67,11 @@ impl Gpu {
         subgroups: Vec<Subgroup>,
     ) -> Result<Gpu> {
         shape.check()?;
-        let stream = |lane: &Lane| Ok((*lane, Stream::new(device)?));
+        // A cast is short, and a copy waits for it: it goes before the model's kernels.
+        let stream = |lane: &Lane| match lane {
+            Lane::Cast => Ok((*lane, Stream::urgent(device)?)),
+            _ => Ok((*lane, Stream::new(device)?)),
+        };
         Ok(Gpu {
             device: Arc::clone(device),
             streams: STREAMS.iter().map(stream).collect::<Result<_>>()?,
@@ -87,13 +94,26 @@ impl Gpu {
         Ok(made)
     }
 
+    /// Gives back the memory of former residents whose states are home.
+    fn free_evicted(&self) -> Result<()> {
+        self.memory.free_evicted(|subgroup| self.event(Event::Home(subgroup))?.done())
+    }
+
     fn run(&self, lane: Lane, work: Work) -> Result<()> {
         let rules = Arc::clone(&lock(&self.rules));
         match self.streams.get(&lane) {
             Some(stream) => {
-                let timed = self.start_timing(stream)?;
+                let (mut whole, mut first, mut last) = (work, true, true);
+                if let Some(part) = whole.stretch() {
+                    let size = self.memory.size(work.subgroup());
+                    (first, last) = (part.from == 0, part.from + part.len == size);
+                    *part = Part { from: 0, len: size };
+                }
+                if first {
+                    self.start_timing(stream, lane)?;
+                }
                 self.memory.enqueue(stream, work, &rules)?;
-                self.end_timing(stream, lane, work, timed)
+                if last { self.end_timing(stream, lane, whole) } else { Ok(()) }
             }
             None => {
                 let start = self.opened.elapsed().as_secs_f64();
@@ -108,26 +128,21 @@ impl Gpu {
         }
     }
 
-    /// Marks the start of a piece of work, if a step has begun and somebody reads the times.
-    fn start_timing(&self, stream: &Stream) -> Result<Option<(Arc<Mark>, DriverEvent)>> {
+    /// Marks the start of a stretch of work, if a step has begun and somebody reads the times.
+    fn start_timing(&self, stream: &Stream, lane: Lane) -> Result<()> {
         let mut times = lock(&self.times);
         let Some(mark) = times.mark.clone().filter(|_| times.under_way.len() < MOST_TIMED) else {
-            return Ok(None);
+            return Ok(());
         };
         let start = times.spare.pop().map_or_else(|| DriverEvent::timing(&self.device), Ok)?;
         stream.record(&start)?;
-        Ok(Some((mark, start)))
+        times.begun.insert(lane, (mark, start));
+        Ok(())
     }
 
-    fn end_timing(
-        &self,
-        stream: &Stream,
-        lane: Lane,
-        work: Work,
-        timed: Option<(Arc<Mark>, DriverEvent)>,
-    ) -> Result<()> {
-        let Some((mark, start)) = timed else { return Ok(()) };
+    fn end_timing(&self, stream: &Stream, lane: Lane, work: Work) -> Result<()> {
         let mut times = lock(&self.times);
+        let Some((mark, start)) = times.begun.remove(&lane) else { return Ok(()) };
         let end = times.spare.pop().map_or_else(|| DriverEvent::timing(&self.device), Ok)?;
         stream.record(&end)?;
         times.under_way.push((lane, work, mark, start, end));
@@ -145,7 +160,10 @@ impl Backend for Gpu {
                 match (lane, self.streams.get(&lane)) {
                     (_, Some(stream)) => stream.wait(&event),
                     (Lane::Model, None) => framework()?.wait(&event),
-                    (_, None) => event.synchronize(),
+                    (_, None) => {
+                        event.synchronize()?;
+                        self.free_evicted()
+                    }
                 }
             }
             Command::Record(lane, event) => {
@@ -163,6 +181,7 @@ impl Backend for Gpu {
     }
 
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
+        self.free_evicted()?;
         let event = DriverEvent::timing(&self.device)?;
         self.clock.record(&event)?;
         let mark = Mark { event, at: self.opened.elapsed().as_secs_f64() };

@@ -1,7 +1,7 @@
 //! The arrays of the interleaved update on a GPU and beside it, and what each piece of work does to them.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -167,6 +167,8 @@ pub struct Memory {
     slots: Vec<Late<Slot>>,
     chunks: [Late<DeviceMemory>; PAIR],
     residents: Vec<Late<Slot>>,
+    /// Memory of former residents that copies home may still read. The driver would wait for all streams if it were freed.
+    evicted: Mutex<Vec<(usize, Arc<Slot>)>>,
 }
 
 impl Memory {
@@ -193,20 +195,28 @@ impl Memory {
             slots: late(shape.slots),
             chunks: [(); PAIR].map(|()| Late::new()),
             residents: late(shape.count()),
+            evicted: Mutex::default(),
             shape: shape.clone(),
             subgroups,
         })
     }
 
-    /// Refuses residents whose gradients are not in device memory.
+    /// Refuses residents whose gradients are not in device memory, and makes the slots: taking memory in the middle of a
+    /// step would hold the GPU up.
     pub fn accepts(&self, plan: &Plan) -> Result<()> {
-        match plan.on(Site::Resident).find(|subgroup| self.subgroups[*subgroup].on_device().is_err()) {
-            None => Ok(()),
-            Some(subgroup) => {
-                let reason = format!("makes {subgroup} a resident, whose gradient is not in device memory");
-                Err(Error::invalid("plan", reason))
-            }
+        let homeless =
+            plan.on(Site::Resident).find(|subgroup| self.subgroups[*subgroup].on_device().is_err());
+        if let Some(subgroup) = homeless {
+            let reason = format!("makes {subgroup} a resident, whose gradient is not in device memory");
+            return Err(Error::invalid("plan", reason));
         }
+        let slots = plan.count_on(Site::Gpu).min(self.slots.len());
+        (0..slots).try_for_each(|slot| self.slot(slot).map(drop))
+    }
+
+    /// Number of elements of a subgroup.
+    pub fn size(&self, subgroup: usize) -> u64 {
+        self.shape.sizes[subgroup]
     }
 
     /// Gives a stream its work.
@@ -312,14 +322,32 @@ impl Memory {
         self.kernels.adam(stream, &rule_of(rules, subgroup)?, &tensor, None).map(drop)
     }
 
-    /// The last part gives the memory back; the driver waits for the copies from it.
+    /// The last part puts the memory aside until it is home.
     fn evict(&self, stream: &Stream, subgroup: usize, state: State, part: Part) -> Result<()> {
         let home = self.subgroups[subgroup].states[state as usize].part(part);
         stream.download(self.resident(subgroup)?.state(state, part)?.span(), &home)?;
         if state == State::Param && part.from + part.len == self.shape.sizes[subgroup] {
-            self.residents[subgroup].take();
+            let gone = self.residents[subgroup].take();
+            self.evicted().extend(gone.map(|slot| (subgroup, slot)));
         }
         Ok(())
+    }
+
+    /// Frees what former residents left, as far as `home` says that their states are home.
+    pub fn free_evicted(&self, home: impl Fn(usize) -> Result<bool>) -> Result<()> {
+        let mut evicted = self.evicted();
+        let mut at = 0;
+        while let Some((subgroup, _)) = evicted.get(at) {
+            match home(*subgroup)? {
+                true => drop(evicted.swap_remove(at)),
+                false => at += 1,
+            }
+        }
+        Ok(())
+    }
+
+    fn evicted(&self) -> MutexGuard<'_, Vec<(usize, Arc<Slot>)>> {
+        self.evicted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn whole(&self, subgroup: usize) -> Part {

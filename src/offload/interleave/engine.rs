@@ -1,9 +1,13 @@
-//! The machine on a backend, with a thread for the CPU's part.
+//! The machine on a backend, with a thread for the CPU's part, and one for what is left of the GPU's.
+//!
+//! The CPU's thread starts first. Then the caller enqueues as much of the GPU's part as the device has room for, and the
+//! second thread the rest, piece by piece as room is made.
 //!
 //! Invariants:
-//! - The lock is held while commands are enqueued, never while one is worked on or waited for.
-//! - The CPU thread of a step takes the subgroups of that step and no more: it may still be about to end when the next
-//!   step has begun. Dropping the engine returns when neither it nor the backend works any
+//! - The lock is held while the commands of a call are enqueued, never while those of a step are, nor while one is worked on
+//!   or waited for.
+//! - The threads of a step take the subgroups of that step and no more: they may still be about to end when the next
+//!   step has begun. Dropping the engine returns when neither they nor the backend work any
 //!   more, so that the memory lent to the backend may go.
 //! - A child made by fork gets errors, never a wait for a thread that it does not have, and drops nothing.
 #![forbid(unsafe_code)]
@@ -16,6 +20,7 @@ use super::recalibrate::Meter;
 use super::{Backend, Model, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
+use crate::plan::interleave::pieces;
 use crate::plan::interleave::schedule::{self, Event, Lane};
 use crate::plan::interleave::sites::{Plan, Site};
 use crate::plan::interleave::{Rates, Shape};
@@ -58,7 +63,7 @@ struct Inner<B> {
     changed: Condvar,
 }
 
-/// How many CPU threads run; apart from `Inner`, so that a thread lets go of that first.
+/// How many threads run; apart from `Inner`, so that a thread lets go of that first.
 #[derive(Default)]
 struct Worker {
     running: Mutex<usize>,
@@ -115,16 +120,19 @@ impl<B: Backend + 'static> Engine<B> {
         self.collect().ran.clear();
         machine.begin(&mut |command| self.inner.backend.play(command, stream))?;
         let on_cpu = machine.plan().count_on(Site::Cpu);
-        if on_cpu > 0
-            && let Err(error) = self.start_worker(on_cpu)
-        {
-            let first = machine.next_cpu().map_or(0, |(_, subgroup)| subgroup);
-            return machine.stepped(first, Err(error));
+        drop(machine);
+        if on_cpu > 0 {
+            self.start_worker("spillway-step", move |inner| inner.cpu_part(on_cpu))?;
         }
-        Ok(())
+        self.inner.gpu_part(true, usize::MAX)?;
+        match self.inner.lock().pieces_left() {
+            0 => Ok(()),
+            left => self.start_worker("spillway-feed", move |inner| drop(inner.gpu_part(false, left))),
+        }
     }
 
-    /// Makes `reader` wait for the new 16-bit parameters of a subgroup. Blocks at least until the CPU is past it.
+    /// Makes `reader` wait for the new 16-bit parameters of a subgroup. Blocks at least until the CPU is past it, or the GPU's
+    /// work for it is enqueued.
     pub fn publish(&self, subgroup: usize, reader: Reader) -> Result<()> {
         let mut machine = self.machine()?;
         machine.check(subgroup)?;
@@ -237,18 +245,20 @@ impl<B: Backend + 'static> Engine<B> {
         }
     }
 
-    fn start_worker(&self, subgroups: usize) -> Result<()> {
+    /// Starts a thread of the step under way; where that fails, so does the step.
+    fn start_worker(&self, name: &'static str, work: impl FnOnce(&Inner<B>) + Send + 'static) -> Result<()> {
         let (inner, worker) = (Arc::clone(&self.inner), Arc::clone(&self.worker));
         *worker.lock() += 1;
-        let spawned = threads::spawn_quiet("spillway-step", move || {
-            inner.cpu_part(subgroups);
+        let spawned = threads::spawn_quiet(name, move || {
+            work(&inner);
             drop(inner);
             *worker.lock() -= 1;
             worker.ended.notify_all();
         });
-        spawned.map_err(|error| {
+        spawned.or_else(|error| {
             *self.worker.lock() -= 1;
-            Error::system("starting the thread of the CPU's part", &error)
+            let error = Error::system("starting a thread of the interleaved update", &error);
+            self.inner.done(0, Err(error))
         })
     }
 }
@@ -263,14 +273,34 @@ impl<B: Backend> Inner<B> {
             let Some((nth, subgroup)) = self.lock().next_cpu() else { return };
             let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
-            let outcome = outcome.unwrap_or_else(|_| {
-                Err(Error::Unsupported(format!("the update of subgroup {subgroup} panicked")))
-            });
             // The machine keeps a failure, and tells everyone who asks.
-            let _ = self.lock().stepped(subgroup, outcome);
-            self.changed.notify_all();
+            let _ = self.done(subgroup, outcome.unwrap_or_else(|_| panicked(subgroup)));
         }
     }
+
+    /// Enqueues at most so many pieces of the GPU's part, or all that need not wait for room.
+    fn gpu_part(&self, at_once: bool, most: usize) -> Result<()> {
+        let shape = self.lock().shape().clone();
+        for _ in 0..most {
+            let Some((piece, event)) = self.lock().next_gpu(at_once) else { return Ok(()) };
+            let emit = &mut |command| self.backend.play(command, None);
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                pieces::room(event, emit).and_then(|()| pieces::enqueue(&shape, piece, emit))
+            }));
+            self.done(piece.subgroup(), outcome.unwrap_or_else(|_| panicked(piece.subgroup())))?;
+        }
+        Ok(())
+    }
+
+    fn done(&self, subgroup: usize, outcome: Result<()>) -> Result<()> {
+        let kept = self.lock().stepped(subgroup, outcome);
+        self.changed.notify_all();
+        kept
+    }
+}
+
+fn panicked(subgroup: usize) -> Result<()> {
+    Err(Error::Unsupported(format!("the update of subgroup {subgroup} panicked")))
 }
 
 impl Worker {

@@ -1,7 +1,7 @@
 //! Which calls may follow which, and the commands that each emits.
 //!
 //! An iteration goes: a plan, if it changes; the gradients of all subgroups, in any order; [`Machine::begin`]; the CPU's
-//! part, one subgroup at a time; parameters published as they get ready. Flushes may still be under way when the next
+//! and the GPU's part, each one subgroup at a time; parameters published as they get ready. Flushes may still be under way when the next
 //! iteration's gradients come. Calls out of order are refused and change nothing.
 #![forbid(unsafe_code)]
 
@@ -9,6 +9,7 @@ use std::collections::{BTreeSet, VecDeque};
 
 use crate::error::{Error, Result};
 use crate::plan::interleave::Shape;
+use crate::plan::interleave::pieces::{self, Piece};
 use crate::plan::interleave::schedule::{self, Command, Event, Lane, Sink};
 use crate::plan::interleave::sites::{Plan, Site};
 
@@ -27,11 +28,15 @@ enum Phase {
     Idle,
     /// Some gradients have come.
     Gathering(Vec<Announced>),
-    /// CPU subgroups that nobody works on yet, and those that are not done.
-    Stepping { waiting: VecDeque<(usize, usize)>, left: BTreeSet<usize> },
-    /// Something failed; the CPU subgroups of the step that are not done never will be.
+    /// CPU subgroups that nobody works on yet, pieces of the GPU's part that nobody enqueues yet, and the subgroups that
+    /// are not stepped, or not enqueued.
+    Stepping { waiting: VecDeque<(usize, usize)>, pieces: VecDeque<Due>, left: BTreeSet<usize> },
+    /// Something failed; the subgroups of the step that are left never will be done.
     Failed { error: Error, left: BTreeSet<usize> },
 }
+
+/// A piece, and what has to be reached before it is enqueued.
+pub type Due = (Piece, Option<Event>);
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Announced {
@@ -62,7 +67,8 @@ impl Machine {
         self.steps
     }
 
-    /// True from [`Machine::begin`] until the CPU is done with the subgroup, if it is the CPU's; for ever after a failure.
+    /// True from [`Machine::begin`] until the CPU is done with the subgroup, or its piece is enqueued; for ever after a
+    /// failure.
     pub fn is_stepping(&self, subgroup: usize) -> bool {
         match &self.phase {
             Phase::Stepping { left, .. } | Phase::Failed { left, .. } => left.contains(&subgroup),
@@ -114,7 +120,7 @@ impl Machine {
         self.keep(emitted)
     }
 
-    /// Enqueues the GPU's part; the CPU's part is then there to be taken.
+    /// Both parts of the step are then there to be taken.
     pub fn begin(&mut self, emit: &mut impl Sink) -> Result<()> {
         let announced = match &self.phase {
             Phase::Gathering(announced) => announced,
@@ -127,13 +133,13 @@ impl Machine {
             return Err(Error::invalid("step", format!("the gradient of subgroup {missing} has not come")));
         }
         let mut late = (0..announced.len()).filter(|subgroup| !announced[*subgroup].free);
-        let emitted = late
-            .try_for_each(|subgroup| emit(Command::Record(Lane::Model, Event::ParamFree(subgroup))))
-            .and_then(|()| schedule::gpu_part(&self.shape, &self.plan, emit));
+        let emitted =
+            late.try_for_each(|subgroup| emit(Command::Record(Lane::Model, Event::ParamFree(subgroup))));
         let waiting: VecDeque<_> = self.plan.on(Site::Cpu).enumerate().collect();
-        let left: BTreeSet<usize> = self.plan.on(Site::Cpu).collect();
+        let pieces = pieces::pieces(&self.shape, &self.plan).into();
+        let left: BTreeSet<usize> = (0..self.shape.count()).collect();
         self.steps += 1;
-        self.phase = if left.is_empty() { Phase::Idle } else { Phase::Stepping { waiting, left } };
+        self.phase = if left.is_empty() { Phase::Idle } else { Phase::Stepping { waiting, pieces, left } };
         self.keep(emitted)
     }
 
@@ -146,7 +152,27 @@ impl Machine {
         }
     }
 
-    /// A subgroup of the CPU's part is done, or it failed.
+    /// The next piece of the GPU's part; of those that wait for nothing if `at_once`. Play [`pieces::room`] and
+    /// [`pieces::enqueue`], and say [`Machine::stepped`]. One at a time.
+    pub fn next_gpu(&mut self, at_once: bool) -> Option<Due> {
+        match &mut self.phase {
+            Phase::Stepping { pieces, .. } => match pieces.front() {
+                Some((_, Some(_))) if at_once => None,
+                _ => pieces.pop_front(),
+            },
+            _ => None,
+        }
+    }
+
+    /// Pieces that nobody enqueues yet.
+    pub fn pieces_left(&self) -> usize {
+        match &self.phase {
+            Phase::Stepping { pieces, .. } => pieces.len(),
+            _ => 0,
+        }
+    }
+
+    /// A subgroup of the CPU's part is done, one of the GPU's part is enqueued, or that failed.
     pub fn stepped(&mut self, subgroup: usize, outcome: Result<()>) -> Result<()> {
         self.keep(outcome)?;
         if let Phase::Stepping { left, .. } = &mut self.phase {

@@ -5,7 +5,7 @@
 //! | file | holds |
 //! |---|---|
 //! | [`machine`] | which calls may follow which, and the commands that each emits: no thread, no clock |
-//! | [`engine`] | the machine on a backend, with a thread for the CPU's part |
+//! | [`engine`] | the machine on a backend, with a thread for each part of a step |
 //! | [`host`] | the backend without a device: its lanes are threads, its kernels those of the CPU |
 //! | [`device`], [`device_memory`] | the backend on a GPU: its streams and events, and the arrays on both sides |
 //! | `lanes` | threads and events of the host that behave like streams and events of a device |
@@ -58,7 +58,7 @@ pub trait Backend: Send + Sync {
     /// [`Lane::Model`] is for this command.
     fn play(&self, command: Command, model: Model) -> Result<()>;
 
-    /// Whether it can play this plan, of as many subgroups as it has.
+    /// Whether it can play this plan, of as many subgroups as it has; makes the room that its steps need.
     fn accepts(&self, _: &Plan) -> Result<()> {
         Ok(())
     }

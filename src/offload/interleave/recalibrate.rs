@@ -30,17 +30,31 @@ pub struct Meter {
     least: f64,
 }
 
-/// Words and seconds of one kind of work in one step.
-#[derive(Debug, Default, Clone, Copy)]
+/// Words that one engine moved or stepped, and when it worked. Lanes share engines: a copy that waits for another one's
+/// has begun on its lane, and the time counts once.
+#[derive(Debug, Default, Clone)]
 struct Sample {
     words: f64,
-    seconds: f64,
+    busy: Vec<(f64, f64)>,
 }
 
 impl Sample {
-    fn add(&mut self, words: f64, seconds: f64) {
-        self.words += words;
-        self.seconds += seconds;
+    fn add(&mut self, words: f64, timing: &Timing) {
+        if timing.end > timing.start && timing.start.is_finite() && timing.end.is_finite() {
+            self.words += words;
+            self.busy.push((timing.start, timing.end));
+        }
+    }
+
+    /// Seconds in which the engine worked.
+    fn seconds(&mut self) -> f64 {
+        self.busy.sort_by(|left, right| left.0.total_cmp(&right.0));
+        let (mut sum, mut until) = (0.0, f64::NEG_INFINITY);
+        for (start, end) in &self.busy {
+            sum += (end - start.max(until)).max(0.0);
+            until = until.max(*end);
+        }
+        sum
     }
 }
 
@@ -67,18 +81,17 @@ impl Meter {
             <(Sample, Sample, Sample, Sample, Sample)>::default();
         let size = |subgroup: usize| shape.sizes.get(subgroup).copied().unwrap_or(0) as f64;
         for timing in timings {
-            let seconds = timing.end - timing.start;
             match timing.work {
-                Work::Cast { part, .. } => cast.add(part.len as f64, seconds),
-                Work::GradOut { part, .. } => d2h.add(part.len as f64 * shape.wire_words(), seconds),
-                Work::Flush { part, .. } | Work::Evict { part, .. } => d2h.add(part.len as f64, seconds),
-                Work::Prefetch { part, .. } | Work::Admit { part, .. } => h2d.add(part.len as f64, seconds),
-                Work::FetchGrad { part, .. } => h2d.add(part.len as f64 * shape.fetched_words(), seconds),
-                Work::Upload { subgroup, .. } => h2d.add(size(subgroup) / 2.0, seconds),
+                Work::Cast { part, .. } => cast.add(part.len as f64, timing),
+                Work::GradOut { part, .. } => d2h.add(part.len as f64 * shape.wire_words(), timing),
+                Work::Flush { part, .. } | Work::Evict { part, .. } => d2h.add(part.len as f64, timing),
+                Work::Prefetch { part, .. } | Work::Admit { part, .. } => h2d.add(part.len as f64, timing),
+                Work::FetchGrad { part, .. } => h2d.add(part.len as f64 * shape.fetched_words(), timing),
+                Work::Upload { subgroup, .. } => h2d.add(size(subgroup) / 2.0, timing),
                 Work::GpuStep { subgroup, .. } | Work::ResidentStep { subgroup } => {
-                    gpu.add(size(subgroup), seconds);
+                    gpu.add(size(subgroup), timing);
                 }
-                Work::CpuStep { subgroup, .. } => cpu.add(size(subgroup), seconds),
+                Work::CpuStep { subgroup, .. } => cpu.add(size(subgroup), timing),
             }
         }
         let least = self.least;
@@ -105,11 +118,12 @@ impl Meter {
 }
 
 /// Moves a rate towards a sample; false if the sample says nothing.
-fn follow(rate: &mut f64, sample: Sample, least: f64) -> bool {
-    let believed = sample.words >= least && sample.seconds > 0.0 && sample.seconds.is_finite();
+fn follow(rate: &mut f64, mut sample: Sample, least: f64) -> bool {
+    let seconds = sample.seconds();
+    let believed = sample.words >= least && seconds > 0.0;
     if believed {
         let known = 1.0 / *rate;
-        let seen = (sample.seconds / sample.words).clamp(known / MOST, known * MOST);
+        let seen = (seconds / sample.words).clamp(known / MOST, known * MOST);
         *rate = 1.0 / (known + NEWEST * (seen - known));
     }
     believed
@@ -118,7 +132,7 @@ fn follow(rate: &mut f64, sample: Sample, least: f64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::interleave::schedule::Lane;
+    use crate::plan::interleave::schedule::{Lane, Part, State};
 
     const KNOWN: Rates = Rates {
         cpu: 2e9,
@@ -151,6 +165,20 @@ mod tests {
         }
         assert!((meter.rates().cpu / 1e9 - 1.0).abs() < 0.01);
         assert_eq!((meter.rates().gpu, meter.rates().h2d), (KNOWN.gpu, KNOWN.h2d));
+    }
+
+    /// Uploads and prefetches share the engine: while one waits for the other, the time is not the link's twice.
+    #[test]
+    fn time_in_which_two_copies_share_an_engine_counts_once() {
+        let shape = Shape::uniform(2, 100_000_000);
+        let mut meter = Meter::new(KNOWN).unwrap();
+        let part = Part { from: 0, len: 100_000_000 };
+        let seconds = 1.5e8 / KNOWN.h2d;
+        let prefetch = Work::Prefetch { subgroup: 0, slot: 0, state: State::Param, part };
+        let both = [(Lane::H2d, prefetch), (Lane::Upload, Work::Upload { subgroup: 1, stage: 0 })];
+        let timings = both.map(|(lane, work)| Timing { lane, work, start: 1.0, end: 1.0 + seconds });
+        meter.observe(&shape, &timings);
+        assert!((meter.rates().h2d / KNOWN.h2d - 1.0).abs() < 1e-6, "{}", meter.rates().h2d / 1e9);
     }
 
     #[test]

@@ -11,6 +11,7 @@
 //! | `sites` | which subgroup is updated where: even spread, stride, residents last |
 //! | `share` | Eq. 1, as printed and corrected |
 //! | `schedule` | the commands of one step: copies, updates, and the events that order them |
+//! | `pieces` | the GPU's part of a step, and how much of it is enqueued at a time |
 //! | `timeline` | a discrete-event simulator of engines that serve one operation at a time |
 //! | `model` | the schedule on the simulator: seconds of a step |
 //! | `choose` | the plan that the model likes best |
@@ -20,6 +21,7 @@
 pub mod choose;
 pub mod memory;
 pub mod model;
+pub mod pieces;
 pub mod schedule;
 pub mod share;
 pub mod sites;

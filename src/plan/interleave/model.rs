@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 
+use super::pieces;
 use super::schedule::{self, Command, Event, Lane, Work};
 use super::sites::{Plan, Site};
 use super::timeline::{Engine, Limits, Ran, Timeline};
@@ -94,7 +95,9 @@ impl<'a> Model<'a> {
     }
 
     fn step(&mut self, plan: &Plan) -> Result<()> {
-        schedule::gpu_part(self.shape, plan, &mut |command| self.play(command))?;
+        for (piece, _) in pieces::pieces(self.shape, plan) {
+            pieces::enqueue(self.shape, piece, &mut |command| self.play(command))?;
+        }
         self.issuer = Lane::Cpu;
         for (nth, subgroup) in plan.on(Site::Cpu).enumerate() {
             schedule::cpu_part(nth, subgroup, &mut |command| self.play(command))?;

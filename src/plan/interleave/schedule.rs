@@ -6,7 +6,7 @@
 //! of the host, work is done and waits block at once. So a step needs no memory of the steps before it: the
 //! events carry it.
 //!
-//! - The caller enqueues [`gpu_part`] whole, before the CPU begins; none of it waits for the host.
+//! - The GPU's part is enqueued in [`pieces`](super::pieces), beside the CPU's; none of it waits for the host.
 //! - The CPU thread works through [`cpu_part`], subgroup by subgroup, and enqueues the uploads itself.
 //! - Copies of states are cut into chunks, so that an upload, which is one copy, gets in between them on the one engine of
 //!   its direction: the CPU stands still when both staging buffers wait.
@@ -142,6 +142,10 @@ pub enum Edge {
     ReadyBeforeEvict = 15,
     /// The caller reads host state after the last flush.
     HomeBeforeRead = 16,
+    /// The thread that enqueues waits for room on the device; this orders nothing.
+    RoomBeforeEnqueue = 17,
+    /// A resident that leaves without an update has come whole.
+    SettledBeforeEvict = 18,
 }
 
 /// The numbered edges of the schedule.
@@ -230,6 +234,19 @@ impl Work {
         }
     }
 
+    /// The part of a copy whose parts follow one another on their lane without a wait between them: one stretch of time.
+    pub const fn stretch(&mut self) -> Option<&mut Part> {
+        match self {
+            Work::GradOut { part, buffer: None, .. }
+            | Work::Prefetch { part, .. }
+            | Work::FetchGrad { part, .. }
+            | Work::Flush { part, .. }
+            | Work::Admit { part, .. }
+            | Work::Evict { part, .. } => Some(part),
+            _ => None,
+        }
+    }
+
     /// Short name, for traces.
     pub const fn name(self) -> &'static str {
         match self {
@@ -304,6 +321,7 @@ pub fn change_residents(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl S
     for subgroup in 0..shape.count() {
         let (was, is) = (from.site(subgroup) == Site::Resident, to.site(subgroup) == Site::Resident);
         if was && !is {
+            emit(Wait(Lane::D2h, Event::Settled(subgroup), Edge::SettledBeforeEvict))?;
             emit(Wait(Lane::D2h, Event::Ready(subgroup), Edge::ReadyBeforeEvict))?;
             each_state(shape, subgroup, |state, part| {
                 emit(Run(Lane::D2h, Work::Evict { subgroup, state, part }))
@@ -319,57 +337,6 @@ pub fn change_residents(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl S
         }
     }
     Ok(())
-}
-
-/// Everything that the GPU does in a step: fetch, update, flush through the slots in turn, then the residents.
-pub fn gpu_part(shape: &Shape, plan: &Plan, emit: &mut impl Sink) -> Result<()> {
-    for (nth, subgroup) in plan.on(Site::Gpu).enumerate() {
-        let slot = nth % shape.slots;
-        fetch(shape, subgroup, slot, emit)?;
-        emit(Record(Lane::H2d, Event::SlotFull(slot)))?;
-        emit(Wait(Lane::Gpu, Event::SlotFull(slot), Edge::FetchBeforeStep))?;
-        before_gpu_step(Lane::Gpu, subgroup, emit)?;
-        emit(Run(Lane::Gpu, Work::GpuStep { subgroup, slot }))?;
-        emit(Record(Lane::Gpu, Event::SlotDone(slot)))?;
-        emit(Record(Lane::Gpu, Event::Ready(subgroup)))?;
-        emit(Wait(Lane::D2h, Event::SlotDone(slot), Edge::StepBeforeFlush))?;
-        for state in STATES {
-            for part in parts(shape, subgroup) {
-                emit(Run(Lane::D2h, Work::Flush { subgroup, slot, state, part }))?;
-            }
-            emit(Record(Lane::D2h, Event::SlotFree(slot, state)))?;
-        }
-        emit(Record(Lane::D2h, Event::Home(subgroup)))?;
-    }
-    for subgroup in plan.on(Site::Resident) {
-        emit(Wait(Lane::Resident, Event::Settled(subgroup), Edge::SettledBeforeStep))?;
-        before_gpu_step(Lane::Resident, subgroup, emit)?;
-        emit(Run(Lane::Resident, Work::ResidentStep { subgroup }))?;
-        emit(Record(Lane::Resident, Event::Ready(subgroup)))?;
-    }
-    Ok(())
-}
-
-fn fetch(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> Result<()> {
-    emit(Wait(Lane::H2d, Event::Home(subgroup), Edge::HomeBeforeFetch))?;
-    for state in STATES {
-        emit(Wait(Lane::H2d, Event::SlotFree(slot, state), Edge::SlotFreeBeforeFetch))?;
-        for part in parts(shape, subgroup) {
-            emit(Run(Lane::H2d, Work::Prefetch { subgroup, slot, state, part }))?;
-        }
-    }
-    if shape.gpu_grads == GpuGrads::Fetched {
-        emit(Wait(Lane::H2d, Event::GradHome(subgroup), Edge::GradHomeBeforeFetch))?;
-        for part in parts(shape, subgroup) {
-            emit(Run(Lane::H2d, Work::FetchGrad { subgroup, slot, part }))?;
-        }
-    }
-    Ok(())
-}
-
-fn before_gpu_step(lane: Lane, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
-    emit(Wait(lane, Event::Grad(subgroup), Edge::GradBeforeStep))?;
-    emit(Wait(lane, Event::ParamFree(subgroup), Edge::ReadBeforeWrite))
 }
 
 /// What the CPU thread does for the `nth` CPU subgroup of a step.

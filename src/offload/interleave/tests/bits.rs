@@ -70,13 +70,13 @@ impl Model {
         model
     }
 
-    fn lend(&self) -> Vec<Subgroup> {
+    pub fn lend(&self) -> Vec<Subgroup> {
         let of = |index: usize| Subgroup {
             states: self.states[index].each_ref().map(Arc::clone),
             grad: Arc::clone(&self.grads[index]),
             copy: Some(Arc::clone(&self.copies[index])),
         };
-        (0..SIZES.len()).map(of).collect()
+        (0..self.states.len()).map(of).collect()
     }
 
     /// The update that everything is compared with: one call for each subgroup, on the CPU.

@@ -26,17 +26,17 @@ use crate::plan::interleave::{GpuGrads, Shape, Wire};
 use crate::pool::pinned;
 
 /// A framework on fake GPU `ordinal`: a stream, and pinned memory that goes with it.
-struct Desk {
+pub(super) struct Desk {
     ordinal: u32,
-    device: Arc<Device>,
-    kernels: Arc<Kernels>,
-    registry: Arc<Registry>,
-    stream: Stream,
+    pub device: Arc<Device>,
+    pub kernels: Arc<Kernels>,
+    pub registry: Arc<Registry>,
+    pub stream: Stream,
     blocks: Mutex<Vec<usize>>,
 }
 
 impl Desk {
-    fn new(ordinal: u32) -> Desk {
+    pub fn new(ordinal: u32) -> Desk {
         let device = device(ordinal);
         Desk {
             ordinal,
@@ -55,7 +55,7 @@ impl Desk {
         self.registry.host(block.part(0, bytes.len()), "host").unwrap()
     }
 
-    fn seen(&self) -> (usize, usize) {
+    pub fn seen(&self) -> (usize, usize) {
         fakecuda::with(self.ordinal, |gpu| (gpu.races().len(), gpu.pageable_copies))
     }
 }
@@ -67,7 +67,7 @@ impl Drop for Desk {
 }
 
 /// The arrays of a model on the desk's GPU and beside it, equal to those of `plain` to begin with.
-struct Arrays<'a> {
+pub(super) struct Arrays<'a> {
     desk: &'a Desk,
     grad: Dtype,
     states: Vec<[HostSpan; 3]>,
@@ -78,7 +78,7 @@ struct Arrays<'a> {
 }
 
 impl<'a> Arrays<'a> {
-    fn new(desk: &'a Desk, plain: &Model, waits: bool) -> Arrays<'a> {
+    pub fn new(desk: &'a Desk, plain: &Model, waits: bool) -> Arrays<'a> {
         let (grad, copy) = (plain.grads[0].dtype(), plain.copies[0].dtype());
         let raw = |lent| bytes(&bits(lent), lent.dtype());
         let device = |bytes: &Vec<u8>| DeviceMemory::new(&desk.device, bytes.len() as u64).unwrap();
@@ -99,7 +99,7 @@ impl<'a> Arrays<'a> {
         }
     }
 
-    fn lend(&self, wire: Wire) -> Vec<Subgroup> {
+    pub fn lend(&self, wire: Wire) -> Vec<Subgroup> {
         let floats = |memory: &DeviceMemory, dtype| DeviceFloats::new(memory.span(), dtype, "lent").unwrap();
         let pinned = |span: &HostSpan, dtype| Pinned::lent(span.clone(), dtype, "lent").unwrap();
         let of = |index: usize| {
@@ -118,7 +118,7 @@ impl<'a> Arrays<'a> {
     }
 
     /// The framework makes a gradient on its stream; by transfers of its own it is on the host, too.
-    fn make(&self, index: usize, plain: &Model) {
+    pub fn make(&self, index: usize, plain: &Model) {
         let (device, staging, host) = &self.grads[index];
         let raw = bytes(&bits(&plain.grads[index]), self.grad);
         let staging = if self.waits { staging.clone() } else { self.desk.pinned(&raw) };
@@ -128,19 +128,19 @@ impl<'a> Arrays<'a> {
     }
 
     /// The framework reads a subgroup's parameters on its stream.
-    fn read(&self, index: usize) {
+    pub fn read(&self, index: usize) {
         let (device, host) = &self.copies[index];
         self.desk.stream.download(device.span(), host).unwrap();
     }
 
-    fn has_copies_of(&self, plain: &Model) -> bool {
+    pub fn has_copies_of(&self, plain: &Model) -> bool {
         let same = |(own, plain): (&(DeviceMemory, HostSpan), &Vec<u32>)| {
             own.1.span().to_vec() == bytes(plain, self.copy)
         };
         self.copies.iter().zip(&plain.copies()).all(same)
     }
 
-    fn has_states_of(&self, plain: &Model) -> bool {
+    pub fn has_states_of(&self, plain: &Model) -> bool {
         let same = |(own, plain): (&HostSpan, &Vec<u32>)| own.span().to_vec() == bytes(plain, Dtype::F32);
         self.states.iter().flatten().zip(&plain.states()).all(same)
     }

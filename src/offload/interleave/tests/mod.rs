@@ -4,3 +4,4 @@
 mod bits;
 mod cuda;
 mod order;
+mod room;

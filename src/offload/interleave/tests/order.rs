@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 
 use super::super::machine::Machine;
 use super::super::races::{Place, Races};
+use crate::plan::interleave::pieces;
 use crate::plan::interleave::schedule::{self, Edge, Lane, NUMBERED_EDGES, STATES};
 use crate::plan::interleave::sites::{Plan, Site};
 use crate::plan::interleave::{GpuGrads, Shape, Wire};
@@ -66,7 +67,12 @@ fn run(scenario: &Scenario, dropped: Option<(Edge, Lane)>) -> Races {
         machine.set_plan(plan.clone(), &mut |command| races.play(command)).unwrap();
         forward_and_backward(scenario, &mut machine, &mut races);
         machine.begin(&mut |command| races.play(command)).unwrap();
+        // The two parts are enqueued by two threads, in any order.
+        if scenario.reads_late {
+            gpu_part(&mut machine, &mut races);
+        }
         cpu_part(&mut machine, &mut races);
+        gpu_part(&mut machine, &mut races);
         races.follow(Lane::Caller, Lane::Cpu);
         for subgroup in 0..SUBGROUPS {
             schedule::publish(subgroup, Lane::Model, &mut |command| races.play(command)).unwrap();
@@ -97,6 +103,15 @@ fn forward_and_backward(scenario: &Scenario, machine: &mut Machine, races: &mut 
         if scenario.reads_late {
             free(machine, races);
         }
+    }
+}
+
+/// Without the waits for room, which must order nothing that is not ordered anyway.
+fn gpu_part(machine: &mut Machine, races: &mut Races) {
+    let shape = machine.shape().clone();
+    while let Some((piece, _)) = machine.next_gpu(false) {
+        pieces::enqueue(&shape, piece, &mut |command| races.play(command)).unwrap();
+        machine.stepped(piece.subgroup(), Ok(())).unwrap();
     }
 }
 

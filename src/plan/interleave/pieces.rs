@@ -1,0 +1,175 @@
+//! The GPU's part of a step, in pieces of one subgroup each.
+//!
+//! A device has room for about a thousand queued operations; a call that queues one more blocks, and with it every other
+//! launch of the process. So a step is not enqueued whole: each piece may name an event that has to be reached before it is
+//! enqueued. None of the pieces waits for the CPU's part.
+#![forbid(unsafe_code)]
+
+use std::iter;
+
+use super::schedule::{Command, Edge, Event, Lane, STATES, Sink, Work, parts};
+use super::sites::{Plan, Site};
+use super::{GpuGrads, Shape};
+use crate::error::Result;
+use Command::{Record, Run, Wait};
+
+/// Operations that a step may have queued at a time, well below what a device has room for.
+const MOST_QUEUED: u64 = 640;
+/// Residents whose updates may be queued at a time.
+const RESIDENTS_AHEAD: usize = 32;
+
+/// What the GPU does for one subgroup.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Piece {
+    /// Fetches, updates and flushes it through a slot.
+    Fetched {
+        /// Which.
+        subgroup: usize,
+        /// The slot.
+        slot: usize,
+    },
+    /// Updates it where it is.
+    Resident {
+        /// Which.
+        subgroup: usize,
+    },
+}
+
+impl Piece {
+    /// The subgroup it is done for.
+    pub const fn subgroup(self) -> usize {
+        match self {
+            Piece::Fetched { subgroup, .. } | Piece::Resident { subgroup } => subgroup,
+        }
+    }
+}
+
+/// The pieces of a step in the order in which they are enqueued, each with what has to be reached before. Residents are
+/// spread evenly among the others, whose waits they fill.
+pub fn pieces(shape: &Shape, plan: &Plan) -> Vec<(Piece, Option<Event>)> {
+    let fetched: Vec<usize> = plan.on(Site::Gpu).collect();
+    let residents: Vec<usize> = plan.on(Site::Resident).collect();
+    let ahead = most_ahead(shape);
+    let before = |all: &[usize], nth: usize, ahead: usize| nth.checked_sub(ahead).map(|earlier| all[earlier]);
+    let resident = |nth: usize| {
+        let event = before(&residents, nth, RESIDENTS_AHEAD).map(Event::Ready);
+        (Piece::Resident { subgroup: residents[nth] }, event)
+    };
+    let all = (0..fetched.len()).flat_map(|nth| {
+        let (subgroup, slot) = (fetched[nth], nth % shape.slots);
+        let event = before(&fetched, nth, ahead).map(Event::Home);
+        let among = |nth: usize| residents.len() * nth / fetched.len();
+        iter::once((Piece::Fetched { subgroup, slot }, event))
+            .chain((among(nth)..among(nth + 1)).map(resident))
+    });
+    match fetched.is_empty() {
+        true => (0..residents.len()).map(resident).collect(),
+        false => all.collect(),
+    }
+}
+
+/// How many fetched subgroups may be under way: one more than there are slots, or fewer where they have many chunks. Two
+/// keep the copies of both directions going.
+fn most_ahead(shape: &Shape) -> usize {
+    let chunks = shape.largest().div_ceil(shape.chunk.max(1));
+    // Copies of three states both ways and of a gradient, and about 30 waits, records and launches.
+    let operations = chunks.saturating_mul(7).saturating_add(30);
+    let fits = usize::try_from(MOST_QUEUED / operations).unwrap_or(usize::MAX);
+    (shape.slots + 1).min(fits.max(2))
+}
+
+/// Holds back the thread that enqueues until there is room for a piece.
+pub fn room(event: Option<Event>, emit: &mut impl Sink) -> Result<()> {
+    event.map_or(Ok(()), |event| emit(Wait(Lane::Caller, event, Edge::RoomBeforeEnqueue)))
+}
+
+/// Enqueues a piece.
+pub fn enqueue(shape: &Shape, piece: Piece, emit: &mut impl Sink) -> Result<()> {
+    match piece {
+        Piece::Fetched { subgroup, slot } => through_slot(shape, subgroup, slot, emit),
+        Piece::Resident { subgroup } => {
+            emit(Wait(Lane::Resident, Event::Settled(subgroup), Edge::SettledBeforeStep))?;
+            before_gpu_step(Lane::Resident, subgroup, emit)?;
+            emit(Run(Lane::Resident, Work::ResidentStep { subgroup }))?;
+            emit(Record(Lane::Resident, Event::Ready(subgroup)))
+        }
+    }
+}
+
+fn through_slot(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> Result<()> {
+    fetch(shape, subgroup, slot, emit)?;
+    emit(Record(Lane::H2d, Event::SlotFull(slot)))?;
+    emit(Wait(Lane::Gpu, Event::SlotFull(slot), Edge::FetchBeforeStep))?;
+    before_gpu_step(Lane::Gpu, subgroup, emit)?;
+    emit(Run(Lane::Gpu, Work::GpuStep { subgroup, slot }))?;
+    emit(Record(Lane::Gpu, Event::SlotDone(slot)))?;
+    emit(Record(Lane::Gpu, Event::Ready(subgroup)))?;
+    emit(Wait(Lane::D2h, Event::SlotDone(slot), Edge::StepBeforeFlush))?;
+    for state in STATES {
+        for part in parts(shape, subgroup) {
+            emit(Run(Lane::D2h, Work::Flush { subgroup, slot, state, part }))?;
+        }
+        emit(Record(Lane::D2h, Event::SlotFree(slot, state)))?;
+    }
+    emit(Record(Lane::D2h, Event::Home(subgroup)))
+}
+
+fn fetch(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> Result<()> {
+    emit(Wait(Lane::H2d, Event::Home(subgroup), Edge::HomeBeforeFetch))?;
+    for state in STATES {
+        emit(Wait(Lane::H2d, Event::SlotFree(slot, state), Edge::SlotFreeBeforeFetch))?;
+        for part in parts(shape, subgroup) {
+            emit(Run(Lane::H2d, Work::Prefetch { subgroup, slot, state, part }))?;
+        }
+    }
+    if shape.gpu_grads == GpuGrads::Fetched {
+        emit(Wait(Lane::H2d, Event::GradHome(subgroup), Edge::GradHomeBeforeFetch))?;
+        for part in parts(shape, subgroup) {
+            emit(Run(Lane::H2d, Work::FetchGrad { subgroup, slot, part }))?;
+        }
+    }
+    Ok(())
+}
+
+fn before_gpu_step(lane: Lane, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
+    emit(Wait(lane, Event::Grad(subgroup), Edge::GradBeforeStep))?;
+    emit(Wait(lane, Event::ParamFree(subgroup), Edge::ReadBeforeWrite))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_piece_waits_for_the_one_that_makes_room() {
+        let shape = Shape { slots: 2, ..Shape::uniform(9, 100) };
+        let mut sites = vec![Site::Gpu; 9];
+        (sites[1], sites[4], sites[8]) = (Site::Resident, Site::Cpu, Site::Resident);
+        let all = pieces(&shape, &Plan::of(sites));
+        let fetched: Vec<_> =
+            all.iter().filter(|(piece, _)| matches!(piece, Piece::Fetched { .. })).collect();
+        let order: Vec<usize> = fetched.iter().map(|(piece, _)| piece.subgroup()).collect();
+        assert_eq!(order, [0, 2, 3, 5, 6, 7]);
+        let events: Vec<_> = fetched.iter().map(|(_, event)| *event).collect();
+        assert_eq!(
+            events,
+            [None, None, None, Some(Event::Home(0)), Some(Event::Home(2)), Some(Event::Home(3))]
+        );
+        let residents: Vec<usize> =
+            all.iter().map(|(piece, _)| piece.subgroup()).filter(|at| [1, 8].contains(at)).collect();
+        assert_eq!((all.len(), residents), (8, vec![1, 8]));
+    }
+
+    #[test]
+    fn many_chunks_leave_room_for_fewer_subgroups() {
+        let with = |chunk| most_ahead(&Shape { slots: 4, chunk, ..Shape::uniform(9, 1000) });
+        assert_eq!([with(1000), with(100), with(40), with(10)], [5, 5, 3, 2]);
+    }
+
+    #[test]
+    fn residents_alone_are_held_back_too() {
+        let all = pieces(&Shape::uniform(40, 100), &Plan::of(vec![Site::Resident; 40]));
+        assert_eq!(all[31], (Piece::Resident { subgroup: 31 }, None));
+        assert_eq!(all[32], (Piece::Resident { subgroup: 32 }, Some(Event::Ready(0))));
+    }
+}

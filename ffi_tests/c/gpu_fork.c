@@ -3,6 +3,7 @@
 
 #include "fake_cuda.h"
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -38,6 +39,38 @@ static void inherits(spw_gpu *gpu) {
     CHECK_OK(spw_gpu_close(gpu));
 }
 
+enum { POOL_BYTES = 1 << 16 };
+static spw_pool *pool;
+static void *block;
+
+// What the GPU reaches is not there in the child; what the child maps in its place stays when it closes what it inherited.
+static void maps_in_its_place(spw_gpu *gpu) {
+    CHECK(msync(block, POOL_BYTES, MS_ASYNC) != 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
+    unsigned char *own = mmap(block, POOL_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
+    CHECK(own == block);
+    memset(own, 7, POOL_BYTES);
+    CHECK_OK(spw_gpu_close(gpu));
+    spw_pool_free(pool, block);
+    spw_pool_close(pool);
+    CHECK(own[0] == 7 && own[POOL_BYTES - 1] == 7);
+}
+
+// Registers a pool with the driver by a copy into it.
+static void reach(spw_gpu *gpu) {
+    const spw_pool_options options = {.struct_size = sizeof options, .block_bytes = POOL_BYTES, .block_count = 1};
+    CHECK_OK(spw_pool_open(&options, &pool));
+    CHECK_OK(spw_pool_alloc(pool, &block));
+    enter_context(0);
+    const float value = 1.0f;
+    spw_gpu_copy copy = {.struct_size = sizeof copy, .direction = SPW_GPU_OUT, .device_dtype = SPW_DTYPE_F32,
+                         .host_dtype = SPW_DTYPE_F32, .n = 1, .device = device_memory(&value, sizeof value), .host = block};
+    uint64_t ticket = 0;
+    CHECK_OK(spw_gpu_copy_start(gpu, &copy, &ticket));
+    CHECK_OK(spw_gpu_copy_wait(gpu, ticket, -1));
+    CHECK(*(float *)block == 1.0f);
+}
+
 static void uses_one(spw_gpu *none) {
     CHECK(none == NULL);
     CHECK_OK(spw_gpu_close(open_gpu(1)));
@@ -48,9 +81,14 @@ int main(void) {
     in_child(uses_one, NULL);
     spw_gpu *gpu = open_gpu(0);
     in_child(inherits, gpu);
+    reach(gpu);
+    in_child(maps_in_its_place, gpu);
+    CHECK(*(float *)block == 1.0f);
     spw_gpu_info info = {.struct_size = sizeof info};
     CHECK_OK(spw_gpu_info_get(gpu, &info));
     CHECK(strcmp(info.name, "Fake GPU") == 0 && info.capability == 90 && info.memory_bytes >= info.free_bytes);
+    CHECK_OK(spw_pool_free(pool, block));
+    CHECK_OK(spw_pool_close(pool));
     CHECK_OK(spw_gpu_close(gpu));
     return 0;
 }

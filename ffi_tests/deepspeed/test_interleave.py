@@ -59,3 +59,42 @@ def test_a_block_without_the_object_is_no_concern():
     assert _interleave.parse({"interleave": {}}) == _interleave.Settings()
     with pytest.raises(InvalidArgument, match="interleave is 'yes'; an object is needed"):
         _interleave.parse({"interleave": "yes"})
+
+
+class Copies:
+    """A GPU whose copies are over when the test says so."""
+
+    def __init__(self):
+        self.over = 0
+
+    def copy_out(self, grad, host, after=None):
+        gpu = self
+
+        class Copy:
+            number, held, waited = len(gpu.made), grad, False
+
+            def done(self):
+                return self.number < gpu.over
+
+            def wait(self):
+                self.waited = True
+        gpu.made.append(Copy())
+        return gpu.made[-1]
+
+    made = []
+
+
+def test_gradients_are_let_go_as_their_copies_end(monkeypatch):
+    """The GPU never holds more gradients than copies are under way, and none of a step that is skipped."""
+    import torch
+    update = object.__new__(_interleave.Update)
+    update.gpu, update._copies = Copies(), _interleave.collections.deque()
+    monkeypatch.setattr(_interleave.Update, "_stream", lambda self: None)
+    grad, host = torch.zeros(4), torch.zeros(4)
+    for number in range(10):
+        update.gpu.over = max(0, number - 2)
+        update.gradient_out(grad, host)
+        assert len(update._copies) <= 3
+    left = list(update._copies)
+    update.skip()
+    assert not update._copies and all(copy.waited for copy in left)

@@ -24,14 +24,15 @@ def main():
     count = max(4, fits // SIZE)
     lines.append(f"{count} subgroups of {SIZE / 1e6:.0f} M parameters, {count * SIZE / 1e9:.2f} G; wanted {wanted / 1e9:.0f} G")
     subgroups = [subgroup() for _ in range(count)]
-    rates = measure_rates(gpu, subgroups)
-    lines.append(f"rates in G parameters/s, the CPU's beside copies both ways: {scaled(rates)}")
     sizes = [SIZE] * count
-    plans = {"all on the CPU": spillway.plan(rates, sizes, mode="count", parameter=0, chunk=CHUNK),
-             "model's plan": spillway.plan(rates, sizes, chunk=CHUNK),
-             "Eq. 1": spillway.plan(rates, sizes, mode="eq1", chunk=CHUNK),
-             "stride 2": spillway.plan(rates, sizes, mode="stride", parameter=2, chunk=CHUNK)}
+    # Opening it registers the states with the driver: before that, copies block and go through a buffer of the driver.
     with spillway.Interleave(subgroups, gpu=gpu, chunk=CHUNK) as update:
+        rates = measure_rates(gpu, subgroups)
+        lines.append(f"rates in G parameters/s, the CPU's beside copies both ways: {scaled(rates)}")
+        plans = {"all on the CPU": spillway.plan(rates, sizes, mode="count", parameter=0, chunk=CHUNK),
+                 "model's plan": spillway.plan(rates, sizes, chunk=CHUNK),
+                 "Eq. 1": spillway.plan(rates, sizes, mode="eq1", chunk=CHUNK),
+                 "stride 2": spillway.plan(rates, sizes, mode="stride", parameter=2, chunk=CHUNK)}
         adam = spillway.Adam()
         taken = alternating({name: lambda plan=plan: phase(update, adam, plan) for name, plan in plans.items()},
                             lambda work: work(), rounds=2 if QUICK else 3)
@@ -78,6 +79,8 @@ def phase(update, adam, plan):
 def measure_rates(gpu, subgroups):
     """The rates of the model: the link in both directions at once, the CPU's step meanwhile, the GPU's step alone."""
     states = [torch.from_numpy(array) for array in subgroups[0][:3]]
+    if not all(state.is_pinned() for state in states):
+        raise SystemExit("the states are not registered with the driver: rates of such copies say nothing")
     up, down = torch.cuda.Stream(), torch.cuda.Stream()
     slot = [torch.empty(SIZE, device="cuda") for _ in range(2)]
     stream = torch.cuda.current_stream()

@@ -25,6 +25,8 @@ main() {
     find_library
     export LOGS="$logs" BENCH="${BENCH:-$root/ffi_tests/bench}" QUICK="${QUICK:-}"
     export PYTHONPATH="$root/packaging/python:$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+    # The update has seven streams, torch more; with the default of 8 queues they would wait for each other.
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"
     # Rates that were measured on another day are measured again.
     export SPILLWAY_PROFILE="$logs/profile"
     find_gpu

@@ -5,8 +5,9 @@
     copy = gpu.copy_out(grad, host, after=torch.cuda.current_stream())     # widened on the GPU
     copy.wait()
 
-Device memory is a contiguous torch tensor on a GPU, or a DeviceArray. A stream or an event is one of torch, or Stream(number)
-or Event(number) with what C knows it by. The driver is looked for at the first call; without one, or without a GPU, that
+Device memory is a contiguous torch tensor on that GPU, or a DeviceArray. A stream or an event is one of torch, or Stream(number)
+or Event(number) with what C knows it by; None is torch's current stream on that GPU, where torch uses CUDA. Pinned memory that a
+GPU was given is not there in a forked child, which must not touch it. The driver is looked for at the first call; without one, or without a GPU, that
 raises NoDevice. SPILLWAY_CUDA_LIBRARY names another driver library."""
 
 import ctypes
@@ -96,13 +97,22 @@ def pinned(elements, dtype="float32"):
     return numpy.frombuffer(memory, kind)
 
 
-def stream_number(stream):
-    """What C knows a stream by; None is the legacy default stream."""
+def current_stream(ordinal=None):
+    """torch's current stream on a GPU; None where torch does not use CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.current_stream(ordinal)
+
+
+def stream_number(stream, ordinal=None):
+    """What C knows a stream by; None is torch's current one, or the legacy default stream where torch does not use CUDA."""
+    stream = current_stream(ordinal) if stream is None else stream
     return 0 if stream is None else _number(stream, "cuda_stream", "stream")
 
 
-def device_span(array, argument):
-    """(address, elements, dtype code) of device memory."""
+def device_span(array, argument, ordinal=None):
+    """(address, elements, dtype code) of device memory, of the GPU `ordinal`."""
     if isinstance(array, DeviceArray):
         return array.address, array.elements, _arrays.dtype_code(array.dtype)
     torch = sys.modules.get("torch")
@@ -112,6 +122,8 @@ def device_span(array, argument):
     if not array.is_cuda or not array.is_contiguous() or code is None:
         raise InvalidArgument(f"{argument} is {array.dtype} on device {array.device}, strides {array.stride()}; contiguous "
                               "float32, float16 or bfloat16 on a GPU is needed")
+    if ordinal is not None and array.device.index != ordinal:
+        raise InvalidArgument(f"{argument} is on device {array.device}, the GPU is {ordinal}")
     return array.data_ptr(), array.numel(), code
 
 
@@ -124,7 +136,7 @@ class Gpu(Held):
     def __init__(self, ordinal=0, *, chunk_bytes=0):
         options = _abi.sized(_abi.GpuOptions)
         options.ordinal, options.chunk_bytes = ordinal, chunk_bytes
-        self._under_way = {}
+        self.ordinal, self._under_way = ordinal, {}
         self._hold("spw_gpu_open", ctypes.byref(options))
 
     def info(self):
@@ -135,7 +147,7 @@ class Gpu(Held):
 
     def copy_out(self, device, host, *, after=None):
         """Begins a copy to page-locked memory: of the same dtype, or float32, which the GPU widens to. It comes after the
-        stream or event `after` on the device. Returns a Copy."""
+        stream or event `after` on the device; without one, after torch's current stream. Returns a Copy."""
         return self._copy(_OUT, device, host, after)
 
     def copy_in(self, host, device, *, after=None):
@@ -146,7 +158,7 @@ class Gpu(Held):
         """The C structure of a copy."""
         copy = _abi.sized(_abi.GpuCopy)
         copy.direction = direction
-        copy.device, copy.n, copy.device_dtype = device_span(device, "device")
+        copy.device, copy.n, copy.device_dtype = device_span(device, "device", self.ordinal)
         copy.host, elements, copy.host_dtype = _arrays.span(host, "host", direction == _OUT, _NAMES[copy.device_dtype])
         if elements != copy.n:
             raise InvalidArgument(f"host has {elements} elements, device {copy.n}")
@@ -157,6 +169,7 @@ class Gpu(Held):
         return copy
 
     def _copy(self, direction, device, host, after):
+        after = current_stream(self.ordinal) if after is None else after
         row = self.copy_record(direction, device, host, after)
         for copy in list(itertools.islice(self._under_way, _MOST_LOOKS)):
             copy._look(0)
@@ -185,10 +198,10 @@ class Gpu(Held):
         and, if wanted, a 16-bit copy to write. With `shadow`, tuples of param, exp_avg and exp_avg_sq, the new states go
         there and the old ones stay. With stats=True it waits, and returns StepStats."""
         options = options_of(adam, grad_scale)
-        table = device_table(tensors, shadow)
+        table = device_table(tensors, shadow, self.ordinal)
         out = _abi.sized(_abi.StepStats) if stats else None
-        self._call("spw_gpu_adam_step", ctypes.byref(options), table, len(table), stream_number(stream),
-                   ctypes.byref(out) if stats else None)
+        self._call("spw_gpu_adam_step", ctypes.byref(options), table, len(table),
+                   stream_number(stream, self.ordinal), ctypes.byref(out) if stats else None)
         adam.step_count += 1
         return StepStats(bool(out.nonfinite), out.sum_squares) if stats else None
 
@@ -216,6 +229,13 @@ class Copy:
             if status != _TIMEOUT or patience == left:
                 return _native.check(status)
 
+    def done(self):
+        """Whether it is over."""
+        status = self._look(0)
+        if status != _TIMEOUT:
+            _native.check(status)
+        return status == 0
+
     def _look(self, milliseconds):
         status = self._gpu._through(lambda handle: _native.library().spw_gpu_copy_wait(handle, self._ticket.value, milliseconds))
         if status == 0:
@@ -225,10 +245,10 @@ class Copy:
 
     def order(self, stream):
         """Makes what is queued on `stream` from now on wait for it, on the device."""
-        self._gpu._call("spw_gpu_stream_wait", self._ticket.value, stream_number(stream))
+        self._gpu._call("spw_gpu_stream_wait", self._ticket.value, stream_number(stream, self._gpu.ordinal))
 
 
-def device_table(tensors, shadow=None):
+def device_table(tensors, shadow=None, ordinal=None):
     """The C table of tensors in device memory."""
     entries = [tuple(entry) for entry in tensors]
     table = (_abi.Tensor * len(entries))()
@@ -239,11 +259,11 @@ def device_table(tensors, shadow=None):
                                   "param_copy expected")
         for (name, dtype), array in zip(_TENSOR_FIELDS, entry):
             if array is not None:
-                _set(slot, name, dtype, array, f"tensors[{index}].{name}")
+                _set(slot, name, dtype, array, f"tensors[{index}].{name}", ordinal)
     for index, entry in enumerate(shadow or ()):
         for name, array in zip(("param", "exp_avg", "exp_avg_sq"), entry, strict=True):
             _set(table[index], f"shadow_{name}", f"{'param' if name == 'param' else 'state'}_dtype", array,
-                 f"shadow[{index}].{name}")
+                 f"shadow[{index}].{name}", ordinal)
     return table
 
 
@@ -254,8 +274,8 @@ def options_of(adam, grad_scale):
     return adam.options_of_next_step(grad_scale)
 
 
-def _set(slot, name, dtype, array, argument):
-    address, elements, code = device_span(array, argument)
+def _set(slot, name, dtype, array, argument, ordinal):
+    address, elements, code = device_span(array, argument, ordinal)
     setattr(slot, name, address)
     if name == "param":
         slot.n = elements

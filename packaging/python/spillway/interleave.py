@@ -10,6 +10,10 @@ the CPU alone (Deep Optimizer States).
         for subgroup in as_forward_needs_them:
             update.publish(subgroup, stream)
 
+With a GPU the update has seven streams of its own: set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, or they share
+hardware queues and wait for each other. A stream that is not given is torch's current one. publish() blocks until the CPU is done
+with the subgroup, or the GPU's work for it is enqueued, a few subgroups ahead.
+
 Without a GPU threads take its part in host memory, and there are no streams: for tests, and to try a plan."""
 
 import ctypes
@@ -93,7 +97,7 @@ class Interleave(Held):
         options.slots, options.chunk = slots, chunk
         table = (_abi.InterleaveSubgroup * len(self._subgroups))()
         for index, (slot, subgroup) in enumerate(zip(table, self._subgroups)):
-            _fill(slot, subgroup, options, f"subgroups[{index}].", gpu is not None, uint16_as)
+            _fill(slot, subgroup, options, f"subgroups[{index}].", gpu, uint16_as)
         self._gpu = gpu
 
         def hold(handle):
@@ -118,28 +122,31 @@ class Interleave(Held):
 
     def gradient(self, subgroup, stream=None):
         """The gradient of a subgroup is made by what `stream` was given so far; its way to where it is needed begins."""
-        self._call("spw_interleave_gradient", subgroup, stream_number(stream))
+        self._call("spw_interleave_gradient", subgroup, self._number(stream))
 
     def params_free(self, subgroup, stream=None):
         """Nothing beyond what `stream` was given so far reads a subgroup's 16-bit parameters before they are published."""
-        self._call("spw_interleave_params_free", subgroup, stream_number(stream))
+        self._call("spw_interleave_params_free", subgroup, self._number(stream))
 
     def begin(self, adam, *, grad_scale=1.0, stream=None):
         """Starts the step of all subgroups by a spillway.Adam, or by a list of one for each, and returns."""
         each = list(adam) if isinstance(adam, (list, tuple)) else [adam]
         table = (_abi.AdamOptions * len(each))(*(options_of(one, grad_scale) for one in each))
-        self._call("spw_interleave_begin", table, len(table), stream_number(stream))
+        self._call("spw_interleave_begin", table, len(table), self._number(stream))
         for one in {id(one): one for one in each}.values():
             one.step_count += 1
 
     def begin_ds(self, optimizer_id, calls, stream=None):
         """begin() with the arithmetic of DeepSpeed's op for that id: a _abi.DsAdamCall for each subgroup."""
         table = (_abi.DsAdamCall * len(calls))(*calls)
-        self._call("spw_interleave_begin_ds_adam", optimizer_id, table, len(table), stream_number(stream))
+        self._call("spw_interleave_begin_ds_adam", optimizer_id, table, len(table), self._number(stream))
 
     def publish(self, subgroup, stream=None):
         """Makes `stream` wait for a subgroup's new 16-bit parameters; without a GPU the call returns when they are there."""
-        self._call("spw_interleave_publish", subgroup, stream_number(stream))
+        self._call("spw_interleave_publish", subgroup, self._number(stream))
+
+    def _number(self, stream):
+        return 0 if stream is None and self._gpu is None else stream_number(stream, self._gpu and self._gpu.ordinal)
 
     def ready(self, subgroup):
         """Whether a subgroup's 16-bit parameters are those of the last step begun."""
@@ -183,14 +190,14 @@ class Interleave(Held):
                 return text.value.decode()
 
 
-def _fill(slot, subgroup, options, prefix, on_device, uint16_as):
+def _fill(slot, subgroup, options, prefix, gpu, uint16_as):
     slot.struct_size = ctypes.sizeof(_abi.InterleaveSubgroup)
     for name, array in subgroup._asdict().items():
         argument = prefix + name
         if array is None:
             continue
-        if on_device and name in ("grad", "param_copy"):
-            address, elements, code = device_span(array, argument)
+        if gpu is not None and name in ("grad", "param_copy"):
+            address, elements, code = device_span(array, argument, gpu.ordinal)
         else:
             address, elements, code = _arrays.span(array, argument, name != "grad", uint16_as)
         setattr(slot, name, address)

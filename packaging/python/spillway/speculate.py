@@ -82,10 +82,10 @@ class Speculation(Held):
     def submit_gpu(self, bucket, gpu, tensors, *, stream=None, after=None):
         """Hands over a bucket of a round of Adam that lives on the GPU: it is measured once `after` is there, and stepped
         there once, after the verdict, in the order of `stream`. The tensors are as for Gpu.step."""
-        table = device_table(tensors)
+        table = device_table(tensors, ordinal=gpu.ordinal)
         gpu._through(lambda device: self.submit_table(
             "spw_spec_submit_gpu", bucket, (list(tensors), stream), device, ctypes.addressof(table), len(table),
-            stream_number(stream), _event(None, after, device)))
+            stream_number(stream, gpu.ordinal), _event(None, after, device)))
 
     def publish_to(self, bucket, gpu, copies):
         """From now on a bucket's 16-bit copies go to the device as soon as they count: tuples of host memory, device memory

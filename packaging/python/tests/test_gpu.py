@@ -1,9 +1,12 @@
 """Proves that the Python face of GPUs moves and steps what the C face does, over the fake driver, with the bits of steps on the
 CPU; that memory is held while it is used; and that misuse, and a machine without a GPU, raise typed exceptions."""
 
+import ast
 import gc
 import subprocess
 import sys
+import types
+import weakref
 
 import numpy as np
 import pytest
@@ -252,6 +255,94 @@ def test_misuse_has_names(desk):
         gpu.info()
 
 
+@pytest.fixture
+def torch_on(monkeypatch):
+    """Makes sys.modules["torch"] one that uses CUDA, with this current stream on this GPU alone."""
+    def make(stream, ordinal):
+        class Tensor:
+            def __init__(self, array, index=ordinal):
+                self.dtype, self.is_cuda, self._array = f"torch.{array.dtype}", True, array
+                self.device = types.SimpleNamespace(index=index)
+
+            def is_contiguous(self):
+                return True
+
+            def data_ptr(self):
+                return self._array.address
+
+            def numel(self):
+                return self._array.elements
+
+        cuda = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True,
+                                     current_stream=lambda index=None: {None: stream, ordinal: stream}[index])
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(Tensor=Tensor, cuda=cuda))
+        return Tensor
+    return make
+
+
+def test_without_a_stream_work_follows_the_current_one_of_torch(desk, torch_on):
+    """The current stream still writes what is read; only an order between the two keeps the old bytes out."""
+    driver, gpu, stream = desk
+    torch_on(stream, gpu.ordinal)
+    plain, theirs, ours = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
+    plain.new_gradients(1)
+    source, wide = locked(plain.grad[0]), spillway.pinned(SIZES[0])
+    kinds = ("param", "grad", "exp_avg", "exp_avg_sq", "copy")
+    row = [driver.device(getattr(plain, kind)[0]) for kind in kinds]
+    driver.upload(source, row[1], stream)
+    gpu.copy_out(row[1], wide).wait()
+    assert (wide.view(np.uint32) >> 16 == plain.grad[0]).all()
+    plain.new_gradients(2)
+    source[:] = plain.grad[0]
+    driver.upload(source, row[1], stream)
+    gpu.step(ours, [row], grad_scale=SCALE)
+    plain.step(theirs)
+    driver.synchronize(stream)
+    assert (driver.seen(row[0], plain.param[0]) == plain.param[0]).all()
+    driver.free(*row)
+
+
+def test_a_tensor_of_another_gpu_is_refused(desk, torch_on):
+    driver, gpu, stream = desk
+    tensor = torch_on(stream, gpu.ordinal)
+    device = driver.device(np.zeros(10, np.float32))
+    gpu.copy_out(tensor(device), spillway.pinned(10)).wait()
+    with pytest.raises(spillway.InvalidArgument, match="device is on device .*the GPU is"):
+        gpu.copy_out(tensor(device, gpu.ordinal + 1), spillway.pinned(10))
+    with pytest.raises(spillway.InvalidArgument, match=r"tensors\[0\].param is on device"):
+        gpu.step(spillway.Adam(), [[tensor(device, gpu.ordinal + 1)] * 4])
+    driver.free(device)
+
+
+def test_a_dropped_copy_keeps_its_device_memory_until_it_is_over(desk):
+    driver, gpu, stream = desk
+    device = driver.device(np.zeros(10, np.float32))
+
+    class Tracked(spillway.DeviceArray):
+        pass
+
+    mine = Tracked(*device)
+    alive = weakref.ref(mine)
+    gpu.copy_out(mine, spillway.pinned(10), after=stream)
+    del mine
+    gc.collect()
+    assert alive() is not None
+    for _ in range(3):
+        last = gpu.copy_out(device, spillway.pinned(10), after=stream)
+    assert alive() is None and last.done() in (True, False)
+    last.wait()
+    assert last.done()
+    driver.free(device)
+
+
+def test_spans_of_a_step_on_the_gpu_may_not_overlap(desk):
+    driver, gpu, stream = desk
+    row = [driver.device(np.zeros(10, np.float32)) for _ in range(4)]
+    with pytest.raises(spillway.InvalidArgument, match=r"tensors\[1\].\w+: overlaps tensors\[0\]"):
+        gpu.step(spillway.Adam(), [row, row], stream=stream)
+    driver.free(*row)
+
+
 def test_pinned_arrays_live_as_long_as_their_views():
     first = spillway.pinned(1000, "float16")
     view = first[10:20]
@@ -268,6 +359,15 @@ def test_no_driver_is_an_error_of_its_own(child_environment):
     child_environment["SPILLWAY_CUDA_LIBRARY"] = "libno-such-driver.so.9"
     done = subprocess.run([sys.executable, "-c", script], env=child_environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["50", "True"], done.stderr
+
+
+def test_rates_are_measured_on_memory_that_is_registered(repository):
+    """Opening the update registers the states; copies from memory that is not registered block."""
+    program = ast.parse((repository / "ffi_tests" / "gpu" / "bench_update.py").read_text())
+    main = next(node for node in program.body if getattr(node, "name", None) == "main")
+    lines = {name: min(call.lineno for call in ast.walk(main) if isinstance(call, ast.Call) and name in ast.unparse(call.func))
+             for name in ("Interleave", "measure_rates")}
+    assert lines["Interleave"] < lines["measure_rates"]
 
 
 def test_the_script_for_gpu_machines_says_that_there_is_none(repository, child_environment, tmp_path):

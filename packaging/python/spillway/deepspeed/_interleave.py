@@ -6,6 +6,7 @@ memory are stepped by CPU and GPU at the same time.
 
 The bits are those of DeepSpeedCPUAdam on Spillway's op. States are in host memory again when a step returns."""
 
+import collections
 import weakref
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ class Update:
             raise InvalidArgument(f"spillway.interleave: {reason}")
         self._stage3, self.settings = weakref.proxy(stage3), settings
         self.gpu = _gpu.Gpu(_ordinal()) if settings.backend == "cuda" else None
-        self._interleave, self._arrays, self._copies, self._closed = None, None, [], False
+        self._interleave, self._arrays, self._copies, self._closed = None, None, collections.deque(), False
         _lifetime.opened(self)
         self.counts = {"steps": 0, "cpu": 0, "gpu": 0}
         _updates.add(self)
@@ -104,7 +105,15 @@ class Update:
         """Begins to copy a gradient to host memory."""
         if grad.dtype != host.dtype and host.element_size() != 4:
             raise InvalidArgument(f"spillway.interleave: a gradient of {grad.dtype} cannot go to {host.dtype}")
+        # Each holds its gradient on the GPU until it is over. They end in the order in which they begin.
+        while self._copies and self._copies[0].done():
+            self._copies.popleft()
         self._copies.append(self.gpu.copy_out(grad.contiguous(), host, after=self._stream()))
+
+    def skip(self):
+        """The gradients so far belong to a step that is not taken."""
+        while self._copies:
+            self._copies.popleft().wait()
 
     def _stream(self):
         if self.gpu is None:
@@ -197,6 +206,12 @@ def overrides(stage3):
         update.publish(sub_group_id)
         self._unflatten_partitioned_parameters(sub_group_id)
 
+    def overflow_clean_up(self, prev_scale):
+        own["_overflow_clean_up"](self, prev_scale)
+        update = interleaved(self)
+        if update is not None:
+            update.skip()
+
     def at_boundary(self, param, grad_buffer, *gradients):
         update = interleaved(self)
         if update is None or not update.settings.transfers:
@@ -208,7 +223,7 @@ def overrides(stage3):
 
     return {"initialize_optimizer_states": initialize_optimizer_states, "unscale_and_clip_grads": unscale_and_clip_grads,
             "_optimizer_step": optimizer_step, "_reassign_or_swap_out_partitioned_parameters": reassign,
-            "_offload_grad_partition_at_boundary": at_boundary}
+            "_offload_grad_partition_at_boundary": at_boundary, "_overflow_clean_up": overflow_clean_up}
 
 
 def interleaved(stage3):

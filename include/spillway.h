@@ -1907,7 +1907,8 @@ enum spw_status spw_pool_unregister(struct spw_pool *pool, const void *start);
 enum spw_status spw_pool_stats_get(const struct spw_pool *pool, struct spw_pool_stats *stats);
 
 // Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, as `spw_pool_open` pins it.
-// Small allocations share pages. Allocations belong to the process: any thread may free them.
+// Small allocations share pages. Allocations belong to the process: any thread may free them. Memory that a GPU has
+// been given is not there in a forked child, which must not touch it.
 //
 // Requires: `start_out` points to a pointer.
 enum spw_status spw_pinned_alloc(uint64_t bytes,
@@ -2347,6 +2348,10 @@ enum spw_status spw_gpu_probe(struct spw_gpu_driver *driver);
 // second the first time on a machine, then the driver has them). Errors as `spw_gpu_probe`; SPW_ERR_UNSUPPORTED for
 // a GPU before compute capability 7.0, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY.
 //
+// Calls on it do not break a graph that another thread captures; a stream under capture, and an event recorded under
+// capture, are refused. Pinned memory of this library that a copy or an interleaved update was given is registered with
+// the driver, and kept out of children that are forked meanwhile: a child must not touch it.
+//
 // Requires: `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
 enum spw_status spw_gpu_open(const struct spw_gpu_options *options,
                              struct spw_gpu **gpu_out);
@@ -2456,6 +2461,9 @@ enum spw_status spw_spec_stream_wait(const struct spw_spec *spec,
 // `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
 // the plans, the bits are those of `spw_adam_step` on every subgroup.
 //
+// With SPW_INTERLEAVE_CUDA the update has seven streams of its own. Set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment
+// before CUDA starts: with the default of 8, streams share hardware queues and wait for each other (Megatron sets 1).
+//
 // Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
 // spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
 // iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
@@ -2514,7 +2522,8 @@ enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interl
                                              uint64_t stream);
 
 // Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
-// returns when they are there.
+// returns when they are there. The call blocks until the CPU is done with the subgroup, or the GPU's work for it is
+// enqueued, which the update does a few subgroups ahead.
 //
 // Requires: `stream` is 0 or a live stream of the device's primary context.
 enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,

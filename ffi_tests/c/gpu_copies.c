@@ -157,8 +157,8 @@ static void steps_that_are_taken_back(spw_gpu *gpu, void *stream) {
     broken.reserved = 1;
     INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].reserved: is not 0");
     broken = device;
-    broken.param_copy = device.grad;
-    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].grad: overlaps tensors[0].param_copy");
+    broken.param_copy = (void *)(uintptr_t)device.grad;
+    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].param_copy: overlaps tensors[0].grad");
     for (int i = 0; i < 6; i++) FAKE("cuMemFree_v2", spans[i]);
     for (int i = 0; i < 3; i++) free(before[i]);
     FAKE("cuMemFree_v2", device.grad);

@@ -1,6 +1,7 @@
 """Proves that ZeRO-3 with interleaved sub-groups has the bits of ZeRO-3 without, with threads in the
 part of the GPU; that a machine without a GPU says so; and that what the block gets wrong is named."""
 
+import collections
 import json
 
 import pytest
@@ -88,7 +89,7 @@ def test_gradients_are_let_go_as_their_copies_end(monkeypatch):
     """The GPU never holds more gradients than copies are under way, and none of a step that is skipped."""
     import torch
     update = object.__new__(_interleave.Update)
-    update.gpu, update._copies = Copies(), _interleave.collections.deque()
+    update.gpu, update._copies = Copies(), collections.deque()
     monkeypatch.setattr(_interleave.Update, "_stream", lambda self: None)
     grad, host = torch.zeros(4), torch.zeros(4)
     for number in range(10):

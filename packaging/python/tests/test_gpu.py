@@ -289,6 +289,8 @@ def test_without_a_stream_work_follows_the_current_one_of_torch(desk, torch_on):
     source, wide = locked(plain.grad[0]), spillway.pinned(SIZES[0])
     kinds = ("param", "grad", "exp_avg", "exp_avg_sq", "copy")
     row = [driver.device(getattr(plain, kind)[0]) for kind in kinds]
+    # Registers the memory.
+    gpu.copy_out(row[0], wide).wait()
     driver.upload(source, row[1], stream)
     gpu.copy_out(row[1], wide).wait()
     assert (wide.view(np.uint32) >> 16 == plain.grad[0]).all()

@@ -84,7 +84,7 @@ fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
     let arrays = Arrays::new(&desk, &plain, true);
     let gpu = Gpu::new(&desk.device, &desk.kernels, &desk.registry, &shape, arrays.lend(shape.wire)).unwrap();
     let engine = Engine::new(shape, gpu).unwrap();
-    let residents = |index: usize| if index % 3 == 0 { Site::Resident } else { Site::Gpu };
+    let residents = |index: usize| if index.is_multiple_of(3) { Site::Resident } else { Site::Gpu };
     engine.set_plan(Plan::of((0..COUNT).map(residents).collect())).unwrap();
     let stream = Some(foreign(&desk.stream));
     for step in 1..=2 {

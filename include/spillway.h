@@ -29,7 +29,7 @@
 //   Threads    Any function may be called from any thread; one object from one thread at a time, unless its comment
 //              allows more. Large steps use one pool of threads per process. Close is the last call on an object.
 //   Forks      A child opens objects of its own; those of its parent are SPW_ERR_UNSUPPORTED there, and closing them
-//              does nothing. Steps on memory need no object.
+//              does nothing. spw_adam and spw_undo are memory alone: a child has its own copy of them, which works.
 //   Signals    A signal ends no wait; a stopped process (SIGSTOP, a paused container) fails no path.
 //   Users      Files below a path are the effective user's alone, and are checked at every open and commit.
 //   Memory     What was lent to a put, get, read or write is in use until its wait says that it is over.
@@ -1421,9 +1421,10 @@ enum spw_status spw_kernel_name(const char **name_out);
 
 // Sends messages up to `level` (an `spw_log_level`) to `log`, with `user` handed through. `log` NULL returns to the
 // default: stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else silence.
-// A message under way may still reach the previous function shortly after this returns.
+// Waits for calls of the previous function that are in flight: after the return its `user` may be freed. Called from
+// inside `log`, it does not wait. The caller holds no lock that the previous function takes.
 //
-// Requires: `log` may be called with `user` until it is replaced.
+// Requires: `log` may be called with `user`, from any thread, until a later call of this function returns.
 enum spw_status spw_set_log(spw_log_fn log,
                             void *user,
                             int32_t level);
@@ -1821,7 +1822,7 @@ enum spw_status spw_plan_share(const struct spw_plan_rates *rates,
 // `kept_out` is SuperOffload Eq. 4-5 with what it leaves out, a CPU that does not keep up with backward;
 // `printed_out` (NULL: not wanted) is the condition as printed.
 //
-// Requires: `bucket` points to a struct of `struct_size` bytes, `kept_out` and `printed_out`, if not NULL, to a u64.
+// Requires: `bucket` points to a struct of `struct_size` bytes, `kept_out` to a u64, and `printed_out` to a u64 or is NULL.
 enum spw_status spw_plan_tail(const struct spw_plan_bucket *bucket,
                               uint64_t count,
                               uint64_t most,
@@ -1832,7 +1833,7 @@ enum spw_status spw_plan_tail(const struct spw_plan_bucket *bucket,
 // iteration took `seconds[i]`. `start` is tried first, `most` is the most that fit. The search is over when `next_out`
 // is among `kept`; it is then the best, which `best_out` (NULL: not wanted) is at any time.
 //
-// Requires: `kept` and `seconds` have `measured` entries, `next_out` and `best_out`, if not NULL, point to a u64.
+// Requires: `kept` and `seconds` have `measured` entries, `next_out` points to a u64, and `best_out` to a u64 or is NULL.
 enum spw_status spw_plan_tail_next(const uint64_t *kept,
                                    const double *seconds,
                                    size_t measured,
@@ -2048,10 +2049,10 @@ enum spw_status spw_tier_steps(const struct spw_tier_options *options,
 // Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed and
 // its last operation has ended, or the process ends: SPW_ERR_LOCKED names a live holder. Directories and files below a
 // path are the effective user's alone, with modes 0700 and 0600 when they are new: another user's, a symbolic link or a
-// file with a second name is SPW_ERR_FOREIGN; own ones that let others in are tightened, with a warning in the log. A
+// file with a second name is SPW_ERR_FOREIGN. Own files that let others in, and own directories that let others write, are
+// tightened, with a warning in the log. A path whose file system gives no answer for `stall_ms` is SPW_ERR_DEADLINE. A
 // tier whose superblocks are lost is SPW_ERR_FORMAT until it is collected. A directory of another run, rank or number of
-// ranks is
-// SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
+// ranks is SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
 // SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. Of paths that went on without each other, each opened without the
 // other, the one that went further counts; two that went as far are SPW_ERR_FOREIGN until one of them is opened alone.
 // In an object store the lock names the machine by its machine-id: where an image brings that id along, a live holder on

@@ -14,6 +14,7 @@ use super::device::{Device, DeviceInfo};
 use super::kernels::DeviceFloats;
 use super::memory::{DeviceMemory, Registry};
 use super::profile;
+use super::speeds::Link;
 use super::transfer::{After, Copy, Direction, Transfers};
 use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::error::Result;
@@ -21,7 +22,6 @@ use crate::kernel::{States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::processor;
 use crate::optim::spread::Job;
-use crate::plan::cast::Probe;
 use crate::pool::pinned;
 use crate::sys::span::Span;
 use crate::sys::threads;
@@ -36,49 +36,7 @@ const LONG: Duration = Duration::from_millis(2);
 const STEPPED: usize = 8 << 20;
 const ROUNDS: usize = 3;
 
-/// Speeds in parameters per second.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Link {
-    /// Gradients out: widened on the GPU, f32 on the wire.
-    pub out_f32: f64,
-    /// Gradients out: 16 bits on the wire.
-    pub out_native: f64,
-    /// Parameters in: f32 on the wire, rounded on the GPU.
-    pub in_f32: f64,
-    /// Parameters in: 16 bits on the wire.
-    pub in_native: f64,
-    /// Adam on the processor, from f32 gradients.
-    pub step_f32: f64,
-    /// Adam on the processor, from 16-bit gradients.
-    pub step_native: f64,
-}
-
 impl Link {
-    /// Names of the figures, in the order of [`Link::figures`].
-    pub const NAMES: [&'static str; 6] =
-        ["out_f32", "out_native", "in_f32", "in_native", "step_f32", "step_native"];
-
-    /// The figures.
-    pub fn figures(&self) -> [f64; 6] {
-        [self.out_f32, self.out_native, self.in_f32, self.in_native, self.step_f32, self.step_native]
-    }
-
-    /// From the figures.
-    pub fn of_figures(figures: [f64; 6]) -> Link {
-        let [out_f32, out_native, in_f32, in_native, step_f32, step_native] = figures;
-        Link { out_f32, out_native, in_f32, in_native, step_f32, step_native }
-    }
-
-    /// What decides about the form of gradients.
-    pub fn gradients(&self) -> Probe {
-        Probe {
-            f32_wire: self.out_f32,
-            native_wire: self.out_native,
-            f32_step: self.step_f32,
-            native_step: self.step_native,
-        }
-    }
-
     /// The speeds that the profile at `path` has for this device, or measures and keeps them; `again` measures in any case.
     pub fn get(
         device: &Arc<Device>,

@@ -11,7 +11,7 @@
 //! | [`steps`] | Adam over many tensors, in the order of the framework's stream |
 //! | [`transfer`] | gradients out, parameters in |
 //! | [`watch`] | events of the framework as the host waits for them |
-//! | [`link`], [`profile`] | how fast it is, measured once |
+//! | [`link`], [`speeds`], [`profile`] | how fast it is, measured once |
 //! | [`kernels`] | the kernels of kernels/*.cu: casts, sums of squares, Adam and its inverse |
 //!
 //! The driver is called through an own table and not through a binding crate, because a binding's enums make a code that
@@ -27,6 +27,7 @@ pub mod kernels;
 pub mod link;
 pub mod memory;
 pub mod profile;
+pub mod speeds;
 pub mod steps;
 pub mod stream;
 pub mod transfer;

@@ -13,7 +13,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::link::Link;
+use super::speeds::Link;
 use crate::log::{self, Level};
 use crate::sys::profile::{self as shared, FIRST_LINE, LINKS_FIRST as HEAD};
 

@@ -54,8 +54,8 @@ pub struct Entry {
     pub regular: bool,
     /// True if it is owned by the effective user.
     pub own: bool,
-    /// Its names.
-    pub links: u64,
+    /// True if it has several names.
+    pub shared: bool,
 }
 
 /// Why a file or a directory is not used although the system opened it.
@@ -185,7 +185,7 @@ impl OwnDirectory {
                 len: u64::try_from(found.st_size).unwrap_or(0),
                 regular: found.st_mode & libc::S_IFMT == libc::S_IFREG,
                 own: found.st_uid == user(),
-                links: found.st_nlink as u64,
+                shared: found.st_nlink > 1,
             })),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),

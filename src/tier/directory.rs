@@ -179,7 +179,7 @@ impl Directory {
                 Ok(Some(found)) if !found.own => {
                     return gone(self.file(name), "the file was given to another user");
                 }
-                Ok(Some(found)) if found.links > 1 => {
+                Ok(Some(found)) if found.shared => {
                     return gone(self.file(name), "the file was given a second name (a hard link)");
                 }
                 Ok(None) => return gone(self.file(name), "the file was removed or renamed"),

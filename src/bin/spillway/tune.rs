@@ -202,8 +202,8 @@ mod tests {
         use std::fs;
         use std::os::unix::fs::{PermissionsExt, symlink};
 
-        use spillway::gpu::link::Link;
         use spillway::gpu::profile::{find, keep};
+        use spillway::gpu::speeds::Link;
         use spillway::io::options::Choice;
         use spillway::io::profile::{Profile, Settings};
         use spillway::sys::file::FileSystem;

@@ -241,7 +241,10 @@ impl<B: Backend + 'static> Engine<B> {
     fn machine(&self) -> Result<MutexGuard<'_, Machine>> {
         match self.process == std::process::id() {
             true => Ok(self.inner.lock()),
-            false => Err(Error::Unsupported("this interleaved update belongs to the parent process".into())),
+            false => Err(Error::Unsupported(format!(
+                "this interleaved update belongs to process {}, which forked this one; a child opens its own",
+                self.process
+            ))),
         }
     }
 

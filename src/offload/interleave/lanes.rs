@@ -156,7 +156,10 @@ impl Shared {
     fn own(&self) -> Result<()> {
         match self.process == std::process::id() {
             true => Ok(()),
-            false => Err(Error::Unsupported("this interleaved update belongs to the parent process".into())),
+            false => Err(Error::Unsupported(format!(
+                "this interleaved update belongs to process {}, which forked this one; a child opens its own",
+                self.process
+            ))),
         }
     }
 

@@ -113,7 +113,8 @@ fn a_file_with_a_second_name_and_a_directory_that_became_a_link_fail_their_path(
     let second_name = |base: &Path| {
         fs::hard_link(owner().below(base).join("data"), base.join("second")).unwrap();
     };
-    let ways: [(&dyn Fn(&Path), &str); 2] = [(&linked, "was replaced"), (&second_name, "a hard link")];
+    let ways: [Way; 2] =
+        [(Box::new(linked), "was replaced".to_string()), (Box::new(second_name), "a hard link".to_string())];
     for (way, words) in ways {
         let (_dir, bases) = bases();
         let tier = Tier::open(options(&bases)).unwrap();
@@ -121,7 +122,7 @@ fn a_file_with_a_second_name_and_a_directory_that_became_a_link_fail_their_path(
         tier.commit(1, &1_u64.to_le_bytes()).unwrap();
         way(&bases[1]);
         tier.commit(2, &2_u64.to_le_bytes()).unwrap();
-        assert!(tier.paths()[1].reason.contains(words), "{}", tier.paths()[1].reason);
+        assert!(tier.paths()[1].reason.contains(&words), "{}", tier.paths()[1].reason);
         assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0 && extent.committed));
         drop(tier);
         let tier = Tier::open(options(&bases[..1])).unwrap();
@@ -131,7 +132,7 @@ fn a_file_with_a_second_name_and_a_directory_that_became_a_link_fail_their_path(
         let tier = Tier::open(options(&bases[1..])).unwrap();
         way(&bases[1]);
         let error = tier.commit(1, &[]).unwrap_err();
-        assert!(error.to_string().contains(words), "{error}");
+        assert!(error.to_string().contains(&words), "{error}");
     }
 }
 

@@ -1,0 +1,73 @@
+//! Handles, outcomes and expiry of operations, without a driver.
+#![forbid(unsafe_code)]
+
+use super::*;
+
+/// A sync that the kernel has.
+fn under_way(handle: u64, submitted: Instant, deadline: Option<Instant>) -> Operation {
+    Operation {
+        handle,
+        action: Action::Sync,
+        file: Arc::new(File::named("file", 7, None)),
+        offset: 0,
+        span: Span::empty(),
+        piece: 512,
+        lease: None,
+        submitted,
+        deadline,
+        stop: false.into(),
+        started: true.into(),
+        expired: false.into(),
+    }
+}
+
+#[test]
+fn handles_leave_the_top_bit_free_however_many_were_given() {
+    let mut state = State { generation: GENERATIONS - 1, ..State::default() };
+    let given: Vec<u64> =
+        (0..3).map(|_| state.admit(|handle| under_way(handle, Instant::now(), None)).0).collect();
+    assert!(given.iter().all(|handle| handle >> 63 == 0 && state.entry(*handle).is_ok()), "{given:x?}");
+}
+
+#[test]
+fn a_device_is_free_again_although_the_outcome_was_taken_while_files_were_being_closed() {
+    let shared = Shared::new(None);
+    let now = Instant::now();
+    let handle = shared.lock().admit(|handle| under_way(handle, now, Some(now))).0;
+    drop(shared.expire(shared.lock()));
+    shared.turns.fetch_add(2, Ordering::Release);
+    drop(shared.expire(shared.lock()));
+    assert_eq!(shared.lock().stuck.get(&7), Some(&1));
+    // What `Shared::finish` does before it closes files, and a waiter meanwhile.
+    let op = shared.lock().entry(handle).unwrap().op.take().unwrap();
+    assert!(matches!(shared.lock().take(handle), Ok(Some(Err(_)))));
+    let ended = Ended::new(&op, Ok(1));
+    shared.lock().end(ended, &shared.counters, &mut Vec::new());
+    assert!(shared.lock().stuck.is_empty() && shared.lock().entries.is_empty());
+}
+
+#[test]
+fn time_in_which_the_process_did_not_run_is_no_stall() {
+    let stall = Duration::from_secs(1);
+    let shared = Shared::new(Some(stall));
+    let now = Instant::now();
+    let long_ago = now - Duration::from_secs(10);
+    let handle = shared.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
+    // The look that was planned for then comes now.
+    shared.lock().progress = Progress::planned_for(long_ago);
+    let (state, next, expired) = shared.expire(shared.lock());
+    drop(state);
+    assert!(!expired && next.is_some_and(|next| next > now && next < now + stall));
+    assert!(shared.lock().stuck.is_empty());
+    std::thread::sleep(Duration::from_millis(60));
+    // The driver has not waited anew yet.
+    shared.turns.fetch_add(1, Ordering::Release);
+    let (state, _, expired) = shared.expire(shared.lock());
+    drop(state);
+    assert!(!expired);
+    // The driver has waited anew and found nothing.
+    shared.turns.fetch_add(1, Ordering::Release);
+    let (state, _, expired) = shared.expire(shared.lock());
+    drop(state);
+    assert!(expired && matches!(shared.lock().take(handle), Ok(Some(Err(_)))));
+}

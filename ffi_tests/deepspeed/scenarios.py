@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -28,6 +29,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 REFERENCE = "deepspeed"
 KINDS = (REFERENCE, "memory", "tier", "super")
+# Seconds after which a run hangs: a hundred times what it takes on a machine with nothing else to do.
+_PATIENCE = 200
 
 
 # A process that trains scenarios of one kind.
@@ -104,16 +107,24 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(name + "\n")
                 process.stdin.flush()
-        said = []
-        for line in self.processes[0].stdout:
-            if line.startswith('{"') and f'"name": "{name}"' in line:
-                return json.loads(line)
-            said.append(line)
-        return {"error": "the process ended: " + "".join(said[-20:]), "seconds": 0.0}
+        said, late = [], threading.Timer(_PATIENCE, self._kill)
+        late.start()
+        try:
+            for line in self.processes[0].stdout:
+                if line.startswith('{"') and f'"name": "{name}"' in line:
+                    return json.loads(line)
+                said.append(line)
+        finally:
+            late.cancel()
+        return {"error": f"the process ended, or was killed after {_PATIENCE} s: " + "".join(said[-20:]), "seconds": 0.0}
 
-    def close(self):
+    def _kill(self):
         for process in self.processes:
             process.kill()
+
+    def close(self):
+        self._kill()
+        for process in self.processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(BrokenPipeError):

@@ -15,6 +15,7 @@ import logging
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,8 +37,8 @@ _PATIENCE = 200
 # A process that trains scenarios of one kind.
 
 
-def worker(kind, folder):
-    """Reads names, and writes a line of JSON for each."""
+def worker(kind, folder, names):
+    """Trains the scenarios of these names, and writes a line of JSON for each."""
     import train
     import torch
     torch.set_num_threads(1)
@@ -55,7 +56,7 @@ def worker(kind, folder):
     import superoffload
     superoffload.allow_the_cpu()
     scenarios = read_scenarios()
-    for line in sys.stdin:
+    for line in names:
         name = line.strip()
         place = pathlib.Path(folder) / name
         place.mkdir(exist_ok=True)
@@ -82,35 +83,75 @@ def counters(kind):
     return _superoffload.served()
 
 
+class Nursery:
+    """A process that has imported torch and DeepSpeed, which is most of the time of a short run, and forks the others."""
+
+    def __init__(self, folder):
+        self._folder, self._count, self._lock = folder, 0, threading.Lock()
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+                       "PYTHONPATH": os.pathsep.join([str(ROOT / "packaging" / "python"), str(HERE)])}
+        environment.pop("SPILLWAY_DEEPSPEED", None)
+        self._process = subprocess.Popen([sys.executable, __file__, "--nursery"], text=True, stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, env=environment)
+
+    def start(self, kind, place, environment):
+        """A process that runs worker(); its number, and its standard input and output."""
+        with self._lock:
+            self._count += 1
+            pipes = [str(self._folder / f"{self._count}-{way}") for way in ("in", "out")]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            self._process.stdin.write(json.dumps([kind, str(place), pipes, environment]) + "\n")
+            self._process.stdin.flush()
+            return int(self._process.stdout.readline()), open(pipes[0], "w"), open(pipes[1])
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def nursery():
+    """Forks a worker for each line."""
+    import forked
+    forked.import_all()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in iter(sys.stdin.readline, ""):
+        kind, place, pipes, environment = json.loads(line)
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork would take the locks of other threads along"
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.environ.update(environment)
+            os.dup2(os.open(pipes[0], os.O_RDONLY), 0)
+            os.dup2(os.open(pipes[1], os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            worker(kind, place, open(0))
+        print(child, flush=True)
+
+
 class Worker:
     """The processes of the ranks of one kind of run."""
 
-    def __init__(self, kind, ranks, folder):
-        self.kind, self.processes = kind, []
+    def __init__(self, nursery, kind, ranks, place):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks),
-                       "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                       "PYTHONPATH": os.pathsep.join([str(ROOT / "packaging" / "python"), str(HERE)]),
-                       "PYTHONWARNINGS": "ignore"}
-        environment.pop("SPILLWAY_DEEPSPEED", None)
-        for rank in range(ranks):
-            self.processes.append(subprocess.Popen(
-                [sys.executable, __file__, "--worker", kind, str(folder)], text=True, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(port)}
+        self.processes = [nursery.start(kind, place, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                          for rank in range(ranks)]
 
     def run(self, name):
         """What a scenario came to."""
-        for process in self.processes:
+        for _, orders, _ in self.processes:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(name + "\n")
-                process.stdin.flush()
+                orders.write(name + "\n")
+                orders.flush()
         said, late = [], threading.Timer(_PATIENCE, self._kill)
         late.start()
         try:
-            for line in self.processes[0].stdout:
+            for line in self.processes[0][2]:
                 if line.startswith('{"') and f'"name": "{name}"' in line:
                     return json.loads(line)
                 said.append(line)
@@ -119,14 +160,14 @@ class Worker:
         return {"error": f"the process ended, or was killed after {_PATIENCE} s: " + "".join(said[-20:]), "seconds": 0.0}
 
     def _kill(self):
-        for process in self.processes:
-            process.kill()
+        for process, _, _ in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     def close(self):
         self._kill()
-        for process in self.processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
+        for _, *pipes in self.processes:
+            for pipe in pipes:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
@@ -163,11 +204,12 @@ def differences(scenario, reference, found):
 def compare(scenarios, report):
     """Runs scenarios; (passed, failed, the longest) of the comparisons. `report(name, kind, words)` is told of each."""
     passed, failed, longest = 0, 0, (0.0, "")
-    with tempfile.TemporaryDirectory(prefix="spillway-scenarios-") as folder:
+    with tempfile.TemporaryDirectory(prefix="spillway-scenarios-") as folder, \
+            contextlib.closing(Nursery(pathlib.Path(folder))) as source:
         for ranks in sorted({scenario.get("ranks", 1) for scenario in scenarios}):
             some = [scenario for scenario in scenarios if scenario.get("ranks", 1) == ranks]
             kinds = [kind for kind in KINDS if kind == REFERENCE or any(kind in kinds_of(scenario) for scenario in some)]
-            found = run_all(some, kinds, ranks, pathlib.Path(folder))
+            found = run_all(some, kinds, ranks, source, pathlib.Path(folder))
             for scenario in some:
                 for kind in kinds_of(scenario):
                     words = differences(scenario, found[REFERENCE][scenario["name"]], found[kind][scenario["name"]])
@@ -178,14 +220,14 @@ def compare(scenarios, report):
     return passed, failed, longest
 
 
-def run_all(scenarios, kinds, ranks, folder):
+def run_all(scenarios, kinds, ranks, source, folder):
     """What every scenario came to, by kind and name. Two kinds run at a time."""
     import concurrent.futures
 
     def run_kind(kind):
         place, found = folder / f"{kind}-{ranks}", {}
         place.mkdir()
-        running = Worker(kind, ranks, place)
+        running = Worker(source, kind, ranks, place)
         try:
             for scenario in scenarios:
                 if kind == REFERENCE or kind in kinds_of(scenario):
@@ -193,7 +235,7 @@ def run_all(scenarios, kinds, ranks, folder):
                     if "error" in found[scenario["name"]]:
                         # What it left, such as a rank that waits for the other, is not for the next one.
                         running.close()
-                        running = Worker(kind, ranks, place)
+                        running = Worker(source, kind, ranks, place)
             return found
         finally:
             running.close()
@@ -206,10 +248,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--worker", nargs=2, metavar=("KIND", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--nursery", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        return worker(*options.worker)
+    if options.nursery:
+        return nursery()
     known = read_scenarios()
     if options.list:
         print("\n".join(known))

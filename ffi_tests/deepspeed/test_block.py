@@ -30,7 +30,7 @@ def folders(tmp_path):
     ({"paths": "x"}, "spillway.paths is 'x'; a list"), ({"paths": [7]}, "spillway.paths\\[0\\] is 7"),
     ({"paths": [{"directory": "x"}]}, "spillway.paths\\[0\\].path is missing.*paths\\[0\\].directory is unknown"),
     ({"paths": [{"path": "x", "limit_bytes": "9G"}]}, "spillway.paths\\[0\\].limit_bytes is '9G'; a number of bytes"),
-    ({"paths": ["/tmp", "/tmp/"]}, "spillway.paths\\[1\\] is '/tmp/', the same directory as spillway.paths\\[0\\]; name each path once"),
+    ({"paths": ["/var", "/var/"]}, "spillway.paths\\[1\\] is '/var/', the same directory as spillway.paths\\[0\\]; name each path once"),
     ({"ratio": ["a", 1]}, "spillway.ratio\\[0\\] is 'a'; a list with a number from 0 for each path"),
     ({"ratio": [0, 0]}, "spillway.ratio is .*above 0"), ({"ratio": [1], "paths": ["/tmp", "/var"]}, "ratio has 1 numbers for 2 paths"),
     ({"commit_interval": 2}, 'spillway.commit_interval is 2, but nothing is committed without "resume": true'),

@@ -2488,7 +2488,8 @@ enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
 enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
 
 // The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
-// is 0 and the gradient is there. Its way to where the plan needs it begins.
+// is 0 and the gradient is there. Its way to where the plan needs it begins. SPW_ERR_BUSY while the update before is still
+// being handed to the device; `spw_interleave_publish` of the last subgroup waits for that.
 //
 // Requires: `stream` is 0 or a live stream of the device's primary context.
 enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,

@@ -78,10 +78,7 @@ fn the_example_links_statically() {
 
 #[test]
 fn cmake_finds_the_package() {
-    if !exists("cmake") {
-        println!("skipped: cmake is not installed");
-        return;
-    }
+    assert!(exists("cmake"), "cmake is missing: run packaging/system_packages.sh");
     let folder = empty_dir("cmake");
     let source = examples().remove(0);
     let list = format!(

@@ -32,17 +32,17 @@ fn committed_ptx_names_the_hash_of_its_source() {
     }
 }
 
+/// The hash above already fails for other sources; this needs the compiler, a download.
 #[test]
 fn committed_ptx_is_what_the_compiler_makes_of_its_source() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/ptx.py");
-    let output = match Command::new("python3").arg(script).arg("--check").output() {
-        Ok(output) => output,
-        Err(error) => return println!("skipped: python3: {error}"),
-    };
+    let output = Command::new("python3").arg(script).arg("--check").output();
+    let output = output.expect("python3 is missing: run packaging/system_packages.sh");
     let words = String::from_utf8_lossy(&output.stdout);
     match output.status.code() {
         Some(0) => {}
-        Some(77) => println!("skipped: {words}"),
+        // The download may be refused here.
+        Some(77) => eprintln!("not compared: {words}"),
         code => panic!("{code:?}: {words}{}", String::from_utf8_lossy(&output.stderr)),
     }
 }

@@ -218,11 +218,9 @@ fn every_module_of_lib_rs_has_a_layer() {
 fn nothing_committed_names_a_place_of_one_machine() {
     let mut list = Command::new("git");
     list.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
-    let output = match list.current_dir(root()).output() {
-        Ok(output) if output.status.success() => output.stdout,
-        _ => return println!("skipped: not a git checkout"),
-    };
-    let names = String::from_utf8(output).expect("file names are UTF-8");
+    let output = list.current_dir(root()).output().expect("git is missing: install it");
+    assert!(output.status.success(), "the rules hold for a git checkout: {output:?}");
+    let names = String::from_utf8(output.stdout).expect("file names are UTF-8");
     let files: Vec<&str> = names.split('\0').filter(|name| !name.is_empty()).collect();
     assert!(files.len() > 20, "{} files", files.len());
     let mut faults = Vec::new();

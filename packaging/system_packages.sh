@@ -4,7 +4,7 @@
 #   packaging/system_packages.sh [PACKAGE...]     PACKAGE: wanted too
 set -eu
 
-wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake util-linux mount e2fsprogs $*"
+wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake git util-linux mount e2fsprogs $*"
 
 missing=""
 for package in $wanted; do

@@ -150,8 +150,8 @@ static void order_threads_and_fork(void) {
     CHECK(child >= 0);
     if (child == 0) {
         alarm(20);
-        REFUSED(spw_interleave_finish(update), SPW_ERR_UNSUPPORTED, "parent");
-        REFUSED(spw_interleave_gradient(update, 0, 0), SPW_ERR_UNSUPPORTED, "parent");
+        REFUSED(spw_interleave_finish(update), SPW_ERR_UNSUPPORTED, "which forked this one");
+        REFUSED(spw_interleave_gradient(update, 0, 0), SPW_ERR_UNSUPPORTED, "which forked this one");
         CHECK_OK(spw_interleave_close(update));
         _exit(0);
     }

@@ -2,8 +2,6 @@
 
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_uint32, c_uint64, c_void_p
 
-from .errors import InvalidArgument
-
 _RANGES = {c_uint32: (0, 2**32 - 1), c_uint64: (0, 2**64 - 1), c_int32: (-2**31, 2**31 - 1)}
 
 
@@ -17,6 +15,8 @@ class _Given(Structure):
     def __setattr__(self, name, value):
         least, most = self._ranges.get(name, (None, None))
         if least is not None and isinstance(value, int) and not least <= value <= most:
+            # Here, so that a program may read the layouts from this file alone.
+            from .errors import InvalidArgument
             raise InvalidArgument(f"{name} is {value}, which is not in {least} to {most}")
         super().__setattr__(name, value)
 

@@ -1,4 +1,5 @@
-//! What the driver asks of io_uring, of threads, of object stores and of the simulation: take pieces, give completions.
+//! The interface between the driver and io_uring, worker threads, object stores or the simulation: pieces in,
+//! completions out.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -17,20 +18,20 @@ pub enum Action {
     Read,
     /// Memory to file.
     Write,
-    /// What was written becomes durable.
+    /// Makes the written data of the file durable.
     Sync,
-    /// The bytes from the offset on get a place on the device.
+    /// Reserves device space for the bytes from the offset on.
     Allocate {
-        /// How many.
+        /// Bytes to reserve.
         bytes: u64,
     },
 }
 
-/// Reads, and all other actions, do not wait for each other's places.
+/// Number of queues (lanes): one for reads, one for all other actions. The lanes do not compete for queue places.
 pub const LANES: usize = 2;
 
 impl Action {
-    /// The lane of the action, below [`LANES`].
+    /// The lane of the action: 0 for reads, 1 for everything else.
     pub fn lane(self) -> usize {
         usize::from(self != Action::Read)
     }
@@ -44,77 +45,78 @@ impl Action {
 /// One request to the kernel.
 #[derive(Debug, Clone)]
 pub struct Piece {
-    /// Comes back in the completion.
+    /// Identifies the piece in its completion.
     pub token: u64,
-    /// What to do.
+    /// The operation of the piece.
     pub action: Action,
-    /// On which file.
+    /// The file.
     pub file: Arc<File>,
-    /// Through which of its descriptors.
+    /// The descriptor of the file to use.
     pub route: Route,
-    /// Where in the file.
+    /// Byte offset in the file.
     pub offset: u64,
-    /// The memory.
+    /// The memory to fill or to write from.
     pub span: Span,
     /// The region that holds the memory, if this library owns it.
     pub region: Option<Arc<Region>>,
-    /// True if many pieces of this file follow.
+    /// True if many more pieces of this file follow.
     pub busy_file: bool,
 }
 
-/// What became of a piece: a count of bytes, or minus an errno.
+/// The result of a piece: a byte count, or a negated errno.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Completion {
-    /// The piece's.
+    /// The token of the piece.
     pub token: u64,
-    /// As the system call would have returned it.
+    /// The value that the system call would have returned.
     pub result: i32,
-    /// What is known beside an errno.
+    /// An explanation that accompanies an errno.
     pub words: Option<Box<str>>,
 }
 
 impl Completion {
-    /// What a system call returned.
+    /// A completion with the value that a system call returned.
     pub fn of(token: u64, result: i32) -> Completion {
         Completion { token, result, words: None }
     }
 }
 
-/// How long a [`Backend::wait`] sleeps: until a wake, `until`, or enough completions; not at all for 0 of them.
+/// When a [`Backend::wait`] returns: after a wake, at `until`, or with enough completions. It does not sleep for 0
+/// completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sleep {
-    /// Completions worth waking up for; a backend may wake up for fewer.
+    /// Number of completions to wait for; a backend may return with fewer.
     pub completions: usize,
-    /// The end of it. An old kernel's io_uring does not look at the time.
+    /// When to return at the latest. io_uring before Linux 5.11 ignores it.
     pub until: Option<Instant>,
 }
 
-/// Ends a [`Backend::wait`] from another thread, or makes the next one short.
+/// Interrupts a [`Backend::wait`] from another thread; if none is in progress, the next one returns early.
 pub trait Wake: Send + Sync {
-    /// Does it.
+    /// Interrupts the wait.
     fn wake(&self);
 }
 
-/// A way to run pieces. Lives on the driver's thread.
+/// A way to execute pieces. It lives on the driver's thread.
 pub trait Backend {
     /// "io_uring", "threads", "s3" or "sim".
     fn name(&self) -> &'static str;
 
-    /// Accepts a piece. The driver never has more outstanding than it asked for at open.
+    /// Accepts a piece. The driver keeps at most 4 times its depth of pieces of each lane outstanding.
     fn push(&mut self, piece: Piece);
 
-    /// Starts what was pushed and adds finished pieces to `done`, after sleeping as `sleep` says.
-    /// Interruptions are no error; an error means that the backend is lost.
+    /// Starts the pushed pieces, sleeps as `sleep` says, and appends the finished pieces to `done`. Interruptions are
+    /// not errors; an error means that the backend is unusable.
     fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()>;
 
-    /// Lets go of what belongs to regions that are gone.
+    /// Releases resources of regions that have retired.
     fn trim(&mut self) {}
 
-    /// The handle that wakes it.
+    /// A handle that interrupts [`Backend::wait`].
     fn waker(&self) -> Arc<dyn Wake>;
 }
 
-/// Sleeps until there is news, at the longest until `until`. False if that has passed.
+/// Sleeps until `news` is notified, at most until `until`. Returns false if `until` had already passed.
 pub(super) fn doze<'a, T>(
     news: &Condvar,
     guard: MutexGuard<'a, T>,

@@ -1,11 +1,11 @@
-//! How long an engine had reads, and writes, under way.
+//! How long an engine had reads, and writes, in flight.
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};
 
 use super::backend::Action;
 
-/// Time with at least one operation of a kind under way.
+/// Time with at least one operation of a kind in flight.
 #[derive(Debug, Default)]
 pub(super) struct Clock {
     under_way: usize,
@@ -53,7 +53,7 @@ impl Clock {
         }
     }
 
-    /// Time so far, that under way included.
+    /// Total time so far, including the current interval.
     pub(super) fn total(&self) -> Duration {
         self.total + self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }

@@ -1,4 +1,4 @@
-//! What an engine counts, and how it tells.
+//! Counters and statistics of an engine.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,51 +44,51 @@ impl Counters {
     }
 }
 
-/// What an engine has done so far.
+/// Statistics of an engine since it was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineStats {
     /// Reads that succeeded.
     pub reads: u64,
     /// Writes that succeeded.
     pub writes: u64,
-    /// Bytes read by them.
+    /// Bytes read by successful reads.
     pub read_bytes: u64,
-    /// Bytes written by them.
+    /// Bytes written by successful writes.
     pub written_bytes: u64,
     /// Operations that failed.
     pub failed: u64,
-    /// Requests to the system.
+    /// Pieces of reads and writes submitted to the backend.
     pub pieces: u64,
-    /// Bytes sent past the page cache.
+    /// Bytes submitted with O_DIRECT.
     pub direct_bytes: u64,
-    /// Bytes sent through it.
+    /// Bytes submitted through the page cache.
     pub buffered_bytes: u64,
-    /// Bytes of `direct_bytes` that went through bounce blocks.
+    /// Bytes of `direct_bytes` copied through bounce blocks.
     pub bounced_bytes: u64,
     /// Short transfers that were resumed.
     pub resumed: u64,
-    /// Interrupted requests that were tried again.
+    /// Interrupted requests that were retried.
     pub retried: u64,
-    /// Time with a read under way.
+    /// Time with a read in flight.
     pub reading: Duration,
-    /// Time with a write or a sync under way.
+    /// Time with a write, a sync or an allocation in flight.
     pub writing: Duration,
-    /// Time with any operation under way.
+    /// Time with any operation in flight.
     pub busy: Duration,
-    /// Operations not finished.
+    /// Operations that have no outcome yet.
     pub pending: u64,
-    /// Operations past their deadline whose memory the system still has.
+    /// Operations past their deadline whose memory the system may still use.
     pub stuck: u64,
-    /// "io_uring", "threads" or "sim".
+    /// "io_uring", "threads", "s3" or "sim".
     pub backend: &'static str,
-    /// Why it is not io_uring; empty if it is, or if threads were asked for.
+    /// Why io_uring is unavailable; empty unless the engine fell back to threads.
     pub backend_reason: String,
-    /// Why the last file that is not direct is not; empty if all are.
+    /// Why the most recent buffered file does not use direct I/O; empty if all files do.
     pub buffered_reason: String,
-    /// Requests under way at a time.
+    /// Most pieces in flight in each direction.
     pub depth: u32,
-    /// Most bytes of a request, for the last file.
+    /// Most bytes of a piece, for the most recent file.
     pub block_bytes: u64,
-    /// The profile that these come from, as far as the caller did not give them; empty if none.
+    /// Path of the profile that supplied settings the caller left open; empty if none.
     pub profile: String,
 }

@@ -1,13 +1,14 @@
 //! The thread behind an engine.
 //!
 //! Invariants:
-//! - At most `depth` pieces of reads are under way and as many of writes, not counting those of operations past their
-//!   deadline, so that stuck pieces do not take the places of healthy ones; at most four times as many of each in all. Reads
-//!   never wait for places or bounce blocks that writes have, nor writes for those of reads: a device may do one while it
-//!   holds the other back.
-//! - Every completion is judged: bytes are counted, short ones resume, interruptions are tried again a bounded number
-//!   of times, and the first error ends the operation once all its pieces are back.
-//! - An operation is finished, and its memory let go, only when none of its pieces is in the kernel.
+//! - At most `depth` pieces of reads are in flight, and at most `depth` of writes. Pieces of operations past their
+//!   deadline do not count, so stuck pieces do not block healthy ones. The limit with them is `4 * depth` for each
+//!   direction.
+//! - Reads never wait for queue places or bounce blocks held by writes, nor writes for those of reads: a device may
+//!   serve one direction while it delays the other.
+//! - Every completion is classified. Bytes are counted, short transfers resume, and interruptions are retried a bounded
+//!   number of times. After an error no further piece starts; the operation ends once all its pieces have returned.
+//! - An operation finishes, and its memory is released, only when none of its pieces is in the kernel.
 #![forbid(unsafe_code)]
 
 use std::collections::{HashSet, VecDeque};
@@ -28,12 +29,12 @@ use crate::error::{Error, IoKind, Result};
 use crate::sys::memory::Mapping;
 use crate::sys::span::Span;
 
-/// Tries that follow each other at once.
+/// Retries without a pause.
 const QUICK_TRIES: u32 = 16;
-/// Longest wait for several completions at once, and the fewest pieces under way that it is worth it for.
+/// Longest wait for several completions at once, and the fewest pieces in flight for which the driver waits like this.
 const NAP: Duration = Duration::from_millis(4);
 const NAP_FROM: usize = 16;
-/// A file gets a place in the ring's table if this many of its pieces are yet to come.
+/// A file gets a place in the ring's file table if at least this number of full pieces is left to start.
 const BUSY_PIECES: u64 = 4;
 
 pub(super) struct Driver {
@@ -45,18 +46,18 @@ pub(super) struct Driver {
     retries: VecDeque<usize>,
     bounce: Bounce,
     failed_devices: HashSet<u64>,
-    /// The last sleep ended with completions.
+    /// True if the last sleep ended with completions.
     flowing: bool,
-    /// Operations whose callers are to be told.
+    /// Finished operations whose callers are not yet notified.
     over: Vec<(Arc<Operation>, Result<u64>)>,
 }
 
 /// Reads, or all other operations.
 #[derive(Default)]
 struct Lane {
-    /// Those of `running` that have pieces left to start, oldest first.
+    /// Keys of `running` operations with pieces left to start, oldest first.
     order: VecDeque<usize>,
-    /// Pieces under way.
+    /// Pieces in flight.
     flights: usize,
 }
 
@@ -64,12 +65,12 @@ struct Running {
     op: Arc<Operation>,
     next: u64,
     under_way: usize,
-    /// The error nearest to the operation's begin, and where that is.
+    /// The error at the lowest offset in the operation, with that offset.
     error: Option<(u64, Error)>,
     queued: bool,
 }
 
-/// Aligned memory for pieces whose own memory is not.
+/// Aligned memory for pieces whose own memory is not aligned.
 pub(super) struct Bounce {
     memory: Mapping,
     block: usize,
@@ -105,7 +106,7 @@ impl Driver {
         }
     }
 
-    /// Serves until the engine closes and nothing is left, or the backend is lost.
+    /// Runs until the engine is closing and no operation is left, or until the backend fails.
     pub(super) fn run(&mut self, backend: &mut dyn Backend) -> io::Result<()> {
         let mut done = Vec::new();
         loop {
@@ -129,8 +130,8 @@ impl Driver {
         }
     }
 
-    /// Ends everything with `reason`, because the backend is lost. Its memory is never let go: nobody can say any more
-    /// what the kernel still does with it.
+    /// Ends all operations with `reason`, because the backend failed. Memory with pieces in flight is never released,
+    /// since the kernel may still use it.
     pub(super) fn abandon(&mut self, reason: &str) {
         self.take_inbox();
         let error = Error::System { what: "the I/O engine stopped", reason: reason.to_string() };
@@ -159,11 +160,12 @@ impl Driver {
         closing
     }
 
-    /// How long to sleep. Says before whether new operations are worth a wake, so that none is missed.
+    /// How long to sleep. Before it returns it publishes whether a new operation should wake the driver, so no
+    /// operation is missed.
     ///
-    /// While completions flow and the queue is at least half full, a quarter of it is let come together, and new
-    /// operations wait as long: both save a change of threads per piece, and a stream that stops is noticed within [`NAP`].
-    /// Whoever replaces what completed is a batch behind: its queue is between half and three quarters full.
+    /// While completions flow and the queue is at least half full, the driver waits for a quarter of the queue at once.
+    /// New operations wait as long. Both save one thread switch per piece; [`NAP`] bounds the delay when completions
+    /// stop. A caller that replaces completed operations then keeps the queue between half and three quarters full.
     fn prepare_to_sleep(&mut self) -> Sleep {
         let active: [usize; LANES] = std::array::from_fn(|lane| self.active(lane));
         let all: usize = active.iter().sum();
@@ -182,7 +184,7 @@ impl Driver {
         }
     }
 
-    /// Pieces of a lane under way that count against the depth.
+    /// Pieces of a lane in flight that count against the depth.
     fn active(&self, number: usize) -> usize {
         if self.failed_devices.is_empty() {
             return self.lanes[number].flights;
@@ -247,7 +249,7 @@ impl Driver {
         }
     }
 
-    /// Makes the next piece of an operation; `None` if there is no bounce block for it now.
+    /// Creates the next piece of an operation; `None` if no bounce block is free for it.
     fn cut(&mut self, key: usize) -> Result<Option<usize>> {
         let running = &mut self.running[key];
         let op = &running.op;
@@ -333,7 +335,7 @@ impl Driver {
         }
     }
 
-    /// Takes a piece that is over off its operation.
+    /// Removes a finished piece from its operation.
     fn land(&mut self, token: usize, error: Option<Error>) {
         let flight = self.flights.remove(token);
         let running = &mut self.running[flight.owner];

@@ -1,10 +1,10 @@
-//! The engine as its callers see it.
+//! The callers' interface to an I/O engine.
 //!
 //! Invariants:
-//! - Every accepted operation has exactly one outcome, which exactly one wait gets; what nobody waited for is named at
-//!   close, in the error and in the log.
-//! - A read that succeeds filled every byte; a write that succeeds handed every byte to the system.
-//! - A child made by fork gets errors, never a wait for threads that it does not have.
+//! - Every accepted operation has exactly one outcome, which exactly one wait returns. [`Engine::close`] returns the
+//!   first error that no wait returned; dropping the engine logs it.
+//! - A successful read filled every byte. A successful write handed every byte to the system.
+//! - In a child made by fork, calls return errors; they never wait for threads that exist only in the parent.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -47,19 +47,19 @@ pub struct Engine {
     backend: &'static str,
     backend_reason: String,
     buffered_reason: Mutex<String>,
-    /// Told by the pool when a region retires; dropping it ends that.
+    /// Called by the pool when a region retires. Dropping the watcher deregisters it.
     _watcher: Arc<dyn Fn() + Send + Sync>,
 }
 
 type Made = (Box<dyn Backend>, String);
 
 impl Engine {
-    /// Starts an engine.
+    /// Starts an engine with the current profile.
     pub fn open(options: Options) -> Result<Engine> {
         Engine::open_tuned(options, profile::current())
     }
 
-    /// Starts an engine that takes from `profile` what the options leave open.
+    /// Starts an engine. `profile` supplies the settings that the options leave open.
     pub fn open_tuned(options: Options, profile: Option<Profile>) -> Result<Engine> {
         let backend = forced_backend()?.unwrap_or(options.backend);
         let options = with_profile(Options { backend, ..options }, profile.as_ref());
@@ -67,7 +67,7 @@ impl Engine {
         Engine::start(options, profile, move || make(backend, || Uring::open(depth), workers))
     }
 
-    /// Starts an engine on files of an object store, with pieces of its size where the options give none.
+    /// Starts an engine on files of an object store. Depth and block size default to values for object stores.
     pub fn open_folder(options: Options, folder: Arc<Folder>) -> Result<Engine> {
         let or = |given: u64, other: u64| if given == 0 { other } else { given };
         let depth = or(options.depth.into(), REQUESTS.into()).min(MAX_REQUESTS.into()) as u32;
@@ -79,7 +79,7 @@ impl Engine {
         })
     }
 
-    /// Starts an engine on a backend of the caller's.
+    /// Starts an engine on a simulated backend.
     #[cfg(any(test, feature = "sim"))]
     pub fn open_simulated(options: Options, sim: super::sim::Sim) -> Result<Engine> {
         Engine::start(with_profile(options, None), None, move || {
@@ -87,7 +87,7 @@ impl Engine {
         })
     }
 
-    /// Starts an engine on threads that call `before_write` before every write.
+    /// Starts an engine on worker threads that call `before_write` before every write.
     #[cfg(test)]
     pub fn open_held(options: Options, before_write: impl Fn() + Send + Sync + 'static) -> Result<Engine> {
         Engine::start(with_profile(options, None), None, move || {
@@ -134,23 +134,24 @@ impl Engine {
         })
     }
 
-    /// Submits a read. Success of the operation means that every byte was filled.
+    /// Submits a read and returns its handle. Success of the operation means that every byte was filled.
     pub fn read(&self, request: Request) -> Result<u64> {
         self.submit(Action::Read, request)
     }
 
-    /// Submits a write. It creates the file if need be, and truncates nothing.
+    /// Submits a write and returns its handle. The write creates a missing file and never truncates one.
     pub fn write(&self, request: Request) -> Result<u64> {
         self.submit(Action::Write, request)
     }
 
-    /// Submits a sync: what was written to the file before it, and waited for, becomes durable.
+    /// Submits a sync and returns its handle. It makes those writes to the file durable that completed before the sync.
     pub fn sync(&self, target: Target, deadline: Option<Duration>) -> Result<u64> {
         self.submit(Action::Sync, Request { target, offset: 0, span: Span::empty(), deadline })
     }
 
-    /// Submits an allocation: bytes `from..end` of the file get a place on the device. A file system that cannot do so is
-    /// no error. Like any other operation it can be waited for with a timeout, and stalls.
+    /// Submits an allocation and returns its handle: bytes `from..end` of the file get device space. A file system
+    /// without support for it is not an error. As for any operation, waits may have a timeout, and the stall limit
+    /// applies.
     pub fn allocate(&self, file: &Arc<File>, from: u64, end: u64) -> Result<u64> {
         file.check_room(from, end)?;
         let (target, bytes) = (Target::File(Arc::clone(file)), end.saturating_sub(from));
@@ -166,7 +167,8 @@ impl Engine {
             .ok_or_else(|| Error::invalid("request.offset", format!("{offset} and the length pass 2^63")))?;
         let file = self.target(action, target)?;
         let lease = Lease::take(span);
-        // After the lease, which keeps it so: the system writes to addresses, whatever lies there by then.
+        // Checked after the lease, which keeps the memory mapped: the kernel writes to addresses, whatever is mapped
+        // there.
         if !span.is_mapped() {
             return Err(Error::invalid("request.buffer", "is memory that was given back"));
         }
@@ -249,14 +251,14 @@ impl Engine {
         if *last != reason {
             let message = format!("{} goes through the page cache: {reason}", file.name());
             *last = reason;
-            // The callback of the log may use this engine.
+            // Released first: the log callback may use this engine.
             drop(last);
             log::write(Level::Info, &message);
         }
     }
 
-    /// Asks that an operation end early. It ends as `Cancelled`, or as it would have, once the system has given its
-    /// memory back; nothing takes a transfer back that the device already has.
+    /// Requests that an operation end early. The operation ends with `Cancelled` or with its normal outcome, after the
+    /// system has released its memory. A transfer that the device has already started is not aborted.
     pub fn cancel(&self, handle: u64) -> Result<()> {
         self.owned()?;
         let mut state = self.shared.lock();
@@ -268,13 +270,13 @@ impl Engine {
         Ok(())
     }
 
-    /// True while the system may still use the memory of an operation, its deadline notwithstanding.
+    /// True while the system may still use the memory of an operation, even if its deadline has passed.
     pub fn holds_memory(&self, handle: u64) -> Result<bool> {
         self.owned()?;
         Ok(self.shared.lock().entry(handle).is_ok_and(|entry| entry.op.is_some()))
     }
 
-    /// What the engine has done so far.
+    /// Statistics of the engine.
     pub fn stats(&self) -> Result<EngineStats> {
         self.owned()?;
         let counters = &self.shared.counters;
@@ -306,13 +308,14 @@ impl Engine {
         })
     }
 
-    /// Settings, as they were adjusted.
+    /// The settings, after defaults and rounding.
     pub fn options(&self) -> &Options {
         &self.options
     }
 
-    /// Ends the engine once all operations are over, at the latest after `timeout`. What is stuck in the system keeps
-    /// its memory, and the thread that waits for it, until it comes back. An error that nobody waited for is returned.
+    /// Closes the engine once all operations have finished, at the latest after `timeout`. Operations stuck in the
+    /// system keep their memory, and the driver thread, until they return. Returns the timeout, or else the first error
+    /// that no wait returned.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         if !self.opener.is_here() {
             return Ok(());
@@ -373,7 +376,7 @@ fn drive(
     };
     if let Some(reason) = &lost {
         log::write(Level::Error, &format!("the I/O engine stopped: {reason}"));
-        // Before the inbox is emptied: an operation that came later would never end.
+        // Before the inbox is drained: an operation accepted later would never finish.
         shared.lose(reason);
         driver.abandon(reason);
         // The kernel may still write to the bounce blocks.

@@ -1,11 +1,12 @@
 //! Which operations are past their deadline, or in flight without progress for too long.
 //!
 //! Invariants:
-//! - An operation stalls only after the engine saw no completion for the whole stall limit, in which this process ran.
-//! - A look that comes much later than planned means that the process did not run (SIGSTOP, a frozen cgroup, a paused
-//!   container). Completions of that time are still in the queue: the stall limit begins anew, and no deadline expires
-//!   before the driver had a moment to take them.
-//! - Waiters look as well as the driver, since a system call can hold the driver up.
+//! - An operation stalls only after the engine saw no completion for the whole stall limit, during which the process
+//!   ran.
+//! - A check that happens much later than planned means that the process did not run (SIGSTOP, a frozen cgroup, a
+//!   paused container). Completions of that time are still in the queue. The stall limit then starts again, and no
+//!   deadline expires before the driver had a chance to process the completions.
+//! - Waiters check as well as the driver, since a system call can block the driver.
 #![forbid(unsafe_code)]
 
 use std::sync::MutexGuard;
@@ -17,12 +18,12 @@ use super::operation::{Phase, Shared, State};
 use crate::error::{Error, IoKind};
 use crate::log::{self, Level};
 
-/// Bounds of the time between two looks while operations are in flight.
+/// Bounds of the time between two checks while operations are in flight.
 const LOOK_EVERY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(2));
 
 impl Shared {
-    /// Expires what is past its deadline, or in flight without progress for too long, and says so in the log; when to look
-    /// again, and whether anything expired.
+    /// Expires and logs operations past their deadline, or in flight without progress for too long. Returns the time of
+    /// the next check, and whether anything expired.
     pub(super) fn expire<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -58,7 +59,7 @@ impl Shared {
 }
 
 impl State {
-    /// Gives operations that see no progress for too long a deadline that has passed; when the next one may be due.
+    /// Gives operations without progress for too long a deadline that has passed; returns when the next one may be due.
     fn stall(&mut self, progress: u64, stall: Duration, now: Instant) -> Option<Instant> {
         if self.progress.seen.0 != progress {
             self.progress.seen = (progress, Some(now));
@@ -81,7 +82,7 @@ impl State {
         next
     }
 
-    /// Expires what is past its deadline.
+    /// Expires operations past their deadline; returns their errors.
     fn expire(&mut self, now: Instant) -> Vec<Error> {
         let mut errors = Vec::new();
         self.progress.expired();

@@ -1,4 +1,4 @@
-//! An open file: past the page cache where the file system agrees, and through it for what direct I/O cannot do.
+//! An open file: direct I/O where the file system allows it, the page cache for everything else.
 #![forbid(unsafe_code)]
 
 use std::any::Any;
@@ -19,14 +19,14 @@ use crate::sys::file::{self, Access, DirectNeed, Facts, FileSystem, Identity, Re
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::own;
 
-/// A file that operations work on.
+/// A file that operations read and write.
 #[derive(Debug)]
 pub struct File {
     key: u64,
     name: String,
     writable: bool,
     identity: Identity,
-    /// When it was last looked at.
+    /// Length in bytes when it was last checked.
     length: AtomicU64,
     source: Source,
     need: Option<Alignment>,
@@ -36,7 +36,7 @@ pub struct File {
     _keeps: Keeps,
 }
 
-/// What lives as long as the file, and so as long as any operation on it: the lock that guards the file.
+/// An object that lives as long as the file, and so as long as any operation on it: the lock that guards the file.
 #[derive(Default)]
 struct Keeps(Option<Arc<dyn Any + Send + Sync>>);
 
@@ -52,7 +52,7 @@ enum Source {
         main: fs::File,
         buffered: OnceLock<fs::File>,
     },
-    /// The backend knows it by its name.
+    /// A file without a descriptor; the backend identifies it by its name.
     Named,
 }
 
@@ -62,7 +62,8 @@ impl File {
         File::opened_by(path, access, direct, |direct| file::open(path, access, direct))
     }
 
-    /// The same with another way to open, which is told whether O_DIRECT is wanted. `path` is for messages.
+    /// Like [`File::open`] with a caller-supplied `open`, whose argument says whether to use O_DIRECT. `path` is for
+    /// messages.
     pub fn opened_by(
         path: &Path,
         access: Access,
@@ -83,7 +84,8 @@ impl File {
         }
         match open(true) {
             Ok(main) => File::assemble(main, true, name, access, None),
-            // O_CREAT may have made the file before O_DIRECT was refused: it is opened, not left behind empty.
+            // O_CREAT may have created the file before O_DIRECT was refused, so the file is opened again, not left
+            // behind empty.
             Err(refusal) if refusal.raw_os_error() == Some(libc::EINVAL) => {
                 let main = open(false).map_err(fail)?;
                 File::assemble(
@@ -98,7 +100,7 @@ impl File {
         }
     }
 
-    /// Takes a duplicate of a descriptor, which keeps its own O_DIRECT setting.
+    /// Duplicates a descriptor, which keeps its own O_DIRECT setting.
     pub fn of_descriptor(fd: i32, access: Access) -> Result<File> {
         let name = format!("descriptor {fd}");
         let (main, direct) = file::duplicate(fd).map_err(|error| failure("opening", &name, 0, 0, &error))?;
@@ -135,7 +137,8 @@ impl File {
         };
         let need =
             need.map(|(memory, offset)| Alignment { memory: memory.max(512), offset: offset.max(page) });
-        // A main descriptor with O_DIRECT on a file that cannot is replaced by a buffered one at its first use.
+        // If the file does not support direct I/O, its first use replaces an O_DIRECT main descriptor by a buffered
+        // one.
         let buffered = OnceLock::new();
         Ok(File {
             key: next_key(),
@@ -152,12 +155,12 @@ impl File {
         })
     }
 
-    /// The same file, which keeps `other` until it is closed: after the last operation that uses it.
+    /// The same file, which keeps `other` alive until it is closed, after the last operation that uses it.
     pub fn keeping(self, other: Arc<dyn Any + Send + Sync>) -> File {
         File { _keeps: Keeps(Some(other)), ..self }
     }
 
-    /// A file that its engine's backend knows by its name, with the alignment that the backend asks for.
+    /// A file without a descriptor that the backend identifies by `name`, with the alignment that the backend requires.
     pub fn named(name: &str, device: u64, need: Option<Alignment>) -> File {
         let key = next_key();
         File {
@@ -175,7 +178,7 @@ impl File {
         }
     }
 
-    /// A number that no other open file of this process has or had.
+    /// A number that this process assigns to no other open file, before or later.
     pub fn key(&self) -> u64 {
         self.key
     }
@@ -185,27 +188,27 @@ impl File {
         &self.name
     }
 
-    /// True if it was opened for writing.
+    /// True if the file was opened for writing.
     pub fn writable(&self) -> bool {
         self.writable
     }
 
-    /// Which file it is.
+    /// Device and inode of the file.
     pub fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// Notes its length, as somebody just found it.
+    /// Records the length of the file in bytes, as just observed.
     pub fn note_length(&self, length: u64) {
         self.length.store(length, Ordering::Relaxed);
     }
 
-    /// True if it ended before `end` when it was last looked at.
+    /// True if the file ended before `end` when its length was last recorded.
     pub fn may_end_before(&self, end: u64) -> bool {
         self.length.load(Ordering::Relaxed) < end
     }
 
-    /// The file system that it lies on.
+    /// The file system of the file; `None` if it is unknown.
     pub fn file_system(&self) -> Option<FileSystem> {
         match &self.source {
             Source::Real { main, .. } => file::file_system(main).ok(),
@@ -213,31 +216,31 @@ impl File {
         }
     }
 
-    /// What one request to its device may hold.
+    /// The largest request that the device accepts; `None` if unknown.
     pub fn limits(&self) -> Option<RequestLimits> {
         self.limits
     }
 
-    /// What direct I/O needs here; `None` if everything goes through the page cache.
+    /// Alignment for direct I/O; `None` if everything goes through the page cache.
     pub fn direct(&self) -> Option<Alignment> {
         self.need.filter(|_| !self.direct_refused.load(Ordering::Relaxed))
     }
 
-    /// Sends everything through the page cache from now on.
+    /// Sends everything through the page cache from now on. The first recorded reason is kept.
     pub fn refuse_direct(&self, reason: String) {
         self.direct_refused.store(true, Ordering::Relaxed);
         self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
     }
 
-    /// Why the file is not direct, if it is not.
+    /// Why the file uses the page cache; `None` if it uses direct I/O.
     pub fn buffered_reason(&self) -> Option<String> {
         self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Opens the descriptor of `route` if that has not happened yet.
+    /// Opens the descriptor of `route` if it is not open yet.
     pub fn prepare(&self, route: Route) -> Result<()> {
         match &self.source {
-            // Two threads may both open it; the second one's is closed again.
+            // Two threads may open it concurrently; the second descriptor is closed again.
             Source::Real { main, buffered }
                 if route == Route::Buffered && self.need.is_some() && buffered.get().is_none() =>
             {
@@ -251,7 +254,7 @@ impl File {
         }
     }
 
-    /// The descriptor of `route`, which was prepared.
+    /// The descriptor of `route`. Call [`File::prepare`] first.
     pub fn fd(&self, route: Route) -> BorrowedFd<'_> {
         match &self.source {
             Source::Real { main, buffered } => match route {
@@ -262,8 +265,8 @@ impl File {
         }
     }
 
-    /// Where the first bytes lie at `from` or later that are no hole; `None` at the end. Of a file without a descriptor only
-    /// the begin is known.
+    /// The offset of the first data at or after `from`; holes are skipped; `None` at the end of the file. A file
+    /// without a descriptor answers only for `from == 0`.
     pub fn next_data(&self, from: u64) -> Option<u64> {
         match &self.source {
             Source::Real { main, .. } => file::next_data(main, from),
@@ -271,7 +274,7 @@ impl File {
         }
     }
 
-    /// Gives bytes `offset..end` a place on the device where they lie past the end of the file.
+    /// Reserves device space for the part of `offset..end` that lies past the end of the file.
     pub fn preallocate(&self, offset: u64, end: u64) -> Result<()> {
         let main = match &self.source {
             Source::Real { main, .. } => main,
@@ -287,7 +290,7 @@ impl File {
         Ok(())
     }
 
-    /// Refuses a length that this process may not give a file, or that its device has no room for.
+    /// Refuses a file length that exceeds the process's size limit or the free space of the device.
     pub fn check_room(&self, from: u64, end: u64) -> Result<()> {
         let checked = file::check_size_limit(end).and_then(|()| match &self.source {
             Source::Real { main, .. } => file::check_free_space(main, from, end),
@@ -298,7 +301,7 @@ impl File {
             .map_err(|error| self.with_free_space(failure("preallocating", &self.name, from, bytes, &error)))
     }
 
-    /// Adds what is free to an error that says that the device is full.
+    /// Adds the free bytes of the file system to an error that reports a full device.
     pub fn with_free_space(&self, error: Error) -> Error {
         match (error, &self.source) {
             (Error::Io(mut inner), Source::Real { .. }) if inner.kind == IoKind::NoSpace => {
@@ -312,8 +315,8 @@ impl File {
     }
 }
 
-/// A device's limits, asked for once: the files that tell them cost more than opening the file itself. Whoever changes
-/// them later gets requests that the device splits.
+/// The request limits of a device, queried once: reading them costs more than opening the file itself. If the limits
+/// shrink later, the device splits the requests.
 fn limits_of(device: u64) -> Option<RequestLimits> {
     static KNOWN: ArcSwapOption<BTreeMap<u64, Option<RequestLimits>>> = ArcSwapOption::const_empty();
     if let Some(known) = KNOWN.load().as_ref().and_then(|known| known.get(&device).copied()) {
@@ -333,7 +336,7 @@ fn next_key() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The error of a system call on a file, or why a file at a fixed name is not used.
+/// The error of a failed system call on a file, or of a refused file at a fixed name.
 pub(super) fn failure(doing: &'static str, name: &str, offset: u64, bytes: u64, error: &io::Error) -> Error {
     if own::is_refusal(error) {
         return TierError::at(TierKind::Foreign, name, error.to_string());

@@ -1,20 +1,20 @@
-//! Files to and from memory: any address, offset and length, asynchronous, every completion checked.
+//! Asynchronous file I/O between files and memory: any address, offset and length. Every completion is checked.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
-//! | [`engine`], `waiting` | what callers see: submit, wait, cancel, deadlines |
-//! | `operation`, `expiry`, `progress` | what callers and driver share; deadlines, and time in which the process stood still |
-//! | [`options`], `counters`, `busy` | settings and requests in, statistics out |
-//! | `driver` | the thread behind an engine: cuts operations into pieces, keeps the queue full |
-//! | `verdict` | what a completion means for its piece |
-//! | [`plan`] | where the cuts are, as pure arithmetic |
-//! | [`profile`] | settings that `spillway tune` found, as engines read them |
-//! | `blocks` | bytes of a piece, by file system |
+//! | [`engine`], `waiting` | the callers' interface: submit, wait, cancel, deadlines |
+//! | `operation`, `expiry`, `progress` | state shared by callers and driver; deadlines; detection of a stopped process |
+//! | [`options`], `counters`, `busy` | settings and requests; statistics |
+//! | `driver` | the thread behind an engine: splits operations into pieces and keeps the queue full |
+//! | `verdict` | classifies each completion: done, retry or failed |
+//! | [`plan`] | where operations are split, as pure arithmetic |
+//! | [`profile`] | settings measured by `spillway tune` |
+//! | `blocks` | the piece size for each file system |
 //! | [`file`] | open files: direct or buffered, and why |
-//! | [`object`] | files kept as objects of an S3-compatible store |
-//! | `backend` | the interface below: `uring`, `threads` (for files and for stores), `sim` (seeded faults, for tests) |
+//! | [`object`] | files stored as objects of an S3-compatible store |
+//! | `backend` | the interface below: `uring`, `threads` (files and object stores), `sim` (seeded faults, for tests) |
 //!
-//! Only `uring` has unsafe code.
+//! Only `uring` contains unsafe code.
 
 mod backend;
 mod blocks;

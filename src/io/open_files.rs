@@ -1,7 +1,7 @@
-//! Files that operations under way have open, so that a thousand operations on one path open it once.
+//! Cache of the files that operations in flight have open: a thousand operations on one path open it once.
 //!
-//! An entry lives as long as an operation uses it: an idle engine holds no file open, and so keeps no deleted file's
-//! space and no file system from being unmounted.
+//! An entry lives as long as an operation uses it. An idle engine therefore holds no file open, so it retains no
+//! deleted file's space and blocks no unmount.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -13,7 +13,7 @@ use super::file::{File, failure};
 use crate::error::{Error, Result};
 use crate::sys::file::{self, Access};
 
-/// Entries beyond this are searched for dead ones.
+/// From this number of entries on, dead entries are removed.
 const SWEEP_AT: usize = 64;
 
 #[derive(Debug, Default)]
@@ -22,7 +22,7 @@ pub(super) struct OpenFiles {
 }
 
 impl OpenFiles {
-    /// The file that `path` names now.
+    /// The file that `path` names now, opened if necessary.
     pub(super) fn get(&self, path: &Path, access: Access, direct: bool) -> Result<Arc<File>> {
         let now = match file::facts_of_path(path) {
             Ok(facts) if !facts.seekable => {

@@ -1,7 +1,8 @@
-//! Operations under way, and what an engine's callers and its driver share about them.
+//! Operations in flight, and the state that an engine's callers and its driver share about them.
 //!
-//! A handle has 63 bits: the top one is free for numbers of callers' own (see `tier::gate`). A handle's life: pending, then finished until a wait takes the outcome. One whose deadline passes is expired: its
-//! caller has the outcome at once, and the handle stays known until the kernel is done with the memory.
+//! A handle has 63 bits. The top bit is free for handles that callers number themselves (see `tier::gate`). A handle is
+//! pending, then finished, until a wait takes the outcome. A handle whose deadline passes is expired: the caller gets
+//! the outcome at once, and the handle stays valid until the kernel has released the memory.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -20,7 +21,7 @@ use crate::error::{Error, IoError, IoKind, Result};
 use crate::pool::region::Lease;
 use crate::sys::span::Span;
 
-/// Largest generation of a handle: 31 bits, above the 32 of its slot.
+/// Largest generation of a handle: 31 bits, above the 32 bits of its slot.
 pub(super) const GENERATIONS: u32 = u32::MAX >> 1;
 
 /// One read, write, sync or allocation.
@@ -37,36 +38,37 @@ pub(super) struct Operation {
     pub(super) submitted: Instant,
     pub(super) deadline: Option<Instant>,
     pub(super) stop: AtomicBool,
-    /// Some of it may be in the kernel.
+    /// True if pieces of the operation may be in the kernel.
     pub(super) started: AtomicBool,
     pub(super) expired: AtomicBool,
 }
 
 impl Operation {
-    /// How far it has to go: bytes, or one step for a sync or an allocation.
+    /// Units of work: bytes of a transfer, 1 for a sync or an allocation.
     pub(super) fn total(&self) -> u64 {
         if self.action.moves_bytes() { self.span.len() as u64 } else { 1 }
     }
 
-    /// True if no more pieces are to be started.
+    /// True if no further pieces may start.
     pub(super) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Before its next piece: false if it is stopped. Who stops it either is seen here, or sees that it has started.
+    /// Called before each piece; returns false if the operation is stopped. SeqCst handshake with `expire`: at least
+    /// one side observes the other.
     pub(super) fn start(&self) -> bool {
         self.started.store(true, Ordering::SeqCst);
         !self.stop.load(Ordering::SeqCst)
     }
 
-    /// Stops it; true if some of it may be in the kernel.
+    /// Stops the operation; true if pieces of it may be in the kernel.
     pub(super) fn expire(&self) -> bool {
         self.expired.store(true, Ordering::Release);
         self.stop.store(true, Ordering::SeqCst);
         self.started.load(Ordering::SeqCst)
     }
 
-    /// True if its deadline passed before it finished.
+    /// True if the deadline passed before the operation finished.
     pub(super) fn expired(&self) -> bool {
         self.expired.load(Ordering::Acquire)
     }
@@ -99,28 +101,28 @@ impl Operation {
     }
 }
 
-/// What a caller waits for; a thread is woken for its own event alone.
+/// An event that a caller waits for. A thread is woken only for its own event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event {
     /// One operation has its outcome.
     Outcome(u64),
-    /// Nothing is pending any more.
+    /// No operation is pending.
     Quiet,
-    /// The driver ended, or what it still has is stuck.
+    /// The driver ended, or everything left is stuck.
     DriverGone,
 }
 
-/// What callers and driver share.
+/// State shared by callers and driver.
 pub(super) struct Shared {
     state: Mutex<State>,
     pub(super) counters: Counters,
-    /// The driver has room: a new operation is worth a wake.
+    /// True if the driver has room, so a new operation should wake it.
     pub(super) hungry: AtomicBool,
-    /// A region retired.
+    /// A region has retired.
     pub(super) trim: AtomicBool,
-    /// Completions seen by the driver.
+    /// Number of completions the driver has seen.
     pub(super) progress: AtomicU64,
-    /// Waits that the driver has ended, and whose completions it has taken.
+    /// Number of waits that the driver has ended and whose completions it has processed.
     pub(super) turns: AtomicU64,
     /// See `Options::stall`.
     pub(super) stall: Option<Duration>,
@@ -132,28 +134,28 @@ pub(super) struct State {
     pub(super) inbox: VecDeque<Arc<Operation>>,
     pub(super) entries: Slab<Entry>,
     pub(super) generation: u32,
-    /// Of pending operations, with their handles.
+    /// Deadlines of pending operations, with their handles.
     pub(super) deadlines: BTreeSet<(Instant, u64)>,
     waiters: Slab<(Event, Arc<Condvar>)>,
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
     pub(super) busy: Busy,
     pub(super) progress: Progress,
-    /// Devices with expired operations in the kernel, and how many.
+    /// Number of expired operations in the kernel, by device.
     pub(super) stuck: HashMap<u64, usize>,
     pub(super) closing: bool,
     pub(super) driver_gone: bool,
     pub(super) lost: Option<String>,
 }
 
-/// What became of an operation that was accepted.
+/// The result of admitting an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Admitted {
-    /// It had nothing to do.
+    /// The operation had nothing to do.
     Finished,
-    /// The driver takes it when it has room.
+    /// The driver takes the operation when it has room.
     Queued,
-    /// Its deadline is the earliest of all: the driver sleeps for too long.
+    /// The operation's deadline is the earliest of all, so the driver must wake to shorten its sleep.
     Urgent,
 }
 
@@ -166,18 +168,18 @@ pub(super) struct Entry {
 pub(super) enum Phase {
     Pending,
     Finished(Result<u64>),
-    /// The outcome is the deadline.
+    /// The outcome is a passed deadline.
     Expired {
         /// `Some` until a wait takes it.
         unread: Option<Error>,
-        /// Counted as stuck on its device.
+        /// True if the operation is counted as stuck on its device.
         stuck: bool,
-        /// The kernel is done with it, and that was counted.
+        /// True if the kernel has released the operation and this was recorded.
         ended: bool,
     },
 }
 
-/// An operation that is over, without its file and its memory.
+/// A finished operation, without its file and its memory.
 struct Ended {
     handle: u64,
     action: Action,
@@ -216,7 +218,7 @@ impl Shared {
         }
     }
 
-    /// Sleeps until `event` may have come, at the longest until `until`.
+    /// Sleeps until `event` may have happened, at most until `until`.
     pub(super) fn await_event<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -230,8 +232,9 @@ impl Shared {
         state
     }
 
-    /// The driver's word that the kernel is done with operations. Their files are closed, if nobody else uses them,
-    /// before anybody is told: the file system may be unmounted next. Waiters are woken after the lock is free.
+    /// Called by the driver with operations that the kernel has released. Files without other users are closed before
+    /// any waiter is notified, since the caller may unmount the file system next. Waiters are woken after the lock is
+    /// released.
     pub(super) fn finish(&self, over: &mut Vec<(Arc<Operation>, Result<u64>)>) {
         if over.is_empty() {
             return;
@@ -249,12 +252,12 @@ impl Shared {
         woken.iter().for_each(|news| news.notify_one());
     }
 
-    /// The engine is lost: no operation is accepted any more.
+    /// Marks the engine as failed: no further operation is accepted.
     pub(super) fn lose(&self, reason: &str) {
         self.lock().lost = Some(reason.to_string());
     }
 
-    /// The driver's last word.
+    /// Called last by the driver thread: marks it as ended and wakes all waiters.
     pub(super) fn driver_ends(&self) {
         let mut state = self.lock();
         state.driver_gone = true;
@@ -263,8 +266,8 @@ impl Shared {
 }
 
 impl State {
-    /// Gives an operation its handle and queues it; one that has nothing to do is finished at once. Also, what the
-    /// driver has to know of it.
+    /// Assigns an operation its handle and queues it; an operation with nothing to do finishes at once. Returns the
+    /// handle and whether the driver must be woken.
     pub(super) fn admit(&mut self, make: impl FnOnce(u64) -> Operation) -> (u64, Admitted) {
         self.generation = self.generation.wrapping_add(1) & GENERATIONS;
         let slot = self.entries.vacant_entry();
@@ -296,7 +299,7 @@ impl State {
         })
     }
 
-    /// An operation that the kernel is done with; adds whom to wake.
+    /// Records an operation that the kernel has released; appends the condition variables to notify to `woken`.
     fn end(&mut self, ended: Ended, counters: &Counters, woken: &mut Vec<Arc<Condvar>>) {
         let Ended { handle, action, deadline, device, outcome } = ended;
         let key = key_of(handle);
@@ -323,7 +326,7 @@ impl State {
         }
     }
 
-    /// Takes the outcome of a handle, if it has one.
+    /// Takes the outcome of a handle; `None` while it is pending.
     pub(super) fn take(&mut self, handle: u64) -> Result<Option<Result<u64>>> {
         let entry = self.entry(handle)?;
         match &mut entry.phase {
@@ -331,7 +334,7 @@ impl State {
             Phase::Expired { unread, ended, .. } => {
                 let known = || Error::invalid("handle", format!("{handle:#x} was waited for"));
                 let (error, ended) = (unread.take().ok_or_else(known)?, *ended);
-                // Until then the entry says that its device is stuck.
+                // Until then the entry records that its device is stuck.
                 if ended {
                     self.entries.remove(key_of(handle));
                 }
@@ -344,14 +347,15 @@ impl State {
         }
     }
 
-    /// An operation that was pending has its outcome.
+    /// Removes an operation that has its outcome from the pending ones.
     pub(super) fn leave_pending(&mut self, handle: u64, action: Action, deadline: Option<Instant>) {
         self.unfinished -= 1;
         self.busy.ends(action);
         deadline.map(|deadline| self.deadlines.remove(&(deadline, handle)));
     }
 
-    /// Who waits for the outcome of `handle`, which just left the pending ones, or for quiet, if it was the last.
+    /// The waiters for the outcome of `handle`, which just left the pending ones, and, if none is pending, the waiters
+    /// for quiet.
     pub(super) fn concerned(&self, handle: u64) -> impl Iterator<Item = Arc<Condvar>> {
         let quiet = self.unfinished == 0;
         let concerns = move |event| event == Event::Outcome(handle) || quiet && event == Event::Quiet;
@@ -361,7 +365,7 @@ impl State {
             .map(|(_, (_, news))| Arc::clone(news))
     }
 
-    /// Wakes every waiter, to see for itself.
+    /// Wakes every waiter to check its condition.
     pub(super) fn tell_all(&self) {
         self.waiters.iter().for_each(|(_, (_, news))| news.notify_one());
     }

@@ -1,62 +1,66 @@
-//! Where an operation is cut into pieces.
+//! Where an operation is split into pieces.
 //!
-//! Direct pieces cover whole pages of the file; the partial pages at the edges go through the page cache, on a second
-//! descriptor. Reading, changing and writing back the edge sectors instead would lose bytes when two operations share
-//! a sector (tensors packed one after another do), would need a truncation at the end of the file that cuts what
-//! others appended, and would not be faster. Since no page is ever written both ways by disjoint operations, the
-//! kernel's own rules keep the two descriptors coherent.
+//! Direct pieces cover whole pages of the file. The partial pages at the edges go through the page cache, on a second
+//! descriptor. The alternative, a read-modify-write of the edge sectors, is not used for three reasons:
+//! - It loses bytes when two operations share a sector, as tensors packed one after another do.
+//! - At the end of the file it needs a truncation, which would cut off data that other writers appended.
+//! - It is not faster.
+//!
+//! Disjoint operations never write the same page through both descriptors. The kernel's own rules therefore keep the
+//! two descriptors coherent.
 #![forbid(unsafe_code)]
 
 use crate::sys::file::RequestLimits;
 use crate::sys::memory::BASE_PAGE;
 
-/// Which descriptor of a file.
+/// A descriptor of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Route {
-    /// Past the page cache.
+    /// Bypasses the page cache (O_DIRECT).
     Direct,
-    /// Through it.
+    /// Through the page cache.
     Buffered,
 }
 
-/// What direct I/O on a file asks for.
+/// The alignment that direct I/O on a file requires, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alignment {
-    /// Of addresses.
+    /// Alignment of memory addresses.
     pub memory: u64,
-    /// Of offsets and lengths; at least a page.
+    /// Alignment of file offsets and lengths; at least a page.
     pub offset: u64,
 }
 
-/// One operation, as far as cutting it goes.
+/// The properties of one operation that determine how it is split.
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
-    /// Where in the file.
+    /// Byte offset in the file.
     pub offset: u64,
     /// Address of the first byte in memory.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// What direct I/O needs; `None` to stay with the page cache.
+    /// Alignment for direct I/O; `None` sends everything through the page cache.
     pub direct: Option<Alignment>,
-    /// Most bytes of a piece, a multiple of every alignment.
+    /// Most bytes of a piece; a multiple of every alignment.
     pub piece: u64,
 }
 
-/// One cut.
+/// One piece of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Which descriptor.
+    /// The descriptor to use.
     pub route: Route,
-    /// Through a bounce block, because the memory is not aligned.
+    /// True if the piece goes through a bounce block because its memory is not aligned.
     pub bounce: bool,
 }
 
 impl Extent {
-    /// The piece that begins `done` bytes into the operation, of which some are left, where bounce blocks have
-    /// `bounce_block` bytes. It has at least one byte: pieces too small for the alignment go through the page cache.
+    /// The piece that begins `done` bytes into the operation; `done` must be less than `len`. Bounce blocks have
+    /// `bounce_block` bytes. The piece has at least one byte: pieces too small for the alignment go through the page
+    /// cache.
     pub fn cut(&self, done: u64, bounce_block: u64) -> Cut {
         let left = self.len - done;
         let buffered = |len: u64| Cut { len, route: Route::Buffered, bounce: false };
@@ -86,9 +90,9 @@ impl Extent {
     }
 }
 
-/// Bytes of a piece: `block`, less where the device would split it again.
+/// Bytes of a piece: `block`, reduced so that the device does not split the request again.
 ///
-/// A buffer of base pages is one segment per page, and one more if it begins inside a page.
+/// Memory uses one segment per page of `page` bytes, and one more if it begins inside a page.
 pub fn piece_bytes(block: u64, limits: Option<RequestLimits>, page: u64, aligned: bool) -> u64 {
     let base = BASE_PAGE as u64;
     let Some(limits) = limits else { return block };
@@ -140,7 +144,7 @@ mod tests {
         }
     }
 
-    /// A device whose sectors are larger than a piece, or than a bounce block, which cannot hold whole sectors.
+    /// Covers devices whose sectors are larger than a piece, or larger than a bounce block.
     #[test]
     fn pieces_smaller_than_the_alignment_still_move() {
         let direct = Some(Alignment { memory: 512, offset: 65_536 });

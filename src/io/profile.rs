@@ -1,8 +1,13 @@
-//! What `spillway tune` found out about file systems, as engines read it.
+//! The profile: settings that `spillway tune` measured for each file system.
 //!
-//! A text file: the line `spillway-io-profile 1`, then a section per file system, `[filesystem KIND-ID]`, with lines
-//! `name = value`. Sections `[link NAME]` belong to the GPU's links and stay as they are. Names that are not known are left alone; anything else that is wrong, another version included, is
-//! one warning, and the file is taken for absent: settings that are merely slower are no reason to fail.
+//! A profile is a text file:
+//! - The first line is `spillway-io-profile 1`.
+//! - Each section `[filesystem KIND-ID]` holds lines `name = value` for one file system.
+//! - Sections `[link NAME]` describe GPU links and are preserved unchanged.
+//! - Unknown names are preserved.
+//!
+//! Any other defect, including another version, causes one warning, and the file is treated as absent. Missing settings
+//! only reduce bandwidth, so they are no reason to fail.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -20,38 +25,38 @@ use crate::sys::file::FileSystem;
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::profile::{self as shared, FIRST_LINE, LINKS_FIRST, link_section};
 
-/// A profile is a few hundred bytes; a file beyond this is something else.
+/// Size limit of a profile, which normally has a few hundred bytes; larger files are rejected.
 const MOST_BYTES: u64 = 64 << 10;
 
 /// The best settings on one file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
-    /// What moves the bytes.
+    /// The backend.
     pub backend: Choice,
     /// Bytes of a piece.
     pub block_bytes: u64,
-    /// Pieces under way; for threads also their number.
+    /// Most pieces in flight; for the thread backend also the number of workers.
     pub depth: u32,
 }
 
-/// A profile.
+/// The settings of all known file systems.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// The file; empty if it never was one.
+    /// Path of the file; empty for a profile that was not read from a file.
     pub path: PathBuf,
     entries: BTreeMap<FileSystem, (Settings, String)>,
-    /// The lines of each link.
+    /// The lines of each GPU link section.
     links: BTreeMap<String, String>,
 }
 
-/// A section while its lines are read.
+/// A section during parsing.
 enum Section<'a> {
     FileSystem(FileSystem, BTreeMap<&'a str, &'a str>),
     Link(&'a str, String),
 }
 
-/// The file that engines read: `SPILLWAY_PROFILE`, or `spillway/io-profile` in the user's cache directory. `None` if
-/// the variable is empty, or there is no such directory.
+/// Path of the profile: `SPILLWAY_PROFILE`, or `spillway/io-profile` in the user's cache directory. `None` if the
+/// variable is empty or there is no cache directory.
 pub fn path() -> Option<PathBuf> {
     let not_empty = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     match std::env::var_os("SPILLWAY_PROFILE") {
@@ -63,7 +68,7 @@ pub fn path() -> Option<PathBuf> {
     }
 }
 
-/// The profile that holds for this process, if there is a good one.
+/// The profile at [`path`]; `None` if it is absent or invalid. An invalid profile causes a warning.
 pub fn current() -> Option<Profile> {
     let path = path()?;
     match Profile::read(&path) {
@@ -75,9 +80,9 @@ pub fn current() -> Option<Profile> {
     }
 }
 
-/// Warns, but not a second time of the same: a job opens thousands of engines.
+/// Logs a warning unless it repeats the previous one: a job opens thousands of engines.
 pub(super) fn warn(message: &str) {
-    // Not locked while the callback of the log runs, which may open an engine, or fork.
+    // Lock-free: the log callback may open an engine, or fork.
     static LAST: ArcSwapOption<String> = ArcSwapOption::const_empty();
     let last = LAST.swap(Some(Arc::new(message.to_string())));
     if last.is_none_or(|last| *last != message) {
@@ -85,7 +90,7 @@ pub(super) fn warn(message: &str) {
     }
 }
 
-/// Puts the profile's settings where the caller gave none. `block_bytes` stays 0: it is found for each file.
+/// Fills in options that the caller left open. `block_bytes` stays 0: it is resolved for each file.
 pub(super) fn with_profile(options: Options, profile: Option<&Profile>) -> Options {
     let (backend, depth) = profile.and_then(Profile::of_an_engine).unwrap_or((options.backend, DEPTH));
     let threads = backend == Choice::Threads && options.backend == Choice::Auto;
@@ -99,7 +104,7 @@ pub(super) fn with_profile(options: Options, profile: Option<&Profile>) -> Optio
 }
 
 impl Profile {
-    /// The profile at `path`; `None` if there is no file, an error in words if there is no sense in it.
+    /// The profile at `path`; `None` if there is no file; an error text if the file is invalid.
     pub fn read(path: &Path) -> std::result::Result<Option<Profile>, String> {
         let file = match std::fs::File::open(path) {
             Ok(file) => file,
@@ -115,7 +120,7 @@ impl Profile {
         Profile::parse(path, &text).map(Some)
     }
 
-    /// Reads the text of a profile.
+    /// Parses the text of a profile; the error text names the line.
     pub fn parse(path: &Path, text: &str) -> std::result::Result<Profile, String> {
         let mut lines = text.lines().enumerate();
         match lines.next() {
@@ -187,13 +192,13 @@ impl Profile {
         Ok(())
     }
 
-    /// The settings for a file system.
+    /// The settings for a file system; `None` if the profile has none.
     pub fn get(&self, system: FileSystem) -> Option<Settings> {
         self.entries.get(&system).map(|(settings, _)| *settings)
     }
 
-    /// What an engine is opened with that may meet any of the file systems: the largest depth, and threads only if
-    /// none of them is better served by io_uring.
+    /// Backend and depth of an engine that may use any of the file systems: the largest depth, and threads only if all
+    /// file systems use threads. `None` if the profile is empty.
     pub fn of_an_engine(&self) -> Option<(Choice, u32)> {
         let all = || self.entries.values().map(|(settings, _)| settings);
         let depth = all().map(|settings| settings.depth).max()?;
@@ -201,7 +206,7 @@ impl Profile {
         Some((if threads { Choice::Threads } else { Choice::Auto }, depth))
     }
 
-    /// Puts settings in, in place of older ones. `notes` are lines `name = value` for a person.
+    /// Adds or replaces the settings of a file system. `notes` are lines `name = value` for the reader of the file.
     pub fn put(&mut self, system: FileSystem, settings: Settings, notes: String) {
         self.entries.insert(system, (settings, notes));
     }
@@ -222,13 +227,13 @@ impl Profile {
         text
     }
 
-    /// Writes the profile to `path`, in one piece.
+    /// Writes the profile to `path` atomically.
     pub fn write(&self, path: &Path) -> Result<()> {
         shared::write(path, &self.text()).map_err(|error| Error::system("writing the profile", &error))
     }
 }
 
-/// The profile of a file that holds links alone: `link NAME = FIGURE=NUMBER ...`.
+/// The profile of a file that holds only links: `link NAME = FIGURE=NUMBER ...`.
 fn of_links(path: &Path, text: &str) -> Profile {
     let mut profile = Profile { path: path.to_path_buf(), ..Profile::default() };
     for line in text.lines().filter_map(|line| line.strip_prefix("link ")) {

@@ -1,49 +1,50 @@
-//! When the operations in flight last made progress, and whether completions may wait that the driver has not taken.
+//! When the operations in flight last made progress, and whether completions may be waiting that the driver has not
+//! processed.
 //!
-//! Invariant: nothing expires before the driver has waited for completions anew, after a stop of the process and after a
-//! deadline passed. A system call can hold the driver up, so that this has a limit.
+//! Invariant: after a stop of the process, and after a deadline passes, nothing expires before the driver has waited
+//! for completions again. A system call can block the driver, so this delay is bounded.
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};
 
-/// A check is late if it comes this much after its time.
+/// A check is late if it happens this much after its planned time.
 const LATE: Duration = Duration::from_millis(250);
-/// After a stop: time for threads and devices to go on, and the longest wait for the driver.
+/// After a stop: time for threads and devices to resume, and the longest wait for the driver.
 const AFTER_STOP: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
 /// After a deadline passed: the longest wait for the driver.
 const AFTER_DEADLINE: Duration = Duration::from_millis(250);
-/// Time between two checks of whether the driver has waited anew.
+/// Time between two checks of whether the driver has waited again.
 const SETTLING_CHECK: Duration = Duration::from_millis(5);
 
-/// What earlier checks of the operations in flight saw.
+/// State from earlier checks of the operations in flight.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
-    /// `Shared::progress`, and when it was last seen to change.
+    /// The value of `Shared::progress`, and when it was last seen to change.
     pub(super) seen: (u64, Option<Instant>),
     /// When the next check was planned; `None` if nothing was in flight.
     pub(super) planned: Option<Instant>,
     settling: Option<Settling>,
-    /// The driver was asked since the first deadline that has passed did.
+    /// True if the driver was woken since the oldest passed deadline.
     asked: bool,
 }
 
-/// The driver may not have taken all completions yet.
+/// Set while the driver may not have processed all completions.
 #[derive(Debug)]
 struct Settling {
-    /// The driver's wait that takes them.
+    /// The number of driver waits after which all completions are processed.
     turn: u64,
     not_before: Instant,
     until: Instant,
 }
 
 impl Progress {
-    /// As a check leaves it that planned the next one for `when`.
+    /// The state after a check that planned the next one for `when`.
     #[cfg(test)]
     pub(super) fn planned_for(when: Instant) -> Progress {
         Progress { planned: Some(when), ..Progress::default() }
     }
 
-    /// True if the process stood still since the last check. `turns` are the waits that the driver has ended so far.
+    /// True if the process was stopped since the last check. `turns` is the number of waits that the driver has ended.
     pub(super) fn notice_stop(&mut self, now: Instant, every: Duration, turns: u64) -> bool {
         let late = LATE.max(every);
         let stopped = self.planned.is_some_and(|planned| now.saturating_duration_since(planned) > late);
@@ -54,7 +55,7 @@ impl Progress {
         stopped
     }
 
-    /// A deadline has passed: true if the driver is still to be asked for what has completed.
+    /// Called when a deadline has passed; true if the driver must be woken to process completions first.
     pub(super) fn notice_deadline(&mut self, now: Instant, turns: u64) -> bool {
         if self.settling.is_some() || std::mem::replace(&mut self.asked, true) {
             return false;
@@ -63,12 +64,12 @@ impl Progress {
         true
     }
 
-    /// What was past its deadline has expired.
+    /// Called when the operations past their deadline expire.
     pub(super) fn expired(&mut self) {
         self.asked = false;
     }
 
-    /// When to check again whether the driver has taken all completions; `None` if it has.
+    /// When to check again whether the driver has processed all completions; `None` if it has.
     pub(super) fn settles(&mut self, now: Instant, turns: u64) -> Option<Instant> {
         let goes_on = |settling: &Settling| {
             (turns < settling.turn || now < settling.not_before) && now < settling.until
@@ -79,7 +80,7 @@ impl Progress {
 
     fn settle(&mut self, turns: u64, not_before: Instant, until: Instant) {
         self.asked = true;
-        // The wait that the driver is in may have ended already: the one after it counts.
+        // The driver's current wait may have ended already, so the wait after it counts.
         self.settling = Some(Settling { turn: turns + 2, not_before, until });
     }
 }

@@ -1,5 +1,5 @@
-//! The backend of worker threads, started as they are needed: pread and pwrite for machines without io_uring, requests to
-//! an object store. Each lane has workers of its own.
+//! The backend of worker threads, started on demand: pread and pwrite for machines without io_uring, or requests to an
+//! object store. Each lane has its own workers.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -32,7 +32,7 @@ struct Line {
     workers: usize,
 }
 
-/// What a worker does with a piece.
+/// Executes a piece on a worker thread.
 pub(super) type Serve = Arc<dyn Fn(&Piece) -> Completion + Send + Sync>;
 
 pub(super) struct Threads {
@@ -43,17 +43,17 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    /// Up to `limit` workers of each lane on the system's files.
+    /// Up to `limit` workers for each lane on the system's files.
     pub(super) fn new(limit: usize) -> Threads {
         Threads::serving("threads", limit, Arc::new(|piece| Completion::of(piece.token, run(piece))))
     }
 
-    /// Up to `limit` workers of each lane that serve pieces this way.
+    /// Up to `limit` workers for each lane that execute pieces with `serve`.
     pub(super) fn serving(name: &'static str, limit: usize, serve: Serve) -> Threads {
         Threads { desk: Arc::default(), limit: limit.max(1), name, serve }
     }
 
-    /// As [`Threads::new`], with a call before every write.
+    /// Like [`Threads::new`], with a call to `before_write` before every write.
     #[cfg(test)]
     pub(super) fn held(limit: usize, before_write: impl Fn() + Send + Sync + 'static) -> Threads {
         let serve = move |piece: &Piece| {
@@ -137,7 +137,7 @@ impl Desk {
             if let Some(piece) = state.lines[lane].pieces.pop_front() {
                 drop(state);
                 let completion = serve(&piece);
-                // The file closes here, before anybody is told that the operation is over.
+                // The file closes here, before any waiter learns that the operation finished.
                 drop(piece);
                 state = self.lock();
                 state.done.push(completion);

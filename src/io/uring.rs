@@ -1,10 +1,10 @@
 //! The io_uring backend: one ring, driven by one thread.
 //!
 //! Invariants:
-//! - Only regions of this library are registered, by their id, so that memory mapped anew at an old address is never
-//!   taken for the old registration. They are unregistered when they retire.
-//! - Everything is unregistered before the ring closes: the kernel tears a ring down later, and would hold files (and
-//!   so a mounted file system, or the space of deleted files) until then.
+//! - Only regions of this library are registered, by their id: new memory mapped at an old address never uses the old
+//!   registration. Regions are unregistered when they retire.
+//! - Everything is unregistered before the ring closes. The kernel destroys a ring asynchronously; until then it would
+//!   hold files open, and with them a mounted file system or the space of deleted files.
 
 use std::collections::HashMap;
 use std::io;
@@ -23,29 +23,30 @@ use crate::pool::region::Region;
 use crate::sys::event::EventFd;
 use crate::sys::span::Span;
 
-/// The kernel takes at most this much per registered buffer.
+/// Most bytes that the kernel accepts per registered buffer.
 const CHUNK: usize = 1 << 30;
-/// A full table costs the kernel 16 bytes an entry.
+/// Size of the buffer table; each entry costs the kernel 16 bytes.
 const BUFFER_SLOTS: usize = 256;
 const FILE_SLOTS: usize = u64::BITS as usize;
-/// Below this, registering costs more than it saves.
+/// Registering a smaller region costs more than it saves.
 const SMALLEST_REGION: usize = 64 << 10;
 const WAKE_TOKEN: u64 = u64::MAX;
-/// The charge for rings that were just closed comes back late; longer than this and it is somebody else's.
+/// How long to retry ENOMEM. The kernel returns the memlock charge of closed rings late; after this time the memory is
+/// in use elsewhere.
 const MEMLOCK_PATIENCE: Duration = Duration::from_millis(50);
 
 pub(super) struct Uring {
     ring: IoUring,
     waker: Arc<EventFd>,
     armed: bool,
-    /// The kernel takes a time with the wait (Linux 5.11).
+    /// True if the wait accepts a timeout (Linux 5.11).
     knows_time: bool,
     buffers: Option<Buffers>,
     files: Option<Files>,
 }
 
 impl Uring {
-    /// A ring for `depth` pieces of each lane under way. The thread that calls this is the one that drives it.
+    /// A ring for `depth` pieces of each lane. The calling thread must be the one that drives the ring.
     pub(super) fn open(depth: u32) -> io::Result<Uring> {
         let ring = build(depth)?;
         let mut probe = Probe::new();
@@ -154,7 +155,7 @@ impl Backend for Uring {
         self.reap(done);
         match outcome.as_ref().map_err(io::Error::raw_os_error) {
             Ok(_) | Err(Some(libc::EINTR | libc::ETIME)) => Ok(()),
-            // The kernel is out of request memory or of completion room: what is under way has to come back first.
+            // The kernel lacks request memory or completion room: pieces in flight must complete first.
             Err(Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)) => {
                 if done.is_empty() {
                     std::thread::sleep(Duration::from_millis(1));
@@ -189,9 +190,9 @@ impl Drop for Uring {
     }
 }
 
-/// The best ring that this kernel makes; each step leaves out what an older one does not know.
+/// Opens the best ring that this kernel supports; each attempt drops features that older kernels lack.
 fn build(depth: u32) -> io::Result<IoUring> {
-    // And the poll for wakes.
+    // One more entry, for the poll on the wake descriptor.
     let entries = (LANES as u32 * depth + 1).next_power_of_two().clamp(64, 16_384);
     let completions = 4 * entries;
     let attempts: [&dyn Fn(&mut io_uring::Builder); 4] = [
@@ -234,14 +235,14 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     attempt()
 }
 
-/// The ring polls its descriptor.
+/// Wakes the ring, which polls the descriptor.
 impl Wake for EventFd {
     fn wake(&self) {
         self.set();
     }
 }
 
-/// Which regions are registered, and where in the table.
+/// Registered regions, and their places in the table.
 #[derive(Default)]
 struct Buffers {
     regions: HashMap<u64, Registered>,
@@ -263,7 +264,7 @@ struct Registered {
 }
 
 impl Buffers {
-    /// Index of the registered buffer that holds all of `span`; registers its region at first sight.
+    /// Index of the registered buffer that holds all of `span`; registers its region on first use.
     fn index(&mut self, submitter: &io_uring::Submitter, region: &Arc<Region>, span: Span) -> Option<u16> {
         if region.retired() || region.span().len() < SMALLEST_REGION {
             return None;
@@ -323,7 +324,7 @@ impl Table {
     }
 }
 
-/// Once per process: the limit is the same for every ring.
+/// Logs once per process: the limit is the same for every ring.
 fn log_refusal(bytes: usize, error: &io::Error) {
     static LOGGED: AtomicBool = AtomicBool::new(false);
     if !LOGGED.swap(true, Ordering::Relaxed) {
@@ -332,11 +333,11 @@ fn log_refusal(bytes: usize, error: &io::Error) {
     }
 }
 
-/// Which files are registered, and how many pieces use them. A file leaves the table with its last piece.
+/// Registered files, with the number of pieces that use each. A file leaves the table with its last piece.
 struct Files {
     slots: [Option<Slot>; FILE_SLOTS],
     used: u64,
-    /// Of each token under way.
+    /// The slot of each token in flight.
     by_token: Vec<Option<u8>>,
 }
 

@@ -1,4 +1,4 @@
-//! What a completion means for its piece: done, to be tried again, or failed.
+//! Classifies each completion of a piece: done, retry, or failed.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -12,7 +12,7 @@ use crate::error::{Error, IoError, IoKind};
 use crate::sys::file;
 use crate::sys::span::Span;
 
-/// A piece is tried this often; the system that interrupts more is not going to stop.
+/// Most retries of a piece; a system that interrupts more often will not stop.
 const MAX_TRIES: u32 = 64;
 
 pub(super) enum Verdict {
@@ -21,20 +21,20 @@ pub(super) enum Verdict {
     Failed(Error),
 }
 
-/// A piece that the backend has.
+/// A piece submitted to the backend.
 pub(super) struct InFlight {
     pub(super) owner: usize,
-    /// Where in the operation.
+    /// Offset of the piece in the operation, in bytes.
     pub(super) at: u64,
     pub(super) span: Span,
-    /// Bytes of the span that moved.
+    /// Bytes of the span already transferred.
     pub(super) done: usize,
     pub(super) route: Route,
     pub(super) bounce: Option<usize>,
     pub(super) tries: u32,
 }
 
-/// Judges a result as the system call would have returned it, and counts what it moved.
+/// Classifies a result, which is the value that the system call would have returned, and counts the bytes moved.
 pub(super) fn judge(
     op: &Operation,
     flight: &mut InFlight,
@@ -78,7 +78,7 @@ fn judge_errno(
         Counters::add(&counters.retried, 1);
         return Verdict::Again;
     }
-    // Writes extend the file then.
+    // The file system does not support allocation, so writes will extend the file.
     if matches!(op.action, Action::Allocate { .. }) && file::cannot_allocate(errno) {
         return Verdict::Done;
     }
@@ -103,7 +103,7 @@ fn judge_errno(
     }
 }
 
-/// After a short transfer: on, directly if what is left is still aligned.
+/// After a short transfer: continues, directly if the rest is still aligned.
 fn resume(op: &Operation, flight: &mut InFlight) -> Verdict {
     let aligned = op.file.direct().is_some_and(|need| {
         (flight.done as u64).is_multiple_of(need.offset) && (flight.done as u64).is_multiple_of(need.memory)

@@ -1,8 +1,8 @@
 //! Waiting for operations: one, some, or all.
 //!
 //! Invariants:
-//! - An outcome goes to one wait. A wait that runs out of time takes none.
-//! - A wait for several returns when all of them are over, also if the first has failed.
+//! - Exactly one wait takes an outcome. A wait that times out takes none.
+//! - A wait for several operations returns when all of them have finished, even if the first has failed.
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::error::{Error, IoError, IoKind, Result};
 use crate::sys::room;
 
 impl Engine {
-    /// Waits for one operation and gives its byte count or its error, once. `Timeout` leaves it under way.
+    /// Waits for one operation and returns its byte count or its error, once. `Timeout` leaves the operation in flight.
     pub fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
         let mut outcome = None;
         self.wait_until(timeout, |state| {
@@ -23,8 +23,8 @@ impl Engine {
         outcome.unwrap_or_else(|| Err(Error::invalid("handle", "has no outcome")))
     }
 
-    /// Waits for these operations and forgets them; the first error in their order. `Timeout` leaves all of them as they
-    /// are.
+    /// Waits for all of `handles` and releases them; returns the first error in the order of `handles`. `Timeout`
+    /// leaves all operations as they are.
     pub fn wait_many(&self, handles: &[u64], timeout: Option<Duration>) -> Result<()> {
         check_distinct(handles)?;
         let mut over = 0;
@@ -38,12 +38,13 @@ impl Engine {
             Ok(None)
         })?;
         let mut state = self.shared.lock();
-        // A handle that another wait took meanwhile is an error of its own.
+        // If another wait took a handle meanwhile, that is an error of this wait.
         let take = |handle: &u64| state.take(*handle).and_then(|outcome| outcome.unwrap_or(Ok(0)));
         first_error(handles.iter().map(take))
     }
 
-    /// Waits for all operations and forgets them; their number, or the first error. With nothing under way, 0 at once.
+    /// Waits for all operations and releases them; returns their number, or the first error. Returns 0 at once if there
+    /// are none.
     pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
         self.wait_quiet(timeout)?;
         let outcomes = self.shared.lock().take_all();
@@ -51,12 +52,12 @@ impl Engine {
         first_error(outcomes).map(|()| total)
     }
 
-    /// Waits until nothing is pending.
+    /// Waits until no operation is pending.
     pub(super) fn wait_quiet(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait_until(timeout, |state| Ok((state.unfinished > 0).then_some(Event::Quiet)))
     }
 
-    /// Waits until `missing` names no event any more that is worth waking up for.
+    /// Waits until `missing` returns no event to wait for.
     pub(super) fn wait_until(
         &self,
         timeout: Option<Duration>,
@@ -105,7 +106,7 @@ fn check_distinct(handles: &[u64]) -> Result<()> {
     }
 }
 
-/// The first error, with the number of the others.
+/// The first error, with the number of further errors.
 fn first_error(outcomes: impl IntoIterator<Item = Result<u64>>) -> Result<()> {
     let mut errors = outcomes.into_iter().filter_map(Result::err);
     match (errors.next(), errors.count()) {

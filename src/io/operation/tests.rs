@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// A sync that the kernel has.
+/// A sync in the kernel.
 fn under_way(handle: u64, submitted: Instant, deadline: Option<Instant>) -> Operation {
     Operation {
         handle,
@@ -38,7 +38,7 @@ fn a_device_is_free_again_although_the_outcome_was_taken_while_files_were_being_
     shared.turns.fetch_add(2, Ordering::Release);
     drop(shared.expire(shared.lock()));
     assert_eq!(shared.lock().stuck.get(&7), Some(&1));
-    // What `Shared::finish` does before it closes files, and a waiter meanwhile.
+    // As in `Shared::finish` before it closes files; a waiter takes the outcome meanwhile.
     let op = shared.lock().entry(handle).unwrap().op.take().unwrap();
     assert!(matches!(shared.lock().take(handle), Ok(Some(Err(_)))));
     let ended = Ended::new(&op, Ok(1));
@@ -53,19 +53,19 @@ fn time_in_which_the_process_did_not_run_is_no_stall() {
     let now = Instant::now();
     let long_ago = now - Duration::from_secs(10);
     let handle = shared.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
-    // The look that was planned for then comes now.
+    // The check planned for `long_ago` happens now.
     shared.lock().progress = Progress::planned_for(long_ago);
     let (state, next, expired) = shared.expire(shared.lock());
     drop(state);
     assert!(!expired && next.is_some_and(|next| next > now && next < now + stall));
     assert!(shared.lock().stuck.is_empty());
     std::thread::sleep(Duration::from_millis(60));
-    // The driver has not waited anew yet.
+    // The driver has not waited again yet.
     shared.turns.fetch_add(1, Ordering::Release);
     let (state, _, expired) = shared.expire(shared.lock());
     drop(state);
     assert!(!expired);
-    // The driver has waited anew and found nothing.
+    // The driver has waited again and found nothing.
     shared.turns.fetch_add(1, Ordering::Release);
     let (state, _, expired) = shared.expire(shared.lock());
     drop(state);

@@ -1,4 +1,4 @@
-//! How many bytes a piece has: as the caller says, as the profile says for the file's file system, or the default.
+//! The piece size in bytes: given by the caller, by the profile for the file's file system, or by default.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -12,10 +12,10 @@ use crate::log::{self, Level};
 
 #[derive(Debug)]
 pub(super) struct Blocks {
-    /// The caller's; 0 if it gave none.
+    /// Given by the caller; 0 if not.
     given: u64,
     profile: Option<Profile>,
-    /// Found so far, by device.
+    /// Sizes resolved so far, by device.
     by_device: Mutex<HashMap<u64, u64>>,
     last: AtomicU64,
 }
@@ -35,19 +35,19 @@ impl Blocks {
         let device = file.identity().device;
         let known = || self.by_device.lock().unwrap_or_else(PoisonError::into_inner);
         let found = known().get(&device).copied();
-        // Not locked while the callback of the log runs.
+        // The map is not locked while the log callback runs.
         let bytes = found.unwrap_or_else(|| look_up(profile, file));
         known().insert(device, bytes);
         self.last.store(bytes, Ordering::Relaxed);
         bytes
     }
 
-    /// The answer to the last file.
+    /// The size for the most recent file.
     pub(super) fn last(&self) -> u64 {
         self.last.load(Ordering::Relaxed)
     }
 
-    /// Where the profile lies.
+    /// Path of the profile; empty if there is none.
     pub(super) fn profile(&self) -> String {
         self.profile.as_ref().map(|profile| profile.path.display().to_string()).unwrap_or_default()
     }

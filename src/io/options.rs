@@ -1,4 +1,4 @@
-//! What an engine is opened with, and what an operation is asked with.
+//! Settings of an engine, and the request for an operation.
 #![forbid(unsafe_code)]
 
 use std::path::Path;
@@ -10,39 +10,40 @@ use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::span::Span;
 
-/// Which backend.
+/// The backend to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// io_uring, or threads where it is not to be had.
+    /// io_uring, or threads where io_uring is unavailable.
     Auto,
-    /// io_uring or an error.
+    /// io_uring; an error if it is unavailable.
     Uring,
-    /// Threads.
+    /// Worker threads.
     Threads,
 }
 
 /// Settings of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Which backend; the environment variable `SPILLWAY_IO` overrides it.
+    /// The backend; the environment variable `SPILLWAY_IO` overrides it.
     pub backend: Choice,
-    /// Pieces of reads under way at a time, and as many of writes; 0 is the profile's, or [`DEPTH`].
+    /// Most pieces of reads in flight, and likewise of writes; 0 takes the depth of the profile, or [`DEPTH`].
     pub depth: u32,
-    /// Most bytes of a piece, rounded up to whole pages; 0 is the profile's for each file system, or [`BLOCK_BYTES`].
+    /// Most bytes of a piece, rounded up to whole pages; 0 takes the profile's value for each file system, or
+    /// [`BLOCK_BYTES`].
     pub block_bytes: u64,
-    /// Most worker threads of the thread backend for reads, and as many for writes; 0 is the depth of a profile that asks for
-    /// threads, or [`WORKERS`].
+    /// Most worker threads for reads, and likewise for writes; 0 takes the depth of a profile that selects threads, or
+    /// [`WORKERS`]. Only for the thread backend.
     pub workers: u32,
-    /// Go past the page cache where the file system allows it.
+    /// Use direct I/O where the file system allows it.
     pub direct: bool,
-    /// Give a write that extends its file its place on the device first.
+    /// Reserve device space before a write that extends its file.
     pub preallocate: bool,
     /// Permission bits of new files.
     pub file_mode: u32,
-    /// Deadline of operations that bring none.
+    /// Deadline of operations that specify none.
     pub deadline: Option<Duration>,
-    /// Time without any progress after which all operations under way count as past their deadline. It fits a queue
-    /// that a slow device takes long to work through, which a deadline does not.
+    /// Time without any completion after which all operations in flight count as past their deadline. It suits a long
+    /// queue on a slow device, which a deadline does not.
     pub stall: Option<Duration>,
 }
 
@@ -62,23 +63,23 @@ impl Default for Options {
     }
 }
 
-/// Pieces of reads, and of writes, under way where nobody says otherwise.
+/// Default number of pieces in flight for reads, and for writes.
 pub const DEPTH: u32 = 32;
-/// Bytes of a piece where nobody says otherwise.
+/// Default bytes of a piece.
 pub const BLOCK_BYTES: u64 = 1 << 20;
-/// Worker threads where nobody says otherwise.
+/// Default number of worker threads for reads, and for writes.
 pub const WORKERS: u32 = 8;
 /// Largest depth.
 pub const MAX_DEPTH: u32 = 4096;
-/// Largest piece; a completion's count is an i32.
+/// Most bytes of a piece; a completion's byte count is an i32.
 pub const MAX_BLOCK: u64 = 1 << 30;
 const MAX_WORKERS: u32 = 1024;
-/// Bytes set aside for unaligned memory, as far as the depth needs them.
+/// Bytes of bounce blocks for unaligned memory, for each lane. A small depth uses fewer.
 pub(super) const BOUNCE_BYTES: usize = 16 << 20;
-/// Writes below this are not worth a call of their own for their place.
+/// Smaller writes are not preallocated: the extra call costs more than it saves.
 pub(super) const PREALLOCATE_FROM: usize = 256 << 10;
 
-/// Where an operation goes.
+/// The file of an operation.
 #[derive(Debug, Clone)]
 pub enum Target<'a> {
     /// A path, opened for the operation.
@@ -92,13 +93,13 @@ pub enum Target<'a> {
 /// One operation to submit.
 #[derive(Debug, Clone)]
 pub struct Request<'a> {
-    /// Where.
+    /// The file.
     pub target: Target<'a>,
-    /// Byte of the file to begin at.
+    /// Byte offset in the file.
     pub offset: u64,
-    /// The memory. It belongs to the engine until the operation is over.
+    /// The memory. It belongs to the engine until the operation has finished.
     pub span: Span,
-    /// Time that the operation may take, instead of the engine's.
+    /// Time limit of the operation; `None` takes the engine's.
     pub deadline: Option<Duration>,
 }
 

@@ -1,8 +1,8 @@
-//! Pinned memory that a file transfer and a computation use in turn.
+//! Pinned memory used alternately by file transfers and computations.
 //!
 //! Invariants:
-//! - Slices are lent only while no transfer of the engine's holds a lease on the memory.
-//! - A transfer that is stuck keeps its lease, so that memory it may still write to is never lent.
+//! - Slices are lent only while no transfer of the engine holds a lease on the memory.
+//! - A stuck transfer keeps its lease, so memory that it may still write to is never lent.
 
 use std::sync::Arc;
 
@@ -19,23 +19,23 @@ pub struct Buffer {
     part: Span,
 }
 
-/// The region of some buffers, retired with the last of them.
+/// The region of some buffers, which retires with the last of them.
 #[derive(Debug)]
 struct Owner(Arc<Region>);
 
-/// Most bytes of a region that several buffers share: as much as a lock is refused for at once.
+/// Most bytes of a region that several buffers share. It bounds the memory that one refused lock leaves unlocked.
 const SHARED: usize = 1 << 30;
 
 impl Buffer {
-    /// Takes `bytes`, rounded up to whole pages.
+    /// Takes one buffer of `bytes` bytes, rounded up to whole pages.
     pub fn open(bytes: usize, backing: Backing) -> Result<Buffer> {
         let owner = Arc::new(Owner(Region::open(bytes.max(1), backing)?));
         let part = owner.0.span();
         Ok(Buffer { owner, part })
     }
 
-    /// Takes `count` buffers of `bytes` each, rounded up to base pages: side by side, so that huge pages round up their sum
-    /// and not each of them, and only where that adds little.
+    /// Takes `count` buffers of `bytes` each, rounded up to base pages. The buffers are adjacent, so huge pages round
+    /// up only their sum, and huge pages are used only if the rounding adds at most 1/64.
     pub fn open_many(count: usize, bytes: usize, backing: Backing) -> Result<Vec<Buffer>> {
         let too_large = || Error::invalid("bytes", "pass the address space");
         let bytes = bytes.max(1).checked_next_multiple_of(BASE_PAGE).ok_or_else(too_large)?;
@@ -65,22 +65,23 @@ impl Buffer {
         self.part
     }
 
-    /// The memory as numbers, whatever it last held; an error while a transfer uses it.
+    /// The memory as f32 values with its present contents; `Busy` while a transfer uses it.
     pub fn floats(&mut self) -> Result<&mut [f32]> {
         let span = self.unused()?;
-        // SAFETY: mapped and page-aligned for as long as the region lives; any bits are an f32. Nobody else uses it: no other
-        // buffer has this part, no transfer has it, as just checked, and none can get it from `span` while `self` is borrowed.
+        // SAFETY: mapped and page-aligned for as long as the region lives; any bits are a valid f32. Access is
+        // exclusive: no other buffer has this part, no transfer uses it, as just checked, and none can get it from
+        // `span` while `self` is borrowed.
         Ok(unsafe { std::slice::from_raw_parts_mut(span.as_ptr().cast(), span.len() / size_of::<f32>()) })
     }
 
-    /// The same memory as words of 16 bits, the lower half of a number before its upper.
+    /// The same memory as 16-bit words, the lower half of each 32-bit value first; `Busy` while a transfer uses it.
     pub fn words(&mut self) -> Result<&mut [u16]> {
         let span = self.unused()?;
-        // SAFETY: as in `floats`; any bits are a u16.
+        // SAFETY: as in `floats`; any bits are a valid u16.
         Ok(unsafe { std::slice::from_raw_parts_mut(span.as_ptr().cast(), span.len() / size_of::<u16>()) })
     }
 
-    /// True while a transfer may reach the memory, one that was given up included.
+    /// True while a transfer may access the memory, including abandoned transfers.
     pub fn in_transfer(&self) -> bool {
         self.owner.0.leased(self.part)
     }

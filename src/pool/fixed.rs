@@ -1,9 +1,9 @@
-//! A pool of equal blocks in one region, all of it taken at open.
+//! A pool of equal blocks in one region; all memory is taken at open.
 //!
 //! Invariants:
-//! - A block is free, out, or freed while leased; only a free one is handed out.
-//! - A refused call changes nothing.
-//! - A child made by fork gets an error instead of a lock that may never open.
+//! - A block is free, in use, or quarantined (freed while leased). Only a free block is handed out.
+//! - A call that returns an error changes nothing.
+//! - A child made by fork gets an error; it never waits for a lock that its parent held at the fork.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -17,35 +17,35 @@ use crate::sys::process;
 use crate::sys::room;
 use crate::sys::span::Span;
 
-/// Size of a pool.
+/// Sizes and memory of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolOptions {
     /// Bytes of a block, rounded up to whole pages.
     pub block_bytes: usize,
     /// Number of blocks.
     pub block_count: usize,
-    /// What memory to take.
+    /// The kind of memory to take.
     pub backing: Backing,
 }
 
-/// State of a pool.
+/// Statistics of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolStats {
-    /// Bytes of a block, as rounded.
+    /// Bytes of a block, rounded up to whole pages.
     pub block_bytes: usize,
     /// Number of blocks.
     pub block_count: usize,
-    /// Blocks handed out.
+    /// Blocks in use.
     pub in_use: usize,
-    /// Most blocks handed out at any one time.
+    /// Most blocks in use at one time.
     pub high_water: usize,
-    /// Blocks freed while the kernel still worked on them.
+    /// Blocks freed while the kernel still used them.
     pub quarantined: usize,
-    /// Bytes of the pool.
+    /// Total bytes of the pool.
     pub bytes: usize,
-    /// Those of them that are locked.
+    /// Locked bytes of the pool.
     pub locked_bytes: usize,
-    /// What backs the pool.
+    /// The page size of the memory.
     pub kind: PageKind,
     /// Bytes of registered foreign buffers.
     pub foreign_bytes: usize,
@@ -71,7 +71,8 @@ struct State {
 }
 
 impl Pool {
-    /// Takes all the memory.
+    /// Opens a pool and takes all its memory. The error is `InvalidArgument` for sizes of 0 or beyond the address
+    /// space.
     pub fn open(options: PoolOptions) -> Result<Pool> {
         let PoolOptions { block_bytes, block_count, backing } = options;
         if block_bytes == 0 || block_count == 0 {
@@ -84,13 +85,13 @@ impl Pool {
             let reason = format!("{block_count} blocks of {block_bytes} bytes pass the address space");
             return Err(Error::invalid("options.block_count", reason));
         };
-        // The memory first: a count of blocks that cannot be is refused before anything is listed.
+        // The memory first: an impossible number of blocks is refused before their lists are allocated.
         let region = Region::open(total, backing)?;
         let state = State::new(block_count).inspect_err(|_| region.retire())?;
         Ok(Pool { process: process::id(), region, block_bytes, state: Mutex::new(state) })
     }
 
-    /// Hands out a block, with whatever it last held.
+    /// Hands out a block with unspecified contents. The error is `LimitReached` if no block is free.
     pub fn alloc(&self) -> Result<Span> {
         let mut state = self.lock()?;
         state.reclaim(|block| self.region.leased(self.block(block)));
@@ -106,7 +107,7 @@ impl Pool {
         Ok(self.block(block))
     }
 
-    /// Takes back the block that begins at `address`.
+    /// Frees the block that begins at `address`. A block under a lease is quarantined until the lease ends.
     pub fn free(&self, address: usize) -> Result<()> {
         let block = self.block_at(address)?;
         let mut state = self.lock()?;
@@ -122,7 +123,7 @@ impl Pool {
         Ok(())
     }
 
-    /// True if all of the range lies in the pool, or in one registered buffer.
+    /// True if the whole range lies in the pool or in one registered buffer.
     pub fn contains(&self, address: usize, len: usize) -> Result<bool> {
         if self.region.span().covers(address, len) {
             return Ok(true);
@@ -132,7 +133,8 @@ impl Pool {
         Ok(before.is_some_and(|(start, size)| address - start <= *size && len <= size - (address - start)))
     }
 
-    /// Counts a buffer that somebody else pinned as part of the pool, for [`Pool::contains`].
+    /// Registers a foreign pinned buffer, which [`Pool::contains`] then includes. It must not overlap the pool or
+    /// another buffer.
     pub fn register(&self, address: usize, len: usize) -> Result<()> {
         let end = address.checked_add(len).filter(|_| address != 0 && len != 0);
         let end =
@@ -148,14 +150,14 @@ impl Pool {
         Ok(())
     }
 
-    /// Undoes [`Pool::register`].
+    /// Reverses [`Pool::register`].
     pub fn unregister(&self, address: usize) -> Result<()> {
         let removed = self.lock()?.foreign.remove(&address);
         let refusal = || Error::invalid("buffer", format!("{address:#x} is not registered"));
         removed.map(|_| ()).ok_or_else(refusal)
     }
 
-    /// State of the pool.
+    /// Statistics of the pool.
     pub fn stats(&self) -> Result<PoolStats> {
         let mut state = self.lock()?;
         state.reclaim(|block| self.region.leased(self.block(block)));
@@ -173,12 +175,12 @@ impl Pool {
         })
     }
 
-    /// False in a forked child of the process that opened it.
+    /// False in a forked child of the process that opened the pool.
     pub fn is_own(&self) -> bool {
         self.process == process::id()
     }
 
-    /// Refuses while blocks are out, since their users would be left with unmapped memory.
+    /// Returns `Busy` while blocks are in use, since closing would unmap memory that their users still access.
     pub fn closable(&self) -> Result<()> {
         match self.lock()?.in_use {
             0 => Ok(()),

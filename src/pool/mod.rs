@@ -1,8 +1,8 @@
 //! Pinned memory: pools of equal blocks, and single allocations of any size.
 //!
 //! Both take their memory from a [`region::Region`]: touched, in 2 MiB pages where possible, locked where the limit
-//! allows. Whoever lets the kernel work on a part of a region takes a [`region::Lease`], and a leased part is neither
-//! unmapped nor handed out again before the lease ends, whatever happens to its owner.
+//! allows. Code that lets the kernel access a part of a region takes a [`region::Lease`]. A leased part is neither
+//! unmapped nor handed out again before the lease ends, even if its owner frees it.
 
 pub mod buffer;
 pub mod fixed;

@@ -1,7 +1,7 @@
-//! Single pinned allocations of any size, for the whole process; freed by address.
+//! Single pinned allocations of any size, shared by the whole process and freed by address.
 //!
-//! Small ones are cut from arenas, so that a thousand tensors of 1 MiB share 2 MiB pages and a few registrations.
-//! A freed part that the kernel still works on stays out of use until its lease ends.
+//! Small allocations come from arenas, so a thousand tensors of 1 MiB share 2 MiB pages and a few registrations. A
+//! freed part that the kernel still uses is quarantined until its lease ends.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -15,22 +15,22 @@ use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
 use crate::sys::process;
 use crate::sys::span::Span;
 
-/// Allocations above this have a mapping of their own.
+/// Larger allocations have their own mapping.
 const ARENA_SHARE: usize = ARENA_BYTES / 4;
 const ARENA_BYTES: usize = 32 * HUGE_PAGE;
 
-/// State of all allocations of the process.
+/// Statistics of all allocations of the process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PinnedStats {
     /// Live allocations.
     pub allocations: usize,
-    /// Their bytes.
+    /// Requested bytes of live allocations.
     pub bytes: usize,
-    /// Most bytes allocated at any one time.
+    /// Most requested bytes live at one time.
     pub high_water: usize,
-    /// Bytes taken from the system for them.
+    /// Bytes mapped for live allocations and arenas.
     pub mapped_bytes: usize,
-    /// Those of them that are locked.
+    /// Locked bytes of the mapped ones.
     pub locked_bytes: usize,
 }
 
@@ -52,22 +52,22 @@ struct State {
 struct Allocation {
     region: Arc<Region>,
     span: Span,
-    /// What was asked for; the span is whole pages.
+    /// Requested bytes; the span is rounded up to whole pages.
     asked: usize,
 }
 
 #[derive(Debug)]
 struct Arena {
     region: Arc<Region>,
-    /// Free parts, as offset and length, in order and never adjacent.
+    /// Free parts as offset and length in bytes, sorted and never adjacent.
     gaps: BTreeMap<usize, usize>,
-    /// Parts that were freed under a lease.
+    /// Parts freed while leased.
     stuck: Vec<Span>,
 }
 
 static MANAGER: ArcSwapOption<Manager> = ArcSwapOption::const_empty();
 
-/// Allocates `bytes` (0 counts as 1), page-aligned, touched, uninitialised in meaning.
+/// Allocates `bytes` (0 counts as 1): page-aligned and touched, with unspecified contents.
 pub fn alloc(bytes: usize) -> Result<Span> {
     let manager = manager();
     let Some(size) = bytes.max(1).checked_next_multiple_of(BASE_PAGE) else {
@@ -87,7 +87,7 @@ pub fn alloc(bytes: usize) -> Result<Span> {
     Ok(span.part(0, bytes))
 }
 
-/// Frees the allocation that begins at `address`.
+/// Frees the allocation that begins at `address`; any other address is an `InvalidArgument`.
 pub fn free(address: usize) -> Result<()> {
     let manager = manager();
     let mut state = manager.lock();
@@ -101,7 +101,7 @@ pub fn free(address: usize) -> Result<()> {
     Ok(())
 }
 
-/// True if all of the range lies inside one live allocation.
+/// True if the whole range lies in one live allocation.
 pub fn contains(address: usize, len: usize) -> bool {
     let manager = manager();
     let state = manager.lock();
@@ -109,7 +109,7 @@ pub fn contains(address: usize, len: usize) -> bool {
     before.is_some_and(|(_, found)| found.span.part(0, found.asked).covers(address, len))
 }
 
-/// State of all allocations.
+/// Statistics of all allocations.
 pub fn stats() -> PinnedStats {
     let manager = manager();
     let state = manager.lock();
@@ -124,7 +124,8 @@ pub fn stats() -> PinnedStats {
     }
 }
 
-/// This process's manager. A forked child starts with an empty one: its parent's may be locked for ever.
+/// The manager of this process. A forked child starts with an empty one: the parent's mutex may have been locked at the
+/// fork.
 fn manager() -> Arc<Manager> {
     let process = process::id();
     loop {
@@ -134,7 +135,7 @@ fn manager() -> Arc<Manager> {
         }
         let made = Arc::new(Manager { process, state: Mutex::default() });
         MANAGER.compare_and_swap(&seen, Some(made));
-        // The child must not drop what belongs to its parent: others may hold parts of it.
+        // The child must not drop its parent's manager: code in the child may still use its allocations.
         std::mem::forget(seen);
     }
 }
@@ -164,7 +165,7 @@ impl State {
             return region.retire();
         };
         self.arenas[at].give_back(span);
-        // One empty arena is kept, so that a loop of one small tensor does not map and lock at every turn.
+        // One empty arena is kept, so that a loop over one small tensor does not map and lock memory each time.
         let spare = self.arenas.iter().filter(|arena| arena.is_empty()).count() > 1;
         if spare && self.arenas[at].is_empty() {
             self.arenas.swap_remove(at).region.retire();

@@ -1,11 +1,11 @@
-//! Regions of pinned memory that this process owns, findable by address.
+//! Regions of pinned memory that this process owns, found by address.
 //!
 //! Invariants:
-//! - An id is never reused, so that a registration made for one region is never taken for another at its address.
-//! - A region stays mapped while anyone holds it; a lease holds it.
-//! - Memory that a device reaches is not copied into forked children, where nothing is at its address. A child does not
-//!   unmap it: something of its own may be there.
-//! - Finding takes no lock. A forked child finds nothing: what its parent locked is not locked for it.
+//! - An id is never reused, so a registration of one region never applies to another region at its address.
+//! - A region stays mapped while it is referenced; a lease holds a reference.
+//! - Memory that a device accesses is not copied into forked children, where its addresses are unmapped. A child does
+//!   not unmap it: the child may have mapped something else there.
+//! - Lookup takes no lock. A forked child does not find its parent's regions, since memory locks are not inherited.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -22,12 +22,12 @@ use crate::sys::memory::{self, Mapping, PageKind};
 use crate::sys::process;
 use crate::sys::span::Span;
 
-/// What memory to take.
+/// The kind of memory to take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backing {
     /// Try 2 MiB pages.
     pub huge: bool,
-    /// Lock it into memory.
+    /// Lock the memory (mlock).
     pub lock: bool,
     /// NUMA node to take it from.
     pub node: Option<u32>,
@@ -48,12 +48,12 @@ pub struct Region {
     locked: bool,
     retired: AtomicBool,
     leases: Mutex<Slab<Range<usize>>>,
-    /// How many devices reach it. Changed under the lock; a child reads it without.
+    /// Number of devices that access the region. Changed under the lock; a child reads it without the lock.
     reached: AtomicUsize,
     reaching: Mutex<()>,
 }
 
-/// As long as it lives a device reaches a region, which is therefore kept out of forked children.
+/// A device's access to a region. While it lives, the region is not copied into forked children.
 #[derive(Debug)]
 pub struct Reach(Arc<Region>);
 
@@ -65,8 +65,8 @@ static WATCHERS: ArcSwapOption<Vec<Watcher>> = ArcSwapOption::const_empty();
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 impl Region {
-    /// Maps, touches and locks `bytes`, and makes them findable. Only memory itself is a must: a refused lock or node
-    /// is one warning.
+    /// Maps, touches and locks `bytes`, and adds the region to the index. Only missing memory is an error; a refused
+    /// lock or NUMA node causes a warning.
     pub fn open(bytes: usize, backing: Backing) -> Result<Arc<Region>> {
         let (mapping, unbound) = Mapping::touched(bytes, backing.huge, backing.node)
             .map_err(|error| Error::system("taking pinned memory", &error))?;
@@ -93,12 +93,13 @@ impl Region {
         Ok(region)
     }
 
-    /// Makes the region unfindable. It is unmapped when the last holder lets go.
+    /// Removes the region from the index and notifies the watchers. The memory is unmapped when the last reference is
+    /// dropped.
     pub fn retire(&self) {
         self.retired.store(true, Ordering::Release);
         INDEX.rcu(|index| {
             let mut index = index.as_deref().cloned().unwrap_or_default();
-            // A child's own region may stand at the address of a region that only its parent retired.
+            // In a child, its own region may have the same address as a region retired only there.
             if index.get(&self.span().address()).is_some_and(|found| found.id == self.id) {
                 index.remove(&self.span().address());
             }
@@ -109,32 +110,32 @@ impl Region {
         }
     }
 
-    /// A number that no other region of this process has or had.
+    /// A number that this process assigns to no other region, before or later.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// All of its memory.
+    /// All memory of the region.
     pub fn span(&self) -> Span {
         self.mapping.span()
     }
 
-    /// What backs it.
+    /// The page size of the memory.
     pub fn kind(&self) -> PageKind {
         self.mapping.kind()
     }
 
-    /// True if the system agreed to lock it.
+    /// True if the memory is locked.
     pub fn locked(&self) -> bool {
         self.locked
     }
 
-    /// True once its owner is done with it; only leases keep it mapped.
+    /// True once the owner has retired the region; only leases keep it mapped.
     pub fn retired(&self) -> bool {
         self.retired.load(Ordering::Acquire)
     }
 
-    /// True in the process that opened it.
+    /// True in the process that opened the region.
     pub fn is_own(&self) -> bool {
         self.process == process::id()
     }
@@ -151,7 +152,7 @@ impl Region {
         let after = change(before);
         self.reached.store(after, Ordering::Relaxed);
         if (before == 0) != (after == 0) {
-            // Refused by systems that know no such advice; then children copy the memory, as they did.
+            // Systems without this advice refuse it; children then copy the memory as usual.
             let _ = self.mapping.hide_from_children(after > 0);
         }
     }
@@ -170,13 +171,13 @@ impl Drop for Region {
 }
 
 impl Reach {
-    /// A device begins to reach a region of this process.
+    /// Registers a device's access to a region of this process.
     pub fn begin(region: &Arc<Region>) -> Reach {
         region.change_reach(|reached| reached + 1);
         Reach(Arc::clone(region))
     }
 
-    /// The region.
+    /// The region that the device accesses.
     pub fn region(&self) -> &Arc<Region> {
         &self.0
     }
@@ -190,14 +191,14 @@ impl Drop for Reach {
     }
 }
 
-/// The region that holds all of `address..address + len`.
+/// The region that contains all of `address..address + len`; `None` if there is none, or if a parent process opened it.
 pub fn find(address: usize, len: usize) -> Option<Arc<Region>> {
     let index = INDEX.load();
     let (_, region) = index.as_ref()?.range(..=address).next_back()?;
     (region.is_own() && region.span().covers(address, len)).then(|| Arc::clone(region))
 }
 
-/// Calls `watcher` whenever a region retires, until it is dropped.
+/// Calls `watcher` whenever a region retires, until the watcher is dropped.
 pub fn watch(watcher: &Arc<dyn Fn() + Send + Sync>) {
     WATCHERS.rcu(|watchers| {
         let all = watchers.as_deref().map_or(&[][..], Vec::as_slice);
@@ -206,7 +207,7 @@ pub fn watch(watcher: &Arc<dyn Fn() + Send + Sync>) {
     });
 }
 
-/// Keeps a part of a region mapped and out of other hands.
+/// Keeps a part of a region mapped and prevents its reuse.
 #[derive(Debug)]
 pub struct Lease {
     region: Arc<Region>,
@@ -214,14 +215,14 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Leases `part`, if it lies in one region.
+    /// Leases `part` if it lies in one region; `None` otherwise.
     pub fn take(part: Span) -> Option<Lease> {
         let region = find(part.address(), part.len())?;
         let key = region.leases().insert(part.address()..part.address() + part.len());
         Some(Lease { region, key })
     }
 
-    /// The region.
+    /// The region that contains the part.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
     }
@@ -233,7 +234,7 @@ impl Drop for Lease {
     }
 }
 
-/// Locks, or warns: once per process, since the limit and its remedy are the same for every region.
+/// Locks the memory or warns. It warns once per process, since the limit and its remedy are the same for every region.
 fn lock(mapping: &Mapping) -> bool {
     static WARNED: AtomicBool = AtomicBool::new(false);
     let Err(error) = mapping.lock() else { return true };

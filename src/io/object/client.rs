@@ -1,16 +1,15 @@
-//! Requests to an S3-compatible store, over HTTP with signed addresses.
+//! HTTP requests to an S3-compatible store, with signed URLs.
 //!
 //! Invariants:
-//! - A request succeeded only if its status is the one that says so and every byte came: a cut-off body is a failure of
-//!   the connection.
-//! - What may pass (server trouble, too many requests, a lost connection) is tried again, a bounded number of times and
-//!   within the patience of one request. A request that ran out of time is not: the server hangs, and the engine above
-//!   has given up the path.
-//! - No message holds a signed address, a key, a session token or a signature, whatever servers and parsers say: every
-//!   refusal passes through [`Secrets`]. The addresses themselves hold the key's name, the token and the signature, as
-//!   addresses of this kind do: they are sent, and nothing else is done with them.
-//! - Requests go to the store itself, whatever HTTP_PROXY and its like say: a proxy that is there for web pages is no place
-//!   for the state of a run.
+//! - A request succeeds only with the expected status and the complete body; a truncated body is a connection failure.
+//! - Transient failures (server errors, too many requests, a lost connection) are retried a bounded number of times,
+//!   within the timeout of one request. A timeout is not retried: the server hangs, and the engine above has failed the
+//!   path.
+//! - No message contains a signed URL, a key, a session token or a signature, whatever servers and parsers return:
+//!   every error passes through [`Secrets`]. A signed URL contains the key's name, the token and the signature, and is
+//!   used only to send the request.
+//! - Requests go directly to the store and ignore HTTP_PROXY and similar variables. A proxy for web traffic must not
+//!   carry the state of a training run.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -28,16 +27,16 @@ use super::settings::{ROOTS, Settings};
 use super::{Address, Answer, Listed, Refusal, Store};
 use crate::error::{Error, Result};
 
-/// Tries of a request, and the pause before the second, which doubles.
+/// Tries of a request, and the pause before the second try, which doubles each time.
 const TRIES: u32 = 4;
 const PAUSE: Duration = Duration::from_millis(200);
-/// Patience where nobody says otherwise, and that of requests whose failure costs little.
+/// Default timeout of a request, and the timeout of deletions, whose failure costs little.
 const PATIENCE: Duration = Duration::from_secs(60);
 const SHORT_PATIENCE: Duration = Duration::from_secs(10);
-/// Larger answers are none of a store.
+/// Limits on the size of a listing and of an error body; larger responses are rejected.
 const MOST_LISTING: u64 = 64 << 20;
 const MOST_WORDS: u64 = 64 << 10;
-/// Bytes read at a time.
+/// Bytes per read of a response body.
 const READ_BYTES: usize = 256 << 10;
 
 pub(super) struct Client {
@@ -48,7 +47,7 @@ pub(super) struct Client {
     patience: Duration,
 }
 
-/// A try that failed.
+/// A failed try.
 struct Failure {
     refusal: Refusal,
     passing: bool,
@@ -82,7 +81,7 @@ impl Client {
         Ok(Client { agent, bucket, credentials, secrets, patience: patience.unwrap_or(PATIENCE) })
     }
 
-    /// Tries until it succeeds, fails for good, or has no tries or time left.
+    /// Retries until the request succeeds, fails permanently, or has no tries or time left.
     fn insist<T>(&self, patience: Duration, mut attempt: impl FnMut(Duration) -> Try<T>) -> Answer<T> {
         let began = Instant::now();
         let (mut tries, mut pause) = (0, PAUSE);
@@ -106,7 +105,7 @@ impl Client {
     }
 
     fn sign<'a>(&self, action: &impl S3Action<'a>) -> String {
-        // Servers whose clocks differ by minutes take it as well.
+        // Valid for 15 minutes beyond the timeout, so servers whose clocks differ by minutes accept it.
         action.sign(Duration::from_secs(900) + self.patience).into()
     }
 
@@ -218,7 +217,7 @@ impl fmt::Debug for Client {
     }
 }
 
-/// The authorities of a file, for stores of one's own.
+/// The certificate authorities in a PEM file, for private stores.
 fn trusted(path: &str) -> Result<RootCerts> {
     let wrong = |reason: String| Error::invalid(ROOTS, format!("{path}: {reason}"));
     let bytes = std::fs::read(path).map_err(|error| wrong(error.to_string()))?;
@@ -234,7 +233,7 @@ fn trusted(path: &str) -> Result<RootCerts> {
     }
 }
 
-/// The answer, if its status is the one that means success.
+/// The response, if its status means success.
 fn answered(
     sent: std::result::Result<Response<Body>, ureq::Error>,
     success: fn(&StatusCode) -> bool,
@@ -253,13 +252,13 @@ fn is_ok(status: &StatusCode) -> bool {
     *status == StatusCode::OK
 }
 
-/// Takes what is left of an answer, so that its connection serves the next request.
+/// Reads the rest of a response, so that its connection can serve the next request.
 fn drain(mut response: Response<Body>) -> Try<()> {
     let body = response.body_mut().with_config().limit(MOST_WORDS).read_to_vec();
     body.map(|_| ()).map_err(lost)
 }
 
-/// What a connection's failure means.
+/// Classifies a connection failure.
 fn lost(error: ureq::Error) -> Failure {
     let late = matches!(&error, ureq::Error::Timeout(_))
         || matches!(&error, ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::TimedOut);
@@ -294,7 +293,7 @@ mod tests {
 
     use super::*;
 
-    /// A server that answers one request with 403 and repeats in its message all that it was sent.
+    /// A server that answers each request with 403 and echoes the request in its message.
     fn parrot() -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

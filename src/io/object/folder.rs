@@ -1,11 +1,11 @@
-//! The files of one prefix of a store, and what serves an engine's pieces on them.
+//! The files of one prefix of a store; executes an engine's pieces on them.
 //!
 //! Invariants:
-//! - A write is one new object (see [`index`](super::index)). It counts once the store has said that it has it; only
-//!   then are the objects deleted that it makes stale. A crash in between leaves stale objects, which the next opening
-//!   tells by their numbers.
-//! - A read brings every byte or ends where the first one is missing, as at the end of a file.
-//! - Whoever opens a folder holds the lock on its prefix; the index never asks the store again.
+//! - A write creates one new object (see [`index`](super::index)). It takes effect once the store has acknowledged the
+//!   object; only then are the objects deleted that it makes stale. A crash in between leaves stale objects, which the
+//!   next open recognises by their numbers.
+//! - A read returns every byte up to the first missing one, as at the end of a file.
+//! - The caller that opens a folder holds the lock on its prefix. The index therefore never queries the store again.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -21,9 +21,9 @@ use super::{Answer, Listed, Refusal, Store};
 use crate::log::{self, Level};
 use crate::sys::span::Span;
 
-/// Bytes of an object where nobody says otherwise: large enough for the request to be a small part of its time.
+/// Default bytes of an object: large enough that the request overhead is a small part of the transfer time.
 pub const OBJECT_BYTES: u64 = 8 << 20;
-/// Requests under way at a time where nobody says otherwise, and at most.
+/// Default number of requests in flight, and the largest.
 pub const REQUESTS: u32 = 8;
 pub(in super::super) const MAX_REQUESTS: u32 = 64;
 
@@ -31,7 +31,7 @@ pub(in super::super) const MAX_REQUESTS: u32 = 64;
 #[derive(Debug)]
 pub struct Folder {
     store: Arc<dyn Store>,
-    /// For messages, and to know files again.
+    /// Used in messages and as the prefix of file names.
     address: String,
     prefix: String,
     files: Mutex<BTreeMap<String, Index>>,
@@ -39,7 +39,8 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// The files named `names` of `prefix`, which ends with a slash, as a listing of it found them.
+    /// The files `names` of `prefix`, which ends with a slash. `listed` is a listing of the prefix. Deletes stale
+    /// objects.
     pub fn new(
         store: Arc<dyn Store>,
         address: String,
@@ -54,7 +55,8 @@ impl Folder {
             objects.entry(file.to_string()).or_default().extend(Object::parse(object, *len));
         }
         let newest = objects.values().flatten().map(|object| object.number + 1).max().unwrap_or(0);
-        // Past every request of those who had the prefix before, those that the store never answered included.
+        // The next number exceeds those of all requests by earlier holders of the prefix, including requests that the
+        // store never answered.
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros();
         let next = AtomicU64::new(newest.max(now as u64));
         let folder = Folder { store, address, prefix, files: Mutex::default(), next };
@@ -66,17 +68,17 @@ impl Folder {
         folder
     }
 
-    /// The store.
+    /// The underlying store.
     pub fn store(&self) -> &Arc<dyn Store> {
         &self.store
     }
 
-    /// For messages.
+    /// The address of the folder, for messages.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// The beginning of its objects' names.
+    /// The prefix of the object names.
     pub fn prefix(&self) -> &str {
         &self.prefix
     }
@@ -86,12 +88,12 @@ impl Folder {
         File::named(&format!("{}/{name}", self.address), 0, None)
     }
 
-    /// Where a file's last object ends; `None` if it has none.
+    /// The end of a file's last object, in bytes; `None` if the file has no objects.
     pub fn len(&self, name: &str) -> Option<u64> {
         self.lock().get(name).map(Index::end).filter(|end| *end > 0)
     }
 
-    /// Does what a piece asks. A panic is an error of the piece: its worker and the engine go on.
+    /// Executes a piece. A panic becomes an error of the piece; the worker and the engine continue.
     pub(in super::super) fn serve(&self, piece: &Piece) -> Completion {
         let served = catch_unwind(AssertUnwindSafe(|| self.serve_piece(piece)));
         let bug = || Err(Refusal { errno: libc::EIO, words: "a bug inside spillway".to_string() });
@@ -110,7 +112,7 @@ impl Folder {
         match piece.action {
             Action::Read => self.read(file, piece.offset, piece.span),
             Action::Write => self.write(file, piece.offset, piece.span),
-            // The store's word that it has an object is its word that the object is durable, and seen by everybody.
+            // The store acknowledges only objects that are durable and visible to every reader.
             Action::Sync | Action::Allocate { .. } => Ok(0),
         }
     }
@@ -118,7 +120,7 @@ impl Folder {
     fn write(&self, file: &str, start: u64, span: Span) -> Answer<usize> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let object = Object { start, len: span.len() as u64, number };
-        // A copy: a request that is given up goes on, and what was written elsewhere is the caller's again.
+        // A copy, because a request may continue after its timeout, when the memory belongs to the caller again.
         self.store.put(&self.key(file, &object), &span.to_vec())?;
         let stale = self.lock().entry(file.to_string()).or_default().insert(object);
         self.delete_stale(file, &stale);
@@ -138,7 +140,7 @@ impl Folder {
         Ok(done)
     }
 
-    /// What is not deleted costs space until the next opening, and nothing else.
+    /// Deletes stale objects. A failed deletion only costs space until the next open.
     fn delete_stale(&self, file: &str, stale: &[Object]) {
         for object in stale {
             if let Err(refusal) = self.store.delete(&self.key(file, object)) {

@@ -1,10 +1,10 @@
 //! Which objects hold the bytes of a file.
 //!
 //! Invariants:
-//! - Every object has a name of its own, never used before or after: where its bytes begin in the file, and a number
-//!   that grows. A request that the store carries out late, or twice, therefore never changes newer bytes.
-//! - A write touches only places whose bytes nobody needs any more (the tier's invariant), and an object lies in one
-//!   place as a whole. So where two objects overlap, the one with the lower number is stale from end to end.
+//! - Every object has a unique name, never reused: the file offset of its first byte, and an increasing number. A
+//!   request that the store executes late, or twice, therefore never changes newer bytes.
+//! - A write touches only allocations whose bytes are no longer needed (the tier's invariant), and an object lies
+//!   within one allocation. If two objects overlap, the one with the lower number is therefore entirely stale.
 //! - No two objects of the index overlap.
 #![forbid(unsafe_code)]
 
@@ -13,32 +13,32 @@ use std::collections::BTreeMap;
 /// An object of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Object {
-    /// First byte of the file that it holds.
+    /// File offset of the object's first byte.
     pub start: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub len: u64,
-    /// Its number.
+    /// Position in the order of writes; higher is newer.
     pub number: u64,
 }
 
-/// Bytes of one object.
+/// A range of bytes in one object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
-    /// Which.
+    /// The object.
     pub object: Object,
-    /// Where in it.
+    /// Offset in the object, in bytes.
     pub from: u64,
-    /// How many.
+    /// Length in bytes.
     pub len: u64,
 }
 
 impl Object {
-    /// The name below its file's.
+    /// The name of the object below its file's name.
     pub fn name(&self) -> String {
         format!("{:016x}.{:016x}", self.start, self.number)
     }
 
-    /// The object with this name and so many bytes; `None` if it is no name of an object.
+    /// The object with this name and `len` bytes; `None` if the name is not valid for an object.
     pub fn parse(name: &str, len: u64) -> Option<Object> {
         let (start, number) = name.split_once('.')?;
         let digits = |text: &str| text.len() == 16 && text.bytes().all(|b| b"0123456789abcdef".contains(&b));
@@ -59,16 +59,16 @@ pub struct Index {
 }
 
 impl Index {
-    /// The index of what a listing found, and what of that is stale.
+    /// Builds the index from a listing; also returns the stale objects of the listing.
     pub fn of(mut listed: Vec<Object>) -> (Index, Vec<Object>) {
-        // As they were written.
+        // In the order of the writes.
         listed.sort_unstable_by_key(|object| object.number);
         let mut index = Index::default();
         let stale = listed.into_iter().flat_map(|object| index.insert(object)).collect();
         (index, stale)
     }
 
-    /// Adds an object; what is stale now.
+    /// Adds an object; returns the objects that are stale now, which may be the added one.
     pub fn insert(&mut self, object: Object) -> Vec<Object> {
         let before = self.by_start.range(..object.start).next_back().map(|(_, other)| *other);
         let within = self.by_start.range(object.start..object.end()).map(|(_, other)| *other);
@@ -84,7 +84,7 @@ impl Index {
         overlapping
     }
 
-    /// The bytes from `offset` on, at most `len` of them, and not past the first that no object holds.
+    /// The parts that hold up to `len` bytes from `offset` on, ending before the first byte that no object holds.
     pub fn cover(&self, offset: u64, len: u64) -> Vec<Part> {
         let (mut parts, mut at, end) = (Vec::new(), offset, offset.saturating_add(len));
         while at < end {
@@ -97,12 +97,12 @@ impl Index {
         parts
     }
 
-    /// Where the last object ends.
+    /// File offset of the end of the last object; 0 if there is none.
     pub fn end(&self) -> u64 {
         self.by_start.values().next_back().map_or(0, Object::end)
     }
 
-    /// All objects.
+    /// All objects, in file order.
     pub fn objects(&self) -> impl Iterator<Item = Object> {
         self.by_start.values().copied()
     }
@@ -148,13 +148,13 @@ mod tests {
         stale.sort_unstable_by_key(|object| object.number);
         assert_eq!(index.objects().collect::<Vec<_>>(), [object(8, 4, 2), object(20, 4, 9)]);
         assert_eq!(stale, [object(0, 10, 1), object(20, 6, 4)]);
-        // A request of long ago that the store carries out now.
+        // An old request that the store executes only now.
         let mut late = index.clone();
         assert_eq!(late.insert(object(8, 4, 1)), [object(8, 4, 1)]);
         assert_eq!(late, index);
     }
 
-    /// Against a map with one entry per byte: places are taken and given back as a whole, as the tier does.
+    /// Compares with a map of one entry per byte. Allocations are taken and freed as a whole, as in the tier.
     #[test]
     fn a_thousand_random_writes_match_a_map_of_bytes() {
         let mut random = 11_u64;
@@ -176,7 +176,7 @@ mod tests {
             bytes[start as usize..(start + len) as usize].fill(number);
             listed.push(object(start, len, number));
             for stale in index.insert(object(start, len, number)) {
-                // A store may forget a deletion once in a while.
+                // The store sometimes loses a deletion.
                 if next(8) > 0 {
                     listed.retain(|other| *other != stale);
                 }

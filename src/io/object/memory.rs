@@ -1,4 +1,4 @@
-//! A store in memory for tests, that fails, forgets and dies on demand.
+//! A store in memory for tests. It can fail all requests and ignore deletions.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Answer, Listed, Refusal, Store};
 
-/// The store.
+/// A store in memory; clones share the objects.
 #[derive(Debug, Clone, Default)]
 pub struct Memory {
     state: Arc<Mutex<State>>,
@@ -21,17 +21,17 @@ struct State {
 }
 
 impl Memory {
-    /// Requests from this number on, counted from 0, fail; `None` lets all succeed.
+    /// Requests with this number (from 0) or a higher one fail; `None` lets all succeed.
     pub fn fail_from(&self, request: Option<u64>) {
         self.lock().fails_from = request;
     }
 
-    /// Deletions succeed and do nothing.
+    /// If true, deletions succeed without effect.
     pub fn forget_deletions(&self, forgets: bool) {
         self.lock().forgets_deletions = forgets;
     }
 
-    /// Requests seen so far.
+    /// Number of requests so far.
     pub fn requests(&self) -> u64 {
         self.lock().requests
     }
@@ -41,7 +41,7 @@ impl Memory {
         self.lock().objects.keys().cloned().collect()
     }
 
-    /// A store of its own with the same objects.
+    /// An independent store with the same objects.
     pub fn copy(&self) -> Memory {
         let copy = Memory::default();
         copy.lock().objects = self.lock().objects.clone();

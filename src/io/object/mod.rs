@@ -1,12 +1,12 @@
-//! Files kept as objects of an S3-compatible store, whose objects are written whole and never changed.
+//! Files stored as objects of an S3-compatible store. Each object is written as a whole and never changed.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
 //! | [`folder`] | the files of one prefix: reads and writes as requests |
 //! | [`index`] | which objects hold the bytes of a file |
-//! | [`secrets`] | what no message may hold |
-//! | [`settings`] | how to reach a store, as the environment says |
-//! | `client` | requests over HTTP, signed; with the feature `s3` |
+//! | [`secrets`] | removes credentials and signatures from messages |
+//! | [`settings`] | endpoint and credentials of a store, from the environment |
+//! | `client` | signed HTTP requests; with the feature `s3` |
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
@@ -28,12 +28,12 @@ pub mod memory;
 
 const SCHEME: &str = "s3://";
 
-/// True if a path is an address of an object store, not a directory.
+/// True if a path is an address of an object store (`s3://...`), not a directory.
 pub fn is_address(path: &str) -> bool {
     path.starts_with(SCHEME)
 }
 
-/// A bucket, and the beginning of the names of objects in it.
+/// A bucket, and the prefix of the names of objects in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
     /// Name of the bucket.
@@ -43,7 +43,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// Reads `s3://bucket/prefix`.
+    /// Parses `s3://bucket/prefix`. The error is `InvalidArgument` with argument "directory".
     pub fn parse(text: &str) -> Result<Address> {
         let rest = text.strip_prefix(SCHEME).unwrap_or(text);
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
@@ -63,32 +63,32 @@ impl Address {
         Ok(Address { bucket: bucket.to_string(), prefix })
     }
 
-    /// As it was written, for messages.
+    /// The address as the user wrote it, without a final slash; for messages.
     pub fn text(&self) -> String {
         format!("{SCHEME}{}/{}", self.bucket, self.prefix).trim_end_matches('/').to_string()
     }
 }
 
-/// What a request came to that did not succeed.
+/// The error of a failed request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// The system's number for it: ENOENT, EACCES, ENOSPC, ETIMEDOUT or EIO.
+    /// The errno for the failure: ENOENT, EACCES, ENOSPC, ETIMEDOUT or EIO.
     pub errno: i32,
-    /// Status and words of the server, or what became of the connection.
+    /// Status and message of the server, or the failure of the connection.
     pub words: String,
 }
 
-/// Where it was met.
+/// The context of a failed request.
 #[derive(Debug, Clone, Copy)]
 pub struct Spot<'a> {
-    /// As in [`IoError::doing`].
+    /// The operation, as in [`IoError::doing`].
     pub doing: &'static str,
     /// The object, file or prefix.
     pub path: &'a str,
 }
 
 impl Refusal {
-    /// What an HTTP status means that is not success, and whether it may pass.
+    /// The error for an HTTP status other than success, and whether a retry may succeed.
     pub fn of_status(status: u16, body: &str) -> (Refusal, bool) {
         let within = |tag: &str| {
             let (_, rest) = body.split_once(&format!("<{tag}>"))?;
@@ -108,7 +108,7 @@ impl Refusal {
         (Refusal { errno, words }, passing)
     }
 
-    /// The error of whoever asked.
+    /// The error for the caller, with the context `spot`.
     pub fn at(self, spot: Spot) -> Error {
         let Refusal { errno, words } = self;
         let (kind, path) = (IoKind::of_errno(errno), spot.path.to_string());
@@ -116,41 +116,42 @@ impl Refusal {
     }
 }
 
-/// An object of a listing.
+/// An object in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed {
-    /// Its whole name.
+    /// Full name of the object.
     pub key: String,
-    /// Its bytes.
+    /// Size in bytes.
     pub len: u64,
 }
 
-/// Outcome of a request.
+/// Result of a request.
 pub type Answer<T> = std::result::Result<T, Refusal>;
 
-/// A bucket of a store. What a request did is seen by every later one, and outlives the power.
+/// A bucket of a store. A completed request is visible to every later one, and survives a power failure.
 pub trait Store: Send + Sync + Debug {
     /// Stores a whole object.
     fn put(&self, key: &str, bytes: &[u8]) -> Answer<()>;
 
-    /// Brings bytes `from..from + len` of an object, in parts with their places among those bytes. A second try begins
-    /// again at 0.
+    /// Reads bytes `from..from + len` of an object. `part` receives each part with its offset among those bytes. A
+    /// retry starts again at offset 0.
     fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()>;
 
-    /// Deletes an object; one that is not there is no error.
+    /// Deletes an object; a missing object is not an error.
     fn delete(&self, key: &str) -> Answer<()>;
 
     /// All objects whose names begin with `prefix`.
     fn list(&self, prefix: &str) -> Answer<Vec<Listed>>;
 }
 
-/// The bucket of an address, as the environment says how to reach it. No request takes longer than `patience`.
+/// Connects to the bucket of an address, with endpoint and credentials from the environment. No request takes longer
+/// than `patience`.
 #[cfg(feature = "s3")]
 pub fn connect(address: &Address, patience: Option<Duration>) -> Result<Arc<dyn Store>> {
     Ok(Arc::new(client::Client::of_environment(address, patience)?))
 }
 
-/// The bucket of an address: none, in this build.
+/// Returns `Unsupported`: this build has no object stores.
 #[cfg(not(feature = "s3"))]
 pub fn connect(address: &Address, _: Option<Duration>) -> Result<Arc<dyn Store>> {
     let words = "this library was built without object stores: build it with the feature s3";

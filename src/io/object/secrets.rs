@@ -1,37 +1,37 @@
-//! What no message may hold: keys, session tokens, signatures, passwords in addresses.
+//! Removes keys, session tokens, signatures and passwords in URLs from messages.
 //!
-//! A request is signed in its address, and servers, proxies and parsers repeat what they were sent. Words from outside
-//! pass through here before they become a part of an error or of the log.
+//! A signed URL contains the signature, and servers, proxies and parsers echo what they receive. External text passes
+//! through this module before it becomes part of an error or of the log.
 #![forbid(unsafe_code)]
 
 const HIDDEN: &str = "[withheld]";
-/// Shorter texts are no secrets, and would be found in ordinary words.
+/// Shorter texts are not treated as secrets: they would match ordinary words.
 const LEAST: usize = 4;
-/// Hexadecimal digits of a signature.
+/// Number of hexadecimal digits of a signature.
 const SIGNATURE: usize = 64;
 
-/// Texts to keep out of messages.
+/// Texts to remove from messages.
 #[derive(Clone, Default)]
 pub struct Secrets(Vec<String>);
 
 impl Secrets {
-    /// Of these credentials, as they are and as they stand in an address.
+    /// The credentials to remove, in plain form and URL-encoded.
     pub fn new<'a>(texts: impl IntoIterator<Item = &'a str>) -> Secrets {
         let long = texts.into_iter().filter(|text| text.len() >= LEAST);
         let mut all: Vec<String> = long.flat_map(|text| [text.to_string(), encoded(text)]).collect();
-        // A text that holds another is looked for first.
+        // Longest first: a text that contains another must match before it.
         all.sort_by_key(|text| std::cmp::Reverse(text.len()));
         Secrets(all)
     }
 
-    /// The words without credentials, signatures and signed parts of addresses.
+    /// The text without credentials, signatures and signed parts of URLs.
     pub fn keep_out_of(&self, words: &str) -> String {
         let words = self.0.iter().fold(words.to_string(), |words, secret| words.replace(secret, HIDDEN));
         without_signatures(&without_signed_query(&words))
     }
 }
 
-/// As the query of an address holds it.
+/// URL-encodes a text as in a query.
 fn encoded(text: &str) -> String {
     let one = |byte: u8| match byte {
         b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
@@ -40,7 +40,7 @@ fn encoded(text: &str) -> String {
     text.bytes().map(one).collect()
 }
 
-/// Leaves out whatever begins with a signature's parameter, up to the end of the address.
+/// Removes everything from a signature parameter to the end of the URL.
 fn without_signed_query(words: &str) -> String {
     const MARK: &str = "x-amz-";
     let lower = words.to_ascii_lowercase();
@@ -50,7 +50,7 @@ fn without_signed_query(words: &str) -> String {
         let rest = &words[start..];
         let end = rest.find(|c: char| c.is_whitespace() || "\"'<>()".contains(c)).unwrap_or(rest.len());
         out.push_str(&words[from..start]);
-        // The name alone, without a value, says nothing.
+        // The parameter name alone, without a value, is not secret.
         out.push_str(if rest[..end].contains('=') { HIDDEN } else { &rest[..end] });
         from = start + end;
     }
@@ -73,15 +73,15 @@ fn without_signatures(words: &str) -> String {
     out
 }
 
-/// An address as a message may show it: its scheme, host and path, without a user, a password or a query.
+/// A URL as messages may show it: scheme, host and path, without user, password or query.
 pub fn shown(address: &str) -> String {
     let (scheme, rest) = address.split_once("://").map_or(("", address), |(scheme, rest)| (scheme, rest));
-    // The last one: a password may hold any character.
+    // The last `@`: a password may contain any character.
     let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
     let host = host.split(['?', '#']).next().unwrap_or_default();
     let user = if rest.contains('@') { format!("{HIDDEN}@") } else { String::new() };
     let scheme = if address.contains("://") { format!("{scheme}://") } else { String::new() };
-    // A scheme that holds a user is none.
+    // Text before `://` that contains an `@` is not a scheme.
     let scheme = if scheme.contains('@') { String::new() } else { scheme };
     format!("{scheme}{user}{host}")
 }

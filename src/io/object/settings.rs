@@ -1,4 +1,4 @@
-//! How to reach a store: what the variables of the AWS tools say.
+//! Endpoint and credentials of a store, from the environment variables of the AWS tools.
 #![forbid(unsafe_code)]
 
 use super::Address;
@@ -10,30 +10,30 @@ const SECRET: &str = "AWS_SECRET_ACCESS_KEY";
 const TOKEN: &str = "AWS_SESSION_TOKEN";
 const ENDPOINTS: [&str; 2] = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"];
 const REGIONS: [&str; 2] = ["AWS_REGION", "AWS_DEFAULT_REGION"];
-/// A file of certificates.
+/// A PEM file of certificate authorities.
 pub const ROOTS: &str = "AWS_CA_BUNDLE";
 
-/// Where the store is, who asks, and whom to trust.
+/// Endpoint, credentials and trusted authorities of a store.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Who asks.
+    /// Access key id.
     pub key: String,
-    /// The proof of it.
+    /// Secret access key.
     pub secret: String,
-    /// The session of credentials that end.
+    /// Session token of temporary credentials.
     pub token: Option<String>,
-    /// What requests are signed for.
+    /// Region for request signatures.
     pub region: String,
-    /// `http://HOST:PORT` or `https://HOST`.
+    /// URL of the store: `http://HOST:PORT` or `https://HOST`.
     pub endpoint: String,
-    /// Whether the bucket's name comes after the host, not before it.
+    /// True if the bucket name is the first part of the path; false if it is part of the host name.
     pub path_style: bool,
-    /// A file with the authorities to trust; `None` for the usual ones.
+    /// PEM file of the authorities to trust; `None` for the default ones.
     pub roots: Option<String>,
 }
 
 impl Settings {
-    /// As this process's environment says.
+    /// Reads the settings from the environment; the error names the missing or invalid variable.
     pub fn of_environment(address: &Address) -> Result<Settings> {
         Settings::of(address, |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty()))
     }
@@ -48,14 +48,14 @@ impl Settings {
         let endpoint = first(&ENDPOINTS);
         let region = match (first(&REGIONS), &endpoint) {
             (Some(region), _) => region,
-            // Most stores of one's own have no regions and sign with this one.
+            // Most private stores have no regions and sign with this one.
             (None, Some(_)) => "us-east-1".to_string(),
             (None, None) => {
                 let words = format!("is not set, nor is AWS_ENDPOINT_URL; {} needs one", address.text());
                 return Err(Error::invalid(REGIONS[0], words));
             }
         };
-        // A certificate of AWS holds for one label before its own name.
+        // AWS's wildcard certificate covers one label before the host name, so it excludes bucket names with dots.
         let path_style = endpoint.is_some() || address.bucket.contains('.');
         let endpoint = endpoint.unwrap_or_else(|| format!("https://s3.{region}.amazonaws.com"));
         if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
@@ -77,7 +77,7 @@ impl Settings {
         })
     }
 
-    /// The error of an endpoint that no request can go to.
+    /// The error of an endpoint that is not a valid URL.
     pub fn wrong_endpoint(&self, reason: impl ToString) -> Error {
         Error::invalid(ENDPOINTS[1], format!("{:?}: {}", shown(&self.endpoint), reason.to_string()))
     }

@@ -1,7 +1,7 @@
 //! The files of a simulated disk: as reads see them, and as a crash leaves them.
 //!
-//! A file survives a crash for certain only once its directory was synced, its bytes and its length once it was synced
-//! itself.
+//! A file is certain to survive a crash only once its directory was synced. Its bytes and its length are certain to
+//! survive only once the file itself was synced.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, HashSet};
@@ -12,21 +12,21 @@ use super::super::backend::{Wake, doze};
 use super::journal::{Event, Journal};
 use super::next;
 
-/// The unit that a crash keeps or loses.
+/// The unit in bytes that a crash keeps or loses.
 pub const SECTOR: usize = 512;
 
-/// What a crash does to writes that were not synced.
+/// The effect of a crash on writes that were not synced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Crash {
     /// All reached the disk.
     Kept,
-    /// None did.
+    /// None reached the disk.
     Dropped,
-    /// Any sectors of any of them did.
+    /// A random subset of their sectors reached the disk.
     Torn,
 }
 
-/// The disk. It outlives the engines on it; one engine uses it at a time.
+/// A simulated disk. It outlives the engines on it; one engine uses it at a time.
 #[derive(Debug, Clone, Default)]
 pub struct Disk {
     inner: Arc<Inner>,
@@ -45,7 +45,7 @@ struct State {
     current: Files,
     durable: Files,
     unsynced: Vec<Event>,
-    /// Files whose directory was not synced since they were made.
+    /// Files created since the last sync of the directory.
     made: HashSet<String>,
     capacity: Option<u64>,
     journal: Option<(Journal, usize)>,
@@ -55,7 +55,7 @@ struct State {
 }
 
 impl Journal {
-    /// The `disks` disks after the first `events` events, as the next process finds them.
+    /// The `disks` disks after the first `events` events, as a new process finds them without a power failure.
     pub fn replayed(&self, disks: usize, events: usize) -> Vec<Disk> {
         let image: Vec<Disk> = (0..disks).map(|_| Disk::default()).collect();
         for (disk, event) in self.lock().iter().take(events) {
@@ -64,7 +64,7 @@ impl Journal {
         image
     }
 
-    /// The same after the power failed.
+    /// The same after a power failure.
     pub fn image(&self, disks: usize, events: usize, crash: Crash, seed: u64) -> Vec<Disk> {
         let image = self.replayed(disks, events);
         image.iter().zip(seed..).for_each(|(disk, seed)| disk.crash(crash, seed));
@@ -73,14 +73,14 @@ impl Journal {
 }
 
 impl Disk {
-    /// A disk that tells `journal` what it serves, as number `number`.
+    /// A disk that records its events in `journal` as disk number `number`.
     pub fn journaled(journal: &Journal, number: usize) -> Disk {
         let disk = Disk::default();
         disk.lock().journal = Some((journal.clone(), number));
         disk
     }
 
-    /// A copy of this disk, which tells `journal` how it came about and all that follows.
+    /// A copy of this disk, which records its present state and all later events in `journal`.
     pub fn moved_to(&self, journal: &Journal, number: usize) -> Disk {
         let disk = Disk::journaled(journal, number);
         let state = self.lock();
@@ -96,26 +96,26 @@ impl Disk {
         disk
     }
 
-    /// A file's bytes, as reads see them.
+    /// The bytes of a file, as reads see them.
     pub fn contents(&self, name: &str) -> Vec<u8> {
         self.lock().current.get(name).cloned().unwrap_or_default()
     }
 
-    /// Puts a file there, durably.
+    /// Stores a file durably.
     pub fn put(&self, name: &str, bytes: Vec<u8>) {
         let mut state = self.lock();
         state.durable.insert(name.to_string(), bytes.clone());
         state.current.insert(name.to_string(), bytes);
     }
 
-    /// Cuts a file off, durably, as another process might.
+    /// Truncates a file durably, as another process might.
     pub fn truncate(&self, name: &str, len: usize) {
         let mut bytes = self.contents(name);
         bytes.truncate(len);
         self.put(name, bytes);
     }
 
-    /// Length of a file, if there is one.
+    /// Length of a file in bytes; `None` if it does not exist.
     pub fn len(&self, name: &str) -> Option<u64> {
         self.lock().current.get(name).map(|file| file.len() as u64)
     }
@@ -125,14 +125,14 @@ impl Disk {
         self.lock().current.keys().cloned().collect()
     }
 
-    /// Makes an empty file if there is none.
+    /// Creates an empty file if it does not exist.
     pub fn create(&self, name: &str) {
         if self.len(name).is_none() {
             self.serve(Event::Create { name: name.to_string() });
         }
     }
 
-    /// Makes a file at least this long; false if the disk is too small.
+    /// Extends a file to at least `len` bytes; false if the disk is too small.
     pub fn allocate(&self, name: &str, len: u64) -> bool {
         let fits = self.room(name) as u64 >= len;
         if fits {
@@ -141,34 +141,34 @@ impl Disk {
         fits
     }
 
-    /// Removes a file, durably.
+    /// Removes a file durably.
     pub fn remove(&self, name: &str) {
         self.serve(Event::Remove { name: name.to_string() });
     }
 
-    /// Makes durable which files there are.
+    /// Makes the creation of all files durable.
     pub fn sync_directory(&self) {
         self.serve(Event::SyncDirectory);
     }
 
-    /// Limits the bytes of all files.
+    /// Limits the total bytes of all files.
     pub fn limit(&self, capacity: Option<u64>) {
         self.lock().capacity = capacity;
     }
 
-    /// Requests seen so far.
+    /// Number of requests so far.
     pub fn requests(&self) -> u64 {
         self.lock().requests
     }
 
-    /// Lets hung requests go on.
+    /// Lets hung requests complete.
     pub fn release(&self) {
         self.lock().released = true;
         self.inner.wake();
     }
 
-    /// Waits until the last engine on it has ended: requests that were released write until then. Needs that no other
-    /// clone of this disk is left.
+    /// Waits until the last engine on the disk has ended, since released requests write until then. No other clone of
+    /// the disk may exist.
     pub fn wait_unused(&self) {
         let end = Instant::now() + Duration::from_secs(60);
         while Arc::strong_count(&self.inner) > 1 {
@@ -177,7 +177,7 @@ impl Disk {
         }
     }
 
-    /// Power fails: what was synced stays, what was not meets its fate.
+    /// Simulates a power failure: synced data stays, and `crash` decides about the rest.
     pub fn crash(&self, crash: Crash, seed: u64) {
         let mut state = self.lock();
         let mut random = seed | 1;
@@ -197,7 +197,7 @@ impl Disk {
         state.current = state.durable.clone();
     }
 
-    /// Does what an event says, and keeps it in the journal.
+    /// Executes an event and records it in the journal.
     pub fn serve(&self, event: Event) {
         let mut state = self.lock();
         let state = &mut *state;
@@ -238,7 +238,7 @@ impl Disk {
         there[..there.len().min(len)].to_vec()
     }
 
-    /// How long a file may become.
+    /// The largest possible length of a file, in bytes.
     pub(super) fn room(&self, name: &str) -> usize {
         let state = self.lock();
         let Some(capacity) = state.capacity else { return usize::MAX };
@@ -258,13 +258,13 @@ impl Disk {
         self.lock().released
     }
 
-    /// Forgets a wake; true if there was one.
+    /// Clears a pending wake; true if there was one.
     pub(super) fn take_wake(&self) -> bool {
         std::mem::take(&mut self.lock().woken)
     }
 
-    /// Sleeps until there is news, at the longest until `until`, and not at all if there was a wake, which it forgets. True
-    /// if there was one, or if the time is over.
+    /// Sleeps until the disk is notified, at most until `until`. A pending wake is cleared and ends the call at once.
+    /// True if there was one, or if `until` has passed.
     pub(super) fn wait_news(&self, until: Option<Instant>) -> bool {
         let mut state = self.lock();
         std::mem::take(&mut state.woken) || !doze(&self.inner.news, state, until).1
@@ -286,7 +286,7 @@ impl Wake for Inner {
     }
 }
 
-/// Brings an event's bytes, sector by sector, and its length to `files`, as far as they stay.
+/// Applies an event to `files`: each sector, or the new length, only if `stays` returns true.
 fn apply(files: &mut Files, event: &Event, stays: &mut impl FnMut() -> bool) {
     match event {
         Event::Write { name, at, bytes } => {

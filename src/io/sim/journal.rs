@@ -1,35 +1,35 @@
-//! What simulated disks served, in order: one run gives the disks that a crash at any moment of it leaves behind.
+//! The events of simulated disks in order. One run yields the disk images after a crash at any point of it.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Something that a disk did.
+/// An action of a disk.
 #[derive(Debug, Clone)]
 pub enum Event {
     /// Bytes reached the disk's cache.
     Write {
         /// The file.
         name: String,
-        /// Where in it.
+        /// Byte offset in the file.
         at: usize,
-        /// Which bytes.
+        /// The bytes.
         bytes: Vec<u8>,
     },
-    /// What was written to a file became durable.
+    /// The written data of a file became durable.
     Sync {
         /// The file.
         name: String,
     },
-    /// A file was made.
+    /// A file was created.
     Create {
         /// The file.
         name: String,
     },
-    /// A file was given its length.
+    /// A file was extended to a length.
     Allocate {
         /// The file.
         name: String,
-        /// The length.
+        /// The length in bytes.
         len: usize,
     },
     /// A file was removed.
@@ -37,12 +37,12 @@ pub enum Event {
         /// The file.
         name: String,
     },
-    /// Which files there are became durable.
+    /// The creation of files became durable.
     SyncDirectory,
 }
 
 impl Event {
-    /// The file, if it is about one.
+    /// The file of the event, if it concerns one.
     pub fn name(&self) -> Option<&String> {
         match self {
             Event::Write { name, .. }
@@ -55,7 +55,7 @@ impl Event {
     }
 }
 
-/// The events of several disks, in the order of time.
+/// The events of several disks, in order of time.
 #[derive(Debug, Clone, Default)]
 pub struct Journal {
     events: Arc<Mutex<Vec<(usize, Event)>>>,
@@ -71,7 +71,7 @@ impl Journal {
         self.lock().len()
     }
 
-    /// True if nothing happened.
+    /// True if there are no events.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,8 +1,8 @@
-//! A simulated disk for tests: seeded, so that every failure can be run again.
+//! A simulated disk for tests. It is seeded, so every failure can be reproduced.
 //!
-//! It delays, reorders and shortens, fails with any errno, hangs, fills up, refuses what is not aligned, and crashes:
-//! what was written but not synced is then kept, dropped or torn, sector by sector. A [`Journal`] keeps what disks
-//! served, so that one run gives the images of a crash at every moment of it.
+//! It delays, reorders and shortens requests, fails with any errno, hangs, fills up, and rejects unaligned requests. In
+//! a crash, written but unsynced data is kept, dropped or torn, sector by sector. A [`Journal`] records the events of
+//! disks, so one run yields the images of a crash at every point of it.
 #![forbid(unsafe_code)]
 
 mod disk;
@@ -17,22 +17,22 @@ pub use journal::{Event, Journal};
 use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
 use super::plan::Route;
 
-/// What goes wrong, and how often.
+/// Faults to inject, and their rates.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
-    /// Seed of every choice.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// Completions come in any order, some later than they could.
+    /// Completions arrive in random order, some with a delay.
     pub reorder: bool,
-    /// Out of a thousand transfers, so many stop early.
+    /// Rate of short transfers, in 1/1000.
     pub short_permille: u32,
-    /// Out of a thousand requests, so many fail with this errno.
+    /// Errnos to inject, each with its rate in 1/1000.
     pub error_permille: Vec<(i32, u32)>,
-    /// The request with this number, from 0, fails with this errno.
+    /// Request number (from 0) that fails, with its errno.
     pub fail_nth: Option<(u64, i32)>,
-    /// The request with this number, from 0, does not come back before [`Disk::release`].
+    /// Number (from 0) of the request that hangs until [`Disk::release`].
     pub hang_nth: Option<u64>,
-    /// Bytes that fit on the disk.
+    /// Capacity of the disk in bytes.
     pub capacity: Option<u64>,
 }
 
@@ -53,7 +53,7 @@ enum Fate {
 }
 
 impl Sim {
-    /// A backend that treats `disk` with `faults`.
+    /// A backend that serves `disk` with `faults`.
     pub fn new(disk: &Disk, faults: Faults) -> Sim {
         disk.limit(faults.capacity);
         Sim { disk: disk.clone(), random: faults.seed.wrapping_mul(2) | 1, faults, waiting: Vec::new() }
@@ -110,7 +110,7 @@ impl Sim {
         }
     }
 
-    /// The next request that comes back, if any can.
+    /// Removes the next request to complete; `None` if none can.
     fn next_ready(&mut self) -> Option<(Piece, Fate)> {
         let released = self.disk.released();
         let ready: Vec<usize> =
@@ -160,7 +160,7 @@ impl Backend for Sim {
     }
 }
 
-/// Direct requests have to meet the file's alignment, as on a device.
+/// True if the piece meets the file's alignment, which a device requires of direct requests.
 fn aligned(piece: &Piece) -> bool {
     let need = piece.file.direct().filter(|_| piece.route == Route::Direct && piece.action.moves_bytes());
     need.is_none_or(|need| {

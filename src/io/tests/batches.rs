@@ -1,4 +1,4 @@
-//! Operations go to the system together: the driver itself runs over a backend that keeps count.
+//! Operations are submitted in batches. The tests run the driver over a backend that counts the batches.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -15,7 +15,7 @@ use crate::io::operation::{Operation, Shared};
 const BLOCK: usize = 4096;
 const DEPTH: usize = 32;
 
-/// Completes as many pieces as the driver waits for, oldest first, and notes how many were started together.
+/// Completes the number of pieces that the driver waits for, oldest first, and records the size of each batch.
 #[derive(Default)]
 struct Counting {
     under_way: VecDeque<u64>,
@@ -53,7 +53,7 @@ impl Backend for Counting {
     }
 }
 
-/// The backend after `count` operations of one piece each.
+/// The backend's records after `count` operations of one piece each.
 fn run(count: usize) -> Counting {
     let pool = pool(BLOCK, 1);
     let span = pool.alloc().unwrap();
@@ -96,7 +96,7 @@ fn operations_that_wait_are_started_together_up_to_the_depth() {
 fn a_stream_is_refilled_in_batches() {
     let Counting { batches, most, .. } = run(1000);
     assert_eq!((batches.iter().sum::<usize>(), most), (1000, DEPTH));
-    // The first completion shows that they flow; the last few operations have nothing behind them.
+    // The first completion makes the driver wait for batches; after the last few operations nothing is left to submit.
     let refills: Vec<usize> = batches.into_iter().skip(2).filter(|started| *started > 0).collect();
     assert!(refills.len() > 100, "{refills:?}");
     assert!(refills[..refills.len() - 1].iter().all(|started| *started == DEPTH / 4), "{refills:?}");

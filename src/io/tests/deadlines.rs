@@ -1,4 +1,4 @@
-//! Operations that hang: deadlines, timeouts and cancels free the caller, and what the system still has stays apart.
+//! Operations that hang: deadlines, timeouts and cancels release the caller; memory still in the system is quarantined.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, mpsc};
@@ -79,7 +79,7 @@ fn closing_with_a_stuck_operation_does_not_hang_and_a_wait_that_times_out_leaves
 fn a_cancelled_operation_ends_once_the_system_has_given_its_memory_back() {
     let disk = Disk::default();
     disk.put("long", pattern(7, 1 << 20));
-    // One piece at a time, so that the one that hangs leaves the others waiting.
+    // Depth 1: the hanging piece keeps the others waiting.
     let sim = Sim::new(&disk, Faults { hang_nth: Some(2), ..Faults::default() });
     let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
     let pool = pool(1 << 20, 1);
@@ -98,7 +98,7 @@ fn a_cancelled_operation_ends_once_the_system_has_given_its_memory_back() {
     pool.free(block.address()).unwrap();
 }
 
-/// A throttled device may hold one direction back for long.
+/// A throttled device may delay one direction for long.
 #[test]
 fn reads_go_past_writes_that_wait_and_writes_past_reads() {
     let pool = pool(4096, 3);
@@ -135,7 +135,8 @@ fn a_deadline_is_noticed_although_nobody_waits() {
     disk.put("stuck", pattern(5, 4096));
     let pool = pool(4096, 3);
     let blocks: Vec<Span> = (0..3).map(|_| pool.alloc().unwrap()).collect();
-    // One place, which hangs. The driver sleeps until its deadline when operations come whose deadlines are earlier.
+    // Depth 1, and the only piece hangs. The driver sleeps until its deadline when operations with earlier deadlines
+    // arrive.
     let sim = Sim::new(&disk, Faults { hang_nth: Some(0), ..Faults::default() });
     let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
     let submit = |span, milliseconds| {
@@ -159,7 +160,7 @@ fn a_deadline_is_noticed_although_nobody_waits() {
     engine.close(PATIENCE).unwrap();
 }
 
-/// A backend that is lost at once, and says when its driver has given everything up.
+/// A backend that fails at once, and reports when its driver has abandoned all operations.
 struct Lost {
     abandoned: mpsc::Sender<()>,
     go_on: mpsc::Receiver<()>,

@@ -1,4 +1,4 @@
-//! The simulated disk: every fault is reported, and nothing else changes.
+//! The simulated disk: every fault is reported, and no other operation is affected.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(super) fn pool(block_bytes: usize, block_count: usize) -> Pool {
     Pool::open(PoolOptions { block_bytes, block_count, backing }).unwrap()
 }
 
-/// Writes and reads of a small training step: unaligned tensors, two files.
+/// The writes and reads of a small training step: unaligned tensors in two files.
 struct Workload {
     pool: Pool,
     spans: Vec<Span>,
@@ -48,7 +48,7 @@ impl Workload {
         Workload { pool, spans }
     }
 
-    /// Outcomes of the six writes and the six reads after them; reads are checked against what was written.
+    /// The outcomes of six writes and six reads after them. The data of the reads is checked.
     fn run(&self, engine: &Engine) -> Vec<crate::error::Result<u64>> {
         let place = |n: usize| (file(["even", "odd"][n % 2]), (n / 2 * (TENSOR_BYTES + 5000) + 77) as u64);
         let mut outcomes = Vec::new();
@@ -97,7 +97,7 @@ fn failing_the_nth_request_for_every_n_fails_exactly_one_operation() {
                 Faults { fail_nth: Some((nth, errno)), reorder: true, seed: nth, ..Faults::default() };
             let outcomes = workload.run(&engine(&disk, faults));
             let errors: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
-            // A write that failed leaves its file short, so that its read may fail, too.
+            // A failed write leaves its file short, so that its read may fail as well.
             let own =
                 errors.iter().filter(|error| error.to_string().contains(&format!("(errno {errno})"))).count();
             assert_eq!(own, 1, "request {nth}, errno {errno}: {errors:?}");

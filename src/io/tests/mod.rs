@@ -12,10 +12,10 @@ use super::engine::Engine;
 use super::options::{Choice, Options, Request, Target};
 use crate::sys::span::Span;
 
-/// Long enough for any machine; a test that meets it has found a hang.
+/// Timeout of a test: long enough for any machine, so reaching it means a hang.
 const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
 
-/// Both real backends; io_uring is left out where the system itself refuses a ring.
+/// Engines on both real backends; io_uring is skipped if the system refuses to create a ring.
 fn engines(options: Options) -> Vec<Engine> {
     [Choice::Uring, Choice::Threads]
         .into_iter()
@@ -24,7 +24,7 @@ fn engines(options: Options) -> Vec<Engine> {
         .collect()
 }
 
-/// Asks the system for the smallest ring, without this library's code.
+/// True if the system can create the smallest ring; independent of this library's code.
 fn system_has_rings() -> bool {
     // All zero: no flags.
     let mut parameters = [0_u32; 30];
@@ -41,7 +41,7 @@ fn request(target: Target<'_>, offset: u64, span: Span) -> Request<'_> {
     Request { target, offset, span, deadline: None }
 }
 
-/// Bytes that differ from place to place and from seed to seed.
+/// Test bytes that differ by offset and by seed.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..len)

@@ -8,7 +8,7 @@ use super::*;
 use crate::error::{Error, IoKind};
 use crate::pool::pinned;
 
-/// A directory beside the build, on a disk rather than on tmpfs if the machine has one.
+/// A directory beside the build output, which is on a disk rather than on tmpfs on most machines.
 fn disk_dir() -> tempfile::TempDir {
     let base = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target");
     fs::create_dir_all(&base).unwrap();

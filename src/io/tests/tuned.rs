@@ -1,4 +1,4 @@
-//! What a profile changes, and what it does not.
+//! Which settings a profile changes, and which it does not.
 #![forbid(unsafe_code)]
 
 use std::fs;
@@ -27,7 +27,7 @@ impl Bench {
         file_system(&fs::File::open(self.folder.path()).unwrap()).unwrap()
     }
 
-    /// Depth, block size and requests of an engine that has read the file.
+    /// Depth, block size and number of requests of an engine that has read the file.
     fn read(&self, options: Options, profile: Option<Profile>) -> (u32, u64, u64) {
         let engine = Engine::open_tuned(options, profile).unwrap();
         let path = self.folder.path().join("file");

@@ -11,7 +11,7 @@ use super::plan::Route;
 use crate::pool::region::Region;
 use crate::sys::span::Span;
 
-/// What a piece does.
+/// The operation of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// File to memory.

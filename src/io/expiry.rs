@@ -59,7 +59,7 @@ impl Shared {
 }
 
 impl State {
-    /// Gives operations without progress for too long a deadline that has passed; returns when the next one may be due.
+    /// Sets a passed deadline on operations without progress for too long; returns when the next one may be due.
     fn stall(&mut self, progress: u64, stall: Duration, now: Instant) -> Option<Instant> {
         if self.progress.seen.0 != progress {
             self.progress.seen = (progress, Some(now));

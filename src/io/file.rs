@@ -155,7 +155,7 @@ impl File {
         })
     }
 
-    /// The same file, which keeps `other` alive until it is closed, after the last operation that uses it.
+    /// Makes the file keep `other` alive until it is closed, after the last operation that uses the file.
     pub fn keeping(self, other: Arc<dyn Any + Send + Sync>) -> File {
         File { _keeps: Keeps(Some(other)), ..self }
     }

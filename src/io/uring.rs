@@ -97,7 +97,8 @@ impl Uring {
 
     fn push_entry(&mut self, entry: &Entry) {
         loop {
-            // SAFETY: the piece's memory is leased or promised until its completion, and its file is open as long.
+            // SAFETY: the piece's memory stays valid until its completion: it is leased, or the caller promised it.
+            // The driver keeps the file open equally long.
             if unsafe { self.ring.submission().push(entry) }.is_ok() {
                 return;
             }
@@ -308,7 +309,8 @@ impl Table {
             .map(|chunk| span.part(chunk * CHUNK, CHUNK.min(span.len() - chunk * CHUNK)))
             .map(|part| libc::iovec { iov_base: part.as_ptr().cast(), iov_len: part.len() })
             .collect();
-        // SAFETY: the region's memory; pieces hold the region as long as they use it, and the kernel holds its pages.
+        // SAFETY: the vectors cover the region's own memory. Pieces hold the region while they use it, and the kernel
+        // holds its pages.
         let attempt = || unsafe { submitter.register_buffers_update(first as u32, &vectors, None) };
         match if self.refused { attempt() } else { patiently(attempt) } {
             Ok(()) => {

@@ -74,7 +74,7 @@ impl Buffer {
         Ok(unsafe { std::slice::from_raw_parts_mut(span.as_ptr().cast(), span.len() / size_of::<f32>()) })
     }
 
-    /// The same memory as 16-bit words, the lower half of each 32-bit value first; `Busy` while a transfer uses it.
+    /// The memory as 16-bit words, the lower half of each 32-bit value first; `Busy` while a transfer uses it.
     pub fn words(&mut self) -> Result<&mut [u16]> {
         let span = self.unused()?;
         // SAFETY: as in `floats`; any bits are a valid u16.

@@ -64,7 +64,7 @@ impl Journal {
         image
     }
 
-    /// The same after a power failure.
+    /// Like [`Journal::replayed`], after a power failure.
     pub fn image(&self, disks: usize, events: usize, crash: Crash, seed: u64) -> Vec<Disk> {
         let image = self.replayed(disks, events);
         image.iter().zip(seed..).for_each(|(disk, seed)| disk.crash(crash, seed));

@@ -266,7 +266,7 @@ impl File {
     }
 
     /// The offset of the first data at or after `from`; holes are skipped; `None` at the end of the file. A file
-    /// without a descriptor answers only for `from == 0`.
+    /// without a descriptor reports data only at offset 0.
     pub fn next_data(&self, from: u64) -> Option<u64> {
         match &self.source {
             Source::Real { main, .. } => file::next_data(main, from),

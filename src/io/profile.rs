@@ -4,7 +4,7 @@
 //! - The first line is `spillway-io-profile 1`.
 //! - Each section `[filesystem KIND-ID]` holds lines `name = value` for one file system.
 //! - Sections `[link NAME]` describe GPU links and are preserved unchanged.
-//! - Unknown names are preserved.
+//! - Unknown names of values are preserved.
 //!
 //! Any other defect, including another version, causes one warning, and the file is treated as absent. Missing settings
 //! only reduce bandwidth, so they are no reason to fail.

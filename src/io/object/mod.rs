@@ -72,7 +72,7 @@ impl Address {
 /// The error of a failed request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// The errno for the failure: ENOENT, EACCES, ENOSPC, ETIMEDOUT or EIO.
+    /// The errno for the failure: ENOENT, EACCES, ENOSPC, ETIMEDOUT, EBADF or EIO.
     pub errno: i32,
     /// Status and message of the server, or the failure of the connection.
     pub words: String,

@@ -1,13 +1,14 @@
-//! A path in an object store: names below `PREFIX/job/host/rank-N`.
+//! A path in an object store: object names below `PREFIX/job/host/rank-N`.
 //!
 //! Invariants:
-//! - Everything a process writes lies below a prefix that it has claimed (see `claim`). Every file keeps the claim: it
-//!   ends after the last request in flight, which could otherwise delete objects of the next owner's.
-//! - A superblock is one object, put whole, so a crash never leaves half of one. (Longer than [`OBJECT_BYTES`] it is
-//!   several, and safe as on a disk: the last committed one lies in the other copy.)
-//! - The bucket must exist: a name that is mistyped is an error, never a new bucket.
-//! - Removing takes the superblocks first, so that what is half removed holds no state. It leaves locks alone: others may
-//!   put theirs at any moment, and each deletes its own (see `claim`).
+//! - A process writes only below a prefix that it has claimed (see `claim`). Every open file keeps the claim alive, so
+//!   the claim ends after the last request in flight. A later request could delete objects of the next owner.
+//! - A superblock of up to [`OBJECT_BYTES`] is one object, written by one put: a crash never leaves a partial one. A
+//!   longer superblock is several objects. It is then as safe as on a disk: the last committed superblock is in the
+//!   other copy.
+//! - The bucket must exist. A mistyped bucket name is an error and never creates a bucket.
+//! - A removal deletes the superblocks first, so a partial removal leaves no valid state. It does not delete locks:
+//!   other processes may create theirs at any moment, and each deletes its own (see `claim`).
 //!
 //! [`OBJECT_BYTES`]: crate::io::object::folder::OBJECT_BYTES
 #![forbid(unsafe_code)]
@@ -23,20 +24,20 @@ use crate::io::file::File;
 use crate::io::object::folder::Folder;
 use crate::io::object::{self, Address, Answer, Spot, Store};
 
-/// Deletions under way at a time.
+/// Number of concurrent deletions.
 const DELETERS: usize = 8;
-/// Where the store of a test lies.
+/// Address of the store in tests.
 #[cfg(test)]
 pub(super) const TEST_ADDRESS: &str = "s3://bucket/prefix";
 
-/// A prefix that this process has claimed.
+/// A claimed prefix of an object store, with its files.
 #[derive(Debug)]
 pub struct Bucket {
     folder: Arc<Folder>,
     claim: Arc<Claim>,
 }
 
-/// The name of `owner`'s part of an address.
+/// Full address of `owner`'s objects, for messages.
 pub(super) fn name(address: &str, owner: &Owner) -> String {
     format!("{}/{}", address.trim_end_matches('/'), below(owner))
 }
@@ -46,7 +47,8 @@ fn below(owner: &Owner) -> String {
 }
 
 impl Bucket {
-    /// Takes the prefix of `owner` in a store. `None` if nothing is there and it is not to be made.
+    /// Claims the prefix of `owner` in a store. `None` if it holds no objects and `make` is false. Errors: `Locked` if
+    /// another process holds the prefix, and errors of the store.
     pub fn claim(
         store: Arc<dyn Store>,
         address: &Address,
@@ -69,7 +71,7 @@ impl Bucket {
         Ok(Some(Bucket { folder: Arc::new(folder), claim: Arc::new(claim) }))
     }
 
-    /// The files.
+    /// The folder that holds the files.
     pub fn folder(&self) -> Arc<Folder> {
         Arc::clone(&self.folder)
     }

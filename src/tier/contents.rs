@@ -1,4 +1,4 @@
-//! What an extent holds, and whose write gives it something else.
+//! Contents of an extent, and the origin of a write.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};

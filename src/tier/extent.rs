@@ -1,63 +1,65 @@
-//! What an extent is made of: streams, cut into blocks, which lie in chunks.
+//! Structure of an extent: streams are cut into blocks, and runs of blocks are stored in chunks.
 //!
-//! Blocks are numbered through all streams. None crosses from one stream to the next; on disk each takes whole pages.
+//! Blocks are numbered consecutively over all streams. A block belongs to one stream. On disk each block takes whole
+//! pages.
 #![forbid(unsafe_code)]
 
 use super::layout::{PAGE, header_bytes};
 use crate::error::{Error, Result};
 use crate::sys::span::Span;
 
-/// Most streams of an extent.
+/// Maximum number of streams in an extent.
 pub const MAX_STREAMS: usize = 64;
-/// Most bytes of a name.
+/// Maximum length of a name, in bytes.
 pub const MAX_NAME: usize = 255;
 
-/// Sizes of an extent.
+/// Sizes of an extent: its streams and its block size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shape {
     streams: Vec<u64>,
     block_bytes: u64,
-    /// Number of the first block of each stream, and of the one after the last.
+    /// For each stream, the number of its first block; then the number of blocks.
     first: Vec<u32>,
 }
 
-/// One block, in its stream.
+/// Position of a block in its stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block {
-    /// Which stream.
+    /// Index of the stream.
     pub stream: usize,
-    /// Where it begins in the stream.
+    /// Offset in the stream, in bytes.
     pub from: u64,
-    /// Its bytes.
+    /// Length in bytes.
     pub len: u64,
 }
 
-/// A run of blocks with one place on disk.
+/// Consecutive blocks that are stored contiguously in one data file, behind a header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chunk {
-    /// The path, by its number.
+    /// Number of the path.
     pub path: u32,
-    /// Where its head begins in the data file.
+    /// Offset of the header in the data file, in bytes; the blocks follow the header.
     pub offset: u64,
-    /// First block.
+    /// Number of the first block.
     pub first: u32,
     /// Number of blocks, at least one.
     pub count: u32,
-    /// Checksum of its head.
+    /// Checksum of the chunk header.
     pub header_sum: u64,
 }
 
-/// Where the contents of an extent lie.
+/// One version of an extent's contents, and where it is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
-    /// Grows with every write of the extent.
+    /// Generation: each write of an extent gets a higher number.
     pub generation: u64,
-    /// In the order of their blocks, which they hold once each.
+    /// The chunks in block order. Together they hold every block exactly once.
     pub chunks: Vec<Chunk>,
 }
 
 impl Shape {
-    /// An extent of streams with these lengths, in blocks of `block_bytes`.
+    /// An extent with streams of these lengths, in bytes, and blocks of `block_bytes`. It may have 1 to [`MAX_STREAMS`]
+    /// streams and fewer than 2^31 blocks.
     pub fn new(streams: &[u64], block_bytes: u64) -> Result<Shape> {
         if streams.is_empty() || streams.len() > MAX_STREAMS {
             let reason = format!("an extent has 1 to {MAX_STREAMS} streams, not {}", streams.len());
@@ -73,17 +75,17 @@ impl Shape {
         Ok(Shape { streams: streams.to_vec(), block_bytes, first })
     }
 
-    /// Bytes of each stream.
+    /// Length of each stream, in bytes.
     pub fn streams(&self) -> &[u64] {
         &self.streams
     }
 
-    /// Bytes of a whole block.
+    /// Bytes of a block; the last block of a stream may be shorter.
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
     }
 
-    /// Bytes of all streams.
+    /// Total length of all streams, in bytes.
     pub fn bytes(&self) -> u64 {
         self.streams.iter().sum()
     }
@@ -93,19 +95,19 @@ impl Shape {
         self.first[self.streams.len()]
     }
 
-    /// A block by its number, which is below [`Shape::blocks`].
+    /// The block with this number, which must be below [`Shape::blocks`].
     pub fn block(&self, number: u32) -> Block {
         let stream = self.first.partition_point(|first| *first <= number) - 1;
         let from = u64::from(number - self.first[stream]) * self.block_bytes;
         Block { stream, from, len: self.block_bytes.min(self.streams[stream] - from) }
     }
 
-    /// Bytes on disk of blocks `first..first + count`.
+    /// Bytes on disk of blocks `first..first + count`, without the chunk header.
     pub fn stored(&self, first: u32, count: u32) -> u64 {
         self.position(first + count) - self.position(first)
     }
 
-    /// How many blocks from the first on take nearest to so many bytes on disk.
+    /// Number of leading blocks whose size on disk is nearest to `bytes`.
     pub fn nearest(&self, bytes: u64) -> u32 {
         let (mut low, mut high) = (0, self.blocks());
         while low < high {
@@ -116,14 +118,14 @@ impl Shape {
         if self.position(next).abs_diff(bytes) < self.position(low).abs_diff(bytes) { next } else { low }
     }
 
-    /// Where a block would begin if all lay one after another.
+    /// Offset of a block if all blocks were stored one after another.
     fn position(&self, number: u32) -> u64 {
         let before = self.first.partition_point(|first| *first <= number).saturating_sub(1);
         let whole: u64 = self.streams[..before].iter().map(|len| len.next_multiple_of(PAGE)).sum();
         whole + u64::from(number - self.first[before]) * self.block_bytes
     }
 
-    /// Blocks from `first` on that fit, with their head, into `room` bytes.
+    /// Number of blocks from `first` that fit into `room` bytes together with their chunk header.
     pub fn fitting(&self, first: u32, room: u64) -> u32 {
         let fits = |count: &u32| header_bytes((*count).into()) + self.stored(first, *count) <= room;
         let (mut low, mut high) = (0, self.blocks() - first);
@@ -134,7 +136,7 @@ impl Shape {
         low
     }
 
-    /// Transfers for blocks `first..first + count`: runs of bytes that are contiguous in a stream and on disk.
+    /// Transfers for blocks `first..first + count`: one run per stream, contiguous in the stream and on disk.
     pub fn runs(&self, first: u32, count: u32) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();
         for stream in 0..self.streams.len() {
@@ -154,7 +156,7 @@ impl Shape {
         runs
     }
 
-    /// Checks that there is memory for each stream.
+    /// Checks that there is one span per stream, with the stream's length.
     pub fn check(&self, spans: &[Span]) -> Result<()> {
         let found: Vec<u64> = spans.iter().map(|span| span.len() as u64).collect();
         match found == self.streams {
@@ -167,40 +169,40 @@ impl Shape {
     }
 }
 
-/// Bytes that are contiguous in a stream and in a chunk.
+/// A byte range that is contiguous in a stream and in a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// Number of the first block.
+    /// Number of the run's first block.
     pub block: u32,
-    /// Which stream.
+    /// Index of the stream.
     pub stream: usize,
-    /// Where it begins in the stream.
+    /// Offset in the stream, in bytes.
     pub from: u64,
-    /// Its bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Where it begins behind the head of the chunk.
+    /// Offset behind the chunk header, in bytes.
     pub at: u64,
 }
 
 impl Chunk {
-    /// Bytes on disk.
+    /// Bytes on disk, header included.
     pub fn stored(&self, shape: &Shape) -> u64 {
         header_bytes(self.count.into()) + shape.stored(self.first, self.count)
     }
 
-    /// Where its blocks begin in the data file.
+    /// Offset of the first block in the data file.
     pub fn data(&self) -> u64 {
         self.offset + header_bytes(self.count.into())
     }
 
-    /// Where a block of it begins in the data file.
+    /// Offset of block number `block` in the data file.
     pub fn place(&self, shape: &Shape, block: u32) -> u64 {
         self.data() + shape.stored(self.first, block - self.first)
     }
 }
 
 impl Version {
-    /// Whether the chunks hold every block of `shape` once, in order.
+    /// True if the chunks hold every block of `shape` exactly once, in order.
     pub fn covers(&self, shape: &Shape) -> bool {
         let mut next = 0_u32;
         for chunk in &self.chunks {
@@ -212,13 +214,13 @@ impl Version {
         next == shape.blocks()
     }
 
-    /// Whether a part lies on a path.
+    /// True if a chunk is stored on this path.
     pub fn touches(&self, path: u32) -> bool {
         self.chunks.iter().any(|chunk| chunk.path == path)
     }
 }
 
-/// Refuses names that could not be stored.
+/// Checks a name: 1 to [`MAX_NAME`] bytes, without NUL.
 pub(super) fn check_name(argument: &'static str, name: &str) -> Result<()> {
     match name.len() {
         0 => Err(Error::invalid(argument, "is empty")),

@@ -1,10 +1,10 @@
-//! The transfers of one path that wait for this process's turn on it.
+//! Transfers of one path that wait for this process's turn on the path.
 //!
 //! Invariants:
-//! - A gate is open unless a tiered update closed it, and that opens it again at the end of each round.
-//! - A transfer that came to a closed gate begins when the gate opens, and is waited for like any other. One that cannot
-//!   begin then has failed.
-//! - Time before the gate is nobody's deadline: a path does not stall because others use it.
+//! - A gate is open by default. Only a tiered update closes it, and reopens it at the end of each round.
+//! - A transfer that reaches a closed gate is held. It starts when the gate opens, and callers wait for it as for any
+//!   other. If it cannot start then, it has failed.
+//! - Time spent at the gate does not count toward a deadline: use of the path by other processes is not a stall.
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, VecDeque};

@@ -1,15 +1,15 @@
-//! How a path is doing.
+//! Health of a path.
 #![forbid(unsafe_code)]
 
-/// How a path is doing.
+/// Health of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Health {
-    /// Reads and writes.
+    /// The path serves reads and writes.
     Healthy,
-    /// Reads only; what lies there moves when it is written next.
+    /// The path serves reads only. Its data moves to another path at the next write.
     Draining,
-    /// A write or the whole path failed; reads are still tried.
+    /// A write or the whole path failed. Reads are still tried.
     Failed,
-    /// Not there since the tier was opened.
+    /// The path was absent when the tier was opened.
     Missing,
 }

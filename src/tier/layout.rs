@@ -1,30 +1,31 @@
-//! Bytes on disk. Every number is little endian, whatever the machine.
+//! On-disk format of chunks. Every number is little endian on every machine.
 //!
 //! Invariants:
-//! - Whatever bytes are given, parsing ends with a value or with words that say what is wrong with them; it never
-//!   panics and never asks for more memory than the bytes themselves take.
-//! - A chunk says whose it is and where it lies, and holds the checksums of its blocks: a block that landed in the
-//!   wrong place, or that never landed, does not pass for another.
-//! - The superblock holds the checksum of each chunk's header, so that a header of an older generation does not pass,
-//!   and through it no older block.
+//! - Parsing arbitrary bytes returns a value or an error text. It never panics, and never allocates more memory than
+//!   the input has bytes.
+//! - A chunk header names its tier, extent, generation, path and offset, and holds the checksums of its blocks. A block
+//!   that was written to the wrong place, or not written at all, fails its check.
+//! - The superblock holds the checksum of each chunk header. A header of an older generation fails that check, and with
+//!   it the older blocks.
 //!
-//! A path's directory holds `data`, with chunks, and `superblock.0` and `superblock.1`, written in turn:
+//! The directory of a path holds the file `data` with chunks, and the files `superblock.0` and `superblock.1`, which
+//! are written alternately:
 //!
-//! | chunk | bytes | |
+//! | part of a chunk | bytes | content |
 //! |---|---|---|
 //! | fixed part | 128 | magic, version, sizes, tier, session, extent, generation, first block, count, path, offset, sum |
-//! | sums | 8 per block | XXH3-64 of the block's bytes |
-//! | zeros | | up to whole pages |
-//! | blocks | | each up to whole pages |
+//! | checksums | 8 per block | XXH3-64 of the block's bytes |
+//! | zeros | | padding to a whole number of pages |
+//! | blocks | | each padded to a whole number of pages |
 #![forbid(unsafe_code)]
 
 use super::wire::{Reader, Writer};
 use crate::checksum;
 use crate::sys::memory::BASE_PAGE;
 
-/// Version of the format; another one is refused.
+/// Format version. Files with another version are refused.
 pub const FORMAT_VERSION: u32 = 1;
-/// Unit of places on disk.
+/// Alignment and unit of allocations on disk, in bytes.
 pub const PAGE: u64 = BASE_PAGE as u64;
 
 const CHUNK_MAGIC: [u8; 8] = *b"SPWCHUNK";
@@ -33,30 +34,30 @@ const BYTE_ORDER: u32 = 0x0102_0304;
 const FIXED: usize = 128;
 const SUM_AT: usize = 120;
 
-/// What the head of a chunk says.
+/// Header of a chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkHeader {
-    /// The tier it belongs to.
+    /// Identifier of the tier.
     pub tier: u128,
-    /// A number drawn at the open that wrote it, so that no two writes ever have the same head.
+    /// Random number drawn at each open of the tier, so that no two writes produce the same header.
     pub session: u64,
-    /// The extent, by its number.
+    /// Number of the extent.
     pub extent: u32,
-    /// The path, by its number.
+    /// Number of the path.
     pub path: u32,
-    /// Of the extent's contents.
+    /// Generation of the extent's contents.
     pub generation: u64,
-    /// First block of the extent that it holds.
+    /// Number of the chunk's first block in the extent.
     pub first: u32,
-    /// Where the chunk begins in the data file.
+    /// Offset of the chunk in the data file, in bytes.
     pub offset: u64,
     /// Bytes of a whole block.
     pub block_bytes: u64,
-    /// Sums of its blocks.
+    /// XXH3-64 of each block, in block order.
     pub sums: Vec<u64>,
 }
 
-/// Bytes that the head of a chunk with so many blocks takes.
+/// Size in bytes of a chunk header for `blocks` blocks: a multiple of [`PAGE`].
 pub fn header_bytes(blocks: u64) -> u64 {
     (FIXED as u64 + 8 * blocks).next_multiple_of(PAGE)
 }
@@ -67,7 +68,7 @@ pub(super) fn is_chunk(bytes: &[u8]) -> bool {
 }
 
 impl ChunkHeader {
-    /// The head as it is stored, whole pages, and its checksum.
+    /// The stored header, padded to whole pages, and its checksum.
     pub fn encode(&self) -> (Vec<u8>, u64) {
         let mut fixed = Writer::default();
         preamble(&mut fixed, &CHUNK_MAGIC);
@@ -83,7 +84,7 @@ impl ChunkHeader {
         (bytes, sum)
     }
 
-    /// Reads a head back, and its checksum, or says what is wrong.
+    /// Parses a stored header; returns it and its checksum, or an error text.
     pub fn parse(bytes: &[u8]) -> Result<(ChunkHeader, u64), String> {
         let mut fixed = Reader::new(bytes);
         let too_short = || format!("{} bytes are no head of a chunk", bytes.len());

@@ -1,23 +1,23 @@
-//! The virtual tier: named extents over several paths, that survive a crash at any moment.
+//! Storage tier: named extents spread over several paths. A crash at any moment keeps the last committed step.
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`store`] | what callers see: define, write, read, wait, roll back |
+//! | [`store`] | public API: define, write, read, wait, roll back |
 //! | [`options`] | settings |
-//! | `jobs`, `transfer` | reads and writes under way: judged, moved elsewhere, checked |
-//! | `commit`, `recover` | the order of writes and syncs that makes a step durable, and the way back |
-//! | [`copies`] | which commits the superblocks name, and which of them an open goes on from |
-//! | `relocate` | contents moved from path to path |
-//! | `export` | the committed state as plain files, and back |
-//! | [`inspect`] | checking every block, the state of paths, the end of a tier |
-//! | [`superblock`], [`layout`], `wire` | bytes on disk |
-//! | [`extent`], `contents`, `sums` | streams, blocks, chunks, what an extent holds, and checksums of blocks |
-//! | `place`, [`space`], `state` | who has which place, and when it is free again |
-//! | `gate` | transfers that wait for the turn on a path |
-//! | `health`, `waiting` | how a path is doing; until when a caller waits |
-//! | [`turn`] | one process of the node on a path at a time |
-//! | `path`, `medium`, [`directory`] | files, and the lock on them |
-//! | [`bucket`], `claim` | the same in an object store |
+//! | `jobs`, `transfer` | reads and writes in flight: error handling, retry on another path, checksum checks |
+//! | `commit`, `recover` | the order of writes and syncs that makes a step durable; opening after a crash |
+//! | [`copies`] | which commits the superblocks name, and which of them an open resumes from |
+//! | `relocate` | moving contents between paths |
+//! | `export` | export of the committed state as plain files, and import |
+//! | [`inspect`] | verification of every block, path reports, close and destroy |
+//! | [`superblock`], [`layout`], `wire` | on-disk formats |
+//! | [`extent`], `contents`, `sums` | streams, blocks, chunks; the contents of an extent; block checksums |
+//! | `place`, [`space`], `state` | allocation of space, free space, state of an open tier |
+//! | `gate` | transfers that wait for this process's turn on a path |
+//! | `health`, `waiting` | health of a path; timeouts of callers |
+//! | [`turn`] | turns: one process of the node uses a path at a time |
+//! | `path`, `medium`, [`directory`] | files of a path, and the lock on its directory |
+//! | [`bucket`], `claim` | files of a path in an object store, and the lock on its prefix |
 #![forbid(unsafe_code)]
 
 mod claim;

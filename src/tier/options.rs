@@ -1,4 +1,4 @@
-//! What a tier is opened with.
+//! Options for opening a tier.
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -14,34 +14,34 @@ use crate::io::options::Options as IoOptions;
 /// What to do with what is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// Make a new tier; a committed state on one of the paths is an error.
+    /// Create a new tier. A committed state on one of the paths is an error.
     Create,
-    /// Go on at the last committed step; none is an error.
+    /// Resume from the last committed step. No committed state is an error.
     Resume,
-    /// Go on if there is a committed state, else make a new tier; refused if the rank's state lies in a directory of another
-    /// host, which nobody holds.
+    /// Resume if there is a committed state, else create a tier. Refused if an unlocked directory of another host holds
+    /// the state of this rank.
     Auto,
 }
 
 /// What a commit waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
-    /// Nothing: a killed process loses nothing, a machine that stops may.
+    /// No sync. The state survives a killed process; a machine crash may lose it.
     Process,
-    /// The devices' word that data and superblocks are durable.
+    /// The devices confirm that data and superblocks are durable.
     Data,
-    /// The same, and the superblocks are read back, and the directories synced.
+    /// As `Data`; directories are also synced, and superblocks are read back.
     Full,
 }
 
 /// Where a path keeps its files.
 #[derive(Debug, Clone)]
 pub enum Place {
-    /// Below this directory, which exists.
+    /// Below this directory, which must exist.
     Directory(PathBuf),
     /// In an object store: `s3://BUCKET/PREFIX`.
     Bucket(String),
-    /// In memory of this process. What lies there is lost with it.
+    /// In memory of this process. The data is lost when the process ends.
     Memory,
     /// In a store in memory, for tests.
     #[cfg(test)]
@@ -52,7 +52,7 @@ pub enum Place {
 }
 
 impl Place {
-    /// The directory, of one that is below it.
+    /// The base directory, if the place is a directory.
     pub fn directory(&self) -> Option<&Path> {
         match self {
             Place::Directory(base) => Some(base),
@@ -60,7 +60,7 @@ impl Place {
         }
     }
 
-    /// The place that a path means: a directory, or an address of an object store.
+    /// Parses a path: an address such as `s3://BUCKET/PREFIX` or a directory.
     pub fn of(path: PathBuf) -> Place {
         match path.to_str() {
             Some(address) if is_address(address) => Place::Bucket(address.to_string()),
@@ -68,7 +68,7 @@ impl Place {
         }
     }
 
-    /// Removes what a dead owner left there; a live one is refused.
+    /// Removes the files of an owner whose process has ended. A live owner is an error.
     pub fn collect(&self, owner: &Owner) -> Result<()> {
         match self {
             Place::Directory(base) => directory::collect(base, owner),
@@ -81,40 +81,41 @@ impl Place {
 /// One path.
 #[derive(Debug, Clone)]
 pub struct PathOptions {
-    /// Where.
+    /// Location of the files.
     pub place: Place,
-    /// Most bytes of its data file.
+    /// Upper limit of the data file, in bytes. `None`: no limit.
     pub limit: Option<u64>,
-    /// Bytes that its data file has from the start.
+    /// Bytes of the data file that are allocated at the open.
     pub reserve: u64,
 }
 
 /// Settings of a tier.
 #[derive(Debug, Clone)]
 pub struct TierOptions {
-    /// Whose it is.
+    /// Owner of the tier: job, host and rank.
     pub owner: Owner,
-    /// Ranks of the run.
+    /// Number of ranks in the run.
     pub world: u32,
-    /// At least one; the order does not matter.
+    /// The paths, at least one. Their order does not matter.
     pub paths: Vec<PathOptions>,
     /// What to do with what is there.
     pub mode: Mode,
-    /// Go on at this step, which is the last committed one or the one before it; any other is an error. `None`: the last.
-    /// The one before it is whole as long as nothing was written since the last commit, and takes its place.
+    /// Resume from this step: the last committed one or the one before it; any other is an error. `None`: the last one.
+    /// The earlier step is intact only if nothing was written since the last commit. Opening at it discards the last
+    /// commit.
     pub at_step: Option<u64>,
-    /// Open without paths that are missing, and say what is lost with them.
+    /// Open without missing paths, and list the extents that are lost with them.
     pub degraded: bool,
     /// What a commit waits for.
     pub durability: Durability,
-    /// Bytes of a block, which has one checksum. A tier that exists keeps its own.
+    /// Bytes of a block, the unit of checksums. An existing tier keeps its own block size.
     pub block_bytes: u64,
-    /// Settings of each path's engine. Its `stall` decides when a path counts as hung.
+    /// Settings of the I/O engine of each path. `stall` is the time after which a path counts as hung.
     pub io: IoOptions,
 }
 
 impl TierOptions {
-    /// Defaults, for these directories and addresses.
+    /// Default options for these directories and addresses.
     pub fn new(owner: Owner, directories: impl IntoIterator<Item = PathBuf>) -> TierOptions {
         let path = |directory| PathOptions { place: Place::of(directory), limit: None, reserve: 0 };
         TierOptions {

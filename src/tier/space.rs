@@ -1,14 +1,14 @@
-//! Which parts of a path's data file are free.
+//! Free space of a path's data file.
 //!
 //! Invariants:
-//! - A part is free, or taken once; what is given back was taken.
-//! - Adjacent free parts are one.
-//! - Nothing here knows the disk: the file was made as long as `end` says before a part of it is taken.
+//! - Each byte range is either free or allocated once. Only allocated ranges are freed.
+//! - Adjacent free ranges are merged.
+//! - This module does no I/O: the caller extends the file to `end` bytes before it allocates space up to there.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
 
-/// The data file of one path.
+/// Allocator of one data file. Offsets and lengths are in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Space {
     end: u64,
@@ -17,7 +17,8 @@ pub struct Space {
 }
 
 impl Space {
-    /// A file of `end` bytes that may grow to `limit`, with the parts `used` taken. `None` if they overlap or lie outside.
+    /// A file of `end` bytes that may grow to `limit`, with the ranges `used` (offset, length) allocated. `None` if
+    /// ranges overlap or exceed `end`.
     pub fn new(end: u64, limit: u64, used: impl IntoIterator<Item = (u64, u64)>) -> Option<Space> {
         let mut used: Vec<(u64, u64)> = used.into_iter().filter(|(_, len)| *len > 0).collect();
         used.sort_unstable();
@@ -34,7 +35,7 @@ impl Space {
         Some(space)
     }
 
-    /// Takes `len` bytes in one piece from the smallest free part that has them.
+    /// Allocates `len` contiguous bytes from the smallest free range that fits. Returns their offset.
     pub fn take(&mut self, len: u64) -> Option<u64> {
         let fitting = self.free.iter().filter(|(_, room)| **room >= len);
         let (at, room) = fitting.min_by_key(|(at, room)| (**room, **at)).map(|(at, room)| (*at, *room))?;
@@ -43,7 +44,7 @@ impl Space {
         Some(at)
     }
 
-    /// Gives a part back.
+    /// Frees `len` bytes at offset `at`.
     pub fn give(&mut self, at: u64, len: u64) {
         if len == 0 {
             return;
@@ -60,14 +61,14 @@ impl Space {
         self.free.insert(from, to - from);
     }
 
-    /// How long the file would have to be for a piece of `len` bytes; `None` past the limit.
+    /// File length at which `len` contiguous bytes are available; `None` if it exceeds the limit.
     pub fn end_for(&self, len: u64) -> Option<u64> {
         let tail = self.free.iter().next_back().filter(|(at, room)| *at + *room == self.end);
         let from = tail.map_or(self.end, |(at, _)| *at);
         from.checked_add(len).filter(|end| *end <= self.limit)
     }
 
-    /// The file became longer.
+    /// Records that the file now has `end` bytes. The added bytes are free.
     pub fn grew(&mut self, end: u64) {
         if end > self.end {
             let from = std::mem::replace(&mut self.end, end);
@@ -75,27 +76,27 @@ impl Space {
         }
     }
 
-    /// The file cannot become longer.
+    /// Records that the file cannot grow.
     pub fn full(&mut self) {
         self.limit = self.end;
     }
 
-    /// Length of the file.
+    /// Length of the file, in bytes.
     pub fn end(&self) -> u64 {
         self.end
     }
 
-    /// The longest piece to be had without the file growing.
+    /// Length of the longest free range, without growing the file.
     pub fn longest(&self) -> u64 {
         self.free.values().copied().max().unwrap_or(0)
     }
 
-    /// Bytes free now.
+    /// Free bytes of the file as it is.
     pub fn free(&self) -> u64 {
         self.free.values().sum()
     }
 
-    /// Bytes free now or after growing to the limit.
+    /// Free bytes, including growth up to the limit.
     pub fn room(&self) -> u64 {
         self.free() + (self.limit - self.end)
     }

@@ -1,10 +1,10 @@
-//! A tier as its users see it: define, write, read, wait.
+//! Public API of a tier: define, write, read, wait.
 //!
 //! Invariants:
-//! - Until a commit succeeds, opening after a crash gives the state of the commit before it, whole.
-//! - A write that failed keeps commits from succeeding until the extent is written again or everything since the last
-//!   commit is rolled back: a step is committed whole or not at all.
-//! - Every byte that a read hands out was checked, unless the caller takes the checking on.
+//! - Until a commit succeeds, an open after a crash finds the state of the previous commit, complete.
+//! - After a failed write, commits fail until the extent is written again or all changes since the last commit are
+//!   rolled back. A step is therefore committed completely or not at all.
+//! - Every byte that a read returns was checked against its checksum, unless the caller asked for an unchecked read.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -24,51 +24,51 @@ use crate::log::{self, Level};
 use crate::sys::process::Opener;
 use crate::sys::span::Span;
 
-/// Named extents over several paths.
+/// A tier: named extents stored on several paths.
 #[derive(Debug)]
 pub struct Tier {
     pub(super) opener: Opener,
     pub(super) options: TierOptions,
     pub(super) who: Identity,
     pub(super) block_bytes: u64,
-    /// By number; `None` for those that are missing.
+    /// By path number; `None` for missing paths.
     pub(super) paths: Vec<Option<Arc<Path>>>,
     pub(super) state: Mutex<State>,
     pub(super) changed: Condvar,
     pub(super) opened: Opened,
 }
 
-/// What an open found.
+/// Result of opening a tier.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Opened {
-    /// True if there was a committed state.
+    /// True if a tier existed already; it may be without a commit.
     pub resumed: bool,
-    /// Its step.
+    /// Step of the state; `None` if nothing was committed.
     pub step: Option<u64>,
-    /// What the commit was given to keep.
+    /// Payload of that commit.
     pub payload: Vec<u8>,
-    /// Paths that are missing.
+    /// Names of missing paths.
     pub missing: Vec<String>,
-    /// Extents that had a part there.
+    /// Names of extents with blocks on missing paths.
     pub lost: Vec<String>,
 }
 
-/// An extent, as it is known.
+/// Description of an extent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExtentInfo {
-    /// Its number, good while the tier is open.
+    /// Number of the extent; valid while the tier is open.
     pub number: u32,
-    /// Its name.
+    /// Name of the extent.
     pub name: String,
-    /// Bytes of each stream.
+    /// Length of each stream, in bytes.
     pub streams: Vec<u64>,
-    /// Generation that reads see; 0 if never written.
+    /// Generation that reads return; 0 if never written.
     pub generation: u64,
-    /// True if that is the committed one.
+    /// True if this generation is the committed one.
     pub committed: bool,
-    /// Blocks on each path, by number.
+    /// Number of blocks on each path, by path number.
     pub blocks: Vec<u32>,
-    /// Whether a part of it is on a path that is missing.
+    /// True if some blocks are on a missing path.
     pub lost: bool,
 }
 
@@ -77,22 +77,23 @@ impl Tier {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An error in a forked child, which has neither the threads nor the locks of the tier.
+    /// Fails in a forked child: the tier's threads and locks belong to the parent process.
     pub fn owned(&self) -> Result<()> {
         self.opener.check("the tier")
     }
 
-    /// What the open found.
+    /// Result of the open.
     pub fn opened(&self) -> &Opened {
         &self.opened
     }
 
-    /// Bytes of a block.
+    /// Block size, in bytes.
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
     }
 
-    /// The number of the extent with this name, made if there is none. One that exists must have these streams.
+    /// Returns the number of the extent with this name, and defines the extent if it does not exist. `streams` are the
+    /// stream lengths in bytes. Fails with `Foreign` if the existing extent has other streams.
     pub fn define(&self, name: &str, streams: &[u64]) -> Result<u32> {
         check_name("name", name)?;
         let shape = Shape::new(streams, self.block_bytes)?;
@@ -135,8 +136,8 @@ impl Tier {
         Ok(free as u32)
     }
 
-    /// Takes an extent out with the next commit. Defining it again before takes that back. `Busy` while a commit is under
-    /// way, as is that.
+    /// Removes an extent at the next commit. Defining the extent again before the commit cancels the removal. `Busy`
+    /// while a commit is in flight, for the removal and its cancellation.
     pub fn remove(&self, extent: u32) -> Result<()> {
         let mut state = self.lock();
         state.between_commits()?;
@@ -144,7 +145,7 @@ impl Tier {
         Ok(())
     }
 
-    /// All extents, by number.
+    /// All extents, in order of their numbers.
     pub fn extents(&self) -> Vec<ExtentInfo> {
         let state = self.lock();
         let numbered = state.extents.iter().enumerate();
@@ -153,7 +154,7 @@ impl Tier {
             .collect()
     }
 
-    /// The extent that [`Tier::extents`] has at `index`, without a look at the others.
+    /// The extent at position `index` of [`Tier::extents`], without building the whole list.
     pub fn nth_extent(&self, index: usize) -> Option<ExtentInfo> {
         let state = self.lock();
         // Without gaps, which only removed extents leave, the place in the list is the number.
@@ -168,7 +169,7 @@ impl Tier {
         Some(describe(&state, number as u32, extent))
     }
 
-    /// Blocks of all extents on a path.
+    /// Number of blocks of all extents on a path.
     pub fn blocks_on(&self, path: u32) -> u64 {
         let state = self.lock();
         let contents = state.extents.iter().flatten().filter_map(|extent| extent.current.as_ref());
@@ -176,7 +177,7 @@ impl Tier {
         chunks.filter(|chunk| chunk.path == path).map(|chunk| u64::from(chunk.count)).sum()
     }
 
-    /// One extent.
+    /// Description of one extent.
     pub fn extent(&self, number: u32) -> Result<ExtentInfo> {
         let mut state = self.lock();
         state.extent(number)?;
@@ -184,14 +185,14 @@ impl Tier {
         known.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
     }
 
-    /// How an extent is cut into blocks.
+    /// Stream and block sizes of an extent.
     pub fn shape(&self, number: u32) -> Result<Arc<Shape>> {
         Ok(Arc::clone(&self.lock().extent(number)?.shape))
     }
 
-    /// Begins to write an extent, one span for each stream, and returns a ticket to wait for. Reads see the new contents
-    /// once the ticket was waited for; the committed ones stay on disk. `sums` are the checksums of the blocks, if the
-    /// caller has them already. The spans stay as they are until the ticket is over.
+    /// Starts to write an extent from one span per stream, and returns a ticket for [`Tier::wait`]. Reads return the
+    /// new contents after the wait; the committed contents stay on disk. `sums` are the checksums of all blocks, if the
+    /// caller knows them. The spans must stay valid and unchanged until the write has ended.
     pub fn write(
         &self,
         extent: u32,
@@ -204,9 +205,9 @@ impl Tier {
         self.carry_on(begun, spans, placement, sums)
     }
 
-    /// Begins to read an extent into one span for each stream; an empty span leaves its stream out. The read succeeds
-    /// only if every block matches its checksum; `unchecked` leaves that to the caller, who finds the sums with
-    /// [`Tier::sums`].
+    /// Starts to read an extent into one span per stream, and returns a ticket. A stream with an empty span is not
+    /// read. The read succeeds only if every block matches its checksum. With `unchecked` the caller checks the blocks;
+    /// [`Tier::sums`] returns the expected checksums.
     pub fn read(&self, extent: u32, spans: &[Span], unchecked: bool) -> Result<u64> {
         let (source, shape, name) = {
             let mut state = self.lock();
@@ -255,12 +256,14 @@ impl Tier {
         Ok(self.lock().ticket(job))
     }
 
-    /// Checksums of the blocks that reads see, once the contents were written or read while the tier is open.
+    /// Checksums of the blocks that reads return. `None` until the contents were written or read while the tier is
+    /// open.
     pub fn sums(&self, extent: u32) -> Result<Option<Arc<[u64]>>> {
         Ok(self.lock().contents(extent)?.sums.get().cloned())
     }
 
-    /// Waits for a ticket, and is done with it; the generation that was written or read. `Timeout` leaves it under way.
+    /// Waits for the transfer of a ticket, ends the ticket, and returns the generation that was written or read. After
+    /// a `Timeout` the transfer is still in flight and the ticket stays valid.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<u64> {
         let until = moment(timeout);
         let unknown = || Error::invalid("ticket", format!("{ticket} was never given, or was waited for"));
@@ -297,12 +300,12 @@ impl Tier {
         }
     }
 
-    /// A name for the whole tier in errors.
+    /// Name of the first path that is present, for error messages about the whole tier.
     pub(super) fn some_name(&self) -> String {
         self.paths.iter().flatten().next().map_or_else(String::new, |path| path.name())
     }
 
-    /// Forgets everything written since the last commit.
+    /// Discards all changes since the last commit. `Busy` while a commit is in flight.
     pub fn roll_back(&self) -> Result<()> {
         loop {
             self.finish_writes();
@@ -321,27 +324,27 @@ impl Tier {
 }
 
 impl Tier {
-    /// Holds reads and writes of a path's data back from now on.
+    /// Closes the gate of a path: new reads and writes of its data are held.
     pub fn close_gate(&self, path: usize) {
         self.at(path, Path::close_gate);
     }
 
-    /// Begins those held back, and goes on so.
+    /// Opens the gate of a path, and starts the held transfers.
     pub fn open_gate(&self, path: usize) {
         self.at(path, |path| path.let_through(false));
     }
 
-    /// Begins those held back, and none that come later.
+    /// Starts the held transfers of a path, and closes its gate for later ones.
     pub fn let_through(&self, path: usize) {
         self.at(path, |path| path.let_through(true));
     }
 
-    /// True if something is held back.
+    /// True if transfers are held at the gate of a path.
     pub fn held_back(&self, path: usize) -> bool {
         self.at(path, |path| path.held_back() > 0).unwrap_or(false)
     }
 
-    /// True if nothing is under way on a path.
+    /// True if no transfer is in flight on a path.
     pub fn quiet(&self, path: usize) -> bool {
         self.at(path, Path::quiet).unwrap_or(true)
     }

@@ -1,4 +1,4 @@
-//! Checksums of an extent's blocks, over the threads of the pool.
+//! Checksums of an extent's blocks, computed in parallel on the thread pool.
 #![forbid(unsafe_code)]
 
 use super::extent::Shape;
@@ -8,10 +8,10 @@ use crate::sys::room;
 use crate::sys::span::Span;
 use crate::sys::threads;
 
-/// Fewer bytes than this stay on one thread.
+/// At most this many bytes are summed on one thread.
 const GRAIN: u64 = 2 << 20;
 
-/// Sums of blocks `first..first + count` of an extent whose streams lie in `spans`.
+/// Checksums of blocks `first..first + count` of an extent whose streams are in `spans`.
 pub fn of_blocks(shape: &Shape, spans: &[Span], first: u32, count: u32) -> Result<Vec<u64>> {
     let mut sums = room::filled("listing checksums", count as usize, |_| 0)?;
     if u64::from(count) * shape.block_bytes() <= GRAIN {

@@ -1,18 +1,22 @@
-//! Turns of the node's processes on a storage path (MLP-Offload section 3.1): one process at a time uses it.
+//! Turns on a storage path: one process of the node uses the path at a time (MLP-Offload section 3.1).
 //!
 //! Invariants:
-//! - At most one live process holds the turn of a path: it holds the file lock on `turn`.
-//! - Turns go by ticket: who asks later comes later, so that nobody waits for more than one turn of each other process.
-//! - The death of a holder or of a waiter is seen at once: its locks go with it. (A child of fork keeps the locks of a
-//!   parent killed in its turn; the patience bounds that.)
-//! - A turn is a courtesy between processes, never a condition for correct data: who has waited for its patience goes
-//!   without one, and the log says so.
+//! - At most one live process holds the turn of a path: the holder has the file lock on `turn`.
+//! - Turns are granted in ticket order, so a process waits for at most one turn of each other process.
+//! - The kernel releases the locks of a dead process, so its turn or its place in line ends at once. Exception: a
+//!   forked child keeps the locks of a parent that is killed during its turn. The patience limit bounds that wait.
+//! - Turns never affect correctness. A process that waits longer than its patience continues without a turn and logs a
+//!   warning.
+//! - The files are in a directory that belongs to this user, and every file there is checked (see `sys::own`): a file
+//!   planted by another user is never written to. If another user owns the usual name, all processes use the next name.
 //!
-//! - Lines lie in directories of this user alone, and every file there is checked (see `sys::own`): what another user
-//!   planted is never written to. Where another user took the usual name, the next one is used, by all processes alike.
+//! The line of a path is a directory on the node with these files:
 //!
-//! A path's line is a directory of small files on the node: `turn`; `desk` with the last ticket, locked to draw one;
-//! `slot-N`, one for each process, locked while it lives, with its ticket in it (0: not waiting).
+//! | file | content |
+//! |---|---|
+//! | `turn` | empty; locked by the process that has the turn |
+//! | `desk` | the last ticket; locked while a ticket is drawn |
+//! | `slot-N` | one per process, locked while the process lives; its ticket, or 0 if it is not waiting |
 #![forbid(unsafe_code)]
 
 use std::fs::{self, DirBuilder, File, TryLockError};
@@ -26,12 +30,12 @@ use crate::log::{self, Level};
 use crate::sys::own::Want;
 use crate::sys::own::{self, OwnDirectory};
 
-/// Most processes in one line.
+/// Maximum number of processes in a line.
 const SLOTS: usize = 1024;
-/// Names of the usual directory that are tried: another user may have taken some.
+/// Number of directory names that are tried; other users may own some of them.
 const NAMES: u32 = 4;
 
-/// This process's place in the line of one path.
+/// This process's slot in the line of one path.
 #[derive(Debug)]
 pub struct Line {
     dir: PathBuf,
@@ -42,26 +46,26 @@ pub struct Line {
     desk: File,
 }
 
-/// The right to use a path; ends when dropped.
+/// The turn on a path. Dropping it ends the turn.
 #[derive(Debug)]
 pub struct Turn {
     _lock: File,
 }
 
-/// How a process stands with a path.
+/// State of a process's request for a path.
 #[derive(Debug)]
 enum Standing {
-    /// It does not want it.
+    /// The process does not request the path.
     Apart,
-    /// In line, with a ticket once the desk was free.
+    /// The process waits. It has a ticket after it could lock the desk.
     Waiting { ticket: Option<u64>, since: Instant },
-    /// Its turn.
+    /// The process has the turn.
     Turn { _turn: Turn },
-    /// Patience ran out: it goes without.
+    /// The patience ran out; the process uses the path without a turn.
     Without,
 }
 
-/// A process's wish to use a path. Nothing here blocks.
+/// A process's request to use a path. No method blocks.
 #[derive(Debug)]
 pub struct Claim {
     line: Line,
@@ -70,29 +74,29 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// No wish yet; `patience` is how long a later one is for a turn.
+    /// Creates a claim without a request. `patience` is the longest wait for a turn.
     pub fn new(line: Line, patience: Duration) -> Claim {
         Claim { line, patience, standing: Standing::Apart }
     }
 
-    /// Asks for the path, or again after it was refused. True if it may be used: with the turn, or without if patience ran
-    /// out. Asked every few milliseconds, the turn comes to whoever asked first.
+    /// Requests the path, or polls an earlier request. True if the process may use the path: it has the turn, or its
+    /// patience ran out. Call it every few milliseconds; turns go to claims in the order of their requests.
     pub fn ask(&mut self) -> Result<bool> {
         self.next().map_err(waiting)?;
         Ok(self.granted())
     }
 
-    /// True from a granted wish to [`Claim::give_up`].
+    /// True from the grant of a request to [`Claim::give_up`].
     pub fn granted(&self) -> bool {
         matches!(self.standing, Standing::Turn { .. } | Standing::Without)
     }
 
-    /// True if another live process waits for this path.
+    /// True if another live process waits for the path.
     pub fn others_wait(&self) -> Result<bool> {
         self.line.others_wait().map_err(waiting)
     }
 
-    /// Ends the wish: turn and place in line are another's.
+    /// Ends the request: releases the turn or the ticket.
     pub fn give_up(&mut self) {
         let stood =
             matches!(std::mem::replace(&mut self.standing, Standing::Apart), Standing::Waiting { .. });
@@ -133,8 +137,8 @@ impl Claim {
 }
 
 impl Line {
-    /// Joins the line of the device that `path` is on. `node` is a directory that all processes of this node and user
-    /// share; None takes the usual one.
+    /// Joins the line of the device that holds `path`. `node` is a directory that all processes of this user on the
+    /// node share; `None` selects the default directory. Fails if 1024 processes are in the line.
     pub fn join(path: &Path, node: Option<&Path>) -> Result<Line> {
         let failed = |error: io::Error| Error::system("joining the turns on a path", &error);
         let about = fs::metadata(path).map_err(failed)?;
@@ -153,7 +157,7 @@ impl Line {
         self.someone_before(u64::MAX)
     }
 
-    /// Which line it is: the same for all paths on one device, in every process of the node.
+    /// Directory of the line: the same for all paths on one device, in every process of the node.
     pub fn place(&self) -> &Path {
         &self.dir
     }

@@ -1,4 +1,4 @@
-//! Until when a caller waits, and the error when that is over.
+//! Timeouts of callers: the deadline, and the timeout error.
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! Numbers and strings as they are stored: little endian, without padding, read with every bound checked.
+//! Stored numbers and strings: little endian, no padding. Every read checks its bounds.
 #![forbid(unsafe_code)]
 
 /// Takes values off the front of bytes from outside. Every getter is `None` past the end.

@@ -57,7 +57,7 @@ impl Bucket {
     ) -> Result<Option<Bucket>> {
         let prefix = format!("{}{}/", address.prefix, below(owner));
         let name = name(&address.text(), owner);
-        // Before the lock is put: some servers make a bucket that is missing.
+        // Listed before the lock is put, because some servers create a missing bucket on a put.
         let listed =
             match store.list(&prefix).map_err(|refusal| refusal.at(Spot { doing: "opening", path: &name })) {
                 Err(error) if error.io_kind() == Some(IoKind::NotFound) && !make => return Ok(None),
@@ -110,11 +110,11 @@ impl Medium for Bucket {
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
-        // The last block of a chunk is written as far as it goes, and takes a whole page.
+        // The last block of a chunk is stored without padding but occupies a whole page.
         Ok(self.folder.len(file).map(|end| end.next_multiple_of(PAGE)))
     }
 
-    /// Nothing: an object that the store has is durable, and so is its name.
+    /// Does nothing: an object that the store has accepted is durable, and so is its name.
     fn sync(&self) -> Result<()> {
         Ok(())
     }
@@ -146,7 +146,7 @@ fn is_lock(key: &str, prefix: &str) -> bool {
     key.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(LOCKS))
 }
 
-/// Removes what a dead owner left below an address; a live one is refused.
+/// Removes the objects of an owner whose process has ended. A live owner is an error.
 pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
     owner.check()?;
     let address = Address::parse(address)?;

@@ -1,18 +1,21 @@
-//! The lock of a prefix of an object store, which knows no locks that end with a process.
+//! Lock on a prefix of an object store. An object store has no locks that end with a process.
 //!
 //! Invariants:
-//! - Whoever wants the prefix first puts a lock object with a name of its own, and then lists the locks. It has the
-//!   prefix only if its own is among them and every other lock is a dead process's. A store shows every object that is
-//!   there, so of two who come at once at least one sees the other: both may be refused, never both let in. (One object
-//!   put with If-None-Match would not do: to take a dead one over it has to be deleted, and might be a live one's by then.)
-//! - What lies below the prefix is listed after that: a listing of many pages that began before may have seen the data
-//!   of a holder in mid-work, and no lock of one who let go meanwhile.
-//! - A lock is deleted by its owner, or by one who has the prefix and knows its owner dead: whoever puts a lock may be
-//!   about to look for it.
-//! - Dead is what can be proved dead from here: a process of this machine that is gone, or one of before it started. It
-//!   is this machine if it was started once with both, or if both have its machine-id. (An id that is baked into an
-//!   image defeats that: machines made from it must get ids of their own, as systemd gives to those without one.)
-//!   Whatever runs elsewhere, another container included, counts as alive until a person deletes the object.
+//! - A process that claims a prefix first puts a lock object with a unique name, and then lists the locks. It gets the
+//!   prefix only if its own lock is listed and every other lock belongs to a dead process. A listing shows every object
+//!   that exists, so of two concurrent claims at least one sees the other. Both may be refused; never do both succeed.
+//! - (One object put with If-None-Match does not suffice. To take over a dead lock, a process must delete the object,
+//!   which may belong to a live process by then.)
+//! - The files below the prefix are listed after that. A listing of several pages that began earlier could show data of
+//!   a holder in mid-work, and miss the lock of a holder that released it meanwhile.
+//! - A lock is deleted only by its owner, or by the process that got the prefix and knows that the owner is dead. Any
+//!   other process that put a lock may be about to list it.
+//! - A process counts as dead only if this machine can prove it: the process ran on this machine and has ended, or it
+//!   ran before the last boot. A lock is of this machine if host name and machine-id are the same; without a
+//!   machine-id, the boot id must be the same too.
+//! - (A machine-id that is part of an image breaks this rule. Machines made from such an image need their own ids;
+//!   systemd assigns one to a machine without an id.)
+//! - A process elsewhere, also in another container, counts as alive until a person deletes its lock object.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeSet;
@@ -26,24 +29,24 @@ use crate::io::object::{Listed, Refusal, Spot, Store};
 use crate::log::{self, Level};
 use crate::sys::{host, process};
 
-/// Below a prefix, with a slash.
+/// Prefix of the lock objects, below the claimed prefix.
 pub(super) const LOCKS: &str = "lock/";
-/// What systemd writes where a machine-id is yet to be made.
+/// Text that systemd stores as the machine-id before it has assigned one.
 const NO_MACHINE: &str = "uninitialized";
-/// More is none of ours.
+/// Maximum length of a lock object, in bytes. Locks of this library are shorter.
 const MOST_BYTES: u64 = 4096;
 
-/// A claimed prefix; free again when dropped.
+/// A claimed prefix. Dropping it releases the prefix.
 #[derive(Debug)]
 pub(super) struct Claim {
     store: Arc<dyn Store>,
     key: String,
-    /// Bytes of the lock object.
+    /// Length of the lock object, in bytes.
     bytes: u64,
     process: u32,
 }
 
-/// A process, as nobody else is.
+/// Unique identity of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Holder {
     host: String,
@@ -56,7 +59,7 @@ struct Holder {
 }
 
 impl Claim {
-    /// Claims `prefix`, and lists what is there since nobody else changes it.
+    /// Claims `prefix`, then lists its objects; no other process changes them from then on.
     pub(super) fn take(store: &Arc<dyn Store>, prefix: &str, name: &str) -> Result<(Claim, Vec<Listed>)> {
         let failed = |refusal: Refusal| refusal.at(Spot { doing: "opening", path: name });
         let number = host::random().map_err(|error| Error::system("drawing a number for a lock", &error))?;
@@ -64,7 +67,7 @@ impl Claim {
         let me = Holder::this_process();
         let words = serde_json::to_vec(&*me)
             .map_err(|error| Error::System { what: "writing a lock", reason: error.to_string() })?;
-        // Before the put: even one that fails may arrive.
+        // Before the put, because a put that reports an error may still take effect.
         let claim =
             Claim { store: Arc::clone(store), key, bytes: words.len() as u64, process: process::id() };
         held(|held| held.insert(claim.key.clone()));
@@ -72,7 +75,7 @@ impl Claim {
         let locks = store.list(&format!("{prefix}{LOCKS}")).map_err(failed)?;
         let (own, others): (Vec<_>, Vec<_>) = locks.iter().partition(|one| one.key == claim.key);
         if own.is_empty() {
-            // Nobody who comes now would see it.
+            // A later claim would not see this lock.
             let words = "somebody deleted the lock that was just put there".to_string();
             return Err(TierError::at(TierKind::Locked, name, words));
         }
@@ -97,8 +100,8 @@ impl Claim {
         self.process == process::id()
     }
 
-    /// Refuses if somebody deleted the lock: the prefix may be another process's now. A store that does not answer says
-    /// nothing about it.
+    /// Fails with `PathMissing` if the lock object was deleted: another process may hold the prefix now. Other errors
+    /// of the store are ignored.
     pub(super) fn check(&self, name: &str) -> Result<()> {
         match read(&self.store, &self.key, self.bytes) {
             Ok(Found::Gone) => {
@@ -126,7 +129,7 @@ impl Drop for Claim {
 }
 
 impl Holder {
-    /// The same for all threads and all the time, whatever /proc says to each.
+    /// Identity of this process, computed once, because later reads of /proc may give other values.
     fn this_process() -> Arc<Holder> {
         static KNOWN: ArcSwapOption<Holder> = ArcSwapOption::const_empty();
         let pid = process::id();
@@ -156,11 +159,11 @@ impl Holder {
             return false;
         }
         if self.boot != me.boot {
-            // Machines without an id may share their name.
+            // Machines without an id may have the same host name.
             return !self.machine.is_empty();
         }
         match self {
-            // A lock of this process that it could not delete.
+            // A lock that this process failed to delete.
             _ if self == me => HELD.load().as_ref().is_none_or(|held| !held.contains(key)),
             _ => self.namespace == me.namespace && host::process_ended(self.pid, self.started),
         }
@@ -175,7 +178,7 @@ impl Holder {
     }
 }
 
-/// What a lock object says.
+/// Content of a lock object.
 enum Found {
     Holder(Holder),
     /// Deleted since it was listed.
@@ -201,7 +204,7 @@ fn locked(name: &str, key: &str, prefix: &str, words: &str) -> Error {
     TierError::at(TierKind::Locked, name, words)
 }
 
-/// Locks that this process has. No mutex: a thread may hold one in the moment of a fork.
+/// Keys of the locks that this process holds. Not a mutex, because a thread may hold a mutex at the moment of a fork.
 static HELD: ArcSwapOption<BTreeSet<String>> = ArcSwapOption::const_empty();
 
 fn held(change: impl Fn(&mut BTreeSet<String>) -> bool) {
@@ -254,7 +257,7 @@ mod tests {
             Holder { pid: child.id(), ..me.clone() },
             Holder { started: me.started + 1, ..me.clone() },
             Holder { boot: "another".to_string(), ..me.clone() },
-            // Of this process, which could not delete it.
+            // Of this process, which failed to delete it.
             me.clone(),
         ];
         for holder in dead {
@@ -298,10 +301,10 @@ mod tests {
         assert!(dead(of("", "monday"), of("", "monday")), "this machine has no such process");
     }
 
-    /// Something that happens to a store at a moment of a claim.
+    /// A change of the store at one moment of a claim.
     type Event = fn(&Memory);
 
-    /// A store whose listings have a page for what comes before the locks, and one for the rest.
+    /// A store that lists in two pages: the objects before the locks, then the rest.
     #[derive(Debug)]
     struct Paged {
         memory: Memory,

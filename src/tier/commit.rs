@@ -1,9 +1,14 @@
-//! Making a step durable.
+//! Commit: makes a step durable.
 //!
-//! The order: every write is over, and none but the commit's own begins before its end; the files of every path are those
-//! that their names stand for, and what lies on other paths is moved; the data of every path is durable;
-//! then a superblock goes into the copy of each path that does not hold the last committed one; the step counts as soon as
-//! one path has it durably. If none has, nobody can say whether a crash would find it, so both steps keep their places
+//! Order of a commit:
+//! 1. Wait for all writes. Until the commit ends, only the commit itself starts writes.
+//! 2. Check that the files of each path still have their names. Move the data of a path whose files were removed or
+//!    replaced.
+//! 3. Sync the data of every path, except with `Durability::Process`.
+//! 4. On each path, write the superblock into the copy that does not hold the last committed superblock, and sync it.
+//! 5. The step is committed as soon as one path holds the superblock durably.
+//!
+//! If no path does, the outcome is unknown: a crash may or may not find the step. Both steps then keep their space
 //! until a later commit succeeds.
 #![forbid(unsafe_code)]
 
@@ -18,11 +23,13 @@ use super::store::Tier;
 use super::superblock::{Encoded, ExtentRecord, PathRecord, Superblock};
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 
-/// Most bytes that a commit keeps for its caller.
+/// Maximum length of a commit's payload, in bytes.
 pub const MAX_PAYLOAD: usize = 1 << 20;
 
 impl Tier {
-    /// Makes everything written durable, as step `step`, with a payload to be found at the next open.
+    /// Commits all changes as step `step`. `payload` has at most [`MAX_PAYLOAD`] bytes; the next open returns it.
+    /// `Busy` if another commit is in flight. After an error the previous step stays committed, but if the outcome is
+    /// unknown, a crash may find the new step.
     pub fn commit(&self, step: u64, payload: &[u8]) -> Result<()> {
         if payload.len() > MAX_PAYLOAD {
             let reason = format!("has {} bytes, at most {MAX_PAYLOAD}", payload.len());
@@ -63,7 +70,7 @@ impl Tier {
         }
     }
 
-    /// The next superblock, and its bytes. An error changes nothing: nothing is written then.
+    /// Builds and encodes the next superblock. After an error nothing is changed and nothing is written.
     pub(super) fn next_superblock(&self, step: Option<u64>, payload: &[u8]) -> Result<(Superblock, Encoded)> {
         let mut state = self.lock();
         let mut superblock = self.superblock(&state, step, payload.to_vec());
@@ -80,8 +87,8 @@ impl Tier {
         Ok((superblock, bytes))
     }
 
-    /// Marks paths whose files were removed, replaced or renamed, and moves everything from there that can still be read:
-    /// no open would find it. An error if a part cannot be moved, or if no path that lasts is left.
+    /// Marks paths whose files were removed, replaced or renamed as failed, and moves their readable data to other
+    /// paths. No open would find the data there. Fails if a part cannot be moved, or if no durable path is left.
     fn check_paths(&self) -> Result<()> {
         let paths = self.paths.iter().enumerate();
         let gone: Vec<(usize, Error)> =
@@ -101,7 +108,7 @@ impl Tier {
         }
     }
 
-    /// Moves all that the next commit names off a path.
+    /// Moves everything that the next commit names off a path.
     fn move_all(&self, path: u32) -> Result<()> {
         let there = |extent: &Extent| {
             let current = extent.current.as_ref().filter(|_| !extent.removed);
@@ -115,7 +122,7 @@ impl Tier {
         extents.into_iter().try_for_each(|extent| self.move_extent(extent, Writer::Commit))
     }
 
-    /// Makes the data of all paths durable. What lies on a path that cannot is moved, if it can still be read.
+    /// Syncs the data of all paths. If a sync fails, the data is moved to other paths, if it can still be read.
     fn sync_data(&self) -> Result<()> {
         for _ in 0..=self.paths.len() {
             let dirty: Vec<usize> = {
@@ -137,7 +144,7 @@ impl Tier {
             }
             for (number, error) in &failed {
                 self.mark(*number, Health::Failed, &error.to_string());
-                // The next sync would succeed and have saved nothing.
+                // A later sync would succeed although the data was lost, so the extents are marked as failed.
                 for extent in self.unsynced(*number as u32) {
                     self.lock().extent(extent)?.failed = Some(error.clone());
                 }
@@ -150,7 +157,7 @@ impl Tier {
         Err(self.no_path_left("syncing"))
     }
 
-    /// Writes a superblock to every path that lasts and works. An error if it is durable on none.
+    /// Writes a superblock to every durable path that works. Fails if no path holds it durably afterwards.
     pub(super) fn write_superblocks(&self, superblock: &Superblock, bytes: &Encoded) -> Result<()> {
         let sync = self.durability() != Durability::Process;
         let mut first = None;
@@ -202,7 +209,7 @@ impl Tier {
         }
     }
 
-    /// The error of a commit that no path can take, with the reason of each.
+    /// Error of a commit that no path can hold, with the reason of each path.
     fn no_path_left(&self, doing: &'static str) -> Error {
         let state = self.lock();
         let why = |path: &PathState| {
@@ -222,7 +229,7 @@ impl Tier {
         .into()
     }
 
-    /// With full durability, reads a superblock back.
+    /// With full durability, syncs the directory and reads the superblock back.
     fn look_again(&self, path: &Path, copy: usize, sequence: u64) -> Result<()> {
         if self.durability() != Durability::Full {
             return Ok(());
@@ -248,7 +255,7 @@ impl Tier {
             .collect()
     }
 
-    /// Extents with a part on a path that was written since the last commit.
+    /// Extents with blocks on `path` that were written since the last commit.
     fn unsynced(&self, path: u32) -> Vec<u32> {
         let state = self.lock();
         let wanted = |extent: &Extent| {
@@ -260,7 +267,7 @@ impl Tier {
         numbered.filter_map(|(n, extent)| wanted(extent.as_ref()?).map(|()| n as u32)).collect()
     }
 
-    /// Writes it anew; other paths take it.
+    /// Moves the unsynced extents of a path to other paths, and clears their failures.
     fn move_unsynced(&self, path: u32) -> Result<()> {
         self.unsynced(path).into_iter().try_for_each(|extent| {
             self.move_extent(extent, Writer::Commit)?;
@@ -270,7 +277,7 @@ impl Tier {
     }
 }
 
-/// A commit that is under way; its end, also by a panic, lets others begin.
+/// Guard of a commit in flight. Its drop ends the commit, also after a panic.
 struct Committing<'a>(&'a Tier);
 
 impl Drop for Committing<'_> {
@@ -294,13 +301,14 @@ fn because(error: &Error, reason: &Error) -> Error {
 }
 
 impl Tier {
-    /// The superblock of the state that reads see.
+    /// Superblock of the current state, as reads see it.
     pub(super) fn superblock(&self, state: &State, step: Option<u64>, payload: Vec<u8>) -> Superblock {
         let written = |number: usize| {
             let stats = self.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
             stats.map_or(0, |stats| stats.written_bytes)
         };
-        // A path that is gone for good, with nothing left on it, is not missed at the next open.
+        // A path without files and without data is dropped from the tier, so the next open does not report it as
+        // missing.
         let retired = |number: usize, path: &PathState| {
             let current = |extent: &Extent| extent.current.clone().filter(|_| !extent.removed);
             (path.health == Health::Missing || path.gone)

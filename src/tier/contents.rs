@@ -6,12 +6,12 @@ use std::sync::{Arc, OnceLock};
 
 use super::extent::Version;
 
-/// Contents of an extent, and their checksums once they are known.
+/// Contents of an extent, and the checksums of its blocks once known.
 #[derive(Debug)]
 pub(super) struct Contents {
     pub(super) version: Version,
     pub(super) sums: OnceLock<Arc<[u64]>>,
-    /// Changed with the state locked.
+    /// Number of readers; changed only with the state locked.
     readers: AtomicUsize,
 }
 
@@ -20,29 +20,29 @@ impl Contents {
         Contents { version, sums, readers: AtomicUsize::new(0) }
     }
 
-    /// True if its places are being read.
+    /// True if a read of this version is in flight.
     pub(super) fn is_read(&self) -> bool {
         self.readers.load(Ordering::Relaxed) > 0
     }
 
-    /// Counts a reader; with the state locked.
+    /// Adds a reader. The state must be locked.
     pub(super) fn begin_read(&self) {
         self.readers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A reader is done; with the state locked.
+    /// Removes a reader. The state must be locked.
     pub(super) fn end_read(&self) {
         self.readers.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Whose write it is.
+/// Origin of a write.
 #[derive(Debug)]
 pub(super) enum Writer {
-    /// The caller's: new contents.
+    /// A write of new contents by the caller.
     Caller,
-    /// An evacuation's, of contents that were read.
+    /// A move by an evacuation, of contents that were read.
     Evacuation(Arc<Contents>),
-    /// A commit's, of contents that it cannot make durable where they are.
+    /// A move by a commit, of contents that cannot become durable where they are.
     Commit(Arc<Contents>),
 }

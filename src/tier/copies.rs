@@ -1,15 +1,16 @@
-//! What the superblocks on all paths say: which commits a tier can be opened at.
+//! Reads the superblocks of all paths, and decides which commit an open resumes from.
 //!
 //! Invariants:
-//! - The whole superblock with the highest sequence counts. A device error on any copy is an error, not an older step:
-//!   nobody knows what the copy would have said.
-//! - Two that have this sequence and say different things are of paths that went on without each other. Neither is chosen;
-//!   a degraded open of one path alone gives it a higher one. Of paths that went on for different numbers of superblocks the
-//!   one with more counts.
-//! - The commit before the last one is named by the copy that the last one left alone, and keeps its places up to the
-//!   first write after the last commit (see `state`). Nothing on disk says whether that write came: whoever opens at it
-//!   proves each of its blocks first.
-//! - An open at it goes on with the sequence and the generation of the last commit: no number is given twice.
+//! - The valid superblock with the highest sequence wins. A device error on any copy fails the open instead of
+//!   selecting an older step, because the content of the unread copy is unknown. Only a degraded open continues without
+//!   the path.
+//! - Two superblocks with the highest sequence but different contents mean that the paths were opened separately. The
+//!   open then fails. A degraded open of one path alone gives this path a higher sequence. If paths were opened
+//!   separately and have different numbers of superblocks, the path with more wins.
+//! - The commit before the last one is named by the copy that the last commit did not overwrite. Its data stays intact
+//!   until the first write after the last commit (see `state`). The disk does not record whether such a write occurred,
+//!   so an open at this commit first verifies each of its blocks.
+//! - Such an open continues with the sequence and the generation of the last commit, so no number is used twice.
 #![forbid(unsafe_code)]
 
 use super::options::{Mode, TierOptions};
@@ -20,58 +21,58 @@ use super::superblock::{PathRecord, Superblock};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
 
-/// The steps that a tier can be opened at.
+/// Steps that a tier can be opened at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Steps {
-    /// The last committed one; `None` if nothing was committed, or if there is no tier.
+    /// The last committed step; `None` if nothing was committed, or if there is no tier.
     pub last: Option<u64>,
-    /// What was there before its commit.
+    /// State before the last commit.
     pub before: Before,
-    /// A tier is there, committed or not.
+    /// True if a tier exists, with or without a commit.
     pub exists: bool,
 }
 
-/// What a tier was before its last commit.
+/// State of a tier before its last commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Before {
-    /// No superblock says it any more.
+    /// Unknown: no superblock records it any more.
     Unknown,
-    /// A tier without a commit: the last one is its first.
+    /// A tier without a commit; the last commit is its first.
     Empty,
-    /// This step, which is whole if nothing was written since the last commit.
+    /// This step. It is intact if nothing was written since the last commit.
     Step(u64),
 }
 
-/// A path of the options, and what its superblocks say.
+/// A path of the options with its superblocks.
 pub(super) struct Candidate {
     pub(super) path: Path,
-    /// Place in the options.
+    /// Index in the options.
     pub(super) given: usize,
     pub(super) copies: [Option<Superblock>; 2],
-    /// What is wrong with copies that are not whole.
+    /// Errors of the corrupt copies.
     pub(super) broken: Vec<String>,
 }
 
-/// The paths of the options, as they were found.
+/// The paths of the options: found, absent or unreadable.
 pub(super) struct Looked {
     pub(super) found: Vec<Candidate>,
-    /// Places in the options of paths that are not there.
+    /// Indices in the options of absent paths.
     pub(super) absent: Vec<usize>,
-    /// Why a degraded open does without a path that cannot be read.
+    /// Error of the first unreadable path that a degraded open leaves out.
     pub(super) left_out: Option<Error>,
 }
 
-/// The superblock that a tier goes on from.
+/// The superblock that an open resumes from.
 pub(super) struct Chosen {
-    /// What it says, with the sequence and the generation of the last one.
+    /// Its content, with the sequence and the generation of the last commit.
     pub(super) superblock: Superblock,
-    /// Its own sequence.
+    /// Sequence number with which it was written.
     pub(super) sequence: u64,
 }
 
 impl Tier {
-    /// The steps that an open with these options could ask for. It changes none of them, so that several ranks can agree on
-    /// a step before any of them opens its tier.
+    /// The steps that an open with these options can resume from. It changes no committed state, so several ranks can
+    /// agree on a step before they open their tiers.
     pub fn steps(options: &TierOptions) -> Result<Steps> {
         options.check()?;
         let found = look(options)?.found;
@@ -85,7 +86,7 @@ impl Tier {
         check_one_end(&found, last)?;
         let before = match (last.step, before(&found, last)) {
             (Some(_), Some(Superblock { step: Some(step), .. })) => Before::Step(*step),
-            // An older one may be left from long ago on a path that failed.
+            // A path that failed long ago may still hold an older superblock.
             (Some(_), Some(empty)) if empty.sequence + 1 == last.sequence => Before::Empty,
             _ => Before::Unknown,
         };
@@ -94,13 +95,13 @@ impl Tier {
 }
 
 impl Candidate {
-    /// Its superblock with the highest sequence.
+    /// The path's superblock with the highest sequence.
     pub(super) fn newest(&self) -> Option<&Superblock> {
         self.copies.iter().flatten().max_by_key(|one| one.sequence)
     }
 
-    /// The copy to be left alone by the next superblock of a tier that goes on from `sequence`: it holds that one or the
-    /// newest before it. One that came later is written over.
+    /// The copy that the next superblock must not overwrite, if the tier resumes from `sequence`. It holds the
+    /// superblock `sequence` or the newest before it. A later superblock is overwritten.
     pub(super) fn kept(&self, sequence: u64) -> Option<Good> {
         let of = |copy: &usize| self.copies[*copy].as_ref().map(|one| one.sequence);
         let highest = |wanted: &dyn Fn(u64) -> bool| {
@@ -111,7 +112,7 @@ impl Candidate {
         Some(Good { copy, sequence: of(&copy).unwrap_or(0) })
     }
 
-    /// Refuses a path with nothing but damage.
+    /// Fails with `Format` if both copies are corrupt.
     pub(super) fn check_format(&self) -> Result<()> {
         match self.broken.len() {
             2 => Err(TierError::at(TierKind::Format, self.path.name(), self.broken.join("; "))),
@@ -119,7 +120,7 @@ impl Candidate {
         }
     }
 
-    /// Refuses a path of another tier than the one of `last`.
+    /// Fails with `Foreign` if the path belongs to another tier than `last`.
     pub(super) fn check_tier(&self, last: &Superblock) -> Result<()> {
         let Some(own) = self.newest().filter(|own| own.tier != last.tier) else { return Ok(()) };
         let words =
@@ -129,20 +130,21 @@ impl Candidate {
 }
 
 impl Chosen {
-    /// True if a commit came after it.
+    /// True if a later commit exists.
     pub(super) fn is_older(&self) -> bool {
         self.sequence < self.superblock.sequence
     }
 }
 
-/// Takes the places that are there and reads their superblocks.
+/// Claims the paths that exist, and reads their superblocks.
 pub(super) fn look(options: &TierOptions) -> Result<Looked> {
     let (mut found, mut absent, mut left_out) = (Vec::new(), Vec::new(), None);
     for given in 0..options.paths.len() {
         let candidate = match claim(options, given, false) {
             Ok(Some(path)) => read_copies(path, given).map(Some),
             Ok(None) => Ok(None),
-            // A store that does not answer; not one that a live process holds, or that the settings do not describe.
+            // An unreadable path, which a degraded open may leave out. All other errors fail the open, for example a
+            // lock of a live process or invalid settings.
             Err(error @ Error::Io(_)) => Err(error),
             Err(error) => return Err(error),
         };
@@ -180,7 +182,7 @@ fn read_copies(path: Path, given: usize) -> Result<Candidate> {
     Ok(candidate)
 }
 
-/// The superblock of the last commit, or the one that the options ask for; `None` if there is none at all.
+/// The superblock of the last commit, or of the step in the options. `None` if no path has a superblock.
 pub(super) fn choose(found: &[Candidate], options: &TierOptions) -> Result<Option<Chosen>> {
     let Some(last) = last(found) else { return Ok(None) };
     let name = found_name(found, last.sequence);
@@ -206,10 +208,10 @@ pub(super) fn choose(found: &[Candidate], options: &TierOptions) -> Result<Optio
     }
 }
 
-/// An older superblock, to go on from it: the paths are known as they were left.
+/// Combines an older superblock with the paths of the last one, to resume from the older one.
 fn older_one(older: &Superblock, last: &Superblock) -> std::result::Result<Chosen, String> {
     let record = |(number, now): (usize, &PathRecord)| match older.paths.get(number) {
-        // A path that the last commit did without is missed again if this one has something there.
+        // A path that the last commit dropped counts again if the older superblock has data there.
         Some(then) if now.name.is_empty() => then.clone(),
         _ => now.clone(),
     };
@@ -230,19 +232,19 @@ fn last(found: &[Candidate]) -> Option<&Superblock> {
     found.iter().filter_map(Candidate::newest).max_by_key(|one| one.sequence)
 }
 
-/// The newest superblock of another step than the last one's.
+/// The newest superblock of a step other than the last one.
 fn before<'a>(found: &'a [Candidate], last: &Superblock) -> Option<&'a Superblock> {
     let all = found.iter().flat_map(|one| one.copies.iter().flatten());
     all.filter(|one| one.tier == last.tier && one.step != last.step).max_by_key(|one| one.sequence)
 }
 
-/// The path that a superblock was read from.
+/// Name of a path that holds the superblock `sequence`.
 pub(super) fn found_name(found: &[Candidate], sequence: u64) -> String {
     let holds = |one: &&Candidate| one.copies.iter().flatten().any(|copy| copy.sequence == sequence);
     found.iter().find(holds).map_or_else(String::new, |one| one.path.name())
 }
 
-/// Refuses paths that say different things with the last sequence.
+/// Fails with `Foreign` if superblocks with the last sequence differ.
 fn check_one_end(found: &[Candidate], last: &Superblock) -> Result<()> {
     let differs = |one: &&Superblock| {
         (one.step, &one.payload, &one.extents) != (last.step, &last.payload, &last.extents)

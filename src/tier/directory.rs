@@ -1,14 +1,15 @@
-//! Directories of a tier: one per path, job, host and rank, with a lock that a live process holds.
+//! Directories of a tier: one per path, job, host and rank, each with a lock that a live process holds.
 //!
 //! Invariants:
-//! - Everything a process writes lies in directories whose lock it holds. The lock ends with the last file of the
-//!   directory that an operation uses, however the tier was closed (see [`Directory`] and `medium`).
-//! - The directory given for a path must exist: a disk that is not mounted is an error, never a new directory on the
-//!   disk below it. Its owner and its mode are the caller's choice; it may be one that everybody writes to.
-//! - The directories below it, and the files in them, belong to the effective user, and nobody else may change them; no
-//!   symbolic link is followed (see `sys::own`). New directories have mode 0700, files 0600.
-//! - Removing takes the superblocks first, so that a half-removed directory holds no state. A file named `removing` lies
-//!   there meanwhile: who takes the directory next finishes the removal.
+//! - A process writes only to directories whose lock it holds. The lock is released when the last operation on a file
+//!   of the directory has ended, even after the tier was closed (see [`Directory`] and `medium`).
+//! - The base directory of a path must exist. If its disk is not mounted, the open fails; it never creates a directory
+//!   on the file system below the mount point. Owner and mode of the base directory are the caller's choice, and it may
+//!   be world-writable.
+//! - The directories below it, and their files, belong to the effective user, and no other user may change them.
+//!   Symbolic links are not followed (see `sys::own`). New directories have mode 0700, files 0600.
+//! - A removal deletes the superblocks first, so a partial removal leaves no valid state. During the removal the
+//!   directory holds a file named `removing`. The next process that claims the directory completes the removal.
 #![forbid(unsafe_code)]
 
 use std::fs;
@@ -24,21 +25,21 @@ use crate::sys::lock::{Attempt, FileLock};
 use crate::sys::own::Want;
 use crate::sys::own::{self, OwnDirectory};
 
-/// Files of a directory, superblocks first.
+/// Files of a directory, superblocks first: the order of removal.
 pub const FILES: [&str; 3] = ["superblock.0", "superblock.1", "data"];
 const LOCK: &str = "lock";
 const REMOVING: &str = "removing";
-/// Errors of the moment: they do not say that a file is gone.
+/// Transient errors, which do not prove that a file is gone.
 const PASSING: [i32; 5] = [libc::EINTR, libc::EAGAIN, libc::ENOMEM, libc::EIO, libc::ETIMEDOUT];
 
-/// Whose directories are meant.
+/// Owner of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Owner {
-    /// Name of the run.
+    /// Name of the job.
     pub job: String,
-    /// Name of the machine.
+    /// Name of the host.
     pub host: String,
-    /// Rank in the run.
+    /// Rank in the job.
     pub rank: u32,
 }
 
@@ -46,16 +47,16 @@ pub struct Owner {
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
-    /// The same, wherever this process changes its working directory to.
+    /// Absolute form of `path`, independent of the working directory.
     place: PathBuf,
     base: OwnDirectory,
-    /// The directories of job, host and rank, and their names.
+    /// The directories of job, host and rank, with their names.
     below: Vec<(String, OwnDirectory)>,
     lock: FileLock,
 }
 
 impl Owner {
-    /// Refuses names that are no names of directories.
+    /// Checks that the job and host names are valid directory names.
     pub fn check(&self) -> Result<()> {
         for (argument, name) in [("options.job", &self.job), ("options.host", &self.host)] {
             check_name(argument, name)?;
@@ -66,7 +67,7 @@ impl Owner {
         Ok(())
     }
 
-    /// The directory below `base`.
+    /// Path of the owner's directory below `base`.
     pub fn below(&self, base: &Path) -> PathBuf {
         self.names().iter().fold(base.to_path_buf(), |path, name| path.join(name))
     }
@@ -77,7 +78,8 @@ impl Owner {
 }
 
 impl Directory {
-    /// Takes the directory of `owner` below `base`. `None` if it does not exist and is not to be made.
+    /// Claims the directory of `owner` below `base` and locks it. `None` if it does not exist and `make` is false.
+    /// Errors: `Locked` if another process holds it, `Foreign` if another user owns a part of it.
     pub fn claim(base: &Path, owner: &Owner, make: bool) -> Result<Option<Directory>> {
         let path = owner.below(base);
         let given = match OwnDirectory::given(base) {
@@ -104,12 +106,12 @@ impl Directory {
         Ok(Some(directory))
     }
 
-    /// Where it is.
+    /// Path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A file of it.
+    /// Path of a file in the directory.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
@@ -118,19 +120,19 @@ impl Directory {
         self.below.last().map_or(&self.base, |(_, rank)| rank)
     }
 
-    /// Opens a file of it.
+    /// Opens a file of the directory.
     pub fn open(&self, name: &str, want: Want) -> io::Result<fs::File> {
         self.rank().open(name, want)
     }
 
-    /// Length of a file of it; `None` if it does not exist.
+    /// Length of a file in bytes; `None` if it does not exist.
     pub fn len(&self, name: &str) -> Result<Option<u64>> {
         let found = self.rank().entry(name);
         let found = found.map_err(|error| failed("opening", &self.file(name), error, ""))?;
         Ok(found.map(|found| found.len))
     }
 
-    /// Makes durable which files there are, and that the directory itself is.
+    /// Syncs the directory and the directories above it, up to the base directory.
     pub fn sync(&self) -> Result<()> {
         let mut path = self.path.as_path();
         for directory in self.below.iter().rev().map(|(_, one)| one).chain([&self.base]) {
@@ -140,8 +142,9 @@ impl Directory {
         Ok(())
     }
 
-    /// Refuses if the directory, the lock or one of these open files is not what its name stands for any more: what is
-    /// written there is lost with the process. Errors of the moment are left to the next read or write.
+    /// Fails with `PathMissing` if the lock was lost, or if the name of the directory, of the lock or of one of these
+    /// open files now stands for something else. Data written there would be lost with the process. Transient errors
+    /// are ignored; the next read or write reports them.
     pub fn check(&self, files: &[(&str, Identity)]) -> Result<()> {
         let gone = |path: PathBuf, words: &str| {
             let words = format!(
@@ -163,7 +166,7 @@ impl Directory {
             }
             _ => {}
         }
-        // A directory that became a link is refused by the next open.
+        // The next open refuses a directory that was replaced by a link.
         let above = [&self.base].into_iter().chain(self.below.iter().map(|(_, directory)| directory));
         for (above, (name, directory)) in above.zip(&self.below) {
             let (found, own) = (above.entry(name).ok().flatten(), directory.identity().ok());
@@ -192,23 +195,24 @@ impl Directory {
         Ok(())
     }
 
-    /// Removes the files, the directory, and the directories above it that are empty then.
+    /// Removes the files, the directory, and the parent directories that become empty.
     pub fn remove(self) -> Result<()> {
         if !self.lock.is_own() {
             return Err(parents(&self.path.to_string_lossy()));
         }
         if fs::symlink_metadata(&self.place).is_err_and(|error| is_absence(&error)) {
-            // Removed already, or moved away: what was moved is not touched.
+            // The directory was removed or renamed. A renamed directory is left alone.
             return Ok(());
         }
         self.check(&[])?;
-        // A file system without room for it does without: an end halfway leaves what `collect` removes.
+        // The marker is optional: a full file system may refuse it. `collect` removes what an interrupted removal
+        // leaves.
         let _ = self.rank().open(REMOVING, Want { write: true, make: true, ..Want::default() });
         self.remove_files()?;
         self.remove_file(LOCK)?;
         for (at, (name, _)) in self.below.iter().enumerate().rev() {
             let above = if at == 0 { &self.base } else { &self.below[at - 1].1 };
-            // A directory that something else lies in stays.
+            // A directory that is not empty stays.
             if above.remove_directory(name).is_err() {
                 break;
             }
@@ -233,7 +237,7 @@ impl Directory {
     }
 }
 
-/// A forked child removes nothing.
+/// Error for a removal in a forked child, which removes nothing.
 pub(super) fn parents(path: &str) -> Error {
     Error::Unsupported(format!("{path} is in use by the process that forked this one: nothing was removed"))
 }
@@ -242,7 +246,7 @@ fn is_absence(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR))
 }
 
-/// The directories of job, host and rank; `None` if one does not exist and is not to be made.
+/// Opens the directories of job, host and rank. `None` if one does not exist and `make` is false.
 fn enter(
     given: &OwnDirectory,
     base: &Path,
@@ -268,7 +272,7 @@ fn acquire(rank: &OwnDirectory, path: &Path) -> Result<FileLock> {
     loop {
         match FileLock::attempt(rank, LOCK).map_err(|error| failed("opening", error))? {
             Attempt::Held(mut lock) => {
-                // Whoever removed the directory meanwhile removed the file that was locked.
+                // If another process removed the directory meanwhile, the locked file no longer has a name: try again.
                 if !lock.names(rank, LOCK).map_err(|error| failed("opening", error))? {
                     continue;
                 }
@@ -292,7 +296,7 @@ fn locked(path: &Path, words: &str) -> Error {
     TierError::at(TierKind::Locked, path.to_string_lossy(), words)
 }
 
-/// A system call on a directory or a lock failed, or what lies there is not this user's.
+/// Error of a system call on a directory or a lock. A file that belongs to another user is `Foreign`.
 pub(super) fn failed(doing: &'static str, path: &Path, error: io::Error, detail: &str) -> Error {
     if own::is_refusal(&error) {
         return TierError::at(TierKind::Foreign, path.to_string_lossy(), error.to_string());
@@ -306,20 +310,20 @@ pub(super) fn failed(doing: &'static str, path: &Path, error: io::Error, detail:
     IoError { kind, doing, path, offset: 0, bytes: 0, errno, detail }.into()
 }
 
-/// A directory found below a path.
+/// A tier directory found by [`scan`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
-    /// Whose it is.
+    /// Owner named by the path.
     pub owner: Owner,
-    /// Where.
+    /// Path of the directory.
     pub path: PathBuf,
-    /// What its live owner wrote into the lock, or why nobody can tell; `None` if no live process holds it.
+    /// Text of the lock if a live process holds it, or the error of the check. `None` if no live process holds it.
     pub live: Option<String>,
-    /// Bytes of its files.
+    /// Total length of its files, in bytes.
     pub bytes: u64,
 }
 
-/// All directories of tiers below `base`. No link is followed, and nothing of another user is opened.
+/// All tier directories below `base`. Links are not followed, and directories of other users are skipped.
 pub fn scan(base: &Path) -> Result<Vec<Found>> {
     let given = OwnDirectory::given(base).map_err(|error| failed("opening", base, error, ""))?;
     let mut all = Vec::new();
@@ -344,11 +348,11 @@ pub fn scan(base: &Path) -> Result<Vec<Found>> {
     Ok(all)
 }
 
-/// The directories in a directory, sorted; links are none.
+/// Subdirectories, sorted by name, without links.
 fn list(directory: &OwnDirectory, path: &Path) -> Result<Vec<(String, PathBuf, OwnDirectory)>> {
     let entries = match fs::read_dir(path) {
         Ok(entries) => entries,
-        // Another user's, or gone since it was listed.
+        // The directory belongs to another user, or was removed since it was listed.
         Err(error) if matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound) => {
             return Ok(Vec::new());
         }
@@ -368,8 +372,8 @@ fn is_file(directory: &OwnDirectory, name: &str) -> bool {
     directory.entry(name).is_ok_and(|found| found.is_some_and(|found| found.regular))
 }
 
-/// Refuses to begin where the rank's state lies under the name of another host, and nobody holds it: it would be forgotten
-/// without a word.
+/// Fails with `Foreign` if an unlocked directory of another host holds the state of this rank. A new tier would
+/// otherwise silently ignore that state.
 pub fn check_moved<'a>(bases: impl Iterator<Item = &'a Path>, owner: &Owner) -> Result<()> {
     let Some(path) = bases.flat_map(|base| elsewhere(base, owner)).next() else { return Ok(()) };
     let words = format!(
@@ -379,8 +383,8 @@ pub fn check_moved<'a>(bases: impl Iterator<Item = &'a Path>, owner: &Owner) -> 
     Err(TierError::at(TierKind::Foreign, path.to_string_lossy(), words))
 }
 
-/// Directories below `base` in which the same rank of the run has state under another host's name, and nobody holds them.
-/// Another user's are none.
+/// Unlocked directories below `base` with state of the same job and rank under another host name. Directories of other
+/// users are skipped.
 fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
     let hosts = fs::read_dir(base.join(&owner.job)).into_iter().flatten().filter_map(|entry| entry.ok());
     let names = hosts.filter_map(|entry| entry.file_name().into_string().ok());
@@ -400,7 +404,8 @@ fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Removes the directory of a dead owner; a live one is refused, and another user's too.
+/// Removes the directory of an owner whose process has ended. Fails for a live owner, and for a directory of another
+/// user.
 pub fn collect(base: &Path, owner: &Owner) -> Result<()> {
     owner.check()?;
     match Directory::claim(base, owner, false)? {

@@ -1,10 +1,10 @@
-//! The committed state as plain files, for checkpoints: each stream's bytes as they are (f32 little endian, as the
-//! optimizer keeps them), and a manifest that names and sums them.
+//! Export of the committed state as plain files, for checkpoints, and import. Each stream is one file with its raw
+//! bytes (f32 little endian, as the optimizer keeps them). A manifest lists the files and their checksums.
 //!
 //! Invariants:
-//! - The directory appears whole and durable, or not at all: it is written beside its place and renamed.
-//! - Nothing is removed or written to that this export did not make itself.
-//! - An export takes the memory of one window, however large an extent is.
+//! - The directory appears complete and durable, or not at all: it is written under a temporary name and then renamed.
+//! - An export removes or changes only files that it created itself.
+//! - An export uses the memory of one window, for extents of any size.
 //! - An import changes the tier only by its commit.
 #![forbid(unsafe_code)]
 
@@ -61,8 +61,8 @@ struct Stream {
 }
 
 impl Tier {
-    /// Writes the committed state into `directory`, which must not exist, and gives its step. Something written since the
-    /// last commit is an error.
+    /// Writes the committed state to `directory`, which must not exist, and returns the step. `Busy` if an extent was
+    /// written since the last commit; `NoState` if nothing was committed.
     pub fn export(&self, directory: &Path) -> Result<u64> {
         if directory.to_str().is_some_and(is_address) {
             return Err(Error::invalid("directory", "is in an object store; an export is plain files"));
@@ -122,8 +122,9 @@ impl Tier {
         Ok(Exported { name: extent.name.clone(), streams: ended.collect::<Result<_>>()? })
     }
 
-    /// Reads an export into this tier and commits it at its step, which it gives. Extents that exist must have the same
-    /// streams; others stay as they are.
+    /// Reads an export into this tier, commits it at the step of the export, and returns this step. Existing extents
+    /// with the same name must have the same streams; other extents stay as they are. After an error the tier is rolled
+    /// back to its last commit.
     pub fn import(&self, directory: &Path) -> Result<u64> {
         let manifest = read_manifest(&directory.join(MANIFEST))?;
         let payload = parse_hex(&manifest.payload)

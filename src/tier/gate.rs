@@ -32,16 +32,16 @@ pub(super) struct Gate {
 struct State {
     closed: bool,
     waiting: VecDeque<(u64, Passage)>,
-    /// What became of those that waited, until somebody asks: the engine's handle.
+    /// Outcomes of released transfers by number, kept until [`Gate::forget`]: engine handle or error.
     begun: HashMap<u64, Result<u64>>,
     numbers: u64,
 }
 
-/// Numbers of transfers that came to a closed gate; the engine's handles are far below.
+/// Bit that marks numbers of held transfers; handles of the engine are far smaller.
 const HELD: u64 = 1 << 63;
 
 impl Gate {
-    /// Holds a transfer back, if the gate is closed; its number.
+    /// Holds a transfer if the gate is closed, and returns its number.
     pub(super) fn hold(&self, passage: Passage) -> Option<u64> {
         let mut state = self.lock();
         if !state.closed {
@@ -53,7 +53,7 @@ impl Gate {
         Some(number)
     }
 
-    /// Begins what waits, with `begin`; what comes from now on waits, if `closed`.
+    /// Starts the held transfers with `begin`. Later transfers are held if `closed`.
     pub(super) fn let_through(&self, closed: bool, mut begin: impl FnMut(Passage) -> Result<u64>) {
         let mut state = self.lock();
         state.closed = closed;
@@ -65,17 +65,18 @@ impl Gate {
         self.opened.notify_all();
     }
 
-    /// What comes from now on waits.
+    /// Closes the gate: later transfers are held.
     pub(super) fn close(&self) {
         self.lock().closed = true;
     }
 
-    /// Transfers that wait.
+    /// Number of held transfers.
     pub(super) fn waiting(&self) -> usize {
         self.lock().waiting.len()
     }
 
-    /// The engine's handle for what [`Gate::hold`] or the engine itself numbered; `None` if it still waits at `until`.
+    /// Engine handle of a transfer. `number` comes from [`Gate::hold`] or is an engine handle itself. `None` if the
+    /// transfer is still held at `until`.
     pub(super) fn handle(&self, number: u64, until: Option<Instant>) -> Result<Option<u64>> {
         if number & HELD == 0 {
             return Ok(Some(number));
@@ -94,7 +95,7 @@ impl Gate {
         }
     }
 
-    /// A transfer is over, and its number will not be asked for again.
+    /// Forgets a transfer that has ended. Its number must not be used again.
     pub(super) fn forget(&self, number: u64) {
         if number & HELD != 0 {
             self.lock().begun.remove(&number);

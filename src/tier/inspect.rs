@@ -1,4 +1,4 @@
-//! Looking a tier over: every stored byte checked, how its paths are doing, and its end.
+//! Verification of all stored bytes, path reports, and closing or destroying a tier.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -19,54 +19,55 @@ use crate::error::{Error, Result, TierError, TierKind};
 /// Bytes that are read at a time.
 pub(super) const WINDOW: u64 = 16 << 20;
 
-/// What a check of everything found.
+/// Result of a verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Checked {
-    /// Extents that have contents.
+    /// Number of extents that have contents.
     pub extents: u64,
-    /// Blocks read.
+    /// Number of blocks read.
     pub blocks: u64,
-    /// Their bytes.
+    /// Length of these blocks, in bytes.
     pub bytes: u64,
-    /// Everything that is damaged, lost or cannot be read.
+    /// One error for each damaged, lost or unreadable part.
     pub damage: Vec<Error>,
 }
 
-/// How a path is doing.
+/// State and statistics of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathReport {
-    /// Its directory or address, or "memory".
+    /// Directory or address of the path, or "memory".
     pub name: String,
-    /// True if what lies there is gone with the process.
+    /// True if the data is lost when the process ends.
     pub memory: bool,
-    /// How it is.
+    /// Health of the path.
     pub health: Health,
-    /// Why it is not healthy.
+    /// Reason if the path is not healthy.
     pub reason: String,
     /// Bytes read since the open.
     pub read_bytes: u64,
-    /// Bytes written since the open, heads and superblocks included.
+    /// Bytes written since the open, including headers and superblocks.
     pub written_bytes: u64,
-    /// Time with a read under way.
+    /// Time during which at least one read was in flight.
     pub reading: Duration,
-    /// Time with a write or a sync under way.
+    /// Time during which at least one write or sync was in flight.
     pub writing: Duration,
-    /// Time with anything under way.
+    /// Time during which at least one operation was in flight.
     pub busy: Duration,
-    /// Bytes written since the tier was made.
+    /// Bytes written since the tier was created.
     pub wear: u64,
-    /// Length of its data file.
+    /// Length of the data file, in bytes.
     pub file_bytes: u64,
-    /// Bytes free in it.
+    /// Free bytes in the data file.
     pub free: u64,
-    /// Bytes free in it or after it grew to its limit.
+    /// Free bytes in the data file, including growth up to its limit.
     pub room: u64,
     /// "io_uring", "threads", "s3" or "sim"; empty if the path is missing.
     pub backend: &'static str,
 }
 
 impl Tier {
-    /// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
+    /// Reads all current blocks, their headers and the superblocks, and checks their checksums. Damage is listed in the
+    /// result. `Busy` if an extent is being written.
     pub fn verify(&self) -> Result<Checked> {
         let mut checked = self.verify_extents()?;
         self.verify_superblocks(&mut checked);
@@ -178,13 +179,13 @@ impl Tier {
         }
     }
 
-    /// How every path is doing, by number.
+    /// Reports of all paths, by number.
     pub fn paths(&self) -> Vec<PathReport> {
         let state = self.lock();
         (0..state.paths.len()).map(|number| self.report(&state, number)).collect()
     }
 
-    /// How one path is doing.
+    /// Report of one path; `None` if there is no such path.
     pub fn path(&self, number: u32) -> Option<PathReport> {
         let state = self.lock();
         let number = usize::try_from(number).ok().filter(|number| *number < state.paths.len())?;
@@ -213,8 +214,8 @@ impl Tier {
         }
     }
 
-    /// Says how a path is to be treated: a draining one gets no new writes, a healthy one gets them again. A missing one
-    /// stays missing.
+    /// Sets the health of a path. A draining path gets no new writes; a healthy one gets them again. A missing path
+    /// stays missing, and no path can be set to missing.
     pub fn set_health(&self, path: u32, health: Health, reason: &str) -> Result<()> {
         let mut state = self.lock();
         let Some(found) = state.paths.get_mut(path as usize) else {
@@ -228,7 +229,8 @@ impl Tier {
         Ok(())
     }
 
-    /// Waits for what is under way and lets the paths go. What was not committed is gone.
+    /// Waits for operations in flight and closes the paths. Uncommitted changes are lost. `Timeout` if operations are
+    /// still in flight after `timeout`.
     pub fn close(self, timeout: Option<Duration>) -> Result<()> {
         self.paths.iter().flatten().try_for_each(|path| match path.engine.close(timeout) {
             // Outcomes that nobody waited for were those of writes that are given up here.
@@ -237,7 +239,8 @@ impl Tier {
         })
     }
 
-    /// Removes the tier from every path that is there.
+    /// Removes the tier from every path that is present. Returns the first error, after trying all paths. `Busy` if an
+    /// operation is in flight.
     pub fn destroy(self) -> Result<()> {
         self.owned()?;
         let mut outcome = Ok(());

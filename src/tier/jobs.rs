@@ -1,8 +1,8 @@
-//! Jobs from their begin to their outcome, and what becomes of the parts that failed.
+//! Jobs from start to outcome, and retries of failed parts on other paths.
 //!
 //! Invariants:
-//! - A job is driven by one thread at a time: whoever waits for its ticket, or a commit.
-//! - An outcome is kept until the ticket's owner asks.
+//! - One thread at a time drives a job: the thread that waits for its ticket, or a commit.
+//! - An outcome is kept until the owner of the ticket asks for it.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, OnceLock, PoisonError};

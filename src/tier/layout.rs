@@ -29,7 +29,7 @@ pub const FORMAT_VERSION: u32 = 1;
 pub const PAGE: u64 = BASE_PAGE as u64;
 
 const CHUNK_MAGIC: [u8; 8] = *b"SPWCHUNK";
-/// Reads back as something else if anybody ever stores it in the machine's own order.
+/// Byte order mark: a file written in the opposite byte order has another value here.
 const BYTE_ORDER: u32 = 0x0102_0304;
 const FIXED: usize = 128;
 const SUM_AT: usize = 120;
@@ -62,7 +62,7 @@ pub fn header_bytes(blocks: u64) -> u64 {
     (FIXED as u64 + 8 * blocks).next_multiple_of(PAGE)
 }
 
-/// True if these bytes begin as the head of a chunk does, whole or not.
+/// True if the bytes begin with the magic of a chunk header, even if truncated.
 pub(super) fn is_chunk(bytes: &[u8]) -> bool {
     bytes.starts_with(&CHUNK_MAGIC)
 }
@@ -109,14 +109,14 @@ impl ChunkHeader {
     }
 }
 
-/// Sum of a head, its own place left out.
+/// Checksum of a header; the checksum field counts as zeros.
 fn header_sum(bytes: &[u8]) -> u64 {
     let mut copy = bytes.to_vec();
     copy[SUM_AT..FIXED].fill(0);
     checksum::of(&copy)
 }
 
-/// Magic, version and byte order, which every stored head begins with.
+/// Checks magic, version and byte order, the first fields of every stored header.
 pub(super) fn check_preamble(from: &mut Reader, magic: &[u8; 8]) -> Result<(), String> {
     let found = (from.take(8), from.u32(), from.u32());
     match found {
@@ -130,7 +130,7 @@ pub(super) fn check_preamble(from: &mut Reader, magic: &[u8; 8]) -> Result<(), S
     }
 }
 
-/// What [`check_preamble`] accepts.
+/// Writes the fields that [`check_preamble`] checks.
 pub(super) fn preamble(to: &mut Writer, magic: &[u8; 8]) {
     to.raw(magic).u32(FORMAT_VERSION).u32(BYTE_ORDER);
 }

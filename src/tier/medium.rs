@@ -1,7 +1,7 @@
-//! Where a path keeps its files: a directory, memory, or the simulation; an object store is in `bucket`.
+//! Storage of a path's files: a directory, memory, or the simulation. `bucket` has the object store.
 //!
-//! Invariant: every file that a medium opens keeps the lock on its place. An operation in flight keeps its file, so the
-//! lock ends after the last operation, however long that takes after the tier was closed.
+//! Invariant: every open file keeps the lock on its directory or prefix, and an operation in flight keeps its file. The
+//! lock is therefore released only after the last operation has ended, even if the tier was closed before.
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
@@ -17,45 +17,45 @@ use crate::sys::answer;
 use crate::sys::file::{self, Access};
 use crate::sys::own::Want;
 
-/// The same file, open for reading and for writing.
+/// One file, opened for reading and for writing.
 #[derive(Debug, Clone)]
 pub struct Pair {
-    /// For reading.
+    /// Handle for reads.
     pub reader: Arc<File>,
-    /// For writing.
+    /// Handle for writes.
     pub writer: Arc<File>,
 }
 
-/// A place for files, named as in [`FILES`].
+/// Storage for the files named in [`FILES`].
 pub trait Medium: Send + Sync + Debug {
-    /// For messages, and to know it again.
+    /// Name of the path. It appears in messages and identifies the path at the next open.
     fn name(&self) -> String;
 
-    /// False if all is gone with the process.
+    /// False if the data is lost when the process ends.
     fn lasts(&self) -> bool {
         true
     }
 
-    /// Opens a file, made if it does not exist.
+    /// Opens a file, and creates it if it does not exist.
     fn open(&self, file: &str) -> Result<Pair>;
 
-    /// Length of a file; `None` if it does not exist.
+    /// Length of a file in bytes; `None` if it does not exist.
     fn len(&self, file: &str) -> Result<Option<u64>>;
 
-    /// Makes durable which files there are.
+    /// Syncs the directory entries of the files.
     fn sync(&self) -> Result<()>;
 
-    /// Refuses if names of the open files do not stand for these files any more, or the lock was lost.
+    /// Fails if the names of the open files no longer stand for these files, or if the lock was lost.
     fn check(&self, _files: &[(&'static str, &File)]) -> Result<()> {
         Ok(())
     }
 
-    /// True if a removal that was cut short is finished before the place is used again.
+    /// True if an interrupted removal is completed before the storage is used again.
     fn finishes_removal(&self) -> bool {
         false
     }
 
-    /// Removes the files, superblocks first, and gives the place up. `Busy` while an operation on a file is in flight.
+    /// Removes the files, superblocks first, and releases the lock. `Busy` if an operation on a file is in flight.
     fn remove(self: Box<Self>) -> Result<()>;
 }
 
@@ -68,7 +68,8 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// On this directory; past the page cache if `direct`. It fails if a sync has no answer for `stall`.
+    /// Storage in this directory. `direct`: bypass the page cache. `stall`: longest time to wait for a sync of the
+    /// directory.
     pub fn new(directory: Directory, direct: bool, stall: Option<Duration>) -> Mounted {
         Mounted { directory: Arc::new(directory), direct, stall }
     }
@@ -152,14 +153,14 @@ impl Medium for Mounted {
     }
 }
 
-/// Memory of this process.
+/// Files in memory of this process.
 #[derive(Debug)]
 pub struct Memory {
     files: Vec<(&'static str, fs::File)>,
 }
 
 impl Memory {
-    /// Empty.
+    /// Creates empty files.
     pub fn new() -> Result<Memory> {
         let make = |name: &'static str| file::in_memory().map(|file| (name, file));
         let files = FILES.into_iter().map(make).collect::<std::io::Result<_>>();
@@ -213,7 +214,7 @@ pub struct Simulated {
 
 #[cfg(any(test, feature = "sim"))]
 impl Simulated {
-    /// The disk with this number.
+    /// Storage on the disk with this number.
     pub fn new(disk: &crate::io::sim::Disk, number: u64) -> Simulated {
         Simulated { disk: disk.clone(), number }
     }

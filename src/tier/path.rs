@@ -1,4 +1,4 @@
-//! One path: its files, and an engine of its own, so that a slow path never holds up another's queue.
+//! One path: its files, and its own I/O engine, so that a slow path does not delay the queue of another.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,7 +25,7 @@ const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
 /// Superblock files begin with room for this many bytes.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
-/// Files and engine.
+/// Files and I/O engine of a path.
 pub struct Path {
     // Before the medium. Operations that the engine gives up on keep their files, and so the medium's lock.
     pub(super) engine: Engine,
@@ -65,17 +65,17 @@ impl Path {
         Ok(Path { data, superblocks, superblock_room, medium, engine, gate, shelf, growing })
     }
 
-    /// For messages.
+    /// Name of the path, for messages.
     pub fn name(&self) -> String {
         self.medium.name()
     }
 
-    /// False if all is gone with the process.
+    /// False if the data is lost when the process ends.
     pub fn lasts(&self) -> bool {
         self.medium.lasts()
     }
 
-    /// The data file, for messages.
+    /// Name of the data file, for messages.
     pub fn data_name(&self) -> &str {
         self.data.reader.name()
     }

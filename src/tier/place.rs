@@ -1,9 +1,9 @@
-//! Where a write goes: chunks on paths, with places taken for them.
+//! Placement of a write: allocates chunks on paths.
 //!
 //! Invariants:
-//! - Nothing here waits for a device: the tier's lock is held. A file that has to become longer first is named to the
-//!   caller, which does that without the lock and asks again.
-//! - A call takes places for every block that it was asked for, or none.
+//! - No function here waits for a device, because the tier's lock is held. If a data file must grow first, the caller
+//!   gets its path and length, extends the file without the lock, and asks again.
+//! - A call allocates space for all requested blocks, or for none.
 #![forbid(unsafe_code)]
 
 use super::extent::{Chunk, Shape};
@@ -12,15 +12,16 @@ use super::layout::header_bytes;
 use super::state::State;
 use crate::error::{Error, IoError, IoKind, Result};
 
-/// Where the caller wants an extent.
+/// Placement that the caller requests for an extent.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Placement {
-    /// Where it lies, or where the least lies; elsewhere if that path is not healthy or full.
+    /// The extent's current path, or the path with the least data for a new extent. Another path if this one is full or
+    /// not healthy.
     #[default]
     Auto,
-    /// On the path with this number; elsewhere only if that one is not healthy or full.
+    /// The path with this number. Another path only if this one is full or not healthy.
     On(u32),
-    /// Over several paths: their numbers, and how many blocks each takes, in order. Blocks left over go to the last.
+    /// Several paths in order: path number and number of blocks. The last path also takes the remaining blocks.
     Striped(Vec<(u32, u32)>),
 }
 

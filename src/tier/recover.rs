@@ -1,12 +1,12 @@
-//! Opening a tier: which paths are there, what it goes on from, and making sure that it stays the last.
+//! Opens a tier: finds its paths, selects the state to resume from, and makes this state the durable last one.
 //!
 //! Invariants:
-//! - Before anything is written, the superblock that the open goes on from is durable on every path that works, so that no
-//!   later crash brings an older one back, whose places may have been used again.
-//! - An open at the commit before the last one reads and proves every block of it. Then its superblock is written anew,
-//!   with the highest sequence, over the one of the last commit: a crash before leaves both commits, one after only the
-//!   older, and what the last commit had there is free.
-//! - Nothing of another run, rank or size is ever taken for the own.
+//! - Before any other write, the superblock that the open resumes from is made durable on every working path. A later
+//!   crash then cannot bring back an older superblock whose space may have been reused.
+//! - An open at the commit before the last one reads and verifies all its blocks. Then it writes the older state as a
+//!   new superblock with the highest sequence, over the superblock of the last commit. A crash before this write leaves
+//!   both commits; a crash after it leaves only the older one, and the space of the last commit is free.
+//! - State of another job, rank or number of ranks is never accepted.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -33,7 +33,8 @@ type Placed = Option<(usize, Path, Option<Good>)>;
 type Paths = (Vec<Option<Arc<Path>>>, Vec<PathState>);
 
 impl Tier {
-    /// Opens a tier, or makes one.
+    /// Opens a tier, or creates one, as `options.mode` says. Errors: `NoState`, `NoStep`, `Foreign`, `Format`,
+    /// `PathMissing`, `Locked`, and errors of the devices.
     pub fn open(options: TierOptions) -> Result<Tier> {
         options.check()?;
         let Looked { found, absent, left_out } = look(&options)?;

@@ -1,9 +1,10 @@
-//! Contents moved from path to path: off a path that is evacuated, or that failed in a commit.
+//! Moves contents between paths: off a path that is evacuated, or that failed in a commit.
 //!
 //! Invariants:
-//! - The memory of a move is one window, or one block if that is larger, whatever the extent's size.
+//! - A move uses the memory of one window, or of one block if that is larger, for extents of any size.
 //! - Every block is compared with its checksum between its read and its write.
-//! - Contents change their places as a whole, once every block is written. A failure leaves them where they were.
+//! - The new location of contents takes effect only after every block is written. After a failure the contents stay
+//!   where they were.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, OnceLock};
@@ -43,7 +44,8 @@ struct Source<'a> {
 }
 
 impl Tier {
-    /// Moves everything off a path, now. The move counts with the next commit. `Busy` while one is under way.
+    /// Marks a path as draining, and moves all its data to other paths. The move becomes durable with the next commit.
+    /// `Busy` if a commit is in flight.
     pub fn evacuate(&self, path: u32) -> Result<()> {
         if path as usize >= self.paths.len() {
             return Err(Error::invalid("path", format!("there is no path {path}")));

@@ -1,7 +1,7 @@
-//! Memory of the tier's own for heads and superblocks: page-aligned, and mapped until the system is done with it.
+//! Page-aligned memory of the tier for headers and superblocks. It stays mapped until the system no longer uses it.
 //!
 //! Invariants:
-//! - What a transfer still has is not handed out again, whoever has given it up.
+//! - Memory that a transfer still uses is not handed out again, even if its owner gave it up.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::pool::region::{Backing, Region};
 use crate::sys::span::Span;
 
-/// A region that retires with its owner, or goes back to its shelf; transfers under way keep it mapped.
+/// A memory region. When dropped, it is retired or returned to its shelf; transfers in flight keep it mapped.
 #[derive(Debug)]
 pub struct Scratch {
     region: Arc<Region>,
@@ -18,8 +18,8 @@ pub struct Scratch {
     shelf: Option<Arc<Shelf>>,
 }
 
-/// Small memory for the next one to take. Every part that moves has a head; to map and to unmap one interrupts each core
-/// that the process runs on, and a region that retires wakes every engine.
+/// Cache of small regions. Each chunk that is transferred needs memory for its header. Mapping and unmapping memory
+/// interrupts each core that the process runs on, and retiring a region wakes every engine.
 #[derive(Debug, Default)]
 pub struct Shelf(Mutex<Vec<Arc<Region>>>);
 
@@ -29,13 +29,13 @@ const MOST_KEPT: usize = 64;
 const SMALL: Backing = Backing { huge: false, lock: false, node: None };
 
 impl Scratch {
-    /// Zeroed memory.
+    /// Allocates zeroed memory of `bytes` bytes.
     pub fn new(bytes: usize) -> Result<Scratch> {
         let backing = Backing { huge: bytes >= 2 << 20, ..SMALL };
         Ok(Scratch { region: Region::open(bytes.max(1), backing)?, bytes, shelf: None })
     }
 
-    /// Zeroed memory, from a shelf if it is small.
+    /// Zeroed memory of `bytes` bytes, from the shelf if it is small.
     pub fn from_shelf(shelf: &Arc<Shelf>, bytes: usize) -> Result<Scratch> {
         if bytes > KEPT_BYTES {
             return Scratch::new(bytes);
@@ -49,7 +49,7 @@ impl Scratch {
         Ok(Scratch { region, bytes, shelf: Some(Arc::clone(shelf)) })
     }
 
-    /// All of it.
+    /// Span of the whole memory.
     pub fn span(&self) -> Span {
         self.region.span().part(0, self.bytes)
     }

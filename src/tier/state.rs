@@ -1,14 +1,15 @@
-//! What a tier knows while it is open.
+//! State of an open tier.
 //!
 //! Invariants:
-//! - The places of a committed version are given back only after a commit without it succeeded. After a commit whose
-//!   outcome is not known, what it named stays, too, until one succeeds.
-//! - A commit itself takes places only before it succeeds, and what is free is written to by writes alone: from a commit
-//!   to the first write after it every place of the commit before it is as that one left it, though free.
-//! - An extent has one writer or any number of readers. Places that are being read are given back when that is over.
-//! - Contents that an extent has hold each of its blocks once.
-//! - From the begin of a commit to its end nobody but it changes what extents hold or which ones it takes: what it makes
-//!   committed is what its superblock names.
+//! - The space of a committed version is freed only after a later commit that does not name this version has succeeded.
+//!   If the outcome of a commit is unknown, the space of everything it named is also kept until a commit succeeds.
+//! - A commit allocates space only before it succeeds, and only writes touch free space. Until the first write after a
+//!   commit, the data of the previous commit is therefore unchanged on disk, although its space is free.
+//! - An extent has either one writer or any number of readers. Space that is being read is freed when the last read
+//!   ends.
+//! - The contents of an extent hold each of its blocks exactly once.
+//! - While a commit is in flight, only the commit changes the contents of extents and the set of extents. The state
+//!   that becomes committed is therefore the state that its superblock names.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;

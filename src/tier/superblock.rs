@@ -1,12 +1,14 @@
-//! The superblock: what was committed, and where it lies.
+//! Superblock: names the committed state and its location.
 //!
 //! Invariants:
-//! - A superblock is written only when everything it names is durable, and into the copy that does not hold the last
-//!   committed one: whatever a crash does to the write, one whole copy names one whole step.
-//! - The copy with the highest sequence counts, on whichever path it is found. The other copy names the commit before
-//!   it, until the next one.
-//! - What is written was read back from its bytes first, by the rules of an open.
-//! - A superblock that parses names parts inside their files, each block of each extent once, no part twice.
+//! - A superblock is written only after everything that it names is durable. It overwrites the copy that does not hold
+//!   the last committed superblock. A crash during this write therefore leaves one valid copy that names one complete
+//!   step.
+//! - The copy with the highest sequence wins, on any path. The other copy names the previous commit until the next
+//!   commit.
+//! - Before a superblock is written, its bytes are parsed and checked by the rules of an open.
+//! - A superblock that parses names chunks inside their files, each block of each extent once, and no overlapping
+//!   chunks.
 #![forbid(unsafe_code)]
 
 use super::extent::{Chunk, MAX_STREAMS, Shape, Version};
@@ -16,84 +18,84 @@ use super::wire::{Reader, Writer};
 use crate::checksum;
 
 const MAGIC: [u8; 8] = *b"SPWSUPER";
-/// The head's place; the table follows it.
+/// Bytes of the header; the table follows it.
 pub const HEAD_BYTES: usize = PAGE as usize;
 const HEAD_SUM_AT: usize = 248;
 const HEAD_USED: usize = 256;
-/// A larger table is a broken length.
+/// Maximum length of the table in bytes; a larger value means a corrupt header.
 pub const MAX_TABLE: u64 = 1 << 30;
-/// Most paths of a tier.
+/// Maximum number of paths of a tier.
 pub const MAX_PATHS: usize = 256;
-/// Largest block.
+/// Maximum block size, in bytes.
 pub const MAX_BLOCK: u64 = 1 << 30;
 
-/// What a path was when the superblock was written.
+/// A path at the time of the commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathRecord {
-    /// Its directory, or "memory".
+    /// Directory or address of the path, or "memory"; empty if the tier no longer uses the path.
     pub name: String,
-    /// True if what lies there is gone with the process.
+    /// True if the data is lost when the process ends.
     pub memory: bool,
-    /// Length of its data file.
+    /// Length of the data file, in bytes.
     pub end: u64,
-    /// Bytes ever written to it.
+    /// Bytes written to the path since the tier was created.
     pub written: u64,
 }
 
-/// An extent as committed.
+/// A committed extent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExtentRecord {
-    /// Its name.
+    /// Name of the extent.
     pub name: String,
-    /// Its sizes.
+    /// Stream and block sizes.
     pub shape: Shape,
-    /// Its contents; `None` if never written.
+    /// Location of the contents; `None` if never written.
     pub version: Option<Version>,
 }
 
-/// Everything that a commit makes durable.
+/// The state that a commit makes durable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
-    /// Drawn when the tier was made.
+    /// Random identifier, drawn when the tier was created.
     pub tier: u128,
-    /// Grows with every superblock written.
+    /// Sequence number; each superblock gets a higher one.
     pub sequence: u64,
-    /// The step, as the caller counts; `None` before the first commit.
+    /// Step number of the caller; `None` before the first commit.
     pub step: Option<u64>,
-    /// Number of the path that this copy lies on.
+    /// Number of the path that holds this copy.
     pub path: u32,
-    /// Bytes of a whole block.
+    /// Block size, in bytes.
     pub block_bytes: u64,
-    /// The run.
+    /// Name of the job.
     pub job: String,
-    /// The machine.
+    /// Name of the host.
     pub host: String,
-    /// Rank in the run.
+    /// Rank in the job.
     pub rank: u32,
-    /// Ranks of the run.
+    /// Number of ranks in the job.
     pub world: u32,
-    /// Highest generation given to a write.
+    /// Highest generation of any write.
     pub generation: u64,
-    /// What the caller wants to find again.
+    /// Payload of the commit.
     pub payload: Vec<u8>,
-    /// The paths, by number.
+    /// Paths, by number.
     pub paths: Vec<PathRecord>,
-    /// The extents, by number.
+    /// Extents, by number; `None` for unused numbers.
     pub extents: Vec<Option<ExtentRecord>>,
 }
 
-/// What the head says about the table.
+/// Header of a superblock: length and checksum of its table.
 #[derive(Debug, Clone, Copy)]
 pub struct Head {
     sequence: u64,
-    /// Bytes of the table behind the head.
+    /// Length of the table behind the header, in bytes.
     pub table_bytes: u64,
     table_sum: u64,
     tier: u128,
     path: u32,
 }
 
-/// A superblock that its reader accepts, but for the head, which differs from path to path.
+/// An encoded superblock that parses. The header is added per path, because it names the path.
 #[derive(Debug)]
 pub struct Encoded {
     sequence: u64,
@@ -103,7 +105,7 @@ pub struct Encoded {
 }
 
 impl Encoded {
-    /// Head and table as they are stored on path `path`, whole pages.
+    /// Stored bytes for path `path`: header and table, padded to whole pages.
     pub fn on_path(&self, path: u32) -> Vec<u8> {
         let mut head = Writer::default();
         preamble(&mut head, &MAGIC);
@@ -120,7 +122,8 @@ impl Encoded {
 }
 
 impl Superblock {
-    /// The bytes to be written, or what the reader would refuse: nothing is written then that an open could not take.
+    /// Encodes the superblock. Returns an error text if an open would refuse the bytes, so such a superblock is never
+    /// written.
     pub fn encode(&self) -> Result<Encoded, String> {
         let table = self.encode_table();
         let (table_bytes, table_sum) = (table.len() as u64, checksum::of(&table));
@@ -163,7 +166,7 @@ impl Superblock {
         to.finish()
     }
 
-    /// Reads head and table back, or says what is wrong.
+    /// Parses header and table, or returns an error text.
     pub fn parse(bytes: &[u8]) -> Result<Superblock, String> {
         let head = Head::parse(bytes)?;
         let table = bytes.get(HEAD_BYTES..).and_then(|rest| rest.get(..head.table_bytes as usize));
@@ -208,7 +211,7 @@ impl Superblock {
 }
 
 impl Head {
-    /// Reads the head, or says what is wrong.
+    /// Parses the header, or returns an error text.
     pub fn parse(bytes: &[u8]) -> Result<Head, String> {
         let mut from = Reader::new(bytes);
         check_preamble(&mut from, &MAGIC)?;
@@ -233,7 +236,7 @@ fn check_table_bytes(bytes: u64) -> Result<(), String> {
     }
 }
 
-/// Sizes that a block may have.
+/// True if `bytes` is a valid block size: a multiple of [`PAGE`], at most [`MAX_BLOCK`].
 pub fn block_bytes_fit(bytes: u64) -> bool {
     (PAGE..=MAX_BLOCK).contains(&bytes) && bytes.is_multiple_of(PAGE)
 }

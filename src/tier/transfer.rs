@@ -1,9 +1,9 @@
-//! Reads and writes of extents under way.
+//! Transfers of extent reads and writes in flight.
 //!
 //! Invariants:
-//! - A write never touches a place that a committed version has, nor one that a stuck write may still reach.
-//! - A chunk whose write failed is written elsewhere before the write counts; the path it failed on is marked.
-//! - A read succeeds only with the bytes that the last write brought, proved by their checksums.
+//! - A write never touches the space of a committed version, nor space that a stuck write may still reach.
+//! - A chunk whose write failed is written to another path before the write succeeds. The path that failed is marked.
+//! - A checked read succeeds only if its bytes match the checksums of the last write.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;

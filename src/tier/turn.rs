@@ -162,7 +162,7 @@ impl Line {
         &self.dir
     }
 
-    /// Draws a ticket; `None` if somebody else does so now.
+    /// Draws a ticket. `None` if another process holds the desk.
     fn stand(&self) -> io::Result<Option<u64>> {
         match self.desk.try_lock() {
             Ok(()) => {}
@@ -206,7 +206,7 @@ impl Line {
             if theirs == 0 || theirs > ticket {
                 continue;
             }
-            // A slot that can be locked belongs to nobody who lives.
+            // A slot that can be locked belongs to no live process.
             match file.try_lock_shared() {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => return Ok(true),
@@ -225,7 +225,7 @@ fn ticket_in(file: &File) -> io::Result<u64> {
     let mut bytes = [0; 8];
     match file.read_exact_at(&mut bytes, 0) {
         Ok(()) => Ok(u64::from_le_bytes(bytes)),
-        // A file just made.
+        // The file was just created.
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(0),
         Err(error) => Err(error),
     }
@@ -259,8 +259,8 @@ fn given_directory(node: &Path) -> io::Result<(PathBuf, OwnDirectory)> {
     Ok((node.to_path_buf(), OwnDirectory::given(node)?))
 }
 
-/// In memory where the node has it: it is emptied at boot and belongs to this node alone. Not XDG_RUNTIME_DIR at first:
-/// processes of one user that were started in different ways do not all have it, and would stand in different lines.
+/// Base directories for the line. /dev/shm comes first: it is cleared at boot and local to the node. XDG_RUNTIME_DIR
+/// comes second: processes of one user that were started in different ways may lack it, and would use different lines.
 fn usual_places() -> Vec<PathBuf> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
     let memory = Path::new("/dev/shm");
@@ -268,7 +268,7 @@ fn usual_places() -> Vec<PathBuf> {
     [base].into_iter().chain(runtime).collect()
 }
 
-/// The first directory of turns that is this user's alone, or can be made so.
+/// The first usable directory for turns that belongs to this user, or can be created so.
 fn usual_directory(places: &[PathBuf], user: u32) -> io::Result<(PathBuf, OwnDirectory)> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for place in places {

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, IoError, IoKind};
 
-/// The moment that lies `timeout` ahead.
+/// Deadline that lies `timeout` ahead; `None` without a timeout.
 pub(super) fn moment(timeout: Option<Duration>) -> Option<Instant> {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
-/// A transfer is still in flight when the caller's time is over.
+/// Error of a caller whose timeout expired while the transfer is in flight.
 pub(super) fn timed_out() -> Error {
     let detail = "the tier's transfer is still under way".to_string();
     IoError {

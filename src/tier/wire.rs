@@ -1,7 +1,7 @@
 //! Stored numbers and strings: little endian, no padding. Every read checks its bounds.
 #![forbid(unsafe_code)]
 
-/// Takes values off the front of bytes from outside. Every getter is `None` past the end.
+/// Parser of untrusted bytes. Every getter returns `None` past the end.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
@@ -34,7 +34,7 @@ impl<'a> Reader<'a> {
         self.array().map(u128::from_le_bytes)
     }
 
-    /// Bytes with their length before them.
+    /// Bytes, preceded by their length as u32.
     pub(super) fn bytes(&mut self) -> Option<&'a [u8]> {
         let len = self.u32()?;
         self.take(len as usize)
@@ -44,7 +44,8 @@ impl<'a> Reader<'a> {
         String::from_utf8(self.bytes()?.to_vec()).ok()
     }
 
-    /// A count of things that take at least `least` bytes each, so that a wild one cannot ask for memory.
+    /// A number of items of at least `least` bytes each. A count that exceeds the remaining bytes is `None`, so a
+    /// corrupt count cannot cause a large allocation.
     pub(super) fn count(&mut self, least: usize) -> Option<usize> {
         let count = self.u32()? as usize;
         (count <= self.bytes.len() / least).then_some(count)
@@ -55,7 +56,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Collects values.
+/// Encoder of values.
 #[derive(Debug, Default)]
 pub(super) struct Writer {
     bytes: Vec<u8>,
@@ -79,7 +80,7 @@ impl Writer {
         self.raw(&value.to_le_bytes())
     }
 
-    /// Lengths are limited where names and payloads come in.
+    /// The length must fit into u32: names and payloads are limited where they enter the tier.
     pub(super) fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
         self.u32(bytes.len() as u32).raw(bytes)
     }

@@ -30,7 +30,7 @@ use crate::sys::{host, own};
 const MANIFEST: &str = "manifest.json";
 const FORMAT: &str = "spillway tier export";
 const VERSION: u32 = 1;
-/// A larger manifest is something else.
+/// Maximum length of a manifest, in bytes.
 const MAX_MANIFEST: u64 = 1 << 30;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -41,7 +41,7 @@ struct Manifest {
     rank: u32,
     world: u32,
     step: u64,
-    /// The payload, in hexadecimal.
+    /// Payload of the commit, in hexadecimal.
     payload: String,
     extents: Vec<Exported>,
 }
@@ -142,7 +142,7 @@ impl Tier {
     fn import_extent(&self, extent: &Exported, directory: &Path) -> Result<()> {
         check_name("manifest.name", &extent.name)?;
         let sizes: Vec<u64> = extent.streams.iter().map(|stream| stream.bytes).collect();
-        // Before the memory is taken: the manifest may say anything.
+        // Checked before the allocation, because sizes in the manifest may be arbitrary.
         for stream in &extent.streams {
             let path = stream_path(directory, &stream.file)?;
             let found = fs::metadata(&path).map_err(|error| failed("opening", &path, error, ""))?.len();
@@ -169,7 +169,7 @@ impl Tier {
     }
 }
 
-/// The directory of an export that is not whole yet: made by this call alone, and removed unless it is published.
+/// Temporary directory of an export, created by this call. It is removed unless it is published.
 struct Partial(PathBuf);
 
 impl Partial {
@@ -182,7 +182,7 @@ impl Partial {
             let mut name = directory.file_name().unwrap_or_default().to_os_string();
             name.push(format!(".{:016x}.partial", number as u64));
             let partial = parent.join(name);
-            // Exclusive: what is there already, whoever made it, is never written to.
+            // `create` fails if the name exists, so an existing directory is never written to.
             made = fs::DirBuilder::new().mode(0o700).create(&partial);
             match &made {
                 Ok(()) => return Ok(Partial(partial)),
@@ -208,7 +208,7 @@ impl Drop for Partial {
     }
 }
 
-/// A file of an export while it is written from its first byte to its last.
+/// A file of an export that is being written sequentially.
 struct ExportFile {
     name: String,
     path: PathBuf,
@@ -242,7 +242,7 @@ impl ExportFile {
     }
 }
 
-/// The files of an extent, by stream.
+/// Files of an extent, by stream.
 struct Files(Vec<ExportFile>);
 
 impl Visit for Files {
@@ -261,7 +261,7 @@ fn memory_for(sizes: &[u64]) -> Result<(Vec<Scratch>, Vec<Span>)> {
     Ok((memory, spans))
 }
 
-/// A file of the export: a plain name, never a way out of its directory.
+/// Path of a file of the export. The name must be a plain file name, so that it cannot leave the directory.
 fn stream_path(directory: &Path, file: &str) -> Result<PathBuf> {
     match file.is_empty() || file.starts_with('.') || file.contains(['/', '\0']) {
         true => Err(broken(&directory.join(MANIFEST), format!("{file:?} is no name of a file"))),

@@ -16,7 +16,7 @@ use super::transfer::check_head;
 use crate::checksum;
 use crate::error::{Error, Result, TierError, TierKind};
 
-/// Bytes that are read at a time.
+/// Bytes that are read at a time, unless a block is larger.
 pub(super) const WINDOW: u64 = 16 << 20;
 
 /// Result of a verification.
@@ -88,8 +88,8 @@ impl Tier {
         Ok(checked)
     }
 
-    /// Shows `visit` every stored block of an extent, in their order and through a window of memory, however large the
-    /// extent is. `None` if it was never written. With `committed`, contents that were not committed are an error.
+    /// Passes every stored block of an extent to `visit`, in order and through one window of memory. `None` if the
+    /// extent was never written. With `committed`, uncommitted contents are an error.
     pub(super) fn walk(
         &self,
         number: u32,
@@ -150,8 +150,8 @@ impl Tier {
         }
     }
 
-    /// What is wrong with the last superblock of a path. Commits meanwhile write to the other copy first: a copy is
-    /// damaged only if it was the last one before it was read and still is.
+    /// Error of the last superblock of a path, if it is damaged. Concurrent commits write to the other copy first. A
+    /// copy therefore counts as damaged only if it was the last one before the read and still is.
     fn superblock_damage(&self, number: usize) -> Option<Error> {
         let path = self.paths[number].as_ref()?;
         let last = || {
@@ -233,7 +233,7 @@ impl Tier {
     /// still in flight after `timeout`.
     pub fn close(self, timeout: Option<Duration>) -> Result<()> {
         self.paths.iter().flatten().try_for_each(|path| match path.engine.close(timeout) {
-            // Outcomes that nobody waited for were those of writes that are given up here.
+            // Errors of operations that no caller waited for concern writes that are discarded here.
             Err(error) if error.io_kind() == Some(crate::error::IoKind::Timeout) => Err(error),
             _ => Ok(()),
         })
@@ -245,7 +245,7 @@ impl Tier {
         self.owned()?;
         let mut outcome = Ok(());
         let Tier { paths, state, .. } = self;
-        // Transfers that nobody waited for hold their paths.
+        // Transfers without a waiter hold references to their paths.
         drop(state);
         for path in paths.into_iter().flatten() {
             let name = path.name();
@@ -259,7 +259,7 @@ impl Tier {
     }
 }
 
-/// An extent that is looked over.
+/// Extent that is being verified.
 #[derive(Clone, Copy)]
 struct Whose<'a> {
     number: u32,
@@ -280,12 +280,12 @@ impl Whose<'_> {
     }
 }
 
-/// What is shown the stored blocks of an extent. An error ends the walk.
+/// Receiver of the stored blocks of an extent. An error ends the walk.
 pub(super) trait Visit {
-    /// Bytes of a stream, as they lie behind those that were shown before. What is damaged among them was said.
+    /// The next bytes of a stream, `blocks` blocks. Damage among them was reported before.
     fn bytes(&mut self, stream: usize, bytes: &[u8], blocks: u64) -> Result<()>;
 
-    /// Something is damaged or cannot be read.
+    /// Reports a damaged or unreadable part.
     fn damage(&mut self, error: Error) -> Result<()>;
 }
 
@@ -309,7 +309,7 @@ fn walk_blocks(path: &Path, chunk: &Chunk, sums: &[u64], whose: Whose, visit: &m
     let mut first = chunk.first;
     while first < chunk.first + chunk.count {
         let count = at_once.min(chunk.first + chunk.count - first);
-        // Whole blocks but for the last of a stream: its page is read as far as it was written.
+        // Blocks are whole except for the last one of a stream, which is read up to its last written byte.
         for run in shape.runs(first, count) {
             let place = chunk.place(shape, run.block);
             let span = window.span().part(0, run.len as usize);

@@ -19,20 +19,21 @@ use super::waiting::timed_out;
 use crate::error::{Error, IoKind, Result};
 use crate::sys::span::Span;
 
-/// A write that has its extent for itself.
+/// A started write, which has exclusive access to its extent.
 #[derive(Debug)]
 pub(super) struct Begun {
     pub(super) extent: u32,
     pub(super) name: String,
     pub(super) shape: Arc<Shape>,
     pub(super) generation: u64,
-    /// The path that the extent's first block is on.
+    /// Path of the extent's first block.
     pub(super) home: Option<u32>,
     moves: bool,
 }
 
 impl Tier {
-    /// Takes an extent for a write of these streams, or for a move of what it has.
+    /// Locks an extent for a write of `spans`, or for a move (`None`). `Busy` if the extent is being read or written,
+    /// or during a commit of another thread.
     pub(super) fn begin_write(&self, number: u32, spans: Option<&[Span]>, writer: Writer) -> Result<Begun> {
         self.end_finished_reads(number);
         let mut state = self.lock();
@@ -64,7 +65,7 @@ impl Tier {
             extent: number,
             name: extent.name.clone(),
             shape: Arc::clone(&extent.shape),
-            // What is moved is not newer for it.
+            // A move keeps the generation of the contents.
             generation: moved.map_or(next, |of| of.version.generation),
             home: first.map(|chunk| chunk.path),
             moves: moved.is_some(),
@@ -73,8 +74,8 @@ impl Tier {
         Ok(begun)
     }
 
-    /// Lets go of places whose reads are over although nobody has waited for their tickets. The caller's memory is not
-    /// looked at: whoever waits later finds out what was read.
+    /// Releases the space of reads that have ended although no caller waited for their tickets. The memory that was
+    /// read is not checked here; the later wait checks it.
     fn end_finished_reads(&self, number: u32) {
         let mut state = self.lock();
         if !state.extent(number).is_ok_and(|extent| extent.is_read()) {
@@ -84,7 +85,7 @@ impl Tier {
         let tickets: Vec<u64> =
             state.slots.iter().filter(|(_, slot)| reads(slot)).map(|(ticket, _)| *ticket).collect();
         for ticket in tickets {
-            // Somebody may have waited for it meanwhile.
+            // Another thread may have waited for the ticket meanwhile.
             let Some(Slot::Idle(mut job)) = state.slots.remove(&ticket) else { continue };
             state.slots.insert(ticket, Slot::Driven);
             drop(state);
@@ -99,7 +100,7 @@ impl Tier {
         self.changed.notify_all();
     }
 
-    /// Starts a write that has begun.
+    /// Starts the transfers of a write that [`Tier::begin_write`] returned, and returns its ticket.
     pub(super) fn carry_on(
         &self,
         begun: Begun,
@@ -119,7 +120,7 @@ impl Tier {
             }
         };
         drop(state);
-        // A commit may wait for a write that had no ticket yet.
+        // A commit may be waiting for this write, which had no ticket yet.
         self.changed.notify_all();
         ticket
     }
@@ -157,7 +158,7 @@ impl Tier {
         Ok(job)
     }
 
-    /// Finds places for blocks and starts to write them.
+    /// Allocates space for blocks, and starts to write them.
     fn write_blocks(
         &self,
         job: &mut Job,
@@ -184,7 +185,7 @@ impl Tier {
         started.inspect_err(|_| self.abandon(job))
     }
 
-    /// Takes places, in files that are made longer where they have to be.
+    /// Allocates space, and extends data files if necessary.
     pub(super) fn find_places(
         &self,
         wanted: Wanted,
@@ -193,7 +194,7 @@ impl Tier {
     ) -> Result<Vec<Chunk>> {
         let mut refused = None;
         loop {
-            // Outside of the match: the lock ends here.
+            // A separate statement, so that the lock is released before the match.
             let found = place(&mut self.lock(), wanted, placement, home);
             match found {
                 Ok(Found::Chunks(chunks)) => return Ok(chunks),
@@ -206,8 +207,8 @@ impl Tier {
         }
     }
 
-    /// Makes a data file longer. A path that cannot is full or failed afterwards. The tier's lock is free meanwhile; a device
-    /// that gives no answer ends this after the stall limit.
+    /// Extends a data file. If that fails, the path is marked as full or failed. The tier's lock is free meanwhile. The
+    /// stall limit bounds the wait for a device that does not answer.
     fn make_longer(&self, path: usize, end: u64) -> Result<()> {
         let gone = || Error::invalid("placement", "the path is missing");
         let files = self.paths[path].as_ref().ok_or_else(gone)?;
@@ -231,8 +232,8 @@ impl Tier {
         }
     }
 
-    /// Drives a job that was taken out of its slot to its outcome, which it leaves in the slot. The outer error is the
-    /// timeout, and the job back in its slot.
+    /// Drives a job, whose slot is `Driven`, to its outcome, and stores the outcome in the slot. The outer error is a
+    /// timeout; the job is then back in its slot.
     pub(super) fn drive(
         &self,
         ticket: u64,
@@ -276,7 +277,7 @@ impl Tier {
         Ok(version.generation)
     }
 
-    /// `None` if a part was started again elsewhere.
+    /// Ends a write. `None` if a failed part was restarted on another path.
     fn finish_write(&self, job: &mut Job) -> Option<Result<u64>> {
         self.mark_failures(job);
         let mut failed: Vec<(u32, u32, u32, Error)> = Vec::new();
@@ -307,7 +308,7 @@ impl Tier {
         None
     }
 
-    /// Takes a chunk out of a job. Its place is free again, unless the system may still write to it.
+    /// Removes a chunk from a job, and frees its space, unless the system may still write there.
     fn drop_chunk(&self, job: &mut Job, first: u32) {
         let stuck = job.flights.iter().any(|flight| flight.chunk.first == first && flight.stuck());
         job.flights.retain(|flight| flight.chunk.first != first);
@@ -320,7 +321,7 @@ impl Tier {
         }
     }
 
-    /// Gives up what a job has written.
+    /// Waits for the transfers of a job, and removes all its chunks.
     fn abandon(&self, job: &mut Job) {
         job.drive(None);
         let firsts: Vec<u32> = job.contents.version.chunks.iter().map(|chunk| chunk.first).collect();
@@ -335,7 +336,7 @@ impl Tier {
         }
     }
 
-    /// Drives all writes to their outcomes; the first error.
+    /// Drives all writes to their outcomes; returns the first error.
     pub(super) fn finish_writes(&self) -> Option<Error> {
         let mut first = None;
         loop {
@@ -365,7 +366,7 @@ impl State {
     }
 }
 
-/// An error of a write, and why no other path took it over.
+/// Adds to the error of a write why no other path took the data.
 fn with_reason(error: Error, none: &Error) -> Error {
     match error {
         Error::Io(mut inner) => {

@@ -83,8 +83,8 @@ impl Mounted {
     }
 }
 
-/// What `work` on the files below `path` returns, if the file system answers before the stall limit. A call without an
-/// answer goes on without its caller, and keeps the directory's lock until it returns.
+/// Result of `work` on the files below `path`, or a `Deadline` error after `stall`. A call without an answer continues
+/// in its thread, and keeps the directory's lock until it returns.
 pub(super) fn answered<T: Send + 'static>(
     stall: Option<Duration>,
     doing: &'static str,
@@ -110,7 +110,7 @@ pub(super) fn answered<T: Send + 'static>(
     }
 }
 
-/// A place is not removed while an operation may still write there.
+/// `Busy` error of a removal while an operation may still write to the files.
 pub(super) fn in_flight(name: &str) -> Error {
     Error::Busy(format!(
         "{name}: an operation is still in flight; nothing was removed, and the lock is kept until the operation ends; \

@@ -20,23 +20,24 @@ use crate::io::object::{self, Address};
 use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::sys::span::Span;
 
-/// Names of the superblock's copies.
+/// File names of the two superblock copies.
 const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
-/// Superblock files begin with room for this many bytes.
+/// Bytes that are allocated for a superblock file at first.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
 /// Files and I/O engine of a path.
 pub struct Path {
-    // Before the medium. Operations that the engine gives up on keep their files, and so the medium's lock.
+    // Dropped before the medium. Operations that the engine gave up on keep their files, and with them the medium's
+    // lock.
     pub(super) engine: Engine,
     medium: Box<dyn Medium>,
     pub(super) data: Pair,
     superblocks: [Pair; 2],
-    /// Bytes that both superblock files have a place for.
+    /// Bytes that are allocated in both superblock files.
     superblock_room: AtomicU64,
     gate: Gate,
     shelf: Arc<Shelf>,
-    /// Held while the data file is made longer.
+    /// Held while a thread extends the data file.
     growing: Mutex<()>,
 }
 
@@ -46,14 +47,14 @@ impl std::fmt::Debug for Path {
     }
 }
 
-/// What a superblock's copy holds.
+/// Content of a superblock copy.
 #[derive(Debug)]
 pub(super) enum Copy {
-    /// Nothing was ever written there.
+    /// Never written.
     Blank,
-    /// A whole superblock.
+    /// A valid superblock.
     Whole(Box<Superblock>),
-    /// Something else, and what is wrong with it.
+    /// Corrupt; the text says why.
     Broken(String),
 }
 
@@ -84,23 +85,23 @@ impl Path {
         Ok(self.medium.len("data")?.unwrap_or(0))
     }
 
-    /// Gives bytes `from..end` of the data file a place on the device.
+    /// Allocates bytes `from..end` of the data file on the device.
     pub(super) fn allocate(&self, from: u64, end: u64) -> Result<()> {
         self.allocate_file(&self.data, from, end)
     }
 
-    /// Allocates through the engine, whose stall limit bounds the wait for a device that gives no answer.
+    /// Allocates through the engine, whose stall limit bounds the wait for a device that does not answer.
     fn allocate_file(&self, pair: &Pair, from: u64, end: u64) -> Result<()> {
         let handle = self.engine.allocate(&pair.writer, from, end)?;
         self.engine.wait(handle, None).map_err(|error| pair.writer.with_free_space(error)).map(|_| ())
     }
 
-    /// The right to make the data file longer.
+    /// Lock that a thread holds while it extends the data file.
     pub(super) fn growing(&self) -> MutexGuard<'_, ()> {
         self.growing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Zeroed memory for a head or a superblock.
+    /// Zeroed memory for a header or a superblock.
     pub(super) fn scratch(&self, bytes: usize) -> Result<Scratch> {
         Scratch::from_shelf(&self.shelf, bytes)
     }
@@ -144,32 +145,32 @@ impl Path {
         }
     }
 
-    /// Holds reads and writes of data back from now on.
+    /// Closes the gate: later reads and writes of data are held.
     pub(super) fn close_gate(&self) {
         self.gate.close();
     }
 
-    /// Begins those held back; `closed`: what comes from now on is held back again.
+    /// Starts the held transfers. Later transfers are held again if `closed`.
     pub(super) fn let_through(&self, closed: bool) {
         self.gate.let_through(closed, |passage| self.begin(passage));
     }
 
-    /// Reads and writes held back.
+    /// Number of held reads and writes.
     pub(super) fn held_back(&self) -> usize {
         self.gate.waiting()
     }
 
-    /// True if nothing is under way.
+    /// True if no operation is in flight.
     pub(super) fn quiet(&self) -> bool {
         self.engine.stats().map_or(true, |stats| stats.pending == 0)
     }
 
-    /// Begins to make the data durable.
+    /// Starts a sync of the data file.
     pub(super) fn sync_data(&self) -> Result<u64> {
         self.engine.sync(Target::File(Arc::clone(&self.data.writer)), None)
     }
 
-    /// Gives both superblocks room for `bytes`, and to grow, so that a disk that fills up does not stop a commit.
+    /// Allocates at least twice `bytes` for each superblock file, so that a full disk does not stop a later commit.
     pub(super) fn reserve_superblocks(&self, bytes: u64) -> Result<()> {
         let room = (2 * bytes).next_power_of_two().max(SUPERBLOCK_ROOM);
         self.superblocks.iter().try_for_each(|pair| self.allocate_file(pair, 0, room))?;
@@ -177,28 +178,28 @@ impl Path {
         Ok(())
     }
 
-    /// Begins to write a superblock into a copy.
+    /// Starts to write a superblock into a copy.
     pub(super) fn write_superblock(&self, copy: usize, bytes: Span) -> Result<u64> {
         let pair = &self.superblocks[copy];
         let len = bytes.len() as u64;
         if len > self.superblock_room.load(Ordering::Relaxed) {
-            // A disk without room to grow may have room for this one.
+            // A nearly full disk may still have space for this superblock.
             self.reserve_superblocks(len).or_else(|_| self.allocate_file(pair, 0, len))?;
         }
         self.engine.write(request(&pair.writer, 0, bytes))
     }
 
-    /// Begins to make a copy durable.
+    /// Starts a sync of a superblock copy.
     pub(super) fn sync_superblock(&self, copy: usize) -> Result<u64> {
         self.engine.sync(Target::File(Arc::clone(&self.superblocks[copy].writer)), None)
     }
 
-    /// A superblock's file, for messages.
+    /// Name of a superblock file, for messages.
     pub(super) fn superblock_name(&self, copy: usize) -> &str {
         self.superblocks[copy].reader.name()
     }
 
-    /// Reads a copy. An error is one of the device; what the bytes are is in the outcome.
+    /// Reads a superblock copy. Only device errors are returned as errors; corrupt bytes are part of the result.
     pub(super) fn read_superblock(&self, copy: usize) -> Result<Copy> {
         let reader = &self.superblocks[copy].reader;
         let read = |bytes: usize| -> Result<Option<Scratch>> {
@@ -217,7 +218,7 @@ impl Path {
             (_, Ok(head)) => head,
         };
         let all = (HEAD_BYTES as u64 + head.table_bytes).next_multiple_of(PAGE);
-        // Before the memory is taken: a head may say anything.
+        // Checked before the allocation, because the length in a header may be arbitrary.
         if self.medium.len(SUPERBLOCKS[copy])?.is_none_or(|len| len < all) {
             return Ok(Copy::Broken("its table is cut off".to_string()));
         }
@@ -230,7 +231,7 @@ impl Path {
         })
     }
 
-    /// Refuses if the files are not found at their names any more.
+    /// Fails if the files no longer have their names, or if the lock was lost.
     pub(super) fn check(&self) -> Result<()> {
         let [first, second] = &self.superblocks;
         self.medium.check(&[
@@ -240,8 +241,9 @@ impl Path {
         ])
     }
 
-    /// Refuses a path that has chunks of a tier although both superblocks read blank. Before the first chunk is written a
-    /// superblock is durable, so the superblocks were lost. Only the removal of a tier leaves chunks without superblocks.
+    /// Fails with `Format` if the path holds chunks of a tier although both superblocks are blank. A superblock is
+    /// durable before the first chunk is written, so the superblocks were lost. Only an interrupted removal leaves
+    /// chunks without superblocks.
     pub(super) fn check_blank(&self) -> Result<()> {
         let mut left = self.medium.finishes_removal();
         for name in ["superblock.0", "superblock.1"] {
@@ -255,7 +257,7 @@ impl Path {
         Err(TierError::at(TierKind::Format, self.data_name(), words))
     }
 
-    /// True if a chunk begins anywhere in the data file: reads it up to the first one, holes left out.
+    /// True if a page of the data file begins with a chunk header. Reads the file up to the first one, and skips holes.
     fn holds_chunk(&self) -> Result<bool> {
         const PART: u64 = 1 << 20;
         let (bytes, mut at) = (self.data_len()?, 0);
@@ -275,13 +277,13 @@ impl Path {
         Ok(false)
     }
 
-    /// Removes the files, unless operations are still in flight.
+    /// Removes the files. `Busy` if an operation is still in flight.
     pub(super) fn remove(self) -> Result<()> {
         let Path { medium, engine, data, superblocks, .. } = self;
         drop((data, superblocks));
         match engine.close(None) {
             Err(error) if error.io_kind() == Some(IoKind::PathFailed) => Err(error),
-            // Outcomes that nobody waited for are of no interest any more.
+            // Errors of operations that no caller waited for are ignored.
             _ => {
                 drop(engine);
                 medium.remove()
@@ -290,7 +292,7 @@ impl Path {
     }
 }
 
-/// A path's place, taken; `None` if it is not there and not to be made.
+/// Claims a path and opens it. `None` if it does not exist and `make` is false.
 pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<Path>> {
     let io = IoOptions { preallocate: false, ..options.io };
     let (medium, engine): (Box<dyn Medium>, Engine) = match &options.paths[number].place {

@@ -26,7 +26,7 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// Refuses what names no path, or gives no path any of an extent's blocks.
+    /// Fails if the placement names an unknown path, or no path for an extent with blocks.
     pub(super) fn check(&self, paths: usize, blocks: u32) -> Result<()> {
         let named: Vec<u32> = match self {
             Placement::Auto => Vec::new(),
@@ -43,31 +43,31 @@ impl Placement {
     }
 }
 
-/// Blocks that want a place.
+/// Blocks to be placed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) shape: &'a Shape,
     pub(super) first: u32,
     pub(super) count: u32,
-    /// Paths that this write is not to use.
+    /// Paths that this write must not use, by number.
     pub(super) excluded: &'a [bool],
 }
 
-/// What the search for places gave.
+/// Result of a placement.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// Places for all blocks.
+    /// Chunks with space for all blocks.
     Chunks(Vec<Chunk>),
-    /// None yet: the data file of `path` has to have `end` bytes first.
+    /// Nothing allocated: the data file of `path` must first grow to `end` bytes.
     Longer {
-        /// The path, by its number.
+        /// Number of the path.
         path: usize,
-        /// The length that the search needs.
+        /// Required length of the data file, in bytes.
         end: u64,
     },
 }
 
-/// Chunks for the wanted blocks, as `placement` says.
+/// Allocates chunks for the wanted blocks, as `placement` says. `home` is the extent's current path.
 pub(super) fn place(
     state: &mut State,
     wanted: Wanted,
@@ -97,7 +97,7 @@ pub(super) fn place(
     Ok(Found::Chunks(chunks))
 }
 
-/// Gives the places of chunks back.
+/// Frees the space of chunks.
 pub(super) fn give_back(state: &mut State, shape: &Shape, chunks: &[Chunk]) {
     chunks.iter().for_each(|chunk| state.free((chunk.path, chunk.offset, chunk.stored(shape))));
 }
@@ -128,7 +128,7 @@ fn place_part(state: &mut State, wanted: Wanted, preferred: Option<u32>) -> Resu
     Err(no_room(state, bytes))
 }
 
-/// Healthy paths: the preferred one, then those with the least on them.
+/// Healthy paths that are not excluded: the preferred one, then the others with the least used space first.
 fn order(state: &State, excluded: &[bool], preferred: Option<u32>) -> Vec<usize> {
     let usable = |path: &usize| state.paths[*path].health == Health::Healthy && !excluded[*path];
     let mut order: Vec<usize> = (0..state.paths.len()).filter(usable).collect();
@@ -140,15 +140,16 @@ fn order(state: &State, excluded: &[bool], preferred: Option<u32>) -> Vec<usize>
     order
 }
 
-/// What a path has for blocks.
+/// Result of an allocation on one path.
 enum Taken {
     Chunk(Chunk),
     Nothing,
-    /// All of them, once its file has this length.
+    /// All blocks fit after the file has grown to this length.
     Longer(u64),
 }
 
-/// One chunk on a path: all the blocks if they fit, also in a longer file, else as many as the longest free part holds.
+/// Allocates one chunk on a path. It holds all blocks if they fit, also after growing the file. Otherwise it holds as
+/// many as fit into the longest free range.
 fn take(state: &mut State, path: usize, wanted: Wanted) -> Taken {
     let Wanted { shape, first, count, .. } = wanted;
     let chunk = |offset, count| Chunk { path: path as u32, offset, first, count, header_sum: 0 };

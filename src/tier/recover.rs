@@ -27,7 +27,7 @@ use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::host;
 use crate::sys::process::Opener;
 
-/// A path that is there: its place in the options, and which copy of its superblock the next one leaves alone.
+/// A path that is present: its index in the options, and the superblock copy that the next one must not overwrite.
 type Placed = Option<(usize, Path, Option<Good>)>;
 /// Paths by number, and their states.
 type Paths = (Vec<Option<Arc<Path>>>, Vec<PathState>);
@@ -53,7 +53,7 @@ impl Tier {
                     let directories = options.paths.iter().filter_map(|path| path.place.directory());
                     check_moved(directories, &options.owner)?;
                 }
-                // A path that cannot be read may hold the tier.
+                // A path that cannot be read may hold the existing tier.
                 if let Some(error) = left_out {
                     return Err(error);
                 }
@@ -108,8 +108,8 @@ fn resume(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>, chose
         let name = candidate.path.name();
         let number = match candidate.newest() {
             Some(own) => Some(own.path as usize),
-            // Its first superblock was under way when the run crashed, or its copies are damaged. A blank one that
-            // should hold something is another disk.
+            // The path's first superblock was being written when the run crashed, or its copies are corrupt. A blank
+            // path that should hold data is a different disk.
             None => records
                 .iter()
                 .position(|record| record.name == name)
@@ -139,7 +139,7 @@ fn resume(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>, chose
     for given in absent {
         match claim_new(&options, given) {
             Ok(path) => fresh.push((given, path)),
-            // Listed, but not mounted: a degraded open does without it, whether anything was lost with it or not.
+            // Listed, but not mounted: a degraded open continues without it, even if no data was on it.
             Err(error) if options.degraded && error.io_kind() == Some(IoKind::NotFound) => leave_out(&error),
             Err(error) => return Err(error),
         }
@@ -293,7 +293,7 @@ fn assemble(
     Ok(Tier { opener, options, who, block_bytes, paths, state, changed, opened })
 }
 
-/// Reads every block of a state that is not the last commit's: some may have been written over.
+/// Verifies every block of the older state: later writes may have overwritten some.
 fn prove(tier: &Tier) -> Result<()> {
     let step = tier.opened.step.unwrap_or_default();
     let damage = tier.verify_extents()?.damage;
@@ -306,8 +306,8 @@ fn prove(tier: &Tier) -> Result<()> {
     }
 }
 
-/// Makes the state that was found, or the empty one, durable on every path, as a superblock of its own: one that was
-/// found may be in the page cache only, and paths may have been renamed, added or left behind.
+/// Writes the state that was found, or the empty one, as a new superblock to every path. The superblock that was found
+/// may exist only in the page cache, and paths may have been renamed, added or left out.
 fn publish(tier: &Tier) -> Result<()> {
     let (step, payload) = {
         let state = tier.lock();
@@ -330,7 +330,7 @@ fn publish(tier: &Tier) -> Result<()> {
     tier.write_superblocks(&superblock, &bytes)
 }
 
-/// Whether anything committed lies on a path, or it holds superblocks that may come back.
+/// True if committed data is on the path, or if the path may hold superblocks that a later open would find.
 fn in_use(newest: &Superblock, number: usize) -> bool {
     let lasts = newest.paths.get(number).is_some_and(|record| !record.memory && !record.name.is_empty());
     let versions = newest.extents.iter().flatten().filter_map(|extent| extent.version.as_ref());

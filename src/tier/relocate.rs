@@ -26,15 +26,16 @@ use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::log::{self, Level};
 use crate::sys::span::Span;
 
-/// Why blocks could not be copied.
+/// Reason why blocks could not be copied.
 enum Stopped {
-    /// Those that are there cannot be read, or are damaged.
+    /// The source cannot be read, or is damaged.
     Reading(Error),
-    /// The path with this number did not take them; its part of the places is still in use by the system if `stuck`.
+    /// Path `path` did not accept the blocks. If `stuck`, the system may still write to the chunk whose first block is
+    /// `first`.
     Writing { path: usize, first: u32, stuck: bool, error: Error },
 }
 
-/// The contents that a move copies.
+/// Contents that a move copies.
 #[derive(Clone, Copy)]
 struct Source<'a> {
     extent: u32,
@@ -60,7 +61,7 @@ impl Tier {
             .try_for_each(|extent| self.move_extent(extent.number, Writer::Evacuation))
     }
 
-    /// Copies an extent's contents to places on healthy paths.
+    /// Copies an extent's contents to healthy paths, and installs the copy.
     pub(super) fn move_extent(&self, extent: u32, writer: fn(Arc<Contents>) -> Writer) -> Result<()> {
         let contents = self.lock().contents(extent)?;
         let begun = self.begin_write(extent, None, writer(Arc::clone(&contents)))?;
@@ -99,7 +100,7 @@ impl Tier {
                     return Err(error);
                 }
                 Err(Stopped::Writing { path, first, stuck, error }) => {
-                    // The system may still write to a place that was given up by a deadline.
+                    // After a deadline the system may still write to the chunk, so its space stays allocated.
                     chunks.retain(|chunk| !(stuck && chunk.first == first));
                     give_back(&mut self.lock(), shape, &chunks);
                     self.mark_after(path, Direction::Write, &error);
@@ -128,7 +129,7 @@ impl Tier {
         Ok(sums.into())
     }
 
-    /// Writes one chunk of the copy, head and blocks, and fills in the checksum of its head.
+    /// Writes one chunk of the copy, header and blocks; sets the checksum of its header.
     fn copy_chunk(
         &self,
         source: Source,
@@ -172,7 +173,7 @@ impl Tier {
         Ok(())
     }
 
-    /// Reads the blocks of a run from where they are, and checks them.
+    /// Reads the blocks of a run from their current location, and checks them.
     fn fetch_run(&self, source: Source, run: Run, span: Span, sums: &[u64]) -> Result<()> {
         let shape = source.shape;
         let end = run.block + run.len.div_ceil(shape.block_bytes()) as u32;
@@ -213,7 +214,7 @@ impl Tier {
 
 const READING: Direction = Direction::Read { unchecked: false };
 
-/// Waits for a transfer that has begun.
+/// Waits for a started transfer.
 fn transfer(begun: Result<u64>, path: &Path) -> Result<()> {
     path.wait(begun?, None).map(|_| ())
 }

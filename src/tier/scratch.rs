@@ -23,7 +23,7 @@ pub struct Scratch {
 #[derive(Debug, Default)]
 pub struct Shelf(Mutex<Vec<Arc<Region>>>);
 
-/// Bytes of each that is kept, and how many are.
+/// Length of each cached region in bytes, and maximum number of cached regions.
 const KEPT_BYTES: usize = 8 << 10;
 const MOST_KEPT: usize = 64;
 const SMALL: Backing = Backing { huge: false, lock: false, node: None };
@@ -57,7 +57,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A forked child takes no lock that a thread of its parent may have had.
+        // A forked child must not take this lock: a thread of the parent may hold it.
         if let Some(shelf) = self.shelf.take()
             && self.region.is_own()
             && !self.region.leased(self.region.span())
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
     use crate::pool::region::Lease;
 
-    /// Not a line of unsafe code: a span is a copy, and stays behind when its memory goes.
+    /// Safe code alone: a span is a copy and may outlive its memory.
     #[test]
     fn a_span_that_outlived_its_memory_writes_to_nothing() {
         use crate::io::engine::Engine;

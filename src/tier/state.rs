@@ -22,33 +22,33 @@ use super::space::Space;
 use super::transfer::Job;
 use crate::error::{Error, Result, TierError, TierKind};
 
-/// A path's part of the state.
+/// State of one path.
 #[derive(Debug)]
 pub(super) struct PathState {
     pub(super) name: String,
     pub(super) memory: bool,
     pub(super) health: Health,
-    /// Why it is not healthy.
+    /// Reason if the path is not healthy.
     pub(super) reason: String,
     pub(super) space: Space,
-    /// The copy that holds the last superblock known to be durable here, and its sequence.
+    /// The copy with the last superblock known to be durable on this path.
     pub(super) good: Option<Good>,
-    /// Its files are not found at their names any more. With nothing left on it, it is not missed at the next open.
+    /// The files no longer have their names. If no data is left on the path, the next commit drops it.
     pub(super) gone: bool,
-    /// Data was written since the last commit.
+    /// True if data was written since the last commit.
     pub(super) dirty: bool,
-    /// Bytes written by those who had the tier open before.
+    /// Bytes written to the path before this open.
     pub(super) written_before: u64,
 }
 
-/// A superblock that the next one leaves alone.
+/// A durable superblock, which the next one must not overwrite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Good {
     pub(super) copy: usize,
     pub(super) sequence: u64,
 }
 
-/// Contents that an extent has no more, and its shape.
+/// Contents that an extent no longer has, and the extent's shape.
 type Former = (Arc<Contents>, Arc<Shape>);
 
 #[derive(Debug)]
@@ -57,22 +57,22 @@ pub(super) struct Extent {
     pub(super) shape: Arc<Shape>,
     pub(super) committed: Option<Arc<Contents>>,
     pub(super) current: Option<Arc<Contents>>,
-    /// A commit whose outcome is not known may have named `current`.
+    /// A commit with unknown outcome may have named `current`.
     pub(super) doubt: bool,
     pub(super) removed: bool,
     pub(super) writing: bool,
-    /// Why the last write of this step failed, if none succeeded since.
+    /// Error of the last write of this step, if no write has succeeded since.
     pub(super) failed: Option<Error>,
 }
 
-/// A ticket's life.
+/// State of a ticket.
 #[derive(Debug)]
 pub(super) enum Slot {
-    /// Under way; nobody waits.
+    /// In flight; no thread waits for it.
     Idle(Box<Job>),
-    /// Somebody waits.
+    /// A thread drives the job.
     Driven,
-    /// Over; nobody has asked yet.
+    /// Ended; the outcome was not fetched yet.
     Done(Result<u64>),
 }
 
@@ -88,9 +88,9 @@ pub(super) struct State {
     pub(super) step: Option<u64>,
     pub(super) payload: Vec<u8>,
     pub(super) committing: bool,
-    /// What a commit of unknown outcome may have named.
+    /// Replaced contents that a commit with unknown outcome may have named.
     pub(super) limbo: Vec<Former>,
-    /// What is still being read.
+    /// Replaced contents that are still being read.
     pub(super) lingering: Vec<Former>,
 }
 
@@ -106,7 +106,7 @@ impl State {
         found.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
     }
 
-    /// Refuses what would change a commit that is under way.
+    /// `Busy` while a commit is in flight.
     pub(super) fn between_commits(&self) -> Result<()> {
         match self.committing {
             true => Err(Error::Busy("a commit is under way".to_string())),
@@ -114,7 +114,7 @@ impl State {
         }
     }
 
-    /// An extent's contents as reads see them.
+    /// Contents of an extent that reads see. `Lost` if a chunk is on a missing path.
     pub(super) fn contents(&mut self, number: u32) -> Result<Arc<Contents>> {
         let missing: Vec<bool> = self.paths.iter().map(|path| path.health == Health::Missing).collect();
         let extent = self.extent(number)?;
@@ -135,7 +135,7 @@ impl State {
         }
     }
 
-    /// Makes a finished write the extent's contents. One that only moved them does not make a failed one good.
+    /// Installs the contents of a finished write. A move does not clear an earlier write failure.
     pub(super) fn install(&mut self, number: u32, contents: Arc<Contents>, moves: bool) -> Result<()> {
         let extent = self.extent(number)?;
         extent.writing = false;
@@ -156,7 +156,8 @@ impl State {
         self.let_go(number, old, committed, doubt)
     }
 
-    /// Ends a write that failed. New contents are missing then; contents that were to be moved are where they were.
+    /// Ends a failed write. The extent is marked as failed, unless the write was a move: then its contents are where
+    /// they were.
     pub(super) fn write_failed(&mut self, number: u32, moves: bool, error: &Error) {
         let Ok(extent) = self.extent(number) else { return };
         extent.writing = false;
@@ -165,7 +166,7 @@ impl State {
         }
     }
 
-    /// Forgets what was written since the last commit.
+    /// Discards all changes since the last commit.
     pub(super) fn roll_back(&mut self) -> Result<()> {
         for number in 0..self.extents.len() as u32 {
             let Ok(extent) = self.extent(number) else { continue };
@@ -179,7 +180,7 @@ impl State {
         Ok(())
     }
 
-    /// Gives the places of contents back that are neither committed nor perhaps committed.
+    /// Frees the space of replaced contents, unless they are committed or may be committed.
     fn let_go(
         &mut self,
         number: u32,
@@ -198,7 +199,7 @@ impl State {
         Ok(())
     }
 
-    /// Contents that somebody reads, until [`State::end_reading`].
+    /// Adds a reader, until [`State::end_reading`].
     pub(super) fn begin_reading(&mut self, contents: &Contents) {
         contents.begin_read();
     }
@@ -228,7 +229,7 @@ impl State {
         }
     }
 
-    /// What the last superblock named is committed now, and only that.
+    /// Makes exactly what the last superblock named the committed state, and frees everything else.
     pub(super) fn committed(&mut self) {
         let mut former = std::mem::take(&mut self.limbo);
         for slot in &mut self.extents {
@@ -250,7 +251,7 @@ impl State {
         self.paths.iter_mut().for_each(|path| path.dirty = false);
     }
 
-    /// Marks a path, unless it is marked worse already; true if that is news.
+    /// Lowers the health of a path to `health`; it never improves it. True if the health changed.
     pub(super) fn mark(&mut self, path: usize, health: Health, reason: &str) -> bool {
         let path = &mut self.paths[path];
         let worse = health as u8 > path.health as u8;

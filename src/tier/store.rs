@@ -157,7 +157,7 @@ impl Tier {
     /// The extent at position `index` of [`Tier::extents`], without building the whole list.
     pub fn nth_extent(&self, index: usize) -> Option<ExtentInfo> {
         let state = self.lock();
-        // Without gaps, which only removed extents leave, the place in the list is the number.
+        // Without unused numbers, which removed extents leave, the index equals the number.
         let number = match state.names.len() == state.extents.len() {
             true => index,
             false => {
@@ -311,7 +311,7 @@ impl Tier {
             self.finish_writes();
             let mut state = self.lock();
             state.between_commits()?;
-            // One that has begun since would bring back what it was told to write.
+            // A write that started meanwhile would install its contents after the rollback.
             if !state.extents.iter().flatten().any(|extent| extent.writing) {
                 return state.roll_back();
             }

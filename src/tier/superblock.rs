@@ -183,7 +183,7 @@ impl Superblock {
         parsed.ok_or_else(|| "its table makes no sense".to_string())?.checked()
     }
 
-    /// Refuses what a writer of this library would not write.
+    /// Checks the rules that every superblock of this library satisfies.
     pub(super) fn checked(self) -> Result<Superblock, String> {
         if self.path as usize >= self.paths.len() || self.paths.len() > MAX_PATHS {
             return Err(format!("it lies on path {} of {}", self.path, self.paths.len()));
@@ -274,7 +274,7 @@ fn parse_table(from: &mut Reader, head: &Head) -> Option<Superblock> {
     })
 }
 
-/// `Some(None)` for a number that no extent has.
+/// Parses one extent; `Some(None)` for an unused number.
 fn parse_extent(from: &mut Reader, block_bytes: u64) -> Option<Option<ExtentRecord>> {
     let kind = from.u32()?;
     if kind == 0 {

@@ -18,11 +18,11 @@ use super::scratch::Scratch;
 use crate::error::{Error, IoKind, Result, TierError, TierKind};
 use crate::sys::span::Span;
 
-/// What a job does.
+/// Direction of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     Read {
-        /// The caller checks the blocks itself.
+        /// True if the caller checks the blocks itself.
         unchecked: bool,
     },
     Write,
@@ -33,15 +33,15 @@ pub(super) enum Direction {
 pub(super) struct Job {
     pub(super) direction: Direction,
     pub(super) extent: u32,
-    /// A write of contents that the extent has already.
+    /// True for a write that moves existing contents.
     pub(super) moves: bool,
     pub(super) name: String,
     pub(super) shape: Arc<Shape>,
     pub(super) spans: Vec<Span>,
     pub(super) contents: Contents,
-    /// What a reader shares with the tier.
+    /// Contents that a read reads from.
     pub(super) source: Option<Arc<Contents>>,
-    /// Counted among the readers of `source`.
+    /// True while the job counts as a reader of `source`.
     pub(super) reading: bool,
     pub(super) flights: Vec<Flight>,
     pub(super) excluded: Vec<bool>,
@@ -50,9 +50,9 @@ pub(super) struct Job {
 /// One transfer of a job.
 #[derive(Debug)]
 pub(super) struct Flight {
-    /// The chunk, by its first block.
+    /// Chunk that the transfer belongs to.
     pub(super) chunk: Chunk,
-    /// `None` for the head.
+    /// Blocks that are transferred; `None` for the header.
     pub(super) run: Option<Run>,
     pub(super) path: Arc<Path>,
     pub(super) handle: Result<u64>,
@@ -60,7 +60,7 @@ pub(super) struct Flight {
     head: Option<Scratch>,
 }
 
-/// Whose chunks they are.
+/// Tier and session that chunk headers name.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Identity {
     pub(super) tier: u128,
@@ -68,7 +68,7 @@ pub(super) struct Identity {
 }
 
 impl Job {
-    /// Starts the transfers of a chunk that has its place; fills in the checksum of its head.
+    /// Starts the writes of a chunk whose space is allocated; sets the checksum of its header.
     pub(super) fn start_write(&mut self, chunk: &mut Chunk, path: &Arc<Path>, who: Identity) -> Result<()> {
         let sums = self.contents.sums.get().map_or(&[][..], |sums| sums);
         let header = ChunkHeader {
@@ -96,8 +96,8 @@ impl Job {
         Ok(())
     }
 
-    /// Starts the transfers of a chunk; of its head too, if the sums are not known. A stream whose span is empty is
-    /// left out.
+    /// Starts the reads of a chunk; also of its header unless the checksums are `known`. A stream with an empty span is
+    /// skipped.
     pub(super) fn start_read(&mut self, chunk: &Chunk, path: &Arc<Path>, known: bool) -> Result<()> {
         if !known {
             let head = path.scratch(header_bytes(chunk.count.into()) as usize)?;
@@ -112,7 +112,7 @@ impl Job {
         Ok(())
     }
 
-    /// Waits until every transfer is over; false if `until` comes first.
+    /// Waits until every transfer has ended; false if `until` comes first.
     pub(super) fn drive(&mut self, until: Option<Instant>) -> bool {
         for flight in self.flights.iter_mut().filter(|flight| flight.outcome.is_none()) {
             let outcome = match &flight.handle {
@@ -130,7 +130,7 @@ impl Job {
         true
     }
 
-    /// Failed transfers of a finished job, each path's first one first.
+    /// Failed transfers of a finished job, in the order of their start.
     pub(super) fn failures(&self) -> impl Iterator<Item = (&Flight, Error)> {
         self.flights.iter().filter_map(|flight| match &flight.outcome {
             Some(Err(error)) => Some((flight, flight.explain(error.clone(), &self.name, &self.shape))),
@@ -138,13 +138,13 @@ impl Job {
         })
     }
 
-    /// What a finished job failed with, if it did: an error that leaves the caller's memory in use before all others.
+    /// Error of a finished job, if it failed. An error that leaves the caller's memory in use takes precedence.
     pub(super) fn failure(&self) -> Option<Error> {
         let stuck = self.failures().find(|(flight, _)| flight.stuck());
         stuck.or_else(|| self.failures().next()).map(|(_, error)| error)
     }
 
-    /// The sums of the whole extent: known already, or from the heads that were read.
+    /// Checksums of the whole extent: known already, or from the headers that were read.
     pub(super) fn read_sums(&self, version: &Version, tier: u128) -> Result<Arc<[u64]>> {
         if let Some(sums) = self.source.as_ref().and_then(|source| source.sums.get()) {
             return Ok(Arc::clone(sums));
@@ -161,7 +161,7 @@ impl Job {
         Ok(sums.into())
     }
 
-    /// Compares what was read with the sums.
+    /// Compares the blocks that were read with their checksums.
     pub(super) fn check_blocks(&self, version: &Version, sums: &[u64]) -> Result<()> {
         for flight in &self.flights {
             let Some(run) = flight.run else { continue };
@@ -193,7 +193,7 @@ impl Job {
     }
 }
 
-/// The head of a chunk, if it is the one that belongs there.
+/// Parses a chunk header, and checks that it is the one that `chunk` names.
 pub(super) fn check_head(
     bytes: &[u8],
     chunk: &Chunk,
@@ -236,13 +236,13 @@ impl Flight {
         Flight { chunk, run, path: Arc::clone(path), handle, outcome: None, head }
     }
 
-    /// True if the system may still work on the transfer: it gave no answer in time, or the engine is lost.
+    /// True if the system may still access the caller's memory or the disk: the deadline passed, or the engine failed.
     pub(super) fn stuck(&self) -> bool {
         let (Ok(_), Some(Err(error))) = (&self.handle, &self.outcome) else { return false };
         error.io_kind() == Some(IoKind::Deadline) || matches!(error, Error::System { .. })
     }
 
-    /// The error of a transfer, with extent and block beside path and offset.
+    /// Adds extent and block to an error, which has path and offset already.
     fn explain(&self, error: Error, name: &str, shape: &Shape) -> Error {
         let Error::Io(mut inner) = error else { return error };
         let separator = if inner.detail.is_empty() { "" } else { "; " };
@@ -259,7 +259,8 @@ impl Flight {
     }
 }
 
-/// What an error of a transfer says about its path; `None` if the path is only full, or the caller's memory is none.
+/// Health of the path after a transfer error. `None` if the path is only full, or the caller's memory is invalid
+/// (`EFAULT`).
 pub(super) fn verdict(error: &Error, direction: Direction) -> Option<Health> {
     let no_memory = matches!(error, Error::Io(inner) if inner.errno == libc::EFAULT);
     if no_memory || error.is_full() {

@@ -157,7 +157,8 @@ impl Tier {
         Err(self.no_path_left("syncing"))
     }
 
-    /// Writes a superblock to every durable path that works. Fails if no path holds it durably afterwards.
+    /// Writes a superblock to every durable path that works. Fails if no path holds it durably afterwards, unless all
+    /// paths are in memory.
     pub(super) fn write_superblocks(&self, superblock: &Superblock, bytes: &Encoded) -> Result<()> {
         let sync = self.durability() != Durability::Process;
         let mut first = None;

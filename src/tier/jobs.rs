@@ -33,7 +33,7 @@ pub(super) struct Begun {
 
 impl Tier {
     /// Locks an extent for a write of `spans`, or for a move (`None`). `Busy` if the extent is being read or written,
-    /// or during a commit of another thread.
+    /// or while a commit is in flight that is not the writer itself.
     pub(super) fn begin_write(&self, number: u32, spans: Option<&[Span]>, writer: Writer) -> Result<Begun> {
         self.end_finished_reads(number);
         let mut state = self.lock();

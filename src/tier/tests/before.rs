@@ -1,5 +1,5 @@
-//! Opening at the commit before the last one gives exactly its bytes or a typed error, and what came after does not come
-//! back.
+//! An open at the commit before the last one returns exactly its bytes or a typed error, and the discarded last commit
+//! does not come back.
 #![forbid(unsafe_code)]
 
 use super::crash::{Commit, FATES, allowed, check, record};
@@ -16,7 +16,7 @@ fn steps(disks: &[Disk]) -> Steps {
     Tier::steps(&on_disks(disks, &[])).unwrap()
 }
 
-/// Opens at a step that has to be there, whole, and finds it again without asking.
+/// Opens at a step that must be complete, and then checks that a default open finds the same step.
 fn whole_at(disks: &[Disk], step: u64, words: &str) {
     let tier = at(disks, step).unwrap_or_else(|error| panic!("{words}: {error}"));
     assert_eq!(tier.opened().step, Some(step), "{words}");
@@ -31,7 +31,7 @@ fn refused(disks: &[Disk], step: u64, words: &str) {
     assert!(error.tier_kind() == Some(TierKind::NoStep) && error.to_string().contains(words), "{error}");
 }
 
-/// Two disks after steps 1 to 4, and the journal of how they came about.
+/// Two disks after steps 1 to 4: their journal and the commits.
 fn four_steps(durability: Durability) -> (Journal, Vec<Commit>) {
     let journal = Journal::default();
     let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
@@ -60,8 +60,8 @@ fn every_crash_point_up_to_the_end_of_a_commit_opens_at_the_step_before() {
     }
 }
 
-/// Step 2 is whole up to the first write after the commit of step 3; from there on it may be, or an open at it says so and
-/// changes nothing.
+/// Step 2 is complete until the first write after the commit of step 3. After that write, an open at step 2 either
+/// finds it complete, or fails and changes nothing.
 #[test]
 fn a_step_whose_places_are_written_over_is_never_mixed() {
     let _core = OneCore::take();
@@ -88,8 +88,8 @@ fn a_step_whose_places_are_written_over_is_never_mixed() {
     assert!(whole > FATES.len() && refused > 50, "{whole} {refused}");
 }
 
-/// Step 4 is given up for step 3, and step 14 follows. While the open is under way step 3 can still be asked for,
-/// whatever a crash does; after it nothing leads to step 4.
+/// Step 4 is discarded for step 3, and step 14 follows. A crash during the open keeps step 3 available; after the open
+/// no crash leads back to step 4.
 #[test]
 fn what_was_given_up_does_not_come_back() {
     let _core = OneCore::take();
@@ -129,8 +129,8 @@ fn what_was_given_up_does_not_come_back() {
     }
 }
 
-/// Extents that the last commit did not touch share their places with the step before; others were taken out, made, or
-/// moved to another path.
+/// Extents that the last commit did not touch share their space with the previous step. Other extents were removed,
+/// added, or moved to another path.
 #[test]
 fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
     let disks = [Disk::default(), Disk::default()];
@@ -178,19 +178,19 @@ fn any_other_step_is_refused_and_looking_changes_nothing() {
     }
     assert_eq!(journal.len(), events, "nothing was written");
     whole_at(&disks, 3, "the last step by its number");
-    // Opened at its last step, a tier has that one in both copies.
+    // After an open at the last step, both superblock copies hold this step.
     assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Unknown, exists: true });
     refused(&disks, 2, "[3]");
     let foreign = TierOptions { owner: Owner { rank: 1, ..owner() }, world: 2, ..on_disks(&disks, &[]) };
     assert_eq!(Tier::steps(&foreign).unwrap_err().tier_kind(), Some(TierKind::Foreign));
 }
 
-/// One whole copy on any path is enough to go back; with none the last step stays.
+/// One valid copy on any path is enough to open the previous step. Without one, the last step stays available.
 #[test]
 fn the_step_before_is_found_on_any_path() {
     let (journal, commits) = four_steps(Durability::Data);
     let image = || journal.replayed(2, commits[3].ended);
-    // Step 4 was the fifth superblock: it lies in the first copy, step 3 in the second.
+    // Step 4 wrote the fifth superblock, into copy 0. Step 3 is in copy 1.
     let damage = |disks: &[Disk], n: usize| disks[n].put(&format!("disk-{n}/superblock.1"), vec![7; 8192]);
     for path in 0..2 {
         let disks = image();
@@ -205,7 +205,7 @@ fn the_step_before_is_found_on_any_path() {
     check(&disks, &[Some(4)], "the last step");
 }
 
-/// A path that fails on the way to a commit has its part moved, never to places of the step before.
+/// If a path fails during a commit, its data is moved, but never into space of the previous step.
 #[test]
 fn a_commit_that_a_path_failed_in_leaves_the_step_before_whole() {
     let prepared = || {

@@ -1,4 +1,4 @@
-//! The tier on a store in memory: resumed, crashed at every request, damaged, failing over, removed.
+//! A tier on an object store in memory: resume, crash at every request, damage, failover, removal.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -17,7 +17,7 @@ fn open(stores: &[Store]) -> Tier {
     Tier::open(on_stores(stores)).unwrap()
 }
 
-/// Objects that are neither superblocks nor locks.
+/// Keys of the objects that are neither superblocks nor locks.
 fn data_keys(store: &Store) -> Vec<String> {
     store.keys().into_iter().filter(|key| key.contains("/data/")).collect()
 }
@@ -33,7 +33,7 @@ fn steps_are_found_again_and_nothing_is_left_after_the_end() {
         tier.close(PATIENCE).unwrap();
         assert!(store.keys().iter().all(|key| !key.contains("/lock/")), "the lock goes with the tier");
     }
-    // Two versions of every chunk at most, and what lay in places that were not used again.
+    // At most two versions of every chunk, and objects in free space that was not reused.
     assert!(data_keys(&store).len() < 60, "{:?}", data_keys(&store));
     open(std::slice::from_ref(&store)).destroy().unwrap();
     assert_eq!(store.keys(), [""; 0]);
@@ -57,8 +57,8 @@ fn deletions_that_never_happen_change_nothing() {
     assert_eq!(store.keys(), [""; 0]);
 }
 
-/// A store is lost to a process at each of its requests, as a kill or a cut line would; the next process finds a whole
-/// step: the last that was committed, or the one that was being.
+/// The store fails from each request on, as after a kill or a lost connection. The next process finds a complete step:
+/// the last committed one, or the one that was being committed.
 #[test]
 fn a_crash_at_any_request_leaves_the_last_committed_step() {
     let base = Store::default();
@@ -96,7 +96,7 @@ fn damage_is_named_with_extent_and_block() {
     let tier = open(std::slice::from_ref(&store));
     write(&tier, 1, 5, &Placement::Auto).unwrap();
     tier.commit(1, &[]).unwrap();
-    // The second object is the one stream, whose blocks lie one after the other; the first is the head.
+    // The first object is the chunk header, the second is the only stream, whose blocks are consecutive.
     let key = data_keys(&store)[1].clone();
     store.change(&key, |bytes| bytes[2 * BLOCK as usize + 7] ^= 1);
     let name = "s3://bucket/prefix/run/node/rank-0/data";
@@ -144,7 +144,7 @@ fn a_store_that_fails_loses_nothing_that_another_path_can_take() {
     assert!(is_at(&open(&stores), 2));
 }
 
-/// One that is about to look for its own lock must find it; one of a dead process goes with the next claim.
+/// A process that is about to list its own lock must find it. The next claim deletes a lock of a dead process.
 #[test]
 fn removing_leaves_the_locks_of_others_alone() {
     use crate::io::object::Store as _;

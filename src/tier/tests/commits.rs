@@ -1,4 +1,4 @@
-//! What other threads do while a step is committed, and while contents move: a commit holds what its superblock names.
+//! Concurrent operations during a commit, and while contents move: a commit holds what its superblock names.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use crate::tier::Health;
 use crate::tier::contents::Contents;
 use crate::tier::contents::Writer;
 
-/// A tier on two disks with extents 0 and 1 written, not committed, on disk 0; and how many requests that took there.
+/// A tier on two disks with extents 0 and 1 written on disk 0, not committed; and the number of requests to disk 0.
 fn written(disks: &[Disk], faults: &[Faults]) -> (Tier, u64) {
     let tier = Tier::open(on_disks(disks, faults)).unwrap();
     (0..2).for_each(|n| write(&tier, n, seed_of(1, n), &Placement::On(0)).unwrap());
@@ -34,8 +34,8 @@ fn busy(outcome: Result<()>) -> bool {
     matches!(outcome, Err(Error::Busy(words)) if words.contains("commit"))
 }
 
-/// The commit hangs in the sync of its data, or with its superblock under way, while others evacuate, remove and define.
-/// What it names stays as it is, whatever is written afterwards.
+/// The commit hangs in the sync of its data or in the write of its superblock, while other threads evacuate, remove and
+/// define. The state that it names is unchanged, also after later writes.
 #[test]
 fn nobody_changes_what_a_commit_under_way_takes() {
     let before = written(&disks(), &[]).1;
@@ -58,7 +58,7 @@ fn nobody_changes_what_a_commit_under_way_takes() {
             commit.join().unwrap().unwrap();
             others
         });
-        // Over whatever places are free now.
+        // Overwrites the space that is free now.
         (0..6).for_each(|n| write(&tier, n % 3, 99, &Placement::On(0)).unwrap());
         drop(tier);
         let tier = Tier::open(TierOptions { mode: Mode::Resume, ..on_disks(&disks, &[]) }).unwrap();
@@ -68,7 +68,7 @@ fn nobody_changes_what_a_commit_under_way_takes() {
     }
 }
 
-/// A commit that comes while a write has no ticket yet is woken when it has one, and when it has failed.
+/// A commit that starts while a write has no ticket yet is woken when the write gets one or fails.
 #[test]
 fn a_commit_waits_for_a_write_that_is_just_beginning() {
     for sums in [None, Some(vec![])] {
@@ -78,7 +78,7 @@ fn a_commit_waits_for_a_write_that_is_just_beginning() {
         let (committing, (tell, told)) = (Arc::clone(&tier), mpsc::channel());
         thread::spawn(move || tell.send(committing.commit(2, &[])));
         until(|| tier.lock().committing);
-        // Time to fall asleep; with too little of it the test proves nothing, and does not fail.
+        // Gives the commit time to block. If the time is too short, the test passes without testing anything.
         thread::sleep(Duration::from_millis(50));
         let fails = sums.is_some();
         let ticket = tier.carry_on(begun, &memory.spans(), &Placement::Auto, sums);
@@ -101,7 +101,7 @@ fn contents_that_changed_since_they_were_read_are_not_moved() {
     assert!(matches!(moved(read_once), Err(Error::Busy(_))));
 }
 
-/// A move is neither a write that failed nor one that makes a failed one good, and what it moves is not newer for it.
+/// A move does not count as a failed write, does not clear an earlier write failure, and keeps the generation.
 #[test]
 fn an_evacuation_changes_nothing_but_places() {
     let tier = written(&disks(), &[]).0;
@@ -111,7 +111,7 @@ fn an_evacuation_changes_nothing_but_places() {
     tier.set_health(1, Health::Failed, "as if").unwrap();
     assert_eq!(tier.evacuate(0).unwrap_err().io_kind(), Some(IoKind::NoSpace));
     tier.commit(2, &[]).unwrap();
-    // No path takes the write; then there is one, but the extent still holds what it did.
+    // The write fails on every path. Then a path works again, but the extent keeps its old contents.
     assert_eq!(
         write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap_err().io_kind(),
         Some(IoKind::NoSpace)
@@ -125,7 +125,7 @@ fn an_evacuation_changes_nothing_but_places() {
     assert!(read(&tier, 0, seed_of(3, 0)).unwrap() && read(&tier, 1, seed_of(1, 1)).unwrap());
 }
 
-/// Larger than a window, in chunks on two paths whose edges lie inside of windows.
+/// An extent larger than a window, in chunks on two paths; the chunk borders are inside windows.
 #[test]
 fn a_large_extent_is_moved_window_by_window() {
     let disks = [Disk::default(), Disk::default(), Disk::default()];
@@ -138,7 +138,7 @@ fn a_large_extent_is_moved_window_by_window() {
     tier.wait(ticket, PATIENCE).unwrap();
     tier.commit(1, &1_u64.to_le_bytes()).unwrap();
     drop(tier);
-    // Without known checksums: they come from the heads.
+    // The checksums are not known yet, so the move reads them from the headers.
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();
     tier.set_health(0, Health::Draining, "slow").unwrap();
     tier.evacuate(1).unwrap();
@@ -158,7 +158,7 @@ fn a_read_that_is_over_leaves_its_extent_free_although_its_ticket_is_lost() {
     until(|| tier.paths.iter().flatten().all(|path| path.quiet()));
     write(&tier, 0, seed_of(2, 0), &Placement::Auto).unwrap();
     tier.commit(2, &[]).unwrap();
-    // The ticket is still good, and gives what was read.
+    // The ticket is still valid, and its memory holds the old contents.
     tier.wait(ticket, PATIENCE).unwrap();
     assert!(memory.holds(seed_of(1, 0)) && read(&tier, 0, seed_of(2, 0)).unwrap());
     write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap();
@@ -181,7 +181,7 @@ fn commits_beside_a_check_of_everything_are_no_damage() {
     });
 }
 
-/// Begins to read extents 0 and 1.
+/// Starts reads of extents 0 and 1.
 fn read_both(tier: &Tier) -> (Vec<Memory>, Vec<u64>) {
     let memories: Vec<Memory> = (0..2).map(|n| Memory::new(STREAMS[n])).collect();
     let begin = |(memory, n): (&Memory, u32)| tier.read(n, &memory.spans(), false).unwrap();
@@ -189,7 +189,8 @@ fn read_both(tier: &Tier) -> (Vec<Memory>, Vec<u64>) {
     (memories, tickets)
 }
 
-/// Places of contents that are gone while they are read, by a rollback or with their extent, go to others after that.
+/// If contents are discarded while they are being read, by a rollback or a removal, their space is reused only after
+/// the read.
 #[test]
 fn what_is_being_read_stays_where_it_is_until_that_is_over() {
     for removed in [true, false] {
@@ -212,7 +213,7 @@ fn what_is_being_read_stays_where_it_is_until_that_is_over() {
             tier.roll_back().unwrap();
         }
         let before = tier.paths()[0].free;
-        // Over whatever places are free now.
+        // Overwrites the space that is free now.
         let others = (0..4).map(|n| tier.define(&format!("other-{n}"), STREAMS[0]).unwrap());
         for (extent, seed) in others.zip(90..) {
             let memory = Memory::filled(STREAMS[0], seed);
@@ -224,7 +225,7 @@ fn what_is_being_read_stays_where_it_is_until_that_is_over() {
         tier.wait(ticket, PATIENCE).unwrap();
         assert!(memory.holds(seed_of(2, 0)), "removed: {removed}");
         assert!(tier.paths()[0].free > after, "before: {before}, after {after}; removed: {removed}");
-        // A number that another extent has by now is not taken for the one that was read.
+        // The end of the read must not affect another extent that has the same number now.
         assert!(tier.extents().iter().all(|extent| !tier.lock().extent(extent.number).unwrap().is_read()));
     }
 }
@@ -233,7 +234,7 @@ fn wait_for(tier: &Tier, tickets: Vec<u64>) {
     tickets.into_iter().for_each(|ticket| assert!(tier.wait(ticket, PATIENCE).is_ok()));
 }
 
-/// A system tells of lost pages once; a second sync that succeeds says nothing about them.
+/// The system reports lost pages only once. A second sync may succeed although the data was lost.
 #[test]
 fn after_a_failed_sync_no_commit_succeeds_before_its_data_was_written_again() {
     let clean = disks();
@@ -245,7 +246,7 @@ fn after_a_failed_sync_no_commit_succeeds_before_its_data_was_written_again() {
         Faults { fail_nth: Some((before, libc::EIO)), hang_nth: Some(before - 1), ..Faults::default() };
     let failing = disks();
     let (tier, _) = written(&failing, &[fault]);
-    // What is being read cannot be moved. A sync goes past reads: it fails if it comes after them.
+    // Contents that are being read cannot be moved. The sync is sent after the reads, and fails.
     let (_memories, tickets) = read_both(&tier);
     until(|| failing[0].requests() == before);
     assert!(tier.commit(1, &[]).is_err());

@@ -1,4 +1,4 @@
-//! A crash at every write and every sync leaves the last committed step, whole.
+//! A crash at every write and every sync leaves the last committed step, complete.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -8,14 +8,14 @@ use crate::io::sim::{Crash, Journal};
 pub(super) const FATES: [(Crash, u64); 5] =
     [(Crash::Kept, 1), (Crash::Dropped, 1), (Crash::Torn, 1), (Crash::Torn, 77), (Crash::Torn, 991)];
 
-/// When the commit of a step began and ended, in events of the journal.
+/// Start and end of a step's commit, as positions in the journal.
 pub(super) struct Commit {
     pub(super) step: u64,
     pub(super) began: usize,
     pub(super) ended: usize,
 }
 
-/// Steps `from..=to` on journaled disks.
+/// Runs steps `from..=to` on journaled disks.
 pub(super) fn record(options: TierOptions, journal: &Journal, from: u64, to: u64) -> Vec<Commit> {
     let tier = Tier::open(options).unwrap();
     let mut commits = Vec::new();
@@ -27,14 +27,14 @@ pub(super) fn record(options: TierOptions, journal: &Journal, from: u64, to: u64
     commits
 }
 
-/// Steps that an open may find after so many events: the last that was acknowledged, or one that was under way.
+/// Steps that an open may find after `events` events: the last acknowledged one, or one whose commit was in flight.
 pub(super) fn allowed(commits: &[Commit], events: usize) -> Vec<Option<u64>> {
     let acknowledged = commits.iter().rev().find(|commit| commit.ended <= events).map(|commit| commit.step);
     let begun = commits.iter().filter(|commit| commit.began < events && commit.ended > events);
     [acknowledged].into_iter().chain(begun.map(|commit| Some(commit.step))).collect()
 }
 
-/// Opens an image and checks that it is one of `allowed`, whole.
+/// Opens an image, and checks that its step is in `allowed` and complete.
 pub(super) fn check(disks: &[Disk], allowed: &[Option<u64>], words: &str) -> Option<u64> {
     let options = TierOptions { mode: Mode::Resume, ..on_disks(disks, &[]) };
     let tier = match Tier::open(options) {
@@ -74,7 +74,8 @@ fn every_crash_point_with_writes_kept_dropped_or_torn_gives_a_whole_step() {
     }
 }
 
-/// The second life writes over places that the first one freed: a superblock that comes back from the first would show.
+/// The second run overwrites space that the first run freed. The test fails if a superblock of the first run comes
+/// back.
 #[test]
 fn a_crash_after_a_crash_gives_a_whole_step() {
     let _core = OneCore::take();
@@ -100,7 +101,8 @@ fn a_crash_after_a_crash_gives_a_whole_step() {
     }
 }
 
-/// A process is killed, the next one opens, and then the power fails: what the second one found is not lost again.
+/// A process is killed, the next one opens the tier, and then the power fails: the step that the open found is not
+/// lost.
 #[test]
 fn a_power_cut_after_a_killed_process_was_resumed_keeps_what_it_found() {
     let _core = OneCore::take();
@@ -133,8 +135,9 @@ fn a_power_cut_after_a_killed_process_was_resumed_keeps_what_it_found() {
     assert!(found_unsynced > 0);
 }
 
-/// A killed process left its last superblock in the page cache. The power fails while the next one opens and writes its
-/// own: if the copy under way is torn, the other has to be durable already, for older ones name places used again.
+/// A killed process left its last superblock in the page cache. The power fails while the next process opens the tier
+/// and writes its own superblock. If that copy is torn, the other must be durable already, because older superblocks
+/// name reused space.
 #[test]
 fn a_power_cut_while_a_tier_is_opened_does_not_lead_back_past_what_was_found() {
     let _core = OneCore::take();
@@ -164,7 +167,7 @@ fn a_power_cut_while_a_tier_is_opened_does_not_lead_back_past_what_was_found() {
     assert!(unsynced > 0 && torn > 1000, "{unsynced} {torn}");
 }
 
-/// What a killed process leaves: everything that reached the system, nothing synced.
+/// A killed process leaves everything that reached the system; nothing is synced.
 #[test]
 fn a_killed_process_loses_nothing_even_without_syncs() {
     let _core = OneCore::take();
@@ -181,7 +184,7 @@ fn a_killed_process_loses_nothing_even_without_syncs() {
     }
 }
 
-/// Without syncs a crash of the machine may lose steps; it never passes a mixed one off as whole.
+/// Without syncs a machine crash may lose steps, but an open never accepts a mix of steps as complete.
 #[test]
 fn without_syncs_a_crash_of_the_machine_is_never_silent() {
     let _core = OneCore::take();
@@ -230,7 +233,7 @@ fn a_path_that_fails_on_the_way_leaves_every_crash_point_whole() {
     }
 }
 
-/// After a commit that nobody can say the outcome of, both steps keep their places until one succeeds.
+/// After a commit with unknown outcome, both steps keep their space until a commit succeeds.
 #[test]
 fn a_commit_of_unknown_outcome_leaves_every_crash_point_whole() {
     let _core = OneCore::take();

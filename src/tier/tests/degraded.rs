@@ -1,4 +1,5 @@
-//! Opens that do without a path: what is lost is named, what is there is found, and what went on apart is not mixed.
+//! Degraded opens: lost extents are listed, present ones are found, and paths that were opened separately are not
+//! mixed.
 #![forbid(unsafe_code)]
 
 use std::fs;
@@ -26,7 +27,7 @@ fn a_missing_path_is_named_or_the_degraded_open_lists_what_is_lost() {
     assert_eq!(read(&tier, 1, 6).unwrap_err().tier_kind(), Some(TierKind::Lost));
     assert!(read(&tier, 0, 5).unwrap() && read(&tier, 2, 7).unwrap());
     assert_eq!(tier.verify().unwrap().damage.len(), 1);
-    // Written again it is whole, and the path is not missed any more.
+    // After a new write the extent is complete, and the path is no longer reported as missing.
     write(&tier, 1, 8, &Placement::Auto).unwrap();
     tier.commit(2, &[]).unwrap();
     drop(tier);
@@ -52,7 +53,7 @@ fn a_directory_that_is_not_mounted_is_missed_left_out_and_taken_up_again() {
     drop(tier);
     fs::rename(&aside, &bases[1]).unwrap();
     assert!(is_at(&Tier::open(options(&bases)).unwrap(), 1));
-    // One that the tier never had is an error, not a smaller tier.
+    // A listed path that the tier never had is an error; it is not ignored.
     let stranger = [&bases[..], &[dir.path().join("stranger")]].concat();
     assert_eq!(Tier::open(options(&stranger)).unwrap_err().io_kind(), Some(IoKind::NotFound));
 }
@@ -79,7 +80,7 @@ fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
     assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 7).unwrap());
 }
 
-/// The last commit of each path is its own. Which one counts is for the caller to say.
+/// Each path has its own last commit. The caller must choose which one counts.
 #[test]
 fn paths_that_went_on_without_each_other_are_not_mixed() {
     for commits in [0, 1] {

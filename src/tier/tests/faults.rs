@@ -1,4 +1,5 @@
-//! Errors, full disks, hung paths and flipped bits: the run goes on where it can, and otherwise everything is named.
+//! I/O errors, full disks, hung paths and flipped bits: the run continues where possible; otherwise the error names
+//! path, extent and block.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -6,7 +7,7 @@ use crate::error::{Error, IoKind, TierKind};
 use crate::tier::Health;
 use crate::tier::extent::Chunk;
 
-/// Three steps with reads between them; how far it came, and the first error.
+/// Runs three steps with reads between them; returns the last step reached and the first error.
 fn run(tier: &Tier) -> (u64, Option<Error>) {
     for number in 1..=3 {
         let go = || {
@@ -29,7 +30,7 @@ fn names_its_place(error: &Error) -> bool {
         && (words.contains("errno") || words.contains("deadline") || words.contains("stuck"))
 }
 
-/// The last step that a fresh open finds, checked whole.
+/// The last step that a new open finds, after checking that it is complete.
 fn reopened(disks: &[Disk]) -> Option<u64> {
     let tier = Tier::open(TierOptions { mode: Mode::Resume, ..on_disks(disks, &[]) }).ok()?;
     let step = tier.opened().step;
@@ -59,7 +60,7 @@ fn an_error_on_the_nth_request_of_a_path_is_taken_over_by_the_other_for_every_n(
             };
             match run(&tier) {
                 (3, None) => taken_over += 1,
-                // The only copy could not be read: named, and a second try finds it.
+                // The only copy could not be read. The error names it, and a second read succeeds.
                 (number, Some(error)) => {
                     let words = error.to_string();
                     assert!(
@@ -79,7 +80,7 @@ fn an_error_on_the_nth_request_of_a_path_is_taken_over_by_the_other_for_every_n(
             assert_eq!(reopened(&disks), Some(3), "request {nth}, errno {errno}");
         }
     }
-    // An open has requests of its own: superblocks are read, get their room, and are written and synced.
+    // An open has its own requests: it reads superblocks, allocates space for them, and writes and syncs them.
     assert!(taken_over > 40 && read_errors > 10 && at_open < 16, "{taken_over} {read_errors} {at_open}");
 }
 
@@ -167,7 +168,7 @@ fn a_path_that_hangs_is_given_up_and_the_run_goes_on() {
         drop(Tier::open(on_disks(&disks, &[])).unwrap());
         disks[1].requests()
     };
-    // Writes, and the syncs and superblocks of the commit.
+    // Requests of the writes, and of the commit's syncs and superblocks.
     for nth in opening..clean[1].requests() {
         let disks = [Disk::default(), Disk::default()];
         let hang = Faults { hang_nth: Some(nth), ..Faults::default() };
@@ -176,7 +177,7 @@ fn a_path_that_hangs_is_given_up_and_the_run_goes_on() {
         let tier = Tier::open(options).unwrap();
         let first = step(&tier, 1);
         if let Err(error) = &first {
-            // What was written but not synced cannot be had back from a path that does not answer.
+            // Data that was written but not synced cannot be recovered from a path that does not answer.
             assert!(names_its_place(error), "request {nth}: {error}");
             step(&tier, 1).unwrap();
         }
@@ -190,13 +191,13 @@ fn a_path_that_hangs_is_given_up_and_the_run_goes_on() {
     }
 }
 
-/// A write that failed for good gives its place back; one that the system may still carry out keeps it.
+/// The space of a failed write is freed. The space of a write that the system may still perform stays allocated.
 #[test]
 fn the_place_of_a_stuck_write_is_not_given_to_another() {
     let used_after = |fault: &dyn Fn(u64) -> Faults| {
         let disks = [Disk::default(), Disk::default()];
         drop(Tier::open(on_disks(&disks, &[])).unwrap());
-        // The data file is made longer first.
+        // The request before the first write extends the data file.
         let first_write = disks[1].requests() + 1;
         let disks = [Disk::default(), Disk::default()];
         let mut options = on_disks(&disks, &[Faults::default(), fault(first_write)]);
@@ -231,7 +232,7 @@ fn a_file_that_cannot_be_made_longer_in_time_holds_up_nobody_and_fails_its_path(
         while disks[1].requests() == growth {
             std::thread::yield_now();
         }
-        // All of them take the tier's lock.
+        // Each of these operations takes the tier's lock.
         assert!(!slow.is_finished() && tier.paths()[1].health == Health::Healthy);
         assert!(read(&tier, 0, 5).unwrap() && tier.extents().len() == 2);
         write(&tier, 2, 7, &Placement::On(0)).unwrap();
@@ -252,7 +253,7 @@ fn a_striped_write_that_gives_no_path_any_block_is_refused() {
         let refused = write(&tier, 0, 5, &placement);
         let none = matches!(&placement, Placement::Striped(parts) if parts.is_empty());
         assert_eq!(refused.is_err(), none, "{placement:?}: {refused:?}");
-        // A refused write leaves the extent as it was.
+        // A rejected write leaves the extent as it was.
         assert!(write(&tier, 0, 5, &Placement::On(7)).is_err());
         tier.commit(1, &1_u64.to_le_bytes()).unwrap();
         write(&tier, 0, 6, &Placement::Striped(vec![(1, 1)])).unwrap();
@@ -296,7 +297,7 @@ fn a_draining_path_empties_as_extents_are_written_and_an_evacuated_one_at_once()
     tier.commit(3, &2_u64.to_le_bytes()).unwrap();
     assert!(is_at_step_two(&tier));
     drop(tier);
-    // Nothing is left on the first two: without them nothing is lost.
+    // The first two disks hold no data any more, so nothing is lost without them.
     let others = [Disk::default(), Disk::default(), disks[2].clone()];
     let tier = Tier::open(on_disks(&others, &[])).unwrap();
     assert!(tier.opened().missing.is_empty() && tier.opened().lost.is_empty());
@@ -307,7 +308,7 @@ fn is_at_step_two(tier: &Tier) -> bool {
     (0..STREAMS.len()).all(|n| read(tier, n, seed_of(2, n)).unwrap())
 }
 
-/// Chunks of every extent, with their extent's number.
+/// Chunks of all extents, each with the number of its extent.
 fn chunks(tier: &Tier) -> Vec<(usize, Chunk)> {
     let state = tier.lock();
     let extents = state.extents.iter().enumerate();
@@ -375,7 +376,7 @@ fn a_broken_superblock_is_named_and_another_one_counts() {
             for at in [9, 20, 250, 4100] {
                 flip(disk, &name, at);
                 let damage = tier.verify().unwrap().damage;
-                // The copy that the next commit overwrites may be anything.
+                // Only damage to the last superblock is reported. The other copy may hold anything.
                 let good = tier.lock().paths[n].good.is_some_and(|good| good.copy == copy);
                 assert_eq!(damage.len(), usize::from(good), "{damage:?}");
                 assert!(damage.iter().all(|error| error.to_string().contains(&name)));
@@ -389,7 +390,7 @@ fn a_broken_superblock_is_named_and_another_one_counts() {
         flip(&disks[0], &format!("disk-0/superblock.{copy}"), 4100);
     }
     assert_eq!(reopened(&disks), Some(1));
-    // The path was repaired: alone, it names the other one.
+    // The path was repaired. Opened alone, its superblock names the other path as missing.
     let alone = Tier::open(TierOptions { mode: Mode::Resume, ..on_disks(&disks[..1], &[]) });
     let Err(Error::Tier(error)) = alone else { panic!("opened without its other path") };
     assert_eq!((error.kind, error.path.as_str()), (TierKind::PathMissing, "disk-1"));

@@ -1,4 +1,4 @@
-//! Bytes on disk: the committed ones are read for ever, and no others do harm.
+//! On-disk format: committed bytes stay readable in later releases, and arbitrary bytes are rejected safely.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -9,7 +9,8 @@ use crate::tier::layout::ChunkHeader;
 use crate::tier::superblock::{ExtentRecord, Head, MAX_PATHS, PathRecord, Superblock};
 use crate::tier::transfer::check_head;
 
-/// Bytes of this name, as the first release wrote them. `SPILLWAY_BLESS=1` writes those of a new format version.
+/// Golden bytes of this name, as the first release wrote them. `SPILLWAY_BLESS=1` writes the bytes of a new format
+/// version.
 fn golden(name: &str, bytes: &[u8]) -> Vec<u8> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("ffi_tests/golden").join(name);
     if std::env::var_os("SPILLWAY_BLESS").is_some() && !path.exists() {
@@ -57,7 +58,7 @@ fn superblock() -> Superblock {
     }
 }
 
-/// The bytes of a superblock that an open would accept.
+/// Stored bytes of a superblock that an open would accept.
 fn stored_bytes(superblock: &Superblock) -> Vec<u8> {
     superblock.encode().unwrap().on_path(superblock.path)
 }
@@ -73,7 +74,7 @@ fn the_bytes_are_those_of_the_first_release() {
     assert_eq!(Superblock::parse(&stored), Ok(superblock()));
 }
 
-/// Another parser of the same page, written from the table in `layout`: the fields lie where it says.
+/// Independent parser, written from the table in `layout`: checks the offset of each field.
 #[test]
 fn fields_lie_where_the_table_says_in_little_endian() {
     let stored = golden("tier-1-chunk.bin", &header().encode().0);
@@ -94,7 +95,7 @@ fn random(state: &mut u64) -> u64 {
     *state >> 20
 }
 
-/// Puts wild values over some bytes.
+/// Overwrites some bytes with extreme values.
 fn mutate(bytes: &mut Vec<u8>, state: &mut u64) {
     const WILD: [u64; 8] = [0, 1, 0xFF, 0x7FFF_FFFF, 0xFFFF_FFFF, 1 << 32, u64::MAX, i64::MAX as u64];
     for _ in 0..1 + random(state) % 4 {
@@ -128,8 +129,8 @@ fn no_head_of_a_chunk_harms_and_none_but_the_right_one_passes() {
         .for_each(|len| assert!(ChunkHeader::parse(&right[..len]).is_err() || len >= 152));
 }
 
-/// Every field alone is enough to tell another's head, however well the sum that was committed fits it; and where no
-/// field tells, the sum does.
+/// Each single field identifies a header that belongs elsewhere, even if its checksum matches. If all fields match, the
+/// checksum does.
 #[test]
 fn a_head_with_one_wrong_field_or_another_sum_belongs_to_another_chunk() {
     let shape = Shape::new(&[100 << 20], 1 << 20).unwrap();
@@ -156,7 +157,7 @@ fn a_head_with_one_wrong_field_or_another_sum_belongs_to_another_chunk() {
         change(&mut head);
         assert!(check(&head, head.encode().1).is_err(), "field {n}");
     }
-    // Generation 42 of a run that crashed before it committed it, at the same place.
+    // Generation 42 of a run that crashed before its commit, at the same offset.
     for head in [
         ChunkHeader { session: 1, ..right.clone() },
         ChunkHeader { sums: vec![u64::MAX, 1, 0x1234_5678_9ABC_DEF0], ..right.clone() },
@@ -166,7 +167,7 @@ fn a_head_with_one_wrong_field_or_another_sum_belongs_to_another_chunk() {
     }
 }
 
-/// Also with checksums that fit, so that the table itself is met by wild numbers.
+/// Mutated bytes with correct checksums, so that the table parser itself sees extreme values.
 #[test]
 fn no_superblock_harms_even_with_checksums_that_fit() {
     let right = stored_bytes(&superblock());

@@ -1,5 +1,5 @@
-//! Writes that the system has not answered when their tier is closed, dropped or destroyed: the place stays locked until
-//! the last one has ended, for this process and for others.
+//! Writes that are still in flight when their tier is closed, dropped or destroyed. The lock is held against this
+//! process and others until the last write has ended.
 #![forbid(unsafe_code)]
 
 use std::path::Path as FilePath;
@@ -18,7 +18,7 @@ use crate::tier::directory::{Directory, collect, scan};
 use crate::tier::medium::Mounted;
 use crate::tier::path::Path;
 
-/// A door that writes wait at.
+/// A door at which writes wait until it opens.
 #[derive(Debug, Clone, Default)]
 struct Door(Arc<(Mutex<bool>, Condvar)>);
 
@@ -47,7 +47,7 @@ fn claimed_here(base: &FilePath) -> Result<Directory> {
     Directory::claim(base, &owner(), true).map(Option::unwrap)
 }
 
-/// What another process of these tests does.
+/// Body of the second process of these tests.
 #[test]
 fn another_process() {
     let Ok(base) = std::env::var("SPILLWAY_TEST_IN_FLIGHT") else { return };
@@ -129,7 +129,7 @@ fn a_forked_child_removes_nothing_of_its_parents() {
     assert!(!claimed_elsewhere(dir.path()));
 }
 
-/// A store whose objects of data arrive when the door opens.
+/// A store whose puts of data objects wait until the door opens.
 #[derive(Debug)]
 struct Slow {
     objects: Objects,
@@ -157,7 +157,7 @@ impl Store for Slow {
     }
 }
 
-/// The request would delete the objects that it makes stale, which may be the next owner's by then.
+/// The request in flight deletes objects that it makes stale. After a new claim these could belong to the next owner.
 #[test]
 fn a_prefix_stays_claimed_until_the_last_request_has_ended() {
     let (objects, door) = (Objects::default(), Door::default());

@@ -1,11 +1,11 @@
-//! The caller's memory: when it may be used again, and whose fault it is if it is none.
+//! The caller's memory: when it may be used again, and which errors invalid memory causes.
 #![forbid(unsafe_code)]
 
 use super::*;
 use crate::error::IoKind;
 use crate::tier::Health;
 
-/// Requests that disk 1 serves until extent 0 is written to it and committed.
+/// Number of requests to disk 1 until extent 0 is written to it and committed.
 fn requests_before() -> u64 {
     let disks = [Disk::default(), Disk::default()];
     prepared(&disks, Faults::default(), None);
@@ -32,14 +32,14 @@ fn memory_that_is_not_there_is_no_fault_of_the_path() {
     assert!(read(&tier, 0, 5).unwrap());
 
     let disks = [Disk::default(), Disk::default()];
-    // A write that finds no room makes the file longer first.
+    // A write without free space extends the file first.
     let fault = Faults { fail_nth: Some((requests_before() + 1, libc::EFAULT)), ..Faults::default() };
     let tier = prepared(&disks, fault, None);
     write(&tier, 0, 6, &Placement::On(1)).unwrap();
     assert_eq!(tier.paths()[1].health, Health::Healthy);
 }
 
-/// A device error is told after one that leaves memory in use, whichever of the transfers it was.
+/// A device error has lower precedence than an error that leaves memory in use, in any order of the transfers.
 #[test]
 fn a_read_with_a_part_that_hangs_is_past_its_deadline_whatever_else_failed() {
     let first = requests_before();

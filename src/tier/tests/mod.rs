@@ -1,4 +1,4 @@
-//! Tests of the tier over simulated disks and over real directories.
+//! Tests of the tier on simulated disks and in real directories.
 #![forbid(unsafe_code)]
 
 mod before;
@@ -29,10 +29,10 @@ use crate::io::options::Options as IoOptions;
 use crate::io::sim::{Disk, Faults};
 use crate::sys::span::Span;
 
-/// Long enough for any machine.
+/// Timeout that is long enough for any machine.
 const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
 const BLOCK: u64 = 4096;
-/// Streams of the extents of the workload: odd tails, an empty stream, one block, many.
+/// Stream lengths of the test extents: partial last blocks, an empty stream, a single block, many blocks.
 const STREAMS: [&[u64]; 3] = [&[10_000, 5_000, 0, 4096], &[20_000], &[12_293, 1]];
 
 fn owner() -> Owner {
@@ -54,7 +54,7 @@ fn reorder(seed: u64) -> Faults {
     Faults { seed, reorder: true, ..Faults::default() }
 }
 
-/// Bytes that differ from place to place and from seed to seed.
+/// Pseudo-random bytes that depend on position and seed.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..len)
@@ -67,7 +67,7 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Memory for the streams of an extent, each from a page on.
+/// Memory for the streams of an extent; each stream begins on a page.
 struct Memory {
     all: Scratch,
     streams: Vec<u64>,
@@ -102,7 +102,7 @@ impl Memory {
     }
 }
 
-/// Contents of extent `n` at a step.
+/// Seed of the contents of extent `n` at a step.
 fn seed_of(step: u64, n: usize) -> u64 {
     step * 100 + n as u64 + 1
 }
@@ -118,7 +118,7 @@ fn write(tier: &Tier, n: usize, seed: u64, placement: &Placement) -> Result<()> 
     tier.wait(ticket, PATIENCE).map(|_| ())
 }
 
-/// Whether extent `n` holds what was written with `seed`.
+/// Reads extent `n`; true if it holds the contents of `seed`.
 fn read(tier: &Tier, n: usize, seed: u64) -> Result<bool> {
     let extent = tier.define(&name_of(n), STREAMS[n])?;
     let memory = Memory::new(STREAMS[n]);
@@ -127,7 +127,7 @@ fn read(tier: &Tier, n: usize, seed: u64) -> Result<bool> {
     Ok(memory.holds(seed))
 }
 
-/// Writes all extents at once, over the paths in turns, and commits.
+/// Writes all extents concurrently, alternating over the paths, and commits.
 fn step(tier: &Tier, step: u64) -> Result<()> {
     let memories: Vec<Memory> =
         (0..STREAMS.len()).map(|n| Memory::filled(STREAMS[n], seed_of(step, n))).collect();
@@ -148,20 +148,20 @@ fn step(tier: &Tier, step: u64) -> Result<()> {
     tier.commit(step, &step.to_le_bytes())
 }
 
-/// Every extent holds what it held at `step`, and the payload says so.
+/// True if every extent and the payload have the contents of `step`.
 fn is_at(tier: &Tier, step: u64) -> bool {
     tier.opened().payload == step.to_le_bytes()
         && (0..STREAMS.len()).all(|n| read(tier, n, seed_of(step, n)).unwrap())
 }
 
-/// Keeps a test, and the engines that it opens, on one core. Thousands of crash points are as many talks of two threads that
-/// never work at once, and to wake one on another core takes several times as long.
+/// Pins a test and the engines that it opens to one core. The crash tests switch thousands of times between two threads
+/// that never run at once. Waking a thread on another core takes several times as long.
 struct OneCore {
     before: CpuSet,
     core: usize,
 }
 
-/// Tests on each core.
+/// Number of tests pinned to each core.
 static ON_CORES: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
 impl OneCore {

@@ -1,4 +1,4 @@
-//! Directories that other users can reach: what they planted is refused and left alone.
+//! Directories that other users can write to: files that they planted are refused and left alone.
 #![forbid(unsafe_code)]
 
 use std::fs::{self, Permissions};
@@ -16,7 +16,7 @@ fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().permissions().mode() & 0o7777
 }
 
-/// As in /tmp, or on a shared scratch disk.
+/// Makes a directory world-writable, as /tmp or a shared scratch disk.
 fn everybody_writes(base: &Path) {
     fs::set_permissions(base, Permissions::from_mode(0o1777)).unwrap();
 }
@@ -38,7 +38,7 @@ fn a_tier_in_a_directory_that_everybody_writes_to_is_this_users_alone() {
     assert!(["lock", "data", "superblock.0"].iter().all(|name| mode(&rank.join(name)) == 0o600));
 }
 
-/// Directories of older versions have the modes of the umask.
+/// Directories of older versions have modes that depend on the umask.
 #[test]
 fn a_tier_with_the_modes_of_an_older_version_opens() {
     for umask in [0o022, 0o002] {
@@ -80,7 +80,7 @@ fn links_and_fifos_at_the_names_of_a_tier_are_refused() {
             assert_eq!(fs::read(&victim).unwrap(), b"precious", "{name}, {way}");
         }
     }
-    // Nor is a job that is a link.
+    // A job directory that is a link is refused, too.
     let (dir, bases) = bases();
     fs::create_dir(dir.path().join("elsewhere")).unwrap();
     symlink(dir.path().join("elsewhere"), bases[0].join("run")).unwrap();

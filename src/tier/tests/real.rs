@@ -1,4 +1,4 @@
-//! Real directories: locks, stale files, full file systems, exports.
+//! Tests in real directories: locks, stale files, full file systems, exports.
 #![forbid(unsafe_code)]
 
 use std::fs;
@@ -88,7 +88,7 @@ fn state_under_the_name_of_another_host_is_not_forgotten() {
     };
     let tier = on("a", Mode::Auto).unwrap();
     step(&tier, 1).unwrap();
-    // Who lives is another run beside this one.
+    // A live owner is another run, so its state is not stale.
     drop(on("b", Mode::Auto).unwrap());
     drop(tier);
     collect(&bases[0], &Owner { host: "b".to_string(), ..owner() }).unwrap();
@@ -106,7 +106,7 @@ fn two_tiers_on_one_path_exclude_each_other_and_a_dead_one_can_be_collected() {
     let (found, words) = kind(Tier::open(options(&bases)));
     assert_eq!(found, Some(TierKind::Locked));
     assert!(words.contains("this process") && words.contains("fast"), "{words}");
-    // Another rank, and another job, beside it.
+    // Another rank and another job in the same base directory.
     let mut other = TierOptions { world: 2, ..options(&bases) };
     other.owner.rank = 1;
     let second = Tier::open(other).unwrap();
@@ -142,15 +142,15 @@ fn stale_files_of_another_run_rank_version_or_size_are_refused_and_named() {
         assert_eq!(found, Some(expected), "{words}");
         assert!(words.contains(part) && words.contains("rank-"), "{words}");
     };
-    // A tier where a new one is to be made.
+    // A tier exists where a new one is to be created.
     refused(
         TierOptions { mode: Mode::Create, ..options(&bases) },
         TierKind::Foreign,
         "step 1 of job \"run\"",
     );
-    // Another number of ranks.
+    // A different number of ranks.
     refused(TierOptions { world: 4, ..options(&bases) }, TierKind::Foreign, "rank 0 of 1");
-    // Directories of another rank under this rank's name.
+    // Directories of this rank, copied to the name of another rank.
     let mut other = TierOptions { world: 2, ..options(&bases) };
     other.owner.rank = 1;
     for base in &bases {
@@ -162,25 +162,25 @@ fn stale_files_of_another_run_rank_version_or_size_are_refused_and_named() {
     refused(other.clone(), TierKind::Foreign, "rank 0 of 1");
     bases.iter().for_each(|base| collect(base, &other.owner).unwrap());
 
-    // One path of another run of the same name.
+    // One path belongs to another run of the same name.
     let (_dir2, bases2) = self::bases();
     step_on(&bases2);
     refused(options(&[bases[0].clone(), bases2[1].clone()]), TierKind::Foreign, "another tier");
-    // Two copies of one path.
+    // The same path twice, as a copy.
     let copied = bases2[1].join("copy");
     fs::create_dir_all(rank_dir(&copied)).unwrap();
     for file in ["superblock.0", "superblock.1", "data"] {
         fs::copy(rank_dir(&bases[0]).join(file), rank_dir(&copied).join(file)).unwrap();
     }
     refused(options(&[bases[0].clone(), bases[1].clone(), copied]), TierKind::Foreign, "copy");
-    // A data file that was cut off.
+    // A truncated data file.
     let data = rank_dir(&bases[0]).join("data");
     let whole = fs::read(&data).unwrap();
     fs::write(&data, &whole[..whole.len() - 4096 * 3]).unwrap();
     refused(options(&bases), TierKind::Format, "data");
     fs::write(&data, &whole).unwrap();
     assert!(is_at(&Tier::open(options(&bases)).unwrap(), 1));
-    // Another format version.
+    // A different format version.
     for base in &bases {
         for copy in ["superblock.0", "superblock.1"] {
             let path = rank_dir(base).join(copy);
@@ -226,7 +226,7 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     step(&tier, 7).unwrap();
     assert_eq!(tier.export(&out), Ok(7));
     assert!(tier.export(&out).is_err(), "it is there");
-    // Plain bytes that anything can read.
+    // The files hold the raw bytes.
     assert_eq!(fs::read(out.join("extent-00001.stream-0.bin")).unwrap(), pattern(seed_of(7, 1) * 10, 20_000));
     let manifest: serde_json::Value =
         serde_json::from_slice(&fs::read(out.join("manifest.json")).unwrap()).unwrap();
@@ -284,7 +284,7 @@ fn an_export_leaves_alone_what_others_made_and_takes_back_what_it_made_when_it_f
     fs::create_dir(&precious).unwrap();
     fs::write(precious.join("thesis"), b"years of work").unwrap();
     let before = names();
-    // A block that does not match its checksum ends the export.
+    // A block that does not match its checksum fails the export.
     let data =
         bases.iter().map(|base| base.join("run/node/rank-0/data")).find(|path| path.is_file()).unwrap();
     let whole = fs::read(&data).unwrap();
@@ -327,7 +327,7 @@ fn a_superblock_whose_head_asks_for_more_than_its_file_takes_no_memory() {
     for copy in ["superblock.0", "superblock.1"] {
         let file = bases[0].join("run/node/rank-0").join(copy);
         let mut bytes = fs::read(&file).unwrap();
-        // The length of the table, and a sum of the head that fits.
+        // A large table length, with a matching header checksum.
         bytes[24..32].copy_from_slice(&(1_u64 << 30).to_le_bytes());
         let sum = crate::checksum::of(&bytes[..248]);
         bytes[248..256].copy_from_slice(&sum.to_le_bytes());
@@ -369,7 +369,7 @@ fn the_nth_extent_and_path_are_those_of_the_lists_with_gaps_and_without() {
     assert!(tier.path(9).is_none() && tier.nth_extent(usize::MAX).is_none());
 }
 
-/// A file system of its own that holds few bytes; unmounted on drop.
+/// A small mounted file system; unmounted on drop.
 struct Small(PathBuf);
 
 impl Small {
@@ -383,7 +383,7 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // The kernel lets go of a ring's files a moment after the ring.
+        // The kernel releases the files of a ring shortly after the ring.
         for _ in 0..100 {
             match Command::new("umount").arg(&self.0).output() {
                 Ok(done) if !done.status.success() => std::thread::sleep(Duration::from_millis(20)),

@@ -1,5 +1,5 @@
-//! Files that are removed, replaced or renamed under a live tier, and tiers whose superblocks are lost: a commit that
-//! succeeds can be opened again, and nothing that may be a tier is written over.
+//! Files that are removed, replaced or renamed under a live tier, and tiers whose superblocks are lost. A successful
+//! commit can be opened again, and nothing that may be a tier is overwritten.
 #![forbid(unsafe_code)]
 
 use std::fs;
@@ -15,7 +15,7 @@ use crate::tier::directory::collect;
 
 const NAMES: [&str; 4] = ["lock", "data", "superblock.0", "superblock.1"];
 
-/// Ways to take files away from the second of two paths: what is done, and a part of the message.
+/// Ways to remove files of the second of two paths: the action, and a part of the error message.
 type Way = (Box<dyn Fn(&Path)>, String);
 
 fn ways() -> Vec<Way> {
@@ -52,7 +52,7 @@ fn ways() -> Vec<Way> {
     ways
 }
 
-/// What lay on the path, committed before or not, is moved by the commit that finds out.
+/// The commit that detects the loss moves all data of the path, whether committed or not.
 #[test]
 fn what_lies_on_a_path_whose_files_are_gone_is_moved_and_the_commit_can_be_opened() {
     for (at, (way, words)) in ways().into_iter().enumerate() {
@@ -69,7 +69,7 @@ fn what_lies_on_a_path_whose_files_are_gone_is_moved_and_the_commit_can_be_opene
         assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0 && extent.committed), "way {at}");
         assert!(is_at_two(&tier));
         drop(tier);
-        // Neither degraded nor missing anything, with what is left of the path and without it.
+        // Both opens are complete: without the path, and with what is left of it.
         let tier = Tier::open(options(&bases[..1])).unwrap_or_else(|error| panic!("way {at}: {error}"));
         assert!(tier.opened().step == Some(2) && is_at_two(&tier), "way {at}");
         drop(tier);
@@ -102,7 +102,7 @@ fn a_commit_into_files_that_are_gone_is_an_error_where_no_other_path_takes_them(
     }
 }
 
-/// What the next open would refuse, a commit refuses first.
+/// A commit rejects what the next open would refuse.
 #[test]
 fn a_file_with_a_second_name_and_a_directory_that_became_a_link_fail_their_path() {
     let linked = |base: &Path| {
@@ -146,7 +146,7 @@ fn a_tier_is_destroyed_only_where_it_still_lies() {
     fs::rename(bases[0].join("moved"), bases[0].join("run")).unwrap();
     let tier = Tier::open(options(&bases[..1])).unwrap();
     assert!(is_at(&tier, 1));
-    // Another process may have the directory by now.
+    // The lock is removed, so another process may hold the directory now.
     fs::remove_file(owner().below(&bases[0]).join("lock")).unwrap();
     assert_eq!(tier.destroy().unwrap_err().tier_kind(), Some(TierKind::PathMissing));
     assert!(is_at(&Tier::open(options(&bases[..1])).unwrap(), 1));
@@ -169,7 +169,7 @@ fn a_commit_below_a_prefix_whose_lock_was_deleted_is_an_error() {
     );
 }
 
-/// What a test does to the superblocks of a tier.
+/// Damage that a test does to the superblocks of a tier.
 type Damage = fn(&Path);
 
 #[test]
@@ -191,7 +191,7 @@ fn a_tier_whose_superblocks_are_lost_is_not_written_over() {
         for base in &bases {
             ["superblock.0", "superblock.1"].iter().for_each(|name| damage(&rank(base).join(name)));
         }
-        // Neither do other bytes, or none, at the begin of the data hide what lies behind them.
+        // A first page of zeros or of other bytes does not hide the chunks behind it.
         for (number, base) in bases.iter().enumerate() {
             let file = fs::OpenOptions::new().write(true).open(rank(base).join("data")).unwrap();
             file.write_all_at(&[number as u8 * 7; 4096], 0).unwrap();
@@ -212,7 +212,7 @@ fn a_tier_whose_superblocks_are_lost_is_not_written_over() {
     }
 }
 
-/// Kills that leave files without a committed state: in a creation, and in a removal.
+/// A killed creation or removal leaves files without a committed state.
 #[test]
 fn a_creation_or_a_removal_that_was_cut_short_is_no_tier() {
     let (_dir, bases) = bases();
@@ -243,7 +243,7 @@ fn a_creation_or_a_removal_that_was_cut_short_is_no_tier() {
     assert!(is_at(&tier, 1));
 }
 
-/// Nobody knows what the path would have said.
+/// The unreadable path may hold a tier.
 #[test]
 fn a_degraded_open_that_finds_no_tier_beside_an_unreadable_path_is_an_error() {
     let (_dir, bases) = bases();

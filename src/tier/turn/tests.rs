@@ -1,4 +1,4 @@
-//! Turns among threads, which stand for processes, and among real processes, one of them killed in its turn.
+//! Turns among threads that act as processes, and among real processes, one of which is killed during its turn.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -19,12 +19,12 @@ fn claim(dir: &Path) -> Claim {
     claim_with(dir, &dir.join("node"), LONG)
 }
 
-/// One whose patience is short.
+/// A claim with a short patience.
 fn impatient(dir: &Path) -> Claim {
     claim_with(dir, &dir.join("node"), Duration::from_millis(5))
 }
 
-/// Waits in all lines at once for the first path to be had; its place.
+/// Polls all claims until one is granted; returns its index.
 fn first_of(claims: &mut [Claim]) -> usize {
     loop {
         if let Some(place) = claims.iter_mut().position(|claim| claim.ask().unwrap()) {
@@ -112,7 +112,7 @@ fn patience_ends_at_a_desk_that_stays_taken() {
     assert!(matches!(waiter.standing, Standing::Without));
 }
 
-/// What a child process runs: turns on two paths, each noted with its begin and end on the node's clock.
+/// Body of a child process: takes turns on two paths, and records the start and end of each on the node's clock.
 #[test]
 fn child_process() {
     let Ok(dir) = std::env::var("SPILLWAY_TEST_TURNS") else { return };
@@ -185,8 +185,8 @@ fn real_processes_exclude_each_other_and_survive_a_killed_one() {
     assert!(on_first > 1, "the death of its holder freed no path");
 }
 
-/// A directory of another user, a link and a file in the way of the usual name: nothing there is touched, and all
-/// processes meet at the next name.
+/// A directory of another user, a link and a file have the usual name. None of them is changed, and all processes use
+/// the next name.
 #[test]
 #[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
 fn a_planted_directory_of_turns_is_not_used_and_the_next_name_is() {
@@ -215,7 +215,7 @@ fn a_planted_directory_of_turns_is_not_used_and_the_next_name_is() {
     assert_eq!(fs::read_dir(shared.path().join("spillway-turns-0")).unwrap().count(), 0);
 }
 
-/// Links in a directory of turns that was open to others once.
+/// Links that were planted while the directory of turns was open to other users.
 #[test]
 fn a_planted_link_to_a_file_is_not_written_through() {
     let dir = tempfile::tempdir().unwrap();

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::io::object::is_address;
 use crate::io::options::Options as IoOptions;
 
-/// What to do with what is there.
+/// Whether an open creates a tier, resumes one, or does either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// Create a new tier. A committed state on one of the paths is an error.
@@ -23,7 +23,7 @@ pub enum Mode {
     Auto,
 }
 
-/// What a commit waits for.
+/// Level of durability that a commit waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
     /// No sync. The state survives a killed process; a machine crash may lose it.
@@ -98,7 +98,7 @@ pub struct TierOptions {
     pub world: u32,
     /// The paths, at least one. Their order does not matter.
     pub paths: Vec<PathOptions>,
-    /// What to do with what is there.
+    /// Create, resume, or either.
     pub mode: Mode,
     /// Resume from this step: the last committed one or the one before it; any other is an error. `None`: the last one.
     /// The earlier step is intact only if nothing was written since the last commit. Opening at it discards the last
@@ -106,7 +106,7 @@ pub struct TierOptions {
     pub at_step: Option<u64>,
     /// Open without missing paths, and list the extents that are lost with them.
     pub degraded: bool,
-    /// What a commit waits for.
+    /// Level of durability that a commit waits for.
     pub durability: Durability,
     /// Bytes of a block, the unit of checksums. An existing tier keeps its own block size.
     pub block_bytes: u64,

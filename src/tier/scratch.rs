@@ -89,7 +89,7 @@ mod tests {
     use super::*;
     use crate::pool::region::Lease;
 
-    /// Safe code alone: a span is a copy and may outlive its memory.
+    /// Only safe code: a span is a copy and may outlive its memory.
     #[test]
     fn a_span_that_outlived_its_memory_writes_to_nothing() {
         use crate::io::engine::Engine;

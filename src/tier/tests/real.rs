@@ -10,7 +10,7 @@ use crate::error::{Error, IoKind, TierKind};
 use crate::tier::Health;
 use crate::tier::directory::{collect, scan};
 
-/// Directories on a disk, on memory, and in memory of the process.
+/// Two base directories in a temporary directory below `target`.
 pub(super) fn bases() -> (tempfile::TempDir, Vec<PathBuf>) {
     let target = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target");
     fs::create_dir_all(&target).unwrap();
@@ -88,7 +88,7 @@ fn state_under_the_name_of_another_host_is_not_forgotten() {
     };
     let tier = on("a", Mode::Auto).unwrap();
     step(&tier, 1).unwrap();
-    // A live owner is another run, so its state is not stale.
+    // The owner on host a is alive, so host b is another run and may create its own tier.
     drop(on("b", Mode::Auto).unwrap());
     drop(tier);
     collect(&bases[0], &Owner { host: "b".to_string(), ..owner() }).unwrap();
@@ -254,7 +254,7 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
     fs::write(out.join("manifest.json"), b"{\"format\": 3}").unwrap();
     assert_eq!(tier.import(&out).unwrap_err().tier_kind(), Some(TierKind::Format));
-    // A file that never ends, one that nobody writes, and a way to another place.
+    // A manifest that is too large, a FIFO without a writer, and a symbolic link.
     let manifest = out.join("manifest.json");
     fs::File::create(&manifest).unwrap().set_len(3 << 30).unwrap();
     assert!(tier.import(&out).unwrap_err().to_string().contains("at most"));

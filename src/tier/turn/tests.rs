@@ -70,7 +70,7 @@ fn a_latecomer_does_not_pass_those_who_wait() {
     assert!(first.ask().unwrap() && !late.ask().unwrap());
     first.give_up();
     assert!(late.ask().unwrap());
-    // Nor does one who has had it.
+    // The previous holder does not pass the new one either.
     assert!(!holder.ask().unwrap() && holder.line.others_wait().is_ok_and(|wait| !wait));
     late.give_up();
     assert!(holder.ask().unwrap());
@@ -155,7 +155,7 @@ fn real_processes_exclude_each_other_and_survive_a_killed_one() {
         thread::sleep(Duration::from_millis(2));
     }
     let mut others: Vec<Child> = (0..4).map(|_| start(false)).collect();
-    // They live on the other path while this one is held.
+    // The other processes use the second path while the first one is held.
     while notes().lines().count() < 20 {
         thread::sleep(Duration::from_millis(2));
     }

@@ -4,8 +4,8 @@
 //! - A process that claims a prefix first puts a lock object with a unique name, and then lists the locks. It gets the
 //!   prefix only if its own lock is listed and every other lock belongs to a dead process. A listing shows every object
 //!   that exists, so of two concurrent claims at least one sees the other. Both may be refused; never do both succeed.
-//! - (One object put with If-None-Match does not suffice. To take over a dead lock, a process must delete the object,
-//!   which may belong to a live process by then.)
+//! - One object put with If-None-Match does not suffice. To take over a dead lock, a process must delete the object,
+//!   which may belong to a live process by then.
 //! - The files below the prefix are listed after that. A listing of several pages that began earlier could show data of
 //!   a holder in mid-work, and miss the lock of a holder that released it meanwhile.
 //! - A lock is deleted only by its owner, or by the process that got the prefix and knows that the owner is dead. Any
@@ -13,8 +13,8 @@
 //! - A process counts as dead only if this machine can prove it: the process ran on this machine and has ended, or it
 //!   ran before the last boot. A lock is of this machine if host name and machine-id are the same; without a
 //!   machine-id, the boot id must be the same too.
-//! - (A machine-id that is part of an image breaks this rule. Machines made from such an image need their own ids;
-//!   systemd assigns one to a machine without an id.)
+//! - A machine-id that is part of an image breaks this rule. Machines made from such an image need their own ids;
+//!   systemd assigns one to a machine without an id.
 //! - A process elsewhere, also in another container, counts as alive until a person deletes its lock object.
 #![forbid(unsafe_code)]
 

@@ -13,7 +13,7 @@
 //!
 //! | part of a chunk | bytes | content |
 //! |---|---|---|
-//! | fixed part | 128 | magic, version, sizes, tier, session, extent, generation, first block, count, path, offset, sum |
+//! | fixed part | 128 | magic, version, byte order, the fields of [`ChunkHeader`], number of blocks, checksum |
 //! | checksums | 8 per block | XXH3-64 of the block's bytes |
 //! | zeros | | padding to a whole number of pages |
 //! | blocks | | each padded to a whole number of pages |

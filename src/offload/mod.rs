@@ -1,4 +1,4 @@
-//! What moves when: optimizer steps beside the work that feeds them.
+//! Overlap: optimizer steps that run beside backward, and beside the transfers of their states.
 #![forbid(unsafe_code)]
 
 pub mod interleave;

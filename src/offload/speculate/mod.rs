@@ -1,21 +1,21 @@
-//! Speculation, then validation: steps begin while gradients are still coming, and the norm of all of them decides later.
+//! Speculation, then validation: buckets step while backward still produces gradients; the global norm validates later.
 //!
-//! A step needs the norm of the whole gradient, to clip it, and to know that it is finite. Waiting for that keeps the
-//! processor idle during backward. Here each bucket steps as soon as its gradient is there, as if nothing had to be
-//! clipped, and records what it takes to go back to the bit. The verdict then lets the steps stand, takes
-//! them back, or takes them back and steps again with the clip factor in one pass (SuperOffload section 4.4).
+//! A step needs the norm of the whole gradient, to clip it and to detect infinities and NaNs. Waiting for the norm
+//! keeps the CPU idle during backward. Here each bucket steps as soon as its gradient is complete, without clipping, and
+//! records what an exact (bitwise) rollback needs. The verdict then commits the steps, rolls them back, or rolls them
+//! back and repeats them with the clip factor in one pass (SuperOffload section 4.4).
 //!
-//! The norm only grows: once the running sum passes the limit the verdict is certain, and buckets that have not started
-//! are measured only and step once. The result of every round has the bits of waiting for the norm and stepping then.
+//! The norm only grows. Once the running sum passes the limit, the verdict is certain: buckets that have not started
+//! are only measured, and step once after the verdict. Every round gives the same bits as waiting for the norm first.
 //!
 //! | file | holds |
 //! |---|---|
-//! | `round` | the states of a round and of its buckets, and who may do what in which: pure |
+//! | `round` | the state machine of a round and of its buckets; pure |
 //! | `clip` | the clip rule and the verdict |
-//! | `bucket` | what each task does to a bucket's tensors |
-//! | `device` | buckets that live on the GPU, and 16-bit copies that go there |
-//! | `executor` | the thread that does the tasks |
-//! | `engine` | the calls |
+//! | `bucket` | what each task does to the tensors of a bucket |
+//! | `device` | buckets in GPU memory, and uploads of 16-bit copies to the GPU |
+//! | `executor` | the thread that runs the tasks |
+//! | `engine` | the public calls |
 #![forbid(unsafe_code)]
 
 mod bucket;

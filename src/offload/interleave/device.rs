@@ -1,10 +1,10 @@
-//! The backend on a GPU: lanes are streams, events are the driver's, copies go through pinned memory alone.
+//! The backend on a GPU: lanes are CUDA streams, events are CUDA events, copies use pinned memory only.
 //!
 //! Invariants:
-//! - What is lent stays in use until every stream is idle: dropping the backend waits for that.
-//! - An event exists from its first mention on. One that was never recorded holds nothing back, as the schedule has it.
-//! - Times are those of the GPU, counted from a mark that is set when a step begins; they are for planning and traces.
-//!   The parts of a copy that follow one another are timed as one: marks take room in the device's queues, too.
+//! - The arrays stay in use until every stream is idle: dropping the backend waits for that.
+//! - An event is created at its first use. As the schedule requires, waiting for an unrecorded event does not block.
+//! - Times come from the GPU, relative to a mark recorded when a step begins. They are for planning and traces only.
+//! - Consecutive parts of one copy get a single timing, since timing events take space in the device's queues.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -23,15 +23,15 @@ use crate::plan::interleave::Shape;
 use crate::plan::interleave::schedule::{Command, Event, Lane, Part, Work};
 use crate::plan::interleave::sites::Plan;
 
-/// Lanes that are streams here.
+/// Lanes that are CUDA streams.
 const STREAMS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];
-/// Works whose times are kept for a caller that never asks for them.
+/// Maximum number of timings in flight or kept, for a caller that never reads them.
 const MOST_TIMED: usize = 1 << 14;
 
-/// A GPU, and the arrays of one rank.
+/// One GPU, and the arrays of one rank.
 pub struct Gpu {
     device: Arc<Device>,
-    /// One per lane, and one that is always idle, for marks.
+    /// One stream per lane.
     streams: HashMap<Lane, Stream>,
     clock: Stream,
     events: Mutex<HashMap<Event, Arc<DriverEvent>>>,
@@ -41,7 +41,7 @@ pub struct Gpu {
     times: Mutex<Times>,
 }
 
-/// A point in the GPU's time whose time on the host is known.
+/// A point in GPU time whose host time is known, in seconds since the backend was created.
 struct Mark {
     event: DriverEvent,
     at: f64,
@@ -50,7 +50,7 @@ struct Mark {
 #[derive(Default)]
 struct Times {
     mark: Option<Arc<Mark>>,
-    /// Marks of stretches whose end is not enqueued yet.
+    /// Start events of work whose end is not enqueued yet.
     begun: HashMap<Lane, (Arc<Mark>, DriverEvent)>,
     under_way: Vec<(Lane, Work, Arc<Mark>, DriverEvent, DriverEvent)>,
     ran: Vec<Timing>,
@@ -58,7 +58,7 @@ struct Times {
 }
 
 impl Gpu {
-    /// A backend for these subgroups; the lengths of their arrays are those of `shape`.
+    /// A backend for these subgroups. Errors: an array's length or type differs from `shape`.
     pub fn new(
         device: &Arc<Device>,
         kernels: &Arc<Kernels>,
@@ -67,7 +67,7 @@ impl Gpu {
         subgroups: Vec<Subgroup>,
     ) -> Result<Gpu> {
         shape.check()?;
-        // A cast is short, and a copy waits for it: it goes before the model's kernels.
+        // A cast is short, and a copy waits for it: it gets priority over the model's kernels.
         let stream = |lane: &Lane| match lane {
             Lane::Cast => Ok((*lane, Stream::urgent(device)?)),
             _ => Ok((*lane, Stream::new(device)?)),
@@ -94,7 +94,7 @@ impl Gpu {
         Ok(made)
     }
 
-    /// Gives back the memory of former residents whose states are home.
+    /// Frees the memory of former residents whose states have reached host memory.
     fn free_evicted(&self) -> Result<()> {
         self.memory.free_evicted(|subgroup| self.event(Event::Home(subgroup))?.done())
     }
@@ -128,7 +128,7 @@ impl Gpu {
         }
     }
 
-    /// Marks the start of a stretch of work, if a step has begun and somebody reads the times.
+    /// Records the start of work, if a step has begun and fewer than `MOST_TIMED` timings are in flight.
     fn start_timing(&self, stream: &Stream, lane: Lane) -> Result<()> {
         let mut times = lock(&self.times);
         let Some(mark) = times.mark.clone().filter(|_| times.under_way.len() < MOST_TIMED) else {
@@ -215,7 +215,7 @@ impl Backend for Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         for stream in self.streams.values() {
-            // A context that is lost does no more work.
+            // A lost context does no more work, so the error is ignored.
             let _ = stream.synchronize();
         }
     }

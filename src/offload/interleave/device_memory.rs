@@ -1,4 +1,4 @@
-//! The arrays of the interleaved update on a GPU and beside it, and what each piece of work does to them.
+//! The arrays of the interleaved update in device and host memory, and what each piece of work does to them.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,17 +21,17 @@ use crate::sys::lent::Lent;
 /// Bytes of an f32.
 const WORD: u64 = 4;
 
-/// An array in pinned host memory, for copies and for the CPU.
+/// An array in pinned host memory, used by copies and by the CPU.
 #[derive(Debug)]
 pub struct Pinned {
     span: HostSpan,
     floats: Lent,
-    /// Memory of our own; the span's registration keeps it, too.
+    /// Set for memory that Spillway allocated; the registration in `span` keeps it alive, too.
     _region: Option<Arc<Region>>,
 }
 
 impl Pinned {
-    /// The caller's pinned memory.
+    /// Wraps the caller's pinned memory. Errors: the memory is not aligned to `dtype`.
     pub fn lent(span: HostSpan, dtype: Dtype, argument: &'static str) -> Result<Pinned> {
         let floats = Lent::over(span.span(), dtype)
             .ok_or_else(|| Error::invalid(argument, format!("is not aligned to {}", dtype.name())))?;
@@ -52,19 +52,19 @@ impl Pinned {
     }
 }
 
-/// Where a gradient is made.
+/// Where the framework leaves a gradient.
 #[derive(Debug)]
 pub enum Grad {
     /// In the framework's device memory.
     Device(DeviceFloats),
-    /// In pinned host memory, by a transfer of the caller's; and in device memory for when the GPU updates.
+    /// In pinned host memory, transferred by the caller, and in device memory for updates on the GPU.
     Delivered {
-        /// For the GPU.
+        /// Read by updates on the GPU.
         device: DeviceFloats,
-        /// For the CPU.
+        /// Read by updates on the CPU.
         host: Pinned,
     },
-    /// In pinned host memory alone; the GPU fetches it there, and there are no residents.
+    /// In pinned host memory only. The GPU fetches it from there; subgroups cannot be resident.
     Home(Pinned),
 }
 
@@ -95,7 +95,7 @@ impl Subgroup {
     }
 }
 
-/// Three states in device memory, one after the other, and room for a gradient.
+/// Device memory for the three states of a subgroup, one after the other, and optionally for a gradient.
 struct Slot {
     memory: DeviceMemory,
     stride: u64,
@@ -104,7 +104,7 @@ struct Slot {
 
 impl Slot {
     fn new(device: &Arc<Device>, len: u64, grad: Option<Dtype>) -> Result<Slot> {
-        // Kernels want 16 bytes; the driver aligns the start.
+        // Kernels require an alignment of 16 bytes; the driver aligns the start.
         let stride = (len * WORD).next_multiple_of(256);
         let extra = grad.map_or(0, |dtype| len * dtype.size() as u64);
         let memory = DeviceMemory::new(device, 3 * stride + extra)?;
@@ -132,7 +132,7 @@ impl Slot {
     }
 }
 
-/// Something that is made when it is first used.
+/// A value that is created at its first use.
 struct Late<T>(Mutex<Option<Arc<T>>>);
 
 impl<T> Late<T> {
@@ -153,26 +153,27 @@ impl<T> Late<T> {
     }
 }
 
-/// Everything that lanes read and write.
+/// All arrays that lanes read and write.
 pub struct Memory {
     device: Arc<Device>,
     kernels: Arc<Kernels>,
     registry: Arc<Registry>,
     shape: Shape,
     subgroups: Vec<Subgroup>,
-    /// Type of gradients in host memory of our own.
+    /// Element type of gradients in host memory that Spillway allocated.
     sent: Dtype,
     host_grads: Vec<Late<Pinned>>,
     stages: [Late<Pinned>; PAIR],
     slots: Vec<Late<Slot>>,
     chunks: [Late<DeviceMemory>; PAIR],
     residents: Vec<Late<Slot>>,
-    /// Memory of former residents that copies home may still read. The driver would wait for all streams if it were freed.
+    /// Memory of former residents that copies to the host may still read. Freeing it earlier would make the driver wait
+    /// for all streams.
     evicted: Mutex<Vec<(usize, Arc<Slot>)>>,
 }
 
 impl Memory {
-    /// Checks that all arrays are what the shape says. Buffers of our own come when they are first needed.
+    /// Checks that all arrays match `shape`. Internal buffers are allocated at their first use.
     pub fn new(
         device: &Arc<Device>,
         kernels: &Arc<Kernels>,
@@ -201,8 +202,8 @@ impl Memory {
         })
     }
 
-    /// Refuses residents whose gradients are not in device memory, and makes the slots: taking memory in the middle of a
-    /// step would hold the GPU up.
+    /// Refuses residents whose gradients are not in device memory, and allocates the slots of the plan. An allocation
+    /// in the middle of a step would stall the GPU.
     pub fn accepts(&self, plan: &Plan) -> Result<()> {
         let homeless =
             plan.on(Site::Resident).find(|subgroup| self.subgroups[*subgroup].on_device().is_err());
@@ -219,7 +220,7 @@ impl Memory {
         self.shape.sizes[subgroup]
     }
 
-    /// Gives a stream its work.
+    /// Enqueues a piece of work on a stream. Errors: the work belongs to the CPU.
     pub fn enqueue(&self, stream: &Stream, work: Work, rules: &[AdamRule]) -> Result<()> {
         let own = &self.subgroups[work.subgroup()];
         match work {
@@ -268,7 +269,7 @@ impl Memory {
         }
     }
 
-    /// Updates a subgroup on this thread.
+    /// Updates a subgroup on the calling thread. Errors: the work belongs to the GPU.
     pub fn step_on_cpu(&self, work: Work, rules: &[AdamRule]) -> Result<()> {
         let Work::CpuStep { subgroup, stage } = work else {
             return Err(Error::Unsupported("the GPU's part is no work for a thread".into()));
@@ -322,7 +323,8 @@ impl Memory {
         self.kernels.adam(stream, &rule_of(rules, subgroup)?, &tensor, None).map(drop)
     }
 
-    /// The last part puts the memory aside until it is home.
+    /// Copies a part of a resident's state to host memory. After the last part the resident's memory is kept in
+    /// `evicted` until all copies are complete.
     fn evict(&self, stream: &Stream, subgroup: usize, state: State, part: Part) -> Result<()> {
         let home = self.subgroups[subgroup].states[state as usize].part(part);
         stream.download(self.resident(subgroup)?.state(state, part)?.span(), &home)?;
@@ -333,7 +335,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Frees what former residents left, as far as `home` says that their states are home.
+    /// Frees the memory of former residents for which `home` returns true: their states have reached host memory.
     pub fn free_evicted(&self, home: impl Fn(usize) -> Result<bool>) -> Result<()> {
         let mut evicted = self.evicted();
         let mut at = 0;
@@ -383,7 +385,7 @@ fn rule_of(rules: &[AdamRule], subgroup: usize) -> Result<AdamRule> {
     rules.get(subgroup).or(rules.first()).copied().ok_or_else(|| Error::invalid("rules", "are missing"))
 }
 
-/// Refuses arrays that are not what the shape says, and returns the type of all gradients.
+/// Checks that the arrays match `shape`, and returns the element type of all gradients.
 fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
     if subgroups.len() != shape.count() {
         let reason = format!("are {}, the shape has {}", subgroups.len(), shape.count());

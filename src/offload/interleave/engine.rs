@@ -1,15 +1,15 @@
-//! The machine on a backend, with a thread for the CPU's part, and one for what is left of the GPU's.
+//! The state machine on a backend. One thread runs the CPU's part of a step, one enqueues the rest of the GPU's part.
 //!
-//! The CPU's thread starts first. Then the caller enqueues as much of the GPU's part as the device has room for, and the
-//! second thread the rest, piece by piece as room is made.
+//! The CPU's thread starts first. Then the caller enqueues as much of the GPU's part as fits the device's queues. A
+//! second thread enqueues the rest, piece by piece, as the queues drain.
 //!
 //! Invariants:
-//! - The lock is held while the commands of a call are enqueued, never while those of a step are, nor while one is worked on
-//!   or waited for.
-//! - The threads of a step take the subgroups of that step and no more: they may still be about to end when the next
-//!   step has begun. Dropping the engine returns when neither they nor the backend work any
-//!   more, so that the memory lent to the backend may go.
-//! - A child made by fork gets errors, never a wait for a thread that it does not have, and drops nothing.
+//! - The lock is held while the commands of a call are enqueued. It is not held while the commands of a step are
+//!   enqueued, nor while any command runs or is waited for.
+//! - The threads of a step take only subgroups of that step. They may still be exiting when the next step begins.
+//! - Dropping the engine blocks until those threads and the backend are idle, so that memory lent to the backend may be
+//!   freed.
+//! - In a forked child every call returns an error and waits for no thread; dropping the engine frees nothing there.
 #![forbid(unsafe_code)]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,7 +26,7 @@ use crate::plan::interleave::sites::{Plan, Site};
 use crate::plan::interleave::{Rates, Shape};
 use crate::sys::threads;
 
-/// The interleaved update of one rank. Any thread may call.
+/// The interleaved update of one rank. Thread-safe.
 pub struct Engine<B: Backend + 'static> {
     process: u32,
     inner: Arc<Inner<B>>,
@@ -34,36 +34,36 @@ pub struct Engine<B: Backend + 'static> {
     watched: Mutex<Watched>,
 }
 
-/// Who waits for new parameters.
+/// The reader of new parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reader {
-    /// The thread that calls.
+    /// The calling thread.
     Caller,
     /// The framework's stream.
     Stream(Model),
 }
 
-/// Timings kept for a meter that nobody asks.
+/// Maximum number of timings kept for a meter that [`Engine::replan`] never reads.
 const MOST_UNSEEN: usize = 1 << 20;
 
-/// What is known of how steps go.
+/// Timings of past steps, and the meter that learns from them.
 #[derive(Default)]
 struct Watched {
     meter: Option<Meter>,
-    /// What the meter has not seen.
+    /// Timings that the meter has not observed yet.
     unseen: Vec<Timing>,
-    /// What ran since the last step began.
+    /// Timings since the last step began.
     ran: Vec<Timing>,
 }
 
 struct Inner<B> {
     backend: B,
     machine: Mutex<Machine>,
-    /// A subgroup was stepped, or something failed.
+    /// Signalled when a subgroup has stepped or a failure occurred.
     changed: Condvar,
 }
 
-/// How many threads run; apart from `Inner`, so that a thread lets go of that first.
+/// Number of running threads. Separate from `Inner`, so that a thread can drop `Inner` before it counts itself out.
 #[derive(Default)]
 struct Worker {
     running: Mutex<usize>,
@@ -71,24 +71,24 @@ struct Worker {
 }
 
 impl<B: Backend + 'static> Engine<B> {
-    /// All subgroups on the CPU, to begin with.
+    /// Starts with all subgroups on the CPU.
     pub fn new(shape: Shape, backend: B) -> Result<Engine<B>> {
         let machine = Mutex::new(Machine::new(shape)?);
         let inner = Arc::new(Inner { backend, machine, changed: Condvar::new() });
         Ok(Engine { process: std::process::id(), inner, worker: Arc::default(), watched: Mutex::default() })
     }
 
-    /// What is fixed.
+    /// The subgroups and settings, which never change.
     pub fn shape(&self) -> Result<Shape> {
         Ok(self.machine()?.shape().clone())
     }
 
-    /// The plan of the next step, or of the one under way.
+    /// The plan of the next step, or of the step in flight.
     pub fn plan(&self) -> Result<Plan> {
         Ok(self.machine()?.plan().clone())
     }
 
-    /// Takes another plan: after a step and before the first gradient of the next.
+    /// Changes the plan: only after a step and before the first gradient of the next step.
     pub fn set_plan(&self, plan: Plan) -> Result<()> {
         let mut machine = self.machine()?;
         if plan.count() == machine.shape().count() {
@@ -97,19 +97,19 @@ impl<B: Backend + 'static> Engine<B> {
         machine.set_plan(plan, &mut |command| self.inner.backend.play(command, None))
     }
 
-    /// The gradient of a subgroup is made on the framework's stream; its way to where it is needed begins.
+    /// Work already queued on `stream` produces the gradient of `subgroup`; its transfer may start.
     pub fn gradient(&self, subgroup: usize, stream: Model) -> Result<()> {
         self.machine()?.gradient(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
-    /// What the framework's stream was given so far is all that reads the 16-bit parameters of a subgroup; at the latest
-    /// [`Engine::begin`] says so for all.
+    /// Work already queued on `stream` contains every read of the 16-bit parameters of `subgroup`, which may then be
+    /// overwritten. [`Engine::begin`] implies this call for the remaining subgroups.
     pub fn params_free(&self, subgroup: usize, stream: Model) -> Result<()> {
         self.machine()?.params_free(subgroup, &mut |command| self.inner.backend.play(command, stream))
     }
 
-    /// Starts the step of all subgroups, whose gradients have come, and returns. `stream` is the framework's. One rule stands for all subgroups, or each
-    /// has its own.
+    /// Starts the step of all subgroups and returns. Every gradient must have been announced. `stream` is the
+    /// framework's. `rules` holds one rule for all subgroups, or one per subgroup.
     pub fn begin(&self, rules: Vec<AdamRule>, stream: Model) -> Result<()> {
         let mut machine = self.machine()?;
         let count = machine.shape().count();
@@ -131,8 +131,8 @@ impl<B: Backend + 'static> Engine<B> {
         }
     }
 
-    /// Makes `reader` wait for the new 16-bit parameters of a subgroup. Blocks at least until the CPU is past it, or the GPU's
-    /// work for it is enqueued.
+    /// Makes `reader` wait for the new 16-bit parameters of a subgroup. The call itself blocks at least until the CPU
+    /// has updated the subgroup, or the GPU's work for it is enqueued.
     pub fn publish(&self, subgroup: usize, reader: Reader) -> Result<()> {
         let mut machine = self.machine()?;
         machine.check(subgroup)?;
@@ -148,34 +148,34 @@ impl<B: Backend + 'static> Engine<B> {
         schedule::publish(subgroup, lane, &mut |command| self.inner.backend.play(command, stream))
     }
 
-    /// True if the parameters of a subgroup are those of the last step begun.
+    /// True if the parameters of a subgroup are those of the last step begun. Never blocks on the GPU.
     pub fn is_ready(&self, subgroup: usize) -> Result<bool> {
         let machine = self.machine()?;
         machine.check(subgroup)?;
         Ok(!machine.is_stepping(subgroup) && self.inner.backend.reached(Event::Ready(subgroup))?)
     }
 
-    /// [`Engine::publish`] of every subgroup. Flushes may go on.
+    /// [`Engine::publish`] for every subgroup. Flushes may still be in flight afterwards.
     pub fn finish(&self, reader: Reader) -> Result<()> {
         let count = self.machine()?.shape().count();
         (0..count).try_for_each(|subgroup| self.publish(subgroup, reader))
     }
 
-    /// Takes rates to begin with; from then on [`Engine::replan`] corrects them by what every step took.
+    /// Sets initial rates; from then on [`Engine::replan`] corrects them with the timings of every step.
     pub fn calibrate(&self, rates: Rates) -> Result<()> {
         drop(self.machine()?);
         self.watched().meter = Some(Meter::new(rates)?);
         Ok(())
     }
 
-    /// The rates as they are known now; `None` before [`Engine::calibrate`].
+    /// The current rates; `None` before [`Engine::calibrate`].
     pub fn rates(&self) -> Result<Option<Rates>> {
         drop(self.machine()?);
         Ok(self.watched().meter.as_ref().map(|meter| *meter.rates()))
     }
 
-    /// Learns from what ran since the last call, and takes another plan if that is worth it; true if it did. `backward` are
-    /// the seconds of the backward pass that steps hide behind.
+    /// Updates the rates with the timings since the last call, and changes the plan if the gain is worth it; returns
+    /// true if the plan changed. `backward`: seconds of the backward pass that the steps overlap.
     pub fn replan(&self, backward: f64) -> Result<bool> {
         let (shape, present) = (self.shape()?, self.plan()?);
         let plan = {
@@ -194,8 +194,8 @@ impl<B: Backend + 'static> Engine<B> {
         Ok(changes)
     }
 
-    /// Blocks until the states of all subgroups that are not resident are in host memory: before a checkpoint reads
-    /// them, or after [`Engine::set_plan`] took residents away.
+    /// Blocks until the states of all non-resident subgroups are in host memory. Needed before a checkpoint reads them,
+    /// and after [`Engine::set_plan`] removed residents.
     pub fn drain(&self) -> Result<()> {
         self.finish(Reader::Caller)?;
         let plan = self.plan()?;
@@ -205,8 +205,8 @@ impl<B: Backend + 'static> Engine<B> {
         })
     }
 
-    /// Subgroups whose state in host memory is not that of the last step: residents, flushes under way, and after a
-    /// failure all that cannot be told.
+    /// Subgroups whose state in host memory is not the state after the last step: residents, subgroups whose flush is
+    /// in flight, and after a failure every subgroup in doubt.
     pub fn away(&self) -> Vec<usize> {
         let Ok(machine) = self.machine() else { return Vec::new() };
         let home = |subgroup: &usize| {
@@ -217,13 +217,13 @@ impl<B: Backend + 'static> Engine<B> {
         (0..machine.shape().count()).filter(|subgroup| !home(subgroup)).collect()
     }
 
-    /// What ran since the last step began.
+    /// Timings since the last step began.
     pub fn ran(&self) -> Result<Vec<Timing>> {
         drop(self.machine()?);
         Ok(self.collect().ran.clone())
     }
 
-    /// Takes the timings from the backend, for the meter if there is one, and for a trace.
+    /// Takes the timings from the backend: for the meter, if there is one, and for a trace.
     fn collect(&self) -> MutexGuard<'_, Watched> {
         let mut watched = self.watched();
         let new = self.inner.backend.timings();
@@ -248,7 +248,7 @@ impl<B: Backend + 'static> Engine<B> {
         }
     }
 
-    /// Starts a thread of the step under way; where that fails, so does the step.
+    /// Starts a thread of the step in flight. If the thread cannot start, the step fails.
     fn start_worker(&self, name: &'static str, work: impl FnOnce(&Inner<B>) + Send + 'static) -> Result<()> {
         let (inner, worker) = (Arc::clone(&self.inner), Arc::clone(&self.worker));
         *worker.lock() += 1;
@@ -276,12 +276,13 @@ impl<B: Backend> Inner<B> {
             let Some((nth, subgroup)) = self.lock().next_cpu() else { return };
             let emit = &mut |command| self.backend.play(command, None);
             let outcome = catch_unwind(AssertUnwindSafe(|| schedule::cpu_part(nth, subgroup, emit)));
-            // The machine keeps a failure, and tells everyone who asks.
+            // The state machine keeps the failure and returns it from every later call.
             let _ = self.done(subgroup, outcome.unwrap_or_else(|_| panicked(subgroup)));
         }
     }
 
-    /// Enqueues at most so many pieces of the GPU's part, or all that need not wait for room.
+    /// Enqueues at most `most` pieces of the GPU's part. With `at_once`, stops at the first piece that must wait for
+    /// space in the device's queues.
     fn gpu_part(&self, at_once: bool, most: usize) -> Result<()> {
         let shape = self.lock().shape().clone();
         for _ in 0..most {

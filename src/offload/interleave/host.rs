@@ -1,8 +1,8 @@
-//! The backend without a device: its lanes are threads, its "device memory" is plain memory, its kernels are those of
-//! the CPU, which have the bits of the GPU's.
+//! The backend without a device: its lanes are threads, its "device memory" is plain memory, its kernels are the CPU's.
+//! The CPU's kernels give the same bits as the GPU's.
 //!
-//! Every array is used in turns that are checked ([`Lent`]), so that a hole in the schedule is an error and not a wrong
-//! number.
+//! Every array is borrowed through [`Lent`], which checks readers and writers at run time. Missing order in the
+//! schedule is therefore an error and not a wrong number.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -25,21 +25,21 @@ use crate::sys::lent::Lent;
 pub struct Subgroup {
     /// First moment, second moment, parameter: f32, in host memory.
     pub states: [Arc<Lent>; 3],
-    /// The gradient, as the framework makes it.
+    /// The gradient that the framework produces.
     pub grad: Arc<Lent>,
-    /// The 16-bit parameter that the model uses; `None` where it uses the f32 one.
+    /// The 16-bit parameter that the model uses; `None` if the model uses the f32 parameter.
     pub copy: Option<Arc<Lent>>,
 }
 
-/// Lanes that are threads here.
+/// Lanes that run on threads of this backend.
 const THREADS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];
 
-/// Timings kept for a caller that never asks for them.
+/// Maximum number of timings kept for a caller that never reads them.
 const MOST_TIMINGS: usize = 1 << 16;
 
-/// A device made of threads.
+/// A simulated device, made of threads.
 pub struct Host {
-    // Dropped first: its threads use the memory.
+    // Dropped first, since its threads use the memory.
     lanes: Lanes,
     memory: Arc<Memory>,
     rules: Mutex<Arc<[AdamRule]>>,
@@ -48,7 +48,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// A device for these subgroups; the lengths of their arrays are those of `shape`.
+    /// A simulated device for these subgroups. Errors: an array's length or type differs from `shape`.
     pub fn new(shape: &Shape, subgroups: Vec<Subgroup>) -> Result<Host> {
         shape.check()?;
         Ok(Host {
@@ -103,7 +103,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An array that exists once it is used.
+/// An array that is allocated at its first use.
 #[derive(Debug)]
 struct Late {
     dtype: Dtype,
@@ -137,7 +137,7 @@ struct Slot {
     grad: Late,
 }
 
-/// Everything that lanes read and write.
+/// All arrays that lanes read and write.
 struct Memory {
     shape: Shape,
     subgroups: Vec<Subgroup>,
@@ -229,7 +229,7 @@ impl Memory {
         }
     }
 
-    /// The gradient in host memory.
+    /// Calls `use_it` with the gradient in host memory.
     fn on_host(&self, subgroup: usize, use_it: impl FnOnce(&Lent) -> Result<()>) -> Result<()> {
         match self.shape.wire {
             Wire::Delivered => use_it(&self.subgroups[subgroup].grad),
@@ -256,7 +256,7 @@ impl Memory {
         Ok(())
     }
 
-    /// One update; arrays may be longer than the subgroup.
+    /// One Adam update of a subgroup. The arrays may be longer than the subgroup.
     fn step(
         &self,
         subgroup: usize,
@@ -281,7 +281,7 @@ impl Memory {
     }
 }
 
-/// Refuses arrays that are not what the shape says, and returns the type of all gradients.
+/// Checks that the arrays match `shape`, and returns the element type of all gradients.
 fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
     if subgroups.len() != shape.count() {
         let reason = format!("are {}, the shape has {}", subgroups.len(), shape.count());
@@ -314,7 +314,7 @@ fn first(part: Part) -> Range<usize> {
     0..part.len as usize
 }
 
-/// Copies a part of one array over a part of another, widened if the types differ.
+/// Copies a range of one array over a range of another; converts 16-bit elements to f32 if the types differ.
 fn copy(from: &Lent, source: Range<usize>, to: &Lent, target: Range<usize>) -> Result<()> {
     let (from, mut to) = (from.read()?, to.write()?);
     match (from.floats(), to.floats()) {

@@ -1,12 +1,13 @@
-//! Threads and events of the host that behave like streams and events of a device.
+//! Host threads and events that behave like the streams and events of a device.
 //!
 //! Invariants:
-//! - A lane does what it is given in order, on its own thread. `record` counts an event up when it is enqueued and marks it
-//!   reached when the lane comes to it; a wait holds for the count that it saw when it was enqueued.
-//! - After a failure lanes do no more work, but go on through waits and records, so that nobody waits for ever; every
-//!   wait of the host then returns the failure.
-//! - Dropping the lanes returns when no thread works any more: the memory they work on may go after it.
-//! - A child made by fork has none of the threads. It gets errors, and drops without waiting.
+//! - A lane runs its items in order, on its own thread.
+//! - `record` increments an event's count when it is enqueued, and marks that count reached when the lane gets there. A
+//!   wait is for the count at the time the wait was enqueued.
+//! - After a failure the lanes run no more work, but still pass waits and records, so that no thread waits forever.
+//!   Every wait on the host then returns the failure.
+//! - Dropping the lanes blocks until all their threads have exited: the memory they work on may be freed afterwards.
+//! - A forked child has none of the threads. Its calls return errors, and its drop does not wait.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -26,7 +27,7 @@ enum Item {
     Run(Job),
 }
 
-/// How often an event was recorded: as enqueued, and as reached.
+/// How often an event was recorded: counted when enqueued (`asked`) and when the lane got there (`reached`).
 #[derive(Debug, Default, Clone, Copy)]
 struct Marks {
     asked: u64,
@@ -46,7 +47,7 @@ struct Shared {
     changed: Condvar,
 }
 
-/// Lanes with a thread each; the other lanes are threads of the caller.
+/// Lanes with one thread each. The other lanes run on threads of the caller.
 pub struct Lanes {
     shared: Arc<Shared>,
     queues: Vec<Option<Sender<Item>>>,
@@ -75,7 +76,7 @@ impl Lanes {
         Ok(started)
     }
 
-    /// Work for a lane; on a thread of the caller it is done now.
+    /// Enqueues work on a lane. On a lane of the caller the work runs within this call.
     pub fn run(&self, lane: Lane, job: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
         match self.queue(lane)? {
             Some(queue) => send(queue, Item::Run(Box::new(job))),
@@ -88,7 +89,7 @@ impl Lanes {
         }
     }
 
-    /// Marks the end of what the lane was given.
+    /// Records the event behind everything enqueued on the lane.
     pub fn record(&self, lane: Lane, event: Event) -> Result<()> {
         let queue = self.queue(lane)?;
         self.shared.lock().events.entry(event).or_default().asked += 1;
@@ -101,7 +102,7 @@ impl Lanes {
         }
     }
 
-    /// Holds back the lane until the event's last record; on a thread of the caller it blocks.
+    /// Makes the lane wait for the event's last record. On a lane of the caller this call blocks.
     pub fn wait(&self, lane: Lane, event: Event) -> Result<()> {
         let queue = self.queue(lane)?;
         let asked = self.shared.lock().events.get(&event).map_or(0, |marks| marks.asked);
@@ -166,7 +167,7 @@ impl Shared {
     fn serve(&self, queue: &Receiver<Item>) {
         while let Ok(item) = queue.recv() {
             match item {
-                // A failure is kept on the board.
+                // The failure is kept in `Board::failed`.
                 Item::Wait(event, asked) => drop(self.wait(event, asked)),
                 Item::Record(event) => self.reach(event),
                 Item::Run(job) => {

@@ -1,8 +1,13 @@
-//! Which calls may follow which, and the commands that each emits.
+//! The state machine of the interleaved update: the valid order of calls, and the commands that each call emits.
 //!
-//! An iteration goes: a plan, if it changes; the gradients of all subgroups, in any order; [`Machine::begin`]; the CPU's
-//! and the GPU's part, each one subgroup at a time; parameters published as they get ready. Flushes may still be under way when the next
-//! iteration's gradients come. Calls out of order are refused and change nothing.
+//! The order of calls in one iteration:
+//! 1. [`Machine::set_plan`], if the plan changes.
+//! 2. [`Machine::gradient`] for every subgroup, in any order.
+//! 3. [`Machine::begin`].
+//! 4. The CPU's part and the GPU's part, each one subgroup at a time. Parameters are published as they become ready.
+//!
+//! Flushes may still be in flight when the gradients of the next iteration arrive. A call out of order returns an error
+//! and changes nothing.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, VecDeque};
@@ -13,7 +18,7 @@ use crate::plan::interleave::pieces::{self, Piece};
 use crate::plan::interleave::schedule::{self, Command, Event, Lane, Sink};
 use crate::plan::interleave::sites::{Plan, Site};
 
-/// The state between calls.
+/// The state machine of the calls of one rank.
 #[derive(Debug)]
 pub struct Machine {
     shape: Shape,
@@ -24,18 +29,18 @@ pub struct Machine {
 
 #[derive(Debug)]
 enum Phase {
-    /// No gradient has come since the last step.
+    /// No gradient was announced since the last step.
     Idle,
-    /// Some gradients have come.
+    /// Some gradients were announced.
     Gathering(Vec<Announced>),
-    /// CPU subgroups that nobody works on yet, pieces of the GPU's part that nobody enqueues yet, and the subgroups that
-    /// are not stepped, or not enqueued.
+    /// A step is in flight. `waiting`: CPU subgroups that no thread has taken. `pieces`: pieces of the GPU's part
+    /// that no thread has taken. `left`: subgroups that are not updated (CPU) or not enqueued (GPU) yet.
     Stepping { waiting: VecDeque<(usize, usize)>, pieces: VecDeque<Due>, left: BTreeSet<usize> },
-    /// Something failed; the subgroups of the step that are left never will be done.
+    /// A command failed. The subgroups in `left` will never be stepped.
     Failed { error: Error, left: BTreeSet<usize> },
 }
 
-/// A piece, and what has to be reached before it is enqueued.
+/// A piece, and the event that must be reached before the piece is enqueued.
 pub type Due = (Piece, Option<Event>);
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -45,30 +50,30 @@ struct Announced {
 }
 
 impl Machine {
-    /// All on the CPU.
+    /// Starts with all subgroups on the CPU. Errors: the shape is invalid.
     pub fn new(shape: Shape) -> Result<Machine> {
         shape.check()?;
         let plan = Plan::cpu(shape.count());
         Ok(Machine { shape, plan, phase: Phase::Idle, steps: 0 })
     }
 
-    /// What is fixed.
+    /// The subgroups and settings, which never change.
     pub fn shape(&self) -> &Shape {
         &self.shape
     }
 
-    /// The plan of the next step, or of the one under way.
+    /// The plan of the next step, or of the step in flight.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// Steps begun.
+    /// Number of steps begun.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// True from [`Machine::begin`] until the CPU is done with the subgroup, or its piece is enqueued; for ever after a
-    /// failure.
+    /// True from [`Machine::begin`] until the CPU has updated the subgroup or its piece is enqueued. After a failure it
+    /// stays true for the subgroups that were left.
     pub fn is_stepping(&self, subgroup: usize) -> bool {
         match &self.phase {
             Phase::Stepping { left, .. } | Phase::Failed { left, .. } => left.contains(&subgroup),
@@ -76,7 +81,8 @@ impl Machine {
         }
     }
 
-    /// Takes another plan for the next step, and moves the states of residents that come and go.
+    /// Changes the plan of the next step, and moves the states of new and former residents. Errors: a gradient of the
+    /// next step was announced, or a step is in flight (`Busy`).
     pub fn set_plan(&mut self, plan: Plan, emit: &mut impl Sink) -> Result<()> {
         match &self.phase {
             Phase::Idle => {}
@@ -96,7 +102,7 @@ impl Machine {
         self.keep(emitted)
     }
 
-    /// The framework has made the gradient of a subgroup.
+    /// The framework has enqueued the gradient of a subgroup.
     pub fn gradient(&mut self, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
         let announced = self.announced(subgroup)?;
         if announced.grad {
@@ -108,8 +114,8 @@ impl Machine {
         self.keep(emitted)
     }
 
-    /// The framework no longer reads the 16-bit parameters of a subgroup. What is not said by [`Machine::begin`]
-    /// is taken as said there.
+    /// The framework no longer reads the 16-bit parameters of a subgroup. [`Machine::begin`] implies this call for the
+    /// remaining subgroups.
     pub fn params_free(&mut self, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
         let announced = self.announced(subgroup)?;
         if announced.free {
@@ -120,7 +126,8 @@ impl Machine {
         self.keep(emitted)
     }
 
-    /// Both parts of the step are then there to be taken.
+    /// Begins a step: `next_cpu` and `next_gpu` then return its parts. Errors: a gradient is missing; the last step is
+    /// in flight (`Busy`).
     pub fn begin(&mut self, emit: &mut impl Sink) -> Result<()> {
         let announced = match &self.phase {
             Phase::Gathering(announced) => announced,
@@ -143,8 +150,8 @@ impl Machine {
         self.keep(emitted)
     }
 
-    /// The next subgroup of the CPU's part, with its place among them; play [`schedule::cpu_part`] and say
-    /// [`Machine::stepped`]. One at a time.
+    /// The next subgroup of the CPU's part, with its index within that part. The caller plays [`schedule::cpu_part`]
+    /// and then calls [`Machine::stepped`], one subgroup at a time.
     pub fn next_cpu(&mut self) -> Option<(usize, usize)> {
         match &mut self.phase {
             Phase::Stepping { waiting, .. } => waiting.pop_front(),
@@ -152,8 +159,8 @@ impl Machine {
         }
     }
 
-    /// The next piece of the GPU's part; of those that wait for nothing if `at_once`. Play [`pieces::room`] and
-    /// [`pieces::enqueue`], and say [`Machine::stepped`]. One at a time.
+    /// The next piece of the GPU's part; with `at_once` only a piece that waits for no event. The caller plays
+    /// [`pieces::room`] and [`pieces::enqueue`] and then calls [`Machine::stepped`], one piece at a time.
     pub fn next_gpu(&mut self, at_once: bool) -> Option<Due> {
         match &mut self.phase {
             Phase::Stepping { pieces, .. } => match pieces.front() {
@@ -164,7 +171,7 @@ impl Machine {
         }
     }
 
-    /// Pieces that nobody enqueues yet.
+    /// Number of pieces of the GPU's part that no thread has taken.
     pub fn pieces_left(&self) -> usize {
         match &self.phase {
             Phase::Stepping { pieces, .. } => pieces.len(),
@@ -172,7 +179,7 @@ impl Machine {
         }
     }
 
-    /// A subgroup of the CPU's part is done, one of the GPU's part is enqueued, or that failed.
+    /// A CPU subgroup was updated, or a GPU subgroup was enqueued; `outcome` says whether that failed.
     pub fn stepped(&mut self, subgroup: usize, outcome: Result<()>) -> Result<()> {
         self.keep(outcome)?;
         if let Phase::Stepping { left, .. } = &mut self.phase {
@@ -184,7 +191,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Refuses a subgroup that does not exist, and anything after a failure.
+    /// Returns an error for a subgroup that does not exist, and always after a failure.
     pub fn check(&self, subgroup: usize) -> Result<()> {
         match &self.phase {
             Phase::Failed { error, .. } => Err(error.clone()),
@@ -207,7 +214,7 @@ impl Machine {
         }
     }
 
-    /// A backend that fails leaves lanes in an unknown state: everything later is the same failure.
+    /// Keeps the first failure: a failing backend leaves its lanes in an unknown state, so every later call returns it.
     fn keep(&mut self, emitted: Result<()>) -> Result<()> {
         if let Err(error) = &emitted {
             let left = match std::mem::replace(&mut self.phase, Phase::Idle) {

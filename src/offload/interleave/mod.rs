@@ -1,17 +1,18 @@
-//! The interleaved update of CPU and GPU, played on a backend.
+//! The interleaved update: CPU and GPU step different subgroups at the same time, on a backend.
 //!
-//! [`plan::interleave`](crate::plan::interleave) says what is enqueued in which order; here it happens.
+//! [`plan::interleave`](crate::plan::interleave) decides which commands are enqueued in which order; this module runs
+//! them.
 //!
 //! | file | holds |
 //! |---|---|
-//! | [`machine`] | which calls may follow which, and the commands that each emits: no thread, no clock |
-//! | [`engine`] | the machine on a backend, with a thread for each part of a step |
-//! | [`host`] | the backend without a device: its lanes are threads, its kernels those of the CPU |
-//! | [`device`], [`device_memory`] | the backend on a GPU: its streams and events, and the arrays on both sides |
-//! | `lanes` | threads and events of the host that behave like streams and events of a device |
-//! | [`recalibrate`] | rates from the timings of every step, and when a new plan is worth it |
-//! | [`trace`] | a step as a picture |
-//! | `races` | the backend that looks for missing order, by vector clocks (tests) |
+//! | [`machine`] | the state machine of the calls, and the commands that each call emits: no threads, no clock |
+//! | [`engine`] | the state machine on a backend, with threads for the CPU's and the GPU's part of a step |
+//! | [`host`] | the backend without a device: its lanes are threads, its kernels are the CPU's |
+//! | [`device`], [`device_memory`] | the backend on a GPU: its streams, events, and device and host arrays |
+//! | `lanes` | host threads and events that behave like the streams and events of a device |
+//! | [`recalibrate`] | rates from the timings of every step; when to change the plan |
+//! | [`trace`] | a timeline of one step |
+//! | `races` | a backend that detects missing order with vector clocks (tests) |
 #![forbid(unsafe_code)]
 
 pub mod device;
@@ -36,40 +37,42 @@ use crate::kernel::AdamRule;
 use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
 use crate::plan::interleave::sites::Plan;
 
-/// One piece of work and when it ran, in seconds since the backend was made.
+/// One piece of work and when it ran, in seconds since the backend was created.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timing {
-    /// On which lane.
+    /// The lane that ran the work.
     pub lane: Lane,
-    /// What.
+    /// The work.
     pub work: Work,
-    /// From.
+    /// Start, in seconds.
     pub start: f64,
-    /// To.
+    /// End, in seconds.
     pub end: f64,
 }
 
-/// The framework's stream; `None` where it has none, and what it does is done when it says so.
+/// The framework's stream. `None` where the framework has no stream: its work is then complete when it makes a call.
 pub type Model = Option<ForeignStream>;
 
-/// What the schedule runs on. Any thread may call; commands of one lane come from one thread at a time.
+/// Runs the commands of a schedule. Thread-safe, but commands of one lane come from one thread at a time.
 pub trait Backend: Send + Sync {
-    /// Enqueues a command. On [`Lane::Cpu`] and [`Lane::Caller`] it is done when the call returns. `model` is what
-    /// [`Lane::Model`] is for this command.
+    /// Enqueues a command. A command on [`Lane::Cpu`] or [`Lane::Caller`] is complete when the call returns. `model` is
+    /// the stream of [`Lane::Model`] for this command.
     fn play(&self, command: Command, model: Model) -> Result<()>;
 
-    /// Whether it can play this plan, of as many subgroups as it has; makes the room that its steps need.
+    /// Checks that the backend can run this plan, and allocates what its steps need. The plan has the backend's number
+    /// of subgroups.
     fn accepts(&self, _: &Plan) -> Result<()> {
         Ok(())
     }
 
-    /// Coefficients of each subgroup for the updates that are enqueued from now on; one entry stands for all.
+    /// Sets the coefficients of each subgroup for updates enqueued from now on. A single entry applies to all
+    /// subgroups.
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()>;
 
-    /// True if the last record of the event is reached, or there is none.
+    /// True if the last record of the event is reached, or the event was never recorded.
     fn reached(&self, event: Event) -> Result<bool>;
 
-    /// What ran since the last call.
+    /// Takes the timings of work that ended since the last call.
     fn timings(&self) -> Vec<Timing>;
 }
 

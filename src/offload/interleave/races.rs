@@ -1,10 +1,10 @@
-//! A backend that does nothing but look for missing order, by vector clocks.
+//! A backend that runs no work: it only detects missing order, with vector clocks.
 //!
-//! - Every lane has a clock; an operation knows what happened before it: its lane's past, what the lane waited for, and
-//!   what the host thread that enqueued it had seen.
-//! - Two operations on one place, one of them writing, have to be ordered. Where they are not, the place and both lanes
-//!   are reported, whatever order they happen to run in.
-//! - One edge can be left out, to see that its absence is found.
+//! - Every lane has a clock. An operation happens after its lane's past, after what the lane waited for, and after what
+//!   the host thread that enqueued it had seen.
+//! - Two operations on one place must be ordered if one of them writes. If they are not, the place and the lane are
+//!   reported, whatever order they happen to run in.
+//! - One wait can be left out, to test that its absence is detected.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, HashMap};
@@ -16,7 +16,7 @@ use crate::plan::interleave::{GpuGrads, Shape, Wire};
 const LANES: usize = Lane::ALL.len();
 type Clock = [u64; LANES];
 
-/// Memory that operations share.
+/// A memory area that operations share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Place {
     HostState(usize, State),
@@ -34,23 +34,23 @@ pub enum Place {
 struct History {
     /// Lane and time of the last write.
     written: Option<(Lane, u64)>,
-    /// Time of the last read of each lane since then.
+    /// Time of each lane's last read since the last write.
     read: Clock,
 }
 
-/// The checker.
+/// The race checker.
 pub struct Races {
     shape: Shape,
     clocks: [Clock; LANES],
     events: HashMap<Event, Clock>,
     places: HashMap<Place, History>,
-    /// Host thread that enqueues now.
+    /// The host thread that enqueues commands now.
     pub issuer: Lane,
-    /// Wait that is left out.
+    /// The wait that is left out.
     pub dropped: Option<(Edge, Lane)>,
-    /// Waits that were seen.
+    /// The waits that were played.
     pub seen: BTreeSet<(u32, usize)>,
-    /// What is not ordered.
+    /// Unordered accesses.
     pub found: Vec<String>,
 }
 
@@ -68,7 +68,8 @@ impl Races {
         }
     }
 
-    /// One host thread goes on where another was: it is started by it, or has taken a lock after it.
+    /// Orders host thread `lane` after everything of `other` so far: as if `other` started it, or released a lock to
+    /// it.
     pub fn follow(&mut self, lane: Lane, other: Lane) {
         let past = self.clocks[other as usize];
         join(&mut self.clocks[lane as usize], &past);
@@ -95,7 +96,7 @@ impl Races {
         Ok(())
     }
 
-    /// An operation on a lane that reads and writes these places.
+    /// Checks an operation on a lane that reads and writes these places.
     pub fn touch(&mut self, lane: Lane, reads: &[Place], writes: &[Place]) {
         self.follow(lane, self.issuer);
         self.clocks[lane as usize][lane as usize] += 1;
@@ -116,7 +117,7 @@ impl Races {
         }
     }
 
-    /// What a piece of work reads and writes.
+    /// The places that a piece of work reads and writes.
     fn touched(&self, work: Work) -> (Vec<Place>, Vec<Place>) {
         let all = |of: fn(usize, State) -> Place, index| STATES.map(|state| of(index, state)).to_vec();
         match work {
@@ -167,7 +168,7 @@ impl Races {
         }
     }
 
-    /// Where the framework leaves a gradient.
+    /// The place where the framework leaves a gradient.
     pub fn made(&self, subgroup: usize, on_cpu: bool) -> Place {
         match self.shape.wire == Wire::Delivered && (on_cpu || self.shape.gpu_grads == GpuGrads::Fetched) {
             true => Place::HostGrad(subgroup),

@@ -1,10 +1,10 @@
-//! Rates from the timings of every step, and when a new plan is worth it.
+//! Rates from the timings of every step, and the decision to change the plan.
 //!
-//! Each kind of work has a smoothed time per parameter. Guards keep one bad step from moving the plan:
-//! - a step in which a kind of work moved less than [`LEAST`] parameters, or took no time, says nothing of it;
-//! - one step moves a rate by a factor of [`MOST`] at most, so that a hiccup passes and a lasting change is
-//!   followed within a few steps;
-//! - a new plan has to be better than the present one by more than [`WORTH`] under the new rates.
+//! Each kind of work has a smoothed time per parameter. Guards keep one bad step from changing the plan:
+//! - A step in which a kind of work moved less than [`LEAST`] parameters, or took no time, is no sample for it.
+//! - A sample counts as at most [`MOST`] times slower or faster than the known rate. A single outlier therefore has
+//!   little effect, and a lasting change is followed within a few steps.
+//! - A new plan must be better than the present plan by more than [`WORTH`] under the new rates.
 #![forbid(unsafe_code)]
 
 use super::Timing;
@@ -14,24 +14,25 @@ use crate::plan::interleave::schedule::Work;
 use crate::plan::interleave::sites::{Plan, Site};
 use crate::plan::interleave::{Rates, Shape, model};
 
-/// Weight of the newest step.
+/// Weight of the newest sample in the smoothed time.
 const NEWEST: f64 = 0.25;
 /// Parameters below which a sample is mostly overhead.
 const LEAST: f64 = 1e5;
-/// Factor by which one step may differ from what is known.
+/// Largest factor by which a sample may differ from the known time per parameter.
 const MOST: f64 = 2.0;
-/// Gain for which the plan changes.
+/// Relative gain in exposed time above which the plan changes.
 const WORTH: f64 = 0.02;
 
-/// What is known of the rates.
+/// The current rates, corrected by the timings of every step.
 #[derive(Debug, Clone)]
 pub struct Meter {
     rates: Rates,
     least: f64,
 }
 
-/// Words that one engine moved or stepped, and when it worked. Lanes share engines: a copy that waits for another one's
-/// has begun on its lane, and the time counts once.
+/// Amount of work of one engine (copies: f32 words; updates: parameters), and the intervals in which it worked. Lanes
+/// may share an engine: a copy that waits for another lane's copy has started on its own lane, but the time counts
+/// once.
 #[derive(Debug, Default, Clone)]
 struct Sample {
     words: f64,
@@ -46,7 +47,7 @@ impl Sample {
         }
     }
 
-    /// Seconds in which the engine worked.
+    /// Seconds in which the engine worked; overlapping intervals count once.
     fn seconds(&mut self) -> f64 {
         self.busy.sort_by(|left, right| left.0.total_cmp(&right.0));
         let (mut sum, mut until) = (0.0, f64::NEG_INFINITY);
@@ -59,23 +60,23 @@ impl Sample {
 }
 
 impl Meter {
-    /// Begins with rates of a profile or a probe.
+    /// Starts with the rates of a profile or a probe.
     pub fn new(rates: Rates) -> Result<Meter> {
         rates.check()?;
         Ok(Meter { rates, least: LEAST })
     }
 
-    /// Believes samples from `least` parameters on.
+    /// Accepts samples of at least `least` parameters.
     pub fn with_least(self, least: f64) -> Meter {
         Meter { least, ..self }
     }
 
-    /// The rates as they are known now.
+    /// The current rates.
     pub fn rates(&self) -> &Rates {
         &self.rates
     }
 
-    /// Takes what ran in a step.
+    /// Updates the rates with the timings of a step.
     pub fn observe(&mut self, shape: &Shape, timings: &[Timing]) {
         let (mut cpu, mut gpu, mut h2d, mut d2h, mut cast) =
             <(Sample, Sample, Sample, Sample, Sample)>::default();
@@ -95,7 +96,7 @@ impl Meter {
             }
         }
         let least = self.least;
-        // The step rounds in the same pass, so its time is all there is.
+        // The CPU step writes the 16-bit copy in the same pass, so its time includes the downscale.
         if follow(&mut self.rates.cpu, cpu, least) {
             self.rates.downscale = f64::INFINITY;
         }
@@ -107,7 +108,8 @@ impl Meter {
         }
     }
 
-    /// The plan for the next step: the best under the rates as known, or the present one where that is nearly as good.
+    /// The plan for the next step: the best plan under the current rates, or the present plan if that is nearly as
+    /// good. `backward`: seconds of the backward pass that the step overlaps.
     pub fn replan(&self, shape: &Shape, present: &Plan, backward: f64) -> Result<Plan> {
         let residents = present.count_on(Site::Resident);
         let best = choose::choose(shape, &self.rates, residents, backward, Mode::Model)?;
@@ -117,7 +119,7 @@ impl Meter {
     }
 }
 
-/// Moves a rate towards a sample; false if the sample says nothing.
+/// Moves a rate towards a sample; false if the sample is too small to count.
 fn follow(rate: &mut f64, mut sample: Sample, least: f64) -> bool {
     let seconds = sample.seconds();
     let believed = sample.words >= least && seconds > 0.0;
@@ -167,7 +169,7 @@ mod tests {
         assert_eq!((meter.rates().gpu, meter.rates().h2d), (KNOWN.gpu, KNOWN.h2d));
     }
 
-    /// Uploads and prefetches share the engine: while one waits for the other, the time is not the link's twice.
+    /// Uploads and prefetches share the engine: time in which one waits for the other counts once for the link.
     #[test]
     fn time_in_which_two_copies_share_an_engine_counts_once() {
         let shape = Shape::uniform(2, 100_000_000);

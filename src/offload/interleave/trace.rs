@@ -1,4 +1,4 @@
-//! A step as a picture: one row per lane, and how many engines work at a time.
+//! A timeline of one step: one row per lane, and a counter of the lanes that work at the same time.
 #![forbid(unsafe_code)]
 
 use super::Timing;
@@ -6,13 +6,13 @@ use crate::plan::interleave::model::{Prediction, Span};
 use crate::plan::interleave::schedule::{Lane, Work};
 use crate::trace::{Trace, Track};
 
-/// What the model says of a step, with its backward pass.
+/// The timeline that the model predicts for a step, with its backward pass.
 pub fn of_prediction(prediction: &Prediction) -> Trace {
     let span = |span: &Span| (span.lane, span.work, span.ran.start, span.ran.end);
     draw(prediction.spans.iter().map(span))
 }
 
-/// What ran in a step, from its first work on.
+/// The timeline of a measured step, from the start of its first work.
 pub fn of_timings(timings: &[Timing]) -> Trace {
     let first = timings.iter().map(|timing| timing.start).fold(f64::INFINITY, f64::min);
     let span = |timing: &Timing| (timing.lane, Some(timing.work), timing.start - first, timing.end - first);
@@ -49,7 +49,7 @@ mod tests {
     use crate::plan::interleave::choose::{Mode, choose};
     use crate::plan::interleave::{Rates, Shape};
 
-    /// The overlap is in the picture: prefetch, flush, CPU and GPU at the same time, flushes after the last update.
+    /// The timeline shows the overlap: prefetch, flush, CPU and GPU at the same time, flushes after the last update.
     #[test]
     fn a_step_of_the_model_shows_its_overlap() {
         let rates = Rates {

@@ -1,4 +1,4 @@
-//! One bucket's tensors, and what each task does to them.
+//! The tensors of one bucket, and what each task does to them.
 #![forbid(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -11,45 +11,45 @@ use crate::optim::{StepStats, processor, undo};
 use crate::stats::OptimizerCounter;
 use crate::sys::reserve::Reserve;
 
-/// When the 16-bit copies of parameters are written.
+/// When the 16-bit copies of parameters are written, and when readers may use them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Publish {
-    /// Once, when the bucket is final: others may read them until then.
+    /// Written once, when the bucket is final. Until then readers may use the old copies.
     Final,
-    /// By every step; they count when the bucket is final.
+    /// Written by every step; valid when the bucket is final.
     Staged,
-    /// By every step; they count at once, and may be withdrawn.
+    /// Written by every step; valid at once, but a rollback may replace them.
     Speculative,
 }
 
-/// How a bucket's step can be taken back to the bit.
+/// How a bucket's step is rolled back, exactly to the bit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Undo {
-    /// By a log of what the inverse formula misses.
+    /// From a log of the residuals that the inverse formula misses.
     Delta,
-    /// By the old values, which stay: steps write to the tensors' shadows.
+    /// From the old values, which are kept: steps write to the tensors' shadows.
     Shadow,
 }
 
-/// A bucket as the engine drives it. A task that fails before it wrote anything may be tried again; one that panics
-/// leaves the bucket unknown.
+/// A bucket as the engine drives it. A task that fails before its first write may be retried; a task that panics leaves
+/// the bucket's values undefined.
 pub trait Bucket: Send {
-    /// Does a task; the statistics of `Look` and `Speculate`.
+    /// Runs a task. The statistics are meaningful for `Look` and `Speculate` only.
     fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats>;
 
-    /// False for one that is only measured before the verdict, and steps once after it.
+    /// False for a bucket that is only measured before the verdict, and steps once after it.
     fn speculates(&self) -> bool {
         true
     }
 }
 
-/// Gives out tensors for as long as one pass over them takes.
+/// Lends tensors for the duration of one pass over them.
 pub trait Lender<R>: Send {
-    /// The tensors with their rules, 16-bit copies and shadows; without those that are not asked for.
+    /// The tensors with their rules, and with 16-bit copies and shadows only if requested.
     fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, R>>>;
 }
 
-/// What one bucket number keeps from round to round: the log of its last step.
+/// State that a bucket index keeps from round to round: the rollback log of its last step.
 #[derive(Debug, Default)]
 pub struct Recording {
     log: Option<Reserve>,
@@ -61,7 +61,7 @@ impl Recording {
     fn begin(&mut self, bytes: usize) -> Result<Kernel> {
         let kernel = processor::kernel()?;
         if self.log.is_none() || self.room < bytes {
-            // The old one first: both at once could pass a limit on address space.
+            // Frees the old log first: both logs at once could exceed a limit on address space.
             self.log = None;
             self.log = Some(Reserve::new(bytes)?);
             self.room = bytes;
@@ -74,7 +74,7 @@ impl Recording {
         self.log.as_mut().map_or(&mut [], Reserve::bytes_mut)
     }
 
-    /// The kernel that wrote the log, which alone can read it.
+    /// The kernel that wrote the log; only this kernel can read it.
     fn kernel(&self) -> Result<Kernel> {
         self.kernel.map_or_else(processor::kernel, Ok)
     }
@@ -86,7 +86,7 @@ impl Recording {
     }
 }
 
-/// Tensors that step by the rule `R`.
+/// A bucket of tensors that step by the rule `R`.
 pub struct Tensors<R, L> {
     lender: L,
     undo: Undo,
@@ -96,12 +96,12 @@ pub struct Tensors<R, L> {
 }
 
 impl<R: Rule, L: Lender<R>> Tensors<R, L> {
-    /// What `lender` has; steps that stand are counted in `counter`.
+    /// A bucket of the tensors that `lender` lends. `counter` counts the elements of committed steps.
     pub fn new(lender: L, undo: Undo, publish: Publish, counter: &'static OptimizerCounter) -> Self {
         Tensors { lender, undo, publish, counter, rule: PhantomData }
     }
 
-    /// True if steps that may be withdrawn write 16-bit copies.
+    /// True if speculative steps write 16-bit copies.
     fn publishes_early(&self) -> bool {
         self.publish != Publish::Final
     }
@@ -139,14 +139,14 @@ impl<R: Rule, L: Lender<R>> Tensors<R, L> {
     fn rollback(&mut self, recording: &mut Recording) -> Result<()> {
         let early = self.publishes_early();
         match self.undo {
-            // The old values never went away; their copies did.
+            // The old values are still in place, but speculation has overwritten their copies.
             Undo::Shadow if early => spread::publish(&mut self.lender.lend(true, false)?),
             Undo::Shadow => Ok(()),
             Undo::Delta => self.back(recording, early, None).map(drop),
         }
     }
 
-    /// Undoes the logged step, and steps again if asked; the elements.
+    /// Undoes the logged step, and steps again with the factor `again` if given; returns the number of elements.
     fn back(&mut self, recording: &mut Recording, copies: bool, again: Option<f32>) -> Result<usize> {
         let kernel = recording.kernel()?;
         let jobs = self.lender.lend(copies, true)?;

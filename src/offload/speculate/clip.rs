@@ -1,4 +1,4 @@
-//! The clip rule and the verdict it gives.
+//! The clip rule and its verdict.
 //!
 //! ```text
 //! norm   = sqrt(sum of squares of the unscaled gradients of all ranks)
@@ -6,27 +6,28 @@
 //! factor = f32(scale * clip)                  (scale: 1 / loss scale)
 //! ```
 //!
-//! the formula of `torch.nn.utils.clip_grad_norm_` and of DeepSpeed's ZeRO optimizers, in f64 and rounded once.
+//! This is the formula of `torch.nn.utils.clip_grad_norm_` and of DeepSpeed's ZeRO optimizers, evaluated in f64 and
+//! rounded once.
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
 use crate::optim::StepStats;
 
-/// Added to the norm, as torch and DeepSpeed do.
+/// Added to the norm, as in torch and DeepSpeed.
 const EPSILON: f64 = 1e-6;
 
-/// What becomes of a round.
+/// Outcome of a round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Verdict {
-    /// The steps stand.
+    /// The unclipped steps are final.
     Commit,
     /// No step happens.
     Skip,
-    /// Every step happens with this factor on the gradient.
+    /// Every bucket steps with this gradient factor.
     Redo(f32),
 }
 
-/// The limit of one round.
+/// Clip limit and gradient scale of one round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Clip {
     max_norm: Option<f64>,
@@ -34,7 +35,8 @@ pub struct Clip {
 }
 
 impl Clip {
-    /// Clips to `max_norm` (0: never) gradients that `scale` unscales.
+    /// Clips gradients, unscaled by `scale`, to the norm `max_norm` (0: no limit). Errors: `max_norm` is negative or
+    /// not finite.
     pub fn new(max_norm: f64, scale: f64) -> Result<Clip> {
         let fine = max_norm >= 0.0 && max_norm.is_finite();
         match fine {
@@ -46,23 +48,23 @@ impl Clip {
         }
     }
 
-    /// Changes nothing.
+    /// No limit, and a scale of 1.
     pub const fn none() -> Clip {
         Clip { max_norm: None, scale: 1.0 }
     }
 
-    /// The factor of a step that is not clipped.
+    /// Gradient factor of an unclipped step.
     pub fn scale(&self) -> f32 {
         self.scale as f32
     }
 
-    /// The factor of a step whose gradients have this sum of squares.
+    /// Gradient factor of a step whose gradients have this sum of squares.
     pub fn factor(&self, sum_squares: f64) -> f32 {
         let clip = self.max_norm.map_or(1.0, |limit| (limit / (sum_squares.sqrt() + EPSILON)).min(1.0));
         (self.scale * clip) as f32
     }
 
-    /// The verdict for all ranks together.
+    /// The verdict, from the statistics of all ranks together.
     pub fn verdict(&self, global: StepStats) -> Verdict {
         if global.nonfinite || !global.sum_squares.is_finite() {
             return Verdict::Skip;
@@ -90,7 +92,7 @@ mod tests {
         assert_eq!(clip.verdict(seen(4.0)), Verdict::Redo((0.5 / (2.0 + 1e-6)) as f32));
         assert_eq!(clip.verdict(seen(f64::NAN)), Verdict::Skip);
         assert_eq!(clip.verdict(StepStats { nonfinite: true, sum_squares: 1.0 }), Verdict::Skip);
-        // Clipped by less than a factor can tell: the step that was done is the step to do.
+        // The clip rounds to the factor of an unclipped step, so the speculative step is already correct.
         assert_eq!(clip.verdict(seen(1.0 - 1.99e-6)), Verdict::Commit);
     }
 

@@ -1,12 +1,12 @@
-//! Buckets and the GPU: those whose states live there, and 16-bit copies that go there from the host.
+//! Buckets and the GPU: buckets whose states are in GPU memory, and uploads of 16-bit copies from the host.
 //!
-//! A bucket on the GPU is measured when its gradient is there and stepped once, after the verdict: the GPU steps so fast that
-//! going ahead gains nothing, and it has nothing to take back. The copies of the others are uploaded by the thread that
-//! stepped them, as soon as they count.
+//! A bucket in GPU memory is measured once its gradient is complete, and steps once, after the verdict. A step on the
+//! GPU is so fast that speculation gains nothing; it also avoids rollbacks. For a bucket on the host, the thread that
+//! stepped the bucket uploads the copies as soon as they are valid.
 //!
 //! Invariants:
-//! - A copy in host memory is written again only after its last upload is over.
-//! - A stream of the framework that was ordered by [`Ready`] reads the parameters of the last task, and no older ones.
+//! - A copy in host memory is overwritten only after its last upload has finished.
+//! - A framework stream ordered by [`Ready`] reads the parameters of the bucket's last task, never older ones.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,7 +20,7 @@ use crate::gpu::transfer::{Copy, Transfers};
 use crate::kernel::Arithmetic;
 use crate::optim::StepStats;
 
-/// What has to be over on the device before a bucket's new parameters are there.
+/// The device operations that must finish before a bucket's new parameters can be read.
 #[derive(Debug, Default)]
 pub struct Ready(Mutex<Vec<Mark>>);
 
@@ -31,7 +31,7 @@ enum Mark {
 }
 
 impl Ready {
-    /// Makes what is queued on `stream` from now on wait for the parameters.
+    /// Makes later work on `stream` wait for the parameters.
     pub fn order(&self, stream: ForeignStream) -> Result<()> {
         self.marks().iter().try_for_each(|mark| match mark {
             Mark::Upload(transfers, ticket) => transfers.stream_wait(*ticket, stream),
@@ -39,7 +39,7 @@ impl Ready {
         })
     }
 
-    /// Waits on this thread until they are there.
+    /// Blocks the calling thread until the parameters are there.
     fn settle(&self) -> Result<()> {
         let marks = std::mem::take(&mut *self.marks());
         marks.iter().try_for_each(Mark::settle)
@@ -59,17 +59,17 @@ impl Mark {
     }
 }
 
-/// Waits: the host memory of uploads may then be freed.
+/// Blocks until the uploads have finished, so that their host memory can be freed.
 impl Drop for Ready {
     fn drop(&mut self) {
-        // Not by the lock, which another thread may have held when a child was forked. A context that is lost, or another
-        // process's, copies nothing any more.
+        // `get_mut` takes no lock: after a fork, another thread of the parent may have held it. Errors are ignored: a
+        // lost context, or the context of another process, copies nothing any more.
         let marks = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _ = marks.iter().try_for_each(Mark::settle);
     }
 }
 
-/// Where the 16-bit copies of a bucket go.
+/// Destination of a bucket's 16-bit copies.
 #[derive(Debug, Clone)]
 pub struct Publication {
     transfers: Arc<Transfers>,
@@ -78,12 +78,12 @@ pub struct Publication {
 }
 
 impl Publication {
-    /// To device memory, by these copies.
+    /// Uploads with `copies` to device memory. Empty for a bucket whose parameters are in device memory.
     pub fn new(transfers: &Arc<Transfers>, copies: Vec<Copy>) -> Publication {
         Publication { transfers: Arc::clone(transfers), copies: copies.into(), ready: Arc::default() }
     }
 
-    /// When they are there.
+    /// The operations that a reader of the copies must wait for.
     pub fn ready(&self) -> &Arc<Ready> {
         &self.ready
     }
@@ -102,7 +102,7 @@ impl Publication {
     }
 }
 
-/// A bucket on the host whose copies are uploaded.
+/// A bucket on the host whose 16-bit copies are uploaded.
 pub struct Published {
     work: Box<dyn Bucket>,
     publish: Publish,
@@ -110,12 +110,12 @@ pub struct Published {
 }
 
 impl Published {
-    /// `work`, published `to` the device when its copies count.
+    /// Wraps `work`: its copies are uploaded to `to` whenever they become valid.
     pub fn new(work: Box<dyn Bucket>, publish: Publish, to: Publication) -> Published {
         Published { work, publish, to }
     }
 
-    /// True if the copies count once `task` is done, and are others than before.
+    /// True if the copies are valid after `task` and differ from the copies of the device.
     fn publishes(&self, task: Task) -> bool {
         match task {
             Task::Look | Task::Pass => false,
@@ -150,7 +150,7 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// These tensors, worked on in the order of the framework's `stream`.
+    /// A bucket of these tensors. Its kernels run in order on the framework's `stream`.
     pub fn new(steps: &Arc<Steps>, jobs: Vec<Job>, stream: ForeignStream, ready: &Arc<Ready>) -> Resident {
         Resident { steps: Arc::clone(steps), jobs, stream, ready: Arc::clone(ready) }
     }
@@ -194,7 +194,7 @@ mod tests {
 
     const ORDINAL: u32 = 45;
 
-    /// Writes its copy, and tells the driver's checker.
+    /// Writes its copy, and reports each write to the race checker of the fake driver.
     struct Writer(Span, u8);
 
     impl Bucket for Writer {
@@ -214,8 +214,8 @@ mod tests {
         (block.address(), registry.host(block.part(0, 64), "block").unwrap())
     }
 
-    /// Steps, redoes and rollbacks in a row: none writes a copy that is being uploaded, and a stream that was ordered reads the
-    /// last one.
+    /// A sequence of steps, redos and rollbacks. No task overwrites a copy whose upload is in flight, and an ordered
+    /// stream reads the newest copy.
     #[test]
     fn a_copy_is_written_again_only_after_its_upload() {
         let device = device(ORDINAL);

@@ -1,9 +1,9 @@
-//! The engine as its callers see it.
+//! The public calls of the speculation engine.
 //!
 //! Invariants:
-//! - Calls may come from any thread; each does its part under one lock, which no step is done under.
-//! - An open round that is dropped is taken back before the drop returns.
-//! - A child made by fork gets errors, never a wait for the thread that it does not have.
+//! - Thread-safe: every call takes one lock. No optimizer step runs while the lock is held.
+//! - Dropping an engine rolls an open round back before the drop returns.
+//! - In a forked child every call returns an error and never waits for the parent's executor thread.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -19,40 +19,41 @@ use crate::sys::event::Event;
 use crate::sys::process::Opener;
 use crate::sys::threads;
 
-/// Most buckets of a round: each costs memory from the open on, and every verdict looks at all of them.
+/// Maximum number of buckets: each bucket costs memory from `open` on, and every verdict visits all of them.
 pub const MAX_BUCKETS: u32 = 1 << 20;
 
-/// Steps buckets before their verdict is known.
+/// Steps buckets before their verdict is known. Thread-safe.
 pub struct Engine {
     opener: Opener,
     publish: Publish,
     shared: Arc<Shared>,
 }
 
-/// What a verdict came to.
+/// Result of a verdict.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Outcome {
     /// The verdict.
     pub verdict: Verdict,
-    /// Norm of the gradients of all ranks; NaN if they are not finite.
+    /// Norm of the gradients of all ranks; NaN if a gradient is not finite, or if the caller gave the verdict.
     pub norm: f64,
-    /// Factor on the gradient of every step that stands; 0 if none does.
+    /// Gradient factor of every committed step; 0 if the verdict is [`Verdict::Skip`].
     pub factor: f32,
-    /// Buckets whose steps were withdrawn.
+    /// Number of buckets whose speculative steps are rolled back.
     pub withdrawn: usize,
 }
 
-/// What happened so far.
+/// Statistics since `open`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Stats {
-    /// Rounds and buckets.
+    /// Counts of rounds and buckets.
     pub counts: Counts,
-    /// Time that callers spent waiting for this engine.
+    /// Total time that callers were blocked in this engine.
     pub exposed: Duration,
 }
 
 impl Engine {
-    /// Starts an engine for rounds of `buckets` buckets.
+    /// Starts an engine for rounds of `buckets` buckets. Errors: `buckets` is not in `1..=MAX_BUCKETS`; no memory or
+    /// no thread.
     pub fn open(buckets: u32, publish: Publish) -> Result<Engine> {
         if !(1..=MAX_BUCKETS).contains(&buckets) {
             return Err(Error::invalid("buckets", format!("{buckets} is not in 1..={MAX_BUCKETS}")));
@@ -64,17 +65,18 @@ impl Engine {
         Ok(Engine { opener: Opener::this(), publish, shared })
     }
 
-    /// Opens a round.
+    /// Opens a round. Errors: a round is open, or buckets of the previous round are not final yet (`Busy`).
     pub fn begin(&self, clip: Clip) -> Result<()> {
         self.lock()?.round.begin(clip)
     }
 
-    /// Whether `submit` would take this bucket now.
+    /// Returns Ok if `submit` would accept this bucket now, and its error otherwise.
     pub fn may_submit(&self, bucket: u32) -> Result<()> {
         self.lock()?.round.may_submit(bucket)
     }
 
-    /// Hands a bucket over; it steps once `event` happened, or at once without one.
+    /// Transfers ownership of a bucket to the round. The bucket steps once `event` is signalled, or at once if there is
+    /// no event.
     pub fn submit(&self, bucket: u32, work: Box<dyn Bucket>, event: Option<Event>) -> Result<()> {
         let mut inner = self.lock()?;
         inner.round.submit(bucket)?;
@@ -86,12 +88,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Waits until every bucket is measured; this rank's part of the norm.
+    /// Waits until every bucket is measured, and returns the sum of squares over this rank's buckets.
     pub fn local_result(&self, timeout: Option<Duration>) -> Result<StepStats> {
         self.until(timeout, |inner| inner.round.local())
     }
 
-    /// Gives the round the verdict that follows from the numbers of all ranks.
+    /// Resolves the round with the verdict that follows from the reduced statistics of all ranks.
     pub fn resolve(&self, global: StepStats) -> Result<Outcome> {
         let mut inner = self.lock()?;
         let verdict = inner.round.clip().verdict(global);
@@ -99,12 +101,12 @@ impl Engine {
         self.close_round(&mut inner, verdict).map(|outcome| Outcome { norm, ..outcome })
     }
 
-    /// Gives the round a verdict of the caller's own.
+    /// Resolves the round with the caller's verdict.
     pub fn resolve_as(&self, verdict: Verdict) -> Result<Outcome> {
         self.close_round(&mut self.lock()?, verdict)
     }
 
-    /// Takes an open round back, whatever was submitted; without one nothing.
+    /// Rolls an open round back, whichever buckets were submitted; a no-op without an open round.
     pub fn abort(&self) -> Result<()> {
         let mut inner = self.lock()?;
         inner.round.abort();
@@ -114,13 +116,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Where a bucket stands.
+    /// State of a bucket. Errors: no such bucket; the error of a failed bucket.
     pub fn progress(&self, bucket: u32) -> Result<Progress> {
         self.lock()?.round.progress(bucket)
     }
 
-    /// Waits until the 16-bit copies of a bucket count: until it is final, or stepped if they are published
-    /// speculatively.
+    /// Waits until the 16-bit copies of a bucket are valid: until the bucket is final, or stepped under
+    /// [`Publish::Speculative`].
     pub fn wait(&self, bucket: u32, timeout: Option<Duration>) -> Result<()> {
         self.until(timeout, |inner| match inner.round.progress(bucket)? {
             Progress::Missing if inner.round.is_idle() => Err(RoundError::Missing(bucket).into()),
@@ -130,7 +132,7 @@ impl Engine {
         })
     }
 
-    /// Waits until every bucket of the resolved round is final, and no event of it is looked at any more.
+    /// Waits until every bucket of the resolved round is final and the executor polls none of its events any more.
     pub fn finish(&self, timeout: Option<Duration>) -> Result<()> {
         self.until(timeout, |inner| {
             let over = inner.round.is_idle() && !inner.watching;
@@ -141,23 +143,23 @@ impl Engine {
         })
     }
 
-    /// Buckets that had been stepped when the last verdict withdrew their steps.
+    /// Buckets whose speculative steps the last verdict rolled back.
     pub fn withdrawn(&self) -> Result<Vec<u32>> {
         Ok(self.lock()?.round.withdrawn().to_vec())
     }
 
-    /// What happened so far.
+    /// Statistics since `open`.
     pub fn stats(&self) -> Result<Stats> {
         let inner = self.lock()?;
         Ok(Stats { counts: inner.round.counts(), exposed: inner.exposed })
     }
 
-    /// When 16-bit copies are written.
+    /// When 16-bit copies are written and valid.
     pub fn publish(&self) -> Publish {
         self.publish
     }
 
-    /// An error in a process that did not open the engine.
+    /// Returns an error in a process that did not open the engine.
     pub fn owned(&self) -> Result<()> {
         self.opener.check("the speculation engine")
     }
@@ -171,7 +173,7 @@ impl Engine {
         let scale = inner.round.clip().scale();
         inner.round.resolve(verdict)?;
         inner.sweep();
-        // Where nothing is left to write, a bucket that stands is final at once.
+        // Where a commit has nothing to write, stepped buckets become final in this call.
         if verdict == Verdict::Commit && self.publish != Publish::Final {
             let standing: Vec<usize> = inner.round.due().collect();
             for index in standing {
@@ -191,7 +193,7 @@ impl Engine {
         Ok(Outcome { verdict, norm: f64::NAN, factor, withdrawn: inner.round.withdrawn().len() })
     }
 
-    /// Waits until `check` has an answer; the time counts as exposed.
+    /// Waits until `check` returns a result; the time counts as exposed.
     fn until<T>(
         &self,
         timeout: Option<Duration>,
@@ -224,7 +226,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // A forked child has neither the thread nor, perhaps, an open lock.
+        // A forked child has no executor thread, and the parent may have held the lock during the fork.
         let Ok(mut inner) = self.lock() else { return };
         inner.round.abort();
         inner.sweep();

@@ -1,9 +1,10 @@
-//! The thread that does the tasks of a round.
+//! The thread that runs the tasks of a round.
 //!
 //! Invariants:
-//! - One bucket at a time is stepped, spread over the pool; buckets start in the order in which they became ready.
-//! - The lock is never held while memory is stepped or an event is slept on.
-//! - A task that panics fails its bucket, and nothing else.
+//! - One bucket runs at a time, spread over the thread pool. Tasks that follow a verdict come first; then buckets run
+//!   in the order of submission among those whose event is signalled.
+//! - The lock is not held while a task runs, nor while the executor sleeps on events.
+//! - A task that panics fails its own bucket only.
 #![forbid(unsafe_code)]
 
 use std::any::Any;
@@ -19,28 +20,28 @@ use crate::optim::StepStats;
 use crate::sys::event::{Event, EventFd, Standing, poll};
 use crate::sys::room;
 
-/// What the callers and the executor share.
+/// State shared by the callers and the executor.
 pub struct Shared {
     inner: Mutex<Inner>,
-    /// A bucket changed its state, or the executor ended.
+    /// Signalled when a bucket changes its state or the executor ends.
     pub changed: Condvar,
-    /// There may be something to do for the executor.
+    /// Wakes the executor: it may have work.
     pub waker: EventFd,
 }
 
-/// Everything under the lock.
+/// The state under the lock.
 pub struct Inner {
     pub round: Round,
     pub slots: Vec<Slot>,
-    /// The executor looks at events of callers.
+    /// The executor polls events of callers.
     pub watching: bool,
     pub closing: bool,
     pub executor_gone: bool,
-    /// Time that callers spent waiting.
+    /// Total time that callers were blocked.
     pub exposed: Duration,
 }
 
-/// One bucket number.
+/// The data of one bucket index.
 #[derive(Default)]
 pub struct Slot {
     pub work: Option<Box<dyn Bucket>>,
@@ -48,7 +49,7 @@ pub struct Slot {
     recording: Recording,
 }
 
-/// A task with what it needs, taken out of its slot.
+/// A task with the data it needs, taken out of its slot.
 pub struct Job {
     index: usize,
     task: Task,
@@ -57,7 +58,7 @@ pub struct Job {
 }
 
 impl Shared {
-    /// For rounds of `buckets` buckets.
+    /// Shared state for rounds of `buckets` buckets.
     pub fn new(buckets: u32) -> Result<Shared> {
         let waker = EventFd::new().map_err(|error| Error::system("making an eventfd", &error))?;
         let inner = Inner {
@@ -71,14 +72,14 @@ impl Shared {
         Ok(Shared { inner: Mutex::new(inner), changed: Condvar::new(), waker })
     }
 
-    /// The lock; what a panic left behind is whole, since tasks run outside of it.
+    /// Takes the lock. A poisoned lock still holds valid state, since tasks run outside it.
     pub fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Inner {
-    /// Starts a bucket that is waiting or due.
+    /// Starts a bucket that is waiting or due. `None` if its slot holds no work.
     pub fn take(&mut self, index: usize) -> Option<Job> {
         let slot = &mut self.slots[index];
         let work = slot.work.take()?;
@@ -88,7 +89,7 @@ impl Inner {
         Some(Job { index, task, work, recording })
     }
 
-    /// Ends what `take` started.
+    /// Returns the data of a finished job to its slot, and records the result.
     pub fn put_back(&mut self, done: Option<(Job, Result<StepStats>)>) {
         let Some((job, outcome)) = done else { return };
         let slot = &mut self.slots[job.index];
@@ -101,7 +102,7 @@ impl Inner {
         self.release(job.index);
     }
 
-    /// Lets go of what buckets hold that need nothing more.
+    /// Releases the work and events of buckets that are final or failed.
     pub fn sweep(&mut self) {
         (0..self.slots.len()).for_each(|index| self.release(index));
     }
@@ -113,7 +114,7 @@ impl Inner {
         }
     }
 
-    /// The next task whose time has come.
+    /// Starts the next runnable task: tasks after a verdict first, then buckets whose event is signalled.
     fn next(&mut self) -> Option<Job> {
         let due = self.round.due().next();
         let ready = || self.round.waiting().find(|index| self.slots[*index].event.is_none());
@@ -121,13 +122,13 @@ impl Inner {
         self.take(index)
     }
 
-    /// Waiting buckets with the events they wait for.
+    /// Waiting buckets with their events.
     fn watched(&self) -> Vec<(usize, Arc<Event>)> {
         let event = |index: usize| self.slots[index].event.clone().map(|event| (index, event));
         self.round.waiting().filter_map(event).collect()
     }
 
-    /// Takes in how those events stand, or why the system does not say.
+    /// Records the polled status of those events; if the poll itself failed, their buckets fail.
     fn note(&mut self, watched: &[(usize, Arc<Event>)], seen: io::Result<Vec<Standing>>) {
         self.watching = false;
         for (order, (index, event)) in watched.iter().enumerate() {
@@ -152,7 +153,7 @@ impl Inner {
     }
 }
 
-/// Does one task, whatever it does to itself.
+/// Runs one task; a panic becomes an error.
 pub fn run(job: Option<Job>) -> Option<(Job, Result<StepStats>)> {
     let mut job = job?;
     let attempt = AssertUnwindSafe(|| job.work.run(job.task, &mut job.recording));
@@ -165,7 +166,7 @@ fn words(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_string())
 }
 
-/// The executor: does tasks until the engine is closed and nothing is left.
+/// Body of the executor thread: runs tasks until the engine closes and the round is idle.
 pub fn execute(shared: &Shared) {
     struct Gone<'a>(&'a Shared);
     impl Drop for Gone<'_> {

@@ -1,9 +1,9 @@
 //! Speculation, then validation: buckets step while backward still produces gradients; the global norm validates later.
 //!
 //! A step needs the norm of the whole gradient, to clip it and to detect infinities and NaNs. Waiting for the norm
-//! keeps the CPU idle during backward. Here each bucket steps as soon as its gradient is complete, without clipping, and
-//! records what an exact (bitwise) rollback needs. The verdict then commits the steps, rolls them back, or rolls them
-//! back and repeats them with the clip factor in one pass (SuperOffload section 4.4).
+//! keeps the CPU idle during backward. Here each bucket steps as soon as its gradient is complete, without clipping,
+//! and records what an exact (bitwise) rollback needs. The verdict then commits the steps, rolls them back, or rolls
+//! them back and repeats them with the clip factor in one pass (SuperOffload section 4.4).
 //!
 //! The norm only grows. Once the running sum passes the limit, the verdict is certain: buckets that have not started
 //! are only measured, and step once after the verdict. Every round gives the same bits as waiting for the norm first.

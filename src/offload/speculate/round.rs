@@ -1,4 +1,4 @@
-//! The states of a round and of its buckets. Pure: no thread, no memory, no clock.
+//! The state machine of a round and of its buckets. Pure: no threads, no tensor memory, no clock.
 //!
 //! ```text
 //! round    idle --begin--> open --resolve, abort--> resolved --last bucket final--> idle
@@ -9,10 +9,10 @@
 //! ```
 //!
 //! Invariants:
-//! - A bucket is submitted at most once a round, and only while the round is open.
-//! - The sum of squares adds the buckets in their order, whatever the order in which they came.
-//! - After `resolve` every bucket comes to the state of a step with the final factor, or of none. Which of them had been
-//!   stepped before, and when the verdict was foreseen, changes no bit.
+//! - A bucket is submitted at most once per round, and only while the round is open.
+//! - The sum of squares adds the buckets in index order, whatever the order of their arrival.
+//! - After `resolve` every bucket reaches the state of one step with the final factor, or of no step. Speculation and
+//!   the moment at which the verdict was foreseen change no bit.
 #![forbid(unsafe_code)]
 
 use super::clip::{Clip, Verdict};
@@ -21,52 +21,52 @@ use crate::kernel::squares;
 use crate::optim::StepStats;
 use crate::sys::room;
 
-/// What the executor does with a bucket.
+/// A task of the executor on one bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Task {
-    /// Measures the gradient and leaves the rest alone.
+    /// Measures the gradient and changes nothing.
     Look,
-    /// Steps, recorded, and measures.
+    /// Measures the gradient and steps, with a rollback record.
     Speculate,
-    /// Nothing: the verdict needs no more numbers.
+    /// No work: the verdict is already certain without this bucket's norm.
     Pass,
-    /// Lets a recorded step stand.
+    /// Makes a recorded step final.
     Commit,
-    /// Takes the recorded step back.
+    /// Rolls the recorded step back.
     Rollback,
-    /// Takes the recorded step back and steps with this factor.
+    /// Rolls the recorded step back and steps again with this factor.
     Redo(f32),
-    /// Steps with this factor, once and for all.
+    /// Steps with this factor, without a record.
     Step(f32),
 }
 
-/// Where a bucket stands.
+/// State of a bucket.
 #[derive(Debug, Clone, PartialEq)]
 enum Bucket {
     Missing,
     Waiting,
     Running(Task),
-    /// Measured (unless it was passed over), and perhaps stepped.
+    /// Measured (unless the task was [`Task::Pass`]); stepped after [`Task::Speculate`].
     Known {
         stats: Option<StepStats>,
         stepped: bool,
     },
-    /// Needs this to be final.
+    /// Waits for this task; final afterwards.
     Due(Task),
     Final,
     Failed(Error),
 }
 
-/// What callers may know of a bucket.
+/// State of a bucket as callers see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
     /// Not submitted in this round.
     Missing,
-    /// Submitted; its values may change at any moment.
+    /// Submitted, and not in another state; a task may change its values at any moment.
     Pending,
-    /// Stepped, but the round is open: the step may be withdrawn.
+    /// Stepped, but the round is open: the step may be rolled back.
     Speculative,
-    /// As it will stay.
+    /// No task is left: the values no longer change.
     Final,
 }
 
@@ -77,7 +77,7 @@ enum Phase {
     Resolved,
 }
 
-/// What a verdict can be foreseen from.
+/// What the running sum says about the verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Foreseen {
     Nothing,
@@ -85,36 +85,36 @@ enum Foreseen {
     Nonfinite,
 }
 
-/// Counts since the round object was made.
+/// Counts since the round object was created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Rounds that were resolved so.
+    /// Rounds resolved with [`Verdict::Commit`].
     pub commits: u64,
-    /// As above.
+    /// Rounds resolved with [`Verdict::Redo`].
     pub redos: u64,
-    /// As above.
+    /// Rounds resolved with [`Verdict::Skip`].
     pub skips: u64,
-    /// Rounds given up before a verdict.
+    /// Rounds aborted before a verdict.
     pub aborts: u64,
-    /// Buckets stepped before the verdict.
+    /// Buckets that stepped speculatively, before the verdict.
     pub speculated: u64,
-    /// Those of them whose step stood.
+    /// Speculative steps that were committed.
     pub committed: u64,
-    /// Those taken back and stepped again.
+    /// Speculative steps that were rolled back and repeated with the clip factor.
     pub redone: u64,
-    /// Those taken back.
+    /// Speculative steps that were rolled back.
     pub rolled_back: u64,
-    /// Buckets that were not stepped before the verdict: it was foreseen, or they never speculate.
+    /// Buckets that did not step before the verdict: the verdict was foreseen, or the bucket never speculates.
     pub spared: u64,
 }
 
-/// A round and its buckets, and the counts over all rounds.
+/// One round, its buckets, and the counts over all rounds.
 #[derive(Debug)]
 pub struct Round {
     phase: Phase,
     clip: Clip,
     buckets: Vec<Bucket>,
-    /// Buckets in the order in which they were submitted.
+    /// Submitted buckets in the order of their submission.
     order: Vec<usize>,
     running_sum: f64,
     foreseen: Foreseen,
@@ -123,7 +123,7 @@ pub struct Round {
 }
 
 impl Round {
-    /// No round, for `buckets` buckets.
+    /// An idle state machine for `buckets` buckets.
     pub fn new(buckets: usize) -> Result<Round> {
         Ok(Round {
             phase: Phase::Idle,
@@ -137,7 +137,7 @@ impl Round {
         })
     }
 
-    /// Opens a round.
+    /// Opens a round. Errors: a round is open, or buckets of the previous round are not final (`Busy`).
     pub fn begin(&mut self, clip: Clip) -> Result<()> {
         match self.phase {
             Phase::Idle => {}
@@ -161,7 +161,7 @@ impl Round {
         self.clip
     }
 
-    /// Whether `bucket` could be submitted now.
+    /// Returns Ok if `submit` would accept `bucket` now, and its error otherwise.
     pub fn may_submit(&self, bucket: u32) -> Result<()> {
         self.open()?;
         match self.bucket(bucket)? {
@@ -170,7 +170,7 @@ impl Round {
         }
     }
 
-    /// Takes a bucket in.
+    /// Submits a bucket. Errors: no open round, no such bucket, or the bucket was submitted before.
     pub fn submit(&mut self, bucket: u32) -> Result<()> {
         self.may_submit(bucket)?;
         self.buckets[bucket as usize] = Bucket::Waiting;
@@ -178,18 +178,18 @@ impl Round {
         Ok(())
     }
 
-    /// Submitted buckets that have not started, the first submitted first.
+    /// Submitted buckets that have not started, in the order of submission.
     pub fn waiting(&self) -> impl Iterator<Item = usize> {
         self.order.iter().copied().filter(|index| self.buckets[*index] == Bucket::Waiting)
     }
 
-    /// Buckets that need something to be final, the last submitted first: backward ends with the layers that forward
-    /// begins with.
+    /// Buckets with a task left after the verdict, in reverse order of submission: backward ends with the layers that
+    /// the next forward uses first.
     pub fn due(&self) -> impl Iterator<Item = usize> {
         self.order.iter().rev().copied().filter(|index| matches!(self.buckets[*index], Bucket::Due(_)))
     }
 
-    /// What a bucket that is due needs.
+    /// The task of a bucket that is due.
     pub fn due_task(&self, index: usize) -> Option<Task> {
         match self.buckets[index] {
             Bucket::Due(task) => Some(task),
@@ -197,13 +197,13 @@ impl Round {
         }
     }
 
-    /// True if nothing more will be done with the bucket.
+    /// True if no task will touch the bucket any more.
     pub fn is_over(&self, index: usize) -> bool {
         matches!(self.buckets[index], Bucket::Final | Bucket::Failed(_))
     }
 
-    /// Starts a bucket that is waiting or due; what to do with it. One that is waiting gets `first`, [`Task::Speculate`] or
-    /// [`Task::Look`], as long as no verdict is foreseen.
+    /// Starts a bucket that is waiting or due, and returns its task. A waiting bucket gets `first` ([`Task::Speculate`]
+    /// or [`Task::Look`]) unless the verdict is foreseen.
     pub fn start(&mut self, index: usize, first: Task) -> Task {
         let task = match (&self.buckets[index], self.foreseen) {
             (Bucket::Due(task), _) => *task,
@@ -215,7 +215,7 @@ impl Round {
         task
     }
 
-    /// Ends what `start` started.
+    /// Records the end of a task that `start` returned.
     pub fn done(&mut self, index: usize, stats: StepStats) {
         let Bucket::Running(task) = self.buckets[index] else { return };
         self.buckets[index] = match task {
@@ -230,19 +230,19 @@ impl Round {
             Task::Commit | Task::Rollback | Task::Redo(_) | Task::Step(_) => Bucket::Final,
         };
         if self.phase == Phase::Resolved {
-            // Given up while this bucket ran.
+            // The round was aborted while this bucket ran.
             self.settle(index, Verdict::Skip);
             self.rest_if_final();
         }
     }
 
-    /// The bucket broke while waiting or running; what it holds is not known.
+    /// Records a failure of a bucket that was waiting or running. The bucket's values are then undefined.
     pub fn fail(&mut self, index: usize, error: Error) {
         self.buckets[index] = Bucket::Failed(error);
         self.rest_if_final();
     }
 
-    /// This rank's sum over all buckets; `None` while some are not measured.
+    /// This rank's sum over all buckets; `None` while a bucket is not measured.
     pub fn local(&self) -> Result<Option<StepStats>> {
         self.open()?;
         self.whole()?;
@@ -254,14 +254,14 @@ impl Round {
                 _ => return Ok(None),
             }
         }
-        // One NaN for everything that is not finite: how much was measured before that depends on the order.
+        // Every non-finite sum becomes NaN: which buckets were measured by then depends on their order.
         Ok(Some(match sum.is_finite() {
             true => StepStats { nonfinite: false, sum_squares: sum },
             false => StepStats { nonfinite: true, sum_squares: f64::NAN },
         }))
     }
 
-    /// Gives the round its verdict.
+    /// Resolves the round. Errors: no open round; a bucket failed or is missing; a bucket is not measured (`Busy`).
     pub fn resolve(&mut self, verdict: Verdict) -> Result<()> {
         if self.local()?.is_none() {
             return Err(Error::Busy("buckets of the round are still being measured".to_string()));
@@ -275,7 +275,7 @@ impl Round {
         Ok(())
     }
 
-    /// Gives the round up, whatever was submitted: no step happens. Without an open round nothing.
+    /// Aborts an open round, whichever buckets were submitted: all steps are rolled back. A no-op otherwise.
     pub fn abort(&mut self) {
         if self.phase == Phase::Open {
             self.counts.aborts += 1;
@@ -288,7 +288,7 @@ impl Round {
         self.phase == Phase::Idle
     }
 
-    /// Where a bucket stands; the error of one that failed.
+    /// State of a bucket. Errors: no such bucket; the error of a failed bucket.
     pub fn progress(&self, bucket: u32) -> Result<Progress> {
         match self.bucket(bucket)? {
             Bucket::Missing => Ok(Progress::Missing),
@@ -301,7 +301,7 @@ impl Round {
         }
     }
 
-    /// The error of the first bucket that failed.
+    /// The error of the failed bucket with the lowest index.
     pub fn failure(&self) -> Option<&Error> {
         self.buckets.iter().find_map(|bucket| match bucket {
             Bucket::Failed(error) => Some(error),
@@ -309,7 +309,7 @@ impl Round {
         })
     }
 
-    /// Buckets that had been stepped when the verdict withdrew their steps.
+    /// Buckets whose speculative steps the verdict rolled back.
     pub fn withdrawn(&self) -> &[u32] {
         &self.withdrawn
     }
@@ -334,7 +334,7 @@ impl Round {
         found.ok_or_else(|| Error::invalid("bucket", format!("is {bucket}, but there are {count} buckets")))
     }
 
-    /// Every bucket is there, and none failed.
+    /// Checks that every bucket is submitted and that none failed.
     fn whole(&self) -> Result<()> {
         if let Some(error) = self.failure() {
             return Err(error.clone());
@@ -345,7 +345,7 @@ impl Round {
         }
     }
 
-    /// The norm only grows: past the limit it stays there.
+    /// Updates the running sum and what it says about the verdict. The norm only grows, so a foreseen verdict holds.
     fn foresee(&mut self, stats: StepStats) {
         self.running_sum = squares::add(self.running_sum, stats.sum_squares);
         if stats.nonfinite || !self.running_sum.is_finite() {
@@ -365,7 +365,7 @@ impl Round {
         self.rest_if_final();
     }
 
-    /// What the verdict means for one bucket; one that is running is settled when it is done.
+    /// Applies the verdict to one bucket. A running bucket is settled by `done`.
     fn settle(&mut self, index: usize, verdict: Verdict) {
         let scale = self.clip.scale();
         let next = match &self.buckets[index] {

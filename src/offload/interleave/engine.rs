@@ -148,7 +148,7 @@ impl<B: Backend + 'static> Engine<B> {
         schedule::publish(subgroup, lane, &mut |command| self.inner.backend.play(command, stream))
     }
 
-    /// True if the parameters of a subgroup are those of the last step begun. Never blocks on the GPU.
+    /// True if the parameters of a subgroup are those of the last step begun.
     pub fn is_ready(&self, subgroup: usize) -> Result<bool> {
         let machine = self.machine()?;
         machine.check(subgroup)?;

@@ -1,9 +1,10 @@
-//! One subgroup's state, read and written between updates.
+//! Reading and writing the state of one subgroup between updates.
 //!
 //! Invariants:
-//! - A subgroup that stays in memory is read and changed there: what lies on the tier may be older.
-//! - Any other is written to the tier at once, all of it, as a new generation: a commit makes it count, a rollback forgets it.
-//! - A param that is split is never handed out without the copy it is made of.
+//! - A cached subgroup is read and changed in memory: the tier's copy may be older.
+//! - Any other subgroup is written to the tier at once and completely, as a new generation. A commit makes the
+//!   generation count; a rollback discards it.
+//! - A split param is never returned without the 16-bit copy that it is rebuilt from.
 #![forbid(unsafe_code)]
 
 use crate::dtype::bf16;
@@ -14,8 +15,8 @@ use crate::error::{Error, Result};
 use crate::sys::span::Span;
 
 impl Swap {
-    /// Copies a subgroup's state into the caller's memory, one span for each stream; an empty one leaves its stream out.
-    /// `copy` are the 16-bit weights, which param is made of if it is split.
+    /// Copies a subgroup's state into the caller's memory. `to` holds one span of f32 for each of param, exp_avg and
+    /// exp_avg_sq; an empty span skips its array. `copy` holds the 16-bit weights; it is needed to read a split param.
     pub fn read(&mut self, subgroup: usize, copy: Option<&[bf16]>, to: [Span; STREAMS]) -> Result<()> {
         let elements = self.lent(subgroup, "to", &to)?;
         let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
@@ -44,8 +45,8 @@ impl Swap {
         Ok(())
     }
 
-    /// Gives a subgroup another state, from one span of the caller's memory for each stream; an empty one leaves its
-    /// stream as it is.
+    /// Replaces a subgroup's state. `from` holds one span of f32 for each of param, exp_avg and exp_avg_sq; an empty
+    /// span leaves its array unchanged.
     pub fn write(&mut self, subgroup: usize, from: [Span; STREAMS]) -> Result<()> {
         let elements = self.lent(subgroup, "from", &from)?;
         let kept = self.pipeline.kept(subgroup);
@@ -73,7 +74,7 @@ impl Swap {
         self.note(outcome)
     }
 
-    /// Reads what the caller does not give.
+    /// Reads the arrays that the caller does not replace.
     fn fetch_rest(&mut self, subgroup: usize, slot: usize, from: &[Span; STREAMS]) -> Result<()> {
         let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
         let elements = self.extents.elements(subgroup);
@@ -81,7 +82,7 @@ impl Swap {
             self.lend_master(slot)?;
         }
         let mut spans = self.slots.spans(slot, form, elements);
-        // A param that stays split stays as it is, low halves and table.
+        // A split param that the caller does not replace is read as it is stored: low halves and table.
         let given = |stream: usize| match (form, stream) {
             (Form::Whole, stream) => !from[stream].is_empty(),
             (Form::Split, 0 | 1) => !from[stream + 1].is_empty(),
@@ -95,7 +96,7 @@ impl Swap {
         self.copy_in(extent, &spans)
     }
 
-    /// Elements of a subgroup that the caller lends these spans for.
+    /// Checks the lengths of the caller's spans, and returns the number of elements of the subgroup.
     fn lent(&self, subgroup: usize, argument: &'static str, spans: &[Span; STREAMS]) -> Result<usize> {
         self.ready()?;
         let elements = self.elements(subgroup)?;
@@ -113,7 +114,7 @@ impl Swap {
         self.pipeline.vacant().ok_or_else(|| Error::Busy("all buffers are in use".to_string()))
     }
 
-    /// Reads streams from the tier.
+    /// Reads an extent's streams from the tier, and waits.
     fn copy_in(&self, extent: u32, to: &[Span]) -> Result<()> {
         if to.iter().all(|span| span.is_empty()) {
             return Ok(());

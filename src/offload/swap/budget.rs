@@ -1,4 +1,4 @@
-//! How much memory a tiered update takes, said before any of it is taken.
+//! The memory that a tiered update needs, computed before any of it is allocated.
 #![forbid(unsafe_code)]
 
 use super::form::{self, Form};
@@ -6,35 +6,36 @@ use super::pipeline::LEAST_WORKING;
 use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
 
-/// What fits into a budget.
+/// Use of a memory budget. "Master" is the full f32 param of a subgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Budget {
-    /// Bytes of one buffer: the state of the largest subgroup, in the form in which it is on the tier.
+    /// Bytes of one buffer: the state of the largest subgroup, in the form in which the tier stores it.
     pub buffer_bytes: u64,
-    /// Buffers taken.
+    /// Number of buffers.
     pub buffers: usize,
-    /// Those of them that keep their subgroup from step to step.
+    /// Number of buffers that keep their subgroup from step to step.
     pub cached: usize,
-    /// Bytes of the largest subgroup's param.
+    /// Bytes of one master: the param of the largest subgroup.
     pub master_bytes: u64,
-    /// Params that are whole in memory at a time; none if every buffer has its own.
+    /// Number of masters in memory at a time; 0 if every buffer has room for its own.
     pub masters: usize,
     /// Bytes of all buffers and masters.
     pub host_bytes: u64,
-    /// Bytes with which every path can read and write at once, and none are there only to be cached.
+    /// Bytes with which every path can read and write at once, without buffers for caching.
     pub working_bytes: u64,
-    /// Bytes of all subgroups' state.
+    /// Bytes of the state of all subgroups.
     pub state_bytes: u64,
-    /// Bytes read, and as many written, in a step that finds the cache filled.
+    /// Bytes read, and as many written, in a step that starts with a full cache.
     pub step_bytes: u64,
 }
 
-/// Masters that are kept for subgroups in motion: one is stepped, others are written that cannot be split. One is enough,
-/// where memory is short.
+/// Masters for subgroups in motion: one for the subgroup being stepped, others for written subgroups that cannot be
+/// split. With little memory a single master is enough.
 pub const MASTERS_IN_MOTION: usize = 3;
 
-/// The best use of `host_bytes` for subgroups of so many elements, over `paths` paths: enough working buffers that
-/// every path can read and write at once, all others cached. `usual` is the form in which state is on the tier.
+/// The best use of `host_bytes` for subgroups of these numbers of elements over `paths` paths. Enough buffers are
+/// working buffers that every path can read and write at once; all others cache subgroups. `usual` is the form of
+/// state on the tier. Errors: `host_bytes` is too small (the error says what is needed), or sizes overflow 64 bits.
 pub fn plan(subgroups: &[u64], usual: Form, paths: usize, host_bytes: u64) -> Result<Budget> {
     let too_large = || Error::invalid("subgroups", "together pass 2^64 bytes");
     let count = subgroups.len();

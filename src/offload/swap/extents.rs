@@ -1,9 +1,9 @@
-//! The extents that hold the subgroups' state: one for each form, the newer of which counts.
+//! The extents that hold the subgroups' state: at most one per form; the newer one is valid.
 //!
 //! Invariants:
-//! - Generations grow over all extents of a tier, so that of a subgroup's two extents the one written last is the newer,
-//!   also after a rollback and after a crash.
-//! - The older one keeps its place until the newer is committed.
+//! - Generations increase over all extents of a tier. Of a subgroup's two extents, the one with the higher generation
+//!   was written last, also after a rollback or a crash.
+//! - The older extent keeps its storage until the newer one is committed.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -33,7 +33,7 @@ fn name(subgroup: usize, form: Form) -> String {
 }
 
 impl Extents {
-    /// Finds what the tier has, and defines the extents of the usual form. An error leaves the tier as it was.
+    /// Finds existing extents, and defines the missing extents of the usual form. An error leaves the tier unchanged.
     pub(super) fn define(tier: &Tier, elements: &[u64], usual: Form) -> Result<Extents> {
         let subgroups =
             elements.iter().map(|elements| Subgroup { elements: *elements, whole: None, split: None });
@@ -47,7 +47,7 @@ impl Extents {
         defined.map(|()| extents)
     }
 
-    /// Lists in `made` the extents that the tier did not have.
+    /// Defines the extents of the usual form, and appends newly created ones to `made`.
     fn define_all(&mut self, tier: &Tier, made: &mut Vec<u32>) -> Result<()> {
         let usual = self.usual;
         for subgroup in 0..self.len() {
@@ -66,7 +66,7 @@ impl Extents {
         Ok(())
     }
 
-    /// Finds the extents by their names, as after a rollback.
+    /// Finds the extents by name, for example after a rollback.
     pub(super) fn find(&mut self, tier: &Tier) {
         let known: HashMap<String, u32> =
             tier.extents().into_iter().map(|extent| (extent.name, extent.number)).collect();
@@ -84,10 +84,10 @@ impl Extents {
         self.subgroups[subgroup].elements as usize
     }
 
-    /// The extent of a form, made if there is none.
+    /// The extent of a form, created if there is none.
     pub(super) fn written_as(&mut self, tier: &Tier, subgroup: usize, form: Form) -> Result<u32> {
         let found = &mut self.subgroups[subgroup];
-        // Also where it is known: that takes back a removal.
+        // Called for existing extents, too: `define` cancels a pending removal.
         let extent = tier.define(&name(subgroup, form), &form::streams(form, found.elements))?;
         match form {
             Form::Whole => found.whole = Some(extent),
@@ -96,7 +96,7 @@ impl Extents {
         Ok(extent)
     }
 
-    /// The extent that holds a subgroup's state, its form, and its generation, which is 0 if there is no state.
+    /// The extent that holds a subgroup's current state, its form, and its generation (0 if there is no state).
     pub(super) fn newest(&self, tier: &Tier, subgroup: usize) -> Result<(u32, Form, u64)> {
         let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
         let generation = |extent: &Option<u32>| match extent {
@@ -113,7 +113,7 @@ impl Extents {
         newest.ok_or_else(|| Error::invalid("subgroup", format!("{subgroup} has no extent")))
     }
 
-    /// Has the next commit take out what is older than a subgroup's state.
+    /// Marks extents that are older than the current state for removal by the next commit.
     pub(super) fn remove_older(&self, tier: &Tier) -> Result<()> {
         for (number, subgroup) in self.subgroups.iter().enumerate() {
             let newest = self.newest(tier, number)?.0;

@@ -1,15 +1,15 @@
-//! The two forms in which a subgroup's state is stored, on the tier and in memory.
+//! The two forms of a subgroup's stored state, on the tier and in memory.
 //!
-//! | form | streams | bytes a parameter |
+//! | form | streams | bytes per parameter |
 //! |---|---|---|
 //! | whole | param, exp_avg, exp_avg_sq | 12 |
-//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, and the table's 0.01 |
+//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, plus about 0.01 for the table |
 //!
-//! The table is a checksum of param, a count, and the [`Exception`]s.
+//! The table holds a checksum of param, a count, and the [`Exception`]s.
 //!
 //! Invariants:
-//! - Splitting leaves param as it is.
-//! - Joining gives exactly the param that was split, or says that the copy is not the one that belongs to it.
+//! - Splitting does not change param.
+//! - Joining gives exactly the param that was split, or an error if the 16-bit copy does not belong to it.
 #![forbid(unsafe_code)]
 
 use crate::dtype::bf16;
@@ -26,9 +26,9 @@ pub const STREAMS: usize = 3;
 /// How a subgroup's state is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
-    /// All of it.
+    /// The full state.
     Whole,
-    /// Without the upper halves of param, which follow from the 16-bit copy that the model holds.
+    /// Without the upper halves of param, which are rebuilt from the 16-bit copy that the model holds.
     Split,
 }
 
@@ -43,11 +43,11 @@ pub struct State<'a> {
     pub exp_avg_sq: &'a mut [f32],
 }
 
-/// Words of 16 bits before the exceptions, and of each of them.
+/// Number of 16-bit words before the exceptions, and in each exception.
 const TABLE_HEAD: usize = 8;
 const EXCEPTION: usize = 6;
 
-/// Exceptions that fit into a table; of random weights there are eight times fewer than the first term.
+/// Capacity of a table. Random weights need one eighth of the first term.
 fn most_exceptions(elements: u64) -> u64 {
     elements / (1 << 14) + 16
 }
@@ -61,7 +61,7 @@ fn pages(bytes: u64) -> Option<u64> {
     bytes.checked_next_multiple_of(BASE_PAGE as u64)
 }
 
-/// Bytes of a whole param; `None` past 2^64.
+/// Bytes of a full f32 param in whole pages; `None` past 2^64.
 pub fn master_bytes(elements: u64) -> Option<u64> {
     pages(elements.checked_mul(4)?.max(1))
 }
@@ -72,7 +72,7 @@ pub fn stored_bytes(form: Form, elements: u64) -> Option<u64> {
     streams(form, elements).into_iter().try_fold(0_u64, |sum, bytes| sum.checked_add(pages(bytes)?))
 }
 
-/// Bytes of the streams of a form, in their order.
+/// Bytes of each stream of a form, in their order.
 pub fn streams(form: Form, elements: u64) -> Vec<u64> {
     match form {
         Form::Whole => vec![4 * elements; STREAMS],
@@ -80,7 +80,7 @@ pub fn streams(form: Form, elements: u64) -> Vec<u64> {
     }
 }
 
-/// Fills low halves and table. False if the table has no room for all exceptions.
+/// Fills low halves and table from param. False if the table has no room for all exceptions.
 pub fn split(param: &[f32], low: &mut [u16], table: &mut [u16]) -> bool {
     let most = most_exceptions(param.len() as u64) as usize;
     let Some(exceptions) = master::exceptions(param, most) else { return false };
@@ -95,7 +95,7 @@ pub fn split(param: &[f32], low: &mut [u16], table: &mut [u16]) -> bool {
     true
 }
 
-/// Makes param from low halves, table and `copy`. An error if `copy` is not the copy of the param that was split.
+/// Rebuilds param from low halves, table and `copy`. Errors: `copy` is not the 16-bit copy of the param that was split.
 pub fn join(copy: &[bf16], low: &[u16], table: &[u16], param: &mut [f32]) -> Result<()> {
     let wrong = |reason: &str| Err(Error::invalid("param_copy", reason));
     if copy.len() != param.len() {
@@ -131,7 +131,7 @@ mod tests {
 
     type Halves = (Vec<u16>, Vec<u16>);
 
-    /// Low halves and table of these masters, if there is room, and their copy.
+    /// Low halves and table of these masters (`None` if the table is too small), and their 16-bit copy.
     fn stored(masters: &[f32]) -> (Option<Halves>, Vec<bf16>) {
         let mut low = vec![0xdead; masters.len()];
         let mut table = vec![0xdead; table_bytes(masters.len() as u64) as usize / 2];

@@ -1,10 +1,11 @@
-//! Turns on the paths, as transfers need them (MLP-Offload section 3.1).
+//! Turns on shared paths, taken when transfers need them (MLP-Offload section 3.1).
 //!
 //! Invariants:
-//! - In a round, what goes to a path waits at its gate until this process has its turn there, or its patience ran out.
-//!   Other paths go on meanwhile: a subgroup's parts travel each in its own time.
-//! - A turn lasts while nobody else waits; then for what has come to the gate by now, and it is given up when that is over.
-//! - That depends on nothing but the path's own transfers: processes never wait for each other in a ring.
+//! - In a round, transfers to a path wait at the path's gate until this process has its turn, or its patience runs out.
+//!   Other paths are not delayed: the parts of a subgroup travel independently.
+//! - A process keeps its turn while no other process waits. When one does, this process closes the gate, finishes the
+//!   transfers that have passed it, and gives the turn up.
+//! - A turn depends only on the path's own transfers, so processes never wait for each other in a cycle.
 #![forbid(unsafe_code)]
 
 use std::path::Path;
@@ -17,7 +18,7 @@ use crate::log::{self, Level};
 use crate::tier::turn::{Claim, Line};
 use crate::tier::{Health, Tier};
 
-/// Paths on one device, which have one line.
+/// The paths on one device, which share one line of waiting processes.
 #[derive(Debug)]
 struct Lane {
     claim: Claim,
@@ -26,26 +27,26 @@ struct Lane {
 
 #[derive(Debug)]
 pub(super) struct Lanes {
-    /// Of paths with turns; the others are open to all at any time.
+    /// Lanes of paths with turns. Other paths are always open.
     lanes: Vec<Lane>,
     looked: Option<Instant>,
 }
 
-/// How often the lines are looked at; a turn lasts for tens of milliseconds and more.
+/// Interval between checks of the lines; a turn lasts tens of milliseconds or more.
 const LOOK: Duration = Duration::from_millis(1);
 
 impl Lanes {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Lanes> {
         let mut lines: Vec<(Line, Vec<usize>)> = Vec::new();
         for (path, info) in tier.paths().into_iter().enumerate() {
-            // Memory is this process's alone, and a store serves everybody at once.
+            // Memory belongs to this process alone, and an object store serves all processes at once.
             let shared = !info.memory && !is_address(&info.name) && info.health != Health::Missing;
             if !options.exclusive || !shared {
                 continue;
             }
             let line = match Line::join(Path::new(&info.name), None) {
                 Ok(line) => line,
-                // Turns are a courtesy: without them every process uses the path at any time.
+                // Turns only improve bandwidth: without them every process uses the path at any time.
                 Err(error) => {
                     log::write(Level::Warn, &format!("{} is used without turns: {error}", info.name));
                     continue;
@@ -61,13 +62,13 @@ impl Lanes {
         Ok(Lanes { lanes: lanes.collect(), looked: None })
     }
 
-    /// Begins a round.
+    /// Begins a round: closes the gates of paths with turns.
     pub(super) fn begin(&mut self, tier: &Tier) {
         self.looked = None;
         self.lanes.iter().flat_map(|lane| &lane.paths).for_each(|path| tier.close_gate(*path));
     }
 
-    /// Asks for turns that are wanted and gives up those that others wait for. To be called again and again in a round.
+    /// Requests turns that are needed, and gives up turns that other processes wait for. Call repeatedly in a round.
     pub(super) fn look(&mut self, tier: &Tier) {
         if self.looked.is_some_and(|looked| looked.elapsed() < LOOK) {
             return;
@@ -83,7 +84,7 @@ impl Lanes {
         });
     }
 
-    /// Ends a round.
+    /// Ends a round: opens all gates and gives all turns up.
     pub(super) fn end(&mut self, tier: &Tier) {
         for lane in &mut self.lanes {
             lane.open(tier);

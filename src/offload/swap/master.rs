@@ -1,9 +1,10 @@
-//! The f32 master weight split without loss into the bf16 copy that the model holds anyway and its low 16 bits, so that
-//! the tier stores 2 bytes for it instead of 4.
+//! Lossless split of the f32 master weight into the bf16 copy that the model holds anyway and its low 16 bits. The tier
+//! then stores 2 bytes per parameter instead of 4.
 //!
-//! The copy is the master rounded to nearest even, so its pattern is the upper half, or one more if the lower half is
-//! above one half. At exactly one half the even neighbour was taken, and the copy does not say from which side; a NaN
-//! becomes the one quiet NaN. Those masters are listed whole, as exceptions: of random weights one in 2^17.
+//! The copy is the master rounded to nearest even. Its bits are the upper half of the master, plus one if the lower
+//! half is above one half. Two cases are ambiguous: at exactly one half the copy does not show the rounding
+//! direction, and every NaN becomes the same quiet NaN. Masters that cannot be rebuilt are stored in full, as
+//! exceptions; of random weights that is one in 2^17.
 #![forbid(unsafe_code)]
 
 use crate::dtype::bf16;
@@ -18,16 +19,16 @@ pub struct Exception {
 }
 
 const TIE: u16 = 0x8000;
-/// Elements that are looked at together.
+/// Number of elements checked together.
 const BLOCK: usize = 1024;
 
-/// The upper half that a copy and a low half mean, exceptions apart.
+/// The upper half that follows from a copy and a low half, exceptions aside.
 #[inline]
 fn upper(copy: u16, low: u16) -> u16 {
     copy.wrapping_sub(u16::from(low > TIE))
 }
 
-/// The pattern that every kernel stores for this master's bf16 copy.
+/// The bf16 bits that every kernel stores for this master.
 #[inline]
 fn rounded(bits: u32) -> u16 {
     let nan = bits & 0x7fff_ffff > 0x7f80_0000;
@@ -36,7 +37,8 @@ fn rounded(bits: u32) -> u16 {
     if nan { 0x7fc0 } else { nearest }
 }
 
-/// The masters that copy and low halves leave open. None if there are more than `most`: such state is better stored whole.
+/// The masters that copy and low halves do not determine. `None` if there are more than `most`: such state is better
+/// stored whole.
 pub fn exceptions(master: &[f32], most: usize) -> Option<Vec<Exception>> {
     let mut found = Vec::new();
     for (number, master) in master.chunks(BLOCK).enumerate() {
@@ -44,7 +46,7 @@ pub fn exceptions(master: &[f32], most: usize) -> Option<Vec<Exception>> {
             let bits = master.to_bits();
             upper(rounded(bits), bits as u16) ^ (bits >> 16) as u16
         };
-        // Without a branch for each element: exceptions are rare.
+        // No branch per element, since exceptions are rare.
         if master.iter().fold(0, |any, master| any | open(master)) == 0 {
             continue;
         }
@@ -64,7 +66,8 @@ pub fn pack(master: &[f32], low: &mut [u16]) {
     master.iter().zip(low).for_each(|(master, low)| *low = master.to_bits() as u16);
 }
 
-/// Makes the masters again from the model's copy, their low halves and the exceptions. False if an exception lies outside.
+/// Rebuilds the masters from the model's copy, their low halves and the exceptions. False if an exception's index is
+/// out of range.
 pub fn unpack(copy: &[bf16], low: &[u16], exceptions: &[Exception], master: &mut [f32]) -> bool {
     for ((master, low), copy) in master.iter_mut().zip(low).zip(copy) {
         *master = f32::from_bits(u32::from(upper(copy.to_bits(), *low)) << 16 | u32::from(*low));
@@ -83,7 +86,7 @@ mod tests {
     use super::*;
     use crate::sys::threads;
 
-    /// What becomes of masters that are split and joined.
+    /// The bits of masters after a split and a join.
     fn there_and_back(master: &[f32], exceptions: &[Exception]) -> Vec<u32> {
         let copy: Vec<bf16> = master.iter().map(|x| bf16::from_bits(rounded(x.to_bits()))).collect();
         let mut low = vec![0xdead; master.len()];
@@ -97,7 +100,7 @@ mod tests {
         master.iter().map(|x| x.to_bits()).collect()
     }
 
-    /// All masters with these upper halves, copied as the kernels copy; the number of exceptions.
+    /// Splits and joins all masters with these upper halves, and returns the number of exceptions.
     fn round_trip(uppers: std::ops::Range<u32>) -> u64 {
         let mut count = 0;
         for upper in uppers {
@@ -114,7 +117,7 @@ mod tests {
         let mut parts: Vec<(u32, u64)> = (0..1 << 6).map(|part| (part << 10, 0)).collect();
         threads::each(&mut parts, |(first, count)| *count = round_trip(*first..*first + (1 << 10))).unwrap();
         let count: u64 = parts.iter().map(|(_, count)| count).sum();
-        // NaNs of both signs but the 2^16 that 0x7fc0 and its low half give; ties at odd upper halves of numbers.
+        // All NaNs except the 2^16 that 0x7fc0 determines, and ties at odd upper halves of finite numbers.
         let nans = 2 * ((1 << 23) - 1) - (1 << 16);
         let ties = 2 * (0x7f80 / 2);
         assert_eq!(count, nans + ties);

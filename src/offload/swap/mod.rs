@@ -1,14 +1,14 @@
-//! The tiered update (MLP-Offload sections 3.2 to 3.4): optimizer state on a tier, stepped through few buffers of host
-//! memory.
+//! The tiered update (MLP-Offload sections 3.2 to 3.4): optimizer state lives on a tier and is stepped through a few
+//! buffers of host memory.
 //!
 //! Invariants:
-//! - The tier's committed state is never written to: until [`Swap::commit`] succeeds, a crash, an error or
-//!   [`Swap::roll_back`] leads back to the last commit, whole.
-//! - A step that failed is taken up again by rolling back, by nothing else: some subgroups may have been stepped.
-//! - No gradient ever goes to the tier; only param, exp_avg and exp_avg_sq do, 12 bytes a parameter; 10 if param is split,
-//!   there and in memory, and then the caller keeps the 16-bit copy that belongs to the state: a wrong one is told, never
-//!   stepped.
-//! - All memory is taken at open, and it is what [`budget::plan`] said.
+//! - The tier's committed state is never overwritten. Until [`Swap::commit`] succeeds, the last commit can be restored
+//!   completely after a crash, after an error, and with [`Swap::roll_back`].
+//! - After a failed step, only a rollback makes the state usable again: some subgroups may have been stepped.
+//! - Gradients never go to the tier; only param, exp_avg and exp_avg_sq do.
+//! - State takes 12 bytes per parameter on the tier and in memory, or 10 if param is split. With a split param the
+//!   caller keeps the 16-bit copy that belongs to the state; a wrong copy is detected and never stepped.
+//! - All memory is allocated at open, as much as [`budget::plan`] computed.
 #![forbid(unsafe_code)]
 
 mod access;
@@ -43,21 +43,21 @@ pub use form::State;
 /// Settings of a tiered update.
 #[derive(Debug, Clone)]
 pub struct SwapOptions {
-    /// Elements of each subgroup.
+    /// Number of elements of each subgroup.
     pub subgroups: Vec<u64>,
-    /// How state is stored: [`Form::Split`] needs the 16-bit copies at every step.
+    /// Form in which state is stored: [`Form::Split`] needs the 16-bit copies at every step.
     pub usual: Form,
-    /// Most bytes of host memory for state.
+    /// Maximum bytes of host memory for state.
     pub host_bytes: u64,
-    /// What memory to take.
+    /// Kind of memory to allocate.
     pub backing: Backing,
-    /// Share of each path, instead of its measured speed.
+    /// Share of each path; `None` derives the shares from measured bandwidth.
     pub ratio: Option<Vec<f64>>,
-    /// Bytes per second of each path, to begin with; empty if nothing is known.
+    /// Initial bandwidth of each path, in bytes per second; empty if unknown.
     pub speeds: Vec<f64>,
-    /// One process of the node at a time uses a path.
+    /// Processes of this node take turns on each path.
     pub exclusive: bool,
-    /// How long a process waits for its turn on a path before it goes on without one.
+    /// How long a process waits for its turn on a path before it uses the path without one.
     pub patience: Duration,
 }
 
@@ -66,15 +66,15 @@ pub struct SwapOptions {
 pub struct SwapStats {
     /// Subgroups read, written, and found in memory.
     pub pipeline: PipelineStats,
-    /// Seconds in which nothing could be stepped for want of data.
+    /// Seconds in which no subgroup could be stepped because its data was in flight.
     pub exposed_seconds: f64,
-    /// Bytes of state that live on each path.
+    /// Bytes of state on each path.
     pub load: Vec<u64>,
-    /// Pieces of subgroups that changed their path.
+    /// Pieces of subgroups that moved to another path.
     pub moved: u64,
 }
 
-/// Subgroups on a tier.
+/// The tiered update of one rank: subgroups on a tier, and the host memory to step them.
 #[derive(Debug)]
 pub struct Swap {
     tier: Arc<Tier>,
@@ -85,12 +85,12 @@ pub struct Swap {
     pipeline: Pipeline,
     traffic: Traffic,
     lanes: Lanes,
-    /// Why the state in memory is no step's.
+    /// The error that made the state in memory invalid; cleared by a rollback.
     broken: Option<Error>,
 }
 
 impl Swap {
-    /// Takes the memory and defines the extents. Subgroups that the tier has already are kept as they are.
+    /// Allocates the memory and defines the extents. Subgroups that the tier already holds keep their state.
     pub fn open(tier: Arc<Tier>, options: &SwapOptions) -> Result<Swap> {
         let paths = tier.paths().len();
         let budget = budget::plan(&options.subgroups, options.usual, paths, options.host_bytes)?;
@@ -98,7 +98,7 @@ impl Swap {
         let slots = Slots::open(&budget, options.usual, options.backing)?;
         let traffic = Traffic::new(&tier, options)?;
         let lanes = Lanes::new(&tier, options)?;
-        // Last: what fails before leaves the tier as it was.
+        // Last: a failure before this line leaves the tier unchanged.
         let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
         Ok(Swap {
             tier,
@@ -118,7 +118,7 @@ impl Swap {
         self.tier.owned()
     }
 
-    /// What was taken.
+    /// The memory that was allocated.
     pub fn budget(&self) -> Budget {
         self.budget
     }
@@ -133,12 +133,12 @@ impl Swap {
         self.extents.len()
     }
 
-    /// True for no subgroups.
+    /// True if there are no subgroups.
     pub fn is_empty(&self) -> bool {
         self.extents.len() == 0
     }
 
-    /// Elements of a subgroup.
+    /// Number of elements of a subgroup. Errors: no such subgroup.
     pub fn elements(&self, subgroup: usize) -> Result<usize> {
         match subgroup < self.len() {
             true => Ok(self.extents.elements(subgroup)),
@@ -166,20 +166,20 @@ impl Swap {
         }
     }
 
-    /// Gives every subgroup its first state: `fill` writes it into memory that holds anything.
+    /// Gives every subgroup its first state: `fill` writes the state into uninitialised memory.
     pub fn fill(&mut self, mut fill: impl FnMut(usize, State<'_>) -> Result<()>) -> Result<()> {
         self.ready()?;
         let outcome = self.run(Source::Nothing, &mut fill);
         self.note(outcome)
     }
 
-    /// One update: `step` is called once for each subgroup, in the order in which their states arrive.
+    /// Runs one update: `step` is called once per subgroup, in the order in which the states arrive.
     pub fn step(&mut self, step: impl FnMut(usize, State<'_>) -> Result<()>) -> Result<()> {
         self.step_with(&|_| &[], step)
     }
 
-    /// The same for state whose master is split: `copies` gives each subgroup's 16-bit weights as the step that made the
-    /// state published them. It is asked before the subgroup is stepped, if param has to be made of them.
+    /// As [`Swap::step`], for state with a split master. `copies` returns the 16-bit weights of a subgroup, as the step
+    /// that made the state published them. If param must be rebuilt, `copies` is called before the subgroup is stepped.
     pub fn step_with<'a>(
         &mut self,
         copies: Copies<'a>,
@@ -191,7 +191,7 @@ impl Swap {
         self.note(outcome)
     }
 
-    /// Writes what is newer in memory, and makes all of it durable as `step`.
+    /// Writes dirty subgroups to the tier and makes all state durable as step number `step`, with `payload`.
     pub fn commit(&mut self, step: u64, payload: &[u8]) -> Result<()> {
         self.ready()?;
         self.pipeline.settle()?;
@@ -203,7 +203,7 @@ impl Swap {
         Ok(())
     }
 
-    /// Goes back to the last commit.
+    /// Rolls back to the last commit.
     pub fn roll_back(&mut self) -> Result<()> {
         self.lanes.end(&self.tier);
         self.finish_transfers();
@@ -236,7 +236,7 @@ impl Swap {
         self.drive(source, work)
     }
 
-    /// Runs the pipeline to its end. From no source nothing is read: the work fills what it gets.
+    /// Runs the pipeline to its end. With `Source::Nothing` no subgroup is read: `work` fills the memory.
     fn drive(&mut self, source: Source, work: Work) -> Result<()> {
         self.lanes.begin(&self.tier);
         loop {
@@ -268,7 +268,7 @@ impl Swap {
         }
     }
 
-    /// Starts a read. One that cannot even start has failed like any other.
+    /// Starts a read. A read that cannot start counts as a failed read.
     fn fetch(&mut self, subgroup: usize, slot: usize) -> Result<()> {
         self.start_fetch(subgroup, slot).inspect_err(|_| self.ended(Direction::Fetch, slot, false))
     }
@@ -280,7 +280,7 @@ impl Swap {
         self.traffic.read(&self.tier, slot, extent, &spans)
     }
 
-    /// Gives a slot the whole param of its state, or at least the memory for it if the state comes from nowhere.
+    /// Gives a slot its full f32 param. If the source is `Nothing`, only the memory for param.
     fn make_whole(&mut self, subgroup: usize, slot: usize, source: Source) -> Result<()> {
         if self.slots.has_master(slot) {
             return Ok(());
@@ -293,7 +293,7 @@ impl Swap {
                 let named = |error: Error| error.within(&format!("subgroup {subgroup}, "));
                 self.slots.join(slot, elements, copies(subgroup)).map_err(named)
             }
-            // Seldom: a state that could not be split. It was fetched without param, for which there was no memory.
+            // Rare: a state that could not be split. It was fetched without param, since the slot had no master.
             Form::Whole => {
                 let (extent, ..) = self.extents.newest(&self.tier, subgroup)?;
                 let param = self.slots.spans(slot, Form::Whole, elements)[0];
@@ -306,7 +306,7 @@ impl Swap {
         }
     }
 
-    /// Waits for a master, if all are being written.
+    /// Lends a master to a slot; waits if all masters are in use by writes.
     fn lend_master(&mut self, slot: usize) -> Result<()> {
         while !self.slots.lend(slot) {
             if self.traffic.idle() {
@@ -323,7 +323,7 @@ impl Swap {
         Ok(())
     }
 
-    /// Starts a write of a slot's state, which stays there if `keep`.
+    /// Starts to write a slot's state. The state stays in the slot if `keep`.
     fn flush(&mut self, subgroup: usize, slot: usize, keep: bool) -> Result<()> {
         self.start_flush(subgroup, slot, keep).inspect_err(|_| self.ended(Direction::Flush, slot, false))
     }
@@ -349,7 +349,7 @@ impl Swap {
         (0..self.slots.len()).for_each(|slot| self.look_at(slot));
     }
 
-    /// Sets a slot aside while a transfer that was given up may reach it, and takes its master back if it is vacant.
+    /// Quarantines a slot while an abandoned transfer may still access it. Takes the master back from a vacant slot.
     fn look_at(&mut self, slot: usize) {
         self.pipeline.set_aside(slot, self.slots.in_transfer(slot));
         if self.pipeline.is_vacant(slot) {
@@ -357,7 +357,8 @@ impl Swap {
         }
     }
 
-    /// Takes in transfers that are over; waits for one, if `wait`. All of them, whichever failed.
+    /// Handles all transfers that have ended; with `wait`, at least one. Returns the first error after handling them
+    /// all.
     fn collect(&mut self, wait: bool) -> Result<()> {
         let mut outcome = Ok(());
         for done in self.traffic.over(&self.tier, &mut self.lanes, wait) {
@@ -367,10 +368,10 @@ impl Swap {
         outcome
     }
 
-    /// After an error: nothing may use the buffers any more.
+    /// Waits for all transfers after an error, so that none uses the buffers any more.
     fn finish_transfers(&mut self) {
         while !self.traffic.idle() {
-            // One error is known already.
+            // The caller already has an error to return.
             let _ = self.collect(true);
         }
     }
@@ -378,15 +379,15 @@ impl Swap {
 
 type Work<'a> = &'a mut dyn FnMut(usize, State<'_>) -> Result<()>;
 
-/// The 16-bit weights of a subgroup.
+/// Returns the 16-bit weights of a subgroup.
 pub type Copies<'a> = &'a dyn Fn(usize) -> &'a [bf16];
 
-/// Where the states of a round come from.
+/// Origin of the states of a round.
 #[derive(Clone, Copy)]
 enum Source<'a> {
-    /// From nowhere: the work fills them in.
+    /// No stored state: `work` fills the memory.
     Nothing,
-    /// From the tier, and the copies of those that are split.
+    /// The tier; the closure returns the 16-bit copies for split states.
     Tier(Copies<'a>),
 }
 

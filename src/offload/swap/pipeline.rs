@@ -1,22 +1,22 @@
-//! Which subgroup is fetched, stepped and flushed when, and which stay in host memory: a state machine without a clock,
-//! a file or a thread.
+//! Decides when each subgroup is fetched, stepped and flushed, and which subgroups stay in host memory. A state machine
+//! without a clock, files or threads.
 //!
 //! Invariants:
 //! - A round steps every subgroup once. A slot holds one subgroup from the start of its fetch to the end of its flush.
-//! - Rounds alternate their direction, and the last `cached` subgroups of a round stay in their slots: they are the
-//!   first of the next. So exactly `cached` subgroups of a round, the first excepted, need no fetch (MLP-Offload 3.2),
-//!   but for those that were let go.
-//! - What stays is not written in that round, unless [`Pipeline::settle`] asks for it: a copy on the tier that is older
-//!   than a cached subgroup is never read.
-//! - A slot that a transfer may still reach after it was given up is not used before that transfer is over.
-//! - A failed fetch frees its slot; a failed flush keeps the only copy in its slot, to be flushed again.
+//! - Rounds alternate their direction. The last `cached` subgroups of a round stay in their slots and are the first
+//!   of the next round. So `cached` subgroups of every round after the first need no fetch (MLP-Offload section 3.2),
+//!   minus subgroups that were let go.
+//! - A subgroup that stays is not written in that round, unless [`Pipeline::settle`] requests it. A copy on the tier
+//!   that is older than a cached subgroup is never read.
+//! - A slot is quarantined while a transfer that was given up may still access it.
+//! - A failed fetch frees its slot. A failed flush leaves the only copy in its slot, to be flushed again.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
 
 use crate::error::{Error, Result};
 
-/// What to do next.
+/// The next action of the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Start reading the subgroup into the slot.
@@ -39,10 +39,10 @@ pub enum Action {
         subgroup: usize,
         /// Index of the slot.
         slot: usize,
-        /// It stays in the slot afterwards.
+        /// True if the subgroup stays in the slot afterwards.
         keep: bool,
     },
-    /// Nothing can start before a transfer ends.
+    /// No action is possible until a transfer ends.
     Wait,
     /// The round is over.
     Done,
@@ -52,22 +52,22 @@ pub enum Action {
 enum Slot {
     Free,
     Fetching(usize),
-    /// Fetched or kept, not stepped in this round.
+    /// Fetched or kept, and not yet stepped in this round.
     Ready(usize),
     Stepping(usize),
-    /// Stepped, to be written.
+    /// Stepped; must be written.
     Stepped(usize),
-    /// Being written; afterwards it stays, if `keep`.
+    /// Being written. With `keep` the subgroup stays afterwards.
     Flushing {
         subgroup: usize,
         keep: bool,
     },
-    /// Stays in memory; `dirty`: the tier's copy is older.
+    /// Cached in memory. `dirty`: the tier's copy is older.
     Kept {
         subgroup: usize,
         dirty: bool,
     },
-    /// A transfer that was given up may still reach it.
+    /// Quarantined: a transfer that was given up may still access the slot.
     Stuck,
 }
 
@@ -76,7 +76,7 @@ enum Slot {
 pub struct PipelineStats {
     /// Rounds begun.
     pub rounds: u64,
-    /// Subgroups that were in a slot when their round began.
+    /// Subgroups found in a slot when their round began.
     pub hits: u64,
     /// Subgroups read.
     pub fetched: u64,
@@ -84,13 +84,13 @@ pub struct PipelineStats {
     pub flushed: u64,
 }
 
-/// The state of all slots and of the round under way.
+/// The state of all slots and of the current round.
 #[derive(Debug)]
 pub struct Pipeline {
     subgroups: usize,
     cached: usize,
     slots: Vec<Slot>,
-    /// Not yet fetched in this round, in order.
+    /// Subgroups that are not fetched yet in this round, in order.
     to_fetch: VecDeque<usize>,
     /// For each subgroup, whether it stays in memory after this round.
     stays: Vec<bool>,
@@ -99,11 +99,11 @@ pub struct Pipeline {
     stats: PipelineStats,
 }
 
-/// Slots that a pipeline needs besides the cached ones: one fetching, one stepping, one flushing.
+/// Slots that a pipeline needs besides the cached ones: one each for fetching, stepping and flushing.
 pub const LEAST_WORKING: usize = 3;
 
 impl Pipeline {
-    /// A pipeline of `slots` buffers, `cached` of which keep their subgroup from round to round.
+    /// A pipeline of `slots` buffers, of which `cached` keep their subgroup from round to round. Errors: too few slots.
     pub fn new(subgroups: usize, slots: usize, cached: usize) -> Result<Pipeline> {
         let cached = cached.min(subgroups);
         let working = (subgroups - cached).min(LEAST_WORKING);
@@ -123,34 +123,35 @@ impl Pipeline {
         })
     }
 
-    /// Counts so far.
+    /// Counts over all rounds.
     pub fn stats(&self) -> PipelineStats {
         self.stats
     }
 
-    /// The slot in which a subgroup stays, between rounds.
+    /// The slot that caches a subgroup between rounds.
     pub fn kept(&self, subgroup: usize) -> Option<usize> {
         self.slots
             .iter()
             .position(|slot| matches!(slot, Slot::Kept { subgroup: kept, .. } if *kept == subgroup))
     }
 
-    /// A slot that holds nothing.
+    /// An empty slot.
     pub fn vacant(&self) -> Option<usize> {
         self.slots.iter().position(|slot| *slot == Slot::Free)
     }
 
-    /// True if a slot holds nothing.
+    /// True if a slot is empty.
     pub fn is_vacant(&self, slot: usize) -> bool {
         self.slots[slot] == Slot::Free
     }
 
-    /// True if a subgroup is to stay in memory after this round.
+    /// True if a subgroup will stay in memory after this round.
     pub fn stays(&self, subgroup: usize) -> bool {
         self.stays[subgroup]
     }
 
-    /// A subgroup that is being stepped, or that stays in a slot, does not stay after all. Between rounds the caller writes it.
+    /// Removes the subgroup of a slot from the cache: a subgroup being stepped will be flushed instead of kept. Between
+    /// rounds the slot becomes free at once, and the caller writes the subgroup.
     pub fn let_go(&mut self, slot: usize) {
         match self.slots[slot] {
             Slot::Stepping(subgroup) => self.stays[subgroup] = false,
@@ -159,7 +160,7 @@ impl Pipeline {
         }
     }
 
-    /// What stays in a slot was changed there: the tier's copy is older.
+    /// Marks a cached subgroup dirty: it was changed in memory.
     pub fn changed(&mut self, slot: usize) {
         if let Slot::Kept { subgroup, .. } = self.slots[slot] {
             self.slots[slot] = Slot::Kept { subgroup, dirty: true };
@@ -167,7 +168,8 @@ impl Pipeline {
         }
     }
 
-    /// Whether a transfer that was given up may still reach a slot. What is kept there and on the tier as well is read again.
+    /// Quarantines a slot (`stuck`: a transfer that was given up may still access it), or ends its quarantine. A clean
+    /// cached subgroup in the slot is read again from the tier.
     pub fn set_aside(&mut self, slot: usize, stuck: bool) {
         self.slots[slot] = match (self.slots[slot], stuck) {
             (Slot::Free | Slot::Kept { dirty: false, .. }, true) => Slot::Stuck,
@@ -176,7 +178,7 @@ impl Pipeline {
         };
     }
 
-    /// Begins a round in the direction opposite to the last.
+    /// Begins a round in the opposite direction of the last. Errors: a round is in flight (`Busy`).
     pub fn begin(&mut self) -> Result<()> {
         if !self.idle() {
             return Err(Error::Busy("a round is under way".to_string()));
@@ -188,7 +190,7 @@ impl Pipeline {
             false => (0..self.subgroups).collect(),
         };
         let usable = self.slots.iter().filter(|slot| **slot != Slot::Stuck).count();
-        // With fewer slots fewer stay, so that the others have one to pass through.
+        // With quarantined slots fewer subgroups stay, so that at least one slot is left for the others.
         let cached =
             if usable < self.slots.len() { self.cached.min(usable.saturating_sub(1)) } else { self.cached };
         for (place, subgroup) in order.iter().enumerate() {
@@ -207,7 +209,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Asks that everything newer than the tier be written; it stays in memory. Runs like a round, to `Done`.
+    /// Requests that all dirty subgroups are written; they stay in memory. Runs like a round, until `Done`.
     pub fn settle(&mut self) -> Result<()> {
         if !self.idle() {
             return Err(Error::Busy("a round is under way".to_string()));
@@ -216,7 +218,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Forgets what is in memory, so that the next round reads the tier.
+    /// Discards all subgroups in memory, so that the next round reads the tier. Errors: a transfer is in flight
+    /// (`Busy`).
     pub fn forget(&mut self) -> Result<()> {
         if self.slots.iter().any(|slot| matches!(slot, Slot::Fetching(_) | Slot::Flushing { .. })) {
             return Err(Error::Busy("a transfer is under way".to_string()));
@@ -227,9 +230,9 @@ impl Pipeline {
         Ok(())
     }
 
-    /// What to do next.
+    /// Returns the next action and marks it as started.
     pub fn next_action(&mut self) -> Action {
-        // Writing first: it frees the slot. Then reading, so that the disks work while the processors do.
+        // Writes first, since they free slots. Then reads, so that the disks work while the processors do.
         if let Some(action) = self.next_flush() {
             return action;
         }
@@ -239,7 +242,7 @@ impl Pipeline {
             self.slots[slot] = Slot::Fetching(subgroup);
             return Action::Fetch { subgroup, slot };
         }
-        // Of those that are ready, one that leaves: its slot is needed.
+        // Among ready subgroups, one that leaves comes first, since its slot is needed.
         let ready = |leaving: bool| {
             self.slots
                 .iter()
@@ -268,14 +271,15 @@ impl Pipeline {
         Some(Action::Flush { subgroup, slot, keep })
     }
 
-    /// The slot is ready without a fetch: whoever steps its subgroup fills it.
+    /// Marks a slot ready without a fetch: the subgroup's step fills it.
     pub fn handed_over(&mut self, slot: usize) {
         if let Slot::Fetching(subgroup) = self.slots[slot] {
             self.slots[slot] = Slot::Ready(subgroup);
         }
     }
 
-    /// The fetch into a slot ended. After a failure the round cannot end: the caller forgets, or begins it again.
+    /// The fetch into a slot ended; `well`: successfully. After a failure the subgroup is queued for a fetch again. The
+    /// caller retries it, or calls [`Pipeline::forget`].
     pub fn fetched(&mut self, slot: usize, well: bool) {
         if let Slot::Fetching(subgroup) = self.slots[slot] {
             self.slots[slot] = match well {
@@ -299,7 +303,7 @@ impl Pipeline {
         }
     }
 
-    /// The flush of a slot ended.
+    /// The flush of a slot ended; `well`: successfully.
     pub fn flushed(&mut self, slot: usize, well: bool) {
         if let Slot::Flushing { subgroup, keep } = self.slots[slot] {
             self.slots[slot] = match (well, keep) {

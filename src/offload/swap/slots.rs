@@ -1,15 +1,17 @@
-//! The host memory of a tiered update: slots that hold a subgroup each, and masters that are lent to those that are stepped.
+//! The host memory of a tiered update: slots that hold one subgroup each, and masters lent to slots that are stepped. A
+//! master is a buffer for the full f32 param of one subgroup.
 //!
-//! | usual form | in a slot, each from a page on | bytes a parameter |
+//! | usual form | arrays in a slot, each page-aligned | bytes per parameter |
 //! |---|---|---|
 //! | whole | exp_avg, exp_avg_sq, param | 12 |
 //! | split | exp_avg, exp_avg_sq, low halves of param, table | 10 |
 //!
-//! Invariants:
-//! - With the split form, param lies in the master that a slot has, and is then newer than low halves and table; a slot
-//!   without one has low halves and table, or nothing of param if it came from the tier whole.
-//! - A master is taken from a slot when param was split, or is not needed any more, and no transfer reaches it.
-//! - Of masters fewer than slots, subgroups that stay in memory leave as many as are in motion.
+//! Invariants, for the split form:
+//! - In a slot with a master, param is in the master, which is then newer than low halves and table.
+//! - A slot without a master has low halves and table; if its state came from the tier whole, it has no param.
+//! - A master is taken from a slot only when its param was split or is not needed any more, and no transfer accesses
+//!   it.
+//! - With fewer masters than slots, cached subgroups leave enough masters for the subgroups in motion.
 #![forbid(unsafe_code)]
 
 use crate::dtype::bf16;
@@ -26,7 +28,7 @@ use crate::sys::span::Span;
 struct Slot {
     memory: Buffer,
     master: Option<usize>,
-    /// Without a master: the form in which the state came.
+    /// For a slot without a master: the form in which the state came from the tier.
     came: Form,
 }
 
@@ -40,7 +42,7 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// Takes the memory.
+    /// Allocates the memory.
     pub(super) fn open(budget: &Budget, usual: Form, backing: Backing) -> Result<Slots> {
         let memory = Buffer::open_many(budget.buffers, budget.buffer_bytes as usize, backing)?;
         let masters = Buffer::open_many(budget.masters, budget.master_bytes as usize, backing)?;
@@ -57,18 +59,18 @@ impl Slots {
         self.slots.len()
     }
 
-    /// True while a transfer may reach a slot's memory, one that was given up included.
+    /// True while a transfer may access a slot's memory, including a transfer that was given up.
     pub(super) fn in_transfer(&self, slot: usize) -> bool {
         let Slot { memory, master, .. } = &self.slots[slot];
         memory.in_transfer() || master.is_some_and(|master| self.masters[master].in_transfer())
     }
 
-    /// True if a slot has room for the whole param.
+    /// True if a slot has memory for the full param.
     pub(super) fn has_master(&self, slot: usize) -> bool {
         self.usual == Form::Whole || self.slots[slot].master.is_some()
     }
 
-    /// Lends a slot a master, unless it has one. False if there is none to spare.
+    /// Lends a master to a slot, unless it has one. False if no master is free.
     pub(super) fn lend(&mut self, slot: usize) -> bool {
         if !self.has_master(slot) {
             self.slots[slot].master = self.spare.pop();
@@ -76,12 +78,12 @@ impl Slots {
         self.has_master(slot)
     }
 
-    /// Takes a master back with what it holds.
+    /// Takes the master back from a slot; its contents are discarded.
     pub(super) fn take_back(&mut self, slot: usize) {
         self.spare.extend(self.slots[slot].master.take());
     }
 
-    /// A state in this form is coming into a slot.
+    /// Records the form of the state that is read into a slot.
     pub(super) fn comes(&mut self, slot: usize, form: Form) {
         self.slots[slot].came = form;
     }
@@ -91,7 +93,7 @@ impl Slots {
         self.slots[slot].came
     }
 
-    /// Where the streams of a form lie; nowhere for a param that is whole in no memory.
+    /// The memory of each stream of a form. The span of a whole param is empty if the slot has no master.
     pub(super) fn spans(&self, slot: usize, form: Form, elements: usize) -> Vec<Span> {
         let Slot { memory, master, .. } = &self.slots[slot];
         let part = |stream: usize, bytes: usize| memory.span().part(stream * stride(elements), bytes);
@@ -110,7 +112,7 @@ impl Slots {
         }
     }
 
-    /// The state in a slot, which has a master.
+    /// The state in a slot. The slot must have room for the full param (see [`Slots::has_master`]).
     pub(super) fn state(&mut self, slot: usize, elements: usize) -> Result<State<'_>> {
         let Slot { memory, master, .. } = &mut self.slots[slot];
         let stride = stride(elements) / 4;
@@ -127,7 +129,7 @@ impl Slots {
         })
     }
 
-    /// Makes param in a slot's master from low halves, table and `copy`.
+    /// Rebuilds param in a slot's master from low halves, table and `copy`. Errors: `copy` belongs to another state.
     pub(super) fn join(&mut self, slot: usize, elements: usize, copy: &[bf16]) -> Result<()> {
         let (low, table, param) = self.halves(slot, elements)?;
         let outcome = form::join(copy, low, table, param);
@@ -137,7 +139,8 @@ impl Slots {
         outcome
     }
 
-    /// Has a slot keep its state. False if that would take a master which those in motion need.
+    /// Prepares a slot to cache its state, which may split its param. False if the state would keep a master that
+    /// subgroups in motion need.
     pub(super) fn keep(&mut self, slot: usize, elements: usize) -> Result<bool> {
         let enough = self.masters.len() == self.slots.len() || self.spare.len() >= MASTERS_IN_MOTION;
         if self.slots[slot].master.is_none() || enough {
@@ -150,8 +153,8 @@ impl Slots {
         Ok(split)
     }
 
-    /// The form in which a slot's state is to be written, made ready for it. Only a state that stays keeps its master, and
-    /// one that cannot be split.
+    /// Prepares a slot's state for a write, and returns the form to write. The slot keeps its master only if its state
+    /// stays, or cannot be split.
     pub(super) fn store(&mut self, slot: usize, elements: usize, stays: bool) -> Result<Form> {
         let whole =
             self.usual == Form::Whole || self.slots[slot].master.is_some() && !self.split(slot, elements)?;
@@ -164,7 +167,7 @@ impl Slots {
         Ok(Form::Split)
     }
 
-    /// Fills low halves and table. False if param cannot be split.
+    /// Fills low halves and table from param. False if param cannot be split.
     fn split(&mut self, slot: usize, elements: usize) -> Result<bool> {
         let (low, table, param) = self.halves(slot, elements)?;
         let split = form::split(param, low, table);
@@ -174,7 +177,7 @@ impl Slots {
         Ok(split)
     }
 
-    /// Low halves, table and master of a slot that has one.
+    /// Low halves, table and param of a slot that has a master.
     fn halves(&mut self, slot: usize, elements: usize) -> Result<(&mut [u16], &mut [u16], &mut [f32])> {
         let Slot { memory, master, .. } = &mut self.slots[slot];
         let master = master.ok_or_else(|| Error::Busy("no master is lent to the slot".to_string()))?;
@@ -185,12 +188,12 @@ impl Slots {
     }
 }
 
-/// Bytes from stream to stream.
+/// Bytes from the start of one stream to the start of the next.
 fn stride(elements: usize) -> usize {
     (4 * elements).next_multiple_of(BASE_PAGE)
 }
 
-/// Where the table begins.
+/// Byte offset of the table in a slot.
 fn table_start(elements: usize) -> usize {
     2 * stride(elements) + (2 * elements).next_multiple_of(BASE_PAGE)
 }

@@ -1,7 +1,7 @@
-//! Transfers under way between buffers and tier, and where the next ones go.
+//! Transfers in flight between buffers and the tier, and the placement of the next writes.
 //!
 //! Invariants:
-//! - Every transfer started is reported over once.
+//! - The end of every started transfer is reported exactly once.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -16,7 +16,7 @@ use crate::sys::span::Span;
 use crate::tier::extent::Shape;
 use crate::tier::{self, Health, Tier};
 
-/// What a transfer does.
+/// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// Tier to buffer.
@@ -25,7 +25,7 @@ pub(super) enum Direction {
     Flush,
 }
 
-/// A transfer that is over.
+/// A transfer that has ended.
 #[derive(Debug)]
 pub(super) struct Over {
     pub(super) direction: Direction,
@@ -40,10 +40,10 @@ struct Pending {
     slot: usize,
 }
 
-/// Which path takes how many blocks of an extent, in their order.
+/// For each path, the number of consecutive blocks of an extent that it takes.
 pub(super) type Parts = Vec<(u32, u32)>;
 
-/// One subgroup: its pieces, in the order of its blocks.
+/// Placement units of one subgroup, in the order of its blocks.
 #[derive(Debug)]
 struct Pieces {
     units: Range<usize>,
@@ -55,12 +55,12 @@ pub(super) struct Traffic {
     placement: Placement,
     pieces: Vec<Pieces>,
     pending: Vec<Pending>,
-    /// What each path had done when it was last looked at.
+    /// Counters of each path at the last call of `look`.
     seen: Vec<Observed>,
     pub(super) exposed: Duration,
 }
 
-/// How long a look at one transfer takes while others may be over.
+/// Timeout of one wait for a single transfer, while other transfers may have ended.
 const GLANCE: Duration = Duration::from_micros(200);
 
 impl Traffic {
@@ -71,7 +71,7 @@ impl Traffic {
             .iter()
             .enumerate()
             .map(|(path, info)| {
-                // Two slots; what a resumed tier holds there already is the first.
+                // Capacity is for two versions of the state; on a resumed tier one of them is already stored.
                 let used = info.file_bytes.saturating_sub(info.free);
                 PathPlan { speed: speed(path), capacity: used.saturating_add(info.room) / 2 }
             })
@@ -110,12 +110,12 @@ impl Traffic {
         self.pending.is_empty()
     }
 
-    /// True while a transfer of a slot is under way.
+    /// True while a transfer of a slot is in flight.
     pub(super) fn uses(&self, slot: usize) -> bool {
         self.pending.iter().any(|pending| pending.slot == slot)
     }
 
-    /// Decides where a subgroup is written to in this form.
+    /// Chooses the paths for a write of a subgroup in this form. Errors: no healthy path has room.
     pub(super) fn place(&mut self, subgroup: usize, form: Form, tier: &Tier) -> Result<Parts> {
         for (path, info) in tier.paths().iter().enumerate() {
             self.placement.drain(path, info.health != Health::Healthy);
@@ -150,7 +150,8 @@ impl Traffic {
         Ok(())
     }
 
-    /// Transfers that are over. With `wait`, at least one, if any is under way; their turns are looked after meanwhile.
+    /// Transfers that have ended; with `wait`, at least one if any is in flight. Meanwhile the turns on paths are
+    /// kept up to date.
     pub(super) fn over(&mut self, tier: &Tier, lanes: &mut Lanes, wait: bool) -> Vec<Over> {
         let began = Instant::now();
         let mut over = Vec::new();
@@ -180,7 +181,7 @@ impl Traffic {
         over
     }
 
-    /// Tells the placement what the paths did since the last look.
+    /// Reports the traffic of each path since the last call to the placement.
     fn look(&mut self, tier: &Tier) {
         let since = |now: Flow, before: Flow| Flow {
             bytes: now.bytes.saturating_sub(before.bytes),
@@ -204,7 +205,8 @@ impl Traffic {
     }
 }
 
-/// Cuts an extent between blocks, as near as can be to the pieces that each path takes: a stream's last block may be short.
+/// Divides an extent among paths at block boundaries, as close as possible to the units that each path takes. The last
+/// block of a stream may be short.
 fn parts_of(taken: &[u64], shape: &Shape) -> Parts {
     let pieces = taken.iter().sum::<u64>().max(1);
     let bytes = shape.stored(0, shape.blocks());

@@ -1,13 +1,13 @@
-//! One GPU, through its primary context: the one that the framework uses, so that streams, events and addresses are
-//! common property.
+//! One GPU, through its primary context. The framework uses the same context, so streams, events and addresses can be
+//! shared.
 //!
 //! Invariants:
-//! - The context is current on a thread only while a call of ours runs there; then the caller's own is current again.
-//! - Its flags are never changed, and it is released as often as it was retained.
-//! - Calls of ours do not break a graph that any thread captures: meanwhile the thread's capture mode is relaxed. None of
-//!   them touches what is captured.
-//! - After an error that the driver calls sticky every call fails with that error's name: results in device memory, and
-//!   in host memory that was being written, are worth nothing.
+//! - The context is current on a thread only during a Spillway call; then the caller's context is current again.
+//! - The context's flags are never changed, and the context is released as often as it was retained.
+//! - Spillway calls do not break a graph capture of any thread: during the call the thread's capture mode is relaxed,
+//!   and no call touches what is captured.
+//! - After a sticky driver error every call fails with that error's name. The contents of device memory, and of host
+//!   memory that was being written, are then undefined.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::marker::PhantomData;
@@ -25,26 +25,26 @@ pub struct Device {
     ordinal: c_int,
     device: c_int,
     context: usize,
-    /// The sticky error that ended the context, 0 while there is none.
+    /// The sticky error that ended the context; 0 if none.
     lost: AtomicI32,
 }
 
-/// What a GPU is.
+/// Properties of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// As the driver calls it.
+    /// The driver's name of the GPU.
     pub name: String,
-    /// "0000:17:00.0", lower case: the name that its NUMA node is filed under.
+    /// PCI address in lower case, for example "0000:17:00.0": the key of the GPU's NUMA node in sysfs.
     pub pci: String,
-    /// Compute capability, 90 for 9.0.
+    /// Compute capability: 90 for 9.0.
     pub capability: u32,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
-    /// Copies that can run at the same time; with 2, one in each direction.
+    /// Number of copies that can run at the same time; with 2, one in each direction.
     pub copy_engines: u32,
-    /// Bytes of memory.
+    /// Bytes of device memory.
     pub memory_bytes: u64,
-    /// Those of them that are free.
+    /// Bytes of free device memory.
     pub free_bytes: u64,
 }
 
@@ -54,11 +54,11 @@ const ATTRIBUTE_CAPABILITY_MAJOR: c_int = 75;
 const ATTRIBUTE_CAPABILITY_MINOR: c_int = 76;
 /// CU_STREAM_CAPTURE_MODE_RELAXED.
 const CAPTURE_MODE_RELAXED: c_int = 2;
-/// What the kernels' PTX asks for.
+/// The compute capability that the kernels' PTX requires: 7.0.
 const OLDEST_CAPABILITY: u32 = 70;
 
 impl Device {
-    /// Uses GPU `ordinal` of `driver`.
+    /// Opens GPU `ordinal` of `driver`. Errors: no such device, or a compute capability below 7.0.
     pub fn open(driver: Arc<Driver>, ordinal: u32) -> Result<Arc<Device>> {
         let count = driver.device_count()?;
         if ordinal >= count {
@@ -66,7 +66,7 @@ impl Device {
         }
         let ordinal = ordinal as c_int;
         let mut opened = Device { driver, ordinal, device: 0, context: 0, lost: AtomicI32::new(0) };
-        // SAFETY: initialised; the pointer is good.
+        // SAFETY: the driver is initialised; the pointer is valid.
         let found = unsafe { (opened.table().cuDeviceGet)(&raw mut opened.device, ordinal) };
         opened.check(found, || format!("finding GPU {ordinal}"))?;
         let capability = opened.capability()?;
@@ -76,24 +76,24 @@ impl Device {
             return Err(Error::Unsupported(message));
         }
         let mut context: Handle = std::ptr::null_mut();
-        // SAFETY: a device of this driver; the pointer is good.
+        // SAFETY: a device of this driver; the pointer is valid.
         let retained = unsafe { (opened.table().cuDevicePrimaryCtxRetain)(&raw mut context, opened.device) };
         opened.check(retained, || format!("retaining the primary context of GPU {ordinal}"))?;
         opened.context = context as usize;
         Ok(Arc::new(opened))
     }
 
-    /// Which of the visible GPUs it is.
+    /// Index of the GPU among the visible devices.
     pub fn ordinal(&self) -> u32 {
         self.ordinal as u32
     }
 
-    /// The newest CUDA that its driver speaks: 12040 for 12.4.
+    /// The newest CUDA version that the driver supports: 12040 for 12.4.
     pub fn cuda_version(&self) -> u32 {
         self.driver.version()
     }
 
-    /// False in a forked child of the process that opened it.
+    /// False in a forked child of the process that opened the device.
     pub fn is_own(&self) -> bool {
         self.driver.check_process().is_ok()
     }
@@ -103,14 +103,14 @@ impl Device {
         &self.driver.table
     }
 
-    /// Makes the context current on this thread until the guard goes; refuses in a forked child, and after a sticky error.
+    /// Makes the context current on this thread until the guard is dropped. Errors: a forked child, or a sticky error.
     pub(super) fn enter(&self) -> Result<Current<'_>> {
         self.driver.check_process()?;
         match self.lost.load(Ordering::Acquire) {
             0 => {}
             lost => return Err(self.gone(lost, "using the GPU".to_string())),
         }
-        // SAFETY: retained, and released only when the device goes.
+        // SAFETY: the context is retained, and released only when the device is dropped.
         let pushed = unsafe { (self.table().cuCtxPushCurrent_v2)(self.context as Handle) };
         self.check(pushed, || "entering the context".to_string())?;
         let mut current = Current { device: self, capture_mode: None, thread: PhantomData };
@@ -118,16 +118,16 @@ impl Device {
         Ok(current)
     }
 
-    /// Sets the capture mode of this thread, and returns the one before.
+    /// Sets the capture mode of this thread, and returns the previous mode.
     fn exchange_capture_mode(&self, mode: c_int) -> Result<c_int> {
         let mut mode = mode;
-        // SAFETY: the pointer is good.
+        // SAFETY: the pointer is valid.
         let exchanged = unsafe { (self.table().cuThreadExchangeStreamCaptureMode)(&raw mut mode) };
         self.check(exchanged, || "setting the thread's capture mode".to_string())?;
         Ok(mode)
     }
 
-    /// What a driver call came to.
+    /// Converts a driver call's result code; a sticky error marks the context as lost.
     pub(super) fn check(&self, outcome: Code, doing: impl FnOnce() -> String) -> Result<()> {
         if outcome == code::SUCCESS {
             return Ok(());
@@ -154,20 +154,20 @@ impl Device {
         failure(GpuKind::Lost, doing, detail)
     }
 
-    /// What the GPU is, and how much memory is free now.
+    /// The GPU's properties, and its free memory now.
     pub fn info(&self) -> Result<DeviceInfo> {
         let _current = self.enter()?;
         let table = self.table();
         let text = |function: unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Code| -> Result<String> {
             let mut bytes = [0 as c_char; 256];
-            // SAFETY: as many bytes as said, the last of which stays 0.
+            // SAFETY: the buffer has at least as many bytes as passed, and its last byte stays 0.
             let outcome = unsafe { function(bytes.as_mut_ptr(), bytes.len() as c_int - 1, self.device) };
             self.check(outcome, || format!("asking for the name of GPU {}", self.ordinal))?;
             // SAFETY: the last byte is 0.
             Ok(unsafe { CStr::from_ptr(bytes.as_ptr()) }.to_string_lossy().into_owned())
         };
         let (mut free, mut total) = (0, 0);
-        // SAFETY: both pointers are good.
+        // SAFETY: both pointers are valid.
         let outcome = unsafe { (table.cuMemGetInfo_v2)(&raw mut free, &raw mut total) };
         self.check(outcome, || format!("asking for the memory of GPU {}", self.ordinal))?;
         Ok(DeviceInfo {
@@ -187,7 +187,7 @@ impl Device {
 
     fn attribute(&self, attribute: c_int) -> Result<u32> {
         let mut value = 0;
-        // SAFETY: a device of this driver; the pointer is good.
+        // SAFETY: a device of this driver; the pointer is valid.
         let outcome = unsafe { (self.table().cuDeviceGetAttribute)(&raw mut value, attribute, self.device) };
         self.check(outcome, || format!("asking for attribute {attribute} of GPU {}", self.ordinal))?;
         Ok(value.max(0) as u32)
@@ -197,35 +197,35 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         if self.context != 0 && self.is_own() {
-            // SAFETY: retained once, in `open`. A refusal leaves nothing to be done.
+            // SAFETY: retained once, in `open`. An error cannot be handled here.
             unsafe { (self.table().cuDevicePrimaryCtxRelease_v2)(self.device) };
         }
     }
 }
 
-/// Shows that the context is current on this thread.
+/// Proof that the context is current on this thread.
 #[derive(Debug)]
 pub(super) struct Current<'a> {
     device: &'a Device,
-    /// The thread's own, if it was changed.
+    /// The thread's previous mode, if it was changed.
     capture_mode: Option<c_int>,
-    // The stack of contexts belongs to the thread.
+    // The context stack is per thread, so the guard must not move to another thread.
     thread: PhantomData<*const ()>,
 }
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
         if let Some(mode) = self.capture_mode {
-            // A refusal leaves nothing to be done.
+            // An error cannot be handled here.
             let _ = self.device.exchange_capture_mode(mode);
         }
         let mut popped = std::ptr::null_mut();
-        // SAFETY: pushed on this thread by `enter`; the pointer is good.
+        // SAFETY: pushed on this thread by `enter`; the pointer is valid.
         unsafe { (self.device.table().cuCtxPopCurrent_v2)(&raw mut popped) };
     }
 }
 
-/// True for errors after which a context does no more work.
+/// True for errors after which a context runs no more work.
 fn sticky(outcome: Code) -> bool {
     matches!(
         outcome,

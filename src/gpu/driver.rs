@@ -1,9 +1,10 @@
-//! The driver library of this process: opened at first use, never at load, and what is wrong with it if it is not good.
+//! The driver library of this process: opened at first use, never at load time; errors say what is wrong with it.
 //!
 //! Invariants:
 //! - A [`Driver`] exists only after `cuInit` succeeded and every function was found.
-//! - It belongs to the process that made it. CUDA does not survive fork: a child gets an error instead of a crash.
-//! - Nothing here takes a lock, and nothing is ever closed: the framework may use the same library.
+//! - A [`Driver`] belongs to the process that created it. CUDA does not survive fork: a child gets an error, not a
+//!   crash.
+//! - This file takes no lock and never closes the library: the framework may use the same library.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
@@ -15,17 +16,17 @@ use crate::error::{Error, GpuError, GpuKind, Result};
 use crate::log::{self, Level};
 use crate::sys::process;
 
-/// Names another library than the system's. For tests, and for drivers in unusual places.
+/// Environment variable with the library to load instead of the system's; for tests and unusual installations.
 pub const LIBRARY_VARIABLE: &str = "SPILLWAY_CUDA_LIBRARY";
-/// The name that drivers install. Toolkits install stubs as `libcuda.so`, which is therefore never asked for.
+/// The library name that drivers install. `libcuda.so` is never opened: CUDA toolkits install stubs under that name.
 const LIBRARY: &str = "libcuda.so.1";
-/// CUDA 12.0, driver 525: the first that takes the PTX of the kernels.
+/// CUDA 12.0 (driver 525), the first version that accepts the PTX of the kernels.
 const OLDEST: c_int = 12_000;
 
-/// A driver that works.
+/// An initialised driver.
 #[derive(Debug)]
 pub struct Driver {
-    /// Its functions.
+    /// The driver's functions.
     pub(super) table: Table,
     version: c_int,
     process: u32,
@@ -35,27 +36,28 @@ pub struct Driver {
 static CURRENT: ArcSwapOption<Driver> = ArcSwapOption::const_empty();
 
 impl Driver {
-    /// The driver of this process, opened and initialised if it is not yet.
+    /// The driver of this process; opens and initialises it at the first call. Errors: no library, no GPU, or the
+    /// driver is older than CUDA 12.0.
     pub fn get() -> Result<Arc<Driver>> {
         if let Some(driver) = CURRENT.load_full() {
             driver.check_process()?;
             return Ok(driver);
         }
         let named = std::env::var(LIBRARY_VARIABLE).ok().filter(|name| !name.is_empty());
-        // Two threads may both come here: opening and initialising again is harmless.
+        // Two threads may get here at once: a second initialisation is harmless.
         let driver = Arc::new(Driver::open(named.as_deref().unwrap_or(LIBRARY))?);
         CURRENT.store(Some(Arc::clone(&driver)));
         log::write(Level::Info, &format!("CUDA {} by {}", driver.version_text(), driver.library));
         Ok(driver)
     }
 
-    /// Opens and initialises the library of this name.
+    /// Opens and initialises the library `library`.
     pub fn open(library: &str) -> Result<Driver> {
         let handle = open_library(library)?;
-        // SAFETY: the library is never closed; whatever it exports under a driver function's name is that function.
+        // SAFETY: the library is never closed; a symbol with a driver function's name is that function.
         let table = unsafe {
             Table::resolve(|name| {
-                // SAFETY: an open library and a string with a NUL.
+                // SAFETY: `handle` is an open library, `name` is NUL-terminated.
                 libc::dlsym(handle, name.as_ptr())
             })
         };
@@ -66,10 +68,10 @@ impl Driver {
         Driver::initialise(table, library)
     }
 
-    /// Initialises a driver by its functions.
+    /// Initialises a driver, given its functions.
     pub(super) fn initialise(table: Table, library: &str) -> Result<Driver> {
         let mut version = 0;
-        // SAFETY: both may be called before anything else; the pointer is good.
+        // SAFETY: `cuDriverGetVersion` may be called before `cuInit`; the pointer is valid.
         let found = unsafe { (table.cuDriverGetVersion)(&raw mut version) };
         let driver = Driver { table, version, process: process::id(), library: library.to_string() };
         let doing = || format!("asking {library} for its version");
@@ -78,17 +80,17 @@ impl Driver {
             let detail = format!("it is CUDA {}; 12.0, driver 525, is needed", driver.version_text());
             return Err(failure(GpuKind::DriverTooOld, format!("opening {library}"), detail));
         }
-        // SAFETY: takes no pointer; 0 is the only flag there is.
+        // SAFETY: `cuInit` takes no pointer; 0 is its only valid flag.
         let outcome = unsafe { (driver.table.cuInit)(0) };
         driver.check_init(outcome, &|| format!("initialising {library}"))?;
         Ok(driver)
     }
 
-    /// Number of devices, as `CUDA_VISIBLE_DEVICES` leaves them.
+    /// Number of devices visible to this process, after `CUDA_VISIBLE_DEVICES`. Errors: no device.
     pub fn device_count(&self) -> Result<u32> {
         self.check_process()?;
         let mut count = 0;
-        // SAFETY: initialised; the pointer is good.
+        // SAFETY: the driver is initialised; the pointer is valid.
         let outcome = unsafe { (self.table.cuDeviceGetCount)(&raw mut count) };
         self.check_init(outcome, &|| "counting devices".to_string())?;
         match count {
@@ -97,7 +99,7 @@ impl Driver {
         }
     }
 
-    /// The newest CUDA that this driver speaks, as 12040 for 12.4.
+    /// The newest CUDA version that the driver supports: 12040 for 12.4.
     pub fn version(&self) -> u32 {
         self.version.max(0) as u32
     }
@@ -106,20 +108,20 @@ impl Driver {
         format!("{}.{}", self.version / 1000, self.version % 1000 / 10)
     }
 
-    /// The driver's name of a code.
+    /// The driver's name of a result code.
     pub(super) fn name_of(&self, outcome: Code) -> String {
         let mut name = std::ptr::null();
-        // SAFETY: the pointer is good.
+        // SAFETY: the pointer is valid.
         let known = unsafe { (self.table.cuGetErrorName)(outcome, &raw mut name) };
         if known != code::SUCCESS || name.is_null() {
             return format!("CUDA error {outcome}");
         }
-        // SAFETY: the driver gave a constant string.
+        // SAFETY: the driver returned a constant NUL-terminated string.
         let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
         format!("{name} ({outcome})")
     }
 
-    /// Refuses to go on in a child of the process that initialised the driver.
+    /// Returns an error in a child of the process that initialised the driver.
     pub(super) fn check_process(&self) -> Result<()> {
         if self.process == process::id() {
             return Ok(());
@@ -131,7 +133,7 @@ impl Driver {
         Err(failure(GpuKind::Forked, "using CUDA".to_string(), detail))
     }
 
-    /// What a code means before there is a context.
+    /// Converts a result code from before a context exists into an error.
     fn check_init(&self, outcome: Code, doing: &dyn Fn() -> String) -> Result<()> {
         let (kind, advice) = match outcome {
             code::SUCCESS => return Ok(()),
@@ -163,16 +165,16 @@ fn open_library(library: &str) -> Result<*mut c_void> {
     let doing = || format!("opening {library}");
     let name = CString::new(library)
         .map_err(|_| failure(GpuKind::NoDevice, doing(), "the name holds a NUL".to_string()))?;
-    // SAFETY: a string with a NUL. The library's own start-up code runs, as it does for every CUDA program.
+    // SAFETY: `name` is NUL-terminated. The library's constructors run, as in every CUDA program.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if !handle.is_null() {
         return Ok(handle);
     }
-    // SAFETY: this thread's own message, good until its next call of this family; or null.
+    // SAFETY: the result is null, or this thread's own message, valid until its next `dl*` call.
     let words = unsafe { libc::dlerror() };
     let reason = match words.is_null() {
         true => "unknown reason".to_string(),
-        // SAFETY: a string of the dynamic linker.
+        // SAFETY: a NUL-terminated string of the dynamic linker.
         false => unsafe { CStr::from_ptr(words) }.to_string_lossy().into_owned(),
     };
     Err(failure(GpuKind::NoDevice, doing(), format!("there is no CUDA driver: {reason}")))

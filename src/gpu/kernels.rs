@@ -1,6 +1,6 @@
-//! The kernels of kernels/*.cu, with the bits of the processor's kernels.
+//! The kernels of kernels/*.cu, bitwise equal to the CPU's kernels.
 //!
-//! Every launch is asynchronous: the caller keeps the memory until an event recorded behind it is done.
+//! Every launch is asynchronous: the caller keeps the memory alive until an event recorded behind the launch is done.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -19,21 +19,21 @@ pub(super) const CAST: &str = include_str!("../../kernels/cast.ptx");
 pub(super) const ADAM: &str = include_str!("../../kernels/adam.ptx");
 const THREADS: u32 = 256;
 const WARPS: u64 = THREADS as u64 / 32;
-/// What a launch takes. As many blocks as there is work for, so that the device hands them out as others end.
+/// The launch limit. A launch has as many blocks as there is work, so that the device balances them dynamically.
 const MOST_BLOCKS: u32 = i32::MAX as u32;
-/// Sums that one warp of `spw_tree` makes one.
+/// Number of sums that one warp of `spw_tree` adds to one.
 const BRANCHES: u64 = 32;
 
 /// The kernels, compiled for one device.
 #[derive(Debug)]
 pub struct Kernels {
     functions: HashMap<String, Function>,
-    /// Less in tests, so that warps walk many tiles.
+    /// Smaller in tests, so that each warp processes many tiles.
     pub(super) most_blocks: u32,
     _modules: [Module; 2],
 }
 
-/// Elements in device memory.
+/// An array of elements in device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceFloats {
     span: DeviceSpan,
@@ -41,7 +41,7 @@ pub struct DeviceFloats {
 }
 
 impl DeviceFloats {
-    /// All of `span` as elements.
+    /// All of `span` as elements. Errors: address or length is not a multiple of the element size.
     pub fn new(span: DeviceSpan, dtype: Dtype, argument: &'static str) -> Result<DeviceFloats> {
         let size = dtype.size() as u64;
         if !span.address().is_multiple_of(size) || !span.bytes().is_multiple_of(size) {
@@ -66,19 +66,19 @@ impl DeviceFloats {
         self.dtype
     }
 
-    /// Where they are.
+    /// The bytes of the array.
     pub fn span(&self) -> DeviceSpan {
         self.span
     }
 
-    /// The `n` elements from `from` on.
+    /// The `n` elements that begin at element `from`.
     pub fn part(&self, from: u64, n: u64) -> DeviceFloats {
         let size = self.dtype.size() as u64;
         DeviceFloats { span: self.span.part(from * size, n * size), dtype: self.dtype }
     }
 }
 
-/// Parameter and states in device memory.
+/// Parameter and moments in device memory.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceStates {
     /// The parameter.
@@ -99,16 +99,16 @@ impl DeviceStates {
     }
 }
 
-/// What one step works on.
+/// The arrays of one step. All have the same number of elements.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceTensor {
-    /// Read, and written unless there is a shadow.
+    /// Read by the step; also written unless there is a shadow.
     pub states: DeviceStates,
-    /// Where the new states go instead; the old ones stay as they are, and undo is to forget the new ones.
+    /// Receives the new states. The old states stay unchanged, so that a rollback only discards the shadow.
     pub shadow: Option<DeviceStates>,
     /// The gradient.
     pub grad: DeviceFloats,
-    /// The new parameter in 16 bits.
+    /// Receives the new parameter in 16 bits.
     pub param_copy: Option<DeviceFloats>,
 }
 
@@ -137,14 +137,14 @@ impl DeviceTensor {
         }
     }
 
-    /// Types as the kernels' names have them.
+    /// The element types as they appear in kernel names.
     fn types(&self) -> String {
         let DeviceStates { param, exp_avg, .. } = self.states;
         format!("{}_{}_{}", param.dtype.name(), exp_avg.dtype.name(), self.grad.dtype.name())
     }
 }
 
-/// Coefficients as the kernels read them.
+/// Coefficients in the layout that the kernels read.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Rule {
@@ -182,7 +182,7 @@ impl From<&AdamRule> for Rule {
     }
 }
 
-/// Room for the sums of squares of a step: those of its tiles, and those of each level of the tree above them.
+/// Device memory for the sums of squares of a step: one per tile, and one per node of each level of the tree above.
 #[derive(Debug)]
 pub struct Sums {
     pub(super) memory: DeviceMemory,
@@ -190,7 +190,7 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// Room for up to `elements` elements.
+    /// Allocates space for up to `elements` elements.
     pub fn new(device: &Arc<Device>, elements: u64) -> Result<Sums> {
         let mut bytes = size_of::<f64>() as u64;
         let mut sums = elements.div_ceil(TILE as u64);
@@ -201,7 +201,7 @@ impl Sums {
         Ok(Sums { memory: DeviceMemory::new(device, bytes)?, elements })
     }
 
-    /// Elements that there is room for.
+    /// Number of elements that the sums have space for.
     pub fn elements(&self) -> u64 {
         self.elements
     }
@@ -215,12 +215,12 @@ impl Sums {
 }
 
 impl Kernels {
-    /// Compiles them; the driver keeps the result for the next process.
+    /// Compiles the kernels; the driver caches the result for later processes.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
         Kernels::compile(device, CAST, ADAM)
     }
 
-    /// As [`Kernels::load`], from other texts.
+    /// As [`Kernels::load`], from other PTX texts.
     pub(super) fn compile(device: &Arc<Device>, cast: &str, adam: &str) -> Result<Kernels> {
         let modules = [Module::load(device, "cast.ptx", cast)?, Module::load(device, "adam.ptx", adam)?];
         let mut functions = HashMap::new();
@@ -236,7 +236,7 @@ impl Kernels {
         Ok(Kernels { functions, most_blocks: MOST_BLOCKS, _modules: modules })
     }
 
-    /// Converts all of `from` to the type of `to`; one of them is f32, the other has 16 bits.
+    /// Converts all of `from` to the type of `to`. One of them is f32, the other has 16 bits.
     pub fn cast(&self, stream: &Stream, from: DeviceFloats, to: DeviceFloats) -> Result<()> {
         if from.len() != to.len() {
             return Err(Error::invalid("to", format!("has {} elements, from has {}", to.len(), from.len())));
@@ -244,12 +244,12 @@ impl Kernels {
         let function = self.function(&format!("spw_cast_{}_{}", from.dtype.name(), to.dtype.name()))?;
         let (mut source, mut target, mut n) = (from.span.address(), to.span.address(), from.len());
         let arguments = [address(&mut source), address(&mut target), address(&mut n)];
-        // SAFETY: the kernel's parameters; both spans have n elements.
+        // SAFETY: the kernel's parameters, in order; both spans have n elements.
         unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }
     }
 
-    /// Sums the squares of `grad * scale`, with the bits of `optim::grad::stats`. The result is the f64 that is returned,
-    /// once the stream is there; `None` for no elements.
+    /// Sums the squares of `grad * scale`, bitwise equal to `optim::grad::stats`. Returns the location of the f64
+    /// result, valid in order on `stream`; `None` for no elements.
     pub fn squares(
         &self,
         stream: &Stream,
@@ -261,12 +261,12 @@ impl Kernels {
         let (mut source, mut n) = (grad.span.address(), grad.len());
         let (mut scale, mut tiles) = (scale, sums.first(n)?);
         let arguments = [address(&mut source), address(&mut scale), address(&mut n), address(&mut tiles)];
-        // SAFETY: the kernel's parameters; `grad` has n elements, and there is room for their tiles.
+        // SAFETY: the kernel's parameters, in order; `grad` has n elements, and `sums` has space for their tiles.
         unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }?;
         self.tree(stream, n, sums)
     }
 
-    /// One step of Adam. With `sums` also the sum of squares of the scaled gradient, as [`Kernels::squares`] gives it.
+    /// Enqueues one Adam step. With `sums` also the sum of squares of the scaled gradient, as in [`Kernels::squares`].
     pub fn adam(
         &self,
         stream: &Stream,
@@ -291,12 +291,12 @@ impl Kernels {
             address(&mut n),
             address(&mut tiles),
         ];
-        // SAFETY: the kernel's parameters; all spans have n elements, and there is room for their tiles.
+        // SAFETY: the kernel's parameters, in order; all spans have n elements, and `sums` has space for their tiles.
         unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }?;
         sums.map_or(Ok(None), |sums| self.tree(stream, n, sums))
     }
 
-    /// Whether [`Kernels::adam`] would take this tensor.
+    /// Returns Ok if [`Kernels::adam`] would accept this tensor, and its error otherwise.
     pub fn accepts(&self, tensor: &DeviceTensor) -> Result<()> {
         self.adam_function(tensor).map(drop)
     }
@@ -307,10 +307,11 @@ impl Kernels {
         self.function(&format!("spw_adam_{}{copy}", tensor.types()))
     }
 
-    /// Takes one step of Adam back by the inverse formula: within a few units in the last place, with the bits of the
-    /// processor's arithmetic undo. The gradient must be finite. Reads the shadow if there is one, and writes the
-    /// states. A copy is not written; [`Kernels::cast`] makes it. To step again with another factor, call
-    /// [`Kernels::adam`].
+    /// Undoes one Adam step with the inverse formula. The result is within a few units in the last place of the old
+    /// states, and bitwise equal to the CPU's arithmetic undo. The gradient must be finite.
+    ///
+    /// Reads the shadow if there is one, and writes the states. The 16-bit copy is not written; [`Kernels::cast`] makes
+    /// it. To step again with another factor, call [`Kernels::adam`].
     pub fn undo_adam(&self, stream: &Stream, rule: &AdamRule, tensor: &DeviceTensor) -> Result<()> {
         tensor.check()?;
         let function = self.function(&format!("spw_undo_adam_{}", tensor.types()))?;
@@ -321,11 +322,11 @@ impl Kernels {
         let mut grad = tensor.grad.span.address();
         let arguments =
             [address(&mut rule), address(&mut from), address(&mut to), address(&mut grad), address(&mut n)];
-        // SAFETY: the kernel's parameters; all spans have n elements.
+        // SAFETY: the kernel's parameters, in order; all spans have n elements.
         unsafe { self.launch(function, stream, n.div_ceil(TILE as u64), arguments) }
     }
 
-    /// Adds up the sums of the tiles of `n` elements, level by level.
+    /// Adds the sums of the tiles of `n` elements, level by level.
     pub(super) fn tree(&self, stream: &Stream, n: u64, sums: &Sums) -> Result<Option<DeviceSpan>> {
         let function = self.function("spw_tree")?;
         let (mut count, mut from) = (n.div_ceil(TILE as u64), 0);
@@ -339,7 +340,7 @@ impl Kernels {
                 (sums.memory.span().address() + from, sums.memory.span().address() + to);
             let groups = count.div_ceil(BRANCHES);
             let arguments = [address(&mut source), address(&mut count), address(&mut target)];
-            // SAFETY: the kernel's parameters; each level lies behind the one it is made from, as `Sums::new` counted.
+            // SAFETY: the kernel's parameters, in order; each level lies behind its input, as counted in `Sums::new`.
             unsafe { self.launch(function, stream, groups, arguments) }?;
             (count, from) = (groups, to);
         }
@@ -351,7 +352,7 @@ impl Kernels {
         found.ok_or_else(|| Error::Unsupported(format!("there is no GPU kernel {name}")))
     }
 
-    /// Launches a kernel of which each warp does `work` pieces' share; nothing for no work.
+    /// Launches a kernel with one warp per unit of `work`, up to `most_blocks` blocks. A no-op without work.
     ///
     /// # Safety
     /// As [`Function::launch`].
@@ -366,7 +367,7 @@ impl Kernels {
             return Ok(());
         }
         let blocks = work.div_ceil(WARPS).min(self.most_blocks.into()) as u32;
-        // SAFETY: the caller's promise; the module lives in self.
+        // SAFETY: the caller's promise; `self` keeps the module loaded.
         unsafe { function.launch(stream, blocks, THREADS, &mut arguments) }
     }
 }

@@ -1,9 +1,9 @@
-//! How fast parameters cross the link of one GPU, in each form, and how fast the processor steps from each: measured
-//! once and kept in the profile.
+//! Measures the bandwidth of one GPU's link in each transfer type, and the speed of CPU steps from each type. The
+//! results are stored in the profile.
 //!
-//! Measured is what is used: [`Transfers`] with its own chunks, pinned memory, the step with its threads. Each figure is
-//! the best of a few rounds; a copy that another process slows says nothing about the link. Copies are timed by the
-//! device: a thread that waits sleeps longer than they take.
+//! The measurement uses the production code: [`Transfers`] with its own chunks, pinned memory, and the threaded step.
+//! Each figure is the best of a few rounds, since a copy slowed by another process says nothing about the link. The
+//! device times the copies: a waiting host thread sleeps longer than a copy takes.
 #![forbid(unsafe_code)]
 
 use std::path::Path;
@@ -26,18 +26,19 @@ use crate::pool::pinned;
 use crate::sys::span::Span;
 use crate::sys::threads;
 
-/// Parameters of the first copy, doubled until one takes [`LONG`].
+/// Parameters of the first copy; doubled until a copy takes [`LONG`].
 const LEAST: u64 = 1 << 18;
 /// Parameters of the largest copy: 128 MiB of f32.
 const MOST: u64 = 32 << 20;
-/// Beside this the start of a copy is nothing.
+/// Duration beside which the fixed cost of starting a copy is negligible.
 const LONG: Duration = Duration::from_millis(2);
-/// Parameters of one step: more than caches hold.
+/// Parameters of one step: more than the caches hold.
 const STEPPED: usize = 8 << 20;
 const ROUNDS: usize = 3;
 
 impl Link {
-    /// The speeds that the profile at `path` has for this device, or measures and keeps them; `again` measures in any case.
+    /// The speeds of this device from the profile at `path`, or else measured and stored there. `again` always
+    /// measures.
     pub fn get(
         device: &Arc<Device>,
         transfers: &Transfers,
@@ -56,14 +57,14 @@ impl Link {
         Ok(link)
     }
 
-    /// All that the speeds hang on.
+    /// A name with everything that the speeds depend on.
     fn name(device: &Device) -> Result<String> {
         let DeviceInfo { name, pci, .. } = device.info()?;
         let (kernel, threads) = (processor::kernel()?.name(), threads::count()?);
         Ok(format!("{name} at {pci}, CUDA {}, {kernel}, {threads} threads", device.cuda_version()))
     }
 
-    /// Measures; takes 128 MiB of pinned memory and 64 MiB of the device's for about a second.
+    /// Measures the speeds. Takes 128 MiB of pinned memory, 64 MiB of device memory and about one second.
     pub fn measure(device: &Arc<Device>, transfers: &Transfers) -> Result<Link> {
         let block = pinned::alloc((MOST * 4) as usize)?;
         let copies = copy_speeds(device, transfers, block);
@@ -90,7 +91,7 @@ fn copy_speeds(device: &Arc<Device>, transfers: &Transfers, block: Span) -> Resu
             n *= 2;
         }
     };
-    // In before out: gradients of whatever the memory held would be as fast, but this way nothing is read unwritten.
+    // Uploads first: downloads would otherwise read uninitialised device memory.
     block.write(&vec![0; block.len()]);
     let (in_f32, in_native) = (speed(Direction::In, Dtype::F32)?, speed(Direction::In, Dtype::Bf16)?);
     let (out_f32, out_native) = (speed(Direction::Out, Dtype::F32)?, speed(Direction::Out, Dtype::Bf16)?);
@@ -121,13 +122,13 @@ fn step_speeds() -> Result<(f64, f64)> {
     Ok((step(Floats::F32(&wide))?, step(Floats::Bf16(&narrow))?))
 }
 
-/// Seconds of the best round, after one that counts for nothing.
+/// Seconds of the fastest round, after one warm-up round.
 fn best(mut work: impl FnMut() -> Result<f64>) -> Result<f64> {
     work()?;
     let mut fastest = f64::INFINITY;
     for _ in 0..ROUNDS {
         fastest = fastest.min(work()?);
     }
-    // No clock tells less.
+    // A lower bound, in case the clock shows no time.
     Ok(fastest.max(1e-9))
 }

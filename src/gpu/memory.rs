@@ -1,11 +1,11 @@
-//! Device memory, and host memory that the GPU may reach.
+//! Device memory, and host memory that the GPU may access.
 //!
 //! Invariants:
-//! - A [`HostSpan`] exists only for memory that the driver has page-locked, by us or by its owner: a copy through pageable
-//!   memory, slow and synchronous, cannot be written down.
-//! - What we registered is unregistered before it is unmapped.
-//! - What we registered is not there in a forked child. Since Linux 5.9 fork copies pinned pages at once, and elsewhere the
-//!   parent may move to new pages while the GPU goes on with the old ones.
+//! - A [`HostSpan`] exists only for memory that the driver has page-locked, for Spillway or for the memory's owner. The
+//!   types therefore exclude copies through pageable memory, which are slow and synchronous.
+//! - Memory that Spillway registered is unregistered before it is unmapped.
+//! - Memory that Spillway registered is not mapped in a forked child. Since Linux 5.9 fork copies pinned pages at once;
+//!   on older kernels the parent may move to new pages while the GPU keeps accessing the old ones.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
@@ -21,7 +21,7 @@ use crate::sys::span::Span;
 
 const REGISTER_PORTABLE: c_uint = 1;
 
-/// A range of device memory: ours, or the framework's (`tensor.data_ptr()`).
+/// A range of device memory: Spillway's, or the framework's (`tensor.data_ptr()`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceSpan {
     address: DevicePtr,
@@ -29,9 +29,8 @@ pub struct DeviceSpan {
 }
 
 impl DeviceSpan {
-    /// # Safety
-    /// The bytes are device memory of the primary context, and nobody touches them against the order of the events that
-    /// the calls using this span are given.
+    /// # Safety The bytes are device memory of the primary context. All other accesses to them are ordered by the
+    /// events that are passed to the calls that use this span.
     pub unsafe fn new(address: u64, bytes: u64, argument: &'static str) -> Result<DeviceSpan> {
         if address == 0 && bytes > 0 {
             return Err(Error::invalid(argument, "is NULL"));
@@ -59,7 +58,7 @@ impl DeviceSpan {
     }
 }
 
-/// Device memory of our own.
+/// Device memory that Spillway allocated; freed on drop.
 #[derive(Debug)]
 pub struct DeviceMemory {
     device: Arc<Device>,
@@ -67,12 +66,12 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Takes `bytes` bytes, not zeroed.
+    /// Allocates `bytes` bytes, not zeroed. Errors: `OutOfMemory`.
     pub fn new(device: &Arc<Device>, bytes: u64) -> Result<DeviceMemory> {
         let _current = device.enter()?;
         let mut address = 0;
         if bytes > 0 {
-            // SAFETY: the context is current; the pointer is good.
+            // SAFETY: the context is current; the pointer is valid.
             let taken = unsafe { (device.table().cuMemAlloc_v2)(&raw mut address, bytes as usize) };
             device
                 .check(taken, || format!("taking {bytes} bytes of the memory of GPU {}", device.ordinal()))?;
@@ -80,7 +79,7 @@ impl DeviceMemory {
         Ok(DeviceMemory { device: Arc::clone(device), span: DeviceSpan { address, bytes } })
     }
 
-    /// All of it.
+    /// The whole allocation.
     pub fn span(&self) -> DeviceSpan {
         self.span
     }
@@ -91,13 +90,13 @@ impl Drop for DeviceMemory {
         if self.span.address != 0
             && let Ok(_current) = self.device.enter()
         {
-            // SAFETY: taken in `new`. The driver waits for work that uses it.
+            // SAFETY: allocated in `new`. The driver waits for work that uses the memory.
             unsafe { (self.device.table().cuMemFree_v2)(self.span.address) };
         }
     }
 }
 
-/// Page-locked host memory: the only kind that a copy takes.
+/// Page-locked host memory: the only kind that copies accept.
 #[derive(Debug, Clone)]
 pub struct HostSpan {
     span: Span,
@@ -110,18 +109,18 @@ impl HostSpan {
         self.span
     }
 
-    /// The `len` bytes that begin `from` bytes into it.
+    /// The `len` bytes that begin `from` bytes into the span.
     pub fn part(&self, from: usize, len: usize) -> HostSpan {
         HostSpan { span: self.span.part(from, len), _registration: self._registration.clone() }
     }
 }
 
-/// One region of pinned memory, known to the driver as long as this lives.
+/// A region of pinned memory, registered with the driver while this object lives.
 #[derive(Debug)]
 struct Registration {
     device: Arc<Device>,
     region: Arc<Region>,
-    /// `None` if somebody else had registered it, and until it is unregistered.
+    /// `None` if another owner had registered the region, and after it is unregistered.
     ours: Option<Reach>,
 }
 
@@ -130,7 +129,7 @@ impl Registration {
         let _current = device.enter()?;
         let all = region.span();
         let start = all.as_ptr().cast::<c_void>();
-        // SAFETY: whole pages of a live mapping, which the registration keeps.
+        // SAFETY: whole pages of a live mapping, which the registration keeps alive.
         let outcome = unsafe { (device.table().cuMemHostRegister_v2)(start, all.len(), REGISTER_PORTABLE) };
         let doing = || format!("registering {} bytes of pinned memory", all.len());
         let ours = match outcome {
@@ -149,16 +148,16 @@ impl Drop for Registration {
         let Some(reach) = self.ours.take() else { return };
         match self.device.enter() {
             Ok(_current) => {
-                // SAFETY: registered in `new`; no copy is under way, since copies hold the registration until they are done.
+                // SAFETY: registered in `new`. No copy is in flight: copies hold the registration until they are done.
                 unsafe { (self.device.table().cuMemHostUnregister)(self.region.span().as_ptr().cast()) };
             }
-            // The device still reaches it.
+            // The device can still access the region, so the region is leaked.
             Err(_) => std::mem::forget(reach),
         }
     }
 }
 
-/// What is registered with one device. Regions whose owners are done with them leave it by themselves.
+/// The regions that are registered with one device. A region whose owner releases it is removed automatically.
 pub struct Registry {
     device: Arc<Device>,
     regions: Arc<Mutex<Regions>>,
@@ -168,16 +167,16 @@ pub struct Registry {
 type Regions = HashMap<u64, Arc<Registration>>;
 
 impl Registry {
-    /// Nothing yet.
+    /// An empty registry, which is notified when regions are released.
     pub fn new(device: &Arc<Device>) -> Registry {
         let regions = Arc::new(Mutex::new(Regions::new()));
         let watched = Arc::downgrade(&regions);
         let owner = Arc::clone(device);
         let watcher: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
-            // A child made by fork could wait for ever for the lock, and has nothing to unregister.
+            // In a forked child the lock may stay held forever, and there is nothing to unregister.
             if let Some(regions) = watched.upgrade().filter(|_| owner.is_own()) {
                 let retired: Vec<_> = lock(&regions).extract_if(|_, known| known.region.retired()).collect();
-                // Outside the lock: unregistering may wait for copies.
+                // Dropped outside the lock: unregistering may wait for copies.
                 drop(retired);
             }
         });
@@ -185,8 +184,8 @@ impl Registry {
         Registry { device: Arc::clone(device), regions, _watcher: watcher }
     }
 
-    /// `span` as page-locked memory: of one of our pools, which is registered now if it was not, or memory that its
-    /// owner page-locked through CUDA. Anything else is refused.
+    /// Returns `span` as page-locked memory: of a Spillway pool (registered now if it is not yet), or memory that its
+    /// owner page-locked through CUDA. Errors: any other memory.
     pub fn host(&self, span: Span, argument: &'static str) -> Result<HostSpan> {
         if span.is_empty() {
             return Ok(HostSpan { span, _registration: None });
@@ -220,17 +219,17 @@ impl Registry {
     }
 }
 
-/// Whether the driver knows memory of the host as page-locked.
+/// True if the driver knows this host memory as page-locked.
 fn is_locked(device: &Device, span: Span) -> Result<bool> {
     const MEMORY_TYPE: c_int = 2;
     const PAGE_LOCKED: c_uint = 1;
     let _current = device.enter()?;
     let attributes = [MEMORY_TYPE];
-    // Both ends: two allocations with a gap between them are not worth an interface.
+    // Checks the first and last byte only: callers do not pass a span over two allocations with a gap.
     for end in [span.address(), span.address() + span.len() - 1] {
         let mut kind: c_uint = 0;
         let values = [(&raw mut kind).cast::<c_void>()];
-        // SAFETY: one attribute and room for its value. Addresses that the driver does not know give 0.
+        // SAFETY: one attribute, and space for its value. For unknown addresses the driver returns 0.
         let outcome = unsafe {
             (device.table().cuPointerGetAttributes)(1, attributes.as_ptr(), values.as_ptr(), end as u64)
         };
@@ -253,7 +252,7 @@ impl fmt::Debug for Registry {
 }
 
 impl Stream {
-    /// Copies `from` to the device, in the order of this stream. The caller keeps both until it is done.
+    /// Enqueues a copy of `from` to the device. The caller keeps both spans alive until the copy is done.
     pub fn upload(&self, from: &HostSpan, to: DeviceSpan) -> Result<()> {
         assert_eq!(from.span.len() as u64, to.bytes, "copy between spans of different lengths");
         if to.bytes == 0 {
@@ -262,14 +261,14 @@ impl Stream {
         let device = self.device();
         let _current = device.enter()?;
         let source = from.span.as_ptr().cast::<c_void>().cast_const();
-        // SAFETY: both spans are good by the promises that made them.
+        // SAFETY: both spans are valid by the promises made at their construction.
         let outcome = unsafe {
             (device.table().cuMemcpyHtoDAsync_v2)(to.address, source, to.bytes as usize, self.handle())
         };
         device.check(outcome, || format!("copying {} bytes to GPU {}", to.bytes, device.ordinal()))
     }
 
-    /// Copies `from` to the host, in the order of this stream. The caller keeps both until it is done.
+    /// Enqueues a copy of `from` to the host. The caller keeps both spans alive until the copy is done.
     pub fn download(&self, from: DeviceSpan, to: &HostSpan) -> Result<()> {
         assert_eq!(to.span.len() as u64, from.bytes, "copy between spans of different lengths");
         if from.bytes == 0 {
@@ -278,7 +277,7 @@ impl Stream {
         let device = self.device();
         let _current = device.enter()?;
         let target = to.span.as_ptr().cast::<c_void>();
-        // SAFETY: both spans are good by the promises that made them.
+        // SAFETY: both spans are valid by the promises made at their construction.
         let outcome = unsafe {
             (device.table().cuMemcpyDtoHAsync_v2)(target, from.address, from.bytes as usize, self.handle())
         };

@@ -1,22 +1,23 @@
-//! The GPU, through its driver, which is found at run time.
+//! The GPU, through the CUDA driver, which is loaded at run time.
 //!
 //! | file | holds |
 //! |---|---|
-//! | `table` | the driver's functions and codes |
-//! | [`driver`] | the library: opened at first use, and what is wrong with it |
+//! | `table` | the driver's functions and result codes |
+//! | [`driver`] | the driver library: opened at first use; error diagnosis |
 //! | [`device`] | one GPU and its primary context, shared with the framework |
-//! | [`stream`] | streams and events, ours and the framework's |
-//! | [`memory`] | device memory, and host memory that a copy may use |
-//! | `module` | PTX to functions |
-//! | [`steps`] | Adam over many tensors, in the order of the framework's stream |
-//! | [`transfer`] | gradients out, parameters in |
-//! | [`watch`] | events of the framework as the host waits for them |
-//! | [`link`], [`speeds`], [`profile`] | how fast it is, measured once |
+//! | [`stream`] | streams and events, Spillway's and the framework's |
+//! | [`memory`] | device memory, and page-locked host memory for copies |
+//! | `module` | compiles PTX into functions |
+//! | [`steps`] | Adam over many tensors, in order on the framework's stream |
+//! | [`transfer`] | copies of gradients to the host and of parameters to the device |
+//! | [`watch`] | host threads wait for the framework's events |
+//! | [`link`], [`speeds`], [`profile`] | bandwidth of the link and speed of the CPU, measured once |
 //! | [`kernels`] | the kernels of kernels/*.cu: casts, sums of squares, Adam and its inverse |
 //!
-//! The driver is called through an own table and not through a binding crate, because a binding's enums make a code that
-//! a newer driver returns undefined behaviour, because a missing library or function has to be an error and not a
-//! panic, and because tests put a driver of their own behind it.
+//! Spillway calls the driver through its own function table, not through a binding crate, for three reasons:
+//! - A binding's enums make a result code of a newer driver undefined behaviour.
+//! - A missing library or function must be an error, not a panic.
+//! - Tests replace the driver with a fake one.
 
 mod module;
 mod table;

@@ -1,4 +1,4 @@
-//! Kernels as PTX text, compiled by the driver for the GPU at hand.
+//! Kernels as PTX text, compiled by the driver for the GPU in use.
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -21,16 +21,16 @@ pub(super) struct Module {
 }
 
 impl Module {
-    /// Compiles `ptx`; `what` names it in errors.
+    /// Compiles `ptx`; `what` names the text in errors.
     pub(super) fn load(device: &Arc<Device>, what: &str, ptx: &str) -> Result<Module> {
         let text = CString::new(ptx).map_err(|_| Error::invalid("ptx", "holds a NUL"))?;
         let mut log = vec![0_u8; LOG_BYTES];
         let mut options = [OPTION_ERROR_LOG, OPTION_ERROR_LOG_BYTES];
-        // The driver takes sizes in place of pointers here.
+        // The driver expects the size in place of a pointer here.
         let mut values = [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(LOG_BYTES - 1)];
         let mut handle: Handle = std::ptr::null_mut();
         let _current = device.enter()?;
-        // SAFETY: a string with a NUL, two options with their values, of which the log keeps a last 0.
+        // SAFETY: a NUL-terminated string, and two options with their values. The log's last byte stays 0.
         let outcome = unsafe {
             (device.table().cuModuleLoadDataEx)(
                 &raw mut handle,
@@ -49,12 +49,12 @@ impl Module {
         Ok(Module { device: Arc::clone(device), handle: handle as usize })
     }
 
-    /// The kernel of this name.
+    /// The kernel `name`.
     pub(super) fn function(&self, name: &str) -> Result<Function> {
         let text = CString::new(name).map_err(|_| Error::invalid("name", "holds a NUL"))?;
         let mut handle: Handle = std::ptr::null_mut();
         let _current = self.device.enter()?;
-        // SAFETY: our own module, a string with a NUL; the pointer is good.
+        // SAFETY: a live module of this object, a NUL-terminated string, a valid pointer.
         let found = unsafe {
             (self.device.table().cuModuleGetFunction)(&raw mut handle, self.handle as Handle, text.as_ptr())
         };
@@ -66,22 +66,21 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
-            // SAFETY: our own module, whose functions go with it.
+            // SAFETY: a live module of this object. Its functions are not used after it.
             unsafe { (self.device.table().cuModuleUnload)(self.handle as Handle) };
         }
     }
 }
 
-/// A kernel of a module that is loaded.
+/// A kernel of a loaded module.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Function(usize);
 
 impl Function {
-    /// Queues the kernel: `blocks` blocks of `threads` threads.
+    /// Enqueues the kernel with `blocks` blocks of `threads` threads.
     ///
-    /// # Safety
-    /// The module is loaded; each of `arguments` points to a value of the kernel's parameter of that place, and what these
-    /// address is good until the kernel is done.
+    /// # Safety The module is loaded. Each of `arguments` points to a value of the kernel's parameter at that
+    /// position. The memory that these values address stays valid until the kernel is done.
     pub(super) unsafe fn launch(
         self,
         stream: &Stream,
@@ -92,7 +91,7 @@ impl Function {
         let device = stream.device();
         let _current = device.enter()?;
         let none = std::ptr::null_mut();
-        // SAFETY: the caller's promise; the arguments are copied before the call returns.
+        // SAFETY: the caller's promise; the driver copies the arguments before the call returns.
         let outcome = unsafe {
             (device.table().cuLaunchKernel)(
                 self.0 as Handle,

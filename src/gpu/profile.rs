@@ -1,13 +1,14 @@
-//! What was measured on this machine, so that it is measured once: a text file, one line for each link.
+//! Stored measurements of this machine, so that they are made only once: a text file, one line per link.
 //!
 //! ```text
 //! spillway profile 1
 //! link NAME = FIGURE=NUMBER ...
 //! ```
 //!
-//! The name of a link holds all that its speeds hang on. Lines of other kinds, and of other links, are left as they are. In
-//! a file that `spillway tune` wrote each link is a section (see `sys::profile`). A
-//! file that cannot be read or written is one warning: what it would hold is measured again.
+//! The name of a link contains everything that its speeds depend on. Lines of other kinds and of other links are kept
+//! unchanged. In a file that `spillway tune` wrote, each link is a section (see `sys::profile`).
+//!
+//! If the file cannot be read, the link is measured again. If it cannot be written, one warning is logged.
 #![forbid(unsafe_code)]
 
 use std::fs;
@@ -17,7 +18,7 @@ use super::speeds::Link;
 use crate::log::{self, Level};
 use crate::sys::profile::{self as shared, FIRST_LINE, LINKS_FIRST as HEAD};
 
-/// The profile of this user: `SPILLWAY_PROFILE`, else spillway/profile in the cache of `XDG_CACHE_HOME` or `HOME`.
+/// The user's profile: `SPILLWAY_PROFILE`, else `spillway/profile` in `XDG_CACHE_HOME`, else in `HOME`/.cache.
 pub fn default_path() -> Option<PathBuf> {
     let named = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     named("SPILLWAY_PROFILE").or_else(|| {
@@ -26,7 +27,7 @@ pub fn default_path() -> Option<PathBuf> {
     })
 }
 
-/// The speeds of the link of this name, if the profile has them.
+/// The stored speeds of the link `name`, if the profile has them.
 pub fn find(path: &Path, name: &str) -> Option<Link> {
     let text = fs::read_to_string(path).ok()?;
     let mut lines = text.lines();
@@ -42,7 +43,7 @@ pub fn find(path: &Path, name: &str) -> Option<Link> {
     }
 }
 
-/// Keeps the speeds of the link of this name.
+/// Stores the speeds of the link `name`. A failure is logged as a warning.
 pub fn keep(path: &Path, name: &str, link: &Link) {
     if let Err(error) = write(path, name, link) {
         log::write(Level::Warn, &format!("the profile {} is not written: {error}", path.display()));
@@ -68,7 +69,7 @@ fn write(path: &Path, name: &str, link: &Link) -> std::io::Result<()> {
     shared::write(path, &text)
 }
 
-/// The text without the section of a link, and without empty lines at its end.
+/// The text without the section of a link, and without trailing empty lines.
 fn without_section(text: &str, name: &str) -> String {
     let (header, mut inside, mut kept) = (section(name), false, String::new());
     for line in text.lines() {
@@ -152,7 +153,7 @@ mod tests {
         }
         keep(&path, "a", &LINK);
         assert_eq!(find(&path, "a"), Some(LINK));
-        // A folder in its place cannot be replaced; that is a warning.
+        // A folder at the profile's path cannot be replaced: a warning, no error.
         let blocked = folder.path().join("folder");
         fs::create_dir_all(blocked.join("x")).unwrap();
         keep(&blocked, "a", &LINK);

@@ -1,4 +1,4 @@
-//! The speeds of a GPU's link and of the processor, as they are measured and kept.
+//! Measured speeds of a GPU's link and of the CPU.
 #![forbid(unsafe_code)]
 
 use crate::plan::cast::Probe;
@@ -6,17 +6,17 @@ use crate::plan::cast::Probe;
 /// Speeds in parameters per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Link {
-    /// Gradients out: widened on the GPU, f32 on the wire.
+    /// Gradients to the host: converted to f32 on the GPU, f32 on the link.
     pub out_f32: f64,
-    /// Gradients out: 16 bits on the wire.
+    /// Gradients to the host: 16 bits on the link.
     pub out_native: f64,
-    /// Parameters in: f32 on the wire, rounded on the GPU.
+    /// Parameters to the device: f32 on the link, rounded to 16 bits on the GPU.
     pub in_f32: f64,
-    /// Parameters in: 16 bits on the wire.
+    /// Parameters to the device: 16 bits on the link.
     pub in_native: f64,
-    /// Adam on the processor, from f32 gradients.
+    /// Adam on the CPU, from f32 gradients.
     pub step_f32: f64,
-    /// Adam on the processor, from 16-bit gradients.
+    /// Adam on the CPU, from 16-bit gradients.
     pub step_native: f64,
 }
 
@@ -25,18 +25,18 @@ impl Link {
     pub const NAMES: [&'static str; 6] =
         ["out_f32", "out_native", "in_f32", "in_native", "step_f32", "step_native"];
 
-    /// The figures.
+    /// The six speeds, in the order of the fields.
     pub fn figures(&self) -> [f64; 6] {
         [self.out_f32, self.out_native, self.in_f32, self.in_native, self.step_f32, self.step_native]
     }
 
-    /// From the figures.
+    /// The inverse of [`Link::figures`].
     pub fn of_figures(figures: [f64; 6]) -> Link {
         let [out_f32, out_native, in_f32, in_native, step_f32, step_native] = figures;
         Link { out_f32, out_native, in_f32, in_native, step_f32, step_native }
     }
 
-    /// What decides about the form of gradients.
+    /// The figures that determine the transfer type of gradients.
     pub fn gradients(&self) -> Probe {
         Probe {
             f32_wire: self.out_f32,

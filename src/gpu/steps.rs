@@ -1,4 +1,4 @@
-//! Adam over many tensors in device memory, in the order of the framework's stream.
+//! Adam over many tensors in device memory, in order on the framework's stream.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,16 +13,16 @@ use crate::optim::StepStats;
 use crate::pool::pinned;
 use crate::stats;
 
-/// One tensor and what to step it with.
+/// One tensor and the coefficients of its step.
 #[derive(Debug, Clone, Copy)]
 pub struct Job {
     /// Coefficients.
     pub rule: AdamRule,
-    /// Spans.
+    /// The tensor's arrays.
     pub tensor: DeviceTensor,
 }
 
-/// Steps on one device.
+/// Adam steps on one device.
 #[derive(Debug)]
 pub struct Steps {
     device: Arc<Device>,
@@ -32,7 +32,7 @@ pub struct Steps {
     scratch: Mutex<Option<Scratch>>,
 }
 
-/// What a call does to its tensors.
+/// The parts of a step that a call runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Step,
@@ -40,7 +40,7 @@ enum Part {
     Both,
 }
 
-/// Room for the sums of one call: of the tensor at hand on the device, of all tensors where the host reads them.
+/// Buffers for the sums of one call: partial sums of the current tensor on the device, one sum per tensor on the host.
 #[derive(Debug)]
 struct Scratch {
     sums: Sums,
@@ -50,7 +50,7 @@ struct Scratch {
 const WORD: usize = size_of::<f64>();
 
 impl Steps {
-    /// Steps with these kernels.
+    /// Prepares steps with `kernels`.
     pub fn new(device: &Arc<Device>, kernels: &Arc<Kernels>) -> Result<Steps> {
         Ok(Steps {
             device: Arc::clone(device),
@@ -61,24 +61,25 @@ impl Steps {
         })
     }
 
-    /// Steps every tensor, after what is queued on `stream` and before what will be. With `squares` it waits, and gives
-    /// what `optim::adam::step` would; without, it gives nothing and returns at once. A refused call steps nothing.
+    /// Steps every tensor, in order on `stream`. With `squares` the call blocks, and returns the same statistics as
+    /// `optim::adam::step`; without, it returns default statistics at once. If a tensor is refused, no tensor steps.
     pub fn adam(&self, jobs: &[Job], stream: ForeignStream, squares: bool) -> Result<StepStats> {
         self.run(jobs, stream, if squares { Part::Both } else { Part::Step }).map(|(_, seen)| seen)
     }
 
-    /// As [`Steps::adam`] without `squares`; returns an event that comes after the step.
+    /// As [`Steps::adam`] without `squares`; returns an event recorded behind the step.
     pub fn start(&self, jobs: &[Job], stream: ForeignStream) -> Result<Event> {
         self.run(jobs, stream, Part::Step).map(|(after, _)| after)
     }
 
-    /// What [`Steps::adam`] would measure, without stepping.
+    /// Returns the statistics of [`Steps::adam`] without stepping; blocks.
     pub fn measure(&self, jobs: &[Job], stream: ForeignStream) -> Result<StepStats> {
         self.run(jobs, stream, Part::Squares).map(|(_, seen)| seen)
     }
 
     fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(Event, StepStats)> {
-        // Before the lock, which another thread may have held when a child was forked.
+        // Checks for a forked child before locking: another thread of the parent may have held the lock during the
+        // fork.
         drop(self.device.enter()?);
         jobs.iter().try_for_each(|job| self.kernels.accepts(&job.tensor))?;
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -111,7 +112,7 @@ impl Steps {
         Ok((after, StepStats::of(join(&sums.collect::<Vec<f64>>()))))
     }
 
-    /// The scratch, made larger if it is too small.
+    /// The scratch buffers, reallocated if they are too small.
     fn room<'a>(&self, scratch: &'a mut Option<Scratch>, jobs: &[Job]) -> Result<&'a Scratch> {
         let most = jobs.iter().map(|job| job.tensor.grad.len()).max().unwrap_or(0);
         let bytes = jobs.len().max(1) * WORD;
@@ -137,12 +138,12 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Only an address that pinned::alloc did not give is refused.
+        // `free` fails only for addresses that `pinned::alloc` did not return.
         let _ = pinned::free(self.host.span().address());
     }
 }
 
-/// Sums of tensors meet as `optim::spread` lets them meet: halves of the list.
+/// Adds the sums of tensors in the order of `optim::spread`: by halves of the list.
 fn join(sums: &[f64]) -> f64 {
     match sums {
         [] => 0.0,

@@ -1,6 +1,6 @@
-//! Streams and events: our own, and those of the framework, which come as integers.
+//! Streams and events: Spillway's own, and the framework's, which are passed as integers.
 //!
-//! Our streams do not wait for the legacy default stream. Order against the framework's work comes from events alone.
+//! Spillway's streams do not wait for the legacy default stream. Only events order them against the framework's work.
 
 use std::ffi::{c_int, c_uint};
 use std::sync::Arc;
@@ -10,18 +10,18 @@ use super::table::{Handle, code};
 use crate::error::{Error, Result};
 
 const STREAM_NON_BLOCKING: c_uint = 1;
-/// Priorities are lower numbers; the range of every device that has one holds this.
+/// A lower number is a higher priority. The range of every device that supports priorities includes -1.
 const URGENT: c_int = -1;
 const EVENT_BLOCKING_SYNC: c_uint = 1;
 const EVENT_DISABLE_TIMING: c_uint = 2;
 
-/// An event of the framework: what torch calls `event.cuda_event`.
+/// An event of the framework: `event.cuda_event` in torch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ForeignEvent(usize);
 
 impl ForeignEvent {
     /// # Safety
-    /// `handle` is 0, or an event of the device's primary context that outlives the calls it is given to.
+    /// `handle` is 0, or an event of the device's primary context that outlives the calls it is passed to.
     pub unsafe fn new(handle: u64, argument: &'static str) -> Result<ForeignEvent> {
         match handle as usize {
             0 => Err(Error::invalid(argument, "is 0; torch makes an event at its first record()")),
@@ -30,30 +30,30 @@ impl ForeignEvent {
     }
 }
 
-/// A stream of the framework: what torch calls `stream.cuda_stream`; 0 is the legacy default stream.
+/// A stream of the framework: `stream.cuda_stream` in torch; 0 is the legacy default stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ForeignStream(usize);
 
 impl ForeignStream {
     /// # Safety
-    /// `handle` is 0, or a stream of the device's primary context that outlives the calls it is given to.
+    /// `handle` is 0, or a stream of the device's primary context that outlives the calls it is passed to.
     pub unsafe fn new(handle: u64) -> ForeignStream {
         ForeignStream(handle as usize)
     }
 
-    /// Makes what is queued on it from now on wait for `event`.
+    /// Makes later work on the stream wait for `event`. Errors: the stream is being captured into a graph.
     pub fn wait(self, event: &Event) -> Result<()> {
         self.refuse_capture(&event.device)?;
         wait_event(&event.device, self.0, event.handle)
     }
 
-    /// Records `event` after all that is queued on it.
+    /// Records `event` behind all work queued on the stream. Errors: the stream is being captured into a graph.
     pub fn record(self, event: &Event) -> Result<()> {
         self.refuse_capture(&event.device)?;
         record(&event.device, self.0, event.handle)
     }
 
-    /// A graph would replay our event and not our work.
+    /// Refuses a stream in capture: the graph would replay Spillway's event, but not Spillway's work.
     fn refuse_capture(self, device: &Device) -> Result<()> {
         match is_capturing(device, self.0)? {
             false => Ok(()),
@@ -62,7 +62,7 @@ impl ForeignStream {
     }
 }
 
-/// A stream of our own.
+/// A stream of Spillway.
 #[derive(Debug)]
 pub struct Stream {
     device: Arc<Device>,
@@ -75,7 +75,7 @@ impl Stream {
         Stream::with_priority(device, 0)
     }
 
-    /// A stream whose kernels go before those of other streams.
+    /// A stream whose kernels run before those of other streams.
     pub fn urgent(device: &Arc<Device>) -> Result<Stream> {
         Stream::with_priority(device, URGENT)
     }
@@ -83,7 +83,7 @@ impl Stream {
     fn with_priority(device: &Arc<Device>, priority: c_int) -> Result<Stream> {
         let _current = device.enter()?;
         let mut handle: Handle = std::ptr::null_mut();
-        // SAFETY: the context is current; the pointer is good. The driver brings any priority into its range.
+        // SAFETY: the context is current; the pointer is valid. The driver clamps the priority to its range.
         let made = unsafe {
             (device.table().cuStreamCreateWithPriority)(&raw mut handle, STREAM_NON_BLOCKING, priority)
         };
@@ -91,7 +91,7 @@ impl Stream {
         Ok(Stream { device: Arc::clone(device), handle: handle as usize })
     }
 
-    /// Its device.
+    /// The stream's device.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
@@ -100,13 +100,13 @@ impl Stream {
         self.handle as Handle
     }
 
-    /// Makes later work wait for `event`; one that was never recorded holds nothing back.
+    /// Makes later work wait for `event`. An event that was never recorded does not block.
     pub fn wait(&self, event: &Event) -> Result<()> {
         wait_event(&self.device, self.handle, event.handle)
     }
 
-    /// Makes later work wait for an event of the framework. One that was recorded under capture is refused: a stream that
-    /// waits for it takes part in the capture until that ends, and does none of its work.
+    /// Makes later work wait for an event of the framework. Errors: the event was recorded during a graph capture. A
+    /// stream that waits for such an event joins the capture and runs no work until the capture ends.
     pub fn wait_foreign(&self, event: ForeignEvent) -> Result<()> {
         wait_event(&self.device, self.handle, event.0)?;
         match is_capturing(&self.device, self.handle)? {
@@ -119,15 +119,15 @@ impl Stream {
         }
     }
 
-    /// Records `event` after all that is queued.
+    /// Records `event` behind all queued work.
     pub fn record(&self, event: &Event) -> Result<()> {
         record(&self.device, self.handle, event.handle)
     }
 
-    /// Waits on this thread until all that is queued is done.
+    /// Blocks the calling thread until all queued work is done.
     pub fn synchronize(&self) -> Result<()> {
         let _current = self.device.enter()?;
-        // SAFETY: our own live stream.
+        // SAFETY: a live stream of this object.
         let outcome = unsafe { (self.device.table().cuStreamSynchronize)(self.handle()) };
         self.device.check(outcome, || "waiting for a stream".to_string())
     }
@@ -136,13 +136,13 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
-            // SAFETY: our own stream; the driver lets queued work finish first.
+            // SAFETY: a live stream of this object; the driver lets queued work finish first.
             unsafe { (self.device.table().cuStreamDestroy_v2)(self.handle()) };
         }
     }
 }
 
-/// An event of our own.
+/// An event of Spillway.
 #[derive(Debug)]
 pub struct Event {
     device: Arc<Device>,
@@ -150,12 +150,12 @@ pub struct Event {
 }
 
 impl Event {
-    /// An event that orders.
+    /// An event for ordering, without a timestamp.
     pub fn new(device: &Arc<Device>) -> Result<Event> {
         Event::with_flags(device, EVENT_DISABLE_TIMING | EVENT_BLOCKING_SYNC)
     }
 
-    /// An event that also tells the time.
+    /// An event with a timestamp.
     pub fn timing(device: &Arc<Device>) -> Result<Event> {
         Event::with_flags(device, EVENT_BLOCKING_SYNC)
     }
@@ -163,41 +163,41 @@ impl Event {
     fn with_flags(device: &Arc<Device>, flags: c_uint) -> Result<Event> {
         let _current = device.enter()?;
         let mut handle: Handle = std::ptr::null_mut();
-        // SAFETY: the context is current; the pointer is good.
+        // SAFETY: the context is current; the pointer is valid.
         let made = unsafe { (device.table().cuEventCreate)(&raw mut handle, flags) };
         device.check(made, || "making an event".to_string())?;
         Ok(Event { device: Arc::clone(device), handle: handle as usize })
     }
 
-    /// What the framework knows it by: a `CUevent`, good until this object goes.
+    /// The event as a `CUevent` for the framework; valid until this object is dropped.
     pub fn address(&self) -> u64 {
         self.handle as u64
     }
 
-    /// True once the work before its last record is done, and if it was never recorded.
+    /// True if the work before the last record is done, or the event was never recorded.
     pub fn done(&self) -> Result<bool> {
         let _current = self.device.enter()?;
-        // SAFETY: our own live event.
+        // SAFETY: a live event of this object.
         match unsafe { (self.device.table().cuEventQuery)(self.handle as Handle) } {
             code::NOT_READY => Ok(false),
             outcome => self.device.check(outcome, || "asking for an event".to_string()).map(|()| true),
         }
     }
 
-    /// Waits on this thread for the work before its last record.
+    /// Blocks the calling thread until the work before the last record is done.
     pub fn synchronize(&self) -> Result<()> {
         let _current = self.device.enter()?;
-        // SAFETY: our own live event.
+        // SAFETY: a live event of this object.
         let outcome = unsafe { (self.device.table().cuEventSynchronize)(self.handle as Handle) };
         self.device.check(outcome, || "waiting for an event".to_string())
     }
 
-    /// Seconds from `self` to `later`, both made to tell the time and both done.
+    /// Seconds from `self` to `later`. Both are timing events, and both are done.
     pub fn seconds_to(&self, later: &Event) -> Result<f64> {
         let _current = self.device.enter()?;
         let mut milliseconds = 0.0;
         let (from, to) = (self.handle as Handle, later.handle as Handle);
-        // SAFETY: live events; the pointer is good.
+        // SAFETY: both events are live; the pointer is valid.
         let outcome = unsafe { (self.device.table().cuEventElapsedTime)(&raw mut milliseconds, from, to) };
         self.device.check(outcome, || "reading the time between events".to_string())?;
         Ok(f64::from(milliseconds) / 1e3)
@@ -207,7 +207,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
-            // SAFETY: our own event; streams that wait for it keep what they need.
+            // SAFETY: an event of this object; the driver keeps what waiting streams need of it.
             unsafe { (self.device.table().cuEventDestroy_v2)(self.handle as Handle) };
         }
     }
@@ -216,7 +216,7 @@ impl Drop for Event {
 fn is_capturing(device: &Device, stream: usize) -> Result<bool> {
     let _current = device.enter()?;
     let mut capturing = 0;
-    // SAFETY: a live stream, ours or by the promise of the framework's; the pointer is good.
+    // SAFETY: a live stream: of Spillway, or by the promise of `ForeignStream::new`. The pointer is valid.
     let asked = unsafe { (device.table().cuStreamIsCapturing)(stream as Handle, &raw mut capturing) };
     device.check(asked, || "asking whether a stream is being captured".to_string())?;
     Ok(capturing != 0)
@@ -224,14 +224,14 @@ fn is_capturing(device: &Device, stream: usize) -> Result<bool> {
 
 fn wait_event(device: &Device, stream: usize, event: usize) -> Result<()> {
     let _current = device.enter()?;
-    // SAFETY: both are live, ours or by the promise of the framework's.
+    // SAFETY: both are live: objects of Spillway, or by the promises of `ForeignStream::new` and `ForeignEvent::new`.
     let outcome = unsafe { (device.table().cuStreamWaitEvent)(stream as Handle, event as Handle, 0) };
     device.check(outcome, || "making a stream wait for an event".to_string())
 }
 
 fn record(device: &Device, stream: usize, event: usize) -> Result<()> {
     let _current = device.enter()?;
-    // SAFETY: both are live, ours or by the promise of the framework's.
+    // SAFETY: both are live: objects of Spillway, or by the promise of `ForeignStream::new`.
     let outcome = unsafe { (device.table().cuEventRecord)(event as Handle, stream as Handle) };
     device.check(outcome, || "recording an event".to_string())
 }

@@ -1,6 +1,6 @@
-//! The CUDA driver API as a table of functions, every one of them found before the first is called.
+//! The CUDA driver API as a table of functions. All functions are looked up before the first call.
 //!
-//! Results are plain integers: a newer driver returns codes that no list here can know.
+//! Result codes are plain integers, since a newer driver may return codes that this file does not list.
 #![allow(non_snake_case, reason = "the driver's own names")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -24,10 +24,10 @@ macro_rules! table {
         }
 
         impl Table {
-            /// Finds every function; an error is the name of the first that is missing.
+            /// Looks every function up. The error is the name of the first missing function.
             ///
             /// # Safety
-            /// What `find` returns for a name is null, or the driver's function of that name.
+            /// For every name, `find` returns null or the driver's function of that name.
             pub unsafe fn resolve(find: impl Fn(&CStr) -> *mut c_void) -> Result<Table, &'static str> {
                 Ok(Table {
                     $($name: {
@@ -35,7 +35,7 @@ macro_rules! table {
                         if address.is_null() {
                             return Err(stringify!($name));
                         }
-                        // SAFETY: the driver's function of this name, which has this signature; never null.
+                        // SAFETY: not null, so it is the driver's function of this name, which has this signature.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> Code>(address) }
                     },)*
                 })
@@ -89,7 +89,7 @@ fn name(with_nul: &'static str) -> &'static CStr {
     CStr::from_bytes_until_nul(with_nul.as_bytes()).unwrap_or_default()
 }
 
-/// Result codes that Spillway tells apart.
+/// Result codes that Spillway distinguishes.
 pub mod code {
     use super::Code;
 

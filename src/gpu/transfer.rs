@@ -1,13 +1,14 @@
-//! Copies between the framework's device memory and pinned host memory: gradients out, parameters in.
+//! Copies between the framework's device memory and pinned host memory: gradients to the host, parameters to the
+//! device.
 //!
-//! A copy is cut into chunks, on streams of its direction, and waits on the device for what the framework names. Between
-//! f32 on the host and 16 bits on the device the GPU converts: a cast stream and a copy stream pass chunks to each other
-//! through two buffers, so that both work at once. Between equal types the bytes travel as they are.
+//! Each direction has its own streams. A copy is split into chunks, and waits on the device for the framework's event
+//! or stream. If the host type is f32 and the device type has 16 bits, the GPU converts: a cast stream and a copy
+//! stream exchange chunks through two buffers and so overlap. Between equal types the bytes are copied unchanged.
 //!
 //! Invariants:
-//! - A chunk's buffer is written again only after the event of its last use.
-//! - A copy holds the pinned memory it touches until its event is done.
-//! - The host side is a [`HostSpan`]: nothing passes through pageable memory.
+//! - A chunk's buffer is overwritten only after the event of its last use.
+//! - A copy holds its pinned memory until the copy's event is done.
+//! - The host side is a [`HostSpan`]: no copy uses pageable memory.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,7 +22,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::pool::region::Lease;
 
-/// Which way bytes go.
+/// Direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// To the host.
@@ -30,37 +31,37 @@ pub enum Direction {
     In,
 }
 
-/// What a copy waits for on the device.
+/// What a copy waits for on the device before it starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum After {
     /// Nothing.
     Now,
-    /// An event of the framework.
+    /// The last record of an event of the framework.
     Event(ForeignEvent),
-    /// All that is queued on a stream of the framework.
+    /// All work queued on a stream of the framework.
     Stream(ForeignStream),
 }
 
 /// One copy.
 #[derive(Debug, Clone)]
 pub struct Copy {
-    /// Which way.
+    /// Direction.
     pub direction: Direction,
-    /// The framework's memory.
+    /// The framework's device memory.
     pub device: DeviceFloats,
-    /// Pinned memory for the same number of elements.
+    /// Pinned memory with the same number of elements.
     pub host: HostSpan,
-    /// Their type: that of the device, or f32.
+    /// Element type on the host: the device's type, or f32.
     pub host_dtype: Dtype,
-    /// When it may begin.
+    /// What the copy waits for.
     pub after: After,
 }
 
-/// Which stream ends a copy: that of copies out, of copies in, or of casts in.
+/// Index of the stream that ends a copy: 0 for copies out, 1 for copies in, 2 for casts in.
 const CASTS_IN: usize = 2;
 
 impl Copy {
-    /// True if the GPU converts.
+    /// True if the GPU converts between types.
     fn casts(&self) -> bool {
         self.host_dtype != self.device.dtype()
     }
@@ -73,7 +74,7 @@ impl Copy {
         }
     }
 
-    /// Refuses types and lengths that do not go together.
+    /// Checks types and lengths.
     pub fn check(&self) -> Result<()> {
         let (device, host) = (self.device.dtype(), self.host_dtype);
         if device != host && host != Dtype::F32 {
@@ -91,7 +92,7 @@ impl Copy {
     }
 }
 
-/// Copies of one device.
+/// The copies of one device. Thread-safe.
 #[derive(Debug)]
 pub struct Transfers {
     device: Arc<Device>,
@@ -105,7 +106,7 @@ struct State {
     out: Lane,
     into: Lane,
     running: HashMap<u64, Running>,
-    /// Copies by the stream that ends them, where they end in this order.
+    /// Tickets per last stream (see [`CASTS_IN`]). Copies of one queue end in queue order.
     order: [VecDeque<u64>; 3],
     next: u64,
 }
@@ -114,7 +115,7 @@ struct State {
 struct Running {
     done: Arc<Event>,
     _host: HostSpan,
-    /// Keeps a part of a pool out of other hands, should its owner free it too early.
+    /// Keeps pool memory from being reused if its owner frees it too early.
     _lease: Option<Lease>,
 }
 
@@ -123,7 +124,7 @@ struct Running {
 struct Lane {
     copies: Stream,
     casts: Stream,
-    /// Made when the first copy needs them.
+    /// Created when the first copy needs them.
     buffers: Vec<Buffer>,
     next: usize,
 }
@@ -136,17 +137,17 @@ struct Buffer {
 }
 
 const BUFFERS: usize = 2;
-/// A waiting thread looks again after this, and then twice as long each time, up to [`LONGEST_PAUSE`].
+/// First sleep of a polling thread; each further sleep is twice as long, up to [`LONGEST_PAUSE`].
 const SHORTEST_PAUSE: Duration = Duration::from_micros(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
 impl Transfers {
-    /// Chunks of `chunk_bytes` bytes on the wire.
+    /// Prepares copies in chunks of `chunk_bytes` bytes on the link.
     pub fn new(device: &Arc<Device>, kernels: &Arc<Kernels>, chunk_bytes: u64) -> Result<Transfers> {
         let lane = || -> Result<Lane> {
             Ok(Lane {
                 copies: Stream::new(device)?,
-                // A cast is short, and a copy waits for it: it goes before the model's kernels.
+                // A cast is short, and a copy waits for it: it gets priority over the model's kernels.
                 casts: Stream::urgent(device)?,
                 buffers: Vec::new(),
                 next: 0,
@@ -163,12 +164,12 @@ impl Transfers {
         })
     }
 
-    /// Queues a copy, and returns its number.
+    /// Enqueues a copy, and returns its ticket.
     pub fn start(&self, copy: &Copy) -> Result<u64> {
         self.start_between(copy, None, Event::new(&self.device)?)
     }
 
-    /// Does a copy, and returns the seconds that it took on the device.
+    /// Runs a copy, blocks until it is done, and returns its seconds on the device.
     pub fn measure(&self, copy: &Copy) -> Result<f64> {
         let (begun, done) = (Event::timing(&self.device)?, Event::timing(&self.device)?);
         let ticket = self.start_between(copy, Some(&begun), done)?;
@@ -177,7 +178,7 @@ impl Transfers {
         done.map_or(Ok(0.0), |done| begun.seconds_to(&done))
     }
 
-    /// Queues a copy between two events.
+    /// Enqueues a copy between two events.
     fn start_between(&self, copy: &Copy, begun: Option<&Event>, done: Event) -> Result<u64> {
         copy.check()?;
         let done = Arc::new(done);
@@ -188,7 +189,7 @@ impl Transfers {
             Direction::In => &mut state.into,
         };
         if let Err(error) = self.queue(lane, copy, begun, &done) {
-            // What is queued already must not touch the caller's memory after this call.
+            // Chunks that are queued already must not access the caller's memory after this call.
             let _ = lane.casts.synchronize().and_then(|()| lane.copies.synchronize());
             return Err(error);
         }
@@ -219,7 +220,7 @@ impl Transfers {
         }
     }
 
-    /// Bytes as they are.
+    /// Enqueues the chunks of a copy between equal types.
     fn plain(&self, lane: &Lane, copy: &Copy) -> Result<()> {
         let size = copy.host_dtype.size();
         let step = self.chunk_elements * (Dtype::F32.size() / size) as u64;
@@ -234,7 +235,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// 16 bits on the device, f32 on the wire.
+    /// Enqueues the chunks of a copy between 16 bits on the device and f32 on the host.
     fn cast(&self, lane: &mut Lane, copy: &Copy) -> Result<()> {
         let size = Dtype::F32.size();
         lane.make_buffers(&self.device, self.chunk_elements * size as u64)?;
@@ -266,15 +267,16 @@ impl Transfers {
         Ok(())
     }
 
-    /// True once a copy is over.
+    /// True if a copy is done. Errors: the ticket was never issued.
     pub fn done(&self, ticket: u64) -> Result<bool> {
         self.event(ticket)?.map_or(Ok(true), |event| event.done())
     }
 
-    /// Waits on this thread until a copy is over, at most so long; others may use this object meanwhile.
+    /// Blocks the calling thread until a copy is done, for at most `timeout`. Other threads may use the object
+    /// meanwhile.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         let Some(event) = self.event(ticket)? else { return Ok(()) };
-        // Not by the driver's own wait, which has no end if the GPU hangs.
+        // Polls instead of using the driver's wait, which never returns if the GPU hangs.
         let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut pause = SHORTEST_PAUSE;
         while !event.done()? {
@@ -287,12 +289,12 @@ impl Transfers {
         Ok(())
     }
 
-    /// Makes a stream of the framework wait on the device for a copy.
+    /// Makes later work on a framework stream wait for a copy.
     pub fn stream_wait(&self, ticket: u64, stream: ForeignStream) -> Result<()> {
         self.event(ticket)?.map_or(Ok(()), |event| stream.wait(&event))
     }
 
-    /// Waits for all copies.
+    /// Blocks until all copies are done.
     pub fn finish(&self) -> Result<()> {
         let mut state = self.lock()?;
         for lane in [&state.out, &state.into] {
@@ -304,7 +306,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// The event of a copy; `None` for one that is over and forgotten.
+    /// The event of a copy; `None` for a copy that is done and forgotten.
     fn event(&self, ticket: u64) -> Result<Option<Arc<Event>>> {
         let state = self.lock()?;
         if ticket == 0 || ticket >= state.next {
@@ -314,7 +316,8 @@ impl Transfers {
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, State>> {
-        // Before the lock, which another thread may have held when a child was forked.
+        // Checks for a forked child before locking: another thread of the parent may have held the lock during the
+        // fork.
         drop(self.device.enter()?);
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -322,13 +325,13 @@ impl Transfers {
 
 impl Drop for Transfers {
     fn drop(&mut self) {
-        // Memory is given back by its holders as soon as this is gone. A lost context has nothing left to wait for.
+        // Owners free their memory as soon as this object is gone. With a lost context there is nothing to wait for.
         let _ = self.finish();
     }
 }
 
 impl State {
-    /// Asks for the oldest copies alone: the others end after them.
+    /// Forgets copies that are done. Queries only the oldest copy of each queue, since later copies end after it.
     fn forget_done(&mut self) {
         for order in &mut self.order {
             while let Some(ticket) = order.front()
@@ -342,10 +345,10 @@ impl State {
 }
 
 impl Lane {
-    /// Makes the first stream of a copy wait for what comes before it.
+    /// Makes the first stream that touches the framework's memory wait for `copy.after`.
     fn begin(&self, device: &Arc<Device>, copy: &Copy) -> Result<()> {
-        // Parameters may not be overwritten before the event, and the host may already be read: the copy of an upload with
-        // a cast fills a buffer of ours, and only the cast writes to the framework.
+        // Parameters must not be overwritten before the event, but the host may be read earlier: an upload with a cast
+        // first fills a buffer of Spillway, and only the cast writes to the framework's memory.
         let first = if copy.casts() { &self.casts } else { &self.copies };
         match copy.after {
             After::Now => Ok(()),
@@ -370,7 +373,7 @@ impl Lane {
     }
 }
 
-/// Starts and lengths of the chunks of `n` elements.
+/// Start and length, in elements, of each chunk of `n` elements.
 fn chunks(n: u64, step: u64) -> impl Iterator<Item = (u64, u64)> {
     (0..n.div_ceil(step)).map(move |index| (index * step, step.min(n - index * step)))
 }

@@ -1,7 +1,7 @@
-//! Events and streams of the framework, as a thread of the host waits for them without sleeping in the driver.
+//! Lets a host thread poll the framework's events and streams, instead of blocking in the driver.
 //!
-//! What is watched is a mark of our own behind the framework's: the framework may record its event again, or destroy it, as
-//! soon as the call returned.
+//! Each watch polls an event of Spillway, the mark, that is ordered behind the framework's event. The framework may
+//! record its own event again, or destroy it, as soon as the call has returned.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,11 +10,11 @@ use super::stream::{Event, ForeignEvent, ForeignStream, Stream};
 use crate::error::Result;
 use crate::sys::event::{Question, Standing};
 
-/// Makes marks on one device.
+/// Creates watches on one device.
 #[derive(Debug)]
 pub struct Watches {
     device: Arc<Device>,
-    /// Streams with nothing queued: a mark that waits has one to itself, so that none holds another back.
+    /// Streams with nothing queued. Each pending watch has a stream to itself, so that watches do not delay each other.
     idle: Mutex<Vec<Lane>>,
 }
 
@@ -24,21 +24,21 @@ struct Lane {
     mark: Event,
 }
 
-/// One thing that is waited for.
+/// One awaited event or stream position.
 #[derive(Debug)]
 pub struct Watch {
     watches: Arc<Watches>,
-    /// There until the watch goes.
+    /// `Some` until the watch is dropped.
     lane: Option<Lane>,
 }
 
 impl Watches {
-    /// Nothing is watched yet.
+    /// No watches yet.
     pub fn new(device: &Arc<Device>) -> Watches {
         Watches { device: Arc::clone(device), idle: Mutex::default() }
     }
 
-    /// The event as it was last recorded.
+    /// Watches the last record of `event`.
     pub fn event(self: &Arc<Self>, event: ForeignEvent) -> Result<Watch> {
         let lane = self.lane()?;
         lane.stream.wait_foreign(event)?;
@@ -46,7 +46,7 @@ impl Watches {
         Ok(Watch { watches: Arc::clone(self), lane: Some(lane) })
     }
 
-    /// All that is queued on the stream.
+    /// Watches the work queued on `stream` so far.
     pub fn stream(self: &Arc<Self>, stream: ForeignStream) -> Result<Watch> {
         let lane = self.lane()?;
         stream.record(&lane.mark)?;
@@ -54,7 +54,8 @@ impl Watches {
     }
 
     fn lane(&self) -> Result<Lane> {
-        // Before the lock, which another thread may have held when a child was forked.
+        // Checks for a forked child before locking: another thread of the parent may have held the lock during the
+        // fork.
         drop(self.device.enter()?);
         let idle = self.idle().pop();
         match idle {

@@ -1,9 +1,11 @@
-//! The committed PTX, run thread by thread, against the processor's kernels: bit for bit, over the values of the kernels'
-//! own checker.
+//! The committed PTX, interpreted thread by thread, is bitwise equal to the CPU's kernels, over the values of the
+//! kernels' own checker.
 //!
-//! What it proves: every element type, line of weight decay, shadow, copy and sum of squares; the inverse; lengths
-//! around every group, round and tile edge; aligned and unaligned addresses; memory beside the spans untouched; that
-//! broken kernels are found.
+//! Covered:
+//! - every element type, weight decay mode, shadow, copy and sum of squares; the inverse
+//! - lengths around every group, round and tile boundary; aligned and unaligned addresses
+//! - memory beside the spans stays unchanged
+//! - modified (broken) kernels are detected
 
 use std::sync::Arc;
 
@@ -21,7 +23,7 @@ use crate::pool::pinned;
 
 const DECAYS: [WeightDecay; 3] = [WeightDecay::None, WeightDecay::L2, WeightDecay::Decoupled];
 
-/// A device with its kernels, and page-locked memory to reach it through.
+/// A device with its kernels, and page-locked memory for copies to and from it.
 struct Bench {
     device: Arc<Device>,
     kernels: Kernels,
@@ -68,7 +70,7 @@ impl Bench {
         all
     }
 
-    /// A span with its canaries in device memory, the values aligned to 16 bytes or only to their size.
+    /// Copies a span with its canaries to device memory, with values aligned to 16 bytes or only to their size.
     fn place(&self, span: &mut Span, aligned: bool) -> Placed {
         let dtype = span.inner().dtype();
         let (n, size) = (span.inner().len(), dtype.size());
@@ -113,8 +115,8 @@ fn bits(spans: &[Span; 4]) -> [Vec<u32>; 4] {
     spans.each_ref().map(Span::bits)
 }
 
-/// The states after an undo. A processor gives a NaN the sign that it likes, and the sign says whether an exp_avg_sq becomes
-/// zero: both are one here.
+/// The states after an undo, normalised. The sign of a NaN is unspecified on the CPU and decides whether exp_avg_sq
+/// becomes zero, so a NaN counts as zero here.
 fn undone(spans: &[Span; 4], state: Dtype) -> [Vec<u32>; 3] {
     let infinity = match state {
         Dtype::F32 => 0x7f80_0000,
@@ -127,7 +129,7 @@ fn undone(spans: &[Span; 4], state: Dtype) -> [Vec<u32>; 3] {
     [param, exp_avg, exp_avg_sq.into_iter().map(settle).collect()]
 }
 
-/// One case on both sides; the differences in words.
+/// Runs one case on both sides and returns the differences as text.
 fn compare(
     bench: &Bench,
     rule: AdamRule,
@@ -162,7 +164,7 @@ fn compare(
         faults.push("step".to_string());
     }
 
-    // Into a shadow the new states are the same, and the old ones stay.
+    // With a shadow, the new states are the same and the old states stay unchanged.
     let mut old = start.clone();
     let before: Vec<Placed> = old.iter_mut().map(|span| bench.place(span, aligned)).collect();
     let shadowed = DeviceTensor { states: states(&before), shadow: Some(states(&placed)), ..tensor };
@@ -208,7 +210,7 @@ fn adam_on_the_gpu_has_the_bits_of_the_processor() {
     });
 }
 
-/// The kernel of this name with the `nth` line changed that has these `words`.
+/// The PTX with one change: in `kernel`, the `nth` line that contains `words` is replaced.
 fn mutant(kernel: &str, words: &str, nth: usize, change: fn(&str, &[&str]) -> String) -> String {
     let (before, inside) = ADAM.split_at(ADAM.find(&format!(".entry {kernel}(")).unwrap());
     let hit = inside.match_indices(words).nth(nth).unwrap().0;
@@ -227,7 +229,7 @@ fn kernels_that_round_otherwise_are_found() {
     assert_eq!(count, 6 * 9, "six for each of eight elements, and for the one of the rest");
     let mut mutants: Vec<(String, String)> = Vec::new();
     for nth in 0..count {
-        // What a compiler makes of a product and a sum that it may not fuse.
+        // The code that a compiler emits for a product and a sum that it must not fuse.
         let split = mutant(kernel, "fma.rn.f32", nth, |_, operands| {
             let [to, a, b, c] = operands else { panic!("{operands:?}") };
             assert_ne!(to, c);
@@ -247,7 +249,7 @@ fn kernels_that_round_otherwise_are_found() {
         .into_iter()
         .find(|d| d.param == Dtype::F32 && d.grad == Dtype::Bf16 && d.copy == Some(Dtype::Bf16))
         .unwrap();
-    // Coefficients near one: where a term is small, so is the rounding that a mutant adds.
+    // Coefficients near one: with a small term, the extra rounding of a mutant would be too small to detect.
     let coarse = AdamRule {
         beta1: 0.6,
         one_minus_beta1: 0.4,
@@ -270,7 +272,7 @@ fn kernels_that_round_otherwise_are_found() {
     }
 }
 
-/// f32 of every upper half, with lower halves around a tie.
+/// f32 values with every upper half, and lower halves around a tie.
 fn every_rounding() -> Vec<f32> {
     let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
     let mut floats: Vec<f32> = (0..=u16::MAX)
@@ -280,7 +282,7 @@ fn every_rounding() -> Vec<f32> {
     floats
 }
 
-/// `floats` in 16 bits, as the GPU rounds them.
+/// `floats` rounded to 16 bits by the GPU.
 fn narrowed(bench: &Bench, floats: &[f32], dtype: Dtype) -> Span {
     let mut wide = Span::of(Dtype::F32, floats);
     let mut narrow = Span::of(dtype, &vec![0.0; floats.len()]);

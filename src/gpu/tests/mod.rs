@@ -1,4 +1,4 @@
-//! The GPU layer against the fake driver of ffi_tests/fakecuda. Each test has a device of its own.
+//! The GPU layer against the fake driver of ffi_tests/fakecuda. Each test uses its own device.
 
 mod bits;
 #[path = "../../../kernels/tests/sample.rs"]
@@ -14,9 +14,9 @@ use super::driver::Driver;
 use super::stream::{ForeignStream, Stream};
 use super::table::Table;
 
-/// The fake driver, by its functions.
+/// The fake driver, built from its function table.
 fn driver() -> Arc<Driver> {
-    // SAFETY: the fake's functions have the driver's names and signatures.
+    // SAFETY: the fake's functions have the names and signatures of the driver's.
     let table = unsafe { Table::resolve(fakecuda::symbol) }.unwrap();
     Arc::new(Driver::initialise(table, "fake").unwrap())
 }
@@ -27,8 +27,8 @@ pub(crate) fn device(ordinal: u32) -> Arc<Device> {
     Device::open(driver(), ordinal).unwrap()
 }
 
-/// A stream of a test, as the framework would pass it. The test keeps it until the calls it is given to are over.
+/// A test's stream as the framework would pass it. The test keeps it alive until the calls that use it are over.
 pub(crate) fn foreign(stream: &Stream) -> ForeignStream {
-    // SAFETY: a live stream, kept as said.
+    // SAFETY: a live stream, which the test keeps alive.
     unsafe { ForeignStream::new(stream.handle() as u64) }
 }

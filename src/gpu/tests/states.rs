@@ -1,4 +1,4 @@
-//! What is wrong with a driver, a device or an argument has a name of its own; and nothing is left behind.
+//! Every defect of a driver, a device or an argument has its own error, and no resource leaks.
 
 use std::sync::Arc;
 
@@ -27,13 +27,13 @@ fn kind<T>(result: Result<T>) -> (GpuKind, String) {
 
 /// The fake driver with some functions replaced.
 fn broken(change: impl Fn(&mut Table)) -> Result<Driver> {
-    // SAFETY: the fake's functions have the driver's names and signatures.
+    // SAFETY: the fake's functions have the names and signatures of the driver's.
     let mut table = unsafe { Table::resolve(fakecuda::symbol) }.unwrap();
     change(&mut table);
     Driver::initialise(table, "broken")
 }
 
-/// A cuInit that gives this code.
+/// A `cuInit` that returns this code.
 macro_rules! init {
     ($code:literal) => {{
         unsafe extern "C" fn init(_: u32) -> i32 {
@@ -76,7 +76,7 @@ fn every_refusal_to_initialise_has_its_kind_and_says_what_to_do() {
 #[test]
 fn a_driver_before_525_and_one_without_devices_are_named() {
     unsafe extern "C" fn old(version: *mut i32) -> i32 {
-        // SAFETY: the caller's pointer is good.
+        // SAFETY: the caller's pointer is valid.
         unsafe { version.write(11_080) };
         0
     }
@@ -86,7 +86,7 @@ fn a_driver_before_525_and_one_without_devices_are_named() {
         (GpuKind::DriverTooOld, true)
     );
     unsafe extern "C" fn none(count: *mut i32) -> i32 {
-        // SAFETY: the caller's pointer is good.
+        // SAFETY: the caller's pointer is valid.
         unsafe { count.write(0) };
         0
     }
@@ -97,14 +97,14 @@ fn a_driver_before_525_and_one_without_devices_are_named() {
         Ok("cuEventQuery") => std::ptr::null_mut(),
         _ => fakecuda::symbol(name),
     };
-    // SAFETY: the fake's functions, or null.
+    // SAFETY: `missing` returns one of the fake's functions, or null.
     assert_eq!(unsafe { Table::resolve(missing) }.unwrap_err(), "cuEventQuery");
 }
 
 #[test]
 fn a_gpu_that_is_too_old_for_the_kernels_is_refused() {
     unsafe extern "C" fn pascal(value: *mut i32, attribute: i32, _: i32) -> i32 {
-        // SAFETY: the caller's pointer is good.
+        // SAFETY: the caller's pointer is valid.
         unsafe { value.write(if attribute == 75 { 6 } else { 1 }) };
         0
     }
@@ -192,7 +192,7 @@ fn nothing_is_left_behind_and_the_callers_context_is_untouched() {
         registry.host(block.part(10, 20), "block").unwrap();
         fakecuda::with(16, |gpu| assert_eq!(gpu.alive(), [1, 2, 2, 1, 1]));
         pool.free(block.address()).unwrap();
-        // Its region goes with it, and the registration before the region.
+        // The region is released with the pool, and the registration before the region.
         drop(pool);
         fakecuda::with(16, |gpu| assert_eq!(gpu.alive()[4], 0));
     }
@@ -202,7 +202,7 @@ fn nothing_is_left_behind_and_the_callers_context_is_untouched() {
     });
     drop(device);
     fakecuda::with(16, |gpu| assert_eq!(gpu.retained, 0));
-    // SAFETY: the pointer is good.
+    // SAFETY: the pointer is valid.
     let empty = unsafe { fakecuda::api::cuCtxPopCurrent_v2(&mut 0) };
     assert_eq!(empty, 201, "no context is left on this thread");
 }
@@ -215,7 +215,7 @@ fn pool() -> Pool {
 fn memory_that_nobody_pinned_is_refused_and_what_its_owner_pinned_is_taken() {
     let device = device(17);
     let mut foreign = vec![0_u8; 1000];
-    // SAFETY: `foreign` outlives the span and is not used beside it.
+    // SAFETY: `foreign` outlives the span and is not accessed otherwise meanwhile.
     let span = unsafe { Span::new(foreign.as_mut_ptr(), 1000) }.unwrap();
     let registry = Registry::new(&device);
     let message = registry.host(span, "grad").unwrap_err().to_string();
@@ -230,7 +230,7 @@ fn memory_that_nobody_pinned_is_refused_and_what_its_owner_pinned_is_taken() {
 fn foreign_handles_are_checked_as_far_as_they_can_be() {
     let device = device(18);
     let event = Event::new(&device).unwrap();
-    // SAFETY: 0, our own event, and a stream that is never used.
+    // SAFETY: 0, a live event of this test, and a stream that is never used.
     let (none, own, stream) = unsafe {
         (ForeignEvent::new(0, "ready"), ForeignEvent::new(event.address(), "ready"), ForeignStream::new(0))
     };
@@ -247,7 +247,7 @@ fn foreign_handles_are_checked_as_far_as_they_can_be() {
     assert!(foreign.wait(&event).is_err());
     fakecuda::with(18, |gpu| assert_eq!(gpu.end_capture(handle), 0));
     foreign.record(&event).unwrap();
-    // SAFETY: nothing is done with them.
+    // SAFETY: the spans are never accessed.
     unsafe {
         assert!(DeviceSpan::new(0, 1, "grad").is_err() && DeviceSpan::new(u64::MAX, 2, "grad").is_err());
         assert!(DeviceSpan::new(0, 0, "grad").is_ok());
@@ -283,9 +283,9 @@ fn a_missing_wait_is_seen_and_a_wait_makes_it_good() {
     }
 }
 
-/// What a child of this process finds at an address: true if something is mapped there.
+/// True if the address is mapped in a forked child of this process.
 fn is_there_in_a_child(span: Span) -> bool {
-    // SAFETY: the child makes two system calls and ends.
+    // SAFETY: the child makes two system calls and exits.
     unsafe {
         let child = libc::fork();
         if child == 0 {

@@ -1,4 +1,4 @@
-//! Copies arrive whole, in the framework's order, through pinned memory alone; every wait that keeps them apart is there.
+//! Copies are complete, ordered with the framework's work, and use pinned memory only; no wait between them is missing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::gpu::stream::{Event, ForeignEvent, ForeignStream, Stream};
 use crate::gpu::transfer::{After, Copy, Direction, Transfers};
 use crate::pool::pinned;
 
-/// Elements of a chunk, so that copies have many.
+/// Elements per chunk; small, so that copies have many chunks.
 const CHUNK: usize = 1000;
 
-/// A framework with a stream and memory of its own, and pinned memory on the host.
+/// A framework with a stream and device memory, and pinned memory on the host.
 struct Desk {
     ordinal: u32,
     device: Arc<Device>,
@@ -43,7 +43,7 @@ impl Desk {
         }
     }
 
-    /// Pinned memory that holds `bytes`.
+    /// Pinned memory that contains `bytes`.
     fn pinned(&mut self, bytes: &[u8]) -> HostSpan {
         let block = pinned::alloc(bytes.len()).unwrap();
         self.blocks.push(block.address());
@@ -60,12 +60,12 @@ impl Desk {
     /// The framework's event, recorded now.
     fn event(&self) -> After {
         self.framework.record(&self.there).unwrap();
-        // SAFETY: lives as long as the desk.
+        // SAFETY: the event lives as long as the desk.
         After::Event(unsafe { ForeignEvent::new(self.there.address(), "after") }.unwrap())
     }
 
     fn stream(&self) -> ForeignStream {
-        // SAFETY: lives as long as the desk.
+        // SAFETY: the stream lives as long as the desk.
         unsafe { ForeignStream::new(self.framework.handle() as u64) }
     }
 
@@ -92,7 +92,7 @@ fn bytes(dtype: Dtype, values: &[f32]) -> Vec<u8> {
     all[start..start + values.len() * dtype.size()].to_vec()
 }
 
-/// f32 NaNs have any payload.
+/// Compares values; f32 NaNs may have any payload.
 fn same(found: &[u8], expected: &[u8], dtype: Dtype) -> bool {
     let word = |bytes: &[u8]| {
         let value = f32::from_ne_bytes(bytes.try_into().unwrap());
@@ -121,7 +121,7 @@ fn gradients_leave_and_parameters_arrive_for_every_wire_and_length() {
             let there = bytes(device_dtype, &numbers);
             let here = bytes(host_dtype, &Span::of(device_dtype, &numbers).values());
 
-            // The framework writes its gradient, and the copy starts behind that.
+            // The framework writes its gradient, and the copy starts after it.
             let source = desk.pinned(&there);
             let (_memory, floats) = desk.memory(device_dtype, n);
             desk.framework.upload(&source, floats.span()).unwrap();
@@ -133,7 +133,7 @@ fn gradients_leave_and_parameters_arrive_for_every_wire_and_length() {
             let what = format!("{device_dtype:?} {host_dtype:?} {n}");
             assert!(same(&out.host.span().to_vec(), &here, host_dtype), "out {what}");
 
-            // The parameters go back, and the framework reads them behind the copy.
+            // The parameters are copied back, and the framework reads them after the copy.
             let (_memory, floats) = desk.memory(device_dtype, n);
             let host = desk.pinned(&bytes(host_dtype, &numbers));
             let into = Copy {
@@ -287,7 +287,7 @@ fn an_error_of_the_driver_in_the_middle_of_a_copy_is_reported_and_nothing_hangs(
         };
         let outcome = desk.transfers.start(&copy).and_then(|ticket| desk.transfers.wait(ticket, None));
         assert!(matches!(outcome, Err(Error::Gpu(error)) if error.kind == kind), "{call}");
-        // A lost context cannot be waited for.
+        // Leaks the desk: a lost context cannot be waited for.
         std::mem::forget(desk);
     }
 }
@@ -304,7 +304,7 @@ fn a_new_copy_asks_for_the_oldest_alone() {
             || fakecuda::with(26, |gpu| gpu.calls.iter().filter(|call| **call == "cuEventQuery").count());
         let before = asked();
         desk.transfers.start(&copy).unwrap();
-        // The fake driver says "not yet" once, and then that it is over.
+        // The fake driver answers "not ready" once, and then "done".
         assert!(asked() - before <= 6, "{} questions", asked() - before);
     }
 }

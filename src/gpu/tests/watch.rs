@@ -1,4 +1,4 @@
-//! What the host watches stands for the framework's work as it was, whatever the framework does with its event.
+//! A watch refers to the framework's work at the time of the call, even if the framework reuses or destroys its event.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ fn an_event_may_go_at_once_and_streams_are_used_again() {
             _ => {
                 let event = Event::new(&device).unwrap();
                 stream.record(&event).unwrap();
-                // SAFETY: alive during the call.
+                // SAFETY: the event is alive during the call.
                 watches.event(unsafe { ForeignEvent::new(event.address(), "event") }.unwrap()).unwrap()
             }
         };
@@ -35,7 +35,7 @@ fn an_event_may_go_at_once_and_streams_are_used_again() {
             assert_eq!(gpu.alive()[..2], [2, 1], "one stream and one event beside ours")
         });
     }
-    // Two at a time need a stream each.
+    // Two watches at a time need one stream each.
     let [first, second] = [0, 1].map(|_| watches.stream(foreign(&stream)).unwrap());
     fakecuda::with(43, |gpu| assert_eq!(gpu.alive()[0], 3));
     stream.synchronize().unwrap();
@@ -56,7 +56,7 @@ fn a_lost_context_breaks_the_watch() {
     assert!(watches.stream(foreign(&stream)).is_err());
 }
 
-/// The framework captures a graph while a thread of ours polls, and while our own calls are made on its thread.
+/// The framework captures a graph while a Spillway thread polls and while Spillway calls run on the capturing thread.
 #[test]
 fn a_capture_of_the_framework_is_not_broken_by_any_call_of_ours() {
     let device = device(46);
@@ -81,7 +81,7 @@ fn an_event_that_was_recorded_under_capture_is_refused() {
     let device = device(47);
     let captured = Stream::new(&device).unwrap();
     let (watches, event) = (Arc::new(Watches::new(&device)), Event::new(&device).unwrap());
-    // SAFETY: alive until the end.
+    // SAFETY: the event is alive until the end of the test.
     let foreign = unsafe { ForeignEvent::new(event.address(), "event") }.unwrap();
     let handle = captured.handle() as u64;
     fakecuda::with(47, |gpu| assert_eq!(gpu.begin_capture(handle, GLOBAL), 0));

@@ -1,4 +1,4 @@
-//! The states of a round on their own, and the engine around them with buckets that only say what was asked of them.
+//! The state machine of a round alone, and the engine with fake buckets that record their tasks.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex};
@@ -18,7 +18,7 @@ fn clip() -> Clip {
     Clip::new(1.0, 1.0).unwrap()
 }
 
-/// A round of three buckets of which these arrived with these sums.
+/// A round of three buckets, of which the given ones have arrived with these sums of squares.
 fn round(arrived: &[(usize, f64)]) -> (Round, Vec<Task>) {
     let mut round = Round::new(3).unwrap();
     round.begin(clip()).unwrap();
@@ -115,7 +115,7 @@ fn after_an_overflow_the_rest_is_not_even_measured() {
         round.resolve(Verdict::Skip).unwrap();
         assert_eq!(round.progress(1), Ok(Progress::Final), "it was never touched");
     }
-    // A caller whose rule is another may step all the same.
+    // A caller with its own clip rule may still commit.
     let (mut round, _) = round(&[(0, f64::INFINITY), (1, 0.1), (2, 0.1)]);
     round.resolve(Verdict::Commit).unwrap();
     let due: Vec<Task> = (0..3).map(|index| round.due_task(index).unwrap()).collect();
@@ -144,7 +144,7 @@ fn an_abort_takes_back_what_was_stepped_also_what_is_being_stepped() {
     assert_eq!((round.counts().aborts, round.counts().rolled_back), (1, 2));
 }
 
-/// Says what was asked of it.
+/// A bucket that records the tasks it is given.
 struct Fake {
     index: u32,
     sum: f64,

@@ -1,4 +1,4 @@
-//! The tiered update against the same update in memory, by bits; errors and rollback on a simulated disk.
+//! The tiered update compared bitwise with the same update in memory; errors and rollbacks on a simulated disk.
 #![forbid(unsafe_code)]
 
 mod split;
@@ -55,16 +55,16 @@ fn an_open_that_fails_leaves_the_tier_as_it_was() {
     assert!(error.starts_with("ratio"), "{error}");
     assert_eq!(tier.extents().len(), 0);
     drop(Swap::open(Arc::clone(&tier), &options(&[1000], 1 << 20)).unwrap());
-    // The second subgroup is new, the first one has another size.
+    // The second subgroup is new; the first has a different size.
     let before = tier.extents().len();
     assert!(Swap::open(Arc::clone(&tier), &options(&[2000, 500], 1 << 20)).is_err());
     assert_eq!(tier.extents().len(), before);
-    // The first one is the same, and is kept; the second one cannot be that large.
+    // The first subgroup is unchanged and is kept; the second exceeds the size limit.
     assert!(Swap::open(Arc::clone(&tier), &options(&[1000, u64::MAX / 8], 1 << 20)).is_err());
     assert_eq!(tier.extents().len(), before);
 }
 
-/// Numbers that differ by subgroup, step and element.
+/// Gradients that differ by subgroup, step and element.
 fn grads(subgroup: usize, step: u64, elements: usize) -> Vec<bf16> {
     let value = |i: usize| ((i * 31 + subgroup * 7 + step as usize * 13) % 1009) as f32 / 100.0 - 5.0;
     (0..elements).map(|i| bf16::from_f32(value(i))).collect()
@@ -79,7 +79,7 @@ fn first_state(subgroup: usize, state: State<'_>) -> Result<()> {
     Ok(())
 }
 
-/// One AdamW step on a state; the 16-bit weights it publishes.
+/// Runs one AdamW step on a state, and returns the 16-bit weights that it publishes.
 fn adam_step(subgroup: usize, step: u64, state: State<'_>) -> Result<Vec<bf16>> {
     let grad = grads(subgroup, step, state.param.len());
     let mut copy = vec![bf16::ZERO; grad.len()];
@@ -255,7 +255,7 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
     });
 }
 
-/// While another process has its turn on one path, a step goes on over the other, and ends once the turn does.
+/// While another process has the turn on one path, a step proceeds on the other path; it completes when the turn ends.
 #[test]
 fn whoever_waits_for_one_path_uses_the_other() {
     use crate::tier::turn::{Claim, Line};
@@ -326,8 +326,8 @@ fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback()
     }
 }
 
-/// A transfer that its device never ends is given up, and the slot it may still reach is not used: every state that a step
-/// or a read gives is right, or there is an error that a rollback leads out of.
+/// A transfer that its device never ends is given up, and its slot is quarantined. Every state from a step or a read is
+/// correct, or the call returns an error that a rollback recovers from.
 #[test]
 fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
     use crate::io::sim::{Disk, Faults};
@@ -355,7 +355,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         let mut swap = Swap::open(tier, &options).unwrap();
         swap.fill(first_state).unwrap();
         let (mut at, mut errors, began) = (0, 0, Instant::now());
-        // The order of requests is the engine's: what hung may be the first sync.
+        // The I/O engine chooses the order of requests, so the hanging request may be the first sync.
         if swap.commit(0, b"").is_err() {
             disks[1].release();
             return (0..0, 0);
@@ -376,7 +376,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
                 "request {hang_nth:?}, {usual:?}, {buffers} buffers, {errors} errors: {error}"
             );
             swap.roll_back().unwrap();
-            // What hung comes late, in the middle of what goes on.
+            // The hanging request completes late, while other requests are in flight.
             disks[1].release();
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -387,7 +387,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         (before..after, errors)
     };
     for (usual, buffers) in [(Form::Whole, 3), (Form::Whole, 5), (Form::Split, 4)] {
-        // Not the last ones: their order is not the same each time, and the look at the end is not to hang.
+        // Skips the last requests: their order varies, and the final check must not hang.
         let requests = run(None, usual, buffers).0;
         let errors: u64 =
             (requests.start..requests.end - 60).step_by(37).map(|nth| run(Some(nth), usual, buffers).1).sum();

@@ -1,4 +1,4 @@
-//! The interleaved update on threads has the bits of the all-CPU update, whatever the plans.
+//! The interleaved update on threads is bitwise equal to the all-CPU update, whatever the plans.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl Random {
     }
 }
 
-/// The arrays of the test, each shared with the backend: used here only when the backend is done with them.
+/// The arrays of the test, shared with the backend. The test uses an array only when the backend has finished with it.
 pub(super) struct Model {
     pub states: Vec<[Arc<Lent>; 3]>,
     pub grads: Vec<Arc<Lent>>,
@@ -79,7 +79,7 @@ impl Model {
         (0..self.states.len()).map(of).collect()
     }
 
-    /// The update that everything is compared with: one call for each subgroup, on the CPU.
+    /// The reference update: one call per subgroup, on the CPU.
     pub fn step(&self, rules: &[AdamRule]) {
         for (index, rule) in rules.iter().enumerate() {
             let [mut m, mut v, mut p] = self.states[index].each_ref().map(|state| state.write().unwrap());
@@ -121,7 +121,7 @@ pub(super) fn bits(lent: &Lent) -> Vec<u32> {
     }
 }
 
-/// Every subgroup has its own learning rate; decay, bias correction and scale as training has them.
+/// Rules with a different learning rate for each subgroup; decay, bias correction and scale as in training.
 pub(super) fn rules(count: usize, step: u64) -> Vec<AdamRule> {
     let rule = |index: usize| {
         let lr = 1e-3 * (index + 1) as f64;
@@ -157,8 +157,8 @@ fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
     assert!(!engine.ran().unwrap().is_empty());
 }
 
-/// 100 steps, a new plan at every one: all wires, all homes of gradients, one to three slots, every type of gradient
-/// and copy. Residents come and go; flushes of one step run into the next.
+/// 100 steps, each with a new plan: all wires, all places of gradients, one to three slots, every type of gradient and
+/// copy. Residents are added and removed; flushes of one step overlap the next step.
 #[test]
 fn a_hundred_steps_with_changing_plans_have_the_bits_of_the_all_cpu_run() {
     let types = [(Dtype::Bf16, Dtype::Bf16), (Dtype::F16, Dtype::F16), (Dtype::F32, Dtype::Bf16)];
@@ -172,7 +172,7 @@ fn a_hundred_steps_with_changing_plans_have_the_bits_of_the_all_cpu_run() {
     }
 }
 
-/// A host that does not flush: what the test above would see of a schedule that loses a state.
+/// A host backend that skips flushes: shows that the test above would detect a schedule that loses a state.
 struct Forgetful(Host);
 
 impl Backend for Forgetful {
@@ -213,7 +213,7 @@ fn a_state_that_is_lost_shows_in_the_bits() {
     }
 }
 
-/// A device that breaks in the middle of a step.
+/// A device that fails in the middle of a step.
 struct Breaking(Host);
 
 impl Backend for Breaking {
@@ -275,7 +275,7 @@ fn what_does_not_fit_is_refused() {
     engine.finish(Reader::Stream(None)).unwrap();
 }
 
-/// Rates that are far off are corrected by what steps take, and plans follow without a bit changing.
+/// Wrong initial rates are corrected by the timings of steps. Plans follow the rates, and no bit of the result changes.
 #[test]
 fn plans_that_follow_the_timings_have_the_bits_too() {
     let shape = shape(Wire::Native, GpuGrads::Kept, 2);

@@ -1,7 +1,9 @@
-//! The interleaved update through the CUDA driver, on the fake one: the bits of the all-CPU run, and every missing wait seen.
+//! The interleaved update on the fake CUDA driver: bitwise equal to the all-CPU run, and every missing wait is
+//! detected.
 //!
-//! The fake driver runs work only when the host waits for something behind it, and its vector clocks find accesses that no
-//! event orders. A wait that is left out therefore shows as a race, as wrong bits, or as an array used out of turn.
+//! The fake driver delays queued work until the host waits for a later operation. Its vector clocks detect accesses
+//! that no event orders. A missing wait therefore shows as a race, as wrong bits, or as a conflicting borrow of an
+//! array.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeSet;
@@ -25,7 +27,7 @@ use crate::plan::interleave::sites::{Plan, Site};
 use crate::plan::interleave::{GpuGrads, Shape, Wire};
 use crate::pool::pinned;
 
-/// A framework on fake GPU `ordinal`: a stream, and pinned memory that goes with it.
+/// A framework on fake GPU `ordinal`: a stream, and pinned memory.
 pub(super) struct Desk {
     ordinal: u32,
     pub device: Arc<Device>,
@@ -66,7 +68,7 @@ impl Drop for Desk {
     }
 }
 
-/// The arrays of a model on the desk's GPU and beside it, equal to those of `plain` to begin with.
+/// The arrays of a model on the GPU and in host memory, initially equal to those of `plain`.
 pub(super) struct Arrays<'a> {
     desk: &'a Desk,
     grad: Dtype,
@@ -117,7 +119,7 @@ impl<'a> Arrays<'a> {
         (0..self.states.len()).map(of).collect()
     }
 
-    /// The framework makes a gradient on its stream; by transfers of its own it is on the host, too.
+    /// The framework computes a gradient on its stream; the caller's own transfer puts a copy in host memory.
     pub fn make(&self, index: usize, plain: &Model) {
         let (device, staging, host) = &self.grads[index];
         let raw = bytes(&bits(&plain.grads[index]), self.grad);
@@ -150,7 +152,7 @@ fn bytes(bits: &[u32], dtype: Dtype) -> Vec<u8> {
     bits.iter().flat_map(|bits| bits.to_ne_bytes()[..dtype.size()].to_vec()).collect()
 }
 
-/// The GPU without one of the waits.
+/// The GPU backend with one of the waits left out.
 struct Without {
     gpu: Gpu,
     left_out: Option<(Edge, Lane)>,
@@ -176,27 +178,27 @@ impl Backend for Without {
         self.gpu.reached(event)
     }
 
-    /// Not while a wait is missing: the fake driver runs what it is asked for.
+    /// Empty while a wait is left out: reading timings would make the fake driver run queued work.
     fn timings(&self) -> Vec<Timing> {
         if self.left_out.is_none() { self.gpu.timings() } else { Vec::new() }
     }
 }
 
-/// How to train.
+/// Settings of a training run.
 #[derive(Debug, Clone)]
 struct Run {
     shape: Shape,
     types: (Dtype, Dtype),
     plans: Vec<Plan>,
-    /// The framework reads parameters after it made the gradient, or before.
+    /// True if the framework reads parameters after it enqueued the gradient; false if before.
     reads_late: bool,
-    /// The host waits for the framework's stream after every step, or only after the last.
+    /// True if the host waits for the framework's stream after every step; false if only after the last step.
     waits: bool,
 }
 
 type Seen = Arc<Mutex<BTreeSet<(u32, usize)>>>;
 
-/// Trains on the desk and beside it. An error says what differed, what raced, or what was refused.
+/// Trains on the fake GPU and on the CPU. The error describes the difference, the race, or the refused call.
 fn train(desk: &Desk, run: &Run, left_out: Option<(Edge, Lane)>, seen: &Seen) -> Result<()> {
     let plain = Model::of(&run.shape.sizes, run.types.0, run.types.1);
     let arrays = Arrays::new(desk, &plain, run.waits);
@@ -204,7 +206,7 @@ fn train(desk: &Desk, run: &Run, left_out: Option<(Edge, Lane)>, seen: &Seen) ->
     let gpu = Gpu::new(&desk.device, &desk.kernels, &desk.registry, &run.shape, arrays.lend(run.shape.wire))?;
     let engine = Engine::new(run.shape.clone(), Without { gpu, left_out, seen: Arc::clone(seen) })?;
     let outcome = steps(desk, run, &plain, &arrays, &engine);
-    // Whatever happened, nothing of it may still be queued when the arrays go.
+    // No work may still be queued when the arrays are freed, whatever the outcome.
     drop(engine);
     desk.stream.synchronize()?;
     outcome?;
@@ -252,7 +254,7 @@ fn steps(desk: &Desk, run: &Run, plain: &Model, arrays: &Arrays<'_>, engine: &En
     }
 }
 
-/// 100 steps with another plan at every one, for every wire and home of gradients; one to three slots.
+/// 100 steps, each with another plan, for every wire and place of gradients; one to three slots.
 #[test]
 fn a_hundred_steps_on_the_driver_have_the_bits_of_the_all_cpu_run() {
     const SIZES: [u64; 6] = [70, 33, 1, 0, 64, 45];
@@ -273,7 +275,7 @@ fn a_hundred_steps_on_the_driver_have_the_bits_of_the_all_cpu_run() {
 
 const SUBGROUPS: usize = 5;
 
-/// Plans that hand subgroups from each site to each other one, all on one side included.
+/// Plans that move subgroups from each site to each other site, and plans with all subgroups on one site.
 fn scenarios() -> Vec<Run> {
     let even = |gpu, residents| Plan::even(SUBGROUPS, gpu, residents).unwrap();
     let last_alone =
@@ -304,7 +306,7 @@ fn scenarios() -> Vec<Run> {
     runs
 }
 
-/// Each wait of each lane is left out in turn; some scenario has to notice.
+/// Leaves each wait of each lane out in turn; at least one scenario must detect that.
 #[test]
 fn every_wait_that_is_left_out_is_seen_by_the_driver() {
     let desk = Desk::new(41);
@@ -321,7 +323,7 @@ fn every_wait_that_is_left_out_is_seen_by_the_driver() {
     let (mut left_out, mut missed) = (0, Vec::new());
     for edge in edges {
         for lane in Lane::ALL {
-            // The caller reads host memory alone: what it waits for on the device is nobody's in these runs.
+            // The caller reads host memory only, so in these runs nothing depends on the caller's wait for the device.
             let idle = (edge, lane) == (Edge::ReadyBeforeRead, Lane::Caller);
             if idle || !seen.lock().unwrap().contains(&(edge as u32, lane as usize)) {
                 continue;

@@ -1,4 +1,4 @@
-//! What the interleaved update promises: order, the bits of the all-CPU update, and an end to every wait.
+//! Tests of the interleaved update: order, bits equal to the all-CPU update, and no wait that never ends.
 #![forbid(unsafe_code)]
 
 mod bits;

@@ -1,4 +1,4 @@
-//! What the schedule promises, on every kind of step: no missing order, and no edge that could be left out.
+//! Tests the schedule on every kind of step: no order is missing, and no wait is redundant.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeSet;
@@ -12,16 +12,16 @@ use crate::plan::interleave::{GpuGrads, Shape, Wire};
 
 const SUBGROUPS: usize = 8;
 
-/// One way to run iterations, and the plans that follow one another in it.
+/// One way to run iterations, and the sequence of plans.
 struct Scenario {
     shape: Shape,
-    /// The framework reads parameters of a subgroup after it made its gradient, or before.
+    /// True if the framework reads a subgroup's parameters after it enqueued the gradient; false if before.
     reads_late: bool,
     plans: Vec<Plan>,
 }
 
-/// Every wire and place of gradients, both orders of reading, one to three slots; plans that hand subgroups from each
-/// site to each other one, all on one side included.
+/// Every wire and place of gradients, both orders of reading, and one to three slots. The plans move subgroups from
+/// each site to each other site, and include all subgroups on one site.
 fn scenarios() -> Vec<Scenario> {
     let even = |gpu, residents| Plan::even(SUBGROUPS, gpu, residents).unwrap();
     let last_alone = || {
@@ -58,7 +58,7 @@ fn scenarios() -> Vec<Scenario> {
     scenarios
 }
 
-/// Runs all iterations through the checker, and reads the states at the end as a checkpoint would.
+/// Runs all iterations through the checker. At the end it reads the states, as a checkpoint would.
 fn run(scenario: &Scenario, dropped: Option<(Edge, Lane)>) -> Races {
     let mut races = Races::new(&scenario.shape);
     races.dropped = dropped;
@@ -67,7 +67,7 @@ fn run(scenario: &Scenario, dropped: Option<(Edge, Lane)>) -> Races {
         machine.set_plan(plan.clone(), &mut |command| races.play(command)).unwrap();
         forward_and_backward(scenario, &mut machine, &mut races);
         machine.begin(&mut |command| races.play(command)).unwrap();
-        // The two parts are enqueued by two threads, in any order.
+        // Two threads enqueue the two parts, in any order.
         if scenario.reads_late {
             gpu_part(&mut machine, &mut races);
         }
@@ -106,7 +106,7 @@ fn forward_and_backward(scenario: &Scenario, machine: &mut Machine, races: &mut 
     }
 }
 
-/// Without the waits for room, which must order nothing that is not ordered anyway.
+/// Enqueues the GPU's part without the waits for room: the schedule's order must not depend on them.
 fn gpu_part(machine: &mut Machine, races: &mut Races) {
     let shape = machine.shape().clone();
     while let Some((piece, _)) = machine.next_gpu(false) {
@@ -133,7 +133,7 @@ fn every_access_is_ordered() {
     }
 }
 
-/// Each wait of each lane is left out in turn; some scenario has to notice.
+/// Leaves each wait of each lane out in turn; at least one scenario must detect that.
 #[test]
 fn every_edge_that_is_left_out_is_found() {
     let scenarios = scenarios();

@@ -1,4 +1,4 @@
-//! A step takes no more of the device's queues than there is room for, and the CPU does not wait while they are full.
+//! A step does not overfill the device's queues, and the CPU does not wait while they are full.
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Condvar, Mutex};
@@ -20,7 +20,7 @@ use crate::plan::interleave::{Shape, Wire};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A device whose queues are full until the CPU has updated something.
+/// A device whose queues are full until the CPU has updated a subgroup.
 struct Full {
     host: Host,
     stepped: Mutex<bool>,
@@ -74,7 +74,7 @@ fn the_cpu_works_while_the_queues_of_the_device_are_full() {
     engine.finish(Reader::Caller).unwrap();
 }
 
-/// 40 fetched subgroups of 20 chunks, 20 residents: enqueued at once they are 6,000 operations.
+/// 40 fetched subgroups of 20 chunks and 20 residents: 6,000 operations if enqueued at once.
 #[test]
 fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
     const COUNT: usize = 60;
@@ -99,7 +99,7 @@ fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
         engine.begin(rules(COUNT, step), stream).unwrap();
         engine.finish(Reader::Stream(stream)).unwrap();
         let (blocked, most) = fakecuda::with(48, |gpu| (gpu.blocked, gpu.most_queued));
-        // Before the first step the plan brings the residents in, all at once.
+        // Before the first step, the change of plan brings all residents in at once.
         let fits = step == 1 || blocked == 0 && most > 300;
         assert!(fits, "step {step}: {blocked} calls blocked, {most} were queued");
         (0..COUNT).for_each(|subgroup| arrays.read(subgroup));
@@ -113,7 +113,8 @@ fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
     assert_eq!(desk.seen(), (0, 0));
 }
 
-/// The driver waits for every stream when memory is freed, so that of a former resident goes once its states are home.
+/// The driver waits for every stream when memory is freed. A former resident's memory is therefore freed only once its
+/// states are in host memory.
 #[test]
 fn memory_of_former_residents_is_freed_once_their_states_are_home() {
     let desk = Desk::new(49);

@@ -1,11 +1,12 @@
-//! Random orders of completion against versions: every step sees the newest state, and traffic is what was promised.
+//! Random completion orders, checked with version numbers: every step sees the newest state; the traffic is as
+//! specified.
 #![forbid(unsafe_code)]
 
 use super::*;
 
 struct Run {
     pipeline: Pipeline,
-    /// Version of each subgroup on the tier, and of what each slot holds.
+    /// Version of each subgroup on the tier; `held` is the version in each slot.
     tier: Vec<u64>,
     held: Vec<u64>,
     under_way: Vec<Action>,
@@ -38,7 +39,7 @@ impl Run {
         }
     }
 
-    /// Runs to `Done`; what was stepped, in order.
+    /// Runs to `Done`; returns the stepped subgroups in order.
     fn drive(&mut self, version: u64) -> Vec<usize> {
         let mut stepped = Vec::new();
         loop {
@@ -137,7 +138,7 @@ fn what_is_forgotten_is_read_from_the_tier() {
     run.pipeline.settle().unwrap();
     run.drive(0);
     run.round(2);
-    // As after a failed step: the tier still holds version 1 of what stayed, and its older slots of what was written.
+    // As after a failed step: the tier still holds version 1 of cached subgroups, and older slots of written ones.
     run.pipeline.forget().unwrap();
     run.tier.fill(1);
     let mut stepped = run.round(2);

@@ -1,5 +1,5 @@
-//! State with its master split: the bits of the whole form, for whoever has the copy that belongs to it, and for nobody
-//! else.
+//! State with a split master is bitwise equal to the whole form for a caller with the matching 16-bit copy. With any
+//! other copy, it is refused.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -8,7 +8,7 @@ use crate::io::sim::{Crash, Disk, Faults, Journal};
 /// The 16-bit weights of all subgroups.
 pub(super) type Weights = Vec<Vec<bf16>>;
 
-/// Subgroup 4 begins with masters that no table has room for.
+/// Subgroup 4 starts with masters that do not fit any exception table.
 fn start(subgroup: usize, state: State<'_>) -> Result<()> {
     let State { param, exp_avg, exp_avg_sq } = state;
     first_state(subgroup, State { param: &mut *param, exp_avg, exp_avg_sq })?;
@@ -27,7 +27,7 @@ fn memory_tier() -> Arc<Tier> {
     tier_in(vec![Place::Memory, Place::Memory], Mode::Create)
 }
 
-/// The state in memory after so many steps, and the weights that belong to it.
+/// The expected state after `steps` steps, and the 16-bit weights that belong to it.
 fn expected(steps: u64) -> (Everything, Weights) {
     let mut all: Everything = SIZES.iter().map(|n| std::array::from_fn(|_| vec![0.0; *n as usize])).collect();
     let mut weights = Weights::new();
@@ -42,7 +42,7 @@ fn expected(steps: u64) -> (Everything, Weights) {
     (all, weights)
 }
 
-/// One step from these weights; the new ones.
+/// Runs one step from these weights, and returns the new weights.
 fn advance(swap: &mut Swap, step: u64, from: &Weights) -> Result<Weights> {
     let mut published = vec![Vec::new(); SIZES.len()];
     swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| {
@@ -96,7 +96,7 @@ fn ten_bytes_are_stored_and_twelve_only_while_the_table_has_no_room() {
     assert!(bytes < 10 * parameters + 300 * SIZES.len() as u64, "{bytes} for {parameters}");
 }
 
-/// Masters that no table has room for; another number for each step.
+/// A master that is an exception, different for each step.
 fn ties(step: u64) -> f32 {
     f32::from_bits((0x3f81 + 2 * step as u32) << 16 | 0x8000)
 }
@@ -105,7 +105,7 @@ pub(super) fn copies(all: &Everything) -> Weights {
     all.iter().map(|[param, ..]| param.iter().map(|x| bf16::from_f32(*x)).collect()).collect()
 }
 
-/// One step of a subgroup; of some, to masters that cannot be split.
+/// One step of a subgroup; every third (by subgroup and step) gets masters that cannot be split.
 fn move_on(subgroup: usize, step: u64, state: State<'_>) -> Result<()> {
     if (subgroup as u64 + step).is_multiple_of(3) {
         state.param.fill(ties(step));
@@ -115,7 +115,7 @@ fn move_on(subgroup: usize, step: u64, state: State<'_>) -> Result<()> {
     adam_step(subgroup, step, state).map(drop)
 }
 
-/// A step of all subgroups, and of the same states in memory.
+/// Steps all subgroups in `swap`, and the same states in memory.
 fn all_move_on(swap: &mut Swap, now: &mut Everything, step: u64) {
     let from = copies(now);
     swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| move_on(subgroup, step, state)).unwrap();
@@ -124,13 +124,13 @@ fn all_move_on(swap: &mut Swap, now: &mut Everything, step: u64) {
     }
 }
 
-/// Everything in `swap` is as it is in memory.
+/// True if everything in `swap` equals the state in memory.
 fn is_now(swap: &mut Swap, now: &Everything) -> bool {
     let from = copies(now);
     same_bits(&everything_with(swap, |subgroup| Some(&from[subgroup])), now)
 }
 
-/// Whatever is asked of it, and however many masters stay whole, can be split or have to leave.
+/// Random sequences of calls, for budgets in which masters stay whole, are split, or must leave.
 #[test]
 fn steps_writes_commits_and_rollbacks_in_any_order_have_the_bits_of_memory() {
     for (seed, buffers) in (1..=24).zip([3, 4, 5, 7, 9, 20].into_iter().cycle()) {
@@ -175,7 +175,8 @@ fn steps_writes_commits_and_rollbacks_in_any_order_have_the_bits_of_memory() {
     }
 }
 
-/// A master that cannot be split is read where its path's turn has to be waited for, while other transfers are under way.
+/// A master that cannot be split is read from a path whose turn must be waited for, while other transfers are in
+/// flight.
 #[test]
 fn whole_masters_are_read_and_written_turn_by_turn() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
@@ -222,7 +223,7 @@ fn weights_of_another_step_are_told_and_change_nothing() {
     damaged[7][33_332] = bf16::from_bits(damaged[7][33_332].to_bits() ^ 1);
     assert!(advance(&mut swap, 2, &damaged).is_err());
     swap.roll_back().unwrap();
-    // A step that does not say what the weights are.
+    // A step without the 16-bit weights.
     assert!(swap.step(|_, _| Ok(())).is_err());
     swap.roll_back().unwrap();
     let lent = Buffer::open(20_000, backing()).unwrap();
@@ -257,7 +258,7 @@ fn a_tier_of_whole_state_is_taken_over_and_one_of_split_state_is_not_taken_for_w
     assert!(holds(&mut swap, 2));
 }
 
-/// Whoever has the weights of the step that an open finds has all of its state, wherever the power failed.
+/// After a power failure at any write, the weights of the step that `open` finds complete that step's state.
 #[test]
 fn a_crash_at_any_write_leaves_a_step_that_its_weights_complete() {
     let journal = Journal::default();

@@ -29,7 +29,7 @@ pub struct Engine {
     shared: Arc<Shared>,
 }
 
-/// Result of a verdict.
+/// The verdict of a round and its consequences.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Outcome {
     /// The verdict.

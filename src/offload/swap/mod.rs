@@ -113,7 +113,7 @@ impl Swap {
         })
     }
 
-    /// An error in a forked child of the process that opened the tier.
+    /// Returns an error in a forked child of the process that opened the tier.
     pub fn owned(&self) -> Result<()> {
         self.tier.owned()
     }

@@ -10,7 +10,7 @@ use crate::kernel::AdagradRule;
 use crate::optim::adagrad::{self, AdagradOptions};
 use crate::optim::spread::Job;
 
-/// Hyper-parameters of one Adagrad step. Fill it with `spw_adagrad_options_init`, then change what differs.
+/// Hyper-parameters of one Adagrad step. Fill the struct with `spw_adagrad_options_init`, then change fields as needed.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_adagrad_options {
@@ -18,7 +18,7 @@ pub struct spw_adagrad_options {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Number of this step, from 1; matters only with lr_decay.
+    /// Number of this step, counted from 1. Used only with lr_decay.
     pub step: u64,
     /// Learning rate, finite and >= 0.
     pub lr: f64,
@@ -38,7 +38,8 @@ unsafe impl Record for spw_adagrad_options {
     const NAME: &'static str = "spw_adagrad_options";
 }
 
-/// Fills in the defaults of `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
+/// Writes the defaults of `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1. `struct_size` is
+/// `sizeof(spw_adagrad_options)`.
 ///
 /// # Safety
 /// `options` points to `struct_size` bytes.
@@ -64,13 +65,14 @@ pub unsafe extern "C" fn spw_adagrad_options_init(
     })
 }
 
-/// One Adagrad step of every tensor (Duchi et al. 2011, as `torch.optim.Adagrad`); exp_avg_sq is the running sum.
+/// Does one Adagrad step of every tensor (Duchi et al. 2011, as `torch.optim.Adagrad`). exp_avg_sq holds the running
+/// sum v of squares; exp_avg is NULL.
 ///
 ///     g = grad * grad_scale + weight_decay * p
 ///     v = v + g * g
 ///     p = p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)
 ///
-/// Otherwise as `spw_adam_step`.
+/// Arguments, determinism, threads and errors are those of `spw_adam_step`.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -96,7 +98,7 @@ pub(super) fn rule(options: &AdagradOptions) -> Result<AdagradRule> {
     options.rule().map_err(|error| error.within("options."))
 }
 
-/// The tensors of a call with their coefficients.
+/// Reads the tensors of a call with their coefficients.
 ///
 /// # Safety
 /// As `spw_adam_step`.

@@ -1,4 +1,4 @@
-//! Adam and AdamW: one call for any number of tensors, and an object that counts the steps.
+//! Adam and AdamW: one call for any number of tensors, and an object that counts its steps.
 #![allow(non_camel_case_types)]
 
 use super::guard::guard;
@@ -11,17 +11,17 @@ use crate::kernel::AdamRule;
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::spread::Job;
 
-/// Where weight decay enters. Passed as `uint32_t`.
+/// How weight decay is applied. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_weight_decay {
-    /// Into the parameter (AdamW).
+    /// Subtracted from the parameter (AdamW).
     SPW_WEIGHT_DECAY_DECOUPLED = 0,
-    /// Into the gradient (Adam, L2).
+    /// Added to the gradient (Adam with L2).
     SPW_WEIGHT_DECAY_L2 = 1,
 }
 
-/// Hyper-parameters of one Adam step. Fill it with `spw_adam_options_init`, then change what differs.
+/// Hyper-parameters of one Adam step. Fill the struct with `spw_adam_options_init`, then change fields as needed.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_adam_options {
@@ -29,21 +29,22 @@ pub struct spw_adam_options {
     pub struct_size: u32,
     /// An `spw_weight_decay`.
     pub weight_decay_mode: u32,
-    /// Number of this step, from 1. An `spw_adam` object counts by itself and starts after `step - 1`.
+    /// Number t of this step, counted from 1. An `spw_adam` object counts its own steps, and its first step has this
+    /// number.
     pub step: u64,
     /// Learning rate, finite and >= 0.
     pub lr: f64,
-    /// Decay of exp_avg, in [0, 1).
+    /// Decay factor of exp_avg, in [0, 1).
     pub beta1: f64,
-    /// Decay of exp_avg_sq, in [0, 1).
+    /// Decay factor of exp_avg_sq, in [0, 1).
     pub beta2: f64,
     /// Added to the denominator, finite and >= 0.
     pub eps: f64,
-    /// Weight decay, finite and >= 0; 0 leaves it out.
+    /// Weight decay, finite and >= 0; 0 disables it.
     pub weight_decay: f64,
     /// Factor on the gradient (1 / loss scale times clip coefficient), rounded to f32.
     pub grad_scale: f64,
-    /// 1 leaves the division by 1 - beta^t out, 0 does it.
+    /// 1 disables bias correction, the division by 1 - beta^t; 0 enables it.
     pub no_bias_correction: u32,
     /// 0
     pub reserved: u32,
@@ -55,13 +56,13 @@ unsafe impl Record for spw_adam_options {
     const NAME: &'static str = "spw_adam_options";
 }
 
-/// An Adam optimizer that keeps its hyper-parameters and counts its steps.
+/// An Adam optimizer that stores its hyper-parameters and counts its steps.
 pub struct spw_adam {
     options: AdamOptions,
 }
 
-/// Fills in the defaults of `torch.optim.AdamW` without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1,
-/// grad_scale 1, decoupled. `struct_size` is `sizeof(spw_adam_options)`.
+/// Writes the defaults of `torch.optim.AdamW` without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1,
+/// grad_scale 1, decoupled decay. `struct_size` is `sizeof(spw_adam_options)`.
 ///
 /// # Safety
 /// `options` points to `struct_size` bytes.
@@ -90,7 +91,8 @@ pub unsafe extern "C" fn spw_adam_options_init(
     })
 }
 
-/// One step of every tensor, in one pass over their memory (SuperOffload section 4.6, "GraceAdam"):
+/// Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
+/// "GraceAdam"):
 ///
 ///     g = grad * grad_scale                       (+ weight_decay * p for L2)
 ///     m = beta1 * m + (1 - beta1) * g
@@ -98,12 +100,12 @@ pub unsafe extern "C" fn spw_adam_options_init(
 ///     p = p - lr * weight_decay * p               (decoupled)
 ///     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 ///
-/// in f32 with fused multiply-adds: the same bits on every processor, for every number of threads and however a
-/// parameter is cut into tensors. With `stats` not NULL the norm and finiteness of the scaled gradients come
-/// out of the same pass. Tensors of one call must not overlap. Several threads may call this at the same time.
+/// The arithmetic is f32 with fused multiply-adds. The results have the same bits on every processor and for every
+/// number of threads, however a parameter is divided into tensors. If `stats` is not NULL, the same pass computes the
+/// sum of squares and the finiteness of the scaled gradients. Tensors of one call must not overlap. Thread-safe.
 ///
 /// # Safety
-/// `tensors` points to `count` structs, `struct_size` bytes apart, whose spans nobody else uses during the call.
+/// `tensors` points to `count` structs, `struct_size` bytes apart. No other thread uses their spans during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_adam_step(
     options: *const spw_adam_options,
@@ -117,7 +119,7 @@ pub unsafe extern "C" fn spw_adam_step(
     })
 }
 
-/// Makes an optimizer object. Free it with `spw_adam_close`. One object, one thread at a time.
+/// Creates an optimizer object. Free it with `spw_adam_close`. One thread at a time may use an object.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `adam_out` to a pointer.
@@ -137,7 +139,7 @@ pub unsafe extern "C" fn spw_adam_open(
     })
 }
 
-/// Changes the learning rate from the next step on.
+/// Sets the learning rate of the next and later steps.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_adam_set_lr(adam: Option<&mut spw_adam>, lr: f64) -> spw_status {
     guard(|| {
@@ -149,7 +151,7 @@ pub extern "C" fn spw_adam_set_lr(adam: Option<&mut spw_adam>, lr: f64) -> spw_s
     })
 }
 
-/// The next step of every tensor, as `spw_adam_step`; the count goes up by one if it succeeds.
+/// Does the next step of every tensor, as `spw_adam_step`. The step count increases by one if the call succeeds.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -169,7 +171,7 @@ pub unsafe extern "C" fn spw_adam_advance(
     })
 }
 
-/// Number of steps done.
+/// Writes the number of steps done. It begins at `options.step - 1`.
 ///
 /// # Safety
 /// `step_out` points to a u64.
@@ -217,7 +219,7 @@ pub(super) fn rule(options: &AdamOptions) -> Result<AdamRule> {
     options.rule().map_err(|error| error.within("options."))
 }
 
-/// The tensors of a call with their coefficients.
+/// Reads the tensors of a call with their coefficients.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -233,7 +235,7 @@ pub(super) unsafe fn jobs<'a>(
     }
 }
 
-/// Refuses options that no step can follow, those of the call and those of each tensor.
+/// Rejects invalid options, both those of the call and those of each tensor.
 pub(super) unsafe fn check(options: *const spw_adam_options, tensors: &[spw_tensor]) -> Result<()> {
     // SAFETY: the caller's promise is the callee's.
     let parsed = |options: *const spw_adam_options| rule(&unsafe { parse(options) }?);
@@ -244,7 +246,7 @@ pub(super) unsafe fn check(options: *const spw_adam_options, tensors: &[spw_tens
     Ok(())
 }
 
-/// The coefficients of an array of options.
+/// Reads an array of options as coefficients.
 ///
 /// # Safety
 /// `options` points to `count` structs, `struct_size` bytes apart.

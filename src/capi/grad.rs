@@ -1,4 +1,4 @@
-//! Statistics of a gradient without a step.
+//! Gradient statistics without a step.
 
 use std::ffi::c_void;
 
@@ -11,8 +11,9 @@ use crate::error::Error;
 use crate::optim::StepStats;
 use crate::optim::grad;
 
-/// Norm and finiteness of `grad * scale`, `n` elements of `dtype` (an `spw_dtype`): what clipping has to know before
-/// it steps. The bits of `sum_squares` are those that a fused step of the same tensor reports. `n` may be 0.
+/// Computes the sum of squares and the finiteness of `grad * scale`, for example for gradient clipping. `grad` has `n`
+/// elements of `dtype` (an `spw_dtype`); `n` may be 0. `sum_squares` has the same bits as the statistics of a step of
+/// the same tensor. Thread-safe.
 ///
 /// # Safety
 /// `grad` points to `n` elements, `stats` to a struct of `struct_size` bytes.

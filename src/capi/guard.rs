@@ -1,4 +1,4 @@
-//! What surrounds the body of every exported function.
+//! The wrapper around the body of every exported function.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,11 +13,11 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs the body of an exported function: an error or a panic becomes a status and this thread's message.
+/// Runs the body of an exported function. An error or a panic becomes a status and this thread's message.
 pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
     silence_panics();
     let outer = INSIDE.replace(true);
-    // Coefficients are computed from the caller's options, so the caller's float mode must not reach them.
+    // Coefficients are computed from the caller's options, so the caller's float mode must not affect them.
     let _mode = IeeeMode::enter();
     let outcome = catch_unwind(AssertUnwindSafe(body));
     INSIDE.set(outer);
@@ -34,9 +34,10 @@ pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
     }
 }
 
-/// Keeps Rust's panic message off stderr for panics that [`guard`] reports, on this thread and on the workers.
+/// Installs a panic hook that prints nothing for panics on this thread inside [`guard`] or on the library's workers.
+/// [`guard`] reports these panics.
 fn silence_panics() {
-    /// NONE, SET, or the process of the thread that is setting the hook.
+    /// NONE, SET, or the id of the process whose thread is setting the hook.
     static HOOK: AtomicU32 = AtomicU32::new(NONE);
     const NONE: u32 = 0;
     const SET: u32 = u32::MAX;
@@ -47,9 +48,10 @@ fn silence_panics() {
                 HOOK.store(SET, Ordering::Release);
             }
             Err(SET) => {}
-            // A panic on this thread would be printed until the other thread has set the hook.
+            // Wait: until the other thread has set the hook, a panic on this thread would be printed.
             Err(setting) if setting == process::id() => std::thread::yield_now(),
-            // A fork cut the setting short, and the standard library's lock may be held for good: panics are printed.
+            // A fork interrupted the thread that was setting the hook. The standard library's lock may stay held
+            // forever, so this process keeps the default hook, which prints panics.
             Err(_) => return,
         }
     }

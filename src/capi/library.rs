@@ -11,25 +11,25 @@ use crate::log::{self, Level};
 use crate::optim::processor;
 use crate::stats;
 
-/// Number of the binary interface; the SONAME carries it. Functions and fields are only added within one number.
+/// Version of the binary interface; the SONAME contains it. Within one version, functions and fields are only added.
 pub const SPW_ABI_VERSION: u32 = 1;
 
-/// `SPW_ABI_VERSION` of the loaded library. Compare it with the macro before any other call.
+/// Returns the `SPW_ABI_VERSION` of the loaded library. Compare it with the macro before any other call.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_abi_version() -> u32 {
     SPW_ABI_VERSION
 }
 
-/// The release, as "0.1.0". A constant.
+/// Returns the release version, for example "0.1.0". The string is constant.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_version() -> *const c_char {
     const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
     VERSION.as_ptr().cast()
 }
 
-/// Name of the kernel that steps run on: "avx512" or "avx2", "sve_bf16", "sve" or "neon", or "scalar". The environment
-/// variable `SPILLWAY_KERNEL` forces one; naming one that this processor lacks is SPW_ERR_UNSUPPORTED here and in every
-/// step. A constant.
+/// Writes the name of the kernel that runs steps: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar". The
+/// environment variable `SPILLWAY_KERNEL` selects a kernel. If this processor lacks it, this call and every step are
+/// SPW_ERR_UNSUPPORTED. The string is constant.
 ///
 /// # Safety
 /// `name_out` points to a pointer.
@@ -50,32 +50,34 @@ pub unsafe extern "C" fn spw_kernel_name(name_out: *mut *const c_char) -> spw_st
     })
 }
 
-/// How much a message matters. A level includes those before it.
+/// Severity of a log message. A level includes the levels before it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_log_level {
-    /// Nothing.
+    /// No messages.
     SPW_LOG_OFF = 0,
-    /// A call failed in a way that the caller may not see.
+    /// A failure that no status reports to the caller.
     SPW_LOG_ERROR = 1,
-    /// Something works worse than it could; says what to change.
+    /// Reduced performance or function. The message says what to change.
     SPW_LOG_WARN = 2,
-    /// A choice made once, and why.
+    /// A choice that the library made once, with its reason.
     SPW_LOG_INFO = 3,
-    /// Detail for a bug report.
+    /// Details for a bug report.
     SPW_LOG_DEBUG = 4,
 }
 
-/// Receives messages, from any thread, several at a time. `message` is good during the call.
+/// Receives log messages. The library may call it from any thread, and from several threads at once. `message` is valid
+/// during the call.
 pub type spw_log_fn = Option<unsafe extern "C" fn(user: *mut c_void, level: i32, message: *const c_char)>;
 
-/// Sends messages up to `level` (an `spw_log_level`) to `log`, with `user` handed through. `log` NULL returns to the
-/// default: stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else silence.
-/// Waits for calls of the previous function that are in flight: after the return its `user` may be freed. Called from
-/// inside `log`, it does not wait. The caller holds no lock that the previous function takes.
+/// Sends messages up to `level` (an `spw_log_level`) to `log`, which receives `user`. `log` NULL restores the default:
+/// stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else no output.
+///
+/// The call waits until calls of the previous function in flight return. After it, the previous `user` may be freed. A
+/// call from inside `log` does not wait. The caller must hold no lock that the previous function takes.
 ///
 /// # Safety
-/// `log` may be called with `user`, from any thread, until a later call of this function returns.
+/// The library may call `log` with `user`, from any thread, until a later call of this function returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_set_log(log: spw_log_fn, user: *mut c_void, level: i32) -> spw_status {
     guard(|| {
@@ -117,7 +119,7 @@ unsafe impl Send for User {}
 // SAFETY: as above.
 unsafe impl Sync for User {}
 
-/// Work done by this process since the library was loaded.
+/// Optimizer work of this process since the library was loaded.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_stats {
@@ -127,15 +129,15 @@ pub struct spw_stats {
     pub reserved: u32,
     /// Successful Adam and AdamW calls.
     pub adam_calls: u64,
-    /// Elements they stepped.
+    /// Elements that these calls updated.
     pub adam_elements: u64,
     /// Successful Adagrad calls.
     pub adagrad_calls: u64,
-    /// Elements they stepped.
+    /// Elements that these calls updated.
     pub adagrad_elements: u64,
     /// Successful Lion calls.
     pub lion_calls: u64,
-    /// Elements they stepped.
+    /// Elements that these calls updated.
     pub lion_elements: u64,
 }
 
@@ -145,7 +147,7 @@ unsafe impl Record for spw_stats {
     const NAME: &'static str = "spw_stats";
 }
 
-/// Reads the counters. Set `stats->struct_size` first.
+/// Reads the counters. Set `stats->struct_size` first. Thread-safe.
 ///
 /// # Safety
 /// `stats` points to a struct of `struct_size` bytes.
@@ -170,7 +172,7 @@ pub unsafe extern "C" fn spw_stats_get(stats: *mut spw_stats) -> spw_status {
     })
 }
 
-/// An output pointer, or which one is NULL.
+/// Returns an output pointer that is not NULL, or an error that names the argument.
 pub(super) fn out<T>(pointer: *mut T, argument: &'static str) -> Result<*mut T> {
     match pointer.is_null() {
         true => Err(Error::invalid(argument, "is NULL")),
@@ -178,7 +180,7 @@ pub(super) fn out<T>(pointer: *mut T, argument: &'static str) -> Result<*mut T> 
     }
 }
 
-/// Panics inside the guard, so that a C test can see what a caller gets.
+/// Panics inside the guard. Tests use it to see what a C caller receives.
 #[cfg(feature = "probe")]
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_probe_panic() -> spw_status {

@@ -10,7 +10,7 @@ use crate::kernel::LionRule;
 use crate::optim::lion::{self, LionOptions};
 use crate::optim::spread::Job;
 
-/// Hyper-parameters of a Lion step. Fill it with `spw_lion_options_init`, then change what differs.
+/// Hyper-parameters of a Lion step. Fill the struct with `spw_lion_options_init`, then change fields as needed.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_lion_options {
@@ -20,9 +20,9 @@ pub struct spw_lion_options {
     pub reserved: u32,
     /// Learning rate, finite and >= 0.
     pub lr: f64,
-    /// Weight of exp_avg in the direction, in [0, 1).
+    /// Weight of exp_avg in the update direction, in [0, 1).
     pub beta1: f64,
-    /// Decay of exp_avg, in [0, 1).
+    /// Decay factor of exp_avg, in [0, 1).
     pub beta2: f64,
     /// Decoupled weight decay, finite and >= 0.
     pub weight_decay: f64,
@@ -36,7 +36,8 @@ unsafe impl Record for spw_lion_options {
     const NAME: &'static str = "spw_lion_options";
 }
 
-/// Fills in the paper's defaults: lr 1e-4, beta 0.9 and 0.99, no decay, grad_scale 1.
+/// Writes the paper's defaults: lr 1e-4, beta 0.9 and 0.99, no decay, grad_scale 1. `struct_size` is
+/// `sizeof(spw_lion_options)`.
 ///
 /// # Safety
 /// `options` points to `struct_size` bytes.
@@ -54,13 +55,13 @@ pub unsafe extern "C" fn spw_lion_options_init(
     })
 }
 
-/// One Lion step of every tensor (Chen et al. 2023, Algorithm 2); the sign of zero is zero.
+/// Does one Lion step of every tensor (Chen et al. 2023, Algorithm 2). The sign of zero is zero; exp_avg_sq is NULL.
 ///
 ///     g = grad * grad_scale
 ///     p = p - lr * weight_decay * p - lr * sign(beta1 * m + (1 - beta1) * g)
 ///     m = beta2 * m + (1 - beta2) * g
 ///
-/// Otherwise as `spw_adam_step`.
+/// Arguments, determinism, threads and errors are those of `spw_adam_step`.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -86,7 +87,7 @@ pub(super) fn rule(options: &LionOptions) -> Result<LionRule> {
     options.rule().map_err(|error| error.within("options."))
 }
 
-/// The tensors of a call with their coefficients.
+/// Reads the tensors of a call with their coefficients.
 ///
 /// # Safety
 /// As `spw_adam_step`.

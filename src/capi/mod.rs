@@ -1,7 +1,8 @@
-//! The C face: each function converts its arguments, calls one function of a layer above, and converts back.
+//! The C interface. Each function converts its arguments, calls one function of a layer above, and converts the result
+//! back.
 //!
-//! The order of these modules is the order of `include/spillway.h`, which is generated from them; run
-//! `SPILLWAY_BLESS=1 cargo test -p spillway-header` after a change.
+//! The order of these modules is the order of `include/spillway.h`, which is generated from them. Run `SPILLWAY_BLESS=1
+//! cargo test -p spillway-header` after a change.
 
 mod guard;
 mod record;

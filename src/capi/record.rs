@@ -1,13 +1,13 @@
-//! Structs that C passes by pointer and that may grow: they begin with `struct_size`.
+//! Extensible structs that C passes by pointer. They begin with `struct_size`.
 //!
-//! A caller compiled against an older header passes a shorter struct: the fields it does not know are zero. A caller
-//! compiled against a newer one passes a longer struct: refused if it set anything that this library does not know. What
-//! it passes for a result comes back zero from where this library's fields end.
+//! A caller compiled with an older header passes a shorter struct: the missing fields count as zero. A caller compiled
+//! with a newer header passes a longer struct: the call fails if a field unknown to this library is not zero. In an
+//! output struct, fields unknown to this library become zero.
 
 use crate::error::{Error, Result};
 use crate::sys::room;
 
-/// A larger size than this is an uninitialised field, not a struct.
+/// A larger `struct_size` is an uninitialised field, not a struct.
 const SIZE_LIMIT: usize = 4096;
 
 /// A `#[repr(C)]` struct whose first field is `struct_size: u32`.
@@ -15,13 +15,13 @@ const SIZE_LIMIT: usize = 4096;
 /// # Safety
 /// All bytes zero, and any bytes a C caller can write, are valid values; there is no padding.
 pub unsafe trait Record: Copy {
-    /// Size in the first release that had the struct: fewer bytes are refused.
+    /// Size in the first release with this struct. A smaller `struct_size` is an error.
     const FIRST_SIZE: usize;
     /// The struct's name in C.
     const NAME: &'static str;
 }
 
-/// Copies a struct in.
+/// Copies an input struct.
 ///
 /// # Safety
 /// `from` is NULL or points to `struct_size` readable bytes.
@@ -30,7 +30,7 @@ pub unsafe fn read<T: Record>(from: *const T, argument: &'static str) -> Result<
     unsafe { read_optional(from, argument) }?.ok_or_else(|| Error::invalid(argument, "is NULL"))
 }
 
-/// Copies a struct in, `None` for NULL.
+/// Copies an input struct; `None` for NULL.
 ///
 /// # Safety
 /// As [`read`].
@@ -53,7 +53,7 @@ pub unsafe fn read_optional<T: Record>(from: *const T, argument: &'static str) -
     }
 }
 
-/// Distance in bytes between the structs of an array, which is the `struct_size` of the first.
+/// Distance in bytes between the structs of an array: the `struct_size` of the first.
 ///
 /// # Safety
 /// `first` points to a struct of this kind.
@@ -62,7 +62,7 @@ pub unsafe fn stride<T: Record>(first: *const T, argument: &'static str) -> Resu
     unsafe { checked_size::<T>(first.cast(), argument) }
 }
 
-/// Copies an array of structs in, which lie as far apart as the first one's `struct_size`; all have the same.
+/// Copies an array of input structs. They lie `struct_size` bytes apart, and all have the same `struct_size`.
 ///
 /// # Safety
 /// `first` points to `count` structs of this kind.
@@ -92,8 +92,8 @@ pub unsafe fn read_all<T: Record>(first: *const T, count: usize, argument: &'sta
     Ok(structs)
 }
 
-/// Copies a struct out: as many bytes as the caller's struct has, its `struct_size` unchanged. Fields that this library
-/// does not know become zero.
+/// Copies an output struct: as many bytes as the caller's struct has. Its `struct_size` is unchanged, and fields
+/// unknown to this library become zero.
 ///
 /// # Safety
 /// `to` points to `struct_size` writable bytes.
@@ -113,7 +113,7 @@ pub unsafe fn write<T: Record>(value: &T, to: *mut T, argument: &'static str) ->
     Ok(())
 }
 
-/// Refuses an output struct that could not be written, before any work is done. NULL is fine.
+/// Rejects an output struct that cannot be written, before any work is done. NULL is allowed.
 ///
 /// # Safety
 /// `to` is NULL or points to a struct of this kind.
@@ -140,7 +140,7 @@ unsafe fn checked_size<T: Record>(bytes: *const u8, argument: &'static str) -> R
     }
 }
 
-/// Fills a caller's struct of `struct_size` bytes with `value`; what lies past it becomes zero.
+/// Fills a caller's struct of `struct_size` bytes with `value`. Fields unknown to this library become zero.
 ///
 /// # Safety
 /// `to` is NULL or points to `struct_size` writable bytes.
@@ -164,7 +164,7 @@ pub unsafe fn init<T: Record>(
     }
 }
 
-/// Refuses a reserved field that is set.
+/// Rejects a reserved field that is set.
 pub fn zero(argument: &'static str, value: u32) -> Result<()> {
     match value {
         0 => Ok(()),
@@ -172,7 +172,7 @@ pub fn zero(argument: &'static str, value: u32) -> Result<()> {
     }
 }
 
-/// A field that is 0 or 1.
+/// Reads a field that must be 0 or 1.
 pub fn flag(argument: &'static str, value: u32) -> Result<bool> {
     match value {
         0 | 1 => Ok(value == 1),

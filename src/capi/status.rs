@@ -1,4 +1,4 @@
-//! Statuses and the message that goes with them.
+//! Status codes, and the error message that each thread keeps.
 #![allow(non_camel_case_types)]
 
 use std::cell::RefCell;
@@ -6,93 +6,94 @@ use std::ffi::{CStr, CString, c_char};
 
 use crate::error::{Error, GpuKind, IoError, IoKind, RoundError, TierKind};
 
-/// Outcome of a call. Values are never renumbered or reused; newer libraries may add some, so treat an unknown
-/// value as a failure.
+/// Outcome of a call. Values are never renumbered or reused. Newer libraries may add values: treat an unknown value as
+/// a failure.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum spw_status {
-    /// The call did what it says.
+    /// The call succeeded.
     SPW_OK = 0,
-    /// An argument broke the contract written at the function; the message names the argument and why.
+    /// An argument violates the requirements of the function. The message names the argument and the reason.
     SPW_ERR_INVALID_ARGUMENT = 1,
-    /// This build or machine cannot do it.
+    /// This build or this machine does not support the operation.
     SPW_ERR_UNSUPPORTED = 2,
-    /// The optimizer id was never created, or was destroyed.
+    /// No DeepSpeed optimizer with this id exists: it was never created, or it was destroyed.
     SPW_ERR_UNKNOWN_ID = 3,
-    /// A limit given at open is reached; nothing changed.
+    /// A limit that was set at open is reached. Nothing changed.
     SPW_ERR_LIMIT_REACHED = 4,
-    /// The object is still in use; nothing changed.
+    /// The object is still in use. Nothing changed.
     SPW_ERR_BUSY = 5,
-    /// A bug inside spillway was caught. Spans of the call may be partly stepped.
+    /// A bug inside Spillway was caught. Tensors of the call may be partly updated.
     SPW_ERR_INTERNAL = 9,
-    /// The system refused; the message has its words.
+    /// A system call failed. The message contains the system's error text.
     SPW_ERR_SYSTEM = 11,
-    /// Reading or writing a file failed; the message has path, offset, bytes and errno.
+    /// Reading or writing a file failed. The message contains path, offset, bytes and errno.
     SPW_ERR_IO = 20,
-    /// No space on the device, or the quota is used up.
+    /// The device has no free space, or the quota is used up.
     SPW_ERR_NO_SPACE = 21,
-    /// The file ends before the bytes asked for.
+    /// The file ends before the requested bytes.
     SPW_ERR_SHORT_FILE = 22,
-    /// The time given to a wait is over; what it waited for goes on, and may be waited for again.
+    /// The timeout of a wait expired. The operation stays in flight, and the caller may wait for it again.
     SPW_ERR_TIMEOUT = 23,
     /// The operation was cancelled.
     SPW_ERR_CANCELLED = 24,
     /// The file, or a directory of its path, does not exist.
     SPW_ERR_NOT_FOUND = 25,
-    /// The operation's own deadline passed. Its memory stays in use until the system answers.
+    /// The operation's own deadline passed. The system may still use its memory until the system answers.
     SPW_ERR_DEADLINE = 26,
-    /// Earlier operations on the same device are stuck past their deadline.
+    /// Earlier operations on the same device are still unfinished after their deadline.
     SPW_ERR_PATH_FAILED = 27,
-    /// Stored bytes do not match their checksum; the message names path, extent, block and offset.
+    /// Stored bytes do not match their checksum. The message names path, extent, block and offset.
     SPW_ERR_CORRUPT = 30,
-    /// Not a tier, or one of a format version that this library does not read.
+    /// The files are not a tier, or have a format version that this library does not read.
     SPW_ERR_FORMAT = 31,
-    /// A whole tier, but of another run, rank or size than the one that was asked for.
+    /// The files are a valid tier, but of another run, rank or size than requested.
     SPW_ERR_FOREIGN = 32,
-    /// A live process holds it; the message names the process.
+    /// A live process holds the lock. The message names the process.
     SPW_ERR_LOCKED = 33,
-    /// A path that holds a part of the tier is not there.
+    /// A path that holds a part of the tier is missing.
     SPW_ERR_PATH_MISSING = 34,
-    /// The extent had a part on a path that is not there.
+    /// The extent had a part on a missing path.
     SPW_ERR_LOST = 35,
     /// There is no committed state.
     SPW_ERR_NO_STATE = 36,
-    /// There is one, but not of the step that was asked for, or that step was written over since.
+    /// A committed state exists, but not of the requested step, or that step was overwritten since.
     SPW_ERR_NO_STEP = 37,
-    /// No round of speculation was begun.
+    /// No speculation round is open.
     SPW_ERR_NO_ROUND = 40,
-    /// A round is open; it has to be resolved or aborted first.
+    /// A speculation round is open. Resolve or abort it first.
     SPW_ERR_ROUND_OPEN = 41,
-    /// The round has its verdict already.
+    /// The round already has its verdict.
     SPW_ERR_ROUND_RESOLVED = 42,
     /// A bucket of the round was not submitted.
     SPW_ERR_BUCKET_MISSING = 43,
-    /// The bucket was submitted already.
+    /// The bucket was already submitted in this round.
     SPW_ERR_BUCKET_SUBMITTED = 44,
-    /// The event that a bucket waits for can never come.
+    /// The event that a bucket waits for can never happen.
     SPW_ERR_EVENT_BROKEN = 45,
-    /// There is no GPU: no driver library, or one that sees no device.
+    /// There is no GPU: the driver library is missing, or it sees no device.
     SPW_ERR_NO_DEVICE = 50,
-    /// The CUDA driver library that was found is the stub of a toolkit.
+    /// The CUDA driver library that was found is a toolkit's stub.
     SPW_ERR_DRIVER_STUB = 51,
-    /// The CUDA driver is older than 525, or does not fit its kernel module.
+    /// The CUDA driver is older than 525, or does not match its kernel module.
     SPW_ERR_DRIVER_TOO_OLD = 52,
-    /// The driver could not compile the GPU kernels; the message has its log.
+    /// The driver could not compile the GPU kernels. The message contains the driver's log.
     SPW_ERR_GPU_JIT = 53,
-    /// Device memory is used up, or memory that the driver should register.
+    /// The device has no free memory, or the driver could not register host memory.
     SPW_ERR_GPU_OUT_OF_MEMORY = 54,
-    /// An earlier error ended the CUDA context; what was under way is worth nothing. Only a new process gets a new one.
+    /// An earlier error destroyed the CUDA context. Results of operations in flight are invalid. Only a new process
+    /// gets a new context.
     SPW_ERR_GPU_LOST = 55,
-    /// CUDA was used before this process was forked.
+    /// This process was forked after CUDA was used.
     SPW_ERR_GPU_FORKED = 56,
-    /// The driver refused; the message has its words.
+    /// A driver call failed. The message contains the driver's error text.
     SPW_ERR_GPU = 57,
 }
 
 thread_local! {
-    // Ends with a NUL once it holds a message.
+    // Empty before the first failure, else a text that ends with a NUL.
     static MESSAGE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-    // Of the same failure, if it was an operation on a file; with its path for C.
+    // The last failure, if it was an operation on a file, with its path as a C string.
     static IO_ERROR: RefCell<Option<(IoError, CString)>> = const { RefCell::new(None) };
 }
 
@@ -148,7 +149,7 @@ pub(super) fn of(error: &Error) -> spw_status {
     }
 }
 
-/// Keeps the message of a failed call for this thread, and passes the status on.
+/// Stores the message of a failed call for this thread, and returns the status.
 pub(super) fn record(status: spw_status, message: &str) -> spw_status {
     let text = message.bytes().filter(|byte| *byte != 0).chain([0]).collect();
     // A thread that is already tearing down its locals loses the message, not the status.
@@ -157,7 +158,7 @@ pub(super) fn record(status: spw_status, message: &str) -> spw_status {
     status
 }
 
-/// Keeps what an error says for this thread, and gives its status.
+/// Stores the message of an error for this thread, and returns its status.
 pub(super) fn record_error(error: &Error) -> spw_status {
     let status = record(of(error), &error.to_string());
     if let Error::Io(error) = error {
@@ -168,7 +169,7 @@ pub(super) fn record_error(error: &Error) -> spw_status {
     status
 }
 
-/// Looks at the last failure of this thread, if it was an operation on a file.
+/// Passes the last failure of this thread to `look`, if the failure was an operation on a file.
 pub(super) fn last_io_error<T>(look: impl FnOnce(&IoError, &CStr) -> T) -> Option<T> {
     let seen = IO_ERROR.try_with(|slot| slot.borrow().as_ref().map(|(error, path)| look(error, path)));
     seen.ok().flatten()
@@ -179,7 +180,8 @@ pub(super) fn last_message() -> String {
     MESSAGE.with_borrow(|text| String::from_utf8_lossy(text).trim_end_matches('\0').to_string())
 }
 
-/// The name of a status, "SPW_ERR_UNKNOWN" for a value that this version does not define.
+/// Returns the name of a status, or "SPW_ERR_UNKNOWN" for a value that this version does not define. The string is
+/// constant.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
     let name = match status {
@@ -226,8 +228,8 @@ pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
     name.as_ptr()
 }
 
-/// What went wrong in the last call of this thread that failed: which argument, and why. Never NULL; empty if none
-/// failed. Good until the next failing call of this thread.
+/// Returns the message of this thread's last failed call: which argument or operation failed, and why. The pointer is
+/// never NULL; the text is empty if no call failed. It is valid until the next failing call of this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_last_error() -> *const c_char {
     let message = MESSAGE.try_with(|slot| slot.borrow().first().map(|byte| std::ptr::from_ref(byte).cast()));

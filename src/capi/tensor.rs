@@ -1,4 +1,4 @@
-//! Tensors as C passes them, and the checks that make them slices.
+//! Tensors as C passes them, and the checks that allow their use as slices.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
@@ -11,11 +11,11 @@ use crate::optim::StepStats;
 use crate::optim::spread::Job;
 use crate::sys::room;
 
-/// Element type of a span. Passed as `uint32_t`.
+/// Element type of a span (a contiguous array). Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_dtype {
-    /// No span.
+    /// There is no span.
     SPW_DTYPE_NONE = 0,
     /// IEEE binary32.
     SPW_DTYPE_F32 = 1,
@@ -25,18 +25,18 @@ pub enum spw_dtype {
     SPW_DTYPE_BF16 = 3,
 }
 
-/// Bytes of one element; 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
+/// Returns the bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
     parse_dtype(dtype, "dtype").map_or(0, |dtype| dtype.size() as u64)
 }
 
-/// One tensor of a step: flat spans of `n` elements each, contiguous, aligned to their element, not overlapping.
+/// One tensor of a step. Each span is a contiguous array of `n` elements, aligned to its element. Spans do not overlap.
 ///
-/// A step writes param and states in place, or, if the shadow fields are set, to those spans, and leaves the old values as
-/// they are. A caller that alternates between two sets of spans, naming the current one first, can take a step
-/// back by naming the same set first again. Shadow spans that begin with a cache line (64 bytes) are written past
-/// the caches where that pays.
+/// Without shadow spans a step updates param and states in place. With shadow spans a step writes the new values to
+/// these and leaves the old values unchanged. A caller can alternate between two sets of spans: param and states name
+/// the current set, the shadow fields the other. To undo a step, the caller passes the same set as current again.
+/// Shadow spans aligned to a cache line (64 bytes) are written with non-temporal stores where these are faster.
 ///
 /// | param | exp_avg, exp_avg_sq | grad | param_copy |
 /// |---|---|---|---|
@@ -46,7 +46,7 @@ pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_tensor {
-    /// `sizeof(spw_tensor)`. Tensors of an array lie this far apart.
+    /// `sizeof(spw_tensor)`. It is also the distance in bytes between the tensors of an array.
     pub struct_size: u32,
     /// `spw_dtype` of param.
     pub param_dtype: u32,
@@ -54,29 +54,29 @@ pub struct spw_tensor {
     pub state_dtype: u32,
     /// `spw_dtype` of grad.
     pub grad_dtype: u32,
-    /// `spw_dtype` of param_copy, SPW_DTYPE_NONE if there is none.
+    /// `spw_dtype` of param_copy, or SPW_DTYPE_NONE without param_copy.
     pub copy_dtype: u32,
     /// 0
     pub reserved: u32,
-    /// Number of elements; 0 is allowed, and then nothing else of the tensor is looked at.
+    /// Number of elements. If it is 0, all other fields of the tensor are ignored.
     pub n: u64,
-    /// Parameter (the master weight if it is f32), updated in place.
+    /// Parameter (the master weight if it is f32).
     pub param: *mut c_void,
-    /// Gradient, read only.
+    /// Gradient. It is only read.
     pub grad: *const c_void,
-    /// First moment, updated in place. NULL for Adagrad.
+    /// First moment. NULL for Adagrad.
     pub exp_avg: *mut c_void,
-    /// Second moment (Adagrad: the sum), updated in place. NULL for Lion.
+    /// Second moment (Adagrad: the sum of squares). NULL for Lion.
     pub exp_avg_sq: *mut c_void,
-    /// The updated parameter rounded to 16 bits, written in the same pass; or NULL.
+    /// Receives the updated parameter rounded to 16 bits, in the same pass; or NULL.
     pub param_copy: *mut c_void,
-    /// This tensor's own options (of the optimizer that is called), or NULL for those of the call.
+    /// Options of this tensor (the option struct of the called optimizer), or NULL for the options of the call.
     pub options: *const c_void,
-    /// Where the updated param goes, of the same type; NULL: in place.
+    /// Receives the updated param, with the type of param; NULL: the update is in place.
     pub shadow_param: *mut c_void,
-    /// Where the updated exp_avg goes: set if shadow_param and exp_avg are.
+    /// Receives the updated exp_avg. Set it if and only if shadow_param and exp_avg are set.
     pub shadow_exp_avg: *mut c_void,
-    /// Where the updated exp_avg_sq goes: set if shadow_param and exp_avg_sq are.
+    /// Receives the updated exp_avg_sq. Set it if and only if shadow_param and exp_avg_sq are set.
     pub shadow_exp_avg_sq: *mut c_void,
 }
 
@@ -86,16 +86,16 @@ unsafe impl Record for spw_tensor {
     const NAME: &'static str = "spw_tensor";
 }
 
-/// What one call saw of the scaled gradients of all its tensors.
+/// Statistics of the scaled gradients of all tensors of one call.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_step_stats {
     /// `sizeof(spw_step_stats)`
     pub struct_size: u32,
-    /// 1 if any scaled gradient was Inf or NaN, else 0. The step was done all the same.
+    /// 1 if any scaled gradient is Inf or NaN, else 0. The step was done in both cases.
     pub nonfinite: u32,
-    /// Sum of squares in f64, in a tree whose shape depends on the tensors alone: the same bits on every processor
-    /// and for every number of threads. Inf or NaN if `nonfinite`.
+    /// Sum of squares in f64. The order of summation depends only on the tensors, so the bits are the same on every
+    /// processor and for every number of threads. Inf or NaN if `nonfinite` is 1.
     pub sum_squares: f64,
 }
 
@@ -114,10 +114,10 @@ pub(super) fn parse_dtype(dtype: u32, argument: &'static str) -> Result<Dtype> {
     }
 }
 
-/// Reads the tensors of a call, without those of no elements; `own` makes coefficients from a tensor's own options.
+/// Reads the tensors of a call, except those of no elements. `own` makes coefficients from a tensor's own options.
 ///
 /// # Safety
-/// `tensors` points to `count` tensors, whose spans nobody else uses during `'a`.
+/// `tensors` points to `count` tensors. No other code uses their spans during `'a`.
 pub(super) unsafe fn jobs<'a, R: Rule>(
     tensors: *const spw_tensor,
     count: usize,
@@ -141,11 +141,11 @@ pub(super) unsafe fn jobs<'a, R: Rule>(
     Ok(jobs)
 }
 
-/// The spans of tensors that were read, each with its index, without those of no elements. An error within a tensor does
-/// not name it yet.
+/// Makes the spans of the tensors, except those of no elements, each with its index. An error does not yet name its
+/// tensor.
 ///
 /// # Safety
-/// Nobody else uses the spans during `'a`.
+/// No other code uses the spans during `'a`.
 pub(super) unsafe fn spans<'a>(
     raw: &[spw_tensor],
 ) -> Result<impl Iterator<Item = (usize, Result<Tensor<'a>>)>> {
@@ -155,7 +155,7 @@ pub(super) unsafe fn spans<'a>(
     Ok(with_elements.map(|(index, raw)| (index, unsafe { tensor_of(raw) })))
 }
 
-/// Refuses a tensor that lacks its shadow spans where `wanted`, or has some where not.
+/// Rejects a tensor without shadow spans if `wanted`, or with shadow spans if not.
 pub(super) fn check_shadows(tensors: &[spw_tensor], wanted: bool) -> Result<()> {
     let wrong = |raw: &spw_tensor| raw.n > 0 && raw.shadow_param.is_null() == wanted;
     let reason = match wanted {
@@ -168,7 +168,7 @@ pub(super) fn check_shadows(tensors: &[spw_tensor], wanted: bool) -> Result<()> 
     }
 }
 
-/// Copies the tensors of a call in, as structs of this version that share the call's options.
+/// Copies the tensors of a call as structs of this version.
 ///
 /// # Safety
 /// `tensors` points to `count` structs, `struct_size` bytes apart.
@@ -195,7 +195,7 @@ pub(super) unsafe fn read_all(tensors: *const spw_tensor, count: usize) -> Resul
     Ok(raw)
 }
 
-/// The error, with the tensor that has it.
+/// Adds the tensor's index to an error.
 pub(super) fn at(index: usize, error: Error) -> Error {
     error.within(&format!("tensors[{index}]."))
 }
@@ -209,7 +209,7 @@ fn same_stride(tensor: spw_tensor, stride: usize) -> Result<spw_tensor> {
     }
 }
 
-/// Refuses a copy of which half is missing, and a word that means nothing yet.
+/// Rejects param_copy without copy_dtype or the reverse, and a reserved field that is set.
 pub(super) fn check_copy(raw: &spw_tensor) -> Result<()> {
     match (raw.reserved, raw.copy_dtype, raw.param_copy.is_null()) {
         (1.., _, _) => Err(Error::invalid("reserved", "is not 0")),
@@ -241,7 +241,7 @@ unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
     }
 }
 
-/// Refuses shadow spans, for calls that keep states of their own.
+/// Rejects shadow spans, for calls that keep their own states.
 pub(super) fn no_shadows(tensors: &[spw_tensor]) -> Result<()> {
     match tensors.iter().position(has_shadow) {
         None => Ok(()),
@@ -254,7 +254,7 @@ pub(super) fn has_shadow(raw: &spw_tensor) -> bool {
     [raw.shadow_param, raw.shadow_exp_avg, raw.shadow_exp_avg_sq].iter().any(|shadow| !shadow.is_null())
 }
 
-/// The shadow set: as many spans as the tensor has of its own, or none.
+/// Makes the shadow set: a shadow span for each of the tensor's param and states, or none at all.
 unsafe fn shadow_of<'a>(raw: &spw_tensor, state_dtype: Dtype) -> Result<Option<States<'a>>> {
     let pairs = [
         ("shadow_param", raw.param, raw.shadow_param),
@@ -281,10 +281,10 @@ unsafe fn shadow_of<'a>(raw: &spw_tensor, state_dtype: Dtype) -> Result<Option<S
     }
 }
 
-/// A shared span of `n` elements.
+/// Makes a shared slice of `n` elements.
 ///
 /// # Safety
-/// `from` is NULL or points to `n` elements, which nobody writes during `'a`.
+/// `from` is NULL or points to `n` elements. No code writes them during `'a`.
 pub(super) unsafe fn span<'a>(
     from: *const c_void,
     dtype: Dtype,
@@ -351,10 +351,10 @@ fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'stat
     }
 }
 
-/// No processor maps user memory above this.
+/// Upper bound of user addresses on every processor.
 const ADDRESS_SPACE: u128 = 1 << 56;
 
-/// One span of a call: where it lies, and which it is.
+/// One span of a call: its addresses, tensor index and field.
 #[derive(Clone, Copy)]
 struct Range {
     start: usize,
@@ -373,12 +373,12 @@ const SPANS: [&str; 8] = [
     "shadow_exp_avg",
     "shadow_exp_avg_sq",
 ];
-/// The one span that is only read.
+/// Index of the only read-only span.
 const GRAD: u8 = 1;
 
-/// Refuses a span that is written and shares a byte with any other span of the call.
+/// Rejects a written span that shares a byte with any other span of the call.
 pub(super) fn check_overlap(tensors: &[spw_tensor]) -> Result<()> {
-    // Span by span and not tensor by tensor: allocators hand out each kind in rising order, and the sort finds such runs.
+    // Listed by field, not by tensor: allocators return each kind at rising addresses, and the sort detects such runs.
     let mut ranges = room::for_count("listing the spans", tensors.len().saturating_mul(SPANS.len()))?;
     for span in 0..SPANS.len() as u8 {
         let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
@@ -421,7 +421,7 @@ fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
     (bytes > 0 && start > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
 }
 
-/// Writes the statistics if they were asked for.
+/// Writes the statistics if the caller requested them.
 ///
 /// # Safety
 /// `stats` is NULL or points to a struct of `struct_size` bytes.

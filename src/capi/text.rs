@@ -1,12 +1,12 @@
-//! Text of any length, handed out into the caller's buffer.
+//! Copies text of any length into the caller's buffer.
 
 use std::ffi::c_char;
 
 use super::library::out;
 use crate::error::{Error, Result};
 
-/// Writes `words` and a NUL to the `size` bytes at `text`, and their number to `needed_out`. With `text` NULL it only
-/// writes the number.
+/// Writes `words` and a NUL to the `size` bytes at `text`, and the number of bytes with the NUL to `needed_out`. With
+/// `text` NULL it writes only the number. A buffer that is too small is an error.
 ///
 /// # Safety
 /// `text` is NULL or points to `size` writable bytes, `needed_out` to a u64.

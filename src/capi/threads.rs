@@ -1,4 +1,4 @@
-//! The thread pool's settings.
+//! Settings of the thread pool.
 #![allow(non_camel_case_types)]
 
 use super::guard::guard;
@@ -8,14 +8,14 @@ use super::status::spw_status;
 use crate::error::Result;
 use crate::sys::threads;
 
-/// Settings of the process's one thread pool.
+/// Settings of the process's thread pool. Every process has one pool.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_thread_options {
     /// `sizeof(spw_thread_options)`
     pub struct_size: u32,
-    /// Number of threads of one step, its caller among them; 0 decides from affinity mask, cgroup quota and
-    /// `LOCAL_WORLD_SIZE`.
+    /// Number of threads per step, including the calling thread. 0: derived from the affinity mask, the cgroup quota
+    /// and `LOCAL_WORLD_SIZE`.
     pub num_threads: u32,
 }
 
@@ -25,10 +25,10 @@ unsafe impl Record for spw_thread_options {
     const NAME: &'static str = "spw_thread_options";
 }
 
-/// Sets the number of threads that one step uses: its caller, which begins at once, and workers, which join as they wake.
-/// Without it: the environment variable `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by
-/// `LOCAL_WORLD_SIZE`. Steps under way finish on the workers they have. The log (level info) says once how the number
-/// came about.
+/// Sets the number of threads per step, including the calling thread. The caller starts at once; workers join as they
+/// wake up. Without this call the number is that of the environment variable `SPILLWAY_NUM_THREADS`. Without the
+/// variable it is the number of processors that this process may use, divided by `LOCAL_WORLD_SIZE`. Steps in flight
+/// keep their workers. The log (level info) states once how the number was derived.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes.
@@ -41,8 +41,8 @@ pub unsafe extern "C" fn spw_threads_configure(options: *const spw_thread_option
     })
 }
 
-/// Number of threads that a step of more than 65536 elements uses at most, its caller among them. Smaller ones stay on
-/// the caller's thread.
+/// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
+/// steps run on the calling thread only.
 ///
 /// # Safety
 /// `count_out` points to a u32.

@@ -1,4 +1,4 @@
-//! DeepSpeed's ids: what its op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion` call.
+//! Optimizer ids as in DeepSpeed's op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion`.
 
 use super::guard::guard;
 use super::library::out;
@@ -15,7 +15,8 @@ use crate::optim::spread::{self, Job};
 use crate::optim::{StepStats, adam, undo};
 use crate::stats;
 
-/// DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
+/// DeepSpeed's `create_adam`: creates the optimizer `id`, or resets it. `adamw_mode` 1 is AdamW, 0 is L2. Ids are
+/// shared by all threads of the process. Calls with an id that was not created are SPW_ERR_UNKNOWN_ID.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_ds_adam_create(id: i32, beta1: f32, beta2: f32, adamw_mode: u32) -> spw_status {
     guard(|| {
@@ -25,9 +26,13 @@ pub extern "C" fn spw_ds_adam_create(id: i32, beta1: f32, beta2: f32, adamw_mode
     })
 }
 
-/// DeepSpeed's `adam_update` of one tensor. The powers of beta are kept per id in f32, as DeepSpeed keeps them: step
-/// t + 1 after step t multiplies them, step t again (the next parameter) keeps them, any other step or a changed beta
-/// computes them anew. The results are the bits of DeepSpeed's AVX-512 build.
+/// DeepSpeed's `adam_update` of one tensor. Each id keeps the powers of beta in f32, as DeepSpeed does:
+///
+/// - Step t + 1 after step t multiplies the powers by beta.
+/// - Step t again (the next parameter) keeps them.
+/// - Any other step, or a changed beta, computes them anew.
+///
+/// The results have the bits of DeepSpeed's AVX-512 build.
 ///
 /// # Safety
 /// As `spw_adam_step`, for one tensor.
@@ -54,7 +59,7 @@ pub unsafe extern "C" fn spw_ds_adam_update(
     })
 }
 
-/// `spw_ds_adam_update`, recorded in `undo` for `spw_ds_adam_rollback`; `undo` forgets the step it held.
+/// Does `spw_ds_adam_update` and records it in `undo` for `spw_ds_adam_rollback`. `undo` forgets its earlier step.
 ///
 /// # Safety
 /// As `spw_ds_adam_update`.
@@ -83,11 +88,14 @@ pub unsafe extern "C" fn spw_ds_adam_update_recorded(
     })
 }
 
-/// DeepSpeed's `adam_rollback` of one tensor, with the arguments of the update that it takes back. If `undo` holds exactly
-/// that step and the spans, which may have moved since, hold what it left, they come back to the bit and
-/// `exact_out` becomes 1. Else, or if `undo` is NULL, they come back nearly, by the formula of SPW_UNDO_ARITHMETIC, which
-/// refuses Inf and NaN, and `exact_out` becomes 0. DeepSpeed's own writes 0 over a parameter whose gradient is
-/// not finite, and knows neither L2 nor steps without bias correction.
+/// DeepSpeed's `adam_rollback` of one tensor, with the arguments of the update that is rolled back.
+///
+/// The rollback is bit-exact, and `exact_out` becomes 1, if `undo` holds exactly that step and the spans are as the
+/// step left them. The spans may have moved. Otherwise, or if `undo` is NULL, the rollback is approximate as with
+/// SPW_UNDO_ARITHMETIC, which rejects Inf and NaN, and `exact_out` becomes 0.
+///
+/// DeepSpeed's implementation writes 0 to a parameter whose gradient is not finite. It supports neither L2 nor steps
+/// without bias correction.
 ///
 /// # Safety
 /// As `spw_ds_adam_update`; `exact_out` points to a u32.
@@ -127,13 +135,13 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
     })
 }
 
-/// DeepSpeed's `destroy_adam`.
+/// DeepSpeed's `destroy_adam`: removes the optimizer `id`.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_ds_adam_destroy(id: i32) -> spw_status {
     guard(|| ADAM.destroy(id))
 }
 
-/// DeepSpeed's `create_adagrad`.
+/// DeepSpeed's `create_adagrad`: creates the optimizer `id`, or resets it.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_ds_adagrad_create(id: i32) -> spw_status {
     guard(|| {
@@ -142,8 +150,8 @@ pub extern "C" fn spw_ds_adagrad_create(id: i32) -> spw_status {
     })
 }
 
-/// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`: DeepSpeed's own left weight
-/// decay out of the numerator up to 0.19.6.
+/// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`. DeepSpeed's implementation
+/// omits weight decay in the numerator up to version 0.19.6.
 ///
 /// # Safety
 /// As `spw_adam_step`, for one tensor.
@@ -171,13 +179,13 @@ pub unsafe extern "C" fn spw_ds_adagrad_update(
     })
 }
 
-/// DeepSpeed's `destroy_adagrad`.
+/// DeepSpeed's `destroy_adagrad`: removes the optimizer `id`.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_ds_adagrad_destroy(id: i32) -> spw_status {
     guard(|| ADAGRAD.destroy(id))
 }
 
-/// DeepSpeed's `create_lion`.
+/// DeepSpeed's `create_lion`: creates the optimizer `id`, or resets it.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_ds_lion_create(id: i32) -> spw_status {
     guard(|| {
@@ -186,8 +194,9 @@ pub extern "C" fn spw_ds_lion_create(id: i32) -> spw_status {
     })
 }
 
-/// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`: DeepSpeed's own did not train on
-/// processors with AVX up to 0.19.6. DeepSpeed counts steps; Lion does not need them, but step 0 is refused as a caller's mistake.
+/// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`. DeepSpeed's implementation does not
+/// train on processors with AVX up to version 0.19.6. Lion ignores the step number, but 0 is an error, since DeepSpeed
+/// counts from 1.
 ///
 /// # Safety
 /// As `spw_adam_step`, for one tensor.
@@ -219,13 +228,13 @@ pub unsafe extern "C" fn spw_ds_lion_update(
     })
 }
 
-/// DeepSpeed's `destroy_lion`.
+/// DeepSpeed's `destroy_lion`: removes the optimizer `id`.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
     guard(|| LION.destroy(id))
 }
 
-/// What the calls of an Adam id carry beside id and tensor.
+/// Arguments of an Adam id's calls, except id and tensor.
 pub(super) fn call(
     step: u64,
     lr: f32,
@@ -240,7 +249,7 @@ pub(super) fn call(
 }
 
 impl spw_undo {
-    /// An Adam step of one tensor by DeepSpeed's coefficients, for [`spw_undo::ds_back`].
+    /// Does a recorded Adam step of one tensor with DeepSpeed's coefficients, for [`spw_undo::ds_back`].
     unsafe fn ds_step(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<()> {
         // SAFETY: the caller's promise is the callees', here and below.
         let jobs = unsafe { jobs(rule, tensor) }?;
@@ -259,8 +268,8 @@ impl spw_undo {
         Ok(())
     }
 
-    /// Takes that step back, wherever its spans lie by now; false, and nothing is done, if the recording holds another
-    /// step or the spans are not as it left them.
+    /// Rolls that step back, at the present address of its spans. Returns false and changes nothing if the recording
+    /// holds another step, or if the spans are not as the step left them.
     unsafe fn ds_back(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<bool> {
         // SAFETY: the caller's promise is the callees'.
         let (mut jobs, raw) = unsafe { (jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
@@ -280,7 +289,7 @@ impl spw_undo {
     }
 }
 
-/// One tensor's job.
+/// The job of one tensor.
 pub(super) unsafe fn jobs<'a, R: Rule>(rule: R, tensor: *const spw_tensor) -> Result<Vec<Job<'a, R>>> {
     if tensor.is_null() {
         return Err(Error::invalid("tensor", "is NULL"));

@@ -1,4 +1,4 @@
-//! DeepSpeed's Adam over a tiered update, and the state behind an id, to be kept with it.
+//! DeepSpeed's Adam over a tiered update, and saving the state of an id.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
@@ -14,22 +14,22 @@ use crate::kernel::{AdamRule, Arithmetic};
 use crate::optim::adam;
 use crate::optim::deepspeed::{ADAM, AdamCall, AdamState};
 
-/// What DeepSpeed's `adam_update` is told for one subgroup.
+/// Arguments of DeepSpeed's `adam_update` for one subgroup.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_ds_adam_call {
-    /// `sizeof(spw_ds_adam_call)`, the same in all of an array.
+    /// `sizeof(spw_ds_adam_call)`, the same in all structs of an array.
     pub struct_size: u32,
-    /// 1 divides by 1 - beta^t, 0 leaves it out.
+    /// 1 divides by 1 - beta^t, 0 omits the division.
     pub bias_correction: u32,
-    /// Number of this step, from 1. A call that is the same as the one before it has its coefficients: subgroups that are
-    /// parts of one of DeepSpeed's tensors are stepped as it is.
+    /// Number of this step, counted from 1. A call equal to the call before it reuses its coefficients, so subgroups
+    /// that are parts of one DeepSpeed tensor get the bits of a single call.
     pub step: u64,
     /// Learning rate.
     pub lr: f32,
-    /// Decay of exp_avg.
+    /// Decay factor of exp_avg.
     pub beta1: f32,
-    /// Decay of exp_avg_sq.
+    /// Decay factor of exp_avg_sq.
     pub beta2: f32,
     /// Added to the denominator.
     pub eps: f32,
@@ -45,7 +45,7 @@ unsafe impl Record for spw_ds_adam_call {
     const NAME: &'static str = "spw_ds_adam_call";
 }
 
-/// What an id keeps between steps.
+/// State that an id keeps between steps.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_ds_adam_state {
@@ -55,13 +55,13 @@ pub struct spw_ds_adam_state {
     pub adamw_mode: u32,
     /// The last step; 0 before the first.
     pub step: u64,
-    /// Decay of exp_avg in that step.
+    /// beta1 of that step.
     pub beta1: f32,
-    /// Decay of exp_avg_sq in that step.
+    /// beta2 of that step.
     pub beta2: f32,
-    /// The power of beta1 that it used, in f32 as DeepSpeed multiplies it.
+    /// The power of beta1 in that step, computed in f32 by repeated multiplication as in DeepSpeed.
     pub beta1_power: f32,
-    /// The power of beta2 that it used.
+    /// The power of beta2 in that step.
     pub beta2_power: f32,
 }
 
@@ -71,15 +71,15 @@ unsafe impl Record for spw_ds_adam_state {
     const NAME: &'static str = "spw_ds_adam_state";
 }
 
-/// Called by the thread of the update once a subgroup is stepped, while the transfers of others go on. `param` are its new
-/// master weights, as many as it has elements, good until the return. Anything but 0 ends the update with
-/// SPW_ERR_INVALID_ARGUMENT. It does not call the update itself.
+/// Called by the thread that runs the update after each subgroup's step, while transfers of other subgroups continue.
+/// `param` holds the subgroup's new f32 master weights and is valid until the return. A return value other than 0 ends
+/// the update with SPW_ERR_INVALID_ARGUMENT. The function must not call the update.
 pub type spw_swap_stepped_fn =
     Option<unsafe extern "C" fn(user: *mut c_void, subgroup: u64, param: *const f32) -> i32>;
 
-/// `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order
-/// whatever the order in which they are stepped, so that the bits are those of DeepSpeed's step over states in
-/// memory. `tensors[i].options` is NULL. The id advances if the whole update succeeds.
+/// Does `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`, one call per subgroup. The coefficients
+/// advance in the order of `calls`, whatever the order of the steps, so the bits are those of DeepSpeed's step over
+/// states in memory. `tensors[i].options` is NULL. The id advances only if the whole update succeeds.
 ///
 /// # Safety
 /// As `spw_swap_adam_step`; `calls` points to `count` structs, `struct_size` bytes apart; `stepped` may be NULL.
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
     })
 }
 
-/// The coefficients of each call, made in their order, and what the id then keeps.
+/// The coefficients of each call, computed in order, and the state of the id after them.
 ///
 /// # Safety
 /// `calls` points to `count` structs, `struct_size` bytes apart.
@@ -139,7 +139,7 @@ pub(super) unsafe fn rules_of(
     Ok((kept, rules))
 }
 
-/// Copies out what an id keeps, for `spw_ds_adam_restore` in another process.
+/// Writes the state of an id, for `spw_ds_adam_restore` in another process.
 ///
 /// # Safety
 /// `state_out` points to a struct of `struct_size` bytes.
@@ -161,8 +161,8 @@ pub unsafe extern "C" fn spw_ds_adam_save(id: i32, state_out: *mut spw_ds_adam_s
     })
 }
 
-/// Makes the id with this state, or gives it to the one that is there: its next step has the bits that it would have had
-/// in the process that saved it.
+/// Creates the id with this state, or replaces the state of an existing id. Its next step has the bits that it would
+/// have in the process that saved the state.
 ///
 /// # Safety
 /// `state` points to a struct of `struct_size` bytes.

@@ -1,4 +1,4 @@
-//! Optimizer state that lives on a tier and is stepped through few buffers of host memory.
+//! The tiered update: optimizer state is stored on a tier and updated through a few buffers of host memory.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
@@ -20,15 +20,17 @@ use crate::offload::swap::{State, Swap};
 use crate::optim::{self, StepStats};
 use crate::sys::span::Span;
 
-/// Subgroups of optimizer state on a tier: f32 param (the master weight), exp_avg and exp_avg_sq, 12 bytes a parameter.
+/// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
+/// exp_avg_sq, 12 bytes per parameter.
 pub struct spw_swap {
     swap: Swap,
 }
 
-/// What `spw_swap_open` would take and move, with so many paths. Takes nothing.
+/// Computes the memory and traffic of `spw_swap_open` with these options on a tier of `paths` paths. It allocates no
+/// buffers. More than 1024 paths are an error.
 ///
 /// # Safety
-/// `options` and `budget_out` point to structs of `struct_size` bytes, and `options` as `spw_swap_open` says.
+/// `options` and `budget_out` point to structs of `struct_size` bytes, with `options` as for `spw_swap_open`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_plan(
     options: *const spw_swap_options,
@@ -48,13 +50,13 @@ pub unsafe extern "C" fn spw_swap_plan(
     })
 }
 
-/// Takes the memory and gives each subgroup its place on the tier. A tier that was resumed with these subgroups keeps
-/// their state; else `spw_swap_fill` gives them one. The tier stays open until the update is closed; nothing else
-/// commits or rolls it back meanwhile. One object, one thread at a time.
+/// Creates a tiered update: allocates all its memory and defines an extent of the tier for each subgroup. A resumed
+/// tier with the same subgroups keeps their state; otherwise call `spw_swap_fill` next. The caller keeps the tier open
+/// until `spw_swap_close`, and commits and rolls back only through the update. One thread at a time may use an update.
 ///
 /// # Safety
-/// `options` points to a struct of `struct_size` bytes, its `elements` to `subgroups` numbers, its `ratio` and `speeds`
-/// to one for each path of the tier or to nothing; `tier` is open; `swap_out` points to a pointer.
+/// `options` points to a struct of `struct_size` bytes. Its `elements` has `subgroups` entries; its `ratio` and
+/// `speeds` are NULL or have one entry per path of the tier. `tier` is open; `swap_out` points to a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_open(
     tier: *mut spw_tier,
@@ -76,7 +78,7 @@ pub unsafe extern "C" fn spw_swap_open(
     })
 }
 
-/// What was taken at open.
+/// Writes the memory and traffic that the update was opened with.
 ///
 /// # Safety
 /// `budget_out` points to a struct of `struct_size` bytes.
@@ -92,11 +94,11 @@ pub unsafe extern "C" fn spw_swap_budget_of(
     })
 }
 
-/// Gives every subgroup its state. `states` has, for each subgroup, the addresses of param, exp_avg and exp_avg_sq, f32
-/// each, to copy from; NULL is all zeros.
+/// Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
+/// exp_avg_sq. The call copies from them; NULL means zeros.
 ///
 /// # Safety
-/// `states` points to `3 * subgroups` addresses, each NULL or of as many floats as the subgroup has elements.
+/// `states` points to `3 * subgroups` addresses. Each is NULL or points to as many floats as the subgroup has elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *const *const f32) -> spw_status {
     guard(|| {
@@ -121,19 +123,20 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
     })
 }
 
-/// One Adam step of all subgroups, as `spw_adam_step` on tensors in memory, with the same bits: each subgroup is fetched,
-/// stepped, and written back unless it stays in memory for the next update; all of that overlaps. Gradients, of f32,
-/// bf16 or f16, are read where they are and never go to the tier.
+/// Does one Adam step of all subgroups, with the same bits as `spw_adam_step` on tensors in memory. Each subgroup is
+/// fetched, stepped, and written back unless it stays in memory for the next update. Fetches, steps and writes overlap.
+/// Gradients (f32, bf16 or f16) are read in place and are never written to the tier.
 ///
-/// `tensors[i]` is subgroup i, with its `n`, `grad` and, if wanted, `param_copy`, where the new parameter is published in 16
-/// bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg, exp_avg_sq and the shadow spans are NULL.
+/// `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
+/// bits. param_dtype and state_dtype are SPW_DTYPE_F32. param, exp_avg, exp_avg_sq and the shadow spans are NULL.
 ///
-/// With SPW_SWAP_SPLIT_MASTER, `param_copy` is bf16 and holds the weights that were published last (at first, the filled
-/// param rounded) until it receives the new ones. Or these weights are in `param`, with param_dtype SPW_DTYPE_BF16, and stay
-/// as they are: who wants to roll back to them keeps two sets and names them in turn.
+/// With SPW_SWAP_SPLIT_MASTER, `param_copy` is bf16 and required. On entry it holds the weights of the step before (at
+/// first, the filled param rounded); the step replaces them. Alternatively `param` names these weights, with
+/// param_dtype SPW_DTYPE_BF16, and they stay unchanged. A caller that may roll back keeps two sets of weights and
+/// alternates them.
 ///
-/// After an error some subgroups may have been stepped: every call but `spw_swap_roll_back` and `spw_swap_close` is
-/// SPW_ERR_BUSY then.
+/// After an error some subgroups may have been stepped. Then every call but `spw_swap_roll_back` and `spw_swap_close`
+/// is SPW_ERR_BUSY.
 ///
 /// # Safety
 /// As `spw_adam_step`; `count` is the number of subgroups.
@@ -167,11 +170,11 @@ pub unsafe extern "C" fn spw_swap_adam_step(
     })
 }
 
-/// Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
-/// included. With split masters param needs `spw_swap_read_split`.
+/// Copies the f32 state of one subgroup to the caller's memory. NULL skips a part. Steps since the last commit are
+/// included. With SPW_SWAP_SPLIT_MASTER, param needs `spw_swap_read_split`.
 ///
 /// # Safety
-/// Each address is NULL or of as many floats as the subgroup has elements.
+/// Each address is NULL or points to as many floats as the subgroup has elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_read(
     swap: Option<&mut spw_swap>,
@@ -188,8 +191,9 @@ pub unsafe extern "C" fn spw_swap_read(
     })
 }
 
-/// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is split. Others are
-/// refused.
+/// Copies the state of one subgroup as `spw_swap_read`. `weights` are the bf16 weights that belong to the state; with
+/// SPW_SWAP_SPLIT_MASTER they supply the upper 16 bits of param. Weights that do not match the state's checksum are an
+/// error.
 ///
 /// # Safety
 /// As `spw_swap_read`; `weights` has as many bf16 numbers as the subgroup has elements.
@@ -217,12 +221,12 @@ pub unsafe extern "C" fn spw_swap_read_split(
     })
 }
 
-/// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is. If param is given and
-/// masters are split, the weights of the next step are its rounded ones. It counts as a step does: a commit makes it durable,
-/// `spw_swap_roll_back` forgets it.
+/// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. If param is given with
+/// SPW_SWAP_SPLIT_MASTER, the weights on entry of the next step are this param, rounded. `spw_swap_commit` makes the
+/// new state durable, and `spw_swap_roll_back` discards it.
 ///
 /// # Safety
-/// Each address is NULL or of as many floats as the subgroup has elements.
+/// Each address is NULL or points to as many floats as the subgroup has elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_write(
     swap: Option<&mut spw_swap>,
@@ -240,10 +244,11 @@ pub unsafe extern "C" fn spw_swap_write(
     })
 }
 
-/// Makes all state durable as `step`: what is newer in memory is written, then the tier commits (`spw_tier_commit`).
+/// Makes all state durable as `step`: writes dirty subgroups from memory, then commits the tier (`spw_tier_commit`,
+/// with its errors). The next open returns the payload.
 ///
 /// # Safety
-/// `payload` points to `payload_bytes` bytes, which the next open finds; NULL for none.
+/// `payload` points to `payload_bytes` bytes, or is NULL if there are none.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_swap_commit(
     swap: Option<&mut spw_swap>,
@@ -266,13 +271,13 @@ pub unsafe extern "C" fn spw_swap_commit(
     })
 }
 
-/// Goes back to the last commit, also after a failed step: what was stepped since is forgotten, in memory and on the tier.
+/// Rolls back to the last commit, in memory and on the tier, also after a failed step.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_roll_back(swap: Option<&mut spw_swap>) -> spw_status {
     guard(|| object(swap)?.roll_back())
 }
 
-/// Counts since open.
+/// Writes the counters since open.
 ///
 /// # Safety
 /// `stats_out` points to a struct of `struct_size` bytes.
@@ -300,12 +305,12 @@ pub unsafe extern "C" fn spw_swap_get_stats(
     })
 }
 
-/// Frees the object; the tier stays open. What was not committed is lost. NULL does nothing.
+/// Frees the update. The tier stays open; state that was not committed is lost. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
     guard(|| {
         match swap {
-            // A forked child leaves its copy alone, and everything behind it.
+            // In a forked child the parent's object stays untouched.
             Some(swap) if swap.swap.owned().is_err() => std::mem::forget(swap),
             other => drop(other),
         }
@@ -313,7 +318,7 @@ pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
     })
 }
 
-/// A subgroup's number, and the caller's memory for its streams; NULL is an empty span.
+/// A subgroup's number, and the caller's memory for its param and states. NULL becomes an empty span.
 unsafe fn lent(swap: &Swap, subgroup: u64, parts: [*mut f32; STREAMS]) -> Result<(usize, [Span; STREAMS])> {
     let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
     let bytes = swap.elements(subgroup)? * size_of::<f32>();
@@ -328,7 +333,7 @@ pub(super) fn object(swap: Option<&mut spw_swap>) -> Result<&mut Swap> {
     Ok(swap)
 }
 
-/// The caller's tensor with its state, as it lies in memory now.
+/// The caller's tensor with the subgroup's state in memory.
 pub(super) fn with_state(tensor: spw_tensor, state: State<'_>) -> spw_tensor {
     spw_tensor {
         param_dtype: spw_dtype::SPW_DTYPE_F32 as u32,
@@ -339,10 +344,10 @@ pub(super) fn with_state(tensor: spw_tensor, state: State<'_>) -> spw_tensor {
     }
 }
 
-/// The bf16 weights that a tensor says were published last; none if it has none.
+/// The bf16 weights that a tensor names as those of the step before; empty without them.
 ///
 /// # Safety
-/// [`check_inputs`] took the tensor, whose weights nobody writes while the slice is looked at.
+/// [`check_inputs`] accepted the tensor. No code writes the weights while the slice is in use.
 pub(super) unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
     let (from, _) = weights_of(raw);
     if from.is_null() || raw.n == 0 {
@@ -353,7 +358,7 @@ pub(super) unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
     unsafe { std::slice::from_raw_parts(from.cast(), raw.n as usize) }
 }
 
-/// Where a tensor has its weights of bf16, and the name of that; NULL for none.
+/// The address of a tensor's bf16 weights and the field that names it; NULL without weights.
 fn weights_of(raw: &spw_tensor) -> (*const c_void, &'static str) {
     let bf16 = spw_dtype::SPW_DTYPE_BF16 as u32;
     match (raw.param.is_null(), raw.copy_dtype == bf16) {
@@ -370,7 +375,7 @@ fn check_aligned(weights: *const c_void, name: &'static str) -> Result<()> {
     }
 }
 
-/// Sums of subgroups meet as those of the tensors of one call do.
+/// Adds the sums of subgroups in the order in which one call adds those of its tensors.
 fn squares_of(parts: &[f64]) -> f64 {
     match parts {
         [] => 0.0,
@@ -382,7 +387,7 @@ fn squares_of(parts: &[f64]) -> f64 {
     }
 }
 
-/// Refuses what cannot be stepped before anything is.
+/// Rejects invalid tensors before any subgroup is stepped.
 pub(super) fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
     if tensors.len() != swap.len() {
         return Err(Error::invalid("count", format!("is {} for {} subgroups", tensors.len(), swap.len())));

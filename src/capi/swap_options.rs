@@ -1,4 +1,4 @@
-//! The tiered update: what it is opened with, and what it says of itself.
+//! The tiered update: its options, budget and counters.
 #![allow(non_camel_case_types)]
 
 use std::time::Duration;
@@ -10,21 +10,21 @@ use crate::offload::swap::budget;
 use crate::offload::swap::form::Form;
 use crate::pool::region::Backing;
 
-/// Choices for a tiered update, added together.
+/// Flags of a tiered update, combined by addition.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_swap_flag {
-    /// Base pages, even where 2 MiB pages could be had.
+    /// Use base pages even if 2 MiB pages are available.
     SPW_SWAP_NO_HUGE_PAGES = 1,
-    /// Leave the memory unlocked.
+    /// Do not lock the memory (mlock).
     SPW_SWAP_NO_LOCK = 2,
-    /// Use the paths without waiting for turns. Else one process of this node and user at a time uses a path, and the
-    /// others go to another path first (MLP-Offload section 3.1).
+    /// Use the paths without taking turns. Without this flag, the node's processes of one user take turns on each path:
+    /// one process uses it while the others use another path first (MLP-Offload section 3.1).
     SPW_SWAP_NO_TURNS = 4,
-    /// Store param without its upper 16 bits, which follow from the bf16 weights that the model holds: 10 bytes a parameter
-    /// on the tier and in memory instead of 12. Every step is then given the weights that the step before it published, and a
-    /// tier that is resumed those of the commit: they have to be saved with it, for without them param is lost. Weights that
-    /// do not belong to the state are told by a checksum, and nothing is lost.
+    /// Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 10
+    /// bytes per parameter on the tier and in memory instead of 12. Every step needs the weights that the step before
+    /// published. A resumed tier needs the weights of its commit: save them with it, else param is lost. A checksum
+    /// detects weights that do not match the state; then nothing is changed.
     SPW_SWAP_SPLIT_MASTER = 8,
 }
 
@@ -36,18 +36,20 @@ pub struct spw_swap_options {
     pub struct_size: u32,
     /// Sum of `spw_swap_flag`.
     pub flags: u32,
-    /// Most bytes of host memory for state; 2 MiB pages may add a 64th. `spw_swap_plan` says what comes of it.
+    /// Limit on host memory for state, in bytes; 2 MiB pages may add 1/64. `spw_swap_plan` computes the resulting
+    /// budget.
     pub host_bytes: u64,
-    /// Elements of each subgroup; the memory may be reused after the call.
+    /// Number of elements of each subgroup. The array may be freed after the call.
     pub elements: *const u64,
-    /// Number of subgroups.
+    /// Number of subgroups, at most 2^20.
     pub subgroups: u64,
-    /// Share of each path in the state, in any unit, one for each path of the tier; NULL: in proportion to the measured
-    /// speed (MLP-Offload Eq. 1).
+    /// Each path's share of the state, in any unit, one entry per path of the tier. NULL: proportional to measured
+    /// bandwidth (MLP-Offload Eq. 1).
     pub ratio: *const f64,
-    /// Bytes per second of each path, to begin with; NULL: all alike, until the first update has measured them.
+    /// Initial estimate of each path's bandwidth, in bytes per second. NULL: equal until the first update has measured
+    /// it.
     pub speeds: *const f64,
-    /// Seconds that a process waits for its turn on a path before it goes on without; 0: 30.
+    /// Seconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30.
     pub patience_seconds: f64,
 }
 
@@ -57,7 +59,7 @@ unsafe impl Record for spw_swap_options {
     const NAME: &'static str = "spw_swap_options";
 }
 
-/// Memory and bytes of a tiered update.
+/// Memory and traffic of a tiered update.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_swap_budget {
@@ -65,23 +67,24 @@ pub struct spw_swap_budget {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Bytes of host memory that buffers and masters take, all at open.
+    /// Bytes of host memory for buffers and masters, all allocated at open.
     pub host_bytes: u64,
-    /// Bytes of one buffer: the state of the largest subgroup, as it is stored.
+    /// Bytes of one buffer. It holds the stored state of the largest subgroup.
     pub buffer_bytes: u64,
     /// Number of buffers.
     pub buffers: u64,
-    /// Those of them that keep their subgroup from update to update; but subgroups that cannot be split do not stay.
+    /// Buffers that keep their subgroup between updates. Subgroups that cannot be split are not kept.
     pub cached: u64,
     /// Bytes of all state.
     pub state_bytes: u64,
-    /// Bytes that an update reads from the tier, and as many that it writes; a commit writes the cached rest.
+    /// Bytes that an update reads from the tier, and also the bytes that it writes. A commit also writes the cached
+    /// subgroups.
     pub step_bytes: u64,
-    /// Bytes of one master: with SPW_SWAP_SPLIT_MASTER, the param of the largest subgroup.
+    /// Bytes of one master buffer (SPW_SWAP_SPLIT_MASTER), which holds the f32 param of the largest subgroup.
     pub master_bytes: u64,
-    /// Masters that are whole in memory at a time; 0 if every buffer has its own.
+    /// Number of master buffers; 0 if every buffer includes its own.
     pub masters: u64,
-    /// Bytes of host memory with which every path can read and write at once, and none are there only to be cached.
+    /// Bytes of host memory that suffice for all paths to read and write at once, without any cached subgroups.
     pub working_bytes: u64,
 }
 
@@ -91,7 +94,7 @@ unsafe impl Record for spw_swap_budget {
     const NAME: &'static str = "spw_swap_budget";
 }
 
-/// Counts since open.
+/// Counters since open.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_swap_stats {
@@ -99,17 +102,17 @@ pub struct spw_swap_stats {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Updates begun, the first filling included.
+    /// Updates started, including the first fill.
     pub rounds: u64,
-    /// Subgroups that an update found in memory.
+    /// Subgroups that an update found in memory (cache hits).
     pub hits: u64,
     /// Subgroups read from the tier.
     pub fetched: u64,
-    /// Subgroups written to it.
+    /// Subgroups written to the tier.
     pub flushed: u64,
-    /// Pieces of subgroups that changed their path.
+    /// Pieces of subgroups that moved to another path.
     pub moved: u64,
-    /// Seconds in which there was nothing to step because its data had not come yet.
+    /// Seconds in which the step waited for data.
     pub exposed_seconds: f64,
 }
 
@@ -119,7 +122,7 @@ unsafe impl Record for spw_swap_stats {
     const NAME: &'static str = "spw_swap_stats";
 }
 
-/// Most subgroups of a tiered update: each is an extent of the tier.
+/// Maximum number of subgroups. Each is an extent of the tier.
 const MAX_SUBGROUPS: u64 = 1 << 20;
 
 pub(super) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {

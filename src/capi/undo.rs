@@ -1,4 +1,4 @@
-//! Steps that can be taken back: the recording of one step, its undo, its redo.
+//! Reversible steps: recording one step, rolling it back, redoing it.
 #![allow(non_camel_case_types)]
 
 use super::adagrad::{self, spw_adagrad_options};
@@ -16,26 +16,26 @@ use crate::optim::{StepStats, undo};
 use crate::sys::reserve::Reserve;
 use crate::sys::room;
 
-/// How a step is taken back. Passed as `uint32_t`.
+/// How a recorded step is rolled back. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_undo_mode {
-    /// By the inverse formula (SuperOffload section 4.4, SysX section 4.3): no memory, but old values come back only
-    /// nearly. In f32 with Adam most come back exactly; the others miss by at most 2 units in the last place of the
-    /// larger of the old and the new value. That is little where a step changes little, and all where the old value
-    /// was smaller by 2^24: zeros of step 1, what a spike covered. exp_avg_sq is never below zero. What is not
-    /// finite, in a scaled gradient, param or state, is refused before anything is touched.
+    /// Approximately, by the inverse formula (SuperOffload section 4.4, SysX section 4.3), without extra memory. With
+    /// Adam in f32, most old values come back exactly. The others differ by at most 2 units in the last place of the
+    /// larger of the old and the new value. Old values 2^24 times smaller than the new ones are lost, for example the
+    /// zero states before step 1. exp_avg_sq never becomes negative. Inf or NaN in a scaled gradient, param or state is
+    /// an error, and nothing is changed.
     SPW_UNDO_ARITHMETIC = 0,
-    /// To the bit, by a log of the differences to the inverse formula: about 1.2 bytes per element in steady state,
-    /// 9 at step 1, never more than 13. What a step needed beyond 3 bytes per element is given back to the system
-    /// when the step is forgotten.
+    /// Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
+    /// steady state, 9 at step 1, and never more than 13. Once the step is rolled back, redone or committed, log memory
+    /// beyond 3 bytes per element returns to the system.
     SPW_UNDO_DELTA = 1,
-    /// To the bit and in constant time: the step reads one set of spans and writes the other, which the tensors name
-    /// in their shadow fields. See `spw_undo_rollback` for who holds which set afterwards.
+    /// Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
+    /// in their shadow fields. `spw_undo_rollback` says which set is current afterwards.
     SPW_UNDO_SHADOW = 2,
 }
 
-/// What a recording has room for.
+/// Mode and capacity of a recording.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_undo_options {
@@ -43,9 +43,9 @@ pub struct spw_undo_options {
     pub struct_size: u32,
     /// An `spw_undo_mode`.
     pub mode: u32,
-    /// Most elements of one step, all tensors together. Of no meaning but for SPW_UNDO_DELTA.
+    /// Maximum number of elements of one step, all tensors together. Used only with SPW_UNDO_DELTA.
     pub elements: u64,
-    /// Most tensors of one step.
+    /// Maximum number of tensors of one step.
     pub tensors: u64,
 }
 
@@ -55,12 +55,12 @@ unsafe impl Record for spw_undo_options {
     const NAME: &'static str = "spw_undo_options";
 }
 
-/// The recording of one step.
+/// Records one step, so that it can be rolled back.
 pub struct spw_undo {
     mode: Mode,
     tensors: usize,
     pub(super) step: Option<Step>,
-    /// Of what DeepSpeed's step left, since its rollback names its spans anew.
+    /// Checksum of the spans after a DeepSpeed step. Its rollback names the spans again, and they may have moved.
     pub(super) seal: u64,
 }
 
@@ -70,15 +70,15 @@ enum Mode {
     Shadow,
 }
 
-/// What was stepped, and with which coefficients.
+/// The tensors of the recorded step, and their coefficients.
 pub(super) enum Step {
     Adam(Vec<spw_tensor>, Vec<AdamRule>),
     Adagrad(Vec<spw_tensor>, Vec<AdagradRule>),
     Lion(Vec<spw_tensor>, Vec<LionRule>),
 }
 
-/// Makes a recording. Its log takes addresses now (13 bytes per element) and memory page by page as steps need it. One
-/// object, one thread at a time.
+/// Creates a recording. SPW_UNDO_DELTA reserves 13 bytes of address space per element now, and takes memory page by
+/// page as steps need it. Free the recording with `spw_undo_close`. One thread at a time may use an object.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `undo_out` to a pointer.
@@ -97,7 +97,7 @@ pub unsafe extern "C" fn spw_undo_open(
         }
         let mode = match options.mode {
             0 => Mode::Arithmetic,
-            // A tensor wastes less than one more small tensor's log.
+            // `log_bytes(1)` bounds what each further tensor wastes by rounding.
             1 => Mode::Delta(Reserve::new(log_bytes(elements) + tensors * log_bytes(1))?),
             2 => Mode::Shadow,
             other => {
@@ -112,10 +112,10 @@ pub unsafe extern "C" fn spw_undo_open(
 
 const LIMIT: u64 = 1 << 48;
 
-/// `spw_adam_step`, recorded in `undo`, which forgets the step it held. It remembers the tensors' addresses: until
-/// the step is forgotten, the spans stay where they are and only spillway writes to them, gradients included. In mode
-/// SPW_UNDO_SHADOW every tensor names its shadow spans, in the other modes none does. The squares of the
-/// gradients are summed if `stats` is not NULL.
+/// Does `spw_adam_step` and records it in `undo`, which forgets its earlier step. Until this step is rolled back,
+/// redone or committed, the spans must not move, and only Spillway may write to them, gradients included. In mode
+/// SPW_UNDO_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more elements or
+/// tensors than the recording's capacity is an error. Statistics are computed if `stats` is not NULL.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn spw_undo_adam_step(
     })
 }
 
-/// `spw_adagrad_step`, recorded as `spw_undo_adam_step`.
+/// Does `spw_adagrad_step` and records it, as `spw_undo_adam_step`.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn spw_undo_adagrad_step(
     })
 }
 
-/// `spw_lion_step`, recorded as `spw_undo_adam_step`.
+/// Does `spw_lion_step` and records it, as `spw_undo_adam_step`.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -194,16 +194,21 @@ pub unsafe extern "C" fn spw_undo_lion_step(
     })
 }
 
-/// Takes the recorded step back and forgets it: param, exp_avg and exp_avg_sq have the bits from before the step
-/// (arithmetic mode: nearly), and param_copy those of the restored param rounded. Without a recorded step it is
-/// SPW_ERR_INVALID_ARGUMENT.
+/// Rolls back the recorded step and forgets it. param, exp_avg and exp_avg_sq get the bits from before the step
+/// (SPW_UNDO_ARITHMETIC: approximately). param_copy gets the restored param, rounded. Without a recorded step the call
+/// is SPW_ERR_INVALID_ARGUMENT.
 ///
-/// In mode SPW_UNDO_SHADOW nothing is written, in any size of step: the tensors' own spans never changed, and the caller
-/// goes on with them. After `spw_undo_commit` the shadow spans are the current set: the next step names them as
-/// param, exp_avg and exp_avg_sq, and the former ones as shadow. Nothing is copied either way. param_copy belongs to
-/// the set that the step wrote, so a caller that may roll back has two of them as well. Where a framework's tensors
-/// cannot change their address, it lets them follow every other step, or copies the current set back when it looks at
-/// them (0.9 of a step), or records with SPW_UNDO_DELTA.
+/// In mode SPW_UNDO_SHADOW the call writes no tensor, since the step changed only the shadow spans. The caller
+/// continues with the tensors' own spans. After `spw_undo_commit` instead, the shadow spans are the current set: the
+/// next step names them as param, exp_avg and exp_avg_sq, and the former ones as shadow. No data is copied in either
+/// case. param_copy holds the parameters that the step wrote, so a caller that may roll back also keeps two copies of
+/// it.
+///
+/// If a framework's tensors cannot change their address, the caller has three choices:
+///
+/// - Let the tensors be current after every other step only.
+/// - Copy the current set back before each use of the tensors, at 0.9 of the time of a step.
+/// - Record with SPW_UNDO_DELTA instead.
 ///
 /// # Safety
 /// The recorded spans are as the step left them.
@@ -215,9 +220,10 @@ pub unsafe extern "C" fn spw_undo_rollback(undo: Option<&mut spw_undo>) -> spw_s
     })
 }
 
-/// Takes the recorded step back and does it again with `grad_scale` in place of its factor on the gradient, in one pass
-/// over memory; then forgets it. The result has the bits of stepping with `grad_scale` in the first place (arithmetic
-/// mode: nearly). In mode SPW_UNDO_SHADOW it lies in the shadow spans, as after the step and `spw_undo_commit`.
+/// Rolls back the recorded step and repeats it with `grad_scale` in place of its factor on the gradient, in one pass
+/// over memory. Then it forgets the step. The result has the bits of a single step with `grad_scale`
+/// (SPW_UNDO_ARITHMETIC: approximately). In mode SPW_UNDO_SHADOW the result is in the shadow spans, as after the step
+/// and `spw_undo_commit`. A `grad_scale` that is not a finite f32 is an error.
 ///
 /// # Safety
 /// As `spw_undo_rollback`.
@@ -232,8 +238,8 @@ pub unsafe extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: 
     })
 }
 
-/// Forgets the recorded step, which then stands; without one it does nothing. The log's memory, up to 3 bytes per
-/// element, is kept for the next step, or all of it given back to the system if `release_memory` is 1.
+/// Forgets the recorded step, which becomes permanent. Without a recorded step it does nothing. With `release_memory` 0
+/// the log keeps up to 3 bytes per element for the next step; with 1 it returns all memory to the system.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_undo_commit(undo: Option<&mut spw_undo>, release_memory: u32) -> spw_status {
     guard(|| {
@@ -247,7 +253,7 @@ pub extern "C" fn spw_undo_commit(undo: Option<&mut spw_undo>, release_memory: u
     })
 }
 
-/// Bytes of log that the recorded step uses; 0 without one.
+/// Writes the bytes of log that the recorded step uses; 0 without a recorded step or a log.
 ///
 /// # Safety
 /// `bytes_out` points to a u64.
@@ -262,7 +268,7 @@ pub unsafe extern "C" fn spw_undo_log_bytes(undo: Option<&mut spw_undo>, bytes_o
     })
 }
 
-/// Frees the recording; its step stands. NULL does nothing.
+/// Frees the recording. Its step becomes permanent. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_undo_close(undo: Option<Box<spw_undo>>) -> spw_status {
     guard(|| {
@@ -276,7 +282,7 @@ fn object(undo: Option<&mut spw_undo>) -> Result<&mut spw_undo> {
 }
 
 impl spw_undo {
-    /// Steps `jobs` with the log attached, and remembers them.
+    /// Does a step of `jobs` with the log attached, and records it.
     pub(super) unsafe fn step<'a, R: Rule>(
         &'a mut self,
         jobs: Vec<Job<'a, R>>,
@@ -295,7 +301,7 @@ impl spw_undo {
         let raw = unsafe { tensor::read_all(tensors, count) }?;
         tensor::check_shadows(&raw, matches!(self.mode, Mode::Shadow))?;
         let rules = jobs.iter().map(|job| job.optimizer).collect();
-        // What can be refused is refused while the step before is still there.
+        // All checks come before the earlier step is forgotten.
         self.check_room(&jobs)?;
         crate::optim::processor::kernel()?;
         self.forget();
@@ -314,7 +320,7 @@ impl spw_undo {
         }
     }
 
-    /// Takes the recorded step back, and does it again with another factor if there is one.
+    /// Rolls back the recorded step, and repeats it if there is another factor.
     pub(super) unsafe fn back(&mut self, again: Option<f32>) -> Result<()> {
         let step = self.step.as_ref().ok_or_else(|| Error::invalid("undo", "holds no recorded step"))?;
         // SAFETY: the caller's promise is the callee's.
@@ -329,7 +335,7 @@ impl spw_undo {
         Ok(())
     }
 
-    /// Drops the recorded step, and the memory that it needed beyond what steps usually do.
+    /// Drops the recorded step, and log memory beyond what steps usually need.
     fn forget(&mut self) {
         if let (Some(step), Mode::Delta(log)) = (self.step.take(), &mut self.mode) {
             undo::trim(log, step.lengths());
@@ -345,7 +351,7 @@ impl spw_undo {
 }
 
 impl Step {
-    /// Elements of each tensor that has some.
+    /// Element counts of the tensors that are not empty.
     fn lengths(&self) -> impl Iterator<Item = usize> {
         let (Step::Adam(tensors, _) | Step::Adagrad(tensors, _) | Step::Lion(tensors, _)) = self;
         tensors.iter().map(|tensor| tensor.n as usize).filter(|n| *n > 0)
@@ -379,7 +385,7 @@ unsafe fn back<R: Rule>(
     }
 }
 
-/// Gives each tensor its part of the log.
+/// Attaches each tensor's part of the log.
 fn attach<'a, R>(jobs: Vec<Job<'a, R>>, mode: &'a mut Mode) -> Result<Vec<Job<'a, R>>> {
     match mode {
         Mode::Delta(log) => undo::attach(jobs, log.bytes_mut()),

@@ -1,4 +1,4 @@
-//! GPUs: what is there, and Adam on the device.
+//! GPUs: discovery, and Adam on the device.
 #![allow(non_camel_case_types)]
 
 use std::ffi::{CString, c_char, c_void};
@@ -27,9 +27,9 @@ use crate::kernel::AdamRule;
 pub struct spw_gpu_driver {
     /// `sizeof(spw_gpu_driver)`
     pub struct_size: u32,
-    /// Devices that this process sees.
+    /// Number of devices that this process sees.
     pub devices: u32,
-    /// The newest CUDA that the driver speaks: 12040 for 12.4.
+    /// The newest CUDA version that the driver supports: 12040 for 12.4.
     pub cuda_version: u32,
     /// 0
     pub reserved: u32,
@@ -41,15 +41,15 @@ unsafe impl Record for spw_gpu_driver {
     const NAME: &'static str = "spw_gpu_driver";
 }
 
-/// How to use a GPU. Zeros are a good choice.
+/// Options of a GPU. Zero is a good default for every field but struct_size.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_options {
     /// `sizeof(spw_gpu_options)`
     pub struct_size: u32,
-    /// Which of the devices that this process sees.
+    /// Index of the device among those that this process sees.
     pub ordinal: u32,
-    /// Bytes of a chunk on the wire; 0 is 32 MiB.
+    /// Bytes of a chunk of a transfer; 0: 32 MiB.
     pub chunk_bytes: u64,
 }
 
@@ -59,29 +59,29 @@ unsafe impl Record for spw_gpu_options {
     const NAME: &'static str = "spw_gpu_options";
 }
 
-/// What a GPU is.
+/// Properties of a GPU.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_info {
     /// `sizeof(spw_gpu_info)`
     pub struct_size: u32,
-    /// Which of the devices that this process sees.
+    /// Index of the device among those that this process sees.
     pub ordinal: u32,
     /// Compute capability: 90 for 9.0.
     pub capability: u32,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
-    /// Copies that can run at the same time; with 2, one in each direction.
+    /// Number of copies that can run at the same time; with 2, one in each direction.
     pub copy_engines: u32,
     /// 0
     pub reserved: u32,
-    /// Bytes of memory.
+    /// Bytes of device memory.
     pub memory_bytes: u64,
-    /// Those of them that were free when this was asked.
+    /// Bytes of device memory that were free at the time of the call.
     pub free_bytes: u64,
-    /// As the driver calls it. Good until the GPU is closed, as `pci` is.
+    /// Name of the device from the driver. Valid until the GPU is closed, as is `pci`.
     pub name: *const c_char,
-    /// "0000:17:00.0", the name under which the system files its NUMA node.
+    /// PCI address, for example "0000:17:00.0". The system lists the device's NUMA node under it.
     pub pci: *const c_char,
 }
 
@@ -91,7 +91,7 @@ unsafe impl Record for spw_gpu_info {
     const NAME: &'static str = "spw_gpu_info";
 }
 
-/// A GPU in use. Any number of threads may use one at a time.
+/// An open GPU. Thread-safe: threads may use one GPU concurrently.
 pub struct spw_gpu {
     pub(super) transfers: Arc<Transfers>,
     pub(super) steps: Arc<Steps>,
@@ -103,10 +103,14 @@ pub struct spw_gpu {
     pci: CString,
 }
 
-/// Looks for the CUDA driver and its devices, without touching any device. SPW_ERR_NO_DEVICE if there is no driver or
-/// no device, SPW_ERR_DRIVER_STUB, SPW_ERR_DRIVER_TOO_OLD (before 525), SPW_ERR_GPU_FORKED. The driver is looked for
-/// here and in `spw_gpu_open`, never when this library is loaded. `SPILLWAY_CUDA_LIBRARY` names another library than
-/// libcuda.so.1. Set `driver->struct_size` first.
+/// Finds the CUDA driver and its devices, without using a device. The driver is loaded here and in `spw_gpu_open`,
+/// never when this library is loaded. The environment variable `SPILLWAY_CUDA_LIBRARY` replaces libcuda.so.1. Set
+/// `driver->struct_size` first.
+///
+/// - SPW_ERR_NO_DEVICE: there is no driver or no device.
+/// - SPW_ERR_DRIVER_STUB: the library is a toolkit's stub.
+/// - SPW_ERR_DRIVER_TOO_OLD: the driver is older than 525.
+/// - SPW_ERR_GPU_FORKED: the process was forked after CUDA was used.
 ///
 /// # Safety
 /// `driver` points to a struct of `struct_size` bytes.
@@ -125,13 +129,15 @@ pub unsafe extern "C" fn spw_gpu_probe(driver: *mut spw_gpu_driver) -> spw_statu
     })
 }
 
-/// Uses a GPU through its primary context, the one that the framework uses, and compiles the kernels for it (about a
-/// second the first time on a machine, then the driver has them). Errors as `spw_gpu_probe`; SPW_ERR_UNSUPPORTED for
-/// a GPU before compute capability 7.0, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY.
+/// Opens a GPU in its primary context, which the framework uses too, and compiles the kernels for it. The compilation
+/// takes about a second the first time on a machine; later the driver has it cached.
 ///
-/// Calls on it do not break a graph that another thread captures; a stream under capture, and an event recorded under
-/// capture, are refused. Pinned memory of this library that a copy or an interleaved update was given is registered with
-/// the driver, and kept out of children that are forked meanwhile: a child must not touch it.
+/// Errors are those of `spw_gpu_probe`, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY, and SPW_ERR_UNSUPPORTED for a GPU
+/// below compute capability 7.0.
+///
+/// Calls on the GPU do not disturb a graph that another thread captures. A stream under capture, or an event recorded
+/// under capture, is an error. Pinned memory of this library that a copy or an interleaved update uses is registered
+/// with the driver. A child forked meanwhile does not have this memory mapped and must not touch it.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
@@ -172,20 +178,20 @@ pub unsafe extern "C" fn spw_gpu_open(
 const DEFAULT_CHUNK_BYTES: u64 = 32 << 20;
 const MOST_CHUNK_BYTES: u64 = 1 << 40;
 
-/// Waits for the copies and steps under way, and lets go of the GPU. Interleaved updates and speculation engines that
-/// were given it go on. NULL does nothing.
+/// Waits for copies and steps in flight, and closes the GPU. Interleaved updates and speculation engines that use the
+/// GPU keep working. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_gpu_close(gpu: Option<Box<spw_gpu>>) -> spw_status {
     guard(|| {
         if let Some(gpu) = gpu {
-            // A context that is lost, or another process's, has nothing left to wait for.
+            // A lost context, or one of another process, has no copies to wait for.
             let _ = gpu.transfers.finish();
         }
         Ok(())
     })
 }
 
-/// Reads what the GPU is. Set `info->struct_size` first.
+/// Reads the properties of the GPU. Set `info->struct_size` first.
 ///
 /// # Safety
 /// `info` points to a struct of `struct_size` bytes.
@@ -211,16 +217,15 @@ pub unsafe extern "C" fn spw_gpu_info_get(gpu: Option<&spw_gpu>, info: *mut spw_
     })
 }
 
-/// `spw_adam_step` on the GPU, with the same bits: all spans of the tensors are device memory. It comes after what is
-/// queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
-/// it returns at once.
+/// Does `spw_adam_step` on the GPU, with the same bits. All spans of the tensors are device memory. The step runs in
+/// order on `stream`. With `stats` the call waits for the step; with `stats` NULL it returns at once.
 ///
-/// With shadow spans the old states stay as they are, so that a step is taken back, to the bit and in no time, by using
-/// them again: call this once more with another factor, or not at all.
+/// With shadow spans the old state stays unchanged. To roll the step back exactly, the caller keeps using the old
+/// state. To redo it, the caller passes the old state to this call again with another factor.
 ///
 /// # Safety
-/// As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
-/// memory is good until the step is over.
+/// As `spw_adam_step`, for device memory. `stream` is 0 or a live stream of the device's primary context. The memory
+/// stays valid until the step has ended.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_gpu_adam_step(
     gpu: Option<&spw_gpu>,
@@ -246,7 +251,7 @@ pub(super) fn object(gpu: Option<&spw_gpu>) -> Result<&spw_gpu> {
     gpu.ok_or_else(|| Error::invalid("gpu", "is NULL"))
 }
 
-/// Device memory of `n` elements.
+/// A span of `n` elements in device memory.
 ///
 /// # Safety
 /// As [`DeviceSpan::new`].
@@ -264,7 +269,7 @@ pub(super) unsafe fn floats(
     DeviceFloats::new(unsafe { DeviceSpan::new(address, bytes, argument) }?, dtype, argument)
 }
 
-/// Tensors in device memory; those without options of their own step with `shared`.
+/// Reads tensors in device memory. Tensors without their own options use `shared`.
 ///
 /// # Safety
 /// As `spw_gpu_adam_step`.

@@ -1,4 +1,4 @@
-//! Copies between device memory of the framework and pinned host memory, and how fast they are.
+//! Copies between the framework's device memory and pinned host memory, and their measured bandwidth.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
@@ -19,7 +19,7 @@ use crate::plan::cast;
 use crate::plan::interleave::Wire;
 use crate::sys::span::Span;
 
-/// Which way a copy goes. Passed as `uint32_t`.
+/// Direction of a copy. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_gpu_direction {
@@ -29,24 +29,24 @@ pub enum spw_gpu_direction {
     SPW_GPU_IN = 1,
 }
 
-/// What a copy waits for on the device. Passed as `uint32_t`.
+/// What a copy waits for on the device before it starts. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_gpu_after {
     /// Nothing.
     SPW_GPU_AFTER_NOTHING = 0,
-    /// The event `handle` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last recorded.
+    /// The event `handle` (`event.cuda_event` in torch, a `CUevent` or `cudaEvent_t` in C), as last recorded.
     SPW_GPU_AFTER_EVENT = 1,
-    /// All that is queued on the stream `handle` (`stream.cuda_stream` of torch, a `CUstream` or `cudaStream_t` of
-    /// C); 0 is the legacy default stream.
+    /// All work queued on the stream `handle` (`stream.cuda_stream` in torch, a `CUstream` or `cudaStream_t` in C); 0
+    /// is the legacy default stream.
     SPW_GPU_AFTER_STREAM = 2,
 }
 
-/// One copy between device memory of the framework and pinned host memory.
+/// One copy between the framework's device memory and pinned host memory.
 ///
-/// The host has the device's type, or f32: then the GPU converts, rounding to nearest even on the way in, and f32
-/// crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the bytes cross it, and the CPU step
-/// converts in its registers.
+/// host_dtype is device_dtype or f32. If it is f32 and the device has 16 bits, the GPU converts (rounding to nearest
+/// even towards the device) and f32 crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the
+/// bytes cross the link, and the CPU step converts in its registers.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_copy {
@@ -54,9 +54,9 @@ pub struct spw_gpu_copy {
     pub struct_size: u32,
     /// `spw_gpu_direction`
     pub direction: u32,
-    /// `spw_dtype` in device memory.
+    /// `spw_dtype` of the elements in device memory.
     pub device_dtype: u32,
-    /// `spw_dtype` in host memory.
+    /// `spw_dtype` of the elements in host memory.
     pub host_dtype: u32,
     /// `spw_gpu_after`
     pub after: u32,
@@ -64,11 +64,11 @@ pub struct spw_gpu_copy {
     pub reserved: u32,
     /// Number of elements.
     pub n: u64,
-    /// Address in device memory: `tensor.data_ptr()`.
+    /// Address in device memory (`tensor.data_ptr()` in torch).
     pub device: u64,
-    /// Pinned host memory: of `spw_pinned_alloc`, of a pool, or page-locked through CUDA. Any other is refused.
+    /// Pinned host memory: from `spw_pinned_alloc`, from a pool, or page-locked through CUDA. Other memory is an error.
     pub host: *mut c_void,
-    /// The event or the stream.
+    /// The event or the stream that `after` selects.
     pub handle: u64,
 }
 
@@ -78,17 +78,17 @@ unsafe impl Record for spw_gpu_copy {
     const NAME: &'static str = "spw_gpu_copy";
 }
 
-/// In which form gradients leave the device. Passed as `uint32_t`.
+/// The type in which gradients leave the device. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_gpu_wire {
-    /// 16 bits, as the device has them; the CPU step converts in its registers.
+    /// 16 bits, unconverted; the CPU step converts in its registers.
     SPW_GPU_WIRE_NATIVE = 0,
     /// f32, converted on the GPU.
     SPW_GPU_WIRE_F32 = 1,
 }
 
-/// How fast parameters cross the link of a GPU, and how fast the processor steps them: each in parameters per second.
+/// Measured rates of a GPU's link and of the CPU's step, in parameters per second.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_gpu_link {
@@ -96,17 +96,17 @@ pub struct spw_gpu_link {
     pub struct_size: u32,
     /// The faster `spw_gpu_wire` for gradients.
     pub wire: u32,
-    /// Gradients out, f32 on the wire.
+    /// Gradients to the host, transferred as f32.
     pub out_f32: f64,
-    /// Gradients out, 16 bits on the wire.
+    /// Gradients to the host, transferred as 16 bits.
     pub out_native: f64,
-    /// Parameters in, f32 on the wire.
+    /// Parameters to the device, transferred as f32.
     pub in_f32: f64,
-    /// Parameters in, 16 bits on the wire.
+    /// Parameters to the device, transferred as 16 bits.
     pub in_native: f64,
-    /// Adam on the processor, from f32 gradients.
+    /// Adam step on the CPU from f32 gradients.
     pub step_f32: f64,
-    /// Adam on the processor, from 16-bit gradients.
+    /// Adam step on the CPU from 16-bit gradients.
     pub step_native: f64,
 }
 
@@ -116,14 +116,14 @@ unsafe impl Record for spw_gpu_link {
     const NAME: &'static str = "spw_gpu_link";
 }
 
-/// Queues a copy in chunks on streams of its own and returns; `ticket_out` gets its number, or is NULL. Copies of one
-/// direction run in the order in which they were queued, both directions at the same time. Until the copy is over the
-/// host memory stays pinned and untouched, and the framework leaves the device memory alone: wait for the ticket, or make
-/// a stream wait for it.
+/// Queues a copy, in chunks on the library's own streams, and returns. `ticket_out` (may be NULL) receives its ticket.
+/// Copies of one direction run in the order of the calls; the two directions run concurrently. Until the copy ends, the
+/// host memory stays pinned and unused, and the framework must not use the device memory. To wait, use
+/// `spw_gpu_copy_wait` or `spw_gpu_stream_wait`.
 ///
 /// # Safety
-/// `copy` points to a struct of `struct_size` bytes, whose device memory, host memory and handle are good until the copy
-/// is over; `ticket_out` is NULL or points to a u64.
+/// `copy` points to a struct of `struct_size` bytes. Its device memory, host memory and handle stay valid until the
+/// copy ends. `ticket_out` is NULL or points to a u64.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_gpu_copy_start(
     gpu: Option<&spw_gpu>,
@@ -142,8 +142,8 @@ pub unsafe extern "C" fn spw_gpu_copy_start(
     })
 }
 
-/// Waits for a copy, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever). SPW_ERR_TIMEOUT if
-/// it is not over by then.
+/// Waits for a copy for up to `timeout_ms` milliseconds (0: poll; negative: without limit). SPW_ERR_TIMEOUT if it has
+/// not ended by then.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_gpu_copy_wait(gpu: Option<&spw_gpu>, ticket: u64, timeout_ms: i64) -> spw_status {
     guard(|| {
@@ -152,7 +152,7 @@ pub extern "C" fn spw_gpu_copy_wait(gpu: Option<&spw_gpu>, ticket: u64, timeout_
     })
 }
 
-/// Makes what is queued on `stream` from now on wait for a copy, on the device.
+/// Makes work queued later on `stream` wait, on the device, for a copy.
 ///
 /// # Safety
 /// `stream` is 0 or a live stream of the device's primary context.
@@ -164,10 +164,12 @@ pub unsafe extern "C" fn spw_gpu_stream_wait(gpu: Option<&spw_gpu>, ticket: u64,
     })
 }
 
-/// Speeds of the link, and the form in which gradients should cross it (SuperOffload section 4.5): f32 if the host adds
-/// gradients up (`accumulates` 1), else what is faster once the copy and the CPU step overlap. Measured at the first
-/// call on a machine, which takes about a second and 200 MiB, and kept in a profile: the file that `SPILLWAY_PROFILE`
-/// names, else spillway/profile in the user's cache folder. `again` 1 measures anew. Set `link->struct_size` first.
+/// Returns the rates of the link and the type in which gradients should cross it (SuperOffload section 4.5). The type
+/// is f32 if the host accumulates gradients (`accumulates` 1), else the faster one when copies and CPU steps overlap.
+///
+/// The first call on a machine measures, which takes about a second and 200 MiB, and stores the rates in a profile. The
+/// profile is the path in `SPILLWAY_PROFILE`, else spillway/profile in the user's cache folder. `again` 1 measures
+/// again. Set `link->struct_size` first.
 ///
 /// # Safety
 /// `link` points to a struct of `struct_size` bytes.

@@ -1,4 +1,4 @@
-//! The interleaved update of CPU and GPU as an object.
+//! The interleaved update: CPU and GPU step different subgroups at the same time.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
@@ -18,27 +18,36 @@ use crate::offload::interleave::{Backend, Model, trace};
 use crate::optim::deepspeed::ADAM;
 use crate::plan::interleave::MAX_SUBGROUPS;
 
-/// An interleaved update. Any thread may use one at any time.
+/// An interleaved update. Thread-safe: threads may use one update concurrently.
 pub struct spw_interleave {
     engine: Engine<Box<dyn Backend>>,
     streams: bool,
 }
 
-/// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
-/// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+/// Creates an interleaved update of `count` subgroups, numbered in the order in which their gradients arrive. The CPU
+/// updates all of them until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
 ///
-/// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
-/// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
-/// the plans, the bits are those of `spw_adam_step` on every subgroup.
+/// An iteration consists of
 ///
-/// With SPW_INTERLEAVE_CUDA the update has seven streams of its own. Set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment
-/// before CUDA starts: with the default of 8, streams share hardware queues and wait for each other (Megatron sets 1).
+/// - optionally `spw_interleave_set_plan`,
+/// - `spw_interleave_gradient` for every subgroup,
+/// - `spw_interleave_begin`,
+/// - `spw_interleave_publish` for every subgroup, or `spw_interleave_finish`.
+///
+/// Flushes to host memory may continue into the next iteration. With any plan, the bits are those of `spw_adam_step` on
+/// every subgroup.
+///
+/// With SPW_INTERLEAVE_CUDA the update has seven streams of its own. Set CUDA_DEVICE_MAX_CONNECTIONS=32 in the
+/// environment before CUDA starts. With the default of 8, streams share hardware queues and wait for each other
+/// (Megatron sets 1).
 ///
 /// # Safety
-/// `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
-/// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
-/// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
-/// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
+/// `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer.
+/// The spans stay valid until the update is closed. Three rules hold for other code:
+///
+/// - It uses no state from the first `spw_interleave_gradient` of an iteration until `spw_interleave_drain`.
+/// - It uses no 16-bit parameters from `spw_interleave_begin` until `spw_interleave_publish`.
+/// - It writes no gradient from `spw_interleave_gradient` until `spw_interleave_publish`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_interleave_open(
     options: *const spw_interleave_options,
@@ -57,8 +66,9 @@ pub unsafe extern "C" fn spw_interleave_open(
     })
 }
 
-/// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
-/// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
+/// Sets the plan of the next step: `count` values of `spw_plan_site`, one per subgroup. SPW_ERR_BUSY from the first
+/// gradient of an iteration until the CPU's part of the step has ended. The update moves the state of residents to the
+/// GPU and back.
 ///
 /// # Safety
 /// `sites` has `count` entries.
@@ -78,7 +88,7 @@ pub unsafe extern "C" fn spw_interleave_set_plan(
     })
 }
 
-/// The plan of the next step, or of the one under way: a site per subgroup.
+/// Writes the plan of the next step, or of the step in flight: a site per subgroup.
 ///
 /// # Safety
 /// `sites` has room for one entry per subgroup.
@@ -96,9 +106,9 @@ pub unsafe extern "C" fn spw_interleave_get_plan(
     })
 }
 
-/// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
-/// is 0 and the gradient is there. Its way to where the plan needs it begins. SPW_ERR_BUSY while the update before is still
-/// being handed to the device; `spw_interleave_publish` of the last subgroup waits for that.
+/// Announces the gradient of a subgroup. Work already queued on `stream` produces it; its transfer may start. With
+/// SPW_INTERLEAVE_HOST `stream` is 0 and the gradient is complete. SPW_ERR_BUSY while the previous update is still
+/// being queued on the device; `spw_interleave_publish` of the last subgroup waits for that.
 ///
 /// # Safety
 /// `stream` is 0 or a live stream of the device's primary context.
@@ -115,8 +125,9 @@ pub unsafe extern "C" fn spw_interleave_gradient(
     })
 }
 
-/// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
-/// published. Without this call `spw_interleave_begin` says it for every subgroup.
+/// Announces that only work already queued on `stream` still reads the old 16-bit parameters of a subgroup. The update
+/// may overwrite them after that work. If the call is omitted, `spw_interleave_begin` announces the same for its own
+/// `stream`.
 ///
 /// # Safety
 /// `stream` is 0 or a live stream of the device's primary context.
@@ -133,8 +144,8 @@ pub unsafe extern "C" fn spw_interleave_params_free(
     })
 }
 
-/// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
-/// per subgroup, `struct_size` bytes apart.
+/// Starts the step of all subgroups and returns. All gradients must have been announced. `options` is one struct for
+/// all subgroups (`count` 1), or one per subgroup, `struct_size` bytes apart.
 ///
 /// # Safety
 /// `options` points to `count` structs; `stream` is 0 or a live stream of the device's primary context.
@@ -154,8 +165,8 @@ pub unsafe extern "C" fn spw_interleave_begin(
     })
 }
 
-/// `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order. The id
-/// advances if the step begins.
+/// Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
+/// of `calls`. The id advances if the step starts.
 ///
 /// # Safety
 /// `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
@@ -179,9 +190,9 @@ pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
     })
 }
 
-/// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
-/// returns when they are there. The call blocks until the CPU is done with the subgroup, or the GPU's work for it is
-/// enqueued, which the update does a few subgroups ahead.
+/// Makes work queued later on `stream` wait for the new 16-bit parameters of a subgroup. With SPW_INTERLEAVE_HOST
+/// `stream` is 0 and the call returns when they are complete. The call blocks until the CPU has stepped the subgroup,
+/// or until its GPU work is queued, which happens a few subgroups ahead.
 ///
 /// # Safety
 /// `stream` is 0 or a live stream of the device's primary context.
@@ -198,7 +209,7 @@ pub unsafe extern "C" fn spw_interleave_publish(
     })
 }
 
-/// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
+/// Writes 1 if the 16-bit parameters of a subgroup are those of the last step begun, else 0.
 ///
 /// # Safety
 /// `ready_out` points to a u32.
@@ -217,21 +228,22 @@ pub unsafe extern "C" fn spw_interleave_is_ready(
     })
 }
 
-/// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
+/// Waits until the 16-bit parameters of all subgroups are new. Flushes may still be in flight.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_interleave_finish(interleave: Option<&spw_interleave>) -> spw_status {
     guard(|| object(interleave)?.finish(Reader::Caller))
 }
 
-/// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
-/// those of residents, set a plan without residents first.
+/// Waits until the states of all subgroups except residents are in host memory, for example before a checkpoint. To
+/// include residents, set a plan without residents first.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_interleave_drain(interleave: Option<&spw_interleave>) -> spw_status {
     guard(|| object(interleave)?.drain())
 }
 
-/// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
-/// order, their number to `count_out`. After a failure these are the states that are lost.
+/// Lists the subgroups whose state in host memory is not that of the last step begun. At most `room` numbers go to
+/// `subgroups`, in ascending order, and their total to `count_out`. After a failure the states of these subgroups are
+/// lost.
 ///
 /// # Safety
 /// `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
@@ -257,7 +269,7 @@ pub unsafe extern "C" fn spw_interleave_away(
     })
 }
 
-/// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
+/// Sets the initial rates for planning. `spw_interleave_replan` corrects them by the measured times of every step.
 ///
 /// # Safety
 /// `rates` points to a struct of `struct_size` bytes.
@@ -273,9 +285,10 @@ pub unsafe extern "C" fn spw_interleave_calibrate(
     })
 }
 
-/// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
-/// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
-/// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
+/// Updates the rates from the operations since the last call, and sets a better plan for the next step if it gains more
+/// than 2 percent. The number of residents stays. `backward` is the time in seconds of the backward pass that overlaps
+/// with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0. Call `spw_interleave_calibrate`
+/// before it.
 ///
 /// # Safety
 /// `changed_out` is NULL or points to a u32.
@@ -295,8 +308,9 @@ pub unsafe extern "C" fn spw_interleave_replan(
     })
 }
 
-/// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
-/// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
+/// Writes the operations since the last `spw_interleave_begin` as a trace for Perfetto. `text` receives JSON and a NUL,
+/// and `needed_out` their number of bytes. With `text` NULL the call writes only the number, which grows until all
+/// flushes have ended.
 ///
 /// # Safety
 /// `text` is NULL or points to `size` bytes, `needed_out` to a u64.
@@ -314,7 +328,7 @@ pub unsafe extern "C" fn spw_interleave_trace(
     })
 }
 
-/// Frees the update, after all that it still moves is moved. NULL does nothing.
+/// Waits for all transfers in flight and frees the update. NULL does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_interleave_close(interleave: Option<Box<spw_interleave>>) -> spw_status {
     guard(|| {
@@ -327,7 +341,7 @@ fn object(interleave: Option<&spw_interleave>) -> Result<&Engine<Box<dyn Backend
     interleave.map(|interleave| &interleave.engine).ok_or_else(|| Error::invalid("interleave", "is NULL"))
 }
 
-/// The engine, and the framework's stream as it takes it.
+/// The engine, and the framework's stream in the engine's form.
 ///
 /// # Safety
 /// `stream` is 0, or a live stream of the device's primary context.
@@ -345,7 +359,7 @@ unsafe fn with_stream(
     }
 }
 
-/// A subgroup's number; one beyond the address space is one that does not exist.
+/// A subgroup's number. A number beyond the address space becomes one that does not exist.
 fn number(subgroup: u64) -> usize {
     usize::try_from(subgroup).unwrap_or(usize::MAX)
 }

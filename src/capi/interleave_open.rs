@@ -1,4 +1,4 @@
-//! What an interleaved update is made of: its options, its subgroups, and the spans that the caller lends it.
+//! The arguments of an interleaved update: its options, its subgroups, and the spans that the caller lends to it.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
@@ -19,17 +19,18 @@ use crate::plan::interleave::{MAX_SUBGROUPS, Shape, Wire};
 use crate::sys::lent::Lent;
 use crate::sys::span::Span;
 
-/// What an interleaved update runs on. Passed as `uint32_t`.
+/// Where an interleaved update runs. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_interleave_backend {
-    /// Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU. Streams are 0.
+    /// Host threads and host memory in place of the GPU, for tests and machines without a GPU. Every `stream` argument
+    /// is 0.
     SPW_INTERLEAVE_HOST = 0,
     /// A GPU.
     SPW_INTERLEAVE_CUDA = 1,
 }
 
-/// What is fixed for the life of an interleaved update.
+/// Options of an interleaved update, fixed at open.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_interleave_options {
@@ -39,19 +40,19 @@ pub struct spw_interleave_options {
     pub backend: u32,
     /// An `spw_plan_wire`.
     pub wire: u32,
-    /// 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    /// 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
     pub fetch_gradients: u32,
-    /// State buffers on the GPU; 0 is 2.
+    /// Number of state buffers on the GPU; 0: 2.
     pub slots: u32,
     /// `spw_dtype` of all gradients.
     pub grad_dtype: u32,
-    /// `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
+    /// `spw_dtype` of all 16-bit parameters, or SPW_DTYPE_NONE without them.
     pub copy_dtype: u32,
     /// 0
     pub reserved: u32,
-    /// Parameters per copy; 0 is 16 Mi.
+    /// Parameters per copy; 0: 16 Mi.
     pub chunk: u64,
-    /// The GPU of SPW_INTERLEAVE_CUDA, which may be closed before the update is; else NULL.
+    /// The GPU for SPW_INTERLEAVE_CUDA, else NULL. It may be closed before the update.
     pub gpu: *const spw_gpu,
 }
 
@@ -61,12 +62,13 @@ unsafe impl Record for spw_interleave_options {
     const NAME: &'static str = "spw_interleave_options";
 }
 
-/// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
-/// `spw_interleave_close`. With SPW_INTERLEAVE_CUDA host memory is pinned (`spw_pinned_alloc`, a pool, cudaHostAlloc).
+/// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They must not move until
+/// `spw_interleave_close`. With SPW_INTERLEAVE_CUDA, host memory must be pinned (`spw_pinned_alloc`, a pool,
+/// cudaHostAlloc).
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_interleave_subgroup {
-    /// `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
+    /// `sizeof(spw_interleave_subgroup)`. It is also the distance in bytes between the subgroups of an array.
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
@@ -78,14 +80,15 @@ pub struct spw_interleave_subgroup {
     pub exp_avg: *mut c_void,
     /// Second moment, f32, in host memory.
     pub exp_avg_sq: *mut c_void,
-    /// Gradient, where the model makes it: device memory with SPW_INTERLEAVE_CUDA. It is written before
-    /// `spw_interleave_gradient`. NULL if the host alone has it, in host_grad: with SPW_WIRE_DELIVERED and
-    /// fetch_gradients; a plan with residents is then refused.
+    /// Gradient that the model produces before `spw_interleave_gradient`; with SPW_INTERLEAVE_CUDA device memory. NULL
+    /// if only host_grad has it, which requires SPW_WIRE_DELIVERED and fetch_gradients. A plan with residents is then
+    /// an error.
     pub grad: *mut c_void,
-    /// 16-bit parameter, where the model reads it: device memory with SPW_INTERLEAVE_CUDA. NULL if there is none.
+    /// 16-bit parameter that the model reads; with SPW_INTERLEAVE_CUDA device memory. NULL with copy_dtype
+    /// SPW_DTYPE_NONE.
     pub param_copy: *mut c_void,
-    /// With SPW_INTERLEAVE_CUDA and SPW_WIRE_DELIVERED: host memory to which the caller brings the gradient of a subgroup
-    /// that the CPU updates, or that is fetched, before `spw_interleave_gradient`. Else NULL.
+    /// Gradient in host memory, for SPW_INTERLEAVE_CUDA with SPW_WIRE_DELIVERED, else NULL. If the CPU updates the
+    /// subgroup, or the gradient is fetched, the caller writes it before `spw_interleave_gradient`.
     pub host_grad: *mut c_void,
 }
 
@@ -95,7 +98,7 @@ unsafe impl Record for spw_interleave_subgroup {
     const NAME: &'static str = "spw_interleave_subgroup";
 }
 
-/// What all subgroups have in common.
+/// Types and settings that all subgroups share.
 #[derive(Clone, Copy)]
 struct Types {
     grad: Dtype,
@@ -104,7 +107,7 @@ struct Types {
     fetched: bool,
 }
 
-/// Whether the framework has streams, the shape, and what plays the schedule.
+/// Whether the framework has streams, the shape of the subgroups, and the backend that runs the schedule.
 pub(super) struct Parts {
     pub streams: bool,
     pub shape: Shape,

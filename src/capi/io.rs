@@ -1,4 +1,4 @@
-//! The I/O engine.
+//! The I/O engine: asynchronous reads and writes of files.
 #![allow(non_camel_case_types)]
 
 use std::ffi::{CStr, OsStr, c_char, c_void};
@@ -15,33 +15,35 @@ use crate::io::engine::Engine;
 use crate::io::options::{Choice, Options, Request, Target};
 use crate::sys::span::Span;
 
-/// What moves the bytes. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or "threads",
-/// overrides it.
+/// The system interface for transfers. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or
+/// "threads", overrides it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_io_backend {
-    /// io_uring, or threads where it is not to be had or the profile asks for them; `spw_io_describe` says why.
+    /// io_uring. Threads where io_uring is unavailable or the profile selects threads; `spw_io_describe` gives the
+    /// reason.
     SPW_IO_AUTO = 0,
-    /// io_uring or an error.
+    /// io_uring; an error where it is unavailable.
     SPW_IO_URING = 1,
     /// pread and pwrite on threads.
     SPW_IO_THREADS = 2,
 }
 
-/// Choices for an engine, added together.
+/// Flags of an engine, combined by addition.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_io_flag {
-    /// Go through the page cache, even where the file system allows O_DIRECT.
+    /// Use the page cache, even if the file system supports O_DIRECT.
     SPW_IO_NO_DIRECT = 1,
-    /// Do not give a write that extends its file its place on the device first.
+    /// Do not preallocate the file for a write that extends it.
     SPW_IO_NO_PREALLOCATE = 2,
 }
 
-/// Settings of an engine; zero is the default of every field. Where the defaults say "profile", that is what
-/// `spillway tune` found for the file system, in the file that the environment variable `SPILLWAY_PROFILE` names, else
-/// `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`; an empty variable turns it off. A profile that makes no sense
-/// or does not hold for the file system is one warning in the log.
+/// Settings of an engine. Zero is the default of every field.
+///
+/// Some defaults come from the profile of the file system, which `spillway tune` measured. The profile file is the path
+/// in the environment variable `SPILLWAY_PROFILE`, else `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`. An
+/// empty variable disables profiles. An invalid profile, or one of another file system, is one warning in the log.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_io_options {
@@ -51,16 +53,17 @@ pub struct spw_io_options {
     pub backend: u32,
     /// Sum of `spw_io_flag`.
     pub flags: u32,
-    /// Reads under way at a time, and as many writes; 0 is the profile's, or 32.
+    /// Maximum reads in flight, and also the maximum writes; 0: the profile's value, or 32.
     pub queue_depth: u32,
-    /// Most bytes of a request, rounded up to whole pages; 0 is the profile's for each file system, or 1 MiB. A device's
-    /// own limits make it smaller.
+    /// Maximum bytes of one request, rounded up to whole pages; 0: the profile's value for each file system, or 1 MiB.
+    /// The device's own limits may reduce it.
     pub block_bytes: u64,
-    /// Most threads of SPW_IO_THREADS for reads, and as many for writes; 0 is the depth of a profile that asks for threads, or 8.
+    /// Maximum threads of SPW_IO_THREADS for reads, and also for writes; 0: the depth of a profile that selects
+    /// threads, or 8.
     pub workers: u32,
-    /// Permission bits of new files, before the umask; 0 is 0600.
+    /// Permission bits of new files, before the umask; 0: 0600.
     pub file_mode: u32,
-    /// Deadline in milliseconds of operations that bring none; 0 is none.
+    /// Default deadline of operations, in milliseconds; 0: none.
     pub deadline_ms: u64,
 }
 
@@ -76,18 +79,18 @@ unsafe impl Record for spw_io_options {
 pub struct spw_io_request {
     /// `sizeof(spw_io_request)`
     pub struct_size: u32,
-    /// The file if path is NULL: a descriptor, duplicated for the operation, with its own O_DIRECT setting.
+    /// File descriptor, used if path is NULL. It is duplicated for the operation and keeps its O_DIRECT setting.
     pub fd: i32,
-    /// The file, or NULL.
+    /// Path of the file, or NULL.
     pub path: *const c_char,
-    /// Byte of the file to begin at.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// The memory; any address is good, pinned memory (spw_pool, spw_pinned) is fastest. It belongs to the engine until
-    /// the operation is over.
+    /// Memory of the transfer. Any alignment is allowed; pinned memory (spw_pool, spw_pinned) is fastest. It stays in
+    /// use until the operation ends.
     pub buffer: *mut c_void,
-    /// Bytes to move; any number is good.
+    /// Bytes to transfer. Any number is allowed.
     pub bytes: u64,
-    /// Milliseconds that the operation may take; 0 is the engine's setting.
+    /// Deadline of the operation in milliseconds; 0: the engine's default.
     pub deadline_ms: u64,
 }
 
@@ -97,7 +100,7 @@ unsafe impl Record for spw_io_request {
     const NAME: &'static str = "spw_io_request";
 }
 
-/// What an engine has done so far.
+/// Counters of an engine.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_io_stats {
@@ -109,31 +112,31 @@ pub struct spw_io_stats {
     pub reads: u64,
     /// Writes that succeeded.
     pub writes: u64,
-    /// Bytes of those reads.
+    /// Bytes of successful reads.
     pub read_bytes: u64,
-    /// Bytes of those writes.
+    /// Bytes of successful writes.
     pub written_bytes: u64,
     /// Operations that failed.
     pub failed: u64,
-    /// Requests to the system.
+    /// Requests submitted to the system.
     pub requests: u64,
-    /// Bytes sent past the page cache.
+    /// Bytes transferred with O_DIRECT.
     pub direct_bytes: u64,
-    /// Bytes sent through it.
+    /// Bytes transferred through the page cache.
     pub buffered_bytes: u64,
-    /// Bytes of direct_bytes that went through bounce blocks, since their memory was not aligned.
+    /// Bytes of direct_bytes that were copied through bounce buffers, since their memory was not aligned.
     pub bounced_bytes: u64,
     /// Short transfers that were resumed.
     pub resumed: u64,
-    /// Interrupted requests that were tried again.
+    /// Interrupted requests that were retried.
     pub retried: u64,
-    /// Operations not finished.
+    /// Operations in flight.
     pub pending: u64,
-    /// Operations past their deadline whose memory the system still has.
+    /// Operations past their deadline whose memory the system may still use.
     pub stuck: u64,
-    /// Reads under way at a time, at most, and as many writes.
+    /// Maximum reads in flight, and also the maximum writes.
     pub queue_depth: u64,
-    /// Most bytes of a request, for the last file.
+    /// Maximum bytes of one request, for the last file.
     pub block_bytes: u64,
 }
 
@@ -143,11 +146,11 @@ unsafe impl Record for spw_io_stats {
     const NAME: &'static str = "spw_io_stats";
 }
 
-/// An I/O engine: one queue, kept full across files and tensors by a thread of its own. Any number of threads may use
-/// one at a time.
+/// An I/O engine: one queue with a thread that keeps it full across files and tensors. Thread-safe: threads may use one
+/// engine concurrently.
 pub struct spw_io(Engine);
 
-/// Starts an engine. `options` may be NULL.
+/// Creates an engine. `options` may be NULL.
 ///
 /// # Safety
 /// `options` is NULL or points to a struct of `struct_size` bytes, `io_out` points to a pointer.
@@ -165,9 +168,9 @@ pub unsafe extern "C" fn spw_io_open(options: *const spw_io_options, io_out: *mu
     })
 }
 
-/// Waits for all operations, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the engine, which
-/// is gone whatever is returned. The error is that of an operation that nobody waited for, or SPW_ERR_TIMEOUT: then
-/// the buffers of what is still under way must stay as they are for the rest of the process.
+/// Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. The
+/// engine is freed whatever the status. An operation that no call waited for returns its error here. After
+/// SPW_ERR_TIMEOUT the buffers of operations in flight must stay allocated and unused for the rest of the process.
 ///
 /// # Safety
 /// `io` is NULL or came from `spw_io_open`, and is not used again.
@@ -183,13 +186,13 @@ pub unsafe extern "C" fn spw_io_close(io: *mut spw_io, timeout_ms: i64) -> spw_s
     })
 }
 
-/// Begins to read `bytes` bytes at `offset` of the file into the buffer, and returns at once with a handle to wait for.
-/// The operation succeeds only if every byte was filled; a file that ends before is SPW_ERR_SHORT_FILE. A file that
-/// cannot be opened is an error here.
+/// Starts to read `bytes` bytes at `offset` of the file into the buffer. It returns at once with a handle for
+/// `spw_io_wait`. The operation succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE. A
+/// file that cannot be opened is an error of this call.
 ///
 /// # Safety
-/// `request` points to a struct of `struct_size` bytes; its buffer may be written to until the operation is over, and
-/// nobody else uses it meanwhile. `handle_out` points to a u64.
+/// `request` points to a struct of `struct_size` bytes. The engine may write to its buffer until the operation ends,
+/// and no other code uses the buffer meanwhile. `handle_out` points to a u64.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_io_read(
     io: *mut spw_io,
@@ -200,13 +203,13 @@ pub unsafe extern "C" fn spw_io_read(
     unsafe { submit(io, request, handle_out, Engine::read) }
 }
 
-/// Begins to write, as `spw_io_read`. The file is created if need be; what lies around the bytes written stays as it
-/// is, also behind them. A write that succeeded is in the hands of the system; `spw_io_sync` makes it durable.
+/// Starts to write, as `spw_io_read`. A missing file is created. Bytes before and after the written range stay
+/// unchanged. After success the data is in the system's hands; `spw_io_sync` makes it durable.
 ///
-/// A write that extends its file gives the file its new length first, which about doubles the speed on ext4. After a
-/// crash or a kill the length therefore does not tell how far the write came: bytes that were not written read as zeros.
-/// Write beside the place and rename after the wait, or open the engine with SPW_IO_NO_PREALLOCATE, where the length
-/// still tells nothing about gaps: parts of a write land in any order.
+/// A write that extends its file first sets the file's new length, which about doubles the speed on ext4. After a crash
+/// or a kill the length therefore does not show how much was written: unwritten bytes read as zeros. To replace a file
+/// safely, write a new file, wait, and rename it. SPW_IO_NO_PREALLOCATE avoids the early length, but gaps remain
+/// possible: parts of a write land in any order.
 ///
 /// # Safety
 /// As `spw_io_read`, with a buffer that may be read.
@@ -220,8 +223,8 @@ pub unsafe extern "C" fn spw_io_write(
     unsafe { submit(io, request, handle_out, Engine::write) }
 }
 
-/// Begins to make durable what was written to the file of the request and waited for. Its buffer, bytes and offset are
-/// not looked at.
+/// Starts to make durable what was written to the request's file by operations that were waited for. Buffer, bytes and
+/// offset are ignored.
 ///
 /// # Safety
 /// As `spw_io_read`, without a buffer.
@@ -269,9 +272,9 @@ pub unsafe extern "C" fn spw_io_stats_get(io: *const spw_io, stats: *mut spw_io_
     })
 }
 
-/// Writes words for a person into the `size` bytes at `text`, cut off to fit and ended by a NUL: the backend's name
-/// ("io_uring" or "threads"), and why it is not the other, why files go through the page cache, and which profile it has
-/// read, if so.
+/// Writes a description of the engine for humans to `text`, truncated to `size` bytes with a NUL. It names the backend
+/// ("io_uring" or "threads"), why the other backend is unavailable, why files go through the page cache, and the
+/// profile in use.
 ///
 /// # Safety
 /// `io` is an open engine, `text` points to `size` writable bytes.
@@ -337,7 +340,7 @@ pub(super) unsafe fn open<'a>(io: *const spw_io) -> Result<&'a Engine> {
     unsafe { io.as_ref() }.map(|io| &io.0).ok_or_else(|| Error::invalid("io", "is NULL"))
 }
 
-/// `None`, for ever, if negative.
+/// `None`, which waits without limit, if negative.
 pub(super) fn timeout(milliseconds: i64) -> Option<Duration> {
     u64::try_from(milliseconds).ok().map(Duration::from_millis)
 }

@@ -1,4 +1,4 @@
-//! Waiting for operations of an I/O engine, and how they failed.
+//! Waiting for operations of an I/O engine, and details of their failures.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
@@ -10,9 +10,12 @@ use super::record::{self, Record};
 use super::status::{self, spw_status};
 use crate::error::{Error, Result};
 
-/// Waits for one operation, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and gives its
-/// status and byte count (`bytes_out` may be NULL). The handle is then done with, except after SPW_ERR_TIMEOUT, which
-/// leaves the operation under way, and after SPW_ERR_DEADLINE, when `spw_io_holds_memory` still answers.
+/// Waits for one operation for up to `timeout_ms` milliseconds (0: poll; negative: without limit). It returns the
+/// operation's status and writes its byte count to `bytes_out` (may be NULL). After the call the handle is invalid,
+/// with two exceptions:
+///
+/// - SPW_ERR_TIMEOUT: the operation stays in flight, and the handle stays valid.
+/// - SPW_ERR_DEADLINE: the handle is valid for `spw_io_holds_memory`.
 ///
 /// # Safety
 /// `io` is an open engine, `bytes_out` is NULL or points to a u64.
@@ -33,8 +36,9 @@ pub unsafe extern "C" fn spw_io_wait(
     })
 }
 
-/// Waits for all operations, as `spw_io_wait`, and is done with their handles. `completed_out` (may be NULL) receives
-/// how many there were; 0, at once, if none. If any failed it is the first error, with the number of the others.
+/// Waits for all operations, as `spw_io_wait`, and invalidates their handles. `completed_out` (may be NULL) receives
+/// the number of operations; without any the call returns at once. If operations failed, the status is that of the
+/// first, and the message counts the others.
 ///
 /// # Safety
 /// `io` is an open engine, `completed_out` is NULL or points to a u64.
@@ -54,9 +58,9 @@ pub unsafe extern "C" fn spw_io_wait_all(
     })
 }
 
-/// Waits for the `count` operations whose handles stand at `handles`, as `spw_io_wait`, whatever else is under way, and is
-/// done with their handles. If any failed it is the error of the first of them, with the number of the others. After
-/// SPW_ERR_TIMEOUT all of them are as before.
+/// Waits for the `count` operations in `handles`, as `spw_io_wait`, independently of other operations, and invalidates
+/// their handles. If operations failed, the status is that of the first in `handles`, and the message counts the
+/// others. After SPW_ERR_TIMEOUT all handles stay valid.
 ///
 /// # Safety
 /// `io` is an open engine, `handles` points to `count` integers (or is NULL, with 0).
@@ -73,8 +77,8 @@ pub unsafe extern "C" fn spw_io_wait_many(
     })
 }
 
-/// Asks that an operation end early. Wait for it as before: it is SPW_ERR_CANCELLED, or ends as it would have, once the
-/// system has given its memory back. What the device already has is not taken back.
+/// Requests cancellation of an operation. Wait for the operation as usual. It ends as SPW_ERR_CANCELLED or with its
+/// normal result, after the system has released its memory. Requests that the device already has are not cancelled.
 ///
 /// # Safety
 /// `io` is an open engine.
@@ -84,8 +88,8 @@ pub unsafe extern "C" fn spw_io_cancel(io: *mut spw_io, handle: u64) -> spw_stat
     guard(|| unsafe { open(io) }?.cancel(handle))
 }
 
-/// Whether the system may still use the memory of an operation, which it may after SPW_ERR_DEADLINE: 1 or 0. Memory of
-/// spw_pool and spw_pinned need not be asked about: freed, it is kept out of use until then.
+/// Writes 1 if the system may still use the memory of an operation after SPW_ERR_DEADLINE, else 0. Memory of spw_pool
+/// and spw_pinned needs no check: the library quarantines it when it is freed.
 ///
 /// # Safety
 /// `io` is an open engine, `holds_out` points to a u32.
@@ -103,19 +107,19 @@ pub unsafe extern "C" fn spw_io_holds_memory(
     })
 }
 
-/// How an operation on a file failed.
+/// Details of a failed file operation.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_io_failure {
     /// `sizeof(spw_io_failure)`
     pub struct_size: u32,
-    /// The system's number, 0 if the system reported none.
+    /// The system's errno; 0 if the system reported none.
     pub system_errno: i32,
-    /// Where the part that failed begins in the file.
+    /// Offset in the file of the part that failed, in bytes.
     pub offset: u64,
-    /// Its length.
+    /// Bytes of that part.
     pub bytes: u64,
-    /// The file, as the caller named it. Good until the next failing call of this thread.
+    /// The file, as the caller named it. Valid until the next failing call of this thread.
     pub path: *const c_char,
 }
 
@@ -125,8 +129,8 @@ unsafe impl Record for spw_io_failure {
     const NAME: &'static str = "spw_io_failure";
 }
 
-/// Tells of the last failing call of this thread what spw_last_error() has in words. If that was no operation on a file,
-/// `path` is NULL and the rest is 0. Set `failure->struct_size` first.
+/// Reads the details of this thread's last failed call, whose message spw_last_error() returns. If that call was no
+/// file operation, `path` is NULL and the other fields are 0. Set `failure->struct_size` first.
 ///
 /// # Safety
 /// `failure` points to a struct of `struct_size` bytes.

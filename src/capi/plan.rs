@@ -1,4 +1,4 @@
-//! Plans and predictions: numbers in, numbers out; nothing is measured, kept or allocated.
+//! Plans and predictions: pure computations that measure nothing and keep nothing.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_char;
@@ -17,67 +17,67 @@ use crate::plan::interleave::share::{self, Balance};
 use crate::plan::interleave::sites::{Plan, Site};
 use crate::plan::interleave::{GpuGrads, MAX_SUBGROUPS, Rates, Shape, Wire};
 
-/// Who updates a subgroup. Passed as `uint32_t`.
+/// Where a subgroup is updated, and where its state is stored. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_plan_site {
-    /// The CPU, in host memory.
+    /// Updated on the CPU; the state is in host memory.
     SPW_SITE_CPU = 0,
-    /// The GPU; the state is fetched and flushed.
+    /// Updated on the GPU; each step fetches the state from host memory and flushes it back.
     SPW_SITE_GPU = 1,
-    /// The GPU; the state lives there.
+    /// Updated on the GPU (a resident); the state stays in GPU memory.
     SPW_SITE_RESIDENT = 2,
 }
 
-/// In which form gradients go to the host. Passed as `uint32_t`.
+/// The type in which gradients are transferred to the host. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_plan_wire {
-    /// As they are; 16 bits are widened in the registers of the CPU step.
+    /// The type of the gradient. 16-bit gradients are converted in the registers of the CPU step.
     SPW_WIRE_NATIVE = 0,
-    /// Widened to f32 on the GPU.
+    /// f32, converted on the GPU.
     SPW_WIRE_F32 = 1,
-    /// The caller brings them to the host.
+    /// The caller transfers gradients to the host.
     SPW_WIRE_DELIVERED = 2,
 }
 
-/// Which rule makes a plan. Passed as `uint32_t`.
+/// The rule that makes a plan. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_plan_mode {
-    /// The number of GPU subgroups that the model likes best, spread evenly.
+    /// The number of GPU subgroups with the shortest step in the model, evenly spaced.
     SPW_PLAN_MODEL = 0,
     /// Deep Optimizer States Eq. 1: every (1 + k)-th subgroup, k rounded.
     SPW_PLAN_EQ1 = 1,
-    /// Eq. 1 as that paper uses it: every k-th subgroup, at least every second.
+    /// Eq. 1 as that paper applies it: every k-th subgroup, at least every second.
     SPW_PLAN_PAPER = 2,
-    /// Every `parameter`-th subgroup; 0 is none.
+    /// Every `parameter`-th subgroup; 0: no GPU subgroups.
     SPW_PLAN_STRIDE = 3,
-    /// `parameter` subgroups, spread evenly.
+    /// `parameter` subgroups, evenly spaced.
     SPW_PLAN_COUNT = 4,
 }
 
-/// What one GPU, its link and its share of the host do, in parameters per second.
+/// Rates of one GPU, its link and its share of the host, in parameters per second.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_plan_rates {
     /// `sizeof(spw_plan_rates)`
     pub struct_size: u32,
-    /// 1 if the link carries one direction at a time, else 0.
+    /// 1 if the link transfers in one direction at a time, else 0.
     pub half_duplex: u32,
     /// Step on the CPU, measured while copies run.
     pub cpu: f64,
-    /// Rounding to 16 bits on the CPU as a pass of its own; 0 where the step does it.
+    /// Rounding to 16 bits in a separate pass on the CPU; 0 if the step includes it.
     pub downscale: f64,
     /// Step on the GPU.
     pub gpu: f64,
-    /// Host to device, in f32 words.
+    /// Transfer from host to device, as f32.
     pub h2d: f64,
-    /// Device to host, in f32 words.
+    /// Transfer from device to host, as f32.
     pub d2h: f64,
-    /// Widening gradients on the GPU; 0 if it takes no time.
+    /// Converting gradients to f32 on the GPU; 0 if its time is negligible.
     pub cast: f64,
-    /// Host memory, in bytes per second; 0 if it never binds.
+    /// Bandwidth of host memory, in bytes per second; 0 if it is not a limit.
     pub dram: f64,
 }
 
@@ -87,7 +87,7 @@ unsafe impl Record for spw_plan_rates {
     const NAME: &'static str = "spw_plan_rates";
 }
 
-/// The subgroups of a rank, in the order in which their gradients arrive, and how they travel.
+/// The subgroups of a rank, in the order in which their gradients arrive, and how gradients and state are transferred.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_plan_shape {
@@ -95,17 +95,17 @@ pub struct spw_plan_shape {
     pub struct_size: u32,
     /// An `spw_plan_wire`.
     pub wire: u32,
-    /// 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    /// 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
     pub fetch_gradients: u32,
-    /// State buffers on the GPU; 0 is 2.
+    /// Number of state buffers on the GPU; 0: 2.
     pub slots: u32,
     /// Number of subgroups.
     pub count: u64,
-    /// Parameters of each; NULL if all have `size`.
+    /// Parameters of each subgroup; NULL if all have `size`.
     pub sizes: *const u64,
     /// Parameters of every subgroup, if `sizes` is NULL.
     pub size: u64,
-    /// Parameters per copy; 0 is 16 Mi.
+    /// Parameters per copy; 0: 16 Mi.
     pub chunk: u64,
 }
 
@@ -115,7 +115,7 @@ unsafe impl Record for spw_plan_shape {
     const NAME: &'static str = "spw_plan_shape";
 }
 
-/// How to plan.
+/// Options of a plan.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_plan_options {
@@ -123,11 +123,12 @@ pub struct spw_plan_options {
     pub struct_size: u32,
     /// An `spw_plan_mode`.
     pub mode: u32,
-    /// The number of SPW_PLAN_STRIDE or SPW_PLAN_COUNT.
+    /// Argument of SPW_PLAN_STRIDE or SPW_PLAN_COUNT.
     pub parameter: u64,
-    /// Subgroups at the end whose state lives on the GPU.
+    /// Number of residents: subgroups at the end whose state stays on the GPU.
     pub residents: u64,
-    /// Seconds of the backward pass that the step hides behind; at 0 all gradients are where they are needed.
+    /// Seconds of the backward pass that overlaps with the step. With 0, all gradients are already where the plan needs
+    /// them.
     pub backward: f64,
 }
 
@@ -137,7 +138,7 @@ unsafe impl Record for spw_plan_options {
     const NAME: &'static str = "spw_plan_options";
 }
 
-/// What the model says of a plan.
+/// Predictions of the model for one step of a plan.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_plan_result {
@@ -145,31 +146,31 @@ pub struct spw_plan_result {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Seconds from the end of backward until all parameters are new on the GPU.
+    /// Seconds from the end of backward until the GPU has all new parameters.
     pub exposed_seconds: f64,
-    /// Seconds until the last flush is in host memory, which may be in the next iteration.
+    /// Seconds until host memory has the last flushed state, possibly in the next iteration.
     pub home_seconds: f64,
-    /// Seconds of step, rounding and upload on the CPU, one after the other.
+    /// Seconds of step, rounding and upload if the CPU does all of them, one after the other.
     pub serial_seconds: f64,
-    /// Seconds that the CPU works.
+    /// Seconds in which the CPU is busy.
     pub cpu_seconds: f64,
-    /// Seconds that the link to the GPU works.
+    /// Seconds in which the link to the GPU is busy.
     pub h2d_seconds: f64,
-    /// Seconds that the link to the host works.
+    /// Seconds in which the link to the host is busy.
     pub d2h_seconds: f64,
-    /// Seconds that the GPU works.
+    /// Seconds in which the GPU is busy.
     pub gpu_seconds: f64,
-    /// Subgroups that the GPU fetches.
+    /// Number of SPW_SITE_GPU subgroups.
     pub gpu: u64,
-    /// Residents.
+    /// Number of SPW_SITE_RESIDENT subgroups.
     pub residents: u64,
-    /// GPU memory beyond the model's own.
+    /// Bytes of GPU memory in addition to the model's.
     pub gpu_bytes: u64,
-    /// Pinned host memory.
+    /// Bytes of pinned host memory.
     pub host_bytes: u64,
-    /// Bytes of a step to the GPU.
+    /// Bytes transferred to the GPU per step.
     pub to_device_bytes: u64,
-    /// Bytes of a step to the host.
+    /// Bytes transferred to the host per step.
     pub to_host_bytes: u64,
 }
 
@@ -179,9 +180,9 @@ unsafe impl Record for spw_plan_result {
     const NAME: &'static str = "spw_plan_result";
 }
 
-/// Plans an interleaved update (Deep Optimizer States section 4): the site of every subgroup to `sites`, and what the
-/// model says of it to `result`. Either may be NULL. The model plays the very commands of `spw_interleave_begin` on
-/// engines that serve one operation at a time.
+/// Plans an interleaved update (Deep Optimizer States section 4). `sites` receives an `spw_plan_site` for each
+/// subgroup, and `result` the model's prediction. Either may be NULL. The model simulates the commands of
+/// `spw_interleave_begin` on engines that each process one operation at a time.
 ///
 /// # Safety
 /// The structs have `struct_size` bytes, `shape->sizes` is NULL or has `count` entries, `sites` is NULL or has room for
@@ -218,7 +219,8 @@ pub unsafe extern "C" fn spw_plan_interleave(
     })
 }
 
-/// What the model says of a plan of the caller's, `sites` being `shape->count` values of `spw_plan_site`.
+/// Predicts the step of a given plan. `sites` has `shape->count` values of `spw_plan_site`; `backward` is in seconds,
+/// as in `spw_plan_options`.
 ///
 /// # Safety
 /// As `spw_plan_interleave`.
@@ -242,8 +244,8 @@ pub unsafe extern "C" fn spw_plan_predict(
     })
 }
 
-/// The step of such a plan as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`, their number to
-/// `needed_out`. With `text` NULL only the number.
+/// Writes the predicted step of a plan as a trace for Perfetto. `text` receives JSON and a NUL, and `needed_out` their
+/// number of bytes. With `text` NULL the call writes only the number. A `size` below the number is an error.
 ///
 /// # Safety
 /// As `spw_plan_interleave`; `text` is NULL or points to `size` bytes, `needed_out` to a u64.
@@ -268,10 +270,16 @@ pub unsafe extern "C" fn spw_plan_trace(
     })
 }
 
-/// Deep Optimizer States Eq. 1, corrected: CPU parameters per GPU parameter at which both sides take equally long
-/// (infinite where the CPU keeps up with the link), and the GPU's part of all, from 0 to 1. `one_slot` 1 is the equation
-/// as printed, in which the GPU's step adds to the link's time; 0 is for two state buffers, where it does not.
-/// `fetched_words` are the f32 words per parameter that a fetched gradient adds: 0, 0.5 or 1.
+/// Computes the balance of Deep Optimizer States Eq. 1, corrected for the number of state buffers.
+///
+/// - `cpu_per_gpu_out` receives the CPU parameters per GPU parameter at which both sides take equally long. It is
+///   infinite
+///   if the CPU is as fast as the link.
+/// - `share_out` receives the GPU's fraction of all parameters, from 0 to 1.
+/// - `one_slot` 1 is the equation as printed: the GPU's step adds to the link's time. 0 is for two state buffers, where
+///   the
+///   two overlap.
+/// - `fetched_words` is the number of 4-byte words per parameter that fetching a gradient adds: 0, 0.5 or 1.
 ///
 /// # Safety
 /// `rates` points to a struct of `struct_size` bytes, the outputs to a double each.
@@ -330,10 +338,10 @@ pub(super) fn parse_wire(argument: &'static str, wire: u32) -> Result<Wire> {
     }
 }
 
-/// Parameters per copy where the caller leaves it open: 64 MiB of f32.
+/// Default of parameters per copy: 64 MiB of f32.
 const CHUNK: u64 = 16 << 20;
 
-/// Shape of subgroups with the choices that C callers leave open filled in.
+/// A shape with defaults in place of zeros.
 pub(super) fn shape_of(
     sizes: Vec<u64>,
     wire: Wire,

@@ -1,4 +1,4 @@
-//! SuperOffload's formulas: tail buckets, weight policy, and the form of gradients on the link.
+//! SuperOffload's formulas: tail buckets, weight policy, and the type of gradients on the link.
 #![allow(non_camel_case_types)]
 
 use super::guard::guard;
@@ -12,7 +12,7 @@ use crate::plan::interleave::Wire;
 use crate::plan::tail::{self, Bucket, Search};
 use crate::plan::weights::{self, Load, Policy};
 
-/// Seconds that each stage takes for one bucket.
+/// Seconds per bucket of each stage.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_plan_bucket {
@@ -20,15 +20,15 @@ pub struct spw_plan_bucket {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Gradient to the host.
+    /// Transfer of the gradient to the host.
     pub grad: f64,
     /// Step on the CPU.
     pub step_cpu: f64,
-    /// Parameter to the GPU.
+    /// Transfer of the parameter to the GPU.
     pub param: f64,
     /// Step on the GPU.
     pub step_gpu: f64,
-    /// Backward.
+    /// Backward pass.
     pub backward: f64,
 }
 
@@ -38,9 +38,9 @@ unsafe impl Record for spw_plan_bucket {
     const NAME: &'static str = "spw_plan_bucket";
 }
 
-/// How many of the last of `count` buckets the GPU keeps, so that backward hides the CPU's part; at most `most` fit.
-/// `kept_out` is SuperOffload Eq. 4-5 with what it leaves out, a CPU that does not keep up with backward;
-/// `printed_out` (NULL: not wanted) is the condition as printed.
+/// Computes how many of the last of `count` buckets the GPU should update, so that the backward pass hides the CPU's
+/// work. At most `most` buckets fit on the GPU. `kept_out` follows SuperOffload Eq. 4-5, extended to CPUs slower than
+/// backward. `printed_out` (may be NULL) follows the equations as printed.
 ///
 /// # Safety
 /// `bucket` points to a struct of `struct_size` bytes, `kept_out` to a u64, and `printed_out` to a u64 or is NULL.
@@ -72,9 +72,10 @@ pub unsafe extern "C" fn spw_plan_tail(
     })
 }
 
-/// The number of tail buckets to try next, from iteration times measured so far: with `kept[i]` buckets on the GPU an
-/// iteration took `seconds[i]`. `start` is tried first, `most` is the most that fit. The search is over when `next_out`
-/// is among `kept`; it is then the best, which `best_out` (NULL: not wanted) is at any time.
+/// Tunes the number of tail buckets by measured iteration times. An iteration with `kept[i]` buckets on the GPU took
+/// `seconds[i]`. `next_out` receives the number to try next, and `best_out` (may be NULL) the fastest so far. Without
+/// measurements both are `start`. `most` is the maximum that fits. The search is over when `next_out` is already in
+/// `kept`; it is then the fastest.
 ///
 /// # Safety
 /// `kept` and `seconds` have `measured` entries, `next_out` points to a u64, and `best_out` to a u64 or is NULL.
@@ -110,7 +111,7 @@ pub unsafe extern "C" fn spw_plan_tail_next(
     })
 }
 
-/// One GPU, its link, and what runs on it.
+/// One GPU, its link, and its workload.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_plan_load {
@@ -118,15 +119,15 @@ pub struct spw_plan_load {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Operations per second that the GPU reaches.
+    /// Operations per second that the GPU sustains.
     pub peak: f64,
-    /// Bytes per second to the GPU.
+    /// Bandwidth to the GPU, in bytes per second.
     pub link: f64,
     /// Batch size times sequence length.
     pub tokens: f64,
-    /// Parameters of this rank.
+    /// Number of parameters of this rank.
     pub parameters: f64,
-    /// GPU memory left for 16-bit weights, in bytes.
+    /// Bytes of GPU memory available for 16-bit weights.
     pub free_bytes: f64,
 }
 
@@ -136,9 +137,9 @@ unsafe impl Record for spw_plan_load {
     const NAME: &'static str = "spw_plan_load";
 }
 
-/// Whether 16-bit weights stay on the GPU or flow through it (SuperOffload Eq. 1-3): the part that does not fit flows.
-/// `flow_out` is that part, from 0 to 1; `efficiency_out` is computation over computation and load, of which more than
-/// 0.5 hides the loads and 0.6 is wanted.
+/// Decides which part of the 16-bit weights streams from the host (SuperOffload Eq. 1-3): the part that does not fit on
+/// the GPU. `flow_out` receives that fraction, from 0 to 1. `efficiency_out` receives compute time over the sum of
+/// compute and load time. Above 0.5 computation hides the loads; 0.6 is the recommended minimum.
 ///
 /// # Safety
 /// `load` points to a struct of `struct_size` bytes, the outputs to a double each.
@@ -165,17 +166,17 @@ pub unsafe extern "C" fn spw_plan_weights(
     })
 }
 
-/// What was measured on one link, in parameters per second.
+/// Measurements of one link and its CPU, in parameters per second.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_plan_probe {
     /// `sizeof(spw_plan_probe)`
     pub struct_size: u32,
-    /// 1 if the host adds gradients up, which it does in f32, else 0.
+    /// 1 if the host accumulates gradients (always in f32), else 0.
     pub accumulates: u32,
-    /// Widening on the GPU and moving f32.
+    /// Converting to f32 on the GPU and transferring f32.
     pub f32_wire: f64,
-    /// Moving 16 bits.
+    /// Transferring 16 bits.
     pub native_wire: f64,
     /// CPU step from f32 gradients.
     pub f32_step: f64,
@@ -189,8 +190,8 @@ unsafe impl Record for spw_plan_probe {
     const NAME: &'static str = "spw_plan_probe";
 }
 
-/// In which form gradients should cross a link (SuperOffload section 4.5), as an `spw_plan_wire`: the one whose link and
-/// step are faster together.
+/// Chooses the type in which gradients cross a link (SuperOffload section 4.5), as an `spw_plan_wire`. The type whose
+/// slower stage, transfer or CPU step, is faster wins. With `accumulates` it is always SPW_WIRE_F32.
 ///
 /// # Safety
 /// `probe` points to a struct of `struct_size` bytes, `wire_out` to a u32.

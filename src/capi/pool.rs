@@ -13,19 +13,19 @@ use crate::pool::pinned;
 use crate::pool::region::Backing;
 use crate::sys::memory::PageKind;
 
-/// Choices for a pool, added together.
+/// Flags of a pool, combined by addition.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_pool_flag {
-    /// Base pages, even where 2 MiB pages could be had.
+    /// Use base pages even if 2 MiB pages are available.
     SPW_POOL_NO_HUGE_PAGES = 1,
-    /// Leave the memory unlocked.
+    /// Do not lock the memory (mlock).
     SPW_POOL_NO_LOCK = 2,
-    /// Take the memory from NUMA node `node`.
+    /// Allocate the memory on NUMA node `node`.
     SPW_POOL_BIND_NODE = 4,
 }
 
-/// What backs a pool. Passed as `uint32_t`.
+/// Kind of pages of a pool. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_page_kind {
@@ -33,11 +33,11 @@ pub enum spw_page_kind {
     SPW_PAGES_BASE = 0,
     /// Transparent 2 MiB pages.
     SPW_PAGES_TRANSPARENT = 1,
-    /// 2 MiB pages that the administrator reserved.
+    /// 2 MiB pages that the administrator reserved (hugetlb).
     SPW_PAGES_RESERVED = 2,
 }
 
-/// Size of a pool. Zero in every field but the sizes is a good choice.
+/// Size and placement of a pool. Zero is a good default for every field but struct_size, block_bytes and block_count.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_pool_options {
@@ -45,11 +45,11 @@ pub struct spw_pool_options {
     pub struct_size: u32,
     /// Sum of `spw_pool_flag`.
     pub flags: u32,
-    /// Bytes of a block, rounded up to whole pages.
+    /// Bytes of a block. Rounded up to whole pages.
     pub block_bytes: u64,
     /// Number of blocks.
     pub block_count: u64,
-    /// NUMA node, with SPW_POOL_BIND_NODE.
+    /// NUMA node, used with SPW_POOL_BIND_NODE.
     pub node: u32,
     /// 0
     pub reserved: u32,
@@ -61,7 +61,7 @@ unsafe impl Record for spw_pool_options {
     const NAME: &'static str = "spw_pool_options";
 }
 
-/// State of a pool.
+/// Counters of a pool.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_pool_stats {
@@ -69,19 +69,19 @@ pub struct spw_pool_stats {
     pub struct_size: u32,
     /// `spw_page_kind` of the memory.
     pub page_kind: u32,
-    /// Bytes of a block, as rounded.
+    /// Bytes of a block, after rounding.
     pub block_bytes: u64,
     /// Number of blocks.
     pub block_count: u64,
-    /// Blocks handed out.
+    /// Allocated blocks.
     pub in_use: u64,
-    /// Most blocks handed out at any one time.
+    /// Maximum of in_use so far.
     pub high_water: u64,
-    /// Blocks that were freed while the system still worked on them.
+    /// Quarantined blocks: freed, but still in use by I/O or DMA in flight.
     pub quarantined: u64,
     /// Bytes of the pool.
     pub bytes: u64,
-    /// Those of them that are locked.
+    /// Bytes of the pool that are locked.
     pub locked_bytes: u64,
     /// Bytes of registered buffers.
     pub foreign_bytes: u64,
@@ -93,11 +93,12 @@ unsafe impl Record for spw_pool_stats {
     const NAME: &'static str = "spw_pool_stats";
 }
 
-/// A pool of pinned blocks. Any number of threads may use one at a time.
+/// A pool of pinned blocks of equal size. Thread-safe: threads may use one pool concurrently.
 pub struct spw_pool(Pool);
 
-/// Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
-/// What is refused beyond the memory itself is one warning in the log, not an error.
+/// Creates a pool. It allocates and touches all memory now, in 2 MiB pages where possible, and locks it as far as
+/// `RLIMIT_MEMLOCK` allows. If huge pages, locking or the NUMA node are unavailable, the log gets one warning and the
+/// call succeeds.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `pool_out` to a pointer.
@@ -118,8 +119,8 @@ pub unsafe extern "C" fn spw_pool_open(
     })
 }
 
-/// Frees a pool. While blocks are handed out it is SPW_ERR_BUSY and the pool stays. Blocks that the system still works
-/// on stay mapped until it is done.
+/// Frees a pool. While blocks are allocated it is SPW_ERR_BUSY and the pool stays open. Quarantined blocks stay mapped
+/// until their transfers end.
 ///
 /// # Safety
 /// `pool` is NULL or came from `spw_pool_open`, and is not used again after SPW_OK.
@@ -138,7 +139,7 @@ pub unsafe extern "C" fn spw_pool_close(pool: *mut spw_pool) -> spw_status {
     })
 }
 
-/// Hands out a block, page-aligned, with whatever it last held. SPW_ERR_LIMIT_REACHED if none is free.
+/// Allocates a block, page-aligned and not cleared. SPW_ERR_LIMIT_REACHED if no block is free.
 ///
 /// # Safety
 /// `pool` is an open pool, `block_out` points to a pointer.
@@ -152,7 +153,7 @@ pub unsafe extern "C" fn spw_pool_alloc(pool: *mut spw_pool, block_out: *mut *mu
     })
 }
 
-/// Takes a block back. One that is free already, or that is not the start of a block of this pool, is
+/// Frees a block. A block that is already free, or an address that is not the start of a block of this pool, is
 /// SPW_ERR_INVALID_ARGUMENT.
 ///
 /// # Safety
@@ -163,7 +164,7 @@ pub unsafe extern "C" fn spw_pool_free(pool: *mut spw_pool, block: *mut c_void) 
     guard(|| unsafe { open(pool) }?.free(block as usize))
 }
 
-/// Whether all `bytes` bytes at `start` lie in the pool, or in one buffer registered with it: 1 or 0.
+/// Writes 1 if all `bytes` bytes at `start` lie in the pool or in one buffer registered with it, else 0.
 ///
 /// # Safety
 /// `pool` is an open pool, `contains_out` points to a u32.
@@ -182,7 +183,7 @@ pub unsafe extern "C" fn spw_pool_contains(
     })
 }
 
-/// Counts a buffer that the caller pinned as part of the pool, for `spw_pool_contains`. Transfers do not rely on it.
+/// Registers a buffer that the caller pinned, so that `spw_pool_contains` finds it. Transfers do not need it.
 ///
 /// # Safety
 /// `pool` is an open pool.
@@ -196,7 +197,7 @@ pub unsafe extern "C" fn spw_pool_register(
     guard(|| unsafe { open(pool) }?.register(start as usize, bytes as usize))
 }
 
-/// Undoes `spw_pool_register` of the buffer that begins at `start`.
+/// Unregisters the buffer that begins at `start`.
 ///
 /// # Safety
 /// `pool` is an open pool.
@@ -206,7 +207,7 @@ pub unsafe extern "C" fn spw_pool_unregister(pool: *mut spw_pool, start: *const 
     guard(|| unsafe { open(pool) }?.unregister(start as usize))
 }
 
-/// Reads the state of a pool. Set `stats->struct_size` first.
+/// Reads the counters of a pool. Set `stats->struct_size` first.
 ///
 /// # Safety
 /// `pool` is an open pool, `stats` points to a struct of `struct_size` bytes.
@@ -236,7 +237,7 @@ pub unsafe extern "C" fn spw_pool_stats_get(pool: *const spw_pool, stats: *mut s
     })
 }
 
-/// State of all single allocations of the process.
+/// Counters of the process's `spw_pinned_alloc` allocations.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_pinned_stats {
@@ -246,13 +247,13 @@ pub struct spw_pinned_stats {
     pub reserved: u32,
     /// Live allocations.
     pub allocations: u64,
-    /// Their bytes.
+    /// Bytes of the live allocations.
     pub bytes: u64,
-    /// Most bytes allocated at any one time.
+    /// Maximum of bytes so far.
     pub high_water: u64,
-    /// Bytes taken from the system for them.
+    /// Bytes mapped from the system for the allocations.
     pub mapped_bytes: u64,
-    /// Those of them that are locked.
+    /// Mapped bytes that are locked.
     pub locked_bytes: u64,
 }
 
@@ -262,9 +263,9 @@ unsafe impl Record for spw_pinned_stats {
     const NAME: &'static str = "spw_pinned_stats";
 }
 
-/// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, as `spw_pool_open` pins it.
-/// Small allocations share pages. Allocations belong to the process: any thread may free them. Memory that a GPU has
-/// been given is not there in a forked child, which must not touch it.
+/// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, locked as by `spw_pool_open`.
+/// Small allocations share 2 MiB pages. Any thread may free an allocation. Memory that was registered with a GPU is not
+/// mapped in a forked child, which must not touch it.
 ///
 /// # Safety
 /// `start_out` points to a pointer.
@@ -279,14 +280,14 @@ pub unsafe extern "C" fn spw_pinned_alloc(bytes: u64, start_out: *mut *mut c_voi
     })
 }
 
-/// Frees what `spw_pinned_alloc` gave. Any other address, or one freed before, is SPW_ERR_INVALID_ARGUMENT. Memory that
-/// the system still works on stays mapped until it is done.
+/// Frees an allocation of `spw_pinned_alloc`. Any other address, or an allocation freed before, is
+/// SPW_ERR_INVALID_ARGUMENT. Memory of transfers in flight is quarantined: it stays mapped until they end.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_pinned_free(start: *mut c_void) -> spw_status {
     guard(|| pinned::free(start as usize))
 }
 
-/// Whether all `bytes` bytes at `start` lie in one live allocation: 1 or 0.
+/// Writes 1 if all `bytes` bytes at `start` lie in one live allocation, else 0.
 ///
 /// # Safety
 /// `contains_out` points to a u32.
@@ -305,7 +306,7 @@ pub unsafe extern "C" fn spw_pinned_contains(
     })
 }
 
-/// Reads the state of all single allocations. Set `stats->struct_size` first.
+/// Reads the counters of all allocations. Set `stats->struct_size` first.
 ///
 /// # Safety
 /// `stats` points to a struct of `struct_size` bytes.

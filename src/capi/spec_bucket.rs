@@ -1,4 +1,4 @@
-//! Buckets of a speculation engine: handing one over, and where it stands.
+//! Buckets of a speculation engine: submission and progress.
 #![allow(non_camel_case_types)]
 
 use std::ffi::c_void;
@@ -22,42 +22,42 @@ use crate::optim::spread::Job;
 use crate::stats::{self, OptimizerCounter};
 use crate::sys::event::{Event, Word};
 
-/// Where a bucket of the round stands.
+/// Progress of a bucket in the round.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_spec_state {
     /// Not submitted in this round.
     SPW_SPEC_MISSING = 0,
-    /// Submitted; its spans may change at any moment.
+    /// Submitted. Its spans may change at any moment.
     SPW_SPEC_PENDING = 1,
-    /// Stepped, but the round has no verdict yet.
+    /// Stepped, but the round has no verdict yet, so the step may be rolled back.
     SPW_SPEC_SPECULATIVE = 2,
-    /// As it will stay; the spans are the caller's again.
+    /// Final. Its spans belong to the caller again.
     SPW_SPEC_FINAL = 3,
 }
 
-/// What a bucket's gradient waits for. Passed as `uint32_t`.
+/// Kind of event that signals that a bucket's gradient is complete. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_spec_event_kind {
-    /// Nothing.
+    /// The gradient is already complete.
     SPW_SPEC_EVENT_NONE = 0,
-    /// `fd`, an eventfd or the reading end of a pipe, becomes readable. It is duplicated, so it may be closed at once;
-    /// nothing is read from it.
+    /// `fd`, an eventfd or the read end of a pipe, becomes readable. The engine duplicates it and reads nothing from
+    /// it. The caller may close it after the call.
     SPW_SPEC_EVENT_FD = 1,
-    /// The 32-bit `*word` counts up to `value` (through 2^32 if need be). It is looked at every 0.2 ms, so that whoever
-    /// writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
-    /// bucket began.
+    /// The 32-bit `*word` reaches `value`, counting up modulo 2^32. The engine polls it every 0.2 ms, so a GPU may
+    /// write it. It must stay readable until the bucket has begun or `spw_spec_finish` has returned.
     SPW_SPEC_EVENT_WORD = 2,
-    /// The event `handle` of `gpu` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last
-    /// recorded. It may be recorded again or destroyed at once. The driver is asked every 0.2 ms.
+    /// The CUDA event `handle` of `gpu` (`event.cuda_event` in torch, a `CUevent` or `cudaEvent_t` in C), as last
+    /// recorded before the call. It may be recorded again or destroyed after the call. The engine polls the driver
+    /// every 0.2 ms.
     SPW_SPEC_EVENT_CUDA = 3,
-    /// All that is queued on the stream `handle` of `gpu` (`stream.cuda_stream` of torch); 0 is the legacy default
-    /// stream. Otherwise as SPW_SPEC_EVENT_CUDA.
+    /// All work queued on the CUDA stream `handle` of `gpu` (`stream.cuda_stream` in torch) at the time of the call; 0
+    /// is the legacy default stream. The engine polls the driver every 0.2 ms.
     SPW_SPEC_EVENT_CUDA_STREAM = 4,
 }
 
-/// What a bucket's gradient waits for.
+/// The event that signals that a bucket's gradient is complete.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_spec_event {
@@ -65,15 +65,15 @@ pub struct spw_spec_event {
     pub struct_size: u32,
     /// An `spw_spec_event_kind`.
     pub kind: u32,
-    /// For SPW_SPEC_EVENT_FD.
+    /// File descriptor for SPW_SPEC_EVENT_FD.
     pub fd: i32,
-    /// For SPW_SPEC_EVENT_WORD.
+    /// Count for SPW_SPEC_EVENT_WORD.
     pub value: u32,
-    /// For SPW_SPEC_EVENT_WORD.
+    /// Address for SPW_SPEC_EVENT_WORD, aligned to 4 bytes.
     pub word: *const u32,
-    /// For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM; it may be closed at once.
+    /// GPU for SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM. It may be closed after the call.
     pub gpu: *const spw_gpu,
-    /// For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM.
+    /// Event for SPW_SPEC_EVENT_CUDA, stream for SPW_SPEC_EVENT_CUDA_STREAM.
     pub handle: u64,
 }
 
@@ -83,15 +83,17 @@ unsafe impl Record for spw_spec_event {
     const NAME: &'static str = "spw_spec_event";
 }
 
-/// Hands a bucket over and returns at once. It steps when `event` came, or now if `event` is NULL. Tensors may have
-/// options of their own, with the grad_scale of the round. The structs are copied; the spans, gradients included, belong
-/// to the engine until the bucket is final, and those of different buckets do not overlap.
+/// Submits a bucket and returns at once. The bucket's step starts when `event` has happened, or now if `event` is NULL.
+/// Tensors may have their own options, with the round's grad_scale. The engine copies the structs. Until the bucket is
+/// final the spans, including gradients, belong to the engine, and no other bucket may use them.
 ///
-/// SPW_ERR_NO_ROUND, SPW_ERR_ROUND_RESOLVED or SPW_ERR_BUCKET_SUBMITTED if this is not the time for it.
+/// - SPW_ERR_NO_ROUND: no round is open.
+/// - SPW_ERR_ROUND_RESOLVED: the round already has its verdict.
+/// - SPW_ERR_BUCKET_SUBMITTED: the bucket was already submitted in this round.
 ///
 /// # Safety
-/// `spec` is an open engine; `tensors` and their spans as for `spw_adam_step`, from any thread until the bucket is final;
-/// `event` is NULL or points to a struct of `struct_size` bytes.
+/// `spec` is an open engine. `tensors` and their spans are as for `spw_adam_step`, and any thread may use the spans
+/// until the bucket is final. `event` is NULL or points to a struct of `struct_size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_spec_submit(
     spec: *const spw_spec,
@@ -113,8 +115,9 @@ pub unsafe extern "C" fn spw_spec_submit(
     })
 }
 
-/// `spw_spec_submit` of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and the arithmetic of
-/// `spw_ds_adam_update` in place of the round's, its grad_scale and max_norm excepted. The id's step advances now.
+/// Submits a bucket of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and arithmetic of
+/// `spw_ds_adam_update`. Only grad_scale and max_norm are the round's. The step of `id` advances now. Otherwise as
+/// `spw_spec_submit`.
 ///
 /// # Safety
 /// As `spw_spec_submit`, for one tensor.
@@ -156,7 +159,7 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
     })
 }
 
-/// Where a bucket stands: an `spw_spec_state`. The error of a bucket that failed is this call's.
+/// Writes the progress of a bucket, an `spw_spec_state`. If the bucket failed, the call returns its error.
 ///
 /// # Safety
 /// `spec` is an open engine, `state_out` points to a u32.
@@ -182,8 +185,9 @@ pub unsafe extern "C" fn spw_spec_ready(
     })
 }
 
-/// Waits, at the longest `timeout_ms` milliseconds (negative: for ever), until the 16-bit copies of a bucket count: until
-/// it is final, which takes a verdict, or for SPW_SPEC_PUBLISH_SPECULATIVE until it is stepped.
+/// Waits until the 16-bit copies of a bucket are valid, for up to `timeout_ms` milliseconds (negative: without limit).
+/// They are valid when the bucket is final, which requires a verdict. With SPW_SPEC_PUBLISH_SPECULATIVE they are valid
+/// once the bucket is stepped. If the bucket failed, the call returns its error.
 ///
 /// # Safety
 /// `spec` is an open engine.
@@ -193,7 +197,7 @@ pub unsafe extern "C" fn spw_spec_wait(spec: *const spw_spec, bucket: u32, timeo
     guard(|| unsafe { open(spec) }?.engine.wait(bucket, timeout(timeout_ms)))
 }
 
-/// Tensors of a bucket as the caller lent them.
+/// Tensors of a bucket, whose spans the caller lent to the engine.
 struct Lent<R> {
     tensors: Vec<spw_tensor>,
     rules: Vec<R>,

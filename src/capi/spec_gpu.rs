@@ -1,4 +1,4 @@
-//! Speculation with a GPU: buckets that live there, and 16-bit copies that go there.
+//! Speculation with a GPU: buckets in device memory, and uploads of 16-bit copies.
 #![allow(non_camel_case_types)]
 
 use std::collections::HashMap;
@@ -19,17 +19,17 @@ use crate::gpu::transfer::Direction;
 use crate::offload::speculate::{Bucket, Publication, Published, Resident};
 use crate::sys::event::Event;
 
-/// From now on the 16-bit copies of a bucket go to the device as soon as they count: by `count` copies of direction
-/// SPW_GPU_IN from pinned memory, which the bucket's tensors name as their param_copy. Each comes after what its `handle`
-/// says at that moment, which should be all that still reads the old parameters. `count` 0 takes it back. Call it between
-/// rounds.
+/// Sets the uploads of a bucket's 16-bit copies. From now on each copy is uploaded as soon as it is valid. `copies` are
+/// `count` copies of direction SPW_GPU_IN from pinned memory, which the bucket's tensors name as param_copy. Each
+/// upload first waits for its `handle`: that event or stream should cover all reads of the old parameters. `count` 0
+/// ends the uploads. Call it between rounds.
 ///
-/// The engine writes a copy only when its last upload is over.
+/// The engine overwrites a 16-bit copy only after its last upload has ended.
 ///
 /// # Safety
-/// `spec` is an open engine, `gpu` an open GPU, which may be closed before the engine; `copies` points to `count`
-/// structs of `struct_size` bytes, as far apart. Their device memory, host memory and handles are good until the engine is closed
-/// or this is called again.
+/// `spec` is an open engine. `gpu` is an open GPU, which may be closed before the engine. `copies` points to `count`
+/// structs, `struct_size` bytes apart. Their device memory, host memory and handles stay valid until the engine is
+/// closed or this function is called again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_spec_publish_to(
     spec: *const spw_spec,
@@ -55,7 +55,7 @@ pub unsafe extern "C" fn spw_spec_publish_to(
                 parsed.push(copy);
             }
             let publication = Publication::new(&gpu.transfers, parsed);
-            // Outside the lock: dropping the old one waits for its uploads.
+            // Outside the lock, since dropping the old publication waits for its uploads.
             let old = match count {
                 0 => spec.devices().remove(&bucket),
                 _ => spec.devices().insert(bucket, publication),
@@ -66,14 +66,14 @@ pub unsafe extern "C" fn spw_spec_publish_to(
     })
 }
 
-/// Hands over a bucket that lives on the GPU: all spans of its tensors are device memory. It is measured when `event`
-/// came, and stepped by the GPU once, after the verdict, with the bits of any other bucket: the tail buckets of
-/// `spw_plan_tail` (SuperOffload section 4.3). What it does comes after what is queued on `stream` at that moment, and what is queued
-/// there later comes after it. Rounds of `spw_spec_begin_adam` only; otherwise as `spw_spec_submit`.
+/// Submits a bucket whose tensors' spans are all device memory (a tail bucket of `spw_plan_tail`, SuperOffload section
+/// 4.3). The engine measures its gradient when `event` has happened. The GPU steps it once, after the verdict, with the
+/// bits of any other bucket. Its work runs in order on `stream`. The round must be of `spw_spec_begin_adam`. Otherwise
+/// as `spw_spec_submit`.
 ///
 /// # Safety
-/// As `spw_spec_submit`, for device memory; `gpu` is open, and may be closed before the engine; `stream` is 0 or a live
-/// stream of the device's primary context until the bucket is final.
+/// As `spw_spec_submit`, for device memory. `gpu` is open, and may be closed before the engine. `stream` is 0 or a
+/// stream of the device's primary context that stays alive until the bucket is final.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_spec_submit_gpu(
     spec: *const spw_spec,
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn spw_spec_submit_gpu(
             let stream = ForeignStream::new(stream);
             let work = Resident::new(&gpu.steps, jobs, stream, publication.ready());
             spec.engine.submit(bucket, Box::new(work), event)?;
-            // Outside the lock: dropping the old one waits for the GPU.
+            // Outside the lock, since dropping the old publication waits for the GPU.
             let old = spec.devices().insert(bucket, publication);
             drop(old);
             Ok(())
@@ -115,8 +115,8 @@ pub unsafe extern "C" fn spw_spec_submit_gpu(
     })
 }
 
-/// Waits as `spw_spec_wait`, and then makes what is queued on `stream` from now on wait, on the device, until the new
-/// parameters of the bucket are there: uploaded as `spw_spec_publish_to` says, or stepped by the GPU.
+/// Waits as `spw_spec_wait`. Then it makes work queued later on `stream` wait, on the device, for the bucket's new
+/// parameters. They come from an upload of `spw_spec_publish_to` or from the GPU's step.
 ///
 /// # Safety
 /// `spec` is an open engine; `stream` is 0 or a live stream of the primary context of the bucket's GPU.
@@ -137,7 +137,7 @@ pub unsafe extern "C" fn spw_spec_stream_wait(
 }
 
 impl spw_spec {
-    /// Hands a bucket to the engine, with its uploads if it has any.
+    /// Submits a bucket to the engine, with its uploads if any.
     pub(super) fn submit(&self, bucket: u32, work: Box<dyn Bucket>, event: Option<Event>) -> Result<()> {
         let to = self.devices().get(&bucket).filter(|to| to.uploads()).cloned();
         let work = match to {

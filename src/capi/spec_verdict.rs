@@ -1,4 +1,4 @@
-//! The verdict of a round of speculation: the numbers it needs, giving it, and what it took back.
+//! The verdict of a speculation round: its inputs, its outcome, and the steps that it rolled back.
 #![allow(non_camel_case_types)]
 
 use super::guard::guard;
@@ -12,19 +12,19 @@ use crate::error::{Error, Result};
 use crate::offload::speculate::{Outcome, Verdict};
 use crate::optim::StepStats;
 
-/// What becomes of a round. Passed as `uint32_t`.
+/// Verdict of a round. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_spec_verdict {
-    /// Every bucket's step stands.
+    /// Every bucket's step is kept.
     SPW_SPEC_COMMIT = 0,
-    /// No bucket is stepped: the gradients are not finite.
+    /// No bucket is stepped, since a gradient is not finite.
     SPW_SPEC_SKIP = 1,
-    /// Every bucket steps with the clipped factor.
+    /// Every bucket is stepped with the clipped factor.
     SPW_SPEC_REDO = 2,
 }
 
-/// What a verdict came to.
+/// Result of a verdict.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_spec_outcome {
@@ -32,11 +32,11 @@ pub struct spw_spec_outcome {
     pub struct_size: u32,
     /// An `spw_spec_verdict`.
     pub verdict: u32,
-    /// Norm of the scaled gradients of all ranks; NaN if they are not finite, or the verdict was the caller's.
+    /// Norm of the scaled gradients of all ranks. NaN if they are not finite, or after `spw_spec_resolve_as`.
     pub norm: f64,
-    /// Factor on the gradient of every step that stands; 0 if none does.
+    /// Factor on the gradient in the round's final steps; 0 after SPW_SPEC_SKIP.
     pub grad_scale: f64,
-    /// Buckets whose steps are taken back.
+    /// Number of buckets whose speculative steps are rolled back.
     pub withdrawn: u32,
     /// 0
     pub reserved: u32,
@@ -48,11 +48,13 @@ unsafe impl Record for spw_spec_outcome {
     const NAME: &'static str = "spw_spec_outcome";
 }
 
-/// Waits until every bucket of the round is measured, at the longest `timeout_ms` milliseconds (0: only looks; negative:
-/// for ever), and gives this rank's part: the sums of squares of the scaled gradients, added in the order of the
-/// buckets, whatever the order of arrival; NaN with `nonfinite`. The sum over all ranks goes to `spw_spec_resolve`.
+/// Waits until every bucket of the round is measured, for up to `timeout_ms` milliseconds (0: poll; negative: without
+/// limit). Writes this rank's statistics: the sum of squares of the scaled gradients, added in the order of the bucket
+/// numbers, whatever their order of arrival. With `nonfinite` 1 the sum is NaN. Add the sums of all ranks for
+/// `spw_spec_resolve`.
 ///
-/// SPW_ERR_BUCKET_MISSING names one that was not submitted; SPW_ERR_TIMEOUT those whose event has not come.
+/// - SPW_ERR_BUCKET_MISSING: a bucket was not submitted; the message names it.
+/// - SPW_ERR_TIMEOUT: events are outstanding; the message names their buckets.
 ///
 /// # Safety
 /// `spec` is an open engine, `local` points to a struct of `struct_size` bytes.
@@ -72,10 +74,10 @@ pub unsafe extern "C" fn spw_spec_local_result(
     })
 }
 
-/// Gives the round the verdict that follows from the numbers of all ranks, and returns at once; the engine goes on to
-/// take back and step again what needs it, the bucket that was submitted last first. `outcome` may be NULL.
+/// Gives the round the verdict that follows from `global`, the statistics of all ranks, and returns at once. The engine
+/// then rolls back and repeats steps as needed, the bucket that was submitted last first. `outcome` may be NULL.
 ///
-/// SPW_ERR_BUSY while buckets are being measured: `spw_spec_local_result` waits for them.
+/// SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
 ///
 /// # Safety
 /// `spec` is an open engine, `global` and `outcome` point to structs of `struct_size` bytes.
@@ -100,8 +102,9 @@ pub unsafe extern "C" fn spw_spec_resolve(
     })
 }
 
-/// Gives the round a verdict (an `spw_spec_verdict`) of the caller's own, for a rule of clipping other than that of
-/// `spw_spec_begin_adam`; `grad_scale` is the whole factor of SPW_SPEC_REDO, rounded to f32. Else as `spw_spec_resolve`.
+/// Gives the round the caller's own verdict (an `spw_spec_verdict`), for a clipping rule other than that of
+/// `spw_spec_begin_adam`. `grad_scale` is the complete factor for SPW_SPEC_REDO, rounded to f32. Otherwise as
+/// `spw_spec_resolve`.
 ///
 /// # Safety
 /// `spec` is an open engine, `outcome` is NULL or points to a struct of `struct_size` bytes.
@@ -128,8 +131,8 @@ pub unsafe extern "C" fn spw_spec_resolve_as(
     })
 }
 
-/// Gives an open round up: buckets that were stepped are taken back, the others never begin. Without one it does nothing.
-/// `spw_spec_finish` waits for the end of it.
+/// Aborts an open round: stepped buckets are rolled back, the others never start. Without an open round it does
+/// nothing. `spw_spec_finish` waits for the rollback.
 ///
 /// # Safety
 /// `spec` is an open engine.
@@ -139,8 +142,8 @@ pub unsafe extern "C" fn spw_spec_abort(spec: *const spw_spec) -> spw_status {
     guard(|| unsafe { open(spec) }?.engine.abort())
 }
 
-/// Waits until every bucket of the round is final, at the longest `timeout_ms` milliseconds (negative: for ever). All
-/// spans, and the words of events, are the caller's again.
+/// Waits until every bucket of the round is final, for up to `timeout_ms` milliseconds (negative: without limit). After
+/// it all spans, and the words of events, belong to the caller again.
 ///
 /// # Safety
 /// `spec` is an open engine.
@@ -150,12 +153,13 @@ pub unsafe extern "C" fn spw_spec_finish(spec: *const spw_spec, timeout_ms: i64)
     guard(|| unsafe { open(spec) }?.engine.finish(timeout(timeout_ms)))
 }
 
-/// Buckets that had been stepped when the last verdict took their steps back: at most `capacity` numbers to `buckets_out`,
-/// and how many there are to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE these are the copies to fetch again, once
-/// the bucket is final.
+/// Writes the buckets whose speculative steps the last verdict rolled back: at most `capacity` numbers to
+/// `buckets_out`, and their total to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE the caller fetches these buckets'
+/// 16-bit copies again once the bucket is final.
 ///
 /// # Safety
-/// `spec` is an open engine, `buckets_out` has room for `capacity` numbers (NULL for 0), `count_out` points to a size_t.
+/// `spec` is an open engine, `buckets_out` has room for `capacity` numbers (NULL for 0), `count_out` points to a
+/// size_t.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_spec_withdrawn(
     spec: *const spw_spec,

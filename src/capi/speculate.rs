@@ -1,4 +1,4 @@
-//! Speculation, then validation: buckets step before the norm of the whole gradient is known.
+//! Speculation-then-validation: buckets are stepped before the norm of the whole gradient is known.
 #![allow(non_camel_case_types)]
 
 use std::collections::HashMap;
@@ -15,30 +15,30 @@ use crate::error::{Error, Result};
 use crate::kernel::{AdagradRule, AdamRule, LionRule};
 use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
 
-/// When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
+/// When the 16-bit copies of parameters (param_copy) are written, and when readers may use them. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_spec_publish {
-    /// Once, when the bucket is final; until then they stay as they are, so that the model may go on reading them. A
-    /// bucket whose step stands costs one more pass over its parameters (6 bytes each).
+    /// Written once, when the bucket is final; until then the model may read the old copies. A bucket whose step is
+    /// kept needs one more pass over its parameters (6 bytes each).
     SPW_SPEC_PUBLISH_FINAL = 0,
-    /// By the step itself; they count when the bucket is final, and nobody reads them before. For a staging buffer.
+    /// Written by the step, as into a staging buffer. Readers may use them only when the bucket is final.
     SPW_SPEC_PUBLISH_STAGED = 1,
-    /// By the step itself, and they count at once. `spw_spec_withdrawn` says which of them a verdict took back.
+    /// Written by the step, and usable at once. `spw_spec_withdrawn` names the copies that a verdict invalidated.
     SPW_SPEC_PUBLISH_SPECULATIVE = 2,
 }
 
-/// Settings of an engine.
+/// Options of an engine.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_spec_options {
     /// `sizeof(spw_spec_options)`
     pub struct_size: u32,
-    /// Buckets of every round, numbered from 0.
+    /// Number of buckets of every round. Buckets are numbered from 0.
     pub buckets: u32,
-    /// An `spw_undo_mode` that is exact: SPW_UNDO_DELTA, or SPW_UNDO_SHADOW, for which every tensor names its shadow spans.
-    /// With shadows, these hold the state after the verdicts SPW_SPEC_COMMIT and SPW_SPEC_REDO, and the tensor's own
-    /// spans after SPW_SPEC_SKIP and an abort: the next round names first those that hold it.
+    /// An exact `spw_undo_mode`: SPW_UNDO_DELTA, or SPW_UNDO_SHADOW, where every tensor must have shadow spans. With
+    /// SPW_UNDO_SHADOW, the shadow spans hold the state after SPW_SPEC_COMMIT and SPW_SPEC_REDO. The tensor's own spans
+    /// hold it after SPW_SPEC_SKIP and an abort. The next round names the set with the state as the tensor's own.
     pub undo_mode: u32,
     /// An `spw_spec_publish`.
     pub publish: u32,
@@ -50,7 +50,7 @@ unsafe impl Record for spw_spec_options {
     const NAME: &'static str = "spw_spec_options";
 }
 
-/// What an engine did since it was opened.
+/// Counters since the engine was opened.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_spec_stats {
@@ -64,19 +64,20 @@ pub struct spw_spec_stats {
     pub redos: u64,
     /// Rounds with the verdict SPW_SPEC_SKIP.
     pub skips: u64,
-    /// Rounds that were given up.
+    /// Aborted rounds.
     pub aborts: u64,
-    /// Buckets stepped before the verdict.
+    /// Buckets stepped before the verdict (speculatively).
     pub buckets_speculated: u64,
-    /// Those of them whose step stood.
+    /// Speculative steps that were kept.
     pub buckets_committed: u64,
-    /// Those taken back and stepped again.
+    /// Speculative steps that were rolled back and repeated.
     pub buckets_redone: u64,
-    /// Those taken back.
+    /// Speculative steps that were rolled back and not repeated.
     pub buckets_rolled_back: u64,
-    /// Buckets not stepped before the verdict, since it was certain already, or since they are the GPU's.
+    /// Buckets not stepped before the verdict: the verdict was already certain, or the bucket is in device memory.
     pub buckets_spared: u64,
-    /// Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
+    /// Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, summed over
+    /// callers.
     pub seconds_exposed: f64,
 }
 
@@ -86,12 +87,12 @@ unsafe impl Record for spw_spec_stats {
     const NAME: &'static str = "spw_spec_stats";
 }
 
-/// An engine, with one thread of its own that hands steps to the pool.
+/// A speculation engine. It has one thread, which distributes steps to the thread pool.
 pub struct spw_spec {
     pub(super) engine: Engine,
     pub(super) undo: Undo,
     rules: Mutex<Rules>,
-    /// What becomes of buckets on the device. Dropped after the engine, which uses it.
+    /// Uploads and GPU steps of each bucket. Dropped after the engine, which uses them.
     pub(super) devices: Mutex<HashMap<u32, Publication>>,
 }
 
@@ -104,7 +105,7 @@ pub(super) enum Rules {
     Lion(LionRule),
 }
 
-/// Starts an engine (SuperOffload section 4.4, "speculation-then-validation"). A round is
+/// Creates an engine (SuperOffload section 4.4, "speculation-then-validation"). A round is
 ///
 ///     spw_spec_begin_adam(spec, &options, max_norm);
 ///     spw_spec_submit(spec, bucket, tensors, count, event);    for every bucket, as gradients come
@@ -112,12 +113,12 @@ pub(super) enum Rules {
 ///     spw_spec_resolve(spec, &all, &outcome);
 ///     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
 ///
-/// A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
-/// go back to the bit: about 1.2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
-/// once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
-/// are only measured, and step once after it.
+/// The thread pool steps a bucket as soon as its event has happened, with the factor `options.grad_scale`. It records a
+/// log for an exact rollback, about 1.2 bytes per parameter and at most 13. After the verdict every bucket has the bits
+/// of waiting for the norm and stepping once, whatever the order of arrival. If the partial sum already determines the
+/// verdict, later buckets are only measured, and stepped once after the verdict.
 ///
-/// Every function but close may be called from several threads at the same time. Complete: examples_c/speculate.c.
+/// Every function but `spw_spec_close` is thread-safe. Complete example: examples_c/speculate.c.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
@@ -154,12 +155,13 @@ pub unsafe extern "C" fn spw_spec_open(
     })
 }
 
-/// Opens a round of Adam steps, `options.step` and `options.grad_scale` (1 / loss scale) among them. Gradients whose norm
-/// over all ranks passes `max_norm` (0: no limit) will be clipped, as `torch.nn.utils.clip_grad_norm_` and DeepSpeed do:
+/// Opens a round of Adam steps with `options`, including `options.step` and `options.grad_scale` (1 / loss scale). If
+/// the norm over all ranks exceeds `max_norm` (0: no limit), gradients are clipped as by
+/// `torch.nn.utils.clip_grad_norm_` and DeepSpeed:
 ///
 ///     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
 ///
-/// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the one before are not final.
+/// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the previous round are not final.
 ///
 /// # Safety
 /// `spec` is an open engine, `options` points to a struct of `struct_size` bytes.
@@ -246,8 +248,7 @@ pub unsafe extern "C" fn spw_spec_stats_get(spec: *const spw_spec, stats: *mut s
     })
 }
 
-/// Ends the engine. A round without a verdict is taken back first, and one with a verdict brought to its end. NULL does
-/// nothing.
+/// Closes the engine. It first rolls back a round without a verdict, and completes a round with one. NULL does nothing.
 ///
 /// # Safety
 /// `spec` is NULL or an open engine, and is not used again.

@@ -1,4 +1,4 @@
-//! The virtual tier: opening, extents, commits.
+//! The virtual tier: opening, extents, transfers, commits.
 #![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
@@ -15,25 +15,33 @@ use crate::sys::span::Span;
 use crate::tier::options::Place;
 use crate::tier::{Placement, Tier};
 
-/// A virtual tier: named extents over several paths. Any number of threads may use one at a time.
+/// A virtual tier: named extents stored over several paths (MLP-Offload section 3.2; commits and checksums are
+/// Spillway's own). Thread-safe: threads may use one tier concurrently.
 ///
-/// An extent is a name and up to 64 streams of bytes, for a subgroup its master weights and moments. What is put is new
-/// until `spw_tier_commit` makes everything put so far durable as one step; a crash at any moment leaves a tier that
-/// opens at the last committed step, whole. Every block is checked against its checksum whenever it is read (MLP-Offload,
-/// section 3.2, has the tiers; the rest is new).
+/// An extent is a named object with up to 64 byte streams, for example the master weights and moments of a subgroup. A
+/// put replaces an extent's contents. `spw_tier_commit` makes all puts so far durable as one step. After a crash at any
+/// moment, the next open finds the last committed step complete. Every read verifies the checksum of each block.
 pub struct spw_tier(Arc<Tier>);
 
-/// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed and
-/// its last operation has ended, or the process ends: SPW_ERR_LOCKED names a live holder. Directories and files below a
-/// path are the effective user's alone, with modes 0700 and 0600 when they are new: another user's, a symbolic link or a
-/// file with a second name is SPW_ERR_FOREIGN. Own files that let others in, and own directories that let others write, are
-/// tightened, with a warning in the log. A path whose file system gives no answer for `stall_ms` is SPW_ERR_DEADLINE. A
-/// tier whose superblocks are lost is SPW_ERR_FORMAT until it is collected. A directory of another run, rank or number of
-/// ranks is SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
-/// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. Of paths that went on without each other, each opened without the
-/// other, the one that went further counts; two that went as far are SPW_ERR_FOREIGN until one of them is opened alone.
-/// In an object store the lock names the machine by its machine-id: where an image brings that id along, a live holder on
-/// another machine of the same name is taken for dead.
+/// Opens a tier, or creates one. Each path gets a directory job/host/rank-N with a lock file. The lock is held until
+/// the tier is closed and its last operation has ended, or until the process ends.
+///
+/// - SPW_ERR_LOCKED: a live process holds the lock; the message names it.
+/// - SPW_ERR_DEADLINE: the file system of a path gave no answer for `stall_ms`.
+/// - SPW_ERR_FORMAT: a directory has another format version, or the superblocks are lost. `spw_tier_collect` removes
+///   it.
+/// - SPW_ERR_FOREIGN: a directory belongs to another run, rank or number of ranks.
+/// - SPW_ERR_FOREIGN: a file or directory belongs to another user, is a symbolic link, or is a file with a second name.
+/// - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_DEGRADED opens without it.
+///
+/// New directories have mode 0700 and new files 0600. If the user's own files are accessible to others, or the user's
+/// own directories writable by others, the open removes these permissions and logs a warning.
+///
+/// If paths were opened separately, each without the other, the later commit wins. A tie is SPW_ERR_FOREIGN until one
+/// of the paths is opened alone.
+///
+/// In an object store the lock names the machine by its machine-id. If two machines of the same name share a
+/// machine-id, as copies of one image may, a live holder on the other machine counts as dead.
 ///
 /// # Safety
 /// `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
@@ -53,9 +61,10 @@ pub unsafe extern "C" fn spw_tier_open(
     })
 }
 
-/// Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
-/// is gone whatever is returned. What was not committed is lost; what was is found by the next open. A tier that a tiered
-/// update uses ends with the update. Whether the streams of a ticket are free is known only to who has waited for it.
+/// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
+/// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
+/// If a tiered update uses the tier, the tier ends with the update. Streams of tickets that were not waited for must be
+/// presumed in use after this call.
 ///
 /// # Safety
 /// `tier` is NULL or came from `spw_tier_open`, and is not used again.
@@ -74,9 +83,9 @@ pub unsafe extern "C" fn spw_tier_close(tier: *mut spw_tier, timeout_ms: i64) ->
     })
 }
 
-/// Removes the tier's files from every path and frees the tier, which is gone whatever is returned. A path with an operation
-/// that is still in flight keeps its files, and its lock until the operation ends: SPW_ERR_BUSY; collect it then. In a
-/// forked child it is SPW_ERR_UNSUPPORTED and does nothing.
+/// Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
+/// operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. Delete
+/// such files later with `spw_tier_collect`. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
 ///
 /// # Safety
 /// As `spw_tier_close`.
@@ -96,8 +105,8 @@ pub unsafe extern "C" fn spw_tier_destroy(tier: *mut spw_tier) -> spw_status {
     })
 }
 
-/// Removes what a run that is dead left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` may be NULL for
-/// this machine's name. A live run is SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+/// Deletes the files that a dead run left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` NULL means
+/// this machine's name. A live run is SPW_ERR_LOCKED, a run without files SPW_ERR_NOT_FOUND.
 ///
 /// # Safety
 /// The strings are C strings; `host` may be NULL.
@@ -112,8 +121,9 @@ pub unsafe extern "C" fn spw_tier_collect(
     guard(|| unsafe { Place::of(path(directory, "directory")?).collect(&owner(job, host, rank)?) })
 }
 
-/// Finds the extent with this name, or makes it, with streams of these many bytes. One that exists with other streams is
-/// SPW_ERR_FOREIGN. Its number is good while the tier is open.
+/// Finds or creates the extent `name`, with `stream_count` (at most 64) streams of `stream_bytes[i]` bytes each, and
+/// writes its number. An existing extent with other streams is SPW_ERR_FOREIGN. The number is valid while the tier is
+/// open.
 ///
 /// # Safety
 /// `tier` is open, `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.
@@ -139,8 +149,8 @@ pub unsafe extern "C" fn spw_tier_define(
     })
 }
 
-/// Takes an extent out with the next commit; defining it again before takes that back. Both are SPW_ERR_BUSY while a commit
-/// is under way.
+/// Removes an extent with the next commit. `spw_tier_define` of the extent before that commit cancels the removal. Both
+/// are SPW_ERR_BUSY while a commit is in flight.
 ///
 /// # Safety
 /// `tier` is open.
@@ -150,13 +160,14 @@ pub unsafe extern "C" fn spw_tier_remove(tier: *mut spw_tier, extent: u32) -> sp
     guard(|| unsafe { open(tier) }?.remove(extent))
 }
 
-/// Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
-/// any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
-/// least lies; a path that fails or is full is left for another, and the wait tells only if none took it. The committed
-/// contents stay as they are. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is under way.
+/// Starts to write an extent, and returns at once with a ticket for `spw_tier_wait`. `streams` has one pointer for each
+/// stream. Any alignment is allowed; pinned memory is fastest. `path` is the number of a path. -1 selects the extent's
+/// present path, or the path with the least data. If that path fails or is full, another path is used; the wait is an
+/// error only if no path accepted the data. The committed contents stay unchanged. SPW_ERR_BUSY while the extent is
+/// put, read, moved or verified, or a commit is in flight.
 ///
 /// # Safety
-/// `tier` is open; the streams stay as they are until the ticket was waited for; `ticket_out` points to a u64.
+/// `tier` is open. The streams stay unchanged until the ticket was waited for. `ticket_out` points to a u64.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_tier_put(
     tier: *mut spw_tier,
@@ -174,8 +185,8 @@ pub unsafe extern "C" fn spw_tier_put(
     unsafe { put(tier, extent, streams, &placement, ticket_out) }
 }
 
-/// As `spw_tier_put`, in pieces over several paths: `path_blocks` has for each path, by number, how many blocks it
-/// takes. Blocks left over go to the last one that takes any.
+/// Starts to write an extent as `spw_tier_put`, striped over several paths. `path_blocks[i]` is the number of blocks
+/// for path i. Remaining blocks go to the last path with a nonzero entry.
 ///
 /// # Safety
 /// As `spw_tier_put`; `path_blocks` points to `path_count` numbers.
@@ -198,12 +209,13 @@ pub unsafe extern "C" fn spw_tier_put_striped(
     unsafe { put(tier, extent, streams, &Placement::Striped(parts), ticket_out) }
 }
 
-/// Begins to read what was last put and waited for, or the committed contents after an open. A NULL stream is left out.
-/// The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
+/// Starts to read an extent: the last put that was waited for, or after an open the committed contents. A NULL stream
+/// is skipped. The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block
+/// and offset.
 ///
 /// # Safety
-/// `tier` is open; the streams may be written to until the ticket was waited for, after SPW_ERR_DEADLINE for longer (see
-/// `spw_tier_wait`), and nobody else uses them meanwhile; `ticket_out` points to a u64.
+/// `tier` is open. The tier may write to the streams until the ticket was waited for, after SPW_ERR_DEADLINE for longer
+/// (see `spw_tier_wait`), and no other code uses them meanwhile. `ticket_out` points to a u64.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_tier_get(
     tier: *mut spw_tier,
@@ -223,13 +235,14 @@ pub unsafe extern "C" fn spw_tier_get(
     })
 }
 
-/// Waits for a ticket, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and is done with it,
-/// except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or read.
+/// Waits for a ticket for up to `timeout_ms` milliseconds (0: poll; negative: without limit). After the call the ticket
+/// is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or
+/// read.
 ///
-/// After SPW_ERR_DEADLINE (a path gave no answer within the tier's `stall_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost)
-/// the system may still use the streams at any time: their memory stays allocated, and out of use, until the process
-/// ends. Memory of spw_pool and spw_pinned may be freed; it is kept out of use until the system answers. After any other
-/// status nothing writes to the streams any more.
+/// Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path gave no answer within the tier's
+/// `stall_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused until
+/// the process ends. Memory of spw_pool and spw_pinned may be freed: the library quarantines it until the system
+/// answers. After any other status the streams are free.
 ///
 /// # Safety
 /// `tier` is open, `generation_out` is NULL or points to a u64.
@@ -252,11 +265,15 @@ pub unsafe extern "C" fn spw_tier_wait(
     })
 }
 
-/// Makes everything put so far durable, as step `step`, with up to 1 MiB of the caller's own bytes, which the next open
-/// gives back. It waits for puts under way. If one of them failed since the last commit, its error is returned until the
-/// extent is put again or `spw_tier_rollback`; after any error the last committed step is still what an open finds, or,
-/// where the devices gave no answer, this one. A path whose files were removed, renamed or replaced fails here: what lies
-/// there is moved to other paths, or the commit is SPW_ERR_PATH_MISSING.
+/// Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
+/// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight.
+///
+/// If a put failed since the last commit, the commit returns its error until the extent is put again or
+/// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices gave no
+/// answer, it may find this step instead.
+///
+/// If files of a path were removed, renamed or replaced, the path has failed. The commit moves the path's extents to
+/// other paths, or it is SPW_ERR_PATH_MISSING.
 ///
 /// # Safety
 /// `tier` is open, `payload` points to `payload_bytes` bytes, or is NULL if there are none.
@@ -284,7 +301,8 @@ pub unsafe extern "C" fn spw_tier_commit(
     })
 }
 
-/// Forgets everything put since the last commit: reads see the committed contents again.
+/// Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
+/// again. SPW_ERR_BUSY while a commit is in flight.
 ///
 /// # Safety
 /// `tier` is open.
@@ -335,7 +353,7 @@ unsafe fn spans(
     shape.streams().iter().enumerate().map(span).collect()
 }
 
-/// The tier, in the process that opened it.
+/// The tier, if this process opened it.
 ///
 /// # Safety
 /// `tier` is NULL or open.
@@ -346,7 +364,7 @@ pub(super) unsafe fn open<'a>(tier: *const spw_tier) -> Result<&'a Tier> {
     Ok(&tier.0)
 }
 
-/// The tier, for an object that lives on it.
+/// Shared ownership of the tier, for an object that uses it.
 ///
 /// # Safety
 /// `tier` is NULL or open.
@@ -358,8 +376,7 @@ pub(super) unsafe fn shared(tier: *const spw_tier) -> Result<Arc<Tier>> {
     }
 }
 
-/// `None`, for ever, if negative.
-/// Most bytes that a commit keeps for the caller.
+/// Upper bound of a payload slice. A commit itself accepts at most 1 MiB ([`crate::tier::MAX_PAYLOAD`]).
 pub(super) const MAX_PAYLOAD: u64 = 1 << 30;
 
 fn timeout(milliseconds: i64) -> Option<Duration> {

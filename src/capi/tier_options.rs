@@ -1,4 +1,4 @@
-//! The virtual tier: what it is opened with.
+//! Options of the virtual tier.
 #![allow(non_camel_case_types)]
 
 use std::ffi::{CStr, OsStr, c_char};
@@ -13,28 +13,28 @@ use crate::sys::host;
 use crate::tier::directory::Owner;
 use crate::tier::options::{Durability, Mode, PathOptions, Place, TierOptions};
 
-/// What `spw_tier_open` does with what is there. Passed as `uint32_t`.
+/// How `spw_tier_open` treats existing state. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_tier_mode {
-    /// Go on if there is a committed state, else make a new tier; SPW_ERR_FOREIGN if the rank's state lies in a directory of
-    /// another host, which nobody holds.
+    /// Resume a committed state if there is one, else create a tier. SPW_ERR_FOREIGN if this rank's state is in a
+    /// directory of another host and no process holds its lock.
     SPW_TIER_AUTO = 0,
-    /// Make a new tier; a committed state on one of the paths is SPW_ERR_FOREIGN.
+    /// Create a tier. A committed state on one of the paths is SPW_ERR_FOREIGN.
     SPW_TIER_CREATE = 1,
-    /// Go on at the last committed step; none is SPW_ERR_NO_STATE.
+    /// Resume at the last committed step. Without one it is SPW_ERR_NO_STATE.
     SPW_TIER_RESUME = 2,
 }
 
-/// What a commit waits for. Passed as `uint32_t`.
+/// Durability of a commit. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_tier_durability {
-    /// The devices' word that data and superblocks are durable (fdatasync): survives a power cut.
+    /// The commit waits until the devices report data and superblocks durable (fdatasync). It survives a power cut.
     SPW_TIER_DURABLE_DATA = 0,
-    /// Nothing: a killed process loses nothing, a machine that stops may.
+    /// The commit does not wait for the devices. It survives the end of the process, but not always a power cut.
     SPW_TIER_DURABLE_PROCESS = 1,
-    /// As SPW_TIER_DURABLE_DATA; directories are synced as well and superblocks read back.
+    /// As SPW_TIER_DURABLE_DATA; the commit also syncs directories and reads superblocks back.
     SPW_TIER_DURABLE_FULL = 2,
 }
 
@@ -42,23 +42,23 @@ pub enum spw_tier_durability {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_tier_kind {
-    /// A directory that exists: a local disk, a mounted file system. Or a bucket that exists, as `s3://BUCKET/PREFIX`.
+    /// An existing directory on a local disk or a mounted file system. Or an existing bucket, as `s3://BUCKET/PREFIX`.
     SPW_TIER_DIRECTORY = 0,
-    /// Memory of this process. What lies there is lost with it, commits notwithstanding.
+    /// Memory of this process. Its contents are lost when the process ends, even if committed.
     SPW_TIER_MEMORY = 1,
 }
 
-/// Choices for a tier, added together.
+/// Flags of a tier, combined by addition.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_tier_flag {
-    /// Open without paths that are missing; `spw_tier_opened` says what is lost.
+    /// Open without missing paths; `spw_tier_opened` counts what is lost.
     SPW_TIER_DEGRADED = 1,
-    /// Go through the page cache, even where the file system allows O_DIRECT.
+    /// Use the page cache, even if the file system supports O_DIRECT.
     SPW_TIER_NO_DIRECT = 2,
-    /// Go on at `at_step`, which is the last committed step or the one before it (`spw_tier_steps`); any other is
-    /// SPW_ERR_NO_STEP, and so is the one before if something was put since the last commit and took its place. The last
-    /// one is gone then.
+    /// Resume at `at_step`, which is the last committed step or the step before it (`spw_tier_steps`); any other step
+    /// is SPW_ERR_NO_STEP. The step before is also SPW_ERR_NO_STEP if a put since the last commit has reused its space.
+    /// An open at the step before discards the last step.
     SPW_TIER_AT_STEP = 4,
 }
 
@@ -70,15 +70,21 @@ pub struct spw_tier_path {
     pub struct_size: u32,
     /// `spw_tier_kind`
     pub kind: u32,
-    /// The directory, which exists: a disk that is not mounted is an error. NULL for memory. `s3://BUCKET/PREFIX` is a
-    /// place in an S3-compatible object store, which the variables of the AWS tools say how to reach: AWS_ENDPOINT_URL_S3
-    /// or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
-    /// AWS_CA_BUNDLE. One that is missing is SPW_ERR_INVALID_ARGUMENT; a library without the feature `s3` answers
+    /// An existing directory; a disk that is not mounted is therefore an error. NULL for SPW_TIER_MEMORY.
+    /// `s3://BUCKET/PREFIX` is a location in an S3-compatible object store. Its access settings are the environment
+    /// variables of the AWS tools:
+    ///
+    /// - AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL
+    /// - AWS_REGION or AWS_DEFAULT_REGION
+    /// - AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN
+    /// - AWS_CA_BUNDLE
+    ///
+    /// A missing variable is SPW_ERR_INVALID_ARGUMENT. A library built without the feature `s3` returns
     /// SPW_ERR_UNSUPPORTED.
     pub directory: *const c_char,
-    /// Most bytes of the path's data file; 0 is no limit but the device's.
+    /// Maximum bytes of the path's data file; 0: limited only by the device.
     pub limit_bytes: u64,
-    /// Bytes that the data file takes from the start.
+    /// Initial bytes of the data file.
     pub reserve_bytes: u64,
 }
 
@@ -88,7 +94,7 @@ unsafe impl Record for spw_tier_path {
     const NAME: &'static str = "spw_tier_path";
 }
 
-/// Settings of a tier. Zero is the default of every field but job and paths.
+/// Settings of a tier. Zero is the default of every field but struct_size, job and paths.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_tier_options {
@@ -96,31 +102,33 @@ pub struct spw_tier_options {
     pub struct_size: u32,
     /// `spw_tier_mode`
     pub mode: u32,
-    /// Name of the run, fit for a directory.
+    /// Name of the run. It must be valid as a directory name.
     pub job: *const c_char,
-    /// Name of the machine; NULL is its own.
+    /// Name of the machine; NULL: this machine's name.
     pub host: *const c_char,
     /// Rank in the run.
     pub rank: u32,
-    /// Ranks of the run; 0 is 1.
+    /// Number of ranks of the run; 0: 1.
     pub world: u32,
-    /// The paths. Their order does not matter when a tier is opened again.
+    /// The paths. A reopened tier may list them in any order.
     pub paths: *const spw_tier_path,
-    /// How many.
+    /// Number of paths.
     pub path_count: u64,
     /// `spw_tier_durability`
     pub durability: u32,
     /// Sum of `spw_tier_flag`.
     pub flags: u32,
-    /// Bytes of a block, which has one checksum, a multiple of 4096; 0 is 1 MiB. A tier that exists keeps its own.
+    /// Bytes of a block, a multiple of 4096; 0: 1 MiB. Each block has one checksum. An existing tier keeps its block
+    /// size.
     pub block_bytes: u64,
-    /// Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
+    /// I/O timeout: a path without progress for this many milliseconds has failed; 0: 60 seconds.
     pub stall_ms: u64,
-    /// Reads under way at a time on each path, and as many writes; 0 is 32, and 8 on an object store, which takes 64 at most.
+    /// Maximum reads in flight on each path, and also the maximum writes; 0: 32, or 8 on an object store, which allows
+    /// at most 64.
     pub queue_depth: u32,
     /// `spw_io_backend`
     pub io_backend: u32,
-    /// With SPW_TIER_AT_STEP the step to go on at, else 0.
+    /// The step to resume at, with SPW_TIER_AT_STEP; else 0.
     pub at_step: u64,
 }
 
@@ -210,7 +218,7 @@ unsafe fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
     (0..raw.path_count).map(each).collect()
 }
 
-/// A C string of UTF-8.
+/// Reads a C string of UTF-8.
 pub(super) unsafe fn text<'a>(start: *const c_char, argument: &'static str) -> Result<&'a str> {
     if start.is_null() {
         return Err(Error::invalid(argument, "is NULL"));

@@ -1,4 +1,4 @@
-//! The virtual tier: what is there, how it is doing, checks, exports.
+//! The virtual tier: contents, path health, verification, export and import.
 #![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_void};
@@ -12,35 +12,35 @@ use super::tier_options::path;
 use crate::error::{Error, Result};
 use crate::tier::Health;
 
-/// How a path is doing. Passed as `uint32_t`.
+/// Health of a path. Passed as `uint32_t`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub enum spw_tier_health {
-    /// Reads and writes.
+    /// The path is read and written.
     SPW_TIER_HEALTHY = 0,
-    /// Reads only: what lies there moves when it is put next.
+    /// The path is only read. Extents on it move to another path with their next put.
     SPW_TIER_DRAINING = 1,
-    /// A write or the whole path failed; reads are still tried.
+    /// A write or the whole path failed. Reads are still tried.
     SPW_TIER_FAILED = 2,
-    /// It was not there when the tier was opened.
+    /// The path was missing when the tier was opened.
     SPW_TIER_MISSING = 3,
 }
 
-/// What an open found.
+/// Result of an open.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_tier_opened_info {
     /// `sizeof(spw_tier_opened_info)`
     pub struct_size: u32,
-    /// 1 if a committed step was found, else 0.
+    /// 1 if the open found a committed step, else 0.
     pub resumed: u32,
     /// That step.
     pub step: u64,
-    /// Bytes that its commit was given to keep.
+    /// Bytes of the payload of its commit.
     pub payload_bytes: u64,
-    /// Paths that are missing.
+    /// Number of missing paths.
     pub missing_paths: u64,
-    /// Extents that had a part there.
+    /// Number of extents with a part on a missing path.
     pub lost_extents: u64,
 }
 
@@ -50,7 +50,7 @@ unsafe impl Record for spw_tier_opened_info {
     const NAME: &'static str = "spw_tier_opened_info";
 }
 
-/// An extent.
+/// One extent of a tier.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_tier_extent_info {
@@ -60,15 +60,15 @@ pub struct spw_tier_extent_info {
     pub extent: u32,
     /// Bytes of all streams.
     pub bytes: u64,
-    /// Generation that reads see; 0 if it was never put.
+    /// Generation that reads return; 0 if the extent was never put.
     pub generation: u64,
     /// Number of streams.
     pub streams: u32,
-    /// 1 if reads see the committed contents, else 0.
+    /// 1 if reads return the committed contents, else 0.
     pub committed: u32,
-    /// 1 if a part was on a path that is missing, else 0.
+    /// 1 if a part was on a missing path, else 0.
     pub lost: u32,
-    /// Blocks that it is cut into.
+    /// Number of blocks.
     pub blocks: u32,
 }
 
@@ -78,7 +78,7 @@ unsafe impl Record for spw_tier_extent_info {
     const NAME: &'static str = "spw_tier_extent_info";
 }
 
-/// A path, and what went over it.
+/// One path of a tier, and its traffic.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_tier_path_info {
@@ -92,19 +92,19 @@ pub struct spw_tier_path_info {
     pub reserved: u32,
     /// Bytes read since the open.
     pub read_bytes: u64,
-    /// Bytes written since the open, heads and superblocks included.
+    /// Bytes written since the open, including headers and superblocks.
     pub written_bytes: u64,
-    /// Nanoseconds with a read under way.
+    /// Nanoseconds with a read in flight.
     pub reading_ns: u64,
-    /// Nanoseconds with a write or a sync under way.
+    /// Nanoseconds with a write or a sync in flight.
     pub writing_ns: u64,
-    /// Bytes written since the tier was made: what it cost the SSD.
+    /// Bytes written since the tier was created (SSD wear).
     pub wear_bytes: u64,
     /// Length of the data file.
     pub file_bytes: u64,
-    /// Bytes free in it.
+    /// Free bytes in the data file.
     pub free_bytes: u64,
-    /// Blocks of extents that reads would fetch from here.
+    /// Blocks of extents that are read from this path.
     pub blocks: u64,
 }
 
@@ -114,7 +114,7 @@ unsafe impl Record for spw_tier_path_info {
     const NAME: &'static str = "spw_tier_path_info";
 }
 
-/// What a check of everything found.
+/// Counts of `spw_tier_verify`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_tier_checked {
@@ -122,13 +122,13 @@ pub struct spw_tier_checked {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Extents looked at.
+    /// Extents read.
     pub extents: u64,
     /// Blocks read.
     pub blocks: u64,
-    /// Their bytes.
+    /// Bytes of these blocks.
     pub bytes: u64,
-    /// Blocks, heads and superblocks that are damaged, lost or cannot be read.
+    /// Blocks, headers and superblocks that are damaged, lost or unreadable.
     pub damaged: u64,
 }
 
@@ -138,8 +138,8 @@ unsafe impl Record for spw_tier_checked {
     const NAME: &'static str = "spw_tier_checked";
 }
 
-/// What the open found. Set `info->struct_size` first. `payload` (may be NULL) receives the first `payload_bytes` bytes
-/// of what the commit was given to keep.
+/// Reads the result of the open. Set `info->struct_size` first. `payload` (may be NULL) receives the first
+/// `payload_bytes` bytes of the commit's payload.
 ///
 /// # Safety
 /// `tier` is open, `info` points to a struct of `struct_size` bytes, `payload` is NULL or points to `payload_bytes`
@@ -173,8 +173,8 @@ pub unsafe extern "C" fn spw_tier_opened(
     })
 }
 
-/// The `index`-th extent, from 0 on; SPW_ERR_NOT_FOUND past the last. `name` (may be NULL) receives its name, cut off to
-/// `name_size` bytes and ended by a NUL. Set `info->struct_size` first.
+/// Reads the `index`-th extent, counted from 0; SPW_ERR_NOT_FOUND past the last. `name` (may be NULL) receives its
+/// name, truncated to `name_size` bytes with a NUL. Set `info->struct_size` first.
 ///
 /// # Safety
 /// `tier` is open, `info` points to a struct of `struct_size` bytes, `name` is NULL or points to `name_size` bytes.
@@ -209,8 +209,8 @@ pub unsafe extern "C" fn spw_tier_extent_get(
     })
 }
 
-/// The path with this number, from 0 on; SPW_ERR_NOT_FOUND past the last. `words` (may be NULL) receives its directory,
-/// and why it is not healthy, cut off to `size` bytes and ended by a NUL. Set `info->struct_size` first.
+/// Reads the path with this number, counted from 0; SPW_ERR_NOT_FOUND past the last. `words` (may be NULL) receives its
+/// directory and why it is not healthy, truncated to `size` bytes with a NUL. Set `info->struct_size` first.
 ///
 /// # Safety
 /// As `spw_tier_extent_get`.
@@ -248,7 +248,7 @@ pub unsafe extern "C" fn spw_tier_path_get(
     })
 }
 
-/// Says how a path is to be treated: SPW_TIER_DRAINING ends new writes to it, SPW_TIER_HEALTHY allows them again.
+/// Sets the health of a path: SPW_TIER_DRAINING stops new writes to it, SPW_TIER_HEALTHY allows them again.
 ///
 /// # Safety
 /// `tier` is open.
@@ -266,8 +266,9 @@ pub unsafe extern "C" fn spw_tier_path_set(tier: *mut spw_tier, number: u32, hea
     })
 }
 
-/// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit. SPW_ERR_BUSY while
-/// one is under way, or where somebody reads or writes an extent; what was moved by then stays moved.
+/// Moves all extents off a path now, and sets the path to SPW_TIER_DRAINING. The next commit makes the move durable.
+/// SPW_ERR_BUSY while a commit is in flight, or if a transfer uses one of the extents; extents moved before that stay
+/// moved.
 ///
 /// # Safety
 /// `tier` is open.
@@ -277,9 +278,9 @@ pub unsafe extern "C" fn spw_tier_evacuate(tier: *mut spw_tier, number: u32) -> 
     guard(|| unsafe { open(tier) }?.evacuate(number))
 }
 
-/// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
-/// `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error
-/// is that of the first, and names path, extent, block and offset. SPW_ERR_BUSY while an extent is being put.
+/// Reads all current blocks, all headers and the superblocks, and verifies their checksums. `checked` (may be NULL; set
+/// its struct_size first) receives the counts, also if something is damaged. Then the status is that of the first
+/// damage, and the message names path, extent, block and offset. SPW_ERR_BUSY while an extent is put.
 ///
 /// # Safety
 /// `tier` is open, `checked` is NULL or points to a struct of `struct_size` bytes.
@@ -306,9 +307,9 @@ pub unsafe extern "C" fn spw_tier_verify(tier: *mut spw_tier, checked: *mut spw_
     })
 }
 
-/// Writes the committed state into `directory`, which must not exist: a file for each stream with its bytes as they were
-/// put, and manifest.json with names, sizes, checksums, step and payload. The directory appears whole or not at all.
-/// Something put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
+/// Exports the committed state to `directory`, which must not exist. It gets one file per stream with the bytes as they
+/// were put, and manifest.json with names, sizes, checksums, step and payload. The directory appears complete or not at
+/// all. A put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
 ///
 /// # Safety
 /// `tier` is open, `directory` is a C string, `step_out` is NULL or points to a u64.
@@ -322,8 +323,9 @@ pub unsafe extern "C" fn spw_tier_export(
     guard(|| unsafe { give(step_out, open(tier)?.export(&path(directory, "directory")?)?) })
 }
 
-/// Reads an export into the tier and commits it at its step. Extents that exist must have the same streams; others stay
-/// as they are. If it fails the tier is as it was at its last commit. `step_out` may be NULL.
+/// Imports an export into the tier and commits it at the export's step. An existing extent of the same name must have
+/// the same streams; extents that are not in the export stay unchanged. After an error the tier is at its last commit.
+/// `step_out` may be NULL.
 ///
 /// # Safety
 /// As `spw_tier_export`.
@@ -345,7 +347,7 @@ unsafe fn give(to: *mut u64, value: u64) -> Result<()> {
     Ok(())
 }
 
-/// Writes text that is cut off to fit and ended by a NUL. NULL is fine.
+/// Writes text, truncated to fit and with a NUL. `to` may be NULL.
 unsafe fn write_text(words: &str, to: *mut c_char, size: usize) -> Result<()> {
     if !to.is_null() {
         out(to, "text")?;

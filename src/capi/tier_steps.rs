@@ -1,4 +1,4 @@
-//! The virtual tier: which steps it can be opened at.
+//! The virtual tier: the steps at which it can be opened.
 #![allow(non_camel_case_types)]
 
 use super::guard::guard;
@@ -8,7 +8,7 @@ use super::tier_options::{parse, spw_tier_options};
 use crate::tier::Tier;
 use crate::tier::copies::{Before, Steps};
 
-/// The steps that a tier can be opened at.
+/// The steps at which a tier can be opened.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_tier_steps_info {
@@ -16,15 +16,15 @@ pub struct spw_tier_steps_info {
     pub struct_size: u32,
     /// 1 if there is a committed step, else 0.
     pub committed: u32,
-    /// That step, the last one.
+    /// The last committed step.
     pub last: u64,
-    /// The step before it, if there is one.
+    /// The committed step before it, if there is one.
     pub before: u64,
     /// 1 if there is a step before it, else 0.
     pub has_before: u32,
-    /// 1 if the last step was the tier's first commit, so that before it there was nothing, else 0.
+    /// 1 if the last step is the tier's first commit, so that no state existed before it, else 0.
     pub first: u32,
-    /// 1 if there is a tier, committed or not; 0 if its directories hold none, or are not there.
+    /// 1 if a tier exists, committed or not; 0 if its directories are missing or hold no tier.
     pub exists: u32,
     /// 0
     pub reserved: u32,
@@ -36,10 +36,12 @@ unsafe impl Record for spw_tier_steps_info {
     const NAME: &'static str = "spw_tier_steps_info";
 }
 
-/// Looks at a tier without opening it: its last committed step, and the one before it, at which SPW_TIER_AT_STEP opens it.
-/// No step changes, and a tier that does not exist is no error; locks are held meanwhile. An open makes the step it finds the only one, so ranks
-/// that commit each for itself ask first and open at the smallest step that all of them have. Errors are those of
-/// `spw_tier_open`.
+/// Inspects a tier without opening it: its last committed step and the step before it, at which SPW_TIER_AT_STEP can
+/// open. The steps stay unchanged, and a missing tier is no error. The tier's locks are held during the call. Errors
+/// are those of `spw_tier_open`.
+///
+/// An open keeps only the step that it resumes. Ranks that commit independently therefore call this function first, and
+/// all open at the last step that every rank has.
 ///
 /// # Safety
 /// `options` and its paths point to structs of `struct_size` bytes with C strings, `info` to a struct of `struct_size`

@@ -60,7 +60,7 @@ pub unsafe extern "C" fn spw_adagrad_options_init(
             weight_decay,
             grad_scale,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::init(&value, options, struct_size, "options") }
     })
 }
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn spw_adagrad_step(
     stats: *mut spw_step_stats,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(stats, "stats")?;
             let mut jobs = jobs(options, tensors, count)?;
@@ -107,7 +107,7 @@ pub(super) unsafe fn jobs<'a>(
     tensors: *const spw_tensor,
     count: usize,
 ) -> Result<Vec<Job<'a, AdagradRule>>> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
         tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
@@ -117,7 +117,7 @@ pub(super) unsafe fn jobs<'a>(
 /// # Safety
 /// `options` is NULL or points to a struct of `struct_size` bytes.
 pub(super) unsafe fn parse(options: *const spw_adagrad_options) -> Result<AdagradOptions> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let raw = unsafe { record::read(options, "options") }?;
     record::zero("options.reserved", raw.reserved)?;
     let spw_adagrad_options { step, lr, lr_decay, eps, weight_decay, grad_scale, .. } = raw;

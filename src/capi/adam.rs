@@ -86,7 +86,7 @@ pub unsafe extern "C" fn spw_adam_options_init(
             no_bias_correction: 0,
             reserved: 0,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::init(&value, options, struct_size, "options") }
     })
 }
@@ -114,7 +114,7 @@ pub unsafe extern "C" fn spw_adam_step(
     stats: *mut spw_step_stats,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { step(&parse(options)?, tensors, count, stats) }
     })
 }
@@ -130,10 +130,10 @@ pub unsafe extern "C" fn spw_adam_open(
 ) -> spw_status {
     guard(|| {
         let adam_out = out(adam_out, "adam_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let options = unsafe { parse(options) }?;
         rule(&options)?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { adam_out.write(Box::into_raw(Box::new(spw_adam { options }))) };
         Ok(())
     })
@@ -164,7 +164,7 @@ pub unsafe extern "C" fn spw_adam_advance(
 ) -> spw_status {
     guard(|| {
         let adam = object(adam)?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { step(&adam.options, tensors, count, stats) }?;
         adam.options.step = adam.options.step.saturating_add(1);
         Ok(())
@@ -180,7 +180,7 @@ pub unsafe extern "C" fn spw_adam_step_count(adam: Option<&spw_adam>, step_out: 
     guard(|| {
         let step_out = out(step_out, "step_out")?;
         let adam = adam.ok_or_else(|| Error::invalid("adam", "is NULL"))?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { step_out.write(adam.options.step - 1) };
         Ok(())
     })
@@ -205,7 +205,7 @@ unsafe fn step(
     count: usize,
     stats: *mut spw_step_stats,
 ) -> Result<()> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     unsafe {
         record::check_output(stats, "stats")?;
         let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
@@ -228,7 +228,7 @@ pub(super) unsafe fn jobs<'a>(
     tensors: *const spw_tensor,
     count: usize,
 ) -> Result<Vec<Job<'a, AdamRule>>> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
         tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
@@ -237,7 +237,7 @@ pub(super) unsafe fn jobs<'a>(
 
 /// Rejects invalid options, both those of the call and those of each tensor.
 pub(super) unsafe fn check(options: *const spw_adam_options, tensors: &[spw_tensor]) -> Result<()> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let parsed = |options: *const spw_adam_options| rule(&unsafe { parse(options) }?);
     parsed(options)?;
     for (index, tensor) in tensors.iter().enumerate().filter(|(_, tensor)| !tensor.options.is_null()) {
@@ -251,7 +251,7 @@ pub(super) unsafe fn check(options: *const spw_adam_options, tensors: &[spw_tens
 /// # Safety
 /// `options` points to `count` structs, `struct_size` bytes apart.
 pub(super) unsafe fn rules(options: *const spw_adam_options, count: usize) -> Result<Vec<AdamRule>> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let all = unsafe { record::read_all(options, count, "options") }?;
     all.iter().map(|raw| rule(&parse_raw(raw)?)).collect()
 }
@@ -259,7 +259,7 @@ pub(super) unsafe fn rules(options: *const spw_adam_options, count: usize) -> Re
 /// # Safety
 /// `options` is NULL or points to a struct of `struct_size` bytes.
 pub(super) unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     parse_raw(&unsafe { record::read(options, "options") }?)
 }
 

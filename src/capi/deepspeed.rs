@@ -52,7 +52,7 @@ pub unsafe extern "C" fn spw_ds_adam_update(
     guard(|| {
         let call = call(step, lr, beta1, beta2, eps, weight_decay, bias_correction)?;
         let (state, rule) = ADAM.begin(id, &call)?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         adam::step(&mut unsafe { jobs(rule, tensor) }?, false)?;
         ADAM.create(id, state);
         Ok(())
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn spw_ds_adam_update_recorded(
         let undo = undo.ok_or_else(|| Error::invalid("undo", "is NULL"))?;
         let call = call(step, lr, beta1, beta2, eps, weight_decay, bias_correction)?;
         let (state, rule) = ADAM.begin(id, &call)?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { undo.ds_step(rule, tensor) }?;
         ADAM.create(id, state);
         Ok(())
@@ -118,7 +118,7 @@ pub unsafe extern "C" fn spw_ds_adam_rollback(
         let exact_out = out(exact_out, "exact_out")?;
         let call = call(step, lr, beta1, beta2, eps, weight_decay, bias_correction)?;
         let (_, rule) = ADAM.begin(id, &call)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let exact = match undo {
                 Some(undo) => undo.ds_back(rule, tensor)?,
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn spw_ds_adagrad_update(
             weight_decay: weight_decay.into(),
             ..Default::default()
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let mut jobs = unsafe { jobs(options.rule()?, tensor) }?;
         adagrad::step(&mut jobs, false).map(drop)
     })
@@ -222,7 +222,7 @@ pub unsafe extern "C" fn spw_ds_lion_update(
             weight_decay: weight_decay.into(),
             ..Default::default()
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let mut jobs = unsafe { jobs(options.rule()?, tensor) }?;
         lion::step(&mut jobs, false).map(drop)
     })
@@ -251,7 +251,7 @@ pub(super) fn call(
 impl spw_undo {
     /// Does a recorded Adam step of one tensor with DeepSpeed's coefficients, for [`spw_undo::ds_back`].
     unsafe fn ds_step(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<()> {
-        // SAFETY: the caller's promise is the callees', here and below.
+        // SAFETY: the caller meets the callees' requirements, here and below.
         let jobs = unsafe { jobs(rule, tensor) }?;
         let mut seal = 0;
         // SAFETY: as above.
@@ -271,7 +271,7 @@ impl spw_undo {
     /// Rolls that step back, at the present address of its spans. Returns false and changes nothing if the recording
     /// holds another step, or if the spans are not as the step left them.
     unsafe fn ds_back(&mut self, rule: AdamRule, tensor: *const spw_tensor) -> Result<bool> {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         let (mut jobs, raw) = unsafe { (jobs(rule, tensor)?, tensor::read_all(tensor, 1)?) };
         let (Some(Step::Adam(tensors, rules)), Some(job)) = (&mut self.step, jobs.first_mut()) else {
             return Ok(jobs.is_empty());
@@ -283,7 +283,7 @@ impl spw_undo {
         }
         drop(jobs);
         *tensors = raw;
-        // SAFETY: the spans hold what the step left: the checksum over all of it says so.
+        // SAFETY: the checksum proves that the spans are as the step left them.
         unsafe { self.back(None) }?;
         Ok(true)
     }
@@ -294,7 +294,7 @@ pub(super) unsafe fn jobs<'a, R: Rule>(rule: R, tensor: *const spw_tensor) -> Re
     if tensor.is_null() {
         return Err(Error::invalid("tensor", "is NULL"));
     }
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let jobs = unsafe {
         tensor::jobs(tensor, 1, &rule, |_| Err(Error::invalid("options", "is not NULL; the id has its own")))
     };

@@ -95,7 +95,7 @@ pub unsafe extern "C" fn spw_swap_ds_adam_step(
 ) -> spw_status {
     guard(|| {
         let swap = object(swap)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let raw = tensor::read_all(tensors, count)?;
             check_inputs(swap, &raw)?;
@@ -127,7 +127,7 @@ pub(super) unsafe fn rules_of(
     count: usize,
 ) -> Result<(AdamState, Vec<AdamRule>)> {
     let mut kept = ADAM.get(id)?;
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let calls = unsafe { record::read_all(calls, count, "calls") }?;
     let mut rules = Vec::new();
     for (index, call) in calls.iter().enumerate() {
@@ -156,7 +156,7 @@ pub unsafe extern "C" fn spw_ds_adam_save(id: i32, state_out: *mut spw_ds_adam_s
             beta1_power: state.beta1_power,
             beta2_power: state.beta2_power,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&raw, state_out, "state_out") }
     })
 }
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn spw_ds_adam_save(id: i32, state_out: *mut spw_ds_adam_s
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_ds_adam_restore(id: i32, state: *const spw_ds_adam_state) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let raw = unsafe { record::read(state, "state") }?;
         let state = AdamState {
             decoupled: record::flag("state.adamw_mode", raw.adamw_mode)?,

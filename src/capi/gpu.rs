@@ -124,7 +124,7 @@ pub unsafe extern "C" fn spw_gpu_probe(driver: *mut spw_gpu_driver) -> spw_statu
             cuda_version: found.version(),
             reserved: 0,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&values, driver, "driver") }
     })
 }
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn spw_gpu_open(
 ) -> spw_status {
     guard(|| {
         let gpu_out = out(gpu_out, "gpu_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let options = unsafe { record::read(options, "options") }?;
         let chunk_bytes = match options.chunk_bytes {
             0 => DEFAULT_CHUNK_BYTES,
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn spw_gpu_open(
             name: CString::new(info.name).unwrap_or_default(),
             pci: CString::new(info.pci).unwrap_or_default(),
         };
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { gpu_out.write(Box::into_raw(Box::new(gpu))) };
         Ok(())
     })
@@ -212,7 +212,7 @@ pub unsafe extern "C" fn spw_gpu_info_get(gpu: Option<&spw_gpu>, info: *mut spw_
             name: gpu.name.as_ptr(),
             pci: gpu.pci.as_ptr(),
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&values, info, "info") }
     })
 }
@@ -237,7 +237,7 @@ pub unsafe extern "C" fn spw_gpu_adam_step(
 ) -> spw_status {
     guard(|| {
         let gpu = object(gpu)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(stats, "stats")?;
             let jobs = jobs(rule(&parse(options)?)?, tensors, count)?;
@@ -265,7 +265,7 @@ pub(super) unsafe fn floats(
     let bytes = n
         .checked_mul(dtype.size() as u64)
         .ok_or_else(|| Error::invalid(argument, format!("{n} elements pass the address space")))?;
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     DeviceFloats::new(unsafe { DeviceSpan::new(address, bytes, argument) }?, dtype, argument)
 }
 
@@ -274,7 +274,7 @@ pub(super) unsafe fn floats(
 /// # Safety
 /// As `spw_gpu_adam_step`.
 pub(super) unsafe fn jobs(shared: AdamRule, tensors: *const spw_tensor, count: usize) -> Result<Vec<Job>> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let raw = tensor::read_all(tensors, count)?;
         tensor::check_overlap(&raw)?;

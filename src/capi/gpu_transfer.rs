@@ -132,10 +132,10 @@ pub unsafe extern "C" fn spw_gpu_copy_start(
 ) -> spw_status {
     guard(|| {
         let gpu = object(gpu)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         let ticket = gpu.transfers.start(&unsafe { copy_of(gpu, copy) }?)?;
         if !ticket_out.is_null() {
-            // SAFETY: not NULL, and the caller's promise.
+            // SAFETY: not NULL, and valid by the caller's promise.
             unsafe { ticket_out.write(ticket) };
         }
         Ok(())
@@ -199,7 +199,7 @@ pub unsafe extern "C" fn spw_gpu_link_get(
             step_f32,
             step_native,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&values, link, "link") }
     })
 }
@@ -208,7 +208,7 @@ pub unsafe extern "C" fn spw_gpu_link_get(
 /// As `spw_gpu_copy_start`.
 pub(super) unsafe fn copy_of(gpu: &spw_gpu, copy: *const spw_gpu_copy) -> Result<Copy> {
     let within = |error: Error| error.within("copy.");
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let raw = unsafe { record::read(copy, "copy") }?;
     record::zero("copy.reserved", raw.reserved)?;
     let direction = match record::flag("copy.direction", raw.direction)? {

@@ -31,7 +31,7 @@ pub unsafe extern "C" fn spw_grad_stats(
             return Err(Error::invalid("scale", format!("{scale} is not a finite f32")));
         }
         let dtype = tensor::parse_dtype(dtype, "dtype")?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(stats, "stats")?;
             let seen = match n {

@@ -57,10 +57,10 @@ pub unsafe extern "C" fn spw_interleave_open(
 ) -> spw_status {
     guard(|| {
         let interleave_out = out(interleave_out, "interleave_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let Parts { streams, shape, backend } = unsafe { parts(options, subgroups, count) }?;
         let made = Box::new(spw_interleave { engine: Engine::new(shape, backend)?, streams });
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { interleave_out.write(Box::into_raw(made)) };
         Ok(())
     })
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn spw_interleave_set_plan(
         if count > MAX_SUBGROUPS {
             return Err(Error::invalid("count", format!("is {count}, over {MAX_SUBGROUPS}")));
         }
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         engine.set_plan(unsafe { read_sites(sites, count) }?)
     })
 }
@@ -100,7 +100,7 @@ pub unsafe extern "C" fn spw_interleave_get_plan(
     guard(|| {
         let sites = out(sites, "sites")?;
         let plan = object(interleave)?.plan()?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { write_sites(&plan, sites) };
         Ok(())
     })
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn spw_interleave_gradient(
     stream: u64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
         engine.gradient(number(subgroup), stream)
     })
@@ -138,7 +138,7 @@ pub unsafe extern "C" fn spw_interleave_params_free(
     stream: u64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
         engine.params_free(number(subgroup), stream)
     })
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn spw_interleave_begin(
     stream: u64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (engine, stream) = with_stream(interleave, stream)?;
             engine.begin(adam::rules(options, count)?, stream)
@@ -179,7 +179,7 @@ pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
     stream: u64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (engine, stream) = with_stream(interleave, stream)?;
             let (kept, rules) = rules_of(id, calls, count)?;
@@ -203,7 +203,7 @@ pub unsafe extern "C" fn spw_interleave_publish(
     stream: u64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
         engine.publish(number(subgroup), Reader::Stream(stream))
     })
@@ -222,7 +222,7 @@ pub unsafe extern "C" fn spw_interleave_is_ready(
     guard(|| {
         let ready_out = out(ready_out, "ready_out")?;
         let ready = object(interleave)?.is_ready(number(subgroup))?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { ready_out.write(ready.into()) };
         Ok(())
     })
@@ -260,7 +260,7 @@ pub unsafe extern "C" fn spw_interleave_away(
             return Err(Error::invalid("subgroups", "is NULL"));
         }
         let away = object(interleave)?.away();
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe {
             away.iter().take(room).enumerate().for_each(|(at, index)| subgroups.add(at).write(*index as u64));
             count_out.write(away.len() as u64);
@@ -280,7 +280,7 @@ pub unsafe extern "C" fn spw_interleave_calibrate(
 ) -> spw_status {
     guard(|| {
         let engine = object(interleave)?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         engine.calibrate(unsafe { read_rates(rates) }?)
     })
 }
@@ -301,7 +301,7 @@ pub unsafe extern "C" fn spw_interleave_replan(
     guard(|| {
         let changed = object(interleave)?.replan(backward)?;
         if !changed_out.is_null() {
-            // SAFETY: not NULL, and the caller's promise.
+            // SAFETY: not NULL, and valid by the caller's promise.
             unsafe { changed_out.write(changed.into()) };
         }
         Ok(())
@@ -323,7 +323,7 @@ pub unsafe extern "C" fn spw_interleave_trace(
 ) -> spw_status {
     guard(|| {
         let ran = object(interleave)?.ran()?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { hand_out(&trace::of_timings(&ran).to_json(), text, size, needed_out) }
     })
 }
@@ -352,7 +352,7 @@ unsafe fn with_stream(
     let streams = interleave.is_some_and(|interleave| interleave.streams);
     let engine = object(interleave)?;
     match (streams, stream) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         (true, stream) => Ok((engine, Some(unsafe { ForeignStream::new(stream) }))),
         (false, 0) => Ok((engine, None)),
         (false, _) => Err(Error::invalid("stream", "is not 0, but threads have no streams")),

@@ -122,7 +122,7 @@ pub(super) unsafe fn parts(
     subgroups: *const spw_interleave_subgroup,
     count: usize,
 ) -> Result<Parts> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     let (raw, subgroups) = unsafe { (record::read(options, "options")?, read_subgroups(subgroups, count)?) };
     record::zero("options.reserved", raw.reserved)?;
     let sizes = subgroups.iter().map(|subgroup| subgroup.n).collect();
@@ -172,7 +172,7 @@ unsafe fn read_subgroups(
     if count > MAX_SUBGROUPS {
         return Err(Error::invalid("count", format!("is {count}, over {MAX_SUBGROUPS}")));
     }
-    // SAFETY: the caller's array has `count` structs, as far apart as each says.
+    // SAFETY: the caller's array has `count` structs, `struct_size` bytes apart.
     unsafe { record::read_all(subgroups, count, "subgroups") }
 }
 
@@ -182,7 +182,7 @@ unsafe fn on_host(raw: &spw_interleave_subgroup, types: Types) -> Result<host::S
         return Err(Error::invalid("host_grad", "is not NULL, but the gradient is in host memory"));
     }
     let lend = |argument: &'static str, start: *mut c_void, dtype: Dtype| {
-        // SAFETY: the caller lends the spans until the object is closed, and uses them when it may.
+        // SAFETY: the caller lends the spans until the object is closed, by the rules of spw_interleave_open.
         let lent = unsafe { Lent::new(start.cast(), dtype, raw.n as usize) };
         let reason = || format!("is no span of {} elements of {}, aligned to them", raw.n, dtype.name());
         lent.map(Arc::new).ok_or_else(|| Error::invalid(argument, reason()))
@@ -206,7 +206,7 @@ unsafe fn on_gpu(
     check(raw, types)?;
     let pinned = |argument: &'static str, start: *mut c_void, dtype: Dtype| {
         let bytes = raw.n as usize * dtype.size();
-        // SAFETY: the caller lends the spans until the object is closed, and uses them when it may.
+        // SAFETY: the caller lends the spans until the object is closed, by the rules of spw_interleave_open.
         let span = unsafe { Span::new(start.cast(), bytes) };
         let span = span.ok_or_else(|| Error::invalid(argument, "is NULL"))?;
         Pinned::lent(gpu.registry.host(span, argument)?, dtype, argument)

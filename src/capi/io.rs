@@ -158,11 +158,11 @@ pub struct spw_io(Engine);
 pub unsafe extern "C" fn spw_io_open(options: *const spw_io_options, io_out: *mut *mut spw_io) -> spw_status {
     guard(|| {
         let io_out = out(io_out, "io_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let raw = unsafe { record::read_optional(options, "options") }?;
         let options = raw.as_ref().map_or(Ok(Options::default()), parse)?;
         let engine = Engine::open(options)?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { io_out.write(Box::into_raw(Box::new(spw_io(engine)))) };
         Ok(())
     })
@@ -199,7 +199,7 @@ pub unsafe extern "C" fn spw_io_read(
     request: *const spw_io_request,
     handle_out: *mut u64,
 ) -> spw_status {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { submit(io, request, handle_out, Engine::read) }
 }
 
@@ -219,7 +219,7 @@ pub unsafe extern "C" fn spw_io_write(
     request: *const spw_io_request,
     handle_out: *mut u64,
 ) -> spw_status {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { submit(io, request, handle_out, Engine::write) }
 }
 
@@ -235,7 +235,7 @@ pub unsafe extern "C" fn spw_io_sync(
     handle_out: *mut u64,
 ) -> spw_status {
     let sync = |engine: &Engine, request: Request| engine.sync(request.target, request.deadline);
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { submit(io, request, handle_out, sync) }
 }
 
@@ -267,7 +267,7 @@ pub unsafe extern "C" fn spw_io_stats_get(io: *const spw_io, stats: *mut spw_io_
             queue_depth: found.depth.into(),
             block_bytes: found.block_bytes,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&values, stats, "stats") }
     })
 }
@@ -316,7 +316,7 @@ unsafe fn submit(
 ) -> spw_status {
     guard(|| {
         let handle_out = out(handle_out, "handle_out")?;
-        // SAFETY: the caller's promises are the callees'; the buffer's is that of Span::new.
+        // SAFETY: the caller meets the callees' requirements; the buffer meets those of Span::new.
         unsafe {
             let engine = open(io)?;
             let raw = record::read(request, "request")?;

@@ -72,7 +72,7 @@ pub unsafe extern "C" fn spw_io_wait_many(
     timeout_ms: i64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { open(io)?.wait_many(read_handles(handles, count)?, timeout(timeout_ms)) }
     })
 }
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn spw_io_last_failure(failure: *mut spw_io_failure) -> sp
             path: path.as_ptr(),
             ..nothing
         });
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&found.unwrap_or(nothing), failure, "failure") }
     })
 }
@@ -157,14 +157,14 @@ unsafe fn read_handles<'a>(handles: *const u64, count: u64) -> Result<&'a [u64]>
         0 => Ok(&[]),
         _ if handles.is_null() => Err(Error::invalid("handles", format!("is NULL, with {count} handles"))),
         _ if count > MOST => Err(Error::invalid("count", format!("{count} passes the address space"))),
-        // SAFETY: not NULL, and the caller's promise; the length is one that a slice can have.
+        // SAFETY: not NULL, and valid by the caller's promise; the length is one that a slice can have.
         _ => Ok(unsafe { std::slice::from_raw_parts(handles, count as usize) }),
     }
 }
 
 unsafe fn give(to: *mut u64, value: u64) {
     if !to.is_null() {
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { to.write(value) };
     }
 }

@@ -44,7 +44,7 @@ pub unsafe extern "C" fn spw_kernel_name(name_out: *mut *const c_char) -> spw_st
             "neon" => c"neon",
             _ => c"scalar",
         };
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { out(name_out, "name_out")?.write(name.as_ptr()) };
         Ok(())
     })
@@ -114,7 +114,7 @@ impl User {
     }
 }
 
-// SAFETY: the pointer is only handed back to the function that came with it, whose author allowed any thread.
+// SAFETY: `user` is only passed to its `log` function, and the caller of spw_set_log allowed any thread.
 unsafe impl Send for User {}
 // SAFETY: as above.
 unsafe impl Sync for User {}
@@ -167,7 +167,7 @@ pub unsafe extern "C" fn spw_stats_get(stats: *mut spw_stats) -> spw_status {
             lion_calls,
             lion_elements,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&values, stats, "stats") }
     })
 }

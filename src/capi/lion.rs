@@ -50,7 +50,7 @@ pub unsafe extern "C" fn spw_lion_options_init(
         let LionOptions { lr, beta1, beta2, weight_decay, grad_scale } = LionOptions::default();
         let value =
             spw_lion_options { struct_size: 0, reserved: 0, lr, beta1, beta2, weight_decay, grad_scale };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::init(&value, options, struct_size, "options") }
     })
 }
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn spw_lion_step(
     stats: *mut spw_step_stats,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(stats, "stats")?;
             let mut jobs = jobs(options, tensors, count)?;
@@ -96,7 +96,7 @@ pub(super) unsafe fn jobs<'a>(
     tensors: *const spw_tensor,
     count: usize,
 ) -> Result<Vec<Job<'a, LionRule>>> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
         tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
@@ -106,7 +106,7 @@ pub(super) unsafe fn jobs<'a>(
 /// # Safety
 /// `options` is NULL or points to a struct of `struct_size` bytes.
 pub(super) unsafe fn parse(options: *const spw_lion_options) -> Result<LionOptions> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let raw = unsafe { record::read(options, "options") }?;
     record::zero("options.reserved", raw.reserved)?;
     let spw_lion_options { lr, beta1, beta2, weight_decay, grad_scale, .. } = raw;

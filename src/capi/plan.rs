@@ -196,7 +196,7 @@ pub unsafe extern "C" fn spw_plan_interleave(
     result: *mut spw_plan_result,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         let (rates, shape, raw) =
             unsafe { (read_rates(rates)?, read_shape(shape)?, record::read(options, "options")?) };
         let number = usize::try_from(raw.parameter).unwrap_or(usize::MAX);
@@ -234,7 +234,7 @@ pub unsafe extern "C" fn spw_plan_predict(
 ) -> spw_status {
     guard(|| {
         let result = out(result, "result")?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (rates, shape) = (read_rates(rates)?, read_shape(shape)?);
             let plan = read_sites(sites, shape.count())?;
@@ -260,7 +260,7 @@ pub unsafe extern "C" fn spw_plan_trace(
     needed_out: *mut u64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (rates, shape) = (read_rates(rates)?, read_shape(shape)?);
             let plan = read_sites(sites, shape.count())?;
@@ -294,7 +294,7 @@ pub unsafe extern "C" fn spw_plan_share(
     guard(|| {
         let cpu_per_gpu_out = out(cpu_per_gpu_out, "cpu_per_gpu_out")?;
         let share_out = out(share_out, "share_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let rates = unsafe { read_rates(rates) }?;
         rates.check()?;
         if !(0.0..=1.0).contains(&fetched_words) {
@@ -302,7 +302,7 @@ pub unsafe extern "C" fn spw_plan_share(
         }
         let balance = if record::flag("one_slot", one_slot)? { Balance::OneSlot } else { Balance::TwoSlots };
         let ratio = share::cpu_per_gpu(&rates, fetched_words, balance).unwrap_or(f64::INFINITY);
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe {
             cpu_per_gpu_out.write(ratio);
             share_out.write(share::gpu_share(&rates, fetched_words, balance));
@@ -314,7 +314,7 @@ pub unsafe extern "C" fn spw_plan_share(
 /// # Safety
 /// `rates` is NULL or points to a struct of `struct_size` bytes.
 pub(super) unsafe fn read_rates(rates: *const spw_plan_rates) -> Result<Rates> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let raw = unsafe { record::read(rates, "rates") }?;
     let unlimited = |rate: f64| if rate == 0.0 { f64::INFINITY } else { rate };
     Ok(Rates {
@@ -361,7 +361,7 @@ pub(super) fn shape_of(
 }
 
 unsafe fn read_shape(shape: *const spw_plan_shape) -> Result<Shape> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let raw = unsafe { record::read(shape, "shape") }?;
     let count = usize::try_from(raw.count).ok().filter(|count| *count <= MAX_SUBGROUPS);
     let count = count
@@ -438,6 +438,6 @@ unsafe fn write_result(
         to_device_bytes: found.to_device,
         to_host_bytes: found.to_host,
     };
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { record::write(&values, result, "result") }
 }

@@ -54,14 +54,14 @@ pub unsafe extern "C" fn spw_plan_tail(
 ) -> spw_status {
     guard(|| {
         let kept_out = out(kept_out, "kept_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let raw = unsafe { record::read(bucket, "bucket") }?;
         record::zero("bucket.reserved", raw.reserved)?;
         let spw_plan_bucket { grad, step_cpu, param, step_gpu, backward, .. } = raw;
         let bucket = Bucket { grad, step_cpu, param, step_gpu, backward };
         let (count, most) = (number("count", count)?, number("most", most)?);
         let kept = tail::buckets(&bucket, count, most)?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe {
             kept_out.write(kept as u64);
             if !printed_out.is_null() {
@@ -100,7 +100,7 @@ pub unsafe extern "C" fn spw_plan_tail_next(
             let (kept, seconds) = unsafe { (kept.add(index).read(), seconds.add(index).read()) };
             search.measured(number("kept", kept)?, seconds);
         }
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe {
             next_out.write(search.next().unwrap_or(search.best()) as u64);
             if !best_out.is_null() {
@@ -151,13 +151,13 @@ pub unsafe extern "C" fn spw_plan_weights(
 ) -> spw_status {
     guard(|| {
         let (flow_out, efficiency_out) = (out(flow_out, "flow_out")?, out(efficiency_out, "efficiency_out")?);
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let raw = unsafe { record::read(load, "load") }?;
         record::zero("load.reserved", raw.reserved)?;
         let spw_plan_load { peak, link, tokens, parameters, free_bytes, .. } = raw;
         let found = weights::choose(&Load { peak, link, tokens, parameters, free_bytes })?;
         debug_assert_eq!(found.policy == Policy::Flow, found.fraction > 0.0);
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe {
             flow_out.write(found.fraction);
             efficiency_out.write(found.efficiency);
@@ -199,7 +199,7 @@ unsafe impl Record for spw_plan_probe {
 pub unsafe extern "C" fn spw_plan_cast(probe: *const spw_plan_probe, wire_out: *mut u32) -> spw_status {
     guard(|| {
         let wire_out = out(wire_out, "wire_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let raw = unsafe { record::read(probe, "probe") }?;
         let accumulates = record::flag("probe.accumulates", raw.accumulates)?;
         let spw_plan_probe { f32_wire, native_wire, f32_step, native_step, .. } = raw;
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn spw_plan_cast(probe: *const spw_plan_probe, wire_out: *
             Wire::F32 => spw_plan_wire::SPW_WIRE_F32,
             Wire::Native | Wire::Delivered => spw_plan_wire::SPW_WIRE_NATIVE,
         };
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { wire_out.write(wire as u32) };
         Ok(())
     })

@@ -109,11 +109,11 @@ pub unsafe extern "C" fn spw_pool_open(
 ) -> spw_status {
     guard(|| {
         let pool_out = out(pool_out, "pool_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let raw = unsafe { record::read(options, "options") }?;
         record::zero("options.reserved", raw.reserved)?;
         let pool = Pool::open(parse(&raw)?)?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { pool_out.write(Box::into_raw(Box::new(spw_pool(pool)))) };
         Ok(())
     })
@@ -232,7 +232,7 @@ pub unsafe extern "C" fn spw_pool_stats_get(pool: *const spw_pool, stats: *mut s
             locked_bytes: found.locked_bytes as u64,
             foreign_bytes: found.foreign_bytes as u64,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&values, stats, "stats") }
     })
 }
@@ -274,7 +274,7 @@ pub unsafe extern "C" fn spw_pinned_alloc(bytes: u64, start_out: *mut *mut c_voi
     guard(|| {
         let start_out = out(start_out, "start_out")?;
         let bytes = usize::try_from(bytes).map_err(|_| Error::invalid("bytes", "pass the address space"))?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { start_out.write(pinned::alloc(bytes)?.as_ptr().cast()) };
         Ok(())
     })
@@ -298,7 +298,7 @@ pub unsafe extern "C" fn spw_pinned_contains(
     contains_out: *mut u32,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe {
             out(contains_out, "contains_out")?.write(pinned::contains(start as usize, bytes as usize).into())
         };
@@ -323,7 +323,7 @@ pub unsafe extern "C" fn spw_pinned_stats_get(stats: *mut spw_pinned_stats) -> s
             mapped_bytes: found.mapped_bytes as u64,
             locked_bytes: found.locked_bytes as u64,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&values, stats, "stats") }
     })
 }

@@ -26,7 +26,7 @@ pub unsafe trait Record: Copy {
 /// # Safety
 /// `from` is NULL or points to `struct_size` readable bytes.
 pub unsafe fn read<T: Record>(from: *const T, argument: &'static str) -> Result<T> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { read_optional(from, argument) }?.ok_or_else(|| Error::invalid(argument, "is NULL"))
 }
 
@@ -58,7 +58,7 @@ pub unsafe fn read_optional<T: Record>(from: *const T, argument: &'static str) -
 /// # Safety
 /// `first` points to a struct of this kind.
 pub unsafe fn stride<T: Record>(first: *const T, argument: &'static str) -> Result<usize> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { checked_size::<T>(first.cast(), argument) }
 }
 
@@ -119,7 +119,7 @@ pub unsafe fn write<T: Record>(value: &T, to: *mut T, argument: &'static str) ->
 /// `to` is NULL or points to a struct of this kind.
 pub unsafe fn check_output<T: Record>(to: *const T, argument: &'static str) -> Result<()> {
     if !to.is_null() {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { checked_size::<T>(to.cast(), argument) }?;
     }
     Ok(())

@@ -103,7 +103,7 @@ pub unsafe extern "C" fn spw_spec_submit(
     event: *const spw_spec_event,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spec = open(spec)?;
             let rules = *spec.rules()?;
@@ -139,7 +139,7 @@ pub unsafe extern "C" fn spw_spec_submit_ds_adam(
 ) -> spw_status {
     guard(|| {
         let call = deepspeed::call(step, lr, beta1, beta2, eps, weight_decay, bias_correction)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spec = open(spec)?;
             let rules = *spec.rules()?;
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn spw_spec_ready(
 /// `spec` is an open engine.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_spec_wait(spec: *const spw_spec, bucket: u32, timeout_ms: i64) -> spw_status {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     guard(|| unsafe { open(spec) }?.engine.wait(bucket, timeout(timeout_ms)))
 }
 
@@ -223,7 +223,7 @@ impl<R: Rule> Lender<R> for Lent<R> {
 }
 
 pub(super) unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let Some(raw) = record::read_optional(event, "event")? else { return Ok(None) };
         match raw.kind {
@@ -259,7 +259,7 @@ impl spw_spec {
         tensors: *const spw_tensor,
         count: usize,
     ) -> Result<Box<dyn Bucket>> {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             match rules {
                 Rules::None => Err(RoundError::NotBegun.into()),
@@ -291,7 +291,7 @@ impl spw_spec {
             own if own.grad_scale() == rule.grad_scale() => Ok(own),
             _ => Err(Error::invalid("options.grad_scale", "is not that of the round")),
         };
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         let (raw, jobs) =
             unsafe { (tensor::read_all(tensors, count)?, tensor::jobs(tensors, count, &rule, own)?) };
         tensor::check_shadows(&raw, self.undo == Undo::Shadow)?;

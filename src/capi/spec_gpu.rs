@@ -39,7 +39,7 @@ pub unsafe extern "C" fn spw_spec_publish_to(
     count: usize,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spec = open(spec)?;
             spec.engine.progress(bucket).map(drop)?;
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn spw_spec_submit_gpu(
     event: *const spw_spec_event,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let spec = open(spec)?;
             let rules = *spec.rules()?;
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn spw_spec_stream_wait(
     timeout_ms: i64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         let (spec, stream) = unsafe { (open(spec)?, ForeignStream::new(stream)) };
         spec.engine.wait(bucket, timeout(timeout_ms))?;
         let ready = spec.devices().get(&bucket).map(|to| Arc::clone(to.ready()));

@@ -66,7 +66,7 @@ pub unsafe extern "C" fn spw_spec_local_result(
 ) -> spw_status {
     guard(|| {
         out(local, "local")?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(local, "local")?;
             tensor::write_stats(open(spec)?.engine.local_result(timeout(timeout_ms))?, local)
@@ -88,7 +88,7 @@ pub unsafe extern "C" fn spw_spec_resolve(
     outcome: *mut spw_spec_outcome,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(outcome, "outcome")?;
             let global = record::read(global, "global")?;
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn spw_spec_resolve_as(
             2 => return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32"))),
             other => return Err(Error::invalid("verdict", format!("{other} is not an spw_spec_verdict"))),
         };
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(outcome, "outcome")?;
             write_outcome(open(spec)?.engine.resolve_as(verdict)?, outcome)
@@ -138,7 +138,7 @@ pub unsafe extern "C" fn spw_spec_resolve_as(
 /// `spec` is an open engine.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_spec_abort(spec: *const spw_spec) -> spw_status {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     guard(|| unsafe { open(spec) }?.engine.abort())
 }
 
@@ -149,7 +149,7 @@ pub unsafe extern "C" fn spw_spec_abort(spec: *const spw_spec) -> spw_status {
 /// `spec` is an open engine.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_spec_finish(spec: *const spw_spec, timeout_ms: i64) -> spw_status {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     guard(|| unsafe { open(spec) }?.engine.finish(timeout(timeout_ms)))
 }
 
@@ -201,6 +201,6 @@ unsafe fn write_outcome(found: Outcome, to: *mut spw_spec_outcome) -> Result<()>
         withdrawn: found.withdrawn as u32,
         reserved: 0,
     };
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { record::write(&values, to, "outcome") }
 }

@@ -129,7 +129,7 @@ pub unsafe extern "C" fn spw_spec_open(
 ) -> spw_status {
     guard(|| {
         let spec_out = out(spec_out, "spec_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let options = unsafe { record::read(options, "options") }?;
         let undo = match options.undo_mode {
             1 => Undo::Delta,
@@ -149,7 +149,7 @@ pub unsafe extern "C" fn spw_spec_open(
         };
         let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
         let spec = spw_spec { engine, undo, rules: Mutex::new(Rules::None), devices: Mutex::default() };
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { spec_out.write(Box::into_raw(Box::new(spec))) };
         Ok(())
     })
@@ -172,7 +172,7 @@ pub unsafe extern "C" fn spw_spec_begin_adam(
     max_norm: f64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let options = unsafe { adam::parse(options) }?;
         let rules = Rules::Adam(adam::rule(&options)?);
         // SAFETY: as above.
@@ -191,7 +191,7 @@ pub unsafe extern "C" fn spw_spec_begin_adagrad(
     max_norm: f64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let options = unsafe { adagrad::parse(options) }?;
         let rules = Rules::Adagrad(adagrad::rule(&options)?);
         // SAFETY: as above.
@@ -210,7 +210,7 @@ pub unsafe extern "C" fn spw_spec_begin_lion(
     max_norm: f64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let options = unsafe { lion::parse(options) }?;
         let rules = Rules::Lion(lion::rule(&options)?);
         // SAFETY: as above.
@@ -225,7 +225,7 @@ pub unsafe extern "C" fn spw_spec_begin_lion(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_spec_stats_get(spec: *const spw_spec, stats: *mut spw_spec_stats) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let found = open(spec)?.engine.stats()?;
             let counts = found.counts;

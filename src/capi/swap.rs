@@ -38,7 +38,7 @@ pub unsafe extern "C" fn spw_swap_plan(
     budget_out: *mut spw_swap_budget,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(budget_out, "budget_out")?;
             let options = parse(options, 0)?;
@@ -65,14 +65,14 @@ pub unsafe extern "C" fn spw_swap_open(
 ) -> spw_status {
     guard(|| {
         let swap_out = out(swap_out, "swap_out")?;
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         let (tier, options) = unsafe {
             let tier = tier::shared(tier)?;
             let paths = tier.paths().len();
             (tier, parse(options, paths)?)
         };
         let swap = Swap::open(tier, &options)?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { swap_out.write(Box::into_raw(Box::new(spw_swap { swap }))) };
         Ok(())
     })
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn spw_swap_budget_of(
 ) -> spw_status {
     guard(|| {
         let swap = swap.ok_or_else(|| Error::invalid("swap", "is NULL"))?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { write_budget(swap.swap.budget(), budget_out) }
     })
 }
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
         swap.fill(|subgroup, state| {
             let State { param, exp_avg, exp_avg_sq } = state;
             for (stream, to) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
-                // SAFETY: the caller's promise: 3 addresses a subgroup, of as many floats.
+                // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats.
                 unsafe {
                     let from = states.add(STREAMS * subgroup + stream).read();
                     match from.is_null() {
@@ -150,7 +150,7 @@ pub unsafe extern "C" fn spw_swap_adam_step(
 ) -> spw_status {
     guard(|| {
         let swap = object(swap)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(stats, "stats")?;
             let raw = tensor::read_all(tensors, count)?;
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn spw_swap_read(
 ) -> spw_status {
     guard(|| {
         let swap = object(swap)?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let (subgroup, to) = unsafe { lent(swap, subgroup, [param, exp_avg, exp_avg_sq]) }?;
         swap.read(subgroup, None, to)
     })
@@ -212,7 +212,7 @@ pub unsafe extern "C" fn spw_swap_read_split(
             return Err(Error::invalid("weights", "is NULL"));
         }
         check_aligned(weights, "weights")?;
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let (subgroup, to) = lent(swap, subgroup, [param, exp_avg, exp_avg_sq])?;
             let weights = std::slice::from_raw_parts(weights.cast(), swap.elements(subgroup)?);
@@ -238,7 +238,7 @@ pub unsafe extern "C" fn spw_swap_write(
     guard(|| {
         let swap = object(swap)?;
         let parts = [param, exp_avg, exp_avg_sq].map(<*const f32>::cast_mut);
-        // SAFETY: the caller's promise is the callee's; nothing is written through these spans.
+        // SAFETY: the caller meets the callee's requirements; nothing is written through these spans.
         let (subgroup, from) = unsafe { lent(swap, subgroup, parts) }?;
         swap.write(subgroup, from)
     })
@@ -300,7 +300,7 @@ pub unsafe extern "C" fn spw_swap_get_stats(
             moved: seen.moved,
             exposed_seconds: seen.exposed_seconds,
         };
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { record::write(&stats, stats_out, "stats_out") }
     })
 }
@@ -353,8 +353,8 @@ pub(super) unsafe fn published<'a>(raw: &spw_tensor) -> &'a [bf16] {
     if from.is_null() || raw.n == 0 {
         return &[];
     }
-    // SAFETY: checked to be of this type and aligned; the caller lends `n` numbers until the call returns, and while the
-    // slice is looked at, which is before the tensor is stepped, nobody writes to them.
+    // SAFETY: the type and alignment are checked, and the caller lends `n` numbers until the call returns. The slice is
+    // used only before the tensor is stepped, and no code writes to it until then.
     unsafe { std::slice::from_raw_parts(from.cast(), raw.n as usize) }
 }
 

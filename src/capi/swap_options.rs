@@ -126,7 +126,7 @@ unsafe impl Record for spw_swap_stats {
 const MAX_SUBGROUPS: u64 = 1 << 20;
 
 pub(super) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let raw = unsafe { record::read(options, "options") }?;
     if raw.flags & !15 != 0 {
         return Err(Error::invalid("options.flags", format!("{:#x} has unknown bits", raw.flags)));
@@ -143,7 +143,7 @@ pub(super) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Re
         seconds => Duration::try_from_secs_f64(seconds)
             .map_err(|error| Error::invalid("options.patience_seconds", error.to_string()))?,
     };
-    // SAFETY: the caller's promise: as many numbers as there are subgroups, or paths.
+    // SAFETY: the caller's promise: one number per subgroup, or per path.
     unsafe {
         let numbers =
             |from: *const f64| (!from.is_null()).then(|| std::slice::from_raw_parts(from, paths).to_vec());
@@ -178,6 +178,6 @@ pub(super) unsafe fn write_budget(plan: budget::Budget, budget_out: *mut spw_swa
         masters: plan.masters as u64,
         working_bytes: plan.working_bytes,
     };
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { record::write(&values, budget_out, "budget_out") }
 }

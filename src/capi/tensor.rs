@@ -124,7 +124,7 @@ pub(super) unsafe fn jobs<'a, R: Rule>(
     optimizer: &R,
     own: impl Fn(*const c_void) -> Result<R>,
 ) -> Result<Vec<Job<'a, R>>> {
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let raw = unsafe { read_all(tensors, count) }?;
     let mut jobs = room::for_count("listing the tensors", raw.len())?;
     // SAFETY: the caller lends the spans for 'a.
@@ -326,7 +326,7 @@ unsafe fn optional_span<'a>(
     argument: &'static str,
 ) -> Result<Option<FloatsMut<'a>>> {
     match dtype.filter(|_| !to.is_null()) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         Some(dtype) => unsafe { span_mut(to, dtype, n, argument) }.map(Some),
         None => Ok(None),
     }
@@ -431,6 +431,6 @@ pub(super) unsafe fn write_stats(seen: StepStats, stats: *mut spw_step_stats) ->
     }
     let StepStats { nonfinite, sum_squares } = seen;
     let values = spw_step_stats { struct_size: 0, nonfinite: u32::from(nonfinite), sum_squares };
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { record::write(&values, stats, "stats") }
 }

@@ -23,7 +23,7 @@ pub unsafe fn hand_out(words: &str, text: *mut c_char, size: usize, needed_out: 
             text.add(words.len()).write(0);
         }
     }
-    // SAFETY: not NULL, and the caller's promise.
+    // SAFETY: not NULL, and valid by the caller's promise.
     unsafe { needed_out.write(needed as u64) };
     Ok(())
 }

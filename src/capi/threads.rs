@@ -35,7 +35,7 @@ unsafe impl Record for spw_thread_options {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_threads_configure(options: *const spw_thread_options) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let options = unsafe { record::read(options, "options") }?;
         threads::configure(options.num_threads as usize)
     })
@@ -51,7 +51,7 @@ pub unsafe extern "C" fn spw_threads_count(count_out: *mut u32) -> spw_status {
     guard(|| -> Result<()> {
         let count_out = out(count_out, "count_out")?;
         let count = threads::count()?;
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { count_out.write(count as u32) };
         Ok(())
     })

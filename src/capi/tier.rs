@@ -52,7 +52,7 @@ pub unsafe extern "C" fn spw_tier_open(
 ) -> spw_status {
     guard(|| {
         let tier_out = out(tier_out, "tier_out")?;
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let tier = Tier::open(parse(&record::read(options, "options")?)?)?;
             tier_out.write(Box::into_raw(Box::new(spw_tier(Arc::new(tier)))));
@@ -71,7 +71,7 @@ pub unsafe extern "C" fn spw_tier_open(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_tier_close(tier: *mut spw_tier, timeout_ms: i64) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise. A forked child leaves its copy alone, and everything behind it.
+        // SAFETY: the caller's promise. A forked child leaves the parent's object untouched.
         if tier.is_null() || unsafe { open(tier) }.is_err() {
             return Ok(());
         }
@@ -95,7 +95,7 @@ pub unsafe extern "C" fn spw_tier_destroy(tier: *mut spw_tier) -> spw_status {
         if tier.is_null() {
             return Ok(());
         }
-        // SAFETY: the caller's promise. A forked child leaves its copy alone, and the files of its parent.
+        // SAFETY: the caller's promise. A forked child leaves the parent's files untouched.
         unsafe { open(tier) }?;
         // SAFETY: made by Box::into_raw in spw_tier_open, and given up by the caller.
         match Arc::into_inner(unsafe { Box::from_raw(tier) }.0) {
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn spw_tier_collect(
     host: *const c_char,
     rank: u32,
 ) -> spw_status {
-    // SAFETY: the caller's promises are the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     guard(|| unsafe { Place::of(path(directory, "directory")?).collect(&owner(job, host, rank)?) })
 }
 
@@ -181,7 +181,7 @@ pub unsafe extern "C" fn spw_tier_put(
         Err(_) if path == -1 => Placement::Auto,
         Err(_) => return guard(|| Err(Error::invalid("path", format!("{path} is neither a path nor -1")))),
     };
-    // SAFETY: the caller's promises are the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { put(tier, extent, streams, &placement, ticket_out) }
 }
 
@@ -205,7 +205,7 @@ pub unsafe extern "C" fn spw_tier_put_striped(
     // SAFETY: the caller's promise; checked for NULL.
     let blocks = unsafe { std::slice::from_raw_parts(path_blocks, path_count as usize) };
     let parts = (0..).zip(blocks.iter().copied()).filter(|(_, blocks)| *blocks > 0).collect();
-    // SAFETY: the caller's promises are the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     unsafe { put(tier, extent, streams, &Placement::Striped(parts), ticket_out) }
 }
 
@@ -225,7 +225,7 @@ pub unsafe extern "C" fn spw_tier_get(
 ) -> spw_status {
     guard(|| {
         let ticket_out = out(ticket_out, "ticket_out")?;
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let tier = open(tier)?;
             let spans = spans(tier, extent, streams.cast(), true)?;
@@ -321,7 +321,7 @@ unsafe fn put(
 ) -> spw_status {
     guard(|| {
         let ticket_out = out(ticket_out, "ticket_out")?;
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let tier = open(tier)?;
             let spans = spans(tier, extent, streams, false)?;
@@ -343,7 +343,7 @@ unsafe fn spans(
     }
     let shape = tier.shape(extent)?;
     let span = |(n, bytes): (usize, &u64)| {
-        // SAFETY: the caller has one pointer for each stream, good for its bytes.
+        // SAFETY: the caller has one pointer for each stream, valid for its bytes.
         unsafe {
             let start = streams.add(n).read().cast_mut().cast::<u8>();
             let len = if start.is_null() && optional { 0 } else { *bytes as usize };

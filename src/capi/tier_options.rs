@@ -139,7 +139,7 @@ unsafe impl Record for spw_tier_options {
 }
 
 pub(super) unsafe fn owner(job: *const c_char, host: *const c_char, rank: u32) -> Result<Owner> {
-    // SAFETY: the caller's promises are the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let host = if host.is_null() { host::name() } else { text(host, "host")?.to_string() };
         Ok(Owner { job: text(job, "job")?.to_string(), host, rank })
@@ -153,7 +153,7 @@ pub(super) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
     let wrong = |field: &'static str, value: u32| {
         Err(Error::invalid(field, format!("{value} is not one of the enum")))
     };
-    // SAFETY: the caller's promises are the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     let (owner, paths) = unsafe { (owner(raw.job, raw.host, raw.rank), parse_paths(raw)?) };
     let mut options = TierOptions::new(owner.map_err(|error| error.within("options."))?, []);
     options.paths = paths;

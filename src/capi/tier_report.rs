@@ -152,7 +152,7 @@ pub unsafe extern "C" fn spw_tier_opened(
     payload_bytes: u64,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promises are the callees'; `payload` has room for `payload_bytes` bytes.
+        // SAFETY: the caller meets the callees' requirements; `payload` has room for `payload_bytes` bytes.
         unsafe {
             let found = open(tier)?.opened();
             let values = spw_tier_opened_info {
@@ -187,7 +187,7 @@ pub unsafe extern "C" fn spw_tier_extent_get(
     name_size: usize,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let tier = open(tier)?;
             let found = usize::try_from(index).ok().and_then(|index| tier.nth_extent(index));
@@ -223,7 +223,7 @@ pub unsafe extern "C" fn spw_tier_path_get(
     size: usize,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let tier = open(tier)?;
             let found = tier.path(number).ok_or_else(|| past_the_last("path", number.into()))?;
@@ -287,7 +287,7 @@ pub unsafe extern "C" fn spw_tier_evacuate(tier: *mut spw_tier, number: u32) -> 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_tier_verify(tier: *mut spw_tier, checked: *mut spw_tier_checked) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(checked, "checked")?;
             let found = open(tier)?.verify()?;
@@ -319,7 +319,7 @@ pub unsafe extern "C" fn spw_tier_export(
     directory: *const c_char,
     step_out: *mut u64,
 ) -> spw_status {
-    // SAFETY: the caller's promises are the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     guard(|| unsafe { give(step_out, open(tier)?.export(&path(directory, "directory")?)?) })
 }
 
@@ -335,13 +335,13 @@ pub unsafe extern "C" fn spw_tier_import(
     directory: *const c_char,
     step_out: *mut u64,
 ) -> spw_status {
-    // SAFETY: the caller's promises are the callees'.
+    // SAFETY: the caller meets the callees' requirements.
     guard(|| unsafe { give(step_out, open(tier)?.import(&path(directory, "directory")?)?) })
 }
 
 unsafe fn give(to: *mut u64, value: u64) -> Result<()> {
     if !to.is_null() {
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { to.write(value) };
     }
     Ok(())

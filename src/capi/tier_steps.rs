@@ -52,7 +52,7 @@ pub unsafe extern "C" fn spw_tier_steps(
     info: *mut spw_tier_steps_info,
 ) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promises are the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let Steps { last, before, exists } = Tier::steps(&parse(&record::read(options, "options")?)?)?;
             let values = spw_tier_steps_info {

@@ -89,7 +89,7 @@ pub unsafe extern "C" fn spw_undo_open(
 ) -> spw_status {
     guard(|| {
         let undo_out = out(undo_out, "undo_out")?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let options = unsafe { record::read(options, "options") }?;
         let (elements, tensors) = (options.elements as usize, options.tensors as usize);
         if options.elements > LIMIT || options.tensors > LIMIT {
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn spw_undo_open(
                 return Err(Error::invalid("options.mode", format!("{other} is not an spw_undo_mode")));
             }
         };
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { undo_out.write(Box::into_raw(Box::new(spw_undo { mode, tensors, step: None, seal: 0 }))) };
         Ok(())
     })
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn spw_undo_adam_step(
 ) -> spw_status {
     guard(|| {
         let undo = object(undo)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(stats, "stats")?;
             let squares = !stats.is_null();
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn spw_undo_adagrad_step(
 ) -> spw_status {
     guard(|| {
         let undo = object(undo)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(stats, "stats")?;
             let squares = !stats.is_null();
@@ -182,7 +182,7 @@ pub unsafe extern "C" fn spw_undo_lion_step(
 ) -> spw_status {
     guard(|| {
         let undo = object(undo)?;
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller meets the callees' requirements.
         unsafe {
             record::check_output(stats, "stats")?;
             let squares = !stats.is_null();
@@ -215,7 +215,7 @@ pub unsafe extern "C" fn spw_undo_lion_step(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_undo_rollback(undo: Option<&mut spw_undo>) -> spw_status {
     guard(|| {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { object(undo)?.back(None) }
     })
 }
@@ -233,7 +233,7 @@ pub unsafe extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: 
         if !(grad_scale as f32).is_finite() {
             return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32")));
         }
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe { object(undo)?.back(Some(grad_scale as f32)) }
     })
 }
@@ -262,7 +262,7 @@ pub unsafe extern "C" fn spw_undo_log_bytes(undo: Option<&mut spw_undo>, bytes_o
     guard(|| {
         let bytes_out = out(bytes_out, "bytes_out")?;
         let bytes = object(undo)?.log_used();
-        // SAFETY: not NULL, and the caller's promise.
+        // SAFETY: not NULL, and valid by the caller's promise.
         unsafe { bytes_out.write(bytes) };
         Ok(())
     })
@@ -297,7 +297,7 @@ impl spw_undo {
                 format!("is {count}, the recording has room for {}", self.tensors),
             ));
         }
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         let raw = unsafe { tensor::read_all(tensors, count) }?;
         tensor::check_shadows(&raw, matches!(self.mode, Mode::Shadow))?;
         let rules = jobs.iter().map(|job| job.optimizer).collect();
@@ -323,7 +323,7 @@ impl spw_undo {
     /// Rolls back the recorded step, and repeats it if there is another factor.
     pub(super) unsafe fn back(&mut self, again: Option<f32>) -> Result<()> {
         let step = self.step.as_ref().ok_or_else(|| Error::invalid("undo", "holds no recorded step"))?;
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller meets the callee's requirements.
         unsafe {
             match step {
                 Step::Adam(tensors, rules) => back(tensors, rules, &mut self.mode, again),
@@ -368,7 +368,7 @@ unsafe fn back<R: Rule>(
     if shadow && again.is_none() {
         return Ok(());
     }
-    // SAFETY: the caller's promise is the callee's.
+    // SAFETY: the caller meets the callee's requirements.
     let spans = unsafe { tensor::spans(tensors) }?;
     let mut jobs = room::for_count("listing the tensors", tensors.len())?;
     for ((index, tensor), rule) in spans.zip(rules) {

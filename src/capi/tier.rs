@@ -28,8 +28,8 @@ pub struct spw_tier(Arc<Tier>);
 ///
 /// - SPW_ERR_LOCKED: a live process holds the lock; the message names it.
 /// - SPW_ERR_DEADLINE: the file system of a path gave no answer for `stall_ms`.
-/// - SPW_ERR_FORMAT: a directory has another format version, or the superblocks are lost. `spw_tier_collect` removes
-///   it.
+/// - SPW_ERR_FORMAT: a directory has another format version.
+/// - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
 /// - SPW_ERR_FOREIGN: a directory belongs to another run, rank or number of ranks.
 /// - SPW_ERR_FOREIGN: a file or directory belongs to another user, is a symbolic link, or is a file with a second name.
 /// - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_DEGRADED opens without it.

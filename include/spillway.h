@@ -1,8 +1,20 @@
 // Spillway: optimizer offload for training large models on few GPUs.
 //
-// It steps Adam, AdamW, Adagrad and Lion over parameters and states in host memory, on the best vector unit that the
-// processor has, with the same bits on every processor. One example, without error checks (complete:
-// examples_c/adam.c):
+// Prefixes of the functions, and their topics:
+//
+//   spw_adam, spw_adagrad, spw_lion   Optimizer steps over parameters and states in host memory.
+//   spw_undo                          Recorded steps that can be rolled back.
+//   spw_spec                          Steps before the norm of the whole gradient is known, then a verdict.
+//   spw_pool, spw_pinned              Pinned host memory.
+//   spw_io                            Asynchronous reads and writes of files.
+//   spw_tier                          Crash-safe storage of optimizer state over several paths, with commits.
+//   spw_swap                          Adam over states that are stored on a tier.
+//   spw_gpu                           Adam on a GPU, and copies between device and host memory.
+//   spw_interleave, spw_plan          An update divided between CPU and GPU, and predictions of its time.
+//   spw_ds                            The optimizer ids of DeepSpeed.
+//
+// Steps use the fastest vector unit of the processor and give the same bits on every processor. An example without
+// error checks (complete: examples_c/adam.c):
 //
 //     spw_adam_options options;
 //     spw_adam_options_init(&options, sizeof options);
@@ -16,32 +28,35 @@
 //     for (options.step = 1; training; options.step++)
 //         spw_adam_step(&options, &tensor, 1, NULL);
 //
-// Rules that hold for every function, unless its comment says otherwise:
+// Rules for all functions, unless a function's comment says otherwise:
 //
-//   Status     A call that can fail returns spw_status, SPW_OK being 0. On failure it changes nothing and writes no
-//              output; spw_last_error() says which argument, and why. Only SPW_ERR_INTERNAL promises less.
-//   Ownership  X_open makes an object, X_close frees it. Every other pointer is borrowed for the call.
-//   NULL       X_close(NULL) does nothing. Elsewhere NULL is SPW_ERR_INVALID_ARGUMENT, unless the comment allows it.
-//   Structs    Those that begin with struct_size may grow at the end: set it to sizeof. Fields that an older caller
-//              lacks count as zero; a newer caller's fields that this library does not know must be zero.
-//   Enums      Arguments and fields are integers; a value outside the enum is SPW_ERR_INVALID_ARGUMENT.
+//   Status     A call that can fail returns spw_status; SPW_OK is 0. A failed call changes nothing and writes no
+//              output. spw_last_error() names the argument and the reason. After SPW_ERR_INTERNAL data may be
+//              changed in part.
+//   Ownership  X_open creates an object, X_close frees it. Every other pointer is borrowed during the call.
+//   NULL       X_close(NULL) does nothing. Any other NULL is SPW_ERR_INVALID_ARGUMENT, unless the comment allows it.
+//   Structs    A struct that begins with struct_size may grow at its end: set struct_size to sizeof. Fields missing in
+//              an older caller's struct count as zero. Fields unknown to an older library must be zero.
+//   Enums      Enum arguments and fields are integers. A value outside the enum is SPW_ERR_INVALID_ARGUMENT.
 //   Sizes      Counts of elements are 64-bit.
-//   Threads    Any function may be called from any thread; one object from one thread at a time, unless its comment
-//              allows more. Large steps use one pool of threads per process. Close is the last call on an object.
-//   Forks      A child opens objects of its own; those of its parent are SPW_ERR_UNSUPPORTED there, and closing them
-//              does nothing. spw_adam and spw_undo are memory alone: a child has its own copy of them, which works.
-//   Signals    A signal ends no wait; a stopped process (SIGSTOP, a paused container) fails no path.
-//   Users      Files below a path are the effective user's alone, and are checked at every open and commit.
-//   Memory     What was lent to a put, get, read or write is in use until its wait says that it is over.
-//              docs/promises.md says all of this in full.
-//   Panics     A bug inside the library returns SPW_ERR_INTERNAL. It never unwinds, aborts, exits or prints, installs
-//              no signal handler, and leaves the caller's affinity and float mode as they were.
+//   Threads    Any thread may call any function. One thread at a time may use an object, unless its comment says that
+//              it is thread-safe. X_close is the last call on an object: no other call may be in flight.
+//              Large steps share one thread pool per process.
+//   Forks      A forked child opens its own objects. The parent's objects are SPW_ERR_UNSUPPORTED in the child, and
+//              closing them there does nothing. Exceptions are spw_adam and spw_undo: the child has working copies.
+//   Signals    A signal does not interrupt a wait. The I/O timeout of a path excludes time in which the process is
+//              stopped (SIGSTOP, a paused container).
+//   Users      Files below a path belong to the effective user alone. Every open and commit checks this.
+//   Memory     Memory passed to a put, get, read or write is in use until its wait reports the end of the operation.
+//              docs/promises.md describes these rules in full.
+//   Panics     A bug inside the library returns SPW_ERR_INTERNAL. The library never unwinds into the caller, aborts,
+//              exits, prints, or installs a signal handler. It leaves the caller's affinity and float mode unchanged.
 //
 // Check at start:
 //
 //     if (spw_abi_version() != SPW_ABI_VERSION) { ... }
 //
-// Generated by cbindgen from src/capi; edit there.
+// Generated by cbindgen from src/capi. Edit the comments there.
 
 #ifndef SPILLWAY_H
 #define SPILLWAY_H
@@ -52,93 +67,94 @@
 
 #define SPW_VERSION "0.1.0"
 
-// Number of the binary interface; the SONAME carries it. Functions and fields are only added within one number.
+// Version of the binary interface; the SONAME contains it. Within one version, functions and fields are only added.
 #define SPW_ABI_VERSION 1
 
-// Outcome of a call. Values are never renumbered or reused; newer libraries may add some, so treat an unknown
-// value as a failure.
+// Outcome of a call. Values are never renumbered or reused. Newer libraries may add values: treat an unknown value as
+// a failure.
 typedef enum spw_status {
-    // The call did what it says.
+    // The call succeeded.
     SPW_OK = 0,
-    // An argument broke the contract written at the function; the message names the argument and why.
+    // An argument violates the requirements of the function. The message names the argument and the reason.
     SPW_ERR_INVALID_ARGUMENT = 1,
-    // This build or machine cannot do it.
+    // This build or this machine does not support the operation.
     SPW_ERR_UNSUPPORTED = 2,
-    // The optimizer id was never created, or was destroyed.
+    // No DeepSpeed optimizer with this id exists: it was never created, or it was destroyed.
     SPW_ERR_UNKNOWN_ID = 3,
-    // A limit given at open is reached; nothing changed.
+    // A limit that was set at open is reached. Nothing changed.
     SPW_ERR_LIMIT_REACHED = 4,
-    // The object is still in use; nothing changed.
+    // The object is still in use. Nothing changed.
     SPW_ERR_BUSY = 5,
-    // A bug inside spillway was caught. Spans of the call may be partly stepped.
+    // A bug inside Spillway was caught. Tensors of the call may be partly updated.
     SPW_ERR_INTERNAL = 9,
-    // The system refused; the message has its words.
+    // A system call failed. The message contains the system's error text.
     SPW_ERR_SYSTEM = 11,
-    // Reading or writing a file failed; the message has path, offset, bytes and errno.
+    // Reading or writing a file failed. The message contains path, offset, bytes and errno.
     SPW_ERR_IO = 20,
-    // No space on the device, or the quota is used up.
+    // The device has no free space, or the quota is used up.
     SPW_ERR_NO_SPACE = 21,
-    // The file ends before the bytes asked for.
+    // The file ends before the requested bytes.
     SPW_ERR_SHORT_FILE = 22,
-    // The time given to a wait is over; what it waited for goes on, and may be waited for again.
+    // The timeout of a wait expired. The operation stays in flight, and the caller may wait for it again.
     SPW_ERR_TIMEOUT = 23,
     // The operation was cancelled.
     SPW_ERR_CANCELLED = 24,
     // The file, or a directory of its path, does not exist.
     SPW_ERR_NOT_FOUND = 25,
-    // The operation's own deadline passed. Its memory stays in use until the system answers.
+    // The operation's own deadline passed. The system may still use its memory until the system answers.
     SPW_ERR_DEADLINE = 26,
-    // Earlier operations on the same device are stuck past their deadline.
+    // Earlier operations on the same device are still unfinished after their deadline.
     SPW_ERR_PATH_FAILED = 27,
-    // Stored bytes do not match their checksum; the message names path, extent, block and offset.
+    // Stored bytes do not match their checksum. The message names path, extent, block and offset.
     SPW_ERR_CORRUPT = 30,
-    // Not a tier, or one of a format version that this library does not read.
+    // The files are not a tier, or have a format version that this library does not read.
     SPW_ERR_FORMAT = 31,
-    // A whole tier, but of another run, rank or size than the one that was asked for.
+    // The files are a valid tier, but of another run, rank or size than requested.
     SPW_ERR_FOREIGN = 32,
-    // A live process holds it; the message names the process.
+    // A live process holds the lock. The message names the process.
     SPW_ERR_LOCKED = 33,
-    // A path that holds a part of the tier is not there.
+    // A path that holds a part of the tier is missing.
     SPW_ERR_PATH_MISSING = 34,
-    // The extent had a part on a path that is not there.
+    // The extent had a part on a missing path.
     SPW_ERR_LOST = 35,
     // There is no committed state.
     SPW_ERR_NO_STATE = 36,
-    // There is one, but not of the step that was asked for, or that step was written over since.
+    // A committed state exists, but not of the requested step, or that step was overwritten since.
     SPW_ERR_NO_STEP = 37,
-    // No round of speculation was begun.
+    // No speculation round is open.
     SPW_ERR_NO_ROUND = 40,
-    // A round is open; it has to be resolved or aborted first.
+    // A speculation round is open. Resolve or abort it first.
     SPW_ERR_ROUND_OPEN = 41,
-    // The round has its verdict already.
+    // The round already has its verdict.
     SPW_ERR_ROUND_RESOLVED = 42,
     // A bucket of the round was not submitted.
     SPW_ERR_BUCKET_MISSING = 43,
-    // The bucket was submitted already.
+    // The bucket was already submitted in this round.
     SPW_ERR_BUCKET_SUBMITTED = 44,
-    // The event that a bucket waits for can never come.
+    // The event that a bucket waits for can never happen.
     SPW_ERR_EVENT_BROKEN = 45,
-    // There is no GPU: no driver library, or one that sees no device.
+    // There is no GPU: the driver library is missing, or it sees no device.
     SPW_ERR_NO_DEVICE = 50,
-    // The CUDA driver library that was found is the stub of a toolkit.
+    // The CUDA driver library that was found is a toolkit's stub.
     SPW_ERR_DRIVER_STUB = 51,
-    // The CUDA driver is older than 525, or does not fit its kernel module.
+    // The CUDA driver is older than 525, or does not match its kernel module.
     SPW_ERR_DRIVER_TOO_OLD = 52,
-    // The driver could not compile the GPU kernels; the message has its log.
+    // The driver could not compile the GPU kernels. The message contains the driver's log.
     SPW_ERR_GPU_JIT = 53,
-    // Device memory is used up, or memory that the driver should register.
+    // The device has no free memory, or the driver could not register host memory.
     SPW_ERR_GPU_OUT_OF_MEMORY = 54,
-    // An earlier error ended the CUDA context; what was under way is worth nothing. Only a new process gets a new one.
+    // An earlier error destroyed the CUDA context. Results of operations in flight are invalid. Only a new process
+    // gets a new context.
     SPW_ERR_GPU_LOST = 55,
-    // CUDA was used before this process was forked.
+    // This process was forked after CUDA was used.
     SPW_ERR_GPU_FORKED = 56,
-    // The driver refused; the message has its words.
+    // A driver call failed. The message contains the driver's error text.
     SPW_ERR_GPU = 57,
 } spw_status;
 
-// Element type of a span. Passed as `uint32_t`.
+// Element type of a span (a contiguous array). Passed as `uint32_t`.
 typedef enum spw_dtype {
-    // No span.
+    // There is no span.
     SPW_DTYPE_NONE = 0,
     // IEEE binary32.
     SPW_DTYPE_F32 = 1,
@@ -148,206 +164,207 @@ typedef enum spw_dtype {
     SPW_DTYPE_BF16 = 3,
 } spw_dtype;
 
-// Where weight decay enters. Passed as `uint32_t`.
+// How weight decay is applied. Passed as `uint32_t`.
 typedef enum spw_weight_decay {
-    // Into the parameter (AdamW).
+    // Subtracted from the parameter (AdamW).
     SPW_WEIGHT_DECAY_DECOUPLED = 0,
-    // Into the gradient (Adam, L2).
+    // Added to the gradient (Adam with L2).
     SPW_WEIGHT_DECAY_L2 = 1,
 } spw_weight_decay;
 
-// How much a message matters. A level includes those before it.
+// Severity of a log message. A level includes the levels before it.
 typedef enum spw_log_level {
-    // Nothing.
+    // No messages.
     SPW_LOG_OFF = 0,
-    // A call failed in a way that the caller may not see.
+    // A failure that no status reports to the caller.
     SPW_LOG_ERROR = 1,
-    // Something works worse than it could; says what to change.
+    // Reduced performance or function. The message says what to change.
     SPW_LOG_WARN = 2,
-    // A choice made once, and why.
+    // A choice that the library made once, with its reason.
     SPW_LOG_INFO = 3,
-    // Detail for a bug report.
+    // Details for a bug report.
     SPW_LOG_DEBUG = 4,
 } spw_log_level;
 
-// How a step is taken back. Passed as `uint32_t`.
+// How a recorded step is rolled back. Passed as `uint32_t`.
 typedef enum spw_undo_mode {
-    // By the inverse formula (SuperOffload section 4.4, SysX section 4.3): no memory, but old values come back only
-    // nearly. In f32 with Adam most come back exactly; the others miss by at most 2 units in the last place of the
-    // larger of the old and the new value. That is little where a step changes little, and all where the old value
-    // was smaller by 2^24: zeros of step 1, what a spike covered. exp_avg_sq is never below zero. What is not
-    // finite, in a scaled gradient, param or state, is refused before anything is touched.
+    // Approximately, by the inverse formula (SuperOffload section 4.4, SysX section 4.3), without extra memory. With
+    // Adam in f32, most old values come back exactly. The others differ by at most 2 units in the last place of the
+    // larger of the old and the new value. Old values 2^24 times smaller than the new ones are lost, for example the
+    // zero states before step 1. exp_avg_sq never becomes negative. Inf or NaN in a scaled gradient, param or state is
+    // an error, and nothing is changed.
     SPW_UNDO_ARITHMETIC = 0,
-    // To the bit, by a log of the differences to the inverse formula: about 1.2 bytes per element in steady state,
-    // 9 at step 1, never more than 13. What a step needed beyond 3 bytes per element is given back to the system
-    // when the step is forgotten.
+    // Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
+    // steady state, 9 at step 1, and never more than 13. Once the step is rolled back, redone or committed, log memory
+    // beyond 3 bytes per element returns to the system.
     SPW_UNDO_DELTA = 1,
-    // To the bit and in constant time: the step reads one set of spans and writes the other, which the tensors name
-    // in their shadow fields. See `spw_undo_rollback` for who holds which set afterwards.
+    // Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
+    // in their shadow fields. `spw_undo_rollback` says which set is current afterwards.
     SPW_UNDO_SHADOW = 2,
 } spw_undo_mode;
 
-// Choices for a pool, added together.
+// Flags of a pool, combined by addition.
 typedef enum spw_pool_flag {
-    // Base pages, even where 2 MiB pages could be had.
+    // Use base pages even if 2 MiB pages are available.
     SPW_POOL_NO_HUGE_PAGES = 1,
-    // Leave the memory unlocked.
+    // Do not lock the memory (mlock).
     SPW_POOL_NO_LOCK = 2,
-    // Take the memory from NUMA node `node`.
+    // Allocate the memory on NUMA node `node`.
     SPW_POOL_BIND_NODE = 4,
 } spw_pool_flag;
 
-// What backs a pool. Passed as `uint32_t`.
+// Kind of pages of a pool. Passed as `uint32_t`.
 typedef enum spw_page_kind {
     // Base pages.
     SPW_PAGES_BASE = 0,
     // Transparent 2 MiB pages.
     SPW_PAGES_TRANSPARENT = 1,
-    // 2 MiB pages that the administrator reserved.
+    // 2 MiB pages that the administrator reserved (hugetlb).
     SPW_PAGES_RESERVED = 2,
 } spw_page_kind;
 
-// What moves the bytes. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or "threads",
-// overrides it.
+// The system interface for transfers. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or
+// "threads", overrides it.
 typedef enum spw_io_backend {
-    // io_uring, or threads where it is not to be had or the profile asks for them; `spw_io_describe` says why.
+    // io_uring. Threads where io_uring is unavailable or the profile selects threads; `spw_io_describe` gives the
+    // reason.
     SPW_IO_AUTO = 0,
-    // io_uring or an error.
+    // io_uring; an error where it is unavailable.
     SPW_IO_URING = 1,
     // pread and pwrite on threads.
     SPW_IO_THREADS = 2,
 } spw_io_backend;
 
-// Choices for an engine, added together.
+// Flags of an engine, combined by addition.
 typedef enum spw_io_flag {
-    // Go through the page cache, even where the file system allows O_DIRECT.
+    // Use the page cache, even if the file system supports O_DIRECT.
     SPW_IO_NO_DIRECT = 1,
-    // Do not give a write that extends its file its place on the device first.
+    // Do not preallocate the file for a write that extends it.
     SPW_IO_NO_PREALLOCATE = 2,
 } spw_io_flag;
 
-// What `spw_tier_open` does with what is there. Passed as `uint32_t`.
+// How `spw_tier_open` treats existing state. Passed as `uint32_t`.
 typedef enum spw_tier_mode {
-    // Go on if there is a committed state, else make a new tier; SPW_ERR_FOREIGN if the rank's state lies in a directory of
-    // another host, which nobody holds.
+    // Resume a committed state if there is one, else create a tier. SPW_ERR_FOREIGN if this rank's state is in a
+    // directory of another host and no process holds its lock.
     SPW_TIER_AUTO = 0,
-    // Make a new tier; a committed state on one of the paths is SPW_ERR_FOREIGN.
+    // Create a tier. A committed state on one of the paths is SPW_ERR_FOREIGN.
     SPW_TIER_CREATE = 1,
-    // Go on at the last committed step; none is SPW_ERR_NO_STATE.
+    // Resume at the last committed step. Without one it is SPW_ERR_NO_STATE.
     SPW_TIER_RESUME = 2,
 } spw_tier_mode;
 
-// What a commit waits for. Passed as `uint32_t`.
+// Durability of a commit. Passed as `uint32_t`.
 typedef enum spw_tier_durability {
-    // The devices' word that data and superblocks are durable (fdatasync): survives a power cut.
+    // The commit waits until the devices report data and superblocks durable (fdatasync). It survives a power cut.
     SPW_TIER_DURABLE_DATA = 0,
-    // Nothing: a killed process loses nothing, a machine that stops may.
+    // The commit does not wait for the devices. It survives the end of the process, but not always a power cut.
     SPW_TIER_DURABLE_PROCESS = 1,
-    // As SPW_TIER_DURABLE_DATA; directories are synced as well and superblocks read back.
+    // As SPW_TIER_DURABLE_DATA; the commit also syncs directories and reads superblocks back.
     SPW_TIER_DURABLE_FULL = 2,
 } spw_tier_durability;
 
 // Kinds of paths. Passed as `uint32_t`.
 typedef enum spw_tier_kind {
-    // A directory that exists: a local disk, a mounted file system. Or a bucket that exists, as `s3://BUCKET/PREFIX`.
+    // An existing directory on a local disk or a mounted file system. Or an existing bucket, as `s3://BUCKET/PREFIX`.
     SPW_TIER_DIRECTORY = 0,
-    // Memory of this process. What lies there is lost with it, commits notwithstanding.
+    // Memory of this process. Its contents are lost when the process ends, even if committed.
     SPW_TIER_MEMORY = 1,
 } spw_tier_kind;
 
-// Choices for a tier, added together.
+// Flags of a tier, combined by addition.
 typedef enum spw_tier_flag {
-    // Open without paths that are missing; `spw_tier_opened` says what is lost.
+    // Open without missing paths; `spw_tier_opened` counts what is lost.
     SPW_TIER_DEGRADED = 1,
-    // Go through the page cache, even where the file system allows O_DIRECT.
+    // Use the page cache, even if the file system supports O_DIRECT.
     SPW_TIER_NO_DIRECT = 2,
-    // Go on at `at_step`, which is the last committed step or the one before it (`spw_tier_steps`); any other is
-    // SPW_ERR_NO_STEP, and so is the one before if something was put since the last commit and took its place. The last
-    // one is gone then.
+    // Resume at `at_step`, which is the last committed step or the step before it (`spw_tier_steps`); any other step
+    // is SPW_ERR_NO_STEP. The step before is also SPW_ERR_NO_STEP if a put since the last commit has reused its space.
+    // An open at the step before discards the last step.
     SPW_TIER_AT_STEP = 4,
 } spw_tier_flag;
 
-// How a path is doing. Passed as `uint32_t`.
+// Health of a path. Passed as `uint32_t`.
 typedef enum spw_tier_health {
-    // Reads and writes.
+    // The path is read and written.
     SPW_TIER_HEALTHY = 0,
-    // Reads only: what lies there moves when it is put next.
+    // The path is only read. Extents on it move to another path with their next put.
     SPW_TIER_DRAINING = 1,
-    // A write or the whole path failed; reads are still tried.
+    // A write or the whole path failed. Reads are still tried.
     SPW_TIER_FAILED = 2,
-    // It was not there when the tier was opened.
+    // The path was missing when the tier was opened.
     SPW_TIER_MISSING = 3,
 } spw_tier_health;
 
-// Choices for a tiered update, added together.
+// Flags of a tiered update, combined by addition.
 typedef enum spw_swap_flag {
-    // Base pages, even where 2 MiB pages could be had.
+    // Use base pages even if 2 MiB pages are available.
     SPW_SWAP_NO_HUGE_PAGES = 1,
-    // Leave the memory unlocked.
+    // Do not lock the memory (mlock).
     SPW_SWAP_NO_LOCK = 2,
-    // Use the paths without waiting for turns. Else one process of this node and user at a time uses a path, and the
-    // others go to another path first (MLP-Offload section 3.1).
+    // Use the paths without taking turns. Without this flag, the node's processes of one user take turns on each path:
+    // one process uses it while the others use another path first (MLP-Offload section 3.1).
     SPW_SWAP_NO_TURNS = 4,
-    // Store param without its upper 16 bits, which follow from the bf16 weights that the model holds: 10 bytes a parameter
-    // on the tier and in memory instead of 12. Every step is then given the weights that the step before it published, and a
-    // tier that is resumed those of the commit: they have to be saved with it, for without them param is lost. Weights that
-    // do not belong to the state are told by a checksum, and nothing is lost.
+    // Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 10
+    // bytes per parameter on the tier and in memory instead of 12. Every step needs the weights that the step before
+    // published. A resumed tier needs the weights of its commit: save them with it, else param is lost. A checksum
+    // detects weights that do not match the state; then nothing is changed.
     SPW_SWAP_SPLIT_MASTER = 8,
 } spw_swap_flag;
 
-// When the 16-bit copies of parameters (param_copy) are written. Passed as `uint32_t`.
+// When the 16-bit copies of parameters (param_copy) are written, and when readers may use them. Passed as `uint32_t`.
 typedef enum spw_spec_publish {
-    // Once, when the bucket is final; until then they stay as they are, so that the model may go on reading them. A
-    // bucket whose step stands costs one more pass over its parameters (6 bytes each).
+    // Written once, when the bucket is final; until then the model may read the old copies. A bucket whose step is
+    // kept needs one more pass over its parameters (6 bytes each).
     SPW_SPEC_PUBLISH_FINAL = 0,
-    // By the step itself; they count when the bucket is final, and nobody reads them before. For a staging buffer.
+    // Written by the step, as into a staging buffer. Readers may use them only when the bucket is final.
     SPW_SPEC_PUBLISH_STAGED = 1,
-    // By the step itself, and they count at once. `spw_spec_withdrawn` says which of them a verdict took back.
+    // Written by the step, and usable at once. `spw_spec_withdrawn` names the copies that a verdict invalidated.
     SPW_SPEC_PUBLISH_SPECULATIVE = 2,
 } spw_spec_publish;
 
-// What becomes of a round. Passed as `uint32_t`.
+// Verdict of a round. Passed as `uint32_t`.
 typedef enum spw_spec_verdict {
-    // Every bucket's step stands.
+    // Every bucket's step is kept.
     SPW_SPEC_COMMIT = 0,
-    // No bucket is stepped: the gradients are not finite.
+    // No bucket is stepped, since a gradient is not finite.
     SPW_SPEC_SKIP = 1,
-    // Every bucket steps with the clipped factor.
+    // Every bucket is stepped with the clipped factor.
     SPW_SPEC_REDO = 2,
 } spw_spec_verdict;
 
-// Where a bucket of the round stands.
+// Progress of a bucket in the round.
 typedef enum spw_spec_state {
     // Not submitted in this round.
     SPW_SPEC_MISSING = 0,
-    // Submitted; its spans may change at any moment.
+    // Submitted. Its spans may change at any moment.
     SPW_SPEC_PENDING = 1,
-    // Stepped, but the round has no verdict yet.
+    // Stepped, but the round has no verdict yet, so the step may be rolled back.
     SPW_SPEC_SPECULATIVE = 2,
-    // As it will stay; the spans are the caller's again.
+    // Final. Its spans belong to the caller again.
     SPW_SPEC_FINAL = 3,
 } spw_spec_state;
 
-// What a bucket's gradient waits for. Passed as `uint32_t`.
+// Kind of event that signals that a bucket's gradient is complete. Passed as `uint32_t`.
 typedef enum spw_spec_event_kind {
-    // Nothing.
+    // The gradient is already complete.
     SPW_SPEC_EVENT_NONE = 0,
-    // `fd`, an eventfd or the reading end of a pipe, becomes readable. It is duplicated, so it may be closed at once;
-    // nothing is read from it.
+    // `fd`, an eventfd or the read end of a pipe, becomes readable. The engine duplicates it and reads nothing from
+    // it. The caller may close it after the call.
     SPW_SPEC_EVENT_FD = 1,
-    // The 32-bit `*word` counts up to `value` (through 2^32 if need be). It is looked at every 0.2 ms, so that whoever
-    // writes it, a GPU included, need not wake anyone. It stays readable until `spw_spec_finish` returned or the
-    // bucket began.
+    // The 32-bit `*word` reaches `value`, counting up modulo 2^32. The engine polls it every 0.2 ms, so a GPU may
+    // write it. It must stay readable until the bucket has begun or `spw_spec_finish` has returned.
     SPW_SPEC_EVENT_WORD = 2,
-    // The event `handle` of `gpu` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last
-    // recorded. It may be recorded again or destroyed at once. The driver is asked every 0.2 ms.
+    // The CUDA event `handle` of `gpu` (`event.cuda_event` in torch, a `CUevent` or `cudaEvent_t` in C), as last
+    // recorded before the call. It may be recorded again or destroyed after the call. The engine polls the driver
+    // every 0.2 ms.
     SPW_SPEC_EVENT_CUDA = 3,
-    // All that is queued on the stream `handle` of `gpu` (`stream.cuda_stream` of torch); 0 is the legacy default
-    // stream. Otherwise as SPW_SPEC_EVENT_CUDA.
+    // All work queued on the CUDA stream `handle` of `gpu` (`stream.cuda_stream` in torch) at the time of the call; 0
+    // is the legacy default stream. The engine polls the driver every 0.2 ms.
     SPW_SPEC_EVENT_CUDA_STREAM = 4,
 } spw_spec_event_kind;
 
-// Which way a copy goes. Passed as `uint32_t`.
+// Direction of a copy. Passed as `uint32_t`.
 typedef enum spw_gpu_direction {
     // From the device to the host: gradients.
     SPW_GPU_OUT = 0,
@@ -355,104 +372,107 @@ typedef enum spw_gpu_direction {
     SPW_GPU_IN = 1,
 } spw_gpu_direction;
 
-// What a copy waits for on the device. Passed as `uint32_t`.
+// What a copy waits for on the device before it starts. Passed as `uint32_t`.
 typedef enum spw_gpu_after {
     // Nothing.
     SPW_GPU_AFTER_NOTHING = 0,
-    // The event `handle` (`event.cuda_event` of torch, a `CUevent` or `cudaEvent_t` of C), as it was last recorded.
+    // The event `handle` (`event.cuda_event` in torch, a `CUevent` or `cudaEvent_t` in C), as last recorded.
     SPW_GPU_AFTER_EVENT = 1,
-    // All that is queued on the stream `handle` (`stream.cuda_stream` of torch, a `CUstream` or `cudaStream_t` of
-    // C); 0 is the legacy default stream.
+    // All work queued on the stream `handle` (`stream.cuda_stream` in torch, a `CUstream` or `cudaStream_t` in C); 0
+    // is the legacy default stream.
     SPW_GPU_AFTER_STREAM = 2,
 } spw_gpu_after;
 
-// In which form gradients leave the device. Passed as `uint32_t`.
+// The type in which gradients leave the device. Passed as `uint32_t`.
 typedef enum spw_gpu_wire {
-    // 16 bits, as the device has them; the CPU step converts in its registers.
+    // 16 bits, unconverted; the CPU step converts in its registers.
     SPW_GPU_WIRE_NATIVE = 0,
     // f32, converted on the GPU.
     SPW_GPU_WIRE_F32 = 1,
 } spw_gpu_wire;
 
-// Who updates a subgroup. Passed as `uint32_t`.
+// Where a subgroup is updated, and where its state is stored. Passed as `uint32_t`.
 typedef enum spw_plan_site {
-    // The CPU, in host memory.
+    // Updated on the CPU; the state is in host memory.
     SPW_SITE_CPU = 0,
-    // The GPU; the state is fetched and flushed.
+    // Updated on the GPU; each step fetches the state from host memory and flushes it back.
     SPW_SITE_GPU = 1,
-    // The GPU; the state lives there.
+    // Updated on the GPU (a resident); the state stays in GPU memory.
     SPW_SITE_RESIDENT = 2,
 } spw_plan_site;
 
-// In which form gradients go to the host. Passed as `uint32_t`.
+// The type in which gradients are transferred to the host. Passed as `uint32_t`.
 typedef enum spw_plan_wire {
-    // As they are; 16 bits are widened in the registers of the CPU step.
+    // The type of the gradient. 16-bit gradients are converted in the registers of the CPU step.
     SPW_WIRE_NATIVE = 0,
-    // Widened to f32 on the GPU.
+    // f32, converted on the GPU.
     SPW_WIRE_F32 = 1,
-    // The caller brings them to the host.
+    // The caller transfers gradients to the host.
     SPW_WIRE_DELIVERED = 2,
 } spw_plan_wire;
 
-// Which rule makes a plan. Passed as `uint32_t`.
+// The rule that makes a plan. Passed as `uint32_t`.
 typedef enum spw_plan_mode {
-    // The number of GPU subgroups that the model likes best, spread evenly.
+    // The number of GPU subgroups with the shortest step in the model, evenly spaced.
     SPW_PLAN_MODEL = 0,
     // Deep Optimizer States Eq. 1: every (1 + k)-th subgroup, k rounded.
     SPW_PLAN_EQ1 = 1,
-    // Eq. 1 as that paper uses it: every k-th subgroup, at least every second.
+    // Eq. 1 as that paper applies it: every k-th subgroup, at least every second.
     SPW_PLAN_PAPER = 2,
-    // Every `parameter`-th subgroup; 0 is none.
+    // Every `parameter`-th subgroup; 0: no GPU subgroups.
     SPW_PLAN_STRIDE = 3,
-    // `parameter` subgroups, spread evenly.
+    // `parameter` subgroups, evenly spaced.
     SPW_PLAN_COUNT = 4,
 } spw_plan_mode;
 
-// What an interleaved update runs on. Passed as `uint32_t`.
+// Where an interleaved update runs. Passed as `uint32_t`.
 typedef enum spw_interleave_backend {
-    // Threads of the host take the part of the GPU, in host memory: for tests, and where there is no GPU. Streams are 0.
+    // Host threads and host memory in place of the GPU, for tests and machines without a GPU. Every `stream` argument
+    // is 0.
     SPW_INTERLEAVE_HOST = 0,
     // A GPU.
     SPW_INTERLEAVE_CUDA = 1,
 } spw_interleave_backend;
 
-// An Adam optimizer that keeps its hyper-parameters and counts its steps.
+// An Adam optimizer that stores its hyper-parameters and counts its steps.
 typedef struct spw_adam spw_adam;
 
-// A GPU in use. Any number of threads may use one at a time.
+// An open GPU. Thread-safe: threads may use one GPU concurrently.
 typedef struct spw_gpu spw_gpu;
 
-// An interleaved update. Any thread may use one at any time.
+// An interleaved update. Thread-safe: threads may use one update concurrently.
 typedef struct spw_interleave spw_interleave;
 
-// An I/O engine: one queue, kept full across files and tensors by a thread of its own. Any number of threads may use
-// one at a time.
+// An I/O engine: one queue with a thread that keeps it full across files and tensors. Thread-safe: threads may use one
+// engine concurrently.
 typedef struct spw_io spw_io;
 
-// A pool of pinned blocks. Any number of threads may use one at a time.
+// A pool of pinned blocks of equal size. Thread-safe: threads may use one pool concurrently.
 typedef struct spw_pool spw_pool;
 
-// An engine, with one thread of its own that hands steps to the pool.
+// A speculation engine. It has one thread, which distributes steps to the thread pool.
 typedef struct spw_spec spw_spec;
 
-// Subgroups of optimizer state on a tier: f32 param (the master weight), exp_avg and exp_avg_sq, 12 bytes a parameter.
+// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
+// exp_avg_sq, 12 bytes per parameter.
 typedef struct spw_swap spw_swap;
 
-// A virtual tier: named extents over several paths. Any number of threads may use one at a time.
+// A virtual tier: named extents stored over several paths (MLP-Offload section 3.2; commits and checksums are
+// Spillway's own). Thread-safe: threads may use one tier concurrently.
 //
-// An extent is a name and up to 64 streams of bytes, for a subgroup its master weights and moments. What is put is new
-// until `spw_tier_commit` makes everything put so far durable as one step; a crash at any moment leaves a tier that
-// opens at the last committed step, whole. Every block is checked against its checksum whenever it is read (MLP-Offload,
-// section 3.2, has the tiers; the rest is new).
+// An extent is a named object with up to 64 byte streams, for example the master weights and moments of a subgroup. A
+// put replaces an extent's contents. `spw_tier_commit` makes all puts so far durable as one step. After a crash at any
+// moment, the next open finds the last committed step complete. Every read verifies the checksum of each block.
 typedef struct spw_tier spw_tier;
 
-// The recording of one step.
+// Records one step, so that it can be rolled back.
 typedef struct spw_undo spw_undo;
 
-// Receives messages, from any thread, several at a time. `message` is good during the call.
+// Receives log messages. The library may call it from any thread, and from several threads at once. `message` is valid
+// during the call.
 typedef void (*spw_log_fn)(void *user, int32_t level, const char *message);
 
-// Work done by this process since the library was loaded.
+// Optimizer work of this process since the library was loaded.
 typedef struct spw_stats {
     // `sizeof(spw_stats)`
     uint32_t struct_size;
@@ -460,59 +480,60 @@ typedef struct spw_stats {
     uint32_t reserved;
     // Successful Adam and AdamW calls.
     uint64_t adam_calls;
-    // Elements they stepped.
+    // Elements that these calls updated.
     uint64_t adam_elements;
     // Successful Adagrad calls.
     uint64_t adagrad_calls;
-    // Elements they stepped.
+    // Elements that these calls updated.
     uint64_t adagrad_elements;
     // Successful Lion calls.
     uint64_t lion_calls;
-    // Elements they stepped.
+    // Elements that these calls updated.
     uint64_t lion_elements;
 } spw_stats;
 
-// Settings of the process's one thread pool.
+// Settings of the process's thread pool. Every process has one pool.
 typedef struct spw_thread_options {
     // `sizeof(spw_thread_options)`
     uint32_t struct_size;
-    // Number of threads of one step, its caller among them; 0 decides from affinity mask, cgroup quota and
-    // `LOCAL_WORLD_SIZE`.
+    // Number of threads per step, including the calling thread. 0: derived from the affinity mask, the cgroup quota
+    // and `LOCAL_WORLD_SIZE`.
     uint32_t num_threads;
 } spw_thread_options;
 
-// Hyper-parameters of one Adam step. Fill it with `spw_adam_options_init`, then change what differs.
+// Hyper-parameters of one Adam step. Fill the struct with `spw_adam_options_init`, then change fields as needed.
 typedef struct spw_adam_options {
     // `sizeof(spw_adam_options)`
     uint32_t struct_size;
     // An `spw_weight_decay`.
     uint32_t weight_decay_mode;
-    // Number of this step, from 1. An `spw_adam` object counts by itself and starts after `step - 1`.
+    // Number t of this step, counted from 1. An `spw_adam` object counts its own steps, and its first step has this
+    // number.
     uint64_t step;
     // Learning rate, finite and >= 0.
     double lr;
-    // Decay of exp_avg, in [0, 1).
+    // Decay factor of exp_avg, in [0, 1).
     double beta1;
-    // Decay of exp_avg_sq, in [0, 1).
+    // Decay factor of exp_avg_sq, in [0, 1).
     double beta2;
     // Added to the denominator, finite and >= 0.
     double eps;
-    // Weight decay, finite and >= 0; 0 leaves it out.
+    // Weight decay, finite and >= 0; 0 disables it.
     double weight_decay;
     // Factor on the gradient (1 / loss scale times clip coefficient), rounded to f32.
     double grad_scale;
-    // 1 leaves the division by 1 - beta^t out, 0 does it.
+    // 1 disables bias correction, the division by 1 - beta^t; 0 enables it.
     uint32_t no_bias_correction;
     // 0
     uint32_t reserved;
 } spw_adam_options;
 
-// One tensor of a step: flat spans of `n` elements each, contiguous, aligned to their element, not overlapping.
+// One tensor of a step. Each span is a contiguous array of `n` elements, aligned to its element. Spans do not overlap.
 //
-// A step writes param and states in place, or, if the shadow fields are set, to those spans, and leaves the old values as
-// they are. A caller that alternates between two sets of spans, naming the current one first, can take a step
-// back by naming the same set first again. Shadow spans that begin with a cache line (64 bytes) are written past
-// the caches where that pays.
+// Without shadow spans a step updates param and states in place. With shadow spans a step writes the new values to
+// these and leaves the old values unchanged. A caller can alternate between two sets of spans: param and states name
+// the current set, the shadow fields the other. To undo a step, the caller passes the same set as current again.
+// Shadow spans aligned to a cache line (64 bytes) are written with non-temporal stores where these are faster.
 //
 // | param | exp_avg, exp_avg_sq | grad | param_copy |
 // |---|---|---|---|
@@ -520,7 +541,7 @@ typedef struct spw_adam_options {
 // | f16 | f32, f16 | f16 | none |
 // | bf16 | f32, bf16 | bf16 | none |
 typedef struct spw_tensor {
-    // `sizeof(spw_tensor)`. Tensors of an array lie this far apart.
+    // `sizeof(spw_tensor)`. It is also the distance in bytes between the tensors of an array.
     uint32_t struct_size;
     // `spw_dtype` of param.
     uint32_t param_dtype;
@@ -528,50 +549,50 @@ typedef struct spw_tensor {
     uint32_t state_dtype;
     // `spw_dtype` of grad.
     uint32_t grad_dtype;
-    // `spw_dtype` of param_copy, SPW_DTYPE_NONE if there is none.
+    // `spw_dtype` of param_copy, or SPW_DTYPE_NONE without param_copy.
     uint32_t copy_dtype;
     // 0
     uint32_t reserved;
-    // Number of elements; 0 is allowed, and then nothing else of the tensor is looked at.
+    // Number of elements. If it is 0, all other fields of the tensor are ignored.
     uint64_t n;
-    // Parameter (the master weight if it is f32), updated in place.
+    // Parameter (the master weight if it is f32).
     void *param;
-    // Gradient, read only.
+    // Gradient. It is only read.
     const void *grad;
-    // First moment, updated in place. NULL for Adagrad.
+    // First moment. NULL for Adagrad.
     void *exp_avg;
-    // Second moment (Adagrad: the sum), updated in place. NULL for Lion.
+    // Second moment (Adagrad: the sum of squares). NULL for Lion.
     void *exp_avg_sq;
-    // The updated parameter rounded to 16 bits, written in the same pass; or NULL.
+    // Receives the updated parameter rounded to 16 bits, in the same pass; or NULL.
     void *param_copy;
-    // This tensor's own options (of the optimizer that is called), or NULL for those of the call.
+    // Options of this tensor (the option struct of the called optimizer), or NULL for the options of the call.
     const void *options;
-    // Where the updated param goes, of the same type; NULL: in place.
+    // Receives the updated param, with the type of param; NULL: the update is in place.
     void *shadow_param;
-    // Where the updated exp_avg goes: set if shadow_param and exp_avg are.
+    // Receives the updated exp_avg. Set it if and only if shadow_param and exp_avg are set.
     void *shadow_exp_avg;
-    // Where the updated exp_avg_sq goes: set if shadow_param and exp_avg_sq are.
+    // Receives the updated exp_avg_sq. Set it if and only if shadow_param and exp_avg_sq are set.
     void *shadow_exp_avg_sq;
 } spw_tensor;
 
-// What one call saw of the scaled gradients of all its tensors.
+// Statistics of the scaled gradients of all tensors of one call.
 typedef struct spw_step_stats {
     // `sizeof(spw_step_stats)`
     uint32_t struct_size;
-    // 1 if any scaled gradient was Inf or NaN, else 0. The step was done all the same.
+    // 1 if any scaled gradient is Inf or NaN, else 0. The step was done in both cases.
     uint32_t nonfinite;
-    // Sum of squares in f64, in a tree whose shape depends on the tensors alone: the same bits on every processor
-    // and for every number of threads. Inf or NaN if `nonfinite`.
+    // Sum of squares in f64. The order of summation depends only on the tensors, so the bits are the same on every
+    // processor and for every number of threads. Inf or NaN if `nonfinite` is 1.
     double sum_squares;
 } spw_step_stats;
 
-// Hyper-parameters of one Adagrad step. Fill it with `spw_adagrad_options_init`, then change what differs.
+// Hyper-parameters of one Adagrad step. Fill the struct with `spw_adagrad_options_init`, then change fields as needed.
 typedef struct spw_adagrad_options {
     // `sizeof(spw_adagrad_options)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Number of this step, from 1; matters only with lr_decay.
+    // Number of this step, counted from 1. Used only with lr_decay.
     uint64_t step;
     // Learning rate, finite and >= 0.
     double lr;
@@ -585,7 +606,7 @@ typedef struct spw_adagrad_options {
     double grad_scale;
 } spw_adagrad_options;
 
-// Hyper-parameters of a Lion step. Fill it with `spw_lion_options_init`, then change what differs.
+// Hyper-parameters of a Lion step. Fill the struct with `spw_lion_options_init`, then change fields as needed.
 typedef struct spw_lion_options {
     // `sizeof(spw_lion_options)`
     uint32_t struct_size;
@@ -593,9 +614,9 @@ typedef struct spw_lion_options {
     uint32_t reserved;
     // Learning rate, finite and >= 0.
     double lr;
-    // Weight of exp_avg in the direction, in [0, 1).
+    // Weight of exp_avg in the update direction, in [0, 1).
     double beta1;
-    // Decay of exp_avg, in [0, 1).
+    // Decay factor of exp_avg, in [0, 1).
     double beta2;
     // Decoupled weight decay, finite and >= 0.
     double weight_decay;
@@ -603,33 +624,33 @@ typedef struct spw_lion_options {
     double grad_scale;
 } spw_lion_options;
 
-// What a recording has room for.
+// Mode and capacity of a recording.
 typedef struct spw_undo_options {
     // `sizeof(spw_undo_options)`
     uint32_t struct_size;
     // An `spw_undo_mode`.
     uint32_t mode;
-    // Most elements of one step, all tensors together. Of no meaning but for SPW_UNDO_DELTA.
+    // Maximum number of elements of one step, all tensors together. Used only with SPW_UNDO_DELTA.
     uint64_t elements;
-    // Most tensors of one step.
+    // Maximum number of tensors of one step.
     uint64_t tensors;
 } spw_undo_options;
 
-// Settings of an engine.
+// Options of an engine.
 typedef struct spw_spec_options {
     // `sizeof(spw_spec_options)`
     uint32_t struct_size;
-    // Buckets of every round, numbered from 0.
+    // Number of buckets of every round. Buckets are numbered from 0.
     uint32_t buckets;
-    // An `spw_undo_mode` that is exact: SPW_UNDO_DELTA, or SPW_UNDO_SHADOW, for which every tensor names its shadow spans.
-    // With shadows, these hold the state after the verdicts SPW_SPEC_COMMIT and SPW_SPEC_REDO, and the tensor's own
-    // spans after SPW_SPEC_SKIP and an abort: the next round names first those that hold it.
+    // An exact `spw_undo_mode`: SPW_UNDO_DELTA, or SPW_UNDO_SHADOW, where every tensor must have shadow spans. With
+    // SPW_UNDO_SHADOW, the shadow spans hold the state after SPW_SPEC_COMMIT and SPW_SPEC_REDO. The tensor's own spans
+    // hold it after SPW_SPEC_SKIP and an abort. The next round names the set with the state as the tensor's own.
     uint32_t undo_mode;
     // An `spw_spec_publish`.
     uint32_t publish;
 } spw_spec_options;
 
-// What an engine did since it was opened.
+// Counters since the engine was opened.
 typedef struct spw_spec_stats {
     // `sizeof(spw_spec_stats)`
     uint32_t struct_size;
@@ -641,191 +662,193 @@ typedef struct spw_spec_stats {
     uint64_t redos;
     // Rounds with the verdict SPW_SPEC_SKIP.
     uint64_t skips;
-    // Rounds that were given up.
+    // Aborted rounds.
     uint64_t aborts;
-    // Buckets stepped before the verdict.
+    // Buckets stepped before the verdict (speculatively).
     uint64_t buckets_speculated;
-    // Those of them whose step stood.
+    // Speculative steps that were kept.
     uint64_t buckets_committed;
-    // Those taken back and stepped again.
+    // Speculative steps that were rolled back and repeated.
     uint64_t buckets_redone;
-    // Those taken back.
+    // Speculative steps that were rolled back and not repeated.
     uint64_t buckets_rolled_back;
-    // Buckets not stepped before the verdict, since it was certain already, or since they are the GPU's.
+    // Buckets not stepped before the verdict: the verdict was already certain, or the bucket is in device memory.
     uint64_t buckets_spared;
-    // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, added up.
+    // Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, summed over
+    // callers.
     double seconds_exposed;
 } spw_spec_stats;
 
-// What a bucket's gradient waits for.
+// The event that signals that a bucket's gradient is complete.
 typedef struct spw_spec_event {
     // `sizeof(spw_spec_event)`
     uint32_t struct_size;
     // An `spw_spec_event_kind`.
     uint32_t kind;
-    // For SPW_SPEC_EVENT_FD.
+    // File descriptor for SPW_SPEC_EVENT_FD.
     int32_t fd;
-    // For SPW_SPEC_EVENT_WORD.
+    // Count for SPW_SPEC_EVENT_WORD.
     uint32_t value;
-    // For SPW_SPEC_EVENT_WORD.
+    // Address for SPW_SPEC_EVENT_WORD, aligned to 4 bytes.
     const uint32_t *word;
-    // For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM; it may be closed at once.
+    // GPU for SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM. It may be closed after the call.
     const struct spw_gpu *gpu;
-    // For SPW_SPEC_EVENT_CUDA and SPW_SPEC_EVENT_CUDA_STREAM.
+    // Event for SPW_SPEC_EVENT_CUDA, stream for SPW_SPEC_EVENT_CUDA_STREAM.
     uint64_t handle;
 } spw_spec_event;
 
-// What a verdict came to.
+// Result of a verdict.
 typedef struct spw_spec_outcome {
     // `sizeof(spw_spec_outcome)`
     uint32_t struct_size;
     // An `spw_spec_verdict`.
     uint32_t verdict;
-    // Norm of the scaled gradients of all ranks; NaN if they are not finite, or the verdict was the caller's.
+    // Norm of the scaled gradients of all ranks. NaN if they are not finite, or after `spw_spec_resolve_as`.
     double norm;
-    // Factor on the gradient of every step that stands; 0 if none does.
+    // Factor on the gradient in the round's final steps; 0 after SPW_SPEC_SKIP.
     double grad_scale;
-    // Buckets whose steps are taken back.
+    // Number of buckets whose speculative steps are rolled back.
     uint32_t withdrawn;
     // 0
     uint32_t reserved;
 } spw_spec_outcome;
 
-// What one GPU, its link and its share of the host do, in parameters per second.
+// Rates of one GPU, its link and its share of the host, in parameters per second.
 typedef struct spw_plan_rates {
     // `sizeof(spw_plan_rates)`
     uint32_t struct_size;
-    // 1 if the link carries one direction at a time, else 0.
+    // 1 if the link transfers in one direction at a time, else 0.
     uint32_t half_duplex;
     // Step on the CPU, measured while copies run.
     double cpu;
-    // Rounding to 16 bits on the CPU as a pass of its own; 0 where the step does it.
+    // Rounding to 16 bits in a separate pass on the CPU; 0 if the step includes it.
     double downscale;
     // Step on the GPU.
     double gpu;
-    // Host to device, in f32 words.
+    // Transfer from host to device, as f32.
     double h2d;
-    // Device to host, in f32 words.
+    // Transfer from device to host, as f32.
     double d2h;
-    // Widening gradients on the GPU; 0 if it takes no time.
+    // Converting gradients to f32 on the GPU; 0 if its time is negligible.
     double cast;
-    // Host memory, in bytes per second; 0 if it never binds.
+    // Bandwidth of host memory, in bytes per second; 0 if it is not a limit.
     double dram;
 } spw_plan_rates;
 
-// The subgroups of a rank, in the order in which their gradients arrive, and how they travel.
+// The subgroups of a rank, in the order in which their gradients arrive, and how gradients and state are transferred.
 typedef struct spw_plan_shape {
     // `sizeof(spw_plan_shape)`
     uint32_t struct_size;
     // An `spw_plan_wire`.
     uint32_t wire;
-    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    // 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
     uint32_t fetch_gradients;
-    // State buffers on the GPU; 0 is 2.
+    // Number of state buffers on the GPU; 0: 2.
     uint32_t slots;
     // Number of subgroups.
     uint64_t count;
-    // Parameters of each; NULL if all have `size`.
+    // Parameters of each subgroup; NULL if all have `size`.
     const uint64_t *sizes;
     // Parameters of every subgroup, if `sizes` is NULL.
     uint64_t size;
-    // Parameters per copy; 0 is 16 Mi.
+    // Parameters per copy; 0: 16 Mi.
     uint64_t chunk;
 } spw_plan_shape;
 
-// How to plan.
+// Options of a plan.
 typedef struct spw_plan_options {
     // `sizeof(spw_plan_options)`
     uint32_t struct_size;
     // An `spw_plan_mode`.
     uint32_t mode;
-    // The number of SPW_PLAN_STRIDE or SPW_PLAN_COUNT.
+    // Argument of SPW_PLAN_STRIDE or SPW_PLAN_COUNT.
     uint64_t parameter;
-    // Subgroups at the end whose state lives on the GPU.
+    // Number of residents: subgroups at the end whose state stays on the GPU.
     uint64_t residents;
-    // Seconds of the backward pass that the step hides behind; at 0 all gradients are where they are needed.
+    // Seconds of the backward pass that overlaps with the step. With 0, all gradients are already where the plan needs
+    // them.
     double backward;
 } spw_plan_options;
 
-// What the model says of a plan.
+// Predictions of the model for one step of a plan.
 typedef struct spw_plan_result {
     // `sizeof(spw_plan_result)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Seconds from the end of backward until all parameters are new on the GPU.
+    // Seconds from the end of backward until the GPU has all new parameters.
     double exposed_seconds;
-    // Seconds until the last flush is in host memory, which may be in the next iteration.
+    // Seconds until host memory has the last flushed state, possibly in the next iteration.
     double home_seconds;
-    // Seconds of step, rounding and upload on the CPU, one after the other.
+    // Seconds of step, rounding and upload if the CPU does all of them, one after the other.
     double serial_seconds;
-    // Seconds that the CPU works.
+    // Seconds in which the CPU is busy.
     double cpu_seconds;
-    // Seconds that the link to the GPU works.
+    // Seconds in which the link to the GPU is busy.
     double h2d_seconds;
-    // Seconds that the link to the host works.
+    // Seconds in which the link to the host is busy.
     double d2h_seconds;
-    // Seconds that the GPU works.
+    // Seconds in which the GPU is busy.
     double gpu_seconds;
-    // Subgroups that the GPU fetches.
+    // Number of SPW_SITE_GPU subgroups.
     uint64_t gpu;
-    // Residents.
+    // Number of SPW_SITE_RESIDENT subgroups.
     uint64_t residents;
-    // GPU memory beyond the model's own.
+    // Bytes of GPU memory in addition to the model's.
     uint64_t gpu_bytes;
-    // Pinned host memory.
+    // Bytes of pinned host memory.
     uint64_t host_bytes;
-    // Bytes of a step to the GPU.
+    // Bytes transferred to the GPU per step.
     uint64_t to_device_bytes;
-    // Bytes of a step to the host.
+    // Bytes transferred to the host per step.
     uint64_t to_host_bytes;
 } spw_plan_result;
 
-// Seconds that each stage takes for one bucket.
+// Seconds per bucket of each stage.
 typedef struct spw_plan_bucket {
     // `sizeof(spw_plan_bucket)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Gradient to the host.
+    // Transfer of the gradient to the host.
     double grad;
     // Step on the CPU.
     double step_cpu;
-    // Parameter to the GPU.
+    // Transfer of the parameter to the GPU.
     double param;
     // Step on the GPU.
     double step_gpu;
-    // Backward.
+    // Backward pass.
     double backward;
 } spw_plan_bucket;
 
-// One GPU, its link, and what runs on it.
+// One GPU, its link, and its workload.
 typedef struct spw_plan_load {
     // `sizeof(spw_plan_load)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Operations per second that the GPU reaches.
+    // Operations per second that the GPU sustains.
     double peak;
-    // Bytes per second to the GPU.
+    // Bandwidth to the GPU, in bytes per second.
     double link;
     // Batch size times sequence length.
     double tokens;
-    // Parameters of this rank.
+    // Number of parameters of this rank.
     double parameters;
-    // GPU memory left for 16-bit weights, in bytes.
+    // Bytes of GPU memory available for 16-bit weights.
     double free_bytes;
 } spw_plan_load;
 
-// What was measured on one link, in parameters per second.
+// Measurements of one link and its CPU, in parameters per second.
 typedef struct spw_plan_probe {
     // `sizeof(spw_plan_probe)`
     uint32_t struct_size;
-    // 1 if the host adds gradients up, which it does in f32, else 0.
+    // 1 if the host accumulates gradients (always in f32), else 0.
     uint32_t accumulates;
-    // Widening on the GPU and moving f32.
+    // Converting to f32 on the GPU and transferring f32.
     double f32_wire;
-    // Moving 16 bits.
+    // Transferring 16 bits.
     double native_wire;
     // CPU step from f32 gradients.
     double f32_step;
@@ -833,47 +856,47 @@ typedef struct spw_plan_probe {
     double native_step;
 } spw_plan_probe;
 
-// Size of a pool. Zero in every field but the sizes is a good choice.
+// Size and placement of a pool. Zero is a good default for every field but struct_size, block_bytes and block_count.
 typedef struct spw_pool_options {
     // `sizeof(spw_pool_options)`
     uint32_t struct_size;
     // Sum of `spw_pool_flag`.
     uint32_t flags;
-    // Bytes of a block, rounded up to whole pages.
+    // Bytes of a block. Rounded up to whole pages.
     uint64_t block_bytes;
     // Number of blocks.
     uint64_t block_count;
-    // NUMA node, with SPW_POOL_BIND_NODE.
+    // NUMA node, used with SPW_POOL_BIND_NODE.
     uint32_t node;
     // 0
     uint32_t reserved;
 } spw_pool_options;
 
-// State of a pool.
+// Counters of a pool.
 typedef struct spw_pool_stats {
     // `sizeof(spw_pool_stats)`
     uint32_t struct_size;
     // `spw_page_kind` of the memory.
     uint32_t page_kind;
-    // Bytes of a block, as rounded.
+    // Bytes of a block, after rounding.
     uint64_t block_bytes;
     // Number of blocks.
     uint64_t block_count;
-    // Blocks handed out.
+    // Allocated blocks.
     uint64_t in_use;
-    // Most blocks handed out at any one time.
+    // Maximum of in_use so far.
     uint64_t high_water;
-    // Blocks that were freed while the system still worked on them.
+    // Quarantined blocks: freed, but still in use by I/O or DMA in flight.
     uint64_t quarantined;
     // Bytes of the pool.
     uint64_t bytes;
-    // Those of them that are locked.
+    // Bytes of the pool that are locked.
     uint64_t locked_bytes;
     // Bytes of registered buffers.
     uint64_t foreign_bytes;
 } spw_pool_stats;
 
-// State of all single allocations of the process.
+// Counters of the process's `spw_pinned_alloc` allocations.
 typedef struct spw_pinned_stats {
     // `sizeof(spw_pinned_stats)`
     uint32_t struct_size;
@@ -881,20 +904,21 @@ typedef struct spw_pinned_stats {
     uint32_t reserved;
     // Live allocations.
     uint64_t allocations;
-    // Their bytes.
+    // Bytes of the live allocations.
     uint64_t bytes;
-    // Most bytes allocated at any one time.
+    // Maximum of bytes so far.
     uint64_t high_water;
-    // Bytes taken from the system for them.
+    // Bytes mapped from the system for the allocations.
     uint64_t mapped_bytes;
-    // Those of them that are locked.
+    // Mapped bytes that are locked.
     uint64_t locked_bytes;
 } spw_pinned_stats;
 
-// Settings of an engine; zero is the default of every field. Where the defaults say "profile", that is what
-// `spillway tune` found for the file system, in the file that the environment variable `SPILLWAY_PROFILE` names, else
-// `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`; an empty variable turns it off. A profile that makes no sense
-// or does not hold for the file system is one warning in the log.
+// Settings of an engine. Zero is the default of every field.
+//
+// Some defaults come from the profile of the file system, which `spillway tune` measured. The profile file is the path
+// in the environment variable `SPILLWAY_PROFILE`, else `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`. An
+// empty variable disables profiles. An invalid profile, or one of another file system, is one warning in the log.
 typedef struct spw_io_options {
     // `sizeof(spw_io_options)`
     uint32_t struct_size;
@@ -902,16 +926,17 @@ typedef struct spw_io_options {
     uint32_t backend;
     // Sum of `spw_io_flag`.
     uint32_t flags;
-    // Reads under way at a time, and as many writes; 0 is the profile's, or 32.
+    // Maximum reads in flight, and also the maximum writes; 0: the profile's value, or 32.
     uint32_t queue_depth;
-    // Most bytes of a request, rounded up to whole pages; 0 is the profile's for each file system, or 1 MiB. A device's
-    // own limits make it smaller.
+    // Maximum bytes of one request, rounded up to whole pages; 0: the profile's value for each file system, or 1 MiB.
+    // The device's own limits may reduce it.
     uint64_t block_bytes;
-    // Most threads of SPW_IO_THREADS for reads, and as many for writes; 0 is the depth of a profile that asks for threads, or 8.
+    // Maximum threads of SPW_IO_THREADS for reads, and also for writes; 0: the depth of a profile that selects
+    // threads, or 8.
     uint32_t workers;
-    // Permission bits of new files, before the umask; 0 is 0600.
+    // Permission bits of new files, before the umask; 0: 0600.
     uint32_t file_mode;
-    // Deadline in milliseconds of operations that bring none; 0 is none.
+    // Default deadline of operations, in milliseconds; 0: none.
     uint64_t deadline_ms;
 } spw_io_options;
 
@@ -919,22 +944,22 @@ typedef struct spw_io_options {
 typedef struct spw_io_request {
     // `sizeof(spw_io_request)`
     uint32_t struct_size;
-    // The file if path is NULL: a descriptor, duplicated for the operation, with its own O_DIRECT setting.
+    // File descriptor, used if path is NULL. It is duplicated for the operation and keeps its O_DIRECT setting.
     int32_t fd;
-    // The file, or NULL.
+    // Path of the file, or NULL.
     const char *path;
-    // Byte of the file to begin at.
+    // Offset in the file, in bytes.
     uint64_t offset;
-    // The memory; any address is good, pinned memory (spw_pool, spw_pinned) is fastest. It belongs to the engine until
-    // the operation is over.
+    // Memory of the transfer. Any alignment is allowed; pinned memory (spw_pool, spw_pinned) is fastest. It stays in
+    // use until the operation ends.
     void *buffer;
-    // Bytes to move; any number is good.
+    // Bytes to transfer. Any number is allowed.
     uint64_t bytes;
-    // Milliseconds that the operation may take; 0 is the engine's setting.
+    // Deadline of the operation in milliseconds; 0: the engine's default.
     uint64_t deadline_ms;
 } spw_io_request;
 
-// What an engine has done so far.
+// Counters of an engine.
 typedef struct spw_io_stats {
     // `sizeof(spw_io_stats)`
     uint32_t struct_size;
@@ -944,45 +969,45 @@ typedef struct spw_io_stats {
     uint64_t reads;
     // Writes that succeeded.
     uint64_t writes;
-    // Bytes of those reads.
+    // Bytes of successful reads.
     uint64_t read_bytes;
-    // Bytes of those writes.
+    // Bytes of successful writes.
     uint64_t written_bytes;
     // Operations that failed.
     uint64_t failed;
-    // Requests to the system.
+    // Requests submitted to the system.
     uint64_t requests;
-    // Bytes sent past the page cache.
+    // Bytes transferred with O_DIRECT.
     uint64_t direct_bytes;
-    // Bytes sent through it.
+    // Bytes transferred through the page cache.
     uint64_t buffered_bytes;
-    // Bytes of direct_bytes that went through bounce blocks, since their memory was not aligned.
+    // Bytes of direct_bytes that were copied through bounce buffers, since their memory was not aligned.
     uint64_t bounced_bytes;
     // Short transfers that were resumed.
     uint64_t resumed;
-    // Interrupted requests that were tried again.
+    // Interrupted requests that were retried.
     uint64_t retried;
-    // Operations not finished.
+    // Operations in flight.
     uint64_t pending;
-    // Operations past their deadline whose memory the system still has.
+    // Operations past their deadline whose memory the system may still use.
     uint64_t stuck;
-    // Reads under way at a time, at most, and as many writes.
+    // Maximum reads in flight, and also the maximum writes.
     uint64_t queue_depth;
-    // Most bytes of a request, for the last file.
+    // Maximum bytes of one request, for the last file.
     uint64_t block_bytes;
 } spw_io_stats;
 
-// How an operation on a file failed.
+// Details of a failed file operation.
 typedef struct spw_io_failure {
     // `sizeof(spw_io_failure)`
     uint32_t struct_size;
-    // The system's number, 0 if the system reported none.
+    // The system's errno; 0 if the system reported none.
     int32_t system_errno;
-    // Where the part that failed begins in the file.
+    // Offset in the file of the part that failed, in bytes.
     uint64_t offset;
-    // Its length.
+    // Bytes of that part.
     uint64_t bytes;
-    // The file, as the caller named it. Good until the next failing call of this thread.
+    // The file, as the caller named it. Valid until the next failing call of this thread.
     const char *path;
 } spw_io_failure;
 
@@ -992,89 +1017,97 @@ typedef struct spw_tier_path {
     uint32_t struct_size;
     // `spw_tier_kind`
     uint32_t kind;
-    // The directory, which exists: a disk that is not mounted is an error. NULL for memory. `s3://BUCKET/PREFIX` is a
-    // place in an S3-compatible object store, which the variables of the AWS tools say how to reach: AWS_ENDPOINT_URL_S3
-    // or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
-    // AWS_CA_BUNDLE. One that is missing is SPW_ERR_INVALID_ARGUMENT; a library without the feature `s3` answers
+    // An existing directory; a disk that is not mounted is therefore an error. NULL for SPW_TIER_MEMORY.
+    // `s3://BUCKET/PREFIX` is a location in an S3-compatible object store. Its access settings are the environment
+    // variables of the AWS tools:
+    //
+    // - AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL
+    // - AWS_REGION or AWS_DEFAULT_REGION
+    // - AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN
+    // - AWS_CA_BUNDLE
+    //
+    // A missing variable is SPW_ERR_INVALID_ARGUMENT. A library built without the feature `s3` returns
     // SPW_ERR_UNSUPPORTED.
     const char *directory;
-    // Most bytes of the path's data file; 0 is no limit but the device's.
+    // Maximum bytes of the path's data file; 0: limited only by the device.
     uint64_t limit_bytes;
-    // Bytes that the data file takes from the start.
+    // Initial bytes of the data file.
     uint64_t reserve_bytes;
 } spw_tier_path;
 
-// Settings of a tier. Zero is the default of every field but job and paths.
+// Settings of a tier. Zero is the default of every field but struct_size, job and paths.
 typedef struct spw_tier_options {
     // `sizeof(spw_tier_options)`
     uint32_t struct_size;
     // `spw_tier_mode`
     uint32_t mode;
-    // Name of the run, fit for a directory.
+    // Name of the run. It must be valid as a directory name.
     const char *job;
-    // Name of the machine; NULL is its own.
+    // Name of the machine; NULL: this machine's name.
     const char *host;
     // Rank in the run.
     uint32_t rank;
-    // Ranks of the run; 0 is 1.
+    // Number of ranks of the run; 0: 1.
     uint32_t world;
-    // The paths. Their order does not matter when a tier is opened again.
+    // The paths. A reopened tier may list them in any order.
     const struct spw_tier_path *paths;
-    // How many.
+    // Number of paths.
     uint64_t path_count;
     // `spw_tier_durability`
     uint32_t durability;
     // Sum of `spw_tier_flag`.
     uint32_t flags;
-    // Bytes of a block, which has one checksum, a multiple of 4096; 0 is 1 MiB. A tier that exists keeps its own.
+    // Bytes of a block, a multiple of 4096; 0: 1 MiB. Each block has one checksum. An existing tier keeps its block
+    // size.
     uint64_t block_bytes;
-    // Milliseconds without any progress after which a path counts as hung and is given up; 0 is 60 seconds.
+    // I/O timeout: a path without progress for this many milliseconds has failed; 0: 60 seconds.
     uint64_t stall_ms;
-    // Reads under way at a time on each path, and as many writes; 0 is 32, and 8 on an object store, which takes 64 at most.
+    // Maximum reads in flight on each path, and also the maximum writes; 0: 32, or 8 on an object store, which allows
+    // at most 64.
     uint32_t queue_depth;
     // `spw_io_backend`
     uint32_t io_backend;
-    // With SPW_TIER_AT_STEP the step to go on at, else 0.
+    // The step to resume at, with SPW_TIER_AT_STEP; else 0.
     uint64_t at_step;
 } spw_tier_options;
 
-// The steps that a tier can be opened at.
+// The steps at which a tier can be opened.
 typedef struct spw_tier_steps_info {
     // `sizeof(spw_tier_steps_info)`
     uint32_t struct_size;
     // 1 if there is a committed step, else 0.
     uint32_t committed;
-    // That step, the last one.
+    // The last committed step.
     uint64_t last;
-    // The step before it, if there is one.
+    // The committed step before it, if there is one.
     uint64_t before;
     // 1 if there is a step before it, else 0.
     uint32_t has_before;
-    // 1 if the last step was the tier's first commit, so that before it there was nothing, else 0.
+    // 1 if the last step is the tier's first commit, so that no state existed before it, else 0.
     uint32_t first;
-    // 1 if there is a tier, committed or not; 0 if its directories hold none, or are not there.
+    // 1 if a tier exists, committed or not; 0 if its directories are missing or hold no tier.
     uint32_t exists;
     // 0
     uint32_t reserved;
 } spw_tier_steps_info;
 
-// What an open found.
+// Result of an open.
 typedef struct spw_tier_opened_info {
     // `sizeof(spw_tier_opened_info)`
     uint32_t struct_size;
-    // 1 if a committed step was found, else 0.
+    // 1 if the open found a committed step, else 0.
     uint32_t resumed;
     // That step.
     uint64_t step;
-    // Bytes that its commit was given to keep.
+    // Bytes of the payload of its commit.
     uint64_t payload_bytes;
-    // Paths that are missing.
+    // Number of missing paths.
     uint64_t missing_paths;
-    // Extents that had a part there.
+    // Number of extents with a part on a missing path.
     uint64_t lost_extents;
 } spw_tier_opened_info;
 
-// An extent.
+// One extent of a tier.
 typedef struct spw_tier_extent_info {
     // `sizeof(spw_tier_extent_info)`
     uint32_t struct_size;
@@ -1082,19 +1115,19 @@ typedef struct spw_tier_extent_info {
     uint32_t extent;
     // Bytes of all streams.
     uint64_t bytes;
-    // Generation that reads see; 0 if it was never put.
+    // Generation that reads return; 0 if the extent was never put.
     uint64_t generation;
     // Number of streams.
     uint32_t streams;
-    // 1 if reads see the committed contents, else 0.
+    // 1 if reads return the committed contents, else 0.
     uint32_t committed;
-    // 1 if a part was on a path that is missing, else 0.
+    // 1 if a part was on a missing path, else 0.
     uint32_t lost;
-    // Blocks that it is cut into.
+    // Number of blocks.
     uint32_t blocks;
 } spw_tier_extent_info;
 
-// A path, and what went over it.
+// One path of a tier, and its traffic.
 typedef struct spw_tier_path_info {
     // `sizeof(spw_tier_path_info)`
     uint32_t struct_size;
@@ -1106,35 +1139,35 @@ typedef struct spw_tier_path_info {
     uint32_t reserved;
     // Bytes read since the open.
     uint64_t read_bytes;
-    // Bytes written since the open, heads and superblocks included.
+    // Bytes written since the open, including headers and superblocks.
     uint64_t written_bytes;
-    // Nanoseconds with a read under way.
+    // Nanoseconds with a read in flight.
     uint64_t reading_ns;
-    // Nanoseconds with a write or a sync under way.
+    // Nanoseconds with a write or a sync in flight.
     uint64_t writing_ns;
-    // Bytes written since the tier was made: what it cost the SSD.
+    // Bytes written since the tier was created (SSD wear).
     uint64_t wear_bytes;
     // Length of the data file.
     uint64_t file_bytes;
-    // Bytes free in it.
+    // Free bytes in the data file.
     uint64_t free_bytes;
-    // Blocks of extents that reads would fetch from here.
+    // Blocks of extents that are read from this path.
     uint64_t blocks;
 } spw_tier_path_info;
 
-// What a check of everything found.
+// Counts of `spw_tier_verify`.
 typedef struct spw_tier_checked {
     // `sizeof(spw_tier_checked)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Extents looked at.
+    // Extents read.
     uint64_t extents;
     // Blocks read.
     uint64_t blocks;
-    // Their bytes.
+    // Bytes of these blocks.
     uint64_t bytes;
-    // Blocks, heads and superblocks that are damaged, lost or cannot be read.
+    // Blocks, headers and superblocks that are damaged, lost or unreadable.
     uint64_t damaged;
 } spw_tier_checked;
 
@@ -1144,64 +1177,67 @@ typedef struct spw_swap_options {
     uint32_t struct_size;
     // Sum of `spw_swap_flag`.
     uint32_t flags;
-    // Most bytes of host memory for state; 2 MiB pages may add a 64th. `spw_swap_plan` says what comes of it.
+    // Limit on host memory for state, in bytes; 2 MiB pages may add 1/64. `spw_swap_plan` computes the resulting
+    // budget.
     uint64_t host_bytes;
-    // Elements of each subgroup; the memory may be reused after the call.
+    // Number of elements of each subgroup. The array may be freed after the call.
     const uint64_t *elements;
-    // Number of subgroups.
+    // Number of subgroups, at most 2^20.
     uint64_t subgroups;
-    // Share of each path in the state, in any unit, one for each path of the tier; NULL: in proportion to the measured
-    // speed (MLP-Offload Eq. 1).
+    // Each path's share of the state, in any unit, one entry per path of the tier. NULL: proportional to measured
+    // bandwidth (MLP-Offload Eq. 1).
     const double *ratio;
-    // Bytes per second of each path, to begin with; NULL: all alike, until the first update has measured them.
+    // Initial estimate of each path's bandwidth, in bytes per second. NULL: equal until the first update has measured
+    // it.
     const double *speeds;
-    // Seconds that a process waits for its turn on a path before it goes on without; 0: 30.
+    // Seconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30.
     double patience_seconds;
 } spw_swap_options;
 
-// Memory and bytes of a tiered update.
+// Memory and traffic of a tiered update.
 typedef struct spw_swap_budget {
     // `sizeof(spw_swap_budget)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Bytes of host memory that buffers and masters take, all at open.
+    // Bytes of host memory for buffers and masters, all allocated at open.
     uint64_t host_bytes;
-    // Bytes of one buffer: the state of the largest subgroup, as it is stored.
+    // Bytes of one buffer. It holds the stored state of the largest subgroup.
     uint64_t buffer_bytes;
     // Number of buffers.
     uint64_t buffers;
-    // Those of them that keep their subgroup from update to update; but subgroups that cannot be split do not stay.
+    // Buffers that keep their subgroup between updates. Subgroups that cannot be split are not kept.
     uint64_t cached;
     // Bytes of all state.
     uint64_t state_bytes;
-    // Bytes that an update reads from the tier, and as many that it writes; a commit writes the cached rest.
+    // Bytes that an update reads from the tier, and also the bytes that it writes. A commit also writes the cached
+    // subgroups.
     uint64_t step_bytes;
-    // Bytes of one master: with SPW_SWAP_SPLIT_MASTER, the param of the largest subgroup.
+    // Bytes of one master buffer (SPW_SWAP_SPLIT_MASTER), which holds the f32 param of the largest subgroup.
     uint64_t master_bytes;
-    // Masters that are whole in memory at a time; 0 if every buffer has its own.
+    // Number of master buffers; 0 if every buffer includes its own.
     uint64_t masters;
-    // Bytes of host memory with which every path can read and write at once, and none are there only to be cached.
+    // Bytes of host memory that suffice for all paths to read and write at once, without any cached subgroups.
     uint64_t working_bytes;
 } spw_swap_budget;
 
-// Counts since open.
+// Counters since open.
 typedef struct spw_swap_stats {
     // `sizeof(spw_swap_stats)`
     uint32_t struct_size;
     // 0
     uint32_t reserved;
-    // Updates begun, the first filling included.
+    // Updates started, including the first fill.
     uint64_t rounds;
-    // Subgroups that an update found in memory.
+    // Subgroups that an update found in memory (cache hits).
     uint64_t hits;
     // Subgroups read from the tier.
     uint64_t fetched;
-    // Subgroups written to it.
+    // Subgroups written to the tier.
     uint64_t flushed;
-    // Pieces of subgroups that changed their path.
+    // Pieces of subgroups that moved to another path.
     uint64_t moved;
-    // Seconds in which there was nothing to step because its data had not come yet.
+    // Seconds in which the step waited for data.
     double exposed_seconds;
 } spw_swap_stats;
 
@@ -1209,61 +1245,61 @@ typedef struct spw_swap_stats {
 typedef struct spw_gpu_driver {
     // `sizeof(spw_gpu_driver)`
     uint32_t struct_size;
-    // Devices that this process sees.
+    // Number of devices that this process sees.
     uint32_t devices;
-    // The newest CUDA that the driver speaks: 12040 for 12.4.
+    // The newest CUDA version that the driver supports: 12040 for 12.4.
     uint32_t cuda_version;
     // 0
     uint32_t reserved;
 } spw_gpu_driver;
 
-// How to use a GPU. Zeros are a good choice.
+// Options of a GPU. Zero is a good default for every field but struct_size.
 typedef struct spw_gpu_options {
     // `sizeof(spw_gpu_options)`
     uint32_t struct_size;
-    // Which of the devices that this process sees.
+    // Index of the device among those that this process sees.
     uint32_t ordinal;
-    // Bytes of a chunk on the wire; 0 is 32 MiB.
+    // Bytes of a chunk of a transfer; 0: 32 MiB.
     uint64_t chunk_bytes;
 } spw_gpu_options;
 
-// What a GPU is.
+// Properties of a GPU.
 typedef struct spw_gpu_info {
     // `sizeof(spw_gpu_info)`
     uint32_t struct_size;
-    // Which of the devices that this process sees.
+    // Index of the device among those that this process sees.
     uint32_t ordinal;
     // Compute capability: 90 for 9.0.
     uint32_t capability;
-    // Multiprocessors.
+    // Number of multiprocessors.
     uint32_t multiprocessors;
-    // Copies that can run at the same time; with 2, one in each direction.
+    // Number of copies that can run at the same time; with 2, one in each direction.
     uint32_t copy_engines;
     // 0
     uint32_t reserved;
-    // Bytes of memory.
+    // Bytes of device memory.
     uint64_t memory_bytes;
-    // Those of them that were free when this was asked.
+    // Bytes of device memory that were free at the time of the call.
     uint64_t free_bytes;
-    // As the driver calls it. Good until the GPU is closed, as `pci` is.
+    // Name of the device from the driver. Valid until the GPU is closed, as is `pci`.
     const char *name;
-    // "0000:17:00.0", the name under which the system files its NUMA node.
+    // PCI address, for example "0000:17:00.0". The system lists the device's NUMA node under it.
     const char *pci;
 } spw_gpu_info;
 
-// One copy between device memory of the framework and pinned host memory.
+// One copy between the framework's device memory and pinned host memory.
 //
-// The host has the device's type, or f32: then the GPU converts, rounding to nearest even on the way in, and f32
-// crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the bytes cross it, and the CPU step
-// converts in its registers.
+// host_dtype is device_dtype or f32. If it is f32 and the device has 16 bits, the GPU converts (rounding to nearest
+// even towards the device) and f32 crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the
+// bytes cross the link, and the CPU step converts in its registers.
 typedef struct spw_gpu_copy {
     // `sizeof(spw_gpu_copy)`
     uint32_t struct_size;
     // `spw_gpu_direction`
     uint32_t direction;
-    // `spw_dtype` in device memory.
+    // `spw_dtype` of the elements in device memory.
     uint32_t device_dtype;
-    // `spw_dtype` in host memory.
+    // `spw_dtype` of the elements in host memory.
     uint32_t host_dtype;
     // `spw_gpu_after`
     uint32_t after;
@@ -1271,35 +1307,35 @@ typedef struct spw_gpu_copy {
     uint32_t reserved;
     // Number of elements.
     uint64_t n;
-    // Address in device memory: `tensor.data_ptr()`.
+    // Address in device memory (`tensor.data_ptr()` in torch).
     uint64_t device;
-    // Pinned host memory: of `spw_pinned_alloc`, of a pool, or page-locked through CUDA. Any other is refused.
+    // Pinned host memory: from `spw_pinned_alloc`, from a pool, or page-locked through CUDA. Other memory is an error.
     void *host;
-    // The event or the stream.
+    // The event or the stream that `after` selects.
     uint64_t handle;
 } spw_gpu_copy;
 
-// How fast parameters cross the link of a GPU, and how fast the processor steps them: each in parameters per second.
+// Measured rates of a GPU's link and of the CPU's step, in parameters per second.
 typedef struct spw_gpu_link {
     // `sizeof(spw_gpu_link)`
     uint32_t struct_size;
     // The faster `spw_gpu_wire` for gradients.
     uint32_t wire;
-    // Gradients out, f32 on the wire.
+    // Gradients to the host, transferred as f32.
     double out_f32;
-    // Gradients out, 16 bits on the wire.
+    // Gradients to the host, transferred as 16 bits.
     double out_native;
-    // Parameters in, f32 on the wire.
+    // Parameters to the device, transferred as f32.
     double in_f32;
-    // Parameters in, 16 bits on the wire.
+    // Parameters to the device, transferred as 16 bits.
     double in_native;
-    // Adam on the processor, from f32 gradients.
+    // Adam step on the CPU from f32 gradients.
     double step_f32;
-    // Adam on the processor, from 16-bit gradients.
+    // Adam step on the CPU from 16-bit gradients.
     double step_native;
 } spw_gpu_link;
 
-// What is fixed for the life of an interleaved update.
+// Options of an interleaved update, fixed at open.
 typedef struct spw_interleave_options {
     // `sizeof(spw_interleave_options)`
     uint32_t struct_size;
@@ -1307,26 +1343,27 @@ typedef struct spw_interleave_options {
     uint32_t backend;
     // An `spw_plan_wire`.
     uint32_t wire;
-    // 1 if gradients of GPU subgroups wait on the host and are fetched with the state, 0 if they stay on the GPU.
+    // 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
     uint32_t fetch_gradients;
-    // State buffers on the GPU; 0 is 2.
+    // Number of state buffers on the GPU; 0: 2.
     uint32_t slots;
     // `spw_dtype` of all gradients.
     uint32_t grad_dtype;
-    // `spw_dtype` of all 16-bit parameters; SPW_DTYPE_NONE if there are none.
+    // `spw_dtype` of all 16-bit parameters, or SPW_DTYPE_NONE without them.
     uint32_t copy_dtype;
     // 0
     uint32_t reserved;
-    // Parameters per copy; 0 is 16 Mi.
+    // Parameters per copy; 0: 16 Mi.
     uint64_t chunk;
-    // The GPU of SPW_INTERLEAVE_CUDA, which may be closed before the update is; else NULL.
+    // The GPU for SPW_INTERLEAVE_CUDA, else NULL. It may be closed before the update.
     const struct spw_gpu *gpu;
 } spw_interleave_options;
 
-// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They stay where they are until
-// `spw_interleave_close`. With SPW_INTERLEAVE_CUDA host memory is pinned (`spw_pinned_alloc`, a pool, cudaHostAlloc).
+// One subgroup: spans of `n` elements each, aligned to their element, not overlapping. They must not move until
+// `spw_interleave_close`. With SPW_INTERLEAVE_CUDA, host memory must be pinned (`spw_pinned_alloc`, a pool,
+// cudaHostAlloc).
 typedef struct spw_interleave_subgroup {
-    // `sizeof(spw_interleave_subgroup)`. Subgroups of an array lie this far apart.
+    // `sizeof(spw_interleave_subgroup)`. It is also the distance in bytes between the subgroups of an array.
     uint32_t struct_size;
     // 0
     uint32_t reserved;
@@ -1338,31 +1375,32 @@ typedef struct spw_interleave_subgroup {
     void *exp_avg;
     // Second moment, f32, in host memory.
     void *exp_avg_sq;
-    // Gradient, where the model makes it: device memory with SPW_INTERLEAVE_CUDA. It is written before
-    // `spw_interleave_gradient`. NULL if the host alone has it, in host_grad: with SPW_WIRE_DELIVERED and
-    // fetch_gradients; a plan with residents is then refused.
+    // Gradient that the model produces before `spw_interleave_gradient`; with SPW_INTERLEAVE_CUDA device memory. NULL
+    // if only host_grad has it, which requires SPW_WIRE_DELIVERED and fetch_gradients. A plan with residents is then
+    // an error.
     void *grad;
-    // 16-bit parameter, where the model reads it: device memory with SPW_INTERLEAVE_CUDA. NULL if there is none.
+    // 16-bit parameter that the model reads; with SPW_INTERLEAVE_CUDA device memory. NULL with copy_dtype
+    // SPW_DTYPE_NONE.
     void *param_copy;
-    // With SPW_INTERLEAVE_CUDA and SPW_WIRE_DELIVERED: host memory to which the caller brings the gradient of a subgroup
-    // that the CPU updates, or that is fetched, before `spw_interleave_gradient`. Else NULL.
+    // Gradient in host memory, for SPW_INTERLEAVE_CUDA with SPW_WIRE_DELIVERED, else NULL. If the CPU updates the
+    // subgroup, or the gradient is fetched, the caller writes it before `spw_interleave_gradient`.
     void *host_grad;
 } spw_interleave_subgroup;
 
-// What DeepSpeed's `adam_update` is told for one subgroup.
+// Arguments of DeepSpeed's `adam_update` for one subgroup.
 typedef struct spw_ds_adam_call {
-    // `sizeof(spw_ds_adam_call)`, the same in all of an array.
+    // `sizeof(spw_ds_adam_call)`, the same in all structs of an array.
     uint32_t struct_size;
-    // 1 divides by 1 - beta^t, 0 leaves it out.
+    // 1 divides by 1 - beta^t, 0 omits the division.
     uint32_t bias_correction;
-    // Number of this step, from 1. A call that is the same as the one before it has its coefficients: subgroups that are
-    // parts of one of DeepSpeed's tensors are stepped as it is.
+    // Number of this step, counted from 1. A call equal to the call before it reuses its coefficients, so subgroups
+    // that are parts of one DeepSpeed tensor get the bits of a single call.
     uint64_t step;
     // Learning rate.
     float lr;
-    // Decay of exp_avg.
+    // Decay factor of exp_avg.
     float beta1;
-    // Decay of exp_avg_sq.
+    // Decay factor of exp_avg_sq.
     float beta2;
     // Added to the denominator.
     float eps;
@@ -1372,12 +1410,12 @@ typedef struct spw_ds_adam_call {
     float grad_scale;
 } spw_ds_adam_call;
 
-// Called by the thread of the update once a subgroup is stepped, while the transfers of others go on. `param` are its new
-// master weights, as many as it has elements, good until the return. Anything but 0 ends the update with
-// SPW_ERR_INVALID_ARGUMENT. It does not call the update itself.
+// Called by the thread that runs the update after each subgroup's step, while transfers of other subgroups continue.
+// `param` holds the subgroup's new f32 master weights and is valid until the return. A return value other than 0 ends
+// the update with SPW_ERR_INVALID_ARGUMENT. The function must not call the update.
 typedef int32_t (*spw_swap_stepped_fn)(void *user, uint64_t subgroup, const float *param);
 
-// What an id keeps between steps.
+// State that an id keeps between steps.
 typedef struct spw_ds_adam_state {
     // `sizeof(spw_ds_adam_state)`
     uint32_t struct_size;
@@ -1385,13 +1423,13 @@ typedef struct spw_ds_adam_state {
     uint32_t adamw_mode;
     // The last step; 0 before the first.
     uint64_t step;
-    // Decay of exp_avg in that step.
+    // beta1 of that step.
     float beta1;
-    // Decay of exp_avg_sq in that step.
+    // beta2 of that step.
     float beta2;
-    // The power of beta1 that it used, in f32 as DeepSpeed multiplies it.
+    // The power of beta1 in that step, computed in f32 by repeated multiplication as in DeepSpeed.
     float beta1_power;
-    // The power of beta2 that it used.
+    // The power of beta2 in that step.
     float beta2_power;
 } spw_ds_adam_state;
 
@@ -1399,66 +1437,69 @@ typedef struct spw_ds_adam_state {
 extern "C" {
 #endif // __cplusplus
 
-// The name of a status, "SPW_ERR_UNKNOWN" for a value that this version does not define.
+// Returns the name of a status, or "SPW_ERR_UNKNOWN" for a value that this version does not define. The string is
+// constant.
 const char *spw_status_name(int32_t status);
 
-// What went wrong in the last call of this thread that failed: which argument, and why. Never NULL; empty if none
-// failed. Good until the next failing call of this thread.
+// Returns the message of this thread's last failed call: which argument or operation failed, and why. The pointer is
+// never NULL; the text is empty if no call failed. It is valid until the next failing call of this thread.
 const char *spw_last_error(void);
 
-// `SPW_ABI_VERSION` of the loaded library. Compare it with the macro before any other call.
+// Returns the `SPW_ABI_VERSION` of the loaded library. Compare it with the macro before any other call.
 uint32_t spw_abi_version(void);
 
-// The release, as "0.1.0". A constant.
+// Returns the release version, for example "0.1.0". The string is constant.
 const char *spw_version(void);
 
-// Name of the kernel that steps run on: "avx512" or "avx2", "sve_bf16", "sve" or "neon", or "scalar". The environment
-// variable `SPILLWAY_KERNEL` forces one; naming one that this processor lacks is SPW_ERR_UNSUPPORTED here and in every
-// step. A constant.
+// Writes the name of the kernel that runs steps: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar". The
+// environment variable `SPILLWAY_KERNEL` selects a kernel. If this processor lacks it, this call and every step are
+// SPW_ERR_UNSUPPORTED. The string is constant.
 //
 // Requires: `name_out` points to a pointer.
 enum spw_status spw_kernel_name(const char **name_out);
 
-// Sends messages up to `level` (an `spw_log_level`) to `log`, with `user` handed through. `log` NULL returns to the
-// default: stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else silence.
-// Waits for calls of the previous function that are in flight: after the return its `user` may be freed. Called from
-// inside `log`, it does not wait. The caller holds no lock that the previous function takes.
+// Sends messages up to `level` (an `spw_log_level`) to `log`, which receives `user`. `log` NULL restores the default:
+// stderr if the environment variable `SPILLWAY_LOG` is "error", "warn", "info" or "debug", else no output.
 //
-// Requires: `log` may be called with `user`, from any thread, until a later call of this function returns.
+// The call waits until calls of the previous function in flight return. After it, the previous `user` may be freed. A
+// call from inside `log` does not wait. The caller must hold no lock that the previous function takes.
+//
+// Requires: The library may call `log` with `user`, from any thread, until a later call of this function returns.
 enum spw_status spw_set_log(spw_log_fn log,
                             void *user,
                             int32_t level);
 
-// Reads the counters. Set `stats->struct_size` first.
+// Reads the counters. Set `stats->struct_size` first. Thread-safe.
 //
 // Requires: `stats` points to a struct of `struct_size` bytes.
 enum spw_status spw_stats_get(struct spw_stats *stats);
 
-// Sets the number of threads that one step uses: its caller, which begins at once, and workers, which join as they wake.
-// Without it: the environment variable `SPILLWAY_NUM_THREADS`, else the processors this process may use divided by
-// `LOCAL_WORLD_SIZE`. Steps under way finish on the workers they have. The log (level info) says once how the number
-// came about.
+// Sets the number of threads per step, including the calling thread. The caller starts at once; workers join as they
+// wake up. Without this call the number is that of the environment variable `SPILLWAY_NUM_THREADS`. Without the
+// variable it is the number of processors that this process may use, divided by `LOCAL_WORLD_SIZE`. Steps in flight
+// keep their workers. The log (level info) states once how the number was derived.
 //
 // Requires: `options` points to a struct of `struct_size` bytes.
 enum spw_status spw_threads_configure(const struct spw_thread_options *options);
 
-// Number of threads that a step of more than 65536 elements uses at most, its caller among them. Smaller ones stay on
-// the caller's thread.
+// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
+// steps run on the calling thread only.
 //
 // Requires: `count_out` points to a u32.
 enum spw_status spw_threads_count(uint32_t *count_out);
 
-// Bytes of one element; 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
+// Returns the bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
 uint64_t spw_dtype_size(uint32_t dtype);
 
-// Fills in the defaults of `torch.optim.AdamW` without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1,
-// grad_scale 1, decoupled. `struct_size` is `sizeof(spw_adam_options)`.
+// Writes the defaults of `torch.optim.AdamW` without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1,
+// grad_scale 1, decoupled decay. `struct_size` is `sizeof(spw_adam_options)`.
 //
 // Requires: `options` points to `struct_size` bytes.
 enum spw_status spw_adam_options_init(struct spw_adam_options *options,
                                       size_t struct_size);
 
-// One step of every tensor, in one pass over their memory (SuperOffload section 4.6, "GraceAdam"):
+// Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
+// "GraceAdam"):
 //
 //     g = grad * grad_scale                       (+ weight_decay * p for L2)
 //     m = beta1 * m + (1 - beta1) * g
@@ -1466,25 +1507,25 @@ enum spw_status spw_adam_options_init(struct spw_adam_options *options,
 //     p = p - lr * weight_decay * p               (decoupled)
 //     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //
-// in f32 with fused multiply-adds: the same bits on every processor, for every number of threads and however a
-// parameter is cut into tensors. With `stats` not NULL the norm and finiteness of the scaled gradients come
-// out of the same pass. Tensors of one call must not overlap. Several threads may call this at the same time.
+// The arithmetic is f32 with fused multiply-adds. The results have the same bits on every processor and for every
+// number of threads, however a parameter is divided into tensors. If `stats` is not NULL, the same pass computes the
+// sum of squares and the finiteness of the scaled gradients. Tensors of one call must not overlap. Thread-safe.
 //
-// Requires: `tensors` points to `count` structs, `struct_size` bytes apart, whose spans nobody else uses during the call.
+// Requires: `tensors` points to `count` structs, `struct_size` bytes apart. No other thread uses their spans during the call.
 enum spw_status spw_adam_step(const struct spw_adam_options *options,
                               const struct spw_tensor *tensors,
                               size_t count,
                               struct spw_step_stats *stats);
 
-// Makes an optimizer object. Free it with `spw_adam_close`. One object, one thread at a time.
+// Creates an optimizer object. Free it with `spw_adam_close`. One thread at a time may use an object.
 //
 // Requires: `options` points to a struct of `struct_size` bytes, `adam_out` to a pointer.
 enum spw_status spw_adam_open(const struct spw_adam_options *options, struct spw_adam **adam_out);
 
-// Changes the learning rate from the next step on.
+// Sets the learning rate of the next and later steps.
 enum spw_status spw_adam_set_lr(struct spw_adam *adam, double lr);
 
-// The next step of every tensor, as `spw_adam_step`; the count goes up by one if it succeeds.
+// Does the next step of every tensor, as `spw_adam_step`. The step count increases by one if the call succeeds.
 //
 // Requires: As `spw_adam_step`.
 enum spw_status spw_adam_advance(struct spw_adam *adam,
@@ -1492,7 +1533,7 @@ enum spw_status spw_adam_advance(struct spw_adam *adam,
                                  size_t count,
                                  struct spw_step_stats *stats);
 
-// Number of steps done.
+// Writes the number of steps done. It begins at `options.step - 1`.
 //
 // Requires: `step_out` points to a u64.
 enum spw_status spw_adam_step_count(const struct spw_adam *adam, uint64_t *step_out);
@@ -1500,18 +1541,21 @@ enum spw_status spw_adam_step_count(const struct spw_adam *adam, uint64_t *step_
 // Frees the object. NULL does nothing.
 enum spw_status spw_adam_close(struct spw_adam *adam);
 
-// Fills in the defaults of `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
+// Writes the defaults of `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1. `struct_size` is
+// `sizeof(spw_adagrad_options)`.
 //
 // Requires: `options` points to `struct_size` bytes.
-enum spw_status spw_adagrad_options_init(struct spw_adagrad_options *options, size_t struct_size);
+enum spw_status spw_adagrad_options_init(struct spw_adagrad_options *options,
+                                         size_t struct_size);
 
-// One Adagrad step of every tensor (Duchi et al. 2011, as `torch.optim.Adagrad`); exp_avg_sq is the running sum.
+// Does one Adagrad step of every tensor (Duchi et al. 2011, as `torch.optim.Adagrad`). exp_avg_sq holds the running
+// sum v of squares; exp_avg is NULL.
 //
 //     g = grad * grad_scale + weight_decay * p
 //     v = v + g * g
 //     p = p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)
 //
-// Otherwise as `spw_adam_step`.
+// Arguments, determinism, threads and errors are those of `spw_adam_step`.
 //
 // Requires: As `spw_adam_step`.
 enum spw_status spw_adagrad_step(const struct spw_adagrad_options *options,
@@ -1519,18 +1563,19 @@ enum spw_status spw_adagrad_step(const struct spw_adagrad_options *options,
                                  size_t count,
                                  struct spw_step_stats *stats);
 
-// Fills in the paper's defaults: lr 1e-4, beta 0.9 and 0.99, no decay, grad_scale 1.
+// Writes the paper's defaults: lr 1e-4, beta 0.9 and 0.99, no decay, grad_scale 1. `struct_size` is
+// `sizeof(spw_lion_options)`.
 //
 // Requires: `options` points to `struct_size` bytes.
 enum spw_status spw_lion_options_init(struct spw_lion_options *options, size_t struct_size);
 
-// One Lion step of every tensor (Chen et al. 2023, Algorithm 2); the sign of zero is zero.
+// Does one Lion step of every tensor (Chen et al. 2023, Algorithm 2). The sign of zero is zero; exp_avg_sq is NULL.
 //
 //     g = grad * grad_scale
 //     p = p - lr * weight_decay * p - lr * sign(beta1 * m + (1 - beta1) * g)
 //     m = beta2 * m + (1 - beta2) * g
 //
-// Otherwise as `spw_adam_step`.
+// Arguments, determinism, threads and errors are those of `spw_adam_step`.
 //
 // Requires: As `spw_adam_step`.
 enum spw_status spw_lion_step(const struct spw_lion_options *options,
@@ -1538,8 +1583,9 @@ enum spw_status spw_lion_step(const struct spw_lion_options *options,
                               size_t count,
                               struct spw_step_stats *stats);
 
-// Norm and finiteness of `grad * scale`, `n` elements of `dtype` (an `spw_dtype`): what clipping has to know before
-// it steps. The bits of `sum_squares` are those that a fused step of the same tensor reports. `n` may be 0.
+// Computes the sum of squares and the finiteness of `grad * scale`, for example for gradient clipping. `grad` has `n`
+// elements of `dtype` (an `spw_dtype`); `n` may be 0. `sum_squares` has the same bits as the statistics of a step of
+// the same tensor. Thread-safe.
 //
 // Requires: `grad` points to `n` elements, `stats` to a struct of `struct_size` bytes.
 enum spw_status spw_grad_stats(const void *grad,
@@ -1548,17 +1594,17 @@ enum spw_status spw_grad_stats(const void *grad,
                                double scale,
                                struct spw_step_stats *stats);
 
-// Makes a recording. Its log takes addresses now (13 bytes per element) and memory page by page as steps need it. One
-// object, one thread at a time.
+// Creates a recording. SPW_UNDO_DELTA reserves 13 bytes of address space per element now, and takes memory page by
+// page as steps need it. Free the recording with `spw_undo_close`. One thread at a time may use an object.
 //
 // Requires: `options` points to a struct of `struct_size` bytes, `undo_out` to a pointer.
 enum spw_status spw_undo_open(const struct spw_undo_options *options,
                               struct spw_undo **undo_out);
 
-// `spw_adam_step`, recorded in `undo`, which forgets the step it held. It remembers the tensors' addresses: until
-// the step is forgotten, the spans stay where they are and only spillway writes to them, gradients included. In mode
-// SPW_UNDO_SHADOW every tensor names its shadow spans, in the other modes none does. The squares of the
-// gradients are summed if `stats` is not NULL.
+// Does `spw_adam_step` and records it in `undo`, which forgets its earlier step. Until this step is rolled back,
+// redone or committed, the spans must not move, and only Spillway may write to them, gradients included. In mode
+// SPW_UNDO_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more elements or
+// tensors than the recording's capacity is an error. Statistics are computed if `stats` is not NULL.
 //
 // Requires: As `spw_adam_step`.
 enum spw_status spw_undo_adam_step(struct spw_undo *undo,
@@ -1567,7 +1613,7 @@ enum spw_status spw_undo_adam_step(struct spw_undo *undo,
                                    size_t count,
                                    struct spw_step_stats *stats);
 
-// `spw_adagrad_step`, recorded as `spw_undo_adam_step`.
+// Does `spw_adagrad_step` and records it, as `spw_undo_adam_step`.
 //
 // Requires: As `spw_adam_step`.
 enum spw_status spw_undo_adagrad_step(struct spw_undo *undo,
@@ -1576,7 +1622,7 @@ enum spw_status spw_undo_adagrad_step(struct spw_undo *undo,
                                       size_t count,
                                       struct spw_step_stats *stats);
 
-// `spw_lion_step`, recorded as `spw_undo_adam_step`.
+// Does `spw_lion_step` and records it, as `spw_undo_adam_step`.
 //
 // Requires: As `spw_adam_step`.
 enum spw_status spw_undo_lion_step(struct spw_undo *undo,
@@ -1585,42 +1631,48 @@ enum spw_status spw_undo_lion_step(struct spw_undo *undo,
                                    size_t count,
                                    struct spw_step_stats *stats);
 
-// Takes the recorded step back and forgets it: param, exp_avg and exp_avg_sq have the bits from before the step
-// (arithmetic mode: nearly), and param_copy those of the restored param rounded. Without a recorded step it is
-// SPW_ERR_INVALID_ARGUMENT.
+// Rolls back the recorded step and forgets it. param, exp_avg and exp_avg_sq get the bits from before the step
+// (SPW_UNDO_ARITHMETIC: approximately). param_copy gets the restored param, rounded. Without a recorded step the call
+// is SPW_ERR_INVALID_ARGUMENT.
 //
-// In mode SPW_UNDO_SHADOW nothing is written, in any size of step: the tensors' own spans never changed, and the caller
-// goes on with them. After `spw_undo_commit` the shadow spans are the current set: the next step names them as
-// param, exp_avg and exp_avg_sq, and the former ones as shadow. Nothing is copied either way. param_copy belongs to
-// the set that the step wrote, so a caller that may roll back has two of them as well. Where a framework's tensors
-// cannot change their address, it lets them follow every other step, or copies the current set back when it looks at
-// them (0.9 of a step), or records with SPW_UNDO_DELTA.
+// In mode SPW_UNDO_SHADOW the call writes no tensor, since the step changed only the shadow spans. The caller
+// continues with the tensors' own spans. After `spw_undo_commit` instead, the shadow spans are the current set: the
+// next step names them as param, exp_avg and exp_avg_sq, and the former ones as shadow. No data is copied in either
+// case. param_copy holds the parameters that the step wrote, so a caller that may roll back also keeps two copies of
+// it.
+//
+// If a framework's tensors cannot change their address, the caller has three choices:
+//
+// - Let the tensors be current after every other step only.
+// - Copy the current set back before each use of the tensors, at 0.9 of the time of a step.
+// - Record with SPW_UNDO_DELTA instead.
 //
 // Requires: The recorded spans are as the step left them.
 enum spw_status spw_undo_rollback(struct spw_undo *undo);
 
-// Takes the recorded step back and does it again with `grad_scale` in place of its factor on the gradient, in one pass
-// over memory; then forgets it. The result has the bits of stepping with `grad_scale` in the first place (arithmetic
-// mode: nearly). In mode SPW_UNDO_SHADOW it lies in the shadow spans, as after the step and `spw_undo_commit`.
+// Rolls back the recorded step and repeats it with `grad_scale` in place of its factor on the gradient, in one pass
+// over memory. Then it forgets the step. The result has the bits of a single step with `grad_scale`
+// (SPW_UNDO_ARITHMETIC: approximately). In mode SPW_UNDO_SHADOW the result is in the shadow spans, as after the step
+// and `spw_undo_commit`. A `grad_scale` that is not a finite f32 is an error.
 //
 // Requires: As `spw_undo_rollback`.
 enum spw_status spw_undo_redo(struct spw_undo *undo,
                               double grad_scale);
 
-// Forgets the recorded step, which then stands; without one it does nothing. The log's memory, up to 3 bytes per
-// element, is kept for the next step, or all of it given back to the system if `release_memory` is 1.
+// Forgets the recorded step, which becomes permanent. Without a recorded step it does nothing. With `release_memory` 0
+// the log keeps up to 3 bytes per element for the next step; with 1 it returns all memory to the system.
 enum spw_status spw_undo_commit(struct spw_undo *undo,
                                 uint32_t release_memory);
 
-// Bytes of log that the recorded step uses; 0 without one.
+// Writes the bytes of log that the recorded step uses; 0 without a recorded step or a log.
 //
 // Requires: `bytes_out` points to a u64.
 enum spw_status spw_undo_log_bytes(struct spw_undo *undo, uint64_t *bytes_out);
 
-// Frees the recording; its step stands. NULL does nothing.
+// Frees the recording. Its step becomes permanent. NULL does nothing.
 enum spw_status spw_undo_close(struct spw_undo *undo);
 
-// Starts an engine (SuperOffload section 4.4, "speculation-then-validation"). A round is
+// Creates an engine (SuperOffload section 4.4, "speculation-then-validation"). A round is
 //
 //     spw_spec_begin_adam(spec, &options, max_norm);
 //     spw_spec_submit(spec, bucket, tensors, count, event);    for every bucket, as gradients come
@@ -1628,23 +1680,24 @@ enum spw_status spw_undo_close(struct spw_undo *undo);
 //     spw_spec_resolve(spec, &all, &outcome);
 //     spw_spec_wait(spec, bucket, -1);                         for every bucket, or spw_spec_finish
 //
-// A bucket steps on the pool as soon as its event comes, with the factor `options.grad_scale`, and records what it takes to
-// go back to the bit: about 1.2 bytes per parameter, 13 at worst. After the verdict every bucket has the bits of waiting for the norm and stepping
-// once, whatever the order of arrival. Once the sum so far makes the verdict certain, buckets that have not begun
-// are only measured, and step once after it.
+// The thread pool steps a bucket as soon as its event has happened, with the factor `options.grad_scale`. It records a
+// log for an exact rollback, about 1.2 bytes per parameter and at most 13. After the verdict every bucket has the bits
+// of waiting for the norm and stepping once, whatever the order of arrival. If the partial sum already determines the
+// verdict, later buckets are only measured, and stepped once after the verdict.
 //
-// Every function but close may be called from several threads at the same time. Complete: examples_c/speculate.c.
+// Every function but `spw_spec_close` is thread-safe. Complete example: examples_c/speculate.c.
 //
 // Requires: `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
 enum spw_status spw_spec_open(const struct spw_spec_options *options,
                               struct spw_spec **spec_out);
 
-// Opens a round of Adam steps, `options.step` and `options.grad_scale` (1 / loss scale) among them. Gradients whose norm
-// over all ranks passes `max_norm` (0: no limit) will be clipped, as `torch.nn.utils.clip_grad_norm_` and DeepSpeed do:
+// Opens a round of Adam steps with `options`, including `options.step` and `options.grad_scale` (1 / loss scale). If
+// the norm over all ranks exceeds `max_norm` (0: no limit), gradients are clipped as by
+// `torch.nn.utils.clip_grad_norm_` and DeepSpeed:
 //
 //     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
 //
-// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the one before are not final.
+// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the previous round are not final.
 //
 // Requires: `spec` is an open engine, `options` points to a struct of `struct_size` bytes.
 enum spw_status spw_spec_begin_adam(const struct spw_spec *spec,
@@ -1670,28 +1723,30 @@ enum spw_status spw_spec_begin_lion(const struct spw_spec *spec,
 // Requires: `spec` is an open engine, `stats` points to a struct of `struct_size` bytes.
 enum spw_status spw_spec_stats_get(const struct spw_spec *spec, struct spw_spec_stats *stats);
 
-// Ends the engine. A round without a verdict is taken back first, and one with a verdict brought to its end. NULL does
-// nothing.
+// Closes the engine. It first rolls back a round without a verdict, and completes a round with one. NULL does nothing.
 //
 // Requires: `spec` is NULL or an open engine, and is not used again.
 enum spw_status spw_spec_close(struct spw_spec *spec);
 
-// Hands a bucket over and returns at once. It steps when `event` came, or now if `event` is NULL. Tensors may have
-// options of their own, with the grad_scale of the round. The structs are copied; the spans, gradients included, belong
-// to the engine until the bucket is final, and those of different buckets do not overlap.
+// Submits a bucket and returns at once. The bucket's step starts when `event` has happened, or now if `event` is NULL.
+// Tensors may have their own options, with the round's grad_scale. The engine copies the structs. Until the bucket is
+// final the spans, including gradients, belong to the engine, and no other bucket may use them.
 //
-// SPW_ERR_NO_ROUND, SPW_ERR_ROUND_RESOLVED or SPW_ERR_BUCKET_SUBMITTED if this is not the time for it.
+// - SPW_ERR_NO_ROUND: no round is open.
+// - SPW_ERR_ROUND_RESOLVED: the round already has its verdict.
+// - SPW_ERR_BUCKET_SUBMITTED: the bucket was already submitted in this round.
 //
-// Requires: `spec` is an open engine; `tensors` and their spans as for `spw_adam_step`, from any thread until the bucket is final;
-// `event` is NULL or points to a struct of `struct_size` bytes.
+// Requires: `spec` is an open engine. `tensors` and their spans are as for `spw_adam_step`, and any thread may use the spans
+// until the bucket is final. `event` is NULL or points to a struct of `struct_size` bytes.
 enum spw_status spw_spec_submit(const struct spw_spec *spec,
                                 uint32_t bucket,
                                 const struct spw_tensor *tensors,
                                 size_t count,
                                 const struct spw_spec_event *event);
 
-// `spw_spec_submit` of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and the arithmetic of
-// `spw_ds_adam_update` in place of the round's, its grad_scale and max_norm excepted. The id's step advances now.
+// Submits a bucket of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters and arithmetic of
+// `spw_ds_adam_update`. Only grad_scale and max_norm are the round's. The step of `id` advances now. Otherwise as
+// `spw_spec_submit`.
 //
 // Requires: As `spw_spec_submit`, for one tensor.
 enum spw_status spw_spec_submit_ds_adam(const struct spw_spec *spec,
@@ -1707,42 +1762,46 @@ enum spw_status spw_spec_submit_ds_adam(const struct spw_spec *spec,
                                         const struct spw_tensor *tensor,
                                         const struct spw_spec_event *event);
 
-// Where a bucket stands: an `spw_spec_state`. The error of a bucket that failed is this call's.
+// Writes the progress of a bucket, an `spw_spec_state`. If the bucket failed, the call returns its error.
 //
 // Requires: `spec` is an open engine, `state_out` points to a u32.
 enum spw_status spw_spec_ready(const struct spw_spec *spec, uint32_t bucket, uint32_t *state_out);
 
-// Waits, at the longest `timeout_ms` milliseconds (negative: for ever), until the 16-bit copies of a bucket count: until
-// it is final, which takes a verdict, or for SPW_SPEC_PUBLISH_SPECULATIVE until it is stepped.
+// Waits until the 16-bit copies of a bucket are valid, for up to `timeout_ms` milliseconds (negative: without limit).
+// They are valid when the bucket is final, which requires a verdict. With SPW_SPEC_PUBLISH_SPECULATIVE they are valid
+// once the bucket is stepped. If the bucket failed, the call returns its error.
 //
 // Requires: `spec` is an open engine.
 enum spw_status spw_spec_wait(const struct spw_spec *spec,
                               uint32_t bucket,
                               int64_t timeout_ms);
 
-// Waits until every bucket of the round is measured, at the longest `timeout_ms` milliseconds (0: only looks; negative:
-// for ever), and gives this rank's part: the sums of squares of the scaled gradients, added in the order of the
-// buckets, whatever the order of arrival; NaN with `nonfinite`. The sum over all ranks goes to `spw_spec_resolve`.
+// Waits until every bucket of the round is measured, for up to `timeout_ms` milliseconds (0: poll; negative: without
+// limit). Writes this rank's statistics: the sum of squares of the scaled gradients, added in the order of the bucket
+// numbers, whatever their order of arrival. With `nonfinite` 1 the sum is NaN. Add the sums of all ranks for
+// `spw_spec_resolve`.
 //
-// SPW_ERR_BUCKET_MISSING names one that was not submitted; SPW_ERR_TIMEOUT those whose event has not come.
+// - SPW_ERR_BUCKET_MISSING: a bucket was not submitted; the message names it.
+// - SPW_ERR_TIMEOUT: events are outstanding; the message names their buckets.
 //
 // Requires: `spec` is an open engine, `local` points to a struct of `struct_size` bytes.
 enum spw_status spw_spec_local_result(const struct spw_spec *spec,
                                       int64_t timeout_ms,
                                       struct spw_step_stats *local);
 
-// Gives the round the verdict that follows from the numbers of all ranks, and returns at once; the engine goes on to
-// take back and step again what needs it, the bucket that was submitted last first. `outcome` may be NULL.
+// Gives the round the verdict that follows from `global`, the statistics of all ranks, and returns at once. The engine
+// then rolls back and repeats steps as needed, the bucket that was submitted last first. `outcome` may be NULL.
 //
-// SPW_ERR_BUSY while buckets are being measured: `spw_spec_local_result` waits for them.
+// SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
 //
 // Requires: `spec` is an open engine, `global` and `outcome` point to structs of `struct_size` bytes.
 enum spw_status spw_spec_resolve(const struct spw_spec *spec,
                                  const struct spw_step_stats *global,
                                  struct spw_spec_outcome *outcome);
 
-// Gives the round a verdict (an `spw_spec_verdict`) of the caller's own, for a rule of clipping other than that of
-// `spw_spec_begin_adam`; `grad_scale` is the whole factor of SPW_SPEC_REDO, rounded to f32. Else as `spw_spec_resolve`.
+// Gives the round the caller's own verdict (an `spw_spec_verdict`), for a clipping rule other than that of
+// `spw_spec_begin_adam`. `grad_scale` is the complete factor for SPW_SPEC_REDO, rounded to f32. Otherwise as
+// `spw_spec_resolve`.
 //
 // Requires: `spec` is an open engine, `outcome` is NULL or points to a struct of `struct_size` bytes.
 enum spw_status spw_spec_resolve_as(const struct spw_spec *spec,
@@ -1750,32 +1809,33 @@ enum spw_status spw_spec_resolve_as(const struct spw_spec *spec,
                                     double grad_scale,
                                     struct spw_spec_outcome *outcome);
 
-// Gives an open round up: buckets that were stepped are taken back, the others never begin. Without one it does nothing.
-// `spw_spec_finish` waits for the end of it.
+// Aborts an open round: stepped buckets are rolled back, the others never start. Without an open round it does
+// nothing. `spw_spec_finish` waits for the rollback.
 //
 // Requires: `spec` is an open engine.
 enum spw_status spw_spec_abort(const struct spw_spec *spec);
 
-// Waits until every bucket of the round is final, at the longest `timeout_ms` milliseconds (negative: for ever). All
-// spans, and the words of events, are the caller's again.
+// Waits until every bucket of the round is final, for up to `timeout_ms` milliseconds (negative: without limit). After
+// it all spans, and the words of events, belong to the caller again.
 //
 // Requires: `spec` is an open engine.
 enum spw_status spw_spec_finish(const struct spw_spec *spec,
                                 int64_t timeout_ms);
 
-// Buckets that had been stepped when the last verdict took their steps back: at most `capacity` numbers to `buckets_out`,
-// and how many there are to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE these are the copies to fetch again, once
-// the bucket is final.
+// Writes the buckets whose speculative steps the last verdict rolled back: at most `capacity` numbers to
+// `buckets_out`, and their total to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE the caller fetches these buckets'
+// 16-bit copies again once the bucket is final.
 //
-// Requires: `spec` is an open engine, `buckets_out` has room for `capacity` numbers (NULL for 0), `count_out` points to a size_t.
+// Requires: `spec` is an open engine, `buckets_out` has room for `capacity` numbers (NULL for 0), `count_out` points to a
+// size_t.
 enum spw_status spw_spec_withdrawn(const struct spw_spec *spec,
                                    uint32_t *buckets_out,
                                    size_t capacity,
                                    size_t *count_out);
 
-// Plans an interleaved update (Deep Optimizer States section 4): the site of every subgroup to `sites`, and what the
-// model says of it to `result`. Either may be NULL. The model plays the very commands of `spw_interleave_begin` on
-// engines that serve one operation at a time.
+// Plans an interleaved update (Deep Optimizer States section 4). `sites` receives an `spw_plan_site` for each
+// subgroup, and `result` the model's prediction. Either may be NULL. The model simulates the commands of
+// `spw_interleave_begin` on engines that each process one operation at a time.
 //
 // Requires: The structs have `struct_size` bytes, `shape->sizes` is NULL or has `count` entries, `sites` is NULL or has room for
 // `count`.
@@ -1785,7 +1845,8 @@ enum spw_status spw_plan_interleave(const struct spw_plan_rates *rates,
                                     uint32_t *sites,
                                     struct spw_plan_result *result);
 
-// What the model says of a plan of the caller's, `sites` being `shape->count` values of `spw_plan_site`.
+// Predicts the step of a given plan. `sites` has `shape->count` values of `spw_plan_site`; `backward` is in seconds,
+// as in `spw_plan_options`.
 //
 // Requires: As `spw_plan_interleave`.
 enum spw_status spw_plan_predict(const struct spw_plan_rates *rates,
@@ -1794,8 +1855,8 @@ enum spw_status spw_plan_predict(const struct spw_plan_rates *rates,
                                  double backward,
                                  struct spw_plan_result *result);
 
-// The step of such a plan as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`, their number to
-// `needed_out`. With `text` NULL only the number.
+// Writes the predicted step of a plan as a trace for Perfetto. `text` receives JSON and a NUL, and `needed_out` their
+// number of bytes. With `text` NULL the call writes only the number. A `size` below the number is an error.
 //
 // Requires: As `spw_plan_interleave`; `text` is NULL or points to `size` bytes, `needed_out` to a u64.
 enum spw_status spw_plan_trace(const struct spw_plan_rates *rates,
@@ -1806,10 +1867,16 @@ enum spw_status spw_plan_trace(const struct spw_plan_rates *rates,
                                size_t size,
                                uint64_t *needed_out);
 
-// Deep Optimizer States Eq. 1, corrected: CPU parameters per GPU parameter at which both sides take equally long
-// (infinite where the CPU keeps up with the link), and the GPU's part of all, from 0 to 1. `one_slot` 1 is the equation
-// as printed, in which the GPU's step adds to the link's time; 0 is for two state buffers, where it does not.
-// `fetched_words` are the f32 words per parameter that a fetched gradient adds: 0, 0.5 or 1.
+// Computes the balance of Deep Optimizer States Eq. 1, corrected for the number of state buffers.
+//
+// - `cpu_per_gpu_out` receives the CPU parameters per GPU parameter at which both sides take equally long. It is
+//   infinite
+//   if the CPU is as fast as the link.
+// - `share_out` receives the GPU's fraction of all parameters, from 0 to 1.
+// - `one_slot` 1 is the equation as printed: the GPU's step adds to the link's time. 0 is for two state buffers, where
+//   the
+//   two overlap.
+// - `fetched_words` is the number of 4-byte words per parameter that fetching a gradient adds: 0, 0.5 or 1.
 //
 // Requires: `rates` points to a struct of `struct_size` bytes, the outputs to a double each.
 enum spw_status spw_plan_share(const struct spw_plan_rates *rates,
@@ -1818,9 +1885,9 @@ enum spw_status spw_plan_share(const struct spw_plan_rates *rates,
                                double *cpu_per_gpu_out,
                                double *share_out);
 
-// How many of the last of `count` buckets the GPU keeps, so that backward hides the CPU's part; at most `most` fit.
-// `kept_out` is SuperOffload Eq. 4-5 with what it leaves out, a CPU that does not keep up with backward;
-// `printed_out` (NULL: not wanted) is the condition as printed.
+// Computes how many of the last of `count` buckets the GPU should update, so that the backward pass hides the CPU's
+// work. At most `most` buckets fit on the GPU. `kept_out` follows SuperOffload Eq. 4-5, extended to CPUs slower than
+// backward. `printed_out` (may be NULL) follows the equations as printed.
 //
 // Requires: `bucket` points to a struct of `struct_size` bytes, `kept_out` to a u64, and `printed_out` to a u64 or is NULL.
 enum spw_status spw_plan_tail(const struct spw_plan_bucket *bucket,
@@ -1829,9 +1896,10 @@ enum spw_status spw_plan_tail(const struct spw_plan_bucket *bucket,
                               uint64_t *kept_out,
                               uint64_t *printed_out);
 
-// The number of tail buckets to try next, from iteration times measured so far: with `kept[i]` buckets on the GPU an
-// iteration took `seconds[i]`. `start` is tried first, `most` is the most that fit. The search is over when `next_out`
-// is among `kept`; it is then the best, which `best_out` (NULL: not wanted) is at any time.
+// Tunes the number of tail buckets by measured iteration times. An iteration with `kept[i]` buckets on the GPU took
+// `seconds[i]`. `next_out` receives the number to try next, and `best_out` (may be NULL) the fastest so far. Without
+// measurements both are `start`. `most` is the maximum that fits. The search is over when `next_out` is already in
+// `kept`; it is then the fastest.
 //
 // Requires: `kept` and `seconds` have `measured` entries, `next_out` points to a u64, and `best_out` to a u64 or is NULL.
 enum spw_status spw_plan_tail_next(const uint64_t *kept,
@@ -1842,47 +1910,49 @@ enum spw_status spw_plan_tail_next(const uint64_t *kept,
                                    uint64_t *next_out,
                                    uint64_t *best_out);
 
-// Whether 16-bit weights stay on the GPU or flow through it (SuperOffload Eq. 1-3): the part that does not fit flows.
-// `flow_out` is that part, from 0 to 1; `efficiency_out` is computation over computation and load, of which more than
-// 0.5 hides the loads and 0.6 is wanted.
+// Decides which part of the 16-bit weights streams from the host (SuperOffload Eq. 1-3): the part that does not fit on
+// the GPU. `flow_out` receives that fraction, from 0 to 1. `efficiency_out` receives compute time over the sum of
+// compute and load time. Above 0.5 computation hides the loads; 0.6 is the recommended minimum.
 //
 // Requires: `load` points to a struct of `struct_size` bytes, the outputs to a double each.
 enum spw_status spw_plan_weights(const struct spw_plan_load *load,
                                  double *flow_out,
                                  double *efficiency_out);
 
-// In which form gradients should cross a link (SuperOffload section 4.5), as an `spw_plan_wire`: the one whose link and
-// step are faster together.
+// Chooses the type in which gradients cross a link (SuperOffload section 4.5), as an `spw_plan_wire`. The type whose
+// slower stage, transfer or CPU step, is faster wins. With `accumulates` it is always SPW_WIRE_F32.
 //
 // Requires: `probe` points to a struct of `struct_size` bytes, `wire_out` to a u32.
 enum spw_status spw_plan_cast(const struct spw_plan_probe *probe,
                               uint32_t *wire_out);
 
-// Takes all the memory of a pool: touched, in 2 MiB pages where possible, locked as far as `RLIMIT_MEMLOCK` allows.
-// What is refused beyond the memory itself is one warning in the log, not an error.
+// Creates a pool. It allocates and touches all memory now, in 2 MiB pages where possible, and locks it as far as
+// `RLIMIT_MEMLOCK` allows. If huge pages, locking or the NUMA node are unavailable, the log gets one warning and the
+// call succeeds.
 //
 // Requires: `options` points to a struct of `struct_size` bytes, `pool_out` to a pointer.
 enum spw_status spw_pool_open(const struct spw_pool_options *options,
                               struct spw_pool **pool_out);
 
-// Frees a pool. While blocks are handed out it is SPW_ERR_BUSY and the pool stays. Blocks that the system still works
-// on stay mapped until it is done.
+// Frees a pool. While blocks are allocated it is SPW_ERR_BUSY and the pool stays open. Quarantined blocks stay mapped
+// until their transfers end.
 //
 // Requires: `pool` is NULL or came from `spw_pool_open`, and is not used again after SPW_OK.
 enum spw_status spw_pool_close(struct spw_pool *pool);
 
-// Hands out a block, page-aligned, with whatever it last held. SPW_ERR_LIMIT_REACHED if none is free.
+// Allocates a block, page-aligned and not cleared. SPW_ERR_LIMIT_REACHED if no block is free.
 //
 // Requires: `pool` is an open pool, `block_out` points to a pointer.
 enum spw_status spw_pool_alloc(struct spw_pool *pool, void **block_out);
 
-// Takes a block back. One that is free already, or that is not the start of a block of this pool, is
+// Frees a block. A block that is already free, or an address that is not the start of a block of this pool, is
 // SPW_ERR_INVALID_ARGUMENT.
 //
 // Requires: `pool` is an open pool.
-enum spw_status spw_pool_free(struct spw_pool *pool, void *block);
+enum spw_status spw_pool_free(struct spw_pool *pool,
+                              void *block);
 
-// Whether all `bytes` bytes at `start` lie in the pool, or in one buffer registered with it: 1 or 0.
+// Writes 1 if all `bytes` bytes at `start` lie in the pool or in one buffer registered with it, else 0.
 //
 // Requires: `pool` is an open pool, `contains_out` points to a u32.
 enum spw_status spw_pool_contains(const struct spw_pool *pool,
@@ -1890,83 +1960,81 @@ enum spw_status spw_pool_contains(const struct spw_pool *pool,
                                   uint64_t bytes,
                                   uint32_t *contains_out);
 
-// Counts a buffer that the caller pinned as part of the pool, for `spw_pool_contains`. Transfers do not rely on it.
+// Registers a buffer that the caller pinned, so that `spw_pool_contains` finds it. Transfers do not need it.
 //
 // Requires: `pool` is an open pool.
-enum spw_status spw_pool_register(struct spw_pool *pool,
-                                  const void *start,
-                                  uint64_t bytes);
+enum spw_status spw_pool_register(struct spw_pool *pool, const void *start, uint64_t bytes);
 
-// Undoes `spw_pool_register` of the buffer that begins at `start`.
+// Unregisters the buffer that begins at `start`.
 //
 // Requires: `pool` is an open pool.
 enum spw_status spw_pool_unregister(struct spw_pool *pool, const void *start);
 
-// Reads the state of a pool. Set `stats->struct_size` first.
+// Reads the counters of a pool. Set `stats->struct_size` first.
 //
 // Requires: `pool` is an open pool, `stats` points to a struct of `struct_size` bytes.
 enum spw_status spw_pool_stats_get(const struct spw_pool *pool, struct spw_pool_stats *stats);
 
-// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, as `spw_pool_open` pins it.
-// Small allocations share pages. Allocations belong to the process: any thread may free them. Memory that a GPU has
-// been given is not there in a forked child, which must not touch it.
+// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, locked as by `spw_pool_open`.
+// Small allocations share 2 MiB pages. Any thread may free an allocation. Memory that was registered with a GPU is not
+// mapped in a forked child, which must not touch it.
 //
 // Requires: `start_out` points to a pointer.
 enum spw_status spw_pinned_alloc(uint64_t bytes,
                                  void **start_out);
 
-// Frees what `spw_pinned_alloc` gave. Any other address, or one freed before, is SPW_ERR_INVALID_ARGUMENT. Memory that
-// the system still works on stays mapped until it is done.
+// Frees an allocation of `spw_pinned_alloc`. Any other address, or an allocation freed before, is
+// SPW_ERR_INVALID_ARGUMENT. Memory of transfers in flight is quarantined: it stays mapped until they end.
 enum spw_status spw_pinned_free(void *start);
 
-// Whether all `bytes` bytes at `start` lie in one live allocation: 1 or 0.
+// Writes 1 if all `bytes` bytes at `start` lie in one live allocation, else 0.
 //
 // Requires: `contains_out` points to a u32.
 enum spw_status spw_pinned_contains(const void *start, uint64_t bytes, uint32_t *contains_out);
 
-// Reads the state of all single allocations. Set `stats->struct_size` first.
+// Reads the counters of all allocations. Set `stats->struct_size` first.
 //
 // Requires: `stats` points to a struct of `struct_size` bytes.
 enum spw_status spw_pinned_stats_get(struct spw_pinned_stats *stats);
 
-// Starts an engine. `options` may be NULL.
+// Creates an engine. `options` may be NULL.
 //
 // Requires: `options` is NULL or points to a struct of `struct_size` bytes, `io_out` points to a pointer.
 enum spw_status spw_io_open(const struct spw_io_options *options, struct spw_io **io_out);
 
-// Waits for all operations, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the engine, which
-// is gone whatever is returned. The error is that of an operation that nobody waited for, or SPW_ERR_TIMEOUT: then
-// the buffers of what is still under way must stay as they are for the rest of the process.
+// Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. The
+// engine is freed whatever the status. An operation that no call waited for returns its error here. After
+// SPW_ERR_TIMEOUT the buffers of operations in flight must stay allocated and unused for the rest of the process.
 //
 // Requires: `io` is NULL or came from `spw_io_open`, and is not used again.
 enum spw_status spw_io_close(struct spw_io *io,
                              int64_t timeout_ms);
 
-// Begins to read `bytes` bytes at `offset` of the file into the buffer, and returns at once with a handle to wait for.
-// The operation succeeds only if every byte was filled; a file that ends before is SPW_ERR_SHORT_FILE. A file that
-// cannot be opened is an error here.
+// Starts to read `bytes` bytes at `offset` of the file into the buffer. It returns at once with a handle for
+// `spw_io_wait`. The operation succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE. A
+// file that cannot be opened is an error of this call.
 //
-// Requires: `request` points to a struct of `struct_size` bytes; its buffer may be written to until the operation is over, and
-// nobody else uses it meanwhile. `handle_out` points to a u64.
+// Requires: `request` points to a struct of `struct_size` bytes. The engine may write to its buffer until the operation ends,
+// and no other code uses the buffer meanwhile. `handle_out` points to a u64.
 enum spw_status spw_io_read(struct spw_io *io,
                             const struct spw_io_request *request,
                             uint64_t *handle_out);
 
-// Begins to write, as `spw_io_read`. The file is created if need be; what lies around the bytes written stays as it
-// is, also behind them. A write that succeeded is in the hands of the system; `spw_io_sync` makes it durable.
+// Starts to write, as `spw_io_read`. A missing file is created. Bytes before and after the written range stay
+// unchanged. After success the data is in the system's hands; `spw_io_sync` makes it durable.
 //
-// A write that extends its file gives the file its new length first, which about doubles the speed on ext4. After a
-// crash or a kill the length therefore does not tell how far the write came: bytes that were not written read as zeros.
-// Write beside the place and rename after the wait, or open the engine with SPW_IO_NO_PREALLOCATE, where the length
-// still tells nothing about gaps: parts of a write land in any order.
+// A write that extends its file first sets the file's new length, which about doubles the speed on ext4. After a crash
+// or a kill the length therefore does not show how much was written: unwritten bytes read as zeros. To replace a file
+// safely, write a new file, wait, and rename it. SPW_IO_NO_PREALLOCATE avoids the early length, but gaps remain
+// possible: parts of a write land in any order.
 //
 // Requires: As `spw_io_read`, with a buffer that may be read.
 enum spw_status spw_io_write(struct spw_io *io,
                              const struct spw_io_request *request,
                              uint64_t *handle_out);
 
-// Begins to make durable what was written to the file of the request and waited for. Its buffer, bytes and offset are
-// not looked at.
+// Starts to make durable what was written to the request's file by operations that were waited for. Buffer, bytes and
+// offset are ignored.
 //
 // Requires: As `spw_io_read`, without a buffer.
 enum spw_status spw_io_sync(struct spw_io *io,
@@ -1978,18 +2046,21 @@ enum spw_status spw_io_sync(struct spw_io *io,
 // Requires: `io` is an open engine, `stats` points to a struct of `struct_size` bytes.
 enum spw_status spw_io_stats_get(const struct spw_io *io, struct spw_io_stats *stats);
 
-// Writes words for a person into the `size` bytes at `text`, cut off to fit and ended by a NUL: the backend's name
-// ("io_uring" or "threads"), and why it is not the other, why files go through the page cache, and which profile it has
-// read, if so.
+// Writes a description of the engine for humans to `text`, truncated to `size` bytes with a NUL. It names the backend
+// ("io_uring" or "threads"), why the other backend is unavailable, why files go through the page cache, and the
+// profile in use.
 //
 // Requires: `io` is an open engine, `text` points to `size` writable bytes.
 enum spw_status spw_io_describe(const struct spw_io *io,
                                 char *text,
                                 size_t size);
 
-// Waits for one operation, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and gives its
-// status and byte count (`bytes_out` may be NULL). The handle is then done with, except after SPW_ERR_TIMEOUT, which
-// leaves the operation under way, and after SPW_ERR_DEADLINE, when `spw_io_holds_memory` still answers.
+// Waits for one operation for up to `timeout_ms` milliseconds (0: poll; negative: without limit). It returns the
+// operation's status and writes its byte count to `bytes_out` (may be NULL). After the call the handle is invalid,
+// with two exceptions:
+//
+// - SPW_ERR_TIMEOUT: the operation stays in flight, and the handle stays valid.
+// - SPW_ERR_DEADLINE: the handle is valid for `spw_io_holds_memory`.
 //
 // Requires: `io` is an open engine, `bytes_out` is NULL or points to a u64.
 enum spw_status spw_io_wait(struct spw_io *io,
@@ -1997,17 +2068,18 @@ enum spw_status spw_io_wait(struct spw_io *io,
                             int64_t timeout_ms,
                             uint64_t *bytes_out);
 
-// Waits for all operations, as `spw_io_wait`, and is done with their handles. `completed_out` (may be NULL) receives
-// how many there were; 0, at once, if none. If any failed it is the first error, with the number of the others.
+// Waits for all operations, as `spw_io_wait`, and invalidates their handles. `completed_out` (may be NULL) receives
+// the number of operations; without any the call returns at once. If operations failed, the status is that of the
+// first, and the message counts the others.
 //
 // Requires: `io` is an open engine, `completed_out` is NULL or points to a u64.
 enum spw_status spw_io_wait_all(struct spw_io *io,
                                 int64_t timeout_ms,
                                 uint64_t *completed_out);
 
-// Waits for the `count` operations whose handles stand at `handles`, as `spw_io_wait`, whatever else is under way, and is
-// done with their handles. If any failed it is the error of the first of them, with the number of the others. After
-// SPW_ERR_TIMEOUT all of them are as before.
+// Waits for the `count` operations in `handles`, as `spw_io_wait`, independently of other operations, and invalidates
+// their handles. If operations failed, the status is that of the first in `handles`, and the message counts the
+// others. After SPW_ERR_TIMEOUT all handles stay valid.
 //
 // Requires: `io` is an open engine, `handles` points to `count` integers (or is NULL, with 0).
 enum spw_status spw_io_wait_many(struct spw_io *io,
@@ -2015,70 +2087,81 @@ enum spw_status spw_io_wait_many(struct spw_io *io,
                                  uint64_t count,
                                  int64_t timeout_ms);
 
-// Asks that an operation end early. Wait for it as before: it is SPW_ERR_CANCELLED, or ends as it would have, once the
-// system has given its memory back. What the device already has is not taken back.
+// Requests cancellation of an operation. Wait for the operation as usual. It ends as SPW_ERR_CANCELLED or with its
+// normal result, after the system has released its memory. Requests that the device already has are not cancelled.
 //
 // Requires: `io` is an open engine.
 enum spw_status spw_io_cancel(struct spw_io *io,
                               uint64_t handle);
 
-// Whether the system may still use the memory of an operation, which it may after SPW_ERR_DEADLINE: 1 or 0. Memory of
-// spw_pool and spw_pinned need not be asked about: freed, it is kept out of use until then.
+// Writes 1 if the system may still use the memory of an operation after SPW_ERR_DEADLINE, else 0. Memory of spw_pool
+// and spw_pinned needs no check: the library quarantines it when it is freed.
 //
 // Requires: `io` is an open engine, `holds_out` points to a u32.
 enum spw_status spw_io_holds_memory(struct spw_io *io,
                                     uint64_t handle,
                                     uint32_t *holds_out);
 
-// Tells of the last failing call of this thread what spw_last_error() has in words. If that was no operation on a file,
-// `path` is NULL and the rest is 0. Set `failure->struct_size` first.
+// Reads the details of this thread's last failed call, whose message spw_last_error() returns. If that call was no
+// file operation, `path` is NULL and the other fields are 0. Set `failure->struct_size` first.
 //
 // Requires: `failure` points to a struct of `struct_size` bytes.
 enum spw_status spw_io_last_failure(struct spw_io_failure *failure);
 
-// Looks at a tier without opening it: its last committed step, and the one before it, at which SPW_TIER_AT_STEP opens it.
-// No step changes, and a tier that does not exist is no error; locks are held meanwhile. An open makes the step it finds the only one, so ranks
-// that commit each for itself ask first and open at the smallest step that all of them have. Errors are those of
-// `spw_tier_open`.
+// Inspects a tier without opening it: its last committed step and the step before it, at which SPW_TIER_AT_STEP can
+// open. The steps stay unchanged, and a missing tier is no error. The tier's locks are held during the call. Errors
+// are those of `spw_tier_open`.
+//
+// An open keeps only the step that it resumes. Ranks that commit independently therefore call this function first, and
+// all open at the last step that every rank has.
 //
 // Requires: `options` and its paths point to structs of `struct_size` bytes with C strings, `info` to a struct of `struct_size`
 // bytes.
 enum spw_status spw_tier_steps(const struct spw_tier_options *options,
                                struct spw_tier_steps_info *info);
 
-// Opens a tier, or makes one. Each path gets a directory job/host/rank-N with a lock, held until the tier is closed and
-// its last operation has ended, or the process ends: SPW_ERR_LOCKED names a live holder. Directories and files below a
-// path are the effective user's alone, with modes 0700 and 0600 when they are new: another user's, a symbolic link or a
-// file with a second name is SPW_ERR_FOREIGN. Own files that let others in, and own directories that let others write, are
-// tightened, with a warning in the log. A path whose file system gives no answer for `stall_ms` is SPW_ERR_DEADLINE. A
-// tier whose superblocks are lost is SPW_ERR_FORMAT until it is collected. A directory of another run, rank or number of
-// ranks is SPW_ERR_FOREIGN, one of another format SPW_ERR_FORMAT, and a path that holds committed blocks and is not given
-// SPW_ERR_PATH_MISSING, unless SPW_TIER_DEGRADED. Of paths that went on without each other, each opened without the
-// other, the one that went further counts; two that went as far are SPW_ERR_FOREIGN until one of them is opened alone.
-// In an object store the lock names the machine by its machine-id: where an image brings that id along, a live holder on
-// another machine of the same name is taken for dead.
+// Opens a tier, or creates one. Each path gets a directory job/host/rank-N with a lock file. The lock is held until
+// the tier is closed and its last operation has ended, or until the process ends.
+//
+// - SPW_ERR_LOCKED: a live process holds the lock; the message names it.
+// - SPW_ERR_DEADLINE: the file system of a path gave no answer for `stall_ms`.
+// - SPW_ERR_FORMAT: a directory has another format version.
+// - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
+// - SPW_ERR_FOREIGN: a directory belongs to another run, rank or number of ranks.
+// - SPW_ERR_FOREIGN: a file or directory belongs to another user, is a symbolic link, or is a file with a second name.
+// - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_DEGRADED opens without it.
+//
+// New directories have mode 0700 and new files 0600. If the user's own files are accessible to others, or the user's
+// own directories writable by others, the open removes these permissions and logs a warning.
+//
+// If paths were opened separately, each without the other, the later commit wins. A tie is SPW_ERR_FOREIGN until one
+// of the paths is opened alone.
+//
+// In an object store the lock names the machine by its machine-id. If two machines of the same name share a
+// machine-id, as copies of one image may, a live holder on the other machine counts as dead.
 //
 // Requires: `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
 enum spw_status spw_tier_open(const struct spw_tier_options *options,
                               struct spw_tier **tier_out);
 
-// Waits for what is under way, at the longest `timeout_ms` milliseconds (negative: for ever), and frees the tier, which
-// is gone whatever is returned. What was not committed is lost; what was is found by the next open. A tier that a tiered
-// update uses ends with the update. Whether the streams of a ticket are free is known only to who has waited for it.
+// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
+// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
+// If a tiered update uses the tier, the tier ends with the update. Streams of tickets that were not waited for must be
+// presumed in use after this call.
 //
 // Requires: `tier` is NULL or came from `spw_tier_open`, and is not used again.
 enum spw_status spw_tier_close(struct spw_tier *tier,
                                int64_t timeout_ms);
 
-// Removes the tier's files from every path and frees the tier, which is gone whatever is returned. A path with an operation
-// that is still in flight keeps its files, and its lock until the operation ends: SPW_ERR_BUSY; collect it then. In a
-// forked child it is SPW_ERR_UNSUPPORTED and does nothing.
+// Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
+// operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. Delete
+// such files later with `spw_tier_collect`. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
 //
 // Requires: As `spw_tier_close`.
 enum spw_status spw_tier_destroy(struct spw_tier *tier);
 
-// Removes what a run that is dead left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` may be NULL for
-// this machine's name. A live run is SPW_ERR_LOCKED, none is SPW_ERR_NOT_FOUND.
+// Deletes the files that a dead run left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` NULL means
+// this machine's name. A live run is SPW_ERR_LOCKED, a run without files SPW_ERR_NOT_FOUND.
 //
 // Requires: The strings are C strings; `host` may be NULL.
 enum spw_status spw_tier_collect(const char *directory,
@@ -2086,8 +2169,9 @@ enum spw_status spw_tier_collect(const char *directory,
                                  const char *host,
                                  uint32_t rank);
 
-// Finds the extent with this name, or makes it, with streams of these many bytes. One that exists with other streams is
-// SPW_ERR_FOREIGN. Its number is good while the tier is open.
+// Finds or creates the extent `name`, with `stream_count` (at most 64) streams of `stream_bytes[i]` bytes each, and
+// writes its number. An existing extent with other streams is SPW_ERR_FOREIGN. The number is valid while the tier is
+// open.
 //
 // Requires: `tier` is open, `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.
 enum spw_status spw_tier_define(struct spw_tier *tier,
@@ -2096,27 +2180,28 @@ enum spw_status spw_tier_define(struct spw_tier *tier,
                                 uint64_t stream_count,
                                 uint32_t *extent_out);
 
-// Takes an extent out with the next commit; defining it again before takes that back. Both are SPW_ERR_BUSY while a commit
-// is under way.
+// Removes an extent with the next commit. `spw_tier_define` of the extent before that commit cancels the removal. Both
+// are SPW_ERR_BUSY while a commit is in flight.
 //
 // Requires: `tier` is open.
 enum spw_status spw_tier_remove(struct spw_tier *tier,
                                 uint32_t extent);
 
-// Begins to write an extent, and returns at once with a ticket to wait for. `streams` has one pointer for each stream;
-// any address is good, pinned memory is fastest. `path` is the number of a path, or -1 for where the extent lies or the
-// least lies; a path that fails or is full is left for another, and the wait tells only if none took it. The committed
-// contents stay as they are. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is under way.
+// Starts to write an extent, and returns at once with a ticket for `spw_tier_wait`. `streams` has one pointer for each
+// stream. Any alignment is allowed; pinned memory is fastest. `path` is the number of a path. -1 selects the extent's
+// present path, or the path with the least data. If that path fails or is full, another path is used; the wait is an
+// error only if no path accepted the data. The committed contents stay unchanged. SPW_ERR_BUSY while the extent is
+// put, read, moved or verified, or a commit is in flight.
 //
-// Requires: `tier` is open; the streams stay as they are until the ticket was waited for; `ticket_out` points to a u64.
+// Requires: `tier` is open. The streams stay unchanged until the ticket was waited for. `ticket_out` points to a u64.
 enum spw_status spw_tier_put(struct spw_tier *tier,
                              uint32_t extent,
                              const void *const *streams,
                              int32_t path,
                              uint64_t *ticket_out);
 
-// As `spw_tier_put`, in pieces over several paths: `path_blocks` has for each path, by number, how many blocks it
-// takes. Blocks left over go to the last one that takes any.
+// Starts to write an extent as `spw_tier_put`, striped over several paths. `path_blocks[i]` is the number of blocks
+// for path i. Remaining blocks go to the last path with a nonzero entry.
 //
 // Requires: As `spw_tier_put`; `path_blocks` points to `path_count` numbers.
 enum spw_status spw_tier_put_striped(struct spw_tier *tier,
@@ -2126,23 +2211,25 @@ enum spw_status spw_tier_put_striped(struct spw_tier *tier,
                                      uint64_t path_count,
                                      uint64_t *ticket_out);
 
-// Begins to read what was last put and waited for, or the committed contents after an open. A NULL stream is left out.
-// The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
+// Starts to read an extent: the last put that was waited for, or after an open the committed contents. A NULL stream
+// is skipped. The wait succeeds only if every block matches its checksum; SPW_ERR_CORRUPT names path, extent, block
+// and offset.
 //
-// Requires: `tier` is open; the streams may be written to until the ticket was waited for, after SPW_ERR_DEADLINE for longer (see
-// `spw_tier_wait`), and nobody else uses them meanwhile; `ticket_out` points to a u64.
+// Requires: `tier` is open. The tier may write to the streams until the ticket was waited for, after SPW_ERR_DEADLINE for longer
+// (see `spw_tier_wait`), and no other code uses them meanwhile. `ticket_out` points to a u64.
 enum spw_status spw_tier_get(struct spw_tier *tier,
                              uint32_t extent,
                              void *const *streams,
                              uint64_t *ticket_out);
 
-// Waits for a ticket, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever), and is done with it,
-// except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or read.
+// Waits for a ticket for up to `timeout_ms` milliseconds (0: poll; negative: without limit). After the call the ticket
+// is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or
+// read.
 //
-// After SPW_ERR_DEADLINE (a path gave no answer within the tier's `stall_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost)
-// the system may still use the streams at any time: their memory stays allocated, and out of use, until the process
-// ends. Memory of spw_pool and spw_pinned may be freed; it is kept out of use until the system answers. After any other
-// status nothing writes to the streams any more.
+// Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path gave no answer within the tier's
+// `stall_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused until
+// the process ends. Memory of spw_pool and spw_pinned may be freed: the library quarantines it until the system
+// answers. After any other status the streams are free.
 //
 // Requires: `tier` is open, `generation_out` is NULL or points to a u64.
 enum spw_status spw_tier_wait(struct spw_tier *tier,
@@ -2150,11 +2237,15 @@ enum spw_status spw_tier_wait(struct spw_tier *tier,
                               int64_t timeout_ms,
                               uint64_t *generation_out);
 
-// Makes everything put so far durable, as step `step`, with up to 1 MiB of the caller's own bytes, which the next open
-// gives back. It waits for puts under way. If one of them failed since the last commit, its error is returned until the
-// extent is put again or `spw_tier_rollback`; after any error the last committed step is still what an open finds, or,
-// where the devices gave no answer, this one. A path whose files were removed, renamed or replaced fails here: what lies
-// there is moved to other paths, or the commit is SPW_ERR_PATH_MISSING.
+// Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
+// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight.
+//
+// If a put failed since the last commit, the commit returns its error until the extent is put again or
+// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices gave no
+// answer, it may find this step instead.
+//
+// If files of a path were removed, renamed or replaced, the path has failed. The commit moves the path's extents to
+// other paths, or it is SPW_ERR_PATH_MISSING.
 //
 // Requires: `tier` is open, `payload` points to `payload_bytes` bytes, or is NULL if there are none.
 enum spw_status spw_tier_commit(struct spw_tier *tier,
@@ -2162,13 +2253,14 @@ enum spw_status spw_tier_commit(struct spw_tier *tier,
                                 const void *payload,
                                 uint64_t payload_bytes);
 
-// Forgets everything put since the last commit: reads see the committed contents again.
+// Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
+// again. SPW_ERR_BUSY while a commit is in flight.
 //
 // Requires: `tier` is open.
 enum spw_status spw_tier_rollback(struct spw_tier *tier);
 
-// What the open found. Set `info->struct_size` first. `payload` (may be NULL) receives the first `payload_bytes` bytes
-// of what the commit was given to keep.
+// Reads the result of the open. Set `info->struct_size` first. `payload` (may be NULL) receives the first
+// `payload_bytes` bytes of the commit's payload.
 //
 // Requires: `tier` is open, `info` points to a struct of `struct_size` bytes, `payload` is NULL or points to `payload_bytes`
 // writable bytes.
@@ -2177,8 +2269,8 @@ enum spw_status spw_tier_opened(const struct spw_tier *tier,
                                 void *payload,
                                 uint64_t payload_bytes);
 
-// The `index`-th extent, from 0 on; SPW_ERR_NOT_FOUND past the last. `name` (may be NULL) receives its name, cut off to
-// `name_size` bytes and ended by a NUL. Set `info->struct_size` first.
+// Reads the `index`-th extent, counted from 0; SPW_ERR_NOT_FOUND past the last. `name` (may be NULL) receives its
+// name, truncated to `name_size` bytes with a NUL. Set `info->struct_size` first.
 //
 // Requires: `tier` is open, `info` points to a struct of `struct_size` bytes, `name` is NULL or points to `name_size` bytes.
 enum spw_status spw_tier_extent_get(const struct spw_tier *tier,
@@ -2187,8 +2279,8 @@ enum spw_status spw_tier_extent_get(const struct spw_tier *tier,
                                     char *name,
                                     size_t name_size);
 
-// The path with this number, from 0 on; SPW_ERR_NOT_FOUND past the last. `words` (may be NULL) receives its directory,
-// and why it is not healthy, cut off to `size` bytes and ended by a NUL. Set `info->struct_size` first.
+// Reads the path with this number, counted from 0; SPW_ERR_NOT_FOUND past the last. `words` (may be NULL) receives its
+// directory and why it is not healthy, truncated to `size` bytes with a NUL. Set `info->struct_size` first.
 //
 // Requires: As `spw_tier_extent_get`.
 enum spw_status spw_tier_path_get(const struct spw_tier *tier,
@@ -2197,87 +2289,89 @@ enum spw_status spw_tier_path_get(const struct spw_tier *tier,
                                   char *words,
                                   size_t size);
 
-// Says how a path is to be treated: SPW_TIER_DRAINING ends new writes to it, SPW_TIER_HEALTHY allows them again.
+// Sets the health of a path: SPW_TIER_DRAINING stops new writes to it, SPW_TIER_HEALTHY allows them again.
 //
 // Requires: `tier` is open.
-enum spw_status spw_tier_path_set(struct spw_tier *tier,
-                                  uint32_t number,
-                                  uint32_t health);
+enum spw_status spw_tier_path_set(struct spw_tier *tier, uint32_t number, uint32_t health);
 
-// Moves everything off a path, now, and lets nothing new onto it. The move counts with the next commit. SPW_ERR_BUSY while
-// one is under way, or where somebody reads or writes an extent; what was moved by then stays moved.
+// Moves all extents off a path now, and sets the path to SPW_TIER_DRAINING. The next commit makes the move durable.
+// SPW_ERR_BUSY while a commit is in flight, or if a transfer uses one of the extents; extents moved before that stay
+// moved.
 //
 // Requires: `tier` is open.
 enum spw_status spw_tier_evacuate(struct spw_tier *tier,
                                   uint32_t number);
 
-// Reads every block that reads would see, every head and the superblocks, and compares them with their checksums.
-// `checked` (may be NULL; set its struct_size first) receives the counts, also if something is damaged: then the error
-// is that of the first, and names path, extent, block and offset. SPW_ERR_BUSY while an extent is being put.
+// Reads all current blocks, all headers and the superblocks, and verifies their checksums. `checked` (may be NULL; set
+// its struct_size first) receives the counts, also if something is damaged. Then the status is that of the first
+// damage, and the message names path, extent, block and offset. SPW_ERR_BUSY while an extent is put.
 //
 // Requires: `tier` is open, `checked` is NULL or points to a struct of `struct_size` bytes.
 enum spw_status spw_tier_verify(struct spw_tier *tier,
                                 struct spw_tier_checked *checked);
 
-// Writes the committed state into `directory`, which must not exist: a file for each stream with its bytes as they were
-// put, and manifest.json with names, sizes, checksums, step and payload. The directory appears whole or not at all.
-// Something put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
+// Exports the committed state to `directory`, which must not exist. It gets one file per stream with the bytes as they
+// were put, and manifest.json with names, sizes, checksums, step and payload. The directory appears complete or not at
+// all. A put since the last commit is SPW_ERR_BUSY. `step_out` may be NULL.
 //
 // Requires: `tier` is open, `directory` is a C string, `step_out` is NULL or points to a u64.
 enum spw_status spw_tier_export(struct spw_tier *tier,
                                 const char *directory,
                                 uint64_t *step_out);
 
-// Reads an export into the tier and commits it at its step. Extents that exist must have the same streams; others stay
-// as they are. If it fails the tier is as it was at its last commit. `step_out` may be NULL.
+// Imports an export into the tier and commits it at the export's step. An existing extent of the same name must have
+// the same streams; extents that are not in the export stay unchanged. After an error the tier is at its last commit.
+// `step_out` may be NULL.
 //
 // Requires: As `spw_tier_export`.
 enum spw_status spw_tier_import(struct spw_tier *tier,
                                 const char *directory,
                                 uint64_t *step_out);
 
-// What `spw_swap_open` would take and move, with so many paths. Takes nothing.
+// Computes the memory and traffic of `spw_swap_open` with these options on a tier of `paths` paths. It allocates no
+// buffers. More than 1024 paths are an error.
 //
-// Requires: `options` and `budget_out` point to structs of `struct_size` bytes, and `options` as `spw_swap_open` says.
+// Requires: `options` and `budget_out` point to structs of `struct_size` bytes, with `options` as for `spw_swap_open`.
 enum spw_status spw_swap_plan(const struct spw_swap_options *options,
                               uint64_t paths,
                               struct spw_swap_budget *budget_out);
 
-// Takes the memory and gives each subgroup its place on the tier. A tier that was resumed with these subgroups keeps
-// their state; else `spw_swap_fill` gives them one. The tier stays open until the update is closed; nothing else
-// commits or rolls it back meanwhile. One object, one thread at a time.
+// Creates a tiered update: allocates all its memory and defines an extent of the tier for each subgroup. A resumed
+// tier with the same subgroups keeps their state; otherwise call `spw_swap_fill` next. The caller keeps the tier open
+// until `spw_swap_close`, and commits and rolls back only through the update. One thread at a time may use an update.
 //
-// Requires: `options` points to a struct of `struct_size` bytes, its `elements` to `subgroups` numbers, its `ratio` and `speeds`
-// to one for each path of the tier or to nothing; `tier` is open; `swap_out` points to a pointer.
+// Requires: `options` points to a struct of `struct_size` bytes. Its `elements` has `subgroups` entries; its `ratio` and
+// `speeds` are NULL or have one entry per path of the tier. `tier` is open; `swap_out` points to a pointer.
 enum spw_status spw_swap_open(struct spw_tier *tier,
                               const struct spw_swap_options *options,
                               struct spw_swap **swap_out);
 
-// What was taken at open.
+// Writes the memory and traffic that the update was opened with.
 //
 // Requires: `budget_out` points to a struct of `struct_size` bytes.
 enum spw_status spw_swap_budget_of(const struct spw_swap *swap, struct spw_swap_budget *budget_out);
 
-// Gives every subgroup its state. `states` has, for each subgroup, the addresses of param, exp_avg and exp_avg_sq, f32
-// each, to copy from; NULL is all zeros.
+// Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
+// exp_avg_sq. The call copies from them; NULL means zeros.
 //
-// Requires: `states` points to `3 * subgroups` addresses, each NULL or of as many floats as the subgroup has elements.
+// Requires: `states` points to `3 * subgroups` addresses. Each is NULL or points to as many floats as the subgroup has elements.
 enum spw_status spw_swap_fill(struct spw_swap *swap,
                               const float *const *states);
 
-// One Adam step of all subgroups, as `spw_adam_step` on tensors in memory, with the same bits: each subgroup is fetched,
-// stepped, and written back unless it stays in memory for the next update; all of that overlaps. Gradients, of f32,
-// bf16 or f16, are read where they are and never go to the tier.
+// Does one Adam step of all subgroups, with the same bits as `spw_adam_step` on tensors in memory. Each subgroup is
+// fetched, stepped, and written back unless it stays in memory for the next update. Fetches, steps and writes overlap.
+// Gradients (f32, bf16 or f16) are read in place and are never written to the tier.
 //
-// `tensors[i]` is subgroup i, with its `n`, `grad` and, if wanted, `param_copy`, where the new parameter is published in 16
-// bits; param_dtype and state_dtype are SPW_DTYPE_F32; param, exp_avg, exp_avg_sq and the shadow spans are NULL.
+// `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
+// bits. param_dtype and state_dtype are SPW_DTYPE_F32. param, exp_avg, exp_avg_sq and the shadow spans are NULL.
 //
-// With SPW_SWAP_SPLIT_MASTER, `param_copy` is bf16 and holds the weights that were published last (at first, the filled
-// param rounded) until it receives the new ones. Or these weights are in `param`, with param_dtype SPW_DTYPE_BF16, and stay
-// as they are: who wants to roll back to them keeps two sets and names them in turn.
+// With SPW_SWAP_SPLIT_MASTER, `param_copy` is bf16 and required. On entry it holds the weights of the step before (at
+// first, the filled param rounded); the step replaces them. Alternatively `param` names these weights, with
+// param_dtype SPW_DTYPE_BF16, and they stay unchanged. A caller that may roll back keeps two sets of weights and
+// alternates them.
 //
-// After an error some subgroups may have been stepped: every call but `spw_swap_roll_back` and `spw_swap_close` is
-// SPW_ERR_BUSY then.
+// After an error some subgroups may have been stepped. Then every call but `spw_swap_roll_back` and `spw_swap_close`
+// is SPW_ERR_BUSY.
 //
 // Requires: As `spw_adam_step`; `count` is the number of subgroups.
 enum spw_status spw_swap_adam_step(struct spw_swap *swap,
@@ -2286,18 +2380,19 @@ enum spw_status spw_swap_adam_step(struct spw_swap *swap,
                                    size_t count,
                                    struct spw_step_stats *stats);
 
-// Copies the state of one subgroup out, f32 each; NULL leaves a part out. What was stepped since the last commit is
-// included. With split masters param needs `spw_swap_read_split`.
+// Copies the f32 state of one subgroup to the caller's memory. NULL skips a part. Steps since the last commit are
+// included. With SPW_SWAP_SPLIT_MASTER, param needs `spw_swap_read_split`.
 //
-// Requires: Each address is NULL or of as many floats as the subgroup has elements.
+// Requires: Each address is NULL or points to as many floats as the subgroup has elements.
 enum spw_status spw_swap_read(struct spw_swap *swap,
                               uint64_t subgroup,
                               float *param,
                               float *exp_avg,
                               float *exp_avg_sq);
 
-// The same with `weights`, the bf16 weights that belong to the state: param is made of them where it is split. Others are
-// refused.
+// Copies the state of one subgroup as `spw_swap_read`. `weights` are the bf16 weights that belong to the state; with
+// SPW_SWAP_SPLIT_MASTER they supply the upper 16 bits of param. Weights that do not match the state's checksum are an
+// error.
 //
 // Requires: As `spw_swap_read`; `weights` has as many bf16 numbers as the subgroup has elements.
 enum spw_status spw_swap_read_split(struct spw_swap *swap,
@@ -2307,74 +2402,80 @@ enum spw_status spw_swap_read_split(struct spw_swap *swap,
                                     float *exp_avg,
                                     float *exp_avg_sq);
 
-// Gives one subgroup another state, f32 each, between updates; NULL leaves a part as it is. If param is given and
-// masters are split, the weights of the next step are its rounded ones. It counts as a step does: a commit makes it durable,
-// `spw_swap_roll_back` forgets it.
+// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. If param is given with
+// SPW_SWAP_SPLIT_MASTER, the weights on entry of the next step are this param, rounded. `spw_swap_commit` makes the
+// new state durable, and `spw_swap_roll_back` discards it.
 //
-// Requires: Each address is NULL or of as many floats as the subgroup has elements.
+// Requires: Each address is NULL or points to as many floats as the subgroup has elements.
 enum spw_status spw_swap_write(struct spw_swap *swap,
                                uint64_t subgroup,
                                const float *param,
                                const float *exp_avg,
                                const float *exp_avg_sq);
 
-// Makes all state durable as `step`: what is newer in memory is written, then the tier commits (`spw_tier_commit`).
+// Makes all state durable as `step`: writes dirty subgroups from memory, then commits the tier (`spw_tier_commit`,
+// with its errors). The next open returns the payload.
 //
-// Requires: `payload` points to `payload_bytes` bytes, which the next open finds; NULL for none.
+// Requires: `payload` points to `payload_bytes` bytes, or is NULL if there are none.
 enum spw_status spw_swap_commit(struct spw_swap *swap,
                                 uint64_t step,
                                 const void *payload,
                                 uint64_t payload_bytes);
 
-// Goes back to the last commit, also after a failed step: what was stepped since is forgotten, in memory and on the tier.
+// Rolls back to the last commit, in memory and on the tier, also after a failed step.
 enum spw_status spw_swap_roll_back(struct spw_swap *swap);
 
-// Counts since open.
+// Writes the counters since open.
 //
 // Requires: `stats_out` points to a struct of `struct_size` bytes.
 enum spw_status spw_swap_get_stats(const struct spw_swap *swap, struct spw_swap_stats *stats_out);
 
-// Frees the object; the tier stays open. What was not committed is lost. NULL does nothing.
+// Frees the update. The tier stays open; state that was not committed is lost. NULL does nothing.
 enum spw_status spw_swap_close(struct spw_swap *swap);
 
-// Looks for the CUDA driver and its devices, without touching any device. SPW_ERR_NO_DEVICE if there is no driver or
-// no device, SPW_ERR_DRIVER_STUB, SPW_ERR_DRIVER_TOO_OLD (before 525), SPW_ERR_GPU_FORKED. The driver is looked for
-// here and in `spw_gpu_open`, never when this library is loaded. `SPILLWAY_CUDA_LIBRARY` names another library than
-// libcuda.so.1. Set `driver->struct_size` first.
+// Finds the CUDA driver and its devices, without using a device. The driver is loaded here and in `spw_gpu_open`,
+// never when this library is loaded. The environment variable `SPILLWAY_CUDA_LIBRARY` replaces libcuda.so.1. Set
+// `driver->struct_size` first.
+//
+// - SPW_ERR_NO_DEVICE: there is no driver or no device.
+// - SPW_ERR_DRIVER_STUB: the library is a toolkit's stub.
+// - SPW_ERR_DRIVER_TOO_OLD: the driver is older than 525.
+// - SPW_ERR_GPU_FORKED: the process was forked after CUDA was used.
 //
 // Requires: `driver` points to a struct of `struct_size` bytes.
 enum spw_status spw_gpu_probe(struct spw_gpu_driver *driver);
 
-// Uses a GPU through its primary context, the one that the framework uses, and compiles the kernels for it (about a
-// second the first time on a machine, then the driver has them). Errors as `spw_gpu_probe`; SPW_ERR_UNSUPPORTED for
-// a GPU before compute capability 7.0, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY.
+// Opens a GPU in its primary context, which the framework uses too, and compiles the kernels for it. The compilation
+// takes about a second the first time on a machine; later the driver has it cached.
 //
-// Calls on it do not break a graph that another thread captures; a stream under capture, and an event recorded under
-// capture, are refused. Pinned memory of this library that a copy or an interleaved update was given is registered with
-// the driver, and kept out of children that are forked meanwhile: a child must not touch it.
+// Errors are those of `spw_gpu_probe`, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY, and SPW_ERR_UNSUPPORTED for a GPU
+// below compute capability 7.0.
+//
+// Calls on the GPU do not disturb a graph that another thread captures. A stream under capture, or an event recorded
+// under capture, is an error. Pinned memory of this library that a copy or an interleaved update uses is registered
+// with the driver. A child forked meanwhile does not have this memory mapped and must not touch it.
 //
 // Requires: `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
 enum spw_status spw_gpu_open(const struct spw_gpu_options *options,
                              struct spw_gpu **gpu_out);
 
-// Waits for the copies and steps under way, and lets go of the GPU. Interleaved updates and speculation engines that
-// were given it go on. NULL does nothing.
+// Waits for copies and steps in flight, and closes the GPU. Interleaved updates and speculation engines that use the
+// GPU keep working. NULL does nothing.
 enum spw_status spw_gpu_close(struct spw_gpu *gpu);
 
-// Reads what the GPU is. Set `info->struct_size` first.
+// Reads the properties of the GPU. Set `info->struct_size` first.
 //
 // Requires: `info` points to a struct of `struct_size` bytes.
 enum spw_status spw_gpu_info_get(const struct spw_gpu *gpu, struct spw_gpu_info *info);
 
-// `spw_adam_step` on the GPU, with the same bits: all spans of the tensors are device memory. It comes after what is
-// queued on `stream`, and what is queued there later comes after it. With `stats` the call waits for the step; without,
-// it returns at once.
+// Does `spw_adam_step` on the GPU, with the same bits. All spans of the tensors are device memory. The step runs in
+// order on `stream`. With `stats` the call waits for the step; with `stats` NULL it returns at once.
 //
-// With shadow spans the old states stay as they are, so that a step is taken back, to the bit and in no time, by using
-// them again: call this once more with another factor, or not at all.
+// With shadow spans the old state stays unchanged. To roll the step back exactly, the caller keeps using the old
+// state. To redo it, the caller passes the old state to this call again with another factor.
 //
-// Requires: As `spw_adam_step`, for device memory; `stream` is 0 or a live stream of the device's primary context, and the
-// memory is good until the step is over.
+// Requires: As `spw_adam_step`, for device memory. `stream` is 0 or a live stream of the device's primary context. The memory
+// stays valid until the step has ended.
 enum spw_status spw_gpu_adam_step(const struct spw_gpu *gpu,
                                   const struct spw_adam_options *options,
                                   const struct spw_tensor *tensors,
@@ -2382,32 +2483,34 @@ enum spw_status spw_gpu_adam_step(const struct spw_gpu *gpu,
                                   uint64_t stream,
                                   struct spw_step_stats *stats);
 
-// Queues a copy in chunks on streams of its own and returns; `ticket_out` gets its number, or is NULL. Copies of one
-// direction run in the order in which they were queued, both directions at the same time. Until the copy is over the
-// host memory stays pinned and untouched, and the framework leaves the device memory alone: wait for the ticket, or make
-// a stream wait for it.
+// Queues a copy, in chunks on the library's own streams, and returns. `ticket_out` (may be NULL) receives its ticket.
+// Copies of one direction run in the order of the calls; the two directions run concurrently. Until the copy ends, the
+// host memory stays pinned and unused, and the framework must not use the device memory. To wait, use
+// `spw_gpu_copy_wait` or `spw_gpu_stream_wait`.
 //
-// Requires: `copy` points to a struct of `struct_size` bytes, whose device memory, host memory and handle are good until the copy
-// is over; `ticket_out` is NULL or points to a u64.
+// Requires: `copy` points to a struct of `struct_size` bytes. Its device memory, host memory and handle stay valid until the
+// copy ends. `ticket_out` is NULL or points to a u64.
 enum spw_status spw_gpu_copy_start(const struct spw_gpu *gpu,
                                    const struct spw_gpu_copy *copy,
                                    uint64_t *ticket_out);
 
-// Waits for a copy, at the longest `timeout_ms` milliseconds (0: only looks; negative: for ever). SPW_ERR_TIMEOUT if
-// it is not over by then.
+// Waits for a copy for up to `timeout_ms` milliseconds (0: poll; negative: without limit). SPW_ERR_TIMEOUT if it has
+// not ended by then.
 enum spw_status spw_gpu_copy_wait(const struct spw_gpu *gpu,
                                   uint64_t ticket,
                                   int64_t timeout_ms);
 
-// Makes what is queued on `stream` from now on wait for a copy, on the device.
+// Makes work queued later on `stream` wait, on the device, for a copy.
 //
 // Requires: `stream` is 0 or a live stream of the device's primary context.
 enum spw_status spw_gpu_stream_wait(const struct spw_gpu *gpu, uint64_t ticket, uint64_t stream);
 
-// Speeds of the link, and the form in which gradients should cross it (SuperOffload section 4.5): f32 if the host adds
-// gradients up (`accumulates` 1), else what is faster once the copy and the CPU step overlap. Measured at the first
-// call on a machine, which takes about a second and 200 MiB, and kept in a profile: the file that `SPILLWAY_PROFILE`
-// names, else spillway/profile in the user's cache folder. `again` 1 measures anew. Set `link->struct_size` first.
+// Returns the rates of the link and the type in which gradients should cross it (SuperOffload section 4.5). The type
+// is f32 if the host accumulates gradients (`accumulates` 1), else the faster one when copies and CPU steps overlap.
+//
+// The first call on a machine measures, which takes about a second and 200 MiB, and stores the rates in a profile. The
+// profile is the path in `SPILLWAY_PROFILE`, else spillway/profile in the user's cache folder. `again` 1 measures
+// again. Set `link->struct_size` first.
 //
 // Requires: `link` points to a struct of `struct_size` bytes.
 enum spw_status spw_gpu_link_get(const struct spw_gpu *gpu,
@@ -2415,29 +2518,29 @@ enum spw_status spw_gpu_link_get(const struct spw_gpu *gpu,
                                  uint32_t again,
                                  struct spw_gpu_link *link);
 
-// From now on the 16-bit copies of a bucket go to the device as soon as they count: by `count` copies of direction
-// SPW_GPU_IN from pinned memory, which the bucket's tensors name as their param_copy. Each comes after what its `handle`
-// says at that moment, which should be all that still reads the old parameters. `count` 0 takes it back. Call it between
-// rounds.
+// Sets the uploads of a bucket's 16-bit copies. From now on each copy is uploaded as soon as it is valid. `copies` are
+// `count` copies of direction SPW_GPU_IN from pinned memory, which the bucket's tensors name as param_copy. Each
+// upload first waits for its `handle`: that event or stream should cover all reads of the old parameters. `count` 0
+// ends the uploads. Call it between rounds.
 //
-// The engine writes a copy only when its last upload is over.
+// The engine overwrites a 16-bit copy only after its last upload has ended.
 //
-// Requires: `spec` is an open engine, `gpu` an open GPU, which may be closed before the engine; `copies` points to `count`
-// structs of `struct_size` bytes, as far apart. Their device memory, host memory and handles are good until the engine is closed
-// or this is called again.
+// Requires: `spec` is an open engine. `gpu` is an open GPU, which may be closed before the engine. `copies` points to `count`
+// structs, `struct_size` bytes apart. Their device memory, host memory and handles stay valid until the engine is
+// closed or this function is called again.
 enum spw_status spw_spec_publish_to(const struct spw_spec *spec,
                                     uint32_t bucket,
                                     const struct spw_gpu *gpu,
                                     const struct spw_gpu_copy *copies,
                                     size_t count);
 
-// Hands over a bucket that lives on the GPU: all spans of its tensors are device memory. It is measured when `event`
-// came, and stepped by the GPU once, after the verdict, with the bits of any other bucket: the tail buckets of
-// `spw_plan_tail` (SuperOffload section 4.3). What it does comes after what is queued on `stream` at that moment, and what is queued
-// there later comes after it. Rounds of `spw_spec_begin_adam` only; otherwise as `spw_spec_submit`.
+// Submits a bucket whose tensors' spans are all device memory (a tail bucket of `spw_plan_tail`, SuperOffload section
+// 4.3). The engine measures its gradient when `event` has happened. The GPU steps it once, after the verdict, with the
+// bits of any other bucket. Its work runs in order on `stream`. The round must be of `spw_spec_begin_adam`. Otherwise
+// as `spw_spec_submit`.
 //
-// Requires: As `spw_spec_submit`, for device memory; `gpu` is open, and may be closed before the engine; `stream` is 0 or a live
-// stream of the device's primary context until the bucket is final.
+// Requires: As `spw_spec_submit`, for device memory. `gpu` is open, and may be closed before the engine. `stream` is 0 or a
+// stream of the device's primary context that stays alive until the bucket is final.
 enum spw_status spw_spec_submit_gpu(const struct spw_spec *spec,
                                     uint32_t bucket,
                                     const struct spw_gpu *gpu,
@@ -2446,8 +2549,8 @@ enum spw_status spw_spec_submit_gpu(const struct spw_spec *spec,
                                     uint64_t stream,
                                     const struct spw_spec_event *event);
 
-// Waits as `spw_spec_wait`, and then makes what is queued on `stream` from now on wait, on the device, until the new
-// parameters of the bucket are there: uploaded as `spw_spec_publish_to` says, or stepped by the GPU.
+// Waits as `spw_spec_wait`. Then it makes work queued later on `stream` wait, on the device, for the bucket's new
+// parameters. They come from an upload of `spw_spec_publish_to` or from the GPU's step.
 //
 // Requires: `spec` is an open engine; `stream` is 0 or a live stream of the primary context of the bucket's GPU.
 enum spw_status spw_spec_stream_wait(const struct spw_spec *spec,
@@ -2455,57 +2558,68 @@ enum spw_status spw_spec_stream_wait(const struct spw_spec *spec,
                                      uint64_t stream,
                                      int64_t timeout_ms);
 
-// Makes an interleaved update of `count` subgroups, which are numbered in the order in which their gradients arrive.
-// All are updated on the CPU until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+// Creates an interleaved update of `count` subgroups, numbered in the order in which their gradients arrive. The CPU
+// updates all of them until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
 //
-// An iteration is: a plan, if it changes; `spw_interleave_gradient` for every subgroup; `spw_interleave_begin`;
-// `spw_interleave_publish` or `spw_interleave_finish`. Flushes to host memory may go on in the next iteration. Whatever
-// the plans, the bits are those of `spw_adam_step` on every subgroup.
+// An iteration consists of
 //
-// With SPW_INTERLEAVE_CUDA the update has seven streams of its own. Set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment
-// before CUDA starts: with the default of 8, streams share hardware queues and wait for each other (Megatron sets 1).
+// - optionally `spw_interleave_set_plan`,
+// - `spw_interleave_gradient` for every subgroup,
+// - `spw_interleave_begin`,
+// - `spw_interleave_publish` for every subgroup, or `spw_interleave_finish`.
 //
-// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer. The
-// spans live until the update is closed; nobody else uses the states between the first `spw_interleave_gradient` of an
-// iteration and `spw_interleave_drain`, the 16-bit parameters between `spw_interleave_begin` and
-// `spw_interleave_publish`, nor writes a gradient between `spw_interleave_gradient` and `spw_interleave_publish`.
+// Flushes to host memory may continue into the next iteration. With any plan, the bits are those of `spw_adam_step` on
+// every subgroup.
+//
+// With SPW_INTERLEAVE_CUDA the update has seven streams of its own. Set CUDA_DEVICE_MAX_CONNECTIONS=32 in the
+// environment before CUDA starts. With the default of 8, streams share hardware queues and wait for each other
+// (Megatron sets 1).
+//
+// Requires: `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer.
+// The spans stay valid until the update is closed. Three rules hold for other code:
+//
+// - It uses no state from the first `spw_interleave_gradient` of an iteration until `spw_interleave_drain`.
+// - It uses no 16-bit parameters from `spw_interleave_begin` until `spw_interleave_publish`.
+// - It writes no gradient from `spw_interleave_gradient` until `spw_interleave_publish`.
 enum spw_status spw_interleave_open(const struct spw_interleave_options *options,
                                     const struct spw_interleave_subgroup *subgroups,
                                     size_t count,
                                     struct spw_interleave **interleave_out);
 
-// Takes a plan for the next step: `count` values of `spw_plan_site`, one per subgroup. From the first gradient of an
-// iteration until the CPU's part is done it is SPW_ERR_BUSY. States of residents move to the GPU and back by themselves.
+// Sets the plan of the next step: `count` values of `spw_plan_site`, one per subgroup. SPW_ERR_BUSY from the first
+// gradient of an iteration until the CPU's part of the step has ended. The update moves the state of residents to the
+// GPU and back.
 //
 // Requires: `sites` has `count` entries.
 enum spw_status spw_interleave_set_plan(const struct spw_interleave *interleave,
                                         const uint32_t *sites,
                                         size_t count);
 
-// The plan of the next step, or of the one under way: a site per subgroup.
+// Writes the plan of the next step, or of the step in flight: a site per subgroup.
 //
 // Requires: `sites` has room for one entry per subgroup.
 enum spw_status spw_interleave_get_plan(const struct spw_interleave *interleave, uint32_t *sites);
 
-// The gradient of a subgroup is made, by what the framework's `stream` was given so far; with SPW_INTERLEAVE_HOST `stream`
-// is 0 and the gradient is there. Its way to where the plan needs it begins. SPW_ERR_BUSY while the update before is still
-// being handed to the device; `spw_interleave_publish` of the last subgroup waits for that.
+// Announces the gradient of a subgroup. Work already queued on `stream` produces it; its transfer may start. With
+// SPW_INTERLEAVE_HOST `stream` is 0 and the gradient is complete. SPW_ERR_BUSY while the previous update is still
+// being queued on the device; `spw_interleave_publish` of the last subgroup waits for that.
 //
 // Requires: `stream` is 0 or a live stream of the device's primary context.
 enum spw_status spw_interleave_gradient(const struct spw_interleave *interleave,
                                         uint64_t subgroup,
                                         uint64_t stream);
 
-// The 16-bit parameters of a subgroup are read by nothing beyond what `stream` was given so far, until they are
-// published. Without this call `spw_interleave_begin` says it for every subgroup.
+// Announces that only work already queued on `stream` still reads the old 16-bit parameters of a subgroup. The update
+// may overwrite them after that work. If the call is omitted, `spw_interleave_begin` announces the same for its own
+// `stream`.
 //
 // Requires: `stream` is 0 or a live stream of the device's primary context.
 enum spw_status spw_interleave_params_free(const struct spw_interleave *interleave,
                                            uint64_t subgroup,
                                            uint64_t stream);
 
-// Starts the step of all subgroups, whose gradients have all come, and returns. `options` are one struct for all, or one
-// per subgroup, `struct_size` bytes apart.
+// Starts the step of all subgroups and returns. All gradients must have been announced. `options` is one struct for
+// all subgroups (`count` 1), or one per subgroup, `struct_size` bytes apart.
 //
 // Requires: `options` points to `count` structs; `stream` is 0 or a live stream of the device's primary context.
 enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
@@ -2513,8 +2627,8 @@ enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
                                      size_t count,
                                      uint64_t stream);
 
-// `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order. The id
-// advances if the step begins.
+// Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
+// of `calls`. The id advances if the step starts.
 //
 // Requires: `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
 enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interleave,
@@ -2523,31 +2637,32 @@ enum spw_status spw_interleave_begin_ds_adam(const struct spw_interleave *interl
                                              size_t count,
                                              uint64_t stream);
 
-// Makes `stream` wait for the new 16-bit parameters of a subgroup; with SPW_INTERLEAVE_HOST `stream` is 0 and the call
-// returns when they are there. The call blocks until the CPU is done with the subgroup, or the GPU's work for it is
-// enqueued, which the update does a few subgroups ahead.
+// Makes work queued later on `stream` wait for the new 16-bit parameters of a subgroup. With SPW_INTERLEAVE_HOST
+// `stream` is 0 and the call returns when they are complete. The call blocks until the CPU has stepped the subgroup,
+// or until its GPU work is queued, which happens a few subgroups ahead.
 //
 // Requires: `stream` is 0 or a live stream of the device's primary context.
 enum spw_status spw_interleave_publish(const struct spw_interleave *interleave,
                                        uint64_t subgroup,
                                        uint64_t stream);
 
-// Whether the 16-bit parameters of a subgroup are those of the last step begun: 1 or 0.
+// Writes 1 if the 16-bit parameters of a subgroup are those of the last step begun, else 0.
 //
 // Requires: `ready_out` points to a u32.
 enum spw_status spw_interleave_is_ready(const struct spw_interleave *interleave,
                                         uint64_t subgroup,
                                         uint32_t *ready_out);
 
-// Returns when the 16-bit parameters of all subgroups are new. Flushes may go on.
+// Waits until the 16-bit parameters of all subgroups are new. Flushes may still be in flight.
 enum spw_status spw_interleave_finish(const struct spw_interleave *interleave);
 
-// Returns when the states of all subgroups that are not resident are in host memory: before a checkpoint reads them. For
-// those of residents, set a plan without residents first.
+// Waits until the states of all subgroups except residents are in host memory, for example before a checkpoint. To
+// include residents, set a plan without residents first.
 enum spw_status spw_interleave_drain(const struct spw_interleave *interleave);
 
-// Subgroups whose state in host memory is not that of the last step begun: up to `room` of them to `subgroups`, in rising
-// order, their number to `count_out`. After a failure these are the states that are lost.
+// Lists the subgroups whose state in host memory is not that of the last step begun. At most `room` numbers go to
+// `subgroups`, in ascending order, and their total to `count_out`. After a failure the states of these subgroups are
+// lost.
 //
 // Requires: `subgroups` has `room` entries, or is NULL with room 0; `count_out` points to a u64.
 enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
@@ -2555,23 +2670,25 @@ enum spw_status spw_interleave_away(const struct spw_interleave *interleave,
                                     size_t room,
                                     uint64_t *count_out);
 
-// Gives the rates that planning begins with; `spw_interleave_replan` corrects them by what every step takes.
+// Sets the initial rates for planning. `spw_interleave_replan` corrects them by the measured times of every step.
 //
 // Requires: `rates` points to a struct of `struct_size` bytes.
 enum spw_status spw_interleave_calibrate(const struct spw_interleave *interleave,
                                          const struct spw_plan_rates *rates);
 
-// Learns from what ran since the last call, and takes a better plan for the next step if there is one that gains more
-// than 2 percent; the number of residents stays. `backward` are the seconds of the backward pass that the step hides
-// behind. `changed_out` (NULL: not wanted) is 1 if the plan changed.
+// Updates the rates from the operations since the last call, and sets a better plan for the next step if it gains more
+// than 2 percent. The number of residents stays. `backward` is the time in seconds of the backward pass that overlaps
+// with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0. Call `spw_interleave_calibrate`
+// before it.
 //
 // Requires: `changed_out` is NULL or points to a u32.
 enum spw_status spw_interleave_replan(const struct spw_interleave *interleave,
                                       double backward,
                                       uint32_t *changed_out);
 
-// What ran since the last `spw_interleave_begin`, as a trace for Perfetto: JSON and a NUL to the `size` bytes at `text`,
-// their number to `needed_out`. With `text` NULL only the number, which grows until flushes are home.
+// Writes the operations since the last `spw_interleave_begin` as a trace for Perfetto. `text` receives JSON and a NUL,
+// and `needed_out` their number of bytes. With `text` NULL the call writes only the number, which grows until all
+// flushes have ended.
 //
 // Requires: `text` is NULL or points to `size` bytes, `needed_out` to a u64.
 enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
@@ -2579,15 +2696,23 @@ enum spw_status spw_interleave_trace(const struct spw_interleave *interleave,
                                      size_t size,
                                      uint64_t *needed_out);
 
-// Frees the update, after all that it still moves is moved. NULL does nothing.
+// Waits for all transfers in flight and frees the update. NULL does nothing.
 enum spw_status spw_interleave_close(struct spw_interleave *interleave);
 
-// DeepSpeed's `create_adam`: makes the id, or begins it anew. Ids belong to the process.
-enum spw_status spw_ds_adam_create(int32_t id, float beta1, float beta2, uint32_t adamw_mode);
+// DeepSpeed's `create_adam`: creates the optimizer `id`, or resets it. `adamw_mode` 1 is AdamW, 0 is L2. Ids are
+// shared by all threads of the process. Calls with an id that was not created are SPW_ERR_UNKNOWN_ID.
+enum spw_status spw_ds_adam_create(int32_t id,
+                                   float beta1,
+                                   float beta2,
+                                   uint32_t adamw_mode);
 
-// DeepSpeed's `adam_update` of one tensor. The powers of beta are kept per id in f32, as DeepSpeed keeps them: step
-// t + 1 after step t multiplies them, step t again (the next parameter) keeps them, any other step or a changed beta
-// computes them anew. The results are the bits of DeepSpeed's AVX-512 build.
+// DeepSpeed's `adam_update` of one tensor. Each id keeps the powers of beta in f32, as DeepSpeed does:
+//
+// - Step t + 1 after step t multiplies the powers by beta.
+// - Step t again (the next parameter) keeps them.
+// - Any other step, or a changed beta, computes them anew.
+//
+// The results have the bits of DeepSpeed's AVX-512 build.
 //
 // Requires: As `spw_adam_step`, for one tensor.
 enum spw_status spw_ds_adam_update(int32_t id,
@@ -2600,7 +2725,7 @@ enum spw_status spw_ds_adam_update(int32_t id,
                                    uint32_t bias_correction,
                                    const struct spw_tensor *tensor);
 
-// `spw_ds_adam_update`, recorded in `undo` for `spw_ds_adam_rollback`; `undo` forgets the step it held.
+// Does `spw_ds_adam_update` and records it in `undo` for `spw_ds_adam_rollback`. `undo` forgets its earlier step.
 //
 // Requires: As `spw_ds_adam_update`.
 enum spw_status spw_ds_adam_update_recorded(struct spw_undo *undo,
@@ -2614,11 +2739,14 @@ enum spw_status spw_ds_adam_update_recorded(struct spw_undo *undo,
                                             uint32_t bias_correction,
                                             const struct spw_tensor *tensor);
 
-// DeepSpeed's `adam_rollback` of one tensor, with the arguments of the update that it takes back. If `undo` holds exactly
-// that step and the spans, which may have moved since, hold what it left, they come back to the bit and
-// `exact_out` becomes 1. Else, or if `undo` is NULL, they come back nearly, by the formula of SPW_UNDO_ARITHMETIC, which
-// refuses Inf and NaN, and `exact_out` becomes 0. DeepSpeed's own writes 0 over a parameter whose gradient is
-// not finite, and knows neither L2 nor steps without bias correction.
+// DeepSpeed's `adam_rollback` of one tensor, with the arguments of the update that is rolled back.
+//
+// The rollback is bit-exact, and `exact_out` becomes 1, if `undo` holds exactly that step and the spans are as the
+// step left them. The spans may have moved. Otherwise, or if `undo` is NULL, the rollback is approximate as with
+// SPW_UNDO_ARITHMETIC, which rejects Inf and NaN, and `exact_out` becomes 0.
+//
+// DeepSpeed's implementation writes 0 to a parameter whose gradient is not finite. It supports neither L2 nor steps
+// without bias correction.
 //
 // Requires: As `spw_ds_adam_update`; `exact_out` points to a u32.
 enum spw_status spw_ds_adam_rollback(struct spw_undo *undo,
@@ -2633,14 +2761,14 @@ enum spw_status spw_ds_adam_rollback(struct spw_undo *undo,
                                      const struct spw_tensor *tensor,
                                      uint32_t *exact_out);
 
-// DeepSpeed's `destroy_adam`.
+// DeepSpeed's `destroy_adam`: removes the optimizer `id`.
 enum spw_status spw_ds_adam_destroy(int32_t id);
 
-// DeepSpeed's `create_adagrad`.
+// DeepSpeed's `create_adagrad`: creates the optimizer `id`, or resets it.
 enum spw_status spw_ds_adagrad_create(int32_t id);
 
-// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`: DeepSpeed's own left weight
-// decay out of the numerator up to 0.19.6.
+// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`. DeepSpeed's implementation
+// omits weight decay in the numerator up to version 0.19.6.
 //
 // Requires: As `spw_adam_step`, for one tensor.
 enum spw_status spw_ds_adagrad_update(int32_t id,
@@ -2650,14 +2778,15 @@ enum spw_status spw_ds_adagrad_update(int32_t id,
                                       float weight_decay,
                                       const struct spw_tensor *tensor);
 
-// DeepSpeed's `destroy_adagrad`.
+// DeepSpeed's `destroy_adagrad`: removes the optimizer `id`.
 enum spw_status spw_ds_adagrad_destroy(int32_t id);
 
-// DeepSpeed's `create_lion`.
+// DeepSpeed's `create_lion`: creates the optimizer `id`, or resets it.
 enum spw_status spw_ds_lion_create(int32_t id);
 
-// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`: DeepSpeed's own did not train on
-// processors with AVX up to 0.19.6. DeepSpeed counts steps; Lion does not need them, but step 0 is refused as a caller's mistake.
+// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`. DeepSpeed's implementation does not
+// train on processors with AVX up to version 0.19.6. Lion ignores the step number, but 0 is an error, since DeepSpeed
+// counts from 1.
 //
 // Requires: As `spw_adam_step`, for one tensor.
 enum spw_status spw_ds_lion_update(int32_t id,
@@ -2668,12 +2797,12 @@ enum spw_status spw_ds_lion_update(int32_t id,
                                    float weight_decay,
                                    const struct spw_tensor *tensor);
 
-// DeepSpeed's `destroy_lion`.
+// DeepSpeed's `destroy_lion`: removes the optimizer `id`.
 enum spw_status spw_ds_lion_destroy(int32_t id);
 
-// `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`: a call for each subgroup, made in their order
-// whatever the order in which they are stepped, so that the bits are those of DeepSpeed's step over states in
-// memory. `tensors[i].options` is NULL. The id advances if the whole update succeeds.
+// Does `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`, one call per subgroup. The coefficients
+// advance in the order of `calls`, whatever the order of the steps, so the bits are those of DeepSpeed's step over
+// states in memory. `tensors[i].options` is NULL. The id advances only if the whole update succeeds.
 //
 // Requires: As `spw_swap_adam_step`; `calls` points to `count` structs, `struct_size` bytes apart; `stepped` may be NULL.
 enum spw_status spw_swap_ds_adam_step(struct spw_swap *swap,
@@ -2684,13 +2813,13 @@ enum spw_status spw_swap_ds_adam_step(struct spw_swap *swap,
                                       spw_swap_stepped_fn stepped,
                                       void *user);
 
-// Copies out what an id keeps, for `spw_ds_adam_restore` in another process.
+// Writes the state of an id, for `spw_ds_adam_restore` in another process.
 //
 // Requires: `state_out` points to a struct of `struct_size` bytes.
 enum spw_status spw_ds_adam_save(int32_t id, struct spw_ds_adam_state *state_out);
 
-// Makes the id with this state, or gives it to the one that is there: its next step has the bits that it would have had
-// in the process that saved it.
+// Creates the id with this state, or replaces the state of an existing id. Its next step has the bits that it would
+// have in the process that saved the state.
 //
 // Requires: `state` points to a struct of `struct_size` bytes.
 enum spw_status spw_ds_adam_restore(int32_t id,

@@ -1,11 +1,11 @@
-//! A system call that may not return: made on a thread of its own, and waited for a bounded time.
+//! Runs a system call that may not return on a thread of its own, with a time limit.
 //!
 //! Invariants:
-//! - A call that is not waited for any longer goes on. Its result is dropped on its own thread when it returns.
-//! - Until then another call on the same path has no answer at once: it would meet the same file system, or what the first
-//!   call holds.
-//! - Time in which this process did not run (SIGSTOP, a paused container) does not count.
-//! - No lock is held, so that a fork finds nothing locked. Calls of the parent do not count in a child.
+//! - A call that exceeds its limit keeps running. Its own thread drops the result when the call returns.
+//! - Until that call returns, another call on the same path returns `None` at once. The new call would block on the
+//!   same file system, or on a resource that the first call holds.
+//! - Time in which this process did not run (SIGSTOP, a paused container) does not count towards the limit.
+//! - No lock is held across a fork. Calls in flight in the parent do not count in its child.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -18,11 +18,11 @@ use arc_swap::ArcSwapOption;
 
 use super::{process, threads};
 
-/// The wait is counted in slices: a slice that takes longer, because the process did not run, counts once.
+/// Length of one wait. A slice that takes longer, because the process did not run, adds at most twice this length.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// What `work` on the files below `path` returns; `None` if it takes longer than `limit`. Without a limit it runs on this
-/// thread.
+/// Returns the result of `work`, which uses files below `path`; `None` if `work` takes longer than `limit`. Without a
+/// limit `work` runs on the calling thread.
 pub fn within<T: Send + 'static>(
     limit: Option<Duration>,
     path: &Path,
@@ -36,7 +36,7 @@ pub fn within<T: Send + 'static>(
     let over = Arc::new(AtomicBool::new(false));
     let sets_over = SetOnDrop(Arc::clone(&over));
     threads::spawn_quiet("spillway-open", move || {
-        // Fails if the caller does not wait any longer: then the result is dropped here, before the call is over.
+        // The send fails if the caller no longer waits. The result is then dropped here, before `over` is set.
         let _ = send.send(work());
         drop(sets_over);
     })?;
@@ -61,7 +61,7 @@ impl Drop for SetOnDrop {
     }
 }
 
-/// A call that its caller gave up.
+/// A call in flight whose caller stopped waiting.
 struct Abandoned {
     path: PathBuf,
     process: u32,

@@ -1,21 +1,22 @@
-//! Workers that join the caller in going through a list of items.
+//! A team of worker threads that help the calling thread to process a list of items.
 //!
-//! The caller begins at once. A worker joins when it wakes, if items are left; one that comes later finds the gate shut
-//! and turns back. So the caller waits for items that somebody is at, never for a worker whose processor another
-//! program holds.
+//! The caller starts at once. A worker joins when it wakes; a worker that wakes after the work is done exits. The
+//! caller waits only for items already started, never for a worker thread that another program keeps off its processor.
 //!
-//! Each of the crew has a stretch of the list, and goes on with the next one's when its own is done: a worker that does
-//! not come is missed, not waited for, and one that always comes finds what it had the time before in its caches.
+//! The list is divided into consecutive chunks (stretches), one per thread. A thread that finishes its own chunk
+//! continues with the next thread's chunk, so the work of a late worker is done by the others. A worker that joins
+//! every call usually gets the same chunk, whose data may still be in its caches.
 //!
 //! Invariants:
-//! - An index is handed out once: stretches do not overlap, and each is counted up by `fetch_add`. Hence whoever got it
-//!   has the item to itself.
-//! - The gate holds the number of workers inside, and SHUT. A worker goes in by a compare-exchange that fails once SHUT
-//!   is set; the caller sets SHUT and leaves when nobody is inside. Both change one atomic, so one of them was first:
-//!   either the caller sees the worker and waits for it, or the worker sees SHUT. The items and the closure, which are
-//!   borrowed from the caller, are touched inside only.
-//! - What a worker wrote is seen by the caller: leaving is a release, and the caller acquires the last of them.
-//! - A worker that wakes after that touches the gate alone, which its job owns together with the caller.
+//! - Each index is handed out once: chunks do not overlap, and `fetch_add` counts each chunk up. The thread that took
+//!   an index therefore has exclusive access to its item.
+//! - The gate holds the number of workers inside, and the flag SHUT. A worker enters by a compare-exchange that fails
+//!   once SHUT is set. The caller sets SHUT and returns when no worker is inside. Both modify one atomic, so the two
+//!   operations are ordered: the caller sees the worker and waits for it, or the worker sees SHUT.
+//! - The items and the closure are borrowed from the caller. Only threads inside the gate access them.
+//! - The caller sees every write of a worker: a worker leaves with release ordering, and the caller acquires the last
+//!   exit.
+//! - A worker that wakes later accesses only the gate, which its job co-owns with the caller.
 
 use std::any::Any;
 use std::ops::Range;
@@ -26,18 +27,19 @@ use std::thread::{self, Thread};
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-/// Threads that help whoever calls [`Crew::each`].
+/// Worker threads that help the caller of [`Crew::each`].
 pub struct Crew {
     pool: ThreadPool,
-    /// Workers that were asked and have not come yet, over all calls.
+    /// Worker jobs that are queued and have not started yet, over all calls.
     asked: Arc<AtomicUsize>,
 }
 
-/// A worker that others keep from running is not asked again for ever: its jobs take memory.
+/// Limit of queued jobs per worker. A worker that gets no processor time would otherwise accumulate jobs, which take
+/// memory.
 const MOST_ASKED: usize = 64;
 
 impl Crew {
-    /// Starts `workers` threads; the caller of [`Crew::each`] is one more.
+    /// Starts `workers` threads. The caller of [`Crew::each`] works in addition to them.
     pub fn new(workers: usize) -> Result<Crew, ThreadPoolBuildError> {
         let pool = ThreadPoolBuilder::new()
             .num_threads(workers)
@@ -51,10 +53,10 @@ impl Crew {
         self.pool.current_num_threads()
     }
 
-    /// Does `work` with every item, some at the same time. A panic of any of them is the caller's.
+    /// Applies `work` to every item, concurrently. A panic in any call resumes on the caller's thread.
     pub fn each<T: Send>(&self, items: &mut [T], work: impl Fn(&mut T) + Sync) {
         let base = Base(items.as_mut_ptr());
-        // SAFETY: `Shared` hands out each index below items.len() once, while the items are borrowed here.
+        // SAFETY: `Shared` hands out each index below items.len() once, and the items stay borrowed during this call.
         let item = |index: usize| work(unsafe { &mut *base.at(index) });
         let workers = self.workers().min(items.len().saturating_sub(1));
         let shared = Arc::new(Shared::new(&item, items.len(), workers + 1));
@@ -83,7 +85,7 @@ impl Crew {
     }
 }
 
-/// Where the items begin.
+/// Address of the first item.
 struct Base<T>(*mut T);
 
 impl<T> Base<T> {
@@ -95,24 +97,24 @@ impl<T> Base<T> {
 // SAFETY: each item is used by one thread at a time, and T: Send wherever a `Base` is made.
 unsafe impl<T: Send> Sync for Base<T> {}
 
-/// What the caller and its workers share.
+/// State that the caller and its workers share.
 struct Shared {
-    /// Borrowed from the caller: not to be touched outside the gate.
+    /// Borrowed from the caller: used only by the caller and by workers inside the gate.
     work: *const (dyn Fn(usize) + Sync),
     stretches: Vec<Stretch>,
     gate: AtomicUsize,
-    /// Workers that came in, which numbers them.
+    /// Number of workers that entered; gives each worker its chunk.
     came: AtomicUsize,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     caller: Thread,
 }
 
-// SAFETY: the closure behind `work` is Sync, and the gate keeps it alive for whoever calls it.
+// SAFETY: the closure behind `work` is Sync, and the gate keeps the closure alive for every thread that calls it.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
 
-/// Consecutive items, on a cache line of their own.
+/// A chunk: consecutive items, with a counter on a cache line of its own.
 #[repr(align(64))]
 struct Stretch {
     taken: AtomicUsize,
@@ -126,15 +128,15 @@ impl Stretch {
     }
 }
 
-/// No worker comes in any more.
+/// Gate flag: no worker may enter any more.
 const SHUT: usize = 1 << (usize::BITS - 1);
-/// Looks at the gate before the caller sleeps: some tens of microseconds, as long as an item may take.
+/// Number of spins on the gate before the caller parks: some tens of microseconds, as long as one item may take.
 const LOOKS: usize = 1 << 10;
 
 impl Shared {
     fn new<'a>(work: &'a (dyn Fn(usize) + Sync + 'a), items: usize, crew: usize) -> Shared {
         let work: *const (dyn Fn(usize) + Sync + 'a) = work;
-        // SAFETY: pointers of one type but for the lifetime; the gate keeps the shorter one.
+        // SAFETY: the two types differ in the lifetime alone, and the gate enforces the shorter lifetime.
         let work = unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + 'a), *const (dyn Fn(usize) + Sync)>(work)
         };
@@ -150,9 +152,9 @@ impl Shared {
         }
     }
 
-    /// Does what is left, the own stretch first.
+    /// Processes all remaining items, starting with the chunk `own`.
     fn go_through(&self, own: usize) {
-        // SAFETY: the caller of `Crew::each`, or a worker inside the gate.
+        // SAFETY: this thread is the caller of `Crew::each`, or a worker inside the gate.
         let work = unsafe { &*self.work };
         let (before, from_own) = self.stretches.split_at(own);
         for stretch in from_own.iter().chain(before) {
@@ -162,7 +164,7 @@ impl Shared {
         }
     }
 
-    /// A worker that woke.
+    /// The job of a worker.
     fn join_in(&self) {
         let enter = |gate: usize| (gate & SHUT == 0).then_some(gate + 1);
         if self.gate.fetch_update(Ordering::Acquire, Ordering::Relaxed, enter).is_err() {
@@ -178,7 +180,7 @@ impl Shared {
     }
 }
 
-/// Shuts the gate and waits for those inside, also when the caller's own part panics.
+/// Sets SHUT and waits for the workers inside, also when the caller's own work panics.
 struct Shut<'a>(&'a Shared);
 
 impl Drop for Shut<'_> {
@@ -218,7 +220,7 @@ mod tests {
         }
     }
 
-    /// Keeps the only worker busy until told; with it, nothing but the caller is left.
+    /// The only worker is blocked until `free`, so the caller processes all items.
     #[test]
     fn a_worker_that_does_not_come_is_not_waited_for() {
         let crew = Crew::new(1).unwrap();
@@ -237,7 +239,7 @@ mod tests {
         }
         assert_eq!(crew.asked.load(Ordering::Relaxed), MOST_ASKED);
         free.wait();
-        // The late jobs find their gates shut, and the worker is there again.
+        // The late jobs find SHUT set, and the worker is available again.
         while crew.asked.load(Ordering::Relaxed) > 0 {
             thread::yield_now();
         }

@@ -1,8 +1,8 @@
-//! Waiting for things that happen outside the process's own locks: descriptors that become readable, words of memory
-//! that something else counts up.
+//! Waits for events outside this process: descriptors that become readable, and words of memory that another device or
+//! thread increments.
 //!
-//! A word is looked at again and again instead of slept on: a GPU that writes it can wake nobody. So is whatever can only
-//! be asked.
+//! A word is polled every [`WORD_PERIOD`]: a GPU that writes it cannot wake a thread. Events that only answer a query
+//! are polled too.
 
 use std::fmt;
 use std::fs::File;
@@ -12,15 +12,15 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How often words are looked at, and questions asked.
+/// Polling period of words and queries.
 const WORD_PERIOD: Duration = Duration::from_micros(200);
 
-/// A counter of the system that one thread sets and another polls.
+/// An eventfd: one thread sets it, another polls it.
 #[derive(Debug)]
 pub struct EventFd(File);
 
 impl EventFd {
-    /// Makes one, not set.
+    /// Makes one that is not set.
     pub fn new() -> io::Result<EventFd> {
         // SAFETY: plain integers.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
@@ -36,67 +36,70 @@ impl EventFd {
         self.0.as_raw_fd()
     }
 
-    /// Sets it: whoever polls it wakes.
+    /// Sets it, which wakes a thread that polls it.
     pub fn set(&self) {
-        // A full counter is set, too.
+        // The write fails only if the counter is full; then the eventfd is already set.
         let _ = (&self.0).write(&1_u64.to_ne_bytes());
     }
 
-    /// Takes back every set so far.
+    /// Clears every set so far.
     pub fn clear(&self) {
-        // An empty counter only means that another set was cleared together with this one.
+        // The read fails only if the counter is zero: an earlier `clear` consumed this set.
         let _ = (&self.0).read(&mut [0; 8]);
     }
 }
 
-/// Something that will happen once.
+/// A one-time event.
 #[derive(Debug)]
 pub enum Event {
-    /// A descriptor becomes readable; what there is to read stays.
+    /// A descriptor becomes readable. Nothing is read from it.
     Descriptor(OwnedFd),
-    /// A word reaches a value.
+    /// A word of memory reaches a value.
     Word(Word),
-    /// Something answers that it happened.
+    /// A query reports that the event happened.
     Asked(Box<dyn Question>),
 }
 
-/// What an event is asked.
+/// An event that has to be queried.
 pub trait Question: fmt::Debug + Send + Sync {
-    /// How it stands now.
+    /// The current state of the event.
     fn standing(&self) -> Standing;
 }
 
-/// A word of memory and the value it will reach, by counting up through 2^32 if need be.
+/// A word of memory and the value that ends the wait. The word only counts up, and may wrap around at 2^32.
 #[derive(Debug)]
 pub struct Word {
     address: NonNull<AtomicU32>,
     value: u32,
 }
 
-// SAFETY: the word is only read, atomically; its maker promised that any thread may.
+// SAFETY: the word is only read, atomically; the creator promised that any thread may read it.
 unsafe impl Send for Word {}
 // SAFETY: as above.
 unsafe impl Sync for Word {}
 
 impl Word {
-    /// Waits for the word at `address` to be `value`, or up to 2^31 - 1 past it; `None` for NULL or a bad alignment.
+    /// Waits until the word at `address` is `value`, or up to 2^31 - 1 past it. `None` for NULL or a misaligned
+    /// address.
     ///
     /// # Safety
-    /// The word is readable from any thread as long as this lives.
+    /// The word stays readable from any thread as long as this value lives.
     pub unsafe fn new(address: *const u32, value: u32) -> Option<Word> {
         let address = NonNull::new(address.cast_mut().cast::<AtomicU32>())?;
         address.is_aligned().then_some(Word { address, value })
     }
 
     fn reached(&self) -> bool {
-        // SAFETY: readable and aligned by the promise of `new`. Acquire: what was written before the word is seen.
+        // SAFETY: readable and aligned by the promise of `new`. Acquire: writes made before the word was stored are
+        // visible.
         let now = unsafe { self.address.as_ref() }.load(Ordering::Acquire);
         now.wrapping_sub(self.value) < 1 << 31
     }
 }
 
 impl Event {
-    /// The descriptor `fd` becoming readable. It is duplicated: the caller may close its own at once.
+    /// The event that the descriptor `fd` becomes readable. The descriptor is duplicated: the caller may close its own
+    /// at once.
     pub fn readable(fd: RawFd) -> io::Result<Event> {
         // SAFETY: plain integers; the system checks the descriptor.
         let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
@@ -108,21 +111,21 @@ impl Event {
     }
 }
 
-/// How an event stands.
+/// State of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Standing {
-    /// Not yet.
+    /// Not happened yet.
     Pending,
-    /// It happened.
+    /// Happened.
     Ready,
-    /// It can never happen; why.
+    /// Can never happen, with the reason.
     Broken(&'static str),
 }
 
-/// Looks at all events, and sleeps before that, if `patient`, until one of them or the waker may have changed.
+/// Returns the state of each event. If `patient`, first sleeps until an event or the waker may have changed.
 pub fn poll(waker: &EventFd, events: &[&Event], patient: bool) -> io::Result<Vec<Standing>> {
     let ask = |fd: RawFd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // A negative descriptor is passed over, so that both lists keep one order.
+    // ppoll skips a negative descriptor; the entry keeps both lists in the same order.
     let asked = events.iter().map(|event| match event {
         Event::Descriptor(fd) => ask(fd.as_raw_fd()),
         Event::Word(_) | Event::Asked(_) => ask(-1),
@@ -168,7 +171,7 @@ fn sleep(descriptors: &mut [libc::pollfd], limit: Option<Duration>) -> io::Resul
     match unsafe { libc::ppoll(descriptors.as_mut_ptr(), count, limit, std::ptr::null()) } {
         0.. => Ok(()),
         _ => match io::Error::last_os_error() {
-            // Nothing was written to the array; the caller looks again.
+            // ppoll wrote nothing to the array; the caller polls again.
             interrupted if interrupted.kind() == io::ErrorKind::Interrupted => Ok(()),
             error => Err(error),
         },

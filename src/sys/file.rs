@@ -17,14 +17,14 @@ use super::span::Span;
 pub enum Access {
     /// Reading.
     Read,
-    /// Writing; created with this mode if it does not exist, never truncated.
+    /// Writing. The file is created with this mode if it does not exist, and is never truncated.
     Write {
         /// Permission bits of a new file, before the umask.
         mode: u32,
     },
 }
 
-/// Opens `path`, past the page cache if `direct`.
+/// Opens `path`; bypasses the page cache if `direct`.
 pub fn open(path: &Path, access: Access, direct: bool) -> io::Result<File> {
     let mut options = OpenOptions::new();
     match access {
@@ -35,13 +35,14 @@ pub fn open(path: &Path, access: Access, direct: bool) -> io::Result<File> {
     options.custom_flags(direct | libc::O_NOCTTY).open(path)
 }
 
-/// A second descriptor of an open file, through the page cache.
+/// Opens a second descriptor of an open file, which uses the page cache.
 pub fn reopen_buffered(fd: &impl AsRawFd, writable: bool) -> io::Result<File> {
     let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
     OpenOptions::new().read(!writable).write(writable).custom_flags(libc::O_NOCTTY).open(link)
 }
 
-/// A descriptor of the caller's, duplicated so that it lives as long as the operation, and whether it is direct.
+/// Duplicates the caller's descriptor, so that the copy lives as long as the operation. Also returns whether it is
+/// direct.
 pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
     // SAFETY: fcntl on any number is safe; a bad one is EBADF.
     let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
@@ -55,26 +56,26 @@ pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
     Ok((file, flags & libc::O_DIRECT != 0))
 }
 
-/// True if writes go to the end of the file, whatever their offset (O_APPEND).
+/// True if writes append to the file and ignore their offset (O_APPEND).
 pub fn appends(file: &File) -> bool {
     // SAFETY: fcntl on an open descriptor.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
     flags >= 0 && flags & libc::O_APPEND != 0
 }
 
-/// Where the first bytes lie at `from` or later that are no hole, as far as the file system tells; `None` at the end.
+/// Offset of the first data at `from` or later, skipping holes if the file system reports them; `None` at the end.
 pub fn next_data(file: &File, from: u64) -> Option<u64> {
-    // SAFETY: lseek on an open descriptor, whose place in the file nobody uses: reads and writes name theirs.
+    // SAFETY: lseek on an open descriptor. No code uses its file position: reads and writes pass an explicit offset.
     let found = unsafe { libc::lseek(file.as_raw_fd(), from as libc::off_t, libc::SEEK_DATA) };
     match u64::try_from(found) {
         Ok(found) => Some(found),
         Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO) => None,
-        // Not known here: all may be data.
+        // The file system does not report holes: the rest counts as data.
         Err(_) => Some(from),
     }
 }
 
-/// An empty file that is memory of this process.
+/// Creates an empty file in memory (memfd).
 pub fn in_memory() -> io::Result<File> {
     // SAFETY: a C string and flags.
     let fd = unsafe { libc::memfd_create(c"spillway".as_ptr(), libc::MFD_CLOEXEC) };
@@ -85,38 +86,38 @@ pub fn in_memory() -> io::Result<File> {
     Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-/// Says that `file` is read in no order, so that an edge read does not pull in what follows.
+/// Disables readahead, so that a read of an unaligned edge does not fetch the bytes behind it.
 pub fn no_readahead(file: &File) {
     // SAFETY: advice on an open descriptor.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
 }
 
-/// Which file a path means: the same two numbers are the same file.
+/// Identity of a file: paths with equal device and inode name the same file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Identity {
     /// Device that holds it.
     pub device: u64,
-    /// Number on the device.
+    /// Inode number on the device.
     pub inode: u64,
 }
 
-/// What is known of a file.
+/// Metadata of a file.
 #[derive(Debug, Clone, Copy)]
 pub struct Facts {
     /// Which file.
     pub identity: Identity,
-    /// Length at the time of asking.
+    /// Length when queried.
     pub len: u64,
-    /// Regular file or block device: only these have offsets that matter.
+    /// True for a regular file or block device: only these have meaningful offsets.
     pub seekable: bool,
 }
 
-/// Facts of what `path` names now.
+/// Metadata of the file that `path` names now.
 pub fn facts_of_path(path: &Path) -> io::Result<Facts> {
     std::fs::metadata(path).map(|found| known(&found))
 }
 
-/// Facts of an open file.
+/// Metadata of an open file.
 pub fn facts(file: &File) -> io::Result<Facts> {
     file.metadata().map(|found| known(&found))
 }
@@ -130,23 +131,23 @@ fn known(found: &Metadata) -> Facts {
     }
 }
 
-/// What direct I/O on a file asks of addresses and offsets.
+/// Alignment that direct I/O on a file requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DirectNeed {
-    /// The file system says so.
+    /// The file system states the alignment, in bytes.
     Stated {
         /// Alignment of addresses.
         memory: u64,
         /// Alignment of offsets and lengths.
         offset: u64,
     },
-    /// The file system says that this file cannot.
+    /// The file system states that this file does not support direct I/O.
     Refused,
-    /// The file system (or an older kernel) says nothing.
+    /// The file system or an older kernel does not state the alignment.
     Unknown,
 }
 
-/// Asks the file system what direct I/O on this open file needs (STATX_DIOALIGN, Linux 6.1).
+/// Queries the alignment for direct I/O on an open file (STATX_DIOALIGN, Linux 6.1).
 pub fn direct_need(file: &File) -> DirectNeed {
     let empty = CString::default();
     // SAFETY: statx is plain integers, for which zero is valid.
@@ -162,8 +163,8 @@ pub fn direct_need(file: &File) -> DirectNeed {
     }
 }
 
-/// Makes sure that bytes up to `end` have a place on the device, so that writing them never extends the file. A file
-/// system that cannot is no error.
+/// Allocates the bytes from `from` to `end` on the device, so that writing them never extends the file. No error if the
+/// file system does not support allocation.
 pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
     check_size_limit(end)?;
     check_free_space(file, from, end)?;
@@ -177,7 +178,7 @@ pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
     }
 }
 
-/// Gives `bytes` from `offset` on a place on the device: 0, or minus an errno.
+/// Allocates `bytes` at `offset` on the device: 0, or minus an errno.
 pub fn allocate_at(fd: BorrowedFd, offset: u64, bytes: u64) -> i32 {
     // SAFETY: an open descriptor and two integers.
     outcome(
@@ -185,13 +186,13 @@ pub fn allocate_at(fd: BorrowedFd, offset: u64, bytes: u64) -> i32 {
     )
 }
 
-/// An error that says that the file system, or this file, cannot allocate ahead.
+/// True for an errno that means that this file or its file system does not support allocation.
 pub fn cannot_allocate(errno: i32) -> bool {
     matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV | libc::ESPIPE)
 }
 
-/// Refuses an end of file past this process's limit. Asking the system past the limit would raise SIGXFSZ, which kills a
-/// program that does not expect it.
+/// Refuses an end of file past this process's limit (RLIMIT_FSIZE). A system call past the limit would raise SIGXFSZ,
+/// which by default kills the program.
 pub fn check_size_limit(end: u64) -> io::Result<()> {
     match memory::file_size_limit().is_some_and(|limit| end > limit) {
         true => Err(io::Error::from_raw_os_error(libc::EFBIG)),
@@ -199,8 +200,8 @@ pub fn check_size_limit(end: u64) -> io::Result<()> {
     }
 }
 
-/// Refuses what is larger than the free space: a file system fills up before it refuses, and keeps what it gave. Small
-/// amounts are not worth a system call.
+/// Refuses an allocation larger than the free space: a file system would fill up before it fails, and keep what it
+/// allocated. Amounts up to 64 MiB are not checked, to save the system call.
 pub fn check_free_space(file: &File, from: u64, end: u64) -> io::Result<()> {
     const WORTH_ASKING: u64 = 64 << 20;
     if end.saturating_sub(from) <= WORTH_ASKING {
@@ -213,21 +214,21 @@ pub fn check_free_space(file: &File, from: u64, end: u64) -> io::Result<()> {
     }
 }
 
-/// One positional read into `span`: bytes read, or minus an errno.
+/// One positional read into `span`: number of bytes read, or minus an errno.
 pub fn read_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
     let Some(_pin) = span.pin() else { return -libc::EFAULT };
     // SAFETY: the span's bytes are good by the promise of Span::new, or pinned.
     outcome(unsafe { libc::pread(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
 }
 
-/// One positional write from `span`: bytes written, or minus an errno.
+/// One positional write from `span`: number of bytes written, or minus an errno.
 pub fn write_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
     let Some(_pin) = span.pin() else { return -libc::EFAULT };
     // SAFETY: the span's bytes are good by the promise of Span::new, or pinned.
     outcome(unsafe { libc::pwrite(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
 }
 
-/// Makes what was written durable: 0, or minus an errno.
+/// Makes earlier writes durable (fdatasync): 0, or minus an errno.
 pub fn sync_data(fd: BorrowedFd) -> i32 {
     // SAFETY: an open descriptor.
     outcome(unsafe { libc::fdatasync(fd.as_raw_fd()) } as isize)
@@ -235,26 +236,26 @@ pub fn sync_data(fd: BorrowedFd) -> i32 {
 
 fn outcome(result: isize) -> i32 {
     match result {
-        // Spans of one call are far below 2 GiB.
+        // Fits: the spans of one call are far below 2 GiB.
         0.. => result as i32,
         _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
     }
 }
 
-/// What one request to a device may hold.
+/// Limits of one request to a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestLimits {
-    /// Bytes.
+    /// Most bytes.
     pub bytes: u64,
-    /// Ranges of physical memory.
+    /// Most ranges of physical memory.
     pub segments: u64,
 }
 
-/// The limits of a device, if it is a block device with a queue.
+/// The request limits of a device; `None` if it is not a block device with a queue.
 pub fn request_limits(device: u64) -> Option<RequestLimits> {
     let device = device as libc::dev_t;
     let node = format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device));
-    // A partition has no queue of its own: its disk is the directory above.
+    // A partition has no queue; the queue of its disk is in the parent directory.
     let queue = [format!("{node}/queue"), format!("{node}/../queue")];
     queue.iter().find_map(|queue| {
         let number = |name: &str| -> Option<u64> {
@@ -264,17 +265,17 @@ pub fn request_limits(device: u64) -> Option<RequestLimits> {
     })
 }
 
-/// Which file system: the same two numbers are the same one, also after a restart where it has an identity of its own.
+/// Identity of a file system. It survives a restart if the file system has an id of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileSystem {
-    /// The kernel's number of its kind.
+    /// The kernel's number of the file system type.
     pub kind: u64,
-    /// Its own; that of its device where it has none.
+    /// The file system's id, or the device number if it has none.
     pub id: u64,
 }
 
 impl FileSystem {
-    /// Reads what `Display` wrote.
+    /// Parses the output of `Display`.
     pub fn parse(text: &str) -> Option<FileSystem> {
         let (kind, id) = text.split_once('-')?;
         let number = |text| u64::from_str_radix(text, 16).ok();
@@ -302,7 +303,7 @@ pub fn file_system(file: &File) -> io::Result<FileSystem> {
     Ok(FileSystem { kind: kind.f_type as u64, id })
 }
 
-/// Bytes free for this user on the file system of an open file.
+/// Free bytes for this user on the file system of an open file.
 fn free_bytes_of(file: &File) -> Option<u64> {
     // SAFETY: statvfs is plain integers, for which zero is valid.
     let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
@@ -311,7 +312,7 @@ fn free_bytes_of(file: &File) -> Option<u64> {
     (outcome == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
 }
 
-/// Bytes free for this user on the file system of `path`, for messages.
+/// Free bytes for this user on the file system of `path`, for messages.
 pub fn free_bytes(path: &Path) -> Option<u64> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
     // SAFETY: statvfs is plain integers, for which zero is valid.
@@ -329,7 +330,7 @@ mod tests {
     fn a_place_beyond_what_the_disk_has_is_refused_before_the_disk_is_full() {
         let file = tempfile::tempfile().unwrap();
         let free = free_bytes_of(&file).unwrap();
-        // Shared memory and other file systems without a size have nothing to prove.
+        // Shared memory and other file systems without a size limit are skipped.
         if free < 1 << 40 {
             let error = preallocate(&file, 0, free + (1 << 40)).unwrap_err();
             assert_eq!((error.raw_os_error(), file.metadata().unwrap().len()), (Some(libc::ENOSPC), 0));

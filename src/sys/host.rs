@@ -1,4 +1,4 @@
-//! Which machine and which process this is.
+//! Identity of this machine and of its processes.
 
 use std::io::{self, Read};
 
@@ -6,35 +6,35 @@ use nix::errno::Errno;
 use nix::sys::signal::kill;
 use nix::unistd::Pid;
 
-/// The machine's name.
+/// The host name; empty if unreadable.
 pub fn name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname")
         .map_or_else(|_| String::new(), |name| name.trim().to_string())
 }
 
-/// The machine's own number, empty where it has none; names of machines are not always their own.
+/// The machine id, empty if the machine has none. Two machines may have the same host name.
 pub fn machine() -> String {
     std::fs::read_to_string("/etc/machine-id").map_or_else(|_| String::new(), |id| id.trim().to_string())
 }
 
-/// A number that every start of the machine has for itself.
+/// The boot id, which is unique to each boot of the machine.
 pub fn boot() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map_or_else(|_| String::new(), |id| id.trim().to_string())
 }
 
-/// Where this process's id means anything: a container may have ids of its own.
+/// The pid namespace in which this process's id is valid: a container may have a namespace of its own.
 pub fn pid_namespace() -> String {
     std::fs::read_link("/proc/self/ns/pid").map_or_else(|_| String::new(), |id| id.display().to_string())
 }
 
-/// When a process began, in clock ticks since the machine did; `None` if there is no such process.
+/// Start time of a process, in clock ticks since boot; `None` if there is no such process.
 pub fn process_start(pid: u32) -> Option<u64> {
     Some(over_and_start(pid)?.1)
 }
 
-/// True if the process with this id that began at `start` has ended. One that /proc hides has not, and a zombie has,
-/// unless threads of it go on.
+/// True if the process with id `pid` and start time `start` has ended. A zombie has ended unless it has other live
+/// threads. A process that /proc hides has not ended.
 pub fn process_ended(pid: u32, start: u64) -> bool {
     match over_and_start(pid) {
         Some((_, found)) if found != start => true,
@@ -46,16 +46,17 @@ pub fn process_ended(pid: u32, start: u64) -> bool {
     }
 }
 
-/// Whether its first thread is over, and when it began.
+/// Whether the process's main thread has ended, and the start time of the process.
 fn over_and_start(pid: u32) -> Option<(bool, u64)> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything; the fields after it are a letter and numbers, the start is the 20th.
+    // The name in parentheses may hold any character. The fields after it are the state letter and numbers; the start
+    // time is the 20th.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let over = matches!(fields.next()?, "Z" | "X");
     Some((over, fields.nth(18)?.parse().ok()?))
 }
 
-/// Random bits from the system.
+/// Random bits from /dev/urandom.
 pub fn random() -> io::Result<u128> {
     let mut bytes = [0; 16];
     std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;

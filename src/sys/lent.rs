@@ -1,9 +1,9 @@
-//! Arrays that several of this library's threads use in turn: lent by the caller, or mapped here.
+//! Arrays that several threads of this library use in turn: memory of the caller, or memory mapped here.
 //!
 //! Invariants:
-//! - At any time an array has any number of readers or one writer. Who comes at the wrong time gets an error at once:
-//!   the order of turns is somebody else's duty, and a clash shows that it was broken.
-//! - No lock is held, so that a fork finds nothing locked.
+//! - At any time an array has any number of readers or one writer. A conflicting access fails at once with
+//!   [`Error::Busy`]: other modules order the accesses, so a conflict is a bug in that order.
+//! - No lock is held across a fork.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -14,33 +14,33 @@ use super::span::Span;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
 
-/// Users of an array that is being written.
+/// Value of `users` for an array with a writer.
 const WRITTEN: i32 = -1;
 
-/// An array of floats that is read and written in turns.
+/// An array of floats with run-time checks for shared reads and exclusive writes.
 #[derive(Debug)]
 pub struct Lent {
     start: NonNull<u8>,
     dtype: Dtype,
     len: usize,
     users: AtomicI32,
-    /// Memory that was mapped for it; unmapped with it.
+    /// The mapping of an array that was allocated here; unmapped with the array.
     _own: Option<Mapping>,
-    /// Keeps the mapping of a span that it lies in.
+    /// Keeps the mapping mapped if the array lies in a span.
     _pin: Option<Pin>,
 }
 
-// SAFETY: whoever made it promised that the elements may be used from any thread; guards keep turns apart.
+// SAFETY: the creator promised that the elements may be used from any thread; the guards separate readers and writers.
 unsafe impl Send for Lent {}
 // SAFETY: as above.
 unsafe impl Sync for Lent {}
 
 impl Lent {
-    /// The caller's `len` elements at `start`; `None` where they cannot lie.
+    /// Wraps the caller's `len` elements at `start`; `None` if `start` is NULL or misaligned, or the size overflows.
     ///
     /// # Safety
-    /// The elements stay readable and writable until the value is dropped. While a guard of it is held nobody else
-    /// writes them, nor reads them if it is a [`Writing`].
+    /// The elements stay readable and writable until the value is dropped. While a guard exists no other code writes
+    /// the elements. While a [`Writing`] exists no other code reads them either.
     pub unsafe fn new(start: *mut u8, dtype: Dtype, len: usize) -> Option<Lent> {
         let fits = len.checked_mul(dtype.size()).is_some_and(|bytes| isize::try_from(bytes).is_ok());
         let start = match NonNull::new(start) {
@@ -59,23 +59,23 @@ impl Lent {
         })
     }
 
-    /// A span as an array, as many elements as fit; `None` where it is not aligned to them, or no longer mapped.
+    /// Wraps a span as an array of as many elements as fit; `None` if the span is misaligned or no longer mapped.
     pub fn over(span: Span, dtype: Dtype) -> Option<Lent> {
         let pin = span.pin()?;
-        // The address of no bytes says nothing.
+        // The address of an empty span may be misaligned, and is not used.
         let start = if span.is_empty() { std::ptr::null_mut() } else { span.as_ptr() };
-        // SAFETY: the span's bytes may be used from any thread until its last use, and by nobody else, by the promise of
-        // Span::new, or are pinned by this array; guards keep the users of this array apart.
+        // SAFETY: the span's bytes may be used from any thread until its last use, and by no other code, by the promise
+        // of Span::new, or this array pins them. Guards separate the users of this array.
         let lent = unsafe { Lent::new(start, dtype, span.len() / dtype.size()) };
         lent.map(|lent| Lent { _pin: pin, ..lent })
     }
 
-    /// Zeros of our own; their memory comes when they are first touched.
+    /// Allocates zeros. The system provides the pages when they are first touched.
     pub fn zeroed(dtype: Dtype, len: usize) -> Result<Lent> {
         let bytes =
             len.checked_mul(dtype.size()).ok_or_else(|| Error::invalid("len", "passes the address space"))?;
         let mapping = Mapping::untouched(bytes).map_err(|error| Error::system("mapping a buffer", &error))?;
-        // SAFETY: the mapping has at least these bytes, page-aligned, and lives as long as the value.
+        // SAFETY: the mapping has at least these bytes, is page-aligned, and lives as long as the value.
         let lent = unsafe { Lent::new(mapping.span().as_ptr(), dtype, len) };
         let lent = lent.ok_or_else(|| Error::invalid("len", "passes the address space"))?;
         Ok(Lent { _own: Some(mapping), ..lent })
@@ -86,7 +86,7 @@ impl Lent {
         self.len
     }
 
-    /// True for no elements.
+    /// True if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -96,7 +96,7 @@ impl Lent {
         self.dtype
     }
 
-    /// A turn of reading beside other readers.
+    /// Begins a read; other reads may run concurrently. [`Error::Busy`] if the array is being written.
     pub fn read(&self) -> Result<Reading<'_>> {
         let free = |users: i32| (users >= 0).then(|| users + 1);
         match self.users.fetch_update(Ordering::Acquire, Ordering::Relaxed, free) {
@@ -105,7 +105,7 @@ impl Lent {
         }
     }
 
-    /// A turn of writing, alone.
+    /// Begins an exclusive write. [`Error::Busy`] if the array is being read or written.
     pub fn write(&self) -> Result<Writing<'_>> {
         match self.users.compare_exchange(0, WRITTEN, Ordering::Acquire, Ordering::Relaxed) {
             Ok(_) => Ok(Writing(self)),
@@ -118,7 +118,7 @@ fn clash(how: &str) -> Error {
     Error::Busy(format!("an array of the interleaved update would be {how}"))
 }
 
-/// A turn of reading.
+/// Guard of a read.
 #[derive(Debug)]
 pub struct Reading<'a>(&'a Lent);
 
@@ -126,7 +126,7 @@ impl Reading<'_> {
     /// The elements.
     pub fn floats(&self) -> Floats<'_> {
         let Lent { start, dtype, len, .. } = *self.0;
-        // SAFETY: len elements, aligned and live by the promise of `new`; nobody writes while this guard is held.
+        // SAFETY: len elements, aligned and live by the promise of `new`; no code writes them while this guard is held.
         unsafe {
             match dtype {
                 Dtype::F32 => Floats::F32(std::slice::from_raw_parts(start.as_ptr().cast(), len)),
@@ -143,7 +143,7 @@ impl Drop for Reading<'_> {
     }
 }
 
-/// A turn of writing.
+/// Guard of a write.
 #[derive(Debug)]
 pub struct Writing<'a>(&'a Lent);
 
@@ -195,7 +195,7 @@ mod tests {
     fn elements_that_cannot_lie_there_are_refused() {
         let mut bytes = [0_u8; 16];
         let start = bytes.as_mut_ptr();
-        // SAFETY: 16 bytes that live to the end of the test and that nobody else uses.
+        // SAFETY: 16 bytes that live to the end of the test and that no other code uses.
         unsafe {
             assert!(Lent::new(std::ptr::null_mut(), Dtype::F32, 1).is_none());
             assert!(Lent::new(std::ptr::null_mut(), Dtype::F32, 0).is_some());

@@ -1,20 +1,21 @@
-//! Which of this library's mappings are there: memory is used through a span only while its mapping is.
+//! Lifetimes of this library's mappings: a span accesses memory only while its mapping exists.
 //!
-//! A span is an address that anybody may copy, and may outlive the mapping that it was made for. So each mapping has a
-//! slot in a table, each span names slot and generation, and a use of the bytes pins the mapping.
+//! A span is a plain address: any code may copy it, and it may outlive its mapping. Each mapping therefore has a slot
+//! in a table. A span stores the slot and its generation, and each access to the bytes pins the mapping.
 //!
 //! Invariants:
-//! - A pinned mapping is not unmapped: its owner marks it as ended, and the last pin that is let go unmaps it.
-//! - A generation is given to one mapping: a span of an ended one pins nothing, whoever has its slot or its address.
-//! - No lock is held, so that a fork finds nothing locked. Pins of a parent's other threads stay in its child, where they
-//!   keep a mapping for good and block nobody.
+//! - A pinned mapping is not unmapped: its owner marks it as ended, and release of the last pin unmaps it.
+//! - Each generation of a slot belongs to one mapping. A span of an ended mapping pins nothing, even if another mapping
+//!   now has the same slot or address.
+//! - No lock is held across a fork. Pins of the parent's other threads stay set in the child: there they keep a mapping
+//!   mapped for good, and block no thread.
 
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// The system allows a process fewer mappings, unless it was told otherwise.
+/// Number of mappings; the system's default limit per process (vm.max_map_count) is lower.
 const SLOTS: usize = 1 << 16;
-/// Of a slot's state: a generation, two flags, and a count of pins.
+/// Bits of a slot's state: the generation in the upper half, two flags, and a count of pins.
 const USED: u64 = 1 << 31;
 const ENDED: u64 = 1 << 30;
 const PINS: u64 = ENDED - 1;
@@ -30,14 +31,14 @@ static TABLE: [Slot; SLOTS] =
         SLOTS];
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
-/// Names one mapping, for as long as the process lives.
+/// Identifies one mapping; unique until the 32-bit generation of the slot wraps around.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Life {
     slot: u32,
     generation: NonZeroU32,
 }
 
-/// The one who ends a mapping.
+/// The right to end a mapping: a drop unmaps it, or leaves that to the last pin.
 #[derive(Debug)]
 pub struct Owner(Life);
 
@@ -46,10 +47,10 @@ pub struct Owner(Life);
 pub struct Pin(Life);
 
 impl Owner {
-    /// Takes a mapping over; `None` if there are too many of them.
+    /// Takes ownership of a mapping; `None` if the table is full.
     ///
     /// # Safety
-    /// The bytes are whole pages that the caller mapped, and that nobody else unmaps if this succeeds.
+    /// The bytes are whole pages that the caller mapped. No other code unmaps them if this call succeeds.
     pub unsafe fn new(start: usize, len: usize) -> Option<Owner> {
         let from = NEXT.fetch_add(1, Ordering::Relaxed);
         (0..SLOTS).map(|n| from.wrapping_add(n) % SLOTS).find_map(|index| {
@@ -62,14 +63,14 @@ impl Owner {
                 NonZeroU32::new(((seen >> 32) as u32).wrapping_add(1)).unwrap_or(NonZeroU32::MIN);
             let taken = u64::from(generation.get()) << 32 | USED;
             slot.state.compare_exchange(seen, taken, Ordering::AcqRel, Ordering::Relaxed).ok()?;
-            // Read by the one who unmaps alone, which is after the owner's end.
+            // Only `unmap` reads these fields, after the owner's drop.
             slot.start.store(start, Ordering::Relaxed);
             slot.len.store(len, Ordering::Relaxed);
             Some(Owner(Life { slot: index as u32, generation }))
         })
     }
 
-    /// The mapping's name.
+    /// The identity of the mapping.
     pub fn life(&self) -> Life {
         self.0
     }
@@ -106,15 +107,15 @@ impl Life {
         state >> 32 == u64::from(self.generation.get()) && state & USED != 0
     }
 
-    /// Unmaps an ended mapping without pins, once: the owner and the last pin may both come here.
+    /// Unmaps an ended mapping without pins, once: the owner and the last pin may both call this function.
     fn unmap(self) {
         let slot = self.slot();
         let (start, len) = (slot.start.load(Ordering::Relaxed), slot.len.load(Ordering::Relaxed));
         let generation = u64::from(self.generation.get()) << 32;
         let last = generation | USED | ENDED;
         if slot.state.compare_exchange(last, generation, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            // SAFETY: a mapping that was given over by the promise of `Owner::new`. It has ended and has no pins, and the
-            // exchange lets one caller through: nobody uses the bytes, and nobody unmaps them again.
+            // SAFETY: a mapping whose ownership `Owner::new` took. It has ended and has no pins, and the exchange
+            // succeeds for one caller: no code uses the bytes, and no code unmaps them again.
             unsafe { libc::munmap(start as *mut libc::c_void, len) };
         }
     }
@@ -141,7 +142,7 @@ mod tests {
         let other = Mapping::untouched(BASE_PAGE).unwrap();
         drop(mapping);
         assert!(!span.is_mapped() && !span.part(7, 3).is_mapped() && other.span().is_mapped());
-        // Whatever lies at the address now.
+        // New mappings, one of which may have the same address.
         let again: Vec<Mapping> = (0..8).map(|_| Mapping::untouched(BASE_PAGE).unwrap()).collect();
         let refused = |work: &dyn Fn()| {
             assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).is_err());

@@ -1,14 +1,16 @@
-//! A lock on a file that belongs to this process and ends with it.
+//! A file lock that this process owns and that ends with the process.
 //!
 //! Invariants:
-//! - At most one process holds the lock of a file, on one machine and, where the file system carries POSIX locks, on
-//!   several. The lock belongs to an open file description (F_OFD_SETLK): another descriptor of the file that this process
-//!   opens and closes does not end the lock. POSIX record locks, which older versions of this library take, conflict with
-//!   it.
-//! - A child made by fork does not have the lock and cannot keep it alive: see `parents`, also for a raw clone.
-//! - Where the system refuses such locks, the lock is a POSIX record lock. A record lock ends when the process closes any
+//! - At most one process holds the lock of a file: on one machine, and on several if the file system supports POSIX
+//!   locks over the network.
+//! - The lock belongs to an open file description (F_OFD_SETLK). This process may open and close another descriptor of
+//!   the file without losing the lock. POSIX record locks, which older versions of this library take, conflict with it.
+//! - A child made by fork does not own the lock and cannot keep it alive. `parents` explains how, and the exception of
+//!   a raw clone.
+//! - If the system refuses such locks, the lock is a POSIX record lock. A record lock ends when the process closes any
 //!   descriptor of the file; the list of held files keeps this library from doing so.
-//! - The lock ends before its descriptor is closed: a child that a fork has just made cannot have inherited a held one.
+//! - The lock is released before its descriptor is closed. A descriptor that a concurrent fork inherited therefore
+//!   holds no lock.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -26,20 +28,22 @@ use super::parents::ParentsFile;
 use super::process;
 use crate::log::{self, Level};
 
-/// Most bytes of a lock file that a message quotes.
+/// Most bytes of a lock file that an error message quotes.
 const MOST_WORDS: u64 = 1024;
 
 #[derive(Debug)]
 struct Held {
     process: u32,
     files: Mutex<Vec<Identity>>,
-    /// The parent's list, which a thread of the parent's may have been changing at the fork: kept, never dropped.
+    /// The parent's list. A thread of the parent may have been changing it at the fork, so the child keeps it and never
+    /// drops it.
     _parents: Option<Arc<Held>>,
 }
 
 static HELD: ArcSwapOption<Held> = ArcSwapOption::const_empty();
 
-/// The files held by this process; a forked child starts with none, since it has none of its parent's locks.
+/// The files that this process has locked. A forked child starts with an empty list, because it owns none of its
+/// parent's locks.
 fn held() -> Arc<Held> {
     let process = process::id();
     loop {
@@ -55,25 +59,25 @@ fn held() -> Arc<Held> {
 /// A held lock.
 #[derive(Debug)]
 pub struct FileLock {
-    /// Present until the drop.
+    /// `None` only during the drop.
     file: Option<ParentsFile>,
     identity: Identity,
     process: u32,
 }
 
-/// The outcome of trying for a lock.
+/// Outcome of [`FileLock::attempt`].
 #[derive(Debug)]
 pub enum Attempt {
-    /// This process has it now.
+    /// This process took the lock.
     Held(FileLock),
-    /// This process had it already.
+    /// This process already held the lock.
     Ours,
-    /// Another process has it. The file begins with this text.
+    /// Another process holds the lock. The file begins with this text.
     Theirs(String),
 }
 
 impl FileLock {
-    /// Tries for the lock of the file `name`, which is made if it does not exist.
+    /// Tries to lock the file `name`, which is created if it does not exist.
     pub fn attempt(directory: &OwnDirectory, name: &str) -> io::Result<Attempt> {
         let held = held();
         let mut files = held.files.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,7 +91,7 @@ impl FileLock {
         let identity = Identity { device: found.dev(), inode: found.ino() };
         if !lock(file)? {
             let mut words = Vec::new();
-            // The holder may not have written its words yet.
+            // The holder may not have written its text yet.
             let _ = file.take(MOST_WORDS).read_to_end(&mut words);
             return Ok(Attempt::Theirs(String::from_utf8_lossy(&words).into_owned()));
         }
@@ -95,17 +99,17 @@ impl FileLock {
         Ok(Attempt::Held(FileLock { file: Some(kept), identity, process: process::id() }))
     }
 
-    /// Whether the name is that of the locked file.
+    /// True if `name` is still the locked file.
     pub fn names(&self, directory: &OwnDirectory, name: &str) -> io::Result<bool> {
         Ok(directory.entry(name)?.is_some_and(|found| found.identity == self.identity))
     }
 
-    /// Which file is locked.
+    /// Identity of the locked file.
     pub fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// Whether this process still has the lock, which is taken again if the system lost it and nobody else has it.
+    /// True if this process holds the lock. A lock that the system dropped is taken again if no other process has it.
     pub fn is_held(&self) -> bool {
         let file = self.file.as_ref().and_then(ParentsFile::file);
         file.is_some_and(|file| lock(file).unwrap_or(true))
@@ -116,7 +120,7 @@ impl FileLock {
         self.process == process::id()
     }
 
-    /// Text in the file, for processes that are refused.
+    /// Replaces the content of the file by text for the error messages of refused processes.
     pub fn write(&mut self, words: &str) -> io::Result<()> {
         let Some(mut file) = self.file.as_ref().and_then(ParentsFile::file) else { return Ok(()) };
         file.set_len(0)?;
@@ -134,10 +138,10 @@ impl Drop for FileLock {
         let mut files = held.files.lock().unwrap_or_else(PoisonError::into_inner);
         files.retain(|identity| *identity != self.identity);
         if let Some(file) = self.file.as_ref().and_then(ParentsFile::file) {
-            // A child that is being forked at this moment keeps a descriptor without a lock.
+            // A child forked concurrently may keep a descriptor, which then holds no lock.
             let _ = change(file, kind(), libc::F_UNLCK);
         }
-        // While the list is closed: a descriptor that closed later would end a record lock that comes next.
+        // Close while the list is locked: closing later could end a record lock that another thread takes next.
         drop(self.file.take());
     }
 }
@@ -152,7 +156,7 @@ fn kind() -> i32 {
     }
 }
 
-/// True if the lock was free.
+/// Takes the lock; false if another process holds it.
 fn lock(file: &File) -> io::Result<bool> {
     loop {
         let kind = kind();

@@ -1,12 +1,12 @@
-//! Files and directories at fixed names in places that other users may reach.
+//! Safe use of files and directories at fixed names in places that other users may write to.
 //!
 //! Invariants:
-//! - [`open_own`] opens every file at a fixed name. It follows no link in the last component, does not wait for the other
-//!   end of a FIFO, and checks the file on the open descriptor: a regular file with one name, owned by the effective user.
+//! - [`open_own`] opens every file at a fixed name. It follows no link in the last component and does not wait for the
+//!   other end of a FIFO. It checks the open descriptor: a regular file with one name, owned by the effective user.
 //! - A directory below a given one is opened without following a link, and is owned by the effective user. Files in it
-//!   are named relative to its descriptor: a directory that is renamed or replaced later is never used by mistake.
-//! - Own files with access for group or others, and own directories that group or others may write to, are tightened
-//!   when they are opened, with a line in the log: a volume manager or an umask may have left them so.
+//!   are named relative to its descriptor, so renaming or replacing the directory later cannot redirect them.
+//! - Own files that group or others may access, and own directories that group or others may write to, are restricted
+//!   at open and logged. An umask or a volume manager may have left such modes.
 
 use std::ffi::{CString, OsStr};
 use std::fmt;
@@ -21,29 +21,29 @@ use std::path::Path;
 use super::file::Identity;
 use crate::log::{self, Level};
 
-/// Access bits of a new file: its owner's alone.
+/// Permission bits of a new file: owner only.
 const FILE_MODE: libc::mode_t = 0o600;
-/// Access bits of a new directory.
+/// Permission bits of a new directory.
 const DIRECTORY_MODE: libc::mode_t = 0o700;
-/// Access bits that a file must not have.
+/// Permission bits that a file must not have.
 const FILE_LAX: u32 = 0o077;
-/// Access bits that let others change a file or a directory.
+/// Permission bits that let other users change a file or a directory.
 const OTHERS_WRITE: u32 = 0o022;
 
-/// What a file is opened for.
+/// Access that an open asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Want {
     /// Reading.
     pub read: bool,
     /// Writing.
     pub write: bool,
-    /// It is created, with mode 0600, if it does not exist. Nothing is truncated.
+    /// Create the file, with mode 0600, if it does not exist. Files are never truncated.
     pub make: bool,
-    /// Past the page cache.
+    /// Bypass the page cache (O_DIRECT).
     pub direct: bool,
 }
 
-/// What lies at a name, without following a link.
+/// Facts of a directory entry, without following a link.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry {
     /// Which file.
@@ -54,11 +54,11 @@ pub struct Entry {
     pub regular: bool,
     /// True if it is owned by the effective user.
     pub own: bool,
-    /// True if it has several names.
+    /// True if the file has several names (hard links).
     pub shared: bool,
 }
 
-/// Why a file or a directory is not used although the system opened it.
+/// Why this module refused a file or a directory that exists.
 #[derive(Debug)]
 struct Refused(String);
 
@@ -74,18 +74,19 @@ fn refused(words: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, Refused(words.into()))
 }
 
-/// True if this module refused a file or a directory; the system's own errors are false.
+/// True if this module refused a file or a directory; false for the system's own errors.
 pub fn is_refusal(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<Refused>())
 }
 
-/// The effective user.
+/// Id of the effective user.
 pub fn user() -> u32 {
     // SAFETY: takes nothing and cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// Opens the file at a fixed name: relative to `directory`, or `path` alone, whose directories are the caller's choice.
+/// Opens the file at a fixed name, relative to `directory` if given. The caller is responsible for the directories of
+/// `path`.
 pub fn open_own(directory: Option<BorrowedFd>, path: &Path, want: Want) -> io::Result<File> {
     let at = directory.map_or(libc::AT_FDCWD, |directory| directory.as_raw_fd());
     let flag = |wanted: bool, flag: i32| if wanted { flag } else { 0 };
@@ -103,8 +104,8 @@ pub fn open_own(directory: Option<BorrowedFd>, path: &Path, want: Want) -> io::R
     Ok(file)
 }
 
-/// Opens a file that anyone may have made, to read and check it: a regular file, without following a link in the last
-/// component or waiting for the other end of a FIFO.
+/// Opens a file of any owner to read and check it: a regular file, without following a link in the last component or
+/// waiting for the other end of a FIFO.
 pub fn open_to_check(path: &Path) -> io::Result<File> {
     let name = c_string(path.as_os_str())?;
     let file = open_at(libc::AT_FDCWD, &name, libc::O_RDONLY | libc::O_NONBLOCK)
@@ -116,14 +117,14 @@ pub fn open_to_check(path: &Path) -> io::Result<File> {
     }
 }
 
-/// A directory, by its descriptor.
+/// An open directory.
 #[derive(Debug)]
 pub struct OwnDirectory {
     file: File,
 }
 
 impl OwnDirectory {
-    /// A directory that the caller names. Its links, its owner and its mode are the caller's choice.
+    /// Opens a directory that the caller names. The caller is responsible for its links, owner and mode.
     pub fn given(path: &Path) -> io::Result<OwnDirectory> {
         let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
         let name = c_string(path.as_os_str())?;
@@ -132,7 +133,7 @@ impl OwnDirectory {
         Ok(OwnDirectory { file: owned(fd)? })
     }
 
-    /// A directory in this one, which nobody but the effective user may change; made with mode 0700 if `make`.
+    /// Opens a subdirectory that only the effective user may change; created with mode 0700 if `make`.
     pub fn enter(&self, name: &str, make: bool) -> io::Result<OwnDirectory> {
         let found = match self.peek(name) {
             Err(error) if make && error.kind() == io::ErrorKind::NotFound => {
@@ -145,7 +146,7 @@ impl OwnDirectory {
         Ok(found)
     }
 
-    /// A directory in this one, whoever owns it: to look at, not to use.
+    /// Opens a subdirectory of any owner, for inspection only.
     pub fn peek(&self, name: &str) -> io::Result<OwnDirectory> {
         let (at, name) = (self.file.as_raw_fd(), c_string(name.as_ref())?);
         let file = open_at(at, &name, libc::O_RDONLY | libc::O_DIRECTORY)
@@ -165,18 +166,18 @@ impl OwnDirectory {
         }
     }
 
-    /// Refuses a directory of another user, and takes write access away from group and others.
+    /// Refuses a directory of another user, and removes write access for group and others.
     fn check(&self, name: &str) -> io::Result<()> {
         check_owner(&self.file, "directory")?;
         tighten(&self.file, OTHERS_WRITE, Path::new(name))
     }
 
-    /// Opens a file in it.
+    /// Opens a file of this directory.
     pub fn open(&self, name: &str, want: Want) -> io::Result<File> {
         open_own(Some(self.file.as_fd()), Path::new(name), want)
     }
 
-    /// What lies at a name; `None` if nothing does.
+    /// The entry `name`; `None` if there is none.
     pub fn entry(&self, name: &str) -> io::Result<Option<Entry>> {
         let name = c_string(name.as_ref())?;
         match stat_at(self.file.as_raw_fd(), &name) {
@@ -192,12 +193,12 @@ impl OwnDirectory {
         }
     }
 
-    /// Which directory it is.
+    /// Identity of the directory.
     pub fn identity(&self) -> io::Result<Identity> {
         self.file.metadata().map(|found| Identity { device: found.dev(), inode: found.ino() })
     }
 
-    /// Removes a name, a link and not what it points to; nothing there is no error.
+    /// Removes an entry, never the target of a link. A missing entry is no error.
     pub fn remove_file(&self, name: &str) -> io::Result<()> {
         match self.unlink(name, 0) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -219,7 +220,7 @@ impl OwnDirectory {
         }
     }
 
-    /// Makes its names durable.
+    /// Makes the directory's entries durable.
     pub fn sync(&self) -> io::Result<()> {
         self.file.sync_all()
     }
@@ -233,7 +234,7 @@ fn owned(fd: i32) -> io::Result<File> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that the caller's system call just made.
+    // SAFETY: a descriptor that the caller's system call just returned.
     Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
@@ -258,7 +259,7 @@ fn stat_at(at: i32, name: &CString) -> io::Result<libc::stat> {
     }
 }
 
-/// Says what lies there where the errno of an open does not.
+/// Replaces the error of a failed open by one that names the file that is in the way, if the errno does not.
 fn explained(error: io::Error, at: i32, name: &CString) -> io::Error {
     let telling =
         [libc::ELOOP, libc::ENOTDIR, libc::ENXIO, libc::EISDIR, libc::EACCES, libc::EPERM, libc::ENODEV];
@@ -317,7 +318,8 @@ fn check_owner(file: &File, what: &str) -> io::Result<()> {
     }
 }
 
-/// Takes the access bits `lax` away. A file system without modes keeps them: then nobody else may write there at least.
+/// Removes the permission bits `lax`. A file system without modes may keep them; an error only if other users may still
+/// write.
 fn tighten(file: &File, lax: u32, path: &Path) -> io::Result<()> {
     let mode = file.metadata()?.mode() & 0o7777;
     if mode & lax == 0 {
@@ -331,7 +333,7 @@ fn tighten(file: &File, lax: u32, path: &Path) -> io::Result<()> {
             "other users may write to it (mode {now:04o}), and chmod does not help{why}"
         )));
     }
-    // The whole path, if the system tells it; a name alone does not say in which directory.
+    // The whole path if the system reports it: a name alone does not identify the directory.
     let whole = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let path = whole.as_deref().unwrap_or(path).display();
     log::write(
@@ -341,7 +343,7 @@ fn tighten(file: &File, lax: u32, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes O_NONBLOCK away: io_uring would answer EAGAIN where a regular file has to wait.
+/// Clears O_NONBLOCK: with it io_uring returns EAGAIN where a regular file has to wait.
 fn blocking(file: &File) -> io::Result<()> {
     // SAFETY: fcntl on an open descriptor.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };

@@ -1,15 +1,16 @@
-//! Descriptors that are the parent's alone: a child made by fork closes them.
+//! Descriptors that belong to the parent process alone: a child made by fork closes them.
 //!
-//! A lock on an open file description lives as long as any descriptor of it. A forked child has its parent's descriptors,
-//! and would keep the lock alive after the parent's death.
+//! A lock on an open file description lives as long as any descriptor of it. A forked child inherits its parent's
+//! descriptors, and would keep the lock alive after the parent's death.
 //!
 //! Invariants:
-//! - From its publication in the table on, every child made by fork closes the descriptor before it runs anything else.
-//! - No fork falls between the open of a descriptor and its publication: such a descriptor is closed and opened again.
-//! - The handlers take no lock and make no call but close: they are async-signal-safe.
+//! - Once a descriptor is in the table, every child made by fork closes it before the child runs anything else.
+//! - No fork happens between the open of a descriptor and its entry in the table; otherwise the descriptor is closed
+//!   and opened again, up to TRIES times.
+//! - The fork handlers take no lock and make no system call but close: they are async-signal-safe.
 //!
-//! exec closes the descriptors too (O_CLOEXEC). A child made by a raw clone, or by _Fork, runs no handlers: it keeps the
-//! descriptors until it calls exec or exits.
+//! exec closes the descriptors too (O_CLOEXEC). A child made by a raw clone, or by _Fork, runs no handlers: it keeps
+//! the descriptors until it calls exec or exits.
 
 use std::fs::File;
 use std::io;
@@ -20,18 +21,18 @@ use std::time::Duration;
 
 use super::process;
 
-/// Most descriptors at a time.
+/// Most descriptors in the table.
 const SLOTS: usize = 1024;
 const FREE: i32 = -1;
-/// How often an open is tried again, a millisecond apart, in a process that forks all the time.
+/// Number of retries, one millisecond apart, in a process that forks continuously.
 const TRIES: u32 = 1000;
 
 static TABLE: [AtomicI32; SLOTS] = [const { AtomicI32::new(FREE) }; SLOTS];
-/// Forks that began, and forks that are over.
+/// Number of forks that began; OVER counts those that ended.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
 static OVER: AtomicU64 = AtomicU64::new(0);
 
-/// An open file that forked children do not have.
+/// An open file whose descriptor forked children close.
 #[derive(Debug)]
 pub struct ParentsFile {
     file: ManuallyDrop<File>,
@@ -40,7 +41,7 @@ pub struct ParentsFile {
 }
 
 impl ParentsFile {
-    /// Opens a file, again if the process forks meanwhile.
+    /// Opens a file; retries if the process forks meanwhile.
     pub fn open(open: impl Fn() -> io::Result<File>) -> io::Result<ParentsFile> {
         register()?;
         let mut tries = 0;
@@ -78,24 +79,24 @@ impl ParentsFile {
 
 impl Drop for ParentsFile {
     fn drop(&mut self) {
-        // In a forked child the descriptor is closed, and its number and its slot may be another file's.
+        // In a forked child the descriptor is closed, and another file may have its number and its slot.
         if self.process != process::id() {
             return;
         }
-        // Before the close: afterwards the number may be another file's.
+        // Clear the slot before the close: afterwards another file may have the number.
         TABLE[self.slot].store(FREE, Ordering::SeqCst);
-        // SAFETY: dropped here alone, and not used afterwards.
+        // SAFETY: dropped only here, and not used afterwards.
         unsafe { ManuallyDrop::drop(&mut self.file) };
     }
 }
 
-/// Registers the handlers. Two threads may both do so: the handlers may run twice.
+/// Registers the handlers. If two threads register at once, the handlers run twice, which is harmless.
 fn register() -> io::Result<()> {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if REGISTERED.load(Ordering::SeqCst) {
         return Ok(());
     }
-    // SAFETY: functions that live as long as this library, whose unloading unregisters them.
+    // SAFETY: functions that live as long as this library; unloading the library unregisters them.
     match unsafe { libc::pthread_atfork(Some(before), Some(after_in_parent), Some(after_in_child)) } {
         0 => REGISTERED.store(true, Ordering::SeqCst),
         errno => return Err(io::Error::from_raw_os_error(errno)),
@@ -115,7 +116,7 @@ extern "C" fn after_in_child() {
     for slot in &TABLE {
         let fd = slot.swap(FREE, Ordering::SeqCst);
         if fd != FREE {
-            // SAFETY: the child's copy of a descriptor that was published; nothing in the child uses it any more.
+            // SAFETY: the child's copy of a descriptor in the table; the child does not use it.
             unsafe { libc::close(fd) };
         }
     }

@@ -1,4 +1,4 @@
-//! Locks against other processes, forked children, and files that somebody else opens.
+//! Locks against other processes, forked children, and descriptors that other code opens.
 
 use super::*;
 use std::os::unix::process::ExitStatusExt;
@@ -20,8 +20,8 @@ fn a_process_holds_a_lock_once_and_gives_it_back() {
     assert!(matches!(attempt(dir.path()), Attempt::Held(_)));
 }
 
-/// What other processes of these tests do: "try" reports the outcome; "hold" takes the lock, forks a child that stays,
-/// and dies.
+/// Runs as the other process of these tests: "try" reports the outcome; "hold" takes the lock, forks a child that keeps
+/// running, and dies.
 #[test]
 fn another_process() {
     let (Ok(dir), Ok(what)) = (std::env::var("SPILLWAY_TEST_LOCK"), std::env::var("SPILLWAY_TEST_LOCK_DO"))
@@ -43,7 +43,7 @@ fn another_process() {
     let (begun, named) = (dir.join("begun"), dir.join("child"));
     // SAFETY: the child names itself and sleeps, and is killed by the test.
     if unsafe { libc::fork() } == 0 {
-        // A child that names itself has run, and has closed the descriptors of its parent.
+        // The existence of this file shows that the child has run and has closed its parent's descriptors.
         std::fs::write(&begun, std::process::id().to_string()).unwrap();
         std::fs::rename(&begun, &named).unwrap();
         loop {
@@ -66,7 +66,7 @@ fn other(dir: &Path, what: &str) -> std::process::ExitStatus {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap()
 }
 
-/// A backup of the directory does that (shutil.copytree); a record lock would be gone.
+/// A backup of the directory (shutil.copytree) opens and closes the file, which would end a record lock.
 #[test]
 fn another_descriptor_of_the_lock_file_that_is_closed_does_not_end_the_lock() {
     let dir = tempfile::tempdir().unwrap();
@@ -79,7 +79,7 @@ fn another_descriptor_of_the_lock_file_that_is_closed_does_not_end_the_lock() {
     assert_eq!(other(dir.path(), "try").code(), Some(10));
 }
 
-/// Versions of this library before took record locks.
+/// Older versions of this library took record locks.
 #[test]
 fn a_record_lock_of_an_older_version_excludes_and_is_excluded() {
     let dir = tempfile::tempdir().unwrap();
@@ -104,14 +104,16 @@ fn a_forked_child_does_not_keep_the_lock_of_a_parent_that_was_killed() {
     assert!(matches!(outcome, Attempt::Held(_)), "{outcome:?}");
 }
 
-/// The child has no lock, closes nothing of its own when it drops the parent's, and leaves the parent's alone.
+/// In the child the descriptor is closed already: dropping the parent's lock there closes no descriptor of the child
+/// and does not release the parent's lock.
 #[test]
 fn a_forked_child_that_drops_the_lock_ends_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
     lock.write("mine").unwrap();
     let fd = lock.file.as_ref().unwrap().file().unwrap().as_raw_fd();
-    // SAFETY: the child makes system calls, drops the lock, which takes no lock that another thread could hold, and exits.
+    // SAFETY: the child makes system calls, drops the lock (which takes no mutex that another thread could hold) and
+    // exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: descriptor numbers, and the end of the child.

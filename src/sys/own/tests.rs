@@ -1,4 +1,4 @@
-//! Files that lie there already: another user's, links, FIFOs, and own ones with a lax mode.
+//! Files that exist already: another user's files, links, FIFOs, and own files with a lax mode.
 
 use super::*;
 use std::os::unix::process::CommandExt;
@@ -7,14 +7,14 @@ use std::process::Command;
 const READ: Want = Want { read: true, write: false, make: false, direct: false };
 const WRITE: Want = Want { read: false, write: true, make: true, direct: false };
 
-/// A directory that everybody may write to, as /tmp is.
+/// A directory that every user may write to, like /tmp.
 fn shared() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), Permissions::from_mode(0o1777)).unwrap();
     dir
 }
 
-/// Runs a shell command in a directory, as nobody.
+/// Runs a shell command in a directory, as the user nobody.
 fn as_nobody(dir: &Path, command: &str) {
     assert_eq!(user(), 0, "this test acts as another user: run it as root");
     let done = Command::new("sh").args(["-c", command]).current_dir(dir).uid(65534).gid(65534).status();
@@ -39,7 +39,7 @@ fn a_new_file_and_a_new_directory_are_this_users_alone() {
     let job = given.enter("job", true).unwrap();
     drop(job.open("data", WRITE).unwrap());
     assert_eq!((mode(&dir.path().join("job")), mode(&dir.path().join("job/data"))), (0o700, 0o600));
-    // What is read or written later blocks as any regular file does.
+    // Later reads and writes block as for any regular file.
     let file = job.open("data", READ).unwrap();
     // SAFETY: fcntl on an open descriptor.
     assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) } & libc::O_NONBLOCK, 0);
@@ -58,7 +58,7 @@ fn links_fifos_and_files_with_two_names_are_refused_and_named() {
     for want in [READ, WRITE] {
         assert!(refusal(given.open("link", want)).contains("symbolic link"));
         assert!(refusal(given.open("dangling", want)).contains("symbolic link"));
-        // An open that waits for the other end would hang here.
+        // An open that waited for the other end would hang here.
         assert!(refusal(given.open("fifo", want)).contains("FIFO"));
         assert!(refusal(given.open("second", want)).contains("2 names"));
         assert!(refusal(open_own(None, &dir.path().join("link"), want)).contains("symbolic link"));
@@ -76,7 +76,7 @@ fn make_fifo(path: &Path) {
     assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
 }
 
-/// A umask, or a volume manager, may have left them so; tiers of older versions are 0755.
+/// An umask or a volume manager may have left such modes; tiers of older versions have mode 0755.
 #[test]
 fn own_files_and_directories_with_a_lax_mode_are_tightened() {
     let dir = tempfile::tempdir().unwrap();
@@ -112,7 +112,7 @@ fn what_another_user_planted_is_refused_and_left_as_it_was() {
         refusal(given.open("fifo", want));
         refusal(given.open("link", want));
     }
-    // Where fs.protected_regular is on, the kernel refuses it first.
+    // With fs.protected_regular the kernel refuses this open first.
     assert!(given.open("data", WRITE).is_err());
     let error = given.enter("job", true).unwrap_err();
     assert!(error.to_string().contains("directory belongs to user 65534 (mode 0777)"), "{error}");
@@ -130,7 +130,7 @@ fn a_directory_in_the_place_of_a_file_is_refused() {
     }
 }
 
-/// The usual case: the other user's directory cannot even be opened.
+/// The usual case: another user's directory cannot even be opened.
 #[test]
 #[cfg_attr(not(built_by_root), ignore = "acts as another user, which needs root")]
 fn what_cannot_be_opened_because_it_is_another_users_is_refused_with_its_owner() {

@@ -1,4 +1,4 @@
-//! The checksum of stored blocks: XXH3 with 64 bits, which the processor does faster than memory delivers.
+//! The checksum of stored blocks: XXH3 with 64 bits, which a processor computes faster than memory delivers the bytes.
 #![forbid(unsafe_code)]
 
 use std::hash::Hasher;
@@ -10,17 +10,17 @@ pub fn of(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// The sum of bytes that come in parts.
+/// A checksum of bytes that arrive in parts.
 #[derive(Clone, Default)]
 pub struct Summing(XxHash3_64);
 
 impl Summing {
-    /// The next bytes.
+    /// Adds the next bytes.
     pub fn add(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }
 
-    /// The sum of all, as [`of`] gives it.
+    /// The checksum of all bytes added so far, equal to [`of`] of their concatenation.
     pub fn finish(&self) -> u64 {
         self.0.finish()
     }
@@ -30,7 +30,7 @@ impl Summing {
 mod tests {
     use super::*;
 
-    /// Sums by the C library xxHash 0.8.4, for every branch of the algorithm.
+    /// Expected checksums of the C library xxHash 0.8.4, for every branch of the algorithm.
     #[test]
     fn the_sums_are_those_of_the_c_library() {
         let known: [(usize, u64); 13] = [

@@ -1,21 +1,21 @@
-//! The one error type of the crate; `capi::status` turns it into an `spw_status` and a message.
+//! The error type of the crate; `capi::status` converts it to an `spw_status` and a message.
 #![forbid(unsafe_code)]
 
 use std::borrow::Cow;
 use std::fmt;
 
-/// What went wrong, with enough words for a person to act on.
+/// An error, with a message that tells the user what to change.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// An argument broke the contract written at the function.
+    /// An argument violates the contract of the function.
     #[error("{argument}: {reason}")]
     InvalidArgument {
-        /// The argument's name as the header spells it, `tensors[3].param` for a field.
+        /// The argument's name as in the C header, for a field e.g. `tensors[3].param`.
         argument: Cow<'static, str>,
         /// Why it was refused.
         reason: String,
     },
-    /// This build or machine cannot do it.
+    /// This build or machine does not support the operation.
     #[error("{0}")]
     Unsupported(String),
     /// A DeepSpeed-style optimizer id that was never created, or was destroyed.
@@ -26,33 +26,33 @@ pub enum Error {
         /// The id as given.
         id: i32,
     },
-    /// The operating system refused.
+    /// A system call failed.
     #[error("{what}: {reason}")]
     System {
-        /// What was being done.
+        /// The operation that failed.
         what: &'static str,
-        /// The system's words.
+        /// The system's error text.
         reason: String,
     },
-    /// What was given at open is used up; nothing changed.
+    /// A resource of fixed size is used up; nothing changed.
     #[error("{0}")]
     LimitReached(String),
     /// The object is still in use; nothing changed.
     #[error("{0}")]
     Busy(String),
-    /// Input or output on a file failed.
+    /// An operation on a file failed.
     #[error("{0}")]
     Io(Box<IoError>),
-    /// What is stored on a tier is not what it should be.
+    /// The state stored on a tier is damaged, or is not the requested one.
     #[error("{0}")]
     Tier(Box<TierError>),
-    /// A call that does not fit the state of its round of speculation; nothing changed.
+    /// A call that the present state of its speculation round does not allow; nothing changed.
     #[error("{0}")]
     Round(#[from] RoundError),
-    /// The time given to a wait is over; what it waited for goes on.
+    /// A wait timed out; the operation is still in flight.
     #[error("{0}")]
     Timeout(String),
-    /// A bug inside spillway was caught; what was being written may be written in part.
+    /// A bug inside spillway was caught. Memory or files that were being written may be partly written.
     #[error("a bug inside spillway: {0}")]
     Internal(String),
     /// The GPU or its driver failed.
@@ -60,24 +60,24 @@ pub enum Error {
     Gpu(Box<GpuError>),
 }
 
-/// How the GPU or its driver failed.
+/// Kind of a GPU or driver failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuKind {
-    /// No driver library, or one that sees no device.
+    /// There is no driver library, or the driver reports no device.
     NoDevice,
-    /// The library is a toolkit's stub.
+    /// The library is a CUDA toolkit's stub.
     DriverStub,
-    /// The driver is older than the kernels need, or does not fit its kernel module.
+    /// The driver is older than the kernels need, or does not match its kernel module.
     DriverTooOld,
     /// The driver could not compile the kernels.
     Jit,
-    /// Device memory, or memory to register, is used up.
+    /// Device memory, or memory that can be registered, is used up.
     OutOfMemory,
-    /// An earlier error ended the context.
+    /// An earlier error destroyed the context.
     Lost,
     /// CUDA was used before this process was forked.
     Forked,
-    /// Any other refusal.
+    /// Any other error.
     Refused,
 }
 
@@ -85,47 +85,47 @@ pub enum GpuKind {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{doing}: {detail}")]
 pub struct GpuError {
-    /// How it failed.
+    /// Kind of the failure.
     pub kind: GpuKind,
-    /// What was being done.
+    /// The operation that failed.
     pub doing: String,
-    /// The driver's name of the error, and what is known beside it.
+    /// The driver's name of the error, and further facts.
     pub detail: String,
 }
 
-/// What is wrong with what is stored on a tier.
+/// Kind of a tier failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierKind {
     /// Stored bytes do not match their checksum.
     Corrupt,
-    /// Not written by this library, or by a version that this one does not read.
+    /// Not written by this library, or written by a version whose format this one does not read.
     Format,
-    /// Whole, but of another run, rank or size than the one that was asked for.
+    /// Intact, but of another run, rank or size than requested.
     Foreign,
-    /// A live process holds it.
+    /// A live process holds the tier.
     Locked,
-    /// A path that holds a part is not there.
+    /// A path that stores a part of the tier is missing.
     PathMissing,
-    /// The extent had a part on a path that is not there.
+    /// A part of the extent was stored on a path that is missing.
     Lost,
     /// There is no committed state.
     NoState,
-    /// There is one, but not of the step that was asked for.
+    /// There is a committed state, but not of the requested step.
     NoStep,
 }
 
-/// What is wrong on a tier, and where.
+/// A tier failure and its location.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TierError {
-    /// What.
+    /// Kind of the failure.
     pub kind: TierKind,
-    /// File or directory.
+    /// The file or directory.
     pub path: String,
-    /// Name of the extent; empty if none is meant.
+    /// Name of the extent; empty if the failure concerns no extent.
     pub extent: String,
-    /// Block of the extent, and where it begins in the file.
+    /// Number of the block in the extent, and the offset of the block in the file.
     pub block: Option<(u64, u64)>,
-    /// The rest, in words.
+    /// Further details.
     pub detail: String,
 }
 
@@ -156,46 +156,46 @@ impl fmt::Display for TierError {
     }
 }
 
-/// How a call did not fit the state of a round.
+/// Why a call does not fit the state of a speculation round.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RoundError {
-    /// Nothing was begun yet.
+    /// No round was begun.
     #[error("no round was begun")]
     NotBegun,
-    /// One is open already.
+    /// A round is open already.
     #[error("a round is open already; resolve or abort it first")]
     Open,
-    /// It has its verdict.
+    /// The round has its verdict already.
     #[error("the round has its verdict already; begin the next one")]
     Resolved,
-    /// A bucket is not there.
+    /// A bucket was not submitted.
     #[error("bucket {0} was not submitted in this round")]
     Missing(u32),
-    /// A bucket came twice.
+    /// A bucket was submitted twice.
     #[error("bucket {0} was submitted already in this round")]
     Submitted(u32),
-    /// The event that a bucket waits for can never come.
+    /// The event that a bucket waits for can never happen.
     #[error("bucket {bucket} will never be ready: {reason}")]
     Event {
-        /// Which bucket.
+        /// Number of the bucket.
         bucket: u32,
-        /// Why.
+        /// The reason.
         reason: &'static str,
     },
 }
 
-/// How an operation on a file failed.
+/// Kind of a file operation's failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoKind {
     /// The system reported an error.
     Failed,
-    /// No space on the device, or the quota is used up.
+    /// The device is full, or the quota is used up.
     NoSpace,
-    /// The file ends before the bytes asked for.
+    /// The file ends before the end of the requested range.
     ShortFile,
-    /// The caller's wait is over; the operation goes on.
+    /// The caller's wait timed out; the operation is still in flight.
     Timeout,
-    /// The operation's own deadline passed.
+    /// The operation exceeded its own deadline.
     Deadline,
     /// The operation was cancelled.
     Cancelled,
@@ -208,19 +208,19 @@ pub enum IoKind {
 /// A failed operation on a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IoError {
-    /// How it failed.
+    /// Kind of the failure.
     pub kind: IoKind,
-    /// "reading", "writing", "opening", "syncing", "preallocating", "waiting".
+    /// The operation: "reading", "writing", "opening", "syncing", "preallocating" or "waiting".
     pub doing: &'static str,
     /// The file, as the caller named it.
     pub path: String,
-    /// Where the failing part begins in the file.
+    /// Offset of the failed part in the file.
     pub offset: u64,
-    /// Its length.
+    /// Length of the failed part in bytes.
     pub bytes: u64,
-    /// The system's number, 0 if the system reported none.
+    /// The errno, 0 if the system reported none.
     pub errno: i32,
-    /// What else is known; empty if nothing.
+    /// Further details; empty if there are none.
     pub detail: String,
 }
 
@@ -244,7 +244,7 @@ impl fmt::Display for IoError {
 }
 
 impl IoKind {
-    /// The kind that an errno means.
+    /// The kind for an errno.
     pub fn of_errno(errno: i32) -> IoKind {
         use std::io::ErrorKind as Kind;
         match std::io::Error::from_raw_os_error(errno).kind() {
@@ -261,7 +261,7 @@ impl Error {
         Error::InvalidArgument { argument: argument.into(), reason: reason.into() }
     }
 
-    /// The system's refusal of `what`.
+    /// An [`Error::System`]: the operation `what` failed with the system's `error`.
     pub fn system(what: &'static str, error: &std::io::Error) -> Self {
         Error::System { what, reason: error.to_string().replace("os error", "errno") }
     }
@@ -287,7 +287,7 @@ impl Error {
         }
     }
 
-    /// How an operation on a file failed, if that is what this is.
+    /// The kind of a file operation's failure; `None` for other errors.
     pub fn io_kind(&self) -> Option<IoKind> {
         match self {
             Error::Io(error) => Some(error.kind),
@@ -295,13 +295,13 @@ impl Error {
         }
     }
 
-    /// True if there is no room: the device is full, the quota is used up, or the process may not make the file larger
-    /// (RLIMIT_FSIZE). The device itself works.
+    /// True if there is no room: the device is full, the quota is used up, or the file may not grow (RLIMIT_FSIZE). The
+    /// device itself works.
     pub fn is_full(&self) -> bool {
         matches!(self, Error::Io(error) if error.kind == IoKind::NoSpace || error.errno == libc::EFBIG)
     }
 
-    /// What is wrong with a tier, if that is what this is.
+    /// The kind of a tier failure; `None` for other errors.
     pub fn tier_kind(&self) -> Option<TierKind> {
         match self {
             Error::Tier(error) => Some(error.kind),
@@ -311,7 +311,7 @@ impl Error {
 }
 
 impl TierError {
-    /// Trouble with a whole file or directory.
+    /// An error about a whole file or directory.
     pub fn at(kind: TierKind, path: impl Into<String>, detail: impl Into<String>) -> Error {
         let (path, detail) = (path.into(), detail.into());
         TierError { kind, path, extent: String::new(), block: None, detail }.into()

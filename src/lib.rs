@@ -1,7 +1,7 @@
 //! Spillway: the CPU half of optimizer offload, for training large models on few GPUs.
 //!
-//! The C face in [`capi`] (header `include/spillway.h`) is the product; the Rust modules below it are layers, and a
-//! module uses only layers above its own in this list (`ffi_tests/tidy.rs` checks it):
+//! The product is the C interface in [`capi`] (header `include/spillway.h`). The Rust modules below it are layers: a
+//! module uses only modules of the layers listed above its own (`ffi_tests/tidy.rs` checks this):
 //!
 //! | layer | modules |
 //! |---|---|
@@ -9,11 +9,12 @@
 //! | L1 | [`sys`]: threads, processors, memory and files; [`kernel`]: one optimizer body, one file per instruction set |
 //! | L2 | [`optim`]: Adam, Adagrad, Lion over slices, split over threads; [`pool`]: pinned memory |
 //! | L3 | [`io`]: files to and from memory, through io_uring or threads; [`gpu`]: the GPU, through its driver |
-//! | L4 | [`tier`]: named extents over several paths, that survive a crash |
-//! | L5 | [`offload`]: what moves when |
-//! | L6 | [`capi`]: convert, call one function, convert back |
+//! | L4 | [`tier`]: crash-safe storage of named extents over several paths |
+//! | L5 | [`offload`]: schedules: swapping, speculation and the interleaved update |
+//! | L6 | [`capi`]: the C interface: convert arguments, call one function, convert the result |
 //!
-//! [`kernel`] and [`dtype`] are the crate in kernels/: whatever changes around it, it is compiled once.
+//! [`kernel`] and [`dtype`] come from the separate crate in kernels/, so a change of this crate does not recompile
+//! them.
 
 pub mod checksum;
 pub mod error;
@@ -39,5 +40,5 @@ pub mod offload;
 
 pub mod capi;
 
-/// Version of this release, as `spw_version` gives it.
+/// Version of this release, as `spw_version` returns it.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

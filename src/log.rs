@@ -1,10 +1,10 @@
-//! Where messages go: a callback, else stderr when `SPILLWAY_LOG` names a level, else nowhere.
+//! The log: messages go to a callback, else to stderr if `SPILLWAY_LOG` names a level, else nowhere.
 //!
 //! Invariants:
-//! - When [`set_sink`] returns, no thread is inside the sink before it, and none enters it again. The only exception is a
-//!   caller that is itself inside a sink: it cannot wait for its own return.
-//! - No lock is held, so that a forked child can log whatever its parent's threads were doing. Calls that the parent's
-//!   threads have in flight do not count in the child.
+//! - When [`set_sink`] returns, no thread is inside the previous sink, and none enters it again. The only exception is
+//!   a caller that is itself inside a sink: it cannot wait for its own return.
+//! - No lock is held across a fork, so a forked child can always log. Calls in flight in the parent's threads do not
+//!   count in the child.
 #![forbid(unsafe_code)]
 
 use std::cell::Cell;
@@ -16,22 +16,22 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 
-/// How much a message matters; a sink set to one level also gets the levels before it.
+/// Severity of a message. A sink receives the messages of its level and of the more severe ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(i32)]
 pub enum Level {
-    /// A call failed in a way that the caller may not see.
+    /// A call failed, possibly unnoticed by the caller.
     Error = 1,
-    /// Something works worse than it could; says what to change.
+    /// Performance or safety is reduced; the message says what to change.
     Warn = 2,
-    /// A choice made once, and why.
+    /// A decision made once, with its reason.
     Info = 3,
-    /// Detail for a bug report.
+    /// Details for a bug report.
     Debug = 4,
 }
 
 impl Level {
-    /// The level with this number.
+    /// The level with this number; `None` if there is none.
     pub fn from_number(number: i32) -> Option<Level> {
         [Level::Error, Level::Warn, Level::Info, Level::Debug]
             .into_iter()
@@ -50,23 +50,23 @@ struct Sink {
 static SINK: ArcSwapOption<Sink> = ArcSwapOption::const_empty();
 
 thread_local! {
-    /// This thread is inside a sink.
+    /// True while this thread is inside a sink.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Sends messages up to a level to a sink, from any thread; `None` returns to `SPILLWAY_LOG`. Waits for calls of the
-/// sink before it, unless this thread is inside one.
+/// Sets the sink for messages up to a level, called from any thread; `None` returns to `SPILLWAY_LOG`. Waits for calls
+/// in flight in the previous sink, unless this thread is inside a sink.
 pub fn set_sink(sink: Option<(Level, Call)>) {
     let sink = sink.map(|(limit, call)| Arc::new(Sink { limit, call, calls: Calls::default() }));
     let before = SINK.swap(sink);
-    // With the fence in `write`: a call that is not counted yet sees the sink that counts now.
+    // Pairs with the fence in `write`: `wait` sees a call as counted, or that call sees the new sink.
     fence(Ordering::SeqCst);
     if let Some(before) = before {
         before.calls.wait();
     }
 }
 
-/// True if a message of this level would go anywhere.
+/// True if a message of this level would be written.
 pub fn enabled(level: Level) -> bool {
     match SINK.load().as_ref() {
         Some(sink) => level <= sink.limit,
@@ -74,7 +74,7 @@ pub fn enabled(level: Level) -> bool {
     }
 }
 
-/// Hands one message to the sink.
+/// Writes one message.
 pub fn write(level: Level, message: &str) {
     while let Some(sink) = SINK.load_full() {
         if level > sink.limit {
@@ -82,22 +82,22 @@ pub fn write(level: Level, message: &str) {
         }
         let _counted = sink.calls.enter();
         fence(Ordering::SeqCst);
-        // The sink may have been replaced, and its user freed, before this call was counted.
+        // The sink may have been replaced, and its user data freed, before this call was counted.
         if SINK.load().as_ref().is_some_and(|now| Arc::ptr_eq(now, &sink)) {
             return (sink.call)(level, message);
         }
     }
     if enabled(level) {
-        // A closed stderr is no reason to fail the step that wanted to say something.
+        // A closed stderr must not fail the operation that logs.
         let _ = writeln!(std::io::stderr(), "spillway: {message}");
     }
 }
 
-/// Calls of one sink that are in flight, with the process that they are in: the upper half of the word.
+/// Number of calls of one sink in flight (lower half), and the id of the process they belong to (upper half).
 #[derive(Default)]
 struct Calls(AtomicU64);
 
-/// Counts one call while it lives.
+/// Guard that counts one call.
 struct Counted<'a> {
     calls: &'a Calls,
     outer: bool,
@@ -109,7 +109,7 @@ impl Calls {
         Counted { calls: self, outer: INSIDE.replace(true) }
     }
 
-    /// Waits until none is in flight, unless this thread is in one.
+    /// Waits until no call is in flight, unless this thread is inside a sink.
     fn wait(&self) {
         while self.in_flight() && !INSIDE.get() {
             std::thread::sleep(Duration::from_micros(50));
@@ -133,7 +133,7 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// Calls in flight in this process.
+/// Number of calls in flight in this process.
 fn count_of(word: u64) -> u64 {
     match word >> 32 == u64::from(process::id()) {
         true => word & u64::from(u32::MAX),
@@ -141,7 +141,7 @@ fn count_of(word: u64) -> u64 {
     }
 }
 
-/// `SPILLWAY_LOG`, read once. A plain atomic, because a `OnceLock` caught half-way by fork would never open.
+/// The level of `SPILLWAY_LOG`, read once. A plain atomic, because a `OnceLock` that a fork interrupts stays locked.
 fn env_level() -> Option<Level> {
     const UNREAD: i32 = -1;
     static LEVEL: AtomicI32 = AtomicI32::new(UNREAD);
@@ -203,7 +203,7 @@ mod tests {
         let outer = calls.enter();
         drop(calls.enter());
         assert!(calls.in_flight() && INSIDE.get());
-        // From inside a sink nobody waits for the sink's own return.
+        // A thread inside a sink does not wait for its own return.
         calls.wait();
         drop(outer);
         assert!(!calls.in_flight() && !INSIDE.get());

@@ -1,9 +1,9 @@
-//! Counters of work done since the library was loaded; written by the layers below `capi`, read by it.
+//! Counters of optimizer work since the library was loaded.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Calls and elements of one optimizer.
+/// Number of calls and elements of one optimizer.
 #[derive(Debug)]
 pub struct OptimizerCounter {
     calls: AtomicU64,
@@ -21,7 +21,7 @@ impl OptimizerCounter {
         self.elements.fetch_add(elements as u64, Ordering::Relaxed);
     }
 
-    /// Calls and elements so far.
+    /// Number of calls and elements so far.
     pub fn get(&self) -> (u64, u64) {
         (self.calls.load(Ordering::Relaxed), self.elements.load(Ordering::Relaxed))
     }

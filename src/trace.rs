@@ -1,19 +1,19 @@
 //! Spans and counters over time, written as the JSON that Perfetto and chrome://tracing read.
 //!
 //! The format is the trace event format: complete events ("X") on named tracks, counters ("C"), times in microseconds.
-//! It is written by hand, so that the library needs no serializer.
+//! The JSON is generated here, so the library needs no serializer.
 #![forbid(unsafe_code)]
 
 use std::fmt::Write;
 
-/// Microseconds of a second.
+/// Microseconds per second.
 const MICROS: f64 = 1e6;
 
-/// A row of spans.
+/// A row of spans, shown under its own name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Track(usize);
 
-/// What happened when.
+/// A recording of spans and counters.
 #[derive(Debug, Default, Clone)]
 pub struct Trace {
     tracks: Vec<String>,
@@ -44,7 +44,8 @@ impl Trace {
         Track(self.tracks.len() - 1)
     }
 
-    /// Adds a span, in seconds, with numbers that are shown when it is selected. One without a finite time is left out.
+    /// Adds a span from `start` to `end`, in seconds; viewers show `arguments` when it is selected. Non-finite times
+    /// are ignored.
     pub fn span(
         &mut self,
         track: Track,
@@ -59,7 +60,7 @@ impl Trace {
         }
     }
 
-    /// Adds a value of a counter from a time, in seconds, on. One that is not finite is left out.
+    /// Sets a counter's value from the time `at`, in seconds, on. Non-finite numbers are ignored.
     pub fn counter(&mut self, name: &'static str, at: f64, value: f64) {
         if at.is_finite() && value.is_finite() {
             self.counters.push(Sample { name, at, value });
@@ -71,7 +72,7 @@ impl Trace {
         self.spans.len()
     }
 
-    /// True if nothing happened.
+    /// True if there are no spans and no counters.
     pub fn is_empty(&self) -> bool {
         self.spans.is_empty() && self.counters.is_empty()
     }
@@ -117,7 +118,7 @@ impl Sample {
     }
 }
 
-/// A JSON string.
+/// A quoted and escaped JSON string.
 fn quoted(text: &str) -> String {
     let mut quoted = String::with_capacity(text.len() + 2);
     quoted.push('"');

@@ -1,4 +1,4 @@
-//! Anonymous memory for buffers: 2 MiB pages where possible, touched, locked, bound to a NUMA node.
+//! Anonymous memory for buffers: 2 MiB pages if possible, populated, locked, bound to a NUMA node.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -7,19 +7,19 @@ use std::ptr;
 use super::life::Owner;
 use super::span::Span;
 
-/// Size of a base page on every machine this runs on.
+/// Size of a base page; allocations are rounded up to it.
 pub const BASE_PAGE: usize = 4096;
 /// Size of a huge page.
 pub const HUGE_PAGE: usize = 2 << 20;
 
-/// What backs a mapping.
+/// Pages that back a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageKind {
     /// Base pages.
     Base,
-    /// Transparent huge pages; measured, not assumed.
+    /// Transparent huge pages; verified after the mapping was populated.
     Transparent,
-    /// Huge pages that the administrator reserved.
+    /// Huge pages that the administrator reserved (hugetlbfs pool).
     Reserved,
 }
 
@@ -42,9 +42,9 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Takes over what was just mapped, base pages until somebody says otherwise.
+    /// Takes ownership of a fresh mapping of base pages. On failure the range is unmapped.
     fn of(span: Span) -> io::Result<Mapping> {
-        // SAFETY: whole pages that were just mapped, and that this value alone knows of.
+        // SAFETY: whole pages that were just mapped, and that no other code unmaps.
         match unsafe { Owner::new(span.address(), span.len()) } {
             Some(owner) => Ok(Mapping { span: span.of(owner.life()), kind: PageKind::Base, _owner: owner }),
             None => {
@@ -55,7 +55,8 @@ impl Mapping {
         }
     }
 
-    /// Maps `bytes`, rounded up to whole pages, without touching them; base pages.
+    /// Maps `bytes`, rounded up to whole pages, without touching them. From 2 MiB on transparent huge pages are
+    /// requested.
     pub fn untouched(bytes: usize) -> io::Result<Mapping> {
         let mapping = Mapping::of(map(round_up(bytes, BASE_PAGE)?, 0)?)?;
         if mapping.span.len() >= HUGE_PAGE {
@@ -64,11 +65,11 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// A page of zeros, and in a forked child a page of zeros again.
+    /// Maps one zeroed page. In a forked child the page reads as zeros again.
     pub fn emptied_by_fork() -> io::Result<Mapping> {
         const NO_ADVICE: libc::c_int = -1;
         let mapping = Mapping::of(map(BASE_PAGE, 0)?)?;
-        // Emulators say yes to every advice and follow none.
+        // Emulators accept every madvise request and ignore it: this invalid one detects them.
         if mapping.advise(NO_ADVICE).is_ok() {
             return Err(io::ErrorKind::Unsupported.into());
         }
@@ -76,11 +77,12 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps `bytes`, rounded up to whole pages, on `node` if there is one, and touches every page. From 2 MiB on it
-    /// tries reserved huge pages, then transparent ones. A refused node is `Ok` with the reason beside it.
+    /// Maps `bytes`, rounded up to whole pages, binds them to `node` if given, and touches every page. If `huge` and
+    /// from 2 MiB on it tries reserved huge pages, then transparent ones. A refused node is no error; the reason is the
+    /// second value.
     ///
-    /// More than the machine has is refused: the system might hand out the addresses, and end the process when they are
-    /// touched.
+    /// A request larger than the machine's memory and swap is refused. An overcommitting system might grant the
+    /// addresses, and kill the process when they are touched.
     pub fn touched(bytes: usize, huge: bool, node: Option<u32>) -> io::Result<(Mapping, Option<io::Error>)> {
         if machine_bytes().is_some_and(|all| bytes as u64 > all) {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
@@ -102,7 +104,7 @@ impl Mapping {
         self.span
     }
 
-    /// What backs it.
+    /// The pages that back the mapping.
     pub fn kind(&self) -> PageKind {
         self.kind
     }
@@ -113,7 +115,7 @@ impl Mapping {
         check(unsafe { libc::mlock(self.span.as_ptr().cast(), self.span.len()) })
     }
 
-    /// Keeps the memory out of children that are forked from now on, or lets it into them again.
+    /// Excludes the memory from children forked from now on (MADV_DONTFORK), or includes it again.
     pub fn hide_from_children(&self, hide: bool) -> io::Result<()> {
         self.advise(if hide { libc::MADV_DONTFORK } else { libc::MADV_DOFORK })
     }
@@ -135,7 +137,7 @@ impl Mapping {
         check(outcome as i32)
     }
 
-    /// Faults every page in, with an error where a plain touch would be a SIGBUS.
+    /// Populates every page. Returns an error where a plain write would raise SIGBUS.
     fn populate(&self) -> io::Result<()> {
         match self.advise(libc::MADV_POPULATE_WRITE) {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
@@ -148,13 +150,13 @@ impl Mapping {
 
     fn touch(&self) {
         for at in (0..self.span.len()).step_by(BASE_PAGE) {
-            // SAFETY: inside the mapping, which nobody else has seen yet.
+            // SAFETY: inside the mapping, which no other code uses yet.
             unsafe { self.span.as_ptr().add(at).write_volatile(0) };
         }
     }
 
     fn advise(&self, advice: i32) -> io::Result<()> {
-        // SAFETY: the range is mapped; the advice used here drops no contents of this process.
+        // SAFETY: the range is mapped; the advice used here discards no contents of this process.
         check(unsafe { libc::madvise(self.span.as_ptr().cast(), self.span.len(), advice) })
     }
 }
@@ -195,7 +197,7 @@ fn map(bytes: usize, flags: i32) -> io::Result<Span> {
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: just mapped; the mapping that is made of it pins it for every use.
+    // SAFETY: just mapped; the mapping made from this span pins it for every use.
     unsafe { Span::new(start.cast(), bytes) }.ok_or_else(|| io::ErrorKind::OutOfMemory.into())
 }
 
@@ -210,12 +212,12 @@ fn check(outcome: i32) -> io::Result<()> {
     }
 }
 
-/// Bytes of the span that transparent huge pages back.
+/// Number of bytes of the span that transparent huge pages back; 0 if unknown.
 fn huge_bytes(span: Span) -> usize {
     scan_huge_bytes(span).or_else(|| smaps_huge_bytes(span)).unwrap_or(0)
 }
 
-/// The PAGEMAP_SCAN request of Linux 6.7, which costs one walk of this range alone.
+/// Uses the PAGEMAP_SCAN request of Linux 6.7, which walks only this range.
 fn scan_huge_bytes(span: Span) -> Option<usize> {
     const PAGE_IS_HUGE: u64 = 1 << 6;
     const REGIONS: usize = 64;
@@ -286,7 +288,7 @@ fn smaps_huge_bytes(span: Span) -> Option<usize> {
     Some((kib * 1024).min(span.len()))
 }
 
-/// Bytes of the machine's memory and swap; `None` if the system does not say.
+/// Bytes of the machine's memory and swap; `None` if the system call fails.
 pub fn machine_bytes() -> Option<u64> {
     // SAFETY: integers, for which zeros are valid.
     let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
@@ -333,7 +335,7 @@ mod tests {
     fn impossible_sizes_and_nodes_are_errors_not_faults() {
         assert!(Mapping::touched(usize::MAX, true, None).is_err());
         assert!(Mapping::touched(usize::MAX / 4, false, None).is_err());
-        // Addresses that an overcommitting system might hand out.
+        // A size that an overcommitting system might grant.
         let beyond = machine_bytes().unwrap() as usize + 1;
         assert!(
             Mapping::touched(beyond, true, None).is_err() && Mapping::touched(beyond, false, None).is_err()

@@ -1,4 +1,4 @@
-//! What the operating system is asked for: processors, threads, memory, files and events.
+//! Operating system services: processors, threads, memory, files and events.
 
 pub mod answer;
 mod crew;

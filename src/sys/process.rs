@@ -1,7 +1,7 @@
 //! The id of this process, without a system call once it is known.
 //!
-//! It lies in a page that the system empties for a child, however the child was made: a handler of pthread_atfork does
-//! not see a program that calls clone by itself. There is no lock that another thread could hold during a fork.
+//! The id is cached in a page that the system zeroes in every child (MADV_WIPEONFORK). This also covers a program that
+//! calls clone directly, where handlers of pthread_atfork do not run. No lock is held across a fork.
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 use super::memory::Mapping;
 use crate::error::{Error, Result};
 
-/// The process that opened an object. A forked child has a copy of the object, without the threads behind it, and with
-/// locks that a thread of its parent may have held for ever: every call asks here before it takes one.
+/// The process that opened an object. A forked child has a copy of the object without its threads. The copy may contain
+/// locks that a thread of the parent held and that stay locked. Every call checks the process before it takes a lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Opener(u32);
 
@@ -25,7 +25,7 @@ impl Opener {
         self.0 == id()
     }
 
-    /// An error in a forked child; `what` names the object.
+    /// [`Error::Unsupported`] in a forked child; `what` names the object.
     pub fn check(self, what: &str) -> Result<()> {
         match self.is_here() {
             true => Ok(()),
@@ -39,11 +39,11 @@ impl Opener {
 
 static PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(ptr::null_mut());
 
-/// The id of this process; in a child made by fork, the child's.
+/// The id of this process; a forked child gets its own.
 pub fn id() -> u32 {
     let page = PAGE.load(Ordering::Acquire);
     let page = if page.is_null() { make() } else { page };
-    // SAFETY: NULL or the page of `make`, which is never unmapped and begins with a word, 0 at first.
+    // SAFETY: NULL or the page of `make`, which is never unmapped and begins with an aligned u32, 0 at first.
     let Some(known) = (unsafe { page.as_ref() }) else { return std::process::id() };
     match known.load(Ordering::Relaxed) {
         0 => {
@@ -55,7 +55,7 @@ pub fn id() -> u32 {
     }
 }
 
-/// NULL where there is no memory, or a system that does not empty pages (before Linux 4.14, and qemu-user).
+/// Maps the page. NULL if memory or MADV_WIPEONFORK is unavailable (before Linux 4.14, and in qemu-user).
 fn make() -> *mut AtomicU32 {
     let Some(mapping) = Mapping::emptied_by_fork().ok() else { return ptr::null_mut() };
     let page = mapping.span().as_ptr().cast::<AtomicU32>();
@@ -68,7 +68,7 @@ fn make() -> *mut AtomicU32 {
     }
 }
 
-/// Whether `work` answers true in a forked child. For tests: what `work` does may not wait for other threads.
+/// For tests: the result of `work` in a forked child. `work` must not wait for other threads.
 #[cfg(test)]
 pub fn in_forked_child(work: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child runs `work`, which waits for no thread that the child lacks, and exits.

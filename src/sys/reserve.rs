@@ -1,4 +1,4 @@
-//! Memory that is reserved as addresses now and becomes real page by page when it is written.
+//! Reserves address space whose pages are allocated when they are first written.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -8,10 +8,10 @@ use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, m
 
 use crate::error::{Error, Result};
 
-/// The largest page that processors map memory in unasked: a multiple of every smaller one.
+/// The largest base page size of the supported processors, and a multiple of the smaller ones.
 const PAGE: usize = 64 << 10;
 
-/// Zeroed bytes of which only those touched cost memory.
+/// Zeroed bytes; only touched pages take memory.
 #[derive(Debug)]
 pub struct Reserve {
     start: NonNull<u8>,
@@ -19,7 +19,7 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Reserves `bytes`; 0 is allowed.
+    /// Reserves `bytes` bytes; 0 is allowed.
     pub fn new(bytes: usize) -> Result<Self> {
         let Some(length) = NonZeroUsize::new(bytes) else {
             return Ok(Reserve { start: NonNull::dangling(), bytes: 0 });
@@ -32,7 +32,7 @@ impl Reserve {
                     what: "reserving address space",
                     reason: errno.desc().to_string(),
                 })?;
-        // SAFETY: the range was just mapped. Huge pages would make memory real that nobody writes; without the advice
+        // SAFETY: the range was just mapped. Huge pages would allocate memory that is never written. Without the advice
         // the reserve still works.
         let _ = unsafe { madvise(start, bytes, MmapAdvise::MADV_NOHUGEPAGE) };
         Ok(Reserve { start: start.cast(), bytes })
@@ -40,22 +40,22 @@ impl Reserve {
 
     /// All bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the mapping is ours alone, readable, writable, and lives as long as self.
+        // SAFETY: this value owns the mapping, which is readable, writable, and lives as long as self.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 
-    /// Gives the pages back; the bytes read as zero again.
+    /// Returns all pages to the system; the bytes read as zero again.
     pub fn release(&mut self) {
         self.release_range(0..self.bytes);
     }
 
-    /// Gives back the pages that lie in `range` as a whole; their bytes read as zero again.
+    /// Returns the pages that lie completely in `range` to the system; their bytes read as zero again.
     pub fn release_range(&mut self, range: Range<usize>) {
         let start = range.start.next_multiple_of(PAGE);
-        // The last page belongs to the mapping even where the bytes end before it does.
+        // The last page belongs to the mapping even if the bytes end inside it.
         let end = if range.end >= self.bytes { self.bytes } else { range.end / PAGE * PAGE };
         if start < end {
-            // SAFETY: the range is ours. If the advice fails, the pages simply stay.
+            // SAFETY: the range belongs to this mapping. If the advice fails, the pages stay allocated.
             let _ = unsafe { madvise(self.start.add(start).cast(), end - start, MmapAdvise::MADV_DONTNEED) };
         }
     }
@@ -64,7 +64,7 @@ impl Reserve {
 impl Drop for Reserve {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            // SAFETY: the mapping is ours and nobody borrows it any more.
+            // SAFETY: this value owns the mapping, and no borrow of it remains.
             let _ = unsafe { munmap(self.start.cast(), self.bytes) };
         }
     }
@@ -72,7 +72,7 @@ impl Drop for Reserve {
 
 // SAFETY: plain memory with one owner.
 unsafe impl Send for Reserve {}
-// SAFETY: shared access reads nothing.
+// SAFETY: a shared reference gives no access to the memory.
 unsafe impl Sync for Reserve {}
 
 #[cfg(test)]

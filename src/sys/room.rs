@@ -1,4 +1,4 @@
-//! Vectors whose length a caller of the library chooses: memory that is not there is an error, never an abort.
+//! Vectors whose length the caller of the library chooses: a failed allocation is an error, never an abort.
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ pub fn for_count<T>(what: &'static str, count: usize) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// A vector of `count` values that `make` gives, by their index.
+/// A vector of `count` values, which `make` computes from their index; `what` names the vector in the error.
 pub fn filled<T>(what: &'static str, count: usize, make: impl FnMut(usize) -> T) -> Result<Vec<T>> {
     let mut values = for_count(what, count)?;
     values.extend((0..count).map(make));

@@ -1,7 +1,8 @@
-//! A range of memory that the kernel and other threads may read and write behind Rust's back.
+//! A range of memory that the kernel and other threads may read and write outside Rust's borrow rules.
 //!
-//! The promise is made once, at [`Span::new`]; layers above pass spans on without any unsafe code. A span of a mapping of
-//! this library needs no promise: the mapping is pinned while the span is used, and a span that outlived it is a panic.
+//! The caller promises validity once, at [`Span::new`]; the layers above pass spans on without unsafe code. A span of
+//! this library's own mapping needs no promise: each use pins the mapping, and use of a span after its mapping ended
+//! panics.
 
 use std::ptr::NonNull;
 
@@ -12,11 +13,11 @@ use super::life::{Life, Pin};
 pub struct Span {
     start: NonNull<u8>,
     len: usize,
-    /// The mapping that the bytes are a part of; `None` for bytes that were promised to outlive the span.
+    /// The mapping that contains the bytes; `None` for memory that was promised to outlive the span.
     life: Option<Life>,
 }
 
-// SAFETY: a span is an address; whoever made it promised that the bytes may be used from any thread.
+// SAFETY: a span is an address; its creator promised that the bytes may be used from any thread.
 unsafe impl Send for Span {}
 // SAFETY: as above.
 unsafe impl Sync for Span {}
@@ -25,8 +26,8 @@ impl Span {
     /// The `len` bytes at `start`; `None` for a null start with a length.
     ///
     /// # Safety
-    /// The bytes are readable and writable (readable alone, if the span is only written to a file), from any thread,
-    /// and nobody else uses them, until the last use of this span or of a part of it.
+    /// Until the last use of this span or of a part of it, the bytes are readable and writable from any thread, and no
+    /// other code uses them. A span that is only written to a file needs readable bytes alone.
     pub unsafe fn new(start: *mut u8, len: usize) -> Option<Span> {
         match NonNull::new(start) {
             Some(start) => Some(Span { start, len, life: None }),
@@ -34,17 +35,18 @@ impl Span {
         }
     }
 
-    /// The same bytes, which are used only while this mapping is there.
+    /// The same bytes, tied to a mapping: they are used only while the mapping exists.
     pub(super) fn of(self, life: Life) -> Span {
         Span { life: Some(life), ..self }
     }
 
-    /// False once the mapping has ended that the bytes were a part of.
+    /// False if the mapping that contains the bytes has ended.
     pub fn is_mapped(self) -> bool {
         self.life.is_none_or(|life| life.pin().is_some())
     }
 
-    /// Keeps the bytes mapped; `None` in the outer option if they no longer are.
+    /// Keeps the bytes mapped. The outer option is `None` if they are no longer mapped; the inner one if they need no
+    /// pin.
     pub(super) fn pin(self) -> Option<Option<Pin>> {
         match self.life {
             None => Some(None),
@@ -52,12 +54,12 @@ impl Span {
         }
     }
 
-    /// As [`Span::pin`]. To use memory that is gone is a bug.
+    /// Like [`Span::pin`], but panics if the bytes are unmapped, which is a bug.
     fn pinned(self) -> Option<Pin> {
         self.pin().unwrap_or_else(|| panic!("{} bytes at {:#x} are unmapped", self.len, self.address()))
     }
 
-    /// A span of nothing.
+    /// An empty span.
     pub fn empty() -> Span {
         Span { start: NonNull::dangling(), len: 0, life: None }
     }
@@ -89,32 +91,33 @@ impl Span {
         Span { start: unsafe { self.start.add(from) }, len, ..self }
     }
 
-    /// True if `address..address + len` lies inside.
+    /// True if `address..address + len` lies inside the span.
     pub fn covers(self, address: usize, len: usize) -> bool {
         let Some(from) = address.checked_sub(self.address()) else { return false };
         from <= self.len && len <= self.len - from
     }
 
-    /// Copies these bytes over those of `to`, which has the same length.
+    /// Copies these bytes to `to`, which must have the same length.
     pub fn copy_to(self, to: Span) {
         assert_eq!(self.len, to.len, "copy between spans of different lengths");
         let _pins = (self.pinned(), to.pinned());
-        // SAFETY: both ranges are good by the promise of `new`, or pinned; `copy` allows overlap.
+        // SAFETY: both ranges are valid by the promise of `new`, or pinned; `copy` allows overlap.
         unsafe { std::ptr::copy(self.as_ptr(), to.as_ptr(), self.len) }
     }
 
-    /// Copies `bytes` over the first bytes of the span.
+    /// Copies `bytes` to the start of the span.
     pub fn write(self, bytes: &[u8]) {
         assert!(bytes.len() <= self.len, "{} bytes into a span of {}", bytes.len(), self.len);
         let _pin = self.pinned();
-        // SAFETY: the span has room, as just checked, and is good by the promise of `new`, or pinned; `bytes` cannot be part of it, since it is borrowed.
+        // SAFETY: the span is large enough, as just checked, and valid by the promise of `new`, or pinned. `bytes`
+        // cannot be part of it, since it is borrowed.
         unsafe { std::ptr::copy(bytes.as_ptr(), self.as_ptr(), bytes.len()) }
     }
 
-    /// What `look` makes of the bytes. Like any use of a span, only while nobody else writes to them.
+    /// Calls `look` with the bytes and returns its result. No other code may write to the bytes during the call.
     pub fn with_bytes<R>(self, look: impl FnOnce(&[u8]) -> R) -> R {
         let _pin = self.pinned();
-        // SAFETY: good by the promise of `new`, or pinned until `look` has returned.
+        // SAFETY: valid by the promise of `new`, or pinned until `look` has returned.
         look(unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) })
     }
 
@@ -124,7 +127,7 @@ impl Span {
     }
 }
 
-/// The bytes of numbers.
+/// The bytes of a float slice.
 pub fn bytes_of(numbers: &[f32]) -> &[u8] {
     // SAFETY: borrowed memory, every byte of which is initialized and a valid u8; a u8 needs no alignment.
     unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }

@@ -1,11 +1,11 @@
-//! The one crew of threads of the process.
+//! The process-wide thread pool.
 //!
 //! Invariants:
-//! - The pool is made at first use and never at load; a process that only steps small tensors has no threads.
-//! - A forked child has none of its parent's threads. It sees that the pool belongs to another process, leaves that
-//!   pool untouched for ever (dropping it would wake threads that do not exist) and makes its own.
-//! - Nothing here takes a lock that another thread could hold during a fork.
-//! - The caller's affinity is read, never changed.
+//! - The pool is created at first use, never at load. A process that only updates small tensors has no worker threads.
+//! - A forked child has none of its parent's threads. The child detects a pool of another process, leaves it untouched
+//!   (dropping it would signal threads that do not exist) and creates its own.
+//! - No lock is taken that another thread could hold during a fork.
+//! - The caller's CPU affinity is read, never changed.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -21,12 +21,12 @@ use super::crew::Crew;
 use crate::error::{Error, Result};
 use crate::log;
 
-/// More workers than this is a mistake in a setting, not a machine.
+/// Most threads; a larger number is taken for a configuration mistake.
 pub const MAX_THREADS: usize = 4096;
 
 struct OwnedPool {
     process: u32,
-    /// None for one thread, which is the caller.
+    /// `None` for one thread, which is the caller.
     crew: Option<Crew>,
 }
 
@@ -39,10 +39,10 @@ impl Drop for OwnedPool {
 }
 
 static POOL: ArcSwapOption<OwnedPool> = ArcSwapOption::const_empty();
-/// What `configure` asked for; 0 is "decide from the machine".
+/// The number of threads that `configure` set; 0 decides automatically.
 static CONFIGURED: AtomicUsize = AtomicUsize::new(0);
 
-/// Does `work` with every item: on the caller, and on the workers as they wake.
+/// Applies `work` to every item, on the calling thread and on the workers that wake in time.
 pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()> {
     let owned = current()?;
     match &owned.crew {
@@ -52,7 +52,7 @@ pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()
     Ok(())
 }
 
-/// Number of threads that [`each`] uses, the caller among them.
+/// Number of threads that [`each`] uses, including the caller.
 pub fn count() -> Result<usize> {
     match POOL.load().as_ref().filter(|owned| owned.process == std::process::id()) {
         Some(owned) => Ok(owned.crew.as_ref().map_or(1, |crew| crew.workers() + 1)),
@@ -60,7 +60,7 @@ pub fn count() -> Result<usize> {
     }
 }
 
-/// Sets the number of threads, 0 for automatic. Work under way finishes on the workers it has.
+/// Sets the number of threads, 0 for automatic. Work in flight finishes on its present workers.
 pub fn configure(threads: usize) -> Result<()> {
     if threads > MAX_THREADS {
         return Err(Error::invalid("options.num_threads", format!("{threads} is more than {MAX_THREADS}")));
@@ -70,11 +70,11 @@ pub fn configure(threads: usize) -> Result<()> {
     Ok(())
 }
 
-/// Starts a thread that takes none of the process's signals, so that the program's handlers never run on it and a
-/// write past `RLIMIT_FSIZE` is an error instead of a SIGXFSZ.
+/// Starts a thread with all signals blocked. The program's handlers then never run on it, and a write past
+/// `RLIMIT_FSIZE` returns an error instead of raising SIGXFSZ.
 pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     std::thread::Builder::new().name(name.to_string()).spawn(move || {
-        // Blocking all signals cannot fail.
+        // Blocking all signals does not fail.
         let _ = SigSet::all().thread_block();
         work();
     })?;
@@ -111,14 +111,14 @@ fn make(process: u32) -> Result<OwnedPool> {
     Ok(OwnedPool { process, crew })
 }
 
-/// Lets go of a pool without ever running a destructor that belongs to the parent process.
+/// Drops a pool of this process; leaks a pool of the parent process, whose destructor must not run.
 fn retire(old: Option<Arc<OwnedPool>>) {
     if let Some(owned) = old.filter(|owned| owned.process != std::process::id()) {
         std::mem::forget(owned);
     }
 }
 
-/// Number of threads that [`each`] would use, and why.
+/// Number of threads that [`each`] would use, and the reason.
 pub fn decide() -> Result<(usize, String)> {
     let configured = CONFIGURED.load(Ordering::Relaxed);
     if configured > 0 {

@@ -1,8 +1,8 @@
-//! What this process has used so far.
+//! Resources that this process has used so far.
 
 use std::time::Duration;
 
-/// Processor time of all threads, in user mode and in the kernel.
+/// Processor time of all threads of this process, user and kernel mode together.
 pub fn cpu_time() -> Duration {
     // SAFETY: rusage is plain integers, for which zero is valid.
     let mut found: libc::rusage = unsafe { std::mem::zeroed() };
@@ -30,7 +30,7 @@ mod tests {
             std::hint::spin_loop();
         }
         let (used, spent) = (cpu_time() - used_before, clock() - before);
-        // The two are brought up to date at different ticks of the system.
+        // The kernel updates the two clocks at different ticks.
         let tick = Duration::from_millis(20);
         assert!(used + tick >= Duration::from_millis(50) && used <= spent + tick, "{used:?} of {spent:?}");
     }

@@ -1,6 +1,10 @@
-"""Spillway: optimizer steps on the CPU for training with offloaded states, with the bits of DeepSpeed's AVX-512 op.
+"""Spillway: optimizer offload for training large models on few GPUs.
 
-Importing this package needs neither torch nor numpy and does not load the library yet."""
+CPU optimizer steps are bit-identical to DeepSpeed's AVX-512 kernels. Further modules store optimizer state on disks
+(`Tier`, `Swap`), transfer gradients and parameters (`Gpu`), and overlap steps with the GPU (`Speculation`,
+`Interleave`).
+
+Importing this package needs neither torch nor numpy. The native library is loaded at the first call."""
 
 import atexit as _atexit
 import ctypes as _ctypes
@@ -30,19 +34,19 @@ _log_callback = None
 
 
 def library_version():
-    """The version that the loaded library states."""
+    """The version string of the loaded library."""
     return _native.library().spw_version().decode()
 
 
 def kernel_name():
-    """The kernel that runs here: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar"; SPILLWAY_KERNEL forces one."""
+    """The active kernel: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar". SPILLWAY_KERNEL forces one."""
     name = _ctypes.c_char_p()
     _native.check(_native.library().spw_kernel_name(_ctypes.byref(name)))
     return name.value.decode()
 
 
 def set_num_threads(count=0):
-    """Sizes the thread pool; 0 sizes it from the affinity mask, the cgroup quota and LOCAL_WORLD_SIZE."""
+    """Sets the number of threads; 0 derives it from the affinity mask, the cgroup quota and LOCAL_WORLD_SIZE."""
     if not isinstance(count, int) or not 0 <= count < 1 << 32:
         raise InvalidArgument(f"count is {count!r}; a number of threads, or 0, is needed")
     options = _abi.sized(_abi.ThreadOptions)
@@ -51,21 +55,22 @@ def set_num_threads(count=0):
 
 
 def num_threads():
-    """Threads that a large step uses."""
+    """Number of threads that a large step uses."""
     count = _ctypes.c_uint32()
     _native.check(_native.library().spw_threads_count(_ctypes.byref(count)))
     return count.value
 
 
 def stats():
-    """Calls and elements of each optimizer in this process since the library was loaded."""
+    """Number of calls and elements of each optimizer in this process since the library was loaded, as a dict."""
     counters = _abi.sized(_abi.Stats)
     _native.check(_native.library().spw_stats_get(_ctypes.byref(counters)))
     return {name: getattr(counters, name) for name, _ in _abi.Stats._fields_[2:]}
 
 
 def set_log(function, level="info"):
-    """Sends the library's log to function(level, message); None returns to SPILLWAY_LOG, or silence."""
+    """Sends log messages to function(level, message), called from any thread. `level` is the least severe level to
+    send. With None the library logs to stderr if SPILLWAY_LOG names a level, else nowhere."""
     global _log_callback
     if level not in _abi.LOG_LEVELS:
         raise InvalidArgument(f"level is {level!r}; one of {', '.join(_abi.LOG_LEVELS)} expected")

@@ -1,8 +1,8 @@
-"""Typed exceptions: one class per status of the C library, each carrying the status."""
+"""Typed exceptions: each carries the C library's status as `status`."""
 
 
 class SpillwayError(RuntimeError):
-    """A call of the library failed; `status` is the integer the C call returned."""
+    """A call of the library failed. `status` is the integer that the C call returned."""
 
     status = 9
 
@@ -12,49 +12,49 @@ class SpillwayError(RuntimeError):
             self.status = status
 
     def __str__(self):
-        # KeyError would print its argument quoted.
+        # # KeyError, a base of UnknownId, would print its argument in quotes.
         return str(self.args[0]) if self.args else ""
 
 
 class InvalidArgument(SpillwayError, ValueError):
-    """An argument broke the contract; nothing was written."""
+    """An argument violates the function's contract; nothing was written."""
 
     status = 1
 
 
 class Unsupported(SpillwayError):
-    """This build or machine cannot do it; nothing was written."""
+    """This build or machine does not support the operation; nothing was written."""
 
     status = 2
 
 
 class UnknownId(SpillwayError, KeyError):
-    """No optimizer lives under this id: never created, or destroyed."""
+    """No optimizer has this id: it was never created, or was destroyed."""
 
     status = 3
 
 
 class InternalError(SpillwayError):
-    """A defect inside the library."""
+    """A bug inside the library."""
 
     status = 9
 
 
 class SystemFailure(SpillwayError):
-    """The operating system refused a call; the message has its errno."""
+    """A system call failed; the message contains its errno."""
 
     status = 11
 
 
 class OutOfOrder(SpillwayError):
-    """A call does not fit the state of its round of speculation; nothing changed."""
+    """The present state of the speculation round does not allow the call; nothing changed."""
 
     status = 40
 
 
 class IoFailure(SpillwayError, OSError):
-    """Reading or writing a file failed: `filename`, `offset`, `bytes` and `errno` say where and how. errno is None if
-    the system reported none, as for a file that ends before the bytes asked for."""
+    """Reading or writing a file failed. `filename`, `offset` and `bytes` locate the failed part. `errno` is None if the
+    system reported none, for example when the file ends before the requested range."""
 
     status = 20
     offset = bytes = None
@@ -67,55 +67,57 @@ class NotFound(IoFailure, FileNotFoundError):
 
 
 class Busy(SpillwayError):
-    """The object is in use, or an update has to be rolled back first; nothing changed."""
+    """The object is in use, or an update must be rolled back first; nothing changed."""
 
     status = 5
 
 
 class TierFailure(SpillwayError):
-    """A tier is not what was asked for: another format, run, rank or size, or a path or a part of it is missing."""
+    """The tier is not the requested one: its format, run, rank or size differs, or a path or a part of it is
+    missing."""
 
     status = 32
 
 
 class Corrupt(TierFailure):
-    """Stored bytes do not match their checksum; the message names path, extent, block and offset."""
+    """Stored bytes do not match their checksum; the message names the path, extent, block and offset."""
 
     status = 30
 
 
 class TierLocked(TierFailure):
-    """A live process holds the tier; the message names it."""
+    """A live process holds the tier; the message names the process."""
 
     status = 33
 
 
 class NoState(TierFailure):
-    """There is no committed state."""
+    """The tier has no committed state."""
 
     status = 36
 
 
 class NoStep(TierFailure):
-    """The step that was asked for is not one that the tier can be opened at, or was written over since."""
+    """The tier cannot be opened at the requested step: the step was never committed, or has been overwritten."""
 
     status = 37
 
 
 class TimedOut(SpillwayError, TimeoutError):
-    """A wait ran out of time; what it waited for goes on."""
+    """A wait timed out; the operation is still in flight."""
 
     status = 23
 
 
 class GpuFailure(SpillwayError):
-    """The GPU or its driver refused or failed: too old, a stub, out of memory, lost, or opened before a fork."""
+    """A GPU or driver failure: driver too old, stub library, out of memory, context lost, or CUDA used before a
+    fork."""
 
     status = 57
 
 
 class NoDevice(GpuFailure):
-    """There is no GPU: no driver, or one that sees no device."""
+    """No GPU is available: there is no driver, or the driver reports no device."""
 
     status = 50
 
@@ -137,5 +139,5 @@ _BY_STATUS[NoDevice.status] = NoDevice
 
 
 def from_status(status, message):
-    """The exception for a status of the C library."""
+    """The exception for a status of the C library; SpillwayError for an unknown status."""
     return _BY_STATUS.get(status, SpillwayError)(message, status)

@@ -1,9 +1,9 @@
-"""Adam, Adagrad and Lion over numpy arrays and torch tensors, many tensors per call, without a copy.
+"""Adam, Adagrad and Lion over numpy arrays and torch tensors, many tensors per call, without copies.
 
     adam = spillway.Adam(lr=1e-3)
     adam.step([(param, grad, exp_avg, exp_avg_sq), ...])
 
-A caller that steps the same arrays again and again prepares them once; repeated steps then cost no Python loop:
+To step the same arrays repeatedly, prepare them once. Repeated steps then run no Python loop:
 
     prepared = adam.prepare([(param, grad, exp_avg, exp_avg_sq, param_bf16), ...])
     stats = prepared.step(grad_scale=1 / loss_scale, stats=True)
@@ -18,14 +18,14 @@ from .recording import Recording
 
 
 class StepStats(NamedTuple):
-    """What a step saw in its scaled gradients."""
+    """Statistics of a step's scaled gradients: whether any is Inf or NaN, and the sum of their squares."""
 
     nonfinite: bool
     sum_squares: float
 
 
 class _Optimizer:
-    """What the optimizers share: an options structure, a table of tensors, one call."""
+    """Base of the optimizers: holds the C options structure and runs steps."""
 
     _states = ()
 
@@ -37,18 +37,21 @@ class _Optimizer:
         self.step_count = 0
 
     def step(self, tensors, *, grad_scale=1.0, stats=False, uint16_as=None, number=None):
-        """One step over all tensors, each a tuple of param, grad, the states and, if wanted, a 16-bit copy to write.
+        """Runs one step over all tensors. Each entry is a tuple of param, grad, the states and optionally a 16-bit copy
+        to write.
 
-        With stats=True returns StepStats of the scaled gradients. `uint16_as` says what uint16 arrays hold. `number`
-        is the number of this step, from 1 on; None is one more than that of the call before. Several calls that
-        together are one step of a model give the same number: bias correction depends on it."""
+        `grad_scale` multiplies the gradients. With stats=True the call returns StepStats of the scaled gradients, else
+        None. `uint16_as` names the dtype of uint16 arrays, such as "bf16".
+
+        `number` is the step number, from 1 on; None is the previous number plus one. Bias correction depends on it.
+        Several calls that form one step of a model must pass the same number."""
         return self.prepare(tensors, uint16_as=uint16_as).step(grad_scale=grad_scale, stats=stats, number=number)
 
     def prepare(self, tensors, *, shadow=None, uint16_as=None):
-        """Checks the tensors once and keeps their addresses, and their memory, for repeated steps.
+        """Checks the tensors once and keeps their addresses and their memory for repeated steps.
 
-        With `shadow`, a tuple of param and the states for each tensor, steps write there and leave the tensors' own
-        values as they are."""
+        `shadow` has a tuple of param and the states for each tensor. Steps then write the new values there and leave
+        the tensors' own values unchanged."""
         return Prepared(self, tensors, shadow, uint16_as)
 
     def _set(self, name, value):
@@ -58,7 +61,7 @@ class _Optimizer:
             raise InvalidArgument(f"{name} is {value!r}; a number is needed") from error
 
     def options_of_next_step(self, grad_scale, number=None):
-        """The options structure of the C library, for the step `number` or the one after those that were counted."""
+        """The C options structure for step `number`; None is the step after the last counted one."""
         self._set("grad_scale", grad_scale)
         if hasattr(self._options, "step"):
             self._options.step = self._number(number)
@@ -89,9 +92,10 @@ def _option(name, doc):
 
 
 class Adam(_Optimizer):
-    """Adam, decoupled ("decoupled", AdamW) or with the decay added to the gradient ("l2").
+    """Adam. The default is AdamW's decoupled weight decay ("decoupled"); "l2" adds the decay to the gradient.
 
-    A tensor is (param, grad, exp_avg, exp_avg_sq[, param_copy]). What is not given has torch's default."""
+    A tensor is a tuple (param, grad, exp_avg, exp_avg_sq[, param_copy]). Options that are None keep torch's
+    defaults."""
 
     c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
 
@@ -111,7 +115,9 @@ class Adam(_Optimizer):
 
 
 class Adagrad(_Optimizer):
-    """Adagrad as in torch: weight decay enters gradient and variance. A tensor is (param, grad, exp_avg_sq[, copy])."""
+    """Adagrad as in torch: the weight decay is added to the gradient before the variance is updated.
+
+    A tensor is a tuple (param, grad, exp_avg_sq[, param_copy])."""
 
     c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
 
@@ -123,7 +129,7 @@ class Adagrad(_Optimizer):
 
 
 class Lion(_Optimizer):
-    """Lion as in its paper. A tensor is (param, grad, exp_avg[, param_copy])."""
+    """Lion as in its paper. A tensor is a tuple (param, grad, exp_avg[, param_copy])."""
 
     c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
 
@@ -136,8 +142,8 @@ class Lion(_Optimizer):
 
 
 class Prepared:
-    """Tensors of one optimizer, checked once. The arrays' memory is kept alive and must not be replaced: an array
-    that gets other storage (`param.data = ...`, a new `param.grad`) has to be prepared again."""
+    """Tensors of one optimizer, checked once. Their memory is kept alive. An array whose storage is replaced
+    (`param.data = ...`, a new `param.grad`) must be prepared again."""
 
     def __init__(self, optimizer, tensors, shadow=None, uint16_as=None):
         self.optimizer = optimizer
@@ -147,17 +153,17 @@ class Prepared:
         return len(self._table)
 
     def step(self, *, grad_scale=1.0, stats=False, number=None):
-        """One step of the optimizer over these tensors; with stats=True returns StepStats. `number` as in the optimizer's
-        step: several prepared lists that together are one step of a model give the same number."""
+        """Runs one step of the optimizer over these tensors; with stats=True returns StepStats. See the optimizer's
+        step() for `number`: prepared lists that form one step of a model must pass the same number."""
         return self._run(grad_scale, stats, number=number)
 
     def record(self, mode="delta"):
-        """A Recording, whose steps can be taken back: "delta", "shadow" or "arithmetic"."""
+        """A Recording, whose steps can be rolled back, of mode "delta", "shadow" or "arithmetic"."""
         return Recording(self, mode)
 
     @property
     def elements(self):
-        """Elements of all tensors together."""
+        """Number of elements of all tensors together."""
         return sum(row.n for row in self._table)
 
     def _run(self, grad_scale, stats, recording=None, number=None):
@@ -203,7 +209,7 @@ def _fill(slot, entry, names, prefix, uint16_as):
 
 
 def _fill_shadows(table, optimizer, shadow, tensors, uint16_as):
-    """Writes the shadows into the C table; references that keep their memory alive."""
+    """Writes the shadows into the C table; returns references that keep their memory alive."""
     entries = [tuple(entry) for entry in shadow]
     if len(entries) != len(table):
         raise InvalidArgument(f"shadow has {len(entries)} entries for {len(table)} tensors")
@@ -234,7 +240,7 @@ def _pair(betas):
 
 
 def grad_stats(grad, *, scale=1.0, uint16_as=None):
-    """StepStats of one gradient times `scale`, without a step."""
+    """StepStats of one gradient multiplied by `scale`, without a step."""
     address, count, code = _arrays.span(grad, "grad", False, uint16_as)
     out = _abi.sized(_abi.StepStats)
     _native.check(_native.library().spw_grad_stats(address, code, count, scale, ctypes.byref(out)))

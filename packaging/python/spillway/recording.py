@@ -1,11 +1,11 @@
-"""Steps that can be taken back.
+"""Optimizer steps that can be rolled back.
 
     recording = adam.prepare([(param, grad, exp_avg, exp_avg_sq)]).record()
     stats = recording.step(stats=True)
     if stats.nonfinite:
         recording.rollback()               # every bit is as before the step
     elif norm > limit:
-        recording.redo(grad_scale=limit / norm)     # the bits of having stepped with that scale
+        recording.redo(grad_scale=limit / norm)     # bit-identical to a step with that scale
     else:
         recording.commit()
 """
@@ -20,12 +20,17 @@ MODES = {"arithmetic": 0, "delta": 1, "shadow": 2}
 
 
 class Recording(Held):
-    """The last step of prepared tensors. Until it is rolled back, redone or committed, nobody else writes to them,
-    gradients included. After close() it stands.
+    """The last step of prepared tensors. Until the step is rolled back, redone or committed, no other code may write to
+    the tensors, gradients included. close() keeps the step.
 
-    "delta": exact, by a log of 1.2 bytes per element in steady state, 9 at step 1, never more than 13. "shadow": exact and
-    in no time, for tensors prepared with a shadow, where the step writes; after commit() the caller steps from there,
-    with tensors prepared the other way round. "arithmetic": no memory, old values only nearly, refuses Inf and NaN."""
+    | mode | rollback | cost |
+    |---|---|---|
+    | "delta" | exact, from a log | per element 9 bytes at step 1, 1.2 in steady state, at most 13 |
+    | "shadow" | exact and immediate | tensors prepared with a shadow, which the step writes |
+    | "arithmetic" | old values only approximately; refuses Inf and NaN | no memory |
+
+    After commit() in mode "shadow" the shadow holds the state: prepare the next step with tensors and shadow
+    exchanged."""
 
     what, closer = "recording", "spw_undo_close"
 
@@ -38,25 +43,25 @@ class Recording(Held):
         self._hold("spw_undo_open", ctypes.byref(options))
 
     def step(self, *, grad_scale=1.0, stats=False):
-        """One step of the optimizer, recorded in place of the one before; with stats=True returns StepStats."""
+        """Runs and records one step, which replaces the previous recording; with stats=True returns StepStats."""
         return self._through(lambda handle: self._prepared._run(grad_scale, stats, handle))
 
     def rollback(self):
-        """Takes the step back, and the optimizer's count with it."""
+        """Rolls the step back, and decrements the optimizer's step count."""
         self._call("spw_undo_rollback")
         self._prepared.optimizer.step_count -= 1
 
     def redo(self, *, grad_scale):
-        """Takes the step back and does it again with another factor on the gradient, in one pass over memory."""
+        """Rolls the step back and repeats it with another gradient scale, in one pass over memory."""
         self._call("spw_undo_redo", grad_scale)
 
     def commit(self, *, release_memory=False):
-        """The step stands."""
+        """Keeps the step. With release_memory=True also frees the log's memory."""
         self._call("spw_undo_commit", int(release_memory))
 
     @property
     def log_bytes(self):
-        """Bytes of log that the step takes."""
+        """Bytes of log that the recorded step uses."""
         used = ctypes.c_uint64()
         self._call("spw_undo_log_bytes", ctypes.byref(used))
         return used.value

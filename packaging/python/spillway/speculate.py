@@ -1,15 +1,15 @@
-"""Steps that begin before the norm of the whole gradient is known, and end with the bits of having waited for it.
+"""Optimizer steps that start before the global gradient norm is known, with results bit-identical to waiting for it.
 
     with spillway.Speculation(buckets=3) as speculation:
         for batch in batches:
             speculation.begin(adam, max_norm=1.0)
             for bucket, tensors in gradients_as_they_come:
                 speculation.submit(bucket, tensors)
-            mine = speculation.local_result()              # add up mine.sum_squares over all ranks
+            mine = speculation.local_result()              # sum mine.sum_squares over all ranks
             outcome = speculation.resolve(mine)
             speculation.finish()
 
-`tensors` are tuples as for the optimizer's step. Their memory belongs to the engine until the bucket is final."""
+`tensors` are tuples as for the optimizer's step(). The caller must not touch their memory until the bucket is final."""
 
 import ctypes
 from typing import NamedTuple
@@ -28,8 +28,9 @@ _DESCRIPTOR, _CUDA_EVENT, _CUDA_STREAM = 1, 3, 4
 
 
 class Outcome(NamedTuple):
-    """What a verdict came to: "commit", "skip" or "redo"; the norm of all gradients; the factor on the gradients of
-    every step that stands; and how many buckets' steps were taken back."""
+    """The result of a verdict: "commit", "skip" or "redo"; the norm of the scaled gradients of all ranks (NaN if they
+    are not finite or the caller gave the verdict); the gradient factor of every kept step (0 if none is kept); and the
+    number of buckets that are rolled back."""
 
     verdict: str
     norm: float
@@ -38,10 +39,21 @@ class Outcome(NamedTuple):
 
 
 class Speculation(Held):
-    """An engine for rounds of `buckets` buckets. `publish` says when 16-bit copies are written: "final", once a bucket is
-    final; "staged", by the step itself, for nobody to read before; "speculative", by the step itself, for all to read.
-    `undo` says how a step is taken back: "delta", by a log; "shadow", by the old values, since steps write to the shadows
-    that come with the tensors. After a verdict of "commit" or "redo" the shadows hold the state: name them first then."""
+    """An engine for speculation rounds of `buckets` buckets.
+
+    | publish | when a bucket's 16-bit copies are written |
+    |---|---|
+    | "final" | once the bucket is final |
+    | "staged" | by the step itself; no code may read them before the bucket is final |
+    | "speculative" | by the step itself; they may be read at once and may be rolled back |
+
+    | undo | how a step is rolled back |
+    |---|---|
+    | "delta" | by a log |
+    | "shadow" | steps write to the shadows given with the tensors, so the old values remain |
+
+    With undo "shadow" the shadows hold the state after a verdict of "commit" or "redo": exchange tensors and shadows in
+    the next round."""
 
     what, closer = "engine", "spw_spec_close"
 
@@ -59,8 +71,8 @@ class Speculation(Held):
         self._hold("spw_spec_open", ctypes.byref(options))
 
     def begin(self, optimizer, *, max_norm=0.0, grad_scale=1.0):
-        """Opens a round of steps of a spillway.Adam, Adagrad or Lion. The optimizer counts the step when its round is
-        resolved, unless it is skipped. max_norm 0 sets no limit; grad_scale is 1 / loss scale."""
+        """Opens a round of steps of a spillway.Adam, Adagrad or Lion. resolve() increments the optimizer's step count
+        unless the verdict is "skip". max_norm 0 sets no limit; grad_scale is 1 / loss scale."""
         if not isinstance(optimizer, _Optimizer):
             raise InvalidArgument(f"optimizer is a {type(optimizer).__name__}; a spillway optimizer is needed")
         options = optimizer.options_of_next_step(grad_scale)
@@ -68,8 +80,8 @@ class Speculation(Held):
         self._optimizer = optimizer
 
     def submit(self, bucket, tensors, *, shadow=None, event_fd=None, after=None, gpu=None, uint16_as=None):
-        """Hands a bucket over: it steps at once, or once the descriptor `event_fd` is readable, or once the stream or event
-        `after` of a Gpu is there, as it stands now. `shadow`, for undo by shadows, is as for the optimizer's prepare()."""
+        """Submits a bucket. Its step starts at once, or when the descriptor `event_fd` is readable, or when the stream
+        or event `after` of the Gpu `gpu` reaches its current position. For `shadow` see the optimizer's prepare()."""
         if self._optimizer is None:
             raise InvalidArgument("no round was begun")
         table, held = tensor_table(self._optimizer, tensors, uint16_as, shadow)
@@ -80,16 +92,16 @@ class Speculation(Held):
         submit() if gpu is None else gpu._through(submit)
 
     def submit_gpu(self, bucket, gpu, tensors, *, stream=None, after=None):
-        """Hands over a bucket of a round of Adam that lives on the GPU: it is measured once `after` is there, and stepped
-        there once, after the verdict, in the order of `stream`. The tensors are as for Gpu.step."""
+        """Submits a bucket in GPU memory, in a round of Adam. The GPU computes its norm once `after` is reached, and
+        steps it once, after the verdict, in the order of `stream`. The tensors are as for Gpu.step()."""
         table = device_table(tensors, ordinal=gpu.ordinal)
         gpu._through(lambda device: self.submit_table(
             "spw_spec_submit_gpu", bucket, (list(tensors), stream), device, ctypes.addressof(table), len(table),
             stream_number(stream, gpu.ordinal), _event(None, after, device)))
 
     def publish_to(self, bucket, gpu, copies):
-        """From now on a bucket's 16-bit copies go to the device as soon as they count: tuples of host memory, device memory
-        and, if need be, the stream or event that still reads the old ones. Between rounds."""
+        """Uploads a bucket's 16-bit copies to the GPU as soon as they are valid, from now on. `copies` has tuples (host
+        memory, device memory[, stream or event that still reads the old values]). Call it between rounds."""
         records = [gpu.copy_record(1, device, host, *after or (None,)) for host, device, *after in copies]
         table = (_abi.GpuCopy * len(records))(*records)
         destinations, outcome = self._destinations.setdefault(bucket, []), []
@@ -103,17 +115,17 @@ class Speculation(Held):
         try:
             gpu._through(publish_to)
         finally:
-            # The new ones if C took them, else the old ones; never less than what it has.
+            # # The new copies if C accepted them, else the old ones: always at least the memory that C uses.
             self._destinations[bucket] = destinations[-1:] if outcome == [0] else destinations[:-1]
 
     def publish(self, bucket, stream=None, timeout=None):
-        """Waits as wait() does, and makes `stream` wait, on the device, for a bucket's new parameters to be there."""
+        """Waits like wait(), then makes later work on `stream` wait, on the device, for the bucket's new parameters."""
         self._call("spw_spec_stream_wait", bucket, stream_number(stream), _milliseconds(timeout))
 
     def submit_table(self, function, bucket, held, *arguments):
-        """Hands a bucket over by the C function of that name; what `held` refers to stays alive until the round ends."""
+        """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
         token, outcome = object(), []
-        # Held before the call: whatever interrupts this thread, the memory is held once C has it.
+        # # Keep the memory alive before the call, so that an interrupt cannot free it while C uses it.
         self._held[token] = held
 
         def submit(handle):
@@ -127,57 +139,58 @@ class Speculation(Held):
                 self._held.pop(token, None)
 
     def local_result(self, timeout=None):
-        """Waits until every bucket is measured; this rank's StepStats."""
+        """Waits until the gradients of every bucket are measured; returns this rank's StepStats."""
         stats = _abi.sized(_abi.StepStats)
         self._call("spw_spec_local_result", _milliseconds(timeout), ctypes.byref(stats))
         return StepStats(bool(stats.nonfinite), stats.sum_squares)
 
     def resolve(self, total):
-        """Gives the verdict that follows from the StepStats of all ranks together; returns its Outcome at once."""
+        """Gives the verdict that follows from `total`, the StepStats summed over all ranks; returns its Outcome at
+        once."""
         stats = _abi.sized(_abi.StepStats)
         stats.nonfinite, stats.sum_squares = int(total[0]), total[1]
         return self._resolved("spw_spec_resolve", ctypes.byref(stats))
 
     def resolve_as(self, verdict, grad_scale=1.0):
-        """Gives a verdict of the caller's own: "commit", "skip", or "redo" with this factor on the gradients."""
+        """Gives the caller's own verdict: "commit", "skip", or "redo" with the gradient factor `grad_scale`."""
         if verdict not in VERDICTS:
             raise InvalidArgument(f"verdict is {verdict!r}; one of {', '.join(VERDICTS)} expected")
         return self._resolved("spw_spec_resolve_as", VERDICTS.index(verdict), grad_scale)
 
     def abort(self):
-        """Takes an open round back, whatever was submitted, and waits for the end of that."""
+        """Rolls an open round back, whatever was submitted, and waits until that is done."""
         self._call("spw_spec_abort")
         self.finish()
 
     def ready(self, bucket):
-        """Where a bucket stands: "missing", "pending", "speculative" or "final"."""
+        """State of a bucket: "missing", "pending", "speculative" or "final"."""
         state = ctypes.c_uint32()
         self._call("spw_spec_ready", bucket, ctypes.byref(state))
         return STATES[state.value]
 
     def wait(self, bucket, timeout=None):
-        """Waits until the 16-bit copies of a bucket count."""
+        """Waits until a bucket's 16-bit copies are valid: final, or with publish "speculative" stepped."""
         self._call("spw_spec_wait", bucket, _milliseconds(timeout))
 
     def finish(self, timeout=None):
-        """Waits until every bucket of the resolved round is final; their memory is the caller's again."""
+        """Waits until every bucket of the resolved round is final; their memory belongs to the caller again."""
         self._call("spw_spec_finish", _milliseconds(timeout))
         self._held.clear()
 
     def withdrawn(self):
-        """Buckets that had been stepped when the last verdict took their steps back."""
+        """Numbers of the buckets that were already stepped when the last verdict rolled them back."""
         buckets, count = (ctypes.c_uint32 * self.buckets)(), ctypes.c_size_t()
         self._call("spw_spec_withdrawn", buckets, self.buckets, ctypes.byref(count))
         return list(buckets[:count.value])
 
     def stats(self):
-        """Rounds by verdict, buckets by what became of them, and the seconds that callers waited."""
+        """Counters as a dict: rounds by verdict, buckets by outcome, and the time that callers waited."""
         counters = _abi.sized(_abi.SpecStats)
         self._call("spw_spec_stats_get", ctypes.byref(counters))
         return {name: getattr(counters, name) for name, _ in _abi.SpecStats._fields_[2:]}
 
     def close(self):
-        """Ends the engine; a round without a verdict is taken back first."""
+        """Closes the engine; an open round is rolled back first."""
         if self._end():
             self._held.clear()
             self._destinations.clear()

@@ -1,4 +1,4 @@
-"""Adam over optimizer state that lives on a tier and is stepped through few buffers of host memory.
+"""Adam over optimizer state that is stored on a tier and updated through a few buffers of host memory.
 
     with spillway.Tier(["/mnt/nvme", "/mnt/pfs"], job="run7") as tier:
         with spillway.Swap(tier, elements=[n0, n1, n2], host_bytes=4 << 30) as swap:
@@ -7,11 +7,16 @@
                 swap.step(spillway.Adam(lr=1e-3), [(grad0, weight0), (grad1, weight1), (grad2, weight2)])
                 swap.commit(step)
 
-A gradient is read where it is, in its own dtype; a weight is a 16-bit copy that the step writes, or None.
+A gradient is read in place, in its own dtype. A weight is a 16-bit copy that the step writes, or None.
 
-With split_master=True tier and memory keep param without its upper halves, which follow from the bf16 weights: 10 bytes a
-parameter instead of 12. Every step, and read() of param, then needs the weights that belong to the state: those of the step
-before, of the commit after a rollback, at first param rounded. After an end and a new open they are needed too; commit() does not keep them."""
+With split_master=True the tier and memory store param without its upper halves, which equal the bf16 weights: 10 bytes
+per parameter instead of 12. Every step, and read() of param, then needs the bf16 weights that belong to the state:
+
+- after a step: the weights that this step wrote;
+- after a rollback: the weights of the last commit;
+- at first: param rounded to bf16.
+
+commit() does not store these weights. The caller must keep them across a close and a new open."""
 
 import ctypes
 from typing import NamedTuple
@@ -26,9 +31,19 @@ _NO_HUGE_PAGES, _NO_LOCK, _NO_TURNS, _SPLIT_MASTER = 1, 2, 4, 8
 
 
 class Budget(NamedTuple):
-    """Memory and bytes of a tiered update: what is taken, one buffer, how many there are and how many keep their subgroup from
-    step to step; bytes of all state, and those that a step reads, and as many that it writes; with split masters one of
-    them, and how many are whole at a time; what keeps every path busy, with nothing kept."""
+    """Memory and traffic of a swapped update, in bytes except for the counts.
+
+    | field | meaning |
+    |---|---|
+    | host_bytes | host memory of all buffers and masters |
+    | buffer_bytes | one buffer: the state of the largest subgroup as stored |
+    | buffers | number of buffers |
+    | cached | number of buffers that keep their subgroup between steps |
+    | state_bytes | all state |
+    | step_bytes | bytes that a step reads from the tier; it writes as many |
+    | master_bytes | one master: with split masters, the param of the largest subgroup |
+    | masters | number of complete masters in memory at a time; 0 if every buffer has its own |
+    | working_bytes | host memory with which every path reads and writes at once, without caching |"""
 
     host_bytes: int
     buffer_bytes: int
@@ -42,8 +57,16 @@ class Budget(NamedTuple):
 
 
 class SwapStats(NamedTuple):
-    """Counts since open: updates, subgroups found in memory, read, and written, pieces that changed their path, and
-    seconds in which nothing could be stepped for want of data."""
+    """Counts since open.
+
+    | field | meaning |
+    |---|---|
+    | rounds | updates begun, including the first fill |
+    | hits | subgroups that an update found in memory |
+    | fetched | subgroups read from the tier |
+    | flushed | subgroups written to the tier |
+    | moved | pieces of subgroups that changed their path |
+    | exposed_seconds | seconds in which no subgroup could be updated because its data had not arrived |"""
 
     rounds: int
     hits: int
@@ -54,7 +77,7 @@ class SwapStats(NamedTuple):
 
 
 def plan(elements, *, host_bytes, paths, split_master=False):
-    """The Budget of subgroups of so many elements over that many paths; takes nothing."""
+    """Computes the Budget for subgroups with these numbers of elements over `paths` paths; allocates nothing."""
     budget = _abi.sized(_abi.SwapBudget)
     options = _options(elements, host_bytes, split_master)
     _native.check(_native.library().spw_swap_plan(ctypes.byref(options), paths, ctypes.byref(budget)))
@@ -62,11 +85,16 @@ def plan(elements, *, host_bytes, paths, split_master=False):
 
 
 class Swap(Held):
-    """An open update. A tier that was resumed with these subgroups has their state; else fill() or write() gives it.
+    """An open swapped update. On a tier resumed with the same subgroups the state is there; otherwise call fill() or
+    write().
 
-    `host_bytes` is the most memory for state; None takes as little as keeps every path busy. `ratio` is the share of each
-    path, `speeds` their bytes per second to begin with. Without `turns` the paths are used although other
-    processes do. After close() what was not committed is lost; the tier stays open."""
+    - `host_bytes` limits the host memory for state; None takes the least that keeps every path busy.
+    - `ratio` is the share of each path in the state; None: in proportion to the measured speeds.
+    - `speeds` are the initial estimates of the paths' bandwidth in bytes per second.
+    - turns=False uses the paths without waiting for the turns of other processes.
+    - `patience_seconds` is the timeout of the wait for a turn; 0 is 30 seconds.
+
+    close() discards what was not committed; the tier stays open."""
 
     what, closer = "update", "spw_swap_close"
 
@@ -87,20 +115,20 @@ class Swap(Held):
 
     @property
     def budget(self):
-        """What was taken at open."""
+        """The Budget chosen at open."""
         budget = _abi.sized(_abi.SwapBudget)
         self._call("spw_swap_budget_of", ctypes.byref(budget))
         return _record(Budget, budget)
 
     @property
     def stats(self):
-        """Counts since open."""
+        """The SwapStats since open."""
         stats = _abi.sized(_abi.SwapStats)
         self._call("spw_swap_get_stats", ctypes.byref(stats))
         return _record(SwapStats, stats)
 
     def fill(self, states):
-        """Gives every subgroup its param, exp_avg and exp_avg_sq, float32 each; None is all zeros."""
+        """Sets param, exp_avg and exp_avg_sq of every subgroup from float32 arrays; None sets zeros."""
         if len(states) != len(self):
             raise InvalidArgument(f"states has {len(states)} entries for {len(self)} subgroups")
         addresses = (ctypes.c_void_p * (3 * len(self)))()
@@ -109,7 +137,8 @@ class Swap(Held):
         self._call("spw_swap_fill", addresses)
 
     def step(self, optimizer, tensors, *, grad_scale=1.0, stats=False, uint16_as=None):
-        """One step of a spillway.Adam over all subgroups, each a row as table() says; with stats=True returns StepStats."""
+        """Runs one step of a spillway.Adam over all subgroups; `tensors` has one row per subgroup, see table(). With
+        stats=True returns StepStats."""
         if not isinstance(optimizer, Adam):
             raise InvalidArgument(f"optimizer is a {type(optimizer).__name__}; a spillway.Adam is needed")
         table = self.table(tensors, uint16_as)
@@ -121,8 +150,9 @@ class Swap(Held):
         return StepStats(bool(out.nonfinite), out.sum_squares) if stats else None
 
     def ds_step(self, optimizer_id, calls, table, stepped=None):
-        """One step with DeepSpeed's arithmetic: an _abi.DsAdamCall for each row of table(). `stepped(subgroup, address)` is
-        called once a subgroup is stepped, with the address of its master weights; what it raises ends the step."""
+        """Runs one step with DeepSpeed's arithmetic; `calls` has an _abi.DsAdamCall for each row of table(). Calls
+        `stepped(subgroup, address)` after each subgroup's update, with the address of its master weights. An exception
+        of `stepped` aborts the step."""
         raised, shown = [], []
 
         def forward(_user, subgroup, address):
@@ -146,13 +176,14 @@ class Swap(Held):
 
         self._through(step)
         if stepped and len(shown) != len(self):
-            # ctypes reports what a signal handler raises before or after the try block, and goes on.
+            # # An exception of a signal handler outside the try block is reported by ctypes, and the C code continues.
             missing = sorted(set(range(len(self))) - set(shown))
             raise InternalError(f"a signal handler raised while subgroups {missing} were shown to the caller; roll back")
 
     def table(self, tensors, uint16_as=None):
-        """The C table of (grad, weight) for each subgroup. It holds their memory. With a split master `weight` holds the
-        bf16 weights that belong to the state, or they are a third entry and `weight` holds anything."""
+        """The C table of (grad, weight) for each subgroup; it keeps their memory alive. With a split master `weight`
+        holds the bf16 weights that belong to the state. If a third entry holds them instead, `weight` is only
+        written."""
         if len(tensors) != len(self):
             raise InvalidArgument(f"tensors has {len(tensors)} entries for {len(self)} subgroups")
         table = (_abi.Tensor * len(tensors))()
@@ -171,7 +202,8 @@ class Swap(Held):
         return table
 
     def read(self, subgroup, param=None, exp_avg=None, exp_avg_sq=None, *, weights=None, uint16_as=None):
-        """Copies parts of a subgroup's state into float32 arrays; with a split master param is made of its bf16 `weights`."""
+        """Copies parts of a subgroup's state into float32 arrays. With a split master, param also needs its bf16
+        `weights`."""
         parts = self._floats(subgroup, (param, exp_avg, exp_avg_sq), True)
         if weights is None:
             self._call("spw_swap_read", subgroup, *parts)
@@ -183,15 +215,15 @@ class Swap(Held):
         self._call("spw_swap_read_split", subgroup, address, *parts)
 
     def write(self, subgroup, param=None, exp_avg=None, exp_avg_sq=None):
-        """Gives a subgroup other values from float32 arrays; None leaves a part as it is."""
+        """Sets parts of a subgroup's state from float32 arrays; None keeps a part."""
         self._call("spw_swap_write", subgroup, *self._floats(subgroup, (param, exp_avg, exp_avg_sq), False))
 
     def commit(self, step, payload=b""):
-        """Makes all state durable as `step`, with up to 1 MiB that the next open finds."""
+        """Makes all state durable as `step`. `payload`, up to 1 MiB, is returned by the next open."""
         self.tier.committing(lambda: self._call("spw_swap_commit", step, payload, len(payload)))
 
     def roll_back(self):
-        """Goes back to the last commit, also after a step that failed."""
+        """Restores the state of the last commit; also valid after a failed step."""
         self._call("spw_swap_roll_back")
 
     def _floats(self, subgroup, parts, write):
@@ -213,7 +245,7 @@ class Swap(Held):
 
 
 def working_bytes(elements, paths, *, split_master=False):
-    """The least memory with which every path can read and write at once."""
+    """The least host memory, in bytes, with which every path can read and write at once."""
     return plan(elements, host_bytes=(1 << 64) - 1, paths=paths, split_master=split_master).working_bytes
 
 

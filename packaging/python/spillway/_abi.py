@@ -1,6 +1,6 @@
-"""The C ABI as ctypes sees it: constants and the prototype of every function of spillway.h; _structures.py has its structs.
+"""The C ABI for ctypes: constants and the prototype of every function of spillway.h; _structures.py has the structs.
 
-tests/test_abi.py compares all of it with the header, by a C compiler."""
+tests/test_abi.py compares both modules with the header, using a C compiler."""
 
 import ctypes
 from ctypes import (CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64,
@@ -23,7 +23,7 @@ STEPPED_FN = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_void_p)
 _STATUS = c_int32
 _STEP = [c_void_p, c_size_t, POINTER(StepStats)]
 
-# Tables of tensors travel as addresses, so that one prepared table serves every call.
+# # Tables of tensors are passed as addresses, so that one prepared table serves every call.
 PROTOTYPES = {
     "spw_abi_version": (c_uint32, []),
     "spw_version": (c_char_p, []),

@@ -1,6 +1,6 @@
-"""Numpy arrays and torch tensors as (address, elements, dtype), without a copy.
+"""Converts numpy arrays and torch tensors to (address, elements, dtype), without copies.
 
-Neither library is imported here: an argument can only be a tensor if its library is loaded already."""
+Neither numpy nor torch is imported here: an argument can only be a tensor if its library is already loaded."""
 
 import ctypes
 import sys
@@ -40,7 +40,7 @@ def memory(array, argument, write):
 
 
 def same_shape(array, other, argument, other_argument):
-    """Refuses arrays that do not match element by element; a flat array matches any shape of its length."""
+    """Raises InvalidArgument if two arrays differ in shape; a flat array matches any shape with as many elements."""
     shape, wanted = tuple(array.shape), tuple(other.shape)
     if shape == wanted:
         return
@@ -50,12 +50,12 @@ def same_shape(array, other, argument, other_argument):
 
 
 def held(array):
-    """A reference that keeps the memory of an array alive, even if its owner gets other storage."""
+    """A reference that keeps an array's memory alive, even if the array gets other storage."""
     return array.detach() if hasattr(array, "detach") else array
 
 
 def dtype_code(name):
-    """The code of a dtype's name, such as "bf16"; InvalidArgument for another."""
+    """The code of a dtype name such as "bf16"; raises InvalidArgument for an unknown name."""
     try:
         return _abi.DTYPES[name]
     except (KeyError, TypeError):

@@ -1,9 +1,11 @@
-"""The base of what holds an object of the library: opened once, closed once, in a with block or at the end of its life.
+"""Base class of Python objects that own an object of the library: opened once, closed once by close(), a with block or
+the destructor.
 
-Thread-safe: a close refuses new calls and waits for the calls inside before it frees the object. Signal handlers may raise
-between any two bytecodes, so the two steps that must not come apart are one step in C: to enter a call (`with` on a lock), and
-to make a C call and to note its outcome (`record`). A forked child has a copy of the object that is not its own: every call
-raises there, and close() does nothing."""
+Thread-safe: a close refuses new calls and waits for calls in flight before it frees the object. Signal handlers may
+raise between any two bytecodes, so two operations are one step in C: entering a call (`with` on a lock), and making a C
+call and storing its outcome (`record`).
+
+A forked child has an unusable copy of the object: every call raises there, and close() does nothing."""
 
 import ctypes
 import itertools
@@ -14,7 +16,7 @@ import time
 from . import _native
 from .errors import Busy, InvalidArgument, TimedOut
 
-# How often a close looks for calls that have not returned.
+# # Period in seconds at which a close polls for calls in flight.
 LOOK_SECONDS = 0.002
 
 
@@ -24,14 +26,14 @@ def record(outcome, function, *arguments):
 
 
 class Held:
-    """A subclass names what messages call it, and the function that ends the object."""
+    """Subclasses define `what`, the object's name in messages, and `closer`, the C function that ends it."""
 
     what = "object"
     closer = ""
     _cell = ()
 
     def _hold(self, opener, *arguments):
-        # In place before the call, so that an interrupted one leaves nothing open.
+        # # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
         handle = ctypes.c_void_p()
         self._process, self._closed, self._inside, self._closing = os.getpid(), False, {}, threading.RLock()
         self._cell = [handle]
@@ -39,7 +41,7 @@ class Held:
 
     @property
     def handle(self):
-        """What C knows it by."""
+        """The C handle; raises InvalidArgument if the object is closed or belongs to the parent process."""
         cell = self._cell
         if cell:
             self._check_process()
@@ -48,7 +50,7 @@ class Held:
         return cell[0]
 
     def _through(self, work):
-        """What work(handle) returns. The object stays open until then."""
+        """Returns work(handle). A close waits until `work` has returned."""
         self.handle
         lock = threading.Lock()
         self._inside[lock] = threading.get_ident()
@@ -62,7 +64,8 @@ class Held:
         self._through(lambda handle: _native.check(getattr(_native.library(), function)(handle, *arguments)))
 
     def _end(self, *arguments, timeout=None, closer=None, before=None):
-        """Waits for the calls inside, at most so long, calls before(handle) and the closer; False if the object is closed."""
+        """Waits up to `timeout` seconds for calls in flight, then calls before(handle) and the closer; False if already
+        closed."""
         if not self._cell or self._process != os.getpid() or self._closing._is_owned():
             return False
         end = None if timeout is None else time.monotonic() + timeout
@@ -76,7 +79,7 @@ class Held:
                     before(self._cell[0])
                 function, status = getattr(_native.library(), closer or self.closer), []
                 rest = [(argument() if callable(argument) else argument,) for argument in arguments]
-                # The handle leaves its cell and goes to C in one step: it is neither lost nor freed twice.
+                # # One step removes the handle from its cell and passes it to C: it is neither lost nor freed twice.
                 status.extend(itertools.islice(map(function, iter(self._cell.pop, None), *rest), 1))
             finally:
                 self._closed = not self._cell
@@ -97,7 +100,7 @@ class Held:
                                   f"{os.getpid()}; open one in the child")
 
     def close(self):
-        """Ends the object, once the calls of other threads have returned; a second call does nothing."""
+        """Closes the object after calls of other threads have returned; a second call does nothing."""
         self._end()
 
     def __enter__(self):

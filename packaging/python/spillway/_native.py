@@ -1,7 +1,7 @@
-"""Finds and loads libspillway.so: the only place that does.
+"""Finds and loads libspillway.so; no other module does.
 
-The library is the one beside this package, or the file that SPILLWAY_LIBRARY names. It is loaded on first use,
-so that importing spillway costs nothing and cannot fail."""
+The library is the file beside this package, or the one that SPILLWAY_LIBRARY names. It is loaded at first use, so
+importing spillway is cheap and does not fail."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ def library():
 
 
 def library_path():
-    """The file that is, or would be, loaded."""
+    """Path of the library that is loaded, or will be at first use."""
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libspillway.so")
     return os.environ.get("SPILLWAY_LIBRARY") or beside
 

@@ -1,4 +1,4 @@
-"""What a tier knows of a put or a get: known even if a signal handler raised between two steps."""
+"""State of a tier's put or get, consistent even if a signal handler raised between two steps."""
 
 import contextlib
 import ctypes
@@ -7,14 +7,15 @@ from . import _native
 from ._held import record
 
 TIMEOUT = 23
-# To a wait for a ticket that was given: the call of another thread takes the outcome at this moment.
+# # Status of a wait for a begun ticket whose outcome another thread is taking at this moment.
 ELSEWHERE = 1
-# A deadline that passed, an engine that is lost: the ticket is done with, and the system may still have its memory.
+# # Statuses (deadline exceeded, engine lost) of an ended ticket whose memory the system may still access.
 IN_USE = (26, 11)
 
 
 class Ticket:
-    """A put or a get: its memory, the status of the call that began it, and of the waits that did not run out of time."""
+    """A put or a get: its memory, the status of the call that began it, and the statuses of the waits that did not time
+    out."""
 
     __slots__ = ("number", "held", "put", "begun", "ended", "generation")
 
@@ -23,7 +24,7 @@ class Ticket:
         self.held, self.put, self.begun, self.ended = held, put, [], []
 
     def wait(self, handle, milliseconds):
-        """Waits in C; the status."""
+        """Waits in C and returns the status."""
         record(self.ended, _native.library().spw_tier_wait, handle, self.number.value, round(milliseconds),
                ctypes.byref(self.generation))
         status = self.ended[-1]
@@ -34,11 +35,12 @@ class Ticket:
         return status
 
     def outcome(self):
-        """The status of a ticket that is over, else None."""
+        """The status of a ticket that has ended, else None."""
         passing = (TIMEOUT, ELSEWHERE) if self.begun else (TIMEOUT,)
         return next((status for status in list(self.ended) if status not in passing), None)
 
     def in_use(self):
-        """Whether the system may have the memory for good: the ticket ended so, or a close could not wait for its end."""
+        """True if the system may access the memory for good: such a status, or a close that could not wait for the
+        end."""
         ends = self.begun[:1] if not self.number.value else [self.outcome()]
         return ends[:1] == [None] or any(status in IN_USE for status in ends)

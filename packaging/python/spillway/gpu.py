@@ -1,14 +1,16 @@
-"""GPUs, through the CUDA driver that the framework uses: gradients out, parameters in, and Adam on the device.
+"""GPU transfers and Adam on the device, through the CUDA driver that the framework uses.
 
     gpu = spillway.Gpu(0)
     host = spillway.pinned(grad.numel(), "float32")
     copy = gpu.copy_out(grad, host, after=torch.cuda.current_stream())     # widened on the GPU
     copy.wait()
 
-Device memory is a contiguous torch tensor on that GPU, or a DeviceArray. A stream or an event is one of torch, or Stream(number)
-or Event(number) with what C knows it by; None is torch's current stream on that GPU, where torch uses CUDA. Pinned memory that a
-GPU was given is not there in a forked child, which must not touch it. The driver is looked for at the first call; without one, or without a GPU, that
-raises NoDevice. SPILLWAY_CUDA_LIBRARY names another driver library."""
+- Device memory is a contiguous torch tensor on that GPU, or a DeviceArray.
+- A stream or an event is a torch object, or Stream(number) or Event(number) with its CUDA handle. None is torch's
+  current stream on that GPU, if torch uses CUDA.
+- Pinned memory that a GPU used is unmapped in a forked child, which must not access it.
+- The driver is loaded at the first call, which raises NoDevice if there is no driver or no GPU. SPILLWAY_CUDA_LIBRARY
+  names another driver library."""
 
 import ctypes
 import itertools
@@ -24,7 +26,7 @@ from .optim import Adam, StepStats
 
 WIRES = {"native": 0, "f32": 1, "delivered": 2}
 _OUT, _IN = 0, 1
-# Copies that may be over are looked at with each new one; a wait returns to Python this often.
+# # Each new copy polls up to _MOST_LOOKS older ones for their end; a wait returns to Python every _SLICE_MS.
 _MOST_LOOKS, _SLICE_MS, _TIMEOUT = 4, 500, 23
 _NOTHING, _EVENT, _STREAM = 0, 1, 2
 _NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
@@ -41,19 +43,19 @@ class DeviceArray(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A stream by its number; 0 is the legacy default stream."""
+    """A stream by its CUDA handle; 0 is the legacy default stream."""
 
     cuda_stream: int
 
 
 class Event(NamedTuple):
-    """An event by its number."""
+    """An event by its CUDA handle."""
 
     cuda_event: int
 
 
 class Info(NamedTuple):
-    """What a GPU is. capability is 90 for 9.0; with 2 copy_engines copies run in both directions at once."""
+    """Properties of a GPU. `capability` is 90 for 9.0. With 2 copy_engines copies run in both directions at once."""
 
     name: str
     pci: str
@@ -65,8 +67,8 @@ class Info(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Parameters per second across the link and through the CPU step, by the form of gradients or parameters on the wire;
-    `wire` is the better form for gradients."""
+    """Throughput of the link and of the CPU step in parameters per second. `f32` and `native` are the format on the
+    wire: float32, or the model's 16 bits. `wire` is the faster format for gradients."""
 
     wire: str
     out_f32: float
@@ -78,14 +80,15 @@ class Link(NamedTuple):
 
 
 def gpu_count():
-    """Number of GPUs that this process sees; NoDevice if there is no driver, or no GPU."""
+    """Number of GPUs that this process sees; raises NoDevice if there is no driver or no GPU."""
     found = _abi.sized(_abi.GpuDriver)
     _native.check(_native.library().spw_gpu_probe(ctypes.byref(found)))
     return found.devices
 
 
 def pinned(elements, dtype="float32"):
-    """A numpy array in page-locked memory, as transfers need it; of uint16 for bfloat16. It is freed with its last view."""
+    """Allocates a numpy array in page-locked memory, as transfers need it; bfloat16 is stored as uint16. The memory is
+    freed with the array's last view."""
     import numpy
     code = _arrays.dtype_code(dtype)
     kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
@@ -98,7 +101,7 @@ def pinned(elements, dtype="float32"):
 
 
 def current_stream(ordinal=None):
-    """torch's current stream on a GPU; None where torch does not use CUDA."""
+    """torch's current stream on a GPU; None if torch does not use CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
@@ -106,13 +109,14 @@ def current_stream(ordinal=None):
 
 
 def stream_number(stream, ordinal=None):
-    """What C knows a stream by; None is torch's current one, or the legacy default stream where torch does not use CUDA."""
+    """The CUDA handle of a stream; None is torch's current stream, or the legacy default stream if torch does not use
+    CUDA."""
     stream = current_stream(ordinal) if stream is None else stream
     return 0 if stream is None else _number(stream, "cuda_stream", "stream")
 
 
 def device_span(array, argument, ordinal=None):
-    """(address, elements, dtype code) of device memory, of the GPU `ordinal`."""
+    """(address, elements, dtype code) of an array in the memory of GPU `ordinal`."""
     if isinstance(array, DeviceArray):
         return array.address, array.elements, _arrays.dtype_code(array.dtype)
     torch = sys.modules.get("torch")
@@ -128,8 +132,8 @@ def device_span(array, argument, ordinal=None):
 
 
 class Gpu(Held):
-    """A GPU in use, through its primary context, the one that torch uses. Any thread may use it. close() waits for copies
-    under way."""
+    """An open GPU, used through its primary context, which torch also uses. Thread-safe: threads may use one Gpu
+    concurrently. close() waits for copies in flight."""
 
     what, closer = "GPU", "spw_gpu_close"
 
@@ -140,22 +144,22 @@ class Gpu(Held):
         self._hold("spw_gpu_open", ctypes.byref(options))
 
     def info(self):
-        """What the GPU is, and how much memory is free now."""
+        """Properties of the GPU, and the bytes of memory that are free now."""
         found = _abi.sized(_abi.GpuInfo)
         self._call("spw_gpu_info_get", ctypes.byref(found))
         return Info(found.name.decode(), found.pci.decode(), *(getattr(found, name) for name in Info._fields[2:]))
 
     def copy_out(self, device, host, *, after=None):
-        """Begins a copy to page-locked memory: of the same dtype, or float32, which the GPU widens to. It comes after the
-        stream or event `after` on the device; without one, after torch's current stream. Returns a Copy."""
+        """Starts a copy to page-locked memory, of the same dtype or widened to float32 on the GPU. The copy runs after
+        the stream or event `after`; None is torch's current stream. Returns a Copy."""
         return self._copy(_OUT, device, host, after)
 
     def copy_in(self, host, device, *, after=None):
-        """As copy_out, to the device; float32 is rounded to nearest even there."""
+        """Like copy_out, to the device; float32 is rounded to nearest even on the GPU."""
         return self._copy(_IN, device, host, after)
 
     def copy_record(self, direction, device, host, after):
-        """The C structure of a copy."""
+        """The C structure that describes a copy."""
         copy = _abi.sized(_abi.GpuCopy)
         copy.direction = direction
         copy.device, copy.n, copy.device_dtype = device_span(device, "device", self.ordinal)
@@ -176,7 +180,7 @@ class Gpu(Held):
         copy = Copy(self, (_arrays.held(host), device, after))
 
         def begin(handle):
-            # In the table before the call: whatever interrupts this thread, the memory is held once the GPU has it.
+            # # Enter the copy before the call, so that an interrupt cannot free memory that the GPU uses.
             self._under_way[copy] = None
             record(copy._begun, _native.library().spw_gpu_copy_start, handle, ctypes.byref(row), ctypes.byref(copy._ticket))
             _native.check(copy._begun[0])
@@ -189,14 +193,15 @@ class Gpu(Held):
         return copy
 
     def close(self):
-        """Ends the use of the GPU, once all copies are over."""
+        """Closes the GPU after all copies have ended."""
         if self._end():
             self._under_way.clear()
 
     def step(self, adam, tensors, *, shadow=None, stream=None, grad_scale=1.0, stats=False):
-        """One step of a spillway.Adam on the device, in the order of `stream`: tuples of param, grad, exp_avg, exp_avg_sq
-        and, if wanted, a 16-bit copy to write. With `shadow`, tuples of param, exp_avg and exp_avg_sq, the new states go
-        there and the old ones stay. With stats=True it waits, and returns StepStats."""
+        """Runs one step of a spillway.Adam on the device, in the order of `stream`. `tensors` has tuples of param,
+        grad, exp_avg, exp_avg_sq and optionally a 16-bit copy to write. With `shadow`, tuples of param, exp_avg and
+        exp_avg_sq, the new states are written there and the old ones are kept. With stats=True the call waits and
+        returns StepStats."""
         options = options_of(adam, grad_scale)
         table = device_table(tensors, shadow, self.ordinal)
         out = _abi.sized(_abi.StepStats) if stats else None
@@ -206,31 +211,32 @@ class Gpu(Held):
         return StepStats(bool(out.nonfinite), out.sum_squares) if stats else None
 
     def link(self, *, accumulates=False, again=False):
-        """Speeds of the link, measured once on a machine and kept; `accumulates` if the host adds gradients up."""
+        """Speeds of the link, measured once per machine and saved; again=True repeats the measurement. Set
+        `accumulates` if the host accumulates gradients."""
         found = _abi.sized(_abi.GpuLink)
         self._call("spw_gpu_link_get", int(accumulates), int(again), ctypes.byref(found))
         return Link(("native", "f32")[found.wire], *(getattr(found, name) for name in Link._fields[1:]))
 
 
 class Copy:
-    """A copy under way. Its GPU holds the memory until it is over."""
+    """A copy in flight. Its Gpu keeps the memory alive until the copy ends."""
 
     def __init__(self, gpu, held):
         self._gpu, self._held, self._begun, self._ticket = gpu, held, [], ctypes.c_uint64()
 
     def wait(self, timeout=None):
-        """Waits on this thread, at most so many seconds; TimedOut if it is not over by then."""
+        """Blocks until the copy ends, at most `timeout` seconds; then raises TimedOut."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if end is None else max(0, round((end - time.monotonic()) * 1000))
-            # In slices, so that signal handlers run.
+            # # In slices, so that Python runs signal handlers.
             patience = _SLICE_MS if left is None else min(_SLICE_MS, left)
             status = self._look(patience)
             if status != _TIMEOUT or patience == left:
                 return _native.check(status)
 
     def done(self):
-        """Whether it is over."""
+        """True if the copy has ended."""
         status = self._look(0)
         if status != _TIMEOUT:
             _native.check(status)
@@ -244,7 +250,7 @@ class Copy:
         return status
 
     def order(self, stream):
-        """Makes what is queued on `stream` from now on wait for it, on the device."""
+        """Makes later work on `stream` wait for this copy, on the device."""
         self._gpu._call("spw_gpu_stream_wait", self._ticket.value, stream_number(stream, self._gpu.ordinal))
 
 

@@ -1,5 +1,5 @@
-"""The interleaved update: some subgroups are stepped by the CPU, some by the GPU, at the same time, with the bits of steps on
-the CPU alone (Deep Optimizer States).
+"""Interleaved updates: the CPU and the GPU step different subgroups at the same time (Deep Optimizer States). The
+results are bit-identical to steps on the CPU alone.
 
     update = spillway.Interleave([Subgroup(param, exp_avg, exp_avg_sq, grad, param_copy), ...], gpu=gpu)
     update.set_plan(spillway.plan(rates, sizes).sites)
@@ -10,11 +10,13 @@ the CPU alone (Deep Optimizer States).
         for subgroup in as_forward_needs_them:
             update.publish(subgroup, stream)
 
-With a GPU the update has seven streams of its own: set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, or they share
-hardware queues and wait for each other. A stream that is not given is torch's current one. publish() blocks until the CPU is done
-with the subgroup, or the GPU's work for it is enqueued, a few subgroups ahead.
+With a GPU the update uses seven CUDA streams. Set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts; otherwise the
+streams share hardware queues and wait for each other. A stream that is None is torch's current one.
 
-Without a GPU threads take its part in host memory, and there are no streams: for tests, and to try a plan."""
+publish() blocks until the CPU has updated the subgroup, or until the GPU's work for it is enqueued, a few subgroups
+ahead.
+
+Without a GPU, threads take its place in host memory and streams are ignored: for tests, and to try a plan."""
 
 import ctypes
 from typing import Any, NamedTuple
@@ -30,9 +32,12 @@ _HOST, _CUDA = 0, 1
 
 
 class Subgroup(NamedTuple):
-    """The arrays of a subgroup. param, exp_avg and exp_avg_sq are float32 in host memory, page-locked with a GPU (pinned());
-    grad and the 16-bit param_copy are where the model has them: in device memory with a GPU. host_grad is for wire
-    "delivered" with a GPU: where the caller brings the gradient to; with fetch_gradients grad may then be None."""
+    """The arrays of a subgroup.
+
+    - param, exp_avg, exp_avg_sq: float32 in host memory; page-locked with a GPU, see pinned().
+    - grad and the 16-bit param_copy: the model's arrays; in device memory with a GPU.
+    - host_grad: for wire "delivered" with a GPU, the host array that the caller fills with the gradient. With
+      fetch_gradients grad may then be None."""
 
     param: Any
     exp_avg: Any
@@ -43,9 +48,16 @@ class Subgroup(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Parameters per second of the CPU step and the GPU step, of copies to and from the device in float32 words, of the
-    widening on the GPU (0: no time), of a rounding pass on the CPU (0: none); bytes per second of host memory (0: never
-    binds)."""
+    """Measured rates of a machine, in parameters per second except for `dram`.
+
+    | field | meaning |
+    |---|---|
+    | cpu, gpu | optimizer step on the CPU, on the GPU |
+    | h2d, d2h | copies to and from the device, in float32 |
+    | cast | widening gradients on the GPU; 0: takes no time |
+    | downscale | rounding to 16 bits as a separate pass on the CPU; 0: no such pass |
+    | dram | bytes per second of host memory; 0: no limit |
+    | half_duplex | the link carries one direction at a time |"""
 
     cpu: float
     gpu: float
@@ -58,8 +70,9 @@ class Rates(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Who updates each subgroup, and what the model expects of that: seconds until all parameters are new beside those of
-    the serial update, and bytes of GPU memory."""
+    """The processor that updates each subgroup ("cpu", "gpu" or "resident"), and the model's prediction: seconds from
+    the end of backward until all parameters are new, the same for the serial update on the CPU, and bytes of GPU
+    memory."""
 
     sites: tuple
     exposed_seconds: float
@@ -69,7 +82,7 @@ class Plan(NamedTuple):
 
 def plan(rates, sizes, *, mode="model", parameter=0, residents=0, backward=0.0, wire="native", fetch_gradients=False,
          slots=0, chunk=0):
-    """A plan for subgroups of these sizes, in the order in which their gradients arrive."""
+    """Computes a Plan for subgroups with these numbers of parameters, in the order in which their gradients arrive."""
     shape = _abi.sized(_abi.PlanShape)
     table = (ctypes.c_uint64 * len(sizes))(*sizes)
     shape.count, shape.sizes = len(sizes), table
@@ -84,8 +97,8 @@ def plan(rates, sizes, *, mode="model", parameter=0, residents=0, backward=0.0, 
 
 
 class Interleave(Held):
-    """An interleaved update of subgroups, numbered in the order in which their gradients arrive. All are on the CPU until
-    set_plan. The arrays stay where they are until close(), which comes after all that still moves is moved."""
+    """An interleaved update of subgroups, numbered in the order in which their gradients arrive. The CPU updates all of
+    them until set_plan(). Do not move the arrays before close(), which waits for transfers in flight."""
 
     what, closer = "update", "spw_interleave_close"
 
@@ -110,26 +123,28 @@ class Interleave(Held):
         return len(self._subgroups)
 
     def set_plan(self, sites):
-        """Who updates each subgroup from the next step on: "cpu", "gpu", or "resident", whose states move to the GPU."""
+        """Sets the processor of each subgroup from the next step on: "cpu", "gpu", or "resident" (states move to the
+        GPU)."""
         table = (ctypes.c_uint32 * len(sites))(*(_choice(dict(zip(SITES, range(3))), site, "sites") for site in sites))
         self._call("spw_interleave_set_plan", table, len(sites))
 
     def get_plan(self):
-        """The plan of the next step, or of the one under way."""
+        """The plan of the next step, or of the step in flight."""
         table = (ctypes.c_uint32 * len(self))()
         self._call("spw_interleave_get_plan", table)
         return [SITES[site] for site in table]
 
     def gradient(self, subgroup, stream=None):
-        """The gradient of a subgroup is made by what `stream` was given so far; its way to where it is needed begins."""
+        """Declares that work already queued on `stream` produces this subgroup's gradient. Its transfer may start."""
         self._call("spw_interleave_gradient", subgroup, self._number(stream))
 
     def params_free(self, subgroup, stream=None):
-        """Nothing beyond what `stream` was given so far reads a subgroup's 16-bit parameters before they are published."""
+        """Declares that only work already queued on `stream` reads a subgroup's 16-bit parameters until they are
+        published."""
         self._call("spw_interleave_params_free", subgroup, self._number(stream))
 
     def begin(self, adam, *, grad_scale=1.0, stream=None):
-        """Starts the step of all subgroups by a spillway.Adam, or by a list of one for each, and returns."""
+        """Starts the step of all subgroups, by one spillway.Adam or a list with one per subgroup, and returns."""
         each = list(adam) if isinstance(adam, (list, tuple)) else [adam]
         table = (_abi.AdamOptions * len(each))(*(options_of(one, grad_scale) for one in each))
         self._call("spw_interleave_begin", table, len(table), self._number(stream))
@@ -137,49 +152,53 @@ class Interleave(Held):
             one.step_count += 1
 
     def begin_ds(self, optimizer_id, calls, stream=None):
-        """begin() with the arithmetic of DeepSpeed's op for that id: a _abi.DsAdamCall for each subgroup."""
+        """Like begin(), with the arithmetic of DeepSpeed's optimizer `optimizer_id`; `calls` has an _abi.DsAdamCall per
+        subgroup."""
         table = (_abi.DsAdamCall * len(calls))(*calls)
         self._call("spw_interleave_begin_ds_adam", optimizer_id, table, len(table), self._number(stream))
 
     def publish(self, subgroup, stream=None):
-        """Makes `stream` wait for a subgroup's new 16-bit parameters; without a GPU the call returns when they are there."""
+        """Makes `stream` wait for a subgroup's new 16-bit parameters. Without a GPU the call blocks until they are
+        written."""
         self._call("spw_interleave_publish", subgroup, self._number(stream))
 
     def _number(self, stream):
         return 0 if stream is None and self._gpu is None else stream_number(stream, self._gpu and self._gpu.ordinal)
 
     def ready(self, subgroup):
-        """Whether a subgroup's 16-bit parameters are those of the last step begun."""
+        """True if a subgroup's 16-bit parameters are those of the last step begun."""
         ready = ctypes.c_uint32()
         self._call("spw_interleave_is_ready", subgroup, ctypes.byref(ready))
         return bool(ready.value)
 
     def finish(self):
-        """Returns when all 16-bit parameters are new; states may still be on their way to the host."""
+        """Waits until all 16-bit parameters are new; states may still be in transfer to the host."""
         self._call("spw_interleave_finish")
 
     def drain(self):
-        """Returns when the states of all subgroups but residents are in host memory: before a checkpoint."""
+        """Waits until the states of all subgroups except residents are in host memory; call it before a checkpoint."""
         self._call("spw_interleave_drain")
 
     def away(self):
-        """Subgroups whose states in host memory are not those of the last step; after a failure, those that are lost."""
+        """Numbers of the subgroups whose states in host memory are older than the last step; after a failure these
+        states are lost."""
         found, count = (ctypes.c_uint64 * len(self))(), ctypes.c_uint64()
         self._call("spw_interleave_away", found, len(self), ctypes.byref(count))
         return list(found[:count.value])
 
     def calibrate(self, rates):
-        """Gives the Rates that replan begins with."""
+        """Sets the Rates from which replan() starts."""
         self._call("spw_interleave_calibrate", ctypes.byref(_rates(rates)))
 
     def replan(self, backward=0.0):
-        """Takes a better plan for the next step, if what ran so far shows one; True if it did."""
+        """Adopts a better plan for the next step if the measured times show one; True if the plan changed. `backward`
+        is the duration in seconds of the backward pass that the update overlaps."""
         changed = ctypes.c_uint32()
         self._call("spw_interleave_replan", backward, ctypes.byref(changed))
         return bool(changed.value)
 
     def trace(self):
-        """What ran since the last begin(), as JSON for ui.perfetto.dev."""
+        """Spans of the work since the last begin(), as JSON for ui.perfetto.dev."""
         needed = ctypes.c_uint64()
         self._call("spw_interleave_trace", None, 0, ctypes.byref(needed))
         while True:

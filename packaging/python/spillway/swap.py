@@ -9,7 +9,7 @@
 
 A gradient is read in place, in its own dtype. A weight is a 16-bit copy that the step writes, or None.
 
-With split_master=True the tier and memory store param without its upper halves, which equal the bf16 weights: 10 bytes
+With split_master=True the tier and memory store param without its upper halves, which the bf16 weights imply: 10 bytes
 per parameter instead of 12. Every step, and read() of param, then needs the bf16 weights that belong to the state:
 
 - after a step: the weights that this step wrote;

@@ -1,12 +1,13 @@
-"""A virtual tier over several directories: named extents that survive a crash, whole and checked.
+"""Crash-safe storage of named extents over several directories, with checksums.
 
     with spillway.Tier(["/mnt/nvme", "/mnt/pfs"], job="run7") as tier:
         weights = tier.define("weights", [array.nbytes])
         tier.wait(tier.put(weights, [array]))
-        tier.commit(step=1, payload=b"what the next open finds")
+        tier.commit(step=1, payload=b"returned by the next open")
         tier.wait(tier.get(weights, [array]))
 
-Until a commit an open finds what the last one left, whatever was put since."""
+An extent has one or more streams (arrays) of fixed size. After a crash an open finds the state of the last commit; puts
+since then are lost."""
 
 import ctypes
 import itertools
@@ -27,18 +28,18 @@ _DEGRADED, _NO_DIRECT, _AT_STEP = 1, 2, 4
 _DIRECTORY, _MEMORY = 0, 1
 _TEXT_BYTES = 4096
 
-# A wait returns to Python this often, so that signal handlers run.
+# # Longest wait in C, in milliseconds: in between Python runs signal handlers.
 _SLICE_MS = 500
-# Puts that nobody waits for: beyond so many, those that are over are let go, and so many outcomes are kept.
+# # Beyond _MOST_UNDER_WAY tickets in flight, begin() releases finished puts; the last _MOST_OVER outcomes are kept.
 _MOST_UNDER_WAY, _MOST_OVER = 256, 4096
 
-# Memory of such tickets, which is never let go: nobody says when the system is done with it.
+# # Memory of tickets that ended in a deadline or a lost engine. It is never freed: the system may still access it.
 _stuck = []
 
 
 class TierPath(NamedTuple):
-    """A path of a tier: a directory, "s3://BUCKET/PREFIX" for an object store, or None for memory of this process; the most
-    bytes of its data file, 0 for no limit; and how many it takes from the start."""
+    """A path of a tier. `directory` is a directory, "s3://BUCKET/PREFIX" for an object store, or None for memory of
+    this process. `limit_bytes` limits the path's data file (0: no limit); `reserve_bytes` are allocated at open."""
 
     directory: str | None
     limit_bytes: int = 0
@@ -46,8 +47,8 @@ class TierPath(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The steps that a tier can be opened at: the last committed one, or None, and the one before it, or None. `first` if
-    the last was the first commit, so that there was nothing before it. `exists` if there is a tier, committed or not."""
+    """The steps at which a tier can be opened: `last`, the last committed step, and `before`, the one before it; None
+    if there is none. `first` if `last` was the tier's first commit. `exists` if there is a tier, committed or not."""
 
     last: int | None
     before: int | None
@@ -56,7 +57,8 @@ class Steps(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What an open found: the committed step, or None, and the payload that was committed with it."""
+    """What an open found: the committed step, or None, and the payload of its commit; the numbers of missing paths and
+    of lost extents."""
 
     step: int | None
     payload: bytes
@@ -65,7 +67,7 @@ class Opened(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """An extent. `generation` 0 was never put."""
+    """An extent. Its `generation` is 0 until the first put."""
 
     number: int
     name: str
@@ -78,7 +80,8 @@ class Extent(NamedTuple):
 
 
 class PathReport(NamedTuple):
-    """How a path is doing, and what went over it since the open; `wear_bytes` since the tier was made."""
+    """Health and traffic of a path since the open, in bytes and seconds; `wear_bytes` counts writes since the tier was
+    created."""
 
     directory: str
     health: str
@@ -93,13 +96,16 @@ class PathReport(NamedTuple):
 
 
 class Tier(Held):
-    """An open tier. Several threads may use one.
+    """An open tier. Thread-safe: threads may use one tier concurrently.
 
-    `paths` are directories that exist, "s3://BUCKET/PREFIX", None for memory, or TierPath. `mode`: "auto" goes on where there
-    is a committed state and else begins, unless the rank's state lies under another host's name; "create" refuses one,
-    "resume" needs one. `durability`: "data" survives a power cut, "process" only the end of the process, "full" syncs
-    directories too. `at_step` goes on at this step, one of steps(): the one before the last is NoStep if something was put
-    since the last commit, and the last is gone then. Zero is the default of every number."""
+    - `paths`: existing directories, "s3://BUCKET/PREFIX", None for memory, or TierPath.
+    - `mode`: "auto" resumes a committed state and otherwise creates the tier, unless the rank's state is stored under
+      another host's name; "create" refuses a committed state, "resume" requires one.
+    - `durability`: "data" survives a power failure, "process" only the end of the process, "full" also syncs
+      directories.
+    - `at_step` opens the tier at this step, one of steps(). Opening at the step before the last discards the last step.
+      It raises NoStep if something was put since the last commit.
+    - 0 selects the default of a numeric option."""
 
     what, closer = "tier", "spw_tier_close"
 
@@ -118,7 +124,7 @@ class Tier(Held):
         self.opened = self._opened()
 
     def define(self, name, stream_bytes):
-        """The number of the extent with this name and streams of these many bytes; it is made if it is not there."""
+        """Returns the number of the extent with this name and these stream sizes in bytes; creates a missing extent."""
         sizes = (ctypes.c_uint64 * len(stream_bytes))(*stream_bytes)
         number = ctypes.c_uint32()
         self._call("spw_tier_define", _text(name, "name"), sizes, len(sizes), ctypes.byref(number))
@@ -126,31 +132,33 @@ class Tier(Held):
         return number.value
 
     def remove(self, extent):
-        """Takes an extent out with the next commit."""
+        """Removes an extent; the removal is durable with the next commit."""
         self._call("spw_tier_remove", extent)
 
     def put(self, extent, arrays, *, path=None):
-        """Begins to write an extent, one array for each stream, to the path of that number, or where it fits best; a ticket
-        for wait(). The arrays stay as they are until then, or until a commit has succeeded."""
+        """Starts writing an extent, one array per stream, and returns a ticket for wait(). `path` is the number of the
+        path to write to; None chooses the best one. Do not change the arrays until the wait returns or a commit
+        succeeds."""
         streams = self._addresses(extent, arrays, False)
         return self._begin(True, "spw_tier_put", extent, arrays, streams, -1 if path is None else path)
 
     def put_striped(self, extent, arrays, path_blocks):
-        """put(), in pieces: how many blocks each path takes."""
+        """Like put(), distributed over the paths: `path_blocks` has the number of blocks for each path."""
         streams, blocks = self._addresses(extent, arrays, False), (ctypes.c_uint32 * len(path_blocks))(*path_blocks)
         return self._begin(True, "spw_tier_put_striped", extent, arrays, streams, blocks, len(blocks))
 
     def get(self, extent, arrays):
-        """Begins to read an extent into one array for each stream; None leaves a stream out. A ticket for wait()."""
+        """Starts reading an extent into one array per stream and returns a ticket for wait(); None skips a stream."""
         return self._begin(False, "spw_tier_get", extent, arrays, self._addresses(extent, arrays, True))
 
     def wait(self, ticket, timeout=None):
-        """Waits for a put or a get; its generation. TimedOut leaves it under way. After an IoFailure of status 26, a path that
-        gave no answer in time, the arrays stay allocated for good, and what is in them may still change."""
+        """Waits for a put or a get; returns the extent's generation. After TimedOut the operation is still in flight.
+        After an IoFailure of status 26 (the path did not respond in time) the arrays stay allocated for good, and the
+        system may still change their content."""
         entry, end = self._by_number.get(ticket), None if timeout is None else time.monotonic() + timeout
         if entry is None and ticket in self._over:
             return self._outcome_of(ticket)
-        # An interrupted put or get is in one table and not yet in the other.
+        # # A put or get that a signal handler interrupted may be in _under_way but not yet in _by_number.
         entry = entry or next((other for other in list(self._under_way) if other.number.value == ticket), None) \
             or Ticket(None, False, ticket)
         while entry.outcome() is None:
@@ -160,7 +168,7 @@ class Tier(Held):
             if status == TIMEOUT and patience == left:
                 _native.check(status)
             elif entry.begun and status == ELSEWHERE and entry.outcome() is None:
-                # The other thread has the outcome and notes it as soon as it runs.
+                # # Another thread has taken the outcome, and records it as soon as it runs.
                 if left == 0:
                     raise TimedOut(f"ticket {ticket} is being taken by another thread")
                 time.sleep(LOOK_SECONDS)
@@ -175,11 +183,12 @@ class Tier(Held):
         return entry.generation.value
 
     def commit(self, step, payload=b""):
-        """Makes everything put so far durable as `step`, with up to 1 MiB that the next open finds. Puts before it are over."""
+        """Makes all earlier puts durable as `step`, and ends them. `payload`, up to 1 MiB, is returned by the next
+        open."""
         self.committing(lambda: self._call("spw_tier_commit", step, payload, len(payload)))
 
     def committing(self, commit):
-        """Calls what commits the tier; afterwards the puts before it are over, and their arrays free."""
+        """Runs `commit`, which commits the tier. Afterwards all earlier puts have ended and their arrays are free."""
         before = [entry for entry in list(self._under_way) if entry.put]
         for entry in before:
             if entry.outcome():
@@ -191,65 +200,65 @@ class Tier(Held):
             self._reap(entry)
 
     def rollback(self):
-        """Forgets everything put since the last commit."""
+        """Discards everything put since the last commit."""
         self._call("spw_tier_rollback")
         self._failed.clear()
 
     def extents(self):
-        """Every extent there is."""
+        """All extents, as a list of Extent."""
         return [Extent(info.extent, name, info.bytes, info.generation, info.streams, bool(info.committed), bool(info.lost),
                        info.blocks) for info, name in self._all("spw_tier_extent_get", _abi.TierExtentInfo)]
 
     def paths(self):
-        """Every path, by number."""
+        """All paths, as a list of PathReport in order of their numbers."""
         return [PathReport(words, HEALTH[info.health], info.read_bytes, info.written_bytes, info.reading_ns / 1e9,
                            info.writing_ns / 1e9, info.wear_bytes, info.file_bytes, info.free_bytes, info.blocks)
                 for info, words in self._all("spw_tier_path_get", _abi.TierPathInfo)]
 
     def set_health(self, path, health):
-        """"draining" ends new writes to a path, "healthy" allows them again."""
+        """Sets a path's health: "draining" stops new writes to it, "healthy" allows them again."""
         self._call("spw_tier_path_set", path, _choice({name: n for n, name in enumerate(HEALTH)}, health, "health"))
 
     def evacuate(self, path):
-        """Moves everything off a path."""
+        """Moves all blocks off a path."""
         self._call("spw_tier_evacuate", path)
 
     def verify(self):
-        """Reads everything and compares it with its checksums; the number of blocks. Damage is the exception that names
-        the first."""
+        """Reads all blocks and verifies their checksums; returns the number of blocks. Raises Corrupt for the first
+        damaged block."""
         checked = _abi.sized(_abi.TierChecked)
         self._call("spw_tier_verify", ctypes.byref(checked))
         return checked.blocks
 
     def export(self, directory):
-        """Writes the committed state as plain files into a directory that does not exist; its step."""
+        """Writes the committed state as plain files into a new directory; returns its step."""
         return self._step("spw_tier_export", directory)
 
     def import_from(self, directory):
-        """Reads an export and commits it; its step."""
+        """Reads an exported directory and commits it; returns its step."""
         return self._step("spw_tier_import", directory)
 
     def close(self, timeout=None):
-        """Closes the tier; what was not committed is lost."""
+        """Closes the tier; everything not committed is lost."""
         end = None if timeout is None else time.monotonic() + timeout
         self._end(lambda: -1 if end is None else round(_left(end) * 1000), timeout=timeout,
                   before=lambda handle: self._settle(handle, end))
 
     def destroy(self):
-        """Removes the tier's files and closes it."""
+        """Closes the tier and removes its files."""
         self.handle
         self._end(closer="spw_tier_destroy", before=lambda handle: self._settle(handle, None))
 
     def _settle(self, handle, end):
-        """Waits for the tickets that nobody waited for: only a ticket's own status says whether its memory is
-        free. A put that failed is lost with all that was not committed."""
+        """Waits for the tickets in flight: only a ticket's own status shows whether its memory is free. A failed put is
+        ignored, since everything not committed is lost."""
         for entry in list(self._under_way):
             if entry.number.value and entry.outcome() is None:
                 entry.wait(handle, -1 if end is None else _left(end) * 1000)
             self._release(entry)
 
     def _reap(self, entry):
-        """Lets a put go if it is over; its outcome is kept for a while."""
+        """Releases a put that has ended, and records its outcome."""
         if not entry.number.value:
             return
         if entry.outcome() is None:
@@ -259,7 +268,7 @@ class Tier(Held):
         try:
             _native.check(entry.outcome())
         except SpillwayError as error:
-            # The next commit would be without it, which nobody was told.
+            # # The next commit would silently lack this put, so `committing` raises the error.
             self._failed[entry.number.value] = error.with_traceback(None)
         self._over[entry.number.value] = entry.generation.value
         while len(self._over) > _MOST_OVER:
@@ -275,7 +284,7 @@ class Tier(Held):
     def _release(self, entry):
         if entry in self._under_way and entry.in_use():
             _stuck.append(entry.held)
-        # In this order: what an interrupt leaves in the second table is found there again.
+        # # In this order: after an interrupt in between the entry is still in _under_way, where it is found again.
         self._by_number.pop(entry.number.value, None)
         self._under_way.pop(entry, None)
 
@@ -310,7 +319,7 @@ class Tier(Held):
         entry = Ticket([_arrays.held(array) for array in arrays], put)
 
         def begin(handle):
-            # In the table before the call: whatever interrupts this thread, the memory is held once the system has it.
+            # # Enter the ticket before the call, so that an interrupt cannot free memory that the system uses.
             self._under_way[entry] = None
             record(entry.begun, getattr(_native.library(), function), handle, extent, streams, *arguments,
                    ctypes.byref(entry.number))
@@ -323,7 +332,7 @@ class Tier(Held):
                 self._release(entry)
         self._by_number[entry.number.value] = entry
         if entry not in self._under_way:
-            # A commit of another thread was faster.
+            # # A commit in another thread has already released the entry.
             self._by_number.pop(entry.number.value, None)
         return entry.number.value
 
@@ -344,8 +353,8 @@ class Tier(Held):
 
 
 def steps(paths, *, job, host=None, rank=0, world=1, degraded=False):
-    """The Steps of a tier, which it leaves as it is; none if there is no tier. Ranks that commit each for itself look
-    before they open: an open makes the step it finds the only one."""
+    """Returns the Steps of a tier without changing it; empty if there is no tier. Ranks that commit independently must
+    call this before they open the tier, because an open discards the other step."""
     info = _abi.sized(_abi.TierStepsInfo)
     options = _options(paths, job, host, rank, world, degraded)
     _native.check(_native.library().spw_tier_steps(ctypes.byref(options), ctypes.byref(info)))
@@ -354,7 +363,8 @@ def steps(paths, *, job, host=None, rank=0, world=1, degraded=False):
 
 
 def collect(directory, *, job, host=None, rank=0):
-    """Removes what a dead run left in a directory or object store; False if there is nothing. A live one is TierLocked."""
+    """Removes the files of a dead run from a directory or object store; False if there are none. Raises TierLocked for
+    a live run."""
     name = None if host is None else _text(host, "host")
     try:
         _native.check(_native.library().spw_tier_collect(os.fsencode(directory), _text(job, "job"), name, rank))

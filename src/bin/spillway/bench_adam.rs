@@ -1,7 +1,7 @@
-//! `spillway bench adam`: how close each kernel comes to what the memory allows.
+//! `spillway bench adam`: the speed of each kernel relative to the memory bandwidth.
 //!
-//! The limit is a stream that reads and writes the same four arrays with one addition each, on the same threads and
-//! the same vector unit. Kernel and limit run in alternation, so that a machine whose speed drifts slows both; the
+//! The reference is a stream that reads and writes the same four arrays with one addition each, on the same threads and
+//! with the same vector unit. Kernel and reference alternate, so that drift of the machine's speed affects both; the
 //! ratio is the median of the rounds' ratios.
 #![forbid(unsafe_code)]
 
@@ -20,20 +20,20 @@ pub struct Options {
     /// Prints one JSON object instead of a table.
     #[arg(long)]
     json: bool,
-    /// Parameters of each measurement, with Ki or Mi; 28 bytes of memory each.
+    /// Parameters of each measurement, with Ki or Mi; each parameter takes 28 bytes of memory.
     #[arg(long, value_delimiter = ',', default_value = "4Ki,64Ki,1Mi,16Mi,100Mi", value_parser = parse_count)]
     sizes: Vec<usize>,
-    /// Only these kernels.
+    /// Kernels to run; default: all.
     #[arg(long, value_delimiter = ',')]
     kernels: Vec<String>,
-    /// Alternations of kernel and limit.
+    /// Number of rounds; each runs kernel and reference once.
     #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
 }
 
-/// Adam step in f32: reads p, g, m, v and writes p, m, v.
+/// Bytes per parameter of an Adam step in f32: reads p, g, m, v and writes p, m, v.
 const F32_BYTES: f64 = 28.0;
-/// Fused step: reads a bf16 gradient instead, and writes a bf16 copy of the parameter.
+/// Bytes per parameter of the fused step: it reads a bf16 gradient, and also writes a bf16 copy of the parameter.
 const FUSED_BYTES: f64 = 28.0;
 
 #[derive(serde::Serialize)]
@@ -94,14 +94,14 @@ fn print_row(row: &Row) {
     );
 }
 
-/// What a step reads and writes beside parameter and states.
+/// Arrays that a step reads and writes beside parameter and states.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Case {
     /// An f32 gradient.
     F32,
     /// A bf16 gradient in and a bf16 copy of the parameter out.
     Fused,
-    /// A bf16 gradient in; the copy is kept back until the step is final.
+    /// A bf16 gradient in; the 16-bit copy is written only after the step is final.
     KeptBack,
 }
 
@@ -115,7 +115,7 @@ pub struct Arrays {
     copy16: Aligned<bf16>,
 }
 
-/// Elements that begin with a cache line, as those of a framework's tensors do.
+/// Elements aligned to a cache line, like a framework's tensors.
 struct Aligned<T> {
     elements: Vec<T>,
     start: usize,
@@ -171,7 +171,7 @@ impl Arrays {
         Ok(Tensor::new(states, grad, copy)?)
     }
 
-    /// Parameter and states alone.
+    /// The parameter and the states, without gradient and copy.
     pub fn states(&mut self) -> States<'_> {
         States {
             param: FloatsMut::F32(&mut self.param),
@@ -180,7 +180,7 @@ impl Arrays {
         }
     }
 
-    /// Random gradients as training has them: normal in size around their element's own scale.
+    /// Random gradients: normally distributed around a scale of each element.
     pub fn refresh_grad(&mut self, seed: u32) {
         let mut state = u64::from(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         for (i, (grad, grad16)) in self.grad.iter_mut().zip(&mut *self.grad16).enumerate() {
@@ -195,7 +195,7 @@ impl Arrays {
 
 fn measure(kernel: Kernel, arrays: &mut Arrays, case: Case, rounds: u32) -> Result<Row> {
     let parameters = arrays.param.len();
-    // Small arrays are stepped many times per timing, so that the clock's grain does not show.
+    // Small arrays are stepped several times per timing, to exceed the resolution of the clock.
     let repeats = ((4 << 20) / parameters.max(1)).max(1);
     let adam = AdamOptions { weight_decay: 0.01, step: 10, ..Default::default() }.rule()?;
     let mut seconds = Vec::new();

@@ -1,7 +1,7 @@
-//! `spillway bench io`: sequential reads and writes past the page cache, in alternation with fio on the same file.
+//! `spillway bench io`: sequential direct reads and writes, alternating with fio on the same file.
 //!
-//! fio runs twice: with buffers as it takes them, and with 2 MiB pages like the library's pools, since the size of the
-//! pages alone can be worth a factor. Ratios are medians of the rounds' ratios: the speed of a disk drifts.
+//! fio runs twice: with its default buffers, and with 2 MiB pages like the library's pools, because the page size alone
+//! can change the results by a factor. Ratios are medians of the rounds' ratios, since the speed of a disk drifts.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -18,31 +18,31 @@ pub struct Options {
     /// Prints one JSON object instead of a table.
     #[arg(long)]
     json: bool,
-    /// Where the test file is made.
+    /// Directory of the test file.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// Bytes of the test file, with Ki, Mi or Gi.
+    /// Size of the test file in bytes, with Ki, Mi or Gi.
     #[arg(long, default_value = "1Gi", value_parser = parse_count)]
     size: usize,
-    /// Bytes of a block.
+    /// Size of a block in bytes.
     #[arg(long, value_delimiter = ',', default_value = "256Ki,1Mi,4Mi", value_parser = parse_count)]
     block: Vec<usize>,
-    /// Blocks under way at a time, of each engine.
+    /// Blocks in flight per engine.
     #[arg(long, value_delimiter = ',', default_value = "8,32")]
     depth: Vec<u32>,
-    /// Engines, each with its own ring, thread and stretch of the file; jobs of fio.
+    /// Number of engines, each with its own ring, thread and range of the file; also fio's number of jobs.
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     engines: Vec<usize>,
-    /// Blocks of one operation; fio's always have one.
+    /// Blocks per operation; fio always uses one.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     blocks: u32,
-    /// Alternations.
+    /// Number of rounds.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// How often a measurement goes over the file: fio tells processor time in whole milliseconds.
+    /// Passes over the file per measurement: fio reports processor time in whole milliseconds.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
     times: u32,
-    /// Does not run fio.
+    /// Skips fio.
     #[arg(long)]
     no_fio: bool,
 }
@@ -54,7 +54,7 @@ struct Row {
     shape: Shape,
     gb_per_s: f64,
     cpu_seconds_per_gb: f64,
-    /// Against fio with buffers as it takes them, and with 2 MiB pages.
+    /// Ratios to fio with its default buffers, and with 2 MiB pages.
     fio: Option<Versus>,
     fio_huge: Option<Versus>,
 }
@@ -63,9 +63,9 @@ struct Row {
 struct Versus {
     gb_per_s: f64,
     cpu_seconds_per_gb: f64,
-    /// Above 1, Spillway is faster.
+    /// Speed ratio; above 1 Spillway is faster.
     speed_ratio: f64,
-    /// Below 1, Spillway uses less processor time.
+    /// Ratio of processor times; below 1 Spillway uses less.
     cpu_ratio: f64,
 }
 
@@ -141,7 +141,7 @@ fn measure(
 ) -> Result<Row> {
     let mut ours = Vec::new();
     let mut theirs = [Vec::new(), Vec::new()];
-    // The first round only warms up.
+    // Discard the first round, which warms up.
     for round in 0..=options.rounds {
         let record = |passes: &mut Vec<Pass>, pass| (round > 0).then(|| passes.push(pass));
         record(&mut ours, load.run(file, direction, file.bytes, options.times)?);

@@ -1,7 +1,7 @@
-//! `spillway bench tier`: what the checksums of a tier cost.
+//! `spillway bench tier`: the cost of a tier's checksums.
 //!
-//! A step fetches every extent and writes it again, with two fetches ahead and writes behind, then commits. Steps with
-//! and without checksums run in alternation over the same tier; the ratio is the median of the rounds' ratios.
+//! A step fetches every extent and writes it again, with two fetches ahead and writes in the background, then commits.
+//! Steps with and without checksums alternate on the same tier; the ratio is the median of the rounds' ratios.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -19,10 +19,10 @@ use super::bench_adam::{median, parse_count};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Directories, one for each path.
+    /// Directories, one per path of the tier.
     #[arg(required = true)]
     directories: Vec<PathBuf>,
-    /// Prints one JSON object instead of words.
+    /// Prints one JSON object instead of text.
     #[arg(long)]
     json: bool,
     /// Bytes of an extent, with Ki or Mi.
@@ -31,7 +31,7 @@ pub struct Options {
     /// Number of extents.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     extents: u32,
-    /// Alternations.
+    /// Number of rounds.
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
 }
@@ -42,13 +42,13 @@ struct Report {
     bytes_per_step: u64,
     checked_gb_per_s: f64,
     unchecked_gb_per_s: f64,
-    /// Time of a step with checksums over that of one without.
+    /// Ratio of the step times with and without checksums.
     ratio: f64,
 }
 
-/// Extents fetched ahead.
+/// Number of extents fetched ahead.
 const AHEAD: usize = 2;
-/// Buffers: those being fetched, one in hand, those being written.
+/// Number of buffers: those being fetched, one in use, those being written.
 const BUFFERS: usize = AHEAD + 3;
 
 pub fn run(options: &Options) -> Result<()> {
@@ -89,7 +89,7 @@ fn measure(tier: &Tier, options: &Options) -> Result<Report> {
             let start = Instant::now();
             step(tier, &extents, &buffers, checked)?;
             tier.commit(2 * round + case + 1, &[])?;
-            // The first round makes the files as long as they become.
+            // The first round extends the files to their final length.
             if round > 0 {
                 seconds[usize::from(!checked)].push(start.elapsed().as_secs_f64());
             }
@@ -120,7 +120,7 @@ fn step(tier: &Tier, extents: &[u32], buffers: &[Span], checked: bool) -> Result
         }
         if let Some((extent, buffer, ticket)) = reads.pop_front() {
             tier.wait(ticket, None)?;
-            // Without: the sums that are known already stand in for computed ones.
+            // Without checksums: reuse the known sums instead of computing them.
             let sums = if checked { None } else { tier.sums(extent)?.map(|sums| sums.to_vec()) };
             writes.push_back((buffer, tier.write(extent, &[buffer], &Placement::Auto, sums)?));
         } else if writes.is_empty() {

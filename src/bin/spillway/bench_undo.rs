@@ -1,9 +1,9 @@
-//! `spillway bench undo`: what taking a step back costs, against the plain step.
+//! `spillway bench undo`: the cost of rolling a step back, compared with the plain step.
 //!
-//! Plain step, logged step, undo, logged step, redo, step into a shadow run in alternation over the same arrays; ratios are
-//! medians of the rounds' ratios to the plain step. What the memory allows a shadow is measured beside them: streams that
-//! read and write the same arrays with one addition each, into the shadow against in place. With `--fused` a step that may
-//! be taken back keeps the 16-bit copy of the parameter back, as speculation does; writing it later is its own row.
+//! Plain step, logged step, undo, logged step, redo and step into a shadow alternate over the same arrays; ratios are
+//! medians of the rounds' ratios to the plain step. The memory limit of a shadow is measured as well: streams that read
+//! and write the same arrays with one addition each, into the shadow and in place. With `--fused` a step that may be
+//! rolled back does not write the 16-bit copy of the parameter, as in speculation; the later write is a row of its own.
 #![forbid(unsafe_code)]
 
 use std::time::Instant;
@@ -23,16 +23,17 @@ pub struct Options {
     /// Prints one JSON object instead of a table.
     #[arg(long)]
     json: bool,
-    /// Parameters, with Ki or Mi.
+    /// Number of parameters, with Ki or Mi.
     #[arg(long, default_value = "100Mi", value_parser = parse_count)]
     size: usize,
-    /// A bf16 gradient in and a bf16 copy of the parameter out, as mixed-precision training has them; else all in f32.
+    /// Uses a bf16 gradient and writes a bf16 copy of the parameter, as in mixed-precision training; otherwise all
+    /// arrays are f32.
     #[arg(long)]
     fused: bool,
-    /// Only this kernel.
+    /// Kernel to run.
     #[arg(long)]
     kernel: Option<String>,
-    /// Alternations.
+    /// Number of rounds.
     #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
 }
@@ -69,7 +70,7 @@ pub fn run(options: &Options) -> Result<()> {
         let rule =
             AdamOptions { weight_decay: 0.01, step: u64::from(round) + 1, ..Default::default() }.rule()?;
         arrays.refresh_grad(round);
-        // The first step after new gradients pays for writing those back.
+        // Discard one step: the first after new gradients also writes those back from the caches.
         step(kernel, rule, plain, &mut arrays, None, None)?;
         let times = [
             time(|| step(kernel, rule, plain, &mut arrays, None, None))?,
@@ -81,7 +82,7 @@ pub fn run(options: &Options) -> Result<()> {
             },
             time(|| step(kernel, rule, withdrawn, &mut arrays, None, Some(&mut shadow)))?,
             time(|| step(kernel, StreamRule, withdrawn, &mut arrays, None, Some(&mut shadow)))?,
-            // In the shadow: the sums that it leaves are no states.
+            // In the shadow, because the sums that the stream writes are no valid states.
             time(|| step(kernel, StreamRule, plain, &mut shadow, None, None))?,
             time(|| publish(&mut [Job { optimizer: rule, tensor: arrays.tensor(plain)? }]))?,
         ];

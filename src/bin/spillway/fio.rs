@@ -1,4 +1,4 @@
-//! The same load by fio, which nobody here wrote: io_uring with registered buffers and files, past the page cache.
+//! The same load by fio, as an independent reference: io_uring with registered buffers and files, direct I/O.
 #![forbid(unsafe_code)]
 
 use std::process::{Command, Stdio};
@@ -7,28 +7,28 @@ use spillway::error::{Error, Result};
 
 use super::io_load::{Direction, Pass, Shape, TestFile};
 
-/// What backs fio's buffers.
+/// Pages that back fio's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pages {
-    /// What fio takes by itself: base pages.
+    /// fio's default: base pages.
     Own,
-    /// Transparent 2 MiB pages, as Spillway's pools.
+    /// Transparent 2 MiB pages, as in Spillway's pools.
     Huge,
 }
 
-/// The version of the installed fio, if there is one.
+/// The version of the installed fio; `None` if there is none.
 pub fn version() -> Option<String> {
     let output = Command::new("fio").arg("--version").stdin(Stdio::null()).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_string())
 }
 
-/// Goes over the file so many `times`. Time and processor time are fio's own figures, without its start.
+/// Makes `times` passes over the file. Time and processor time are fio's own figures, without its startup.
 pub fn run(file: &TestFile, shape: Shape, pages: Pages, direction: Direction, times: u32) -> Result<Pass> {
     let each = file.bytes / shape.block_bytes as u64 / shape.engines as u64 * shape.block_bytes as u64;
     let way = if direction == Direction::Read { "read" } else { "write" };
     let mut fio = Command::new("fio");
     fio.args(["--name=spillway", "--ioengine=io_uring", "--fixedbufs=1", "--registerfiles=1", "--direct=1"]);
-    // Written blocks are random bytes made before the clock starts, as Spillway's.
+    // fio fills its write buffers with random bytes before the clock starts, like Spillway.
     fio.args(["--scramble_buffers=0", "--refill_buffers=0", "--fallocate=none", "--invalidate=0"]);
     fio.args(["--thread", "--output-format=json"]);
     fio.arg(format!("--filename={}", file.path.display())).arg(format!("--rw={way}"));
@@ -49,7 +49,7 @@ pub fn run(file: &TestFile, shape: Shape, pages: Pages, direction: Direction, ti
 }
 
 fn parse(json: &[u8], way: &str) -> Option<Pass> {
-    // A warning may stand before the object.
+    // fio may print a warning before the JSON object.
     let from = json.iter().position(|byte| *byte == b'{')?;
     let answer: serde_json::Value = serde_json::from_slice(&json[from..]).ok()?;
     let mut pass = Pass { bytes: 0, seconds: 0.0, cpu_seconds: 0.0 };

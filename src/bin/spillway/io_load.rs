@@ -1,8 +1,8 @@
-//! A sequential load on one file through the library's engines, as bench and tune run it.
+//! A sequential load on one file through the library's I/O engines, for bench and tune.
 //!
-//! Each engine has its own stretch of the file and memory for as many blocks as are under way; one thread per engine
-//! submits an operation as soon as its memory is free. Engines and memory are set up outside the clock; the file is
-//! opened once a pass.
+//! Each engine has its own range of the file, and memory for as many blocks as it has in flight. One thread per engine
+//! submits an operation as soon as its memory is free. Setup of engines and memory is not timed; each pass opens the
+//! file once.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -24,7 +24,7 @@ use spillway::sys::host;
 use spillway::sys::span::Span;
 use spillway::sys::usage::cpu_time;
 
-/// Which way the bytes go.
+/// Direction of the load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
@@ -38,7 +38,7 @@ pub struct Shape {
     pub block_bytes: usize,
     pub depth: u32,
     pub engines: usize,
-    /// Blocks of one operation.
+    /// Blocks per operation.
     pub blocks: usize,
 }
 
@@ -48,7 +48,7 @@ impl Shape {
     }
 }
 
-/// What one pass over the file took.
+/// Measurements of one pass over the file.
 #[derive(Debug, Clone, Copy)]
 pub struct Pass {
     pub bytes: u64,
@@ -66,16 +66,16 @@ impl Pass {
     }
 }
 
-/// A file of random bytes without a name: it is gone when it is dropped, and when the process ends, however it ends.
+/// An unlinked file of random bytes: it disappears when it is dropped or the process ends.
 pub struct TestFile {
-    /// Names the open file in `/proc`, for this process and those that it starts.
+    /// Path of the open file in `/proc`, valid for this process and its children.
     pub path: PathBuf,
     pub bytes: u64,
     _open: std::fs::File,
 }
 
 impl TestFile {
-    /// Makes it in `directory`.
+    /// Creates the file in `directory`.
     pub fn create(directory: &Path, bytes: u64) -> Result<TestFile> {
         let open =
             nameless(directory).map_err(|error| Error::system("making a file to measure on", &error))?;
@@ -87,17 +87,17 @@ impl TestFile {
     }
 }
 
-/// Makes a file that nobody has foreseen, and takes its name away at once.
+/// Creates a file with a random name and unlinks it at once.
 fn nameless(directory: &Path) -> io::Result<std::fs::File> {
     let path = directory.join(format!(".spillway-bench-{:032x}", host::random()?));
-    // Exclusive: neither a file nor a link that is there already is followed.
+    // Exclusive creation: an existing file or link is never opened.
     let mut options = std::fs::OpenOptions::new();
     let file = options.read(true).write(true).create_new(true).mode(0o600).open(&path)?;
     std::fs::remove_file(&path)?;
     Ok(file)
 }
 
-/// Engines and their memory.
+/// The engines and their memory.
 pub struct Load {
     shape: Shape,
     lanes: Vec<Lane>,
@@ -121,7 +121,7 @@ impl Load {
         Ok(self.lanes[0].engine.stats()?.backend)
     }
 
-    /// Goes over the first `bytes` bytes of the file, in whole blocks, so many `times`.
+    /// Makes `times` passes over the first `bytes` bytes of the file, rounded down to whole operations.
     pub fn run(&self, file: &TestFile, direction: Direction, bytes: u64, times: u32) -> Result<Pass> {
         let operations =
             bytes.min(file.bytes) / self.shape.operation_bytes() as u64 / self.lanes.len() as u64;
@@ -190,13 +190,13 @@ impl Lane {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // The engine closes first, or the pool keeps what it still uses.
+        // Close the engine first: the pool keeps buffers that are still in use.
         let _ = self.engine.close(Some(Duration::from_secs(60)));
         self.buffers.iter().for_each(|buffer| drop(self.pool.free(buffer.address())));
     }
 }
 
-/// Random bytes: a device that compresses or leaves zeros out has nothing to gain.
+/// Fills a block with random bytes, so that a device cannot compress them.
 fn fill(block: Span, seed: u64) {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut page = [0_u8; 4096];

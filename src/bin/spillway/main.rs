@@ -1,4 +1,4 @@
-//! The command line tool.
+//! The command line tool `spillway`.
 #![forbid(unsafe_code)]
 
 mod bench_adam;
@@ -24,28 +24,28 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Tries what the library would use on this machine, and says what to change.
+    /// Tests each part of the library on this machine, and says what to change.
     Doctor(doctor::Options),
-    /// Measures this machine against its own limits.
+    /// Benchmarks the library on this machine against a reference.
     #[command(subcommand)]
     Bench(Bench),
-    /// Finds the I/O settings that suit a directory, and writes them where engines read them.
+    /// Finds the best I/O settings for a directory, and saves them in the profile that engines read.
     Tune(tune::Options),
-    /// Plans an interleaved update of CPU and GPU: who updates what, seconds and bytes.
+    /// Plans an interleaved update: the processor of each subgroup, predicted seconds and bytes.
     Plan(plan::Options),
-    /// Writes one step of that plan as a trace, as the model sees it.
+    /// Writes the predicted timeline of one interleaved step as a trace.
     Trace(trace::Options),
 }
 
 #[derive(Subcommand)]
 enum Bench {
-    /// Adam on every kernel, against a read-modify-write stream over the same arrays.
+    /// Adam on every kernel, compared with a read-modify-write stream over the same arrays.
     Adam(bench_adam::Options),
-    /// Reads and writes past the page cache, against fio on the same file.
+    /// Direct reads and writes, compared with fio on the same file.
     Io(bench_io::Options),
-    /// What taking a step back costs, against the plain step.
+    /// The cost of rolling a step back, compared with the plain step.
     Undo(bench_undo::Options),
-    /// What the checksums of a tier cost, on these directories.
+    /// The cost of a tier's checksums on the given directories.
     Tier(bench_tier::Options),
 }
 

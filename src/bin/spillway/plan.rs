@@ -1,4 +1,4 @@
-//! `spillway plan`: what the model says of an interleaved update, and of the plans it is compared with.
+//! `spillway plan`: the model's predictions for an interleaved update and for the plans of other rules.
 #![forbid(unsafe_code)]
 
 use std::str::FromStr;
@@ -12,58 +12,58 @@ use spillway::plan::interleave::{GpuGrads, Rates, Shape, Wire};
 
 const GIGA: f64 = 1e9;
 const GIB: f64 = (1_u64 << 30) as f64;
-/// Bytes of a word on the link.
+/// Bytes of a parameter on the link.
 const WORD: f64 = 4.0;
 
-/// The machine, the model and the way to plan.
+/// Options for the machine, the model and the planning rule.
 #[derive(clap::Args)]
 pub struct Options {
-    /// Parameters of this GPU's share, in billions.
+    /// Parameters of this GPU's shard, in billions.
     #[arg(long, default_value_t = 5.0)]
     pub parameters: f64,
     /// Parameters of a subgroup, in millions.
     #[arg(long, default_value_t = 100.0)]
     pub subgroup: f64,
-    /// Subgroups whose state lives on the GPU.
+    /// Number of subgroups whose state stays on the GPU.
     #[arg(long, default_value_t = 0)]
     pub residents: usize,
     /// CPU step, billions of parameters per second.
     #[arg(long, default_value_t = 2.0)]
     pub cpu: f64,
-    /// Rounding to 16 bits as a pass of its own on the CPU, billions per second; left out, the step does it.
+    /// Separate rounding pass to 16 bits on the CPU, billions of parameters per second; omitted, the step rounds.
     #[arg(long, default_value_t = f64::INFINITY)]
     pub downscale: f64,
     /// GPU step, billions of parameters per second.
     #[arg(long, default_value_t = 100.0)]
     pub gpu: f64,
-    /// Link, GB/s in each direction.
+    /// Link bandwidth, GB/s in each direction.
     #[arg(long, default_value_t = 55.0)]
     pub link: f64,
-    /// Widening gradients on the GPU, billions per second; left out, it takes no time.
+    /// Widening gradients on the GPU, billions of parameters per second; omitted, it takes no time.
     #[arg(long, default_value_t = f64::INFINITY)]
     pub cast: f64,
-    /// Host memory, GB/s; left out, it never binds.
+    /// Host memory bandwidth, GB/s; omitted, it is no limit.
     #[arg(long, default_value_t = f64::INFINITY)]
     pub dram: f64,
-    /// One direction of the link at a time.
+    /// The link transfers in one direction at a time.
     #[arg(long)]
     pub half_duplex: bool,
-    /// State buffers on the GPU.
+    /// Number of state buffers on the GPU.
     #[arg(long, default_value_t = 2)]
     pub slots: usize,
-    /// Parameters of a copy, in millions.
+    /// Parameters per copy, in millions.
     #[arg(long, default_value_t = 16.0)]
     pub chunk: f64,
-    /// Form in which gradients go to the host: f32, native or delivered.
+    /// Format of gradients on the link: f32, native or delivered.
     #[arg(long, default_value = "native", value_parser = wire)]
     pub wire: Wire,
-    /// Gradients of GPU subgroups wait on the host.
+    /// Gradients of GPU subgroups wait in host memory and are fetched with the state.
     #[arg(long)]
     pub fetch_gradients: bool,
-    /// Seconds of the backward pass that the update hides behind.
+    /// Duration in seconds of the backward pass that overlaps the update.
     #[arg(long, default_value_t = 0.0)]
     pub backward: f64,
-    /// Rule: model, eq1, paper, stride=K or count=N.
+    /// Planning rule: model, eq1, paper, stride=K or count=N.
     #[arg(long, default_value = "model", value_parser = mode)]
     pub mode: Mode,
     /// Prints one JSON object instead of a table.

@@ -1,4 +1,4 @@
-//! `spillway trace`: one step of an interleaved update, from the model, as a file for Perfetto.
+//! `spillway trace`: the predicted timeline of one interleaved step, as a file for Perfetto.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use super::plan;
 #[derive(clap::Args)]
 #[group(skip)]
 pub struct Options {
-    /// Where the trace is written; open it in ui.perfetto.dev or chrome://tracing.
+    /// Output file; open it in ui.perfetto.dev or chrome://tracing.
     #[arg(long, default_value = "step.json")]
     output: PathBuf,
     #[command(flatten)]

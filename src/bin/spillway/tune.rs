@@ -1,8 +1,8 @@
-//! `spillway tune`: finds the settings that suit a directory, and writes them where engines read them.
+//! `spillway tune`: finds the best I/O settings for a directory, and saves them in the profile that engines read.
 //!
-//! Candidates run in rounds, one short pass of each after the other, so that a disk that drifts is unfair to none.
-//! First block size and depth together, then the backend at the best of those. The winner is the smallest that comes
-//! within a few percent of the fastest: what is not needed costs latency and processor time.
+//! Candidates run in rounds of one short pass each, so that drift of the disk's speed affects all alike. The first
+//! stage varies block size and depth together, the second the backend at the best of those. The smallest setting within
+//! a few percent of the fastest wins: larger settings cost latency and processor time.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -18,28 +18,29 @@ use super::io_load::{Direction, Load, Shape, TestFile};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// The directory that files will lie in.
+    /// Directory of the future files.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// Where the settings are written; default: where engines look for them.
+    /// Profile to write; default: the profile that engines read.
     #[arg(long)]
     profile: Option<PathBuf>,
-    /// Seconds that it may take.
+    /// Time limit in seconds.
     #[arg(long, default_value_t = 45, value_parser = clap::value_parser!(u64).range(5..=600))]
     seconds: u64,
-    /// Prints the settings and writes nothing.
+    /// Prints the settings without saving them.
     #[arg(long)]
     dry_run: bool,
 }
 
-/// Bytes of blocks under way at most: more than a device's queue takes, and memory that training needs.
+/// Most bytes in flight: enough to fill a device's queue, and small beside the memory that training needs.
 const MOST_UNDER_WAY: usize = 64 << 20;
 const LARGEST_FILE: u64 = 1 << 30;
-/// A pass is long enough for the queue to fill, and short enough for many rounds.
+/// Seconds per pass: long enough to fill the queue, short enough for many rounds.
 const PASS_SECONDS: f64 = 0.15;
-/// A smaller setting wins if it is at most this much slower.
+/// A smaller setting wins if it reaches this fraction of the best score.
 const AS_GOOD: f64 = 0.97;
-/// Threads take several times the processor time, which training needs: they have to be this much faster.
+/// Factor on the score of threads: they use several times the processor time, which training needs.
+/// fraction.
 const THREADS_WORTH: f64 = 0.85;
 
 struct Candidate {
@@ -55,7 +56,7 @@ impl Candidate {
         Candidate { shape, backend, reads: Vec::new(), writes: Vec::new() }
     }
 
-    /// GB/s of a load that reads and writes as much: what an optimizer swapped out and in sees.
+    /// GB/s of an equal mix of reads and writes, the load of a swapped optimizer.
     fn score(&self) -> f64 {
         let speed = 2.0 / (1.0 / median(&self.reads) + 1.0 / median(&self.writes));
         if self.backend == Choice::Threads { THREADS_WORTH * speed } else { speed }
@@ -115,12 +116,13 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The test file, and bytes per second of writing a part of it, which decides how large it is.
+/// Creates the test file, whose size follows from a trial write. Also returns the bandwidth of that write in bytes per
+/// second.
 fn test_file(options: &Options) -> Result<(TestFile, f64)> {
     let first = Instant::now();
     let small = TestFile::create(&options.dir, 32 << 20)?;
     let speed = small.bytes as f64 / first.elapsed().as_secs_f64();
-    // A tenth of the time at this speed.
+    // Sized for a tenth of the time limit at this bandwidth.
     let bytes = ((speed * options.seconds as f64 / 10.0) as u64).clamp(small.bytes, LARGEST_FILE);
     drop(small);
     let file = TestFile::create(&options.dir, bytes.next_multiple_of(32 << 20))?;
@@ -135,7 +137,7 @@ fn shapes() -> Vec<Candidate> {
         .collect()
 }
 
-/// At least one round, then rounds until `end`.
+/// Runs at least one round, then further rounds until `end`.
 fn measure(candidates: &mut [Candidate], file: &TestFile, bytes: u64, end: Instant) -> Result<()> {
     const MOST_ROUNDS: usize = 9;
     for round in 0..MOST_ROUNDS {
@@ -149,7 +151,7 @@ fn measure(candidates: &mut [Candidate], file: &TestFile, bytes: u64, end: Insta
             break;
         }
         if round == 0 && candidates.len() > 1 {
-            // The first round warms up, unless it is the only one.
+            // Discard the first round, which warms up, unless it is the only one.
             candidates.iter_mut().for_each(|candidate| (candidate.reads.clear(), candidate.writes.clear()).0);
         }
     }
@@ -196,7 +198,7 @@ mod tests {
         assert_eq!(shapes().len(), 13);
     }
 
-    /// Whoever writes first, and in whichever of the two forms.
+    /// Either writer may come first, and in either format of the file.
     #[test]
     fn one_file_holds_what_tune_found_and_the_speeds_of_links() {
         use std::fs;
@@ -245,7 +247,7 @@ mod tests {
             assert!(text.contains("directory = /data") && text.matches("[link").count() == 2, "{text}");
             assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         }
-        // A link in the place of the profile is replaced, and what the link names stays.
+        // A link in place of the profile is replaced, and the link's target is unchanged.
         let victim = folder.path().join("victim");
         fs::write(&victim, "precious").unwrap();
         let path = folder.path().join("link");

@@ -19,9 +19,9 @@ use spillway::sys::threads;
 
 use super::{Finding, Verdict};
 
-/// Enough for a GPU's worth of staging, and for huge pages to be tried.
+/// Enough for one GPU's staging buffers, and to test huge pages.
 const POOL_BYTES: usize = 64 << 20;
-/// No multiple of any vector, so that the ends are stepped, too.
+/// Not a multiple of any vector length, so that the remainder loops run too.
 const ELEMENTS: usize = 10_007;
 
 pub fn findings() -> Vec<Finding> {
@@ -63,7 +63,7 @@ fn kernel() -> Finding {
     }
 }
 
-/// The bits of states after three steps.
+/// The bit patterns of the states after three steps.
 fn stepped(kernel: Kernel) -> Result<Vec<u32>> {
     let ramp = |scale: f32| (0..ELEMENTS).map(|i| ((i % 1021) as f32 - 510.0) * scale).collect::<Vec<f32>>();
     let (mut param, grad) = (ramp(1e-3), ramp(1e-5));
@@ -141,7 +141,7 @@ fn gpus() -> Vec<Finding> {
     found.unwrap_or_else(|error| vec![Finding::new("GPU", Verdict::None, error.to_string())])
 }
 
-/// One GPU: opened, and the kernels compiled for it.
+/// Opens one GPU and compiles the kernels for it.
 fn gpu(driver: &Arc<Driver>, ordinal: u32) -> Finding {
     let tried = Device::open(Arc::clone(driver), ordinal).and_then(|device| {
         let info = device.info()?;

@@ -1,7 +1,8 @@
-//! `spillway doctor`: tries everything that the library would use here, and says what to change.
+//! `spillway doctor`: tests each part of the library on this machine, and says what to change.
 //!
-//! Nothing is concluded from a version or a setting where it can be tried: kernels step and are compared, memory is
-//! taken and locked, files are written, read back and compared, a tier commits and is opened again.
+//! The doctor tests behavior instead of reading versions or settings where it can. Kernels run and their results are
+//! compared, memory is allocated and locked, files are written, read back and compared, and a tier commits and is
+//! reopened.
 #![forbid(unsafe_code)]
 
 mod machine;
@@ -13,38 +14,38 @@ use spillway::error::{Error, Result};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// A directory that state would lie in; several, to try each. A few MiB are written there and removed.
+    /// A directory for offloaded state; may be repeated. A few MiB are written there and removed.
     #[arg(long = "dir", default_value = ".")]
     directories: Vec<PathBuf>,
-    /// Prints one JSON object instead of words.
+    /// Prints one JSON object instead of text.
     #[arg(long)]
     json: bool,
 }
 
-/// How a check ended.
+/// Outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Verdict {
-    /// As good as it can be.
+    /// Works at its best.
     Ok,
-    /// It works, slower or with less than it could.
+    /// Works, but slower or with fewer resources than possible.
     Worse,
-    /// It does not work.
+    /// Does not work.
     Fails,
-    /// It is not there, which may be right.
+    /// Not present, which may be intended.
     None,
 }
 
-/// What a check found.
+/// Result of a check.
 #[derive(Debug, serde::Serialize)]
 struct Finding {
     check: &'static str,
-    /// The directory, if it is about one.
+    /// The tested directory, if the check concerns one.
     #[serde(skip_serializing_if = "Option::is_none")]
     directory: Option<PathBuf>,
     verdict: Verdict,
     found: String,
-    /// What to change.
+    /// What the user should change.
     #[serde(skip_serializing_if = "Option::is_none")]
     fix: Option<String>,
 }

@@ -36,7 +36,7 @@ fn writable(directory: &Path, error: &std::io::Error) -> Finding {
     Finding::new("directory", Verdict::Fails, found)
 }
 
-/// A file of the doctor's own, removed when dropped.
+/// A test file, removed when dropped.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -86,7 +86,7 @@ fn threads(scratch: &Scratch) -> Finding {
     }
 }
 
-/// Writes a file through an engine, makes it durable, reads it back and compares.
+/// Writes a file through an engine, syncs it, reads it back and compares the bytes.
 fn round_trip(scratch: &Scratch, backend: Choice) -> Result<()> {
     let engine = Engine::open(Options { backend, ..Options::default() })?;
     let (used, wanted) =
@@ -141,7 +141,7 @@ fn tier(directory: &Path) -> Finding {
     }
 }
 
-/// A tier is made, commits a step, is opened again as after a crash, and removed.
+/// Creates a tier, commits a step, reopens the tier as after a crash, and removes it.
 fn resumed(directory: &Path) -> Result<()> {
     let owner = Owner { job: format!("doctor-{}", std::process::id()), host: "here".to_string(), rank: 0 };
     let options = |mode| TierOptions { mode, ..TierOptions::new(owner.clone(), [directory.to_path_buf()]) };

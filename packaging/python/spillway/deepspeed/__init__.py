@@ -1,15 +1,18 @@
-"""Spillway in place of DeepSpeed's compiled CPU optimizers, its I/O to files and its pinned memory.
+"""Replaces DeepSpeed's compiled CPU optimizers, its file I/O and its pinned memory by Spillway.
 
-With SPILLWAY_DEEPSPEED=1 in the environment every process of the job gets them, with no change to its script. Or:
+Set SPILLWAY_DEEPSPEED=1 in the environment: every process of the job is patched, without a change to its script. Or
+call:
 
     import spillway.deepspeed
     spillway.deepspeed.install()       # before the engine is built; at module level if workers are spawned
 
-active() proves what was served.
+active() reports which operations Spillway has served.
 
-ZeRO-3's sub-groups are stepped by CPU and GPU together where the `spillway` block says so: see _interleave. Its
-optimizer states with "offload_optimizer": {"device": "nvme"} are on a tier: see _tier_config for the `spillway`
-block of the configuration, and commit(), client_state() and resumed_step() for runs that go on where they were killed."""
+The `spillway` block of the DeepSpeed configuration enables further parts:
+
+- CPU and GPU update ZeRO-3's sub-groups together: see _interleave.
+- Optimizer states with "offload_optimizer": {"device": "nvme"} are stored on a tier: see _tier_config.
+- A killed run resumes at its last commit: see commit(), client_state() and resumed_step()."""
 
 import sys
 
@@ -20,10 +23,9 @@ __all__ = ["OPS", "active", "client_state", "commit", "install", "resumed_step",
 
 
 def active():
-    """For each replaced op what was served to DeepSpeed in this process, the kernel that ran, the I/O backend, which is
-    None while no file was read or written, and what became of SuperOffload's speculative steps, and what else was
-    recorded and taken back. "left_to_deepspeed" names the parts that this version of DeepSpeed does not have in the way that was
-    tried, and why."""
+    """Reports what Spillway has done in this process, as a dict: counters per replaced op, the active kernel, the I/O
+    backend (None before the first file operation), SuperOffload's speculative steps, and steps that were recorded and
+    rolled back. "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
     import spillway
 
     from . import _engine, _ops, _undo
@@ -52,20 +54,20 @@ def active():
 
 
 def commit(engine):
-    """Makes an engine's optimizer states, and what goes with them, durable on their tier as its global step.
-    Every rank calls it, and none goes on before all have committed."""
+    """Makes an engine's optimizer states, and the further state of the run, durable on the tier as the engine's global
+    step. Collective: every rank must call it, and it returns after all ranks have committed."""
     from . import _resume
     _resume.commit(engine)
 
 
 def client_state(engine):
-    """A dictionary of the caller's own that every commit keeps, such as the position in the data; after a killed run was
-    taken up again, what the last commit kept."""
+    """A dict for the caller's own data that every commit stores, such as the position in the data set. After a resume
+    it has the content of the last commit."""
     from . import _resume
     return _resume.client_state(engine)
 
 
 def resumed_step(engine):
-    """The global step at which a killed run was taken up again; None if the run began."""
+    """The global step at which the run was resumed; None for a new run."""
     from . import _resume
     return _resume.resumed_step(engine)

@@ -1,4 +1,4 @@
-"""DeepSpeed's cpu_adagrad, served by Spillway with the arithmetic of torch.optim.Adagrad."""
+"""Replacement of DeepSpeed's cpu_adagrad, with the arithmetic of torch.optim.Adagrad."""
 
 from . import _call
 
@@ -8,8 +8,8 @@ NOT_SERVED = {"adagrad_update_copy": "its copy to a GPU exists up to DeepSpeed 0
 
 
 def create_adagrad(optimizer_id, alpha, eps, weight_decay, should_log, /):
-    """Creates an optimizer under an id, in place of one that is there. The hyper-parameters come anew with every
-    update, and should_log has no effect: see spillway.set_log."""
+    """Creates an optimizer, replacing one with the same id. Every update passes the hyper-parameters again. should_log
+    has no effect: see spillway.set_log."""
     _call.numbers(alpha=alpha, eps=eps, weight_decay=weight_decay)
     return _call.invoke("spw_ds_adagrad_create", optimizer_id)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's cpu_adam, served by Spillway."""
+"""Replacement of DeepSpeed's cpu_adam."""
 
 import ctypes
 
@@ -17,8 +17,8 @@ NOT_SERVED = {
 
 
 def create_adam(optimizer_id, alpha, betta1, betta2, eps, weight_decay, adamw_mode, should_log, /):
-    """Creates an optimizer under an id, in place of one that is there. The other hyper-parameters come anew with every
-    update, and should_log has no effect: see spillway.set_log."""
+    """Creates an optimizer, replacing one with the same id. Every update passes the other hyper-parameters again.
+    should_log has no effect: see spillway.set_log."""
     _, beta1, beta2, _, _ = _call.numbers(alpha=alpha, betta1=betta1, betta2=betta2, eps=eps, weight_decay=weight_decay)
     _undo.forget(_call.identity(optimizer_id))
     return _call.invoke("spw_ds_adam_create", optimizer_id, beta1, beta2, 1 if adamw_mode else 0)
@@ -26,7 +26,7 @@ def create_adam(optimizer_id, alpha, betta1, betta2, eps, weight_decay, adamw_mo
 
 def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg,
                 exp_avg_sq, /):
-    """One step over one tensor, with DeepSpeed's own beta-power state per id; recorded where it may be taken back."""
+    """One step over one tensor, with DeepSpeed's beta powers per id; recorded if it may be rolled back."""
     hyper = _hyper(lr, beta1, beta2, epsilon, weight_decay, bias_correction)
     if not _undo.wanted(optimizer_id):
         return _call.update("cpu_adam", "spw_ds_adam_update", optimizer_id, step, hyper, params, grads,
@@ -42,8 +42,8 @@ def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bia
 
 def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg,
                   exp_avg_sq, /):
-    """Takes back the step that adam_update did with the same arguments: to the bit if it was recorded, else by the
-    inverse formula, which raises for Inf and NaN where DeepSpeed's own overwrites parameters."""
+    """Rolls back the step that adam_update did with the same arguments: bit for bit if it was recorded, else by the
+    inverse formula. The formula raises for Inf and NaN, where DeepSpeed's own overwrites parameters."""
     hyper = _hyper(lr, beta1, beta2, epsilon, weight_decay, bias_correction)
     optimizer_id, step = _call.identity(optimizer_id), _call.integer(step, "step", 1 << 64)
     tensor, exact = _call.tensor(params, grads, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq), ctypes.c_uint32()

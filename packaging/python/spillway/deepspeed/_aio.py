@@ -1,4 +1,5 @@
-"""DeepSpeed's async_io, served by Spillway: tensors to and from files through io_uring, every completion checked."""
+"""Replacement of DeepSpeed's async_io: transfers between tensors and files by io_uring, with every completion
+checked."""
 
 from ..errors import InvalidArgument
 from . import _pin
@@ -9,17 +10,17 @@ NOT_SERVED = {}
 
 
 def aio_read(buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate, /):
-    """Fills a buffer from the begin of a file; 0."""
+    """Fills a buffer from the start of a file; returns 0."""
     return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
 
 
 def aio_write(buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate, /):
-    """Writes a buffer to the begin of a file; 0."""
+    """Writes a buffer to the start of a file; returns 0."""
     return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
 
 
 def deepspeed_memcpy(dest, src, /):
-    """Copies one tensor into another of the same dtype and size; 0."""
+    """Copies one tensor into another of the same dtype and size; returns 0."""
     import torch
     _pin.tensor_argument(dest, "dest")
     _pin.tensor_argument(src, "src")

@@ -1,5 +1,5 @@
-"""The `spillway` block of a DeepSpeed configuration as it is written, checked before an engine makes anything: unknown
-settings, wrong values, and settings that nothing would serve in this configuration are errors that name the setting."""
+"""Validates the `spillway` block of a DeepSpeed configuration before an engine is made. Unknown settings, wrong values,
+and settings without effect in this configuration are errors that name the setting."""
 
 import difflib
 import os
@@ -28,7 +28,7 @@ def _as_list(given):
 
 
 class PathBlock(_Strict):
-    """A path, and the share of it that the run may take."""
+    """A path, and the bytes of it that the run may use."""
 
     path: Annotated[str, Field(min_length=1)]
     limit_bytes: _Count = 0
@@ -79,7 +79,7 @@ class Block(_Strict):
     interleave: InterleaveBlock | None = None
 
 
-# What is needed, by the setting's last name.
+# # Description of the valid values, by the last part of the setting's name.
 _NEEDED = {
     "paths": 'a list of directories, "s3://BUCKET/PREFIX" or objects with path, limit_bytes and reserve_bytes, at least one; '
              "leave it out for nvme_path alone",
@@ -96,7 +96,7 @@ _NEEDED = {
 
 
 def read(given):
-    """The block, if it is one."""
+    """The validated block."""
     if not isinstance(given, dict):
         raise InvalidArgument(f"spillway is {given!r}, not an object; write its settings into {{}}, or take it out")
     try:
@@ -146,7 +146,7 @@ def _check_paths(block):
 
 
 def parts(block, zero):
-    """The parts of Spillway that a block asks for in a configuration."""
+    """The parts of Spillway that a block enables in a configuration."""
     if not block.enabled:
         return []
     asked = ["interleave"] if block.interleave is not None else []
@@ -156,12 +156,12 @@ def parts(block, zero):
     return asked
 
 
-# What a tier of 16-bit parameters takes from the block; the rest is for optimizer states.
+# # Settings that apply to a tier of 16-bit parameters; the others apply to optimizer states.
 _OF_PARAMETERS = {"paths", "job", "host", "stall_seconds"}
 
 
 def refuse_unserved(block, zero):
-    """Settings that this configuration would ignore are errors. `zero` is DeepSpeed's zero_config."""
+    """Raises InvalidArgument for settings that this configuration would ignore. `zero` is DeepSpeed's zero_config."""
     stage, states, parameters = int(zero.stage), _device(zero.offload_optimizer), _device(zero.offload_param)
     if block.interleave is not None and (stage, states) != (3, "cpu"):
         raise InvalidArgument(f"spillway.interleave needs zero_optimization with stage 3 and offload_optimizer on the device cpu; "

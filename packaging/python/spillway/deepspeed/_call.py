@@ -1,4 +1,4 @@
-"""What the three op modules share: argument checks, the tensor record, and the count of what was served."""
+"""Shared by the optimizer modules: argument checks, the C record of a tensor, and call counters."""
 
 import ctypes
 import operator
@@ -7,15 +7,15 @@ import threading
 from .. import _abi, _arrays, _native
 from ..errors import InvalidArgument, UnknownId
 
-# Each thread counts for itself: no lock that a fork could leave held.
+# # Counters per thread, without a lock that a fork could leave locked.
 _local = threading.local()
 _per_thread = []
 _SIZE = ctypes.sizeof(_abi.Tensor)
 
 
 def update(op, function, optimizer_id, step, hyper, params, grads, **states):
-    """One tensor's step by id. `hyper` are the hyper-parameters in the order of the C function, `states` the moments
-    that the optimizer has."""
+    """Runs one tensor's step by optimizer id. `hyper` has the hyper-parameters in the order of the C function, `states`
+    the optimizer's moments."""
     step = integer(step, "step", 1 << 64)
     record = tensor(params, grads, **states)
     invoke(function, optimizer_id, step, *hyper, ctypes.byref(record))
@@ -40,19 +40,19 @@ def tensor(params, grads, **states):
 
 
 def invoke(function, optimizer_id, *arguments):
-    """Calls the library for an id; a value that C cannot hold is an InvalidArgument as well."""
+    """Calls a C function for an id; raises InvalidArgument for an id that does not fit its C type."""
     optimizer_id = identity(optimizer_id)
     _native.check(getattr(_native.library(), function)(optimizer_id, *arguments))
     return 0
 
 
 def identity(optimizer_id):
-    """An optimizer's id."""
+    """The id, checked to be a 32-bit integer."""
     return integer(optimizer_id, "optimizer_id", 1 << 31, -(1 << 31))
 
 
 def integer(value, argument, end, start=0):
-    """An integer that fits; ctypes would cut it to size."""
+    """The value as an integer, checked against its range; ctypes would silently truncate it."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -63,7 +63,7 @@ def integer(value, argument, end, start=0):
 
 
 def numbers(**given):
-    """Hyper-parameters as floats, in the order given; anything with __float__ is taken, as in DeepSpeed."""
+    """Hyper-parameters as floats, in the given order; any type with __float__ is accepted, as in DeepSpeed."""
     floats = []
     for name, value in given.items():
         try:
@@ -74,7 +74,7 @@ def numbers(**given):
 
 
 def destroy(function, optimizer_id):
-    """Destroys an id; as in DeepSpeed, which calls this from __del__, an unknown one is no error."""
+    """Destroys an optimizer. An unknown id is no error, as in DeepSpeed, which calls this from __del__."""
     try:
         invoke(function, optimizer_id)
     except UnknownId:

@@ -1,7 +1,7 @@
-"""One I/O engine of the library, as DeepSpeed's handles use it: submit, one wait for all, and what was served.
+"""A library I/O engine for DeepSpeed's handles: submission, one wait for all operations, and counters.
 
-Every call into the library lets go of the GIL. Memory under way is held here, so that neither a tensor that is dropped
-nor one that gets other storage takes it away from the system."""
+Every call into the library releases the GIL. The memory of operations in flight is referenced here, so it stays
+allocated even if a tensor is dropped or gets other storage."""
 
 import ctypes
 import os
@@ -13,9 +13,9 @@ from .._held import record
 from ..errors import InvalidArgument, SystemFailure, TimedOut
 from . import _lifetime
 
-# A wait comes up for air this often, so that Ctrl-C works while a device hangs.
+# # Longest wait in C, in milliseconds, so that Ctrl-C works while a device hangs.
 _BREATH_MS = 500
-# What is under way when a handle is dropped gets this long; afterwards its memory is never let go.
+# # Time for the operations in flight when a handle is dropped; after a timeout their memory is never freed.
 _PATIENCE_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
 _TIMEOUT = 23
@@ -25,7 +25,8 @@ _stuck = []
 
 
 class Engine:
-    """Opens at the first operation, and anew in a forked child, to which its parent's threads are not copied."""
+    """Opens the library's engine at the first operation, and a new one in a forked child, which lacks the parent's
+    threads."""
 
     def __init__(self, op, block_bytes, depth):
         self._op = op
@@ -41,12 +42,12 @@ class Engine:
         self._under_way = _UnderWay()
 
     def read(self, path, fd, offset, address, size, held, after=None, owner=None):
-        """Begins to read `size` bytes into `address`. `held` keeps the memory; `after` is called when a wait finds that
-        everything succeeded. With an `owner`, a thread's ident, no other thread's wait takes the outcome."""
+        """Starts reading `size` bytes into `address`. `held` keeps the memory alive; a wait calls `after` once
+        everything succeeded. With an `owner`, a thread's ident, only that thread's wait takes the outcome."""
         self._submit(_native.library().spw_io_read, path, fd, offset, address, size, held, after, owner)
 
     def write(self, path, fd, offset, address, size, held, after=None, owner=None):
-        """Begins to write, as read()."""
+        """Starts writing, like read()."""
         self._submit(_native.library().spw_io_write, path, fd, offset, address, size, held, after, owner)
 
     def _submit(self, function, path, fd, offset, address, size, held, after, owner):
@@ -55,7 +56,7 @@ class Engine:
         under_way = self._under_way
         io = under_way.io or self._open()
         request = _abi.IoRequest(_REQUEST_SIZE, fd, path, offset, address, size, 0)
-        # Listed before the call: whatever interrupts this thread, the memory is held once the system has it.
+        # # Enter the operation before the call, so that an interrupt cannot free memory that the system uses.
         entry, status = _Entry(held, after, owner), []
         with self._lock:
             under_way.entries.append(entry)
@@ -80,15 +81,15 @@ class Engine:
         return under_way.io
 
     def wait(self):
-        """Waits for everything that was submitted; its number. An operation that failed is its exception, after all
-        have ended."""
+        """Waits for all submitted operations and returns their number. Raises the exception of a failed operation after
+        all have ended."""
         if self._process != os.getpid():
             self._start()
         under_way, me = self._under_way, threading.get_ident()
         wait = _Wait(me)
         with self._lock:
-            # A handle of 0 is being submitted by another thread at this moment, which will wait for it. What this thread
-            # waits for already belongs to a wait that was interrupted.
+            # # Skip entries with handle 0: another thread is submitting them and will wait for them. Entries that
+            # already have a wait of this thread belong to a wait that was interrupted.
             mine = [entry for entry in under_way.entries if entry.handle.value and entry.owner in (None, me)
                     and (entry.wait is None or entry.wait.thread == me)]
             left = [entry for entry in mine if not entry.is_over()]
@@ -102,7 +103,7 @@ class Engine:
             for entry in mine:
                 entry.finish()
         except SystemFailure:
-            # The engine is lost, and nobody knows what the system still does with the memory.
+            # # The engine is lost; the system may still access the memory.
             _stuck.append(mine)
             raise
         except Exception:
@@ -117,7 +118,7 @@ class Engine:
             self._under_way.entries = [entry for entry in self._under_way.entries if id(entry) not in gone]
 
     def close(self):
-        """Waits for what is under way and closes the library's engine; operations afterwards are an error."""
+        """Waits for operations in flight and closes the library's engine; later operations raise an error."""
         with self._lock:
             self._closed, under_way = True, self._under_way
             if self._process != os.getpid() or under_way.io is None:
@@ -126,7 +127,7 @@ class Engine:
 
 
 class _UnderWay:
-    """What has to outlive an Engine: the library's engine and the memory it works on."""
+    """State that must outlive an Engine: the library's engine and the memory of its operations."""
 
     def __init__(self):
         self.process = os.getpid()
@@ -135,7 +136,8 @@ class _UnderWay:
 
 
 class _Entry:
-    """An operation: its handle, its memory, what to do after success, who may take its outcome, and the wait that does."""
+    """An operation: its handle, its memory, the callback after success, the thread that may take its outcome, and its
+    wait."""
 
     def __init__(self, held, after, owner):
         self.handle, self.wait = ctypes.c_uint64(), None
@@ -151,7 +153,7 @@ class _Entry:
 
 
 class _Wait:
-    """A wait of a thread for several operations, and what came of it: known even if a signal handler raised meanwhile."""
+    """A thread's wait for several operations and its outcome, which stays consistent if a signal handler raises."""
 
     def __init__(self, thread):
         self.thread, self._statuses = thread, []
@@ -170,11 +172,11 @@ class _Wait:
 
 
 def _close(op, under_way):
-    """Runs when an Engine is dropped, in whatever thread the garbage collector is in, or when the process ends. Python
-    reports what it raises: an operation that failed and that nobody waited for."""
+    """Finalizer of an Engine; runs in any thread or at the end of the process. Python reports its exception, that of an
+    operation that failed without a wait."""
     if under_way.process != os.getpid():
         return
-    # First: whatever interrupts this, memory that the system may use stays.
+    # # First keep the memory alive: the system may still use it if this function is interrupted.
     _stuck.append(under_way)
     io, under_way.io = under_way.io, None
     with _totals_lock:
@@ -190,14 +192,14 @@ def _close(op, under_way):
     _stuck.remove(under_way)
 
 
-# Reentrant: the garbage collector may run _close while this thread holds it.
+# # Reentrant: the garbage collector may run _close while this thread holds the lock.
 _totals_lock = threading.RLock()
 _totals = {}
 _open_engines = {}
 
 
 def served(op):
-    """Operations and bytes of an op in this process."""
+    """Number of operations and bytes of an op in this process."""
     with _totals_lock:
         counts = dict(_totals.get(op, dict.fromkeys(_COUNTED, 0)))
         for of, under_way in list(_open_engines.values()):
@@ -214,7 +216,7 @@ def _add(counts, io):
 
 
 def describe():
-    """The backend of an engine that is open, in words; None if none is."""
+    """Description of an open engine's backend; None if no engine is open."""
     with _totals_lock:
         for _, under_way in list(_open_engines.values()):
             text = ctypes.create_string_buffer(400)
@@ -224,7 +226,7 @@ def describe():
 
 
 def _forget_parent():
-    """A child starts its own count; the parent's lock may be held for ever."""
+    """A child starts its own counters and lock; the parent's lock may be locked for ever."""
     global _totals_lock
     _totals_lock = threading.RLock()
     _totals.clear()

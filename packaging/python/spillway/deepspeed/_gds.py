@@ -1,4 +1,4 @@
-"""DeepSpeed's gds, served by Spillway: tensors on a GPU to and from files through pinned host memory."""
+"""Replacement of DeepSpeed's gds: transfers between GPU tensors and files through pinned host memory."""
 
 from ._handle import gds_handle
 

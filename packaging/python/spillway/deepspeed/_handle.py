@@ -1,7 +1,8 @@
-"""DeepSpeed's aio_handle and gds_handle, served by Spillway's I/O engine.
+"""Replacement of DeepSpeed's aio_handle and gds_handle by Spillway's I/O engine.
 
-Arguments, their order and the results are DeepSpeed's. What is different: an operation that fails is an exception, never
-a number; any buffer, offset and length works; wait() with nothing under way is 0; tensors are in flight together."""
+Arguments, their order and the results are DeepSpeed's, except: a failed operation raises an exception instead of
+returning a number; any buffer, offset and length works; wait() with nothing in flight returns 0; operations on several
+tensors run concurrently."""
 
 import threading
 
@@ -15,9 +16,9 @@ _OFFSET = 1 << 63
 
 
 class aio_handle:
-    """Moves tensors to and from files. `block_size` is the most bytes of one request to the system; `queue_depth` times
-    `intra_op_parallelism` reads are under way at a time, and as many writes. The other two arguments have no effect: requests
-    are always submitted together and refilled as they complete."""
+    """Transfers tensors to and from files. `block_size` is the most bytes per system request. Up to `queue_depth` times
+    `intra_op_parallelism` reads are in flight, and as many writes. The other two arguments have no effect: requests are
+    always submitted in batches, and the queue is refilled as they complete."""
 
     _op = "async_io"
 
@@ -31,75 +32,77 @@ class aio_handle:
         self._engine = _engine.Engine(self._op, min(self._block_size, _MOST_BLOCK), depth)
 
     def get_block_size(self):
-        """The constructor's."""
+        """The constructor's argument."""
         return self._block_size
 
     def get_queue_depth(self):
-        """The constructor's."""
+        """The constructor's argument."""
         return self._queue_depth
 
     def get_single_submit(self):
-        """The constructor's."""
+        """The constructor's argument."""
         return self._single_submit
 
     def get_overlap_events(self):
-        """The constructor's."""
+        """The constructor's argument."""
         return self._overlap_events
 
     def get_intra_op_parallelism(self):
-        """The constructor's."""
+        """The constructor's argument."""
         return self._parallelism
 
     def get_thread_count(self):
-        """get_intra_op_parallelism() by its name up to DeepSpeed 0.15.2."""
+        """Name of get_intra_op_parallelism() up to DeepSpeed 0.15.2."""
         return self._parallelism
 
     def get_alignment(self):
-        """What DeepSpeed's own op asks of lengths. This one asks nothing."""
+        """The alignment in bytes that DeepSpeed's own op requires of lengths; this op requires none."""
         return _SECTOR * self._parallelism
 
     def read(self, buffer, filename, validate, file_offset=0):
-        """Fills a buffer; 0."""
+        """Fills a buffer; returns 0."""
         self._begin(True, buffer, filename, file_offset, validate, threading.get_ident())
         self.wait()
         return 0
 
     def write(self, buffer, filename, validate, file_offset=0):
-        """Writes a buffer; 0."""
+        """Writes a buffer; returns 0."""
         self._begin(False, buffer, filename, file_offset, validate, threading.get_ident())
         self.wait()
         return 0
 
     def pread(self, buffer, filename, validate, *asynchronous, **named):
-        """pread(buffer, filename, validate, async, file_offset=0): fills a buffer. 0 if async, else as wait()."""
+        """pread(buffer, filename, validate, async, file_offset=0): fills a buffer. Returns 0 if async, else like
+        wait()."""
         return self._parallel(True, buffer, filename, validate, asynchronous, named)
 
     def pwrite(self, buffer, filename, validate, *asynchronous, **named):
-        """pwrite(buffer, filename, validate, async, file_offset=0): writes a buffer. 0 if async, else as wait()."""
+        """pwrite(buffer, filename, validate, async, file_offset=0): writes a buffer. Returns 0 if async, else like
+        wait()."""
         return self._parallel(False, buffer, filename, validate, asynchronous, named)
 
     def sync_pread(self, buffer, filename, file_offset=0):
-        """Fills a buffer; as wait()."""
+        """Fills a buffer; returns like wait()."""
         self._begin(True, buffer, filename, file_offset, False, threading.get_ident())
         return self.wait()
 
     def sync_pwrite(self, buffer, filename, file_offset=0):
-        """Writes a buffer; as wait()."""
+        """Writes a buffer; returns like wait()."""
         self._begin(False, buffer, filename, file_offset, False, threading.get_ident())
         return self.wait()
 
     def async_pread(self, buffer, filename, file_offset=0):
-        """Begins to fill a buffer; 0."""
+        """Starts filling a buffer; returns 0."""
         self._begin(True, buffer, filename, file_offset)
         return 0
 
     def async_pwrite(self, buffer, filename=None, file_offset=0, *, fd=None):
-        """Begins to write a buffer to a path, or to a descriptor that stays the caller's; 0."""
+        """Starts writing a buffer to a path, or to a descriptor that the caller keeps open; returns 0."""
         self._begin(False, buffer, filename if fd is None else fd, file_offset)
         return 0
 
     def wait(self):
-        """Waits for everything under way, whether begun by this call or before; how many operations that were."""
+        """Waits for all operations in flight and returns their number."""
         return self._engine.wait()
 
     def new_cpu_locked_tensor(self, num_elem, example_tenosr):
@@ -107,12 +110,12 @@ class aio_handle:
         return _pin.new_tensor(num_elem, example_tenosr)
 
     def free_cpu_locked_tensor(self, tensor):
-        """Frees one; False if it is no start of one, or was freed before."""
+        """Frees a page-locked tensor; False if its address is not the start of an allocated one."""
         _pin.tensor_argument(tensor, "tensor")
         return _pin.free(tensor.data_ptr())
 
     def is_pinned(self, buffer):
-        """Whether torch or Spillway pinned all of a tensor."""
+        """True if torch or Spillway pinned the whole tensor."""
         return _pin.is_pinned(buffer)
 
     def _parallel(self, reads, buffer, filename, validate, positional, named):
@@ -134,17 +137,17 @@ class aio_handle:
 
 
 class gds_handle(aio_handle):
-    """The same for tensors on a GPU, which go through pinned host memory: it needs neither GPUDirect nor its driver."""
+    """The same for GPU tensors, through pinned host memory; needs neither GPUDirect Storage nor its driver."""
 
     _op = "gds"
 
     def get_alignment(self):
-        """What DeepSpeed's own op asks of lengths. This one asks nothing."""
+        """The alignment in bytes that DeepSpeed's own op requires of lengths; this op requires none."""
         return _SECTOR
 
     def new_pinned_device_tensor(self, num_elem, example_tenosr):
-        """A 1-D tensor on the device of the example; on the current GPU if that is none, and without a GPU in page-locked
-        host memory."""
+        """A 1-D tensor on the device of the example. For an example on the CPU it is on the current GPU, or in
+        page-locked host memory if there is no GPU."""
         import torch
         _pin.tensor_argument(example_tenosr, "example_tenosr")
         device = example_tenosr.device if not example_tenosr.is_cpu else "cuda"
@@ -153,24 +156,24 @@ class gds_handle(aio_handle):
         return torch.empty(_call.integer(num_elem, "num_elem", _OFFSET), dtype=example_tenosr.dtype, device=device)
 
     def free_pinned_device_tensor(self, tensor):
-        """Declares a tensor of new_pinned_device_tensor() done with; True."""
+        """Releases a tensor of new_pinned_device_tensor(); returns True."""
         _pin.tensor_argument(tensor, "tensor")
         _pin.free(tensor.data_ptr())
         return True
 
     def pin_device_tensor(self, tensor):
-        """Nothing is needed before a transfer; True."""
+        """No-op: transfers need no registration; returns True."""
         _pin.tensor_argument(tensor, "tensor")
         return True
 
     def unpin_device_tensor(self, tensor):
-        """Nothing is needed after a transfer; True."""
+        """No-op: transfers need no registration; returns True."""
         _pin.tensor_argument(tensor, "tensor")
         return True
 
 
 def _after_validate(positional, named):
-    """The arguments `async` and `file_offset`; the first is a word that Python keeps for itself."""
+    """The arguments `async` and `file_offset`; `async` is a Python keyword, so it cannot be a parameter name."""
     given = dict(zip(("async", "file_offset"), positional))
     if len(positional) > 2 or given.keys() & named.keys() or not named.keys() <= {"async", "file_offset"} \
             or "async" not in (given := {**given, **named}):

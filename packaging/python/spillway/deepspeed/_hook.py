@@ -1,8 +1,8 @@
-"""Makes DeepSpeed's op builders return Spillway's modules, by patching each builder class after its module ran.
+"""Patches DeepSpeed's op builder classes, after their module ran, to return Spillway's modules.
 
-Builders live under two import roots (an installed DeepSpeed and a checkout), once per accelerator; a finder in front
-of sys.meta_path sees all of them, in every version since 0.14. Only the standard library is used here, since the
-.pth file runs this in every Python process that has SPILLWAY_DEEPSPEED=1."""
+Builders exist under two import roots (an installed DeepSpeed and a checkout), once per accelerator. A finder in front
+of sys.meta_path sees all of them, in every version since 0.14. This module imports only the standard library, because
+the .pth file runs it in every Python process with SPILLWAY_DEEPSPEED=1."""
 
 import importlib
 import os
@@ -12,7 +12,7 @@ import sys
 import threading
 
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
-# What is replaced beside compiled ops.
+# # Replaceable parts: the ops, and Python classes.
 PARTS = (*OPS, "superoffload", "swapper")
 
 _BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
@@ -22,18 +22,18 @@ _OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.({'|'.join(OPS)})")
 _COMM_MODULE = re.compile(rf"{_ROOT}\.cpu\.comm")
 _ACCELERATOR_MODULE = re.compile(r"(?:deepspeed\.)?accelerator\.cpu_accelerator")
 _ADAM_MODULE = re.compile(r"deepspeed\.ops\.adam\.cpu_adam")
-# Where DeepSpeed says which ops this machine can have; recent versions ask when asked.
+# # Modules where DeepSpeed lists the ops compatible with this machine; recent versions compute the list on demand.
 _REPORT_MODULE = re.compile(r"deepspeed\.(?:ops|git_version_info(?:_installed)?)")
 _SUPEROFFLOAD_MODULE = re.compile(r"deepspeed\.runtime\.superoffload\.superoffload_stage3")
 _STAGE3_MODULE = re.compile(r"deepspeed\.runtime\.zero\.stage3")
 _PARAMETERS_MODULE = re.compile(r"deepspeed\.runtime\.swap_tensor\.partitioned_param_swapper")
 _ENGINE_MODULE = re.compile(r"deepspeed\.runtime\.engine")
-# Modules that copied a builder class into their own names.
+# # Modules that import a builder class by name.
 _HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
                       r"|deepspeed\.ops\.(?:aio|gds)|deepspeed\.nvme\.\w+|deepspeed\.runtime\.swap_tensor\.\w+"
                       r"|deepspeed\.runtime\.model_checkpointing\.\w+")
 
-# Where DeepSpeed keeps a prebuilt op, if not in a folder of its name.
+# # Folder of a prebuilt op in DeepSpeed, if it differs from the op's name.
 _FOLDERS = {"async_io": "aio"}
 
 _lock = threading.RLock()
@@ -44,12 +44,19 @@ _missing_builders = {}
 
 
 def install(ops=None, undo=None):
-    """Replaces these ops and parts (default: all) in every DeepSpeed module, imported or yet to be. Repeating it is harmless.
+    """Replaces these ops and parts (default: all) in every DeepSpeed module, imported now or later. Idempotent.
 
-    `undo` says which Adam steps are recorded, so that adam_rollback and DeepSpeedCPUAdam.rollback_subgroup take them
-    back to the bit: "auto", those of step_subgroup, which SuperOffload calls, and those of optimizers that were rolled
-    back before; "always"; "never". None leaves it to SPILLWAY_DEEPSPEED_UNDO, or "auto". A recording takes 1.2 bytes
-    per parameter in steady state, 9 at step 1, never more than 13, and a tenth of a step."""
+    `undo` selects the Adam steps that are recorded, so that adam_rollback and DeepSpeedCPUAdam.rollback_subgroup
+    restore them bit for bit. None reads SPILLWAY_DEEPSPEED_UNDO, or else is "auto".
+
+    | undo | recorded steps |
+    |---|---|
+    | "auto" | those of step_subgroup, which SuperOffload calls, and those of optimizers that were rolled back before |
+    | "always" | all |
+    | "never" | none |
+
+    A recording takes per parameter 9 bytes at step 1, 1.2 in steady state and at most 13, and a tenth of the step's
+    time."""
     global _undo_mode
     if undo not in (None, "auto", "always", "never"):
         raise ValueError(f"undo is {undo!r}; \"auto\", \"always\" or \"never\" expected")
@@ -70,7 +77,7 @@ def install(ops=None, undo=None):
 
 
 def uninstall():
-    """Gives DeepSpeed its own builders back; optimizers that exist keep what they have."""
+    """Restores DeepSpeed's own builders; existing optimizers keep using Spillway."""
     with _lock:
         _installed.clear()
         if _finder in sys.meta_path:
@@ -80,17 +87,17 @@ def uninstall():
 
 
 def undo_mode():
-    """Which steps install() said to record; None if it did not say."""
+    """The `undo` argument of install(); None if it was not given."""
     return _undo_mode
 
 
 def installed():
-    """The ops that are replaced."""
+    """The replaced ops and parts."""
     return frozenset(_installed)
 
 
 class _Finder:
-    """Lets the other finders find a module, then patches it after it ran."""
+    """Finds a module by the other finders, and has it patched after it ran."""
 
     def find_spec(self, name, path=None, target=None):
         if not _concerns(name):
@@ -105,7 +112,7 @@ class _Finder:
 
 
 class _Loader:
-    """Runs the module by its own loader, hands that loader back, and patches."""
+    """Runs the module by its own loader, restores that loader, and patches the module."""
 
     def __init__(self, loader):
         self._loader = loader
@@ -157,7 +164,7 @@ def _patch(module, name):
 
 
 def _set(owner, attribute, value):
-    """setattr that uninstall() can take back."""
+    """setattr that uninstall() reverts."""
     missing = object()
     before = vars(owner).get(attribute, missing)
 
@@ -172,7 +179,7 @@ def _set(owner, attribute, value):
 
 
 def _patch_subgroups(optimizer):
-    """SuperOffload's way to step, which alone is followed by rollbacks; old versions do not have it."""
+    """Patches step_subgroup, SuperOffload's step and the only one followed by rollbacks; old versions lack it."""
     inner = vars(optimizer).get("step_subgroup") if optimizer else None
     if inner is None or "_spillway_op" in vars(optimizer) or "cpu_adam" not in _installed:
         return
@@ -191,7 +198,7 @@ def _patch_builder(builder, op):
         return
     load, is_compatible = builder.load, builder.is_compatible
 
-    # GDSBuilder inherits from AsyncIOBuilder, and may not be replaced itself.
+    # # GDSBuilder inherits from AsyncIOBuilder and may not be replaced itself.
     def ours(self):
         return getattr(self, "NAME", None) == op
 
@@ -216,8 +223,8 @@ def _op(op):
 
 
 def _patch_accelerator(accelerator):
-    """The CPU accelerator does not know every op and answers with a builder that cannot load: up to 0.15.2 for async_io,
-    still for gds."""
+    """The CPU accelerator does not know every op, and returns a builder that cannot load: for async_io up to 0.15.2,
+    for gds in all versions."""
     if accelerator is None or "_spillway_get_op_builder" in vars(accelerator):
         return
     inner = accelerator.get_op_builder
@@ -230,7 +237,7 @@ def _patch_accelerator(accelerator):
 
 
 def _present(builder, class_name):
-    """A builder class of ours where DeepSpeed has only NotImplementedBuilder."""
+    """Spillway's builder class if DeepSpeed has only NotImplementedBuilder, else `builder`."""
     op = _BUILDER_CLASSES.get(class_name)
     if op not in _installed or getattr(builder, "NAME", None) != "deepspeed_not_implemented":
         return builder
@@ -251,7 +258,7 @@ def _replace_missing(module):
 
 
 def _patch_superoffload(module):
-    """Optimizer and stage 3 are replaced together; a version whose stage 3 has other methods keeps its own."""
+    """Replaces optimizer and stage 3 together; a version whose stage 3 has other methods is not patched."""
     from . import _superoffload, _versions
     stage3 = vars(module).get("SuperOffloadOptimizer_Stage3")
     if "superoffload" not in _installed or stage3 is None or "_spillway_op" in vars(stage3):
@@ -265,7 +272,7 @@ def _patch_superoffload(module):
 
 
 def _patch_swapper(owner, **parts):
-    """Each part by the name of its module. A part that does not fit this version is left to DeepSpeed."""
+    """Applies each part from the module of its name. A part that does not fit this version is left to DeepSpeed."""
     from . import _versions
     if "swapper" not in _installed or owner is None or "_spillway_op" in vars(owner):
         return
@@ -278,9 +285,9 @@ def _patch_swapper(owner, **parts):
 
 
 def _patch_shm(builder):
-    """DeepSpeed compiles its shared-memory collectives as soon as a process group starts on the CPU accelerator, and
-    fails where no compiler is. They serve inference over several ranks only, so they are declared absent where
-    there is one rank, or nothing to compile them with; DeepSpeed then uses torch.distributed."""
+    """Declares DeepSpeed's shared-memory collectives absent if there is one rank or no compiler; DeepSpeed then uses
+    torch.distributed. DeepSpeed compiles them when a process group starts on the CPU accelerator, and fails without a
+    compiler. Only inference over several ranks uses them."""
     if builder is None or "_spillway_op" in vars(builder):
         return
     inner = builder.is_compatible

@@ -1,9 +1,9 @@
-"""What an engine opened is closed with it: by engine.destroy(), when the engine is garbage, when deepspeed.initialize fails,
-and at the end of the process.
+"""Closes the objects that an engine opened: in engine.destroy(), when the engine is garbage collected, when
+deepspeed.initialize fails, and at the end of the process.
 
-DeepSpeed itself keeps every ZeRO-3 engine alive for ever: a list in its module parameter_offload names the model, and torch
-holds the hooks of gradients in C++, where Python's garbage collector does not look. Both are made weak here for an engine that
-has something of Spillway's."""
+DeepSpeed itself keeps every ZeRO-3 engine alive for ever: a list in its module parameter_offload refers to the model,
+and torch holds the gradient hooks in C++, invisible to Python's garbage collector. For an engine with objects of
+Spillway both references are made weak here."""
 
 import contextlib
 import functools
@@ -18,13 +18,14 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def making():
-    """An engine is made on this thread. What it opens is closed if that fails, and else is in the ExitStack of this block."""
+    """Collects the objects opened while this thread makes an engine, in the returned ExitStack; closes them if that
+    fails."""
     before = getattr(_local, "opened", None)
     _local.opened = contextlib.ExitStack()
     try:
         yield _local.opened
     except BaseException:
-        # The failure of the engine is the one to report.
+        # # Report the engine's failure, not one of the close.
         with contextlib.suppress(SpillwayError):
             _local.opened.close()
         raise
@@ -33,25 +34,25 @@ def making():
 
 
 def opened(resource):
-    """Has a resource closed with the engine that is being made on this thread, if there is one."""
+    """Has a resource closed with the engine that this thread is making, if any."""
     if getattr(_local, "opened", None) is not None:
         _local.opened.callback(resource.close)
 
 
 def keep(engine, stack):
-    """Gives an engine what was opened while it was made."""
+    """Transfers ownership of the objects opened during the engine's creation to the engine."""
     engine._spillway_opened = stack.pop_all()
     if stack_of(engine) or list(_parameter_swappers(engine)):
         _loosen(engine)
 
 
 def stack_of(engine):
-    """Whether something that the engine opened is still to be closed."""
+    """True if the engine has objects that are not closed yet."""
     return bool(getattr(getattr(engine, "_spillway_opened", None), "_exit_callbacks", None))
 
 
 def end(engine):
-    """Closes what an engine opened, and the tier of its parameters, whoever opened that."""
+    """Closes what an engine opened, and the tier of its parameters even if other code opened it."""
     with contextlib.ExitStack() as stack:
         own = engine.__dict__.pop("_spillway_opened", None)
         if own is not None:
@@ -62,7 +63,7 @@ def end(engine):
 
 
 def _parameter_swappers(engine):
-    """DeepSpeed's AsyncPartitionedParameterSwappers of an engine's parameters that are on a tier of Spillway's."""
+    """The engine's AsyncPartitionedParameterSwappers whose parameters are on a tier."""
     from ._parameters import TierHandle
     module = engine.__dict__.get("_modules", {}).get("module")
     found = {id(swapper): swapper for param in (module.parameters() if module is not None else ())
@@ -71,7 +72,7 @@ def _parameter_swappers(engine):
 
 
 def _end_parameters(swapper):
-    """Closes the tier and drops the buffers. A parameter that is in memory keeps its own view of them."""
+    """Closes the tier and drops the buffers. A parameter in memory keeps its own view of them."""
     try:
         swapper.aio_read_handle.store.close()
     finally:

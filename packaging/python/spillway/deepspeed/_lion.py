@@ -1,4 +1,4 @@
-"""DeepSpeed's cpu_lion, served by Spillway with the arithmetic of Lion's paper."""
+"""Replacement of DeepSpeed's cpu_lion, with the arithmetic of Lion's paper."""
 
 from . import _call
 
@@ -8,8 +8,8 @@ NOT_SERVED = {"lion_update_copy": "its copy to a GPU exists up to DeepSpeed 0.14
 
 
 def create_lion(optimizer_id, alpha, betta1, betta2, weight_decay, should_log, /):
-    """Creates an optimizer under an id, in place of one that is there. The hyper-parameters come anew with every
-    update, and should_log has no effect: see spillway.set_log."""
+    """Creates an optimizer, replacing one with the same id. Every update passes the hyper-parameters again. should_log
+    has no effect: see spillway.set_log."""
     _call.numbers(alpha=alpha, betta1=betta1, betta2=betta2, weight_decay=weight_decay)
     return _call.invoke("spw_ds_lion_create", optimizer_id)
 

@@ -1,6 +1,6 @@
-"""The op modules that DeepSpeed's builders return, with DeepSpeed's names.
+"""The op modules that DeepSpeed's builders return, with DeepSpeed's function names.
 
-They are bare module objects without __file__, since no file holds a compiled op."""
+They are module objects without __file__, because there is no compiled file."""
 
 import threading
 import types
@@ -28,7 +28,7 @@ def module(op):
 
 
 def served(op):
-    """What an op has done in this process."""
+    """Counters of an op in this process."""
     if op == "pin_memory":
         return _pin.served()
     if op in ("async_io", "gds"):

@@ -23,7 +23,7 @@ STEPPED_FN = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_void_p)
 _STATUS = c_int32
 _STEP = [c_void_p, c_size_t, POINTER(StepStats)]
 
-# # Tables of tensors are passed as addresses, so that one prepared table serves every call.
+# Tables of tensors are passed as addresses, so that one prepared table serves every call.
 PROTOTYPES = {
     "spw_abi_version": (c_uint32, []),
     "spw_version": (c_char_p, []),

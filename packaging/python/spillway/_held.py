@@ -16,7 +16,7 @@ import time
 from . import _native
 from .errors import Busy, InvalidArgument, TimedOut
 
-# # Period in seconds at which a close polls for calls in flight.
+# Period in seconds at which a close polls for calls in flight.
 LOOK_SECONDS = 0.002
 
 
@@ -33,7 +33,7 @@ class Held:
     _cell = ()
 
     def _hold(self, opener, *arguments):
-        # # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
+        # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
         handle = ctypes.c_void_p()
         self._process, self._closed, self._inside, self._closing = os.getpid(), False, {}, threading.RLock()
         self._cell = [handle]
@@ -79,7 +79,7 @@ class Held:
                     before(self._cell[0])
                 function, status = getattr(_native.library(), closer or self.closer), []
                 rest = [(argument() if callable(argument) else argument,) for argument in arguments]
-                # # One step removes the handle from its cell and passes it to C: it is neither lost nor freed twice.
+                # One step removes the handle from its cell and passes it to C: it is neither lost nor freed twice.
                 status.extend(itertools.islice(map(function, iter(self._cell.pop, None), *rest), 1))
             finally:
                 self._closed = not self._cell

@@ -7,9 +7,9 @@ from . import _native
 from ._held import record
 
 TIMEOUT = 23
-# # Status of a wait for a begun ticket whose outcome another thread is taking at this moment.
+# Status of a wait for a begun ticket whose outcome another thread is taking at this moment.
 ELSEWHERE = 1
-# # Statuses (deadline exceeded, engine lost) of an ended ticket whose memory the system may still access.
+# Statuses (deadline exceeded, engine lost) of an ended ticket whose memory the system may still access.
 IN_USE = (26, 11)
 
 

@@ -12,7 +12,7 @@ class SpillwayError(RuntimeError):
             self.status = status
 
     def __str__(self):
-        # # KeyError, a base of UnknownId, would print its argument in quotes.
+        # KeyError, a base of UnknownId, would print its argument in quotes.
         return str(self.args[0]) if self.args else ""
 
 

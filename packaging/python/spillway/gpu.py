@@ -26,7 +26,7 @@ from .optim import Adam, StepStats
 
 WIRES = {"native": 0, "f32": 1, "delivered": 2}
 _OUT, _IN = 0, 1
-# # Each new copy polls up to _MOST_LOOKS older ones for their end; a wait returns to Python every _SLICE_MS.
+# Each new copy polls up to _MOST_LOOKS older ones for their end; a wait returns to Python every _SLICE_MS.
 _MOST_LOOKS, _SLICE_MS, _TIMEOUT = 4, 500, 23
 _NOTHING, _EVENT, _STREAM = 0, 1, 2
 _NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
@@ -180,7 +180,7 @@ class Gpu(Held):
         copy = Copy(self, (_arrays.held(host), device, after))
 
         def begin(handle):
-            # # Enter the copy before the call, so that an interrupt cannot free memory that the GPU uses.
+            # Enter the copy before the call, so that an interrupt cannot free memory that the GPU uses.
             self._under_way[copy] = None
             record(copy._begun, _native.library().spw_gpu_copy_start, handle, ctypes.byref(row), ctypes.byref(copy._ticket))
             _native.check(copy._begun[0])
@@ -229,7 +229,7 @@ class Copy:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if end is None else max(0, round((end - time.monotonic()) * 1000))
-            # # In slices, so that Python runs signal handlers.
+            # In slices, so that Python runs signal handlers.
             patience = _SLICE_MS if left is None else min(_SLICE_MS, left)
             status = self._look(patience)
             if status != _TIMEOUT or patience == left:

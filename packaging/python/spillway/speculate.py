@@ -115,7 +115,7 @@ class Speculation(Held):
         try:
             gpu._through(publish_to)
         finally:
-            # # The new copies if C accepted them, else the old ones: always at least the memory that C uses.
+            # The new copies if C accepted them, else the old ones: always at least the memory that C uses.
             self._destinations[bucket] = destinations[-1:] if outcome == [0] else destinations[:-1]
 
     def publish(self, bucket, stream=None, timeout=None):
@@ -125,7 +125,7 @@ class Speculation(Held):
     def submit_table(self, function, bucket, held, *arguments):
         """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
         token, outcome = object(), []
-        # # Keep the memory alive before the call, so that an interrupt cannot free it while C uses it.
+        # Keep the memory alive before the call, so that an interrupt cannot free it while C uses it.
         self._held[token] = held
 
         def submit(handle):

@@ -176,7 +176,7 @@ class Swap(Held):
 
         self._through(step)
         if stepped and len(shown) != len(self):
-            # # An exception of a signal handler outside the try block is reported by ctypes, and the C code continues.
+            # An exception of a signal handler outside the try block is reported by ctypes, and the C code continues.
             missing = sorted(set(range(len(self))) - set(shown))
             raise InternalError(f"a signal handler raised while subgroups {missing} were shown to the caller; roll back")
 

@@ -28,12 +28,12 @@ _DEGRADED, _NO_DIRECT, _AT_STEP = 1, 2, 4
 _DIRECTORY, _MEMORY = 0, 1
 _TEXT_BYTES = 4096
 
-# # Longest wait in C, in milliseconds: in between Python runs signal handlers.
+# Longest wait in C, in milliseconds: in between Python runs signal handlers.
 _SLICE_MS = 500
-# # Beyond _MOST_UNDER_WAY tickets in flight, begin() releases finished puts; the last _MOST_OVER outcomes are kept.
+# Beyond _MOST_UNDER_WAY tickets in flight, begin() releases finished puts; the last _MOST_OVER outcomes are kept.
 _MOST_UNDER_WAY, _MOST_OVER = 256, 4096
 
-# # Memory of tickets that ended in a deadline or a lost engine. It is never freed: the system may still access it.
+# Memory of tickets that ended in a deadline or a lost engine. It is never freed: the system may still access it.
 _stuck = []
 
 
@@ -158,7 +158,7 @@ class Tier(Held):
         entry, end = self._by_number.get(ticket), None if timeout is None else time.monotonic() + timeout
         if entry is None and ticket in self._over:
             return self._outcome_of(ticket)
-        # # A put or get that a signal handler interrupted may be in _under_way but not yet in _by_number.
+        # A put or get that a signal handler interrupted may be in _under_way but not yet in _by_number.
         entry = entry or next((other for other in list(self._under_way) if other.number.value == ticket), None) \
             or Ticket(None, False, ticket)
         while entry.outcome() is None:
@@ -168,7 +168,7 @@ class Tier(Held):
             if status == TIMEOUT and patience == left:
                 _native.check(status)
             elif entry.begun and status == ELSEWHERE and entry.outcome() is None:
-                # # Another thread has taken the outcome, and records it as soon as it runs.
+                # Another thread has taken the outcome, and records it as soon as it runs.
                 if left == 0:
                     raise TimedOut(f"ticket {ticket} is being taken by another thread")
                 time.sleep(LOOK_SECONDS)
@@ -268,7 +268,7 @@ class Tier(Held):
         try:
             _native.check(entry.outcome())
         except SpillwayError as error:
-            # # The next commit would silently lack this put, so `committing` raises the error.
+            # The next commit would silently lack this put, so `committing` raises the error.
             self._failed[entry.number.value] = error.with_traceback(None)
         self._over[entry.number.value] = entry.generation.value
         while len(self._over) > _MOST_OVER:
@@ -284,7 +284,7 @@ class Tier(Held):
     def _release(self, entry):
         if entry in self._under_way and entry.in_use():
             _stuck.append(entry.held)
-        # # In this order: after an interrupt in between the entry is still in _under_way, where it is found again.
+        # In this order: after an interrupt in between the entry is still in _under_way, where it is found again.
         self._by_number.pop(entry.number.value, None)
         self._under_way.pop(entry, None)
 
@@ -319,7 +319,7 @@ class Tier(Held):
         entry = Ticket([_arrays.held(array) for array in arrays], put)
 
         def begin(handle):
-            # # Enter the ticket before the call, so that an interrupt cannot free memory that the system uses.
+            # Enter the ticket before the call, so that an interrupt cannot free memory that the system uses.
             self._under_way[entry] = None
             record(entry.begun, getattr(_native.library(), function), handle, extent, streams, *arguments,
                    ctypes.byref(entry.number))
@@ -332,7 +332,7 @@ class Tier(Held):
                 self._release(entry)
         self._by_number[entry.number.value] = entry
         if entry not in self._under_way:
-            # # A commit in another thread has already released the entry.
+            # A commit in another thread has already released the entry.
             self._by_number.pop(entry.number.value, None)
         return entry.number.value
 

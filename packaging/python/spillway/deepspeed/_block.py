@@ -79,7 +79,7 @@ class Block(_Strict):
     interleave: InterleaveBlock | None = None
 
 
-# # Description of the valid values, by the last part of the setting's name.
+# Description of the valid values, by the last part of the setting's name.
 _NEEDED = {
     "paths": 'a list of directories, "s3://BUCKET/PREFIX" or objects with path, limit_bytes and reserve_bytes, at least one; '
              "leave it out for nvme_path alone",
@@ -156,7 +156,7 @@ def parts(block, zero):
     return asked
 
 
-# # Settings that apply to a tier of 16-bit parameters; the others apply to optimizer states.
+# Settings that apply to a tier of 16-bit parameters; the others apply to optimizer states.
 _OF_PARAMETERS = {"paths", "job", "host", "stall_seconds"}
 
 

@@ -7,7 +7,7 @@ import threading
 from .. import _abi, _arrays, _native
 from ..errors import InvalidArgument, UnknownId
 
-# # Counters per thread, without a lock that a fork could leave locked.
+# Counters per thread, without a lock that a fork could leave locked.
 _local = threading.local()
 _per_thread = []
 _SIZE = ctypes.sizeof(_abi.Tensor)

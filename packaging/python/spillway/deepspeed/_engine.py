@@ -13,9 +13,9 @@ from .._held import record
 from ..errors import InvalidArgument, SystemFailure, TimedOut
 from . import _lifetime
 
-# # Longest wait in C, in milliseconds, so that Ctrl-C works while a device hangs.
+# Longest wait in C, in milliseconds, so that Ctrl-C works while a device hangs.
 _BREATH_MS = 500
-# # Time for the operations in flight when a handle is dropped; after a timeout their memory is never freed.
+# Time for the operations in flight when a handle is dropped; after a timeout their memory is never freed.
 _PATIENCE_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
 _TIMEOUT = 23
@@ -56,7 +56,7 @@ class Engine:
         under_way = self._under_way
         io = under_way.io or self._open()
         request = _abi.IoRequest(_REQUEST_SIZE, fd, path, offset, address, size, 0)
-        # # Enter the operation before the call, so that an interrupt cannot free memory that the system uses.
+        # Enter the operation before the call, so that an interrupt cannot free memory that the system uses.
         entry, status = _Entry(held, after, owner), []
         with self._lock:
             under_way.entries.append(entry)
@@ -88,7 +88,7 @@ class Engine:
         under_way, me = self._under_way, threading.get_ident()
         wait = _Wait(me)
         with self._lock:
-            # # Skip entries with handle 0: another thread is submitting them and will wait for them. Entries that
+            # Skip entries with handle 0: another thread is submitting them and will wait for them. Entries that
             # already have a wait of this thread belong to a wait that was interrupted.
             mine = [entry for entry in under_way.entries if entry.handle.value and entry.owner in (None, me)
                     and (entry.wait is None or entry.wait.thread == me)]
@@ -103,7 +103,7 @@ class Engine:
             for entry in mine:
                 entry.finish()
         except SystemFailure:
-            # # The engine is lost; the system may still access the memory.
+            # The engine is lost; the system may still access the memory.
             _stuck.append(mine)
             raise
         except Exception:
@@ -176,7 +176,7 @@ def _close(op, under_way):
     operation that failed without a wait."""
     if under_way.process != os.getpid():
         return
-    # # First keep the memory alive: the system may still use it if this function is interrupted.
+    # First keep the memory alive: the system may still use it if this function is interrupted.
     _stuck.append(under_way)
     io, under_way.io = under_way.io, None
     with _totals_lock:
@@ -192,7 +192,7 @@ def _close(op, under_way):
     _stuck.remove(under_way)
 
 
-# # Reentrant: the garbage collector may run _close while this thread holds the lock.
+# Reentrant: the garbage collector may run _close while this thread holds the lock.
 _totals_lock = threading.RLock()
 _totals = {}
 _open_engines = {}

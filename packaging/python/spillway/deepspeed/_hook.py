@@ -12,7 +12,7 @@ import sys
 import threading
 
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
-# # Replaceable parts: the ops, and Python classes.
+# Replaceable parts: the ops, and Python classes.
 PARTS = (*OPS, "superoffload", "swapper")
 
 _BUILDER_CLASSES = {"CPUAdamBuilder": "cpu_adam", "CPUAdagradBuilder": "cpu_adagrad", "CPULionBuilder": "cpu_lion",
@@ -22,18 +22,18 @@ _OP_MODULE = re.compile(rf"{_ROOT}(?:\.\w+)?\.({'|'.join(OPS)})")
 _COMM_MODULE = re.compile(rf"{_ROOT}\.cpu\.comm")
 _ACCELERATOR_MODULE = re.compile(r"(?:deepspeed\.)?accelerator\.cpu_accelerator")
 _ADAM_MODULE = re.compile(r"deepspeed\.ops\.adam\.cpu_adam")
-# # Modules where DeepSpeed lists the ops compatible with this machine; recent versions compute the list on demand.
+# Modules where DeepSpeed lists the ops compatible with this machine; recent versions compute the list on demand.
 _REPORT_MODULE = re.compile(r"deepspeed\.(?:ops|git_version_info(?:_installed)?)")
 _SUPEROFFLOAD_MODULE = re.compile(r"deepspeed\.runtime\.superoffload\.superoffload_stage3")
 _STAGE3_MODULE = re.compile(r"deepspeed\.runtime\.zero\.stage3")
 _PARAMETERS_MODULE = re.compile(r"deepspeed\.runtime\.swap_tensor\.partitioned_param_swapper")
 _ENGINE_MODULE = re.compile(r"deepspeed\.runtime\.engine")
-# # Modules that import a builder class by name.
+# Modules that import a builder class by name.
 _HOLDERS = re.compile(rf"{_ROOT}|deepspeed\.ops\.(?:adam|adagrad|lion)\.cpu_(?:adam|adagrad|lion)"
                       r"|deepspeed\.ops\.(?:aio|gds)|deepspeed\.nvme\.\w+|deepspeed\.runtime\.swap_tensor\.\w+"
                       r"|deepspeed\.runtime\.model_checkpointing\.\w+")
 
-# # Folder of a prebuilt op in DeepSpeed, if it differs from the op's name.
+# Folder of a prebuilt op in DeepSpeed, if it differs from the op's name.
 _FOLDERS = {"async_io": "aio"}
 
 _lock = threading.RLock()
@@ -198,7 +198,7 @@ def _patch_builder(builder, op):
         return
     load, is_compatible = builder.load, builder.is_compatible
 
-    # # GDSBuilder inherits from AsyncIOBuilder and may not be replaced itself.
+    # GDSBuilder inherits from AsyncIOBuilder and may not be replaced itself.
     def ours(self):
         return getattr(self, "NAME", None) == op
 

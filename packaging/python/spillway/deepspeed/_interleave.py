@@ -1,10 +1,10 @@
-"""The `interleave` object in the `spillway` block of a DeepSpeed configuration: ZeRO-3's sub-groups whose states are in host
-memory are stepped by CPU and GPU at the same time.
+"""The `interleave` object in the `spillway` block of a DeepSpeed configuration: CPU and GPU step ZeRO-3's sub-groups at
+the same time; their states are in host memory.
 
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true}},
     "spillway": {"interleave": {"plan": "stride", "parameter": 2, "transfers": true}}
 
-The bits are those of DeepSpeedCPUAdam on Spillway's op. States are in host memory again when a step returns."""
+Results are bit-identical to DeepSpeedCPUAdam on Spillway's op. When a step returns, all states are in host memory."""
 
 import collections
 import weakref
@@ -20,14 +20,15 @@ _updates = weakref.WeakSet()
 
 
 class Settings(NamedTuple):
-    """What the object says.
+    """The settings of the object.
 
-    backend     "cuda"; "host" has threads take the part of the GPU, to try the rest without one
-    plan        "stride": every parameter-th sub-group is the GPU's; "count": so many; "model", "eq1", "paper" need rates
-    rates       {"cpu", "gpu", "h2d", "d2h"} in parameters per second
-    replan      after every step, by what it took; needs rates
-    transfers   gradients leave through Spillway: widened on the GPU, in chunks, on streams of their own
-    slots, chunk   state buffers on the GPU, and parameters per copy; 0: 2 and 16 Mi"""
+        backend     "cuda"; "host" replaces the GPU by threads, for tests
+        plan        "stride": the GPU steps every parameter-th sub-group; "count": `parameter` sub-groups; "model", "eq1" and
+                    "paper" need rates
+        rates       {"cpu", "gpu", "h2d", "d2h"} in parameters per second
+        replan      after every step, adapt the plan to the measured times; needs rates
+        transfers   Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams
+        slots, chunk   state buffers on the GPU, and parameters per copy; 0: 2 and 16 Mi"""
 
     backend: str = "cuda"
     plan: str = "stride"
@@ -54,7 +55,7 @@ def parse(block):
 
 
 def served():
-    """Steps and sub-groups stepped by each side, of all optimizers of this process."""
+    """Counters of steps and of sub-groups per processor, summed over all optimizers of this process."""
     total = {}
     for update in _updates:
         for name, value in update.counts.items():
@@ -63,7 +64,7 @@ def served():
 
 
 class Update:
-    """The interleaved update of one stage 3."""
+    """The interleaved update of one stage-3 optimizer."""
 
     def __init__(self, stage3, settings):
         reason = _unfit(stage3)
@@ -77,7 +78,7 @@ class Update:
         _updates.add(self)
 
     def step(self, factor):
-        """Starts the step of all sub-groups, with this factor on the gradients."""
+        """Starts the step of all sub-groups; `factor` multiplies the gradients."""
         self._open()
         stream = self._stream()
         for copy in self._copies:
@@ -92,8 +93,8 @@ class Update:
             _call.count("cpu_adam", self._stage3.fp32_partitioned_groups_flat[index].numel())
 
     def publish(self, index):
-        """The model's weights of a sub-group are new for whatever is queued from now on; after the last one all states are
-        in host memory."""
+        """Makes the current stream wait for a sub-group's new weights. After the last sub-group all states are in host
+        memory."""
         self._interleave.publish(index, self._stream())
         if index == len(self._interleave) - 1:
             self._interleave.drain()
@@ -102,16 +103,16 @@ class Update:
                 self._interleave.replan()
 
     def gradient_out(self, grad, host):
-        """Begins to copy a gradient to host memory."""
+        """Starts copying a gradient to host memory."""
         if grad.dtype != host.dtype and host.element_size() != 4:
             raise InvalidArgument(f"spillway.interleave: a gradient of {grad.dtype} cannot go to {host.dtype}")
-        # Each holds its gradient on the GPU until it is over. They end in the order in which they begin.
+        # Each copy keeps its gradient on the GPU alive until it ends. Copies end in the order of their start.
         while self._copies and self._copies[0].done():
             self._copies.popleft()
         self._copies.append(self.gpu.copy_out(grad.contiguous(), host, after=self._stream()))
 
     def skip(self):
-        """The gradients so far belong to a step that is not taken."""
+        """Waits for the gradient copies of a step that is skipped."""
         while self._copies:
             self._copies.popleft().wait()
 
@@ -122,7 +123,7 @@ class Update:
         return torch.cuda.current_stream()
 
     def _open(self):
-        """Opens the update at the first step, and anew where a checkpoint brought other tensors."""
+        """Opens the update at the first step, and reopens it if a checkpoint has replaced tensors."""
         arrays = [self._subgroup(index) for index in range(len(self._stage3.fp16_groups))]
         addresses = [[array.data_ptr() for array in group if array is not None] for group in arrays]
         if self._closed:
@@ -167,7 +168,7 @@ class Update:
         return call
 
     def close(self):
-        """Ends the update, and the use of the GPU; the states stay where they are."""
+        """Closes the update and the GPU; the states stay in host memory."""
         self._closed = True
         self._end()
         if self.gpu is not None:
@@ -180,7 +181,7 @@ class Update:
 
 
 def overrides(stage3):
-    """Methods for DeepSpeed's DeepSpeedZeroOptimizer_Stage3, by name; each is what it was for an optimizer without Update."""
+    """Methods for DeepSpeedZeroOptimizer_Stage3, by name; without an Update each runs DeepSpeed's own method."""
     own = {name: getattr(stage3, name) for name in _versions.methods("interleave")}
 
     def initialize_optimizer_states(self):
@@ -232,7 +233,7 @@ def interleaved(stage3):
 
 
 def _unfit(stage3):
-    """Why the sub-groups of this optimizer cannot be interleaved; None if they can."""
+    """The reason why this optimizer's sub-groups cannot be interleaved; None if they can."""
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     optimizer = stage3.optimizer
@@ -250,7 +251,7 @@ def _unfit(stage3):
 
 
 def _ordinal():
-    """torch's GPU, or the reason why there is none."""
+    """The Gpu that torch uses; raises InvalidArgument if torch has no CUDA."""
     _gpu.gpu_count()
     import torch
     if not torch.cuda.is_available():
@@ -259,7 +260,7 @@ def _ordinal():
 
 
 def _pinned(tensor):
-    """The tensor, or a copy in page-locked memory if it is not there."""
+    """The tensor, or a copy in page-locked memory if it is not page-locked."""
     import torch
     known = _abi.c_uint32()
     address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()

@@ -25,7 +25,7 @@ def making():
     try:
         yield _local.opened
     except BaseException:
-        # # Report the engine's failure, not one of the close.
+        # Report the engine's failure, not one of the close.
         with contextlib.suppress(SpillwayError):
             _local.opened.close()
         raise

@@ -1,7 +1,8 @@
-"""ZeRO-3's 16-bit parameters on a tier, in place of the files of DeepSpeed's AsyncPartitionedParameterSwapper.
+"""Stores ZeRO-3's 16-bit parameters on a tier, instead of the files of DeepSpeed's AsyncPartitionedParameterSwapper.
 
-Its buffers and its bookkeeping stay DeepSpeed's; what it takes for a file is an extent of a tier over the paths of the
-`spillway` block, or over offload_param's nvme_path without one: checked at every read, written elsewhere when a path fails."""
+The swapper's buffers and bookkeeping stay DeepSpeed's; each of its files becomes an extent of a tier. The tier uses the
+paths of the `spillway` block, or offload_param's nvme_path without one. Every read is checked, and writes move to
+another path when a path fails."""
 
 import gc
 import os
@@ -11,7 +12,7 @@ from ..errors import InvalidArgument
 from . import _lifetime, _scratch, _tier_config
 
 
-# Of this process, for active().
+# All stores of this process, for active().
 _stores = weakref.WeakSet()
 
 
@@ -37,12 +38,12 @@ def overrides(swapper):
 
 
 class Store:
-    """A tier that lives as long as the run, with an extent for each file name."""
+    """A tier for the lifetime of the run, with an extent per file name."""
 
     def __init__(self, settings):
         from deepspeed import comm as dist
         if _stores:
-            # One that nobody uses any more may still hold its tier.
+            # An unreferenced store may still hold its tier.
             gc.collect()
         self._tier = _scratch.open_scratch(settings, f"{settings.job}-parameters", dist.get_rank(), dist.get_world_size())
         self._extents = {}
@@ -52,7 +53,7 @@ class Store:
 
     @property
     def tier(self):
-        """The tier that is open."""
+        """The open tier."""
         if not self._finalizer.alive:
             raise InvalidArgument("the parameters on the tier were closed with their engine; make a new model and engine, and "
                                   "load a checkpoint")
@@ -64,7 +65,7 @@ class Store:
         self._finalizer()
 
     def put(self, path, buffer):
-        """Begins to write; a ticket for the tier."""
+        """Starts a write; returns a ticket of the tier."""
         extent, size = self._extents.get(path, (None, None))
         if extent is None:
             size = buffer.numel() * buffer.element_size()
@@ -73,14 +74,14 @@ class Store:
         return self.tier.put(extent, [buffer])
 
     def get(self, path, buffer):
-        """Begins to read what was put; a ticket for the tier."""
+        """Starts a read of an earlier write; returns a ticket of the tier."""
         if path not in self._extents:
             raise InvalidArgument(f"{path} was never written")
         extent, size = self._extents[path]
         return self.tier.get(extent, [buffer.flatten()[:size // buffer.element_size()]])
 
     def write_file(self, path):
-        """A plain file with the bytes, for whoever reads it by its name."""
+        """Writes the content to a plain file, for code that reads the file by its name."""
         _, size = self._extents[path]
         content = bytearray(size)
         self.tier.wait(self.tier.get(self._extents[path][0], [content]))
@@ -88,12 +89,12 @@ class Store:
             file.write(content)
 
     def report(self):
-        """For active()."""
+        """Entry for active()."""
         return {"paths": [path._asdict() for path in self.tier.paths()], "parameters": len(self._extents)}
 
 
 class TierHandle:
-    """What DeepSpeed's swapper uses of an aio_handle; memory is the own handle's."""
+    """The methods of an aio_handle that DeepSpeed's swapper uses; memory comes from the wrapped handle."""
 
     def __init__(self, own, store):
         self._own, self.store, self._tickets = own, store, []
@@ -102,17 +103,17 @@ class TierHandle:
         return getattr(self._own, name)
 
     def async_pwrite(self, buffer, path, offset=0):
-        """Begins to write a whole file."""
+        """Starts writing a whole file."""
         self._tickets.append(self.store.put(_whole(path, offset), buffer))
         return 0
 
     def async_pread(self, buffer, path, offset=0):
-        """Begins to read a whole file."""
+        """Starts reading a whole file."""
         self._tickets.append(self.store.get(_whole(path, offset), buffer))
         return 0
 
     def wait(self):
-        """Waits for everything begun, and says how much it was. The first failure is the exception."""
+        """Waits for all operations and returns their number. Raises the first failure after all have ended."""
         tickets, self._tickets = self._tickets, []
         failures = []
         for ticket in tickets:
@@ -126,7 +127,7 @@ class TierHandle:
 
 
 def served():
-    """What the tiers of parameters of this process did, for active()."""
+    """Reports of this process's parameter tiers, for active()."""
     return [store.report() for store in _stores]
 
 
@@ -137,6 +138,6 @@ def _whole(path, offset):
 
 
 def _destroy(opened, process):
-    # A forked child has copies of handles, which are not its own.
+    # A forked child's handles are copies that it does not own.
     if process == os.getpid():
         opened.destroy()

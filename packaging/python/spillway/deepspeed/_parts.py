@@ -1,6 +1,6 @@
-"""Sub-groups on a tier, cut into parts: DeepSpeed's default sub-group of 10^9 elements has 12 GB of state, of which an update
-would hold several in memory. Parts are what is fetched, stepped, written back and kept in memory; sub-groups are what the
-caller sees."""
+"""Divides sub-groups on a tier into parts. DeepSpeed's default sub-group of 10^9 elements has 12 GB of state, and an
+update would hold several of them in memory. Parts are fetched, stepped, written back and cached; callers use
+sub-groups."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from ..swap import STATES, Swap, working_bytes
 
 
 class PartedSwap:
-    """A Swap of parts of at most `most` elements, called by sub-group."""
+    """A Swap of parts of at most `most` elements, addressed by sub-group."""
 
     def __init__(self, tier, elements, most, *, cache_bytes, split_master=False, **options):
         self.parts = [(index, start, min(start + most, count))
@@ -23,12 +23,13 @@ class PartedSwap:
             self._of[index].append((place, start, end))
 
     def read(self, index, *arrays, weights=None):
-        """Copies parts of a sub-group's state into float32 arrays; a split master is made of its bf16 `weights`."""
+        """Copies parts of a sub-group's state into float32 arrays; with a split master `weights` has its bf16
+        weights."""
         for place, start, end in self._places(index, arrays):
             self.swap.read(place, *_cut(arrays, start, end), weights=None if weights is None else weights[start:end])
 
     def write(self, index, *arrays):
-        """Gives a sub-group other values; None leaves a part of its state as it is."""
+        """Sets parts of a sub-group's state; None keeps a part."""
         for place, start, end in self._places(index, arrays):
             self.swap.write(place, *_cut(arrays, start, end))
 
@@ -39,18 +40,18 @@ class PartedSwap:
         return self._of[index]
 
     def ds_step(self, optimizer_id, calls, tensors, stepped=None):
-        """One step: a call for each sub-group, and a row of Swap.table() for it. `stepped(index, param)` is called with the
-        new master weights of each sub-group, as `stepped.wants(index)` asks for."""
+        """Runs one step, with a call and a row of Swap.table() per sub-group. Calls `stepped(index, param)` with the
+        new master weights of each sub-group for which `stepped.wants(index)` is true."""
         rows, cuts = [], []
         for index, start, end in self.parts:
-            # The same call again has the same coefficients, as in DeepSpeed.
+            # Repeated calls of the same step use the same coefficients, as in DeepSpeed.
             rows.append(calls[index])
             cuts.append(_cut(tensors[index], start, end))
         table = self.swap.table(cuts)
         self.swap.ds_step(optimizer_id, rows, table, stepped and self._gathered(stepped))
 
     def _gathered(self, stepped):
-        """Parts come in any order; a sub-group is shown once it is whole."""
+        """Collects parts, which complete in any order, and reports a sub-group once all its parts are stepped."""
         missing, whole = {}, {}
 
         def part_stepped(place, address):
@@ -74,18 +75,19 @@ def _cut(arrays, start, end):
 
 
 def block_bytes(part_elements, split_master):
-    """At least 128 blocks of a part's state, if they are not too small: paths share it by whole blocks."""
+    """Block size with at least 128 blocks per part, because paths share a part in whole blocks; limited to 16 KiB..1
+    MiB."""
     state = (10 if split_master else 12) * part_elements
     return min(max(state // 128 // 4096 * 4096, 16 << 10), 1 << 20)
 
 
 def floats(count):
-    """Float32 of any value."""
+    """An uninitialized float32 tensor."""
     import torch
     return torch.empty(count, dtype=torch.float32)
 
 
 def floats_at(address, count):
-    """Float32 that are there, not a copy."""
+    """A float32 tensor over existing memory, without a copy."""
     import torch
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""DeepSpeed's pin_memory, served by Spillway: page-locked tensors in 2 MiB pages where possible.
+"""Replacement of DeepSpeed's pin_memory: page-locked tensors, in 2 MiB pages if possible.
 
-A refused lock is one warning in the log, not an abort. Memory goes back to the library when the last view of a tensor is
-gone, whether it was freed or not: no view is ever left without memory."""
+If the system refuses the lock, the log has one warning; the process is not aborted. The memory returns to the library
+with the last view of a tensor, freed or not, so every view stays valid."""
 
 import ctypes
 import os
@@ -11,12 +11,12 @@ from .. import _abi, _native
 from ..errors import InvalidArgument
 from . import _call
 
-# Base addresses that free() still accepts. Dictionaries change in one step, so that no lock is needed.
+# Base addresses that free() accepts. Each dict operation is atomic, so no lock is needed.
 _live = {}
 
 
 def new_tensor(num_elem, example):
-    """A 1-D tensor of `num_elem` elements like those of `example`, in pinned memory; its content is whatever was there."""
+    """An uninitialized 1-D tensor of `num_elem` elements with the dtype of `example`, in pinned memory."""
     import torch
     count = _call.integer(num_elem, "num_elem", 1 << 63)
     tensor_argument(example, "example_tensor")
@@ -26,19 +26,19 @@ def new_tensor(num_elem, example):
     address = ctypes.c_void_p()
     _native.check(_native.library().spw_pinned_alloc(size, ctypes.byref(address)))
     memory = (ctypes.c_char * size).from_address(address.value)
-    # The storage holds `memory`, and every view of the tensor holds the storage.
+    # The storage references `memory`, and every view of the tensor references the storage.
     weakref.finalize(memory, _give_back, address.value, os.getpid()).atexit = False
     _live[address.value] = size
     return torch.frombuffer(memory, dtype=example.dtype, count=count)
 
 
 def free(address):
-    """Whether `address` is where a tensor of new_tensor() begins that was not freed before."""
+    """True if `address` is the start of a tensor of new_tensor() that was not freed before."""
     return _live.pop(address, None) is not None
 
 
 def is_pinned(buffer):
-    """Whether all of a tensor lies in pinned memory, of torch or of new_tensor(); a slice counts."""
+    """True if torch or new_tensor() pinned the whole tensor, which may be a slice."""
     tensor_argument(buffer, "buffer")
     if buffer.is_cpu and _contains(buffer.data_ptr(), buffer.numel() * buffer.element_size()):
         return True
@@ -46,7 +46,7 @@ def is_pinned(buffer):
 
 
 def tensor_argument(value, name):
-    """Refuses what is no tensor."""
+    """Raises InvalidArgument for an object that is no tensor."""
     import torch
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(value).__name__}; a torch tensor is needed")
@@ -59,30 +59,30 @@ def _contains(address, size):
 
 
 def _give_back(address, process):
-    # A forked child has a copy of the memory, which is not the library's there.
+    # A forked child has a copy of the memory that its library does not know.
     if process == os.getpid():
         _live.pop(address, None)
         _native.check(_native.library().spw_pinned_free(address))
 
 
 class pin_handle:
-    """The process's page-locked tensors; every handle knows all of them, as in DeepSpeed."""
+    """Allocates and frees the process's page-locked tensors; every handle knows all of them, as in DeepSpeed."""
 
     def new_cpu_locked_tensor(self, num_elem, example_tensor):
         """Allocates a page-locked tensor."""
         return new_tensor(num_elem, example_tensor)
 
     def free_cpu_locked_tensor(self, locked_tensor):
-        """Frees one; False if it is no start of one, or was freed before."""
+        """Frees a tensor; False if its address is not the start of an allocated one."""
         tensor_argument(locked_tensor, "locked_tensor")
         return free(locked_tensor.data_ptr())
 
     def free_cpu_locked_tensor_by_ptr(self, address):
-        """Frees one by the address of its first byte."""
+        """Frees a tensor by the address of its first byte."""
         return free(_call.integer(address, "address", 1 << 64))
 
     def is_pinned(self, buffer):
-        """Whether torch or Spillway pinned all of a tensor."""
+        """True if torch or Spillway pinned the whole tensor."""
         return is_pinned(buffer)
 
 
@@ -91,7 +91,7 @@ NOT_SERVED = {}
 
 
 def served():
-    """What is allocated in this process."""
+    """Allocation counters of this process."""
     stats = _abi.sized(_abi.PinnedStats)
     _native.check(_native.library().spw_pinned_stats_get(ctypes.byref(stats)))
     return {name: getattr(stats, name) for name in ("allocations", "bytes", "high_water", "locked_bytes")}

@@ -1,17 +1,16 @@
-"""How ranks that commit each for itself go on together.
+"""Coordinates the commits of several ranks.
 
-No rank writes anything after a commit before all ranks have made theirs. So wherever a run is killed, its ranks
-are one commit apart at most, and a rank that is ahead still has the one that the others are at, whole: its tier gives it up
-with the first write after a commit and not before. What fails on one rank is an error on all of them: nobody waits for a
-rank that has given up."""
+No rank writes after a commit before all ranks have committed. Wherever a run is killed, its ranks are therefore at most
+one commit apart. A rank that is ahead still has the previous commit intact: its tier discards that commit with the
+first later write. A failure on one rank raises an error on all ranks, so no rank waits for a failed one."""
 
 from .. import tier
 from ..errors import InvalidArgument, TierFailure
 
 
 def together(world, work, undo=None):
-    """What `work` gives on this rank, once every rank has it. If it fails on one, it is an error on all, and `undo` is
-    called with what it gave here."""
+    """Returns the result of `work` on this rank once every rank has its own. If `work` fails on one rank, all ranks
+    raise, and `undo` is called with this rank's result."""
     if world == 1:
         return work()
     value = trouble = None
@@ -31,7 +30,7 @@ def together(world, work, undo=None):
 
 
 def open_together(settings, rank, world, open_at):
-    """This rank's tier, from open_at(step), at the step that all ranks have; None: it begins."""
+    """Opens this rank's tier by open_at(step), at the step that all ranks have; None is a new run."""
     if world == 1:
         return open_at(None)
     own = together(world, lambda: tier.steps(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world))
@@ -40,7 +39,7 @@ def open_together(settings, rank, world, open_at):
     step = last[0] if len(set(last)) == 1 else _common(everyone)
 
     def work():
-        # None where all are at none is also said of a rank whose directories are not there.
+        # A rank without a commit keeps its tier: its directories may just be missing.
         if step is None and own.last is not None:
             _forget(settings, rank)
         return open_at(step)
@@ -49,8 +48,8 @@ def open_together(settings, rank, world, open_at):
 
 
 def _common(everyone):
-    """The one step at which all ranks can go on. None, the beginning, is one for a rank that has not committed yet or once
-    only, and for no rank that has nothing at all: its directories may be somewhere else."""
+    """The one step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
+    commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
     choices = [{steps.last} | ({None} if steps.first else {steps.before} - {None}) if steps.exists else set()
                for steps in everyone]
     common = set.intersection(*choices)
@@ -68,7 +67,7 @@ def _forget(settings, rank):
 
 
 def gathered(value, world):
-    """A value of each rank."""
+    """Gathers a value from every rank."""
     import torch
     values = [None] * world
     torch.distributed.all_gather_object(values, value)

@@ -1,4 +1,4 @@
-"""Says which limits of the configuration leave too little room for optimizer states."""
+"""Reports the configured limits that are too small for the optimizer states."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ _STATE, _SPLIT_STATE = 12, 10
 
 @contextlib.contextmanager
 def named(settings, elements):
-    """A limit that is too small is an error with the settings' names."""
+    """Turns the tier's error for too small a limit into one that names the settings."""
     try:
         yield
     except SpillwayError as error:

@@ -1,7 +1,7 @@
-"""Directories of runs that do not resume: each engine has its own, whose name no run that resumes can have.
+"""Directories of runs that do not resume. Each engine has its own, under a job name that no resuming run can have.
 
-A job "a" has the scratch directories "a-scratch-1", "a-scratch-2" and so on, as many as it has engines at a time. What a dead
-process left in them is removed; a tier of any other name never is."""
+A job "a" uses the scratch directories "a-scratch-1", "a-scratch-2" and so on, one per concurrent engine. Leftovers of
+dead processes in them are removed; tiers of other names are never removed."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ _NAME = re.compile(r".*-scratch-[0-9]+", re.DOTALL)
 
 
 def is_scratch(job):
-    """Whether a job's name is one of scratch directories."""
+    """True if a job's name is that of scratch directories."""
     return _NAME.fullmatch(job) is not None
 
 
 def open_scratch(settings, job, rank, world, **options):
-    """A new tier in the first scratch directories of a job that no live process holds."""
+    """Opens a new tier in the first scratch directories of a job that no live process holds."""
     for number in range(1, _MOST + 1):
         name = f"{job}-scratch-{number}"
         try:
@@ -37,7 +37,7 @@ def open_scratch(settings, job, rank, world, **options):
 
 
 def _collect_dead(settings, job, rank, own):
-    """Removes what dead engines left under higher numbers. An object store is not searched."""
+    """Removes the directories of dead engines with higher numbers. Object stores are not searched."""
     for path in settings.paths:
         names = [] if path.directory.startswith("s3://") else os.listdir(path.directory)
         for name in names:

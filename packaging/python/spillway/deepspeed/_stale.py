@@ -1,17 +1,19 @@
-"""Gradients of parameters that had none since the last step, as DeepSpeed has them with states in host memory: it steps a
-whole sub-group, with the gradient that such a parameter had in its last step, scaled then, and scaled again in each step."""
+"""Stale gradients: reproduces DeepSpeed's treatment, with states in host memory, of parameters without a gradient since
+the last step. DeepSpeed steps the whole sub-group, with the gradient of such a parameter's last step, which every step
+scales again."""
 
 
 class Gradients:
-    """Those of one TierSwapper."""
+    """The stale gradients of one TierSwapper."""
 
     def __init__(self, swapper):
         self._swapper = swapper
-        # Factors on the gradient of a parameter since it came; from the first step without one, the product.
+        # Per parameter: the product of the factors since its gradient arrived, and, from the first step without a new
+        # gradient on, the scaled gradient.
         self._factor, self._old = {}, {}
 
     def forget(self, param):
-        """A new gradient has come."""
+        """Called when a parameter has a new gradient."""
         self._factor.pop(param, None)
         self._old.pop(param, None)
 
@@ -23,11 +25,11 @@ class Gradients:
         return self._old.get(param)
 
     def edited(self, param, gradient):
-        """The gradient is not where gradients are summed up, since it was set."""
+        """Stores a gradient that was set by the user, outside the accumulation buffer."""
         self._old[param] = gradient.detach().float().clone()
 
     def stepped(self, factor):
-        """Every gradient is scaled by a step."""
+        """Applies a step's factor to every gradient."""
         if factor == 1.0:
             return
         for old in self._old.values():

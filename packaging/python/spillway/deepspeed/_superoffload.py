@@ -1,18 +1,20 @@
-"""DeepSpeed's SuperOffload on the speculation engine: no second process, no queue, no copy of the gradient, and with
+"""DeepSpeed's SuperOffload on the speculation engine: without a second process, queue or copy of the gradient, and with
 gradient clipping.
 
-DeepSpeed's own sends each sub-group to a worker process as its gradient completes, unless gradients are clipped: then all
-wait for the norm. Here a sub-group steps in this process as soon as its gradient is there, clipped or not, and the
-norm decides afterwards. The bits are those of plain ZeRO-3 with offload_optimizer on the device cpu, which waits.
+DeepSpeed's own implementation sends each sub-group to a worker process when its gradient is complete. With gradient
+clipping all sub-groups wait for the norm instead. Here a sub-group steps in this process as soon as its gradient is
+complete, with or without clipping; the norm confirms or rolls back the step later. Results are bit-identical to plain
+ZeRO-3 with offload_optimizer on the device cpu, which waits.
 
-A step before step() stands only where nothing it depends on changes until then. Otherwise the round is taken back, and all
-sub-groups step in step() by DeepSpeed's own code. That is so when
-- another backward brings gradients for a sub-group that was stepped;
-- anything reads or sets masters, moments or gradients, by safe_get_... and safe_set_..., a checkpoint, or by the optimizer's list
-  of masters: it sees what was there before the step;
-- learning rate, betas, another option of a group, or a tensor of the optimizer has changed at step().
+A step before step() is kept only if its inputs stay unchanged until step(). Otherwise the round is rolled back, and
+step() steps all sub-groups by DeepSpeed's own code. This happens if
 
-A sub-group of which some parameter has no gradient steps in step() too, as DeepSpeed does it."""
+- another backward produces gradients for a sub-group that was stepped;
+- code reads or sets masters, moments or gradients, by safe_get_... and safe_set_..., a checkpoint, or the optimizer's
+  list of masters: it sees the values before the step;
+- the learning rate, betas, another option of a group, or a tensor of the optimizer has changed at step().
+
+A sub-group with a parameter without gradient also steps in step(), as in DeepSpeed."""
 
 import contextlib
 import ctypes
@@ -26,7 +28,7 @@ _MASTERS = "fp32_partitioned_groups_flat"
 
 
 class _Window:
-    """What has come since the last step of an optimizer."""
+    """Tracks the gradients that arrived since an optimizer's last step."""
 
     def __init__(self, stage3):
         self._rounds = stage3.superoffload_cpu_optimizer
@@ -40,17 +42,17 @@ class _Window:
         self.end()
 
     def end(self):
-        """A step is over."""
+        """Resets the state after a step."""
         self._waits, self._arrived, self._versions = self._reason is not None, {}, {}
 
     def interrupt(self):
-        """Somebody may look at the state, or change it: no step has happened, and none will before step()."""
+        """Aborts the round, because other code may read or change the state; all sub-groups then step in step()."""
         if self._arrived:
             self._rounds.abort()
             self._waits = True
 
     def changing(self, stage3, params):
-        """Gradients of these parameters are about to change."""
+        """Called before gradients of these parameters change."""
         for param in params:
             sub_group, *_ = stage3.grad_position[stage3.get_param_id(param)]
             if self._rounds.has(sub_group):
@@ -58,7 +60,7 @@ class _Window:
             self._arrived.get(sub_group, set()).discard(stage3.get_param_id(param))
 
     def arrived(self, stage3, params):
-        """The last gradients of these parameters are there; steps the sub-groups that are complete now."""
+        """Called when gradients of these parameters are complete; steps the sub-groups that are complete now."""
         touched = set()
         for param in params:
             sub_group, *_ = stage3.grad_position[stage3.get_param_id(param)]
@@ -72,11 +74,11 @@ class _Window:
             self._rounds.begin(stage3.optimizer.opt_id, self._calls(stage3), float(stage3.loss_scale),
                                float(stage3.clip_grad or 0.0))
         for sub_group in complete:
-            # Where gradients are summed up: nobody edits them there, so that a step can always be taken back.
+            # The accumulation buffer: no code edits gradients there, so the step can always be rolled back.
             self._submit(stage3, sub_group, stage3.grad_partitions_flat_buffer[self._spans[sub_group]])
 
     def stands(self, stage3):
-        """Whether the steps that were done are those that step() would do now; if not, they are taken back."""
+        """True if the speculative steps are identical to those that step() would do now; otherwise rolls them back."""
         if not self._rounds.is_open:
             return False
         if self._calls(stage3) == self._rounds.calls and all(
@@ -86,7 +88,7 @@ class _Window:
         return False
 
     def settle(self, stage3, factor):
-        """Steps what has not been, and gives the verdict."""
+        """Steps the remaining sub-groups and gives the verdict."""
         for sub_group in self._rounds.missing():
             self._submit(stage3, sub_group, getattr(stage3, _MASTERS)[sub_group].grad)
         self._rounds.resolve(factor)
@@ -110,7 +112,7 @@ def overrides(stage3):
         window = _window(self)
         window.changing(self, params_to_release)
         with _inside(self):
-            # Not SuperOffload's own: that hands over what it takes for complete.
+            # Not SuperOffload's own method, which hands complete gradients to the worker process.
             buffers = super(stage3, self).partition_grads(params_to_release, grad_partitions)
             if self.is_gradient_accumulation_boundary():
                 window.arrived(self, params_to_release)
@@ -151,7 +153,8 @@ def overrides(stage3):
 
 
 def _masters():
-    """DeepSpeed's list of master weights; a round ends before anybody but the methods here sees it."""
+    """DeepSpeed's list of master weights, as a property that aborts the round before code outside these methods sees
+    it."""
     def get(self):
         window = self.__dict__.get("_spillway_window")
         if window is not None and not self.__dict__.get("_spillway_inside"):
@@ -183,7 +186,7 @@ def _inside(stage3):
 
 
 def _unfit(stage3):
-    """Why this optimizer's sub-groups step in step() only; None if they need not."""
+    """The reason why this optimizer's sub-groups step only in step(); None if they can step earlier."""
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     optimizer = stage3.optimizer
@@ -199,13 +202,13 @@ def _unfit(stage3):
 
 
 def _with_data(stage3, params):
-    """Ids of the parameters of which this rank has a part."""
+    """Ids of the parameters of which this rank holds a part."""
     return {stage3.get_param_id(param) for param in params
             if param.partition_numel() * stage3._get_param_partition_rank(param) < param.ds_numel}
 
 
 def _state(stage3, sub_group):
-    """Moments and step of a sub-group, where DeepSpeed's optimizer keeps them."""
+    """Moments and step of a sub-group in the state dict of DeepSpeed's optimizer."""
     import torch
     master = getattr(stage3, _MASTERS)[sub_group]
     state = stage3.optimizer.state[master]
@@ -221,13 +224,14 @@ def _call_of(stage3, sub_group):
 
 
 def _versions_of(stage3, sub_group):
-    """What torch counts up when a tensor is written, and where its memory is."""
+    """Version counters and addresses of a sub-group's tensors, which change if the tensors are written or replaced."""
     state, master = _state(stage3, sub_group), getattr(stage3, _MASTERS)[sub_group]
     return [(tensor._version, tensor.data_ptr()) for tensor in (master, master.grad, state["exp_avg"], state["exp_avg_sq"])]
 
 
 def _scale_gradients(stage3, factor, norm):
-    """DeepSpeed leaves gradients scaled: a later step in which a parameter has none goes on with its old one."""
+    """Scales the gradients like DeepSpeed, which leaves them scaled: a parameter without a new gradient reuses its old
+    one."""
     if factor != 1.0:
         for sub_group, device in stage3.subgroup_to_device.items():
             if device == "cpu":
@@ -235,7 +239,7 @@ def _scale_gradients(stage3, factor, norm):
 
 
 def _synchronize():
-    """Waits for the copies of gradients that leave the GPU."""
+    """Waits for the copies of gradients from the GPU."""
     from deepspeed.accelerator import get_accelerator
     stream = get_accelerator().current_stream()
     if stream is not None:
@@ -243,7 +247,7 @@ def _synchronize():
 
 
 def gradient_factor(stage3, total_norm):
-    """What DeepSpeed's unscale_and_clip_grads multiplies a gradient by, in its arithmetic: the norm is an f32 tensor."""
+    """Gradient factor of DeepSpeed's unscale_and_clip_grads, in its arithmetic: the norm is an f32 tensor."""
     combined = stage3.loss_scale
     if stage3.clip_grad > 0.0:
         clip = ((total_norm / stage3.loss_scale) + 1e-6) / stage3.clip_grad

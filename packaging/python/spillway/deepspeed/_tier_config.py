@@ -1,12 +1,14 @@
-"""The `spillway` block of a DeepSpeed configuration: where ZeRO-3's optimizer states live, and its 16-bit parameters with
-offload_param on device nvme.
+"""The `spillway` block of a DeepSpeed configuration: storage of ZeRO-3's optimizer states, and of its 16-bit parameters
+with offload_param on the device nvme.
 
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
     "spillway": {"paths": ["/mnt/nvme", "/mnt/pfs"], "cache_bytes": 8589934592, "job": "run7", "resume": true}
 
-Without the block the one path is nvme_path, which is scratch, as DeepSpeed's swap files are: each engine has directories of its
-own there, and removes what dead ones left. With "resume" every step is committed, and a run that starts again goes on at the
-last commit of all its ranks; only a run that resumes under the same name ever touches that."""
+Without the block, nvme_path is the only path and is scratch space, like DeepSpeed's swap files: each engine has its own
+directories there, and removes those of dead engines.
+
+With "resume" every step is committed. After a crash, training resumes from the last step that every rank committed.
+Only a run that resumes under the same job name changes that state."""
 
 import contextlib
 import os
@@ -21,30 +23,31 @@ _local = threading.local()
 
 
 class Settings(NamedTuple):
-    """What the block says.
+    """The settings of the block.
 
-    paths             directories that exist, "s3://BUCKET/PREFIX", or {"path", "limit_bytes", "reserve_bytes"}; default:
-                      nvme_path
-    ratio             share of each path in the state; default: in proportion to its measured speed
-    cache_bytes       host memory for parts that stay there from step to step, beside the buffers in motion
-    part_elements     most elements of what is fetched, stepped and kept at a time: 12 bytes each, 10 with split_master, a few of
-                      them in motion
-    durability        "data": a commit survives a power cut; "process": only the end of the process; "full"
-    job               name of the run, a directory below each path; two runs at a time that resume need two. Without
-                      "resume" directories are "<job>-scratch-1" and so on, a name that no run that resumes can have
-    host              name of this machine, the directory below that; default: its host name. A run that resumes needs the one
-                      it had, which in a container may be another each time
-    split_master      keep master weights without their upper halves, which follow from the model's weights (bfloat16, in host
-                      memory): 10 bytes a parameter instead of 12. What changes those weights between steps, other than
-                      DeepSpeed, ends the run with an error. With "resume" they are on the tier too, 2 bytes a commit
-    missing_gradients what a parameter steps with that had no gradient since the last step, where another of its sub-group had
-                      one: "zero", or "stale", the scaled gradient of its last step, as DeepSpeed has it in host memory
-    resume            go on at the last commit that all ranks have if there is one, and commit every commit_interval steps
-    commit_interval   0: only spillway.deepspeed.commit(engine) commits
-    turns             one process of a machine at a time uses a path
-    lock              page-locked buffers in 2 MiB pages
-    stall_seconds     a path without progress for so long is given up; 0: 60
-    enabled           false leaves states and parameters to DeepSpeed's own swappers"""
+        paths             existing directories, "s3://BUCKET/PREFIX", or {"path", "limit_bytes", "reserve_bytes"}; default:
+                          nvme_path
+        ratio             share of each path in the state; default: in proportion to its measured bandwidth
+        cache_bytes       host memory for parts that stay in memory between steps, in addition to the transfer buffers
+        part_elements     most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, 10 with
+                          split_master; several parts are in flight
+        durability        "data": a commit survives a power failure; "process": only the end of the process; "full": also
+                          syncs directories
+        job               name of the run, and of a directory below each path; concurrent runs that resume need different
+                          names. Without "resume" the directories are "<job>-scratch-1" and so on, which no resuming run can use
+        host              name of this machine, and of a directory below that; default: its host name. A run that resumes needs
+                          its previous name, which in a container may change with every start
+        split_master      store master weights without their upper halves, which the model's weights (bfloat16, in host
+                          memory) imply: 10 bytes per parameter instead of 12. A change of those weights between steps, other
+                          than by DeepSpeed, ends the run with an error. With "resume" a commit stores them too, 2 bytes each
+        missing_gradients gradient of a parameter that had none since the last step, if another of its sub-group had one:
+                          "zero", or "stale", the scaled gradient of its last step, as DeepSpeed uses in host memory
+        resume            resume at the last commit that all ranks have, if any, and commit every commit_interval steps
+        commit_interval   number of steps between commits; 0: only spillway.deepspeed.commit(engine) commits
+        turns             one process of a machine at a time uses a path
+        lock              page-locked buffers in 2 MiB pages
+        stall_seconds     timeout of a path without progress, which then counts as failed; 0: 60
+        enabled           false leaves states and parameters to DeepSpeed's own swappers"""
 
     paths: tuple
     given: bool
@@ -66,7 +69,8 @@ class Settings(NamedTuple):
 
 @contextlib.contextmanager
 def configuring(engine):
-    """An engine makes its optimizer, whose stage 3 is not told the whole configuration."""
+    """Makes the configuration block available while an engine makes its optimizer, because stage 3 receives only a part
+    of the configuration."""
     before = getattr(_local, "block", None)
     _local.block = getattr(engine._config, "_param_dict", {}).get("spillway")
     try:
@@ -76,20 +80,20 @@ def configuring(engine):
 
 
 def block():
-    """The block of the engine that is being made; None if it has none."""
+    """The block of the engine that this thread is making; None if it has none."""
     return getattr(_local, "block", None)
 
 
 def settings(nvme_path, given=None):
-    """The settings for the engine that is being made, or those of a block that was given outside of one."""
+    """The settings for the engine that this thread is making, or those of a given block."""
     return parse(given if given is not None else block(), nvme_path)
 
 
 def parse(block, nvme_path):
-    """The settings of a block, or of its absence."""
+    """The settings of a block; the defaults if it is None."""
     if block is None:
         return Settings((_directory(nvme_path),), False)
-    # pydantic comes with DeepSpeed; where no block is given it is not needed.
+    # pydantic is installed with DeepSpeed; it is imported only if a block is given.
     from . import _block
     found = _block.read(block)
     if _scratch.is_scratch(found.job):
@@ -108,7 +112,7 @@ def parse(block, nvme_path):
 def _directory(nvme_path):
     if nvme_path is None:
         raise InvalidArgument("offload_optimizer has device nvme, but there is neither nvme_path nor spillway.paths")
-    # DeepSpeed makes a path of it, which leaves one slash.
+    # DeepSpeed converts it to a path, which reduces two slashes to one.
     if os.fspath(nvme_path).startswith("s3:/"):
         raise InvalidArgument(f"nvme_path is {os.fspath(nvme_path)!r}, which DeepSpeed takes for a directory; an object store "
                               "goes into spillway.paths")

@@ -1,7 +1,7 @@
-"""A tensor as the memory that a transfer works on, with a copy where the tensor's own cannot be used.
+"""Memory for the transfer of a tensor: the tensor's own, or a staging copy.
 
-Tensors on a GPU, and strided ones, go through host memory: a write copies first, a read copies back when a wait finds
-that it succeeded."""
+GPU tensors and strided tensors use a staging copy in host memory. A write copies first; a read copies back after a wait
+found that it succeeded."""
 
 import ctypes
 import os
@@ -13,10 +13,10 @@ _COMPARED_AT_ONCE = 8 << 20
 
 
 def memory(tensor, reads):
-    """(address, bytes, what keeps them, what to do after success or None)."""
+    """(address, bytes, reference that keeps the memory alive, callback after success or None)."""
     try:
         if tensor.is_cpu and tensor.is_contiguous():
-            # The storage, since the tensor may be given another while the transfer runs.
+            # Keep the storage: the tensor may get another one during the transfer.
             return tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.untyped_storage(), None
     except (AttributeError, RuntimeError):
         pass  # No tensor, or one without a storage; staging says which.
@@ -43,7 +43,7 @@ def _copy(target, source):
 
 
 def path_of(filename):
-    """A path as the C library takes it."""
+    """A path as bytes for the C library."""
     path = os.fsencode(filename)
     if b"\0" in path:
         raise InvalidArgument(f"filename is {filename!r}; a path has no NUL in it")
@@ -51,7 +51,7 @@ def path_of(filename):
 
 
 def verify(path, offset, address, size):
-    """Reads the file the ordinary way and raises if memory holds something else."""
+    """Reads the file by ordinary I/O, and raises if the memory differs."""
     with open(path, "rb") as file:
         file.seek(offset)
         for at in range(0, size, _COMPARED_AT_ONCE):

@@ -25,7 +25,7 @@ _exact, _nearly = [], []
 
 
 def mode():
-    """Which steps are recorded."""
+    """The mode that selects the recorded steps."""
     chosen = _hook.undo_mode() or os.environ.get("SPILLWAY_DEEPSPEED_UNDO") or "auto"
     if chosen not in MODES:
         raise ValueError(f"SPILLWAY_DEEPSPEED_UNDO is {chosen!r}; one of {', '.join(MODES)} expected")
@@ -34,7 +34,7 @@ def mode():
 
 @contextlib.contextmanager
 def subgroup_step():
-    """Steps of this thread are those of step_subgroup."""
+    """Marks the steps of this thread as those of step_subgroup."""
     before = getattr(_thread, "subgroup", False)
     _thread.subgroup = True
     try:
@@ -70,7 +70,7 @@ def recording(optimizer_id, tensor, make):
 
 
 def rolled_back(optimizer_id, exact):
-    """Counts a rollback; the id's next steps are recorded."""
+    """Counts a rollback, and enables recording for the id's next steps."""
     _rolled_back.add(optimizer_id)
     (_exact if exact else _nearly).append(None)
 
@@ -83,7 +83,7 @@ def forget(optimizer_id):
 
 
 def report():
-    """What active() says, or nothing if nothing was recorded or taken back."""
+    """Entry for active(); empty if nothing was recorded or rolled back."""
     if not (_recordings or _exact or _nearly):
         return {}
     return {"mode": mode(), "recordings": len(_recordings), "log_bytes": sum(r.bytes() for r in list(_recordings.values())),
@@ -91,7 +91,7 @@ def report():
 
 
 class _Recording:
-    """An spw_undo that is closed with its last reference."""
+    """An spw_undo handle that is closed with its last reference."""
 
     def __init__(self, elements):
         self.elements, self.handle = elements, ctypes.c_void_p()

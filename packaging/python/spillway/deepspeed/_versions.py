@@ -9,11 +9,11 @@ import inspect
 import re
 import types
 
-# The versions that the tests train with.
+# The versions with which the tests train.
 TRIED = ("0.14.0", "0.16.9", "0.18.9", "0.19.8")
-# The last minor series that was tried.
+# The last minor series that was tested.
 _LAST = (0, 19)
-# The first version that has what the part replaces, in a series that was tried.
+# For each part the first tested version that has the methods it replaces.
 _FIRST = {"engine": (0, 14, 0), "states": (0, 16, 0), "parameters": (0, 19, 0), "interleave": (0, 19, 5),
           "superoffload": (0, 19, 0)}
 _NAMES = {"engine": "engines that close what they opened", "states": "optimizer states on a tier",
@@ -48,7 +48,7 @@ _SOME = {"states": {"get_fp32_grad_partitions": "",
                     "_offload_grad_partition_at_boundary":
                         "param grad_buffer offload_fp32_gradients offload_fp32_offsets"}}
 
-# What was left to DeepSpeed in this process: part to reason.
+# Parts left to DeepSpeed in this process, with the reason.
 _left = {}
 
 

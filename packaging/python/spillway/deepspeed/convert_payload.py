@@ -2,9 +2,8 @@
 
     python -m spillway.deepspeed.convert_payload --job run7 --i-trust-this-tier /mnt/nvme /mnt/pfs
 
-Reading a pickle runs whatever its writer put there. Do so only with tiers that nobody else could write to. Every rank's record
-is converted, each with --rank, --world
-and --at-step."""
+Unpickling runs any code that the pickle contains. Convert only tiers that no other user could write to. Run the command for
+every rank, with --rank, --world and --at-step."""
 
 import argparse
 import io
@@ -16,9 +15,9 @@ from . import _payload
 
 
 def convert(paths, *, job, trusted=False, host=None, rank=0, world=1, at_step=None):
-    """Commits the last step of a tier again, with a record that is data; the step. `trusted` is the caller's word that nobody
-    else could write to the tier, without which nothing is read. Of several ranks each is converted at the same step, the
-    smallest of their last ones."""
+    """Commits the last step of a tier again, with a data-only record; returns the step. `trusted` confirms that no
+    other user could write to the tier; without it nothing is read. With several ranks convert each at the same step,
+    the smallest of their last steps."""
     if not trusted:
         raise InvalidArgument("a pickle runs whatever its writer put there; say trusted=True if nobody else could write to it")
     if world > 1 and at_step is None:

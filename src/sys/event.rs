@@ -1,7 +1,7 @@
 //! Waits for events outside this process: descriptors that become readable, and words of memory that another device or
 //! thread increments.
 //!
-//! A word is polled every [`WORD_PERIOD`]: a GPU that writes it cannot wake a thread. Events that only answer a query
+//! A word is polled every `WORD_PERIOD`: a GPU that writes it cannot wake a thread. Events that only answer a query
 //! are polled too.
 
 use std::fmt;

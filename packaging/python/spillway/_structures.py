@@ -1,4 +1,4 @@
-"""The structs of spillway.h as ctypes structures, each with its name there."""
+"""The structs of spillway.h as ctypes structures, with the same field names."""
 
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_uint32, c_uint64, c_void_p
 
@@ -6,7 +6,8 @@ _RANGES = {c_uint32: (0, 2**32 - 1), c_uint64: (0, 2**64 - 1), c_int32: (-2**31,
 
 
 class _Given(Structure):
-    """What a user gives: an integer that a field cannot hold is an error, where ctypes keeps its lower bits."""
+    """Base of structs with user input: an integer that does not fit its field is an error, where ctypes truncates
+    it."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

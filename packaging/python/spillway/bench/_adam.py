@@ -1,7 +1,8 @@
-"""Spillway's Adam against what is installed: DeepSpeed's compiled op, torch fused AdamW, torch foreach.
+"""Benchmarks Spillway's Adam against installed implementations: DeepSpeed's compiled op, torch fused AdamW, torch
+foreach.
 
-All contenders run in this process, on the same arrays, in alternation; results are compared before the clock starts.
-A ratio is the other's time over Spillway's time: above 1, Spillway is faster."""
+All run in this process, on the same arrays, in alternation; their results are compared before the timing. A ratio is
+the other implementation's time divided by Spillway's: above 1, Spillway is faster."""
 
 import statistics
 import time
@@ -15,7 +16,7 @@ _SCALE = 0.125
 
 
 def run(options):
-    """The report, as a dictionary."""
+    """The report, as a dict."""
     import torch
     native, reason = _machine.deepspeed_op("CPUAdamBuilder")
     cases = [_plain(torch, native, n, options.rounds) for n in options.sizes]
@@ -39,8 +40,8 @@ def _plain(torch, native, n, rounds):
 
 
 def _fused(torch, native, n, rounds):
-    """A bfloat16 gradient to unscale, its norm and finiteness, the step, and the bfloat16 parameter: in one pass, or
-    in the operations that DeepSpeed's ZeRO optimizer does for it."""
+    """Unscaling of a bfloat16 gradient, its norm and finiteness, the step, and the bfloat16 parameter: in one pass, or
+    in the separate operations of DeepSpeed's ZeRO optimizer."""
     param, grad = _random(torch, n, 0), _random(torch, n, 1).bfloat16()
     exp_avg, exp_avg_sq = torch.zeros(n), torch.zeros(n)
     copy, grad32 = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n)
@@ -69,7 +70,7 @@ def _fused(torch, native, n, rounds):
 
 
 def _many(torch, native, count, rounds):
-    """Many tensors of 1 to 4096 elements: one call of Spillway, one call each of DeepSpeed's op."""
+    """Many tensors of 1 to 4096 elements: one call of Spillway, one call per tensor of DeepSpeed's op."""
     lengths = torch.randint(1, 4097, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     entries = [[_random(torch, n, seed), _random(torch, n, seed + 1), torch.zeros(n), torch.zeros(n)]
                for seed, n in enumerate(lengths)]
@@ -87,7 +88,7 @@ def _prepared(entries):
 
 
 def _native_steps(native, entries):
-    """DeepSpeed's op as its optimizer calls it: once per tensor, all with the same step."""
+    """Calls DeepSpeed's op like its optimizer: once per tensor, with the same step number."""
     optimizer_id = _native_steps.ids = getattr(_native_steps, "ids", 0) + 1
     native.create_adam(optimizer_id, _LR, *_BETAS, _EPS, _DECAY, True, False)
     state = {"step": 0}
@@ -100,7 +101,7 @@ def _native_steps(native, entries):
 
 
 def _torch_adamw(torch, entries, choice):
-    """torch's AdamW, its states being the very arrays of the other contenders."""
+    """torch's AdamW, whose states are the arrays of the other implementations."""
     parameters = []
     for param, grad, _, _ in entries:
         parameter = torch.nn.Parameter(param)
@@ -113,7 +114,7 @@ def _torch_adamw(torch, entries, choice):
 
 
 def _reset(entries):
-    """Back to the state before the first step."""
+    """A function that restores the state before the first step."""
     params = [entry[0].clone() for entry in entries]
 
     def reset():
@@ -125,7 +126,7 @@ def _reset(entries):
 
 
 def _agree(torch, contenders, outputs, reset):
-    """The first step of every contender, from the same state, must give the same parameters."""
+    """Checks that the first step of every implementation gives the same parameters."""
     expected = None
     for name, run in contenders.items():
         reset()
@@ -140,7 +141,7 @@ def _agree(torch, contenders, outputs, reset):
 
 
 def _measure(case, n, contenders, rounds):
-    """Median time of one step of each contender, and the median over rounds of its ratio to Spillway's."""
+    """Median time of a step of each implementation, and the median over rounds of its ratio to Spillway's."""
     repeats = {name: _repeats(run) for name, run in contenders.items()}
     times = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -158,7 +159,7 @@ def _measure(case, n, contenders, rounds):
 
 
 def _repeats(run, at_least=0.05):
-    """Calls per round, so that a round is long enough for the clock; also warms up."""
+    """Number of calls per round that exceeds the clock's resolution; also warms up."""
     run()
     start = time.perf_counter()
     run()
@@ -177,7 +178,7 @@ def _size(n):
 
 
 def table(report):
-    """The report for a person."""
+    """The report as text."""
     lines = [f"kernel {report['kernel']}, {report['threads']} threads, {report['cpu']}; torch {report['torch']} with "
              f"{report['torch_threads']} threads, DeepSpeed {report['deepspeed']}",
              f"median of {report['rounds']} rounds in alternation; ratio: time over Spillway's time"]

@@ -21,13 +21,13 @@ from . import _io_fio, _machine
 from ._io_contender import Contender
 
 _MIB = 1 << 20
-# Block size, queue depth, single_submit, overlap_events, intra_op_parallelism. The last three make no difference to Spillway.
+# Block size, queue depth, single_submit, overlap_events, intra_op_parallelism. Spillway ignores the last three.
 _DEFAULTS = (_MIB, 8, False, True, 1)
 _OURS = [(_MIB, depth, False, True, 1) for depth in (4, 8, 32)]
 
 
 def run(options):
-    """The report, as a dictionary."""
+    """The report, as a dict."""
     folder = tempfile.mkdtemp(prefix="spillway-bench-", dir=options.dir)
     try:
         native, reason = _machine.deepspeed_op("AsyncIOBuilder")
@@ -101,7 +101,7 @@ def _seconds(module, places, tensor, setting):
 
 
 def _fill(places, tensor):
-    """Random bytes: a device that compresses or leaves zeros out has nothing to gain."""
+    """Fills files with random bytes, so that a device cannot compress them."""
     block = os.urandom(_MIB)
     for number, (path, offset) in enumerate(places):
         with open(path, "r+b" if os.path.exists(path) else "wb") as file:
@@ -113,7 +113,7 @@ def _fill(places, tensor):
 
 
 def _agree(work):
-    """What each reads is in the file; what each writes comes back."""
+    """Checks that reads return the files' content and that writes change it."""
     for contender in work.values():
         contender.read()
         contender.compare()
@@ -123,7 +123,8 @@ def _agree(work):
 
 
 def _timed(work):
-    """Seconds, and seconds of processor time; of another program the seconds that it names, and no processor time."""
+    """Elapsed seconds and processor seconds; for another program the seconds that it reports, without processor
+    time."""
     before, start = _processor(), time.perf_counter()
     named = work()
     seconds = time.perf_counter() - start
@@ -152,7 +153,7 @@ def _rows(way, taken, settings, size):
 
 
 def table(report):
-    """The report for a person."""
+    """The report as text."""
     lines = [f"{report['cpu']}; DeepSpeed {report['deepspeed']}",
              f"median of {report['rounds']} rounds in alternation; speed: Spillway's over the other's; cpu: Spillway's "
              "processor time over the other's", "setting: block, depth, single_submit, overlap_events, threads"]

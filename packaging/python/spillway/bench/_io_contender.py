@@ -1,8 +1,8 @@
-"""Tensors read and written through an aio_handle, DeepSpeed's or Spillway's."""
+"""Reads and writes tensors through an aio_handle, DeepSpeed's or Spillway's."""
 
 
 class Contender:
-    """Has its own buffers, one per tensor, from its own handle; read and write start all of them and wait once."""
+    """Has one buffer per tensor, allocated by its handle; read and write start all transfers and wait once."""
 
     def __init__(self, name, module, places, size, setting):
         import torch
@@ -21,7 +21,7 @@ class Contender:
         self._all(self._handle.async_pwrite)
 
     def compare(self):
-        """The buffers hold what the files hold."""
+        """Checks that the buffers equal the files."""
         for (path, offset), tensor in zip(self._places, self._tensors):
             with open(path, "rb") as file:
                 file.seek(offset)

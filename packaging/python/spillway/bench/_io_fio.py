@@ -1,4 +1,4 @@
-"""What fio makes of the same file: the most that its device gives at this moment."""
+"""fio on the same file, as a reference for the device's present bandwidth."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ class Ceiling:
         self.setting = " or ".join(f"{engine} {depth}" for engine, depth in dict.fromkeys(fastest.values()))
 
     def close(self):
-        """Nothing is kept."""
+        """No-op: fio keeps no data to compare."""
 
     def _seconds(self, way, setting):
         engine, depth = setting

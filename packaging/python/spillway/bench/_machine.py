@@ -1,11 +1,11 @@
-"""What the measurements ask of this machine: its processor, DeepSpeed's compiled ops."""
+"""Facts of this machine: the processor, and DeepSpeed's compiled ops."""
 
 import os
 import sys
 
 
 def deepspeed_op(builder):
-    """DeepSpeed's compiled op and its version, or None and why not."""
+    """DeepSpeed's compiled op and its version, or None and the reason."""
     from spillway import deepspeed as hook
     hook.uninstall()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

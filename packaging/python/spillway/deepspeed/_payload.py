@@ -1,14 +1,14 @@
-"""What a commit keeps beside the states, as bytes that are data and nothing else: no byte of it is ever run.
+"""The record that a commit stores beside the states, in a data-only format: reading it runs no code.
 
-The format is that of safetensors: eight bytes with the length of a JSON header, the header, the bytes of the tensors. The
-values are in the header's "__metadata__": null, booleans, numbers, strings and lists are JSON; what JSON has no word for is an
-object with one key, its kind:
+The format is that of safetensors: eight bytes with the length of a JSON header, the header, the bytes of the tensors.
+The header's "__metadata__" has the values. Null, booleans, numbers, strings and lists are JSON. Other types are an
+object with one key, the type:
 
     {"dict": [[key, value], ...]}  {"tuple": [...]}  {"deque": [[...], maxlen]}  {"bytes": base64}  {"float": "inf"}
     {"tensor": name}  {"array": name}  {"counter": [[key, value], ...]}  {"ordered": [[key, value], ...]}  {"dtype": name}
     {"named": [type, [fields], [...]]}
 
-A named tuple comes back as one of a type with the same name and fields."""
+A named tuple is read as a new type with the same name and fields."""
 
 import base64
 import binascii
@@ -21,7 +21,7 @@ from ..errors import Corrupt, InvalidArgument, TierFailure
 
 _VERSION = "spillway-payload-1"
 _MOST_HEADER = 100 << 20
-# What the tier keeps with a commit; a larger record gets an extent of its own.
+# Most bytes of a record in the tier's commit payload; a larger record gets an extent of its own.
 _MOST_PAYLOAD = (1 << 20) - 1024
 _PIECE, _EXTENT = 1 << 20, "record-"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -30,12 +30,12 @@ _NAMES = {name: code for code, name in _DTYPES.items()}
 _ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8,
          "BOOL": 1}
 _PAIRS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}
-# Begins of what torch.save writes: a zip file, or a pickle.
+# First bytes of torch.save's output: a zip file, or a pickle.
 _PICKLED = (b"PK\x03\x04", b"\x80")
 
 
 def pack(record):
-    """The bytes of a value. What cannot be data is an InvalidArgument that names its place."""
+    """Encodes a value; raises InvalidArgument, with its place in the record, for an unsupported type."""
     writer = _Writer()
     words = json.dumps(writer.encode(record, "record"), allow_nan=False, separators=(",", ":"))
     header = json.dumps({"__metadata__": {"format": _VERSION, "value": words}, **writer.entries}).encode()
@@ -44,7 +44,7 @@ def pack(record):
 
 
 def unpack(data):
-    """The value of bytes that pack() made; TierFailure for anything else."""
+    """Decodes the bytes of pack(); raises TierFailure for other bytes."""
     data = bytes(data)
     if data.startswith(_PICKLED) and data[8:9] != b"{":
         raise TierFailure("the commit's record is a pickle of an older Spillway, which can run any code and is not read; if you "
@@ -56,7 +56,7 @@ def unpack(data):
 
 
 def store(tier, record):
-    """The payload for a commit of a tier: the record, or where it is, in an extent of its own."""
+    """The payload for a tier's commit: the record, or a reference to an extent that stores it."""
     data = pack(record)
     if len(data) <= _MOST_PAYLOAD:
         return data
@@ -72,7 +72,7 @@ def store(tier, record):
 
 
 def load(tier, payload, read=unpack):
-    """The record of a payload that store() made."""
+    """The record of a payload of store()."""
     record = read(payload)
     if not isinstance(record, dict):
         raise Corrupt("the commit's record is no dictionary")
@@ -213,7 +213,7 @@ class _Reader:
         if kind == "array":
             import numpy
             found = numpy.frombuffer(content, numpy.dtype(_DTYPES[dtype]).newbyteorder("<")).reshape(shape)
-            # A scalar is an array without dimensions.
+            # A scalar is stored as an array without dimensions.
             return found.astype(found.dtype.newbyteorder("="))[()] if not shape else found.astype(found.dtype.newbyteorder("="))
         import torch
         found = getattr(torch, _DTYPES[dtype])

@@ -1,7 +1,7 @@
-"""What a commit keeps beside the states, so that a killed run goes on with the bits of one that was not: the engine's
-counts, options of groups and the schedule of rates, the loss scale, the generators of random numbers, buffers of the model, and
-whatever the caller adds. Weights are not among them, since the master weights are on the tier; nor are frozen ones,
-which are the caller's to load."""
+"""State that a commit stores in addition to the optimizer states, so that a resumed run is bit-identical to an
+uninterrupted one: the engine's counters, options of the parameter groups and the learning rate schedule, the loss
+scale, random number generators, model buffers, and the caller's data. Trainable weights are not included, since the
+master weights are on the tier. The caller loads frozen weights."""
 
 import contextlib
 import random
@@ -56,7 +56,8 @@ def overrides(engine_type):
     def load_checkpoint(self, *arguments, **named):
         found = own_load_checkpoint(self, *arguments, **named)
         swapper = _stage3.tiered(self.optimizer)
-        # Before the run comes to a step that was committed once before; unless commits are left to the caller.
+        # Commit the loaded state before training reaches a step number that was committed before; not if the caller
+        # commits.
         if swapper is not None and swapper.settings.resume and swapper.settings.commit_interval:
             if found[0] and swapper.committed != self.global_steps:
                 commit(self)
@@ -69,7 +70,7 @@ def overrides(engine_type):
     found = {"__init__": init, "destroy": destroy, "_do_sanity_check": do_sanity_check, "step": step,
              "_configure_zero_optimizer": configure_zero_optimizer,
              "load_checkpoint": load_checkpoint, "_load_zero_checkpoint": load_zero_checkpoint}
-    # States on a tier are saved and loaded as those in host memory are, not as DeepSpeed's files.
+    # States on a tier are saved and loaded like those in host memory, not like DeepSpeed's swap files.
     for name in ("zero_nvme_offload_optimizer", "zero_has_nvme_offload"):
         if hasattr(engine_type, name):
             found[name] = _unless_tiered(getattr(engine_type, name))
@@ -77,11 +78,12 @@ def overrides(engine_type):
 
 
 def _refuse_what_is_not_served(engine):
-    """A block that is wrong, or asks for what this configuration or this version of DeepSpeed does not have, is an error."""
+    """Raises InvalidArgument for a wrong block, or one that this configuration or version of DeepSpeed does not
+    support."""
     given = getattr(engine._config, "_param_dict", {})
     if "spillway" not in given:
         return
-    # pydantic comes with DeepSpeed; where no block is given it is not needed.
+    # pydantic is installed with DeepSpeed; it is imported only if a block is given.
     from . import _block
     block, zero = _block.read(given["spillway"]), engine._config.zero_config
     for part in _block.parts(block, zero):
@@ -92,7 +94,7 @@ def _refuse_what_is_not_served(engine):
 
 
 def _by_pages():
-    """Has torch map checkpoints instead of reading them whole: there may be more state than memory."""
+    """Makes torch map checkpoints instead of reading them into memory, which may be smaller than the state."""
     try:
         from torch.utils.serialization import config
         return config.patch({"load.mmap": True})
@@ -105,9 +107,9 @@ def _unless_tiered(own):
 
 
 def commit(engine):
-    """Makes the states on the tier, and what goes with them, durable as the engine's global step. Gradients are not among
-    them, so that it goes between two steps only; and several ranks can commit a step once only, for of two commits at one
-    step nobody could say which a rank holds."""
+    """Makes the states on the tier and the run's further state durable as the engine's global step. Valid only between
+    two steps, because gradients are not stored. With several ranks each step can be committed once: two commits of one
+    step could not be told apart after a crash."""
     swapper = _swapper(engine)
     if engine.micro_steps % engine.gradient_accumulation_steps():
         raise InvalidArgument("a commit between two micro-batches of a step would lose the gradients of the first")
@@ -117,8 +119,8 @@ def commit(engine):
 
 
 def client_state(engine):
-    """A dictionary of the caller's own that every commit keeps, such as the position in the data; after a run was taken
-    up again, what the commit kept. It holds data: see _payload."""
+    """A dict for the caller's own data that every commit stores, such as the position in the data set. After a resume
+    it has the content of the last commit. For the allowed types see _payload."""
     swapper = _swapper(engine)
     if not hasattr(swapper, "client_state"):
         swapper.client_state = {}
@@ -126,7 +128,7 @@ def client_state(engine):
 
 
 def resumed_step(engine):
-    """The global step at which a run was taken up again; None if it began."""
+    """The global step at which the run was resumed; None for a new run."""
     return _swapper(engine).tier.opened.step
 
 
@@ -169,12 +171,12 @@ def _restore(engine, swapper):
 
 
 def _groups(engine):
-    """The options of each group."""
+    """The options of each parameter group."""
     return [{name: value for name, value in group.items() if name != "params"} for group in engine.optimizer.param_groups]
 
 
 def _restore_groups(engine, record, configured):
-    """Each option of a group goes on as it was, unless the configuration has changed it since: then that counts."""
+    """Restores each option of a group, unless the configuration has changed the option since the commit."""
     before = record.get("configured", configured)
     if len(record["groups"]) != len(configured) or len(before) != len(configured):
         raise InvalidArgument(f"the commit has {len(record['groups'])} parameter groups, this run has {len(configured)}; give the "
@@ -184,12 +186,12 @@ def _restore_groups(engine, record, configured):
 
 
 def _same(one, other):
-    """Equal, be they lists or tuples."""
+    """True if the values are equal; a list equals a tuple with the same items."""
     return (list(one) if isinstance(one, tuple) else one) == (list(other) if isinstance(other, tuple) else other)
 
 
 def _buffers(module):
-    """What a checkpoint of the model keeps beside its parameters."""
+    """The model's persistent buffers, which a checkpoint stores beside its parameters."""
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:

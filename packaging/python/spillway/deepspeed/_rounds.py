@@ -1,8 +1,8 @@
-"""Rounds of SuperOffload: sub-groups step while backward goes on, and a verdict settles all of them.
+"""Rounds of SuperOffload: sub-groups step during backward, and one verdict keeps, redoes or rolls back all of them.
 
-The step that waits gives the sub-groups one after another to DeepSpeed's Adam, which keeps powers of beta per optimizer and
-not per sub-group. A round computes first which powers each sub-group finds in that order, so that any order of arrival
-has the same bits."""
+A step without speculation passes the sub-groups in a fixed order to DeepSpeed's Adam, which keeps beta powers per
+optimizer, not per sub-group. A round first computes the powers for each sub-group in that order. Results are therefore
+bit-identical for any order of arrival."""
 
 import ctypes
 import os
@@ -17,12 +17,12 @@ from . import _call, _lifetime, _ops
 
 # Engines of this process, for active().
 _engines = weakref.WeakSet()
-# Counters of engines that were closed, and of steps that waited, added up.
+# Counters of closed engines and of steps without speculation, summed.
 _retired = {}
 
 
 class Call(NamedTuple):
-    """What DeepSpeed's adam_update is told for a sub-group."""
+    """Arguments of DeepSpeed's adam_update for a sub-group."""
 
     step: int
     lr: float
@@ -34,8 +34,8 @@ class Call(NamedTuple):
 
 
 class SuperOffloadCPUOptimizer:
-    """Steps sub-groups in rounds. The parameters are those of DeepSpeed's own. cpuadam_cores_perc, max_grad_numel and pin_memory
-    have no effect here: the threads are Spillway's, and the gradient is read where it is."""
+    """Steps sub-groups in rounds; parameters as in DeepSpeed. cpuadam_cores_perc, max_grad_numel and pin_memory have no
+    effect: Spillway has its own threads, and reads gradients in place."""
 
     def __init__(self, optimizer_config, cpuadam_cores_perc=0.8, max_grad_numel=1000000, pin_memory=True):
         if not 0 < cpuadam_cores_perc <= 1:
@@ -49,8 +49,8 @@ class SuperOffloadCPUOptimizer:
         self._calls, self._submitted = {}, set()
 
     def begin(self, optimizer_id, calls, loss_scale, max_norm):
-        """Opens a round. `calls` has the Call of each sub-group, in the order of the step that waits; `optimizer_id` is
-        DeepSpeed's, whose powers of beta advance when the round is resolved."""
+        """Opens a round. `calls` has the Call of each sub-group, in the order of a step without speculation.
+        `optimizer_id` is DeepSpeed's id, whose beta powers advance when the round is resolved."""
         if self._closed:
             raise InvalidArgument("SuperOffload's optimizer was closed with its engine; make a new engine")
         if self._engine is None or list(calls) != list(self._calls):
@@ -67,7 +67,7 @@ class SuperOffloadCPUOptimizer:
 
     @property
     def is_open(self):
-        """True between begin and the verdict."""
+        """True between begin() and the verdict."""
         return self._open
 
     @property
@@ -80,11 +80,11 @@ class SuperOffloadCPUOptimizer:
         return self._open and sub_group in self._submitted
 
     def missing(self):
-        """Sub-groups that have not been submitted in this round."""
+        """Sub-groups that were not submitted in this round."""
         return [sub_group for sub_group in self._calls if sub_group not in self._submitted]
 
     def submit(self, sub_group, param, grad, exp_avg, exp_avg_sq):
-        """Hands a sub-group over; it steps at once. Its memory belongs to the engine until the verdict."""
+        """Submits a sub-group, whose step starts at once. Its memory must not be used until the verdict."""
         arrays = (param, grad, exp_avg, exp_avg_sq)
         tensor = _call.tensor(param, grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         _restore(self._powers.id, self._found[sub_group])
@@ -94,24 +94,24 @@ class SuperOffloadCPUOptimizer:
         self._submitted.add(sub_group)
 
     def resolve(self, factor):
-        """Lets the steps stand if `factor` is the one on the gradient that they had; else all are done again with it."""
+        """Keeps the steps if they used the gradient factor `factor`; otherwise redoes all of them with it."""
         self._engine.local_result()
         self._engine.resolve_as("commit" if factor == self._scale else "redo", factor)
         _restore(self._optimizer_id, self._after)
         self._open = False
 
     def abort(self):
-        """Takes an open round back: after it no step of the round has happened."""
+        """Rolls an open round back: no step of the round has happened."""
         if self._open:
             self._engine.abort()
             self._open = False
 
     def wait(self, sub_group):
-        """Waits until a sub-group is as the verdict wants it."""
+        """Waits until a sub-group has its final state."""
         self._engine.wait(list(self._calls).index(sub_group))
 
     def finish(self):
-        """Waits for all of them."""
+        """Waits until all sub-groups have their final state."""
         self._engine.finish()
 
     def stats(self):
@@ -119,7 +119,7 @@ class SuperOffloadCPUOptimizer:
         return self._engine.stats() if self._engine else {}
 
     def close(self):
-        """Ends the engine; an open round is taken back."""
+        """Closes the engine; an open round is rolled back."""
         self._closed = True
         self._retire()
 
@@ -132,7 +132,7 @@ class SuperOffloadCPUOptimizer:
 
 
 class _Powers:
-    """An id of DeepSpeed's Adam to compute powers of beta with."""
+    """A separate id of DeepSpeed's Adam, for the computation of beta powers."""
 
     def __init__(self):
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -142,12 +142,12 @@ class _Powers:
         weakref.finalize(self, _destroy, self.id, os.getpid())
 
     def plan(self, optimizer_id, calls):
-        """The state that each sub-group finds, and the one after the last of them."""
+        """Returns the Adam state for each sub-group, and the state after the last one."""
         found, state, nothing = {}, _saved(optimizer_id), _abi.sized(_abi.Tensor)
         for sub_group, call in calls.items():
             found[sub_group] = state
             _restore(self.id, state)
-            # A step of no elements: only the powers advance.
+            # A step over no elements advances only the powers.
             _native.check(_native.library().spw_ds_adam_update(self.id, *call, ctypes.byref(nothing)))
             state = _saved(self.id)
         return found, state
@@ -169,7 +169,7 @@ def _destroy(optimizer_id, process):
 
 
 def _float(value):
-    """A number as the f32 that it is rounded to where it meets a gradient."""
+    """The value rounded to f32, as it is multiplied with a gradient."""
     return ctypes.c_float(float(value)).value
 
 
@@ -179,12 +179,12 @@ def _add(total, stats):
 
 
 def count_waited():
-    """Counts a step that began only in step()."""
+    """Counts a step without speculation, done in step()."""
     _add(_retired, {"waited": 1})
 
 
 def served():
-    """The counters of all engines of this process, added up."""
+    """Counters summed over all engines of this process."""
     total = dict(_retired)
     for engine in list(_engines):
         _add(total, engine.stats())

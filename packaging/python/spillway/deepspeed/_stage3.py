@@ -1,8 +1,8 @@
-"""Methods for DeepSpeed's ZeRO stage 3 whose optimizer states are on a tier.
+"""Methods for DeepSpeed's ZeRO stage 3 with optimizer states on a tier.
 
-Each is DeepSpeed's own for an optimizer that has another swapper, or none. Stage 3's step prepares, unscales, steps,
-publishes and releases one sub-group after another; here the first of them to be unscaled, when the norm is known, brings
-the update of all."""
+For an optimizer without a TierSwapper each method runs DeepSpeed's own. Stage 3's step prepares, unscales, steps,
+publishes and releases one sub-group after another. Here the unscaling of the first sub-group, when the norm is known,
+starts the update of all."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ def _setting_up(stage3):
                 raise InvalidArgument(f"spillway: split_master: {reason}")
         if reason or not settings.enabled:
             return own_configure(self, offload_optimizer_config, aio_config)
-        # Its way to begin reads and writes files by itself.
+        # DeepSpeed's fast initialization would write and read files by itself.
         self.offload_optimizer_fast_init = False
         self.optimizer_swapper = TierSwapper(self, settings)
 
@@ -58,7 +58,7 @@ def _setting_up(stage3):
 
 
 def _unfit(stage3):
-    """Why the states of this optimizer cannot be on a tier; None if they can."""
+    """The reason why the states of this optimizer cannot be on a tier; None if they can."""
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     optimizer = stage3.optimizer
@@ -72,7 +72,7 @@ def _unfit(stage3):
 
 
 def _unsplit(stage3):
-    """Why master weights cannot be made of the model's; None if they can."""
+    """The reason why master weights cannot be split; None if they can."""
     import torch
     for flat in stage3.fp16_partitioned_groups_flat:
         if flat is None or not flat.is_cpu or flat.dtype is not torch.bfloat16:
@@ -109,7 +109,7 @@ def _stepping(stage3):
     def at_boundary(self, param, grad_buffer, *gradients):
         if tiered(self) is None:
             return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
-        # The gradient stays where it was accumulated.
+        # The gradient stays in the accumulation buffer.
         tiered(self).arrived(param)
         self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
 
@@ -140,7 +140,7 @@ def _stepping(stage3):
 
 
 def _checkpointing(stage3):
-    """A checkpoint is the one of a run with states in host memory: either loads the other's."""
+    """Checkpoint methods. The format is that of a run with states in host memory: either run loads the other's."""
     own_save, own_load, own_restore = stage3._rigid_state_dict, stage3._rigid_load_state_dict, stage3._restore_from_bit16_weights
     own_universal, own_reassign = getattr(stage3, "_load_universal_checkpoint", None), stage3._reassign_or_swap_out_partitioned_parameters
 
@@ -151,7 +151,7 @@ def _checkpointing(stage3):
         masters = self.fp32_partitioned_groups_flat
         with _in_files(swapper, masters, self.optimizer.state):
             found = own_save(self)
-            # Both refer to what is put away again.
+            # Keep the data: the attributes of masters and states are released again.
             found["fp32_flat_groups"] = [master.data for master in masters]
             saved = found["optimizer_state_dict"]
             saved["state"] = {place: dict(state) for place, state in saved["state"].items()}
@@ -191,7 +191,7 @@ def _checkpointing(stage3):
 
 
 def _order(stage3):
-    """The sub-groups as the optimizer numbers them in its state: by parameter group."""
+    """The sub-groups in the order of the optimizer's state dict: by parameter group."""
     groups = stage3.sub_group_to_group_id
     return sorted(range(len(stage3.fp16_groups)), key=lambda index: (groups[index], index))
 
@@ -207,9 +207,9 @@ def _take_over(swapper, masters, states, order):
 
 @contextlib.contextmanager
 def _in_files(swapper, masters, states):
-    """Puts all states where stage 3 looks for them, in memory that the system may write to files of its own, removed at the
-    end: there may be more of them than memory. They are on the first path that is a directory and take 12 bytes a parameter
-    there, beside the tier and whatever its limit."""
+    """Loads all states into the attributes where stage 3 expects them, memory-mapped from temporary files, because they
+    may exceed the host memory. The files are on the first path that is a directory, take 12 bytes per parameter in
+    addition to the tier, and ignore its limit."""
     with tempfile.TemporaryDirectory(dir=swapper.swap_folder, prefix="spillway-checkpoint-") as folder:
         for index, master in enumerate(masters):
             parts = [_mapped(os.path.join(folder, f"{index}-{part}"), swapper.elements[index]) for part in range(3)]
@@ -226,7 +226,7 @@ def _in_files(swapper, masters, states):
 def _mapped(path, count):
     import torch
     with open(path, "wb") as file:
-        # A full disk is an error here, and the end of the process where memory is written to.
+        # Allocate first: a full disk is an error here, but SIGBUS when the mapped memory is written.
         if count:
             os.posix_fallocate(file.fileno(), 0, 4 * count)
     return torch.from_file(path, shared=True, size=count, dtype=torch.float32)

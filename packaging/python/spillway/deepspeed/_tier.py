@@ -1,8 +1,9 @@
-"""ZeRO-3's optimizer states on a tier, in place of DeepSpeed's PartitionedOptimizerSwapper and PipelinedOptimizerSwapper.
+"""Stores ZeRO-3's optimizer states on a tier, instead of DeepSpeed's PartitionedOptimizerSwapper and
+PipelinedOptimizerSwapper.
 
-One update steps all sub-groups: each is fetched, stepped, published as the model's 16-bit weights and written back, all of
-it overlapped. Gradients stay in host memory where stage 3 accumulates them, in their own dtype. The arithmetic is
-DeepSpeed's, so that losses and weights have the bits of the run with states in host memory."""
+One update steps all sub-groups: each is fetched, stepped, published as the model's 16-bit weights and written back, and
+these phases overlap. Gradients stay in host memory where stage 3 accumulates them, in their own dtype. The arithmetic
+is DeepSpeed's: losses and weights are bit-identical to a run with states in host memory."""
 
 import ctypes
 import gc
@@ -16,13 +17,13 @@ from ..swap import STATES
 from . import _call, _lifetime, _ranks, _room, _scratch, _stale
 from ._parts import PartedSwap, block_bytes, floats
 
-# Of this process, for active().
+# All TierSwappers of this process, for active().
 _swappers = weakref.WeakSet()
 
 
 class TierSwapper:
-    """What stage 3 asks of an optimizer swapper, and the update. A parameter that had no gradient since the last step has a
-    gradient of zero, or DeepSpeed's: see _stale."""
+    """The optimizer swapper interface of stage 3, and the update. A parameter that had no gradient since the last step
+    has a gradient of zero, or a stale one as in DeepSpeed: see _stale."""
 
     def __init__(self, stage3, settings):
         from deepspeed import comm as dist
@@ -31,7 +32,7 @@ class TierSwapper:
         self._starts = [0, *itertools.accumulate(self.elements)]
         rank, world = dist.get_rank(), dist.get_world_size()
         if _swappers:
-            # One that nobody uses any more may still hold the tier and its memory.
+            # An unreferenced swapper may still hold the tier and its memory.
             gc.collect()
         self._open = _Opened(settings, rank, world)
         weakref.finalize(self, _Opened.close, self._open)
@@ -45,7 +46,7 @@ class TierSwapper:
         self._stale = _stale.Gradients(self) if settings.missing_gradients == "stale" else None
         self.commits, self.world = 0, world
         self._gradients = {}
-        # Of sub-groups whose master weights were set: what belongs to them, until the model's weights do.
+        # The bf16 weights of sub-groups whose master weights were set, until the model has these weights.
         self._belonging = {}
         if self.resumed and settings.split_master:
             self._get_weights()
@@ -53,17 +54,17 @@ class TierSwapper:
 
     @property
     def tier(self):
-        """The tier that is open."""
+        """The open tier."""
         return self._still_open().tier
 
     @property
     def parted(self):
-        """The update, by sub-groups."""
+        """The swapped update, addressed by sub-group."""
         return self._still_open().parted
 
     @property
     def swap(self):
-        """The update, by parts."""
+        """The swapped update, addressed by part."""
         return self.parted.swap
 
     def _still_open(self):
@@ -73,18 +74,18 @@ class TierSwapper:
         return self._open
 
     def close(self):
-        """Ends the update and the tier; scratch is removed."""
+        """Closes the update and the tier; removes scratch directories."""
         _swappers.discard(self)
         self._open.close()
 
-    # What stage 3 calls while it sets up.
+    # Called by stage 3 during setup.
 
     def is_swappable_tensor(self, tensor=None, numel=None):
-        """Every sub-group is on the tier, however small."""
+        """Always true: every sub-group is on the tier, regardless of its size."""
         return True
 
     def initialize_parameters(self, parameters, src_tensors):
-        """Gives sub-groups their first state, unless a commit holds a later one."""
+        """Sets the initial state of sub-groups, unless the tier was resumed."""
         if self.resumed:
             return
         for parameter, source in zip(parameters, src_tensors):
@@ -92,7 +93,7 @@ class TierSwapper:
             self.write(self._index(parameter), _cpu_floats(source), zeros, zeros)
 
     def publish(self, own_reassign, sub_groups=None):
-        """Makes the model's weights those of the tier."""
+        """Copies the tier's weights to the model."""
         for index in range(len(self.elements)) if sub_groups is None else sub_groups:
             param = floats(self.elements[index])
             self.read(index, param)
@@ -102,7 +103,7 @@ class TierSwapper:
     # The step.
 
     def update(self, factor, own_reassign):
-        """One step of all sub-groups, with this factor on the gradients."""
+        """Runs one step of all sub-groups; `factor` multiplies the gradients."""
         stage3 = self._stage3
         self._fill_unused(factor)
         everything = range(len(self.elements))
@@ -118,7 +119,7 @@ class TierSwapper:
         self._gradients.clear()
 
     def gradient(self, index):
-        """The gradient of a sub-group, as it was accumulated or as it was set."""
+        """The gradient of a sub-group: the one set by the user, else the accumulated one."""
         return self._gradients.get(index, self._summed_up(index))
 
     def _summed_up(self, index):
@@ -132,12 +133,13 @@ class TierSwapper:
                                factor)
 
     def _weight(self, index):
-        """The model's weights of a sub-group if the step itself can write them: in one piece of 16 bits in host memory."""
+        """The model's weights of a sub-group if the step can write them directly (contiguous, 16 bits, in host memory),
+        else None."""
         flat = self._stage3.fp16_partitioned_groups_flat[index]
         return flat if flat is not None and flat.is_cpu and flat.element_size() == 2 else None
 
     def _fill_unused(self, factor):
-        """Gives parameters that had no gradient the one to step with."""
+        """Fills in the gradient of parameters that had none."""
         for index, param in self.params():
             if self._stage3.get_param_id(param) in self._stage3.norm_for_param_grads:
                 continue
@@ -158,7 +160,7 @@ class TierSwapper:
         return [(index, param) for index, group in enumerate(self._stage3.fp16_groups) for param in group]
 
     def summed_up(self, param):
-        """This rank's part of a parameter's gradient where gradients are summed up."""
+        """This rank's part of a parameter's gradient in the accumulation buffer."""
         index, *_ = self._stage3.grad_position[self._stage3.get_param_id(param)]
         return self._part(self._summed_up(index), param)
 
@@ -167,12 +169,12 @@ class TierSwapper:
         return gradient.narrow(0, offset, count)
 
     def arrived(self, param):
-        """A parameter has a gradient since the last step."""
+        """Called when a parameter has a new gradient."""
         if self._stale is not None:
             self._stale.forget(param)
 
     def show(self, own_reassign, index, param):
-        """Has stage 3 copy master weights to where the model's are, by its own method."""
+        """Copies master weights to the model's weights by stage 3's own method."""
         master = self._stage3.fp32_partitioned_groups_flat[index]
         master.data = param
         try:
@@ -180,10 +182,10 @@ class TierSwapper:
         finally:
             master.data = floats(0)
 
-    # One sub-group's state in memory, for whoever looks at it between steps.
+    # Access to one sub-group's state between steps.
 
     def swap_in_optimizer_state(self, parameter, async_parameter=None):
-        """Puts state and gradient where stage 3 looks for them."""
+        """Loads state and gradient into the attributes where stage 3 expects them."""
         index = self._index(parameter)
         parts = [floats(self.elements[index]) for _ in STATES]
         self.read(index, *parts)
@@ -191,11 +193,11 @@ class TierSwapper:
         self._stage3.optimizer.state[parameter].update(exp_avg=parts[1], exp_avg_sq=parts[2], step=self.steps[index])
 
     def swap_out_optimizer_state(self, parameter, async_swap=False):
-        """Takes over the state that was put there, as it is now."""
+        """Stores the state from these attributes on the tier."""
         self.writeback_optimizer_state_and_gradients(parameter, True, False)
 
     def writeback_optimizer_state_and_gradients(self, parameter, write_opt_state, write_gradients):
-        """Takes over the state, the gradient, or both."""
+        """Stores the state, the gradient, or both."""
         index, state = self._index(parameter), self._stage3.optimizer.state[parameter]
         if write_opt_state:
             self.write(index, parameter.data, state["exp_avg"], state["exp_avg_sq"])
@@ -204,13 +206,13 @@ class TierSwapper:
         self.release_swap_buffers(parameter)
 
     def release_swap_buffers(self, parameter):
-        """Forgets what was put there."""
+        """Releases the attributes' memory."""
         parameter.data, parameter.grad = floats(0), None
         for name in STATES[1:]:
             self._stage3.optimizer.state[parameter].pop(name, None)
 
     def give(self, index, param, exp_avg, exp_avg_sq, step):
-        """Another state for a sub-group, in any dtype; None leaves a part as it is."""
+        """Sets a sub-group's state from arrays of any dtype; None keeps a part."""
         self.write(index, *(None if part is None else _cpu_floats(part) for part in (param, exp_avg, exp_avg_sq)))
         if step is not None:
             self._set_step(index, int(step))
@@ -220,7 +222,7 @@ class TierSwapper:
         self.parted.read(index, *arrays, weights=self._weights_of(index) if self.settings.split_master else None)
 
     def write(self, index, param, exp_avg, exp_avg_sq):
-        """Gives a sub-group another state, float32; None leaves a part as it is."""
+        """Sets a sub-group's state from float32 arrays; None keeps a part."""
         import torch
         self.parted.write(index, param, exp_avg, exp_avg_sq)
         if self.settings.split_master and param is not None:
@@ -236,7 +238,8 @@ class TierSwapper:
             self.tier.wait(ticket)
 
     def _get_weights(self):
-        """Puts the weights of a commit where the model's are. A commit without a split master has none, and needs none."""
+        """Loads the weights of the last commit into the model. A commit without a split master has none and needs
+        none."""
         known = {extent.name for extent in self.tier.extents() if extent.generation}
         tickets = [self.tier.get(extent, [self._weight(index)]) for index, extent in self._weight_extents()
                    if _weights_name(index) in known]
@@ -249,12 +252,12 @@ class TierSwapper:
                 yield index, self.tier.define(_weights_name(index), [2 * elements])
 
     def set_steps(self, steps):
-        """How many steps each sub-group has had."""
+        """Sets the number of steps of each sub-group."""
         for index, step in enumerate(steps):
             self._set_step(index, step)
 
     def commit(self, step, data):
-        """Makes all state durable, on every rank before any goes on."""
+        """Makes all state durable; returns after all ranks have committed."""
         def work():
             if self.settings.split_master:
                 self._put_weights()
@@ -264,13 +267,13 @@ class TierSwapper:
         self.commits, self.committed = self.commits + 1, step
 
     def purge_state(self):
-        """Forgets moments and steps; the master weights stay."""
+        """Resets moments and step counts; the master weights are kept."""
         for index, elements in enumerate(self.elements):
             zeros = floats(elements).zero_()
             self.give(index, None, zeros, zeros, 0)
 
     def drop_gradients(self):
-        """Forgets gradients that were set, since the step was skipped."""
+        """Discards gradients that were set by the user, because the step was skipped."""
         self._gradients.clear()
 
     def _set_step(self, index, step):
@@ -283,31 +286,31 @@ class TierSwapper:
                 return index
         raise InvalidArgument("parameter is no sub-group of this optimizer")
 
-    # What DeepSpeed's swappers have and this one needs nothing of: gradients are where they are, nothing is timed here.
+    # Parts of DeepSpeed's swapper interface without a function here: gradients stay in place, and nothing is timed.
 
     def swap_out_gradients(self, parameter, gradient_offsets, gradient_tensors):
-        """Nothing."""
+        """No-op."""
 
     def init_timers(self):
-        """Nothing."""
+        """No-op."""
 
     log_timers = pre_backward = post_backward = init_timers
 
     def adam_state(self):
-        """What DeepSpeed's arithmetic keeps between steps, as numbers."""
+        """The state that DeepSpeed's arithmetic keeps between steps, as a dict of numbers."""
         state = _abi.sized(_abi.DsAdamState)
         _native.check(_native.library().spw_ds_adam_save(self._stage3.optimizer.opt_id, ctypes.byref(state)))
         return {name: getattr(state, name) for name, _ in state._fields_[1:]}
 
     def set_adam_state(self, numbers):
-        """Goes on with what adam_state() said in another process; AdamW or L2 is this run's configuration."""
+        """Restores the result of adam_state(); AdamW or L2 follows this run's configuration."""
         mode = int(self._stage3.optimizer.adam_w_mode)
         state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **{**numbers, "adamw_mode": mode})
         _native.check(_native.library().spw_ds_adam_restore(self._stage3.optimizer.opt_id, ctypes.byref(state)))
 
 
 class _Shown:
-    """Publishes the weights of sub-groups that the step itself cannot write."""
+    """Publishes the weights of sub-groups that the step cannot write directly."""
 
     def __init__(self, swapper, own_reassign, apart):
         self.apart, self._swapper, self._own_reassign = apart, swapper, own_reassign
@@ -320,14 +323,14 @@ class _Shown:
 
 
 def served():
-    """What the tiers of this process did, for active()."""
+    """Reports of this process's tiers, for active()."""
     return [{"paths": [path._asdict() for path in swapper.tier.paths()], **swapper.swap.stats._asdict(),
              **swapper.swap.budget._asdict(), "subgroups": len(swapper.elements), "parts": len(swapper.swap), "commits": swapper.commits,
              "resumed_at": swapper.tier.opened.step} for swapper in _swappers]
 
 
 class _Opened:
-    """What outlives a TierSwapper until it is closed: the tier, and the update on it."""
+    """The tier and the update on it, which may outlive their TierSwapper until they are closed."""
 
     def __init__(self, settings, rank, world):
         self._settings, self._process, self.closed, self.parted = settings, os.getpid(), False, None
@@ -347,7 +350,7 @@ class _Opened:
                                  split_master=settings.split_master)
 
     def close(self):
-        # A forked child has copies of handles, which are not its own.
+        # A forked child's handles are copies that it does not own.
         if self.closed or self._process != os.getpid():
             return
         try:

@@ -1,11 +1,12 @@
-"""Recordings of steps that DeepSpeed may take back with adam_rollback.
+"""Recordings of steps that DeepSpeed may roll back with adam_rollback.
 
-Of DeepSpeed's code only SuperOffload takes steps back, and it steps through DeepSpeedCPUAdam.step_subgroup, which nothing
-else calls. So "auto" records the steps of step_subgroup, and those of every id that was once rolled back; plain
-ZeRO-Offload pays nothing. A recording costs about a tenth of a step and 1.2 bytes per parameter, 9 at step 1,
-never more than 13; of the memory at most 3 bytes per parameter stay between steps.
+In DeepSpeed only SuperOffload rolls steps back, and only it calls DeepSpeedCPUAdam.step_subgroup. Mode "auto" therefore
+records the steps of step_subgroup, and those of every id that was rolled back before; plain ZeRO-Offload has no cost. A
+recording takes about a tenth of a step's time, and per parameter 9 bytes at step 1, 1.2 in steady state and at most 13.
+Between steps at most 3 bytes per parameter stay allocated.
 
-A recording is kept per id and exp_avg, since SuperOffload brings param and grad to each call at other addresses."""
+Recordings are keyed by id and the address of exp_avg, because SuperOffload passes param and grad at changing
+addresses."""
 
 import contextlib
 import ctypes
@@ -44,7 +45,7 @@ def subgroup_step():
 
 
 def wanted(optimizer_id):
-    """True if the next step of the id is to be recorded."""
+    """True if the next step of the id must be recorded."""
     chosen = mode()
     if chosen == "auto":
         return getattr(_thread, "subgroup", False) or optimizer_id in _rolled_back
@@ -53,9 +54,9 @@ def wanted(optimizer_id):
 
 @contextlib.contextmanager
 def recording(optimizer_id, tensor, make):
-    """The handle that holds, or will hold, this tensor's step; None if there is none and `make` is false.
+    """The handle of this tensor's recording; None if there is none and `make` is false.
 
-    Nobody else finds it meanwhile: what is in use is not in the table."""
+    The handle is removed from the table while it is in use, so no other thread finds it."""
     key = (optimizer_id, tensor.exp_avg)
     found = _recordings.pop(key, None)
     if found and make and found.elements < tensor.n:

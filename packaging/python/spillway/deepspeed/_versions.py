@@ -1,8 +1,8 @@
-"""Which part of DeepSpeed is replaced in which versions, and what the replaced methods looked like when that was written.
+"""Table of the parts of DeepSpeed that Spillway replaces, with the supported versions and the expected methods.
 
-A part is replaced in a version between the first and the last minor series in which a test trains with it
-(ffi_tests/deepspeed/test_versions.py). In another version, or where a method has other parameters, the part is left to
-DeepSpeed: active() says why, and a `spillway` block that asks for the part is an error."""
+A part is replaced in versions between the first and the last minor series in which a test trains with it
+(ffi_tests/deepspeed/test_versions.py). In another version, or if a method has other parameters, the part is left to
+DeepSpeed: active() reports the reason, and a `spillway` block that needs the part is an error."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ _NAMES = {"engine": "engines that close what they opened", "states": "optimizer 
           "parameters": "16-bit parameters on a tier", "interleave": "interleaved updates",
           "superoffload": "SuperOffload on Spillway's speculation"}
 
-# Parameters after `self` of each method that is replaced or called. What only some versions have is in _SOME.
+# Parameters after `self` of each method that is replaced or called. _SOME lists those that exist only in some versions.
 _METHODS = {
     "engine": {"_configure_zero_optimizer": "optimizer", "destroy": "", "step": "lr_kwargs", "_do_sanity_check": "",
                "load_checkpoint": "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
@@ -53,7 +53,7 @@ _left = {}
 
 
 def serves(part, owner):
-    """Whether a part is replaced in the methods of this class; why not goes into active()."""
+    """True if a part is replaced in the methods of this class; otherwise active() reports the reason."""
     reason = _version_lacks(part) or _methods_lack(part, owner)
     if reason:
         _left[part] = reason
@@ -66,12 +66,12 @@ def methods(part):
 
 
 def lacking(part):
-    """Why a part is left to DeepSpeed; None if it is replaced, or its module was not imported."""
+    """The reason why a part is left to DeepSpeed; None if it is replaced, or its module was not imported."""
     return _left.get(part) or _version_lacks(part)
 
 
 def left():
-    """For active(): each part that is left to DeepSpeed, and why."""
+    """Each part that is left to DeepSpeed, with the reason, for active()."""
     return dict(_left)
 
 
@@ -86,7 +86,7 @@ def _version_lacks(part):
 
 
 def _stated_version():
-    """DeepSpeed's version, also while its package is being imported: then the package does not have it yet."""
+    """DeepSpeed's version. Also works during the import of its package, which then has no __version__ yet."""
     import deepspeed
     if not hasattr(deepspeed, "__version__"):
         for name in ("git_version_info_installed", "git_version_info"):
@@ -113,7 +113,8 @@ def _methods_lack(part, owner):
 
 
 def _parameters(method):
-    """Names of the parameters after `self`. DeepSpeed's decorators take any, and hold the function in their closure."""
+    """Names of the parameters after `self`. DeepSpeed's decorators accept any arguments and keep the function in a
+    closure."""
     names = list(inspect.signature(method).parameters)
     if names == ["args", "kwargs"]:
         held = [cell.cell_contents for cell in method.__closure__ or ()]

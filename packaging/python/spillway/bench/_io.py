@@ -1,10 +1,10 @@
-"""Spillway's async_io op against DeepSpeed's compiled one on the same files.
+"""Benchmarks Spillway's async_io op against DeepSpeed's compiled one on the same files.
 
-Both read and write in this process, in alternation, each on buffers that it allocates itself; what was read is compared
-before the clock starts. Each op runs at the best of its settings, found by trying them first; DeepSpeed's a second time at
-the settings of a configuration without an "aio" block. If fio is installed it takes its turn with them on a file that
-holds all tensors, for what the device gives at that moment. Processor time is that of the whole process, kernel threads of
-io_uring included. A ratio of speed above 1, and one of processor time below 1, is Spillway's gain."""
+Both read and write in this process, in alternation, each on buffers that it allocates itself. The data read is compared
+before the timing. Each op runs at its best settings, which are searched first; DeepSpeed's also runs at the settings of
+a configuration without an "aio" block. fio, if installed, takes its turn on a file that holds all tensors, as a
+reference for the device's bandwidth at that moment. Processor time covers the whole process, including kernel threads
+of io_uring. Spillway wins at a speed ratio above 1 and a processor time ratio below 1."""
 
 import itertools
 import os
@@ -74,9 +74,9 @@ def _case(folder, native, options, tensor, apart):
 
 
 def _best(native, places, tensor):
-    """DeepSpeed's op at the fastest of its settings: block size, depth, one request a call or many, overlap, threads.
+    """DeepSpeed's op at its fastest settings: block size, depth, one or many requests per call, overlap, threads.
 
-    Block, depth and threads first, with overlap; then the other ways to submit and wait."""
+    The first search varies block size, depth and threads, with overlap; the second varies submission and waiting."""
     settings = [(block, depth, False, True, threads)
                 for block, depth, threads in itertools.product((_MIB, 8 * _MIB), (32, 128), (1, 2, 8))
                 if block <= max(tensor, _MIB)]

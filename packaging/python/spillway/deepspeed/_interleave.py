@@ -22,13 +22,13 @@ _updates = weakref.WeakSet()
 class Settings(NamedTuple):
     """The settings of the object.
 
-        backend     "cuda"; "host" replaces the GPU by threads, for tests
-        plan        "stride": the GPU steps every parameter-th sub-group; "count": `parameter` sub-groups; "model", "eq1"
+    backend     "cuda"; "host" replaces the GPU by threads, for tests
+    plan        "stride": the GPU steps every parameter-th sub-group; "count": `parameter` sub-groups; "model", "eq1"
                 and "paper" need rates
     rates       {"cpu", "gpu", "h2d", "d2h"} in parameters per second
-        replan      after every step, adapt the plan to the measured times; needs rates
-        transfers   Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams
-        slots, chunk   state buffers on the GPU, and parameters per copy; 0: 2 and 16 Mi"""
+    replan      after every step, adapt the plan to the measured times; needs rates
+    transfers   Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams
+    slots, chunk   state buffers on the GPU, and parameters per copy; 0: 2 and 16 Mi"""
 
     backend: str = "cuda"
     plan: str = "stride"

@@ -25,29 +25,30 @@ _local = threading.local()
 class Settings(NamedTuple):
     """The settings of the block.
 
-        paths             existing directories, "s3://BUCKET/PREFIX", or {"path", "limit_bytes", "reserve_bytes"}; default:
-                          nvme_path
-        ratio             share of each path in the state; default: in proportion to its measured bandwidth
-        cache_bytes       host memory for parts that stay in memory between steps, in addition to the transfer buffers
-        part_elements     most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, 10 with
-                          split_master; several parts are in flight
-        durability        "data": a commit survives a power failure; "process": only the end of the process; "full": also
-                          syncs directories
-        job               name of the run, and of a directory below each path; concurrent runs that resume need different
-                          names. Without "resume" the directories are "<job>-scratch-1" and so on, which no resuming run can use
-        host              name of this machine, and of a directory below that; default: its host name. A run that resumes needs
-                          its previous name, which in a container may change with every start
-        split_master      store master weights without their upper halves, which the model's weights (bfloat16, in host
-                          memory) imply: 10 bytes per parameter instead of 12. A change of those weights between steps, other
-                          than by DeepSpeed, ends the run with an error. With "resume" a commit stores them too, 2 bytes each
-        missing_gradients gradient of a parameter that had none since the last step, if another of its sub-group had one:
-                          "zero", or "stale", the scaled gradient of its last step, as DeepSpeed uses in host memory
-        resume            resume at the last commit that all ranks have, if any, and commit every commit_interval steps
-        commit_interval   number of steps between commits; 0: only spillway.deepspeed.commit(engine) commits
-        turns             one process of a machine at a time uses a path
-        lock              page-locked buffers in 2 MiB pages
-        stall_seconds     timeout of a path without progress, which then counts as failed; 0: 60
-        enabled           false leaves states and parameters to DeepSpeed's own swappers"""
+    paths             existing directories, "s3://BUCKET/PREFIX", or {"path", "limit_bytes", "reserve_bytes"}; default:
+                      nvme_path
+    ratio             share of each path in the state; default: in proportion to its measured bandwidth
+    cache_bytes       host memory for parts that stay in memory between steps, in addition to the transfer buffers
+    part_elements     most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, 10
+                      with split_master; several parts are in flight
+    durability        "data": a commit survives a power failure; "process": only the end of the process; "full": also
+                      syncs directories
+    job               name of the run, and of a directory below each path; concurrent runs that resume need different
+                      names. Without "resume" the directories are "<job>-scratch-1" and so on, which no resuming run uses
+    host              name of this machine, and of a directory below that; default: its host name. A run that resumes
+                      needs its previous name, which in a container may change with every start
+    split_master      store master weights without their upper halves, which the model's weights (bfloat16, in host
+                      memory) imply: 10 bytes per parameter instead of 12. A change of those weights between steps,
+                      other than by DeepSpeed, ends the run with an error. With "resume" a commit stores them too: 2 bytes
+                      per parameter
+    missing_gradients gradient of a parameter that had none since the last step, if another of its sub-group had one:
+                      "zero", or "stale", the scaled gradient of its last step, as DeepSpeed uses in host memory
+    resume            resume at the last commit that all ranks have, if any, and commit every commit_interval steps
+    commit_interval   number of steps between commits; 0: only spillway.deepspeed.commit(engine) commits
+    turns             one process of a machine at a time uses a path
+    lock              page-locked buffers in 2 MiB pages
+    stall_seconds     timeout of a path without progress, which then counts as failed; 0: 60
+    enabled           false leaves states and parameters to DeepSpeed's own swappers"""
 
     paths: tuple
     given: bool

@@ -2,8 +2,8 @@
 
     python -m spillway.deepspeed.convert_payload --job run7 --i-trust-this-tier /mnt/nvme /mnt/pfs
 
-Unpickling runs any code that the pickle contains. Convert only tiers that no other user could write to. Run the command for
-every rank, with --rank, --world and --at-step."""
+Unpickling runs any code that the pickle contains. Convert only tiers that no other user could write to. Run the command
+for every rank, with --rank, --world and --at-step."""
 
 import argparse
 import io

@@ -34,12 +34,12 @@ class Settings(NamedTuple):
     durability        "data": a commit survives a power failure; "process": only the end of the process; "full": also
                       syncs directories
     job               name of the run, and of a directory below each path; concurrent runs that resume need different
-                      names. Without "resume" the directories are "<job>-scratch-1" and so on, which no resuming run uses
+                      names. Without "resume": directories "<job>-scratch-1" and so on, not used by runs that resume
     host              name of this machine, and of a directory below that; default: its host name. A run that resumes
                       needs its previous name, which in a container may change with every start
     split_master      store master weights without their upper halves, which the model's weights (bfloat16, in host
                       memory) imply: 10 bytes per parameter instead of 12. A change of those weights between steps,
-                      other than by DeepSpeed, ends the run with an error. With "resume" a commit stores them too: 2 bytes
+                      other than by DeepSpeed, ends the run with an error. With "resume" commits store them too: 2 bytes
                       per parameter
     missing_gradients gradient of a parameter that had none since the last step, if another of its sub-group had one:
                       "zero", or "stale", the scaled gradient of its last step, as DeepSpeed uses in host memory

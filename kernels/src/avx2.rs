@@ -1,14 +1,14 @@
-//! Eight lanes: AVX2 with FMA and F16C (Haswell, Zen and later).
+//! AVX2 with FMA and F16C: eight lanes (Haswell, Zen and later).
 
 use std::arch::x86_64::*;
 
 use super::vector::{Body, Isa, Vector, Width};
 
-/// AVX2, FMA and F16C.
+/// The instruction sets AVX2, FMA and F16C.
 pub struct Avx2;
 
 impl Avx2 {
-    /// True if this processor and operating system have the whole set.
+    /// True if the processor and the operating system support all of these sets.
     pub fn detected() -> bool {
         is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
@@ -17,11 +17,12 @@ impl Avx2 {
 }
 
 impl Isa for Avx2 {
-    // Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+    // Not inlined: the caller changes the float mode around this call, and the compiler cannot move arithmetic
+    // across a call.
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn vectorize<B: Body>(body: B) -> f64 {
-        // SAFETY: the caller vouches for the instruction set, which is also this function's.
+        // SAFETY: the caller guarantees the instruction set, which this function enables.
         unsafe { body.run::<F32x8>() }
     }
 }
@@ -212,7 +213,7 @@ unsafe impl Vector for F32x8 {
     }
     #[inline(always)]
     unsafe fn fence() {
-        // SAFETY: every 64-bit x86 processor has it.
+        // SAFETY: every 64-bit x86 processor has this instruction.
         unsafe { _mm_sfence() }
     }
     #[inline(always)]
@@ -309,13 +310,13 @@ unsafe impl Vector for F32x8 {
     }
 }
 
-/// The lower halves of eight 32-bit lanes, in order.
+/// The lower 16 bits of eight 32-bit lanes, in order.
 ///
 /// # Safety
 /// The processor has AVX2.
 #[inline(always)]
 unsafe fn halves(bits: __m256i) -> __m128i {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     unsafe {
         let low_bytes = _mm256_set1_epi64x(0x0d0c_0908_0504_0100);
         let packed = _mm256_shuffle_epi8(bits, low_bytes);

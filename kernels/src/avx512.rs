@@ -1,14 +1,14 @@
-//! Sixteen lanes: AVX-512 F, BW, DQ and VL (Skylake-SP, Zen 4 and later).
+//! AVX-512 F, BW, DQ and VL: sixteen lanes (Skylake-SP, Zen 4 and later).
 
 use std::arch::x86_64::*;
 
 use super::vector::{Body, Isa, Vector, Width};
 
-/// AVX-512 F, BW, DQ and VL.
+/// The instruction sets AVX-512 F, BW, DQ and VL.
 pub struct Avx512;
 
 impl Avx512 {
-    /// True if this processor and operating system have the whole set.
+    /// True if the processor and the operating system support all of these sets.
     pub fn detected() -> bool {
         is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -18,11 +18,12 @@ impl Avx512 {
 }
 
 impl Isa for Avx512 {
-    // Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+    // Not inlined: the caller changes the float mode around this call, and the compiler cannot move arithmetic
+    // across a call.
     #[inline(never)]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn vectorize<B: Body>(body: B) -> f64 {
-        // SAFETY: the caller vouches for the instruction set, which is also this function's.
+        // SAFETY: the caller guarantees the instruction set, which this function enables.
         unsafe { body.run::<F32x16>() }
     }
 }
@@ -216,7 +217,7 @@ unsafe impl Vector for F32x16 {
     }
     #[inline(always)]
     unsafe fn fence() {
-        // SAFETY: every 64-bit x86 processor has it.
+        // SAFETY: every 64-bit x86 processor has this instruction.
         unsafe { _mm_sfence() }
     }
     #[inline(always)]

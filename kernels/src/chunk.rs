@@ -1,5 +1,5 @@
-//! A chunk's step and its undo: by a body in C where the kernel has one for this rule and these types, else by the generic
-//! body.
+//! Entry points for the step and the undo of one chunk. An SVE kernel runs its C body where one exists for the rule and
+//! the element types. Every other call runs the generic Rust body.
 
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
 use super::select::Kernel;
@@ -8,19 +8,19 @@ use super::tensor::Tensor;
 use super::walk::CHUNK;
 use crate::error::Result;
 
-/// An optimizer whose kernels are compiled: coefficients of one step, and the two things done with them.
+/// An optimizer with compiled kernels: the coefficients of one step, and the operations step and undo.
 pub trait Rule: Arithmetic {
-    /// Steps one chunk (at most [`CHUNK`] elements) and returns the sum of squares of the scaled gradient, or 0 when
-    /// `squares` is false. A tensor with a log has its step recorded there.
+    /// Steps one chunk (at most [`CHUNK`] elements). Returns the sum of squares of the scaled gradient if `squares` is
+    /// true. Records the step if the tensor has a log. Fails if a state is missing or no kernel exists for the types.
     fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64>;
 
-    /// Takes one chunk's step back: exactly if the tensor carries the log of that step, else by the inverse formula.
-    /// With a factor `again`, the step is done anew in the same pass, its gradient multiplied by that instead.
+    /// Rolls back the step of one chunk: bit-exactly if the tensor has the log of that step, else approximately by the
+    /// inverse formula. With `again`, repeats the step in the same pass with `again` as the gradient scale.
     fn undo(self, kernel: Kernel, tensor: Tensor<'_>, again: Option<f32>) -> Result<()>;
 }
 
-/// An impl for each rule, and not one for all, so that this crate compiles the kernels and no crate that calls them
-/// compiles them again.
+/// Implements [`Rule`] for one concrete type. A blanket impl would be compiled again in every crate that calls it;
+/// concrete impls are compiled once, in this crate.
 macro_rules! rule {
     ($rule:ty $(, #[$how:meta])?) => {
         impl Rule for $rule {

@@ -11,12 +11,12 @@ pub enum Dtype {
     F32,
     /// IEEE binary16.
     F16,
-    /// The upper half of binary32.
+    /// bfloat16: the upper 16 bits of binary32.
     Bf16,
 }
 
 impl Dtype {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Dtype::F32 => 4,
@@ -24,7 +24,7 @@ impl Dtype {
         }
     }
 
-    /// The name used in messages.
+    /// Name of the type in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Dtype::F32 => "f32",
@@ -34,7 +34,7 @@ impl Dtype {
     }
 }
 
-/// Shared slice of one of the element types.
+/// Shared slice whose element type is known at run time.
 #[derive(Debug, Clone, Copy)]
 pub enum Floats<'a> {
     /// binary32 elements.
@@ -45,7 +45,7 @@ pub enum Floats<'a> {
     Bf16(&'a [bf16]),
 }
 
-/// Exclusive slice of one of the element types.
+/// Exclusive slice whose element type is known at run time.
 #[derive(Debug)]
 pub enum FloatsMut<'a> {
     /// binary32 elements.
@@ -80,7 +80,7 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// The values as they lie in memory.
+    /// The bytes of the elements in memory.
     pub fn bytes(&self) -> &'a [u8] {
         match self {
             Floats::F32(s) => s.as_bytes(),
@@ -141,7 +141,7 @@ impl<'a> FloatsMut<'a> {
         }
     }
 
-    /// The same slice, read only.
+    /// A read-only view of the slice.
     pub fn shared(&self) -> Floats<'_> {
         match self {
             FloatsMut::F32(s) => Floats::F32(s),
@@ -150,7 +150,7 @@ impl<'a> FloatsMut<'a> {
         }
     }
 
-    /// The same slice borrowed for less long.
+    /// The same slice with a shorter lifetime.
     pub fn reborrow(&mut self) -> FloatsMut<'_> {
         match self {
             FloatsMut::F32(s) => FloatsMut::F32(s),

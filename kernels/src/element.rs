@@ -1,53 +1,53 @@
-//! Element types as they lie in memory, and the table of combinations that have a kernel.
+//! Element types in memory, and the table of type combinations that have a kernel.
 
 use super::vector::Vector;
 use crate::dtype::Dtype;
 
-/// How one element type is loaded into and stored from f32 lanes.
+/// Conversion of one element type between memory and f32 lanes.
 pub trait Element: Copy + Send + Sync {
-    /// The bits in memory.
+    /// Type of one element in memory.
     type Raw: Copy + Default;
 
     /// Loads `V::LANES` elements.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     unsafe fn load<V: Vector>(from: *const Self::Raw) -> V;
 
     /// Stores `V::LANES` elements.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     unsafe fn store<V: Vector>(value: V, to: *mut Self::Raw);
 
-    /// Loads `V::LANES` elements as patterns, those of 16 bits widened with zeros.
+    /// Loads `V::LANES` elements as bit patterns. 16-bit patterns are zero-extended to 32 bits.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits;
 
-    /// Stores `V::LANES` patterns.
+    /// Stores `V::LANES` bit patterns.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw);
 
-    /// Stores `V::LANES` patterns past the caches.
+    /// Stores `V::LANES` bit patterns with non-temporal stores, where the instruction set has them.
     ///
     /// # Safety
-    /// As [`Vector::stream_bits32`].
+    /// Same contract as [`Vector::stream_bits32`].
     unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw);
 
-    /// The patterns that `store` would write.
+    /// Returns the bit patterns that `store` would write.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     unsafe fn encode<V: Vector>(value: V) -> V::Bits;
 
-    /// The values of patterns.
+    /// Returns the values of bit patterns.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     unsafe fn decode<V: Vector>(bits: V::Bits) -> V;
 }
 
@@ -60,7 +60,7 @@ pub struct F16;
 /// bfloat16.
 #[derive(Clone, Copy)]
 pub struct Bf16;
-/// No memory at all: the parameter copy that was not asked for.
+/// An absent span: loads give zero and stores write nothing. Stands for a parameter copy that the caller did not request.
 #[derive(Clone, Copy)]
 pub struct Absent;
 
@@ -68,37 +68,37 @@ impl Element for F32 {
     type Raw = f32;
     #[inline(always)]
     unsafe fn load<V: Vector>(from: *const f32) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::load_f32(from) }
     }
     #[inline(always)]
     unsafe fn store<V: Vector>(value: V, to: *mut f32) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { value.store_f32(to) }
     }
     #[inline(always)]
     unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::load_bits32(from.cast()) }
     }
     #[inline(always)]
     unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::store_bits32(bits, to.cast()) }
     }
     #[inline(always)]
     unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::stream_bits32(bits, to.cast()) }
     }
     #[inline(always)]
     unsafe fn encode<V: Vector>(value: V) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { value.to_bits() }
     }
     #[inline(always)]
     unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::from_bits(bits) }
     }
 }
@@ -107,37 +107,37 @@ impl Element for F16 {
     type Raw = u16;
     #[inline(always)]
     unsafe fn load<V: Vector>(from: *const u16) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::load_f16(from) }
     }
     #[inline(always)]
     unsafe fn store<V: Vector>(value: V, to: *mut u16) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { value.store_f16(to) }
     }
     #[inline(always)]
     unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::load_bits16(from) }
     }
     #[inline(always)]
     unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::store_bits16(bits, to) }
     }
     #[inline(always)]
     unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::stream_bits16(bits, to) }
     }
     #[inline(always)]
     unsafe fn encode<V: Vector>(value: V) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { value.round_f16() }
     }
     #[inline(always)]
     unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::widen_f16(bits) }
     }
 }
@@ -146,37 +146,37 @@ impl Element for Bf16 {
     type Raw = u16;
     #[inline(always)]
     unsafe fn load<V: Vector>(from: *const u16) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::load_bf16(from) }
     }
     #[inline(always)]
     unsafe fn store<V: Vector>(value: V, to: *mut u16) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { value.store_bf16(to) }
     }
     #[inline(always)]
     unsafe fn load_bits<V: Vector>(from: *const Self::Raw) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::load_bits16(from) }
     }
     #[inline(always)]
     unsafe fn store_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::store_bits16(bits, to) }
     }
     #[inline(always)]
     unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::stream_bits16(bits, to) }
     }
     #[inline(always)]
     unsafe fn encode<V: Vector>(value: V) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { value.round_bf16() }
     }
     #[inline(always)]
     unsafe fn decode<V: Vector>(bits: V::Bits) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::widen_bf16(bits) }
     }
 }
@@ -185,14 +185,14 @@ impl Element for Absent {
     type Raw = ();
     #[inline(always)]
     unsafe fn load<V: Vector>(_: *const ()) -> V {
-        // SAFETY: a splat touches no memory.
+        // SAFETY: a splat accesses no memory; the caller upholds the callee's contract.
         unsafe { V::splat(0.0) }
     }
     #[inline(always)]
     unsafe fn store<V: Vector>(_: V, _: *mut ()) {}
     #[inline(always)]
     unsafe fn load_bits<V: Vector>(_: *const Self::Raw) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::splat(0.0).to_bits() }
     }
     #[inline(always)]
@@ -201,38 +201,38 @@ impl Element for Absent {
     unsafe fn stream_bits<V: Vector>(_: V::Bits, _: *mut ()) {}
     #[inline(always)]
     unsafe fn encode<V: Vector>(_: V) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::splat(0.0).to_bits() }
     }
     #[inline(always)]
     unsafe fn decode<V: Vector>(_: V::Bits) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { V::splat(0.0) }
     }
 }
 
-/// The element types of one tensor's step.
+/// Element types of the spans of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dtypes {
-    /// Of the parameter that is updated.
+    /// Type of the updated parameter.
     pub param: Dtype,
-    /// Of exp_avg and exp_avg_sq.
+    /// Type of exp_avg and exp_avg_sq.
     pub state: Dtype,
-    /// Of the gradient.
+    /// Type of the gradient.
     pub grad: Dtype,
-    /// Of the extra copy of the parameter, if one is written.
+    /// Type of the parameter copy, if the step writes one.
     pub copy: Option<Dtype>,
 }
 
-/// Something to do with the element types known at compile time.
+/// Generic work that [`with_types`] calls with static element types.
 pub trait WithTypes {
-    /// What it gives.
+    /// Result of the work.
     type Output;
-    /// `P` parameter, `S` state, `G` gradient, `C` copy.
+    /// Does the work. `P`: parameter, `S`: state, `G`: gradient, `C`: parameter copy.
     fn with<P: Element, S: Element, G: Element, C: Element>(self) -> Self::Output;
 }
 
-/// Calls `work` with the types that `dtypes` names; `None` if that combination has no kernel.
+/// Calls `work` with the static types for `dtypes`. Returns `None` if the combination has no kernel.
 pub fn with_types<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
     use Dtype::{Bf16 as B, F16 as H, F32 as S};
     let Dtypes { param, state, grad, copy } = dtypes;

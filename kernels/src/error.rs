@@ -1,23 +1,23 @@
-//! What a kernel refuses before it touches anything.
+//! Errors of the kernels. A kernel checks its arguments before it writes to memory.
 
 use std::fmt;
 
-/// Why.
+/// Reason why a kernel call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
-    /// Spans that do not fit each other.
+    /// The spans of one call do not match in length or element type.
     Argument {
-        /// The span's name as the C header spells it.
+        /// Name of the span, as the C header spells it.
         argument: &'static str,
-        /// Why it was refused.
+        /// Why the span was refused.
         reason: String,
     },
-    /// This processor cannot, or no kernel was written for these element types.
+    /// The processor lacks the instruction set, or no kernel exists for these element types or this kernel name.
     Unsupported(String),
 }
 
 impl Error {
-    /// An [`Error::Argument`].
+    /// Creates an [`Error::Argument`].
     pub(crate) fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
         Error::Argument { argument, reason: reason.into() }
     }

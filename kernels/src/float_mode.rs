@@ -1,13 +1,13 @@
-//! IEEE arithmetic for the length of a kernel call, whatever mode the calling thread is in.
+//! IEEE float mode for the duration of a kernel call, whatever mode the calling thread has set.
 //!
-//! A library built with -ffast-math switches flush-to-zero on for the thread that loads it, and new threads inherit it.
+//! A library built with -ffast-math enables flush-to-zero on the thread that loads it, and new threads inherit that mode.
 
-/// While it lives, this thread rounds to nearest, keeps denormals and traps nothing; then the caller's mode returns,
-/// exception flags included.
+/// Guard for IEEE float mode. While it lives, this thread rounds to nearest, keeps denormals and has no float traps. Drop
+/// restores the previous mode; on x86-64 that includes the exception flags.
 #[derive(Debug)]
 pub struct IeeeMode {
     saved: u64,
-    // Restoring on another thread would change that thread's mode.
+    // Not Send: a drop on another thread would change the mode of that thread.
     _not_send: std::marker::PhantomData<*const ()>,
 }
 
@@ -28,16 +28,16 @@ impl Drop for IeeeMode {
     }
 }
 
-/// MXCSR: all exceptions masked, no flags, nearest, no FTZ, no DAZ.
+/// MXCSR: all exceptions masked, no flags set, round to nearest, no FTZ, no DAZ.
 #[cfg(target_arch = "x86_64")]
 const IEEE: u64 = 0x1f80;
-/// FPCR: nearest, no flush, no traps, IEEE half precision; and every NaN the default one, so that conversions to 16 bits
-/// give 0x7e00 and 0x7fc0 by themselves.
+/// FPCR: round to nearest, no flush to zero, no traps, IEEE half precision, default NaN. Default NaN makes conversions to
+/// 16 bits return 0x7e00 (f16) and 0x7fc0 (bf16) for every NaN.
 #[cfg(target_arch = "aarch64")]
 const IEEE: u64 = 1 << 25;
 
 #[cfg(target_arch = "x86_64")]
-/// The mode of this thread, as its processor keeps it.
+/// Returns the MXCSR register of this thread.
 pub fn read() -> u64 {
     let mut mode = 0u32;
     // SAFETY: stores the thread's own MXCSR into a local.
@@ -46,17 +46,17 @@ pub fn read() -> u64 {
 }
 
 #[cfg(target_arch = "x86_64")]
-/// Sets it.
+/// Sets the MXCSR register of this thread.
 pub fn write(mode: u64) {
-    // The bits above are reserved; all below exist on every x86-64 processor.
+    // Bits 16 and above are reserved; bits 0 to 15 exist on every x86-64 processor.
     let mode = mode as u32 & 0xffff;
-    // SAFETY: no reserved bit is set, so the instruction does not fault. The exception flags in MXCSR change, which the
-    // options do not deny.
+    // SAFETY: no reserved bit is set, so the instruction does not fault. The instruction changes the exception flags in
+    // MXCSR; the options do not claim that they are preserved.
     unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mode, options(nostack, readonly)) };
 }
 
 #[cfg(target_arch = "aarch64")]
-/// The mode of this thread, as its processor keeps it.
+/// Returns the FPCR register of this thread.
 pub fn read() -> u64 {
     let mode: u64;
     // SAFETY: reads the thread's own FPCR.
@@ -65,8 +65,8 @@ pub fn read() -> u64 {
 }
 
 #[cfg(target_arch = "aarch64")]
-/// Sets it.
+/// Sets the FPCR register of this thread.
 pub fn write(mode: u64) {
-    // SAFETY: reserved bits of FPCR ignore what is written. Exception flags are in FPSR, which stays.
+    // SAFETY: reserved bits of FPCR ignore writes. The exception flags are in FPSR, which this does not change.
     unsafe { std::arch::asm!("msr fpcr, {}", in(reg) mode, options(nostack, preserves_flags)) };
 }

@@ -1,20 +1,21 @@
-//! The kernels of the optimizers: one body for every instruction set, and the element types it works on.
+//! The optimizer kernels: one generic body compiled for every instruction set, and the element types of its operands.
 //!
 //! | file | holds |
 //! |---|---|
-//! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector; `stream`: hardly any |
-//! | `chunk` | the entries: which body steps a chunk, or undoes it |
-//! | `step`, `record`, `undo` | the generic bodies: a step, recorded if wanted, and its exact reversal |
-//! | `tensor`, `spans` | what a step reads and writes: checked slices, then typed addresses |
-//! | `log`, `pack` | the size of a record, and how its differences become bytes |
-//! | `publish` | the 16-bit copy of a parameter without a step |
-//! | `walk` | how a chunk is walked: whole vectors, then one padded vector for the rest |
-//! | `element` | element types in memory, and the table of type combinations |
+//! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
+//! | `stream` | a rule with almost no arithmetic, for measurements of memory bandwidth |
+//! | `chunk` | the entry points: dispatch of a chunk's step or undo to an SVE body or the generic body |
+//! | `step`, `record`, `undo` | the generic bodies: a step, a recorded step, and the exact undo of a recorded step |
+//! | `tensor`, `spans` | the operands of a step: checked slices, then typed addresses |
+//! | `log`, `pack` | the size of an undo log, and the encoding of its differences |
+//! | `publish` | writes the 16-bit copy of a parameter without a step |
+//! | `walk` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
+//! | `element` | element types in memory, and the table of supported type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
-//! | `vector` | the operations that an instruction set supplies; `scalar`, `avx2`, `avx512`, `neon` supply them |
-//! | `sve` | Adam and its undo by the C bodies beside src/, since Rust has no SVE |
-//! | `select` | which set this process uses |
-//! | `float_mode` | IEEE arithmetic whatever the caller's thread has switched on |
+//! | `vector` | the trait of vector operations; `scalar`, `avx2`, `avx512` and `neon` implement it |
+//! | `sve` | Adam and its undo through the C bodies beside src/, because Rust has no SVE intrinsics |
+//! | `select` | detection and choice of the instruction set of this process |
+//! | `float_mode` | IEEE arithmetic, whatever float mode the calling thread has set |
 
 mod chunk;
 pub mod dtype;
@@ -59,7 +60,7 @@ pub use stream::StreamRule;
 pub use tensor::{States, Tensor};
 pub use walk::CHUNK;
 
-/// What this crate's own tests look at beside its face.
+/// Internals that the tests of this crate use in addition to the public API.
 #[doc(hidden)]
 pub mod inside {
     pub use crate::log::log_used;

@@ -1,26 +1,26 @@
-//! The size of a log, and the header of a chunk's part of it. `record` writes the groups, `undo` reads them.
+//! The size of an undo log, and the header of each chunk in it. `record` writes the groups, `undo` reads them.
 //!
 //! ```text
-//! log   := a chunk's part for every chunk of the tensor, each at a fixed distance from the one before
-//! chunk := bytes used (8 bytes), groups
+//! log   := chunk*                          one per chunk of the tensor, at multiples of log_capacity(CHUNK) bytes
+//! chunk := bytes used (8 bytes), group*
 //! ```
 
 use super::pack;
 use super::walk::{CHUNK, MAX_LANES};
 
-/// Bytes of the log of a tensor of `n` elements: room for every chunk at its worst. Only what a step writes of it is
-/// ever touched, about 2 bytes per element in steady state.
+/// Bytes of the log of a tensor of `n` elements, enough for every chunk at its maximal size. A step touches only the
+/// bytes that it writes, about 2 bytes per element in steady state.
 pub const fn log_bytes(n: usize) -> usize {
     n / CHUNK * log_capacity(CHUNK) + log_capacity(n % CHUNK)
 }
 
-/// Bytes that the last recorded step of `n` elements used of its log.
+/// Bytes of `log` that the last recorded step of `n` elements used.
 pub fn log_used_of(log: &[u8], n: usize) -> u64 {
     log.chunks(log_capacity(CHUNK)).take(n.div_ceil(CHUNK)).map(log_used).sum()
 }
 
-/// Most bytes of the log of `n` elements, on any kernel: groups of one lane at their widest. A kernel may read a vector
-/// past the end, hence the slack.
+/// Maximal bytes of the log of `n` elements (one chunk) on any kernel. The maximum has one-lane groups at 32 bits per
+/// difference. `SLACK` is included because a kernel may access one vector past the end.
 pub const fn log_capacity(n: usize) -> usize {
     if n == 0 {
         return 0;
@@ -28,7 +28,7 @@ pub const fn log_capacity(n: usize) -> usize {
     (HEADER + n.next_multiple_of(MAX_LANES) * pack::most(1) + SLACK).next_multiple_of(LINE)
 }
 
-/// Bytes in use of the log of one chunk, or of what follows it.
+/// Bytes in use of the log of one chunk, from its header at the start of `log`.
 pub fn log_used(log: &[u8]) -> u64 {
     log.first_chunk::<HEADER>().map_or(0, |used| u64::from_ne_bytes(*used))
 }
@@ -36,5 +36,5 @@ pub fn log_used(log: &[u8]) -> u64 {
 pub(super) const HEADER: usize = size_of::<u64>();
 /// Bytes of a cache line.
 pub(super) const LINE: usize = 64;
-/// What packing a vector may write past its own bytes, and unpacking read.
+/// Bytes past the end of a packed vector that packing may write and unpacking may read.
 pub(super) const SLACK: usize = 64;

@@ -1,6 +1,6 @@
-//! Sixteen lanes in four registers: NEON, which every 64-bit Arm processor has.
+//! NEON with sixteen lanes in four registers. Every 64-bit Arm processor has NEON.
 //!
-//! One register at a time would load and store one at a time; four let the compiler move them in pairs.
+//! Four registers per group let the compiler use load-pair and store-pair instructions.
 
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -12,10 +12,11 @@ use super::vector::{Body, Isa, Vector, Width};
 pub struct Neon;
 
 impl Isa for Neon {
-    // Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+    // Not inlined: the caller changes the float mode around this call, and the compiler cannot move arithmetic
+    // across a call.
     #[inline(never)]
     unsafe fn vectorize<B: Body>(body: B) -> f64 {
-        // SAFETY: the target has NEON; the caller upholds the body's own pointers.
+        // SAFETY: the target has NEON; the caller guarantees the pointers of the body.
         unsafe { body.run::<F32x16>() }
     }
 }
@@ -35,7 +36,7 @@ impl F32x16 {
         Self(from_fn(|i| work(self.0[i], other.0[i])))
     }
 
-    /// Eight 16-bit elements per pair of registers.
+    /// Loads sixteen 16-bit elements; `widen` converts eight of them to two registers.
     #[inline(always)]
     unsafe fn load_halves(
         from: *const u16,
@@ -58,7 +59,8 @@ impl F32x16 {
     }
 }
 
-/// The intrinsics of the next two functions are not stable; the instructions belong to the base set.
+/// Widens eight f16. Inline assembly, here and in `narrow_f16`, because the intrinsics are not stable in Rust; the
+/// instructions belong to the base set.
 #[inline(always)]
 fn widen_f16(halves: uint16x8_t) -> (float32x4_t, float32x4_t) {
     let (low, high);
@@ -71,7 +73,7 @@ fn widen_f16(halves: uint16x8_t) -> (float32x4_t, float32x4_t) {
     (low, high)
 }
 
-/// A NaN becomes 0x7e00 because `IeeeMode` asks for default NaNs.
+/// Rounds eight f32 to f16. A NaN becomes 0x7e00 because `IeeeMode` enables default NaN.
 #[inline(always)]
 fn narrow_f16(low: float32x4_t, high: float32x4_t) -> uint16x8_t {
     let halves;
@@ -108,7 +110,8 @@ fn narrow_bf16(low: float32x4_t, high: float32x4_t) -> uint16x8_t {
     }
 }
 
-// SAFETY: every 64-bit Arm processor has NEON, and callers pass pointers to sixteen elements; so for each block below.
+// SAFETY: for the trait and each block below: every 64-bit Arm processor has NEON, and callers pass pointers to sixteen
+// elements.
 unsafe impl Vector for F32x16 {
     const LANES: usize = 16;
     type Bits = [uint32x4_t; 4];
@@ -357,10 +360,10 @@ unsafe impl Vector for F32x16 {
 }
 
 /// # Safety
-/// NEON, which every 64-bit Arm processor has; so for the functions below.
+/// Needs NEON, which every 64-bit Arm processor has. The same holds for the functions below.
 #[inline(always)]
 unsafe fn lower_halves([a, b, c, d]: [uint32x4_t; 4]) -> [uint16x8_t; 2] {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     unsafe { [vmovn_high_u32(vmovn_u32(a), b), vmovn_high_u32(vmovn_u32(c), d)] }
 }
 
@@ -368,7 +371,7 @@ unsafe fn lower_halves([a, b, c, d]: [uint32x4_t; 4]) -> [uint16x8_t; 2] {
 /// NEON.
 #[inline(always)]
 unsafe fn zero_extend([low, high]: [uint16x8_t; 2]) -> [uint32x4_t; 4] {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     unsafe {
         let (a, c) = (vmovl_u16(vget_low_u16(low)), vmovl_u16(vget_low_u16(high)));
         [a, vmovl_high_u16(low), c, vmovl_high_u16(high)]
@@ -379,7 +382,7 @@ unsafe fn zero_extend([low, high]: [uint16x8_t; 2]) -> [uint32x4_t; 4] {
 /// NEON.
 #[inline(always)]
 unsafe fn sign_extend([low, high]: [int16x8_t; 2]) -> [uint32x4_t; 4] {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     unsafe {
         let (a, c) = (vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_low_s16(high)));
         [a, vmovl_high_s16(low), c, vmovl_high_s16(high)].map(|x| vreinterpretq_u32_s32(x))
@@ -390,6 +393,6 @@ unsafe fn sign_extend([low, high]: [int16x8_t; 2]) -> [uint32x4_t; 4] {
 /// NEON.
 #[inline(always)]
 unsafe fn sign_extend_bytes(bytes: int8x16_t) -> [uint32x4_t; 4] {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds this function's contract.
     unsafe { sign_extend([vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)]) }
 }

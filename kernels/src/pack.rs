@@ -1,4 +1,4 @@
-//! How the differences of one group become bytes, and come back.
+//! Encoding of the differences of one group to bytes, and decoding.
 //!
 //! ```text
 //! group := control (1 byte), body
@@ -6,34 +6,34 @@
 //! control   body, per lane
 //! 0         one byte: param 2 bits, exp_avg_sq 2 bits, exp_avg 4 bits, each with a bias
 //! 1         one byte: param 4 bits, exp_avg_sq 4 bits; then, for all lanes, one byte of exp_avg
-//! 64 + w    param, then exp_avg, then exp_avg_sq, each as signed integers of its own width; w holds two bits of each
+//! 64 + w    param, then exp_avg, then exp_avg_sq, each as signed integers of its own width; w has two bits per width
 //! ```
 //!
-//! In training param and exp_avg_sq are missed by one unit or two, exp_avg by as much as its gradient outweighs it: four
-//! of five groups take the first form, nearly all others the second. Which of the two a group takes is as good as
-//! random, so the code knows both as one form with a table of shifts, and branches for the third alone.
+//! In training, the differences of param and exp_avg_sq are one or two units. The difference of exp_avg grows with the
+//! ratio of gradient to exp_avg. Four of five groups take form 0, and nearly all others form 1. The choice between the
+//! two is unpredictable for the processor, so both share one code path with a table of shifts. Only form 64 branches.
 
 use super::vector::{Vector, Width};
 
-/// Differences of one group, old minus estimate; of a state that the rule does not keep, zeros.
+/// Differences of one group: old bit pattern minus estimated bit pattern. Zero for a state that the rule does not keep.
 #[derive(Clone, Copy)]
 pub struct Differences<B> {
-    /// Of the parameter.
+    /// Difference of the parameter.
     pub param: B,
-    /// Of the first moment.
+    /// Difference of the first moment.
     pub exp_avg: B,
-    /// Of the second moment.
+    /// Difference of the second moment.
     pub exp_avg_sq: B,
 }
 
-/// The first two forms.
+/// Layout of form 0 or form 1.
 struct Form {
-    /// Where exp_avg_sq and exp_avg begin in a lane's first byte; 32 shifts exp_avg out of it.
+    /// First bits of exp_avg_sq and exp_avg in the first byte of a lane. The value 32 shifts exp_avg out of the byte.
     exp_avg_sq: u32,
     exp_avg: u32,
-    /// Bits of param and of exp_avg_sq.
+    /// Mask of the bits of param, and of exp_avg_sq.
     mask: u32,
-    /// Where exp_avg begins in the byte that holds it, and its bias.
+    /// First bit of exp_avg in the byte that holds it, and the bias of exp_avg.
     last: u32,
     bias: u32,
 }
@@ -44,24 +44,24 @@ const FORMS: [Form; 2] = [
 ];
 /// Bias of param and exp_avg_sq.
 const BIAS: u32 = 2;
-/// Biases of exp_avg in four bits, and in eight.
+/// Biases of exp_avg in form 0 (four bits) and form 1 (eight bits).
 const BIAS_NARROW: u32 = 8;
 const BIAS_BYTE: u32 = 128;
-/// Control of the third form.
+/// Control byte of the third form, before the widths are added.
 const WIDE: u8 = 64;
 
-/// Most bytes of a group of `lanes`.
+/// Maximal bytes of a group of `lanes` lanes.
 pub const fn most(lanes: usize) -> usize {
     1 + 3 * 4 * lanes
 }
 
-/// Writes a group and returns its bytes; may write a vector more.
+/// Writes a group and returns its length in bytes. May write up to one vector past that length.
 ///
 /// # Safety
-/// As [`Vector`]; `to` has room for [`most`] bytes and a vector.
+/// Same contract as [`Vector`]; `to` has room for [`most`] bytes and one vector.
 #[inline(always)]
 pub unsafe fn pack<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) -> usize {
-    // SAFETY: the caller's promise covers every line.
+    // SAFETY: the caller's contract covers every call below.
     unsafe {
         let bias = V::bits_splat(BIAS);
         let param = V::bits_add(differences.param, bias);
@@ -83,13 +83,14 @@ pub unsafe fn pack<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) ->
     }
 }
 
-/// Reads what [`pack`] wrote, and how many bytes that were; may read a vector more.
+/// Reads a group that [`pack`] wrote. Returns the differences and the length in bytes. May read up to one vector past
+/// that length.
 ///
 /// # Safety
-/// As [`Vector`]; `from` points to a group of this kind of vector.
+/// Same contract as [`Vector`]; `from` points to a group that the same vector type wrote.
 #[inline(always)]
 pub unsafe fn unpack<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usize) {
-    // SAFETY: the caller's promise covers every line.
+    // SAFETY: the caller's contract covers every call below.
     unsafe {
         let code = usize::from(from.read());
         let Some(form) = FORMS.get(code) else { return unpack_wide::<V>(from) };
@@ -112,7 +113,7 @@ pub unsafe fn unpack<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usize
 unsafe fn pack_wide<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) -> usize {
     let Differences { param, exp_avg, exp_avg_sq } = differences;
     let (mut at, mut widths) = (1, 0);
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller upholds the callees' contracts.
     unsafe {
         for (index, bits) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
             let width = V::pack(bits, to.add(at));
@@ -127,7 +128,7 @@ unsafe fn pack_wide<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) -
 #[inline(always)]
 unsafe fn unpack_wide<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usize) {
     let mut at = 1;
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller upholds the callees' contracts.
     unsafe {
         let widths = from.read();
         let mut next = |index: u8| {

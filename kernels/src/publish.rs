@@ -1,4 +1,4 @@
-//! The 16-bit copy of a parameter without a step: what a step that kept it back writes later.
+//! Writes the 16-bit copy of a parameter without a step, for a step that withheld its copy.
 
 use std::marker::PhantomData;
 
@@ -11,11 +11,11 @@ use super::vector::Vector;
 use super::walk::{Access, CHUNK, Op, Walk};
 use crate::dtype::Dtype;
 
-/// Writes the parameters of one chunk to its param_copy, with the bits that a step would have written; nothing without
-/// a param_copy.
+/// Writes the new parameters of one chunk to its param_copy, with the same bits that a step writes. Does nothing for a
+/// tensor without a param_copy. Panics if the tensor has more than [`CHUNK`] elements.
 pub fn publish(kernel: Kernel, mut tensor: Tensor<'_>) {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
-    // Only an f32 parameter has a copy (`Tensor::new` knows the combinations).
+    // Only an f32 parameter has a copy: `Tensor::new` refuses other combinations.
     match tensor.copy_dtype() {
         Some(Dtype::F16) => run::<F16>(kernel, &mut tensor),
         Some(Dtype::Bf16) => run::<Bf16>(kernel, &mut tensor),
@@ -47,7 +47,7 @@ struct Publish<C: Element> {
 impl<C: Element> Op for Publish<C> {
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
-        // SAFETY: the caller's promise covers every line.
+        // SAFETY: the caller's contract covers every call below.
         unsafe {
             V::prefetch(self.from.wrapping_add(at + AHEAD).cast());
             let param = access.load::<F32, V>(self.from.add(at));
@@ -59,7 +59,7 @@ impl<C: Element> Op for Publish<C> {
     #[inline(always)]
     unsafe fn finish<V: Vector>(&mut self) {
         if self.streamed {
-            // SAFETY: the caller's promise is the callee's.
+            // SAFETY: the caller upholds the callee's contract.
             unsafe { V::fence() }
         }
     }

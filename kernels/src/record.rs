@@ -1,14 +1,14 @@
-//! A step that records how to take it back.
+//! A step that records an undo log.
 //!
 //! A step is almost invertible by algebra: the inverse formula misses the old value by a few units in the last place.
-//! The log of a chunk holds, for each group of one vector, those differences between bit patterns (old - estimate,
-//! wrapping) in as few bits as the group needs (see `pack`). Raw 32 bits hold any difference, so that Inf, NaN, the first
-//! step and gradient spikes come back exactly, too; they only take more room. The estimate depends on stored
-//! values and the gradient alone, which must be unchanged when it is undone.
+//! For each group of one vector, the log of a chunk holds the differences of bit patterns (old - estimate, wrapping).
+//! `pack` encodes the differences in as few bits as the group needs. 32 bits hold any difference, so Inf, NaN, the first
+//! step and gradient spikes are restored exactly as well; they take more space. The estimate depends only on stored
+//! values and the gradient, which must be unchanged when the step is undone.
 //!
-//! The log lives in memory, for the process and the kernel that wrote it. Where it is too large for the caches, its lines
-//! gather in a small buffer and go to memory whole and past the caches: each costs its own bytes only, not
-//! also the reading of what was there before.
+//! Only the process and the kernel that wrote a log can read it. A log that is too large for the caches is collected in a
+//! small buffer and written with non-temporal stores of whole cache lines. Such a store writes a line without reading
+//! the old contents first.
 
 use std::marker::PhantomData;
 
@@ -20,10 +20,10 @@ use super::spans::{Spans, decode, encode, load_bits, put, store_bits};
 use super::vector::Vector;
 use super::walk::{Access, MAX_LANES, Op};
 
-/// Bytes that gather before they go out.
+/// Bytes that the stage collects before they are streamed to the log.
 const BATCH: usize = 32 * LINE;
 
-/// Cache lines on their way into a log.
+/// Write-combining buffer for a log: a full batch, plus one group of maximal size and slack.
 #[repr(align(64))]
 pub(super) struct Stage([u8; BATCH + pack::most(MAX_LANES) + SLACK]);
 
@@ -33,7 +33,7 @@ impl Stage {
     }
 }
 
-/// A step that records what its inverse will miss.
+/// A step that records the errors of its inverse.
 pub(super) struct Recorded<'s, R, P: Element, S: Element, G: Element, C: Element> {
     rule: R,
     spans: Spans<P, S, G, C>,
@@ -41,13 +41,13 @@ pub(super) struct Recorded<'s, R, P: Element, S: Element, G: Element, C: Element
 }
 
 impl<'s, R, P: Element, S: Element, G: Element, C: Element> Recorded<'s, R, P, S, G, C> {
-    /// `stage` is given where the log is to go past the caches.
+    /// With a `stage`, the log is written with non-temporal stores.
     ///
     /// # Safety
-    /// `log` has [`log_capacity`](super::log::log_capacity) bytes for the elements that will be walked, and is aligned to a line if there is a
-    /// stage.
+    /// `log` has [`log_capacity`](super::log::log_capacity) bytes for the elements of the walk. With a stage, `log` is
+    /// aligned to a cache line.
     pub unsafe fn new(rule: R, spans: Spans<P, S, G, C>, log: *mut u8, stage: Option<&'s mut Stage>) -> Self {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         Recorded { rule, spans, sink: unsafe { Sink::new(log, stage) } }
     }
 }
@@ -55,7 +55,7 @@ impl<'s, R, P: Element, S: Element, G: Element, C: Element> Recorded<'s, R, P, S
 impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Recorded<'_, R, P, S, G, C> {
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
-        // SAFETY: the caller's promise covers every line; the sink has room for every group at its widest.
+        // SAFETY: the caller's contract covers every call below; the sink has room for every group at maximal size.
         unsafe {
             self.spans.prefetch::<V>(at);
             let old = load_bits::<P, S, V, A>(access, at, &self.spans.before());
@@ -76,20 +76,21 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Recor
 
     #[inline(always)]
     unsafe fn finish<V: Vector>(&mut self) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { self.sink.finish::<V>() }
     }
 }
 
-/// Where groups are written: into the log, or into a stage whose full lines are streamed there.
+/// Destination of the groups: the log itself, or a stage whose full batches are streamed to the log.
 struct Sink<'s> {
     log: *mut u8,
-    /// Where the next group goes.
+    /// Address of the next group.
     next: *mut u8,
-    /// The first byte not yet in the log, and where it lies in the log.
+    /// Start of the bytes that are not yet in the log (the stage, or the log itself).
     staged: *mut u8,
+    /// Address in the log that receives the first staged byte.
     to: *mut u8,
-    /// Groups stay below this address without a drain.
+    /// End of a batch in the stage: at or above this address the sink drains. Maximal without a stage.
     full: *mut u8,
     stage: PhantomData<&'s mut Stage>,
 }
@@ -102,23 +103,23 @@ impl<'s> Sink<'s> {
             Some(stage) => unsafe { (stage.0.as_mut_ptr(), stage.0.as_mut_ptr().add(BATCH)) },
             None => (log, std::ptr::null_mut::<u8>().wrapping_sub(1)),
         };
-        // SAFETY: log and stage begin with room for a header.
+        // SAFETY: the log and the stage both begin with room for a header.
         Sink { log, next: unsafe { staged.add(HEADER) }, staged, to: log, full, stage: PhantomData }
     }
 
     #[inline(always)]
     unsafe fn drain<V: Vector>(&mut self) {
         if self.next >= self.full {
-            // SAFETY: the caller's promise is the callee's.
+            // SAFETY: the caller upholds the callee's contract.
             unsafe { self.drain_full::<V>() }
         }
     }
 
-    /// Streams the full batch, and moves what lies past it to the front.
+    /// Streams the full batch to the log, and moves the bytes after the batch to the front of the stage.
     #[cold]
     #[inline(always)]
     unsafe fn drain_full<V: Vector>(&mut self) {
-        // SAFETY: the stage holds BATCH bytes and at most a group more; the log has room for all that is written.
+        // SAFETY: the stage holds BATCH bytes and at most one group more; the log has room for every byte written.
         unsafe {
             stream_lines::<V>(self.staged, self.to, BATCH);
             self.to = self.to.add(BATCH);
@@ -130,7 +131,8 @@ impl<'s> Sink<'s> {
 
     #[inline(always)]
     unsafe fn finish<V: Vector>(&mut self) {
-        // SAFETY: the stage's bytes past the last group may be anything; the log has room for whole lines.
+        // SAFETY: the bytes of the stage after the last group are initialized but unspecified; the log has room for whole
+        // lines.
         unsafe {
             let rest = self.next.offset_from(self.staged) as usize;
             let used = self.to.offset_from(self.log) as usize + rest;
@@ -143,13 +145,13 @@ impl<'s> Sink<'s> {
     }
 }
 
-/// Copies whole lines past the caches.
+/// Copies whole cache lines with non-temporal stores.
 ///
 /// # Safety
-/// As [`Vector`]; both are aligned to a line and cover `bytes`, a multiple of it.
+/// Same contract as [`Vector`]. `from` and `to` are aligned to a cache line and valid for `bytes`, a multiple of a line.
 #[inline(always)]
 unsafe fn stream_lines<V: Vector>(from: *const u8, to: *mut u8, bytes: usize) {
-    // SAFETY: a line is a whole number of vectors of any set.
+    // SAFETY: a cache line is a whole number of vectors of any set.
     unsafe {
         let mut at = 0;
         while at < bytes {
@@ -159,7 +161,7 @@ unsafe fn stream_lines<V: Vector>(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Settles by known old values, and keeps the differences.
+/// Returns the known old values for the estimates, and keeps the differences.
 struct Writer<P, S, V: Vector> {
     old: Values<V::Bits>,
     differences: Differences<V::Bits>,
@@ -169,7 +171,7 @@ struct Writer<P, S, V: Vector> {
 impl<P: Element, S: Element, V: Vector> Writer<P, S, V> {
     #[inline(always)]
     unsafe fn new(old: Values<V::Bits>) -> Self {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         let zero = unsafe { V::bits_splat(0) };
         let differences = Differences { param: zero, exp_avg: zero, exp_avg_sq: zero };
         Writer { old, differences, elements: PhantomData }
@@ -178,14 +180,14 @@ impl<P: Element, S: Element, V: Vector> Writer<P, S, V> {
 
 #[inline(always)]
 unsafe fn difference<E: Element, V: Vector>(old: V::Bits, estimate: V) -> V::Bits {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller upholds the callees' contracts.
     unsafe { V::bits_sub(old, E::encode(estimate.nan_to_zero())) }
 }
 
 impl<P: Element, S: Element, V: Vector> Settle<V> for Writer<P, S, V> {
     #[inline(always)]
     unsafe fn param(&mut self, estimate: V) -> V {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller upholds the callees' contracts.
         unsafe {
             self.differences.param = difference::<P, V>(self.old.param, estimate);
             P::decode(self.old.param)
@@ -193,7 +195,7 @@ impl<P: Element, S: Element, V: Vector> Settle<V> for Writer<P, S, V> {
     }
     #[inline(always)]
     unsafe fn exp_avg(&mut self, estimate: V) -> V {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller upholds the callees' contracts.
         unsafe {
             self.differences.exp_avg = difference::<S, V>(self.old.exp_avg, estimate);
             S::decode(self.old.exp_avg)
@@ -201,7 +203,7 @@ impl<P: Element, S: Element, V: Vector> Settle<V> for Writer<P, S, V> {
     }
     #[inline(always)]
     unsafe fn exp_avg_sq(&mut self, estimate: V) -> V {
-        // SAFETY: the caller's promise is the callees'.
+        // SAFETY: the caller upholds the callees' contracts.
         unsafe {
             self.differences.exp_avg_sq = difference::<S, V>(self.old.exp_avg_sq, estimate);
             S::decode(self.old.exp_avg_sq)

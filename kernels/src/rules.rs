@@ -1,7 +1,7 @@
-//! The arithmetic of the optimizers, written once; every kernel runs these lines.
+//! The arithmetic of the optimizers. All generic kernel bodies use this one implementation.
 //!
-//! All in f32 with one rounding per operation, in the order of the body of DeepSpeed's AVX-512 Adam; `fma(a, b, c)` is
-//! `a * b + c` rounded once. `g` is the gradient after scaling.
+//! All operations are in f32 with one rounding each, in the order of DeepSpeed's AVX-512 Adam. `fma(a, b, c)` is
+//! `a * b + c` with one rounding. `g` is the scaled gradient.
 //!
 //! ```text
 //! Adam      L2:        g = fma(p, wd, g)
@@ -21,87 +21,88 @@
 //!                      m = fma(g, 1-b2, m*b2)
 //! ```
 //!
-//! The new p comes from the unrounded m and v, also where these are stored in 16 bits. Weight decay of zero leaves its
-//! line out.
+//! The new p is computed from the f32 values of m and v, also where m and v are stored in 16 bits. A weight decay of zero
+//! skips the lines with `wd`.
 //!
 //! Each rule also has its algebraic inverse, which is off by a few units in the last place; `undo` makes it exact. An
-//! inverse settles one value before it uses it for the next, so that the later estimates start from exact values.
+//! inverse has each old value corrected (see [`Settle`]) before the next estimate uses it, so no error is carried over.
 
 use super::vector::Vector;
 
-/// The values of one group of elements.
+/// Parameter and states of one group of elements.
 #[derive(Clone, Copy)]
 pub struct Values<V> {
     /// Parameter.
     pub param: V,
-    /// First moment; without meaning for a rule that keeps none.
+    /// First moment; unspecified for a rule that keeps none.
     pub exp_avg: V,
-    /// Second moment; without meaning for a rule that keeps none.
+    /// Second moment; unspecified for a rule that keeps none.
     pub exp_avg_sq: V,
 }
 
-/// Turns an estimate of an old value into the old value.
+/// Corrector of estimates: each method takes the estimate of an old value and returns the old value.
 ///
 /// # Safety
-/// All methods as [`Vector`].
+/// All methods have the same contract as [`Vector`].
 pub trait Settle<V: Vector> {
-    /// The old parameter.
+    /// Returns the old parameter.
     unsafe fn param(&mut self, estimate: V) -> V;
-    /// The old first moment.
+    /// Returns the old first moment.
     unsafe fn exp_avg(&mut self, estimate: V) -> V;
-    /// The old second moment.
+    /// Returns the old second moment.
     unsafe fn exp_avg_sq(&mut self, estimate: V) -> V;
 }
 
-/// What one optimizer does to one group of elements.
+/// The arithmetic of one optimizer on one group of elements.
 pub trait Arithmetic: Copy + Send + Sync {
-    /// True if it keeps a first moment.
+    /// True if the optimizer keeps a first moment.
     const EXP_AVG: bool;
-    /// True if it keeps a second moment.
+    /// True if the optimizer keeps a second moment.
     const EXP_AVG_SQ: bool;
 
     /// Factor on the gradient.
     fn grad_scale(&self) -> f32;
 
-    /// The same step with another factor on the gradient.
+    /// The same rule with another factor on the gradient.
     fn with_grad_scale(self, grad_scale: f32) -> Self;
 
-    /// The new values; `grad` is scaled.
+    /// Returns the new values. `grad` is the scaled gradient.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V>;
 
-    /// Estimates the old values from the new ones as they are stored, and has each settled.
+    /// Estimates the old values from the new values as stored, and passes each estimate to `settle`. `grad` is the scaled
+    /// gradient.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S);
 
-    /// The coefficients if this is Adam, which has a body in C for SVE.
+    /// Returns the coefficients if the rule is Adam, which has SVE bodies in C.
     #[cfg(target_arch = "aarch64")]
     fn as_adam(&self) -> Option<&AdamRule> {
         None
     }
 }
 
-/// Where Adam's weight decay enters.
+/// How Adam applies weight decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightDecay {
-    /// Nowhere.
+    /// No weight decay.
     None,
-    /// Into the gradient (Adam, L2).
+    /// Added to the gradient (Adam, L2).
     L2,
-    /// Into the parameter (AdamW).
+    /// Applied to the parameter (AdamW).
     Decoupled,
 }
 
 /// Coefficients of one Adam step, each rounded to f32 once.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamRule {
-    /// Which line of weight decay runs.
+    /// How weight decay is applied.
     pub decay: WeightDecay,
-    /// Factor on the gradient: unscaling and clipping.
+    /// Factor on the gradient: the product of unscaling and clipping.
     pub grad_scale: f32,
     /// beta1
     pub beta1: f32,
@@ -141,7 +142,7 @@ impl Arithmetic for AdamRule {
 
     #[inline(always)]
     unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let decay = V::splat(self.decay_factor);
             let g = if self.decay == WeightDecay::L2 { old.param.mul_add(decay, grad) } else { grad };
@@ -157,7 +158,7 @@ impl Arithmetic for AdamRule {
 
     #[inline(always)]
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let p = self.update(new.exp_avg, new.exp_avg_sq).mul_add(V::splat(-self.step_size), new.param);
             let p = if self.decay == WeightDecay::Decoupled {
@@ -180,7 +181,7 @@ impl Arithmetic for AdamRule {
 }
 
 impl AdamRule {
-    /// What its inverse multiplies by: 1 / (1 + decay_factor), 1 / beta1, 1 / beta2.
+    /// The factors of the inverse: 1 / (1 + decay_factor), 1 / beta1, 1 / beta2.
     pub fn inverse_factors(&self) -> [f32; 3] {
         [inverse(1.0 + self.decay_factor), inverse(self.beta1), inverse(self.beta2)]
     }
@@ -188,7 +189,7 @@ impl AdamRule {
     /// m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
     #[inline(always)]
     unsafe fn update<V: Vector>(&self, m: V, v: V) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { m.div(v.sqrt().mul_add(V::splat(self.inv_sqrt_correction2), V::splat(self.eps))) }
     }
 }
@@ -209,7 +210,7 @@ pub struct AdagradRule {
 impl AdagradRule {
     #[inline(always)]
     unsafe fn decayed<V: Vector>(&self, p: V, grad: V) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { if self.weight_decay == 0.0 { grad } else { p.mul_add(V::splat(self.weight_decay), grad) } }
     }
 }
@@ -229,7 +230,7 @@ impl Arithmetic for AdagradRule {
 
     #[inline(always)]
     unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let g = self.decayed(old.param, grad);
             let v = g.mul_add(g, old.exp_avg_sq);
@@ -240,7 +241,7 @@ impl Arithmetic for AdagradRule {
 
     #[inline(always)]
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let g = self.decayed(new.param, grad);
             let update = g.div(new.exp_avg_sq.sqrt().add(V::splat(self.eps)));
@@ -274,7 +275,7 @@ impl LionRule {
     /// lr * sign(c)
     #[inline(always)]
     unsafe fn update<V: Vector>(&self, m: V, grad: V) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let direction = grad.mul_add(V::splat(self.one_minus_beta1), m.mul(V::splat(self.beta1)));
             direction.signum_times(V::splat(self.lr))
@@ -297,7 +298,7 @@ impl Arithmetic for LionRule {
 
     #[inline(always)]
     unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let decayed = old.param.mul_add(V::splat(self.decay_factor), old.param);
             let p = if self.decay_factor == 0.0 { old.param } else { decayed };
@@ -309,7 +310,7 @@ impl Arithmetic for LionRule {
 
     #[inline(always)]
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let m = grad.mul_add(V::splat(-self.one_minus_beta2), new.exp_avg);
             let m = settle.exp_avg(m.mul(V::splat(inverse(self.beta2))));
@@ -319,7 +320,7 @@ impl Arithmetic for LionRule {
     }
 }
 
-/// 1 / factor; 0 for a factor of zero, after which nothing is left to divide.
+/// 1 / factor; 0 for a factor of zero, because a multiplication by zero lost the old value.
 #[inline(always)]
 fn inverse(factor: f32) -> f32 {
     if factor == 0.0 { 0.0 } else { 1.0 / factor }

@@ -1,17 +1,18 @@
-//! One lane, on any processor: the reference that every other kernel is compared with.
+//! One lane, on any processor. The tests compare every other kernel with this reference.
 
 use half::{bf16, f16};
 
 use super::vector::{Body, Isa, Vector, Width};
 
-/// No instruction set beyond the target's own.
+/// The baseline instruction set of the compilation target.
 pub struct Scalar;
 
 impl Isa for Scalar {
-    // Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+    // Not inlined: the caller changes the float mode around this call, and the compiler cannot move arithmetic
+    // across a call.
     #[inline(never)]
     unsafe fn vectorize<B: Body>(body: B) -> f64 {
-        // SAFETY: f32 needs no instruction set; the caller upholds the body's own pointers.
+        // SAFETY: f32 needs no instruction set; the caller guarantees the pointers of the body.
         unsafe { body.run::<f32>() }
     }
 }

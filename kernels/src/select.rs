@@ -1,4 +1,4 @@
-//! Which instruction set this process uses.
+//! Detection and choice of the instruction set of this process.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -10,7 +10,7 @@ use super::{avx2::Avx2, avx512::Avx512};
 use super::{neon::Neon, sve};
 use crate::error::{Error, Result};
 
-/// A kernel that this processor can run: a value exists only after the processor was asked.
+/// A kernel that this processor can run. Values are created only after feature detection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kernel(Set);
 
@@ -25,7 +25,7 @@ enum Set {
     SveBf16 = 6,
 }
 
-/// Best first.
+/// All instruction sets, fastest first.
 const SETS: [Set; 6] = [Set::Avx512, Set::Avx2, Set::SveBf16, Set::Sve, Set::Neon, Set::Scalar];
 
 impl Set {
@@ -59,12 +59,12 @@ impl Set {
 }
 
 impl Kernel {
-    /// Every kernel that can run here, best first.
+    /// All kernels that this processor can run, fastest first.
     pub fn all() -> impl Iterator<Item = Kernel> {
         SETS.into_iter().filter(|set| set.detected()).map(Kernel)
     }
 
-    /// The kernel with this name, if it exists and can run here.
+    /// Returns the kernel with this name. Fails if no kernel has the name or the processor cannot run it.
     pub fn named(name: &str) -> Result<Kernel> {
         let known = SETS.into_iter().find(|set| set.name() == name);
         match known {
@@ -80,10 +80,11 @@ impl Kernel {
         }
     }
 
-    /// The kernel of this process: the one that `SPILLWAY_KERNEL` names, else the best. `told` hears of the choice when
-    /// it is made.
+    /// Returns the kernel of this process: the one that the environment variable `SPILLWAY_KERNEL` names, else the
+    /// fastest. The call that makes the choice passes a message about it to `told`.
     pub fn current(told: impl FnOnce(&str)) -> Result<Kernel> {
-        // A plain atomic, because a lock caught half-way by fork would never open; two threads find the same answer.
+        // An atomic instead of a lock: a lock that is held during fork stays locked in the child. Two threads that race
+        // here choose the same kernel.
         static CHOSEN: AtomicU8 = AtomicU8::new(0);
         let chosen = CHOSEN.load(Ordering::Relaxed);
         if let Some(set) = SETS.into_iter().find(|set| *set as u8 == chosen) {
@@ -104,12 +105,12 @@ impl Kernel {
         Ok(kernel)
     }
 
-    /// Its name, as `SPILLWAY_KERNEL` spells it.
+    /// Name of the kernel, as `SPILLWAY_KERNEL` spells it.
     pub const fn name(self) -> &'static str {
         self.0.name()
     }
 
-    /// Adam's bodies in C, for kernels that have them.
+    /// The C bodies of Adam, for kernels that have them.
     #[cfg(target_arch = "aarch64")]
     pub(super) fn adam(self) -> Option<&'static sve::Adam> {
         match self.0 {
@@ -119,12 +120,12 @@ impl Kernel {
         }
     }
 
-    /// Runs `body` with this kernel's vectors, in the float mode that is set.
+    /// Runs `body` with this kernel's vectors in the current float mode of the thread.
     ///
     /// # Safety
-    /// The body's pointers are good for the elements it touches.
+    /// The pointers of the body are valid for all elements that it accesses.
     pub unsafe fn run<B: Body>(self, body: B) -> f64 {
-        // SAFETY: a Kernel exists only for a set that the processor has; the caller vouches for the body.
+        // SAFETY: a Kernel exists only for a set that the processor has; the caller upholds the contract of the body.
         unsafe {
             match self.0 {
                 #[cfg(target_arch = "x86_64")]

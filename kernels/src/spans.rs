@@ -1,4 +1,4 @@
-//! A tensor's addresses with its element types known, and how groups of elements move between them and vectors.
+//! The addresses of a tensor with static element types, and the loads and stores of groups of elements.
 
 use super::element::Element;
 use super::log::LINE;
@@ -8,10 +8,10 @@ use super::vector::Vector;
 use super::walk::Access;
 use crate::dtype::FloatsMut;
 
-/// Elements between what is worked on and what is asked for.
+/// Prefetch distance in elements.
 pub(super) const AHEAD: usize = 512;
 
-/// A tensor's addresses with its element types known.
+/// The addresses of a tensor with static element types.
 #[derive(Clone, Copy)]
 pub struct Spans<P: Element, S: Element, G: Element, C: Element> {
     pub grad: *const G::Raw,
@@ -22,7 +22,7 @@ pub struct Spans<P: Element, S: Element, G: Element, C: Element> {
     streamed_copy: bool,
 }
 
-/// Parameter and states; an absent state is null.
+/// Addresses of parameter and states. An absent state is null.
 pub struct StateSpans<P: Element, S: Element> {
     pub param: *mut P::Raw,
     pub exp_avg: *mut S::Raw,
@@ -48,7 +48,7 @@ impl<P: Element, S: Element> StateSpans<P, S> {
         }
     }
 
-    /// True if every span begins with a cache line.
+    /// True if every span is aligned to a cache line. An absent state counts as aligned.
     fn aligned(self) -> bool {
         let addresses = [self.param.addr(), self.exp_avg.addr(), self.exp_avg_sq.addr()];
         addresses.iter().all(|address| address.is_multiple_of(LINE))
@@ -56,7 +56,7 @@ impl<P: Element, S: Element> StateSpans<P, S> {
 }
 
 impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
-    /// The addresses of `tensor`, whose dtypes must be these types.
+    /// Returns the addresses of `tensor`. The dtypes of `tensor` must match the static types.
     pub fn of(tensor: &mut Tensor<'_>) -> Self {
         let old = StateSpans::of(&mut tensor.states);
         let new = tensor.shadow.as_mut().map(StateSpans::of);
@@ -73,22 +73,23 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
         }
     }
 
-    /// True if the new states go past the caches.
+    /// True if the new states are written with non-temporal stores.
     #[inline(always)]
     pub fn streamed(&self) -> bool {
         self.streamed
     }
 
-    /// True if the param_copy goes past the caches.
+    /// True if the param_copy is written with non-temporal stores.
     #[inline(always)]
     pub fn streamed_copy(&self) -> bool {
         self.streamed_copy
     }
 
-    /// Asks for what a group far enough ahead of `at` reads. The processor's own prefetch stops at every page.
+    /// Prefetches the inputs of the group [`AHEAD`] elements after `at`. The hardware prefetcher stops at every page
+    /// boundary.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     #[inline(always)]
     pub unsafe fn prefetch<V: Vector>(&self, at: usize) {
         let (at, reads) = (at + AHEAD, &self.old);
@@ -101,25 +102,25 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
         }
     }
 
-    /// True if a step writes where it reads.
+    /// True if the step has no shadow: it overwrites the old states.
     pub fn in_place(&self) -> bool {
         self.old.param == self.new.param
     }
 
-    /// Where a step reads, and its undo writes.
+    /// The states that a step reads and its undo writes.
     #[inline(always)]
     pub fn before(&self) -> StateSpans<P, S> {
         self.old
     }
 
-    /// Where a step writes, and its undo reads: the same place, or the shadow.
+    /// The states that a step writes and its undo reads: the shadow if there is one, else the same as [`Spans::before`].
     #[inline(always)]
     pub fn after(&self) -> StateSpans<P, S> {
         self.new
     }
 }
 
-/// Writes a group, past the caches where `streamed`.
+/// Writes a group, with non-temporal stores if `streamed`.
 #[inline(always)]
 pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
     access: A,
@@ -127,7 +128,7 @@ pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
     value: V,
     to: *mut E::Raw,
 ) {
-    // SAFETY: the caller's promise is the callees'; streamed spans begin with a line, hence every group is aligned.
+    // SAFETY: the caller upholds the callees' contracts. Streamed spans begin at a cache line, so every group is aligned.
     unsafe {
         match streamed {
             true => access.stream_bits::<E, V>(E::encode(value), to),
@@ -138,7 +139,7 @@ pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
 
 #[inline(always)]
 pub(super) unsafe fn decode<P: Element, S: Element, V: Vector>(bits: Values<V::Bits>) -> Values<V> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller upholds the callees' contracts.
     unsafe {
         Values {
             param: P::decode(bits.param),
@@ -150,7 +151,7 @@ pub(super) unsafe fn decode<P: Element, S: Element, V: Vector>(bits: Values<V::B
 
 #[inline(always)]
 pub(super) unsafe fn encode<P: Element, S: Element, V: Vector>(values: Values<V>) -> Values<V::Bits> {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller upholds the callees' contracts.
     unsafe {
         Values {
             param: P::encode(values.param),
@@ -160,14 +161,14 @@ pub(super) unsafe fn encode<P: Element, S: Element, V: Vector>(values: Values<V>
     }
 }
 
-/// Patterns of a group; of a state that the rule does not keep, zeros.
+/// Loads the bit patterns of a group. Zero for a state that the rule does not keep.
 #[inline(always)]
 pub(super) unsafe fn load_bits<P: Element, S: Element, V: Vector, A: Access>(
     access: A,
     at: usize,
     from: &StateSpans<P, S>,
 ) -> Values<V::Bits> {
-    // SAFETY: the caller's promise is the callees'; a null span is not touched.
+    // SAFETY: the caller upholds the callees' contracts; a null span is not accessed.
     unsafe {
         let zero = V::splat(0.0).to_bits();
         let state = |span: *mut S::Raw| match span.is_null() {
@@ -189,7 +190,7 @@ pub(super) unsafe fn store_bits<P: Element, S: Element, V: Vector, A: Access>(
     values: Values<V::Bits>,
     to: &StateSpans<P, S>,
 ) {
-    // SAFETY: the caller's promise is the callees'; a null span is not touched.
+    // SAFETY: the caller upholds the callees' contracts; a null span is not accessed.
     unsafe {
         access.store_bits::<P, V>(values.param, to.param.add(at));
         if !to.exp_avg.is_null() {

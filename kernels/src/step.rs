@@ -1,4 +1,4 @@
-//! A step over one chunk, and the statistics of a gradient without one.
+//! The generic step of one chunk, and the sum of squares of a gradient without a step.
 
 use std::marker::PhantomData;
 
@@ -20,7 +20,7 @@ pub fn step<R: Arithmetic>(kernel: Kernel, rule: R, tensor: &mut Tensor<'_>, squ
     with_types(dtypes, Step { kernel, rule, tensor, squares }).ok_or_else(|| no_kernel(dtypes))
 }
 
-/// Sum of squares of one chunk of a gradient times `scale`.
+/// Sum of squares of `grad * scale` for one chunk. Panics if `grad` has more than [`CHUNK`] elements.
 pub fn grad_squares(kernel: Kernel, grad: Floats<'_>, scale: f32) -> f64 {
     assert!(grad.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     let n = grad.len();
@@ -58,9 +58,9 @@ impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
         let stage = streams_log.then_some(&mut stage);
         let _mode = IeeeMode::enter();
         // SAFETY: `with_types` chose P, S, G and C by the tensor's dtypes, so the addresses point to elements of these
-        // types. `Tensor::new` and `with_shadow` checked that every span has n elements, `check_states` that no state of
-        // the rule is missing, and `with_log` that the log has room for n elements at their worst. The tensor borrows all
-        // spans, the written ones exclusively, for longer than this call.
+        // types. `Tensor::new` and `with_shadow` checked that every span has n elements. `check_states` checked that no
+        // state of the rule is missing. `with_log` checked that the log has room for n elements at maximal size. The
+        // tensor borrows all spans, and exclusively those that are written, for longer than this call.
         unsafe {
             match (log, spans.in_place(), squares) {
                 (None, true, true) => {
@@ -86,7 +86,8 @@ impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
     }
 }
 
-/// In place is known at compile time: three addresses fewer, which Arm would have to count up.
+/// A step without a log. `IN_PLACE` is a constant because the in-place loop then has three addresses fewer, which Arm
+/// would otherwise increment separately.
 struct Update<R, P: Element, S: Element, G: Element, C: Element, const IN_PLACE: bool> {
     rule: R,
     spans: Spans<P, S, G, C>,
@@ -97,7 +98,7 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLA
 {
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
-        // SAFETY: the caller's promise covers every line.
+        // SAFETY: the caller's contract covers every call below.
         unsafe {
             self.spans.prefetch::<V>(at);
             let (from, zero) = (self.spans.before(), V::splat(0.0));
@@ -125,7 +126,7 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLA
     #[inline(always)]
     unsafe fn finish<V: Vector>(&mut self) {
         if !IN_PLACE || self.spans.streamed_copy() {
-            // SAFETY: the caller's promise is the callee's.
+            // SAFETY: the caller upholds the callee's contract.
             unsafe { V::fence() }
         }
     }
@@ -146,7 +147,7 @@ impl<G: Element> Scaled<G> {
 impl<G: Element> Op for Scaled<G> {
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { access.load::<G, V>(self.grad.add(at)).mul(V::splat(self.scale)) }
     }
 }

@@ -1,10 +1,10 @@
-//! A step that does next to no arithmetic, for measurements of the memory.
+//! A rule with almost no arithmetic, for measurements of memory bandwidth.
 
 use super::rules::{Arithmetic, Settle, Values};
 use super::vector::Vector;
 
-/// Reads and writes what Adam does with next to no arithmetic: how fast the memory lets any such step be. Compiled where it
-/// is used, by a measurement.
+/// Reads and writes the same memory as Adam with almost no arithmetic. Its time is the lower bound that memory bandwidth
+/// sets for an Adam step. Compiled only into the benchmark that uses it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamRule;
 
@@ -23,7 +23,7 @@ impl Arithmetic for StreamRule {
 
     #[inline(always)]
     unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let Values { param, exp_avg, exp_avg_sq } = old;
             Values { param: param.add(grad), exp_avg: exp_avg.add(grad), exp_avg_sq: exp_avg_sq.add(grad) }
@@ -32,7 +32,7 @@ impl Arithmetic for StreamRule {
 
     #[inline(always)]
     unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             settle.param(new.param.sub(grad));
             settle.exp_avg(new.exp_avg.sub(grad));

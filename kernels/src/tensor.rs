@@ -1,4 +1,4 @@
-//! The spans that one step reads and writes, borrowed and checked once.
+//! The memory spans that one step reads and writes. They are borrowed and checked once, at construction.
 
 use super::element::{Dtypes, supported};
 use super::log::{LINE, log_bytes};
@@ -7,7 +7,7 @@ use super::walk::CHUNK;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
 
-/// What a step changes: the parameter and the states that the optimizer keeps.
+/// The spans that a step updates: the parameter and the optimizer states.
 #[derive(Debug)]
 pub struct States<'a> {
     /// The parameter.
@@ -37,14 +37,14 @@ impl<'a> States<'a> {
         }
     }
 
-    /// Types and lengths of the three spans; the types say what is absent.
+    /// Types and lengths of the three spans; `None` for an absent state.
     fn shape(&self) -> [Option<(Dtype, usize)>; 3] {
         let of = |span: &FloatsMut<'_>| (span.dtype(), span.len());
         [Some(of(&self.param)), self.exp_avg.as_ref().map(of), self.exp_avg_sq.as_ref().map(of)]
     }
 }
 
-/// One tensor of a step: the states, the gradient, and what else the step writes.
+/// One tensor of a step: states, gradient, and the optional outputs (parameter copy, shadow, log).
 #[derive(Debug)]
 pub struct Tensor<'a> {
     pub(super) states: States<'a>,
@@ -55,21 +55,22 @@ pub struct Tensor<'a> {
     pub(super) streams: Streams,
 }
 
-/// What goes past the caches.
+/// Which outputs are written with non-temporal stores.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Streams {
     pub(super) written: bool,
     log: bool,
 }
 
-/// Elements of one call from which on its shadow and its param_copy, or its log, are streamed: where that began to pay
-/// in ffi_tests/bench/undo-x86_64.md. Below, the caches still hold most of it for whoever reads it next.
+/// Calls of at least this number of elements write shadow and param_copy (`STREAMED`) or the log (`STREAMED_LOG`) with
+/// non-temporal stores. ffi_tests/bench/undo-x86_64.md measured the break-even points. In smaller calls the caches still
+/// hold most of the output for the next reader.
 const STREAMED: usize = 2 << 20;
 const STREAMED_LOG: usize = 32 << 20;
 
 impl<'a> Tensor<'a> {
-    /// Checks that all spans have one length and that their element types have a kernel. A `param_copy` receives the
-    /// new parameter in 16 bits.
+    /// Checks that all spans have the same length and that a kernel exists for their element types. `param_copy`, if
+    /// given, receives the new parameter in 16 bits.
     pub fn new(states: States<'a>, grad: Floats<'a>, param_copy: Option<FloatsMut<'a>>) -> Result<Self> {
         let n = states.param.len();
         let lengths = [
@@ -92,7 +93,8 @@ impl<'a> Tensor<'a> {
         Ok(tensor)
     }
 
-    /// The step writes its new states to `shadow` and leaves the old ones as they are.
+    /// Makes the step write its new states to `shadow` and leave the old states unchanged. Fails if the spans of
+    /// `shadow` differ from the states in presence, type or length.
     pub fn with_shadow(self, shadow: States<'a>) -> Result<Self> {
         match shadow.shape() == self.states.shape() {
             true => Ok(Tensor { shadow: Some(shadow), ..self }),
@@ -100,7 +102,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// The step is recorded in `log`; or the step to undo was. It has [`log_bytes`] bytes.
+    /// Attaches the undo log: a step writes it, an undo reads it. `log` must have [`log_bytes`] bytes, else an error.
     pub fn with_log(self, log: &'a mut [u8]) -> Result<Self> {
         match log.len() == log_bytes(self.len()) {
             true => Ok(Tensor { log: Some(log), ..self }),
@@ -110,13 +112,13 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// A call steps so many elements in all: what it writes without having read it goes past the caches if they could
-    /// not hold it.
+    /// Sets the total number of elements of the call that this tensor is part of. Large calls write outputs that they
+    /// do not read with non-temporal stores (see `STREAMED`).
     pub fn part_of(&mut self, elements: usize) {
         self.streams = Streams { written: elements >= STREAMED, log: elements >= STREAMED_LOG };
     }
 
-    /// True if the log is to go past the caches, and can.
+    /// True if the log is written with non-temporal stores: the call is large and the log is aligned to a cache line.
     pub(super) fn streams_log(&self) -> bool {
         self.streams.log && self.log.as_ref().is_some_and(|log| log.as_ptr().addr().is_multiple_of(LINE))
     }
@@ -125,7 +127,7 @@ impl<'a> Tensor<'a> {
         self.log.as_mut().filter(|log| !log.is_empty()).map(|log| log.as_mut_ptr())
     }
 
-    /// True if the step is, or was, recorded.
+    /// True if an undo log is attached.
     pub fn has_log(&self) -> bool {
         self.log.is_some()
     }
@@ -150,7 +152,7 @@ impl<'a> Tensor<'a> {
         self.param_copy.as_ref().map(FloatsMut::dtype)
     }
 
-    /// Everything that its undo reads, by name.
+    /// Names and contents of the spans that an undo reads: parameter, states and gradient.
     pub fn spans(&self) -> impl Iterator<Item = (&'static str, Floats<'_>)> {
         let States { param, exp_avg, exp_avg_sq } = &self.states;
         let states =
@@ -159,9 +161,9 @@ impl<'a> Tensor<'a> {
         states.chain([("grad", self.grad)])
     }
 
-    /// The first `mid` elements and the rest; `mid` is a multiple of [`CHUNK`].
+    /// Splits into the first `mid` elements and the rest. Panics if `mid` is not a multiple of [`CHUNK`].
     pub fn split_at(self, mid: usize) -> (Self, Self) {
-        // The rest of a log would be too short for the rest of the tensor.
+        // At any other cut the rest of the log would be too short for the rest of the tensor.
         assert!(mid.is_multiple_of(CHUNK), "a tensor is cut between its chunks");
         let (states, states_rest) = self.states.split_at(mid);
         let (grad, grad_rest) = self.grad.split_at(mid);
@@ -181,7 +183,7 @@ impl<'a> Tensor<'a> {
         )
     }
 
-    /// The same tensor borrowed for less long.
+    /// The same tensor with a shorter lifetime.
     pub fn reborrow(&mut self) -> Tensor<'_> {
         Tensor {
             states: self.states.reborrow(),
@@ -193,7 +195,8 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Leaves the states that an optimizer keeps; errors that name one it needs and did not get.
+    /// Drops the states that the optimizer does not keep. Returns an error that names a state which the optimizer keeps
+    /// but the tensor lacks.
     pub fn keep(&mut self, exp_avg: bool, exp_avg_sq: bool) -> Result<()> {
         for states in [Some(&mut self.states), self.shadow.as_mut()].into_iter().flatten() {
             for (name, kept, span) in [
@@ -210,7 +213,7 @@ impl<'a> Tensor<'a> {
         Ok(())
     }
 
-    /// An error that names a state which this optimizer keeps and the tensor lacks.
+    /// Returns an error that names a state which this optimizer keeps but the tensor lacks.
     pub(super) fn check_states<R: Arithmetic>(&self) -> Result<()> {
         let States { exp_avg, exp_avg_sq, .. } = &self.states;
         for (name, kept, there) in
@@ -223,7 +226,8 @@ impl<'a> Tensor<'a> {
         Ok(())
     }
 
-    /// The combination of element types. Without any state the state counts as f32.
+    /// The element types of the spans. A tensor without states counts as one with f32 states. Fails if the two states
+    /// have different types.
     pub fn dtypes(&self) -> Result<Dtypes> {
         let first = self.states.exp_avg.as_ref().map(FloatsMut::dtype);
         let second = self.states.exp_avg_sq.as_ref().map(FloatsMut::dtype);
@@ -241,7 +245,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// The error for a combination of types that `element` does not list.
+/// The error for a type combination that [`with_types`](super::element::with_types) does not support.
 pub fn no_kernel(dtypes: Dtypes) -> Error {
     let Dtypes { param, state, grad, copy } = dtypes;
     Error::Unsupported(format!(

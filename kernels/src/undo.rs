@@ -1,7 +1,7 @@
-//! Takes a step back, and does it again.
+//! Rolls back a step, and optionally repeats it with another gradient scale.
 //!
-//! The inverse formula estimates the old values; the log that `record` wrote corrects the estimates to the bit. Without a
-//! log the estimates are believed.
+//! The inverse formula estimates the old values. The log that `record` wrote corrects the estimates bit-exactly. Without
+//! a log the undo stores the estimates themselves.
 
 use std::marker::PhantomData;
 
@@ -17,7 +17,7 @@ use super::vector::Vector;
 use super::walk::{Access, Op, Walk};
 use crate::error::Result;
 
-/// Takes one chunk's step back with the generic body.
+/// Rolls back the step of one chunk with the generic body.
 pub fn undo<R: Arithmetic>(
     kernel: Kernel,
     rule: R,
@@ -49,13 +49,13 @@ impl<R: Arithmetic> WithTypes for UndoStep<'_, '_, R> {
         let _mode = IeeeMode::enter();
         // SAFETY: `with_types` chose P, S, G and C by the tensor's dtypes, so the addresses point to elements of these
         // types. `Tensor::new` checked that every span has n elements, and `check_states` that no state of the rule is
-        // missing. `with_log` checked that the log has room for n elements at their worst, and a group's header cannot
-        // name more bytes than that room gives each group. The tensor borrows all spans for longer than this call.
+        // missing. `with_log` checked that the log has room for n elements at maximal size, and the control byte of a
+        // group cannot name more bytes than that maximum. The tensor borrows all spans for longer than this call.
         unsafe { kernel.run(Walk::<_, false> { op, n }) };
     }
 }
 
-/// Settles by the differences that `record` wrote; without a log, by believing the estimates.
+/// Corrects estimates by the differences that `record` wrote. Without a log, takes the estimates as the old values.
 struct Reader<P, S, V: Vector> {
     old: Values<V::Bits>,
     differences: Option<Differences<V::Bits>>,
@@ -64,7 +64,7 @@ struct Reader<P, S, V: Vector> {
 
 #[inline(always)]
 unsafe fn settle<E: Element, V: Vector>(estimate: V, difference: Option<V::Bits>) -> V::Bits {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller upholds the callees' contracts.
     unsafe {
         match difference {
             Some(difference) => V::bits_add(E::encode(estimate.nan_to_zero()), difference),
@@ -76,7 +76,7 @@ unsafe fn settle<E: Element, V: Vector>(estimate: V, difference: Option<V::Bits>
 /// Zero in the lanes whose sign is set.
 #[inline(always)]
 unsafe fn not_negative<V: Vector>(value: V) -> V {
-    // SAFETY: the caller's promise is the callees'.
+    // SAFETY: the caller upholds the callees' contracts.
     unsafe {
         let one = V::bits_splat(1);
         let keep = V::bits_sub(V::bits_shr(value.to_bits(), V::bits_splat(31)), one);
@@ -87,7 +87,7 @@ unsafe fn not_negative<V: Vector>(value: V) -> V {
 impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
     #[inline(always)]
     unsafe fn param(&mut self, estimate: V) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             self.old.param = settle::<P, V>(estimate, self.differences.map(|d| d.param));
             P::decode(self.old.param)
@@ -95,7 +95,7 @@ impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
     }
     #[inline(always)]
     unsafe fn exp_avg(&mut self, estimate: V) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
             self.old.exp_avg = settle::<S, V>(estimate, self.differences.map(|d| d.exp_avg));
             S::decode(self.old.exp_avg)
@@ -103,9 +103,9 @@ impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
     }
     #[inline(always)]
     unsafe fn exp_avg_sq(&mut self, estimate: V) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe {
-            // An estimate below zero, believed, would give the next step a NaN.
+            // Without a log, a negative estimate would give the next step a NaN from its square root.
             let estimate = if self.differences.is_some() { estimate } else { not_negative(estimate) };
             self.old.exp_avg_sq = settle::<S, V>(estimate, self.differences.map(|d| d.exp_avg_sq));
             S::decode(self.old.exp_avg_sq)
@@ -113,7 +113,7 @@ impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
     }
 }
 
-/// Takes a step back, and does it again with the rule `again` if there is one.
+/// Rolls back a step, then repeats the step with the rule `again` if there is one.
 struct Undo<R, P: Element, S: Element, G: Element, C: Element> {
     rule: R,
     spans: Spans<P, S, G, C>,
@@ -124,7 +124,7 @@ struct Undo<R, P: Element, S: Element, G: Element, C: Element> {
 impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Undo<R, P, S, G, C> {
     #[inline(always)]
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
-        // SAFETY: the caller's promise covers every line; the log holds this group.
+        // SAFETY: the caller's contract covers every call below; the log holds this group.
         unsafe {
             self.spans.prefetch::<V>(at);
             let new = load_bits::<P, S, V, A>(access, at, &self.spans.after());
@@ -160,7 +160,7 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Undo<
     #[inline(always)]
     unsafe fn finish<V: Vector>(&mut self) {
         if self.spans.streamed_copy() {
-            // SAFETY: the caller's promise is the callee's.
+            // SAFETY: the caller upholds the callee's contract.
             unsafe { V::fence() }
         }
     }

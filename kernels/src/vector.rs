@@ -1,17 +1,17 @@
-//! The small set of vector operations that every kernel body is written in.
+//! The vector operations that the kernel bodies use.
 //!
-//! One file per instruction set implements [`Vector`] with one-line wrappers; the bodies are written once, over it.
+//! One file per instruction set implements [`Vector`] with thin wrappers. The kernel bodies are generic over [`Vector`].
 
-/// A group of f32 lanes. `scalar` has one lane, AVX2 eight, AVX-512 sixteen.
+/// A group of f32 lanes: 1 lane in `scalar`, 8 in AVX2, 16 in AVX-512 and NEON.
 ///
 /// # Safety
-/// Every method may execute instructions of its instruction set: calling one is sound only inside
-/// [`Isa::vectorize`] of the matching set, on a processor that has it. Pointers cover `LANES` elements.
+/// Every method may execute instructions of its instruction set. A call is sound only inside [`Isa::vectorize`] of the
+/// same set, on a processor that has the set. Pointers must be valid for `LANES` elements.
 #[allow(clippy::missing_safety_doc, reason = "said once, for all of them")]
 pub unsafe trait Vector: Copy {
     /// Number of f32 in the group.
     const LANES: usize;
-    /// The same number of 32-bit patterns.
+    /// A group of `LANES` 32-bit patterns.
     type Bits: Copy;
 
     /// The same value in every lane.
@@ -46,9 +46,9 @@ pub unsafe trait Vector: Copy {
     /// `lanes[i] = fma(self[i], self[i], lanes[i])` in f64.
     unsafe fn add_squares(self, lanes: *mut f64);
 
-    /// The patterns of the lanes.
+    /// The bit patterns of the lanes.
     unsafe fn to_bits(self) -> Self::Bits;
-    /// The lanes with these patterns.
+    /// The lanes with these bit patterns.
     unsafe fn from_bits(bits: Self::Bits) -> Self;
     /// Zero in the lanes that are NaN.
     unsafe fn nan_to_zero(self) -> Self;
@@ -62,29 +62,29 @@ pub unsafe trait Vector: Copy {
     unsafe fn widen_bf16(bits: Self::Bits) -> Self;
     /// Unaligned load of 32-bit patterns.
     unsafe fn load_bits32(from: *const u32) -> Self::Bits;
-    /// Unaligned load of 16-bit patterns.
+    /// Unaligned load of 16-bit patterns, zero-extended.
     unsafe fn load_bits16(from: *const u16) -> Self::Bits;
     /// Unaligned store of 32-bit patterns.
     unsafe fn store_bits32(bits: Self::Bits, to: *mut u32);
-    /// Unaligned store of the lower halves.
+    /// Unaligned store of the lower 16 bits of each pattern.
     unsafe fn store_bits16(bits: Self::Bits, to: *mut u16);
-    /// `store_bits32` past the caches where the set can, so that the old bytes are not read first. `to` is aligned to
-    /// what is stored, and other threads may read it after [`Vector::fence`].
+    /// `store_bits32` with non-temporal stores where the set has them, so that the cache lines are not read first.
+    /// `to` must be aligned to the stored size. Other threads may read the bytes after [`Vector::fence`].
     #[inline(always)]
     unsafe fn stream_bits32(bits: Self::Bits, to: *mut u32) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { Self::store_bits32(bits, to) }
     }
-    /// `store_bits16` as [`Vector::stream_bits32`].
+    /// `store_bits16` with non-temporal stores; same contract as [`Vector::stream_bits32`].
     #[inline(always)]
     unsafe fn stream_bits16(bits: Self::Bits, to: *mut u16) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { Self::store_bits16(bits, to) }
     }
-    /// Asks for the cache line at `from`, which may be any address, to be read soon.
+    /// Prefetches the cache line at `from`, which may be any address.
     #[inline(always)]
     unsafe fn prefetch(_from: *const u8) {}
-    /// Everything streamed so far is visible before anything this thread does later.
+    /// Orders all earlier `stream_bits` stores before all later stores of this thread.
     #[inline(always)]
     unsafe fn fence() {}
     /// `a + b`, wrapping.
@@ -97,23 +97,24 @@ pub unsafe trait Vector: Copy {
     unsafe fn bits_or(a: Self::Bits, b: Self::Bits) -> Self::Bits;
     /// `a & b`.
     unsafe fn bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits;
-    /// Shifts each lane up by a number of bits from 0 to 32; what leaves it is gone.
+    /// Shifts each lane left by 0 to 32 bits; a shift by 32 gives zero.
     unsafe fn bits_shl(a: Self::Bits, by: Self::Bits) -> Self::Bits;
-    /// Shifts each lane down by a number of bits below 32, zeros from above.
+    /// Shifts each lane right by 0 to 31 bits, filling with zeros.
     unsafe fn bits_shr(a: Self::Bits, by: Self::Bits) -> Self::Bits;
-    /// True if no lane of `a` has a bit outside `a_mask`, and none of `b` one outside `b_mask`.
+    /// True if no lane of `a` has a bit outside `a_mask` and no lane of `b` has a bit outside `b_mask`.
     unsafe fn within(a: Self::Bits, a_mask: u32, b: Self::Bits, b_mask: u32) -> bool;
     /// Stores the lowest byte of each lane, unaligned.
     unsafe fn store_bytes(bits: Self::Bits, to: *mut u8);
-    /// Loads a byte for each lane, widened with zeros.
+    /// Loads one byte per lane, zero-extended.
     unsafe fn load_bytes(from: *const u8) -> Self::Bits;
-    /// Writes the lanes as signed integers of the narrowest width in which every lane fits: `width.bytes(LANES)` bytes.
+    /// Writes the lanes as signed integers of the narrowest width that fits every lane. Writes `width.bytes(LANES)` bytes
+    /// and returns the width.
     unsafe fn pack(bits: Self::Bits, to: *mut u8) -> Width;
-    /// Reads what `pack` wrote.
+    /// Reads lanes that `pack` wrote with this width.
     unsafe fn unpack(width: Width, from: *const u8) -> Self::Bits;
 }
 
-/// How wide the packed differences of one group are.
+/// Bytes per lane of packed differences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Width {
@@ -121,12 +122,13 @@ pub enum Width {
     W8 = 0,
     /// Two bytes.
     W16 = 1,
-    /// Four bytes: anything.
+    /// Four bytes, enough for any difference.
     W32 = 2,
 }
 
 impl Width {
-    /// From the highest magnitude `x ^ (x >> 31)` of a group, or the union of its magnitudes' bits.
+    /// The width for a group whose largest magnitude `x ^ (x >> 31)` is `magnitude`. The bitwise OR of all magnitudes
+    /// gives the same width.
     #[inline(always)]
     pub fn of_magnitude(magnitude: u32) -> Width {
         match magnitude {
@@ -136,7 +138,7 @@ impl Width {
         }
     }
 
-    /// From the lowest two bits.
+    /// The width that the lowest two bits of `code` name.
     #[inline(always)]
     pub fn from_code(code: u8) -> Width {
         match code & 3 {
@@ -146,7 +148,7 @@ impl Width {
         }
     }
 
-    /// Bytes of `lanes` packed values.
+    /// Bytes of `lanes` packed lanes.
     #[inline(always)]
     pub fn bytes(self, lanes: usize) -> usize {
         lanes << (self as u8)
@@ -158,15 +160,16 @@ pub trait Body {
     /// Does the work.
     ///
     /// # Safety
-    /// As [`Vector`]; implementations are `#[inline(always)]`, so that the wrappers become instructions.
+    /// Same contract as [`Vector`]. Implementations are `#[inline(always)]`, so that the wrappers compile to single
+    /// instructions.
     unsafe fn run<V: Vector>(self) -> f64;
 }
 
-/// An instruction set: the place where a [`Body`] is compiled with it switched on.
+/// An instruction set. `vectorize` compiles a [`Body`] with the set enabled.
 pub trait Isa {
-    /// Runs `body` with this set's vectors.
+    /// Runs `body` with the vectors of this set.
     ///
     /// # Safety
-    /// The processor has the instruction set.
+    /// The processor has the instruction set, and the pointers of the body are valid.
     unsafe fn vectorize<B: Body>(body: B) -> f64;
 }

@@ -1,66 +1,66 @@
-//! How a chunk is walked.
+//! The loop over the elements of one chunk.
 //!
-//! A chunk is at most [`CHUNK`] elements: what one thread does before it looks for other work, and what stays on the
-//! caller's thread. Within it whole vectors come first; the rest goes through a vector padded with zeros, so that
-//! every element gets the same instructions and the bits do not depend on where a span ends.
+//! A chunk is at most [`CHUNK`] elements. It is the unit of work of one thread. A call of at most one chunk runs on the
+//! caller's thread. Each tile of a chunk is processed in whole vectors first; the remainder goes through a vector that is
+//! padded with zeros. So every element gets the same instructions, and the results do not depend on the span's length.
 
 use super::element::Element;
 use super::squares::{self, LANES, TILE};
 use super::vector::{Body, Vector};
 
-/// Most elements of one kernel call; a power-of-two number of tiles, so that sums do not depend on the split.
+/// Maximal elements of one kernel call. A power-of-two number of tiles, so that sums do not depend on the split.
 pub const CHUNK: usize = 16 * TILE;
 
-/// Work on one group of elements, giving the gradient whose squares are summed.
+/// Work on one group of elements.
 pub trait Op {
-    /// Does the work of one group.
+    /// Does the work of the group at element `at`. Returns the gradient whose squares are summed.
     ///
     /// # Safety
-    /// As [`Vector`], for the group that `access` reads and writes at `at`.
+    /// Same contract as [`Vector`], for the group that `access` reads and writes at `at`.
     unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V;
 
-    /// Ends the chunk.
+    /// Called once, after the last group of the chunk.
     ///
     /// # Safety
-    /// As [`Vector`].
+    /// Same contract as [`Vector`].
     #[inline(always)]
     unsafe fn finish<V: Vector>(&mut self) {}
 }
 
 /// Walks an [`Op`] over `n` elements.
 pub struct Walk<O, const SQUARES: bool> {
-    /// What to do.
+    /// The work per group.
     pub op: O,
-    /// At most [`CHUNK`] elements.
+    /// Number of elements, at most [`CHUNK`].
     pub n: usize,
 }
 
-/// How a group of elements is read and written: whole, or a first part of it.
+/// How a group of elements is read and written: all lanes, or only the first lanes.
 pub trait Access: Copy {
     /// Loads the group; lanes outside it are zero.
     ///
     /// # Safety
-    /// As [`Vector`], for the elements inside the group.
+    /// Same contract as [`Vector`], for the elements inside the group.
     unsafe fn load<E: Element, V: Vector>(self, from: *const E::Raw) -> V;
     /// Stores the lanes inside the group.
     ///
     /// # Safety
-    /// As [`Vector`], for the elements inside the group.
+    /// Same contract as [`Vector`], for the elements inside the group.
     unsafe fn store<E: Element, V: Vector>(self, value: V, to: *mut E::Raw);
-    /// Loads the group as patterns; lanes outside it are zero.
+    /// Loads the bit patterns of the group; lanes outside it are zero.
     ///
     /// # Safety
-    /// As [`Vector`], for the elements inside the group.
+    /// Same contract as [`Vector`], for the elements inside the group.
     unsafe fn load_bits<E: Element, V: Vector>(self, from: *const E::Raw) -> V::Bits;
-    /// Stores the patterns inside the group.
+    /// Stores the bit patterns of the lanes inside the group.
     ///
     /// # Safety
-    /// As [`Vector`], for the elements inside the group.
+    /// Same contract as [`Vector`], for the elements inside the group.
     unsafe fn store_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw);
-    /// Stores the patterns inside the group, past the caches if the group is whole.
+    /// Stores the bit patterns of the lanes inside the group; with non-temporal stores if the group has all lanes.
     ///
     /// # Safety
-    /// As [`Vector::stream_bits32`], for the elements inside the group.
+    /// Same contract as [`Vector::stream_bits32`], for the elements inside the group.
     unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw);
 }
 
@@ -68,43 +68,43 @@ pub trait Access: Copy {
 #[derive(Clone, Copy)]
 struct Whole;
 
-/// The first so many lanes.
+/// The first `self.0` lanes.
 #[derive(Clone, Copy)]
 struct First(usize);
 
-/// Lanes of the widest vector.
+/// Number of lanes of the widest vector.
 pub const MAX_LANES: usize = 16;
 
 impl Access for Whole {
     #[inline(always)]
     unsafe fn load<E: Element, V: Vector>(self, from: *const E::Raw) -> V {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { E::load(from) }
     }
     #[inline(always)]
     unsafe fn store<E: Element, V: Vector>(self, value: V, to: *mut E::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { E::store(value, to) }
     }
     #[inline(always)]
     unsafe fn load_bits<E: Element, V: Vector>(self, from: *const E::Raw) -> V::Bits {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { E::load_bits::<V>(from) }
     }
     #[inline(always)]
     unsafe fn store_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { E::store_bits::<V>(bits, to) }
     }
     #[inline(always)]
     unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { E::stream_bits::<V>(bits, to) }
     }
 }
 
 impl First {
-    /// The group's elements at the start of a whole vector of zeros.
+    /// Copies the elements of the group to the start of a zeroed vector.
     #[inline(always)]
     unsafe fn pad<T: Copy + Default>(self, from: *const T) -> [T; MAX_LANES] {
         let mut padded = [T::default(); MAX_LANES];
@@ -113,7 +113,7 @@ impl First {
         padded
     }
 
-    /// The start of a whole vector to the group's elements.
+    /// Copies the start of a vector to the elements of the group.
     #[inline(always)]
     unsafe fn cut<T: Copy>(self, padded: [T; MAX_LANES], to: *mut T) {
         // SAFETY: the group has self.0 <= MAX_LANES elements.
@@ -152,7 +152,7 @@ impl Access for First {
     }
     #[inline(always)]
     unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { self.store_bits::<E, V>(bits, to) }
     }
 }
@@ -190,7 +190,7 @@ impl<O: Op, const SQUARES: bool> Body for Walk<O, SQUARES> {
                 lanes = [0.0; LANES];
             }
         }
-        // SAFETY: the caller's promise is the callee's.
+        // SAFETY: the caller upholds the callee's contract.
         unsafe { op.finish::<V>() };
         if SQUARES { squares::tree_sum(&sums[..n.div_ceil(TILE)]) } else { 0.0 }
     }

@@ -1,4 +1,4 @@
-//! The declarations of kernels/adam.h, and its numbers for Rust's types.
+//! The declarations of kernels/adam.h, and the conversion of Rust types to its numbers.
 
 use std::ffi::c_void;
 
@@ -130,7 +130,7 @@ pub fn coefficients(rule: &AdamRule) -> Rule {
     }
 }
 
-/// `enum decay`
+/// The value of `enum decay` in kernels/adam.h.
 pub fn decay(decay: WeightDecay) -> u32 {
     match decay {
         WeightDecay::None => 0,
@@ -139,7 +139,7 @@ pub fn decay(decay: WeightDecay) -> u32 {
     }
 }
 
-/// `ADAM_TYPES` of `enum element`
+/// The value of the macro `ADAM_TYPES` in kernels/adam.h.
 pub fn types(dtypes: Dtypes) -> u32 {
     let element = |dtype| match dtype {
         Dtype::F32 => 1,

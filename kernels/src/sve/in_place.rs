@@ -1,4 +1,4 @@
-//! Steps in place that leave no log: the Rust face of kernels/adam_sve.c.
+//! In-place steps without a log: the Rust side of kernels/adam_sve.c.
 
 use super::bodies::Adam;
 use super::ffi::{self, coefficients, decay, types};
@@ -10,7 +10,8 @@ use crate::rules::AdamRule;
 use crate::spans::Spans;
 use crate::tensor::Tensor;
 
-/// Steps one chunk where it lies; `None`, with nothing done, if there is no body for these types.
+/// Steps one chunk in place and returns the sum of squares. Returns `None` without changing anything if no body exists
+/// for these types.
 pub fn step(
     adam: &Adam,
     rule: &AdamRule,
@@ -21,8 +22,8 @@ pub fn step(
     let (n, dtypes) = (tensor.len(), tensor.dtypes().ok()?);
     let coefficients = coefficients(rule);
     let call = |at: usize, n: usize, lanes: *mut f64| {
-        // SAFETY: the body was chosen for this processor; the tensor's constructor checked that every span has the
-        // elements, and `lanes` is null or has LANES sums.
+        // SAFETY: the body was chosen for this processor. The constructor of the tensor checked that every span has the
+        // elements. `lanes` is null or has LANES sums.
         unsafe {
             (adam.step)(&coefficients, decay(rule.decay), types(dtypes), offset(&spans, dtypes, at), n, lanes)
         }
@@ -31,9 +32,9 @@ pub fn step(
     if squares { by_tiles(n, call) } else { call(0, n, std::ptr::null_mut()).then_some(0.0) }
 }
 
-/// The addresses of a step in place that leaves no log.
+/// The addresses of `tensor` for an in-place step without a log. `None` if the tensor has a shadow or a log.
 pub fn addresses(tensor: &mut Tensor<'_>) -> Option<ffi::Spans> {
-    // Absent's elements are (), which leaves the addresses without a type.
+    // Elements of `Absent` are `()`, so these addresses have no element type.
     let spans = Spans::<Absent, Absent, Absent, Absent>::of(tensor);
     let old = spans.before();
     (spans.in_place() && !tensor.has_log()).then_some(ffi::Spans {
@@ -45,7 +46,7 @@ pub fn addresses(tensor: &mut Tensor<'_>) -> Option<ffi::Spans> {
     })
 }
 
-/// The addresses `at` elements further; an absent copy stays null.
+/// The addresses advanced by `at` elements. An absent copy stays null.
 fn offset(spans: &ffi::Spans, dtypes: Dtypes, at: usize) -> ffi::Spans {
     let Dtypes { param, state, grad, copy } = dtypes;
     ffi::Spans {

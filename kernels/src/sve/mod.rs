@@ -1,7 +1,7 @@
-//! SVE of any vector length: the Rust face of the Adam bodies in C beside src/.
+//! SVE with any vector length: the Rust side of the Adam bodies in C beside src/.
 //!
-//! Only Adam has SVE bodies, because only C can write them: `std::arch` has no SVE. Everything else runs on NEON under
-//! these kernels' names, with the same bits: Adagrad, Lion, and sums of squares alone.
+//! The SVE bodies are in C because `std::arch` has no SVE, and only Adam has them. Under the SVE kernel names, Adagrad,
+//! Lion and sums of squares without a step run on NEON, with the same bits.
 
 mod bodies;
 mod ffi;
@@ -15,7 +15,8 @@ pub use recorded::undo;
 use crate::rules::AdamRule;
 use crate::tensor::Tensor;
 
-/// Steps one chunk; `None`, with nothing done, if there is no body for these types.
+/// Steps one chunk and returns the sum of squares. Returns `None` without changing anything if no body exists for these
+/// types.
 pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool) -> Option<f64> {
     match in_place::addresses(tensor) {
         Some(spans) => in_place::step(adam, rule, tensor, spans, squares),

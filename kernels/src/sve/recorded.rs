@@ -1,7 +1,7 @@
-//! Steps that can be taken back on SVE: the Rust face of kernels/undo_sve.c.
+//! Steps with a log or a shadow, and their undo, on SVE: the Rust side of kernels/undo_sve.c.
 //!
-//! Logs have groups of one size, whatever the vector length of the thread that writes or reads them, in a layout of their
-//! own (kernels/log_sve.h).
+//! SVE logs have their own layout (kernels/log_sve.h). Their groups have one size, whatever the vector length of the
+//! thread that writes or reads the log.
 
 use super::bodies::Adam;
 use super::ffi::{self, coefficients, decay, types};
@@ -14,7 +14,8 @@ use crate::rules::AdamRule;
 use crate::spans::{Spans, StateSpans};
 use crate::tensor::Tensor;
 
-/// Steps one chunk into its log, its shadow or both; `None`, with nothing done, if there is no body for these types.
+/// Steps one chunk with a log, a shadow or both, and returns the sum of squares. Returns `None` without changing anything
+/// if no body exists for these types.
 pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool) -> Option<f64> {
     let (n, dtypes) = (tensor.len(), tensor.dtypes().ok()?);
     let (spans, start) = (addresses(tensor), tensor.log_address());
@@ -24,20 +25,21 @@ pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool
     let _mode = IeeeMode::enter();
     let sum = by_tiles(n, |at, n, lanes| {
         let spans = offset(&spans, dtypes, at);
-        // SAFETY: the body was chosen for this processor; the tensor's constructor checked that every span has the
-        // elements, with_log that the log has room for their groups, and `lanes` has LANES sums.
+        // SAFETY: the body was chosen for this processor. The constructor of the tensor checked that every span has the
+        // elements, and with_log checked that the log has room for their groups. `lanes` has LANES sums.
         unsafe {
             (adam.record)(&coefficients, decay(rule.decay), types(dtypes), &spans, n, lanes, &raw mut log)
         }
     })?;
     if let Some(start) = start {
-        // SAFETY: both point into the log, whose header is free for the length.
+        // SAFETY: both pointers point into the log, and its header is reserved for the length.
         unsafe { start.cast::<u64>().write_unaligned(log.offset_from(start) as u64) };
     }
     Some(if squares || start.is_some() { sum } else { 0.0 })
 }
 
-/// Takes one chunk's step back, as the generic body does; false, with nothing done, if there is no body for these types.
+/// Rolls back the step of one chunk, as the generic body does. Returns false without changing anything if no body exists
+/// for these types.
 pub fn undo(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, again: Option<f32>) -> bool {
     let Ok(dtypes) = tensor.dtypes() else { return false };
     let (n, spans) = (tensor.len(), addresses(tensor));
@@ -45,13 +47,13 @@ pub fn undo(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, again: Option
     // SAFETY: a log begins with its header.
     let log = tensor.log_address().map_or(std::ptr::null(), |log| unsafe { log.add(HEADER).cast_const() });
     let _mode = IeeeMode::enter();
-    // SAFETY: the body was chosen for this processor; the tensor's constructor checked that every span has n elements;
-    // a log holds the step of exactly these elements.
+    // SAFETY: the body was chosen for this processor. The constructor of the tensor checked that every span has n
+    // elements. A log holds the step of exactly these elements.
     unsafe { (adam.undo)(&coefficients(rule), again, decay(rule.decay), types(dtypes), &spans, n, log) }
 }
 
 fn addresses(tensor: &mut Tensor<'_>) -> ffi::UndoSpans {
-    // Absent's elements are (), which leaves the addresses without a type.
+    // Elements of `Absent` are `()`, so these addresses have no element type.
     let spans = Spans::<Absent, Absent, Absent, Absent>::of(tensor);
     let states = |states: StateSpans<Absent, Absent>| ffi::States {
         param: states.param.cast(),
@@ -66,7 +68,7 @@ fn addresses(tensor: &mut Tensor<'_>) -> ffi::UndoSpans {
     }
 }
 
-/// The addresses `at` elements further; an absent copy stays null.
+/// The addresses advanced by `at` elements. An absent copy stays null.
 fn offset(spans: &ffi::UndoSpans, dtypes: Dtypes, at: usize) -> ffi::UndoSpans {
     let Dtypes { param, state, grad, copy } = dtypes;
     let states = |states: &ffi::States| ffi::States {

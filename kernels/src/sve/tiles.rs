@@ -1,10 +1,12 @@
-//! A chunk in tiles, whose sums of squares meet as those of every kernel do.
+//! Loop over the tiles of a chunk. Adds the sums of squares in the same tree as every other kernel.
 
 use crate::squares::{self, LANES, TILE};
 use crate::walk::CHUNK;
 
-/// Calls `work` for every tile with its first element, its length and LANES sums; the sum of them all.
-// Not inlined: the caller changes the float mode around this call, and a call is what arithmetic cannot cross.
+/// Calls `work(first element, length, LANES sums)` for every tile and returns the total. Returns `None` if `work` returns
+/// false.
+// Not inlined: the caller changes the float mode around this call, and the compiler cannot move arithmetic
+// across a call.
 #[inline(never)]
 pub fn by_tiles(n: usize, mut work: impl FnMut(usize, usize, *mut f64) -> bool) -> Option<f64> {
     let mut sums = [0.0; CHUNK / TILE];

@@ -1,11 +1,13 @@
-// One step of Adam or AdamW, and its inverse, for every combination of element types that the processor's kernels have.
+// One step of Adam or AdamW, and its inverse, for every combination of element types that the CPU kernels support.
 //
-// The operations and their order are those of kernels/src/rules.rs. A step reads one set of states and writes the same or
-// another one. Sums of squares of the scaled gradient go to `tiles`, one per tile, unless it is null.
+// The operations and their order are the same as in kernels/src/rules.rs. A step reads the states `from` and writes the
+// states `to`, which may be the same. Unless `tiles` is null, it receives one sum of squares of the scaled gradient per
+// tile.
 
-// Coefficients of a step, each rounded to f32 once by the host.
+// Coefficients of a step. The host rounds each to f32 once.
 struct Rule {
-    // All ones if that line runs, else zero. A line that does not run must not touch signs of zeros, or NaNs.
+    // Masks: all ones if this kind of weight decay is enabled, else zero. A disabled kind must not change the sign of a
+    // zero or a NaN.
     u32 l2, decoupled;
     float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, decay_factor;
     // 1 / (1 + decay_factor), 1 / beta1, 1 / beta2.
@@ -22,7 +24,7 @@ struct Values {
     float param, exp_avg, exp_avg_sq;
 };
 
-// `then` or `otherwise` by their bits: a branch here would make compilers write the loop twice.
+// Bitwise selection: `then` for a mask of all ones, else `otherwise`. With a branch, compilers duplicate the loop.
 static __device__ __forceinline__ float pick(u32 mask, float then, float otherwise) {
     return __uint_as_float((__float_as_uint(then) & mask) | (__float_as_uint(otherwise) & ~mask));
 }
@@ -31,7 +33,7 @@ static __device__ __forceinline__ float update(const Rule &rule, float m, float 
     return __fdiv_rn(m, __fmaf_rn(__fsqrt_rn(v), rule.inv_sqrt_correction2, rule.eps));
 }
 
-// The gradient is scaled.
+// One step of one element. `grad` is the scaled gradient.
 static __device__ __forceinline__ Values forward(const Rule &rule, Values old, float grad) {
     float g = pick(rule.l2, __fmaf_rn(old.param, rule.decay_factor, grad), grad);
     float m = __fmaf_rn(g, rule.one_minus_beta1, __fmul_rn(old.exp_avg, rule.beta1));
@@ -42,13 +44,13 @@ static __device__ __forceinline__ Values forward(const Rule &rule, Values old, f
     return now;
 }
 
-// Zero if the sign is set.
+// Zero if the sign bit is set, else the value.
 static __device__ __forceinline__ float not_negative(float value) {
     u32 bits = __float_as_uint(value);
     return __uint_as_float(bits & ((bits >> 31) - 1u));
 }
 
-// Each old value is settled as it will be stored before the next is computed from it.
+// The inverse of a step. The old parameter is rounded to its stored type before the moments are computed from it.
 template <class P, class S>
 static __device__ __forceinline__ Values inverse(const Rule &rule, Values now, float grad) {
     float p = __fmaf_rn(update(rule, now.exp_avg, now.exp_avg_sq), -rule.step_size, now.param);
@@ -57,7 +59,7 @@ static __device__ __forceinline__ Values inverse(const Rule &rule, Values now, f
     float g = pick(rule.l2, __fmaf_rn(p, rule.decay_factor, grad), grad);
     float m = __fmul_rn(__fmaf_rn(g, -rule.one_minus_beta1, now.exp_avg), rule.undo_beta1);
     float v = __fmul_rn(__fmaf_rn(__fmul_rn(g, g), -rule.one_minus_beta2, now.exp_avg_sq), rule.undo_beta2);
-    // An exp_avg_sq below zero would give the next step a NaN.
+    // A negative exp_avg_sq would give the next step a NaN.
     Values old = {p, m, not_negative(v)};
     return old;
 }

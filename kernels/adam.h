@@ -1,8 +1,8 @@
-// The contract between kernels/src/sve.rs, sve_undo.rs and the Adam kernels written in C.
+// The contract between kernels/src/sve/ and the Adam kernels written in C.
 //
-// A kernel works on n elements in the operation order of kernels/src/rules.rs, with its bits. It touches no byte
-// outside the n elements of each span, allocates nothing and has no state. The caller has set FPCR to nearest, no
-// flush, default NaN: what 16-bit stores of NaN give depends on the last.
+// A kernel processes n elements with the operations, the order and the bits of kernels/src/rules.rs. It accesses no byte
+// outside the n elements of each span, allocates nothing and keeps no state. The caller must set FPCR to round to
+// nearest, no flush to zero, and default NaN. 16-bit stores of NaN depend on default NaN.
 
 #ifndef SPILLWAY_KERNELS_ADAM_H
 #define SPILLWAY_KERNELS_ADAM_H
@@ -10,12 +10,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Element type of a span; absent is the parameter copy that was not asked for.
+// Element type of a span. ABSENT: the caller did not request a parameter copy.
 enum element { ABSENT = 0, F32 = 1, F16 = 2, BF16 = 3 };
 
 enum decay { NO_DECAY = 0, L2 = 1, DECOUPLED = 2 };
 
-// Lanes of a tile's tree of squares: element i adds to lane i % SQUARE_LANES.
+// Lanes of the sum of squares of a tile: element i adds to lane i % SQUARE_LANES.
 enum { SQUARE_LANES = 256 };
 
 struct adam_rule {
@@ -28,7 +28,7 @@ struct adam_rule {
     float decay_factor; // weight decay for L2, -lr * weight decay for decoupled
 };
 
-// A step in place.
+// The spans of an in-place step.
 struct adam_spans {
     char *param;
     const char *grad;
@@ -43,17 +43,18 @@ struct adam_states {
     char *exp_avg_sq;
 };
 
-// A step from one place to another or the same, which its undo takes back there.
+// The spans of a step that reads `before` and writes `after`, which may be the same. The undo reads `after` and writes
+// `before`.
 struct adam_undo_spans {
     struct adam_states before, after;
     const char *grad;
     char *param_copy;
 };
 
-// The types of a call, in one number: the caller and the table in the kernel make it alike.
+// The element types of a call as one number. The caller and the switch of the kernel use the same encoding.
 #define ADAM_TYPES(param, state, grad, copy) ((param) << 6 | (state) << 4 | (grad) << 2 | (copy))
 
-// Every combination that has a kernel, as kernels/src/element.rs lists them.
+// Every type combination that has a kernel; the same list as in kernels/src/element.rs.
 #define ADAM_COMBINATIONS(CASE)                                                                                        \
     CASE(F32, F32, F32, ABSENT)                                                                                        \
     CASE(F32, F32, F32, F16)                                                                                           \
@@ -69,26 +70,27 @@ struct adam_undo_spans {
     CASE(BF16, F32, BF16, ABSENT)                                                                                      \
     CASE(BF16, BF16, BF16, ABSENT)
 
-// Steps n elements; with lanes not NULL also adds the squares of the scaled gradient to its SQUARE_LANES sums, the first
-// element to lane 0. False, with nothing done, for types that have no kernel.
+// Steps n elements. With lanes not NULL, also adds the squares of the scaled gradient to the SQUARE_LANES sums at lanes;
+// the first element adds to lane 0. Returns false without changing anything if no kernel exists for the types.
 typedef _Bool adam_kernel(const struct adam_rule *rule, enum decay decay, unsigned types, struct adam_spans spans,
                           size_t n, double *lanes);
 
-// Steps n elements from `before` to `after`, adds to lanes as above, and writes the groups of kernels/src/undo.rs to *log,
-// which it moves past them; without a log, *log is NULL. n is at most a tile, or a multiple of it lies before.
+// Steps n elements from `before` to `after`, and adds squares to lanes as above; lanes must not be NULL. Writes the
+// groups (see log_sve.h) to *log and advances *log past them. *log is NULL for a step without a log. Each call of a
+// chunk except the last must cover a whole tile (4096 elements), so that no group is split. Returns false as above.
 typedef _Bool adam_record_kernel(const struct adam_rule *rule, enum decay decay, unsigned types,
                                  const struct adam_undo_spans *spans, size_t n, double *lanes, unsigned char **log);
 
-// Takes the step of n elements back, by the groups at log or, if that is NULL, by the inverse formula alone. With again
-// not NULL the step is done anew in the same pass, with *again for grad_scale.
+// Rolls back the step of n elements: exactly with the groups at log, or by the inverse formula alone if log is NULL. With
+// again not NULL, repeats the step in the same pass with *again as grad_scale. Returns false as above.
 typedef _Bool adam_undo_kernel(const struct adam_rule *rule, const float *again, enum decay decay, unsigned types,
                                const struct adam_undo_spans *spans, size_t n, const unsigned char *log);
 
-// These need SVE.
+// Kernels that need SVE.
 adam_kernel spillway_adam_sve;
 adam_record_kernel spillway_adam_sve_record;
 adam_undo_kernel spillway_adam_sve_undo;
-// These need SVE with BF16.
+// Kernels that need SVE and the BF16 extension.
 adam_kernel spillway_adam_sve_bf16;
 adam_record_kernel spillway_adam_sve_bf16_record;
 adam_undo_kernel spillway_adam_sve_bf16_undo;

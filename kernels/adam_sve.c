@@ -1,6 +1,7 @@
-// Adam for SVE of any vector length, in place. Compiled twice, with USE_BFCVT and without.
+// In-place Adam for SVE with any vector length. Compiled twice, with USE_BFCVT and without.
 //
-// Nothing here may run before the processor was asked for SVE, so the file holds the kernel and nothing else.
+// The whole file is compiled with SVE enabled, so no function of it may run before SVE was detected. For that reason the
+// file contains only the kernel.
 
 #include "sve.h"
 
@@ -10,7 +11,7 @@
 #define KERNEL spillway_adam_sve
 #endif
 
-// Vectors per round of the main loop: at 128 bits one cache line of f32.
+// Vectors per iteration of the main loop. With 128-bit vectors, one iteration is one cache line of f32.
 enum { UNROLL = 4 };
 
 // Steps the active elements of one vector.
@@ -50,7 +51,7 @@ INLINE struct adam_spans advance(struct adam_spans at, enum element param, enum 
     return at;
 }
 
-// Steps n elements whose squares, if wanted, go to lanes in order.
+// Steps n elements. With lanes not NULL, adds the square of element i to lanes[i].
 INLINE struct adam_spans row(const struct adam_rule *rule, enum decay decay, enum element param, enum element state,
                              enum element grad, enum element copy, struct adam_spans at, size_t n, double *lanes)
 {
@@ -74,7 +75,8 @@ INLINE struct adam_spans row(const struct adam_rule *rule, enum decay decay, enu
     return at;
 }
 
-// Squares go row by row: a vector length that does not divide the lanes would otherwise run over their end.
+// With lanes, processes rows of SQUARE_LANES elements: a vector length that does not divide SQUARE_LANES would otherwise
+// write past the end of lanes.
 INLINE void walk(const struct adam_rule *rule, enum decay decay, enum element param, enum element state,
                  enum element grad, enum element copy, struct adam_spans at, size_t n, double *lanes)
 {

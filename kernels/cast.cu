@@ -1,4 +1,4 @@
-// Conversions between f32 and 16 bits, sums of squares, and the tree in which sums of tiles meet.
+// Conversions between f32 and 16 bits, sums of squares per tile, and the tree that adds the sums of tiles.
 
 template <class From, class To> struct Cast {
     const typename From::Raw *from;
@@ -62,7 +62,7 @@ SQUARES(spw_squares_f32, F32)
 SQUARES(spw_squares_f16, F16)
 SQUARES(spw_squares_bf16, Bf16)
 
-// Each warp makes one sum of 32 neighbouring ones: five levels of the tree that splits at the largest power of two.
+// Each warp adds 32 neighbouring sums to one: five levels of the tree that splits at the largest power of two.
 extern "C" __global__ void __launch_bounds__(256) spw_tree(const double *sums, u64 count, double *out) {
     u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     u64 warps = (u64)gridDim.x * blockDim.x / WARP;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(256) spw_tree(const double *sums, u
 #pragma unroll
         for (u32 step = 1; step < WARP; step *= 2) {
             double other = Lanes::down(sum, step);
-            // Pairs begin at multiples of twice the step; one without a partner stays as it is.
+            // Pairs begin at multiples of twice the step. A sum without a partner is unchanged.
             sum = thread % (2 * step) == 0 && thread + step < live ? __dadd_rn(sum, other) : sum;
         }
         if (thread == 0) out[first] = sum;

@@ -1,9 +1,10 @@
-// The log of undo_sve.c: differences of patterns in groups, each stream of a group packed as narrowly as it goes.
+// The log format of undo_sve.c: differences of bit patterns in groups. A group has three streams, one per array, and each
+// stream is packed at the narrowest width that fits.
 //
 //   group := control (1 byte: two bits of width per stream), differences of param, of exp_avg, of exp_avg_sq
 //
-// Groups have GROUP elements whatever the vector length, so that threads with vectors of different lengths read each
-// other's logs. A group takes no more bytes than the bound of kernels/src/record.rs says.
+// Groups have GROUP elements whatever the vector length, so that threads with vectors of different lengths can read each
+// other's logs. The groups of a chunk fit in log_capacity() bytes (kernels/src/log.rs).
 
 #ifndef SPILLWAY_KERNELS_LOG_SVE_H
 #define SPILLWAY_KERNELS_LOG_SVE_H
@@ -12,26 +13,26 @@
 
 enum { GROUP = 16 };
 
-// In the order in which the inverse settles them.
+// The streams, in the order in which the inverse corrects them.
 enum { PARAM, EXP_AVG, EXP_AVG_SQ, STREAMS };
 
-// Bits of a difference, as the control byte has them; a group of a stream takes GROUP / 2 << width bytes.
+// Bits of a difference, as encoded in the control byte. The stream of one group takes GROUP / 2 << width bytes.
 enum width { W4, W8, W16, W32 };
 
-// Old pattern minus estimate; an estimate that is NaN counts as zero. Inactive lanes keep their zero.
+// Old bit pattern minus estimated bit pattern. A NaN estimate counts as zero. Inactive lanes keep the zero of `old`.
 INLINE svuint32_t difference(svbool_t active, enum element type, svuint32_t old, svfloat32_t estimate)
 {
     return svsub_u32_m(svcmpeq_f32(active, estimate, estimate), old, encode(active, type, estimate));
 }
 
-// The old pattern by its difference; without a log, the estimate.
+// The old bit pattern: the estimate plus the difference. Without a log, the estimate alone.
 INLINE svuint32_t settle(svbool_t active, enum element type, int logged, svuint32_t difference, svfloat32_t estimate)
 {
     svuint32_t bits = encode(active, type, estimate);
     return logged ? svadd_u32_m(svcmpeq_f32(active, estimate, estimate), difference, bits) : bits;
 }
 
-// The bits besides its sign that a signed integer needs for x.
+// The bits of x without its sign: x ^ (x >> 31).
 INLINE svuint32_t magnitude(svuint32_t x)
 {
     svbool_t all = svptrue_b32();
@@ -49,7 +50,7 @@ INLINE enum width width_of(svuint32_t magnitudes)
     return bits <= 0x7 ? W4 : bits <= 0x7f ? W8 : bits <= 0x7fff ? W16 : W32;
 }
 
-// One vector of a stream; not for W4, of which two go together.
+// Packs one vector of a stream. Not for W4, which packs two vectors at once (pack_halves).
 INLINE void pack(svbool_t some, enum width width, svuint32_t bits, unsigned char *to, int64_t vector)
 {
     if (width == W8)
@@ -69,7 +70,7 @@ INLINE svuint32_t unpack(svbool_t some, enum width width, const unsigned char *f
     return svld1_vnum_u32(some, (const uint32_t *)from, vector);
 }
 
-// Element j lies in the low half of byte j, element j + GROUP / 2 in the high one.
+// Packs W4: element j is in the low half of byte j, element j + GROUP / 2 in the high half.
 INLINE void pack_halves(svbool_t some, svuint32_t low, svuint32_t high, unsigned char *to, int64_t vector)
 {
     low = svand_n_u32_x(some, low, 15);
@@ -88,7 +89,7 @@ INLINE size_t bytes_of(enum width width)
     return GROUP / 2 << width;
 }
 
-// A stream of a group in four vectors of 128 bits.
+// Packs one stream of a group that is in four vectors of 128 bits.
 INLINE unsigned char *pack_four(enum width width, svuint32_t a, svuint32_t b, svuint32_t c, svuint32_t d,
                                 unsigned char *to)
 {
@@ -142,7 +143,7 @@ INLINE enum width width_of_four(svuint32_t a, svuint32_t b, svuint32_t c, svuint
     return width_of(both(both(magnitude(a), magnitude(b)), both(magnitude(c), magnitude(d))));
 }
 
-// A stream of a group in memory, for vectors of any length.
+// Packs one stream of a group that is in memory, for vectors of any length.
 INLINE unsigned char *pack_group(enum width width, const uint32_t *from, unsigned char *to)
 {
     const size_t lanes = width == W4 ? GROUP / 2 : GROUP;

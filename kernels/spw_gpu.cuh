@@ -1,14 +1,14 @@
-// What the GPU kernels share: element types, groups of eight elements, and the fixed tree in which squares are summed.
+// Common code of the GPU kernels: element types, groups of eight elements, and the fixed tree of the sum of squares.
 //
-// Every operation is one that rounds to nearest, spelt out, so that no compiler option changes a bit; conversions to
-// 16 bits round to nearest even, denormals included, and a NaN becomes 0x7fc0 or 0x7e00. These are the bits of
-// kernels/src on every processor (a NaN of f32 may carry another payload).
+// Every operation is an intrinsic that rounds to nearest, so that no compiler option changes a bit. Conversions to 16
+// bits round to nearest even, denormals included. A NaN becomes 0x7fc0 (bf16) or 0x7e00 (f16). The results have the same
+// bits as those of kernels/src on every processor; only the payload of an f32 NaN may differ.
 //
-// A warp walks a tile of 4096 elements in 16 rounds of 256. A thread has eight neighbouring elements in each round, which
-// are eight neighbouring lanes of kernels/src/squares.rs: whole groups at aligned addresses move by 128 bits, others
-// element by element.
+// A warp processes a tile of 4096 elements in 16 rounds of 256. In each round a thread has eight neighbouring elements,
+// which are eight neighbouring lanes of kernels/src/squares.rs. Whole groups at aligned addresses are loaded and stored
+// with 128-bit accesses, other groups element by element.
 //
-// No header of the toolkit is needed.
+// This file needs no header of the CUDA toolkit.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -50,12 +50,12 @@ struct Bf16 {
     }
 };
 
-// No memory at all: the copy that was not asked for.
+// An absent span: the caller did not request a parameter copy.
 struct Absent {
     typedef u16 Raw;
 };
 
-// 128 bits of memory as registers.
+// Loads one group of eight elements with 128-bit accesses.
 static __device__ __forceinline__ void take(const float *from, float (&raw)[GROUP]) {
     float4 low = ((const float4 *)from)[0], high = ((const float4 *)from)[1];
     raw[0] = low.x, raw[1] = low.y, raw[2] = low.z, raw[3] = low.w;
@@ -97,7 +97,7 @@ template <class E> static __device__ __forceinline__ void store(typename E::Raw 
 
 static __device__ __forceinline__ bool aligned(const void *address) { return ((u64)address & 15) == 0; }
 
-// The squares of a thread's eight lanes.
+// The sums of squares of the eight lanes of one thread.
 struct Lanes {
     double sum[GROUP];
 
@@ -117,7 +117,7 @@ struct Lanes {
         for (int i = 0; i < GROUP; i++) sum[i] = i == lane ? __dadd_rn(square, sum[i]) : sum[i];
     }
 
-    // The sum of the tile, in the thread of lane 0: 256 lanes are halved down to one.
+    // The sum of the tile, valid in the thread of lane 0. Reduces the 256 lanes by halves.
     __device__ __forceinline__ double tile() {
 #pragma unroll 1
         for (int half = WARP / 2; half > 0; half /= 2) {
@@ -132,7 +132,7 @@ struct Lanes {
         return sum[0];
     }
 
-    // The value of the thread `by` further on.
+    // The value of the thread that is `by` threads further in the warp.
     static __device__ __forceinline__ double down(double value, int by) {
         int low = __double2loint(value), high = __double2hiint(value);
         low = __shfl_down_sync(EVERY_LANE, low, by);
@@ -141,8 +141,10 @@ struct Lanes {
     }
 };
 
-// Walks `work` over n elements. It has whole(at), for the group of eight at `at`; one(at, lane), for the element at `at`,
-// which is number `lane` of its group; begin() and end(tile) around each tile, for all threads of a warp together.
+// Runs `work` over n elements. `vectors`: all spans are aligned, so whole groups may use 128-bit accesses. Its methods:
+//   begin(), end(tile, thread)   before and after each tile, called by all threads of a warp together
+//   whole(at)                    the group of eight elements at `at`
+//   one(at, lane)                the element at `at`, number `lane` of its group
 template <class W> static __device__ __forceinline__ void walk(W &work, u64 n, bool vectors) {
     u64 tiles = (n + TILE - 1) / TILE;
     u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / WARP;

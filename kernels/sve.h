@@ -1,6 +1,6 @@
-// What the SVE kernels share: element types in lanes, and Adam's arithmetic.
+// Common code of the SVE kernels: loads and stores of the element types, and the arithmetic of Adam.
 //
-// USE_BFCVT rounds to bf16 by the instruction of the BF16 extension.
+// With USE_BFCVT, rounding to bf16 uses the instruction of the BF16 extension.
 
 #ifndef SPILLWAY_KERNELS_SVE_H
 #define SPILLWAY_KERNELS_SVE_H
@@ -11,7 +11,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-// How far ahead of a round its cache lines are asked for; long enough for memory latency at a few bytes per cycle.
+// Prefetch distance in bytes. It covers the memory latency at a few bytes per cycle.
 enum { AHEAD = 1024 };
 
 INLINE size_t size_of(enum element type)
@@ -19,8 +19,8 @@ INLINE size_t size_of(enum element type)
     return type == ABSENT ? 0 : type == F32 ? 4 : 2;
 }
 
-// Patterns of consecutive elements. Those of 16 bits come one per 32-bit container, above them zeros, so that no lane
-// ever moves; inactive lanes are zero.
+// Loads the bit patterns of consecutive elements. 16-bit patterns are zero-extended to one 32-bit lane each, so that no
+// element changes its lane. Inactive lanes are zero.
 INLINE svuint32_t load_bits(svbool_t active, enum element type, const char *at, int64_t vector)
 {
     if (type == F32)
@@ -43,7 +43,7 @@ INLINE svfloat32_t decode(svbool_t active, enum element type, svuint32_t bits)
     return svreinterpret_f32_u32(type == F32 ? bits : svlsl_n_u32_x(active, bits, 16));
 }
 
-// Every NaN is the default one by FPCR, whose upper half is what a NaN has to become, in both ways to round.
+// FPCR makes every NaN the default NaN. Its upper half is the required bf16 NaN, so both code paths round NaN correctly.
 INLINE svuint32_t bf16_bits(svbool_t active, svfloat32_t value)
 {
 #ifdef USE_BFCVT
@@ -73,7 +73,7 @@ INLINE void store(svbool_t active, enum element type, svfloat32_t value, char *a
     store_bits(active, type, encode(active, type, value), at, vector);
 }
 
-// Adds the squares of one vector to consecutive f64 lanes, each by one fma.
+// Adds the squares of one vector to consecutive f64 lanes, each with one fma.
 INLINE void add_squares(svbool_t active, svfloat32_t grad, double *lanes, int64_t vector)
 {
     svuint32_t bits = svreinterpret_u32_f32(grad);
@@ -94,7 +94,7 @@ INLINE svfloat32_t update(svbool_t active, const struct adam_rule *rule, svfloat
     return svdiv_f32_x(active, m, denominator);
 }
 
-// The new moments; g is the scaled gradient, with decay in it if that is L2.
+// Updates the moments. g is the scaled gradient, with L2 weight decay already added.
 INLINE void moments(svbool_t active, const struct adam_rule *rule, svfloat32_t g, svfloat32_t *m, svfloat32_t *v)
 {
     *m = svmla_n_f32_x(active, svmul_n_f32_x(active, *m, rule->beta1), g, rule->one_minus_beta1);

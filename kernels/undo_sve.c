@@ -1,12 +1,12 @@
-// Adam that can be taken back, for SVE of any vector length: steps that write a log or a shadow, undo, redo.
+// Reversible Adam for SVE with any vector length: steps that write a log or a shadow, undo, and undo with a new step.
 // Compiled twice, with USE_BFCVT and without.
 //
-//   record   for each group: step; estimate the old values from the new ones; take the differences
-//            for each of its streams: the narrowest width that holds it; pack
-//   undo     for each group: unpack its streams; estimate in the same way; add the differences; step again if wanted
+//   record   for each group: step; estimate the old values from the new ones; compute the differences;
+//            for each stream of the group: find the narrowest width that fits; pack
+//   undo     for each group: unpack the streams; estimate in the same way; add the differences; step again if requested
 //
-// A whole group of four vectors keeps its differences in registers. With vectors of other lengths, and in a last group that
-// is not full, they wait in memory, zeros where no element is.
+// A full group of four vectors keeps its differences in registers. Vectors of other lengths, and a last group that is not
+// full, keep the differences in memory; lanes without an element are zero.
 
 #include "log_sve.h"
 
@@ -22,14 +22,14 @@ struct types {
     enum element param, state, grad, copy;
 };
 
-// A step and the factors of its inverse.
+// The coefficients of a step and of its inverse.
 struct inverse {
     struct adam_rule rule;
     enum decay decay;
     float decay_inverse, beta1_inverse, beta2_inverse;
 };
 
-// 0 for a factor of zero, after which nothing is left to divide.
+// 1 / factor; 0 for a factor of zero, because a multiplication by zero lost the old value.
 INLINE float inverse(float factor)
 {
     return factor == 0 ? 0 : 1 / factor;
@@ -40,19 +40,19 @@ INLINE struct inverse inverse_of(const struct adam_rule *rule, enum decay decay)
     return (struct inverse){*rule, decay, inverse(1 + rule->decay_factor), inverse(rule->beta1), inverse(rule->beta2)};
 }
 
-// All lanes or none: arithmetic under it costs less than a branch.
+// A predicate with all lanes or none. Predicated arithmetic costs less than a branch.
 INLINE svbool_t when(int condition)
 {
     return svdup_n_b32(condition);
 }
 
-// The gradient with the parameter's decay in it.
+// The gradient with L2 weight decay added.
 INLINE svfloat32_t decayed(const struct inverse *step, svfloat32_t g, svfloat32_t p)
 {
     return svmla_n_f32_m(when(step->decay == L2), g, p, step->rule.decay_factor);
 }
 
-// One step from a scaled gradient; gives the change of the parameter before its factor.
+// One step with the scaled gradient g. Returns the change of the parameter before the multiplication by step_size.
 INLINE svfloat32_t forward(svbool_t active, const struct inverse *step, svfloat32_t g, svfloat32_t *p, svfloat32_t *m,
                            svfloat32_t *v)
 {
@@ -121,7 +121,7 @@ INLINE void store_states(svbool_t active, struct types types, struct adam_states
     store_bits(active, types.state, v, to.exp_avg_sq, vector);
 }
 
-// Steps one vector; with a log also gives its differences.
+// Steps one vector. If logged, also returns the differences.
 INLINE void record_vector(svbool_t active, const struct inverse *step, struct types types, struct adam_undo_spans at,
                           int64_t vector, double *lanes, int logged, svuint32_t *p_difference,
                           svuint32_t *m_difference, svuint32_t *v_difference)
@@ -155,7 +155,7 @@ INLINE void record_vector(svbool_t active, const struct inverse *step, struct ty
     *v_difference = difference(active, types.state, old_v, estimate_exp_avg_sq(active, step, v, g));
 }
 
-// Takes one vector back, and steps it again with a gradient times *again if that is there.
+// Rolls back one vector. With again not NULL, repeats the step with *again as the gradient scale.
 INLINE void undo_vector(svbool_t active, const struct inverse *step, const float *again, struct types types,
                         struct adam_undo_spans at, int64_t vector, int logged, svuint32_t p_difference,
                         svuint32_t m_difference, svuint32_t v_difference)
@@ -172,7 +172,7 @@ INLINE void undo_vector(svbool_t active, const struct inverse *step, const float
     g = decayed(step, g, p);
     svuint32_t old_m = settle(active, types.state, logged, m_difference, estimate_exp_avg(active, step, m, g));
     v = estimate_exp_avg_sq(active, step, v, g);
-    // An estimate below zero, believed, would give the next step a NaN.
+    // Without a log, a negative estimate would give the next step a NaN from its square root.
     if (!logged)
         v = not_negative(active, v);
     svuint32_t old_v = settle(active, types.state, logged, v_difference, v);
@@ -188,7 +188,7 @@ INLINE void undo_vector(svbool_t active, const struct inverse *step, const float
     store(active, types.copy, decode(active, types.param, old_p), at.param_copy, vector);
 }
 
-// A whole group in four vectors.
+// Records a full group in four vectors. Returns the end of the group in the log, or NULL without a log.
 INLINE unsigned char *record_four(const struct inverse *step, struct types types, struct adam_undo_spans at,
                                   double *lanes, unsigned char *log)
 {
@@ -233,7 +233,7 @@ struct differences {
     uint32_t of[STREAMS][GROUP];
 };
 
-// A group in vectors of any length, of which `count` elements exist.
+// Records a group of `count` elements in vectors of any length.
 INLINE unsigned char *record_group(const struct inverse *step, struct types types, struct adam_undo_spans at,
                                    size_t count, double *lanes, unsigned char *log)
 {
@@ -279,7 +279,7 @@ INLINE const unsigned char *undo_group(const struct inverse *step, const float *
     return log;
 }
 
-// How many of n elements go as groups of four vectors.
+// How many of n elements are processed as groups of four vectors.
 INLINE size_t in_fours(size_t n)
 {
     return svcntw() == GROUP / 4 ? n / GROUP * GROUP : 0;

@@ -1,4 +1,4 @@
-//! Adagrad, as `torch.optim.Adagrad` computes it: weight decay enters the gradient that is divided, too.
+//! Adagrad, as in `torch.optim.Adagrad`: L2 weight decay is added to the gradient of the state and of the update.
 #![forbid(unsafe_code)]
 
 use super::spread::{self, Job};
@@ -10,7 +10,7 @@ use crate::stats;
 /// Hyper-parameters of one step. The defaults are those of `torch.optim.Adagrad`, at step 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdagradOptions {
-    /// Number of this step, from 1; matters only with `lr_decay`.
+    /// Number of this step, from 1. Used only with `lr_decay`.
     pub step: u64,
     /// Learning rate.
     pub lr: f64,
@@ -31,7 +31,7 @@ impl Default for AdagradOptions {
 }
 
 impl AdagradOptions {
-    /// The coefficients, or which option is out of range.
+    /// Returns the coefficients. Fails with the name of the first option that is out of range.
     pub fn rule(&self) -> Result<AdagradRule> {
         check::step(self.step)?;
         check::not_negative("lr", self.lr)?;
@@ -49,7 +49,7 @@ impl AdagradOptions {
     }
 }
 
-/// Steps every tensor, each with its own coefficients; exp_avg is not used.
+/// Steps every tensor, each with its own coefficients. Does not use exp_avg. Sums squares only if `squares` is true.
 pub fn step(jobs: &mut [Job<'_, AdagradRule>], squares: bool) -> Result<StepStats> {
     let stats = spread::step_all(jobs, squares)?;
     stats::ADAGRAD.add(spread::elements(jobs));

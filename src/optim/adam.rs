@@ -1,6 +1,6 @@
-//! Adam and AdamW: hyper-parameters to coefficients.
+//! Adam and AdamW: converts hyper-parameters to coefficients.
 //!
-//! Coefficients are computed in f64 and rounded to f32 once; `libm` gives the same powers on every platform.
+//! Coefficients are computed in f64 and rounded to f32 once. `libm` computes the same powers on every platform.
 #![forbid(unsafe_code)]
 
 use super::spread::{self, Job};
@@ -9,10 +9,10 @@ use crate::error::Result;
 use crate::kernel::{AdamRule, WeightDecay};
 use crate::stats;
 
-/// Hyper-parameters of one step. The defaults are those of `torch.optim.Adam`, at step 1.
+/// Hyper-parameters of one step. The defaults are those of `torch.optim.Adam` at step 1, but with decoupled decay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamOptions {
-    /// Where weight decay enters; a `weight_decay` of zero leaves it out.
+    /// True: weight decay scales the parameter (AdamW). False: weight decay is added to the gradient (L2).
     pub decoupled: bool,
     /// Number of this step, from 1.
     pub step: u64,
@@ -24,11 +24,11 @@ pub struct AdamOptions {
     pub beta2: f64,
     /// Added to the denominator.
     pub eps: f64,
-    /// Weight decay.
+    /// Weight decay; 0 disables it.
     pub weight_decay: f64,
-    /// Factor on the gradient, rounded to f32: unscaling times clip coefficient.
+    /// Factor on the gradient, rounded to f32: unscaling factor times clip coefficient.
     pub grad_scale: f64,
-    /// Divide by 1 - beta^t.
+    /// Divide the moments by 1 - beta^t.
     pub bias_correction: bool,
 }
 
@@ -49,7 +49,7 @@ impl Default for AdamOptions {
 }
 
 impl AdamOptions {
-    /// The coefficients, or which option is out of range.
+    /// Returns the coefficients. Fails with the name of the first option that is out of range.
     pub fn rule(&self) -> Result<AdamRule> {
         check::step(self.step)?;
         check::not_negative("lr", self.lr)?;
@@ -83,12 +83,12 @@ impl AdamOptions {
     }
 }
 
-/// `base^step`; a step that f64 cannot hold exactly is beyond any power that matters.
+/// `base^step`. Steps above 2^53 are rounded to f64, but there the power of every allowed beta is 0.
 pub(super) fn power(base: f64, step: u64) -> f64 {
     libm::pow(base, step as f64)
 }
 
-/// Steps every tensor, each with its own coefficients.
+/// Steps every tensor, each with its own coefficients. Sums squares only if `squares` is true.
 pub fn step(jobs: &mut [Job<'_, AdamRule>], squares: bool) -> Result<StepStats> {
     let stats = spread::step_all(jobs, squares)?;
     stats::ADAM.add(spread::elements(jobs));

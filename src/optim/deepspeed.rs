@@ -1,10 +1,11 @@
-//! DeepSpeed's optimizer ids and the f32 state behind them.
+//! The optimizer ids of DeepSpeed's CPU optimizers, and the f32 state of each id.
 //!
 //! Invariants:
-//! - The maps are the only registry of the process. They are replaced, never locked, so a forked child cannot find one
-//!   half changed; a call works on the state it took out.
-//! - Adam's powers of beta are f32 and advance as DeepSpeed's do: the next step multiplies, the same step keeps them,
-//!   any other step or a change of a beta computes them anew. One id serves all parameters of an optimizer.
+//! - The maps are the only registry of the process. A change replaces the whole map atomically and takes no lock, so a
+//!   forked child never sees a half-changed map. A call works on its own copy of the state.
+//! - The powers of beta are f32 and advance as in DeepSpeed. The next step multiplies them, and the same step keeps them.
+//!   Any other step, or a change of a beta, computes them from scratch.
+//! - One id serves all parameters of an optimizer.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -17,24 +18,24 @@ use super::check;
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, WeightDecay};
 
-/// What DeepSpeed keeps for one Adam id.
+/// The state that DeepSpeed keeps for one Adam id.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamState {
-    /// DeepSpeed's adamw_mode.
+    /// DeepSpeed's adamw_mode: weight decay scales the parameter.
     pub decoupled: bool,
-    /// The last step; 0 before the first.
+    /// Number of the last step; 0 before the first.
     pub step: u64,
-    /// Decay of exp_avg in that step.
+    /// Decay of exp_avg in the last step.
     pub beta1: f32,
-    /// Decay of exp_avg_sq in that step.
+    /// Decay of exp_avg_sq in the last step.
     pub beta2: f32,
-    /// The power of beta1 that it used.
+    /// The power of beta1 that the last step used.
     pub beta1_power: f32,
-    /// The power of beta2 that it used.
+    /// The power of beta2 that the last step used.
     pub beta2_power: f32,
 }
 
-/// What a call to DeepSpeed's `adam_update` carries.
+/// Arguments of a call to DeepSpeed's `adam_update`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamCall {
     /// Number of this step, from 1.
@@ -49,19 +50,19 @@ pub struct AdamCall {
     pub eps: f32,
     /// Weight decay.
     pub weight_decay: f32,
-    /// Divide by 1 - beta^t.
+    /// Divide the moments by 1 - beta^t.
     pub bias_correction: bool,
 }
 
 impl AdamState {
-    /// A new id; `decoupled` is DeepSpeed's adamw_mode.
+    /// The state of a new id. `decoupled` is DeepSpeed's adamw_mode. Fails for a beta outside [0, 1).
     pub fn new(decoupled: bool, beta1: f32, beta2: f32) -> Result<Self> {
         check::beta("beta1", beta1.into())?;
         check::beta("beta2", beta2.into())?;
         Ok(AdamState { decoupled, step: 0, beta1, beta2, beta1_power: 1.0, beta2_power: 1.0 })
     }
 
-    /// A state that was kept elsewhere, if it can be one.
+    /// Checks a state that was saved elsewhere. Fails for a beta outside [0, 1) or a power outside [0, 1].
     pub fn restored(self) -> Result<Self> {
         AdamState::new(self.decoupled, self.beta1, self.beta2)?;
         for (name, power) in [("beta1_power", self.beta1_power), ("beta2_power", self.beta2_power)] {
@@ -72,7 +73,7 @@ impl AdamState {
         Ok(self)
     }
 
-    /// The state after this call's step has begun, and the step's coefficients.
+    /// Returns the state for the step of `call` and the coefficients of that step. Fails for an option out of range.
     pub fn begin(self, call: &AdamCall) -> Result<(AdamState, AdamRule)> {
         check::step(call.step)?;
         check::finite("lr", call.lr.into())?;
@@ -97,7 +98,7 @@ impl AdamState {
         AdamState { step, beta1, beta2, beta1_power, beta2_power, ..self }
     }
 
-    /// DeepSpeed's coefficients, each operation in f32.
+    /// The coefficients as DeepSpeed computes them: every operation in f32.
     fn rule(&self, call: &AdamCall) -> AdamRule {
         let (correction1, inv_sqrt_correction2) = match call.bias_correction {
             true => (1.0 - self.beta1_power, 1.0 / (1.0 - self.beta2_power).sqrt()),
@@ -123,7 +124,7 @@ impl AdamState {
     }
 }
 
-/// A map from ids to the state of one kind of optimizer.
+/// A thread-safe map from ids to the states of one kind of optimizer.
 pub struct Ids<S> {
     optimizer: &'static str,
     map: ArcSwapOption<HashMap<i32, S>>,
@@ -131,9 +132,9 @@ pub struct Ids<S> {
 
 /// Ids of `create_adam`.
 pub static ADAM: Ids<AdamState> = Ids::new("Adam");
-/// Ids of `create_adagrad`; everything else comes with each call.
+/// Ids of `create_adagrad`. They have no state, because each call passes all options.
 pub static ADAGRAD: Ids<()> = Ids::new("Adagrad");
-/// Ids of `create_lion`; everything else comes with each call.
+/// Ids of `create_lion`. They have no state, because each call passes all options.
 pub static LION: Ids<()> = Ids::new("Lion");
 
 impl<S: Copy> Ids<S> {
@@ -141,14 +142,14 @@ impl<S: Copy> Ids<S> {
         Ids { optimizer, map: ArcSwapOption::const_empty() }
     }
 
-    /// Makes the id, or replaces it.
+    /// Creates the id, or replaces its state.
     pub fn create(&self, id: i32, state: S) {
         self.change(|map| {
             map.insert(id, state);
         });
     }
 
-    /// Removes the id.
+    /// Removes the id. Fails if the id does not exist.
     pub fn destroy(&self, id: i32) -> Result<()> {
         self.get(id)?;
         self.change(|map| {
@@ -157,7 +158,7 @@ impl<S: Copy> Ids<S> {
         Ok(())
     }
 
-    /// The state of the id.
+    /// Returns a copy of the state of the id. Fails if the id does not exist.
     pub fn get(&self, id: i32) -> Result<S> {
         let map = self.map.load();
         let state = map.as_ref().and_then(|map| map.get(&id)).copied();
@@ -174,7 +175,8 @@ impl<S: Copy> Ids<S> {
 }
 
 impl Ids<AdamState> {
-    /// The state after a step of the id has begun, for `create` once it is done, and the step's coefficients.
+    /// Returns the state for the step of `call` and the coefficients of that step. Does not change the map: the caller
+    /// passes the state to [`Ids::create`] after the step is done.
     pub fn begin(&self, id: i32, call: &AdamCall) -> Result<(AdamState, AdamRule)> {
         self.get(id)?.begin(call)
     }

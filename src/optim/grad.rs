@@ -1,4 +1,4 @@
-//! Norm and finiteness of a gradient without a step: what clipping waits for.
+//! Norm and finiteness of a gradient without a step, for gradient clipping.
 #![forbid(unsafe_code)]
 
 use super::{StepStats, processor};
@@ -8,7 +8,7 @@ use crate::kernel::squares;
 use crate::kernel::{CHUNK, grad_squares};
 use crate::sys::threads;
 
-/// Statistics of `grad * scale`, with the bits that a fused step would report.
+/// Statistics of `grad * scale`, with the same bits that a step reports for one tensor.
 pub fn stats(grad: Floats<'_>, scale: f32) -> Result<StepStats> {
     let kernel = processor::kernel()?;
     if grad.len() <= CHUNK {

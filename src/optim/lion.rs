@@ -1,4 +1,4 @@
-//! Lion, as its paper gives it (Chen et al. 2023, Algorithm 2): the sign of zero is zero.
+//! Lion, as in Chen et al. 2023, Algorithm 2. The sign of zero is zero.
 #![forbid(unsafe_code)]
 
 use super::spread::{self, Job};
@@ -12,7 +12,7 @@ use crate::stats;
 pub struct LionOptions {
     /// Learning rate.
     pub lr: f64,
-    /// Weight of exp_avg in the direction.
+    /// Weight of exp_avg in the update direction.
     pub beta1: f64,
     /// Decay of exp_avg.
     pub beta2: f64,
@@ -29,7 +29,7 @@ impl Default for LionOptions {
 }
 
 impl LionOptions {
-    /// The coefficients, or which option is out of range.
+    /// Returns the coefficients. Fails with the name of the first option that is out of range.
     pub fn rule(&self) -> Result<LionRule> {
         check::not_negative("lr", self.lr)?;
         check::beta("beta1", self.beta1)?;
@@ -48,7 +48,7 @@ impl LionOptions {
     }
 }
 
-/// Steps every tensor, each with its own coefficients; exp_avg_sq is not used.
+/// Steps every tensor, each with its own coefficients. Does not use exp_avg_sq. Sums squares only if `squares` is true.
 pub fn step(jobs: &mut [Job<'_, LionRule>], squares: bool) -> Result<StepStats> {
     let stats = spread::step_all(jobs, squares)?;
     stats::LION.add(spread::elements(jobs));

@@ -1,4 +1,4 @@
-//! Optimizer steps over whole tensors: hyper-parameters in, coefficients and chunks out to the kernels.
+//! Optimizer steps over whole tensors: converts hyper-parameters to coefficients, and runs the kernels on all chunks.
 #![forbid(unsafe_code)]
 
 pub mod adagrad;
@@ -10,7 +10,7 @@ pub mod processor;
 pub mod spread;
 pub mod undo;
 
-/// What one step saw of the scaled gradients.
+/// Statistics of the scaled gradients of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct StepStats {
     /// True if any scaled gradient was Inf or NaN.
@@ -21,7 +21,7 @@ pub struct StepStats {
 
 impl StepStats {
     pub(crate) fn of(sum: f64) -> Self {
-        // One NaN for all: which payload survives an addition depends on the order of operands.
+        // Every NaN becomes the same NaN, because the payload after an addition depends on the order of the operands.
         let sum_squares = if sum.is_nan() { f64::NAN } else { sum };
         StepStats { nonfinite: !sum.is_finite(), sum_squares }
     }
@@ -30,7 +30,7 @@ impl StepStats {
 mod check {
     use crate::error::{Error, Result};
 
-    /// Refuses hyper-parameters outside their range, as torch does.
+    /// Returns an error for a hyper-parameter outside its range, as torch does.
     pub fn range(name: &'static str, value: f64, allowed: bool, range: &str) -> Result<()> {
         match allowed {
             true => Ok(()),
@@ -42,7 +42,7 @@ mod check {
         range(name, value, value >= 0.0 && (value as f32).is_finite(), "a number >= 0 that is finite in f32")
     }
 
-    /// Steps divide by a term to which eps is added: one that is lost in f32 would divide 0 by 0.
+    /// Checks eps. A positive eps that rounds to 0 in f32 is an error, because the step would divide 0 by 0.
     pub fn eps(value: f64) -> Result<()> {
         not_negative("eps", value)?;
         range("eps", value, value == 0.0 || value as f32 > 0.0, "0 or a number that is above 0 in f32")

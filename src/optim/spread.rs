@@ -1,9 +1,9 @@
-//! Cuts tensors into parts and spreads them over the threads.
+//! Splits tensors into parts and distributes the parts over the worker threads.
 //!
 //! Invariants:
-//! - Where a cut falls, and in which shape sums meet, depends on the tensors alone, never on threads or kernels: one
-//!   recursion, [`tree`], makes the parts and later adds up what they came to.
-//! - Work of at most one chunk stays on the caller's thread: waking a worker would cost more than it saves.
+//! - The split points and the order of additions depend only on the tensors, never on threads or kernels. One recursion,
+//!   [`tree`], makes the parts and later adds the results of the parts.
+//! - Work of at most one chunk runs on the caller's thread, because waking a worker would cost more than it saves.
 #![forbid(unsafe_code)]
 
 use super::{StepStats, processor};
@@ -12,42 +12,43 @@ use crate::kernel::squares::{self, split};
 use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor};
 use crate::sys::threads;
 
-/// One tensor and what to step it with.
+/// One tensor and its optimizer coefficients.
 #[derive(Debug)]
 pub struct Job<'a, O> {
     /// Coefficients.
     pub optimizer: O,
-    /// Spans.
+    /// Memory spans of the tensor.
     pub tensor: Tensor<'a>,
 }
 
-/// What is done with each chunk of a tensor.
+/// Work on each chunk of a tensor.
 pub trait Work<O>: Sync {
-    /// Does it, and returns this chunk's part of a sum.
+    /// Processes one chunk, and returns the chunk's term of the total sum.
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64>;
 }
 
-/// Steps all tensors; one pass over their memory, the squares of the gradients included where asked.
+/// Steps all tensors in one pass over their memory. Sums the squares of the scaled gradients if `squares` is true.
 pub fn step_all<O: Rule>(jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
     step_on(processor::kernel()?, jobs, squares)
 }
 
-/// [`step_all`] on a kernel of the caller's choice.
+/// [`step_all`] with the kernel that the caller chooses.
 pub fn step_on<O: Rule>(kernel: Kernel, jobs: &mut [Job<'_, O>], squares: bool) -> Result<StepStats> {
     spread(jobs, &Step { kernel, squares }).map(StepStats::of)
 }
 
-/// What a step would see of the gradients, with the same bits, and nothing else.
+/// Returns the statistics that a step would return, with the same bits. Changes nothing.
 pub fn look<O: Rule>(jobs: &mut [Job<'_, O>]) -> Result<StepStats> {
     spread(jobs, &Look { kernel: processor::kernel()? }).map(StepStats::of)
 }
 
-/// Writes the 16-bit copies that a step has kept back.
+/// Writes the 16-bit parameter copies that a step withheld.
 pub fn publish<O: Rule>(jobs: &mut [Job<'_, O>]) -> Result<()> {
     spread(jobs, &Publish { kernel: processor::kernel()? }).map(drop)
 }
 
-/// Does `work` with all chunks of all tensors, and adds up what it returns.
+/// Does `work` on all chunks of all tensors, and returns the sum of the results. Fails if a tensor lacks a state that the
+/// optimizer keeps.
 pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<f64> {
     let elements = elements(jobs);
     for job in jobs.iter_mut() {
@@ -72,15 +73,15 @@ pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<
     tree(jobs, true, &mut |_| sums.next().unwrap_or(Ok(0.0)))
 }
 
-/// Elements of all tensors together.
+/// Total elements of all tensors.
 pub fn elements<O>(jobs: &[Job<'_, O>]) -> usize {
     jobs.iter().map(|job| job.tensor.len()).sum()
 }
 
-/// One step of each chunk.
+/// Steps each chunk.
 pub(super) struct Step {
     pub kernel: Kernel,
-    /// The sum is that of the gradients' squares.
+    /// If true, the result is the sum of squares of the scaled gradients.
     pub squares: bool,
 }
 
@@ -111,9 +112,9 @@ impl<O: Rule> Work<O> for Publish {
     }
 }
 
-/// What one thread does in one go.
+/// The unit of work of one thread.
 enum Part<'p, 'a, O> {
-    /// Small tensors, of at most a chunk together.
+    /// Adjacent small tensors with at most [`CHUNK`] elements in total.
     Few(&'p mut [Job<'a, O>]),
     Chunk(O, Tensor<'p>),
 }
@@ -127,8 +128,8 @@ impl<O: Rule> Part<'_, '_, O> {
     }
 }
 
-/// Halves the list of tensors, and then each tensor, and adds up what `part` says of the ends; the error of the first one
-/// that has one. With `few`, small tensors that lie together are one end.
+/// Recursively halves the list of tensors, then splits each tensor into chunks. Calls `part` on each leaf and returns the
+/// sum of the results, or the error of the first leaf that failed. With `few`, adjacent small tensors form one leaf.
 fn tree<'p, 'a, O: Rule>(
     jobs: &'p mut [Job<'a, O>],
     few: bool,

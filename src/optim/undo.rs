@@ -1,4 +1,4 @@
-//! Taking a step back, and stepping again.
+//! Rolls back steps, and repeats them with another gradient scale.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,15 +10,16 @@ use crate::error::{Error, Result};
 use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor, log_bytes, log_used_of};
 use crate::sys::reserve::Reserve;
 
-/// Takes the step of every tensor back: to the bit if the tensor carries the log of that step, else by the inverse
-/// formula, for which [`check_reversible`] comes first.
+/// Rolls back the step of every tensor: bit-exactly if the tensor has the log of that step, else approximately by the
+/// inverse formula. Without a log, the caller must first call [`check_reversible`].
 ///
-/// With `again`, the step is then done anew with that factor on the gradient, in the same pass over memory.
+/// With `again`, repeats the step in the same pass over memory, with `again` as the gradient scale.
 pub fn undo<O: Rule>(jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
     undo_on(processor::kernel()?, jobs, again)
 }
 
-/// Refuses what the inverse formula could only damage: a scaled gradient, a parameter or a state with Inf or NaN.
+/// Returns an error if the scaled gradient, the parameter or a state holds Inf or NaN. The inverse formula cannot recover
+/// the old values from these.
 pub fn check_reversible<O: Rule>(job: &mut Job<'_, O>) -> Result<()> {
     job.tensor.keep(O::EXP_AVG, O::EXP_AVG_SQ)?;
     for (name, span) in job.tensor.spans() {
@@ -33,12 +34,12 @@ pub fn check_reversible<O: Rule>(job: &mut Job<'_, O>) -> Result<()> {
     Ok(())
 }
 
-/// [`undo`] on a kernel of the caller's choice: the one that stepped.
+/// [`undo`] with the kernel that the caller chooses. A log can be read only by the kernel that wrote it.
 pub fn undo_on<O: Rule>(kernel: Kernel, jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
     spread(jobs, &Undo { kernel, again }).map(drop)
 }
 
-/// Steps tensors that have a shadow again, with another factor on the gradient: the old values are still there.
+/// Repeats the step of tensors with a shadow, with another gradient scale. The old values are still in the states.
 pub fn step_again<O: Rule>(jobs: &mut [Job<'_, O>], grad_scale: f32) -> Result<()> {
     for job in jobs.iter_mut() {
         job.optimizer = job.optimizer.with_grad_scale(grad_scale);
@@ -46,13 +47,13 @@ pub fn step_again<O: Rule>(jobs: &mut [Job<'_, O>], grad_scale: f32) -> Result<(
     step_all(jobs, false).map(drop)
 }
 
-/// Steps one tensor, and returns the checksum of everything that the step's undo will read. Each chunk is summed while
-/// the caches still hold it.
+/// Steps one tensor, and returns the checksum of all values that the undo of this step will read. Each chunk is summed
+/// right after its step, while it is still in the caches.
 pub fn step_sealed<O: Rule>(job: &mut Job<'_, O>) -> Result<u64> {
     sealed(job, Step { kernel: processor::kernel()?, squares: false })
 }
 
-/// The checksum that [`step_sealed`] returned, if the parameter, the states and the gradient are as it left them.
+/// Computes the checksum of [`step_sealed`] again. The result is equal if parameter, states and gradient are unchanged.
 pub fn seal<O: Rule>(job: &mut Job<'_, O>) -> Result<u64> {
     sealed(job, Nothing)
 }
@@ -64,7 +65,7 @@ fn sealed<O: Rule, W: Work<O>>(job: &mut Job<'_, O>, work: W) -> Result<u64> {
     Ok(sealing.sum.into_inner())
 }
 
-/// Bytes that the last recorded step of tensors of these lengths used of their log.
+/// Bytes of `log` that the last recorded step used. `lengths` are the elements of each tensor of that step.
 pub fn log_used(log: &mut Reserve, lengths: impl Iterator<Item = usize>) -> u64 {
     let mut rest: &[u8] = log.bytes_mut();
     let used = lengths.map(|n| {
@@ -75,7 +76,8 @@ pub fn log_used(log: &mut Reserve, lengths: impl Iterator<Item = usize>) -> u64 
     used.sum()
 }
 
-/// Gives back the memory of chunks that took more than [`KEPT`] bytes per element: the next step will need less.
+/// Releases the log memory of chunks that used more than [`KEPT`] bytes per element. `lengths` are the elements of each
+/// tensor. The next step is expected to need less.
 pub fn trim(log: &mut Reserve, lengths: impl Iterator<Item = usize>) {
     let mut start = 0;
     for n in lengths {
@@ -91,10 +93,10 @@ pub fn trim(log: &mut Reserve, lengths: impl Iterator<Item = usize>) {
     }
 }
 
-/// Bytes of log per element that stay between steps.
+/// Maximal log bytes per element of a chunk whose memory is kept between steps.
 const KEPT: usize = 3;
 
-/// Gives each tensor its part of a log, which has [`log_bytes_of`] bytes or more.
+/// Attaches to each tensor its part of `log`. Fails with [`no_room`] if `log` has less than [`log_bytes_of`] bytes.
 pub fn attach<'a, O>(jobs: Vec<Job<'a, O>>, log: &'a mut [u8]) -> Result<Vec<Job<'a, O>>> {
     let mut rest = log;
     let attached = jobs.into_iter().map(|job| {
@@ -106,20 +108,20 @@ pub fn attach<'a, O>(jobs: Vec<Job<'a, O>>, log: &'a mut [u8]) -> Result<Vec<Job
     attached.collect()
 }
 
-/// The tensors of a step need more log than there is.
+/// The error for tensors that need more log bytes than the recording has.
 pub fn no_room() -> Error {
     Error::invalid("tensors", "have more elements than the recording has room for")
 }
 
-/// Bytes of the log of all tensors.
+/// Log bytes that all tensors need.
 pub fn log_bytes_of<O>(jobs: &[Job<'_, O>]) -> usize {
     jobs.iter().map(|job| kernel::log_bytes(job.tensor.len())).sum()
 }
 
-/// Does the work of `W`, and adds the checksum of each chunk to `sum`, in whatever order the chunks are done.
+/// Does the work of `W`, then adds the checksum of each chunk to `sum`. The sum does not depend on the order of chunks.
 struct Sealing<W> {
     work: W,
-    /// Address of the tensor's gradient: a chunk's checksum includes its distance from there.
+    /// Address of the gradient of the tensor. The checksum of a chunk includes the chunk's offset from this address.
     start: usize,
     sum: AtomicU64,
 }

@@ -1,21 +1,21 @@
-//! In which form gradients cross the link: widened on the GPU to f32, or as 16 bits (SuperOffload section 4.5).
+//! The data type of gradients on the link: f32, widened on the GPU, or 16 bits (SuperOffload section 4.5).
 //!
-//! The paper compares widening on the GPU with widening on the CPU through memory that is not pinned, where the former
-//! wins. Here 16 bits travel from and to pinned memory and are widened in the registers of the CPU step: half the
-//! bytes on the link, and less of the host's memory. So 16 bits are the rule, and f32 wins only where the
-//! host adds gradients up in f32, or where a measurement says so.
+//! The paper compares widening on the GPU with widening on the CPU through memory that is not pinned; there the GPU wins.
+//! Here the host side is pinned memory, and the CPU step widens 16-bit gradients in its registers. That halves the bytes
+//! on the link and needs less host memory. So 16 bits are the default. f32 is chosen only if the host accumulates
+//! gradients in f32, or if measurements show that f32 is faster.
 #![forbid(unsafe_code)]
 
 use super::check;
 use super::interleave::Wire;
 use crate::error::Result;
 
-/// What a probe of one link measured, in parameters per second.
+/// Measured rates of one link and CPU, in parameters per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Probe {
-    /// Widening on the GPU and moving f32, overlapped.
+    /// Widening on the GPU overlapped with the transfer of f32.
     pub f32_wire: f64,
-    /// Moving 16 bits.
+    /// Transfer of 16 bits.
     pub native_wire: f64,
     /// CPU step from f32 gradients.
     pub f32_step: f64,
@@ -24,15 +24,16 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// What a link of `link` bytes per second and a GPU that widens `cast` parameters per second should measure, with a
-    /// step that costs the same from either form.
+    /// Expected rates. `link` is in bytes per second. `cast` (widening on the GPU) and `step` (CPU step from either type)
+    /// are in parameters per second.
     pub fn expected(link: f64, cast: f64, step: f64) -> Probe {
         Probe { f32_wire: (link / 4.0).min(cast), native_wire: link / 2.0, f32_step: step, native_step: step }
     }
 }
 
-/// The faster form: gradients cross the link while the CPU steps, so the slower of the two counts, then the
-/// faster link. `accumulates` is that the host adds gradients up, which it does in f32.
+/// Chooses the faster type. Transfers overlap with CPU steps, so the slower rate of the two is compared first; a tie goes
+/// to the faster transfer. `accumulates`: the host accumulates gradients, which requires f32. Fails unless all rates are
+/// positive and finite.
 pub fn choose(probe: &Probe, accumulates: bool) -> Result<Wire> {
     check::positive("probe.f32_wire", probe.f32_wire)?;
     check::positive("probe.native_wire", probe.native_wire)?;

@@ -1,4 +1,4 @@
-//! Pure cost models: numbers in, plan out. No clock, no file, no thread.
+//! Cost models and planners. They are pure functions: they use no clock, no file and no thread.
 #![forbid(unsafe_code)]
 
 pub mod cast;
@@ -11,7 +11,7 @@ pub mod weights;
 mod check {
     use crate::error::{Error, Result};
 
-    /// Refuses what is no positive finite number.
+    /// Returns an error unless `value` is positive and finite.
     pub fn positive(name: &'static str, value: f64) -> Result<()> {
         match value > 0.0 && value.is_finite() {
             true => Ok(()),
@@ -19,7 +19,7 @@ mod check {
         }
     }
 
-    /// Refuses what is no positive number; infinity stands for "no limit".
+    /// Returns an error unless `value` is positive. Infinity is allowed and means "no limit".
     pub fn positive_or_infinite(name: &'static str, value: f64) -> Result<()> {
         match value > 0.0 {
             true => Ok(()),
@@ -27,7 +27,7 @@ mod check {
         }
     }
 
-    /// Refuses what is no finite number from zero up.
+    /// Returns an error unless `value` is finite and at least zero.
     pub fn not_negative(name: &'static str, value: f64) -> Result<()> {
         match value >= 0.0 && value.is_finite() {
             true => Ok(()),

@@ -1,82 +1,86 @@
-//! Which path each unit of state lives on, and where it goes when it is flushed.
+//! Decides which path stores each unit of optimizer state, and which path receives the unit at a flush.
 //!
-//! A unit is a part of a subgroup: cut over all paths, a subgroup moves at the speed of all of them together, and few
+//! A unit is a part of a subgroup. A subgroup that is split over all paths moves at the combined bandwidth, and a few
 //! buffers of host memory keep every path busy. Rules:
-//! - The first placement follows [`split`](super::split): proportional to speed or to the user's ratio, in balanced order.
-//! - A unit moves only when it is flushed anyway. It goes where it is predicted to finish first, counting what the round
-//!   has sent there already; its own path keeps it unless another is ahead by more than a unit and [`MARGIN`]. So every
-//!   stretch of a round, not only its whole, has each path's share, whichever way round it is walked.
-//! - Speeds are re-estimated once a round (one update of all units). The path that all others waited for showed what it
-//!   can do: bytes over the time in which it was busy. Of one that was done before, this is no more than the most that
-//!   it may do: what is limited by a rate, not by its device, answers at once as long as it is asked for less. It is
-//!   given more than it did, little if it was known lately what it can do, up to twice as much if not, until all paths
-//!   are done together.
-//! - Speeds are smoothed, and only a change of more than [`DEADBAND`] is believed: noise moves nothing. A path that gets
-//!   slower by more than [`SUDDEN`] is believed at once, within the round.
-//! - A path that is drained gets nothing; what lives on it leaves with the next flush.
+//! - The first placement follows [`split`](super::split): in proportion to the speeds or to the user's ratio, in balanced
+//!   order.
+//! - A unit changes its path only at a flush. Each path has a predicted finish time, which includes the bytes that this
+//!   round already sent to the path. The unit goes to the path with the earliest finish time, but only if that time beats
+//!   the unit's own path by more than one unit and [`MARGIN`]. So every section of a round, in either direction, has each
+//!   path's share.
+//! - Speeds are re-estimated once per round (one update of all units):
+//!   - The path that was busy longest limited the round. Its speed is its bytes divided by its busy time.
+//!   - For a path that finished earlier, that quotient is only an upper bound: a throttled path runs at device speed
+//!     until it reaches its rate limit. Such a path gets more load than before until all paths finish together. The
+//!     increase is small if its real speed is known, else up to a factor of two.
+//! - Speeds are smoothed. Changes of at most [`DEADBAND`] are ignored, so that noise moves no unit. A slowdown of more
+//!   than [`SUDDEN`] takes effect at once, within the round.
+//! - A draining path receives no units. Its units leave it at their next flush.
 #![forbid(unsafe_code)]
 
 use super::split;
 use crate::error::{Error, Result};
 
-/// How far ahead another path must be before a unit moves there.
+/// Minimal relative lead of another path's finish time before a unit moves there.
 const MARGIN: f64 = 0.02;
-/// Least relative change of a speed that is believed.
+/// Relative changes of a speed up to this value are ignored.
 const DEADBAND: f64 = 0.03;
-/// Weight of the newest round in a speed.
+/// Weight of the newest round in a smoothed speed.
 const NEWEST: f64 = 0.5;
-/// Relative change that is believed as it stands.
+/// Relative changes from this value on are not smoothed.
 const SUDDEN: f64 = 0.25;
-/// Part of a path's load that says enough about its speed to believe within a round that it got slower.
+/// Within a round, a slowdown takes effect only after reads and writes together exceed 2/SAMPLE of the path's load.
 const SAMPLE: u64 = 8;
-/// A path that was busy as long as the busiest one, but for this factor, is one that all waited for.
+/// A path limited the round if the longest busy time is at most this factor times the path's busy time.
 const FULL: f64 = 1.01;
-/// Up to this factor a path was nearly as busy, and its speed is raised by [`NUDGE`]; beyond it, it was idle.
+/// From [`FULL`] up to this factor, a path was nearly as busy as the busiest, and [`NUDGE`] raises its speed. Above this
+/// factor, the path was idle.
 const IDLE: f64 = 1.1;
-/// No more than [`MARGIN`]: it takes some rounds before anything moves.
+/// Factor on the speed of a nearly busy path. Not above 1 + [`MARGIN`], so that units move only after some rounds.
 const NUDGE: f64 = 1.02;
-/// An idle path is given more than it did by this factor, as long as that is near what it is known to do.
+/// Maximal factor on the observed rate of an idle path, if that rate is near the path's known speed.
 const GENTLY: f64 = 1.13;
-/// And by this one, if nothing is known or it did more than that by [`PASSED`].
+/// Maximal factor if no speed is known, or if the observed rate exceeded the known speed by the factor [`PASSED`].
 const BOLDLY: f64 = 2.0;
-/// What a throttle lets through after a pause is less than this.
+/// The burst of a throttled path after a pause raises the observed rate by less than this factor.
 const PASSED: f64 = 1.2;
-/// Gently only after a round in which the path was asked for what its speed says, as far as the others were: units follow
-/// a speed as they are flushed, and are read where they were a round before.
+/// The gentle increase needs a round in which the path's load relative to its speed was at least this fraction of the
+/// maximum over all paths. Load follows a new speed with delay: a unit moves at its flush, and is read from its new path
+/// one round later.
 const ASKED: f64 = 0.95;
-/// Seconds that say enough about a speed: devices, caches and throttles work in bursts.
+/// Minimal seconds of observation for a speed, because devices, caches and throttles work in bursts.
 const SPAN: f64 = 0.25;
-/// Least units of a round for each path: one more or less is then within the margin.
+/// Minimal units per round and path. One unit more or less is then within the margin.
 const UNITS_PER_PATH: u64 = 32;
-/// Least units of a subgroup, unless blocks are larger: so finely it follows the paths' shares.
+/// Minimal units per subgroup, unless blocks are too large for it. So the subgroup can follow the shares of the paths.
 const UNITS_PER_SUBGROUP: u64 = 128;
 
-/// What is known of a path before the first round.
+/// Properties of a path before the first round.
 #[derive(Debug, Clone, Copy)]
 pub struct PathPlan {
-    /// Bytes per second, the smaller of reading and writing: a hint or a measurement.
+    /// Bytes per second: the smaller of read and write bandwidth, from a hint or a measurement.
     pub speed: f64,
-    /// Most bytes that may live there.
+    /// Maximal bytes that the path may store.
     pub capacity: u64,
 }
 
-/// What a path did in one direction.
+/// Transfers of a path in one direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Flow {
     /// Bytes moved.
     pub bytes: u64,
-    /// Seconds during which at least one operation was under way.
+    /// Seconds during which at least one operation was in flight.
     pub busy: f64,
 }
 
-/// What a path did in a round.
+/// Transfers of a path in both directions.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Observed {
-    /// From the path.
+    /// Reads from the path.
     pub read: Flow,
-    /// To the path.
+    /// Writes to the path.
     pub written: Flow,
-    /// Seconds during which an operation of either direction was under way.
+    /// Seconds during which at least one operation of either direction was in flight.
     pub busy: f64,
 }
 
@@ -93,12 +97,12 @@ impl Flow {
 }
 
 impl Observed {
-    /// Of both directions together.
+    /// Bytes of both directions per second of busy time.
     fn speed(&self) -> Option<f64> {
         Flow { bytes: self.bytes(), busy: self.busy }.speed()
     }
 
-    /// What it cannot pass: both directions at once, each as fast as it was.
+    /// Upper bound of the speed: the sum of the speeds of both directions.
     fn most(&self) -> Option<f64> {
         self.read.speed().into_iter().chain(self.written.speed()).reduce(|a, b| a + b)
     }
@@ -107,7 +111,8 @@ impl Observed {
         self.read.bytes + self.written.bytes
     }
 
-    /// What it cannot pass, after it moved more than `sample` bytes: a round begins with reading alone.
+    /// Upper bound of the speed: twice the faster direction, because a round begins with reads alone. `None` before the
+    /// path moved more than `2 * sample` bytes and was busy for [`SPAN`] seconds.
     fn speed_at_most(&self, sample: u64) -> Option<f64> {
         let enough = self.busy >= SPAN && self.bytes() / 2 > sample;
         let both = self.read.speed().into_iter().chain(self.written.speed());
@@ -127,25 +132,25 @@ struct Path {
     smoothed: Option<f64>,
     capacity: u64,
     load: u64,
-    /// Bytes flushed there in this round, since a speed last changed.
+    /// Bytes flushed to the path in this round, since the speed of any path last changed.
     sent: u64,
-    /// Since its speed was last looked at, over several rounds if they are short.
+    /// Transfers since the speed was last re-estimated; covers several rounds if they are short.
     seen: Observed,
     drained: bool,
-    /// What it showed when all waited for it, or did before.
+    /// Known real speed: the speed in the last round that this path limited, or `did` if that is larger.
     known: Option<f64>,
-    /// What it did when it was last idle.
+    /// Bytes per second of round time when the path was last not limiting.
     did: f64,
 }
 
 impl Path {
-    /// Seconds that this path needs, by its speed, for what it moved.
+    /// Seconds that the path needs for the observed bytes at its estimated speed.
     fn asked(&self) -> f64 {
         self.seen.bytes() as f64 / self.speed
     }
 
-    /// Believes what was seen in a time in which the busiest path was busy for `longest`; `asked` is the most that was
-    /// asked of a path.
+    /// Re-estimates the speed from the observed transfers. `longest` is the busy time of the busiest path, in seconds.
+    /// `asked` is the maximum of [`Path::asked`] over all paths.
     fn learn(&mut self, longest: f64, asked: f64) {
         let part = self.asked() / asked;
         let seen = std::mem::take(&mut self.seen);
@@ -180,19 +185,20 @@ impl Path {
     }
 }
 
-/// The homes of all units.
+/// The paths of all units. The home of a unit is the path that stores it.
 #[derive(Debug)]
 pub struct Placement {
     paths: Vec<Path>,
     bytes: Vec<u64>,
     homes: Vec<usize>,
-    /// The user's ratio stands instead of speeds, and is never re-estimated.
+    /// The user's ratio replaces the speeds, and is never re-estimated.
     fixed: bool,
     moved: u64,
 }
 
-/// The size of a unit: a part of a subgroup, so small that subgroups and rounds can follow the paths' shares, in whole
-/// blocks. Units of one path move together.
+/// Returns the size of a unit in bytes. A unit is a whole number of blocks, so small that the units of a subgroup and of
+/// a round can follow the shares of the paths. With fewer than two paths, a unit is a whole subgroup. The units of a
+/// subgroup on one path are transferred together.
 pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64, block_bytes: u64) -> u64 {
     if paths < 2 || subgroup_bytes == 0 {
         return subgroup_bytes;
@@ -203,7 +209,8 @@ pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64, block_bytes: 
 }
 
 impl Placement {
-    /// Places units of these sizes; `ratio`, if given, overrides the speeds.
+    /// Places units of these sizes in bytes. `ratio`, if given, overrides the speeds. Fails for invalid speeds or ratios,
+    /// or if the paths lack room for all units.
     pub fn new(paths: &[PathPlan], ratio: Option<&[f64]>, bytes: Vec<u64>) -> Result<Placement> {
         let weights: Vec<f64> = match ratio {
             Some(ratio) => ratio.to_vec(),
@@ -238,22 +245,22 @@ impl Placement {
         Ok(Placement { paths, bytes, homes, fixed: ratio.is_some(), moved: 0 })
     }
 
-    /// Where a unit lives.
+    /// The path that stores a unit.
     pub fn home(&self, unit: usize) -> usize {
         self.homes[unit]
     }
 
-    /// Bytes that live on a path.
+    /// Bytes that a path stores.
     pub fn load(&self, path: usize) -> u64 {
         self.paths[path].load
     }
 
-    /// Units that changed their path so far.
+    /// Number of times that a unit changed its path.
     pub fn moved(&self) -> u64 {
         self.moved
     }
 
-    /// Decides where a unit is flushed to, and makes that its home. None if no path that is in use has room.
+    /// Chooses the path for the flush of a unit, and makes it the unit's home. `None` if no usable path has room.
     pub fn flush(&mut self, unit: usize) -> Option<usize> {
         let (home, bytes) = (self.homes[unit], self.bytes[unit]);
         let finish = |index: usize| {
@@ -289,7 +296,7 @@ impl Placement {
         self.moved += 1;
     }
 
-    /// Adds what a path did.
+    /// Adds observed transfers of a path. Lowers its speed at once if the path became much slower.
     pub fn observe(&mut self, path: usize, seen: Observed) {
         let path = &mut self.paths[path];
         path.seen.add(seen);
@@ -301,7 +308,7 @@ impl Placement {
         }
     }
 
-    /// Ends a round: speeds follow what was observed. Short rounds are looked at together.
+    /// Ends a round: re-estimates the speeds from the observed transfers. Rounds shorter than [`SPAN`] are combined.
     pub fn end_round(&mut self) {
         self.count_anew();
         let longest = self.paths.iter().map(|path| path.seen.busy).fold(0.0, f64::max);
@@ -312,12 +319,13 @@ impl Placement {
         self.paths.iter_mut().for_each(|path| path.learn(longest, asked));
     }
 
-    /// What was sent under other speeds is not made up for: that would put all of a stretch on one path.
+    /// Resets the bytes sent on all paths. Otherwise, after a change of speed, a long run of units would go to one path
+    /// to compensate for the past.
     fn count_anew(&mut self) {
         self.paths.iter_mut().for_each(|path| path.sent = 0);
     }
 
-    /// Takes a path out of use, or back into it; what lives on it leaves as it is flushed.
+    /// Starts (`drained`) or ends the draining of a path. The units of a draining path leave it at their next flush.
     pub fn drain(&mut self, path: usize, drained: bool) {
         if self.paths[path].drained != drained {
             self.paths[path].drained = drained;

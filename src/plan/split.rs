@@ -1,13 +1,14 @@
-//! Units split over paths in proportion to their speed (MLP-Offload Eq. 1).
+//! Splits units over paths in proportion to the speeds of the paths (MLP-Offload Eq. 1).
 //!
-//! Largest remainder, so that the parts add up to the whole; a path without room for its part gives the rest to the
-//! others in the same proportion. The order in which the parts come is balanced: every stretch of it holds each
-//! path about as often as its share says, so that all paths work at every moment.
+//! The largest-remainder method makes the parts add up to the whole. If a path lacks room for its part, the other paths
+//! get the excess in proportion to their speeds. [`balanced_order`] interleaves the parts: every section of the order
+//! contains each path about in proportion to its share, so that all paths are busy all the time.
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
 
-/// How many of `count` units each path gets. `weights` are speeds in any one unit, `room` the most units each takes.
+/// Returns the number of units per path, `count` in total. `weights` are speeds in any common unit. `room` is the maximal
+/// number of units per path. Fails for invalid weights, for slices of different lengths, or if the room is too small.
 pub fn shares(count: usize, weights: &[f64], room: &[usize]) -> Result<Vec<usize>> {
     check("weights", weights)?;
     if weights.len() != room.len() {
@@ -20,7 +21,8 @@ pub fn shares(count: usize, weights: &[f64], room: &[usize]) -> Result<Vec<usize
     let mut parts = vec![0; weights.len()];
     let mut open: Vec<usize> = (0..weights.len()).filter(|path| weights[*path] > 0.0).collect();
     let mut left = count;
-    // Each round either fills a path or ends; paths of weight zero serve only when all others are full.
+    // Each iteration fills at least one path or ends the loop. Paths of weight zero get units only when all others are
+    // full.
     while left > 0 {
         if open.is_empty() {
             open = (0..weights.len()).filter(|path| parts[*path] < room[*path]).collect();
@@ -47,7 +49,8 @@ pub fn shares(count: usize, weights: &[f64], room: &[usize]) -> Result<Vec<usize
     Ok(parts)
 }
 
-/// Whole parts first, then one more to those that lost most by rounding down; ties go to the earlier path.
+/// Gives each path its quota rounded down, then one more unit to the paths with the largest remainders. Ties go to the
+/// earlier path.
 fn largest_remainder(count: usize, quotas: Vec<(usize, f64)>, parts: &mut [usize]) {
     let mut given = 0;
     let mut rests: Vec<(usize, f64)> = Vec::with_capacity(quotas.len());
@@ -63,7 +66,8 @@ fn largest_remainder(count: usize, quotas: Vec<(usize, f64)>, parts: &mut [usize
     }
 }
 
-/// The path of each unit, `parts[p]` of them on path p: the k-th unit of a path stands where its share is half used.
+/// Returns the path of each unit, with `parts[p]` units on path p. Unit k (from 0) of the n units of a path has the
+/// relative position (k + 0.5) / n in the order.
 pub fn balanced_order(parts: &[usize]) -> Vec<usize> {
     let mut places: Vec<(f64, usize)> = Vec::with_capacity(parts.iter().sum());
     for (path, part) in parts.iter().enumerate() {
@@ -73,7 +77,7 @@ pub fn balanced_order(parts: &[usize]) -> Vec<usize> {
     places.into_iter().map(|(_, path)| path).collect()
 }
 
-/// Refuses weights that no split can follow.
+/// Returns an error unless all weights are finite and not negative, and at least one is positive.
 pub(super) fn check(argument: &'static str, weights: &[f64]) -> Result<()> {
     if weights.is_empty() {
         return Err(Error::invalid(argument, "there is no path"));
@@ -97,7 +101,7 @@ mod tests {
     fn the_papers_two_machines() {
         // MLP-Offload: NVMe with min(6.9, 5.3) and PFS with min(3.6, 3.6) GB/s.
         assert_eq!(shares(100, &[5.3, 3.6], &[MUCH, MUCH]).unwrap(), [60, 40]);
-        // The ratio of two to one that it ran with.
+        // The ratio of two to one that the paper's runs used.
         assert_eq!(shares(10, &[2.0, 1.0], &[MUCH, MUCH]).unwrap(), [7, 3]);
     }
 

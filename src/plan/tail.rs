@@ -1,13 +1,15 @@
-//! How many of the last buckets the GPU keeps, so that backward hides the CPU's part (SuperOffload Eq. 4-5).
+//! The number of last buckets that the GPU keeps, so that backward hides the CPU's updates (SuperOffload Eq. 4-5,
+//! extended to CPUs slower than backward).
 //!
-//! The printed condition looks at the last bucket that goes to the CPU alone:
+//! The printed condition considers only the last bucket that goes to the CPU:
 //!
 //!     move(grad) + step_cpu + move(param) <= bwd(n buckets) + step_gpu(n buckets)
 //!
-//! It assumes that the CPU keeps up with backward. Where it does not, buckets queue up, and what the CPU cannot
-//! finish within backward has to stay as well: n >= N - backward / step_cpu + 1. The printed time of backward,
-//! 4 * batch * sequence * parameters, is in operations and has to be divided by what the GPU reaches; with activation
-//! recomputation it is 6.
+//! It assumes that the CPU keeps up with backward. On a slower CPU the buckets queue up. Buckets that the CPU cannot
+//! finish within backward must stay on the GPU as well: n >= N - backward / step_cpu + 1.
+//!
+//! The printed time of backward, 4 * batch * sequence * parameters, is in operations. It must be divided by the rate that
+//! the GPU reaches. With activation recomputation the factor is 6 instead of 4.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -17,38 +19,40 @@ use crate::error::{Error, Result};
 
 /// Operations per token and parameter of a backward pass.
 const BACKWARD_OPS: f64 = 4.0;
-/// The same with activation recomputation.
+/// Operations per token and parameter of a backward pass with activation recomputation.
 const RECOMPUTING_OPS: f64 = 6.0;
 
 /// Seconds that each stage takes for one bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bucket {
-    /// Gradient to the host.
+    /// Transfer of the gradient to the host.
     pub grad: f64,
     /// CPU step.
     pub step_cpu: f64,
-    /// Parameter to the GPU.
+    /// Transfer of the parameter to the GPU.
     pub param: f64,
     /// GPU step.
     pub step_gpu: f64,
-    /// Backward.
+    /// Backward pass.
     pub backward: f64,
 }
 
-/// Seconds of backward for `parameters` parameters.
+/// Seconds of backward for `parameters` parameters and `tokens` tokens on a GPU with `peak` operations per second.
+/// `recomputes`: with activation recomputation.
 pub fn backward_seconds(parameters: f64, tokens: f64, peak: f64, recomputes: bool) -> f64 {
     let ops = if recomputes { RECOMPUTING_OPS } else { BACKWARD_OPS };
     ops * tokens * parameters / peak
 }
 
-/// Smallest n that satisfies Eq. 4-5 as printed; `most` if none does.
+/// Smallest n up to `most` that satisfies Eq. 4-5 as printed; `most` if none does.
 pub fn printed(bucket: &Bucket, most: usize) -> usize {
     let hidden = bucket.backward + bucket.step_gpu;
     let needed = bucket.grad + bucket.step_cpu + bucket.param;
     least(needed / hidden, most)
 }
 
-/// Smallest n that hides the CPU's part of `count` buckets, of which at most `most` fit on the GPU.
+/// Smallest n that hides the CPU's updates of `count` buckets; at most `most`, the number that fits on the GPU. Fails for
+/// negative or infinite times, for a backward time of zero, or if `most` exceeds `count`.
 pub fn buckets(bucket: &Bucket, count: usize, most: usize) -> Result<usize> {
     for (name, seconds) in [
         ("bucket.grad", bucket.grad),
@@ -70,7 +74,7 @@ pub fn buckets(bucket: &Bucket, count: usize, most: usize) -> Result<usize> {
     Ok(printed(bucket, most).max(queued))
 }
 
-/// Seconds after backward until all parameters are new, with the last `kept` buckets on the GPU.
+/// Seconds from the end of backward until all parameters are updated, with the last `kept` buckets on the GPU.
 pub fn exposed(bucket: &Bucket, count: usize, kept: usize) -> f64 {
     let (mut link, mut cpu, mut upload) = (0.0_f64, 0.0_f64, 0.0_f64);
     for index in 0..count - kept.min(count) {
@@ -84,13 +88,13 @@ pub fn exposed(bucket: &Bucket, count: usize, kept: usize) -> f64 {
     upload.max(gpu) - backward
 }
 
-/// Smallest whole number that is not under `value`, up to `most`.
+/// `value` rounded up to an integer in `0..=most`.
 fn least(value: f64, most: usize) -> usize {
     if value < most as f64 { value.max(0.0).ceil() as usize } else { most }
 }
 
-/// Finds the best number of buckets from measured iteration times, starting from what the formula says: looks a
-/// stride to both sides of the best so far, goes where it is better, and halves the stride where it is not.
+/// Finds the best number of buckets from measured iteration times, starting from the result of the formula. Tries one
+/// stride to both sides of the best number so far. Halves the stride when neither side is better.
 #[derive(Debug, Clone)]
 pub struct Search {
     most: usize,
@@ -100,13 +104,13 @@ pub struct Search {
 }
 
 impl Search {
-    /// Begins at `start`; at most `most` buckets fit.
+    /// Starts the search at `start` buckets. `most` is the number of buckets that fit on the GPU.
     pub fn new(start: usize, most: usize) -> Search {
         let stride = (most / 8).max(1).next_power_of_two();
         Search { most, start: start.min(most), stride, seconds: BTreeMap::new() }
     }
 
-    /// The number to try; `None` when the search is over.
+    /// The number of buckets to measure next; `None` when the search is finished.
     pub fn next(&self) -> Option<usize> {
         if self.seconds.is_empty() {
             return Some(self.start);
@@ -118,13 +122,13 @@ impl Search {
         strides.take_while(|stride| *stride > 0).flat_map(sides).flatten().find(new)
     }
 
-    /// The best number so far; of equals the smallest, as it needs least memory.
+    /// The best number so far. A tie goes to the smallest number, because it needs the least memory.
     pub fn best(&self) -> usize {
         let best = self.seconds.iter().min_by(|left, right| left.1.total_cmp(right.1));
         best.map_or(self.start, |(kept, _)| *kept)
     }
 
-    /// Takes the iteration time with `kept` buckets on the GPU. What is no time is left out.
+    /// Records the iteration time with `kept` buckets on the GPU. Ignores times that are not positive and finite.
     pub fn measured(&mut self, kept: usize, seconds: f64) {
         if seconds > 0.0 && seconds.is_finite() {
             self.seconds.insert(kept, seconds);
@@ -136,7 +140,7 @@ impl Search {
 mod tests {
     use super::*;
 
-    /// 300 buckets of 16 M parameters, a CPU of 8 G parameters a second, backward in half a second.
+    /// 300 buckets of 16 M parameters, a CPU with 8 G parameters per second, and a backward pass of 0.5 s.
     const SLOW_CPU: Bucket =
         Bucket { grad: 0.14e-3, step_cpu: 2e-3, param: 0.07e-3, step_gpu: 0.1e-3, backward: 0.5 / 300.0 };
 

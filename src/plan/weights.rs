@@ -1,8 +1,8 @@
-//! Whether 16-bit weights stay on the GPU or flow through it (SuperOffload Eq. 1-3).
+//! Whether 16-bit weights stay on the GPU or are loaded from the host for each pass (SuperOffload Eq. 1-3).
 //!
-//! A forward pass computes 2 * tokens * P operations on P parameters and must load 2 * P bytes of those weights that
-//! live on the host. With the computation fixed, efficiency = compute / (compute + load); the size of the model drops
-//! out when all weights flow.
+//! A forward pass over P parameters computes 2 * tokens * P operations. It must load 2 bytes for each weight on the host.
+//! The efficiency is compute time / (compute time + load time). If all weights are on the host, the efficiency does not
+//! depend on the size of the model.
 #![forbid(unsafe_code)]
 
 use super::check;
@@ -13,52 +13,53 @@ const FORWARD_OPS: f64 = 2.0;
 /// Bytes of a 16-bit weight.
 const WEIGHT_BYTES: f64 = 2.0;
 
-/// Below this efficiency loads cannot hide behind computation.
+/// Below this efficiency, loads take longer than computation and cannot be hidden.
 pub const LEAST_EFFICIENCY: f64 = 0.5;
-/// With latency and overhead counted, this is wanted.
+/// Recommended minimal efficiency, with a margin for latency and overhead.
 pub const GOOD_EFFICIENCY: f64 = 0.6;
 
-/// One GPU, its link, and what runs on it.
+/// One GPU, its link, and its workload.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Load {
-    /// Operations per second that the GPU really reaches.
+    /// Operations per second that the GPU reaches in practice.
     pub peak: f64,
-    /// Bytes per second to the GPU.
+    /// Bandwidth of the link to the GPU, in bytes per second.
     pub link: f64,
     /// Batch size times sequence length.
     pub tokens: f64,
     /// Parameters of this rank.
     pub parameters: f64,
-    /// GPU memory left for weights, in bytes.
+    /// GPU memory that is free for weights, in bytes.
     pub free_bytes: f64,
 }
 
-/// Where weights live.
+/// Where the weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// All on the GPU.
+    /// All weights on the GPU.
     Stationary,
-    /// Some on the host, loaded for each pass.
+    /// Some weights on the host, loaded for each pass.
     Flow,
 }
 
-/// The policy and what it costs.
+/// The chosen policy and its efficiency.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Weights {
-    /// Stationary wherever all weights fit.
+    /// [`Policy::Stationary`] if all weights fit on the GPU.
     pub policy: Policy,
-    /// Part of the weights that flows, from 0 to 1.
+    /// Fraction of the weights on the host, from 0 to 1.
     pub fraction: f64,
-    /// Eq. 3 for that part: computation over computation and load.
+    /// Eq. 3 for this fraction: compute time / (compute time + load time).
     pub efficiency: f64,
 }
 
-/// Eq. 3 when all weights flow.
+/// Eq. 3 with all weights on the host. `peak` is in operations per second, `link` in bytes per second.
 pub fn efficiency(peak: f64, link: f64, tokens: f64) -> f64 {
     1.0 / (1.0 + peak * WEIGHT_BYTES / (FORWARD_OPS * link * tokens))
 }
 
-/// Keeps on the GPU what fits there, and lets the rest flow.
+/// Keeps as many weights on the GPU as fit, and places the rest on the host. Fails unless `load.free_bytes` is finite and
+/// not negative and all other fields are positive and finite.
 pub fn choose(load: &Load) -> Result<Weights> {
     check::positive("load.peak", load.peak)?;
     check::positive("load.link", load.link)?;

@@ -1,7 +1,8 @@
-//! The plan that the model likes best.
+//! Chooses the plan with the shortest predicted time.
 //!
-//! Rounding Eq. 1 to a stride wastes up to half of what interleaving gains, so the model times whole plans: every
-//! number of GPU subgroups where there are few, a grid and then the neighbourhood of its best where there are many.
+//! Rounding Eq. 1 to a stride loses up to half of the gain of interleaving. So the model predicts the time of whole plans
+//! with different numbers of GPU subgroups. With few subgroups, every number is tried. With many subgroups, a grid of
+//! numbers is tried, then finer grids around the best number.
 #![forbid(unsafe_code)]
 
 use super::model::{self, Prediction};
@@ -9,36 +10,37 @@ use super::sites::Plan;
 use super::{Rates, Shape, share};
 use crate::error::Result;
 
-/// Up to this many subgroups every number is tried.
+/// Maximal number of subgroups for which every number of GPU subgroups is tried.
 const TRY_ALL: usize = 64;
-/// Numbers tried in one round of narrowing down.
+/// Intervals of one grid.
 const GRID: usize = 16;
 
-/// A plan and what the model says of it.
+/// A plan and its predicted times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Choice {
     /// The plan.
     pub plan: Plan,
-    /// Seconds and spans.
+    /// The predicted times of the plan.
     pub prediction: Prediction,
 }
 
-/// Which rule makes the plan.
+/// The rule that makes the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// The model's best number of GPU subgroups, spread evenly.
+    /// The number of GPU subgroups with the shortest predicted time, spread evenly.
     Model,
-    /// Deep Optimizer States: the stride that Eq. 1 means, `1 + k` rounded.
+    /// Deep Optimizer States: the stride that follows from Eq. 1, `1 + k` rounded.
     Eq1,
-    /// Deep Optimizer States as printed: Eq. 1 rounded and used as the stride.
+    /// Deep Optimizer States as printed: Eq. 1 rounded and used as the stride, at least 2.
     Paper,
-    /// A stride of the caller's.
+    /// The given stride; see [`Plan::stride`].
     Stride(usize),
-    /// A number of GPU subgroups of the caller's, spread evenly.
+    /// The given number of GPU subgroups, spread evenly; see [`Plan::even`].
     Count(usize),
 }
 
-/// The plan of a mode, with `residents` at the end, for a step after a backward pass of `backward` seconds.
+/// Makes the plan of a mode, with `residents` subgroups resident at the end. Predicts its step after a backward pass of
+/// `backward` seconds. Fails for an invalid shape, rate or backward time, or for more GPU subgroups than the shape has.
 pub fn choose(shape: &Shape, rates: &Rates, residents: usize, backward: f64, mode: Mode) -> Result<Choice> {
     let count = shape.count();
     shape.check()?;
@@ -54,7 +56,8 @@ pub fn choose(shape: &Shape, rates: &Rates, residents: usize, backward: f64, mod
     Ok(Choice { plan, prediction })
 }
 
-/// Tries numbers of GPU subgroups; of equals the fewest win, as they need less of the GPU's memory.
+/// Tries numbers of GPU subgroups. A tie goes to the number tried first; within a grid that is the smallest, which needs
+/// the least GPU memory.
 fn best(shape: &Shape, rates: &Rates, residents: usize, backward: f64) -> Result<Choice> {
     let count = shape.count();
     let at = |gpu: usize| -> Result<Choice> {
@@ -86,7 +89,7 @@ mod tests {
     use super::super::{GpuGrads, Wire};
     use super::*;
 
-    /// A generator whose every run is the same.
+    /// A deterministic pseudo-random generator.
     struct Random(u64);
 
     impl Random {
@@ -101,7 +104,7 @@ mod tests {
             (self.next() >> 11) % limit
         }
 
-        /// Between the two, evenly on a logarithmic scale.
+        /// Returns a number between `low` and `high`, uniform on a logarithmic scale.
         fn between(&mut self, low: f64, high: f64) -> f64 {
             let part = (self.next() >> 11) as f64 / (1_u64 << 53) as f64;
             low * (high / low).powf(part)
@@ -133,7 +136,7 @@ mod tests {
         }
     }
 
-    /// Step, rounding and upload of every subgroup, one after the other, on the same memory.
+    /// Seconds of step, rounding and upload of every subgroup, one after the other, with the same memory bandwidth.
     fn serial_seconds(shape: &Shape, rates: &Rates) -> f64 {
         let alone = |engine_seconds: f64, bytes: f64| engine_seconds.max(bytes / rates.dram);
         let grad = if shape.wire == Wire::Native { 2.0 } else { 4.0 };
@@ -157,7 +160,7 @@ mod tests {
             let residents = random.below(shape.count() as u64 + 1) as usize;
             let chosen = choose(&shape, &rates, residents, 0.0, Mode::Model).unwrap().prediction.exposed;
             let mut serial = serial_seconds(&shape, &rates);
-            // Residents are given: where the GPU is slower than the CPU they alone may take longer.
+            // The residents are fixed: on a GPU slower than the CPU, the residents alone may take longer.
             serial = serial.max(residents as f64 * shape.largest() as f64 / rates.gpu);
             assert!(chosen <= serial * (1.0 + 1e-9), "{chosen} over {serial}: {rates:?} {shape:?}");
         }
@@ -182,7 +185,7 @@ mod tests {
         }
     }
 
-    /// Not only the number: every one of the 2^N placements of an update phase.
+    /// Compares the choice with all 2^8 placements, not only with even ones, for the update phase alone.
     #[test]
     fn the_choice_is_within_2_percent_of_every_placement() {
         let mut random = Random(3);

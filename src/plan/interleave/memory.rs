@@ -1,25 +1,25 @@
-//! Bytes that a plan needs on both sides, and that a step moves.
+//! Bytes that a plan allocates on GPU and host, and bytes that a step transfers.
 #![forbid(unsafe_code)]
 
 use super::schedule::PAIR;
 use super::sites::{Plan, Site};
 use super::{GpuGrads, Shape, Wire};
 
-/// Bytes of param, exp_avg and exp_avg_sq, per parameter.
+/// Bytes per parameter of param, exp_avg and exp_avg_sq in f32.
 const STATE: u64 = 12;
 const WORD: u64 = 4;
 const HALF: u64 = 2;
 
-/// Bytes of a plan. The framework's own 16-bit parameters and the gradients it would hold anyway are not counted.
+/// Bytes of a plan. Does not count the 16-bit parameters of the framework, nor the gradients that it holds in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bytes {
     /// GPU memory of the slots.
     pub slots: u64,
-    /// GPU memory of the buffers in which gradients are widened.
+    /// GPU memory of the chunk buffers, in which gradients are widened.
     pub chunks: u64,
     /// GPU memory of resident states.
     pub residents: u64,
-    /// GPU memory of 16-bit gradients that wait for the GPU's update.
+    /// GPU memory of 16-bit gradients that are kept for GPU updates.
     pub kept_grads: u64,
     /// Pinned host memory of states.
     pub host_states: u64,
@@ -27,25 +27,25 @@ pub struct Bytes {
     pub host_grads: u64,
     /// Pinned host memory of the staging buffers.
     pub stages: u64,
-    /// Bytes of a step over the link to the device.
+    /// Bytes that a step transfers to the device.
     pub to_device: u64,
-    /// Bytes of a step over the link to the host.
+    /// Bytes that a step transfers to the host. Excludes gradients that the caller delivers.
     pub to_host: u64,
 }
 
 impl Bytes {
-    /// GPU memory in all.
+    /// Total GPU memory.
     pub fn gpu(&self) -> u64 {
         self.slots + self.chunks + self.residents + self.kept_grads
     }
 
-    /// Pinned host memory in all.
+    /// Total pinned host memory.
     pub fn host(&self) -> u64 {
         self.host_states + self.host_grads + self.stages
     }
 }
 
-/// Bytes that `plan` needs and moves. Sizes are those of [`Shape::check`], so that nothing overflows.
+/// Computes the bytes that `plan` allocates and transfers. `shape` must pass [`Shape::check`], so that no sum overflows.
 pub fn bytes(shape: &Shape, plan: &Plan) -> Bytes {
     let of = |site| plan.on(site).map(|subgroup| shape.sizes[subgroup]).sum::<u64>();
     let (cpu, gpu, resident) = (of(Site::Cpu), of(Site::Gpu), of(Site::Resident));

@@ -1,21 +1,24 @@
-//! The interleaved update of CPU and GPU (Deep Optimizer States): what is updated where, in which order it is enqueued,
-//! how long it takes and what memory it needs.
+//! The interleaved optimizer update on CPU and GPU (Deep Optimizer States): the site of each subgroup's update, the order
+//! of the commands, the predicted time, and the memory.
 //!
-//! The optimizer state of a rank is cut into subgroups, numbered in the order in which their gradients arrive. Three
-//! kinds of places update them: the CPU in host memory; the GPU, which fetches the state into a slot and flushes
-//! it back; and the GPU for residents, whose state never leaves it. All rates are parameters per second of one GPU and
-//! its share of the host.
+//! The optimizer state of a rank is split into subgroups, numbered in the order in which their gradients arrive. There
+//! are three sites:
+//! - the CPU, which updates the state in host memory;
+//! - the GPU, which fetches the state into a slot, updates it and flushes it back to host memory;
+//! - the GPU for residents, whose state stays in GPU memory.
+//!
+//! All rates are in parameters per second, for one GPU and its share of the host.
 //!
 //! | file | holds |
 //! |---|---|
-//! | `sites` | which subgroup is updated where: even spread, stride, residents last |
-//! | `share` | Eq. 1, as printed and corrected |
+//! | `sites` | the site of every subgroup: spread evenly or by a stride, residents last |
+//! | `share` | Eq. 1, as printed and as corrected |
 //! | `schedule` | the commands of one step: copies, updates, and the events that order them |
-//! | `pieces` | the GPU's part of a step, and how much of it is enqueued at a time |
+//! | `pieces` | the GPU commands of a step, in pieces of one subgroup, with a limit on queued operations |
 //! | `timeline` | a discrete-event simulator of engines that serve one operation at a time |
-//! | `model` | the schedule on the simulator: seconds of a step |
-//! | `choose` | the plan that the model likes best |
-//! | `memory` | bytes that a plan needs and moves |
+//! | `model` | the predicted seconds of a step: the schedule run on the simulator |
+//! | `choose` | the plan with the shortest predicted time |
+//! | `memory` | bytes that a plan allocates and transfers |
 #![forbid(unsafe_code)]
 
 pub mod choose;
@@ -30,19 +33,19 @@ pub mod timeline;
 use super::check;
 use crate::error::{Error, Result};
 
-/// Most subgroups of a plan.
+/// Maximal number of subgroups of a plan.
 pub const MAX_SUBGROUPS: usize = 1 << 16;
-/// Most parts that all subgroups together are cut into: each is a few commands of every step.
+/// Maximal number of chunks of all subgroups together. Each chunk takes a few commands in every step.
 pub const MAX_PARTS: u64 = 1 << 18;
-/// Most slots; the model gains nothing from a third.
+/// Maximal number of slots. In the model, more than two slots give no benefit.
 pub const MAX_SLOTS: usize = 8;
 
-/// What one GPU, its links and its share of the host can do, in parameters per second.
+/// Rates of one GPU, its links and its share of the host, in parameters per second unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rates {
     /// Optimizer step on the CPU (the paper's U_c), measured while copies run.
     pub cpu: f64,
-    /// Rounding to 16 bits on the CPU (D_c); infinite where the step does it in the same pass.
+    /// Rounding to 16 bits on the CPU (D_c); infinite if the step rounds in the same pass.
     pub downscale: f64,
     /// Optimizer step on the GPU (U_g).
     pub gpu: f64,
@@ -50,16 +53,16 @@ pub struct Rates {
     pub h2d: f64,
     /// Device to host, in f32 words (B).
     pub d2h: f64,
-    /// Widening gradients to f32 on the GPU; infinite if negligible.
+    /// Widening of gradients to f32 on the GPU; infinite if the time is negligible.
     pub cast: f64,
-    /// Bytes per second of host memory that all of it shares; infinite if it never binds.
+    /// Host memory bandwidth in bytes per second, shared by CPU and copies; infinite if it is never the limit.
     pub dram: f64,
-    /// Both directions of the link at once.
+    /// True if the link transfers in both directions at the same time.
     pub duplex: bool,
 }
 
 impl Rates {
-    /// Refuses rates that no machine has.
+    /// Returns an error unless all rates are positive; only `downscale`, `cast` and `dram` may be infinite.
     pub fn check(&self) -> Result<()> {
         check::positive("rates.cpu", self.cpu)?;
         check::positive_or_infinite("rates.downscale", self.downscale)?;
@@ -71,43 +74,43 @@ impl Rates {
     }
 }
 
-/// In which form gradients go to the host.
+/// How gradients are transferred to the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wire {
-    /// Widened on the GPU, f32 on the link.
+    /// Widened on the GPU and transferred as f32.
     F32,
-    /// 16 bits on the link, widened in the registers of the CPU step.
+    /// Transferred as 16 bits and widened in the registers of the CPU step.
     Native,
-    /// The caller brings them to the host itself.
+    /// Transferred by the caller.
     Delivered,
 }
 
-/// Where the gradients of subgroups that the GPU updates wait.
+/// Where the gradients of GPU subgroups are stored until the update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuGrads {
-    /// On the GPU.
+    /// In GPU memory.
     Kept,
-    /// On the host like all others, and fetched with the state.
+    /// In host memory, as for CPU subgroups, and fetched with the state.
     Fetched,
 }
 
-/// What is fixed for the life of an optimizer: its subgroups and how they travel.
+/// Properties that are fixed for the lifetime of an optimizer: the subgroups and how they are transferred.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
     /// Parameters of each subgroup, in the order in which gradients arrive.
     pub sizes: Vec<u64>,
-    /// Parameters per copy; copies of one state take turns with others at this grain.
+    /// Parameters per copy operation. Other copies can run between two chunks of a state.
     pub chunk: u64,
-    /// State buffers on the GPU.
+    /// Number of state buffers on the GPU.
     pub slots: usize,
-    /// How gradients leave.
+    /// How gradients are transferred to the host.
     pub wire: Wire,
-    /// Where gradients of GPU subgroups wait.
+    /// Where the gradients of GPU subgroups are stored until the update.
     pub gpu_grads: GpuGrads,
 }
 
 impl Shape {
-    /// `count` subgroups of `size` parameters, two slots, whole copies, f32 wire, kept gradients.
+    /// `count` subgroups of `size` parameters, two slots, copies of whole arrays, [`Wire::F32`], [`GpuGrads::Kept`].
     pub fn uniform(count: usize, size: u64) -> Shape {
         Shape {
             sizes: vec![size; count],
@@ -133,7 +136,7 @@ impl Shape {
         self.sizes.iter().copied().max().unwrap_or(0)
     }
 
-    /// Words per parameter of a gradient on the link; zero where the caller delivers it.
+    /// f32 words per parameter of a gradient on the link to the host; zero if the caller delivers the gradients.
     pub fn wire_words(&self) -> f64 {
         match self.wire {
             Wire::F32 => 1.0,
@@ -142,7 +145,7 @@ impl Shape {
         }
     }
 
-    /// Words per parameter that a GPU update fetches for its gradient.
+    /// f32 words per parameter that a GPU update fetches for its gradient.
     pub fn fetched_words(&self) -> f64 {
         match (self.gpu_grads, self.wire) {
             (GpuGrads::Kept, _) => 0.0,
@@ -151,7 +154,7 @@ impl Shape {
         }
     }
 
-    /// Refuses shapes that no schedule can be made of.
+    /// Returns an error if a size, the number of slots or the chunk size is out of range.
     pub fn check(&self) -> Result<()> {
         let refuse = |name: &'static str, reason: String| Err(Error::invalid(name, reason));
         if self.count() > MAX_SUBGROUPS {

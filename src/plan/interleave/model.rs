@@ -1,4 +1,4 @@
-//! Seconds of a step: the schedule's own commands, played on the simulator.
+//! The predicted seconds of a step: runs the commands of the schedule on the simulator.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -14,34 +14,35 @@ use crate::plan::check;
 /// Bytes of one f32.
 const WORD: f64 = 4.0;
 
-/// One piece of work and when it ran.
+/// One unit of work with its lane and its time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Span {
-    /// On which lane.
+    /// The lane of the work.
     pub lane: Lane,
-    /// What it was; `None` for the framework's own time.
+    /// The work; `None` for time of the framework.
     pub work: Option<Work>,
-    /// When.
+    /// Start and end, in seconds from the start of backward.
     pub ran: Ran,
 }
 
-/// What the model says of a step.
+/// The predicted times of a step, in seconds.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prediction {
-    /// From the end of backward until all parameters are new on the GPU: what the next forward pass waits for.
+    /// From the end of backward until all parameters on the GPU are updated. The next forward pass waits for this time.
     pub exposed: f64,
-    /// Until the last flush is home.
+    /// From the end of backward until the last flush is complete.
     pub home: f64,
-    /// Until each subgroup's parameters are new, from the end of backward.
+    /// From the end of backward until the parameters of each subgroup are updated.
     pub ready: Vec<f64>,
-    /// Seconds that CPU, copies in, copies out and GPU work.
+    /// Busy seconds of the CPU, of copies to the device, of copies to the host, and of the GPU.
     pub busy: [f64; 4],
-    /// Everything that ran, times from the start of backward.
+    /// All work, with times from the start of backward.
     pub spans: Vec<Span>,
 }
 
-/// The step of `plan` after a backward pass of `backward` seconds, in which gradients arrive evenly. At zero all
-/// gradients are where they are needed: the update phase alone, without the way of gradients to the host.
+/// Predicts the step of `plan` after a backward pass of `backward` seconds, in which gradients arrive at equal intervals.
+/// With `backward` zero, predicts the update phase alone: all gradients are already where the updates need them. Fails
+/// for an invalid shape, rate or backward time, or if `plan` and `shape` have different numbers of subgroups.
 pub fn predict(shape: &Shape, rates: &Rates, plan: &Plan, backward: f64) -> Result<Prediction> {
     shape.check()?;
     rates.check()?;
@@ -64,15 +65,17 @@ pub fn predict(shape: &Shape, rates: &Rates, plan: &Plan, backward: f64) -> Resu
     Ok(model.finish(plan, backward))
 }
 
-/// Plays commands: remembers which operations each lane's next one, and each event, come after.
+/// Converts commands to operations of the simulator.
 struct Model<'a> {
     shape: &'a Shape,
     rates: &'a Rates,
     timeline: Timeline,
     spans: Vec<(Lane, Option<Work>)>,
+    /// Per lane: the operations that its next operation must follow.
     frontier: [Vec<u32>; Lane::ALL.len()],
+    /// Per recorded event: the operations that must be done before it.
     events: HashMap<Event, Vec<u32>>,
-    /// The host thread that enqueues.
+    /// The host thread that enqueues the current commands.
     issuer: Lane,
 }
 
@@ -89,7 +92,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// The framework computes.
+    /// Adds `seconds` of computation of the framework.
     fn pass(&mut self, seconds: f64) {
         self.add(Lane::Model, None, Engine::Clock, seconds, 0.0);
     }
@@ -124,7 +127,8 @@ impl<'a> Model<'a> {
         Ok(())
     }
 
-    /// What comes before the next operation of a lane: its own past, and what the thread that enqueues has seen.
+    /// The operations that the next operation of a lane must follow: the lane's earlier operations and waits, and
+    /// everything that the enqueueing thread has waited for.
     fn after(&self, lane: Lane) -> Vec<u32> {
         let mut after = self.frontier[lane as usize].clone();
         if self.issuer != lane {
@@ -141,7 +145,7 @@ impl<'a> Model<'a> {
         self.frontier[lane as usize] = vec![op];
     }
 
-    /// Engine, seconds, and bytes of host memory that it moves.
+    /// The engine of the work, its seconds at full speed, and the bytes of host memory that it reads and writes.
     fn cost(&self, work: Work) -> (Engine, f64, f64) {
         let Rates { cpu, downscale, gpu, h2d, d2h, cast, .. } = *self.rates;
         let size = |subgroup: usize| self.shape.sizes[subgroup] as f64;
@@ -165,8 +169,8 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// Bytes that a CPU update moves per parameter: three states both ways, the gradient, the 16-bit parameter; the
-    /// parameter once more where rounding is a pass of its own.
+    /// Bytes of host memory per parameter that a CPU update reads and writes: three states read and written, the
+    /// gradient, and the 16-bit parameter. If rounding is a separate pass, that pass reads the parameter once more.
     fn step_bytes(&self) -> f64 {
         let grad = if self.shape.wire == Wire::Native { 2.0 } else { 4.0 };
         let again = if self.rates.downscale.is_finite() { 4.0 } else { 0.0 };
@@ -223,7 +227,7 @@ mod tests {
         Plan::stride(50, stride, 0).unwrap()
     }
 
-    /// Within 2 %.
+    /// Asserts that `value` is within 2 % of `expected`.
     fn close(value: f64, expected: f64) {
         assert!((value / expected - 1.0).abs() < 0.02, "{value} is not {expected}");
     }

@@ -1,8 +1,8 @@
-//! The GPU's part of a step, in pieces of one subgroup each.
+//! The GPU commands of a step, in pieces of one subgroup each.
 //!
-//! A device has room for about a thousand queued operations; a call that queues one more blocks, and with it every other
-//! launch of the process. So a step is not enqueued whole: each piece may name an event that has to be reached before it is
-//! enqueued. None of the pieces waits for the CPU's part.
+//! A device can queue about a thousand operations. A call that enqueues one more blocks, and blocks every other launch of
+//! the process. So a step is enqueued piece by piece: before a piece, the enqueueing thread may have to wait for an event
+//! of an earlier piece. No piece waits for CPU updates.
 #![forbid(unsafe_code)]
 
 use std::iter;
@@ -13,30 +13,30 @@ use super::{GpuGrads, Shape};
 use crate::error::Result;
 use Command::{Record, Run, Wait};
 
-/// Operations that a step may have queued at a time, well below what a device has room for.
+/// Maximal number of queued operations of a step, well below the limit of a device.
 const MOST_QUEUED: u64 = 640;
-/// Residents whose updates may be queued at a time.
+/// Maximal number of residents with queued updates.
 const RESIDENTS_AHEAD: usize = 32;
 
-/// What the GPU does for one subgroup.
+/// The GPU work for one subgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Piece {
-    /// Fetches, updates and flushes it through a slot.
+    /// Fetches the state into a slot, updates it and flushes it.
     Fetched {
-        /// Which.
+        /// Index of the subgroup.
         subgroup: usize,
-        /// The slot.
+        /// Index of the slot.
         slot: usize,
     },
-    /// Updates it where it is.
+    /// Updates a resident in place.
     Resident {
-        /// Which.
+        /// Index of the subgroup.
         subgroup: usize,
     },
 }
 
 impl Piece {
-    /// The subgroup it is done for.
+    /// The subgroup that the piece belongs to.
     pub const fn subgroup(self) -> usize {
         match self {
             Piece::Fetched { subgroup, .. } | Piece::Resident { subgroup } => subgroup,
@@ -44,8 +44,8 @@ impl Piece {
     }
 }
 
-/// The pieces of a step in the order in which they are enqueued, each with what has to be reached before. Residents are
-/// spread evenly among the others, whose waits they fill.
+/// The pieces of a step in the order in which they are enqueued, each with the event that must complete before it is
+/// enqueued. Residents are spread evenly among the fetched subgroups, so that their updates fill the waits for transfers.
 pub fn pieces(shape: &Shape, plan: &Plan) -> Vec<(Piece, Option<Event>)> {
     let fetched: Vec<usize> = plan.on(Site::Gpu).collect();
     let residents: Vec<usize> = plan.on(Site::Resident).collect();
@@ -68,22 +68,23 @@ pub fn pieces(shape: &Shape, plan: &Plan) -> Vec<(Piece, Option<Event>)> {
     }
 }
 
-/// How many fetched subgroups may be under way: one more than there are slots, or fewer where they have many chunks. Two
-/// keep the copies of both directions going.
+/// Maximal number of fetched subgroups in flight: one more than the slots, or fewer if subgroups have many chunks. The
+/// minimum is two, which keeps the copies of both directions busy.
 fn most_ahead(shape: &Shape) -> usize {
     let chunks = shape.largest().div_ceil(shape.chunk.max(1));
-    // Copies of three states both ways and of a gradient, and about 30 waits, records and launches.
+    // Operations of one subgroup: 7 copies per chunk (three states in both directions, one gradient), and about 30 waits,
+    // records and launches.
     let operations = chunks.saturating_mul(7).saturating_add(30);
     let fits = usize::try_from(MOST_QUEUED / operations).unwrap_or(usize::MAX);
     (shape.slots + 1).min(fits.max(2))
 }
 
-/// Holds back the thread that enqueues until there is room for a piece.
+/// Makes the enqueueing thread wait for `event`, after which the device queue has room for the piece.
 pub fn room(event: Option<Event>, emit: &mut impl Sink) -> Result<()> {
     event.map_or(Ok(()), |event| emit(Wait(Lane::Caller, event, Edge::RoomBeforeEnqueue)))
 }
 
-/// Enqueues a piece.
+/// Passes the commands of a piece to `emit`.
 pub fn enqueue(shape: &Shape, piece: Piece, emit: &mut impl Sink) -> Result<()> {
     match piece {
         Piece::Fetched { subgroup, slot } => through_slot(shape, subgroup, slot, emit),

@@ -1,17 +1,20 @@
-//! The commands of one step: what is enqueued on which lane, and the events that order lanes among each other.
+//! The commands of one step: the work on each lane, and the events that order the lanes.
 //!
-//! A lane does its work in the order in which it is given. `Record` marks the end of what its lane was given so far;
-//! `Wait` holds back what its lane is given next until the last record of the event before the wait, and does nothing
-//! for an event that was never recorded, as CUDA has it. On [`Lane::Cpu`] and [`Lane::Caller`], which are threads
-//! of the host, work is done and waits block at once. So a step needs no memory of the steps before it: the
-//! events carry it.
+//! A lane executes its commands in the order in which they are enqueued. The event semantics are those of CUDA:
+//! - `Record` marks the point after all commands that the lane has so far.
+//! - `Wait` delays the later commands of the lane until the most recent record of the event completes. For an event that
+//!   was never recorded, `Wait` does nothing.
 //!
-//! - The GPU's part is enqueued in [`pieces`](super::pieces), beside the CPU's; none of it waits for the host.
-//! - The CPU thread works through [`cpu_part`], subgroup by subgroup, and enqueues the uploads itself.
-//! - Copies of states are cut into chunks, so that an upload, which is one copy, gets in between them on the one engine of
-//!   its direction: the CPU stands still when both staging buffers wait.
-//! - Prefetch, flush and upload have a lane each, residents have their own, which fills the GPU's idle time.
-//! - A flush may go on into the next iteration; whatever needs it waits for `Home`.
+//! [`Lane::Cpu`] and [`Lane::Caller`] are host threads: they do their work and block in waits immediately. The events
+//! carry all dependencies on earlier steps, so the planner keeps no state between steps.
+//!
+//! - The GPU commands are enqueued in [`pieces`](super::pieces), concurrently with the CPU updates. They never wait for
+//!   CPU updates.
+//! - The CPU thread runs [`cpu_part`] for each CPU subgroup, and enqueues the uploads itself.
+//! - Copies of states are split into chunks, so that an upload (one copy) can run between two chunks on the copy engine
+//!   of its direction. The CPU is idle while both staging buffers wait for their upload.
+//! - Prefetch, flush, upload and the updates of residents have separate lanes. Residents fill the idle time of the GPU.
+//! - A flush may continue into the next iteration. Commands that need its result wait for [`Event::Home`].
 #![forbid(unsafe_code)]
 
 use super::sites::{Plan, Site};
@@ -21,31 +24,31 @@ use crate::error::Result;
 /// Number of chunk buffers for gradients, and of staging buffers for 16-bit parameters.
 pub const PAIR: usize = 2;
 
-/// What does work in order: streams of the device, and two threads of the host.
+/// An in-order queue of work: a stream of the device, or one of two host threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Lane {
     /// The framework's forward and backward pass.
     Model,
     /// Widens gradients on the GPU.
     Cast,
-    /// Gradients out, and flushes.
+    /// Copies to the host: gradients, flushes and evictions.
     D2h,
-    /// Prefetches.
+    /// Copies to the device: prefetches and new residents.
     H2d,
     /// Updates of fetched subgroups.
     Gpu,
     /// Updates of residents.
     Resident,
-    /// 16-bit parameters of CPU subgroups to the GPU.
+    /// Copies 16-bit parameters of CPU subgroups to the GPU.
     Upload,
     /// The host thread that updates CPU subgroups.
     Cpu,
-    /// The host thread that calls.
+    /// The host thread that calls the library.
     Caller,
 }
 
 impl Lane {
-    /// All of them, in the order of their numbers.
+    /// All lanes, in the order of their discriminants.
     pub const ALL: [Lane; 9] = [
         Lane::Model,
         Lane::Cast,
@@ -74,12 +77,12 @@ impl Lane {
     }
 }
 
-/// A point that lanes wait for. Indices are subgroups, slots, or one of a pair of buffers.
+/// An event that lanes wait for. The index is a subgroup, a slot, or a buffer of a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// The gradient of a subgroup is there; recorded by the framework.
+    /// The gradient of a subgroup is complete. The framework records it.
     Grad(usize),
-    /// Forward and backward no longer read the 16-bit parameters of a subgroup; recorded by the framework.
+    /// Forward and backward no longer read the 16-bit parameters of a subgroup. The framework records it.
     ParamFree(usize),
     /// A chunk buffer holds widened gradients.
     ChunkFull(usize),
@@ -91,7 +94,7 @@ pub enum Event {
     SlotFull(usize),
     /// The subgroup in a slot is updated.
     SlotDone(usize),
-    /// One array of a slot is flushed; the next one may come in while the others still leave.
+    /// One array of a slot is flushed. The same array of the next subgroup may be fetched while the others are flushed.
     SlotFree(usize, State),
     /// The state of a subgroup is in host memory.
     Home(usize),
@@ -99,52 +102,51 @@ pub enum Event {
     Settled(usize),
     /// A staging buffer may be overwritten.
     StageFree(usize),
-    /// The 16-bit parameters of a subgroup are new.
+    /// The 16-bit parameters of a subgroup are updated.
     Ready(usize),
 }
 
-/// Why a wait is there. The first thirteen have the numbers of the written schedule; the others belong to changes of
-/// residents, to gradients that are fetched, and to
-/// checkpoints.
+/// The reason for a wait. The first thirteen edges have the numbers of the written schedule. The others order changes of
+/// residents, fetched gradients, checkpoints, and the room in the device queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Edge {
-    /// 0: a gradient leaves after it is made.
+    /// 0: a gradient is copied to the host after it is complete.
     GradBeforeOut = 0,
-    /// 1: a chunk is widened into a buffer that was copied out.
+    /// 1: a chunk is widened into a buffer after the previous chunk in the buffer was copied to the host.
     ChunkFreeBeforeCast = 1,
-    /// 2: a chunk is copied out after it was widened.
+    /// 2: a chunk is copied to the host after it was widened.
     CastBeforeOut = 2,
-    /// 3: the GPU updates after the gradient is made.
+    /// 3: the GPU updates a subgroup after its gradient is complete.
     GradBeforeStep = 3,
-    /// 4: a slot is filled after its last state was flushed.
+    /// 4: a slot is filled after its previous state was flushed.
     SlotFreeBeforeFetch = 4,
     /// 5: a state is fetched after its last flush.
     HomeBeforeFetch = 5,
-    /// 6: the GPU updates what has been fetched.
+    /// 6: the GPU updates a slot after its fetch.
     FetchBeforeStep = 6,
     /// 7: a slot is flushed after its update.
     StepBeforeFlush = 7,
-    /// 8: the CPU updates after the gradient is home.
+    /// 8: the CPU updates a subgroup after its gradient is in host memory.
     GradHomeBeforeStep = 8,
     /// 9: the CPU updates a state after its last flush.
     HomeBeforeStep = 9,
-    /// 10: parameters are staged in a buffer that was uploaded.
+    /// 10: the CPU overwrites a staging buffer after its last upload.
     StageFreeBeforeStep = 10,
-    /// 11: 16-bit parameters are written when nobody reads the old ones.
+    /// 11: 16-bit parameters are overwritten after forward and backward have read the old ones.
     ReadBeforeWrite = 11,
-    /// 12: the next forward pass reads new parameters.
+    /// 12: the next forward pass reads parameters after they are updated.
     ReadyBeforeRead = 12,
-    /// A fetched gradient is home first.
+    /// 13: a gradient is fetched after it is in host memory.
     GradHomeBeforeFetch = 13,
-    /// A resident is updated once its state is there.
+    /// 14: a resident is updated after its state was copied to the GPU.
     SettledBeforeStep = 14,
-    /// A resident leaves after its last update.
+    /// 15: a resident is evicted after its last update.
     ReadyBeforeEvict = 15,
-    /// The caller reads host state after the last flush.
+    /// 16: the caller reads host state after the last flush.
     HomeBeforeRead = 16,
-    /// The thread that enqueues waits for room on the device; this orders nothing.
+    /// 17: the enqueueing thread waits for room in the device queue. This edge limits the queue; no data depends on it.
     RoomBeforeEnqueue = 17,
-    /// A resident that leaves without an update has come whole.
+    /// 18: a resident without an update since it was admitted is evicted after its state was copied completely.
     SettledBeforeEvict = 18,
 }
 
@@ -176,48 +178,48 @@ pub enum State {
     Param = 2,
 }
 
-/// In the order in which they are copied.
+/// The arrays of a state, in the order in which they are copied.
 pub const STATES: [State; 3] = [State::ExpAvg, State::ExpAvgSq, State::Param];
 
-/// Part of a subgroup, in parameters.
+/// A range of the parameters of a subgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
-    /// The first.
+    /// Index of the first parameter.
     pub from: u64,
-    /// How many.
+    /// Number of parameters.
     pub len: u64,
 }
 
-/// What a lane does.
+/// Work of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "fields say what they are: a subgroup, part of it, and the buffers it meets")]
 pub enum Work {
     /// Widens part of a gradient into a chunk buffer.
     Cast { subgroup: usize, part: Part, buffer: usize },
-    /// Copies part of a gradient home, from a chunk buffer, or as it is if there is none.
+    /// Copies part of a gradient to the host: from a chunk buffer, or unchanged if `buffer` is `None`.
     GradOut { subgroup: usize, part: Part, buffer: Option<usize> },
     /// Copies part of a state into a slot.
     Prefetch { subgroup: usize, slot: usize, state: State, part: Part },
     /// Copies part of a gradient from the host into a slot.
     FetchGrad { subgroup: usize, slot: usize, part: Part },
-    /// Updates the subgroup in a slot; writes its 16-bit parameters.
+    /// Updates the subgroup in a slot, and writes its 16-bit parameters.
     GpuStep { subgroup: usize, slot: usize },
-    /// Copies part of a state from a slot home.
+    /// Copies part of a state from a slot to host memory.
     Flush { subgroup: usize, slot: usize, state: State, part: Part },
-    /// Updates a resident; writes its 16-bit parameters.
+    /// Updates a resident, and writes its 16-bit parameters.
     ResidentStep { subgroup: usize },
     /// Copies part of the state of a new resident to the GPU.
     Admit { subgroup: usize, state: State, part: Part },
-    /// Copies part of the state of a former resident home.
+    /// Copies part of the state of a former resident to host memory.
     Evict { subgroup: usize, state: State, part: Part },
     /// Updates a subgroup in host memory and rounds its parameters into a staging buffer.
     CpuStep { subgroup: usize, stage: usize },
-    /// Copies a staging buffer over 16-bit parameters on the GPU.
+    /// Copies a staging buffer to the 16-bit parameters on the GPU.
     Upload { subgroup: usize, stage: usize },
 }
 
 impl Work {
-    /// The subgroup it is done for.
+    /// The subgroup that the work belongs to.
     pub const fn subgroup(self) -> usize {
         match self {
             Work::Cast { subgroup, .. }
@@ -234,7 +236,8 @@ impl Work {
         }
     }
 
-    /// The part of a copy whose parts follow one another on their lane without a wait between them: one stretch of time.
+    /// The part of a copy whose chunks follow each other on the lane without a wait in between; `None` for other work.
+    /// Such chunks form one span of time.
     pub const fn stretch(&mut self) -> Option<&mut Part> {
         match self {
             Work::GradOut { part, buffer: None, .. }
@@ -265,24 +268,25 @@ impl Work {
     }
 }
 
-/// One thing to do.
+/// One command of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
-    /// Hold back what the lane is given next.
+    /// Delays the later commands of the lane until the event. The edge is the reason.
     Wait(Lane, Event, Edge),
-    /// Mark the end of what the lane was given.
+    /// Records the event after all commands that the lane has so far.
     Record(Lane, Event),
-    /// Do this.
+    /// Does the work on the lane.
     Run(Lane, Work),
 }
 
 use Command::{Record, Run, Wait};
 
-/// Takes commands one by one.
+/// A consumer of commands, called once per command in order.
 pub trait Sink: FnMut(Command) -> Result<()> {}
 impl<F: FnMut(Command) -> Result<()>> Sink for F {}
 
-/// Sends a gradient home during backward: of CPU subgroups, and of all that are fetched again.
+/// Copies the gradient of a subgroup to the host during backward: for CPU subgroups, and for GPU subgroups with
+/// [`GpuGrads::Fetched`]. Does nothing for other subgroups.
 pub fn gradient_out(shape: &Shape, plan: &Plan, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
     let goes_home = match plan.site(subgroup) {
         Site::Cpu => true,
@@ -316,7 +320,7 @@ pub fn gradient_out(shape: &Shape, plan: &Plan, subgroup: usize, emit: &mut impl
     emit(Record(Lane::D2h, Event::GradHome(subgroup)))
 }
 
-/// Moves the states of subgroups that become residents, or cease to be, between two plans.
+/// Moves the states of subgroups that become residents, or stop being residents, from plan `from` to plan `to`.
 pub fn change_residents(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl Sink) -> Result<()> {
     for subgroup in 0..shape.count() {
         let (was, is) = (from.site(subgroup) == Site::Resident, to.site(subgroup) == Site::Resident);
@@ -339,7 +343,7 @@ pub fn change_residents(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl S
     Ok(())
 }
 
-/// What the CPU thread does for the `nth` CPU subgroup of a step.
+/// The commands of the CPU thread for the `nth` CPU subgroup of a step.
 pub fn cpu_part(nth: usize, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
     let stage = nth % PAIR;
     emit(Wait(Lane::Cpu, Event::GradHome(subgroup), Edge::GradHomeBeforeStep))?;
@@ -352,12 +356,13 @@ pub fn cpu_part(nth: usize, subgroup: usize, emit: &mut impl Sink) -> Result<()>
     emit(Record(Lane::Upload, Event::Ready(subgroup)))
 }
 
-/// Lets `reader` read the new 16-bit parameters of a subgroup. The CPU thread is past it, if it is the CPU's.
+/// Makes `reader` wait for the updated 16-bit parameters of a subgroup. For a CPU subgroup, the caller must first wait
+/// until the CPU thread has enqueued the upload.
 pub fn publish(subgroup: usize, reader: Lane, emit: &mut impl Sink) -> Result<()> {
     emit(Wait(reader, Event::Ready(subgroup), Edge::ReadyBeforeRead))
 }
 
-/// Lets the caller read the state of a subgroup in host memory.
+/// Makes the caller wait until the state of a subgroup is in host memory.
 pub fn drain(subgroup: usize, emit: &mut impl Sink) -> Result<()> {
     emit(Wait(Lane::Caller, Event::Home(subgroup), Edge::HomeBeforeRead))
 }

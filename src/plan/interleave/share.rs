@@ -1,34 +1,40 @@
-//! How much of the update the GPU takes: Deep Optimizer States Eq. 1, as printed and corrected.
+//! The GPU's share of the update: Deep Optimizer States Eq. 1, as printed and as corrected.
 //!
-//! The paper uses k for two things. In Eq. 1 it is the number of CPU subgroups per GPU subgroup; in its algorithm
-//! it is the stride, which is one more. Here [`cpu_per_gpu`] is the former and a stride is called a stride. With
-//! A = 1/U_c + 1/D_c, q = 3 words each way plus what a gradient adds, and w = 1/2 word for a parameter in 16 bits:
+//! The paper uses k for two quantities. In Eq. 1, k is the number of CPU subgroups per GPU subgroup. In Algorithm 1, k is
+//! the stride, which is one more. Here [`cpu_per_gpu`] is the k of Eq. 1, and the stride is called stride. Definitions:
+//! - A = 1/U_c + 1/D_c, the seconds of a CPU update per parameter;
+//! - q = 3 words per parameter to fetch, plus the words of a fetched gradient;
+//! - w = 1/2 word, a parameter in 16 bits;
+//! - B = the bandwidth of the link: B_h to the device, B_d to the host.
+//!
+//! CPU and GPU take equally long at:
 //!
 //!     one slot:         k = (q/B + 1/U_g) / (A - w/B)
 //!     two slots:        k = max((q/B_h) / (A - w/B_h), (3/B_d) / A, (1/U_g) / A)
 //!
-//! The link of the second form carries the next state while the GPU updates the last one, so 1/U_g drops out. Where a
-//! CPU subgroup takes no longer than the upload of its parameters, nothing can be gained: the share is zero.
+//! With two slots, the link transfers the next state while the GPU updates the current one, so 1/U_g is not added to the
+//! link time. If a CPU update takes no longer than the upload of its parameters, the GPU cannot help: its share is zero.
 #![forbid(unsafe_code)]
 
 use super::Rates;
 
-/// Words per parameter of param, exp_avg and exp_avg_sq.
+/// f32 words per parameter of param, exp_avg and exp_avg_sq.
 const STATE_WORDS: f64 = 3.0;
-/// Words per parameter of a 16-bit parameter.
+/// f32 words of a 16-bit parameter.
 const HALF: f64 = 0.5;
 
-/// Which buffers the balance assumes.
+/// The number of slots that the balance assumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Balance {
-    /// One buffer: the GPU's update adds to the link's time, as in Eq. 1.
+    /// One slot: the time of the GPU update adds to the time of the link, as in Eq. 1.
     OneSlot,
-    /// Two buffers or more: everything overlaps.
+    /// Two slots or more: transfers and updates overlap.
     TwoSlots,
 }
 
-/// CPU subgroups per GPU subgroup at which both take equally long (Eq. 1's k); `None` where the CPU keeps up with the
-/// link, so that the GPU should take none. `fetched_words` are what a gradient adds to each fetch.
+/// CPU subgroups per GPU subgroup at which both take equally long (the k of Eq. 1). `None` if a CPU update takes no
+/// longer than its upload; then no subgroup should be on the GPU. `fetched_words`: f32 words per parameter of a fetched
+/// gradient, 0 without one.
 pub fn cpu_per_gpu(rates: &Rates, fetched_words: f64, balance: Balance) -> Option<f64> {
     let cpu = 1.0 / rates.cpu + 1.0 / rates.downscale;
     let fetch = (STATE_WORDS + fetched_words) / rates.h2d;
@@ -47,13 +53,13 @@ pub fn cpu_per_gpu(rates: &Rates, fetched_words: f64, balance: Balance) -> Optio
     })
 }
 
-/// Part of the parameters that the GPU updates, from 0 to 1.
+/// Fraction of the parameters that the GPU should update, from 0 to 1.
 pub fn gpu_share(rates: &Rates, fetched_words: f64, balance: Balance) -> f64 {
     cpu_per_gpu(rates, fetched_words, balance).map_or(0.0, |k| 1.0 / (1.0 + k))
 }
 
-/// The stride that gives the paper's printed "k = 2" on both of its machines: Eq. 1 rounded, used as a stride without
-/// the one that Algorithm 1 adds, and never under 2. Zero, all on the CPU, where Eq. 1 has no solution.
+/// The stride that reproduces the printed "k = 2" on both machines of the paper. It is Eq. 1 rounded, at least 2, used as
+/// the stride without the added 1 of Algorithm 1. Zero (all on the CPU) if Eq. 1 has no solution.
 pub fn paper_stride(rates: &Rates) -> usize {
     let duplex = Rates { duplex: true, ..*rates };
     match cpu_per_gpu(&duplex, 0.0, Balance::OneSlot) {
@@ -62,7 +68,7 @@ pub fn paper_stride(rates: &Rates) -> usize {
     }
 }
 
-/// The stride that Eq. 1 means: `1 + k`, rounded.
+/// The stride that follows from Eq. 1: `1 + k`, rounded. Zero (all on the CPU) if Eq. 1 has no solution.
 pub fn derived_stride(rates: &Rates) -> usize {
     let duplex = Rates { duplex: true, ..*rates };
     match cpu_per_gpu(&duplex, 0.0, Balance::OneSlot) {
@@ -71,7 +77,7 @@ pub fn derived_stride(rates: &Rates) -> usize {
     }
 }
 
-/// Parameters per second of an endless update with part `share` on the GPU.
+/// Parameters per second of an infinitely long update with the fraction `share` on the GPU.
 pub fn throughput(rates: &Rates, fetched_words: f64, share: f64, balance: Balance) -> f64 {
     let rest = 1.0 - share;
     let cpu = rest * (1.0 / rates.cpu + 1.0 / rates.downscale);
@@ -86,7 +92,7 @@ pub fn throughput(rates: &Rates, fetched_words: f64, share: f64, balance: Balanc
     1.0 / seconds
 }
 
-/// Parameters per second of the update that the paper compares with: step, round, upload, one after the other.
+/// Parameters per second of the paper's baseline: step, rounding and upload one after the other, without overlap.
 pub fn serial_throughput(rates: &Rates) -> f64 {
     1.0 / (1.0 / rates.cpu + 1.0 / rates.downscale + HALF / rates.h2d)
 }
@@ -95,7 +101,7 @@ pub fn serial_throughput(rates: &Rates) -> f64 {
 pub(super) mod tests {
     use super::*;
 
-    /// The paper's machine with H100, per GPU: 62 GB/s of rounding and 55 GB/s of link counted in f32 words.
+    /// The paper's machine with H100, per GPU. Rounding at 62 GB/s and the link at 55 GB/s are in f32 words per second.
     pub const H100: Rates = Rates {
         cpu: 2e9,
         downscale: 15.5e9,
@@ -119,7 +125,7 @@ pub(super) mod tests {
         close(cpu_per_gpu(&V100, 0.0, Balance::OneSlot).unwrap(), 2.295);
         let halves = Rates { downscale: 31e9, ..H100 };
         close(cpu_per_gpu(&halves, 0.0, Balance::OneSlot).unwrap(), 0.521);
-        // "k = 2" of both machines, which no reading of the derivation gives for the first.
+        // The paper prints "k = 2" for both machines; no reading of the derivation gives 2 for the first machine.
         assert_eq!((paper_stride(&H100), paper_stride(&V100)), (2, 2));
         assert_eq!((derived_stride(&H100), derived_stride(&V100)), (1, 3));
     }

@@ -1,16 +1,16 @@
-//! Which subgroup is updated where.
+//! The update site of every subgroup.
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
 
-/// Who updates a subgroup.
+/// The processor that updates a subgroup, and where the state is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Site {
-    /// The CPU, in host memory.
+    /// The CPU; the state is in host memory.
     Cpu,
-    /// The GPU; the state is fetched and flushed.
+    /// The GPU; the state is in host memory, and is fetched and flushed in every step.
     Gpu,
-    /// The GPU; the state lives there.
+    /// The GPU; the state is in GPU memory.
     Resident,
 }
 
@@ -21,19 +21,20 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// A plan of any shape; residents may lie anywhere.
+    /// A plan with these sites; residents may be at any position.
     pub fn of(sites: Vec<Site>) -> Plan {
         Plan { sites }
     }
 
-    /// Everything on the CPU.
+    /// A plan with all `count` subgroups on the CPU.
     pub fn cpu(count: usize) -> Plan {
         Plan::of(vec![Site::Cpu; count])
     }
 
-    /// `gpu` subgroups on the GPU, evenly among those that are not resident, and `residents` at the end: their
-    /// gradients come last and the next forward pass needs them first. CPU subgroups come first and last,
-    /// so that a gradient's way home and a parameter's way back hide behind the GPU's part.
+    /// `gpu` subgroups on the GPU, spread evenly among the subgroups that are not resident, and `residents` at the end.
+    /// The gradients of the last subgroups arrive last, and the next forward pass needs their parameters first. Where
+    /// possible, CPU subgroups are first and last among the others, so that GPU work hides their transfers. Fails if
+    /// `gpu + residents` exceeds `count`.
     pub fn even(count: usize, gpu: usize, residents: usize) -> Result<Plan> {
         let dynamic = dynamic_of(count, residents)?;
         if gpu > dynamic {
@@ -44,8 +45,9 @@ impl Plan {
         Ok(Plan::with_residents(dynamic, residents, |index| share(index + 1) > share(index)))
     }
 
-    /// Every `stride`-th subgroup on the GPU, `stride - 1` on the CPU before it, as Deep Optimizer States Algorithm 1
-    /// places them (0-based i with (i + 1) % stride == 0). Stride 1 is all on the GPU, 0 all on the CPU.
+    /// Every `stride`-th subgroup on the GPU, after `stride - 1` on the CPU, as in Deep Optimizer States Algorithm 1
+    /// (0-based i with (i + 1) % stride == 0). The last `residents` subgroups are resident. Stride 1 puts all others on
+    /// the GPU, stride 0 all on the CPU. Fails if `residents` exceeds `count`.
     pub fn stride(count: usize, stride: usize, residents: usize) -> Result<Plan> {
         let dynamic = dynamic_of(count, residents)?;
         Ok(Plan::with_residents(dynamic, residents, |index| stride > 0 && (index + 1).is_multiple_of(stride)))
@@ -61,7 +63,7 @@ impl Plan {
         &self.sites
     }
 
-    /// Where a subgroup is updated.
+    /// The site of a subgroup. Panics if the index is out of range.
     pub fn site(&self, subgroup: usize) -> Site {
         self.sites[subgroup]
     }
@@ -71,7 +73,7 @@ impl Plan {
         self.sites.len()
     }
 
-    /// The subgroups of one site, in order.
+    /// The indices of the subgroups of one site, ascending.
     pub fn on(&self, site: Site) -> impl Iterator<Item = usize> + '_ {
         self.sites.iter().enumerate().filter(move |(_, at)| **at == site).map(|(index, _)| index)
     }

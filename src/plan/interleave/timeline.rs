@@ -1,16 +1,16 @@
-//! A discrete-event simulator: engines that serve one operation at a time, in order of readiness.
+//! A discrete-event simulator of engines. Each engine serves one operation at a time, in order of readiness.
 //!
-//! An operation is ready when all operations it depends on are done. Where the operations under way want more of the
-//! host's memory than there is, those that touch it slow down by one factor.
+//! An operation is ready when all operations that it depends on are done. If the operations in flight need more host
+//! memory bandwidth than available, all operations that use host memory slow down by the same factor.
 #![forbid(unsafe_code)]
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// What serves operations.
+/// An engine, which serves operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
-    /// The cores of the CPU, all on one operation.
+    /// All cores of the CPU, which work on one operation together.
     Cpu = 0,
     /// The copy engine to the device.
     H2d = 1,
@@ -18,18 +18,18 @@ pub enum Engine {
     D2h = 2,
     /// The multiprocessors of the GPU.
     Gpu = 3,
-    /// Time that passes without an engine of ours.
+    /// Time of the framework, which uses none of the other engines.
     Clock = 4,
 }
 
 /// Number of engines.
 pub const ENGINES: usize = 5;
 
-/// Operations and what each waits for.
+/// Operations and their dependencies.
 #[derive(Debug, Default)]
 pub struct Timeline {
     ops: Vec<Op>,
-    /// (before, after)
+    /// Dependencies as pairs (before, after) of operation numbers.
     edges: Vec<(u32, u32)>,
 }
 
@@ -40,25 +40,25 @@ struct Op {
     host_bytes: f64,
 }
 
-/// When an operation ran.
+/// Start and end time of an operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ran {
-    /// Seconds from the start.
+    /// Start, in seconds from the start of the timeline.
     pub start: f64,
-    /// Seconds from the start.
+    /// End, in seconds from the start of the timeline.
     pub end: f64,
 }
 
-/// What all engines share.
+/// Resources that the engines share.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Bytes per second of host memory.
+    /// Bandwidth of host memory, in bytes per second.
     pub dram: f64,
-    /// Both copy engines at once.
+    /// True if both copy engines can work at the same time.
     pub duplex: bool,
 }
 
-/// Time in a queue: total order, as all times are finite.
+/// Queue key: a time with a total order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Time(f64);
 
@@ -75,7 +75,8 @@ impl Ord for Time {
 }
 
 impl Timeline {
-    /// Adds an operation after all of `after`, and returns its number.
+    /// Adds an operation that depends on all operations in `after`, and returns its number. `seconds` is its duration at
+    /// full speed; `host_bytes` are the bytes of host memory that it reads and writes.
     pub fn add(&mut self, engine: Engine, seconds: f64, host_bytes: f64, after: &[u32]) -> u32 {
         let number = self.ops.len() as u32;
         self.ops.push(Op { engine, seconds, host_bytes });
@@ -83,12 +84,12 @@ impl Timeline {
         number
     }
 
-    /// Engine of an operation.
+    /// The engine of an operation.
     pub fn engine(&self, number: u32) -> Engine {
         self.ops[number as usize].engine
     }
 
-    /// Runs everything, and says when each operation ran.
+    /// Simulates all operations. Returns the start and end time of each operation, in order of their numbers.
     pub fn run(&self, limits: Limits) -> Vec<Ran> {
         Run::new(self, limits).finish()
     }
@@ -97,12 +98,12 @@ impl Timeline {
 struct Run<'a> {
     timeline: &'a Timeline,
     limits: Limits,
-    /// Successors of operation i are `next[first[i]..first[i + 1]]`.
+    /// The successors of operation i are `next[first[i]..first[i + 1]]`.
     first: Vec<u32>,
     next: Vec<u32>,
     missing: Vec<u32>,
     queues: [BinaryHeap<Reverse<(Time, u32)>>; ENGINES],
-    /// Operation and seconds left.
+    /// The operation that each engine serves, and its remaining seconds at full speed.
     active: [Option<(u32, f64)>; ENGINES],
     ran: Vec<Ran>,
     now: f64,
@@ -170,7 +171,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Part of full speed that operations on host memory get.
+    /// Fraction of full speed at which operations on host memory run.
     fn speed(&self) -> f64 {
         let wanted = |(op, _): &(u32, f64)| {
             let op = &self.timeline.ops[*op as usize];
@@ -184,7 +185,7 @@ impl<'a> Run<'a> {
         if self.timeline.ops[op as usize].host_bytes > 0.0 { speed } else { 1.0 }
     }
 
-    /// Lets `step` seconds pass; what is within rounding of its end ends.
+    /// Advances the time by `step` seconds. Ends the operations whose remaining time is zero within rounding errors.
     fn advance(&mut self, step: f64, speed: f64) {
         self.now += step;
         for engine in 0..ENGINES {

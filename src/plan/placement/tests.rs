@@ -1,5 +1,5 @@
-//! The placement on a clock that nobody waits for: paths are queues with a bandwidth that changes when the test says, and
-//! subgroups pass through few buffers as in the tiered update.
+//! The placement in a simulation with virtual time. Paths are queues whose bandwidth the test changes. Subgroups pass
+//! through a few buffers, as in the tiered update.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -15,13 +15,13 @@ enum Kind {
     Disk,
     /// One transfer at a time in each direction.
     Duplex,
-    /// The same, but what limits it is a rate: it answers at once as long as less is asked of it.
+    /// One transfer at a time in each direction, with a rate limit. Below the limit the path runs at device speed.
     Throttled,
 }
 
-/// A throttle lets through what this many seconds allow at once.
+/// Burst size of a throttle, in seconds of its rate.
 const SLICE: f64 = 0.1;
-/// How much faster than its throttle a device is.
+/// Device speed divided by the rate of its throttle.
 const BEHIND_THROTTLE: f64 = 20.0;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -40,9 +40,9 @@ struct Transfer {
 #[derive(Default)]
 struct Server {
     queue: VecDeque<Transfer>,
-    /// When the transfer at the head will be done.
+    /// End time of the transfer at the head of the queue.
     done: Option<f64>,
-    /// What a throttle still lets through at once, and when that was counted.
+    /// Remaining burst of the throttle, and the time of this value.
     credit: (f64, f64),
 }
 
@@ -50,7 +50,7 @@ struct SimPath {
     kind: Kind,
     bandwidth: f64,
     servers: [Server; 2],
-    /// Of each direction: transfers not over, and seconds with at least one.
+    /// Transfers in flight per direction (`under_way`), and seconds with at least one (`busy`).
     under_way: [usize; 2],
     busy: [f64; 2],
     either: f64,
@@ -75,18 +75,18 @@ impl SimPath {
     }
 }
 
-/// Numbers that look random and are the same in every run.
+/// Deterministic pseudo-random numbers.
 struct Noise(u64);
 
 impl Noise {
-    /// Between -1 and 1.
+    /// Returns a number between -1 and 1.
     fn next(&mut self) -> f64 {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
 }
 
-/// Many subgroups of as many units as they are cut into, in few buffers.
+/// A simulated update of many subgroups, each split into `pieces` units, through a few buffers.
 struct Sim {
     now: f64,
     paths: Vec<SimPath>,
@@ -100,7 +100,7 @@ struct Sim {
     backwards: bool,
 }
 
-/// Fetching, stepping and flushing on two paths, as the tiered update plans it.
+/// Number of buffers, as in the tiered update with two paths: fetch, step and flush.
 const BUFFERS: usize = 5;
 
 impl Sim {
@@ -132,7 +132,7 @@ impl Sim {
         Placement::new(&plans, None, vec![self.unit; self.subgroups * self.pieces]).unwrap()
     }
 
-    /// Starts a subgroup's transfers, one on each path that has a part of it; how many.
+    /// Starts the transfers of a subgroup, one on each path that has a part of it. Returns the number of transfers.
     fn push(&mut self, subgroup: usize, direction: Direction, homes: &[usize]) -> usize {
         let mut parts = 0;
         for path in 0..self.paths.len() {
@@ -155,7 +155,7 @@ impl Sim {
         self.paths[path].start(server, self.now, noise);
     }
 
-    /// One update of all subgroups, in the direction opposite to the last; the seconds it took.
+    /// Runs one update of all subgroups, in the opposite direction of the last update. Returns the seconds.
     fn round(&mut self, placement: &mut Placement) -> f64 {
         let began = self.now;
         self.backwards = !self.backwards;
@@ -192,7 +192,7 @@ impl Sim {
         self.now - began
     }
 
-    /// The transfer that ends next; none if all have.
+    /// Ends the next transfer and returns it; `None` if no transfer is in flight.
     fn finish_next(&mut self, placement: &mut Placement) -> Option<Transfer> {
         let servers = (0..self.paths.len()).flat_map(|path| [(path, 0), (path, 1)]);
         let ends =
@@ -221,8 +221,8 @@ impl Sim {
         Some(transfer)
     }
 
-    /// No schedule is faster than all paths busy from beginning to end, in both directions but for the first fetch and the
-    /// last flush if they can.
+    /// Lower bound of the seconds of a round: all paths are busy from start to end. Duplex paths are busy in both
+    /// directions, except during the first fetch and the last flush.
     fn best(&self) -> f64 {
         let together: f64 = self.paths.iter().map(|path| path.bandwidth).sum();
         let subgroup = self.pieces as f64 * self.unit as f64 / together;
@@ -241,7 +241,7 @@ impl Sim {
 
 const KINDS: [Kind; 3] = [Kind::Disk, Kind::Duplex, Kind::Throttled];
 
-/// Near the optimum as a whole, and no single round far from it.
+/// Asserts that the rounds together are near the optimum, and that no single round is far from it.
 fn assert_settled(ratios: &[f64], what: &str) {
     let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
     let worst = ratios.iter().copied().fold(0.0, f64::max);
@@ -382,9 +382,13 @@ fn paths_that_waver_from_round_to_round_move_little() {
     }
 }
 
-/// Scenarios at random: two to four paths, 0.5 to 8 GB/s, hints wrong by up to 2.8, transfers that take up to 5 % more or
-/// less, and in the middle of the run one path that gets up to 8 times slower or faster. Hints and changes have 20 rounds
-/// to be found out; of what follows, each 20 rounds together are within 5 %, and one round in 200 may be late.
+/// Random scenarios:
+/// - two to four paths of 0.5 to 8 GB/s, with hints wrong by a factor of up to 2.8;
+/// - transfer times that vary by up to 5 %;
+/// - in the middle of the run, one path becomes up to 8 times slower or faster.
+///
+/// The placement has 20 rounds to adapt to the hints and to the change. After that, each 20 rounds together are within
+/// 5 % of the optimum, and one round in 200 may be late.
 #[test]
 fn whatever_the_paths_rounds_end_within_5_percent_of_the_optimum_and_little_moves() {
     const SCENARIOS: usize = 300;

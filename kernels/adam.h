@@ -1,7 +1,7 @@
 // The contract between kernels/src/sve/ and the Adam kernels written in C.
 //
-// A kernel processes n elements with the operations, the order and the bits of kernels/src/rules.rs. It accesses no byte
-// outside the n elements of each span, allocates nothing and keeps no state. The caller must set FPCR to round to
+// A kernel processes n elements with the operations, the order and the bits of kernels/src/rules.rs. It accesses no
+// byte outside the n elements of each span, allocates nothing and keeps no state. The caller must set FPCR to round to
 // nearest, no flush to zero, and default NaN. 16-bit stores of NaN depend on default NaN.
 
 #ifndef SPILLWAY_KERNELS_ADAM_H
@@ -70,8 +70,8 @@ struct adam_undo_spans {
     CASE(BF16, F32, BF16, ABSENT)                                                                                      \
     CASE(BF16, BF16, BF16, ABSENT)
 
-// Steps n elements. With lanes not NULL, also adds the squares of the scaled gradient to the SQUARE_LANES sums at lanes;
-// the first element adds to lane 0. Returns false without changing anything if no kernel exists for the types.
+// Steps n elements. With lanes not NULL, also adds the squares of the scaled gradient to the SQUARE_LANES sums at
+// lanes; the first element adds to lane 0. Returns false without changing anything if no kernel exists for the types.
 typedef _Bool adam_kernel(const struct adam_rule *rule, enum decay decay, unsigned types, struct adam_spans spans,
                           size_t n, double *lanes);
 
@@ -81,8 +81,8 @@ typedef _Bool adam_kernel(const struct adam_rule *rule, enum decay decay, unsign
 typedef _Bool adam_record_kernel(const struct adam_rule *rule, enum decay decay, unsigned types,
                                  const struct adam_undo_spans *spans, size_t n, double *lanes, unsigned char **log);
 
-// Rolls back the step of n elements: exactly with the groups at log, or by the inverse formula alone if log is NULL. With
-// again not NULL, repeats the step in the same pass with *again as grad_scale. Returns false as above.
+// Rolls back the step of n elements: exactly with the groups at log, or by the inverse formula alone if log is NULL.
+// With again not NULL, repeats the step in the same pass with *again as grad_scale. Returns false as above.
 typedef _Bool adam_undo_kernel(const struct adam_rule *rule, const float *again, enum decay decay, unsigned types,
                                const struct adam_undo_spans *spans, size_t n, const unsigned char *log);
 

@@ -1,7 +1,7 @@
 // In-place Adam for SVE with any vector length. Compiled twice, with USE_BFCVT and without.
 //
-// The whole file is compiled with SVE enabled, so no function of it may run before SVE was detected. For that reason the
-// file contains only the kernel.
+// The whole file is compiled with SVE enabled, so no function of it may run before SVE was detected. For that reason
+// the file contains only the kernel.
 
 #include "sve.h"
 
@@ -75,8 +75,8 @@ INLINE struct adam_spans row(const struct adam_rule *rule, enum decay decay, enu
     return at;
 }
 
-// With lanes, processes rows of SQUARE_LANES elements: a vector length that does not divide SQUARE_LANES would otherwise
-// write past the end of lanes.
+// With lanes, processes rows of SQUARE_LANES elements: a vector length that does not divide SQUARE_LANES would
+// otherwise write past the end of lanes.
 INLINE void walk(const struct adam_rule *rule, enum decay decay, enum element param, enum element state,
                  enum element grad, enum element copy, struct adam_spans at, size_t n, double *lanes)
 {

@@ -1,10 +1,10 @@
-// The log format of undo_sve.c: differences of bit patterns in groups. A group has three streams, one per array, and each
-// stream is packed at the narrowest width that fits.
+// The log format of undo_sve.c: differences of bit patterns in groups. A group has three streams, one per array, and
+// each stream is packed at the narrowest width that fits.
 //
 //   group := control (1 byte: two bits of width per stream), differences of param, of exp_avg, of exp_avg_sq
 //
-// Groups have GROUP elements whatever the vector length, so that threads with vectors of different lengths can read each
-// other's logs. The groups of a chunk fit in log_capacity() bytes (kernels/src/log.rs).
+// Groups have GROUP elements whatever the vector length, so that threads with vectors of different lengths can read
+// each other's logs. The groups of a chunk fit in log_capacity() bytes (kernels/src/log.rs).
 
 #ifndef SPILLWAY_KERNELS_LOG_SVE_H
 #define SPILLWAY_KERNELS_LOG_SVE_H

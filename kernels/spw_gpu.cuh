@@ -1,8 +1,8 @@
 // Common code of the GPU kernels: element types, groups of eight elements, and the fixed tree of the sum of squares.
 //
 // Every operation is an intrinsic that rounds to nearest, so that no compiler option changes a bit. Conversions to 16
-// bits round to nearest even, denormals included. A NaN becomes 0x7fc0 (bf16) or 0x7e00 (f16). The results have the same
-// bits as those of kernels/src on every processor; only the payload of an f32 NaN may differ.
+// bits round to nearest even, denormals included. A NaN becomes 0x7fc0 (bf16) or 0x7e00 (f16). The results have the
+// same bits as those of kernels/src on every processor; only the payload of an f32 NaN may differ.
 //
 // A warp processes a tile of 4096 elements in 16 rounds of 256. In each round a thread has eight neighbouring elements,
 // which are eight neighbouring lanes of kernels/src/squares.rs. Whole groups at aligned addresses are loaded and stored

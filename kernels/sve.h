@@ -43,7 +43,8 @@ INLINE svfloat32_t decode(svbool_t active, enum element type, svuint32_t bits)
     return svreinterpret_f32_u32(type == F32 ? bits : svlsl_n_u32_x(active, bits, 16));
 }
 
-// FPCR makes every NaN the default NaN. Its upper half is the required bf16 NaN, so both code paths round NaN correctly.
+// FPCR makes every NaN the default NaN. Its upper half is the required bf16 NaN, so both code paths round NaN
+// correctly.
 INLINE svuint32_t bf16_bits(svbool_t active, svfloat32_t value)
 {
 #ifdef USE_BFCVT

@@ -5,8 +5,8 @@
 //            for each stream of the group: find the narrowest width that fits; pack
 //   undo     for each group: unpack the streams; estimate in the same way; add the differences; step again if requested
 //
-// A full group of four vectors keeps its differences in registers. Vectors of other lengths, and a last group that is not
-// full, keep the differences in memory; lanes without an element are zero.
+// A full group of four vectors keeps its differences in registers. Vectors of other lengths, and a last group that is
+// not full, keep the differences in memory; lanes without an element are zero.
 
 #include "log_sve.h"
 

@@ -60,7 +60,8 @@ pub struct F16;
 /// bfloat16.
 #[derive(Clone, Copy)]
 pub struct Bf16;
-/// An absent span: loads give zero and stores write nothing. Stands for a parameter copy that the caller did not request.
+/// An absent span: loads give zero and stores write nothing. Stands for a parameter copy that the caller did not
+/// request.
 #[derive(Clone, Copy)]
 pub struct Absent;
 

@@ -1,9 +1,10 @@
 //! IEEE float mode for the duration of a kernel call, whatever mode the calling thread has set.
 //!
-//! A library built with -ffast-math enables flush-to-zero on the thread that loads it, and new threads inherit that mode.
+//! A library built with -ffast-math enables flush-to-zero on the thread that loads it, and new threads inherit that
+//! mode.
 
-/// Guard for IEEE float mode. While it lives, this thread rounds to nearest, keeps denormals and has no float traps. Drop
-/// restores the previous mode; on x86-64 that includes the exception flags.
+/// Guard for IEEE float mode. While it lives, this thread rounds to nearest, keeps denormals and has no float traps.
+/// Drop restores the previous mode; on x86-64 that includes the exception flags.
 #[derive(Debug)]
 pub struct IeeeMode {
     saved: u64,
@@ -31,8 +32,8 @@ impl Drop for IeeeMode {
 /// MXCSR: all exceptions masked, no flags set, round to nearest, no FTZ, no DAZ.
 #[cfg(target_arch = "x86_64")]
 const IEEE: u64 = 0x1f80;
-/// FPCR: round to nearest, no flush to zero, no traps, IEEE half precision, default NaN. Default NaN makes conversions to
-/// 16 bits return 0x7e00 (f16) and 0x7fc0 (bf16) for every NaN.
+/// FPCR: round to nearest, no flush to zero, no traps, IEEE half precision, default NaN. Default NaN makes conversions
+/// to 16 bits return 0x7e00 (f16) and 0x7fc0 (bf16) for every NaN.
 #[cfg(target_arch = "aarch64")]
 const IEEE: u64 = 1 << 25;
 

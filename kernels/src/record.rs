@@ -2,12 +2,12 @@
 //!
 //! A step is almost invertible by algebra: the inverse formula misses the old value by a few units in the last place.
 //! For each group of one vector, the log of a chunk holds the differences of bit patterns (old - estimate, wrapping).
-//! `pack` encodes the differences in as few bits as the group needs. 32 bits hold any difference, so Inf, NaN, the first
-//! step and gradient spikes are restored exactly as well; they take more space. The estimate depends only on stored
-//! values and the gradient, which must be unchanged when the step is undone.
+//! `pack` encodes the differences in as few bits as the group needs. 32 bits hold any difference, so Inf, NaN, the
+//! first step and gradient spikes are restored exactly as well; they take more space. The estimate depends only on
+//! stored values and the gradient, which must be unchanged when the step is undone.
 //!
-//! Only the process and the kernel that wrote a log can read it. A log that is too large for the caches is collected in a
-//! small buffer and written with non-temporal stores of whole cache lines. Such a store writes a line without reading
+//! Only the process and the kernel that wrote a log can read it. A log that is too large for the caches is collected in
+//! a small buffer and written with non-temporal stores of whole cache lines. Such a store writes a line without reading
 //! the old contents first.
 
 use std::marker::PhantomData;
@@ -131,8 +131,8 @@ impl<'s> Sink<'s> {
 
     #[inline(always)]
     unsafe fn finish<V: Vector>(&mut self) {
-        // SAFETY: the bytes of the stage after the last group are initialized but unspecified; the log has room for whole
-        // lines.
+        // SAFETY: the bytes of the stage after the last group are initialized but unspecified; the log has room for
+        // whole lines.
         unsafe {
             let rest = self.next.offset_from(self.staged) as usize;
             let used = self.to.offset_from(self.log) as usize + rest;
@@ -148,7 +148,8 @@ impl<'s> Sink<'s> {
 /// Copies whole cache lines with non-temporal stores.
 ///
 /// # Safety
-/// Same contract as [`Vector`]. `from` and `to` are aligned to a cache line and valid for `bytes`, a multiple of a line.
+/// Same contract as [`Vector`]. `from` and `to` are aligned to a cache line and valid for `bytes`, a multiple of a
+/// line.
 #[inline(always)]
 unsafe fn stream_lines<V: Vector>(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: a cache line is a whole number of vectors of any set.

@@ -21,8 +21,8 @@
 //!                      m = fma(g, 1-b2, m*b2)
 //! ```
 //!
-//! The new p is computed from the f32 values of m and v, also where m and v are stored in 16 bits. A weight decay of zero
-//! skips the lines with `wd`.
+//! The new p is computed from the f32 values of m and v, also where m and v are stored in 16 bits. A weight decay of
+//! zero skips the lines with `wd`.
 //!
 //! Each rule also has its algebraic inverse, which is off by a few units in the last place; `undo` makes it exact. An
 //! inverse has each old value corrected (see [`Settle`]) before the next estimate uses it, so no error is carried over.
@@ -72,8 +72,8 @@ pub trait Arithmetic: Copy + Send + Sync {
     /// Same contract as [`Vector`].
     unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V>;
 
-    /// Estimates the old values from the new values as stored, and passes each estimate to `settle`. `grad` is the scaled
-    /// gradient.
+    /// Estimates the old values from the new values as stored, and passes each estimate to `settle`. `grad` is the
+    /// scaled gradient.
     ///
     /// # Safety
     /// Same contract as [`Vector`].

@@ -113,7 +113,8 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
         self.old
     }
 
-    /// The states that a step writes and its undo reads: the shadow if there is one, else the same as [`Spans::before`].
+    /// The states that a step writes and its undo reads: the shadow if there is one, else the same as
+    /// [`Spans::before`].
     #[inline(always)]
     pub fn after(&self) -> StateSpans<P, S> {
         self.new
@@ -128,7 +129,8 @@ pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
     value: V,
     to: *mut E::Raw,
 ) {
-    // SAFETY: the caller upholds the callees' contracts. Streamed spans begin at a cache line, so every group is aligned.
+    // SAFETY: the caller upholds the callees' contracts. Streamed spans begin at a cache line, so every group is
+    // aligned.
     unsafe {
         match streamed {
             true => access.stream_bits::<E, V>(E::encode(value), to),

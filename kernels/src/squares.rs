@@ -6,8 +6,8 @@
 //! - The sums of `t` tiles are added in a binary tree that splits at the largest power of two below `t`.
 //! - A GPU warp processes one tile; each of its threads has eight neighbouring lanes.
 //!
-//! No term is negative, so partial sums never decrease. One Inf or NaN element makes the total non-finite. Finite squares
-//! cannot overflow f64 below 2^700 elements.
+//! No term is negative, so partial sums never decrease. One Inf or NaN element makes the total non-finite. Finite
+//! squares cannot overflow f64 below 2^700 elements.
 #![forbid(unsafe_code)]
 
 use super::float_mode::IeeeMode;
@@ -43,8 +43,8 @@ pub fn tree_sum(tiles: &[f64]) -> f64 {
     }
 }
 
-/// Adds consecutive partial sums in the tree, in IEEE mode whatever the mode of this thread. Each partial sum covers the
-/// same power-of-two number of tiles; the last may cover fewer.
+/// Adds consecutive partial sums in the tree, in IEEE mode whatever the mode of this thread. Each partial sum covers
+/// the same power-of-two number of tiles; the last may cover fewer.
 pub fn sum(sums: &[f64]) -> f64 {
     // A separate call, because the compiler may otherwise move arithmetic past the change of the float mode.
     #[inline(never)]

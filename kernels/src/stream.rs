@@ -3,8 +3,8 @@
 use super::rules::{Arithmetic, Settle, Values};
 use super::vector::Vector;
 
-/// Reads and writes the same memory as Adam with almost no arithmetic. Its time is the lower bound that memory bandwidth
-/// sets for an Adam step. Compiled only into the benchmark that uses it.
+/// Reads and writes the same memory as Adam with almost no arithmetic. Its time is the lower bound that memory
+/// bandwidth sets for an Adam step. Compiled only into the benchmark that uses it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamRule;
 

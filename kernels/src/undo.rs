@@ -1,7 +1,7 @@
 //! Rolls back a step, and optionally repeats it with another gradient scale.
 //!
-//! The inverse formula estimates the old values. The log that `record` wrote corrects the estimates bit-exactly. Without
-//! a log the undo stores the estimates themselves.
+//! The inverse formula estimates the old values. The log that `record` wrote corrects the estimates bit-exactly.
+//! Without a log the undo stores the estimates themselves.
 
 use std::marker::PhantomData;
 

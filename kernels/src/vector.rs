@@ -1,6 +1,7 @@
 //! The vector operations that the kernel bodies use.
 //!
-//! One file per instruction set implements [`Vector`] with thin wrappers. The kernel bodies are generic over [`Vector`].
+//! One file per instruction set implements [`Vector`] with thin wrappers. The kernel bodies are generic over
+//! [`Vector`].
 
 /// A group of f32 lanes: 1 lane in `scalar`, 8 in AVX2, 16 in AVX-512 and NEON.
 ///
@@ -107,8 +108,8 @@ pub unsafe trait Vector: Copy {
     unsafe fn store_bytes(bits: Self::Bits, to: *mut u8);
     /// Loads one byte per lane, zero-extended.
     unsafe fn load_bytes(from: *const u8) -> Self::Bits;
-    /// Writes the lanes as signed integers of the narrowest width that fits every lane. Writes `width.bytes(LANES)` bytes
-    /// and returns the width.
+    /// Writes the lanes as signed integers of the narrowest width that fits every lane. Writes `width.bytes(LANES)`
+    /// bytes and returns the width.
     unsafe fn pack(bits: Self::Bits, to: *mut u8) -> Width;
     /// Reads lanes that `pack` wrote with this width.
     unsafe fn unpack(width: Width, from: *const u8) -> Self::Bits;

@@ -1,8 +1,9 @@
 //! The loop over the elements of one chunk.
 //!
 //! A chunk is at most [`CHUNK`] elements. It is the unit of work of one thread. A call of at most one chunk runs on the
-//! caller's thread. Each tile of a chunk is processed in whole vectors first; the remainder goes through a vector that is
-//! padded with zeros. So every element gets the same instructions, and the results do not depend on the span's length.
+//! caller's thread. Each tile of a chunk is processed in whole vectors first; the remainder goes through a vector that
+//! is padded with zeros. So every element gets the same instructions, and the results do not depend on the span's
+//! length.
 
 use super::element::Element;
 use super::squares::{self, LANES, TILE};

@@ -3,8 +3,8 @@
 //! Invariants:
 //! - The maps are the only registry of the process. A change replaces the whole map atomically and takes no lock, so a
 //!   forked child never sees a half-changed map. A call works on its own copy of the state.
-//! - The powers of beta are f32 and advance as in DeepSpeed. The next step multiplies them, and the same step keeps them.
-//!   Any other step, or a change of a beta, computes them from scratch.
+//! - The powers of beta are f32 and advance as in DeepSpeed. The next step multiplies them, and the same step keeps
+//!   them. Any other step, or a change of a beta, computes them from scratch.
 //! - One id serves all parameters of an optimizer.
 #![forbid(unsafe_code)]
 

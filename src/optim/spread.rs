@@ -1,8 +1,8 @@
 //! Splits tensors into parts and distributes the parts over the worker threads.
 //!
 //! Invariants:
-//! - The split points and the order of additions depend only on the tensors, never on threads or kernels. One recursion,
-//!   [`tree`], makes the parts and later adds the results of the parts.
+//! - The split points and the order of additions depend only on the tensors, never on threads or kernels. One
+//!   recursion, [`tree`], makes the parts and later adds the results of the parts.
 //! - Work of at most one chunk runs on the caller's thread, because waking a worker would cost more than it saves.
 #![forbid(unsafe_code)]
 
@@ -47,8 +47,8 @@ pub fn publish<O: Rule>(jobs: &mut [Job<'_, O>]) -> Result<()> {
     spread(jobs, &Publish { kernel: processor::kernel()? }).map(drop)
 }
 
-/// Does `work` on all chunks of all tensors, and returns the sum of the results. Fails if a tensor lacks a state that the
-/// optimizer keeps.
+/// Does `work` on all chunks of all tensors, and returns the sum of the results. Fails if a tensor lacks a state that
+/// the optimizer keeps.
 pub fn spread<O: Rule, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W) -> Result<f64> {
     let elements = elements(jobs);
     for job in jobs.iter_mut() {
@@ -128,8 +128,9 @@ impl<O: Rule> Part<'_, '_, O> {
     }
 }
 
-/// Recursively halves the list of tensors, then splits each tensor into chunks. Calls `part` on each leaf and returns the
-/// sum of the results, or the error of the first leaf that failed. With `few`, adjacent small tensors form one leaf.
+/// Recursively halves the list of tensors, then splits each tensor into chunks. Calls `part` on each leaf and returns
+/// the sum of the results, or the error of the first leaf that failed. With `few`, adjacent small tensors form one
+/// leaf.
 fn tree<'p, 'a, O: Rule>(
     jobs: &'p mut [Job<'a, O>],
     few: bool,

@@ -18,8 +18,8 @@ pub fn undo<O: Rule>(jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> 
     undo_on(processor::kernel()?, jobs, again)
 }
 
-/// Returns an error if the scaled gradient, the parameter or a state holds Inf or NaN. The inverse formula cannot recover
-/// the old values from these.
+/// Returns an error if the scaled gradient, the parameter or a state holds Inf or NaN. The inverse formula cannot
+/// recover the old values from these.
 pub fn check_reversible<O: Rule>(job: &mut Job<'_, O>) -> Result<()> {
     job.tensor.keep(O::EXP_AVG, O::EXP_AVG_SQ)?;
     for (name, span) in job.tensor.spans() {

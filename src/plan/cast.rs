@@ -1,9 +1,9 @@
 //! The data type of gradients on the link: f32, widened on the GPU, or 16 bits (SuperOffload section 4.5).
 //!
-//! The paper compares widening on the GPU with widening on the CPU through memory that is not pinned; there the GPU wins.
-//! Here the host side is pinned memory, and the CPU step widens 16-bit gradients in its registers. That halves the bytes
-//! on the link and needs less host memory. So 16 bits are the default. f32 is chosen only if the host accumulates
-//! gradients in f32, or if measurements show that f32 is faster.
+//! The paper compares widening on the GPU with widening on the CPU through memory that is not pinned; there the GPU
+//! wins. Here the host side is pinned memory, and the CPU step widens 16-bit gradients in its registers. That halves
+//! the bytes on the link and needs less host memory. So 16 bits are the default. f32 is chosen only if the host
+//! accumulates gradients in f32, or if measurements show that f32 is faster.
 #![forbid(unsafe_code)]
 
 use super::check;
@@ -24,16 +24,16 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// Expected rates. `link` is in bytes per second. `cast` (widening on the GPU) and `step` (CPU step from either type)
-    /// are in parameters per second.
+    /// Expected rates. `link` is in bytes per second. `cast` (widening on the GPU) and `step` (CPU step from either
+    /// type) are in parameters per second.
     pub fn expected(link: f64, cast: f64, step: f64) -> Probe {
         Probe { f32_wire: (link / 4.0).min(cast), native_wire: link / 2.0, f32_step: step, native_step: step }
     }
 }
 
-/// Chooses the faster type. Transfers overlap with CPU steps, so the slower rate of the two is compared first; a tie goes
-/// to the faster transfer. `accumulates`: the host accumulates gradients, which requires f32. Fails unless all rates are
-/// positive and finite.
+/// Chooses the faster type. Transfers overlap with CPU steps, so the slower rate of the two is compared first; a tie
+/// goes to the faster transfer. `accumulates`: the host accumulates gradients, which requires f32. Fails unless all
+/// rates are positive and finite.
 pub fn choose(probe: &Probe, accumulates: bool) -> Result<Wire> {
     check::positive("probe.f32_wire", probe.f32_wire)?;
     check::positive("probe.native_wire", probe.native_wire)?;

@@ -2,12 +2,12 @@
 //!
 //! A unit is a part of a subgroup. A subgroup that is split over all paths moves at the combined bandwidth, and a few
 //! buffers of host memory keep every path busy. Rules:
-//! - The first placement follows [`split`](super::split): in proportion to the speeds or to the user's ratio, in balanced
-//!   order.
+//! - The first placement follows [`split`](super::split): in proportion to the speeds or to the user's ratio, in
+//!   balanced order.
 //! - A unit changes its path only at a flush. Each path has a predicted finish time, which includes the bytes that this
-//!   round already sent to the path. The unit goes to the path with the earliest finish time, but only if that time beats
-//!   the unit's own path by more than one unit and [`MARGIN`]. So every section of a round, in either direction, has each
-//!   path's share.
+//!   round already sent to the path. The unit goes to the path with the earliest finish time, but only if that time
+//!   beats the unit's own path by more than one unit and [`MARGIN`]. So every section of a round, in either direction,
+//!   has each path's share.
 //! - Speeds are re-estimated once per round (one update of all units):
 //!   - The path that was busy longest limited the round. Its speed is its bytes divided by its busy time.
 //!   - For a path that finished earlier, that quotient is only an upper bound: a throttled path runs at device speed
@@ -33,8 +33,8 @@ const SUDDEN: f64 = 0.25;
 const SAMPLE: u64 = 8;
 /// A path limited the round if the longest busy time is at most this factor times the path's busy time.
 const FULL: f64 = 1.01;
-/// From [`FULL`] up to this factor, a path was nearly as busy as the busiest, and [`NUDGE`] raises its speed. Above this
-/// factor, the path was idle.
+/// From [`FULL`] up to this factor, a path was nearly as busy as the busiest, and [`NUDGE`] raises its speed. Above
+/// this factor, the path was idle.
 const IDLE: f64 = 1.1;
 /// Factor on the speed of a nearly busy path. Not above 1 + [`MARGIN`], so that units move only after some rounds.
 const NUDGE: f64 = 1.02;
@@ -45,8 +45,8 @@ const BOLDLY: f64 = 2.0;
 /// The burst of a throttled path after a pause raises the observed rate by less than this factor.
 const PASSED: f64 = 1.2;
 /// The gentle increase needs a round in which the path's load relative to its speed was at least this fraction of the
-/// maximum over all paths. Load follows a new speed with delay: a unit moves at its flush, and is read from its new path
-/// one round later.
+/// maximum over all paths. Load follows a new speed with delay: a unit moves at its flush, and is read from its new
+/// path one round later.
 const ASKED: f64 = 0.95;
 /// Minimal seconds of observation for a speed, because devices, caches and throttles work in bursts.
 const SPAN: f64 = 0.25;
@@ -196,8 +196,8 @@ pub struct Placement {
     moved: u64,
 }
 
-/// Returns the size of a unit in bytes. A unit is a whole number of blocks, so small that the units of a subgroup and of
-/// a round can follow the shares of the paths. With fewer than two paths, a unit is a whole subgroup. The units of a
+/// Returns the size of a unit in bytes. A unit is a whole number of blocks, so small that the units of a subgroup and
+/// of a round can follow the shares of the paths. With fewer than two paths, a unit is a whole subgroup. The units of a
 /// subgroup on one path are transferred together.
 pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64, block_bytes: u64) -> u64 {
     if paths < 2 || subgroup_bytes == 0 {
@@ -209,8 +209,8 @@ pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64, block_bytes: 
 }
 
 impl Placement {
-    /// Places units of these sizes in bytes. `ratio`, if given, overrides the speeds. Fails for invalid speeds or ratios,
-    /// or if the paths lack room for all units.
+    /// Places units of these sizes in bytes. `ratio`, if given, overrides the speeds. Fails for invalid speeds or
+    /// ratios, or if the paths lack room for all units.
     pub fn new(paths: &[PathPlan], ratio: Option<&[f64]>, bytes: Vec<u64>) -> Result<Placement> {
         let weights: Vec<f64> = match ratio {
             Some(ratio) => ratio.to_vec(),

@@ -7,8 +7,9 @@
 
 use crate::error::{Error, Result};
 
-/// Returns the number of units per path, `count` in total. `weights` are speeds in any common unit. `room` is the maximal
-/// number of units per path. Fails for invalid weights, for slices of different lengths, or if the room is too small.
+/// Returns the number of units per path, `count` in total. `weights` are speeds in any common unit. `room` is the
+/// maximal number of units per path. Fails for invalid weights, for slices of different lengths, or if the room is too
+/// small.
 pub fn shares(count: usize, weights: &[f64], room: &[usize]) -> Result<Vec<usize>> {
     check("weights", weights)?;
     if weights.len() != room.len() {

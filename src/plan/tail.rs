@@ -8,8 +8,8 @@
 //! It assumes that the CPU keeps up with backward. On a slower CPU the buckets queue up. Buckets that the CPU cannot
 //! finish within backward must stay on the GPU as well: n >= N - backward / step_cpu + 1.
 //!
-//! The printed time of backward, 4 * batch * sequence * parameters, is in operations. It must be divided by the rate that
-//! the GPU reaches. With activation recomputation the factor is 6 instead of 4.
+//! The printed time of backward, 4 * batch * sequence * parameters, is in operations. It must be divided by the rate
+//! that the GPU reaches. With activation recomputation the factor is 6 instead of 4.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -51,8 +51,8 @@ pub fn printed(bucket: &Bucket, most: usize) -> usize {
     least(needed / hidden, most)
 }
 
-/// Smallest n that hides the CPU's updates of `count` buckets; at most `most`, the number that fits on the GPU. Fails for
-/// negative or infinite times, for a backward time of zero, or if `most` exceeds `count`.
+/// Smallest n that hides the CPU's updates of `count` buckets; at most `most`, the number that fits on the GPU. Fails
+/// for negative or infinite times, for a backward time of zero, or if `most` exceeds `count`.
 pub fn buckets(bucket: &Bucket, count: usize, most: usize) -> Result<usize> {
     for (name, seconds) in [
         ("bucket.grad", bucket.grad),

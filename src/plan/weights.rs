@@ -1,8 +1,8 @@
 //! Whether 16-bit weights stay on the GPU or are loaded from the host for each pass (SuperOffload Eq. 1-3).
 //!
-//! A forward pass over P parameters computes 2 * tokens * P operations. It must load 2 bytes for each weight on the host.
-//! The efficiency is compute time / (compute time + load time). If all weights are on the host, the efficiency does not
-//! depend on the size of the model.
+//! A forward pass over P parameters computes 2 * tokens * P operations. It must load 2 bytes for each weight on the
+//! host. The efficiency is compute time / (compute time + load time). If all weights are on the host, the efficiency
+//! does not depend on the size of the model.
 #![forbid(unsafe_code)]
 
 use super::check;
@@ -58,8 +58,8 @@ pub fn efficiency(peak: f64, link: f64, tokens: f64) -> f64 {
     1.0 / (1.0 + peak * WEIGHT_BYTES / (FORWARD_OPS * link * tokens))
 }
 
-/// Keeps as many weights on the GPU as fit, and places the rest on the host. Fails unless `load.free_bytes` is finite and
-/// not negative and all other fields are positive and finite.
+/// Keeps as many weights on the GPU as fit, and places the rest on the host. Fails unless `load.free_bytes` is finite
+/// and not negative and all other fields are positive and finite.
 pub fn choose(load: &Load) -> Result<Weights> {
     check::positive("load.peak", load.peak)?;
     check::positive("load.link", load.link)?;

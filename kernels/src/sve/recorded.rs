@@ -14,8 +14,8 @@ use crate::rules::AdamRule;
 use crate::spans::{Spans, StateSpans};
 use crate::tensor::Tensor;
 
-/// Steps one chunk with a log, a shadow or both, and returns the sum of squares. Returns `None` without changing anything
-/// if no body exists for these types.
+/// Steps one chunk with a log, a shadow or both, and returns the sum of squares. Returns `None` without changing
+/// anything if no body exists for these types.
 pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool) -> Option<f64> {
     let (n, dtypes) = (tensor.len(), tensor.dtypes().ok()?);
     let (spans, start) = (addresses(tensor), tensor.log_address());
@@ -38,8 +38,8 @@ pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool
     Some(if squares || start.is_some() { sum } else { 0.0 })
 }
 
-/// Rolls back the step of one chunk, as the generic body does. Returns false without changing anything if no body exists
-/// for these types.
+/// Rolls back the step of one chunk, as the generic body does. Returns false without changing anything if no body
+/// exists for these types.
 pub fn undo(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, again: Option<f32>) -> bool {
     let Ok(dtypes) = tensor.dtypes() else { return false };
     let (n, spans) = (tensor.len(), addresses(tensor));

@@ -3,8 +3,8 @@
 use crate::squares::{self, LANES, TILE};
 use crate::walk::CHUNK;
 
-/// Calls `work(first element, length, LANES sums)` for every tile and returns the total. Returns `None` if `work` returns
-/// false.
+/// Calls `work(first element, length, LANES sums)` for every tile and returns the total. Returns `None` if `work`
+/// returns false.
 // Not inlined: the caller changes the float mode around this call, and the compiler cannot move arithmetic
 // across a call.
 #[inline(never)]

@@ -1,8 +1,8 @@
 //! Chooses the plan with the shortest predicted time.
 //!
-//! Rounding Eq. 1 to a stride loses up to half of the gain of interleaving. So the model predicts the time of whole plans
-//! with different numbers of GPU subgroups. With few subgroups, every number is tried. With many subgroups, a grid of
-//! numbers is tried, then finer grids around the best number.
+//! Rounding Eq. 1 to a stride loses up to half of the gain of interleaving. So the model predicts the time of whole
+//! plans with different numbers of GPU subgroups. With few subgroups, every number is tried. With many subgroups, a
+//! grid of numbers is tried, then finer grids around the best number.
 #![forbid(unsafe_code)]
 
 use super::model::{self, Prediction};
@@ -56,8 +56,8 @@ pub fn choose(shape: &Shape, rates: &Rates, residents: usize, backward: f64, mod
     Ok(Choice { plan, prediction })
 }
 
-/// Tries numbers of GPU subgroups. A tie goes to the number tried first; within a grid that is the smallest, which needs
-/// the least GPU memory.
+/// Tries numbers of GPU subgroups. A tie goes to the number tried first; within a grid that is the smallest, which
+/// needs the least GPU memory.
 fn best(shape: &Shape, rates: &Rates, residents: usize, backward: f64) -> Result<Choice> {
     let count = shape.count();
     let at = |gpu: usize| -> Result<Choice> {

@@ -45,7 +45,8 @@ impl Bytes {
     }
 }
 
-/// Computes the bytes that `plan` allocates and transfers. `shape` must pass [`Shape::check`], so that no sum overflows.
+/// Computes the bytes that `plan` allocates and transfers. `shape` must pass [`Shape::check`], so that no sum
+/// overflows.
 pub fn bytes(shape: &Shape, plan: &Plan) -> Bytes {
     let of = |site| plan.on(site).map(|subgroup| shape.sizes[subgroup]).sum::<u64>();
     let (cpu, gpu, resident) = (of(Site::Cpu), of(Site::Gpu), of(Site::Resident));

@@ -1,5 +1,5 @@
-//! The interleaved optimizer update on CPU and GPU (Deep Optimizer States): the site of each subgroup's update, the order
-//! of the commands, the predicted time, and the memory.
+//! The interleaved optimizer update on CPU and GPU (Deep Optimizer States): the site of each subgroup's update, the
+//! order of the commands, the predicted time, and the memory.
 //!
 //! The optimizer state of a rank is split into subgroups, numbered in the order in which their gradients arrive. There
 //! are three sites:

@@ -40,9 +40,10 @@ pub struct Prediction {
     pub spans: Vec<Span>,
 }
 
-/// Predicts the step of `plan` after a backward pass of `backward` seconds, in which gradients arrive at equal intervals.
-/// With `backward` zero, predicts the update phase alone: all gradients are already where the updates need them. Fails
-/// for an invalid shape, rate or backward time, or if `plan` and `shape` have different numbers of subgroups.
+/// Predicts the step of `plan` after a backward pass of `backward` seconds, in which gradients arrive at equal
+/// intervals. With `backward` zero, predicts the update phase alone: all gradients are already where the updates need
+/// them. Fails for an invalid shape, rate or backward time, or if `plan` and `shape` have different numbers of
+/// subgroups.
 pub fn predict(shape: &Shape, rates: &Rates, plan: &Plan, backward: f64) -> Result<Prediction> {
     shape.check()?;
     rates.check()?;

@@ -1,8 +1,8 @@
 //! The GPU commands of a step, in pieces of one subgroup each.
 //!
-//! A device can queue about a thousand operations. A call that enqueues one more blocks, and blocks every other launch of
-//! the process. So a step is enqueued piece by piece: before a piece, the enqueueing thread may have to wait for an event
-//! of an earlier piece. No piece waits for CPU updates.
+//! A device can queue about a thousand operations. A call that enqueues one more blocks, and blocks every other launch
+//! of the process. So a step is enqueued piece by piece: before a piece, the enqueueing thread may have to wait for an
+//! event of an earlier piece. No piece waits for CPU updates.
 #![forbid(unsafe_code)]
 
 use std::iter;
@@ -45,7 +45,8 @@ impl Piece {
 }
 
 /// The pieces of a step in the order in which they are enqueued, each with the event that must complete before it is
-/// enqueued. Residents are spread evenly among the fetched subgroups, so that their updates fill the waits for transfers.
+/// enqueued. Residents are spread evenly among the fetched subgroups, so that their updates fill the waits for
+/// transfers.
 pub fn pieces(shape: &Shape, plan: &Plan) -> Vec<(Piece, Option<Event>)> {
     let fetched: Vec<usize> = plan.on(Site::Gpu).collect();
     let residents: Vec<usize> = plan.on(Site::Resident).collect();
@@ -72,8 +73,8 @@ pub fn pieces(shape: &Shape, plan: &Plan) -> Vec<(Piece, Option<Event>)> {
 /// minimum is two, which keeps the copies of both directions busy.
 fn most_ahead(shape: &Shape) -> usize {
     let chunks = shape.largest().div_ceil(shape.chunk.max(1));
-    // Operations of one subgroup: 7 copies per chunk (three states in both directions, one gradient), and about 30 waits,
-    // records and launches.
+    // Operations of one subgroup: 7 copies per chunk (three states in both directions, one gradient), and about 30
+    // waits, records and launches.
     let operations = chunks.saturating_mul(7).saturating_add(30);
     let fits = usize::try_from(MOST_QUEUED / operations).unwrap_or(usize::MAX);
     (shape.slots + 1).min(fits.max(2))

@@ -2,8 +2,8 @@
 //!
 //! A lane executes its commands in the order in which they are enqueued. The event semantics are those of CUDA:
 //! - `Record` marks the point after all commands that the lane has so far.
-//! - `Wait` delays the later commands of the lane until the most recent record of the event completes. For an event that
-//!   was never recorded, `Wait` does nothing.
+//! - `Wait` delays the later commands of the lane until the most recent record of the event completes. For an event
+//!   that was never recorded, `Wait` does nothing.
 //!
 //! [`Lane::Cpu`] and [`Lane::Caller`] are host threads: they do their work and block in waits immediately. The events
 //! carry all dependencies on earlier steps, so the planner keeps no state between steps.
@@ -106,8 +106,8 @@ pub enum Event {
     Ready(usize),
 }
 
-/// The reason for a wait. The first thirteen edges have the numbers of the written schedule. The others order changes of
-/// residents, fetched gradients, checkpoints, and the room in the device queue.
+/// The reason for a wait. The first thirteen edges have the numbers of the written schedule. The others order changes
+/// of residents, fetched gradients, checkpoints, and the room in the device queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Edge {
     /// 0: a gradient is copied to the host after it is complete.

@@ -1,7 +1,8 @@
 //! The GPU's share of the update: Deep Optimizer States Eq. 1, as printed and as corrected.
 //!
-//! The paper uses k for two quantities. In Eq. 1, k is the number of CPU subgroups per GPU subgroup. In Algorithm 1, k is
-//! the stride, which is one more. Here [`cpu_per_gpu`] is the k of Eq. 1, and the stride is called stride. Definitions:
+//! The paper uses k for two quantities. In Eq. 1, k is the number of CPU subgroups per GPU subgroup. In Algorithm 1, k
+//! is the stride, which is one more. Here [`cpu_per_gpu`] is the k of Eq. 1, and the stride is called stride.
+//! Definitions:
 //! - A = 1/U_c + 1/D_c, the seconds of a CPU update per parameter;
 //! - q = 3 words per parameter to fetch, plus the words of a fetched gradient;
 //! - w = 1/2 word, a parameter in 16 bits;
@@ -12,8 +13,9 @@
 //!     one slot:         k = (q/B + 1/U_g) / (A - w/B)
 //!     two slots:        k = max((q/B_h) / (A - w/B_h), (3/B_d) / A, (1/U_g) / A)
 //!
-//! With two slots, the link transfers the next state while the GPU updates the current one, so 1/U_g is not added to the
-//! link time. If a CPU update takes no longer than the upload of its parameters, the GPU cannot help: its share is zero.
+//! With two slots, the link transfers the next state while the GPU updates the current one, so 1/U_g is not added to
+//! the link time. If a CPU update takes no longer than the upload of its parameters, the GPU cannot help: its share is
+//! zero.
 #![forbid(unsafe_code)]
 
 use super::Rates;
@@ -58,8 +60,8 @@ pub fn gpu_share(rates: &Rates, fetched_words: f64, balance: Balance) -> f64 {
     cpu_per_gpu(rates, fetched_words, balance).map_or(0.0, |k| 1.0 / (1.0 + k))
 }
 
-/// The stride that reproduces the printed "k = 2" on both machines of the paper. It is Eq. 1 rounded, at least 2, used as
-/// the stride without the added 1 of Algorithm 1. Zero (all on the CPU) if Eq. 1 has no solution.
+/// The stride that reproduces the printed "k = 2" on both machines of the paper. It is Eq. 1 rounded, at least 2, used
+/// as the stride without the added 1 of Algorithm 1. Zero (all on the CPU) if Eq. 1 has no solution.
 pub fn paper_stride(rates: &Rates) -> usize {
     let duplex = Rates { duplex: true, ..*rates };
     match cpu_per_gpu(&duplex, 0.0, Balance::OneSlot) {

@@ -75,8 +75,8 @@ impl Ord for Time {
 }
 
 impl Timeline {
-    /// Adds an operation that depends on all operations in `after`, and returns its number. `seconds` is its duration at
-    /// full speed; `host_bytes` are the bytes of host memory that it reads and writes.
+    /// Adds an operation that depends on all operations in `after`, and returns its number. `seconds` is its duration
+    /// at full speed; `host_bytes` are the bytes of host memory that it reads and writes.
     pub fn add(&mut self, engine: Engine, seconds: f64, host_bytes: f64, after: &[u32]) -> u32 {
         let number = self.ops.len() as u32;
         self.ops.push(Op { engine, seconds, host_bytes });

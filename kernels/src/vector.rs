@@ -6,7 +6,7 @@
 /// A group of f32 lanes: 1 lane in `scalar`, 8 in AVX2, 16 in AVX-512 and NEON.
 ///
 /// # Safety
-/// Every method may execute instructions of its instruction set. A call is sound only inside [`Isa::vectorize`] of the
+/// Every method may execute instructions of its instruction set. A call is sound only inside `Isa::vectorize` of the
 /// same set, on a processor that has the set. Pointers must be valid for `LANES` elements.
 #[allow(clippy::missing_safety_doc, reason = "said once, for all of them")]
 pub unsafe trait Vector: Copy {

@@ -29,7 +29,8 @@ pub struct DeviceSpan {
 }
 
 impl DeviceSpan {
-    /// # Safety The bytes are device memory of the primary context. All other accesses to them are ordered by the
+    /// # Safety
+    /// The bytes are device memory of the primary context. All other accesses to them are ordered by the
     /// events that are passed to the calls that use this span.
     pub unsafe fn new(address: u64, bytes: u64, argument: &'static str) -> Result<DeviceSpan> {
         if address == 0 && bytes > 0 {

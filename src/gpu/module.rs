@@ -79,7 +79,8 @@ pub(super) struct Function(usize);
 impl Function {
     /// Enqueues the kernel with `blocks` blocks of `threads` threads.
     ///
-    /// # Safety The module is loaded. Each of `arguments` points to a value of the kernel's parameter at that
+    /// # Safety
+    /// The module is loaded. Each of `arguments` points to a value of the kernel's parameter at that
     /// position. The memory that these values address stays valid until the kernel is done.
     pub(super) unsafe fn launch(
         self,

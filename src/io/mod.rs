@@ -10,7 +10,7 @@
 //! | [`plan`] | where operations are split, as pure arithmetic |
 //! | [`profile`] | settings measured by `spillway tune` |
 //! | `blocks` | the piece size for each file system |
-//! | [`file`] | open files: direct or buffered, and why |
+//! | `file` | open files: direct or buffered, and why |
 //! | [`object`] | files stored as objects of an S3-compatible store |
 //! | `backend` | the interface below: `uring`, `threads` (files and object stores), `sim` (seeded faults, for tests) |
 //!

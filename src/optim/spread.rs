@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - The split points and the order of additions depend only on the tensors, never on threads or kernels. One
-//!   recursion, [`tree`], makes the parts and later adds the results of the parts.
+//!   recursion, `tree`, makes the parts and later adds the results of the parts.
 //! - Work of at most one chunk runs on the caller's thread, because waking a worker would cost more than it saves.
 #![forbid(unsafe_code)]
 

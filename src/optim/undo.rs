@@ -76,7 +76,7 @@ pub fn log_used(log: &mut Reserve, lengths: impl Iterator<Item = usize>) -> u64 
     used.sum()
 }
 
-/// Releases the log memory of chunks that used more than [`KEPT`] bytes per element. `lengths` are the elements of each
+/// Releases the log memory of chunks that used more than `KEPT` bytes per element. `lengths` are the elements of each
 /// tensor. The next step is expected to need less.
 pub fn trim(log: &mut Reserve, lengths: impl Iterator<Item = usize>) {
     let mut start = 0;

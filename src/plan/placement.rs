@@ -2,19 +2,19 @@
 //!
 //! A unit is a part of a subgroup. A subgroup that is split over all paths moves at the combined bandwidth, and a few
 //! buffers of host memory keep every path busy. Rules:
-//! - The first placement follows [`split`](super::split): in proportion to the speeds or to the user's ratio, in
+//! - The first placement follows [`super::split`]: in proportion to the speeds or to the user's ratio, in
 //!   balanced order.
 //! - A unit changes its path only at a flush. Each path has a predicted finish time, which includes the bytes that this
 //!   round already sent to the path. The unit goes to the path with the earliest finish time, but only if that time
-//!   beats the unit's own path by more than one unit and [`MARGIN`]. So every section of a round, in either direction,
+//!   beats the unit's own path by more than one unit and `MARGIN`. So every section of a round, in either direction,
 //!   has each path's share.
 //! - Speeds are re-estimated once per round (one update of all units):
 //!   - The path that was busy longest limited the round. Its speed is its bytes divided by its busy time.
 //!   - For a path that finished earlier, that quotient is only an upper bound: a throttled path runs at device speed
 //!     until it reaches its rate limit. Such a path gets more load than before until all paths finish together. The
 //!     increase is small if its real speed is known, else up to a factor of two.
-//! - Speeds are smoothed. Changes of at most [`DEADBAND`] are ignored, so that noise moves no unit. A slowdown of more
-//!   than [`SUDDEN`] takes effect at once, within the round.
+//! - Speeds are smoothed. Changes of at most `DEADBAND` are ignored, so that noise moves no unit. A slowdown of more
+//!   than `SUDDEN` takes effect at once, within the round.
 //! - A draining path receives no units. Its units leave it at their next flush.
 #![forbid(unsafe_code)]
 
@@ -308,7 +308,7 @@ impl Placement {
         }
     }
 
-    /// Ends a round: re-estimates the speeds from the observed transfers. Rounds shorter than [`SPAN`] are combined.
+    /// Ends a round: re-estimates the speeds from the observed transfers. Rounds shorter than `SPAN` are combined.
     pub fn end_round(&mut self) {
         self.count_anew();
         let longest = self.paths.iter().map(|path| path.seen.busy).fold(0.0, f64::max);

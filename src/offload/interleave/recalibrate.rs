@@ -1,10 +1,10 @@
 //! Rates from the timings of every step, and the decision to change the plan.
 //!
 //! Each kind of work has a smoothed time per parameter. Guards keep one bad step from changing the plan:
-//! - A step in which a kind of work moved less than [`LEAST`] parameters, or took no time, is no sample for it.
-//! - A sample counts as at most [`MOST`] times slower or faster than the known rate. A single outlier therefore has
+//! - A step in which a kind of work moved less than `LEAST` parameters, or took no time, is no sample for it.
+//! - A sample counts as at most `MOST` times slower or faster than the known rate. A single outlier therefore has
 //!   little effect, and a lasting change is followed within a few steps.
-//! - A new plan must be better than the present plan by more than [`WORTH`] under the new rates.
+//! - A new plan must be better than the present plan by more than `WORTH` under the new rates.
 #![forbid(unsafe_code)]
 
 use super::Timing;

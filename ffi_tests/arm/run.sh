@@ -171,9 +171,9 @@ checkers() {
 }
 
 # What does not depend on the processor runs on one. What is skipped reserves terabytes of addresses, for each page of which
-# qemu-user keeps a record; asks for MADV_DONTFORK, which qemu-user ignores; starts itself as another process, which the host cannot; or takes minutes and proves nothing of
-# this processor: the interpreter of PTX, crashes of a simulated disk or store, all 2^32 patterns of a split in whole
-# numbers, and the search for the best of all plans.
+# qemu-user keeps a record; asks for MADV_DONTFORK, which qemu-user ignores; starts itself as another process, which the host
+# cannot; or takes minutes and proves nothing of this processor: the interpreter of PTX, crashes of a simulated disk or
+# store, all 2^32 patterns of a split in whole numbers, and the search for the best of all plans.
 library_tests() {
     set --
     for skipped in far_more_than_the_machine_has real_processes_exclude gpu::tests::bits interleave::tests::cuda a_crash_at_any \

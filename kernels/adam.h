@@ -82,8 +82,8 @@ typedef _Bool adam_record_kernel(const struct adam_rule *rule, enum decay decay,
                                  const struct adam_undo_spans *spans, size_t n, double *lanes, unsigned char **log);
 
 // Rolls back the step of n elements: exactly with the groups at log, or by the inverse formula alone if log is NULL.
-// With again not NULL, repeats the step in the same pass with *again as grad_scale. Returns false as above.
-typedef _Bool adam_undo_kernel(const struct adam_rule *rule, const float *again, enum decay decay, unsigned types,
+// With redo_scale not NULL, repeats the step in the same pass with *redo_scale as grad_scale. Returns false as above.
+typedef _Bool adam_undo_kernel(const struct adam_rule *rule, const float *redo_scale, enum decay decay, unsigned types,
                                const struct adam_undo_spans *spans, size_t n, const unsigned char *log);
 
 // Kernels that need SVE.

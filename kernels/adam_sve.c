@@ -57,10 +57,10 @@ INLINE struct adam_spans row(const struct adam_rule *rule, enum decay decay, enu
 {
     const size_t round = UNROLL * svcntw();
     for (; n >= round; n -= round) {
-        __builtin_prefetch(at.param + AHEAD, 1);
-        __builtin_prefetch(at.grad + AHEAD, 0);
-        __builtin_prefetch(at.exp_avg + AHEAD, 1);
-        __builtin_prefetch(at.exp_avg_sq + AHEAD, 1);
+        __builtin_prefetch(at.param + PREFETCH_DISTANCE, 1);
+        __builtin_prefetch(at.grad + PREFETCH_DISTANCE, 0);
+        __builtin_prefetch(at.exp_avg + PREFETCH_DISTANCE, 1);
+        __builtin_prefetch(at.exp_avg_sq + PREFETCH_DISTANCE, 1);
 #pragma GCC unroll 4
         for (int vector = 0; vector < UNROLL; vector++)
             step(svptrue_b32(), rule, decay, param, state, grad, copy, at, lanes, vector);
@@ -77,7 +77,7 @@ INLINE struct adam_spans row(const struct adam_rule *rule, enum decay decay, enu
 
 // With lanes, processes rows of SQUARE_LANES elements: a vector length that does not divide SQUARE_LANES would
 // otherwise write past the end of lanes.
-INLINE void walk(const struct adam_rule *rule, enum decay decay, enum element param, enum element state,
+INLINE void chunk_loop(const struct adam_rule *rule, enum decay decay, enum element param, enum element state,
                  enum element grad, enum element copy, struct adam_spans at, size_t n, double *lanes)
 {
     const struct adam_rule local = *rule;
@@ -93,7 +93,7 @@ INLINE void walk(const struct adam_rule *rule, enum decay decay, enum element pa
 }
 
 #define WALK(DECAY, P, S, G, C)                                                                                        \
-    (lanes ? walk(rule, DECAY, P, S, G, C, spans, n, lanes) : walk(rule, DECAY, P, S, G, C, spans, n, NULL))
+    (lanes ? chunk_loop(rule, DECAY, P, S, G, C, spans, n, lanes) : chunk_loop(rule, DECAY, P, S, G, C, spans, n, NULL))
 
 #define CASE(P, S, G, C)                                                                                               \
     case ADAM_TYPES(P, S, G, C):                                                                                       \

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes adam.json, adagrad.json and lion.json: inputs and the exact bits that every kernel must give for them.
 
-It shares nothing with the kernels: each operation is done on rational numbers and rounded once, to nearest even.
+It shares no code with the kernels: each operation is done on rational numbers and rounded once, to nearest even.
 `python3 kernels/golden.py` writes the files; `--check` compares them and writes nothing.
 
 Format. A file has "optimizer" and "cases". A case gives, in this order:
@@ -344,7 +344,8 @@ def main():
             if committed.read() != text:
                 stale.append(name)
     if stale:
-        sys.exit("not what kernels/golden.py writes: " + ", ".join(stale))
+        sys.exit(f"{', '.join(stale)} in kernels/ differ from the exact results; run python3 kernels/golden.py, which writes them, "
+                 "and look at the change")
 
 
 if __name__ == "__main__":

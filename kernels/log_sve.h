@@ -26,7 +26,7 @@ INLINE svuint32_t difference(svbool_t active, enum element type, svuint32_t old,
 }
 
 // The old bit pattern: the estimate plus the difference. Without a log, the estimate alone.
-INLINE svuint32_t settle(svbool_t active, enum element type, int logged, svuint32_t difference, svfloat32_t estimate)
+INLINE svuint32_t correct(svbool_t active, enum element type, int logged, svuint32_t difference, svfloat32_t estimate)
 {
     svuint32_t bits = encode(active, type, estimate);
     return logged ? svadd_u32_m(svcmpeq_f32(active, estimate, estimate), difference, bits) : bits;

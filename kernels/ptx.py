@@ -2,10 +2,11 @@
 """Compiles the GPU kernels to the PTX that is committed beside them.
 
     kernels/ptx.py            writes cast.ptx and adam.ptx
-    kernels/ptx.py --check    1 if they are not what the compiler makes of the sources, 77 if there is no compiler
+    kernels/ptx.py --check    exits with 1 if they differ from what the compiler makes of the sources, with 77 if
+                              the compiler cannot be loaded
 
-The compiler is NVRTC 12.0 from PyPI (its licence forbids passing it on), kept in SPILLWAY_CACHE. It writes PTX 8.0 for
-compute capability 7.0, which drivers from 525 take; the same sources give the same bytes.
+The compiler is NVRTC 12.0 from PyPI (its licence forbids redistribution), kept in SPILLWAY_CACHE. It writes PTX 8.0 for
+compute capability 7.0, which drivers from 525 accept; the same sources give the same bytes.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ SHARED = KERNELS / 'spw_gpu.cuh'
 MODULES = ['cast', 'adam']
 WHEEL = 'nvidia-cuda-nvrtc-cu12==12.0.140'
 LIBRARY = 'nvidia/cuda_nvrtc/lib/libnvrtc.so.12'
-# Contraction is off for those who read the sources; the kernels spell every operation out.
+# No contraction: the kernels write every fma explicitly.
 OPTIONS = [b'--gpu-architecture=compute_70', b'--std=c++17', b'--fmad=false']
 NO_COMPILER = 77
 
@@ -30,7 +31,7 @@ def main():
     try:
         nvrtc = ctypes.CDLL(str(compiler()))
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f'no compiler: {error}')
+        print(f'cannot load NVRTC, the compiler of the GPU kernels: {error}; the first run downloads it from PyPI')
         return NO_COMPILER
     stale = []
     for name in MODULES:
@@ -41,7 +42,8 @@ def main():
         elif target.read_text() != text:
             stale.append(target.name)
     if stale:
-        print(f'stale: {", ".join(stale)}; run kernels/ptx.py')
+        print(f'{", ".join(stale)} in kernels/ differ from what the compiler makes of their sources; run kernels/ptx.py, which '
+              'writes them, and commit the result')
     return 1 if stale else 0
 
 
@@ -92,7 +94,7 @@ def read(size_of, text_of, program):
 
 def check(result):
     if result:
-        sys.exit(f'NVRTC error {result}')
+        sys.exit(f'NVRTC, the compiler of the GPU kernels, failed with its error {result}')
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 // Prefetch distance in bytes. It covers the memory latency at a few bytes per cycle.
-enum { AHEAD = 1024 };
+enum { PREFETCH_DISTANCE = 1024 };
 
 INLINE size_t size_of(enum element type)
 {

@@ -107,10 +107,10 @@ INLINE struct adam_undo_spans spans_from(const struct adam_undo_spans *spans, st
 
 INLINE void ask_for(struct adam_states states, const char *grad)
 {
-    __builtin_prefetch(states.param + AHEAD, 1);
-    __builtin_prefetch(grad + AHEAD, 0);
-    __builtin_prefetch(states.exp_avg + AHEAD, 1);
-    __builtin_prefetch(states.exp_avg_sq + AHEAD, 1);
+    __builtin_prefetch(states.param + PREFETCH_DISTANCE, 1);
+    __builtin_prefetch(grad + PREFETCH_DISTANCE, 0);
+    __builtin_prefetch(states.exp_avg + PREFETCH_DISTANCE, 1);
+    __builtin_prefetch(states.exp_avg_sq + PREFETCH_DISTANCE, 1);
 }
 
 INLINE void store_states(svbool_t active, struct types types, struct adam_states to, int64_t vector, svuint32_t p,
@@ -155,8 +155,8 @@ INLINE void record_vector(svbool_t active, const struct inverse *step, struct ty
     *v_difference = difference(active, types.state, old_v, estimate_exp_avg_sq(active, step, v, g));
 }
 
-// Rolls back one vector. With again not NULL, repeats the step with *again as the gradient scale.
-INLINE void undo_vector(svbool_t active, const struct inverse *step, const float *again, struct types types,
+// Rolls back one vector. With redo_scale not NULL, repeats the step with *redo_scale as the gradient scale.
+INLINE void undo_vector(svbool_t active, const struct inverse *step, const float *redo_scale, struct types types,
                         struct adam_undo_spans at, int64_t vector, int logged, svuint32_t p_difference,
                         svuint32_t m_difference, svuint32_t v_difference)
 {
@@ -167,19 +167,19 @@ INLINE void undo_vector(svbool_t active, const struct inverse *step, const float
 
     svfloat32_t g = svmul_n_f32_x(active, grad, step->rule.grad_scale);
     p = estimate_param(active, step, p, update(active, &step->rule, m, v));
-    svuint32_t old_p = settle(active, types.param, logged, p_difference, p);
+    svuint32_t old_p = correct(active, types.param, logged, p_difference, p);
     p = decode(active, types.param, old_p);
     g = decayed(step, g, p);
-    svuint32_t old_m = settle(active, types.state, logged, m_difference, estimate_exp_avg(active, step, m, g));
+    svuint32_t old_m = correct(active, types.state, logged, m_difference, estimate_exp_avg(active, step, m, g));
     v = estimate_exp_avg_sq(active, step, v, g);
     // Without a log, a negative estimate would give the next step a NaN from its square root.
     if (!logged)
         v = not_negative(active, v);
-    svuint32_t old_v = settle(active, types.state, logged, v_difference, v);
-    if (again) {
+    svuint32_t old_v = correct(active, types.state, logged, v_difference, v);
+    if (redo_scale) {
         m = decode(active, types.state, old_m);
         v = decode(active, types.state, old_v);
-        forward(active, step, svmul_n_f32_x(active, grad, *again), &p, &m, &v);
+        forward(active, step, svmul_n_f32_x(active, grad, *redo_scale), &p, &m, &v);
         old_p = encode(active, types.param, p);
         old_m = encode(active, types.state, m);
         old_v = encode(active, types.state, v);
@@ -209,7 +209,7 @@ INLINE unsigned char *record_four(const struct inverse *step, struct types types
     return pack_four(v, va, vb, vc, vd, log);
 }
 
-INLINE const unsigned char *undo_four(const struct inverse *step, const float *again, struct types types,
+INLINE const unsigned char *undo_four(const struct inverse *step, const float *redo_scale, struct types types,
                                       struct adam_undo_spans at, const unsigned char *log)
 {
     svbool_t all = svptrue_b32();
@@ -222,10 +222,10 @@ INLINE const unsigned char *undo_four(const struct inverse *step, const float *a
         log = unpack_four(widths >> 2 & 3, &ma, &mb, &mc, &md, log);
         log = unpack_four(widths >> 4 & 3, &va, &vb, &vc, &vd, log);
     }
-    undo_vector(all, step, again, types, at, 0, logged, pa, ma, va);
-    undo_vector(all, step, again, types, at, 1, logged, pb, mb, vb);
-    undo_vector(all, step, again, types, at, 2, logged, pc, mc, vc);
-    undo_vector(all, step, again, types, at, 3, logged, pd, md, vd);
+    undo_vector(all, step, redo_scale, types, at, 0, logged, pa, ma, va);
+    undo_vector(all, step, redo_scale, types, at, 1, logged, pb, mb, vb);
+    undo_vector(all, step, redo_scale, types, at, 2, logged, pc, mc, vc);
+    undo_vector(all, step, redo_scale, types, at, 3, logged, pd, md, vd);
     return log;
 }
 
@@ -259,7 +259,7 @@ INLINE unsigned char *record_group(const struct inverse *step, struct types type
     return pack_group(v, kept.of[EXP_AVG_SQ], log);
 }
 
-INLINE const unsigned char *undo_group(const struct inverse *step, const float *again, struct types types,
+INLINE const unsigned char *undo_group(const struct inverse *step, const float *redo_scale, struct types types,
                                        struct adam_undo_spans at, size_t count, const unsigned char *log)
 {
     struct differences kept = {0};
@@ -274,7 +274,7 @@ INLINE const unsigned char *undo_group(const struct inverse *step, const float *
         svbool_t active = svwhilelt_b32_u64(lane, count);
         svuint32_t p = svld1_u32(active, kept.of[PARAM] + lane), m = svld1_u32(active, kept.of[EXP_AVG] + lane);
         svuint32_t v = svld1_u32(active, kept.of[EXP_AVG_SQ] + lane);
-        undo_vector(active, step, again, types, spans_from(&at, types, lane), 0, logged, p, m, v);
+        undo_vector(active, step, redo_scale, types, spans_from(&at, types, lane), 0, logged, p, m, v);
     }
     return log;
 }
@@ -303,7 +303,7 @@ INLINE unsigned char *record(const struct adam_rule *rule, enum decay decay, str
     return log;
 }
 
-INLINE void undo(const struct adam_rule *rule, const float *again, enum decay decay, struct types types,
+INLINE void undo(const struct adam_rule *rule, const float *redo_scale, enum decay decay, struct types types,
                  const struct adam_undo_spans *spans, size_t n, const unsigned char *log)
 {
     const struct inverse step = inverse_of(rule, decay);
@@ -312,11 +312,11 @@ INLINE void undo(const struct adam_rule *rule, const float *again, enum decay de
     for (; first < in_fours(n); first += GROUP) {
         const struct adam_undo_spans at = spans_from(&all, types, first);
         ask_for(at.after, at.grad);
-        log = undo_four(&step, again, types, at, log);
+        log = undo_four(&step, redo_scale, types, at, log);
     }
     for (; first < n; first += GROUP) {
         const size_t count = n - first < GROUP ? n - first : GROUP;
-        log = undo_group(&step, again, types, spans_from(&all, types, first), count, log);
+        log = undo_group(&step, redo_scale, types, spans_from(&all, types, first), count, log);
     }
 }
 
@@ -335,12 +335,12 @@ _Bool RECORD(const struct adam_rule *rule, enum decay decay, unsigned types, con
 #undef CASE
 }
 
-_Bool UNDO(const struct adam_rule *rule, const float *again, enum decay decay, unsigned types,
+_Bool UNDO(const struct adam_rule *rule, const float *redo_scale, enum decay decay, unsigned types,
            const struct adam_undo_spans *spans, size_t n, const unsigned char *log)
 {
 #define CASE(P, S, G, C)                                                                                               \
     case ADAM_TYPES(P, S, G, C):                                                                                       \
-        undo(rule, again, decay, (struct types){P, S, G, C}, spans, n, log);                                           \
+        undo(rule, redo_scale, decay, (struct types){P, S, G, C}, spans, n, log);                                           \
         return 1;
     switch (types) {
         ADAM_COMBINATIONS(CASE)

@@ -1,37 +1,37 @@
 //! Entry points for the step and the undo of one chunk. An SVE kernel runs its C body where one exists for the rule and
 //! the element types. Every other call runs the generic Rust body.
 
+use super::chunk_loop::CHUNK;
+use super::dispatch::Kernel;
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
-use super::select::Kernel;
 use super::stream::StreamRule;
 use super::tensor::Tensor;
-use super::walk::CHUNK;
 use crate::error::Result;
 
 /// An optimizer with compiled kernels: the coefficients of one step, and the operations step and undo.
-pub trait Rule: Arithmetic {
+pub trait Optimizer: Arithmetic {
     /// Steps one chunk (at most [`CHUNK`] elements). Returns the sum of squares of the scaled gradient if `squares` is
     /// true. Records the step if the tensor has a log. Fails if a state is missing or no kernel exists for the types.
     fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64>;
 
     /// Rolls back the step of one chunk: bit-exactly if the tensor has the log of that step, else approximately by the
-    /// inverse formula. With `again`, repeats the step in the same pass with `again` as the gradient scale.
-    fn undo(self, kernel: Kernel, tensor: Tensor<'_>, again: Option<f32>) -> Result<()>;
+    /// inverse formula. With `redo_scale`, repeats the step in the same pass with `redo_scale` as the gradient scale.
+    fn undo(self, kernel: Kernel, tensor: Tensor<'_>, redo_scale: Option<f32>) -> Result<()>;
 }
 
 /// Implements [`Rule`] for one concrete type. A blanket impl would be compiled again in every crate that calls it;
 /// concrete impls are compiled once, in this crate.
 macro_rules! rule {
     ($rule:ty $(, #[$how:meta])?) => {
-        impl Rule for $rule {
+        impl Optimizer for $rule {
             $(#[$how])?
             fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64> {
                 step(kernel, self, tensor, squares)
             }
 
             $(#[$how])?
-            fn undo(self, kernel: Kernel, tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
-                undo(kernel, self, tensor, again)
+            fn undo(self, kernel: Kernel, tensor: Tensor<'_>, redo_scale: Option<f32>) -> Result<()> {
+                undo(kernel, self, tensor, redo_scale)
             }
         }
     };
@@ -53,15 +53,20 @@ fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares:
     super::step::step(kernel, rule, &mut tensor, squares)
 }
 
-fn undo<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, again: Option<f32>) -> Result<()> {
+fn undo<R: Arithmetic>(
+    kernel: Kernel,
+    rule: R,
+    mut tensor: Tensor<'_>,
+    redo_scale: Option<f32>,
+) -> Result<()> {
     check::<R>(&tensor)?;
     #[cfg(target_arch = "aarch64")]
     if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
-        && super::sve::undo(adam, rule, &mut tensor, again)
+        && super::sve::undo(adam, rule, &mut tensor, redo_scale)
     {
         return Ok(());
     }
-    super::undo::undo(kernel, rule, &mut tensor, again)
+    super::undo::undo(kernel, rule, &mut tensor, redo_scale)
 }
 
 fn check<R: Arithmetic>(tensor: &Tensor<'_>) -> Result<()> {

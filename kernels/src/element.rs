@@ -36,7 +36,7 @@ pub trait Element: Copy + Send + Sync {
     ///
     /// # Safety
     /// Same contract as [`Vector::stream_bits32`].
-    unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw);
+    unsafe fn store_nt<V: Vector>(bits: V::Bits, to: *mut Self::Raw);
 
     /// Returns the bit patterns that `store` would write.
     ///
@@ -88,7 +88,7 @@ impl Element for F32 {
         unsafe { V::store_bits32(bits, to.cast()) }
     }
     #[inline(always)]
-    unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+    unsafe fn store_nt<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe { V::stream_bits32(bits, to.cast()) }
     }
@@ -127,7 +127,7 @@ impl Element for F16 {
         unsafe { V::store_bits16(bits, to) }
     }
     #[inline(always)]
-    unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+    unsafe fn store_nt<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe { V::stream_bits16(bits, to) }
     }
@@ -166,7 +166,7 @@ impl Element for Bf16 {
         unsafe { V::store_bits16(bits, to) }
     }
     #[inline(always)]
-    unsafe fn stream_bits<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
+    unsafe fn store_nt<V: Vector>(bits: V::Bits, to: *mut Self::Raw) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe { V::stream_bits16(bits, to) }
     }
@@ -199,7 +199,7 @@ impl Element for Absent {
     #[inline(always)]
     unsafe fn store_bits<V: Vector>(_: V::Bits, _: *mut ()) {}
     #[inline(always)]
-    unsafe fn stream_bits<V: Vector>(_: V::Bits, _: *mut ()) {}
+    unsafe fn store_nt<V: Vector>(_: V::Bits, _: *mut ()) {}
     #[inline(always)]
     unsafe fn encode<V: Vector>(_: V) -> V::Bits {
         // SAFETY: the caller upholds the callee's contract.

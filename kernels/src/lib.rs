@@ -7,7 +7,7 @@
 //! | `chunk` | the entry points: dispatch of a chunk's step or undo to an SVE body or the generic body |
 //! | `step`, `record`, `undo` | the generic bodies: a step, a recorded step, and the exact undo of a recorded step |
 //! | `tensor`, `spans` | the operands of a step: checked slices, then typed addresses |
-//! | `log`, `pack` | the size of an undo log, and the encoding of its differences |
+//! | `log`, `pack` | the size of an undo log, and the encoding of its residuals |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
 //! | `walk` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
 //! | `element` | element types in memory, and the table of supported type combinations |
@@ -18,6 +18,8 @@
 //! | `float_mode` | IEEE arithmetic, whatever float mode the calling thread has set |
 
 mod chunk;
+mod chunk_loop;
+mod dispatch;
 pub mod dtype;
 mod element;
 mod error;
@@ -27,7 +29,6 @@ mod pack;
 mod publish;
 mod record;
 mod rules;
-mod select;
 mod spans;
 pub mod squares;
 mod step;
@@ -35,7 +36,6 @@ mod stream;
 mod tensor;
 mod undo;
 mod vector;
-mod walk;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -47,24 +47,24 @@ mod scalar;
 #[cfg(target_arch = "aarch64")]
 mod sve;
 
-pub use chunk::Rule;
+pub use chunk::Optimizer;
+pub use chunk_loop::CHUNK;
+pub use dispatch::Kernel;
 pub use element::{Dtypes, supported};
 pub use error::{Error, Result};
 pub use float_mode::IeeeMode;
 pub use log::{log_bytes, log_used_of};
 pub use publish::publish;
 pub use rules::{AdagradRule, AdamRule, Arithmetic, LionRule, WeightDecay};
-pub use select::Kernel;
 pub use step::grad_squares;
 pub use stream::StreamRule;
 pub use tensor::{States, Tensor};
-pub use walk::CHUNK;
 
 /// Internals that the tests of this crate use in addition to the public API.
 #[doc(hidden)]
 pub mod inside {
+    pub use crate::chunk_loop::MAX_LANES;
     pub use crate::log::log_used;
-    pub use crate::pack::{Differences, most, pack, unpack};
+    pub use crate::pack::{Residuals, most, pack, unpack};
     pub use crate::vector::{Body, Vector};
-    pub use crate::walk::MAX_LANES;
 }

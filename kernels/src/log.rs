@@ -5,8 +5,8 @@
 //! chunk := bytes used (8 bytes), group*
 //! ```
 
+use super::chunk_loop::{CHUNK, MAX_LANES};
 use super::pack;
-use super::walk::{CHUNK, MAX_LANES};
 
 /// Bytes of the log of a tensor of `n` elements, enough for every chunk at its maximal size. A step touches only the
 /// bytes that it writes, about 2 bytes per element in steady state.
@@ -20,7 +20,7 @@ pub fn log_used_of(log: &[u8], n: usize) -> u64 {
 }
 
 /// Maximal bytes of the log of `n` elements (one chunk) on any kernel. The maximum has one-lane groups at 32 bits per
-/// difference. `SLACK` is included because a kernel may access one vector past the end.
+/// residual. `SLACK` is included because a kernel may access one vector past the end.
 pub const fn log_capacity(n: usize) -> usize {
     if n == 0 {
         return 0;

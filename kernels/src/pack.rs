@@ -1,4 +1,4 @@
-//! Encoding of the differences of one group to bytes, and decoding.
+//! Encoding of the residuals of one group to bytes, and decoding.
 //!
 //! ```text
 //! group := control (1 byte), body
@@ -9,7 +9,7 @@
 //! 64 + w    param, then exp_avg, then exp_avg_sq, each as signed integers of its own width; w has two bits per width
 //! ```
 //!
-//! In training, the differences of param and exp_avg_sq are one or two units. The difference of exp_avg grows with the
+//! In training, the residuals of param and exp_avg_sq are one or two units. The residual of exp_avg grows with the
 //! ratio of gradient to exp_avg. Four of five groups take form 0, and nearly all others form 1. The choice between the
 //! two is unpredictable for the processor, so both share one code path with a table of shifts. Only form 64 branches.
 
@@ -17,7 +17,7 @@ use super::vector::{Vector, Width};
 
 /// Differences of one group: old bit pattern minus estimated bit pattern. Zero for a state that the rule does not keep.
 #[derive(Clone, Copy)]
-pub struct Differences<B> {
+pub struct Residuals<B> {
     /// Difference of the parameter.
     pub param: B,
     /// Difference of the first moment.
@@ -60,17 +60,17 @@ pub const fn most(lanes: usize) -> usize {
 /// # Safety
 /// Same contract as [`Vector`]; `to` has room for [`most`] bytes and one vector.
 #[inline(always)]
-pub unsafe fn pack<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) -> usize {
+pub unsafe fn pack<V: Vector>(residuals: Residuals<V::Bits>, to: *mut u8) -> usize {
     // SAFETY: the caller's contract covers every call below.
     unsafe {
         let bias = V::bits_splat(BIAS);
-        let param = V::bits_add(differences.param, bias);
-        let exp_avg_sq = V::bits_add(differences.exp_avg_sq, bias);
-        let exp_avg = V::bits_add(differences.exp_avg, V::bits_splat(BIAS_NARROW));
-        let byte = V::bits_add(differences.exp_avg, V::bits_splat(BIAS_BYTE));
+        let param = V::bits_add(residuals.param, bias);
+        let exp_avg_sq = V::bits_add(residuals.exp_avg_sq, bias);
+        let exp_avg = V::bits_add(residuals.exp_avg, V::bits_splat(BIAS_NARROW));
+        let byte = V::bits_add(residuals.exp_avg, V::bits_splat(BIAS_BYTE));
         let either = V::bits_or(param, exp_avg_sq);
         if !V::within(either, 15, byte, 255) {
-            return pack_wide::<V>(differences, to);
+            return pack_wide::<V>(residuals, to);
         }
         let code = usize::from(!V::within(either, 3, exp_avg, 15));
         let form = &FORMS[code];
@@ -83,13 +83,13 @@ pub unsafe fn pack<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) ->
     }
 }
 
-/// Reads a group that [`pack`] wrote. Returns the differences and the length in bytes. May read up to one vector past
+/// Reads a group that [`pack`] wrote. Returns the residuals and the length in bytes. May read up to one vector past
 /// that length.
 ///
 /// # Safety
 /// Same contract as [`Vector`]; `from` points to a group that the same vector type wrote.
 #[inline(always)]
-pub unsafe fn unpack<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usize) {
+pub unsafe fn unpack<V: Vector>(from: *const u8) -> (Residuals<V::Bits>, usize) {
     // SAFETY: the caller's contract covers every call below.
     unsafe {
         let code = usize::from(from.read());
@@ -100,18 +100,18 @@ pub unsafe fn unpack<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usize
         let exp_avg_sq = V::bits_shr(first, V::bits_splat(form.exp_avg_sq));
         let exp_avg = V::bits_shr(last, V::bits_splat(form.last));
         let bias = V::bits_splat(BIAS);
-        let differences = Differences {
+        let residuals = Residuals {
             param: V::bits_sub(V::bits_and(first, mask), bias),
             exp_avg: V::bits_sub(exp_avg, V::bits_splat(form.bias)),
             exp_avg_sq: V::bits_sub(V::bits_and(exp_avg_sq, mask), bias),
         };
-        (differences, 1 + V::LANES + V::LANES * code)
+        (residuals, 1 + V::LANES + V::LANES * code)
     }
 }
 
 #[inline(always)]
-unsafe fn pack_wide<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) -> usize {
-    let Differences { param, exp_avg, exp_avg_sq } = differences;
+unsafe fn pack_wide<V: Vector>(residuals: Residuals<V::Bits>, to: *mut u8) -> usize {
+    let Residuals { param, exp_avg, exp_avg_sq } = residuals;
     let (mut at, mut widths) = (1, 0);
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
@@ -126,7 +126,7 @@ unsafe fn pack_wide<V: Vector>(differences: Differences<V::Bits>, to: *mut u8) -
 }
 
 #[inline(always)]
-unsafe fn unpack_wide<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usize) {
+unsafe fn unpack_wide<V: Vector>(from: *const u8) -> (Residuals<V::Bits>, usize) {
     let mut at = 1;
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
@@ -137,7 +137,7 @@ unsafe fn unpack_wide<V: Vector>(from: *const u8) -> (Differences<V::Bits>, usiz
             at += width.bytes(V::LANES);
             bits
         };
-        let differences = Differences { param: next(0), exp_avg: next(1), exp_avg_sq: next(2) };
-        (differences, at)
+        let residuals = Residuals { param: next(0), exp_avg: next(1), exp_avg_sq: next(2) };
+        (residuals, at)
     }
 }

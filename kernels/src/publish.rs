@@ -2,13 +2,13 @@
 
 use std::marker::PhantomData;
 
+use super::chunk_loop::{Access, CHUNK, ChunkLoop, Op};
+use super::dispatch::Kernel;
 use super::element::{Bf16, Element, F16, F32};
 use super::float_mode::IeeeMode;
-use super::select::Kernel;
-use super::spans::{AHEAD, Spans, put};
+use super::spans::{AHEAD, Spans, store_maybe_nt};
 use super::tensor::Tensor;
 use super::vector::Vector;
-use super::walk::{Access, CHUNK, Op, Walk};
 use crate::dtype::Dtype;
 
 /// Writes the new parameters of one chunk to its param_copy, with the same bits that a step writes. Does nothing for a
@@ -34,7 +34,7 @@ fn run<C: Element>(kernel: Kernel, tensor: &mut Tensor<'_>) {
     };
     let _mode = IeeeMode::enter();
     // SAFETY: both spans have n elements of these types.
-    unsafe { kernel.run(Walk::<_, false> { op, n }) };
+    unsafe { kernel.run(ChunkLoop::<_, false> { op, n }) };
 }
 
 struct Publish<C: Element> {
@@ -51,7 +51,7 @@ impl<C: Element> Op for Publish<C> {
         unsafe {
             V::prefetch(self.from.wrapping_add(at + AHEAD).cast());
             let param = access.load::<F32, V>(self.from.add(at));
-            put::<C, V, A>(access, self.streamed, param, self.to.add(at));
+            store_maybe_nt::<C, V, A>(access, self.streamed, param, self.to.add(at));
             param
         }
     }

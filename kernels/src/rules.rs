@@ -25,13 +25,14 @@
 //! zero skips the lines with `wd`.
 //!
 //! Each rule also has its algebraic inverse, which is off by a few units in the last place; `undo` makes it exact. An
-//! inverse has each old value corrected (see [`Settle`]) before the next estimate uses it, so no error is carried over.
+//! inverse has each old value corrected (see [`Corrector`]) before the next estimate uses it, so no error is carried
+//! over.
 
 use super::vector::Vector;
 
 /// Parameter and states of one group of elements.
 #[derive(Clone, Copy)]
-pub struct Values<V> {
+pub struct ElementState<V> {
     /// Parameter.
     pub param: V,
     /// First moment; unspecified for a rule that keeps none.
@@ -44,7 +45,7 @@ pub struct Values<V> {
 ///
 /// # Safety
 /// All methods have the same contract as [`Vector`].
-pub trait Settle<V: Vector> {
+pub trait Corrector<V: Vector> {
     /// Returns the old parameter.
     unsafe fn param(&mut self, estimate: V) -> V;
     /// Returns the old first moment.
@@ -70,14 +71,14 @@ pub trait Arithmetic: Copy + Send + Sync {
     ///
     /// # Safety
     /// Same contract as [`Vector`].
-    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V>;
+    unsafe fn forward<V: Vector>(&self, old: ElementState<V>, grad: V) -> ElementState<V>;
 
     /// Estimates the old values from the new values as stored, and passes each estimate to `settle`. `grad` is the
     /// scaled gradient.
     ///
     /// # Safety
     /// Same contract as [`Vector`].
-    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S);
+    unsafe fn inverse<V: Vector, S: Corrector<V>>(&self, new: ElementState<V>, grad: V, corrector: &mut S);
 
     /// Returns the coefficients if the rule is Adam, which has SVE bodies in C.
     #[cfg(target_arch = "aarch64")]
@@ -141,7 +142,7 @@ impl Arithmetic for AdamRule {
     }
 
     #[inline(always)]
-    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
+    unsafe fn forward<V: Vector>(&self, old: ElementState<V>, grad: V) -> ElementState<V> {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let decay = V::splat(self.decay_factor);
@@ -152,12 +153,12 @@ impl Arithmetic for AdamRule {
             let decoupled = self.decay == WeightDecay::Decoupled;
             let p = if decoupled { old.param.mul_add(decay, old.param) } else { old.param };
             let p = self.update(m, v).mul_add(V::splat(self.step_size), p);
-            Values { param: p, exp_avg: m, exp_avg_sq: v }
+            ElementState { param: p, exp_avg: m, exp_avg_sq: v }
         }
     }
 
     #[inline(always)]
-    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
+    unsafe fn inverse<V: Vector, S: Corrector<V>>(&self, new: ElementState<V>, grad: V, corrector: &mut S) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let p = self.update(new.exp_avg, new.exp_avg_sq).mul_add(V::splat(-self.step_size), new.param);
@@ -166,16 +167,16 @@ impl Arithmetic for AdamRule {
             } else {
                 p
             };
-            let p = settle.param(p);
+            let p = corrector.param(p);
             let g = if self.decay == WeightDecay::L2 {
                 p.mul_add(V::splat(self.decay_factor), grad)
             } else {
                 grad
             };
             let m = g.mul_add(V::splat(-self.one_minus_beta1), new.exp_avg);
-            settle.exp_avg(m.mul(V::splat(inverse(self.beta1))));
+            corrector.exp_avg(m.mul(V::splat(inverse(self.beta1))));
             let v = g.mul(g).mul_add(V::splat(-self.one_minus_beta2), new.exp_avg_sq);
-            settle.exp_avg_sq(v.mul(V::splat(inverse(self.beta2))));
+            corrector.exp_avg_sq(v.mul(V::splat(inverse(self.beta2))));
         }
     }
 }
@@ -229,25 +230,25 @@ impl Arithmetic for AdagradRule {
     }
 
     #[inline(always)]
-    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
+    unsafe fn forward<V: Vector>(&self, old: ElementState<V>, grad: V) -> ElementState<V> {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let g = self.decayed(old.param, grad);
             let v = g.mul_add(g, old.exp_avg_sq);
             let update = g.div(v.sqrt().add(V::splat(self.eps)));
-            Values { param: update.mul_add(V::splat(self.step_size), old.param), exp_avg_sq: v, ..old }
+            ElementState { param: update.mul_add(V::splat(self.step_size), old.param), exp_avg_sq: v, ..old }
         }
     }
 
     #[inline(always)]
-    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
+    unsafe fn inverse<V: Vector, S: Corrector<V>>(&self, new: ElementState<V>, grad: V, corrector: &mut S) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let g = self.decayed(new.param, grad);
             let update = g.div(new.exp_avg_sq.sqrt().add(V::splat(self.eps)));
-            let p = settle.param(update.mul_add(V::splat(-self.step_size), new.param));
+            let p = corrector.param(update.mul_add(V::splat(-self.step_size), new.param));
             let g = self.decayed(p, grad);
-            settle.exp_avg_sq(g.mul(V::splat(-1.0)).mul_add(g, new.exp_avg_sq));
+            corrector.exp_avg_sq(g.mul(V::splat(-1.0)).mul_add(g, new.exp_avg_sq));
         }
     }
 }
@@ -297,25 +298,25 @@ impl Arithmetic for LionRule {
     }
 
     #[inline(always)]
-    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
+    unsafe fn forward<V: Vector>(&self, old: ElementState<V>, grad: V) -> ElementState<V> {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let decayed = old.param.mul_add(V::splat(self.decay_factor), old.param);
             let p = if self.decay_factor == 0.0 { old.param } else { decayed };
             let p = p.sub(self.update(old.exp_avg, grad));
             let m = grad.mul_add(V::splat(self.one_minus_beta2), old.exp_avg.mul(V::splat(self.beta2)));
-            Values { param: p, exp_avg: m, ..old }
+            ElementState { param: p, exp_avg: m, ..old }
         }
     }
 
     #[inline(always)]
-    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
+    unsafe fn inverse<V: Vector, S: Corrector<V>>(&self, new: ElementState<V>, grad: V, corrector: &mut S) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
             let m = grad.mul_add(V::splat(-self.one_minus_beta2), new.exp_avg);
-            let m = settle.exp_avg(m.mul(V::splat(inverse(self.beta2))));
+            let m = corrector.exp_avg(m.mul(V::splat(inverse(self.beta2))));
             let p = new.param.add(self.update(m, grad));
-            settle.param(p.mul(V::splat(inverse(1.0 + self.decay_factor))));
+            corrector.param(p.mul(V::splat(inverse(1.0 + self.decay_factor))));
         }
     }
 }

@@ -1,11 +1,11 @@
 //! The addresses of a tensor with static element types, and the loads and stores of groups of elements.
 
+use super::chunk_loop::Access;
 use super::element::Element;
 use super::log::LINE;
-use super::rules::Values;
+use super::rules::ElementState;
 use super::tensor::{States, Tensor};
 use super::vector::Vector;
-use super::walk::Access;
 use crate::dtype::FloatsMut;
 
 /// Prefetch distance in elements.
@@ -123,7 +123,7 @@ impl<P: Element, S: Element, G: Element, C: Element> Spans<P, S, G, C> {
 
 /// Writes a group, with non-temporal stores if `streamed`.
 #[inline(always)]
-pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
+pub(super) unsafe fn store_maybe_nt<E: Element, V: Vector, A: Access>(
     access: A,
     streamed: bool,
     value: V,
@@ -133,17 +133,19 @@ pub(super) unsafe fn put<E: Element, V: Vector, A: Access>(
     // aligned.
     unsafe {
         match streamed {
-            true => access.stream_bits::<E, V>(E::encode(value), to),
+            true => access.store_nt::<E, V>(E::encode(value), to),
             false => access.store::<E, V>(value, to),
         }
     }
 }
 
 #[inline(always)]
-pub(super) unsafe fn decode<P: Element, S: Element, V: Vector>(bits: Values<V::Bits>) -> Values<V> {
+pub(super) unsafe fn decode<P: Element, S: Element, V: Vector>(
+    bits: ElementState<V::Bits>,
+) -> ElementState<V> {
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
-        Values {
+        ElementState {
             param: P::decode(bits.param),
             exp_avg: S::decode(bits.exp_avg),
             exp_avg_sq: S::decode(bits.exp_avg_sq),
@@ -152,10 +154,12 @@ pub(super) unsafe fn decode<P: Element, S: Element, V: Vector>(bits: Values<V::B
 }
 
 #[inline(always)]
-pub(super) unsafe fn encode<P: Element, S: Element, V: Vector>(values: Values<V>) -> Values<V::Bits> {
+pub(super) unsafe fn encode<P: Element, S: Element, V: Vector>(
+    values: ElementState<V>,
+) -> ElementState<V::Bits> {
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
-        Values {
+        ElementState {
             param: P::encode(values.param),
             exp_avg: S::encode(values.exp_avg),
             exp_avg_sq: S::encode(values.exp_avg_sq),
@@ -169,7 +173,7 @@ pub(super) unsafe fn load_bits<P: Element, S: Element, V: Vector, A: Access>(
     access: A,
     at: usize,
     from: &StateSpans<P, S>,
-) -> Values<V::Bits> {
+) -> ElementState<V::Bits> {
     // SAFETY: the caller upholds the callees' contracts; a null span is not accessed.
     unsafe {
         let zero = V::splat(0.0).to_bits();
@@ -177,7 +181,7 @@ pub(super) unsafe fn load_bits<P: Element, S: Element, V: Vector, A: Access>(
             true => zero,
             false => access.load_bits::<S, V>(span.add(at)),
         };
-        Values {
+        ElementState {
             param: access.load_bits::<P, V>(from.param.add(at)),
             exp_avg: state(from.exp_avg),
             exp_avg_sq: state(from.exp_avg_sq),
@@ -189,7 +193,7 @@ pub(super) unsafe fn load_bits<P: Element, S: Element, V: Vector, A: Access>(
 pub(super) unsafe fn store_bits<P: Element, S: Element, V: Vector, A: Access>(
     access: A,
     at: usize,
-    values: Values<V::Bits>,
+    values: ElementState<V::Bits>,
     to: &StateSpans<P, S>,
 ) {
     // SAFETY: the caller upholds the callees' contracts; a null span is not accessed.

@@ -2,15 +2,15 @@
 
 use std::marker::PhantomData;
 
+use super::chunk_loop::{Access, CHUNK, ChunkLoop, Op};
+use super::dispatch::Kernel;
 use super::element::{Bf16, Element, F16, F32, WithTypes, with_types};
 use super::float_mode::IeeeMode;
-use super::record::{Recorded, Stage};
-use super::rules::{Arithmetic, Values};
-use super::select::Kernel;
-use super::spans::{Spans, put};
+use super::record::{Recorded, StagingBuffer};
+use super::rules::{Arithmetic, ElementState};
+use super::spans::{Spans, store_maybe_nt};
 use super::tensor::{Tensor, no_kernel};
 use super::vector::Vector;
-use super::walk::{Access, CHUNK, Op, Walk};
 use crate::dtype::Floats;
 use crate::error::Result;
 
@@ -28,12 +28,14 @@ pub fn grad_squares(kernel: Kernel, grad: Floats<'_>, scale: f32) -> f64 {
     // SAFETY: each pointer covers the n elements of the slice it comes from.
     unsafe {
         match grad {
-            Floats::F32(g) => kernel.run(Walk::<_, true> { op: Scaled::<F32>::new(g.as_ptr(), scale), n }),
+            Floats::F32(g) => {
+                kernel.run(ChunkLoop::<_, true> { op: Scaled::<F32>::new(g.as_ptr(), scale), n })
+            }
             Floats::F16(g) => {
-                kernel.run(Walk::<_, true> { op: Scaled::<F16>::new(g.as_ptr().cast(), scale), n })
+                kernel.run(ChunkLoop::<_, true> { op: Scaled::<F16>::new(g.as_ptr().cast(), scale), n })
             }
             Floats::Bf16(g) => {
-                kernel.run(Walk::<_, true> { op: Scaled::<Bf16>::new(g.as_ptr().cast(), scale), n })
+                kernel.run(ChunkLoop::<_, true> { op: Scaled::<Bf16>::new(g.as_ptr().cast(), scale), n })
             }
         }
     }
@@ -54,7 +56,7 @@ impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
         let spans = Spans::<P, S, G, C>::of(tensor);
         let streams_log = tensor.streams_log();
         let log = tensor.log_address();
-        let mut stage = Stage::new();
+        let mut stage = StagingBuffer::new();
         let stage = streams_log.then_some(&mut stage);
         let _mode = IeeeMode::enter();
         // SAFETY: `with_types` chose P, S, G and C by the tensor's dtypes, so the addresses point to elements of these
@@ -64,22 +66,21 @@ impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
         unsafe {
             match (log, spans.in_place(), squares) {
                 (None, true, true) => {
-                    kernel.run(Walk::<_, true> { op: Update::<_, _, _, _, _, true> { rule, spans }, n })
+                    kernel.run(ChunkLoop::<_, true> { op: Update::<_, _, _, _, _, true> { rule, spans }, n })
                 }
                 (None, true, false) => {
-                    kernel.run(Walk::<_, false> { op: Update::<_, _, _, _, _, true> { rule, spans }, n })
+                    kernel.run(ChunkLoop::<_, false> { op: Update::<_, _, _, _, _, true> { rule, spans }, n })
                 }
                 (None, false, true) => {
-                    kernel.run(Walk::<_, true> { op: Update::<_, _, _, _, _, false> { rule, spans }, n })
+                    kernel.run(ChunkLoop::<_, true> { op: Update::<_, _, _, _, _, false> { rule, spans }, n })
                 }
-                (None, false, false) => {
-                    kernel.run(Walk::<_, false> { op: Update::<_, _, _, _, _, false> { rule, spans }, n })
-                }
+                (None, false, false) => kernel
+                    .run(ChunkLoop::<_, false> { op: Update::<_, _, _, _, _, false> { rule, spans }, n }),
                 (Some(log), _, true) => {
-                    kernel.run(Walk::<_, true> { op: Recorded::new(rule, spans, log, stage), n })
+                    kernel.run(ChunkLoop::<_, true> { op: Recorded::new(rule, spans, log, stage), n })
                 }
                 (Some(log), _, false) => {
-                    kernel.run(Walk::<_, false> { op: Recorded::new(rule, spans, log, stage), n })
+                    kernel.run(ChunkLoop::<_, false> { op: Recorded::new(rule, spans, log, stage), n })
                 }
             }
         }
@@ -103,7 +104,7 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLA
             self.spans.prefetch::<V>(at);
             let (from, zero) = (self.spans.before(), V::splat(0.0));
             let to = if IN_PLACE { from } else { self.spans.after() };
-            let old = Values {
+            let old = ElementState {
                 param: access.load::<P, V>(from.param.add(at)),
                 exp_avg: if R::EXP_AVG { access.load::<S, V>(from.exp_avg.add(at)) } else { zero },
                 exp_avg_sq: if R::EXP_AVG_SQ { access.load::<S, V>(from.exp_avg_sq.add(at)) } else { zero },
@@ -111,14 +112,19 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLA
             let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
             let new = self.rule.forward(old, grad);
             let streamed = !IN_PLACE && self.spans.streamed();
-            put::<P, V, A>(access, streamed, new.param, to.param.add(at));
+            store_maybe_nt::<P, V, A>(access, streamed, new.param, to.param.add(at));
             if R::EXP_AVG {
-                put::<S, V, A>(access, streamed, new.exp_avg, to.exp_avg.add(at));
+                store_maybe_nt::<S, V, A>(access, streamed, new.exp_avg, to.exp_avg.add(at));
             }
             if R::EXP_AVG_SQ {
-                put::<S, V, A>(access, streamed, new.exp_avg_sq, to.exp_avg_sq.add(at));
+                store_maybe_nt::<S, V, A>(access, streamed, new.exp_avg_sq, to.exp_avg_sq.add(at));
             }
-            put::<C, V, A>(access, self.spans.streamed_copy(), new.param, self.spans.param_copy.add(at));
+            store_maybe_nt::<C, V, A>(
+                access,
+                self.spans.streamed_copy(),
+                new.param,
+                self.spans.param_copy.add(at),
+            );
             grad
         }
     }

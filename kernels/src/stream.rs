@@ -1,6 +1,6 @@
 //! A rule with almost no arithmetic, for measurements of memory bandwidth.
 
-use super::rules::{Arithmetic, Settle, Values};
+use super::rules::{Arithmetic, Corrector, ElementState};
 use super::vector::Vector;
 
 /// Reads and writes the same memory as Adam with almost no arithmetic. Its time is the lower bound that memory
@@ -22,21 +22,25 @@ impl Arithmetic for StreamRule {
     }
 
     #[inline(always)]
-    unsafe fn forward<V: Vector>(&self, old: Values<V>, grad: V) -> Values<V> {
+    unsafe fn forward<V: Vector>(&self, old: ElementState<V>, grad: V) -> ElementState<V> {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
-            let Values { param, exp_avg, exp_avg_sq } = old;
-            Values { param: param.add(grad), exp_avg: exp_avg.add(grad), exp_avg_sq: exp_avg_sq.add(grad) }
+            let ElementState { param, exp_avg, exp_avg_sq } = old;
+            ElementState {
+                param: param.add(grad),
+                exp_avg: exp_avg.add(grad),
+                exp_avg_sq: exp_avg_sq.add(grad),
+            }
         }
     }
 
     #[inline(always)]
-    unsafe fn inverse<V: Vector, S: Settle<V>>(&self, new: Values<V>, grad: V, settle: &mut S) {
+    unsafe fn inverse<V: Vector, S: Corrector<V>>(&self, new: ElementState<V>, grad: V, corrector: &mut S) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
-            settle.param(new.param.sub(grad));
-            settle.exp_avg(new.exp_avg.sub(grad));
-            settle.exp_avg_sq(new.exp_avg_sq.sub(grad));
+            corrector.param(new.param.sub(grad));
+            corrector.exp_avg(new.exp_avg.sub(grad));
+            corrector.exp_avg_sq(new.exp_avg_sq.sub(grad));
         }
     }
 }

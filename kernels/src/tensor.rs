@@ -1,9 +1,10 @@
 //! The memory spans that one step reads and writes. They are borrowed and checked once, at construction.
 
+use super::chunk_loop::CHUNK;
 use super::element::{Dtypes, supported};
 use super::log::{LINE, log_bytes};
 use super::rules::Arithmetic;
-use super::walk::CHUNK;
+use super::squares::TILE;
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
 
@@ -81,7 +82,7 @@ impl<'a> Tensor<'a> {
         ];
         for (name, length) in lengths {
             if let Some(length) = length.filter(|length| *length != n) {
-                return Err(Error::invalid(name, format!("has {length} elements, param has {n}")));
+                return Err(Error::invalid(name, format!("has {length} elements, but param has {n}")));
             }
         }
         let tensor =
@@ -98,7 +99,9 @@ impl<'a> Tensor<'a> {
     pub fn with_shadow(self, shadow: States<'a>) -> Result<Self> {
         match shadow.shape() == self.states.shape() {
             true => Ok(Tensor { shadow: Some(shadow), ..self }),
-            false => Err(Error::invalid("shadow", "has other spans, types or lengths than the states")),
+            false => {
+                Err(Error::invalid("shadow", "must have the same spans, types and lengths as the states"))
+            }
         }
     }
 
@@ -106,15 +109,16 @@ impl<'a> Tensor<'a> {
     pub fn with_log(self, log: &'a mut [u8]) -> Result<Self> {
         match log.len() == log_bytes(self.len()) {
             true => Ok(Tensor { log: Some(log), ..self }),
-            false => {
-                Err(Error::invalid("log", format!("has {} bytes for {} elements", log.len(), self.len())))
-            }
+            false => Err(Error::invalid(
+                "log",
+                format!("has {} bytes, which is not the size of a log of {} elements", log.len(), self.len()),
+            )),
         }
     }
 
     /// Sets the total number of elements of the call that this tensor is part of. Large calls write outputs that they
     /// do not read with non-temporal stores (see `STREAMED`).
-    pub fn part_of(&mut self, elements: usize) {
+    pub fn set_total_elements(&mut self, elements: usize) {
         self.streams = Streams { written: elements >= STREAMED, log: elements >= STREAMED_LOG };
     }
 
@@ -161,10 +165,12 @@ impl<'a> Tensor<'a> {
         states.chain([("grad", self.grad)])
     }
 
-    /// Splits into the first `mid` elements and the rest. Panics if `mid` is not a multiple of [`CHUNK`].
+    /// Splits into the first `mid` elements and the rest. Panics if `mid` is not a multiple of [`TILE`], or of
+    /// [`CHUNK`] for a tensor with a log.
     pub fn split_at(self, mid: usize) -> (Self, Self) {
-        // At any other cut the rest of the log would be too short for the rest of the tensor.
-        assert!(mid.is_multiple_of(CHUNK), "a tensor is cut between its chunks");
+        // At any other cut the sums of squares would differ, or the rest of the log would be too short.
+        let unit = if self.log.is_some() { CHUNK } else { TILE };
+        assert!(mid.is_multiple_of(unit), "a tensor is split only between tiles, with a log between chunks");
         let (states, states_rest) = self.states.split_at(mid);
         let (grad, grad_rest) = self.grad.split_at(mid);
         let (param_copy, copy_rest) = self.param_copy.map(|span| span.split_at_mut(mid)).unzip();
@@ -197,7 +203,7 @@ impl<'a> Tensor<'a> {
 
     /// Drops the states that the optimizer does not keep. Returns an error that names a state which the optimizer keeps
     /// but the tensor lacks.
-    pub fn keep(&mut self, exp_avg: bool, exp_avg_sq: bool) -> Result<()> {
+    pub fn require_states(&mut self, exp_avg: bool, exp_avg_sq: bool) -> Result<()> {
         for states in [Some(&mut self.states), self.shadow.as_mut()].into_iter().flatten() {
             for (name, kept, span) in [
                 ("exp_avg", exp_avg, &mut states.exp_avg),
@@ -206,7 +212,7 @@ impl<'a> Tensor<'a> {
                 if !kept {
                     *span = None;
                 } else if span.is_none() {
-                    return Err(Error::invalid(name, "is NULL, but this optimizer keeps it"));
+                    return Err(Error::invalid(name, "is NULL, but this optimizer needs it"));
                 }
             }
         }
@@ -220,7 +226,7 @@ impl<'a> Tensor<'a> {
             [("exp_avg", R::EXP_AVG, exp_avg.is_some()), ("exp_avg_sq", R::EXP_AVG_SQ, exp_avg_sq.is_some())]
         {
             if kept && !there {
-                return Err(Error::invalid(name, "is missing, but this optimizer keeps it"));
+                return Err(Error::invalid(name, "is missing, but this optimizer needs it"));
             }
         }
         Ok(())
@@ -234,7 +240,10 @@ impl<'a> Tensor<'a> {
         if let (Some(a), Some(b)) = (first, second)
             && a != b
         {
-            return Err(Error::invalid("exp_avg_sq", format!("is {}, exp_avg is {}", b.name(), a.name())));
+            return Err(Error::invalid(
+                "exp_avg_sq",
+                format!("is {}, but exp_avg is {}; both must have the same type", b.name(), a.name()),
+            ));
         }
         Ok(Dtypes {
             param: self.states.param.dtype(),
@@ -249,7 +258,7 @@ impl<'a> Tensor<'a> {
 pub fn no_kernel(dtypes: Dtypes) -> Error {
     let Dtypes { param, state, grad, copy } = dtypes;
     Error::Unsupported(format!(
-        "no kernel for param {}, state {}, grad {}, param_copy {}",
+        "unsupported combination of types: param {}, state {}, grad {}, param_copy {}",
         param.name(),
         state.name(),
         grad.name(),

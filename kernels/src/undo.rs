@@ -5,16 +5,16 @@
 
 use std::marker::PhantomData;
 
+use super::chunk_loop::{Access, ChunkLoop, Op};
+use super::dispatch::Kernel;
 use super::element::{Element, WithTypes, with_types};
 use super::float_mode::IeeeMode;
 use super::log::HEADER;
-use super::pack::{self, Differences};
-use super::rules::{Arithmetic, Settle, Values};
-use super::select::Kernel;
-use super::spans::{Spans, decode, encode, load_bits, put, store_bits};
+use super::pack::{self, Residuals};
+use super::rules::{Arithmetic, Corrector, ElementState};
+use super::spans::{Spans, decode, encode, load_bits, store_bits, store_maybe_nt};
 use super::tensor::{Tensor, no_kernel};
 use super::vector::Vector;
-use super::walk::{Access, Op, Walk};
 use crate::error::Result;
 
 /// Rolls back the step of one chunk with the generic body.
@@ -22,52 +22,52 @@ pub fn undo<R: Arithmetic>(
     kernel: Kernel,
     rule: R,
     tensor: &mut Tensor<'_>,
-    again: Option<f32>,
+    redo_scale: Option<f32>,
 ) -> Result<()> {
     let dtypes = tensor.dtypes()?;
-    with_types(dtypes, UndoStep { kernel, rule, tensor, again }).ok_or_else(|| no_kernel(dtypes))
+    with_types(dtypes, UndoStep { kernel, rule, tensor, redo_scale }).ok_or_else(|| no_kernel(dtypes))
 }
 
 struct UndoStep<'t, 'a, R> {
     kernel: Kernel,
     rule: R,
     tensor: &'t mut Tensor<'a>,
-    again: Option<f32>,
+    redo_scale: Option<f32>,
 }
 
 impl<R: Arithmetic> WithTypes for UndoStep<'_, '_, R> {
     type Output = ();
     fn with<P: Element, S: Element, G: Element, C: Element>(self) {
-        let UndoStep { kernel, rule, tensor, again } = self;
+        let UndoStep { kernel, rule, tensor, redo_scale } = self;
         let n = tensor.len();
         let spans = Spans::<P, S, G, C>::of(tensor);
         let log = tensor.log_address();
-        let again = again.map(|scale| rule.with_grad_scale(scale));
+        let redo_scale = redo_scale.map(|scale| rule.with_grad_scale(scale));
         // SAFETY: a log begins with its header.
         let log = log.map_or(std::ptr::null_mut(), |log| unsafe { log.add(HEADER) });
-        let op = Undo { rule, spans, log, again };
+        let op = Undo { rule, spans, log, redo_scale };
         let _mode = IeeeMode::enter();
         // SAFETY: `with_types` chose P, S, G and C by the tensor's dtypes, so the addresses point to elements of these
         // types. `Tensor::new` checked that every span has n elements, and `check_states` that no state of the rule is
         // missing. `with_log` checked that the log has room for n elements at maximal size, and the control byte of a
         // group cannot name more bytes than that maximum. The tensor borrows all spans for longer than this call.
-        unsafe { kernel.run(Walk::<_, false> { op, n }) };
+        unsafe { kernel.run(ChunkLoop::<_, false> { op, n }) };
     }
 }
 
-/// Corrects estimates by the differences that `record` wrote. Without a log, takes the estimates as the old values.
+/// Corrects estimates by the residuals that `record` wrote. Without a log, takes the estimates as the old values.
 struct Reader<P, S, V: Vector> {
-    old: Values<V::Bits>,
-    differences: Option<Differences<V::Bits>>,
+    old: ElementState<V::Bits>,
+    residuals: Option<Residuals<V::Bits>>,
     elements: PhantomData<(P, S)>,
 }
 
 #[inline(always)]
-unsafe fn settle<E: Element, V: Vector>(estimate: V, difference: Option<V::Bits>) -> V::Bits {
+unsafe fn correct<E: Element, V: Vector>(estimate: V, residual: Option<V::Bits>) -> V::Bits {
     // SAFETY: the caller upholds the callees' contracts.
     unsafe {
-        match difference {
-            Some(difference) => V::bits_add(E::encode(estimate.nan_to_zero()), difference),
+        match residual {
+            Some(residual) => V::bits_add(E::encode(estimate.nan_to_zero()), residual),
             None => E::encode(estimate),
         }
     }
@@ -84,12 +84,12 @@ unsafe fn not_negative<V: Vector>(value: V) -> V {
     }
 }
 
-impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
+impl<P: Element, S: Element, V: Vector> Corrector<V> for Reader<P, S, V> {
     #[inline(always)]
     unsafe fn param(&mut self, estimate: V) -> V {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
-            self.old.param = settle::<P, V>(estimate, self.differences.map(|d| d.param));
+            self.old.param = correct::<P, V>(estimate, self.residuals.map(|d| d.param));
             P::decode(self.old.param)
         }
     }
@@ -97,7 +97,7 @@ impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
     unsafe fn exp_avg(&mut self, estimate: V) -> V {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
-            self.old.exp_avg = settle::<S, V>(estimate, self.differences.map(|d| d.exp_avg));
+            self.old.exp_avg = correct::<S, V>(estimate, self.residuals.map(|d| d.exp_avg));
             S::decode(self.old.exp_avg)
         }
     }
@@ -106,19 +106,19 @@ impl<P: Element, S: Element, V: Vector> Settle<V> for Reader<P, S, V> {
         // SAFETY: the caller upholds the callee's contract.
         unsafe {
             // Without a log, a negative estimate would give the next step a NaN from its square root.
-            let estimate = if self.differences.is_some() { estimate } else { not_negative(estimate) };
-            self.old.exp_avg_sq = settle::<S, V>(estimate, self.differences.map(|d| d.exp_avg_sq));
+            let estimate = if self.residuals.is_some() { estimate } else { not_negative(estimate) };
+            self.old.exp_avg_sq = correct::<S, V>(estimate, self.residuals.map(|d| d.exp_avg_sq));
             S::decode(self.old.exp_avg_sq)
         }
     }
 }
 
-/// Rolls back a step, then repeats the step with the rule `again` if there is one.
+/// Rolls back a step, then repeats the step with the rule `redo_scale` if there is one.
 struct Undo<R, P: Element, S: Element, G: Element, C: Element> {
     rule: R,
     spans: Spans<P, S, G, C>,
     log: *const u8,
-    again: Option<R>,
+    redo_scale: Option<R>,
 }
 
 impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Undo<R, P, S, G, C> {
@@ -129,25 +129,25 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Undo<
             self.spans.prefetch::<V>(at);
             let new = load_bits::<P, S, V, A>(access, at, &self.spans.after());
             let raw_grad = access.load::<G, V>(self.spans.grad.add(at));
-            let differences = match self.log.is_null() {
+            let residuals = match self.log.is_null() {
                 true => None,
                 false => {
-                    let (differences, bytes) = pack::unpack::<V>(self.log);
+                    let (residuals, bytes) = pack::unpack::<V>(self.log);
                     self.log = self.log.add(bytes);
-                    Some(differences)
+                    Some(residuals)
                 }
             };
-            let mut reader = Reader::<P, S, V> { old: new, differences, elements: PhantomData };
+            let mut reader = Reader::<P, S, V> { old: new, residuals, elements: PhantomData };
             let grad = raw_grad.mul(V::splat(self.rule.grad_scale()));
             self.rule.inverse(decode::<P, S, V>(new), grad, &mut reader);
 
             let mut values = reader.old;
-            if let Some(again) = &self.again {
-                let grad = raw_grad.mul(V::splat(again.grad_scale()));
-                values = encode::<P, S, V>(again.forward(decode::<P, S, V>(values), grad));
+            if let Some(redo_scale) = &self.redo_scale {
+                let grad = raw_grad.mul(V::splat(redo_scale.grad_scale()));
+                values = encode::<P, S, V>(redo_scale.forward(decode::<P, S, V>(values), grad));
             }
             store_bits::<P, S, V, A>(access, at, values, &self.spans.before());
-            put::<C, V, A>(
+            store_maybe_nt::<C, V, A>(
                 access,
                 self.spans.streamed_copy(),
                 P::decode(values.param),

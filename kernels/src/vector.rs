@@ -8,7 +8,7 @@
 /// # Safety
 /// Every method may execute instructions of its instruction set. A call is sound only inside `Isa::vectorize` of the
 /// same set, on a processor that has the set. Pointers must be valid for `LANES` elements.
-#[allow(clippy::missing_safety_doc, reason = "said once, for all of them")]
+#[allow(clippy::missing_safety_doc, reason = "stated once, for all functions")]
 pub unsafe trait Vector: Copy {
     /// Number of f32 in the group.
     const LANES: usize;
@@ -85,7 +85,7 @@ pub unsafe trait Vector: Copy {
     /// Prefetches the cache line at `from`, which may be any address.
     #[inline(always)]
     unsafe fn prefetch(_from: *const u8) {}
-    /// Orders all earlier `stream_bits` stores before all later stores of this thread.
+    /// Orders all earlier `store_nt` stores before all later stores of this thread.
     #[inline(always)]
     unsafe fn fence() {}
     /// `a + b`, wrapping.
@@ -115,7 +115,7 @@ pub unsafe trait Vector: Copy {
     unsafe fn unpack(width: Width, from: *const u8) -> Self::Bits;
 }
 
-/// Bytes per lane of packed differences.
+/// Bytes per lane of packed residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Width {
@@ -123,7 +123,7 @@ pub enum Width {
     W8 = 0,
     /// Two bytes.
     W16 = 1,
-    /// Four bytes, enough for any difference.
+    /// Four bytes, enough for any residual.
     W32 = 2,
 }
 

@@ -1,12 +1,12 @@
-//! The checker of bounds: spans that begin or end at memory that cannot be touched.
+//! Checks bounds: each span begins or ends at a memory page that no code may access.
 //!
-//! A read past an end changes no result, so the canaries of `check` cannot see it; here it stops the test.
+//! A read past an end changes no result, so the canaries of `check` miss it; here the read faults and stops the test.
 
 use crate::kernels;
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut};
 use spillway_kernels::*;
 
-/// A kernel would read through a null address.
+/// Without the check, a kernel would read the missing state through a null address.
 #[test]
 fn a_tensor_without_a_state_that_the_rule_keeps_is_an_error() {
     let rule = crate::sample::adam_rule(WeightDecay::None);
@@ -23,9 +23,9 @@ fn a_tensor_without_a_state_that_the_rule_keeps_is_an_error() {
     }
 }
 
-/// The log of the rest would be too short for the rest.
+/// After a split inside a chunk, the log of the second part would be too short.
 #[test]
-#[should_panic(expected = "a tensor is cut between its chunks")]
+#[should_panic(expected = "a tensor is split only between tiles")]
 fn a_tensor_is_not_cut_inside_a_chunk() {
     let (mut param, grad) = (vec![1.0f32; 40], vec![1.0f32; 40]);
     let states = States { param: FloatsMut::F32(&mut param), exp_avg: None, exp_avg_sq: None };
@@ -34,13 +34,13 @@ fn a_tensor_is_not_cut_inside_a_chunk() {
 
 const LENGTHS: [usize; 14] = [1, 3, 4, 5, 15, 16, 17, 63, 65, 255, 256, 257, 1023, 4097];
 
-/// Pages with a forbidden one on either side.
+/// Mapped pages with a forbidden page on either side.
 struct Guarded {
     start: *mut u8,
     bytes: usize,
 }
 
-/// Which side of the span is flush with a forbidden page.
+/// The end of the span that touches a forbidden page.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Flush {
     Begin,
@@ -48,7 +48,7 @@ enum Flush {
 }
 
 fn page() -> usize {
-    // SAFETY: asks a constant of the system.
+    // SAFETY: the call only reads a constant of the system.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap()
 }
 
@@ -56,14 +56,14 @@ impl Guarded {
     fn new(bytes: usize) -> Guarded {
         let page = page();
         let bytes = bytes.next_multiple_of(page);
-        // SAFETY: a fresh mapping, of which the inner pages are opened.
+        // SAFETY: a new mapping; only its inner pages are made accessible.
         let start = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             let all = libc::mmap(std::ptr::null_mut(), bytes + 2 * page, libc::PROT_NONE, flags, -1, 0);
             assert_ne!(all, libc::MAP_FAILED);
             let start = all.byte_add(page);
             assert_eq!(libc::mprotect(start, bytes, libc::PROT_READ | libc::PROT_WRITE), 0);
-            // Huge values, whose steps overflow: a log of them takes the most room.
+            // Huge values, whose steps overflow: their log takes the most space.
             start.cast::<u8>().write_bytes(0x7f, bytes);
             start
         };
@@ -75,15 +75,15 @@ impl Guarded {
     }
 
     fn bytes(&mut self, n: usize, flush: Flush) -> &mut [u8] {
-        // SAFETY: open memory of at least n bytes, borrowed with the mapping.
+        // SAFETY: accessible memory of at least n bytes, borrowed together with the mapping.
         unsafe { std::slice::from_raw_parts_mut(self.address(n, flush), n) }
     }
 
     /// `n` elements at one side of the pages.
     fn floats(&mut self, dtype: Dtype, n: usize, flush: Flush) -> FloatsMut<'_> {
         fn slice<'a, T>(address: *mut u8, n: usize) -> &'a mut [T] {
-            // SAFETY: the caller passes open, aligned memory of n elements, where every pattern is a value, and keeps
-            // the mapping borrowed.
+            // SAFETY: the caller passes accessible, aligned memory of n elements, for which every bit pattern is a
+            // value, and keeps the mapping borrowed.
             unsafe { std::slice::from_raw_parts_mut(address.cast(), n) }
         }
         let address = self.address(n * dtype.size(), flush);
@@ -98,7 +98,7 @@ impl Guarded {
 impl Drop for Guarded {
     fn drop(&mut self) {
         let page = page();
-        // SAFETY: the whole mapping of `new`, of which no borrow is left.
+        // SAFETY: this is the whole mapping of `new`, and no borrow of it remains.
         unsafe { libc::munmap(self.start.wrapping_sub(page).cast(), self.bytes + 2 * page) };
     }
 }
@@ -116,7 +116,7 @@ fn all_dtypes() -> impl Iterator<Item = Dtypes> {
 }
 
 /// Steps spans at forbidden pages with every kernel, type combination, length and side.
-fn check<R: Rule>(rule: R) {
+fn check<R: Optimizer>(rule: R) {
     let most = LENGTHS[LENGTHS.len() - 1];
     let mut memory: [Guarded; 5] = std::array::from_fn(|_| Guarded::new(most * 4));
     let mut log = Guarded::new(log_bytes(most));
@@ -142,7 +142,7 @@ fn check<R: Rule>(rule: R) {
                 let mut tensor = tensor.with_log(log.bytes(log_bytes(n), flush)).unwrap();
                 rule.step(kernel, tensor.reborrow(), squares).unwrap();
                 rule.undo(kernel, tensor.reborrow(), Some(1.0)).unwrap();
-                tensor.part_of(usize::MAX);
+                tensor.set_total_elements(usize::MAX);
                 rule.step(kernel, tensor.reborrow(), squares).unwrap();
                 rule.undo(kernel, tensor, None).unwrap();
                 assert!(grad_squares(kernel, grad, 1.0) > 0.0 || dtypes.grad == Dtype::F16);

@@ -1,5 +1,5 @@
-//! Every kernel that this processor has, seen from outside: in a program beside the crate, so that the kernels are compiled
-//! once for their tests and for whoever links them.
+//! Tests every kernel that this processor supports from outside the crate, so that the kernels are compiled once for
+//! their tests and for all users of the crate.
 
 mod bounds;
 mod pack;
@@ -15,8 +15,8 @@ mod undo;
 
 use spillway_kernels::Kernel;
 
-/// Every kernel of this processor, or those that SPILLWAY_TEST_KERNELS names: an emulator takes minutes for those that it
-/// ran on another processor already.
+/// Every kernel of this processor, or those that SPILLWAY_TEST_KERNELS names. An emulator would take minutes to repeat
+/// the kernels that were already tested on a real processor.
 fn kernels() -> Vec<Kernel> {
     match std::env::var("SPILLWAY_TEST_KERNELS") {
         Ok(names) => names.split(", ").map(|name| Kernel::named(name).unwrap()).collect(),
@@ -24,7 +24,7 @@ fn kernels() -> Vec<Kernel> {
     }
 }
 
-/// True on an emulated processor, which takes fifty times as long.
+/// True on an emulated processor, which is about fifty times slower.
 fn emulated() -> bool {
     std::env::var_os("SPILLWAY_TEST_EMULATOR").is_some()
 }

@@ -1,9 +1,9 @@
-//! Differences come back from their bytes on every kernel.
+//! Packed differences unpack to the same values on every kernel.
 
 use crate::kernels;
-use spillway_kernels::inside::{Body, Differences, MAX_LANES, Vector, most, pack, unpack};
+use spillway_kernels::inside::{Body, MAX_LANES, Residuals, Vector, most, pack, unpack};
 
-/// Packs and unpacks groups whose lanes are the values of a list in turn.
+/// Packs and unpacks groups whose lanes cycle through a list of values.
 struct RoundTrip<'a>(&'a [u32]);
 
 impl Body for RoundTrip<'_> {
@@ -15,10 +15,10 @@ impl Body for RoundTrip<'_> {
         let mut total = 0;
         for shift in 0..self.0.len() * self.0.len() {
             let lanes = [values(shift), values(shift / self.0.len()), values(shift / 3)];
-            // SAFETY: arrays of MAX_LANES, and a buffer for the widest group and a vector.
+            // SAFETY: the arrays have MAX_LANES elements, and the buffer holds the widest group and one vector.
             unsafe {
                 let [param, exp_avg, exp_avg_sq] = lanes.map(|lanes| V::load_bits32(lanes.as_ptr()));
-                let packed = pack::<V>(Differences { param, exp_avg, exp_avg_sq }, bytes.as_mut_ptr());
+                let packed = pack::<V>(Residuals { param, exp_avg, exp_avg_sq }, bytes.as_mut_ptr());
                 let (back, read) = unpack::<V>(bytes.as_ptr());
                 assert!(packed == read && packed <= most(V::LANES), "{packed} {read}");
                 for (bits, lanes) in [back.param, back.exp_avg, back.exp_avg_sq].into_iter().zip(lanes) {
@@ -41,7 +41,7 @@ fn differences_around_every_edge_come_back_on_every_kernel() {
     let kinds = [&[0u32][..], &[0, 1, u32::MAX], &[0, 13, 100], &[0, 300], &all];
     for kernel in kernels() {
         for values in kinds {
-            // SAFETY: the body touches its own arrays alone.
+            // SAFETY: the body accesses only its own arrays.
             unsafe { kernel.run(RoundTrip(values)) };
         }
         for value in &all {

@@ -1,10 +1,10 @@
-//! 16-bit copies written without a step are rounded as the half crate rounds.
+//! 16-bit copies that are written without a step are rounded like the half crate rounds.
 
 use crate::kernels;
 use spillway_kernels::dtype::{Floats, FloatsMut, bf16, f16};
 use spillway_kernels::{CHUNK, States, Tensor, publish};
 
-/// What the half crate makes of a number, with one NaN for all.
+/// The number as the half crate converts it, with one pattern for every NaN.
 fn expected(param: &[f32]) -> (Vec<u16>, Vec<u16>) {
     let f16_of = |x: &f32| if x.is_nan() { 0x7e00 } else { f16::from_f32(*x).to_bits() };
     let bf16_of = |x: &f32| if x.is_nan() { 0x7fc0 } else { bf16::from_f32(*x).to_bits() };

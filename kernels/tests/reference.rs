@@ -1,9 +1,9 @@
-//! The one checker of all kernels: every kernel that this processor runs, against a reference written here on its own.
+//! Compares every kernel that this processor supports with an independent reference in this file.
 //!
-//! What it proves, bit for bit: every rule, its undo and redo from the log, the shadow, every combination of element
-//! types, lengths around every lane and tile edge, denormal, huge, zero, Inf and NaN inputs, the sum of squares, memory
-//! outside the spans untouched, and the caller's float mode without influence. (NaNs of f32 compare equal whatever their
-//! payload.)
+//! The comparison is bit for bit. It covers every optimizer, its undo and redo from the log, the shadow, and every
+//! combination of element types. It also covers lengths around every lane and tile edge; denormal, huge, zero, Inf and
+//! NaN inputs; and the sum of squares. Memory outside the spans must not change, and the caller's float mode must have
+//! no influence. (All NaNs of f32 compare equal, whatever their payload.)
 
 use std::io::Write;
 
@@ -12,7 +12,7 @@ use crate::sample::*;
 use spillway_kernels::dtype::Dtype;
 use spillway_kernels::*;
 
-/// Those of which a step is also taken back; with all, an emulator would take minutes.
+/// Lengths whose step is also rolled back; with all lengths, an emulator would take minutes.
 const UNDONE: [usize; 16] = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1000, 4097];
 /// One step of one element, in plain f32.
 type Reference = fn(&Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32);
@@ -50,7 +50,7 @@ fn lion(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
     (p - sign, g.mul_add(1.0 - i.b2, m * i.b2), v)
 }
 
-/// The tree of `squares`, spelt out.
+/// The summation tree of `squares`, written out.
 fn reference_sum(grads: &[f32]) -> f64 {
     fn tree(tiles: &[f64]) -> f64 {
         match tiles.len() {
@@ -78,7 +78,7 @@ fn same_f64(a: f64, b: f64) -> bool {
 }
 
 /// Runs `rule` on every kernel, type combination, length and kind of value.
-fn check<O: Rule>(name: &str, rule: O, reference: Reference) -> usize {
+fn check<O: Optimizer>(name: &str, rule: O, reference: Reference) -> usize {
     let mut cases = 0;
     for dtypes in all_dtypes() {
         for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
@@ -105,9 +105,9 @@ fn check<O: Rule>(name: &str, rule: O, reference: Reference) -> usize {
     cases
 }
 
-/// A logged step has the bits of a plain one, its undo those of the start, its redo those of a plain step with the other
-/// factor; and a step into a shadow leaves the start as it was.
-fn check_undo<O: Rule>(
+/// A logged step has the bits of a plain step. Its undo restores the bits of the start, and its redo gives the bits of
+/// a plain step with the other factor. A step into a shadow leaves the start unchanged.
+fn check_undo<O: Optimizer>(
     kernel: Kernel,
     rule: O,
     start: &[Span; 4],
@@ -167,7 +167,7 @@ fn expect(start: &[Span; 4], grad: &Span, dtypes: Dtypes, reference: Reference) 
     (expected, reference_sum(&scaled))
 }
 
-fn run<O: Rule>(
+fn run<O: Optimizer>(
     kernel: Kernel,
     rule: O,
     spans: &mut [Span; 4],
@@ -200,7 +200,7 @@ fn every_kernel_has_the_bits_of_the_reference() {
     let each = 5 * all_dtypes().len() * LENGTHS.len() * 2 * 2;
     assert_eq!(cases, each * kernels().len());
     let kernels: Vec<&str> = kernels().into_iter().map(Kernel::name).collect();
-    // Past the capture of the test harness: who runs this elsewhere reads which kernels were there.
+    // Writes past the capture of the test harness, so that the output on any machine shows which kernels ran.
     writeln!(std::io::stdout(), "{each} cases on each of {}", kernels.join(", ")).unwrap();
 }
 
@@ -239,13 +239,13 @@ fn sixteen_bit_values_of_every_pattern_widen_and_round_alike_on_every_kernel() {
     }
 }
 
-/// What a library built with -ffast-math does to a thread, and rounding toward zero.
+/// The float modes that a library built with -ffast-math sets in a thread, and rounding toward zero.
 #[cfg(target_arch = "x86_64")]
 const FOREIGN_MODES: [u64; 2] = [0x9fc0, 0x7f80];
 #[cfg(target_arch = "aarch64")]
 const FOREIGN_MODES: [u64; 2] = [1 << 24, 3 << 22];
 
-/// An instruction that is given a reserved bit ends the process.
+/// Setting a reserved bit ends the process.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn reserved_bits_of_a_float_mode_are_left_out() {

@@ -1,4 +1,4 @@
-//! What every checker feeds the kernels: values of all kinds, spans with canaries around them, all types and lengths.
+//! The inputs of all kernel tests: values of all kinds, spans with canaries around them, all types and lengths.
 
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use spillway_kernels::{AdamRule, WeightDecay};
@@ -11,7 +11,7 @@ pub const LENGTHS: [usize; 19] =
 /// Canary elements before and after every span.
 const MARGIN: usize = 19;
 
-/// Coefficients under the names of the formulas.
+/// Coefficients, with the names that the formulas use.
 #[derive(Clone, Copy)]
 pub struct Inputs {
     pub scale: f32,
@@ -51,7 +51,7 @@ pub fn adam_rule(decay: WeightDecay) -> AdamRule {
     }
 }
 
-/// One span in memory as bit patterns, canaries around it.
+/// One span in memory as bit patterns, with canaries around it.
 #[derive(Clone)]
 pub struct Span {
     dtype: Dtype,
@@ -101,11 +101,11 @@ impl Span {
             Dtype::F16 => (self.half.as_mut_ptr().cast(), size_of_val(&self.half[..])),
             Dtype::Bf16 => (self.brain.as_mut_ptr().cast(), size_of_val(&self.brain[..])),
         };
-        // SAFETY: the whole vector, borrowed with self; floats have no padding, and any bytes are floats.
+        // SAFETY: the whole vector, borrowed with self; floats have no padding, and every bit pattern is a float.
         unsafe { std::slice::from_raw_parts_mut(start, bytes) }
     }
 
-    /// Bits with the canaries; every NaN of f32 as one pattern, those of 16 bits as they are.
+    /// The bit patterns, canaries included. Every NaN of f32 becomes one pattern; NaNs of 16-bit types stay unchanged.
     pub fn bits(&self) -> Vec<u32> {
         let one_nan = |x: &f32| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() };
         match self.dtype {
@@ -124,7 +124,7 @@ fn to_bf16(x: f32) -> bf16 {
     if x.is_nan() { bf16::from_bits(0x7fc0) } else { bf16::from_f32(x) }
 }
 
-/// Normal values, or a mixture in which every kind of special value meets every other.
+/// Normal values, or a mixture that combines every kind of special value with every other kind.
 pub fn values(n: usize, special: bool, seed: u64, positive: bool) -> Vec<f32> {
     const SPECIAL: [u32; 13] = [
         0,

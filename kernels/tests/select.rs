@@ -1,4 +1,4 @@
-//! Kernels are found by their names.
+//! Kernels can be selected by name.
 
 use spillway_kernels::Kernel;
 

@@ -1,4 +1,4 @@
-//! The shape of the tree in which squares are summed.
+//! The shape of the tree that sums the squares.
 
 use spillway_kernels::squares::{split, tree_sum};
 

@@ -1,11 +1,11 @@
-//! A step that streams its shadow, its 16-bit copy or its log past the caches writes what a step through the caches
-//! writes, and no byte more; the log it leaves takes the step back.
+//! A step can write its shadow, its 16-bit copy or its log past the caches. Such a step writes the same bytes as one
+//! through the caches, and no others; its log rolls the step back.
 
 use crate::kernels;
 use spillway_kernels::dtype::{Dtype, Floats, FloatsMut};
 use spillway_kernels::*;
 
-/// Around whole vectors, whole lines and whole batches of a log.
+/// Lengths around whole vectors, whole cache lines and whole batches of a log.
 const LENGTHS: [usize; 12] = [1, 15, 16, 17, 63, 64, 1000, 4096, 4097, 20001, 20016, CHUNK];
 const CANARY: u8 = 0xc5;
 
@@ -13,7 +13,7 @@ const CANARY: u8 = 0xc5;
 #[repr(align(64))]
 struct Line([u8; 64]);
 
-/// Bytes that begin with a line, a line of canaries on either side.
+/// Bytes that begin at a cache line, with a line of canaries on either side.
 #[derive(Clone)]
 struct Span(Vec<Line>, usize);
 
@@ -22,7 +22,7 @@ impl Span {
         Span(vec![Line([CANARY; 64]); bytes.div_ceil(64) + 2], bytes)
     }
 
-    /// Random finite patterns, those of a second moment without sign.
+    /// Random finite bit patterns; those of a second moment have no sign.
     fn random(dtype: Dtype, n: usize, seed: u32, positive: bool) -> Span {
         let mut span = Span::new(n * dtype.size());
         let (mut state, size) = (seed | 1, dtype.size());
@@ -37,13 +37,13 @@ impl Span {
 
     fn bytes(&mut self) -> &mut [u8] {
         let all = self.0.as_mut_ptr().cast::<u8>();
-        // SAFETY: the lines past the first hold self.1 bytes and more.
+        // SAFETY: the lines after the first hold at least self.1 bytes.
         unsafe { std::slice::from_raw_parts_mut(all.add(64), self.1) }
     }
 
     fn floats(&mut self, dtype: Dtype) -> FloatsMut<'_> {
         fn slice<T>(bytes: &mut [u8]) -> &mut [T] {
-            // SAFETY: aligned to a line, whole elements, and every pattern is a value.
+            // SAFETY: aligned to a cache line, whole elements, and every bit pattern is a value.
             unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), bytes.len() / size_of::<T>()) }
         }
         match dtype {
@@ -69,7 +69,7 @@ fn all_dtypes() -> impl Iterator<Item = Dtypes> {
             grad: ALL[i / 9 % 3],
             copy: COPIES[i / 27],
         })
-        // How a gradient is read and how a copy is written have nothing to do with each other.
+        // The types of gradient and copy are independent, so copies are tested with one gradient type.
         .filter(|dtypes| dtypes.copy.is_none() || dtypes.grad == Dtype::Bf16)
         .filter(|dtypes| supported(*dtypes))
 }
@@ -82,7 +82,7 @@ fn states<'a>([p, m, v]: &'a mut [Span; 3], dtypes: Dtypes) -> States<'a> {
     }
 }
 
-/// Large enough that everything is streamed, or too small.
+/// Either large enough that everything is streamed, or too small for streaming.
 fn tensor<'a>(
     spans: &'a mut [Span; 3],
     copy: &'a mut Span,
@@ -97,7 +97,7 @@ fn tensor<'a>(
     };
     let copy = dtypes.copy.map(|dtype| copy.floats(dtype));
     let mut tensor = Tensor::new(states(spans, dtypes), grad, copy).unwrap();
-    tensor.part_of(if streamed { usize::MAX } else { 0 });
+    tensor.set_total_elements(if streamed { usize::MAX } else { 0 });
     tensor
 }
 

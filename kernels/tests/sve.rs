@@ -1,7 +1,7 @@
-//! The two variants of SVE write one kind of log.
+//! The two variants of SVE write logs of the same format.
 
 use spillway_kernels::dtype::{Floats, FloatsMut};
-use spillway_kernels::{AdamRule, Kernel, Rule, States, Tensor, WeightDecay, log_bytes, log_used_of};
+use spillway_kernels::{AdamRule, Kernel, Optimizer, States, Tensor, WeightDecay, log_bytes, log_used_of};
 
 const RULE: AdamRule = AdamRule {
     decay: WeightDecay::Decoupled,
@@ -16,7 +16,7 @@ const RULE: AdamRule = AdamRule {
     decay_factor: -1e-4,
 };
 
-/// Differences of every width, in whole groups and in one that is not full.
+/// Differences of every width, in full groups and in a partial one.
 fn start() -> ([Vec<f32>; 3], Vec<f32>) {
     let values = |seed: u32, sign: f32| -> Vec<f32> {
         let value = |i: u32| {

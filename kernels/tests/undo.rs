@@ -1,5 +1,5 @@
-//! What taking a step back is worth: by the log, the same bits after a million cycles on every kernel; by the inverse
-//! formula, within the errors that spillway.h states.
+//! The precision of rolling a step back. The log restores the same bits after a million cycles on every kernel. The
+//! inverse formula stays within the errors that spillway.h documents.
 
 use std::io::Write;
 
@@ -7,10 +7,10 @@ use crate::{emulated, kernels};
 use spillway_kernels::dtype::{Floats, FloatsMut};
 use spillway_kernels::*;
 
-/// Two vectors of the widest kernel and a rest.
+/// Two vectors of the widest kernel and a partial one.
 const BLOCK: usize = 37;
 
-/// Numbers that do not repeat in this test.
+/// A pseudo-random sequence that does not repeat within this test.
 struct Random(u64);
 
 impl Random {
@@ -19,14 +19,14 @@ impl Random {
         (self.0 >> 33) as u32 ^ ((self.0 >> 2) as u32) << 31
     }
 
-    /// Close to normal, of variance one.
+    /// A number from an almost normal distribution of variance one.
     fn bell(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| (self.bits() >> 8) as f32 / (1 << 24) as f32 - 0.5).sum();
         sum * 3f32.sqrt()
     }
 }
 
-/// What a gradient of training can be, and what it must never be.
+/// The kinds of gradients: those that training produces, and those that it must never produce.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     Bell,
@@ -118,8 +118,9 @@ const LION: LionRule = LionRule {
 };
 const ADAGRAD: AdagradRule = AdagradRule { grad_scale: 1.0, step_size: -1e-2, eps: 1e-10, weight_decay: 0.1 };
 
-/// Steps and takes back `cycles` times over `rules` and gradients of every kind; the bits are those of the start.
-fn cycle<R: Rule>(kernel: Kernel, rules: &[R], cycles: usize) {
+/// Steps and rolls back `cycles` times over `rules` and gradients of every kind; the bits must equal
+/// those of the start.
+fn cycle<R: Optimizer>(kernel: Kernel, rules: &[R], cycles: usize) {
     let mut random = Random(7);
     let grads: Vec<Vec<f32>> =
         (0..13 * KINDS.len()).map(|i| gradient(KINDS[i % KINDS.len()], BLOCK, &mut random)).collect();
@@ -151,7 +152,7 @@ fn a_million_cycles_leave_the_bits_on_every_kernel() {
         })
         .flatten()
         .collect();
-    // An emulated processor takes minutes for what a real one does in a second.
+    // An emulated processor takes minutes for the work of one second.
     let fewer = if emulated() { 200 } else { 1 };
     for kernel in kernels() {
         cycle(kernel, &rules, 1_000_000 / fewer);
@@ -160,7 +161,7 @@ fn a_million_cycles_leave_the_bits_on_every_kernel() {
     }
 }
 
-/// Distance in units in the last place, of which neighbouring floats are one apart.
+/// Distance in units in the last place: neighbouring floats are one unit apart.
 fn ulps(a: f32, b: f32) -> u32 {
     let ordered = |x: f32| {
         let bits = x.to_bits() as i32;
@@ -169,12 +170,13 @@ fn ulps(a: f32, b: f32) -> u32 {
     u32::try_from((ordered(a) - ordered(b)).abs()).unwrap_or(u32::MAX)
 }
 
-/// What a formula misses.
+/// The errors of a formula.
 struct Misses {
-    /// Units in the last place: the median, and what one value in a thousand exceeds.
+    /// Units in the last place: the median, and the 99.9th percentile.
     median: u32,
     permille: u32,
-    /// The largest, in units in the last place of the larger of the value and what the step put into it.
+    /// The largest error, in units in the last place of the larger of two numbers: the value and its
+    /// change by the step.
     worst: f32,
 }
 

@@ -47,73 +47,49 @@ pub struct UndoSpans {
     pub param_copy: *mut c_void,
 }
 
-pub type Step = unsafe extern "C" fn(
-    rule: *const Rule,
-    decay: u32,
-    types: u32,
-    spans: Spans,
-    n: usize,
-    lanes: *mut f64,
-) -> bool;
-
-pub type Record = unsafe extern "C" fn(
-    rule: *const Rule,
-    decay: u32,
-    types: u32,
-    spans: *const UndoSpans,
-    n: usize,
-    lanes: *mut f64,
-    log: *mut *mut u8,
-) -> bool;
-
-pub type Undo = unsafe extern "C" fn(
-    rule: *const Rule,
-    again: *const f32,
-    decay: u32,
-    types: u32,
-    spans: *const UndoSpans,
-    n: usize,
-    log: *const u8,
-) -> bool;
-
+/// Declares functions of one signature, and the type of a pointer to them.
 macro_rules! declare {
-    ($($step:ident $record:ident $undo:ident)*) => {
+    ($type:ident $arguments:tt -> $result:ty: $($function:ident)*) => {
+        pub type $type = unsafe extern "C" fn $arguments -> $result;
         unsafe extern "C" {
-            $(
-            pub fn $step(
-                rule: *const Rule,
-                decay: u32,
-                types: u32,
-                spans: Spans,
-                n: usize,
-                lanes: *mut f64,
-            ) -> bool;
-            pub fn $record(
-                rule: *const Rule,
-                decay: u32,
-                types: u32,
-                spans: *const UndoSpans,
-                n: usize,
-                lanes: *mut f64,
-                log: *mut *mut u8,
-            ) -> bool;
-            pub fn $undo(
-                rule: *const Rule,
-                again: *const f32,
-                decay: u32,
-                types: u32,
-                spans: *const UndoSpans,
-                n: usize,
-                log: *const u8,
-            ) -> bool;
-            )*
+            $(pub fn $function $arguments -> $result;)*
         }
     };
 }
 
 declare! {
-    spillway_adam_sve spillway_adam_sve_record spillway_adam_sve_undo
-    spillway_adam_sve_bf16 spillway_adam_sve_bf16_record spillway_adam_sve_bf16_undo
+    Step(
+        rule: *const Rule,
+        decay: u32,
+        types: u32,
+        spans: Spans,
+        n: usize,
+        lanes: *mut f64,
+    ) -> bool: spillway_adam_sve spillway_adam_sve_bf16
+}
+
+declare! {
+    Record(
+        rule: *const Rule,
+        decay: u32,
+        types: u32,
+        spans: *const UndoSpans,
+        n: usize,
+        lanes: *mut f64,
+        log: *mut *mut u8,
+    ) -> bool: spillway_adam_sve_record spillway_adam_sve_bf16_record
+}
+
+declare! {
+    Undo(
+        rule: *const Rule,
+        redo_scale: *const f32,
+        decay: u32,
+        types: u32,
+        spans: *const UndoSpans,
+        n: usize,
+        log: *const u8,
+    ) -> bool: spillway_adam_sve_undo spillway_adam_sve_bf16_undo
 }
 
 pub fn coefficients(rule: &AdamRule) -> Rule {

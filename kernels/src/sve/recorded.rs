@@ -40,16 +40,16 @@ pub fn step(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, squares: bool
 
 /// Rolls back the step of one chunk, as the generic body does. Returns false without changing anything if no body
 /// exists for these types.
-pub fn undo(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, again: Option<f32>) -> bool {
+pub fn undo(adam: &Adam, rule: &AdamRule, tensor: &mut Tensor<'_>, redo_scale: Option<f32>) -> bool {
     let Ok(dtypes) = tensor.dtypes() else { return false };
     let (n, spans) = (tensor.len(), addresses(tensor));
-    let again = again.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let redo_scale = redo_scale.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: a log begins with its header.
     let log = tensor.log_address().map_or(std::ptr::null(), |log| unsafe { log.add(HEADER).cast_const() });
     let _mode = IeeeMode::enter();
     // SAFETY: the body was chosen for this processor. The constructor of the tensor checked that every span has n
     // elements. A log holds the step of exactly these elements.
-    unsafe { (adam.undo)(&coefficients(rule), again, decay(rule.decay), types(dtypes), &spans, n, log) }
+    unsafe { (adam.undo)(&coefficients(rule), redo_scale, decay(rule.decay), types(dtypes), &spans, n, log) }
 }
 
 fn addresses(tensor: &mut Tensor<'_>) -> ffi::UndoSpans {

@@ -1,7 +1,7 @@
 //! Loop over the tiles of a chunk. Adds the sums of squares in the same tree as every other kernel.
 
+use crate::chunk_loop::CHUNK;
 use crate::squares::{self, LANES, TILE};
-use crate::walk::CHUNK;
 
 /// Calls `work(first element, length, LANES sums)` for every tile and returns the total. Returns `None` if `work`
 /// returns false.

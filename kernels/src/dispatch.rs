@@ -12,11 +12,11 @@ use crate::error::{Error, Result};
 
 /// A kernel that this processor can run. Values are created only after feature detection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kernel(Set);
+pub struct Kernel(InstructionSet);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-enum Set {
+enum InstructionSet {
     Scalar = 1,
     Avx2 = 2,
     Avx512 = 3,
@@ -26,33 +26,40 @@ enum Set {
 }
 
 /// All instruction sets, fastest first.
-const SETS: [Set; 6] = [Set::Avx512, Set::Avx2, Set::SveBf16, Set::Sve, Set::Neon, Set::Scalar];
+const INSTRUCTION_SETS: [InstructionSet; 6] = [
+    InstructionSet::Avx512,
+    InstructionSet::Avx2,
+    InstructionSet::SveBf16,
+    InstructionSet::Sve,
+    InstructionSet::Neon,
+    InstructionSet::Scalar,
+];
 
-impl Set {
+impl InstructionSet {
     const fn name(self) -> &'static str {
         match self {
-            Set::Scalar => "scalar",
-            Set::Avx2 => "avx2",
-            Set::Avx512 => "avx512",
-            Set::Neon => "neon",
-            Set::Sve => "sve",
-            Set::SveBf16 => "sve_bf16",
+            InstructionSet::Scalar => "scalar",
+            InstructionSet::Avx2 => "avx2",
+            InstructionSet::Avx512 => "avx512",
+            InstructionSet::Neon => "neon",
+            InstructionSet::Sve => "sve",
+            InstructionSet::SveBf16 => "sve_bf16",
         }
     }
 
     fn detected(self) -> bool {
         match self {
-            Set::Scalar => true,
+            InstructionSet::Scalar => true,
             #[cfg(target_arch = "x86_64")]
-            Set::Avx2 => Avx2::detected(),
+            InstructionSet::Avx2 => Avx2::detected(),
             #[cfg(target_arch = "x86_64")]
-            Set::Avx512 => Avx512::detected(),
+            InstructionSet::Avx512 => Avx512::detected(),
             #[cfg(target_arch = "aarch64")]
-            Set::Neon => true,
+            InstructionSet::Neon => true,
             #[cfg(target_arch = "aarch64")]
-            Set::Sve => sve::detected(),
+            InstructionSet::Sve => sve::detected(),
             #[cfg(target_arch = "aarch64")]
-            Set::SveBf16 => sve::bf16_detected(),
+            InstructionSet::SveBf16 => sve::bf16_detected(),
             _ => false,
         }
     }
@@ -61,19 +68,19 @@ impl Set {
 impl Kernel {
     /// All kernels that this processor can run, fastest first.
     pub fn all() -> impl Iterator<Item = Kernel> {
-        SETS.into_iter().filter(|set| set.detected()).map(Kernel)
+        INSTRUCTION_SETS.into_iter().filter(|set| set.detected()).map(Kernel)
     }
 
     /// Returns the kernel with this name. Fails if no kernel has the name or the processor cannot run it.
     pub fn named(name: &str) -> Result<Kernel> {
-        let known = SETS.into_iter().find(|set| set.name() == name);
+        let known = INSTRUCTION_SETS.into_iter().find(|set| set.name() == name);
         match known {
             Some(set) if set.detected() => Ok(Kernel(set)),
-            Some(_) => Err(Error::Unsupported(format!("this processor has no {name}"))),
+            Some(_) => Err(Error::Unsupported(format!("this processor does not support {name}"))),
             None => {
-                let names: Vec<&str> = SETS.iter().map(|set| set.name()).collect();
+                let names: Vec<&str> = INSTRUCTION_SETS.iter().map(|set| set.name()).collect();
                 Err(Error::Unsupported(format!(
-                    "no kernel is called {name:?}; there are {}",
+                    "there is no kernel {name:?}; the kernels are {}",
                     names.join(", ")
                 )))
             }
@@ -87,18 +94,22 @@ impl Kernel {
         // here choose the same kernel.
         static CHOSEN: AtomicU8 = AtomicU8::new(0);
         let chosen = CHOSEN.load(Ordering::Relaxed);
-        if let Some(set) = SETS.into_iter().find(|set| *set as u8 == chosen) {
+        if let Some(set) = INSTRUCTION_SETS.into_iter().find(|set| *set as u8 == chosen) {
             return Ok(Kernel(set));
         }
         let (kernel, reason) = match std::env::var("SPILLWAY_KERNEL") {
             Ok(name) => {
-                let forced = Kernel::named(name.trim())
-                    .map_err(|error| Error::Unsupported(format!("SPILLWAY_KERNEL={name}: {error}")))?;
+                let forced = Kernel::named(name.trim()).map_err(|error| {
+                    Error::Unsupported(format!(
+                        "SPILLWAY_KERNEL={name}: {error}; unset it to use the fastest supported kernel"
+                    ))
+                })?;
                 (forced, "forced by SPILLWAY_KERNEL")
             }
-            Err(_) => {
-                (Kernel::all().next().unwrap_or(Kernel(Set::Scalar)), "the best that this processor has")
-            }
+            Err(_) => (
+                Kernel::all().next().unwrap_or(Kernel(InstructionSet::Scalar)),
+                "the fastest that this processor supports",
+            ),
         };
         CHOSEN.store(kernel.0 as u8, Ordering::Relaxed);
         told(&format!("kernel {}: {reason}", kernel.name()));
@@ -114,8 +125,8 @@ impl Kernel {
     #[cfg(target_arch = "aarch64")]
     pub(super) fn adam(self) -> Option<&'static sve::Adam> {
         match self.0 {
-            Set::Sve => Some(&sve::SVE),
-            Set::SveBf16 => Some(&sve::SVE_BF16),
+            InstructionSet::Sve => Some(&sve::SVE),
+            InstructionSet::SveBf16 => Some(&sve::SVE_BF16),
             _ => None,
         }
     }
@@ -129,11 +140,11 @@ impl Kernel {
         unsafe {
             match self.0 {
                 #[cfg(target_arch = "x86_64")]
-                Set::Avx2 => Avx2::vectorize(body),
+                InstructionSet::Avx2 => Avx2::vectorize(body),
                 #[cfg(target_arch = "x86_64")]
-                Set::Avx512 => Avx512::vectorize(body),
+                InstructionSet::Avx512 => Avx512::vectorize(body),
                 #[cfg(target_arch = "aarch64")]
-                Set::Neon | Set::Sve | Set::SveBf16 => Neon::vectorize(body),
+                InstructionSet::Neon | InstructionSet::Sve | InstructionSet::SveBf16 => Neon::vectorize(body),
                 _ => Scalar::vectorize(body),
             }
         }

@@ -29,7 +29,7 @@ pub trait Op {
 }
 
 /// Walks an [`Op`] over `n` elements.
-pub struct Walk<O, const SQUARES: bool> {
+pub struct ChunkLoop<O, const SQUARES: bool> {
     /// The work per group.
     pub op: O,
     /// Number of elements, at most [`CHUNK`].
@@ -62,21 +62,21 @@ pub trait Access: Copy {
     ///
     /// # Safety
     /// Same contract as [`Vector::stream_bits32`], for the elements inside the group.
-    unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw);
+    unsafe fn store_nt<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw);
 }
 
 /// All lanes.
 #[derive(Clone, Copy)]
-struct Whole;
+struct Full;
 
 /// The first `self.0` lanes.
 #[derive(Clone, Copy)]
-struct First(usize);
+struct Partial(usize);
 
 /// Number of lanes of the widest vector.
 pub const MAX_LANES: usize = 16;
 
-impl Access for Whole {
+impl Access for Full {
     #[inline(always)]
     unsafe fn load<E: Element, V: Vector>(self, from: *const E::Raw) -> V {
         // SAFETY: the caller upholds the callee's contract.
@@ -98,13 +98,13 @@ impl Access for Whole {
         unsafe { E::store_bits::<V>(bits, to) }
     }
     #[inline(always)]
-    unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
+    unsafe fn store_nt<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
         // SAFETY: the caller upholds the callee's contract.
-        unsafe { E::stream_bits::<V>(bits, to) }
+        unsafe { E::store_nt::<V>(bits, to) }
     }
 }
 
-impl First {
+impl Partial {
     /// Copies the elements of the group to the start of a zeroed vector.
     #[inline(always)]
     unsafe fn pad<T: Copy + Default>(self, from: *const T) -> [T; MAX_LANES] {
@@ -116,13 +116,13 @@ impl First {
 
     /// Copies the start of a vector to the elements of the group.
     #[inline(always)]
-    unsafe fn cut<T: Copy>(self, padded: [T; MAX_LANES], to: *mut T) {
+    unsafe fn store_prefix<T: Copy>(self, padded: [T; MAX_LANES], to: *mut T) {
         // SAFETY: the group has self.0 <= MAX_LANES elements.
         unsafe { std::ptr::copy_nonoverlapping(padded.as_ptr(), to, self.0) };
     }
 }
 
-impl Access for First {
+impl Access for Partial {
     #[inline(always)]
     unsafe fn load<E: Element, V: Vector>(self, from: *const E::Raw) -> V {
         // SAFETY: the padded array holds a whole vector.
@@ -134,7 +134,7 @@ impl Access for First {
         // SAFETY: the padded array holds a whole vector.
         unsafe {
             E::store(value, padded.as_mut_ptr());
-            self.cut(padded, to);
+            self.store_prefix(padded, to);
         }
     }
     #[inline(always)]
@@ -148,20 +148,20 @@ impl Access for First {
         // SAFETY: the padded array holds a whole vector.
         unsafe {
             E::store_bits::<V>(bits, padded.as_mut_ptr());
-            self.cut(padded, to);
+            self.store_prefix(padded, to);
         }
     }
     #[inline(always)]
-    unsafe fn stream_bits<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
+    unsafe fn store_nt<E: Element, V: Vector>(self, bits: V::Bits, to: *mut E::Raw) {
         // SAFETY: the caller upholds the callee's contract.
         unsafe { self.store_bits::<E, V>(bits, to) }
     }
 }
 
-impl<O: Op, const SQUARES: bool> Body for Walk<O, SQUARES> {
+impl<O: Op, const SQUARES: bool> Body for ChunkLoop<O, SQUARES> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) -> f64 {
-        let Walk { mut op, n } = self;
+        let ChunkLoop { mut op, n } = self;
         let mut sums = [0.0; CHUNK / TILE];
         let mut lanes = [0.0; LANES];
         let mut at = 0;
@@ -172,14 +172,14 @@ impl<O: Op, const SQUARES: bool> Body for Walk<O, SQUARES> {
             // SAFETY: every group lies below n; at % LANES is a multiple of V::LANES, which divides LANES.
             unsafe {
                 while at < whole {
-                    let grad: V = op.apply(at, Whole);
+                    let grad: V = op.apply(at, Full);
                     if SQUARES {
                         grad.add_squares(lanes.as_mut_ptr().add(at % LANES));
                     }
                     at += V::LANES;
                 }
                 if at < end {
-                    let grad: V = op.apply(at, First(end - at));
+                    let grad: V = op.apply(at, Partial(end - at));
                     if SQUARES {
                         grad.add_squares(lanes.as_mut_ptr().add(at % LANES));
                     }

@@ -5,47 +5,48 @@
 //! are polled too.
 
 use std::fmt;
-use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::eventfd::{self, EfdFlags};
+use nix::sys::time::TimeSpec;
+
+use super::file;
 
 /// Polling period of words and queries.
 const WORD_PERIOD: Duration = Duration::from_micros(200);
 
 /// An eventfd: one thread sets it, another polls it.
 #[derive(Debug)]
-pub struct EventFd(File);
+pub struct EventFd(eventfd::EventFd);
 
 impl EventFd {
     /// Makes one that is not set.
     pub fn new() -> io::Result<EventFd> {
-        // SAFETY: plain integers.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a descriptor that this call just made.
-        Ok(EventFd(unsafe { File::from_raw_fd(fd) }))
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(EventFd(eventfd::EventFd::from_flags(flags)?))
     }
 
     /// The descriptor.
     pub fn fd(&self) -> RawFd {
-        self.0.as_raw_fd()
+        self.0.as_fd().as_raw_fd()
     }
 
     /// Sets it, which wakes a thread that polls it.
     pub fn set(&self) {
         // The write fails only if the counter is full; then the eventfd is already set.
-        let _ = (&self.0).write(&1_u64.to_ne_bytes());
+        let _ = self.0.write(1);
     }
 
     /// Clears every set so far.
     pub fn clear(&self) {
         // The read fails only if the counter is zero: an earlier `clear` consumed this set.
-        let _ = (&self.0).read(&mut [0; 8]);
+        let _ = self.0.read();
     }
 }
 
@@ -57,13 +58,13 @@ pub enum Event {
     /// A word of memory reaches a value.
     Word(Word),
     /// A query reports that the event happened.
-    Asked(Box<dyn Question>),
+    Polled(Box<dyn PollSource>),
 }
 
 /// An event that has to be queried.
-pub trait Question: fmt::Debug + Send + Sync {
+pub trait PollSource: fmt::Debug + Send + Sync {
     /// The current state of the event.
-    fn standing(&self) -> Standing;
+    fn status(&self) -> Status;
 }
 
 /// A word of memory and the value that ends the wait. The word only counts up, and may wrap around at 2^32.
@@ -101,19 +102,13 @@ impl Event {
     /// The event that the descriptor `fd` becomes readable. The descriptor is duplicated: the caller may close its own
     /// at once.
     pub fn readable(fd: RawFd) -> io::Result<Event> {
-        // SAFETY: plain integers; the system checks the descriptor.
-        let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
-        if copy < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a descriptor that this call just made.
-        Ok(Event::Descriptor(unsafe { OwnedFd::from_raw_fd(copy) }))
+        file::duplicate_from(fd, 0).map(Event::Descriptor)
     }
 }
 
 /// State of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
+pub enum Status {
     /// Not happened yet.
     Pending,
     /// Happened.
@@ -122,67 +117,57 @@ pub enum Standing {
     Broken(&'static str),
 }
 
-/// Returns the state of each event. If `patient`, first sleeps until an event or the waker may have changed.
-pub fn poll(waker: &EventFd, events: &[&Event], patient: bool) -> io::Result<Vec<Standing>> {
-    let ask = |fd: RawFd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // ppoll skips a negative descriptor; the entry keeps both lists in the same order.
-    let asked = events.iter().map(|event| match event {
-        Event::Descriptor(fd) => ask(fd.as_raw_fd()),
-        Event::Word(_) | Event::Asked(_) => ask(-1),
+/// Returns the state of each event. If `block`, first sleeps until an event or the waker may have changed.
+pub fn poll(waker: &EventFd, events: &[&Event], block: bool) -> io::Result<Vec<Status>> {
+    let descriptors = events.iter().filter_map(|event| match event {
+        Event::Descriptor(fd) => Some(fd.as_fd()),
+        Event::Word(_) | Event::Polled(_) => None,
     });
-    let mut descriptors: Vec<libc::pollfd> = std::iter::once(ask(waker.fd())).chain(asked).collect();
-    let wakes_nobody = events.iter().any(|event| !matches!(event, Event::Descriptor(_)));
-    let limit = match (patient, wakes_nobody) {
+    let all = std::iter::once(waker.0.as_fd()).chain(descriptors);
+    let mut polled: Vec<PollFd> = all.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+    let needs_polling = events.iter().any(|event| !matches!(event, Event::Descriptor(_)));
+    let limit = match (block, needs_polling) {
         (false, _) => Some(Duration::ZERO),
         (true, true) => Some(WORD_PERIOD),
         (true, false) => None,
     };
-    sleep(&mut descriptors, limit)?;
-    let standing = |(event, polled): (&&Event, &libc::pollfd)| match event {
-        Event::Word(word) if word.reached() => Standing::Ready,
-        Event::Word(_) => Standing::Pending,
-        Event::Asked(question) => question.standing(),
-        Event::Descriptor(_) => standing_of(polled.revents),
-    };
-    Ok(events.iter().zip(&descriptors[1..]).map(standing).collect())
-}
-
-fn standing_of(seen: libc::c_short) -> Standing {
-    let has = |flag| seen & flag != 0;
-    if has(libc::POLLIN) {
-        Standing::Ready
-    } else if has(libc::POLLHUP) {
-        Standing::Broken("its other end was closed before anything came")
-    } else if has(libc::POLLERR | libc::POLLNVAL) {
-        Standing::Broken("the system reports an error on its descriptor")
-    } else {
-        Standing::Pending
+    match ppoll(&mut polled, limit.map(TimeSpec::from_duration), None) {
+        // An interrupted call reports no event; the caller polls again.
+        Ok(_) | Err(Errno::EINTR) => {}
+        Err(errno) => return Err(errno.into()),
     }
+    // The descriptors in the order of their events, after the waker.
+    let mut polled = polled[1..].iter();
+    let status = |event: &&Event| match event {
+        Event::Word(word) if word.reached() => Status::Ready,
+        Event::Word(_) => Status::Pending,
+        Event::Polled(source) => source.status(),
+        Event::Descriptor(_) => polled.next().map_or(Status::Pending, status_of),
+    };
+    Ok(events.iter().map(status).collect())
 }
 
-fn sleep(descriptors: &mut [libc::pollfd], limit: Option<Duration>) -> io::Result<()> {
-    let limit = limit.map(|limit| libc::timespec {
-        tv_sec: limit.as_secs() as libc::time_t,
-        tv_nsec: limit.subsec_nanos().into(),
-    });
-    let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    let count = descriptors.len() as libc::nfds_t;
-    // SAFETY: the array has `count` entries; the limit is NULL or lives through the call.
-    match unsafe { libc::ppoll(descriptors.as_mut_ptr(), count, limit, std::ptr::null()) } {
-        0.. => Ok(()),
-        _ => match io::Error::last_os_error() {
-            // ppoll wrote nothing to the array; the caller polls again.
-            interrupted if interrupted.kind() == io::ErrorKind::Interrupted => Ok(()),
-            error => Err(error),
-        },
+fn status_of(polled: &PollFd) -> Status {
+    // `None` is a state that nix does not know, which was not asked for.
+    let seen = polled.revents().unwrap_or(PollFlags::empty());
+    if seen.contains(PollFlags::POLLIN) {
+        Status::Ready
+    } else if seen.contains(PollFlags::POLLHUP) {
+        Status::Broken("the other end of its descriptor was closed without a signal")
+    } else if seen.intersects(PollFlags::POLLERR | PollFlags::POLLNVAL) {
+        Status::Broken("the system reported an error on its descriptor")
+    } else {
+        Status::Pending
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
-    fn look(events: &[&Event]) -> Vec<Standing> {
+    fn poll_once(events: &[&Event]) -> Vec<Status> {
         poll(&EventFd::new().unwrap(), events, false).unwrap()
     }
 
@@ -194,10 +179,10 @@ mod tests {
             Event::Word(unsafe { Word::new(count.as_ptr(), value) }.unwrap())
         };
         let events = [&word(0), &word(1), &word(u32::MAX), &word(1 << 31)];
-        let (yes, no) = (Standing::Ready, Standing::Pending);
-        assert_eq!(look(&events), [yes, no, yes, no]);
+        let (yes, no) = (Status::Ready, Status::Pending);
+        assert_eq!(poll_once(&events), [yes, no, yes, no]);
         count.store(1, Ordering::Release);
-        assert_eq!(look(&events), [yes, yes, yes, no]);
+        assert_eq!(poll_once(&events), [yes, yes, yes, no]);
         // SAFETY: neither is ever read.
         let bad = [unsafe { Word::new(std::ptr::null(), 0) }, unsafe {
             Word::new(count.as_ptr().wrapping_byte_add(2), 0)
@@ -210,40 +195,40 @@ mod tests {
         let (reader, mut writer) = io::pipe().unwrap();
         let event = Event::readable(reader.as_raw_fd()).unwrap();
         drop(reader);
-        assert_eq!(look(&[&event]), [Standing::Pending]);
+        assert_eq!(poll_once(&[&event]), [Status::Pending]);
         writer.write_all(b"x").unwrap();
-        assert_eq!(look(&[&event, &event]), [Standing::Ready; 2]);
+        assert_eq!(poll_once(&[&event, &event]), [Status::Ready; 2]);
         drop(writer);
-        assert_eq!(look(&[&event]), [Standing::Ready], "what came before the end counts");
+        assert_eq!(poll_once(&[&event]), [Status::Ready], "what came before the end counts");
         let (reader, writer) = io::pipe().unwrap();
         let event = Event::readable(reader.as_raw_fd()).unwrap();
         drop(writer);
-        assert!(matches!(look(&[&event])[..], [Standing::Broken(_)]));
+        assert!(matches!(poll_once(&[&event])[..], [Status::Broken(_)]));
         assert!(Event::readable(-1).is_err());
     }
 
     #[test]
-    fn a_question_is_asked_at_every_look() {
+    fn a_source_is_queried_at_every_poll() {
         #[derive(Debug)]
         struct Third(AtomicU32);
-        impl Question for Third {
-            fn standing(&self) -> Standing {
+        impl PollSource for Third {
+            fn status(&self) -> Status {
                 match self.0.fetch_add(1, Ordering::Relaxed) {
-                    2 => Standing::Ready,
-                    _ => Standing::Pending,
+                    2 => Status::Ready,
+                    _ => Status::Pending,
                 }
             }
         }
-        let event = Event::Asked(Box::new(Third(AtomicU32::new(0))));
-        let patient = || poll(&EventFd::new().unwrap(), &[&event], true).unwrap();
+        let event = Event::Polled(Box::new(Third(AtomicU32::new(0))));
+        let blocking = || poll(&EventFd::new().unwrap(), &[&event], true).unwrap();
         assert_eq!(
-            [patient(), patient(), patient()].concat(),
-            [Standing::Pending, Standing::Pending, Standing::Ready]
+            [blocking(), blocking(), blocking()].concat(),
+            [Status::Pending, Status::Pending, Status::Ready]
         );
     }
 
     #[test]
-    fn a_patient_poll_ends_when_the_waker_is_set() {
+    fn a_blocking_poll_ends_when_the_waker_is_set() {
         let waker = EventFd::new().unwrap();
         waker.set();
         waker.set();
@@ -252,6 +237,6 @@ mod tests {
         let idle = AtomicU32::new(0);
         // SAFETY: the word outlives the event.
         let event = Event::Word(unsafe { Word::new(idle.as_ptr(), 1) }.unwrap());
-        assert_eq!(poll(&waker, &[&event], true).unwrap(), [Standing::Pending]);
+        assert_eq!(poll(&waker, &[&event], true).unwrap(), [Status::Pending]);
     }
 }

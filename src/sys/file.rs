@@ -1,13 +1,22 @@
 //! Files for direct I/O: open, alignment, preallocation, positional reads and writes of spans, device limits.
+//!
+//! System calls go through nix. Three are called directly: fcntl on a caller's number, which may be no open descriptor;
+//! pread and pwrite, since another thread may change the bytes of a span, which a slice forbids; statx, which nix
+//! lacks.
 
-use std::ffi::CString;
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
+
+use nix::errno::Errno;
+use nix::fcntl::{self, FallocateFlags, FcntlArg, PosixFadviseAdvice};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::statfs::fstatfs;
+use nix::sys::statvfs::{Statvfs, fstatvfs, statvfs};
+use nix::unistd::{self, Whence, lseek};
 
 use super::memory;
 use super::span::Span;
@@ -44,32 +53,35 @@ pub fn reopen_buffered(fd: &impl AsRawFd, writable: bool) -> io::Result<File> {
 /// Duplicates the caller's descriptor, so that the copy lives as long as the operation. Also returns whether it is
 /// direct.
 pub fn duplicate(fd: i32) -> io::Result<(File, bool)> {
-    // SAFETY: fcntl on any number is safe; a bad one is EBADF.
-    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
-    if copy < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let file = File::from(duplicate_from(fd, 3)?);
+    let direct = flags(&file).is_ok_and(|flags| flags & libc::O_DIRECT != 0);
+    Ok((file, direct))
+}
+
+/// Duplicates the caller's descriptor under the lowest free number from `least` on. Any number may be passed: one that
+/// is not an open descriptor is EBADF.
+pub(super) fn duplicate_from(fd: i32, least: i32) -> io::Result<OwnedFd> {
+    // SAFETY: fcntl on any number is safe.
+    let copy = Errno::result(unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, least) })?;
     // SAFETY: a descriptor that this call just made.
-    let file = File::from(unsafe { OwnedFd::from_raw_fd(copy) });
-    // SAFETY: fcntl on an open descriptor.
-    let flags = unsafe { libc::fcntl(copy, libc::F_GETFL) };
-    Ok((file, flags & libc::O_DIRECT != 0))
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}
+
+fn flags(file: &File) -> nix::Result<i32> {
+    fcntl::fcntl(file, FcntlArg::F_GETFL)
 }
 
 /// True if writes append to the file and ignore their offset (O_APPEND).
 pub fn appends(file: &File) -> bool {
-    // SAFETY: fcntl on an open descriptor.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    flags >= 0 && flags & libc::O_APPEND != 0
+    flags(file).is_ok_and(|flags| flags & libc::O_APPEND != 0)
 }
 
 /// Offset of the first data at `from` or later, skipping holes if the file system reports them; `None` at the end.
 pub fn next_data(file: &File, from: u64) -> Option<u64> {
-    // SAFETY: lseek on an open descriptor. No code uses its file position: reads and writes pass an explicit offset.
-    let found = unsafe { libc::lseek(file.as_raw_fd(), from as libc::off_t, libc::SEEK_DATA) };
-    match u64::try_from(found) {
-        Ok(found) => Some(found),
-        Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO) => None,
+    // No code uses the file position: reads and writes pass an explicit offset.
+    match lseek(file, from as libc::off_t, Whence::SeekData) {
+        Ok(found) => Some(found as u64),
+        Err(Errno::ENXIO) => None,
         // The file system does not report holes: the rest counts as data.
         Err(_) => Some(from),
     }
@@ -77,19 +89,13 @@ pub fn next_data(file: &File, from: u64) -> Option<u64> {
 
 /// Creates an empty file in memory (memfd).
 pub fn in_memory() -> io::Result<File> {
-    // SAFETY: a C string and flags.
-    let fd = unsafe { libc::memfd_create(c"spillway".as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a descriptor that this call just made.
-    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+    Ok(memfd_create(c"spillway", MFdFlags::MFD_CLOEXEC)?.into())
 }
 
 /// Disables readahead, so that a read of an unaligned edge does not fetch the bytes behind it.
 pub fn no_readahead(file: &File) {
-    // SAFETY: advice on an open descriptor.
-    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+    // Advice that the file system refuses changes nothing.
+    let _ = fcntl::posix_fadvise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
 }
 
 /// Identity of a file: paths with equal device and inode name the same file.
@@ -103,7 +109,7 @@ pub struct Identity {
 
 /// Metadata of a file.
 #[derive(Debug, Clone, Copy)]
-pub struct Facts {
+pub struct FileInfo {
     /// Which file.
     pub identity: Identity,
     /// Length when queried.
@@ -113,18 +119,18 @@ pub struct Facts {
 }
 
 /// Metadata of the file that `path` names now.
-pub fn facts_of_path(path: &Path) -> io::Result<Facts> {
-    std::fs::metadata(path).map(|found| known(&found))
+pub fn info_of_path(path: &Path) -> io::Result<FileInfo> {
+    std::fs::metadata(path).map(|found| to_info(&found))
 }
 
 /// Metadata of an open file.
-pub fn facts(file: &File) -> io::Result<Facts> {
-    file.metadata().map(|found| known(&found))
+pub fn info(file: &File) -> io::Result<FileInfo> {
+    file.metadata().map(|found| to_info(&found))
 }
 
-fn known(found: &Metadata) -> Facts {
+fn to_info(found: &Metadata) -> FileInfo {
     let kind = found.mode() & libc::S_IFMT;
-    Facts {
+    FileInfo {
         identity: Identity { device: found.dev(), inode: found.ino() },
         len: found.len(),
         seekable: kind == libc::S_IFREG || kind == libc::S_IFBLK,
@@ -133,7 +139,7 @@ fn known(found: &Metadata) -> Facts {
 
 /// Alignment that direct I/O on a file requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DirectNeed {
+pub enum DirectAlignment {
     /// The file system states the alignment, in bytes.
     Stated {
         /// Alignment of addresses.
@@ -148,18 +154,17 @@ pub enum DirectNeed {
 }
 
 /// Queries the alignment for direct I/O on an open file (STATX_DIOALIGN, Linux 6.1).
-pub fn direct_need(file: &File) -> DirectNeed {
-    let empty = CString::default();
+pub fn direct_alignment(file: &File) -> DirectAlignment {
     // SAFETY: statx is plain integers, for which zero is valid.
     let mut found: libc::statx = unsafe { std::mem::zeroed() };
     let mask = libc::STATX_DIOALIGN;
     // SAFETY: an open descriptor, an empty path, a live struct.
     let outcome =
-        unsafe { libc::statx(file.as_raw_fd(), empty.as_ptr(), libc::AT_EMPTY_PATH, mask, &mut found) };
+        unsafe { libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, mask, &mut found) };
     match (found.stx_dio_mem_align, found.stx_dio_offset_align) {
-        _ if outcome != 0 || found.stx_mask & mask == 0 => DirectNeed::Unknown,
-        (0, _) | (_, 0) => DirectNeed::Refused,
-        (memory, offset) => DirectNeed::Stated { memory: memory.into(), offset: offset.into() },
+        _ if outcome != 0 || found.stx_mask & mask == 0 => DirectAlignment::Unknown,
+        (0, _) | (_, 0) => DirectAlignment::Refused,
+        (memory, offset) => DirectAlignment::Stated { memory: memory.into(), offset: offset.into() },
     }
 }
 
@@ -180,10 +185,8 @@ pub fn preallocate(file: &File, from: u64, end: u64) -> io::Result<()> {
 
 /// Allocates `bytes` at `offset` on the device: 0, or minus an errno.
 pub fn allocate_at(fd: BorrowedFd, offset: u64, bytes: u64) -> i32 {
-    // SAFETY: an open descriptor and two integers.
-    outcome(
-        unsafe { libc::fallocate(fd.as_raw_fd(), 0, offset as libc::off_t, bytes as libc::off_t) } as isize
-    )
+    let (offset, bytes) = (offset as libc::off_t, bytes as libc::off_t);
+    minus_errno(fcntl::fallocate(fd, FallocateFlags::empty(), offset, bytes))
 }
 
 /// True for an errno that means that this file or its file system does not support allocation.
@@ -218,28 +221,28 @@ pub fn check_free_space(file: &File, from: u64, end: u64) -> io::Result<()> {
 pub fn read_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
     let Some(_pin) = span.pin() else { return -libc::EFAULT };
     // SAFETY: the span's bytes are good by the promise of Span::new, or pinned.
-    outcome(unsafe { libc::pread(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
+    count(unsafe { libc::pread(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
 }
 
 /// One positional write from `span`: number of bytes written, or minus an errno.
 pub fn write_at(fd: BorrowedFd, span: Span, offset: u64) -> i32 {
     let Some(_pin) = span.pin() else { return -libc::EFAULT };
     // SAFETY: the span's bytes are good by the promise of Span::new, or pinned.
-    outcome(unsafe { libc::pwrite(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
+    count(unsafe { libc::pwrite(fd.as_raw_fd(), span.as_ptr().cast(), span.len(), offset as libc::off_t) })
 }
 
 /// Makes earlier writes durable (fdatasync): 0, or minus an errno.
 pub fn sync_data(fd: BorrowedFd) -> i32 {
-    // SAFETY: an open descriptor.
-    outcome(unsafe { libc::fdatasync(fd.as_raw_fd()) } as isize)
+    minus_errno(unistd::fdatasync(fd))
 }
 
-fn outcome(result: isize) -> i32 {
-    match result {
-        // Fits: the spans of one call are far below 2 GiB.
-        0.. => result as i32,
-        _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
-    }
+fn count(result: isize) -> i32 {
+    // Fits: the spans of one call are far below 2 GiB.
+    Errno::result(result).map_or_else(|errno| -(errno as i32), |bytes| bytes as i32)
+}
+
+fn minus_errno(result: nix::Result<()>) -> i32 {
+    result.map_or_else(|errno| -(errno as i32), |()| 0)
 }
 
 /// Limits of one request to a device.
@@ -291,35 +294,26 @@ impl fmt::Display for FileSystem {
 
 /// The file system of an open file or directory.
 pub fn file_system(file: &File) -> io::Result<FileSystem> {
-    // SAFETY: both are plain integers, for which zero is valid.
-    let (mut kind, mut facts) = unsafe { std::mem::zeroed::<(libc::statfs, libc::statvfs)>() };
-    // SAFETY: an open descriptor and live structs.
-    let outcome =
-        unsafe { libc::fstatfs(file.as_raw_fd(), &mut kind) | libc::fstatvfs(file.as_raw_fd(), &mut facts) };
-    if outcome != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let id = if facts.f_fsid == 0 { file.metadata()?.dev() } else { facts.f_fsid };
-    Ok(FileSystem { kind: kind.f_type as u64, id })
+    let kind = fstatfs(file)?.filesystem_type().0 as u64;
+    let id = match fstatvfs(file)?.filesystem_id() {
+        0 => file.metadata()?.dev(),
+        id => id,
+    };
+    Ok(FileSystem { kind, id })
 }
 
 /// Free bytes for this user on the file system of an open file.
 fn free_bytes_of(file: &File) -> Option<u64> {
-    // SAFETY: statvfs is plain integers, for which zero is valid.
-    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: an open descriptor and a live struct.
-    let outcome = unsafe { libc::fstatvfs(file.as_raw_fd(), &mut found) };
-    (outcome == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+    fstatvfs(file).ok().map(free)
 }
 
 /// Free bytes for this user on the file system of `path`, for messages.
 pub fn free_bytes(path: &Path) -> Option<u64> {
-    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
-    // SAFETY: statvfs is plain integers, for which zero is valid.
-    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: a C string and a live struct.
-    let outcome = unsafe { libc::statvfs(path.as_ptr(), &mut found) };
-    (outcome == 0).then(|| found.f_bavail.saturating_mul(found.f_frsize))
+    statvfs(path).ok().map(free)
+}
+
+fn free(found: Statvfs) -> u64 {
+    found.blocks_available().saturating_mul(found.fragment_size())
 }
 
 #[cfg(test)]

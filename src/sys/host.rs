@@ -30,13 +30,13 @@ pub fn pid_namespace() -> String {
 
 /// Start time of a process, in clock ticks since boot; `None` if there is no such process.
 pub fn process_start(pid: u32) -> Option<u64> {
-    Some(over_and_start(pid)?.1)
+    Some(ended_and_start(pid)?.1)
 }
 
 /// True if the process with id `pid` and start time `start` has ended. A zombie has ended unless it has other live
 /// threads. A process that /proc hides has not ended.
 pub fn process_ended(pid: u32, start: u64) -> bool {
-    match over_and_start(pid) {
+    match ended_and_start(pid) {
         Some((_, found)) if found != start => true,
         Some((true, _)) => {
             std::fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
@@ -47,13 +47,13 @@ pub fn process_ended(pid: u32, start: u64) -> bool {
 }
 
 /// Whether the process's main thread has ended, and the start time of the process.
-fn over_and_start(pid: u32) -> Option<(bool, u64)> {
+fn ended_and_start(pid: u32) -> Option<(bool, u64)> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses may hold any character. The fields after it are the state letter and numbers; the start
     // time is the 20th.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
-    let over = matches!(fields.next()?, "Z" | "X");
-    Some((over, fields.nth(18)?.parse().ok()?))
+    let ended = matches!(fields.next()?, "Z" | "X");
+    Some((ended, fields.nth(18)?.parse().ok()?))
 }
 
 /// Random bits from /dev/urandom.

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
-use super::life::Owner;
+use super::mapping_table::MappingOwner;
 use super::span::Span;
 
 /// Size of a base page; allocations are rounded up to it.
@@ -38,15 +38,15 @@ impl PageKind {
 pub struct Mapping {
     span: Span,
     kind: PageKind,
-    _owner: Owner,
+    _owner: MappingOwner,
 }
 
 impl Mapping {
     /// Takes ownership of a fresh mapping of base pages. On failure the range is unmapped.
     fn of(span: Span) -> io::Result<Mapping> {
         // SAFETY: whole pages that were just mapped, and that no other code unmaps.
-        match unsafe { Owner::new(span.address(), span.len()) } {
-            Some(owner) => Ok(Mapping { span: span.of(owner.life()), kind: PageKind::Base, _owner: owner }),
+        match unsafe { MappingOwner::new(span.address(), span.len()) } {
+            Some(owner) => Ok(Mapping { span: span.of(owner.id()), kind: PageKind::Base, _owner: owner }),
             None => {
                 // SAFETY: as above.
                 unsafe { libc::munmap(span.as_ptr().cast(), span.len()) };

@@ -12,25 +12,31 @@ use crate::error::{Error, Result};
 /// The process that opened an object. A forked child has a copy of the object without its threads. The copy may contain
 /// locks that a thread of the parent held and that stay locked. Every call checks the process before it takes a lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Opener(u32);
+pub struct OpeningProcess(u32);
 
-impl Opener {
+impl OpeningProcess {
     /// This process.
-    pub fn this() -> Opener {
-        Opener(id())
+    pub fn current() -> OpeningProcess {
+        OpeningProcess(id())
+    }
+
+    /// The id of the process.
+    pub fn id(self) -> u32 {
+        self.0
     }
 
     /// False in a forked child.
-    pub fn is_here(self) -> bool {
+    pub fn is_current(self) -> bool {
         self.0 == id()
     }
 
     /// [`Error::Unsupported`] in a forked child; `what` names the object.
     pub fn check(self, what: &str) -> Result<()> {
-        match self.is_here() {
+        match self.is_current() {
             true => Ok(()),
             false => Err(Error::Unsupported(format!(
-                "{what} was opened by process {}; a forked child opens its own",
+                "{what} was opened by process {} before this process was forked; a child process must open \
+                 its own",
                 self.0
             ))),
         }

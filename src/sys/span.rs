@@ -6,7 +6,7 @@
 
 use std::ptr::NonNull;
 
-use super::life::{Life, Pin};
+use super::mapping_table::{MappingId, Pin};
 
 /// Address and length of bytes.
 #[derive(Debug, Clone, Copy)]
@@ -14,7 +14,7 @@ pub struct Span {
     start: NonNull<u8>,
     len: usize,
     /// The mapping that contains the bytes; `None` for memory that was promised to outlive the span.
-    life: Option<Life>,
+    mapping: Option<MappingId>,
 }
 
 // SAFETY: a span is an address; its creator promised that the bytes may be used from any thread.
@@ -30,27 +30,27 @@ impl Span {
     /// other code uses them. A span that is only written to a file needs readable bytes alone.
     pub unsafe fn new(start: *mut u8, len: usize) -> Option<Span> {
         match NonNull::new(start) {
-            Some(start) => Some(Span { start, len, life: None }),
-            None => (len == 0).then_some(Span { start: NonNull::dangling(), len, life: None }),
+            Some(start) => Some(Span { start, len, mapping: None }),
+            None => (len == 0).then_some(Span { start: NonNull::dangling(), len, mapping: None }),
         }
     }
 
     /// The same bytes, tied to a mapping: they are used only while the mapping exists.
-    pub(super) fn of(self, life: Life) -> Span {
-        Span { life: Some(life), ..self }
+    pub(super) fn of(self, mapping: MappingId) -> Span {
+        Span { mapping: Some(mapping), ..self }
     }
 
     /// False if the mapping that contains the bytes has ended.
     pub fn is_mapped(self) -> bool {
-        self.life.is_none_or(|life| life.pin().is_some())
+        self.mapping.is_none_or(|mapping| mapping.pin().is_some())
     }
 
     /// Keeps the bytes mapped. The outer option is `None` if they are no longer mapped; the inner one if they need no
     /// pin.
     pub(super) fn pin(self) -> Option<Option<Pin>> {
-        match self.life {
+        match self.mapping {
             None => Some(None),
-            Some(life) => life.pin().map(Some),
+            Some(mapping) => mapping.pin().map(Some),
         }
     }
 
@@ -61,7 +61,7 @@ impl Span {
 
     /// An empty span.
     pub fn empty() -> Span {
-        Span { start: NonNull::dangling(), len: 0, life: None }
+        Span { start: NonNull::dangling(), len: 0, mapping: None }
     }
 
     /// Address of the first byte.
@@ -114,11 +114,11 @@ impl Span {
         unsafe { std::ptr::copy(bytes.as_ptr(), self.as_ptr(), bytes.len()) }
     }
 
-    /// Calls `look` with the bytes and returns its result. No other code may write to the bytes during the call.
-    pub fn with_bytes<R>(self, look: impl FnOnce(&[u8]) -> R) -> R {
+    /// Calls `read` with the bytes and returns its result. No other code may write to the bytes during the call.
+    pub fn with_bytes<R>(self, read: impl FnOnce(&[u8]) -> R) -> R {
         let _pin = self.pinned();
-        // SAFETY: valid by the promise of `new`, or pinned until `look` has returned.
-        look(unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) })
+        // SAFETY: valid by the promise of `new`, or pinned until `read` has returned.
+        read(unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) })
     }
 
     /// A copy of the bytes.

@@ -2,60 +2,63 @@
 //!
 //! Invariants:
 //! - The pool is created at first use, never at load. A process that only updates small tensors has no worker threads.
-//! - A forked child has none of its parent's threads. The child detects a pool of another process, leaves it untouched
-//!   (dropping it would signal threads that do not exist) and creates its own.
+//! - A forked child has none of its parent's threads. The child leaves its parent's pool untouched (dropping it would
+//!   signal threads that do not exist) and creates its own.
 //! - No lock is taken that another thread could hold during a fork.
 //! - The caller's CPU affinity is read, never changed.
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use arc_swap::ArcSwapOption;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::sys::signal::SigSet;
 use nix::unistd::Pid;
 
-use super::crew::Crew;
+use super::per_process::{PerProcessStatic, Shared};
+use super::spin::{self, Burst};
+use super::team::Team;
 use crate::error::{Error, Result};
 use crate::log;
 
 /// Most threads; a larger number is taken for a configuration mistake.
 pub const MAX_THREADS: usize = 4096;
 
-struct OwnedPool {
-    process: u32,
-    /// `None` for one thread, which is the caller.
-    crew: Option<Crew>,
-}
-
-impl Drop for OwnedPool {
-    fn drop(&mut self) {
-        if self.process != std::process::id() {
-            std::mem::forget(self.crew.take());
-        }
-    }
-}
-
-static POOL: ArcSwapOption<OwnedPool> = ArcSwapOption::const_empty();
+/// The workers; `None` for one thread, which is the caller.
+static POOL: PerProcessStatic<Option<Team>> = PerProcessStatic::empty();
 /// The number of threads that `configure` set; 0 decides automatically.
 static CONFIGURED: AtomicUsize = AtomicUsize::new(0);
 
+/// Whether calls follow each other closely, so that workers wait awake between them.
+static BURST: Burst = Burst::new();
+
 /// Applies `work` to every item, on the calling thread and on the workers that wake in time.
 pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()> {
-    let owned = current()?;
-    match &owned.crew {
-        Some(crew) => crew.each(items, work),
+    match &*current()? {
+        Some(team) => team.each(items, work),
         None => items.iter_mut().for_each(work),
     }
     Ok(())
 }
 
+/// True if workers are awake: calls follow each other closely, and the user lets workers wait awake. Work that takes
+/// less time than to wake a worker is shared only then; the caller reports the end of other work by [`call_ended`].
+pub fn awake() -> Result<bool> {
+    if BURST.limit().is_none() {
+        BURST.set_limit(Some(spin_limit()?));
+    }
+    Ok(BURST.goes_on())
+}
+
+/// Reports the end of work that asked [`awake`] and was not shared.
+pub fn call_ended() {
+    BURST.call_ended();
+}
+
 /// Number of threads that [`each`] uses, including the caller.
 pub fn count() -> Result<usize> {
-    match POOL.load().as_ref().filter(|owned| owned.process == std::process::id()) {
-        Some(owned) => Ok(owned.crew.as_ref().map_or(1, |crew| crew.workers() + 1)),
+    match POOL.get() {
+        Some(team) => Ok(team.as_ref().map_or(1, |team| team.workers() + 1)),
         None => Ok(decide()?.0),
     }
 }
@@ -63,10 +66,14 @@ pub fn count() -> Result<usize> {
 /// Sets the number of threads, 0 for automatic. Work in flight finishes on its present workers.
 pub fn configure(threads: usize) -> Result<()> {
     if threads > MAX_THREADS {
-        return Err(Error::invalid("options.num_threads", format!("{threads} is more than {MAX_THREADS}")));
+        return Err(Error::invalid(
+            "options.num_threads",
+            format!("is {threads}, but the limit is {MAX_THREADS}"),
+        ));
     }
     CONFIGURED.store(threads, Ordering::Relaxed);
-    retire(POOL.swap(None));
+    BURST.set_limit(None);
+    POOL.clear();
     Ok(())
 }
 
@@ -81,57 +88,57 @@ pub fn spawn_quiet(name: &str, work: impl FnOnce() + Send + 'static) -> io::Resu
     Ok(())
 }
 
-fn current() -> Result<Arc<OwnedPool>> {
-    let process = std::process::id();
-    let seen = POOL.load_full();
-    if let Some(owned) = seen.as_ref().filter(|owned| owned.process == process) {
-        return Ok(Arc::clone(owned));
-    }
-    let made = Arc::new(make(process)?);
-    let previous = POOL.compare_and_swap(&seen, Some(Arc::clone(&made)));
-    match previous.as_ref().filter(|owned| owned.process == process) {
-        Some(other_thread_was_first) => Ok(Arc::clone(other_thread_was_first)),
-        None => {
-            retire(seen);
-            Ok(made)
-        }
-    }
+fn current() -> Result<Shared<Option<Team>>> {
+    POOL.get_or_try(make)
 }
 
-fn make(process: u32) -> Result<OwnedPool> {
+fn make() -> Result<Option<Team>> {
     let (threads, reason) = decide()?;
     if log::enabled(log::Level::Info) {
         log::write(log::Level::Info, &format!("{threads} worker threads: {reason}"));
     }
+    BURST.set_limit(Some(spin_limit()?));
     let failed = |reason: String| Error::System { what: "starting worker threads", reason };
-    let crew = match threads {
-        1 => None,
-        _ => Some(Crew::new(threads - 1).map_err(|error| failed(error.to_string()))?),
-    };
-    Ok(OwnedPool { process, crew })
+    match threads {
+        1 => Ok(None),
+        _ => Team::new(threads - 1, &BURST).map(Some).map_err(|error| failed(error.to_string())),
+    }
 }
 
-/// Drops a pool of this process; leaks a pool of the parent process, whose destructor must not run.
-fn retire(old: Option<Arc<OwnedPool>>) {
-    if let Some(owned) = old.filter(|owned| owned.process != std::process::id()) {
-        std::mem::forget(owned);
+/// How long a worker waits awake, in nanoseconds: not at all where threads outnumber the processors, or where a cgroup
+/// quota would count the time.
+fn spin_limit() -> Result<u64> {
+    let limit = spin::configured_limit()?;
+    if limit == 0 {
+        return Ok(0);
     }
+    let usable = usable_count();
+    let free = decide()?.0 <= usable && affinity_count().is_none_or(|processors| processors <= usable);
+    Ok(if free { limit } else { 0 })
 }
 
 /// Number of threads that [`each`] would use, and the reason.
 pub fn decide() -> Result<(usize, String)> {
     let configured = CONFIGURED.load(Ordering::Relaxed);
     if configured > 0 {
-        return Ok((configured, "set by spw_threads_configure".to_string()));
+        return Ok((configured, "set by spw_set_threads".to_string()));
     }
     if let Some(threads) = env_number("SPILLWAY_NUM_THREADS")? {
         return Ok((threads, "set by SPILLWAY_NUM_THREADS".to_string()));
     }
-    let usable = std::thread::available_parallelism().map_or(1, usize::from);
+    let usable = usable_count();
     let affinity = affinity_count().unwrap_or(usable);
     let local_ranks = env_number("LOCAL_WORLD_SIZE")?.unwrap_or(1);
     let limit = if usable < affinity { "the cgroup quota" } else { "the affinity mask" };
-    Ok(((usable / local_ranks).max(1), format!("{usable} processors by {limit}, {local_ranks} local ranks")))
+    Ok((
+        (usable / local_ranks).max(1),
+        format!("{usable} processors allowed by {limit}, {local_ranks} local ranks"),
+    ))
+}
+
+/// Processors that the affinity mask and the cgroup quota allow.
+fn usable_count() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn affinity_count() -> Option<usize> {

@@ -1,23 +1,24 @@
 //! Locks against other processes, forked children, and descriptors that other code opens.
 
 use super::*;
+use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-fn attempt(dir: &Path) -> Attempt {
-    FileLock::attempt(&OwnDirectory::given(dir).unwrap(), "lock").unwrap()
+fn attempt(dir: &Path) -> LockAttempt {
+    FileLock::attempt(&PrivateDirectory::open_given(dir).unwrap(), "lock").unwrap()
 }
 
 #[test]
 fn a_process_holds_a_lock_once_and_gives_it_back() {
     let dir = tempfile::tempdir().unwrap();
-    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
     lock.write("mine").unwrap();
-    assert!(matches!(attempt(dir.path()), Attempt::Ours));
-    assert!(lock.names(&OwnDirectory::given(dir.path()).unwrap(), "lock").unwrap());
+    assert!(matches!(attempt(dir.path()), LockAttempt::HeldByUs));
+    assert!(lock.is_named(&PrivateDirectory::open_given(dir.path()).unwrap(), "lock").unwrap());
     drop(lock);
-    assert!(matches!(attempt(dir.path()), Attempt::Held(_)));
+    assert!(matches!(attempt(dir.path()), LockAttempt::Acquired(_)));
 }
 
 /// Runs as the other process of these tests: "try" reports the outcome; "hold" takes the lock, forks a child that keeps
@@ -32,14 +33,14 @@ fn another_process() {
     let outcome = attempt(dir);
     if what == "try" {
         let code = match outcome {
-            Attempt::Held(_) => 10,
-            Attempt::Ours => 11,
-            Attempt::Theirs(words) if words == "mine" => 12,
-            Attempt::Theirs(words) => 13 + i32::from(words.len() as u64 == MOST_WORDS),
+            LockAttempt::Acquired(_) => 10,
+            LockAttempt::HeldByUs => 11,
+            LockAttempt::HeldByOther(text) if text == "mine" => 12,
+            LockAttempt::HeldByOther(text) => 13 + i32::from(text.len() as u64 == MAX_HOLDER_TEXT),
         };
         std::process::exit(code);
     }
-    let Attempt::Held(lock) = outcome else { panic!("it was free") };
+    let LockAttempt::Acquired(lock) = outcome else { panic!("it was free") };
     let (begun, named) = (dir.join("begun"), dir.join("child"));
     // SAFETY: the child names itself and sleeps, and is killed by the test.
     if unsafe { libc::fork() } == 0 {
@@ -70,7 +71,7 @@ fn other(dir: &Path, what: &str) -> std::process::ExitStatus {
 #[test]
 fn another_descriptor_of_the_lock_file_that_is_closed_does_not_end_the_lock() {
     let dir = tempfile::tempdir().unwrap();
-    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
     lock.write("mine").unwrap();
     assert_eq!(other(dir.path(), "try").code(), Some(12));
     assert_eq!(std::fs::read(dir.path().join("lock")).unwrap(), b"mine");
@@ -85,12 +86,12 @@ fn a_record_lock_of_an_older_version_excludes_and_is_excluded() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("lock"), "mine").unwrap();
     let file = File::options().read(true).write(true).open(dir.path().join("lock")).unwrap();
-    change(&file, libc::F_SETLK, libc::F_WRLCK).unwrap();
+    change(&file, Kind::Record, libc::F_WRLCK).unwrap();
     assert_eq!(other(dir.path(), "try").code(), Some(12));
     drop(file);
-    let Attempt::Held(_lock) = attempt(dir.path()) else { panic!("it was free") };
+    let LockAttempt::Acquired(_lock) = attempt(dir.path()) else { panic!("it was free") };
     let file = File::options().read(true).write(true).open(dir.path().join("lock")).unwrap();
-    assert!(change(&file, libc::F_SETLK, libc::F_WRLCK).is_err());
+    assert!(change(&file, Kind::Record, libc::F_WRLCK).is_err());
 }
 
 #[test]
@@ -101,7 +102,7 @@ fn a_forked_child_does_not_keep_the_lock_of_a_parent_that_was_killed() {
     let outcome = attempt(dir.path());
     // SAFETY: the child that this test's process made.
     unsafe { libc::kill(child, libc::SIGKILL) };
-    assert!(matches!(outcome, Attempt::Held(_)), "{outcome:?}");
+    assert!(matches!(outcome, LockAttempt::Acquired(_)), "{outcome:?}");
 }
 
 /// In the child the descriptor is closed already: dropping the parent's lock there closes no descriptor of the child
@@ -109,7 +110,7 @@ fn a_forked_child_does_not_keep_the_lock_of_a_parent_that_was_killed() {
 #[test]
 fn a_forked_child_that_drops_the_lock_ends_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
     lock.write("mine").unwrap();
     let fd = lock.file.as_ref().unwrap().file().unwrap().as_raw_fd();
     // SAFETY: the child makes system calls, drops the lock (which takes no mutex that another thread could hold) and
@@ -135,15 +136,16 @@ fn a_forked_child_that_drops_the_lock_ends_nothing() {
 #[test]
 fn a_lock_that_the_system_lost_is_taken_again_unless_another_has_it() {
     let dir = tempfile::tempdir().unwrap();
-    let Attempt::Held(mut lock) = attempt(dir.path()) else { panic!("it was free") };
+    let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
     lock.write("mine").unwrap();
-    let lose = || change(lock.file.as_ref().unwrap().file().unwrap(), kind(), libc::F_UNLCK).unwrap();
+    let lose =
+        || change(lock.file.as_ref().unwrap().file().unwrap(), kind(&RECORD_LOCKS), libc::F_UNLCK).unwrap();
     lose();
     assert!(lock.is_held());
     assert_eq!(other(dir.path(), "try").code(), Some(12));
     lose();
     let thief = File::options().write(true).open(dir.path().join("lock")).unwrap();
-    change(&thief, libc::F_OFD_SETLK, libc::F_WRLCK).unwrap();
+    change(&thief, Kind::OpenFile, libc::F_WRLCK).unwrap();
     assert!(!lock.is_held());
 }
 
@@ -152,7 +154,48 @@ fn a_huge_lock_file_is_not_read_whole_for_a_message() {
     let dir = tempfile::tempdir().unwrap();
     let file = File::create(dir.path().join("lock")).unwrap();
     file.set_len(1 << 40).unwrap();
-    let Attempt::Held(_lock) = attempt(dir.path()) else { panic!("it was free") };
+    let LockAttempt::Acquired(_lock) = attempt(dir.path()) else { panic!("it was free") };
     file.set_len(1 << 40).unwrap();
     assert_eq!(other(dir.path(), "try").code(), Some(14));
+}
+
+/// Linux before 3.15 and some emulators refuse F_OFD_SETLK with EINVAL.
+#[test]
+fn a_system_without_locks_of_open_files_gets_a_record_lock() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("lock");
+    std::fs::write(&path, "mine").unwrap();
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let (record_locks, mut asked) = (AtomicBool::new(false), Vec::new());
+    let mut take = || {
+        lock_by(&record_locks, |kind| {
+            asked.push(kind);
+            match kind {
+                Kind::OpenFile => Err(Errno::EINVAL),
+                Kind::Record => change(&file, kind, libc::F_WRLCK),
+            }
+        })
+    };
+    assert!(take().unwrap() && take().unwrap());
+    assert_eq!(asked, [Kind::OpenFile, Kind::Record, Kind::Record], "the refusal is remembered");
+    assert_eq!(other(dir.path(), "try").code(), Some(12));
+    // Only a record lock ends with another descriptor of the file.
+    drop(File::open(&path).unwrap());
+    assert_eq!(other(dir.path(), "try").code(), Some(10));
+}
+
+#[test]
+fn an_interrupted_call_is_repeated_and_other_errors_are_returned() {
+    let outcome = |errors: &[Errno]| {
+        let (record_locks, mut errors) = (AtomicBool::new(false), errors.iter());
+        let taken = lock_by(&record_locks, |_| errors.next().map_or(Ok(()), |errno| Err(*errno)));
+        let taken = taken.map_err(|error| error.raw_os_error());
+        (taken, errors.len(), record_locks.into_inner())
+    };
+    assert_eq!(outcome(&[Errno::EINTR, Errno::EINTR]), (Ok(true), 0, false));
+    assert_eq!(outcome(&[Errno::EINTR, Errno::EAGAIN]), (Ok(false), 0, false));
+    assert_eq!(outcome(&[Errno::EACCES]), (Ok(false), 0, false));
+    assert_eq!(outcome(&[Errno::ENOLCK]), (Err(Some(libc::ENOLCK)), 0, false));
+    // EINVAL of a record lock too: there is no third kind.
+    assert_eq!(outcome(&[Errno::EINVAL, Errno::EINVAL]), (Err(Some(libc::EINVAL)), 0, true));
 }

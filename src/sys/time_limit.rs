@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - A call that exceeds its limit keeps running. Its own thread drops the result when the call returns.
-//! - Until that call returns, another call on the same path returns `None` at once. The new call would block on the
+//! - Until that call returns, another call on the same path returns `NoAnswer::EarlierCall` at once. The new call would block on the
 //!   same file system, or on a resource that the first call holds.
 //! - Time in which this process did not run (SIGSTOP, a paused container) does not count towards the limit.
 //! - No lock is held across a fork. Calls in flight in the parent do not count in its child.
@@ -16,46 +16,57 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 
-use super::{process, threads};
+use super::per_process::PerProcess;
+use super::threads;
 
 /// Length of one wait. A slice that takes longer, because the process did not run, adds at most twice this length.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// Returns the result of `work`, which uses files below `path`; `None` if `work` takes longer than `limit`. Without a
-/// limit `work` runs on the calling thread.
-pub fn within<T: Send + 'static>(
+/// Why a call has no result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoAnswer {
+    /// The call took longer than its limit.
+    TooLong,
+    /// An earlier call on the path has not returned, so the call did not start.
+    EarlierCall,
+}
+
+/// Returns the result of `work`, which uses files below `path`. Without a limit `work` runs on the calling thread.
+pub fn run_within<T: Send + 'static>(
     limit: Option<Duration>,
     path: &Path,
     work: impl FnOnce() -> T + Send + 'static,
-) -> io::Result<Option<T>> {
-    let Some(limit) = limit else { return Ok(Some(work())) };
+) -> io::Result<Result<T, NoAnswer>> {
+    let Some(limit) = limit else { return Ok(Ok(work())) };
     if is_abandoned(path) {
-        return Ok(None);
+        return Ok(Err(NoAnswer::EarlierCall));
     }
     let (send, receive) = mpsc::channel();
-    let over = Arc::new(AtomicBool::new(false));
-    let sets_over = SetOnDrop(Arc::clone(&over));
+    let done = Arc::new(AtomicBool::new(false));
+    let sets_done = DoneOnDrop(Arc::clone(&done));
     threads::spawn_quiet("spillway-open", move || {
-        // The send fails if the caller no longer waits. The result is then dropped here, before `over` is set.
+        // The send fails if the caller no longer waits. The result is then dropped here, before `done` is set.
         let _ = send.send(work());
-        drop(sets_over);
+        drop(sets_done);
     })?;
     let mut waited = Duration::ZERO;
     while waited < limit {
         let began = Instant::now();
         match receive.recv_timeout(SLICE.min(limit - waited)) {
-            Ok(result) => return Ok(Some(result)),
-            Err(RecvTimeoutError::Disconnected) => return Err(io::Error::other("its thread died")),
+            Ok(result) => return Ok(Ok(result)),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(io::Error::other("its thread ended unexpectedly"));
+            }
             Err(RecvTimeoutError::Timeout) => waited += began.elapsed().min(2 * SLICE),
         }
     }
-    abandon(path, over);
-    Ok(None)
+    abandon(path, done);
+    Ok(Err(NoAnswer::TooLong))
 }
 
-struct SetOnDrop(Arc<AtomicBool>);
+struct DoneOnDrop(Arc<AtomicBool>);
 
-impl Drop for SetOnDrop {
+impl Drop for DoneOnDrop {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Release);
     }
@@ -64,13 +75,12 @@ impl Drop for SetOnDrop {
 /// A call in flight whose caller stopped waiting.
 struct Abandoned {
     path: PathBuf,
-    process: u32,
-    over: Arc<AtomicBool>,
+    done: PerProcess<Arc<AtomicBool>>,
 }
 
 impl Abandoned {
-    fn goes_on(&self) -> bool {
-        self.process == process::id() && !self.over.load(Ordering::Acquire)
+    fn is_running(&self) -> bool {
+        self.done.get().is_some_and(|done| !done.load(Ordering::Acquire))
     }
 }
 
@@ -78,13 +88,13 @@ static ABANDONED: ArcSwapOption<Vec<Arc<Abandoned>>> = ArcSwapOption::const_empt
 
 fn is_abandoned(path: &Path) -> bool {
     let all = ABANDONED.load();
-    all.iter().flat_map(|all| all.iter()).any(|call| call.path == path && call.goes_on())
+    all.iter().flat_map(|all| all.iter()).any(|call| call.path == path && call.is_running())
 }
 
-fn abandon(path: &Path, over: Arc<AtomicBool>) {
-    let call = Arc::new(Abandoned { path: path.to_path_buf(), process: process::id(), over });
+fn abandon(path: &Path, done: Arc<AtomicBool>) {
+    let call = Arc::new(Abandoned { path: path.to_path_buf(), done: PerProcess::new(done) });
     ABANDONED.rcu(|all| {
-        let before = all.iter().flat_map(|all| all.iter()).filter(|call| call.goes_on());
+        let before = all.iter().flat_map(|all| all.iter()).filter(|call| call.is_running());
         Some(Arc::new(before.chain([&call]).cloned().collect::<Vec<_>>()))
     });
 }
@@ -92,37 +102,39 @@ fn abandon(path: &Path, over: Arc<AtomicBool>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::process::in_forked_child;
 
     const LONG: Option<Duration> = Some(Duration::from_secs(60));
 
     #[test]
     fn a_call_that_does_not_return_is_left_alone_and_its_path_with_it() {
         let (path, other) = (Path::new("hung"), Path::new("other"));
-        assert_eq!(within(None, path, || 7).unwrap(), Some(7));
-        assert_eq!(within(LONG, path, || 8).unwrap(), Some(8));
+        assert_eq!(run_within(None, path, || 7).unwrap(), Ok(7));
+        assert_eq!(run_within(LONG, path, || 8).unwrap(), Ok(8));
         let (release, held) = mpsc::channel::<()>();
         let kept = Arc::new(());
         let theirs = Arc::clone(&kept);
-        let hung = within(Some(Duration::from_millis(60)), path, move || {
+        let hung = run_within(Some(Duration::from_millis(60)), path, move || {
             let _ = held.recv();
             theirs
         });
-        assert!(hung.unwrap().is_none());
+        assert!(matches!(hung.unwrap(), Err(NoAnswer::TooLong)));
         assert_eq!(Arc::strong_count(&kept), 2, "the call still has what it works with");
-        assert_eq!(within(LONG, path, || panic!("begun beside the call before")).unwrap(), None::<()>);
-        assert_eq!(within(LONG, other, || 9).unwrap(), Some(9));
-        assert!(process::in_forked_child(|| !is_abandoned(path)), "a parent's call counts in the child");
+        let second = run_within(LONG, path, || panic!("started beside the earlier call")).unwrap();
+        assert_eq!(second, Err::<(), _>(NoAnswer::EarlierCall));
+        assert_eq!(run_within(LONG, other, || 9).unwrap(), Ok(9));
+        assert!(in_forked_child(|| !is_abandoned(path)), "a parent's call counts in the child");
         drop(release);
         while is_abandoned(path) {
             std::thread::yield_now();
         }
         assert_eq!(Arc::strong_count(&kept), 1);
-        assert_eq!(within(LONG, path, || 10).unwrap(), Some(10));
+        assert_eq!(run_within(LONG, path, || 10).unwrap(), Ok(10));
     }
 
     #[test]
     fn a_panic_is_an_error() {
-        let panicked = within(LONG, Path::new("panics"), || -> () { std::panic::panic_any(()) });
+        let panicked = run_within(LONG, Path::new("panics"), || -> () { std::panic::panic_any(()) });
         assert!(panicked.is_err());
     }
 }

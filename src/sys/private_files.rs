@@ -1,8 +1,8 @@
 //! Safe use of files and directories at fixed names in places that other users may write to.
 //!
 //! Invariants:
-//! - [`open_own`] opens every file at a fixed name. It follows no link in the last component and does not wait for the
-//!   other end of a FIFO. It checks the open descriptor: a regular file with one name, owned by the effective user.
+//! - [`open_private`] opens every file at a fixed name. It follows no link in the last component and does not wait for
+//!   the other end of a FIFO. It checks the open descriptor: a regular file with one name, owned by the effective user.
 //! - A directory below a given one is opened without following a link, and is owned by the effective user. Files in it
 //!   are named relative to its descriptor, so renaming or replacing the directory later cannot redirect them.
 //! - Own files that group or others may access, and own directories that group or others may write to, are restricted
@@ -26,13 +26,13 @@ const FILE_MODE: libc::mode_t = 0o600;
 /// Permission bits of a new directory.
 const DIRECTORY_MODE: libc::mode_t = 0o700;
 /// Permission bits that a file must not have.
-const FILE_LAX: u32 = 0o077;
+const FILE_FORBIDDEN: u32 = 0o077;
 /// Permission bits that let other users change a file or a directory.
 const OTHERS_WRITE: u32 = 0o022;
 
 /// Access that an open asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Want {
+pub struct OpenFlags {
     /// Reading.
     pub read: bool,
     /// Writing.
@@ -43,7 +43,7 @@ pub struct Want {
     pub direct: bool,
 }
 
-/// Facts of a directory entry, without following a link.
+/// FileInfo of a directory entry, without following a link.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry {
     /// Which file.
@@ -87,20 +87,20 @@ pub fn user() -> u32 {
 
 /// Opens the file at a fixed name, relative to `directory` if given. The caller is responsible for the directories of
 /// `path`.
-pub fn open_own(directory: Option<BorrowedFd>, path: &Path, want: Want) -> io::Result<File> {
+pub fn open_private(directory: Option<BorrowedFd>, path: &Path, wanted: OpenFlags) -> io::Result<File> {
     let at = directory.map_or(libc::AT_FDCWD, |directory| directory.as_raw_fd());
     let flag = |wanted: bool, flag: i32| if wanted { flag } else { 0 };
-    let access = match (want.read, want.write) {
+    let access = match (wanted.read, wanted.write) {
         (true, true) => libc::O_RDWR,
         (false, true) => libc::O_WRONLY,
         _ => libc::O_RDONLY,
     };
     let flags =
-        access | libc::O_NONBLOCK | flag(want.make, libc::O_CREAT) | flag(want.direct, libc::O_DIRECT);
+        access | libc::O_NONBLOCK | flag(wanted.make, libc::O_CREAT) | flag(wanted.direct, libc::O_DIRECT);
     let name = c_string(path.as_os_str())?;
-    let file = open_at(at, &name, flags).map_err(|error| explained(error, at, &name))?;
+    let file = open_at(at, &name, flags).map_err(|error| explain(error, at, &name))?;
     check_file(&file, path)?;
-    blocking(&file)?;
+    make_blocking(&file)?;
     Ok(file)
 }
 
@@ -109,7 +109,7 @@ pub fn open_own(directory: Option<BorrowedFd>, path: &Path, want: Want) -> io::R
 pub fn open_to_check(path: &Path) -> io::Result<File> {
     let name = c_string(path.as_os_str())?;
     let file = open_at(libc::AT_FDCWD, &name, libc::O_RDONLY | libc::O_NONBLOCK)
-        .map_err(|error| explained(error, libc::AT_FDCWD, &name))?;
+        .map_err(|error| explain(error, libc::AT_FDCWD, &name))?;
     let kind = file.metadata()?.mode() & libc::S_IFMT;
     match kind {
         libc::S_IFREG => Ok(file),
@@ -119,22 +119,22 @@ pub fn open_to_check(path: &Path) -> io::Result<File> {
 
 /// An open directory.
 #[derive(Debug)]
-pub struct OwnDirectory {
+pub struct PrivateDirectory {
     file: File,
 }
 
-impl OwnDirectory {
+impl PrivateDirectory {
     /// Opens a directory that the caller names. The caller is responsible for its links, owner and mode.
-    pub fn given(path: &Path) -> io::Result<OwnDirectory> {
+    pub fn open_given(path: &Path) -> io::Result<PrivateDirectory> {
         let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
         let name = c_string(path.as_os_str())?;
         // SAFETY: a C string and flags.
         let fd = unsafe { libc::open(name.as_ptr(), flags) };
-        Ok(OwnDirectory { file: owned(fd)? })
+        Ok(PrivateDirectory { file: owned(fd)? })
     }
 
     /// Opens a subdirectory that only the effective user may change; created with mode 0700 if `make`.
-    pub fn enter(&self, name: &str, make: bool) -> io::Result<OwnDirectory> {
+    pub fn enter(&self, name: &str, make: bool) -> io::Result<PrivateDirectory> {
         let found = match self.peek(name) {
             Err(error) if make && error.kind() == io::ErrorKind::NotFound => {
                 self.make(name)?;
@@ -147,11 +147,11 @@ impl OwnDirectory {
     }
 
     /// Opens a subdirectory of any owner, for inspection only.
-    pub fn peek(&self, name: &str) -> io::Result<OwnDirectory> {
+    pub fn peek(&self, name: &str) -> io::Result<PrivateDirectory> {
         let (at, name) = (self.file.as_raw_fd(), c_string(name.as_ref())?);
         let file = open_at(at, &name, libc::O_RDONLY | libc::O_DIRECTORY)
-            .map_err(|error| explained(error, at, &name))?;
-        Ok(OwnDirectory { file })
+            .map_err(|error| explain(error, at, &name))?;
+        Ok(PrivateDirectory { file })
     }
 
     fn make(&self, name: &str) -> io::Result<()> {
@@ -169,12 +169,12 @@ impl OwnDirectory {
     /// Refuses a directory of another user, and removes write access for group and others.
     fn check(&self, name: &str) -> io::Result<()> {
         check_owner(&self.file, "directory")?;
-        tighten(&self.file, OTHERS_WRITE, Path::new(name))
+        restrict_mode(&self.file, OTHERS_WRITE, Path::new(name))
     }
 
     /// Opens a file of this directory.
-    pub fn open(&self, name: &str, want: Want) -> io::Result<File> {
-        open_own(Some(self.file.as_fd()), Path::new(name), want)
+    pub fn open(&self, name: &str, flags: OpenFlags) -> io::Result<File> {
+        open_private(Some(self.file.as_fd()), Path::new(name), flags)
     }
 
     /// The entry `name`; `None` if there is none.
@@ -260,28 +260,28 @@ fn stat_at(at: i32, name: &CString) -> io::Result<libc::stat> {
 }
 
 /// Replaces the error of a failed open by one that names the file that is in the way, if the errno does not.
-fn explained(error: io::Error, at: i32, name: &CString) -> io::Error {
-    let telling =
+fn explain(error: io::Error, at: i32, name: &CString) -> io::Error {
+    let explained =
         [libc::ELOOP, libc::ENOTDIR, libc::ENXIO, libc::EISDIR, libc::EACCES, libc::EPERM, libc::ENODEV];
-    if !error.raw_os_error().is_some_and(|errno| telling.contains(&errno)) {
+    if !error.raw_os_error().is_some_and(|errno| explained.contains(&errno)) {
         return error;
     }
     let Ok(found) = stat_at(at, name) else { return error };
     let (kind, mode) = (found.st_mode & libc::S_IFMT, found.st_mode & 0o7777);
     match kind {
-        libc::S_IFLNK => refused("a symbolic link lies there, and links are not followed: remove the link"),
+        libc::S_IFLNK => refused("it is a symbolic link, and links are not followed; remove the link"),
         libc::S_IFIFO | libc::S_IFSOCK | libc::S_IFCHR | libc::S_IFBLK => not_regular(kind),
         libc::S_IFDIR if error.raw_os_error() == Some(libc::EISDIR) => not_regular(kind),
-        libc::S_IFDIR if found.st_uid != user() => of_another("directory", found.st_uid, mode),
-        libc::S_IFREG if found.st_uid != user() => of_another("file", found.st_uid, mode),
+        libc::S_IFDIR if found.st_uid != user() => wrong_owner("directory", found.st_uid, mode),
+        libc::S_IFREG if found.st_uid != user() => wrong_owner("file", found.st_uid, mode),
         _ => error,
     }
 }
 
-fn of_another(what: &str, owner: u32, mode: u32) -> io::Error {
+fn wrong_owner(what: &str, owner: u32, mode: u32) -> io::Error {
     refused(format!(
-        "the {what} belongs to user {owner} (mode {mode:04o}), and this process runs as user {}: run as its owner, remove \
-         it, or choose another name or directory",
+        "the {what} belongs to user {owner} (mode {mode:04o}), but this process runs as user {}; run as its \
+         owner, remove it, or choose another name or directory",
         user()
     ))
 }
@@ -293,7 +293,7 @@ fn not_regular(kind: libc::mode_t) -> io::Error {
         libc::S_IFDIR => "a directory",
         _ => "a device",
     };
-    refused(format!("{kind} lies there instead of a regular file: remove it"))
+    refused(format!("it is {kind}, but must be a regular file; remove it"))
 }
 
 fn check_file(file: &File, path: &Path) -> io::Result<()> {
@@ -305,32 +305,34 @@ fn check_file(file: &File, path: &Path) -> io::Result<()> {
     check_owner(file, "file")?;
     if found.nlink() > 1 {
         let links = found.nlink();
-        return Err(refused(format!("the file has {links} names (hard links): remove the other names")));
+        return Err(refused(format!(
+            "the file has {links} hard links, but must have one; remove the others"
+        )));
     }
-    tighten(file, FILE_LAX, path)
+    restrict_mode(file, FILE_FORBIDDEN, path)
 }
 
 fn check_owner(file: &File, what: &str) -> io::Result<()> {
     let found = file.metadata()?;
     match found.uid() == user() {
         true => Ok(()),
-        false => Err(of_another(what, found.uid(), found.mode() & 0o7777)),
+        false => Err(wrong_owner(what, found.uid(), found.mode() & 0o7777)),
     }
 }
 
-/// Removes the permission bits `lax`. A file system without modes may keep them; an error only if other users may still
-/// write.
-fn tighten(file: &File, lax: u32, path: &Path) -> io::Result<()> {
+/// Removes the permission bits `forbidden`. A file system without modes may keep them; an error only if other users may
+/// still write.
+fn restrict_mode(file: &File, forbidden: u32, path: &Path) -> io::Result<()> {
     let mode = file.metadata()?.mode() & 0o7777;
-    if mode & lax == 0 {
+    if mode & forbidden == 0 {
         return Ok(());
     }
-    let changed = file.set_permissions(Permissions::from_mode(mode & !lax));
+    let changed = file.set_permissions(Permissions::from_mode(mode & !forbidden));
     let now = file.metadata()?.mode() & 0o7777;
     if now & OTHERS_WRITE != 0 {
         let why = changed.err().map_or(String::new(), |error| format!(" ({error})"));
         return Err(refused(format!(
-            "other users may write to it (mode {now:04o}), and chmod does not help{why}"
+            "other users may write to it (mode {now:04o}), and changing the mode had no effect{why}"
         )));
     }
     // The whole path if the system reports it: a name alone does not identify the directory.
@@ -338,13 +340,13 @@ fn tighten(file: &File, lax: u32, path: &Path) -> io::Result<()> {
     let path = whole.as_deref().unwrap_or(path).display();
     log::write(
         Level::Warn,
-        &format!("{path}: mode {mode:04o} let other users in; the mode is {now:04o} now"),
+        &format!("{path}: mode {mode:04o} gave other users access; it was changed to {now:04o}"),
     );
     Ok(())
 }
 
 /// Clears O_NONBLOCK: with it io_uring returns EAGAIN where a regular file has to wait.
-fn blocking(file: &File) -> io::Result<()> {
+fn make_blocking(file: &File) -> io::Result<()> {
     // SAFETY: fcntl on an open descriptor.
     let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
     // SAFETY: the same.

@@ -20,38 +20,38 @@ const USED: u64 = 1 << 31;
 const ENDED: u64 = 1 << 30;
 const PINS: u64 = ENDED - 1;
 
-struct Slot {
+struct MappingSlot {
     state: AtomicU64,
     start: AtomicUsize,
     len: AtomicUsize,
 }
 
-static TABLE: [Slot; SLOTS] =
-    [const { Slot { state: AtomicU64::new(0), start: AtomicUsize::new(0), len: AtomicUsize::new(0) } };
-        SLOTS];
+static TABLE: [MappingSlot; SLOTS] = [const {
+    MappingSlot { state: AtomicU64::new(0), start: AtomicUsize::new(0), len: AtomicUsize::new(0) }
+}; SLOTS];
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
 /// Identifies one mapping; unique until the 32-bit generation of the slot wraps around.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Life {
+pub struct MappingId {
     slot: u32,
     generation: NonZeroU32,
 }
 
 /// The right to end a mapping: a drop unmaps it, or leaves that to the last pin.
 #[derive(Debug)]
-pub struct Owner(Life);
+pub struct MappingOwner(MappingId);
 
 /// Keeps a mapping from being unmapped.
 #[derive(Debug)]
-pub struct Pin(Life);
+pub struct Pin(MappingId);
 
-impl Owner {
+impl MappingOwner {
     /// Takes ownership of a mapping; `None` if the table is full.
     ///
     /// # Safety
     /// The bytes are whole pages that the caller mapped. No other code unmaps them if this call succeeds.
-    pub unsafe fn new(start: usize, len: usize) -> Option<Owner> {
+    pub unsafe fn new(start: usize, len: usize) -> Option<MappingOwner> {
         let from = NEXT.fetch_add(1, Ordering::Relaxed);
         (0..SLOTS).map(|n| from.wrapping_add(n) % SLOTS).find_map(|index| {
             let slot = &TABLE[index];
@@ -66,17 +66,17 @@ impl Owner {
             // Only `unmap` reads these fields, after the owner's drop.
             slot.start.store(start, Ordering::Relaxed);
             slot.len.store(len, Ordering::Relaxed);
-            Some(Owner(Life { slot: index as u32, generation }))
+            Some(MappingOwner(MappingId { slot: index as u32, generation }))
         })
     }
 
     /// The identity of the mapping.
-    pub fn life(&self) -> Life {
+    pub fn id(&self) -> MappingId {
         self.0
     }
 }
 
-impl Drop for Owner {
+impl Drop for MappingOwner {
     fn drop(&mut self) {
         let before = self.0.slot().state.fetch_or(ENDED, Ordering::AcqRel);
         if before & PINS == 0 {
@@ -85,12 +85,12 @@ impl Drop for Owner {
     }
 }
 
-impl Life {
+impl MappingId {
     /// Pins the mapping; `None` if it has ended.
     pub fn pin(self) -> Option<Pin> {
         let state = &self.slot().state;
         let mut seen = state.load(Ordering::Relaxed);
-        while self.is_of(seen) && seen & ENDED == 0 && seen & PINS != PINS {
+        while self.is_current(seen) && seen & ENDED == 0 && seen & PINS != PINS {
             match state.compare_exchange_weak(seen, seen + 1, Ordering::Acquire, Ordering::Relaxed) {
                 Ok(_) => return Some(Pin(self)),
                 Err(now) => seen = now,
@@ -99,11 +99,11 @@ impl Life {
         None
     }
 
-    fn slot(self) -> &'static Slot {
+    fn slot(self) -> &'static MappingSlot {
         &TABLE[self.slot as usize]
     }
 
-    fn is_of(self, state: u64) -> bool {
+    fn is_current(self, state: u64) -> bool {
         state >> 32 == u64::from(self.generation.get()) && state & USED != 0
     }
 
@@ -114,8 +114,8 @@ impl Life {
         let generation = u64::from(self.generation.get()) << 32;
         let last = generation | USED | ENDED;
         if slot.state.compare_exchange(last, generation, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            // SAFETY: a mapping whose ownership `Owner::new` took. It has ended and has no pins, and the exchange
-            // succeeds for one caller: no code uses the bytes, and no code unmaps them again.
+            // SAFETY: a mapping whose ownership `MappingOwner::new` took. It has ended and has no pins, and the
+            // exchange succeeds for one caller: no code uses the bytes, and no code unmaps them again.
             unsafe { libc::munmap(start as *mut libc::c_void, len) };
         }
     }

@@ -4,8 +4,8 @@ use super::*;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-const READ: Want = Want { read: true, write: false, make: false, direct: false };
-const WRITE: Want = Want { read: false, write: true, make: true, direct: false };
+const READ: OpenFlags = OpenFlags { read: true, write: false, make: false, direct: false };
+const WRITE: OpenFlags = OpenFlags { read: false, write: true, make: true, direct: false };
 
 /// A directory that every user may write to, like /tmp.
 fn shared() -> tempfile::TempDir {
@@ -34,7 +34,7 @@ fn mode(path: &Path) -> u32 {
 #[test]
 fn a_new_file_and_a_new_directory_are_this_users_alone() {
     let dir = shared();
-    let given = OwnDirectory::given(dir.path()).unwrap();
+    let given = PrivateDirectory::open_given(dir.path()).unwrap();
     assert_eq!(given.enter("job", false).unwrap_err().kind(), io::ErrorKind::NotFound);
     let job = given.enter("job", true).unwrap();
     drop(job.open("data", WRITE).unwrap());
@@ -48,7 +48,7 @@ fn a_new_file_and_a_new_directory_are_this_users_alone() {
 #[test]
 fn links_fifos_and_files_with_two_names_are_refused_and_named() {
     let dir = tempfile::tempdir().unwrap();
-    let given = OwnDirectory::given(dir.path()).unwrap();
+    let given = PrivateDirectory::open_given(dir.path()).unwrap();
     let victim = dir.path().join("victim");
     std::fs::write(&victim, "precious").unwrap();
     std::os::unix::fs::symlink(&victim, dir.path().join("link")).unwrap();
@@ -60,8 +60,8 @@ fn links_fifos_and_files_with_two_names_are_refused_and_named() {
         assert!(refusal(given.open("dangling", want)).contains("symbolic link"));
         // An open that waited for the other end would hang here.
         assert!(refusal(given.open("fifo", want)).contains("FIFO"));
-        assert!(refusal(given.open("second", want)).contains("2 names"));
-        assert!(refusal(open_own(None, &dir.path().join("link"), want)).contains("symbolic link"));
+        assert!(refusal(given.open("second", want)).contains("2 hard links"));
+        assert!(refusal(open_private(None, &dir.path().join("link"), want)).contains("symbolic link"));
     }
     assert!(!dir.path().join("nothing").exists());
     assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
@@ -80,7 +80,7 @@ fn make_fifo(path: &Path) {
 #[test]
 fn own_files_and_directories_with_a_lax_mode_are_tightened() {
     let dir = tempfile::tempdir().unwrap();
-    let given = OwnDirectory::given(dir.path()).unwrap();
+    let given = PrivateDirectory::open_given(dir.path()).unwrap();
     for (was, expected) in [(0o755, 0o755), (0o2775, 0o2755), (0o777, 0o755)] {
         let job = dir.path().join(format!("job-{was:o}"));
         std::fs::create_dir(&job).unwrap();
@@ -102,8 +102,8 @@ fn own_files_and_directories_with_a_lax_mode_are_tightened() {
 fn what_another_user_planted_is_refused_and_left_as_it_was() {
     let dir = shared();
     as_nobody(dir.path(), "umask 0; echo theirs > data; mkdir job; mkfifo fifo; ln -s data link");
-    let given = OwnDirectory::given(dir.path()).unwrap();
-    for want in [READ, Want { make: false, ..WRITE }] {
+    let given = PrivateDirectory::open_given(dir.path()).unwrap();
+    for want in [READ, OpenFlags { make: false, ..WRITE }] {
         let words = refusal(given.open("data", want));
         assert!(
             words.contains("belongs to user 65534 (mode 0666)") && words.contains("as user 0"),
@@ -124,9 +124,9 @@ fn what_another_user_planted_is_refused_and_left_as_it_was() {
 fn a_directory_in_the_place_of_a_file_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("lock")).unwrap();
-    let given = OwnDirectory::given(dir.path()).unwrap();
+    let given = PrivateDirectory::open_given(dir.path()).unwrap();
     for want in [READ, WRITE] {
-        assert!(refusal(given.open("lock", want)).contains("a directory lies there"));
+        assert!(refusal(given.open("lock", want)).contains("it is a directory"));
     }
 }
 
@@ -143,9 +143,10 @@ fn what_cannot_be_opened_because_it_is_another_users_is_refused_with_its_owner()
     let nobody = std::thread::scope(|scope| {
         let at = dir.path();
         let thread = scope.spawn(move || {
-            // SAFETY: plain numbers. The system call itself, unlike the C library's function, changes this thread alone.
+            // SAFETY: plain numbers. The system call itself, unlike the C library's function, changes this thread
+            // alone.
             assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
-            let given = OwnDirectory::given(at).unwrap();
+            let given = PrivateDirectory::open_given(at).unwrap();
             [given.enter("job", true).map(|_| ()), given.open("data", READ).map(|_| ())]
                 .map(Result::unwrap_err)
         });

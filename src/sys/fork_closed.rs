@@ -14,42 +14,40 @@
 
 use std::fs::File;
 use std::io;
-use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::process;
+use super::per_process::PerProcess;
 
 /// Most descriptors in the table.
-const SLOTS: usize = 1024;
+const MAX_FILES: usize = 1024;
 const FREE: i32 = -1;
 /// Number of retries, one millisecond apart, in a process that forks continuously.
 const TRIES: u32 = 1000;
 
-static TABLE: [AtomicI32; SLOTS] = [const { AtomicI32::new(FREE) }; SLOTS];
-/// Number of forks that began; OVER counts those that ended.
+static TABLE: [AtomicI32; MAX_FILES] = [const { AtomicI32::new(FREE) }; MAX_FILES];
+/// Number of forks that began; ENDED counts those that ended.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
-static OVER: AtomicU64 = AtomicU64::new(0);
+static ENDED: AtomicU64 = AtomicU64::new(0);
 
 /// An open file whose descriptor forked children close.
 #[derive(Debug)]
-pub struct ParentsFile {
-    file: ManuallyDrop<File>,
+pub struct ForkClosedFile {
+    file: PerProcess<File>,
     slot: usize,
-    process: u32,
 }
 
-impl ParentsFile {
+impl ForkClosedFile {
     /// Opens a file; retries if the process forks meanwhile.
-    pub fn open(open: impl Fn() -> io::Result<File>) -> io::Result<ParentsFile> {
+    pub fn open(open: impl Fn() -> io::Result<File>) -> io::Result<ForkClosedFile> {
         register()?;
         let mut tries = 0;
         loop {
             let begun = BEGUN.load(Ordering::SeqCst);
-            let forking = OVER.load(Ordering::SeqCst) < begun;
+            let forking = ENDED.load(Ordering::SeqCst) < begun;
             if !forking || tries >= TRIES {
-                let kept = ParentsFile::publish(open()?)?;
+                let kept = ForkClosedFile::publish(open()?)?;
                 if BEGUN.load(Ordering::SeqCst) == begun || tries >= TRIES {
                     return Ok(kept);
                 }
@@ -59,34 +57,32 @@ impl ParentsFile {
         }
     }
 
-    fn publish(file: File) -> io::Result<ParentsFile> {
+    fn publish(file: File) -> io::Result<ForkClosedFile> {
         let fd = file.as_raw_fd();
         let take =
             |slot: &AtomicI32| slot.compare_exchange(FREE, fd, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         let slot = TABLE.iter().position(take).ok_or_else(|| {
             io::Error::other(format!(
-                "this process holds {SLOTS} locks on directories of tiers, which is the most"
+                "this process holds {MAX_FILES} locks on directories of tiers, which is the limit; close a \
+                 tier first"
             ))
         })?;
-        Ok(ParentsFile { file: ManuallyDrop::new(file), slot, process: process::id() })
+        Ok(ForkClosedFile { file: PerProcess::new(file), slot })
     }
 
     /// The file; `None` in a forked child.
     pub fn file(&self) -> Option<&File> {
-        (self.process == process::id()).then_some(&*self.file)
+        self.file.get()
     }
 }
 
-impl Drop for ParentsFile {
+impl Drop for ForkClosedFile {
     fn drop(&mut self) {
         // In a forked child the descriptor is closed, and another file may have its number and its slot.
-        if self.process != process::id() {
-            return;
+        if self.file.is_here() {
+            // Clear the slot before the close, which follows this call: afterwards another file may have the number.
+            TABLE[self.slot].store(FREE, Ordering::SeqCst);
         }
-        // Clear the slot before the close: afterwards another file may have the number.
-        TABLE[self.slot].store(FREE, Ordering::SeqCst);
-        // SAFETY: dropped only here, and not used afterwards.
-        unsafe { ManuallyDrop::drop(&mut self.file) };
     }
 }
 
@@ -109,7 +105,7 @@ extern "C" fn before() {
 }
 
 extern "C" fn after_in_parent() {
-    OVER.fetch_add(1, Ordering::SeqCst);
+    ENDED.fetch_add(1, Ordering::SeqCst);
 }
 
 extern "C" fn after_in_child() {
@@ -120,5 +116,5 @@ extern "C" fn after_in_child() {
             unsafe { libc::close(fd) };
         }
     }
-    OVER.store(BEGUN.load(Ordering::SeqCst), Ordering::SeqCst);
+    ENDED.store(BEGUN.load(Ordering::SeqCst), Ordering::SeqCst);
 }

@@ -1,0 +1,83 @@
+//! A counter of events that several threads report and one thread waits for.
+//!
+//! Invariants:
+//! - A wait returns if an event was reported after the count that the caller passes was read. The count and the number
+//!   of waiters are changed in one total order: either the reporter sees the waiter, or the waiter sees the event.
+//! - A report without a waiter takes no lock.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Counter of events, with a wait for the next one.
+#[derive(Debug, Default)]
+pub struct Bell {
+    events: AtomicU64,
+    waiters: AtomicUsize,
+    lock: Mutex<()>,
+    rung: Condvar,
+}
+
+impl Bell {
+    /// Number of events so far.
+    pub fn events(&self) -> u64 {
+        self.events.load(Ordering::SeqCst)
+    }
+
+    /// Reports an event.
+    pub fn ring(&self) {
+        self.events.fetch_add(1, Ordering::SeqCst);
+        if self.waiters.load(Ordering::SeqCst) > 0 {
+            // With the lock held, the waiter either sleeps already or has yet to read the count.
+            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+            self.rung.notify_all();
+        }
+    }
+
+    /// Waits until the number of events is not `seen`, at most for `timeout`.
+    pub fn wait(&self, seen: u64, timeout: Option<Duration>) {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        self.waiters.fetch_add(1, Ordering::SeqCst);
+        let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        while self.events() == seen {
+            guard = match until.map(|until| until.saturating_duration_since(Instant::now())) {
+                None => self.rung.wait(guard).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => break,
+                Some(left) => self.rung.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0,
+            };
+        }
+        drop(guard);
+        self.waiters.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_event_is_missed() {
+        const EVENTS: u64 = 2000;
+        let bell = Bell::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| (0..EVENTS).for_each(|_| bell.ring()));
+            let mut seen = 0;
+            // A missed event would leave the last wait without an end.
+            while seen < EVENTS {
+                bell.wait(seen, None);
+                assert!(bell.events() > seen);
+                seen = bell.events();
+            }
+        });
+    }
+
+    #[test]
+    fn a_wait_ends_at_its_timeout_or_at_once_after_an_event() {
+        let bell = Bell::default();
+        bell.wait(0, Some(Duration::from_millis(1)));
+        bell.ring();
+        bell.wait(0, None);
+        assert_eq!(bell.events(), 1);
+    }
+}

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use super::region::{Backing, Region};
 use crate::error::{Error, Result};
 use crate::sys::memory::{BASE_PAGE, HUGE_PAGE, machine_bytes};
-use crate::sys::room;
 use crate::sys::span::Span;
+use crate::sys::try_vec;
 
 /// Whole pages of a region, exclusively owned.
 #[derive(Debug)]
@@ -37,15 +37,15 @@ impl Buffer {
     /// Takes `count` buffers of `bytes` each, rounded up to base pages. The buffers are adjacent, so huge pages round
     /// up only their sum, and huge pages are used only if the rounding adds at most 1/64.
     pub fn open_many(count: usize, bytes: usize, backing: Backing) -> Result<Vec<Buffer>> {
-        let too_large = || Error::invalid("bytes", "pass the address space");
+        let too_large = || Error::invalid("bytes", "exceeds the address space");
         let bytes = bytes.max(1).checked_next_multiple_of(BASE_PAGE).ok_or_else(too_large)?;
         let wanted = bytes.checked_mul(count).ok_or_else(too_large)?;
         if let Some(all) = machine_bytes().filter(|all| wanted as u64 > *all) {
-            let reason = format!("{wanted} bytes of buffers pass the machine's memory of {all}");
-            return Err(Error::System { what: "taking pinned memory", reason });
+            let reason = format!("{wanted} bytes of buffers exceed the machine's memory of {all} bytes");
+            return Err(Error::System { what: "allocating pinned memory", reason });
         }
         let together = (SHARED / bytes).max(1);
-        let mut buffers = room::for_count("listing buffers", count)?;
+        let mut buffers = try_vec::with_capacity("listing buffers", count)?;
         while buffers.len() < count {
             let here = together.min(count - buffers.len());
             let all = here.checked_mul(bytes).ok_or_else(too_large)?;
@@ -88,7 +88,7 @@ impl Buffer {
 
     fn unused(&self) -> Result<Span> {
         match self.in_transfer() {
-            true => Err(Error::Busy("a transfer uses the buffer".to_string())),
+            true => Err(Error::Busy("a transfer still uses the buffer".to_string())),
             false => Ok(self.part),
         }
     }
@@ -146,8 +146,8 @@ mod tests {
             let mut regions: Vec<&Region> = buffers.iter().map(|buffer| &*buffer.owner.0).collect();
             regions.dedup_by_key(|region| region.id());
             let taken: usize = regions.iter().map(|region| region.span().len()).sum();
-            let asked = count * bytes.next_multiple_of(BASE_PAGE);
-            assert!(taken <= asked + asked / 64, "{count} of {bytes} bytes took {taken}");
+            let requested = count * bytes.next_multiple_of(BASE_PAGE);
+            assert!(taken <= requested + requested / 64, "{count} of {bytes} bytes took {taken}");
         }
     }
 }

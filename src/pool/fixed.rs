@@ -6,16 +6,15 @@
 //! - A child made by fork gets an error; it never waits for a lock that its parent held at the fork.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::region::{Backing, Region};
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::memory::{BASE_PAGE, PageKind};
-use crate::sys::process;
-use crate::sys::room;
+use crate::sys::per_process::PerProcess;
 use crate::sys::span::Span;
+use crate::sys::try_vec;
 
 /// Sizes and memory of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,27 +46,23 @@ pub struct PoolStats {
     pub locked_bytes: usize,
     /// The page size of the memory.
     pub kind: PageKind,
-    /// Bytes of registered foreign buffers.
-    pub foreign_bytes: usize,
 }
 
 /// A pool of pinned blocks.
 #[derive(Debug)]
 pub struct Pool {
-    process: u32,
     region: Arc<Region>,
     block_bytes: usize,
-    state: Mutex<State>,
+    state: PerProcess<Mutex<PoolState>>,
 }
 
 #[derive(Debug)]
-struct State {
+struct PoolState {
     free: Vec<usize>,
-    out: Vec<bool>,
+    allocated: Vec<bool>,
     in_use: usize,
     high_water: usize,
     quarantined: Vec<usize>,
-    foreign: BTreeMap<usize, usize>,
 }
 
 impl Pool {
@@ -77,18 +72,18 @@ impl Pool {
         let PoolOptions { block_bytes, block_count, backing } = options;
         if block_bytes == 0 || block_count == 0 {
             let argument = if block_bytes == 0 { "options.block_bytes" } else { "options.block_count" };
-            return Err(Error::invalid(argument, "is 0"));
+            return Err(Error::invalid(argument, "is 0, but must be at least 1"));
         }
         let rounded = block_bytes.checked_next_multiple_of(BASE_PAGE);
         let total = rounded.and_then(|bytes| bytes.checked_mul(block_count));
         let (Some(block_bytes), Some(total)) = (rounded, total) else {
-            let reason = format!("{block_count} blocks of {block_bytes} bytes pass the address space");
+            let reason = format!("{block_count} blocks of {block_bytes} bytes exceed the address space");
             return Err(Error::invalid("options.block_count", reason));
         };
         // The memory first: an impossible number of blocks is refused before their lists are allocated.
         let region = Region::open(total, backing)?;
-        let state = State::new(block_count).inspect_err(|_| region.retire())?;
-        Ok(Pool { process: process::id(), region, block_bytes, state: Mutex::new(state) })
+        let state = PoolState::new(block_count).inspect_err(|_| region.retire())?;
+        Ok(Pool { region, block_bytes, state: PerProcess::new(Mutex::new(state)) })
     }
 
     /// Hands out a block with unspecified contents. The error is `LimitReached` if no block is free.
@@ -96,12 +91,14 @@ impl Pool {
         let mut state = self.lock()?;
         state.reclaim(|block| self.region.leased(self.block(block)));
         let Some(block) = state.free.pop() else {
-            let (count, stuck) = (state.out.len(), state.quarantined.len());
-            let message =
-                format!("all {count} blocks of the pool are in use, {stuck} of them by stuck operations");
+            let (count, stuck) = (state.allocated.len(), state.quarantined.len());
+            let message = format!(
+                "all {count} blocks of the pool are in use, {stuck} of them by operations that timed out; \
+                 free a block"
+            );
             return Err(Error::LimitReached(message));
         };
-        state.out[block] = true;
+        state.allocated[block] = true;
         state.in_use += 1;
         state.high_water = state.high_water.max(state.in_use);
         Ok(self.block(block))
@@ -111,50 +108,16 @@ impl Pool {
     pub fn free(&self, address: usize) -> Result<()> {
         let block = self.block_at(address)?;
         let mut state = self.lock()?;
-        if !state.out[block] {
-            return Err(Error::invalid("block", format!("{address:#x} is free already (freed twice)")));
+        if !state.allocated[block] {
+            return Err(Error::invalid("block", format!("{address:#x} was freed already")));
         }
-        state.out[block] = false;
+        state.allocated[block] = false;
         state.in_use -= 1;
         match self.region.leased(self.block(block)) {
             true => state.quarantined.push(block),
             false => state.free.push(block),
         }
         Ok(())
-    }
-
-    /// True if the whole range lies in the pool or in one registered buffer.
-    pub fn contains(&self, address: usize, len: usize) -> Result<bool> {
-        if self.region.span().covers(address, len) {
-            return Ok(true);
-        }
-        let state = self.lock()?;
-        let before = state.foreign.range(..=address).next_back();
-        Ok(before.is_some_and(|(start, size)| address - start <= *size && len <= size - (address - start)))
-    }
-
-    /// Registers a foreign pinned buffer, which [`Pool::contains`] then includes. It must not overlap the pool or
-    /// another buffer.
-    pub fn register(&self, address: usize, len: usize) -> Result<()> {
-        let end = address.checked_add(len).filter(|_| address != 0 && len != 0);
-        let end =
-            end.ok_or_else(|| Error::invalid("buffer", "is empty, NULL or passes the address space"))?;
-        let mut state = self.lock()?;
-        let pool = self.region.span();
-        let overlaps_pool = address < pool.address() + pool.len() && pool.address() < end;
-        let before = state.foreign.range(..end).next_back();
-        if overlaps_pool || before.is_some_and(|(start, size)| start + size > address) {
-            return Err(Error::invalid("buffer", "overlaps the pool or a registered buffer"));
-        }
-        state.foreign.insert(address, len);
-        Ok(())
-    }
-
-    /// Reverses [`Pool::register`].
-    pub fn unregister(&self, address: usize) -> Result<()> {
-        let removed = self.lock()?.foreign.remove(&address);
-        let refusal = || Error::invalid("buffer", format!("{address:#x} is not registered"));
-        removed.map(|_| ()).ok_or_else(refusal)
     }
 
     /// Statistics of the pool.
@@ -164,27 +127,26 @@ impl Pool {
         let bytes = self.region.span().len();
         Ok(PoolStats {
             block_bytes: self.block_bytes,
-            block_count: state.out.len(),
+            block_count: state.allocated.len(),
             in_use: state.in_use,
             high_water: state.high_water,
             quarantined: state.quarantined.len(),
             bytes,
             locked_bytes: if self.region.locked() { bytes } else { 0 },
             kind: self.region.kind(),
-            foreign_bytes: state.foreign.values().sum(),
         })
     }
 
     /// False in a forked child of the process that opened the pool.
     pub fn is_own(&self) -> bool {
-        self.process == process::id()
+        self.state.is_here()
     }
 
     /// Returns `Busy` while blocks are in use, since closing would unmap memory that their users still access.
     pub fn closable(&self) -> Result<()> {
         match self.lock()?.in_use {
             0 => Ok(()),
-            leaked => Err(Error::Busy(format!("{leaked} blocks of the pool were not freed"))),
+            leaked => Err(Error::Busy(format!("{leaked} blocks of the pool are not freed"))),
         }
     }
 
@@ -196,22 +158,26 @@ impl Pool {
         let refuse = |reason: String| Err(Error::invalid("block", reason));
         let pool = self.region.span();
         match address.checked_sub(pool.address()) {
-            Some(from) if from < self.block_bytes * self.lock()?.out.len() => match from % self.block_bytes {
-                0 => Ok(from / self.block_bytes),
-                inside => refuse(format!("{address:#x} is {inside} bytes into a block")),
-            },
+            Some(from) if from < self.block_bytes * self.lock()?.allocated.len() => {
+                match from % self.block_bytes {
+                    0 => Ok(from / self.block_bytes),
+                    inside => refuse(format!(
+                        "{address:#x} is not the start of a block, but {inside} bytes after it"
+                    )),
+                }
+            }
             _ => refuse(format!("{address:#x} is not a block of this pool")),
         }
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, State>> {
-        match self.is_own() {
-            true => Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner)),
-            false => Err(Error::Unsupported(format!(
-                "the pool was opened by process {}; a forked child opens its own",
-                self.process
-            ))),
-        }
+    /// Fails in a forked child of the process that opened the pool.
+    pub fn check_process(&self) -> Result<()> {
+        self.state.check("the pool").map(|_| ())
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, PoolState>> {
+        let state = self.state.check("the pool")?;
+        Ok(state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -221,21 +187,20 @@ impl Drop for Pool {
             return;
         }
         if let Err(leak) = self.closable() {
-            log::write(Level::Error, &format!("closing a pool: {leak}"));
+            log::write(Level::Error, &format!("closing a pool with blocks in use: {leak}"));
         }
         self.region.retire();
     }
 }
 
-impl State {
-    fn new(blocks: usize) -> Result<State> {
-        Ok(State {
-            free: room::filled("listing a pool's blocks", blocks, |index| blocks - 1 - index)?,
-            out: room::filled("listing a pool's blocks", blocks, |_| false)?,
+impl PoolState {
+    fn new(blocks: usize) -> Result<PoolState> {
+        Ok(PoolState {
+            free: try_vec::from_fn("listing a pool's blocks", blocks, |index| blocks - 1 - index)?,
+            allocated: try_vec::from_fn("listing a pool's blocks", blocks, |_| false)?,
             in_use: 0,
             high_water: 0,
             quarantined: Vec::new(),
-            foreign: BTreeMap::new(),
         })
     }
 
@@ -282,21 +247,6 @@ mod tests {
         }
         assert_eq!(pool.stats().unwrap().in_use, 1);
         pool.free(other.address()).unwrap();
-    }
-
-    #[test]
-    fn a_slice_of_a_pool_or_of_a_registered_buffer_counts_as_pinned() {
-        let pool = pool(4096, 2);
-        let block = pool.alloc().unwrap();
-        let foreign = vec![0_u8; 1000];
-        let start = foreign.as_ptr() as usize;
-        assert!(pool.contains(block.address() + 3, 100).unwrap() && !pool.contains(start, 10).unwrap());
-        pool.register(start, 1000).unwrap();
-        assert!(pool.contains(start + 1, 999).unwrap() && !pool.contains(start + 1, 1000).unwrap());
-        assert!(pool.register(start + 999, 1).is_err() && pool.register(block.address(), 1).is_err());
-        pool.unregister(start).unwrap();
-        assert!(pool.unregister(start).is_err() && !pool.contains(start, 1).unwrap());
-        pool.free(block.address()).unwrap();
     }
 
     #[test]

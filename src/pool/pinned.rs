@@ -7,12 +7,10 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use arc_swap::ArcSwapOption;
-
 use super::region::{Backing, Region};
 use crate::error::{Error, Result};
 use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
-use crate::sys::process;
+use crate::sys::per_process::{PerProcessStatic, Shared};
 use crate::sys::span::Span;
 
 /// Larger allocations have their own mapping.
@@ -34,14 +32,8 @@ pub struct PinnedStats {
     pub locked_bytes: usize,
 }
 
-#[derive(Debug)]
-struct Manager {
-    process: u32,
-    state: Mutex<State>,
-}
-
 #[derive(Debug, Default)]
-struct State {
+struct PinnedState {
     live: BTreeMap<usize, Allocation>,
     arenas: Vec<Arena>,
     bytes: usize,
@@ -53,7 +45,7 @@ struct Allocation {
     region: Arc<Region>,
     span: Span,
     /// Requested bytes; the span is rounded up to whole pages.
-    asked: usize,
+    requested: usize,
 }
 
 #[derive(Debug)]
@@ -65,15 +57,24 @@ struct Arena {
     stuck: Vec<Span>,
 }
 
-static MANAGER: ArcSwapOption<Manager> = ArcSwapOption::const_empty();
+/// The allocations of this process. Those of its parent stay mapped in a forked child, where code may still use them.
+static STATE: PerProcessStatic<Mutex<PinnedState>> = PerProcessStatic::empty();
+
+fn shared() -> Shared<Mutex<PinnedState>> {
+    STATE.get_or_make(Mutex::default)
+}
+
+fn lock(state: &Mutex<PinnedState>) -> MutexGuard<'_, PinnedState> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Allocates `bytes` (0 counts as 1): page-aligned and touched, with unspecified contents.
 pub fn alloc(bytes: usize) -> Result<Span> {
-    let manager = manager();
+    let shared = shared();
     let Some(size) = bytes.max(1).checked_next_multiple_of(BASE_PAGE) else {
-        return Err(Error::invalid("bytes", format!("{bytes} pass the address space")));
+        return Err(Error::invalid("bytes", format!("{bytes} bytes exceed the address space")));
     };
-    let mut state = manager.lock();
+    let mut state = lock(&shared);
     let (region, span) = match size <= ARENA_SHARE {
         true => state.cut(size)?,
         false => {
@@ -81,7 +82,7 @@ pub fn alloc(bytes: usize) -> Result<Span> {
             (Arc::clone(&region), region.span())
         }
     };
-    state.live.insert(span.address(), Allocation { region, span, asked: bytes });
+    state.live.insert(span.address(), Allocation { region, span, requested: bytes });
     state.bytes += bytes;
     state.high_water = state.high_water.max(state.bytes);
     Ok(span.part(0, bytes))
@@ -89,30 +90,29 @@ pub fn alloc(bytes: usize) -> Result<Span> {
 
 /// Frees the allocation that begins at `address`; any other address is an `InvalidArgument`.
 pub fn free(address: usize) -> Result<()> {
-    let manager = manager();
-    let mut state = manager.lock();
+    let shared = shared();
+    let mut state = lock(&shared);
     let Some(allocation) = state.live.remove(&address) else {
-        let reason =
-            format!("{address:#x} is not the start of a pinned allocation (freed twice, or foreign)");
-        return Err(Error::invalid("address", reason));
+        let reason = format!("{address:#x} is not the start of a pinned allocation, or was freed already");
+        return Err(Error::invalid("start", reason));
     };
-    state.bytes -= allocation.asked;
+    state.bytes -= allocation.requested;
     state.give_back(allocation);
     Ok(())
 }
 
 /// True if the whole range lies in one live allocation.
 pub fn contains(address: usize, len: usize) -> bool {
-    let manager = manager();
-    let state = manager.lock();
+    let shared = shared();
+    let state = lock(&shared);
     let before = state.live.range(..=address).next_back();
-    before.is_some_and(|(_, found)| found.span.part(0, found.asked).covers(address, len))
+    before.is_some_and(|(_, found)| found.span.part(0, found.requested).covers(address, len))
 }
 
 /// Statistics of all allocations.
 pub fn stats() -> PinnedStats {
-    let manager = manager();
-    let state = manager.lock();
+    let shared = shared();
+    let state = lock(&shared);
     let own = state.live.values().filter(|one| one.span.len() > ARENA_SHARE).map(|one| &one.region);
     let regions: Vec<_> = own.chain(state.arenas.iter().map(|arena| &arena.region)).collect();
     PinnedStats {
@@ -124,29 +124,7 @@ pub fn stats() -> PinnedStats {
     }
 }
 
-/// The manager of this process. A forked child starts with an empty one: the parent's mutex may have been locked at the
-/// fork.
-fn manager() -> Arc<Manager> {
-    let process = process::id();
-    loop {
-        let seen = MANAGER.load_full();
-        if let Some(found) = seen.as_ref().filter(|found| found.process == process) {
-            return Arc::clone(found);
-        }
-        let made = Arc::new(Manager { process, state: Mutex::default() });
-        MANAGER.compare_and_swap(&seen, Some(made));
-        // The child must not drop its parent's manager: code in the child may still use its allocations.
-        std::mem::forget(seen);
-    }
-}
-
-impl Manager {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl State {
+impl PinnedState {
     fn cut(&mut self, size: usize) -> Result<(Arc<Region>, Span)> {
         if let Some(found) = self.arenas.iter_mut().find_map(|arena| arena.cut(size)) {
             return Ok(found);

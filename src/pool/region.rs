@@ -6,6 +6,7 @@
 //! - Memory that a device accesses is not copied into forked children, where its addresses are unmapped. A child does
 //!   not unmap it: the child may have mapped something else there.
 //! - Lookup takes no lock. A forked child does not find its parent's regions, since memory locks are not inherited.
+//! - A region that retires in a forked child calls no watcher of the parent.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -19,7 +20,7 @@ use slab::Slab;
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::memory::{self, Mapping, PageKind};
-use crate::sys::process;
+use crate::sys::process::OpeningProcess;
 use crate::sys::span::Span;
 
 /// The kind of memory to take.
@@ -43,7 +44,7 @@ impl Default for Backing {
 #[derive(Debug)]
 pub struct Region {
     id: u64,
-    process: u32,
+    opener: OpeningProcess,
     mapping: Arc<Mapping>,
     locked: bool,
     retired: AtomicBool,
@@ -58,7 +59,21 @@ pub struct Region {
 pub struct Reach(Arc<Region>);
 
 type Index = BTreeMap<usize, Arc<Region>>;
-type Watcher = Weak<dyn Fn() + Send + Sync>;
+
+/// A function to call when a region retires, and the process that registered it.
+#[derive(Clone)]
+struct Watcher {
+    opener: OpeningProcess,
+    call: Weak<dyn Fn() + Send + Sync>,
+}
+
+impl Watcher {
+    /// The function; `None` once it was dropped, and in a forked child. A parent's watcher may take a lock that a thread
+    /// of the parent held at the fork.
+    fn live(&self) -> Option<Arc<dyn Fn() + Send + Sync>> {
+        self.opener.is_current().then(|| self.call.upgrade()).flatten()
+    }
+}
 
 static INDEX: ArcSwapOption<Index> = ArcSwapOption::const_empty();
 static WATCHERS: ArcSwapOption<Vec<Watcher>> = ArcSwapOption::const_empty();
@@ -69,15 +84,17 @@ impl Region {
     /// lock or NUMA node causes a warning.
     pub fn open(bytes: usize, backing: Backing) -> Result<Arc<Region>> {
         let (mapping, unbound) = Mapping::touched(bytes, backing.huge, backing.node)
-            .map_err(|error| Error::system("taking pinned memory", &error))?;
+            .map_err(|error| Error::system("allocating pinned memory", &error))?;
         if let (Some(error), Some(node)) = (unbound, backing.node) {
-            let message = format!("pinned memory is not bound to NUMA node {node}: {error}");
+            let message = format!(
+                "cannot bind pinned memory to NUMA node {node}, so it may be on another node: {error}"
+            );
             log::write(Level::Warn, &message);
         }
         let locked = backing.lock && lock(&mapping);
         let region = Arc::new(Region {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            process: process::id(),
+            opener: OpeningProcess::current(),
             mapping: Arc::new(mapping),
             locked,
             retired: AtomicBool::new(false),
@@ -106,7 +123,7 @@ impl Region {
             Some(Arc::new(index))
         });
         if let Some(watchers) = WATCHERS.load_full() {
-            watchers.iter().filter_map(Weak::upgrade).for_each(|watcher| watcher());
+            watchers.iter().filter_map(Watcher::live).for_each(|watcher| watcher());
         }
     }
 
@@ -137,7 +154,7 @@ impl Region {
 
     /// True in the process that opened the region.
     pub fn is_own(&self) -> bool {
-        self.process == process::id()
+        self.opener.is_current()
     }
 
     /// True if a lease overlaps `part`.
@@ -198,12 +215,13 @@ pub fn find(address: usize, len: usize) -> Option<Arc<Region>> {
     (region.is_own() && region.span().covers(address, len)).then(|| Arc::clone(region))
 }
 
-/// Calls `watcher` whenever a region retires, until the watcher is dropped.
+/// Calls `watcher` whenever a region retires in this process, until the watcher is dropped.
 pub fn watch(watcher: &Arc<dyn Fn() + Send + Sync>) {
+    let added = Watcher { opener: OpeningProcess::current(), call: Arc::downgrade(watcher) };
     WATCHERS.rcu(|watchers| {
         let all = watchers.as_deref().map_or(&[][..], Vec::as_slice);
-        let live = all.iter().filter(|watcher| watcher.strong_count() > 0).cloned();
-        Some(Arc::new(live.chain([Arc::downgrade(watcher)]).collect()))
+        let live = all.iter().filter(|watcher| watcher.live().is_some()).cloned();
+        Some(Arc::new(live.chain([added.clone()]).collect()))
     });
 }
 
@@ -242,8 +260,8 @@ fn lock(mapping: &Mapping) -> bool {
         let need = mapping.span().len();
         let limit = memory::lock_limit().map_or("unlimited".to_string(), |bytes| format!("{bytes} bytes"));
         let message = format!(
-            "memory is not locked: {error}; RLIMIT_MEMLOCK is {limit}, this pool alone needs {need} bytes; raise it \
-             with ulimit -l or in limits.conf. Transfers work all the same, slower if the system pages"
+            "memory is not locked: {error}; RLIMIT_MEMLOCK is {limit}, and this pool needs {need} bytes: \
+             raise it with ulimit -l or in limits.conf. Transfers work, but are slower if the system swaps"
         );
         log::write(Level::Warn, &message);
     }
@@ -253,6 +271,26 @@ fn lock(mapping: &Mapping) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::process::in_forked_child;
+
+    /// A watcher of the parent may take a lock that a thread of the parent held at the fork.
+    #[test]
+    fn a_region_that_retires_in_a_child_calls_no_watcher_of_the_parent() {
+        let small = || Region::open(4096, Backing { huge: false, lock: false, node: None }).unwrap();
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&calls);
+        let watcher: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+        });
+        watch(&watcher);
+        small().retire();
+        assert!(calls.load(Ordering::Relaxed) > 0);
+        assert!(in_forked_child(|| {
+            let before = calls.load(Ordering::Relaxed);
+            small().retire();
+            calls.load(Ordering::Relaxed) == before
+        }));
+    }
 
     #[test]
     fn regions_are_found_by_any_part_until_they_retire() {

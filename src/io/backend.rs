@@ -27,12 +27,12 @@ pub enum Action {
     },
 }
 
-/// Number of queues (lanes): one for reads, one for all other actions. The lanes do not compete for queue places.
-pub const LANES: usize = 2;
+/// Number of directions: reads, and all other actions. The directions do not compete for queue places.
+pub const DIRECTIONS: usize = 2;
 
 impl Action {
-    /// The lane of the action: 0 for reads, 1 for everything else.
-    pub fn lane(self) -> usize {
+    /// The direction of the action: 0 for reads, 1 for everything else.
+    pub fn direction(self) -> usize {
         usize::from(self != Action::Read)
     }
 
@@ -71,13 +71,13 @@ pub struct Completion {
     /// The value that the system call would have returned.
     pub result: i32,
     /// An explanation that accompanies an errno.
-    pub words: Option<Box<str>>,
+    pub message: Option<Box<str>>,
 }
 
 impl Completion {
     /// A completion with the value that a system call returned.
     pub fn of(token: u64, result: i32) -> Completion {
-        Completion { token, result, words: None }
+        Completion { token, result, message: None }
     }
 }
 
@@ -102,7 +102,7 @@ pub trait Backend {
     /// "io_uring", "threads", "s3" or "sim".
     fn name(&self) -> &'static str;
 
-    /// Accepts a piece. The driver keeps at most 4 times its depth of pieces of each lane outstanding.
+    /// Accepts a piece. The driver keeps at most 4 times its depth of pieces of each direction outstanding.
     fn push(&mut self, piece: Piece);
 
     /// Starts the pushed pieces, sleeps as `sleep` says, and appends the finished pieces to `done`. Interruptions are
@@ -117,7 +117,7 @@ pub trait Backend {
 }
 
 /// Sleeps until `news` is notified, at most until `until`. Returns false if `until` had already passed.
-pub(super) fn doze<'a, T>(
+pub(super) fn sleep_until<'a, T>(
     news: &Condvar,
     guard: MutexGuard<'a, T>,
     until: Option<Instant>,

@@ -7,32 +7,32 @@ use super::backend::Action;
 
 /// Time with at least one operation of a kind in flight.
 #[derive(Debug, Default)]
-pub(super) struct Clock {
-    under_way: usize,
+pub(super) struct Stopwatch {
+    in_flight: usize,
     since: Option<Instant>,
     total: Duration,
 }
 
 /// A clock for each direction, and one for both together. Syncs and allocations count as writing.
 #[derive(Debug, Default)]
-pub(super) struct Busy {
-    pub(super) reading: Clock,
-    pub(super) writing: Clock,
-    pub(super) either: Clock,
+pub(super) struct BusyTime {
+    pub(super) reading: Stopwatch,
+    pub(super) writing: Stopwatch,
+    pub(super) either: Stopwatch,
 }
 
-impl Busy {
-    pub(super) fn begins(&mut self, action: Action) {
-        self.clock(action).begins();
-        self.either.begins();
+impl BusyTime {
+    pub(super) fn begin(&mut self, action: Action) {
+        self.clock(action).begin();
+        self.either.begin();
     }
 
-    pub(super) fn ends(&mut self, action: Action) {
-        self.clock(action).ends();
-        self.either.ends();
+    pub(super) fn end(&mut self, action: Action) {
+        self.clock(action).end();
+        self.either.end();
     }
 
-    fn clock(&mut self, action: Action) -> &mut Clock {
+    fn clock(&mut self, action: Action) -> &mut Stopwatch {
         match action {
             Action::Read => &mut self.reading,
             Action::Write | Action::Sync | Action::Allocate { .. } => &mut self.writing,
@@ -40,15 +40,15 @@ impl Busy {
     }
 }
 
-impl Clock {
-    fn begins(&mut self) {
-        self.under_way += 1;
+impl Stopwatch {
+    fn begin(&mut self) {
+        self.in_flight += 1;
         self.since.get_or_insert_with(Instant::now);
     }
 
-    fn ends(&mut self) {
-        self.under_way = self.under_way.saturating_sub(1);
-        if self.under_way == 0 {
+    fn end(&mut self) {
+        self.in_flight = self.in_flight.saturating_sub(1);
+        if self.in_flight == 0 {
             self.total += self.since.take().map_or(Duration::ZERO, |since| since.elapsed());
         }
     }

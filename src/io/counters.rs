@@ -44,6 +44,23 @@ impl Counters {
     }
 }
 
+/// Bytes and busy time of an engine since it was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EngineTraffic {
+    /// Bytes read by successful reads.
+    pub read_bytes: u64,
+    /// Bytes written by successful writes.
+    pub written_bytes: u64,
+    /// Time with a read in flight.
+    pub reading: Duration,
+    /// Time with a write or a sync in flight.
+    pub writing: Duration,
+    /// Time with any operation in flight.
+    pub busy: Duration,
+    /// Operations in flight.
+    pub pending: u64,
+}
+
 /// Statistics of an engine since it was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineStats {

@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use super::backend::{Action, Backend, Completion, LANES, Piece, Sleep};
+use super::backend::{Action, Backend, Completion, DIRECTIONS, Piece, Sleep};
+use super::classify::{InFlight, PieceResult, classify};
 use super::counters::Counters;
 use super::operation::{Operation, Shared};
-use super::plan::Extent;
 use super::plan::Route;
-use super::verdict::{InFlight, Verdict, judge};
+use super::plan::Splitter;
 use crate::error::{Error, IoKind, Result};
 use crate::sys::memory::Mapping;
 use crate::sys::span::Span;
@@ -32,8 +32,8 @@ use crate::sys::span::Span;
 /// Retries without a pause.
 const QUICK_TRIES: u32 = 16;
 /// Longest wait for several completions at once, and the fewest pieces in flight for which the driver waits like this.
-const NAP: Duration = Duration::from_millis(4);
-const NAP_FROM: usize = 16;
+const BATCH_WAIT: Duration = Duration::from_millis(4);
+const BATCH_FROM: usize = 16;
 /// A file gets a place in the ring's file table if at least this number of full pieces is left to start.
 const BUSY_PIECES: u64 = 4;
 
@@ -41,30 +41,30 @@ pub(super) struct Driver {
     shared: Arc<Shared>,
     depth: usize,
     running: Slab<Running>,
-    lanes: [Lane; LANES],
-    flights: Slab<InFlight>,
+    directions: [DirectionQueue; DIRECTIONS],
+    in_flight: Slab<InFlight>,
     retries: VecDeque<usize>,
     bounce: Bounce,
     failed_devices: HashSet<u64>,
     /// True if the last sleep ended with completions.
     flowing: bool,
     /// Finished operations whose callers are not yet notified.
-    over: Vec<(Arc<Operation>, Result<u64>)>,
+    finished: Vec<(Arc<Operation>, Result<u64>)>,
 }
 
 /// Reads, or all other operations.
 #[derive(Default)]
-struct Lane {
+struct DirectionQueue {
     /// Keys of `running` operations with pieces left to start, oldest first.
     order: VecDeque<usize>,
     /// Pieces in flight.
-    flights: usize,
+    in_flight: usize,
 }
 
 struct Running {
     op: Arc<Operation>,
     next: u64,
-    under_way: usize,
+    in_flight: usize,
     /// The error at the lowest offset in the operation, with that offset.
     error: Option<(u64, Error)>,
     queued: bool,
@@ -74,14 +74,15 @@ struct Running {
 pub(super) struct Bounce {
     memory: Mapping,
     block: usize,
-    free: [Vec<usize>; LANES],
+    free: [Vec<usize>; DIRECTIONS],
 }
 
 impl Bounce {
-    /// `count` blocks for each lane.
+    /// `count` blocks for each direction.
     pub(super) fn new(block: usize, count: usize) -> io::Result<Bounce> {
-        let memory = Mapping::untouched(block * count * LANES)?;
-        let free = std::array::from_fn(|lane| (lane * count..(lane + 1) * count).rev().collect());
+        let memory = Mapping::untouched(block * count * DIRECTIONS)?;
+        let free =
+            std::array::from_fn(|direction| (direction * count..(direction + 1) * count).rev().collect());
         Ok(Bounce { memory, block, free })
     }
 
@@ -96,13 +97,13 @@ impl Driver {
             shared,
             depth,
             running: Slab::new(),
-            lanes: Default::default(),
-            flights: Slab::new(),
+            directions: Default::default(),
+            in_flight: Slab::new(),
             retries: VecDeque::new(),
             bounce,
             failed_devices: HashSet::new(),
             flowing: false,
-            over: Vec::new(),
+            finished: Vec::new(),
         }
     }
 
@@ -115,17 +116,17 @@ impl Driver {
                 backend.trim();
             }
             self.dispatch(backend);
-            self.shared.finish(&mut self.over);
+            self.shared.finish(&mut self.finished);
             if closing && self.running.is_empty() {
                 return Ok(());
             }
             let sleep = self.prepare_to_sleep();
             backend.wait(sleep, &mut done)?;
-            self.shared.hungry.store(false, Ordering::SeqCst);
+            self.shared.need_wakeup.store(false, Ordering::SeqCst);
             self.flowing = !done.is_empty();
             self.shared.progress.fetch_add(done.len() as u64, Ordering::Relaxed);
             done.drain(..).for_each(|completion| self.complete(completion));
-            self.shared.finish(&mut self.over);
+            self.shared.finish(&mut self.finished);
             self.shared.turns.fetch_add(1, Ordering::Release);
         }
     }
@@ -135,13 +136,13 @@ impl Driver {
     pub(super) fn abandon(&mut self, reason: &str) {
         self.take_inbox();
         let error = Error::System { what: "the I/O engine stopped", reason: reason.to_string() };
-        for Running { op, under_way, .. } in self.running.drain() {
-            if under_way > 0 {
+        for Running { op, in_flight, .. } in self.running.drain() {
+            if in_flight > 0 {
                 std::mem::forget(Arc::clone(&op));
             }
-            self.over.push((op, Err(error.clone())));
+            self.finished.push((op, Err(error.clone())));
         }
-        self.shared.finish(&mut self.over);
+        self.shared.finish(&mut self.finished);
     }
 
     fn take_inbox(&mut self) -> bool {
@@ -153,9 +154,9 @@ impl Driver {
         let closing = state.closing;
         drop(state);
         for op in arrived {
-            let lane = op.action.lane();
-            let key = self.running.insert(Running { op, next: 0, under_way: 0, error: None, queued: true });
-            self.lanes[lane].order.push_back(key);
+            let direction = op.action.direction();
+            let key = self.running.insert(Running { op, next: 0, in_flight: 0, error: None, queued: true });
+            self.directions[direction].order.push_back(key);
         }
         closing
     }
@@ -164,33 +165,34 @@ impl Driver {
     /// operation is missed.
     ///
     /// While completions flow and the queue is at least half full, the driver waits for a quarter of the queue at once.
-    /// New operations wait as long. Both save one thread switch per piece; [`NAP`] bounds the delay when completions
-    /// stop. A caller that replaces completed operations then keeps the queue between half and three quarters full.
+    /// New operations wait as long. Both save one thread switch per piece; [`BATCH_WAIT`] bounds the delay when
+    /// completions stop. A caller that replaces completed operations then keeps the queue between half and three
+    /// quarters full.
     fn prepare_to_sleep(&mut self) -> Sleep {
-        let active: [usize; LANES] = std::array::from_fn(|lane| self.active(lane));
+        let active: [usize; DIRECTIONS] = std::array::from_fn(|direction| self.active(direction));
         let all: usize = active.iter().sum();
-        let nap = self.flowing && all >= NAP_FROM && all >= self.depth / 2;
-        let hungry = active.iter().any(|active| *active < self.depth) && !nap;
-        self.shared.hungry.store(hungry, Ordering::SeqCst);
+        let batch = self.flowing && all >= BATCH_FROM && all >= self.depth / 2;
+        let need_wakeup = active.iter().any(|active| *active < self.depth) && !batch;
+        self.shared.need_wakeup.store(need_wakeup, Ordering::SeqCst);
         let (state, deadline, expired) = self.shared.expire(self.shared.lock());
-        let waiting = hungry && !state.inbox.is_empty();
+        let waiting = need_wakeup && !state.inbox.is_empty();
         if waiting || expired || !self.retries.is_empty() {
             return Sleep { completions: 0, until: None };
         }
-        let nap_ends = nap.then(|| Instant::now() + NAP);
+        let batch_ends = batch.then(|| Instant::now() + BATCH_WAIT);
         Sleep {
-            completions: if nap { self.depth / 4 } else { 1 },
-            until: [deadline, nap_ends].into_iter().flatten().min(),
+            completions: if batch { self.depth / 4 } else { 1 },
+            until: [deadline, batch_ends].into_iter().flatten().min(),
         }
     }
 
-    /// Pieces of a lane in flight that count against the depth.
+    /// Pieces of a direction in flight that count against the depth.
     fn active(&self, number: usize) -> usize {
         if self.failed_devices.is_empty() {
-            return self.lanes[number].flights;
+            return self.directions[number].in_flight;
         }
-        let owners = self.flights.iter().map(|(_, flight)| &self.running[flight.owner].op);
-        owners.filter(|op| op.action.lane() == number && !op.expired()).count()
+        let owners = self.in_flight.iter().map(|(_, flight)| &self.running[flight.owner].op);
+        owners.filter(|op| op.action.direction() == number && !op.expired()).count()
     }
 
     fn dispatch(&mut self, backend: &mut dyn Backend) {
@@ -199,20 +201,20 @@ impl Driver {
                 self.start(token, backend);
             }
         }
-        (0..LANES).for_each(|lane| self.dispatch_lane(lane, backend));
+        (0..DIRECTIONS).for_each(|direction| self.dispatch_direction(direction, backend));
     }
 
-    fn dispatch_lane(&mut self, lane: usize, backend: &mut dyn Backend) {
-        let hard_room = (4 * self.depth).saturating_sub(self.lanes[lane].flights);
-        let mut room = self.depth.saturating_sub(self.active(lane)).min(hard_room);
+    fn dispatch_direction(&mut self, direction: usize, backend: &mut dyn Backend) {
+        let hard_room = (4 * self.depth).saturating_sub(self.directions[direction].in_flight);
+        let mut room = self.depth.saturating_sub(self.active(direction)).min(hard_room);
         let mut at = 0;
-        while at < self.lanes[lane].order.len() {
-            let key = self.lanes[lane].order[at];
+        while at < self.directions[direction].order.len() {
+            let key = self.directions[direction].order[at];
             match self.dispatch_one(key, &mut room, backend) {
                 Progress::AllStarted => {
-                    self.lanes[lane].order.remove(at);
+                    self.directions[direction].order.remove(at);
                     self.running[key].queued = false;
-                    self.finish_if_over(key);
+                    self.finish_if_done(key);
                 }
                 Progress::NoRoom => return,
                 Progress::NoBounce => at += 1,
@@ -237,10 +239,10 @@ impl Driver {
             if !running.op.start() {
                 return Progress::AllStarted;
             }
-            match self.cut(key) {
+            match self.split_next(key) {
                 Ok(Some(token)) => {
                     *room -= 1;
-                    self.lanes[self.running[key].op.action.lane()].flights += 1;
+                    self.directions[self.running[key].op.action.direction()].in_flight += 1;
                     self.start(token, backend);
                 }
                 Ok(None) => return Progress::NoBounce,
@@ -250,13 +252,13 @@ impl Driver {
     }
 
     /// Creates the next piece of an operation; `None` if no bounce block is free for it.
-    fn cut(&mut self, key: usize) -> Result<Option<usize>> {
+    fn split_next(&mut self, key: usize) -> Result<Option<usize>> {
         let running = &mut self.running[key];
         let op = &running.op;
         let at = running.next;
         if !op.action.moves_bytes() {
             running.next = op.total();
-            running.under_way += 1;
+            running.in_flight += 1;
             let flight = InFlight {
                 owner: key,
                 at,
@@ -266,15 +268,15 @@ impl Driver {
                 bounce: None,
                 tries: 0,
             };
-            return Ok(Some(self.flights.insert(flight)));
+            return Ok(Some(self.in_flight.insert(flight)));
         }
-        let cut = extent(op).cut(at, self.bounce.block as u64);
-        op.file.prepare(cut.route)?;
-        let len = cut.len as usize;
+        let plan = splitter(op).piece_at(at, self.bounce.block as u64);
+        op.file.prepare(plan.route)?;
+        let len = plan.len as usize;
         let own = op.span.part(at as usize, len);
-        let (span, bounce) = match cut.bounce {
+        let (span, bounce) = match plan.bounce {
             false => (own, None),
-            true => match self.bounce.free[op.action.lane()].pop() {
+            true => match self.bounce.free[op.action.direction()].pop() {
                 None => return Ok(None),
                 Some(index) => (self.bounce.span(index, len), Some(index)),
             },
@@ -284,7 +286,7 @@ impl Driver {
         }
         let counters = &self.shared.counters;
         Counters::add(&counters.pieces, 1);
-        match (cut.route, bounce) {
+        match (plan.route, bounce) {
             (Route::Buffered, _) => Counters::add(&counters.buffered_bytes, len as u64),
             (Route::Direct, None) => Counters::add(&counters.direct_bytes, len as u64),
             (Route::Direct, Some(_)) => {
@@ -293,13 +295,13 @@ impl Driver {
             }
         }
         running.next += len as u64;
-        running.under_way += 1;
-        let flight = InFlight { owner: key, at, span, done: 0, route: cut.route, bounce, tries: 0 };
-        Ok(Some(self.flights.insert(flight)))
+        running.in_flight += 1;
+        let flight = InFlight { owner: key, at, span, done: 0, route: plan.route, bounce, tries: 0 };
+        Ok(Some(self.in_flight.insert(flight)))
     }
 
     fn start(&mut self, token: usize, backend: &mut dyn Backend) {
-        let flight = &self.flights[token];
+        let flight = &self.in_flight[token];
         let op = &self.running[flight.owner].op;
         let region =
             op.lease.as_ref().filter(|_| flight.bounce.is_none()).map(|lease| Arc::clone(lease.region()));
@@ -315,60 +317,62 @@ impl Driver {
         });
     }
 
-    fn complete(&mut self, Completion { token, result, words }: Completion) {
+    fn complete(&mut self, Completion { token, result, message }: Completion) {
         let token = token as usize;
-        let flight = &mut self.flights[token];
-        match judge(&self.running[flight.owner].op, flight, result, words, &self.shared.counters) {
-            Verdict::Again if self.running[self.flights[token].owner].op.stopped() => {
-                let op = &self.running[self.flights[token].owner].op;
-                let cancelled = op.error(IoKind::Cancelled, "it was cancelled".to_string());
-                self.land(token, Some(cancelled));
+        let flight = &mut self.in_flight[token];
+        match classify(&self.running[flight.owner].op, flight, result, message, &self.shared.counters) {
+            PieceResult::Retry if self.running[self.in_flight[token].owner].op.stopped() => {
+                let op = &self.running[self.in_flight[token].owner].op;
+                let cancelled = op.error(IoKind::Cancelled, "the operation was cancelled".to_string());
+                self.finish_piece(token, Some(cancelled));
             }
-            Verdict::Again => {
-                if self.flights[token].tries > QUICK_TRIES {
+            PieceResult::Retry => {
+                if self.in_flight[token].tries > QUICK_TRIES {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 self.retries.push_back(token);
             }
-            Verdict::Done => self.land(token, None),
-            Verdict::Failed(error) => self.land(token, Some(error)),
+            PieceResult::Done => self.finish_piece(token, None),
+            PieceResult::Failed(error) => self.finish_piece(token, Some(error)),
         }
     }
 
     /// Removes a finished piece from its operation.
-    fn land(&mut self, token: usize, error: Option<Error>) {
-        let flight = self.flights.remove(token);
+    fn finish_piece(&mut self, token: usize, error: Option<Error>) {
+        let flight = self.in_flight.remove(token);
         let running = &mut self.running[flight.owner];
-        self.lanes[running.op.action.lane()].flights -= 1;
+        self.directions[running.op.action.direction()].in_flight -= 1;
         if let Some(index) = flight.bounce {
             let op = &running.op;
             if op.action == Action::Read && error.is_none() && !op.expired() {
                 flight.span.copy_to(op.span.part(flight.at as usize, flight.span.len()));
             }
-            self.bounce.free[running.op.action.lane()].push(index);
+            self.bounce.free[running.op.action.direction()].push(index);
         }
-        running.under_way -= 1;
+        running.in_flight -= 1;
         if let Some(error) = error.filter(|_| running.error.as_ref().is_none_or(|(at, _)| flight.at < *at)) {
             running.error = Some((flight.at, error));
         }
-        self.finish_if_over(flight.owner);
+        self.finish_if_done(flight.owner);
     }
 
-    fn finish_if_over(&mut self, key: usize) {
+    fn finish_if_done(&mut self, key: usize) {
         let running = &self.running[key];
-        if running.under_way > 0 || running.queued && !running.op.stopped() && running.error.is_none() {
+        if running.in_flight > 0 || running.queued && !running.op.stopped() && running.error.is_none() {
             return;
         }
         if running.queued {
-            self.lanes[running.op.action.lane()].order.retain(|queued| *queued != key);
+            self.directions[running.op.action.direction()].order.retain(|queued| *queued != key);
         }
         let Running { op, next, error, .. } = self.running.remove(key);
         let outcome = match error {
             Some((_, error)) => Err(error),
-            None if next < op.total() => Err(op.error(IoKind::Cancelled, "it was cancelled".to_string())),
+            None if next < op.total() => {
+                Err(op.error(IoKind::Cancelled, "the operation was cancelled".to_string()))
+            }
             None => Ok(op.span.len() as u64),
         };
-        self.over.push((op, outcome));
+        self.finished.push((op, outcome));
     }
 }
 
@@ -378,8 +382,8 @@ enum Progress {
     NoBounce,
 }
 
-pub(super) fn extent(op: &Operation) -> Extent {
-    Extent {
+pub(super) fn splitter(op: &Operation) -> Splitter {
+    Splitter {
         offset: op.offset,
         address: op.span.address() as u64,
         len: op.span.len() as u64,

@@ -13,35 +13,38 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use super::backend::{Action, Backend};
-use super::blocks::Blocks;
-use super::counters::EngineStats;
+use super::counters::{EngineStats, EngineTraffic};
 use super::driver::{Bounce, Driver};
 use super::file::File;
-use super::object::folder::{Folder, MAX_REQUESTS, OBJECT_BYTES, REQUESTS};
+#[cfg(any(test, feature = "s3"))]
+use super::object::volume::{MAX_REQUESTS, OBJECT_BYTES, ObjectVolume, REQUESTS};
 use super::open_files::OpenFiles;
-use super::operation::{Admitted, Event, Operation, Shared};
+use super::operation::{Admitted, Operation, Shared, WaitEvent};
 use super::options::{
-    BLOCK_BYTES, BOUNCE_BYTES, Choice, Options, PREALLOCATE_FROM, Request, Target, checked, forced_backend,
+    BLOCK_BYTES, BOUNCE_BYTES, BackendChoice, Options, PREALLOCATE_FROM, Request, Target, checked,
+    forced_backend,
 };
+use super::piece_size::PieceSize;
 use super::plan::Route;
-use super::plan::{self, Extent};
+use super::plan::{self, Splitter};
 use super::profile::{self, Profile, with_profile};
-use super::threads::{Serve, Threads};
+use super::threads::Threads;
 use super::uring::Uring;
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::pool::region::{self, Lease};
+use crate::sys::bell::Bell;
 use crate::sys::file::Access;
 use crate::sys::memory::BASE_PAGE;
-use crate::sys::process::Opener;
+use crate::sys::process::OpeningProcess;
 use crate::sys::span::Span;
 use crate::sys::threads;
 
 /// An I/O engine: one queue, one driver thread.
 pub struct Engine {
-    opener: Opener,
+    opener: OpeningProcess,
     options: Options,
-    blocks: Blocks,
+    piece_size: PieceSize,
     pub(super) shared: Arc<Shared>,
     files: OpenFiles,
     backend: &'static str,
@@ -51,7 +54,7 @@ pub struct Engine {
     _watcher: Arc<dyn Fn() + Send + Sync>,
 }
 
-type Made = (Box<dyn Backend>, String);
+type OpenedBackend = (Box<dyn Backend>, String);
 
 impl Engine {
     /// Starts an engine with the current profile.
@@ -68,13 +71,14 @@ impl Engine {
     }
 
     /// Starts an engine on files of an object store. Depth and block size default to values for object stores.
-    pub fn open_folder(options: Options, folder: Arc<Folder>) -> Result<Engine> {
+    #[cfg(any(test, feature = "s3"))]
+    pub fn open_volume(options: Options, volume: Arc<ObjectVolume>) -> Result<Engine> {
         let or = |given: u64, other: u64| if given == 0 { other } else { given };
         let depth = or(options.depth.into(), REQUESTS.into()).min(MAX_REQUESTS.into()) as u32;
         let options = Options { depth, workers: depth, ..options };
         let options = Options { block_bytes: or(options.block_bytes, OBJECT_BYTES), ..options };
         Engine::start(options, None, move || {
-            let serve: Serve = Arc::new(move |piece| folder.serve(piece));
+            let serve: super::threads::Serve = Arc::new(move |piece| volume.serve(piece));
             Ok((Box::new(Threads::serving("s3", depth as usize, serve)), String::new()))
         })
     }
@@ -89,29 +93,35 @@ impl Engine {
 
     /// Starts an engine on worker threads that call `before_write` before every write.
     #[cfg(test)]
-    pub fn open_held(options: Options, before_write: impl Fn() + Send + Sync + 'static) -> Result<Engine> {
+    pub fn open_with_hook(
+        options: Options,
+        before_write: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Engine> {
         Engine::start(with_profile(options, None), None, move || {
-            Ok((Box::new(Threads::held(4, before_write)) as Box<dyn Backend>, String::new()))
+            Ok((Box::new(Threads::with_hook(4, before_write)) as Box<dyn Backend>, String::new()))
         })
     }
 
     pub(super) fn start(
         options: Options,
         profile: Option<Profile>,
-        make: impl FnOnce() -> Result<Made> + Send + 'static,
+        make: impl FnOnce() -> Result<OpenedBackend> + Send + 'static,
     ) -> Result<Engine> {
         let options = checked(options)?;
         let depth = options.depth as usize;
         let block = if options.block_bytes == 0 { BLOCK_BYTES } else { options.block_bytes } as usize;
         let blocks = (BOUNCE_BYTES / block).clamp(1, depth);
         let bounce =
-            Bounce::new(block, blocks).map_err(|error| Error::system("taking bounce blocks", &error))?;
-        let shared = Arc::new(Shared::new(options.stall));
+            Bounce::new(block, blocks).map_err(|error| Error::system("allocating bounce buffers", &error))?;
+        let shared = Arc::new(Shared::new(options.io_timeout));
         let (report, started) = mpsc::channel();
         let theirs = Arc::clone(&shared);
         threads::spawn_quiet("spillway-io", move || drive(theirs, depth, bounce, make, report))
             .map_err(|error| Error::system("starting the I/O thread", &error))?;
-        let gone = || Error::System { what: "starting the I/O thread", reason: "it died".to_string() };
+        let gone = || Error::System {
+            what: "starting the I/O thread",
+            reason: "the thread ended unexpectedly".to_string(),
+        };
         let (backend, backend_reason) = started.recv().map_err(|_| gone())??;
         let watched = Arc::downgrade(&shared);
         let watcher: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
@@ -122,9 +132,9 @@ impl Engine {
         });
         region::watch(&watcher);
         Ok(Engine {
-            opener: Opener::this(),
+            opener: OpeningProcess::current(),
             options,
-            blocks: Blocks::new(options.block_bytes, profile),
+            piece_size: PieceSize::new(options.block_bytes, profile),
             shared,
             files: OpenFiles::default(),
             backend,
@@ -150,7 +160,7 @@ impl Engine {
     }
 
     /// Submits an allocation and returns its handle: bytes `from..end` of the file get device space. A file system
-    /// without support for it is not an error. As for any operation, waits may have a timeout, and the stall limit
+    /// without support for it is not an error. As for any operation, waits may have a timeout, and the I/O timeout
     /// applies.
     pub fn allocate(&self, file: &Arc<File>, from: u64, end: u64) -> Result<u64> {
         file.check_room(from, end)?;
@@ -160,17 +170,18 @@ impl Engine {
     }
 
     fn submit(&self, action: Action, request: Request) -> Result<u64> {
-        self.owned()?;
+        self.check_process()?;
         let Request { target, offset, span, deadline } = request;
         let end = offset.checked_add(span.len() as u64).filter(|end| *end <= i64::MAX as u64);
-        let end = end
-            .ok_or_else(|| Error::invalid("request.offset", format!("{offset} and the length pass 2^63")))?;
+        let end = end.ok_or_else(|| {
+            Error::invalid("request.offset", format!("{offset} plus the length exceeds 2^63"))
+        })?;
         let file = self.target(action, target)?;
         let lease = Lease::take(span);
         // Checked after the lease, which keeps the memory mapped: the kernel writes to addresses, whatever is mapped
         // there.
         if !span.is_mapped() {
-            return Err(Error::invalid("request.buffer", "is memory that was given back"));
+            return Err(Error::invalid("request.buffer", "is memory that was freed"));
         }
         let op = Operation {
             handle: 0,
@@ -190,8 +201,8 @@ impl Engine {
         if large && self.options.preallocate && op.file.may_end_before(end) {
             op.file.preallocate(offset, end)?;
         }
-        let extent = super::driver::extent(&op);
-        if action.moves_bytes() && Extent::has_edges(&extent) {
+        let splitter = super::driver::splitter(&op);
+        if action.moves_bytes() && Splitter::has_edges(&splitter) {
             op.file.prepare(Route::Buffered)?;
         }
         self.note_buffered(&op.file);
@@ -211,8 +222,9 @@ impl Engine {
         }
         let (handle, admitted) = state.admit(|handle| Operation { handle, ..op });
         drop(state);
-        let hungry = admitted != Admitted::Finished && self.shared.hungry.swap(false, Ordering::SeqCst);
-        if hungry || admitted == Admitted::Urgent {
+        let need_wakeup =
+            admitted != Admitted::Finished && self.shared.need_wakeup.swap(false, Ordering::SeqCst);
+        if need_wakeup || admitted == Admitted::Urgent {
             self.shared.wake();
         }
         Ok(handle)
@@ -229,7 +241,7 @@ impl Engine {
             Target::Path(path) => self.files.get(path, access, self.options.direct),
             Target::Descriptor(fd) => File::of_descriptor(fd, access).map(Arc::new),
             Target::File(file) if access != Access::Read && !file.writable() => {
-                Err(Error::invalid("request.file", format!("{} is open for reading", file.name())))
+                Err(Error::invalid("request.file", format!("{} is open for reading only", file.name())))
             }
             Target::File(file) => Ok(file),
         }
@@ -239,7 +251,7 @@ impl Engine {
         let page = lease.map_or(BASE_PAGE, |lease| lease.region().kind().bytes());
         let aligned = span.address().is_multiple_of(BASE_PAGE);
         let limits = file.limits().filter(|_| file.direct().is_some());
-        plan::piece_bytes(self.blocks.of(file), limits, page as u64, aligned)
+        plan::piece_bytes(self.piece_size.of(file), limits, page as u64, aligned)
     }
 
     fn note_buffered(&self, file: &File) {
@@ -260,7 +272,7 @@ impl Engine {
     /// Requests that an operation end early. The operation ends with `Cancelled` or with its normal outcome, after the
     /// system has released its memory. A transfer that the device has already started is not aborted.
     pub fn cancel(&self, handle: u64) -> Result<()> {
-        self.owned()?;
+        self.check_process()?;
         let mut state = self.shared.lock();
         if let Some(op) = &state.entry(handle)?.op {
             op.stop.store(true, Ordering::Release);
@@ -272,13 +284,34 @@ impl Engine {
 
     /// True while the system may still use the memory of an operation, even if its deadline has passed.
     pub fn holds_memory(&self, handle: u64) -> Result<bool> {
-        self.owned()?;
+        self.check_process()?;
         Ok(self.shared.lock().entry(handle).is_ok_and(|entry| entry.op.is_some()))
+    }
+
+    /// Rings `bell` whenever operations have got their outcome. An engine has one bell; a second call is an error.
+    pub fn ring_at_outcomes(&self, bell: Arc<Bell>) -> Result<()> {
+        let second = |_| Error::invalid("bell", "was set already");
+        self.shared.bell.set(bell).map_err(second)
+    }
+
+    /// Bytes and busy time.
+    pub fn traffic(&self) -> Result<EngineTraffic> {
+        self.check_process()?;
+        let counters = &self.shared.counters;
+        let state = self.shared.lock();
+        Ok(EngineTraffic {
+            read_bytes: counters.read_bytes.load(Ordering::Relaxed),
+            written_bytes: counters.written_bytes.load(Ordering::Relaxed),
+            reading: state.busy.reading.total(),
+            writing: state.busy.writing.total(),
+            busy: state.busy.either.total(),
+            pending: state.unfinished as u64,
+        })
     }
 
     /// Statistics of the engine.
     pub fn stats(&self) -> Result<EngineStats> {
-        self.owned()?;
+        self.check_process()?;
         let counters = &self.shared.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let state = self.shared.lock();
@@ -303,8 +336,8 @@ impl Engine {
             backend_reason: self.backend_reason.clone(),
             buffered_reason: self.buffered_reason.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             depth: self.options.depth,
-            block_bytes: self.blocks.last(),
-            profile: self.blocks.profile(),
+            block_bytes: self.piece_size.last(),
+            profile: self.piece_size.profile(),
         })
     }
 
@@ -317,7 +350,7 @@ impl Engine {
     /// system keep their memory, and the driver thread, until they return. Returns the timeout, or else the first error
     /// that no wait returned.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
-        if !self.opener.is_here() {
+        if !self.opener.is_current() {
             return Ok(());
         }
         let drained = self.wait_quiet(timeout);
@@ -328,24 +361,25 @@ impl Engine {
         self.shared.wake();
         drained?;
         self.wait_until(None, |state| {
-            Ok((!state.driver_gone && state.stuck.is_empty()).then_some(Event::DriverGone))
+            Ok((!state.driver_gone && state.stuck.is_empty()).then_some(WaitEvent::DriverGone))
         })?;
         unseen.map_or(Ok(()), Err)
     }
 
-    pub(super) fn owned(&self) -> Result<()> {
+    /// Fails in a forked child of the process that opened the engine.
+    pub fn check_process(&self) -> Result<()> {
         self.opener.check("the I/O engine")
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        const PATIENCE: Duration = Duration::from_secs(30);
-        if !self.opener.is_here() || self.shared.lock().closing {
+        const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
+        if !self.opener.is_current() || self.shared.lock().closing {
             return;
         }
-        if let Err(error) = self.close(Some(PATIENCE)) {
-            log::write(Level::Error, &format!("closing an I/O engine: {error}"));
+        if let Err(error) = self.close(Some(CLOSE_TIMEOUT)) {
+            log::write(Level::Error, &format!("closing an I/O engine failed: {error}"));
         }
     }
 }
@@ -355,7 +389,7 @@ fn drive(
     shared: Arc<Shared>,
     depth: usize,
     bounce: Bounce,
-    make: impl FnOnce() -> Result<Made>,
+    make: impl FnOnce() -> Result<OpenedBackend>,
     report: mpsc::Sender<Result<(&'static str, String)>>,
 ) {
     let (mut backend, reason) = match make() {
@@ -372,36 +406,36 @@ fn drive(
     let lost = match std::panic::catch_unwind(run) {
         Ok(Ok(())) => None,
         Ok(Err(error)) => Some(error.to_string()),
-        Err(_) => Some("a bug inside spillway".to_string()),
+        Err(_) => Some("internal error in spillway, please report it".to_string()),
     };
     if let Some(reason) = &lost {
         log::write(Level::Error, &format!("the I/O engine stopped: {reason}"));
         // Before the inbox is drained: an operation accepted later would never finish.
-        shared.lose(reason);
+        shared.mark_failed(reason);
         driver.abandon(reason);
         // The kernel may still write to the bounce blocks.
         std::mem::forget(driver);
     }
     drop(backend);
-    shared.driver_ends();
+    shared.driver_ended();
 }
 
 fn make(
-    choice: Choice,
+    choice: BackendChoice,
     uring: impl FnOnce() -> io::Result<Uring>,
     workers: u32,
 ) -> Result<(Box<dyn Backend>, String)> {
     let threads = || Box::new(Threads::new(workers as usize)) as Box<dyn Backend>;
-    if choice == Choice::Threads {
+    if choice == BackendChoice::Threads {
         return Ok((threads(), String::new()));
     }
     match uring() {
         Ok(ring) => Ok((Box::new(ring), String::new())),
-        Err(error) if choice == Choice::Uring => Err(Error::system("opening io_uring", &error)),
+        Err(error) if choice == BackendChoice::Uring => Err(Error::system("opening io_uring", &error)),
         Err(error) => {
             let reason =
-                format!("io_uring is not to be had: {}", error.to_string().replace("os error", "errno"));
-            log::write(Level::Info, &format!("{reason}; {workers} threads read and write instead"));
+                format!("io_uring is unavailable: {}", error.to_string().replace("os error", "errno"));
+            log::write(Level::Info, &format!("{reason}; {workers} threads are used instead"));
             Ok((threads(), reason))
         }
     }

@@ -1,10 +1,10 @@
 //! Which operations are past their deadline, or in flight without progress for too long.
 //!
 //! Invariants:
-//! - An operation stalls only after the engine saw no completion for the whole stall limit, during which the process
+//! - An operation stalls only after the engine saw no completion for the whole I/O timeout, during which the process
 //!   ran.
 //! - A check that happens much later than planned means that the process did not run (SIGSTOP, a frozen cgroup, a
-//!   paused container). Completions of that time are still in the queue. The stall limit then starts again, and no
+//!   paused container). Completions of that time are still in the queue. The I/O timeout then starts again, and no
 //!   deadline expires before the driver had a chance to process the completions.
 //! - Waiters check as well as the driver, since a system call can block the driver.
 #![forbid(unsafe_code)]
@@ -14,28 +14,30 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::counters::Counters;
-use super::operation::{Phase, Shared, State};
+use super::operation::{EngineState, Phase, Shared, key_of};
 use crate::error::{Error, IoKind};
 use crate::log::{self, Level};
 
 /// Bounds of the time between two checks while operations are in flight.
-const LOOK_EVERY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(2));
+const CHECK_EVERY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(2));
 
 impl Shared {
     /// Expires and logs operations past their deadline, or in flight without progress for too long. Returns the time of
     /// the next check, and whether anything expired.
     pub(super) fn expire<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
-    ) -> (MutexGuard<'a, State>, Option<Instant>, bool) {
+        mut state: MutexGuard<'a, EngineState>,
+    ) -> (MutexGuard<'a, EngineState>, Option<Instant>, bool) {
         let now = Instant::now();
-        let every = self.stall.map_or(LOOK_EVERY.1, |stall| (stall / 8).clamp(LOOK_EVERY.0, LOOK_EVERY.1));
+        let every = self
+            .io_timeout
+            .map_or(CHECK_EVERY.1, |io_timeout| (io_timeout / 8).clamp(CHECK_EVERY.0, CHECK_EVERY.1));
         let turns = self.turns.load(Ordering::Acquire);
         if state.progress.notice_stop(now, every, turns) {
             self.wake();
         }
-        let stalled = self.stall.and_then(|stall| {
-            let due = state.stall(self.progress.load(Ordering::Relaxed), stall, now)?;
+        let stalled = self.io_timeout.and_then(|io_timeout| {
+            let due = state.expire_stalled(self.progress.load(Ordering::Relaxed), io_timeout, now)?;
             Some(due.min(now + every))
         });
         let passed = state.deadlines.first().is_some_and(|(deadline, _)| *deadline <= now);
@@ -47,6 +49,7 @@ impl Shared {
         if !expired.is_empty() {
             expired.iter().for_each(|_| Counters::add(&self.counters.failed, 1));
             drop(state);
+            self.ring();
             expired.iter().for_each(|error| log::write(Level::Warn, &error.to_string()));
             state = self.lock();
         }
@@ -58,28 +61,42 @@ impl Shared {
     }
 }
 
-impl State {
+impl EngineState {
     /// Sets a passed deadline on operations without progress for too long; returns when the next one may be due.
-    fn stall(&mut self, progress: u64, stall: Duration, now: Instant) -> Option<Instant> {
+    fn expire_stalled(&mut self, progress: u64, io_timeout: Duration, now: Instant) -> Option<Instant> {
         if self.progress.seen.0 != progress {
             self.progress.seen = (progress, Some(now));
+            self.forget_stall();
         }
         let moved = self.progress.seen.1;
-        if let Some(soonest) = moved.and_then(|moved| moved.checked_add(stall)).filter(|at| *at > now) {
+        if let Some(soonest) = moved.and_then(|moved| moved.checked_add(io_timeout)).filter(|at| *at > now) {
             return (self.unfinished > 0).then_some(soonest);
         }
         let mut next = None;
         for (_, entry) in self.entries.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Pending)) {
             let Some(op) = &entry.op else { continue };
             let from = moved.map_or(op.submitted, |moved| moved.max(op.submitted));
-            match from.checked_add(stall) {
+            match from.checked_add(io_timeout) {
                 Some(due) if due <= now => {
                     self.deadlines.insert((due, op.handle));
+                    self.progress.stalled = true;
                 }
                 due => next = next.into_iter().chain(due).min(),
             }
         }
         next
+    }
+
+    /// Removes the deadlines that a stall set, since a completion arrived before the operations expired.
+    fn forget_stall(&mut self) {
+        if !std::mem::take(&mut self.progress.stalled) {
+            return;
+        }
+        let entries = &self.entries;
+        self.deadlines.retain(|(deadline, handle)| {
+            let entry = entries.get(key_of(*handle)).filter(|entry| entry.handle == *handle);
+            entry.and_then(|entry| entry.op.as_ref()).is_some_and(|op| op.deadline == Some(*deadline))
+        });
     }
 
     /// Expires operations past their deadline; returns their errors.
@@ -93,8 +110,8 @@ impl State {
             let Some(op) = entry.and_then(|entry| entry.op.clone()) else { continue };
             let stuck = op.expire();
             let words = match stuck {
-                true => "its deadline passed; the buffer stays in use until the system answers",
-                false => "its deadline passed before it began",
+                true => "the deadline passed; the buffer stays in use until the system ends the operation",
+                false => "the deadline passed before the operation started",
             };
             let error = op.error(IoKind::Deadline, words.to_string());
             if stuck {
@@ -104,7 +121,7 @@ impl State {
                 entry.phase = Phase::Expired { unread: Some(error.clone()), stuck, ended: false };
             }
             self.leave_pending(handle, op.action, op.deadline);
-            self.concerned(handle).for_each(|news| news.notify_one());
+            self.waiters_for(handle).for_each(|condvar| condvar.notify_one());
             errors.push(error);
         }
         errors

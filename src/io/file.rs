@@ -15,9 +15,9 @@ use arc_swap::ArcSwapOption;
 
 use super::plan::{Alignment, Route};
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
-use crate::sys::file::{self, Access, DirectNeed, Facts, FileSystem, Identity, RequestLimits};
+use crate::sys::file::{self, Access, DirectAlignment, FileInfo, FileSystem, Identity, RequestLimits};
 use crate::sys::memory::BASE_PAGE;
-use crate::sys::own;
+use crate::sys::private_files;
 
 /// A file that operations read and write.
 #[derive(Debug)]
@@ -29,20 +29,20 @@ pub struct File {
     /// Length in bytes when it was last checked.
     length: AtomicU64,
     source: Source,
-    need: Option<Alignment>,
+    alignment: Option<Alignment>,
     direct_refused: AtomicBool,
     buffered_reason: Mutex<Option<String>>,
     limits: Option<RequestLimits>,
-    _keeps: Keeps,
+    _keep_alive: KeepAlive,
 }
 
 /// An object that lives as long as the file, and so as long as any operation on it: the lock that guards the file.
 #[derive(Default)]
-struct Keeps(Option<Arc<dyn Any + Send + Sync>>);
+struct KeepAlive(Option<Arc<dyn Any + Send + Sync>>);
 
-impl fmt::Debug for Keeps {
+impl fmt::Debug for KeepAlive {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.debug_tuple("Keeps").field(&self.0.is_some()).finish()
+        out.debug_tuple("KeepAlive").field(&self.0.is_some()).finish()
     }
 }
 
@@ -59,12 +59,12 @@ enum Source {
 impl File {
     /// Opens `path`; without O_DIRECT if `direct` is false or the file system refuses it.
     pub fn open(path: &Path, access: Access, direct: bool) -> Result<File> {
-        File::opened_by(path, access, direct, |direct| file::open(path, access, direct))
+        File::open_with(path, access, direct, |direct| file::open(path, access, direct))
     }
 
     /// Like [`File::open`] with a caller-supplied `open`, whose argument says whether to use O_DIRECT. `path` is for
     /// messages.
-    pub fn opened_by(
+    pub fn open_with(
         path: &Path,
         access: Access,
         direct: bool,
@@ -74,13 +74,7 @@ impl File {
         let fail = |error: io::Error| failure("opening", &name, 0, 0, &error);
         if !direct {
             let main = open(false).map_err(fail)?;
-            return File::assemble(
-                main,
-                false,
-                name,
-                access,
-                Some("switched off by the options".to_string()),
-            );
+            return File::assemble(main, false, name, access, Some("disabled by the options".to_string()));
         }
         match open(true) {
             Ok(main) => File::assemble(main, true, name, access, None),
@@ -93,7 +87,7 @@ impl File {
                     false,
                     name,
                     access,
-                    Some("the file system refuses O_DIRECT".to_string()),
+                    Some("the file system does not support O_DIRECT".to_string()),
                 )
             }
             Err(error) => Err(fail(error)),
@@ -106,10 +100,10 @@ impl File {
         let (main, direct) = file::duplicate(fd).map_err(|error| failure("opening", &name, 0, 0, &error))?;
         if access != Access::Read && file::appends(&main) {
             let words =
-                format!("{fd} was opened with O_APPEND: the system writes at the end, not at the offset");
+                format!("{fd} was opened with O_APPEND, which ignores the offset; open it without O_APPEND");
             return Err(Error::invalid("request.fd", words));
         }
-        let reason = (!direct).then(|| "the caller's descriptor has no O_DIRECT".to_string());
+        let reason = (!direct).then(|| "the descriptor was opened without O_DIRECT".to_string());
         File::assemble(main, direct, name, access, reason)
     }
 
@@ -120,23 +114,26 @@ impl File {
         access: Access,
         reason: Option<String>,
     ) -> Result<File> {
-        let facts = file::facts(&main).map_err(|error| failure("opening", &name, 0, 0, &error))?;
-        if !facts.seekable {
+        let info = file::info(&main).map_err(|error| failure("opening", &name, 0, 0, &error))?;
+        if !info.seekable {
             return Err(Error::invalid(
                 "path",
                 format!("{name} is neither a regular file nor a block device"),
             ));
         }
         let page = BASE_PAGE as u64;
-        let (need, reason) = match if direct { file::direct_need(&main) } else { DirectNeed::Refused } {
-            DirectNeed::Stated { memory, offset } => (Some((memory, offset)), reason),
-            DirectNeed::Unknown => (Some((page, page)), reason),
-            DirectNeed::Refused => {
-                (None, reason.or_else(|| Some("the file system says that this file cannot".to_string())))
-            }
-        };
-        let need =
-            need.map(|(memory, offset)| Alignment { memory: memory.max(512), offset: offset.max(page) });
+        let (alignment, reason) =
+            match if direct { file::direct_alignment(&main) } else { DirectAlignment::Refused } {
+                DirectAlignment::Stated { memory, offset } => (Some((memory, offset)), reason),
+                DirectAlignment::Unknown => (Some((page, page)), reason),
+                DirectAlignment::Refused => (
+                    None,
+                    reason
+                        .or_else(|| Some("the file system reports no direct I/O for this file".to_string())),
+                ),
+            };
+        let alignment =
+            alignment.map(|(memory, offset)| Alignment { memory: memory.max(512), offset: offset.max(page) });
         // If the file does not support direct I/O, its first use replaces an O_DIRECT main descriptor by a buffered
         // one.
         let buffered = OnceLock::new();
@@ -144,24 +141,24 @@ impl File {
             key: next_key(),
             name,
             writable: access != Access::Read,
-            identity: facts.identity,
-            length: facts.len.into(),
-            direct_refused: AtomicBool::new(need.is_none()),
+            identity: info.identity,
+            length: info.len.into(),
+            direct_refused: AtomicBool::new(alignment.is_none()),
             source: Source::Real { main, buffered },
-            need: need.or(direct.then_some(Alignment { memory: page, offset: page })),
+            alignment: alignment.or(direct.then_some(Alignment { memory: page, offset: page })),
             buffered_reason: Mutex::new(reason),
-            limits: limits_of(facts.identity.device),
-            _keeps: Keeps::default(),
+            limits: limits_of(info.identity.device),
+            _keep_alive: KeepAlive::default(),
         })
     }
 
     /// Makes the file keep `other` alive until it is closed, after the last operation that uses the file.
-    pub fn keeping(self, other: Arc<dyn Any + Send + Sync>) -> File {
-        File { _keeps: Keeps(Some(other)), ..self }
+    pub fn keep_alive(self, other: Arc<dyn Any + Send + Sync>) -> File {
+        File { _keep_alive: KeepAlive(Some(other)), ..self }
     }
 
     /// A file without a descriptor that the backend identifies by `name`, with the alignment that the backend requires.
-    pub fn named(name: &str, device: u64, need: Option<Alignment>) -> File {
+    pub fn named(name: &str, device: u64, alignment: Option<Alignment>) -> File {
         let key = next_key();
         File {
             key,
@@ -170,11 +167,11 @@ impl File {
             identity: Identity { device, inode: key },
             length: 0.into(),
             source: Source::Named,
-            need,
-            direct_refused: AtomicBool::new(need.is_none()),
+            alignment,
+            direct_refused: AtomicBool::new(alignment.is_none()),
             buffered_reason: Mutex::new(None),
             limits: None,
-            _keeps: Keeps::default(),
+            _keep_alive: KeepAlive::default(),
         }
     }
 
@@ -223,7 +220,7 @@ impl File {
 
     /// Alignment for direct I/O; `None` if everything goes through the page cache.
     pub fn direct(&self) -> Option<Alignment> {
-        self.need.filter(|_| !self.direct_refused.load(Ordering::Relaxed))
+        self.alignment.filter(|_| !self.direct_refused.load(Ordering::Relaxed))
     }
 
     /// Sends everything through the page cache from now on. The first recorded reason is kept.
@@ -242,7 +239,7 @@ impl File {
         match &self.source {
             // Two threads may open it concurrently; the second descriptor is closed again.
             Source::Real { main, buffered }
-                if route == Route::Buffered && self.need.is_some() && buffered.get().is_none() =>
+                if route == Route::Buffered && self.alignment.is_some() && buffered.get().is_none() =>
             {
                 let second = file::reopen_buffered(main, self.writable)
                     .map_err(|error| failure("opening", &self.name, 0, 0, &error))?;
@@ -261,7 +258,7 @@ impl File {
                 Route::Direct => main.as_fd(),
                 Route::Buffered => buffered.get().unwrap_or(main).as_fd(),
             },
-            Source::Named => unreachable!("its backend asks for no descriptors"),
+            Source::Named => unreachable!("its backend uses no descriptors"),
         }
     }
 
@@ -281,7 +278,7 @@ impl File {
             Source::Named => return Ok(()),
         };
         let fail = |error: io::Error| failure("preallocating", &self.name, offset, end - offset, &error);
-        let Facts { len, .. } = file::facts(main).map_err(fail)?;
+        let FileInfo { len, .. } = file::info(main).map_err(fail)?;
         if end > len {
             file::preallocate(main, len.max(offset), end)
                 .map_err(|error| self.with_free_space(fail(error)))?;
@@ -306,7 +303,7 @@ impl File {
         match (error, &self.source) {
             (Error::Io(mut inner), Source::Real { .. }) if inner.kind == IoKind::NoSpace => {
                 if let Some(free) = file::free_bytes(Path::new(&self.name)) {
-                    inner.detail = format!("the file system has {free} bytes free");
+                    inner.detail = format!("the file system has only {free} bytes free");
                 }
                 Error::Io(inner)
             }
@@ -338,7 +335,7 @@ fn next_key() -> u64 {
 
 /// The error of a failed system call on a file, or of a refused file at a fixed name.
 pub(super) fn failure(doing: &'static str, name: &str, offset: u64, bytes: u64, error: &io::Error) -> Error {
-    if own::is_refusal(error) {
+    if private_files::is_refusal(error) {
         return TierError::at(TierKind::Foreign, name, error.to_string());
     }
     let errno = error.raw_os_error().unwrap_or(0);

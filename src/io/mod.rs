@@ -6,36 +6,38 @@
 //! | `operation`, `expiry`, `progress` | state shared by callers and driver; deadlines; detection of a stopped process |
 //! | [`options`], `counters`, `busy` | settings and requests; statistics |
 //! | `driver` | the thread behind an engine: splits operations into pieces and keeps the queue full |
-//! | `verdict` | classifies each completion: done, retry or failed |
+//! | `classify` | classifies each completion: done, retry or failed |
 //! | [`plan`] | where operations are split, as pure arithmetic |
 //! | [`profile`] | settings measured by `spillway tune` |
-//! | `blocks` | the piece size for each file system |
+//! | `piece_size` | the piece size for each file system |
 //! | `file` | open files: direct or buffered, and why |
-//! | [`object`] | files stored as objects of an S3-compatible store |
+//! | `object` | files stored as objects of an S3-compatible store; with the feature `s3`, and in unit tests |
 //! | `backend` | the interface below: `uring`, `threads` (files and object stores), `sim` (seeded faults, for tests) |
 //!
 //! Only `uring` contains unsafe code.
 
 mod backend;
-mod blocks;
 mod busy;
+mod classify;
 pub mod counters;
 mod driver;
 mod expiry;
 mod open_files;
 mod operation;
+mod piece_size;
 mod progress;
 mod threads;
 mod uring;
-mod verdict;
 mod waiting;
 
 pub mod engine;
 pub mod file;
-pub mod object;
 pub mod options;
 pub mod plan;
 pub mod profile;
+
+#[cfg(any(test, feature = "s3"))]
+pub mod object;
 
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;

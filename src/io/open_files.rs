@@ -24,12 +24,12 @@ pub(super) struct OpenFiles {
 impl OpenFiles {
     /// The file that `path` names now, opened if necessary.
     pub(super) fn get(&self, path: &Path, access: Access, direct: bool) -> Result<Arc<File>> {
-        let now = match file::facts_of_path(path) {
-            Ok(facts) if !facts.seekable => {
+        let now = match file::info_of_path(path) {
+            Ok(info) if !info.seekable => {
                 let reason = format!("{} is neither a regular file nor a block device", path.display());
                 return Err(Error::invalid("path", reason));
             }
-            Ok(facts) => Some(facts),
+            Ok(info) => Some(info),
             Err(error) if error.kind() == io::ErrorKind::NotFound && access != Access::Read => None,
             Err(error) => return Err(failure("opening", &path.to_string_lossy(), 0, 0, &error)),
         };

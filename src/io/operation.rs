@@ -1,6 +1,6 @@
 //! Operations in flight, and the state that an engine's callers and its driver share about them.
 //!
-//! A handle has 63 bits. The top bit is free for handles that callers number themselves (see `tier::gate`). A handle is
+//! A handle has 63 bits. The top bit is free for handles that callers number themselves (see `tier::turns::gate`). A handle is
 //! pending, then finished, until a wait takes the outcome. A handle whose deadline passes is expired: the caller gets
 //! the outcome at once, and the handle stays valid until the kernel has released the memory.
 #![forbid(unsafe_code)]
@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use super::backend::{Action, Wake, doze};
-use super::busy::Busy;
+use super::backend::{Action, Wake, sleep_until};
+use super::busy::BusyTime;
 use super::counters::Counters;
 use super::file::File;
 use super::progress::Progress;
 use crate::error::{Error, IoError, IoKind, Result};
 use crate::pool::region::Lease;
+use crate::sys::bell::Bell;
 use crate::sys::span::Span;
 
 /// Largest generation of a handle: 31 bits, above the 32 bits of its slot.
@@ -96,14 +97,14 @@ impl Operation {
     }
 
     pub(super) fn refuse_failed_device(&self) -> Error {
-        let words = "earlier operations on this device are stuck past their deadline";
+        let words = "earlier operations on this device are still in flight after their deadline";
         self.error(IoKind::PathFailed, words.to_string())
     }
 }
 
 /// An event that a caller waits for. A thread is woken only for its own event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Event {
+pub(super) enum WaitEvent {
     /// One operation has its outcome.
     Outcome(u64),
     /// No operation is pending.
@@ -114,32 +115,34 @@ pub(super) enum Event {
 
 /// State shared by callers and driver.
 pub(super) struct Shared {
-    state: Mutex<State>,
+    state: Mutex<EngineState>,
     pub(super) counters: Counters,
     /// True if the driver has room, so a new operation should wake it.
-    pub(super) hungry: AtomicBool,
+    pub(super) need_wakeup: AtomicBool,
     /// A region has retired.
     pub(super) trim: AtomicBool,
     /// Number of completions the driver has seen.
     pub(super) progress: AtomicU64,
     /// Number of waits that the driver has ended and whose completions it has processed.
     pub(super) turns: AtomicU64,
-    /// See `Options::stall`.
-    pub(super) stall: Option<Duration>,
+    /// See `Options::io_timeout`.
+    pub(super) io_timeout: Option<Duration>,
     pub(super) waker: OnceLock<Arc<dyn Wake>>,
+    /// Rung whenever operations have got their outcome.
+    pub(super) bell: OnceLock<Arc<Bell>>,
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct EngineState {
     pub(super) inbox: VecDeque<Arc<Operation>>,
     pub(super) entries: Slab<Entry>,
     pub(super) generation: u32,
     /// Deadlines of pending operations, with their handles.
     pub(super) deadlines: BTreeSet<(Instant, u64)>,
-    waiters: Slab<(Event, Arc<Condvar>)>,
+    waiters: Slab<(WaitEvent, Arc<Condvar>)>,
     /// Operations that are pending and not expired.
     pub(super) unfinished: usize,
-    pub(super) busy: Busy,
+    pub(super) busy: BusyTime,
     pub(super) progress: Progress,
     /// Number of expired operations in the kernel, by device.
     pub(super) stuck: HashMap<u64, usize>,
@@ -195,20 +198,21 @@ impl Ended {
 }
 
 impl Shared {
-    pub(super) fn new(stall: Option<Duration>) -> Shared {
+    pub(super) fn new(io_timeout: Option<Duration>) -> Shared {
         Shared {
             state: Mutex::default(),
             counters: Counters::default(),
-            hungry: AtomicBool::new(false),
+            need_wakeup: AtomicBool::new(false),
             trim: AtomicBool::new(false),
             progress: AtomicU64::new(0),
             turns: AtomicU64::new(0),
-            stall,
+            io_timeout,
             waker: OnceLock::new(),
+            bell: OnceLock::new(),
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, EngineState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -221,13 +225,13 @@ impl Shared {
     /// Sleeps until `event` may have happened, at most until `until`.
     pub(super) fn await_event<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
-        event: Event,
+        mut state: MutexGuard<'a, EngineState>,
+        event: WaitEvent,
         until: Option<Instant>,
-    ) -> MutexGuard<'a, State> {
-        let news = Arc::new(Condvar::new());
-        let key = state.waiters.insert((event, Arc::clone(&news)));
-        let mut state = doze(&news, state, until).0;
+    ) -> MutexGuard<'a, EngineState> {
+        let condvar = Arc::new(Condvar::new());
+        let key = state.waiters.insert((event, Arc::clone(&condvar)));
+        let mut state = sleep_until(&condvar, state, until).0;
         state.waiters.remove(key);
         state
     }
@@ -235,37 +239,47 @@ impl Shared {
     /// Called by the driver with operations that the kernel has released. Files without other users are closed before
     /// any waiter is notified, since the caller may unmount the file system next. Waiters are woken after the lock is
     /// released.
-    pub(super) fn finish(&self, over: &mut Vec<(Arc<Operation>, Result<u64>)>) {
-        if over.is_empty() {
+    pub(super) fn finish(&self, finished: &mut Vec<(Arc<Operation>, Result<u64>)>) {
+        if finished.is_empty() {
             return;
         }
         let mut state = self.lock();
         let theirs: Vec<_> =
-            over.iter().map(|(op, _)| state.entry(op.handle).map(|entry| entry.op.take())).collect();
+            finished.iter().map(|(op, _)| state.entry(op.handle).map(|entry| entry.op.take())).collect();
         drop(state);
-        let ended: Vec<Ended> = over.drain(..).map(|(op, outcome)| Ended::new(&op, outcome)).collect();
+        let ended: Vec<Ended> = finished.drain(..).map(|(op, outcome)| Ended::new(&op, outcome)).collect();
         drop(theirs);
         let mut state = self.lock();
         let mut woken = Vec::new();
         ended.into_iter().for_each(|ended| state.end(ended, &self.counters, &mut woken));
         drop(state);
-        woken.iter().for_each(|news| news.notify_one());
+        woken.iter().for_each(|condvar| condvar.notify_one());
+        self.ring();
+    }
+
+    /// Reports outcomes to the engine's bell, if it has one.
+    pub(super) fn ring(&self) {
+        if let Some(bell) = self.bell.get() {
+            bell.ring();
+        }
     }
 
     /// Marks the engine as failed: no further operation is accepted.
-    pub(super) fn lose(&self, reason: &str) {
+    pub(super) fn mark_failed(&self, reason: &str) {
         self.lock().lost = Some(reason.to_string());
     }
 
     /// Called last by the driver thread: marks it as ended and wakes all waiters.
-    pub(super) fn driver_ends(&self) {
+    pub(super) fn driver_ended(&self) {
         let mut state = self.lock();
         state.driver_gone = true;
-        state.tell_all();
+        state.wake_all();
+        drop(state);
+        self.ring();
     }
 }
 
-impl State {
+impl EngineState {
     /// Assigns an operation its handle and queues it; an operation with nothing to do finishes at once. Returns the
     /// handle and whether the driver must be woken.
     pub(super) fn admit(&mut self, make: impl FnOnce(u64) -> Operation) -> (u64, Admitted) {
@@ -279,7 +293,10 @@ impl State {
         let phase = if nothing { Phase::Finished(Ok(0)) } else { Phase::Pending };
         slot.insert(Entry { handle, op: (!nothing).then(|| Arc::clone(&op)), phase });
         if !nothing {
-            self.busy.begins(op.action);
+            self.busy.begin(op.action);
+            if self.unfinished == 0 {
+                self.progress.starts(op.submitted);
+            }
             self.unfinished += 1;
             op.deadline.map(|deadline| self.deadlines.insert((deadline, handle)));
             self.inbox.push_back(op);
@@ -295,7 +312,7 @@ impl State {
     pub(super) fn entry(&mut self, handle: u64) -> Result<&mut Entry> {
         let found = self.entries.get_mut(key_of(handle)).filter(|entry| entry.handle == handle);
         found.ok_or_else(|| {
-            Error::invalid("handle", format!("{handle:#x} was never given, or was waited for"))
+            Error::invalid("handle", format!("{handle:#x} is unknown, or was waited for already"))
         })
     }
 
@@ -321,7 +338,7 @@ impl State {
                 counters.count_outcome(action, &outcome);
                 entry.phase = Phase::Finished(outcome);
                 self.leave_pending(handle, action, deadline);
-                woken.extend(self.concerned(handle));
+                woken.extend(self.waiters_for(handle));
             }
         }
     }
@@ -332,7 +349,7 @@ impl State {
         match &mut entry.phase {
             Phase::Pending => Ok(None),
             Phase::Expired { unread, ended, .. } => {
-                let known = || Error::invalid("handle", format!("{handle:#x} was waited for"));
+                let known = || Error::invalid("handle", format!("{handle:#x} was waited for already"));
                 let (error, ended) = (unread.take().ok_or_else(known)?, *ended);
                 // Until then the entry records that its device is stuck.
                 if ended {
@@ -350,24 +367,24 @@ impl State {
     /// Removes an operation that has its outcome from the pending ones.
     pub(super) fn leave_pending(&mut self, handle: u64, action: Action, deadline: Option<Instant>) {
         self.unfinished -= 1;
-        self.busy.ends(action);
+        self.busy.end(action);
         deadline.map(|deadline| self.deadlines.remove(&(deadline, handle)));
     }
 
     /// The waiters for the outcome of `handle`, which just left the pending ones, and, if none is pending, the waiters
     /// for quiet.
-    pub(super) fn concerned(&self, handle: u64) -> impl Iterator<Item = Arc<Condvar>> {
+    pub(super) fn waiters_for(&self, handle: u64) -> impl Iterator<Item = Arc<Condvar>> {
         let quiet = self.unfinished == 0;
-        let concerns = move |event| event == Event::Outcome(handle) || quiet && event == Event::Quiet;
+        let concerns = move |event| event == WaitEvent::Outcome(handle) || quiet && event == WaitEvent::Quiet;
         self.waiters
             .iter()
             .filter(move |(_, (event, _))| concerns(*event))
-            .map(|(_, (_, news))| Arc::clone(news))
+            .map(|(_, (_, condvar))| Arc::clone(condvar))
     }
 
     /// Wakes every waiter to check its condition.
-    pub(super) fn tell_all(&self) {
-        self.waiters.iter().for_each(|(_, (_, news))| news.notify_one());
+    pub(super) fn wake_all(&self) {
+        self.waiters.iter().for_each(|(_, (_, condvar))| condvar.notify_one());
     }
 
     fn unstick(&mut self, device: u64) {
@@ -380,7 +397,7 @@ impl State {
     }
 }
 
-fn key_of(handle: u64) -> usize {
+pub(super) fn key_of(handle: u64) -> usize {
     ((handle & u64::from(u32::MAX)) as usize).wrapping_sub(1)
 }
 

@@ -10,9 +10,17 @@ use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::span::Span;
 
+/// Begins the address of an object store.
+pub(super) const SCHEME: &str = "s3://";
+
+/// True if a path is an address of an object store (`s3://...`), not a directory.
+pub fn is_address(path: &str) -> bool {
+    path.starts_with(SCHEME)
+}
+
 /// The backend to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Choice {
+pub enum BackendChoice {
     /// io_uring, or threads where io_uring is unavailable.
     Auto,
     /// io_uring; an error if it is unavailable.
@@ -25,7 +33,7 @@ pub enum Choice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
     /// The backend; the environment variable `SPILLWAY_IO` overrides it.
-    pub backend: Choice,
+    pub backend: BackendChoice,
     /// Most pieces of reads in flight, and likewise of writes; 0 takes the depth of the profile, or [`DEPTH`].
     pub depth: u32,
     /// Most bytes of a piece, rounded up to whole pages; 0 takes the profile's value for each file system, or
@@ -44,13 +52,13 @@ pub struct Options {
     pub deadline: Option<Duration>,
     /// Time without any completion after which all operations in flight count as past their deadline. It suits a long
     /// queue on a slow device, which a deadline does not.
-    pub stall: Option<Duration>,
+    pub io_timeout: Option<Duration>,
 }
 
 impl Default for Options {
     fn default() -> Self {
         Options {
-            backend: Choice::Auto,
+            backend: BackendChoice::Auto,
             depth: 0,
             block_bytes: 0,
             workers: 0,
@@ -58,7 +66,7 @@ impl Default for Options {
             preallocate: true,
             file_mode: 0o600,
             deadline: None,
-            stall: None,
+            io_timeout: None,
         }
     }
 }
@@ -74,7 +82,7 @@ pub const MAX_DEPTH: u32 = 4096;
 /// Most bytes of a piece; a completion's byte count is an i32.
 pub const MAX_BLOCK: u64 = 1 << 30;
 const MAX_WORKERS: u32 = 1024;
-/// Bytes of bounce blocks for unaligned memory, for each lane. A small depth uses fewer.
+/// Bytes of bounce blocks for unaligned memory, for each direction. A small depth uses fewer.
 pub(super) const BOUNCE_BYTES: usize = 16 << 20;
 /// Smaller writes are not preallocated: the extra call costs more than it saves.
 pub(super) const PREALLOCATE_FROM: usize = 256 << 10;
@@ -103,13 +111,13 @@ pub struct Request<'a> {
     pub deadline: Option<Duration>,
 }
 
-pub(super) fn forced_backend() -> Result<Option<Choice>> {
+pub(super) fn forced_backend() -> Result<Option<BackendChoice>> {
     match std::env::var("SPILLWAY_IO") {
         Err(_) => Ok(None),
         Ok(text) => match text.trim() {
             "" => Ok(None),
-            "uring" | "io_uring" => Ok(Some(Choice::Uring)),
-            "threads" => Ok(Some(Choice::Threads)),
+            "uring" | "io_uring" => Ok(Some(BackendChoice::Uring)),
+            "threads" => Ok(Some(BackendChoice::Threads)),
             other => {
                 Err(Error::invalid("SPILLWAY_IO", format!("{other:?} is neither \"uring\" nor \"threads\"")))
             }
@@ -119,10 +127,10 @@ pub(super) fn forced_backend() -> Result<Option<Choice>> {
 
 pub(super) fn checked(options: Options) -> Result<Options> {
     let range = |argument: &'static str, value: u64, limit: u64| match value {
-        _ if value > limit => Err(Error::invalid(argument, format!("{value} is more than {limit}"))),
+        _ if value > limit => Err(Error::invalid(argument, format!("is {value}, but the limit is {limit}"))),
         _ => Ok(()),
     };
-    range("options.depth", options.depth.into(), MAX_DEPTH.into())?;
+    range("options.queue_depth", options.depth.into(), MAX_DEPTH.into())?;
     range("options.block_bytes", options.block_bytes, MAX_BLOCK)?;
     range("options.workers", options.workers.into(), MAX_WORKERS.into())?;
     if options.file_mode & !0o7777 != 0 {

@@ -33,7 +33,7 @@ pub struct Alignment {
 
 /// The properties of one operation that determine how it is split.
 #[derive(Debug, Clone, Copy)]
-pub struct Extent {
+pub struct Splitter {
     /// Byte offset in the file.
     pub offset: u64,
     /// Address of the first byte in memory.
@@ -48,7 +48,7 @@ pub struct Extent {
 
 /// One piece of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
+pub struct PiecePlan {
     /// Length in bytes.
     pub len: u64,
     /// The descriptor to use.
@@ -57,13 +57,13 @@ pub struct Cut {
     pub bounce: bool,
 }
 
-impl Extent {
+impl Splitter {
     /// The piece that begins `done` bytes into the operation; `done` must be less than `len`. Bounce blocks have
     /// `bounce_block` bytes. The piece has at least one byte: pieces too small for the alignment go through the page
     /// cache.
-    pub fn cut(&self, done: u64, bounce_block: u64) -> Cut {
+    pub fn piece_at(&self, done: u64, bounce_block: u64) -> PiecePlan {
         let left = self.len - done;
-        let buffered = |len: u64| Cut { len, route: Route::Buffered, bounce: false };
+        let buffered = |len: u64| PiecePlan { len, route: Route::Buffered, bounce: false };
         let Some(Alignment { memory, offset }) = self.direct else { return buffered(left.min(self.piece)) };
         match (self.offset + done) % offset {
             0 if left >= offset => {
@@ -71,7 +71,7 @@ impl Extent {
                 let most = left.min(self.piece).min(if bounce { bounce_block } else { u64::MAX });
                 match most - most % offset {
                     0 => buffered(offset),
-                    len => Cut { len, route: Route::Direct, bounce },
+                    len => PiecePlan { len, route: Route::Direct, bounce },
                 }
             }
             into => buffered(left.min(offset - into)),
@@ -81,9 +81,9 @@ impl Extent {
     /// True if the first or last piece needs the page cache.
     pub fn has_edges(&self) -> bool {
         match self.direct {
-            Some(need) => {
-                !self.offset.is_multiple_of(need.offset)
-                    || !(self.offset + self.len).is_multiple_of(need.offset)
+            Some(alignment) => {
+                !self.offset.is_multiple_of(alignment.offset)
+                    || !(self.offset + self.len).is_multiple_of(alignment.offset)
             }
             None => true,
         }
@@ -108,16 +108,16 @@ mod tests {
 
     const NEED: Alignment = Alignment { memory: 512, offset: 4096 };
 
-    fn cuts(extent: Extent) -> Vec<Cut> {
+    fn cuts(splitter: Splitter) -> Vec<PiecePlan> {
         let mut done = 0;
         let mut cuts = Vec::new();
-        while done < extent.len {
-            let cut = extent.cut(done, 8192);
-            assert!(cut.len > 0 && cut.len <= extent.piece.max(NEED.offset));
+        while done < splitter.len {
+            let cut = splitter.piece_at(done, 8192);
+            assert!(cut.len > 0 && cut.len <= splitter.piece.max(NEED.offset));
             done += cut.len;
             cuts.push(cut);
         }
-        assert_eq!(done, extent.len);
+        assert_eq!(done, splitter.len);
         cuts
     }
 
@@ -126,9 +126,9 @@ mod tests {
         for offset in [0, 1, 511, 512, 4095, 4096, 5000, 8191] {
             for len in (1..20_000).step_by(97).chain([4096, 8192, 12_288]) {
                 for address in [0_u64, 64, 512, 4096] {
-                    let extent = Extent { offset, address, len, direct: Some(NEED), piece: 8192 };
+                    let splitter = Splitter { offset, address, len, direct: Some(NEED), piece: 8192 };
                     let mut at = offset;
-                    let cuts = cuts(extent);
+                    let cuts = cuts(splitter);
                     for cut in &cuts {
                         if cut.route == Route::Direct {
                             assert!(at.is_multiple_of(4096) && cut.len.is_multiple_of(4096));
@@ -138,7 +138,7 @@ mod tests {
                     }
                     let buffered = cuts.iter().filter(|cut| cut.route == Route::Buffered).count();
                     assert!(buffered <= 2);
-                    assert_eq!(extent.has_edges(), buffered > 0);
+                    assert_eq!(splitter.has_edges(), buffered > 0);
                 }
             }
         }
@@ -149,15 +149,15 @@ mod tests {
     fn pieces_smaller_than_the_alignment_still_move() {
         let direct = Some(Alignment { memory: 512, offset: 65_536 });
         for (piece, bounce_block, address) in [(4096, 1 << 20, 0), (1 << 20, 4096, 1), (1 << 20, 98_304, 1)] {
-            let extent = Extent { offset: 0, address, len: 1 << 20, direct, piece };
+            let splitter = Splitter { offset: 0, address, len: 1 << 20, direct, piece };
             let mut done = 0;
-            while done < extent.len {
-                let cut = extent.cut(done, bounce_block);
+            while done < splitter.len {
+                let cut = splitter.piece_at(done, bounce_block);
                 assert!(cut.len > 0 && (!cut.bounce || cut.len <= bounce_block), "{cut:?}");
                 assert!(cut.route == Route::Buffered || cut.len.is_multiple_of(65_536), "{cut:?}");
                 done += cut.len;
             }
-            assert_eq!(done, extent.len);
+            assert_eq!(done, splitter.len);
         }
     }
 

@@ -24,8 +24,10 @@ pub(super) struct Progress {
     /// When the next check was planned; `None` if nothing was in flight.
     pub(super) planned: Option<Instant>,
     settling: Option<Settling>,
+    /// True if a stall has put operations among the deadlines.
+    pub(super) stalled: bool,
     /// True if the driver was woken since the oldest passed deadline.
-    asked: bool,
+    woken: bool,
 }
 
 /// Set while the driver may not have processed all completions.
@@ -44,6 +46,12 @@ impl Progress {
         Progress { planned: Some(when), ..Progress::default() }
     }
 
+    /// Called when an operation is admitted and no other is in flight. A check is due at once, so a stop before the first
+    /// check is noticed too.
+    pub(super) fn starts(&mut self, submitted: Instant) {
+        self.planned = Some(submitted);
+    }
+
     /// True if the process was stopped since the last check. `turns` is the number of waits that the driver has ended.
     pub(super) fn notice_stop(&mut self, now: Instant, every: Duration, turns: u64) -> bool {
         let late = LATE.max(every);
@@ -57,7 +65,7 @@ impl Progress {
 
     /// Called when a deadline has passed; true if the driver must be woken to process completions first.
     pub(super) fn notice_deadline(&mut self, now: Instant, turns: u64) -> bool {
-        if self.settling.is_some() || std::mem::replace(&mut self.asked, true) {
+        if self.settling.is_some() || std::mem::replace(&mut self.woken, true) {
             return false;
         }
         self.settle(turns, now, now + AFTER_DEADLINE);
@@ -66,20 +74,20 @@ impl Progress {
 
     /// Called when the operations past their deadline expire.
     pub(super) fn expired(&mut self) {
-        self.asked = false;
+        self.woken = false;
     }
 
     /// When to check again whether the driver has processed all completions; `None` if it has.
     pub(super) fn settles(&mut self, now: Instant, turns: u64) -> Option<Instant> {
-        let goes_on = |settling: &Settling| {
+        let is_settling = |settling: &Settling| {
             (turns < settling.turn || now < settling.not_before) && now < settling.until
         };
-        self.settling = self.settling.take().filter(goes_on);
+        self.settling = self.settling.take().filter(is_settling);
         self.settling.as_ref().map(|_| now + SETTLING_CHECK)
     }
 
     fn settle(&mut self, turns: u64, not_before: Instant, until: Instant) {
-        self.asked = true;
+        self.woken = true;
         // The driver's current wait may have ended already, so the wait after it counts.
         self.settling = Some(Settling { turn: turns + 2, not_before, until });
     }

@@ -1,32 +1,32 @@
 //! The backend of worker threads, started on demand: pread and pwrite for machines without io_uring, or requests to an
-//! object store. Each lane has its own workers.
+//! object store. Each direction has its own workers.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::backend::{Action, Backend, Completion, LANES, Piece, Sleep, Wake, doze};
+use super::backend::{Action, Backend, Completion, DIRECTIONS, Piece, Sleep, Wake, sleep_until};
 use crate::sys::file;
 use crate::sys::threads;
 
 #[derive(Default)]
-struct Desk {
-    state: Mutex<State>,
-    for_work: [Condvar; LANES],
-    news: Condvar,
+struct WorkQueue {
+    state: Mutex<QueueState>,
+    work_added: [Condvar; DIRECTIONS],
+    completed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    lines: [Line; LANES],
+struct QueueState {
+    directions: [DirectionQueue; DIRECTIONS],
     done: Vec<Completion>,
     woken: bool,
     closing: bool,
 }
 
 #[derive(Default)]
-struct Line {
+struct DirectionQueue {
     pieces: VecDeque<Piece>,
     idle: usize,
     workers: usize,
@@ -36,26 +36,26 @@ struct Line {
 pub(super) type Serve = Arc<dyn Fn(&Piece) -> Completion + Send + Sync>;
 
 pub(super) struct Threads {
-    desk: Arc<Desk>,
+    queue: Arc<WorkQueue>,
     limit: usize,
     name: &'static str,
     serve: Serve,
 }
 
 impl Threads {
-    /// Up to `limit` workers for each lane on the system's files.
+    /// Up to `limit` workers for each direction on the system's files.
     pub(super) fn new(limit: usize) -> Threads {
         Threads::serving("threads", limit, Arc::new(|piece| Completion::of(piece.token, run(piece))))
     }
 
-    /// Up to `limit` workers for each lane that execute pieces with `serve`.
+    /// Up to `limit` workers for each direction that execute pieces with `serve`.
     pub(super) fn serving(name: &'static str, limit: usize, serve: Serve) -> Threads {
-        Threads { desk: Arc::default(), limit: limit.max(1), name, serve }
+        Threads { queue: Arc::default(), limit: limit.max(1), name, serve }
     }
 
     /// Like [`Threads::new`], with a call to `before_write` before every write.
     #[cfg(test)]
-    pub(super) fn held(limit: usize, before_write: impl Fn() + Send + Sync + 'static) -> Threads {
+    pub(super) fn with_hook(limit: usize, before_write: impl Fn() + Send + Sync + 'static) -> Threads {
         let serve = move |piece: &Piece| {
             if piece.action == Action::Write {
                 before_write();
@@ -65,9 +65,9 @@ impl Threads {
         Threads::serving("test", limit, Arc::new(serve))
     }
 
-    fn start_worker(&self, lane: usize) -> io::Result<()> {
-        let (desk, serve) = (Arc::clone(&self.desk), Arc::clone(&self.serve));
-        threads::spawn_quiet("spillway-io-worker", move || desk.work(lane, &*serve))
+    fn start_worker(&self, direction: usize) -> io::Result<()> {
+        let (queue, serve) = (Arc::clone(&self.queue), Arc::clone(&self.serve));
+        threads::spawn_quiet("spillway-io-worker", move || queue.work(direction, &*serve))
     }
 }
 
@@ -77,26 +77,29 @@ impl Backend for Threads {
     }
 
     fn push(&mut self, piece: Piece) {
-        let lane = piece.action.lane();
-        let mut state = self.desk.lock();
-        let line = &mut state.lines[lane];
-        line.pieces.push_back(piece);
-        if line.pieces.len() > line.idle && line.workers < self.limit && self.start_worker(lane).is_ok() {
-            line.workers += 1;
+        let direction = piece.action.direction();
+        let mut state = self.queue.lock();
+        let queue = &mut state.directions[direction];
+        queue.pieces.push_back(piece);
+        if queue.pieces.len() > queue.idle
+            && queue.workers < self.limit
+            && self.start_worker(direction).is_ok()
+        {
+            queue.workers += 1;
         }
-        self.desk.for_work[lane].notify_one();
+        self.queue.work_added[direction].notify_one();
     }
 
     fn wait(&mut self, sleep: Sleep, done: &mut Vec<Completion>) -> io::Result<()> {
-        let mut state = self.desk.lock();
-        for (lane, line) in state.lines.iter_mut().enumerate() {
-            if line.workers == 0 && !line.pieces.is_empty() {
-                self.start_worker(lane)?;
-                line.workers += 1;
+        let mut state = self.queue.lock();
+        for (direction, queue) in state.directions.iter_mut().enumerate() {
+            if queue.workers == 0 && !queue.pieces.is_empty() {
+                self.start_worker(direction)?;
+                queue.workers += 1;
             }
         }
         while sleep.completions > 0 && state.done.is_empty() && !state.woken {
-            let (locked, in_time) = doze(&self.desk.news, state, sleep.until);
+            let (locked, in_time) = sleep_until(&self.queue.completed, state, sleep.until);
             state = locked;
             if !in_time {
                 break;
@@ -108,46 +111,46 @@ impl Backend for Threads {
     }
 
     fn waker(&self) -> Arc<dyn Wake> {
-        Arc::clone(&self.desk) as Arc<dyn Wake>
+        Arc::clone(&self.queue) as Arc<dyn Wake>
     }
 }
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.desk.lock().closing = true;
-        self.desk.for_work.iter().for_each(Condvar::notify_all);
+        self.queue.lock().closing = true;
+        self.queue.work_added.iter().for_each(Condvar::notify_all);
     }
 }
 
-impl Wake for Desk {
+impl Wake for WorkQueue {
     fn wake(&self) {
         self.lock().woken = true;
-        self.news.notify_one();
+        self.completed.notify_one();
     }
 }
 
-impl Desk {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl WorkQueue {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn work(&self, lane: usize, serve: &dyn Fn(&Piece) -> Completion) {
+    fn work(&self, direction: usize, serve: &dyn Fn(&Piece) -> Completion) {
         let mut state = self.lock();
         loop {
-            if let Some(piece) = state.lines[lane].pieces.pop_front() {
+            if let Some(piece) = state.directions[direction].pieces.pop_front() {
                 drop(state);
                 let completion = serve(&piece);
                 // The file closes here, before any waiter learns that the operation finished.
                 drop(piece);
                 state = self.lock();
                 state.done.push(completion);
-                self.news.notify_one();
+                self.completed.notify_one();
             } else if state.closing {
                 return;
             } else {
-                state.lines[lane].idle += 1;
-                state = self.for_work[lane].wait(state).unwrap_or_else(PoisonError::into_inner);
-                state.lines[lane].idle -= 1;
+                state.directions[direction].idle += 1;
+                state = self.work_added[direction].wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.directions[direction].idle -= 1;
             }
         }
     }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use io_uring::squeue::{Entry, Flags};
 use io_uring::{IoUring, Probe, opcode, types};
 
-use super::backend::{Action, Backend, Completion, LANES, Piece, Sleep, Wake};
+use super::backend::{Action, Backend, Completion, DIRECTIONS, Piece, Sleep, Wake};
 use super::plan::Route;
 use crate::log::{self, Level};
 use crate::pool::region::Region;
@@ -33,7 +33,7 @@ const SMALLEST_REGION: usize = 64 << 10;
 const WAKE_TOKEN: u64 = u64::MAX;
 /// How long to retry ENOMEM. The kernel returns the memlock charge of closed rings late; after this time the memory is
 /// in use elsewhere.
-const MEMLOCK_PATIENCE: Duration = Duration::from_millis(50);
+const MEMLOCK_RETRY: Duration = Duration::from_millis(50);
 
 pub(super) struct Uring {
     ring: IoUring,
@@ -41,12 +41,12 @@ pub(super) struct Uring {
     armed: bool,
     /// True if the wait accepts a timeout (Linux 5.11).
     knows_time: bool,
-    buffers: Option<Buffers>,
-    files: Option<Files>,
+    buffers: Option<RegisteredBuffers>,
+    files: Option<RegisteredFiles>,
 }
 
 impl Uring {
-    /// A ring for `depth` pieces of each lane. The calling thread must be the one that drives the ring.
+    /// A ring for `depth` pieces of each direction. The calling thread must be the one that drives the ring.
     pub(super) fn open(depth: u32) -> io::Result<Uring> {
         let ring = build(depth)?;
         let mut probe = Probe::new();
@@ -55,7 +55,7 @@ impl Uring {
         if !needed.into_iter().all(|code| probe.is_supported(code)) {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                "this kernel's io_uring lacks READ or WRITE",
+                "this kernel's io_uring has no READ or WRITE; Linux 5.6 or newer is needed",
             ));
         }
         let buffers = ring.submitter().register_buffers_sparse(BUFFER_SLOTS as u32).is_ok();
@@ -64,8 +64,12 @@ impl Uring {
             waker: Arc::new(EventFd::new()?),
             armed: false,
             knows_time: ring.params().is_feature_ext_arg(),
-            buffers: buffers.then(Buffers::default),
-            files: files.then(|| Files { slots: [None; FILE_SLOTS], used: 0, by_token: Vec::new() }),
+            buffers: buffers.then(RegisteredBuffers::default),
+            files: files.then(|| RegisteredFiles {
+                slots: [None; FILE_SLOTS],
+                used: 0,
+                by_token: Vec::new(),
+            }),
             ring,
         })
     }
@@ -194,7 +198,7 @@ impl Drop for Uring {
 /// Opens the best ring that this kernel supports; each attempt drops features that older kernels lack.
 fn build(depth: u32) -> io::Result<IoUring> {
     // One more entry, for the poll on the wake descriptor.
-    let entries = (LANES as u32 * depth + 1).next_power_of_two().clamp(64, 16_384);
+    let entries = (DIRECTIONS as u32 * depth + 1).next_power_of_two().clamp(64, 16_384);
     let completions = 4 * entries;
     let attempts: [&dyn Fn(&mut io_uring::Builder); 4] = [
         &|builder| {
@@ -217,7 +221,7 @@ fn build(depth: u32) -> io::Result<IoUring> {
         let mut builder = <IoUring>::builder();
         builder.dontfork();
         attempt(&mut builder);
-        match patiently(|| builder.build(entries)) {
+        match retry_enomem(|| builder.build(entries)) {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = error,
             other => return other,
         }
@@ -225,9 +229,9 @@ fn build(depth: u32) -> io::Result<IoUring> {
     Err(last)
 }
 
-fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+fn retry_enomem<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let pause = Duration::from_millis(2);
-    for _ in 0..MEMLOCK_PATIENCE.as_millis() / pause.as_millis() {
+    for _ in 0..MEMLOCK_RETRY.as_millis() / pause.as_millis() {
         match attempt() {
             Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => std::thread::sleep(pause),
             other => return other,
@@ -245,13 +249,13 @@ impl Wake for EventFd {
 
 /// Registered regions, and their places in the table.
 #[derive(Default)]
-struct Buffers {
+struct RegisteredBuffers {
     regions: HashMap<u64, Registered>,
-    table: Table,
+    table: BufferTable,
 }
 
 #[derive(Default)]
-struct Table {
+struct BufferTable {
     used: Vec<bool>,
     refused: bool,
 }
@@ -264,7 +268,7 @@ struct Registered {
     chunks: usize,
 }
 
-impl Buffers {
+impl RegisteredBuffers {
     /// Index of the registered buffer that holds all of `span`; registers its region on first use.
     fn index(&mut self, submitter: &io_uring::Submitter, region: &Arc<Region>, span: Span) -> Option<u16> {
         if region.retired() || region.span().len() < SMALLEST_REGION {
@@ -295,7 +299,7 @@ impl Buffers {
     }
 }
 
-impl Table {
+impl BufferTable {
     fn register(&mut self, submitter: &io_uring::Submitter, region: &Arc<Region>) -> Registered {
         self.used.resize(BUFFER_SLOTS, false);
         let span = region.span();
@@ -312,7 +316,7 @@ impl Table {
         // SAFETY: the vectors cover the region's own memory. Pieces hold the region while they use it, and the kernel
         // holds its pages.
         let attempt = || unsafe { submitter.register_buffers_update(first as u32, &vectors, None) };
-        match if self.refused { attempt() } else { patiently(attempt) } {
+        match if self.refused { attempt() } else { retry_enomem(attempt) } {
             Ok(()) => {
                 self.used[first..first + chunks].fill(true);
                 Registered { first, chunks, ..refused }
@@ -330,26 +334,29 @@ impl Table {
 fn log_refusal(bytes: usize, error: &io::Error) {
     static LOGGED: AtomicBool = AtomicBool::new(false);
     if !LOGGED.swap(true, Ordering::Relaxed) {
-        let message = format!("{bytes} bytes are not registered with io_uring: {error}; transfers cost more");
+        let message = format!(
+            "cannot register {bytes} bytes with io_uring, so transfers use more CPU time: {error}; see \
+             ulimit -l"
+        );
         log::write(Level::Info, &message);
     }
 }
 
 /// Registered files, with the number of pieces that use each. A file leaves the table with its last piece.
-struct Files {
-    slots: [Option<Slot>; FILE_SLOTS],
+struct RegisteredFiles {
+    slots: [Option<FileSlot>; FILE_SLOTS],
     used: u64,
     /// The slot of each token in flight.
     by_token: Vec<Option<u8>>,
 }
 
 #[derive(Clone, Copy)]
-struct Slot {
+struct FileSlot {
     key: (u64, bool),
     users: usize,
 }
 
-impl Files {
+impl RegisteredFiles {
     fn slot(&mut self, submitter: &io_uring::Submitter, piece: &Piece) -> Option<usize> {
         let key = (piece.file.key(), piece.route == Route::Direct);
         let taken = FILE_SLOTS - self.used.leading_zeros() as usize;
@@ -379,7 +386,7 @@ impl Files {
         let fd = piece.file.fd(piece.route).as_raw_fd();
         submitter.register_files_update(slot as u32, &[fd]).ok()?;
         self.used |= 1 << slot;
-        self.slots[slot] = Some(Slot { key, users: 0 });
+        self.slots[slot] = Some(FileSlot { key, users: 0 });
         Some(slot)
     }
 

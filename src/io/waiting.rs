@@ -8,9 +8,9 @@
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
-use super::operation::{Entry, Event, Phase, State};
-use crate::error::{Error, IoError, IoKind, Result};
-use crate::sys::room;
+use super::operation::{EngineState, Entry, Phase, WaitEvent};
+use crate::error::{Error, IoError, Result};
+use crate::sys::try_vec;
 
 impl Engine {
     /// Waits for one operation and returns its byte count or its error, once. `Timeout` leaves the operation in flight.
@@ -18,29 +18,29 @@ impl Engine {
         let mut outcome = None;
         self.wait_until(timeout, |state| {
             outcome = state.take(handle)?;
-            Ok(outcome.is_none().then_some(Event::Outcome(handle)))
+            Ok(outcome.is_none().then_some(WaitEvent::Outcome(handle)))
         })?;
         outcome.unwrap_or_else(|| Err(Error::invalid("handle", "has no outcome")))
     }
 
-    /// Waits for all of `handles` and releases them; returns the first error in the order of `handles`. `Timeout`
-    /// leaves all operations as they are.
-    pub fn wait_many(&self, handles: &[u64], timeout: Option<Duration>) -> Result<()> {
+    /// Waits for all of `handles` and releases them; returns their byte counts, or the first error in the order of
+    /// `handles`. `Timeout` leaves all operations as they are.
+    pub fn wait_many(&self, handles: &[u64], timeout: Option<Duration>) -> Result<Vec<u64>> {
         check_distinct(handles)?;
-        let mut over = 0;
+        let mut done = 0;
         self.wait_until(timeout, |state| {
-            while over < handles.len() {
-                if matches!(state.entry(handles[over])?.phase, Phase::Pending) {
-                    return Ok(Some(Event::Outcome(handles[over])));
+            while done < handles.len() {
+                if matches!(state.entry(handles[done])?.phase, Phase::Pending) {
+                    return Ok(Some(WaitEvent::Outcome(handles[done])));
                 }
-                over += 1;
+                done += 1;
             }
             Ok(None)
         })?;
         let mut state = self.shared.lock();
         // If another wait took a handle meanwhile, that is an error of this wait.
         let take = |handle: &u64| state.take(*handle).and_then(|outcome| outcome.unwrap_or(Ok(0)));
-        first_error(handles.iter().map(take))
+        collect(handles.iter().map(take))
     }
 
     /// Waits for all operations and releases them; returns their number, or the first error. Returns 0 at once if there
@@ -48,22 +48,21 @@ impl Engine {
     pub fn wait_all(&self, timeout: Option<Duration>) -> Result<u64> {
         self.wait_quiet(timeout)?;
         let outcomes = self.shared.lock().take_all();
-        let total = outcomes.len() as u64;
-        first_error(outcomes).map(|()| total)
+        Ok(collect(outcomes)?.len() as u64)
     }
 
     /// Waits until no operation is pending.
     pub(super) fn wait_quiet(&self, timeout: Option<Duration>) -> Result<()> {
-        self.wait_until(timeout, |state| Ok((state.unfinished > 0).then_some(Event::Quiet)))
+        self.wait_until(timeout, |state| Ok((state.unfinished > 0).then_some(WaitEvent::Quiet)))
     }
 
     /// Waits until `missing` returns no event to wait for.
     pub(super) fn wait_until(
         &self,
         timeout: Option<Duration>,
-        mut missing: impl FnMut(&mut State) -> Result<Option<Event>>,
+        mut missing: impl FnMut(&mut EngineState) -> Result<Option<WaitEvent>>,
     ) -> Result<()> {
-        self.owned()?;
+        self.check_process()?;
         let until = timeout.and_then(|time| Instant::now().checked_add(time));
         let mut state = self.shared.lock();
         loop {
@@ -75,7 +74,7 @@ impl Engine {
             let Some(event) = missing(&mut state)? else { return Ok(()) };
             if until.is_some_and(|until| Instant::now() >= until) {
                 let pending = state.unfinished;
-                return Err(timed_out(pending));
+                return Err(IoError::wait_timeout(format!("{pending} operations are still in flight")));
             }
             let nearest = [until, next_deadline].into_iter().flatten().min();
             state = self.shared.await_event(state, event, nearest);
@@ -83,59 +82,43 @@ impl Engine {
     }
 }
 
-impl State {
+impl EngineState {
     /// All outcomes that no wait has taken, in the order of submission.
     pub(super) fn take_all(&mut self) -> Vec<Result<u64>> {
-        let over = |entry: &Entry| {
+        let is_done = |entry: &Entry| {
             matches!(entry.phase, Phase::Finished(_) | Phase::Expired { unread: Some(_), .. })
         };
         let entries = self.entries.iter().map(|(_, entry)| entry);
-        let mut handles: Vec<u64> = entries.filter(|entry| over(entry)).map(|entry| entry.handle).collect();
+        let mut handles: Vec<u64> =
+            entries.filter(|entry| is_done(entry)).map(|entry| entry.handle).collect();
         handles.sort_unstable_by_key(|handle| handle >> 32);
         handles.into_iter().filter_map(|handle| self.take(handle).ok().flatten()).collect()
     }
 }
 
 fn check_distinct(handles: &[u64]) -> Result<()> {
-    let mut sorted = room::for_count("copying the handles", handles.len())?;
+    let mut sorted = try_vec::with_capacity("copying the handles", handles.len())?;
     sorted.extend_from_slice(handles);
     sorted.sort_unstable();
     match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(Error::invalid("handles", format!("name {} twice", pair[0]))),
+        Some(pair) => Err(Error::invalid("handles", format!("contain {:#x} twice", pair[0]))),
         None => Ok(()),
     }
 }
 
-/// The first error, with the number of further errors.
-fn first_error(outcomes: impl IntoIterator<Item = Result<u64>>) -> Result<()> {
-    let mut errors = outcomes.into_iter().filter_map(Result::err);
-    match (errors.next(), errors.count()) {
-        (None, _) => Ok(()),
-        (Some(first), 0) => Err(first),
-        (Some(first), more) => Err(with_more(first, more)),
-    }
-}
-
-fn timed_out(pending: usize) -> Error {
-    IoError {
-        kind: IoKind::Timeout,
-        doing: "waiting",
-        path: String::new(),
-        offset: 0,
-        bytes: 0,
-        errno: 0,
-        detail: format!("{pending} operations are still under way"),
-    }
-    .into()
-}
-
-fn with_more(first: Error, more: usize) -> Error {
-    match first {
-        Error::Io(mut inner) => {
-            let separator = if inner.detail.is_empty() { "" } else { "; " };
-            inner.detail = format!("{}{separator}{more} more operations failed", inner.detail);
-            Error::Io(inner)
+/// The byte counts, or the first error with the number of further errors.
+fn collect(outcomes: impl IntoIterator<Item = Result<u64>>) -> Result<Vec<u64>> {
+    let (mut bytes, mut first, mut more) = (Vec::new(), None, 0);
+    for outcome in outcomes {
+        match outcome {
+            Ok(count) => bytes.push(count),
+            Err(error) if first.is_none() => first = Some(error),
+            Err(_) => more += 1,
         }
-        other => other,
+    }
+    match (first, more) {
+        (None, _) => Ok(bytes),
+        (Some(first), 0) => Err(first),
+        (Some(first), more) => Err(first.context(format_args!("{more} more operations failed"))),
     }
 }

@@ -23,19 +23,19 @@ use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
 use super::secrets::Secrets;
-use super::settings::{ROOTS, Settings};
-use super::{Address, Answer, Listed, Refusal, Store};
+use super::settings::{ROOTS, StoreSettings};
+use super::{Address, ObjectMeta, Store, StoreError, StoreResult};
 use crate::error::{Error, Result};
 
 /// Tries of a request, and the pause before the second try, which doubles each time.
 const TRIES: u32 = 4;
 const PAUSE: Duration = Duration::from_millis(200);
 /// Default timeout of a request, and the timeout of deletions, whose failure costs little.
-const PATIENCE: Duration = Duration::from_secs(60);
-const SHORT_PATIENCE: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+const DELETE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limits on the size of a listing and of an error body; larger responses are rejected.
-const MOST_LISTING: u64 = 64 << 20;
-const MOST_WORDS: u64 = 64 << 10;
+const MAX_LISTING: u64 = 64 << 20;
+const MAX_ERROR_BODY: u64 = 64 << 10;
 /// Bytes per read of a response body.
 const READ_BYTES: usize = 256 << 10;
 
@@ -44,28 +44,28 @@ pub(super) struct Client {
     bucket: Bucket,
     credentials: Credentials,
     secrets: Secrets,
-    patience: Duration,
+    timeout: Duration,
 }
 
 /// A failed try.
 struct Failure {
-    refusal: Refusal,
-    passing: bool,
+    error: StoreError,
+    transient: bool,
 }
 
 type Try<T> = std::result::Result<T, Failure>;
 
 impl Client {
-    pub(super) fn of_environment(address: &Address, patience: Option<Duration>) -> Result<Client> {
-        Client::of(Settings::of_environment(address)?, address, patience)
+    pub(super) fn of_environment(address: &Address, timeout: Option<Duration>) -> Result<Client> {
+        Client::of(StoreSettings::of_environment(address)?, address, timeout)
     }
 
-    fn of(settings: Settings, address: &Address, patience: Option<Duration>) -> Result<Client> {
+    fn of(settings: StoreSettings, address: &Address, timeout: Option<Duration>) -> Result<Client> {
         let url = settings.endpoint.parse().map_err(|error| settings.wrong_endpoint(error))?;
         let style = if settings.path_style { UrlStyle::Path } else { UrlStyle::VirtualHost };
         let bucket = Bucket::new(url, style, address.bucket.clone(), settings.region.clone())
             .map_err(|error| settings.wrong_endpoint(error))?;
-        let Settings { key, secret, token, roots, .. } = settings;
+        let StoreSettings { key, secret, token, roots, .. } = settings;
         let secrets = Secrets::new([key.as_str(), secret.as_str(), token.as_deref().unwrap_or_default()]);
         let credentials = match token {
             Some(token) => Credentials::new_with_token(key, secret, token),
@@ -75,29 +75,29 @@ impl Client {
         if let Some(path) = roots {
             config = config.tls_config(TlsConfig::builder().root_certs(trusted(&path)?).build());
         }
-        let idle = super::folder::MAX_REQUESTS as usize;
+        let idle = super::volume::MAX_REQUESTS as usize;
         let config = config.max_idle_connections(idle).max_idle_connections_per_host(idle);
         let agent = config.build().new_agent();
-        Ok(Client { agent, bucket, credentials, secrets, patience: patience.unwrap_or(PATIENCE) })
+        Ok(Client { agent, bucket, credentials, secrets, timeout: timeout.unwrap_or(REQUEST_TIMEOUT) })
     }
 
     /// Retries until the request succeeds, fails permanently, or has no tries or time left.
-    fn insist<T>(&self, patience: Duration, mut attempt: impl FnMut(Duration) -> Try<T>) -> Answer<T> {
+    fn retry<T>(&self, timeout: Duration, mut attempt: impl FnMut(Duration) -> Try<T>) -> StoreResult<T> {
         let began = Instant::now();
         let (mut tries, mut pause) = (0, PAUSE);
         loop {
             tries += 1;
-            let left = patience.saturating_sub(began.elapsed());
-            let Failure { mut refusal, passing } = match attempt(left) {
+            let left = timeout.saturating_sub(began.elapsed());
+            let Failure { mut error, transient } = match attempt(left) {
                 Ok(answer) => return Ok(answer),
                 Err(failure) => failure,
             };
-            if !passing || tries == TRIES || began.elapsed() + pause >= patience {
-                refusal.words = self.secrets.keep_out_of(&refusal.words);
+            if !transient || tries == TRIES || began.elapsed() + pause >= timeout {
+                error.message = self.secrets.redact(&error.message);
                 if tries > 1 {
-                    refusal.words = format!("{}, {tries} times", refusal.words);
+                    error.message = format!("{} ({tries} attempts)", error.message);
                 }
-                return Err(refusal);
+                return Err(error);
             }
             std::thread::sleep(pause);
             pause *= 2;
@@ -106,7 +106,7 @@ impl Client {
 
     fn sign<'a>(&self, action: &impl S3Action<'a>) -> String {
         // Valid for 15 minutes beyond the timeout, so servers whose clocks differ by minutes accept it.
-        action.sign(Duration::from_secs(900) + self.patience).into()
+        action.sign(Duration::from_secs(900) + self.timeout).into()
     }
 
     fn list_page(
@@ -114,7 +114,7 @@ impl Client {
         prefix: &str,
         token: Option<&str>,
         left: Duration,
-    ) -> Try<(Vec<Listed>, Option<String>)> {
+    ) -> Try<(Vec<ObjectMeta>, Option<String>)> {
         let mut action = self.bucket.list_objects_v2(Some(&self.credentials));
         action.with_prefix(prefix);
         if let Some(token) = token {
@@ -122,12 +122,12 @@ impl Client {
         }
         let request = self.agent.get(self.sign(&action)).config().timeout_global(Some(left)).build();
         let mut response = answered(request.call(), is_ok)?;
-        let body = response.body_mut().with_config().limit(MOST_LISTING).read_to_string().map_err(lost)?;
+        let body = response.body_mut().with_config().limit(MAX_LISTING).read_to_string().map_err(lost)?;
         let page = ListObjectsV2::parse_response(&body)
-            .map_err(|error| for_good(format!("a listing that cannot be read: {error}")))?;
+            .map_err(|error| permanent(format!("the server's listing cannot be parsed: {error}")))?;
         let objects = page.contents.into_iter().map(|one| {
-            let missing = || for_good(format!("a listing without the size of {}", one.key));
-            Ok(Listed { len: one.size.ok_or_else(missing)?, key: one.key })
+            let missing = || permanent(format!("the server's listing has no size of {}", one.key));
+            Ok(ObjectMeta { len: one.size.ok_or_else(missing)?, key: one.key })
         });
         Ok((objects.collect::<Try<_>>()?, page.next_continuation_token))
     }
@@ -148,7 +148,7 @@ impl Client {
         let expected = format!("bytes {from}-{}/", from + len - 1);
         let stated = response.headers().get("content-range").and_then(|value| value.to_str().ok());
         if !stated.is_some_and(|stated| stated.starts_with(&expected)) {
-            return Err(for_good(format!("asked for {expected}, the server sent {stated:?}")));
+            return Err(permanent(format!("requested {expected}, but the server sent {stated:?}")));
         }
         let mut reader = response.body_mut().with_config().limit(len + 1).reader();
         let mut buffer = vec![0; READ_BYTES.min(len as usize + 1)];
@@ -159,7 +159,7 @@ impl Client {
                 return Ok(());
             }
             if read == 0 || done + read > len as usize {
-                return Err(cut_off(done + read, len));
+                return Err(truncated(done + read, len));
             }
             part(done, &buffer[..read]);
             done += read;
@@ -168,40 +168,42 @@ impl Client {
 }
 
 impl Store for Client {
-    fn put(&self, key: &str, bytes: &[u8]) -> Answer<()> {
-        self.insist(self.patience, |left| {
+    fn put(&self, key: &str, bytes: &[u8]) -> StoreResult<()> {
+        self.retry(self.timeout, |left| {
             let action = self.bucket.put_object(Some(&self.credentials), key);
             let request = self.agent.put(self.sign(&action)).config().timeout_global(Some(left)).build();
             drain(answered(request.send(bytes), is_ok)?)
         })
     }
 
-    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()> {
+    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> StoreResult<()> {
         match len {
             0 => Ok(()),
-            _ => self.insist(self.patience, |left| self.get_once(key, from, len, left, part)),
+            _ => self.retry(self.timeout, |left| self.get_once(key, from, len, left, part)),
         }
     }
 
-    fn delete(&self, key: &str) -> Answer<()> {
-        self.insist(self.patience.min(SHORT_PATIENCE), |left| {
+    fn delete(&self, key: &str) -> StoreResult<()> {
+        self.retry(self.timeout.min(DELETE_TIMEOUT), |left| {
             let action = self.bucket.delete_object(Some(&self.credentials), key);
             let request = self.agent.delete(self.sign(&action)).config().timeout_global(Some(left)).build();
             match answered(request.call(), StatusCode::is_success) {
-                Err(failure) if failure.refusal.errno == libc::ENOENT => Ok(()),
+                Err(failure) if failure.error.errno == libc::ENOENT => Ok(()),
                 other => drain(other?),
             }
         })
     }
 
-    fn list(&self, prefix: &str) -> Answer<Vec<Listed>> {
+    fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectMeta>> {
         let (mut all, mut token) = (Vec::new(), None);
         loop {
             let asked = token.as_deref();
-            let (page, next) = self.insist(self.patience, |left| self.list_page(prefix, asked, left))?;
+            let (page, next) = self.retry(self.timeout, |left| self.list_page(prefix, asked, left))?;
             all.extend(page.into_iter().filter(|object| object.key.starts_with(prefix)));
             if next.is_some() && next == token {
-                return Err(for_good("a listing that does not go on".to_string()).refusal);
+                return Err(
+                    permanent("the server's listing repeats its continuation token".to_string()).error
+                );
             }
             match next {
                 Some(next) => token = Some(next),
@@ -228,7 +230,7 @@ fn trusted(path: &str) -> Result<RootCerts> {
         }
     }
     match certificates.is_empty() {
-        true => Err(wrong("it holds no certificate".to_string())),
+        true => Err(wrong("the file contains no certificate".to_string())),
         false => Ok(RootCerts::new_with_certs(&certificates)),
     }
 }
@@ -243,9 +245,9 @@ fn answered(
     if success(&status) {
         return Ok(response);
     }
-    let body = response.body_mut().with_config().limit(MOST_WORDS).lossy_utf8(true).read_to_string();
-    let (refusal, passing) = Refusal::of_status(status.as_u16(), &body.unwrap_or_default());
-    Err(Failure { refusal, passing })
+    let body = response.body_mut().with_config().limit(MAX_ERROR_BODY).lossy_utf8(true).read_to_string();
+    let (error, transient) = StoreError::of_status(status.as_u16(), &body.unwrap_or_default());
+    Err(Failure { error, transient })
 }
 
 fn is_ok(status: &StatusCode) -> bool {
@@ -254,7 +256,7 @@ fn is_ok(status: &StatusCode) -> bool {
 
 /// Reads the rest of a response, so that its connection can serve the next request.
 fn drain(mut response: Response<Body>) -> Try<()> {
-    let body = response.body_mut().with_config().limit(MOST_WORDS).read_to_vec();
+    let body = response.body_mut().with_config().limit(MAX_ERROR_BODY).read_to_vec();
     body.map(|_| ()).map_err(lost)
 }
 
@@ -262,28 +264,28 @@ fn drain(mut response: Response<Body>) -> Try<()> {
 fn lost(error: ureq::Error) -> Failure {
     let late = matches!(&error, ureq::Error::Timeout(_))
         || matches!(&error, ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::TimedOut);
-    let passing = matches!(
+    let transient = matches!(
         error,
         ureq::Error::Io(_)
             | ureq::Error::ConnectionFailed
             | ureq::Error::HostNotFound
             | ureq::Error::Protocol(_)
     );
-    let words = match error {
-        ureq::Error::BadUri(_) => "AWS_ENDPOINT_URL is no address of a server".to_string(),
-        other => format!("no answer from the server: {other}"),
+    let message = match error {
+        ureq::Error::BadUri(_) => "AWS_ENDPOINT_URL is not a valid server address".to_string(),
+        other => format!("no response from the server: {other}"),
     };
     let errno = if late { libc::ETIMEDOUT } else { libc::EIO };
-    Failure { refusal: Refusal { errno, words }, passing: passing && !late }
+    Failure { error: StoreError { errno, message }, transient: transient && !late }
 }
 
-fn cut_off(got: usize, len: u64) -> Failure {
-    let words = format!("the server sent {got} bytes of {len}");
-    Failure { refusal: Refusal { errno: libc::EIO, words }, passing: true }
+fn truncated(got: usize, len: u64) -> Failure {
+    let message = format!("the server sent only {got} of {len} bytes");
+    Failure { error: StoreError { errno: libc::EIO, message }, transient: true }
 }
 
-fn for_good(words: String) -> Failure {
-    Failure { refusal: Refusal { errno: libc::EIO, words }, passing: false }
+fn permanent(message: String) -> Failure {
+    Failure { error: StoreError { errno: libc::EIO, message }, transient: false }
 }
 
 #[cfg(test)]
@@ -312,7 +314,7 @@ mod tests {
 
     #[test]
     fn what_a_server_repeats_of_a_signed_request_is_in_no_message() {
-        let settings = Settings {
+        let settings = StoreSettings {
             key: "AKIAEXAMPLE".to_string(),
             secret: "secret/of+mine".to_string(),
             token: Some("token/of+mine==".to_string()),
@@ -323,17 +325,17 @@ mod tests {
         };
         let address = Address::parse("s3://bucket/a").unwrap();
         let client = Client::of(settings, &address, Some(Duration::from_secs(5))).unwrap();
-        let words = [
-            client.put("a/b", b"bytes").unwrap_err().words,
-            client.get("a/b", 0, 5, &mut |_, _| ()).unwrap_err().words,
-            client.delete("a/b").unwrap_err().words,
-            client.list("a/").unwrap_err().words,
+        let message = [
+            client.put("a/b", b"bytes").unwrap_err().message,
+            client.get("a/b", 0, 5, &mut |_, _| ()).unwrap_err().message,
+            client.delete("a/b").unwrap_err().message,
+            client.list("a/").unwrap_err().message,
             format!("{client:?}"),
         ];
-        for words in words {
-            assert!(words.contains("AccessDenied") || words.starts_with("Client"), "{words}");
+        for message in message {
+            assert!(message.contains("AccessDenied") || message.starts_with("Client"), "{message}");
             for secret in ["AKIAEXAMPLE", "mine", "Signature=", "Credential="] {
-                assert!(!words.contains(secret), "{secret} in {words}");
+                assert!(!message.contains(secret), "{secret} in {message}");
             }
         }
     }

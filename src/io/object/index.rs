@@ -157,11 +157,8 @@ mod tests {
     /// Compares with a map of one entry per byte. Allocations are taken and freed as a whole, as in the tier.
     #[test]
     fn a_thousand_random_writes_match_a_map_of_bytes() {
-        let mut random = 11_u64;
-        let mut next = |below: u64| {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (random >> 33) % below
-        };
+        let mut random = fastrand::Rng::with_seed(11);
+        let mut next = |below: u64| random.u64(..below);
         let mut index = Index::default();
         let mut listed: Vec<Object> = Vec::new();
         let mut places: Vec<(u64, u64)> = Vec::new();

@@ -4,23 +4,23 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Answer, Listed, Refusal, Store};
+use super::{ObjectMeta, Store, StoreError, StoreResult};
 
 /// A store in memory; clones share the objects.
 #[derive(Debug, Clone, Default)]
-pub struct Memory {
-    state: Arc<Mutex<State>>,
+pub struct MemoryStore {
+    state: Arc<Mutex<MemoryState>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct MemoryState {
     objects: BTreeMap<String, Vec<u8>>,
     requests: u64,
     fails_from: Option<u64>,
     forgets_deletions: bool,
 }
 
-impl Memory {
+impl MemoryStore {
     /// Requests with this number (from 0) or a higher one fail; `None` lets all succeed.
     pub fn fail_from(&self, request: Option<u64>) {
         self.lock().fails_from = request;
@@ -42,8 +42,8 @@ impl Memory {
     }
 
     /// An independent store with the same objects.
-    pub fn copy(&self) -> Memory {
-        let copy = Memory::default();
+    pub fn copy(&self) -> MemoryStore {
+        let copy = MemoryStore::default();
         copy.lock().objects = self.lock().objects.clone();
         copy
     }
@@ -55,36 +55,36 @@ impl Memory {
         }
     }
 
-    fn request(&self) -> Answer<MutexGuard<'_, State>> {
+    fn request(&self) -> StoreResult<MutexGuard<'_, MemoryState>> {
         let mut state = self.lock();
         state.requests += 1;
         match state.fails_from.is_some_and(|from| state.requests > from) {
-            true => Err(Refusal { errno: libc::EIO, words: "HTTP 500".to_string() }),
+            true => Err(StoreError { errno: libc::EIO, message: "HTTP 500".to_string() }),
             false => Ok(state),
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, MemoryState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Store for Memory {
-    fn put(&self, key: &str, bytes: &[u8]) -> Answer<()> {
+impl Store for MemoryStore {
+    fn put(&self, key: &str, bytes: &[u8]) -> StoreResult<()> {
         self.request()?.objects.insert(key.to_string(), bytes.to_vec());
         Ok(())
     }
 
-    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()> {
+    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> StoreResult<()> {
         let state = self.request()?;
-        let missing = || Refusal { errno: libc::ENOENT, words: "HTTP 404 NoSuchKey".to_string() };
+        let missing = || StoreError { errno: libc::ENOENT, message: "HTTP 404 NoSuchKey".to_string() };
         let bytes = state.objects.get(key).ok_or_else(missing)?;
-        let short = || Refusal { errno: libc::EIO, words: "HTTP 416".to_string() };
+        let short = || StoreError { errno: libc::EIO, message: "HTTP 416".to_string() };
         part(0, bytes.get(from as usize..(from + len) as usize).ok_or_else(short)?);
         Ok(())
     }
 
-    fn delete(&self, key: &str) -> Answer<()> {
+    fn delete(&self, key: &str) -> StoreResult<()> {
         let mut state = self.request()?;
         if !state.forgets_deletions {
             state.objects.remove(key);
@@ -92,9 +92,9 @@ impl Store for Memory {
         Ok(())
     }
 
-    fn list(&self, prefix: &str) -> Answer<Vec<Listed>> {
+    fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectMeta>> {
         let state = self.request()?;
         let found = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
-        Ok(found.map(|(key, bytes)| Listed { key: key.clone(), len: bytes.len() as u64 }).collect())
+        Ok(found.map(|(key, bytes)| ObjectMeta { key: key.clone(), len: bytes.len() as u64 }).collect())
     }
 }

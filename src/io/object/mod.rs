@@ -2,36 +2,32 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`folder`] | the files of one prefix: reads and writes as requests |
+//! | [`volume`] | the files of one prefix: reads and writes as requests |
 //! | [`index`] | which objects hold the bytes of a file |
 //! | [`secrets`] | removes credentials and signatures from messages |
 //! | [`settings`] | endpoint and credentials of a store, from the environment |
 //! | `client` | signed HTTP requests; with the feature `s3` |
+//!
+//! Unit tests without the feature `s3` compile all of this but `client`, and run it on a store in memory.
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
-use std::sync::Arc;
-use std::time::Duration;
+#[cfg(feature = "s3")]
+use std::{sync::Arc, time::Duration};
 
+use super::options::SCHEME;
 use crate::error::{Error, IoError, IoKind, Result};
 
-pub mod folder;
 pub mod index;
 pub mod secrets;
 pub mod settings;
+pub mod volume;
 
 #[cfg(feature = "s3")]
 mod client;
 
 #[cfg(test)]
 pub mod memory;
-
-const SCHEME: &str = "s3://";
-
-/// True if a path is an address of an object store (`s3://...`), not a directory.
-pub fn is_address(path: &str) -> bool {
-    path.starts_with(SCHEME)
-}
 
 /// A bucket, and the prefix of the names of objects in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,14 +46,14 @@ impl Address {
         let prefix = prefix.trim_end_matches('/');
         let named = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
         if bucket.is_empty() || !bucket.chars().all(named) {
-            let reason = format!("{:?} names no bucket: s3://BUCKET/PREFIX", secrets::shown(text));
+            let reason = format!("{:?} names no bucket; use s3://BUCKET/PREFIX", secrets::shown(text));
             return Err(Error::invalid("directory", reason));
         }
         if prefix.chars().any(char::is_control)
             || prefix.split('/').any(|part| part.is_empty() || part == "." || part == "..")
                 && !prefix.is_empty()
         {
-            return Err(Error::invalid("directory", format!("{text:?} has an empty part or one of dots")));
+            return Err(Error::invalid("directory", format!("{text:?} has a part that is empty, . or ..")));
         }
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
         Ok(Address { bucket: bucket.to_string(), prefix })
@@ -71,25 +67,25 @@ impl Address {
 
 /// The error of a failed request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal {
+pub struct StoreError {
     /// The errno for the failure: ENOENT, EACCES, ENOSPC, ETIMEDOUT, EBADF or EIO.
     pub errno: i32,
     /// Status and message of the server, or the failure of the connection.
-    pub words: String,
+    pub message: String,
 }
 
 /// The context of a failed request.
 #[derive(Debug, Clone, Copy)]
-pub struct Spot<'a> {
+pub struct RequestContext<'a> {
     /// The operation, as in [`IoError::doing`].
     pub doing: &'static str,
     /// The object, file or prefix.
     pub path: &'a str,
 }
 
-impl Refusal {
+impl StoreError {
     /// The error for an HTTP status other than success, and whether a retry may succeed.
-    pub fn of_status(status: u16, body: &str) -> (Refusal, bool) {
+    pub fn of_status(status: u16, body: &str) -> (StoreError, bool) {
         let within = |tag: &str| {
             let (_, rest) = body.split_once(&format!("<{tag}>"))?;
             rest.split_once(&format!("</{tag}>")).map(|(text, _)| text.trim())
@@ -101,24 +97,24 @@ impl Refusal {
             507 => libc::ENOSPC,
             _ => libc::EIO,
         };
-        let passing = matches!(status, 408 | 429 | 500 | 502 | 503 | 504) || code == "RequestTimeout";
+        let transient = matches!(status, 408 | 429 | 500 | 502 | 503 | 504) || code == "RequestTimeout";
         let said = [Some(code), within("Message"), within("BucketName")].into_iter().flatten();
         let said: Vec<&str> = said.filter(|text| !text.is_empty()).collect();
-        let words = format!("HTTP {status} {}", said.join(": ")).trim().to_string();
-        (Refusal { errno, words }, passing)
+        let message = format!("HTTP {status} {}", said.join(": ")).trim().to_string();
+        (StoreError { errno, message }, transient)
     }
 
-    /// The error for the caller, with the context `spot`.
-    pub fn at(self, spot: Spot) -> Error {
-        let Refusal { errno, words } = self;
-        let (kind, path) = (IoKind::of_errno(errno), spot.path.to_string());
-        IoError { kind, doing: spot.doing, path, offset: 0, bytes: 0, errno, detail: words }.into()
+    /// The error for the caller, with the context `context`.
+    pub fn at(self, context: RequestContext) -> Error {
+        let StoreError { errno, message } = self;
+        let (kind, path) = (IoKind::of_errno(errno), context.path.to_string());
+        IoError { kind, doing: context.doing, path, offset: 0, bytes: 0, errno, detail: message }.into()
     }
 }
 
 /// An object in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Listed {
+pub struct ObjectMeta {
     /// Full name of the object.
     pub key: String,
     /// Size in bytes.
@@ -126,36 +122,29 @@ pub struct Listed {
 }
 
 /// Result of a request.
-pub type Answer<T> = std::result::Result<T, Refusal>;
+pub type StoreResult<T> = std::result::Result<T, StoreError>;
 
 /// A bucket of a store. A completed request is visible to every later one, and survives a power failure.
 pub trait Store: Send + Sync + Debug {
     /// Stores a whole object.
-    fn put(&self, key: &str, bytes: &[u8]) -> Answer<()>;
+    fn put(&self, key: &str, bytes: &[u8]) -> StoreResult<()>;
 
     /// Reads bytes `from..from + len` of an object. `part` receives each part with its offset among those bytes. A
     /// retry starts again at offset 0.
-    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()>;
+    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> StoreResult<()>;
 
     /// Deletes an object; a missing object is not an error.
-    fn delete(&self, key: &str) -> Answer<()>;
+    fn delete(&self, key: &str) -> StoreResult<()>;
 
     /// All objects whose names begin with `prefix`.
-    fn list(&self, prefix: &str) -> Answer<Vec<Listed>>;
+    fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectMeta>>;
 }
 
 /// Connects to the bucket of an address, with endpoint and credentials from the environment. No request takes longer
-/// than `patience`.
+/// than `timeout`.
 #[cfg(feature = "s3")]
-pub fn connect(address: &Address, patience: Option<Duration>) -> Result<Arc<dyn Store>> {
-    Ok(Arc::new(client::Client::of_environment(address, patience)?))
-}
-
-/// Returns `Unsupported`: this build has no object stores.
-#[cfg(not(feature = "s3"))]
-pub fn connect(address: &Address, _: Option<Duration>) -> Result<Arc<dyn Store>> {
-    let words = "this library was built without object stores: build it with the feature s3";
-    Err(Error::Unsupported(format!("{}: {words}", address.text())))
+pub fn connect(address: &Address, timeout: Option<Duration>) -> Result<Arc<dyn Store>> {
+    Ok(Arc::new(client::Client::of_environment(address, timeout)?))
 }
 
 #[cfg(test)]
@@ -174,15 +163,14 @@ mod tests {
         }
         let secret = Address::parse("s3://key:hunter2@b/a").unwrap_err().to_string();
         assert!(secret.contains("names no bucket") && !secret.contains("hunter2"), "{secret}");
-        assert!(is_address("s3://b") && !is_address("/mnt/s3://b") && !is_address("s3"));
         assert_eq!(Address::parse("s3://b/a/").unwrap().text(), "s3://b/a");
     }
 
     #[test]
     fn refusals_become_errors_of_their_kind() {
         let kind = |errno| {
-            let refusal = Refusal { errno, words: "HTTP 418".to_string() };
-            let error = refusal.at(Spot { doing: "opening", path: "s3://b/a" });
+            let error = StoreError { errno, message: "HTTP 418".to_string() };
+            let error = error.at(RequestContext { doing: "opening", path: "s3://b/a" });
             assert!(error.to_string().contains("s3://b/a") && error.to_string().contains("HTTP 418"));
             error.io_kind().unwrap()
         };
@@ -194,8 +182,8 @@ mod tests {
     #[test]
     fn statuses_mean_what_they_say() {
         let of = |status, body: &str| {
-            let (Refusal { errno, words }, passing) = Refusal::of_status(status, body);
-            (errno, passing, words)
+            let (StoreError { errno, message }, transient) = StoreError::of_status(status, body);
+            (errno, transient, message)
         };
         let body = "<Error><Code>NoSuchBucket</Code><Message>no</Message><BucketName>b</BucketName></Error>";
         assert_eq!(of(404, body), (libc::ENOENT, false, "HTTP 404 NoSuchBucket: no: b".to_string()));
@@ -205,12 +193,5 @@ mod tests {
             assert_eq!((of(status, "").0, of(status, "").1), (libc::EIO, true));
         }
         assert!(of(400, "<Code>RequestTimeout</Code>").1 && !of(400, "<Code>InvalidRequest").1);
-    }
-
-    #[cfg(not(feature = "s3"))]
-    #[test]
-    fn a_build_without_stores_names_the_feature() {
-        let error = connect(&Address::parse("s3://b/a").unwrap(), None).unwrap_err();
-        assert!(matches!(&error, Error::Unsupported(words) if words.contains("feature s3")), "{error}");
     }
 }

@@ -25,9 +25,10 @@ impl Secrets {
     }
 
     /// The text without credentials, signatures and signed parts of URLs.
-    pub fn keep_out_of(&self, words: &str) -> String {
-        let words = self.0.iter().fold(words.to_string(), |words, secret| words.replace(secret, HIDDEN));
-        without_signatures(&without_signed_query(&words))
+    pub fn redact(&self, message: &str) -> String {
+        let message =
+            self.0.iter().fold(message.to_string(), |message, secret| message.replace(secret, HIDDEN));
+        without_signatures(&without_signed_query(&message))
     }
 }
 
@@ -41,26 +42,26 @@ fn encoded(text: &str) -> String {
 }
 
 /// Removes everything from a signature parameter to the end of the URL.
-fn without_signed_query(words: &str) -> String {
+fn without_signed_query(message: &str) -> String {
     const MARK: &str = "x-amz-";
-    let lower = words.to_ascii_lowercase();
+    let lower = message.to_ascii_lowercase();
     let (mut out, mut from) = (String::new(), 0);
     while let Some(found) = lower[from..].find(MARK) {
         let start = from + found;
-        let rest = &words[start..];
+        let rest = &message[start..];
         let end = rest.find(|c: char| c.is_whitespace() || "\"'<>()".contains(c)).unwrap_or(rest.len());
-        out.push_str(&words[from..start]);
+        out.push_str(&message[from..start]);
         // The parameter name alone, without a value, is not secret.
         out.push_str(if rest[..end].contains('=') { HIDDEN } else { &rest[..end] });
         from = start + end;
     }
-    out + &words[from..]
+    out + &message[from..]
 }
 
-fn without_signatures(words: &str) -> String {
+fn without_signatures(message: &str) -> String {
     let mut out = String::new();
     let mut digits = String::new();
-    for c in words.chars().chain(['\n']) {
+    for c in message.chars().chain(['\n']) {
         if c.is_ascii_hexdigit() {
             digits.push(c);
             continue;
@@ -94,21 +95,21 @@ mod tests {
     fn no_credential_and_no_signature_is_left_in_words_from_outside() {
         let secrets = Secrets::new(["AKIAEXAMPLE", "se/cr+et=", "to/ken==", ""]);
         let signature = "0123456789abcdef".repeat(4);
-        for words in [
+        for message in [
             "the key AKIAEXAMPLE does not exist",
             "http://h/b/k?X-Amz-Credential=AKIAEXAMPLE%2F2026&X-Amz-Security-Token=to%2Fken%3D%3D failed",
             "se/cr+et= se%2Fcr%2Bet%3D to/ken==",
             &format!("signature {signature} is wrong"),
             &format!("<a href=\"http://h?x-amz-signature={signature}\">"),
         ] {
-            let kept = secrets.keep_out_of(words);
+            let kept = secrets.redact(message);
             for secret in ["AKIAEXAMPLE", "cr+et", "cr%2Bet", "ken", &signature] {
                 assert!(!kept.contains(secret), "{secret} in {kept}");
             }
             assert!(kept.contains(HIDDEN), "{kept}");
         }
         for plain in ["HTTP 404 NoSuchBucket: no: b", "x-amz-date is missing", "größer als 9", "deadbeef"] {
-            assert_eq!(secrets.keep_out_of(plain), plain);
+            assert_eq!(secrets.redact(plain), plain);
         }
     }
 

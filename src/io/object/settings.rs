@@ -15,7 +15,7 @@ pub const ROOTS: &str = "AWS_CA_BUNDLE";
 
 /// Endpoint, credentials and trusted authorities of a store.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Settings {
+pub struct StoreSettings {
     /// Access key id.
     pub key: String,
     /// Secret access key.
@@ -32,13 +32,13 @@ pub struct Settings {
     pub roots: Option<String>,
 }
 
-impl Settings {
+impl StoreSettings {
     /// Reads the settings from the environment; the error names the missing or invalid variable.
-    pub fn of_environment(address: &Address) -> Result<Settings> {
-        Settings::of(address, |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty()))
+    pub fn of_environment(address: &Address) -> Result<StoreSettings> {
+        StoreSettings::of(address, |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty()))
     }
 
-    fn of(address: &Address, variable: impl Fn(&str) -> Option<String>) -> Result<Settings> {
+    fn of(address: &Address, variable: impl Fn(&str) -> Option<String>) -> Result<StoreSettings> {
         let first = |names: &[&str]| names.iter().find_map(|name| variable(name));
         let needed = |name: &'static str| {
             let missing = || Error::invalid(name, format!("is not set; {} needs it", address.text()));
@@ -51,22 +51,26 @@ impl Settings {
             // Most private stores have no regions and sign with this one.
             (None, Some(_)) => "us-east-1".to_string(),
             (None, None) => {
-                let words = format!("is not set, nor is AWS_ENDPOINT_URL; {} needs one", address.text());
-                return Err(Error::invalid(REGIONS[0], words));
+                let message =
+                    format!("is not set, and AWS_ENDPOINT_URL neither; {} needs one of them", address.text());
+                return Err(Error::invalid(REGIONS[0], message));
             }
         };
         // AWS's wildcard certificate covers one label before the host name, so it excludes bucket names with dots.
         let path_style = endpoint.is_some() || address.bucket.contains('.');
         let endpoint = endpoint.unwrap_or_else(|| format!("https://s3.{region}.amazonaws.com"));
         if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
-            let reason = format!("{:?} begins with neither http:// nor https://", shown(&endpoint));
+            let reason = format!("{:?} must begin with http:// or https://", shown(&endpoint));
             return Err(Error::invalid(ENDPOINTS[1], reason));
         }
         if endpoint.contains('@') {
-            let reason = format!("{:?} holds a user or a password; set {KEY} and {SECRET}", shown(&endpoint));
+            let reason = format!(
+                "{:?} contains a user or a password; set {KEY} and {SECRET} instead",
+                shown(&endpoint)
+            );
             return Err(Error::invalid(ENDPOINTS[1], reason));
         }
-        Ok(Settings {
+        Ok(StoreSettings {
             key,
             secret,
             token: variable(TOKEN),
@@ -89,19 +93,19 @@ mod tests {
 
     const WHO: [(&str, &str); 2] = [(KEY, "k"), (SECRET, "s")];
 
-    fn of(variables: &[(&str, &str)]) -> Result<Settings> {
+    fn of(variables: &[(&str, &str)]) -> Result<StoreSettings> {
         let address = Address::parse("s3://bucket/a").unwrap();
         let find = |name: &str| variables.iter().find(|(known, _)| *known == name);
-        Settings::of(&address, |name| find(name).map(|(_, value)| value.to_string()))
+        StoreSettings::of(&address, |name| find(name).map(|(_, value)| value.to_string()))
     }
 
-    fn with(more: &[(&'static str, &'static str)]) -> Result<Settings> {
+    fn with(more: &[(&'static str, &'static str)]) -> Result<StoreSettings> {
         of(&[&WHO, more].concat())
     }
 
     #[test]
     fn what_is_missing_is_named() {
-        let named = |outcome: Result<Settings>| match outcome.err().unwrap() {
+        let named = |outcome: Result<StoreSettings>| match outcome.err().unwrap() {
             Error::InvalidArgument { argument, .. } => argument.into_owned(),
             other => panic!("{other}"),
         };

@@ -23,7 +23,7 @@ fn under_way(handle: u64, submitted: Instant, deadline: Option<Instant>) -> Oper
 
 #[test]
 fn handles_leave_the_top_bit_free_however_many_were_given() {
-    let mut state = State { generation: GENERATIONS - 1, ..State::default() };
+    let mut state = EngineState { generation: GENERATIONS - 1, ..EngineState::default() };
     let given: Vec<u64> =
         (0..3).map(|_| state.admit(|handle| under_way(handle, Instant::now(), None)).0).collect();
     assert!(given.iter().all(|handle| handle >> 63 == 0 && state.entry(*handle).is_ok()), "{given:x?}");
@@ -48,8 +48,8 @@ fn a_device_is_free_again_although_the_outcome_was_taken_while_files_were_being_
 
 #[test]
 fn time_in_which_the_process_did_not_run_is_no_stall() {
-    let stall = Duration::from_secs(1);
-    let shared = Shared::new(Some(stall));
+    let io_timeout = Duration::from_secs(1);
+    let shared = Shared::new(Some(io_timeout));
     let now = Instant::now();
     let long_ago = now - Duration::from_secs(10);
     let handle = shared.lock().admit(|handle| under_way(handle, long_ago, Some(long_ago))).0;
@@ -57,7 +57,7 @@ fn time_in_which_the_process_did_not_run_is_no_stall() {
     shared.lock().progress = Progress::planned_for(long_ago);
     let (state, next, expired) = shared.expire(shared.lock());
     drop(state);
-    assert!(!expired && next.is_some_and(|next| next > now && next < now + stall));
+    assert!(!expired && next.is_some_and(|next| next > now && next < now + io_timeout));
     assert!(shared.lock().stuck.is_empty());
     std::thread::sleep(Duration::from_millis(60));
     // The driver has not waited again yet.
@@ -70,4 +70,32 @@ fn time_in_which_the_process_did_not_run_is_no_stall() {
     let (state, _, expired) = shared.expire(shared.lock());
     drop(state);
     assert!(expired && matches!(shared.lock().take(handle), Ok(Some(Err(_)))));
+}
+
+#[test]
+fn a_stop_before_the_first_check_is_no_stall() {
+    let shared = Shared::new(Some(Duration::from_secs(1)));
+    let long_ago = Instant::now() - Duration::from_secs(10);
+    shared.lock().admit(|handle| under_way(handle, long_ago, None));
+    let (state, next, expired) = shared.expire(shared.lock());
+    assert!(!expired && state.deadlines.is_empty() && next.is_some());
+}
+
+#[test]
+fn a_completion_ends_a_stall_of_the_operations_beside_it() {
+    let shared = Shared::new(Some(Duration::from_secs(1)));
+    let long_ago = Instant::now() - Duration::from_secs(10);
+    let given = Instant::now() + Duration::from_secs(60);
+    let stalls = shared.lock().admit(|handle| under_way(handle, long_ago, None)).0;
+    shared.lock().admit(|handle| under_way(handle, long_ago, Some(given)));
+    // The check planned for now happens in time.
+    shared.lock().progress = Progress::planned_for(Instant::now());
+    let (state, _, expired) = shared.expire(shared.lock());
+    assert!(!expired && state.deadlines.iter().any(|(_, handle)| *handle == stalls));
+    drop(state);
+    shared.progress.fetch_add(1, Ordering::Release);
+    shared.turns.fetch_add(2, Ordering::Release);
+    let (state, _, expired) = shared.expire(shared.lock());
+    let left: Vec<_> = state.deadlines.iter().map(|(deadline, _)| *deadline).collect();
+    assert!(!expired && left == [given], "{left:?}");
 }

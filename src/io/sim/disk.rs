@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::super::backend::{Wake, doze};
-use super::journal::{Event, Journal};
+use super::super::backend::{Wake, sleep_until};
+use super::journal::{DiskEvent, Journal};
 use super::next;
 
 /// The unit in bytes that a crash keeps or loses.
@@ -34,19 +34,19 @@ pub struct Disk {
 
 #[derive(Debug, Default)]
 struct Inner {
-    state: Mutex<State>,
+    state: Mutex<DiskState>,
     news: Condvar,
 }
 
 type Files = BTreeMap<String, Vec<u8>>;
 
 #[derive(Debug, Default)]
-struct State {
+struct DiskState {
     current: Files,
     durable: Files,
-    unsynced: Vec<Event>,
+    unsynced: Vec<DiskEvent>,
     /// Files created since the last sync of the directory.
-    made: HashSet<String>,
+    created: HashSet<String>,
     capacity: Option<u64>,
     journal: Option<(Journal, usize)>,
     requests: u64,
@@ -85,13 +85,13 @@ impl Disk {
         let disk = Disk::journaled(journal, number);
         let state = self.lock();
         for (name, bytes) in state.durable.clone() {
-            disk.serve(Event::Create { name: name.clone() });
-            disk.serve(Event::Write { name: name.clone(), at: 0, bytes });
-            disk.serve(Event::Sync { name });
+            disk.serve(DiskEvent::Create { name: name.clone() });
+            disk.serve(DiskEvent::Write { name: name.clone(), at: 0, bytes });
+            disk.serve(DiskEvent::Sync { name });
         }
         disk.sync_directory();
         state.unsynced.iter().for_each(|event| disk.serve(event.clone()));
-        disk.lock().made = state.made.clone();
+        disk.lock().created = state.created.clone();
         drop(state);
         disk
     }
@@ -128,7 +128,7 @@ impl Disk {
     /// Creates an empty file if it does not exist.
     pub fn create(&self, name: &str) {
         if self.len(name).is_none() {
-            self.serve(Event::Create { name: name.to_string() });
+            self.serve(DiskEvent::Create { name: name.to_string() });
         }
     }
 
@@ -136,19 +136,19 @@ impl Disk {
     pub fn allocate(&self, name: &str, len: u64) -> bool {
         let fits = self.room(name) as u64 >= len;
         if fits {
-            self.serve(Event::Allocate { name: name.to_string(), len: len as usize });
+            self.serve(DiskEvent::Allocate { name: name.to_string(), len: len as usize });
         }
         fits
     }
 
     /// Removes a file durably.
     pub fn remove(&self, name: &str) {
-        self.serve(Event::Remove { name: name.to_string() });
+        self.serve(DiskEvent::Remove { name: name.to_string() });
     }
 
     /// Makes the creation of all files durable.
     pub fn sync_directory(&self) {
-        self.serve(Event::SyncDirectory);
+        self.serve(DiskEvent::SyncDirectory);
     }
 
     /// Limits the total bytes of all files.
@@ -172,7 +172,7 @@ impl Disk {
     pub fn wait_unused(&self) {
         let end = Instant::now() + Duration::from_secs(60);
         while Arc::strong_count(&self.inner) > 1 {
-            assert!(Instant::now() < end, "an engine on the disk does not end");
+            assert!(Instant::now() < end, "an engine that uses the disk does not end");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -189,7 +189,7 @@ impl Disk {
         for event in std::mem::take(&mut state.unsynced) {
             apply(&mut state.durable, &event, &mut stays);
         }
-        for name in std::mem::take(&mut state.made) {
+        for name in std::mem::take(&mut state.created) {
             if !stays() {
                 state.durable.remove(&name);
             }
@@ -198,37 +198,37 @@ impl Disk {
     }
 
     /// Executes an event and records it in the journal.
-    pub fn serve(&self, event: Event) {
+    pub fn serve(&self, event: DiskEvent) {
         let mut state = self.lock();
         let state = &mut *state;
         if let Some((journal, number)) = &state.journal {
             journal.add(*number, event.clone());
         }
-        let touches = |other: &Event, name: &String| other.name() == Some(name);
+        let touches = |other: &DiskEvent, name: &String| other.name() == Some(name);
         match &event {
-            Event::Write { name, .. } | Event::Allocate { name, .. } => {
+            DiskEvent::Write { name, .. } | DiskEvent::Allocate { name, .. } => {
                 state.durable.entry(name.clone()).or_default();
                 apply(&mut state.current, &event, &mut || true);
                 state.unsynced.push(event);
             }
-            Event::Create { name } => {
-                state.made.insert(name.clone());
+            DiskEvent::Create { name } => {
+                state.created.insert(name.clone());
                 state.current.entry(name.clone()).or_default();
                 state.durable.entry(name.clone()).or_default();
             }
-            Event::Sync { name } => {
+            DiskEvent::Sync { name } => {
                 let all = std::mem::take(&mut state.unsynced);
                 let (own, others) = all.into_iter().partition(|other| touches(other, name));
                 state.unsynced = others;
-                let own: Vec<Event> = own;
+                let own: Vec<DiskEvent> = own;
                 own.iter().for_each(|event| apply(&mut state.durable, event, &mut || true));
             }
-            Event::Remove { name } => {
+            DiskEvent::Remove { name } => {
                 state.current.remove(name);
                 state.durable.remove(name);
                 state.unsynced.retain(|other| !touches(other, name));
             }
-            Event::SyncDirectory => state.made.clear(),
+            DiskEvent::SyncDirectory => state.created.clear(),
         }
     }
 
@@ -267,14 +267,14 @@ impl Disk {
     /// True if there was one, or if `until` has passed.
     pub(super) fn wait_news(&self, until: Option<Instant>) -> bool {
         let mut state = self.lock();
-        std::mem::take(&mut state.woken) || !doze(&self.inner.news, state, until).1
+        std::mem::take(&mut state.woken) || !sleep_until(&self.inner.news, state, until).1
     }
 
     pub(super) fn waker(&self) -> Arc<dyn Wake> {
         Arc::clone(&self.inner) as Arc<dyn Wake>
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DiskState> {
         self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -287,9 +287,9 @@ impl Wake for Inner {
 }
 
 /// Applies an event to `files`: each sector, or the new length, only if `stays` returns true.
-fn apply(files: &mut Files, event: &Event, stays: &mut impl FnMut() -> bool) {
+fn apply(files: &mut Files, event: &DiskEvent, stays: &mut impl FnMut() -> bool) {
     match event {
-        Event::Write { name, at, bytes } => {
+        DiskEvent::Write { name, at, bytes } => {
             let file = files.entry(name.clone()).or_default();
             for (n, sector) in bytes.chunks(SECTOR).enumerate() {
                 if stays() {
@@ -297,7 +297,7 @@ fn apply(files: &mut Files, event: &Event, stays: &mut impl FnMut() -> bool) {
                 }
             }
         }
-        Event::Allocate { name, len } if stays() => {
+        DiskEvent::Allocate { name, len } if stays() => {
             let file = files.entry(name.clone()).or_default();
             file.resize(file.len().max(*len), 0);
         }

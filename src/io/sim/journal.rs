@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An action of a disk.
 #[derive(Debug, Clone)]
-pub enum Event {
+pub enum DiskEvent {
     /// Bytes reached the disk's cache.
     Write {
         /// The file.
@@ -41,16 +41,16 @@ pub enum Event {
     SyncDirectory,
 }
 
-impl Event {
+impl DiskEvent {
     /// The file of the event, if it concerns one.
     pub fn name(&self) -> Option<&String> {
         match self {
-            Event::Write { name, .. }
-            | Event::Sync { name }
-            | Event::Create { name }
-            | Event::Allocate { name, .. }
-            | Event::Remove { name } => Some(name),
-            Event::SyncDirectory => None,
+            DiskEvent::Write { name, .. }
+            | DiskEvent::Sync { name }
+            | DiskEvent::Create { name }
+            | DiskEvent::Allocate { name, .. }
+            | DiskEvent::Remove { name } => Some(name),
+            DiskEvent::SyncDirectory => None,
         }
     }
 }
@@ -58,11 +58,11 @@ impl Event {
 /// The events of several disks, in order of time.
 #[derive(Debug, Clone, Default)]
 pub struct Journal {
-    events: Arc<Mutex<Vec<(usize, Event)>>>,
+    events: Arc<Mutex<Vec<(usize, DiskEvent)>>>,
 }
 
 impl Journal {
-    pub(super) fn add(&self, disk: usize, event: Event) {
+    pub(super) fn add(&self, disk: usize, event: DiskEvent) {
         self.lock().push((disk, event));
     }
 
@@ -76,7 +76,7 @@ impl Journal {
         self.len() == 0
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Vec<(usize, Event)>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Vec<(usize, DiskEvent)>> {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

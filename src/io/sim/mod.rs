@@ -12,7 +12,7 @@ use std::io;
 use std::sync::Arc;
 
 pub use disk::{Crash, Disk, SECTOR};
-pub use journal::{Event, Journal};
+pub use journal::{DiskEvent, Journal};
 
 use super::backend::{Action, Backend, Completion, Piece, Sleep, Wake};
 use super::plan::Route;
@@ -96,11 +96,11 @@ impl Sim {
                     return -libc::ENOSPC;
                 }
                 let bytes = piece.span.part(0, len).to_vec();
-                self.disk.serve(Event::Write { name: name.to_string(), at, bytes });
+                self.disk.serve(DiskEvent::Write { name: name.to_string(), at, bytes });
                 len as i32
             }
             Action::Sync => {
-                self.disk.serve(Event::Sync { name: name.to_string() });
+                self.disk.serve(DiskEvent::Sync { name: name.to_string() });
                 0
             }
             Action::Allocate { bytes } => match self.disk.allocate(name, piece.offset + bytes) {
@@ -162,11 +162,12 @@ impl Backend for Sim {
 
 /// True if the piece meets the file's alignment, which a device requires of direct requests.
 fn aligned(piece: &Piece) -> bool {
-    let need = piece.file.direct().filter(|_| piece.route == Route::Direct && piece.action.moves_bytes());
-    need.is_none_or(|need| {
-        (piece.span.address() as u64).is_multiple_of(need.memory)
-            && piece.offset.is_multiple_of(need.offset)
-            && (piece.span.len() as u64).is_multiple_of(need.offset)
+    let alignment =
+        piece.file.direct().filter(|_| piece.route == Route::Direct && piece.action.moves_bytes());
+    alignment.is_none_or(|alignment| {
+        (piece.span.address() as u64).is_multiple_of(alignment.memory)
+            && piece.offset.is_multiple_of(alignment.offset)
+            && (piece.span.len() as u64).is_multiple_of(alignment.offset)
     })
 }
 

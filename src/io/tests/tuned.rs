@@ -5,32 +5,32 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::*;
-use crate::io::profile::{Profile, Settings};
+use crate::io::profile::{Notes, Profile, Settings};
 use crate::pool::pinned;
 use crate::sys::file::{FileSystem, file_system};
 
-const TUNED: Settings = Settings { backend: Choice::Auto, block_bytes: 64 << 10, depth: 12 };
+const TUNED: Settings = Settings { backend: BackendChoice::Auto, block_bytes: 64 << 10, depth: 12 };
 
 struct Bench {
-    folder: tempfile::TempDir,
+    volume: tempfile::TempDir,
     memory: Span,
 }
 
 impl Bench {
     fn new() -> Bench {
-        let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("file"), pattern(1, 1 << 20)).unwrap();
-        Bench { folder, memory: pinned::alloc(1 << 20).unwrap() }
+        let volume = tempfile::tempdir().unwrap();
+        fs::write(volume.path().join("file"), pattern(1, 1 << 20)).unwrap();
+        Bench { volume, memory: pinned::alloc(1 << 20).unwrap() }
     }
 
     fn system(&self) -> FileSystem {
-        file_system(&fs::File::open(self.folder.path()).unwrap()).unwrap()
+        file_system(&fs::File::open(self.volume.path()).unwrap()).unwrap()
     }
 
     /// Depth, block size and number of requests of an engine that has read the file.
     fn read(&self, options: Options, profile: Option<Profile>) -> (u32, u64, u64) {
         let engine = Engine::open_tuned(options, profile).unwrap();
-        let path = self.folder.path().join("file");
+        let path = self.volume.path().join("file");
         let handle = engine.read(request(Target::Path(&path), 0, self.memory)).unwrap();
         engine.wait(handle, PATIENCE).unwrap();
         let stats = engine.stats().unwrap();
@@ -47,7 +47,7 @@ impl Drop for Bench {
 fn profile(system: FileSystem, settings: Settings) -> Profile {
     let mut profile = Profile::default();
     profile.path = PathBuf::from("somewhere");
-    profile.put(system, settings, String::new());
+    profile.put(system, settings, Notes::new()).unwrap();
     profile
 }
 
@@ -74,7 +74,7 @@ fn a_profile_of_another_file_system_leaves_the_block_size_alone() {
 #[test]
 fn a_profile_may_ask_for_threads_unless_the_caller_asks_for_io_uring() {
     let bench = Bench::new();
-    let threads = || Some(profile(bench.system(), Settings { backend: Choice::Threads, ..TUNED }));
+    let threads = || Some(profile(bench.system(), Settings { backend: BackendChoice::Threads, ..TUNED }));
     let engine = Engine::open_tuned(Options::default(), threads()).unwrap();
     let stats = engine.stats().unwrap();
     assert_eq!(
@@ -82,7 +82,7 @@ fn a_profile_may_ask_for_threads_unless_the_caller_asks_for_io_uring() {
         ("threads", 12, "somewhere")
     );
     if let Ok(engine) =
-        Engine::open_tuned(Options { backend: Choice::Uring, ..Options::default() }, threads())
+        Engine::open_tuned(Options { backend: BackendChoice::Uring, ..Options::default() }, threads())
     {
         assert_eq!(engine.stats().unwrap().backend, "io_uring");
     }

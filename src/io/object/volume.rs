@@ -5,7 +5,7 @@
 //!   object; only then are the objects deleted that it makes stale. A crash in between leaves stale objects, which the
 //!   next open recognises by their numbers.
 //! - A read returns every byte up to the first missing one, as at the end of a file.
-//! - The caller that opens a folder holds the lock on its prefix. The index therefore never queries the store again.
+//! - The caller that opens a volume holds the lock on its prefix. The index therefore never queries the store again.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use std::time::SystemTime;
 use super::super::backend::{Action, Completion, Piece};
 use super::super::file::File;
 use super::index::{Index, Object};
-use super::{Answer, Listed, Refusal, Store};
+use super::{ObjectMeta, Store, StoreError, StoreResult};
 use crate::log::{self, Level};
 use crate::sys::span::Span;
 
@@ -29,7 +29,7 @@ pub(in super::super) const MAX_REQUESTS: u32 = 64;
 
 /// Files of a store.
 #[derive(Debug)]
-pub struct Folder {
+pub struct ObjectVolume {
     store: Arc<dyn Store>,
     /// Used in messages and as the prefix of file names.
     address: String,
@@ -38,7 +38,7 @@ pub struct Folder {
     next: AtomicU64,
 }
 
-impl Folder {
+impl ObjectVolume {
     /// The files `names` of `prefix`, which ends with a slash. `listed` is a listing of the prefix. Deletes stale
     /// objects.
     pub fn new(
@@ -46,10 +46,10 @@ impl Folder {
         address: String,
         prefix: String,
         names: &[&str],
-        listed: &[Listed],
-    ) -> Folder {
+        listed: &[ObjectMeta],
+    ) -> ObjectVolume {
         let mut objects: BTreeMap<String, Vec<Object>> = BTreeMap::new();
-        for Listed { key, len } in listed {
+        for ObjectMeta { key, len } in listed {
             let file = key.strip_prefix(&prefix).and_then(|rest| rest.split_once('/'));
             let Some((file, object)) = file.filter(|(file, _)| names.contains(file)) else { continue };
             objects.entry(file.to_string()).or_default().extend(Object::parse(object, *len));
@@ -59,13 +59,13 @@ impl Folder {
         // store never answered.
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros();
         let next = AtomicU64::new(newest.max(now as u64));
-        let folder = Folder { store, address, prefix, files: Mutex::default(), next };
+        let volume = ObjectVolume { store, address, prefix, files: Mutex::default(), next };
         for (file, objects) in objects {
             let (index, stale) = Index::of(objects);
-            folder.lock().insert(file.clone(), index);
-            folder.delete_stale(&file, &stale);
+            volume.lock().insert(file.clone(), index);
+            volume.delete_stale(&file, &stale);
         }
-        folder
+        volume
     }
 
     /// The underlying store.
@@ -73,7 +73,7 @@ impl Folder {
         &self.store
     }
 
-    /// The address of the folder, for messages.
+    /// The address of the volume, for messages.
     pub fn address(&self) -> &str {
         &self.address
     }
@@ -96,18 +96,26 @@ impl Folder {
     /// Executes a piece. A panic becomes an error of the piece; the worker and the engine continue.
     pub(in super::super) fn serve(&self, piece: &Piece) -> Completion {
         let served = catch_unwind(AssertUnwindSafe(|| self.serve_piece(piece)));
-        let bug = || Err(Refusal { errno: libc::EIO, words: "a bug inside spillway".to_string() });
+        let bug = || {
+            Err(StoreError {
+                errno: libc::EIO,
+                message: "internal error in spillway, please report it".to_string(),
+            })
+        };
         match served.unwrap_or_else(|_| bug()) {
             Ok(moved) => Completion::of(piece.token, moved as i32),
-            Err(Refusal { errno, words }) => {
-                Completion { token: piece.token, result: -errno.max(1), words: Some(words.into()) }
+            Err(StoreError { errno, message }) => {
+                Completion { token: piece.token, result: -errno.max(1), message: Some(message.into()) }
             }
         }
     }
 
-    fn serve_piece(&self, piece: &Piece) -> Answer<usize> {
+    fn serve_piece(&self, piece: &Piece) -> StoreResult<usize> {
         let file = piece.file.name().strip_prefix(&self.address).and_then(|rest| rest.strip_prefix('/'));
-        let foreign = || Refusal { errno: libc::EBADF, words: "no file of this folder".to_string() };
+        let foreign = || StoreError {
+            errno: libc::EBADF,
+            message: "the file does not belong to this object volume".to_string(),
+        };
         let file = file.ok_or_else(foreign)?;
         match piece.action {
             Action::Read => self.read(file, piece.offset, piece.span),
@@ -117,7 +125,7 @@ impl Folder {
         }
     }
 
-    fn write(&self, file: &str, start: u64, span: Span) -> Answer<usize> {
+    fn write(&self, file: &str, start: u64, span: Span) -> StoreResult<usize> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let object = Object { start, len: span.len() as u64, number };
         // A copy, because a request may continue after its timeout, when the memory belongs to the caller again.
@@ -127,7 +135,7 @@ impl Folder {
         Ok(span.len())
     }
 
-    fn read(&self, file: &str, offset: u64, span: Span) -> Answer<usize> {
+    fn read(&self, file: &str, offset: u64, span: Span) -> StoreResult<usize> {
         let parts = self.lock().get(file).map(|index| index.cover(offset, span.len() as u64));
         let mut done = 0;
         for part in parts.unwrap_or_default() {
@@ -143,10 +151,11 @@ impl Folder {
     /// Deletes stale objects. A failed deletion only costs space until the next open.
     fn delete_stale(&self, file: &str, stale: &[Object]) {
         for object in stale {
-            if let Err(refusal) = self.store.delete(&self.key(file, object)) {
+            if let Err(error) = self.store.delete(&self.key(file, object)) {
                 let (address, name) = (&self.address, object.name());
-                let words = format!("stale object {address}/{file}/{name} stays: {}", refusal.words);
-                log::write(Level::Info, &words);
+                let message =
+                    format!("cannot delete the stale object {address}/{file}/{name}: {}", error.message);
+                log::write(Level::Info, &message);
             }
         }
     }

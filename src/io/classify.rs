@@ -15,9 +15,9 @@ use crate::sys::span::Span;
 /// Most retries of a piece; a system that interrupts more often will not stop.
 const MAX_TRIES: u32 = 64;
 
-pub(super) enum Verdict {
+pub(super) enum PieceResult {
     Done,
-    Again,
+    Retry,
     Failed(Error),
 }
 
@@ -35,29 +35,33 @@ pub(super) struct InFlight {
 }
 
 /// Classifies a result, which is the value that the system call would have returned, and counts the bytes moved.
-pub(super) fn judge(
+pub(super) fn classify(
     op: &Operation,
     flight: &mut InFlight,
     result: i32,
-    words: Option<Box<str>>,
+    message: Option<Box<str>>,
     counters: &Counters,
-) -> Verdict {
+) -> PieceResult {
     if result < 0 {
-        return judge_errno(op, flight, -result, words, counters);
+        return classify_errno(op, flight, -result, message, counters);
     }
     if !op.action.moves_bytes() {
-        return Verdict::Done;
+        return PieceResult::Done;
     }
     let left = flight.span.len() - flight.done;
     let moved = result as usize;
     if moved > left {
-        return Verdict::Failed(broken(op, flight, format!("the system moved {moved} bytes of {left}")));
+        return PieceResult::Failed(broken(
+            op,
+            flight,
+            format!("the system reported {moved} bytes for a request of {left}"),
+        ));
     }
     flight.done += moved;
     match (moved, op.action) {
-        _ if moved == left => Verdict::Done,
-        (0, Action::Read) => Verdict::Failed(end_of_file(op, flight)),
-        (0, _) => Verdict::Failed(broken(op, flight, "the system wrote nothing".to_string())),
+        _ if moved == left => PieceResult::Done,
+        (0, Action::Read) => PieceResult::Failed(end_of_file(op, flight)),
+        (0, _) => PieceResult::Failed(broken(op, flight, "the system wrote 0 bytes".to_string())),
         _ => {
             Counters::add(&counters.resumed, 1);
             resume(op, flight)
@@ -65,22 +69,22 @@ pub(super) fn judge(
     }
 }
 
-fn judge_errno(
+fn classify_errno(
     op: &Operation,
     flight: &mut InFlight,
     errno: i32,
-    words: Option<Box<str>>,
+    message: Option<Box<str>>,
     counters: &Counters,
-) -> Verdict {
-    let passing = errno == libc::EINTR || errno == libc::EAGAIN;
-    if passing && flight.tries < MAX_TRIES {
+) -> PieceResult {
+    let transient = errno == libc::EINTR || errno == libc::EAGAIN;
+    if transient && flight.tries < MAX_TRIES {
         flight.tries += 1;
         Counters::add(&counters.retried, 1);
-        return Verdict::Again;
+        return PieceResult::Retry;
     }
     // The file system does not support allocation, so writes will extend the file.
     if matches!(op.action, Action::Allocate { .. }) && file::cannot_allocate(errno) {
-        return Verdict::Done;
+        return PieceResult::Done;
     }
     let refused = errno == libc::EINVAL || errno == libc::EOPNOTSUPP;
     if refused && flight.route == Route::Direct && op.action.moves_bytes() {
@@ -89,36 +93,37 @@ fn judge_errno(
     }
     let error = io::Error::from_raw_os_error(errno);
     let detail = match errno {
-        _ if passing => format!("{MAX_TRIES} times in a row"),
-        libc::EFAULT => "the memory of the request is not there, or not to be used so".to_string(),
-        _ => words.map_or_else(String::new, String::from),
+        _ if transient => format!("{MAX_TRIES} times in a row"),
+        libc::EFAULT => "the buffer is not mapped, or not with the needed access".to_string(),
+        _ => message.map_or_else(String::new, String::from),
     };
     let left = match op.action {
         Action::Allocate { bytes } => bytes,
         _ => (flight.span.len() - flight.done) as u64,
     };
     match failure(op.doing(), op.file.name(), op.offset + flight.at + flight.done as u64, left, &error) {
-        Error::Io(inner) => Verdict::Failed(IoError { detail, ..*inner }.into()),
-        other => Verdict::Failed(other),
+        Error::Io(inner) => PieceResult::Failed(IoError { detail, ..*inner }.into()),
+        other => PieceResult::Failed(other),
     }
 }
 
 /// After a short transfer: continues, directly if the rest is still aligned.
-fn resume(op: &Operation, flight: &mut InFlight) -> Verdict {
-    let aligned = op.file.direct().is_some_and(|need| {
-        (flight.done as u64).is_multiple_of(need.offset) && (flight.done as u64).is_multiple_of(need.memory)
+fn resume(op: &Operation, flight: &mut InFlight) -> PieceResult {
+    let aligned = op.file.direct().is_some_and(|alignment| {
+        (flight.done as u64).is_multiple_of(alignment.offset)
+            && (flight.done as u64).is_multiple_of(alignment.memory)
     });
     if flight.route == Route::Buffered || aligned {
-        return Verdict::Again;
+        return PieceResult::Retry;
     }
     reroute(op, flight)
 }
 
-fn reroute(op: &Operation, flight: &mut InFlight) -> Verdict {
+fn reroute(op: &Operation, flight: &mut InFlight) -> PieceResult {
     flight.route = Route::Buffered;
     match op.file.prepare(Route::Buffered) {
-        Ok(()) => Verdict::Again,
-        Err(error) => Verdict::Failed(error),
+        Ok(()) => PieceResult::Retry,
+        Err(error) => PieceResult::Failed(error),
     }
 }
 

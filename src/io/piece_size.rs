@@ -7,11 +7,12 @@ use std::sync::{Mutex, PoisonError};
 
 use super::file::File;
 use super::options::BLOCK_BYTES;
-use super::profile::{self, Profile};
+use super::profile::Profile;
 use crate::log::{self, Level};
+use crate::sys::profile as shared;
 
 #[derive(Debug)]
-pub(super) struct Blocks {
+pub(super) struct PieceSize {
     /// Given by the caller; 0 if not.
     given: u64,
     profile: Option<Profile>,
@@ -20,10 +21,10 @@ pub(super) struct Blocks {
     last: AtomicU64,
 }
 
-impl Blocks {
-    pub(super) fn new(given: u64, profile: Option<Profile>) -> Blocks {
+impl PieceSize {
+    pub(super) fn new(given: u64, profile: Option<Profile>) -> PieceSize {
         let first = if given == 0 { BLOCK_BYTES } else { given };
-        Blocks { given, profile, by_device: Mutex::default(), last: first.into() }
+        PieceSize { given, profile, by_device: Mutex::default(), last: first.into() }
     }
 
     /// Bytes of a piece of this file.
@@ -59,14 +60,14 @@ fn look_up(profile: &Profile, file: &File) -> u64 {
         Some((system, settings)) => {
             let bytes = settings.block_bytes;
             let message =
-                format!("profile {path}: {bytes} bytes a block on file system {system}, for {name}");
+                format!("profile {path}: blocks of {bytes} bytes on file system {system}, for {name}");
             log::write(Level::Info, &message);
             bytes
         }
         None => {
-            profile::warn(&format!(
-                "profile {path} does not hold for the file system of {name}: run spillway tune there; until then \
-                 blocks have {BLOCK_BYTES} bytes"
+            shared::warn(&format!(
+                "profile {path} has no entry for the file system of {name}, so blocks have {BLOCK_BYTES} \
+                 bytes; run spillway tune there"
             ));
             BLOCK_BYTES
         }

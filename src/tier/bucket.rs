@@ -1,28 +1,30 @@
 //! A path in an object store: object names below `PREFIX/job/host/rank-N`.
 //!
 //! Invariants:
-//! - A process writes only below a prefix that it has claimed (see `claim`). Every open file keeps the claim alive, so
-//!   the claim ends after the last request in flight. A later request could delete objects of the next owner.
+//! - A process writes only below a prefix that it has claimed (see `prefix_lock`). Every open file keeps the lock
+//!   alive, so the lock ends after the last request in flight. A later request could delete objects of the next owner.
 //! - A superblock of up to [`OBJECT_BYTES`] is one object, written by one put: a crash never leaves a partial one. A
 //!   longer superblock is several objects. It is then as safe as on a disk: the last committed superblock is in the
 //!   other copy.
 //! - The bucket must exist. A mistyped bucket name is an error and never creates a bucket.
 //! - A removal deletes the superblocks first, so a partial removal leaves no valid state. It does not delete locks:
-//!   other processes may create theirs at any moment, and each deletes its own (see `claim`).
+//!   other processes may create theirs at any moment, and each deletes its own (see `prefix_lock`).
 //!
-//! [`OBJECT_BYTES`]: crate::io::object::folder::OBJECT_BYTES
+//! [`OBJECT_BYTES`]: crate::io::object::volume::OBJECT_BYTES
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::claim::{Claim, LOCKS};
-use super::directory::{FILES, Owner, parents};
+use super::directory::{FILES, Owner, inherited};
 use super::layout::PAGE;
-use super::medium::{Medium, Pair, in_flight};
+use super::prefix_lock::{LOCKS, PrefixLock};
+use super::storage::{FilePair, Storage, in_flight};
 use crate::error::{Error, IoKind, Result};
+use crate::io::engine::Engine;
 use crate::io::file::File;
-use crate::io::object::folder::Folder;
-use crate::io::object::{self, Address, Answer, Spot, Store};
+use crate::io::object::volume::ObjectVolume;
+use crate::io::object::{self, Address, RequestContext, Store, StoreResult};
+use crate::io::options::Options as IoOptions;
 
 /// Number of concurrent deletions.
 const DELETERS: usize = 8;
@@ -33,8 +35,8 @@ pub(super) const TEST_ADDRESS: &str = "s3://bucket/prefix";
 /// A claimed prefix of an object store, with its files.
 #[derive(Debug)]
 pub struct Bucket {
-    folder: Arc<Folder>,
-    claim: Arc<Claim>,
+    volume: Arc<ObjectVolume>,
+    lock: Arc<PrefixLock>,
 }
 
 /// Full address of `owner`'s objects, for messages.
@@ -58,37 +60,39 @@ impl Bucket {
         let prefix = format!("{}{}/", address.prefix, below(owner));
         let name = name(&address.text(), owner);
         // Listed before the lock is put, because some servers create a missing bucket on a put.
-        let listed =
-            match store.list(&prefix).map_err(|refusal| refusal.at(Spot { doing: "opening", path: &name })) {
-                Err(error) if error.io_kind() == Some(IoKind::NotFound) && !make => return Ok(None),
-                other => other?,
-            };
+        let listed = match store
+            .list(&prefix)
+            .map_err(|error| error.at(RequestContext { doing: "opening", path: &name }))
+        {
+            Err(error) if error.io_kind() == Some(IoKind::NotFound) && !make => return Ok(None),
+            other => other?,
+        };
         if !make && listed.iter().all(|one| is_lock(&one.key, &prefix)) {
             return Ok(None);
         }
-        let (claim, listed) = Claim::take(&store, &prefix, &name)?;
-        let folder = Folder::new(store, name, prefix, &FILES, &listed);
-        Ok(Some(Bucket { folder: Arc::new(folder), claim: Arc::new(claim) }))
+        let (lock, listed) = PrefixLock::acquire(&store, &prefix, &name)?;
+        let volume = ObjectVolume::new(store, name, prefix, &FILES, &listed);
+        Ok(Some(Bucket { volume: Arc::new(volume), lock: Arc::new(lock) }))
     }
 
-    /// The folder that holds the files.
-    pub fn folder(&self) -> Arc<Folder> {
-        Arc::clone(&self.folder)
+    /// The volume that holds the files.
+    pub fn volume(&self) -> Arc<ObjectVolume> {
+        Arc::clone(&self.volume)
     }
 
-    fn failed(&self, doing: &'static str) -> impl Fn(object::Refusal) -> Error {
-        move |refusal| refusal.at(Spot { doing, path: self.folder.address() })
+    fn failed(&self, doing: &'static str) -> impl Fn(object::StoreError) -> Error {
+        move |error| error.at(RequestContext { doing, path: self.volume.address() })
     }
 
-    fn delete_all(&self, keys: &[String]) -> Answer<()> {
-        let (store, next, outcome) = (self.folder.store(), Mutex::new(keys.iter()), Mutex::new(Ok(())));
+    fn delete_all(&self, keys: &[String]) -> StoreResult<()> {
+        let (store, next, outcome) = (self.volume.store(), Mutex::new(keys.iter()), Mutex::new(Ok(())));
         let take = || next.lock().unwrap_or_else(PoisonError::into_inner).next();
         std::thread::scope(|scope| {
             for _ in 0..DELETERS.min(keys.len()) {
                 scope.spawn(|| {
                     while let Some(key) = take() {
-                        if let Err(refusal) = store.delete(key) {
-                            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(refusal);
+                        if let Err(error) = store.delete(key) {
+                            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
                             return;
                         }
                     }
@@ -99,19 +103,19 @@ impl Bucket {
     }
 }
 
-impl Medium for Bucket {
+impl Storage for Bucket {
     fn name(&self) -> String {
-        self.folder.address().to_string()
+        self.volume.address().to_string()
     }
 
-    fn open(&self, file: &str) -> Result<Pair> {
-        let file = Arc::new(self.folder.file(file).keeping(Arc::clone(&self.claim) as _));
-        Ok(Pair { reader: Arc::clone(&file), writer: file })
+    fn open(&self, file: &str) -> Result<FilePair> {
+        let file = Arc::new(self.volume.file(file).keep_alive(Arc::clone(&self.lock) as _));
+        Ok(FilePair { reader: Arc::clone(&file), writer: file })
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
         // The last block of a chunk is stored without padding but occupies a whole page.
-        Ok(self.folder.len(file).map(|end| end.next_multiple_of(PAGE)))
+        Ok(self.volume.len(file).map(|end| end.next_multiple_of(PAGE)))
     }
 
     /// Does nothing: an object that the store has accepted is durable, and so is its name.
@@ -120,18 +124,18 @@ impl Medium for Bucket {
     }
 
     fn check(&self, _: &[(&'static str, &File)]) -> Result<()> {
-        self.claim.check(self.folder.address())
+        self.lock.check(self.volume.address())
     }
 
     fn remove(self: Box<Self>) -> Result<()> {
-        if !self.claim.is_own() {
-            return Err(parents(self.folder.address()));
+        if !self.lock.is_own() {
+            return Err(inherited(self.volume.address()));
         }
-        if Arc::strong_count(&self.claim) > 1 {
-            return Err(in_flight(self.folder.address()));
+        if Arc::strong_count(&self.lock) > 1 {
+            return Err(in_flight(self.volume.address()));
         }
-        let prefix = self.folder.prefix();
-        let listed = self.folder.store().list(prefix).map_err(self.failed("removing"))?;
+        let prefix = self.volume.prefix();
+        let listed = self.volume.store().list(prefix).map_err(self.failed("removing"))?;
         let files = listed.into_iter().map(|one| one.key).filter(|key| !is_lock(key, prefix));
         let data = |key: &String| key.starts_with(&format!("{prefix}data/"));
         let (data, superblocks): (Vec<String>, Vec<String>) = files.partition(data);
@@ -146,7 +150,41 @@ fn is_lock(key: &str, prefix: &str) -> bool {
     key.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(LOCKS))
 }
 
+/// A path's storage and engine.
+type Opened = (Box<dyn Storage>, Engine);
+
+/// Claims the prefix of `owner` at `address`. `None` if it holds no objects and `make` is false.
+#[cfg(feature = "s3")]
+pub(super) fn open(address: &str, owner: &Owner, io: IoOptions, make: bool) -> Result<Option<Opened>> {
+    let address = Address::parse(address)?;
+    open_in(object::connect(&address, io.io_timeout)?, &address, owner, io, make)
+}
+
+/// As `open`, in a store in memory.
+#[cfg(test)]
+pub(super) fn open_in_memory(
+    store: &object::memory::MemoryStore,
+    owner: &Owner,
+    io: IoOptions,
+    make: bool,
+) -> Result<Option<Opened>> {
+    open_in(Arc::new(store.clone()), &Address::parse(TEST_ADDRESS)?, owner, io, make)
+}
+
+fn open_in(
+    store: Arc<dyn Store>,
+    address: &Address,
+    owner: &Owner,
+    io: IoOptions,
+    make: bool,
+) -> Result<Option<Opened>> {
+    let Some(bucket) = Bucket::claim(store, address, owner, make)? else { return Ok(None) };
+    let engine = Engine::open_volume(io, bucket.volume())?;
+    Ok(Some((Box::new(bucket), engine)))
+}
+
 /// Removes the objects of an owner whose process has ended. A live owner is an error.
+#[cfg(feature = "s3")]
 pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
     owner.check()?;
     let address = Address::parse(address)?;
@@ -154,8 +192,9 @@ pub(super) fn collect(address: &str, owner: &Owner) -> Result<()> {
     match Bucket::claim(store, &address, owner, false)? {
         Some(bucket) => Box::new(bucket).remove(),
         None => {
-            let refusal = object::Refusal { errno: libc::ENOENT, words: "nothing lies there".to_string() };
-            Err(refusal.at(Spot { doing: "opening", path: &name(&address.text(), owner) }))
+            let error =
+                object::StoreError { errno: libc::ENOENT, message: "it contains no tier".to_string() };
+            Err(error.at(RequestContext { doing: "opening", path: &name(&address.text(), owner) }))
         }
     }
 }

@@ -14,11 +14,11 @@
 
 use std::sync::Arc;
 
-use super::contents::Writer;
+use super::contents::WriteOrigin;
 use super::health::Health;
 use super::options::Durability;
-use super::path::{Copy, Path};
-use super::state::{Extent, Good, PathState, State};
+use super::path::{SuperblockCopy, TierPath};
+use super::state::{DurableCopy, Extent, PathState, TierState};
 use super::store::Tier;
 use super::superblock::{Encoded, ExtentRecord, PathRecord, Superblock};
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
@@ -32,11 +32,11 @@ impl Tier {
     /// unknown, a crash may find the new step.
     pub fn commit(&self, step: u64, payload: &[u8]) -> Result<()> {
         if payload.len() > MAX_PAYLOAD {
-            let reason = format!("has {} bytes, at most {MAX_PAYLOAD}", payload.len());
+            let reason = format!("has {} bytes, but the limit is {MAX_PAYLOAD}", payload.len());
             return Err(Error::invalid("payload", reason));
         }
         if std::mem::replace(&mut self.lock().committing, true) {
-            return Err(Error::Busy("another commit is under way".to_string()));
+            return Err(Error::Busy("another commit is in progress".to_string()));
         }
         let _ends = Committing(self);
         self.commit_all(step, payload)
@@ -64,7 +64,7 @@ impl Tier {
                 Ok(())
             }
             Err(error) => {
-                state.extents.iter_mut().flatten().for_each(|extent| extent.doubt = true);
+                state.extents.iter_mut().flatten().for_each(|extent| extent.in_doubt = true);
                 Err(error)
             }
         }
@@ -75,12 +75,12 @@ impl Tier {
         let mut state = self.lock();
         let mut superblock = self.superblock(&state, step, payload.to_vec());
         superblock.sequence += 1;
-        let refused = |words| {
-            let words = format!(
-                "{}: the superblock of this state could not be opened again: {words}",
+        let refused = |message| {
+            let message = format!(
+                "{}: the superblock of this state could not be reopened: {message}",
                 self.some_name()
             );
-            Error::LimitReached(words)
+            Error::LimitReached(message)
         };
         let bytes = superblock.encode().map_err(refused)?;
         state.sequence = superblock.sequence;
@@ -100,7 +100,7 @@ impl Tier {
             path.gone = gone.iter().any(|(one, _)| *one == number);
         }
         for (number, error) in &gone {
-            self.move_all(*number as u32).map_err(|reason| because(error, &reason))?;
+            self.move_all(*number as u32).map_err(|reason| with_reason(error, &reason))?;
         }
         match gone.into_iter().next() {
             Some((_, error)) if self.superblock_paths().is_empty() => Err(error),
@@ -119,7 +119,7 @@ impl Tier {
             let numbered = (0..).zip(&state.extents);
             numbered.filter_map(|(n, extent)| extent.as_ref().filter(|one| there(one)).map(|_| n)).collect()
         };
-        extents.into_iter().try_for_each(|extent| self.move_extent(extent, Writer::Commit))
+        extents.into_iter().try_for_each(|extent| self.move_extent(extent, WriteOrigin::Commit))
     }
 
     /// Syncs the data of all paths. If a sync fails, the data is moved to other paths, if it can still be read.
@@ -129,7 +129,7 @@ impl Tier {
                 let state = self.lock();
                 (0..self.paths.len()).filter(|path| state.paths[*path].dirty).collect()
             };
-            let live: Vec<(usize, &Arc<Path>)> =
+            let live: Vec<(usize, &Arc<TierPath>)> =
                 dirty.iter().filter_map(|path| Some((*path, self.paths[*path].as_ref()?))).collect();
             let handles: Vec<Result<u64>> = live.iter().map(|(_, path)| path.sync_data()).collect();
             let mut failed = Vec::new();
@@ -150,7 +150,7 @@ impl Tier {
                 }
             }
             for (number, error) in failed {
-                self.move_unsynced(number as u32).map_err(|reason| because(&error, &reason))?;
+                self.move_unsynced(number as u32).map_err(|reason| with_reason(&error, &reason))?;
                 self.lock().paths[number].dirty = false;
             }
         }
@@ -170,7 +170,7 @@ impl Tier {
         };
         let mut under_way = Vec::new();
         for (number, path) in self.superblock_paths() {
-            let copy = self.lock().paths[number].good.map_or(0, |good| 1 - good.copy);
+            let copy = self.lock().paths[number].durable_copy.map_or(0, |good| 1 - good.copy);
             let bytes = bytes.on_path(number as u32);
             let started = path.scratch(bytes.len()).and_then(|scratch| {
                 scratch.span().write(&bytes);
@@ -197,7 +197,8 @@ impl Tier {
             let ended = if sync { path.wait(handle, None).map(|_| ()) } else { Ok(()) };
             match ended.and_then(|()| self.look_again(&path, copy, superblock.sequence)) {
                 Ok(()) => {
-                    self.lock().paths[number].good = Some(Good { copy, sequence: superblock.sequence });
+                    self.lock().paths[number].durable_copy =
+                        Some(DurableCopy { copy, sequence: superblock.sequence });
                     durable += 1;
                 }
                 Err(error) => fail(number, error),
@@ -225,28 +226,30 @@ impl Tier {
             offset: 0,
             bytes: 0,
             errno: 0,
-            detail: format!("no path is left that can hold a commit: {}", paths.join("; ")),
+            detail: format!("no usable path is left for the commit: {}", paths.join("; ")),
         }
         .into()
     }
 
     /// With full durability, syncs the directory and reads the superblock back.
-    fn look_again(&self, path: &Path, copy: usize, sequence: u64) -> Result<()> {
+    fn look_again(&self, path: &TierPath, copy: usize, sequence: u64) -> Result<()> {
         if self.durability() != Durability::Full {
             return Ok(());
         }
         path.sync_directory()?;
         match path.read_superblock(copy)? {
-            Copy::Whole(found) if found.sequence == sequence => Ok(()),
+            SuperblockCopy::Valid(found) if found.sequence == sequence => Ok(()),
             _ => Err(TierError::at(
                 TierKind::Corrupt,
                 path.superblock_name(copy),
-                format!("it does not hold sequence {sequence}, which was just written"),
+                format!(
+                    "the superblock that was read back is not the one of sequence {sequence} that was written"
+                ),
             )),
         }
     }
 
-    fn superblock_paths(&self) -> Vec<(usize, Arc<Path>)> {
+    fn superblock_paths(&self) -> Vec<(usize, Arc<TierPath>)> {
         let state = self.lock();
         let works = |number: usize| state.paths[number].health as u8 <= Health::Draining as u8;
         let paths = self.paths.iter().enumerate();
@@ -271,7 +274,7 @@ impl Tier {
     /// Moves the unsynced extents of a path to other paths, and clears their failures.
     fn move_unsynced(&self, path: u32) -> Result<()> {
         self.unsynced(path).into_iter().try_for_each(|extent| {
-            self.move_extent(extent, Writer::Commit)?;
+            self.move_extent(extent, WriteOrigin::Commit)?;
             self.lock().extent(extent)?.failed = None;
             Ok(())
         })
@@ -287,23 +290,9 @@ impl Drop for Committing<'_> {
     }
 }
 
-fn because(error: &Error, reason: &Error) -> Error {
-    match error.clone() {
-        Error::Io(mut inner) => {
-            inner.detail = format!("{}; what was written there could not be moved: {reason}", inner.detail);
-            Error::Io(inner)
-        }
-        Error::Tier(mut inner) => {
-            inner.detail = format!("{}; what was written there could not be moved: {reason}", inner.detail);
-            Error::Tier(inner)
-        }
-        other => other,
-    }
-}
-
 impl Tier {
     /// Superblock of the current state, as reads see it.
-    pub(super) fn superblock(&self, state: &State, step: Option<u64>, payload: Vec<u8>) -> Superblock {
+    pub(super) fn superblock(&self, state: &TierState, step: Option<u64>, payload: Vec<u8>) -> Superblock {
         let written = |number: usize| {
             let stats = self.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
             stats.map_or(0, |stats| stats.written_bytes)
@@ -335,7 +324,7 @@ impl Tier {
             })
         });
         Superblock {
-            tier: self.who.tier,
+            tier: self.identity.tier,
             sequence: state.sequence,
             step,
             path: 0,
@@ -352,16 +341,21 @@ impl Tier {
     }
 }
 
+/// The error of a path, with the reason why its data could not be moved to another path.
+fn with_reason(error: &Error, reason: &Error) -> Error {
+    error.clone().context(format_args!("the data on this path could not be moved to another: {reason}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::tier::directory::Owner;
-    use crate::tier::options::{PathOptions, Place, TierOptions};
+    use crate::tier::options::{PathLocation, PathOptions, TierOptions};
 
     #[test]
     fn a_panic_in_a_commit_ends_the_commit() {
         let owner = Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 };
-        let memory = PathOptions { place: Place::Memory, limit: None, reserve: 0 };
+        let memory = PathOptions { location: PathLocation::Memory, limit: None, reserve: 0 };
         let tier = Tier::open(TierOptions { paths: vec![memory], ..TierOptions::new(owner, []) }).unwrap();
         let panics = || {
             tier.lock().committing = true;

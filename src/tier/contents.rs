@@ -10,14 +10,14 @@ use super::extent::Version;
 #[derive(Debug)]
 pub(super) struct Contents {
     pub(super) version: Version,
-    pub(super) sums: OnceLock<Arc<[u64]>>,
+    pub(super) checksums: OnceLock<Arc<[u64]>>,
     /// Number of readers; changed only with the state locked.
     readers: AtomicUsize,
 }
 
 impl Contents {
-    pub(super) fn new(version: Version, sums: OnceLock<Arc<[u64]>>) -> Contents {
-        Contents { version, sums, readers: AtomicUsize::new(0) }
+    pub(super) fn new(version: Version, checksums: OnceLock<Arc<[u64]>>) -> Contents {
+        Contents { version, checksums, readers: AtomicUsize::new(0) }
     }
 
     /// True if a read of this version is in flight.
@@ -38,7 +38,7 @@ impl Contents {
 
 /// Origin of a write.
 #[derive(Debug)]
-pub(super) enum Writer {
+pub(super) enum WriteOrigin {
     /// A write of new contents by the caller.
     Caller,
     /// A move by an evacuation, of contents that were read.

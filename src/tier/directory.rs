@@ -2,12 +2,12 @@
 //!
 //! Invariants:
 //! - A process writes only to directories whose lock it holds. The lock is released when the last operation on a file
-//!   of the directory has ended, even after the tier was closed (see [`Directory`] and `medium`).
+//!   of the directory has ended, even after the tier was closed (see [`Directory`] and `storage`).
 //! - The base directory of a path must exist. If its disk is not mounted, the open fails; it never creates a directory
 //!   on the file system below the mount point. Owner and mode of the base directory are the caller's choice, and it may
 //!   be world-writable.
 //! - The directories below it, and their files, belong to the effective user, and no other user may change them.
-//!   Symbolic links are not followed (see `sys::own`). New directories have mode 0700, files 0600.
+//!   Symbolic links are not followed (see `sys::private_files`). New directories have mode 0700, files 0600.
 //! - A removal deletes the superblocks first, so a partial removal leaves no valid state. During the removal the
 //!   directory holds a file named `removing`. The next process that claims the directory completes the removal.
 #![forbid(unsafe_code)]
@@ -21,9 +21,9 @@ use super::extent::check_name;
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
 use crate::sys::file::Identity;
 use crate::sys::host;
-use crate::sys::lock::{Attempt, FileLock};
-use crate::sys::own::Want;
-use crate::sys::own::{self, OwnDirectory};
+use crate::sys::lock::{FileLock, LockAttempt};
+use crate::sys::private_files::OpenFlags;
+use crate::sys::private_files::{self, PrivateDirectory};
 
 /// Files of a directory, superblocks first: the order of removal.
 pub const FILES: [&str; 3] = ["superblock.0", "superblock.1", "data"];
@@ -49,9 +49,9 @@ pub struct Directory {
     path: PathBuf,
     /// Absolute form of `path`, independent of the working directory.
     place: PathBuf,
-    base: OwnDirectory,
+    base: PrivateDirectory,
     /// The directories of job, host and rank, with their names.
-    below: Vec<(String, OwnDirectory)>,
+    below: Vec<(String, PrivateDirectory)>,
     lock: FileLock,
 }
 
@@ -61,7 +61,7 @@ impl Owner {
         for (argument, name) in [("options.job", &self.job), ("options.host", &self.host)] {
             check_name(argument, name)?;
             if name.contains('/') || name.starts_with('.') || name.chars().any(char::is_control) {
-                return Err(Error::invalid(argument, format!("{name:?} is no name for a directory")));
+                return Err(Error::invalid(argument, format!("{name:?} is not a valid name of a directory")));
             }
         }
         Ok(())
@@ -82,14 +82,19 @@ impl Directory {
     /// Errors: `Locked` if another process holds it, `Foreign` if another user owns a part of it.
     pub fn claim(base: &Path, owner: &Owner, make: bool) -> Result<Option<Directory>> {
         let path = owner.below(base);
-        let given = match OwnDirectory::given(base) {
+        let given = match PrivateDirectory::open_given(base) {
             Err(error) if !is_absence(&error) => return Err(failed("opening", base, error, "")),
             Err(error) if error.raw_os_error() == Some(libc::ENOTDIR) => {
-                let words = "it, or what it lies in, is not a directory";
-                return Err(TierError::at(TierKind::Foreign, base.to_string_lossy(), words));
+                let message = "it, or a part of its path, is not a directory";
+                return Err(TierError::at(TierKind::Foreign, base.to_string_lossy(), message));
             }
             Err(_) if make => {
-                return Err(failed("opening", base, io::ErrorKind::NotFound.into(), "is it mounted?"));
+                return Err(failed(
+                    "opening",
+                    base,
+                    io::ErrorKind::NotFound.into(),
+                    "create it, or check that its file system is mounted",
+                ));
             }
             Err(_) => return Ok(None),
             Ok(given) => given,
@@ -116,12 +121,12 @@ impl Directory {
         self.path.join(name)
     }
 
-    fn rank(&self) -> &OwnDirectory {
+    fn rank(&self) -> &PrivateDirectory {
         self.below.last().map_or(&self.base, |(_, rank)| rank)
     }
 
     /// Opens a file of the directory.
-    pub fn open(&self, name: &str, want: Want) -> io::Result<fs::File> {
+    pub fn open(&self, name: &str, want: OpenFlags) -> io::Result<fs::File> {
         self.rank().open(name, want)
     }
 
@@ -146,16 +151,15 @@ impl Directory {
     /// open files now stands for something else. Data written there would be lost with the process. Transient errors
     /// are ignored; the next read or write reports them.
     pub fn check(&self, files: &[(&str, Identity)]) -> Result<()> {
-        let gone = |path: PathBuf, words: &str| {
-            let words = format!(
-                "{words} while the tier was open; what was written there since cannot be found again"
-            );
-            Err(TierError::at(TierKind::PathMissing, path.to_string_lossy(), words))
+        let gone = |path: PathBuf, message: &str| {
+            let message =
+                format!("{message} while the tier was open; data that was written there since is lost");
+            Err(TierError::at(TierKind::PathMissing, path.to_string_lossy(), message))
         };
         let is_passing =
             |error: &io::Error| error.raw_os_error().is_some_and(|errno| PASSING.contains(&errno));
         if !self.lock.is_held() {
-            return gone(self.file(LOCK), "the lock was lost to another process");
+            return gone(self.file(LOCK), "another process took the lock");
         }
         match (fs::symlink_metadata(&self.place), self.rank().identity()) {
             (Ok(found), Ok(own)) if (found.dev(), found.ino()) != (own.device, own.inode) => {
@@ -180,10 +184,10 @@ impl Directory {
                     return gone(self.file(name), "the file was replaced");
                 }
                 Ok(Some(found)) if !found.own => {
-                    return gone(self.file(name), "the file was given to another user");
+                    return gone(self.file(name), "the owner of the file was changed");
                 }
                 Ok(Some(found)) if found.shared => {
-                    return gone(self.file(name), "the file was given a second name (a hard link)");
+                    return gone(self.file(name), "a hard link to the file was created");
                 }
                 Ok(None) => return gone(self.file(name), "the file was removed or renamed"),
                 Err(error) if !is_passing(&error) => {
@@ -198,7 +202,7 @@ impl Directory {
     /// Removes the files, the directory, and the parent directories that become empty.
     pub fn remove(self) -> Result<()> {
         if !self.lock.is_own() {
-            return Err(parents(&self.path.to_string_lossy()));
+            return Err(inherited(&self.path.to_string_lossy()));
         }
         if fs::symlink_metadata(&self.place).is_err_and(|error| is_absence(&error)) {
             // The directory was removed or renamed. A renamed directory is left alone.
@@ -207,7 +211,7 @@ impl Directory {
         self.check(&[])?;
         // The marker is optional: a full file system may refuse it. `collect` removes what an interrupted removal
         // leaves.
-        let _ = self.rank().open(REMOVING, Want { write: true, make: true, ..Want::default() });
+        let _ = self.rank().open(REMOVING, OpenFlags { write: true, make: true, ..OpenFlags::default() });
         self.remove_files()?;
         self.remove_file(LOCK)?;
         for (at, (name, _)) in self.below.iter().enumerate().rev() {
@@ -238,8 +242,8 @@ impl Directory {
 }
 
 /// Error for a removal in a forked child, which removes nothing.
-pub(super) fn parents(path: &str) -> Error {
-    Error::Unsupported(format!("{path} is in use by the process that forked this one: nothing was removed"))
+pub(super) fn inherited(path: &str) -> Error {
+    Error::Unsupported(format!("{path} is in use by the parent of this process; nothing was removed"))
 }
 
 fn is_absence(error: &io::Error) -> bool {
@@ -248,12 +252,12 @@ fn is_absence(error: &io::Error) -> bool {
 
 /// Opens the directories of job, host and rank. `None` if one does not exist and `make` is false.
 fn enter(
-    given: &OwnDirectory,
+    given: &PrivateDirectory,
     base: &Path,
     owner: &Owner,
     make: bool,
-) -> Result<Option<Vec<(String, OwnDirectory)>>> {
-    let (mut below, mut path) = (Vec::<(String, OwnDirectory)>::new(), base.to_path_buf());
+) -> Result<Option<Vec<(String, PrivateDirectory)>>> {
+    let (mut below, mut path) = (Vec::<(String, PrivateDirectory)>::new(), base.to_path_buf());
     for name in owner.names() {
         path.push(&name);
         let above = below.last().map_or(given, |(_, above)| above);
@@ -266,39 +270,38 @@ fn enter(
     Ok(Some(below))
 }
 
-fn acquire(rank: &OwnDirectory, path: &Path) -> Result<FileLock> {
+fn acquire(rank: &PrivateDirectory, path: &Path) -> Result<FileLock> {
     let file = path.join(LOCK);
     let failed = |doing: &'static str, error: io::Error| failed(doing, &file, error, "");
     loop {
         match FileLock::attempt(rank, LOCK).map_err(|error| failed("opening", error))? {
-            Attempt::Held(mut lock) => {
+            LockAttempt::Acquired(mut lock) => {
                 // If another process removed the directory meanwhile, the locked file no longer has a name: try again.
-                if !lock.names(rank, LOCK).map_err(|error| failed("opening", error))? {
+                if !lock.is_named(rank, LOCK).map_err(|error| failed("opening", error))? {
                     continue;
                 }
                 let pid = std::process::id();
                 let began = host::process_start(pid).unwrap_or(0);
-                let words = format!("process {pid} on {}, started at tick {began}\n", host::name());
-                lock.write(&words).map_err(|error| failed("writing", error))?;
+                let message = format!("process {pid} on {}, started at tick {began}\n", host::name());
+                lock.write(&message).map_err(|error| failed("writing", error))?;
                 return Ok(lock);
             }
-            Attempt::Ours => {
-                let words =
-                    "this process has it open, or a transfer of a tier that it closed is still in flight";
-                return Err(locked(path, words));
+            LockAttempt::HeldByUs => {
+                let message = "this process has the tier open, or closed it with a transfer still in flight";
+                return Err(locked(path, message));
             }
-            Attempt::Theirs(words) => return Err(locked(path, words.trim())),
+            LockAttempt::HeldByOther(message) => return Err(locked(path, message.trim())),
         }
     }
 }
 
-fn locked(path: &Path, words: &str) -> Error {
-    TierError::at(TierKind::Locked, path.to_string_lossy(), words)
+fn locked(path: &Path, message: &str) -> Error {
+    TierError::at(TierKind::Locked, path.to_string_lossy(), message)
 }
 
 /// Error of a system call on a directory or a lock. A file that belongs to another user is `Foreign`.
 pub(super) fn failed(doing: &'static str, path: &Path, error: io::Error, detail: &str) -> Error {
-    if own::is_refusal(&error) {
+    if private_files::is_refusal(&error) {
         return TierError::at(TierKind::Foreign, path.to_string_lossy(), error.to_string());
     }
     let errno = error.raw_os_error().unwrap_or(match error.kind() {
@@ -325,7 +328,7 @@ pub struct Found {
 
 /// All tier directories below `base`. Links are not followed, and directories of other users are skipped.
 pub fn scan(base: &Path) -> Result<Vec<Found>> {
-    let given = OwnDirectory::given(base).map_err(|error| failed("opening", base, error, ""))?;
+    let given = PrivateDirectory::open_given(base).map_err(|error| failed("opening", base, error, ""))?;
     let mut all = Vec::new();
     for (job, path, jobs) in list(&given, base)? {
         for (host, path, hosts) in list(&jobs, &path)? {
@@ -336,9 +339,9 @@ pub fn scan(base: &Path) -> Result<Vec<Found>> {
                 let bytes = FILES.iter().filter_map(|file| directory.entry(file).ok().flatten());
                 let bytes = bytes.map(|found| found.len).sum();
                 let live = match FileLock::attempt(&directory, LOCK) {
-                    Ok(Attempt::Held(_)) => None,
-                    Ok(Attempt::Ours) => Some("this process".to_string()),
-                    Ok(Attempt::Theirs(words)) => Some(words.trim().to_string()),
+                    Ok(LockAttempt::Acquired(_)) => None,
+                    Ok(LockAttempt::HeldByUs) => Some("this process".to_string()),
+                    Ok(LockAttempt::HeldByOther(message)) => Some(message.trim().to_string()),
                     Err(error) => Some(error.to_string()),
                 };
                 all.push(Found { owner, path, live, bytes });
@@ -349,7 +352,7 @@ pub fn scan(base: &Path) -> Result<Vec<Found>> {
 }
 
 /// Subdirectories, sorted by name, without links.
-fn list(directory: &OwnDirectory, path: &Path) -> Result<Vec<(String, PathBuf, OwnDirectory)>> {
+fn list(directory: &PrivateDirectory, path: &Path) -> Result<Vec<(String, PathBuf, PrivateDirectory)>> {
     let entries = match fs::read_dir(path) {
         Ok(entries) => entries,
         // The directory belongs to another user, or was removed since it was listed.
@@ -368,7 +371,7 @@ fn list(directory: &OwnDirectory, path: &Path) -> Result<Vec<(String, PathBuf, O
     Ok(found.collect())
 }
 
-fn is_file(directory: &OwnDirectory, name: &str) -> bool {
+fn is_file(directory: &PrivateDirectory, name: &str) -> bool {
     directory.entry(name).is_ok_and(|found| found.is_some_and(|found| found.regular))
 }
 
@@ -376,11 +379,12 @@ fn is_file(directory: &OwnDirectory, name: &str) -> bool {
 /// otherwise silently ignore that state.
 pub fn check_moved<'a>(bases: impl Iterator<Item = &'a Path>, owner: &Owner) -> Result<()> {
     let Some(path) = bases.flat_map(|base| elsewhere(base, owner)).next() else { return Ok(()) };
-    let words = format!(
-        "it has the state of this rank of job {:?}, and host {:?} has none: name the host, or collect it",
+    let message = format!(
+        "it has the state of this rank of job {:?} under another host name than {:?}; set that host name, or \
+         remove the state with spw_tier_collect",
         owner.job, owner.host
     );
-    Err(TierError::at(TierKind::Foreign, path.to_string_lossy(), words))
+    Err(TierError::at(TierKind::Foreign, path.to_string_lossy(), message))
 }
 
 /// Unlocked directories below `base` with state of the same job and rank under another host name. Directories of other
@@ -388,13 +392,14 @@ pub fn check_moved<'a>(bases: impl Iterator<Item = &'a Path>, owner: &Owner) -> 
 fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
     let hosts = fs::read_dir(base.join(&owner.job)).into_iter().flatten().filter_map(|entry| entry.ok());
     let names = hosts.filter_map(|entry| entry.file_name().into_string().ok());
-    let Ok(given) = OwnDirectory::given(base) else { return Vec::new() };
+    let Ok(given) = PrivateDirectory::open_given(base) else { return Vec::new() };
     let holds_state = |owner: &Owner| {
         let Ok(Some(below)) = enter(&given, base, owner, false) else { return false };
         let Some((_, rank)) = below.last() else { return false };
         let written =
             |file: &&str| rank.entry(file).is_ok_and(|found| found.is_some_and(|found| found.len > 0));
-        FILES[..2].iter().any(written) && matches!(FileLock::attempt(rank, LOCK), Ok(Attempt::Held(_)))
+        FILES[..2].iter().any(written)
+            && matches!(FileLock::attempt(rank, LOCK), Ok(LockAttempt::Acquired(_)))
     };
     names
         .filter(|host| *host != owner.host)

@@ -15,17 +15,17 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::allocation::ExtentPlacement;
 use super::directory::failed;
 use super::extent::check_name;
-use super::inspect::Visit;
-use super::place::Placement;
+use super::inspect::BlockVisitor;
 use super::scratch::Scratch;
 use super::store::{ExtentInfo, Tier};
-use crate::checksum::{self, Summing};
+use crate::checksum::{self, RunningChecksum};
 use crate::error::{Error, Result, TierError, TierKind};
-use crate::io::object::is_address;
+use crate::io::options::is_address;
 use crate::sys::span::Span;
-use crate::sys::{host, own};
+use crate::sys::{host, private_files};
 
 const MANIFEST: &str = "manifest.json";
 const FORMAT: &str = "spillway tier export";
@@ -65,7 +65,10 @@ impl Tier {
     /// written since the last commit; `NoState` if nothing was committed.
     pub fn export(&self, directory: &Path) -> Result<u64> {
         if directory.to_str().is_some_and(is_address) {
-            return Err(Error::invalid("directory", "is in an object store; an export is plain files"));
+            return Err(Error::invalid(
+                "directory",
+                "is in an object store, but an export needs a local directory",
+            ));
         }
         let extents = self.extents();
         let (step, payload) = {
@@ -75,20 +78,29 @@ impl Tier {
             }
             (state.step, state.payload.clone())
         };
-        let nothing = || TierError::at(TierKind::NoState, self.some_name(), "nothing was committed yet");
+        let nothing =
+            || TierError::at(TierKind::NoState, self.some_name(), "nothing was committed; commit first");
         let step = step.ok_or_else(nothing)?;
         if let Some(extent) = extents.iter().find(|extent| !extent.committed) {
-            return Err(Error::Busy(format!("extent {:?} was written since the last commit", extent.name)));
+            return Err(Error::Busy(format!(
+                "extent {:?} was written since the last commit; commit first",
+                extent.name
+            )));
         }
         if directory.file_name().is_none() {
             return Err(Error::invalid(
                 "directory",
-                format!("{} names no new directory", directory.display()),
+                format!("{} is not the name of a new directory", directory.display()),
             ));
         }
         if fs::symlink_metadata(directory).is_ok() {
             let error = io::Error::from_raw_os_error(libc::EEXIST);
-            return Err(failed("opening", directory, error, "an export makes its directory itself"));
+            return Err(failed(
+                "opening",
+                directory,
+                error,
+                "an export creates its directory; choose a name that does not exist",
+            ));
         }
         let parent = directory.parent().filter(|up| !up.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let partial = Partial::beside(directory, parent)?;
@@ -104,9 +116,9 @@ impl Tier {
             payload: payload.iter().map(|byte| format!("{byte:02x}")).collect(),
             extents: exported.collect::<Result<_>>()?,
         };
-        let words = serde_json::to_vec_pretty(&manifest)
+        let message = serde_json::to_vec_pretty(&manifest)
             .map_err(|error| Error::System { what: "writing a manifest", reason: error.to_string() })?;
-        write_durably(&partial.0.join(MANIFEST), &words)?;
+        write_durably(&partial.0.join(MANIFEST), &message)?;
         sync_directory(&partial.0)?;
         partial.publish(directory)?;
         sync_directory(parent)?;
@@ -133,7 +145,7 @@ impl Tier {
         match loaded.and_then(|()| self.commit(manifest.step, &payload)) {
             Ok(()) => Ok(manifest.step),
             Err(error) => {
-                self.roll_back()?;
+                self.rollback()?;
                 Err(error)
             }
         }
@@ -149,7 +161,7 @@ impl Tier {
             if found != stream.bytes {
                 return Err(broken(
                     &path,
-                    format!("it has {found} bytes, the manifest says {}", stream.bytes),
+                    format!("the file has {found} bytes, but the manifest says {}", stream.bytes),
                 ));
             }
         }
@@ -160,11 +172,11 @@ impl Tier {
             read_into(&path, *span)?;
             let sum = span.with_bytes(checksum::of);
             if format!("{sum:016x}") != stream.xxh3 {
-                let words = format!("its checksum is {sum:016x}, the manifest says {}", stream.xxh3);
-                return Err(TierError::at(TierKind::Corrupt, path.to_string_lossy(), words));
+                let message = format!("its checksum is {sum:016x}, but the manifest says {}", stream.xxh3);
+                return Err(TierError::at(TierKind::Corrupt, path.to_string_lossy(), message));
             }
         }
-        let ticket = self.write(number, &spans, &Placement::Auto, None)?;
+        let ticket = self.write(number, &spans, &ExtentPlacement::Auto, None)?;
         self.wait(ticket, None).map(|_| ())
     }
 }
@@ -178,7 +190,7 @@ impl Partial {
         fs::create_dir_all(parent).map_err(|error| failed("opening", parent, error, ""))?;
         let mut made = Err(io::ErrorKind::AlreadyExists.into());
         for _ in 0..TRIES {
-            let number = host::random().map_err(|error| Error::system("drawing a name", &error))?;
+            let number = host::random().map_err(|error| Error::system("generating a name", &error))?;
             let mut name = directory.file_name().unwrap_or_default().to_os_string();
             name.push(format!(".{:016x}.partial", number as u64));
             let partial = parent.join(name);
@@ -213,7 +225,7 @@ struct ExportFile {
     name: String,
     path: PathBuf,
     file: io::BufWriter<fs::File>,
-    sum: Summing,
+    sum: RunningChecksum,
     bytes: u64,
 }
 
@@ -221,7 +233,13 @@ impl ExportFile {
     fn create(directory: &Path, name: String) -> Result<ExportFile> {
         let path = directory.join(&name);
         let file = fs::File::create_new(&path).map_err(|error| failed("writing", &path, error, ""))?;
-        Ok(ExportFile { name, path, file: io::BufWriter::new(file), sum: Summing::default(), bytes: 0 })
+        Ok(ExportFile {
+            name,
+            path,
+            file: io::BufWriter::new(file),
+            sum: RunningChecksum::default(),
+            bytes: 0,
+        })
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -235,9 +253,11 @@ impl ExportFile {
         synced.map_err(|error| failed("writing", &self.path, error, ""))?;
         match self.bytes == bytes {
             true => Ok(Stream { file: self.name, bytes, xxh3: format!("{:016x}", self.sum.finish()) }),
-            false => {
-                Err(Error::Internal(format!("{} has {} bytes of {bytes}", self.path.display(), self.bytes)))
-            }
+            false => Err(Error::Internal(format!(
+                "{} has {} bytes instead of {bytes}",
+                self.path.display(),
+                self.bytes
+            ))),
         }
     }
 }
@@ -245,7 +265,7 @@ impl ExportFile {
 /// Files of an extent, by stream.
 struct Files(Vec<ExportFile>);
 
-impl Visit for Files {
+impl BlockVisitor for Files {
     fn bytes(&mut self, stream: usize, bytes: &[u8], _: u64) -> Result<()> {
         self.0[stream].write(bytes)
     }
@@ -264,33 +284,36 @@ fn memory_for(sizes: &[u64]) -> Result<(Vec<Scratch>, Vec<Span>)> {
 /// Path of a file of the export. The name must be a plain file name, so that it cannot leave the directory.
 fn stream_path(directory: &Path, file: &str) -> Result<PathBuf> {
     match file.is_empty() || file.starts_with('.') || file.contains(['/', '\0']) {
-        true => Err(broken(&directory.join(MANIFEST), format!("{file:?} is no name of a file"))),
+        true => Err(broken(&directory.join(MANIFEST), format!("{file:?} is not a valid name of a file"))),
         false => Ok(directory.join(file)),
     }
 }
 
 fn read_manifest(path: &Path) -> Result<Manifest> {
-    let mut words = Vec::new();
+    let mut message = Vec::new();
     let fail = |error| failed("opening", path, error, "");
-    let file = own::open_to_check(path).map_err(fail)?;
+    let file = private_files::open_to_check(path).map_err(fail)?;
     let bytes = file.metadata().map_err(fail)?.len();
     if bytes > MAX_MANIFEST {
-        return Err(broken(path, format!("it has {bytes} bytes, a manifest at most {MAX_MANIFEST}")));
+        return Err(broken(
+            path,
+            format!("it has {bytes} bytes, but the limit of a manifest is {MAX_MANIFEST}"),
+        ));
     }
-    file.take(MAX_MANIFEST).read_to_end(&mut words).map_err(fail)?;
+    file.take(MAX_MANIFEST).read_to_end(&mut message).map_err(fail)?;
     let manifest: Manifest =
-        serde_json::from_slice(&words).map_err(|error| broken(path, error.to_string()))?;
+        serde_json::from_slice(&message).map_err(|error| broken(path, error.to_string()))?;
     match (manifest.format.as_str(), manifest.version) {
         (FORMAT, VERSION) => Ok(manifest),
         (FORMAT, version) => {
-            Err(broken(path, format!("its version is {version}, this library reads {VERSION}")))
+            Err(broken(path, format!("its version is {version}, but this library reads {VERSION}")))
         }
-        (other, _) => Err(broken(path, format!("its format is {other:?}"))),
+        (other, _) => Err(broken(path, format!("its format {other:?} is unknown"))),
     }
 }
 
-fn broken(path: &Path, words: String) -> Error {
-    TierError::at(TierKind::Format, path.to_string_lossy(), words)
+fn broken(path: &Path, message: String) -> Error {
+    TierError::at(TierKind::Format, path.to_string_lossy(), message)
 }
 
 fn parse_hex(text: &str) -> Option<Vec<u8>> {
@@ -310,7 +333,7 @@ fn write_durably(path: &Path, bytes: &[u8]) -> Result<()> {
 fn read_into(path: &Path, span: Span) -> Result<()> {
     const PART: usize = 1 << 20;
     let fail = |error| failed("reading", path, error, "");
-    let mut file = own::open_to_check(path).map_err(fail)?;
+    let mut file = private_files::open_to_check(path).map_err(fail)?;
     let mut buffer = vec![0; PART.min(span.len())];
     for from in (0..span.len()).step_by(PART) {
         let part = &mut buffer[..PART.min(span.len() - from)];

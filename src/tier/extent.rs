@@ -45,7 +45,7 @@ pub struct Chunk {
     /// Number of blocks, at least one.
     pub count: u32,
     /// Checksum of the chunk header.
-    pub header_sum: u64,
+    pub header_checksum: u64,
 }
 
 /// One version of an extent's contents, and where it is stored.
@@ -62,10 +62,15 @@ impl Shape {
     /// streams and fewer than 2^31 blocks.
     pub fn new(streams: &[u64], block_bytes: u64) -> Result<Shape> {
         if streams.is_empty() || streams.len() > MAX_STREAMS {
-            let reason = format!("an extent has 1 to {MAX_STREAMS} streams, not {}", streams.len());
+            let reason = format!("an extent must have 1 to {MAX_STREAMS} streams, not {}", streams.len());
             return Err(Error::invalid("streams", reason));
         }
-        let too_large = || Error::invalid("streams", format!("have over 2^31 blocks of {block_bytes} bytes"));
+        let too_large = || {
+            Error::invalid(
+                "streams",
+                format!("have more than 2^31 blocks of {block_bytes} bytes; use larger blocks"),
+            )
+        };
         let mut first = vec![0_u32];
         for len in streams {
             let so_far = u64::from(first[first.len() - 1]);
@@ -163,7 +168,7 @@ impl Shape {
             true => Ok(()),
             false => Err(Error::invalid(
                 "streams",
-                format!("have {found:?} bytes, the extent has {:?}", self.streams),
+                format!("have {found:?} bytes, but the extent has {:?}", self.streams),
             )),
         }
     }
@@ -196,7 +201,7 @@ impl Chunk {
     }
 
     /// Offset of block number `block` in the data file.
-    pub fn place(&self, shape: &Shape, block: u32) -> u64 {
+    pub fn block_offset(&self, shape: &Shape, block: u32) -> u64 {
         self.data() + shape.stored(self.first, block - self.first)
     }
 }
@@ -225,7 +230,7 @@ pub(super) fn check_name(argument: &'static str, name: &str) -> Result<()> {
     match name.len() {
         0 => Err(Error::invalid(argument, "is empty")),
         len if len > MAX_NAME => {
-            Err(Error::invalid(argument, format!("has {len} bytes, at most {MAX_NAME}")))
+            Err(Error::invalid(argument, format!("has {len} bytes, but the limit is {MAX_NAME}")))
         }
         _ if name.contains('\0') => Err(Error::invalid(argument, "contains a NUL")),
         _ => Ok(()),
@@ -248,9 +253,9 @@ mod tests {
                 let runs = shape.runs(first, count);
                 let bytes: u64 = runs.iter().map(|run| run.len).sum();
                 assert_eq!(bytes, (first..first + count).map(|n| shape.block(n).len).sum::<u64>());
-                let chunk = Chunk { path: 0, offset: 4096, first, count, header_sum: 0 };
+                let chunk = Chunk { path: 0, offset: 4096, first, count, header_checksum: 0 };
                 for run in runs {
-                    assert_eq!(chunk.data() + run.at, chunk.place(&shape, run.block));
+                    assert_eq!(chunk.data() + run.at, chunk.block_offset(&shape, run.block));
                     assert!(run.at.is_multiple_of(PAGE));
                 }
                 let room = chunk.stored(&shape);
@@ -285,7 +290,7 @@ mod tests {
                     offset: 0,
                     first: *first,
                     count: *count,
-                    header_sum: 0,
+                    header_checksum: 0,
                 })
                 .collect(),
         };

@@ -8,20 +8,21 @@ use super::contents::Contents;
 use super::extent::{Chunk, Shape};
 use super::health::Health;
 use super::layout::header_bytes;
-use super::path::{Copy, Path};
+use super::path::{SuperblockCopy, TierPath};
 use super::scratch::Scratch;
-use super::state::{Good, State};
+use super::state::{DurableCopy, PathState, TierState};
 use super::store::Tier;
-use super::transfer::check_head;
+use super::transfer::check_header;
 use crate::checksum;
 use crate::error::{Error, Result, TierError, TierKind};
+use crate::io::counters::EngineTraffic;
 
 /// Bytes that are read at a time, unless a block is larger.
 pub(super) const WINDOW: u64 = 16 << 20;
 
 /// Result of a verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Checked {
+pub struct VerifyReport {
     /// Number of extents that have contents.
     pub extents: u64,
     /// Number of blocks read.
@@ -65,17 +66,26 @@ pub struct PathReport {
     pub backend: &'static str,
 }
 
+/// Health and traffic of one path.
+#[derive(Debug, Clone, Copy)]
+pub struct PathFlow {
+    /// Health of the path.
+    pub health: Health,
+    /// Bytes and busy time since the tier was opened; zero for a missing path.
+    pub traffic: EngineTraffic,
+}
+
 impl Tier {
     /// Reads all current blocks, their headers and the superblocks, and checks their checksums. Damage is listed in the
     /// result. `Busy` if an extent is being written.
-    pub fn verify(&self) -> Result<Checked> {
+    pub fn verify(&self) -> Result<VerifyReport> {
         let mut checked = self.verify_extents()?;
         self.verify_superblocks(&mut checked);
         Ok(checked)
     }
 
-    pub(super) fn verify_extents(&self) -> Result<Checked> {
-        let mut checked = Checked::default();
+    pub(super) fn verify_extents(&self) -> Result<VerifyReport> {
+        let mut checked = VerifyReport::default();
         for extent in self.extents() {
             let walked = self.walk(extent.number, &extent.name, false, &mut checked);
             match walked {
@@ -95,7 +105,7 @@ impl Tier {
         number: u32,
         name: &str,
         committed: bool,
-        visit: &mut impl Visit,
+        visit: &mut impl BlockVisitor,
     ) -> Result<Option<Arc<Shape>>> {
         let (contents, shape) = {
             let mut state = self.lock();
@@ -106,43 +116,52 @@ impl Tier {
             };
             let known = state.extent(number)?;
             if known.writing {
-                return Err(Error::Busy(format!("extent {name:?}: it is being written")));
+                return Err(Error::Busy(format!("extent {name:?} is being written")));
             }
             if committed && !known.committed.as_ref().is_some_and(|kept| Arc::ptr_eq(kept, &contents)) {
-                return Err(Error::Busy(format!("extent {name:?} was written since the last commit")));
+                return Err(Error::Busy(format!(
+                    "extent {name:?} was written since the last commit; commit first"
+                )));
             }
             let shape = Arc::clone(&known.shape);
             state.begin_reading(&contents);
             (contents, shape)
         };
-        let whose = Whose { number, name, shape: &shape };
-        let outcome = self.walk_contents(whose, &contents, visit);
+        let extent = InspectedExtent { number, name, shape: &shape };
+        let outcome = self.walk_contents(extent, &contents, visit);
         self.lock().end_reading(&contents);
         outcome.map(|()| Some(shape))
     }
 
-    fn walk_contents(&self, whose: Whose, contents: &Contents, visit: &mut impl Visit) -> Result<()> {
+    fn walk_contents(
+        &self,
+        extent: InspectedExtent,
+        contents: &Contents,
+        visit: &mut impl BlockVisitor,
+    ) -> Result<()> {
         for chunk in &contents.version.chunks {
             let Some(path) = &self.paths[chunk.path as usize] else { continue };
-            let head = path.scratch(header_bytes(chunk.count.into()) as usize)?;
-            let read = path.read(chunk.offset, head.span()).and_then(|handle| path.wait(handle, None));
+            let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
+            let read = path.read(chunk.offset, header.span()).and_then(|handle| path.wait(handle, None));
             if let Err(error) = read {
                 visit.damage(error)?;
                 continue;
             }
             let generation = contents.version.generation;
-            let parsed = head.span().with_bytes(|bytes| {
-                check_head(bytes, chunk, generation, self.who.tier, whose.number, whose.shape)
+            let parsed = header.span().with_bytes(|bytes| {
+                check_header(bytes, chunk, generation, self.identity.tier, extent.number, extent.shape)
             });
             match parsed {
-                Ok(header) => walk_blocks(path, chunk, &header.sums, whose, visit)?,
-                Err(words) => visit.damage(whose.damaged(path, chunk.first, chunk.offset, words))?,
+                Ok(header) => walk_blocks(path, chunk, &header.checksums, extent, visit)?,
+                Err(message) => {
+                    visit.damage(extent.corrupt_block(path, (chunk.first, chunk.offset), message))?
+                }
             }
         }
         Ok(())
     }
 
-    fn verify_superblocks(&self, checked: &mut Checked) {
+    fn verify_superblocks(&self, checked: &mut VerifyReport) {
         for number in 0..self.paths.len() {
             if let Some(error) = self.superblock_damage(number) {
                 checked.damage.push(error);
@@ -156,21 +175,23 @@ impl Tier {
         let path = self.paths[number].as_ref()?;
         let last = || {
             let state = self.lock();
-            state.paths[number].good.filter(|_| state.paths[number].health != Health::Failed)
+            state.paths[number].durable_copy.filter(|_| state.paths[number].health != Health::Failed)
         };
         loop {
             let good = last()?;
-            let Good { copy, sequence } = good;
+            let DurableCopy { copy, sequence } = good;
             let error = match path.read_superblock(copy) {
-                Ok(Copy::Whole(found)) if found.sequence == sequence => return None,
+                Ok(SuperblockCopy::Valid(found)) if found.sequence == sequence => return None,
                 Err(error) => error,
                 Ok(other) => {
-                    let words = match other {
-                        Copy::Whole(found) => format!("it holds sequence {}, not {sequence}", found.sequence),
-                        Copy::Blank => "it is blank".to_string(),
-                        Copy::Broken(words) => words,
+                    let message = match other {
+                        SuperblockCopy::Valid(found) => {
+                            format!("the superblock has sequence {} instead of {sequence}", found.sequence)
+                        }
+                        SuperblockCopy::Blank => "the superblock is blank".to_string(),
+                        SuperblockCopy::Corrupt(message) => message,
                     };
-                    TierError::at(TierKind::Corrupt, path.superblock_name(copy), words)
+                    TierError::at(TierKind::Corrupt, path.superblock_name(copy), message)
                 }
             };
             if last() == Some(good) {
@@ -192,7 +213,19 @@ impl Tier {
         Some(self.report(&state, number))
     }
 
-    fn report(&self, state: &State, number: usize) -> PathReport {
+    /// Health and traffic of all paths, by number.
+    pub fn flows(&self) -> Vec<PathFlow> {
+        let state = self.lock();
+        let traffic =
+            |path: &Option<Arc<TierPath>>| path.as_ref().and_then(|path| path.engine.traffic().ok());
+        let flow = |(state, path): (&PathState, _)| PathFlow {
+            health: state.health,
+            traffic: traffic(path).unwrap_or_default(),
+        };
+        state.paths.iter().zip(&self.paths).map(flow).collect()
+    }
+
+    fn report(&self, state: &TierState, number: usize) -> PathReport {
         let path = &state.paths[number];
         let stats = self.paths[number].as_ref().and_then(|path| path.engine.stats().ok());
         let of = |get: fn(&crate::io::counters::EngineStats) -> u64| stats.as_ref().map_or(0, get);
@@ -219,10 +252,13 @@ impl Tier {
     pub fn set_health(&self, path: u32, health: Health, reason: &str) -> Result<()> {
         let mut state = self.lock();
         let Some(found) = state.paths.get_mut(path as usize) else {
-            return Err(Error::invalid("path", format!("there is no path {path}")));
+            return Err(Error::invalid("number", format!("there is no path {path}")));
         };
         if found.health == Health::Missing || health == Health::Missing {
-            return Err(Error::invalid("path", format!("{} cannot be made or be missing", found.name)));
+            return Err(Error::invalid(
+                "path",
+                format!("the health of {} cannot be changed to or from missing", found.name),
+            ));
         }
         found.health = health;
         found.reason = reason.to_string();
@@ -242,7 +278,7 @@ impl Tier {
     /// Removes the tier from every path that is present. Returns the first error, after trying all paths. `Busy` if an
     /// operation is in flight.
     pub fn destroy(self) -> Result<()> {
-        self.owned()?;
+        self.check_process()?;
         let mut outcome = Ok(());
         let Tier { paths, state, .. } = self;
         // Transfers without a waiter hold references to their paths.
@@ -261,27 +297,20 @@ impl Tier {
 
 /// Extent that is being verified.
 #[derive(Clone, Copy)]
-struct Whose<'a> {
+struct InspectedExtent<'a> {
     number: u32,
     name: &'a str,
     shape: &'a Shape,
 }
 
-impl Whose<'_> {
-    fn damaged(&self, path: &Path, block: u32, offset: u64, detail: String) -> Error {
-        TierError {
-            kind: TierKind::Corrupt,
-            path: path.data_name().to_string(),
-            extent: self.name.to_string(),
-            block: Some((block.into(), offset)),
-            detail,
-        }
-        .into()
+impl InspectedExtent<'_> {
+    fn corrupt_block(&self, path: &TierPath, (block, offset): (u32, u64), detail: String) -> Error {
+        TierError::corrupt_block(path.data_name(), self.name, (block, offset), detail)
     }
 }
 
 /// Receiver of the stored blocks of an extent. An error ends the walk.
-pub(super) trait Visit {
+pub(super) trait BlockVisitor {
     /// The next bytes of a stream, `blocks` blocks. Damage among them was reported before.
     fn bytes(&mut self, stream: usize, bytes: &[u8], blocks: u64) -> Result<()>;
 
@@ -289,7 +318,7 @@ pub(super) trait Visit {
     fn damage(&mut self, error: Error) -> Result<()>;
 }
 
-impl Visit for Checked {
+impl BlockVisitor for VerifyReport {
     fn bytes(&mut self, _: usize, bytes: &[u8], blocks: u64) -> Result<()> {
         self.blocks += blocks;
         self.bytes += bytes.len() as u64;
@@ -302,8 +331,14 @@ impl Visit for Checked {
     }
 }
 
-fn walk_blocks(path: &Path, chunk: &Chunk, sums: &[u64], whose: Whose, visit: &mut impl Visit) -> Result<()> {
-    let shape = whose.shape;
+fn walk_blocks(
+    path: &TierPath,
+    chunk: &Chunk,
+    checksums: &[u64],
+    extent: InspectedExtent,
+    visit: &mut impl BlockVisitor,
+) -> Result<()> {
+    let shape = extent.shape;
     let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
     let window = Scratch::new((u64::from(at_once) * shape.block_bytes()) as usize)?;
     let mut first = chunk.first;
@@ -311,9 +346,9 @@ fn walk_blocks(path: &Path, chunk: &Chunk, sums: &[u64], whose: Whose, visit: &m
         let count = at_once.min(chunk.first + chunk.count - first);
         // Blocks are whole except for the last one of a stream, which is read up to its last written byte.
         for run in shape.runs(first, count) {
-            let place = chunk.place(shape, run.block);
+            let offset = chunk.block_offset(shape, run.block);
             let span = window.span().part(0, run.len as usize);
-            if let Err(error) = path.read(place, span).and_then(|handle| path.wait(handle, None)) {
+            if let Err(error) = path.read(offset, span).and_then(|handle| path.wait(handle, None)) {
                 visit.damage(error)?;
                 continue;
             }
@@ -321,10 +356,15 @@ fn walk_blocks(path: &Path, chunk: &Chunk, sums: &[u64], whose: Whose, visit: &m
             for block in run.block..run.block + blocks {
                 let from = u64::from(block - run.block) * shape.block_bytes();
                 let part = span.part(from as usize, shape.block(block).len as usize);
-                let (found, expected) = (part.with_bytes(checksum::of), sums[(block - chunk.first) as usize]);
+                let (found, expected) =
+                    (part.with_bytes(checksum::of), checksums[(block - chunk.first) as usize]);
                 if found != expected {
-                    let words = format!("found {found:#018x} instead of {expected:#018x}");
-                    visit.damage(whose.damaged(path, block, chunk.place(shape, block), words))?;
+                    let message = format!("found {found:#018x} instead of {expected:#018x}");
+                    visit.damage(extent.corrupt_block(
+                        path,
+                        (block, chunk.block_offset(shape, block)),
+                        message,
+                    ))?;
                 }
             }
             span.with_bytes(|bytes| visit.bytes(run.stream, bytes, blocks.into()))?;

@@ -8,11 +8,11 @@
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Instant;
 
-use super::contents::{Contents, Writer};
+use super::allocation::{Allocated, AllocationRequest, ExtentPlacement, allocate, free_chunks};
+use super::contents::{Contents, WriteOrigin};
 use super::extent::{Chunk, Shape, Version};
 use super::health::Health;
-use super::place::{Found, Placement, Wanted, give_back, place};
-use super::state::{Slot, State};
+use super::state::{TicketState, TierState};
 use super::store::Tier;
 use super::transfer::{Direction, Job, verdict};
 use super::waiting::timed_out;
@@ -21,7 +21,7 @@ use crate::sys::span::Span;
 
 /// A started write, which has exclusive access to its extent.
 #[derive(Debug)]
-pub(super) struct Begun {
+pub(super) struct StartedWrite {
     pub(super) extent: u32,
     pub(super) name: String,
     pub(super) shape: Arc<Shape>,
@@ -34,19 +34,24 @@ pub(super) struct Begun {
 impl Tier {
     /// Locks an extent for a write of `spans`, or for a move (`None`). `Busy` if the extent is being read or written,
     /// or while a commit is in flight that is not the writer itself.
-    pub(super) fn begin_write(&self, number: u32, spans: Option<&[Span]>, writer: Writer) -> Result<Begun> {
+    pub(super) fn begin_write(
+        &self,
+        number: u32,
+        spans: Option<&[Span]>,
+        writer: WriteOrigin,
+    ) -> Result<StartedWrite> {
         self.end_finished_reads(number);
         let mut state = self.lock();
         let (committing, next) = (state.committing, state.generation + 1);
         let extent = state.extent(number)?;
         spans.map_or(Ok(()), |spans| extent.shape.check(spans))?;
         let moved = match &writer {
-            Writer::Caller => None,
-            Writer::Evacuation(of) | Writer::Commit(of) => Some(of),
+            WriteOrigin::Caller => None,
+            WriteOrigin::Evacuation(of) | WriteOrigin::Commit(of) => Some(of),
         };
         let replaced = |of: &Arc<Contents>| extent.current.as_ref().is_none_or(|now| !Arc::ptr_eq(now, of));
-        let why = if committing && !matches!(writer, Writer::Commit(_)) {
-            "a commit is under way"
+        let why = if committing && !matches!(writer, WriteOrigin::Commit(_)) {
+            "a commit is in progress"
         } else if extent.writing {
             "it is being written"
         } else if extent.is_read() {
@@ -61,7 +66,7 @@ impl Tier {
         }
         extent.writing = true;
         let first = extent.current.as_ref().and_then(|contents| contents.version.chunks.first());
-        let begun = Begun {
+        let begun = StartedWrite {
             extent: number,
             name: extent.name.clone(),
             shape: Arc::clone(&extent.shape),
@@ -81,36 +86,36 @@ impl Tier {
         if !state.extent(number).is_ok_and(|extent| extent.is_read()) {
             return;
         }
-        let reads = |slot: &Slot| matches!(slot, Slot::Idle(job) if job.extent == number && job.reading);
+        let reads = |slot: &TicketState| matches!(slot, TicketState::Idle(job) if job.extent == number && job.reading);
         let tickets: Vec<u64> =
-            state.slots.iter().filter(|(_, slot)| reads(slot)).map(|(ticket, _)| *ticket).collect();
+            state.ticket_states.iter().filter(|(_, slot)| reads(slot)).map(|(ticket, _)| *ticket).collect();
         for ticket in tickets {
             // Another thread may have waited for the ticket meanwhile.
-            let Some(Slot::Idle(mut job)) = state.slots.remove(&ticket) else { continue };
-            state.slots.insert(ticket, Slot::Driven);
+            let Some(TicketState::Idle(mut job)) = state.ticket_states.remove(&ticket) else { continue };
+            state.ticket_states.insert(ticket, TicketState::Driven);
             drop(state);
             let over = job.drive(Some(Instant::now()));
             state = self.lock();
             if let Some(source) = job.source.clone().filter(|_| over && std::mem::take(&mut job.reading)) {
                 state.end_reading(&source);
             }
-            state.slots.insert(ticket, Slot::Idle(job));
+            state.ticket_states.insert(ticket, TicketState::Idle(job));
         }
         drop(state);
         self.changed.notify_all();
     }
 
     /// Starts the transfers of a write that [`Tier::begin_write`] returned, and returns its ticket.
-    pub(super) fn carry_on(
+    pub(super) fn start_write(
         &self,
-        begun: Begun,
+        begun: StartedWrite,
         spans: &[Span],
-        placement: &Placement,
-        sums: Option<Vec<u64>>,
+        placement: &ExtentPlacement,
+        checksums: Option<Vec<u64>>,
     ) -> Result<u64> {
-        let Begun { extent, home, moves, .. } = begun;
-        let prepared = self.prepare_write(begun, spans, sums);
-        let started = prepared.and_then(|job| self.start_write(job, placement, home));
+        let StartedWrite { extent, home, moves, .. } = begun;
+        let prepared = self.prepare_write(begun, spans, checksums);
+        let started = prepared.and_then(|job| self.start_blocks(job, placement, home));
         let mut state = self.lock();
         let ticket = match started {
             Ok(job) => Ok(state.ticket(job)),
@@ -125,18 +130,19 @@ impl Tier {
         ticket
     }
 
-    fn prepare_write(&self, begun: Begun, spans: &[Span], sums: Option<Vec<u64>>) -> Result<Job> {
-        let Begun { extent, name, shape, generation, moves, .. } = begun;
-        let sums = match sums {
-            Some(sums) if sums.len() != shape.blocks() as usize => {
-                let reason = format!("{} for {} blocks", sums.len(), shape.blocks());
-                return Err(Error::invalid("sums", reason));
+    fn prepare_write(&self, begun: StartedWrite, spans: &[Span], checksums: Option<Vec<u64>>) -> Result<Job> {
+        let StartedWrite { extent, name, shape, generation, moves, .. } = begun;
+        let checksums = match checksums {
+            Some(checksums) if checksums.len() != shape.blocks() as usize => {
+                let reason =
+                    format!("there are {}, but the extent has {} blocks", checksums.len(), shape.blocks());
+                return Err(Error::invalid("checksums", reason));
             }
-            Some(sums) => sums,
-            None => super::sums::of_blocks(&shape, spans, 0, shape.blocks())?,
+            Some(checksums) => checksums,
+            None => super::checksums::of_blocks(&shape, spans, 0, shape.blocks())?,
         };
         let version = Version { generation, chunks: Vec::new() };
-        let contents = Contents::new(version, OnceLock::from(Arc::from(sums)));
+        let contents = Contents::new(version, OnceLock::from(Arc::from(checksums)));
         Ok(Job {
             direction: Direction::Write,
             extent,
@@ -147,12 +153,12 @@ impl Tier {
             contents,
             source: None,
             reading: false,
-            flights: Vec::new(),
+            transfers: Vec::new(),
             excluded: vec![false; self.paths.len()],
         })
     }
 
-    fn start_write(&self, mut job: Job, placement: &Placement, home: Option<u32>) -> Result<Job> {
+    fn start_blocks(&self, mut job: Job, placement: &ExtentPlacement, home: Option<u32>) -> Result<Job> {
         let shape = Arc::clone(&job.shape);
         self.write_blocks(&mut job, 0, shape.blocks(), placement, home)?;
         Ok(job)
@@ -164,7 +170,7 @@ impl Tier {
         job: &mut Job,
         first: u32,
         count: u32,
-        placement: &Placement,
+        placement: &ExtentPlacement,
         home: Option<u32>,
     ) -> Result<()> {
         if count == 0 {
@@ -172,13 +178,13 @@ impl Tier {
         }
         let shape = Arc::clone(&job.shape);
         let excluded = job.excluded.clone();
-        let wanted = Wanted { shape: &shape, first, count, excluded: &excluded };
-        let mut chunks = self.find_places(wanted, placement, home)?;
+        let request = AllocationRequest { shape: &shape, first, count, excluded: &excluded };
+        let mut chunks = self.allocate_chunks(request, placement, home)?;
         let mut started = Ok(());
         for chunk in &mut chunks {
             let path = self.paths[chunk.path as usize].clone();
             let gone = || Error::invalid("placement", "the path is missing");
-            started = started.and_then(|()| job.start_write(chunk, &path.ok_or_else(gone)?, self.who));
+            started = started.and_then(|()| job.start_write(chunk, &path.ok_or_else(gone)?, self.identity));
         }
         job.contents.version.chunks.extend(chunks);
         job.contents.version.chunks.sort_by_key(|chunk| chunk.first);
@@ -186,19 +192,19 @@ impl Tier {
     }
 
     /// Allocates space, and extends data files if necessary.
-    pub(super) fn find_places(
+    pub(super) fn allocate_chunks(
         &self,
-        wanted: Wanted,
-        placement: &Placement,
+        request: AllocationRequest,
+        placement: &ExtentPlacement,
         home: Option<u32>,
     ) -> Result<Vec<Chunk>> {
         let mut refused = None;
         loop {
             // A separate statement, so that the lock is released before the match.
-            let found = place(&mut self.lock(), wanted, placement, home);
+            let found = allocate(&mut self.lock(), request, placement, home);
             match found {
-                Ok(Found::Chunks(chunks)) => return Ok(chunks),
-                Ok(Found::Longer { path, end }) => refused = self.make_longer(path, end).err().or(refused),
+                Ok(Allocated::Chunks(chunks)) => return Ok(chunks),
+                Ok(Allocated::Grow { path, end }) => refused = self.grow_file(path, end).err().or(refused),
                 Err(error) if error.io_kind() == Some(IoKind::NoSpace) => {
                     return Err(refused.unwrap_or(error));
                 }
@@ -208,8 +214,8 @@ impl Tier {
     }
 
     /// Extends a data file. If that fails, the path is marked as full or failed. The tier's lock is free meanwhile. The
-    /// stall limit bounds the wait for a device that does not answer.
-    fn make_longer(&self, path: usize, end: u64) -> Result<()> {
+    /// I/O timeout bounds the wait for a device that does not answer.
+    fn grow_file(&self, path: usize, end: u64) -> Result<()> {
         let gone = || Error::invalid("placement", "the path is missing");
         let files = self.paths[path].as_ref().ok_or_else(gone)?;
         let _one_at_a_time = files.growing();
@@ -232,8 +238,8 @@ impl Tier {
         }
     }
 
-    /// Drives a job, whose slot is `Driven`, to its outcome, and stores the outcome in the slot. The outer error is a
-    /// timeout; the job is then back in its slot.
+    /// Drives a job, whose ticket is `Driven`, to its outcome, and stores the outcome in the ticket. The outer error is
+    /// a timeout; the job is then back in its ticket.
     pub(super) fn drive(
         &self,
         ticket: u64,
@@ -242,7 +248,7 @@ impl Tier {
     ) -> Result<Result<u64>> {
         loop {
             if !job.drive(until) {
-                self.lock().slots.insert(ticket, Slot::Idle(job));
+                self.lock().ticket_states.insert(ticket, TicketState::Idle(job));
                 self.changed.notify_all();
                 return Err(timed_out());
             }
@@ -251,7 +257,7 @@ impl Tier {
                 Direction::Write => self.finish_write(&mut job),
             };
             if let Some(outcome) = outcome {
-                self.lock().slots.insert(ticket, Slot::Done(outcome.clone()));
+                self.lock().ticket_states.insert(ticket, TicketState::Done(outcome.clone()));
                 self.changed.notify_all();
                 return Ok(outcome);
             }
@@ -267,12 +273,12 @@ impl Tier {
             return Err(error);
         }
         let version = &job.contents.version;
-        let sums = job.read_sums(version, self.who.tier)?;
+        let checksums = job.read_checksums(version, self.identity.tier)?;
         if let Some(source) = &job.source {
-            let _ = source.sums.set(Arc::clone(&sums));
+            let _ = source.checksums.set(Arc::clone(&checksums));
         }
         if job.direction == (Direction::Read { unchecked: false }) {
-            job.check_blocks(version, &sums)?;
+            job.check_blocks(version, &checksums)?;
         }
         Ok(version.generation)
     }
@@ -281,8 +287,8 @@ impl Tier {
     fn finish_write(&self, job: &mut Job) -> Option<Result<u64>> {
         self.mark_failures(job);
         let mut failed: Vec<(u32, u32, u32, Error)> = Vec::new();
-        for (flight, error) in job.failures() {
-            let chunk = &flight.chunk;
+        for (transfer, error) in job.failures() {
+            let chunk = &transfer.chunk;
             if !failed.iter().any(|(first, ..)| *first == chunk.first) {
                 failed.push((chunk.first, chunk.count, chunk.path, error));
             }
@@ -291,16 +297,16 @@ impl Tier {
             let chunks = std::mem::take(&mut job.contents.version.chunks);
             let version = Version { chunks, ..job.contents.version };
             let generation = version.generation;
-            let contents = Arc::new(Contents::new(version, std::mem::take(&mut job.contents.sums)));
+            let contents = Arc::new(Contents::new(version, std::mem::take(&mut job.contents.checksums)));
             return Some(self.lock().install(job.extent, contents, job.moves).map(|()| generation));
         }
         failed.iter().for_each(|(.., path, _)| job.excluded[*path as usize] = true);
         for (first, count, _, error) in &failed {
             self.drop_chunk(job, *first);
-            if let Err(none) = self.write_blocks(job, *first, *count, &Placement::Auto, None) {
+            if let Err(none) = self.write_blocks(job, *first, *count, &ExtentPlacement::Auto, None) {
                 job.drive(None);
                 self.abandon(job);
-                let error = with_reason(error.clone(), &none);
+                let error = error.clone().context(format_args!("no other path accepted the data: {none}"));
                 self.lock().write_failed(job.extent, job.moves, &error);
                 return Some(Err(error));
             }
@@ -310,13 +316,13 @@ impl Tier {
 
     /// Removes a chunk from a job, and frees its space, unless the system may still write there.
     fn drop_chunk(&self, job: &mut Job, first: u32) {
-        let stuck = job.flights.iter().any(|flight| flight.chunk.first == first && flight.stuck());
-        job.flights.retain(|flight| flight.chunk.first != first);
+        let stuck = job.transfers.iter().any(|transfer| transfer.chunk.first == first && transfer.stuck());
+        job.transfers.retain(|transfer| transfer.chunk.first != first);
         let chunks = &mut job.contents.version.chunks;
         if let Some(at) = chunks.iter().position(|chunk| chunk.first == first) {
             let chunk = chunks.remove(at);
             if !stuck {
-                give_back(&mut self.lock(), &job.shape, &[chunk]);
+                free_chunks(&mut self.lock(), &job.shape, &[chunk]);
             }
         }
     }
@@ -329,9 +335,9 @@ impl Tier {
     }
 
     fn mark_failures(&self, job: &Job) {
-        for (flight, error) in job.failures() {
+        for (transfer, error) in job.failures() {
             if let Some(health) = verdict(&error, job.direction) {
-                self.mark(flight.chunk.path as usize, health, &error.to_string());
+                self.mark(transfer.chunk.path as usize, health, &error.to_string());
             }
         }
     }
@@ -341,10 +347,13 @@ impl Tier {
         let mut first = None;
         loop {
             let mut state = self.lock();
-            let write = |slot: &Slot| matches!(slot, Slot::Idle(job) if job.direction == Direction::Write);
-            let next = state.slots.iter().find(|(_, slot)| write(slot)).map(|(ticket, _)| *ticket);
+            let write = |slot: &TicketState| matches!(slot, TicketState::Idle(job) if job.direction == Direction::Write);
+            let next = state.ticket_states.iter().find(|(_, slot)| write(slot)).map(|(ticket, _)| *ticket);
             if let Some(ticket) = next {
-                let Some(Slot::Idle(job)) = state.slots.insert(ticket, Slot::Driven) else { continue };
+                let Some(TicketState::Idle(job)) = state.ticket_states.insert(ticket, TicketState::Driven)
+                else {
+                    continue;
+                };
                 drop(state);
                 if let Ok(Err(error)) = self.drive(ticket, job, None) {
                     first.get_or_insert(error);
@@ -358,22 +367,10 @@ impl Tier {
     }
 }
 
-impl State {
+impl TierState {
     pub(super) fn ticket(&mut self, job: Job) -> u64 {
         self.tickets += 1;
-        self.slots.insert(self.tickets, Slot::Idle(Box::new(job)));
+        self.ticket_states.insert(self.tickets, TicketState::Idle(Box::new(job)));
         self.tickets
-    }
-}
-
-/// Adds to the error of a write why no other path took the data.
-fn with_reason(error: Error, none: &Error) -> Error {
-    match error {
-        Error::Io(mut inner) => {
-            let separator = if inner.detail.is_empty() { "" } else { "; " };
-            inner.detail = format!("{}{separator}no other path took it: {none}", inner.detail);
-            Error::Io(inner)
-        }
-        other => other,
     }
 }

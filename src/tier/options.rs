@@ -4,12 +4,10 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::bucket;
 use super::directory::{self, Owner};
 use super::superblock::{MAX_PATHS, block_bytes_fit};
 use crate::error::{Error, Result};
-use crate::io::object::is_address;
-use crate::io::options::Options as IoOptions;
+use crate::io::options::{Options as IoOptions, is_address};
 
 /// Whether an open creates a tier, resumes one, or does either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +34,7 @@ pub enum Durability {
 
 /// Where a path keeps its files.
 #[derive(Debug, Clone)]
-pub enum Place {
+pub enum PathLocation {
     /// Below this directory, which must exist.
     Directory(PathBuf),
     /// In an object store: `s3://BUCKET/PREFIX`.
@@ -45,44 +43,58 @@ pub enum Place {
     Memory,
     /// In a store in memory, for tests.
     #[cfg(test)]
-    Store(crate::io::object::memory::Memory),
+    Store(crate::io::object::memory::MemoryStore),
     /// On a simulated disk.
     #[cfg(any(test, feature = "sim"))]
     Simulated(crate::io::sim::Disk, crate::io::sim::Faults),
 }
 
-impl Place {
+impl PathLocation {
     /// The base directory, if the place is a directory.
     pub fn directory(&self) -> Option<&Path> {
         match self {
-            Place::Directory(base) => Some(base),
+            PathLocation::Directory(base) => Some(base),
             _ => None,
         }
     }
 
     /// Parses a path: an address such as `s3://BUCKET/PREFIX` or a directory.
-    pub fn of(path: PathBuf) -> Place {
+    pub fn of(path: PathBuf) -> PathLocation {
         match path.to_str() {
-            Some(address) if is_address(address) => Place::Bucket(address.to_string()),
-            _ => Place::Directory(path),
+            Some(address) if is_address(address) => PathLocation::Bucket(address.to_string()),
+            _ => PathLocation::Directory(path),
         }
     }
 
     /// Removes the files of an owner whose process has ended. A live owner is an error.
     pub fn collect(&self, owner: &Owner) -> Result<()> {
         match self {
-            Place::Directory(base) => directory::collect(base, owner),
-            Place::Bucket(address) => bucket::collect(address, owner),
-            _ => Err(Error::invalid("directory", "is no place that outlives a process")),
+            PathLocation::Directory(base) => directory::collect(base, owner),
+            #[cfg(feature = "s3")]
+            PathLocation::Bucket(address) => super::bucket::collect(address, owner),
+            #[cfg(not(feature = "s3"))]
+            PathLocation::Bucket(_) => Err(no_object_stores()),
+            _ => Err(Error::invalid(
+                "directory",
+                "must be a directory or an object store; memory ends with its process",
+            )),
         }
     }
+}
+
+/// The error for a path in an object store. Its address may hold credentials, so it is not quoted.
+#[cfg(not(feature = "s3"))]
+pub(super) fn no_object_stores() -> Error {
+    let message = "a path s3://... needs object stores, but this library was built without them; build it \
+                   with the feature s3";
+    Error::Unsupported(message.to_string())
 }
 
 /// One path.
 #[derive(Debug, Clone)]
 pub struct PathOptions {
     /// Location of the files.
-    pub place: Place,
+    pub location: PathLocation,
     /// Upper limit of the data file, in bytes. `None`: no limit.
     pub limit: Option<u64>,
     /// Bytes of the data file that are allocated at the open.
@@ -110,14 +122,14 @@ pub struct TierOptions {
     pub durability: Durability,
     /// Bytes of a block, the unit of checksums. An existing tier keeps its own block size.
     pub block_bytes: u64,
-    /// Settings of the I/O engine of each path. `stall` is the time after which a path counts as hung.
+    /// Settings of the I/O engine of each path. `io_timeout` is the time after which a path counts as hung.
     pub io: IoOptions,
 }
 
 impl TierOptions {
     /// Default options for these directories and addresses.
     pub fn new(owner: Owner, directories: impl IntoIterator<Item = PathBuf>) -> TierOptions {
-        let path = |directory| PathOptions { place: Place::of(directory), limit: None, reserve: 0 };
+        let path = |directory| PathOptions { location: PathLocation::of(directory), limit: None, reserve: 0 };
         TierOptions {
             owner,
             world: 1,
@@ -129,7 +141,7 @@ impl TierOptions {
             block_bytes: 1 << 20,
             io: IoOptions {
                 preallocate: false,
-                stall: Some(Duration::from_secs(60)),
+                io_timeout: Some(Duration::from_secs(60)),
                 ..IoOptions::default()
             },
         }
@@ -140,20 +152,43 @@ impl TierOptions {
         if self.paths.is_empty() || self.paths.len() > MAX_PATHS {
             return Err(Error::invalid(
                 "options.paths",
-                format!("1 to {MAX_PATHS} are needed, not {}", self.paths.len()),
+                format!("must have 1 to {MAX_PATHS} entries, not {}", self.paths.len()),
             ));
         }
         if !block_bytes_fit(self.block_bytes) {
-            let reason = format!("{} is no multiple of 4096 up to 2^30", self.block_bytes);
+            let reason = format!("{} is not a multiple of 4096 of at most 2^30", self.block_bytes);
             return Err(Error::invalid("options.block_bytes", reason));
         }
         if self.at_step.is_some() && self.mode == Mode::Create {
-            return Err(Error::invalid("options.at_step", "a tier that is made has no step"));
+            return Err(Error::invalid("options.at_step", "must not be set when a tier is created"));
         }
         if self.world == 0 || self.owner.rank >= self.world {
-            let reason = format!("rank {} of {}", self.owner.rank, self.world);
+            let reason = format!("is {}, but the number of ranks is {}", self.owner.rank, self.world);
             return Err(Error::invalid("options.rank", reason));
         }
         Ok(())
+    }
+}
+
+#[cfg(all(test, not(feature = "s3")))]
+mod tests {
+    use super::*;
+    use crate::tier::Tier;
+
+    #[test]
+    fn a_build_without_object_stores_names_the_feature_and_no_secret() {
+        let owner = Owner { job: "run".to_string(), host: "node".to_string(), rank: 0 };
+        let address = PathBuf::from("s3://key:hunter2@b/a");
+        let opened = Tier::open(TierOptions::new(owner.clone(), [address.clone()])).err();
+        for error in [opened, PathLocation::of(address).collect(&owner).err()] {
+            let message = error.as_ref().map(Error::to_string).unwrap_or_default();
+            assert!(matches!(error, Some(Error::Unsupported(_))), "{message}");
+            assert!(message.contains("feature s3") && !message.contains("hunter2"), "{message}");
+        }
+    }
+
+    #[test]
+    fn an_address_is_told_from_a_directory() {
+        assert!(is_address("s3://b") && !is_address("/mnt/s3://b") && !is_address("s3"));
     }
 }

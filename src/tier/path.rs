@@ -5,18 +5,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::bucket::Bucket;
 use super::directory::Directory;
-use super::gate::{Gate, Passage};
 use super::layout::{PAGE, is_chunk};
-use super::medium::{self, Medium, Memory, Mounted, Pair};
-use super::options::{Place, TierOptions};
-use super::scratch::{Scratch, Shelf};
-use super::superblock::{HEAD_BYTES, Head, Superblock};
-use super::waiting::{moment, timed_out};
+use super::options::{PathLocation, TierOptions};
+use super::scratch::{Scratch, ScratchPool};
+use super::storage::{self, DirStorage, FilePair, MemoryStorage, Storage};
+use super::superblock::{HEADER_BYTES, Superblock, SuperblockHeader};
+use super::turns::gate::{DataTransfer, Gate};
+use super::waiting::{deadline_after, timed_out};
 use crate::error::{IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
-use crate::io::object::{self, Address};
 use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::sys::span::Span;
 
@@ -26,54 +24,54 @@ const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
 /// Files and I/O engine of a path.
-pub struct Path {
-    // Dropped before the medium. Operations that the engine gave up on keep their files, and with them the medium's
+pub struct TierPath {
+    // Dropped before the storage. Operations that the engine gave up on keep their files, and with them the storage's
     // lock.
     pub(super) engine: Engine,
-    medium: Box<dyn Medium>,
-    pub(super) data: Pair,
-    superblocks: [Pair; 2],
+    storage: Box<dyn Storage>,
+    pub(super) data: FilePair,
+    superblocks: [FilePair; 2],
     /// Bytes that are allocated in both superblock files.
     superblock_room: AtomicU64,
     gate: Gate,
-    shelf: Arc<Shelf>,
+    pool: Arc<ScratchPool>,
     /// Held while a thread extends the data file.
     growing: Mutex<()>,
 }
 
-impl std::fmt::Debug for Path {
+impl std::fmt::Debug for TierPath {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_tuple("Path").field(&self.medium).finish()
+        out.debug_tuple("TierPath").field(&self.storage).finish()
     }
 }
 
 /// Content of a superblock copy.
 #[derive(Debug)]
-pub(super) enum Copy {
+pub(super) enum SuperblockCopy {
     /// Never written.
     Blank,
     /// A valid superblock.
-    Whole(Box<Superblock>),
+    Valid(Box<Superblock>),
     /// Corrupt; the text says why.
-    Broken(String),
+    Corrupt(String),
 }
 
-impl Path {
-    pub(super) fn open(medium: Box<dyn Medium>, engine: Engine) -> Result<Path> {
-        let superblocks = [medium.open(SUPERBLOCKS[0])?, medium.open(SUPERBLOCKS[1])?];
-        let (data, gate, shelf) = (medium.open("data")?, Gate::default(), Arc::default());
+impl TierPath {
+    pub(super) fn open(storage: Box<dyn Storage>, engine: Engine) -> Result<TierPath> {
+        let superblocks = [storage.open(SUPERBLOCKS[0])?, storage.open(SUPERBLOCKS[1])?];
+        let (data, gate, pool) = (storage.open("data")?, Gate::default(), Arc::default());
         let (superblock_room, growing) = (AtomicU64::new(0), Mutex::default());
-        Ok(Path { data, superblocks, superblock_room, medium, engine, gate, shelf, growing })
+        Ok(TierPath { data, superblocks, superblock_room, storage, engine, gate, pool, growing })
     }
 
     /// Name of the path, for messages.
     pub fn name(&self) -> String {
-        self.medium.name()
+        self.storage.name()
     }
 
     /// False if the data is lost when the process ends.
     pub fn lasts(&self) -> bool {
-        self.medium.lasts()
+        self.storage.lasts()
     }
 
     /// Name of the data file, for messages.
@@ -82,7 +80,7 @@ impl Path {
     }
 
     pub(super) fn data_len(&self) -> Result<u64> {
-        Ok(self.medium.len("data")?.unwrap_or(0))
+        Ok(self.storage.len("data")?.unwrap_or(0))
     }
 
     /// Allocates bytes `from..end` of the data file on the device.
@@ -90,8 +88,8 @@ impl Path {
         self.allocate_file(&self.data, from, end)
     }
 
-    /// Allocates through the engine, whose stall limit bounds the wait for a device that does not answer.
-    fn allocate_file(&self, pair: &Pair, from: u64, end: u64) -> Result<()> {
+    /// Allocates through the engine, whose I/O timeout bounds the wait for a device that does not answer.
+    fn allocate_file(&self, pair: &FilePair, from: u64, end: u64) -> Result<()> {
         let handle = self.engine.allocate(&pair.writer, from, end)?;
         self.engine.wait(handle, None).map_err(|error| pair.writer.with_free_space(error)).map(|_| ())
     }
@@ -103,23 +101,23 @@ impl Path {
 
     /// Zeroed memory for a header or a superblock.
     pub(super) fn scratch(&self, bytes: usize) -> Result<Scratch> {
-        Scratch::from_shelf(&self.shelf, bytes)
+        Scratch::from_pool(&self.pool, bytes)
     }
 
     pub(super) fn sync_directory(&self) -> Result<()> {
-        self.medium.sync()
+        self.storage.sync()
     }
 
     pub(super) fn read(&self, offset: u64, span: Span) -> Result<u64> {
-        self.pass(Passage { write: false, offset, span })
+        self.pass(DataTransfer { write: false, offset, span })
     }
 
     pub(super) fn write(&self, offset: u64, span: Span) -> Result<u64> {
-        self.pass(Passage { write: true, offset, span })
+        self.pass(DataTransfer { write: true, offset, span })
     }
 
     pub(super) fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
-        let until = moment(timeout);
+        let until = deadline_after(timeout);
         let outcome = match self.gate.handle(handle, until) {
             Ok(None) => return Err(timed_out()),
             Ok(Some(begun)) => {
@@ -134,11 +132,11 @@ impl Path {
         outcome
     }
 
-    fn pass(&self, passage: Passage) -> Result<u64> {
-        self.gate.hold(passage).map_or_else(|| self.begin(passage), Ok)
+    fn pass(&self, transfer: DataTransfer) -> Result<u64> {
+        self.gate.hold(transfer).map_or_else(|| self.begin(transfer), Ok)
     }
 
-    fn begin(&self, Passage { write, offset, span }: Passage) -> Result<u64> {
+    fn begin(&self, DataTransfer { write, offset, span }: DataTransfer) -> Result<u64> {
         match write {
             true => self.engine.write(request(&self.data.writer, offset, span)),
             false => self.engine.read(request(&self.data.reader, offset, span)),
@@ -151,8 +149,8 @@ impl Path {
     }
 
     /// Starts the held transfers. Later transfers are held again if `closed`.
-    pub(super) fn let_through(&self, closed: bool) {
-        self.gate.let_through(closed, |passage| self.begin(passage));
+    pub(super) fn release_held(&self, closed: bool) {
+        self.gate.release_held(closed, |transfer| self.begin(transfer));
     }
 
     /// Number of held reads and writes.
@@ -162,7 +160,7 @@ impl Path {
 
     /// True if no operation is in flight.
     pub(super) fn quiet(&self) -> bool {
-        self.engine.stats().map_or(true, |stats| stats.pending == 0)
+        self.engine.traffic().map_or(true, |traffic| traffic.pending == 0)
     }
 
     /// Starts a sync of the data file.
@@ -200,7 +198,7 @@ impl Path {
     }
 
     /// Reads a superblock copy. Only device errors are returned as errors; corrupt bytes are part of the result.
-    pub(super) fn read_superblock(&self, copy: usize) -> Result<Copy> {
+    pub(super) fn read_superblock(&self, copy: usize) -> Result<SuperblockCopy> {
         let reader = &self.superblocks[copy].reader;
         let read = |bytes: usize| -> Result<Option<Scratch>> {
             let scratch = self.scratch(bytes)?;
@@ -211,22 +209,25 @@ impl Path {
                 Err(error) => Err(error),
             }
         };
-        let Some(head) = read(HEAD_BYTES)? else { return Ok(Copy::Blank) };
-        let head = match head.span().with_bytes(|bytes| (bytes.iter().all(|b| *b == 0), Head::parse(bytes))) {
-            (true, _) => return Ok(Copy::Blank),
-            (_, Err(words)) => return Ok(Copy::Broken(words)),
-            (_, Ok(head)) => head,
+        let Some(header) = read(HEADER_BYTES)? else { return Ok(SuperblockCopy::Blank) };
+        let header = match header
+            .span()
+            .with_bytes(|bytes| (bytes.iter().all(|b| *b == 0), SuperblockHeader::parse(bytes)))
+        {
+            (true, _) => return Ok(SuperblockCopy::Blank),
+            (_, Err(message)) => return Ok(SuperblockCopy::Corrupt(message)),
+            (_, Ok(header)) => header,
         };
-        let all = (HEAD_BYTES as u64 + head.table_bytes).next_multiple_of(PAGE);
+        let all = (HEADER_BYTES as u64 + header.table_bytes).next_multiple_of(PAGE);
         // Checked before the allocation, because the length in a header may be arbitrary.
-        if self.medium.len(SUPERBLOCKS[copy])?.is_none_or(|len| len < all) {
-            return Ok(Copy::Broken("its table is cut off".to_string()));
+        if self.storage.len(SUPERBLOCKS[copy])?.is_none_or(|len| len < all) {
+            return Ok(SuperblockCopy::Corrupt("its table is truncated".to_string()));
         }
         Ok(match read(all as usize)? {
-            None => Copy::Broken("its table is cut off".to_string()),
+            None => SuperblockCopy::Corrupt("its table is truncated".to_string()),
             Some(bytes) => match bytes.span().with_bytes(Superblock::parse) {
-                Ok(superblock) => Copy::Whole(Box::new(superblock)),
-                Err(words) => Copy::Broken(words),
+                Ok(superblock) => SuperblockCopy::Valid(Box::new(superblock)),
+                Err(message) => SuperblockCopy::Corrupt(message),
             },
         })
     }
@@ -234,7 +235,7 @@ impl Path {
     /// Fails if the files no longer have their names, or if the lock was lost.
     pub(super) fn check(&self) -> Result<()> {
         let [first, second] = &self.superblocks;
-        self.medium.check(&[
+        self.storage.check(&[
             ("superblock.0", &first.writer),
             ("superblock.1", &second.writer),
             ("data", &self.data.writer),
@@ -245,16 +246,16 @@ impl Path {
     /// durable before the first chunk is written, so the superblocks were lost. Only an interrupted removal leaves
     /// chunks without superblocks.
     pub(super) fn check_blank(&self) -> Result<()> {
-        let mut left = self.medium.finishes_removal();
+        let mut left = self.storage.finishes_removal();
         for name in ["superblock.0", "superblock.1"] {
-            left |= self.medium.len(name)?.unwrap_or(0) > 0;
+            left |= self.storage.len(name)?.unwrap_or(0) > 0;
         }
         if !left || !self.holds_chunk()? {
             return Ok(());
         }
-        let words = "its superblocks are blank, but it holds chunks of a tier, which a new tier would write over; \
-                     restore the superblocks, or collect the directory to begin anew";
-        Err(TierError::at(TierKind::Format, self.data_name(), words))
+        let message = "its superblocks are blank, but it has data of a tier, which a new tier would \
+                       overwrite; restore the superblocks, or remove the tier with spw_tier_collect";
+        Err(TierError::at(TierKind::Format, self.data_name(), message))
     }
 
     /// True if a page of the data file begins with a chunk header. Reads the file up to the first one, and skips holes.
@@ -279,59 +280,53 @@ impl Path {
 
     /// Removes the files. `Busy` if an operation is still in flight.
     pub(super) fn remove(self) -> Result<()> {
-        let Path { medium, engine, data, superblocks, .. } = self;
+        let TierPath { storage, engine, data, superblocks, .. } = self;
         drop((data, superblocks));
         match engine.close(None) {
             Err(error) if error.io_kind() == Some(IoKind::PathFailed) => Err(error),
             // Errors of operations that no caller waited for are ignored.
             _ => {
                 drop(engine);
-                medium.remove()
+                storage.remove()
             }
         }
     }
 }
 
 /// Claims a path and opens it. `None` if it does not exist and `make` is false.
-pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<Path>> {
+pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<TierPath>> {
     let io = IoOptions { preallocate: false, ..options.io };
-    let (medium, engine): (Box<dyn Medium>, Engine) = match &options.paths[number].place {
-        Place::Directory(base) => {
+    let (storage, engine): (Box<dyn Storage>, Engine) = match &options.paths[number].location {
+        PathLocation::Directory(base) => {
             let (base, owner) = (base.clone(), options.owner.clone());
-            return medium::answered(io.stall, "opening", &owner.below(&base), move || {
+            return storage::within_timeout(io.io_timeout, "opening", &owner.below(&base), move || {
                 let Some(directory) = Directory::claim(&base, &owner, make)? else { return Ok(None) };
-                let mounted = Mounted::new(directory, io.direct, io.stall);
-                Path::open(Box::new(mounted), Engine::open(io)?).map(Some)
+                let directory = DirStorage::new(directory, io.direct, io.io_timeout);
+                TierPath::open(Box::new(directory), Engine::open(io)?).map(Some)
             });
         }
-        Place::Bucket(address) => {
-            let address = Address::parse(address)?;
-            let store = object::connect(&address, io.stall)?;
-            let Some(bucket) = Bucket::claim(store, &address, &options.owner, make)? else { return Ok(None) };
-            in_bucket(bucket, io)?
-        }
-        Place::Memory if !make => return Ok(None),
-        Place::Memory => (Box::new(Memory::new()?), Engine::open(io)?),
+        #[cfg(feature = "s3")]
+        PathLocation::Bucket(address) => match super::bucket::open(address, &options.owner, io, make)? {
+            Some(opened) => opened,
+            None => return Ok(None),
+        },
+        #[cfg(not(feature = "s3"))]
+        PathLocation::Bucket(_) => return Err(super::options::no_object_stores()),
+        PathLocation::Memory if !make => return Ok(None),
+        PathLocation::Memory => (Box::new(MemoryStorage::new()?), Engine::open(io)?),
         #[cfg(test)]
-        Place::Store(store) => {
-            let address = Address::parse(super::bucket::TEST_ADDRESS)?;
-            let store = Arc::new(store.clone());
-            let Some(bucket) = Bucket::claim(store, &address, &options.owner, make)? else { return Ok(None) };
-            in_bucket(bucket, io)?
-        }
+        PathLocation::Store(store) => match super::bucket::open_in_memory(store, &options.owner, io, make)? {
+            Some(opened) => opened,
+            None => return Ok(None),
+        },
         #[cfg(any(test, feature = "sim"))]
-        Place::Simulated(disk, faults) => {
-            let medium = super::medium::Simulated::new(disk, number as u64);
+        PathLocation::Simulated(disk, faults) => {
+            let storage = super::storage::SimStorage::new(disk, number as u64);
             let sim = crate::io::sim::Sim::new(disk, faults.clone());
-            (Box::new(medium), Engine::open_simulated(io, sim)?)
+            (Box::new(storage), Engine::open_simulated(io, sim)?)
         }
     };
-    Path::open(medium, engine).map(Some)
-}
-
-fn in_bucket(bucket: Bucket, io: IoOptions) -> Result<(Box<dyn Medium>, Engine)> {
-    let engine = Engine::open_folder(io, bucket.folder())?;
-    Ok((Box::new(bucket), engine))
+    TierPath::open(storage, engine).map(Some)
 }
 
 fn request(file: &Arc<crate::io::file::File>, offset: u64, span: Span) -> Request<'static> {

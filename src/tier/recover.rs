@@ -10,39 +10,41 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use super::contents::Contents;
-use super::copies::{Candidate, Chosen, Looked, choose, gone, leave_out, look};
 use super::directory::check_moved;
 use super::health::Health;
-use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
-use super::path::{Path, claim};
+use super::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
+use super::path::{TierPath, claim};
 use super::space::Space;
-use super::state::{Extent, Good, PathState, State};
+use super::state::{DurableCopy, Extent, PathState, TierState};
 use super::store::{Opened, Tier};
 use super::superblock::{ExtentRecord, PathRecord, Superblock};
-use super::transfer::Identity;
+use super::superblock_set::{Candidate, Probed, Selected, gone, leave_out, probe, select};
+use super::transfer::TierIdentity;
 use crate::error::{Error, IoError, IoKind, Result, TierError, TierKind};
+use crate::sys::bell::Bell;
 use crate::sys::host;
-use crate::sys::process::Opener;
+use crate::sys::process::OpeningProcess;
 
 /// A path that is present: its index in the options, and the superblock copy that the next one must not overwrite.
-type Placed = Option<(usize, Path, Option<Good>)>;
+type Placed = Option<(usize, TierPath, Option<DurableCopy>)>;
 /// Paths by number, and their states.
-type Paths = (Vec<Option<Arc<Path>>>, Vec<PathState>);
+type Paths = (Vec<Option<Arc<TierPath>>>, Vec<PathState>);
 
 impl Tier {
     /// Opens a tier, or creates one, as `options.mode` says. Errors: `NoState`, `NoStep`, `Foreign`, `Format`,
     /// `PathMissing`, `Locked`, and errors of the devices.
     pub fn open(options: TierOptions) -> Result<Tier> {
         options.check()?;
-        let Looked { found, absent, left_out } = look(&options)?;
-        match choose(&found, &options)? {
-            Some(chosen) if options.mode == Mode::Resume && chosen.superblock.step.is_none() => {
-                Err(no_state(&options, "it was made, and nothing was committed to it"))
+        let Probed { found, absent, left_out } = probe(&options)?;
+        match select(&found, &options)? {
+            Some(selected) if options.mode == Mode::Resume && selected.superblock.step.is_none() => {
+                Err(no_state(&options, "the tier exists, but nothing was committed to it"))
             }
-            Some(chosen) => resume(options, found, absent, chosen),
+            Some(selected) => resume(options, found, absent, selected),
             None => {
                 found.iter().try_for_each(Candidate::check_format)?;
                 found.iter().try_for_each(|one| one.path.check_blank())?;
@@ -50,7 +52,7 @@ impl Tier {
                     return Err(no_state(&options, ""));
                 }
                 if options.mode == Mode::Auto {
-                    let directories = options.paths.iter().filter_map(|path| path.place.directory());
+                    let directories = options.paths.iter().filter_map(|path| path.location.directory());
                     check_moved(directories, &options.owner)?;
                 }
                 // A path that cannot be read may hold the existing tier.
@@ -64,15 +66,15 @@ impl Tier {
 }
 
 fn no_state(options: &TierOptions, why: &str) -> Error {
-    let names: Vec<String> = (0..options.paths.len()).map(|n| place_name(options, n)).collect();
+    let names: Vec<String> = (0..options.paths.len()).map(|n| location_name(options, n)).collect();
     let separator = if why.is_empty() { "" } else { ": " };
-    let words = format!("job {:?} rank {}{separator}{why}", options.owner.job, options.owner.rank);
-    TierError::at(TierKind::NoState, names.join(", "), words)
+    let message = format!("job {:?} rank {}{separator}{why}", options.owner.job, options.owner.rank);
+    TierError::at(TierKind::NoState, names.join(", "), message)
 }
 
 fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Result<Tier> {
-    let tier = host::random().map_err(|error| Error::system("drawing a number for a tier", &error))?;
-    let mut numbered: Vec<(usize, Path)> = found.into_iter().map(|one| (one.given, one.path)).collect();
+    let tier = host::random().map_err(|error| Error::system("generating the number of a tier", &error))?;
+    let mut numbered: Vec<(usize, TierPath)> = found.into_iter().map(|one| (one.given, one.path)).collect();
     for given in absent {
         numbered.push((given, claim_new(&options, given)?));
     }
@@ -94,12 +96,17 @@ fn create(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>) -> Re
     let block_bytes = options.block_bytes;
     let state = state(states, Vec::new(), None);
     let tier = assemble(options, tier, block_bytes, paths, state, Opened::default())?;
-    publish(&tier)?;
+    write_opening_superblock(&tier)?;
     Ok(tier)
 }
 
-fn resume(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>, chosen: Chosen) -> Result<Tier> {
-    let newest = &chosen.superblock;
+fn resume(
+    options: TierOptions,
+    found: Vec<Candidate>,
+    absent: Vec<usize>,
+    selected: Selected,
+) -> Result<Tier> {
+    let newest = &selected.superblock;
     let mut records = newest.paths.clone();
     let mut paths: Vec<Placed> = records.iter().map(|_| None).collect();
     let mut fresh = Vec::new();
@@ -115,7 +122,7 @@ fn resume(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>, chose
                 .position(|record| record.name == name)
                 .filter(|number| !candidate.broken.is_empty() || lost_extents(newest, &[*number]).is_empty()),
         };
-        let kept = candidate.kept(chosen.sequence);
+        let kept = candidate.kept(selected.sequence);
         let Candidate { path, given, .. } = candidate;
         match number {
             None => fresh.push((given, path)),
@@ -123,8 +130,10 @@ fn resume(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>, chose
                 paths[number] = Some((given, path, kept));
             }
             Some(number) => {
-                let words = format!("it is a copy: path {number} of the tier is there already");
-                return Err(TierError::at(TierKind::Foreign, name, words));
+                let message = format!(
+                    "it is a copy of path {number}, which was found already; remove one of them from the paths"
+                );
+                return Err(TierError::at(TierKind::Foreign, name, message));
             }
         }
     }
@@ -133,8 +142,11 @@ fn resume(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>, chose
     let lost = lost_extents(newest, &missing);
     if !missing.is_empty() && !options.degraded {
         let names: Vec<&str> = missing.iter().map(|number| records[*number].name.as_str()).collect();
-        let words = format!("{} extents have a part there; a degraded open names them", lost.len());
-        return Err(TierError::at(TierKind::PathMissing, names.join(", "), words));
+        let message = format!(
+            "{} extents have data there; restore the path, or open the tier in degraded mode, which lists them",
+            lost.len()
+        );
+        return Err(TierError::at(TierKind::PathMissing, names.join(", "), message));
     }
     for given in absent {
         match claim_new(&options, given) {
@@ -167,10 +179,10 @@ fn resume(options: TierOptions, found: Vec<Candidate>, absent: Vec<usize>, chose
     };
     let state = state(states, extents(newest), Some(newest));
     let tier = assemble(options, newest.tier, newest.block_bytes, paths, state, opened)?;
-    if chosen.is_older() {
-        prove(&tier)?;
+    if selected.is_older() {
+        verify_before_resume(&tier)?;
     }
-    publish(&tier)?;
+    write_opening_superblock(&tier)?;
     Ok(tier)
 }
 
@@ -194,9 +206,9 @@ fn path_states(
                 name: record.name.clone(),
                 memory: record.memory,
                 health: Health::Missing,
-                reason: "it was not there when the tier was opened".to_string(),
+                reason: "it was missing when the tier was opened".to_string(),
                 space,
-                good: None,
+                durable_copy: None,
                 gone: false,
                 dirty: false,
                 written_before: record.written,
@@ -212,12 +224,12 @@ fn path_states(
 }
 
 fn path_state(
-    path: &Path,
+    path: &TierPath,
     limit: Option<u64>,
     reserve: u64,
     used: impl IntoIterator<Item = (u64, u64)>,
     written_before: u64,
-    good: Option<Good>,
+    durable_copy: Option<DurableCopy>,
 ) -> Result<PathState> {
     let mut end = path.data_len()?;
     let reserve = reserve.min(limit.unwrap_or(u64::MAX));
@@ -226,8 +238,8 @@ fn path_state(
         end = reserve;
     }
     let space = Space::new(end, limit.unwrap_or(i64::MAX as u64), used).ok_or_else(|| {
-        let words = format!("it has {end} bytes, fewer than the superblock speaks of");
-        TierError::at(TierKind::Format, path.data_name(), words)
+        let message = format!("the file has {end} bytes, fewer than its superblock records");
+        TierError::at(TierKind::Format, path.data_name(), message)
     })?;
     Ok(PathState {
         name: path.name(),
@@ -235,7 +247,7 @@ fn path_state(
         health: Health::Healthy,
         reason: String::new(),
         space,
-        good,
+        durable_copy,
         gone: false,
         dirty: false,
         written_before,
@@ -251,7 +263,7 @@ fn extents(newest: &Superblock) -> Vec<Option<Extent>> {
             shape: Arc::new(record.shape.clone()),
             committed: contents.clone(),
             current: contents,
-            doubt: false,
+            in_doubt: false,
             removed: false,
             writing: false,
             failed: None,
@@ -260,22 +272,22 @@ fn extents(newest: &Superblock) -> Vec<Option<Extent>> {
     newest.extents.iter().map(|record| record.as_ref().map(known)).collect()
 }
 
-fn state(paths: Vec<PathState>, extents: Vec<Option<Extent>>, newest: Option<&Superblock>) -> State {
+fn state(paths: Vec<PathState>, extents: Vec<Option<Extent>>, newest: Option<&Superblock>) -> TierState {
     let named =
         extents.iter().enumerate().filter_map(|(n, extent)| Some((extent.as_ref()?.name.clone(), n as u32)));
-    State {
+    TierState {
         names: named.collect::<HashMap<_, _>>(),
         paths,
         extents,
-        slots: HashMap::new(),
+        ticket_states: HashMap::new(),
         tickets: 0,
         generation: newest.map_or(0, |newest| newest.generation),
         sequence: newest.map_or(0, |newest| newest.sequence),
         step: newest.and_then(|newest| newest.step),
         payload: newest.map_or_else(Vec::new, |newest| newest.payload.clone()),
         committing: false,
-        limbo: Vec::new(),
-        lingering: Vec::new(),
+        in_doubt_frees: Vec::new(),
+        deferred_frees: Vec::new(),
     }
 }
 
@@ -283,32 +295,39 @@ fn assemble(
     options: TierOptions,
     tier: u128,
     block_bytes: u64,
-    paths: Vec<Option<Arc<Path>>>,
-    state: State,
+    paths: Vec<Option<Arc<TierPath>>>,
+    state: TierState,
     opened: Opened,
 ) -> Result<Tier> {
-    let session = host::random().map_err(|error| Error::system("drawing a number for a tier", &error))?;
-    let who = Identity { tier, session: session as u64 };
-    let (opener, state, changed) = (Opener::this(), Mutex::new(state), Condvar::new());
-    Ok(Tier { opener, options, who, block_bytes, paths, state, changed, opened })
+    let session = host::random().map_err(|error| Error::system("generating the number of a tier", &error))?;
+    let identity = TierIdentity { tier, session: session as u64 };
+    let (opener, state, changed) = (OpeningProcess::current(), Mutex::new(state), Condvar::new());
+    let bell = Arc::<Bell>::default();
+    for path in paths.iter().flatten() {
+        path.engine.ring_at_outcomes(Arc::clone(&bell))?;
+    }
+    let claimed = AtomicBool::new(false);
+    Ok(Tier { opener, options, identity, block_bytes, paths, state, changed, bell, opened, claimed })
 }
 
 /// Verifies every block of the older state: later writes may have overwritten some.
-fn prove(tier: &Tier) -> Result<()> {
+fn verify_before_resume(tier: &Tier) -> Result<()> {
     let step = tier.opened.step.unwrap_or_default();
     let damage = tier.verify_extents()?.damage;
     match damage.into_iter().find(|error| error.tier_kind() != Some(TierKind::Lost)) {
         None => Ok(()),
-        Some(error) if error.tier_kind() == Some(TierKind::Corrupt) => {
-            Err(gone(tier.some_name(), step, &format!("written over since, or damaged: {error}")))
-        }
+        Some(error) if error.tier_kind() == Some(TierKind::Corrupt) => Err(gone(
+            tier.some_name(),
+            step,
+            &format!("its data was overwritten since, or is damaged: {error}"),
+        )),
         Some(error) => Err(error),
     }
 }
 
 /// Writes the state that was found, or the empty one, as a new superblock to every path. The superblock that was found
 /// may exist only in the page cache, and paths may have been renamed, added or left out.
-fn publish(tier: &Tier) -> Result<()> {
+fn write_opening_superblock(tier: &Tier) -> Result<()> {
     let (step, payload) = {
         let state = tier.lock();
         (state.step, state.payload.clone())
@@ -345,9 +364,9 @@ fn lost_extents(newest: &Superblock, missing: &[usize]) -> Vec<String> {
     newest.extents.iter().flatten().filter(there).map(|extent| extent.name.clone()).collect()
 }
 
-fn claim_new(options: &TierOptions, given: usize) -> Result<Path> {
+fn claim_new(options: &TierOptions, given: usize) -> Result<TierPath> {
     claim(options, given, true)?.ok_or_else(|| {
-        let path = place_name(options, given);
+        let path = location_name(options, given);
         IoError {
             kind: IoKind::NotFound,
             doing: "opening",
@@ -361,14 +380,14 @@ fn claim_new(options: &TierOptions, given: usize) -> Result<Path> {
     })
 }
 
-fn place_name(options: &TierOptions, given: usize) -> String {
-    match &options.paths[given].place {
-        Place::Directory(base) => options.owner.below(base).to_string_lossy().into_owned(),
-        Place::Bucket(address) => super::bucket::name(address, &options.owner),
-        Place::Memory => "memory".to_string(),
+fn location_name(options: &TierOptions, given: usize) -> String {
+    match &options.paths[given].location {
+        PathLocation::Directory(base) => options.owner.below(base).to_string_lossy().into_owned(),
+        PathLocation::Bucket(address) => options.owner.below(address.as_ref()).to_string_lossy().into_owned(),
+        PathLocation::Memory => "memory".to_string(),
         #[cfg(test)]
-        Place::Store(_) => super::bucket::name(super::bucket::TEST_ADDRESS, &options.owner),
+        PathLocation::Store(_) => super::bucket::name(super::bucket::TEST_ADDRESS, &options.owner),
         #[cfg(any(test, feature = "sim"))]
-        Place::Simulated(..) => format!("disk-{given}"),
+        PathLocation::Simulated(..) => format!("disk-{given}"),
     }
 }

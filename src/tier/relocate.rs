@@ -9,20 +9,20 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::allocation::{AllocationRequest, ExtentPlacement, free_chunks};
 use super::contents::Contents;
-use super::contents::Writer;
+use super::contents::WriteOrigin;
 use super::extent::{Chunk, Run, Shape, Version};
 use super::health::Health;
 use super::inspect::WINDOW;
-use super::jobs::Begun;
+use super::jobs::StartedWrite;
 use super::layout::{ChunkHeader, header_bytes};
-use super::path::Path;
-use super::place::{Placement, Wanted, give_back};
+use super::path::TierPath;
 use super::scratch::Scratch;
 use super::store::Tier;
-use super::transfer::{Direction, check_head, verdict};
+use super::transfer::{Direction, check_header, verdict};
 use crate::checksum;
-use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use crate::error::{Error, IoKind, Result, TierError};
 use crate::log::{self, Level};
 use crate::sys::span::Span;
 
@@ -49,7 +49,7 @@ impl Tier {
     /// `Busy` if a commit is in flight.
     pub fn evacuate(&self, path: u32) -> Result<()> {
         if path as usize >= self.paths.len() {
-            return Err(Error::invalid("path", format!("there is no path {path}")));
+            return Err(Error::invalid("number", format!("there is no path {path}")));
         }
         self.lock().between_commits()?;
         self.mark(path as usize, Health::Draining, "it is being evacuated");
@@ -58,11 +58,11 @@ impl Tier {
         extents
             .iter()
             .filter(there)
-            .try_for_each(|extent| self.move_extent(extent.number, Writer::Evacuation))
+            .try_for_each(|extent| self.move_extent(extent.number, WriteOrigin::Evacuation))
     }
 
     /// Copies an extent's contents to healthy paths, and installs the copy.
-    pub(super) fn move_extent(&self, extent: u32, writer: fn(Arc<Contents>) -> Writer) -> Result<()> {
+    pub(super) fn move_extent(&self, extent: u32, writer: fn(Arc<Contents>) -> WriteOrigin) -> Result<()> {
         let contents = self.lock().contents(extent)?;
         let begun = self.begin_write(extent, None, writer(Arc::clone(&contents)))?;
         let moved = self.copy_contents(&begun, &contents);
@@ -79,30 +79,30 @@ impl Tier {
         outcome.inspect(|()| log::write(Level::Info, &format!("extent {:?} of a tier was moved", begun.name)))
     }
 
-    fn copy_contents(&self, begun: &Begun, contents: &Contents) -> Result<Contents> {
+    fn copy_contents(&self, begun: &StartedWrite, contents: &Contents) -> Result<Contents> {
         let (shape, version) = (&*begun.shape, &contents.version);
         let source = Source { extent: begun.extent, name: &begun.name, shape, version };
-        let sums = match contents.sums.get() {
-            Some(sums) => Arc::clone(sums),
-            None => self.stored_sums(source)?,
+        let checksums = match contents.checksums.get() {
+            Some(checksums) => Arc::clone(checksums),
+            None => self.stored_checksums(source)?,
         };
         let mut excluded = vec![false; self.paths.len()];
         loop {
-            let wanted = Wanted { shape, first: 0, count: shape.blocks(), excluded: &excluded };
-            let mut chunks = self.find_places(wanted, &Placement::Auto, begun.home)?;
-            match chunks.iter_mut().try_for_each(|chunk| self.copy_chunk(source, chunk, &sums)) {
+            let request = AllocationRequest { shape, first: 0, count: shape.blocks(), excluded: &excluded };
+            let mut chunks = self.allocate_chunks(request, &ExtentPlacement::Auto, begun.home)?;
+            match chunks.iter_mut().try_for_each(|chunk| self.copy_chunk(source, chunk, &checksums)) {
                 Ok(()) => {
                     let version = Version { generation: begun.generation, chunks };
-                    return Ok(Contents::new(version, OnceLock::from(sums)));
+                    return Ok(Contents::new(version, OnceLock::from(checksums)));
                 }
                 Err(Stopped::Reading(error)) => {
-                    give_back(&mut self.lock(), shape, &chunks);
+                    free_chunks(&mut self.lock(), shape, &chunks);
                     return Err(error);
                 }
                 Err(Stopped::Writing { path, first, stuck, error }) => {
                     // After a deadline the system may still write to the chunk, so its space stays allocated.
                     chunks.retain(|chunk| !(stuck && chunk.first == first));
-                    give_back(&mut self.lock(), shape, &chunks);
+                    free_chunks(&mut self.lock(), shape, &chunks);
                     self.mark_after(path, Direction::Write, &error);
                     excluded[path] = true;
                 }
@@ -110,23 +110,24 @@ impl Tier {
         }
     }
 
-    fn stored_sums(&self, source: Source) -> Result<Arc<[u64]>> {
-        let mut sums = Vec::new();
-        let too_many = |_| Error::LimitReached("memory for an extent's checksums".to_string());
-        sums.try_reserve_exact(source.shape.blocks() as usize).map_err(too_many)?;
+    fn stored_checksums(&self, source: Source) -> Result<Arc<[u64]>> {
+        let mut checksums = Vec::new();
+        let too_many = |_| Error::LimitReached("out of memory for the checksums of an extent".to_string());
+        checksums.try_reserve_exact(source.shape.blocks() as usize).map_err(too_many)?;
         for chunk in &source.version.chunks {
             let path = self.there(chunk.path as usize)?;
-            let head = path.scratch(header_bytes(chunk.count.into()) as usize)?;
-            transfer(path.read(chunk.offset, head.span()), path)
+            let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
+            transfer(path.read(chunk.offset, header.span()), path)
                 .inspect_err(|error| self.mark_after(chunk.path as usize, READING, error))?;
-            let parsed = head.span().with_bytes(|bytes| {
-                let (generation, tier) = (source.version.generation, self.who.tier);
-                check_head(bytes, chunk, generation, tier, source.extent, source.shape)
+            let parsed = header.span().with_bytes(|bytes| {
+                let (generation, tier) = (source.version.generation, self.identity.tier);
+                check_header(bytes, chunk, generation, tier, source.extent, source.shape)
             });
-            let header = parsed.map_err(|words| source.damaged(path, (chunk.first, chunk.offset), words))?;
-            sums.extend(header.sums);
+            let header =
+                parsed.map_err(|message| source.corrupt_block(path, (chunk.first, chunk.offset), message))?;
+            checksums.extend(header.checksums);
         }
-        Ok(sums.into())
+        Ok(checksums.into())
     }
 
     /// Writes one chunk of the copy, header and blocks; sets the checksum of its header.
@@ -134,7 +135,7 @@ impl Tier {
         &self,
         source: Source,
         chunk: &mut Chunk,
-        sums: &[u64],
+        checksums: &[u64],
     ) -> std::result::Result<(), Stopped> {
         let shape = source.shape;
         let (path, end) = (chunk.path as usize, chunk.first + chunk.count);
@@ -144,29 +145,29 @@ impl Tier {
             Stopped::Writing { path, first, stuck, error }
         };
         let header = ChunkHeader {
-            tier: self.who.tier,
-            session: self.who.session,
+            tier: self.identity.tier,
+            session: self.identity.session,
             extent: source.extent,
             path: chunk.path,
             generation: source.version.generation,
             first: chunk.first,
             offset: chunk.offset,
             block_bytes: shape.block_bytes(),
-            sums: sums[chunk.first as usize..end as usize].to_vec(),
+            checksums: checksums[chunk.first as usize..end as usize].to_vec(),
         };
         let (bytes, sum) = header.encode();
-        chunk.header_sum = sum;
-        let head = to.scratch(bytes.len()).map_err(Stopped::Reading)?;
-        head.span().write(&bytes);
-        transfer(to.write(chunk.offset, head.span()), to).map_err(|error| failed(error, chunk.first))?;
+        chunk.header_checksum = sum;
+        let header = to.scratch(bytes.len()).map_err(Stopped::Reading)?;
+        header.span().write(&bytes);
+        transfer(to.write(chunk.offset, header.span()), to).map_err(|error| failed(error, chunk.first))?;
         let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
         let window = (u64::from(at_once) * shape.block_bytes()) as usize;
         let window = Scratch::new(window).map_err(Stopped::Reading)?;
         for first in (chunk.first..end).step_by(at_once as usize) {
             for run in shape.runs(first, at_once.min(end - first)) {
                 let span = window.span().part(0, run.len as usize);
-                self.fetch_run(source, run, span, sums).map_err(Stopped::Reading)?;
-                transfer(to.write(chunk.place(shape, run.block), span), to)
+                self.fetch_run(source, run, span, checksums).map_err(Stopped::Reading)?;
+                transfer(to.write(chunk.block_offset(shape, run.block), span), to)
                     .map_err(|error| failed(error, chunk.first))?;
             }
         }
@@ -174,7 +175,7 @@ impl Tier {
     }
 
     /// Reads the blocks of a run from their current location, and checks them.
-    fn fetch_run(&self, source: Source, run: Run, span: Span, sums: &[u64]) -> Result<()> {
+    fn fetch_run(&self, source: Source, run: Run, span: Span, checksums: &[u64]) -> Result<()> {
         let shape = source.shape;
         let end = run.block + run.len.div_ceil(shape.block_bytes()) as u32;
         for chunk in &source.version.chunks {
@@ -185,23 +186,27 @@ impl Tier {
             let path = self.there(chunk.path as usize)?;
             for part in shape.runs(first, last - first) {
                 let into = span.part((part.from - run.from) as usize, part.len as usize);
-                transfer(path.read(chunk.place(shape, part.block), into), path)
+                transfer(path.read(chunk.block_offset(shape, part.block), into), path)
                     .inspect_err(|error| self.mark_after(chunk.path as usize, READING, error))?;
             }
             for block in first..last {
                 let from = u64::from(block - run.block) * shape.block_bytes();
                 let bytes = span.part(from as usize, shape.block(block).len as usize);
-                let (found, expected) = (bytes.with_bytes(checksum::of), sums[block as usize]);
+                let (found, expected) = (bytes.with_bytes(checksum::of), checksums[block as usize]);
                 if found != expected {
-                    let words = format!("found {found:#018x} instead of {expected:#018x}");
-                    return Err(source.damaged(path, (block, chunk.place(shape, block)), words));
+                    let message = format!("found {found:#018x} instead of {expected:#018x}");
+                    return Err(source.corrupt_block(
+                        path,
+                        (block, chunk.block_offset(shape, block)),
+                        message,
+                    ));
                 }
             }
         }
         Ok(())
     }
 
-    fn there(&self, path: usize) -> Result<&Arc<Path>> {
+    fn there(&self, path: usize) -> Result<&Arc<TierPath>> {
         self.paths[path].as_ref().ok_or_else(|| Error::invalid("path", format!("path {path} is missing")))
     }
 
@@ -215,19 +220,12 @@ impl Tier {
 const READING: Direction = Direction::Read { unchecked: false };
 
 /// Waits for a started transfer.
-fn transfer(begun: Result<u64>, path: &Path) -> Result<()> {
+fn transfer(begun: Result<u64>, path: &TierPath) -> Result<()> {
     path.wait(begun?, None).map(|_| ())
 }
 
 impl Source<'_> {
-    fn damaged(&self, path: &Path, (block, offset): (u32, u64), detail: String) -> Error {
-        TierError {
-            kind: TierKind::Corrupt,
-            path: path.data_name().to_string(),
-            extent: self.name.to_string(),
-            block: Some((block.into(), offset)),
-            detail,
-        }
-        .into()
+    fn corrupt_block(&self, path: &TierPath, (block, offset): (u32, u64), detail: String) -> Error {
+        TierError::corrupt_block(path.data_name(), self.name, (block, offset), detail)
     }
 }

@@ -10,43 +10,43 @@ use crate::error::Result;
 use crate::pool::region::{Backing, Region};
 use crate::sys::span::Span;
 
-/// A memory region. When dropped, it is retired or returned to its shelf; transfers in flight keep it mapped.
+/// A memory region. When dropped, it is retired or returned to its pool; transfers in flight keep it mapped.
 #[derive(Debug)]
 pub struct Scratch {
     region: Arc<Region>,
     bytes: usize,
-    shelf: Option<Arc<Shelf>>,
+    pool: Option<Arc<ScratchPool>>,
 }
 
 /// Cache of small regions. Each chunk that is transferred needs memory for its header. Mapping and unmapping memory
 /// interrupts each core that the process runs on, and retiring a region wakes every engine.
 #[derive(Debug, Default)]
-pub struct Shelf(Mutex<Vec<Arc<Region>>>);
+pub struct ScratchPool(Mutex<Vec<Arc<Region>>>);
 
 /// Length of each cached region in bytes, and maximum number of cached regions.
-const KEPT_BYTES: usize = 8 << 10;
-const MOST_KEPT: usize = 64;
+const CACHED_BYTES: usize = 8 << 10;
+const MAX_CACHED: usize = 64;
 const SMALL: Backing = Backing { huge: false, lock: false, node: None };
 
 impl Scratch {
     /// Allocates zeroed memory of `bytes` bytes.
     pub fn new(bytes: usize) -> Result<Scratch> {
         let backing = Backing { huge: bytes >= 2 << 20, ..SMALL };
-        Ok(Scratch { region: Region::open(bytes.max(1), backing)?, bytes, shelf: None })
+        Ok(Scratch { region: Region::open(bytes.max(1), backing)?, bytes, pool: None })
     }
 
-    /// Zeroed memory of `bytes` bytes, from the shelf if it is small.
-    pub fn from_shelf(shelf: &Arc<Shelf>, bytes: usize) -> Result<Scratch> {
-        if bytes > KEPT_BYTES {
+    /// Zeroed memory of `bytes` bytes, from the pool if it is small.
+    pub fn from_pool(pool: &Arc<ScratchPool>, bytes: usize) -> Result<Scratch> {
+        if bytes > CACHED_BYTES {
             return Scratch::new(bytes);
         }
-        let kept = shelf.lock().pop();
+        let kept = pool.lock().pop();
         let region = match kept {
             Some(region) => region,
-            None => Region::open(KEPT_BYTES, SMALL)?,
+            None => Region::open(CACHED_BYTES, SMALL)?,
         };
-        region.span().write(&[0; KEPT_BYTES]);
-        Ok(Scratch { region, bytes, shelf: Some(Arc::clone(shelf)) })
+        region.span().write(&[0; CACHED_BYTES]);
+        Ok(Scratch { region, bytes, pool: Some(Arc::clone(pool)) })
     }
 
     /// Span of the whole memory.
@@ -58,12 +58,12 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         // A forked child must not take this lock: a thread of the parent may hold it.
-        if let Some(shelf) = self.shelf.take()
+        if let Some(pool) = self.pool.take()
             && self.region.is_own()
             && !self.region.leased(self.region.span())
         {
-            let mut kept = shelf.lock();
-            if kept.len() < MOST_KEPT {
+            let mut kept = pool.lock();
+            if kept.len() < MAX_CACHED {
                 return kept.push(Arc::clone(&self.region));
             }
         }
@@ -71,13 +71,13 @@ impl Drop for Scratch {
     }
 }
 
-impl Shelf {
+impl ScratchPool {
     fn lock(&self) -> MutexGuard<'_, Vec<Arc<Region>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Shelf {
+impl Drop for ScratchPool {
     fn drop(&mut self) {
         let kept = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
         kept.drain(..).for_each(|region| region.retire());
@@ -102,13 +102,13 @@ mod tests {
         let zeros = std::path::Path::new("/proc/self/exe");
         let request = Request { target: Target::Path(zeros), offset: 0, span, deadline: None };
         let refused = engine.read(request).unwrap_err().to_string();
-        assert!(refused.contains("given back"), "{refused}");
+        assert!(refused.contains("was freed"), "{refused}");
     }
 
     #[test]
     fn small_memory_comes_back_empty_and_never_while_a_transfer_has_it() {
-        let shelf = Arc::default();
-        let take = || Scratch::from_shelf(&shelf, 5000).unwrap();
+        let pool = Arc::default();
+        let take = || Scratch::from_pool(&pool, 5000).unwrap();
         let first = take();
         let address = first.span().address();
         first.span().write(&[7; 5000]);

@@ -136,11 +136,8 @@ mod tests {
     /// Compares the allocator with one rebuilt from the list of allocated ranges after every operation.
     #[test]
     fn a_thousand_random_turns_match_a_map_of_bytes() {
-        let mut random = 7_u64;
-        let mut next = |below: u64| {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (random >> 33) % below
-        };
+        let mut random = fastrand::Rng::with_seed(7);
+        let mut next = |below: u64| random.u64(..below);
         let mut space = Space::new(256, 1024, []).unwrap();
         let mut taken: Vec<(u64, u64)> = Vec::new();
         for _ in 0..1000 {

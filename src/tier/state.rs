@@ -32,7 +32,7 @@ pub(super) struct PathState {
     pub(super) reason: String,
     pub(super) space: Space,
     /// The copy with the last superblock known to be durable on this path.
-    pub(super) good: Option<Good>,
+    pub(super) durable_copy: Option<DurableCopy>,
     /// The files no longer have their names. If no data is left on the path, the next commit drops it.
     pub(super) gone: bool,
     /// True if data was written since the last commit.
@@ -43,7 +43,7 @@ pub(super) struct PathState {
 
 /// A durable superblock, which the next one must not overwrite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Good {
+pub(super) struct DurableCopy {
     pub(super) copy: usize,
     pub(super) sequence: u64,
 }
@@ -58,7 +58,7 @@ pub(super) struct Extent {
     pub(super) committed: Option<Arc<Contents>>,
     pub(super) current: Option<Arc<Contents>>,
     /// A commit with unknown outcome may have named `current`.
-    pub(super) doubt: bool,
+    pub(super) in_doubt: bool,
     pub(super) removed: bool,
     pub(super) writing: bool,
     /// Error of the last write of this step, if no write has succeeded since.
@@ -67,7 +67,7 @@ pub(super) struct Extent {
 
 /// State of a ticket.
 #[derive(Debug)]
-pub(super) enum Slot {
+pub(super) enum TicketState {
     /// In flight; no thread waits for it.
     Idle(Box<Job>),
     /// A thread drives the job.
@@ -77,11 +77,11 @@ pub(super) enum Slot {
 }
 
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct TierState {
     pub(super) paths: Vec<PathState>,
     pub(super) extents: Vec<Option<Extent>>,
     pub(super) names: HashMap<String, u32>,
-    pub(super) slots: HashMap<u64, Slot>,
+    pub(super) ticket_states: HashMap<u64, TicketState>,
     pub(super) tickets: u64,
     pub(super) generation: u64,
     pub(super) sequence: u64,
@@ -89,9 +89,9 @@ pub(super) struct State {
     pub(super) payload: Vec<u8>,
     pub(super) committing: bool,
     /// Replaced contents that a commit with unknown outcome may have named.
-    pub(super) limbo: Vec<Former>,
+    pub(super) in_doubt_frees: Vec<Former>,
     /// Replaced contents that are still being read.
-    pub(super) lingering: Vec<Former>,
+    pub(super) deferred_frees: Vec<Former>,
 }
 
 impl Extent {
@@ -100,7 +100,7 @@ impl Extent {
     }
 }
 
-impl State {
+impl TierState {
     pub(super) fn extent(&mut self, number: u32) -> Result<&mut Extent> {
         let found = self.extents.get_mut(number as usize).and_then(Option::as_mut);
         found.ok_or_else(|| Error::invalid("extent", format!("{number} does not exist")))
@@ -109,7 +109,7 @@ impl State {
     /// `Busy` while a commit is in flight.
     pub(super) fn between_commits(&self) -> Result<()> {
         match self.committing {
-            true => Err(Error::Busy("a commit is under way".to_string())),
+            true => Err(Error::Busy("a commit is in progress".to_string())),
             false => Ok(()),
         }
     }
@@ -140,8 +140,8 @@ impl State {
         let extent = self.extent(number)?;
         extent.writing = false;
         if !contents.version.covers(&extent.shape) {
-            let words = format!("extent {:?}: a write did not place each block once", extent.name);
-            return Err(Error::Internal(words));
+            let message = format!("extent {:?}: a write did not place each block once", extent.name);
+            return Err(Error::Internal(message));
         }
         for chunk in &contents.version.chunks {
             self.paths[chunk.path as usize].dirty = true;
@@ -150,10 +150,10 @@ impl State {
         if !moves {
             extent.failed = None;
         }
-        let doubt = std::mem::take(&mut extent.doubt);
+        let in_doubt = std::mem::take(&mut extent.in_doubt);
         let old = extent.current.replace(contents);
         let committed = extent.committed.clone();
-        self.let_go(number, old, committed, doubt)
+        self.let_go(number, old, committed, in_doubt)
     }
 
     /// Ends a failed write. The extent is marked as failed, unless the write was a move: then its contents are where
@@ -167,15 +167,15 @@ impl State {
     }
 
     /// Discards all changes since the last commit.
-    pub(super) fn roll_back(&mut self) -> Result<()> {
+    pub(super) fn rollback(&mut self) -> Result<()> {
         for number in 0..self.extents.len() as u32 {
             let Ok(extent) = self.extent(number) else { continue };
             extent.failed = None;
             extent.removed = false;
-            let doubt = std::mem::take(&mut extent.doubt);
+            let in_doubt = std::mem::take(&mut extent.in_doubt);
             let committed = extent.committed.clone();
             let old = std::mem::replace(&mut extent.current, committed.clone());
-            self.let_go(number, old, committed, doubt)?;
+            self.let_go(number, old, committed, in_doubt)?;
         }
         Ok(())
     }
@@ -186,20 +186,20 @@ impl State {
         number: u32,
         old: Option<Arc<Contents>>,
         committed: Option<Arc<Contents>>,
-        doubt: bool,
+        in_doubt: bool,
     ) -> Result<()> {
         let Some(old) = old.filter(|old| committed.is_none_or(|kept| !Arc::ptr_eq(old, &kept))) else {
             return Ok(());
         };
         let former = (old, Arc::clone(&self.extent(number)?.shape));
-        match doubt {
-            true => self.limbo.push(former),
+        match in_doubt {
+            true => self.in_doubt_frees.push(former),
             false => self.release(former),
         }
         Ok(())
     }
 
-    /// Adds a reader, until [`State::end_reading`].
+    /// Adds a reader, until [`TierState::end_reading`].
     pub(super) fn begin_reading(&mut self, contents: &Contents) {
         contents.begin_read();
     }
@@ -207,15 +207,15 @@ impl State {
     pub(super) fn end_reading(&mut self, contents: &Arc<Contents>) {
         contents.end_read();
         let over = |(one, _): &Former| Arc::ptr_eq(one, contents) && !one.is_read();
-        if let Some(at) = self.lingering.iter().position(over) {
-            let former = self.lingering.swap_remove(at);
+        if let Some(at) = self.deferred_frees.iter().position(over) {
+            let former = self.deferred_frees.swap_remove(at);
             self.release(former);
         }
     }
 
     fn release(&mut self, (contents, shape): Former) {
         if contents.is_read() {
-            return self.lingering.push((contents, shape));
+            return self.deferred_frees.push((contents, shape));
         }
         for chunk in &contents.version.chunks {
             self.free((chunk.path, chunk.offset, chunk.stored(&shape)));
@@ -231,7 +231,7 @@ impl State {
 
     /// Makes exactly what the last superblock named the committed state, and frees everything else.
     pub(super) fn committed(&mut self) {
-        let mut former = std::mem::take(&mut self.limbo);
+        let mut former = std::mem::take(&mut self.in_doubt_frees);
         for slot in &mut self.extents {
             let Some(extent) = slot else { continue };
             let gone = extent.removed.then(|| extent.current.take()).flatten();
@@ -241,7 +241,7 @@ impl State {
                     && gone.as_ref().is_none_or(|gone| !Arc::ptr_eq(old, gone))
             });
             former.extend(replaced.into_iter().chain(gone).map(|one| (one, Arc::clone(&extent.shape))));
-            extent.doubt = false;
+            extent.in_doubt = false;
             if extent.removed {
                 self.names.remove(&extent.name);
                 *slot = None;

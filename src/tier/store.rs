@@ -7,35 +7,41 @@
 //! - Every byte that a read returns was checked against its checksum, unless the caller asked for an unchecked read.
 #![forbid(unsafe_code)]
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::contents::{Contents, Writer};
+use super::allocation::ExtentPlacement;
+use super::contents::{Contents, WriteOrigin};
 use super::extent::{Shape, check_name};
 use super::health::Health;
 use super::options::{Durability, TierOptions};
-use super::path::Path;
-use super::place::Placement;
-use super::state::{Extent, Slot, State};
-use super::transfer::{Direction, Identity, Job};
-use super::waiting::{moment, timed_out};
+use super::path::TierPath;
+use super::state::{Extent, TicketState, TierState};
+use super::transfer::{Direction, Job, TierIdentity};
+use super::waiting::{deadline_after, timed_out};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
-use crate::sys::process::Opener;
+use crate::sys::bell::Bell;
+use crate::sys::process::OpeningProcess;
 use crate::sys::span::Span;
 
 /// A tier: named extents stored on several paths.
 #[derive(Debug)]
 pub struct Tier {
-    pub(super) opener: Opener,
+    pub(super) opener: OpeningProcess,
     pub(super) options: TierOptions,
-    pub(super) who: Identity,
+    pub(super) identity: TierIdentity,
     pub(super) block_bytes: u64,
     /// By path number; `None` for missing paths.
-    pub(super) paths: Vec<Option<Arc<Path>>>,
-    pub(super) state: Mutex<State>,
+    pub(super) paths: Vec<Option<Arc<TierPath>>>,
+    pub(super) state: Mutex<TierState>,
     pub(super) changed: Condvar,
+    /// Rung whenever transfers of a path may have ended.
+    pub(super) bell: Arc<Bell>,
     pub(super) opened: Opened,
+    /// True while an [`UpdateClaim`](super::claim::UpdateClaim) exists.
+    pub(super) claimed: AtomicBool,
 }
 
 /// Result of opening a tier.
@@ -73,12 +79,12 @@ pub struct ExtentInfo {
 }
 
 impl Tier {
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, TierState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Fails in a forked child: the tier's threads and locks belong to the parent process.
-    pub fn owned(&self) -> Result<()> {
+    pub fn check_process(&self) -> Result<()> {
         self.opener.check("the tier")
     }
 
@@ -107,7 +113,10 @@ impl Tier {
                     path: self.some_name(),
                     extent: name.to_string(),
                     block: None,
-                    detail: format!("its streams have {:?} bytes, not {streams:?}", extent.shape.streams()),
+                    detail: format!(
+                        "its streams have {:?} bytes, but {streams:?} were requested",
+                        extent.shape.streams()
+                    ),
                 }
                 .into());
             }
@@ -122,7 +131,7 @@ impl Tier {
             shape: Arc::new(shape),
             committed: None,
             current: None,
-            doubt: false,
+            in_doubt: false,
             removed: false,
             writing: false,
             failed: None,
@@ -191,23 +200,23 @@ impl Tier {
     }
 
     /// Starts to write an extent from one span per stream, and returns a ticket for [`Tier::wait`]. Reads return the
-    /// new contents after the wait; the committed contents stay on disk. `sums` are the checksums of all blocks, if the
-    /// caller knows them. The spans must stay valid and unchanged until the write has ended.
+    /// new contents after the wait; the committed contents stay on disk. `checksums` are the checksums of all blocks,
+    /// if the caller knows them. The spans must stay valid and unchanged until the write has ended.
     pub fn write(
         &self,
         extent: u32,
         spans: &[Span],
-        placement: &Placement,
-        sums: Option<Vec<u64>>,
+        placement: &ExtentPlacement,
+        checksums: Option<Vec<u64>>,
     ) -> Result<u64> {
         placement.check(self.paths.len(), self.shape(extent)?.blocks())?;
-        let begun = self.begin_write(extent, Some(spans), Writer::Caller)?;
-        self.carry_on(begun, spans, placement, sums)
+        let begun = self.begin_write(extent, Some(spans), WriteOrigin::Caller)?;
+        self.start_write(begun, spans, placement, checksums)
     }
 
     /// Starts to read an extent into one span per stream, and returns a ticket. A stream with an empty span is not
     /// read. The read succeeds only if every block matches its checksum. With `unchecked` the caller checks the blocks;
-    /// [`Tier::sums`] returns the expected checksums.
+    /// [`Tier::checksums`] returns the expected checksums.
     pub fn read(&self, extent: u32, spans: &[Span], unchecked: bool) -> Result<u64> {
         let (source, shape, name) = {
             let mut state = self.lock();
@@ -222,7 +231,7 @@ impl Tier {
                 known.shape.check(spans)?;
             }
             if known.writing {
-                return Err(Error::Busy(format!("extent {:?}: it is being written", known.name)));
+                return Err(Error::Busy(format!("extent {:?} is being written", known.name)));
             }
             let (shape, name) = (Arc::clone(&known.shape), known.name.clone());
             state.begin_reading(&source);
@@ -238,14 +247,14 @@ impl Tier {
             contents: Contents::new(source.version.clone(), OnceLock::new()),
             source: Some(Arc::clone(&source)),
             reading: true,
-            flights: Vec::new(),
+            transfers: Vec::new(),
             excluded: Vec::new(),
         };
-        let known = source.sums.get().is_some();
+        let known = source.checksums.get().is_some();
         let mut started = Ok(());
         for chunk in &source.version.chunks {
             let path = self.paths[chunk.path as usize].clone();
-            let gone = || Error::invalid("extent", "the path is missing");
+            let gone = || Error::invalid("extent", "one of its paths is missing");
             started = started.and_then(|()| job.start_read(chunk, &path.ok_or_else(gone)?, known));
         }
         if let Err(error) = started {
@@ -258,17 +267,28 @@ impl Tier {
 
     /// Checksums of the blocks that reads return. `None` until the contents were written or read while the tier is
     /// open.
-    pub fn sums(&self, extent: u32) -> Result<Option<Arc<[u64]>>> {
-        Ok(self.lock().contents(extent)?.sums.get().cloned())
+    pub fn checksums(&self, extent: u32) -> Result<Option<Arc<[u64]>>> {
+        Ok(self.lock().contents(extent)?.checksums.get().cloned())
+    }
+
+    /// Number of times that transfers of a path have ended, for [`Tier::wait_for_event`].
+    pub fn events(&self) -> u64 {
+        self.bell.events()
+    }
+
+    /// Waits until transfers have ended since [`Tier::events`] returned `seen`, at most for `timeout`. Their tickets
+    /// may still be pending: a transfer that failed continues on another path.
+    pub fn wait_for_event(&self, seen: u64, timeout: Option<Duration>) {
+        self.bell.wait(seen, timeout);
     }
 
     /// Waits for the transfer of a ticket, ends the ticket, and returns the generation that was written or read. After
     /// a `Timeout` the transfer is still in flight and the ticket stays valid.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<u64> {
-        let until = moment(timeout);
-        let unknown = || Error::invalid("ticket", format!("{ticket} was never given, or was waited for"));
+        let until = deadline_after(timeout);
+        let unknown = || Error::invalid("ticket", format!("{ticket} is unknown, or was waited for already"));
         let mut state = self.lock();
-        while matches!(state.slots.get(&ticket), Some(Slot::Driven)) {
+        while matches!(state.ticket_states.get(&ticket), Some(TicketState::Driven)) {
             let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
             if left.is_zero() {
                 return Err(timed_out());
@@ -276,16 +296,18 @@ impl Tier {
             let left = left.min(Duration::from_secs(3600));
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        match state.slots.get_mut(&ticket).ok_or_else(unknown)? {
-            Slot::Done(_) => match state.slots.remove(&ticket) {
-                Some(Slot::Done(outcome)) => outcome,
+        match state.ticket_states.get_mut(&ticket).ok_or_else(unknown)? {
+            TicketState::Done(_) => match state.ticket_states.remove(&ticket) {
+                Some(TicketState::Done(outcome)) => outcome,
                 _ => Err(unknown()),
             },
             slot => {
-                let Slot::Idle(job) = std::mem::replace(slot, Slot::Driven) else { return Err(unknown()) };
+                let TicketState::Idle(job) = std::mem::replace(slot, TicketState::Driven) else {
+                    return Err(unknown());
+                };
                 drop(state);
                 let outcome = self.drive(ticket, job, until)?;
-                self.lock().slots.remove(&ticket);
+                self.lock().ticket_states.remove(&ticket);
                 outcome
             }
         }
@@ -294,9 +316,9 @@ impl Tier {
     pub(super) fn mark(&self, path: usize, health: Health, reason: &str) {
         let mut state = self.lock();
         if state.mark(path, health, reason) {
-            let words = format!("tier path {} is {health:?} now: {reason}", state.paths[path].name);
+            let message = format!("tier path {} is now {health:?}: {reason}", state.paths[path].name);
             drop(state);
-            log::write(Level::Warn, &words);
+            log::write(Level::Warn, &message);
         }
     }
 
@@ -306,14 +328,14 @@ impl Tier {
     }
 
     /// Discards all changes since the last commit. `Busy` while a commit is in flight.
-    pub fn roll_back(&self) -> Result<()> {
+    pub fn rollback(&self) -> Result<()> {
         loop {
             self.finish_writes();
             let mut state = self.lock();
             state.between_commits()?;
             // A write that started meanwhile would install its contents after the rollback.
             if !state.extents.iter().flatten().any(|extent| extent.writing) {
-                return state.roll_back();
+                return state.rollback();
             }
         }
     }
@@ -325,36 +347,36 @@ impl Tier {
 
 impl Tier {
     /// Closes the gate of a path: new reads and writes of its data are held.
-    pub fn close_gate(&self, path: usize) {
-        self.at(path, Path::close_gate);
+    pub(super) fn close_gate(&self, path: usize) {
+        self.at(path, TierPath::close_gate);
     }
 
     /// Opens the gate of a path, and starts the held transfers.
-    pub fn open_gate(&self, path: usize) {
-        self.at(path, |path| path.let_through(false));
+    pub(super) fn open_gate(&self, path: usize) {
+        self.at(path, |path| path.release_held(false));
     }
 
     /// Starts the held transfers of a path, and closes its gate for later ones.
-    pub fn let_through(&self, path: usize) {
-        self.at(path, |path| path.let_through(true));
+    pub(super) fn release_held(&self, path: usize) {
+        self.at(path, |path| path.release_held(true));
     }
 
     /// True if transfers are held at the gate of a path.
-    pub fn held_back(&self, path: usize) -> bool {
+    pub(super) fn held_back(&self, path: usize) -> bool {
         self.at(path, |path| path.held_back() > 0).unwrap_or(false)
     }
 
     /// True if no transfer is in flight on a path.
-    pub fn quiet(&self, path: usize) -> bool {
-        self.at(path, Path::quiet).unwrap_or(true)
+    pub(super) fn quiet(&self, path: usize) -> bool {
+        self.at(path, TierPath::quiet).unwrap_or(true)
     }
 
-    fn at<T>(&self, path: usize, work: impl FnOnce(&Path) -> T) -> Option<T> {
+    fn at<T>(&self, path: usize, work: impl FnOnce(&TierPath) -> T) -> Option<T> {
         self.paths.get(path)?.as_deref().map(work)
     }
 }
 
-fn describe(state: &State, number: u32, extent: &Extent) -> ExtentInfo {
+fn describe(state: &TierState, number: u32, extent: &Extent) -> ExtentInfo {
     let chunks = extent.current.as_ref().map_or(&[][..], |contents| &contents.version.chunks);
     let mut blocks = vec![0; state.paths.len()];
     chunks.iter().for_each(|chunk| blocks[chunk.path as usize] += chunk.count);

@@ -14,14 +14,14 @@
 use super::extent::{Chunk, MAX_STREAMS, Shape, Version};
 use super::layout::{PAGE, check_preamble, preamble};
 use super::space::Space;
-use super::wire::{Reader, Writer};
+use super::wire::{Decoder, Encoder};
 use crate::checksum;
 
 const MAGIC: [u8; 8] = *b"SPWSUPER";
 /// Bytes of the header; the table follows it.
-pub const HEAD_BYTES: usize = PAGE as usize;
-const HEAD_SUM_AT: usize = 248;
-const HEAD_USED: usize = 256;
+pub const HEADER_BYTES: usize = PAGE as usize;
+const HEADER_CHECKSUM_AT: usize = 248;
+const HEADER_USED: usize = 256;
 /// Maximum length of the table in bytes; a larger value means a corrupt header.
 pub const MAX_TABLE: u64 = 1 << 30;
 /// Maximum number of paths of a tier.
@@ -86,11 +86,11 @@ pub struct Superblock {
 
 /// Header of a superblock: length and checksum of its table.
 #[derive(Debug, Clone, Copy)]
-pub struct Head {
+pub struct SuperblockHeader {
     sequence: u64,
     /// Length of the table behind the header, in bytes.
     pub table_bytes: u64,
-    table_sum: u64,
+    table_checksum: u64,
     tier: u128,
     path: u32,
 }
@@ -101,22 +101,22 @@ pub struct Encoded {
     sequence: u64,
     tier: u128,
     table: Vec<u8>,
-    table_sum: u64,
+    table_checksum: u64,
 }
 
 impl Encoded {
     /// Stored bytes for path `path`: header and table, padded to whole pages.
     pub fn on_path(&self, path: u32) -> Vec<u8> {
-        let mut head = Writer::default();
-        preamble(&mut head, &MAGIC);
-        head.u64(self.sequence).u64(self.table.len() as u64).u64(self.table_sum);
-        head.u128(self.tier).u32(path).u32(0);
-        let mut bytes = head.finish();
-        bytes.resize(HEAD_BYTES, 0);
-        let sum = checksum::of(&bytes[..HEAD_SUM_AT]);
-        bytes[HEAD_SUM_AT..HEAD_USED].copy_from_slice(&sum.to_le_bytes());
+        let mut header = Encoder::default();
+        preamble(&mut header, &MAGIC);
+        header.u64(self.sequence).u64(self.table.len() as u64).u64(self.table_checksum);
+        header.u128(self.tier).u32(path).u32(0);
+        let mut bytes = header.finish();
+        bytes.resize(HEADER_BYTES, 0);
+        let sum = checksum::of(&bytes[..HEADER_CHECKSUM_AT]);
+        bytes[HEADER_CHECKSUM_AT..HEADER_USED].copy_from_slice(&sum.to_le_bytes());
         bytes.extend_from_slice(&self.table);
-        bytes.resize(bytes.len().next_multiple_of(HEAD_BYTES), 0);
+        bytes.resize(bytes.len().next_multiple_of(HEADER_BYTES), 0);
         bytes
     }
 }
@@ -126,18 +126,18 @@ impl Superblock {
     /// written.
     pub fn encode(&self) -> Result<Encoded, String> {
         let table = self.encode_table();
-        let (table_bytes, table_sum) = (table.len() as u64, checksum::of(&table));
+        let (table_bytes, table_checksum) = (table.len() as u64, checksum::of(&table));
         check_table_bytes(table_bytes)?;
         let Superblock { sequence, tier, path, .. } = *self;
-        let head = Head { sequence, table_bytes, table_sum, tier, path };
-        match Superblock::of_table(&table, &head)? == *self {
-            true => Ok(Encoded { sequence, tier, table, table_sum }),
-            false => Err("it reads back as something else".to_string()),
+        let header = SuperblockHeader { sequence, table_bytes, table_checksum, tier, path };
+        match Superblock::of_table(&table, &header)? == *self {
+            true => Ok(Encoded { sequence, tier, table, table_checksum }),
+            false => Err("the encoded superblock does not read back as itself".to_string()),
         }
     }
 
     fn encode_table(&self) -> Vec<u8> {
-        let mut to = Writer::default();
+        let mut to = Encoder::default();
         to.u64(self.step.map_or(0, |_| 1)).u64(self.step.unwrap_or(0)).u64(self.block_bytes);
         to.bytes(self.job.as_bytes()).bytes(self.host.as_bytes()).u32(self.rank).u32(self.world);
         to.u64(self.generation).bytes(&self.payload);
@@ -158,8 +158,8 @@ impl Superblock {
             });
             if let Some(Version { generation, chunks }) = version {
                 to.u64(*generation).u32(chunks.len() as u32);
-                for Chunk { path, offset, first, count, header_sum } in chunks {
-                    to.u32(*path).u64(*offset).u32(*first).u32(*count).u64(*header_sum);
+                for Chunk { path, offset, first, count, header_checksum } in chunks {
+                    to.u32(*path).u64(*offset).u32(*first).u32(*count).u64(*header_checksum);
                 }
             }
         }
@@ -168,70 +168,77 @@ impl Superblock {
 
     /// Parses header and table, or returns an error text.
     pub fn parse(bytes: &[u8]) -> Result<Superblock, String> {
-        let head = Head::parse(bytes)?;
-        let table = bytes.get(HEAD_BYTES..).and_then(|rest| rest.get(..head.table_bytes as usize));
-        let table = table.ok_or_else(|| "its table is cut off".to_string())?;
-        if checksum::of(table) != head.table_sum {
+        let header = SuperblockHeader::parse(bytes)?;
+        let table = bytes.get(HEADER_BYTES..).and_then(|rest| rest.get(..header.table_bytes as usize));
+        let table = table.ok_or_else(|| "its table is truncated".to_string())?;
+        if checksum::of(table) != header.table_checksum {
             return Err("its table does not match its checksum".to_string());
         }
-        Superblock::of_table(table, &head)
+        Superblock::of_table(table, &header)
     }
 
-    fn of_table(table: &[u8], head: &Head) -> Result<Superblock, String> {
-        let mut from = Reader::new(table);
-        let parsed = parse_table(&mut from, head).filter(|_| from.is_empty());
-        parsed.ok_or_else(|| "its table makes no sense".to_string())?.checked()
+    fn of_table(table: &[u8], header: &SuperblockHeader) -> Result<Superblock, String> {
+        let mut from = Decoder::new(table);
+        let parsed = parse_table(&mut from, header).filter(|_| from.is_empty());
+        parsed.ok_or_else(|| "its table is malformed".to_string())?.checked()
     }
 
     /// Checks the rules that every superblock of this library satisfies.
     pub(super) fn checked(self) -> Result<Superblock, String> {
         if self.path as usize >= self.paths.len() || self.paths.len() > MAX_PATHS {
-            return Err(format!("it lies on path {} of {}", self.path, self.paths.len()));
+            return Err(format!(
+                "its path number is {}, but the tier has {} paths",
+                self.path,
+                self.paths.len()
+            ));
         }
         let mut used = vec![Vec::new(); self.paths.len()];
         for extent in self.extents.iter().flatten() {
             let Some(version) = &extent.version else { continue };
             if !version.covers(&extent.shape) {
-                return Err(format!("extent {:?} does not have each block once", extent.name));
+                return Err(format!("extent {:?} has missing or duplicate blocks", extent.name));
             }
             for chunk in &version.chunks {
                 let Some(used) = used.get_mut(chunk.path as usize) else {
-                    return Err(format!("extent {:?} lies on path {}", extent.name, chunk.path));
+                    return Err(format!(
+                        "extent {:?} is on path {}, which does not exist",
+                        extent.name, chunk.path
+                    ));
                 };
                 used.push((chunk.offset, chunk.stored(&extent.shape)));
             }
         }
         for (path, used) in self.paths.iter().zip(used) {
             if Space::new(path.end, path.end, used).is_none() {
-                return Err(format!("parts of {} overlap, or lie outside its {} bytes", path.name, path.end));
+                return Err(format!("chunks on {} overlap, or exceed its {} bytes", path.name, path.end));
             }
         }
         Ok(self)
     }
 }
 
-impl Head {
+impl SuperblockHeader {
     /// Parses the header, or returns an error text.
-    pub fn parse(bytes: &[u8]) -> Result<Head, String> {
-        let mut from = Reader::new(bytes);
+    pub fn parse(bytes: &[u8]) -> Result<SuperblockHeader, String> {
+        let mut from = Decoder::new(bytes);
         check_preamble(&mut from, &MAGIC)?;
         let mut parse = || {
-            let (sequence, table_bytes, table_sum) = (from.u64()?, from.u64()?, from.u64()?);
+            let (sequence, table_bytes, table_checksum) = (from.u64()?, from.u64()?, from.u64()?);
             let (tier, path) = (from.u128()?, from.u32()?);
-            let sum = Reader::new(bytes.get(HEAD_SUM_AT..)?).u64()?;
-            Some((Head { sequence, table_bytes, table_sum, tier, path }, sum))
+            let sum = Decoder::new(bytes.get(HEADER_CHECKSUM_AT..)?).u64()?;
+            Some((SuperblockHeader { sequence, table_bytes, table_checksum, tier, path }, sum))
         };
-        let (head, sum) = parse().ok_or_else(|| "it is too short".to_string())?;
-        match checksum::of(&bytes[..HEAD_SUM_AT]) == sum {
-            false => Err("its head does not match its checksum".to_string()),
-            true => check_table_bytes(head.table_bytes).map(|()| head),
+        let (header, sum) = parse().ok_or_else(|| "it is too short".to_string())?;
+        match checksum::of(&bytes[..HEADER_CHECKSUM_AT]) == sum {
+            false => Err("its header does not match its checksum".to_string()),
+            true => check_table_bytes(header.table_bytes).map(|()| header),
         }
     }
 }
 
 fn check_table_bytes(bytes: u64) -> Result<(), String> {
     match bytes > MAX_TABLE {
-        true => Err(format!("its table has {bytes} bytes, at most {MAX_TABLE}")),
+        true => Err(format!("its table has {bytes} bytes, but the limit is {MAX_TABLE}")),
         false => Ok(()),
     }
 }
@@ -241,7 +248,7 @@ pub fn block_bytes_fit(bytes: u64) -> bool {
     (PAGE..=MAX_BLOCK).contains(&bytes) && bytes.is_multiple_of(PAGE)
 }
 
-fn parse_table(from: &mut Reader, head: &Head) -> Option<Superblock> {
+fn parse_table(from: &mut Decoder, header: &SuperblockHeader) -> Option<Superblock> {
     let (has_step, step, block_bytes) = (from.u64()?, from.u64()?, from.u64()?);
     if !block_bytes_fit(block_bytes) {
         return None;
@@ -258,10 +265,10 @@ fn parse_table(from: &mut Reader, head: &Head) -> Option<Superblock> {
     let count = from.count(4)?;
     let extents = (0..count).map(|_| parse_extent(from, block_bytes)).collect::<Option<Vec<_>>>()?;
     Some(Superblock {
-        tier: head.tier,
-        sequence: head.sequence,
+        tier: header.tier,
+        sequence: header.sequence,
         step: (has_step == 1).then_some(step),
-        path: head.path,
+        path: header.path,
         block_bytes,
         job,
         host,
@@ -275,7 +282,7 @@ fn parse_table(from: &mut Reader, head: &Head) -> Option<Superblock> {
 }
 
 /// Parses one extent; `Some(None)` for an unused number.
-fn parse_extent(from: &mut Reader, block_bytes: u64) -> Option<Option<ExtentRecord>> {
+fn parse_extent(from: &mut Decoder, block_bytes: u64) -> Option<Option<ExtentRecord>> {
     let kind = from.u32()?;
     if kind == 0 {
         return Some(None);
@@ -290,8 +297,8 @@ fn parse_extent(from: &mut Reader, block_bytes: u64) -> Option<Option<ExtentReco
             let (generation, count) = (from.u64()?, from.count(28)?);
             let chunk = |_| {
                 let (path, offset) = (from.u32()?, from.u64()?);
-                let (first, count, header_sum) = (from.u32()?, from.u32()?, from.u64()?);
-                Some(Chunk { path, offset, first, count, header_sum })
+                let (first, count, header_checksum) = (from.u32()?, from.u32()?, from.u64()?);
+                Some(Chunk { path, offset, first, count, header_checksum })
             };
             Some(Version { generation, chunks: (0..count).map(chunk).collect::<Option<Vec<_>>>()? })
         }

@@ -13,9 +13,9 @@ use super::contents::Contents;
 use super::extent::{Chunk, Run, Shape, Version};
 use super::health::Health;
 use super::layout::{ChunkHeader, header_bytes};
-use super::path::Path;
+use super::path::TierPath;
 use super::scratch::Scratch;
-use crate::error::{Error, IoKind, Result, TierError, TierKind};
+use crate::error::{Error, IoKind, Result, TierError};
 use crate::sys::span::Span;
 
 /// Direction of a job.
@@ -43,158 +43,161 @@ pub(super) struct Job {
     pub(super) source: Option<Arc<Contents>>,
     /// True while the job counts as a reader of `source`.
     pub(super) reading: bool,
-    pub(super) flights: Vec<Flight>,
+    pub(super) transfers: Vec<Transfer>,
     pub(super) excluded: Vec<bool>,
 }
 
 /// One transfer of a job.
 #[derive(Debug)]
-pub(super) struct Flight {
+pub(super) struct Transfer {
     /// Chunk that the transfer belongs to.
     pub(super) chunk: Chunk,
     /// Blocks that are transferred; `None` for the header.
     pub(super) run: Option<Run>,
-    pub(super) path: Arc<Path>,
+    pub(super) path: Arc<TierPath>,
     pub(super) handle: Result<u64>,
     pub(super) outcome: Option<Result<()>>,
-    head: Option<Scratch>,
+    header: Option<Scratch>,
 }
 
 /// Tier and session that chunk headers name.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Identity {
+pub(super) struct TierIdentity {
     pub(super) tier: u128,
     pub(super) session: u64,
 }
 
 impl Job {
     /// Starts the writes of a chunk whose space is allocated; sets the checksum of its header.
-    pub(super) fn start_write(&mut self, chunk: &mut Chunk, path: &Arc<Path>, who: Identity) -> Result<()> {
-        let sums = self.contents.sums.get().map_or(&[][..], |sums| sums);
+    pub(super) fn start_write(
+        &mut self,
+        chunk: &mut Chunk,
+        path: &Arc<TierPath>,
+        identity: TierIdentity,
+    ) -> Result<()> {
+        let checksums = self.contents.checksums.get().map_or(&[][..], |checksums| checksums);
         let header = ChunkHeader {
-            tier: who.tier,
-            session: who.session,
+            tier: identity.tier,
+            session: identity.session,
             extent: self.extent,
             path: chunk.path,
             generation: self.contents.version.generation,
             first: chunk.first,
             offset: chunk.offset,
             block_bytes: self.shape.block_bytes(),
-            sums: sums[chunk.first as usize..(chunk.first + chunk.count) as usize].to_vec(),
+            checksums: checksums[chunk.first as usize..(chunk.first + chunk.count) as usize].to_vec(),
         };
         let (bytes, sum) = header.encode();
-        chunk.header_sum = sum;
-        let head = path.scratch(bytes.len())?;
-        head.span().write(&bytes);
-        let handle = path.write(chunk.offset, head.span());
-        self.flights.push(Flight::new(chunk, None, path, handle, Some(head)));
+        chunk.header_checksum = sum;
+        let header = path.scratch(bytes.len())?;
+        header.span().write(&bytes);
+        let handle = path.write(chunk.offset, header.span());
+        self.transfers.push(Transfer::new(chunk, None, path, handle, Some(header)));
         for run in self.shape.runs(chunk.first, chunk.count) {
             let span = self.spans[run.stream].part(run.from as usize, run.len as usize);
             let handle = path.write(chunk.data() + run.at, span);
-            self.flights.push(Flight::new(chunk, Some(run), path, handle, None));
+            self.transfers.push(Transfer::new(chunk, Some(run), path, handle, None));
         }
         Ok(())
     }
 
     /// Starts the reads of a chunk; also of its header unless the checksums are `known`. A stream with an empty span is
     /// skipped.
-    pub(super) fn start_read(&mut self, chunk: &Chunk, path: &Arc<Path>, known: bool) -> Result<()> {
+    pub(super) fn start_read(&mut self, chunk: &Chunk, path: &Arc<TierPath>, known: bool) -> Result<()> {
         if !known {
-            let head = path.scratch(header_bytes(chunk.count.into()) as usize)?;
-            let handle = path.read(chunk.offset, head.span());
-            self.flights.push(Flight::new(chunk, None, path, handle, Some(head)));
+            let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
+            let handle = path.read(chunk.offset, header.span());
+            self.transfers.push(Transfer::new(chunk, None, path, handle, Some(header)));
         }
         for run in self.shape.runs(chunk.first, chunk.count) {
             let Some(span) = self.spans.get(run.stream).filter(|span| !span.is_empty()) else { continue };
             let handle = path.read(chunk.data() + run.at, span.part(run.from as usize, run.len as usize));
-            self.flights.push(Flight::new(chunk, Some(run), path, handle, None));
+            self.transfers.push(Transfer::new(chunk, Some(run), path, handle, None));
         }
         Ok(())
     }
 
     /// Waits until every transfer has ended; false if `until` comes first.
     pub(super) fn drive(&mut self, until: Option<Instant>) -> bool {
-        for flight in self.flights.iter_mut().filter(|flight| flight.outcome.is_none()) {
-            let outcome = match &flight.handle {
+        for transfer in self.transfers.iter_mut().filter(|transfer| transfer.outcome.is_none()) {
+            let outcome = match &transfer.handle {
                 Err(error) => Err(error.clone()),
                 Ok(handle) => {
                     let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-                    match flight.path.wait(*handle, left) {
+                    match transfer.path.wait(*handle, left) {
                         Err(error) if error.io_kind() == Some(IoKind::Timeout) => return false,
                         other => other.map(|_| ()),
                     }
                 }
             };
-            flight.outcome = Some(outcome);
+            transfer.outcome = Some(outcome);
         }
         true
     }
 
     /// Failed transfers of a finished job, in the order of their start.
-    pub(super) fn failures(&self) -> impl Iterator<Item = (&Flight, Error)> {
-        self.flights.iter().filter_map(|flight| match &flight.outcome {
-            Some(Err(error)) => Some((flight, flight.explain(error.clone(), &self.name, &self.shape))),
+    pub(super) fn failures(&self) -> impl Iterator<Item = (&Transfer, Error)> {
+        self.transfers.iter().filter_map(|transfer| match &transfer.outcome {
+            Some(Err(error)) => Some((transfer, transfer.explain(error.clone(), &self.name, &self.shape))),
             _ => None,
         })
     }
 
     /// Error of a finished job, if it failed. An error that leaves the caller's memory in use takes precedence.
     pub(super) fn failure(&self) -> Option<Error> {
-        let stuck = self.failures().find(|(flight, _)| flight.stuck());
+        let stuck = self.failures().find(|(transfer, _)| transfer.stuck());
         stuck.or_else(|| self.failures().next()).map(|(_, error)| error)
     }
 
     /// Checksums of the whole extent: known already, or from the headers that were read.
-    pub(super) fn read_sums(&self, version: &Version, tier: u128) -> Result<Arc<[u64]>> {
-        if let Some(sums) = self.source.as_ref().and_then(|source| source.sums.get()) {
-            return Ok(Arc::clone(sums));
+    pub(super) fn read_checksums(&self, version: &Version, tier: u128) -> Result<Arc<[u64]>> {
+        if let Some(checksums) = self.source.as_ref().and_then(|source| source.checksums.get()) {
+            return Ok(Arc::clone(checksums));
         }
-        let mut sums = Vec::with_capacity(self.shape.blocks() as usize);
+        let mut checksums = Vec::with_capacity(self.shape.blocks() as usize);
         for chunk in &version.chunks {
-            let head = self.flights.iter().find(|flight| flight.run.is_none() && flight.chunk == *chunk);
-            let missing = || Error::invalid("extent", "a head was not read");
-            let flight = head.ok_or_else(missing)?;
-            let bytes = flight.head.as_ref().map_or_else(Vec::new, |head| head.span().to_vec());
-            let header = check_head(&bytes, chunk, version.generation, tier, self.extent, &self.shape);
-            sums.extend(header.map_err(|words| self.damaged(flight, chunk.first, chunk.offset, words))?.sums);
+            let header =
+                self.transfers.iter().find(|transfer| transfer.run.is_none() && transfer.chunk == *chunk);
+            let missing = || Error::invalid("extent", "the header of a chunk was not read");
+            let transfer = header.ok_or_else(missing)?;
+            let bytes = transfer.header.as_ref().map_or_else(Vec::new, |header| header.span().to_vec());
+            let header = check_header(&bytes, chunk, version.generation, tier, self.extent, &self.shape);
+            checksums.extend(
+                header
+                    .map_err(|message| self.corrupt_block(transfer, (chunk.first, chunk.offset), message))?
+                    .checksums,
+            );
         }
-        Ok(sums.into())
+        Ok(checksums.into())
     }
 
     /// Compares the blocks that were read with their checksums.
-    pub(super) fn check_blocks(&self, version: &Version, sums: &[u64]) -> Result<()> {
-        for flight in &self.flights {
-            let Some(run) = flight.run else { continue };
+    pub(super) fn check_blocks(&self, version: &Version, checksums: &[u64]) -> Result<()> {
+        for transfer in &self.transfers {
+            let Some(run) = transfer.run else { continue };
             let count = run.len.div_ceil(self.shape.block_bytes()) as u32;
-            let found = super::sums::of_blocks(&self.shape, &self.spans, run.block, count)?;
-            let expected = &sums[run.block as usize..];
+            let found = super::checksums::of_blocks(&self.shape, &self.spans, run.block, count)?;
+            let expected = &checksums[run.block as usize..];
             if let Some(at) = found.iter().zip(expected).position(|(found, expected)| found != expected) {
                 let block = run.block + at as u32;
-                let place = flight.chunk.place(&self.shape, block);
-                let words = format!(
+                let offset = transfer.chunk.block_offset(&self.shape, block);
+                let message = format!(
                     "found {:#018x} instead of {:#018x}, generation {}",
                     found[at], expected[at], version.generation
                 );
-                return Err(self.damaged(flight, block, place, words));
+                return Err(self.corrupt_block(transfer, (block, offset), message));
             }
         }
         Ok(())
     }
 
-    fn damaged(&self, flight: &Flight, block: u32, offset: u64, detail: String) -> Error {
-        TierError {
-            kind: TierKind::Corrupt,
-            path: flight.path.data_name().to_string(),
-            extent: self.name.clone(),
-            block: Some((block.into(), offset)),
-            detail,
-        }
-        .into()
+    fn corrupt_block(&self, transfer: &Transfer, (block, offset): (u32, u64), detail: String) -> Error {
+        TierError::corrupt_block(transfer.path.data_name(), &self.name, (block, offset), detail)
     }
 }
 
 /// Parses a chunk header, and checks that it is the one that `chunk` names.
-pub(super) fn check_head(
+pub(super) fn check_header(
     bytes: &[u8],
     chunk: &Chunk,
     generation: u64,
@@ -202,38 +205,39 @@ pub(super) fn check_head(
     extent: u32,
     shape: &Shape,
 ) -> std::result::Result<ChunkHeader, String> {
-    let (header, sum) = ChunkHeader::parse(bytes).map_err(|words| format!("the chunk's head: {words}"))?;
+    let (header, sum) =
+        ChunkHeader::parse(bytes).map_err(|message| format!("the header of the chunk: {message}"))?;
     let whose = (header.tier, header.extent, header.generation, header.path, header.offset);
     if whose != (tier, extent, generation, chunk.path, chunk.offset) {
         let (other, found) = (header.tier != tier, header.generation);
         return Err(match other {
-            true => "the chunk's head is one of another tier".to_string(),
+            true => "the header of the chunk belongs to another tier".to_string(),
             false => format!(
-                "the chunk's head is one of extent {} generation {found}, path {} offset {}; generation {generation} \
-                 belongs here",
+                "the header of the chunk is of extent {} generation {found}, path {} offset {}; generation \
+                 {generation} was expected",
                 header.extent, header.path, header.offset
             ),
         });
     }
     let fits = header.first == chunk.first
-        && header.sums.len() == chunk.count as usize
+        && header.checksums.len() == chunk.count as usize
         && header.block_bytes == shape.block_bytes();
-    match fits && sum == chunk.header_sum {
+    match fits && sum == chunk.header_checksum {
         true => Ok(header),
-        false => Err("the chunk's head is not the one that was committed".to_string()),
+        false => Err("the header of the chunk is not the committed one".to_string()),
     }
 }
 
-impl Flight {
+impl Transfer {
     fn new(
         chunk: &Chunk,
         run: Option<Run>,
-        path: &Arc<Path>,
+        path: &Arc<TierPath>,
         handle: Result<u64>,
-        head: Option<Scratch>,
-    ) -> Flight {
+        header: Option<Scratch>,
+    ) -> Transfer {
         let chunk = chunk.clone();
-        Flight { chunk, run, path: Arc::clone(path), handle, outcome: None, head }
+        Transfer { chunk, run, path: Arc::clone(path), handle, outcome: None, header }
     }
 
     /// True if the system may still access the caller's memory or the disk: the deadline passed, or the engine failed.
@@ -244,18 +248,16 @@ impl Flight {
 
     /// Adds extent and block to an error, which has path and offset already.
     fn explain(&self, error: Error, name: &str, shape: &Shape) -> Error {
-        let Error::Io(mut inner) = error else { return error };
-        let separator = if inner.detail.is_empty() { "" } else { "; " };
+        let Error::Io(inner) = &error else { return error };
         let place = match self.run {
-            None => "the head of a chunk".to_string(),
+            None => "the header of a chunk".to_string(),
             Some(run) => {
                 let into = inner.offset.saturating_sub(self.chunk.data() + run.at) / shape.block_bytes();
                 let last = run.len.div_ceil(shape.block_bytes()) - 1;
                 format!("block {}", u64::from(run.block) + into.min(last))
             }
         };
-        inner.detail = format!("{}{separator}extent {name:?}, {place}", inner.detail);
-        Error::Io(inner)
+        error.context(format_args!("extent {name:?}, {place}"))
     }
 }
 

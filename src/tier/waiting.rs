@@ -3,24 +3,14 @@
 
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, IoError, IoKind};
+use crate::error::{Error, IoError};
 
 /// Deadline that lies `timeout` ahead; `None` without a timeout.
-pub(super) fn moment(timeout: Option<Duration>) -> Option<Instant> {
+pub(super) fn deadline_after(timeout: Option<Duration>) -> Option<Instant> {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
 /// Error of a caller whose timeout expired while the transfer is in flight.
 pub(super) fn timed_out() -> Error {
-    let detail = "the tier's transfer is still under way".to_string();
-    IoError {
-        kind: IoKind::Timeout,
-        doing: "waiting",
-        path: String::new(),
-        offset: 0,
-        bytes: 0,
-        errno: 0,
-        detail,
-    }
-    .into()
+    IoError::wait_timeout("the tier's transfer is still in flight")
 }

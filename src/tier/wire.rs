@@ -3,13 +3,13 @@
 
 /// Parser of untrusted bytes. Every getter returns `None` past the end.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Reader<'a> {
+pub(super) struct Decoder<'a> {
     bytes: &'a [u8],
 }
 
-impl<'a> Reader<'a> {
-    pub(super) fn new(bytes: &'a [u8]) -> Reader<'a> {
-        Reader { bytes }
+impl<'a> Decoder<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Decoder<'a> {
+        Decoder { bytes }
     }
 
     pub(super) fn take(&mut self, len: usize) -> Option<&'a [u8]> {
@@ -58,11 +58,11 @@ impl<'a> Reader<'a> {
 
 /// Encoder of values.
 #[derive(Debug, Default)]
-pub(super) struct Writer {
+pub(super) struct Encoder {
     bytes: Vec<u8>,
 }
 
-impl Writer {
+impl Encoder {
     pub(super) fn raw(&mut self, bytes: &[u8]) -> &mut Self {
         self.bytes.extend_from_slice(bytes);
         self

@@ -6,7 +6,7 @@ use super::crash::{Commit, FATES, allowed, check, record};
 use super::*;
 use crate::error::TierKind;
 use crate::io::sim::Journal;
-use crate::tier::copies::{Before, Steps};
+use crate::tier::superblock_set::{Before, Steps};
 
 fn at(disks: &[Disk], step: u64) -> Result<Tier> {
     Tier::open(TierOptions { at_step: Some(step), ..on_disks(disks, &[]) })
@@ -17,18 +17,18 @@ fn steps(disks: &[Disk]) -> Steps {
 }
 
 /// Opens at a step that must be complete, and then checks that a default open finds the same step.
-fn whole_at(disks: &[Disk], step: u64, words: &str) {
-    let tier = at(disks, step).unwrap_or_else(|error| panic!("{words}: {error}"));
-    assert_eq!(tier.opened().step, Some(step), "{words}");
-    assert!(is_at(&tier, step), "{words}: step {step} is mixed");
-    assert_eq!(tier.verify().unwrap().damage, [], "{words}");
+fn whole_at(disks: &[Disk], step: u64, message: &str) {
+    let tier = at(disks, step).unwrap_or_else(|error| panic!("{message}: {error}"));
+    assert_eq!(tier.opened().step, Some(step), "{message}");
+    assert!(is_at(&tier, step), "{message}: step {step} is mixed");
+    assert_eq!(tier.verify().unwrap().damage, [], "{message}");
     drop(tier);
-    check(disks, &[Some(step)], words);
+    check(disks, &[Some(step)], message);
 }
 
-fn refused(disks: &[Disk], step: u64, words: &str) {
+fn refused(disks: &[Disk], step: u64, message: &str) {
     let error = at(disks, step).unwrap_err();
-    assert!(error.tier_kind() == Some(TierKind::NoStep) && error.to_string().contains(words), "{error}");
+    assert!(error.tier_kind() == Some(TierKind::NoStep) && error.to_string().contains(message), "{error}");
 }
 
 /// Two disks after steps 1 to 4: their journal and the commits.
@@ -69,17 +69,17 @@ fn a_step_whose_places_are_written_over_is_never_mixed() {
     let (mut whole, mut refused) = (0, 0);
     for events in commits[2].ended..=journal.len() {
         for (crash, seed) in FATES {
-            let words = format!("{events} events, {crash:?} {seed}");
+            let message = format!("{events} events, {crash:?} {seed}");
             let image = journal.image(2, events, crash, seed);
             match at(&image, 2) {
                 Ok(tier) => {
-                    assert!(is_at(&tier, 2), "{words}: step 2 is mixed");
+                    assert!(is_at(&tier, 2), "{message}: step 2 is mixed");
                     whole += 1;
                 }
                 Err(error) => {
-                    assert_eq!(error.tier_kind(), Some(TierKind::NoStep), "{words}: {error}");
-                    assert!(events > commits[2].ended, "{words}: {error}");
-                    check(&image, &allowed(&commits, events), &words);
+                    assert_eq!(error.tier_kind(), Some(TierKind::NoStep), "{message}: {error}");
+                    assert!(events > commits[2].ended, "{message}: {error}");
+                    check(&image, &allowed(&commits, events), &message);
                     refused += 1;
                 }
             }
@@ -118,13 +118,13 @@ fn what_was_given_up_does_not_come_back() {
         let crashes =
             (start..=second.len()).flat_map(|later| fates(later).iter().map(move |fate| (later, *fate)));
         for (later, (crash, seed)) in crashes {
-            let words = format!("crashed after {events}, then {later} events, {crash:?}");
+            let message = format!("crashed after {events}, then {later} events, {crash:?}");
             let found = match later < opened {
                 true => vec![Some(3), Some(4)],
                 false => vec![Some(3), Some(14)],
             };
-            check(&second.image(2, later, crash, seed + later as u64), &found, &words);
-            whole_at(&second.image(2, later, crash, seed + later as u64), 3, &words);
+            check(&second.image(2, later, crash, seed + later as u64), &found, &message);
+            whole_at(&second.image(2, later, crash, seed + later as u64), 3, &message);
         }
     }
 }
@@ -137,11 +137,11 @@ fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();
     step(&tier, 1).unwrap();
     step(&tier, 2).unwrap();
-    write(&tier, 0, 77, &Placement::Auto).unwrap();
+    write(&tier, 0, 77, &ExtentPlacement::Auto).unwrap();
     tier.remove(tier.define(&name_of(1), STREAMS[1]).unwrap()).unwrap();
     let new = tier.define("new", &[9000]).unwrap();
     let memory = Memory::filled(&[9000], 5);
-    tier.wait(tier.write(new, &memory.spans(), &Placement::On(0), None).unwrap(), PATIENCE).unwrap();
+    tier.wait(tier.write(new, &memory.spans(), &ExtentPlacement::On(0), None).unwrap(), PATIENCE).unwrap();
     tier.evacuate(0).unwrap();
     tier.commit(3, b"three").unwrap();
     let used = tier.extents().iter().map(|extent| extent.generation).max();
@@ -149,7 +149,7 @@ fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
     assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2), exists: true });
     let tier = at(&disks, 2).unwrap();
     assert!(is_at(&tier, 2) && tier.extents().len() == STREAMS.len());
-    write(&tier, 0, 78, &Placement::Auto).unwrap();
+    write(&tier, 0, 78, &ExtentPlacement::Auto).unwrap();
     assert!(Some(tier.extent(0).unwrap().generation) > used, "a generation is given once");
     tier.commit(4, &[]).unwrap();
     assert!(read(&tier, 0, 78).unwrap() && read(&tier, 1, seed_of(2, 1)).unwrap());
@@ -167,14 +167,14 @@ fn any_other_step_is_refused_and_looking_changes_nothing() {
     assert!(Tier::open(TierOptions { mode: Mode::Create, ..options() }).is_err());
     drop(Tier::open(on_disks(&disks, &[])).unwrap());
     assert_eq!(steps(&disks), none(true));
-    refused(&disks, 1, "the steps it knows are []");
+    refused(&disks, 1, "available steps: []");
     record(on_disks(&disks, &[]), &journal, 1, 1);
     assert_eq!(steps(&disks), Steps { last: Some(1), before: Before::Empty, exists: true });
     record(on_disks(&disks, &[]), &journal, 2, 3);
     let events = journal.len();
     assert_eq!(steps(&disks), Steps { last: Some(3), before: Before::Step(2), exists: true });
     for step in [0, 1, 4, u64::MAX] {
-        refused(&disks, step, &format!("step {step}: the steps it knows are [3, 2]"));
+        refused(&disks, step, &format!("step {step}: available steps: [3, 2]"));
     }
     assert_eq!(journal.len(), events, "nothing was written");
     whole_at(&disks, 3, "the last step by its number");

@@ -3,11 +3,12 @@
 
 use super::*;
 use crate::error::{IoKind, TierKind};
-use crate::io::object::memory::Memory as Store;
+use crate::io::object::memory::MemoryStore as Store;
 use crate::tier::Health;
 
 fn on_stores(stores: &[Store]) -> TierOptions {
-    let path = |store: &Store| PathOptions { place: Place::Store(store.clone()), limit: None, reserve: 0 };
+    let path =
+        |store: &Store| PathOptions { location: PathLocation::Store(store.clone()), limit: None, reserve: 0 };
     let io = IoOptions { depth: 4, block_bytes: 16 << 10, ..IoOptions::default() };
     let paths = stores.iter().map(path).collect();
     TierOptions { paths, block_bytes: BLOCK, io, ..TierOptions::new(owner(), []) }
@@ -94,7 +95,7 @@ fn a_crash_at_any_request_leaves_the_last_committed_step() {
 fn damage_is_named_with_extent_and_block() {
     let store = Store::default();
     let tier = open(std::slice::from_ref(&store));
-    write(&tier, 1, 5, &Placement::Auto).unwrap();
+    write(&tier, 1, 5, &ExtentPlacement::Auto).unwrap();
     tier.commit(1, &[]).unwrap();
     // The first object is the chunk header, the second is the only stream, whose blocks are consecutive.
     let key = data_keys(&store)[1].clone();
@@ -102,10 +103,10 @@ fn damage_is_named_with_extent_and_block() {
     let name = "s3://bucket/prefix/run/node/rank-0/data";
     for error in [read(&tier, 1, 5).unwrap_err(), tier.verify().unwrap().damage.remove(0)] {
         assert_eq!(error.tier_kind(), Some(TierKind::Corrupt));
-        let words = error.to_string();
+        let message = error.to_string();
         assert!(
-            words.contains(name) && words.contains("extent \"subgroup-1\", block 2 at offset"),
-            "{words}"
+            message.contains(name) && message.contains("extent \"subgroup-1\", block 2 at offset"),
+            "{message}"
         );
     }
     store.change(&key, |bytes| bytes.truncate(100));

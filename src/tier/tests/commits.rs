@@ -9,12 +9,12 @@ use super::*;
 use crate::error::{Error, IoKind};
 use crate::tier::Health;
 use crate::tier::contents::Contents;
-use crate::tier::contents::Writer;
+use crate::tier::contents::WriteOrigin;
 
 /// A tier on two disks with extents 0 and 1 written on disk 0, not committed; and the number of requests to disk 0.
 fn written(disks: &[Disk], faults: &[Faults]) -> (Tier, u64) {
     let tier = Tier::open(on_disks(disks, faults)).unwrap();
-    (0..2).for_each(|n| write(&tier, n, seed_of(1, n), &Placement::On(0)).unwrap());
+    (0..2).for_each(|n| write(&tier, n, seed_of(1, n), &ExtentPlacement::On(0)).unwrap());
     (tier, disks[0].requests())
 }
 
@@ -31,7 +31,7 @@ fn until(reached: impl Fn() -> bool) {
 }
 
 fn busy(outcome: Result<()>) -> bool {
-    matches!(outcome, Err(Error::Busy(words)) if words.contains("commit"))
+    matches!(outcome, Err(Error::Busy(message)) if message.contains("commit"))
 }
 
 /// The commit hangs in the sync of its data or in the write of its superblock, while other threads evacuate, remove and
@@ -52,14 +52,14 @@ fn nobody_changes_what_a_commit_under_way_takes() {
                 tier.evacuate(0),
                 tier.remove(1),
                 tier.define("removed", &[1]).map(|_| ()),
-                write(&tier, 0, 99, &Placement::Auto),
+                write(&tier, 0, 99, &ExtentPlacement::Auto),
             ];
             disks[0].release();
             commit.join().unwrap().unwrap();
             others
         });
         // Overwrites the space that is free now.
-        (0..6).for_each(|n| write(&tier, n % 3, 99, &Placement::On(0)).unwrap());
+        (0..6).for_each(|n| write(&tier, n % 3, 99, &ExtentPlacement::On(0)).unwrap());
         drop(tier);
         let tier = Tier::open(TierOptions { mode: Mode::Resume, ..on_disks(&disks, &[]) }).unwrap();
         assert_eq!(tier.verify().unwrap().damage, [], "request {hung} hung");
@@ -71,17 +71,17 @@ fn nobody_changes_what_a_commit_under_way_takes() {
 /// A commit that starts while a write has no ticket yet is woken when the write gets one or fails.
 #[test]
 fn a_commit_waits_for_a_write_that_is_just_beginning() {
-    for sums in [None, Some(vec![])] {
+    for checksums in [None, Some(vec![])] {
         let tier = Arc::new(written(&disks(), &[]).0);
         let memory = Memory::filled(STREAMS[0], seed_of(2, 0));
-        let begun = tier.begin_write(0, Some(&memory.spans()), Writer::Caller).unwrap();
+        let begun = tier.begin_write(0, Some(&memory.spans()), WriteOrigin::Caller).unwrap();
         let (committing, (tell, told)) = (Arc::clone(&tier), mpsc::channel());
         thread::spawn(move || tell.send(committing.commit(2, &[])));
         until(|| tier.lock().committing);
         // Gives the commit time to block. If the time is too short, the test passes without testing anything.
         thread::sleep(Duration::from_millis(50));
-        let fails = sums.is_some();
-        let ticket = tier.carry_on(begun, &memory.spans(), &Placement::Auto, sums);
+        let fails = checksums.is_some();
+        let ticket = tier.start_write(begun, &memory.spans(), &ExtentPlacement::Auto, checksums);
         let outcome = told.recv_timeout(Duration::from_secs(20)).expect("the commit sleeps for ever");
         assert_eq!((ticket.is_err(), outcome.is_err()), (fails, fails));
     }
@@ -92,12 +92,13 @@ fn contents_that_changed_since_they_were_read_are_not_moved() {
     let tier = written(&disks(), &[]).0;
     let memory = Memory::filled(STREAMS[0], seed_of(1, 0));
     let read_once = tier.lock().contents(0).unwrap();
-    write(&tier, 0, seed_of(2, 0), &Placement::Auto).unwrap();
-    let moved =
-        |of: Arc<Contents>| tier.begin_write(0, Some(&memory.spans()), Writer::Evacuation(of)).map(|_| ());
+    write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto).unwrap();
+    let moved = |of: Arc<Contents>| {
+        tier.begin_write(0, Some(&memory.spans()), WriteOrigin::Evacuation(of)).map(|_| ())
+    };
     assert!(matches!(moved(read_once), Err(Error::Busy(_))));
     let read_once = tier.lock().contents(0).unwrap();
-    tier.roll_back().unwrap();
+    tier.rollback().unwrap();
     assert!(matches!(moved(read_once), Err(Error::Busy(_))));
 }
 
@@ -113,14 +114,14 @@ fn an_evacuation_changes_nothing_but_places() {
     tier.commit(2, &[]).unwrap();
     // The write fails on every path. Then a path works again, but the extent keeps its old contents.
     assert_eq!(
-        write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap_err().io_kind(),
+        write(&tier, 0, seed_of(3, 0), &ExtentPlacement::Auto).unwrap_err().io_kind(),
         Some(IoKind::NoSpace)
     );
     tier.set_health(1, Health::Healthy, "").unwrap();
     tier.evacuate(0).unwrap();
     assert_eq!((generations(), tier.extent(0).unwrap().blocks[0]), (before, 0));
     assert_eq!(tier.commit(3, &[]).unwrap_err().io_kind(), Some(IoKind::NoSpace));
-    write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap();
+    write(&tier, 0, seed_of(3, 0), &ExtentPlacement::Auto).unwrap();
     tier.commit(3, &[]).unwrap();
     assert!(read(&tier, 0, seed_of(3, 0)).unwrap() && read(&tier, 1, seed_of(1, 1)).unwrap());
 }
@@ -133,7 +134,7 @@ fn a_large_extent_is_moved_window_by_window() {
     let streams = [(20 << 20) + 5000, 3, (17 << 20) + 1];
     let memory = Memory::filled(&streams, 7);
     let extent = tier.define("large", &streams).unwrap();
-    let placement = Placement::Striped(vec![(0, 1000), (1, 3)]);
+    let placement = ExtentPlacement::Striped(vec![(0, 1000), (1, 3)]);
     let ticket = tier.write(extent, &memory.spans(), &placement, None).unwrap();
     tier.wait(ticket, PATIENCE).unwrap();
     tier.commit(1, &1_u64.to_le_bytes()).unwrap();
@@ -156,12 +157,12 @@ fn a_read_that_is_over_leaves_its_extent_free_although_its_ticket_is_lost() {
     let memory = Memory::new(STREAMS[0]);
     let ticket = tier.read(0, &memory.spans(), false).unwrap();
     until(|| tier.paths.iter().flatten().all(|path| path.quiet()));
-    write(&tier, 0, seed_of(2, 0), &Placement::Auto).unwrap();
+    write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto).unwrap();
     tier.commit(2, &[]).unwrap();
     // The ticket is still valid, and its memory holds the old contents.
     tier.wait(ticket, PATIENCE).unwrap();
     assert!(memory.holds(seed_of(1, 0)) && read(&tier, 0, seed_of(2, 0)).unwrap());
-    write(&tier, 0, seed_of(3, 0), &Placement::Auto).unwrap();
+    write(&tier, 0, seed_of(3, 0), &ExtentPlacement::Auto).unwrap();
 }
 
 #[test]
@@ -197,12 +198,12 @@ fn what_is_being_read_stays_where_it_is_until_that_is_over() {
         let clean = disks();
         let (tier, _) = written(&clean, &[]);
         tier.commit(1, &[]).unwrap();
-        write(&tier, 0, seed_of(2, 0), &Placement::On(0)).unwrap();
+        write(&tier, 0, seed_of(2, 0), &ExtentPlacement::On(0)).unwrap();
         let fault = Faults { hang_nth: Some(clean[0].requests()), ..Faults::default() };
         let slow = disks();
         let (tier, _) = written(&slow, &[fault]);
         tier.commit(1, &[]).unwrap();
-        write(&tier, 0, seed_of(2, 0), &Placement::On(0)).unwrap();
+        write(&tier, 0, seed_of(2, 0), &ExtentPlacement::On(0)).unwrap();
         let memory = Memory::new(STREAMS[0]);
         let ticket = tier.read(0, &memory.spans(), false).unwrap();
         until(|| slow[0].requests() > clean[0].requests());
@@ -210,14 +211,14 @@ fn what_is_being_read_stays_where_it_is_until_that_is_over() {
             tier.remove(0).unwrap();
             tier.commit(2, &[]).unwrap();
         } else {
-            tier.roll_back().unwrap();
+            tier.rollback().unwrap();
         }
         let before = tier.paths()[0].free;
         // Overwrites the space that is free now.
         let others = (0..4).map(|n| tier.define(&format!("other-{n}"), STREAMS[0]).unwrap());
         for (extent, seed) in others.zip(90..) {
             let memory = Memory::filled(STREAMS[0], seed);
-            let ticket = tier.write(extent, &memory.spans(), &Placement::On(0), None).unwrap();
+            let ticket = tier.write(extent, &memory.spans(), &ExtentPlacement::On(0), None).unwrap();
             tier.wait(ticket, PATIENCE).unwrap();
         }
         let after = tier.paths()[0].free;
@@ -255,7 +256,7 @@ fn after_a_failed_sync_no_commit_succeeds_before_its_data_was_written_again() {
     for n in 0..2 {
         let error = tier.commit(1, &[]).expect_err("it is not durable");
         assert_eq!(error.io_kind(), Some(IoKind::Failed), "{error}");
-        write(&tier, n, seed_of(1, n), &Placement::Auto).unwrap();
+        write(&tier, n, seed_of(1, n), &ExtentPlacement::Auto).unwrap();
     }
     tier.commit(1, &1_u64.to_le_bytes()).unwrap();
 }

@@ -35,20 +35,20 @@ pub(super) fn allowed(commits: &[Commit], events: usize) -> Vec<Option<u64>> {
 }
 
 /// Opens an image, and checks that its step is in `allowed` and complete.
-pub(super) fn check(disks: &[Disk], allowed: &[Option<u64>], words: &str) -> Option<u64> {
+pub(super) fn check(disks: &[Disk], allowed: &[Option<u64>], message: &str) -> Option<u64> {
     let options = TierOptions { mode: Mode::Resume, ..on_disks(disks, &[]) };
     let tier = match Tier::open(options) {
         Ok(tier) => tier,
         Err(error) if error.tier_kind() == Some(TierKind::NoState) && allowed.contains(&None) => return None,
-        Err(error) => panic!("{words}: {error}"),
+        Err(error) => panic!("{message}: {error}"),
     };
     let found = tier.opened().step;
-    assert!(allowed.contains(&found), "{words}: found {found:?}, allowed {allowed:?}");
+    assert!(allowed.contains(&found), "{message}: found {found:?}, allowed {allowed:?}");
     if let Some(found) = found {
-        assert!(is_at(&tier, found), "{words}: step {found} is mixed");
+        assert!(is_at(&tier, found), "{message}: step {found} is mixed");
     }
     let checked = tier.verify().unwrap();
-    assert_eq!(checked.damage, [], "{words}");
+    assert_eq!(checked.damage, [], "{message}");
     found
 }
 
@@ -261,7 +261,7 @@ fn a_commit_of_unknown_outcome_leaves_every_crash_point_whole() {
                 tier.set_health(0, crate::tier::Health::Healthy, "").unwrap();
                 match nth % 2 {
                     0 => drop(tier.finish_writes()),
-                    _ => tier.roll_back().unwrap(),
+                    _ => tier.rollback().unwrap(),
                 }
             }
         }
@@ -287,10 +287,10 @@ fn rolling_back_gives_the_committed_step_and_its_places_stay_whole() {
     let files = |tier: &Tier| tier.paths().iter().map(|path| path.file_bytes).sum::<u64>();
     for round in 0..20 {
         for n in 0..STREAMS.len() {
-            write(&tier, n, 9000 + round, &Placement::Auto).unwrap();
+            write(&tier, n, 9000 + round, &ExtentPlacement::Auto).unwrap();
             assert!(read(&tier, n, 9000 + round).unwrap());
         }
-        tier.roll_back().unwrap();
+        tier.rollback().unwrap();
         (0..STREAMS.len()).for_each(|n| assert!(read(&tier, n, seed_of(1, n)).unwrap()));
     }
     let before = files(&tier);

@@ -12,9 +12,9 @@ use crate::error::{IoKind, TierKind};
 fn a_missing_path_is_named_or_the_degraded_open_lists_what_is_lost() {
     let disks = [Disk::default(), Disk::default()];
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();
-    write(&tier, 0, 5, &Placement::On(0)).unwrap();
-    write(&tier, 1, 6, &Placement::On(1)).unwrap();
-    write(&tier, 2, 7, &Placement::On(0)).unwrap();
+    write(&tier, 0, 5, &ExtentPlacement::On(0)).unwrap();
+    write(&tier, 1, 6, &ExtentPlacement::On(1)).unwrap();
+    write(&tier, 2, 7, &ExtentPlacement::On(0)).unwrap();
     tier.commit(1, &[]).unwrap();
     drop(tier);
     let without = [disks[0].clone(), Disk::default()];
@@ -28,7 +28,7 @@ fn a_missing_path_is_named_or_the_degraded_open_lists_what_is_lost() {
     assert!(read(&tier, 0, 5).unwrap() && read(&tier, 2, 7).unwrap());
     assert_eq!(tier.verify().unwrap().damage.len(), 1);
     // After a new write the extent is complete, and the path is no longer reported as missing.
-    write(&tier, 1, 8, &Placement::Auto).unwrap();
+    write(&tier, 1, 8, &ExtentPlacement::Auto).unwrap();
     tier.commit(2, &[]).unwrap();
     drop(tier);
     let tier = Tier::open(on_disks(&without, &[])).unwrap();
@@ -43,9 +43,9 @@ fn a_directory_that_is_not_mounted_is_missed_left_out_and_taken_up_again() {
     drop(tier);
     let aside = dir.path().join("aside");
     fs::rename(&bases[1], &aside).unwrap();
-    let (found, words) = kind(Tier::open(options(&bases)));
-    assert_eq!(found, Some(TierKind::PathMissing), "{words}");
-    assert!(words.contains("slow"), "{words}");
+    let (found, message) = kind(Tier::open(options(&bases)));
+    assert_eq!(found, Some(TierKind::PathMissing), "{message}");
+    assert!(message.contains("slow"), "{message}");
     let tier = Tier::open(TierOptions { degraded: true, ..options(&bases) }).unwrap();
     let opened = tier.opened();
     assert!(opened.missing.len() == 1 && opened.missing[0].contains("slow"), "{opened:?}");
@@ -63,12 +63,12 @@ fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
     let (_dir, bases) = bases();
     let with_memory = || {
         let mut options = options(&bases[..1]);
-        options.paths.push(PathOptions { place: Place::Memory, limit: Some(1 << 20), reserve: 0 });
+        options.paths.push(PathOptions { location: PathLocation::Memory, limit: Some(1 << 20), reserve: 0 });
         options
     };
     let tier = Tier::open(with_memory()).unwrap();
-    write(&tier, 0, 5, &Placement::On(0)).unwrap();
-    write(&tier, 1, 6, &Placement::On(1)).unwrap();
+    write(&tier, 0, 5, &ExtentPlacement::On(0)).unwrap();
+    write(&tier, 1, 6, &ExtentPlacement::On(1)).unwrap();
     tier.commit(1, &[]).unwrap();
     assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 6).unwrap());
     assert!(tier.paths()[1].memory);
@@ -76,7 +76,7 @@ fn memory_is_a_path_whose_extents_are_lost_with_the_process() {
     assert_eq!(kind(Tier::open(with_memory())).0, Some(TierKind::PathMissing));
     let tier = Tier::open(TierOptions { degraded: true, ..with_memory() }).unwrap();
     assert_eq!(tier.opened().lost, ["subgroup-1"]);
-    write(&tier, 1, 7, &Placement::On(2)).unwrap();
+    write(&tier, 1, 7, &ExtentPlacement::On(2)).unwrap();
     assert!(read(&tier, 0, 5).unwrap() && read(&tier, 1, 7).unwrap());
 }
 
@@ -86,8 +86,8 @@ fn paths_that_went_on_without_each_other_are_not_mixed() {
     for commits in [0, 1] {
         let (_dir, bases) = bases();
         let tier = Tier::open(options(&bases)).unwrap();
-        write(&tier, 0, 5, &Placement::On(0)).unwrap();
-        write(&tier, 1, 6, &Placement::On(1)).unwrap();
+        write(&tier, 0, 5, &ExtentPlacement::On(0)).unwrap();
+        write(&tier, 1, 6, &ExtentPlacement::On(1)).unwrap();
         tier.commit(1, &[]).unwrap();
         drop(tier);
         let alone = |path: usize| {
@@ -97,15 +97,15 @@ fn paths_that_went_on_without_each_other_are_not_mixed() {
         for path in 0..2 {
             let tier = alone(path);
             for _ in 0..commits {
-                write(&tier, 2, 20 + path as u64, &Placement::Auto).unwrap();
+                write(&tier, 2, 20 + path as u64, &ExtentPlacement::Auto).unwrap();
                 tier.commit(2, &[]).unwrap();
             }
         }
         assert_eq!(Tier::steps(&options(&bases)).is_err(), commits > 0);
         if commits > 0 {
-            let (found, words) = kind(Tier::open(options(&bases)));
+            let (found, message) = kind(Tier::open(options(&bases)));
             assert_eq!(found, Some(TierKind::Foreign));
-            assert!(words.contains("fast") && words.contains("slow"), "{words}");
+            assert!(message.contains("fast") && message.contains("slow"), "{message}");
             drop(alone(1));
         }
         let tier = Tier::open(options(&bases)).unwrap();

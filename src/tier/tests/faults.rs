@@ -25,9 +25,9 @@ fn run(tier: &Tier) -> (u64, Option<Error>) {
 }
 
 fn names_its_place(error: &Error) -> bool {
-    let words = error.to_string();
-    words.contains("disk-")
-        && (words.contains("errno") || words.contains("deadline") || words.contains("stuck"))
+    let message = error.to_string();
+    message.contains("disk-")
+        && (message.contains("errno") || message.contains("deadline") || message.contains("stuck"))
 }
 
 /// The last step that a new open finds, after checking that it is complete.
@@ -62,12 +62,12 @@ fn an_error_on_the_nth_request_of_a_path_is_taken_over_by_the_other_for_every_n(
                 (3, None) => taken_over += 1,
                 // The only copy could not be read. The error names it, and a second read succeeds.
                 (number, Some(error)) => {
-                    let words = error.to_string();
+                    let message = error.to_string();
                     assert!(
-                        words.contains("reading") && words.contains("extent \"subgroup-"),
-                        "{nth}: {words}"
+                        message.contains("reading") && message.contains("extent \"subgroup-"),
+                        "{nth}: {message}"
                     );
-                    assert!(names_its_place(&error), "{words}");
+                    assert!(names_its_place(&error), "{message}");
                     read_errors += 1;
                     for n in 0..STREAMS.len() {
                         assert!(read(&tier, n, seed_of(number, n)).unwrap());
@@ -112,11 +112,11 @@ fn a_failed_write_keeps_the_commit_from_succeeding_until_it_is_made_good() {
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();
     step(&tier, 1).unwrap();
     tier.set_health(0, Health::Failed, "as if").unwrap();
-    assert_eq!(write(&tier, 0, 77, &Placement::Auto).unwrap_err().io_kind(), Some(IoKind::NoSpace));
+    assert_eq!(write(&tier, 0, 77, &ExtentPlacement::Auto).unwrap_err().io_kind(), Some(IoKind::NoSpace));
     tier.set_health(0, Health::Healthy, "").unwrap();
-    write(&tier, 1, 78, &Placement::Auto).unwrap();
+    write(&tier, 1, 78, &ExtentPlacement::Auto).unwrap();
     assert!(tier.commit(2, &[]).is_err(), "extent 0 of step 2 is missing");
-    write(&tier, 0, 77, &Placement::Auto).unwrap();
+    write(&tier, 0, 77, &ExtentPlacement::Auto).unwrap();
     tier.commit(2, &2_u64.to_le_bytes()).unwrap();
     assert!(
         read(&tier, 0, 77).unwrap() && read(&tier, 1, 78).unwrap() && read(&tier, 2, seed_of(1, 2)).unwrap()
@@ -144,9 +144,9 @@ fn a_full_disk_is_left_for_another_and_full_disks_are_named_with_path_and_bytes(
         let (reached, error) = run(&tier);
         if let Some(error) = error {
             assert_eq!(error.io_kind(), Some(IoKind::NoSpace), "{error}");
-            let words = error.to_string();
-            assert!(words.contains("disk-") && words.contains(" bytes"), "{words}");
-            tier.roll_back().unwrap();
+            let message = error.to_string();
+            assert!(message.contains("disk-") && message.contains(" bytes"), "{message}");
+            tier.rollback().unwrap();
             tier.commit(50, &[50, 0, 0, 0, 0, 0, 0, 0]).unwrap();
             drop(tier);
             let tier = Tier::open(on_disks(&disks, &[])).unwrap();
@@ -160,7 +160,7 @@ fn a_full_disk_is_left_for_another_and_full_disks_are_named_with_path_and_bytes(
 
 #[test]
 fn a_path_that_hangs_is_given_up_and_the_run_goes_on() {
-    let stall = Some(Duration::from_millis(60));
+    let io_timeout = Some(Duration::from_millis(60));
     let clean = [Disk::default(), Disk::default()];
     step(&Tier::open(on_disks(&clean, &[])).unwrap(), 1).unwrap();
     let opening = {
@@ -173,7 +173,7 @@ fn a_path_that_hangs_is_given_up_and_the_run_goes_on() {
         let disks = [Disk::default(), Disk::default()];
         let hang = Faults { hang_nth: Some(nth), ..Faults::default() };
         let mut options = on_disks(&disks, &[Faults::default(), hang]);
-        options.io.stall = stall;
+        options.io.io_timeout = io_timeout;
         let tier = Tier::open(options).unwrap();
         let first = step(&tier, 1);
         if let Err(error) = &first {
@@ -201,9 +201,9 @@ fn the_place_of_a_stuck_write_is_not_given_to_another() {
         let first_write = disks[1].requests() + 1;
         let disks = [Disk::default(), Disk::default()];
         let mut options = on_disks(&disks, &[Faults::default(), fault(first_write)]);
-        options.io.stall = Some(Duration::from_millis(60));
+        options.io.io_timeout = Some(Duration::from_millis(60));
         let tier = Tier::open(options).unwrap();
-        write(&tier, 1, 5, &Placement::On(1)).unwrap();
+        write(&tier, 1, 5, &ExtentPlacement::On(1)).unwrap();
         assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0), "the other path took it over");
         let path = &tier.paths()[1];
         let used = path.file_bytes - path.free;
@@ -224,19 +224,19 @@ fn a_file_that_cannot_be_made_longer_in_time_holds_up_nobody_and_fails_its_path(
     let disks = [Disk::default(), Disk::default()];
     let fault = Faults { hang_nth: Some(growth), ..Faults::default() };
     let mut options = on_disks(&disks, &[Faults::default(), fault]);
-    options.io.stall = Some(Duration::from_millis(300));
+    options.io.io_timeout = Some(Duration::from_millis(300));
     let tier = Tier::open(options).unwrap();
-    write(&tier, 0, 5, &Placement::On(0)).unwrap();
+    write(&tier, 0, 5, &ExtentPlacement::On(0)).unwrap();
     std::thread::scope(|scope| {
-        let slow = scope.spawn(|| write(&tier, 1, 6, &Placement::On(1)));
+        let slow = scope.spawn(|| write(&tier, 1, 6, &ExtentPlacement::On(1)));
         while disks[1].requests() == growth {
             std::thread::yield_now();
         }
         // Each of these operations takes the tier's lock.
         assert!(!slow.is_finished() && tier.paths()[1].health == Health::Healthy);
         assert!(read(&tier, 0, 5).unwrap() && tier.extents().len() == 2);
-        write(&tier, 2, 7, &Placement::On(0)).unwrap();
-        assert!(!slow.is_finished(), "the stall limit is not over");
+        write(&tier, 2, 7, &ExtentPlacement::On(0)).unwrap();
+        assert!(!slow.is_finished(), "the I/O timeout is not over");
         slow.join().unwrap().unwrap();
     });
     assert_eq!(tier.paths()[1].health, Health::Failed);
@@ -249,14 +249,14 @@ fn a_file_that_cannot_be_made_longer_in_time_holds_up_nobody_and_fails_its_path(
 fn a_striped_write_that_gives_no_path_any_block_is_refused() {
     let disks = [Disk::default(), Disk::default()];
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();
-    for placement in [Placement::Striped(vec![]), Placement::Striped(vec![(0, 0), (1, 0)])] {
+    for placement in [ExtentPlacement::Striped(vec![]), ExtentPlacement::Striped(vec![(0, 0), (1, 0)])] {
         let refused = write(&tier, 0, 5, &placement);
-        let none = matches!(&placement, Placement::Striped(parts) if parts.is_empty());
+        let none = matches!(&placement, ExtentPlacement::Striped(parts) if parts.is_empty());
         assert_eq!(refused.is_err(), none, "{placement:?}: {refused:?}");
         // A rejected write leaves the extent as it was.
-        assert!(write(&tier, 0, 5, &Placement::On(7)).is_err());
+        assert!(write(&tier, 0, 5, &ExtentPlacement::On(7)).is_err());
         tier.commit(1, &1_u64.to_le_bytes()).unwrap();
-        write(&tier, 0, 6, &Placement::Striped(vec![(1, 1)])).unwrap();
+        write(&tier, 0, 6, &ExtentPlacement::Striped(vec![(1, 1)])).unwrap();
         assert!(read(&tier, 0, 6).unwrap());
         tier.commit(1, &1_u64.to_le_bytes()).unwrap();
     }
@@ -268,14 +268,14 @@ fn a_striped_write_that_gives_no_path_any_block_is_refused() {
 fn a_sync_that_fails_moves_what_was_written_to_another_path() {
     let disks = [Disk::default(), Disk::default()];
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();
-    (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(1, n), &Placement::On(1)).unwrap());
+    (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(1, n), &ExtentPlacement::On(1)).unwrap());
     let before = disks[1].requests();
     drop(tier);
 
     let disks = [Disk::default(), Disk::default()];
     let fault = Faults { fail_nth: Some((before, libc::EIO)), ..Faults::default() };
     let tier = Tier::open(on_disks(&disks, &[Faults::default(), fault])).unwrap();
-    (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(1, n), &Placement::On(1)).unwrap());
+    (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(1, n), &ExtentPlacement::On(1)).unwrap());
     tier.commit(1, &1_u64.to_le_bytes()).unwrap();
     assert_eq!(tier.paths()[1].health, Health::Failed);
     assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0 && extent.committed));
@@ -289,7 +289,7 @@ fn a_draining_path_empties_as_extents_are_written_and_an_evacuated_one_at_once()
     let tier = Tier::open(on_disks(&disks, &[])).unwrap();
     step(&tier, 1).unwrap();
     tier.set_health(0, Health::Draining, "slow").unwrap();
-    (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &Placement::On(0)).unwrap());
+    (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &ExtentPlacement::On(0)).unwrap());
     assert!(tier.extents().iter().all(|extent| extent.blocks[0] == 0));
     tier.commit(2, &2_u64.to_le_bytes()).unwrap();
     tier.evacuate(1).unwrap();
@@ -336,13 +336,13 @@ fn every_block_and_every_head_corrupted_once_is_named_exactly() {
     for (n, chunk) in &chunks {
         let file = format!("disk-{}/data", chunk.path);
         let shape = Tier::open(on_disks(&disks, &[])).unwrap().shape(*n as u32).unwrap();
-        let heads =
+        let headers =
             [(chunk.first, chunk.offset, chunk.offset + 90), (chunk.first, chunk.offset, chunk.offset + 128)];
         let blocks = (chunk.first..chunk.first + chunk.count).map(|block| {
-            let place = chunk.place(&shape, block);
-            (block, place, place + shape.block(block).len - 1)
+            let offset = chunk.block_offset(&shape, block);
+            (block, offset, offset + shape.block(block).len - 1)
         });
-        for (block, place, at) in heads.into_iter().chain(blocks) {
+        for (block, offset, at) in headers.into_iter().chain(blocks) {
             flip(&disks[chunk.path as usize], &file, at);
             let tier = Tier::open(on_disks(&disks, &[])).unwrap();
             let found = tier.verify().unwrap().damage;
@@ -354,7 +354,7 @@ fn every_block_and_every_head_corrupted_once_is_named_exactly() {
                     (inner.path.as_str(), inner.extent.as_str()),
                     (file.as_str(), name_of(*n).as_str())
                 );
-                assert_eq!(inner.block, Some((block.into(), place)));
+                assert_eq!(inner.block, Some((block.into(), offset)));
             }
             assert_eq!(found.len(), 1, "block {block} of extent {n}");
             drop(tier);
@@ -377,7 +377,7 @@ fn a_broken_superblock_is_named_and_another_one_counts() {
                 flip(disk, &name, at);
                 let damage = tier.verify().unwrap().damage;
                 // Only damage to the last superblock is reported. The other copy may hold anything.
-                let good = tier.lock().paths[n].good.is_some_and(|good| good.copy == copy);
+                let good = tier.lock().paths[n].durable_copy.is_some_and(|good| good.copy == copy);
                 assert_eq!(damage.len(), usize::from(good), "{damage:?}");
                 assert!(damage.iter().all(|error| error.to_string().contains(&name)));
                 flip(disk, &name, at);

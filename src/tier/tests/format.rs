@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use crate::checksum;
 use crate::tier::extent::{Chunk, Shape, Version};
 use crate::tier::layout::ChunkHeader;
-use crate::tier::superblock::{ExtentRecord, Head, MAX_PATHS, PathRecord, Superblock};
-use crate::tier::transfer::check_head;
+use crate::tier::superblock::{ExtentRecord, MAX_PATHS, PathRecord, Superblock, SuperblockHeader};
+use crate::tier::transfer::check_header;
 
 /// Golden bytes of this name, as the first release wrote them. `SPILLWAY_BLESS=1` writes the bytes of a new format
 /// version.
@@ -29,13 +29,14 @@ fn header() -> ChunkHeader {
         first: 7,
         offset: 1 << 33,
         block_bytes: 1 << 20,
-        sums: vec![u64::MAX, 0, 0x1234_5678_9ABC_DEF0],
+        checksums: vec![u64::MAX, 0, 0x1234_5678_9ABC_DEF0],
     }
 }
 
 fn superblock() -> Superblock {
     let shape = Shape::new(&[10_000, 0, 4096], 4096).unwrap();
-    let chunk = |path, offset, first, count| Chunk { path, offset, first, count, header_sum: 99 + offset };
+    let chunk =
+        |path, offset, first, count| Chunk { path, offset, first, count, header_checksum: 99 + offset };
     let version = Version { generation: 42, chunks: vec![chunk(0, 8192, 0, 2), chunk(1, 0, 2, 2)] };
     let extent =
         |name: &str, version| Some(ExtentRecord { name: name.to_string(), shape: shape.clone(), version });
@@ -122,7 +123,7 @@ fn no_head_of_a_chunk_harms_and_none_but_the_right_one_passes() {
         mutate(&mut bytes, &mut state);
         match ChunkHeader::parse(&bytes) {
             Ok(found) => assert!(found == (header(), sum) && bytes[..152] == right[..bytes.len().min(152)]),
-            Err(words) => assert!(!words.is_empty()),
+            Err(message) => assert!(!message.is_empty()),
         }
     }
     (0..right.len().min(600))
@@ -135,35 +136,35 @@ fn no_head_of_a_chunk_harms_and_none_but_the_right_one_passes() {
 fn a_head_with_one_wrong_field_or_another_sum_belongs_to_another_chunk() {
     let shape = Shape::new(&[100 << 20], 1 << 20).unwrap();
     let right = header();
-    let check = |head: &ChunkHeader, header_sum: u64| {
+    let check = |header: &ChunkHeader, header_checksum: u64| {
         let ChunkHeader { path, offset, first, .. } = right;
-        let chunk = Chunk { path, offset, first, count: 3, header_sum };
-        check_head(&head.encode().0, &chunk, right.generation, right.tier, right.extent, &shape)
+        let chunk = Chunk { path, offset, first, count: 3, header_checksum };
+        check_header(&header.encode().0, &chunk, right.generation, right.tier, right.extent, &shape)
     };
     let committed = right.encode().1;
     assert_eq!(check(&right, committed).as_ref(), Ok(&right));
     let fields: [fn(&mut ChunkHeader); 8] = [
-        |head| head.tier ^= 1 << 100,
-        |head| head.extent += 1,
-        |head| head.path += 1,
-        |head| head.generation -= 1,
-        |head| head.first += 1,
-        |head| head.offset += 4096,
-        |head| head.block_bytes *= 2,
-        |head| head.sums.push(5),
+        |header| header.tier ^= 1 << 100,
+        |header| header.extent += 1,
+        |header| header.path += 1,
+        |header| header.generation -= 1,
+        |header| header.first += 1,
+        |header| header.offset += 4096,
+        |header| header.block_bytes *= 2,
+        |header| header.checksums.push(5),
     ];
     for (n, change) in fields.iter().enumerate() {
-        let mut head = right.clone();
-        change(&mut head);
-        assert!(check(&head, head.encode().1).is_err(), "field {n}");
+        let mut header = right.clone();
+        change(&mut header);
+        assert!(check(&header, header.encode().1).is_err(), "field {n}");
     }
     // Generation 42 of a run that crashed before its commit, at the same offset.
-    for head in [
+    for header in [
         ChunkHeader { session: 1, ..right.clone() },
-        ChunkHeader { sums: vec![u64::MAX, 1, 0x1234_5678_9ABC_DEF0], ..right.clone() },
+        ChunkHeader { checksums: vec![u64::MAX, 1, 0x1234_5678_9ABC_DEF0], ..right.clone() },
     ] {
-        let words = check(&head, committed).unwrap_err();
-        assert!(words.contains("not the one that was committed"), "{words}");
+        let message = check(&header, committed).unwrap_err();
+        assert!(message.contains("not the committed one"), "{message}");
     }
 }
 
@@ -171,7 +172,7 @@ fn a_head_with_one_wrong_field_or_another_sum_belongs_to_another_chunk() {
 #[test]
 fn no_superblock_harms_even_with_checksums_that_fit() {
     let right = stored_bytes(&superblock());
-    let table = Head::parse(&right).unwrap().table_bytes as usize;
+    let table = SuperblockHeader::parse(&right).unwrap().table_bytes as usize;
     let mut state = 2;
     let mut passed = 0;
     for round in 0..300_000 {
@@ -180,7 +181,7 @@ fn no_superblock_harms_even_with_checksums_that_fit() {
             mutate(&mut bytes, &mut state);
             match Superblock::parse(&bytes) {
                 Ok(found) => assert_eq!(found, superblock()),
-                Err(words) => assert!(!words.is_empty()),
+                Err(message) => assert!(!message.is_empty()),
             }
             continue;
         }

@@ -10,13 +10,13 @@ use std::thread;
 use super::*;
 use crate::error::{Error, IoKind, TierKind};
 use crate::io::engine::Engine;
-use crate::io::object::memory::Memory as Objects;
-use crate::io::object::{Address, Answer, Listed, Store};
+use crate::io::object::memory::MemoryStore as Objects;
+use crate::io::object::{Address, ObjectMeta, Store, StoreResult};
 use crate::sys::process::in_forked_child;
 use crate::tier::bucket::{Bucket, TEST_ADDRESS};
 use crate::tier::directory::{Directory, collect, scan};
-use crate::tier::medium::Mounted;
-use crate::tier::path::Path;
+use crate::tier::path::TierPath;
+use crate::tier::storage::DirStorage;
 
 /// A door at which writes wait until it opens.
 #[derive(Debug, Clone, Default)]
@@ -35,12 +35,12 @@ impl Door {
 }
 
 /// A path in a real directory whose writes hang until the door opens.
-fn hanging(base: &FilePath, door: &Door, stall: Option<Duration>) -> Path {
+fn hanging(base: &FilePath, door: &Door, io_timeout: Option<Duration>) -> TierPath {
     let directory = Directory::claim(base, &owner(), true).unwrap().unwrap();
     let door = door.clone();
-    let options = IoOptions { preallocate: false, direct: false, stall, ..IoOptions::default() };
-    let engine = Engine::open_held(options, move || door.pass());
-    Path::open(Box::new(Mounted::new(directory, false, None)), engine.unwrap()).unwrap()
+    let options = IoOptions { preallocate: false, direct: false, io_timeout, ..IoOptions::default() };
+    let engine = Engine::open_with_hook(options, move || door.pass());
+    TierPath::open(Box::new(DirStorage::new(directory, false, None)), engine.unwrap()).unwrap()
 }
 
 fn claimed_here(base: &FilePath) -> Result<Directory> {
@@ -110,7 +110,7 @@ fn a_tier_that_is_destroyed_with_a_write_in_flight_keeps_its_files_and_its_lock(
     let handle = path.write(0, memory.spans()[0]).unwrap();
     assert_eq!(path.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
     let error = path.remove().unwrap_err();
-    assert!(matches!(&error, Error::Busy(words) if words.contains("in flight")), "{error}");
+    assert!(matches!(&error, Error::Busy(message) if message.contains("in flight")), "{error}");
     assert_locked(dir.path());
     assert!(owner().below(dir.path()).join("data").exists());
     assert_eq!(collect(dir.path(), &owner()).unwrap_err().tier_kind(), Some(TierKind::Locked));
@@ -137,22 +137,22 @@ struct Slow {
 }
 
 impl Store for Slow {
-    fn put(&self, key: &str, bytes: &[u8]) -> Answer<()> {
+    fn put(&self, key: &str, bytes: &[u8]) -> StoreResult<()> {
         if key.contains("/data/") {
             self.door.pass();
         }
         self.objects.put(key, bytes)
     }
 
-    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> Answer<()> {
+    fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> StoreResult<()> {
         self.objects.get(key, from, len, part)
     }
 
-    fn delete(&self, key: &str) -> Answer<()> {
+    fn delete(&self, key: &str) -> StoreResult<()> {
         self.objects.delete(key)
     }
 
-    fn list(&self, prefix: &str) -> Answer<Vec<Listed>> {
+    fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectMeta>> {
         self.objects.list(prefix)
     }
 }
@@ -168,10 +168,10 @@ fn a_prefix_stays_claimed_until_the_last_request_has_ended() {
     for destroy in [false, true] {
         let bucket = claim().unwrap();
         *door.0.0.lock().unwrap() = false;
-        let stall = destroy.then_some(Duration::from_millis(50));
+        let io_timeout = destroy.then_some(Duration::from_millis(50));
         let engine =
-            Engine::open_folder(IoOptions { stall, ..IoOptions::default() }, bucket.folder()).unwrap();
-        let path = Path::open(Box::new(bucket), engine).unwrap();
+            Engine::open_volume(IoOptions { io_timeout, ..IoOptions::default() }, bucket.volume()).unwrap();
+        let path = TierPath::open(Box::new(bucket), engine).unwrap();
         let memory = Memory::filled(&[8192], 5);
         let handle = path.write(0, memory.spans()[0]).unwrap();
         if destroy {

@@ -12,11 +12,11 @@ fn requests_before() -> u64 {
     disks[1].requests()
 }
 
-fn prepared(disks: &[Disk], fault: Faults, stall: Option<Duration>) -> Tier {
+fn prepared(disks: &[Disk], fault: Faults, io_timeout: Option<Duration>) -> Tier {
     let mut options = on_disks(disks, &[Faults::default(), fault]);
-    options.io.stall = stall;
+    options.io.io_timeout = io_timeout;
     let tier = Tier::open(options).unwrap();
-    write(&tier, 0, 5, &Placement::On(1)).unwrap();
+    write(&tier, 0, 5, &ExtentPlacement::On(1)).unwrap();
     tier.commit(1, &[]).unwrap();
     tier
 }
@@ -27,7 +27,7 @@ fn memory_that_is_not_there_is_no_fault_of_the_path() {
     let disks = [Disk::default(), Disk::default()];
     let tier = prepared(&disks, fault, None);
     let error = read(&tier, 0, 5).unwrap_err().to_string();
-    assert!(error.contains("the memory of the request is not there"), "{error}");
+    assert!(error.contains("the buffer is not mapped"), "{error}");
     assert_eq!(tier.paths()[1].health, Health::Healthy);
     assert!(read(&tier, 0, 5).unwrap());
 
@@ -35,7 +35,7 @@ fn memory_that_is_not_there_is_no_fault_of_the_path() {
     // A write without free space extends the file first.
     let fault = Faults { fail_nth: Some((requests_before() + 1, libc::EFAULT)), ..Faults::default() };
     let tier = prepared(&disks, fault, None);
-    write(&tier, 0, 6, &Placement::On(1)).unwrap();
+    write(&tier, 0, 6, &ExtentPlacement::On(1)).unwrap();
     assert_eq!(tier.paths()[1].health, Health::Healthy);
 }
 

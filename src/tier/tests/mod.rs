@@ -21,9 +21,9 @@ use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
 use super::directory::Owner;
-use super::options::{Durability, Mode, PathOptions, Place, TierOptions};
+use super::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
 use super::scratch::Scratch;
-use super::{Placement, Tier};
+use super::{ExtentPlacement, Tier};
 use crate::error::Result;
 use crate::io::options::Options as IoOptions;
 use crate::io::sim::{Disk, Faults};
@@ -41,7 +41,7 @@ fn owner() -> Owner {
 
 fn on_disks(disks: &[Disk], faults: &[Faults]) -> TierOptions {
     let path = |(n, disk): (usize, &Disk)| PathOptions {
-        place: Place::Simulated(disk.clone(), faults.get(n).cloned().unwrap_or_default()),
+        location: PathLocation::Simulated(disk.clone(), faults.get(n).cloned().unwrap_or_default()),
         limit: None,
         reserve: 0,
     };
@@ -111,7 +111,7 @@ fn name_of(n: usize) -> String {
     format!("subgroup-{n}")
 }
 
-fn write(tier: &Tier, n: usize, seed: u64, placement: &Placement) -> Result<()> {
+fn write(tier: &Tier, n: usize, seed: u64, placement: &ExtentPlacement) -> Result<()> {
     let extent = tier.define(&name_of(n), STREAMS[n])?;
     let memory = Memory::filled(STREAMS[n], seed);
     let ticket = tier.write(extent, &memory.spans(), placement, None)?;
@@ -136,9 +136,9 @@ fn step(tier: &Tier, step: u64) -> Result<()> {
     for (n, memory) in memories.iter().enumerate() {
         let extent = tier.define(&name_of(n), STREAMS[n])?;
         let placement = match (n, step % 3) {
-            (_, 0) => Placement::Auto,
-            (0, _) => Placement::Striped((0..paths).map(|path| (path, 2)).collect()),
-            _ => Placement::On((n as u64 + step) as u32 % paths),
+            (_, 0) => ExtentPlacement::Auto,
+            (0, _) => ExtentPlacement::Striped((0..paths).map(|path| (path, 2)).collect()),
+            _ => ExtentPlacement::On((n as u64 + step) as u32 % paths),
         };
         tickets.push(tier.write(extent, &memory.spans(), &placement, None)?);
     }

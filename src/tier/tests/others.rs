@@ -22,7 +22,7 @@ fn everybody_writes(base: &Path) {
 }
 
 fn as_nobody(dir: &Path, command: &str) {
-    assert_eq!(crate::sys::own::user(), 0, "this test acts as another user: run it as root");
+    assert_eq!(crate::sys::private_files::user(), 0, "this test acts as another user: run it as root");
     let done = Command::new("sh").args(["-c", command]).current_dir(dir).uid(65534).gid(65534).status();
     assert!(done.unwrap().success(), "{command}");
 }
@@ -74,9 +74,9 @@ fn links_and_fifos_at_the_names_of_a_tier_are_refused() {
                 "hard link" => fs::hard_link(&victim, rank.join(name)).unwrap(),
                 _ => assert!(Command::new("mkfifo").arg(rank.join(name)).status().unwrap().success()),
             }
-            let (found, words) = kind(Tier::open(options(&bases)));
-            assert_eq!(found, Some(TierKind::Foreign), "{name}, {way}: {words}");
-            assert!(words.contains(&format!("rank-0/{name}")) && words.contains("remove"), "{words}");
+            let (found, message) = kind(Tier::open(options(&bases)));
+            assert_eq!(found, Some(TierKind::Foreign), "{name}, {way}: {message}");
+            assert!(message.contains(&format!("rank-0/{name}")) && message.contains("remove"), "{message}");
             assert_eq!(fs::read(&victim).unwrap(), b"precious", "{name}, {way}");
         }
     }
@@ -103,13 +103,13 @@ fn what_another_user_planted_is_not_opened_listed_as_free_or_removed() {
     );
     let base = [dir.path().to_path_buf()];
     for mode in [Mode::Auto, Mode::Create, Mode::Resume] {
-        let (found, words) = kind(Tier::open(TierOptions { mode, ..options(&base) }));
-        assert_eq!(found, Some(TierKind::Foreign), "{words}");
-        assert!(words.contains("/run:") && words.contains("user 65534 (mode 0777)"), "{words}");
+        let (found, message) = kind(Tier::open(TierOptions { mode, ..options(&base) }));
+        assert_eq!(found, Some(TierKind::Foreign), "{message}");
+        assert!(message.contains("/run:") && message.contains("user 65534 (mode 0777)"), "{message}");
     }
     let list = scan(dir.path()).unwrap();
     assert_eq!(list.len(), 1, "a link is no lock: {list:?}");
-    assert!(list[0].live.as_ref().is_some_and(|words| words.contains("user 65534")), "{list:?}");
+    assert!(list[0].live.as_ref().is_some_and(|message| message.contains("user 65534")), "{list:?}");
     let error = collect(dir.path(), &Owner { rank: 1, ..owner() }).unwrap_err();
     assert_eq!(error.tier_kind(), Some(TierKind::Foreign));
     assert!(dir.path().join("run/node/rank-1/data").exists());

@@ -31,9 +31,11 @@ pub(super) fn kind(outcome: Result<Tier>) -> (Option<TierKind>, String) {
 
 #[test]
 fn steps_on_real_directories_are_found_again_with_every_durability_and_backend() {
-    use crate::io::options::Choice;
+    use crate::io::options::BackendChoice;
     for durability in [Durability::Process, Durability::Data, Durability::Full] {
-        for (backend, direct) in [(Choice::Auto, true), (Choice::Threads, true), (Choice::Auto, false)] {
+        for (backend, direct) in
+            [(BackendChoice::Auto, true), (BackendChoice::Threads, true), (BackendChoice::Auto, false)]
+        {
             let (_dir, bases) = bases();
             let options = || {
                 let mut options = TierOptions { durability, ..options(&bases) };
@@ -42,7 +44,7 @@ fn steps_on_real_directories_are_found_again_with_every_durability_and_backend()
             };
             let tier = Tier::open(options()).unwrap();
             (1..=4).for_each(|number| step(&tier, number).unwrap());
-            write(&tier, 1, 999, &Placement::Auto).unwrap();
+            write(&tier, 1, 999, &ExtentPlacement::Auto).unwrap();
             tier.close(PATIENCE).unwrap();
             let tier = Tier::open(TierOptions { mode: Mode::Resume, ..options() }).unwrap();
             assert!(tier.opened().resumed && is_at(&tier, 4));
@@ -73,9 +75,9 @@ fn paths_may_come_in_another_order_under_another_name_and_with_a_new_one() {
     step(&tier, 2).unwrap();
     drop(tier);
     assert!(is_at(&Tier::open(options(&moved)).unwrap(), 2));
-    let (found, words) = kind(Tier::open(options(&moved[..2])));
+    let (found, message) = kind(Tier::open(options(&moved[..2])));
     assert_eq!(found, Some(TierKind::PathMissing));
-    assert!(words.contains("fast"), "{words}");
+    assert!(message.contains("fast"), "{message}");
 }
 
 #[test]
@@ -93,8 +95,11 @@ fn state_under_the_name_of_another_host_is_not_forgotten() {
     drop(tier);
     collect(&bases[0], &Owner { host: "b".to_string(), ..owner() }).unwrap();
     collect(&bases[1], &Owner { host: "b".to_string(), ..owner() }).unwrap();
-    let (found, words) = kind(on("b", Mode::Auto));
-    assert!(found == Some(TierKind::Foreign) && words.contains("host \"b\" has none"), "{words}");
+    let (found, message) = kind(on("b", Mode::Auto));
+    assert!(
+        found == Some(TierKind::Foreign) && message.contains("another host name than \"b\""),
+        "{message}"
+    );
     assert!(is_at(&on("a", Mode::Auto).unwrap(), 1));
     drop(on("b", Mode::Create).unwrap());
 }
@@ -103,9 +108,9 @@ fn state_under_the_name_of_another_host_is_not_forgotten() {
 fn two_tiers_on_one_path_exclude_each_other_and_a_dead_one_can_be_collected() {
     let (_dir, bases) = bases();
     let tier = Tier::open(options(&bases)).unwrap();
-    let (found, words) = kind(Tier::open(options(&bases)));
+    let (found, message) = kind(Tier::open(options(&bases)));
     assert_eq!(found, Some(TierKind::Locked));
-    assert!(words.contains("this process") && words.contains("fast"), "{words}");
+    assert!(message.contains("this process") && message.contains("fast"), "{message}");
     // Another rank and another job in the same base directory.
     let mut other = TierOptions { world: 2, ..options(&bases) };
     other.owner.rank = 1;
@@ -138,9 +143,9 @@ fn stale_files_of_another_run_rank_version_or_size_are_refused_and_named() {
     };
     step_on(&bases);
     let refused = |options: TierOptions, expected: TierKind, part: &str| {
-        let (found, words) = kind(Tier::open(options));
-        assert_eq!(found, Some(expected), "{words}");
-        assert!(words.contains(part) && words.contains("rank-"), "{words}");
+        let (found, message) = kind(Tier::open(options));
+        assert_eq!(found, Some(expected), "{message}");
+        assert!(message.contains(part) && message.contains("rank-"), "{message}");
     };
     // A tier exists where a new one is to be created.
     refused(
@@ -206,7 +211,7 @@ fn extents_with_other_streams_and_disks_that_are_not_mounted_are_refused() {
     drop(tier);
     let error = Tier::open(options(&[dir.path().join("not-mounted")])).unwrap_err();
     assert_eq!(error.io_kind(), Some(IoKind::NotFound));
-    assert!(error.to_string().contains("is it mounted?"), "{error}");
+    assert!(error.to_string().contains("create it, or check that its file system is mounted"), "{error}");
     for job in ["", "a/b", "..", ".hidden"] {
         let mut options = options(&bases);
         options.owner.job = job.to_string();
@@ -221,7 +226,7 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     let out = dir.path().join("checkpoint");
     assert_eq!(tier.export(&out).unwrap_err().tier_kind(), Some(TierKind::NoState));
     step(&tier, 1).unwrap();
-    write(&tier, 0, 3, &Placement::Auto).unwrap();
+    write(&tier, 0, 3, &ExtentPlacement::Auto).unwrap();
     assert!(matches!(tier.export(&out), Err(Error::Busy(_))));
     step(&tier, 7).unwrap();
     assert_eq!(tier.export(&out), Ok(7));
@@ -257,7 +262,7 @@ fn an_export_is_read_back_elsewhere_and_a_damaged_one_changes_nothing() {
     // A manifest that is too large, a FIFO without a writer, and a symbolic link.
     let manifest = out.join("manifest.json");
     fs::File::create(&manifest).unwrap().set_len(3 << 30).unwrap();
-    assert!(tier.import(&out).unwrap_err().to_string().contains("at most"));
+    assert!(tier.import(&out).unwrap_err().to_string().contains("the limit of a manifest is"));
     fs::remove_file(&manifest).unwrap();
     let status = std::process::Command::new("mkfifo").arg(&manifest).status().unwrap();
     assert!(status.success());
@@ -304,8 +309,9 @@ fn an_export_of_more_than_its_window_has_every_byte_and_takes_the_memory_of_a_wi
     let tier = Tier::open(options(&bases)).unwrap();
     let extent = tier.define("large", &[BYTES, 5]).unwrap();
     let memory = Memory::filled(&[BYTES, 5], 3);
-    let ticket =
-        tier.write(extent, &memory.spans(), &Placement::Striped(vec![(0, 6000), (1, 6000)]), None).unwrap();
+    let ticket = tier
+        .write(extent, &memory.spans(), &ExtentPlacement::Striped(vec![(0, 6000), (1, 6000)]), None)
+        .unwrap();
     tier.wait(ticket, PATIENCE).unwrap();
     tier.commit(2, &[]).unwrap();
     drop(memory);
@@ -340,7 +346,7 @@ fn a_superblock_whose_head_asks_for_more_than_its_file_takes_no_memory() {
     };
     let before = peak();
     let error = Tier::open(options(&bases[..1])).unwrap_err().to_string();
-    assert!(error.contains("its table is cut off"), "{error}");
+    assert!(error.contains("its table is truncated"), "{error}");
     assert!(peak() < before + (512 << 20), "from {before} to {} bytes", peak());
 }
 
@@ -414,13 +420,13 @@ fn full_file_systems_are_left_for_others_or_named_and_lose_nothing() {
     let error = (0..20).find_map(|n| {
         let large = tier.define(&format!("large-{n}"), &[50_000]).unwrap();
         let memory = Memory::filled(&[50_000], n);
-        let ticket = tier.write(large, &memory.spans(), &Placement::Auto, None);
+        let ticket = tier.write(large, &memory.spans(), &ExtentPlacement::Auto, None);
         ticket.and_then(|ticket| tier.wait(ticket, PATIENCE)).err()
     });
     let error = error.expect("600 KB do not hold a megabyte");
     assert_eq!(error.io_kind(), Some(IoKind::NoSpace), "{error}");
     assert!(error.to_string().contains("bytes") && error.to_string().contains("rank-0"), "{error}");
-    tier.roll_back().unwrap();
+    tier.rollback().unwrap();
     tier.commit(2, &1_u64.to_le_bytes()).unwrap();
     drop(tier);
     let tier = Tier::open(options(&both)).unwrap();

@@ -9,7 +9,7 @@ use std::path::Path;
 use super::real::{bases, kind, options};
 use super::*;
 use crate::error::TierKind;
-use crate::io::object::memory::Memory as Store;
+use crate::io::object::memory::MemoryStore as Store;
 use crate::tier::Health;
 use crate::tier::directory::collect;
 
@@ -55,17 +55,17 @@ fn ways() -> Vec<Way> {
 /// The commit that detects the loss moves all data of the path, whether committed or not.
 #[test]
 fn what_lies_on_a_path_whose_files_are_gone_is_moved_and_the_commit_can_be_opened() {
-    for (at, (way, words)) in ways().into_iter().enumerate() {
+    for (at, (way, message)) in ways().into_iter().enumerate() {
         let (_dir, bases) = bases();
         let tier = Tier::open(options(&bases)).unwrap();
-        (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &Placement::On(1)).unwrap());
+        (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &ExtentPlacement::On(1)).unwrap());
         tier.commit(1, &1_u64.to_le_bytes()).unwrap();
         way(&bases[1]);
-        write(&tier, 0, seed_of(2, 0), &Placement::Auto).unwrap();
+        write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto).unwrap();
         tier.commit(2, &2_u64.to_le_bytes()).unwrap();
         let report = &tier.paths()[1];
         assert_eq!(report.health, Health::Failed, "way {at}");
-        assert!(report.reason.contains(&words), "way {at}: {}", report.reason);
+        assert!(report.reason.contains(&message), "way {at}: {}", report.reason);
         assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0 && extent.committed), "way {at}");
         assert!(is_at_two(&tier));
         drop(tier);
@@ -85,18 +85,18 @@ fn is_at_two(tier: &Tier) -> bool {
 
 #[test]
 fn a_commit_into_files_that_are_gone_is_an_error_where_no_other_path_takes_them() {
-    for (at, (way, words)) in ways().into_iter().enumerate() {
+    for (at, (way, message)) in ways().into_iter().enumerate() {
         for empty in [false, true] {
             let (_dir, bases) = bases();
             let tier = Tier::open(options(&bases[1..])).unwrap();
             if !empty {
-                write(&tier, 0, 5, &Placement::Auto).unwrap();
+                write(&tier, 0, 5, &ExtentPlacement::Auto).unwrap();
             }
             way(&bases[1]);
             for _ in 0..2 {
                 let error = tier.commit(1, &[]).unwrap_err();
                 assert_eq!(error.tier_kind(), Some(TierKind::PathMissing), "way {at}");
-                assert!(error.to_string().contains(&words), "way {at}: {error}");
+                assert!(error.to_string().contains(&message), "way {at}: {error}");
             }
         }
     }
@@ -115,14 +115,14 @@ fn a_file_with_a_second_name_and_a_directory_that_became_a_link_fail_their_path(
     };
     let ways: [Way; 2] =
         [(Box::new(linked), "was replaced".to_string()), (Box::new(second_name), "a hard link".to_string())];
-    for (way, words) in ways {
+    for (way, message) in ways {
         let (_dir, bases) = bases();
         let tier = Tier::open(options(&bases)).unwrap();
-        (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &Placement::On(1)).unwrap());
+        (0..STREAMS.len()).for_each(|n| write(&tier, n, seed_of(2, n), &ExtentPlacement::On(1)).unwrap());
         tier.commit(1, &1_u64.to_le_bytes()).unwrap();
         way(&bases[1]);
         tier.commit(2, &2_u64.to_le_bytes()).unwrap();
-        assert!(tier.paths()[1].reason.contains(&words), "{}", tier.paths()[1].reason);
+        assert!(tier.paths()[1].reason.contains(&message), "{}", tier.paths()[1].reason);
         assert!(tier.extents().iter().all(|extent| extent.blocks[1] == 0 && extent.committed));
         drop(tier);
         let tier = Tier::open(options(&bases[..1])).unwrap();
@@ -132,7 +132,7 @@ fn a_file_with_a_second_name_and_a_directory_that_became_a_link_fail_their_path(
         let tier = Tier::open(options(&bases[1..])).unwrap();
         way(&bases[1]);
         let error = tier.commit(1, &[]).unwrap_err();
-        assert!(error.to_string().contains(&words), "{error}");
+        assert!(error.to_string().contains(&message), "{error}");
     }
 }
 
@@ -155,8 +155,8 @@ fn a_tier_is_destroyed_only_where_it_still_lies() {
 #[test]
 fn a_commit_below_a_prefix_whose_lock_was_deleted_is_an_error() {
     let store = Store::default();
-    let place = Place::Store(store.clone());
-    let paths = vec![PathOptions { place, limit: None, reserve: 0 }];
+    let place = PathLocation::Store(store.clone());
+    let paths = vec![PathOptions { location: place, limit: None, reserve: 0 }];
     let tier =
         Tier::open(TierOptions { paths, block_bytes: BLOCK, ..TierOptions::new(owner(), []) }).unwrap();
     step(&tier, 1).unwrap();
@@ -201,9 +201,9 @@ fn a_tier_whose_superblocks_are_lost_is_not_written_over() {
         assert_eq!(error.tier_kind(), Some(TierKind::Format), "{error}");
         for mode in [Mode::Auto, Mode::Create, Mode::Resume] {
             for degraded in [false, true] {
-                let (found, words) = kind(Tier::open(TierOptions { mode, degraded, ..options(&bases) }));
+                let (found, message) = kind(Tier::open(TierOptions { mode, degraded, ..options(&bases) }));
                 assert_eq!(found, Some(TierKind::Format));
-                assert!(words.contains("data") && words.contains("collect"), "{words}");
+                assert!(message.contains("data") && message.contains("collect"), "{message}");
             }
         }
         assert!(fs::read(rank(&bases[0]).join("data")).unwrap() == before);

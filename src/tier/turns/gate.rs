@@ -16,22 +16,22 @@ use crate::sys::span::Span;
 
 /// A read or write of a path's data.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Passage {
-    pub(super) write: bool,
-    pub(super) offset: u64,
-    pub(super) span: Span,
+pub(in crate::tier) struct DataTransfer {
+    pub(in crate::tier) write: bool,
+    pub(in crate::tier) offset: u64,
+    pub(in crate::tier) span: Span,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Gate {
-    state: Mutex<State>,
+pub(in crate::tier) struct Gate {
+    state: Mutex<GateState>,
     opened: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct GateState {
     closed: bool,
-    waiting: VecDeque<(u64, Passage)>,
+    waiting: VecDeque<(u64, DataTransfer)>,
     /// Outcomes of released transfers by number, kept until [`Gate::forget`]: engine handle or error.
     begun: HashMap<u64, Result<u64>>,
     numbers: u64,
@@ -42,23 +42,27 @@ const HELD: u64 = 1 << 63;
 
 impl Gate {
     /// Holds a transfer if the gate is closed, and returns its number.
-    pub(super) fn hold(&self, passage: Passage) -> Option<u64> {
+    pub(in crate::tier) fn hold(&self, transfer: DataTransfer) -> Option<u64> {
         let mut state = self.lock();
         if !state.closed {
             return None;
         }
         state.numbers += 1;
         let number = HELD | state.numbers;
-        state.waiting.push_back((number, passage));
+        state.waiting.push_back((number, transfer));
         Some(number)
     }
 
     /// Starts the held transfers with `begin`. Later transfers are held if `closed`.
-    pub(super) fn let_through(&self, closed: bool, mut begin: impl FnMut(Passage) -> Result<u64>) {
+    pub(in crate::tier) fn release_held(
+        &self,
+        closed: bool,
+        mut begin: impl FnMut(DataTransfer) -> Result<u64>,
+    ) {
         let mut state = self.lock();
         state.closed = closed;
-        while let Some((number, passage)) = state.waiting.pop_front() {
-            let handle = begin(passage);
+        while let Some((number, transfer)) = state.waiting.pop_front() {
+            let handle = begin(transfer);
             state.begun.insert(number, handle);
         }
         drop(state);
@@ -66,18 +70,18 @@ impl Gate {
     }
 
     /// Closes the gate: later transfers are held.
-    pub(super) fn close(&self) {
+    pub(in crate::tier) fn close(&self) {
         self.lock().closed = true;
     }
 
     /// Number of held transfers.
-    pub(super) fn waiting(&self) -> usize {
+    pub(in crate::tier) fn waiting(&self) -> usize {
         self.lock().waiting.len()
     }
 
     /// Engine handle of a transfer. `number` comes from [`Gate::hold`] or is an engine handle itself. `None` if the
     /// transfer is still held at `until`.
-    pub(super) fn handle(&self, number: u64, until: Option<Instant>) -> Result<Option<u64>> {
+    pub(in crate::tier) fn handle(&self, number: u64, until: Option<Instant>) -> Result<Option<u64>> {
         if number & HELD == 0 {
             return Ok(Some(number));
         }
@@ -96,13 +100,13 @@ impl Gate {
     }
 
     /// Forgets a transfer that has ended. Its number must not be used again.
-    pub(super) fn forget(&self, number: u64) {
+    pub(in crate::tier) fn forget(&self, number: u64) {
         if number & HELD != 0 {
             self.lock().begun.remove(&number);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, GateState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -112,27 +116,27 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    fn passage(offset: u64) -> Passage {
-        Passage { write: false, offset, span: Span::empty() }
+    fn transfer(offset: u64) -> DataTransfer {
+        DataTransfer { write: false, offset, span: Span::empty() }
     }
 
     #[test]
     fn what_comes_to_a_closed_gate_begins_when_it_opens_and_in_its_order() {
         let gate = Gate::default();
-        assert!(gate.hold(passage(7)).is_none());
+        assert!(gate.hold(transfer(7)).is_none());
         gate.close();
-        let held: Vec<u64> = (0..3).map(|offset| gate.hold(passage(offset)).unwrap()).collect();
+        let held: Vec<u64> = (0..3).map(|offset| gate.hold(transfer(offset)).unwrap()).collect();
         assert_eq!((gate.waiting(), gate.handle(held[0], Some(Instant::now())).unwrap()), (3, None));
-        gate.let_through(true, |passage| match passage.offset {
+        gate.release_held(true, |transfer| match transfer.offset {
             1 => Err(Error::Unsupported("this one".to_string())),
             offset => Ok(100 + offset),
         });
         assert_eq!(gate.handle(held[2], None).unwrap(), Some(102));
-        assert!(gate.handle(held[1], None).is_err() && gate.hold(passage(7)).is_some());
+        assert!(gate.handle(held[1], None).is_err() && gate.hold(transfer(7)).is_some());
         gate.forget(held[2]);
         assert_eq!(gate.handle(held[2], Some(Instant::now())).unwrap(), None);
-        gate.let_through(false, |_| Ok(5));
-        assert!(gate.waiting() == 0 && gate.hold(passage(7)).is_none());
+        gate.release_held(false, |_| Ok(5));
+        assert!(gate.waiting() == 0 && gate.hold(transfer(7)).is_none());
         assert_eq!(gate.handle(17, None).unwrap(), Some(17), "the engine's own handles pass");
     }
 
@@ -140,10 +144,10 @@ mod tests {
     fn a_waiter_is_woken_by_the_opening() {
         let gate = Gate::default();
         gate.close();
-        let held = gate.hold(passage(7)).unwrap();
+        let held = gate.hold(transfer(7)).unwrap();
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| gate.handle(held, None).unwrap());
-            gate.let_through(false, |_| Ok(9));
+            gate.release_held(false, |_| Ok(9));
             assert_eq!(waiter.join().unwrap(), Some(9));
         });
     }

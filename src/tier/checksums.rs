@@ -4,29 +4,29 @@
 use super::extent::Shape;
 use crate::checksum;
 use crate::error::Result;
-use crate::sys::room;
 use crate::sys::span::Span;
 use crate::sys::threads;
+use crate::sys::try_vec;
 
 /// At most this many bytes are summed on one thread.
 const GRAIN: u64 = 2 << 20;
 
 /// Checksums of blocks `first..first + count` of an extent whose streams are in `spans`.
 pub fn of_blocks(shape: &Shape, spans: &[Span], first: u32, count: u32) -> Result<Vec<u64>> {
-    let mut sums = room::filled("listing checksums", count as usize, |_| 0)?;
+    let mut checksums = try_vec::from_fn("listing checksums", count as usize, |_| 0)?;
     if u64::from(count) * shape.block_bytes() <= GRAIN {
-        fill(shape, spans, first, &mut sums);
+        fill(shape, spans, first, &mut checksums);
     } else {
         let blocks = (GRAIN / shape.block_bytes()).max(1);
         let starts = (first..).step_by(blocks as usize);
-        let mut parts: Vec<(&mut [u64], u32)> = sums.chunks_mut(blocks as usize).zip(starts).collect();
-        threads::each(&mut parts, |(sums, first)| fill(shape, spans, *first, sums))?;
+        let mut parts: Vec<(&mut [u64], u32)> = checksums.chunks_mut(blocks as usize).zip(starts).collect();
+        threads::each(&mut parts, |(checksums, first)| fill(shape, spans, *first, checksums))?;
     }
-    Ok(sums)
+    Ok(checksums)
 }
 
-fn fill(shape: &Shape, spans: &[Span], first: u32, sums: &mut [u64]) {
-    for (number, sum) in (first..).zip(sums) {
+fn fill(shape: &Shape, spans: &[Span], first: u32, checksums: &mut [u64]) {
+    for (number, sum) in (first..).zip(checksums) {
         let block = shape.block(number);
         *sum = spans[block.stream].part(block.from as usize, block.len as usize).with_bytes(checksum::of);
     }

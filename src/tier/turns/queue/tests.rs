@@ -11,23 +11,23 @@ use std::thread;
 
 const LONG: Duration = Duration::from_secs(60);
 
-fn claim_with(dir: &Path, node: &Path, patience: Duration) -> Claim {
-    Claim::new(Line::join(dir, Some(node)).unwrap(), patience)
+fn claim_with(dir: &Path, node: &Path, timeout: Duration) -> TurnRequest {
+    TurnRequest::new(TurnQueue::join(dir, Some(node)).unwrap(), timeout)
 }
 
-fn claim(dir: &Path) -> Claim {
+fn claim(dir: &Path) -> TurnRequest {
     claim_with(dir, &dir.join("node"), LONG)
 }
 
-/// A claim with a short patience.
-fn impatient(dir: &Path) -> Claim {
+/// A claim with a short timeout.
+fn impatient(dir: &Path) -> TurnRequest {
     claim_with(dir, &dir.join("node"), Duration::from_millis(5))
 }
 
 /// Polls all claims until one is granted; returns its index.
-fn first_of(claims: &mut [Claim]) -> usize {
+fn first_of(claims: &mut [TurnRequest]) -> usize {
     loop {
-        if let Some(place) = claims.iter_mut().position(|claim| claim.ask().unwrap()) {
+        if let Some(place) = claims.iter_mut().position(|claim| claim.poll().unwrap()) {
             return place;
         }
         thread::sleep(Duration::from_millis(1));
@@ -38,23 +38,23 @@ fn first_of(claims: &mut [Claim]) -> usize {
 fn one_holder_at_a_time_and_first_come_first_served() {
     let dir = tempfile::tempdir().unwrap();
     let mut holder = claim(dir.path());
-    assert!(holder.ask().unwrap(), "a free path");
+    assert!(holder.poll().unwrap(), "a free path");
     let served = Arc::new(Mutex::new(Vec::new()));
     let waiters: Vec<_> = (0..5)
         .map(|who| {
             let mut mine = claim(dir.path());
-            assert!(!mine.ask().unwrap(), "two holders");
+            assert!(!mine.poll().unwrap(), "two holders");
             let waits = Arc::clone(&served);
             thread::spawn(move || {
                 first_of(std::slice::from_mut(&mut mine));
                 waits.lock().unwrap().push(who);
-                assert!(matches!(mine.standing, Standing::Turn { .. }));
-                mine.give_up();
+                assert!(matches!(mine.state, RequestState::Turn { .. }));
+                mine.release();
             })
         })
         .collect();
-    assert!(holder.others_wait().unwrap() && holder.ask().unwrap());
-    holder.give_up();
+    assert!(holder.others_wait().unwrap() && holder.poll().unwrap());
+    holder.release();
     waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
     assert_eq!(*served.lock().unwrap(), [0, 1, 2, 3, 4]);
     assert!(!holder.others_wait().unwrap());
@@ -64,16 +64,16 @@ fn one_holder_at_a_time_and_first_come_first_served() {
 fn a_latecomer_does_not_pass_those_who_wait() {
     let dir = tempfile::tempdir().unwrap();
     let (mut holder, mut first, mut late) = (claim(dir.path()), claim(dir.path()), claim(dir.path()));
-    assert!(holder.ask().unwrap() && !first.ask().unwrap());
-    holder.give_up();
-    assert!(!late.ask().unwrap(), "the path is free, but somebody waits for it");
-    assert!(first.ask().unwrap() && !late.ask().unwrap());
-    first.give_up();
-    assert!(late.ask().unwrap());
+    assert!(holder.poll().unwrap() && !first.poll().unwrap());
+    holder.release();
+    assert!(!late.poll().unwrap(), "the path is free, but somebody waits for it");
+    assert!(first.poll().unwrap() && !late.poll().unwrap());
+    first.release();
+    assert!(late.poll().unwrap());
     // The previous holder does not pass the new one either.
-    assert!(!holder.ask().unwrap() && holder.line.others_wait().is_ok_and(|wait| !wait));
-    late.give_up();
-    assert!(holder.ask().unwrap());
+    assert!(!holder.poll().unwrap() && holder.queue.others_wait().is_ok_and(|wait| !wait));
+    late.release();
+    assert!(holder.poll().unwrap());
 }
 
 #[test]
@@ -82,34 +82,34 @@ fn who_finds_a_path_taken_goes_to_the_other() {
     let node = a.path().join("node");
     let mut theirs = claim_with(a.path(), &node, LONG);
     let mut mine = [claim_with(a.path(), &node, LONG), claim_with(b.path(), &node, LONG)];
-    assert!(theirs.ask().unwrap());
+    assert!(theirs.poll().unwrap());
     assert_eq!(first_of(&mut mine), 1);
-    assert!(theirs.others_wait().unwrap() && !mine[0].ask().unwrap());
-    mine.iter_mut().for_each(Claim::give_up);
-    assert!(!theirs.others_wait().unwrap(), "a ticket was left in the line");
+    assert!(theirs.others_wait().unwrap() && !mine[0].poll().unwrap());
+    mine.iter_mut().for_each(TurnRequest::release);
+    assert!(!theirs.others_wait().unwrap(), "a ticket was left in the queue");
 }
 
 #[test]
 fn patience_ends_and_the_line_goes_on() {
     let dir = tempfile::tempdir().unwrap();
     let (mut holder, mut waiter) = (claim(dir.path()), impatient(dir.path()));
-    assert!(holder.ask().unwrap());
+    assert!(holder.poll().unwrap());
     first_of(std::slice::from_mut(&mut waiter));
-    assert!(matches!(waiter.standing, Standing::Without));
-    assert!(!holder.others_wait().unwrap(), "who goes without a turn does not stay in line");
-    waiter.give_up();
-    holder.give_up();
-    assert!(waiter.ask().unwrap() && matches!(waiter.standing, Standing::Turn { .. }));
+    assert!(matches!(waiter.state, RequestState::TimedOut));
+    assert!(!holder.others_wait().unwrap(), "who goes without a turn does not stay in queue");
+    waiter.release();
+    holder.release();
+    assert!(waiter.poll().unwrap() && matches!(waiter.state, RequestState::Turn { .. }));
 }
 
 #[test]
 fn patience_ends_at_a_desk_that_stays_taken() {
     let dir = tempfile::tempdir().unwrap();
     let (mut holder, mut waiter) = (claim(dir.path()), impatient(dir.path()));
-    assert!(holder.ask().unwrap());
-    holder.line.desk.lock().unwrap();
+    assert!(holder.poll().unwrap());
+    holder.queue.tickets.lock().unwrap();
     first_of(std::slice::from_mut(&mut waiter));
-    assert!(matches!(waiter.standing, Standing::Without));
+    assert!(matches!(waiter.state, RequestState::TimedOut));
 }
 
 /// Body of a child process: takes turns on two paths, and records the start and end of each on the node's clock.
@@ -124,7 +124,7 @@ fn child_process() {
     let hold = std::env::var("SPILLWAY_TEST_TURNS_HOLD").is_ok();
     for _ in 0..40 {
         let index = first_of(&mut claims);
-        assert!(matches!(claims[index].standing, Standing::Turn { .. }));
+        assert!(matches!(claims[index].state, RequestState::Turn { .. }));
         let note = |what: &str| {
             let pid = std::process::id();
             format!("{index} {pid} {what}\n")
@@ -132,7 +132,7 @@ fn child_process() {
         io::Write::write_all(&mut notes, note("in").as_bytes()).unwrap();
         thread::sleep(Duration::from_millis(if hold { 600_000 } else { 1 }));
         io::Write::write_all(&mut notes, note("out").as_bytes()).unwrap();
-        claims.iter_mut().for_each(Claim::give_up);
+        claims.iter_mut().for_each(TurnRequest::release);
     }
 }
 
@@ -141,7 +141,7 @@ fn real_processes_exclude_each_other_and_survive_a_killed_one() {
     let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
     let start = |hold: bool| -> Child {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "tier::turn::tests::child_process", "--nocapture"]);
+        command.args(["--exact", "tier::turns::queue::tests::child_process", "--nocapture"]);
         command.env("SPILLWAY_TEST_TURNS", dir.path()).env("SPILLWAY_TEST_TURNS_OTHER", other.path());
         if hold {
             command.env("SPILLWAY_TEST_TURNS_HOLD", "1");
@@ -168,16 +168,16 @@ fn real_processes_exclude_each_other_and_survive_a_killed_one() {
     let mut holder: [Option<String>; 2] = [None, None];
     let mut turns = 0;
     for note in notes().lines() {
-        let words: Vec<&str> = note.split(' ').collect();
-        let path: usize = words[0].parse().unwrap();
-        match words[2] {
+        let message: Vec<&str> = note.split(' ').collect();
+        let path: usize = message[0].parse().unwrap();
+        match message[2] {
             "in" => {
                 let alive = holder[path].as_ref().filter(|pid| **pid != dead);
                 assert_eq!(alive, None, "two processes on path {path}");
-                holder[path] = Some(words[1].to_string());
+                holder[path] = Some(message[1].to_string());
                 turns += 1;
             }
-            _ => assert_eq!(holder[path].take().as_deref(), Some(words[1])),
+            _ => assert_eq!(holder[path].take().as_deref(), Some(message[1])),
         }
     }
     assert_eq!(turns, 1 + 4 * 40);
@@ -195,7 +195,7 @@ fn a_planted_directory_of_turns_is_not_used_and_the_next_name_is() {
     let precious = victim.path().join("slot-0");
     fs::write(&precious, "eight bytes and more").unwrap();
     let plant = |command: &str| {
-        assert_eq!(own::user(), 0, "this test acts as another user: run it as root");
+        assert_eq!(private_files::user(), 0, "this test acts as another user: run it as root");
         let mut shell = Command::new("sh");
         let done = shell.args(["-c", command]).current_dir(shared.path()).uid(65534).gid(65534).status();
         assert!(done.unwrap().success(), "{command}");
@@ -221,16 +221,30 @@ fn a_planted_link_to_a_file_is_not_written_through() {
     let dir = tempfile::tempdir().unwrap();
     let precious = dir.path().join("precious");
     fs::write(&precious, "eight bytes and more").unwrap();
-    let line = claim(dir.path()).line.place().to_path_buf();
+    let queue = claim(dir.path()).queue.directory().to_path_buf();
     for name in ["slot-0", "desk"] {
-        let path = line.join(name);
+        let path = queue.join(name);
         fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink(&precious, &path).unwrap();
-        assert!(Line::join(dir.path(), Some(&dir.path().join("node"))).is_err());
+        assert!(TurnQueue::join(dir.path(), Some(&dir.path().join("node"))).is_err());
         fs::remove_file(&path).unwrap();
         fs::hard_link(&precious, &path).unwrap();
-        assert!(Line::join(dir.path(), Some(&dir.path().join("node"))).is_err());
+        assert!(TurnQueue::join(dir.path(), Some(&dir.path().join("node"))).is_err());
         fs::remove_file(&path).unwrap();
     }
     assert_eq!(fs::read(&precious).unwrap(), b"eight bytes and more");
+}
+
+#[test]
+fn a_turn_ends_although_a_forked_child_has_its_descriptor() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut holder = claim(dir.path());
+    assert!(holder.poll().unwrap());
+    let RequestState::Turn { _turn: turn } = &holder.state else { panic!("the path was free") };
+    // A child has such a copy: another descriptor of the same open file.
+    let copy = turn.lock.try_clone().unwrap();
+    holder.release();
+    let mut next = claim(dir.path());
+    assert!(next.poll().unwrap() && matches!(next.state, RequestState::Turn { .. }));
+    drop(copy);
 }

@@ -13,13 +13,13 @@ use std::time::Duration;
 use super::directory::{Directory, FILES};
 use crate::error::{Error, IoError, IoKind, Result};
 use crate::io::file::File;
-use crate::sys::answer;
 use crate::sys::file::{self, Access};
-use crate::sys::own::Want;
+use crate::sys::private_files::OpenFlags;
+use crate::sys::time_limit::{self, NoAnswer};
 
 /// One file, opened for reading and for writing.
 #[derive(Debug, Clone)]
-pub struct Pair {
+pub struct FilePair {
     /// Handle for reads.
     pub reader: Arc<File>,
     /// Handle for writes.
@@ -27,7 +27,7 @@ pub struct Pair {
 }
 
 /// Storage for the files named in [`FILES`].
-pub trait Medium: Send + Sync + Debug {
+pub trait Storage: Send + Sync + Debug {
     /// Name of the path. It appears in messages and identifies the path at the next open.
     fn name(&self) -> String;
 
@@ -37,7 +37,7 @@ pub trait Medium: Send + Sync + Debug {
     }
 
     /// Opens a file, and creates it if it does not exist.
-    fn open(&self, file: &str) -> Result<Pair>;
+    fn open(&self, file: &str) -> Result<FilePair>;
 
     /// Length of a file in bytes; `None` if it does not exist.
     fn len(&self, file: &str) -> Result<Option<u64>>;
@@ -61,72 +61,71 @@ pub trait Medium: Send + Sync + Debug {
 
 /// A directory of a mounted file system.
 #[derive(Debug)]
-pub struct Mounted {
+pub struct DirStorage {
     directory: Arc<Directory>,
     direct: bool,
-    stall: Option<Duration>,
+    io_timeout: Option<Duration>,
 }
 
-impl Mounted {
-    /// Storage in this directory. `direct`: bypass the page cache. `stall`: longest time to wait for a sync of the
+impl DirStorage {
+    /// Storage in this directory. `direct`: bypass the page cache. `io_timeout`: longest time to wait for a sync of the
     /// directory.
-    pub fn new(directory: Directory, direct: bool, stall: Option<Duration>) -> Mounted {
-        Mounted { directory: Arc::new(directory), direct, stall }
+    pub fn new(directory: Directory, direct: bool, io_timeout: Option<Duration>) -> DirStorage {
+        DirStorage { directory: Arc::new(directory), direct, io_timeout }
     }
 
     fn open_for(&self, name: &str, path: &FilePath, access: Access) -> Result<Arc<File>> {
         let write = access != Access::Read;
-        let want = |direct| Want { read: !write, write, make: write, direct };
+        let want = |direct| OpenFlags { read: !write, write, make: write, direct };
         let file =
-            File::opened_by(path, access, self.direct, |direct| self.directory.open(name, want(direct)))?;
-        Ok(Arc::new(file.keeping(Arc::clone(&self.directory) as _)))
+            File::open_with(path, access, self.direct, |direct| self.directory.open(name, want(direct)))?;
+        Ok(Arc::new(file.keep_alive(Arc::clone(&self.directory) as _)))
     }
 }
 
-/// Result of `work` on the files below `path`, or a `Deadline` error after `stall`. A call without an answer continues
-/// in its thread, and keeps the directory's lock until it returns.
-pub(super) fn answered<T: Send + 'static>(
-    stall: Option<Duration>,
+/// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call without an answer
+/// continues in its thread, and keeps the directory's lock until it returns.
+pub(super) fn within_timeout<T: Send + 'static>(
+    io_timeout: Option<Duration>,
     doing: &'static str,
     path: &FilePath,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    let found = answer::within(stall, path, work);
-    match found.map_err(|error| Error::system("starting a thread", &error))? {
-        Some(result) => result,
-        None => Err(IoError {
-            kind: IoKind::Deadline,
-            doing,
-            path: path.to_string_lossy().into_owned(),
-            offset: 0,
-            bytes: 0,
-            errno: 0,
-            detail: format!(
-                "the file system gave no answer for {:.1} s; the call goes on, and keeps the lock until it returns",
-                stall.unwrap_or_default().as_secs_f64()
-            ),
+    let found = time_limit::run_within(io_timeout, path, work);
+    let detail = match found.map_err(|error| Error::system("starting a thread", &error))? {
+        Ok(result) => return result,
+        Err(NoAnswer::TooLong) => format!(
+            "the file system did not respond for {:.1} s; the call is still in flight and keeps the lock until it \
+             returns",
+            io_timeout.unwrap_or_default().as_secs_f64()
+        ),
+        Err(NoAnswer::EarlierCall) => {
+            "an earlier call, to which the file system did not respond, is still in flight \
+                                       and keeps the lock; try again after it returns"
+                .to_string()
         }
-        .into()),
-    }
+    };
+    let path = path.to_string_lossy().into_owned();
+    Err(IoError { kind: IoKind::Deadline, doing, path, offset: 0, bytes: 0, errno: 0, detail }.into())
 }
 
 /// `Busy` error of a removal while an operation may still write to the files.
 pub(super) fn in_flight(name: &str) -> Error {
     Error::Busy(format!(
-        "{name}: an operation is still in flight; nothing was removed, and the lock is kept until the operation ends; \
-         collect it then"
+        "{name}: an operation is still in flight, so nothing was removed; remove it with spw_tier_collect \
+         after the operation ends"
     ))
 }
 
-impl Medium for Mounted {
+impl Storage for DirStorage {
     fn name(&self) -> String {
         self.directory.path().to_string_lossy().into_owned()
     }
 
-    fn open(&self, file: &str) -> Result<Pair> {
+    fn open(&self, file: &str) -> Result<FilePair> {
         let path = self.directory.file(file);
         let writer = self.open_for(file, &path, Access::Write { mode: 0o600 })?;
-        Ok(Pair { reader: self.open_for(file, &path, Access::Read)?, writer })
+        Ok(FilePair { reader: self.open_for(file, &path, Access::Read)?, writer })
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
@@ -144,7 +143,7 @@ impl Medium for Mounted {
 
     fn sync(&self) -> Result<()> {
         let directory = Arc::clone(&self.directory);
-        answered(self.stall, "syncing", self.directory.path(), move || directory.sync())
+        within_timeout(self.io_timeout, "syncing", self.directory.path(), move || directory.sync())
     }
 
     fn remove(self: Box<Self>) -> Result<()> {
@@ -155,16 +154,18 @@ impl Medium for Mounted {
 
 /// Files in memory of this process.
 #[derive(Debug)]
-pub struct Memory {
+pub struct MemoryStorage {
     files: Vec<(&'static str, fs::File)>,
 }
 
-impl Memory {
+impl MemoryStorage {
     /// Creates empty files.
-    pub fn new() -> Result<Memory> {
+    pub fn new() -> Result<MemoryStorage> {
         let make = |name: &'static str| file::in_memory().map(|file| (name, file));
         let files = FILES.into_iter().map(make).collect::<std::io::Result<_>>();
-        Ok(Memory { files: files.map_err(|error| Error::system("taking a file in memory", &error))? })
+        Ok(MemoryStorage {
+            files: files.map_err(|error| Error::system("creating a file in memory", &error))?,
+        })
     }
 
     fn file(&self, name: &str) -> Option<&fs::File> {
@@ -172,7 +173,7 @@ impl Memory {
     }
 }
 
-impl Medium for Memory {
+impl Storage for MemoryStorage {
     fn name(&self) -> String {
         "memory".to_string()
     }
@@ -181,17 +182,18 @@ impl Medium for Memory {
         false
     }
 
-    fn open(&self, file: &str) -> Result<Pair> {
+    fn open(&self, file: &str) -> Result<FilePair> {
         use std::os::fd::AsRawFd;
         let fd = self.file(file).map_or(-1, |file| file.as_raw_fd());
         let open = |access| File::of_descriptor(fd, access).map(Arc::new);
-        Ok(Pair { reader: open(Access::Read)?, writer: open(Access::Write { mode: 0o600 })? })
+        Ok(FilePair { reader: open(Access::Read)?, writer: open(Access::Write { mode: 0o600 })? })
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
         let found = self.file(file).map(|file| file.metadata());
-        let found =
-            found.transpose().map_err(|error| Error::system("looking at a file in memory", &error))?;
+        let found = found
+            .transpose()
+            .map_err(|error| Error::system("reading the size of a file in memory", &error))?;
         Ok(found.map(|found| found.len()))
     }
 
@@ -207,16 +209,16 @@ impl Medium for Memory {
 /// A simulated disk.
 #[cfg(any(test, feature = "sim"))]
 #[derive(Debug)]
-pub struct Simulated {
+pub struct SimStorage {
     disk: crate::io::sim::Disk,
     number: u64,
 }
 
 #[cfg(any(test, feature = "sim"))]
-impl Simulated {
+impl SimStorage {
     /// Storage on the disk with this number.
-    pub fn new(disk: &crate::io::sim::Disk, number: u64) -> Simulated {
-        Simulated { disk: disk.clone(), number }
+    pub fn new(disk: &crate::io::sim::Disk, number: u64) -> SimStorage {
+        SimStorage { disk: disk.clone(), number }
     }
 
     fn path(&self, file: &str) -> String {
@@ -225,17 +227,17 @@ impl Simulated {
 }
 
 #[cfg(any(test, feature = "sim"))]
-impl Medium for Simulated {
+impl Storage for SimStorage {
     fn name(&self) -> String {
         format!("disk-{}", self.number)
     }
 
-    fn open(&self, file: &str) -> Result<Pair> {
+    fn open(&self, file: &str) -> Result<FilePair> {
         let path = self.path(file);
         self.disk.create(&path);
-        let need = Some(crate::io::plan::Alignment { memory: 512, offset: 4096 });
-        let open = || Arc::new(File::named(&path, self.number, need));
-        Ok(Pair { reader: open(), writer: open() })
+        let alignment = Some(crate::io::plan::Alignment { memory: 512, offset: 4096 });
+        let open = || Arc::new(File::named(&path, self.number, alignment));
+        Ok(FilePair { reader: open(), writer: open() })
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {

@@ -14,8 +14,8 @@
 #![forbid(unsafe_code)]
 
 use super::options::{Mode, TierOptions};
-use super::path::{Copy, Path, claim};
-use super::state::Good;
+use super::path::{SuperblockCopy, TierPath, claim};
+use super::state::DurableCopy;
 use super::store::Tier;
 use super::superblock::{PathRecord, Superblock};
 use crate::error::{Error, Result, TierError, TierKind};
@@ -45,7 +45,7 @@ pub enum Before {
 
 /// A path of the options with its superblocks.
 pub(super) struct Candidate {
-    pub(super) path: Path,
+    pub(super) path: TierPath,
     /// Index in the options.
     pub(super) given: usize,
     pub(super) copies: [Option<Superblock>; 2],
@@ -54,7 +54,7 @@ pub(super) struct Candidate {
 }
 
 /// The paths of the options: found, absent or unreadable.
-pub(super) struct Looked {
+pub(super) struct Probed {
     pub(super) found: Vec<Candidate>,
     /// Indices in the options of absent paths.
     pub(super) absent: Vec<usize>,
@@ -63,7 +63,7 @@ pub(super) struct Looked {
 }
 
 /// The superblock that an open resumes from.
-pub(super) struct Chosen {
+pub(super) struct Selected {
     /// Its content, with the sequence and the generation of the last commit.
     pub(super) superblock: Superblock,
     /// Sequence number with which it was written.
@@ -75,7 +75,7 @@ impl Tier {
     /// agree on a step before they open their tiers.
     pub fn steps(options: &TierOptions) -> Result<Steps> {
         options.check()?;
-        let found = look(options)?.found;
+        let found = probe(options)?.found;
         let Some(last) = last(&found) else {
             found.iter().try_for_each(Candidate::check_format)?;
             found.iter().try_for_each(|one| one.path.check_blank())?;
@@ -102,14 +102,14 @@ impl Candidate {
 
     /// The copy that the next superblock must not overwrite, if the tier resumes from `sequence`. It holds the
     /// superblock `sequence` or the newest before it. A later superblock is overwritten.
-    pub(super) fn kept(&self, sequence: u64) -> Option<Good> {
+    pub(super) fn kept(&self, sequence: u64) -> Option<DurableCopy> {
         let of = |copy: &usize| self.copies[*copy].as_ref().map(|one| one.sequence);
         let highest = |wanted: &dyn Fn(u64) -> bool| {
             (0..2).filter(|copy| of(copy).is_some_and(wanted)).max_by_key(|copy| of(copy))
         };
         let copy =
             highest(&|found| found <= sequence).or_else(|| Some(1 - highest(&|found| found > sequence)?))?;
-        Some(Good { copy, sequence: of(&copy).unwrap_or(0) })
+        Some(DurableCopy { copy, sequence: of(&copy).unwrap_or(0) })
     }
 
     /// Fails with `Format` if both copies are corrupt.
@@ -123,13 +123,12 @@ impl Candidate {
     /// Fails with `Foreign` if the path belongs to another tier than `last`.
     pub(super) fn check_tier(&self, last: &Superblock) -> Result<()> {
         let Some(own) = self.newest().filter(|own| own.tier != last.tier) else { return Ok(()) };
-        let words =
-            format!("it belongs to another tier of job {:?}, not to the one on the other paths", own.job);
-        Err(TierError::at(TierKind::Foreign, self.path.name(), words))
+        let message = format!("it belongs to another tier of job {:?} than the other paths", own.job);
+        Err(TierError::at(TierKind::Foreign, self.path.name(), message))
     }
 }
 
-impl Chosen {
+impl Selected {
     /// True if a later commit exists.
     pub(super) fn is_older(&self) -> bool {
         self.sequence < self.superblock.sequence
@@ -137,7 +136,7 @@ impl Chosen {
 }
 
 /// Claims the paths that exist, and reads their superblocks.
-pub(super) fn look(options: &TierOptions) -> Result<Looked> {
+pub(super) fn probe(options: &TierOptions) -> Result<Probed> {
     let (mut found, mut absent, mut left_out) = (Vec::new(), Vec::new(), None);
     for given in 0..options.paths.len() {
         let candidate = match claim(options, given, false) {
@@ -158,58 +157,61 @@ pub(super) fn look(options: &TierOptions) -> Result<Looked> {
             Err(error) => return Err(error),
         }
     }
-    Ok(Looked { found, absent, left_out })
+    Ok(Probed { found, absent, left_out })
 }
 
 pub(super) fn leave_out(error: &Error) {
-    log::write(Level::Warn, &format!("a path of a tier is left out: {error}"));
+    log::write(Level::Warn, &format!("a path of a tier is skipped: {error}"));
 }
 
-fn read_copies(path: Path, given: usize) -> Result<Candidate> {
+fn read_copies(path: TierPath, given: usize) -> Result<Candidate> {
     let mut candidate = Candidate { path, given, copies: [None, None], broken: Vec::new() };
     for copy in 0..2 {
         let name = candidate.path.superblock_name(copy).to_string();
         match candidate.path.read_superblock(copy)? {
-            Copy::Blank => {}
-            Copy::Broken(words) => candidate.broken.push(format!("{name}: {words}")),
-            Copy::Whole(found) => candidate.copies[copy] = Some(*found),
+            SuperblockCopy::Blank => {}
+            SuperblockCopy::Corrupt(message) => candidate.broken.push(format!("{name}: {message}")),
+            SuperblockCopy::Valid(found) => candidate.copies[copy] = Some(*found),
         }
     }
-    if let (Some(words), Some(_)) = (candidate.broken.first(), candidate.newest()) {
-        let words = format!("a superblock is broken, as a crash leaves one that was being written: {words}");
-        log::write(Level::Warn, &words);
+    if let (Some(message), Some(_)) = (candidate.broken.first(), candidate.newest()) {
+        let message = format!(
+            "one superblock is damaged, as by a crash while it was written; the other one is used: {message}"
+        );
+        log::write(Level::Warn, &message);
     }
     Ok(candidate)
 }
 
 /// The superblock of the last commit, or of the step in the options. `None` if no path has a superblock.
-pub(super) fn choose(found: &[Candidate], options: &TierOptions) -> Result<Option<Chosen>> {
+pub(super) fn select(found: &[Candidate], options: &TierOptions) -> Result<Option<Selected>> {
     let Some(last) = last(found) else { return Ok(None) };
     let name = found_name(found, last.sequence);
     if options.mode == Mode::Create {
-        let step = last.step.map_or("no step yet".to_string(), |step| format!("step {step}"));
-        let words = format!("it holds {step} of job {:?}; resume or collect it", last.job);
-        return Err(TierError::at(TierKind::Foreign, name, words));
+        let step = last.step.map_or("no committed step".to_string(), |step| format!("step {step}"));
+        let message =
+            format!("it has {step} of job {:?}; resume it, or remove it with spw_tier_collect", last.job);
+        return Err(TierError::at(TierKind::Foreign, name, message));
     }
     check_owner(options, &name, last)?;
     check_one_end(found, last)?;
     let step = match options.at_step {
         Some(step) if last.step != Some(step) => step,
-        _ => return Ok(Some(Chosen { superblock: last.clone(), sequence: last.sequence })),
+        _ => return Ok(Some(Selected { superblock: last.clone(), sequence: last.sequence })),
     };
     let before = before(found, last);
     match before.filter(|before| before.step == Some(step)) {
-        Some(older) => older_one(older, last).map(Some).map_err(|words| gone(name, step, &words)),
+        Some(older) => older_one(older, last).map(Some).map_err(|message| gone(name, step, &message)),
         None => {
             let known = [Some(last), before].into_iter().flatten().filter_map(|one| one.step);
             let known: Vec<String> = known.map(|step| step.to_string()).collect();
-            Err(gone(name, step, &format!("the steps it knows are [{}]", known.join(", "))))
+            Err(gone(name, step, &format!("available steps: [{}]", known.join(", "))))
         }
     }
 }
 
 /// Combines an older superblock with the paths of the last one, to resume from the older one.
-fn older_one(older: &Superblock, last: &Superblock) -> std::result::Result<Chosen, String> {
+fn older_one(older: &Superblock, last: &Superblock) -> std::result::Result<Selected, String> {
     let record = |(number, now): (usize, &PathRecord)| match older.paths.get(number) {
         // A path that the last commit dropped counts again if the older superblock has data there.
         Some(then) if now.name.is_empty() => then.clone(),
@@ -221,11 +223,11 @@ fn older_one(older: &Superblock, last: &Superblock) -> std::result::Result<Chose
         paths: last.paths.iter().enumerate().map(record).collect(),
         ..older.clone()
     };
-    Ok(Chosen { superblock: superblock.checked()?, sequence: older.sequence })
+    Ok(Selected { superblock: superblock.checked()?, sequence: older.sequence })
 }
 
-pub(super) fn gone(path: String, step: u64, words: &str) -> Error {
-    TierError::at(TierKind::NoStep, path, format!("step {step}: {words}"))
+pub(super) fn gone(path: String, step: u64, message: &str) -> Error {
+    TierError::at(TierKind::NoStep, path, format!("step {step}: {message}"))
 }
 
 fn last(found: &[Candidate]) -> Option<&Superblock> {
@@ -254,11 +256,12 @@ fn check_one_end(found: &[Candidate], last: &Superblock) -> Result<()> {
     let (others, same): (Vec<_>, Vec<_>) = ends.partition(|(_, own)| differs(own));
     let Some((other, _)) = others.first() else { return Ok(()) };
     let same: Vec<String> = same.iter().map(|(one, _)| one.path.name()).collect();
-    let words = format!(
-        "it and {} went on without each other; a degraded open that is given one of them alone goes on from there",
+    let message = format!(
+        "it and {} were written without each other and differ; open one of them alone in degraded mode to \
+         continue from it",
         same.join(", ")
     );
-    Err(TierError::at(TierKind::Foreign, other.path.name(), words))
+    Err(TierError::at(TierKind::Foreign, other.path.name(), message))
 }
 
 fn check_owner(options: &TierOptions, path: &str, found: &Superblock) -> Result<()> {
@@ -267,11 +270,12 @@ fn check_owner(options: &TierOptions, path: &str, found: &Superblock) -> Result<
     match own == (job, rank, world, host) {
         true => Ok(()),
         false => {
-            let words = format!(
-                "it was written by job {job:?} on {host}, rank {rank} of {world}; this is job {:?} on {}, rank {} of {}",
+            let message = format!(
+                "it was written by job {job:?} on {host}, rank {rank} of {world}, but this is job {:?} on \
+                 {}, rank {} of {}",
                 own.0, own.3, own.1, own.2
             );
-            Err(TierError::at(TierKind::Foreign, path, words))
+            Err(TierError::at(TierKind::Foreign, path, message))
         }
     }
 }

@@ -1,0 +1,403 @@
+//! Lock on a prefix of an object store. An object store has no locks that end with a process.
+//!
+//! Invariants:
+//! - A process that claims a prefix first puts a lock object with a unique name, and then lists the locks. It gets the
+//!   prefix only if its own lock is listed and every other lock belongs to a dead process. A listing shows every object
+//!   that exists, so of two concurrent claims at least one sees the other. Both may be refused; never do both succeed.
+//! - One object put with If-None-Match does not suffice. To take over a dead lock, a process must delete the object,
+//!   which may belong to a live process by then.
+//! - The files below the prefix are listed after that. A listing of several pages that began earlier could show data of
+//!   a holder in mid-work, and miss the lock of a holder that released it meanwhile.
+//! - A lock is deleted only by its owner, or by the process that got the prefix and knows that the owner is dead. Any
+//!   other process that put a lock may be about to list it.
+//! - A process counts as dead only if this machine can prove it: the process ran on this machine and has ended, or it
+//!   ran before the last boot. A lock is of this machine if host name and machine-id are the same; without a
+//!   machine-id, the boot id must be the same too.
+//! - A machine-id that is part of an image breaks this rule. Machines made from such an image need their own ids;
+//!   systemd assigns one to a machine without an id.
+//! - A process elsewhere, also in another container, counts as alive until a person deletes its lock object.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use arc_swap::ArcSwapOption;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result, TierError, TierKind};
+use crate::io::object::{ObjectMeta, RequestContext, Store, StoreError};
+use crate::log::{self, Level};
+use crate::sys::host;
+use crate::sys::per_process::{PerProcessStatic, Shared};
+use crate::sys::process::{self, OpeningProcess};
+
+/// Prefix of the lock objects, below the claimed prefix.
+pub(super) const LOCKS: &str = "lock/";
+/// Text that systemd stores as the machine-id before it has assigned one.
+const NO_MACHINE: &str = "uninitialized";
+/// Maximum length of a lock object, in bytes. Locks of this library are shorter.
+const MAX_LOCK_BYTES: u64 = 4096;
+
+/// A claimed prefix. Dropping it releases the prefix.
+#[derive(Debug)]
+pub(super) struct PrefixLock {
+    store: Arc<dyn Store>,
+    key: String,
+    /// Length of the lock object, in bytes.
+    bytes: u64,
+    opener: OpeningProcess,
+}
+
+/// Unique identity of a process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Holder {
+    host: String,
+    machine: String,
+    boot: String,
+    namespace: String,
+    pid: u32,
+    /// In clock ticks since the machine started.
+    started: u64,
+}
+
+impl PrefixLock {
+    /// Claims `prefix`, then lists its objects; no other process changes them from then on.
+    pub(super) fn acquire(
+        store: &Arc<dyn Store>,
+        prefix: &str,
+        name: &str,
+    ) -> Result<(PrefixLock, Vec<ObjectMeta>)> {
+        let failed = |error: StoreError| error.at(RequestContext { doing: "opening", path: name });
+        let number =
+            host::random().map_err(|error| Error::system("generating the number of a lock", &error))?;
+        let key = format!("{prefix}{LOCKS}{number:032x}");
+        let me = Holder::this_process();
+        let message = serde_json::to_vec(&*me)
+            .map_err(|error| Error::System { what: "writing a lock", reason: error.to_string() })?;
+        // Before the put, because a put that reports an error may still take effect.
+        let lock = PrefixLock {
+            store: Arc::clone(store),
+            key,
+            bytes: message.len() as u64,
+            opener: OpeningProcess::current(),
+        };
+        held(|held| held.insert(lock.key.clone()));
+        store.put(&lock.key, &message).map_err(failed)?;
+        let locks = store.list(&format!("{prefix}{LOCKS}")).map_err(failed)?;
+        let (own, others): (Vec<_>, Vec<_>) = locks.iter().partition(|one| one.key == lock.key);
+        if own.is_empty() {
+            // A later claim would not see this lock.
+            let message = "another process deleted the lock that this process just wrote".to_string();
+            return Err(TierError::at(TierKind::Locked, name, message));
+        }
+        let mut dead = Vec::new();
+        for ObjectMeta { key, len } in others {
+            match read(store, key, *len).map_err(failed)? {
+                LockContent::Gone => {}
+                LockContent::Holder(holder) if holder.is_dead(&me, key) => dead.push(key),
+                LockContent::Holder(holder) => return Err(locked(name, key, prefix, &holder.describe(&me))),
+                LockContent::Unknown => {
+                    return Err(locked(name, key, prefix, "its lock object cannot be read"));
+                }
+            }
+        }
+        for key in dead {
+            store.delete(key).map_err(failed)?;
+        }
+        let listed = store.list(prefix).map_err(failed)?;
+        Ok((lock, listed))
+    }
+
+    /// False in a forked child.
+    pub(super) fn is_own(&self) -> bool {
+        self.opener.is_current()
+    }
+
+    /// Fails with `PathMissing` if the lock object was deleted: another process may hold the prefix now. Other errors
+    /// of the store are ignored.
+    pub(super) fn check(&self, name: &str) -> Result<()> {
+        match read(&self.store, &self.key, self.bytes) {
+            Ok(LockContent::Gone) => {
+                let message = "its lock object was deleted while the tier was open; another process may have \
+                               written there since";
+                Err(TierError::at(TierKind::PathMissing, name, message))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for PrefixLock {
+    fn drop(&mut self) {
+        if !self.is_own() {
+            return;
+        }
+        if let Err(error) = self.store.delete(&self.key) {
+            let message = format!(
+                "cannot delete the lock {}, so the next open takes it over: {}",
+                self.key, error.message
+            );
+            log::write(Level::Warn, &message);
+        }
+        held(|held| held.remove(&self.key));
+    }
+}
+
+impl Holder {
+    /// Identity of this process, computed once, because later reads of /proc may give other values.
+    fn this_process() -> Shared<Holder> {
+        static KNOWN: PerProcessStatic<Holder> = PerProcessStatic::empty();
+        KNOWN.get_or_make(|| Holder::found(process::id()))
+    }
+
+    fn found(pid: u32) -> Holder {
+        Holder {
+            host: host::name(),
+            machine: Some(host::machine()).filter(|machine| machine != NO_MACHINE).unwrap_or_default(),
+            boot: host::boot(),
+            namespace: host::pid_namespace(),
+            pid,
+            started: host::process_start(pid).unwrap_or(0),
+        }
+    }
+
+    fn is_dead(&self, me: &Holder, key: &str) -> bool {
+        let known = !self.boot.is_empty() && !me.boot.is_empty() && self.started != 0;
+        if (&self.host, &self.machine) != (&me.host, &me.machine) || !known {
+            return false;
+        }
+        if self.boot != me.boot {
+            // Machines without an id may have the same host name.
+            return !self.machine.is_empty();
+        }
+        match self {
+            // A lock that this process failed to delete.
+            _ if self == me => HELD.load().as_ref().is_none_or(|held| !held.contains(key)),
+            _ => self.namespace == me.namespace && host::process_ended(self.pid, self.started),
+        }
+    }
+
+    fn describe(&self, me: &Holder) -> String {
+        let Holder { host, pid, started, .. } = self;
+        match self == me {
+            true => "this process has the tier open".to_string(),
+            false => format!("process {pid} on {host}, started at tick {started}"),
+        }
+    }
+}
+
+/// Content of a lock object.
+enum LockContent {
+    Holder(Holder),
+    /// Deleted since it was listed.
+    Gone,
+    Unknown,
+}
+
+fn read(store: &Arc<dyn Store>, key: &str, len: u64) -> std::result::Result<LockContent, StoreError> {
+    let mut bytes = vec![0; len.min(MAX_LOCK_BYTES) as usize];
+    let got = store.get(key, 0, bytes.len() as u64, &mut |at, part| {
+        bytes[at..at + part.len()].copy_from_slice(part);
+    });
+    match got {
+        Err(StoreError { errno: libc::ENOENT, .. }) => Ok(LockContent::Gone),
+        Err(error) => Err(error),
+        Ok(()) => Ok(serde_json::from_slice(&bytes).map_or(LockContent::Unknown, LockContent::Holder)),
+    }
+}
+
+fn locked(name: &str, key: &str, prefix: &str, message: &str) -> Error {
+    let object = key.strip_prefix(prefix).unwrap_or(key);
+    let message = format!("{message}; if no process uses the tier, delete {name}/{object} to free it");
+    TierError::at(TierKind::Locked, name, message)
+}
+
+/// Keys of the locks that this process holds. Not a mutex, because a thread may hold a mutex at the moment of a fork.
+static HELD: ArcSwapOption<BTreeSet<String>> = ArcSwapOption::const_empty();
+
+fn held(change: impl Fn(&mut BTreeSet<String>) -> bool) {
+    HELD.rcu(|held| {
+        let mut held = held.as_deref().cloned().unwrap_or_default();
+        change(&mut held);
+        Some(Arc::new(held))
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::object::StoreResult;
+    use crate::io::object::memory::MemoryStore;
+
+    fn lock(memory: &MemoryStore, holder: &Holder) {
+        memory.put("p/lock/other", &serde_json::to_vec(holder).unwrap()).unwrap();
+    }
+
+    fn take(memory: &MemoryStore) -> Result<PrefixLock> {
+        let store: Arc<dyn Store> = Arc::new(memory.clone());
+        PrefixLock::acquire(&store, "p/", "s3://b/p").map(|(claim, _)| claim)
+    }
+
+    fn refused(memory: &MemoryStore) -> String {
+        let error = take(memory).unwrap_err();
+        assert_eq!(error.tier_kind(), Some(TierKind::Locked));
+        error.to_string()
+    }
+
+    #[test]
+    fn a_prefix_is_claimed_once_and_free_again_when_dropped() {
+        let memory = MemoryStore::default();
+        let lock = take(&memory).unwrap();
+        let message = refused(&memory);
+        assert!(
+            message.contains("this process has the tier open") && message.contains("s3://b/p/lock/"),
+            "{message}"
+        );
+        assert_eq!(memory.keys().len(), 1, "who is refused leaves nothing");
+        drop(lock);
+        assert_eq!(memory.keys(), [""; 0]);
+        take(&memory).unwrap();
+    }
+
+    #[test]
+    fn the_dead_are_taken_over_and_the_living_are_not() {
+        let me = (*Holder::this_process()).clone();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let dead = [
+            Holder { pid: child.id(), ..me.clone() },
+            Holder { started: me.started + 1, ..me.clone() },
+            Holder { boot: "another".to_string(), ..me.clone() },
+            // Of this process, which failed to delete it.
+            me.clone(),
+        ];
+        for holder in dead {
+            let memory = MemoryStore::default();
+            lock(&memory, &holder);
+            let lock = take(&memory).unwrap_or_else(|error| panic!("{holder:?}: {error}"));
+            assert_eq!(memory.keys(), [lock.key.as_str()]);
+        }
+        let parent = std::os::unix::process::parent_id();
+        let living = [
+            Holder { pid: parent, started: host::process_start(parent).unwrap(), ..me.clone() },
+            Holder { host: "elsewhere".to_string(), pid: child.id(), ..me.clone() },
+            Holder { machine: "another".to_string(), boot: "another".to_string(), ..me.clone() },
+            Holder { namespace: "another".to_string(), pid: child.id(), ..me.clone() },
+            Holder { pid: child.id(), started: 0, ..me.clone() },
+        ];
+        for holder in living {
+            let memory = MemoryStore::default();
+            lock(&memory, &holder);
+            let message = refused(&memory);
+            assert!(message.contains(&format!("process {} on {}", holder.pid, holder.host)), "{message}");
+            assert!(message.contains("delete s3://b/p/lock/other to free it"), "{message}");
+            assert_eq!(memory.keys(), ["p/lock/other"]);
+        }
+    }
+
+    #[test]
+    fn machines_without_an_id_are_told_apart_by_their_starts() {
+        let of = |machine: &str, boot: &str| Holder {
+            host: "localhost".to_string(),
+            machine: machine.to_string(),
+            boot: boot.to_string(),
+            namespace: "one".to_string(),
+            pid: u32::MAX,
+            started: 1,
+        };
+        let dead = |theirs: Holder, mine: Holder| theirs.is_dead(&mine, "p/lock/other");
+        assert!(!dead(of("", "monday"), of("", "tuesday")), "it may be another machine");
+        assert!(dead(of("id", "monday"), of("id", "tuesday")));
+        assert!(!dead(of("id", "monday"), of("", "tuesday")));
+        assert!(dead(of("", "monday"), of("", "monday")), "this machine has no such process");
+    }
+
+    /// A change of the store at one moment of a claim.
+    type Hook = fn(&MemoryStore);
+
+    /// A store that lists in two pages: the objects before the locks, then the rest.
+    #[derive(Debug)]
+    struct Paged {
+        memory: MemoryStore,
+        before_listing: Hook,
+        between_pages: Hook,
+    }
+
+    impl Store for Paged {
+        fn put(&self, key: &str, bytes: &[u8]) -> StoreResult<()> {
+            self.memory.put(key, bytes)
+        }
+
+        fn get(&self, key: &str, from: u64, len: u64, part: &mut dyn FnMut(usize, &[u8])) -> StoreResult<()> {
+            self.memory.get(key, from, len, part)
+        }
+
+        fn delete(&self, key: &str) -> StoreResult<()> {
+            self.memory.delete(key)
+        }
+
+        fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectMeta>> {
+            (self.before_listing)(&self.memory);
+            let mut first = self.memory.list(prefix)?;
+            first.retain(|one| one.key.as_str() < "p/lock/");
+            (self.between_pages)(&self.memory);
+            let mut rest = self.memory.list(prefix)?;
+            rest.retain(|one| one.key.as_str() >= "p/lock/");
+            Ok(first.into_iter().chain(rest).collect())
+        }
+    }
+
+    fn take_paged(
+        memory: &MemoryStore,
+        before_listing: Hook,
+        between_pages: Hook,
+    ) -> Result<Vec<ObjectMeta>> {
+        let store: Arc<dyn Store> = Arc::new(Paged { memory: memory.clone(), before_listing, between_pages });
+        PrefixLock::acquire(&store, "p/", "s3://b/p").map(|(_, listed)| listed)
+    }
+
+    #[test]
+    fn who_lost_its_lock_before_it_looked_does_not_get_the_prefix() {
+        let delete_all = |memory: &MemoryStore| {
+            memory.keys().iter().for_each(|key| memory.delete(key).unwrap());
+        };
+        let error = take_paged(&MemoryStore::default(), delete_all, |_| {}).unwrap_err();
+        assert_eq!(error.tier_kind(), Some(TierKind::Locked));
+        assert!(error.to_string().contains("another process deleted the lock"), "{error}");
+    }
+
+    #[test]
+    fn what_a_holder_did_before_it_let_go_is_in_the_listing() {
+        let memory = MemoryStore::default();
+        memory.put("p/data/old", b"1").unwrap();
+        lock(&memory, &Holder { host: "elsewhere".to_string(), ..(*Holder::this_process()).clone() });
+        let finish = |memory: &MemoryStore| {
+            memory.put("p/data/new", b"2").unwrap();
+            memory.delete("p/data/old").unwrap();
+            memory.delete("p/lock/other").unwrap();
+        };
+        let listed = take_paged(&memory, |_| {}, finish).unwrap();
+        assert_eq!(listed[0].key, "p/data/new");
+    }
+
+    #[test]
+    fn a_lock_that_cannot_be_read_is_a_live_one() {
+        let memory = MemoryStore::default();
+        memory.put("p/lock/other", b"{}").unwrap();
+        assert!(refused(&memory).contains("cannot be read"));
+    }
+
+    #[test]
+    fn of_many_at_once_at_most_one_gets_it() {
+        for _ in 0..20 {
+            let memory = MemoryStore::default();
+            let outcomes: Vec<Result<PrefixLock>> = std::thread::scope(|scope| {
+                let all: Vec<_> = (0..4).map(|_| scope.spawn(|| take(&memory))).collect();
+                all.into_iter().map(|one| one.join().unwrap()).collect()
+            });
+            let claimed = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
+            assert!(claimed <= 1, "{claimed}");
+            assert_eq!(memory.keys().len(), claimed);
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! Turns on a storage path: one process of the node uses the path at a time (MLP-Offload section 3.1).
+//!
+//! Invariants:
+//! - At most one live process holds the turn of a path: the holder has the file lock on `turn`.
+//! - Turns are granted in ticket order, so a process waits for at most one turn of each other process.
+//! - The end of a turn unlocks its file, also while a child that was forked during the turn has the descriptor.
+//! - The kernel releases the locks of a dead process, so its turn or its place in the queue ends at once. Exception: a
+//!   forked child keeps the locks of a parent that is killed during its turn. The timeout bounds that wait.
+//! - Turns never affect correctness. A process that waits longer than its timeout continues without a turn and logs a
+//!   warning.
+//! - The files are in a directory that belongs to this user, and every file there is checked (see
+//!   `sys::private_files`): a file planted by another user is never written to. If another user owns the usual name,
+//!   all processes use the next name.
+//!
+//! The queue of a path is a directory on the node with these files:
+//!
+//! | file | content |
+//! |---|---|
+//! | `turn` | empty; locked by the process that has the turn |
+//! | `desk` | the last ticket; locked while a ticket is drawn |
+//! | `slot-N` | one per process, locked while the process lives; its ticket, or 0 if it is not waiting |
+#![forbid(unsafe_code)]
+
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::log::{self, Level};
+use crate::sys::private_files::OpenFlags;
+use crate::sys::private_files::{self, PrivateDirectory};
+use crate::sys::process::OpeningProcess;
+
+/// Maximum number of processes in a queue.
+const SLOTS: usize = 1024;
+/// Number of directory names that are tried; other users may own some of them.
+const NAMES: u32 = 4;
+
+/// This process's slot in the queue of one path.
+#[derive(Debug)]
+pub struct TurnQueue {
+    dir: PathBuf,
+    files: PrivateDirectory,
+    name: String,
+    slot: usize,
+    mine: File,
+    tickets: File,
+}
+
+/// The turn on a path. Dropping it ends the turn.
+#[derive(Debug)]
+pub struct Turn {
+    lock: File,
+    opener: OpeningProcess,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        // To close the file would not end the turn while a child, forked during the turn, has the descriptor too.
+        if self.opener.is_current()
+            && let Err(error) = self.lock.unlock()
+        {
+            log::write(Level::Warn, &format!("cannot unlock the turn on a path: {error}"));
+        }
+    }
+}
+
+/// State of a process's request for a path.
+#[derive(Debug)]
+enum RequestState {
+    /// The process does not request the path.
+    Idle,
+    /// The process waits. It has a ticket after it could lock the file `desk`.
+    Waiting { ticket: Option<u64>, since: Instant },
+    /// The process has the turn.
+    Turn { _turn: Turn },
+    /// The timeout passed; the process uses the path without a turn.
+    TimedOut,
+}
+
+/// A process's request to use a path. No method blocks.
+#[derive(Debug)]
+pub struct TurnRequest {
+    queue: TurnQueue,
+    timeout: Duration,
+    state: RequestState,
+}
+
+impl TurnRequest {
+    /// Creates an idle request. `timeout` is the longest wait for a turn.
+    pub fn new(queue: TurnQueue, timeout: Duration) -> TurnRequest {
+        TurnRequest { queue, timeout, state: RequestState::Idle }
+    }
+
+    /// Requests the path, or polls an earlier request. True if the process may use the path: it has the turn, or its
+    /// timeout ran out. Call it every few milliseconds; turns go to processes in the order of their requests.
+    pub fn poll(&mut self) -> Result<bool> {
+        self.next().map_err(waiting)?;
+        Ok(self.granted())
+    }
+
+    /// True from the grant of a request to [`TurnRequest::release`].
+    pub fn granted(&self) -> bool {
+        matches!(self.state, RequestState::Turn { .. } | RequestState::TimedOut)
+    }
+
+    /// True if another live process waits for the path.
+    pub fn others_wait(&self) -> Result<bool> {
+        self.queue.others_wait().map_err(waiting)
+    }
+
+    /// Ends the request: releases the turn or the ticket.
+    pub fn release(&mut self) {
+        let waited =
+            matches!(std::mem::replace(&mut self.state, RequestState::Idle), RequestState::Waiting { .. });
+        if waited && let Err(error) = self.queue.clear_ticket() {
+            log::write(
+                Level::Warn,
+                &format!("cannot remove a ticket from the queue of {}: {error}", self.queue.name),
+            );
+        }
+    }
+
+    fn next(&mut self) -> io::Result<()> {
+        let TurnRequest { queue, timeout, state } = self;
+        let (taken, since) = match state {
+            RequestState::Turn { .. } | RequestState::TimedOut => return Ok(()),
+            RequestState::Idle => (queue.try_take(u64::MAX)?, Instant::now()),
+            RequestState::Waiting { ticket: None, since } => (None, *since),
+            RequestState::Waiting { ticket: Some(ticket), since } => (queue.try_take(*ticket)?, *since),
+        };
+        let waited = matches!(state, RequestState::Waiting { ticket: Some(_), .. });
+        if taken.is_none() && since.elapsed() < *timeout {
+            if !waited {
+                *state = RequestState::Waiting { ticket: queue.draw_ticket()?, since };
+            }
+            return Ok(());
+        }
+        if waited {
+            queue.clear_ticket()?;
+        }
+        if taken.is_none() {
+            let message = format!(
+                "no turn on {} within {:.1} s; continuing without one",
+                queue.name,
+                timeout.as_secs_f64()
+            );
+            log::write(Level::Warn, &message);
+        }
+        *state = taken.map_or(RequestState::TimedOut, |turn| RequestState::Turn { _turn: turn });
+        Ok(())
+    }
+}
+
+impl TurnQueue {
+    /// Joins the queue of the device that holds `path`. `node` is a directory that all processes of this user on the
+    /// node share; `None` selects the default directory. Fails if 1024 processes are in the queue.
+    pub fn join(path: &Path, node: Option<&Path>) -> Result<TurnQueue> {
+        let failed = |error: io::Error| Error::system("joining the queue of a path", &error);
+        let about = fs::metadata(path).map_err(failed)?;
+        let (place, all) = match node {
+            Some(node) => given_directory(node).map_err(failed)?,
+            None => usual_directory(&usual_places(), private_files::user()).map_err(failed)?,
+        };
+        let queue = format!("path-{:x}", about.dev());
+        let (dir, files) = (place.join(&queue), all.enter(&queue, true).map_err(failed)?);
+        let tickets = shared_file(&files, "desk").map_err(failed)?;
+        let (slot, mine) = free_slot(&files).map_err(failed)?;
+        Ok(TurnQueue { dir, files, name: path.display().to_string(), slot, mine, tickets })
+    }
+
+    fn others_wait(&self) -> io::Result<bool> {
+        self.is_anyone_before(u64::MAX)
+    }
+
+    /// Directory of the queue: the same for all paths on one device, in every process of the node.
+    pub fn directory(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Draws a ticket. `None` if another process holds the file `desk`.
+    fn draw_ticket(&self) -> io::Result<Option<u64>> {
+        match self.tickets.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::WouldBlock) => return Ok(None),
+        }
+        let drawn = (|| {
+            let ticket = ticket_in(&self.tickets)? + 1;
+            self.tickets.write_all_at(&ticket.to_le_bytes(), 0)?;
+            self.mine.write_all_at(&ticket.to_le_bytes(), 0)?;
+            Ok(Some(ticket))
+        })();
+        self.tickets.unlock()?;
+        drawn
+    }
+
+    fn clear_ticket(&self) -> io::Result<()> {
+        self.mine.write_all_at(&0u64.to_le_bytes(), 0)
+    }
+
+    fn try_take(&self, ticket: u64) -> io::Result<Option<Turn>> {
+        if self.is_anyone_before(ticket)? {
+            return Ok(None);
+        }
+        let file = shared_file(&self.files, "turn")?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(Turn { lock: file, opener: OpeningProcess::current() })),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    fn is_anyone_before(&self, ticket: u64) -> io::Result<bool> {
+        for slot in (0..SLOTS).filter(|slot| *slot != self.slot) {
+            let file =
+                match self.files.open(&slot_name(slot), OpenFlags { read: true, ..OpenFlags::default() }) {
+                    Ok(file) => file,
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => break,
+                    Err(error) => return Err(error),
+                };
+            let theirs = ticket_in(&file)?;
+            if theirs == 0 || theirs > ticket {
+                continue;
+            }
+            // A slot that can be locked belongs to no live process.
+            match file.try_lock_shared() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return Ok(true),
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+        }
+        Ok(false)
+    }
+}
+
+fn waiting(error: io::Error) -> Error {
+    Error::system("waiting for a turn on a path", &error)
+}
+
+fn ticket_in(file: &File) -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    match file.read_exact_at(&mut bytes, 0) {
+        Ok(()) => Ok(u64::from_le_bytes(bytes)),
+        // The file was just created.
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(0),
+        Err(error) => Err(error),
+    }
+}
+
+fn free_slot(files: &PrivateDirectory) -> io::Result<(usize, File)> {
+    for slot in 0..SLOTS {
+        let file = shared_file(files, &slot_name(slot))?;
+        match file.try_lock() {
+            Ok(()) => {
+                file.write_all_at(&0u64.to_le_bytes(), 0)?;
+                return Ok((slot, file));
+            }
+            Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+    }
+    Err(io::Error::other(format!("{SLOTS} processes are in the queue already")))
+}
+
+fn slot_name(slot: usize) -> String {
+    format!("slot-{slot}")
+}
+
+fn shared_file(files: &PrivateDirectory, name: &str) -> io::Result<File> {
+    files.open(name, OpenFlags { read: true, write: true, make: true, direct: false })
+}
+
+fn given_directory(node: &Path) -> io::Result<(PathBuf, PrivateDirectory)> {
+    DirBuilder::new().recursive(true).mode(0o700).create(node)?;
+    Ok((node.to_path_buf(), PrivateDirectory::open_given(node)?))
+}
+
+/// Base directories for the queue. /dev/shm comes first: it is cleared at boot and local to the node. XDG_RUNTIME_DIR
+/// comes second: processes of one user that were started in different ways may lack it, and would use different queues.
+fn usual_places() -> Vec<PathBuf> {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
+    let memory = Path::new("/dev/shm");
+    let base = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
+    [base].into_iter().chain(runtime).collect()
+}
+
+/// The first usable directory for turns that belongs to this user, or can be created so.
+fn usual_directory(places: &[PathBuf], user: u32) -> io::Result<(PathBuf, PrivateDirectory)> {
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for place in places {
+        let given = match PrivateDirectory::open_given(place) {
+            Ok(given) => given,
+            Err(error) => {
+                last = error;
+                continue;
+            }
+        };
+        for number in 0..NAMES {
+            let suffix = if number == 0 { String::new() } else { format!("-{number}") };
+            let name = format!("spillway-turns-{user}{suffix}");
+            match given.enter(&name, true) {
+                Ok(found) => return Ok((place.join(name), found)),
+                Err(error) => {
+                    let path = place.join(name);
+                    log::write(
+                        Level::Warn,
+                        &format!("{} is not used for queues of paths: {error}", path.display()),
+                    );
+                    last = error;
+                }
+            }
+        }
+    }
+    Err(last)
+}
+
+#[cfg(test)]
+mod tests;

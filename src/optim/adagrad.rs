@@ -1,7 +1,7 @@
 //! Adagrad, as in `torch.optim.Adagrad`: L2 weight decay is added to the gradient of the state and of the update.
 #![forbid(unsafe_code)]
 
-use super::spread::{self, Job};
+use super::parallel::{self, Job};
 use super::{StepStats, check};
 use crate::error::Result;
 use crate::kernel::AdagradRule;
@@ -51,7 +51,7 @@ impl AdagradOptions {
 
 /// Steps every tensor, each with its own coefficients. Does not use exp_avg. Sums squares only if `squares` is true.
 pub fn step(jobs: &mut [Job<'_, AdagradRule>], squares: bool) -> Result<StepStats> {
-    let stats = spread::step_all(jobs, squares)?;
-    stats::ADAGRAD.add(spread::elements(jobs));
+    let stats = parallel::step_all(jobs, squares)?;
+    stats::ADAGRAD.add(parallel::elements(jobs));
     Ok(stats)
 }

@@ -3,7 +3,9 @@
 //! Coefficients are computed in f64 and rounded to f32 once. `libm` computes the same powers on every platform.
 #![forbid(unsafe_code)]
 
-use super::spread::{self, Job};
+use std::cell::Cell;
+
+use super::parallel::{self, Job};
 use super::{StepStats, check};
 use crate::error::Result;
 use crate::kernel::{AdamRule, WeightDecay};
@@ -84,14 +86,26 @@ impl AdamOptions {
 }
 
 /// `base^step`. Steps above 2^53 are rounded to f64, but there the power of every allowed beta is 0.
+///
+/// The last two powers of a thread are kept: a program that steps each tensor by itself asks for the same two powers
+/// many times, and a power takes as long as the step of 200 parameters.
 pub(super) fn power(base: f64, step: u64) -> f64 {
-    libm::pow(base, step as f64)
+    thread_local! {
+        static KEPT: Cell<[(f64, u64, f64); 2]> = const { Cell::new([(1.0, 0, 1.0); 2]) };
+    }
+    let kept = KEPT.get();
+    if let Some((.., power)) = kept.iter().find(|(of, at, _)| of.to_bits() == base.to_bits() && *at == step) {
+        return *power;
+    }
+    let power = libm::pow(base, step as f64);
+    KEPT.set([kept[1], (base, step, power)]);
+    power
 }
 
 /// Steps every tensor, each with its own coefficients. Sums squares only if `squares` is true.
 pub fn step(jobs: &mut [Job<'_, AdamRule>], squares: bool) -> Result<StepStats> {
-    let stats = spread::step_all(jobs, squares)?;
-    stats::ADAM.add(spread::elements(jobs));
+    let stats = parallel::step_all(jobs, squares)?;
+    stats::ADAM.add(parallel::elements(jobs));
     Ok(stats)
 }
 

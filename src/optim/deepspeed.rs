@@ -67,7 +67,7 @@ impl AdamState {
         AdamState::new(self.decoupled, self.beta1, self.beta2)?;
         for (name, power) in [("beta1_power", self.beta1_power), ("beta2_power", self.beta2_power)] {
             if !(0.0..=1.0).contains(&power) {
-                return Err(Error::invalid(name, format!("{power} is no power of a number in [0, 1)")));
+                return Err(Error::invalid(name, format!("{power} is not between 0 and 1")));
             }
         }
         Ok(self)

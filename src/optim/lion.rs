@@ -1,7 +1,7 @@
 //! Lion, as in Chen et al. 2023, Algorithm 2. The sign of zero is zero.
 #![forbid(unsafe_code)]
 
-use super::spread::{self, Job};
+use super::parallel::{self, Job};
 use super::{StepStats, check};
 use crate::error::Result;
 use crate::kernel::LionRule;
@@ -50,7 +50,7 @@ impl LionOptions {
 
 /// Steps every tensor, each with its own coefficients. Does not use exp_avg_sq. Sums squares only if `squares` is true.
 pub fn step(jobs: &mut [Job<'_, LionRule>], squares: bool) -> Result<StepStats> {
-    let stats = spread::step_all(jobs, squares)?;
-    stats::LION.add(spread::elements(jobs));
+    let stats = parallel::step_all(jobs, squares)?;
+    stats::LION.add(parallel::elements(jobs));
     Ok(stats)
 }

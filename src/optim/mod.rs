@@ -6,8 +6,9 @@ pub mod adam;
 pub mod deepspeed;
 pub mod grad;
 pub mod lion;
+pub mod parallel;
 pub mod processor;
-pub mod spread;
+pub mod recording;
 pub mod undo;
 
 /// Statistics of the scaled gradients of one step.

@@ -3,31 +3,31 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::spread::{Job, Step, Work, spread, step_all};
+use super::parallel::{Job, Step, Work, run_parallel, step_all};
 use super::{grad, processor};
-use crate::checksum::Summing;
+use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
-use crate::kernel::{self, CHUNK, Kernel, Rule, Tensor, log_bytes, log_used_of};
+use crate::kernel::{self, CHUNK, Kernel, Optimizer, Tensor, log_bytes, log_used_of};
 use crate::sys::reserve::Reserve;
 
 /// Rolls back the step of every tensor: bit-exactly if the tensor has the log of that step, else approximately by the
 /// inverse formula. Without a log, the caller must first call [`check_reversible`].
 ///
-/// With `again`, repeats the step in the same pass over memory, with `again` as the gradient scale.
-pub fn undo<O: Rule>(jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
-    undo_on(processor::kernel()?, jobs, again)
+/// With `redo_scale`, repeats the step in the same pass over memory, with `redo_scale` as the gradient scale.
+pub fn undo<O: Optimizer>(jobs: &mut [Job<'_, O>], redo_scale: Option<f32>) -> Result<()> {
+    undo_on(processor::kernel()?, jobs, redo_scale)
 }
 
 /// Returns an error if the scaled gradient, the parameter or a state holds Inf or NaN. The inverse formula cannot
 /// recover the old values from these.
-pub fn check_reversible<O: Rule>(job: &mut Job<'_, O>) -> Result<()> {
-    job.tensor.keep(O::EXP_AVG, O::EXP_AVG_SQ)?;
+pub fn check_reversible<O: Optimizer>(job: &mut Job<'_, O>) -> Result<()> {
+    job.tensor.require_states(O::EXP_AVG, O::EXP_AVG_SQ)?;
     for (name, span) in job.tensor.spans() {
         let scale = if name == "grad" { job.optimizer.grad_scale() } else { 1.0 };
         if grad::stats(span, scale)?.nonfinite {
             return Err(Error::invalid(
                 name,
-                "holds Inf or NaN, and the step was not logged: it cannot be undone",
+                "contains Inf or NaN, so a step without a log cannot be undone; use SPW_UNDO_MODE_DELTA",
             ));
         }
     }
@@ -35,12 +35,12 @@ pub fn check_reversible<O: Rule>(job: &mut Job<'_, O>) -> Result<()> {
 }
 
 /// [`undo`] with the kernel that the caller chooses. A log can be read only by the kernel that wrote it.
-pub fn undo_on<O: Rule>(kernel: Kernel, jobs: &mut [Job<'_, O>], again: Option<f32>) -> Result<()> {
-    spread(jobs, &Undo { kernel, again }).map(drop)
+pub fn undo_on<O: Optimizer>(kernel: Kernel, jobs: &mut [Job<'_, O>], redo_scale: Option<f32>) -> Result<()> {
+    run_parallel(jobs, &Undo { kernel, redo_scale }).map(drop)
 }
 
 /// Repeats the step of tensors with a shadow, with another gradient scale. The old values are still in the states.
-pub fn step_again<O: Rule>(jobs: &mut [Job<'_, O>], grad_scale: f32) -> Result<()> {
+pub fn step_again<O: Optimizer>(jobs: &mut [Job<'_, O>], grad_scale: f32) -> Result<()> {
     for job in jobs.iter_mut() {
         job.optimizer = job.optimizer.with_grad_scale(grad_scale);
     }
@@ -49,19 +49,19 @@ pub fn step_again<O: Rule>(jobs: &mut [Job<'_, O>], grad_scale: f32) -> Result<(
 
 /// Steps one tensor, and returns the checksum of all values that the undo of this step will read. Each chunk is summed
 /// right after its step, while it is still in the caches.
-pub fn step_sealed<O: Rule>(job: &mut Job<'_, O>) -> Result<u64> {
+pub fn step_sealed<O: Optimizer>(job: &mut Job<'_, O>) -> Result<u64> {
     sealed(job, Step { kernel: processor::kernel()?, squares: false })
 }
 
 /// Computes the checksum of [`step_sealed`] again. The result is equal if parameter, states and gradient are unchanged.
-pub fn seal<O: Rule>(job: &mut Job<'_, O>) -> Result<u64> {
+pub fn seal<O: Optimizer>(job: &mut Job<'_, O>) -> Result<u64> {
     sealed(job, Nothing)
 }
 
-fn sealed<O: Rule, W: Work<O>>(job: &mut Job<'_, O>, work: W) -> Result<u64> {
+fn sealed<O: Optimizer, W: Work<O>>(job: &mut Job<'_, O>, work: W) -> Result<u64> {
     let start = job.tensor.grad().address().addr();
     let sealing = Sealing { work, start, sum: AtomicU64::new(0) };
-    spread(std::slice::from_mut(job), &sealing)?;
+    run_parallel(std::slice::from_mut(job), &sealing)?;
     Ok(sealing.sum.into_inner())
 }
 
@@ -110,7 +110,7 @@ pub fn attach<'a, O>(jobs: Vec<Job<'a, O>>, log: &'a mut [u8]) -> Result<Vec<Job
 
 /// The error for tensors that need more log bytes than the recording has.
 pub fn no_room() -> Error {
-    Error::invalid("tensors", "have more elements than the recording has room for")
+    Error::invalid("tensors", "have more elements than the recording has room for; raise options.elements")
 }
 
 /// Log bytes that all tensors need.
@@ -126,10 +126,13 @@ struct Sealing<W> {
     sum: AtomicU64,
 }
 
-impl<O: Rule, W: Work<O>> Work<O> for Sealing<W> {
+impl<O: Optimizer, W: Work<O>> Work<O> for Sealing<W> {
+    // The checksum depends on the cuts, and must not depend on whether the tensor has a log.
+    const WHOLE_CHUNKS: bool = true;
+
     fn chunk(&self, optimizer: O, mut tensor: Tensor<'_>) -> Result<f64> {
         let part = self.work.chunk(optimizer, tensor.reborrow())?;
-        let mut chunk = Summing::default();
+        let mut chunk = RunningChecksum::default();
         chunk.add(&(tensor.grad().address().addr() - self.start).to_ne_bytes());
         tensor.spans().for_each(|(_, span)| chunk.add(span.bytes()));
         self.sum.fetch_add(chunk.finish(), Ordering::Relaxed);
@@ -147,12 +150,12 @@ impl<O> Work<O> for Nothing {
 
 struct Undo {
     kernel: Kernel,
-    again: Option<f32>,
+    redo_scale: Option<f32>,
 }
 
-impl<O: Rule> Work<O> for Undo {
+impl<O: Optimizer> Work<O> for Undo {
     fn chunk(&self, optimizer: O, tensor: Tensor<'_>) -> Result<f64> {
-        optimizer.undo(self.kernel, tensor, self.again)?;
+        optimizer.undo(self.kernel, tensor, self.redo_scale)?;
         Ok(0.0)
     }
 }

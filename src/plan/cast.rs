@@ -7,16 +7,16 @@
 #![forbid(unsafe_code)]
 
 use super::check;
-use super::interleave::Wire;
+use super::interleave::TransferDtype;
 use crate::error::Result;
 
 /// Measured rates of one link and CPU, in parameters per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Probe {
     /// Widening on the GPU overlapped with the transfer of f32.
-    pub f32_wire: f64,
+    pub f32_transfer: f64,
     /// Transfer of 16 bits.
-    pub native_wire: f64,
+    pub native_transfer: f64,
     /// CPU step from f32 gradients.
     pub f32_step: f64,
     /// CPU step from 16-bit gradients.
@@ -27,24 +27,29 @@ impl Probe {
     /// Expected rates. `link` is in bytes per second. `cast` (widening on the GPU) and `step` (CPU step from either
     /// type) are in parameters per second.
     pub fn expected(link: f64, cast: f64, step: f64) -> Probe {
-        Probe { f32_wire: (link / 4.0).min(cast), native_wire: link / 2.0, f32_step: step, native_step: step }
+        Probe {
+            f32_transfer: (link / 4.0).min(cast),
+            native_transfer: link / 2.0,
+            f32_step: step,
+            native_step: step,
+        }
     }
 }
 
 /// Chooses the faster type. Transfers overlap with CPU steps, so the slower rate of the two is compared first; a tie
 /// goes to the faster transfer. `accumulates`: the host accumulates gradients, which requires f32. Fails unless all
 /// rates are positive and finite.
-pub fn choose(probe: &Probe, accumulates: bool) -> Result<Wire> {
-    check::positive("probe.f32_wire", probe.f32_wire)?;
-    check::positive("probe.native_wire", probe.native_wire)?;
+pub fn choose(probe: &Probe, accumulates: bool) -> Result<TransferDtype> {
+    check::positive("probe.f32_transfer", probe.f32_transfer)?;
+    check::positive("probe.native_transfer", probe.native_transfer)?;
     check::positive("probe.f32_step", probe.f32_step)?;
     check::positive("probe.native_step", probe.native_step)?;
     if accumulates {
-        return Ok(Wire::F32);
+        return Ok(TransferDtype::F32);
     }
-    let wide = (probe.f32_wire.min(probe.f32_step), probe.f32_wire);
-    let native = (probe.native_wire.min(probe.native_step), probe.native_wire);
-    Ok(if wide > native { Wire::F32 } else { Wire::Native })
+    let wide = (probe.f32_transfer.min(probe.f32_step), probe.f32_transfer);
+    let native = (probe.native_transfer.min(probe.native_step), probe.native_transfer);
+    Ok(if wide > native { TransferDtype::F32 } else { TransferDtype::Native })
 }
 
 #[cfg(test)]
@@ -54,10 +59,10 @@ mod tests {
     #[test]
     fn sixteen_bits_win_unless_a_measurement_or_the_host_says_otherwise() {
         let pcie = Probe::expected(55e9, 300e9, 2e9);
-        assert_eq!(choose(&pcie, false).unwrap(), Wire::Native);
-        assert_eq!(choose(&pcie, true).unwrap(), Wire::F32);
+        assert_eq!(choose(&pcie, false).unwrap(), TransferDtype::Native);
+        assert_eq!(choose(&pcie, true).unwrap(), TransferDtype::F32);
         let slow_widening = Probe { native_step: 1e9, ..pcie };
-        assert_eq!(choose(&slow_widening, false).unwrap(), Wire::F32);
-        assert!(choose(&Probe { f32_wire: 0.0, ..pcie }, false).is_err());
+        assert_eq!(choose(&slow_widening, false).unwrap(), TransferDtype::F32);
+        assert!(choose(&Probe { f32_transfer: 0.0, ..pcie }, false).is_err());
     }
 }

@@ -127,7 +127,7 @@ impl Observed {
 }
 
 #[derive(Debug)]
-struct Path {
+struct PathEstimate {
     speed: f64,
     smoothed: Option<f64>,
     capacity: u64,
@@ -143,14 +143,14 @@ struct Path {
     did: f64,
 }
 
-impl Path {
+impl PathEstimate {
     /// Seconds that the path needs for the observed bytes at its estimated speed.
     fn asked(&self) -> f64 {
         self.seen.bytes() as f64 / self.speed
     }
 
     /// Re-estimates the speed from the observed transfers. `longest` is the busy time of the busiest path, in seconds.
-    /// `asked` is the maximum of [`Path::asked`] over all paths.
+    /// `asked` is the maximum of [`PathEstimate::asked`] over all paths.
     fn learn(&mut self, longest: f64, asked: f64) {
         let part = self.asked() / asked;
         let seen = std::mem::take(&mut self.seen);
@@ -187,8 +187,8 @@ impl Path {
 
 /// The paths of all units. The home of a unit is the path that stores it.
 #[derive(Debug)]
-pub struct Placement {
-    paths: Vec<Path>,
+pub struct SubgroupPlacement {
+    paths: Vec<PathEstimate>,
     bytes: Vec<u64>,
     homes: Vec<usize>,
     /// The user's ratio replaces the speeds, and is never re-estimated.
@@ -208,26 +208,26 @@ pub fn unit_bytes(subgroup_bytes: u64, subgroups: u64, paths: u64, block_bytes: 
     (blocks.max(1) * block_bytes).min(subgroup_bytes)
 }
 
-impl Placement {
+impl SubgroupPlacement {
     /// Places units of these sizes in bytes. `ratio`, if given, overrides the speeds. Fails for invalid speeds or
     /// ratios, or if the paths lack room for all units.
-    pub fn new(paths: &[PathPlan], ratio: Option<&[f64]>, bytes: Vec<u64>) -> Result<Placement> {
+    pub fn new(paths: &[PathPlan], ratio: Option<&[f64]>, bytes: Vec<u64>) -> Result<SubgroupPlacement> {
         let weights: Vec<f64> = match ratio {
             Some(ratio) => ratio.to_vec(),
             None => paths.iter().map(|path| path.speed).collect(),
         };
         split::check(if ratio.is_some() { "ratio" } else { "speeds" }, &weights)?;
         if weights.len() != paths.len() {
-            let reason = format!("has {} parts for {} paths", weights.len(), paths.len());
+            let reason = format!("has {} parts, but there are {} paths", weights.len(), paths.len());
             return Err(Error::invalid("ratio", reason));
         }
         let largest = bytes.iter().copied().max().unwrap_or(0).max(1);
         let room: Vec<usize> = paths.iter().map(|path| (path.capacity / largest) as usize).collect();
         let homes = split::balanced_order(&split::shares(bytes.len(), &weights, &room)?);
-        let mut paths: Vec<Path> = paths
+        let mut paths: Vec<PathEstimate> = paths
             .iter()
             .zip(&weights)
-            .map(|(path, speed)| Path {
+            .map(|(path, speed)| PathEstimate {
                 speed: *speed,
                 smoothed: None,
                 capacity: path.capacity,
@@ -242,7 +242,7 @@ impl Placement {
         for (home, bytes) in homes.iter().zip(&bytes) {
             paths[*home].load += bytes;
         }
-        Ok(Placement { paths, bytes, homes, fixed: ratio.is_some(), moved: 0 })
+        Ok(SubgroupPlacement { paths, bytes, homes, fixed: ratio.is_some(), moved: 0 })
     }
 
     /// The path that stores a unit.
@@ -315,7 +315,7 @@ impl Placement {
         if self.fixed || longest < SPAN {
             return;
         }
-        let asked = self.paths.iter().map(Path::asked).fold(0.0, f64::max);
+        let asked = self.paths.iter().map(PathEstimate::asked).fold(0.0, f64::max);
         self.paths.iter_mut().for_each(|path| path.learn(longest, asked));
     }
 

@@ -13,11 +13,16 @@ use crate::error::{Error, Result};
 pub fn shares(count: usize, weights: &[f64], room: &[usize]) -> Result<Vec<usize>> {
     check("weights", weights)?;
     if weights.len() != room.len() {
-        return Err(Error::invalid("room", format!("{} paths, but {} weights", room.len(), weights.len())));
+        return Err(Error::invalid(
+            "room",
+            format!("there are {} paths, but {} weights", room.len(), weights.len()),
+        ));
     }
     let total: usize = room.iter().fold(0, |sum, room| sum.saturating_add(*room));
     if total < count {
-        return Err(Error::LimitReached(format!("{count} units on paths with room for {total}")));
+        return Err(Error::LimitReached(format!(
+            "the paths have no room for {count} units, only for {total}"
+        )));
     }
     let mut parts = vec![0; weights.len()];
     let mut open: Vec<usize> = (0..weights.len()).filter(|path| weights[*path] > 0.0).collect();
@@ -81,14 +86,17 @@ pub fn balanced_order(parts: &[usize]) -> Vec<usize> {
 /// Returns an error unless all weights are finite and not negative, and at least one is positive.
 pub(super) fn check(argument: &'static str, weights: &[f64]) -> Result<()> {
     if weights.is_empty() {
-        return Err(Error::invalid(argument, "there is no path"));
+        return Err(Error::invalid(argument, "is empty; at least one path is needed"));
     }
     if let Some(bad) = weights.iter().position(|weight| !weight.is_finite() || *weight < 0.0) {
-        return Err(Error::invalid(format!("{argument}[{bad}]"), format!("is {}", weights[bad])));
+        return Err(Error::invalid(
+            format!("{argument}[{bad}]"),
+            format!("is {}, but must be finite and not negative", weights[bad]),
+        ));
     }
     match weights.iter().any(|weight| *weight > 0.0) {
         true => Ok(()),
-        false => Err(Error::invalid(argument, "are all zero")),
+        false => Err(Error::invalid(argument, "must not all be 0")),
     }
 }
 

@@ -64,7 +64,7 @@ pub fn buckets(bucket: &Bucket, count: usize, most: usize) -> Result<usize> {
     }
     check::positive("bucket.backward", bucket.backward)?;
     if most > count {
-        return Err(Error::invalid("most", format!("is {most} of {count} buckets")));
+        return Err(Error::invalid("most", format!("is {most}, but there are {count} buckets")));
     }
     let backward = bucket.backward * count as f64;
     let queued = match bucket.step_cpu > bucket.backward {

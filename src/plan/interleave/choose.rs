@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::model::{self, Prediction};
-use super::sites::Plan;
+use super::placements::Plan;
 use super::{Rates, Shape, share};
 use crate::error::Result;
 
@@ -84,9 +84,9 @@ fn best(shape: &Shape, rates: &Rates, residents: usize, backward: f64) -> Result
 
 #[cfg(test)]
 mod tests {
+    use super::super::placements::Placement;
     use super::super::share::tests::{H100, V100};
-    use super::super::sites::Site;
-    use super::super::{GpuGrads, Wire};
+    use super::super::{GpuGrads, TransferDtype};
     use super::*;
 
     /// A deterministic pseudo-random generator.
@@ -129,7 +129,8 @@ mod tests {
             Shape {
                 chunk: if self.below(2) == 0 { u64::MAX } else { size / 3 + 1 },
                 slots: 2 + self.below(2) as usize,
-                wire: [Wire::F32, Wire::Native, Wire::Delivered][self.below(3) as usize],
+                transfer_dtype: [TransferDtype::F32, TransferDtype::Native, TransferDtype::Delivered]
+                    [self.below(3) as usize],
                 gpu_grads: if self.below(3) == 0 { GpuGrads::Fetched } else { GpuGrads::Kept },
                 ..Shape::uniform(count as usize, size)
             }
@@ -139,7 +140,7 @@ mod tests {
     /// Seconds of step, rounding and upload of every subgroup, one after the other, with the same memory bandwidth.
     fn serial_seconds(shape: &Shape, rates: &Rates) -> f64 {
         let alone = |engine_seconds: f64, bytes: f64| engine_seconds.max(bytes / rates.dram);
-        let grad = if shape.wire == Wire::Native { 2.0 } else { 4.0 };
+        let grad = if shape.transfer_dtype == TransferDtype::Native { 2.0 } else { 4.0 };
         let again = if rates.downscale.is_finite() { 4.0 } else { 0.0 };
         let step = alone(1.0 / rates.cpu + 1.0 / rates.downscale, 26.0 + grad + again);
         shape.total() as f64 * (step + alone(0.5 / rates.h2d, 2.0))
@@ -151,7 +152,7 @@ mod tests {
         for _ in 0..400 {
             let rates = random.rates();
             let shape = Shape {
-                wire: Wire::Delivered,
+                transfer_dtype: TransferDtype::Delivered,
                 ..{
                     let count = random.below(40);
                     random.shape(count)
@@ -193,8 +194,9 @@ mod tests {
             let (rates, shape) = (random.rates(), random.shape(8));
             let chosen = choose(&shape, &rates, 0, 0.0, Mode::Model).unwrap().prediction.exposed;
             let placement = |bits: u32| {
-                let site = |index: u32| if bits >> index & 1 == 1_u32 { Site::Gpu } else { Site::Cpu };
-                Plan::of((0..8).map(site).collect())
+                let placement =
+                    |index: u32| if bits >> index & 1 == 1_u32 { Placement::Gpu } else { Placement::Cpu };
+                Plan::of((0..8).map(placement).collect())
             };
             let seconds = |bits| model::predict(&shape, &rates, &placement(bits), 0.0).unwrap().exposed;
             let best = (0..256).map(seconds).fold(f64::INFINITY, f64::min);
@@ -206,7 +208,7 @@ mod tests {
     fn modes_make_the_plans_they_name() {
         let shape = Shape::uniform(50, 100_000_000);
         let on_gpu =
-            |rates: &Rates, mode| choose(&shape, rates, 0, 0.0, mode).unwrap().plan.count_on(Site::Gpu);
+            |rates: &Rates, mode| choose(&shape, rates, 0, 0.0, mode).unwrap().plan.count_on(Placement::Gpu);
         assert_eq!((on_gpu(&H100, Mode::Model), on_gpu(&V100, Mode::Model)), (36, 15));
         assert_eq!((on_gpu(&H100, Mode::Paper), on_gpu(&V100, Mode::Paper)), (25, 25));
         assert_eq!((on_gpu(&H100, Mode::Eq1), on_gpu(&V100, Mode::Eq1)), (50, 16));

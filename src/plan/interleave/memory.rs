@@ -1,9 +1,9 @@
 //! Bytes that a plan allocates on GPU and host, and bytes that a step transfers.
 #![forbid(unsafe_code)]
 
+use super::placements::{Placement, Plan};
 use super::schedule::PAIR;
-use super::sites::{Plan, Site};
-use super::{GpuGrads, Shape, Wire};
+use super::{GpuGrads, Shape, TransferDtype};
 
 /// Bytes per parameter of param, exp_avg and exp_avg_sq in f32.
 const STATE: u64 = 12;
@@ -48,28 +48,32 @@ impl Bytes {
 /// Computes the bytes that `plan` allocates and transfers. `shape` must pass [`Shape::check`], so that no sum
 /// overflows.
 pub fn bytes(shape: &Shape, plan: &Plan) -> Bytes {
-    let of = |site| plan.on(site).map(|subgroup| shape.sizes[subgroup]).sum::<u64>();
-    let (cpu, gpu, resident) = (of(Site::Cpu), of(Site::Gpu), of(Site::Resident));
-    let wire = match shape.wire {
-        Wire::Native => HALF,
-        Wire::F32 | Wire::Delivered => WORD,
+    let of = |placement| plan.on(placement).map(|subgroup| shape.sizes[subgroup]).sum::<u64>();
+    let (cpu, gpu, resident) = (of(Placement::Cpu), of(Placement::Gpu), of(Placement::Resident));
+    let grad_bytes = match shape.transfer_dtype {
+        TransferDtype::Native => HALF,
+        TransferDtype::F32 | TransferDtype::Delivered => WORD,
     };
     let fetched = if shape.gpu_grads == GpuGrads::Fetched { gpu } else { 0 };
-    let used_slots = (plan.count_on(Site::Gpu) as u64).min(shape.slots as u64);
-    let largest_on = |site| plan.on(site).map(|subgroup| shape.sizes[subgroup]).max().unwrap_or(0);
-    let grad_slot = if fetched > 0 { wire } else { 0 };
+    let used_slots = (plan.count_on(Placement::Gpu) as u64).min(shape.slots as u64);
+    let largest_on = |placement| plan.on(placement).map(|subgroup| shape.sizes[subgroup]).max().unwrap_or(0);
+    let grad_slot = if fetched > 0 { grad_bytes } else { 0 };
     let leaving = cpu + fetched;
-    let widened = if shape.wire == Wire::F32 && leaving > 0 { shape.chunk.min(shape.largest()) } else { 0 };
-    let delivered = if shape.wire == Wire::Delivered { 0 } else { wire };
+    let widened = if shape.transfer_dtype == TransferDtype::F32 && leaving > 0 {
+        shape.chunk.min(shape.largest())
+    } else {
+        0
+    };
+    let delivered = if shape.transfer_dtype == TransferDtype::Delivered { 0 } else { grad_bytes };
     Bytes {
-        slots: used_slots * (STATE + grad_slot) * largest_on(Site::Gpu),
+        slots: used_slots * (STATE + grad_slot) * largest_on(Placement::Gpu),
         chunks: PAIR as u64 * WORD * widened,
         residents: STATE * resident,
         kept_grads: HALF * (gpu - fetched + resident),
         host_states: STATE * (cpu + gpu),
-        host_grads: wire * leaving,
-        stages: PAIR as u64 * HALF * largest_on(Site::Cpu),
-        to_device: STATE * gpu + HALF * cpu + wire * fetched,
+        host_grads: grad_bytes * leaving,
+        stages: PAIR as u64 * HALF * largest_on(Placement::Cpu),
+        to_device: STATE * gpu + HALF * cpu + grad_bytes * fetched,
         to_host: STATE * gpu + delivered * leaving,
     }
 }
@@ -94,7 +98,11 @@ mod tests {
 
     #[test]
     fn fetched_gradients_take_room_on_the_host_and_in_the_slots() {
-        let shape = Shape { gpu_grads: GpuGrads::Fetched, wire: Wire::Native, ..Shape::uniform(4, S) };
+        let shape = Shape {
+            gpu_grads: GpuGrads::Fetched,
+            transfer_dtype: TransferDtype::Native,
+            ..Shape::uniform(4, S)
+        };
         let found = bytes(&shape, &Plan::even(4, 1, 0).unwrap());
         assert_eq!((found.slots, found.kept_grads, found.chunks), (14 * S, 0, 0));
         assert_eq!((found.host_grads, found.to_host), (4 * 2 * S, 12 * S + 4 * 2 * S));
@@ -103,7 +111,8 @@ mod tests {
 
     #[test]
     fn a_plan_without_the_gpu_needs_none_of_its_memory() {
-        let found = bytes(&Shape { wire: Wire::Delivered, ..Shape::uniform(3, S) }, &Plan::cpu(3));
+        let found =
+            bytes(&Shape { transfer_dtype: TransferDtype::Delivered, ..Shape::uniform(3, S) }, &Plan::cpu(3));
         assert_eq!((found.gpu(), found.to_host, found.to_device), (0, 0, 3 * 2 * S));
         assert_eq!(bytes(&Shape::uniform(0, S), &Plan::cpu(0)), Bytes::default());
     }

@@ -1,8 +1,8 @@
-//! The interleaved optimizer update on CPU and GPU (Deep Optimizer States): the site of each subgroup's update, the
+//! The interleaved optimizer update on CPU and GPU (Deep Optimizer States): the placement of each subgroup, the
 //! order of the commands, the predicted time, and the memory.
 //!
 //! The optimizer state of a rank is split into subgroups, numbered in the order in which their gradients arrive. There
-//! are three sites:
+//! are three placements:
 //! - the CPU, which updates the state in host memory;
 //! - the GPU, which fetches the state into a slot, updates it and flushes it back to host memory;
 //! - the GPU for residents, whose state stays in GPU memory.
@@ -11,7 +11,7 @@
 //!
 //! | file | holds |
 //! |---|---|
-//! | `sites` | the site of every subgroup: spread evenly or by a stride, residents last |
+//! | `placements` | the placement of every subgroup: spread evenly or by a stride, residents last |
 //! | `share` | Eq. 1, as printed and as corrected |
 //! | `schedule` | the commands of one step: copies, updates, and the events that order them |
 //! | `pieces` | the GPU commands of a step, in pieces of one subgroup, with a limit on queued operations |
@@ -25,9 +25,9 @@ pub mod choose;
 pub mod memory;
 pub mod model;
 pub mod pieces;
+pub mod placements;
 pub mod schedule;
 pub mod share;
-pub mod sites;
 pub mod timeline;
 
 use super::check;
@@ -76,7 +76,7 @@ impl Rates {
 
 /// How gradients are transferred to the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wire {
+pub enum TransferDtype {
     /// Widened on the GPU and transferred as f32.
     F32,
     /// Transferred as 16 bits and widened in the registers of the CPU step.
@@ -104,19 +104,20 @@ pub struct Shape {
     /// Number of state buffers on the GPU.
     pub slots: usize,
     /// How gradients are transferred to the host.
-    pub wire: Wire,
+    pub transfer_dtype: TransferDtype,
     /// Where the gradients of GPU subgroups are stored until the update.
     pub gpu_grads: GpuGrads,
 }
 
 impl Shape {
-    /// `count` subgroups of `size` parameters, two slots, copies of whole arrays, [`Wire::F32`], [`GpuGrads::Kept`].
+    /// `count` subgroups of `size` parameters, two slots, copies of whole arrays, [`TransferDtype::F32`],
+    /// [`GpuGrads::Kept`].
     pub fn uniform(count: usize, size: u64) -> Shape {
         Shape {
             sizes: vec![size; count],
             chunk: u64::MAX,
             slots: 2,
-            wire: Wire::F32,
+            transfer_dtype: TransferDtype::F32,
             gpu_grads: GpuGrads::Kept,
         }
     }
@@ -137,19 +138,19 @@ impl Shape {
     }
 
     /// f32 words per parameter of a gradient on the link to the host; zero if the caller delivers the gradients.
-    pub fn wire_words(&self) -> f64 {
-        match self.wire {
-            Wire::F32 => 1.0,
-            Wire::Native => 0.5,
-            Wire::Delivered => 0.0,
+    pub fn transfer_words(&self) -> f64 {
+        match self.transfer_dtype {
+            TransferDtype::F32 => 1.0,
+            TransferDtype::Native => 0.5,
+            TransferDtype::Delivered => 0.0,
         }
     }
 
     /// f32 words per parameter that a GPU update fetches for its gradient.
     pub fn fetched_words(&self) -> f64 {
-        match (self.gpu_grads, self.wire) {
+        match (self.gpu_grads, self.transfer_dtype) {
             (GpuGrads::Kept, _) => 0.0,
-            (GpuGrads::Fetched, Wire::Native) => 0.5,
+            (GpuGrads::Fetched, TransferDtype::Native) => 0.5,
             (GpuGrads::Fetched, _) => 1.0,
         }
     }
@@ -158,7 +159,7 @@ impl Shape {
     pub fn check(&self) -> Result<()> {
         let refuse = |name: &'static str, reason: String| Err(Error::invalid(name, reason));
         if self.count() > MAX_SUBGROUPS {
-            return refuse("subgroups", format!("{} are more than {MAX_SUBGROUPS}", self.count()));
+            return refuse("count", format!("there are {}, but the limit is {MAX_SUBGROUPS}", self.count()));
         }
         if self
             .sizes
@@ -166,18 +167,22 @@ impl Shape {
             .try_fold(0_u64, |sum, size| sum.checked_add(*size))
             .is_none_or(|sum| sum >> 56 != 0)
         {
-            return refuse("subgroups", "have 2^56 parameters or more".to_string());
+            return refuse("sizes", "have a sum of 2^56 parameters or more".to_string());
         }
         if !(1..=MAX_SLOTS).contains(&self.slots) {
-            return refuse("slots", format!("{} is not in 1..={MAX_SLOTS}", self.slots));
+            return refuse("slots", format!("{} is not between 1 and {MAX_SLOTS}", self.slots));
         }
         if self.chunk == 0 {
-            return refuse("chunk", "is 0".to_string());
+            return refuse("chunk", "is 0, but must be at least 1".to_string());
         }
         match self.sizes.iter().map(|size| size.div_ceil(self.chunk)).sum::<u64>() {
             parts if parts > MAX_PARTS => refuse(
                 "chunk",
-                format!("of {} cuts the subgroups into {parts} parts, over {MAX_PARTS}", self.chunk),
+                format!(
+                    "of {} splits the subgroups into {parts} parts, but the limit is {MAX_PARTS}; use larger \
+                     chunks",
+                    self.chunk
+                ),
             ),
             _ => Ok(()),
         }

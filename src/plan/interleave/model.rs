@@ -4,10 +4,10 @@
 use std::collections::HashMap;
 
 use super::pieces;
-use super::schedule::{self, Command, Event, Lane, Work};
-use super::sites::{Plan, Site};
+use super::placements::{Placement, Plan};
+use super::schedule::{self, Command, Lane, LaneEvent, Work};
 use super::timeline::{Engine, Limits, Ran, Timeline};
-use super::{Rates, Shape, Wire};
+use super::{Rates, Shape, TransferDtype};
 use crate::error::{Error, Result};
 use crate::plan::check;
 
@@ -49,7 +49,7 @@ pub fn predict(shape: &Shape, rates: &Rates, plan: &Plan, backward: f64) -> Resu
     rates.check()?;
     check::not_negative("backward", backward)?;
     if plan.count() != shape.count() {
-        let reason = format!("has {} subgroups, there are {}", plan.count(), shape.count());
+        let reason = format!("has {} subgroups, but there are {}", plan.count(), shape.count());
         return Err(Error::invalid("plan", reason));
     }
     let mut model = Model::new(shape, rates);
@@ -57,8 +57,8 @@ pub fn predict(shape: &Shape, rates: &Rates, plan: &Plan, backward: f64) -> Resu
     for subgroup in 0..shape.count() {
         if backward > 0.0 {
             model.pass(each);
-            model.play(Command::Record(Lane::Model, Event::Grad(subgroup)))?;
-            model.play(Command::Record(Lane::Model, Event::ParamFree(subgroup)))?;
+            model.play(Command::Record(Lane::Model, LaneEvent::Grad(subgroup)))?;
+            model.play(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup)))?;
             schedule::gradient_out(shape, plan, subgroup, &mut |command| model.play(command))?;
         }
     }
@@ -75,7 +75,7 @@ struct Model<'a> {
     /// Per lane: the operations that its next operation must follow.
     frontier: [Vec<u32>; Lane::ALL.len()],
     /// Per recorded event: the operations that must be done before it.
-    events: HashMap<Event, Vec<u32>>,
+    events: HashMap<LaneEvent, Vec<u32>>,
     /// The host thread that enqueues the current commands.
     issuer: Lane,
 }
@@ -103,7 +103,7 @@ impl<'a> Model<'a> {
             pieces::enqueue(self.shape, piece, &mut |command| self.play(command))?;
         }
         self.issuer = Lane::Cpu;
-        for (nth, subgroup) in plan.on(Site::Cpu).enumerate() {
+        for (nth, subgroup) in plan.on(Placement::Cpu).enumerate() {
             schedule::cpu_part(nth, subgroup, &mut |command| self.play(command))?;
         }
         Ok(())
@@ -153,7 +153,9 @@ impl<'a> Model<'a> {
         let copy = |engine, words: f64, rate: f64| (engine, words / rate, words * WORD);
         match work {
             Work::Cast { part, .. } => (Engine::Gpu, part.len as f64 / cast, 0.0),
-            Work::GradOut { part, .. } => copy(Engine::D2h, part.len as f64 * self.shape.wire_words(), d2h),
+            Work::GradOut { part, .. } => {
+                copy(Engine::D2h, part.len as f64 * self.shape.transfer_words(), d2h)
+            }
             Work::Prefetch { part, .. } | Work::Admit { part, .. } => copy(Engine::H2d, part.len as f64, h2d),
             Work::FetchGrad { part, .. } => {
                 copy(Engine::H2d, part.len as f64 * self.shape.fetched_words(), h2d)
@@ -173,7 +175,7 @@ impl<'a> Model<'a> {
     /// Bytes of host memory per parameter that a CPU update reads and writes: three states read and written, the
     /// gradient, and the 16-bit parameter. If rounding is a separate pass, that pass reads the parameter once more.
     fn step_bytes(&self) -> f64 {
-        let grad = if self.shape.wire == Wire::Native { 2.0 } else { 4.0 };
+        let grad = if self.shape.transfer_dtype == TransferDtype::Native { 2.0 } else { 4.0 };
         let again = if self.rates.downscale.is_finite() { 4.0 } else { 0.0 };
         24.0 + grad + 2.0 + again
     }
@@ -181,12 +183,12 @@ impl<'a> Model<'a> {
     fn finish(self, plan: &Plan, backward: f64) -> Prediction {
         let limits = Limits { dram: self.rates.dram, duplex: self.rates.duplex };
         let ran = self.timeline.run(limits);
-        let end = |event: Event| {
+        let end = |event: LaneEvent| {
             let ends = self.events.get(&event).into_iter().flatten().map(|op| ran[*op as usize].end);
             (ends.fold(0.0, f64::max) - backward).max(0.0)
         };
-        let ready: Vec<f64> = (0..plan.count()).map(|subgroup| end(Event::Ready(subgroup))).collect();
-        let home = (0..plan.count()).map(|subgroup| end(Event::Home(subgroup))).fold(0.0, f64::max);
+        let ready: Vec<f64> = (0..plan.count()).map(|subgroup| end(LaneEvent::Ready(subgroup))).collect();
+        let home = (0..plan.count()).map(|subgroup| end(LaneEvent::Home(subgroup))).fold(0.0, f64::max);
         let mut busy = [0.0; 4];
         for (op, ran) in ran.iter().enumerate() {
             if let Some(busy) = busy.get_mut(self.timeline.engine(op as u32) as usize) {
@@ -273,13 +275,13 @@ mod tests {
 
     #[test]
     fn fetched_gradients_and_large_subgroups_cost_what_they_should() {
-        let best = |gpu_grads, wire| {
-            let shape = Shape { gpu_grads, wire, ..Shape::uniform(50, 100_000_000) };
+        let best = |gpu_grads, transfer_dtype| {
+            let shape = Shape { gpu_grads, transfer_dtype, ..Shape::uniform(50, 100_000_000) };
             let seconds = |gpu| predict(&shape, &H100, &even(gpu), 0.0).unwrap().exposed;
             5.0 / (0..=50).map(seconds).fold(f64::INFINITY, f64::min)
         };
-        close(best(GpuGrads::Fetched, Wire::F32), 4.90);
-        close(best(GpuGrads::Fetched, Wire::Native), 5.39);
+        close(best(GpuGrads::Fetched, TransferDtype::F32), 4.90);
+        close(best(GpuGrads::Fetched, TransferDtype::Native), 5.39);
         let few = Shape::uniform(5, 1_000_000_000);
         let seen = predict(&few, &H100, &Plan::stride(5, 2, 0).unwrap(), 0.0).unwrap();
         close(5.0 / seen.exposed, 2.89);
@@ -311,7 +313,7 @@ mod tests {
         let shape = Shape::uniform(50, 100_000_000);
         let rates = Rates { downscale: f64::INFINITY, ..H100 };
         let last = Plan::even(50, 0, 10).unwrap();
-        let first = Plan::of(last.sites().iter().rev().copied().collect());
+        let first = Plan::of(last.placements().iter().rev().copied().collect());
         let exposed = |plan, backward| predict(&shape, &rates, plan, backward).unwrap().exposed;
         close(exposed(&last, 1.0), 1.031);
         close(exposed(&first, 1.0), 1.231);

@@ -7,8 +7,8 @@
 
 use std::iter;
 
-use super::schedule::{Command, Edge, Event, Lane, STATES, Sink, Work, parts};
-use super::sites::{Plan, Site};
+use super::placements::{Placement, Plan};
+use super::schedule::{Command, Edge, Lane, LaneEvent, STATES, Sink, Work, parts};
 use super::{GpuGrads, Shape};
 use crate::error::Result;
 use Command::{Record, Run, Wait};
@@ -47,18 +47,18 @@ impl Piece {
 /// The pieces of a step in the order in which they are enqueued, each with the event that must complete before it is
 /// enqueued. Residents are spread evenly among the fetched subgroups, so that their updates fill the waits for
 /// transfers.
-pub fn pieces(shape: &Shape, plan: &Plan) -> Vec<(Piece, Option<Event>)> {
-    let fetched: Vec<usize> = plan.on(Site::Gpu).collect();
-    let residents: Vec<usize> = plan.on(Site::Resident).collect();
+pub fn pieces(shape: &Shape, plan: &Plan) -> Vec<(Piece, Option<LaneEvent>)> {
+    let fetched: Vec<usize> = plan.on(Placement::Gpu).collect();
+    let residents: Vec<usize> = plan.on(Placement::Resident).collect();
     let ahead = most_ahead(shape);
     let before = |all: &[usize], nth: usize, ahead: usize| nth.checked_sub(ahead).map(|earlier| all[earlier]);
     let resident = |nth: usize| {
-        let event = before(&residents, nth, RESIDENTS_AHEAD).map(Event::Ready);
+        let event = before(&residents, nth, RESIDENTS_AHEAD).map(LaneEvent::Ready);
         (Piece::Resident { subgroup: residents[nth] }, event)
     };
     let all = (0..fetched.len()).flat_map(|nth| {
         let (subgroup, slot) = (fetched[nth], nth % shape.slots);
-        let event = before(&fetched, nth, ahead).map(Event::Home);
+        let event = before(&fetched, nth, ahead).map(LaneEvent::Home);
         let among = |nth: usize| residents.len() * nth / fetched.len();
         iter::once((Piece::Fetched { subgroup, slot }, event))
             .chain((among(nth)..among(nth + 1)).map(resident))
@@ -81,7 +81,7 @@ fn most_ahead(shape: &Shape) -> usize {
 }
 
 /// Makes the enqueueing thread wait for `event`, after which the device queue has room for the piece.
-pub fn room(event: Option<Event>, emit: &mut impl Sink) -> Result<()> {
+pub fn room(event: Option<LaneEvent>, emit: &mut impl Sink) -> Result<()> {
     event.map_or(Ok(()), |event| emit(Wait(Lane::Caller, event, Edge::RoomBeforeEnqueue)))
 }
 
@@ -90,42 +90,42 @@ pub fn enqueue(shape: &Shape, piece: Piece, emit: &mut impl Sink) -> Result<()> 
     match piece {
         Piece::Fetched { subgroup, slot } => through_slot(shape, subgroup, slot, emit),
         Piece::Resident { subgroup } => {
-            emit(Wait(Lane::Resident, Event::Settled(subgroup), Edge::SettledBeforeStep))?;
+            emit(Wait(Lane::Resident, LaneEvent::Settled(subgroup), Edge::SettledBeforeStep))?;
             before_gpu_step(Lane::Resident, subgroup, emit)?;
             emit(Run(Lane::Resident, Work::ResidentStep { subgroup }))?;
-            emit(Record(Lane::Resident, Event::Ready(subgroup)))
+            emit(Record(Lane::Resident, LaneEvent::Ready(subgroup)))
         }
     }
 }
 
 fn through_slot(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> Result<()> {
     fetch(shape, subgroup, slot, emit)?;
-    emit(Record(Lane::H2d, Event::SlotFull(slot)))?;
-    emit(Wait(Lane::Gpu, Event::SlotFull(slot), Edge::FetchBeforeStep))?;
+    emit(Record(Lane::H2d, LaneEvent::SlotFull(slot)))?;
+    emit(Wait(Lane::Gpu, LaneEvent::SlotFull(slot), Edge::FetchBeforeStep))?;
     before_gpu_step(Lane::Gpu, subgroup, emit)?;
     emit(Run(Lane::Gpu, Work::GpuStep { subgroup, slot }))?;
-    emit(Record(Lane::Gpu, Event::SlotDone(slot)))?;
-    emit(Record(Lane::Gpu, Event::Ready(subgroup)))?;
-    emit(Wait(Lane::D2h, Event::SlotDone(slot), Edge::StepBeforeFlush))?;
+    emit(Record(Lane::Gpu, LaneEvent::SlotDone(slot)))?;
+    emit(Record(Lane::Gpu, LaneEvent::Ready(subgroup)))?;
+    emit(Wait(Lane::D2h, LaneEvent::SlotDone(slot), Edge::StepBeforeFlush))?;
     for state in STATES {
         for part in parts(shape, subgroup) {
             emit(Run(Lane::D2h, Work::Flush { subgroup, slot, state, part }))?;
         }
-        emit(Record(Lane::D2h, Event::SlotFree(slot, state)))?;
+        emit(Record(Lane::D2h, LaneEvent::SlotFree(slot, state)))?;
     }
-    emit(Record(Lane::D2h, Event::Home(subgroup)))
+    emit(Record(Lane::D2h, LaneEvent::Home(subgroup)))
 }
 
 fn fetch(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> Result<()> {
-    emit(Wait(Lane::H2d, Event::Home(subgroup), Edge::HomeBeforeFetch))?;
+    emit(Wait(Lane::H2d, LaneEvent::Home(subgroup), Edge::HomeBeforeFetch))?;
     for state in STATES {
-        emit(Wait(Lane::H2d, Event::SlotFree(slot, state), Edge::SlotFreeBeforeFetch))?;
+        emit(Wait(Lane::H2d, LaneEvent::SlotFree(slot, state), Edge::SlotFreeBeforeFetch))?;
         for part in parts(shape, subgroup) {
             emit(Run(Lane::H2d, Work::Prefetch { subgroup, slot, state, part }))?;
         }
     }
     if shape.gpu_grads == GpuGrads::Fetched {
-        emit(Wait(Lane::H2d, Event::GradHome(subgroup), Edge::GradHomeBeforeFetch))?;
+        emit(Wait(Lane::H2d, LaneEvent::GradHome(subgroup), Edge::GradHomeBeforeFetch))?;
         for part in parts(shape, subgroup) {
             emit(Run(Lane::H2d, Work::FetchGrad { subgroup, slot, part }))?;
         }
@@ -134,8 +134,8 @@ fn fetch(shape: &Shape, subgroup: usize, slot: usize, emit: &mut impl Sink) -> R
 }
 
 fn before_gpu_step(lane: Lane, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
-    emit(Wait(lane, Event::Grad(subgroup), Edge::GradBeforeStep))?;
-    emit(Wait(lane, Event::ParamFree(subgroup), Edge::ReadBeforeWrite))
+    emit(Wait(lane, LaneEvent::Grad(subgroup), Edge::GradBeforeStep))?;
+    emit(Wait(lane, LaneEvent::ParamFree(subgroup), Edge::ReadBeforeWrite))
 }
 
 #[cfg(test)]
@@ -145,9 +145,10 @@ mod tests {
     #[test]
     fn each_piece_waits_for_the_one_that_makes_room() {
         let shape = Shape { slots: 2, ..Shape::uniform(9, 100) };
-        let mut sites = vec![Site::Gpu; 9];
-        (sites[1], sites[4], sites[8]) = (Site::Resident, Site::Cpu, Site::Resident);
-        let all = pieces(&shape, &Plan::of(sites));
+        let mut placements = vec![Placement::Gpu; 9];
+        (placements[1], placements[4], placements[8]) =
+            (Placement::Resident, Placement::Cpu, Placement::Resident);
+        let all = pieces(&shape, &Plan::of(placements));
         let fetched: Vec<_> =
             all.iter().filter(|(piece, _)| matches!(piece, Piece::Fetched { .. })).collect();
         let order: Vec<usize> = fetched.iter().map(|(piece, _)| piece.subgroup()).collect();
@@ -155,7 +156,7 @@ mod tests {
         let events: Vec<_> = fetched.iter().map(|(_, event)| *event).collect();
         assert_eq!(
             events,
-            [None, None, None, Some(Event::Home(0)), Some(Event::Home(2)), Some(Event::Home(3))]
+            [None, None, None, Some(LaneEvent::Home(0)), Some(LaneEvent::Home(2)), Some(LaneEvent::Home(3))]
         );
         let residents: Vec<usize> =
             all.iter().map(|(piece, _)| piece.subgroup()).filter(|at| [1, 8].contains(at)).collect();
@@ -170,8 +171,8 @@ mod tests {
 
     #[test]
     fn residents_alone_are_held_back_too() {
-        let all = pieces(&Shape::uniform(40, 100), &Plan::of(vec![Site::Resident; 40]));
+        let all = pieces(&Shape::uniform(40, 100), &Plan::of(vec![Placement::Resident; 40]));
         assert_eq!(all[31], (Piece::Resident { subgroup: 31 }, None));
-        assert_eq!(all[32], (Piece::Resident { subgroup: 32 }, Some(Event::Ready(0))));
+        assert_eq!(all[32], (Piece::Resident { subgroup: 32 }, Some(LaneEvent::Ready(0))));
     }
 }

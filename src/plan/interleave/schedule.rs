@@ -14,11 +14,11 @@
 //! - Copies of states are split into chunks, so that an upload (one copy) can run between two chunks on the copy engine
 //!   of its direction. The CPU is idle while both staging buffers wait for their upload.
 //! - Prefetch, flush, upload and the updates of residents have separate lanes. Residents fill the idle time of the GPU.
-//! - A flush may continue into the next iteration. Commands that need its result wait for [`Event::Home`].
+//! - A flush may continue into the next iteration. Commands that need its result wait for [`LaneEvent::Home`].
 #![forbid(unsafe_code)]
 
-use super::sites::{Plan, Site};
-use super::{GpuGrads, Shape, Wire};
+use super::placements::{Placement, Plan};
+use super::{GpuGrads, Shape, TransferDtype};
 use crate::error::Result;
 
 /// Number of chunk buffers for gradients, and of staging buffers for 16-bit parameters.
@@ -79,7 +79,7 @@ impl Lane {
 
 /// An event that lanes wait for. The index is a subgroup, a slot, or a buffer of a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Event {
+pub enum LaneEvent {
     /// The gradient of a subgroup is complete. The framework records it.
     Grad(usize),
     /// Forward and backward no longer read the 16-bit parameters of a subgroup. The framework records it.
@@ -95,7 +95,7 @@ pub enum Event {
     /// The subgroup in a slot is updated.
     SlotDone(usize),
     /// One array of a slot is flushed. The same array of the next subgroup may be fetched while the others are flushed.
-    SlotFree(usize, State),
+    SlotFree(usize, StateArray),
     /// The state of a subgroup is in host memory.
     Home(usize),
     /// The state of a new resident is on the GPU.
@@ -169,7 +169,7 @@ pub const NUMBERED_EDGES: [Edge; 13] = [
 
 /// One of the f32 arrays of a subgroup's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum State {
+pub enum StateArray {
     /// First moment.
     ExpAvg = 0,
     /// Second moment.
@@ -179,7 +179,7 @@ pub enum State {
 }
 
 /// The arrays of a state, in the order in which they are copied.
-pub const STATES: [State; 3] = [State::ExpAvg, State::ExpAvgSq, State::Param];
+pub const STATES: [StateArray; 3] = [StateArray::ExpAvg, StateArray::ExpAvgSq, StateArray::Param];
 
 /// A range of the parameters of a subgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -199,19 +199,19 @@ pub enum Work {
     /// Copies part of a gradient to the host: from a chunk buffer, or unchanged if `buffer` is `None`.
     GradOut { subgroup: usize, part: Part, buffer: Option<usize> },
     /// Copies part of a state into a slot.
-    Prefetch { subgroup: usize, slot: usize, state: State, part: Part },
+    Prefetch { subgroup: usize, slot: usize, state: StateArray, part: Part },
     /// Copies part of a gradient from the host into a slot.
     FetchGrad { subgroup: usize, slot: usize, part: Part },
     /// Updates the subgroup in a slot, and writes its 16-bit parameters.
     GpuStep { subgroup: usize, slot: usize },
     /// Copies part of a state from a slot to host memory.
-    Flush { subgroup: usize, slot: usize, state: State, part: Part },
+    Flush { subgroup: usize, slot: usize, state: StateArray, part: Part },
     /// Updates a resident, and writes its 16-bit parameters.
     ResidentStep { subgroup: usize },
     /// Copies part of the state of a new resident to the GPU.
-    Admit { subgroup: usize, state: State, part: Part },
+    Admit { subgroup: usize, state: StateArray, part: Part },
     /// Copies part of the state of a former resident to host memory.
-    Evict { subgroup: usize, state: State, part: Part },
+    Evict { subgroup: usize, state: StateArray, part: Part },
     /// Updates a subgroup in host memory and rounds its parameters into a staging buffer.
     CpuStep { subgroup: usize, stage: usize },
     /// Copies a staging buffer to the 16-bit parameters on the GPU.
@@ -272,9 +272,9 @@ impl Work {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
     /// Delays the later commands of the lane until the event. The edge is the reason.
-    Wait(Lane, Event, Edge),
+    Wait(Lane, LaneEvent, Edge),
     /// Records the event after all commands that the lane has so far.
-    Record(Lane, Event),
+    Record(Lane, LaneEvent),
     /// Does the work on the lane.
     Run(Lane, Work),
 }
@@ -288,56 +288,57 @@ impl<F: FnMut(Command) -> Result<()>> Sink for F {}
 /// Copies the gradient of a subgroup to the host during backward: for CPU subgroups, and for GPU subgroups with
 /// [`GpuGrads::Fetched`]. Does nothing for other subgroups.
 pub fn gradient_out(shape: &Shape, plan: &Plan, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
-    let goes_home = match plan.site(subgroup) {
-        Site::Cpu => true,
-        Site::Gpu => shape.gpu_grads == GpuGrads::Fetched,
-        Site::Resident => false,
+    let goes_home = match plan.placement(subgroup) {
+        Placement::Cpu => true,
+        Placement::Gpu => shape.gpu_grads == GpuGrads::Fetched,
+        Placement::Resident => false,
     };
     if !goes_home {
         return Ok(());
     }
-    match shape.wire {
-        Wire::Delivered => return emit(Record(Lane::Model, Event::GradHome(subgroup))),
-        Wire::Native => {
-            emit(Wait(Lane::D2h, Event::Grad(subgroup), Edge::GradBeforeOut))?;
+    match shape.transfer_dtype {
+        TransferDtype::Delivered => return emit(Record(Lane::Model, LaneEvent::GradHome(subgroup))),
+        TransferDtype::Native => {
+            emit(Wait(Lane::D2h, LaneEvent::Grad(subgroup), Edge::GradBeforeOut))?;
             for part in parts(shape, subgroup) {
                 emit(Run(Lane::D2h, Work::GradOut { subgroup, part, buffer: None }))?;
             }
         }
-        Wire::F32 => {
-            emit(Wait(Lane::Cast, Event::Grad(subgroup), Edge::GradBeforeOut))?;
+        TransferDtype::F32 => {
+            emit(Wait(Lane::Cast, LaneEvent::Grad(subgroup), Edge::GradBeforeOut))?;
             for (nth, part) in parts(shape, subgroup).enumerate() {
                 let buffer = nth % PAIR;
-                emit(Wait(Lane::Cast, Event::ChunkFree(buffer), Edge::ChunkFreeBeforeCast))?;
+                emit(Wait(Lane::Cast, LaneEvent::ChunkFree(buffer), Edge::ChunkFreeBeforeCast))?;
                 emit(Run(Lane::Cast, Work::Cast { subgroup, part, buffer }))?;
-                emit(Record(Lane::Cast, Event::ChunkFull(buffer)))?;
-                emit(Wait(Lane::D2h, Event::ChunkFull(buffer), Edge::CastBeforeOut))?;
+                emit(Record(Lane::Cast, LaneEvent::ChunkFull(buffer)))?;
+                emit(Wait(Lane::D2h, LaneEvent::ChunkFull(buffer), Edge::CastBeforeOut))?;
                 emit(Run(Lane::D2h, Work::GradOut { subgroup, part, buffer: Some(buffer) }))?;
-                emit(Record(Lane::D2h, Event::ChunkFree(buffer)))?;
+                emit(Record(Lane::D2h, LaneEvent::ChunkFree(buffer)))?;
             }
         }
     }
-    emit(Record(Lane::D2h, Event::GradHome(subgroup)))
+    emit(Record(Lane::D2h, LaneEvent::GradHome(subgroup)))
 }
 
 /// Moves the states of subgroups that become residents, or stop being residents, from plan `from` to plan `to`.
 pub fn change_residents(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl Sink) -> Result<()> {
     for subgroup in 0..shape.count() {
-        let (was, is) = (from.site(subgroup) == Site::Resident, to.site(subgroup) == Site::Resident);
+        let (was, is) =
+            (from.placement(subgroup) == Placement::Resident, to.placement(subgroup) == Placement::Resident);
         if was && !is {
-            emit(Wait(Lane::D2h, Event::Settled(subgroup), Edge::SettledBeforeEvict))?;
-            emit(Wait(Lane::D2h, Event::Ready(subgroup), Edge::ReadyBeforeEvict))?;
+            emit(Wait(Lane::D2h, LaneEvent::Settled(subgroup), Edge::SettledBeforeEvict))?;
+            emit(Wait(Lane::D2h, LaneEvent::Ready(subgroup), Edge::ReadyBeforeEvict))?;
             each_state(shape, subgroup, |state, part| {
                 emit(Run(Lane::D2h, Work::Evict { subgroup, state, part }))
             })?;
-            emit(Record(Lane::D2h, Event::Home(subgroup)))?;
+            emit(Record(Lane::D2h, LaneEvent::Home(subgroup)))?;
         }
         if is && !was {
-            emit(Wait(Lane::H2d, Event::Home(subgroup), Edge::HomeBeforeFetch))?;
+            emit(Wait(Lane::H2d, LaneEvent::Home(subgroup), Edge::HomeBeforeFetch))?;
             each_state(shape, subgroup, |state, part| {
                 emit(Run(Lane::H2d, Work::Admit { subgroup, state, part }))
             })?;
-            emit(Record(Lane::H2d, Event::Settled(subgroup)))?;
+            emit(Record(Lane::H2d, LaneEvent::Settled(subgroup)))?;
         }
     }
     Ok(())
@@ -346,28 +347,32 @@ pub fn change_residents(shape: &Shape, from: &Plan, to: &Plan, emit: &mut impl S
 /// The commands of the CPU thread for the `nth` CPU subgroup of a step.
 pub fn cpu_part(nth: usize, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
     let stage = nth % PAIR;
-    emit(Wait(Lane::Cpu, Event::GradHome(subgroup), Edge::GradHomeBeforeStep))?;
-    emit(Wait(Lane::Cpu, Event::Home(subgroup), Edge::HomeBeforeStep))?;
-    emit(Wait(Lane::Cpu, Event::StageFree(stage), Edge::StageFreeBeforeStep))?;
+    emit(Wait(Lane::Cpu, LaneEvent::GradHome(subgroup), Edge::GradHomeBeforeStep))?;
+    emit(Wait(Lane::Cpu, LaneEvent::Home(subgroup), Edge::HomeBeforeStep))?;
+    emit(Wait(Lane::Cpu, LaneEvent::StageFree(stage), Edge::StageFreeBeforeStep))?;
     emit(Run(Lane::Cpu, Work::CpuStep { subgroup, stage }))?;
-    emit(Wait(Lane::Upload, Event::ParamFree(subgroup), Edge::ReadBeforeWrite))?;
+    emit(Wait(Lane::Upload, LaneEvent::ParamFree(subgroup), Edge::ReadBeforeWrite))?;
     emit(Run(Lane::Upload, Work::Upload { subgroup, stage }))?;
-    emit(Record(Lane::Upload, Event::StageFree(stage)))?;
-    emit(Record(Lane::Upload, Event::Ready(subgroup)))
+    emit(Record(Lane::Upload, LaneEvent::StageFree(stage)))?;
+    emit(Record(Lane::Upload, LaneEvent::Ready(subgroup)))
 }
 
 /// Makes `reader` wait for the updated 16-bit parameters of a subgroup. For a CPU subgroup, the caller must first wait
 /// until the CPU thread has enqueued the upload.
 pub fn publish(subgroup: usize, reader: Lane, emit: &mut impl Sink) -> Result<()> {
-    emit(Wait(reader, Event::Ready(subgroup), Edge::ReadyBeforeRead))
+    emit(Wait(reader, LaneEvent::Ready(subgroup), Edge::ReadyBeforeRead))
 }
 
 /// Makes the caller wait until the state of a subgroup is in host memory.
 pub fn drain(subgroup: usize, emit: &mut impl Sink) -> Result<()> {
-    emit(Wait(Lane::Caller, Event::Home(subgroup), Edge::HomeBeforeRead))
+    emit(Wait(Lane::Caller, LaneEvent::Home(subgroup), Edge::HomeBeforeRead))
 }
 
-fn each_state(shape: &Shape, subgroup: usize, mut copy: impl FnMut(State, Part) -> Result<()>) -> Result<()> {
+fn each_state(
+    shape: &Shape,
+    subgroup: usize,
+    mut copy: impl FnMut(StateArray, Part) -> Result<()>,
+) -> Result<()> {
     STATES.into_iter().try_for_each(|state| parts(shape, subgroup).try_for_each(|part| copy(state, part)))
 }
 

@@ -126,10 +126,10 @@ impl Sim {
         }
     }
 
-    fn placed(&self, hints: &[f64]) -> Placement {
+    fn placed(&self, hints: &[f64]) -> SubgroupPlacement {
         let plan = |speed: &f64| PathPlan { speed: *speed, capacity: u64::MAX };
         let plans: Vec<PathPlan> = hints.iter().map(plan).collect();
-        Placement::new(&plans, None, vec![self.unit; self.subgroups * self.pieces]).unwrap()
+        SubgroupPlacement::new(&plans, None, vec![self.unit; self.subgroups * self.pieces]).unwrap()
     }
 
     /// Starts the transfers of a subgroup, one on each path that has a part of it. Returns the number of transfers.
@@ -156,7 +156,7 @@ impl Sim {
     }
 
     /// Runs one update of all subgroups, in the opposite direction of the last update. Returns the seconds.
-    fn round(&mut self, placement: &mut Placement) -> f64 {
+    fn round(&mut self, placement: &mut SubgroupPlacement) -> f64 {
         let began = self.now;
         self.backwards = !self.backwards;
         let mut order: VecDeque<usize> = (0..self.subgroups).collect();
@@ -193,7 +193,7 @@ impl Sim {
     }
 
     /// Ends the next transfer and returns it; `None` if no transfer is in flight.
-    fn finish_next(&mut self, placement: &mut Placement) -> Option<Transfer> {
+    fn finish_next(&mut self, placement: &mut SubgroupPlacement) -> Option<Transfer> {
         let servers = (0..self.paths.len()).flat_map(|path| [(path, 0), (path, 1)]);
         let ends =
             servers.filter_map(|(path, server)| Some((path, server, self.paths[path].servers[server].done?)));
@@ -230,7 +230,7 @@ impl Sim {
             * if self.paths[0].kind == Kind::Disk { 2 * self.subgroups } else { self.subgroups + 1 } as f64
     }
 
-    fn run(&mut self, placement: &mut Placement, rounds: usize) -> Vec<f64> {
+    fn run(&mut self, placement: &mut SubgroupPlacement, rounds: usize) -> Vec<f64> {
         (0..rounds).map(|_| self.round(placement) / self.best()).collect()
     }
 
@@ -293,7 +293,7 @@ fn a_path_that_slows_down_and_recovers_is_followed_without_flapping() {
         let mut sim = Sim::new(kind, &speeds, 0.10);
         let mut placement = sim.placed(&speeds);
         sim.run(&mut placement, 5);
-        let settled = |sim: &mut Sim, placement: &mut Placement, what: &str| {
+        let settled = |sim: &mut Sim, placement: &mut SubgroupPlacement, what: &str| {
             let what = format!("{kind:?}, {what}");
             sim.run(placement, 12);
             let moved = placement.moved();
@@ -339,18 +339,19 @@ fn the_users_ratio_stands_whatever_is_observed() {
     let paths = [PathPlan { speed: 5.3, capacity: u64::MAX }, PathPlan { speed: 3.6, capacity: u64::MAX }];
     let mut sim = Sim::new(Kind::Disk, &[1.0 * GB, 9.0 * GB], 0.0);
     let units = sim.units();
-    let mut placement = Placement::new(&paths, Some(&[3.0, 1.0]), vec![sim.unit; units as usize]).unwrap();
+    let mut placement =
+        SubgroupPlacement::new(&paths, Some(&[3.0, 1.0]), vec![sim.unit; units as usize]).unwrap();
     assert_eq!(placement.load(0), units * 3 / 4 * sim.unit);
     sim.run(&mut placement, 4);
     assert_eq!((placement.load(0), placement.moved()), (units * 3 / 4 * sim.unit, 0));
-    assert!(Placement::new(&paths, Some(&[1.0]), vec![]).is_err());
+    assert!(SubgroupPlacement::new(&paths, Some(&[1.0]), vec![]).is_err());
 }
 
 #[test]
 fn capacity_is_kept_and_no_room_at_all_is_said() {
     const UNIT: u64 = 64 * MIB;
     let paths = [PathPlan { speed: 9.0, capacity: 3 * UNIT }, PathPlan { speed: 1.0, capacity: 7 * UNIT }];
-    let mut placement = Placement::new(&paths, None, vec![UNIT; 10]).unwrap();
+    let mut placement = SubgroupPlacement::new(&paths, None, vec![UNIT; 10]).unwrap();
     assert_eq!((placement.load(0), placement.load(1)), (3 * UNIT, 7 * UNIT));
     for unit in 0..10 {
         assert_eq!(placement.flush(unit), Some(placement.home(unit)));
@@ -358,7 +359,7 @@ fn capacity_is_kept_and_no_room_at_all_is_said() {
     placement.drain(0, true);
     let stuck = (0..10).find(|unit| placement.home(*unit) == 0).unwrap();
     assert_eq!(placement.flush(stuck), None);
-    assert!(matches!(Placement::new(&paths, None, vec![UNIT; 11]), Err(Error::LimitReached(_))));
+    assert!(matches!(SubgroupPlacement::new(&paths, None, vec![UNIT; 11]), Err(Error::LimitReached(_))));
 }
 
 #[test]

@@ -1,11 +1,11 @@
-//! The update site of every subgroup.
+//! The placement of every subgroup: the processor that updates it, and the memory of its state.
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
 
 /// The processor that updates a subgroup, and where the state is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Site {
+pub enum Placement {
     /// The CPU; the state is in host memory.
     Cpu,
     /// The GPU; the state is in host memory, and is fetched and flushed in every step.
@@ -14,21 +14,21 @@ pub enum Site {
     Resident,
 }
 
-/// The site of every subgroup, for one step.
+/// The placement of every subgroup, for one step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    sites: Vec<Site>,
+    placements: Vec<Placement>,
 }
 
 impl Plan {
-    /// A plan with these sites; residents may be at any position.
-    pub fn of(sites: Vec<Site>) -> Plan {
-        Plan { sites }
+    /// A plan with these placements; residents may be at any position.
+    pub fn of(placements: Vec<Placement>) -> Plan {
+        Plan { placements }
     }
 
     /// A plan with all `count` subgroups on the CPU.
     pub fn cpu(count: usize) -> Plan {
-        Plan::of(vec![Site::Cpu; count])
+        Plan::of(vec![Placement::Cpu; count])
     }
 
     /// `gpu` subgroups on the GPU, spread evenly among the subgroups that are not resident, and `residents` at the end.
@@ -38,7 +38,8 @@ impl Plan {
     pub fn even(count: usize, gpu: usize, residents: usize) -> Result<Plan> {
         let dynamic = dynamic_of(count, residents)?;
         if gpu > dynamic {
-            return Err(Error::invalid("gpu", format!("{gpu} of {dynamic} subgroups that are not resident")));
+            let reason = format!("is {gpu}, but only {dynamic} subgroups are not resident");
+            return Err(Error::invalid("parameter", reason));
         }
         let share =
             |index: usize| (index as u128 * gpu as u128 + dynamic as u128 / 2) / dynamic.max(1) as u128;
@@ -54,40 +55,42 @@ impl Plan {
     }
 
     fn with_residents(dynamic: usize, residents: usize, on_gpu: impl Fn(usize) -> bool) -> Plan {
-        let site = |index| if on_gpu(index) { Site::Gpu } else { Site::Cpu };
-        Plan::of((0..dynamic).map(site).chain(std::iter::repeat_n(Site::Resident, residents)).collect())
+        let placement = |index| if on_gpu(index) { Placement::Gpu } else { Placement::Cpu };
+        Plan::of(
+            (0..dynamic).map(placement).chain(std::iter::repeat_n(Placement::Resident, residents)).collect(),
+        )
     }
 
-    /// The sites, in order of subgroups.
-    pub fn sites(&self) -> &[Site] {
-        &self.sites
+    /// The placements, in order of subgroups.
+    pub fn placements(&self) -> &[Placement] {
+        &self.placements
     }
 
-    /// The site of a subgroup. Panics if the index is out of range.
-    pub fn site(&self, subgroup: usize) -> Site {
-        self.sites[subgroup]
+    /// The placement of a subgroup. Panics if the index is out of range.
+    pub fn placement(&self, subgroup: usize) -> Placement {
+        self.placements[subgroup]
     }
 
     /// Number of subgroups.
     pub fn count(&self) -> usize {
-        self.sites.len()
+        self.placements.len()
     }
 
-    /// The indices of the subgroups of one site, ascending.
-    pub fn on(&self, site: Site) -> impl Iterator<Item = usize> + '_ {
-        self.sites.iter().enumerate().filter(move |(_, at)| **at == site).map(|(index, _)| index)
+    /// The indices of the subgroups of one placement, ascending.
+    pub fn on(&self, placement: Placement) -> impl Iterator<Item = usize> + '_ {
+        self.placements.iter().enumerate().filter(move |(_, at)| **at == placement).map(|(index, _)| index)
     }
 
-    /// Number of subgroups of one site.
-    pub fn count_on(&self, site: Site) -> usize {
-        self.on(site).count()
+    /// Number of subgroups of one placement.
+    pub fn count_on(&self, placement: Placement) -> usize {
+        self.on(placement).count()
     }
 }
 
 fn dynamic_of(count: usize, residents: usize) -> Result<usize> {
-    count
-        .checked_sub(residents)
-        .ok_or_else(|| Error::invalid("residents", format!("{residents} of {count} subgroups")))
+    count.checked_sub(residents).ok_or_else(|| {
+        Error::invalid("residents", format!("is {residents}, but there are {count} subgroups"))
+    })
 }
 
 #[cfg(test)]
@@ -95,12 +98,12 @@ mod tests {
     use super::*;
 
     fn letters(plan: &Plan) -> String {
-        let letter = |site: &Site| match site {
-            Site::Cpu => 'c',
-            Site::Gpu => 'G',
-            Site::Resident => 'R',
+        let letter = |placement: &Placement| match placement {
+            Placement::Cpu => 'c',
+            Placement::Gpu => 'G',
+            Placement::Resident => 'R',
         };
-        plan.sites().iter().map(letter).collect()
+        plan.placements().iter().map(letter).collect()
     }
 
     #[test]
@@ -112,16 +115,28 @@ mod tests {
                         assert!(gpu + residents > count);
                         continue;
                     };
-                    assert_eq!((plan.count_on(Site::Gpu), plan.count_on(Site::Resident)), (gpu, residents));
-                    assert!(plan.sites().iter().rev().take(residents).all(|site| *site == Site::Resident));
-                    let at: Vec<usize> = plan.on(Site::Gpu).collect();
+                    assert_eq!(
+                        (plan.count_on(Placement::Gpu), plan.count_on(Placement::Resident)),
+                        (gpu, residents)
+                    );
+                    assert!(
+                        plan.placements()
+                            .iter()
+                            .rev()
+                            .take(residents)
+                            .all(|placement| *placement == Placement::Resident)
+                    );
+                    let at: Vec<usize> = plan.on(Placement::Gpu).collect();
                     let gaps: Vec<usize> = at.windows(2).map(|pair| pair[1] - pair[0]).collect();
                     if let (Some(least), Some(most)) = (gaps.iter().min(), gaps.iter().max()) {
                         assert!(most - least <= 1, "{}", letters(&plan));
                     }
                     let dynamic = count - residents;
                     if gpu > 0 && 2 * gpu < dynamic {
-                        assert_eq!((plan.site(0), plan.site(dynamic - 1)), (Site::Cpu, Site::Cpu));
+                        assert_eq!(
+                            (plan.placement(0), plan.placement(dynamic - 1)),
+                            (Placement::Cpu, Placement::Cpu)
+                        );
                     }
                 }
             }

@@ -17,11 +17,11 @@ use crate::error::{Error, Result};
 use crate::gpu::device::Device;
 use crate::gpu::kernels::Kernels;
 use crate::gpu::memory::Registry;
-use crate::gpu::stream::{Event as DriverEvent, Stream};
+use crate::gpu::stream::{GpuEvent, Stream};
 use crate::kernel::AdamRule;
 use crate::plan::interleave::Shape;
-use crate::plan::interleave::schedule::{Command, Event, Lane, Part, Work};
-use crate::plan::interleave::sites::Plan;
+use crate::plan::interleave::placements::Plan;
+use crate::plan::interleave::schedule::{Command, Lane, LaneEvent, Part, Work};
 
 /// Lanes that are CUDA streams.
 const STREAMS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];
@@ -34,7 +34,7 @@ pub struct Gpu {
     /// One stream per lane.
     streams: HashMap<Lane, Stream>,
     clock: Stream,
-    events: Mutex<HashMap<Event, Arc<DriverEvent>>>,
+    events: Mutex<HashMap<LaneEvent, Arc<GpuEvent>>>,
     memory: Memory,
     rules: Mutex<Arc<[AdamRule]>>,
     opened: Instant,
@@ -43,7 +43,7 @@ pub struct Gpu {
 
 /// A point in GPU time whose host time is known, in seconds since the backend was created.
 struct Mark {
-    event: DriverEvent,
+    event: GpuEvent,
     at: f64,
 }
 
@@ -51,10 +51,10 @@ struct Mark {
 struct Times {
     mark: Option<Arc<Mark>>,
     /// Start events of work whose end is not enqueued yet.
-    begun: HashMap<Lane, (Arc<Mark>, DriverEvent)>,
-    under_way: Vec<(Lane, Work, Arc<Mark>, DriverEvent, DriverEvent)>,
+    begun: HashMap<Lane, (Arc<Mark>, GpuEvent)>,
+    under_way: Vec<(Lane, Work, Arc<Mark>, GpuEvent, GpuEvent)>,
     ran: Vec<Timing>,
-    spare: Vec<DriverEvent>,
+    spare: Vec<GpuEvent>,
 }
 
 impl Gpu {
@@ -84,19 +84,19 @@ impl Gpu {
         })
     }
 
-    fn event(&self, event: Event) -> Result<Arc<DriverEvent>> {
+    fn event(&self, event: LaneEvent) -> Result<Arc<GpuEvent>> {
         let mut events = lock(&self.events);
         if let Some(known) = events.get(&event) {
             return Ok(Arc::clone(known));
         }
-        let made = Arc::new(DriverEvent::new(&self.device)?);
+        let made = Arc::new(GpuEvent::new(&self.device)?);
         events.insert(event, Arc::clone(&made));
         Ok(made)
     }
 
     /// Frees the memory of former residents whose states have reached host memory.
     fn free_evicted(&self) -> Result<()> {
-        self.memory.free_evicted(|subgroup| self.event(Event::Home(subgroup))?.done())
+        self.memory.free_evicted(|subgroup| self.event(LaneEvent::Home(subgroup))?.done())
     }
 
     fn run(&self, lane: Lane, work: Work) -> Result<()> {
@@ -134,7 +134,7 @@ impl Gpu {
         let Some(mark) = times.mark.clone().filter(|_| times.under_way.len() < MOST_TIMED) else {
             return Ok(());
         };
-        let start = times.spare.pop().map_or_else(|| DriverEvent::timing(&self.device), Ok)?;
+        let start = times.spare.pop().map_or_else(|| GpuEvent::timing(&self.device), Ok)?;
         stream.record(&start)?;
         times.begun.insert(lane, (mark, start));
         Ok(())
@@ -143,7 +143,7 @@ impl Gpu {
     fn end_timing(&self, stream: &Stream, lane: Lane, work: Work) -> Result<()> {
         let mut times = lock(&self.times);
         let Some((mark, start)) = times.begun.remove(&lane) else { return Ok(()) };
-        let end = times.spare.pop().map_or_else(|| DriverEvent::timing(&self.device), Ok)?;
+        let end = times.spare.pop().map_or_else(|| GpuEvent::timing(&self.device), Ok)?;
         stream.record(&end)?;
         times.under_way.push((lane, work, mark, start, end));
         Ok(())
@@ -152,7 +152,8 @@ impl Gpu {
 
 impl Backend for Gpu {
     fn play(&self, command: Command, model: Model) -> Result<()> {
-        let framework = || model.ok_or_else(|| Error::invalid("stream", "of the framework is needed"));
+        let framework =
+            || model.ok_or_else(|| Error::invalid("stream", "is missing; pass the framework's stream"));
         match command {
             Command::Run(lane, work) => self.run(lane, work),
             Command::Wait(lane, event, _) => {
@@ -182,7 +183,7 @@ impl Backend for Gpu {
 
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()> {
         self.free_evicted()?;
-        let event = DriverEvent::timing(&self.device)?;
+        let event = GpuEvent::timing(&self.device)?;
         self.clock.record(&event)?;
         let mark = Mark { event, at: self.opened.elapsed().as_secs_f64() };
         lock(&self.times).mark = Some(Arc::new(mark));
@@ -190,7 +191,7 @@ impl Backend for Gpu {
         Ok(())
     }
 
-    fn reached(&self, event: Event) -> Result<bool> {
+    fn reached(&self, event: LaneEvent) -> Result<bool> {
         self.event(event)?.done()
     }
 

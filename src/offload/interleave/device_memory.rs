@@ -11,12 +11,12 @@ use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam;
-use crate::optim::spread::Job;
-use crate::plan::interleave::schedule::{PAIR, Part, State, Work};
-use crate::plan::interleave::sites::{Plan, Site};
-use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::optim::parallel::Job;
+use crate::plan::interleave::placements::{Placement, Plan};
+use crate::plan::interleave::schedule::{PAIR, Part, StateArray, Work};
+use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
 use crate::pool::region::{Backing, Region};
-use crate::sys::lent::Lent;
+use crate::sys::shared_slice::SharedSlice;
 
 /// Bytes of an f32.
 const WORD: u64 = 4;
@@ -25,15 +25,15 @@ const WORD: u64 = 4;
 #[derive(Debug)]
 pub struct Pinned {
     span: HostSpan,
-    floats: Lent,
+    floats: SharedSlice,
     /// Set for memory that Spillway allocated; the registration in `span` keeps it alive, too.
     _region: Option<Arc<Region>>,
 }
 
 impl Pinned {
     /// Wraps the caller's pinned memory. Errors: the memory is not aligned to `dtype`.
-    pub fn lent(span: HostSpan, dtype: Dtype, argument: &'static str) -> Result<Pinned> {
-        let floats = Lent::over(span.span(), dtype)
+    pub fn from_span(span: HostSpan, dtype: Dtype, argument: &'static str) -> Result<Pinned> {
+        let floats = SharedSlice::from_span(span.span(), dtype)
             .ok_or_else(|| Error::invalid(argument, format!("is not aligned to {}", dtype.name())))?;
         Ok(Pinned { span, floats, _region: None })
     }
@@ -42,7 +42,7 @@ impl Pinned {
         let bytes = (len * dtype.size() as u64).max(1) as usize;
         let region = Region::open(bytes, Backing { huge: true, lock: true, node: None })?;
         let span = region.span().part(0, len as usize * dtype.size());
-        let pinned = Pinned::lent(registry.host(span, "buffer")?, dtype, "buffer")?;
+        let pinned = Pinned::from_span(registry.host(span, "buffer")?, dtype, "buffer")?;
         Ok(Pinned { _region: Some(region), ..pinned })
     }
 
@@ -96,22 +96,22 @@ impl Subgroup {
 }
 
 /// Device memory for the three states of a subgroup, one after the other, and optionally for a gradient.
-struct Slot {
+struct DeviceSlot {
     memory: DeviceMemory,
     stride: u64,
     grad: Dtype,
 }
 
-impl Slot {
-    fn new(device: &Arc<Device>, len: u64, grad: Option<Dtype>) -> Result<Slot> {
+impl DeviceSlot {
+    fn new(device: &Arc<Device>, len: u64, grad: Option<Dtype>) -> Result<DeviceSlot> {
         // Kernels require an alignment of 16 bytes; the driver aligns the start.
         let stride = (len * WORD).next_multiple_of(256);
         let extra = grad.map_or(0, |dtype| len * dtype.size() as u64);
         let memory = DeviceMemory::new(device, 3 * stride + extra)?;
-        Ok(Slot { memory, stride, grad: grad.unwrap_or(Dtype::F32) })
+        Ok(DeviceSlot { memory, stride, grad: grad.unwrap_or(Dtype::F32) })
     }
 
-    fn state(&self, state: State, part: Part) -> Result<DeviceFloats> {
+    fn state(&self, state: StateArray, part: Part) -> Result<DeviceFloats> {
         let from = state as u64 * self.stride + part.from * WORD;
         DeviceFloats::new(self.memory.span().part(from, part.len * WORD), Dtype::F32, "slot")
     }
@@ -125,26 +125,26 @@ impl Slot {
     fn states(&self, len: u64) -> Result<DeviceStates> {
         let whole = Part { from: 0, len };
         Ok(DeviceStates {
-            exp_avg: self.state(State::ExpAvg, whole)?,
-            exp_avg_sq: self.state(State::ExpAvgSq, whole)?,
-            param: self.state(State::Param, whole)?,
+            exp_avg: self.state(StateArray::ExpAvg, whole)?,
+            exp_avg_sq: self.state(StateArray::ExpAvgSq, whole)?,
+            param: self.state(StateArray::Param, whole)?,
         })
     }
 }
 
 /// A value that is created at its first use.
-struct Late<T>(Mutex<Option<Arc<T>>>);
+struct Deferred<T>(Mutex<Option<Arc<T>>>);
 
-impl<T> Late<T> {
-    fn new() -> Late<T> {
-        Late(Mutex::new(None))
+impl<T> Deferred<T> {
+    fn new() -> Deferred<T> {
+        Deferred(Mutex::new(None))
     }
 
-    fn get(&self, make: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
-        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*made {
-            Some(made) => Ok(Arc::clone(made)),
-            None => Ok(Arc::clone(made.insert(Arc::new(make()?)))),
+    fn get(&self, create: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
+        let mut created = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*created {
+            Some(created) => Ok(Arc::clone(created)),
+            None => Ok(Arc::clone(created.insert(Arc::new(create()?)))),
         }
     }
 
@@ -162,14 +162,14 @@ pub struct Memory {
     subgroups: Vec<Subgroup>,
     /// Element type of gradients in host memory that Spillway allocated.
     sent: Dtype,
-    host_grads: Vec<Late<Pinned>>,
-    stages: [Late<Pinned>; PAIR],
-    slots: Vec<Late<Slot>>,
-    chunks: [Late<DeviceMemory>; PAIR],
-    residents: Vec<Late<Slot>>,
+    host_grads: Vec<Deferred<Pinned>>,
+    stages: [Deferred<Pinned>; PAIR],
+    slots: Vec<Deferred<DeviceSlot>>,
+    chunks: [Deferred<DeviceMemory>; PAIR],
+    residents: Vec<Deferred<DeviceSlot>>,
     /// Memory of former residents that copies to the host may still read. Freeing it earlier would make the driver wait
     /// for all streams.
-    evicted: Mutex<Vec<(usize, Arc<Slot>)>>,
+    evicted: Mutex<Vec<(usize, Arc<DeviceSlot>)>>,
 }
 
 impl Memory {
@@ -182,20 +182,23 @@ impl Memory {
         subgroups: Vec<Subgroup>,
     ) -> Result<Memory> {
         let grad = check(shape, &subgroups)?;
-        if shape.wire == Wire::F32 && grad == Dtype::F32 {
-            return Err(Error::invalid("wire", "widens gradients that are f32 already; take the native one"));
+        if shape.transfer_dtype == TransferDtype::F32 && grad == Dtype::F32 {
+            return Err(Error::invalid(
+                "transfer_dtype",
+                "is f32, but the gradients are f32 already; use native",
+            ));
         }
-        let late = |count: usize| (0..count).map(|_| Late::new()).collect();
+        let deferred = |count: usize| (0..count).map(|_| Deferred::new()).collect();
         Ok(Memory {
             device: Arc::clone(device),
             kernels: Arc::clone(kernels),
             registry: Arc::clone(registry),
-            sent: if shape.wire == Wire::F32 { Dtype::F32 } else { grad },
-            host_grads: (0..shape.count()).map(|_| Late::new()).collect(),
-            stages: [(); PAIR].map(|()| Late::new()),
-            slots: late(shape.slots),
-            chunks: [(); PAIR].map(|()| Late::new()),
-            residents: late(shape.count()),
+            sent: if shape.transfer_dtype == TransferDtype::F32 { Dtype::F32 } else { grad },
+            host_grads: (0..shape.count()).map(|_| Deferred::new()).collect(),
+            stages: [(); PAIR].map(|()| Deferred::new()),
+            slots: deferred(shape.slots),
+            chunks: [(); PAIR].map(|()| Deferred::new()),
+            residents: deferred(shape.count()),
             evicted: Mutex::default(),
             shape: shape.clone(),
             subgroups,
@@ -205,13 +208,14 @@ impl Memory {
     /// Refuses residents whose gradients are not in device memory, and allocates the slots of the plan. An allocation
     /// in the middle of a step would stall the GPU.
     pub fn accepts(&self, plan: &Plan) -> Result<()> {
-        let homeless =
-            plan.on(Site::Resident).find(|subgroup| self.subgroups[*subgroup].on_device().is_err());
-        if let Some(subgroup) = homeless {
-            let reason = format!("makes {subgroup} a resident, whose gradient is not in device memory");
+        let without_device_grad =
+            plan.on(Placement::Resident).find(|subgroup| self.subgroups[*subgroup].on_device().is_err());
+        if let Some(subgroup) = without_device_grad {
+            let reason =
+                format!("makes subgroup {subgroup} resident, but its gradient is not in device memory");
             return Err(Error::invalid("plan", reason));
         }
-        let slots = plan.count_on(Site::Gpu).min(self.slots.len());
+        let slots = plan.count_on(Placement::Gpu).min(self.slots.len());
         (0..slots).try_for_each(|slot| self.slot(slot).map(drop))
     }
 
@@ -265,14 +269,16 @@ impl Memory {
                 }
                 None => Ok(()),
             },
-            Work::CpuStep { .. } => Err(Error::Unsupported("the CPU's part is no work for a stream".into())),
+            Work::CpuStep { .. } => {
+                Err(Error::Unsupported("a step on the CPU cannot run on a stream".into()))
+            }
         }
     }
 
     /// Updates a subgroup on the calling thread. Errors: the work belongs to the GPU.
     pub fn step_on_cpu(&self, work: Work, rules: &[AdamRule]) -> Result<()> {
         let Work::CpuStep { subgroup, stage } = work else {
-            return Err(Error::Unsupported("the GPU's part is no work for a thread".into()));
+            return Err(Error::Unsupported("work of the GPU cannot run on a CPU thread".into()));
         };
         let own = &self.subgroups[subgroup];
         let len = self.shape.sizes[subgroup] as usize;
@@ -311,7 +317,7 @@ impl Memory {
         &self,
         stream: &Stream,
         subgroup: usize,
-        at: &Slot,
+        at: &DeviceSlot,
         grad: DeviceFloats,
         rules: &[AdamRule],
     ) -> Result<()> {
@@ -325,10 +331,10 @@ impl Memory {
 
     /// Copies a part of a resident's state to host memory. After the last part the resident's memory is kept in
     /// `evicted` until all copies are complete.
-    fn evict(&self, stream: &Stream, subgroup: usize, state: State, part: Part) -> Result<()> {
+    fn evict(&self, stream: &Stream, subgroup: usize, state: StateArray, part: Part) -> Result<()> {
         let home = self.subgroups[subgroup].states[state as usize].part(part);
         stream.download(self.resident(subgroup)?.state(state, part)?.span(), &home)?;
-        if state == State::Param && part.from + part.len == self.shape.sizes[subgroup] {
+        if state == StateArray::Param && part.from + part.len == self.shape.sizes[subgroup] {
             let gone = self.residents[subgroup].take();
             self.evicted().extend(gone.map(|slot| (subgroup, slot)));
         }
@@ -348,7 +354,7 @@ impl Memory {
         Ok(())
     }
 
-    fn evicted(&self) -> MutexGuard<'_, Vec<(usize, Arc<Slot>)>> {
+    fn evicted(&self) -> MutexGuard<'_, Vec<(usize, Arc<DeviceSlot>)>> {
         self.evicted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -365,13 +371,13 @@ impl Memory {
         self.stages[stage].get(|| Pinned::new(&self.registry, dtype, self.shape.largest()))
     }
 
-    fn slot(&self, slot: usize) -> Result<Arc<Slot>> {
+    fn slot(&self, slot: usize) -> Result<Arc<DeviceSlot>> {
         let grad = (self.shape.gpu_grads == GpuGrads::Fetched).then_some(self.sent);
-        self.slots[slot].get(|| Slot::new(&self.device, self.shape.largest(), grad))
+        self.slots[slot].get(|| DeviceSlot::new(&self.device, self.shape.largest(), grad))
     }
 
-    fn resident(&self, subgroup: usize) -> Result<Arc<Slot>> {
-        self.residents[subgroup].get(|| Slot::new(&self.device, self.shape.sizes[subgroup], None))
+    fn resident(&self, subgroup: usize) -> Result<Arc<DeviceSlot>> {
+        self.residents[subgroup].get(|| DeviceSlot::new(&self.device, self.shape.sizes[subgroup], None))
     }
 
     fn chunk(&self, buffer: usize, part: Part) -> Result<DeviceFloats> {
@@ -382,30 +388,42 @@ impl Memory {
 }
 
 fn rule_of(rules: &[AdamRule], subgroup: usize) -> Result<AdamRule> {
-    rules.get(subgroup).or(rules.first()).copied().ok_or_else(|| Error::invalid("rules", "are missing"))
+    rules
+        .get(subgroup)
+        .or(rules.first())
+        .copied()
+        .ok_or_else(|| Error::invalid("rules", "no optimizer options were passed"))
 }
 
 /// Checks that the arrays match `shape`, and returns the element type of all gradients.
 fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
     if subgroups.len() != shape.count() {
-        let reason = format!("are {}, the shape has {}", subgroups.len(), shape.count());
+        let reason = format!("there are {}, but the shape has {}", subgroups.len(), shape.count());
         return Err(Error::invalid("subgroups", reason));
     }
     let grad = subgroups.first().map_or(Dtype::Bf16, Subgroup::grad_dtype);
     let copy = subgroups.first().and_then(|subgroup| subgroup.copy).map(|copy| copy.dtype());
     for (index, (subgroup, size)) in subgroups.iter().zip(&shape.sizes).enumerate() {
-        let refuse =
-            |what: &str| Err(Error::invalid(format!("subgroups[{index}].{what}"), "does not fit the others"));
+        let refuse = |what: &str| {
+            Err(Error::invalid(
+                format!("subgroups[{index}].{what}"),
+                "has another type or length than needed",
+            ))
+        };
         let fits =
             |pinned: &Pinned, dtype| pinned.floats.dtype() == dtype && pinned.floats.len() as u64 == *size;
         if !subgroup.states.iter().all(|state| fits(state, Dtype::F32)) {
             return refuse("states");
         }
         let delivered = match &subgroup.grad {
-            Grad::Delivered { host, .. } => fits(host, grad) && shape.wire == Wire::Delivered,
-            Grad::Device(_) => shape.wire != Wire::Delivered,
+            Grad::Delivered { host, .. } => {
+                fits(host, grad) && shape.transfer_dtype == TransferDtype::Delivered
+            }
+            Grad::Device(_) => shape.transfer_dtype != TransferDtype::Delivered,
             Grad::Home(host) => {
-                fits(host, grad) && shape.wire == Wire::Delivered && shape.gpu_grads == GpuGrads::Fetched
+                fits(host, grad)
+                    && shape.transfer_dtype == TransferDtype::Delivered
+                    && shape.gpu_grads == GpuGrads::Fetched
             }
         };
         let other = |device: DeviceFloats| device.dtype() != grad || device.len() != *size;

@@ -16,20 +16,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::machine::Machine;
-use super::recalibrate::Meter;
+use super::recalibrate::RateMeter;
 use super::{Backend, Model, Timing};
 use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
 use crate::plan::interleave::pieces;
-use crate::plan::interleave::schedule::{self, Event, Lane};
-use crate::plan::interleave::sites::{Plan, Site};
+use crate::plan::interleave::placements::{Placement, Plan};
+use crate::plan::interleave::schedule::{self, Lane, LaneEvent};
 use crate::plan::interleave::{Rates, Shape};
+use crate::sys::per_process::PerProcess;
 use crate::sys::threads;
 
 /// The interleaved update of one rank. Thread-safe.
 pub struct Engine<B: Backend + 'static> {
-    process: u32,
-    inner: Arc<Inner<B>>,
+    inner: PerProcess<Arc<Inner<B>>>,
     worker: Arc<Worker>,
     watched: Mutex<Watched>,
 }
@@ -49,7 +49,7 @@ const MOST_UNSEEN: usize = 1 << 20;
 /// Timings of past steps, and the meter that learns from them.
 #[derive(Default)]
 struct Watched {
-    meter: Option<Meter>,
+    meter: Option<RateMeter>,
     /// Timings that the meter has not observed yet.
     unseen: Vec<Timing>,
     /// Timings since the last step began.
@@ -75,7 +75,7 @@ impl<B: Backend + 'static> Engine<B> {
     pub fn new(shape: Shape, backend: B) -> Result<Engine<B>> {
         let machine = Mutex::new(Machine::new(shape)?);
         let inner = Arc::new(Inner { backend, machine, changed: Condvar::new() });
-        Ok(Engine { process: std::process::id(), inner, worker: Arc::default(), watched: Mutex::default() })
+        Ok(Engine { inner: PerProcess::new(inner), worker: Arc::default(), watched: Mutex::default() })
     }
 
     /// The subgroups and settings, which never change.
@@ -92,20 +92,20 @@ impl<B: Backend + 'static> Engine<B> {
     pub fn set_plan(&self, plan: Plan) -> Result<()> {
         let mut machine = self.machine()?;
         if plan.count() == machine.shape().count() {
-            self.inner.backend.accepts(&plan)?;
+            self.inner()?.backend.accepts(&plan)?;
         }
-        machine.set_plan(plan, &mut |command| self.inner.backend.play(command, None))
+        machine.set_plan(plan, &mut |command| self.inner()?.backend.play(command, None))
     }
 
     /// Work already queued on `stream` produces the gradient of `subgroup`; its transfer may start.
     pub fn gradient(&self, subgroup: usize, stream: Model) -> Result<()> {
-        self.machine()?.gradient(subgroup, &mut |command| self.inner.backend.play(command, stream))
+        self.machine()?.gradient(subgroup, &mut |command| self.inner()?.backend.play(command, stream))
     }
 
     /// Work already queued on `stream` contains every read of the 16-bit parameters of `subgroup`, which may then be
     /// overwritten. [`Engine::begin`] implies this call for the remaining subgroups.
     pub fn params_free(&self, subgroup: usize, stream: Model) -> Result<()> {
-        self.machine()?.params_free(subgroup, &mut |command| self.inner.backend.play(command, stream))
+        self.machine()?.params_free(subgroup, &mut |command| self.inner()?.backend.play(command, stream))
     }
 
     /// Starts the step of all subgroups and returns. Every gradient must have been announced. `stream` is the
@@ -114,18 +114,21 @@ impl<B: Backend + 'static> Engine<B> {
         let mut machine = self.machine()?;
         let count = machine.shape().count();
         if rules.len() != 1 && rules.len() != count {
-            return Err(Error::invalid("rules", format!("are {}, there are {count} subgroups", rules.len())));
+            return Err(Error::invalid(
+                "rules",
+                format!("there are {}, but 1 or {count} are needed", rules.len()),
+            ));
         }
-        self.inner.backend.begin(rules.into())?;
-        self.collect().ran.clear();
-        machine.begin(&mut |command| self.inner.backend.play(command, stream))?;
-        let on_cpu = machine.plan().count_on(Site::Cpu);
+        self.inner()?.backend.begin(rules.into())?;
+        self.collect()?.ran.clear();
+        machine.begin(&mut |command| self.inner()?.backend.play(command, stream))?;
+        let on_cpu = machine.plan().count_on(Placement::Cpu);
         drop(machine);
         if on_cpu > 0 {
             self.start_worker("spillway-step", move |inner| inner.cpu_part(on_cpu))?;
         }
-        self.inner.gpu_part(true, usize::MAX)?;
-        match self.inner.lock().pieces_left() {
+        self.inner()?.gpu_part(true, usize::MAX)?;
+        match self.inner()?.lock().pieces_left() {
             0 => Ok(()),
             left => self.start_worker("spillway-feed", move |inner| drop(inner.gpu_part(false, left))),
         }
@@ -137,7 +140,7 @@ impl<B: Backend + 'static> Engine<B> {
         let mut machine = self.machine()?;
         machine.check(subgroup)?;
         while machine.is_stepping(subgroup) {
-            machine = self.inner.changed.wait(machine).unwrap_or_else(PoisonError::into_inner);
+            machine = self.inner()?.changed.wait(machine).unwrap_or_else(PoisonError::into_inner);
             machine.check(subgroup)?;
         }
         drop(machine);
@@ -145,14 +148,14 @@ impl<B: Backend + 'static> Engine<B> {
             Reader::Caller => (Lane::Caller, None),
             Reader::Stream(stream) => (Lane::Model, stream),
         };
-        schedule::publish(subgroup, lane, &mut |command| self.inner.backend.play(command, stream))
+        schedule::publish(subgroup, lane, &mut |command| self.inner()?.backend.play(command, stream))
     }
 
     /// True if the parameters of a subgroup are those of the last step begun.
     pub fn is_ready(&self, subgroup: usize) -> Result<bool> {
         let machine = self.machine()?;
         machine.check(subgroup)?;
-        Ok(!machine.is_stepping(subgroup) && self.inner.backend.reached(Event::Ready(subgroup))?)
+        Ok(!machine.is_stepping(subgroup) && self.inner()?.backend.reached(LaneEvent::Ready(subgroup))?)
     }
 
     /// [`Engine::publish`] for every subgroup. Flushes may still be in flight afterwards.
@@ -164,7 +167,7 @@ impl<B: Backend + 'static> Engine<B> {
     /// Sets initial rates; from then on [`Engine::replan`] corrects them with the timings of every step.
     pub fn calibrate(&self, rates: Rates) -> Result<()> {
         drop(self.machine()?);
-        self.watched().meter = Some(Meter::new(rates)?);
+        self.watched().meter = Some(RateMeter::new(rates)?);
         Ok(())
     }
 
@@ -179,11 +182,12 @@ impl<B: Backend + 'static> Engine<B> {
     pub fn replan(&self, backward: f64) -> Result<bool> {
         let (shape, present) = (self.shape()?, self.plan()?);
         let plan = {
-            let mut watched = self.collect();
+            let mut watched = self.collect()?;
             let unseen = std::mem::take(&mut watched.unseen);
             let meter = watched.meter.as_mut();
-            let meter =
-                meter.ok_or_else(|| Error::invalid("interleave", "was given no rates to begin with"))?;
+            let meter = meter.ok_or_else(|| {
+                Error::invalid("interleave", "was opened without rates, which a new plan needs")
+            })?;
             meter.observe(&shape, &unseen);
             meter.replan(&shape, &present, backward)?
         };
@@ -199,20 +203,21 @@ impl<B: Backend + 'static> Engine<B> {
     pub fn drain(&self) -> Result<()> {
         self.finish(Reader::Caller)?;
         let plan = self.plan()?;
-        let at_home = (0..plan.count()).filter(|subgroup| plan.site(*subgroup) != Site::Resident);
+        let at_home = (0..plan.count()).filter(|subgroup| plan.placement(*subgroup) != Placement::Resident);
         at_home.into_iter().try_for_each(|subgroup| {
-            schedule::drain(subgroup, &mut |command| self.inner.backend.play(command, None))
+            schedule::drain(subgroup, &mut |command| self.inner()?.backend.play(command, None))
         })
     }
 
     /// Subgroups whose state in host memory is not the state after the last step: residents, subgroups whose flush is
     /// in flight, and after a failure every subgroup in doubt.
     pub fn away(&self) -> Vec<usize> {
-        let Ok(machine) = self.machine() else { return Vec::new() };
+        let Ok(inner) = self.inner() else { return Vec::new() };
+        let machine = inner.lock();
         let home = |subgroup: &usize| {
-            machine.plan().site(*subgroup) != Site::Resident
+            machine.plan().placement(*subgroup) != Placement::Resident
                 && !machine.is_stepping(*subgroup)
-                && self.inner.backend.reached(Event::Home(*subgroup)).unwrap_or(false)
+                && inner.backend.reached(LaneEvent::Home(*subgroup)).unwrap_or(false)
         };
         (0..machine.shape().count()).filter(|subgroup| !home(subgroup)).collect()
     }
@@ -220,37 +225,40 @@ impl<B: Backend + 'static> Engine<B> {
     /// Timings since the last step began.
     pub fn ran(&self) -> Result<Vec<Timing>> {
         drop(self.machine()?);
-        Ok(self.collect().ran.clone())
+        Ok(self.collect()?.ran.clone())
     }
 
     /// Takes the timings from the backend: for the meter, if there is one, and for a trace.
-    fn collect(&self) -> MutexGuard<'_, Watched> {
+    fn collect(&self) -> Result<MutexGuard<'_, Watched>> {
         let mut watched = self.watched();
-        let new = self.inner.backend.timings();
+        let new = self.inner()?.backend.timings();
         if watched.meter.is_some() && watched.unseen.len() < MOST_UNSEEN {
             watched.unseen.extend_from_slice(&new);
         }
         watched.ran.extend(new);
-        watched
+        Ok(watched)
     }
 
     fn watched(&self) -> MutexGuard<'_, Watched> {
         self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Fails in a forked child of the process that opened the update.
+    pub fn check_process(&self) -> Result<()> {
+        self.inner().map(|_| ())
+    }
+
     fn machine(&self) -> Result<MutexGuard<'_, Machine>> {
-        match self.process == std::process::id() {
-            true => Ok(self.inner.lock()),
-            false => Err(Error::Unsupported(format!(
-                "this interleaved update belongs to process {}, which forked this one; a child opens its own",
-                self.process
-            ))),
-        }
+        Ok(self.inner()?.lock())
+    }
+
+    fn inner(&self) -> Result<&Arc<Inner<B>>> {
+        self.inner.check("the interleaved update")
     }
 
     /// Starts a thread of the step in flight. If the thread cannot start, the step fails.
     fn start_worker(&self, name: &'static str, work: impl FnOnce(&Inner<B>) + Send + 'static) -> Result<()> {
-        let (inner, worker) = (Arc::clone(&self.inner), Arc::clone(&self.worker));
+        let (inner, worker) = (Arc::clone(self.inner()?), Arc::clone(&self.worker));
         *worker.lock() += 1;
         let spawned = threads::spawn_quiet(name, move || {
             work(&inner);
@@ -261,7 +269,7 @@ impl<B: Backend + 'static> Engine<B> {
         spawned.or_else(|error| {
             *self.worker.lock() -= 1;
             let error = Error::system("starting a thread of the interleaved update", &error);
-            self.inner.done(0, Err(error))
+            self.inner()?.done(0, Err(error))
         })
     }
 }
@@ -315,8 +323,7 @@ impl Worker {
 
 impl<B: Backend + 'static> Drop for Engine<B> {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
-            std::mem::forget(Arc::clone(&self.inner));
+        if !self.inner.is_here() {
             return;
         }
         let mut running = self.worker.lock();

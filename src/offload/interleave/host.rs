@@ -1,7 +1,7 @@
 //! The backend without a device: its lanes are threads, its "device memory" is plain memory, its kernels are the CPU's.
 //! The CPU's kernels give the same bits as the GPU's.
 //!
-//! Every array is borrowed through [`Lent`], which checks readers and writers at run time. Missing order in the
+//! Every array is borrowed through [`SharedSlice`], which checks readers and writers at run time. Missing order in the
 //! schedule is therefore an error and not a wrong number.
 #![forbid(unsafe_code)]
 
@@ -15,27 +15,27 @@ use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam;
-use crate::optim::spread::Job;
-use crate::plan::interleave::schedule::{Command, Event, Lane, PAIR, Part, State, Work};
-use crate::plan::interleave::{GpuGrads, Shape, Wire};
-use crate::sys::lent::Lent;
+use crate::optim::parallel::Job;
+use crate::plan::interleave::schedule::{Command, Lane, LaneEvent, PAIR, Part, StateArray, Work};
+use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
+use crate::sys::shared_slice::SharedSlice;
 
 /// The arrays of one subgroup.
 #[derive(Debug)]
 pub struct Subgroup {
     /// First moment, second moment, parameter: f32, in host memory.
-    pub states: [Arc<Lent>; 3],
+    pub states: [Arc<SharedSlice>; 3],
     /// The gradient that the framework produces.
-    pub grad: Arc<Lent>,
+    pub grad: Arc<SharedSlice>,
     /// The 16-bit parameter that the model uses; `None` if the model uses the f32 parameter.
-    pub copy: Option<Arc<Lent>>,
+    pub copy: Option<Arc<SharedSlice>>,
 }
 
 /// Lanes that run on threads of this backend.
 const THREADS: [Lane; 6] = [Lane::Cast, Lane::D2h, Lane::H2d, Lane::Gpu, Lane::Resident, Lane::Upload];
 
 /// Maximum number of timings kept for a caller that never reads them.
-const MOST_TIMINGS: usize = 1 << 16;
+const MAX_TIMINGS: usize = 1 << 16;
 
 /// A simulated device, made of threads.
 pub struct Host {
@@ -68,7 +68,7 @@ impl Host {
             memory.execute(work, &rules)?;
             let end = opened.elapsed().as_secs_f64();
             let mut log = lock(&log);
-            if log.len() < MOST_TIMINGS {
+            if log.len() < MAX_TIMINGS {
                 log.push(Timing { lane, work, start, end });
             }
             Ok(())
@@ -90,7 +90,7 @@ impl Backend for Host {
         Ok(())
     }
 
-    fn reached(&self, event: Event) -> Result<bool> {
+    fn reached(&self, event: LaneEvent) -> Result<bool> {
         self.lanes.reached(event)
     }
 
@@ -105,47 +105,47 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// An array that is allocated at its first use.
 #[derive(Debug)]
-struct Late {
+struct DeferredArray {
     dtype: Dtype,
     len: usize,
-    lent: Mutex<Option<Arc<Lent>>>,
+    array: Mutex<Option<Arc<SharedSlice>>>,
 }
 
-impl Late {
-    fn new(dtype: Dtype, len: u64) -> Late {
-        Late { dtype, len: len as usize, lent: Mutex::new(None) }
+impl DeferredArray {
+    fn new(dtype: Dtype, len: u64) -> DeferredArray {
+        DeferredArray { dtype, len: len as usize, array: Mutex::new(None) }
     }
 
-    fn get(&self) -> Result<Arc<Lent>> {
-        let mut lent = lock(&self.lent);
-        match &*lent {
-            Some(made) => Ok(Arc::clone(made)),
+    fn get(&self) -> Result<Arc<SharedSlice>> {
+        let mut array = lock(&self.array);
+        match &*array {
+            Some(created) => Ok(Arc::clone(created)),
             None => {
-                let made = Arc::new(Lent::zeroed(self.dtype, self.len)?);
-                Ok(Arc::clone(lent.insert(made)))
+                let created = Arc::new(SharedSlice::zeroed(self.dtype, self.len)?);
+                Ok(Arc::clone(array.insert(created)))
             }
         }
     }
 
     fn free(&self) {
-        lock(&self.lent).take();
+        lock(&self.array).take();
     }
 }
 
-struct Slot {
-    states: [Late; 3],
-    grad: Late,
+struct HostSlot {
+    states: [DeferredArray; 3],
+    grad: DeferredArray,
 }
 
 /// All arrays that lanes read and write.
 struct Memory {
     shape: Shape,
     subgroups: Vec<Subgroup>,
-    host_grads: Vec<Late>,
-    residents: Vec<[Late; 3]>,
-    slots: Vec<Slot>,
-    chunks: [Late; PAIR],
-    stages: [Late; PAIR],
+    host_grads: Vec<DeferredArray>,
+    residents: Vec<[DeferredArray; 3]>,
+    slots: Vec<HostSlot>,
+    chunks: [DeferredArray; PAIR],
+    stages: [DeferredArray; PAIR],
 }
 
 impl Memory {
@@ -155,17 +155,17 @@ impl Memory {
             .iter()
             .find_map(|subgroup| subgroup.copy.as_ref())
             .map_or(Dtype::Bf16, |copy| copy.dtype());
-        let sent = if shape.wire == Wire::F32 { Dtype::F32 } else { grad };
-        let late = |dtype, len| Late::new(dtype, len);
-        let states = |len| [0, 1, 2].map(|_| late(Dtype::F32, len));
+        let sent = if shape.transfer_dtype == TransferDtype::F32 { Dtype::F32 } else { grad };
+        let deferred = |dtype, len| DeferredArray::new(dtype, len);
+        let states = |len| [0, 1, 2].map(|_| deferred(Dtype::F32, len));
         let largest = shape.largest();
-        let slot = |_| Slot { states: states(largest), grad: late(sent, largest) };
+        let slot = |_| HostSlot { states: states(largest), grad: deferred(sent, largest) };
         Ok(Memory {
-            host_grads: shape.sizes.iter().map(|len| late(sent, *len)).collect(),
+            host_grads: shape.sizes.iter().map(|len| deferred(sent, *len)).collect(),
             residents: shape.sizes.iter().map(|len| states(*len)).collect(),
             slots: (0..shape.slots).map(slot).collect(),
-            chunks: [0; PAIR].map(|_| late(Dtype::F32, largest.min(shape.chunk))),
-            stages: [0; PAIR].map(|_| late(copy, largest)),
+            chunks: [0; PAIR].map(|_| deferred(Dtype::F32, largest.min(shape.chunk))),
+            stages: [0; PAIR].map(|_| deferred(copy, largest)),
             shape: shape.clone(),
             subgroups,
         })
@@ -229,17 +229,17 @@ impl Memory {
         }
     }
 
-    /// Calls `use_it` with the gradient in host memory.
-    fn on_host(&self, subgroup: usize, use_it: impl FnOnce(&Lent) -> Result<()>) -> Result<()> {
-        match self.shape.wire {
-            Wire::Delivered => use_it(&self.subgroups[subgroup].grad),
-            Wire::F32 | Wire::Native => use_it(&*self.host_grads[subgroup].get()?),
+    /// Calls `use_grad` with the gradient in host memory.
+    fn on_host(&self, subgroup: usize, use_grad: impl FnOnce(&SharedSlice) -> Result<()>) -> Result<()> {
+        match self.shape.transfer_dtype {
+            TransferDtype::Delivered => use_grad(&self.subgroups[subgroup].grad),
+            TransferDtype::F32 | TransferDtype::Native => use_grad(&*self.host_grads[subgroup].get()?),
         }
     }
 
     fn gpu_step(&self, subgroup: usize, slot: usize, rules: &[AdamRule]) -> Result<()> {
         let own = &self.subgroups[subgroup];
-        let Slot { states: [m, v, p], grad } = &self.slots[slot];
+        let HostSlot { states: [m, v, p], grad } = &self.slots[slot];
         let states = [&*m.get()?, &*v.get()?, &*p.get()?];
         match self.shape.gpu_grads {
             GpuGrads::Kept => self.step(subgroup, states, &own.grad, own.copy.as_deref(), rules),
@@ -247,7 +247,7 @@ impl Memory {
         }
     }
 
-    fn evict(&self, subgroup: usize, state: State, part: Part) -> Result<()> {
+    fn evict(&self, subgroup: usize, state: StateArray, part: Part) -> Result<()> {
         let resident = &self.residents[subgroup][state as usize];
         copy(&*resident.get()?, range(part), &self.subgroups[subgroup].states[state as usize], range(part))?;
         if part.from + part.len == self.shape.sizes[subgroup] {
@@ -260,16 +260,16 @@ impl Memory {
     fn step(
         &self,
         subgroup: usize,
-        [m, v, p]: [&Lent; 3],
-        grad: &Lent,
-        copy: Option<&Lent>,
+        [m, v, p]: [&SharedSlice; 3],
+        grad: &SharedSlice,
+        copy: Option<&SharedSlice>,
         rules: &[AdamRule],
     ) -> Result<()> {
         let len = self.shape.sizes[subgroup] as usize;
         let rule = rules.get(subgroup).or(rules.first());
-        let optimizer = *rule.ok_or_else(|| Error::invalid("rules", "are missing"))?;
+        let optimizer = *rule.ok_or_else(|| Error::invalid("rules", "no optimizer options were passed"))?;
         let (mut m, mut v, mut p, grad) = (m.write()?, v.write()?, p.write()?, grad.read()?);
-        let mut copy = copy.map(Lent::write).transpose()?;
+        let mut copy = copy.map(SharedSlice::write).transpose()?;
         let states = States {
             param: p.floats().split_at_mut(len).0,
             exp_avg: Some(m.floats().split_at_mut(len).0),
@@ -284,22 +284,28 @@ impl Memory {
 /// Checks that the arrays match `shape`, and returns the element type of all gradients.
 fn check(shape: &Shape, subgroups: &[Subgroup]) -> Result<Dtype> {
     if subgroups.len() != shape.count() {
-        let reason = format!("are {}, the shape has {}", subgroups.len(), shape.count());
+        let reason = format!("there are {}, but the shape has {}", subgroups.len(), shape.count());
         return Err(Error::invalid("subgroups", reason));
     }
     let grad = subgroups.first().map_or(Dtype::F32, |subgroup| subgroup.grad.dtype());
-    let copy = subgroups.first().and_then(|subgroup| subgroup.copy.as_deref()).map(Lent::dtype);
+    let copy = subgroups.first().and_then(|subgroup| subgroup.copy.as_deref()).map(SharedSlice::dtype);
     for (index, (subgroup, size)) in subgroups.iter().zip(&shape.sizes).enumerate() {
-        let refuse =
-            |what: &str| Err(Error::invalid(format!("subgroups[{index}].{what}"), "does not fit the others"));
-        let long = |lent: &Lent| lent.len() as u64 == *size;
+        let refuse = |what: &str| {
+            Err(Error::invalid(
+                format!("subgroups[{index}].{what}"),
+                "has another type or length than needed",
+            ))
+        };
+        let long = |array: &SharedSlice| array.len() as u64 == *size;
         if subgroup.states.iter().any(|state| state.dtype() != Dtype::F32 || !long(state)) {
             return refuse("states");
         }
         if subgroup.grad.dtype() != grad || !long(&subgroup.grad) {
             return refuse("grad");
         }
-        if subgroup.copy.as_deref().map(Lent::dtype) != copy || !subgroup.copy.as_deref().is_none_or(long) {
+        if subgroup.copy.as_deref().map(SharedSlice::dtype) != copy
+            || !subgroup.copy.as_deref().is_none_or(long)
+        {
             return refuse("copy");
         }
     }
@@ -315,7 +321,7 @@ fn first(part: Part) -> Range<usize> {
 }
 
 /// Copies a range of one array over a range of another; converts 16-bit elements to f32 if the types differ.
-fn copy(from: &Lent, source: Range<usize>, to: &Lent, target: Range<usize>) -> Result<()> {
+fn copy(from: &SharedSlice, source: Range<usize>, to: &SharedSlice, target: Range<usize>) -> Result<()> {
     let (from, mut to) = (from.read()?, to.write()?);
     match (from.floats(), to.floats()) {
         (Floats::F32(from), FloatsMut::F32(to)) => to[target].copy_from_slice(&from[source]),
@@ -323,7 +329,7 @@ fn copy(from: &Lent, source: Range<usize>, to: &Lent, target: Range<usize>) -> R
         (Floats::Bf16(from), FloatsMut::Bf16(to)) => to[target].copy_from_slice(&from[source]),
         (Floats::F16(from), FloatsMut::F32(to)) => widen(&from[source], &mut to[target], f16::to_f32),
         (Floats::Bf16(from), FloatsMut::F32(to)) => widen(&from[source], &mut to[target], bf16::to_f32),
-        _ => return Err(Error::Unsupported("a copy that would lose bits".into())),
+        _ => return Err(Error::Unsupported("a copy to a narrower type is not supported".into())),
     }
     Ok(())
 }

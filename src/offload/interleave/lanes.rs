@@ -16,34 +16,35 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
-use crate::plan::interleave::schedule::{Event, Lane};
+use crate::plan::interleave::schedule::{Lane, LaneEvent};
+use crate::sys::process::OpeningProcess;
 use crate::sys::threads;
 
 type Job = Box<dyn FnOnce() -> Result<()> + Send>;
 
 enum Item {
-    Wait(Event, u64),
-    Record(Event),
+    Wait(LaneEvent, u64),
+    Record(LaneEvent),
     Run(Job),
 }
 
-/// How often an event was recorded: counted when enqueued (`asked`) and when the lane got there (`reached`).
+/// How often an event was recorded: counted when enqueued (`recorded`) and when the lane got there (`reached`).
 #[derive(Debug, Default, Clone, Copy)]
 struct Marks {
-    asked: u64,
+    recorded: u64,
     reached: u64,
 }
 
 #[derive(Default)]
-struct Board {
-    events: HashMap<Event, Marks>,
+struct LaneState {
+    events: HashMap<LaneEvent, Marks>,
     failed: Option<Error>,
-    live: usize,
+    running: usize,
 }
 
 struct Shared {
-    process: u32,
-    board: Mutex<Board>,
+    opener: OpeningProcess,
+    state: Mutex<LaneState>,
     changed: Condvar,
 }
 
@@ -57,18 +58,18 @@ impl Lanes {
     /// Starts a thread for each of `lanes`.
     pub fn start(lanes: &[Lane]) -> Result<Lanes> {
         let shared = Arc::new(Shared {
-            process: std::process::id(),
-            board: Mutex::new(Board::default()),
+            opener: OpeningProcess::current(),
+            state: Mutex::new(LaneState::default()),
             changed: Condvar::new(),
         });
         let mut started = Lanes { shared, queues: Lane::ALL.iter().map(|_| None).collect() };
         for lane in lanes {
             let (sender, receiver) = channel();
             let shared = Arc::clone(&started.shared);
-            started.shared.lock().live += 1;
+            started.shared.lock().running += 1;
             let spawned = threads::spawn_quiet("spillway-lane", move || shared.serve(&receiver));
             if let Err(error) = spawned {
-                started.shared.lock().live -= 1;
+                started.shared.lock().running -= 1;
                 return Err(Error::system("starting a thread of the interleaved update", &error));
             }
             started.queues[*lane as usize] = Some(sender);
@@ -81,7 +82,7 @@ impl Lanes {
         match self.queue(lane)? {
             Some(queue) => send(queue, Item::Run(Box::new(job))),
             None => {
-                self.shared.lock().fine()?;
+                self.shared.lock().check_failure()?;
                 let outcome = job();
                 self.shared.fail(outcome.clone());
                 outcome
@@ -90,9 +91,9 @@ impl Lanes {
     }
 
     /// Records the event behind everything enqueued on the lane.
-    pub fn record(&self, lane: Lane, event: Event) -> Result<()> {
+    pub fn record(&self, lane: Lane, event: LaneEvent) -> Result<()> {
         let queue = self.queue(lane)?;
-        self.shared.lock().events.entry(event).or_default().asked += 1;
+        self.shared.lock().events.entry(event).or_default().recorded += 1;
         match queue {
             Some(queue) => send(queue, Item::Record(event)),
             None => {
@@ -103,25 +104,25 @@ impl Lanes {
     }
 
     /// Makes the lane wait for the event's last record. On a lane of the caller this call blocks.
-    pub fn wait(&self, lane: Lane, event: Event) -> Result<()> {
+    pub fn wait(&self, lane: Lane, event: LaneEvent) -> Result<()> {
         let queue = self.queue(lane)?;
-        let asked = self.shared.lock().events.get(&event).map_or(0, |marks| marks.asked);
+        let recorded = self.shared.lock().events.get(&event).map_or(0, |marks| marks.recorded);
         match queue {
-            Some(queue) => send(queue, Item::Wait(event, asked)),
-            None => self.shared.wait(event, asked),
+            Some(queue) => send(queue, Item::Wait(event, recorded)),
+            None => self.shared.wait(event, recorded),
         }
     }
 
     /// True if the event's last record is reached.
-    pub fn reached(&self, event: Event) -> Result<bool> {
-        self.shared.own()?;
-        let board = self.shared.lock();
-        board.fine()?;
-        Ok(board.events.get(&event).is_none_or(|marks| marks.reached == marks.asked))
+    pub fn reached(&self, event: LaneEvent) -> Result<bool> {
+        self.shared.check_process()?;
+        let state = self.shared.lock();
+        state.check_failure()?;
+        Ok(state.events.get(&event).is_none_or(|marks| marks.reached == marks.recorded))
     }
 
     fn queue(&self, lane: Lane) -> Result<Option<&Sender<Item>>> {
-        self.shared.own()?;
+        self.shared.check_process()?;
         Ok(self.queues[lane as usize].as_ref())
     }
 }
@@ -129,12 +130,12 @@ impl Lanes {
 impl Drop for Lanes {
     fn drop(&mut self) {
         self.queues.clear();
-        if self.shared.own().is_err() {
+        if self.shared.check_process().is_err() {
             return;
         }
-        let mut board = self.shared.lock();
-        while board.live > 0 {
-            board = self.shared.changed.wait(board).unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.shared.lock();
+        while state.running > 0 {
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -143,35 +144,29 @@ fn send(queue: &Sender<Item>, item: Item) -> Result<()> {
     queue.send(item).map_err(|_| Error::Busy("a thread of the interleaved update has ended".into()))
 }
 
-impl Board {
-    fn fine(&self) -> Result<()> {
+impl LaneState {
+    fn check_failure(&self) -> Result<()> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Board> {
-        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, LaneState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn own(&self) -> Result<()> {
-        match self.process == std::process::id() {
-            true => Ok(()),
-            false => Err(Error::Unsupported(format!(
-                "this interleaved update belongs to process {}, which forked this one; a child opens its own",
-                self.process
-            ))),
-        }
+    fn check_process(&self) -> Result<()> {
+        self.opener.check("the interleaved update")
     }
 
     fn serve(&self, queue: &Receiver<Item>) {
         while let Ok(item) = queue.recv() {
             match item {
-                // The failure is kept in `Board::failed`.
-                Item::Wait(event, asked) => drop(self.wait(event, asked)),
+                // The failure is kept in `LaneState::failed`.
+                Item::Wait(event, recorded) => drop(self.wait(event, recorded)),
                 Item::Record(event) => self.reach(event),
                 Item::Run(job) => {
-                    if self.lock().fine().is_ok() {
+                    if self.lock().check_failure().is_ok() {
                         let outcome = catch_unwind(AssertUnwindSafe(job));
                         self.fail(outcome.unwrap_or_else(|_| {
                             Err(Error::Unsupported("a thread of the interleaved update panicked".into()))
@@ -180,22 +175,22 @@ impl Shared {
                 }
             }
         }
-        self.lock().live -= 1;
+        self.lock().running -= 1;
         self.changed.notify_all();
     }
 
-    fn wait(&self, event: Event, asked: u64) -> Result<()> {
-        let mut board = self.lock();
+    fn wait(&self, event: LaneEvent, recorded: u64) -> Result<()> {
+        let mut state = self.lock();
         loop {
-            board.fine()?;
-            if board.events.get(&event).map_or(0, |marks| marks.reached) >= asked {
+            state.check_failure()?;
+            if state.events.get(&event).map_or(0, |marks| marks.reached) >= recorded {
                 return Ok(());
             }
-            board = self.changed.wait(board).unwrap_or_else(PoisonError::into_inner);
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn reach(&self, event: Event) {
+    fn reach(&self, event: LaneEvent) {
         self.lock().events.entry(event).or_default().reached += 1;
         self.changed.notify_all();
     }
@@ -222,33 +217,36 @@ mod tests {
     fn waits_hold_for_the_last_record_before_them_and_none_for_none() {
         let lanes = Lanes::start(&[Lane::H2d, Lane::Gpu]).unwrap();
         let count = Arc::new(AtomicU32::new(0));
-        lanes.wait(Lane::Gpu, Event::SlotFull(0)).unwrap();
+        lanes.wait(Lane::Gpu, LaneEvent::SlotFull(0)).unwrap();
         for round in 0..100 {
             let (filled, used) = (Arc::clone(&count), Arc::clone(&count));
             let fill = move || in_turn(filled.fetch_add(1, Ordering::Relaxed), 2 * round);
-            lanes.wait(Lane::H2d, Event::SlotDone(0)).unwrap();
+            lanes.wait(Lane::H2d, LaneEvent::SlotDone(0)).unwrap();
             lanes.run(Lane::H2d, fill).unwrap();
-            lanes.record(Lane::H2d, Event::SlotFull(0)).unwrap();
-            lanes.wait(Lane::Gpu, Event::SlotFull(0)).unwrap();
+            lanes.record(Lane::H2d, LaneEvent::SlotFull(0)).unwrap();
+            lanes.wait(Lane::Gpu, LaneEvent::SlotFull(0)).unwrap();
             let step = move || in_turn(used.fetch_add(1, Ordering::Relaxed), 2 * round + 1);
             lanes.run(Lane::Gpu, step).unwrap();
-            lanes.record(Lane::Gpu, Event::SlotDone(0)).unwrap();
+            lanes.record(Lane::Gpu, LaneEvent::SlotDone(0)).unwrap();
         }
-        lanes.wait(Lane::Caller, Event::SlotDone(0)).unwrap();
+        lanes.wait(Lane::Caller, LaneEvent::SlotDone(0)).unwrap();
         assert_eq!(count.load(Ordering::Relaxed), 200);
-        assert!(lanes.reached(Event::SlotDone(0)).unwrap() && lanes.reached(Event::Home(7)).unwrap());
+        assert!(lanes.reached(LaneEvent::SlotDone(0)).unwrap() && lanes.reached(LaneEvent::Home(7)).unwrap());
     }
 
     #[test]
     fn a_failure_reaches_every_wait_and_stops_all_work() {
         let lanes = Lanes::start(&[Lane::H2d, Lane::Gpu]).unwrap();
         lanes.run(Lane::H2d, || Err(Error::Unsupported("it broke".into()))).unwrap();
-        lanes.record(Lane::H2d, Event::SlotFull(0)).unwrap();
-        let failed = lanes.wait(Lane::Caller, Event::SlotFull(0)).unwrap_err();
+        lanes.record(Lane::H2d, LaneEvent::SlotFull(0)).unwrap();
+        let failed = lanes.wait(Lane::Caller, LaneEvent::SlotFull(0)).unwrap_err();
         assert!(failed.to_string().contains("it broke"));
         lanes.run(Lane::Gpu, || unreachable!("nothing runs after a failure")).unwrap();
-        lanes.record(Lane::Gpu, Event::SlotDone(0)).unwrap();
-        assert!(lanes.wait(Lane::Cpu, Event::SlotDone(0)).is_err() && lanes.reached(Event::Home(0)).is_err());
+        lanes.record(Lane::Gpu, LaneEvent::SlotDone(0)).unwrap();
+        assert!(
+            lanes.wait(Lane::Cpu, LaneEvent::SlotDone(0)).is_err()
+                && lanes.reached(LaneEvent::Home(0)).is_err()
+        );
     }
 
     #[test]
@@ -269,7 +267,7 @@ mod tests {
 
         let lanes = Lanes::start(&[Lane::D2h]).unwrap();
         lanes.run(Lane::D2h, || std::panic::resume_unwind(Box::new("a bug"))).unwrap();
-        lanes.record(Lane::D2h, Event::Home(0)).unwrap();
-        assert!(lanes.wait(Lane::Caller, Event::Home(0)).is_err());
+        lanes.record(Lane::D2h, LaneEvent::Home(0)).unwrap();
+        assert!(lanes.wait(Lane::Caller, LaneEvent::Home(0)).is_err());
     }
 }

@@ -15,8 +15,8 @@ use std::collections::{BTreeSet, VecDeque};
 use crate::error::{Error, Result};
 use crate::plan::interleave::Shape;
 use crate::plan::interleave::pieces::{self, Piece};
-use crate::plan::interleave::schedule::{self, Command, Event, Lane, Sink};
-use crate::plan::interleave::sites::{Plan, Site};
+use crate::plan::interleave::placements::{Placement, Plan};
+use crate::plan::interleave::schedule::{self, Command, Lane, LaneEvent, Sink};
 
 /// The state machine of the calls of one rank.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ enum Phase {
 }
 
 /// A piece, and the event that must be reached before the piece is enqueued.
-pub type Due = (Piece, Option<Event>);
+pub type Due = (Piece, Option<LaneEvent>);
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Announced {
@@ -89,12 +89,12 @@ impl Machine {
             Phase::Failed { error, .. } => return Err(error.clone()),
             _ => {
                 return Err(Error::Busy(
-                    "the plan stands from the first gradient to the end of the step".into(),
+                    "the plan cannot change between the first gradient and the end of the step".into(),
                 ));
             }
         }
         if plan.count() != self.shape.count() {
-            let reason = format!("has {} subgroups, there are {}", plan.count(), self.shape.count());
+            let reason = format!("has {} subgroups, but there are {}", plan.count(), self.shape.count());
             return Err(Error::invalid("plan", reason));
         }
         let emitted = schedule::change_residents(&self.shape, &self.plan, &plan, emit);
@@ -106,10 +106,13 @@ impl Machine {
     pub fn gradient(&mut self, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
         let announced = self.announced(subgroup)?;
         if announced.grad {
-            return Err(Error::invalid("subgroup", format!("{subgroup} has its gradient already")));
+            return Err(Error::invalid(
+                "subgroup",
+                format!("the gradient of subgroup {subgroup} was announced already"),
+            ));
         }
         announced.grad = true;
-        let emitted = emit(Command::Record(Lane::Model, Event::Grad(subgroup)))
+        let emitted = emit(Command::Record(Lane::Model, LaneEvent::Grad(subgroup)))
             .and_then(|()| schedule::gradient_out(&self.shape, &self.plan, subgroup, emit));
         self.keep(emitted)
     }
@@ -119,10 +122,13 @@ impl Machine {
     pub fn params_free(&mut self, subgroup: usize, emit: &mut impl Sink) -> Result<()> {
         let announced = self.announced(subgroup)?;
         if announced.free {
-            return Err(Error::invalid("subgroup", format!("{subgroup} has its parameters free already")));
+            return Err(Error::invalid(
+                "subgroup",
+                format!("the parameters of subgroup {subgroup} were released already"),
+            ));
         }
         announced.free = true;
-        let emitted = emit(Command::Record(Lane::Model, Event::ParamFree(subgroup)));
+        let emitted = emit(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup)));
         self.keep(emitted)
     }
 
@@ -133,16 +139,22 @@ impl Machine {
             Phase::Gathering(announced) => announced,
             Phase::Idle if self.shape.count() == 0 => &Vec::new(),
             Phase::Failed { error, .. } => return Err(error.clone()),
-            Phase::Stepping { .. } => return Err(Error::Busy("the step before is still under way".into())),
-            Phase::Idle => return Err(Error::invalid("step", "no gradient has come")),
+            Phase::Stepping { .. } => return Err(Error::Busy("the previous step is still in flight".into())),
+            Phase::Idle => {
+                return Err(Error::invalid(
+                    "subgroups",
+                    "no gradient was announced; call spw_interleave_grad_ready of each first",
+                ));
+            }
         };
         if let Some(missing) = announced.iter().position(|announced| !announced.grad) {
-            return Err(Error::invalid("step", format!("the gradient of subgroup {missing} has not come")));
+            let reason = format!("the gradient of subgroup {missing} was not announced");
+            return Err(Error::invalid("subgroups", reason));
         }
         let mut late = (0..announced.len()).filter(|subgroup| !announced[*subgroup].free);
         let emitted =
-            late.try_for_each(|subgroup| emit(Command::Record(Lane::Model, Event::ParamFree(subgroup))));
-        let waiting: VecDeque<_> = self.plan.on(Site::Cpu).enumerate().collect();
+            late.try_for_each(|subgroup| emit(Command::Record(Lane::Model, LaneEvent::ParamFree(subgroup))));
+        let waiting: VecDeque<_> = self.plan.on(Placement::Cpu).enumerate().collect();
         let pieces = pieces::pieces(&self.shape, &self.plan).into();
         let left: BTreeSet<usize> = (0..self.shape.count()).collect();
         self.steps += 1;
@@ -197,7 +209,7 @@ impl Machine {
             Phase::Failed { error, .. } => Err(error.clone()),
             _ if subgroup < self.shape.count() => Ok(()),
             _ => {
-                let reason = format!("is {subgroup}, there are {}", self.shape.count());
+                let reason = format!("is {subgroup}, but there are {} subgroups", self.shape.count());
                 Err(Error::invalid("subgroup", reason))
             }
         }
@@ -210,7 +222,7 @@ impl Machine {
         }
         match &mut self.phase {
             Phase::Gathering(announced) => Ok(&mut announced[subgroup]),
-            _ => Err(Error::Busy("the step before is still under way".into())),
+            _ => Err(Error::Busy("the previous step is still in flight".into())),
         }
     }
 

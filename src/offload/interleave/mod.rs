@@ -34,8 +34,8 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::gpu::stream::ForeignStream;
 use crate::kernel::AdamRule;
-use crate::plan::interleave::schedule::{Command, Event, Lane, Work};
-use crate::plan::interleave::sites::Plan;
+use crate::plan::interleave::placements::Plan;
+use crate::plan::interleave::schedule::{Command, Lane, LaneEvent, Work};
 
 /// One piece of work and when it ran, in seconds since the backend was created.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -70,7 +70,7 @@ pub trait Backend: Send + Sync {
     fn begin(&self, rules: Arc<[AdamRule]>) -> Result<()>;
 
     /// True if the last record of the event is reached, or the event was never recorded.
-    fn reached(&self, event: Event) -> Result<bool>;
+    fn reached(&self, event: LaneEvent) -> Result<bool>;
 
     /// Takes the timings of work that ended since the last call.
     fn timings(&self) -> Vec<Timing>;
@@ -89,7 +89,7 @@ impl Backend for Box<dyn Backend> {
         self.as_ref().begin(rules)
     }
 
-    fn reached(&self, event: Event) -> Result<bool> {
+    fn reached(&self, event: LaneEvent) -> Result<bool> {
         self.as_ref().reached(event)
     }
 

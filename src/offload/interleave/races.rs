@@ -10,8 +10,8 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::error::Result;
-use crate::plan::interleave::schedule::{Command, Edge, Event, Lane, STATES, State, Work};
-use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::plan::interleave::schedule::{Command, Edge, Lane, LaneEvent, STATES, StateArray, Work};
+use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
 
 const LANES: usize = Lane::ALL.len();
 type Clock = [u64; LANES];
@@ -19,13 +19,13 @@ type Clock = [u64; LANES];
 /// A memory area that operations share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Place {
-    HostState(usize, State),
+    HostState(usize, StateArray),
     HostGrad(usize),
     DeviceGrad(usize),
     DeviceParam(usize),
-    Slot(usize, State),
+    Slot(usize, StateArray),
     SlotGrad(usize),
-    Resident(usize, State),
+    Resident(usize, StateArray),
     Chunk(usize),
     Stage(usize),
 }
@@ -42,7 +42,7 @@ struct History {
 pub struct Races {
     shape: Shape,
     clocks: [Clock; LANES],
-    events: HashMap<Event, Clock>,
+    events: HashMap<LaneEvent, Clock>,
     places: HashMap<Place, History>,
     /// The host thread that enqueues commands now.
     pub issuer: Lane,
@@ -119,7 +119,7 @@ impl Races {
 
     /// The places that a piece of work reads and writes.
     fn touched(&self, work: Work) -> (Vec<Place>, Vec<Place>) {
-        let all = |of: fn(usize, State) -> Place, index| STATES.map(|state| of(index, state)).to_vec();
+        let all = |of: fn(usize, StateArray) -> Place, index| STATES.map(|state| of(index, state)).to_vec();
         match work {
             Work::Cast { subgroup, buffer, .. } => {
                 (vec![Place::DeviceGrad(subgroup)], vec![Place::Chunk(buffer)])
@@ -170,7 +170,9 @@ impl Races {
 
     /// The place where the framework leaves a gradient.
     pub fn made(&self, subgroup: usize, on_cpu: bool) -> Place {
-        match self.shape.wire == Wire::Delivered && (on_cpu || self.shape.gpu_grads == GpuGrads::Fetched) {
+        match self.shape.transfer_dtype == TransferDtype::Delivered
+            && (on_cpu || self.shape.gpu_grads == GpuGrads::Fetched)
+        {
             true => Place::HostGrad(subgroup),
             false => Place::DeviceGrad(subgroup),
         }

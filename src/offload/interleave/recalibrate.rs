@@ -1,33 +1,33 @@
 //! Rates from the timings of every step, and the decision to change the plan.
 //!
 //! Each kind of work has a smoothed time per parameter. Guards keep one bad step from changing the plan:
-//! - A step in which a kind of work moved less than `LEAST` parameters, or took no time, is no sample for it.
-//! - A sample counts as at most `MOST` times slower or faster than the known rate. A single outlier therefore has
+//! - A step in which a kind of work moved less than `MIN_SAMPLE` parameters, or took no time, is no sample for it.
+//! - A sample counts as at most `MAX_FACTOR` times slower or faster than the known rate. A single outlier therefore has
 //!   little effect, and a lasting change is followed within a few steps.
-//! - A new plan must be better than the present plan by more than `WORTH` under the new rates.
+//! - A new plan must be better than the present plan by more than `MIN_GAIN` under the new rates.
 #![forbid(unsafe_code)]
 
 use super::Timing;
 use crate::error::Result;
 use crate::plan::interleave::choose::{self, Mode};
+use crate::plan::interleave::placements::{Placement, Plan};
 use crate::plan::interleave::schedule::Work;
-use crate::plan::interleave::sites::{Plan, Site};
 use crate::plan::interleave::{Rates, Shape, model};
 
 /// Weight of the newest sample in the smoothed time.
-const NEWEST: f64 = 0.25;
+const NEWEST_WEIGHT: f64 = 0.25;
 /// Parameters below which a sample is mostly overhead.
-const LEAST: f64 = 1e5;
+const MIN_SAMPLE: f64 = 1e5;
 /// Largest factor by which a sample may differ from the known time per parameter.
-const MOST: f64 = 2.0;
+const MAX_FACTOR: f64 = 2.0;
 /// Relative gain in exposed time above which the plan changes.
-const WORTH: f64 = 0.02;
+const MIN_GAIN: f64 = 0.02;
 
 /// The current rates, corrected by the timings of every step.
 #[derive(Debug, Clone)]
-pub struct Meter {
+pub struct RateMeter {
     rates: Rates,
-    least: f64,
+    min_sample: f64,
 }
 
 /// Amount of work of one engine (copies: f32 words; updates: parameters), and the intervals in which it worked. Lanes
@@ -59,16 +59,16 @@ impl Sample {
     }
 }
 
-impl Meter {
+impl RateMeter {
     /// Starts with the rates of a profile or a probe.
-    pub fn new(rates: Rates) -> Result<Meter> {
+    pub fn new(rates: Rates) -> Result<RateMeter> {
         rates.check()?;
-        Ok(Meter { rates, least: LEAST })
+        Ok(RateMeter { rates, min_sample: MIN_SAMPLE })
     }
 
-    /// Accepts samples of at least `least` parameters.
-    pub fn with_least(self, least: f64) -> Meter {
-        Meter { least, ..self }
+    /// Accepts samples of at least `min_sample` parameters.
+    pub fn with_min_sample(self, min_sample: f64) -> RateMeter {
+        RateMeter { min_sample, ..self }
     }
 
     /// The current rates.
@@ -84,7 +84,7 @@ impl Meter {
         for timing in timings {
             match timing.work {
                 Work::Cast { part, .. } => cast.add(part.len as f64, timing),
-                Work::GradOut { part, .. } => d2h.add(part.len as f64 * shape.wire_words(), timing),
+                Work::GradOut { part, .. } => d2h.add(part.len as f64 * shape.transfer_words(), timing),
                 Work::Flush { part, .. } | Work::Evict { part, .. } => d2h.add(part.len as f64, timing),
                 Work::Prefetch { part, .. } | Work::Admit { part, .. } => h2d.add(part.len as f64, timing),
                 Work::FetchGrad { part, .. } => h2d.add(part.len as f64 * shape.fetched_words(), timing),
@@ -95,46 +95,46 @@ impl Meter {
                 Work::CpuStep { subgroup, .. } => cpu.add(size(subgroup), timing),
             }
         }
-        let least = self.least;
+        let min_sample = self.min_sample;
         // The CPU step writes the 16-bit copy in the same pass, so its time includes the downscale.
-        if follow(&mut self.rates.cpu, cpu, least) {
+        if move_towards(&mut self.rates.cpu, cpu, min_sample) {
             self.rates.downscale = f64::INFINITY;
         }
-        follow(&mut self.rates.gpu, gpu, least);
-        follow(&mut self.rates.h2d, h2d, least);
-        follow(&mut self.rates.d2h, d2h, least);
+        move_towards(&mut self.rates.gpu, gpu, min_sample);
+        move_towards(&mut self.rates.h2d, h2d, min_sample);
+        move_towards(&mut self.rates.d2h, d2h, min_sample);
         if self.rates.cast.is_finite() {
-            follow(&mut self.rates.cast, cast, least);
+            move_towards(&mut self.rates.cast, cast, min_sample);
         }
     }
 
     /// The plan for the next step: the best plan under the current rates, or the present plan if that is nearly as
     /// good. `backward`: seconds of the backward pass that the step overlaps.
     pub fn replan(&self, shape: &Shape, present: &Plan, backward: f64) -> Result<Plan> {
-        let residents = present.count_on(Site::Resident);
+        let residents = present.count_on(Placement::Resident);
         let best = choose::choose(shape, &self.rates, residents, backward, Mode::Model)?;
         let now = model::predict(shape, &self.rates, present, backward)?;
-        let worth = best.prediction.exposed < now.exposed * (1.0 - WORTH);
+        let worth = best.prediction.exposed < now.exposed * (1.0 - MIN_GAIN);
         Ok(if worth { best.plan } else { present.clone() })
     }
 }
 
 /// Moves a rate towards a sample; false if the sample is too small to count.
-fn follow(rate: &mut f64, mut sample: Sample, least: f64) -> bool {
+fn move_towards(rate: &mut f64, mut sample: Sample, min_sample: f64) -> bool {
     let seconds = sample.seconds();
-    let believed = sample.words >= least && seconds > 0.0;
-    if believed {
+    let valid = sample.words >= min_sample && seconds > 0.0;
+    if valid {
         let known = 1.0 / *rate;
-        let seen = (seconds / sample.words).clamp(known / MOST, known * MOST);
-        *rate = 1.0 / (known + NEWEST * (seen - known));
+        let seen = (seconds / sample.words).clamp(known / MAX_FACTOR, known * MAX_FACTOR);
+        *rate = 1.0 / (known + NEWEST_WEIGHT * (seen - known));
     }
-    believed
+    valid
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::interleave::schedule::{Lane, Part, State};
+    use crate::plan::interleave::schedule::{Lane, Part, StateArray};
 
     const KNOWN: Rates = Rates {
         cpu: 2e9,
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn a_lasting_change_is_followed_and_a_hiccup_passes() {
         let shape = Shape::uniform(10, 100_000_000);
-        let mut meter = Meter::new(KNOWN).unwrap();
+        let mut meter = RateMeter::new(KNOWN).unwrap();
         meter.observe(&shape, &[cpu_step(50.0)]);
         assert!(meter.rates().cpu > 1.5e9, "one step that took a thousand times as long");
         for _ in 0..40 {
@@ -173,10 +173,10 @@ mod tests {
     #[test]
     fn time_in_which_two_copies_share_an_engine_counts_once() {
         let shape = Shape::uniform(2, 100_000_000);
-        let mut meter = Meter::new(KNOWN).unwrap();
+        let mut meter = RateMeter::new(KNOWN).unwrap();
         let part = Part { from: 0, len: 100_000_000 };
         let seconds = 1.5e8 / KNOWN.h2d;
-        let prefetch = Work::Prefetch { subgroup: 0, slot: 0, state: State::Param, part };
+        let prefetch = Work::Prefetch { subgroup: 0, slot: 0, state: StateArray::Param, part };
         let both = [(Lane::H2d, prefetch), (Lane::Upload, Work::Upload { subgroup: 1, stage: 0 })];
         let timings = both.map(|(lane, work)| Timing { lane, work, start: 1.0, end: 1.0 + seconds });
         meter.observe(&shape, &timings);
@@ -186,7 +186,7 @@ mod tests {
     #[test]
     fn samples_that_say_nothing_are_left_out() {
         let shape = Shape::uniform(10, 100_000_000);
-        let mut meter = Meter::new(KNOWN).unwrap();
+        let mut meter = RateMeter::new(KNOWN).unwrap();
         for seconds in [0.0, -1.0, f64::NAN, f64::INFINITY] {
             meter.observe(&shape, &[cpu_step(seconds)]);
         }
@@ -198,9 +198,9 @@ mod tests {
     #[test]
     fn the_plan_follows_the_rates_and_ignores_their_noise() {
         let shape = Shape::uniform(50, 100_000_000);
-        let mut meter = Meter::new(KNOWN).unwrap();
+        let mut meter = RateMeter::new(KNOWN).unwrap();
         let plan = meter.replan(&shape, &Plan::cpu(50), 0.0).unwrap();
-        assert_eq!(plan.count_on(Site::Gpu), 34);
+        assert_eq!(plan.count_on(Placement::Gpu), 34);
         for round in 0..30 {
             meter.observe(&shape, &[cpu_step(0.05 * (1.0 + 0.03 * f64::from(round % 3 - 1)))]);
             assert_eq!(meter.replan(&shape, &plan, 0.0).unwrap(), plan);
@@ -209,6 +209,6 @@ mod tests {
             meter.observe(&shape, &[cpu_step(0.0125)]);
         }
         let faster_cpu = meter.replan(&shape, &plan, 0.0).unwrap();
-        assert!(faster_cpu.count_on(Site::Gpu) < 25, "{}", faster_cpu.count_on(Site::Gpu));
+        assert!(faster_cpu.count_on(Placement::Gpu) < 25, "{}", faster_cpu.count_on(Placement::Gpu));
     }
 }

@@ -38,7 +38,7 @@ fn draw(spans: impl Iterator<Item = (Lane, Option<Work>, f64, f64)>) -> Trace {
     let mut working = 0;
     for (at, change) in changes {
         working += change;
-        trace.counter("lanes at work", at, f64::from(working));
+        trace.counter("busy lanes", at, f64::from(working));
     }
     trace
 }

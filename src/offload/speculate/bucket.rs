@@ -5,8 +5,8 @@ use std::marker::PhantomData;
 
 use super::round::Task;
 use crate::error::Result;
-use crate::kernel::{Kernel, Rule};
-use crate::optim::spread::{self, Job};
+use crate::kernel::{Kernel, Optimizer};
+use crate::optim::parallel::{self, Job};
 use crate::optim::{StepStats, processor, undo};
 use crate::stats::OptimizerCounter;
 use crate::sys::reserve::Reserve;
@@ -34,7 +34,7 @@ pub enum Undo {
 /// A bucket as the engine drives it. A task that fails before its first write may be retried; a task that panics leaves
 /// the bucket's values undefined.
 pub trait Bucket: Send {
-    /// Runs a task. The statistics are meaningful for `Look` and `Speculate` only.
+    /// Runs a task. The statistics are meaningful for `Measure` and `Speculate` only.
     fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats>;
 
     /// False for a bucket that is only measured before the verdict, and steps once after it.
@@ -44,9 +44,9 @@ pub trait Bucket: Send {
 }
 
 /// Lends tensors for the duration of one pass over them.
-pub trait Lender<R>: Send {
-    /// The tensors with their rules, and with 16-bit copies and shadows only if requested.
-    fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, R>>>;
+pub trait Lender<O>: Send {
+    /// The tensors with their optimizers, and with 16-bit copies and shadows only if requested.
+    fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, O>>>;
 }
 
 /// State that a bucket index keeps from round to round: the rollback log of its last step.
@@ -86,19 +86,19 @@ impl Recording {
     }
 }
 
-/// A bucket of tensors that step by the rule `R`.
-pub struct Tensors<R, L> {
+/// A bucket of tensors that step with the optimizer `O`.
+pub struct Tensors<O, L> {
     lender: L,
     undo: Undo,
     publish: Publish,
     counter: &'static OptimizerCounter,
-    rule: PhantomData<fn() -> R>,
+    optimizer: PhantomData<fn() -> O>,
 }
 
-impl<R: Rule, L: Lender<R>> Tensors<R, L> {
+impl<O: Optimizer, L: Lender<O>> Tensors<O, L> {
     /// A bucket of the tensors that `lender` lends. `counter` counts the elements of committed steps.
     pub fn new(lender: L, undo: Undo, publish: Publish, counter: &'static OptimizerCounter) -> Self {
-        Tensors { lender, undo, publish, counter, rule: PhantomData }
+        Tensors { lender, undo, publish, counter, optimizer: PhantomData }
     }
 
     /// True if speculative steps write 16-bit copies.
@@ -110,10 +110,10 @@ impl<R: Rule, L: Lender<R>> Tensors<R, L> {
         let early = self.publishes_early();
         let mut jobs = self.lender.lend(early, true)?;
         match self.undo {
-            Undo::Shadow => spread::step_all(&mut jobs, true),
+            Undo::Shadow => parallel::step_all(&mut jobs, true),
             Undo::Delta => {
                 let kernel = recording.begin(undo::log_bytes_of(&jobs))?;
-                spread::step_on(kernel, &mut undo::attach(jobs, recording.bytes())?, true)
+                parallel::step_on(kernel, &mut undo::attach(jobs, recording.bytes())?, true)
             }
         }
     }
@@ -121,7 +121,7 @@ impl<R: Rule, L: Lender<R>> Tensors<R, L> {
     fn step(&mut self, factor: f32) -> Result<()> {
         let mut jobs = self.lender.lend(true, true)?;
         undo::step_again(&mut jobs, factor)?;
-        self.counter.add(spread::elements(&jobs));
+        self.counter.add(parallel::elements(&jobs));
         Ok(())
     }
 
@@ -129,7 +129,7 @@ impl<R: Rule, L: Lender<R>> Tensors<R, L> {
         match self.undo {
             Undo::Shadow => self.step(factor),
             Undo::Delta => {
-                let elements = self.back(recording, true, Some(factor))?;
+                let elements = self.undo_recorded(recording, true, Some(factor))?;
                 self.counter.add(elements);
                 Ok(())
             }
@@ -140,18 +140,23 @@ impl<R: Rule, L: Lender<R>> Tensors<R, L> {
         let early = self.publishes_early();
         match self.undo {
             // The old values are still in place, but speculation has overwritten their copies.
-            Undo::Shadow if early => spread::publish(&mut self.lender.lend(true, false)?),
+            Undo::Shadow if early => parallel::publish(&mut self.lender.lend(true, false)?),
             Undo::Shadow => Ok(()),
-            Undo::Delta => self.back(recording, early, None).map(drop),
+            Undo::Delta => self.undo_recorded(recording, early, None).map(drop),
         }
     }
 
-    /// Undoes the logged step, and steps again with the factor `again` if given; returns the number of elements.
-    fn back(&mut self, recording: &mut Recording, copies: bool, again: Option<f32>) -> Result<usize> {
+    /// Undoes the logged step, and steps again with the factor `redo_scale` if given; returns the number of elements.
+    fn undo_recorded(
+        &mut self,
+        recording: &mut Recording,
+        copies: bool,
+        redo_scale: Option<f32>,
+    ) -> Result<usize> {
         let kernel = recording.kernel()?;
         let jobs = self.lender.lend(copies, true)?;
-        let (lengths, elements) = (lengths(&jobs), spread::elements(&jobs));
-        undo::undo_on(kernel, &mut undo::attach(jobs, recording.bytes())?, again)?;
+        let (lengths, elements) = (lengths(&jobs), parallel::elements(&jobs));
+        undo::undo_on(kernel, &mut undo::attach(jobs, recording.bytes())?, redo_scale)?;
         recording.forget(lengths);
         Ok(elements)
     }
@@ -160,22 +165,22 @@ impl<R: Rule, L: Lender<R>> Tensors<R, L> {
         let early = self.publishes_early();
         let mut jobs = self.lender.lend(true, true)?;
         if !early {
-            spread::publish(&mut jobs)?;
+            parallel::publish(&mut jobs)?;
         }
-        self.counter.add(spread::elements(&jobs));
+        self.counter.add(parallel::elements(&jobs));
         recording.forget(lengths(&jobs));
         Ok(())
     }
 }
 
-fn lengths<R>(jobs: &[Job<'_, R>]) -> Vec<usize> {
+fn lengths<O>(jobs: &[Job<'_, O>]) -> Vec<usize> {
     jobs.iter().map(|job| job.tensor.len()).collect()
 }
 
-impl<R: Rule, L: Lender<R>> Bucket for Tensors<R, L> {
+impl<O: Optimizer, L: Lender<O>> Bucket for Tensors<O, L> {
     fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats> {
         match task {
-            Task::Look => return spread::look(&mut self.lender.lend(false, true)?),
+            Task::Measure => return parallel::measure(&mut self.lender.lend(false, true)?),
             Task::Speculate => return self.speculate(recording),
             Task::Pass => {}
             Task::Commit => self.commit(recording)?,

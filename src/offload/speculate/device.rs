@@ -15,7 +15,7 @@ use super::bucket::{Bucket, Publish, Recording};
 use super::round::Task;
 use crate::error::{Error, Result};
 use crate::gpu::steps::{Job, Steps};
-use crate::gpu::stream::{Event, ForeignStream};
+use crate::gpu::stream::{ForeignStream, GpuEvent};
 use crate::gpu::transfer::{Copy, Transfers};
 use crate::kernel::Arithmetic;
 use crate::optim::StepStats;
@@ -27,7 +27,7 @@ pub struct Ready(Mutex<Vec<Mark>>);
 #[derive(Debug)]
 enum Mark {
     Upload(Arc<Transfers>, u64),
-    Step(Event),
+    Step(GpuEvent),
 }
 
 impl Ready {
@@ -118,7 +118,7 @@ impl Published {
     /// True if the copies are valid after `task` and differ from the copies of the device.
     fn publishes(&self, task: Task) -> bool {
         match task {
-            Task::Look | Task::Pass => false,
+            Task::Measure | Task::Pass => false,
             Task::Speculate | Task::Rollback => self.publish == Publish::Speculative,
             Task::Commit => self.publish != Publish::Speculative,
             Task::Redo(_) | Task::Step(_) => true,
@@ -128,7 +128,7 @@ impl Published {
 
 impl Bucket for Published {
     fn run(&mut self, task: Task, recording: &mut Recording) -> Result<StepStats> {
-        if !matches!(task, Task::Look | Task::Pass)
+        if !matches!(task, Task::Measure | Task::Pass)
             && (task != Task::Commit || self.publish == Publish::Final)
         {
             self.to.ready.settle()?;
@@ -159,7 +159,7 @@ impl Resident {
 impl Bucket for Resident {
     fn run(&mut self, task: Task, _: &mut Recording) -> Result<StepStats> {
         match task {
-            Task::Look => self.steps.measure(&self.jobs, self.stream),
+            Task::Measure => self.steps.measure(&self.jobs, self.stream),
             Task::Step(factor) => {
                 for job in &mut self.jobs {
                     job.rule = job.rule.with_grad_scale(factor);
@@ -170,7 +170,7 @@ impl Bucket for Resident {
             }
             Task::Pass => Ok(StepStats::default()),
             Task::Speculate | Task::Commit | Task::Rollback | Task::Redo(_) => {
-                Err(Error::Internal("a bucket on the GPU has no step to take back".to_string()))
+                Err(Error::Internal("a bucket on the GPU has no step to roll back".to_string()))
             }
         }
     }
@@ -227,7 +227,7 @@ mod tests {
         let floats = DeviceFloats::new(memory.span(), Dtype::Bf16, "param").unwrap();
         let after = After::Stream(foreign(&framework));
         let copy = Copy {
-            direction: Direction::In,
+            direction: Direction::H2d,
             device: floats,
             host: source.clone(),
             host_dtype: Dtype::Bf16,

@@ -16,7 +16,7 @@ use super::round::{Counts, Progress, Task};
 use crate::error::{Error, Result, RoundError};
 use crate::optim::StepStats;
 use crate::sys::event::Event;
-use crate::sys::process::Opener;
+use crate::sys::process::OpeningProcess;
 use crate::sys::threads;
 
 /// Maximum number of buckets: each bucket costs memory from `open` on, and every verdict visits all of them.
@@ -24,7 +24,7 @@ pub const MAX_BUCKETS: u32 = 1 << 20;
 
 /// Steps buckets before their verdict is known. Thread-safe.
 pub struct Engine {
-    opener: Opener,
+    opener: OpeningProcess,
     publish: Publish,
     shared: Arc<Shared>,
 }
@@ -39,7 +39,7 @@ pub struct Outcome {
     /// Gradient factor of every committed step; 0 if the verdict is [`Verdict::Skip`].
     pub factor: f32,
     /// Number of buckets whose speculative steps are rolled back.
-    pub withdrawn: usize,
+    pub rolled_back: usize,
 }
 
 /// Statistics since `open`.
@@ -56,13 +56,13 @@ impl Engine {
     /// no thread.
     pub fn open(buckets: u32, publish: Publish) -> Result<Engine> {
         if !(1..=MAX_BUCKETS).contains(&buckets) {
-            return Err(Error::invalid("buckets", format!("{buckets} is not in 1..={MAX_BUCKETS}")));
+            return Err(Error::invalid("buckets", format!("{buckets} is not between 1 and {MAX_BUCKETS}")));
         }
         let shared = Arc::new(Shared::new(buckets)?);
         let theirs = Arc::clone(&shared);
         threads::spawn_quiet("spillway-spec", move || executor::execute(&theirs))
             .map_err(|error| Error::system("starting the speculation thread", &error))?;
-        Ok(Engine { opener: Opener::this(), publish, shared })
+        Ok(Engine { opener: OpeningProcess::current(), publish, shared })
     }
 
     /// Opens a round. Errors: a round is open, or buckets of the previous round are not final yet (`Busy`).
@@ -124,12 +124,18 @@ impl Engine {
     /// Waits until the 16-bit copies of a bucket are valid: until the bucket is final, or stepped under
     /// [`Publish::Speculative`].
     pub fn wait(&self, bucket: u32, timeout: Option<Duration>) -> Result<()> {
-        self.until(timeout, |inner| match inner.round.progress(bucket)? {
+        let outcome = self.until(timeout, |inner| match inner.round.progress(bucket)? {
             Progress::Missing if inner.round.is_idle() => Err(RoundError::Missing(bucket).into()),
             Progress::Final => Ok(Some(())),
             Progress::Speculative if self.publish == Publish::Speculative => Ok(Some(())),
             _ => Ok(None),
-        })
+        });
+        match outcome {
+            Err(Error::Timeout(text)) if matches!(self.progress(bucket), Ok(Progress::Missing)) => {
+                Err(Error::Timeout(format!("{text}; bucket {bucket} is not submitted yet")))
+            }
+            other => other,
+        }
     }
 
     /// Waits until every bucket of the resolved round is final and the executor polls none of its events any more.
@@ -144,8 +150,8 @@ impl Engine {
     }
 
     /// Buckets whose speculative steps the last verdict rolled back.
-    pub fn withdrawn(&self) -> Result<Vec<u32>> {
-        Ok(self.lock()?.round.withdrawn().to_vec())
+    pub fn rolled_back_buckets(&self) -> Result<Vec<u32>> {
+        Ok(self.lock()?.round.rolled_back_buckets().to_vec())
     }
 
     /// Statistics since `open`.
@@ -160,12 +166,12 @@ impl Engine {
     }
 
     /// Returns an error in a process that did not open the engine.
-    pub fn owned(&self) -> Result<()> {
+    pub fn check_process(&self) -> Result<()> {
         self.opener.check("the speculation engine")
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
-        self.owned()?;
+        self.check_process()?;
         Ok(self.shared.lock())
     }
 
@@ -175,8 +181,8 @@ impl Engine {
         inner.sweep();
         // Where a commit has nothing to write, stepped buckets become final in this call.
         if verdict == Verdict::Commit && self.publish != Publish::Final {
-            let standing: Vec<usize> = inner.round.due().collect();
-            for index in standing {
+            let due_buckets: Vec<usize> = inner.round.due().collect();
+            for index in due_buckets {
                 if inner.round.due_task(index) == Some(Task::Commit) {
                     let job = inner.take(index);
                     inner.put_back(executor::run(job));
@@ -190,7 +196,7 @@ impl Engine {
             Verdict::Redo(factor) => factor,
             Verdict::Skip => 0.0,
         };
-        Ok(Outcome { verdict, norm: f64::NAN, factor, withdrawn: inner.round.withdrawn().len() })
+        Ok(Outcome { verdict, norm: f64::NAN, factor, rolled_back: inner.round.rolled_back_buckets().len() })
     }
 
     /// Waits until `check` returns a result; the time counts as exposed.
@@ -207,7 +213,7 @@ impl Engine {
                 break outcome;
             }
             if inner.executor_gone {
-                break Err(Error::Internal("the speculation thread died".to_string()));
+                break Err(Error::Internal("the speculation thread ended unexpectedly".to_string()));
             }
             let left = end.map(|end| end.saturating_duration_since(Instant::now()));
             inner = match left {
@@ -242,7 +248,7 @@ fn timed_out(inner: &Inner, waited: Duration) -> Error {
     let waiting: Vec<String> = inner.round.waiting().map(|index| index.to_string()).take(8).collect();
     let detail = match waiting.is_empty() {
         true => String::new(),
-        false => format!("; buckets whose event has not come: {}", waiting.join(", ")),
+        false => format!("; buckets whose event is still pending: {}", waiting.join(", ")),
     };
-    Error::Timeout(format!("waited {:.3} s{detail}", waited.as_secs_f64()))
+    Error::Timeout(format!("timed out after {:.3} s{detail}", waited.as_secs_f64()))
 }

@@ -17,8 +17,8 @@ use super::bucket::{Bucket, Recording};
 use super::round::{Round, Task};
 use crate::error::{Error, Result, RoundError};
 use crate::optim::StepStats;
-use crate::sys::event::{Event, EventFd, Standing, poll};
-use crate::sys::room;
+use crate::sys::event::{Event, EventFd, Status, poll};
+use crate::sys::try_vec;
 
 /// State shared by the callers and the executor.
 pub struct Shared {
@@ -32,7 +32,7 @@ pub struct Shared {
 /// The state under the lock.
 pub struct Inner {
     pub round: Round,
-    pub slots: Vec<Slot>,
+    pub slots: Vec<BucketSlot>,
     /// The executor polls events of callers.
     pub watching: bool,
     pub closing: bool,
@@ -43,7 +43,7 @@ pub struct Inner {
 
 /// The data of one bucket index.
 #[derive(Default)]
-pub struct Slot {
+pub struct BucketSlot {
     pub work: Option<Box<dyn Bucket>>,
     pub event: Option<Arc<Event>>,
     recording: Recording,
@@ -60,10 +60,10 @@ pub struct Job {
 impl Shared {
     /// Shared state for rounds of `buckets` buckets.
     pub fn new(buckets: u32) -> Result<Shared> {
-        let waker = EventFd::new().map_err(|error| Error::system("making an eventfd", &error))?;
+        let waker = EventFd::new().map_err(|error| Error::system("creating an eventfd", &error))?;
         let inner = Inner {
             round: Round::new(buckets as usize)?,
-            slots: room::filled("listing the buckets", buckets as usize, |_| Slot::default())?,
+            slots: try_vec::from_fn("listing the buckets", buckets as usize, |_| BucketSlot::default())?,
             watching: false,
             closing: false,
             executor_gone: false,
@@ -84,7 +84,7 @@ impl Inner {
         let slot = &mut self.slots[index];
         let work = slot.work.take()?;
         let recording = std::mem::take(&mut slot.recording);
-        let first = if work.speculates() { Task::Speculate } else { Task::Look };
+        let first = if work.speculates() { Task::Speculate } else { Task::Measure };
         let task = self.round.start(index, first);
         Some(Job { index, task, work, recording })
     }
@@ -108,7 +108,7 @@ impl Inner {
     }
 
     fn release(&mut self, index: usize) {
-        if self.round.is_over(index) {
+        if self.round.is_finished(index) {
             self.slots[index].work = None;
             self.slots[index].event = None;
         }
@@ -129,7 +129,7 @@ impl Inner {
     }
 
     /// Records the polled status of those events; if the poll itself failed, their buckets fail.
-    fn note(&mut self, watched: &[(usize, Arc<Event>)], seen: io::Result<Vec<Standing>>) {
+    fn record_statuses(&mut self, watched: &[(usize, Arc<Event>)], seen: io::Result<Vec<Status>>) {
         self.watching = false;
         for (order, (index, event)) in watched.iter().enumerate() {
             let slot = &mut self.slots[*index];
@@ -137,13 +137,13 @@ impl Inner {
                 continue;
             }
             let error = match &seen {
-                Ok(standings) => match standings[order] {
-                    Standing::Pending => continue,
-                    Standing::Ready => {
+                Ok(statuses) => match statuses[order] {
+                    Status::Pending => continue,
+                    Status::Ready => {
                         slot.event = None;
                         continue;
                     }
-                    Standing::Broken(reason) => RoundError::Event { bucket: *index as u32, reason }.into(),
+                    Status::Broken(reason) => RoundError::Event { bucket: *index as u32, reason }.into(),
                 },
                 Err(error) => Error::system("waiting for the events of buckets", error),
             };
@@ -157,13 +157,13 @@ impl Inner {
 pub fn run(job: Option<Job>) -> Option<(Job, Result<StepStats>)> {
     let mut job = job?;
     let attempt = AssertUnwindSafe(|| job.work.run(job.task, &mut job.recording));
-    let outcome = catch_unwind(attempt).unwrap_or_else(|panic| Err(Error::Internal(words(&*panic))));
+    let outcome = catch_unwind(attempt).unwrap_or_else(|panic| Err(Error::Internal(panic_message(&*panic))));
     Some((job, outcome))
 }
 
-fn words(panic: &(dyn Any + Send)) -> String {
+fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_string())
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no panic message".to_string())
 }
 
 /// Body of the executor thread: runs tasks until the engine closes and the round is idle.
@@ -194,7 +194,7 @@ pub fn execute(shared: &Shared) {
         let events: Vec<&Event> = watched.iter().map(|(_, event)| &**event).collect();
         let seen = poll(&shared.waker, &events, true);
         shared.waker.clear();
-        shared.lock().note(&watched, seen);
+        shared.lock().record_statuses(&watched, seen);
         shared.changed.notify_all();
     }
 }

@@ -19,13 +19,13 @@ use super::clip::{Clip, Verdict};
 use crate::error::{Error, Result, RoundError};
 use crate::kernel::squares;
 use crate::optim::StepStats;
-use crate::sys::room;
+use crate::sys::try_vec;
 
 /// A task of the executor on one bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Task {
     /// Measures the gradient and changes nothing.
-    Look,
+    Measure,
     /// Measures the gradient and steps, with a rollback record.
     Speculate,
     /// No work: the verdict is already certain without this bucket's norm.
@@ -118,7 +118,7 @@ pub struct Round {
     order: Vec<usize>,
     running_sum: f64,
     foreseen: Foreseen,
-    withdrawn: Vec<u32>,
+    rolled_back_buckets: Vec<u32>,
     counts: Counts,
 }
 
@@ -128,11 +128,11 @@ impl Round {
         Ok(Round {
             phase: Phase::Idle,
             clip: Clip::none(),
-            buckets: room::filled("listing the buckets", buckets, |_| Bucket::Missing)?,
-            order: room::for_count("listing the buckets", buckets)?,
+            buckets: try_vec::from_fn("listing the buckets", buckets, |_| Bucket::Missing)?,
+            order: try_vec::with_capacity("listing the buckets", buckets)?,
             running_sum: 0.0,
             foreseen: Foreseen::Nothing,
-            withdrawn: Vec::new(),
+            rolled_back_buckets: Vec::new(),
             counts: Counts::default(),
         })
     }
@@ -143,7 +143,9 @@ impl Round {
             Phase::Idle => {}
             Phase::Open => return Err(RoundError::Open.into()),
             Phase::Resolved => {
-                return Err(Error::Busy("buckets of the round before are not final yet".to_string()));
+                return Err(Error::Busy(
+                    "buckets of the previous round are not final yet; wait for them first".to_string(),
+                ));
             }
         }
         self.phase = Phase::Open;
@@ -152,7 +154,7 @@ impl Round {
         self.order.clear();
         self.running_sum = 0.0;
         self.foreseen = Foreseen::Nothing;
-        self.withdrawn.clear();
+        self.rolled_back_buckets.clear();
         Ok(())
     }
 
@@ -198,17 +200,17 @@ impl Round {
     }
 
     /// True if no task will touch the bucket any more.
-    pub fn is_over(&self, index: usize) -> bool {
+    pub fn is_finished(&self, index: usize) -> bool {
         matches!(self.buckets[index], Bucket::Final | Bucket::Failed(_))
     }
 
     /// Starts a bucket that is waiting or due, and returns its task. A waiting bucket gets `first` ([`Task::Speculate`]
-    /// or [`Task::Look`]) unless the verdict is foreseen.
+    /// or [`Task::Measure`]) unless the verdict is foreseen.
     pub fn start(&mut self, index: usize, first: Task) -> Task {
         let task = match (&self.buckets[index], self.foreseen) {
             (Bucket::Due(task), _) => *task,
             (_, Foreseen::Nothing) => first,
-            (_, Foreseen::Clipped) => Task::Look,
+            (_, Foreseen::Clipped) => Task::Measure,
             (_, Foreseen::Nonfinite) => Task::Pass,
         };
         self.buckets[index] = Bucket::Running(task);
@@ -219,7 +221,7 @@ impl Round {
     pub fn done(&mut self, index: usize, stats: StepStats) {
         let Bucket::Running(task) = self.buckets[index] else { return };
         self.buckets[index] = match task {
-            Task::Look | Task::Speculate | Task::Pass => {
+            Task::Measure | Task::Speculate | Task::Pass => {
                 let stepped = task == Task::Speculate;
                 self.counts.speculated += u64::from(stepped);
                 self.counts.spared += u64::from(!stepped);
@@ -231,21 +233,21 @@ impl Round {
         };
         if self.phase == Phase::Resolved {
             // The round was aborted while this bucket ran.
-            self.settle(index, Verdict::Skip);
-            self.rest_if_final();
+            self.apply_verdict(index, Verdict::Skip);
+            self.become_idle_if_final();
         }
     }
 
     /// Records a failure of a bucket that was waiting or running. The bucket's values are then undefined.
     pub fn fail(&mut self, index: usize, error: Error) {
         self.buckets[index] = Bucket::Failed(error);
-        self.rest_if_final();
+        self.become_idle_if_final();
     }
 
     /// This rank's sum over all buckets; `None` while a bucket is not measured.
     pub fn local(&self) -> Result<Option<StepStats>> {
         self.open()?;
-        self.whole()?;
+        self.check_complete()?;
         let mut sum = 0.0;
         for bucket in &self.buckets {
             match bucket {
@@ -264,7 +266,10 @@ impl Round {
     /// Resolves the round. Errors: no open round; a bucket failed or is missing; a bucket is not measured (`Busy`).
     pub fn resolve(&mut self, verdict: Verdict) -> Result<()> {
         if self.local()?.is_none() {
-            return Err(Error::Busy("buckets of the round are still being measured".to_string()));
+            return Err(Error::Busy(
+                "the gradients of this round are still being measured; wait for the local result first"
+                    .to_string(),
+            ));
         }
         match verdict {
             Verdict::Commit => self.counts.commits += 1,
@@ -310,8 +315,8 @@ impl Round {
     }
 
     /// Buckets whose speculative steps the verdict rolled back.
-    pub fn withdrawn(&self) -> &[u32] {
-        &self.withdrawn
+    pub fn rolled_back_buckets(&self) -> &[u32] {
+        &self.rolled_back_buckets
     }
 
     /// Counts over all rounds.
@@ -335,7 +340,7 @@ impl Round {
     }
 
     /// Checks that every bucket is submitted and that none failed.
-    fn whole(&self) -> Result<()> {
+    fn check_complete(&self) -> Result<()> {
         if let Some(error) = self.failure() {
             return Err(error.clone());
         }
@@ -360,21 +365,21 @@ impl Round {
     fn close(&mut self, verdict: Verdict) {
         self.phase = Phase::Resolved;
         for index in 0..self.buckets.len() {
-            self.settle(index, verdict);
+            self.apply_verdict(index, verdict);
         }
-        self.rest_if_final();
+        self.become_idle_if_final();
     }
 
-    /// Applies the verdict to one bucket. A running bucket is settled by `done`.
-    fn settle(&mut self, index: usize, verdict: Verdict) {
+    /// Applies the verdict to one bucket. `done` applies it to a running bucket.
+    fn apply_verdict(&mut self, index: usize, verdict: Verdict) {
         let scale = self.clip.scale();
         let next = match &self.buckets[index] {
             Bucket::Missing | Bucket::Waiting => Bucket::Final,
             Bucket::Known { stepped: true, .. } => {
                 if verdict != Verdict::Commit {
-                    self.withdrawn.push(index as u32);
+                    self.rolled_back_buckets.push(index as u32);
                 }
-                Bucket::Due(self.count_settled(verdict))
+                Bucket::Due(self.count_outcome(verdict))
             }
             Bucket::Known { stepped: false, .. } => match verdict {
                 Verdict::Skip => Bucket::Final,
@@ -386,7 +391,7 @@ impl Round {
         self.buckets[index] = next;
     }
 
-    fn count_settled(&mut self, verdict: Verdict) -> Task {
+    fn count_outcome(&mut self, verdict: Verdict) -> Task {
         let Counts { committed, redone, rolled_back, .. } = &mut self.counts;
         let (count, task) = match verdict {
             Verdict::Commit => (committed, Task::Commit),
@@ -397,8 +402,8 @@ impl Round {
         task
     }
 
-    fn rest_if_final(&mut self) {
-        if self.phase == Phase::Resolved && (0..self.buckets.len()).all(|index| self.is_over(index)) {
+    fn become_idle_if_final(&mut self) {
+        if self.phase == Phase::Resolved && (0..self.buckets.len()).all(|index| self.is_finished(index)) {
             self.phase = Phase::Idle;
         }
     }

@@ -82,9 +82,9 @@ fn the_sum_does_not_depend_on_the_order_of_arrival() {
 #[test]
 fn once_the_verdict_is_certain_buckets_are_spared() {
     let (mut round, tasks) = round(&[(2, 0.5), (0, 0.6), (1, 0.1)]);
-    assert_eq!(tasks, [Task::Speculate, Task::Speculate, Task::Look]);
+    assert_eq!(tasks, [Task::Speculate, Task::Speculate, Task::Measure]);
     round.resolve(Verdict::Redo(0.5)).unwrap();
-    assert_eq!(round.withdrawn(), [0, 2]);
+    assert_eq!(round.rolled_back_buckets(), [0, 2]);
     let due: Vec<Task> = (0..3).map(|index| round.due_task(index).unwrap()).collect();
     assert_eq!(due, [Task::Redo(0.5), Task::Step(0.5), Task::Redo(0.5)]);
     let counts = round.counts();
@@ -97,11 +97,11 @@ fn a_bucket_that_does_not_speculate_steps_once_after_the_verdict() {
         let mut round = Round::new(1).unwrap();
         round.begin(clip()).unwrap();
         round.submit(0).unwrap();
-        assert_eq!(round.start(0, Task::Look), Task::Look);
+        assert_eq!(round.start(0, Task::Measure), Task::Measure);
         round.done(0, seen(0.1));
         assert_eq!(round.progress(0), Ok(Progress::Pending));
         round.resolve(verdict).unwrap();
-        assert_eq!((round.start(0, Task::Look), round.withdrawn().len()), (wanted, 0));
+        assert_eq!((round.start(0, Task::Measure), round.rolled_back_buckets().len()), (wanted, 0));
     }
 }
 
@@ -212,7 +212,7 @@ fn a_bucket_waits_for_its_event_and_the_others_do_not_wait_for_it() {
     stage.submit(2, 0.1, None).unwrap();
     stage.submit(1, 0.1, None).unwrap();
     let error = stage.engine.local_result(Some(Duration::from_millis(20))).unwrap_err();
-    assert!(matches!(&error, Error::Timeout(words) if words.ends_with("not come: 0")), "{error}");
+    assert!(matches!(&error, Error::Timeout(words) if words.ends_with("still pending: 0")), "{error}");
     while stage.told().len() < 2 {
         std::thread::yield_now();
     }

@@ -4,13 +4,13 @@
 //! - A cached subgroup is read and changed in memory: the tier's copy may be older.
 //! - Any other subgroup is written to the tier at once and completely, as a new generation. A commit makes the
 //!   generation count; a rollback discards it.
-//! - A split param is never returned without the 16-bit copy that it is rebuilt from.
+//! - A split param is never returned without its 16-bit copy, whether the subgroup is cached or not.
 #![forbid(unsafe_code)]
 
 use crate::dtype::bf16;
 
 use super::Swap;
-use super::form::{Form, STREAMS};
+use super::encoding::{self, Encoding, STREAMS};
 use crate::error::{Error, Result};
 use crate::sys::span::Span;
 
@@ -18,28 +18,35 @@ impl Swap {
     /// Copies a subgroup's state into the caller's memory. `to` holds one span of f32 for each of param, exp_avg and
     /// exp_avg_sq; an empty span skips its array. `copy` holds the 16-bit weights; it is needed to read a split param.
     pub fn read(&mut self, subgroup: usize, copy: Option<&[bf16]>, to: [Span; STREAMS]) -> Result<()> {
-        let elements = self.lent(subgroup, "to", &to)?;
-        let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
-        let slot = match (self.pipeline.kept(subgroup), form) {
-            (Some(slot), _) => slot,
-            (None, Form::Whole) => return self.copy_in(extent, &to),
-            (None, Form::Split) => {
+        let elements = self.check_spans(subgroup, "to", &to)?;
+        let needs_copy = self.usual == Encoding::SplitMaster && !to[0].is_empty();
+        let copy = needs_copy.then(|| copy.ok_or_else(encoding::missing_weights)).transpose()?;
+        let (extent, encoding, _) = self.extents.newest(&self.tier, subgroup)?;
+        let kept = self.pipeline.cached_slot(subgroup);
+        let slot = match (kept, encoding, copy) {
+            (Some(slot), ..) => slot,
+            (None, Encoding::Full, None) => return self.copy_in(extent, &to),
+            (None, ..) => {
                 let slot = self.vacant()?;
-                self.copy_in(extent, &self.slots.spans(slot, Form::Split, elements))?;
+                if encoding == Encoding::Full {
+                    self.lend_master(slot)?;
+                }
+                self.copy_in(extent, &self.slots.spans(slot, encoding, elements))?;
                 slot
             }
         };
-        let split = !self.slots.has_master(slot);
-        if split && !to[0].is_empty() {
-            let copy = copy.ok_or_else(|| {
-                Error::invalid("param", "is stored split: its 16-bit copy is needed to read it")
-            })?;
-            self.lend_master(slot)?;
-            self.slots.join(slot, elements, copy)?;
+        let whole = self.slots.has_master(slot);
+        match copy {
+            Some(copy) if whole => self.slots.check_copy(slot, elements, copy)?,
+            Some(copy) => {
+                self.lend_master(slot)?;
+                self.slots.join(slot, elements, copy)?;
+            }
+            None => {}
         }
-        let held = self.slots.spans(slot, Form::Whole, elements);
+        let held = self.slots.spans(slot, Encoding::Full, elements);
         held.iter().zip(to).filter(|(_, to)| !to.is_empty()).for_each(|(held, to)| held.copy_to(to));
-        if split {
+        if kept.is_none() || !whole {
             self.slots.take_back(slot);
         }
         Ok(())
@@ -48,8 +55,8 @@ impl Swap {
     /// Replaces a subgroup's state. `from` holds one span of f32 for each of param, exp_avg and exp_avg_sq; an empty
     /// span leaves its array unchanged.
     pub fn write(&mut self, subgroup: usize, from: [Span; STREAMS]) -> Result<()> {
-        let elements = self.lent(subgroup, "from", &from)?;
-        let kept = self.pipeline.kept(subgroup);
+        let elements = self.check_spans(subgroup, "from", &from)?;
+        let kept = self.pipeline.cached_slot(subgroup);
         let slot = kept.map_or_else(|| self.vacant(), Ok)?;
         if !from[0].is_empty() || elements == 0 {
             self.lend_master(slot)?;
@@ -57,7 +64,7 @@ impl Swap {
         if kept.is_none() {
             self.fetch_rest(subgroup, slot, &from)?;
         }
-        let held = self.slots.spans(slot, Form::Whole, elements);
+        let held = self.slots.spans(slot, Encoding::Full, elements);
         from.iter()
             .zip(held)
             .filter(|(from, _)| !from.is_empty())
@@ -67,26 +74,26 @@ impl Swap {
                 self.pipeline.changed(slot);
                 return Ok(());
             }
-            self.pipeline.let_go(slot);
+            self.pipeline.uncache(slot);
         }
-        self.lanes.begin(&self.tier);
+        self.arbiter.begin(&self.tier);
         let outcome = self.flush(subgroup, slot, false).and_then(|()| self.collect_all());
         self.note(outcome)
     }
 
     /// Reads the arrays that the caller does not replace.
     fn fetch_rest(&mut self, subgroup: usize, slot: usize, from: &[Span; STREAMS]) -> Result<()> {
-        let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
+        let (extent, encoding, _) = self.extents.newest(&self.tier, subgroup)?;
         let elements = self.extents.elements(subgroup);
-        if form == Form::Whole {
+        if encoding == Encoding::Full {
             self.lend_master(slot)?;
         }
-        let mut spans = self.slots.spans(slot, form, elements);
+        let mut spans = self.slots.spans(slot, encoding, elements);
         // A split param that the caller does not replace is read as it is stored: low halves and table.
-        let given = |stream: usize| match (form, stream) {
-            (Form::Whole, stream) => !from[stream].is_empty(),
-            (Form::Split, 0 | 1) => !from[stream + 1].is_empty(),
-            (Form::Split, _) => !from[0].is_empty() || elements == 0,
+        let given = |stream: usize| match (encoding, stream) {
+            (Encoding::Full, stream) => !from[stream].is_empty(),
+            (Encoding::SplitMaster, 0 | 1) => !from[stream + 1].is_empty(),
+            (Encoding::SplitMaster, _) => !from[0].is_empty() || elements == 0,
         };
         for (stream, span) in spans.iter_mut().enumerate() {
             if given(stream) {
@@ -97,20 +104,20 @@ impl Swap {
     }
 
     /// Checks the lengths of the caller's spans, and returns the number of elements of the subgroup.
-    fn lent(&self, subgroup: usize, argument: &'static str, spans: &[Span; STREAMS]) -> Result<usize> {
+    fn check_spans(&self, subgroup: usize, argument: &'static str, spans: &[Span; STREAMS]) -> Result<usize> {
         self.ready()?;
         let elements = self.elements(subgroup)?;
         match spans.iter().all(|span| span.is_empty() || span.len() == elements * 4) {
             true => Ok(elements),
             false => {
-                let reason = format!("does not have {elements} elements for subgroup {subgroup}");
+                let reason = format!("must have {elements} elements for subgroup {subgroup}");
                 Err(Error::invalid(argument, reason))
             }
         }
     }
 
     fn vacant(&mut self) -> Result<usize> {
-        self.look_at_slots();
+        self.refresh_slots();
         self.pipeline.vacant().ok_or_else(|| Error::Busy("all buffers are in use".to_string()))
     }
 

@@ -1,7 +1,7 @@
 //! The memory that a tiered update needs, computed before any of it is allocated.
 #![forbid(unsafe_code)]
 
-use super::form::{self, Form};
+use super::encoding::{self, Encoding};
 use super::pipeline::LEAST_WORKING;
 use crate::error::{Error, Result};
 use crate::sys::memory::BASE_PAGE;
@@ -9,7 +9,7 @@ use crate::sys::memory::BASE_PAGE;
 /// Use of a memory budget. "Master" is the full f32 param of a subgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Budget {
-    /// Bytes of one buffer: the state of the largest subgroup, in the form in which the tier stores it.
+    /// Bytes of one buffer: the state of the largest subgroup, in the encoding in which the tier stores it.
     pub buffer_bytes: u64,
     /// Number of buffers.
     pub buffers: usize,
@@ -33,44 +33,45 @@ pub struct Budget {
 /// split. With little memory a single master is enough.
 pub const MASTERS_IN_MOTION: usize = 3;
 
-/// The best use of `host_bytes` for subgroups of these numbers of elements over `paths` paths. Enough buffers are
-/// working buffers that every path can read and write at once; all others cache subgroups. `usual` is the form of
-/// state on the tier. Errors: `host_bytes` is too small (the error says what is needed), or sizes overflow 64 bits.
-pub fn plan(subgroups: &[u64], usual: Form, paths: usize, host_bytes: u64) -> Result<Budget> {
-    let too_large = || Error::invalid("subgroups", "together pass 2^64 bytes");
+/// The best use of `memory_budget` for subgroups of these numbers of elements over `paths` paths. Enough buffers are
+/// working buffers that every path can read and write at once; all others cache subgroups. `usual` is the encoding of
+/// state on the tier. Errors: `memory_budget` is too small (the error says what is needed), or sizes overflow 64 bits.
+pub fn plan(subgroups: &[u64], usual: Encoding, paths: usize, memory_budget: u64) -> Result<Budget> {
+    let too_large = || Error::invalid("subgroups", "together exceed 2^64 bytes");
     let count = subgroups.len();
     let mut buffer_bytes = BASE_PAGE as u64;
     let mut state_bytes = 0u64;
     for elements in subgroups {
-        let state = form::stored_bytes(usual, *elements).ok_or_else(too_large)?;
+        let state = encoding::stored_bytes(usual, *elements).ok_or_else(too_large)?;
         buffer_bytes = buffer_bytes.max(state);
         state_bytes = state_bytes.checked_add(state).ok_or_else(too_large)?;
     }
     let largest = subgroups.iter().copied().max().unwrap_or(0);
-    let master_bytes = form::master_bytes(largest).ok_or_else(too_large)?;
+    let master_bytes = encoding::master_bytes(largest).ok_or_else(too_large)?;
     let affordable = |masters: usize| {
-        let left = host_bytes.saturating_sub(master_bytes.saturating_mul(masters as u64));
+        let left = memory_budget.saturating_sub(master_bytes.saturating_mul(masters as u64));
         fits(left, buffer_bytes).min(count)
     };
     let least = count.min(LEAST_WORKING);
     let (one, in_motion) = match usual {
-        Form::Whole => (0, 0),
-        Form::Split => (count.min(1), count.min(MASTERS_IN_MOTION)),
+        Encoding::Full => (0, 0),
+        Encoding::SplitMaster => (count.min(1), count.min(MASTERS_IN_MOTION)),
     };
     let masters = if affordable(one) == count || affordable(in_motion) < least { one } else { in_motion };
     let buffers = affordable(masters);
     if buffers < least {
         let masters = match masters {
             0 => String::new(),
-            _ => format!(", and one of {master_bytes} bytes for its master"),
+            _ => format!(", and one of {master_bytes} bytes for its master weights"),
         };
         let reason = format!(
-            "is {host_bytes} bytes; {least} buffers of {buffer_bytes} bytes, the state of the largest subgroup{masters}, are needed"
+            "is {memory_budget} bytes, but at least {least} buffers of {buffer_bytes} bytes are needed for \
+             the state of the largest subgroup{masters}"
         );
-        return Err(Error::invalid("host_bytes", reason));
+        return Err(Error::invalid("memory_budget", reason));
     }
-    let masters = match buffers == count && usual == Form::Split {
-        true => fits(host_bytes - count as u64 * buffer_bytes, master_bytes).min(count),
+    let masters = match buffers == count && usual == Encoding::SplitMaster {
+        true => fits(memory_budget - count as u64 * buffer_bytes, master_bytes).min(count),
         false => masters,
     };
     let working = (2 * paths + 1).max(LEAST_WORKING).min(count);
@@ -110,7 +111,7 @@ mod tests {
     #[test]
     fn sixteen_gigabytes_in_three() {
         let subgroups = vec![10 * 1000 * 1000; 134];
-        let budget = plan(&subgroups, Form::Whole, 2, 3 * GIB).unwrap();
+        let budget = plan(&subgroups, Encoding::Full, 2, 3 * GIB).unwrap();
         assert!(budget.state_bytes > 16_000_000_000 && budget.host_bytes <= 3 * GIB);
         assert_eq!((budget.buffers, budget.cached), (26, 21));
         assert!(budget.step_bytes < budget.state_bytes * 85 / 100);
@@ -119,8 +120,8 @@ mod tests {
     #[test]
     fn a_split_master_takes_ten_bytes_on_the_tier_and_in_memory() {
         let elements = 10 * 1000 * 1000;
-        let whole = plan(&[elements; 20], Form::Whole, 2, GIB).unwrap();
-        let split = plan(&[elements; 20], Form::Split, 2, GIB).unwrap();
+        let whole = plan(&[elements; 20], Encoding::Full, 2, GIB).unwrap();
+        let split = plan(&[elements; 20], Encoding::SplitMaster, 2, GIB).unwrap();
         let each = |bytes: u64| bytes as f64 / elements as f64;
         for (budget, expected) in [(whole, 12.0), (split, 10.0)] {
             assert!((each(budget.state_bytes / 20) - expected).abs() < 0.02, "{budget:?}");
@@ -141,7 +142,7 @@ mod tests {
             (141, (10, 10, 10)),
             (999, (10, 10, 10)),
         ] {
-            let budget = plan(&[MIB; 10], Form::Split, 2, mib * MIB).unwrap();
+            let budget = plan(&[MIB; 10], Encoding::SplitMaster, 2, mib * MIB).unwrap();
             assert_eq!((budget.buffers, budget.cached, budget.masters), expected, "{mib} MiB");
             assert!(budget.host_bytes <= mib * MIB);
         }
@@ -149,17 +150,17 @@ mod tests {
 
     #[test]
     fn all_is_cached_where_all_fits_and_too_little_is_refused_with_the_need() {
-        assert_eq!(plan(&[1000; 5], Form::Whole, 1, GIB).unwrap().cached, 5);
-        let refused = plan(&[GIB; 5], Form::Whole, 1, 30 * GIB).unwrap_err().to_string();
+        assert_eq!(plan(&[1000; 5], Encoding::Full, 1, GIB).unwrap().cached, 5);
+        let refused = plan(&[GIB; 5], Encoding::Full, 1, 30 * GIB).unwrap_err().to_string();
         assert!(refused.contains("3 buffers of 12884901888 bytes"), "{refused}");
         assert!(
-            plan(&[u64::MAX], Form::Split, 1, GIB).is_err()
-                && plan(&[1 << 61; 8], Form::Whole, 1, u64::MAX).is_err()
+            plan(&[u64::MAX], Encoding::SplitMaster, 1, GIB).is_err()
+                && plan(&[1 << 61; 8], Encoding::Full, 1, u64::MAX).is_err()
         );
-        assert_eq!(plan(&[], Form::Whole, 1, 0).unwrap().buffers, 0);
-        assert_eq!(plan(&[0, 0], Form::Split, 1, GIB).unwrap().cached, 2);
-        let short = plan(&[1 << 20; 4], Form::Split, 1, 35 << 20).unwrap();
+        assert_eq!(plan(&[], Encoding::Full, 1, 0).unwrap().buffers, 0);
+        assert_eq!(plan(&[0, 0], Encoding::SplitMaster, 1, GIB).unwrap().cached, 2);
+        let short = plan(&[1 << 20; 4], Encoding::SplitMaster, 1, 35 << 20).unwrap();
         assert_eq!((short.buffers, short.masters), (3, 1));
-        assert!(plan(&[17 * 10u64.pow(17), 1, 1], Form::Split, 1, u64::MAX).is_err());
+        assert!(plan(&[17 * 10u64.pow(17), 1, 1], Encoding::SplitMaster, 1, u64::MAX).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! The extents that hold the subgroups' state: at most one per form; the newer one is valid.
+//! The extents that hold the subgroups' state: at most one per encoding; the newer one is valid.
 //!
 //! Invariants:
 //! - Generations increase over all extents of a tier. Of a subgroup's two extents, the one with the higher generation
@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 
-use super::form::{self, Form};
+use super::encoding::{self, Encoding};
 use crate::error::{Error, Result};
 use crate::tier::Tier;
 
@@ -21,20 +21,21 @@ struct Subgroup {
 
 #[derive(Debug)]
 pub(super) struct Extents {
-    usual: Form,
+    usual: Encoding,
     subgroups: Vec<Subgroup>,
 }
 
-fn name(subgroup: usize, form: Form) -> String {
-    match form {
-        Form::Whole => format!("subgroup-{subgroup:06}"),
-        Form::Split => format!("subgroup-{subgroup:06}-split"),
+fn name(subgroup: usize, encoding: Encoding) -> String {
+    match encoding {
+        Encoding::Full => format!("subgroup-{subgroup:06}"),
+        Encoding::SplitMaster => format!("subgroup-{subgroup:06}-split"),
     }
 }
 
 impl Extents {
-    /// Finds existing extents, and defines the missing extents of the usual form. An error leaves the tier unchanged.
-    pub(super) fn define(tier: &Tier, elements: &[u64], usual: Form) -> Result<Extents> {
+    /// Finds existing extents, and defines the missing extents of the usual encoding. An error leaves the tier
+    /// unchanged.
+    pub(super) fn define(tier: &Tier, elements: &[u64], usual: Encoding) -> Result<Extents> {
         let subgroups =
             elements.iter().map(|elements| Subgroup { elements: *elements, whole: None, split: None });
         let mut extents = Extents { usual, subgroups: subgroups.collect() };
@@ -47,18 +48,18 @@ impl Extents {
         defined.map(|()| extents)
     }
 
-    /// Defines the extents of the usual form, and appends newly created ones to `made`.
+    /// Defines the extents of the usual encoding, and appends newly created ones to `made`.
     fn define_all(&mut self, tier: &Tier, made: &mut Vec<u32>) -> Result<()> {
         let usual = self.usual;
         for subgroup in 0..self.len() {
             let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
-            let known = if usual == Form::Whole { whole.is_some() } else { split.is_some() };
+            let known = if usual == Encoding::Full { whole.is_some() } else { split.is_some() };
             let extent = self.written_as(tier, subgroup, usual)?;
             made.extend((!known).then_some(extent));
             let (_, found, _) = self.newest(tier, subgroup)?;
-            if found == Form::Split && usual == Form::Whole {
+            if found == Encoding::SplitMaster && usual == Encoding::Full {
                 let reason = format!(
-                    "subgroup {subgroup} is stored with its master split, which needs the option too"
+                    "subgroup {subgroup} is stored with split master weights; set SPW_SWAP_FLAG_SPLIT_MASTER"
                 );
                 return Err(Error::invalid("options", reason));
             }
@@ -71,8 +72,8 @@ impl Extents {
         let known: HashMap<String, u32> =
             tier.extents().into_iter().map(|extent| (extent.name, extent.number)).collect();
         for (number, subgroup) in self.subgroups.iter_mut().enumerate() {
-            subgroup.whole = known.get(&name(number, Form::Whole)).copied();
-            subgroup.split = known.get(&name(number, Form::Split)).copied();
+            subgroup.whole = known.get(&name(number, Encoding::Full)).copied();
+            subgroup.split = known.get(&name(number, Encoding::SplitMaster)).copied();
         }
     }
 
@@ -84,30 +85,30 @@ impl Extents {
         self.subgroups[subgroup].elements as usize
     }
 
-    /// The extent of a form, created if there is none.
-    pub(super) fn written_as(&mut self, tier: &Tier, subgroup: usize, form: Form) -> Result<u32> {
+    /// The extent of an encoding, created if there is none.
+    pub(super) fn written_as(&mut self, tier: &Tier, subgroup: usize, encoding: Encoding) -> Result<u32> {
         let found = &mut self.subgroups[subgroup];
         // Called for existing extents, too: `define` cancels a pending removal.
-        let extent = tier.define(&name(subgroup, form), &form::streams(form, found.elements))?;
-        match form {
-            Form::Whole => found.whole = Some(extent),
-            Form::Split => found.split = Some(extent),
+        let extent = tier.define(&name(subgroup, encoding), &encoding::streams(encoding, found.elements))?;
+        match encoding {
+            Encoding::Full => found.whole = Some(extent),
+            Encoding::SplitMaster => found.split = Some(extent),
         }
         Ok(extent)
     }
 
-    /// The extent that holds a subgroup's current state, its form, and its generation (0 if there is no state).
-    pub(super) fn newest(&self, tier: &Tier, subgroup: usize) -> Result<(u32, Form, u64)> {
+    /// The extent that holds a subgroup's current state, its encoding, and its generation (0 if there is no state).
+    pub(super) fn newest(&self, tier: &Tier, subgroup: usize) -> Result<(u32, Encoding, u64)> {
         let Subgroup { whole, split, .. } = &self.subgroups[subgroup];
         let generation = |extent: &Option<u32>| match extent {
             Some(extent) => tier.extent(*extent).map(|info| Some((*extent, info.generation))),
             None => Ok(None),
         };
-        let whole = generation(whole)?.map(|(extent, age)| (extent, Form::Whole, age));
-        let split = generation(split)?.map(|(extent, age)| (extent, Form::Split, age));
+        let whole = generation(whole)?.map(|(extent, age)| (extent, Encoding::Full, age));
+        let split = generation(split)?.map(|(extent, age)| (extent, Encoding::SplitMaster, age));
         let (usual, other) = match self.usual {
-            Form::Whole => (whole, split),
-            Form::Split => (split, whole),
+            Encoding::Full => (whole, split),
+            Encoding::SplitMaster => (split, whole),
         };
         let newest = usual.into_iter().chain(other).reduce(|a, b| if b.2 > a.2 { b } else { a });
         newest.ok_or_else(|| Error::invalid("subgroup", format!("{subgroup} has no extent")))

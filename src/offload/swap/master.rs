@@ -61,23 +61,32 @@ pub fn exceptions(master: &[f32], most: usize) -> Option<Vec<Exception>> {
     Some(found)
 }
 
+/// True if `copy` is the bf16 copy of these masters.
+pub fn is_copy(copy: &[bf16], master: &[f32]) -> bool {
+    let differs = |(copy, master): (&bf16, &f32)| copy.to_bits() ^ rounded(master.to_bits());
+    copy.len() == master.len()
+        && copy
+            .chunks(BLOCK)
+            .zip(master.chunks(BLOCK))
+            .all(|(copy, master)| copy.iter().zip(master).fold(0, |any, pair| any | differs(pair)) == 0)
+}
+
 /// The low halves of masters.
 pub fn pack(master: &[f32], low: &mut [u16]) {
     master.iter().zip(low).for_each(|(master, low)| *low = master.to_bits() as u16);
 }
 
 /// Rebuilds the masters from the model's copy, their low halves and the exceptions. False if an exception's index is
-/// out of range.
+/// out of range, or if the copy of an exception is not its own.
 pub fn unpack(copy: &[bf16], low: &[u16], exceptions: &[Exception], master: &mut [f32]) -> bool {
     for ((master, low), copy) in master.iter_mut().zip(low).zip(copy) {
         *master = f32::from_bits(u32::from(upper(copy.to_bits(), *low)) << 16 | u32::from(*low));
     }
     exceptions.iter().all(|exception| {
-        let place = usize::try_from(exception.element).ok().and_then(|place| master.get_mut(place));
-        place.is_some_and(|master| {
-            *master = f32::from_bits(exception.bits);
-            true
-        })
+        let Ok(place) = usize::try_from(exception.element) else { return false };
+        let Some((master, copy)) = master.get_mut(place).zip(copy.get(place)) else { return false };
+        *master = f32::from_bits(exception.bits);
+        copy.to_bits() == rounded(exception.bits)
     })
 }
 

@@ -3,7 +3,7 @@
 //!
 //! Invariants:
 //! - The tier's committed state is never overwritten. Until [`Swap::commit`] succeeds, the last commit can be restored
-//!   completely after a crash, after an error, and with [`Swap::roll_back`].
+//!   completely after a crash, after an error, and with [`Swap::rollback`].
 //! - After a failed step, only a rollback makes the state usable again: some subgroups may have been stepped.
 //! - Gradients never go to the tier; only param, exp_avg and exp_avg_sq do.
 //! - State takes 12 bytes per parameter on the tier and in memory, or 10 if param is split. With a split param the
@@ -13,9 +13,8 @@
 
 mod access;
 pub mod budget;
+pub mod encoding;
 mod extents;
-pub mod form;
-mod lanes;
 pub mod master;
 pub mod pipeline;
 mod slots;
@@ -26,9 +25,8 @@ use std::time::Duration;
 
 use crate::dtype::bf16;
 use budget::Budget;
+use encoding::Encoding;
 use extents::Extents;
-use form::Form;
-use lanes::Lanes;
 use pipeline::{Action, Pipeline, PipelineStats};
 use slots::Slots;
 use traffic::{Direction, Traffic};
@@ -37,18 +35,20 @@ use crate::error::{Error, Result};
 use crate::pool::region::Backing;
 use crate::sys::span::Span;
 use crate::tier::Tier;
+use crate::tier::claim::UpdateClaim;
+use crate::tier::turns::arbiter::PathArbiter;
 
-pub use form::State;
+pub use encoding::SubgroupState;
 
 /// Settings of a tiered update.
 #[derive(Debug, Clone)]
 pub struct SwapOptions {
     /// Number of elements of each subgroup.
     pub subgroups: Vec<u64>,
-    /// Form in which state is stored: [`Form::Split`] needs the 16-bit copies at every step.
-    pub usual: Form,
+    /// Encoding in which state is stored: [`Encoding::SplitMaster`] needs the 16-bit copies at every step.
+    pub usual: Encoding,
     /// Maximum bytes of host memory for state.
-    pub host_bytes: u64,
+    pub memory_budget: u64,
     /// Kind of memory to allocate.
     pub backing: Backing,
     /// Share of each path; `None` derives the shares from measured bandwidth.
@@ -58,7 +58,7 @@ pub struct SwapOptions {
     /// Processes of this node take turns on each path.
     pub exclusive: bool,
     /// How long a process waits for its turn on a path before it uses the path without one.
-    pub patience: Duration,
+    pub turn_timeout: Duration,
 }
 
 /// Counts since open.
@@ -78,26 +78,32 @@ pub struct SwapStats {
 #[derive(Debug)]
 pub struct Swap {
     tier: Arc<Tier>,
-    usual: Form,
+    usual: Encoding,
     budget: Budget,
     extents: Extents,
     slots: Slots,
     pipeline: Pipeline,
     traffic: Traffic,
-    lanes: Lanes,
+    arbiter: PathArbiter,
     /// The error that made the state in memory invalid; cleared by a rollback.
     broken: Option<Error>,
+    /// Held to keep other updates off the tier.
+    _claim: UpdateClaim,
 }
 
 impl Swap {
     /// Allocates the memory and defines the extents. Subgroups that the tier already holds keep their state.
     pub fn open(tier: Arc<Tier>, options: &SwapOptions) -> Result<Swap> {
         let paths = tier.paths().len();
-        let budget = budget::plan(&options.subgroups, options.usual, paths, options.host_bytes)?;
+        let budget = budget::plan(&options.subgroups, options.usual, paths, options.memory_budget)?;
         let pipeline = Pipeline::new(options.subgroups.len(), budget.buffers, budget.cached)?;
+        let claim = UpdateClaim::new(&tier)?;
         let slots = Slots::open(&budget, options.usual, options.backing)?;
         let traffic = Traffic::new(&tier, options)?;
-        let lanes = Lanes::new(&tier, options)?;
+        let arbiter = match options.exclusive {
+            true => PathArbiter::new(&tier, options.turn_timeout)?,
+            false => PathArbiter::without_turns(),
+        };
         // Last: a failure before this line leaves the tier unchanged.
         let extents = Extents::define(&tier, &options.subgroups, options.usual)?;
         Ok(Swap {
@@ -108,14 +114,15 @@ impl Swap {
             slots,
             pipeline,
             traffic,
-            lanes,
+            arbiter,
             broken: None,
+            _claim: claim,
         })
     }
 
     /// Returns an error in a forked child of the process that opened the tier.
-    pub fn owned(&self) -> Result<()> {
-        self.tier.owned()
+    pub fn check_process(&self) -> Result<()> {
+        self.tier.check_process()
     }
 
     /// The memory that was allocated.
@@ -123,8 +130,8 @@ impl Swap {
         self.budget
     }
 
-    /// The form in which state is stored.
-    pub fn usual(&self) -> Form {
+    /// The encoding in which state is stored.
+    pub fn usual(&self) -> Encoding {
         self.usual
     }
 
@@ -142,7 +149,10 @@ impl Swap {
     pub fn elements(&self, subgroup: usize) -> Result<usize> {
         match subgroup < self.len() {
             true => Ok(self.extents.elements(subgroup)),
-            false => Err(Error::invalid("subgroup", format!("{subgroup} of {}", self.len()))),
+            false => Err(Error::invalid(
+                "subgroup",
+                format!("is {subgroup}, but there are {} subgroups", self.len()),
+            )),
         }
     }
 
@@ -167,14 +177,14 @@ impl Swap {
     }
 
     /// Gives every subgroup its first state: `fill` writes the state into uninitialised memory.
-    pub fn fill(&mut self, mut fill: impl FnMut(usize, State<'_>) -> Result<()>) -> Result<()> {
+    pub fn fill(&mut self, mut fill: impl FnMut(usize, SubgroupState<'_>) -> Result<()>) -> Result<()> {
         self.ready()?;
         let outcome = self.run(Source::Nothing, &mut fill);
         self.note(outcome)
     }
 
     /// Runs one update: `step` is called once per subgroup, in the order in which the states arrive.
-    pub fn step(&mut self, step: impl FnMut(usize, State<'_>) -> Result<()>) -> Result<()> {
+    pub fn step(&mut self, step: impl FnMut(usize, SubgroupState<'_>) -> Result<()>) -> Result<()> {
         self.step_with(&|_| &[], step)
     }
 
@@ -182,8 +192,8 @@ impl Swap {
     /// that made the state published them. If param must be rebuilt, `copies` is called before the subgroup is stepped.
     pub fn step_with<'a>(
         &mut self,
-        copies: Copies<'a>,
-        mut step: impl FnMut(usize, State<'_>) -> Result<()>,
+        copies: ModelWeights<'a>,
+        mut step: impl FnMut(usize, SubgroupState<'_>) -> Result<()>,
     ) -> Result<()> {
         self.ready()?;
         let outcome = self.run(Source::Tier(copies), &mut step);
@@ -194,7 +204,7 @@ impl Swap {
     /// Writes dirty subgroups to the tier and makes all state durable as step number `step`, with `payload`.
     pub fn commit(&mut self, step: u64, payload: &[u8]) -> Result<()> {
         self.ready()?;
-        self.pipeline.settle()?;
+        self.pipeline.flush_dirty()?;
         let outcome = self.drive(Source::Nothing, &mut |_, _| Ok(()));
         self.note(outcome)?;
         self.extents.remove_older(&self.tier)?;
@@ -204,12 +214,12 @@ impl Swap {
     }
 
     /// Rolls back to the last commit.
-    pub fn roll_back(&mut self) -> Result<()> {
-        self.lanes.end(&self.tier);
+    pub fn rollback(&mut self) -> Result<()> {
+        self.arbiter.end(&self.tier);
         self.finish_transfers();
-        self.tier.roll_back()?;
+        self.tier.rollback()?;
         self.pipeline.forget()?;
-        self.look_at_slots();
+        self.refresh_slots();
         self.extents.find(&self.tier);
         self.broken = None;
         Ok(())
@@ -218,12 +228,12 @@ impl Swap {
     fn ready(&self) -> Result<()> {
         match &self.broken {
             None => Ok(()),
-            Some(error) => Err(Error::Busy(format!("roll back first; the last step failed: {error}"))),
+            Some(error) => Err(Error::Busy(format!("the last step failed; roll back first: {error}"))),
         }
     }
 
     fn note(&mut self, outcome: Result<()>) -> Result<()> {
-        self.lanes.end(&self.tier);
+        self.arbiter.end(&self.tier);
         outcome.inspect_err(|error| {
             self.finish_transfers();
             self.broken = Some(error.clone());
@@ -231,19 +241,19 @@ impl Swap {
     }
 
     fn run(&mut self, source: Source, work: Work) -> Result<()> {
-        self.look_at_slots();
+        self.refresh_slots();
         self.pipeline.begin()?;
         self.drive(source, work)
     }
 
     /// Runs the pipeline to its end. With `Source::Nothing` no subgroup is read: `work` fills the memory.
     fn drive(&mut self, source: Source, work: Work) -> Result<()> {
-        self.lanes.begin(&self.tier);
+        self.arbiter.begin(&self.tier);
         loop {
-            self.lanes.look(&self.tier);
+            self.arbiter.poll(&self.tier);
             match self.pipeline.next_action() {
                 Action::Fetch { slot, .. } if matches!(source, Source::Nothing) => {
-                    self.pipeline.handed_over(slot);
+                    self.pipeline.mark_filled(slot);
                 }
                 Action::Fetch { subgroup, slot } => self.fetch(subgroup, slot)?,
                 Action::Flush { subgroup, slot, keep } => self.flush(subgroup, slot, keep)?,
@@ -252,14 +262,14 @@ impl Swap {
                     self.make_whole(subgroup, slot, source)?;
                     work(subgroup, self.slots.state(slot, elements)?)?;
                     if self.pipeline.stays(subgroup) && !self.slots.keep(slot, elements)? {
-                        self.pipeline.let_go(slot);
+                        self.pipeline.uncache(slot);
                     }
                     self.pipeline.stepped(slot);
                     self.collect(false)?;
                 }
                 Action::Wait if self.traffic.idle() => {
-                    let reason =
-                        "every buffer is in a transfer that was given up and that its device has not ended";
+                    let reason = "every buffer is still in use by a transfer that timed out; the device has \
+                                  not ended it";
                     return Err(Error::Busy(reason.to_string()));
                 }
                 Action::Wait => self.collect(true)?,
@@ -274,48 +284,55 @@ impl Swap {
     }
 
     fn start_fetch(&mut self, subgroup: usize, slot: usize) -> Result<()> {
-        let (extent, form, _) = self.extents.newest(&self.tier, subgroup)?;
-        self.slots.comes(slot, form);
-        let spans = self.slots.spans(slot, form, self.extents.elements(subgroup));
+        let (extent, encoding, _) = self.extents.newest(&self.tier, subgroup)?;
+        self.slots.set_fetched_encoding(slot, encoding);
+        let spans = self.slots.spans(slot, encoding, self.extents.elements(subgroup));
         self.traffic.read(&self.tier, slot, extent, &spans)
     }
 
-    /// Gives a slot its full f32 param. If the source is `Nothing`, only the memory for param.
+    /// Gives a slot its full f32 param. If the source is `Nothing`, only the memory for param. Errors: split masters,
+    /// and the weights of the source do not belong to them; this does not depend on what is cached.
     fn make_whole(&mut self, subgroup: usize, slot: usize, source: Source) -> Result<()> {
-        if self.slots.has_master(slot) {
+        if self.usual == Encoding::Full {
             return Ok(());
         }
+        let whole = self.slots.has_master(slot);
         self.lend_master(slot)?;
         let Source::Tier(copies) = source else { return Ok(()) };
-        let elements = self.extents.elements(subgroup);
-        match self.slots.came(slot) {
-            Form::Split => {
-                let named = |error: Error| error.within(&format!("subgroup {subgroup}, "));
-                self.slots.join(slot, elements, copies(subgroup)).map_err(named)
+        let (elements, copy) = (self.extents.elements(subgroup), copies(subgroup));
+        let outcome = match (whole, self.slots.fetched_encoding(slot)) {
+            (true, _) => self.slots.check_copy(slot, elements, copy),
+            (false, Encoding::SplitMaster) => self.slots.join(slot, elements, copy),
+            (false, Encoding::Full) => {
+                self.fetch_param(subgroup, slot)?;
+                self.slots.check_copy(slot, elements, copy)
             }
-            // Rare: a state that could not be split. It was fetched without param, since the slot had no master.
-            Form::Whole => {
-                let (extent, ..) = self.extents.newest(&self.tier, subgroup)?;
-                let param = self.slots.spans(slot, Form::Whole, elements)[0];
-                self.traffic.read(&self.tier, slot, extent, &[param, Span::empty(), Span::empty()])?;
-                while self.traffic.uses(slot) {
-                    self.collect(true)?;
-                }
-                Ok(())
-            }
+        };
+        outcome.map_err(|error| error.within(&format!("subgroup {subgroup}, ")))
+    }
+
+    /// Reads the param of a state that could not be split, which is rare. The state was fetched without param, since
+    /// the slot had no master.
+    fn fetch_param(&mut self, subgroup: usize, slot: usize) -> Result<()> {
+        let (extent, ..) = self.extents.newest(&self.tier, subgroup)?;
+        let param = self.slots.spans(slot, Encoding::Full, self.extents.elements(subgroup))[0];
+        self.traffic.read(&self.tier, slot, extent, &[param, Span::empty(), Span::empty()])?;
+        while self.traffic.uses(slot) {
+            self.collect(true)?;
         }
+        Ok(())
     }
 
     /// Lends a master to a slot; waits if all masters are in use by writes.
     fn lend_master(&mut self, slot: usize) -> Result<()> {
         while !self.slots.lend(slot) {
             if self.traffic.idle() {
-                self.look_at_slots();
+                self.refresh_slots();
                 if self.slots.lend(slot) {
                     break;
                 }
-                let reason =
-                    "every master is in a transfer that was given up and that its device has not ended";
+                let reason = "every buffer for master weights is still in use by a transfer that timed out; \
+                              the device has not ended it";
                 return Err(Error::Busy(reason.to_string()));
             }
             self.collect(true)?;
@@ -330,28 +347,28 @@ impl Swap {
 
     fn start_flush(&mut self, subgroup: usize, slot: usize, keep: bool) -> Result<()> {
         let elements = self.extents.elements(subgroup);
-        let form = self.slots.store(slot, elements, keep)?;
-        let extent = self.extents.written_as(&self.tier, subgroup, form)?;
-        let spans = self.slots.spans(slot, form, elements);
-        let parts = self.traffic.place(subgroup, form, &self.tier)?;
+        let encoding = self.slots.store(slot, elements, keep)?;
+        let extent = self.extents.written_as(&self.tier, subgroup, encoding)?;
+        let spans = self.slots.spans(slot, encoding, elements);
+        let parts = self.traffic.place(subgroup, encoding, &self.tier)?;
         self.traffic.write(&self.tier, slot, extent, &spans, parts)
     }
 
-    fn ended(&mut self, direction: Direction, slot: usize, well: bool) {
+    fn ended(&mut self, direction: Direction, slot: usize, succeeded: bool) {
         match direction {
-            Direction::Fetch => self.pipeline.fetched(slot, well),
-            Direction::Flush => self.pipeline.flushed(slot, well),
+            Direction::Fetch => self.pipeline.fetched(slot, succeeded),
+            Direction::Flush => self.pipeline.flushed(slot, succeeded),
         }
-        self.look_at(slot);
+        self.refresh_slot(slot);
     }
 
-    fn look_at_slots(&mut self) {
-        (0..self.slots.len()).for_each(|slot| self.look_at(slot));
+    fn refresh_slots(&mut self) {
+        (0..self.slots.len()).for_each(|slot| self.refresh_slot(slot));
     }
 
     /// Quarantines a slot while an abandoned transfer may still access it. Takes the master back from a vacant slot.
-    fn look_at(&mut self, slot: usize) {
-        self.pipeline.set_aside(slot, self.slots.in_transfer(slot));
+    fn refresh_slot(&mut self, slot: usize) {
+        self.pipeline.quarantine(slot, self.slots.in_transfer(slot));
         if self.pipeline.is_vacant(slot) {
             self.slots.take_back(slot);
         }
@@ -361,7 +378,7 @@ impl Swap {
     /// all.
     fn collect(&mut self, wait: bool) -> Result<()> {
         let mut outcome = Ok(());
-        for done in self.traffic.over(&self.tier, &mut self.lanes, wait) {
+        for done in self.traffic.collect_ended(&self.tier, &mut self.arbiter, wait) {
             self.ended(done.direction, done.slot, done.outcome.is_ok());
             outcome = outcome.and(done.outcome);
         }
@@ -377,10 +394,10 @@ impl Swap {
     }
 }
 
-type Work<'a> = &'a mut dyn FnMut(usize, State<'_>) -> Result<()>;
+type Work<'a> = &'a mut dyn FnMut(usize, SubgroupState<'_>) -> Result<()>;
 
 /// Returns the 16-bit weights of a subgroup.
-pub type Copies<'a> = &'a dyn Fn(usize) -> &'a [bf16];
+pub type ModelWeights<'a> = &'a dyn Fn(usize) -> &'a [bf16];
 
 /// Origin of the states of a round.
 #[derive(Clone, Copy)]
@@ -388,7 +405,7 @@ enum Source<'a> {
     /// No stored state: `work` fills the memory.
     Nothing,
     /// The tier; the closure returns the 16-bit copies for split states.
-    Tier(Copies<'a>),
+    Tier(ModelWeights<'a>),
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@
 //! - Rounds alternate their direction. The last `cached` subgroups of a round stay in their slots and are the first
 //!   of the next round. So `cached` subgroups of every round after the first need no fetch (MLP-Offload section 3.2),
 //!   minus subgroups that were let go.
-//! - A subgroup that stays is not written in that round, unless [`Pipeline::settle`] requests it. A copy on the tier
-//!   that is older than a cached subgroup is never read.
+//! - A subgroup that stays is not written in that round, unless [`Pipeline::flush_dirty`] requests it. A copy on the
+//!   tier that is older than a cached subgroup is never read.
 //! - A slot is quarantined while a transfer that was given up may still access it.
 //! - A failed fetch frees its slot. A failed flush leaves the only copy in its slot, to be flushed again.
 #![forbid(unsafe_code)]
@@ -49,7 +49,7 @@ pub enum Action {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Slot {
+enum SlotState {
     Free,
     Fetching(usize),
     /// Fetched or kept, and not yet stepped in this round.
@@ -89,13 +89,13 @@ pub struct PipelineStats {
 pub struct Pipeline {
     subgroups: usize,
     cached: usize,
-    slots: Vec<Slot>,
+    slots: Vec<SlotState>,
     /// Subgroups that are not fetched yet in this round, in order.
     to_fetch: VecDeque<usize>,
     /// For each subgroup, whether it stays in memory after this round.
     stays: Vec<bool>,
     backwards: bool,
-    settling: bool,
+    flushing_dirty: bool,
     stats: PipelineStats,
 }
 
@@ -108,17 +108,18 @@ impl Pipeline {
         let cached = cached.min(subgroups);
         let working = (subgroups - cached).min(LEAST_WORKING);
         if slots < cached + working {
-            let reason = format!("{slots} buffers; {cached} cached subgroups need {}", cached + working);
+            let reason =
+                format!("{slots} buffers are too few: {cached} cached subgroups need {}", cached + working);
             return Err(Error::invalid("slots", reason));
         }
         Ok(Pipeline {
             subgroups,
             cached,
-            slots: vec![Slot::Free; slots],
+            slots: vec![SlotState::Free; slots],
             to_fetch: VecDeque::new(),
             stays: vec![false; subgroups],
             backwards: true,
-            settling: false,
+            flushing_dirty: false,
             stats: PipelineStats::default(),
         })
     }
@@ -129,20 +130,20 @@ impl Pipeline {
     }
 
     /// The slot that caches a subgroup between rounds.
-    pub fn kept(&self, subgroup: usize) -> Option<usize> {
+    pub fn cached_slot(&self, subgroup: usize) -> Option<usize> {
         self.slots
             .iter()
-            .position(|slot| matches!(slot, Slot::Kept { subgroup: kept, .. } if *kept == subgroup))
+            .position(|slot| matches!(slot, SlotState::Kept { subgroup: kept, .. } if *kept == subgroup))
     }
 
     /// An empty slot.
     pub fn vacant(&self) -> Option<usize> {
-        self.slots.iter().position(|slot| *slot == Slot::Free)
+        self.slots.iter().position(|slot| *slot == SlotState::Free)
     }
 
     /// True if a slot is empty.
     pub fn is_vacant(&self, slot: usize) -> bool {
-        self.slots[slot] == Slot::Free
+        self.slots[slot] == SlotState::Free
     }
 
     /// True if a subgroup will stay in memory after this round.
@@ -152,28 +153,28 @@ impl Pipeline {
 
     /// Removes the subgroup of a slot from the cache: a subgroup being stepped will be flushed instead of kept. Between
     /// rounds the slot becomes free at once, and the caller writes the subgroup.
-    pub fn let_go(&mut self, slot: usize) {
+    pub fn uncache(&mut self, slot: usize) {
         match self.slots[slot] {
-            Slot::Stepping(subgroup) => self.stays[subgroup] = false,
-            Slot::Kept { .. } => self.slots[slot] = Slot::Free,
+            SlotState::Stepping(subgroup) => self.stays[subgroup] = false,
+            SlotState::Kept { .. } => self.slots[slot] = SlotState::Free,
             _ => {}
         }
     }
 
     /// Marks a cached subgroup dirty: it was changed in memory.
     pub fn changed(&mut self, slot: usize) {
-        if let Slot::Kept { subgroup, .. } = self.slots[slot] {
-            self.slots[slot] = Slot::Kept { subgroup, dirty: true };
-            self.settling = false;
+        if let SlotState::Kept { subgroup, .. } = self.slots[slot] {
+            self.slots[slot] = SlotState::Kept { subgroup, dirty: true };
+            self.flushing_dirty = false;
         }
     }
 
     /// Quarantines a slot (`stuck`: a transfer that was given up may still access it), or ends its quarantine. A clean
     /// cached subgroup in the slot is read again from the tier.
-    pub fn set_aside(&mut self, slot: usize, stuck: bool) {
+    pub fn quarantine(&mut self, slot: usize, stuck: bool) {
         self.slots[slot] = match (self.slots[slot], stuck) {
-            (Slot::Free | Slot::Kept { dirty: false, .. }, true) => Slot::Stuck,
-            (Slot::Stuck, false) => Slot::Free,
+            (SlotState::Free | SlotState::Kept { dirty: false, .. }, true) => SlotState::Stuck,
+            (SlotState::Stuck, false) => SlotState::Free,
             (other, _) => other,
         };
     }
@@ -181,15 +182,15 @@ impl Pipeline {
     /// Begins a round in the opposite direction of the last. Errors: a round is in flight (`Busy`).
     pub fn begin(&mut self) -> Result<()> {
         if !self.idle() {
-            return Err(Error::Busy("a round is under way".to_string()));
+            return Err(Error::Busy("a step is in progress".to_string()));
         }
-        self.settling = false;
+        self.flushing_dirty = false;
         self.backwards = !self.backwards;
         let order: Vec<usize> = match self.backwards {
             true => (0..self.subgroups).rev().collect(),
             false => (0..self.subgroups).collect(),
         };
-        let usable = self.slots.iter().filter(|slot| **slot != Slot::Stuck).count();
+        let usable = self.slots.iter().filter(|slot| **slot != SlotState::Stuck).count();
         // With quarantined slots fewer subgroups stay, so that at least one slot is left for the others.
         let cached =
             if usable < self.slots.len() { self.cached.min(usable.saturating_sub(1)) } else { self.cached };
@@ -198,9 +199,9 @@ impl Pipeline {
         }
         let mut resident = vec![false; self.subgroups];
         for slot in &mut self.slots {
-            if let Slot::Kept { subgroup, .. } = *slot {
+            if let SlotState::Kept { subgroup, .. } = *slot {
                 resident[subgroup] = true;
-                *slot = Slot::Ready(subgroup);
+                *slot = SlotState::Ready(subgroup);
             }
         }
         self.stats.rounds += 1;
@@ -210,23 +211,26 @@ impl Pipeline {
     }
 
     /// Requests that all dirty subgroups are written; they stay in memory. Runs like a round, until `Done`.
-    pub fn settle(&mut self) -> Result<()> {
+    pub fn flush_dirty(&mut self) -> Result<()> {
         if !self.idle() {
-            return Err(Error::Busy("a round is under way".to_string()));
+            return Err(Error::Busy("a step is in progress".to_string()));
         }
-        self.settling = true;
+        self.flushing_dirty = true;
         Ok(())
     }
 
     /// Discards all subgroups in memory, so that the next round reads the tier. Errors: a transfer is in flight
     /// (`Busy`).
     pub fn forget(&mut self) -> Result<()> {
-        if self.slots.iter().any(|slot| matches!(slot, Slot::Fetching(_) | Slot::Flushing { .. })) {
-            return Err(Error::Busy("a transfer is under way".to_string()));
+        if self.slots.iter().any(|slot| matches!(slot, SlotState::Fetching(_) | SlotState::Flushing { .. })) {
+            return Err(Error::Busy("a transfer is in flight".to_string()));
         }
-        self.slots.iter_mut().filter(|slot| **slot != Slot::Stuck).for_each(|slot| *slot = Slot::Free);
+        self.slots
+            .iter_mut()
+            .filter(|slot| **slot != SlotState::Stuck)
+            .for_each(|slot| *slot = SlotState::Free);
         self.to_fetch.clear();
-        self.settling = false;
+        self.flushing_dirty = false;
         Ok(())
     }
 
@@ -239,19 +243,19 @@ impl Pipeline {
         if let Some(slot) = self.vacant()
             && let Some(subgroup) = self.to_fetch.pop_front()
         {
-            self.slots[slot] = Slot::Fetching(subgroup);
+            self.slots[slot] = SlotState::Fetching(subgroup);
             return Action::Fetch { subgroup, slot };
         }
         // Among ready subgroups, one that leaves comes first, since its slot is needed.
         let ready = |leaving: bool| {
-            self.slots
-                .iter()
-                .position(|slot| matches!(slot, Slot::Ready(subgroup) if self.stays[*subgroup] != leaving))
+            self.slots.iter().position(
+                |slot| matches!(slot, SlotState::Ready(subgroup) if self.stays[*subgroup] != leaving),
+            )
         };
         if let Some(slot) = ready(true).or_else(|| ready(false))
-            && let Slot::Ready(subgroup) = self.slots[slot]
+            && let SlotState::Ready(subgroup) = self.slots[slot]
         {
-            self.slots[slot] = Slot::Stepping(subgroup);
+            self.slots[slot] = SlotState::Stepping(subgroup);
             return Action::Step { subgroup, slot };
         }
         match self.idle() {
@@ -261,32 +265,32 @@ impl Pipeline {
     }
 
     fn next_flush(&mut self) -> Option<Action> {
-        let settling = self.settling;
+        let flushing_dirty = self.flushing_dirty;
         let (slot, subgroup, keep) = self.slots.iter().enumerate().find_map(|(index, slot)| match *slot {
-            Slot::Stepped(subgroup) => Some((index, subgroup, false)),
-            Slot::Kept { subgroup, dirty: true } if settling => Some((index, subgroup, true)),
+            SlotState::Stepped(subgroup) => Some((index, subgroup, false)),
+            SlotState::Kept { subgroup, dirty: true } if flushing_dirty => Some((index, subgroup, true)),
             _ => None,
         })?;
-        self.slots[slot] = Slot::Flushing { subgroup, keep };
+        self.slots[slot] = SlotState::Flushing { subgroup, keep };
         Some(Action::Flush { subgroup, slot, keep })
     }
 
     /// Marks a slot ready without a fetch: the subgroup's step fills it.
-    pub fn handed_over(&mut self, slot: usize) {
-        if let Slot::Fetching(subgroup) = self.slots[slot] {
-            self.slots[slot] = Slot::Ready(subgroup);
+    pub fn mark_filled(&mut self, slot: usize) {
+        if let SlotState::Fetching(subgroup) = self.slots[slot] {
+            self.slots[slot] = SlotState::Ready(subgroup);
         }
     }
 
-    /// The fetch into a slot ended; `well`: successfully. After a failure the subgroup is queued for a fetch again. The
-    /// caller retries it, or calls [`Pipeline::forget`].
-    pub fn fetched(&mut self, slot: usize, well: bool) {
-        if let Slot::Fetching(subgroup) = self.slots[slot] {
-            self.slots[slot] = match well {
-                true => Slot::Ready(subgroup),
-                false => Slot::Free,
+    /// The fetch into a slot ended; `succeeded`: without an error. After a failure the subgroup is queued for a fetch
+    /// again. The caller retries it, or calls [`Pipeline::forget`].
+    pub fn fetched(&mut self, slot: usize, succeeded: bool) {
+        if let SlotState::Fetching(subgroup) = self.slots[slot] {
+            self.slots[slot] = match succeeded {
+                true => SlotState::Ready(subgroup),
+                false => SlotState::Free,
             };
-            match well {
+            match succeeded {
                 true => self.stats.fetched += 1,
                 false => self.to_fetch.push_front(subgroup),
             }
@@ -295,31 +299,31 @@ impl Pipeline {
 
     /// The step of a slot's subgroup ended.
     pub fn stepped(&mut self, slot: usize) {
-        if let Slot::Stepping(subgroup) = self.slots[slot] {
+        if let SlotState::Stepping(subgroup) = self.slots[slot] {
             self.slots[slot] = match self.stays[subgroup] {
-                true => Slot::Kept { subgroup, dirty: true },
-                false => Slot::Stepped(subgroup),
+                true => SlotState::Kept { subgroup, dirty: true },
+                false => SlotState::Stepped(subgroup),
             };
         }
     }
 
-    /// The flush of a slot ended; `well`: successfully.
-    pub fn flushed(&mut self, slot: usize, well: bool) {
-        if let Slot::Flushing { subgroup, keep } = self.slots[slot] {
-            self.slots[slot] = match (well, keep) {
-                (true, false) => Slot::Free,
-                (true, true) => Slot::Kept { subgroup, dirty: false },
-                (false, false) => Slot::Stepped(subgroup),
-                (false, true) => Slot::Kept { subgroup, dirty: true },
+    /// The flush of a slot ended; `succeeded`: without an error.
+    pub fn flushed(&mut self, slot: usize, succeeded: bool) {
+        if let SlotState::Flushing { subgroup, keep } = self.slots[slot] {
+            self.slots[slot] = match (succeeded, keep) {
+                (true, false) => SlotState::Free,
+                (true, true) => SlotState::Kept { subgroup, dirty: false },
+                (false, false) => SlotState::Stepped(subgroup),
+                (false, true) => SlotState::Kept { subgroup, dirty: true },
             };
-            self.stats.flushed += u64::from(well);
+            self.stats.flushed += u64::from(succeeded);
         }
     }
 
     fn idle(&self) -> bool {
-        let still = |slot: &Slot| match *slot {
-            Slot::Free | Slot::Stuck => true,
-            Slot::Kept { dirty, .. } => !(self.settling && dirty),
+        let still = |slot: &SlotState| match *slot {
+            SlotState::Free | SlotState::Stuck => true,
+            SlotState::Kept { dirty, .. } => !(self.flushing_dirty && dirty),
             _ => false,
         };
         self.to_fetch.is_empty() && self.slots.iter().all(still)

@@ -1,12 +1,12 @@
 //! The host memory of a tiered update: slots that hold one subgroup each, and masters lent to slots that are stepped. A
 //! master is a buffer for the full f32 param of one subgroup.
 //!
-//! | usual form | arrays in a slot, each page-aligned | bytes per parameter |
+//! | usual encoding | arrays in a slot, each page-aligned | bytes per parameter |
 //! |---|---|---|
-//! | whole | exp_avg, exp_avg_sq, param | 12 |
+//! | full | exp_avg, exp_avg_sq, param | 12 |
 //! | split | exp_avg, exp_avg_sq, low halves of param, table | 10 |
 //!
-//! Invariants, for the split form:
+//! Invariants, for the split master:
 //! - In a slot with a master, param is in the master, which is then newer than low halves and table.
 //! - A slot without a master has low halves and table; if its state came from the tier whole, it has no param.
 //! - A master is taken from a slot only when its param was split or is not needed any more, and no transfer accesses
@@ -17,7 +17,8 @@
 use crate::dtype::bf16;
 
 use super::budget::{Budget, MASTERS_IN_MOTION};
-use super::form::{self, Form, State};
+use super::encoding::{self, Encoding, SubgroupState};
+use super::master;
 use crate::error::{Error, Result};
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
@@ -25,17 +26,17 @@ use crate::sys::memory::BASE_PAGE;
 use crate::sys::span::Span;
 
 #[derive(Debug)]
-struct Slot {
+struct MemorySlot {
     memory: Buffer,
     master: Option<usize>,
-    /// For a slot without a master: the form in which the state came from the tier.
-    came: Form,
+    /// For a slot without a master: the encoding in which the state came from the tier.
+    fetched_encoding: Encoding,
 }
 
 #[derive(Debug)]
 pub(super) struct Slots {
-    usual: Form,
-    slots: Vec<Slot>,
+    usual: Encoding,
+    slots: Vec<MemorySlot>,
     masters: Vec<Buffer>,
     /// Masters that no slot has.
     spare: Vec<usize>,
@@ -43,10 +44,10 @@ pub(super) struct Slots {
 
 impl Slots {
     /// Allocates the memory.
-    pub(super) fn open(budget: &Budget, usual: Form, backing: Backing) -> Result<Slots> {
+    pub(super) fn open(budget: &Budget, usual: Encoding, backing: Backing) -> Result<Slots> {
         let memory = Buffer::open_many(budget.buffers, budget.buffer_bytes as usize, backing)?;
         let masters = Buffer::open_many(budget.masters, budget.master_bytes as usize, backing)?;
-        let empty = |memory| Slot { memory, master: None, came: Form::Whole };
+        let empty = |memory| MemorySlot { memory, master: None, fetched_encoding: Encoding::Full };
         Ok(Slots {
             usual,
             slots: memory.into_iter().map(empty).collect(),
@@ -61,13 +62,13 @@ impl Slots {
 
     /// True while a transfer may access a slot's memory, including a transfer that was given up.
     pub(super) fn in_transfer(&self, slot: usize) -> bool {
-        let Slot { memory, master, .. } = &self.slots[slot];
+        let MemorySlot { memory, master, .. } = &self.slots[slot];
         memory.in_transfer() || master.is_some_and(|master| self.masters[master].in_transfer())
     }
 
     /// True if a slot has memory for the full param.
     pub(super) fn has_master(&self, slot: usize) -> bool {
-        self.usual == Form::Whole || self.slots[slot].master.is_some()
+        self.usual == Encoding::Full || self.slots[slot].master.is_some()
     }
 
     /// Lends a master to a slot, unless it has one. False if no master is free.
@@ -83,38 +84,38 @@ impl Slots {
         self.spare.extend(self.slots[slot].master.take());
     }
 
-    /// Records the form of the state that is read into a slot.
-    pub(super) fn comes(&mut self, slot: usize, form: Form) {
-        self.slots[slot].came = form;
+    /// Records the encoding of the state that is read into a slot.
+    pub(super) fn set_fetched_encoding(&mut self, slot: usize, encoding: Encoding) {
+        self.slots[slot].fetched_encoding = encoding;
     }
 
-    /// The form in which the state of a slot without a master came.
-    pub(super) fn came(&self, slot: usize) -> Form {
-        self.slots[slot].came
+    /// The encoding in which the state of a slot without a master came.
+    pub(super) fn fetched_encoding(&self, slot: usize) -> Encoding {
+        self.slots[slot].fetched_encoding
     }
 
-    /// The memory of each stream of a form. The span of a whole param is empty if the slot has no master.
-    pub(super) fn spans(&self, slot: usize, form: Form, elements: usize) -> Vec<Span> {
-        let Slot { memory, master, .. } = &self.slots[slot];
+    /// The memory of each stream of an encoding. The span of a whole param is empty if the slot has no master.
+    pub(super) fn spans(&self, slot: usize, encoding: Encoding, elements: usize) -> Vec<Span> {
+        let MemorySlot { memory, master, .. } = &self.slots[slot];
         let part = |stream: usize, bytes: usize| memory.span().part(stream * stride(elements), bytes);
         let (exp_avg, exp_avg_sq) = (part(0, 4 * elements), part(1, 4 * elements));
-        match (form, self.usual, master) {
-            (Form::Split, ..) => {
+        match (encoding, self.usual, master) {
+            (Encoding::SplitMaster, ..) => {
                 let low = part(2, 2 * elements);
                 let table = memory.span().part(table_start(elements), table_len(elements));
                 vec![exp_avg, exp_avg_sq, low, table]
             }
-            (Form::Whole, Form::Whole, _) => vec![part(2, 4 * elements), exp_avg, exp_avg_sq],
-            (Form::Whole, Form::Split, Some(master)) => {
+            (Encoding::Full, Encoding::Full, _) => vec![part(2, 4 * elements), exp_avg, exp_avg_sq],
+            (Encoding::Full, Encoding::SplitMaster, Some(master)) => {
                 vec![self.masters[*master].span().part(0, 4 * elements), exp_avg, exp_avg_sq]
             }
-            (Form::Whole, Form::Split, None) => vec![Span::empty(), exp_avg, exp_avg_sq],
+            (Encoding::Full, Encoding::SplitMaster, None) => vec![Span::empty(), exp_avg, exp_avg_sq],
         }
     }
 
     /// The state in a slot. The slot must have room for the full param (see [`Slots::has_master`]).
-    pub(super) fn state(&mut self, slot: usize, elements: usize) -> Result<State<'_>> {
-        let Slot { memory, master, .. } = &mut self.slots[slot];
+    pub(super) fn state(&mut self, slot: usize, elements: usize) -> Result<SubgroupState<'_>> {
+        let MemorySlot { memory, master, .. } = &mut self.slots[slot];
         let stride = stride(elements) / 4;
         let (exp_avg, rest) = memory.floats()?.split_at_mut(stride);
         let (exp_avg_sq, rest) = rest.split_at_mut(stride);
@@ -122,7 +123,7 @@ impl Slots {
             Some(master) => self.masters[*master].floats()?,
             None => rest,
         };
-        Ok(State {
+        Ok(SubgroupState {
             param: &mut param[..elements],
             exp_avg: &mut exp_avg[..elements],
             exp_avg_sq: &mut exp_avg_sq[..elements],
@@ -132,11 +133,20 @@ impl Slots {
     /// Rebuilds param in a slot's master from low halves, table and `copy`. Errors: `copy` belongs to another state.
     pub(super) fn join(&mut self, slot: usize, elements: usize, copy: &[bf16]) -> Result<()> {
         let (low, table, param) = self.halves(slot, elements)?;
-        let outcome = form::join(copy, low, table, param);
+        let outcome = encoding::join(copy, low, table, param);
         if outcome.is_err() {
             self.take_back(slot);
         }
         outcome
+    }
+
+    /// Checks that `copy` belongs to the param in a slot's master.
+    pub(super) fn check_copy(&mut self, slot: usize, elements: usize, copy: &[bf16]) -> Result<()> {
+        let (_, _, param) = self.halves(slot, elements)?;
+        match master::is_copy(copy, param) {
+            true => Ok(()),
+            false => Err(encoding::wrong_weights()),
+        }
     }
 
     /// Prepares a slot to cache its state, which may split its param. False if the state would keep a master that
@@ -153,34 +163,35 @@ impl Slots {
         Ok(split)
     }
 
-    /// Prepares a slot's state for a write, and returns the form to write. The slot keeps its master only if its state
-    /// stays, or cannot be split.
-    pub(super) fn store(&mut self, slot: usize, elements: usize, stays: bool) -> Result<Form> {
-        let whole =
-            self.usual == Form::Whole || self.slots[slot].master.is_some() && !self.split(slot, elements)?;
+    /// Prepares a slot's state for a write, and returns the encoding to write. The slot keeps its master only if its
+    /// state stays, or cannot be split.
+    pub(super) fn store(&mut self, slot: usize, elements: usize, stays: bool) -> Result<Encoding> {
+        let whole = self.usual == Encoding::Full
+            || self.slots[slot].master.is_some() && !self.split(slot, elements)?;
         if whole {
-            return Ok(Form::Whole);
+            return Ok(Encoding::Full);
         }
         if !stays {
             self.take_back(slot);
         }
-        Ok(Form::Split)
+        Ok(Encoding::SplitMaster)
     }
 
     /// Fills low halves and table from param. False if param cannot be split.
     fn split(&mut self, slot: usize, elements: usize) -> Result<bool> {
         let (low, table, param) = self.halves(slot, elements)?;
-        let split = form::split(param, low, table);
+        let split = encoding::split(param, low, table);
         if split {
-            self.comes(slot, Form::Split);
+            self.set_fetched_encoding(slot, Encoding::SplitMaster);
         }
         Ok(split)
     }
 
     /// Low halves, table and param of a slot that has a master.
     fn halves(&mut self, slot: usize, elements: usize) -> Result<(&mut [u16], &mut [u16], &mut [f32])> {
-        let Slot { memory, master, .. } = &mut self.slots[slot];
-        let master = master.ok_or_else(|| Error::Busy("no master is lent to the slot".to_string()))?;
+        let MemorySlot { memory, master, .. } = &mut self.slots[slot];
+        let master =
+            master.ok_or_else(|| Error::Busy("the slot has no buffer for master weights".to_string()))?;
         let (low, table) = memory.words()?.split_at_mut(table_start(elements) / 2);
         let low = &mut low[stride(elements)..][..elements];
         let table = &mut table[..table_len(elements) / 2];
@@ -199,5 +210,5 @@ fn table_start(elements: usize) -> usize {
 }
 
 fn table_len(elements: usize) -> usize {
-    form::table_bytes(elements as u64) as usize
+    encoding::table_bytes(elements as u64) as usize
 }

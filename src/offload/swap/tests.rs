@@ -5,16 +5,16 @@ mod split;
 
 use std::time::Instant;
 
-use super::form::STREAMS;
+use super::encoding::STREAMS;
 use super::*;
 use crate::dtype::{Floats, FloatsMut, bf16};
 use crate::kernel::{States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
-use crate::optim::spread::Job;
+use crate::optim::parallel::Job;
 use crate::pool::buffer::Buffer;
 use crate::sys::span::Span;
 use crate::tier::directory::Owner;
-use crate::tier::options::{Mode, PathOptions, Place, TierOptions};
+use crate::tier::options::{Mode, PathLocation, PathOptions, TierOptions};
 
 const STEPS: u64 = 7;
 
@@ -22,16 +22,16 @@ fn backing() -> Backing {
     Backing { huge: false, lock: false, node: None }
 }
 
-fn options(subgroups: &[u64], host_bytes: u64) -> SwapOptions {
+fn options(subgroups: &[u64], memory_budget: u64) -> SwapOptions {
     SwapOptions {
         subgroups: subgroups.to_vec(),
-        usual: Form::Whole,
-        host_bytes,
+        usual: Encoding::Full,
+        memory_budget,
         backing: backing(),
         ratio: None,
         speeds: Vec::new(),
         exclusive: false,
-        patience: Duration::from_secs(10),
+        turn_timeout: Duration::from_secs(10),
     }
 }
 
@@ -39,17 +39,30 @@ fn owner() -> Owner {
     Owner { job: "test".to_string(), host: "here".to_string(), rank: 0 }
 }
 
-fn tier_in(places: Vec<Place>, mode: Mode) -> Arc<Tier> {
+fn tier_in(places: Vec<PathLocation>, mode: Mode) -> Arc<Tier> {
     let mut options = TierOptions::new(owner(), []);
-    options.paths = places.into_iter().map(|place| PathOptions { place, limit: None, reserve: 0 }).collect();
+    options.paths =
+        places.into_iter().map(|place| PathOptions { location: place, limit: None, reserve: 0 }).collect();
     options.mode = mode;
     options.block_bytes = 16 << 10;
     Arc::new(Tier::open(options).unwrap())
 }
 
 #[test]
+fn a_tier_has_one_update_at_a_time() {
+    let tier = tier_in(vec![PathLocation::Memory], Mode::Create);
+    let open = || Swap::open(Arc::clone(&tier), &options(&SIZES, 1 << 24));
+    let first = open().unwrap();
+    assert!(matches!(open(), Err(Error::Busy(_))));
+    drop(first);
+    // A failed open leaves the tier free.
+    assert!(Swap::open(Arc::clone(&tier), &options(&SIZES, 1)).is_err());
+    open().unwrap();
+}
+
+#[test]
 fn an_open_that_fails_leaves_the_tier_as_it_was() {
-    let tier = tier_in(vec![Place::Memory], Mode::Auto);
+    let tier = tier_in(vec![PathLocation::Memory], Mode::Auto);
     let bad = SwapOptions { ratio: Some(vec![f64::NAN]), ..options(&[1000, 2000], 1 << 20) };
     let error = Swap::open(Arc::clone(&tier), &bad).err().unwrap().to_string();
     assert!(error.starts_with("ratio"), "{error}");
@@ -70,7 +83,7 @@ fn grads(subgroup: usize, step: u64, elements: usize) -> Vec<bf16> {
     (0..elements).map(|i| bf16::from_f32(value(i))).collect()
 }
 
-fn first_state(subgroup: usize, state: State<'_>) -> Result<()> {
+fn first_state(subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
     for (i, param) in state.param.iter_mut().enumerate() {
         *param = (i % 77) as f32 * 0.01 + subgroup as f32;
     }
@@ -80,7 +93,7 @@ fn first_state(subgroup: usize, state: State<'_>) -> Result<()> {
 }
 
 /// Runs one AdamW step on a state, and returns the 16-bit weights that it publishes.
-fn adam_step(subgroup: usize, step: u64, state: State<'_>) -> Result<Vec<bf16>> {
+fn adam_step(subgroup: usize, step: u64, state: SubgroupState<'_>) -> Result<Vec<bf16>> {
     let grad = grads(subgroup, step, state.param.len());
     let mut copy = vec![bf16::ZERO; grad.len()];
     let states = States {
@@ -101,9 +114,10 @@ fn in_memory(subgroups: &[u64], steps: u64) -> (Everything, Vec<Vec<bf16>>) {
         subgroups.iter().map(|n| std::array::from_fn(|_| vec![0.0; *n as usize])).collect();
     let mut published = vec![Vec::new(); subgroups.len()];
     for (subgroup, [param, exp_avg, exp_avg_sq]) in all.iter_mut().enumerate() {
-        first_state(subgroup, State { param, exp_avg, exp_avg_sq }).unwrap();
+        first_state(subgroup, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
         for step in 1..=steps {
-            published[subgroup] = adam_step(subgroup, step, State { param, exp_avg, exp_avg_sq }).unwrap();
+            published[subgroup] =
+                adam_step(subgroup, step, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
         }
     }
     (all, published)
@@ -136,10 +150,10 @@ const SIZES: [u64; 9] = [5000, 0, 1, 12_345, 70_000, 4096, 3, 33_333, 20_000];
 
 #[test]
 fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
-    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
-    for (host_bytes, places) in [(3, 1), (4, 2), (7, 3), (100, 2)] {
-        let tier = tier_in((0..places).map(|_| Place::Memory).collect(), Mode::Create);
-        let mut swap = Swap::open(tier, &options(&SIZES, host_bytes * buffer)).unwrap();
+    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    for (memory_budget, places) in [(3, 1), (4, 2), (7, 3), (100, 2)] {
+        let tier = tier_in((0..places).map(|_| PathLocation::Memory).collect(), Mode::Create);
+        let mut swap = Swap::open(tier, &options(&SIZES, memory_budget * buffer)).unwrap();
         assert!(!swap.filled().unwrap());
         swap.fill(first_state).unwrap();
         let mut published = vec![Vec::new(); SIZES.len()];
@@ -155,15 +169,15 @@ fn a_run_on_the_tier_has_the_bits_of_a_run_in_memory() {
             }
         }
         let (expected, expected_published) = in_memory(&SIZES, STEPS);
-        assert!(same_bits(&everything(&mut swap), &expected), "{host_bytes} buffers, {places} paths");
+        assert!(same_bits(&everything(&mut swap), &expected), "{memory_budget} buffers, {places} paths");
         assert_eq!(published, expected_published);
     }
 }
 
 #[test]
 fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
-    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
-    let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
+    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
     let mut swap = Swap::open(tier, &options(&SIZES, 5 * buffer)).unwrap();
     swap.fill(first_state).unwrap();
     for step in 1..=3 {
@@ -178,7 +192,7 @@ fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
     assert!(matches!(failed, Err(Error::Unsupported(_))));
     assert!(matches!(swap.step(|_, _| Ok(())), Err(Error::Busy(_))), "half a step must not be taken for one");
     assert!(matches!(swap.commit(5, b""), Err(Error::Busy(_))));
-    swap.roll_back().unwrap();
+    swap.rollback().unwrap();
     for step in 4..=STEPS {
         swap.step(|subgroup, state| adam_step(subgroup, step, state).map(drop)).unwrap();
     }
@@ -188,8 +202,8 @@ fn a_rollback_leads_to_the_last_commit_and_on_to_the_same_bits() {
 #[test]
 fn a_process_that_ends_after_a_commit_is_taken_up_there() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-    let places = || dirs.iter().map(|dir| Place::Directory(dir.path().to_path_buf())).collect();
-    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
+    let places = || dirs.iter().map(|dir| PathLocation::Directory(dir.path().to_path_buf())).collect();
+    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
     {
         let mut swap = Swap::open(tier_in(places(), Mode::Create), &options(&SIZES, 4 * buffer)).unwrap();
         swap.fill(first_state).unwrap();
@@ -213,10 +227,10 @@ fn a_process_that_ends_after_a_commit_is_taken_up_there() {
 #[test]
 fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
     let sizes = [100_000; 4];
-    let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
+    let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
     let mut options = options(&sizes, 3 * (1 << 30));
     options.ratio = Some(vec![3.0, 1.0]);
-    options.host_bytes = 3 * budget::plan(&sizes, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
+    options.memory_budget = 3 * budget::plan(&sizes, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
     let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
     swap.fill(first_state).unwrap();
     swap.commit(0, b"").unwrap();
@@ -231,7 +245,7 @@ fn few_subgroups_are_striped_and_the_cache_saves_what_it_promised() {
 #[test]
 fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
-    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
     let expected = in_memory(&SIZES, STEPS).0;
     std::thread::scope(|scope| {
         for rank in 0..3 {
@@ -258,19 +272,22 @@ fn two_processes_worth_of_updates_share_paths_turn_by_turn() {
 /// While another process has the turn on one path, a step proceeds on the other path; it completes when the turn ends.
 #[test]
 fn whoever_waits_for_one_path_uses_the_other() {
-    use crate::tier::turn::{Claim, Line};
+    use crate::tier::turns::queue::{TurnQueue, TurnRequest};
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
-    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
-    let tier =
-        tier_in(dirs.iter().map(|dir| Place::Directory(dir.path().to_path_buf())).collect(), Mode::Create);
+    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
+    let tier = tier_in(
+        dirs.iter().map(|dir| PathLocation::Directory(dir.path().to_path_buf())).collect(),
+        Mode::Create,
+    );
     let mut options = options(&SIZES, 4 * buffer);
-    (options.exclusive, options.patience) = (true, Duration::from_secs(600));
+    (options.exclusive, options.turn_timeout) = (true, Duration::from_secs(600));
     options.ratio = Some(vec![1.0, 1.0]);
     let mut swap = Swap::open(Arc::clone(&tier), &options).unwrap();
     swap.fill(first_state).unwrap();
     swap.commit(0, b"").unwrap();
-    let mut other = Claim::new(Line::join(dirs[0].path(), None).unwrap(), Duration::from_secs(600));
-    while !other.ask().unwrap() {
+    let mut other =
+        TurnRequest::new(TurnQueue::join(dirs[0].path(), None).unwrap(), Duration::from_secs(600));
+    while !other.poll().unwrap() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let read = |path: usize| tier.paths()[path].read_bytes;
@@ -283,7 +300,7 @@ fn whoever_waits_for_one_path_uses_the_other() {
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(read(0), before[0], "the path was used in another's turn");
         assert!(!step.is_finished());
-        other.give_up();
+        other.release();
         step.join().unwrap().unwrap();
     });
     assert!(read(0) > before[0]);
@@ -292,9 +309,9 @@ fn whoever_waits_for_one_path_uses_the_other() {
 
 #[test]
 fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback() {
-    let buffer = budget::plan(&SIZES, Form::Whole, 2, 1 << 30).unwrap().buffer_bytes;
+    let buffer = budget::plan(&SIZES, Encoding::Full, 2, 1 << 30).unwrap().buffer_bytes;
     for buffers in [3, 5, 100] {
-        let tier = tier_in(vec![Place::Memory, Place::Memory], Mode::Create);
+        let tier = tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create);
         let mut swap = Swap::open(tier, &options(&SIZES, buffers * buffer)).unwrap();
         swap.fill(first_state).unwrap();
         let step = |swap: &mut Swap, step| {
@@ -318,10 +335,10 @@ fn a_state_that_is_written_between_steps_counts_and_is_forgotten_by_a_rollback()
         assert!(same_bits(&everything(&mut swap), &wanted), "{buffers} buffers");
         step(&mut swap, 2);
         for (subgroup, [param, exp_avg, exp_avg_sq]) in wanted.iter_mut().enumerate() {
-            adam_step(subgroup, 2, State { param, exp_avg, exp_avg_sq }).unwrap();
+            adam_step(subgroup, 2, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
         }
         assert!(same_bits(&everything(&mut swap), &wanted), "{buffers} buffers, stepped");
-        swap.roll_back().unwrap();
+        swap.rollback().unwrap();
         assert!(same_bits(&everything(&mut swap), &committed), "{buffers} buffers, rolled back");
     }
 }
@@ -333,7 +350,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
     use crate::io::sim::{Disk, Faults};
     let states: Vec<Everything> = (0..=4).map(|steps| in_memory(&SIZES, steps).0).collect();
     let weights: Vec<_> = states.iter().map(split::copies).collect();
-    let run = |hang_nth: Option<u64>, usual: Form, buffers: u64| {
+    let run = |hang_nth: Option<u64>, usual: Encoding, buffers: u64| {
         let disks = [Disk::default(), Disk::default()];
         let faults = [Faults::default(), Faults { hang_nth, ..Faults::default() }];
         let mut tier = TierOptions::new(owner(), []);
@@ -341,16 +358,16 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
             .iter()
             .zip(faults)
             .map(|(disk, faults)| PathOptions {
-                place: Place::Simulated(disk.clone(), faults),
+                location: PathLocation::Simulated(disk.clone(), faults),
                 limit: None,
                 reserve: 0,
             })
             .collect();
         tier.block_bytes = 16 << 10;
-        tier.io.stall = Some(Duration::from_millis(300));
+        tier.io.io_timeout = Some(Duration::from_millis(300));
         let tier = Arc::new(Tier::open(tier).unwrap());
         let plan = budget::plan(&SIZES, usual, 2, 1 << 30).unwrap();
-        let masters = if usual == Form::Split { 3 * plan.master_bytes } else { 0 };
+        let masters = if usual == Encoding::SplitMaster { 3 * plan.master_bytes } else { 0 };
         let options = SwapOptions { usual, ..options(&SIZES, buffers * plan.buffer_bytes + masters) };
         let mut swap = Swap::open(tier, &options).unwrap();
         swap.fill(first_state).unwrap();
@@ -375,7 +392,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
                 began.elapsed() < Duration::from_secs(60),
                 "request {hang_nth:?}, {usual:?}, {buffers} buffers, {errors} errors: {error}"
             );
-            swap.roll_back().unwrap();
+            swap.rollback().unwrap();
             // The hanging request completes late, while other requests are in flight.
             disks[1].release();
             std::thread::sleep(Duration::from_millis(2));
@@ -386,7 +403,7 @@ fn a_transfer_that_hangs_takes_its_buffer_with_it_and_no_state() {
         disks[1].release();
         (before..after, errors)
     };
-    for (usual, buffers) in [(Form::Whole, 3), (Form::Whole, 5), (Form::Split, 4)] {
+    for (usual, buffers) in [(Encoding::Full, 3), (Encoding::Full, 5), (Encoding::SplitMaster, 4)] {
         // Skips the last requests: their order varies, and the final check must not hang.
         let requests = run(None, usual, buffers).0;
         let errors: u64 =

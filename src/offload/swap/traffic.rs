@@ -8,12 +8,12 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::SwapOptions;
-use super::form::{self, Form};
-use super::lanes::Lanes;
+use super::encoding::{self, Encoding};
 use crate::error::{Error, IoKind, Result};
-use crate::plan::placement::{self, Flow, Observed, PathPlan, Placement};
+use crate::plan::placement::{self, Flow, Observed, PathPlan, SubgroupPlacement};
 use crate::sys::span::Span;
 use crate::tier::extent::Shape;
+use crate::tier::turns::arbiter::PathArbiter;
 use crate::tier::{self, Health, Tier};
 
 /// Direction of a transfer.
@@ -27,7 +27,7 @@ pub(super) enum Direction {
 
 /// A transfer that has ended.
 #[derive(Debug)]
-pub(super) struct Over {
+pub(super) struct EndedTransfer {
     pub(super) direction: Direction,
     pub(super) slot: usize,
     pub(super) outcome: Result<()>,
@@ -52,16 +52,13 @@ struct Pieces {
 
 #[derive(Debug)]
 pub(super) struct Traffic {
-    placement: Placement,
+    placement: SubgroupPlacement,
     pieces: Vec<Pieces>,
     pending: Vec<Pending>,
-    /// Counters of each path at the last call of `look`.
+    /// Counters of each path at the last call of `observe_bandwidth`.
     seen: Vec<Observed>,
     pub(super) exposed: Duration,
 }
-
-/// Timeout of one wait for a single transfer, while other transfers may have ended.
-const GLANCE: Duration = Duration::from_micros(200);
 
 impl Traffic {
     pub(super) fn new(tier: &Tier, options: &SwapOptions) -> Result<Traffic> {
@@ -80,7 +77,7 @@ impl Traffic {
         let mut pieces = Vec::new();
         let mut units = Vec::new();
         for elements in &options.subgroups {
-            let shape = Shape::new(&form::streams(options.usual, *elements), block)?;
+            let shape = Shape::new(&encoding::streams(options.usual, *elements), block)?;
             let bytes = shape.bytes();
             let subgroups = options.subgroups.len() as u64;
             let unit = placement::unit_bytes(bytes, subgroups, paths.len() as u64, block);
@@ -90,7 +87,7 @@ impl Traffic {
             pieces.push(Pieces { units: first..units.len(), elements: *elements });
         }
         Ok(Traffic {
-            placement: Placement::new(&plans, options.ratio.as_deref(), units)?,
+            placement: SubgroupPlacement::new(&plans, options.ratio.as_deref(), units)?,
             pieces,
             pending: Vec::new(),
             seen: vec![Observed::default(); plans.len()],
@@ -115,10 +112,10 @@ impl Traffic {
         self.pending.iter().any(|pending| pending.slot == slot)
     }
 
-    /// Chooses the paths for a write of a subgroup in this form. Errors: no healthy path has room.
-    pub(super) fn place(&mut self, subgroup: usize, form: Form, tier: &Tier) -> Result<Parts> {
-        for (path, info) in tier.paths().iter().enumerate() {
-            self.placement.drain(path, info.health != Health::Healthy);
+    /// Chooses the paths for a write of a subgroup in this encoding. Errors: no healthy path has room.
+    pub(super) fn place(&mut self, subgroup: usize, encoding: Encoding, tier: &Tier) -> Result<Parts> {
+        for (path, flow) in tier.flows().iter().enumerate() {
+            self.placement.drain(path, flow.health != Health::Healthy);
         }
         let Pieces { units, elements } = &self.pieces[subgroup];
         let mut taken = vec![0u64; self.seen.len()];
@@ -126,7 +123,7 @@ impl Traffic {
             let path = self.placement.flush(unit).ok_or_else(|| no_room(subgroup))?;
             taken[path] += 1;
         }
-        Ok(parts_of(&taken, &Shape::new(&form::streams(form, *elements), tier.block_bytes())?))
+        Ok(parts_of(&taken, &Shape::new(&encoding::streams(encoding, *elements), tier.block_bytes())?))
     }
 
     /// Starts a read of an extent into a slot.
@@ -145,53 +142,58 @@ impl Traffic {
         spans: &[Span],
         parts: Parts,
     ) -> Result<()> {
-        let ticket = tier.write(extent, spans, &tier::Placement::Striped(parts), None)?;
+        let ticket = tier.write(extent, spans, &tier::ExtentPlacement::Striped(parts), None)?;
         self.pending.push(Pending { ticket, direction: Direction::Flush, slot });
         Ok(())
     }
 
     /// Transfers that have ended; with `wait`, at least one if any is in flight. Meanwhile the turns on paths are
     /// kept up to date.
-    pub(super) fn over(&mut self, tier: &Tier, lanes: &mut Lanes, wait: bool) -> Vec<Over> {
+    pub(super) fn collect_ended(
+        &mut self,
+        tier: &Tier,
+        arbiter: &mut PathArbiter,
+        wait: bool,
+    ) -> Vec<EndedTransfer> {
         let began = Instant::now();
-        let mut over = Vec::new();
-        let mut patience = Duration::ZERO;
+        let mut ended = Vec::new();
         while !self.pending.is_empty() {
-            lanes.look(tier);
+            let events = tier.events();
+            arbiter.poll(tier);
             let mut index = 0;
             while index < self.pending.len() {
-                let outcome = tier.wait(self.pending[index].ticket, Some(patience));
+                let outcome = tier.wait(self.pending[index].ticket, Some(Duration::ZERO));
                 match outcome {
                     Err(error) if error.io_kind() == Some(IoKind::Timeout) => index += 1,
                     outcome => {
                         let Pending { direction, slot, .. } = self.pending.swap_remove(index);
-                        over.push(Over { direction, slot, outcome: outcome.map(drop) });
-                        self.look(tier);
+                        ended.push(EndedTransfer { direction, slot, outcome: outcome.map(drop) });
+                        self.observe_bandwidth(tier);
                     }
                 }
             }
-            if !over.is_empty() || !wait {
+            if !ended.is_empty() || !wait {
                 break;
             }
-            patience = GLANCE;
+            tier.wait_for_event(events, arbiter.next_poll());
         }
         if wait {
             self.exposed += began.elapsed();
         }
-        over
+        ended
     }
 
     /// Reports the traffic of each path since the last call to the placement.
-    fn look(&mut self, tier: &Tier) {
+    fn observe_bandwidth(&mut self, tier: &Tier) {
         let since = |now: Flow, before: Flow| Flow {
             bytes: now.bytes.saturating_sub(before.bytes),
             busy: now.busy - before.busy,
         };
-        for (path, info) in tier.paths().iter().enumerate() {
+        for (path, flow) in tier.flows().iter().enumerate() {
             let now = Observed {
-                read: Flow { bytes: info.read_bytes, busy: info.reading.as_secs_f64() },
-                written: Flow { bytes: info.written_bytes, busy: info.writing.as_secs_f64() },
-                busy: info.busy.as_secs_f64(),
+                read: Flow { bytes: flow.traffic.read_bytes, busy: flow.traffic.reading.as_secs_f64() },
+                written: Flow { bytes: flow.traffic.written_bytes, busy: flow.traffic.writing.as_secs_f64() },
+                busy: flow.traffic.busy.as_secs_f64(),
             };
             let before = std::mem::replace(&mut self.seen[path], now);
             let (read, written) = (since(now.read, before.read), since(now.written, before.written));
@@ -200,7 +202,7 @@ impl Traffic {
     }
 
     pub(super) fn end_round(&mut self, tier: &Tier) {
-        self.look(tier);
+        self.observe_bandwidth(tier);
         self.placement.end_round();
     }
 }
@@ -221,5 +223,7 @@ fn parts_of(taken: &[u64], shape: &Shape) -> Parts {
 }
 
 fn no_room(subgroup: usize) -> Error {
-    Error::LimitReached(format!("no path in use has room for subgroup {subgroup}"))
+    Error::LimitReached(format!(
+        "no usable path has room for subgroup {subgroup}; free space, or raise the limit of a path"
+    ))
 }

@@ -11,11 +11,11 @@ use crate::dtype::{Dtype, Floats, FloatsMut, bf16, f16};
 use crate::error::{Error, Result};
 use crate::kernel::{AdamRule, States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
-use crate::optim::spread::Job;
-use crate::plan::interleave::schedule::{Command, Event, Work};
-use crate::plan::interleave::sites::{Plan, Site};
-use crate::plan::interleave::{GpuGrads, Rates, Shape, Wire};
-use crate::sys::lent::Lent;
+use crate::optim::parallel::Job;
+use crate::plan::interleave::placements::{Placement, Plan};
+use crate::plan::interleave::schedule::{Command, LaneEvent, Work};
+use crate::plan::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+use crate::sys::shared_slice::SharedSlice;
 
 const SIZES: [u64; 9] = [1000, 1000, 1, 777, 0, 1000, 333, 1000, 64];
 const STEPS: u64 = 100;
@@ -35,20 +35,21 @@ impl Random {
     }
 
     pub fn plan(&mut self, count: usize) -> Plan {
-        let site = |choice| [Site::Cpu, Site::Gpu, Site::Gpu, Site::Resident][choice as usize];
+        let placement =
+            |choice| [Placement::Cpu, Placement::Gpu, Placement::Gpu, Placement::Resident][choice as usize];
         match self.next() % 6 {
             0 => Plan::cpu(count),
-            1 => Plan::of(vec![Site::Gpu; count]),
-            _ => Plan::of((0..count).map(|_| site(self.next() % 4)).collect()),
+            1 => Plan::of(vec![Placement::Gpu; count]),
+            _ => Plan::of((0..count).map(|_| placement(self.next() % 4)).collect()),
         }
     }
 }
 
 /// The arrays of the test, shared with the backend. The test uses an array only when the backend has finished with it.
 pub(super) struct Model {
-    pub states: Vec<[Arc<Lent>; 3]>,
-    pub grads: Vec<Arc<Lent>>,
-    pub copies: Vec<Arc<Lent>>,
+    pub states: Vec<[Arc<SharedSlice>; 3]>,
+    pub grads: Vec<Arc<SharedSlice>>,
+    pub copies: Vec<Arc<SharedSlice>>,
 }
 
 impl Model {
@@ -58,7 +59,7 @@ impl Model {
 
     pub fn of(sizes: &[u64], grad: Dtype, copy: Dtype) -> Model {
         let mut random = Random(7);
-        let zeros = |dtype, len: &u64| Arc::new(Lent::zeroed(dtype, *len as usize).unwrap());
+        let zeros = |dtype, len: &u64| Arc::new(SharedSlice::zeroed(dtype, *len as usize).unwrap());
         let mut model = Model { states: Vec::new(), grads: Vec::new(), copies: Vec::new() };
         for len in sizes {
             let states = [0; 3].map(|_| zeros(Dtype::F32, len));
@@ -105,7 +106,7 @@ impl Model {
     }
 }
 
-fn fill(lent: &Lent, mut value: impl FnMut() -> f32) {
+fn fill(lent: &SharedSlice, mut value: impl FnMut() -> f32) {
     match lent.write().unwrap().floats() {
         FloatsMut::F32(floats) => floats.iter_mut().for_each(|float| *float = value()),
         FloatsMut::F16(floats) => floats.iter_mut().for_each(|float| *float = f16::from_f32(value())),
@@ -113,7 +114,7 @@ fn fill(lent: &Lent, mut value: impl FnMut() -> f32) {
     }
 }
 
-pub(super) fn bits(lent: &Lent) -> Vec<u32> {
+pub(super) fn bits(lent: &SharedSlice) -> Vec<u32> {
     match lent.read().unwrap().floats() {
         Floats::F32(floats) => floats.iter().map(|float| float.to_bits()).collect(),
         Floats::F16(floats) => floats.iter().map(|float| u32::from(float.to_bits())).collect(),
@@ -130,8 +131,8 @@ pub(super) fn rules(count: usize, step: u64) -> Vec<AdamRule> {
     (0..count).map(rule).collect()
 }
 
-fn shape(wire: Wire, gpu_grads: GpuGrads, slots: usize) -> Shape {
-    Shape { sizes: SIZES.to_vec(), chunk: 300, slots, wire, gpu_grads }
+fn shape(transfer_dtype: TransferDtype, gpu_grads: GpuGrads, slots: usize) -> Shape {
+    Shape { sizes: SIZES.to_vec(), chunk: 300, slots, transfer_dtype, gpu_grads }
 }
 
 fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
@@ -163,11 +164,11 @@ fn train(shape: Shape, grad: Dtype, copy: Dtype, seed: u64) {
 fn a_hundred_steps_with_changing_plans_have_the_bits_of_the_all_cpu_run() {
     let types = [(Dtype::Bf16, Dtype::Bf16), (Dtype::F16, Dtype::F16), (Dtype::F32, Dtype::Bf16)];
     let mut round = 0;
-    for wire in [Wire::F32, Wire::Native, Wire::Delivered] {
+    for transfer_dtype in [TransferDtype::F32, TransferDtype::Native, TransferDtype::Delivered] {
         for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
             let (grad, copy) = types[round % types.len()];
             round += 1;
-            train(shape(wire, gpu_grads, 1 + round % 3), grad, copy, round as u64);
+            train(shape(transfer_dtype, gpu_grads, 1 + round % 3), grad, copy, round as u64);
         }
     }
 }
@@ -187,7 +188,7 @@ impl Backend for Forgetful {
         self.0.begin(rules)
     }
 
-    fn reached(&self, event: Event) -> Result<bool> {
+    fn reached(&self, event: LaneEvent) -> Result<bool> {
         self.0.reached(event)
     }
 
@@ -198,10 +199,10 @@ impl Backend for Forgetful {
 
 #[test]
 fn a_state_that_is_lost_shows_in_the_bits() {
-    let shape = shape(Wire::F32, GpuGrads::Kept, 2);
+    let shape = shape(TransferDtype::F32, GpuGrads::Kept, 2);
     let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
     let engine = Engine::new(shape.clone(), Forgetful(Host::new(&shape, model.lend()).unwrap())).unwrap();
-    engine.set_plan(Plan::of(vec![Site::Gpu; SIZES.len()])).unwrap();
+    engine.set_plan(Plan::of(vec![Placement::Gpu; SIZES.len()])).unwrap();
     for step in 1..=2 {
         plain.gradients(step);
         model.gradients(step);
@@ -228,7 +229,7 @@ impl Backend for Breaking {
         self.0.begin(rules)
     }
 
-    fn reached(&self, event: Event) -> Result<bool> {
+    fn reached(&self, event: LaneEvent) -> Result<bool> {
         self.0.reached(event)
     }
 
@@ -239,12 +240,12 @@ impl Backend for Breaking {
 
 #[test]
 fn a_failure_ends_every_wait_and_names_what_is_not_home() {
-    let shape = shape(Wire::Native, GpuGrads::Kept, 2);
+    let shape = shape(TransferDtype::Native, GpuGrads::Kept, 2);
     let model = Model::new(Dtype::Bf16, Dtype::Bf16);
     let engine = Engine::new(shape.clone(), Breaking(Host::new(&shape, model.lend()).unwrap())).unwrap();
-    let mut sites = vec![Site::Cpu; SIZES.len()];
-    (sites[0], sites[8]) = (Site::Gpu, Site::Resident);
-    engine.set_plan(Plan::of(sites)).unwrap();
+    let mut placements = vec![Placement::Cpu; SIZES.len()];
+    (placements[0], placements[8]) = (Placement::Gpu, Placement::Resident);
+    engine.set_plan(Plan::of(placements)).unwrap();
     (0..SIZES.len()).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
     engine.begin(vec![rules(SIZES.len(), 1)[0]], None).unwrap();
     let failed = engine.finish(Reader::Caller).unwrap_err();
@@ -256,7 +257,7 @@ fn a_failure_ends_every_wait_and_names_what_is_not_home() {
 
 #[test]
 fn what_does_not_fit_is_refused() {
-    let shape = shape(Wire::F32, GpuGrads::Kept, 2);
+    let shape = shape(TransferDtype::F32, GpuGrads::Kept, 2);
     let model = Model::new(Dtype::Bf16, Dtype::Bf16);
     let mut short = model.lend();
     short.pop();
@@ -278,7 +279,7 @@ fn what_does_not_fit_is_refused() {
 /// Wrong initial rates are corrected by the timings of steps. Plans follow the rates, and no bit of the result changes.
 #[test]
 fn plans_that_follow_the_timings_have_the_bits_too() {
-    let shape = shape(Wire::Native, GpuGrads::Kept, 2);
+    let shape = shape(TransferDtype::Native, GpuGrads::Kept, 2);
     let (plain, model) = (Model::new(Dtype::Bf16, Dtype::Bf16), Model::new(Dtype::Bf16, Dtype::Bf16));
     let engine = Engine::new(shape.clone(), Host::new(&shape, model.lend()).unwrap()).unwrap();
     assert!(engine.replan(0.0).is_err() && engine.rates().unwrap().is_none());
@@ -295,7 +296,7 @@ fn plans_that_follow_the_timings_have_the_bits_too() {
     };
     engine.calibrate(rates).unwrap();
     assert!(engine.replan(0.0).unwrap());
-    assert!(engine.plan().unwrap().count_on(Site::Gpu) > 0);
+    assert!(engine.plan().unwrap().count_on(Placement::Gpu) > 0);
     for step in 1..=10 {
         plain.gradients(step);
         model.gradients(step);

@@ -22,13 +22,13 @@ use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::gpu::tests::{device, foreign};
 use crate::kernel::AdamRule;
-use crate::plan::interleave::schedule::{Command, Edge, Event, Lane, NUMBERED_EDGES};
-use crate::plan::interleave::sites::{Plan, Site};
-use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::plan::interleave::placements::{Placement, Plan};
+use crate::plan::interleave::schedule::{Command, Edge, Lane, LaneEvent, NUMBERED_EDGES};
+use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
 use crate::pool::pinned;
 
 /// A framework on fake GPU `ordinal`: a stream, and pinned memory.
-pub(super) struct Desk {
+pub(super) struct Fixture {
     ordinal: u32,
     pub device: Arc<Device>,
     pub kernels: Arc<Kernels>,
@@ -37,10 +37,10 @@ pub(super) struct Desk {
     blocks: Mutex<Vec<usize>>,
 }
 
-impl Desk {
-    pub fn new(ordinal: u32) -> Desk {
+impl Fixture {
+    pub fn new(ordinal: u32) -> Fixture {
         let device = device(ordinal);
-        Desk {
+        Fixture {
             ordinal,
             kernels: Arc::new(Kernels::load(&device).unwrap()),
             registry: Arc::new(Registry::new(&device)),
@@ -62,7 +62,7 @@ impl Desk {
     }
 }
 
-impl Drop for Desk {
+impl Drop for Fixture {
     fn drop(&mut self) {
         self.blocks.lock().unwrap().iter().for_each(|block| pinned::free(*block).unwrap());
     }
@@ -70,7 +70,7 @@ impl Drop for Desk {
 
 /// The arrays of a model on the GPU and in host memory, initially equal to those of `plain`.
 pub(super) struct Arrays<'a> {
-    desk: &'a Desk,
+    fixture: &'a Fixture,
     grad: Dtype,
     states: Vec<[HostSpan; 3]>,
     grads: Vec<(DeviceMemory, HostSpan, HostSpan)>,
@@ -80,38 +80,38 @@ pub(super) struct Arrays<'a> {
 }
 
 impl<'a> Arrays<'a> {
-    pub fn new(desk: &'a Desk, plain: &Model, waits: bool) -> Arrays<'a> {
+    pub fn new(fixture: &'a Fixture, plain: &Model, waits: bool) -> Arrays<'a> {
         let (grad, copy) = (plain.grads[0].dtype(), plain.copies[0].dtype());
         let raw = |lent| bytes(&bits(lent), lent.dtype());
-        let device = |bytes: &Vec<u8>| DeviceMemory::new(&desk.device, bytes.len() as u64).unwrap();
+        let device = |bytes: &Vec<u8>| DeviceMemory::new(&fixture.device, bytes.len() as u64).unwrap();
         let grads = plain.grads.iter().map(|lent| raw(lent));
         let copies = plain.copies.iter().map(|lent| raw(lent));
         Arrays {
-            desk,
+            fixture,
             states: plain
                 .states
                 .iter()
-                .map(|states| states.each_ref().map(|state| desk.pinned(&raw(state))))
+                .map(|states| states.each_ref().map(|state| fixture.pinned(&raw(state))))
                 .collect(),
-            grads: grads.map(|raw| (device(&raw), desk.pinned(&raw), desk.pinned(&raw))).collect(),
-            copies: copies.map(|raw| (device(&raw), desk.pinned(&raw))).collect(),
+            grads: grads.map(|raw| (device(&raw), fixture.pinned(&raw), fixture.pinned(&raw))).collect(),
+            copies: copies.map(|raw| (device(&raw), fixture.pinned(&raw))).collect(),
             grad,
             copy,
             waits,
         }
     }
 
-    pub fn lend(&self, wire: Wire) -> Vec<Subgroup> {
+    pub fn lend(&self, transfer_dtype: TransferDtype) -> Vec<Subgroup> {
         let floats = |memory: &DeviceMemory, dtype| DeviceFloats::new(memory.span(), dtype, "lent").unwrap();
-        let pinned = |span: &HostSpan, dtype| Pinned::lent(span.clone(), dtype, "lent").unwrap();
+        let pinned = |span: &HostSpan, dtype| Pinned::from_span(span.clone(), dtype, "lent").unwrap();
         let of = |index: usize| {
             let (device, _, host) = &self.grads[index];
             let device = floats(device, self.grad);
             Subgroup {
                 states: self.states[index].each_ref().map(|state| pinned(state, Dtype::F32)),
-                grad: match wire {
-                    Wire::Delivered => Grad::Delivered { device, host: pinned(host, self.grad) },
-                    Wire::F32 | Wire::Native => Grad::Device(device),
+                grad: match transfer_dtype {
+                    TransferDtype::Delivered => Grad::Delivered { device, host: pinned(host, self.grad) },
+                    TransferDtype::F32 | TransferDtype::Native => Grad::Device(device),
                 },
                 copy: Some(floats(&self.copies[index].0, self.copy)),
             }
@@ -123,16 +123,16 @@ impl<'a> Arrays<'a> {
     pub fn make(&self, index: usize, plain: &Model) {
         let (device, staging, host) = &self.grads[index];
         let raw = bytes(&bits(&plain.grads[index]), self.grad);
-        let staging = if self.waits { staging.clone() } else { self.desk.pinned(&raw) };
+        let staging = if self.waits { staging.clone() } else { self.fixture.pinned(&raw) };
         staging.span().write(&raw);
-        self.desk.stream.upload(&staging, device.span()).unwrap();
-        self.desk.stream.download(device.span(), host).unwrap();
+        self.fixture.stream.upload(&staging, device.span()).unwrap();
+        self.fixture.stream.download(device.span(), host).unwrap();
     }
 
     /// The framework reads a subgroup's parameters on its stream.
     pub fn read(&self, index: usize) {
         let (device, host) = &self.copies[index];
-        self.desk.stream.download(device.span(), host).unwrap();
+        self.fixture.stream.download(device.span(), host).unwrap();
     }
 
     pub fn has_copies_of(&self, plain: &Model) -> bool {
@@ -174,7 +174,7 @@ impl Backend for Without {
         self.gpu.begin(rules)
     }
 
-    fn reached(&self, event: Event) -> Result<bool> {
+    fn reached(&self, event: LaneEvent) -> Result<bool> {
         self.gpu.reached(event)
     }
 
@@ -199,25 +199,37 @@ struct Run {
 type Seen = Arc<Mutex<BTreeSet<(u32, usize)>>>;
 
 /// Trains on the fake GPU and on the CPU. The error describes the difference, the race, or the refused call.
-fn train(desk: &Desk, run: &Run, left_out: Option<(Edge, Lane)>, seen: &Seen) -> Result<()> {
+fn train(fixture: &Fixture, run: &Run, left_out: Option<(Edge, Lane)>, seen: &Seen) -> Result<()> {
     let plain = Model::of(&run.shape.sizes, run.types.0, run.types.1);
-    let arrays = Arrays::new(desk, &plain, run.waits);
-    let before = desk.seen();
-    let gpu = Gpu::new(&desk.device, &desk.kernels, &desk.registry, &run.shape, arrays.lend(run.shape.wire))?;
+    let arrays = Arrays::new(fixture, &plain, run.waits);
+    let before = fixture.seen();
+    let gpu = Gpu::new(
+        &fixture.device,
+        &fixture.kernels,
+        &fixture.registry,
+        &run.shape,
+        arrays.lend(run.shape.transfer_dtype),
+    )?;
     let engine = Engine::new(run.shape.clone(), Without { gpu, left_out, seen: Arc::clone(seen) })?;
-    let outcome = steps(desk, run, &plain, &arrays, &engine);
+    let outcome = steps(fixture, run, &plain, &arrays, &engine);
     // No work may still be queued when the arrays are freed, whatever the outcome.
     drop(engine);
-    desk.stream.synchronize()?;
+    fixture.stream.synchronize()?;
     outcome?;
-    match desk.seen() {
+    match fixture.seen() {
         after if after == before => Ok(()),
         after => Err(Error::Unsupported(format!("races and pageable copies: {before:?}, then {after:?}"))),
     }
 }
 
-fn steps(desk: &Desk, run: &Run, plain: &Model, arrays: &Arrays<'_>, engine: &Engine<Without>) -> Result<()> {
-    let (count, stream) = (run.shape.count(), Some(foreign(&desk.stream)));
+fn steps(
+    fixture: &Fixture,
+    run: &Run,
+    plain: &Model,
+    arrays: &Arrays<'_>,
+    engine: &Engine<Without>,
+) -> Result<()> {
+    let (count, stream) = (run.shape.count(), Some(foreign(&fixture.stream)));
     let differs = |what: &str, step| Err(Error::Unsupported(format!("{what} of step {step} differ")));
     for (step, plan) in (1..).zip(&run.plans) {
         engine.set_plan(plan.clone())?;
@@ -240,7 +252,7 @@ fn steps(desk: &Desk, run: &Run, plain: &Model, arrays: &Arrays<'_>, engine: &En
             arrays.read(subgroup);
         }
         if run.waits || step == run.plans.len() as u64 {
-            desk.stream.synchronize()?;
+            fixture.stream.synchronize()?;
             if !arrays.has_copies_of(plain) {
                 return differs("parameters", step);
             }
@@ -254,32 +266,35 @@ fn steps(desk: &Desk, run: &Run, plain: &Model, arrays: &Arrays<'_>, engine: &En
     }
 }
 
-/// 100 steps, each with another plan, for every wire and place of gradients; one to three slots.
+/// 100 steps, each with another plan, for every transfer dtype and place of gradients; one to three slots.
 #[test]
 fn a_hundred_steps_on_the_driver_have_the_bits_of_the_all_cpu_run() {
     const SIZES: [u64; 6] = [70, 33, 1, 0, 64, 45];
-    let desk = Desk::new(40);
+    let fixture = Fixture::new(40);
     let types = [(Dtype::Bf16, Dtype::Bf16), (Dtype::F16, Dtype::F16)];
     let mut round = 0;
-    for wire in [Wire::F32, Wire::Native, Wire::Delivered] {
+    for transfer_dtype in [TransferDtype::F32, TransferDtype::Native, TransferDtype::Delivered] {
         for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
             round += 1;
             let mut random = Random(round as u64);
-            let shape = Shape { sizes: SIZES.to_vec(), chunk: 30, slots: 1 + round % 3, wire, gpu_grads };
+            let shape =
+                Shape { sizes: SIZES.to_vec(), chunk: 30, slots: 1 + round % 3, transfer_dtype, gpu_grads };
             let plans = (0..100).map(|_| random.plan(SIZES.len())).collect();
             let run = Run { shape, types: types[round % 2], plans, reads_late: round % 2 == 0, waits: true };
-            train(&desk, &run, None, &Seen::default()).unwrap();
+            train(&fixture, &run, None, &Seen::default()).unwrap();
         }
     }
 }
 
 const SUBGROUPS: usize = 5;
 
-/// Plans that move subgroups from each site to each other site, and plans with all subgroups on one site.
+/// Plans that move subgroups from each placement to each other placement, and plans in which all subgroups have the
+/// same placement.
 fn scenarios() -> Vec<Run> {
     let even = |gpu, residents| Plan::even(SUBGROUPS, gpu, residents).unwrap();
-    let last_alone =
-        Plan::of((0..SUBGROUPS).map(|i| if i == SUBGROUPS - 1 { Site::Gpu } else { Site::Cpu }).collect());
+    let last_alone = Plan::of(
+        (0..SUBGROUPS).map(|i| if i == SUBGROUPS - 1 { Placement::Gpu } else { Placement::Cpu }).collect(),
+    );
     let plans = vec![
         even(3, 0),
         even(5, 0),
@@ -292,12 +307,13 @@ fn scenarios() -> Vec<Run> {
         even(3, 0),
     ];
     let mut runs = Vec::new();
-    for wire in [Wire::F32, Wire::Native, Wire::Delivered] {
+    for transfer_dtype in [TransferDtype::F32, TransferDtype::Native, TransferDtype::Delivered] {
         for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
             for (slots, reads_late, waits) in
                 [(1, false, true), (1, true, true), (2, false, true), (2, true, true), (2, false, false)]
             {
-                let shape = Shape { wire, gpu_grads, slots, chunk: 8, ..Shape::uniform(SUBGROUPS, 20) };
+                let shape =
+                    Shape { transfer_dtype, gpu_grads, slots, chunk: 8, ..Shape::uniform(SUBGROUPS, 20) };
                 let types = (Dtype::Bf16, Dtype::F16);
                 runs.push(Run { shape, types, plans: plans.clone(), reads_late, waits });
             }
@@ -309,10 +325,10 @@ fn scenarios() -> Vec<Run> {
 /// Leaves each wait of each lane out in turn; at least one scenario must detect that.
 #[test]
 fn every_wait_that_is_left_out_is_seen_by_the_driver() {
-    let desk = Desk::new(41);
+    let fixture = Fixture::new(41);
     let (scenarios, seen) = (scenarios(), Seen::default());
     for run in &scenarios {
-        train(&desk, run, None, &seen).unwrap();
+        train(&fixture, run, None, &seen).unwrap();
     }
     let edges = NUMBERED_EDGES.into_iter().chain([
         Edge::GradHomeBeforeFetch,
@@ -330,7 +346,7 @@ fn every_wait_that_is_left_out_is_seen_by_the_driver() {
             }
             left_out += 1;
             let unseen = Seen::default();
-            if scenarios.iter().all(|run| train(&desk, run, Some((edge, lane)), &unseen).is_ok()) {
+            if scenarios.iter().all(|run| train(&fixture, run, Some((edge, lane)), &unseen).is_ok()) {
                 missed.push((edge, lane));
             }
         }

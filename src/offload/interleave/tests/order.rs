@@ -6,9 +6,9 @@ use std::collections::BTreeSet;
 use super::super::machine::Machine;
 use super::super::races::{Place, Races};
 use crate::plan::interleave::pieces;
+use crate::plan::interleave::placements::{Placement, Plan};
 use crate::plan::interleave::schedule::{self, Edge, Lane, NUMBERED_EDGES, STATES};
-use crate::plan::interleave::sites::{Plan, Site};
-use crate::plan::interleave::{GpuGrads, Shape, Wire};
+use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
 
 const SUBGROUPS: usize = 8;
 
@@ -20,14 +20,15 @@ struct Scenario {
     plans: Vec<Plan>,
 }
 
-/// Every wire and place of gradients, both orders of reading, and one to three slots. The plans move subgroups from
-/// each site to each other site, and include all subgroups on one site.
+/// Every transfer dtype and place of gradients, both orders of reading, and one to three slots. The plans move
+/// subgroups from each placement to each other placement, and include plans in which all subgroups have the same
+/// placement.
 fn scenarios() -> Vec<Scenario> {
     let even = |gpu, residents| Plan::even(SUBGROUPS, gpu, residents).unwrap();
     let last_alone = || {
-        let mut sites = vec![Site::Cpu; SUBGROUPS];
-        sites[SUBGROUPS - 1] = Site::Gpu;
-        Plan::of(sites)
+        let mut placements = vec![Placement::Cpu; SUBGROUPS];
+        placements[SUBGROUPS - 1] = Placement::Gpu;
+        Plan::of(placements)
     };
     let plans = || {
         vec![
@@ -45,11 +46,17 @@ fn scenarios() -> Vec<Scenario> {
         ]
     };
     let mut scenarios = Vec::new();
-    for wire in [Wire::F32, Wire::Native, Wire::Delivered] {
+    for transfer_dtype in [TransferDtype::F32, TransferDtype::Native, TransferDtype::Delivered] {
         for gpu_grads in [GpuGrads::Kept, GpuGrads::Fetched] {
             for slots in 1..=3 {
                 for reads_late in [false, true] {
-                    let shape = Shape { wire, gpu_grads, slots, chunk: 30, ..Shape::uniform(SUBGROUPS, 100) };
+                    let shape = Shape {
+                        transfer_dtype,
+                        gpu_grads,
+                        slots,
+                        chunk: 30,
+                        ..Shape::uniform(SUBGROUPS, 100)
+                    };
                     scenarios.push(Scenario { shape, reads_late, plans: plans() });
                 }
             }
@@ -78,7 +85,9 @@ fn run(scenario: &Scenario, dropped: Option<(Edge, Lane)>) -> Races {
             schedule::publish(subgroup, Lane::Model, &mut |command| races.play(command)).unwrap();
         }
     }
-    for subgroup in (0..SUBGROUPS).filter(|subgroup| machine.plan().site(*subgroup) != Site::Resident) {
+    for subgroup in
+        (0..SUBGROUPS).filter(|subgroup| machine.plan().placement(*subgroup) != Placement::Resident)
+    {
         schedule::drain(subgroup, &mut |command| races.play(command)).unwrap();
         races.touch(Lane::Caller, &STATES.map(|state| Place::HostState(subgroup, state)), &[]);
     }
@@ -90,7 +99,7 @@ fn forward_and_backward(scenario: &Scenario, machine: &mut Machine, races: &mut 
         races.touch(Lane::Model, &[Place::DeviceParam(subgroup)], &[]);
     }
     for subgroup in 0..SUBGROUPS {
-        let made = races.made(subgroup, machine.plan().site(subgroup) == Site::Cpu);
+        let made = races.made(subgroup, machine.plan().placement(subgroup) == Placement::Cpu);
         let free = |machine: &mut Machine, races: &mut Races| {
             races.touch(Lane::Model, &[Place::DeviceParam(subgroup)], &[]);
             machine.params_free(subgroup, &mut |command| races.play(command)).unwrap();

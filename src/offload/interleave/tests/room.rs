@@ -8,15 +8,15 @@ use super::super::engine::{Engine, Reader};
 use super::super::host::Host;
 use super::super::{Backend, Model as Stream, Timing};
 use super::bits::{Model, rules};
-use super::cuda::{Arrays, Desk};
+use super::cuda::{Arrays, Fixture};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::gpu::tests::foreign;
 use crate::kernel::AdamRule;
 use crate::offload::interleave::device::Gpu;
-use crate::plan::interleave::schedule::{Command, Event, Work};
-use crate::plan::interleave::sites::{Plan, Site};
-use crate::plan::interleave::{Shape, Wire};
+use crate::plan::interleave::placements::{Placement, Plan};
+use crate::plan::interleave::schedule::{Command, LaneEvent, Work};
+use crate::plan::interleave::{Shape, TransferDtype};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -50,7 +50,7 @@ impl Backend for Full {
         self.host.begin(rules)
     }
 
-    fn reached(&self, event: Event) -> Result<bool> {
+    fn reached(&self, event: LaneEvent) -> Result<bool> {
         self.host.reached(event)
     }
 
@@ -67,7 +67,7 @@ fn the_cpu_works_while_the_queues_of_the_device_are_full() {
     let host = Host::new(&shape, model.lend()).unwrap();
     let full = Full { host, stepped: Mutex::default(), changed: Condvar::new() };
     let engine = Engine::new(shape, full).unwrap();
-    engine.set_plan(Plan::of(vec![Site::Gpu, Site::Cpu, Site::Gpu, Site::Cpu])).unwrap();
+    engine.set_plan(Plan::of(vec![Placement::Gpu, Placement::Cpu, Placement::Gpu, Placement::Cpu])).unwrap();
     model.gradients(1);
     (0..4).for_each(|subgroup| engine.gradient(subgroup, None).unwrap());
     engine.begin(rules(4, 1), None).unwrap();
@@ -78,15 +78,23 @@ fn the_cpu_works_while_the_queues_of_the_device_are_full() {
 #[test]
 fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
     const COUNT: usize = 60;
-    let desk = Desk::new(48);
+    let fixture = Fixture::new(48);
     let plain = Model::of(&[80; COUNT], Dtype::Bf16, Dtype::Bf16);
-    let shape = Shape { chunk: 4, slots: 2, wire: Wire::Native, ..Shape::uniform(COUNT, 80) };
-    let arrays = Arrays::new(&desk, &plain, true);
-    let gpu = Gpu::new(&desk.device, &desk.kernels, &desk.registry, &shape, arrays.lend(shape.wire)).unwrap();
+    let shape =
+        Shape { chunk: 4, slots: 2, transfer_dtype: TransferDtype::Native, ..Shape::uniform(COUNT, 80) };
+    let arrays = Arrays::new(&fixture, &plain, true);
+    let gpu = Gpu::new(
+        &fixture.device,
+        &fixture.kernels,
+        &fixture.registry,
+        &shape,
+        arrays.lend(shape.transfer_dtype),
+    )
+    .unwrap();
     let engine = Engine::new(shape, gpu).unwrap();
-    let residents = |index: usize| if index.is_multiple_of(3) { Site::Resident } else { Site::Gpu };
+    let residents = |index: usize| if index.is_multiple_of(3) { Placement::Resident } else { Placement::Gpu };
     engine.set_plan(Plan::of((0..COUNT).map(residents).collect())).unwrap();
-    let stream = Some(foreign(&desk.stream));
+    let stream = Some(foreign(&fixture.stream));
     for step in 1..=2 {
         plain.gradients(step);
         plain.step(&rules(COUNT, step));
@@ -94,7 +102,7 @@ fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
             arrays.make(subgroup, &plain);
             engine.gradient(subgroup, stream).unwrap();
         }
-        desk.stream.synchronize().unwrap();
+        fixture.stream.synchronize().unwrap();
         fakecuda::with(48, |gpu| (gpu.blocked, gpu.most_queued) = (0, 0));
         engine.begin(rules(COUNT, step), stream).unwrap();
         engine.finish(Reader::Stream(stream)).unwrap();
@@ -103,28 +111,35 @@ fn a_step_of_many_subgroups_fits_the_queues_of_the_device() {
         let fits = step == 1 || blocked == 0 && most > 300;
         assert!(fits, "step {step}: {blocked} calls blocked, {most} were queued");
         (0..COUNT).for_each(|subgroup| arrays.read(subgroup));
-        desk.stream.synchronize().unwrap();
+        fixture.stream.synchronize().unwrap();
         assert!(arrays.has_copies_of(&plain));
     }
     engine.set_plan(Plan::cpu(COUNT)).unwrap();
     engine.drain().unwrap();
     assert!(arrays.has_states_of(&plain) && engine.away().is_empty());
     drop(engine);
-    assert_eq!(desk.seen(), (0, 0));
+    assert_eq!(fixture.seen(), (0, 0));
 }
 
 /// The driver waits for every stream when memory is freed. A former resident's memory is therefore freed only once its
 /// states are in host memory.
 #[test]
 fn memory_of_former_residents_is_freed_once_their_states_are_home() {
-    let desk = Desk::new(49);
+    let fixture = Fixture::new(49);
     let plain = Model::of(&[100, 100], Dtype::Bf16, Dtype::Bf16);
     let shape = Shape { chunk: 30, ..Shape::uniform(2, 100) };
-    let arrays = Arrays::new(&desk, &plain, true);
-    let gpu = Gpu::new(&desk.device, &desk.kernels, &desk.registry, &shape, arrays.lend(shape.wire)).unwrap();
+    let arrays = Arrays::new(&fixture, &plain, true);
+    let gpu = Gpu::new(
+        &fixture.device,
+        &fixture.kernels,
+        &fixture.registry,
+        &shape,
+        arrays.lend(shape.transfer_dtype),
+    )
+    .unwrap();
     let engine = Engine::new(shape, gpu).unwrap();
     let freed = || fakecuda::with(49, |gpu| gpu.calls.iter().filter(|call| **call == "cuMemFree_v2").count());
-    engine.set_plan(Plan::of(vec![Site::Resident; 2])).unwrap();
+    engine.set_plan(Plan::of(vec![Placement::Resident; 2])).unwrap();
     engine.set_plan(Plan::cpu(2)).unwrap();
     assert_eq!(freed(), 0);
     engine.drain().unwrap();

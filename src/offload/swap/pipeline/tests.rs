@@ -10,22 +10,18 @@ struct Run {
     tier: Vec<u64>,
     held: Vec<u64>,
     under_way: Vec<Action>,
-    seed: u64,
+    random: fastrand::Rng,
 }
 
 impl Run {
     fn new(subgroups: usize, slots: usize, cached: usize) -> Run {
         let pipeline = Pipeline::new(subgroups, slots, cached).unwrap();
-        Run { pipeline, tier: vec![0; subgroups], held: vec![0; slots], under_way: Vec::new(), seed: 1 }
-    }
-
-    fn random(&mut self, below: usize) -> usize {
-        self.seed = self.seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.seed >> 33) as usize % below
+        let random = fastrand::Rng::with_seed(1);
+        Run { pipeline, tier: vec![0; subgroups], held: vec![0; slots], under_way: Vec::new(), random }
     }
 
     fn finish_one(&mut self) {
-        let pick = self.random(self.under_way.len());
+        let pick = self.random.usize(..self.under_way.len());
         match self.under_way.swap_remove(pick) {
             Action::Fetch { subgroup, slot } => {
                 self.held[slot] = self.tier[subgroup];
@@ -62,7 +58,7 @@ impl Run {
                 }
                 Action::Done => break,
             }
-            if !self.under_way.is_empty() && self.random(3) == 0 {
+            if !self.under_way.is_empty() && self.random.usize(..3) == 0 {
                 self.finish_one();
             }
         }
@@ -95,7 +91,7 @@ fn every_subgroup_is_stepped_once_a_round_from_its_newest_state() {
             stepped.sort_unstable();
             assert!(stepped.into_iter().eq(0..subgroups), "{subgroups} {slots} {cached}");
             if version % 7 == 0 {
-                run.pipeline.settle().unwrap();
+                run.pipeline.flush_dirty().unwrap();
                 run.drive(0);
                 assert!(run.tier.iter().all(|on_tier| *on_tier == version), "settled, but {:?}", run.tier);
             }
@@ -125,7 +121,7 @@ fn settling_twice_writes_once() {
     run.round(1);
     let before = run.pipeline.stats().flushed;
     for _ in 0..2 {
-        run.pipeline.settle().unwrap();
+        run.pipeline.flush_dirty().unwrap();
         run.drive(0);
     }
     assert_eq!(run.pipeline.stats().flushed - before, 5);
@@ -135,7 +131,7 @@ fn settling_twice_writes_once() {
 fn what_is_forgotten_is_read_from_the_tier() {
     let mut run = Run::new(6, 6, 3);
     run.round(1);
-    run.pipeline.settle().unwrap();
+    run.pipeline.flush_dirty().unwrap();
     run.drive(0);
     run.round(2);
     // As after a failed step: the tier still holds version 1 of cached subgroups, and older slots of written ones.
@@ -158,7 +154,7 @@ fn failed_transfers_lose_nothing() {
     assert_eq!(pipeline.next_action(), Action::Step { subgroup: 0, slot: 0 });
     pipeline.stepped(0);
     assert_eq!(pipeline.next_action(), Action::Flush { subgroup: 0, slot: 0, keep: false });
-    assert!(pipeline.forget().is_err() && pipeline.begin().is_err() && pipeline.settle().is_err());
+    assert!(pipeline.forget().is_err() && pipeline.begin().is_err() && pipeline.flush_dirty().is_err());
     pipeline.flushed(0, false);
     assert_eq!(
         pipeline.next_action(),

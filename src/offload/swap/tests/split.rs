@@ -9,9 +9,9 @@ use crate::io::sim::{Crash, Disk, Faults, Journal};
 pub(super) type Weights = Vec<Vec<bf16>>;
 
 /// Subgroup 4 starts with masters that do not fit any exception table.
-fn start(subgroup: usize, state: State<'_>) -> Result<()> {
-    let State { param, exp_avg, exp_avg_sq } = state;
-    first_state(subgroup, State { param: &mut *param, exp_avg, exp_avg_sq })?;
+fn start(subgroup: usize, state: SubgroupState<'_>) -> Result<()> {
+    let SubgroupState { param, exp_avg, exp_avg_sq } = state;
+    first_state(subgroup, SubgroupState { param: &mut *param, exp_avg, exp_avg_sq })?;
     if subgroup == 4 {
         param.fill(f32::from_bits(0x3f81_8000));
     }
@@ -19,12 +19,13 @@ fn start(subgroup: usize, state: State<'_>) -> Result<()> {
 }
 
 fn split_options(buffers: u64) -> SwapOptions {
-    let Budget { buffer_bytes, master_bytes, .. } = budget::plan(&SIZES, Form::Split, 2, 1 << 30).unwrap();
-    SwapOptions { usual: Form::Split, ..options(&SIZES, buffers * buffer_bytes + 3 * master_bytes) }
+    let Budget { buffer_bytes, master_bytes, .. } =
+        budget::plan(&SIZES, Encoding::SplitMaster, 2, 1 << 30).unwrap();
+    SwapOptions { usual: Encoding::SplitMaster, ..options(&SIZES, buffers * buffer_bytes + 3 * master_bytes) }
 }
 
 fn memory_tier() -> Arc<Tier> {
-    tier_in(vec![Place::Memory, Place::Memory], Mode::Create)
+    tier_in(vec![PathLocation::Memory, PathLocation::Memory], Mode::Create)
 }
 
 /// The expected state after `steps` steps, and the 16-bit weights that belong to it.
@@ -32,10 +33,10 @@ fn expected(steps: u64) -> (Everything, Weights) {
     let mut all: Everything = SIZES.iter().map(|n| std::array::from_fn(|_| vec![0.0; *n as usize])).collect();
     let mut weights = Weights::new();
     for (subgroup, [param, exp_avg, exp_avg_sq]) in all.iter_mut().enumerate() {
-        start(subgroup, State { param, exp_avg, exp_avg_sq }).unwrap();
+        start(subgroup, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
         let mut copy = param.iter().map(|x| bf16::from_f32(*x)).collect();
         for step in 1..=steps {
-            copy = adam_step(subgroup, step, State { param, exp_avg, exp_avg_sq }).unwrap();
+            copy = adam_step(subgroup, step, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
         }
         weights.push(copy);
     }
@@ -106,7 +107,7 @@ pub(super) fn copies(all: &Everything) -> Weights {
 }
 
 /// One step of a subgroup; every third (by subgroup and step) gets masters that cannot be split.
-fn move_on(subgroup: usize, step: u64, state: State<'_>) -> Result<()> {
+fn move_on(subgroup: usize, step: u64, state: SubgroupState<'_>) -> Result<()> {
     if (subgroup as u64 + step).is_multiple_of(3) {
         state.param.fill(ties(step));
         state.exp_avg.fill(step as f32);
@@ -120,7 +121,7 @@ fn all_move_on(swap: &mut Swap, now: &mut Everything, step: u64) {
     let from = copies(now);
     swap.step_with(&|subgroup| &from[subgroup], |subgroup, state| move_on(subgroup, step, state)).unwrap();
     for (subgroup, [param, exp_avg, exp_avg_sq]) in now.iter_mut().enumerate() {
-        move_on(subgroup, step, State { param, exp_avg, exp_avg_sq }).unwrap();
+        move_on(subgroup, step, SubgroupState { param, exp_avg, exp_avg_sq }).unwrap();
     }
 }
 
@@ -135,11 +136,8 @@ fn is_now(swap: &mut Swap, now: &Everything) -> bool {
 fn steps_writes_commits_and_rollbacks_in_any_order_have_the_bits_of_memory() {
     for (seed, buffers) in (1..=24).zip([3, 4, 5, 7, 9, 20].into_iter().cycle()) {
         let mut swap = Swap::open(memory_tier(), &split_options(buffers)).unwrap();
-        let mut random = seed as u64;
-        let mut below = |limit: u64| {
-            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (random >> 33) % limit
-        };
+        let mut random = fastrand::Rng::with_seed(seed as u64);
+        let mut below = |limit: u64| random.u64(..limit);
         swap.fill(start).unwrap();
         swap.commit(0, b"").unwrap();
         let mut now = expected(0).0;
@@ -166,7 +164,7 @@ fn steps_writes_commits_and_rollbacks_in_any_order_have_the_bits_of_memory() {
                     committed = now.clone();
                 }
                 _ => {
-                    swap.roll_back().unwrap();
+                    swap.rollback().unwrap();
                     now = committed.clone();
                 }
             }
@@ -212,20 +210,20 @@ fn weights_of_another_step_are_told_and_change_nothing() {
     let first = advance(&mut swap, 1, &expected(0).1).unwrap();
     swap.commit(1, b"").unwrap();
     let second = advance(&mut swap, 2, &first).unwrap();
-    swap.roll_back().unwrap();
+    swap.rollback().unwrap();
     let error = advance(&mut swap, 2, &second).unwrap_err().to_string();
     assert!(
-        error.contains("subgroup") && error.contains("param_copy") && error.contains("belong"),
+        error.contains("subgroup") && error.contains("weights") && error.contains("same step"),
         "{error}"
     );
-    swap.roll_back().unwrap();
+    swap.rollback().unwrap();
     let mut damaged = first.clone();
     damaged[7][33_332] = bf16::from_bits(damaged[7][33_332].to_bits() ^ 1);
     assert!(advance(&mut swap, 2, &damaged).is_err());
-    swap.roll_back().unwrap();
+    swap.rollback().unwrap();
     // A step without the 16-bit weights.
     assert!(swap.step(|_, _| Ok(())).is_err());
-    swap.roll_back().unwrap();
+    swap.rollback().unwrap();
     let lent = Buffer::open(20_000, backing()).unwrap();
     assert!(swap.read(0, None, [lent.span().part(0, 20_000), Span::empty(), Span::empty()]).is_err());
     assert_eq!(advance(&mut swap, 2, &first).unwrap(), second);
@@ -233,11 +231,37 @@ fn weights_of_another_step_are_told_and_change_nothing() {
 }
 
 #[test]
+fn a_read_checks_the_weights_of_cached_subgroups_too() {
+    for buffers in [3, 100] {
+        let mut swap = Swap::open(memory_tier(), &split_options(buffers)).unwrap();
+        swap.fill(start).unwrap();
+        let right = advance(&mut swap, 1, &expected(0).1).unwrap();
+        let mut wrong = right.clone();
+        wrong
+            .iter_mut()
+            .filter_map(|weights| weights.last_mut())
+            .for_each(|last| *last = bf16::from_bits(last.to_bits() ^ 1));
+        for (subgroup, n) in SIZES.iter().enumerate().filter(|(_, n)| **n > 0) {
+            let bytes = 4 * *n as usize;
+            let lent = Buffer::open(bytes, backing()).unwrap();
+            let mut read = |weights| {
+                swap.read(subgroup, weights, [lent.span().part(0, bytes), Span::empty(), Span::empty()])
+            };
+            assert!(read(None).is_err() && read(Some(&wrong[subgroup])).is_err(), "{buffers} {subgroup}");
+            read(Some(&right[subgroup])).unwrap();
+        }
+        // A step checks them as well.
+        assert!(advance(&mut swap, 2, &wrong).is_err(), "{buffers}");
+    }
+}
+
+#[test]
 fn a_tier_of_whole_state_is_taken_over_and_one_of_split_state_is_not_taken_for_whole() {
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-    let tier =
-        |mode| tier_in(dirs.iter().map(|dir| Place::Directory(dir.path().to_path_buf())).collect(), mode);
-    let whole = SwapOptions { usual: Form::Whole, ..split_options(4) };
+    let tier = |mode| {
+        tier_in(dirs.iter().map(|dir| PathLocation::Directory(dir.path().to_path_buf())).collect(), mode)
+    };
+    let whole = SwapOptions { usual: Encoding::Full, ..split_options(4) };
     {
         let mut swap = Swap::open(tier(Mode::Create), &whole).unwrap();
         swap.fill(start).unwrap();
@@ -263,7 +287,10 @@ fn a_tier_of_whole_state_is_taken_over_and_one_of_split_state_is_not_taken_for_w
 fn a_crash_at_any_write_leaves_a_step_that_its_weights_complete() {
     let journal = Journal::default();
     let on = |disks: &[Disk], mode| {
-        tier_in(disks.iter().map(|disk| Place::Simulated(disk.clone(), Faults::default())).collect(), mode)
+        tier_in(
+            disks.iter().map(|disk| PathLocation::Simulated(disk.clone(), Faults::default())).collect(),
+            mode,
+        )
     };
     let disks = [Disk::journaled(&journal, 0), Disk::journaled(&journal, 1)];
     let mut commits = Vec::new();

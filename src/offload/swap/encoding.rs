@@ -1,9 +1,9 @@
-//! The two forms of a subgroup's stored state, on the tier and in memory.
+//! The two encodings of a subgroup's stored state, on the tier and in memory.
 //!
-//! | form | streams | bytes per parameter |
+//! | encoding | streams | bytes per parameter |
 //! |---|---|---|
-//! | whole | param, exp_avg, exp_avg_sq | 12 |
-//! | split | exp_avg, exp_avg_sq, low halves of param, table | 10, plus about 0.01 for the table |
+//! | full | param, exp_avg, exp_avg_sq | 12 |
+//! | split master | exp_avg, exp_avg_sq, low halves of param, table | 10, plus about 0.01 for the table |
 //!
 //! The table holds a checksum of param, a count, and the [`Exception`]s.
 //!
@@ -25,16 +25,16 @@ pub const STREAMS: usize = 3;
 
 /// How a subgroup's state is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum Encoding {
     /// The full state.
-    Whole,
+    Full,
     /// Without the upper halves of param, which are rebuilt from the 16-bit copy that the model holds.
-    Split,
+    SplitMaster,
 }
 
 /// The state of one subgroup in host memory.
 #[derive(Debug)]
-pub struct State<'a> {
+pub struct SubgroupState<'a> {
     /// Master weights.
     pub param: &'a mut [f32],
     /// First moment.
@@ -66,17 +66,17 @@ pub fn master_bytes(elements: u64) -> Option<u64> {
     pages(elements.checked_mul(4)?.max(1))
 }
 
-/// Bytes that a form takes, each stream in whole pages; `None` past 2^64.
-pub fn stored_bytes(form: Form, elements: u64) -> Option<u64> {
+/// Bytes that an encoding takes, each stream in whole pages; `None` past 2^64.
+pub fn stored_bytes(encoding: Encoding, elements: u64) -> Option<u64> {
     elements.checked_mul(4)?;
-    streams(form, elements).into_iter().try_fold(0_u64, |sum, bytes| sum.checked_add(pages(bytes)?))
+    streams(encoding, elements).into_iter().try_fold(0_u64, |sum, bytes| sum.checked_add(pages(bytes)?))
 }
 
-/// Bytes of each stream of a form, in their order.
-pub fn streams(form: Form, elements: u64) -> Vec<u64> {
-    match form {
-        Form::Whole => vec![4 * elements; STREAMS],
-        Form::Split => vec![4 * elements, 4 * elements, 2 * elements, table_bytes(elements)],
+/// Bytes of each stream of an encoding, in their order.
+pub fn streams(encoding: Encoding, elements: u64) -> Vec<u64> {
+    match encoding {
+        Encoding::Full => vec![4 * elements; STREAMS],
+        Encoding::SplitMaster => vec![4 * elements, 4 * elements, 2 * elements, table_bytes(elements)],
     }
 }
 
@@ -97,9 +97,8 @@ pub fn split(param: &[f32], low: &mut [u16], table: &mut [u16]) -> bool {
 
 /// Rebuilds param from low halves, table and `copy`. Errors: `copy` is not the 16-bit copy of the param that was split.
 pub fn join(copy: &[bf16], low: &[u16], table: &[u16], param: &mut [f32]) -> Result<()> {
-    let wrong = |reason: &str| Err(Error::invalid("param_copy", reason));
     if copy.len() != param.len() {
-        return wrong("is needed for every element: the stored state is split");
+        return Err(missing_weights());
     }
     let count = usize::try_from(get(&table[4..TABLE_HEAD])).unwrap_or(usize::MAX);
     let exceptions: Vec<Exception> = table[TABLE_HEAD..]
@@ -109,8 +108,19 @@ pub fn join(copy: &[bf16], low: &[u16], table: &[u16], param: &mut [f32]) -> Res
         .collect();
     match master::unpack(copy, low, &exceptions, param) && sum(param) == get(&table[..4]) {
         true => Ok(()),
-        false => wrong("does not hold the 16-bit weights that belong to the stored state"),
+        false => Err(wrong_weights()),
     }
+}
+
+/// A split param was asked for without 16-bit weights.
+pub(super) fn missing_weights() -> Error {
+    let reason = "must have a 16-bit weight for every element: the stored master weights are split";
+    Error::invalid("weights", reason)
+}
+
+/// The 16-bit weights belong to another state.
+pub(super) fn wrong_weights() -> Error {
+    Error::invalid("weights", "do not match the stored state; pass the 16-bit weights of the same step")
 }
 
 fn sum(param: &[f32]) -> u64 {
@@ -173,6 +183,10 @@ mod tests {
                 let mut joined = vec![f32::NAN; 3000];
                 join(&copy, &low, &table, &mut joined).unwrap();
                 assert_eq!(joined, masters);
+                // The element 0 is an exception, which its copy does not determine. The copy is checked all the same.
+                let mut wrong = copy.clone();
+                wrong[0] = bf16::from_bits(wrong[0].to_bits() ^ 1);
+                assert!(join(&wrong, &low, &table, &mut joined).is_err());
             }
         }
     }

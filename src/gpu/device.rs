@@ -14,8 +14,10 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUstreamCaptureMode};
+
 use super::driver::{Driver, failure};
-use super::table::{Code, Handle, Table, code};
+use super::table::{Code, Table, code};
 use crate::error::{Error, GpuKind, Result};
 
 /// A GPU in use by this process.
@@ -23,7 +25,7 @@ use crate::error::{Error, GpuKind, Result};
 pub struct Device {
     driver: Arc<Driver>,
     ordinal: c_int,
-    device: c_int,
+    device: CUdevice,
     context: usize,
     /// The sticky error that ended the context; 0 if none.
     lost: AtomicI32,
@@ -48,12 +50,11 @@ pub struct DeviceInfo {
     pub free_bytes: u64,
 }
 
-const ATTRIBUTE_MULTIPROCESSORS: c_int = 16;
-const ATTRIBUTE_COPY_ENGINES: c_int = 40;
-const ATTRIBUTE_CAPABILITY_MAJOR: c_int = 75;
-const ATTRIBUTE_CAPABILITY_MINOR: c_int = 76;
-/// CU_STREAM_CAPTURE_MODE_RELAXED.
-const CAPTURE_MODE_RELAXED: c_int = 2;
+const MULTIPROCESSORS: CUdevice_attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+const COPY_ENGINES: CUdevice_attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT;
+const CAPABILITY_MAJOR: CUdevice_attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+const CAPABILITY_MINOR: CUdevice_attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
+const CAPTURE_MODE_RELAXED: c_int = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
 /// The compute capability that the kernels' PTX requires: 7.0.
 const OLDEST_CAPABILITY: u32 = 70;
 
@@ -62,20 +63,24 @@ impl Device {
     pub fn open(driver: Arc<Driver>, ordinal: u32) -> Result<Arc<Device>> {
         let count = driver.device_count()?;
         if ordinal >= count {
-            return Err(Error::invalid("ordinal", format!("is {ordinal}; {count} devices are visible")));
+            return Err(Error::invalid(
+                "ordinal",
+                format!("is {ordinal}, but {count} devices are visible; see CUDA_VISIBLE_DEVICES"),
+            ));
         }
         let ordinal = ordinal as c_int;
         let mut opened = Device { driver, ordinal, device: 0, context: 0, lost: AtomicI32::new(0) };
         // SAFETY: the driver is initialised; the pointer is valid.
         let found = unsafe { (opened.table().cuDeviceGet)(&raw mut opened.device, ordinal) };
-        opened.check(found, || format!("finding GPU {ordinal}"))?;
+        opened.check(found, || format!("opening GPU {ordinal}"))?;
         let capability = opened.capability()?;
         if capability < OLDEST_CAPABILITY {
             let (major, minor) = (capability / 10, capability % 10);
-            let message = format!("GPU {ordinal} has compute capability {major}.{minor}; 7.0 is needed");
+            let message =
+                format!("GPU {ordinal} has compute capability {major}.{minor}; 7.0 or higher is needed");
             return Err(Error::Unsupported(message));
         }
-        let mut context: Handle = std::ptr::null_mut();
+        let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: a device of this driver; the pointer is valid.
         let retained = unsafe { (opened.table().cuDevicePrimaryCtxRetain)(&raw mut context, opened.device) };
         opened.check(retained, || format!("retaining the primary context of GPU {ordinal}"))?;
@@ -98,6 +103,11 @@ impl Device {
         self.driver.check_process().is_ok()
     }
 
+    /// Fails in a forked child of the process that opened the device.
+    pub fn check_process(&self) -> Result<()> {
+        self.driver.check_process()
+    }
+
     /// The driver's functions.
     pub(super) fn table(&self) -> &Table {
         &self.driver.table
@@ -111,8 +121,8 @@ impl Device {
             lost => return Err(self.gone(lost, "using the GPU".to_string())),
         }
         // SAFETY: the context is retained, and released only when the device is dropped.
-        let pushed = unsafe { (self.table().cuCtxPushCurrent_v2)(self.context as Handle) };
-        self.check(pushed, || "entering the context".to_string())?;
+        let pushed = unsafe { (self.table().cuCtxPushCurrent_v2)(self.context as CUcontext) };
+        self.check(pushed, || "making the CUDA context current".to_string())?;
         let mut current = Current { device: self, capture_mode: None, thread: PhantomData };
         current.capture_mode = Some(self.exchange_capture_mode(CAPTURE_MODE_RELAXED)?);
         Ok(current)
@@ -149,8 +159,10 @@ impl Device {
     }
 
     fn gone(&self, outcome: Code, doing: String) -> Error {
-        let detail =
-            format!("{}: the context is lost; results since are worth nothing", self.driver.name_of(outcome));
+        let detail = format!(
+            "{}: the CUDA context is lost and later results are invalid; restart the process",
+            self.driver.name_of(outcome)
+        );
         failure(GpuKind::Lost, doing, detail)
     }
 
@@ -158,38 +170,38 @@ impl Device {
     pub fn info(&self) -> Result<DeviceInfo> {
         let _current = self.enter()?;
         let table = self.table();
-        let text = |function: unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Code| -> Result<String> {
+        let text = |function: unsafe extern "C" fn(*mut c_char, c_int, CUdevice) -> Code| -> Result<String> {
             let mut bytes = [0 as c_char; 256];
             // SAFETY: the buffer has at least as many bytes as passed, and its last byte stays 0.
             let outcome = unsafe { function(bytes.as_mut_ptr(), bytes.len() as c_int - 1, self.device) };
-            self.check(outcome, || format!("asking for the name of GPU {}", self.ordinal))?;
+            self.check(outcome, || format!("reading the name of GPU {}", self.ordinal))?;
             // SAFETY: the last byte is 0.
             Ok(unsafe { CStr::from_ptr(bytes.as_ptr()) }.to_string_lossy().into_owned())
         };
         let (mut free, mut total) = (0, 0);
         // SAFETY: both pointers are valid.
         let outcome = unsafe { (table.cuMemGetInfo_v2)(&raw mut free, &raw mut total) };
-        self.check(outcome, || format!("asking for the memory of GPU {}", self.ordinal))?;
+        self.check(outcome, || format!("reading the memory size of GPU {}", self.ordinal))?;
         Ok(DeviceInfo {
             name: text(table.cuDeviceGetName)?,
             pci: text(table.cuDeviceGetPCIBusId)?.to_ascii_lowercase(),
             capability: self.capability()?,
-            multiprocessors: self.attribute(ATTRIBUTE_MULTIPROCESSORS)?,
-            copy_engines: self.attribute(ATTRIBUTE_COPY_ENGINES)?,
+            multiprocessors: self.attribute(MULTIPROCESSORS)?,
+            copy_engines: self.attribute(COPY_ENGINES)?,
             memory_bytes: total as u64,
             free_bytes: free as u64,
         })
     }
 
     fn capability(&self) -> Result<u32> {
-        Ok(self.attribute(ATTRIBUTE_CAPABILITY_MAJOR)? * 10 + self.attribute(ATTRIBUTE_CAPABILITY_MINOR)?)
+        Ok(self.attribute(CAPABILITY_MAJOR)? * 10 + self.attribute(CAPABILITY_MINOR)?)
     }
 
-    fn attribute(&self, attribute: c_int) -> Result<u32> {
+    fn attribute(&self, attribute: CUdevice_attribute) -> Result<u32> {
         let mut value = 0;
         // SAFETY: a device of this driver; the pointer is valid.
         let outcome = unsafe { (self.table().cuDeviceGetAttribute)(&raw mut value, attribute, self.device) };
-        self.check(outcome, || format!("asking for attribute {attribute} of GPU {}", self.ordinal))?;
+        self.check(outcome, || format!("reading {attribute:?} of GPU {}", self.ordinal))?;
         Ok(value.max(0) as u32)
     }
 }

@@ -14,7 +14,7 @@ use arc_swap::ArcSwapOption;
 use super::table::{Code, Table, code};
 use crate::error::{Error, GpuError, GpuKind, Result};
 use crate::log::{self, Level};
-use crate::sys::process;
+use crate::sys::process::OpeningProcess;
 
 /// Environment variable with the library to load instead of the system's; for tests and unusual installations.
 pub const LIBRARY_VARIABLE: &str = "SPILLWAY_CUDA_LIBRARY";
@@ -29,7 +29,7 @@ pub struct Driver {
     /// The driver's functions.
     pub(super) table: Table,
     version: c_int,
-    process: u32,
+    opener: OpeningProcess,
     library: String,
 }
 
@@ -47,7 +47,7 @@ impl Driver {
         // Two threads may get here at once: a second initialisation is harmless.
         let driver = Arc::new(Driver::open(named.as_deref().unwrap_or(LIBRARY))?);
         CURRENT.store(Some(Arc::clone(&driver)));
-        log::write(Level::Info, &format!("CUDA {} by {}", driver.version_text(), driver.library));
+        log::write(Level::Info, &format!("CUDA {} from {}", driver.version_text(), driver.library));
         Ok(driver)
     }
 
@@ -62,7 +62,7 @@ impl Driver {
             })
         };
         let table = table.map_err(|missing| {
-            let detail = format!("it has no {missing}; driver 525 or newer is needed");
+            let detail = format!("the library has no {missing}; install driver 525 or newer");
             failure(GpuKind::DriverTooOld, format!("opening {library}"), detail)
         })?;
         Driver::initialise(table, library)
@@ -73,11 +73,15 @@ impl Driver {
         let mut version = 0;
         // SAFETY: `cuDriverGetVersion` may be called before `cuInit`; the pointer is valid.
         let found = unsafe { (table.cuDriverGetVersion)(&raw mut version) };
-        let driver = Driver { table, version, process: process::id(), library: library.to_string() };
-        let doing = || format!("asking {library} for its version");
+        let driver =
+            Driver { table, version, opener: OpeningProcess::current(), library: library.to_string() };
+        let doing = || format!("reading the version of {library}");
         driver.check_init(found, &doing)?;
         if version < OLDEST {
-            let detail = format!("it is CUDA {}; 12.0, driver 525, is needed", driver.version_text());
+            let detail = format!(
+                "the driver supports CUDA {}; install driver 525 (CUDA 12.0) or newer",
+                driver.version_text()
+            );
             return Err(failure(GpuKind::DriverTooOld, format!("opening {library}"), detail));
         }
         // SAFETY: `cuInit` takes no pointer; 0 is its only valid flag.
@@ -92,9 +96,13 @@ impl Driver {
         let mut count = 0;
         // SAFETY: the driver is initialised; the pointer is valid.
         let outcome = unsafe { (self.table.cuDeviceGetCount)(&raw mut count) };
-        self.check_init(outcome, &|| "counting devices".to_string())?;
+        self.check_init(outcome, &|| "counting GPUs".to_string())?;
         match count {
-            0 => Err(failure(GpuKind::NoDevice, "counting devices".to_string(), "there is none".to_string())),
+            0 => Err(failure(
+                GpuKind::NoDevice,
+                "counting GPUs".to_string(),
+                "no GPU is visible to this process; see CUDA_VISIBLE_DEVICES".to_string(),
+            )),
             some => Ok(some.max(0) as u32),
         }
     }
@@ -123,12 +131,12 @@ impl Driver {
 
     /// Returns an error in a child of the process that initialised the driver.
     pub(super) fn check_process(&self) -> Result<()> {
-        if self.process == process::id() {
+        if self.opener.is_current() {
             return Ok(());
         }
         let detail = format!(
-            "process {} used CUDA before this child was forked; start such children with spawn",
-            self.process
+            "process {} used CUDA before it forked this process; start child processes with spawn",
+            self.opener.id()
         );
         Err(failure(GpuKind::Forked, "using CUDA".to_string(), detail))
     }
@@ -137,21 +145,29 @@ impl Driver {
     fn check_init(&self, outcome: Code, doing: &dyn Fn() -> String) -> Result<()> {
         let (kind, advice) = match outcome {
             code::SUCCESS => return Ok(()),
-            code::NO_DEVICE => (GpuKind::NoDevice, "no GPU is visible to this process"),
+            code::NO_DEVICE => {
+                (GpuKind::NoDevice, "no GPU is visible to this process; see CUDA_VISIBLE_DEVICES")
+            }
             code::UNKNOWN | code::SYSTEM_NOT_READY => (
                 GpuKind::NoDevice,
-                "the kernel driver does not answer; see its log, or restart the fabric manager",
+                "the kernel driver does not respond; see the kernel log, or restart the fabric manager",
             ),
-            code::STUB_LIBRARY => {
-                (GpuKind::DriverStub, "it is the stub of a CUDA toolkit; take its folder off LD_LIBRARY_PATH")
-            }
+            code::STUB_LIBRARY => (
+                GpuKind::DriverStub,
+                "the library is a CUDA toolkit's stub; remove its directory from LD_LIBRARY_PATH",
+            ),
             code::INSUFFICIENT_DRIVER | code::SYSTEM_DRIVER_MISMATCH | code::COMPAT_NOT_SUPPORTED => (
                 GpuKind::DriverTooOld,
-                "library and kernel driver do not fit; update the driver, or reboot after an update",
+                "the library does not match the kernel driver; update the driver, or reboot after an update",
             ),
-            code::NOT_INITIALIZED => (GpuKind::Forked, "CUDA was used before this child was forked"),
-            code::OUT_OF_MEMORY => (GpuKind::OutOfMemory, "no memory to begin with"),
-            _ => (GpuKind::Refused, "the driver refused"),
+            code::NOT_INITIALIZED => (
+                GpuKind::Forked,
+                "CUDA was used before this process was forked; start child processes with spawn",
+            ),
+            code::OUT_OF_MEMORY => {
+                (GpuKind::OutOfMemory, "out of memory at initialisation; free host or GPU memory")
+            }
+            _ => (GpuKind::Refused, "the driver reported an error"),
         };
         Err(failure(kind, doing(), format!("{}: {advice}", self.name_of(outcome))))
     }
@@ -164,7 +180,7 @@ pub(super) fn failure(kind: GpuKind, doing: String, detail: String) -> Error {
 fn open_library(library: &str) -> Result<*mut c_void> {
     let doing = || format!("opening {library}");
     let name = CString::new(library)
-        .map_err(|_| failure(GpuKind::NoDevice, doing(), "the name holds a NUL".to_string()))?;
+        .map_err(|_| failure(GpuKind::NoDevice, doing(), "the name contains a NUL".to_string()))?;
     // SAFETY: `name` is NUL-terminated. The library's constructors run, as in every CUDA program.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if !handle.is_null() {
@@ -173,9 +189,15 @@ fn open_library(library: &str) -> Result<*mut c_void> {
     // SAFETY: the result is null, or this thread's own message, valid until its next `dl*` call.
     let words = unsafe { libc::dlerror() };
     let reason = match words.is_null() {
-        true => "unknown reason".to_string(),
+        true => "no reason was reported".to_string(),
         // SAFETY: a NUL-terminated string of the dynamic linker.
         false => unsafe { CStr::from_ptr(words) }.to_string_lossy().into_owned(),
     };
-    Err(failure(GpuKind::NoDevice, doing(), format!("there is no CUDA driver: {reason}")))
+    Err(failure(
+        GpuKind::NoDevice,
+        doing(),
+        format!(
+            "cannot load the CUDA driver library: {reason}; install the driver, or set SPILLWAY_CUDA_LIBRARY"
+        ),
+    ))
 }

@@ -123,17 +123,21 @@ impl DeviceTensor {
         ];
         let [exp_avg, exp_avg_sq] = [self.states.exp_avg, self.states.exp_avg_sq].map(|floats| floats.dtype);
         if exp_avg != exp_avg_sq {
-            let reason = format!("is {}, exp_avg is {}", exp_avg_sq.name(), exp_avg.name());
+            let reason = format!(
+                "is {}, but exp_avg is {}; both must have the same type",
+                exp_avg_sq.name(),
+                exp_avg.name()
+            );
             return Err(Error::invalid("exp_avg_sq", reason));
         }
         for (name, floats) in others {
             if let Some(len) = floats.map(|floats| floats.len()).filter(|len| *len != n) {
-                return Err(Error::invalid(name, format!("has {len} elements, param has {n}")));
+                return Err(Error::invalid(name, format!("has {len} elements, but param has {n}")));
             }
         }
         match self.shadow.is_none_or(|shadow| shadow.shape() == self.states.shape()) {
             true => Ok(()),
-            false => Err(Error::invalid("shadow", "has other types or lengths than the states")),
+            false => Err(Error::invalid("shadow", "must have the same types and lengths as the states")),
         }
     }
 
@@ -209,7 +213,10 @@ impl Sums {
     fn first(&self, n: u64) -> Result<u64> {
         match n <= self.elements {
             true => Ok(self.memory.span().address()),
-            false => Err(Error::invalid("sums", format!("has room for {} elements, not {n}", self.elements))),
+            false => Err(Error::invalid(
+                "sums",
+                format!("has room for {} elements, but {n} are needed", self.elements),
+            )),
         }
     }
 }
@@ -239,7 +246,10 @@ impl Kernels {
     /// Converts all of `from` to the type of `to`. One of them is f32, the other has 16 bits.
     pub fn cast(&self, stream: &Stream, from: DeviceFloats, to: DeviceFloats) -> Result<()> {
         if from.len() != to.len() {
-            return Err(Error::invalid("to", format!("has {} elements, from has {}", to.len(), from.len())));
+            return Err(Error::invalid(
+                "to",
+                format!("has {} elements, but from has {}", to.len(), from.len()),
+            ));
         }
         let function = self.function(&format!("spw_cast_{}_{}", from.dtype.name(), to.dtype.name()))?;
         let (mut source, mut target, mut n) = (from.span.address(), to.span.address(), from.len());
@@ -349,7 +359,9 @@ impl Kernels {
 
     fn function(&self, name: &str) -> Result<Function> {
         let found = self.functions.get(name).copied();
-        found.ok_or_else(|| Error::Unsupported(format!("there is no GPU kernel {name}")))
+        found.ok_or_else(|| {
+            Error::Unsupported(format!("unsupported combination of types: there is no GPU kernel {name}"))
+        })
     }
 
     /// Launches a kernel with one warp per unit of `work`, up to `most_blocks` blocks. A no-op without work.

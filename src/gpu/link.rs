@@ -20,8 +20,8 @@ use crate::dtype::{Dtype, Floats, FloatsMut, bf16};
 use crate::error::Result;
 use crate::kernel::{States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
+use crate::optim::parallel::Job;
 use crate::optim::processor;
-use crate::optim::spread::Job;
 use crate::pool::pinned;
 use crate::sys::span::Span;
 use crate::sys::threads;
@@ -69,9 +69,9 @@ impl Link {
         let block = pinned::alloc((MOST * 4) as usize)?;
         let copies = copy_speeds(device, transfers, block);
         pinned::free(block.address())?;
-        let [out_f32, out_native, in_f32, in_native] = copies?;
+        let [d2h_f32, d2h_native, h2d_f32, h2d_native] = copies?;
         let (step_f32, step_native) = step_speeds()?;
-        Ok(Link { out_f32, out_native, in_f32, in_native, step_f32, step_native })
+        Ok(Link { d2h_f32, d2h_native, h2d_f32, h2d_native, step_f32, step_native })
     }
 }
 
@@ -93,9 +93,9 @@ fn copy_speeds(device: &Arc<Device>, transfers: &Transfers, block: Span) -> Resu
     };
     // Uploads first: downloads would otherwise read uninitialised device memory.
     block.write(&vec![0; block.len()]);
-    let (in_f32, in_native) = (speed(Direction::In, Dtype::F32)?, speed(Direction::In, Dtype::Bf16)?);
-    let (out_f32, out_native) = (speed(Direction::Out, Dtype::F32)?, speed(Direction::Out, Dtype::Bf16)?);
-    Ok([out_f32, out_native, in_f32, in_native])
+    let (h2d_f32, h2d_native) = (speed(Direction::H2d, Dtype::F32)?, speed(Direction::H2d, Dtype::Bf16)?);
+    let (d2h_f32, d2h_native) = (speed(Direction::D2h, Dtype::F32)?, speed(Direction::D2h, Dtype::Bf16)?);
+    Ok([d2h_f32, d2h_native, h2d_f32, h2d_native])
 }
 
 fn step_speeds() -> Result<(f64, f64)> {

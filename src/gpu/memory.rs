@@ -8,23 +8,23 @@
 //!   on older kernels the parent may move to new pages while the GPU keeps accessing the old ones.
 
 use std::collections::HashMap;
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_uint, c_void};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use cudarc::driver::sys::{CU_MEMHOSTREGISTER_PORTABLE, CUdeviceptr, CUmemorytype, CUpointer_attribute};
+
 use super::device::Device;
 use super::stream::Stream;
-use super::table::{DevicePtr, code};
+use super::table::code;
 use crate::error::{Error, Result};
 use crate::pool::region::{self, Reach, Region};
 use crate::sys::span::Span;
 
-const REGISTER_PORTABLE: c_uint = 1;
-
 /// A range of device memory: Spillway's, or the framework's (`tensor.data_ptr()`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceSpan {
-    address: DevicePtr,
+    address: CUdeviceptr,
     bytes: u64,
 }
 
@@ -37,7 +37,7 @@ impl DeviceSpan {
             return Err(Error::invalid(argument, "is NULL"));
         }
         if address.checked_add(bytes).is_none() {
-            return Err(Error::invalid(argument, format!("{bytes} bytes pass the address space")));
+            return Err(Error::invalid(argument, format!("{bytes} bytes exceed the address space")));
         }
         Ok(DeviceSpan { address, bytes })
     }
@@ -75,7 +75,7 @@ impl DeviceMemory {
             // SAFETY: the context is current; the pointer is valid.
             let taken = unsafe { (device.table().cuMemAlloc_v2)(&raw mut address, bytes as usize) };
             device
-                .check(taken, || format!("taking {bytes} bytes of the memory of GPU {}", device.ordinal()))?;
+                .check(taken, || format!("allocating {bytes} bytes of memory on GPU {}", device.ordinal()))?;
         }
         Ok(DeviceMemory { device: Arc::clone(device), span: DeviceSpan { address, bytes } })
     }
@@ -131,7 +131,8 @@ impl Registration {
         let all = region.span();
         let start = all.as_ptr().cast::<c_void>();
         // SAFETY: whole pages of a live mapping, which the registration keeps alive.
-        let outcome = unsafe { (device.table().cuMemHostRegister_v2)(start, all.len(), REGISTER_PORTABLE) };
+        let outcome =
+            unsafe { (device.table().cuMemHostRegister_v2)(start, all.len(), CU_MEMHOSTREGISTER_PORTABLE) };
         let doing = || format!("registering {} bytes of pinned memory", all.len());
         let ours = match outcome {
             code::HOST_MEMORY_ALREADY_REGISTERED if is_locked(device, all)? => None,
@@ -199,7 +200,8 @@ impl Registry {
             false => Err(Error::invalid(
                 argument,
                 format!(
-                    "{} bytes at {:#x} are not pinned; take them from spw_pinned_alloc, a pool, or cudaHostAlloc",
+                    "{} bytes at {:#x} are not pinned; allocate them with spw_pinned_alloc, a pool or \
+                     cudaHostAlloc",
                     span.len(),
                     span.address()
                 ),
@@ -222,19 +224,23 @@ impl Registry {
 
 /// True if the driver knows this host memory as page-locked.
 fn is_locked(device: &Device, span: Span) -> Result<bool> {
-    const MEMORY_TYPE: c_int = 2;
-    const PAGE_LOCKED: c_uint = 1;
+    const PAGE_LOCKED: c_uint = CUmemorytype::CU_MEMORYTYPE_HOST as c_uint;
     let _current = device.enter()?;
-    let attributes = [MEMORY_TYPE];
+    let mut attributes = [CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
     // Checks the first and last byte only: callers do not pass a span over two allocations with a gap.
     for end in [span.address(), span.address() + span.len() - 1] {
         let mut kind: c_uint = 0;
-        let values = [(&raw mut kind).cast::<c_void>()];
+        let mut values = [(&raw mut kind).cast::<c_void>()];
         // SAFETY: one attribute, and space for its value. For unknown addresses the driver returns 0.
         let outcome = unsafe {
-            (device.table().cuPointerGetAttributes)(1, attributes.as_ptr(), values.as_ptr(), end as u64)
+            (device.table().cuPointerGetAttributes)(
+                1,
+                attributes.as_mut_ptr(),
+                values.as_mut_ptr(),
+                end as u64,
+            )
         };
-        device.check(outcome, || format!("asking what memory {end:#x} is"))?;
+        device.check(outcome, || format!("reading the attributes of the memory at {end:#x}"))?;
         if kind != PAGE_LOCKED {
             return Ok(false);
         }

@@ -14,9 +14,10 @@
 //! | [`link`], [`speeds`], [`profile`] | bandwidth of the link and speed of the CPU, measured once |
 //! | [`kernels`] | the kernels of kernels/*.cu: casts, sums of squares, Adam and its inverse |
 //!
-//! Spillway calls the driver through its own function table, not through a binding crate, for three reasons:
-//! - A binding's enums make a result code of a newer driver undefined behaviour.
-//! - A missing library or function must be an error, not a panic.
+//! Types, constants and signatures of the driver come from cudarc's bindings. Spillway calls the driver through its own
+//! function table, not through cudarc's functions, for three reasons:
+//! - cudarc's enums make a result code of a newer driver undefined behaviour.
+//! - cudarc panics if the library or a function is missing; here that is an error.
 //! - Tests replace the driver with a fake one.
 
 mod module;

@@ -1,16 +1,16 @@
 //! Kernels as PTX text, compiled by the driver for the GPU in use.
 
-use std::ffi::{CString, c_int, c_uint, c_void};
+use std::ffi::{CString, c_uint, c_void};
 use std::sync::Arc;
+
+use cudarc::driver::sys::{CUfunction, CUjit_option, CUmodule};
 
 use super::device::Device;
 use super::driver::failure;
 use super::stream::Stream;
-use super::table::{Handle, code};
+use super::table::code;
 use crate::error::{Error, GpuKind, Result};
 
-const OPTION_ERROR_LOG: c_int = 5;
-const OPTION_ERROR_LOG_BYTES: c_int = 6;
 const LOG_BYTES: usize = 8192;
 
 /// A compiled module.
@@ -23,12 +23,13 @@ pub(super) struct Module {
 impl Module {
     /// Compiles `ptx`; `what` names the text in errors.
     pub(super) fn load(device: &Arc<Device>, what: &str, ptx: &str) -> Result<Module> {
-        let text = CString::new(ptx).map_err(|_| Error::invalid("ptx", "holds a NUL"))?;
+        let text = CString::new(ptx).map_err(|_| Error::invalid("ptx", "contains a NUL"))?;
         let mut log = vec![0_u8; LOG_BYTES];
-        let mut options = [OPTION_ERROR_LOG, OPTION_ERROR_LOG_BYTES];
+        let mut options =
+            [CUjit_option::CU_JIT_ERROR_LOG_BUFFER, CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
         // The driver expects the size in place of a pointer here.
         let mut values = [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(LOG_BYTES - 1)];
-        let mut handle: Handle = std::ptr::null_mut();
+        let mut handle: CUmodule = std::ptr::null_mut();
         let _current = device.enter()?;
         // SAFETY: a NUL-terminated string, and two options with their values. The log's last byte stays 0.
         let outcome = unsafe {
@@ -51,14 +52,14 @@ impl Module {
 
     /// The kernel `name`.
     pub(super) fn function(&self, name: &str) -> Result<Function> {
-        let text = CString::new(name).map_err(|_| Error::invalid("name", "holds a NUL"))?;
-        let mut handle: Handle = std::ptr::null_mut();
+        let text = CString::new(name).map_err(|_| Error::invalid("name", "contains a NUL"))?;
+        let mut handle: CUfunction = std::ptr::null_mut();
         let _current = self.device.enter()?;
         // SAFETY: a live module of this object, a NUL-terminated string, a valid pointer.
         let found = unsafe {
-            (self.device.table().cuModuleGetFunction)(&raw mut handle, self.handle as Handle, text.as_ptr())
+            (self.device.table().cuModuleGetFunction)(&raw mut handle, self.handle as CUmodule, text.as_ptr())
         };
-        self.device.check(found, || format!("finding the kernel {name}"))?;
+        self.device.check(found, || format!("looking up the kernel {name}"))?;
         Ok(Function(handle as usize))
     }
 }
@@ -67,7 +68,7 @@ impl Drop for Module {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
             // SAFETY: a live module of this object. Its functions are not used after it.
-            unsafe { (self.device.table().cuModuleUnload)(self.handle as Handle) };
+            unsafe { (self.device.table().cuModuleUnload)(self.handle as CUmodule) };
         }
     }
 }
@@ -95,7 +96,7 @@ impl Function {
         // SAFETY: the caller's promise; the driver copies the arguments before the call returns.
         let outcome = unsafe {
             (device.table().cuLaunchKernel)(
-                self.0 as Handle,
+                self.0 as CUfunction,
                 blocks,
                 1,
                 1,
@@ -114,11 +115,8 @@ impl Function {
 
 fn with_log(error: Option<Error>, log: &str) -> Error {
     match error {
-        Some(Error::Gpu(mut error)) if !log.is_empty() => {
-            error.detail = format!("{}; the compiler says: {log}", error.detail);
-            Error::Gpu(error)
-        }
-        Some(error) => error,
+        Some(error) if log.is_empty() => error,
+        Some(error) => error.context(format_args!("compiler log: {log}")),
         None => failure(GpuKind::Jit, "compiling".to_string(), log.to_string()),
     }
 }

@@ -1,22 +1,17 @@
-//! Stored measurements of this machine, so that they are made only once: a text file, one line per link.
+//! Stored measurements of this machine, so that they are made only once: an entry of the profile for each link (see
+//! `sys::profile`). The name of a link contains everything that its speeds depend on.
 //!
-//! ```text
-//! spillway profile 1
-//! link NAME = FIGURE=NUMBER ...
-//! ```
-//!
-//! The name of a link contains everything that its speeds depend on. Lines of other kinds and of other links are kept
-//! unchanged. In a file that `spillway tune` wrote, each link is a section (see `sys::profile`).
-//!
-//! If the file cannot be read, the link is measured again. If it cannot be written, one warning is logged.
+//! If the file cannot be read, one warning is logged, and the link is measured again. If it cannot be written, one
+//! warning is logged.
 #![forbid(unsafe_code)]
 
-use std::fs;
 use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
 
 use super::speeds::Link;
 use crate::log::{self, Level};
-use crate::sys::profile::{self as shared, FIRST_LINE, LINKS_FIRST as HEAD};
+use crate::sys::profile::{self as shared, Contents};
 
 /// The user's profile: `SPILLWAY_PROFILE`, else `spillway/profile` in `XDG_CACHE_HOME`, else in `HOME`/.cache.
 pub fn default_path() -> Option<PathBuf> {
@@ -29,92 +24,47 @@ pub fn default_path() -> Option<PathBuf> {
 
 /// The stored speeds of the link `name`, if the profile has them.
 pub fn find(path: &Path, name: &str) -> Option<Link> {
-    let text = fs::read_to_string(path).ok()?;
-    let mut lines = text.lines();
-    match lines.next() {
-        Some(HEAD) => lines.find_map(|line| parse(line.strip_prefix(&prefix(name))?)),
-        Some(FIRST_LINE) => {
-            let header = section(name);
-            let inside = lines.skip_while(|line| line.trim() != header).skip(1);
-            let inside = inside.take_while(|line| !line.starts_with('['));
-            parse(&inside.map(|line| line.replace(' ', "")).collect::<Vec<_>>().join(" "))
+    let contents = match Contents::read(path) {
+        Ok(contents) => contents?,
+        Err(reason) => {
+            shared::warn_ignored(path, &reason);
+            return None;
         }
-        _ => None,
-    }
+    };
+    Link::deserialize(contents.links.get(name)?).ok().filter(Link::is_plausible)
 }
 
 /// Stores the speeds of the link `name`. A failure is logged as a warning.
 pub fn keep(path: &Path, name: &str, link: &Link) {
     if let Err(error) = write(path, name, link) {
-        log::write(Level::Warn, &format!("the profile {} is not written: {error}", path.display()));
+        log::write(
+            Level::Warn,
+            &format!(
+                "cannot write the profile {}, so the link is measured again next time: {error}",
+                path.display()
+            ),
+        );
     }
 }
 
+/// An invalid file is replaced.
 fn write(path: &Path, name: &str, link: &Link) -> std::io::Result<()> {
-    let known = fs::read_to_string(path).unwrap_or_default();
-    let figures = Link::NAMES.iter().zip(link.figures());
-    let text = match known.lines().next() {
-        Some(FIRST_LINE) => {
-            let figures = figures.map(|(name, value)| format!("{name} = {value:e}\n"));
-            format!("{}\n{}\n{}", without_section(&known, name), section(name), figures.collect::<String>())
-        }
-        _ => {
-            let known = known.strip_prefix(HEAD).unwrap_or_default();
-            let others = known.lines().filter(|line| !line.is_empty() && !line.starts_with(&prefix(name)));
-            let others = others.fold(format!("{HEAD}\n"), |text, line| text + line + "\n");
-            let figures: Vec<String> = figures.map(|(name, value)| format!("{name}={value:e}")).collect();
-            format!("{others}{}{}\n", prefix(name), figures.join(" "))
-        }
-    };
-    shared::write(path, &text)
-}
-
-/// The text without the section of a link, and without trailing empty lines.
-fn without_section(text: &str, name: &str) -> String {
-    let (header, mut inside, mut kept) = (section(name), false, String::new());
-    for line in text.lines() {
-        if line.starts_with('[') {
-            inside = line.trim() == header;
-        }
-        if !inside {
-            kept.push_str(line);
-            kept.push('\n');
-        }
-    }
-    kept.trim_end().to_string() + "\n"
-}
-
-fn section(name: &str) -> String {
-    format!("[link {}]", one_line(name).trim())
-}
-
-fn prefix(name: &str) -> String {
-    format!("link {} = ", one_line(name))
-}
-
-fn one_line(name: &str) -> String {
-    name.chars().map(|c| if c.is_control() || c == '=' { ' ' } else { c }).collect()
-}
-
-fn parse(figures: &str) -> Option<Link> {
-    let mut values = [f64::NAN; 6];
-    for pair in figures.split_whitespace() {
-        let (name, value) = pair.split_once('=')?;
-        let place = Link::NAMES.iter().position(|known| *known == name)?;
-        values[place] = value.parse().ok()?;
-    }
-    values.iter().all(|value| value.is_finite() && *value > 0.0).then(|| Link::of_figures(values))
+    let mut contents = Contents::read(path).ok().flatten().unwrap_or_default();
+    contents.links.insert(name.to_string(), serde_json::to_value(link)?);
+    contents.write(path)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     const LINK: Link = Link {
-        out_f32: 13e9,
-        out_native: 26.5e9,
-        in_f32: 1.0 / 3.0,
-        in_native: 1e-300,
+        d2h_f32: 13e9,
+        d2h_native: 26.5e9,
+        h2d_f32: 1.0 / 3.0,
+        h2d_native: 1e-300,
         step_f32: 2e9,
         step_native: 2.1e9,
     };
@@ -125,31 +75,33 @@ mod tests {
         let path = folder.path().join("new/profile");
         assert_eq!(find(&path, "a"), None);
         keep(&path, "a", &LINK);
-        let other = Link { out_f32: 7.0, ..LINK };
-        keep(&path, "b = c\n", &other);
-        fs::write(&path, fs::read_to_string(&path).unwrap() + "tier x = y\n").unwrap();
+        let other = Link { d2h_f32: 7.0, ..LINK };
+        keep(&path, "b \"=\" c\n", &other);
+        let mut contents = Contents::read(&path).unwrap().unwrap();
+        contents.filesystems.insert("1-2".to_string(), "theirs".into());
+        contents.write(&path).unwrap();
         keep(&path, "a", &other);
         keep(&path, "a", &LINK);
-        assert_eq!((find(&path, "a"), find(&path, "b = c\n")), (Some(LINK), Some(other)));
+        assert_eq!((find(&path, "a"), find(&path, "b \"=\" c\n")), (Some(LINK), Some(other)));
         assert_eq!(find(&path, "c"), None);
-        let text = fs::read_to_string(&path).unwrap();
-        assert!(text.contains("tier x = y\n") && text.lines().count() == 4, "{text}");
-        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing beside it");
+        let kept = Contents::read(&path).unwrap().unwrap();
+        assert_eq!((kept.filesystems, kept.links.len()), (contents.filesystems, 2));
     }
 
     #[test]
-    fn a_file_that_is_something_else_counts_as_none() {
+    fn an_entry_that_makes_no_sense_counts_as_none() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("profile");
-        for text in [
-            "",
-            "spillway profile 2\nlink a = out_f32=1",
-            "spillway profile 1\nlink a = out_f32=1",
-            "spillway profile 1\nlink a = out_f32=0 out_native=1 in_f32=1 in_native=1 step_f32=1 step_native=1",
-            "spillway profile 1\nlink a = out_f32=x",
-        ] {
-            fs::write(&path, text).unwrap();
-            assert_eq!(find(&path, "a"), None, "{text}");
+        let mut entry = serde_json::to_value(LINK).unwrap();
+        for (name, wrong) in
+            [("out_f32", 0.0.into()), ("in_f32", "x".into()), ("step_f32", serde_json::Value::Null)]
+        {
+            let right = std::mem::replace(&mut entry[name], wrong);
+            let mut contents = Contents::default();
+            contents.links.insert("a".to_string(), entry.clone());
+            contents.write(&path).unwrap();
+            assert_eq!(find(&path, "a"), None, "{name}");
+            entry[name] = right;
         }
         keep(&path, "a", &LINK);
         assert_eq!(find(&path, "a"), Some(LINK));
@@ -158,5 +110,16 @@ mod tests {
         fs::create_dir_all(blocked.join("x")).unwrap();
         keep(&blocked, "a", &LINK);
         assert_eq!(find(&blocked, "a"), None);
+    }
+
+    #[test]
+    fn a_file_of_an_earlier_version_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("profile");
+        let earlier = "out_f32=1 out_native=1 in_f32=1 in_native=1 step_f32=1 step_native=1";
+        fs::write(&path, format!("spillway profile 1\nlink a = {earlier}\n")).unwrap();
+        assert_eq!(find(&path, "a"), None);
+        keep(&path, "a", &LINK);
+        assert_eq!(find(&path, "a"), Some(LINK));
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::device::Device;
 use super::kernels::{DeviceTensor, Kernels, Sums};
 use super::memory::{HostSpan, Registry};
-use super::stream::{Event, ForeignStream, Stream};
+use super::stream::{ForeignStream, GpuEvent, Stream};
 use crate::error::Result;
 use crate::kernel::AdamRule;
 use crate::kernel::squares;
@@ -68,7 +68,7 @@ impl Steps {
     }
 
     /// As [`Steps::adam`] without `squares`; returns an event recorded behind the step.
-    pub fn start(&self, jobs: &[Job], stream: ForeignStream) -> Result<Event> {
+    pub fn start(&self, jobs: &[Job], stream: ForeignStream) -> Result<GpuEvent> {
         self.run(jobs, stream, Part::Step).map(|(after, _)| after)
     }
 
@@ -77,14 +77,14 @@ impl Steps {
         self.run(jobs, stream, Part::Squares).map(|(_, seen)| seen)
     }
 
-    fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(Event, StepStats)> {
+    fn run(&self, jobs: &[Job], stream: ForeignStream, part: Part) -> Result<(GpuEvent, StepStats)> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
         jobs.iter().try_for_each(|job| self.kernels.accepts(&job.tensor))?;
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let scratch = if part == Part::Step { None } else { Some(self.room(&mut scratch, jobs)?) };
-        let (before, after) = (Event::new(&self.device)?, Event::new(&self.device)?);
+        let (before, after) = (GpuEvent::new(&self.device)?, GpuEvent::new(&self.device)?);
         stream.record(&before)?;
         self.stream.wait(&before)?;
         for (index, job) in jobs.iter().enumerate() {
@@ -143,7 +143,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Adds the sums of tensors in the order of `optim::spread`: by halves of the list.
+/// Adds the sums of tensors in the order of `optim::parallel`: by halves of the list.
 fn join(sums: &[f64]) -> f64 {
     match sums {
         [] => 0.0,

@@ -5,15 +5,17 @@
 use std::ffi::{c_int, c_uint};
 use std::sync::Arc;
 
+use cudarc::driver::sys::{CUevent, CUevent_flags, CUstream, CUstream_flags};
+
 use super::device::Device;
-use super::table::{Handle, code};
+use super::table::code;
 use crate::error::{Error, Result};
 
-const STREAM_NON_BLOCKING: c_uint = 1;
+const STREAM_NON_BLOCKING: c_uint = CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
 /// A lower number is a higher priority. The range of every device that supports priorities includes -1.
 const URGENT: c_int = -1;
-const EVENT_BLOCKING_SYNC: c_uint = 1;
-const EVENT_DISABLE_TIMING: c_uint = 2;
+const EVENT_BLOCKING_SYNC: c_uint = CUevent_flags::CU_EVENT_BLOCKING_SYNC as c_uint;
+const EVENT_DISABLE_TIMING: c_uint = CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
 
 /// An event of the framework: `event.cuda_event` in torch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +26,10 @@ impl ForeignEvent {
     /// `handle` is 0, or an event of the device's primary context that outlives the calls it is passed to.
     pub unsafe fn new(handle: u64, argument: &'static str) -> Result<ForeignEvent> {
         match handle as usize {
-            0 => Err(Error::invalid(argument, "is 0; torch makes an event at its first record()")),
+            0 => Err(Error::invalid(
+                argument,
+                "is 0; record the event first (torch creates it at the first record())",
+            )),
             handle => Ok(ForeignEvent(handle)),
         }
     }
@@ -42,13 +47,13 @@ impl ForeignStream {
     }
 
     /// Makes later work on the stream wait for `event`. Errors: the stream is being captured into a graph.
-    pub fn wait(self, event: &Event) -> Result<()> {
+    pub fn wait(self, event: &GpuEvent) -> Result<()> {
         self.refuse_capture(&event.device)?;
         wait_event(&event.device, self.0, event.handle)
     }
 
     /// Records `event` behind all work queued on the stream. Errors: the stream is being captured into a graph.
-    pub fn record(self, event: &Event) -> Result<()> {
+    pub fn record(self, event: &GpuEvent) -> Result<()> {
         self.refuse_capture(&event.device)?;
         record(&event.device, self.0, event.handle)
     }
@@ -57,7 +62,9 @@ impl ForeignStream {
     fn refuse_capture(self, device: &Device) -> Result<()> {
         match is_capturing(device, self.0)? {
             false => Ok(()),
-            true => Err(Error::invalid("stream", "is being captured into a graph")),
+            true => {
+                Err(Error::invalid("stream", "is being captured into a CUDA graph, which is not supported"))
+            }
         }
     }
 }
@@ -82,12 +89,12 @@ impl Stream {
 
     fn with_priority(device: &Arc<Device>, priority: c_int) -> Result<Stream> {
         let _current = device.enter()?;
-        let mut handle: Handle = std::ptr::null_mut();
+        let mut handle: CUstream = std::ptr::null_mut();
         // SAFETY: the context is current; the pointer is valid. The driver clamps the priority to its range.
         let made = unsafe {
             (device.table().cuStreamCreateWithPriority)(&raw mut handle, STREAM_NON_BLOCKING, priority)
         };
-        device.check(made, || "making a stream".to_string())?;
+        device.check(made, || "creating a stream".to_string())?;
         Ok(Stream { device: Arc::clone(device), handle: handle as usize })
     }
 
@@ -96,12 +103,12 @@ impl Stream {
         &self.device
     }
 
-    pub(super) fn handle(&self) -> Handle {
-        self.handle as Handle
+    pub(super) fn handle(&self) -> CUstream {
+        self.handle as CUstream
     }
 
     /// Makes later work wait for `event`. An event that was never recorded does not block.
-    pub fn wait(&self, event: &Event) -> Result<()> {
+    pub fn wait(&self, event: &GpuEvent) -> Result<()> {
         wait_event(&self.device, self.handle, event.handle)
     }
 
@@ -112,15 +119,15 @@ impl Stream {
         match is_capturing(&self.device, self.handle)? {
             false => Ok(()),
             true => {
-                let reason =
-                    "was recorded in a stream that is being captured into a graph; record it outside";
+                let reason = "was recorded in a stream that is being captured into a CUDA graph; record it \
+                              outside the capture";
                 Err(Error::invalid("event", reason))
             }
         }
     }
 
     /// Records `event` behind all queued work.
-    pub fn record(&self, event: &Event) -> Result<()> {
+    pub fn record(&self, event: &GpuEvent) -> Result<()> {
         record(&self.device, self.handle, event.handle)
     }
 
@@ -144,29 +151,29 @@ impl Drop for Stream {
 
 /// An event of Spillway.
 #[derive(Debug)]
-pub struct Event {
+pub struct GpuEvent {
     device: Arc<Device>,
     handle: usize,
 }
 
-impl Event {
+impl GpuEvent {
     /// An event for ordering, without a timestamp.
-    pub fn new(device: &Arc<Device>) -> Result<Event> {
-        Event::with_flags(device, EVENT_DISABLE_TIMING | EVENT_BLOCKING_SYNC)
+    pub fn new(device: &Arc<Device>) -> Result<GpuEvent> {
+        GpuEvent::with_flags(device, EVENT_DISABLE_TIMING | EVENT_BLOCKING_SYNC)
     }
 
     /// An event with a timestamp.
-    pub fn timing(device: &Arc<Device>) -> Result<Event> {
-        Event::with_flags(device, EVENT_BLOCKING_SYNC)
+    pub fn timing(device: &Arc<Device>) -> Result<GpuEvent> {
+        GpuEvent::with_flags(device, EVENT_BLOCKING_SYNC)
     }
 
-    fn with_flags(device: &Arc<Device>, flags: c_uint) -> Result<Event> {
+    fn with_flags(device: &Arc<Device>, flags: c_uint) -> Result<GpuEvent> {
         let _current = device.enter()?;
-        let mut handle: Handle = std::ptr::null_mut();
+        let mut handle: CUevent = std::ptr::null_mut();
         // SAFETY: the context is current; the pointer is valid.
         let made = unsafe { (device.table().cuEventCreate)(&raw mut handle, flags) };
-        device.check(made, || "making an event".to_string())?;
-        Ok(Event { device: Arc::clone(device), handle: handle as usize })
+        device.check(made, || "creating an event".to_string())?;
+        Ok(GpuEvent { device: Arc::clone(device), handle: handle as usize })
     }
 
     /// The event as a `CUevent` for the framework; valid until this object is dropped.
@@ -178,9 +185,9 @@ impl Event {
     pub fn done(&self) -> Result<bool> {
         let _current = self.device.enter()?;
         // SAFETY: a live event of this object.
-        match unsafe { (self.device.table().cuEventQuery)(self.handle as Handle) } {
+        match unsafe { (self.device.table().cuEventQuery)(self.handle as CUevent) } {
             code::NOT_READY => Ok(false),
-            outcome => self.device.check(outcome, || "asking for an event".to_string()).map(|()| true),
+            outcome => self.device.check(outcome, || "querying an event".to_string()).map(|()| true),
         }
     }
 
@@ -188,15 +195,15 @@ impl Event {
     pub fn synchronize(&self) -> Result<()> {
         let _current = self.device.enter()?;
         // SAFETY: a live event of this object.
-        let outcome = unsafe { (self.device.table().cuEventSynchronize)(self.handle as Handle) };
+        let outcome = unsafe { (self.device.table().cuEventSynchronize)(self.handle as CUevent) };
         self.device.check(outcome, || "waiting for an event".to_string())
     }
 
     /// Seconds from `self` to `later`. Both are timing events, and both are done.
-    pub fn seconds_to(&self, later: &Event) -> Result<f64> {
+    pub fn seconds_to(&self, later: &GpuEvent) -> Result<f64> {
         let _current = self.device.enter()?;
         let mut milliseconds = 0.0;
-        let (from, to) = (self.handle as Handle, later.handle as Handle);
+        let (from, to) = (self.handle as CUevent, later.handle as CUevent);
         // SAFETY: both events are live; the pointer is valid.
         let outcome = unsafe { (self.device.table().cuEventElapsedTime)(&raw mut milliseconds, from, to) };
         self.device.check(outcome, || "reading the time between events".to_string())?;
@@ -204,11 +211,11 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for GpuEvent {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
             // SAFETY: an event of this object; the driver keeps what waiting streams need of it.
-            unsafe { (self.device.table().cuEventDestroy_v2)(self.handle as Handle) };
+            unsafe { (self.device.table().cuEventDestroy_v2)(self.handle as CUevent) };
         }
     }
 }
@@ -217,21 +224,21 @@ fn is_capturing(device: &Device, stream: usize) -> Result<bool> {
     let _current = device.enter()?;
     let mut capturing = 0;
     // SAFETY: a live stream: of Spillway, or by the promise of `ForeignStream::new`. The pointer is valid.
-    let asked = unsafe { (device.table().cuStreamIsCapturing)(stream as Handle, &raw mut capturing) };
-    device.check(asked, || "asking whether a stream is being captured".to_string())?;
+    let asked = unsafe { (device.table().cuStreamIsCapturing)(stream as CUstream, &raw mut capturing) };
+    device.check(asked, || "querying whether a stream is being captured".to_string())?;
     Ok(capturing != 0)
 }
 
 fn wait_event(device: &Device, stream: usize, event: usize) -> Result<()> {
     let _current = device.enter()?;
     // SAFETY: both are live: objects of Spillway, or by the promises of `ForeignStream::new` and `ForeignEvent::new`.
-    let outcome = unsafe { (device.table().cuStreamWaitEvent)(stream as Handle, event as Handle, 0) };
+    let outcome = unsafe { (device.table().cuStreamWaitEvent)(stream as CUstream, event as CUevent, 0) };
     device.check(outcome, || "making a stream wait for an event".to_string())
 }
 
 fn record(device: &Device, stream: usize, event: usize) -> Result<()> {
     let _current = device.enter()?;
     // SAFETY: both are live: objects of Spillway, or by the promise of `ForeignStream::new`.
-    let outcome = unsafe { (device.table().cuEventRecord)(event as Handle, stream as Handle) };
+    let outcome = unsafe { (device.table().cuEventRecord)(event as CUevent, stream as CUstream) };
     device.check(outcome, || "recording an event".to_string())
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use super::device::Device;
 use super::kernels::{DeviceFloats, Kernels};
 use super::memory::{DeviceMemory, HostSpan};
-use super::stream::{Event, ForeignEvent, ForeignStream, Stream};
+use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::pool::region::Lease;
@@ -26,9 +26,9 @@ use crate::pool::region::Lease;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// To the host.
-    Out,
+    D2h,
     /// To the device.
-    In,
+    H2d,
 }
 
 /// What a copy waits for on the device before it starts.
@@ -57,8 +57,8 @@ pub struct Copy {
     pub after: After,
 }
 
-/// Index of the stream that ends a copy: 0 for copies out, 1 for copies in, 2 for casts in.
-const CASTS_IN: usize = 2;
+/// Index of the stream that ends a copy: 0 for copies to the host, 1 for copies to the device, 2 for casts after them.
+const H2D_CASTS: usize = 2;
 
 impl Copy {
     /// True if the GPU converts between types.
@@ -68,9 +68,9 @@ impl Copy {
 
     fn last_stream(&self) -> usize {
         match (self.direction, self.casts()) {
-            (Direction::Out, _) => 0,
-            (Direction::In, false) => 1,
-            (Direction::In, true) => CASTS_IN,
+            (Direction::D2h, _) => 0,
+            (Direction::H2d, false) => 1,
+            (Direction::H2d, true) => H2D_CASTS,
         }
     }
 
@@ -78,16 +78,20 @@ impl Copy {
     pub fn check(&self) -> Result<()> {
         let (device, host) = (self.device.dtype(), self.host_dtype);
         if device != host && host != Dtype::F32 {
-            let reason =
-                format!("is {}, and the device has {}: equal types or f32", host.name(), device.name());
+            let reason = format!(
+                "is {}, but the device type is {}; use the same type, or f32 on the host",
+                host.name(),
+                device.name()
+            );
             return Err(Error::invalid("host_dtype", reason));
         }
         let bytes = self.device.len() * host.size() as u64;
         match self.host.span().len() as u64 == bytes {
             true => Ok(()),
-            false => {
-                Err(Error::invalid("host", format!("has {} bytes, not {bytes}", self.host.span().len())))
-            }
+            false => Err(Error::invalid(
+                "host",
+                format!("has {} bytes, but {bytes} are needed", self.host.span().len()),
+            )),
         }
     }
 }
@@ -98,22 +102,22 @@ pub struct Transfers {
     device: Arc<Device>,
     kernels: Arc<Kernels>,
     chunk_elements: u64,
-    state: Mutex<State>,
+    state: Mutex<TransferState>,
 }
 
 #[derive(Debug)]
-struct State {
-    out: Lane,
-    into: Lane,
+struct TransferState {
+    d2h: DirectionStreams,
+    h2d: DirectionStreams,
     running: HashMap<u64, Running>,
-    /// Tickets per last stream (see [`CASTS_IN`]). Copies of one queue end in queue order.
+    /// Tickets per last stream (see [`H2D_CASTS`]). Copies of one queue end in queue order.
     order: [VecDeque<u64>; 3],
     next: u64,
 }
 
 #[derive(Debug)]
 struct Running {
-    done: Arc<Event>,
+    done: Arc<GpuEvent>,
     _host: HostSpan,
     /// Keeps pool memory from being reused if its owner frees it too early.
     _lease: Option<Lease>,
@@ -121,7 +125,7 @@ struct Running {
 
 /// The streams of one direction, and the buffers between them.
 #[derive(Debug)]
-struct Lane {
+struct DirectionStreams {
     copies: Stream,
     casts: Stream,
     /// Created when the first copy needs them.
@@ -132,20 +136,20 @@ struct Lane {
 #[derive(Debug)]
 struct Buffer {
     memory: DeviceMemory,
-    full: Event,
-    free: Event,
+    full: GpuEvent,
+    free: GpuEvent,
 }
 
 const BUFFERS: usize = 2;
-/// First sleep of a polling thread; each further sleep is twice as long, up to [`LONGEST_PAUSE`].
-const SHORTEST_PAUSE: Duration = Duration::from_micros(5);
-const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+/// First sleep of a polling thread; each further sleep is twice as long, up to [`MAX_PAUSE`].
+const MIN_PAUSE: Duration = Duration::from_micros(5);
+const MAX_PAUSE: Duration = Duration::from_millis(1);
 
 impl Transfers {
     /// Prepares copies in chunks of `chunk_bytes` bytes on the link.
     pub fn new(device: &Arc<Device>, kernels: &Arc<Kernels>, chunk_bytes: u64) -> Result<Transfers> {
-        let lane = || -> Result<Lane> {
-            Ok(Lane {
+        let streams = || -> Result<DirectionStreams> {
+            Ok(DirectionStreams {
                 copies: Stream::new(device)?,
                 // A cast is short, and a copy waits for it: it gets priority over the model's kernels.
                 casts: Stream::urgent(device)?,
@@ -154,7 +158,7 @@ impl Transfers {
             })
         };
         let (running, order) = (HashMap::new(), Default::default());
-        let state = State { out: lane()?, into: lane()?, running, order, next: 1 };
+        let state = TransferState { d2h: streams()?, h2d: streams()?, running, order, next: 1 };
         let chunk_elements = (chunk_bytes / Dtype::F32.size() as u64).max(1);
         Ok(Transfers {
             device: Arc::clone(device),
@@ -166,12 +170,12 @@ impl Transfers {
 
     /// Enqueues a copy, and returns its ticket.
     pub fn start(&self, copy: &Copy) -> Result<u64> {
-        self.start_between(copy, None, Event::new(&self.device)?)
+        self.start_between(copy, None, GpuEvent::new(&self.device)?)
     }
 
     /// Runs a copy, blocks until it is done, and returns its seconds on the device.
     pub fn measure(&self, copy: &Copy) -> Result<f64> {
-        let (begun, done) = (Event::timing(&self.device)?, Event::timing(&self.device)?);
+        let (begun, done) = (GpuEvent::timing(&self.device)?, GpuEvent::timing(&self.device)?);
         let ticket = self.start_between(copy, Some(&begun), done)?;
         let done = self.event(ticket)?;
         self.wait(ticket, None)?;
@@ -179,18 +183,18 @@ impl Transfers {
     }
 
     /// Enqueues a copy between two events.
-    fn start_between(&self, copy: &Copy, begun: Option<&Event>, done: Event) -> Result<u64> {
+    fn start_between(&self, copy: &Copy, begun: Option<&GpuEvent>, done: GpuEvent) -> Result<u64> {
         copy.check()?;
         let done = Arc::new(done);
         let mut state = self.lock()?;
         state.forget_done();
-        let lane = match copy.direction {
-            Direction::Out => &mut state.out,
-            Direction::In => &mut state.into,
+        let streams = match copy.direction {
+            Direction::D2h => &mut state.d2h,
+            Direction::H2d => &mut state.h2d,
         };
-        if let Err(error) = self.queue(lane, copy, begun, &done) {
+        if let Err(error) = self.queue(streams, copy, begun, &done) {
             // Chunks that are queued already must not access the caller's memory after this call.
-            let _ = lane.casts.synchronize().and_then(|()| lane.copies.synchronize());
+            let _ = streams.casts.synchronize().and_then(|()| streams.copies.synchronize());
             return Err(error);
         }
         let ticket = state.next;
@@ -203,64 +207,73 @@ impl Transfers {
         Ok(ticket)
     }
 
-    fn queue(&self, lane: &mut Lane, copy: &Copy, begun: Option<&Event>, done: &Event) -> Result<()> {
-        lane.begin(&self.device, copy)?;
+    fn queue(
+        &self,
+        streams: &mut DirectionStreams,
+        copy: &Copy,
+        begun: Option<&GpuEvent>,
+        done: &GpuEvent,
+    ) -> Result<()> {
+        streams.begin(&self.device, copy)?;
         if let Some(begun) = begun {
-            let first =
-                if copy.casts() && copy.direction == Direction::Out { &lane.casts } else { &lane.copies };
+            let first = if copy.casts() && copy.direction == Direction::D2h {
+                &streams.casts
+            } else {
+                &streams.copies
+            };
             first.record(begun)?;
         }
         match copy.casts() {
-            false => self.plain(lane, copy)?,
-            true => self.cast(lane, copy)?,
+            false => self.copy_chunks(streams, copy)?,
+            true => self.cast_chunks(streams, copy)?,
         }
         match copy.last_stream() {
-            CASTS_IN => lane.casts.record(done),
-            _ => lane.copies.record(done),
+            H2D_CASTS => streams.casts.record(done),
+            _ => streams.copies.record(done),
         }
     }
 
     /// Enqueues the chunks of a copy between equal types.
-    fn plain(&self, lane: &Lane, copy: &Copy) -> Result<()> {
+    fn copy_chunks(&self, streams: &DirectionStreams, copy: &Copy) -> Result<()> {
         let size = copy.host_dtype.size();
         let step = self.chunk_elements * (Dtype::F32.size() / size) as u64;
         for (from, n) in chunks(copy.device.len(), step) {
             let device = copy.device.part(from, n).span();
             let host = copy.host.part(from as usize * size, n as usize * size);
             match copy.direction {
-                Direction::Out => lane.copies.download(device, &host)?,
-                Direction::In => lane.copies.upload(&host, device)?,
+                Direction::D2h => streams.copies.download(device, &host)?,
+                Direction::H2d => streams.copies.upload(&host, device)?,
             }
         }
         Ok(())
     }
 
     /// Enqueues the chunks of a copy between 16 bits on the device and f32 on the host.
-    fn cast(&self, lane: &mut Lane, copy: &Copy) -> Result<()> {
+    fn cast_chunks(&self, streams: &mut DirectionStreams, copy: &Copy) -> Result<()> {
         let size = Dtype::F32.size();
-        lane.make_buffers(&self.device, self.chunk_elements * size as u64)?;
+        streams.make_buffers(&self.device, self.chunk_elements * size as u64)?;
         for (from, n) in chunks(copy.device.len(), self.chunk_elements) {
             let device = copy.device.part(from, n);
             let host = copy.host.part(from as usize * size, n as usize * size);
-            let Lane { copies, casts, buffers, next } = lane;
+            let DirectionStreams { copies, casts, buffers, next } = streams;
             let buffer = &buffers[*next];
             *next = (*next + 1) % BUFFERS;
             let wide =
                 DeviceFloats::new(buffer.memory.span().part(0, n * size as u64), Dtype::F32, "buffer")?;
             let (first, second) = match copy.direction {
-                Direction::Out => (&*casts, &*copies),
-                Direction::In => (&*copies, &*casts),
+                Direction::D2h => (&*casts, &*copies),
+                Direction::H2d => (&*copies, &*casts),
             };
             first.wait(&buffer.free)?;
             match copy.direction {
-                Direction::Out => self.kernels.cast(casts, device, wide)?,
-                Direction::In => copies.upload(&host, wide.span())?,
+                Direction::D2h => self.kernels.cast(casts, device, wide)?,
+                Direction::H2d => copies.upload(&host, wide.span())?,
             }
             first.record(&buffer.full)?;
             second.wait(&buffer.full)?;
             match copy.direction {
-                Direction::Out => copies.download(wide.span(), &host)?,
-                Direction::In => self.kernels.cast(casts, wide, device)?,
+                Direction::D2h => copies.download(wide.span(), &host)?,
+                Direction::H2d => self.kernels.cast(casts, wide, device)?,
             }
             second.record(&buffer.free)?;
         }
@@ -278,13 +291,13 @@ impl Transfers {
         let Some(event) = self.event(ticket)? else { return Ok(()) };
         // Polls instead of using the driver's wait, which never returns if the GPU hangs.
         let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut pause = SHORTEST_PAUSE;
+        let mut pause = MIN_PAUSE;
         while !event.done()? {
             if end.is_some_and(|end| Instant::now() >= end) {
-                return Err(Error::Timeout(format!("copy {ticket} is not over yet")));
+                return Err(Error::Timeout(format!("copy {ticket} is still in flight")));
             }
             std::thread::sleep(pause);
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            pause = (pause * 2).min(MAX_PAUSE);
         }
         Ok(())
     }
@@ -297,9 +310,9 @@ impl Transfers {
     /// Blocks until all copies are done.
     pub fn finish(&self) -> Result<()> {
         let mut state = self.lock()?;
-        for lane in [&state.out, &state.into] {
-            lane.casts.synchronize()?;
-            lane.copies.synchronize()?;
+        for streams in [&state.d2h, &state.h2d] {
+            streams.casts.synchronize()?;
+            streams.copies.synchronize()?;
         }
         state.running.clear();
         state.order = Default::default();
@@ -307,15 +320,15 @@ impl Transfers {
     }
 
     /// The event of a copy; `None` for a copy that is done and forgotten.
-    fn event(&self, ticket: u64) -> Result<Option<Arc<Event>>> {
+    fn event(&self, ticket: u64) -> Result<Option<Arc<GpuEvent>>> {
         let state = self.lock()?;
         if ticket == 0 || ticket >= state.next {
-            return Err(Error::invalid("ticket", format!("{ticket} was never given out")));
+            return Err(Error::invalid("ticket", format!("{ticket} is not a ticket of this object")));
         }
         Ok(state.running.get(&ticket).map(|running| Arc::clone(&running.done)))
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, State>> {
+    fn lock(&self) -> Result<MutexGuard<'_, TransferState>> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
@@ -330,7 +343,7 @@ impl Drop for Transfers {
     }
 }
 
-impl State {
+impl TransferState {
     /// Forgets copies that are done. Queries only the oldest copy of each queue, since later copies end after it.
     fn forget_done(&mut self) {
         for order in &mut self.order {
@@ -344,7 +357,7 @@ impl State {
     }
 }
 
-impl Lane {
+impl DirectionStreams {
     /// Makes the first stream that touches the framework's memory wait for `copy.after`.
     fn begin(&self, device: &Arc<Device>, copy: &Copy) -> Result<()> {
         // Parameters must not be overwritten before the event, but the host may be read earlier: an upload with a cast
@@ -354,7 +367,7 @@ impl Lane {
             After::Now => Ok(()),
             After::Event(event) => first.wait_foreign(event),
             After::Stream(stream) => {
-                let there = Event::new(device)?;
+                let there = GpuEvent::new(device)?;
                 stream.record(&there)?;
                 first.wait(&there)
             }
@@ -365,8 +378,8 @@ impl Lane {
         while self.buffers.len() < BUFFERS {
             self.buffers.push(Buffer {
                 memory: DeviceMemory::new(device, bytes)?,
-                full: Event::new(device)?,
-                free: Event::new(device)?,
+                full: GpuEvent::new(device)?,
+                free: GpuEvent::new(device)?,
             });
         }
         Ok(())

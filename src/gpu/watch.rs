@@ -6,22 +6,22 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::device::Device;
-use super::stream::{Event, ForeignEvent, ForeignStream, Stream};
+use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::error::Result;
-use crate::sys::event::{Question, Standing};
+use crate::sys::event::{PollSource, Status};
 
 /// Creates watches on one device.
 #[derive(Debug)]
 pub struct Watches {
     device: Arc<Device>,
     /// Streams with nothing queued. Each pending watch has a stream to itself, so that watches do not delay each other.
-    idle: Mutex<Vec<Lane>>,
+    idle: Mutex<Vec<MarkedStream>>,
 }
 
 #[derive(Debug)]
-struct Lane {
+struct MarkedStream {
     stream: Stream,
-    mark: Event,
+    mark: GpuEvent,
 }
 
 /// One awaited event or stream position.
@@ -29,7 +29,7 @@ struct Lane {
 pub struct Watch {
     watches: Arc<Watches>,
     /// `Some` until the watch is dropped.
-    lane: Option<Lane>,
+    marked: Option<MarkedStream>,
 }
 
 impl Watches {
@@ -40,52 +40,54 @@ impl Watches {
 
     /// Watches the last record of `event`.
     pub fn event(self: &Arc<Self>, event: ForeignEvent) -> Result<Watch> {
-        let lane = self.lane()?;
-        lane.stream.wait_foreign(event)?;
-        lane.stream.record(&lane.mark)?;
-        Ok(Watch { watches: Arc::clone(self), lane: Some(lane) })
+        let marked = self.marked_stream()?;
+        marked.stream.wait_foreign(event)?;
+        marked.stream.record(&marked.mark)?;
+        Ok(Watch { watches: Arc::clone(self), marked: Some(marked) })
     }
 
     /// Watches the work queued on `stream` so far.
     pub fn stream(self: &Arc<Self>, stream: ForeignStream) -> Result<Watch> {
-        let lane = self.lane()?;
-        stream.record(&lane.mark)?;
-        Ok(Watch { watches: Arc::clone(self), lane: Some(lane) })
+        let marked = self.marked_stream()?;
+        stream.record(&marked.mark)?;
+        Ok(Watch { watches: Arc::clone(self), marked: Some(marked) })
     }
 
-    fn lane(&self) -> Result<Lane> {
+    fn marked_stream(&self) -> Result<MarkedStream> {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
         let idle = self.idle().pop();
         match idle {
-            Some(lane) => Ok(lane),
-            None => Ok(Lane { stream: Stream::new(&self.device)?, mark: Event::new(&self.device)? }),
+            Some(marked) => Ok(marked),
+            None => {
+                Ok(MarkedStream { stream: Stream::new(&self.device)?, mark: GpuEvent::new(&self.device)? })
+            }
         }
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<Lane>> {
+    fn idle(&self) -> MutexGuard<'_, Vec<MarkedStream>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Question for Watch {
-    fn standing(&self) -> Standing {
-        match self.lane.as_ref().map(|lane| lane.mark.done()) {
-            Some(Ok(false)) => Standing::Pending,
-            Some(Err(_)) => Standing::Broken("the GPU reports an error"),
-            Some(Ok(true)) | None => Standing::Ready,
+impl PollSource for Watch {
+    fn status(&self) -> Status {
+        match self.marked.as_ref().map(|marked| marked.mark.done()) {
+            Some(Ok(false)) => Status::Pending,
+            Some(Err(_)) => Status::Broken("the GPU reported an error"),
+            Some(Ok(true)) | None => Status::Ready,
         }
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        if let Some(lane) = self.lane.take()
+        if let Some(marked) = self.marked.take()
             && self.watches.device.is_own()
-            && lane.mark.done().unwrap_or(false)
+            && marked.mark.done().unwrap_or(false)
         {
-            self.watches.idle().push(lane);
+            self.watches.idle().push(marked);
         }
     }
 }

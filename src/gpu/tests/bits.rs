@@ -17,7 +17,7 @@ use crate::gpu::kernels::{ADAM, CAST, DeviceFloats, DeviceStates, DeviceTensor, 
 use crate::gpu::memory::{DeviceMemory, DeviceSpan, HostSpan, Registry};
 use crate::gpu::stream::Stream;
 use crate::kernel::squares::{TILE, tree_sum};
-use crate::kernel::{AdamRule, CHUNK, Rule, WeightDecay};
+use crate::kernel::{AdamRule, CHUNK, Optimizer, WeightDecay};
 use crate::optim::{StepStats, processor};
 use crate::pool::pinned;
 

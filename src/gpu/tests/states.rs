@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::sys::CUdevice_attribute;
 use fakecuda::capture::GLOBAL;
 
 use super::{device, driver, foreign};
@@ -11,7 +12,7 @@ use crate::gpu::driver::Driver;
 use crate::gpu::kernels::Kernels;
 use crate::gpu::memory::{DeviceMemory, DeviceSpan, Registry};
 use crate::gpu::module::Module;
-use crate::gpu::stream::{Event, ForeignEvent, ForeignStream, Stream};
+use crate::gpu::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::gpu::table::Table;
 use crate::pool::fixed::{Pool, PoolOptions};
 use crate::pool::pinned;
@@ -47,10 +48,10 @@ macro_rules! init {
 fn a_driver_that_is_missing_or_something_else_is_named() {
     let (found, words) = kind(Driver::open("libno-such-driver.so.9"));
     assert_eq!(found, GpuKind::NoDevice);
-    assert!(words.contains("opening libno-such-driver.so.9: there is no CUDA driver"), "{words}");
+    assert!(words.contains("opening libno-such-driver.so.9: cannot load the CUDA driver library"), "{words}");
     let (found, words) = kind(Driver::open("libc.so.6"));
     assert_eq!(found, GpuKind::DriverTooOld);
-    assert!(words.contains("it has no cuInit"), "{words}");
+    assert!(words.contains("the library has no cuInit"), "{words}");
     assert_eq!(kind(Driver::open("a\0b")).0, GpuKind::NoDevice);
 }
 
@@ -58,11 +59,15 @@ fn a_driver_that_is_missing_or_something_else_is_named() {
 fn every_refusal_to_initialise_has_its_kind_and_says_what_to_do() {
     let cases: [(unsafe extern "C" fn(u32) -> i32, GpuKind, &str); 8] = [
         (init!(100), GpuKind::NoDevice, "CUDA_ERROR_NO_DEVICE (100): no GPU is visible"),
-        (init!(999), GpuKind::NoDevice, "CUDA error 999: the kernel driver does not answer"),
-        (init!(34), GpuKind::DriverStub, "CUDA_ERROR_STUB_LIBRARY (34): it is the stub"),
+        (init!(999), GpuKind::NoDevice, "CUDA error 999: the kernel driver does not respond"),
+        (
+            init!(34),
+            GpuKind::DriverStub,
+            "CUDA_ERROR_STUB_LIBRARY (34): the library is a CUDA toolkit's stub",
+        ),
         (init!(35), GpuKind::DriverTooOld, "update the driver"),
         (init!(803), GpuKind::DriverTooOld, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-        (init!(3), GpuKind::Forked, "before this child was forked"),
+        (init!(3), GpuKind::Forked, "before this process was forked"),
         (init!(2), GpuKind::OutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"),
         (init!(916), GpuKind::Refused, "CUDA error 916"),
     ];
@@ -82,7 +87,7 @@ fn a_driver_before_525_and_one_without_devices_are_named() {
     }
     let (found, words) = kind(broken(|table| table.cuDriverGetVersion = old));
     assert_eq!(
-        (found, words.contains("it is CUDA 11.8; 12.0, driver 525, is needed")),
+        (found, words.contains("the driver supports CUDA 11.8; install driver 525 (CUDA 12.0) or newer")),
         (GpuKind::DriverTooOld, true)
     );
     unsafe extern "C" fn none(count: *mut i32) -> i32 {
@@ -103,14 +108,22 @@ fn a_driver_before_525_and_one_without_devices_are_named() {
 
 #[test]
 fn a_gpu_that_is_too_old_for_the_kernels_is_refused() {
-    unsafe extern "C" fn pascal(value: *mut i32, attribute: i32, _: i32) -> i32 {
+    unsafe extern "C" fn pascal(value: *mut i32, attribute: CUdevice_attribute, _: i32) -> i32 {
         // SAFETY: the caller's pointer is valid.
-        unsafe { value.write(if attribute == 75 { 6 } else { 1 }) };
+        unsafe {
+            value.write(match attribute {
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 6,
+                _ => 1,
+            });
+        }
         0
     }
     let driver = Arc::new(broken(|table| table.cuDeviceGetAttribute = pascal).unwrap());
     let error = Device::open(driver, 10).unwrap_err();
-    assert_eq!(error, Error::Unsupported("GPU 10 has compute capability 6.1; 7.0 is needed".to_string()));
+    assert_eq!(
+        error,
+        Error::Unsupported("GPU 10 has compute capability 6.1; 7.0 or higher is needed".to_string())
+    );
 }
 
 #[test]
@@ -119,7 +132,7 @@ fn kernels_that_the_driver_does_not_compile_come_with_its_log() {
     let (found, words) = kind(Module::load(&device, "bad.ptx", ".version 8.0\nnonsense"));
     assert_eq!(found, GpuKind::Jit);
     assert!(words.contains("compiling bad.ptx: CUDA_ERROR_INVALID_PTX (218)"), "{words}");
-    assert!(words.contains("the compiler says: line 2: nonsense"), "{words}");
+    assert!(words.contains("compiler log: line 2: nonsense"), "{words}");
     for (code, expected) in [(221, GpuKind::Jit), (209, GpuKind::Jit), (222, GpuKind::DriverTooOld)] {
         fakecuda::with(11, |gpu| gpu.faults.push(("cuModuleLoadDataEx", 0, code)));
         assert_eq!(kind(Kernels::load(&device)).0, expected);
@@ -132,7 +145,7 @@ fn memory_that_is_used_up_is_named_and_the_device_goes_on() {
     let device = device(12);
     let (found, words) = kind(DeviceMemory::new(&device, 1 << 40));
     assert_eq!(found, GpuKind::OutOfMemory);
-    assert!(words.contains("1099511627776 bytes of the memory of GPU 12"), "{words}");
+    assert!(words.contains("1099511627776 bytes of memory on GPU 12"), "{words}");
     let span = pinned::alloc(100).unwrap();
     fakecuda::with(12, |gpu| gpu.faults.push(("cuMemHostRegister_v2", 0, 2)));
     let registry = Registry::new(&device);
@@ -146,7 +159,7 @@ fn memory_that_is_used_up_is_named_and_the_device_goes_on() {
 fn after_a_sticky_error_every_call_says_that_the_context_is_lost() {
     let (lost, other) = (device(13), device(14));
     let stream = Stream::new(&lost).unwrap();
-    let event = Event::new(&lost).unwrap();
+    let event = GpuEvent::new(&lost).unwrap();
     fakecuda::with(13, |gpu| gpu.faults.push(("cuStreamSynchronize", 0, 700)));
     for result in [
         stream.synchronize(),
@@ -157,7 +170,7 @@ fn after_a_sticky_error_every_call_says_that_the_context_is_lost() {
     ] {
         let (found, words) = kind(result);
         assert_eq!(found, GpuKind::Lost);
-        assert!(words.contains("CUDA_ERROR_ILLEGAL_ADDRESS (700): the context is lost"), "{words}");
+        assert!(words.contains("CUDA_ERROR_ILLEGAL_ADDRESS (700): the CUDA context is lost"), "{words}");
     }
     other.info().unwrap();
 }
@@ -167,7 +180,7 @@ fn a_code_that_nobody_here_knows_is_passed_on_as_a_number() {
     let device = device(15);
     fakecuda::with(15, |gpu| gpu.faults.push(("cuStreamCreateWithPriority", 0, 4242)));
     let (found, words) = kind(Stream::new(&device));
-    assert_eq!((found, words.as_str()), (GpuKind::Refused, "making a stream: CUDA error 4242"));
+    assert_eq!((found, words.as_str()), (GpuKind::Refused, "creating a stream: CUDA error 4242"));
 }
 
 #[test]
@@ -179,8 +192,8 @@ fn nothing_is_left_behind_and_the_callers_context_is_untouched() {
         assert_eq!((info.capability, info.copy_engines), (90, 2));
         let _objects = (
             Stream::new(&device).unwrap(),
-            Event::new(&device).unwrap(),
-            Event::timing(&device).unwrap(),
+            GpuEvent::new(&device).unwrap(),
+            GpuEvent::timing(&device).unwrap(),
             DeviceMemory::new(&device, 10).unwrap(),
             DeviceMemory::new(&device, 0).unwrap(),
             Kernels::load(&device).unwrap(),
@@ -203,7 +216,7 @@ fn nothing_is_left_behind_and_the_callers_context_is_untouched() {
     drop(device);
     fakecuda::with(16, |gpu| assert_eq!(gpu.retained, 0));
     // SAFETY: the pointer is valid.
-    let empty = unsafe { fakecuda::api::cuCtxPopCurrent_v2(&mut 0) };
+    let empty = unsafe { fakecuda::api::cuCtxPopCurrent_v2(&mut std::ptr::null_mut()) };
     assert_eq!(empty, 201, "no context is left on this thread");
 }
 
@@ -229,7 +242,7 @@ fn memory_that_nobody_pinned_is_refused_and_what_its_owner_pinned_is_taken() {
 #[test]
 fn foreign_handles_are_checked_as_far_as_they_can_be() {
     let device = device(18);
-    let event = Event::new(&device).unwrap();
+    let event = GpuEvent::new(&device).unwrap();
     // SAFETY: 0, a live event of this test, and a stream that is never used.
     let (none, own, stream) = unsafe {
         (ForeignEvent::new(0, "ready"), ForeignEvent::new(event.address(), "ready"), ForeignStream::new(0))
@@ -264,7 +277,7 @@ fn a_missing_wait_is_seen_and_a_wait_makes_it_good() {
         let registry = Registry::new(&device);
         let host = |span: Span| registry.host(span.part(0, 64), "block").unwrap();
         let (up, down) = (Stream::new(&device).unwrap(), Stream::new(&device).unwrap());
-        let there = Event::new(&device).unwrap();
+        let there = GpuEvent::new(&device).unwrap();
         from.write(&[7; 64]);
         to.write(&[0; 64]);
         assert!(there.done().unwrap(), "never recorded");

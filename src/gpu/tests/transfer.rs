@@ -10,7 +10,7 @@ use crate::error::{Error, GpuKind};
 use crate::gpu::device::Device;
 use crate::gpu::kernels::{DeviceFloats, Kernels};
 use crate::gpu::memory::{DeviceMemory, HostSpan, Registry};
-use crate::gpu::stream::{Event, ForeignEvent, ForeignStream, Stream};
+use crate::gpu::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::gpu::transfer::{After, Copy, Direction, Transfers};
 use crate::pool::pinned;
 
@@ -18,26 +18,26 @@ use crate::pool::pinned;
 const CHUNK: usize = 1000;
 
 /// A framework with a stream and device memory, and pinned memory on the host.
-struct Desk {
+struct Fixture {
     ordinal: u32,
     device: Arc<Device>,
     transfers: Transfers,
     registry: Registry,
     framework: Stream,
-    there: Event,
+    there: GpuEvent,
     blocks: Vec<usize>,
 }
 
-impl Desk {
-    fn new(ordinal: u32) -> Desk {
+impl Fixture {
+    fn new(ordinal: u32) -> Fixture {
         let device = device(ordinal);
         let kernels = Arc::new(Kernels::load(&device).unwrap());
-        Desk {
+        Fixture {
             ordinal,
             transfers: Transfers::new(&device, &kernels, (CHUNK * 4) as u64).unwrap(),
             registry: Registry::new(&device),
             framework: Stream::new(&device).unwrap(),
-            there: Event::new(&device).unwrap(),
+            there: GpuEvent::new(&device).unwrap(),
             blocks: Vec::new(),
             device,
         }
@@ -60,12 +60,12 @@ impl Desk {
     /// The framework's event, recorded now.
     fn event(&self) -> After {
         self.framework.record(&self.there).unwrap();
-        // SAFETY: the event lives as long as the desk.
+        // SAFETY: the event lives as long as the fixture.
         After::Event(unsafe { ForeignEvent::new(self.there.address(), "after") }.unwrap())
     }
 
     fn stream(&self) -> ForeignStream {
-        // SAFETY: the stream lives as long as the desk.
+        // SAFETY: the stream lives as long as the fixture.
         unsafe { ForeignStream::new(self.framework.handle() as u64) }
     }
 
@@ -77,7 +77,7 @@ impl Desk {
     }
 }
 
-impl Drop for Desk {
+impl Drop for Fixture {
     fn drop(&mut self) {
         self.transfers.finish().unwrap();
         self.blocks.iter().for_each(|block| pinned::free(*block).unwrap());
@@ -114,7 +114,7 @@ const WIRES: [(Dtype, Dtype); 5] = [
 
 #[test]
 fn gradients_leave_and_parameters_arrive_for_every_wire_and_length() {
-    let mut desk = Desk::new(20);
+    let mut fixture = Fixture::new(20);
     for (device_dtype, host_dtype) in WIRES {
         for n in [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 7 * CHUNK + 13] {
             let numbers = values(n, true, 5, false);
@@ -122,147 +122,152 @@ fn gradients_leave_and_parameters_arrive_for_every_wire_and_length() {
             let here = bytes(host_dtype, &Span::of(device_dtype, &numbers).values());
 
             // The framework writes its gradient, and the copy starts after it.
-            let source = desk.pinned(&there);
-            let (_memory, floats) = desk.memory(device_dtype, n);
-            desk.framework.upload(&source, floats.span()).unwrap();
-            let host = desk.pinned(&vec![0xee; here.len()]);
+            let source = fixture.pinned(&there);
+            let (_memory, floats) = fixture.memory(device_dtype, n);
+            fixture.framework.upload(&source, floats.span()).unwrap();
+            let host = fixture.pinned(&vec![0xee; here.len()]);
             let out =
-                Copy { direction: Direction::Out, device: floats, host, host_dtype, after: desk.event() };
-            let ticket = desk.transfers.start(&out).unwrap();
-            desk.transfers.wait(ticket, None).unwrap();
+                Copy { direction: Direction::D2h, device: floats, host, host_dtype, after: fixture.event() };
+            let ticket = fixture.transfers.start(&out).unwrap();
+            fixture.transfers.wait(ticket, None).unwrap();
             let what = format!("{device_dtype:?} {host_dtype:?} {n}");
             assert!(same(&out.host.span().to_vec(), &here, host_dtype), "out {what}");
 
             // The parameters are copied back, and the framework reads them after the copy.
-            let (_memory, floats) = desk.memory(device_dtype, n);
-            let host = desk.pinned(&bytes(host_dtype, &numbers));
+            let (_memory, floats) = fixture.memory(device_dtype, n);
+            let host = fixture.pinned(&bytes(host_dtype, &numbers));
             let into = Copy {
-                direction: Direction::In,
+                direction: Direction::H2d,
                 device: floats,
                 host,
                 host_dtype,
-                after: After::Stream(desk.stream()),
+                after: After::Stream(fixture.stream()),
             };
-            let ticket = desk.transfers.start(&into).unwrap();
-            desk.transfers.stream_wait(ticket, desk.stream()).unwrap();
-            let target = desk.pinned(&vec![0xee; there.len()]);
-            desk.framework.download(floats.span(), &target).unwrap();
-            desk.framework.synchronize().unwrap();
+            let ticket = fixture.transfers.start(&into).unwrap();
+            fixture.transfers.stream_wait(ticket, fixture.stream()).unwrap();
+            let target = fixture.pinned(&vec![0xee; there.len()]);
+            fixture.framework.download(floats.span(), &target).unwrap();
+            fixture.framework.synchronize().unwrap();
             assert!(same(&target.span().to_vec(), &there, device_dtype), "in {what}");
         }
     }
-    assert_eq!(desk.races(), [""; 0]);
+    assert_eq!(fixture.races(), [""; 0]);
 }
 
 #[test]
 fn many_copies_of_both_directions_share_two_buffers_without_a_race() {
-    let mut desk = Desk::new(21);
+    let mut fixture = Fixture::new(21);
     let n = 5 * CHUNK + 7;
     let numbers: Vec<Vec<f32>> = (0..6).map(|seed| values(n, false, seed, false)).collect();
     let mut copies = Vec::new();
     for numbers in &numbers {
-        let source = desk.pinned(&bytes(Dtype::Bf16, numbers));
-        let (grads, from) = desk.memory(Dtype::Bf16, n);
-        desk.framework.upload(&source, from.span()).unwrap();
-        let host = desk.pinned(&vec![0; n * 4]);
+        let source = fixture.pinned(&bytes(Dtype::Bf16, numbers));
+        let (grads, from) = fixture.memory(Dtype::Bf16, n);
+        fixture.framework.upload(&source, from.span()).unwrap();
+        let host = fixture.pinned(&vec![0; n * 4]);
         let out = Copy {
-            direction: Direction::Out,
+            direction: Direction::D2h,
             device: from,
             host,
             host_dtype: Dtype::F32,
-            after: desk.event(),
+            after: fixture.event(),
         };
-        let (params, to) = desk.memory(Dtype::F16, n);
-        let host = desk.pinned(&bytes(Dtype::F32, numbers));
+        let (params, to) = fixture.memory(Dtype::F16, n);
+        let host = fixture.pinned(&bytes(Dtype::F32, numbers));
         let into =
-            Copy { direction: Direction::In, device: to, host, host_dtype: Dtype::F32, after: After::Now };
-        let tickets = [desk.transfers.start(&out).unwrap(), desk.transfers.start(&into).unwrap()];
+            Copy { direction: Direction::H2d, device: to, host, host_dtype: Dtype::F32, after: After::Now };
+        let tickets = [fixture.transfers.start(&out).unwrap(), fixture.transfers.start(&into).unwrap()];
         copies.push((out, into, tickets, grads, params));
     }
     for ((out, into, tickets, ..), numbers) in copies.iter().zip(&numbers) {
-        desk.transfers.wait(tickets[0], None).unwrap();
+        fixture.transfers.wait(tickets[0], None).unwrap();
         let widened = Span::of(Dtype::Bf16, numbers).values();
         assert!(same(&out.host.span().to_vec(), &bytes(Dtype::F32, &widened), Dtype::F32));
-        desk.transfers.stream_wait(tickets[1], desk.stream()).unwrap();
-        let target = desk.pinned(&vec![0; n * 2]);
-        desk.framework.download(into.device.span(), &target).unwrap();
-        desk.framework.synchronize().unwrap();
+        fixture.transfers.stream_wait(tickets[1], fixture.stream()).unwrap();
+        let target = fixture.pinned(&vec![0; n * 2]);
+        fixture.framework.download(into.device.span(), &target).unwrap();
+        fixture.framework.synchronize().unwrap();
         assert!(target.span().to_vec() == bytes(Dtype::F16, numbers));
     }
-    assert_eq!(desk.races(), [""; 0]);
+    assert_eq!(fixture.races(), [""; 0]);
 }
 
 #[test]
 fn a_copy_that_does_not_wait_for_the_framework_is_a_race() {
-    let mut desk = Desk::new(22);
+    let mut fixture = Fixture::new(22);
     for (host_dtype, direction) in [
-        (Dtype::F32, Direction::Out),
-        (Dtype::Bf16, Direction::Out),
-        (Dtype::F32, Direction::In),
-        (Dtype::Bf16, Direction::In),
+        (Dtype::F32, Direction::D2h),
+        (Dtype::Bf16, Direction::D2h),
+        (Dtype::F32, Direction::H2d),
+        (Dtype::Bf16, Direction::H2d),
     ] {
-        let before = desk.races().len();
-        let source = desk.pinned(&bytes(Dtype::Bf16, &[1.0; 50]));
-        let (_memory, floats) = desk.memory(Dtype::Bf16, 50);
-        desk.framework.upload(&source, floats.span()).unwrap();
-        let host = desk.pinned(&vec![0; 50 * host_dtype.size()]);
+        let before = fixture.races().len();
+        let source = fixture.pinned(&bytes(Dtype::Bf16, &[1.0; 50]));
+        let (_memory, floats) = fixture.memory(Dtype::Bf16, 50);
+        fixture.framework.upload(&source, floats.span()).unwrap();
+        let host = fixture.pinned(&vec![0; 50 * host_dtype.size()]);
         let copy = Copy { direction, device: floats, host, host_dtype, after: After::Now };
-        let ticket = desk.transfers.start(&copy).unwrap();
-        desk.transfers.wait(ticket, None).unwrap();
-        desk.framework.synchronize().unwrap();
-        assert_eq!(desk.races().len(), before + 1, "{direction:?} {host_dtype:?}");
+        let ticket = fixture.transfers.start(&copy).unwrap();
+        fixture.transfers.wait(ticket, None).unwrap();
+        fixture.framework.synchronize().unwrap();
+        assert_eq!(fixture.races().len(), before + 1, "{direction:?} {host_dtype:?}");
     }
 }
 
 #[test]
 fn copies_that_do_not_fit_are_refused() {
-    let mut desk = Desk::new(23);
-    let (_memory, floats) = desk.memory(Dtype::F16, 10);
-    let host = desk.pinned(&[0; 40]);
+    let mut fixture = Fixture::new(23);
+    let (_memory, floats) = fixture.memory(Dtype::F16, 10);
+    let host = fixture.pinned(&[0; 40]);
     let good = Copy {
-        direction: Direction::Out,
+        direction: Direction::D2h,
         device: floats,
         host: host.clone(),
         host_dtype: Dtype::F32,
         after: After::Now,
     };
     let cases = [
-        (Copy { host: host.part(0, 39), ..good.clone() }, "host: has 39 bytes, not 40"),
+        (Copy { host: host.part(0, 39), ..good.clone() }, "host: has 39 bytes, but 40 are needed"),
         (
             Copy { host_dtype: Dtype::Bf16, host: host.part(0, 20), ..good.clone() },
-            "host_dtype: is bf16, and the device has f16",
+            "host_dtype: is bf16, but the device type is f16",
         ),
     ];
     for (copy, words) in cases {
-        let message = desk.transfers.start(&copy).unwrap_err().to_string();
+        let message = fixture.transfers.start(&copy).unwrap_err().to_string();
         assert!(message.starts_with(words), "{message}");
     }
     for wrong in [0, 1, u64::MAX] {
-        assert!(matches!(desk.transfers.wait(wrong, None), Err(Error::InvalidArgument { .. })), "{wrong}");
+        assert!(matches!(fixture.transfers.wait(wrong, None), Err(Error::InvalidArgument { .. })), "{wrong}");
     }
-    let ticket = desk.transfers.start(&good).unwrap();
-    let late = desk.transfers.wait(ticket, Some(Duration::ZERO)).unwrap_err();
+    let ticket = fixture.transfers.start(&good).unwrap();
+    let late = fixture.transfers.wait(ticket, Some(Duration::ZERO)).unwrap_err();
     assert!(matches!(late, Error::Timeout(_)), "{late}");
-    desk.transfers.wait(ticket, Some(Duration::from_secs(60))).unwrap();
-    assert!(desk.transfers.done(ticket).unwrap());
+    fixture.transfers.wait(ticket, Some(Duration::from_secs(60))).unwrap();
+    assert!(fixture.transfers.done(ticket).unwrap());
 }
 
 #[test]
 fn pinned_memory_stays_until_its_copy_is_over_even_if_its_owner_lets_go() {
-    let desk = Desk::new(24);
-    let (_memory, floats) = desk.memory(Dtype::F32, 1 << 23);
+    let fixture = Fixture::new(24);
+    let (_memory, floats) = fixture.memory(Dtype::F32, 1 << 23);
     let big = pinned::alloc(4 << 23).unwrap();
-    let host = desk.registry.host(big, "host").unwrap();
-    let copy =
-        Copy { direction: Direction::Out, device: floats, host, host_dtype: Dtype::F32, after: desk.event() };
-    let ticket = desk.transfers.start(&copy).unwrap();
+    let host = fixture.registry.host(big, "host").unwrap();
+    let copy = Copy {
+        direction: Direction::D2h,
+        device: floats,
+        host,
+        host_dtype: Dtype::F32,
+        after: fixture.event(),
+    };
+    let ticket = fixture.transfers.start(&copy).unwrap();
     drop(copy);
     let registered = || fakecuda::with(24, |gpu| gpu.alive()[4]);
     let before = registered();
     pinned::free(big.address()).unwrap();
     assert_eq!(registered(), before, "the copy still needs it");
-    desk.transfers.wait(ticket, None).unwrap();
-    desk.transfers.finish().unwrap();
+    fixture.transfers.wait(ticket, None).unwrap();
+    fixture.transfers.finish().unwrap();
     assert_eq!(registered(), before - 1);
 }
 
@@ -274,36 +279,36 @@ fn an_error_of_the_driver_in_the_middle_of_a_copy_is_reported_and_nothing_hangs(
         ("cuLaunchKernel", 1, GpuKind::Refused),
         ("cuEventQuery", 700, GpuKind::Lost),
     ] {
-        let mut desk = Desk::new(25);
-        let (_memory, floats) = desk.memory(Dtype::F16, 3 * CHUNK);
-        let host = desk.pinned(&vec![0; 12 * CHUNK]);
+        let mut fixture = Fixture::new(25);
+        let (_memory, floats) = fixture.memory(Dtype::F16, 3 * CHUNK);
+        let host = fixture.pinned(&vec![0; 12 * CHUNK]);
         fakecuda::with(25, |gpu| gpu.faults.push((call, 0, code)));
         let copy = Copy {
-            direction: Direction::Out,
+            direction: Direction::D2h,
             device: floats,
             host,
             host_dtype: Dtype::F32,
-            after: desk.event(),
+            after: fixture.event(),
         };
-        let outcome = desk.transfers.start(&copy).and_then(|ticket| desk.transfers.wait(ticket, None));
+        let outcome = fixture.transfers.start(&copy).and_then(|ticket| fixture.transfers.wait(ticket, None));
         assert!(matches!(outcome, Err(Error::Gpu(error)) if error.kind == kind), "{call}");
-        // Leaks the desk: a lost context cannot be waited for.
-        std::mem::forget(desk);
+        // Leaks the fixture: a lost context cannot be waited for.
+        std::mem::forget(fixture);
     }
 }
 
 #[test]
 fn a_new_copy_asks_for_the_oldest_alone() {
-    let mut desk = Desk::new(26);
-    let (_memory, floats) = desk.memory(Dtype::Bf16, 10);
-    let copies = [(Direction::Out, Dtype::F32), (Direction::In, Dtype::F32), (Direction::In, Dtype::Bf16)];
+    let mut fixture = Fixture::new(26);
+    let (_memory, floats) = fixture.memory(Dtype::Bf16, 10);
+    let copies = [(Direction::D2h, Dtype::F32), (Direction::H2d, Dtype::F32), (Direction::H2d, Dtype::Bf16)];
     for (direction, host_dtype) in copies.into_iter().cycle().take(30) {
-        let host = desk.pinned(&vec![0; 10 * host_dtype.size()]);
+        let host = fixture.pinned(&vec![0; 10 * host_dtype.size()]);
         let copy = Copy { direction, device: floats, host, host_dtype, after: After::Now };
         let asked =
             || fakecuda::with(26, |gpu| gpu.calls.iter().filter(|call| **call == "cuEventQuery").count());
         let before = asked();
-        desk.transfers.start(&copy).unwrap();
+        fixture.transfers.start(&copy).unwrap();
         // The fake driver answers "not ready" once, and then "done".
         assert!(asked() - before <= 6, "{} questions", asked() - before);
     }
@@ -311,19 +316,19 @@ fn a_new_copy_asks_for_the_oldest_alone() {
 
 #[test]
 fn a_copy_is_timed_by_the_device() {
-    let mut desk = Desk::new(27);
+    let mut fixture = Fixture::new(27);
     fakecuda::with(27, |gpu| gpu.limits.rates = [1e6, 2e6, 0.0]);
-    let (_memory, floats) = desk.memory(Dtype::Bf16, 4000);
+    let (_memory, floats) = fixture.memory(Dtype::Bf16, 4000);
     for (direction, host_dtype, seconds) in [
-        (Direction::In, Dtype::F32, 0.016),
-        (Direction::Out, Dtype::F32, 0.008),
-        (Direction::In, Dtype::Bf16, 0.008),
-        (Direction::Out, Dtype::Bf16, 0.004),
+        (Direction::H2d, Dtype::F32, 0.016),
+        (Direction::D2h, Dtype::F32, 0.008),
+        (Direction::H2d, Dtype::Bf16, 0.008),
+        (Direction::D2h, Dtype::Bf16, 0.004),
     ] {
-        let host = desk.pinned(&vec![0; 4000 * host_dtype.size()]);
+        let host = fixture.pinned(&vec![0; 4000 * host_dtype.size()]);
         let copy = Copy { direction, device: floats, host, host_dtype, after: After::Now };
-        let took = desk.transfers.measure(&copy).unwrap();
+        let took = fixture.transfers.measure(&copy).unwrap();
         assert!((took / seconds - 1.0).abs() < 1e-3, "{direction:?} {host_dtype:?}: {took}");
-        desk.transfers.finish().unwrap();
+        fixture.transfers.finish().unwrap();
     }
 }

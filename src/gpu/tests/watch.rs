@@ -6,10 +6,10 @@ use fakecuda::capture::{GLOBAL, THREAD_LOCAL};
 
 use super::{device, foreign};
 use crate::gpu::memory::{DeviceMemory, Registry};
-use crate::gpu::stream::{Event, ForeignEvent, Stream};
+use crate::gpu::stream::{ForeignEvent, GpuEvent, Stream};
 use crate::gpu::watch::Watches;
 use crate::pool::pinned;
-use crate::sys::event::{Question, Standing};
+use crate::sys::event::{PollSource, Status};
 
 #[test]
 fn an_event_may_go_at_once_and_streams_are_used_again() {
@@ -23,13 +23,13 @@ fn an_event_may_go_at_once_and_streams_are_used_again() {
         let watch = match kind % 2 {
             0 => watches.stream(foreign(&stream)).unwrap(),
             _ => {
-                let event = Event::new(&device).unwrap();
+                let event = GpuEvent::new(&device).unwrap();
                 stream.record(&event).unwrap();
                 // SAFETY: the event is alive during the call.
                 watches.event(unsafe { ForeignEvent::new(event.address(), "event") }.unwrap()).unwrap()
             }
         };
-        assert_eq!([watch.standing(), watch.standing()], [Standing::Pending, Standing::Ready]);
+        assert_eq!([watch.status(), watch.status()], [Status::Pending, Status::Ready]);
         drop(watch);
         fakecuda::with(43, |gpu| {
             assert_eq!(gpu.alive()[..2], [2, 1], "one stream and one event beside ours")
@@ -39,7 +39,7 @@ fn an_event_may_go_at_once_and_streams_are_used_again() {
     let [first, second] = [0, 1].map(|_| watches.stream(foreign(&stream)).unwrap());
     fakecuda::with(43, |gpu| assert_eq!(gpu.alive()[0], 3));
     stream.synchronize().unwrap();
-    assert_eq!(first.standing(), Standing::Ready);
+    assert_eq!(first.status(), Status::Ready);
     drop((first, second));
     drop(host);
     pinned::free(block.address()).unwrap();
@@ -51,8 +51,8 @@ fn a_lost_context_breaks_the_watch() {
     let (stream, watches) = (Stream::new(&device).unwrap(), Arc::new(Watches::new(&device)));
     let watch = watches.stream(foreign(&stream)).unwrap();
     fakecuda::with(44, |gpu| gpu.faults.push(("cuEventQuery", 0, 700)));
-    assert_eq!(watch.standing(), Standing::Broken("the GPU reports an error"));
-    assert_eq!(watch.standing(), Standing::Broken("the GPU reports an error"));
+    assert_eq!(watch.status(), Status::Broken("the GPU reported an error"));
+    assert_eq!(watch.status(), Status::Broken("the GPU reported an error"));
     assert!(watches.stream(foreign(&stream)).is_err());
 }
 
@@ -67,9 +67,9 @@ fn a_capture_of_the_framework_is_not_broken_by_any_call_of_ours() {
         let watch = watches.stream(foreign(&stream)).unwrap();
         fakecuda::with(46, |gpu| assert_eq!(gpu.begin_capture(handle, mode), 0));
         std::thread::scope(|scope| {
-            scope.spawn(|| assert_eq!(watch.standing(), Standing::Pending));
+            scope.spawn(|| assert_eq!(watch.status(), Status::Pending));
         });
-        assert_eq!(watch.standing(), Standing::Ready);
+        assert_eq!(watch.status(), Status::Ready);
         drop(DeviceMemory::new(&device, 64).unwrap());
         stream.synchronize().unwrap();
         fakecuda::with(46, |gpu| assert_eq!(gpu.end_capture(handle), 0));
@@ -80,7 +80,7 @@ fn a_capture_of_the_framework_is_not_broken_by_any_call_of_ours() {
 fn an_event_that_was_recorded_under_capture_is_refused() {
     let device = device(47);
     let captured = Stream::new(&device).unwrap();
-    let (watches, event) = (Arc::new(Watches::new(&device)), Event::new(&device).unwrap());
+    let (watches, event) = (Arc::new(Watches::new(&device)), GpuEvent::new(&device).unwrap());
     // SAFETY: the event is alive until the end of the test.
     let foreign = unsafe { ForeignEvent::new(event.address(), "event") }.unwrap();
     let handle = captured.handle() as u64;
@@ -91,5 +91,5 @@ fn an_event_that_was_recorded_under_capture_is_refused() {
     fakecuda::with(47, |gpu| gpu.end_capture(handle));
     captured.record(&event).unwrap();
     let watch = watches.event(foreign).unwrap();
-    assert_eq!([watch.standing(), watch.standing()], [Standing::Pending, Standing::Ready]);
+    assert_eq!([watch.status(), watch.status()], [Status::Pending, Status::Ready]);
 }

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::status::{self, spw_status};
+use super::base::status::{self, spw_status};
 use crate::error::Result;
 use crate::kernel::IeeeMode;
 use crate::sys::process;
@@ -28,8 +28,11 @@ pub fn guard(body: impl FnOnce() -> Result<()>) -> spw_status {
             let words = payload.downcast_ref::<&str>().copied();
             let words = words
                 .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
-                .unwrap_or("no message");
-            status::record(spw_status::SPW_ERR_INTERNAL, &format!("a bug inside spillway: {words}"))
+                .unwrap_or("no panic message");
+            status::record(
+                spw_status::SPW_ERR_INTERNAL,
+                &format!("internal error in spillway, please report it: {words}"),
+            )
         }
     }
 }

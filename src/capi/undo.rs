@@ -1,20 +1,38 @@
-//! Reversible steps: recording one step, rolling it back, redoing it.
+//! Reversible steps: a recording of one step, which can be rolled back, repeated with another factor, or kept.
+//!
+//! SuperOffload section 4.4 and SysX section 4.3 describe the rollback by an inverse formula. The modes
+//! SPW_UNDO_MODE_DELTA and SPW_UNDO_MODE_SHADOW restore every bit.
+//!
+//!     spw_undo_options options = SPW_UNDO_OPTIONS_INIT;
+//!     options.mode = SPW_UNDO_MODE_DELTA;
+//!     options.elements = n;
+//!     options.tensors = 1;
+//!     spw_undo *undo;
+//!     spw_undo_open(&options, &undo);
+//!
+//!     spw_step_stats stats = SPW_STEP_STATS_INIT;
+//!     spw_undo_adam_step(undo, &adam, &tensor, 1, &stats);
+//!     if (stats.nonfinite)
+//!         spw_undo_rollback(undo);
+//!     else
+//!         spw_undo_commit(undo, 0);
+//!
+//!     spw_undo_close(undo);
 #![allow(non_camel_case_types)]
 
-use super::adagrad::{self, spw_adagrad_options};
-use super::adam::{self, spw_adam_options};
+use super::abi_struct::{self, abi_struct};
+use super::base::spw_status;
 use super::guard::guard;
-use super::library::out;
-use super::lion::{self, spw_lion_options};
-use super::record::{self, Record};
-use super::status::spw_status;
-use super::tensor::{self, spw_step_stats, spw_tensor};
+use super::handle::{self, Handle};
+use super::optim::adagrad::{self, spw_adagrad_options};
+use super::optim::adam::{self, spw_adam_options};
+use super::optim::lion::{self, spw_lion_options};
+use super::optim::tensor::{self, spw_step_stats, spw_tensor};
+use super::output;
 use crate::error::{Error, Result};
-use crate::kernel::{AdagradRule, AdamRule, LionRule, Rule, log_bytes};
-use crate::optim::spread::Job;
-use crate::optim::{StepStats, undo};
-use crate::sys::reserve::Reserve;
-use crate::sys::room;
+use crate::kernel::Tensor;
+use crate::optim;
+use crate::optim::recording::{Mode, Recording, Tensors};
 
 /// How a recorded step is rolled back. Passed as `uint32_t`.
 #[repr(C)]
@@ -25,14 +43,14 @@ pub enum spw_undo_mode {
     /// larger of the old and the new value. Old values 2^24 times smaller than the new ones are lost, for example the
     /// zero states before step 1. exp_avg_sq never becomes negative. Inf or NaN in a scaled gradient, param or state is
     /// an error, and nothing is changed.
-    SPW_UNDO_ARITHMETIC = 0,
+    SPW_UNDO_MODE_ARITHMETIC = 0,
     /// Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
     /// steady state, 9 at step 1, and never more than 13. Once the step is rolled back, redone or committed, log memory
     /// beyond 3 bytes per element returns to the system.
-    SPW_UNDO_DELTA = 1,
+    SPW_UNDO_MODE_DELTA = 1,
     /// Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
     /// in their shadow fields. `spw_undo_rollback` says which set is current afterwards.
-    SPW_UNDO_SHADOW = 2,
+    SPW_UNDO_MODE_SHADOW = 2,
 }
 
 /// Mode and capacity of a recording.
@@ -43,42 +61,51 @@ pub struct spw_undo_options {
     pub struct_size: u32,
     /// An `spw_undo_mode`.
     pub mode: u32,
-    /// Maximum number of elements of one step, all tensors together. Used only with SPW_UNDO_DELTA.
+    /// Maximum number of elements of one step, all tensors together. Used only with SPW_UNDO_MODE_DELTA.
     pub elements: u64,
     /// Maximum number of tensors of one step.
     pub tensors: u64,
 }
 
-// SAFETY: integers without padding.
-unsafe impl Record for spw_undo_options {
-    const FIRST_SIZE: usize = 24;
-    const NAME: &'static str = "spw_undo_options";
+abi_struct!(spw_undo_options, 24: struct_size, mode, elements, tensors);
+
+/// A recording of one step, which can be rolled back. A forked child has a working copy.
+pub struct spw_undo(pub(in crate::capi) Recording<Recorded>);
+
+impl Handle for spw_undo {
+    const NAME: &'static str = "undo";
+
+    fn check_process(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
-/// Records one step, so that it can be rolled back.
-pub struct spw_undo {
-    mode: Mode,
-    tensors: usize,
-    pub(super) step: Option<Step>,
-    /// Checksum of the spans after a DeepSpeed step. Its rollback names the spans again, and they may have moved.
-    pub(super) seal: u64,
+/// The tensors of a recorded step. Their owner leaves them as they are until the step is rolled back or committed.
+pub(in crate::capi) struct Recorded(pub(in crate::capi) Vec<spw_tensor>);
+
+impl Tensors for Recorded {
+    fn lengths(&self) -> impl Iterator<Item = usize> {
+        self.0.iter().map(|tensor| tensor.n as usize).filter(|n| *n > 0)
+    }
+
+    fn check_shadows(&self, wanted: bool) -> Result<()> {
+        tensor::check_shadows(&self.0, wanted)
+    }
+
+    fn same_shape(&self, other: &Self) -> bool {
+        let shape = |t: &spw_tensor| (t.n, t.param_dtype, t.state_dtype, t.grad_dtype);
+        self.0.iter().map(shape).eq(other.0.iter().map(shape))
+    }
+
+    fn lend(&mut self) -> Result<Vec<(usize, Tensor<'_>)>> {
+        // SAFETY: the caller of the recorded step leaves the spans in place until the step is over.
+        let spans = unsafe { tensor::spans(&self.0) }?;
+        spans.map(|(index, tensor)| Ok((index, tensor?))).collect()
+    }
 }
 
-enum Mode {
-    Arithmetic,
-    Delta(Reserve),
-    Shadow,
-}
-
-/// The tensors of the recorded step, and their coefficients.
-pub(super) enum Step {
-    Adam(Vec<spw_tensor>, Vec<AdamRule>),
-    Adagrad(Vec<spw_tensor>, Vec<AdagradRule>),
-    Lion(Vec<spw_tensor>, Vec<LionRule>),
-}
-
-/// Creates a recording. SPW_UNDO_DELTA reserves 13 bytes of address space per element now, and takes memory page by
-/// page as steps need it. Free the recording with `spw_undo_close`. One thread at a time may use an object.
+/// Creates a recording. SPW_UNDO_MODE_DELTA reserves 13 bytes of address space per element now, and takes memory page
+/// by page as steps need it. Free the recording with `spw_undo_close`.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `undo_out` to a pointer.
@@ -88,25 +115,22 @@ pub unsafe extern "C" fn spw_undo_open(
     undo_out: *mut *mut spw_undo,
 ) -> spw_status {
     guard(|| {
-        let undo_out = out(undo_out, "undo_out")?;
         // SAFETY: the caller meets the callee's requirements.
-        let options = unsafe { record::read(options, "options") }?;
+        let options = unsafe { abi_struct::read(options, "options") }?;
         let (elements, tensors) = (options.elements as usize, options.tensors as usize);
         if options.elements > LIMIT || options.tensors > LIMIT {
-            return Err(Error::invalid("options.elements", "and options.tensors are at most 2^48"));
+            return Err(Error::invalid("options.elements", "must be at most 2^48, options.tensors too"));
         }
         let mode = match options.mode {
             0 => Mode::Arithmetic,
-            // `log_bytes(1)` bounds what each further tensor wastes by rounding.
-            1 => Mode::Delta(Reserve::new(log_bytes(elements) + tensors * log_bytes(1))?),
+            1 => Mode::Delta { elements },
             2 => Mode::Shadow,
             other => {
                 return Err(Error::invalid("options.mode", format!("{other} is not an spw_undo_mode")));
             }
         };
-        // SAFETY: not NULL, and valid by the caller's promise.
-        unsafe { undo_out.write(Box::into_raw(Box::new(spw_undo { mode, tensors, step: None, seal: 0 }))) };
-        Ok(())
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { handle::open(undo_out, || Ok(spw_undo(Recording::new(mode, tensors)?))) }
     })
 }
 
@@ -114,8 +138,8 @@ const LIMIT: u64 = 1 << 48;
 
 /// Does `spw_adam_step` and records it in `undo`, which forgets its earlier step. Until this step is rolled back,
 /// redone or committed, the spans must not move, and only Spillway may write to them, gradients included. In mode
-/// SPW_UNDO_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more elements or
-/// tensors than the recording's capacity is an error. Statistics are computed if `stats` is not NULL.
+/// SPW_UNDO_MODE_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more
+/// elements or tensors than the recording's capacity is an error. Statistics are computed if `stats_out` is not NULL.
 ///
 /// # Safety
 /// As `spw_adam_step`.
@@ -124,19 +148,19 @@ pub unsafe extern "C" fn spw_undo_adam_step(
     undo: Option<&mut spw_undo>,
     options: *const spw_adam_options,
     tensors: *const spw_tensor,
-    count: usize,
-    stats: *mut spw_step_stats,
+    count: u64,
+    stats_out: *mut spw_step_stats,
 ) -> spw_status {
     guard(|| {
-        let undo = object(undo)?;
+        let undo = &mut handle::get_mut(undo)?.0;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            record::check_output(stats, "stats")?;
-            let squares = !stats.is_null();
+            abi_struct::check_output(stats_out, "stats_out")?;
             let jobs = adam::jobs(options, tensors, count)?;
-            let seen =
-                undo.step(jobs, tensors, count, Step::Adam, |jobs| crate::optim::adam::step(jobs, squares))?;
-            tensor::write_stats(seen, stats)
+            let recorded = Recorded(tensor::read_all(tensors, count)?);
+            let squares = !stats_out.is_null();
+            let seen = undo.record(jobs, recorded, |jobs| optim::adam::step(jobs, squares))?;
+            tensor::write_stats(seen, stats_out)
         }
     })
 }
@@ -150,20 +174,19 @@ pub unsafe extern "C" fn spw_undo_adagrad_step(
     undo: Option<&mut spw_undo>,
     options: *const spw_adagrad_options,
     tensors: *const spw_tensor,
-    count: usize,
-    stats: *mut spw_step_stats,
+    count: u64,
+    stats_out: *mut spw_step_stats,
 ) -> spw_status {
     guard(|| {
-        let undo = object(undo)?;
+        let undo = &mut handle::get_mut(undo)?.0;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            record::check_output(stats, "stats")?;
-            let squares = !stats.is_null();
+            abi_struct::check_output(stats_out, "stats_out")?;
             let jobs = adagrad::jobs(options, tensors, count)?;
-            let seen = undo.step(jobs, tensors, count, Step::Adagrad, |jobs| {
-                crate::optim::adagrad::step(jobs, squares)
-            })?;
-            tensor::write_stats(seen, stats)
+            let recorded = Recorded(tensor::read_all(tensors, count)?);
+            let squares = !stats_out.is_null();
+            let seen = undo.record(jobs, recorded, |jobs| optim::adagrad::step(jobs, squares))?;
+            tensor::write_stats(seen, stats_out)
         }
     })
 }
@@ -177,28 +200,28 @@ pub unsafe extern "C" fn spw_undo_lion_step(
     undo: Option<&mut spw_undo>,
     options: *const spw_lion_options,
     tensors: *const spw_tensor,
-    count: usize,
-    stats: *mut spw_step_stats,
+    count: u64,
+    stats_out: *mut spw_step_stats,
 ) -> spw_status {
     guard(|| {
-        let undo = object(undo)?;
+        let undo = &mut handle::get_mut(undo)?.0;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
-            record::check_output(stats, "stats")?;
-            let squares = !stats.is_null();
+            abi_struct::check_output(stats_out, "stats_out")?;
             let jobs = lion::jobs(options, tensors, count)?;
-            let seen =
-                undo.step(jobs, tensors, count, Step::Lion, |jobs| crate::optim::lion::step(jobs, squares))?;
-            tensor::write_stats(seen, stats)
+            let recorded = Recorded(tensor::read_all(tensors, count)?);
+            let squares = !stats_out.is_null();
+            let seen = undo.record(jobs, recorded, |jobs| optim::lion::step(jobs, squares))?;
+            tensor::write_stats(seen, stats_out)
         }
     })
 }
 
 /// Rolls back the recorded step and forgets it. param, exp_avg and exp_avg_sq get the bits from before the step
-/// (SPW_UNDO_ARITHMETIC: approximately). param_copy gets the restored param, rounded. Without a recorded step the call
-/// is SPW_ERR_INVALID_ARGUMENT.
+/// (SPW_UNDO_MODE_ARITHMETIC: approximately). param_copy gets the restored param, rounded. Without a recorded step the
+/// call is SPW_ERR_INVALID_ARGUMENT.
 ///
-/// In mode SPW_UNDO_SHADOW the call writes no tensor, since the step changed only the shadow spans. The caller
+/// In mode SPW_UNDO_MODE_SHADOW the call writes no tensor, since the step changed only the shadow spans. The caller
 /// continues with the tensors' own spans. After `spw_undo_commit` instead, the shadow spans are the current set: the
 /// next step names them as param, exp_avg and exp_avg_sq, and the former ones as shadow. No data is copied in either
 /// case. param_copy holds the parameters that the step wrote, so a caller that may roll back also keeps two copies of
@@ -208,22 +231,19 @@ pub unsafe extern "C" fn spw_undo_lion_step(
 ///
 /// - Let the tensors be current after every other step only.
 /// - Copy the current set back before each use of the tensors, at 0.9 of the time of a step.
-/// - Record with SPW_UNDO_DELTA instead.
+/// - Record with SPW_UNDO_MODE_DELTA instead.
 ///
 /// # Safety
 /// The recorded spans are as the step left them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spw_undo_rollback(undo: Option<&mut spw_undo>) -> spw_status {
-    guard(|| {
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { object(undo)?.back(None) }
-    })
+    guard(|| handle::get_mut(undo)?.0.rollback(None))
 }
 
 /// Rolls back the recorded step and repeats it with `grad_scale` in place of its factor on the gradient, in one pass
 /// over memory. Then it forgets the step. The result has the bits of a single step with `grad_scale`
-/// (SPW_UNDO_ARITHMETIC: approximately). In mode SPW_UNDO_SHADOW the result is in the shadow spans, as after the step
-/// and `spw_undo_commit`. A `grad_scale` that is not a finite f32 is an error.
+/// (SPW_UNDO_MODE_ARITHMETIC: approximately). In mode SPW_UNDO_MODE_SHADOW the result is in the shadow spans, as after
+/// the step and `spw_undo_commit`. A `grad_scale` that is not a finite f32 is an error.
 ///
 /// # Safety
 /// As `spw_undo_rollback`.
@@ -233,8 +253,7 @@ pub unsafe extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: 
         if !(grad_scale as f32).is_finite() {
             return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32")));
         }
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe { object(undo)?.back(Some(grad_scale as f32)) }
+        handle::get_mut(undo)?.0.rollback(Some(grad_scale as f32))
     })
 }
 
@@ -243,12 +262,8 @@ pub unsafe extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: 
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_undo_commit(undo: Option<&mut spw_undo>, release_memory: u32) -> spw_status {
     guard(|| {
-        let undo = object(undo)?;
-        let release = record::flag("release_memory", release_memory)?;
-        undo.forget();
-        if let (Mode::Delta(log), true) = (&mut undo.mode, release) {
-            log.release();
-        }
+        let undo = handle::get_mut(undo)?;
+        undo.0.commit(abi_struct::flag("release_memory", release_memory)?);
         Ok(())
     })
 }
@@ -258,13 +273,14 @@ pub extern "C" fn spw_undo_commit(undo: Option<&mut spw_undo>, release_memory: u
 /// # Safety
 /// `bytes_out` points to a u64.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn spw_undo_log_bytes(undo: Option<&mut spw_undo>, bytes_out: *mut u64) -> spw_status {
+pub unsafe extern "C" fn spw_undo_get_log_bytes(
+    undo: Option<&mut spw_undo>,
+    bytes_out: *mut u64,
+) -> spw_status {
     guard(|| {
-        let bytes_out = out(bytes_out, "bytes_out")?;
-        let bytes = object(undo)?.log_used();
-        // SAFETY: not NULL, and valid by the caller's promise.
-        unsafe { bytes_out.write(bytes) };
-        Ok(())
+        let bytes = handle::get_mut(undo)?.0.log_used();
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write(bytes, bytes_out, "bytes_out") }
     })
 }
 
@@ -272,123 +288,7 @@ pub unsafe extern "C" fn spw_undo_log_bytes(undo: Option<&mut spw_undo>, bytes_o
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_undo_close(undo: Option<Box<spw_undo>>) -> spw_status {
     guard(|| {
-        drop(undo);
+        drop(handle::close(undo));
         Ok(())
     })
-}
-
-fn object(undo: Option<&mut spw_undo>) -> Result<&mut spw_undo> {
-    undo.ok_or_else(|| Error::invalid("undo", "is NULL"))
-}
-
-impl spw_undo {
-    /// Does a step of `jobs` with the log attached, and records it.
-    pub(super) unsafe fn step<'a, R: Rule>(
-        &'a mut self,
-        jobs: Vec<Job<'a, R>>,
-        tensors: *const spw_tensor,
-        count: usize,
-        remember: impl FnOnce(Vec<spw_tensor>, Vec<R>) -> Step,
-        step: impl FnOnce(&mut [Job<'_, R>]) -> Result<StepStats>,
-    ) -> Result<StepStats> {
-        if jobs.len() > self.tensors {
-            return Err(Error::invalid(
-                "count",
-                format!("is {count}, the recording has room for {}", self.tensors),
-            ));
-        }
-        // SAFETY: the caller meets the callee's requirements.
-        let raw = unsafe { tensor::read_all(tensors, count) }?;
-        tensor::check_shadows(&raw, matches!(self.mode, Mode::Shadow))?;
-        let rules = jobs.iter().map(|job| job.optimizer).collect();
-        // All checks come before the earlier step is forgotten.
-        self.check_room(&jobs)?;
-        crate::optim::processor::kernel()?;
-        self.forget();
-        let mut jobs = attach(jobs, &mut self.mode)?;
-        let seen = step(&mut jobs)?;
-        drop(jobs);
-        self.step = Some(remember(raw, rules));
-        Ok(seen)
-    }
-
-    fn check_room<R>(&mut self, jobs: &[Job<'_, R>]) -> Result<()> {
-        let Mode::Delta(log) = &mut self.mode else { return Ok(()) };
-        match undo::log_bytes_of(jobs) <= log.bytes_mut().len() {
-            true => Ok(()),
-            false => Err(undo::no_room()),
-        }
-    }
-
-    /// Rolls back the recorded step, and repeats it if there is another factor.
-    pub(super) unsafe fn back(&mut self, again: Option<f32>) -> Result<()> {
-        let step = self.step.as_ref().ok_or_else(|| Error::invalid("undo", "holds no recorded step"))?;
-        // SAFETY: the caller meets the callee's requirements.
-        unsafe {
-            match step {
-                Step::Adam(tensors, rules) => back(tensors, rules, &mut self.mode, again),
-                Step::Adagrad(tensors, rules) => back(tensors, rules, &mut self.mode, again),
-                Step::Lion(tensors, rules) => back(tensors, rules, &mut self.mode, again),
-            }?;
-        }
-        self.forget();
-        Ok(())
-    }
-
-    /// Drops the recorded step, and log memory beyond what steps usually need.
-    fn forget(&mut self) {
-        if let (Some(step), Mode::Delta(log)) = (self.step.take(), &mut self.mode) {
-            undo::trim(log, step.lengths());
-        }
-    }
-
-    fn log_used(&mut self) -> u64 {
-        match (&self.step, &mut self.mode) {
-            (Some(step), Mode::Delta(log)) => undo::log_used(log, step.lengths()),
-            _ => 0,
-        }
-    }
-}
-
-impl Step {
-    /// Element counts of the tensors that are not empty.
-    fn lengths(&self) -> impl Iterator<Item = usize> {
-        let (Step::Adam(tensors, _) | Step::Adagrad(tensors, _) | Step::Lion(tensors, _)) = self;
-        tensors.iter().map(|tensor| tensor.n as usize).filter(|n| *n > 0)
-    }
-}
-
-unsafe fn back<R: Rule>(
-    tensors: &[spw_tensor],
-    rules: &[R],
-    mode: &mut Mode,
-    again: Option<f32>,
-) -> Result<()> {
-    let shadow = matches!(mode, Mode::Shadow);
-    if shadow && again.is_none() {
-        return Ok(());
-    }
-    // SAFETY: the caller meets the callee's requirements.
-    let spans = unsafe { tensor::spans(tensors) }?;
-    let mut jobs = room::for_count("listing the tensors", tensors.len())?;
-    for ((index, tensor), rule) in spans.zip(rules) {
-        let mut job = Job { optimizer: *rule, tensor: tensor? };
-        if matches!(mode, Mode::Arithmetic) {
-            undo::check_reversible(&mut job).map_err(|error| tensor::at(index, error))?;
-        }
-        jobs.push(job);
-    }
-    let mut jobs = attach(jobs, mode)?;
-    match again.filter(|_| shadow) {
-        Some(scale) => undo::step_again(&mut jobs, scale),
-        None => undo::undo(&mut jobs, again),
-    }
-}
-
-/// Attaches each tensor's part of the log.
-fn attach<'a, R>(jobs: Vec<Job<'a, R>>, mode: &'a mut Mode) -> Result<Vec<Job<'a, R>>> {
-    match mode {
-        Mode::Delta(log) => undo::attach(jobs, log.bytes_mut()),
-        _ => Ok(jobs),
-    }
 }

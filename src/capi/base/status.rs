@@ -1,0 +1,237 @@
+//! Status codes, and the error message that each thread keeps.
+#![allow(non_camel_case_types)]
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char};
+
+use crate::error::{Error, GpuKind, IoError, IoKind, RoundError, TierKind};
+
+/// Outcome of a call. Values are never renumbered or reused. Newer libraries may add values: treat an unknown value as
+/// a failure.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum spw_status {
+    /// The call succeeded.
+    SPW_OK = 0,
+    /// An argument violates the requirements of the function. The message names the argument and the reason.
+    SPW_ERR_INVALID_ARGUMENT = 1,
+    /// This build or this machine does not support the operation.
+    SPW_ERR_UNSUPPORTED = 2,
+    /// No DeepSpeed optimizer with this id exists: it was never created, or it was destroyed.
+    SPW_ERR_UNKNOWN_ID = 3,
+    /// A limit that was set at open is reached. Nothing changed.
+    SPW_ERR_LIMIT_REACHED = 4,
+    /// The object is still in use. Nothing changed.
+    SPW_ERR_BUSY = 5,
+    /// A bug inside Spillway was caught. Tensors of the call may be partly updated.
+    SPW_ERR_INTERNAL = 9,
+    /// A system call failed. The message contains the system's error text.
+    SPW_ERR_SYSTEM = 11,
+    /// Reading or writing a file failed. The message contains path, offset, bytes and errno.
+    SPW_ERR_IO = 20,
+    /// The device has no free space, or the quota is used up.
+    SPW_ERR_NO_SPACE = 21,
+    /// The file ends before the requested bytes.
+    SPW_ERR_SHORT_FILE = 22,
+    /// The timeout of a wait expired. The operation stays in flight, and the caller may wait for it again.
+    SPW_ERR_TIMEOUT = 23,
+    /// The operation was cancelled.
+    SPW_ERR_CANCELLED = 24,
+    /// The file, or a directory of its path, does not exist.
+    SPW_ERR_NOT_FOUND = 25,
+    /// The operation's own deadline passed. The system may still use its memory until the system answers.
+    SPW_ERR_DEADLINE = 26,
+    /// Earlier operations on the same device are still unfinished after their deadline.
+    SPW_ERR_PATH_FAILED = 27,
+    /// Stored bytes do not match their checksum. The message names path, extent, block and offset.
+    SPW_ERR_CORRUPT = 30,
+    /// The files are not a tier, or have a format version that this library does not read.
+    SPW_ERR_FORMAT = 31,
+    /// The files are a valid tier, but of another run, rank or size than requested.
+    SPW_ERR_FOREIGN = 32,
+    /// A live process holds the lock. The message names the process.
+    SPW_ERR_LOCKED = 33,
+    /// A path that holds a part of the tier is missing.
+    SPW_ERR_PATH_MISSING = 34,
+    /// The extent had a part on a missing path.
+    SPW_ERR_LOST = 35,
+    /// There is no committed state.
+    SPW_ERR_NO_STATE = 36,
+    /// A committed state exists, but not of the requested step, or that step was overwritten since.
+    SPW_ERR_NO_STEP = 37,
+    /// No speculation round is open.
+    SPW_ERR_NO_ROUND = 40,
+    /// A speculation round is open. Resolve or abort it first.
+    SPW_ERR_ROUND_OPEN = 41,
+    /// The round already has its verdict.
+    SPW_ERR_ROUND_RESOLVED = 42,
+    /// A bucket of the round was not submitted.
+    SPW_ERR_BUCKET_MISSING = 43,
+    /// The bucket was already submitted in this round.
+    SPW_ERR_BUCKET_SUBMITTED = 44,
+    /// The event that a bucket waits for can never happen.
+    SPW_ERR_EVENT_BROKEN = 45,
+    /// There is no GPU: the driver library is missing, or it sees no device.
+    SPW_ERR_NO_DEVICE = 50,
+    /// The CUDA driver library that was found is a toolkit's stub.
+    SPW_ERR_DRIVER_STUB = 51,
+    /// The CUDA driver is older than 525, or does not match its kernel module.
+    SPW_ERR_DRIVER_TOO_OLD = 52,
+    /// The driver could not compile the GPU kernels. The message contains the driver's log.
+    SPW_ERR_GPU_JIT = 53,
+    /// The device has no free memory, or the driver could not register host memory.
+    SPW_ERR_GPU_OUT_OF_MEMORY = 54,
+    /// An earlier error destroyed the CUDA context. Results of operations in flight are invalid. Only a new process
+    /// gets a new context.
+    SPW_ERR_GPU_LOST = 55,
+    /// This process was forked after CUDA was used.
+    SPW_ERR_GPU_FORKED = 56,
+    /// A driver call failed. The message contains the driver's error text.
+    SPW_ERR_GPU = 57,
+}
+
+thread_local! {
+    // Empty before the first failure, else a text that ends with a NUL.
+    static MESSAGE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    // The last failure, if it was an operation on a file, with its path as a C string.
+    static IO_ERROR: RefCell<Option<(IoError, CString)>> = const { RefCell::new(None) };
+}
+
+/// The status of an error.
+pub(in crate::capi) fn of(error: &Error) -> spw_status {
+    match error {
+        Error::InvalidArgument { .. } => spw_status::SPW_ERR_INVALID_ARGUMENT,
+        Error::Unsupported(_) => spw_status::SPW_ERR_UNSUPPORTED,
+        Error::UnknownId { .. } => spw_status::SPW_ERR_UNKNOWN_ID,
+        Error::System { .. } => spw_status::SPW_ERR_SYSTEM,
+        Error::LimitReached(_) => spw_status::SPW_ERR_LIMIT_REACHED,
+        Error::Busy(_) => spw_status::SPW_ERR_BUSY,
+        Error::Timeout(_) => spw_status::SPW_ERR_TIMEOUT,
+        Error::Internal(_) => spw_status::SPW_ERR_INTERNAL,
+        Error::Round(error) => match error {
+            RoundError::NotBegun => spw_status::SPW_ERR_NO_ROUND,
+            RoundError::Open => spw_status::SPW_ERR_ROUND_OPEN,
+            RoundError::Resolved => spw_status::SPW_ERR_ROUND_RESOLVED,
+            RoundError::Missing(_) => spw_status::SPW_ERR_BUCKET_MISSING,
+            RoundError::Submitted(_) => spw_status::SPW_ERR_BUCKET_SUBMITTED,
+            RoundError::Event { .. } => spw_status::SPW_ERR_EVENT_BROKEN,
+        },
+        Error::Io(error) => match error.kind {
+            IoKind::Failed => spw_status::SPW_ERR_IO,
+            IoKind::NoSpace => spw_status::SPW_ERR_NO_SPACE,
+            IoKind::ShortFile => spw_status::SPW_ERR_SHORT_FILE,
+            IoKind::Timeout => spw_status::SPW_ERR_TIMEOUT,
+            IoKind::Cancelled => spw_status::SPW_ERR_CANCELLED,
+            IoKind::NotFound => spw_status::SPW_ERR_NOT_FOUND,
+            IoKind::Deadline => spw_status::SPW_ERR_DEADLINE,
+            IoKind::PathFailed => spw_status::SPW_ERR_PATH_FAILED,
+        },
+        Error::Tier(error) => match error.kind {
+            TierKind::Corrupt => spw_status::SPW_ERR_CORRUPT,
+            TierKind::Format => spw_status::SPW_ERR_FORMAT,
+            TierKind::Foreign => spw_status::SPW_ERR_FOREIGN,
+            TierKind::Locked => spw_status::SPW_ERR_LOCKED,
+            TierKind::PathMissing => spw_status::SPW_ERR_PATH_MISSING,
+            TierKind::Lost => spw_status::SPW_ERR_LOST,
+            TierKind::NoState => spw_status::SPW_ERR_NO_STATE,
+            TierKind::NoStep => spw_status::SPW_ERR_NO_STEP,
+        },
+        Error::Gpu(error) => match error.kind {
+            GpuKind::NoDevice => spw_status::SPW_ERR_NO_DEVICE,
+            GpuKind::DriverStub => spw_status::SPW_ERR_DRIVER_STUB,
+            GpuKind::DriverTooOld => spw_status::SPW_ERR_DRIVER_TOO_OLD,
+            GpuKind::Jit => spw_status::SPW_ERR_GPU_JIT,
+            GpuKind::OutOfMemory => spw_status::SPW_ERR_GPU_OUT_OF_MEMORY,
+            GpuKind::Lost => spw_status::SPW_ERR_GPU_LOST,
+            GpuKind::Forked => spw_status::SPW_ERR_GPU_FORKED,
+            GpuKind::Refused => spw_status::SPW_ERR_GPU,
+        },
+    }
+}
+
+/// Stores the message of a failed call for this thread, and returns the status.
+pub(in crate::capi) fn record(status: spw_status, message: &str) -> spw_status {
+    let text = message.bytes().filter(|byte| *byte != 0).chain([0]).collect();
+    // A thread that is already tearing down its locals loses the message, not the status.
+    let _ = MESSAGE.try_with(|slot| slot.replace(text));
+    let _ = IO_ERROR.try_with(|slot| slot.replace(None));
+    status
+}
+
+/// Stores the message of an error for this thread, and returns its status.
+pub(in crate::capi) fn record_error(error: &Error) -> spw_status {
+    let status = record(of(error), &error.to_string());
+    if let Error::Io(error) = error {
+        let path = error.path.bytes().filter(|byte| *byte != 0).collect::<Vec<_>>();
+        let path = CString::new(path).unwrap_or_default();
+        let _ = IO_ERROR.try_with(|slot| slot.replace(Some((IoError::clone(error), path))));
+    }
+    status
+}
+
+/// Passes the last failure of this thread to `read`, if the failure was an operation on a file.
+pub(in crate::capi) fn last_io_error<T>(read: impl FnOnce(&IoError, &CStr) -> T) -> Option<T> {
+    let seen = IO_ERROR.try_with(|slot| slot.borrow().as_ref().map(|(error, path)| read(error, path)));
+    seen.ok().flatten()
+}
+
+#[cfg(test)]
+pub(in crate::capi) fn last_message() -> String {
+    MESSAGE.with_borrow(|text| String::from_utf8_lossy(text).trim_end_matches('\0').to_string())
+}
+
+/// Returns the name of a status, or "SPW_ERR_UNKNOWN" for a value that this version does not define. The string is
+/// constant.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_status_name(status: i32) -> *const c_char {
+    let name = match status {
+        0 => c"SPW_OK",
+        1 => c"SPW_ERR_INVALID_ARGUMENT",
+        2 => c"SPW_ERR_UNSUPPORTED",
+        3 => c"SPW_ERR_UNKNOWN_ID",
+        4 => c"SPW_ERR_LIMIT_REACHED",
+        5 => c"SPW_ERR_BUSY",
+        9 => c"SPW_ERR_INTERNAL",
+        11 => c"SPW_ERR_SYSTEM",
+        20 => c"SPW_ERR_IO",
+        21 => c"SPW_ERR_NO_SPACE",
+        22 => c"SPW_ERR_SHORT_FILE",
+        23 => c"SPW_ERR_TIMEOUT",
+        24 => c"SPW_ERR_CANCELLED",
+        25 => c"SPW_ERR_NOT_FOUND",
+        26 => c"SPW_ERR_DEADLINE",
+        27 => c"SPW_ERR_PATH_FAILED",
+        30 => c"SPW_ERR_CORRUPT",
+        31 => c"SPW_ERR_FORMAT",
+        32 => c"SPW_ERR_FOREIGN",
+        33 => c"SPW_ERR_LOCKED",
+        34 => c"SPW_ERR_PATH_MISSING",
+        35 => c"SPW_ERR_LOST",
+        36 => c"SPW_ERR_NO_STATE",
+        37 => c"SPW_ERR_NO_STEP",
+        40 => c"SPW_ERR_NO_ROUND",
+        41 => c"SPW_ERR_ROUND_OPEN",
+        42 => c"SPW_ERR_ROUND_RESOLVED",
+        43 => c"SPW_ERR_BUCKET_MISSING",
+        44 => c"SPW_ERR_BUCKET_SUBMITTED",
+        45 => c"SPW_ERR_EVENT_BROKEN",
+        50 => c"SPW_ERR_NO_DEVICE",
+        51 => c"SPW_ERR_DRIVER_STUB",
+        52 => c"SPW_ERR_DRIVER_TOO_OLD",
+        53 => c"SPW_ERR_GPU_JIT",
+        54 => c"SPW_ERR_GPU_OUT_OF_MEMORY",
+        55 => c"SPW_ERR_GPU_LOST",
+        56 => c"SPW_ERR_GPU_FORKED",
+        57 => c"SPW_ERR_GPU",
+        _ => c"SPW_ERR_UNKNOWN",
+    };
+    name.as_ptr()
+}
+
+/// Returns the message of this thread's last failed call: which argument or operation failed, and why. The pointer is
+/// never NULL; the text is empty if no call failed. It is valid until the next failing call of this thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_last_error() -> *const c_char {
+    let message = MESSAGE.try_with(|slot| slot.borrow().first().map(|byte| std::ptr::from_ref(byte).cast()));
+    message.ok().flatten().unwrap_or(c"".as_ptr())
+}

@@ -1,0 +1,51 @@
+//! Settings of the thread pool.
+#![allow(non_camel_case_types)]
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::status::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::output::{self};
+use crate::sys::threads;
+
+/// Settings of the process's thread pool. Every process has one pool.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_thread_options {
+    /// `sizeof(spw_thread_options)`
+    pub struct_size: u32,
+    /// Number of threads per step, including the calling thread. 0: derived from the affinity mask, the cgroup quota
+    /// and `LOCAL_WORLD_SIZE`.
+    pub num_threads: u32,
+}
+
+abi_struct!(spw_thread_options, 8: struct_size, num_threads);
+
+/// Sets the number of threads per step, including the calling thread. The caller starts at once; workers join as they
+/// wake up. Without this call the number is that of the environment variable `SPILLWAY_NUM_THREADS`. Without the
+/// variable it is the number of processors that this process may use, divided by `LOCAL_WORLD_SIZE`. Steps in flight
+/// keep their workers. The log (level info) states once how the number was derived.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_set_threads(options: *const spw_thread_options) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let options = unsafe { abi_struct::read(options, "options") }?;
+        threads::configure(options.num_threads as usize)
+    })
+}
+
+/// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Steps of
+/// 32768 elements or more share workers that are awake, if `SPILLWAY_SPIN_US` lets workers wait awake. Smaller steps
+/// run on the calling thread only.
+///
+/// # Safety
+/// `count_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_get_threads(count_out: *mut u32) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write(threads::count()? as u32, count_out, "count_out") }
+    })
+}

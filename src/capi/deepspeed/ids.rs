@@ -1,0 +1,219 @@
+//! Optimizer ids as in DeepSpeed's op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion`.
+
+use super::call::{rule_of, spw_ds_adam_call};
+use crate::capi::abi_struct;
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::optim::tensor::{self, spw_tensor};
+use crate::capi::output::required;
+use crate::capi::undo::{Recorded, spw_undo};
+use crate::error::{Error, Result};
+use crate::kernel::Optimizer;
+use crate::optim::adagrad::{self, AdagradOptions};
+use crate::optim::deepspeed::{ADAGRAD, ADAM, AdamState, LION};
+use crate::optim::lion::{self, LionOptions};
+use crate::optim::parallel::Job;
+use crate::optim::{adam, undo};
+
+/// DeepSpeed's `create_adam`: creates the optimizer `id`, or resets it. `adamw_mode` 1 is AdamW, 0 is L2. Ids are
+/// shared by all threads of the process. Calls with an id that was not created are SPW_ERR_UNKNOWN_ID.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_adam_create(id: i32, beta1: f32, beta2: f32, adamw_mode: u32) -> spw_status {
+    guard(|| {
+        let decoupled = abi_struct::flag("adamw_mode", adamw_mode)?;
+        ADAM.create(id, AdamState::new(decoupled, beta1, beta2)?);
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `adam_update` of one tensor. Each id keeps the powers of beta in f32, as DeepSpeed does:
+///
+/// - Step t + 1 after step t multiplies the powers by beta.
+/// - Step t again (the next parameter) keeps them.
+/// - Any other step, or a changed beta, computes them anew.
+///
+/// The results have the bits of DeepSpeed's AVX-512 build. If `undo` is not NULL, the step is recorded in it for
+/// `spw_ds_adam_rollback`, as by `spw_undo_adam_step`.
+///
+/// # Safety
+/// As `spw_adam_step`, for one tensor. `call` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_ds_adam_update(
+    undo: Option<&mut spw_undo>,
+    id: i32,
+    call: *const spw_ds_adam_call,
+    tensor: *const spw_tensor,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (state, rule) = rule_of(id, call)?;
+            match undo {
+                None => adam::step(&mut jobs(rule, tensor)?, false).map(drop)?,
+                Some(undo) => undo.0.record_sealed(jobs(rule, tensor)?, recorded(tensor)?)?,
+            }
+            ADAM.create(id, state);
+        }
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `adam_rollback` of one tensor, with the arguments of the update that is rolled back.
+///
+/// The rollback is bit-exact, and `exact_out` becomes 1, if `undo` holds exactly that step and the spans are as the
+/// step left them. The spans may have moved. Otherwise, or if `undo` is NULL, the rollback is approximate as with
+/// SPW_UNDO_MODE_ARITHMETIC, which rejects Inf and NaN, and `exact_out` becomes 0.
+///
+/// DeepSpeed's implementation writes 0 to a parameter whose gradient is not finite. It supports neither L2 nor steps
+/// without bias correction.
+///
+/// # Safety
+/// As `spw_ds_adam_update`; `exact_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_ds_adam_rollback(
+    undo: Option<&mut spw_undo>,
+    id: i32,
+    call: *const spw_ds_adam_call,
+    tensor: *const spw_tensor,
+    exact_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let exact_out = required(exact_out, "exact_out")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (_, rule) = rule_of(id, call)?;
+            let exact = match undo {
+                Some(undo) => undo.0.rollback_sealed(jobs(rule, tensor)?, recorded(tensor)?)?,
+                None => false,
+            };
+            if !exact {
+                let mut jobs = jobs(rule, tensor)?;
+                jobs.iter_mut().try_for_each(undo::check_reversible)?;
+                undo::undo(&mut jobs, None)?;
+            }
+            exact_out.write(exact.into());
+        }
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `destroy_adam`: removes the optimizer `id`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_adam_destroy(id: i32) -> spw_status {
+    guard(|| ADAM.destroy(id))
+}
+
+/// DeepSpeed's `create_adagrad`: creates the optimizer `id`, or resets it.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_adagrad_create(id: i32) -> spw_status {
+    guard(|| {
+        ADAGRAD.create(id, ());
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `adagrad_update` of one tensor, with the arithmetic of `spw_adagrad_step`. DeepSpeed's implementation
+/// omits weight decay in the numerator up to version 0.19.6.
+///
+/// # Safety
+/// As `spw_adam_step`, for one tensor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_ds_adagrad_update(
+    id: i32,
+    step: u64,
+    lr: f32,
+    eps: f32,
+    weight_decay: f32,
+    tensor: *const spw_tensor,
+) -> spw_status {
+    guard(|| {
+        ADAGRAD.get(id)?;
+        let options = AdagradOptions {
+            step,
+            lr: lr.into(),
+            eps: eps.into(),
+            weight_decay: weight_decay.into(),
+            ..Default::default()
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        let mut jobs = unsafe { jobs(options.rule()?, tensor) }?;
+        adagrad::step(&mut jobs, false).map(drop)
+    })
+}
+
+/// DeepSpeed's `destroy_adagrad`: removes the optimizer `id`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_adagrad_destroy(id: i32) -> spw_status {
+    guard(|| ADAGRAD.destroy(id))
+}
+
+/// DeepSpeed's `create_lion`: creates the optimizer `id`, or resets it.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_lion_create(id: i32) -> spw_status {
+    guard(|| {
+        LION.create(id, ());
+        Ok(())
+    })
+}
+
+/// DeepSpeed's `lion_update` of one tensor, with the arithmetic of `spw_lion_step`. DeepSpeed's implementation does not
+/// train on processors with AVX up to version 0.19.6. Lion ignores the step number, but 0 is an error, since DeepSpeed
+/// counts from 1.
+///
+/// # Safety
+/// As `spw_adam_step`, for one tensor.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_ds_lion_update(
+    id: i32,
+    step: u64,
+    lr: f32,
+    beta1: f32,
+    beta2: f32,
+    weight_decay: f32,
+    tensor: *const spw_tensor,
+) -> spw_status {
+    guard(|| {
+        LION.get(id)?;
+        if step == 0 {
+            return Err(Error::invalid("step", "is 0; steps are counted from 1"));
+        }
+        let options = LionOptions {
+            lr: lr.into(),
+            beta1: beta1.into(),
+            beta2: beta2.into(),
+            weight_decay: weight_decay.into(),
+            ..Default::default()
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        let mut jobs = unsafe { jobs(options.rule()?, tensor) }?;
+        lion::step(&mut jobs, false).map(drop)
+    })
+}
+
+/// DeepSpeed's `destroy_lion`: removes the optimizer `id`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_ds_lion_destroy(id: i32) -> spw_status {
+    guard(|| LION.destroy(id))
+}
+
+unsafe fn recorded(tensor: *const spw_tensor) -> Result<Recorded> {
+    // SAFETY: the caller meets the callee's requirements.
+    Ok(Recorded(unsafe { tensor::read_all(tensor, 1) }?))
+}
+
+/// The job of one tensor.
+pub(in crate::capi) unsafe fn jobs<'a, R: Optimizer>(
+    rule: R,
+    tensor: *const spw_tensor,
+) -> Result<Vec<Job<'a, R>>> {
+    if tensor.is_null() {
+        return Err(Error::invalid("tensor", "is NULL"));
+    }
+    // SAFETY: the caller meets the callee's requirements.
+    let jobs = unsafe {
+        tensor::jobs(tensor, 1, &rule, |_| {
+            Err(Error::invalid("options", "must be NULL: the id determines the options"))
+        })
+    };
+    jobs.map_err(|error| error.without("tensors[0]."))
+}

@@ -1,0 +1,23 @@
+//! The optimizer ids of DeepSpeed's op modules `cpu_adam`, `cpu_adagrad` and `cpu_lion`, with DeepSpeed's arithmetic.
+//!
+//! An id is created once and serves all parameters of an optimizer. All threads of the process share the ids.
+//!
+//!     spw_ds_adam_create(7, 0.9f, 0.999f, 1);
+//!
+//!     spw_ds_adam_call call = SPW_DS_ADAM_CALL_INIT;
+//!     call.step = 1;
+//!     call.lr = 1e-3f;
+//!     call.beta1 = 0.9f;
+//!     call.beta2 = 0.999f;
+//!     call.eps = 1e-8f;
+//!     spw_ds_adam_update(NULL, 7, &call, &tensor);
+//!
+//!     spw_ds_adam_destroy(7);
+
+pub mod call;
+
+pub mod ids;
+
+pub mod steps;
+
+pub use {call::*, ids::*, steps::*};

@@ -1,0 +1,136 @@
+//! DeepSpeed's Adam in a tiered update, in a speculation round and in an interleaved update.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+
+use super::call::{rule_of, rules_of, spw_ds_adam_call};
+use super::ids::jobs;
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle;
+use crate::capi::interleave::update::{check_count, spw_interleave, subgroups_of, with_stream};
+use crate::capi::optim::spw_tensor;
+use crate::capi::speculate::bucket::{parse_event, spw_spec_event};
+use crate::capi::speculate::engine::{Rules, spw_spec};
+use crate::capi::swap::inputs::{published, read_tensors, with_state};
+use crate::capi::swap::spw_swap;
+use crate::error::Error;
+use crate::kernel::Arithmetic;
+use crate::optim::adam;
+use crate::optim::deepspeed::ADAM;
+use crate::stats;
+
+/// Called by the thread that runs the update after each subgroup's step, while transfers of other subgroups continue.
+/// `param` holds the subgroup's new f32 master weights and is valid until the return. A return value other than 0 ends
+/// the update with SPW_ERR_INVALID_ARGUMENT. The function must not call the update.
+pub type spw_swap_stepped_fn =
+    Option<unsafe extern "C" fn(user: *mut c_void, subgroup: u64, param: *const f32) -> i32>;
+
+/// Does `spw_swap_adam_step` with the arithmetic of `spw_ds_adam_update`, one call per subgroup. The coefficients
+/// advance in the order of `calls`, whatever the order of the steps, so the bits are those of DeepSpeed's step over
+/// states in memory. `tensors[i].options` is NULL. The id advances only if the whole update succeeds. `stepped`
+/// may be NULL.
+///
+/// # Safety
+/// As `spw_swap_adam_step`; `calls` points to `count` structs, `struct_size` bytes apart; `stepped` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_ds_adam_step(
+    swap: Option<&mut spw_swap>,
+    id: i32,
+    calls: *const spw_ds_adam_call,
+    tensors: *const spw_tensor,
+    count: u64,
+    stepped: spw_swap_stepped_fn,
+    user: *mut c_void,
+) -> spw_status {
+    guard(|| {
+        let swap = &mut handle::get_mut(swap)?.0;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let raw = read_tensors(swap, tensors, count)?;
+            let (kept, rules) = rules_of(id, calls, count)?;
+            swap.step_with(&|subgroup| published(&raw[subgroup]), |subgroup, state| {
+                let whole = with_state(raw[subgroup], state);
+                let named = |error: Error| error.within(&format!("tensors[{subgroup}]."));
+                adam::step(&mut jobs(rules[subgroup], &whole).map_err(named)?, false)?;
+                match stepped.map_or(0, |stepped| stepped(user, subgroup as u64, whole.param.cast())) {
+                    0 => Ok(()),
+                    other => Err(Error::invalid(
+                        "stepped",
+                        format!(
+                            "the callback returned {other} for subgroup {subgroup}, which ended the update"
+                        ),
+                    )),
+                }
+            })?;
+            ADAM.create(id, kept);
+            Ok(())
+        }
+    })
+}
+
+/// Submits a bucket of one tensor to a round of `spw_spec_begin_adam`, with the hyper-parameters of `call` and the
+/// arithmetic of `spw_ds_adam_update`. grad_scale and max_norm are those of the round; `call->grad_scale` is ignored.
+/// The step of `id` advances now. Otherwise as `spw_spec_submit`.
+///
+/// # Safety
+/// As `spw_spec_submit`, for one tensor. `call` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_submit_ds_adam(
+    spec: Option<&spw_spec>,
+    bucket: u32,
+    id: i32,
+    call: *const spw_ds_adam_call,
+    tensor: *const spw_tensor,
+    event: *const spw_spec_event,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let spec = handle::get(spec)?;
+            let rules = *spec.rules()?;
+            spec.engine.may_submit(bucket)?;
+            let Rules::Adam(round) = rules else {
+                return Err(Error::invalid(
+                    "spec",
+                    "has no open round of Adam; call spw_spec_begin_adam first",
+                ));
+            };
+            let event = parse_event(event)?;
+            let (state, rule) = rule_of(id, call)?;
+            let rule = rule.with_grad_scale(round.grad_scale);
+            let own = |_| Err(Error::invalid("options", "must be NULL: the id determines the options"));
+            let work = spec.tensors(rule, tensor, 1, own, &stats::ADAM)?;
+            spec.submit(bucket, work, event)?;
+            ADAM.create(id, state);
+            Ok(())
+        }
+    })
+}
+
+/// Does `spw_interleave_begin` with the arithmetic of `spw_ds_adam_update`, one call per subgroup, applied in the order
+/// of `calls`. The id advances if the step starts.
+///
+/// # Safety
+/// `calls` points to `count` structs, `struct_size` bytes apart; `stream` as for `spw_interleave_begin`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_begin_ds_adam(
+    interleave: Option<&spw_interleave>,
+    id: i32,
+    calls: *const spw_ds_adam_call,
+    count: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (engine, stream) = with_stream(interleave, stream)?;
+            let subgroups = subgroups_of(engine)?;
+            check_count(count, [subgroups, subgroups])?;
+            let (kept, rules) = rules_of(id, calls, count)?;
+            engine.begin(rules, stream)?;
+            ADAM.create(id, kept);
+            Ok(())
+        }
+    })
+}

@@ -1,0 +1,238 @@
+//! Copies between the framework's device memory and pinned host memory, and their measured bandwidth.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+
+use super::device::{floats, spw_gpu};
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle;
+use crate::capi::input::timeout;
+use crate::capi::optim::tensor::parse_dtype;
+use crate::capi::output;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::gpu::profile;
+use crate::gpu::speeds::Link;
+use crate::gpu::stream::{ForeignEvent, ForeignStream};
+use crate::gpu::transfer::{After, Copy, Direction};
+use crate::plan::cast;
+use crate::plan::interleave::TransferDtype;
+use crate::sys::span::Span;
+
+/// Direction of a copy. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_gpu_direction {
+    /// From the device to the host: gradients.
+    SPW_GPU_DIRECTION_D2H = 0,
+    /// From the host to the device: parameters.
+    SPW_GPU_DIRECTION_H2D = 1,
+}
+
+/// What a copy waits for on the device before it starts. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_gpu_after {
+    /// Nothing.
+    SPW_GPU_AFTER_NOTHING = 0,
+    /// The event `handle` (`event.cuda_event` in torch, a `CUevent` or `cudaEvent_t` in C), as last recorded.
+    SPW_GPU_AFTER_EVENT = 1,
+    /// All work queued on the stream `handle` (`stream.cuda_stream` in torch, a `CUstream` or `cudaStream_t` in C); 0
+    /// is the legacy default stream.
+    SPW_GPU_AFTER_STREAM = 2,
+}
+
+/// One copy between the framework's device memory and pinned host memory.
+///
+/// host_dtype is device_dtype or f32. If it is f32 and the device has 16 bits, the GPU converts (rounding to nearest
+/// even towards the device) and f32 crosses the link (SuperOffload section 4.5). With 16 bits on both sides half the
+/// bytes cross the link, and the CPU step converts in its registers.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_copy {
+    /// `sizeof(spw_gpu_copy)`
+    pub struct_size: u32,
+    /// `spw_gpu_direction`
+    pub direction: u32,
+    /// `spw_dtype` of the elements in device memory.
+    pub device_dtype: u32,
+    /// `spw_dtype` of the elements in host memory.
+    pub host_dtype: u32,
+    /// `spw_gpu_after`
+    pub after: u32,
+    /// 0
+    pub reserved: u32,
+    /// Number of elements.
+    pub n: u64,
+    /// Address in device memory (`tensor.data_ptr()` in torch).
+    pub device: u64,
+    /// Pinned host memory: from `spw_pinned_alloc`, from a pool, or page-locked through CUDA. Other memory is an error.
+    pub host: *mut c_void,
+    /// The event or the stream that `after` selects.
+    pub handle: u64,
+}
+
+abi_struct!(spw_gpu_copy, 56: struct_size, direction, device_dtype, host_dtype, after, reserved, n, device,
+    host, handle);
+
+/// The type in which gradients are transferred to the host. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_transfer_dtype {
+    /// The type of the gradient. 16-bit gradients are converted in the registers of the CPU step.
+    SPW_TRANSFER_DTYPE_NATIVE = 0,
+    /// f32, converted on the GPU.
+    SPW_TRANSFER_DTYPE_F32 = 1,
+    /// The caller transfers gradients to the host. Only for an interleaved update.
+    SPW_TRANSFER_DTYPE_DELIVERED = 2,
+}
+
+/// Measured rates of a GPU's link and of the CPU's step, in parameters per second.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_link {
+    /// `sizeof(spw_gpu_link)`
+    pub struct_size: u32,
+    /// The faster `spw_transfer_dtype` for gradients.
+    pub transfer_dtype: u32,
+    /// Gradients to the host, transferred as f32.
+    pub d2h_f32: f64,
+    /// Gradients to the host, transferred as 16 bits.
+    pub d2h_native: f64,
+    /// Parameters to the device, transferred as f32.
+    pub h2d_f32: f64,
+    /// Parameters to the device, transferred as 16 bits.
+    pub h2d_native: f64,
+    /// Adam step on the CPU from f32 gradients.
+    pub step_f32: f64,
+    /// Adam step on the CPU from 16-bit gradients.
+    pub step_native: f64,
+}
+
+abi_struct!(spw_gpu_link, 56: struct_size, transfer_dtype, d2h_f32, d2h_native, h2d_f32, h2d_native, step_f32,
+    step_native);
+
+/// Queues a copy, in chunks on the library's own streams, and returns. `ticket_out` (may be NULL) receives its ticket.
+/// Copies of one direction run in the order of the calls; the two directions run concurrently. Until the copy ends, the
+/// host memory stays pinned and unused, and the framework must not use the device memory. To wait, use
+/// `spw_gpu_copy_wait` or `spw_gpu_copy_stream_wait`.
+///
+/// # Safety
+/// `copy` points to a struct of `struct_size` bytes. Its device memory, host memory and handle stay valid until the
+/// copy ends. `ticket_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_copy_start(
+    gpu: Option<&spw_gpu>,
+    copy: *const spw_gpu_copy,
+    ticket_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let gpu = handle::get(gpu)?;
+        // SAFETY: the caller meets the callees' requirements.
+        let ticket = gpu.transfers.start(&unsafe { copy_of(gpu, copy) }?)?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_optional(ticket, ticket_out) };
+        Ok(())
+    })
+}
+
+/// Waits for a copy for up to `timeout_ms` milliseconds (0: poll; negative: without limit). SPW_ERR_TIMEOUT if it has
+/// not ended by then.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_gpu_copy_wait(gpu: Option<&spw_gpu>, ticket: u64, timeout_ms: i64) -> spw_status {
+    guard(|| handle::get(gpu)?.transfers.wait(ticket, timeout(timeout_ms)))
+}
+
+/// Makes work queued later on `stream` wait, on the device, for a copy.
+///
+/// # Safety
+/// `stream` is 0 or a live stream of the device's primary context.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_copy_stream_wait(
+    gpu: Option<&spw_gpu>,
+    ticket: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        handle::get(gpu)?.transfers.stream_wait(ticket, unsafe { ForeignStream::new(stream) })
+    })
+}
+
+/// Returns the rates of the link and the type in which gradients should cross it (SuperOffload section 4.5). The type
+/// is f32 if the host accumulates gradients (`accumulates` 1), else the faster one when copies and CPU steps overlap.
+///
+/// The first call on a machine measures, which takes about a second and 200 MiB, and stores the rates in a profile. The
+/// profile is the path in `SPILLWAY_PROFILE`, else spillway/profile in the user's cache folder. `again` 1 measures
+/// again.
+///
+/// # Safety
+/// `link_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_measure_link(
+    gpu: Option<&spw_gpu>,
+    accumulates: u32,
+    again: u32,
+    link_out: *mut spw_gpu_link,
+) -> spw_status {
+    guard(|| {
+        let gpu = handle::get(gpu)?;
+        let (accumulates, again) =
+            (abi_struct::flag("accumulates", accumulates)?, abi_struct::flag("again", again)?);
+        let found = Link::get(&gpu.device, &gpu.transfers, profile::default_path().as_deref(), again)?;
+        let transfer_dtype = match cast::choose(&found.gradients(), accumulates)? {
+            TransferDtype::Native | TransferDtype::Delivered => spw_transfer_dtype::SPW_TRANSFER_DTYPE_NATIVE,
+            TransferDtype::F32 => spw_transfer_dtype::SPW_TRANSFER_DTYPE_F32,
+        };
+        let Link { d2h_f32, d2h_native, h2d_f32, h2d_native, step_f32, step_native } = found;
+        let values = spw_gpu_link {
+            struct_size: 0,
+            transfer_dtype: transfer_dtype as u32,
+            d2h_f32,
+            d2h_native,
+            h2d_f32,
+            h2d_native,
+            step_f32,
+            step_native,
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, link_out, "link_out") }
+    })
+}
+
+/// # Safety
+/// As `spw_gpu_copy_start`.
+pub(in crate::capi) unsafe fn copy_of(gpu: &spw_gpu, copy: *const spw_gpu_copy) -> Result<Copy> {
+    let within = |error: Error| error.within("copy.");
+    // SAFETY: the caller meets the callee's requirements.
+    let raw = unsafe { abi_struct::read(copy, "copy") }?;
+    abi_struct::zero("copy.reserved", raw.reserved)?;
+    let direction = match abi_struct::flag("copy.direction", raw.direction)? {
+        false => Direction::D2h,
+        true => Direction::H2d,
+    };
+    let after = match raw.after {
+        0 => After::Now,
+        // SAFETY: the caller's promise.
+        1 => After::Event(unsafe { ForeignEvent::new(raw.handle, "copy.handle") }?),
+        // SAFETY: the caller's promise.
+        2 => After::Stream(unsafe { ForeignStream::new(raw.handle) }),
+        other => return Err(Error::invalid("copy.after", format!("{other} is not an spw_gpu_after"))),
+    };
+    let host_dtype = parse_dtype(raw.host_dtype, "copy.host_dtype")?;
+    // SAFETY: the caller's promise.
+    let device = unsafe { floats(raw.device, raw.device_dtype, raw.n, "device") }.map_err(within)?;
+    let bytes = host_bytes(raw.n, host_dtype)?;
+    // SAFETY: the caller's promise.
+    let host = unsafe { Span::new(raw.host.cast(), bytes) };
+    let host = host.ok_or_else(|| Error::invalid("copy.host", "is NULL"))?;
+    let host = gpu.registry.host(host, "copy.host")?;
+    Ok(Copy { direction, device, host, host_dtype, after })
+}
+
+fn host_bytes(n: u64, dtype: Dtype) -> Result<usize> {
+    let bytes = n.checked_mul(dtype.size() as u64).and_then(|bytes| usize::try_from(bytes).ok());
+    bytes.ok_or_else(|| Error::invalid("copy.n", format!("{n} elements exceed the address space")))
+}

@@ -1,0 +1,319 @@
+//! GPUs: discovery, and Adam on the device.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{CString, c_char, c_void};
+use std::sync::Arc;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::optim::adam::{parse, rule, spw_adam_options};
+use crate::capi::optim::tensor::{self, parse_dtype, spw_step_stats, spw_tensor};
+use crate::error::{Error, Result};
+use crate::gpu::device::Device;
+use crate::gpu::driver::Driver;
+use crate::gpu::kernels::{DeviceFloats, DeviceStates, DeviceTensor, Kernels};
+use crate::gpu::memory::{DeviceSpan, Registry};
+use crate::gpu::steps::{Job, Steps};
+use crate::gpu::stream::ForeignStream;
+use crate::gpu::transfer::Transfers;
+use crate::gpu::watch::Watches;
+use crate::kernel::AdamRule;
+
+/// The CUDA driver of this process.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_driver {
+    /// `sizeof(spw_gpu_driver)`
+    pub struct_size: u32,
+    /// Number of devices that this process sees.
+    pub devices: u32,
+    /// The newest CUDA version that the driver supports: 12040 for 12.4.
+    pub cuda_version: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+abi_struct!(spw_gpu_driver, 16: struct_size, devices, cuda_version, reserved);
+
+/// Options of a GPU. Zero is a good default for every field but struct_size.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_options {
+    /// `sizeof(spw_gpu_options)`
+    pub struct_size: u32,
+    /// Index of the device among those that this process sees.
+    pub ordinal: u32,
+    /// Bytes of a chunk of a transfer; 0: 32 MiB.
+    pub chunk_bytes: u64,
+}
+
+abi_struct!(spw_gpu_options, 16: struct_size, ordinal, chunk_bytes);
+
+/// Properties of a GPU.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_gpu_info {
+    /// `sizeof(spw_gpu_info)`
+    pub struct_size: u32,
+    /// Index of the device among those that this process sees.
+    pub ordinal: u32,
+    /// Compute capability: 90 for 9.0.
+    pub capability: u32,
+    /// Number of multiprocessors.
+    pub multiprocessors: u32,
+    /// Number of copies that can run at the same time; with 2, one in each direction.
+    pub copy_engines: u32,
+    /// 0
+    pub reserved: u32,
+    /// Bytes of device memory.
+    pub memory_bytes: u64,
+    /// Bytes of device memory that were free at the time of the call.
+    pub free_bytes: u64,
+    /// Name of the device from the driver. Valid until the GPU is closed, as is `pci`.
+    pub name: *const c_char,
+    /// PCI address, for example "0000:17:00.0". The system lists the device's NUMA node under it.
+    pub pci: *const c_char,
+}
+
+abi_struct!(spw_gpu_info, 56: struct_size, ordinal, capability, multiprocessors, copy_engines, reserved,
+    memory_bytes, free_bytes, name, pci);
+
+/// An open GPU.
+pub struct spw_gpu {
+    pub(in crate::capi) transfers: Arc<Transfers>,
+    pub(in crate::capi) steps: Arc<Steps>,
+    pub(in crate::capi) watches: Arc<Watches>,
+    pub(in crate::capi) kernels: Arc<Kernels>,
+    pub(in crate::capi) registry: Arc<Registry>,
+    pub(in crate::capi) device: Arc<Device>,
+    name: CString,
+    pci: CString,
+}
+
+impl Handle for spw_gpu {
+    const NAME: &'static str = "gpu";
+
+    /// Every call on the device checks this; a child gets SPW_ERR_GPU_FORKED.
+    fn check_process(&self) -> Result<()> {
+        self.device.check_process()
+    }
+}
+
+/// Finds the CUDA driver and its devices, without using a device. The driver is loaded here and in `spw_gpu_open`,
+/// never when this library is loaded. The environment variable `SPILLWAY_CUDA_LIBRARY` replaces libcuda.so.1.
+///
+/// - SPW_ERR_NO_DEVICE: there is no driver or no device.
+/// - SPW_ERR_DRIVER_STUB: the library is a toolkit's stub.
+/// - SPW_ERR_DRIVER_TOO_OLD: the driver is older than 525.
+/// - SPW_ERR_GPU_FORKED: the process was forked after CUDA was used.
+///
+/// # Safety
+/// `driver_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_probe(driver_out: *mut spw_gpu_driver) -> spw_status {
+    guard(|| {
+        let found = Driver::get()?;
+        let values = spw_gpu_driver {
+            struct_size: 0,
+            devices: found.device_count()?,
+            cuda_version: found.version(),
+            reserved: 0,
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, driver_out, "driver_out") }
+    })
+}
+
+/// Opens a GPU in its primary context, which the framework uses too, and compiles the kernels for it. The compilation
+/// takes about a second the first time on a machine; later the driver has it cached.
+///
+/// Errors are those of `spw_gpu_probe`, SPW_ERR_GPU_JIT, SPW_ERR_GPU_OUT_OF_MEMORY, and SPW_ERR_UNSUPPORTED for a GPU
+/// below compute capability 7.0.
+///
+/// Calls on the GPU do not disturb a graph that another thread captures. A stream under capture, or an event recorded
+/// under capture, is an error. Pinned memory of this library that a copy or an interleaved update uses is registered
+/// with the driver. A child forked meanwhile does not have this memory mapped and must not touch it.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, `gpu_out` to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_open(
+    options: *const spw_gpu_options,
+    gpu_out: *mut *mut spw_gpu,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let options = unsafe { abi_struct::read(options, "options") }?;
+        let chunk_bytes = match options.chunk_bytes {
+            0 => DEFAULT_CHUNK_BYTES,
+            bytes if bytes <= MOST_CHUNK_BYTES => bytes,
+            bytes => {
+                return Err(Error::invalid(
+                    "options.chunk_bytes",
+                    format!("is {bytes}, but the limit is 2^40"),
+                ));
+            }
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { handle::open(gpu_out, || spw_gpu::open(options.ordinal, chunk_bytes)) }
+    })
+}
+
+impl spw_gpu {
+    fn open(ordinal: u32, chunk_bytes: u64) -> Result<spw_gpu> {
+        let device = Device::open(Driver::get()?, ordinal).map_err(|error| error.within("options."))?;
+        let kernels = Arc::new(Kernels::load(&device)?);
+        let info = device.info()?;
+        Ok(spw_gpu {
+            transfers: Arc::new(Transfers::new(&device, &kernels, chunk_bytes)?),
+            steps: Arc::new(Steps::new(&device, &kernels)?),
+            watches: Arc::new(Watches::new(&device)),
+            kernels,
+            registry: Arc::new(Registry::new(&device)),
+            device,
+            name: CString::new(info.name).unwrap_or_default(),
+            pci: CString::new(info.pci).unwrap_or_default(),
+        })
+    }
+}
+
+const DEFAULT_CHUNK_BYTES: u64 = 32 << 20;
+const MOST_CHUNK_BYTES: u64 = 1 << 40;
+
+/// Waits for copies and steps in flight, and closes the GPU. Interleaved updates and speculation engines that use the
+/// GPU keep working. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_gpu_close(gpu: Option<Box<spw_gpu>>) -> spw_status {
+    guard(|| {
+        if let Some(gpu) = handle::close(gpu) {
+            // A lost context has no copies to wait for.
+            let _ = gpu.transfers.finish();
+        }
+        Ok(())
+    })
+}
+
+/// Reads the properties of the GPU.
+///
+/// # Safety
+/// `info_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_get_info(gpu: Option<&spw_gpu>, info_out: *mut spw_gpu_info) -> spw_status {
+    guard(|| {
+        let gpu = handle::get(gpu)?;
+        let found = gpu.device.info()?;
+        let values = spw_gpu_info {
+            struct_size: 0,
+            ordinal: gpu.device.ordinal(),
+            capability: found.capability,
+            multiprocessors: found.multiprocessors,
+            copy_engines: found.copy_engines,
+            reserved: 0,
+            memory_bytes: found.memory_bytes,
+            free_bytes: found.free_bytes,
+            name: gpu.name.as_ptr(),
+            pci: gpu.pci.as_ptr(),
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, info_out, "info_out") }
+    })
+}
+
+/// Does `spw_adam_step` on the GPU, with the same bits. All spans of the tensors are device memory. The step runs in
+/// order on `stream`. With `stats_out` the call waits for the step; with `stats_out` NULL it returns at once.
+///
+/// The memory of the tensors stays valid until the step has ended.
+///
+/// With shadow spans the old state stays unchanged. To roll the step back exactly, the caller keeps using the old
+/// state. To redo it, the caller passes the old state to this call again with another factor.
+///
+/// # Safety
+/// As `spw_adam_step`, for device memory. `stream` is 0 or a live stream of the device's primary context. The memory
+/// stays valid until the step has ended.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_gpu_adam_step(
+    gpu: Option<&spw_gpu>,
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: u64,
+    stream: u64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        let gpu = handle::get(gpu)?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            let jobs = jobs(rule(&parse(options)?)?, tensors, count)?;
+            let seen = gpu.steps.adam(&jobs, ForeignStream::new(stream), !stats_out.is_null())?;
+            tensor::write_stats(seen, stats_out)
+        }
+    })
+}
+
+/// A span of `n` elements in device memory.
+///
+/// # Safety
+/// As [`DeviceSpan::new`].
+pub(in crate::capi) unsafe fn floats(
+    address: u64,
+    dtype: u32,
+    n: u64,
+    argument: &'static str,
+) -> Result<DeviceFloats> {
+    let dtype = parse_dtype(dtype, argument)?;
+    let bytes = n
+        .checked_mul(dtype.size() as u64)
+        .ok_or_else(|| Error::invalid(argument, format!("{n} elements exceed the address space")))?;
+    // SAFETY: the caller meets the callee's requirements.
+    DeviceFloats::new(unsafe { DeviceSpan::new(address, bytes, argument) }?, dtype, argument)
+}
+
+/// Reads tensors in device memory. Tensors without their own options use `shared`.
+///
+/// # Safety
+/// As `spw_gpu_adam_step`.
+pub(in crate::capi) unsafe fn jobs(
+    shared: AdamRule,
+    tensors: *const spw_tensor,
+    count: u64,
+) -> Result<Vec<Job>> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let raw = tensor::read_all(tensors, count)?;
+        tensor::check_overlap(&raw)?;
+        let job = |raw: &spw_tensor| {
+            let floats = |address: *const c_void, dtype, argument| {
+                // SAFETY: the caller's promise.
+                floats(address as u64, dtype, raw.n, argument)
+            };
+            let rule = if raw.options.is_null() { shared } else { rule(&parse(raw.options.cast())?)? };
+            tensor::check_copy(raw)?;
+            let copy = match raw.copy_dtype {
+                0 => None,
+                dtype => Some(floats(raw.param_copy, dtype, "param_copy")?),
+            };
+            let states = DeviceStates {
+                param: floats(raw.param, raw.param_dtype, "param")?,
+                exp_avg: floats(raw.exp_avg, raw.state_dtype, "exp_avg")?,
+                exp_avg_sq: floats(raw.exp_avg_sq, raw.state_dtype, "exp_avg_sq")?,
+            };
+            let shadow = match tensor::has_shadow(raw) {
+                false => None,
+                true => Some(DeviceStates {
+                    param: floats(raw.shadow_param, raw.param_dtype, "shadow_param")?,
+                    exp_avg: floats(raw.shadow_exp_avg, raw.state_dtype, "shadow_exp_avg")?,
+                    exp_avg_sq: floats(raw.shadow_exp_avg_sq, raw.state_dtype, "shadow_exp_avg_sq")?,
+                }),
+            };
+            let grad = floats(raw.grad, raw.grad_dtype, "grad")?;
+            Ok(Job { rule, tensor: DeviceTensor { states, shadow, grad, param_copy: copy } })
+        };
+        let numbered = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
+        numbered
+            .map(|(index, raw)| job(raw).map_err(|error: Error| error.within(&format!("tensors[{index}]."))))
+            .collect()
+    }
+}

@@ -1,0 +1,53 @@
+//! Handles: objects of this library that C holds by pointer.
+//!
+//! C receives a handle from an `open` function and gives it back to a `close` function. A call that several threads may
+//! make at once takes `Option<&T>`, which the header shows as a const pointer. Other calls take `Option<&mut T>`.
+
+use super::output::required;
+use crate::error::{Error, Result};
+
+/// An object that C holds by pointer.
+pub trait Handle {
+    /// Name of the argument in the header.
+    const NAME: &'static str;
+
+    /// Fails in a forked child if the object works only in the process that opened it.
+    fn check_process(&self) -> Result<()>;
+}
+
+/// The object behind a handle. Fails for NULL, and in a forked child.
+pub fn get<T: Handle>(handle: Option<&T>) -> Result<&T> {
+    let object = handle.ok_or_else(|| Error::invalid(T::NAME, "is NULL"))?;
+    object.check_process()?;
+    Ok(object)
+}
+
+/// The object behind a handle that one thread uses at a time. Fails for NULL, and in a forked child.
+pub fn get_mut<T: Handle>(handle: Option<&mut T>) -> Result<&mut T> {
+    let object = handle.ok_or_else(|| Error::invalid(T::NAME, "is NULL"))?;
+    object.check_process()?;
+    Ok(object)
+}
+
+/// Makes an object and writes its handle. A NULL output fails before the object is made.
+///
+/// # Safety
+/// `handle_out` is NULL or valid for a write.
+pub unsafe fn open<T: Handle>(handle_out: *mut *mut T, make: impl FnOnce() -> Result<T>) -> Result<()> {
+    let handle_out = required(handle_out, format!("{}_out", T::NAME))?;
+    let object = Box::new(make()?);
+    // SAFETY: not NULL, and valid by the caller's promise.
+    unsafe { handle_out.write(Box::into_raw(object)) };
+    Ok(())
+}
+
+/// Takes the object from a handle that C gives up. `None` for NULL, and in a forked child, where the parent's object
+/// stays untouched.
+pub fn close<T: Handle>(handle: Option<Box<T>>) -> Option<Box<T>> {
+    let object = handle?;
+    if object.check_process().is_err() {
+        std::mem::forget(object);
+        return None;
+    }
+    Some(object)
+}

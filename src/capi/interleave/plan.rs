@@ -1,0 +1,130 @@
+//! Placements of subgroups, and the rates that plans are made from.
+#![allow(non_camel_case_types)]
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::error::{Error, Result};
+use crate::plan::interleave::placements::{Placement, Plan};
+use crate::plan::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+
+/// Where a subgroup is updated, and where its state is stored. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_placement {
+    /// Updated on the CPU; the state is in host memory.
+    SPW_PLACEMENT_CPU = 0,
+    /// Updated on the GPU; each step fetches the state from host memory and flushes it back.
+    SPW_PLACEMENT_GPU = 1,
+    /// Updated on the GPU (a resident); the state stays in GPU memory.
+    SPW_PLACEMENT_RESIDENT = 2,
+}
+
+/// Rates of one GPU, its link and its share of the host, in parameters per second.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_interleave_rates {
+    /// `sizeof(spw_interleave_rates)`
+    pub struct_size: u32,
+    /// 1 if the link transfers in one direction at a time, else 0.
+    pub half_duplex: u32,
+    /// Step on the CPU, measured while copies run.
+    pub cpu: f64,
+    /// Rounding to 16 bits in a separate pass on the CPU; 0 if the step includes it.
+    pub downscale: f64,
+    /// Step on the GPU.
+    pub gpu: f64,
+    /// Transfer from host to device, as f32.
+    pub h2d: f64,
+    /// Transfer from device to host, as f32.
+    pub d2h: f64,
+    /// Converting gradients to f32 on the GPU; 0 if its time is negligible.
+    pub cast: f64,
+    /// Bandwidth of host memory, in bytes per second; 0 if it is not a limit.
+    pub dram: f64,
+}
+
+abi_struct!(spw_interleave_rates, 64: struct_size, half_duplex, cpu, downscale, gpu, h2d, d2h, cast, dram);
+
+/// # Safety
+/// `rates` is NULL or points to a struct of `struct_size` bytes.
+pub(in crate::capi) unsafe fn read_rates(rates: *const spw_interleave_rates) -> Result<Rates> {
+    // SAFETY: the caller meets the callee's requirements.
+    let raw = unsafe { abi_struct::read(rates, "rates") }?;
+    let unlimited = |rate: f64| if rate == 0.0 { f64::INFINITY } else { rate };
+    Ok(Rates {
+        cpu: raw.cpu,
+        downscale: unlimited(raw.downscale),
+        gpu: raw.gpu,
+        h2d: raw.h2d,
+        d2h: raw.d2h,
+        cast: unlimited(raw.cast),
+        dram: unlimited(raw.dram),
+        duplex: !abi_struct::flag("rates.half_duplex", raw.half_duplex)?,
+    })
+}
+
+pub(in crate::capi) fn parse_transfer_dtype(argument: &'static str, dtype: u32) -> Result<TransferDtype> {
+    match dtype {
+        0 => Ok(TransferDtype::Native),
+        1 => Ok(TransferDtype::F32),
+        2 => Ok(TransferDtype::Delivered),
+        _ => Err(Error::invalid(argument, format!("{dtype} is not an spw_transfer_dtype"))),
+    }
+}
+
+/// Default of parameters per copy: 64 MiB of f32.
+const CHUNK: u64 = 16 << 20;
+
+/// A shape with defaults in place of zeros.
+pub(in crate::capi) fn shape_of(
+    sizes: Vec<u64>,
+    transfer_dtype: TransferDtype,
+    fetch_gradients: bool,
+    slots: u32,
+    chunk: u64,
+) -> Result<Shape> {
+    let shape = Shape {
+        sizes,
+        chunk: if chunk == 0 { CHUNK } else { chunk },
+        slots: if slots == 0 { 2 } else { slots as usize },
+        transfer_dtype,
+        gpu_grads: if fetch_gradients { GpuGrads::Fetched } else { GpuGrads::Kept },
+    };
+    shape.check()?;
+    Ok(shape)
+}
+
+/// # Safety
+/// `placements` is NULL or has `count` entries.
+pub(in crate::capi) unsafe fn read_placements(placements: *const u32, count: usize) -> Result<Plan> {
+    if placements.is_null() && count > 0 {
+        return Err(Error::invalid("placements", "is NULL"));
+    }
+    // SAFETY: the caller's array has `count` entries.
+    let placements = (0..count).map(|index| match unsafe { placements.add(index).read() } {
+        0 => Ok(Placement::Cpu),
+        1 => Ok(Placement::Gpu),
+        2 => Ok(Placement::Resident),
+        placement => Err(Error::invalid(
+            format!("placements[{index}]"),
+            format!("{placement} is not an spw_placement"),
+        )),
+    });
+    placements.collect::<Result<Vec<Placement>>>().map(Plan::of)
+}
+
+/// # Safety
+/// `to` is NULL or has room for the plan's placements.
+pub(in crate::capi) unsafe fn write_placements(plan: &Plan, to: *mut u32) {
+    if to.is_null() {
+        return;
+    }
+    for (index, placement) in plan.placements().iter().enumerate() {
+        let placement = match placement {
+            Placement::Cpu => spw_placement::SPW_PLACEMENT_CPU,
+            Placement::Gpu => spw_placement::SPW_PLACEMENT_GPU,
+            Placement::Resident => spw_placement::SPW_PLACEMENT_RESIDENT,
+        };
+        // SAFETY: the caller's promise.
+        unsafe { to.add(index).write(placement as u32) };
+    }
+}

@@ -1,0 +1,344 @@
+//! The interleaved update: CPU and GPU step different subgroups at the same time.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_char;
+
+use super::plan::{read_placements, read_rates, spw_interleave_rates, write_placements};
+use super::subgroups::{Parts, parts, spw_interleave_options, spw_interleave_subgroup};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::optim::adam::{self, spw_adam_options};
+use crate::capi::output::{self, required};
+use crate::error::{Error, Result};
+use crate::gpu::stream::ForeignStream;
+use crate::offload::interleave::engine::{Engine, Reader};
+use crate::offload::interleave::{Backend, Model, trace};
+
+/// An interleaved update.
+pub struct spw_interleave {
+    pub(in crate::capi) engine: Engine<Box<dyn Backend>>,
+    streams: bool,
+}
+
+impl Handle for spw_interleave {
+    const NAME: &'static str = "interleave";
+
+    fn check_process(&self) -> Result<()> {
+        self.engine.check_process()
+    }
+}
+
+/// Creates an interleaved update of `count` (at most 65536) subgroups, numbered in the order in which their gradients
+/// arrive. The CPU updates all of them until `spw_interleave_set_plan`. Free it with `spw_interleave_close`.
+///
+/// An iteration consists of
+///
+/// - optionally `spw_interleave_set_plan`,
+/// - `spw_interleave_grad_ready` for every subgroup,
+/// - `spw_interleave_begin`,
+/// - `spw_interleave_stream_wait_params` for every subgroup, or `spw_interleave_finish`.
+///
+/// The spans of the subgroups stay in place until the update is closed. Three rules hold for other code:
+///
+/// - It uses no state from the first `spw_interleave_grad_ready` of an iteration until `spw_interleave_drain`.
+/// - It uses no 16-bit parameters from `spw_interleave_begin` until `spw_interleave_stream_wait_params`.
+/// - It writes no gradient from `spw_interleave_grad_ready` until `spw_interleave_stream_wait_params`.
+///
+/// Flushes to host memory may continue into the next iteration. With any plan, the bits are those of `spw_adam_step` on
+/// every subgroup.
+///
+/// With SPW_INTERLEAVE_BACKEND_CUDA the update has seven streams of its own. Set CUDA_DEVICE_MAX_CONNECTIONS=32 in the
+/// environment before CUDA starts. With the default of 8, streams share hardware queues and wait for each other
+/// (Megatron sets 1).
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, `subgroups` to `count` structs, `interleave_out` to a pointer.
+/// The spans stay valid until the update is closed, and other code keeps the three rules above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_open(
+    options: *const spw_interleave_options,
+    subgroups: *const spw_interleave_subgroup,
+    count: u64,
+    interleave_out: *mut *mut spw_interleave,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            handle::open(interleave_out, || {
+                let Parts { streams, shape, backend } = parts(options, subgroups, count)?;
+                Ok(spw_interleave { engine: Engine::new(shape, backend)?, streams })
+            })
+        }
+    })
+}
+
+/// Sets the plan of the next step: `count` values of `spw_placement`, one per subgroup. SPW_ERR_BUSY from the first
+/// gradient of an iteration until the CPU's part of the step has ended. The update moves the state of residents to the
+/// GPU and back.
+///
+/// # Safety
+/// `placements` has `count` entries.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_set_plan(
+    interleave: Option<&spw_interleave>,
+    placements: *const u32,
+    count: u64,
+) -> spw_status {
+    guard(|| {
+        let engine = &handle::get(interleave)?.engine;
+        let subgroups = subgroups_of(engine)?;
+        check_count(count, [subgroups, subgroups])?;
+        // SAFETY: the caller meets the callee's requirements.
+        engine.set_plan(unsafe { read_placements(placements, count as usize) }?)
+    })
+}
+
+/// Writes the plan of the next step, or of the step in flight: a placement per subgroup.
+///
+/// # Safety
+/// `placements_out` has room for one entry per subgroup.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_get_plan(
+    interleave: Option<&spw_interleave>,
+    placements_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let placements_out = required(placements_out, "placements_out")?;
+        let plan = handle::get(interleave)?.engine.plan()?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { write_placements(&plan, placements_out) };
+        Ok(())
+    })
+}
+
+/// Announces the gradient of a subgroup. Work already queued on `stream` produces it; its transfer may start. With
+/// SPW_INTERLEAVE_BACKEND_HOST `stream` is 0 and the gradient is complete. SPW_ERR_BUSY while the previous update is
+/// still being queued on the device; `spw_interleave_stream_wait_params` of the last subgroup waits for that.
+///
+/// # Safety
+/// `stream` is 0 or a live stream of the device's primary context.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_grad_ready(
+    interleave: Option<&spw_interleave>,
+    subgroup: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
+        engine.gradient(number(subgroup), stream)
+    })
+}
+
+/// Announces that only work already queued on `stream` still reads the old 16-bit parameters of a subgroup. The update
+/// may overwrite them after that work. If the call is omitted, `spw_interleave_begin` announces the same for its own
+/// `stream`.
+///
+/// # Safety
+/// `stream` is 0 or a live stream of the device's primary context.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_release_params(
+    interleave: Option<&spw_interleave>,
+    subgroup: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
+        engine.params_free(number(subgroup), stream)
+    })
+}
+
+/// Starts the step of all subgroups and returns. All gradients must have been announced. `options` is one struct for
+/// all subgroups (`count` 1), or one per subgroup, `struct_size` bytes apart.
+///
+/// # Safety
+/// `options` points to `count` structs; `stream` is 0 or a live stream of the device's primary context.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_begin(
+    interleave: Option<&spw_interleave>,
+    options: *const spw_adam_options,
+    count: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (engine, stream) = with_stream(interleave, stream)?;
+            check_count(count, [subgroups_of(engine)?, 1])?;
+            engine.begin(adam::rules(options, count)?, stream)
+        }
+    })
+}
+
+/// Makes work queued later on `stream` wait for the new 16-bit parameters of a subgroup. With
+/// SPW_INTERLEAVE_BACKEND_HOST `stream` is 0 and the call returns when they are complete. The call blocks until the CPU
+/// has stepped the subgroup, or until its GPU work is queued, which happens a few subgroups ahead.
+///
+/// # Safety
+/// `stream` is 0 or a live stream of the device's primary context.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_stream_wait_params(
+    interleave: Option<&spw_interleave>,
+    subgroup: u64,
+    stream: u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let (engine, stream) = unsafe { with_stream(interleave, stream) }?;
+        engine.publish(number(subgroup), Reader::Stream(stream))
+    })
+}
+
+/// Writes 1 if the 16-bit parameters of a subgroup are those of the last step begun, else 0.
+///
+/// # Safety
+/// `ready_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_get_ready(
+    interleave: Option<&spw_interleave>,
+    subgroup: u64,
+    ready_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let ready = handle::get(interleave)?.engine.is_ready(number(subgroup))?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write(ready.into(), ready_out, "ready_out") }
+    })
+}
+
+/// Waits until the 16-bit parameters of all subgroups are new. Flushes may still be in flight.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_finish(interleave: Option<&spw_interleave>) -> spw_status {
+    guard(|| handle::get(interleave)?.engine.finish(Reader::Caller))
+}
+
+/// Waits until the states of all subgroups except residents are in host memory, for example before a checkpoint. To
+/// include residents, set a plan without residents first.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_drain(interleave: Option<&spw_interleave>) -> spw_status {
+    guard(|| handle::get(interleave)?.engine.drain())
+}
+
+/// Lists the subgroups whose state in host memory is not that of the last step begun: the first `capacity` numbers go
+/// to `subgroups_out`, in ascending order, and their total to `count_out`. After a failure the states of these
+/// subgroups are lost.
+///
+/// # Safety
+/// `subgroups_out` has room for `capacity` numbers, or is NULL with 0. `count_out` points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_get_in_flight(
+    interleave: Option<&spw_interleave>,
+    subgroups_out: *mut u64,
+    capacity: u64,
+    count_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let away: Vec<u64> =
+            handle::get(interleave)?.engine.away().into_iter().map(|index| index as u64).collect();
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_array(&away, subgroups_out, capacity, "subgroups_out", count_out) }
+    })
+}
+
+/// Sets the initial rates for planning. `spw_interleave_replan` corrects them by the measured times of every step.
+///
+/// # Safety
+/// `rates` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_calibrate(
+    interleave: Option<&spw_interleave>,
+    rates: *const spw_interleave_rates,
+) -> spw_status {
+    guard(|| {
+        let engine = &handle::get(interleave)?.engine;
+        // SAFETY: the caller meets the callee's requirements.
+        engine.calibrate(unsafe { read_rates(rates) }?)
+    })
+}
+
+/// Updates the rates from the operations since the last call, and sets a better plan for the next step if it gains more
+/// than 2 percent. The number of residents stays. `backward` is the time in seconds of the backward pass that overlaps
+/// with the step. `changed_out` (may be NULL) receives 1 if the plan changed, else 0. Call `spw_interleave_calibrate`
+/// before it.
+///
+/// # Safety
+/// `changed_out` is NULL or points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_replan(
+    interleave: Option<&spw_interleave>,
+    backward: f64,
+    changed_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let changed = handle::get(interleave)?.engine.replan(backward)?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_optional(changed.into(), changed_out) };
+        Ok(())
+    })
+}
+
+/// Writes the operations since the last `spw_interleave_begin` as a trace for Perfetto (JSON). The text grows until all
+/// flushes have ended.
+///
+/// # Safety
+/// `text_out` is NULL or has room for `size` bytes, `needed_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_interleave_get_trace(
+    interleave: Option<&spw_interleave>,
+    text_out: *mut c_char,
+    size: usize,
+    needed_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let ran = handle::get(interleave)?.engine.ran()?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_text(&trace::of_timings(&ran).to_json(), text_out, size, needed_out) };
+        Ok(())
+    })
+}
+
+/// Waits for all transfers in flight and frees the update. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_interleave_close(interleave: Option<Box<spw_interleave>>) -> spw_status {
+    guard(|| {
+        drop(handle::close(interleave));
+        Ok(())
+    })
+}
+
+/// The engine, and the framework's stream in the engine's form.
+///
+/// # Safety
+/// `stream` is 0, or a live stream of the device's primary context.
+pub(in crate::capi) unsafe fn with_stream(
+    interleave: Option<&spw_interleave>,
+    stream: u64,
+) -> Result<(&Engine<Box<dyn Backend>>, Model)> {
+    let spw_interleave { engine, streams } = handle::get(interleave)?;
+    match (*streams, stream) {
+        // SAFETY: the caller meets the callee's requirements.
+        (true, stream) => Ok((engine, Some(unsafe { ForeignStream::new(stream) }))),
+        (false, 0) => Ok((engine, None)),
+        (false, _) => Err(Error::invalid("stream", "must be 0: without a GPU there are no streams")),
+    }
+}
+
+/// Number of subgroups. A count is checked against it before an array of that many entries is read.
+pub(in crate::capi) fn subgroups_of(engine: &Engine<Box<dyn Backend>>) -> Result<u64> {
+    Ok(engine.plan()?.placements().len() as u64)
+}
+
+/// Rejects a count that is none of those allowed.
+pub(in crate::capi) fn check_count(count: u64, allowed: [u64; 2]) -> Result<()> {
+    match allowed.contains(&count) {
+        true => Ok(()),
+        false => Err(Error::invalid("count", format!("is {count}, but there are {} subgroups", allowed[0]))),
+    }
+}
+
+/// A subgroup's number. A number beyond the address space becomes one that does not exist.
+fn number(subgroup: u64) -> usize {
+    usize::try_from(subgroup).unwrap_or(usize::MAX)
+}

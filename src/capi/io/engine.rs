@@ -1,0 +1,339 @@
+//! The I/O engine: asynchronous reads and writes of files.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::input::timeout;
+use crate::capi::output::{self, required};
+use crate::error::{Error, Result};
+use crate::io::engine::Engine;
+use crate::io::options::{BackendChoice, Options, Request, Target};
+use crate::sys::span::Span;
+
+/// The system interface for transfers. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or
+/// "threads", overrides it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_io_backend {
+    /// io_uring. Threads where io_uring is unavailable or the profile selects threads; `spw_io_describe` gives the
+    /// reason.
+    SPW_IO_BACKEND_AUTO = 0,
+    /// io_uring; an error where it is unavailable.
+    SPW_IO_BACKEND_URING = 1,
+    /// pread and pwrite on threads.
+    SPW_IO_BACKEND_THREADS = 2,
+}
+
+/// Flags of an engine, combined by addition.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_io_flag {
+    /// Use the page cache, even if the file system supports O_DIRECT.
+    SPW_IO_FLAG_NO_DIRECT = 1,
+    /// Do not preallocate the file for a write that extends it.
+    SPW_IO_FLAG_NO_PREALLOCATE = 2,
+}
+
+/// Settings of an engine. Zero is the default of every field.
+///
+/// Some defaults come from the profile of the file system, which `spillway tune` measured. The profile file is the path
+/// in the environment variable `SPILLWAY_PROFILE`, else `spillway/io-profile` in `XDG_CACHE_HOME` or `~/.cache`. An
+/// empty variable disables profiles. An invalid profile, or one of another file system, is one warning in the log.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_io_options {
+    /// `sizeof(spw_io_options)`
+    pub struct_size: u32,
+    /// `spw_io_backend`
+    pub backend: u32,
+    /// Sum of `spw_io_flag`.
+    pub flags: u32,
+    /// Maximum reads in flight, and also the maximum writes, at most 4096; 0: the profile's value, or 32.
+    pub queue_depth: u32,
+    /// Maximum bytes of one request, at most 1 GiB, rounded up to whole pages; 0: the profile's value for each file
+    /// system, or 1 MiB. The device's own limits may reduce it.
+    pub block_bytes: u64,
+    /// Maximum threads of SPW_IO_BACKEND_THREADS for reads, and also for writes, at most 1024; 0: the depth of a profile
+    /// that selects threads, or 8.
+    pub workers: u32,
+    /// Permission bits of new files, before the umask; 0: 0600.
+    pub file_mode: u32,
+    /// Default deadline of operations, in milliseconds; 0: none.
+    pub deadline_ms: u64,
+}
+
+abi_struct!(spw_io_options, 40: struct_size, backend, flags, queue_depth, block_bytes, workers, file_mode,
+    deadline_ms);
+
+/// One operation.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_io_request {
+    /// `sizeof(spw_io_request)`
+    pub struct_size: u32,
+    /// File descriptor, used if path is NULL. It is duplicated for the operation and keeps its O_DIRECT setting.
+    pub fd: i32,
+    /// Path of the file, or NULL.
+    pub path: *const c_char,
+    /// Offset in the file, in bytes.
+    pub offset: u64,
+    /// Memory of the transfer. Any alignment is allowed; pinned memory (spw_pool, spw_pinned) is fastest. It stays in
+    /// use until the operation ends.
+    pub buffer: *mut c_void,
+    /// Bytes to transfer. Any number is allowed.
+    pub bytes: u64,
+    /// Deadline of the operation in milliseconds; 0: the engine's default.
+    pub deadline_ms: u64,
+}
+
+abi_struct!(spw_io_request, 48: struct_size, fd, path, offset, buffer, bytes, deadline_ms);
+
+/// Counters of an engine.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_io_stats {
+    /// `sizeof(spw_io_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Reads that succeeded.
+    pub reads: u64,
+    /// Writes that succeeded.
+    pub writes: u64,
+    /// Bytes of successful reads.
+    pub read_bytes: u64,
+    /// Bytes of successful writes.
+    pub written_bytes: u64,
+    /// Operations that failed.
+    pub failed: u64,
+    /// Requests submitted to the system.
+    pub requests: u64,
+    /// Bytes transferred with O_DIRECT.
+    pub direct_bytes: u64,
+    /// Bytes transferred through the page cache.
+    pub buffered_bytes: u64,
+    /// Bytes of direct_bytes that were copied through bounce buffers, since their memory was not aligned.
+    pub bounced_bytes: u64,
+    /// Short transfers that were resumed.
+    pub resumed: u64,
+    /// Interrupted requests that were retried.
+    pub retried: u64,
+    /// Operations in flight.
+    pub pending: u64,
+    /// Operations past their deadline whose memory the system may still use.
+    pub stuck: u64,
+    /// Maximum reads in flight, and also the maximum writes.
+    pub queue_depth: u64,
+    /// Maximum bytes of one request, for the last file.
+    pub block_bytes: u64,
+}
+
+abi_struct!(spw_io_stats, 112: struct_size, reserved, reads, writes, read_bytes, written_bytes, failed,
+    requests, direct_bytes, buffered_bytes, bounced_bytes, resumed, retried, pending, stuck, queue_depth,
+    block_bytes);
+
+/// An I/O engine: one queue with a thread that keeps it full across files and tensors.
+pub struct spw_io(pub(in crate::capi) Engine);
+
+impl Handle for spw_io {
+    const NAME: &'static str = "io";
+
+    fn check_process(&self) -> Result<()> {
+        self.0.check_process()
+    }
+}
+
+/// Creates an engine. `options` may be NULL.
+///
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes, `io_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_open(options: *const spw_io_options, io_out: *mut *mut spw_io) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let raw = unsafe { abi_struct::read_optional(options, "options") }?;
+        let options = raw.as_ref().map_or(Ok(Options::default()), parse)?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { handle::open(io_out, || Ok(spw_io(Engine::open(options)?))) }
+    })
+}
+
+/// Waits for all operations for up to `timeout_ms` milliseconds (negative: without limit), and frees the engine. The
+/// engine is freed whatever the status. An operation that no call waited for returns its error here. After
+/// SPW_ERR_TIMEOUT the buffers of operations in flight must stay allocated and unused for the rest of the process.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_io_close(io: Option<Box<spw_io>>, timeout_ms: i64) -> spw_status {
+    guard(|| handle::close(io).map_or(Ok(()), |io| io.0.close(timeout(timeout_ms))))
+}
+
+/// Starts to read `bytes` bytes at `offset` of the file into the buffer. It returns at once with a handle for
+/// `spw_io_wait`. The operation succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE. A
+/// file that cannot be opened is an error of this call.
+///
+/// # Safety
+/// `request` points to a struct of `struct_size` bytes, `handle_out` to a u64. No other code uses the buffer until the
+/// operation ends.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_read(
+    io: Option<&spw_io>,
+    request: *const spw_io_request,
+    handle_out: *mut u64,
+) -> spw_status {
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { submit(io, request, handle_out, Engine::read) }
+}
+
+/// Starts to write, as `spw_io_read`. A missing file is created. Bytes before and after the written range stay
+/// unchanged. After success the data is in the system's hands; `spw_io_sync` makes it durable.
+///
+/// A write that extends its file first sets the file's new length, which about doubles the speed on ext4. After a crash
+/// or a kill the length therefore does not show how much was written: unwritten bytes read as zeros. To replace a file
+/// safely, write a new file, wait, and rename it. SPW_IO_FLAG_NO_PREALLOCATE avoids the early length, but gaps remain
+/// possible: parts of a write land in any order.
+///
+/// # Safety
+/// As `spw_io_read`, with a buffer that may be read.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_write(
+    io: Option<&spw_io>,
+    request: *const spw_io_request,
+    handle_out: *mut u64,
+) -> spw_status {
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { submit(io, request, handle_out, Engine::write) }
+}
+
+/// Starts to make durable what was written to the request's file by operations that were waited for. Buffer, bytes and
+/// offset are ignored.
+///
+/// # Safety
+/// As `spw_io_read`, without a buffer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_sync(
+    io: Option<&spw_io>,
+    request: *const spw_io_request,
+    handle_out: *mut u64,
+) -> spw_status {
+    let sync = |engine: &Engine, request: Request| engine.sync(request.target, request.deadline);
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { submit(io, request, handle_out, sync) }
+}
+
+/// Reads the counters of an engine.
+///
+/// # Safety
+/// `stats_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_get_stats(io: Option<&spw_io>, stats_out: *mut spw_io_stats) -> spw_status {
+    guard(|| {
+        let found = handle::get(io)?.0.stats()?;
+        let values = spw_io_stats {
+            struct_size: 0,
+            reserved: 0,
+            reads: found.reads,
+            writes: found.writes,
+            read_bytes: found.read_bytes,
+            written_bytes: found.written_bytes,
+            failed: found.failed,
+            requests: found.pieces,
+            direct_bytes: found.direct_bytes,
+            buffered_bytes: found.buffered_bytes,
+            bounced_bytes: found.bounced_bytes,
+            resumed: found.resumed,
+            retried: found.retried,
+            pending: found.pending,
+            stuck: found.stuck,
+            queue_depth: found.depth.into(),
+            block_bytes: found.block_bytes,
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, stats_out, "stats_out") }
+    })
+}
+
+/// Writes a description of the engine for humans: the backend ("io_uring" or "threads"), why the other backend is
+/// unavailable, why files go through the page cache, and the profile in use.
+///
+/// # Safety
+/// `text_out` is NULL or has room for `size` bytes, `needed_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_io_describe(
+    io: Option<&spw_io>,
+    text_out: *mut c_char,
+    size: usize,
+    needed_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let stats = handle::get(io)?.0.stats()?;
+        let named = |name: &str, text: String| if text.is_empty() { text } else { format!("; {name}{text}") };
+        let text = format!(
+            "{}{}{}{}",
+            stats.backend,
+            named("", stats.backend_reason),
+            named("through the page cache: ", stats.buffered_reason),
+            named("profile ", stats.profile),
+        );
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_text(&text, text_out, size, needed_out) };
+        Ok(())
+    })
+}
+
+unsafe fn submit(
+    io: Option<&spw_io>,
+    request: *const spw_io_request,
+    handle_out: *mut u64,
+    start: impl FnOnce(&Engine, Request) -> Result<u64>,
+) -> spw_status {
+    guard(|| {
+        let handle_out = required(handle_out, "handle_out")?;
+        // SAFETY: the caller meets the callees' requirements; the buffer meets those of Span::new.
+        unsafe {
+            let engine = &handle::get(io)?.0;
+            let raw = abi_struct::read(request, "request")?;
+            let len = usize::try_from(raw.bytes).ok().filter(|len| isize::try_from(*len).is_ok());
+            let len = len.ok_or_else(|| Error::invalid("request.bytes", "exceeds the address space"))?;
+            let span = Span::new(raw.buffer.cast(), len).ok_or_else(|| {
+                Error::invalid("request.buffer", format!("is NULL, but request.bytes is {len}"))
+            })?;
+            let target = match raw.path.is_null() {
+                true => Target::Descriptor(raw.fd),
+                false => Target::Path(Path::new(OsStr::from_bytes(CStr::from_ptr(raw.path).to_bytes()))),
+            };
+            let deadline = (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms));
+            handle_out.write(start(engine, Request { target, offset: raw.offset, span, deadline })?);
+        }
+        Ok(())
+    })
+}
+
+fn parse(raw: &spw_io_options) -> Result<Options> {
+    let default = Options::default();
+    let or = |value: u32, default: u32| if value == 0 { default } else { value };
+    abi_struct::flags("options.flags", raw.flags, 3)?;
+    Ok(Options {
+        backend: match raw.backend {
+            0 => BackendChoice::Auto,
+            1 => BackendChoice::Uring,
+            2 => BackendChoice::Threads,
+            other => {
+                return Err(Error::invalid("options.backend", format!("{other} is not an spw_io_backend")));
+            }
+        },
+        depth: or(raw.queue_depth, default.depth),
+        block_bytes: if raw.block_bytes == 0 { default.block_bytes } else { raw.block_bytes },
+        workers: or(raw.workers, default.workers),
+        direct: raw.flags & spw_io_flag::SPW_IO_FLAG_NO_DIRECT as u32 == 0,
+        preallocate: raw.flags & spw_io_flag::SPW_IO_FLAG_NO_PREALLOCATE as u32 == 0,
+        file_mode: or(raw.file_mode, default.file_mode),
+        deadline: (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms)),
+        io_timeout: None,
+    })
+}

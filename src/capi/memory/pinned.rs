@@ -1,0 +1,98 @@
+//! Single allocations of pinned memory.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::output::{self, required};
+use crate::error::Error;
+use crate::pool::pinned;
+
+/// Counters of the process's `spw_pinned_alloc` allocations.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_pinned_stats {
+    /// `sizeof(spw_pinned_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Live allocations.
+    pub allocations: u64,
+    /// Bytes of the live allocations.
+    pub bytes: u64,
+    /// Maximum of bytes so far.
+    pub high_water: u64,
+    /// Bytes mapped from the system for the allocations.
+    pub mapped_bytes: u64,
+    /// Mapped bytes that are locked.
+    pub locked_bytes: u64,
+}
+
+abi_struct!(spw_pinned_stats, 48: struct_size, reserved, allocations, bytes, high_water, mapped_bytes,
+    locked_bytes);
+
+/// Allocates `bytes` bytes of pinned memory, page-aligned, in 2 MiB pages where possible, locked as by `spw_pool_open`.
+/// Small allocations share 2 MiB pages. Any thread may free an allocation. Memory that was registered with a GPU is not
+/// mapped in a forked child, which must not touch it.
+///
+/// # Safety
+/// `start_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_pinned_alloc(bytes: u64, start_out: *mut *mut c_void) -> spw_status {
+    guard(|| {
+        let start_out = required(start_out, "start_out")?;
+        let bytes =
+            usize::try_from(bytes).map_err(|_| Error::invalid("bytes", "exceeds the address space"))?;
+        // SAFETY: not NULL, and valid by the caller's promise.
+        unsafe { start_out.write(pinned::alloc(bytes)?.as_ptr().cast()) };
+        Ok(())
+    })
+}
+
+/// Frees an allocation of `spw_pinned_alloc`. Any other address, or an allocation freed before, is
+/// SPW_ERR_INVALID_ARGUMENT. Memory of transfers in flight is quarantined: it stays mapped until they end.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_pinned_free(start: *mut c_void) -> spw_status {
+    guard(|| pinned::free(start as usize))
+}
+
+/// Writes 1 if all `bytes` bytes at `start` lie in one live allocation, else 0.
+///
+/// # Safety
+/// `contains_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_pinned_contains(
+    start: *const c_void,
+    bytes: u64,
+    contains_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let contains = pinned::contains(start as usize, bytes as usize).into();
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write(contains, contains_out, "contains_out") }
+    })
+}
+
+/// Reads the counters of all allocations.
+///
+/// # Safety
+/// `stats_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_pinned_get_stats(stats_out: *mut spw_pinned_stats) -> spw_status {
+    guard(|| {
+        let found = pinned::stats();
+        let values = spw_pinned_stats {
+            struct_size: 0,
+            reserved: 0,
+            allocations: found.allocations as u64,
+            bytes: found.bytes as u64,
+            high_water: found.high_water as u64,
+            mapped_bytes: found.mapped_bytes as u64,
+            locked_bytes: found.locked_bytes as u64,
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&values, stats_out, "stats_out") }
+    })
+}

@@ -1,0 +1,96 @@
+//! Adagrad.
+#![allow(non_camel_case_types)]
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
+use crate::error::Result;
+use crate::kernel::AdagradRule;
+use crate::optim::adagrad::{self, AdagradOptions};
+use crate::optim::parallel::Job;
+
+/// Hyper-parameters of one Adagrad step. Begin with SPW_ADAGRAD_OPTIONS_INIT, which has the defaults of
+/// `torch.optim.Adagrad`: lr 1e-2, eps 1e-10, no decay, step 1, grad_scale 1.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_adagrad_options {
+    /// `sizeof(spw_adagrad_options)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Number of this step, counted from 1. Used only with lr_decay.
+    pub step: u64,
+    /// Learning rate, finite and >= 0.
+    pub lr: f64,
+    /// The learning rate of step t is lr / (1 + (t - 1) * lr_decay).
+    pub lr_decay: f64,
+    /// Added to the denominator, finite and >= 0.
+    pub eps: f64,
+    /// L2 weight decay, finite and >= 0.
+    pub weight_decay: f64,
+    /// Factor on the gradient, rounded to f32.
+    pub grad_scale: f64,
+}
+
+abi_struct!(spw_adagrad_options, 56: struct_size, reserved, step, lr, lr_decay, eps, weight_decay,
+    grad_scale);
+
+/// Does one Adagrad step of every tensor (Duchi et al. 2011, as `torch.optim.Adagrad`). exp_avg_sq holds the running
+/// sum v of squares. exp_avg is not used; pass NULL.
+///
+///     g = grad * grad_scale + weight_decay * p
+///     v = v + g * g
+///     p = p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(v) + eps)
+///
+/// Arguments, determinism, threads and errors are those of `spw_adam_step`.
+///
+/// # Safety
+/// As `spw_adam_step`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_adagrad_step(
+    options: *const spw_adagrad_options,
+    tensors: *const spw_tensor,
+    count: u64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            let mut jobs = jobs(options, tensors, count)?;
+            let seen = adagrad::step(&mut jobs, !stats_out.is_null())?;
+            tensor::write_stats(seen, stats_out)
+        }
+    })
+}
+
+pub(in crate::capi) fn rule(options: &AdagradOptions) -> Result<AdagradRule> {
+    options.rule().map_err(|error| error.within("options."))
+}
+
+/// Reads the tensors of a call with their coefficients.
+///
+/// # Safety
+/// As `spw_adam_step`.
+pub(in crate::capi) unsafe fn jobs<'a>(
+    options: *const spw_adagrad_options,
+    tensors: *const spw_tensor,
+    count: u64,
+) -> Result<Vec<Job<'a, AdagradRule>>> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
+        tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
+    }
+}
+
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes.
+pub(in crate::capi) unsafe fn parse(options: *const spw_adagrad_options) -> Result<AdagradOptions> {
+    // SAFETY: the caller meets the callee's requirements.
+    let raw = unsafe { abi_struct::read(options, "options") }?;
+    abi_struct::zero("options.reserved", raw.reserved)?;
+    let spw_adagrad_options { step, lr, lr_decay, eps, weight_decay, grad_scale, .. } = raw;
+    Ok(AdagradOptions { step, lr, lr_decay, eps, weight_decay, grad_scale })
+}

@@ -1,0 +1,150 @@
+//! Adam and AdamW: one call for any number of tensors, and an object that counts its steps.
+#![allow(non_camel_case_types)]
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
+use crate::error::Result;
+use crate::kernel::AdamRule;
+use crate::optim::adam::{self, AdamOptions};
+use crate::optim::parallel::Job;
+
+/// How weight decay is applied. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_weight_decay {
+    /// Subtracted from the parameter (AdamW).
+    SPW_WEIGHT_DECAY_DECOUPLED = 0,
+    /// Added to the gradient (Adam with L2).
+    SPW_WEIGHT_DECAY_L2 = 1,
+}
+
+/// Hyper-parameters of one Adam step. Begin with SPW_ADAM_OPTIONS_INIT, which has the defaults of `torch.optim.AdamW`
+/// without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_adam_options {
+    /// `sizeof(spw_adam_options)`
+    pub struct_size: u32,
+    /// An `spw_weight_decay`.
+    pub weight_decay_mode: u32,
+    /// Number t of this step, counted from 1. The caller counts.
+    pub step: u64,
+    /// Learning rate, finite and >= 0.
+    pub lr: f64,
+    /// Decay factor of exp_avg, in [0, 1).
+    pub beta1: f64,
+    /// Decay factor of exp_avg_sq, in [0, 1).
+    pub beta2: f64,
+    /// Added to the denominator, finite and >= 0.
+    pub eps: f64,
+    /// Weight decay, finite and >= 0; 0 disables it.
+    pub weight_decay: f64,
+    /// Factor on the gradient (1 / loss scale times clip coefficient), rounded to f32.
+    pub grad_scale: f64,
+    /// 1 disables bias correction, the division by 1 - beta^t; 0 enables it.
+    pub no_bias_correction: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+abi_struct!(spw_adam_options, 72: struct_size, weight_decay_mode, step, lr, beta1, beta2, eps, weight_decay,
+    grad_scale, no_bias_correction, reserved);
+
+/// Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
+/// "GraceAdam"):
+///
+///     g = grad * grad_scale                       (+ weight_decay * p for L2)
+///     m = beta1 * m + (1 - beta1) * g
+///     v = beta2 * v + (1 - beta2) * g * g
+///     p = p - lr * weight_decay * p               (decoupled)
+///     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+///
+/// The arithmetic is f32 with fused multiply-adds. The results have the same bits on every processor and for every
+/// number of threads, however a parameter is divided into tensors. If `stats_out` is not NULL, the same pass computes
+/// the sum of squares and the finiteness of the scaled gradients. Tensors of one call must not overlap. Other threads
+/// may step other tensors at the same time.
+///
+/// # Safety
+/// `tensors` points to `count` structs, `struct_size` bytes apart. No other thread uses their spans during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_adam_step(
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: u64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            let mut jobs = jobs(options, tensors, count)?;
+            let seen = adam::step(&mut jobs, !stats_out.is_null())?;
+            tensor::write_stats(seen, stats_out)
+        }
+    })
+}
+
+pub(in crate::capi) fn rule(options: &AdamOptions) -> Result<AdamRule> {
+    options.rule().map_err(|error| error.within("options."))
+}
+
+/// Reads the tensors of a call with their coefficients.
+///
+/// # Safety
+/// As `spw_adam_step`.
+pub(in crate::capi) unsafe fn jobs<'a>(
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: u64,
+) -> Result<Vec<Job<'a, AdamRule>>> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
+        tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
+    }
+}
+
+/// Rejects invalid options, both those of the call and those of each tensor.
+pub(in crate::capi) unsafe fn check(options: *const spw_adam_options, tensors: &[spw_tensor]) -> Result<()> {
+    // SAFETY: the caller meets the callee's requirements.
+    let parsed = |options: *const spw_adam_options| rule(&unsafe { parse(options) }?);
+    parsed(options)?;
+    for (index, tensor) in tensors.iter().enumerate().filter(|(_, tensor)| !tensor.options.is_null()) {
+        parsed(tensor.options.cast()).map_err(|error| error.within(&format!("tensors[{index}].")))?;
+    }
+    Ok(())
+}
+
+/// Reads an array of options as coefficients.
+///
+/// # Safety
+/// `options` points to `count` structs, `struct_size` bytes apart.
+pub(in crate::capi) unsafe fn rules(options: *const spw_adam_options, count: u64) -> Result<Vec<AdamRule>> {
+    // SAFETY: the caller meets the callee's requirements.
+    let all = unsafe { abi_struct::read_all(options, count, "options") }?;
+    all.iter().map(|raw| rule(&parse_raw(raw)?)).collect()
+}
+
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes.
+pub(in crate::capi) unsafe fn parse(options: *const spw_adam_options) -> Result<AdamOptions> {
+    // SAFETY: the caller meets the callee's requirements.
+    parse_raw(&unsafe { abi_struct::read(options, "options") }?)
+}
+
+fn parse_raw(raw: &spw_adam_options) -> Result<AdamOptions> {
+    abi_struct::zero("options.reserved", raw.reserved)?;
+    Ok(AdamOptions {
+        decoupled: !abi_struct::flag("options.weight_decay_mode", raw.weight_decay_mode)?,
+        step: raw.step,
+        lr: raw.lr,
+        beta1: raw.beta1,
+        beta2: raw.beta2,
+        eps: raw.eps,
+        weight_decay: raw.weight_decay,
+        grad_scale: raw.grad_scale,
+        bias_correction: !abi_struct::flag("options.no_bias_correction", raw.no_bias_correction)?,
+    })
+}

@@ -1,0 +1,93 @@
+//! Lion.
+#![allow(non_camel_case_types)]
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
+use crate::error::Result;
+use crate::kernel::LionRule;
+use crate::optim::lion::{self, LionOptions};
+use crate::optim::parallel::Job;
+
+/// Hyper-parameters of a Lion step. Begin with SPW_LION_OPTIONS_INIT, which has the defaults of the paper: lr 1e-4,
+/// beta 0.9 and 0.99, no decay, grad_scale 1.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_lion_options {
+    /// `sizeof(spw_lion_options)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Learning rate, finite and >= 0.
+    pub lr: f64,
+    /// Weight of exp_avg in the update direction, in [0, 1).
+    pub beta1: f64,
+    /// Decay factor of exp_avg, in [0, 1).
+    pub beta2: f64,
+    /// Decoupled weight decay, finite and >= 0.
+    pub weight_decay: f64,
+    /// Factor on the gradient, rounded to f32.
+    pub grad_scale: f64,
+}
+
+abi_struct!(spw_lion_options, 48: struct_size, reserved, lr, beta1, beta2, weight_decay, grad_scale);
+
+/// Does one Lion step of every tensor (Chen et al. 2023, Algorithm 2). The sign of zero is zero. exp_avg_sq is not
+/// used; pass NULL.
+///
+///     g = grad * grad_scale
+///     p = p - lr * weight_decay * p - lr * sign(beta1 * m + (1 - beta1) * g)
+///     m = beta2 * m + (1 - beta2) * g
+///
+/// Arguments, determinism, threads and errors are those of `spw_adam_step`.
+///
+/// # Safety
+/// As `spw_adam_step`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_lion_step(
+    options: *const spw_lion_options,
+    tensors: *const spw_tensor,
+    count: u64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            let mut jobs = jobs(options, tensors, count)?;
+            let seen = lion::step(&mut jobs, !stats_out.is_null())?;
+            tensor::write_stats(seen, stats_out)
+        }
+    })
+}
+
+pub(in crate::capi) fn rule(options: &LionOptions) -> Result<LionRule> {
+    options.rule().map_err(|error| error.within("options."))
+}
+
+/// Reads the tensors of a call with their coefficients.
+///
+/// # Safety
+/// As `spw_adam_step`.
+pub(in crate::capi) unsafe fn jobs<'a>(
+    options: *const spw_lion_options,
+    tensors: *const spw_tensor,
+    count: u64,
+) -> Result<Vec<Job<'a, LionRule>>> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
+        tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
+    }
+}
+
+/// # Safety
+/// `options` is NULL or points to a struct of `struct_size` bytes.
+pub(in crate::capi) unsafe fn parse(options: *const spw_lion_options) -> Result<LionOptions> {
+    // SAFETY: the caller meets the callee's requirements.
+    let raw = unsafe { abi_struct::read(options, "options") }?;
+    abi_struct::zero("options.reserved", raw.reserved)?;
+    let spw_lion_options { lr, beta1, beta2, weight_decay, grad_scale, .. } = raw;
+    Ok(LionOptions { lr, beta1, beta2, weight_decay, grad_scale })
+}

@@ -1,0 +1,431 @@
+//! Tensors as C passes them, and the checks that allow their use as slices.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::dtype::{Dtype, Floats, FloatsMut};
+use crate::error::{Error, Result};
+use crate::kernel::{Optimizer, States, Tensor};
+use crate::optim::StepStats;
+use crate::optim::parallel::Job;
+use crate::sys::try_vec;
+
+/// Element type of a span (a contiguous array). Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_dtype {
+    /// There is no span.
+    SPW_DTYPE_NONE = 0,
+    /// IEEE binary32.
+    SPW_DTYPE_F32 = 1,
+    /// IEEE binary16.
+    SPW_DTYPE_F16 = 2,
+    /// bfloat16: the upper half of binary32.
+    SPW_DTYPE_BF16 = 3,
+}
+
+/// Returns the bytes of one element: 0 for SPW_DTYPE_NONE and for values that are not an `spw_dtype`.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
+    known_dtype(dtype).map_or(0, |dtype| dtype.size() as u64)
+}
+
+/// One tensor of a step. Each span is a contiguous array of `n` elements, aligned to its element. Spans do not overlap.
+///
+/// Without shadow spans a step updates param and states in place. With shadow spans a step writes the new values to
+/// these and leaves the old values unchanged. A caller can alternate between two sets of spans: param and states name
+/// the current set, the shadow fields the other. To undo a step, the caller passes the same set as current again.
+/// Shadow spans aligned to a cache line (64 bytes) are written with non-temporal stores where these are faster.
+///
+/// | param | exp_avg, exp_avg_sq | grad | param_copy |
+/// |---|---|---|---|
+/// | f32 | f32 | f32, f16, bf16 | none, f16, bf16 |
+/// | f16 | f32, f16 | f16 | none |
+/// | bf16 | f32, bf16 | bf16 | none |
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tensor {
+    /// `sizeof(spw_tensor)`. It is also the distance in bytes between the tensors of an array.
+    pub struct_size: u32,
+    /// `spw_dtype` of param.
+    pub param_dtype: u32,
+    /// `spw_dtype` of exp_avg and exp_avg_sq.
+    pub state_dtype: u32,
+    /// `spw_dtype` of grad.
+    pub grad_dtype: u32,
+    /// `spw_dtype` of param_copy, or SPW_DTYPE_NONE without param_copy.
+    pub copy_dtype: u32,
+    /// 0
+    pub reserved: u32,
+    /// Number of elements. If it is 0, all other fields of the tensor are ignored.
+    pub n: u64,
+    /// Parameter (the master weight if it is f32).
+    pub param: *mut c_void,
+    /// Gradient. It is only read.
+    pub grad: *const c_void,
+    /// First moment. NULL for Adagrad.
+    pub exp_avg: *mut c_void,
+    /// Second moment (Adagrad: the sum of squares). NULL for Lion.
+    pub exp_avg_sq: *mut c_void,
+    /// Receives the updated parameter rounded to 16 bits, in the same pass; or NULL.
+    pub param_copy: *mut c_void,
+    /// Options of this tensor (the option struct of the called optimizer), or NULL for the options of the call.
+    pub options: *const c_void,
+    /// Receives the updated param, with the type of param; NULL: the update is in place.
+    pub shadow_param: *mut c_void,
+    /// Receives the updated exp_avg. Set it if and only if shadow_param and exp_avg are set.
+    pub shadow_exp_avg: *mut c_void,
+    /// Receives the updated exp_avg_sq. Set it if and only if shadow_param and exp_avg_sq are set.
+    pub shadow_exp_avg_sq: *mut c_void,
+}
+
+abi_struct!(spw_tensor, 80: struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, reserved, n, param,
+    grad, exp_avg, exp_avg_sq, param_copy, options, shadow_param, shadow_exp_avg, shadow_exp_avg_sq);
+
+/// Statistics of the scaled gradients of all tensors of one call.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_step_stats {
+    /// `sizeof(spw_step_stats)`
+    pub struct_size: u32,
+    /// 1 if any scaled gradient is Inf or NaN, else 0. The step was done in both cases.
+    pub nonfinite: u32,
+    /// Sum of squares in f64. The order of summation depends only on the tensors, so the bits are the same on every
+    /// processor and for every number of threads. Inf or NaN if `nonfinite` is 1.
+    pub sum_squares: f64,
+}
+
+abi_struct!(spw_step_stats, 16: struct_size, nonfinite, sum_squares);
+
+pub(in crate::capi) fn parse_dtype(dtype: u32, argument: &'static str) -> Result<Dtype> {
+    known_dtype(dtype).ok_or_else(|| Error::invalid(argument, format!("{dtype} is not an spw_dtype")))
+}
+
+fn known_dtype(dtype: u32) -> Option<Dtype> {
+    match dtype {
+        1 => Some(Dtype::F32),
+        2 => Some(Dtype::F16),
+        3 => Some(Dtype::Bf16),
+        _ => None,
+    }
+}
+
+/// Reads the tensors of a call, except those of no elements. `own` makes coefficients from a tensor's own options.
+///
+/// # Safety
+/// `tensors` points to `count` tensors. No other code uses their spans during `'a`.
+pub(in crate::capi) unsafe fn jobs<'a, R: Optimizer>(
+    tensors: *const spw_tensor,
+    count: u64,
+    optimizer: &R,
+    own: impl Fn(*const c_void) -> Result<R>,
+) -> Result<Vec<Job<'a, R>>> {
+    // SAFETY: the caller meets the callee's requirements.
+    let raw = unsafe { read_all(tensors, count) }?;
+    let mut jobs = try_vec::with_capacity("listing the tensors", raw.len())?;
+    // SAFETY: the caller lends the spans for 'a.
+    for (index, tensor) in unsafe { spans(&raw) }? {
+        let options = raw[index].options;
+        let optimizer = if options.is_null() { Ok(*optimizer) } else { own(options) };
+        let job = optimizer.and_then(|optimizer| {
+            let mut tensor = tensor?;
+            tensor.require_states(R::EXP_AVG, R::EXP_AVG_SQ)?;
+            Ok(Job { optimizer, tensor })
+        });
+        jobs.push(job.map_err(|error| at(index, error))?);
+    }
+    Ok(jobs)
+}
+
+/// Makes the spans of the tensors, except those of no elements, each with its index. An error does not yet name its
+/// tensor.
+///
+/// # Safety
+/// No other code uses the spans during `'a`.
+pub(in crate::capi) unsafe fn spans<'a>(
+    raw: &[spw_tensor],
+) -> Result<impl Iterator<Item = (usize, Result<Tensor<'a>>)>> {
+    check_overlap(raw)?;
+    let with_elements = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
+    // SAFETY: the spans do not overlap, and the caller lends them for 'a.
+    Ok(with_elements.map(|(index, raw)| (index, unsafe { tensor_of(raw) })))
+}
+
+/// Rejects a tensor without shadow spans if `wanted`, or with shadow spans if not.
+pub(in crate::capi) fn check_shadows(tensors: &[spw_tensor], wanted: bool) -> Result<()> {
+    let wrong = |raw: &spw_tensor| raw.n > 0 && raw.shadow_param.is_null() == wanted;
+    let reason = match wanted {
+        true => "is NULL, but the undo mode is SPW_UNDO_MODE_SHADOW",
+        false => "is set, but the undo mode is not SPW_UNDO_MODE_SHADOW",
+    };
+    match tensors.iter().position(wrong) {
+        None => Ok(()),
+        Some(index) => Err(at(index, Error::invalid("shadow_param", reason))),
+    }
+}
+
+/// Copies the tensors of a call as structs of this version.
+///
+/// # Safety
+/// `tensors` points to `count` structs, `struct_size` bytes apart.
+pub(in crate::capi) unsafe fn read_all(tensors: *const spw_tensor, count: u64) -> Result<Vec<spw_tensor>> {
+    // SAFETY: the caller meets the callee's requirements.
+    let mut raw = unsafe { abi_struct::read_all(tensors, count, "tensors") }?;
+    raw.iter_mut().for_each(|tensor| tensor.struct_size = size_of::<spw_tensor>() as u32);
+    Ok(raw)
+}
+
+/// Adds the tensor's index to an error.
+pub(in crate::capi) fn at(index: usize, error: Error) -> Error {
+    error.within(&format!("tensors[{index}]."))
+}
+
+/// Rejects param_copy without copy_dtype or the reverse, and a reserved field that is set.
+pub(in crate::capi) fn check_copy(raw: &spw_tensor) -> Result<()> {
+    match (raw.reserved, raw.copy_dtype, raw.param_copy.is_null()) {
+        (1.., _, _) => Err(Error::invalid("reserved", "must be 0")),
+        (_, 0, false) => Err(Error::invalid("copy_dtype", "is SPW_DTYPE_NONE, but param_copy is not NULL")),
+        (_, 1.., true) => Err(Error::invalid("param_copy", "is NULL, but copy_dtype is set")),
+        _ => Ok(()),
+    }
+}
+
+unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
+    check_copy(raw)?;
+    let state_dtype = parse_dtype(raw.state_dtype, "state_dtype")?;
+    let copy_dtype = match raw.copy_dtype {
+        0 => None,
+        dtype => Some(parse_dtype(dtype, "copy_dtype")?),
+    };
+    // SAFETY: the caller lends the spans, each of n elements, and they do not overlap.
+    unsafe {
+        let param = span_mut(raw.param, parse_dtype(raw.param_dtype, "param_dtype")?, raw.n, "param")?;
+        let grad = span(raw.grad, parse_dtype(raw.grad_dtype, "grad_dtype")?, raw.n, "grad")?;
+        let exp_avg = optional_span(raw.exp_avg, Some(state_dtype), raw.n, "exp_avg")?;
+        let exp_avg_sq = optional_span(raw.exp_avg_sq, Some(state_dtype), raw.n, "exp_avg_sq")?;
+        let param_copy = optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?;
+        let tensor = Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, param_copy)?;
+        match shadow_of(raw, state_dtype)? {
+            Some(shadow) => Ok(tensor.with_shadow(shadow)?),
+            None => Ok(tensor),
+        }
+    }
+}
+
+/// Rejects shadow spans, for calls that keep their own states.
+pub(in crate::capi) fn no_shadows(tensors: &[spw_tensor]) -> Result<()> {
+    match tensors.iter().position(has_shadow) {
+        None => Ok(()),
+        Some(index) => Err(at(
+            index,
+            Error::invalid(
+                "shadow_param",
+                "must be NULL, as all shadow spans: this call does not support them",
+            ),
+        )),
+    }
+}
+
+/// True if any shadow span is set.
+pub(in crate::capi) fn has_shadow(raw: &spw_tensor) -> bool {
+    [raw.shadow_param, raw.shadow_exp_avg, raw.shadow_exp_avg_sq].iter().any(|shadow| !shadow.is_null())
+}
+
+/// Makes the shadow set: a shadow span for each of the tensor's param and states, or none at all.
+unsafe fn shadow_of<'a>(raw: &spw_tensor, state_dtype: Dtype) -> Result<Option<States<'a>>> {
+    let pairs = [
+        ("shadow_param", raw.param, raw.shadow_param),
+        ("shadow_exp_avg", raw.exp_avg, raw.shadow_exp_avg),
+        ("shadow_exp_avg_sq", raw.exp_avg_sq, raw.shadow_exp_avg_sq),
+    ];
+    if !has_shadow(raw) {
+        return Ok(None);
+    }
+    for (name, own, shadow) in pairs {
+        match (own.is_null(), shadow.is_null()) {
+            (false, true) => return Err(Error::invalid(name, "is NULL, but another shadow span is set")),
+            (true, false) => return Err(Error::invalid(name, "is set, but the span it shadows is NULL")),
+            _ => {}
+        }
+    }
+    // SAFETY: the caller lends the spans, each of n elements, and they do not overlap.
+    unsafe {
+        let param_dtype = parse_dtype(raw.param_dtype, "param_dtype")?;
+        let param = span_mut(raw.shadow_param, param_dtype, raw.n, "shadow_param")?;
+        let exp_avg = optional_span(raw.shadow_exp_avg, Some(state_dtype), raw.n, "shadow_exp_avg")?;
+        let exp_avg_sq = optional_span(raw.shadow_exp_avg_sq, Some(state_dtype), raw.n, "shadow_exp_avg_sq")?;
+        Ok(Some(States { param, exp_avg, exp_avg_sq }))
+    }
+}
+
+/// Makes a shared slice of `n` elements.
+///
+/// # Safety
+/// `from` is NULL or points to `n` elements. No code writes them during `'a`.
+pub(in crate::capi) unsafe fn span<'a>(
+    from: *const c_void,
+    dtype: Dtype,
+    n: u64,
+    argument: &'static str,
+) -> Result<Floats<'a>> {
+    let n = checked_length(from, dtype, n, argument)?;
+    // SAFETY: not NULL, aligned, n elements that fit the address space; the caller lends them.
+    Ok(unsafe {
+        match dtype {
+            Dtype::F32 => Floats::F32(std::slice::from_raw_parts(from.cast(), n)),
+            Dtype::F16 => Floats::F16(std::slice::from_raw_parts(from.cast(), n)),
+            Dtype::Bf16 => Floats::Bf16(std::slice::from_raw_parts(from.cast(), n)),
+        }
+    })
+}
+
+unsafe fn span_mut<'a>(
+    to: *mut c_void,
+    dtype: Dtype,
+    n: u64,
+    argument: &'static str,
+) -> Result<FloatsMut<'a>> {
+    let n = checked_length(to, dtype, n, argument)?;
+    // SAFETY: not NULL, aligned, n elements that fit the address space; the caller lends them to us alone.
+    Ok(unsafe {
+        match dtype {
+            Dtype::F32 => FloatsMut::F32(std::slice::from_raw_parts_mut(to.cast(), n)),
+            Dtype::F16 => FloatsMut::F16(std::slice::from_raw_parts_mut(to.cast(), n)),
+            Dtype::Bf16 => FloatsMut::Bf16(std::slice::from_raw_parts_mut(to.cast(), n)),
+        }
+    })
+}
+
+unsafe fn optional_span<'a>(
+    to: *mut c_void,
+    dtype: Option<Dtype>,
+    n: u64,
+    argument: &'static str,
+) -> Result<Option<FloatsMut<'a>>> {
+    match dtype.filter(|_| !to.is_null()) {
+        // SAFETY: the caller meets the callee's requirements.
+        Some(dtype) => unsafe { span_mut(to, dtype, n, argument) }.map(Some),
+        None => Ok(None),
+    }
+}
+
+fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'static str) -> Result<usize> {
+    if address.is_null() {
+        return Err(Error::invalid(argument, "is NULL"));
+    }
+    if !address.addr().is_multiple_of(dtype.size()) {
+        let reason =
+            format!("address {address:p} is not aligned to {} bytes ({})", dtype.size(), dtype.name());
+        return Err(Error::invalid(argument, reason));
+    }
+    let bytes = u128::from(n) * dtype.size() as u128;
+    match address.addr() as u128 + bytes <= ADDRESS_SPACE {
+        true => Ok(n as usize),
+        false => Err(Error::invalid(
+            argument,
+            format!("{n} elements of {} exceed the address space", dtype.name()),
+        )),
+    }
+}
+
+/// Upper bound of user addresses on every processor.
+const ADDRESS_SPACE: u128 = 1 << 56;
+
+/// One span of a call: its addresses, tensor index and field.
+#[derive(Clone, Copy)]
+struct Range {
+    start: usize,
+    end: usize,
+    tensor: u32,
+    span: u8,
+}
+
+const SPANS: [&str; 8] = [
+    "param",
+    "grad",
+    "exp_avg",
+    "exp_avg_sq",
+    "param_copy",
+    "shadow_param",
+    "shadow_exp_avg",
+    "shadow_exp_avg_sq",
+];
+/// Index of the only read-only span.
+const GRAD: u8 = 1;
+
+/// Rejects a written span that shares a byte with any other span of the call.
+pub(in crate::capi) fn check_overlap(tensors: &[spw_tensor]) -> Result<()> {
+    if let [one] = tensors {
+        // Without an allocation: a step of one small tensor takes less time than that.
+        let mut ranges = [const { Range { start: 0, end: 0, tensor: 0, span: 0 } }; SPANS.len()];
+        let mut count = 0;
+        for range in (0..SPANS.len() as u8).filter_map(|span| range(0, one, span)) {
+            ranges[count] = range;
+            count += 1;
+        }
+        return check_ranges(&mut ranges[..count]);
+    }
+    // Listed by field, not by tensor: allocators return each kind at rising addresses, and the sort detects such runs.
+    let mut ranges = try_vec::with_capacity("listing the spans", tensors.len().saturating_mul(SPANS.len()))?;
+    for span in 0..SPANS.len() as u8 {
+        let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
+        ranges.extend(tensors.iter().enumerate().filter_map(of));
+    }
+    check_ranges(&mut ranges)
+}
+
+fn check_ranges(ranges: &mut [Range]) -> Result<()> {
+    ranges.sort_by_key(|range| range.start);
+    let mut furthest: Option<Range> = None;
+    let mut furthest_written: Option<Range> = None;
+    for range in ranges {
+        let written = range.span != GRAD;
+        let rival = if written { furthest } else { furthest_written };
+        if let Some(other) = rival.filter(|other| range.start < other.end) {
+            let reason = format!("overlaps tensors[{}].{}", other.tensor, SPANS[usize::from(other.span)]);
+            return Err(at(range.tensor as usize, Error::invalid(SPANS[usize::from(range.span)], reason)));
+        }
+        let further = |known: Option<Range>| known.is_none_or(|known| range.end > known.end);
+        if further(furthest) {
+            furthest = Some(*range);
+        }
+        if written && further(furthest_written) {
+            furthest_written = Some(*range);
+        }
+    }
+    Ok(())
+}
+
+fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
+    let (address, dtype) = match span {
+        0 => (raw.param.cast_const(), raw.param_dtype),
+        GRAD => (raw.grad, raw.grad_dtype),
+        2 => (raw.exp_avg.cast_const(), raw.state_dtype),
+        3 => (raw.exp_avg_sq.cast_const(), raw.state_dtype),
+        4 => (raw.param_copy.cast_const(), raw.copy_dtype),
+        5 => (raw.shadow_param.cast_const(), raw.param_dtype),
+        6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
+        _ => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
+    };
+    let start = address.addr();
+    if start == 0 {
+        return None;
+    }
+    let bytes = spw_dtype_size(dtype).saturating_mul(raw.n).min(usize::MAX as u64) as usize;
+    (bytes > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
+}
+
+/// Writes the statistics if the caller requested them.
+///
+/// # Safety
+/// `stats_out` is NULL or points to a struct of `struct_size` bytes.
+pub(in crate::capi) unsafe fn write_stats(seen: StepStats, stats_out: *mut spw_step_stats) -> Result<()> {
+    if stats_out.is_null() {
+        return Ok(());
+    }
+    let StepStats { nonfinite, sum_squares } = seen;
+    let values = spw_step_stats { struct_size: 0, nonfinite: u32::from(nonfinite), sum_squares };
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { abi_struct::write(&values, stats_out, "stats_out") }
+}

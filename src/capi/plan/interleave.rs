@@ -1,0 +1,301 @@
+//! Plans of the interleaved update and their predictions.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_char;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::interleave::plan::{
+    parse_transfer_dtype, read_placements, read_rates, shape_of, spw_interleave_rates, write_placements,
+};
+use crate::capi::output::{self, required};
+use crate::error::{Error, Result};
+use crate::offload::interleave::trace;
+use crate::plan::interleave::choose::{self, Mode};
+use crate::plan::interleave::memory::bytes;
+use crate::plan::interleave::model::{self, Prediction};
+use crate::plan::interleave::placements::{Placement, Plan};
+use crate::plan::interleave::share::{self, Balance};
+use crate::plan::interleave::{MAX_SUBGROUPS, Rates, Shape};
+
+/// The rule that makes a plan. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_plan_mode {
+    /// The number of GPU subgroups with the shortest step in the model, evenly spaced.
+    SPW_PLAN_MODE_MODEL = 0,
+    /// Deep Optimizer States Eq. 1: every (1 + k)-th subgroup, k rounded.
+    SPW_PLAN_MODE_EQ1 = 1,
+    /// Eq. 1 as that paper applies it: every k-th subgroup, at least every second.
+    SPW_PLAN_MODE_PAPER = 2,
+    /// Every `parameter`-th subgroup; 0: no GPU subgroups.
+    SPW_PLAN_MODE_STRIDE = 3,
+    /// `parameter` subgroups, evenly spaced.
+    SPW_PLAN_MODE_COUNT = 4,
+}
+
+/// The subgroups of a rank, in the order in which their gradients arrive, and how gradients and state are transferred.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_plan_shape {
+    /// `sizeof(spw_plan_shape)`
+    pub struct_size: u32,
+    /// An `spw_transfer_dtype`.
+    pub transfer_dtype: u32,
+    /// 1 if gradients of GPU subgroups wait in host memory and are fetched with the state, 0 if they stay on the GPU.
+    pub fetch_gradients: u32,
+    /// Number of state buffers on the GPU, at most 8; 0: 2.
+    pub slots: u32,
+    /// Number of subgroups, at most 65536.
+    pub count: u64,
+    /// Parameters of each subgroup; NULL if all have `size`.
+    pub sizes: *const u64,
+    /// Parameters of every subgroup, if `sizes` is NULL.
+    pub size: u64,
+    /// Parameters per copy; 0: 16 Mi.
+    pub chunk: u64,
+}
+
+abi_struct!(spw_plan_shape, 48: struct_size, transfer_dtype, fetch_gradients, slots, count, sizes, size, chunk);
+
+/// Options of a plan.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_plan_options {
+    /// `sizeof(spw_plan_options)`
+    pub struct_size: u32,
+    /// An `spw_plan_mode`.
+    pub mode: u32,
+    /// Argument of SPW_PLAN_MODE_STRIDE or SPW_PLAN_MODE_COUNT.
+    pub parameter: u64,
+    /// Number of residents: subgroups at the end whose state stays on the GPU.
+    pub residents: u64,
+    /// Seconds of the backward pass that overlaps with the step. With 0, all gradients are already where the plan needs
+    /// them.
+    pub backward: f64,
+}
+
+abi_struct!(spw_plan_options, 32: struct_size, mode, parameter, residents, backward);
+
+/// Predictions of the model for one step of a plan.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_plan_result {
+    /// `sizeof(spw_plan_result)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Seconds from the end of backward until the GPU has all new parameters.
+    pub exposed_seconds: f64,
+    /// Seconds until host memory has the last flushed state, possibly in the next iteration.
+    pub home_seconds: f64,
+    /// Seconds of step, rounding and upload if the CPU does all of them, one after the other.
+    pub serial_seconds: f64,
+    /// Seconds in which the CPU is busy.
+    pub cpu_seconds: f64,
+    /// Seconds in which the link to the GPU is busy.
+    pub h2d_seconds: f64,
+    /// Seconds in which the link to the host is busy.
+    pub d2h_seconds: f64,
+    /// Seconds in which the GPU is busy.
+    pub gpu_seconds: f64,
+    /// Number of SPW_PLACEMENT_GPU subgroups.
+    pub gpu: u64,
+    /// Number of SPW_PLACEMENT_RESIDENT subgroups.
+    pub residents: u64,
+    /// Bytes of GPU memory in addition to the model's.
+    pub gpu_bytes: u64,
+    /// Bytes of pinned host memory.
+    pub host_bytes: u64,
+    /// Bytes transferred to the GPU per step.
+    pub to_device_bytes: u64,
+    /// Bytes transferred to the host per step.
+    pub to_host_bytes: u64,
+}
+
+abi_struct!(spw_plan_result, 112: struct_size, reserved, exposed_seconds, home_seconds, serial_seconds,
+    cpu_seconds, h2d_seconds, d2h_seconds, gpu_seconds, gpu, residents, gpu_bytes, host_bytes,
+    to_device_bytes, to_host_bytes);
+
+/// Plans an interleaved update (Deep Optimizer States section 4). `placements_out` receives an `spw_placement` for each
+/// subgroup, and `result_out` the model's prediction. Either may be NULL. The model simulates the commands of
+/// `spw_interleave_begin` on engines that each process one operation at a time.
+///
+/// # Safety
+/// The structs have `struct_size` bytes, `shape->sizes` is NULL or has `count` entries, `placements_out` is NULL or has
+/// room for `count`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_plan_interleave(
+    rates: *const spw_interleave_rates,
+    shape: *const spw_plan_shape,
+    options: *const spw_plan_options,
+    placements_out: *mut u32,
+    result_out: *mut spw_plan_result,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        let (rates, shape, raw) =
+            unsafe { (read_rates(rates)?, read_shape(shape)?, abi_struct::read(options, "options")?) };
+        let number = usize::try_from(raw.parameter).unwrap_or(usize::MAX);
+        let mode = match raw.mode {
+            0 => Mode::Model,
+            1 => Mode::Eq1,
+            2 => Mode::Paper,
+            3 => Mode::Stride(number),
+            4 => Mode::Count(number),
+            mode => return Err(Error::invalid("options.mode", format!("{mode} is not an spw_plan_mode"))),
+        };
+        let residents = usize::try_from(raw.residents).unwrap_or(usize::MAX);
+        rates.check()?;
+        let chosen = choose::choose(&shape, &rates, residents, raw.backward, mode)
+            .map_err(|error| error.within("options."))?;
+        // SAFETY: as above.
+        unsafe {
+            write_result(&rates, &shape, &chosen.plan, &chosen.prediction, result_out)?;
+            write_placements(&chosen.plan, placements_out);
+        }
+        Ok(())
+    })
+}
+
+/// Predicts the step of a given plan. `placements` has `shape->count` values of `spw_placement`; `backward` is in
+/// seconds, as in `spw_plan_options`.
+///
+/// # Safety
+/// As `spw_plan_interleave`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_plan_predict(
+    rates: *const spw_interleave_rates,
+    shape: *const spw_plan_shape,
+    placements: *const u32,
+    backward: f64,
+    result_out: *mut spw_plan_result,
+) -> spw_status {
+    guard(|| {
+        required(result_out, "result_out")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (rates, shape) = (read_rates(rates)?, read_shape(shape)?);
+            let plan = read_placements(placements, shape.count())?;
+            let prediction = model::predict(&shape, &rates, &plan, backward)?;
+            write_result(&rates, &shape, &plan, &prediction, result_out)
+        }
+    })
+}
+
+/// Writes the predicted step of a plan as a trace for Perfetto (JSON).
+///
+/// # Safety
+/// As `spw_plan_interleave`; `text_out` is NULL or has room for `size` bytes, `needed_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_plan_get_trace(
+    rates: *const spw_interleave_rates,
+    shape: *const spw_plan_shape,
+    placements: *const u32,
+    backward: f64,
+    text_out: *mut c_char,
+    size: usize,
+    needed_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (rates, shape) = (read_rates(rates)?, read_shape(shape)?);
+            let plan = read_placements(placements, shape.count())?;
+            let prediction = model::predict(&shape, &rates, &plan, backward)?;
+            output::write_text(&trace::of_prediction(&prediction).to_json(), text_out, size, needed_out);
+            Ok(())
+        }
+    })
+}
+
+/// Computes the balance of Deep Optimizer States Eq. 1, corrected for the number of state buffers.
+///
+/// - `cpu_per_gpu_out` receives the CPU parameters per GPU parameter at which both sides take equally long. It is
+///   infinite if the CPU is as fast as the link.
+/// - `share_out` receives the GPU's fraction of all parameters, from 0 to 1.
+/// - `one_slot` 1 is the equation as printed: the GPU's step adds to the link's time. 0 is for two state buffers, where
+///   the two overlap.
+/// - `fetched_words` is the number of 4-byte words per parameter that fetching a gradient adds: 0, 0.5 or 1.
+///
+/// # Safety
+/// `rates` points to a struct of `struct_size` bytes, the outputs to a double each.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_plan_share(
+    rates: *const spw_interleave_rates,
+    fetched_words: f64,
+    one_slot: u32,
+    cpu_per_gpu_out: *mut f64,
+    share_out: *mut f64,
+) -> spw_status {
+    guard(|| {
+        let cpu_per_gpu_out = required(cpu_per_gpu_out, "cpu_per_gpu_out")?;
+        let share_out = required(share_out, "share_out")?;
+        // SAFETY: the caller meets the callee's requirements.
+        let rates = unsafe { read_rates(rates) }?;
+        rates.check()?;
+        if !(0.0..=1.0).contains(&fetched_words) {
+            return Err(Error::invalid("fetched_words", format!("{fetched_words} is not between 0 and 1")));
+        }
+        let balance =
+            if abi_struct::flag("one_slot", one_slot)? { Balance::OneSlot } else { Balance::TwoSlots };
+        let ratio = share::cpu_per_gpu(&rates, fetched_words, balance).unwrap_or(f64::INFINITY);
+        // SAFETY: not NULL, and valid by the caller's promise.
+        unsafe {
+            cpu_per_gpu_out.write(ratio);
+            share_out.write(share::gpu_share(&rates, fetched_words, balance));
+        }
+        Ok(())
+    })
+}
+
+unsafe fn read_shape(shape: *const spw_plan_shape) -> Result<Shape> {
+    // SAFETY: the caller meets the callee's requirements.
+    let raw = unsafe { abi_struct::read(shape, "shape") }?;
+    let count = usize::try_from(raw.count).ok().filter(|count| *count <= MAX_SUBGROUPS);
+    let count = count.ok_or_else(|| {
+        Error::invalid("shape.count", format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.count))
+    })?;
+    let sizes = match raw.sizes.is_null() {
+        true => vec![raw.size; count],
+        // SAFETY: the caller's array has `count` entries.
+        false => (0..count).map(|index| unsafe { raw.sizes.add(index).read() }).collect(),
+    };
+    let transfer_dtype = parse_transfer_dtype("shape.transfer_dtype", raw.transfer_dtype)?;
+    let fetch = abi_struct::flag("shape.fetch_gradients", raw.fetch_gradients)?;
+    shape_of(sizes, transfer_dtype, fetch, raw.slots, raw.chunk).map_err(|error| error.within("shape."))
+}
+
+unsafe fn write_result(
+    rates: &Rates,
+    shape: &Shape,
+    plan: &Plan,
+    prediction: &Prediction,
+    result_out: *mut spw_plan_result,
+) -> Result<()> {
+    if result_out.is_null() {
+        return Ok(());
+    }
+    let found = bytes(shape, plan);
+    let [cpu_seconds, h2d_seconds, d2h_seconds, gpu_seconds] = prediction.busy;
+    let values = spw_plan_result {
+        struct_size: 0,
+        reserved: 0,
+        exposed_seconds: prediction.exposed,
+        home_seconds: prediction.home,
+        serial_seconds: shape.total() as f64 / share::serial_throughput(rates),
+        cpu_seconds,
+        h2d_seconds,
+        d2h_seconds,
+        gpu_seconds,
+        gpu: plan.count_on(Placement::Gpu) as u64,
+        residents: plan.count_on(Placement::Resident) as u64,
+        gpu_bytes: found.gpu(),
+        host_bytes: found.host(),
+        to_device_bytes: found.to_device,
+        to_host_bytes: found.to_host,
+    };
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { abi_struct::write(&values, result_out, "result_out") }
+}

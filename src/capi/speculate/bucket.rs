@@ -1,0 +1,241 @@
+//! Buckets of a speculation engine: submission and progress.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::gpu::device::spw_gpu;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self};
+use crate::capi::input::timeout;
+use crate::capi::optim::tensor::{self, spw_tensor};
+use crate::capi::optim::{adagrad, adam, lion};
+use crate::capi::output::{self};
+use crate::capi::speculate::engine::{Rules, spw_spec};
+use crate::error::{Error, Result, RoundError};
+use crate::gpu::stream::{ForeignEvent, ForeignStream};
+use crate::kernel::Optimizer;
+use crate::offload::speculate::{Bucket, Lender, Progress, Tensors, Undo};
+use crate::optim::parallel::Job;
+use crate::stats::{self, OptimizerCounter};
+use crate::sys::event::{Event, Word};
+
+/// Progress of a bucket in the round.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_spec_state {
+    /// Not submitted in this round.
+    SPW_SPEC_STATE_MISSING = 0,
+    /// Submitted. Its spans may change at any moment.
+    SPW_SPEC_STATE_PENDING = 1,
+    /// Stepped, but the round has no verdict yet, so the step may be rolled back.
+    SPW_SPEC_STATE_SPECULATIVE = 2,
+    /// Final. Its spans belong to the caller again.
+    SPW_SPEC_STATE_FINAL = 3,
+}
+
+/// Kind of event that signals that a bucket's gradient is complete. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_spec_event_kind {
+    /// The gradient is already complete.
+    SPW_SPEC_EVENT_KIND_NONE = 0,
+    /// `fd`, an eventfd or the read end of a pipe, becomes readable. The engine duplicates it and reads nothing from
+    /// it. The caller may close it after the call.
+    SPW_SPEC_EVENT_KIND_FD = 1,
+    /// The 32-bit `*word` reaches `value`, counting up modulo 2^32. The engine polls it every 0.2 ms, so a GPU may
+    /// write it. It must stay readable until the bucket has begun or `spw_spec_finish` has returned.
+    SPW_SPEC_EVENT_KIND_WORD = 2,
+    /// The CUDA event `handle` of `gpu` (`event.cuda_event` in torch, a `CUevent` or `cudaEvent_t` in C), as last
+    /// recorded before the call. It may be recorded again or destroyed after the call. The engine polls the driver
+    /// every 0.2 ms.
+    SPW_SPEC_EVENT_KIND_CUDA = 3,
+    /// All work queued on the CUDA stream `handle` of `gpu` (`stream.cuda_stream` in torch) at the time of the call; 0
+    /// is the legacy default stream. The engine polls the driver every 0.2 ms.
+    SPW_SPEC_EVENT_KIND_CUDA_STREAM = 4,
+}
+
+/// The event that signals that a bucket's gradient is complete.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_spec_event {
+    /// `sizeof(spw_spec_event)`
+    pub struct_size: u32,
+    /// An `spw_spec_event_kind`.
+    pub kind: u32,
+    /// File descriptor for SPW_SPEC_EVENT_KIND_FD.
+    pub fd: i32,
+    /// Count for SPW_SPEC_EVENT_KIND_WORD.
+    pub value: u32,
+    /// Address for SPW_SPEC_EVENT_KIND_WORD, aligned to 4 bytes.
+    pub word: *const u32,
+    /// GPU for SPW_SPEC_EVENT_KIND_CUDA and SPW_SPEC_EVENT_KIND_CUDA_STREAM. It may be closed after the call.
+    pub gpu: *const spw_gpu,
+    /// Event for SPW_SPEC_EVENT_KIND_CUDA, stream for SPW_SPEC_EVENT_KIND_CUDA_STREAM.
+    pub handle: u64,
+}
+
+abi_struct!(spw_spec_event, 24: struct_size, kind, fd, value, word, gpu, handle);
+
+/// Submits a bucket and returns at once. The bucket's step starts when `event` has happened, or now if `event` is NULL.
+/// Tensors may have their own options, with the round's grad_scale. The engine copies the structs. Until the bucket is
+/// final the spans, including gradients, belong to the engine, and no other bucket may use them.
+///
+/// - SPW_ERR_NO_ROUND: no round is open.
+/// - SPW_ERR_ROUND_RESOLVED: the round already has its verdict.
+/// - SPW_ERR_BUCKET_SUBMITTED: the bucket was already submitted in this round.
+///
+/// # Safety
+/// `tensors` and their spans are as for `spw_adam_step`, and any thread may use the spans
+/// until the bucket is final. `event` is NULL or points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_submit(
+    spec: Option<&spw_spec>,
+    bucket: u32,
+    tensors: *const spw_tensor,
+    count: u64,
+    event: *const spw_spec_event,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let spec = handle::get(spec)?;
+            let rules = *spec.rules()?;
+            spec.engine.may_submit(bucket)?;
+            let event = parse_event(event)?;
+            let work = spec.bucket(rules, tensors, count)?;
+            spec.submit(bucket, work, event)
+        }
+    })
+}
+
+/// Writes the progress of a bucket, an `spw_spec_state`. If the bucket failed, the call returns its error.
+///
+/// # Safety
+/// `state_out` points to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_get_bucket(
+    spec: Option<&spw_spec>,
+    bucket: u32,
+    state_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let state = match handle::get(spec)?.engine.progress(bucket)? {
+            Progress::Missing => spw_spec_state::SPW_SPEC_STATE_MISSING,
+            Progress::Pending => spw_spec_state::SPW_SPEC_STATE_PENDING,
+            Progress::Speculative => spw_spec_state::SPW_SPEC_STATE_SPECULATIVE,
+            Progress::Final => spw_spec_state::SPW_SPEC_STATE_FINAL,
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write(state as u32, state_out, "state_out") }
+    })
+}
+
+/// Waits until the 16-bit copies of a bucket are valid, for up to `timeout_ms` milliseconds (negative: without limit).
+/// They are valid when the bucket is final, which requires a verdict. With SPW_SPEC_PUBLISH_SPECULATIVE they are valid
+/// once the bucket is stepped. If the bucket failed, the call returns its error.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_spec_wait(spec: Option<&spw_spec>, bucket: u32, timeout_ms: i64) -> spw_status {
+    guard(|| handle::get(spec)?.engine.wait(bucket, timeout(timeout_ms)))
+}
+
+/// Tensors of a bucket, whose spans the caller lent to the engine.
+struct Lent<R> {
+    tensors: Vec<spw_tensor>,
+    rules: Vec<R>,
+}
+
+// SAFETY: the caller of spw_spec_submit lent the spans to any thread until the bucket is final.
+unsafe impl<R: Send> Send for Lent<R> {}
+
+impl<R: Optimizer> Lender<R> for Lent<R> {
+    fn lend(&mut self, copies: bool, shadows: bool) -> Result<Vec<Job<'_, R>>> {
+        let mut tensors = self.tensors.clone();
+        for tensor in tensors.iter_mut().filter(|_| !copies) {
+            (tensor.param_copy, tensor.copy_dtype) = (null_mut(), 0);
+        }
+        for tensor in tensors.iter_mut().filter(|_| !shadows) {
+            (tensor.shadow_param, tensor.shadow_exp_avg, tensor.shadow_exp_avg_sq) =
+                (null_mut(), null_mut(), null_mut());
+        }
+        // SAFETY: the caller of spw_spec_submit lent the spans until the bucket is final, when this is dropped.
+        let spans = unsafe { tensor::spans(&tensors) }?.zip(&self.rules);
+        spans.map(|((_, tensor), rule)| Ok(Job { optimizer: *rule, tensor: tensor? })).collect()
+    }
+}
+
+pub(in crate::capi) unsafe fn parse_event(event: *const spw_spec_event) -> Result<Option<Event>> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let Some(raw) = abi_struct::read_optional(event, "event")? else { return Ok(None) };
+        match raw.kind {
+            0 => Ok(None),
+            1 => Event::readable(raw.fd)
+                .map(Some)
+                .map_err(|error| Error::invalid("event.fd", format!("{}: {error}", raw.fd))),
+            2 => Word::new(raw.word, raw.value)
+                .map(|word| Some(Event::Word(word)))
+                .ok_or_else(|| Error::invalid("event.word", "is NULL or not aligned to 4 bytes")),
+            3 | 4 => gpu_event(&raw).map(Some).map_err(|error| error.within("event.")),
+            other => Err(Error::invalid("event.kind", format!("{other} is not an spw_spec_event_kind"))),
+        }
+    }
+}
+
+unsafe fn gpu_event(raw: &spw_spec_event) -> Result<Event> {
+    // SAFETY: NULL or an open GPU, and a handle of its primary context, by the caller's promise.
+    unsafe {
+        let watches = &handle::get(raw.gpu.as_ref())?.watches;
+        let watch = match raw.kind == spw_spec_event_kind::SPW_SPEC_EVENT_KIND_CUDA as u32 {
+            true => watches.event(ForeignEvent::new(raw.handle, "handle")?)?,
+            false => watches.stream(ForeignStream::new(raw.handle))?,
+        };
+        Ok(Event::Polled(Box::new(watch)))
+    }
+}
+
+impl spw_spec {
+    unsafe fn bucket(&self, rules: Rules, tensors: *const spw_tensor, count: u64) -> Result<Box<dyn Bucket>> {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            match rules {
+                Rules::None => Err(RoundError::NotBegun.into()),
+                Rules::Adam(rule) => {
+                    let own = |own: *const c_void| adam::rule(&adam::parse(own.cast())?);
+                    self.tensors(rule, tensors, count, own, &stats::ADAM)
+                }
+                Rules::Adagrad(rule) => {
+                    let own = |own: *const c_void| adagrad::rule(&adagrad::parse(own.cast())?);
+                    self.tensors(rule, tensors, count, own, &stats::ADAGRAD)
+                }
+                Rules::Lion(rule) => {
+                    let own = |own: *const c_void| lion::rule(&lion::parse(own.cast())?);
+                    self.tensors(rule, tensors, count, own, &stats::LION)
+                }
+            }
+        }
+    }
+
+    pub(in crate::capi) unsafe fn tensors<R: Optimizer + 'static>(
+        &self,
+        rule: R,
+        tensors: *const spw_tensor,
+        count: u64,
+        own: impl Fn(*const c_void) -> Result<R>,
+        counter: &'static OptimizerCounter,
+    ) -> Result<Box<dyn Bucket>> {
+        let own = |options| match own(options)? {
+            own if own.grad_scale() == rule.grad_scale() => Ok(own),
+            _ => Err(Error::invalid("options.grad_scale", "must be equal to the grad_scale of the round")),
+        };
+        // SAFETY: the caller meets the callees' requirements.
+        let (raw, jobs) =
+            unsafe { (tensor::read_all(tensors, count)?, tensor::jobs(tensors, count, &rule, own)?) };
+        tensor::check_shadows(&raw, self.undo == Undo::Shadow)?;
+        let rules = jobs.iter().map(|job| job.optimizer).collect();
+        let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();
+        Ok(Box::new(Tensors::new(Lent { tensors, rules }, self.undo, self.engine.publish(), counter)))
+    }
+}

@@ -1,0 +1,267 @@
+//! Speculation-then-validation: buckets are stepped before the norm of the whole gradient is known.
+#![allow(non_camel_case_types)]
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::optim::adagrad::{self, spw_adagrad_options};
+use crate::capi::optim::adam::{self, spw_adam_options};
+use crate::capi::optim::lion::{self, spw_lion_options};
+use crate::error::{Error, Result};
+use crate::kernel::{AdagradRule, AdamRule, LionRule};
+use crate::offload::speculate::{Clip, Engine, Publication, Publish, Undo};
+
+/// When the 16-bit copies of parameters (param_copy) are written, and when readers may use them. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_spec_publish {
+    /// Written once, when the bucket is final; until then the model may read the old copies. A bucket whose step is
+    /// kept needs one more pass over its parameters (6 bytes each).
+    SPW_SPEC_PUBLISH_FINAL = 0,
+    /// Written by the step, as into a staging buffer. Readers may use them only when the bucket is final.
+    SPW_SPEC_PUBLISH_STAGED = 1,
+    /// Written by the step, and usable at once. `spw_spec_get_rolled_back` names the copies that a verdict invalidated.
+    SPW_SPEC_PUBLISH_SPECULATIVE = 2,
+}
+
+/// Options of an engine.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_spec_options {
+    /// `sizeof(spw_spec_options)`
+    pub struct_size: u32,
+    /// Number of buckets of every round, at most 2^20. Buckets are numbered from 0.
+    pub buckets: u32,
+    /// An exact `spw_undo_mode`: SPW_UNDO_MODE_DELTA, or SPW_UNDO_MODE_SHADOW, where every tensor must have shadow
+    /// spans. With SPW_UNDO_MODE_SHADOW, the shadow spans hold the state after SPW_SPEC_VERDICT_COMMIT and
+    /// SPW_SPEC_VERDICT_REDO. The tensor's own spans hold it after SPW_SPEC_VERDICT_SKIP and an abort. The next round
+    /// names the set with the state as the tensor's own.
+    pub undo_mode: u32,
+    /// An `spw_spec_publish`.
+    pub publish: u32,
+}
+
+abi_struct!(spw_spec_options, 16: struct_size, buckets, undo_mode, publish);
+
+/// Counters since the engine was opened.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_spec_stats {
+    /// `sizeof(spw_spec_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Rounds with the verdict SPW_SPEC_VERDICT_COMMIT.
+    pub commits: u64,
+    /// Rounds with the verdict SPW_SPEC_VERDICT_REDO.
+    pub redos: u64,
+    /// Rounds with the verdict SPW_SPEC_VERDICT_SKIP.
+    pub skips: u64,
+    /// Aborted rounds.
+    pub aborts: u64,
+    /// Buckets stepped before the verdict (speculatively).
+    pub buckets_speculated: u64,
+    /// Speculative steps that were kept.
+    pub buckets_committed: u64,
+    /// Speculative steps that were rolled back and repeated.
+    pub buckets_redone: u64,
+    /// Speculative steps that were rolled back and not repeated.
+    pub buckets_rolled_back: u64,
+    /// Buckets not stepped before the verdict: the verdict was already certain, or the bucket is in device memory.
+    pub buckets_spared: u64,
+    /// Seconds that callers waited in `spw_spec_local_result`, `spw_spec_wait` and `spw_spec_finish`, summed over
+    /// callers.
+    pub seconds_exposed: f64,
+}
+
+abi_struct!(spw_spec_stats, 88: struct_size, reserved, commits, redos, skips, aborts, buckets_speculated,
+    buckets_committed, buckets_redone, buckets_rolled_back, buckets_spared, seconds_exposed);
+
+/// A speculation engine. It has one thread, which distributes steps to the thread pool.
+pub struct spw_spec {
+    pub(in crate::capi) engine: Engine,
+    pub(in crate::capi) undo: Undo,
+    rules: Mutex<Rules>,
+    /// Uploads and GPU steps of each bucket. Dropped after the engine, which uses them.
+    pub(in crate::capi) devices: Mutex<HashMap<u32, Publication>>,
+}
+
+impl Handle for spw_spec {
+    const NAME: &'static str = "spec";
+
+    fn check_process(&self) -> Result<()> {
+        self.engine.check_process()
+    }
+}
+
+/// The coefficients of the round.
+#[derive(Clone, Copy)]
+pub(in crate::capi) enum Rules {
+    None,
+    Adam(AdamRule),
+    Adagrad(AdagradRule),
+    Lion(LionRule),
+}
+
+/// Creates an engine (SuperOffload section 4.4, "speculation-then-validation"). The order of calls in a round is at the
+/// head of this header.
+///
+/// The thread pool steps a bucket as soon as its event has happened, with the factor `options.grad_scale`. It records a
+/// log for an exact rollback, about 1.2 bytes per parameter and at most 13. After the verdict every bucket has the bits
+/// of waiting for the norm and stepping once, whatever the order of arrival. If the partial sum already determines the
+/// verdict, later buckets are only measured, and stepped once after the verdict.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_open(
+    options: *const spw_spec_options,
+    spec_out: *mut *mut spw_spec,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let options = unsafe { abi_struct::read(options, "options") }?;
+        let undo = match options.undo_mode {
+            1 => Undo::Delta,
+            2 => Undo::Shadow,
+            other => {
+                let reason = format!("is {other}, but must be SPW_UNDO_MODE_DELTA or SPW_UNDO_MODE_SHADOW");
+                return Err(Error::invalid("options.undo_mode", reason));
+            }
+        };
+        let publish = match options.publish {
+            0 => Publish::Final,
+            1 => Publish::Staged,
+            2 => Publish::Speculative,
+            other => {
+                return Err(Error::invalid("options.publish", format!("{other} is not an spw_spec_publish")));
+            }
+        };
+        let open = || {
+            let engine = Engine::open(options.buckets, publish).map_err(|error| error.within("options."))?;
+            Ok(spw_spec { engine, undo, rules: Mutex::new(Rules::None), devices: Mutex::default() })
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { handle::open(spec_out, open) }
+    })
+}
+
+/// Opens a round of Adam steps with `options`, including `options.step` and `options.grad_scale` (1 / loss scale). If
+/// the norm over all ranks exceeds `max_norm` (0: no limit), gradients are clipped as by
+/// `torch.nn.utils.clip_grad_norm_` and DeepSpeed:
+///
+///     factor = grad_scale * min(1, max_norm / (norm + 1e-6))          in f64, rounded to f32 once
+///
+/// SPW_ERR_ROUND_OPEN while a round is open, SPW_ERR_BUSY while buckets of the previous round are not final.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_begin_adam(
+    spec: Option<&spw_spec>,
+    options: *const spw_adam_options,
+    max_norm: f64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let options = unsafe { adam::parse(options) }?;
+        let rules = Rules::Adam(adam::rule(&options)?);
+        handle::get(spec)?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
+    })
+}
+
+/// Opens a round of Adagrad steps, as `spw_spec_begin_adam`.
+///
+/// # Safety
+/// As `spw_spec_begin_adam`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_begin_adagrad(
+    spec: Option<&spw_spec>,
+    options: *const spw_adagrad_options,
+    max_norm: f64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let options = unsafe { adagrad::parse(options) }?;
+        let rules = Rules::Adagrad(adagrad::rule(&options)?);
+        handle::get(spec)?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
+    })
+}
+
+/// Opens a round of Lion steps, as `spw_spec_begin_adam`.
+///
+/// # Safety
+/// As `spw_spec_begin_adam`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_begin_lion(
+    spec: Option<&spw_spec>,
+    options: *const spw_lion_options,
+    max_norm: f64,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callee's requirements.
+        let options = unsafe { lion::parse(options) }?;
+        let rules = Rules::Lion(lion::rule(&options)?);
+        handle::get(spec)?.begin(rules, Clip::new(max_norm, options.grad_scale)?)
+    })
+}
+
+/// Reads the counters.
+///
+/// # Safety
+/// `stats_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_get_stats(
+    spec: Option<&spw_spec>,
+    stats_out: *mut spw_spec_stats,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let found = handle::get(spec)?.engine.stats()?;
+            let counts = found.counts;
+            let values = spw_spec_stats {
+                struct_size: 0,
+                reserved: 0,
+                commits: counts.commits,
+                redos: counts.redos,
+                skips: counts.skips,
+                aborts: counts.aborts,
+                buckets_speculated: counts.speculated,
+                buckets_committed: counts.committed,
+                buckets_redone: counts.redone,
+                buckets_rolled_back: counts.rolled_back,
+                buckets_spared: counts.spared,
+                seconds_exposed: found.exposed.as_secs_f64(),
+            };
+            abi_struct::write(&values, stats_out, "stats_out")
+        }
+    })
+}
+
+/// Closes the engine. It first rolls back a round without a verdict, and completes a round with one. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_spec_close(spec: Option<Box<spw_spec>>) -> spw_status {
+    guard(|| {
+        drop(handle::close(spec));
+        Ok(())
+    })
+}
+
+impl spw_spec {
+    fn begin(&self, rules: Rules, clip: Clip) -> Result<()> {
+        let mut mine = self.rules()?;
+        self.engine.begin(clip)?;
+        *mine = rules;
+        Ok(())
+    }
+
+    pub(in crate::capi) fn rules(&self) -> Result<MutexGuard<'_, Rules>> {
+        self.engine.check_process()?;
+        Ok(self.rules.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}

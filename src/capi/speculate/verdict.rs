@@ -1,0 +1,187 @@
+//! The verdict of a speculation round: its inputs, its outcome, and the steps that it rolled back.
+#![allow(non_camel_case_types)]
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self};
+use crate::capi::input::timeout;
+use crate::capi::optim::tensor::{self, spw_step_stats};
+use crate::capi::output::{self, required};
+use crate::capi::speculate::engine::spw_spec;
+use crate::error::{Error, Result};
+use crate::offload::speculate::{Outcome, Verdict};
+use crate::optim::StepStats;
+
+/// Verdict of a round. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_spec_verdict {
+    /// Every bucket's step is kept.
+    SPW_SPEC_VERDICT_COMMIT = 0,
+    /// No bucket is stepped, since a gradient is not finite.
+    SPW_SPEC_VERDICT_SKIP = 1,
+    /// Every bucket is stepped with the clipped factor.
+    SPW_SPEC_VERDICT_REDO = 2,
+}
+
+/// Result of a verdict.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_spec_outcome {
+    /// `sizeof(spw_spec_outcome)`
+    pub struct_size: u32,
+    /// An `spw_spec_verdict`.
+    pub verdict: u32,
+    /// Norm of the scaled gradients of all ranks. NaN if they are not finite, or after `spw_spec_resolve_as`.
+    pub norm: f64,
+    /// Factor on the gradient in the round's final steps; 0 after SPW_SPEC_VERDICT_SKIP.
+    pub grad_scale: f64,
+    /// Number of buckets whose speculative steps are rolled back.
+    pub rolled_back: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+abi_struct!(spw_spec_outcome, 32: struct_size, verdict, norm, grad_scale, rolled_back, reserved);
+
+/// Waits until every bucket of the round is measured, for up to `timeout_ms` milliseconds (0: poll; negative: without
+/// limit). Writes this rank's statistics: the sum of squares of the scaled gradients, added in the order of the bucket
+/// numbers, whatever their order of arrival. With `nonfinite` 1 the sum is NaN. Add the sums of all ranks for
+/// `spw_spec_resolve`.
+///
+/// - SPW_ERR_BUCKET_MISSING: a bucket was not submitted; the message names it.
+/// - SPW_ERR_TIMEOUT: events are outstanding; the message names their buckets.
+///
+/// # Safety
+/// `stats_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_local_result(
+    spec: Option<&spw_spec>,
+    timeout_ms: i64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        required(stats_out, "stats_out")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            tensor::write_stats(handle::get(spec)?.engine.local_result(timeout(timeout_ms))?, stats_out)
+        }
+    })
+}
+
+/// Gives the round the verdict that follows from `global`, the statistics of all ranks, and returns at once. The engine
+/// then rolls back and repeats steps as needed, the bucket that was submitted last first. `outcome_out` may be NULL.
+///
+/// SPW_ERR_BUSY while buckets are being measured: call `spw_spec_local_result` first.
+///
+/// # Safety
+/// `global` and `outcome_out` point to structs of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_resolve(
+    spec: Option<&spw_spec>,
+    global: *const spw_step_stats,
+    outcome_out: *mut spw_spec_outcome,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(outcome_out, "outcome_out")?;
+            let global = abi_struct::read(global, "global")?;
+            let nonfinite = abi_struct::flag("global.nonfinite", global.nonfinite)?;
+            if global.sum_squares < 0.0 {
+                return Err(Error::invalid(
+                    "global.sum_squares",
+                    format!("is {}, but must not be negative", global.sum_squares),
+                ));
+            }
+            let global = StepStats { nonfinite, sum_squares: global.sum_squares };
+            write_outcome(handle::get(spec)?.engine.resolve(global)?, outcome_out)
+        }
+    })
+}
+
+/// Gives the round the caller's own verdict (an `spw_spec_verdict`), for a clipping rule other than that of
+/// `spw_spec_begin_adam`. `grad_scale` is the complete factor for SPW_SPEC_VERDICT_REDO, rounded to f32. Otherwise as
+/// `spw_spec_resolve`.
+///
+/// # Safety
+/// `outcome_out` is NULL or points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_resolve_as(
+    spec: Option<&spw_spec>,
+    verdict: u32,
+    grad_scale: f64,
+    outcome_out: *mut spw_spec_outcome,
+) -> spw_status {
+    guard(|| {
+        let verdict = match verdict {
+            0 => Verdict::Commit,
+            1 => Verdict::Skip,
+            2 if (grad_scale as f32).is_finite() => Verdict::Redo(grad_scale as f32),
+            2 => return Err(Error::invalid("grad_scale", format!("{grad_scale} is not a finite f32"))),
+            other => return Err(Error::invalid("verdict", format!("{other} is not an spw_spec_verdict"))),
+        };
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(outcome_out, "outcome_out")?;
+            write_outcome(handle::get(spec)?.engine.resolve_as(verdict)?, outcome_out)
+        }
+    })
+}
+
+/// Aborts an open round: stepped buckets are rolled back, the others never start. Without an open round it does
+/// nothing. `spw_spec_finish` waits for the rollback.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_spec_abort(spec: Option<&spw_spec>) -> spw_status {
+    guard(|| handle::get(spec)?.engine.abort())
+}
+
+/// Waits until every bucket of the round is final, for up to `timeout_ms` milliseconds (negative: without limit). After
+/// it all spans, and the words of events, belong to the caller again.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_spec_finish(spec: Option<&spw_spec>, timeout_ms: i64) -> spw_status {
+    guard(|| handle::get(spec)?.engine.finish(timeout(timeout_ms)))
+}
+
+/// Writes the buckets whose speculative steps the last verdict rolled back: at most `capacity` numbers to
+/// `buckets_out`, and their total to `count_out`. With SPW_SPEC_PUBLISH_SPECULATIVE the caller fetches these buckets'
+/// 16-bit copies again once the bucket is final.
+///
+/// # Safety
+/// `buckets_out` has room for `capacity` numbers, or is NULL with 0. `count_out` points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_spec_get_rolled_back(
+    spec: Option<&spw_spec>,
+    buckets_out: *mut u32,
+    capacity: u64,
+    count_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let buckets = handle::get(spec)?.engine.rolled_back_buckets()?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_array(&buckets, buckets_out, capacity, "buckets_out", count_out) }
+    })
+}
+
+unsafe fn write_outcome(found: Outcome, to: *mut spw_spec_outcome) -> Result<()> {
+    if to.is_null() {
+        return Ok(());
+    }
+    let verdict = match found.verdict {
+        Verdict::Commit => spw_spec_verdict::SPW_SPEC_VERDICT_COMMIT,
+        Verdict::Skip => spw_spec_verdict::SPW_SPEC_VERDICT_SKIP,
+        Verdict::Redo(_) => spw_spec_verdict::SPW_SPEC_VERDICT_REDO,
+    };
+    let values = spw_spec_outcome {
+        struct_size: 0,
+        verdict: verdict as u32,
+        norm: found.norm,
+        grad_scale: found.factor.into(),
+        rolled_back: found.rolled_back as u32,
+        reserved: 0,
+    };
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { abi_struct::write(&values, to, "outcome_out") }
+}

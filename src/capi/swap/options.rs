@@ -1,0 +1,167 @@
+//! The tiered update: its options, budget and counters.
+#![allow(non_camel_case_types)]
+
+use std::time::Duration;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::input;
+use crate::error::{Error, Result};
+use crate::offload::swap::SwapOptions;
+use crate::offload::swap::budget;
+use crate::offload::swap::encoding::Encoding;
+use crate::pool::region::Backing;
+
+/// Flags of a tiered update, combined by addition.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_swap_flag {
+    /// Use base pages even if 2 MiB pages are available.
+    SPW_SWAP_FLAG_NO_HUGE_PAGES = 1,
+    /// Do not lock the memory (mlock).
+    SPW_SWAP_FLAG_NO_LOCK = 2,
+    /// Use the paths without taking turns. Without this flag, the node's processes of one user take turns on each path:
+    /// one process uses it while the others use another path first (MLP-Offload section 3.1).
+    SPW_SWAP_FLAG_NO_TURNS = 4,
+    /// Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 10
+    /// bytes per parameter on the tier and in memory instead of 12. Every step needs the weights that the step before
+    /// published. A resumed tier needs the weights of its commit: save them with it, else param is lost. A checksum
+    /// detects weights that do not match the state; then nothing is changed.
+    SPW_SWAP_FLAG_SPLIT_MASTER = 8,
+}
+
+/// Settings of a tiered update.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_swap_options {
+    /// `sizeof(spw_swap_options)`
+    pub struct_size: u32,
+    /// Sum of `spw_swap_flag`.
+    pub flags: u32,
+    /// Limit on host memory for state, in bytes; 2 MiB pages may add 1/64. `spw_swap_plan_budget` computes the
+    /// resulting budget.
+    pub memory_budget: u64,
+    /// Number of elements of each subgroup. The array may be freed after the call.
+    pub elements: *const u64,
+    /// Number of subgroups, at most 2^20.
+    pub subgroups: u64,
+    /// Each path's share of the state, in any unit, one entry per path of the tier. NULL: proportional to measured
+    /// bandwidth (MLP-Offload Eq. 1).
+    pub ratio: *const f64,
+    /// Initial estimate of each path's bandwidth, in bytes per second. NULL: equal until the first update has measured
+    /// it.
+    pub speeds: *const f64,
+    /// Milliseconds that a process waits for its turn on a path before it proceeds without the turn; 0: 30000.
+    pub turn_timeout_ms: u64,
+}
+
+abi_struct!(spw_swap_options, 56: struct_size, flags, memory_budget, elements, subgroups, ratio, speeds,
+    turn_timeout_ms);
+
+/// Memory and traffic of a tiered update.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_swap_budget {
+    /// `sizeof(spw_swap_budget)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Bytes of host memory for buffers and masters, all allocated at open.
+    pub host_bytes: u64,
+    /// Bytes of one buffer. It holds the stored state of the largest subgroup.
+    pub buffer_bytes: u64,
+    /// Number of buffers.
+    pub buffers: u64,
+    /// Buffers that keep their subgroup between updates. Subgroups that cannot be split are not kept.
+    pub cached: u64,
+    /// Bytes of all state.
+    pub state_bytes: u64,
+    /// Bytes that an update reads from the tier, and also the bytes that it writes. A commit also writes the cached
+    /// subgroups.
+    pub step_bytes: u64,
+    /// Bytes of one master buffer (SPW_SWAP_FLAG_SPLIT_MASTER), which holds the f32 param of the largest subgroup.
+    pub master_bytes: u64,
+    /// Number of master buffers; 0 if every buffer includes its own.
+    pub masters: u64,
+    /// Bytes of host memory that suffice for all paths to read and write at once, without any cached subgroups.
+    pub working_bytes: u64,
+}
+
+abi_struct!(spw_swap_budget, 56: struct_size, reserved, host_bytes, buffer_bytes, buffers, cached,
+    state_bytes, step_bytes, master_bytes, masters, working_bytes);
+
+/// Counters since open.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_swap_stats {
+    /// `sizeof(spw_swap_stats)`
+    pub struct_size: u32,
+    /// 0
+    pub reserved: u32,
+    /// Updates started, including the first fill.
+    pub rounds: u64,
+    /// Subgroups that an update found in memory (cache hits).
+    pub hits: u64,
+    /// Subgroups read from the tier.
+    pub fetched: u64,
+    /// Subgroups written to the tier.
+    pub flushed: u64,
+    /// Pieces of subgroups that moved to another path.
+    pub moved: u64,
+    /// Seconds in which the step waited for data.
+    pub exposed_seconds: f64,
+}
+
+abi_struct!(spw_swap_stats, 56: struct_size, reserved, rounds, hits, fetched, flushed, moved,
+    exposed_seconds);
+
+/// Maximum number of subgroups. Each is an extent of the tier.
+const MAX_SUBGROUPS: u64 = 1 << 20;
+
+pub(in crate::capi) unsafe fn parse(options: *const spw_swap_options, paths: usize) -> Result<SwapOptions> {
+    // SAFETY: the caller meets the callee's requirements.
+    let raw = unsafe { abi_struct::read(options, "options") }?;
+    abi_struct::flags("options.flags", raw.flags, 15)?;
+    if raw.subgroups > MAX_SUBGROUPS {
+        let reason = format!("is {}, but the limit is {MAX_SUBGROUPS}", raw.subgroups);
+        return Err(Error::invalid("options.subgroups", reason));
+    }
+    let turn_timeout =
+        Duration::from_millis(if raw.turn_timeout_ms == 0 { 30_000 } else { raw.turn_timeout_ms });
+    // SAFETY: the caller's promise: one number per subgroup, or per path.
+    unsafe {
+        let numbers =
+            |from: *const f64| (!from.is_null()).then(|| std::slice::from_raw_parts(from, paths).to_vec());
+        let elements = input::array(raw.elements, raw.subgroups, "options.elements")?.to_vec();
+        Ok(SwapOptions {
+            subgroups: elements,
+            usual: if raw.flags & 8 == 0 { Encoding::Full } else { Encoding::SplitMaster },
+            memory_budget: raw.memory_budget,
+            backing: Backing { huge: raw.flags & 1 == 0, lock: raw.flags & 2 == 0, node: None },
+            ratio: numbers(raw.ratio),
+            speeds: numbers(raw.speeds).unwrap_or_default(),
+            exclusive: raw.flags & 4 == 0,
+            turn_timeout,
+        })
+    }
+}
+
+pub(in crate::capi) unsafe fn write_budget(
+    plan: budget::Budget,
+    budget_out: *mut spw_swap_budget,
+) -> Result<()> {
+    let values = spw_swap_budget {
+        struct_size: 0,
+        reserved: 0,
+        host_bytes: plan.host_bytes,
+        buffer_bytes: plan.buffer_bytes,
+        buffers: plan.buffers as u64,
+        cached: plan.cached as u64,
+        state_bytes: plan.state_bytes,
+        step_bytes: plan.step_bytes,
+        master_bytes: plan.master_bytes,
+        masters: plan.masters as u64,
+        working_bytes: plan.working_bytes,
+    };
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { abi_struct::write(&values, budget_out, "budget_out") }
+}

@@ -1,0 +1,316 @@
+//! The tiered update: optimizer state is stored on a tier and updated through a few buffers of host memory.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::inputs::{check_aligned, published, read_tensors, with_state};
+use super::options::{parse, spw_swap_budget, spw_swap_options, spw_swap_stats, write_budget};
+use crate::capi::abi_struct;
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::input;
+use crate::capi::optim::adam::{self, spw_adam_options};
+use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
+use crate::capi::tier::spw_tier;
+use crate::dtype::bf16;
+use crate::error::{Error, Result};
+use crate::kernel::squares;
+use crate::offload::swap::budget;
+use crate::offload::swap::encoding::STREAMS;
+use crate::offload::swap::{SubgroupState, Swap};
+use crate::optim::{self, StepStats};
+use crate::sys::span::Span;
+
+/// A tiered update: subgroups of optimizer state on a tier. A subgroup has f32 param (the master weight), exp_avg and
+/// exp_avg_sq, 12 bytes per parameter.
+pub struct spw_swap(pub(in crate::capi) Swap);
+
+impl Handle for spw_swap {
+    const NAME: &'static str = "swap";
+
+    fn check_process(&self) -> Result<()> {
+        self.0.check_process()
+    }
+}
+
+/// Computes the memory and traffic of `spw_swap_open` with these options on a tier of `paths` paths. It allocates no
+/// buffers. More than 1024 paths are an error.
+///
+/// # Safety
+/// `options` and `budget_out` point to structs of `struct_size` bytes, with `options` as for `spw_swap_open`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_plan_budget(
+    options: *const spw_swap_options,
+    paths: u64,
+    budget_out: *mut spw_swap_budget,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(budget_out, "budget_out")?;
+            let options = parse(options, 0)?;
+            let paths = usize::try_from(paths).ok().filter(|paths| *paths <= 1024);
+            let paths = paths.ok_or_else(|| Error::invalid("paths", "must be at most 1024"))?;
+            let plan = budget::plan(&options.subgroups, options.usual, paths, options.memory_budget)?;
+            write_budget(plan, budget_out)
+        }
+    })
+}
+
+/// Creates a tiered update: allocates all its memory and defines an extent of the tier for each subgroup. A resumed
+/// tier with the same subgroups keeps their state; otherwise call `spw_swap_fill` next. The caller keeps the tier open
+/// until `spw_swap_close`, and commits and rolls back only through the update. A tier has one update at a time: another
+/// open is SPW_ERR_BUSY.
+///
+/// # Safety
+/// `options` points to a struct of `struct_size` bytes. Its `elements` has `subgroups` entries; its `ratio` and
+/// `speeds` are NULL or have one entry per path of the tier. `swap_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_open(
+    tier: Option<&spw_tier>,
+    options: *const spw_swap_options,
+    swap_out: *mut *mut spw_swap,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        let (tier, options) = unsafe {
+            let tier = Arc::clone(&handle::get(tier)?.0);
+            let paths = tier.paths().len();
+            (tier, parse(options, paths)?)
+        };
+        // SAFETY: as above.
+        unsafe { handle::open(swap_out, || Ok(spw_swap(Swap::open(tier, &options)?))) }
+    })
+}
+
+/// Writes the memory and traffic that the update was opened with.
+///
+/// # Safety
+/// `budget_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_get_budget(
+    swap: Option<&mut spw_swap>,
+    budget_out: *mut spw_swap_budget,
+) -> spw_status {
+    guard(|| {
+        let swap = &handle::get_mut(swap)?.0;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { write_budget(swap.budget(), budget_out) }
+    })
+}
+
+/// Sets the state of every subgroup. `states` has three addresses per subgroup, of its f32 param, exp_avg and
+/// exp_avg_sq. The call copies from them; NULL means zeros.
+///
+/// # Safety
+/// `states` points to `3 * subgroups` addresses. Each is NULL or points to as many floats as the subgroup has elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *const *const f32) -> spw_status {
+    guard(|| {
+        let swap = &mut handle::get_mut(swap)?.0;
+        if states.is_null() {
+            return Err(Error::invalid("states", "is NULL"));
+        }
+        swap.fill(|subgroup, state| {
+            let SubgroupState { param, exp_avg, exp_avg_sq } = state;
+            for (stream, to) in [param, exp_avg, exp_avg_sq].into_iter().enumerate() {
+                // SAFETY: the caller's promise: 3 addresses per subgroup, each of `to.len()` floats.
+                unsafe {
+                    let from = states.add(STREAMS * subgroup + stream).read();
+                    match from.is_null() {
+                        true => to.fill(0.0),
+                        false => std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()),
+                    }
+                }
+            }
+            Ok(())
+        })
+    })
+}
+
+/// Does one Adam step of all subgroups, with the same bits as `spw_adam_step` on tensors in memory. Each subgroup is
+/// fetched, stepped, and written back unless it stays in memory for the next update. Fetches, steps and writes overlap.
+/// Gradients (f32, bf16 or f16) are read in place and are never written to the tier.
+///
+/// `tensors[i]` is subgroup i. It names `n`, `grad` and optionally `param_copy`, which receives the new parameter in 16
+/// bits. param_dtype and state_dtype are SPW_DTYPE_F32. param, exp_avg, exp_avg_sq and the shadow spans are NULL.
+///
+/// With SPW_SWAP_FLAG_SPLIT_MASTER, `param_copy` is bf16 and required. On entry it holds the weights of the step before
+/// (at first, the filled param rounded); the step replaces them. Alternatively `param` names these weights, with
+/// param_dtype SPW_DTYPE_BF16, and they stay unchanged. A caller that may roll back keeps two sets of weights and
+/// alternates them. Weights that do not match the state are an error.
+///
+/// After an error some subgroups may have been stepped. Then every call but `spw_swap_rollback` and `spw_swap_close`
+/// is SPW_ERR_BUSY.
+///
+/// # Safety
+/// As `spw_adam_step`; `count` is the number of subgroups.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_adam_step(
+    swap: Option<&mut spw_swap>,
+    options: *const spw_adam_options,
+    tensors: *const spw_tensor,
+    count: u64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        let swap = &mut handle::get_mut(swap)?.0;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            let raw = read_tensors(swap, tensors, count)?;
+            adam::check(options, &raw)?;
+            let mut seen = vec![0.0; raw.len()];
+            swap.step_with(&|subgroup| published(&raw[subgroup]), |subgroup, state| {
+                let whole = with_state(raw[subgroup], state);
+                let named =
+                    |error: Error| error.without("tensors[0].").within(&format!("tensors[{subgroup}]."));
+                let mut jobs = adam::jobs(options, &whole, 1).map_err(named)?;
+                seen[subgroup] = optim::adam::step(&mut jobs, !stats_out.is_null())?.sum_squares;
+                Ok(())
+            })?;
+            // A call leaves tensors of no elements out of its sum.
+            let seen: Vec<f64> =
+                seen.into_iter().zip(&raw).filter(|(_, raw)| raw.n > 0).map(|(sum, _)| sum).collect();
+            tensor::write_stats(StepStats::of(squares_of(&seen)), stats_out)
+        }
+    })
+}
+
+/// Copies the f32 state of one subgroup to the caller's memory; NULL skips a part. Steps since the last commit are
+/// included. `weights` are the bf16 weights that belong to the state. With SPW_SWAP_FLAG_SPLIT_MASTER they are required
+/// to read param, and weights that do not match the state are an error. Otherwise they are not used and may be NULL.
+///
+/// # Safety
+/// Each output is NULL or has room for as many floats as the subgroup has elements. `weights` is NULL or has as many
+/// bf16 numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_read(
+    swap: Option<&mut spw_swap>,
+    subgroup: u64,
+    weights: *const c_void,
+    param_out: *mut f32,
+    exp_avg_out: *mut f32,
+    exp_avg_sq_out: *mut f32,
+) -> spw_status {
+    guard(|| {
+        let swap = &mut handle::get_mut(swap)?.0;
+        check_aligned(weights, "weights")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let (subgroup, to) = lent(swap, subgroup, [param_out, exp_avg_out, exp_avg_sq_out])?;
+            let weights = match weights.is_null() {
+                true => None,
+                false => Some(std::slice::from_raw_parts(weights.cast::<bf16>(), swap.elements(subgroup)?)),
+            };
+            swap.read(subgroup, weights, to)
+        }
+    })
+}
+
+/// Replaces the f32 state of one subgroup, between steps. NULL leaves a part unchanged. If param is given with
+/// SPW_SWAP_FLAG_SPLIT_MASTER, the weights on entry of the next step are this param, rounded to nearest even; the
+/// rounding of every NaN is 0x7fc0. `spw_swap_commit` makes
+/// the new state durable, and `spw_swap_rollback` discards it.
+///
+/// # Safety
+/// Each address is NULL or points to as many floats as the subgroup has elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_write(
+    swap: Option<&mut spw_swap>,
+    subgroup: u64,
+    param: *const f32,
+    exp_avg: *const f32,
+    exp_avg_sq: *const f32,
+) -> spw_status {
+    guard(|| {
+        let swap = &mut handle::get_mut(swap)?.0;
+        let parts = [param, exp_avg, exp_avg_sq].map(<*const f32>::cast_mut);
+        // SAFETY: the caller meets the callee's requirements; nothing is written through these spans.
+        let (subgroup, from) = unsafe { lent(swap, subgroup, parts) }?;
+        swap.write(subgroup, from)
+    })
+}
+
+/// Makes all state durable as `step`: writes dirty subgroups from memory, then commits the tier (`spw_tier_commit`,
+/// with its errors). The next open returns the payload.
+///
+/// # Safety
+/// `payload` points to `payload_bytes` bytes, or is NULL if there are none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_commit(
+    swap: Option<&mut spw_swap>,
+    step: u64,
+    payload: *const c_void,
+    payload_bytes: u64,
+) -> spw_status {
+    guard(|| {
+        let swap = &mut handle::get_mut(swap)?.0;
+        // SAFETY: the caller meets the callee's requirements.
+        swap.commit(step, unsafe { input::payload(payload, payload_bytes) }?)
+    })
+}
+
+/// Rolls back to the last commit, in memory and on the tier, also after a failed step.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_swap_rollback(swap: Option<&mut spw_swap>) -> spw_status {
+    guard(|| handle::get_mut(swap)?.0.rollback())
+}
+
+/// Writes the counters since open.
+///
+/// # Safety
+/// `stats_out` points to a struct of `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_swap_get_stats(
+    swap: Option<&mut spw_swap>,
+    stats_out: *mut spw_swap_stats,
+) -> spw_status {
+    guard(|| {
+        let seen = handle::get_mut(swap)?.0.stats();
+        let stats = spw_swap_stats {
+            struct_size: 0,
+            reserved: 0,
+            rounds: seen.pipeline.rounds,
+            hits: seen.pipeline.hits,
+            fetched: seen.pipeline.fetched,
+            flushed: seen.pipeline.flushed,
+            moved: seen.moved,
+            exposed_seconds: seen.exposed_seconds,
+        };
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { abi_struct::write(&stats, stats_out, "stats_out") }
+    })
+}
+
+/// Frees the update. The tier stays open; state that was not committed is lost. NULL does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_swap_close(swap: Option<Box<spw_swap>>) -> spw_status {
+    guard(|| {
+        drop(handle::close(swap));
+        Ok(())
+    })
+}
+
+/// A subgroup's number, and the caller's memory for its param and states. NULL becomes an empty span.
+unsafe fn lent(swap: &Swap, subgroup: u64, parts: [*mut f32; STREAMS]) -> Result<(usize, [Span; STREAMS])> {
+    let subgroup = usize::try_from(subgroup).unwrap_or(usize::MAX);
+    let bytes = swap.elements(subgroup)? * size_of::<f32>();
+    // SAFETY: the caller lends that many floats until the call returns.
+    let span = |part: *mut f32| unsafe { Span::new(part.cast(), bytes) };
+    Ok((subgroup, parts.map(|part| if part.is_null() { None } else { span(part) }.unwrap_or(Span::empty()))))
+}
+
+/// Adds the sums of subgroups in the order in which one call adds those of its tensors.
+fn squares_of(parts: &[f64]) -> f64 {
+    match parts {
+        [] => 0.0,
+        [one] => *one,
+        many => {
+            let (left, right) = many.split_at(many.len() / 2);
+            squares::add(squares_of(left), squares_of(right))
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! The virtual tier: extents, transfers, commits.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_void};
+
+use super::open::spw_tier;
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle;
+use crate::capi::input::{self, timeout};
+use crate::capi::output::{self, required};
+use crate::error::{Error, Result};
+use crate::sys::span::Span;
+use crate::tier::extent::MAX_STREAMS;
+use crate::tier::{ExtentPlacement, Tier};
+
+/// Finds or creates the extent `name`, with `stream_count` (at most 64) streams of `stream_bytes[i]` bytes each, and
+/// writes its number. A name has 1 to 255 bytes. An existing extent with other streams is SPW_ERR_FOREIGN. The number is valid while the tier is
+/// open.
+///
+/// # Safety
+/// `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_define(
+    tier: Option<&spw_tier>,
+    name: *const c_char,
+    stream_bytes: *const u64,
+    stream_count: u64,
+    extent_out: *mut u32,
+) -> spw_status {
+    guard(|| {
+        let extent_out = required(extent_out, "extent_out")?;
+        let tier = &handle::get(tier)?.0;
+        if stream_bytes.is_null() {
+            return Err(Error::invalid("stream_bytes", "is NULL"));
+        }
+        if stream_count > MAX_STREAMS as u64 {
+            let reason = format!("is {stream_count}, but an extent has at most {MAX_STREAMS} streams");
+            return Err(Error::invalid("stream_count", reason));
+        }
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let streams = input::array(stream_bytes, stream_count, "stream_bytes")?;
+            extent_out.write(tier.define(input::text(name, "name")?, streams)?);
+        }
+        Ok(())
+    })
+}
+
+/// Removes an extent with the next commit. `spw_tier_define` of the extent before that commit cancels the removal. Both
+/// are SPW_ERR_BUSY while a commit is in flight.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_tier_remove(tier: Option<&spw_tier>, extent: u32) -> spw_status {
+    guard(|| handle::get(tier)?.0.remove(extent))
+}
+
+/// The paths that `spw_tier_put` writes an extent to.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_target {
+    /// `sizeof(spw_tier_target)`
+    pub struct_size: u32,
+    /// Number of the path, if `path_blocks` is NULL.
+    pub path: u32,
+    /// NULL, or the number of blocks for each path: the extent is striped over the paths. Remaining blocks go to the
+    /// last path with a nonzero entry.
+    pub path_blocks: *const u32,
+    /// Number of entries of `path_blocks`.
+    pub path_count: u64,
+}
+
+abi_struct!(spw_tier_target, 24: struct_size, path, path_blocks, path_count);
+
+/// Starts to write an extent, and returns at once with a ticket for `spw_tier_wait`. `streams` has one pointer for each
+/// stream; the memory must stay unchanged until the ticket was waited for. Any alignment is allowed; pinned memory is
+/// fastest. `target` NULL selects the extent's present path, or the path with the least data.
+///
+/// If a path fails or is full, another path is used; the wait is an error only if no path accepted the data. The
+/// committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is in
+/// flight.
+///
+/// # Safety
+/// The streams stay unchanged until the ticket was waited for. `target` is NULL or points to a struct of `struct_size`
+/// bytes, `ticket_out` points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_put(
+    tier: Option<&spw_tier>,
+    extent: u32,
+    streams: *const *const c_void,
+    target: *const spw_tier_target,
+    ticket_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let tier = &handle::get(tier)?.0;
+        let ticket_out = required(ticket_out, "ticket_out")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let placement = placement_of(target)?;
+            let spans = spans(tier, extent, streams, "streams", false)?;
+            ticket_out.write(tier.write(extent, &spans, &placement, None)?);
+        }
+        Ok(())
+    })
+}
+
+unsafe fn placement_of(target: *const spw_tier_target) -> Result<ExtentPlacement> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let Some(raw) = abi_struct::read_optional(target, "target")? else {
+            return Ok(ExtentPlacement::Auto);
+        };
+        if raw.path_blocks.is_null() {
+            return match raw.path_count {
+                0 => Ok(ExtentPlacement::On(raw.path)),
+                _ => Err(Error::invalid("target.path_blocks", "is NULL, but path_count is not 0")),
+            };
+        }
+        if raw.path_count == 0 || raw.path_count > 1 << 16 {
+            return Err(Error::invalid(
+                "target.path_count",
+                format!("is {}, but must be 1 to 65536", raw.path_count),
+            ));
+        }
+        let blocks = input::array(raw.path_blocks, raw.path_count, "target.path_blocks")?;
+        Ok(ExtentPlacement::Striped(
+            (0..).zip(blocks.iter().copied()).filter(|(_, blocks)| *blocks > 0).collect(),
+        ))
+    }
+}
+
+/// Starts to read an extent: the last put that was waited for, or after an open the committed contents. `streams_out`
+/// has one pointer for each stream; NULL skips the stream. The memory is in use until the ticket was waited for, after
+/// SPW_ERR_DEADLINE for longer (see `spw_tier_wait`). The wait succeeds only if every block matches its checksum;
+/// SPW_ERR_CORRUPT names path, extent, block and offset.
+///
+/// # Safety
+/// No other code uses the streams until the ticket was waited for, or longer as above. `ticket_out` points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_get(
+    tier: Option<&spw_tier>,
+    extent: u32,
+    streams_out: *const *mut c_void,
+    ticket_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let tier = &handle::get(tier)?.0;
+        let ticket_out = required(ticket_out, "ticket_out")?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let spans = spans(tier, extent, streams_out.cast(), "streams_out", true)?;
+            ticket_out.write(tier.read(extent, &spans, false)?);
+        }
+        Ok(())
+    })
+}
+
+/// Waits for a ticket for up to `timeout_ms` milliseconds (0: poll; negative: without limit). After the call the ticket
+/// is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or
+/// read.
+///
+/// Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path gave no answer within the tier's
+/// `io_timeout_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused
+/// until the process ends. Memory of spw_pool and spw_pinned may be freed: the library quarantines it until the system
+/// answers. After any other status the streams are free.
+///
+/// # Safety
+/// `generation_out` is NULL or points to a u64.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_wait(
+    tier: Option<&spw_tier>,
+    ticket: u64,
+    timeout_ms: i64,
+    generation_out: *mut u64,
+) -> spw_status {
+    guard(|| {
+        let generation = handle::get(tier)?.0.wait(ticket, timeout(timeout_ms))?;
+        // SAFETY: the caller meets the callee's requirements.
+        unsafe { output::write_optional(generation, generation_out) };
+        Ok(())
+    })
+}
+
+/// Makes all puts so far durable as step `step`, with a payload of up to 1 MiB that the next open returns. The call
+/// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight.
+///
+/// If a put failed since the last commit, the commit returns its error until the extent is put again or
+/// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices gave no
+/// answer, it may find this step instead.
+///
+/// If files of a path were removed, renamed or replaced, the path has failed. The commit moves the path's extents to
+/// other paths, or it is SPW_ERR_PATH_MISSING.
+///
+/// # Safety
+/// `payload` points to `payload_bytes` bytes, or is NULL if there are none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_commit(
+    tier: Option<&spw_tier>,
+    step: u64,
+    payload: *const c_void,
+    payload_bytes: u64,
+) -> spw_status {
+    guard(|| {
+        let tier = &handle::get(tier)?.0;
+        // SAFETY: the caller meets the callee's requirements.
+        tier.commit(step, unsafe { input::payload(payload, payload_bytes) }?)
+    })
+}
+
+/// Discards all puts since the last commit, after it has waited for puts in flight. Reads return the committed contents
+/// again. SPW_ERR_BUSY while a commit is in flight.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_tier_rollback(tier: Option<&spw_tier>) -> spw_status {
+    guard(|| handle::get(tier)?.0.rollback())
+}
+
+/// The caller's memory for each stream; with `optional`, NULL is an empty span.
+unsafe fn spans(
+    tier: &Tier,
+    extent: u32,
+    streams: *const *const c_void,
+    argument: &'static str,
+    optional: bool,
+) -> Result<Vec<Span>> {
+    if streams.is_null() {
+        return Err(Error::invalid(argument, "is NULL"));
+    }
+    let shape = tier.shape(extent)?;
+    let span = |(n, bytes): (usize, &u64)| {
+        // SAFETY: the caller has one pointer for each stream, valid for its bytes.
+        unsafe {
+            let start = streams.add(n).read().cast_mut().cast::<u8>();
+            let len = if start.is_null() && optional { 0 } else { *bytes as usize };
+            Span::new(start, len).ok_or_else(|| Error::invalid(format!("{argument}[{n}]"), "is NULL"))
+        }
+    };
+    shape.streams().iter().enumerate().map(span).collect()
+}

@@ -1,0 +1,112 @@
+//! The virtual tier: opening, closing, deleting.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_char;
+use std::sync::Arc;
+
+use super::options::{owner, parse, spw_tier_options};
+use crate::capi::abi_struct;
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::handle::{self, Handle};
+use crate::capi::input::{path, timeout};
+use crate::error::{Error, Result};
+use crate::tier::Tier;
+use crate::tier::options::PathLocation;
+
+/// A virtual tier: named extents stored over several paths (MLP-Offload section 3.2; commits and checksums are
+/// Spillway's own).
+///
+/// An extent is a named object with up to 64 byte streams, for example the master weights and moments of a subgroup. A
+/// put replaces an extent's contents. `spw_tier_commit` makes all puts so far durable as one step. After a crash at any
+/// moment, the next open finds the last committed step complete. Every read verifies the checksum of each block.
+pub struct spw_tier(pub(in crate::capi) Arc<Tier>);
+
+impl Handle for spw_tier {
+    const NAME: &'static str = "tier";
+
+    fn check_process(&self) -> Result<()> {
+        self.0.check_process()
+    }
+}
+
+/// Opens a tier, or creates one. Each path gets a directory job/host/rank-N with a lock file. The lock is held until
+/// the tier is closed and its last operation has ended, or until the process ends.
+///
+/// - SPW_ERR_LOCKED: a live process holds the lock; the message names it.
+/// - SPW_ERR_DEADLINE: the file system of a path gave no answer for `io_timeout_ms`.
+/// - SPW_ERR_FORMAT: a directory has another format version.
+/// - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
+/// - SPW_ERR_FOREIGN: a directory belongs to another run, rank or number of ranks.
+/// - SPW_ERR_FOREIGN: a file or directory belongs to another user, is a symbolic link, or is a file with a second name.
+/// - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_FLAG_DEGRADED opens without it.
+///
+/// New directories have mode 0700 and new files 0600. If the user's own files are accessible to others, or the user's
+/// own directories writable by others, the open removes these permissions and logs a warning.
+///
+/// If paths were opened separately, each without the other, the later commit wins. A tie is SPW_ERR_FOREIGN until one
+/// of the paths is opened alone.
+///
+/// In an object store the lock names the machine by its machine-id. If two machines of the same name share a
+/// machine-id, as copies of one image may, a live holder on the other machine counts as dead.
+///
+/// # Safety
+/// `options` and its paths point to structs of `struct_size` bytes with C strings, `tier_out` points to a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_open(
+    options: *const spw_tier_options,
+    tier_out: *mut *mut spw_tier,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let options = parse(&abi_struct::read(options, "options")?)?;
+            handle::open(tier_out, || Ok(spw_tier(Arc::new(Tier::open(options)?))))
+        }
+    })
+}
+
+/// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
+/// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
+/// If a tiered update uses the tier, the tier ends with the update. Streams of tickets that were not waited for must be
+/// presumed in use after this call.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -> spw_status {
+    guard(|| match handle::close(tier).and_then(|tier| Arc::into_inner(tier.0)) {
+        Some(tier) => tier.close(timeout(timeout_ms)),
+        None => Ok(()),
+    })
+}
+
+/// Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
+/// operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. Delete
+/// such files later with `spw_tier_collect`. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn spw_tier_destroy(tier: Option<Box<spw_tier>>) -> spw_status {
+    guard(|| {
+        let forked = tier.as_ref().map_or(Ok(()), |tier| tier.check_process());
+        let Some(opened) = handle::close(tier) else { return forked };
+        match Arc::into_inner(opened.0) {
+            Some(tier) => tier.destroy(),
+            None => Err(Error::Busy(
+                "an open spw_swap still uses the tier; its files were not removed".to_string(),
+            )),
+        }
+    })
+}
+
+/// Deletes the files that a dead run left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` NULL means
+/// this machine's name. A live run is SPW_ERR_LOCKED, a run without files SPW_ERR_NOT_FOUND.
+///
+/// # Safety
+/// The strings are C strings; `host` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_collect(
+    directory: *const c_char,
+    job: *const c_char,
+    host: *const c_char,
+    rank: u32,
+) -> spw_status {
+    // SAFETY: the caller meets the callees' requirements.
+    guard(|| unsafe { PathLocation::of(path(directory, "directory")?).collect(&owner(job, host, rank)?) })
+}

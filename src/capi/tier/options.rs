@@ -1,0 +1,215 @@
+//! Options of the virtual tier.
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_char;
+use std::time::Duration;
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::input::{path, text};
+use crate::error::{Error, Result};
+use crate::io::options::BackendChoice;
+use crate::sys::host;
+use crate::tier::directory::Owner;
+use crate::tier::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
+
+/// How `spw_tier_open` treats existing state. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_mode {
+    /// Resume a committed state if there is one, else create a tier. SPW_ERR_FOREIGN if this rank's state is in a
+    /// directory of another host and no process holds its lock.
+    SPW_TIER_MODE_AUTO = 0,
+    /// Create a tier. A committed state on one of the paths is SPW_ERR_FOREIGN.
+    SPW_TIER_MODE_CREATE = 1,
+    /// Resume at the last committed step. Without one it is SPW_ERR_NO_STATE.
+    SPW_TIER_MODE_RESUME = 2,
+}
+
+/// Durability of a commit. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_durability {
+    /// The commit waits until the devices report data and superblocks durable (fdatasync). It survives a power cut.
+    SPW_TIER_DURABILITY_DATA = 0,
+    /// The commit does not wait for the devices. It survives the end of the process, but not always a power cut.
+    SPW_TIER_DURABILITY_PROCESS = 1,
+    /// As SPW_TIER_DURABILITY_DATA; the commit also syncs directories and reads superblocks back.
+    SPW_TIER_DURABILITY_FULL = 2,
+}
+
+/// Kinds of paths. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_path_kind {
+    /// An existing directory on a local disk or a mounted file system. Or an existing bucket, as `s3://BUCKET/PREFIX`.
+    SPW_TIER_PATH_KIND_DIRECTORY = 0,
+    /// Memory of this process. Its contents are lost when the process ends, even if committed.
+    SPW_TIER_PATH_KIND_MEMORY = 1,
+}
+
+/// Flags of a tier, combined by addition.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_tier_flag {
+    /// Open without missing paths; `spw_tier_get_opened` counts what is lost.
+    SPW_TIER_FLAG_DEGRADED = 1,
+    /// Use the page cache, even if the file system supports O_DIRECT.
+    SPW_TIER_FLAG_NO_DIRECT = 2,
+    /// Resume at `at_step`, which is the last committed step or the step before it (`spw_tier_get_steps`); any other
+    /// step is SPW_ERR_NO_STEP. The step before is also SPW_ERR_NO_STEP if a put since the last commit has reused its
+    /// space. An open at the step before discards the last step.
+    SPW_TIER_FLAG_AT_STEP = 4,
+}
+
+/// One path of a tier.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_path {
+    /// `sizeof(spw_tier_path)`, the same in all of an array.
+    pub struct_size: u32,
+    /// `spw_tier_path_kind`
+    pub kind: u32,
+    /// An existing directory; a disk that is not mounted is therefore an error. NULL for SPW_TIER_PATH_KIND_MEMORY.
+    /// `s3://BUCKET/PREFIX` is a location in an S3-compatible object store. Its access settings are the environment
+    /// variables of the AWS tools:
+    ///
+    /// - AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL
+    /// - AWS_REGION or AWS_DEFAULT_REGION
+    /// - AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN
+    /// - AWS_CA_BUNDLE
+    ///
+    /// A missing variable is SPW_ERR_INVALID_ARGUMENT. A library built without the feature `s3` returns
+    /// SPW_ERR_UNSUPPORTED.
+    pub directory: *const c_char,
+    /// Maximum bytes of the path's data file; 0: limited only by the device.
+    pub limit_bytes: u64,
+    /// Initial bytes of the data file.
+    pub reserve_bytes: u64,
+}
+
+abi_struct!(spw_tier_path, 32: struct_size, kind, directory, limit_bytes, reserve_bytes);
+
+/// Settings of a tier. Zero is the default of every field but struct_size, job and paths.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_options {
+    /// `sizeof(spw_tier_options)`
+    pub struct_size: u32,
+    /// `spw_tier_mode`
+    pub mode: u32,
+    /// Name of the run. It must be valid as a directory name.
+    pub job: *const c_char,
+    /// Name of the machine; NULL: this machine's name.
+    pub host: *const c_char,
+    /// Rank in the run.
+    pub rank: u32,
+    /// Number of ranks of the run; 0: 1.
+    pub world: u32,
+    /// The paths. A reopened tier may list them in any order.
+    pub paths: *const spw_tier_path,
+    /// Number of paths, 1 to 256.
+    pub path_count: u64,
+    /// `spw_tier_durability`
+    pub durability: u32,
+    /// Sum of `spw_tier_flag`.
+    pub flags: u32,
+    /// Bytes of a block, a multiple of 4096 up to 1 GiB; 0: 1 MiB. Each block has one checksum. An existing tier keeps its block
+    /// size.
+    pub block_bytes: u64,
+    /// I/O timeout: a path without progress for this many milliseconds has failed; 0: 60 seconds.
+    pub io_timeout_ms: u64,
+    /// Maximum reads in flight on each path, and also the maximum writes; 0: 32, or 8 on an object store, which allows
+    /// at most 64.
+    pub queue_depth: u32,
+    /// `spw_io_backend`
+    pub io_backend: u32,
+    /// The step to resume at, with SPW_TIER_FLAG_AT_STEP; else 0.
+    pub at_step: u64,
+}
+
+abi_struct!(spw_tier_options, 80: struct_size, mode, job, host, rank, world, paths, path_count, durability,
+    flags, block_bytes, io_timeout_ms, queue_depth, io_backend, at_step);
+
+pub(in crate::capi) unsafe fn owner(job: *const c_char, host: *const c_char, rank: u32) -> Result<Owner> {
+    // SAFETY: the caller meets the callees' requirements.
+    unsafe {
+        let host = if host.is_null() { host::name() } else { text(host, "host")?.to_string() };
+        Ok(Owner { job: text(job, "job")?.to_string(), host, rank })
+    }
+}
+
+pub(in crate::capi) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOptions> {
+    abi_struct::flags("options.flags", raw.flags, 7)?;
+    let wrong = |field: &'static str, value: u32| {
+        Err(Error::invalid(field, format!("{value} is not a value of its enum")))
+    };
+    // SAFETY: the caller meets the callees' requirements.
+    let (owner, paths) = unsafe { (owner(raw.job, raw.host, raw.rank), parse_paths(raw)?) };
+    let mut options = TierOptions::new(owner.map_err(|error| error.within("options."))?, []);
+    options.paths = paths;
+    options.world = raw.world.max(1);
+    options.mode = match raw.mode {
+        0 => Mode::Auto,
+        1 => Mode::Create,
+        2 => Mode::Resume,
+        other => return wrong("options.mode", other),
+    };
+    options.durability = match raw.durability {
+        0 => Durability::Data,
+        1 => Durability::Process,
+        2 => Durability::Full,
+        other => return wrong("options.durability", other),
+    };
+    options.io.backend = match raw.io_backend {
+        0 => BackendChoice::Auto,
+        1 => BackendChoice::Uring,
+        2 => BackendChoice::Threads,
+        other => return wrong("options.io_backend", other),
+    };
+    options.at_step = match raw.flags & spw_tier_flag::SPW_TIER_FLAG_AT_STEP as u32 {
+        0 if raw.at_step != 0 => {
+            return Err(Error::invalid(
+                "options.at_step",
+                "is set, but options.flags has no SPW_TIER_FLAG_AT_STEP",
+            ));
+        }
+        0 => None,
+        _ => Some(raw.at_step),
+    };
+    options.degraded = raw.flags & spw_tier_flag::SPW_TIER_FLAG_DEGRADED as u32 != 0;
+    options.io.direct = raw.flags & spw_tier_flag::SPW_TIER_FLAG_NO_DIRECT as u32 == 0;
+    if raw.block_bytes > 0 {
+        options.block_bytes = raw.block_bytes;
+    }
+    if raw.io_timeout_ms > 0 {
+        options.io.io_timeout = Some(Duration::from_millis(raw.io_timeout_ms));
+    }
+    if raw.queue_depth > 0 {
+        options.io.depth = raw.queue_depth;
+    }
+    Ok(options)
+}
+
+unsafe fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
+    if raw.paths.is_null() || raw.path_count == 0 || raw.path_count > 256 {
+        return Err(Error::invalid("options.paths", "must not be NULL, and have 1 to 256 entries"));
+    }
+    let parse = |n: u64| {
+        // SAFETY: the caller's array has path_count structs, each of the first one's struct_size bytes.
+        unsafe {
+            let stride = abi_struct::stride(raw.paths, "options.paths")?;
+            let from = raw.paths.cast::<u8>().add(n as usize * stride).cast();
+            let one: spw_tier_path = abi_struct::read(from, "options.paths")?;
+            let place = match one.kind {
+                0 => PathLocation::of(path(one.directory, "directory")?),
+                1 if one.directory.is_null() => PathLocation::Memory,
+                1 => return Err(Error::invalid("directory", "is set, but the path is in memory: set NULL")),
+                other => return Err(Error::invalid("kind", format!("{other} is not an spw_tier_path_kind"))),
+            };
+            let limit = (one.limit_bytes > 0).then_some(one.limit_bytes);
+            Ok(PathOptions { location: place, limit, reserve: one.reserve_bytes })
+        }
+    };
+    let each = |n: u64| parse(n).map_err(|error: Error| error.within(&format!("options.paths[{n}].")));
+    (0..raw.path_count).map(each).collect()
+}

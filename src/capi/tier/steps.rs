@@ -1,0 +1,69 @@
+//! The virtual tier: the steps at which it can be opened.
+#![allow(non_camel_case_types)]
+
+use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::base::spw_status;
+use crate::capi::guard::guard;
+use crate::capi::tier::options::{parse, spw_tier_options};
+use crate::tier::Tier;
+use crate::tier::superblock_set::{Before, Steps};
+
+/// The steps at which a tier can be opened.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_tier_steps_info {
+    /// `sizeof(spw_tier_steps_info)`
+    pub struct_size: u32,
+    /// 1 if there is a committed step, else 0.
+    pub committed: u32,
+    /// The last committed step.
+    pub last: u64,
+    /// The committed step before it, if there is one.
+    pub before: u64,
+    /// 1 if there is a step before it, else 0.
+    pub has_before: u32,
+    /// 1 if the last step is the tier's first commit, so that no state existed before it, else 0.
+    pub first: u32,
+    /// 1 if a tier exists, committed or not; 0 if its directories are missing or hold no tier.
+    pub exists: u32,
+    /// 0
+    pub reserved: u32,
+}
+
+abi_struct!(spw_tier_steps_info, 32: struct_size, committed, last, before, has_before, first, exists,
+    reserved);
+
+/// Inspects a tier without opening it: its last committed step and the step before it, at which SPW_TIER_FLAG_AT_STEP
+/// can open. The steps stay unchanged, and a missing tier is no error. The tier's locks are held during the call.
+/// Errors are those of `spw_tier_open`.
+///
+/// An open keeps only the step that it resumes. Ranks that commit independently therefore call this function first, and
+/// all open at the last step that every rank has.
+///
+/// # Safety
+/// `options` and its paths point to structs of `struct_size` bytes with C strings, `info_out` to a struct of
+/// `struct_size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_tier_get_steps(
+    options: *const spw_tier_options,
+    info_out: *mut spw_tier_steps_info,
+) -> spw_status {
+    guard(|| {
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            let Steps { last, before, exists } =
+                Tier::steps(&parse(&abi_struct::read(options, "options")?)?)?;
+            let values = spw_tier_steps_info {
+                struct_size: 0,
+                committed: last.is_some().into(),
+                last: last.unwrap_or(0),
+                before: if let Before::Step(step) = before { step } else { 0 },
+                has_before: matches!(before, Before::Step(_)).into(),
+                first: (before == Before::Empty).into(),
+                exists: exists.into(),
+                reserved: 0,
+            };
+            abi_struct::write(&values, info_out, "info_out")
+        }
+    })
+}

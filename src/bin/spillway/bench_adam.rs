@@ -10,10 +10,13 @@ use std::time::Instant;
 
 use spillway::dtype::{Floats, FloatsMut, bf16};
 use spillway::error::Result;
-use spillway::kernel::{Kernel, Rule, States, StreamRule, Tensor};
+use spillway::kernel::{Kernel, Optimizer, States, StreamRule, Tensor};
 use spillway::optim::adam::AdamOptions;
-use spillway::optim::spread::{Job, step_on};
+use spillway::optim::parallel::{Job, step_on};
 use spillway::sys::threads;
+
+use super::progress::Progress;
+use super::report::{median, parse_count, table};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -67,31 +70,40 @@ pub fn run(options: &Options) -> Result<()> {
     };
     if !options.json {
         println!("{} threads, {} rounds", report.threads, report.rounds);
-        println!("parameters  kernel   case    ns/param    GB/s   limit   ratio");
     }
+    let progress = Progress::new(options.sizes.len() * kernels.len() * 2);
     for &size in &options.sizes {
         let mut arrays = Arrays::new(size);
         for &kernel in &kernels {
             for case in [Case::F32, Case::Fused] {
-                let row = measure(kernel, &mut arrays, case, options.rounds)?;
-                if !options.json {
-                    print_row(&row);
-                }
-                report.rows.push(row);
+                progress.begin(&format!("{} on {size} parameters", kernel.name()));
+                report.rows.push(measure(kernel, &mut arrays, case, options.rounds)?);
+                progress.end();
             }
         }
     }
-    if options.json {
-        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
+    drop(progress);
+    match options.json {
+        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
+        false => print(&report.rows),
     }
     Ok(())
 }
 
-fn print_row(row: &Row) {
-    let Row { parameters, kernel, case, ns_per_parameter, gb_per_s, limit_gb_per_s, ratio_to_limit } = row;
-    println!(
-        "{parameters:>10}  {kernel:<7}  {case:<6}  {ns_per_parameter:>8.3}  {gb_per_s:>6.1}  {limit_gb_per_s:>6.1}  {ratio_to_limit:>6.3}"
-    );
+fn print(rows: &[Row]) {
+    let mut table = table(["parameters", "kernel", "case", "ns/param", "GB/s", "limit", "ratio"]);
+    for row in rows {
+        table.add_row([
+            row.parameters.to_string(),
+            row.kernel.to_string(),
+            row.case.to_string(),
+            format!("{:.3}", row.ns_per_parameter),
+            format!("{:.1}", row.gb_per_s),
+            format!("{:.1}", row.limit_gb_per_s),
+            format!("{:.3}", row.ratio_to_limit),
+        ]);
+    }
+    println!("{table}");
 }
 
 /// Arrays that a step reads and writes beside parameter and states.
@@ -223,7 +235,7 @@ fn measure(kernel: Kernel, arrays: &mut Arrays, case: Case, rounds: u32) -> Resu
     })
 }
 
-fn time<O: Rule>(
+fn time<O: Optimizer>(
     kernel: Kernel,
     arrays: &mut Arrays,
     optimizer: O,
@@ -236,20 +248,4 @@ fn time<O: Rule>(
         step_on(kernel, &mut jobs, case != Case::F32)?;
     }
     Ok(start.elapsed().as_secs_f64())
-}
-
-pub fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
-    let units = [("Ki", 1 << 10), ("Mi", 1 << 20), ("Gi", 1 << 30)];
-    let unit = units.into_iter().find_map(|(name, factor)| Some((text.strip_suffix(name)?, factor)));
-    let (digits, factor) = unit.unwrap_or((text, 1));
-    let count: Option<usize> = digits.parse().ok().and_then(|count: usize| count.checked_mul(factor));
-    count
-        .filter(|count| *count > 0)
-        .ok_or_else(|| format!("{text:?} is not a count such as 4096, 64Ki or 100Mi"))
 }

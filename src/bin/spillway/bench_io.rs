@@ -7,11 +7,12 @@
 use std::path::PathBuf;
 
 use spillway::error::{Error, Result};
-use spillway::io::options::Choice;
+use spillway::io::options::BackendChoice;
 
-use super::bench_adam::{median, parse_count};
 use super::fio::{self, Pages};
 use super::io_load::{Direction, Load, Pass, Shape, TestFile};
+use super::progress::Progress;
+use super::report::{median, parse_count, size, table};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -82,32 +83,39 @@ struct Report {
 
 pub fn run(options: &Options) -> Result<()> {
     let fio = if options.no_fio { None } else { fio::version() };
+    let shapes = shapes(options)?;
+    let progress = Progress::new(1 + 2 * shapes.len());
+    progress.begin(&format!("writing a file of {}", size(options.size as u64)));
     let file = TestFile::create(&options.dir, options.size as u64)?;
+    progress.end();
     let mut report = Report {
         version: spillway::VERSION,
-        backend: Load::open(Shape { block_bytes: 4096, depth: 1, engines: 1, blocks: 1 }, Choice::Auto)?
-            .backend()?,
+        backend: Load::open(
+            Shape { block_bytes: 4096, depth: 1, engines: 1, blocks: 1 },
+            BackendChoice::Auto,
+        )?
+        .backend()?,
         fio: fio.clone().unwrap_or_else(|| "not measured".to_string()),
         file_bytes: file.bytes,
         rounds: options.rounds,
         times: options.times,
         rows: Vec::new(),
     };
-    if !options.json {
-        print_head(&report);
-    }
-    for shape in shapes(options)? {
-        let load = Load::open(shape, Choice::Auto)?;
+    for shape in shapes {
+        let load = Load::open(shape, BackendChoice::Auto)?;
         for direction in [Direction::Read, Direction::Write] {
-            let row = measure(&load, &file, shape, direction, options, fio.is_some())?;
-            if !options.json {
-                print_row(&row);
-            }
-            report.rows.push(row);
+            let Shape { block_bytes, depth, engines, .. } = shape;
+            let block = size(block_bytes as u64);
+            progress
+                .begin(&format!("{}: blocks of {block}, depth {depth}, {engines} engines", word(direction)));
+            report.rows.push(measure(&load, &file, shape, direction, options, fio.is_some())?);
+            progress.end();
         }
     }
-    if options.json {
-        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
+    drop(progress);
+    match options.json {
+        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
+        false => print(&report),
     }
     Ok(())
 }
@@ -120,8 +128,10 @@ fn shapes(options: &Options) -> Result<Vec<Shape>> {
             for &engines in &options.engines {
                 let whole = block_bytes.is_multiple_of(4096) && depth > 0 && engines > 0;
                 if !whole || options.size / block_bytes / blocks < engines {
-                    let reason =
-                        format!("{block_bytes} bytes, depth {depth}, {engines} engines: not possible here");
+                    let reason = format!(
+                        "cannot measure {block_bytes} bytes, depth {depth}, {engines} engines: blocks must \
+                         be multiples of 4096 bytes, the others above 0, and --size large enough"
+                    );
                     return Err(Error::invalid("--block, --depth, --engines", reason));
                 }
                 shapes.push(Shape { block_bytes, depth, engines, blocks });
@@ -179,34 +189,47 @@ fn middle(passes: &[Pass], of: fn(&Pass) -> f64) -> f64 {
     median(&passes.iter().map(of).collect::<Vec<f64>>())
 }
 
-fn print_head(report: &Report) {
-    let Report { backend, fio, file_bytes, rounds, times, .. } = report;
-    println!("{backend}, {fio}, {times} times {} MiB, {rounds} rounds in alternation", file_bytes >> 20);
-    println!(
-        "speed: Spillway's over fio's; cpu: processor seconds of Spillway over fio's; huge: fio with 2 MiB pages"
-    );
-    println!(
-        "                                            cpu      fio  fio cpu                  huge huge cpu"
-    );
-    println!(
-        "way      block  depth  engines    GB/s     s/GB     GB/s     s/GB  speed    cpu    GB/s     s/GB  speed    cpu"
-    );
+fn word(direction: Direction) -> &'static str {
+    if direction == Direction::Read { "read" } else { "write" }
 }
 
-fn print_row(row: &Row) {
-    let Shape { block_bytes, depth, engines, .. } = row.shape;
-    let way = if row.direction == Direction::Read { "read" } else { "write" };
-    let mut line = format!(
-        "{way:<5}  {:>5} K  {depth:>5}  {engines:>7}  {:>6.3}  {:>7.4}",
-        block_bytes >> 10,
-        row.gb_per_s,
-        row.cpu_seconds_per_gb
-    );
-    for Versus { gb_per_s, cpu_seconds_per_gb, speed_ratio, cpu_ratio } in
-        [&row.fio, &row.fio_huge].into_iter().flatten()
-    {
-        line +=
-            &format!("  {gb_per_s:>7.3}  {cpu_seconds_per_gb:>7.4}  {speed_ratio:>5.2}  {cpu_ratio:>5.2}");
+fn print(report: &Report) {
+    let Report { backend, fio, file_bytes, rounds, times, rows, .. } = report;
+    println!("{backend}, {fio}, {times} x {}, {rounds} alternating rounds", size(*file_bytes));
+    println!("s/GB: CPU seconds per GB; speed and cpu: Spillway / fio; huge: fio with 2 MiB pages");
+    let mut table = table([
+        "way",
+        "block",
+        "depth",
+        "engines",
+        "GB/s",
+        "s/GB",
+        "fio GB/s",
+        "fio s/GB",
+        "speed",
+        "cpu",
+        "huge GB/s",
+        "huge s/GB",
+        "huge speed",
+        "huge cpu",
+    ]);
+    for row in rows {
+        let Shape { block_bytes, depth, engines, .. } = row.shape;
+        let mut cells = vec![
+            word(row.direction).to_string(),
+            size(block_bytes as u64),
+            depth.to_string(),
+            engines.to_string(),
+            format!("{:.3}", row.gb_per_s),
+            format!("{:.4}", row.cpu_seconds_per_gb),
+        ];
+        for versus in [&row.fio, &row.fio_huge].into_iter().flatten() {
+            cells.push(format!("{:.3}", versus.gb_per_s));
+            cells.push(format!("{:.4}", versus.cpu_seconds_per_gb));
+            cells.push(format!("{:.2}", versus.speed_ratio));
+            cells.push(format!("{:.2}", versus.cpu_ratio));
+        }
+        table.add_row(cells);
     }
-    println!("{line}");
+    println!("{table}");
 }

@@ -13,9 +13,10 @@ use spillway::pool::pinned;
 use spillway::sys::span::Span;
 use spillway::tier::directory::Owner;
 use spillway::tier::options::{Mode, TierOptions};
-use spillway::tier::{Placement, Tier};
+use spillway::tier::{ExtentPlacement, Tier};
 
-use super::bench_adam::{median, parse_count};
+use super::progress::Progress;
+use super::report::{median, parse_count, size};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -63,7 +64,7 @@ pub fn run(options: &Options) -> Result<()> {
         println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
     } else {
         let Report { bytes_per_step, checked_gb_per_s, unchecked_gb_per_s, ratio, .. } = report;
-        println!("{bytes_per_step} bytes read and written in a step");
+        println!("{} read and written per step", size(bytes_per_step));
         println!("with checksums    {checked_gb_per_s:.3} GB/s");
         println!("without           {unchecked_gb_per_s:.3} GB/s");
         println!("ratio             {ratio:.4}");
@@ -75,16 +76,24 @@ fn measure(tier: &Tier, options: &Options) -> Result<Report> {
     let bytes = options.size as u64;
     let buffers: Vec<Span> = (0..BUFFERS).map(|_| pinned::alloc(options.size)).collect::<Result<_>>()?;
     let mut extents = Vec::new();
+    let progress = Progress::new(2 + options.rounds as usize);
+    progress.begin(&format!("writing {} extents of {}", options.extents, size(bytes)));
     for n in 0..options.extents {
         let extent = tier.define(&format!("extent-{n}"), &[bytes])?;
-        let ticket =
-            tier.write(extent, &buffers[..1], &Placement::On(n % options.directories.len() as u32), None)?;
+        let ticket = tier.write(
+            extent,
+            &buffers[..1],
+            &ExtentPlacement::On(n % options.directories.len() as u32),
+            None,
+        )?;
         tier.wait(ticket, None)?;
         extents.push(extent);
     }
     tier.commit(0, &[])?;
+    progress.end();
     let mut seconds = [Vec::new(), Vec::new()];
     for round in 0..=u64::from(options.rounds) {
+        progress.begin(&format!("round {round} of {}", options.rounds));
         for (case, checked) in [(0, round % 2 == 0), (1, round % 2 != 0)] {
             let start = Instant::now();
             step(tier, &extents, &buffers, checked)?;
@@ -94,7 +103,9 @@ fn measure(tier: &Tier, options: &Options) -> Result<Report> {
                 seconds[usize::from(!checked)].push(start.elapsed().as_secs_f64());
             }
         }
+        progress.end();
     }
+    drop(progress);
     buffers.iter().try_for_each(|buffer| pinned::free(buffer.address()))?;
     let moved = 2 * bytes * u64::from(options.extents);
     let rate = |seconds: &[f64]| moved as f64 / median(seconds) / 1e9;
@@ -121,8 +132,8 @@ fn step(tier: &Tier, extents: &[u32], buffers: &[Span], checked: bool) -> Result
         if let Some((extent, buffer, ticket)) = reads.pop_front() {
             tier.wait(ticket, None)?;
             // Without checksums: reuse the known sums instead of computing them.
-            let sums = if checked { None } else { tier.sums(extent)?.map(|sums| sums.to_vec()) };
-            writes.push_back((buffer, tier.write(extent, &[buffer], &Placement::Auto, sums)?));
+            let sums = if checked { None } else { tier.checksums(extent)?.map(|sums| sums.to_vec()) };
+            writes.push_back((buffer, tier.write(extent, &[buffer], &ExtentPlacement::Auto, sums)?));
         } else if writes.is_empty() {
             return Ok(());
         }

@@ -9,14 +9,16 @@
 use std::time::Instant;
 
 use spillway::error::Result;
-use spillway::kernel::{AdamRule, Kernel, Rule, StreamRule, log_bytes, log_used_of};
+use spillway::kernel::{AdamRule, Kernel, Optimizer, StreamRule, log_bytes, log_used_of};
 use spillway::optim::adam::AdamOptions;
+use spillway::optim::parallel::{Job, publish, step_on};
 use spillway::optim::processor;
-use spillway::optim::spread::{Job, publish, step_on};
 use spillway::optim::undo::undo_on;
 use spillway::sys::reserve::Reserve;
 
-use super::bench_adam::{Arrays, Case, median, parse_count};
+use super::bench_adam::{Arrays, Case};
+use super::progress::Progress;
+use super::report::{median, parse_count};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -66,7 +68,9 @@ pub fn run(options: &Options) -> Result<()> {
     let mut shadow = Arrays::new(n);
     let mut log = Reserve::new(log_bytes(n))?;
     let mut seconds = vec![Vec::new(); 8];
+    let progress = Progress::new(1 + options.rounds as usize);
     for round in 0..=options.rounds {
+        progress.begin(&format!("round {round} of {} on {n} parameters", options.rounds));
         let rule =
             AdamOptions { weight_decay: 0.01, step: u64::from(round) + 1, ..Default::default() }.rule()?;
         arrays.refresh_grad(round);
@@ -89,7 +93,9 @@ pub fn run(options: &Options) -> Result<()> {
         if round > 0 {
             times.iter().zip(&mut seconds).for_each(|(time, all)| all.push(*time));
         }
+        progress.end();
     }
+    drop(progress);
     let ratio = |case: usize, to: usize| {
         let pairs = seconds[case].iter().zip(&seconds[to]);
         median(&pairs.map(|(a, b)| a / b).collect::<Vec<f64>>())
@@ -123,7 +129,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn step<R: Rule>(
+fn step<R: Optimizer>(
     kernel: Kernel,
     rule: R,
     case: Case,

@@ -45,7 +45,7 @@ pub fn run(file: &TestFile, shape: Shape, pages: Pages, direction: Direction, ti
     if !output.status.success() {
         return Err(refused(words()));
     }
-    parse(&output.stdout, way).ok_or_else(|| refused(format!("its answer has no figures: {}", words())))
+    parse(&output.stdout, way).ok_or_else(|| refused(format!("its JSON output has no results: {}", words())))
 }
 
 fn parse(json: &[u8], way: &str) -> Option<Pass> {

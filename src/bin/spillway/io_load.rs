@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use spillway::error::{Error, Result};
 use spillway::io::engine::Engine;
 use spillway::io::file::File;
-use spillway::io::options::{Choice, Options, Request, Target};
+use spillway::io::options::{BackendChoice, Options, Request, Target};
 use spillway::pool::fixed::{Pool, PoolOptions};
 use spillway::pool::region::Backing;
 use spillway::sys::file::Access;
@@ -77,12 +77,11 @@ pub struct TestFile {
 impl TestFile {
     /// Creates the file in `directory`.
     pub fn create(directory: &Path, bytes: u64) -> Result<TestFile> {
-        let open =
-            nameless(directory).map_err(|error| Error::system("making a file to measure on", &error))?;
+        let open = nameless(directory).map_err(|error| Error::system("creating the test file", &error))?;
         let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), open.as_raw_fd()));
         let file = TestFile { path, bytes, _open: open };
         let shape = Shape { block_bytes: 4 << 20, depth: 8, engines: 1, blocks: 1 };
-        Load::open(shape, Choice::Auto)?.run(&file, Direction::Write, bytes, 1)?;
+        Load::open(shape, BackendChoice::Auto)?.run(&file, Direction::Write, bytes, 1)?;
         Ok(file)
     }
 }
@@ -100,31 +99,31 @@ fn nameless(directory: &Path) -> io::Result<std::fs::File> {
 /// The engines and their memory.
 pub struct Load {
     shape: Shape,
-    lanes: Vec<Lane>,
+    loads: Vec<EngineLoad>,
 }
 
-struct Lane {
+struct EngineLoad {
     engine: Engine,
     pool: Pool,
     buffers: Vec<Span>,
 }
 
 impl Load {
-    pub fn open(shape: Shape, backend: Choice) -> Result<Load> {
-        let lanes =
-            (0..shape.engines).map(|n| Lane::open(shape, backend, n as u64)).collect::<Result<_>>()?;
-        Ok(Load { shape, lanes })
+    pub fn open(shape: Shape, backend: BackendChoice) -> Result<Load> {
+        let loads =
+            (0..shape.engines).map(|n| EngineLoad::open(shape, backend, n as u64)).collect::<Result<_>>()?;
+        Ok(Load { shape, loads })
     }
 
     /// "io_uring" or "threads".
     pub fn backend(&self) -> Result<&'static str> {
-        Ok(self.lanes[0].engine.stats()?.backend)
+        Ok(self.loads[0].engine.stats()?.backend)
     }
 
     /// Makes `times` passes over the first `bytes` bytes of the file, rounded down to whole operations.
     pub fn run(&self, file: &TestFile, direction: Direction, bytes: u64, times: u32) -> Result<Pass> {
         let operations =
-            bytes.min(file.bytes) / self.shape.operation_bytes() as u64 / self.lanes.len() as u64;
+            bytes.min(file.bytes) / self.shape.operation_bytes() as u64 / self.loads.len() as u64;
         let access = match direction {
             Direction::Read => Access::Read,
             Direction::Write => Access::Write { mode: 0o600 },
@@ -134,29 +133,29 @@ impl Load {
         let open = Arc::new(File::open(&file.path, access, true)?);
         std::thread::scope(|scope| {
             let passes: Vec<_> = self
-                .lanes
+                .loads
                 .iter()
                 .enumerate()
-                .map(|(n, lane)| {
+                .map(|(n, load)| {
                     let first = n as u64 * operations;
                     let open = &open;
                     scope.spawn(move || {
-                        (0..times).try_for_each(|_| lane.pass(open, direction, first, operations))
+                        (0..times).try_for_each(|_| load.pass(open, direction, first, operations))
                     })
                 })
                 .collect();
-            passes.into_iter().try_for_each(|pass| pass.join().unwrap_or_else(|_| Err(died())))
+            passes.into_iter().try_for_each(|pass| pass.join().unwrap_or_else(|_| Err(thread_panicked())))
         })?;
         Ok(Pass {
-            bytes: u64::from(times) * operations * (self.shape.operation_bytes() * self.lanes.len()) as u64,
+            bytes: u64::from(times) * operations * (self.shape.operation_bytes() * self.loads.len()) as u64,
             seconds: start.elapsed().as_secs_f64(),
             cpu_seconds: (cpu_time() - cpu).as_secs_f64(),
         })
     }
 }
 
-impl Lane {
-    fn open(shape: Shape, backend: Choice, seed: u64) -> Result<Lane> {
+impl EngineLoad {
+    fn open(shape: Shape, backend: BackendChoice, seed: u64) -> Result<EngineLoad> {
         let Shape { block_bytes, depth, .. } = shape;
         let options =
             Options { backend, depth, workers: depth, block_bytes: block_bytes as u64, ..Options::default() };
@@ -166,29 +165,29 @@ impl Lane {
         let pool = Pool::open(PoolOptions { block_bytes: bytes, block_count, backing: Backing::default() })?;
         let buffers = (0..block_count).map(|_| pool.alloc()).collect::<Result<Vec<Span>>>()?;
         buffers.iter().enumerate().for_each(|(n, buffer)| fill(*buffer, seed * 4096 + n as u64));
-        Ok(Lane { engine, pool, buffers })
+        Ok(EngineLoad { engine, pool, buffers })
     }
 
     fn pass(&self, file: &Arc<File>, direction: Direction, first: u64, count: u64) -> Result<()> {
-        const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
-        let mut under_way = VecDeque::new();
+        const WAIT_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
+        let mut in_flight = VecDeque::new();
         for n in 0..count {
-            if under_way.len() == self.buffers.len() {
-                under_way.pop_front().map_or(Ok(0), |handle| self.engine.wait(handle, PATIENCE))?;
+            if in_flight.len() == self.buffers.len() {
+                in_flight.pop_front().map_or(Ok(0), |handle| self.engine.wait(handle, WAIT_TIMEOUT))?;
             }
             let span = self.buffers[n as usize % self.buffers.len()];
             let offset = (first + n) * span.len() as u64;
             let request = Request { target: Target::File(Arc::clone(file)), offset, span, deadline: None };
-            under_way.push_back(match direction {
+            in_flight.push_back(match direction {
                 Direction::Read => self.engine.read(request)?,
                 Direction::Write => self.engine.write(request)?,
             });
         }
-        under_way.into_iter().try_for_each(|handle| self.engine.wait(handle, PATIENCE).map(drop))
+        in_flight.into_iter().try_for_each(|handle| self.engine.wait(handle, WAIT_TIMEOUT).map(drop))
     }
 }
 
-impl Drop for Lane {
+impl Drop for EngineLoad {
     fn drop(&mut self) {
         // Close the engine first: the pool keeps buffers that are still in use.
         let _ = self.engine.close(Some(Duration::from_secs(60)));
@@ -212,8 +211,8 @@ fn fill(block: Span, seed: u64) {
     }
 }
 
-fn died() -> Error {
-    Error::System { what: "measuring", reason: "a thread died".to_string() }
+fn thread_panicked() -> Error {
+    Error::System { what: "measuring", reason: "a thread ended unexpectedly".to_string() }
 }
 
 #[cfg(test)]
@@ -226,7 +225,7 @@ mod tests {
         let file = TestFile::create(directory.path(), 8 << 20).unwrap();
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "not even while it is used");
         let shape = Shape { block_bytes: 1 << 20, depth: 2, engines: 2, blocks: 1 };
-        let load = Load::open(shape, Choice::Threads).unwrap();
+        let load = Load::open(shape, BackendChoice::Threads).unwrap();
         for direction in [Direction::Read, Direction::Write] {
             assert_eq!(load.run(&file, direction, file.bytes, 1).unwrap().bytes, 8 << 20);
         }

@@ -9,6 +9,8 @@ mod doctor;
 mod fio;
 mod io_load;
 mod plan;
+mod progress;
+mod report;
 mod trace;
 mod tune;
 

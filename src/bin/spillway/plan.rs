@@ -6,12 +6,13 @@ use std::str::FromStr;
 use spillway::error::{Error, Result};
 use spillway::plan::interleave::choose::{Choice, Mode, choose};
 use spillway::plan::interleave::memory::{Bytes, bytes};
+use spillway::plan::interleave::placements::{Placement, Plan};
 use spillway::plan::interleave::share::{self, Balance};
-use spillway::plan::interleave::sites::{Plan, Site};
-use spillway::plan::interleave::{GpuGrads, Rates, Shape, Wire};
+use spillway::plan::interleave::{GpuGrads, Rates, Shape, TransferDtype};
+
+use super::report::{size, table};
 
 const GIGA: f64 = 1e9;
-const GIB: f64 = (1_u64 << 30) as f64;
 /// Bytes of a parameter on the link.
 const WORD: f64 = 4.0;
 
@@ -56,7 +57,7 @@ pub struct Options {
     pub chunk: f64,
     /// Format of gradients on the link: f32, native or delivered.
     #[arg(long, default_value = "native", value_parser = wire)]
-    pub wire: Wire,
+    pub wire: TransferDtype,
     /// Gradients of GPU subgroups wait in host memory and are fetched with the state.
     #[arg(long)]
     pub fetch_gradients: bool,
@@ -105,7 +106,7 @@ impl Options {
     pub fn shape(&self) -> Result<Shape> {
         let whole = |name: &'static str, value: f64| match value >= 1.0 && value < 2_f64.powi(56) {
             true => Ok(value as u64),
-            false => Err(Error::invalid(name, "is under 1 or over 2^56")),
+            false => Err(Error::invalid(name, "must be at least 1 and below 2^56")),
         };
         let total = whole("parameters", self.parameters * GIGA)?;
         let size = whole("subgroup", self.subgroup * 1e6)?.min(total);
@@ -115,7 +116,7 @@ impl Options {
         }
         let gpu_grads = if self.fetch_gradients { GpuGrads::Fetched } else { GpuGrads::Kept };
         let chunk = whole("chunk", self.chunk * 1e6)?;
-        Ok(Shape { chunk, slots: self.slots, wire: self.wire, gpu_grads, ..shape })
+        Ok(Shape { chunk, slots: self.slots, transfer_dtype: self.wire, gpu_grads, ..shape })
     }
 
     pub fn choose(&self, shape: &Shape, mode: Mode) -> Result<Choice> {
@@ -134,8 +135,18 @@ pub fn run(options: &Options) -> Result<()> {
         return Ok(());
     }
     print_plan(&chosen.plan, shape.largest());
-    println!("\n                          seconds   G/s   against serial");
-    print_row("serial update", serial, &shape, serial);
+    let mut table = table(["update", "seconds", "G/s", "speed-up"]);
+    let mut add = |name: &str, seconds: f64| {
+        let rate = shape.total() as f64 / seconds / GIGA;
+        let speed = serial / seconds;
+        table.add_row([
+            name.to_string(),
+            format!("{seconds:.3}"),
+            format!("{rate:.2}"),
+            format!("{speed:.2}"),
+        ]);
+    };
+    add("serial update", serial);
     let rows = [
         ("all on the CPU", Mode::Count(0)),
         ("paper's stride", Mode::Paper),
@@ -143,10 +154,11 @@ pub fn run(options: &Options) -> Result<()> {
         ("model's best", Mode::Model),
     ];
     for (name, mode) in rows {
-        print_row(name, options.choose(&shape, mode)?.prediction.exposed, &shape, serial);
+        add(name, options.choose(&shape, mode)?.prediction.exposed);
     }
-    print_row("this plan", chosen.prediction.exposed, &shape, serial);
-    println!("last flush at home        {:7.3}", chosen.prediction.home);
+    add("this plan", chosen.prediction.exposed);
+    println!("\n{table}");
+    println!("last flush finished: {:.3} seconds", chosen.prediction.home);
     print_busy(&chosen);
     print_bytes(&found);
     Ok(())
@@ -157,8 +169,8 @@ fn report(shape: &Shape, rates: &Rates, chosen: &Choice, found: &Bytes, serial: 
     Report {
         plan: letters(&chosen.plan),
         subgroups: shape.count(),
-        on_gpu: chosen.plan.count_on(Site::Gpu),
-        residents: chosen.plan.count_on(Site::Resident),
+        on_gpu: chosen.plan.count_on(Placement::Gpu),
+        residents: chosen.plan.count_on(Placement::Resident),
         seconds: chosen.prediction.exposed,
         home_seconds: chosen.prediction.home,
         serial_seconds: serial,
@@ -172,16 +184,17 @@ fn report(shape: &Shape, rates: &Rates, chosen: &Choice, found: &Bytes, serial: 
 }
 
 fn letters(plan: &Plan) -> String {
-    let letter = |site: &Site| match site {
-        Site::Cpu => 'c',
-        Site::Gpu => 'G',
-        Site::Resident => 'R',
+    let letter = |placement: &Placement| match placement {
+        Placement::Cpu => 'c',
+        Placement::Gpu => 'G',
+        Placement::Resident => 'R',
     };
-    plan.sites().iter().map(letter).collect()
+    plan.placements().iter().map(letter).collect()
 }
 
 fn print_plan(plan: &Plan, size: u64) {
-    let [cpu, gpu, residents] = [Site::Cpu, Site::Gpu, Site::Resident].map(|site| plan.count_on(site));
+    let [cpu, gpu, residents] =
+        [Placement::Cpu, Placement::Gpu, Placement::Resident].map(|placement| plan.count_on(placement));
     println!(
         "{} subgroups of {} M: {cpu} on the CPU (c), {gpu} on the GPU (G), {residents} resident (R)",
         plan.count(),
@@ -193,46 +206,36 @@ fn print_plan(plan: &Plan, size: u64) {
     }
 }
 
-fn print_row(name: &str, seconds: f64, shape: &Shape, serial: f64) {
-    let rate = shape.total() as f64 / seconds / GIGA;
-    println!("{name:<25} {seconds:7.3} {rate:6.2}   {:5.2}", serial / seconds);
-}
-
 fn print_busy(chosen: &Choice) {
     let [cpu, h2d, d2h, gpu] = chosen.prediction.busy;
-    println!("\nseconds of work: CPU {cpu:.3}, to the GPU {h2d:.3}, to the host {d2h:.3}, GPU {gpu:.3}");
+    println!("\nbusy seconds: CPU {cpu:.3}, host to device {h2d:.3}, device to host {d2h:.3}, GPU {gpu:.3}");
 }
 
 fn print_bytes(found: &Bytes) {
-    let gib = |bytes: u64| bytes as f64 / GIB;
     println!(
-        "GPU memory  {:8.2} GiB: slots {:.2}, residents {:.2}, kept gradients {:.2}, chunks {:.2}",
-        gib(found.gpu()),
-        gib(found.slots),
-        gib(found.residents),
-        gib(found.kept_grads),
-        gib(found.chunks)
+        "GPU memory {}: slots {}, residents {}, kept gradients {}, chunks {}",
+        size(found.gpu()),
+        size(found.slots),
+        size(found.residents),
+        size(found.kept_grads),
+        size(found.chunks)
     );
     println!(
-        "host memory {:8.2} GiB, pinned: states {:.2}, gradients {:.2}, staging {:.2}",
-        gib(found.host()),
-        gib(found.host_states),
-        gib(found.host_grads),
-        gib(found.stages)
+        "host memory {}, pinned: states {}, gradients {}, staging {}",
+        size(found.host()),
+        size(found.host_states),
+        size(found.host_grads),
+        size(found.stages)
     );
-    println!(
-        "a step moves {:.2} GiB to the GPU and {:.2} GiB back",
-        gib(found.to_device),
-        gib(found.to_host)
-    );
+    println!("each step copies {} to the GPU and {} back", size(found.to_device), size(found.to_host));
 }
 
-fn wire(text: &str) -> std::result::Result<Wire, String> {
+fn wire(text: &str) -> std::result::Result<TransferDtype, String> {
     match text {
-        "f32" => Ok(Wire::F32),
-        "native" => Ok(Wire::Native),
-        "delivered" => Ok(Wire::Delivered),
-        _ => Err("is none of f32, native, delivered".to_string()),
+        "f32" => Ok(TransferDtype::F32),
+        "native" => Ok(TransferDtype::Native),
+        "delivered" => Ok(TransferDtype::Delivered),
+        _ => Err("must be f32, native or delivered".to_string()),
     }
 }
 
@@ -244,6 +247,6 @@ fn mode(text: &str) -> std::result::Result<Mode, String> {
         None if text == "paper" => Ok(Mode::Paper),
         Some(("stride", stride)) => number(stride).map(Mode::Stride),
         Some(("count", count)) => number(count).map(Mode::Count),
-        _ => Err("is none of model, eq1, paper, stride=K, count=N".to_string()),
+        _ => Err("must be model, eq1, paper, stride=K or count=N".to_string()),
     }
 }

@@ -23,7 +23,7 @@ pub fn run(options: &Options) -> Result<()> {
     let chosen = options.plan.choose(&shape, options.plan.mode)?;
     let trace = trace::of_prediction(&chosen.prediction);
     std::fs::write(&options.output, trace.to_json())
-        .map_err(|error| Error::system("writing the trace", &error))?;
+        .map_err(|error| Error::system("writing the file of --output", &error))?;
     println!(
         "{}: {} spans, update exposed for {:.3} s",
         options.output.display(),

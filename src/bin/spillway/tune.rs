@@ -9,12 +9,13 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use spillway::error::{Error, Result};
-use spillway::io::options::Choice;
-use spillway::io::profile::{self, Profile, Settings};
+use spillway::io::options::BackendChoice;
+use spillway::io::profile::{self, Notes, Profile, Settings};
 use spillway::sys::file::file_system;
 
-use super::bench_adam::median;
 use super::io_load::{Direction, Load, Shape, TestFile};
+use super::progress::Progress;
+use super::report::{median, size, table};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -45,13 +46,13 @@ const THREADS_WORTH: f64 = 0.85;
 
 struct Candidate {
     shape: Shape,
-    backend: Choice,
+    backend: BackendChoice,
     reads: Vec<f64>,
     writes: Vec<f64>,
 }
 
 impl Candidate {
-    fn new(block_bytes: usize, depth: u32, backend: Choice) -> Candidate {
+    fn new(block_bytes: usize, depth: u32, backend: BackendChoice) -> Candidate {
         let shape = Shape { block_bytes, depth, engines: 1, blocks: 1 };
         Candidate { shape, backend, reads: Vec::new(), writes: Vec::new() }
     }
@@ -59,11 +60,11 @@ impl Candidate {
     /// GB/s of an equal mix of reads and writes, the load of a swapped optimizer.
     fn score(&self) -> f64 {
         let speed = 2.0 / (1.0 / median(&self.reads) + 1.0 / median(&self.writes));
-        if self.backend == Choice::Threads { THREADS_WORTH * speed } else { speed }
+        if self.backend == BackendChoice::Threads { THREADS_WORTH * speed } else { speed }
     }
 
     fn size(&self) -> (bool, usize) {
-        (self.backend == Choice::Threads, self.shape.block_bytes * self.shape.depth as usize)
+        (self.backend == BackendChoice::Threads, self.shape.block_bytes * self.shape.depth as usize)
     }
 }
 
@@ -72,45 +73,60 @@ pub fn run(options: &Options) -> Result<()> {
     let end = start + Duration::from_secs(options.seconds);
     let directory =
         std::fs::File::open(&options.dir).map_err(|error| Error::system("opening --dir", &error))?;
-    let system =
-        file_system(&directory).map_err(|error| Error::system("asking for the file system", &error))?;
+    let system = file_system(&directory)
+        .map_err(|error| Error::system("reading the file system type of --dir", &error))?;
+    // The number of rounds follows from the speed of the disk; the time limit is known.
+    let progress = Progress::new(options.seconds as usize);
+    progress.begin("writing the test file");
     let (file, speed) = test_file(options)?;
+    progress.reach(start.elapsed());
     let pass_bytes = ((speed * PASS_SECONDS) as u64).clamp(8 << 20, file.bytes);
-    println!("{} on file system {system}, {:.2} GB/s at first sight", options.dir.display(), speed / 1e9);
+    println!("{} on file system {system}, about {:.2} GB/s", options.dir.display(), speed / 1e9);
 
     let mut shapes = shapes();
-    measure(&mut shapes, &file, pass_bytes, start + (end - start) * 3 / 5)?;
+    let show = |candidate: &Candidate| {
+        progress.reach(start.elapsed());
+        progress.detail(&describe(candidate));
+    };
+    progress.begin("comparing block sizes and depths");
+    measure(&mut shapes, &file, pass_bytes, start + (end - start) * 3 / 5, show)?;
     let Shape { block_bytes, depth, .. } = best(&shapes).shape;
-    let mut backends =
-        [Choice::Auto, Choice::Threads].map(|backend| Candidate::new(block_bytes, depth, backend));
-    measure(&mut backends, &file, pass_bytes, end - Duration::from_secs(1))?;
+    let mut backends = [BackendChoice::Auto, BackendChoice::Threads]
+        .map(|backend| Candidate::new(block_bytes, depth, backend));
+    progress.begin("comparing io_uring and threads");
+    measure(&mut backends, &file, pass_bytes, end - Duration::from_secs(1), show)?;
     let winner = best(&backends);
     drop(file);
+    drop(progress);
 
-    print(&shapes);
-    print(&backends);
+    print(shapes.iter().chain(&backends));
     let settings = Settings { backend: winner.backend, block_bytes: block_bytes as u64, depth };
     println!("best: {}", describe(winner));
     println!("{:.1} s", start.elapsed().as_secs_f64());
     if options.dry_run {
         return Ok(());
     }
-    let notes = format!(
-        "directory = {}\nread_gb_per_s = {:.3}\nwrite_gb_per_s = {:.3}\n",
-        options.dir.canonicalize().unwrap_or_else(|_| options.dir.clone()).display(),
-        median(&winner.reads),
-        median(&winner.writes)
-    );
-    let nowhere = || Error::invalid("--profile", "is missing, and there is no cache directory to write to");
+    let directory = options.dir.canonicalize().unwrap_or_else(|_| options.dir.clone());
+    let notes = Notes::from_iter([
+        ("directory".to_string(), directory.to_string_lossy().into()),
+        ("read_gb_per_s".to_string(), median(&winner.reads).into()),
+        ("write_gb_per_s".to_string(), median(&winner.writes).into()),
+    ]);
+    let nowhere = || {
+        Error::invalid(
+            "--profile",
+            "is missing, and there is no cache directory; set --profile, XDG_CACHE_HOME or HOME",
+        )
+    };
     let path = options.profile.clone().or_else(profile::path).ok_or_else(nowhere)?;
     let mut profile = match Profile::read(&path) {
         Ok(found) => found.unwrap_or_default(),
         Err(reason) => {
-            println!("{} is replaced: {reason}", path.display());
+            println!("{} is replaced, because it is invalid: {reason}", path.display());
             Profile::default()
         }
     };
-    profile.put(system, settings, notes);
+    profile.put(system, settings, notes)?;
     profile.write(&path)?;
     println!("wrote {}", path.display());
     Ok(())
@@ -133,16 +149,23 @@ fn shapes() -> Vec<Candidate> {
     let blocks = [256 << 10, 1 << 20, 4 << 20];
     let all = blocks.into_iter().flat_map(|block| [4, 8, 16, 32, 64].map(|depth| (block, depth)));
     all.filter(|(block, depth)| block * *depth as usize <= MOST_UNDER_WAY)
-        .map(|(block, depth)| Candidate::new(block, depth, Choice::Auto))
+        .map(|(block, depth)| Candidate::new(block, depth, BackendChoice::Auto))
         .collect()
 }
 
 /// Runs at least one round, then further rounds until `end`.
-fn measure(candidates: &mut [Candidate], file: &TestFile, bytes: u64, end: Instant) -> Result<()> {
+fn measure(
+    candidates: &mut [Candidate],
+    file: &TestFile,
+    bytes: u64,
+    end: Instant,
+    begin: impl Fn(&Candidate),
+) -> Result<()> {
     const MOST_ROUNDS: usize = 9;
     for round in 0..MOST_ROUNDS {
         let begun = Instant::now();
         for candidate in candidates.iter_mut() {
+            begin(candidate);
             let load = Load::open(candidate.shape, candidate.backend)?;
             candidate.reads.push(load.run(file, Direction::Read, bytes, 1)?.gb_per_s());
             candidate.writes.push(load.run(file, Direction::Write, bytes, 1)?.gb_per_s());
@@ -166,15 +189,17 @@ fn best(candidates: &[Candidate]) -> &Candidate {
 
 fn describe(candidate: &Candidate) -> String {
     let Shape { block_bytes, depth, .. } = candidate.shape;
-    let backend = if candidate.backend == Choice::Threads { "threads" } else { "io_uring" };
-    format!("{backend}, blocks of {} KiB, depth {depth}", block_bytes >> 10)
+    let backend = if candidate.backend == BackendChoice::Threads { "threads" } else { "io_uring" };
+    format!("{backend}, blocks of {}, depth {depth}", size(block_bytes as u64))
 }
 
-fn print(candidates: &[Candidate]) {
+fn print<'a>(candidates: impl Iterator<Item = &'a Candidate>) {
+    let mut table = table(["settings", "read GB/s", "write GB/s"]);
     for candidate in candidates {
         let (read, write) = (median(&candidate.reads), median(&candidate.writes));
-        println!("  {read:>7.3} GB/s read  {write:>7.3} GB/s write   {}", describe(candidate));
+        table.add_row([describe(candidate), format!("{read:.3}"), format!("{write:.3}")]);
     }
+    println!("{table}");
 }
 
 #[cfg(test)]
@@ -184,21 +209,21 @@ mod tests {
     #[test]
     fn the_smallest_of_those_that_are_as_good_wins() {
         let with = |depth, speed| {
-            let candidate = Candidate::new(1 << 20, depth, Choice::Auto);
+            let candidate = Candidate::new(1 << 20, depth, BackendChoice::Auto);
             Candidate { reads: vec![speed], writes: vec![speed], ..candidate }
         };
         let candidates = [with(32, 2.0), with(8, 1.96), with(4, 1.5), with(64, 1.9)];
         assert_eq!(best(&candidates).shape.depth, 8);
         let backends = |threads: f64| {
-            let other = Candidate { backend: Choice::Threads, ..with(8, threads) };
+            let other = Candidate { backend: BackendChoice::Threads, ..with(8, threads) };
             best(&[with(8, 2.0), other]).backend
         };
-        assert_eq!((backends(2.2), backends(2.6)), (Choice::Auto, Choice::Threads));
+        assert_eq!((backends(2.2), backends(2.6)), (BackendChoice::Auto, BackendChoice::Threads));
         assert!(shapes().iter().all(|candidate| candidate.size().1 <= MOST_UNDER_WAY));
         assert_eq!(shapes().len(), 13);
     }
 
-    /// Either writer may come first, and in either format of the file.
+    /// Either writer may come first.
     #[test]
     fn one_file_holds_what_tune_found_and_the_speeds_of_links() {
         use std::fs;
@@ -206,26 +231,26 @@ mod tests {
 
         use spillway::gpu::profile::{find, keep};
         use spillway::gpu::speeds::Link;
-        use spillway::io::options::Choice;
-        use spillway::io::profile::{Profile, Settings};
+        use spillway::io::options::BackendChoice;
         use spillway::sys::file::FileSystem;
 
         const LINK: Link = Link {
-            out_f32: 13e9,
-            out_native: 26.5e9,
-            in_f32: 1.0 / 3.0,
-            in_native: 1e-300,
+            d2h_f32: 13e9,
+            d2h_native: 26.5e9,
+            h2d_f32: 1.0 / 3.0,
+            h2d_native: 1e-300,
             step_f32: 2e9,
             step_native: 2.1e9,
         };
         let (settings, system) = (
-            Settings { backend: Choice::Auto, block_bytes: 1 << 20, depth: 9 },
+            Settings { backend: BackendChoice::Auto, block_bytes: 1 << 20, depth: 9 },
             FileSystem { kind: 1, id: 2 },
         );
-        let other = Link { out_f32: 7.0, ..LINK };
+        let other = Link { d2h_f32: 7.0, ..LINK };
         let tune = |path: &std::path::Path| {
             let mut profile = Profile::read(path).unwrap().unwrap_or_default();
-            profile.put(system, settings, "directory = /data\n".to_string());
+            let notes = Notes::from_iter([("directory".to_string(), "/data".into())]);
+            profile.put(system, settings, notes).unwrap();
             profile.write(path).unwrap();
         };
         let folder = tempfile::tempdir().unwrap();
@@ -243,8 +268,9 @@ mod tests {
             assert_eq!((find(&path, "a [x] b = c"), find(&path, "second")), (Some(LINK), Some(other)));
             let profile = Profile::read(&path).unwrap().unwrap();
             assert_eq!(profile.get(system), Some(settings));
-            let text = fs::read_to_string(&path).unwrap();
-            assert!(text.contains("directory = /data") && text.matches("[link").count() == 2, "{text}");
+            let kept: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            assert_eq!(kept["filesystems"]["1-2"]["directory"], "/data");
+            assert_eq!(kept["links"].as_object().map(|links| links.len()), Some(2));
             assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         }
         // A link in place of the profile is replaced, and the link's target is unchanged.

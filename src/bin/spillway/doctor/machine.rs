@@ -11,8 +11,8 @@ use spillway::gpu::driver::Driver;
 use spillway::gpu::kernels::Kernels;
 use spillway::kernel::{Kernel, States, Tensor};
 use spillway::optim::adam::AdamOptions;
+use spillway::optim::parallel::{Job, step_on};
 use spillway::optim::processor;
-use spillway::optim::spread::{Job, step_on};
 use spillway::pool::region::{Backing, Region};
 use spillway::sys::memory::{PageKind, lock_limit};
 use spillway::sys::threads;
@@ -38,7 +38,7 @@ fn kernel() -> Finding {
         Ok(kernel) => kernel,
         Err(error) => {
             let names: Vec<&str> = Kernel::all().map(Kernel::name).collect();
-            let fix = format!("unset SPILLWAY_KERNEL, or name one of {}", names.join(", "));
+            let fix = format!("unset SPILLWAY_KERNEL, or set it to one of {}", names.join(", "));
             return Finding::new(CHECK, Verdict::Fails, error.to_string()).fix(fix);
         }
     };
@@ -49,17 +49,22 @@ fn kernel() -> Finding {
     let best = Kernel::all().next().unwrap_or(kernel);
     match same {
         Err(error) => Finding::new(CHECK, Verdict::Fails, format!("{name}: {error}")),
-        Ok(false) => {
-            Finding::new(CHECK, Verdict::Fails, format!("{name} has other bits than the scalar kernel"))
-                .fix("this processor or its emulation is wrong: set SPILLWAY_KERNEL=scalar, and report it")
-        }
+        Ok(false) => Finding::new(
+            CHECK,
+            Verdict::Fails,
+            format!("results of {name} differ from those of the scalar kernel"),
+        )
+        .fix(
+            "the processor or its emulator computes wrong results: set SPILLWAY_KERNEL=scalar, and report \
+             the defect",
+        ),
         Ok(true) if best.name() != name => Finding::new(
             CHECK,
             Verdict::Worse,
-            format!("{name}, forced; its bits are those of the scalar kernel"),
+            format!("{name}, forced by SPILLWAY_KERNEL; bit-identical to the scalar kernel"),
         )
-        .fix(format!("unset SPILLWAY_KERNEL, and {} is used", best.name())),
-        Ok(true) => Finding::ok(CHECK, format!("{name}; its bits are those of the scalar kernel")),
+        .fix(format!("unset SPILLWAY_KERNEL to use {}", best.name())),
+        Ok(true) => Finding::ok(CHECK, format!("{name}; bit-identical to the scalar kernel")),
     }
 }
 
@@ -85,7 +90,7 @@ fn workers() -> Finding {
     match threads::decide() {
         Ok((count, reason)) => Finding::ok("threads", format!("{count}: {reason}")),
         Err(error) => Finding::new("threads", Verdict::Fails, error.to_string())
-            .fix("unset SPILLWAY_NUM_THREADS and LOCAL_WORLD_SIZE, or set them to numbers"),
+            .fix("unset SPILLWAY_NUM_THREADS and LOCAL_WORLD_SIZE, or set them to numbers of at least 1"),
     }
 }
 
@@ -100,8 +105,15 @@ fn memory() -> [Finding; 2] {
     let pages = match region.kind() {
         PageKind::Reserved => Finding::ok("pages", "2 MiB, reserved"),
         PageKind::Transparent => Finding::ok("pages", "2 MiB, transparent"),
-        PageKind::Base => Finding::new("pages", Verdict::Worse, "4 KiB: I/O takes many times the processor time")
-            .fix("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; if it says so already, memory is in pieces"),
+        PageKind::Base => Finding::new(
+            "pages",
+            Verdict::Worse,
+            "4 KiB: I/O takes many times the CPU time of 2 MiB pages",
+        )
+        .fix(
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; if it is set already, memory is \
+             fragmented",
+        ),
     };
     let limit = lock_limit().map_or("unlimited".to_string(), |bytes| format!("{} KiB", bytes >> 10));
     let pinned = match region.locked() {
@@ -119,17 +131,24 @@ fn nodes() -> Finding {
         entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_node)).count()
     });
     match count {
-        0 => Finding::new("NUMA", Verdict::None, "the system does not say"),
+        0 => Finding::new("NUMA", Verdict::None, "unknown: /sys/devices/system/node is missing"),
         1 => Finding::ok("NUMA", "one node"),
-        _ => Finding::new("NUMA", Verdict::Worse, format!("{count} nodes: a process that spans them steps slower"))
-            .fix("run each rank on the processors of its GPU's node (numactl, or the launcher's --bind_cores_to_rank)"),
+        _ => Finding::new(
+            "NUMA",
+            Verdict::Worse,
+            format!("{count} nodes: a process that runs on several nodes is slower"),
+        )
+        .fix(
+            "bind each rank to the processors of its GPU's node (numactl, or the launcher's \
+             --bind_cores_to_rank)",
+        ),
     }
 }
 
 fn partitions() -> Finding {
     match Path::new("/sys/fs/resctrl/schemata").exists() {
         true => Finding::ok("resctrl", "mounted: caches and memory bandwidth can be partitioned"),
-        false => Finding::new("resctrl", Verdict::None, "not mounted; nothing needs it"),
+        false => Finding::new("resctrl", Verdict::None, "not mounted (optional)"),
     }
 }
 
@@ -155,7 +174,7 @@ fn gpu(driver: &Arc<Driver>, ordinal: u32) -> Finding {
             let (free, all) = (info.free_bytes >> 30, info.memory_bytes >> 30);
             let words =
                 format!("{ordinal}: {}, {free} of {all} GiB free, {}, NUMA node {node}", info.name, info.pci);
-            Finding::ok("GPU", format!("{words}; the kernels load"))
+            Finding::ok("GPU", format!("{words}; the kernels were loaded"))
         }
     }
 }

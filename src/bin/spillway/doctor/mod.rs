@@ -12,6 +12,8 @@ use std::path::PathBuf;
 
 use spillway::error::{Error, Result};
 
+use super::progress::Progress;
+
 #[derive(clap::Args)]
 pub struct Options {
     /// A directory for offloaded state; may be repeated. A few MiB are written there and removed.
@@ -71,11 +73,17 @@ struct Report {
 }
 
 pub fn run(options: &Options) -> Result<()> {
+    let progress = Progress::new(1 + options.directories.len());
+    progress.begin("testing kernels, threads, memory and GPU");
     let mut findings = machine::findings();
+    progress.end();
     for directory in &options.directories {
+        progress.begin(&format!("testing files in {}", directory.display()));
         let about = |finding| Finding { directory: Some(directory.clone()), ..finding };
         findings.extend(storage::findings(directory).into_iter().map(about));
+        progress.end();
     }
+    drop(progress);
     let failed = findings.iter().filter(|finding| finding.verdict == Verdict::Fails).count();
     let report = Report { version: spillway::VERSION, findings };
     match options.json {
@@ -86,7 +94,7 @@ pub fn run(options: &Options) -> Result<()> {
         0 => Ok(()),
         _ => {
             let reason = format!("{failed} of {} checks failed", report.findings.len());
-            Err(Error::System { what: "the doctor", reason })
+            Err(Error::System { what: "doctor", reason })
         }
     }
 }

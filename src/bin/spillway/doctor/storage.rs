@@ -7,7 +7,7 @@ use std::time::Duration;
 use spillway::error::{Error, Result};
 use spillway::io::engine::Engine;
 use spillway::io::file::File;
-use spillway::io::options::{Choice, Options, Request, Target};
+use spillway::io::options::{BackendChoice, Options, Request, Target};
 use spillway::io::profile;
 use spillway::pool::buffer::Buffer;
 use spillway::pool::region::Backing;
@@ -15,12 +15,12 @@ use spillway::sys::file::{Access, file_system, free_bytes};
 use spillway::sys::span::Span;
 use spillway::tier::directory::Owner;
 use spillway::tier::options::{Mode, TierOptions};
-use spillway::tier::{Placement, Tier};
+use spillway::tier::{ExtentPlacement, Tier};
 
 use super::{Finding, Verdict};
 
 const BYTES: usize = 4 << 20;
-const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
+const WAIT_TIMEOUT: Option<Duration> = Some(Duration::from_secs(60));
 
 pub fn findings(directory: &Path) -> Vec<Finding> {
     let mut findings = match Scratch::new(directory) {
@@ -32,7 +32,7 @@ pub fn findings(directory: &Path) -> Vec<Finding> {
 }
 
 fn writable(directory: &Path, error: &std::io::Error) -> Finding {
-    let found = format!("no file can be made in {}: {error}", directory.display());
+    let found = format!("cannot create a file in {}: {error}", directory.display());
     Finding::new("directory", Verdict::Fails, found)
 }
 
@@ -59,11 +59,15 @@ fn direct(scratch: &Scratch) -> Finding {
     match File::open(&scratch.0, Access::Write { mode: 0o600 }, true) {
         Err(error) => Finding::new(CHECK, Verdict::Fails, error.to_string()),
         Ok(file) => match file.direct() {
-            Some(need) => Finding::ok(CHECK, format!("at multiples of {} bytes{free}", need.offset)),
+            Some(need) => Finding::ok(CHECK, format!("supported, aligned to {} bytes{free}", need.offset)),
             None => {
                 let reason = file.buffered_reason().unwrap_or_default();
-                Finding::new(CHECK, Verdict::Worse, format!("no, through the page cache: {reason}{free}"))
-                    .fix("a directory on ext4, xfs or another file system with O_DIRECT")
+                Finding::new(
+                    CHECK,
+                    Verdict::Worse,
+                    format!("unavailable, I/O goes through the page cache: {reason}{free}"),
+                )
+                .fix("use a directory on ext4, xfs or another file system with O_DIRECT")
             }
         },
     }
@@ -71,36 +75,40 @@ fn direct(scratch: &Scratch) -> Finding {
 
 fn io_uring(scratch: &Scratch) -> Finding {
     const CHECK: &str = "io_uring";
-    match round_trip(scratch, Choice::Uring) {
-        Ok(()) => Finding::ok(CHECK, "written, read back, the same"),
+    match round_trip(scratch, BackendChoice::Uring) {
+        Ok(()) => Finding::ok(CHECK, "written, read back and compared"),
         Err(error) => Finding::new(CHECK, Verdict::Worse, format!("{error}; threads are used instead")).fix(
-            "sysctl kernel.io_uring_disabled=0; in a container, a seccomp profile that lets io_uring_setup through",
+            "sysctl kernel.io_uring_disabled=0; in a container, use a seccomp profile that allows \
+             io_uring_setup",
         ),
     }
 }
 
 fn threads(scratch: &Scratch) -> Finding {
-    match round_trip(scratch, Choice::Threads) {
-        Ok(()) => Finding::ok("thread I/O", "written, read back, the same"),
+    match round_trip(scratch, BackendChoice::Threads) {
+        Ok(()) => Finding::ok("thread I/O", "written, read back and compared"),
         Err(error) => Finding::new("thread I/O", Verdict::Fails, error.to_string()),
     }
 }
 
 /// Writes a file through an engine, syncs it, reads it back and compares the bytes.
-fn round_trip(scratch: &Scratch, backend: Choice) -> Result<()> {
+fn round_trip(scratch: &Scratch, backend: BackendChoice) -> Result<()> {
     let engine = Engine::open(Options { backend, ..Options::default() })?;
     let (used, wanted) =
-        (engine.stats()?.backend, if backend == Choice::Uring { "io_uring" } else { "threads" });
+        (engine.stats()?.backend, if backend == BackendChoice::Uring { "io_uring" } else { "threads" });
     if used != wanted {
-        return Err(Error::invalid("SPILLWAY_IO", format!("asks for {used}")));
+        return Err(Error::invalid(
+            "SPILLWAY_IO",
+            format!("forces {used}; unset it to check the other way of I/O"),
+        ));
     }
     let (source, target) = (pattern(backend as u64)?, Buffer::open(BYTES, Backing::default())?);
     let request =
-        |span: Span| Request { target: Target::Path(&scratch.0), offset: 0, span, deadline: PATIENCE };
-    engine.wait(engine.write(request(source.span()))?, PATIENCE)?;
-    engine.wait(engine.sync(Target::Path(&scratch.0), PATIENCE)?, PATIENCE)?;
-    engine.wait(engine.read(request(target.span()))?, PATIENCE)?;
-    engine.close(PATIENCE)?;
+        |span: Span| Request { target: Target::Path(&scratch.0), offset: 0, span, deadline: WAIT_TIMEOUT };
+    engine.wait(engine.write(request(source.span()))?, WAIT_TIMEOUT)?;
+    engine.wait(engine.sync(Target::Path(&scratch.0), WAIT_TIMEOUT)?, WAIT_TIMEOUT)?;
+    engine.wait(engine.read(request(target.span()))?, WAIT_TIMEOUT)?;
+    engine.close(WAIT_TIMEOUT)?;
     same(&source, &target)
 }
 
@@ -114,9 +122,10 @@ fn pattern(seed: u64) -> Result<Buffer> {
 fn same(wanted: &Buffer, found: &Buffer) -> Result<()> {
     match wanted.span().to_vec() == found.span().to_vec() {
         true => Ok(()),
-        false => {
-            Err(Error::System { what: "reading back", reason: "other bytes than were written".to_string() })
-        }
+        false => Err(Error::System {
+            what: "reading back",
+            reason: "the bytes differ from those that were written".to_string(),
+        }),
     }
 }
 
@@ -129,14 +138,14 @@ fn tuned(directory: &Path) -> Finding {
             let (block, depth) = (settings.block_bytes >> 10, settings.depth);
             Finding::ok(CHECK, format!("blocks of {block} KiB, depth {depth}, {:?}", settings.backend))
         }
-        None => Finding::new(CHECK, Verdict::Worse, "not tuned: the settings are general ones")
+        None => Finding::new(CHECK, Verdict::Worse, "not tuned: default settings are used")
             .fix(format!("spillway tune --dir {}", directory.display())),
     }
 }
 
 fn tier(directory: &Path) -> Finding {
     match resumed(directory) {
-        Ok(()) => Finding::ok("tier", "committed, opened again, the same"),
+        Ok(()) => Finding::ok("tier", "committed, reopened and compared"),
         Err(error) => Finding::new("tier", Verdict::Fails, error.to_string()),
     }
 }
@@ -150,14 +159,14 @@ fn resumed(directory: &Path) -> Result<()> {
     let made = Tier::open(options(Mode::Create))?;
     let outcome = (|| {
         let extent = made.define("state", &sizes)?;
-        made.wait(made.write(extent, &[source.span()], &Placement::Auto, None)?, PATIENCE)?;
+        made.wait(made.write(extent, &[source.span()], &ExtentPlacement::Auto, None)?, WAIT_TIMEOUT)?;
         made.commit(1, &[])
     })();
     drop(made);
     let again = Tier::open(options(Mode::Auto))?;
     let read = outcome.and_then(|()| {
         let extent = again.define("state", &sizes)?;
-        again.wait(again.read(extent, &[target.span()], false)?, PATIENCE)?;
+        again.wait(again.read(extent, &[target.span()], false)?, WAIT_TIMEOUT)?;
         same(&source, &target)
     });
     again.destroy()?;

@@ -1,7 +1,7 @@
-//! Gives the shared library its SONAME, and says whether tests may act as another user.
+//! Gives the shared library its SONAME, and tells the tests whether they may switch to another user.
 
-/// `SPW_ABI_VERSION` of src/capi/library.rs; a test compares them.
-const ABI_VERSION: u32 = 1;
+/// `SPW_ABI_VERSION` of src/capi/base/version.rs; a test compares them.
+const ABI_VERSION: u32 = 2;
 
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libspillway.so.{ABI_VERSION}");

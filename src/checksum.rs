@@ -12,9 +12,9 @@ pub fn of(bytes: &[u8]) -> u64 {
 
 /// A checksum of bytes that arrive in parts.
 #[derive(Clone, Default)]
-pub struct Summing(XxHash3_64);
+pub struct RunningChecksum(XxHash3_64);
 
-impl Summing {
+impl RunningChecksum {
     /// Adds the next bytes.
     pub fn add(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
@@ -51,7 +51,7 @@ mod tests {
         for (len, sum) in known {
             let bytes: Vec<u8> = (0..len).map(|i| (i * i * 31 + i * 7 + (i >> 8)) as u8).collect();
             assert_eq!(of(&bytes), sum, "{len} bytes");
-            let mut parts = Summing::default();
+            let mut parts = RunningChecksum::default();
             bytes.chunks(777).for_each(|part| parts.add(part));
             assert_eq!(parts.finish(), sum, "{len} bytes in parts");
         }

@@ -1,4 +1,4 @@
-//! The error type of the crate; `capi::status` converts it to an `spw_status` and a message.
+//! The error type of the crate; `capi::base` converts it to an `spw_status` and a message.
 #![forbid(unsafe_code)]
 
 use std::borrow::Cow;
@@ -53,7 +53,7 @@ pub enum Error {
     #[error("{0}")]
     Timeout(String),
     /// A bug inside spillway was caught. Memory or files that were being written may be partly written.
-    #[error("a bug inside spillway: {0}")]
+    #[error("internal error in spillway, please report it: {0}")]
     Internal(String),
     /// The GPU or its driver failed.
     #[error("{0}")]
@@ -134,13 +134,13 @@ impl fmt::Display for TierError {
         let TierError { kind, path, extent, block, detail } = self;
         let what = match kind {
             TierKind::Corrupt => "stored bytes do not match their checksum",
-            TierKind::Format => "not a tier that this version reads",
-            TierKind::Foreign => "belongs to something else",
+            TierKind::Format => "not a tier, or not of a format that this version reads",
+            TierKind::Foreign => "does not match the request",
             TierKind::Locked => "in use by a live process",
             TierKind::PathMissing => "a path of the tier is missing",
-            TierKind::Lost => "lost with a missing path",
+            TierKind::Lost => "lost: stored on a path that is missing",
             TierKind::NoState => "no committed state",
-            TierKind::NoStep => "not there to be opened",
+            TierKind::NoStep => "the requested step is not available",
         };
         write!(out, "{path}: {what}")?;
         if !extent.is_empty() {
@@ -160,13 +160,13 @@ impl fmt::Display for TierError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RoundError {
     /// No round was begun.
-    #[error("no round was begun")]
+    #[error("no round is open; begin one first")]
     NotBegun,
     /// A round is open already.
     #[error("a round is open already; resolve or abort it first")]
     Open,
     /// The round has its verdict already.
-    #[error("the round has its verdict already; begin the next one")]
+    #[error("the round is resolved already; begin the next one")]
     Resolved,
     /// A bucket was not submitted.
     #[error("bucket {0} was not submitted in this round")]
@@ -287,6 +287,19 @@ impl Error {
         }
     }
 
+    /// The same error with `more` appended to its detail; kinds without a detail are unchanged.
+    pub fn context(mut self, more: impl fmt::Display) -> Self {
+        let detail = match &mut self {
+            Error::Io(error) => &mut error.detail,
+            Error::Tier(error) => &mut error.detail,
+            Error::Gpu(error) => &mut error.detail,
+            _ => return self,
+        };
+        let separator = if detail.is_empty() { "" } else { "; " };
+        *detail = format!("{detail}{separator}{more}");
+        self
+    }
+
     /// The kind of a file operation's failure; `None` for other errors.
     pub fn io_kind(&self) -> Option<IoKind> {
         match self {
@@ -310,11 +323,35 @@ impl Error {
     }
 }
 
+impl IoError {
+    /// A caller's wait timed out; `detail` names the operations that are still in flight.
+    pub fn wait_timeout(detail: impl Into<String>) -> Error {
+        IoError {
+            kind: IoKind::Timeout,
+            doing: "waiting",
+            path: String::new(),
+            offset: 0,
+            bytes: 0,
+            errno: 0,
+            detail: detail.into(),
+        }
+        .into()
+    }
+}
+
 impl TierError {
     /// An error about a whole file or directory.
     pub fn at(kind: TierKind, path: impl Into<String>, detail: impl Into<String>) -> Error {
         let (path, detail) = (path.into(), detail.into());
         TierError { kind, path, extent: String::new(), block: None, detail }.into()
+    }
+
+    /// An error about block number `block` of an extent, which is stored at `offset` of the file `path`, and does not
+    /// match its checksum.
+    pub fn corrupt_block(path: &str, extent: &str, (block, offset): (u32, u64), detail: String) -> Error {
+        let (path, extent) = (path.to_string(), extent.to_string());
+        let block = Some((block.into(), offset));
+        TierError { kind: TierKind::Corrupt, path, extent, block, detail }.into()
     }
 }
 

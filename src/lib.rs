@@ -1,7 +1,7 @@
 //! Spillway: the CPU half of optimizer offload, for training large models on few GPUs.
 //!
 //! The product is the C interface in [`capi`] (header `include/spillway.h`). The Rust modules below it are layers: a
-//! module uses only modules of the layers listed above its own (`ffi_tests/tidy.rs` checks this):
+//! module uses only modules of the layers listed above its own (`ffi_tests/rust/tidy.rs` checks this):
 //!
 //! | layer | modules |
 //! |---|---|

@@ -1,0 +1,503 @@
+// C++17 classes over the C interface of Spillway. Header-only; link with -lspillway.
+//
+// - Every object is a move-only class that closes itself. `get()` returns the C handle, for calls that have no method.
+// - A call that fails throws `spillway::error` with the status and the message of spw_last_error(). A timeout is no
+//   error: calls with a timeout return an empty optional or false.
+// - Option structs are those of C, with defaults: `auto options = spillway::make<spw_adam_options>();`
+// - Arrays are `spillway::span<T>`, which any container with data() and size() converts to. The element type selects
+//   the dtype: float, spillway::f16 or spillway::bf16.
+// - The rules of spillway.h hold: which objects are thread-safe, and who may use memory until when.
+//
+// Example:
+//
+//     #include <spillway.hpp>
+//     #include <vector>
+//
+//     int main() {
+//         std::vector<float> param(1000, 1.0f), grad(1000, 0.1f), exp_avg(1000), exp_avg_sq(1000);
+//         auto options = spillway::make<spw_adam_options>();
+//         options.lr = 1e-3;
+//         spillway::adam_step(options, spillway::tensor(param, grad, exp_avg, exp_avg_sq));
+//         return param[0] < 1.0f ? 0 : 1;
+//     }
+
+#ifndef SPILLWAY_HPP
+#define SPILLWAY_HPP
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "spillway.h"
+
+namespace spillway {
+
+// A failed call.
+class error : public std::runtime_error {
+public:
+    error(spw_status status, const std::string &message)
+        : std::runtime_error(std::string(spw_status_name(status)) + ": " + message), status_(status) {}
+    spw_status status() const noexcept { return status_; }
+    // The status's name, for example "SPW_ERR_NO_SPACE".
+    const char *name() const noexcept { return spw_status_name(status_); }
+
+private:
+    spw_status status_;
+};
+
+// Throws if `status` is not SPW_OK.
+inline void check(spw_status status) {
+    if (status != SPW_OK) {
+        throw error(status, spw_last_error());
+    }
+}
+
+// False after a timeout; throws after any other failure.
+inline bool check_in_time(spw_status status) {
+    if (status == SPW_ERR_TIMEOUT) {
+        return false;
+    }
+    check(status);
+    return true;
+}
+
+// Throws if the loaded library has another binary interface than this header.
+inline void check_library() {
+    if (spw_abi_version() != SPW_ABI_VERSION) {
+        throw error(SPW_ERR_UNSUPPORTED, "the library has ABI " + std::to_string(spw_abi_version()) +
+                                             ", the header has ABI " + std::to_string(SPW_ABI_VERSION));
+    }
+}
+
+// A time limit; zero and less polls. Without one a call waits until the end.
+using timeout = std::optional<std::chrono::milliseconds>;
+
+inline std::int64_t milliseconds(timeout limit) {
+    return limit ? std::max<std::int64_t>(limit->count(), 0) : -1;
+}
+
+// The C string of `text`. Text with a NUL inside would be truncated, so it is an error that names `argument`.
+inline const char *c_string(const std::string &text, const char *argument) {
+    if (text.find('\0') != std::string::npos) {
+        throw error(SPW_ERR_INVALID_ARGUMENT, std::string(argument) + ": contains a NUL");
+    }
+    return text.c_str();
+}
+
+// The C struct with its struct_size and its defaults; every other field is 0.
+template <class T>
+T make() {
+    T value{};
+    value.struct_size = sizeof(T);
+    return value;
+}
+template <>
+inline spw_adam_options make() {
+    return SPW_ADAM_OPTIONS_INIT;
+}
+template <>
+inline spw_adagrad_options make() {
+    return SPW_ADAGRAD_OPTIONS_INIT;
+}
+template <>
+inline spw_lion_options make() {
+    return SPW_LION_OPTIONS_INIT;
+}
+template <>
+inline spw_ds_adam_call make() {
+    return SPW_DS_ADAM_CALL_INIT;
+}
+template <>
+inline spw_io_request make() {
+    return SPW_IO_REQUEST_INIT;
+}
+
+// Bits of an IEEE binary16 number, and of a bfloat16 number.
+enum class f16 : std::uint16_t {};
+enum class bf16 : std::uint16_t {};
+
+// The dtype of an element type.
+template <class T>
+constexpr std::uint32_t dtype_of() {
+    using U = std::remove_cv_t<T>;
+    static_assert(std::is_same_v<U, float> || std::is_same_v<U, f16> || std::is_same_v<U, bf16>,
+                  "elements are float, spillway::f16 or spillway::bf16");
+    return std::is_same_v<U, float> ? SPW_DTYPE_F32 : std::is_same_v<U, f16> ? SPW_DTYPE_F16 : SPW_DTYPE_BF16;
+}
+
+// Address and number of elements of the caller's memory.
+template <class T>
+class span {
+public:
+    constexpr span() noexcept = default;
+    constexpr span(T *data, std::size_t size) noexcept : data_(data), size_(size) {}
+    template <class C, class = std::enable_if_t<std::is_convertible_v<decltype(std::declval<C &>().data()), T *>>>
+    constexpr span(C &&container) noexcept : data_(container.data()), size_(container.size()) {}
+    constexpr T *data() const noexcept { return data_; }
+    constexpr std::size_t size() const noexcept { return size_; }
+    constexpr std::size_t bytes() const noexcept { return size_ * sizeof(T); }
+
+private:
+    T *data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+template <class C>
+span(C &&) -> span<std::remove_pointer_t<decltype(std::declval<C &>().data())>>;
+
+// One tensor of a step. Arrays of different lengths throw std::length_error. An empty `exp_avg_sq` (Lion) or `exp_avg`
+// (Adagrad) is the NULL of C.
+template <class P, class G, class M, class V>
+spw_tensor tensor(P &&param, const G &grad, M &&exp_avg, V &&exp_avg_sq) {
+    auto p = span(param);
+    auto g = span(grad);
+    auto m = span(exp_avg);
+    auto v = span(exp_avg_sq);
+    for (std::size_t other : {g.size(), m.size() ? m.size() : p.size(), v.size() ? v.size() : p.size()}) {
+        if (other != p.size()) {
+            throw std::length_error("spillway::tensor: arrays of different lengths");
+        }
+    }
+    auto result = make<spw_tensor>();
+    result.n = p.size();
+    result.param_dtype = dtype_of<std::remove_pointer_t<decltype(p.data())>>();
+    result.grad_dtype = dtype_of<std::remove_pointer_t<decltype(g.data())>>();
+    result.state_dtype = m.size() ? dtype_of<std::remove_pointer_t<decltype(m.data())>>()
+                                  : dtype_of<std::remove_pointer_t<decltype(v.data())>>();
+    result.param = p.data();
+    result.grad = g.data();
+    result.exp_avg = m.size() ? m.data() : nullptr;
+    result.exp_avg_sq = v.size() ? v.data() : nullptr;
+    return result;
+}
+
+// As above; `copy` receives the new parameters in 16 bits.
+template <class P, class G, class M, class V, class C>
+spw_tensor tensor(P &&param, const G &grad, M &&exp_avg, V &&exp_avg_sq, C &&copy) {
+    auto result = tensor(param, grad, exp_avg, exp_avg_sq);
+    auto c = span(copy);
+    if (c.size() != result.n) {
+        throw std::length_error("spillway::tensor: arrays of different lengths");
+    }
+    result.copy_dtype = dtype_of<std::remove_pointer_t<decltype(c.data())>>();
+    result.param_copy = c.data();
+    return result;
+}
+
+// The tensors of one call: one, or an array of them.
+class tensors {
+public:
+    tensors(const spw_tensor &one) noexcept : data_(&one), size_(1) {}
+    template <class C, class = decltype(std::declval<const C &>().data())>
+    tensors(const C &all) noexcept : data_(all.data()), size_(all.size()) {}
+    const spw_tensor *data() const noexcept { return data_; }
+    std::uint64_t size() const noexcept { return size_; }
+
+private:
+    const spw_tensor *data_;
+    std::uint64_t size_;
+};
+
+// One step of every tensor, in place. `stats` (may be null) receives the statistics of the scaled gradients.
+inline void adam_step(const spw_adam_options &options, tensors all, spw_step_stats *stats = nullptr) {
+    check(spw_adam_step(&options, all.data(), all.size(), stats));
+}
+inline void adagrad_step(const spw_adagrad_options &options, tensors all, spw_step_stats *stats = nullptr) {
+    check(spw_adagrad_step(&options, all.data(), all.size(), stats));
+}
+inline void lion_step(const spw_lion_options &options, tensors all, spw_step_stats *stats = nullptr) {
+    check(spw_lion_step(&options, all.data(), all.size(), stats));
+}
+
+// Owner of a C handle.
+template <class T, class Close>
+class object {
+public:
+    T *get() const noexcept { return handle_.get(); }
+    // Gives the handle up; the caller closes it.
+    T *release() noexcept { return handle_.release(); }
+
+protected:
+    explicit object(T *handle) : handle_(handle) {}
+
+private:
+    std::unique_ptr<T, Close> handle_;
+};
+
+namespace detail {
+// Destructors cannot report a status. Close an object by hand to see it: spw_tier_close(tier.release(), 1000).
+struct close {
+    void operator()(spw_undo *object) const noexcept { (void)spw_undo_close(object); }
+    void operator()(spw_pool *object) const noexcept { (void)spw_pool_close(object); }
+    void operator()(spw_io *object) const noexcept { (void)spw_io_close(object, -1); }
+    void operator()(spw_tier *object) const noexcept { (void)spw_tier_close(object, -1); }
+    void operator()(spw_swap *object) const noexcept { (void)spw_swap_close(object); }
+    void operator()(spw_spec *object) const noexcept { (void)spw_spec_close(object); }
+    void operator()(spw_gpu *object) const noexcept { (void)spw_gpu_close(object); }
+    void operator()(spw_interleave *object) const noexcept { (void)spw_interleave_close(object); }
+};
+
+template <class T, class Call, class... Arguments>
+T *open(Call call, Arguments... arguments) {
+    T *handle = nullptr;
+    check(call(arguments..., &handle));
+    return handle;
+}
+} // namespace detail
+
+// A recording of one step, for rollback.
+class undo : public object<spw_undo, detail::close> {
+public:
+    explicit undo(const spw_undo_options &options) : object(detail::open<spw_undo>(spw_undo_open, &options)) {}
+    void adam_step(const spw_adam_options &options, tensors all, spw_step_stats *stats = nullptr) {
+        check(spw_undo_adam_step(get(), &options, all.data(), all.size(), stats));
+    }
+    void rollback() { check(spw_undo_rollback(get())); }
+    void redo(double grad_scale) { check(spw_undo_redo(get(), grad_scale)); }
+    void commit(bool release_memory = false) { check(spw_undo_commit(get(), release_memory)); }
+};
+
+// Pinned memory of `size` elements, freed with the object.
+template <class T>
+class pinned {
+public:
+    explicit pinned(std::size_t size) : size_(size) {
+        if (size > static_cast<std::size_t>(-1) / sizeof(T)) {
+            throw std::length_error("spillway::pinned: the size exceeds the address space");
+        }
+        void *start = nullptr;
+        check(spw_pinned_alloc(size * sizeof(T), &start));
+        memory_.reset(static_cast<T *>(start));
+    }
+    T *data() const noexcept { return memory_.get(); }
+    // 0 after the memory was moved to another object.
+    std::size_t size() const noexcept { return memory_ ? size_ : 0; }
+    T &operator[](std::size_t index) const noexcept { return data()[index]; }
+    T *begin() const noexcept { return data(); }
+    T *end() const noexcept { return data() + size(); }
+
+private:
+    static_assert(std::is_trivial_v<T>, "pinned memory holds numbers");
+    struct free {
+        void operator()(T *start) const noexcept { (void)spw_pinned_free(start); }
+    };
+    std::unique_ptr<T, free> memory_;
+    std::size_t size_;
+};
+
+// An I/O engine. Thread-safe.
+class io : public object<spw_io, detail::close> {
+public:
+    explicit io(const spw_io_options &options = make<spw_io_options>()) : object(detail::open<spw_io>(spw_io_open, &options)) {}
+    // Starts a transfer and returns its handle. The memory stays in use until the wait for the handle.
+    template <class C>
+    std::uint64_t read(const std::string &path, std::uint64_t offset, C &&into) const {
+        auto bytes = span(into);
+        return start(spw_io_read, path, offset, bytes.data(), bytes.bytes());
+    }
+    template <class C>
+    std::uint64_t write(const std::string &path, std::uint64_t offset, const C &from) const {
+        auto bytes = span(from);
+        using element = std::remove_const_t<std::remove_pointer_t<decltype(bytes.data())>>;
+        return start(spw_io_write, path, offset, const_cast<element *>(bytes.data()), bytes.bytes());
+    }
+    std::uint64_t sync(const std::string &path) const { return start(spw_io_sync, path, 0, nullptr, 0); }
+    // The bytes that the operation moved; empty after a timeout, when the operation stays in flight.
+    std::optional<std::uint64_t> wait(std::uint64_t handle, timeout limit = {}) const {
+        std::uint64_t bytes = 0;
+        return check_in_time(spw_io_wait(get(), &handle, 1, milliseconds(limit), &bytes)) ? std::optional(bytes)
+                                                                                         : std::nullopt;
+    }
+    bool wait(span<const std::uint64_t> handles, timeout limit = {}) const {
+        return check_in_time(spw_io_wait(get(), handles.data(), handles.size(), milliseconds(limit), nullptr));
+    }
+    bool wait_all(timeout limit = {}) const {
+        return check_in_time(spw_io_wait_all(get(), milliseconds(limit), nullptr));
+    }
+
+private:
+    template <class Call>
+    std::uint64_t start(Call call, const std::string &path, std::uint64_t offset, void *buffer,
+                        std::uint64_t bytes) const {
+        auto request = make<spw_io_request>();
+        request.path = c_string(path, "path");
+        request.offset = offset;
+        request.buffer = buffer;
+        request.bytes = bytes;
+        std::uint64_t handle = 0;
+        check(call(get(), &request, &handle));
+        return handle;
+    }
+};
+
+// A virtual tier. Thread-safe.
+class tier : public object<spw_tier, detail::close> {
+public:
+    explicit tier(const spw_tier_options &options) : object(detail::open<spw_tier>(spw_tier_open, &options)) {}
+    // An extent of this tier: its number in C, and its number of streams.
+    struct extent {
+        std::uint32_t number;
+        std::size_t streams;
+    };
+    // Finds or creates the extent `name` with one stream per entry of `stream_bytes`.
+    extent define(const std::string &name, span<const std::uint64_t> stream_bytes) const {
+        extent found{0, stream_bytes.size()};
+        check(spw_tier_define(get(), c_string(name, "name"), stream_bytes.data(), stream_bytes.size(), &found.number));
+        return found;
+    }
+    // Starts to write an extent (put) or to read it (fetch), with one address per stream, and returns a ticket. The
+    // streams stay in use until the wait for the ticket. Another number of addresses throws std::length_error.
+    std::uint64_t put(extent to, span<const void *const> streams, const spw_tier_target *target = nullptr) const {
+        std::uint64_t ticket = 0;
+        check_streams(to, streams.size());
+        check(spw_tier_put(get(), to.number, streams.data(), target, &ticket));
+        return ticket;
+    }
+    std::uint64_t fetch(extent from, span<void *const> streams) const {
+        std::uint64_t ticket = 0;
+        check_streams(from, streams.size());
+        check(spw_tier_get(get(), from.number, streams.data(), &ticket));
+        return ticket;
+    }
+    // The generation that was put or read; empty after a timeout, when the transfer stays in flight.
+    std::optional<std::uint64_t> wait(std::uint64_t ticket, timeout limit = {}) const {
+        std::uint64_t generation = 0;
+        return check_in_time(spw_tier_wait(get(), ticket, milliseconds(limit), &generation)) ? std::optional(generation)
+                                                                                            : std::nullopt;
+    }
+    // Makes all puts durable as one step, with a payload that the next open returns.
+    void commit(std::uint64_t step, span<const char> payload = {}) const {
+        check(spw_tier_commit(get(), step, payload.data(), payload.size()));
+    }
+    void rollback() const { check(spw_tier_rollback(get())); }
+    spw_tier_opened_info opened() const {
+        auto info = make<spw_tier_opened_info>();
+        check(spw_tier_get_opened(get(), &info, nullptr, 0));
+        return info;
+    }
+    spw_tier_verify_info verify() const {
+        auto info = make<spw_tier_verify_info>();
+        check(spw_tier_verify(get(), &info));
+        return info;
+    }
+
+private:
+    static void check_streams(extent one, std::size_t addresses) {
+        if (addresses != one.streams) {
+            throw std::length_error("spillway::tier: one address per stream of the extent is needed");
+        }
+    }
+};
+
+// Adam over states that are stored on a tier. Not thread-safe. The tier stays open as long as the update.
+class swap : public object<spw_swap, detail::close> {
+public:
+    swap(const tier &storage, const spw_swap_options &options) : object(detail::open<spw_swap>(spw_swap_open, storage.get(), &options)),
+          subgroups_(options.subgroups) {}
+    // Sets all states: addresses of param, exp_avg and exp_avg_sq of each subgroup; NULL is zeros. Another number of
+    // addresses throws std::length_error.
+    void fill(span<const float *const> states) {
+        if (states.size() != 3 * subgroups_) {
+            throw std::length_error("spillway::swap: three addresses per subgroup are needed");
+        }
+        check(spw_swap_fill(get(), states.data()));
+    }
+    // Steps all subgroups: one tensor each, whose states are on the tier.
+    void adam_step(const spw_adam_options &options, tensors all, spw_step_stats *stats = nullptr) {
+        check(spw_swap_adam_step(get(), &options, all.data(), all.size(), stats));
+    }
+    void commit(std::uint64_t step, span<const char> payload = {}) {
+        check(spw_swap_commit(get(), step, payload.data(), payload.size()));
+    }
+    void rollback() { check(spw_swap_rollback(get())); }
+    spw_swap_stats stats() const {
+        auto result = make<spw_swap_stats>();
+        check(spw_swap_get_stats(get(), &result));
+        return result;
+    }
+
+private:
+    std::uint64_t subgroups_;
+};
+
+// Steps before the norm of the whole gradient is known, then a verdict. Thread-safe.
+class speculation : public object<spw_spec, detail::close> {
+public:
+    explicit speculation(const spw_spec_options &options) : object(detail::open<spw_spec>(spw_spec_open, &options)) {}
+    void begin(const spw_adam_options &options, double max_norm = 0) const {
+        check(spw_spec_begin_adam(get(), &options, max_norm));
+    }
+    void submit(std::uint32_t bucket, tensors all, const spw_spec_event *event = nullptr) const {
+        check(spw_spec_submit(get(), bucket, all.data(), all.size(), event));
+    }
+    // This rank's sum of squares and finiteness, once all buckets are measured.
+    std::optional<spw_step_stats> local_result(timeout limit = {}) const {
+        auto stats = make<spw_step_stats>();
+        return check_in_time(spw_spec_local_result(get(), milliseconds(limit), &stats)) ? std::optional(stats)
+                                                                                       : std::nullopt;
+    }
+    spw_spec_outcome resolve(const spw_step_stats &all_ranks) const {
+        auto outcome = make<spw_spec_outcome>();
+        check(spw_spec_resolve(get(), &all_ranks, &outcome));
+        return outcome;
+    }
+    bool wait(std::uint32_t bucket, timeout limit = {}) const {
+        return check_in_time(spw_spec_wait(get(), bucket, milliseconds(limit)));
+    }
+    bool finish(timeout limit = {}) const { return check_in_time(spw_spec_finish(get(), milliseconds(limit))); }
+    void abort() const { check(spw_spec_abort(get())); }
+};
+
+// A GPU. Thread-safe.
+class gpu : public object<spw_gpu, detail::close> {
+public:
+    explicit gpu(const spw_gpu_options &options = make<spw_gpu_options>())
+        : object(detail::open<spw_gpu>(spw_gpu_open, &options)) {}
+    spw_gpu_info info() const {
+        auto result = make<spw_gpu_info>();
+        check(spw_gpu_get_info(get(), &result));
+        return result;
+    }
+    void adam_step(const spw_adam_options &options, tensors all, std::uint64_t stream = 0,
+                   spw_step_stats *stats = nullptr) const {
+        check(spw_gpu_adam_step(get(), &options, all.data(), all.size(), stream, stats));
+    }
+    // Queues a copy and returns its ticket.
+    std::uint64_t copy(const spw_gpu_copy &one) const {
+        std::uint64_t ticket = 0;
+        check(spw_gpu_copy_start(get(), &one, &ticket));
+        return ticket;
+    }
+    bool wait(std::uint64_t ticket, timeout limit = {}) const {
+        return check_in_time(spw_gpu_copy_wait(get(), ticket, milliseconds(limit)));
+    }
+};
+
+// An update divided between CPU and GPU. Thread-safe.
+class interleave : public object<spw_interleave, detail::close> {
+public:
+    interleave(const spw_interleave_options &options, span<const spw_interleave_subgroup> subgroups)
+        : object(detail::open<spw_interleave>(spw_interleave_open, &options, subgroups.data(), subgroups.size())) {}
+    void grad_ready(std::uint64_t subgroup, std::uint64_t stream = 0) const {
+        check(spw_interleave_grad_ready(get(), subgroup, stream));
+    }
+    void begin(const spw_adam_options &options, std::uint64_t stream = 0) const {
+        check(spw_interleave_begin(get(), &options, 1, stream));
+    }
+    void stream_wait_params(std::uint64_t subgroup, std::uint64_t stream = 0) const {
+        check(spw_interleave_stream_wait_params(get(), subgroup, stream));
+    }
+    void finish() const { check(spw_interleave_finish(get())); }
+    void drain() const { check(spw_interleave_drain(get())); }
+};
+
+} // namespace spillway
+
+#endif // SPILLWAY_HPP

@@ -1,6 +1,8 @@
-"""Builds the wheel: the package, libspillway.so and the .pth file that activates the DeepSpeed hook.
+"""Builds the wheel: the package, the library, the preload library, the command line tool, and the .pth file that activates
+the DeepSpeed hook.
 
-The library is built by cargo in the repository around this folder, or is the file SPILLWAY_PREBUILT_LIB names.
+cargo builds the binaries in the repository around this folder, with object stores. Or they are the library that
+SPILLWAY_PREBUILT_LIB names and the two files beside it; with SPILLWAY_WHEEL_WITHOUT_TOOL=1 the tool may be missing.
 Everything is built in a scratch folder, so that the source tree stays as it is."""
 
 import atexit
@@ -21,12 +23,13 @@ REPOSITORY = HERE.parent.parent
 
 
 class BuildWithLibrary(build_py):
-    """Adds the library beside the package and the .pth at the root of site-packages."""
+    """Adds the binaries to the package and the .pth at the root of site-packages."""
 
     def run(self):
         super().run()
         root = pathlib.Path(self.build_lib)
-        shutil.copy2(library(), root / "spillway" / "libspillway.so")
+        for file, name in binaries():
+            shutil.copy2(file, root / "spillway" / name)
         shutil.copy2(HERE / "spillway.pth", root / "spillway.pth")
 
 
@@ -42,17 +45,31 @@ class BinaryDistribution(Distribution):
         return True
 
 
-def library():
-    """The library to package, built if none is named."""
+def binaries():
+    """The files to package, with their names in the package."""
+    library = library_path()
+    files = [(library, "libspillway.so"), (library.with_name("libspillway_preload.so"), "libspillway_preload.so"),
+             (library.with_name("spillway"), "spillway-tool")]
+    if os.environ.get("SPILLWAY_WHEEL_WITHOUT_TOOL") == "1" and not files[2][0].is_file():
+        files.pop()
+    for file, _ in files:
+        if not file.is_file():
+            sys.exit(f"{file} is missing, which belongs beside {library}: build it with `make lib`")
+    return files
+
+
+def library_path():
+    """The library to package, built with what belongs beside it if none is named."""
     prebuilt = os.environ.get("SPILLWAY_PREBUILT_LIB")
     if prebuilt:
         if not os.path.isfile(prebuilt):
             sys.exit(f"SPILLWAY_PREBUILT_LIB names {prebuilt}, which is no file")
-        return prebuilt
+        return pathlib.Path(prebuilt)
     if not (REPOSITORY / "Cargo.toml").is_file():
         sys.exit(f"no Cargo.toml in {REPOSITORY}: build from a checkout, or name the library in SPILLWAY_PREBUILT_LIB")
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
-    subprocess.run(["cargo", "build", "--release", "--lib", "--target-dir", str(target)], cwd=REPOSITORY, check=True)
+    subprocess.run(["cargo", "build", "--release", "--package", "spillway", "--package", "spillway-preload",
+                    "--features", "spillway/s3", "--target-dir", str(target)], cwd=REPOSITORY, check=True)
     return target / "release" / "libspillway.so"
 
 

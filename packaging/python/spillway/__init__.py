@@ -4,15 +4,32 @@ CPU optimizer steps are bit-identical to DeepSpeed's AVX-512 kernels. Further mo
 (`Tier`, `Swap`), transfer gradients and parameters (`Gpu`), and overlap steps with the GPU (`Speculation`,
 `Interleave`).
 
-Importing this package needs neither torch nor numpy. The native library is loaded at the first call."""
+Importing this package needs neither torch nor numpy. The native library is loaded at the first call.
+
+Example:
+    Step two numpy arrays or torch tensors in place:
+
+        adam = spillway.Adam(lr=1e-3)
+        adam.step([(param, grad, exp_avg, exp_avg_sq)])
+
+Conventions:
+    - Times and timeouts are in seconds, sizes in bytes unless the name says elements.
+    - Counters and reports are read by methods: `stats()`, `info()`, `paths()`.
+    - An object that owns memory or files has `close()` and works in a `with` block. Its methods may be called by
+      several threads at once unless its class says otherwise."""
+
+from __future__ import annotations
 
 import atexit as _atexit
 import ctypes as _ctypes
+import typing as _typing
+from collections.abc import Callable as _Callable
 
-from . import _abi, _native
-from .errors import (Busy, Corrupt, GpuFailure, InternalError, InvalidArgument, IoFailure, LibraryNotFound, NoDevice, NoState,
-                     NoStep, NotFound, OutOfOrder, SpillwayError, SystemFailure, TierFailure, TierLocked, TimedOut, UnknownId,
-                     Unsupported)
+from . import _abi, _deprecated, _native
+from .errors import OLD_NAMES as _OLD_ERRORS
+from .errors import (BusyError, CorruptError, GpuError, InternalError, InvalidArgumentError, IoError, LibraryNotFoundError,
+                     NoDeviceError, NoStateError, NoStepError, NotFoundError, OutOfOrderError, SpillwayError, SystemCallError,
+                     TierError, TierLockedError, TimedOutError, UnknownIdError, UnsupportedError)
 from .gpu import DeviceArray, Event, Gpu, Stream, gpu_count, pinned
 from .interleave import Interleave, Rates, Subgroup, plan
 from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, grad_stats
@@ -22,61 +39,96 @@ from .tier import Tier, TierPath
 
 __version__ = "0.1.0"
 
-__all__ = ["Adagrad", "Adam", "Busy", "Corrupt", "DeviceArray", "Event", "Gpu", "GpuFailure", "Interleave", "InternalError",
-           "InvalidArgument", "IoFailure", "LibraryNotFound", "Lion", "NoDevice", "NoState", "NoStep", "NotFound", "OutOfOrder",
-           "Prepared", "Rates", "Recording", "Speculation", "SpillwayError", "StepStats", "Stream", "Subgroup", "Swap", "SystemFailure",
-           "Tier", "TierFailure", "TierLocked", "TierPath", "TimedOut", "UnknownId", "Unsupported", "gpu_count", "grad_stats",
-           "kernel_name", "library_path", "library_version", "num_threads", "pinned", "plan", "set_log", "set_num_threads",
-           "stats"]
+__all__ = ["Adagrad", "Adam", "BusyError", "CorruptError", "DeviceArray", "Event", "Gpu", "GpuError", "Interleave",
+           "InternalError", "InvalidArgumentError", "IoError", "LibraryNotFoundError", "Lion", "NoDeviceError", "NoStateError",
+           "NoStepError", "NotFoundError", "OptimizerStats", "OutOfOrderError", "Prepared", "Rates", "Recording", "Speculation",
+           "SpillwayError", "StepStats", "Stream", "Subgroup", "Swap", "SystemCallError", "Tier", "TierError", "TierLockedError",
+           "TierPath", "TimedOutError", "UnknownIdError", "UnsupportedError", "gpu_count", "grad_stats", "kernel_name",
+           "library_path", "library_version", "num_threads", "pinned", "plan", "preload_path", "set_log", "set_num_threads", "stats"]
 
 library_path = _native.library_path
+preload_path = _native.preload_path
 _log_callback = None
 
+if not _typing.TYPE_CHECKING:
+    __getattr__ = _deprecated.module_names(__name__, _OLD_ERRORS)
 
-def library_version():
-    """The version string of the loaded library."""
+
+@_deprecated.was_dict("spillway.stats()")
+class OptimizerStats(_typing.NamedTuple):
+    """Number of calls and of stepped elements of each optimizer in this process since the library was loaded."""
+
+    adam_calls: int
+    adam_elements: int
+    adagrad_calls: int
+    adagrad_elements: int
+    lion_calls: int
+    lion_elements: int
+
+
+def library_version() -> str:
+    """Returns the version of the loaded library, such as "0.1.0"."""
     return _native.library().spw_version().decode()
 
 
-def kernel_name():
-    """The active kernel: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar". SPILLWAY_KERNEL forces one."""
+def kernel_name() -> str:
+    """Returns the active kernel: "avx512", "avx2", "sve_bf16", "sve", "neon" or "scalar".
+
+    The environment variable SPILLWAY_KERNEL forces one."""
     name = _ctypes.c_char_p()
-    _native.check(_native.library().spw_kernel_name(_ctypes.byref(name)))
-    return name.value.decode()
+    _native.check(_native.library().spw_get_kernel(_ctypes.byref(name)))
+    return (name.value or b"").decode()
 
 
-def set_num_threads(count=0):
-    """Sets the number of threads; 0 derives it from the affinity mask, the cgroup quota and LOCAL_WORLD_SIZE."""
+def set_num_threads(count: int = 0) -> None:
+    """Sets the number of threads of this process's optimizer steps.
+
+    Args:
+        count: Number of threads; 0 derives it from the affinity mask, the cgroup quota and LOCAL_WORLD_SIZE.
+
+    Raises:
+        InvalidArgumentError: `count` is negative or no integer."""
     if not isinstance(count, int) or not 0 <= count < 1 << 32:
-        raise InvalidArgument(f"count is {count!r}; a number of threads, or 0, is needed")
+        raise InvalidArgumentError(f"set_num_threads: count is {count!r}; pass a number of threads, or 0 for the default")
     options = _abi.sized(_abi.ThreadOptions)
     options.num_threads = count
-    _native.check(_native.library().spw_threads_configure(_ctypes.byref(options)))
+    _native.check(_native.library().spw_set_threads(_ctypes.byref(options)))
 
 
-def num_threads():
-    """Number of threads that a large step uses."""
+def num_threads() -> int:
+    """Returns the number of threads that a large step uses."""
     count = _ctypes.c_uint32()
-    _native.check(_native.library().spw_threads_count(_ctypes.byref(count)))
+    _native.check(_native.library().spw_get_threads(_ctypes.byref(count)))
     return count.value
 
 
-def stats():
-    """Number of calls and elements of each optimizer in this process since the library was loaded, as a dict."""
+def stats() -> OptimizerStats:
+    """Returns the counters of all optimizer steps of this process."""
     counters = _abi.sized(_abi.Stats)
-    _native.check(_native.library().spw_stats_get(_ctypes.byref(counters)))
-    return {name: getattr(counters, name) for name, _ in _abi.Stats._fields_[2:]}
+    _native.check(_native.library().spw_get_stats(_ctypes.byref(counters)))
+    return OptimizerStats(*(getattr(counters, name) for name in OptimizerStats._fields))
 
 
-def set_log(function, level="info"):
-    """Sends log messages to function(level, message), called from any thread. `level` is the least severe level to
-    send. With None the library logs to stderr if SPILLWAY_LOG names a level, else nowhere."""
+def set_log(function: _Callable[[str, str], object] | None, level: str = "info") -> None:
+    """Sends the library's log messages to a function.
+
+    Args:
+        function: Called as function(level, message) from any thread. None: the library logs to stderr if SPILLWAY_LOG
+            names a level, else nowhere.
+        level: The least severe level to send: "off", "error", "warn", "info" or "debug".
+
+    Raises:
+        InvalidArgumentError: `level` is no known level.
+
+    Example:
+        spillway.set_log(lambda level, message: print(level, message), "warn")"""
     global _log_callback
     if level not in _abi.LOG_LEVELS:
-        raise InvalidArgument(f"level is {level!r}; one of {', '.join(_abi.LOG_LEVELS)} expected")
+        raise InvalidArgumentError(f"set_log: level is {level!r}; pass one of {', '.join(_abi.LOG_LEVELS)}")
     names = {number: name for name, number in _abi.LOG_LEVELS.items()}
 
-    def forward(_user, number, message):
+    def forward(_user: object, number: int, message: bytes) -> None:
+        assert function is not None
         function(names.get(number, str(number)), message.decode("utf-8", "replace"))
 
     callback = _abi.LOG_FN(forward) if function is not None else _abi.LOG_FN()

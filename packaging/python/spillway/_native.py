@@ -3,18 +3,21 @@
 The library is the file beside this package, or the one that SPILLWAY_LIBRARY names. It is loaded at first use, so
 importing spillway is cheap and does not fail."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import threading
+from typing import Any
 
 from . import _abi
-from .errors import IoFailure, LibraryNotFound, from_status
+from .errors import IoError, LibraryNotFoundError, from_status
 
 _lock = threading.Lock()
-_library = None
+_library: ctypes.CDLL | None = None
 
 
-def library():
+def library() -> ctypes.CDLL:
     """The loaded library, prototypes set and ABI version checked."""
     global _library
     if _library is None:
@@ -24,53 +27,66 @@ def library():
     return _library
 
 
-def library_path():
-    """Path of the library that is loaded, or will be at first use."""
+def library_path() -> str:
+    """Returns the path of the library that is loaded, or will be at first use."""
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libspillway.so")
     return os.environ.get("SPILLWAY_LIBRARY") or beside
 
 
-def _load(path):
+def preload_path() -> str:
+    """Returns the path of the preload library, for LD_PRELOAD. It lies beside the library."""
+    return _beside_library("libspillway_preload.so")
+
+
+def tool_path() -> str:
+    """Returns the path of the command line tool. It lies beside the library."""
+    return _beside_library("spillway-tool" if _in_package() else "spillway")
+
+
+def _in_package() -> bool:
+    return os.path.dirname(library_path()) == os.path.dirname(os.path.abspath(__file__))
+
+
+def _beside_library(name: str) -> str:
+    return os.path.join(os.path.dirname(os.path.abspath(library_path())), name)
+
+
+def _load(path: str) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(path)
         loaded.spw_abi_version.restype = ctypes.c_uint32
         loaded.spw_abi_version.argtypes = []
         found = loaded.spw_abi_version()
     except (OSError, AttributeError) as error:
-        raise LibraryNotFound(f"cannot load {path}: {error}; reinstall the spillway wheel, or name the library "
+        raise LibraryNotFoundError(f"cannot load {path}: {error}; reinstall the spillway wheel, or name the library "
                               "in SPILLWAY_LIBRARY") from error
     if found != _abi.ABI_VERSION:
-        raise LibraryNotFound(f"{path} has ABI version {found}, this package speaks {_abi.ABI_VERSION}")
+        raise LibraryNotFoundError(f"{path} has ABI version {found}, this package needs {_abi.ABI_VERSION}; install the library and the "
+                                   "package of one release")
     for name, (restype, argtypes) in _abi.PROTOTYPES.items():
         try:
             function = getattr(loaded, name)
         except AttributeError as error:
-            raise LibraryNotFound(f"{path} lacks {name}: it is older than this package") from error
+            raise LibraryNotFoundError(f"{path} lacks the function {name}, because it is older than this package; install the library "
+                                       "and the package of one release") from error
         function.restype, function.argtypes = restype, argtypes
     return loaded
 
 
-def check(status):
+def check(status: int) -> None:
     """Raises the typed exception of a failed call."""
     if status:
         message = library().spw_last_error().decode("utf-8", "replace")
         name = library().spw_status_name(status).decode()
         error = from_status(status, message or name)
-        if isinstance(error, IoFailure):
+        if isinstance(error, IoError):
             _locate(error)
         raise error
 
 
-def _locate(error):
+def _locate(error: Any) -> None:
     found = _abi.sized(_abi.IoFailure)
-    if library().spw_io_last_failure(ctypes.byref(found)) == 0 and found.path is not None:
+    if library().spw_get_io_failure(ctypes.byref(found)) == 0 and found.path is not None:
         error.errno = found.system_errno or None
         error.strerror = os.strerror(found.system_errno) if found.system_errno else None
         error.filename, error.offset, error.bytes = os.fsdecode(found.path), found.offset, found.bytes
-
-
-def initialised(structure_type, init_name):
-    """An options structure with the library's defaults."""
-    options = structure_type()
-    check(getattr(library(), init_name)(ctypes.byref(options), ctypes.sizeof(options)))
-    return options

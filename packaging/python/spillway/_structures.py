@@ -1,4 +1,4 @@
-"""The structs of spillway.h as ctypes structures, with the same field names."""
+"""The structs of the C headers as ctypes structures, with the same field names."""
 
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_uint32, c_uint64, c_void_p
 
@@ -17,8 +17,8 @@ class _Given(Structure):
         least, most = self._ranges.get(name, (None, None))
         if least is not None and isinstance(value, int) and not least <= value <= most:
             # Here, so that a program may read the layouts from this file alone.
-            from .errors import InvalidArgument
-            raise InvalidArgument(f"{name} is {value}, which is not in {least} to {most}")
+            from .errors import InvalidArgumentError
+            raise InvalidArgumentError(f"{name} is {value}; pass a number from {least} to {most}")
         super().__setattr__(name, value)
 
 
@@ -100,7 +100,7 @@ class SpecEvent(Structure):
 class SpecOutcome(Structure):
     c_name = "spw_spec_outcome"
     _fields_ = [("struct_size", c_uint32), ("verdict", c_uint32), ("norm", c_double), ("grad_scale", c_double),
-                ("withdrawn", c_uint32), ("reserved", c_uint32)]
+                ("rolled_back", c_uint32), ("reserved", c_uint32)]
 
 
 class PoolOptions(_Given):
@@ -113,7 +113,7 @@ class PoolStats(Structure):
     c_name = "spw_pool_stats"
     _fields_ = [("struct_size", c_uint32), ("page_kind", c_uint32), ("block_bytes", c_uint64),
                 ("block_count", c_uint64), ("in_use", c_uint64), ("high_water", c_uint64), ("quarantined", c_uint64),
-                ("bytes", c_uint64), ("locked_bytes", c_uint64), ("foreign_bytes", c_uint64)]
+                ("bytes", c_uint64), ("locked_bytes", c_uint64)]
 
 
 class PinnedStats(Structure):
@@ -153,8 +153,14 @@ class TierOptions(_Given):
     c_name = "spw_tier_options"
     _fields_ = [("struct_size", c_uint32), ("mode", c_uint32), ("job", c_char_p), ("host", c_char_p),
                 ("rank", c_uint32), ("world", c_uint32), ("paths", POINTER(TierPath)), ("path_count", c_uint64),
-                ("durability", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("stall_ms", c_uint64),
+                ("durability", c_uint32), ("flags", c_uint32), ("block_bytes", c_uint64), ("io_timeout_ms", c_uint64),
                 ("queue_depth", c_uint32), ("io_backend", c_uint32), ("at_step", c_uint64)]
+
+
+class TierTarget(_Given):
+    c_name = "spw_tier_target"
+    _fields_ = [("struct_size", c_uint32), ("path", c_uint32), ("path_blocks", POINTER(c_uint32)),
+                ("path_count", c_uint64)]
 
 
 class TierStepsInfo(Structure):
@@ -183,8 +189,8 @@ class TierPathInfo(Structure):
                 ("free_bytes", c_uint64), ("blocks", c_uint64)]
 
 
-class TierChecked(Structure):
-    c_name = "spw_tier_checked"
+class TierVerifyInfo(Structure):
+    c_name = "spw_tier_verify_info"
     _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("extents", c_uint64), ("blocks", c_uint64),
                 ("bytes", c_uint64), ("damaged", c_uint64)]
 
@@ -221,19 +227,19 @@ class GpuCopy(_Given):
 
 class GpuLink(Structure):
     c_name = "spw_gpu_link"
-    _fields_ = [("struct_size", c_uint32), ("wire", c_uint32), ("out_f32", c_double), ("out_native", c_double),
-                ("in_f32", c_double), ("in_native", c_double), ("step_f32", c_double), ("step_native", c_double)]
+    _fields_ = [("struct_size", c_uint32), ("transfer_dtype", c_uint32), ("d2h_f32", c_double), ("d2h_native", c_double),
+                ("h2d_f32", c_double), ("h2d_native", c_double), ("step_f32", c_double), ("step_native", c_double)]
 
 
-class PlanRates(_Given):
-    c_name = "spw_plan_rates"
+class InterleaveRates(_Given):
+    c_name = "spw_interleave_rates"
     _fields_ = [("struct_size", c_uint32), ("half_duplex", c_uint32), ("cpu", c_double), ("downscale", c_double),
                 ("gpu", c_double), ("h2d", c_double), ("d2h", c_double), ("cast", c_double), ("dram", c_double)]
 
 
 class PlanShape(_Given):
     c_name = "spw_plan_shape"
-    _fields_ = [("struct_size", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32), ("slots", c_uint32),
+    _fields_ = [("struct_size", c_uint32), ("transfer_dtype", c_uint32), ("fetch_gradients", c_uint32), ("slots", c_uint32),
                 ("count", c_uint64), ("sizes", POINTER(c_uint64)), ("size", c_uint64), ("chunk", c_uint64)]
 
 
@@ -266,13 +272,13 @@ class PlanLoad(_Given):
 
 class PlanProbe(_Given):
     c_name = "spw_plan_probe"
-    _fields_ = [("struct_size", c_uint32), ("accumulates", c_uint32), ("f32_wire", c_double),
-                ("native_wire", c_double), ("f32_step", c_double), ("native_step", c_double)]
+    _fields_ = [("struct_size", c_uint32), ("accumulates", c_uint32), ("f32_transfer", c_double),
+                ("native_transfer", c_double), ("f32_step", c_double), ("native_step", c_double)]
 
 
 class InterleaveOptions(_Given):
     c_name = "spw_interleave_options"
-    _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("wire", c_uint32), ("fetch_gradients", c_uint32),
+    _fields_ = [("struct_size", c_uint32), ("backend", c_uint32), ("transfer_dtype", c_uint32), ("fetch_gradients", c_uint32),
                 ("slots", c_uint32), ("grad_dtype", c_uint32), ("copy_dtype", c_uint32), ("reserved", c_uint32),
                 ("chunk", c_uint64), ("gpu", c_void_p)]
 
@@ -286,9 +292,10 @@ class InterleaveSubgroup(_Given):
 
 class SwapOptions(_Given):
     c_name = "spw_swap_options"
-    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("host_bytes", c_uint64), ("elements", POINTER(c_uint64)),
+    _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("memory_budget", c_uint64),
+                ("elements", POINTER(c_uint64)),
                 ("subgroups", c_uint64), ("ratio", POINTER(c_double)), ("speeds", POINTER(c_double)),
-                ("patience_seconds", c_double)]
+                ("turn_timeout_ms", c_uint64)]
 
 
 class SwapBudget(Structure):
@@ -319,8 +326,8 @@ class DsAdamState(Structure):
 
 STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
-              PlanRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, InterleaveOptions,
+              InterleaveRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, InterleaveOptions,
               InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,
-              TierPath, TierOptions, TierStepsInfo, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierChecked,
+              TierPath, TierOptions, TierTarget, TierStepsInfo, TierOpenedInfo, TierExtentInfo, TierPathInfo, TierVerifyInfo,
               SwapOptions, SwapBudget, SwapStats, DsAdamCall, DsAdamState,
               GpuDriver, GpuOptions, GpuInfo, GpuCopy, GpuLink)

@@ -1,10 +1,13 @@
 """State of a tier's put or get, consistent even if a signal handler raised between two steps."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
+from typing import Any
 
 from . import _native
-from ._held import record
+from ._native_handle import record
 
 TIMEOUT = 23
 # Status of a wait for a begun ticket whose outcome another thread is taking at this moment.
@@ -19,11 +22,13 @@ class Ticket:
 
     __slots__ = ("number", "held", "put", "begun", "ended", "generation")
 
-    def __init__(self, held, put, number=0):
+    def __init__(self, held: Any, put: bool, number: int = 0):
         self.number, self.generation = ctypes.c_uint64(number), ctypes.c_uint64()
-        self.held, self.put, self.begun, self.ended = held, put, [], []
+        self.held, self.put = held, put
+        self.begun: list[int] = []
+        self.ended: list[int] = []
 
-    def wait(self, handle, milliseconds):
+    def wait(self, handle: Any, milliseconds: float) -> int:
         """Waits in C and returns the status."""
         record(self.ended, _native.library().spw_tier_wait, handle, self.number.value, round(milliseconds),
                ctypes.byref(self.generation))
@@ -34,13 +39,13 @@ class Ticket:
                     self.ended.remove(passing)
         return status
 
-    def outcome(self):
+    def outcome(self) -> int | None:
         """The status of a ticket that has ended, else None."""
         passing = (TIMEOUT, ELSEWHERE) if self.begun else (TIMEOUT,)
         return next((status for status in list(self.ended) if status not in passing), None)
 
-    def in_use(self):
+    def in_use(self) -> bool:
         """True if the system may access the memory for good: such a status, or a close that could not wait for the
         end."""
-        ends = self.begun[:1] if not self.number.value else [self.outcome()]
+        ends: list[int | None] = [*self.begun[:1]] if not self.number.value else [self.outcome()]
         return ends[:1] == [None] or any(status in IN_USE for status in ends)

@@ -1,143 +1,192 @@
-"""Typed exceptions: each carries the C library's status as `status`."""
+"""Exceptions of the package.
+
+Every exception is a `SpillwayError` and carries the status of the C library as `status`. Exceptions that match a
+built-in one inherit from it too: an `IoError` is an `OSError`, an `InvalidArgumentError` a `ValueError`.
+
+    try:
+        tier.wait(ticket)
+    except spillway.CorruptError as error:
+        print(error.status, error)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import _deprecated
 
 
 class SpillwayError(RuntimeError):
-    """A call of the library failed. `status` is the integer that the C call returned."""
+    """A call of the library failed; the base of all exceptions of this package.
 
-    status = 9
+    Attributes:
+        status: Status of the C library as an integer; spillway.h lists the values."""
 
-    def __init__(self, message, status=None):
+    status: int = 9
+
+    def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         if status is not None:
             self.status = status
 
-    def __str__(self):
-        # KeyError, a base of UnknownId, would print its argument in quotes.
+    def __str__(self) -> str:
+        # KeyError, a base of UnknownIdError, would print its argument in quotes.
         return str(self.args[0]) if self.args else ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # OSError, a base of IoError, would lose errno and filename in another process.
+        details = {name: getattr(self, name) for name in ("errno", "strerror", "filename") if getattr(self, name, None)}
+        return _restored, (type(self), self.args, {**self.__dict__, **details})
 
-class InvalidArgument(SpillwayError, ValueError):
-    """An argument violates the function's contract; nothing was written."""
+
+def _restored(kind: type[SpillwayError], args: tuple[Any, ...], details: dict[str, Any]) -> SpillwayError:
+    error = kind(*args[:1])
+    for name, value in details.items():
+        setattr(error, name, value)
+    return error
+
+
+class InvalidArgumentError(SpillwayError, ValueError):
+    """An argument violates the function's contract. Nothing was written; correct the argument that the message
+    names."""
 
     status = 1
 
 
-class Unsupported(SpillwayError):
-    """This build or machine does not support the operation; nothing was written."""
+class UnsupportedError(SpillwayError):
+    """This build or machine does not support the operation. Nothing was written."""
 
     status = 2
 
 
-class UnknownId(SpillwayError, KeyError):
+class UnknownIdError(SpillwayError, KeyError):
     """No optimizer has this id: it was never created, or was destroyed."""
 
     status = 3
 
 
 class InternalError(SpillwayError):
-    """A bug inside the library."""
+    """A bug inside the library; please report it with the message."""
 
     status = 9
 
 
-class SystemFailure(SpillwayError):
+class SystemCallError(SpillwayError):
     """A system call failed; the message contains its errno."""
 
     status = 11
 
 
-class OutOfOrder(SpillwayError):
-    """The present state of the speculation round does not allow the call; nothing changed."""
+class OutOfOrderError(SpillwayError):
+    """The state of the speculation round does not allow the call. Nothing changed."""
 
     status = 40
 
 
-class IoFailure(SpillwayError, OSError):
-    """Reading or writing a file failed. `filename`, `offset` and `bytes` locate the failed part. `errno` is None if the
-    system reported none, for example when the file ends before the requested range."""
+class IoError(SpillwayError, OSError):
+    """Reading or writing a file failed.
+
+    Attributes:
+        filename: Path of the file; None if it was given as a descriptor.
+        offset: First byte of the failed part in the file.
+        bytes: Length of the failed part in bytes.
+        errno: Error number of the system; None if the system reported none, for example when the file ends before
+            the requested range."""
 
     status = 20
-    offset = bytes = None
+    offset: int | None = None
+    bytes: int | None = None
 
 
-class NotFound(IoFailure, FileNotFoundError):
+class NotFoundError(IoError, FileNotFoundError):
     """The file, directory or object does not exist."""
 
     status = 25
 
 
-class Busy(SpillwayError):
-    """The object is in use, or an update must be rolled back first; nothing changed."""
+class BusyError(SpillwayError):
+    """The object is in use, or an update must be rolled back first. Nothing changed."""
 
     status = 5
 
 
-class TierFailure(SpillwayError):
+class TierError(SpillwayError):
     """The tier is not the requested one: its format, run, rank or size differs, or a path or a part of it is
     missing."""
 
     status = 32
 
 
-class Corrupt(TierFailure):
+class CorruptError(TierError):
     """Stored bytes do not match their checksum; the message names the path, extent, block and offset."""
 
     status = 30
 
 
-class TierLocked(TierFailure):
-    """A live process holds the tier; the message names the process."""
+class TierLockedError(TierError):
+    """A live process holds the tier; the message names the process. Wait until it ends, or use another job name."""
 
     status = 33
 
 
-class NoState(TierFailure):
+class NoStateError(TierError):
     """The tier has no committed state."""
 
     status = 36
 
 
-class NoStep(TierFailure):
+class NoStepError(TierError):
     """The tier cannot be opened at the requested step: the step was never committed, or has been overwritten."""
 
     status = 37
 
 
-class TimedOut(SpillwayError, TimeoutError):
-    """A wait timed out; the operation is still in flight."""
+class TimedOutError(SpillwayError, TimeoutError):
+    """A wait timed out. The operation is still in flight, and a later wait returns its outcome."""
 
     status = 23
 
 
-class GpuFailure(SpillwayError):
-    """A GPU or driver failure: driver too old, stub library, out of memory, context lost, or CUDA used before a
+class GpuError(SpillwayError):
+    """The GPU or its driver failed: driver too old, stub library, out of memory, context lost, or CUDA used before a
     fork."""
 
     status = 57
 
 
-class NoDevice(GpuFailure):
+class NoDeviceError(GpuError):
     """No GPU is available: there is no driver, or the driver reports no device."""
 
     status = 50
 
 
-class LibraryNotFound(SpillwayError, ImportError):
-    """libspillway.so is missing, cannot be loaded, or has another ABI version."""
+class LibraryNotFoundError(SpillwayError, ImportError):
+    """libspillway.so is missing, cannot be loaded, or has another ABI version than this package."""
 
     status = 2
 
 
-_BY_STATUS = {kind.status: kind for kind in (InvalidArgument, Unsupported, UnknownId, InternalError, SystemFailure,
-                                             TimedOut, Busy)}
-_BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 26, 27), IoFailure))
-_BY_STATUS.update(dict.fromkeys(range(30, 38), TierFailure))
-_BY_STATUS.update({kind.status: kind for kind in (NotFound, Corrupt, TierLocked, NoState, NoStep)})
-_BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrder))
-_BY_STATUS.update(dict.fromkeys(range(51, 58), GpuFailure))
-_BY_STATUS[NoDevice.status] = NoDevice
+_BY_STATUS: dict[int, type[SpillwayError]] = {kind.status: kind for kind in (
+    InvalidArgumentError, UnsupportedError, UnknownIdError, InternalError, SystemCallError, TimedOutError, BusyError)}
+_BY_STATUS.update(dict.fromkeys((20, 21, 22, 24, 26, 27), IoError))
+_BY_STATUS.update(dict.fromkeys(range(30, 38), TierError))
+_BY_STATUS.update({kind.status: kind for kind in (NotFoundError, CorruptError, TierLockedError, NoStateError, NoStepError)})
+_BY_STATUS.update(dict.fromkeys(range(40, 46), OutOfOrderError))
+_BY_STATUS.update(dict.fromkeys(range(51, 58), GpuError))
+_BY_STATUS[NoDeviceError.status] = NoDeviceError
 
 
-def from_status(status, message):
-    """The exception for a status of the C library; SpillwayError for an unknown status."""
+def from_status(status: int, message: str) -> SpillwayError:
+    """Returns the exception for a status of the C library; a SpillwayError for an unknown status."""
     return _BY_STATUS.get(status, SpillwayError)(message, status)
+
+
+OLD_NAMES = {
+    "Busy": "BusyError", "Corrupt": "CorruptError", "GpuFailure": "GpuError", "InvalidArgument": "InvalidArgumentError",
+    "IoFailure": "IoError", "LibraryNotFound": "LibraryNotFoundError", "NoDevice": "NoDeviceError", "NoState": "NoStateError",
+    "NoStep": "NoStepError", "NotFound": "NotFoundError", "OutOfOrder": "OutOfOrderError", "SystemFailure": "SystemCallError",
+    "TierFailure": "TierError", "TierLocked": "TierLockedError", "TimedOut": "TimedOutError", "UnknownId": "UnknownIdError",
+    "Unsupported": "UnsupportedError"}
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated.module_names(__name__, OLD_NAMES)

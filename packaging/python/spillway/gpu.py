@@ -9,33 +9,58 @@
 - A stream or an event is a torch object, or Stream(number) or Event(number) with its CUDA handle. None is torch's
   current stream on that GPU, if torch uses CUDA.
 - Pinned memory that a GPU used is unmapped in a forked child, which must not access it.
-- The driver is loaded at the first call, which raises NoDevice if there is no driver or no GPU. SPILLWAY_CUDA_LIBRARY
+- The driver is loaded at the first call, which raises NoDeviceError if there is no driver or no GPU. SPILLWAY_CUDA_LIBRARY
   names another driver library."""
+
+from __future__ import annotations
 
 import ctypes
 import itertools
 import sys
 import time
 import weakref
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from . import _abi, _arrays, _native
-from ._held import Held, record
-from .errors import InvalidArgument
+from . import _abi, _arrays, _deprecated, _native
+from ._arrays import Array
+from ._native_handle import _NativeHandle, record
+from .errors import InvalidArgumentError
 from .optim import Adam, StepStats
 
-WIRES = {"native": 0, "f32": 1, "delivered": 2}
-_OUT, _IN = 0, 1
-# Each new copy polls up to _MOST_LOOKS older ones for their end; a wait returns to Python every _SLICE_MS.
-_MOST_LOOKS, _SLICE_MS, _TIMEOUT = 4, 500, 23
+TRANSFER_DTYPES = {"native": 0, "f32": 1, "delivered": 2}
+_D2H, _H2D = 0, 1
+# Each new copy polls up to _MOST_POLLS older ones for their end; a wait returns to Python every _SLICE_MS.
+_MOST_POLLS, _SLICE_MS, _TIMEOUT = 4, 500, 23
 _NOTHING, _EVENT, _STREAM = 0, 1, 2
 _NAMES = {_abi.DTYPE_F32: "f32", _abi.DTYPE_F16: "f16", _abi.DTYPE_BF16: "bf16"}
 _TENSOR_FIELDS = (("param", "param_dtype"), ("grad", "grad_dtype"), ("exp_avg", "state_dtype"),
                   ("exp_avg_sq", "state_dtype"), ("param_copy", "copy_dtype"))
 
 
+class CudaStream(Protocol):
+    """A stream of torch, or a Stream."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The CUDA handle."""
+
+
+class CudaEvent(Protocol):
+    """An event of torch, or an Event."""
+
+    @property
+    def cuda_event(self) -> int:
+        """The CUDA handle."""
+
+
 class DeviceArray(NamedTuple):
-    """Device memory: its address, its number of elements, and their dtype ("float32", "float16", "bfloat16")."""
+    """Device memory that is no torch tensor.
+
+    Attributes:
+        address: Device address.
+        elements: Number of elements.
+        dtype: "float32", "float16" or "bfloat16"."""
 
     address: int
     elements: int
@@ -43,7 +68,7 @@ class DeviceArray(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A stream by its CUDA handle; 0 is the legacy default stream."""
+    """A stream by its CUDA handle; 0 is the legacy default stream. Example: Stream(torch_stream.cuda_stream)."""
 
     cuda_stream: int
 
@@ -55,7 +80,16 @@ class Event(NamedTuple):
 
 
 class Info(NamedTuple):
-    """Properties of a GPU. `capability` is 90 for 9.0. With 2 copy_engines copies run in both directions at once."""
+    """Properties of a GPU.
+
+    Attributes:
+        name: Name of the device.
+        pci: PCI address.
+        capability: Compute capability; 90 for 9.0.
+        multiprocessors: Number of multiprocessors.
+        copy_engines: With 2, copies run in both directions at once.
+        memory_bytes: Size of the memory.
+        free_bytes: Bytes that are free now."""
 
     name: str
     pci: str
@@ -67,10 +101,17 @@ class Info(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Throughput of the link and of the CPU step in parameters per second. `f32` and `native` are the format on the
-    wire: float32, or the model's 16 bits. `wire` is the faster format for gradients."""
+    """Throughput of the link and of the CPU step, in parameters per second.
 
-    wire: str
+    `f32` and `native` are the dtype on the link: float32, or the model's 16 bits.
+
+    Attributes:
+        transfer_dtype: The faster dtype for gradients: "f32" or "native".
+        out_f32, out_native: Copies from the device.
+        in_f32, in_native: Copies to the device.
+        step_f32, step_native: Steps on the CPU with such gradients."""
+
+    transfer_dtype: str
     out_f32: float
     out_native: float
     in_f32: float
@@ -79,109 +120,164 @@ class Link(NamedTuple):
     step_native: float
 
 
-def gpu_count():
-    """Number of GPUs that this process sees; raises NoDevice if there is no driver or no GPU."""
+_deprecated.add_attribute(Link, "wire", "transfer_dtype")
+
+
+def gpu_count() -> int:
+    """Returns the number of GPUs that this process sees.
+
+    Raises:
+        NoDeviceError: There is no driver or no GPU."""
     found = _abi.sized(_abi.GpuDriver)
     _native.check(_native.library().spw_gpu_probe(ctypes.byref(found)))
     return found.devices
 
 
-def pinned(elements, dtype="float32"):
-    """Allocates a numpy array in page-locked memory, as transfers need it; bfloat16 is stored as uint16. The memory is
-    freed with the array's last view."""
+def pinned(elements: int, dtype: str = "float32") -> Any:
+    """Allocates a numpy array in page-locked memory, as transfers need it.
+
+    Args:
+        elements: Number of elements.
+        dtype: "float32", "float16", or "bfloat16", which is stored as uint16.
+
+    Returns:
+        A 1-D numpy array with undefined content. Its memory is freed with its last view.
+
+    Raises:
+        InvalidArgumentError: `dtype` is unknown.
+
+    Example:
+        host = spillway.pinned(grad.numel(), "bfloat16")"""
     import numpy
     code = _arrays.dtype_code(dtype)
     kind = {_abi.DTYPE_F32: numpy.float32, _abi.DTYPE_F16: numpy.float16, _abi.DTYPE_BF16: numpy.uint16}[code]
     size = numpy.dtype(kind).itemsize * elements
     start = ctypes.c_void_p()
     _native.check(_native.library().spw_pinned_alloc(max(1, size), ctypes.byref(start)))
-    memory = (ctypes.c_char * size).from_address(start.value)
+    memory = (ctypes.c_char * size).from_address(start.value or 0)
     weakref.finalize(memory, _native.library().spw_pinned_free, start.value).atexit = False
     return numpy.frombuffer(memory, kind)
 
 
-def current_stream(ordinal=None):
-    """torch's current stream on a GPU; None if torch does not use CUDA."""
+def current_stream(ordinal: int | None = None) -> Any:
+    """Returns torch's current stream on a GPU; None if torch does not use CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
     return torch.cuda.current_stream(ordinal)
 
 
-def stream_number(stream, ordinal=None):
-    """The CUDA handle of a stream; None is torch's current stream, or the legacy default stream if torch does not use
+def stream_number(stream: CudaStream | None, ordinal: int | None = None) -> int:
+    """Returns the CUDA handle of a stream; None is torch's current stream, or the legacy default stream if torch does not use
     CUDA."""
     stream = current_stream(ordinal) if stream is None else stream
     return 0 if stream is None else _number(stream, "cuda_stream", "stream")
 
 
-def device_span(array, argument, ordinal=None):
-    """(address, elements, dtype code) of an array in the memory of GPU `ordinal`."""
+def device_span(array: Any, argument: str, ordinal: int | None = None) -> tuple[int, int, int]:
+    """Returns (address, elements, dtype code) of an array in the memory of GPU `ordinal`."""
     if isinstance(array, DeviceArray):
         return array.address, array.elements, _arrays.dtype_code(array.dtype)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor):
-        raise InvalidArgument(f"{argument} is a {type(array).__name__}; a torch tensor or a DeviceArray is needed")
+        raise InvalidArgumentError(f"{argument} is a {type(array).__name__}; pass a torch tensor on a GPU or a DeviceArray")
     code = _abi.DTYPES.get(str(array.dtype).removeprefix("torch."))
     if not array.is_cuda or not array.is_contiguous() or code is None:
-        raise InvalidArgument(f"{argument} is {array.dtype} on device {array.device}, strides {array.stride()}; contiguous "
-                              "float32, float16 or bfloat16 on a GPU is needed")
+        raise InvalidArgumentError(f"{argument} is {array.dtype} on device {array.device}, strides {array.stride()}; pass a contiguous "
+                                   "tensor of float32, float16 or bfloat16 on a GPU")
     if ordinal is not None and array.device.index != ordinal:
-        raise InvalidArgument(f"{argument} is on device {array.device}, the GPU is {ordinal}")
+        raise InvalidArgumentError(f"{argument} is on device {array.device}, and this Gpu is number {ordinal}; pass a tensor on that GPU")
     return array.data_ptr(), array.numel(), code
 
 
-class Gpu(Held):
-    """An open GPU, used through its primary context, which torch also uses. Thread-safe: threads may use one Gpu
-    concurrently. close() waits for copies in flight."""
+class Gpu(_NativeHandle):
+    """An open GPU, used through its primary context, which torch also uses. Thread-safe.
 
-    what, closer = "GPU", "spw_gpu_close"
+    close() waits for copies in flight.
 
-    def __init__(self, ordinal=0, *, chunk_bytes=0):
+    Args:
+        ordinal: Number of the GPU among those that the process sees.
+        chunk_bytes: Largest part of a copy, in bytes; 0: the default.
+
+    Raises:
+        NoDeviceError: There is no driver or no GPU.
+        GpuError: The driver failed.
+
+    Example:
+        gpu = spillway.Gpu(0)
+        gpu.copy_out(grad, host).wait()"""
+
+    closer = "spw_gpu_close"
+
+    def __init__(self, ordinal: int = 0, *, chunk_bytes: int = 0):
         options = _abi.sized(_abi.GpuOptions)
         options.ordinal, options.chunk_bytes = ordinal, chunk_bytes
-        self.ordinal, self._under_way = ordinal, {}
+        self.ordinal = ordinal
+        self._in_flight: dict[Copy, None] = {}
         self._hold("spw_gpu_open", ctypes.byref(options))
 
-    def info(self):
-        """Properties of the GPU, and the bytes of memory that are free now."""
+    def info(self) -> Info:
+        """Returns the properties of the GPU, and the bytes of memory that are free now."""
         found = _abi.sized(_abi.GpuInfo)
-        self._call("spw_gpu_info_get", ctypes.byref(found))
+        self._call("spw_gpu_get_info", ctypes.byref(found))
         return Info(found.name.decode(), found.pci.decode(), *(getattr(found, name) for name in Info._fields[2:]))
 
-    def copy_out(self, device, host, *, after=None):
-        """Starts a copy to page-locked memory, of the same dtype or widened to float32 on the GPU. The copy runs after
-        the stream or event `after`; None is torch's current stream. Returns a Copy."""
-        return self._copy(_OUT, device, host, after)
+    def copy_out(self, device: Any, host: Array, *, after: CudaStream | CudaEvent | None = None) -> Copy:
+        """Starts a copy from the device to page-locked memory.
 
-    def copy_in(self, host, device, *, after=None):
-        """Like copy_out, to the device; float32 is rounded to nearest even on the GPU."""
-        return self._copy(_IN, device, host, after)
+        Args:
+            device: Array in the memory of this GPU; float32, float16 or bfloat16.
+            host: Page-locked array with as many elements, of the same dtype or float32, see pinned(). The GPU widens.
+            after: Stream or event after whose present position the copy runs; None: torch's current stream.
 
-    def copy_record(self, direction, device, host, after):
-        """The C structure that describes a copy."""
+        Returns:
+            The Copy in flight.
+
+        Raises:
+            InvalidArgumentError: An array does not fit.
+            GpuError: The driver failed."""
+        return self._copy(_D2H, device, host, after)
+
+    def copy_in(self, host: Array, device: Any, *, after: CudaStream | CudaEvent | None = None) -> Copy:
+        """Starts a copy from page-locked memory to the device; the GPU rounds float32 to nearest even.
+
+        Args:
+            host: Page-locked array, of the dtype of `device` or float32.
+            device: Array in the memory of this GPU with as many elements.
+            after: Stream or event after whose present position the copy runs; None: torch's current stream.
+
+        Returns:
+            The Copy in flight.
+
+        Raises:
+            InvalidArgumentError: An array does not fit.
+            GpuError: The driver failed."""
+        return self._copy(_H2D, device, host, after)
+
+    def copy_record(self, direction: int, device: Any, host: Any, after: Any) -> Any:
+        """Returns the C structure that describes a copy."""
         copy = _abi.sized(_abi.GpuCopy)
         copy.direction = direction
         copy.device, copy.n, copy.device_dtype = device_span(device, "device", self.ordinal)
-        copy.host, elements, copy.host_dtype = _arrays.span(host, "host", direction == _OUT, _NAMES[copy.device_dtype])
+        copy.host, elements, copy.host_dtype = _arrays.span(host, "host", direction == _D2H, _NAMES[copy.device_dtype])
         if elements != copy.n:
-            raise InvalidArgument(f"host has {elements} elements, device {copy.n}")
+            raise InvalidArgumentError(f"Gpu copy: host has {elements} elements, device {copy.n}; pass arrays of one size")
         if hasattr(after, "cuda_stream"):
             copy.after, copy.handle = _STREAM, stream_number(after)
         elif after is not None:
             copy.after, copy.handle = _EVENT, _number(after, "cuda_event", "after")
         return copy
 
-    def _copy(self, direction, device, host, after):
+    def _copy(self, direction: int, device: Any, host: Any, after: Any) -> Copy:
         after = current_stream(self.ordinal) if after is None else after
         row = self.copy_record(direction, device, host, after)
-        for copy in list(itertools.islice(self._under_way, _MOST_LOOKS)):
-            copy._look(0)
+        for copy in list(itertools.islice(self._in_flight, _MOST_POLLS)):
+            copy._poll(0)
         copy = Copy(self, (_arrays.held(host), device, after))
 
-        def begin(handle):
+        def begin(handle: Any) -> None:
             # Enter the copy before the call, so that an interrupt cannot free memory that the GPU uses.
-            self._under_way[copy] = None
+            self._in_flight[copy] = None
             record(copy._begun, _native.library().spw_gpu_copy_start, handle, ctypes.byref(row), ctypes.byref(copy._ticket))
             _native.check(copy._begun[0])
 
@@ -189,111 +285,152 @@ class Gpu(Held):
             self._through(begin)
         finally:
             if not copy._ticket.value:
-                self._under_way.pop(copy, None)
+                self._in_flight.pop(copy, None)
         return copy
 
-    def close(self):
+    def close(self) -> None:
         """Closes the GPU after all copies have ended."""
         if self._end():
-            self._under_way.clear()
+            self._in_flight.clear()
 
-    def step(self, adam, tensors, *, shadow=None, stream=None, grad_scale=1.0, stats=False):
-        """Runs one step of a spillway.Adam on the device, in the order of `stream`. `tensors` has tuples of param,
-        grad, exp_avg, exp_avg_sq and optionally a 16-bit copy to write. With `shadow`, tuples of param, exp_avg and
-        exp_avg_sq, the new states are written there and the old ones are kept. With stats=True the call waits and
-        returns StepStats."""
+    @_deprecated.keywords(stats="return_stats")
+    def step(self, adam: Adam, tensors: Iterable[Sequence[Any]], *, shadow: Iterable[Sequence[Any]] | None = None,
+             stream: CudaStream | None = None, grad_scale: float = 1.0, return_stats: bool = False) -> StepStats | None:
+        """Runs one step on the device, with the bits of a step on the CPU.
+
+        Args:
+            adam: The Adam whose options the step uses.
+            tensors: Tuples of param, grad, exp_avg, exp_avg_sq and optionally a 16-bit copy to write, all in the memory
+                of this GPU.
+            shadow: Tuples of param, exp_avg and exp_avg_sq, to which the new states are written; the old ones are kept.
+            stream: Stream in whose order the step runs; None: torch's current stream.
+            grad_scale: Factor of the gradients.
+            return_stats: Wait, and return the statistics of the scaled gradients.
+
+        Returns:
+            StepStats with `return_stats`, else None.
+
+        Raises:
+            InvalidArgumentError: An array does not fit.
+            GpuError: The driver failed."""
         options = options_of(adam, grad_scale)
         table = device_table(tensors, shadow, self.ordinal)
-        out = _abi.sized(_abi.StepStats) if stats else None
+        out: Any = _abi.sized(_abi.StepStats) if return_stats else None
         self._call("spw_gpu_adam_step", ctypes.byref(options), table, len(table),
-                   stream_number(stream, self.ordinal), ctypes.byref(out) if stats else None)
+                   stream_number(stream, self.ordinal), ctypes.byref(out) if return_stats else None)
         adam.step_count += 1
-        return StepStats(bool(out.nonfinite), out.sum_squares) if stats else None
+        return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
-    def link(self, *, accumulates=False, again=False):
-        """Speeds of the link, measured once per machine and saved; again=True repeats the measurement. Set
-        `accumulates` if the host accumulates gradients."""
+    @_deprecated.keywords(again="remeasure")
+    def measure_link(self, *, accumulates: bool = False, remeasure: bool = False) -> Link:
+        """Returns the throughput of the link, measured once per machine and saved.
+
+        Args:
+            accumulates: The host accumulates gradients.
+            remeasure: Measure again instead of reading the saved result."""
         found = _abi.sized(_abi.GpuLink)
-        self._call("spw_gpu_link_get", int(accumulates), int(again), ctypes.byref(found))
-        return Link(("native", "f32")[found.wire], *(getattr(found, name) for name in Link._fields[1:]))
+        self._call("spw_gpu_measure_link", int(accumulates), int(remeasure), ctypes.byref(found))
+        return Link(("native", "f32")[found.transfer_dtype], found.d2h_f32, found.d2h_native, found.h2d_f32, found.h2d_native,
+                    found.step_f32, found.step_native)
+
+    link = _deprecated.attribute("Gpu.link", "measure_link")
 
 
 class Copy:
-    """A copy in flight. Its Gpu keeps the memory alive until the copy ends."""
+    """A copy in flight, made by Gpu.copy_out() and copy_in(). Its Gpu keeps the memory alive until the copy ends.
 
-    def __init__(self, gpu, held):
-        self._gpu, self._held, self._begun, self._ticket = gpu, held, [], ctypes.c_uint64()
+    Example:
+        copy = gpu.copy_out(grad, host)
+        copy.wait(timeout=10)"""
 
-    def wait(self, timeout=None):
-        """Blocks until the copy ends, at most `timeout` seconds; then raises TimedOut."""
+    def __init__(self, gpu: Gpu, held: Any):
+        self._gpu, self._held, self._ticket = gpu, held, ctypes.c_uint64()
+        self._begun: list[int] = []
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the copy ends.
+
+        Args:
+            timeout: Longest wait in seconds; None: no limit.
+
+        Raises:
+            TimedOutError: The copy is still in flight.
+            GpuError: The copy failed."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if end is None else max(0, round((end - time.monotonic()) * 1000))
             # In slices, so that Python runs signal handlers.
-            patience = _SLICE_MS if left is None else min(_SLICE_MS, left)
-            status = self._look(patience)
-            if status != _TIMEOUT or patience == left:
+            slice_ms = _SLICE_MS if left is None else min(_SLICE_MS, left)
+            status = self._poll(slice_ms)
+            if status != _TIMEOUT or slice_ms == left:
                 return _native.check(status)
 
-    def done(self):
-        """True if the copy has ended."""
-        status = self._look(0)
+    def done(self) -> bool:
+        """Returns True if the copy has ended; raises GpuError if it failed."""
+        status = self._poll(0)
         if status != _TIMEOUT:
             _native.check(status)
         return status == 0
 
-    def _look(self, milliseconds):
+    def _poll(self, milliseconds: int) -> int:
         status = self._gpu._through(lambda handle: _native.library().spw_gpu_copy_wait(handle, self._ticket.value, milliseconds))
         if status == 0:
-            self._gpu._under_way.pop(self, None)
+            self._gpu._in_flight.pop(self, None)
             self._held = None
         return status
 
-    def order(self, stream):
+    def stream_wait(self, stream: CudaStream | None) -> None:
         """Makes later work on `stream` wait for this copy, on the device."""
-        self._gpu._call("spw_gpu_stream_wait", self._ticket.value, stream_number(stream, self._gpu.ordinal))
+        self._gpu._call("spw_gpu_copy_stream_wait", self._ticket.value, stream_number(stream, self._gpu.ordinal))
+
+    order = _deprecated.attribute("Copy.order", "stream_wait")
 
 
-def device_table(tensors, shadow=None, ordinal=None):
-    """The C table of tensors in device memory."""
+def device_table(tensors: Iterable[Sequence[Any]], shadow: Iterable[Sequence[Any]] | None = None,
+                 ordinal: int | None = None) -> Any:
+    """Returns the C table of tensors in device memory."""
     entries = [tuple(entry) for entry in tensors]
     table = (_abi.Tensor * len(entries))()
     for index, (slot, entry) in enumerate(zip(table, entries)):
         slot.struct_size = ctypes.sizeof(_abi.Tensor)
         if len(entry) not in (4, 5):
-            raise InvalidArgument(f"tensors[{index}] has {len(entry)} arrays; param, grad, exp_avg, exp_avg_sq and perhaps "
-                                  "param_copy expected")
+            raise InvalidArgumentError(f"tensors[{index}] has {len(entry)} arrays; pass param, grad, exp_avg, exp_avg_sq and optionally "
+                                       "param_copy")
         for (name, dtype), array in zip(_TENSOR_FIELDS, entry):
             if array is not None:
                 _set(slot, name, dtype, array, f"tensors[{index}].{name}", ordinal)
-    for index, entry in enumerate(shadow or ()):
-        for name, array in zip(("param", "exp_avg", "exp_avg_sq"), entry, strict=True):
+    for index, values in enumerate(shadow or ()):
+        for name, array in zip(("param", "exp_avg", "exp_avg_sq"), values, strict=True):
             _set(table[index], f"shadow_{name}", f"{'param' if name == 'param' else 'state'}_dtype", array,
                  f"shadow[{index}].{name}", ordinal)
     return table
 
 
-def options_of(adam, grad_scale):
-    """The options of the next step of a spillway.Adam."""
+def options_of(adam: Any, grad_scale: float) -> Any:
+    """Returns the C options of the next step of a spillway.Adam."""
     if not isinstance(adam, Adam):
-        raise InvalidArgument(f"adam is a {type(adam).__name__}; a spillway.Adam is needed")
+        raise InvalidArgumentError(f"adam is a {type(adam).__name__}; pass a spillway.Adam")
     return adam.options_of_next_step(grad_scale)
 
 
-def _set(slot, name, dtype, array, argument, ordinal):
+def _set(slot: Any, name: str, dtype: str, array: Any, argument: str, ordinal: int | None) -> None:
     address, elements, code = device_span(array, argument, ordinal)
     setattr(slot, name, address)
     if name == "param":
         slot.n = elements
     elif elements != slot.n:
-        raise InvalidArgument(f"{argument} has {elements} elements, param has {slot.n}")
+        raise InvalidArgumentError(f"{argument} has {elements} elements, param has {slot.n}; pass arrays of one size")
     if getattr(slot, dtype) not in (_abi.DTYPE_NONE, code):
-        raise InvalidArgument(f"{argument} has another dtype than its kind")
+        raise InvalidArgumentError(f"{argument} has another dtype than the other arrays of its kind; pass states of one dtype")
     setattr(slot, dtype, code)
 
 
-def _number(owner, attribute, argument):
+def _number(owner: Any, attribute: str, argument: str) -> int:
     number = getattr(owner, attribute, None)
     if not isinstance(number, int):
-        raise InvalidArgument(f"{argument} is {owner!r}; something with {attribute} is needed")
+        raise InvalidArgumentError(f"{argument} is {owner!r}; pass an object with the integer attribute {attribute}")
     return number
+
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated.module_names(__name__, {"WIRES": "TRANSFER_DTYPES"})

@@ -2,42 +2,48 @@
 results are bit-identical to steps on the CPU alone.
 
     update = spillway.Interleave([Subgroup(param, exp_avg, exp_avg_sq, grad, param_copy), ...], gpu=gpu)
-    update.set_plan(spillway.plan(rates, sizes).sites)
+    update.set_plan(spillway.plan(rates, sizes).placements)
     for batch in batches:
         for subgroup in as_gradients_come:
-            update.gradient(subgroup, stream)
+            update.grad_ready(subgroup, stream)
         update.begin(adam, stream=stream)
         for subgroup in as_forward_needs_them:
-            update.publish(subgroup, stream)
+            update.stream_wait_params(subgroup, stream)
 
 With a GPU the update uses seven CUDA streams. Set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts; otherwise the
 streams share hardware queues and wait for each other. A stream that is None is torch's current one.
 
-publish() blocks until the CPU has updated the subgroup, or until the GPU's work for it is enqueued, a few subgroups
+stream_wait_params() blocks until the CPU has updated the subgroup, or until the GPU's work for it is enqueued, a few subgroups
 ahead.
 
 Without a GPU, threads take its place in host memory and streams are ignored: for tests, and to try a plan."""
 
+from __future__ import annotations
+
 import ctypes
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _abi, _arrays, _native
-from ._held import Held
-from .errors import InvalidArgument
-from .gpu import WIRES, device_span, options_of, stream_number
+from . import _abi, _arrays, _deprecated, _native
+from ._native_handle import _NativeHandle
+from .errors import InvalidArgumentError
+from .gpu import TRANSFER_DTYPES, CudaStream, Gpu, device_span, options_of, stream_number
+from .optim import Adam
 
-SITES = ("cpu", "gpu", "resident")
+PLACEMENTS = ("cpu", "gpu", "resident")
 PLANS = {"model": 0, "eq1": 1, "paper": 2, "stride": 3, "count": 4}
 _HOST, _CUDA = 0, 1
 
 
 class Subgroup(NamedTuple):
-    """The arrays of a subgroup.
+    """The arrays of a subgroup, all with the same number of elements.
 
-    - param, exp_avg, exp_avg_sq: float32 in host memory; page-locked with a GPU, see pinned().
-    - grad and the 16-bit param_copy: the model's arrays; in device memory with a GPU.
-    - host_grad: for wire "delivered" with a GPU, the host array that the caller fills with the gradient. With
-      fetch_gradients grad may then be None."""
+    Attributes:
+        param, exp_avg, exp_avg_sq: float32 in host memory; page-locked with a GPU, see pinned().
+        grad: The model's gradient; in device memory with a GPU.
+        param_copy: The model's 16-bit parameters, which the update writes; in device memory with a GPU.
+        host_grad: For transfer_dtype "delivered" with a GPU, the host array that the caller fills with the gradient.
+            With fetch_gradients grad may then be None."""
 
     param: Any
     exp_avg: Any
@@ -50,14 +56,15 @@ class Subgroup(NamedTuple):
 class Rates(NamedTuple):
     """Measured rates of a machine, in parameters per second except for `dram`.
 
-    | field | meaning |
-    |---|---|
-    | cpu, gpu | optimizer step on the CPU, on the GPU |
-    | h2d, d2h | copies to and from the device, in float32 |
-    | cast | widening gradients on the GPU; 0: takes no time |
-    | downscale | rounding to 16 bits as a separate pass on the CPU; 0: no such pass |
-    | dram | bytes per second of host memory; 0: no limit |
-    | half_duplex | the link carries one direction at a time |"""
+    Attributes:
+        cpu: Optimizer step on the CPU.
+        gpu: Optimizer step on the GPU.
+        h2d: Copies to the device, in float32.
+        d2h: Copies from the device, in float32.
+        cast: Widening gradients on the GPU; 0: takes no time.
+        downscale: Rounding to 16 bits as a separate pass on the CPU; 0: no such pass.
+        dram: Bytes per second of host memory; 0: no limit.
+        half_duplex: The link carries one direction at a time."""
 
     cpu: float
     gpu: float
@@ -70,146 +77,227 @@ class Rates(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The processor that updates each subgroup ("cpu", "gpu" or "resident"), and the model's prediction: seconds from
-    the end of backward until all parameters are new, the same for the serial update on the CPU, and bytes of GPU
-    memory."""
+    """A placement of subgroups, and the model's prediction for it.
 
-    sites: tuple
+    Attributes:
+        placements: For each subgroup the processor that updates it: "cpu", "gpu" or "resident".
+        exposed_seconds: Seconds from the end of backward until all parameters are new.
+        serial_seconds: The same for the serial update on the CPU.
+        gpu_bytes: Bytes of GPU memory that the update uses."""
+
+    placements: tuple[str, ...]
     exposed_seconds: float
     serial_seconds: float
     gpu_bytes: int
 
 
-def plan(rates, sizes, *, mode="model", parameter=0, residents=0, backward=0.0, wire="native", fetch_gradients=False,
-         slots=0, chunk=0):
-    """Computes a Plan for subgroups with these numbers of parameters, in the order in which their gradients arrive."""
+_deprecated.add_attribute(Plan, "sites", "placements")
+
+
+@_deprecated.keywords(wire="transfer_dtype", parameter="argument")
+def plan(rates: Rates | Sequence[Any], sizes: Sequence[int], *, mode: str = "model", argument: int = 0, residents: int = 0,
+         backward: float = 0.0, transfer_dtype: str = "native", fetch_gradients: bool = False, slots: int = 0,
+         chunk: int = 0) -> Plan:
+    """Computes a Plan of an interleaved update.
+
+    Args:
+        rates: The measured Rates.
+        sizes: Number of parameters of each subgroup, in the order in which their gradients arrive.
+        mode: "model" takes the best placement of a simulation, "eq1" and "paper" the strides of Deep Optimizer States,
+            "stride" gives the GPU every `argument`-th subgroup, "count" gives it `argument` subgroups.
+        argument: The number that modes "stride" and "count" need.
+        residents: Number of subgroups whose states stay in GPU memory.
+        backward: Seconds of the backward pass that the update overlaps.
+        transfer_dtype: As for Interleave.
+        fetch_gradients: As for Interleave.
+        slots: As for Interleave.
+        chunk: As for Interleave.
+
+    Raises:
+        InvalidArgumentError: A value is out of its range.
+
+    Example:
+        spillway.plan(spillway.Rates(cpu=2e9, gpu=2e10, h2d=5e9, d2h=5e9), [1 << 24] * 8).placements"""
     shape = _abi.sized(_abi.PlanShape)
     table = (ctypes.c_uint64 * len(sizes))(*sizes)
     shape.count, shape.sizes = len(sizes), table
-    shape.wire, shape.fetch_gradients, shape.slots, shape.chunk = _wire(wire), int(fetch_gradients), slots, chunk
+    shape.transfer_dtype, shape.fetch_gradients, shape.slots, shape.chunk = _transfer_dtype(transfer_dtype), int(fetch_gradients), slots, chunk
     options = _abi.sized(_abi.PlanOptions)
-    options.mode, options.parameter = _choice(PLANS, mode, "mode"), parameter
+    options.mode, options.parameter = _choice(PLANS, mode, "plan: mode"), argument
     options.residents, options.backward = residents, backward
-    sites, found = (ctypes.c_uint32 * len(sizes))(), _abi.sized(_abi.PlanResult)
+    placements, found = (ctypes.c_uint32 * len(sizes))(), _abi.sized(_abi.PlanResult)
     _native.check(_native.library().spw_plan_interleave(
-        ctypes.byref(_rates(rates)), ctypes.byref(shape), ctypes.byref(options), sites, ctypes.byref(found)))
-    return Plan(tuple(SITES[site] for site in sites), found.exposed_seconds, found.serial_seconds, found.gpu_bytes)
+        ctypes.byref(_rates(rates)), ctypes.byref(shape), ctypes.byref(options), placements, ctypes.byref(found)))
+    return Plan(tuple(PLACEMENTS[placement] for placement in placements), found.exposed_seconds, found.serial_seconds, found.gpu_bytes)
 
 
-class Interleave(Held):
-    """An interleaved update of subgroups, numbered in the order in which their gradients arrive. The CPU updates all of
-    them until set_plan(). Do not move the arrays before close(), which waits for transfers in flight."""
+class Interleave(_NativeHandle):
+    """An interleaved update of subgroups, numbered in the order in which their gradients arrive. Thread-safe.
 
-    what, closer = "update", "spw_interleave_close"
+    The CPU updates all subgroups until set_plan(). Do not move the arrays before close(), which waits for transfers in
+    flight.
 
-    def __init__(self, subgroups, *, gpu=None, wire="native", fetch_gradients=False, slots=0, chunk=0, uint16_as=None):
+    Args:
+        subgroups: The Subgroups, all of one gradient dtype and one copy dtype.
+        gpu: The Gpu; None: threads in its place.
+        transfer_dtype: How gradients reach the host: "native" in the model's 16 bits, "f32" widened on the GPU,
+            "delivered" by the caller, into host_grad.
+        fetch_gradients: The GPU reads the gradients of its subgroups from host memory.
+        slots: Number of state buffers on the GPU; 0: 2.
+        chunk: Parameters per copy; 0: 16 Mi.
+        uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
+
+    Raises:
+        InvalidArgumentError: An array does not fit.
+        GpuError: The driver failed.
+
+    Example:
+        update = spillway.Interleave([Subgroup(param, exp_avg, exp_avg_sq, grad, param_copy)], gpu=gpu)
+        update.set_plan(["gpu"])
+        update.grad_ready(0, stream)
+        update.begin(adam, stream=stream)
+        update.stream_wait_params(0, stream)"""
+
+    closer = "spw_interleave_close"
+
+    @_deprecated.keywords(wire="transfer_dtype", uint16_as="uint16_dtype")
+    def __init__(self, subgroups: Iterable[Sequence[Any]], *, gpu: Gpu | None = None, transfer_dtype: str = "native",
+                 fetch_gradients: bool = False, slots: int = 0, chunk: int = 0, uint16_dtype: str | None = None):
         self._subgroups = [Subgroup(*subgroup) for subgroup in subgroups]
         options = _abi.sized(_abi.InterleaveOptions)
         options.backend = _HOST if gpu is None else _CUDA
-        options.wire, options.fetch_gradients = _wire(wire), int(fetch_gradients)
+        options.transfer_dtype, options.fetch_gradients = _transfer_dtype(transfer_dtype), int(fetch_gradients)
         options.slots, options.chunk = slots, chunk
         table = (_abi.InterleaveSubgroup * len(self._subgroups))()
         for index, (slot, subgroup) in enumerate(zip(table, self._subgroups)):
-            _fill(slot, subgroup, options, f"subgroups[{index}].", gpu, uint16_as)
+            _fill(slot, subgroup, options, f"subgroups[{index}].", gpu, uint16_dtype)
         self._gpu = gpu
 
-        def hold(handle):
+        def hold(handle: Any) -> None:
             options.gpu = handle
             self._hold("spw_interleave_open", ctypes.byref(options), table, len(table))
 
         hold(None) if gpu is None else gpu._through(hold)
 
-    def __len__(self):
+    def __len__(self) -> int:
+        """Number of subgroups."""
         return len(self._subgroups)
 
-    def set_plan(self, sites):
-        """Sets the processor of each subgroup from the next step on: "cpu", "gpu", or "resident" (states move to the
-        GPU)."""
-        table = (ctypes.c_uint32 * len(sites))(*(_choice(dict(zip(SITES, range(3))), site, "sites") for site in sites))
-        self._call("spw_interleave_set_plan", table, len(sites))
+    @_deprecated.keywords(sites="placements")
+    def set_plan(self, placements: Sequence[str]) -> None:
+        """Sets the processor of each subgroup from the next step on.
 
-    def get_plan(self):
-        """The plan of the next step, or of the step in flight."""
+        Args:
+            placements: For each subgroup "cpu", "gpu", or "resident" (states move to the GPU)."""
+        numbers = {name: number for number, name in enumerate(PLACEMENTS)}
+        table = (ctypes.c_uint32 * len(placements))(*(_choice(numbers, placement, "placements") for placement in placements))
+        self._call("spw_interleave_set_plan", table, len(placements))
+
+    def get_plan(self) -> list[str]:
+        """Returns the placements of the next step, or of the step in flight."""
         table = (ctypes.c_uint32 * len(self))()
         self._call("spw_interleave_get_plan", table)
-        return [SITES[site] for site in table]
+        return [PLACEMENTS[placement] for placement in table]
 
-    def gradient(self, subgroup, stream=None):
+    def grad_ready(self, subgroup: int, stream: CudaStream | None = None) -> None:
         """Declares that work already queued on `stream` produces this subgroup's gradient. Its transfer may start."""
-        self._call("spw_interleave_gradient", subgroup, self._number(stream))
+        self._call("spw_interleave_grad_ready", subgroup, self._number(stream))
 
-    def params_free(self, subgroup, stream=None):
-        """Declares that only work already queued on `stream` reads a subgroup's 16-bit parameters until they are
-        published."""
-        self._call("spw_interleave_params_free", subgroup, self._number(stream))
+    gradient = _deprecated.attribute("Interleave.gradient", "grad_ready")
 
-    def begin(self, adam, *, grad_scale=1.0, stream=None):
-        """Starts the step of all subgroups, by one spillway.Adam or a list with one per subgroup, and returns."""
-        each = list(adam) if isinstance(adam, (list, tuple)) else [adam]
+    def release_params(self, subgroup: int, stream: CudaStream | None = None) -> None:
+        """Declares that only work already queued on `stream` reads a subgroup's 16-bit parameters before
+        stream_wait_params()."""
+        self._call("spw_interleave_release_params", subgroup, self._number(stream))
+
+    params_free = _deprecated.attribute("Interleave.params_free", "release_params")
+
+    def begin(self, adam: Adam | Sequence[Adam], *, grad_scale: float = 1.0, stream: CudaStream | None = None) -> None:
+        """Starts the step of all subgroups and returns.
+
+        Args:
+            adam: The Adam whose options the step uses, or a list with one per subgroup.
+            grad_scale: Factor of the gradients.
+            stream: Stream whose queued work the step follows.
+
+        Raises:
+            InvalidArgumentError: No gradient was declared by grad_ready() for a subgroup."""
+        each: list[Adam] = [adam] if isinstance(adam, Adam) else list(adam)
         table = (_abi.AdamOptions * len(each))(*(options_of(one, grad_scale) for one in each))
         self._call("spw_interleave_begin", table, len(table), self._number(stream))
         for one in {id(one): one for one in each}.values():
             one.step_count += 1
 
-    def begin_ds(self, optimizer_id, calls, stream=None):
+    def begin_ds(self, optimizer_id: int, calls: Sequence[Any], stream: CudaStream | None = None) -> None:
         """Like begin(), with the arithmetic of DeepSpeed's optimizer `optimizer_id`; `calls` has an _abi.DsAdamCall per
         subgroup."""
         table = (_abi.DsAdamCall * len(calls))(*calls)
         self._call("spw_interleave_begin_ds_adam", optimizer_id, table, len(table), self._number(stream))
 
-    def publish(self, subgroup, stream=None):
+    def stream_wait_params(self, subgroup: int, stream: CudaStream | None = None) -> None:
         """Makes `stream` wait for a subgroup's new 16-bit parameters. Without a GPU the call blocks until they are
         written."""
-        self._call("spw_interleave_publish", subgroup, self._number(stream))
+        self._call("spw_interleave_stream_wait_params", subgroup, self._number(stream))
 
-    def _number(self, stream):
-        return 0 if stream is None and self._gpu is None else stream_number(stream, self._gpu and self._gpu.ordinal)
+    publish = _deprecated.attribute("Interleave.publish", "stream_wait_params")
 
-    def ready(self, subgroup):
-        """True if a subgroup's 16-bit parameters are those of the last step begun."""
+    def _number(self, stream: CudaStream | None) -> int:
+        if stream is None and self._gpu is None:
+            return 0
+        return stream_number(stream, None if self._gpu is None else self._gpu.ordinal)
+
+    def ready(self, subgroup: int) -> bool:
+        """Returns True if a subgroup's 16-bit parameters are those of the last step begun."""
         ready = ctypes.c_uint32()
-        self._call("spw_interleave_is_ready", subgroup, ctypes.byref(ready))
+        self._call("spw_interleave_get_ready", subgroup, ctypes.byref(ready))
         return bool(ready.value)
 
-    def finish(self):
+    def finish(self) -> None:
         """Waits until all 16-bit parameters are new; states may still be in transfer to the host."""
         self._call("spw_interleave_finish")
 
-    def drain(self):
+    def drain(self) -> None:
         """Waits until the states of all subgroups except residents are in host memory; call it before a checkpoint."""
         self._call("spw_interleave_drain")
 
-    def away(self):
-        """Numbers of the subgroups whose states in host memory are older than the last step; after a failure these
+    def in_flight(self) -> list[int]:
+        """Returns the numbers of the subgroups whose states in host memory are older than the last step; after a failure these
         states are lost."""
         found, count = (ctypes.c_uint64 * len(self))(), ctypes.c_uint64()
-        self._call("spw_interleave_away", found, len(self), ctypes.byref(count))
+        self._call("spw_interleave_get_in_flight", found, len(self), ctypes.byref(count))
         return list(found[:count.value])
 
-    def calibrate(self, rates):
+    away = _deprecated.attribute("Interleave.away", "in_flight")
+
+    def calibrate(self, rates: Rates | Sequence[Any]) -> None:
         """Sets the Rates from which replan() starts."""
         self._call("spw_interleave_calibrate", ctypes.byref(_rates(rates)))
 
-    def replan(self, backward=0.0):
-        """Adopts a better plan for the next step if the measured times show one; True if the plan changed. `backward`
-        is the duration in seconds of the backward pass that the update overlaps."""
+    def replan(self, backward: float = 0.0) -> bool:
+        """Adopts a better plan for the next step if the measured times show one.
+
+        Args:
+            backward: Seconds of the backward pass that the update overlaps.
+
+        Returns:
+            True if the plan changed."""
         changed = ctypes.c_uint32()
         self._call("spw_interleave_replan", backward, ctypes.byref(changed))
         return bool(changed.value)
 
-    def trace(self):
-        """Spans of the work since the last begin(), as JSON for ui.perfetto.dev."""
+    def trace(self) -> str:
+        """Returns the spans of the work since the last begin(), as JSON for ui.perfetto.dev."""
         needed = ctypes.c_uint64()
-        self._call("spw_interleave_trace", None, 0, ctypes.byref(needed))
+        self._call("spw_interleave_get_trace", None, 0, ctypes.byref(needed))
         while True:
             room = needed.value
             text = ctypes.create_string_buffer(room)
-            self._call("spw_interleave_trace", text, room, ctypes.byref(needed))
+            self._call("spw_interleave_get_trace", text, room, ctypes.byref(needed))
             if needed.value <= room:
                 return text.value.decode()
 
 
-def _fill(slot, subgroup, options, prefix, gpu, uint16_as):
+def _fill(slot: Any, subgroup: Subgroup, options: Any, prefix: str, gpu: Gpu | None, uint16_dtype: str | None) -> None:
     slot.struct_size = ctypes.sizeof(_abi.InterleaveSubgroup)
     for name, array in subgroup._asdict().items():
         argument = prefix + name
@@ -218,32 +306,37 @@ def _fill(slot, subgroup, options, prefix, gpu, uint16_as):
         if gpu is not None and name in ("grad", "param_copy"):
             address, elements, code = device_span(array, argument, gpu.ordinal)
         else:
-            address, elements, code = _arrays.span(array, argument, name != "grad", uint16_as)
+            address, elements, code = _arrays.span(array, argument, name != "grad", uint16_dtype)
         setattr(slot, name, address)
         if name == "param":
             slot.n = elements
         elif elements != slot.n:
-            raise InvalidArgument(f"{argument} has {elements} elements, param has {slot.n}")
+            raise InvalidArgumentError(f"{argument} has {elements} elements, param has {slot.n}; pass arrays of one size")
         kind = {"grad": "grad_dtype", "host_grad": "grad_dtype", "param_copy": "copy_dtype"}.get(name)
         wanted = getattr(options, kind) if kind else _abi.DTYPE_F32
         if wanted not in (_abi.DTYPE_NONE, code):
-            raise InvalidArgument(f"{argument} has another dtype than its kind in the other subgroups, or than float32")
+            raise InvalidArgumentError(f"{argument} has another dtype than in the other subgroups, or is a state that is not float32; pass float32 "
+                                       "states, and gradients and copies of one dtype each")
         if kind:
             setattr(options, kind, code)
 
 
-def _rates(rates):
-    found = _abi.sized(_abi.PlanRates)
+def _rates(rates: Any) -> Any:
+    found = _abi.sized(_abi.InterleaveRates)
     for name, value in Rates(*rates)._asdict().items():
         setattr(found, name, int(value) if name == "half_duplex" else value)
     return found
 
 
-def _wire(wire):
-    return _choice(WIRES, wire, "wire")
+def _transfer_dtype(name: str) -> int:
+    return _choice(TRANSFER_DTYPES, name, "transfer_dtype")
 
 
-def _choice(known, name, argument):
+def _choice(known: Mapping[str, int], name: str, argument: str) -> int:
     if name not in known:
-        raise InvalidArgument(f"{argument}: {name!r}; one of {', '.join(known)} expected")
+        raise InvalidArgumentError(f"{argument} is {name!r}; pass one of {', '.join(known)}")
     return known[name]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated.module_names(__name__, {"SITES": "PLACEMENTS"})

@@ -6,19 +6,41 @@
 To step the same arrays repeatedly, prepare them once. Repeated steps then run no Python loop:
 
     prepared = adam.prepare([(param, grad, exp_avg, exp_avg_sq, param_bf16), ...])
-    stats = prepared.step(grad_scale=1 / loss_scale, stats=True)
-"""
+    stats = prepared.step(grad_scale=1 / loss_scale, return_stats=True)
+
+Arrays are contiguous, in CPU memory, and of one shape per tuple; a flat array matches any shape with as many elements.
+
+| array | dtype |
+|---|---|
+| param | float32, float16 or bfloat16 |
+| grad | float32, float16 or bfloat16 |
+| exp_avg, exp_avg_sq | float32, or the dtype of a 16-bit param |
+| param_copy | float16 or bfloat16; written by the step |
+
+numpy has no bfloat16: a uint16 array with `uint16_dtype="bf16"`, or ml_dtypes.bfloat16."""
+
+from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from . import _abi, _arrays, _native
-from .errors import InvalidArgument
+from ._arrays import Array
+from ._deprecated import keywords
+from .errors import InvalidArgumentError
 from .recording import Recording
+
+# Arrays of one tensor: param, grad, the states, and optionally the 16-bit copy (None: no copy).
+Tensors = Iterable[Sequence["Array | None"]]
 
 
 class StepStats(NamedTuple):
-    """Statistics of a step's scaled gradients: whether any is Inf or NaN, and the sum of their squares."""
+    """Statistics of scaled gradients.
+
+    Attributes:
+        nonfinite: True if any gradient is Inf or NaN.
+        sum_squares: Sum of the squares of all gradients, in float64; the norm is its square root."""
 
     nonfinite: bool
     sum_squares: float
@@ -27,176 +49,291 @@ class StepStats(NamedTuple):
 class _Optimizer:
     """Base of the optimizers: holds the C options structure and runs steps."""
 
-    _states = ()
+    c_name: str
+    _options_type: Any
+    _states: tuple[str, ...] = ()
+    _defaults: dict[str, float] = {}
 
-    def __init__(self, **given):
-        self._options = _native.initialised(self._options_type, f"spw_{self.c_name}_options_init")
+    # Names of C functions, and whether the C options have the number of the step; set for each subclass.
+    _step_name: str
+    _recorded_step_name: str
+    _counts_steps: bool
+
+    def __init_subclass__(cls) -> None:
+        cls._step_name, cls._recorded_step_name = f"spw_{cls.c_name}_step", f"spw_undo_{cls.c_name}_step"
+        cls._counts_steps = hasattr(cls._options_type, "step")
+
+    def __init__(self, **given: Any):
+        self._options = _abi.sized(self._options_type)
+        for name, value in self._defaults.items():
+            setattr(self._options, name, value)
         for name, value in given.items():
             if value is not None:
                 self._set(name, value)
+        #: Number of steps done; the next step has this number plus one.
         self.step_count = 0
 
-    def step(self, tensors, *, grad_scale=1.0, stats=False, uint16_as=None, number=None):
-        """Runs one step over all tensors. Each entry is a tuple of param, grad, the states and optionally a 16-bit copy
-        to write.
+    @keywords(stats="return_stats", uint16_as="uint16_dtype")
+    def step(self, tensors: Tensors, *, grad_scale: float = 1.0, return_stats: bool = False, uint16_dtype: str | None = None,
+             number: int | None = None) -> StepStats | None:
+        """Runs one step over all tensors, in place.
 
-        `grad_scale` multiplies the gradients. With stats=True the call returns StepStats of the scaled gradients, else
-        None. `uint16_as` names the dtype of uint16 arrays, such as "bf16".
+        Args:
+            tensors: For each tensor a tuple of param, grad, the states, and optionally a 16-bit copy to write.
+            grad_scale: Factor of the gradients, such as 1 / loss scale.
+            return_stats: Return the statistics of the scaled gradients, from the same pass over memory.
+            uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
+            number: Number of the step, from 1 on, on which bias correction depends; None: the previous number plus one.
+                Several calls that form one step of a model must pass the same number.
 
-        `number` is the step number, from 1 on; None is the previous number plus one. Bias correction depends on it.
-        Several calls that form one step of a model must pass the same number."""
-        return self.prepare(tensors, uint16_as=uint16_as).step(grad_scale=grad_scale, stats=stats, number=number)
+        Returns:
+            StepStats with `return_stats`, else None.
 
-    def prepare(self, tensors, *, shadow=None, uint16_as=None):
-        """Checks the tensors once and keeps their addresses and their memory for repeated steps.
+        Raises:
+            InvalidArgumentError: A tuple or an array does not fit; nothing was written.
+            UnsupportedError: The combination of dtypes is not supported; nothing was written."""
+        prepared = self.prepare(tensors, uint16_dtype=uint16_dtype)
+        return prepared.step(grad_scale=grad_scale, return_stats=return_stats, number=number)
 
-        `shadow` has a tuple of param and the states for each tensor. Steps then write the new values there and leave
-        the tensors' own values unchanged."""
-        return Prepared(self, tensors, shadow, uint16_as)
+    @keywords(uint16_as="uint16_dtype")
+    def prepare(self, tensors: Tensors, *, shadow: Tensors | None = None, uint16_dtype: str | None = None) -> Prepared:
+        """Checks tensors once, for repeated steps over them.
 
-    def _set(self, name, value):
+        Args:
+            tensors: As for step().
+            shadow: For each tensor a tuple of param and the states. Steps then write the new values there and leave
+                the tensors' own values unchanged.
+            uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
+
+        Returns:
+            The Prepared tensors, which keep the arrays' memory alive.
+
+        Raises:
+            InvalidArgumentError: A tuple or an array does not fit."""
+        return Prepared(self, tensors, shadow, uint16_dtype)
+
+    def _set(self, name: str, value: Any) -> None:
         try:
             setattr(self._options, name, value)
         except TypeError as error:
-            raise InvalidArgument(f"{name} is {value!r}; a number is needed") from error
+            raise InvalidArgumentError(f"{type(self).__name__}: {name} is {value!r}; pass a number") from error
 
-    def options_of_next_step(self, grad_scale, number=None):
-        """The C options structure for step `number`; None is the step after the last counted one."""
-        self._set("grad_scale", grad_scale)
-        if hasattr(self._options, "step"):
-            self._options.step = self._number(number)
-        return self._options
+    def options_of_next_step(self, grad_scale: float, number: int | None = None) -> Any:
+        """Returns the C options structure for step `number`; None is the step after the last counted one."""
+        options = self._options
+        try:
+            options.grad_scale = grad_scale
+        except TypeError:
+            self._set("grad_scale", grad_scale)
+        if self._counts_steps:
+            options.step = self._number(number)
+        return options
 
-    def _number(self, number):
+    def _number(self, number: int | None) -> int:
         if number is None:
             return self.step_count + 1
         if not isinstance(number, int) or not 1 <= number < 1 << 63:
-            raise InvalidArgument(f"number is {number!r}; the number of a step, from 1 on, is needed")
+            raise InvalidArgumentError(f"{type(self).__name__}: number is {number!r}; pass the number of a step, from 1 on")
         return number
 
-    def _run(self, table, count, grad_scale, wanted, recording=None, number=None):
-        number = self._number(number)
-        options = self.options_of_next_step(grad_scale, number)
-        out = _abi.sized(_abi.StepStats) if wanted else None
-        arguments = ctypes.byref(options), table, count, ctypes.byref(out) if wanted else None
+    def _run(self, table: Any, count: int, grad_scale: float, wanted: bool, recording: Any = None,
+             number: int | None = None) -> StepStats | None:
+        # Written for few bytecodes: a step of a small tensor takes less time than this method.
+        number = self.step_count + 1 if number is None else self._number(number)
+        options = ctypes.byref(self.options_of_next_step(grad_scale, number))
+        out: Any = _abi.sized(_abi.StepStats) if wanted else None
+        stats = ctypes.byref(out) if wanted else None
         if recording is None:
-            _native.check(getattr(_native.library(), f"spw_{self.c_name}_step")(*arguments))
+            status = getattr(_native.library(), self._step_name)(options, table, count, stats)
         else:
-            _native.check(getattr(_native.library(), f"spw_undo_{self.c_name}_step")(recording, *arguments))
+            status = getattr(_native.library(), self._recorded_step_name)(recording, options, table, count, stats)
+        if status:
+            _native.check(status)
         self.step_count = number
         return StepStats(bool(out.nonfinite), out.sum_squares) if wanted else None
 
 
-def _option(name, doc):
+def _option(name: str, doc: str) -> Any:
     return property(lambda self: getattr(self._options, name), lambda self, value: self._set(name, value), doc=doc)
 
 
 class Adam(_Optimizer):
-    """Adam. The default is AdamW's decoupled weight decay ("decoupled"); "l2" adds the decay to the gradient.
+    """Adam with AdamW's decoupled weight decay by default; weight_decay_mode="l2" is the original Adam.
 
-    A tensor is a tuple (param, grad, exp_avg, exp_avg_sq[, param_copy]). Options that are None keep torch's
-    defaults."""
+    A tensor is a tuple (param, grad, exp_avg, exp_avg_sq[, param_copy]). Results are bit-identical on every processor,
+    thread count and GPU.
+
+    Args:
+        lr: Learning rate; None: 1e-3.
+        betas: Decay rates of the two moments; None: 0.9 and 0.999.
+        eps: Term added to the denominator; None: 1e-8.
+        weight_decay: Weight decay; None: 0.
+        weight_decay_mode: "decoupled" multiplies the parameter by 1 - lr * weight_decay (AdamW); "l2" adds
+            weight_decay * param to the gradient (torch.optim.Adam).
+        bias_correction: Correct the moments for their start at zero.
+
+    Raises:
+        InvalidArgumentError: An option is no number, or `weight_decay_mode` is unknown.
+
+    Example:
+        adam = spillway.Adam(lr=1e-3, weight_decay=0.01)
+        adam.step([(param, grad, exp_avg, exp_avg_sq)])
+        adam.lr = 5e-4"""
 
     c_name, _options_type, _states = "adam", _abi.AdamOptions, ("exp_avg", "exp_avg_sq")
+    _defaults = {"step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "grad_scale": 1.0}
 
-    def __init__(self, lr=None, betas=(None, None), eps=None, weight_decay=None, *, weight_decay_mode="decoupled",
-                 bias_correction=True):
+    def __init__(self, lr: float | None = None, betas: tuple[float | None, float | None] = (None, None),
+                 eps: float | None = None, weight_decay: float | None = None, *, weight_decay_mode: str = "decoupled",
+                 bias_correction: bool = True):
         if weight_decay_mode not in _abi.WEIGHT_DECAY_MODES:
-            raise InvalidArgument(f"weight_decay_mode is {weight_decay_mode!r}; \"decoupled\" or \"l2\" expected")
+            raise InvalidArgumentError(f"Adam: weight_decay_mode is {weight_decay_mode!r}; pass \"decoupled\" or \"l2\"")
         beta1, beta2 = _pair(betas)
         super().__init__(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
                          weight_decay_mode=_abi.WEIGHT_DECAY_MODES[weight_decay_mode],
                          no_bias_correction=int(not bias_correction))
 
-    lr = _option("lr", "learning rate of the next step")
-    eps = _option("eps", "term added to the denominator")
-    weight_decay = _option("weight_decay", "weight decay of the next step")
-    betas = property(lambda self: (self._options.beta1, self._options.beta2), doc="decay rates of the moments")
+    lr = _option("lr", "Learning rate of the next step.")
+    eps = _option("eps", "Term added to the denominator.")
+    weight_decay = _option("weight_decay", "Weight decay of the next step.")
+    betas = property(lambda self: (self._options.beta1, self._options.beta2), doc="Decay rates of the moments.")
 
 
 class Adagrad(_Optimizer):
     """Adagrad as in torch: the weight decay is added to the gradient before the variance is updated.
 
-    A tensor is a tuple (param, grad, exp_avg_sq[, param_copy])."""
+    A tensor is a tuple (param, grad, exp_avg_sq[, param_copy]).
+
+    Args:
+        lr: Learning rate; None: 1e-2.
+        lr_decay: Decay of the learning rate per step; None: 0.
+        eps: Term added to the denominator; None: 1e-10.
+        weight_decay: Weight decay; None: 0.
+
+    Raises:
+        InvalidArgumentError: An option is no number.
+
+    Example:
+        spillway.Adagrad(lr=1e-2).step([(param, grad, exp_avg_sq)])"""
 
     c_name, _options_type, _states = "adagrad", _abi.AdagradOptions, ("exp_avg_sq",)
+    _defaults = {"step": 1, "lr": 1e-2, "eps": 1e-10, "grad_scale": 1.0}
 
-    def __init__(self, lr=None, lr_decay=None, eps=None, weight_decay=None):
+    def __init__(self, lr: float | None = None, lr_decay: float | None = None, eps: float | None = None,
+                 weight_decay: float | None = None):
         super().__init__(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
 
-    lr = _option("lr", "learning rate of the next step")
-    weight_decay = _option("weight_decay", "weight decay of the next step")
+    lr = _option("lr", "Learning rate of the next step.")
+    weight_decay = _option("weight_decay", "Weight decay of the next step.")
 
 
 class Lion(_Optimizer):
-    """Lion as in its paper. A tensor is a tuple (param, grad, exp_avg[, param_copy])."""
+    """Lion as in its paper.
+
+    A tensor is a tuple (param, grad, exp_avg[, param_copy]).
+
+    Args:
+        lr: Learning rate; None: 1e-4.
+        betas: The two decay rates of the moment; None: 0.9 and 0.99.
+        weight_decay: Decoupled weight decay; None: 0.
+
+    Raises:
+        InvalidArgumentError: An option is no number.
+
+    Example:
+        spillway.Lion(lr=1e-4).step([(param, grad, exp_avg)])"""
 
     c_name, _options_type, _states = "lion", _abi.LionOptions, ("exp_avg",)
+    _defaults = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "grad_scale": 1.0}
 
-    def __init__(self, lr=None, betas=(None, None), weight_decay=None):
+    def __init__(self, lr: float | None = None, betas: tuple[float | None, float | None] = (None, None),
+                 weight_decay: float | None = None):
         beta1, beta2 = _pair(betas)
         super().__init__(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 
-    lr = _option("lr", "learning rate of the next step")
-    weight_decay = _option("weight_decay", "weight decay of the next step")
+    lr = _option("lr", "Learning rate of the next step.")
+    weight_decay = _option("weight_decay", "Weight decay of the next step.")
 
 
 class Prepared:
-    """Tensors of one optimizer, checked once. Their memory is kept alive. An array whose storage is replaced
-    (`param.data = ...`, a new `param.grad`) must be prepared again."""
+    """Tensors of one optimizer, checked once by its prepare().
 
-    def __init__(self, optimizer, tensors, shadow=None, uint16_as=None):
+    The arrays' memory is kept alive. An array whose storage is replaced (`param.data = ...`, a new `param.grad`) must
+    be prepared again.
+
+    Example:
+        prepared = adam.prepare([(param, grad, exp_avg, exp_avg_sq)])
+        for batch in batches:
+            backward(batch)                    # writes into grad
+            prepared.step()"""
+
+    @keywords(uint16_as="uint16_dtype")
+    def __init__(self, optimizer: _Optimizer, tensors: Tensors, shadow: Tensors | None = None, uint16_dtype: str | None = None):
         self.optimizer = optimizer
-        self._table, self._held = tensor_table(optimizer, tensors, uint16_as, shadow)
+        self._table, self._held = tensor_table(optimizer, tensors, uint16_dtype, shadow)
+        self._address, self._count = ctypes.addressof(self._table), len(self._table)
 
-    def __len__(self):
+    def __len__(self) -> int:
+        """Number of tensors."""
         return len(self._table)
 
-    def step(self, *, grad_scale=1.0, stats=False, number=None):
-        """Runs one step of the optimizer over these tensors; with stats=True returns StepStats. See the optimizer's
-        step() for `number`: prepared lists that form one step of a model must pass the same number."""
-        return self._run(grad_scale, stats, number=number)
+    @keywords(stats="return_stats")
+    def step(self, *, grad_scale: float = 1.0, return_stats: bool = False, number: int | None = None) -> StepStats | None:
+        """Runs one step of the optimizer over these tensors.
 
-    def record(self, mode="delta"):
-        """A Recording, whose steps can be rolled back, of mode "delta", "shadow" or "arithmetic"."""
+        Args:
+            grad_scale: Factor of the gradients.
+            return_stats: Return the statistics of the scaled gradients.
+            number: Number of the step; None: the optimizer's step count plus one. Prepared lists that form one step of
+                a model must pass the same number.
+
+        Returns:
+            StepStats with `return_stats`, else None."""
+        return self.optimizer._run(self._address, self._count, grad_scale, return_stats, None, number)
+
+    def record(self, mode: str = "delta") -> Recording:
+        """Returns a Recording of these tensors, whose steps can be rolled back.
+
+        Args:
+            mode: "delta", "shadow" or "arithmetic"; see Recording."""
         return Recording(self, mode)
 
     @property
-    def elements(self):
+    def elements(self) -> int:
         """Number of elements of all tensors together."""
         return sum(row.n for row in self._table)
 
-    def _run(self, grad_scale, stats, recording=None, number=None):
-        return self.optimizer._run(ctypes.addressof(self._table), len(self._table), grad_scale, stats, recording, number)
+    def _run(self, grad_scale: float, wanted: bool, recording: Any = None, number: int | None = None) -> StepStats | None:
+        return self.optimizer._run(self._address, self._count, grad_scale, wanted, recording, number)
 
 
-def tensor_table(optimizer, tensors, uint16_as=None, shadow=None):
-    """The C table of an optimizer's tensors, and references that keep their memory alive."""
+def tensor_table(optimizer: _Optimizer, tensors: Tensors, uint16_dtype: str | None = None,
+                 shadow: Tensors | None = None) -> tuple[Any, list[Any]]:
+    """Returns the C table of an optimizer's tensors, and references that keep their memory alive."""
     names = ("param", "grad", *optimizer._states, "param_copy")
     try:
         entries = [tuple(entry) for entry in tensors]
     except TypeError as error:
-        raise InvalidArgument(f"tensors: {error}; a list of tuples of arrays is needed") from error
+        raise InvalidArgumentError(f"tensors: {error}; pass a list of tuples of arrays") from error
     table = (_abi.Tensor * len(entries))()
     for index, entry in enumerate(entries):
-        _fill(table[index], entry, names, f"tensors[{index}].", uint16_as)
+        _fill(table[index], entry, names, f"tensors[{index}].", uint16_dtype)
     held = [_arrays.held(array) for entry in entries for array in entry if array is not None]
     if shadow is not None:
-        held += _fill_shadows(table, optimizer, shadow, entries, uint16_as)
+        held += _fill_shadows(table, optimizer, shadow, entries, uint16_dtype)
     return table, held
 
 
-def _fill(slot, entry, names, prefix, uint16_as):
+def _fill(slot: Any, entry: tuple[Any, ...], names: tuple[str, ...], prefix: str, uint16_dtype: str | None) -> None:
     """Writes one tuple of arrays into a row of the C table."""
     if len(entry) not in (len(names) - 1, len(names)):
-        raise InvalidArgument(f"{prefix[:-1]} has {len(entry)} arrays; {', '.join(names[:-1])}"
-                              f" and perhaps {names[-1]} expected")
+        raise InvalidArgumentError(f"{prefix[:-1]} has {len(entry)} arrays; pass {', '.join(names[:-1])} and optionally {names[-1]}")
     slot.struct_size = ctypes.sizeof(_abi.Tensor)
     for name, array in zip(names, entry):
         if name == "param_copy" and array is None:
             continue
         argument = prefix + name
-        address, count, code = _arrays.span(array, argument, name != "grad", uint16_as)
+        address, count, code = _arrays.span(array, argument, name != "grad", uint16_dtype)
         if name == "param":
             slot.n = count
         else:
@@ -204,25 +341,26 @@ def _fill(slot, entry, names, prefix, uint16_as):
         setattr(slot, name, address)
         field = _DTYPE_FIELDS[name]
         if field == "state_dtype" and slot.state_dtype not in (_abi.DTYPE_NONE, code):
-            raise InvalidArgument(f"{argument} has another dtype than {prefix}exp_avg")
+            raise InvalidArgumentError(f"{argument} has another dtype than {prefix}exp_avg; the states of a tensor have one dtype")
         setattr(slot, field, code)
 
 
-def _fill_shadows(table, optimizer, shadow, tensors, uint16_as):
+def _fill_shadows(table: Any, optimizer: _Optimizer, shadow: Tensors, tensors: list[tuple[Any, ...]],
+                  uint16_dtype: str | None) -> list[Any]:
     """Writes the shadows into the C table; returns references that keep their memory alive."""
     entries = [tuple(entry) for entry in shadow]
     if len(entries) != len(table):
-        raise InvalidArgument(f"shadow has {len(entries)} entries for {len(table)} tensors")
+        raise InvalidArgumentError(f"shadow has {len(entries)} entries for {len(table)} tensors; pass one for each tensor")
     names = ("param", *optimizer._states)
     for index, (slot, entry, own) in enumerate(zip(table, entries, tensors)):
         prefix = f"shadow[{index}]."
         if len(entry) != len(names):
-            raise InvalidArgument(f"{prefix[:-1]} has {len(entry)} arrays; {', '.join(names)} expected")
+            raise InvalidArgumentError(f"{prefix[:-1]} has {len(entry)} arrays; pass {', '.join(names)}")
         for name, array in zip(names, entry):
-            address, _, code = _arrays.span(array, prefix + name, True, uint16_as)
+            address, _, code = _arrays.span(array, prefix + name, True, uint16_dtype)
             _arrays.same_shape(array, own[0], prefix + name, f"tensors[{index}].param")
             if code != getattr(slot, _DTYPE_FIELDS[name]):
-                raise InvalidArgument(f"{prefix}{name} has another dtype than tensors[{index}].{name}")
+                raise InvalidArgumentError(f"{prefix}{name} has another dtype than tensors[{index}].{name}; both need the same")
             setattr(slot, f"shadow_{name}", address)
     return [_arrays.held(array) for entry in entries for array in entry]
 
@@ -231,17 +369,29 @@ _DTYPE_FIELDS = {"param": "param_dtype", "grad": "grad_dtype", "exp_avg": "state
                  "param_copy": "copy_dtype"}
 
 
-def _pair(betas):
+def _pair(betas: Any) -> tuple[float | None, float | None]:
     try:
         first, second = betas
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"betas is {betas!r}; a pair of numbers is needed") from error
+        raise InvalidArgumentError(f"betas is {betas!r}; pass a pair of numbers") from error
     return first, second
 
 
-def grad_stats(grad, *, scale=1.0, uint16_as=None):
-    """StepStats of one gradient multiplied by `scale`, without a step."""
-    address, count, code = _arrays.span(grad, "grad", False, uint16_as)
+@keywords(uint16_as="uint16_dtype")
+def grad_stats(grad: Array, *, scale: float = 1.0, uint16_dtype: str | None = None) -> StepStats:
+    """Returns the statistics of one gradient, without a step.
+
+    Args:
+        grad: A contiguous array in CPU memory; float32, float16 or bfloat16.
+        scale: Factor of the gradient.
+        uint16_dtype: The dtype that a uint16 array holds: "bf16" or "f16".
+
+    Raises:
+        InvalidArgumentError: `grad` is no such array.
+
+    Example:
+        norm = spillway.grad_stats(grad).sum_squares ** 0.5"""
+    address, count, code = _arrays.span(grad, "grad", False, uint16_dtype)
     out = _abi.sized(_abi.StepStats)
     _native.check(_native.library().spw_grad_stats(address, code, count, scale, ctypes.byref(out)))
     return StepStats(bool(out.nonfinite), out.sum_squares)

@@ -1,7 +1,7 @@
 """Optimizer steps that can be rolled back.
 
     recording = adam.prepare([(param, grad, exp_avg, exp_avg_sq)]).record()
-    stats = recording.step(stats=True)
+    stats = recording.step(return_stats=True)
     if stats.nonfinite:
         recording.rollback()               # every bit is as before the step
     elif norm > limit:
@@ -10,18 +10,27 @@
         recording.commit()
 """
 
+from __future__ import annotations
+
 import ctypes
+from typing import TYPE_CHECKING
 
 from . import _abi
-from ._held import Held
-from .errors import InvalidArgument
+from ._deprecated import keywords
+from ._native_handle import _NativeHandle
+from .errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from .optim import Prepared, StepStats
 
 MODES = {"arithmetic": 0, "delta": 1, "shadow": 2}
 
 
-class Recording(Held):
-    """The last step of prepared tensors. Until the step is rolled back, redone or committed, no other code may write to
-    the tensors, gradients included. close() keeps the step.
+class Recording(_NativeHandle):
+    """The last step of prepared tensors, which can be rolled back or redone.
+
+    Until the step is rolled back, redone or committed, no other code may write to the tensors, gradients included.
+    close() keeps the step. Not thread-safe.
 
     | mode | rollback | cost |
     |---|---|---|
@@ -30,38 +39,70 @@ class Recording(Held):
     | "arithmetic" | old values only approximately; refuses Inf and NaN | no memory |
 
     After commit() in mode "shadow" the shadow holds the state: prepare the next step with tensors and shadow
-    exchanged."""
+    exchanged.
 
-    what, closer = "recording", "spw_undo_close"
+    Args:
+        prepared: The tensors, from an optimizer's prepare().
+        mode: "delta", "shadow" or "arithmetic".
 
-    def __init__(self, prepared, mode="delta"):
+    Raises:
+        InvalidArgumentError: `mode` is unknown.
+
+    Example:
+        with prepared.record() as recording:
+            recording.step()
+            recording.rollback()"""
+
+    closer = "spw_undo_close"
+
+    def __init__(self, prepared: Prepared, mode: str = "delta"):
         if mode not in MODES:
-            raise InvalidArgument(f"mode is {mode!r}; one of {', '.join(MODES)} expected")
+            raise InvalidArgumentError(f"Recording: mode is {mode!r}; pass one of {', '.join(MODES)}")
         self._prepared = prepared
         options = _abi.sized(_abi.UndoOptions)
         options.mode, options.elements, options.tensors = MODES[mode], prepared.elements, len(prepared)
         self._hold("spw_undo_open", ctypes.byref(options))
 
-    def step(self, *, grad_scale=1.0, stats=False):
-        """Runs and records one step, which replaces the previous recording; with stats=True returns StepStats."""
-        return self._through(lambda handle: self._prepared._run(grad_scale, stats, handle))
+    @keywords(stats="return_stats")
+    def step(self, *, grad_scale: float = 1.0, return_stats: bool = False) -> StepStats | None:
+        """Runs and records one step, which replaces the previous recording.
 
-    def rollback(self):
-        """Rolls the step back, and decrements the optimizer's step count."""
+        Args:
+            grad_scale: Factor of the gradients.
+            return_stats: Return the statistics of the scaled gradients.
+
+        Returns:
+            StepStats with `return_stats`, else None."""
+        return self._through(lambda handle: self._prepared._run(grad_scale, return_stats, handle))
+
+    def rollback(self) -> None:
+        """Rolls the step back, and decrements the optimizer's step count.
+
+        Raises:
+            InvalidArgumentError: No step is recorded."""
         self._call("spw_undo_rollback")
         self._prepared.optimizer.step_count -= 1
 
-    def redo(self, *, grad_scale):
-        """Rolls the step back and repeats it with another gradient scale, in one pass over memory."""
+    def redo(self, *, grad_scale: float) -> None:
+        """Rolls the step back and repeats it with another gradient scale, in one pass over memory.
+
+        Args:
+            grad_scale: Factor of the gradients.
+
+        Raises:
+            InvalidArgumentError: No step is recorded."""
         self._call("spw_undo_redo", grad_scale)
 
-    def commit(self, *, release_memory=False):
-        """Keeps the step. With release_memory=True also frees the log's memory."""
+    def commit(self, *, release_memory: bool = False) -> None:
+        """Keeps the step.
+
+        Args:
+            release_memory: Also free the log's memory."""
         self._call("spw_undo_commit", int(release_memory))
 
     @property
-    def log_bytes(self):
+    def log_bytes(self) -> int:
         """Bytes of log that the recorded step uses."""
         used = ctypes.c_uint64()
-        self._call("spw_undo_log_bytes", ctypes.byref(used))
+        self._call("spw_undo_get_log_bytes", ctypes.byref(used))
         return used.value

@@ -11,14 +11,18 @@
 
 `tensors` are tuples as for the optimizer's step(). The caller must not touch their memory until the bucket is final."""
 
-import ctypes
-from typing import NamedTuple
+from __future__ import annotations
 
-from . import _abi, _native
-from ._held import Held, record
-from .errors import InvalidArgument
-from .gpu import device_table, stream_number
-from .optim import StepStats, _Optimizer, tensor_table
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from . import _abi, _deprecated, _native
+from ._arrays import Array
+from ._native_handle import _NativeHandle, record
+from .errors import InvalidArgumentError
+from .gpu import CudaEvent, CudaStream, Gpu, device_table, stream_number
+from .optim import StepStats, Tensors, _Optimizer, tensor_table
 
 PUBLISH = {"final": 0, "staged": 1, "speculative": 2}
 VERDICTS = ("commit", "skip", "redo")
@@ -28,18 +32,53 @@ _DESCRIPTOR, _CUDA_EVENT, _CUDA_STREAM = 1, 3, 4
 
 
 class Outcome(NamedTuple):
-    """The result of a verdict: "commit", "skip" or "redo"; the norm of the scaled gradients of all ranks (NaN if they
-    are not finite or the caller gave the verdict); the gradient factor of every kept step (0 if none is kept); and the
-    number of buckets that are rolled back."""
+    """The result of a verdict.
+
+    Attributes:
+        verdict: "commit" keeps the steps, "skip" rolls all back, "redo" repeats them with `grad_scale`.
+        norm: Norm of the scaled gradients of all ranks; NaN if they are not finite or the caller gave the verdict.
+        grad_scale: Gradient factor of every kept step; 0 if none is kept.
+        rolled_back: Number of buckets that are rolled back."""
 
     verdict: str
     norm: float
     grad_scale: float
-    withdrawn: int
+    rolled_back: int
 
 
-class Speculation(Held):
-    """An engine for speculation rounds of `buckets` buckets.
+_deprecated.add_attribute(Outcome, "withdrawn", "rolled_back")
+
+
+@_deprecated.was_dict("Speculation.stats()", seconds_exposed="exposed_seconds")
+class SpeculationStats(NamedTuple):
+    """Counters of a Speculation since its open.
+
+    Attributes:
+        commits: Rounds with the verdict "commit".
+        redos: Rounds with the verdict "redo".
+        skips: Rounds with the verdict "skip".
+        aborts: Rounds that were aborted.
+        buckets_speculated: Buckets that stepped before the verdict.
+        buckets_committed: Buckets whose early step was kept.
+        buckets_redone: Buckets whose early step was redone.
+        buckets_rolled_back: Buckets whose early step was rolled back.
+        buckets_spared: Buckets not stepped before the verdict, because it was already certain or they are in GPU memory.
+        exposed_seconds: Seconds that callers waited, summed over callers."""
+
+    commits: int
+    redos: int
+    skips: int
+    aborts: int
+    buckets_speculated: int
+    buckets_committed: int
+    buckets_redone: int
+    buckets_rolled_back: int
+    buckets_spared: int
+    exposed_seconds: float
+
+
+class Speculation(_NativeHandle):
+    """An engine that steps buckets before the global gradient norm is known. Thread-safe.
 
     | publish | when a bucket's 16-bit copies are written |
     |---|---|
@@ -53,61 +92,113 @@ class Speculation(Held):
     | "shadow" | steps write to the shadows given with the tensors, so the old values remain |
 
     With undo "shadow" the shadows hold the state after a verdict of "commit" or "redo": exchange tensors and shadows in
-    the next round."""
+    the next round.
 
-    what, closer = "engine", "spw_spec_close"
+    Args:
+        buckets: Number of buckets of a round.
+        publish: "final", "staged" or "speculative".
+        undo: "delta" or "shadow".
 
-    def __init__(self, buckets, *, publish="final", undo="delta"):
+    Raises:
+        InvalidArgumentError: An argument has a wrong value.
+
+    Example:
+        with spillway.Speculation(buckets=1) as speculation:
+            speculation.begin(adam, max_norm=1.0)
+            speculation.submit(0, [(param, grad, exp_avg, exp_avg_sq)])
+            outcome = speculation.resolve(speculation.local_result())
+            speculation.finish()"""
+
+    closer = "spw_spec_close"
+
+    def __init__(self, buckets: int, *, publish: str = "final", undo: str = "delta"):
         for name, value, known in (("publish", publish, PUBLISH), ("undo", undo, UNDO)):
             if value not in known:
-                raise InvalidArgument(f"{name} is {value!r}; one of {', '.join(known)} expected")
+                raise InvalidArgumentError(f"Speculation: {name} is {value!r}; pass one of {', '.join(known)}")
         if not isinstance(buckets, int) or not 0 < buckets < 1 << 32:
-            raise InvalidArgument(f"buckets is {buckets!r}; a number of buckets is needed")
+            raise InvalidArgumentError(f"Speculation: buckets is {buckets!r}; pass a number of buckets, from 1 on")
         options = _abi.sized(_abi.SpecOptions)
         options.buckets, options.undo_mode, options.publish = buckets, UNDO[undo], PUBLISH[publish]
         self.buckets = buckets
-        self._optimizer = None
-        self._held, self._destinations = {}, {}
+        self._optimizer: _Optimizer | None = None
+        self._held: dict[object, Any] = {}
+        self._destinations: dict[int, list[Any]] = {}
         self._hold("spw_spec_open", ctypes.byref(options))
 
-    def begin(self, optimizer, *, max_norm=0.0, grad_scale=1.0):
-        """Opens a round of steps of a spillway.Adam, Adagrad or Lion. resolve() increments the optimizer's step count
-        unless the verdict is "skip". max_norm 0 sets no limit; grad_scale is 1 / loss scale."""
+    def begin(self, optimizer: _Optimizer, *, max_norm: float = 0.0, grad_scale: float = 1.0) -> None:
+        """Opens a round. resolve() increments the optimizer's step count unless the verdict is "skip".
+
+        Args:
+            optimizer: The Adam, Adagrad or Lion whose options the steps use.
+            max_norm: Largest norm of all scaled gradients, above which they are clipped; 0: no limit.
+            grad_scale: Factor of the gradients: 1 / loss scale.
+
+        Raises:
+            OutOfOrderError: The last round is not finished."""
         if not isinstance(optimizer, _Optimizer):
-            raise InvalidArgument(f"optimizer is a {type(optimizer).__name__}; a spillway optimizer is needed")
+            raise InvalidArgumentError(f"Speculation.begin: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam, Adagrad or "
+                                       "Lion")
         options = optimizer.options_of_next_step(grad_scale)
         self._call(f"spw_spec_begin_{optimizer.c_name}", ctypes.byref(options), max_norm)
         self._optimizer = optimizer
 
-    def submit(self, bucket, tensors, *, shadow=None, event_fd=None, after=None, gpu=None, uint16_as=None):
-        """Submits a bucket. Its step starts at once, or when the descriptor `event_fd` is readable, or when the stream
-        or event `after` of the Gpu `gpu` reaches its current position. For `shadow` see the optimizer's prepare()."""
+    @_deprecated.keywords(uint16_as="uint16_dtype")
+    def submit(self, bucket: int, tensors: Tensors, *, shadow: Tensors | None = None, event_fd: int | None = None,
+               after: CudaStream | CudaEvent | None = None, gpu: Gpu | None = None, uint16_dtype: str | None = None) -> None:
+        """Submits a bucket, whose step starts at once or after an event.
+
+        Args:
+            bucket: Number of the bucket.
+            tensors: As for the optimizer's step(). The caller must not touch their memory until the bucket is final.
+            shadow: With undo "shadow", for each tensor a tuple of param and the states; see the optimizer's prepare().
+            event_fd: The step starts when this descriptor is readable.
+            after: The step starts when this stream or event of `gpu` reaches its present position.
+            gpu: The Gpu of `after`.
+            uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
+
+        Raises:
+            InvalidArgumentError: No round was begun, or an array does not fit.
+            OutOfOrderError: The bucket was submitted before in this round."""
         if self._optimizer is None:
-            raise InvalidArgument("no round was begun")
-        table, held = tensor_table(self._optimizer, tensors, uint16_as, shadow)
-        def submit(device=None):
+            raise InvalidArgumentError(f"Speculation.submit: bucket {bucket} was submitted before a round; call begin() first")
+        table, held = tensor_table(self._optimizer, tensors, uint16_dtype, shadow)
+
+        def submit(device: Any = None) -> None:
             self.submit_table("spw_spec_submit", bucket, held, ctypes.addressof(table), len(table),
                               _event(event_fd, after, device))
 
         submit() if gpu is None else gpu._through(submit)
 
-    def submit_gpu(self, bucket, gpu, tensors, *, stream=None, after=None):
-        """Submits a bucket in GPU memory, in a round of Adam. The GPU computes its norm once `after` is reached, and
-        steps it once, after the verdict, in the order of `stream`. The tensors are as for Gpu.step()."""
+    def submit_gpu(self, bucket: int, gpu: Gpu, tensors: Iterable[Sequence[Any]], *, stream: CudaStream | None = None,
+                   after: CudaStream | CudaEvent | None = None) -> None:
+        """Submits a bucket in GPU memory, in a round of Adam. The GPU steps it once, after the verdict.
+
+        Args:
+            bucket: Number of the bucket.
+            gpu: The Gpu that holds the tensors.
+            tensors: As for Gpu.step().
+            stream: Stream in whose order the GPU steps; None: torch's current stream.
+            after: Stream or event after which the GPU computes the norm."""
         table = device_table(tensors, ordinal=gpu.ordinal)
         gpu._through(lambda device: self.submit_table(
             "spw_spec_submit_gpu", bucket, (list(tensors), stream), device, ctypes.addressof(table), len(table),
             stream_number(stream, gpu.ordinal), _event(None, after, device)))
 
-    def publish_to(self, bucket, gpu, copies):
-        """Uploads a bucket's 16-bit copies to the GPU as soon as they are valid, from now on. `copies` has tuples (host
-        memory, device memory[, stream or event that still reads the old values]). Call it between rounds."""
+    def publish_to(self, bucket: int, gpu: Gpu, copies: Sequence[Sequence[Any]]) -> None:
+        """Uploads a bucket's 16-bit copies to the GPU as soon as they are valid, from now on. Call it between rounds.
+
+        Args:
+            bucket: Number of the bucket.
+            gpu: The Gpu.
+            copies: Tuples of host memory, device memory, and optionally the stream or event that still reads the old
+                values."""
         records = [gpu.copy_record(1, device, host, *after or (None,)) for host, device, *after in copies]
         table = (_abi.GpuCopy * len(records))(*records)
-        destinations, outcome = self._destinations.setdefault(bucket, []), []
+        destinations = self._destinations.setdefault(bucket, [])
+        outcome: list[int] = []
         destinations.append(copies)
 
-        def publish_to(device):
+        def publish_to(device: Any) -> None:
             self._through(lambda handle: record(outcome, _native.library().spw_spec_publish_to, handle, bucket, device, table,
                                                 len(table)))
             _native.check(outcome[0])
@@ -118,17 +209,28 @@ class Speculation(Held):
             # The new copies if C accepted them, else the old ones: always at least the memory that C uses.
             self._destinations[bucket] = destinations[-1:] if outcome == [0] else destinations[:-1]
 
-    def publish(self, bucket, stream=None, timeout=None):
-        """Waits like wait(), then makes later work on `stream` wait, on the device, for the bucket's new parameters."""
+    def stream_wait_params(self, bucket: int, stream: CudaStream | None = None, timeout: float | None = None) -> None:
+        """Waits like wait(), then makes later work on `stream` wait, on the device, for the bucket's new parameters.
+
+        Args:
+            bucket: Number of the bucket.
+            stream: The stream; None: torch's current stream.
+            timeout: Longest wait in seconds; None: no limit.
+
+        Raises:
+            TimedOutError: The bucket has no new parameters yet."""
         self._call("spw_spec_stream_wait", bucket, stream_number(stream), _milliseconds(timeout))
 
-    def submit_table(self, function, bucket, held, *arguments):
+    publish = _deprecated.attribute("Speculation.publish", "stream_wait_params")
+
+    def submit_table(self, function: str, bucket: int, held: Any, *arguments: Any) -> None:
         """Submits a bucket by the C function of that name; `held` is kept alive until the round ends."""
-        token, outcome = object(), []
+        token = object()
+        outcome: list[int] = []
         # Keep the memory alive before the call, so that an interrupt cannot free it while C uses it.
         self._held[token] = held
 
-        def submit(handle):
+        def submit(handle: Any) -> None:
             record(outcome, getattr(_native.library(), function), handle, bucket, *arguments)
             _native.check(outcome[0])
 
@@ -138,77 +240,108 @@ class Speculation(Held):
             if outcome != [0]:
                 self._held.pop(token, None)
 
-    def local_result(self, timeout=None):
-        """Waits until the gradients of every bucket are measured; returns this rank's StepStats."""
+    def local_result(self, timeout: float | None = None) -> StepStats:
+        """Waits until the gradients of every bucket are measured; returns this rank's StepStats.
+
+        Args:
+            timeout: Longest wait in seconds; None: no limit.
+
+        Raises:
+            TimedOutError: A bucket was not measured in this time.
+            OutOfOrderError: A bucket was not submitted."""
         stats = _abi.sized(_abi.StepStats)
         self._call("spw_spec_local_result", _milliseconds(timeout), ctypes.byref(stats))
         return StepStats(bool(stats.nonfinite), stats.sum_squares)
 
-    def resolve(self, total):
-        """Gives the verdict that follows from `total`, the StepStats summed over all ranks; returns its Outcome at
-        once."""
+    def resolve(self, total: StepStats | tuple[bool, float]) -> Outcome:
+        """Gives the verdict that follows from the measured norm; returns its Outcome at once.
+
+        Args:
+            total: The StepStats of all ranks: any `nonfinite`, the sum of `sum_squares`."""
         stats = _abi.sized(_abi.StepStats)
         stats.nonfinite, stats.sum_squares = int(total[0]), total[1]
         return self._resolved("spw_spec_resolve", ctypes.byref(stats))
 
-    def resolve_as(self, verdict, grad_scale=1.0):
-        """Gives the caller's own verdict: "commit", "skip", or "redo" with the gradient factor `grad_scale`."""
+    def resolve_as(self, verdict: str, grad_scale: float = 1.0) -> Outcome:
+        """Gives the caller's own verdict; returns its Outcome at once.
+
+        Args:
+            verdict: "commit", "skip" or "redo".
+            grad_scale: Gradient factor of "redo"."""
         if verdict not in VERDICTS:
-            raise InvalidArgument(f"verdict is {verdict!r}; one of {', '.join(VERDICTS)} expected")
+            raise InvalidArgumentError(f"Speculation.resolve_as: verdict is {verdict!r}; pass one of {', '.join(VERDICTS)}")
         return self._resolved("spw_spec_resolve_as", VERDICTS.index(verdict), grad_scale)
 
-    def abort(self):
+    def abort(self) -> None:
         """Rolls an open round back, whatever was submitted, and waits until that is done."""
         self._call("spw_spec_abort")
         self.finish()
 
-    def ready(self, bucket):
-        """State of a bucket: "missing", "pending", "speculative" or "final"."""
+    def bucket_state(self, bucket: int) -> str:
+        """Returns the state of a bucket: "missing", "pending", "speculative" or "final"."""
         state = ctypes.c_uint32()
-        self._call("spw_spec_ready", bucket, ctypes.byref(state))
+        self._call("spw_spec_get_bucket", bucket, ctypes.byref(state))
         return STATES[state.value]
 
-    def wait(self, bucket, timeout=None):
-        """Waits until a bucket's 16-bit copies are valid: final, or with publish "speculative" stepped."""
+    ready = _deprecated.attribute("Speculation.ready", "bucket_state")
+
+    def wait(self, bucket: int, timeout: float | None = None) -> None:
+        """Waits until a bucket's 16-bit copies are valid: final, or with publish "speculative" stepped.
+
+        Args:
+            bucket: Number of the bucket.
+            timeout: Longest wait in seconds; None: no limit.
+
+        Raises:
+            TimedOutError: The copies are not valid yet."""
         self._call("spw_spec_wait", bucket, _milliseconds(timeout))
 
-    def finish(self, timeout=None):
-        """Waits until every bucket of the resolved round is final; their memory belongs to the caller again."""
+    def finish(self, timeout: float | None = None) -> None:
+        """Waits until every bucket of the resolved round is final; their memory belongs to the caller again.
+
+        Args:
+            timeout: Longest wait in seconds; None: no limit.
+
+        Raises:
+            TimedOutError: A bucket is not final yet."""
         self._call("spw_spec_finish", _milliseconds(timeout))
         self._held.clear()
 
-    def withdrawn(self):
-        """Numbers of the buckets that were already stepped when the last verdict rolled them back."""
-        buckets, count = (ctypes.c_uint32 * self.buckets)(), ctypes.c_size_t()
-        self._call("spw_spec_withdrawn", buckets, self.buckets, ctypes.byref(count))
+    def rolled_back_buckets(self) -> list[int]:
+        """Returns the numbers of the buckets that were already stepped when the last verdict rolled them back."""
+        buckets, count = (ctypes.c_uint32 * self.buckets)(), ctypes.c_uint64()
+        self._call("spw_spec_get_rolled_back", buckets, self.buckets, ctypes.byref(count))
         return list(buckets[:count.value])
 
-    def stats(self):
-        """Counters as a dict: rounds by verdict, buckets by outcome, and the time that callers waited."""
-        counters = _abi.sized(_abi.SpecStats)
-        self._call("spw_spec_stats_get", ctypes.byref(counters))
-        return {name: getattr(counters, name) for name, _ in _abi.SpecStats._fields_[2:]}
+    withdrawn = _deprecated.attribute("Speculation.withdrawn", "rolled_back_buckets")
 
-    def close(self):
+    def stats(self) -> SpeculationStats:
+        """Returns the counters since the open."""
+        counters = _abi.sized(_abi.SpecStats)
+        self._call("spw_spec_get_stats", ctypes.byref(counters))
+        return SpeculationStats(*(getattr(counters, {"exposed_seconds": "seconds_exposed"}.get(name, name))
+                                  for name in SpeculationStats._fields))
+
+    def close(self) -> None:
         """Closes the engine; an open round is rolled back first."""
         if self._end():
             self._held.clear()
             self._destinations.clear()
 
-    def _resolved(self, function, *arguments):
+    def _resolved(self, function: str, *arguments: Any) -> Outcome:
         found = _abi.sized(_abi.SpecOutcome)
         self._call(function, *arguments, ctypes.byref(found))
-        outcome = Outcome(VERDICTS[found.verdict], found.norm, found.grad_scale, found.withdrawn)
+        outcome = Outcome(VERDICTS[found.verdict], found.norm, found.grad_scale, found.rolled_back)
         if outcome.verdict != "skip" and self._optimizer is not None:
             self._optimizer.step_count += 1
         return outcome
 
 
-def _milliseconds(timeout):
+def _milliseconds(timeout: float | None) -> int:
     return -1 if timeout is None else max(0, round(timeout * 1000))
 
 
-def _event(fd, after=None, gpu=None):
+def _event(fd: int | None, after: Any = None, gpu: Any = None) -> Any:
     event = _abi.sized(_abi.SpecEvent)
     if after is not None and gpu is not None:
         event.gpu = gpu
@@ -217,7 +350,7 @@ def _event(fd, after=None, gpu=None):
         else:
             event.kind, event.handle = _CUDA_EVENT, after.cuda_event
     elif after is not None:
-        raise InvalidArgument("after is given, but no gpu")
+        raise InvalidArgumentError("Speculation.submit: after is given without gpu; pass the Gpu to which the stream or event belongs")
     elif fd is not None:
         event.kind, event.fd = _DESCRIPTOR, fd
     else:

@@ -1,7 +1,7 @@
 """Adam over optimizer state that is stored on a tier and updated through a few buffers of host memory.
 
     with spillway.Tier(["/mnt/nvme", "/mnt/pfs"], job="run7") as tier:
-        with spillway.Swap(tier, elements=[n0, n1, n2], host_bytes=4 << 30) as swap:
+        with spillway.Swap(tier, elements=[n0, n1, n2], memory_budget=4 << 30) as swap:
             swap.fill([(master0, None, None), (master1, None, None), (master2, None, None)])
             for step in range(1, steps + 1):
                 swap.step(spillway.Adam(lr=1e-3), [(grad0, weight0), (grad1, weight1), (grad2, weight2)])
@@ -18,13 +18,22 @@ per parameter instead of 12. Every step, and read() of param, then needs the bf1
 
 commit() does not store these weights. The caller must keep them across a close and a new open."""
 
-import ctypes
-from typing import NamedTuple
+from __future__ import annotations
 
-from . import _abi, _arrays, _native
-from ._held import Held
-from .errors import InternalError, InvalidArgument
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import _abi, _arrays, _deprecated, _native
+from ._arrays import Array
+from ._native_handle import _NativeHandle
+from ._tier_options import number, payload_of
+from .errors import InternalError, InvalidArgumentError
 from .optim import Adam, StepStats
+
+if TYPE_CHECKING:
+    from .tier import Tier
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 _NO_HUGE_PAGES, _NO_LOCK, _NO_TURNS, _SPLIT_MASTER = 1, 2, 4, 8
@@ -33,17 +42,16 @@ _NO_HUGE_PAGES, _NO_LOCK, _NO_TURNS, _SPLIT_MASTER = 1, 2, 4, 8
 class Budget(NamedTuple):
     """Memory and traffic of a swapped update, in bytes except for the counts.
 
-    | field | meaning |
-    |---|---|
-    | host_bytes | host memory of all buffers and masters |
-    | buffer_bytes | one buffer: the state of the largest subgroup as stored |
-    | buffers | number of buffers |
-    | cached | number of buffers that keep their subgroup between steps |
-    | state_bytes | all state |
-    | step_bytes | bytes that a step reads from the tier; it writes as many |
-    | master_bytes | one master: with split masters, the param of the largest subgroup |
-    | masters | number of complete masters in memory at a time; 0 if every buffer has its own |
-    | working_bytes | host memory with which every path reads and writes at once, without caching |"""
+    Attributes:
+        host_bytes: Host memory of all buffers and masters.
+        buffer_bytes: One buffer: the state of the largest subgroup as stored.
+        buffers: Number of buffers.
+        cached: Number of buffers that keep their subgroup between steps.
+        state_bytes: All state.
+        step_bytes: Bytes that a step reads from the tier; it writes as many.
+        master_bytes: One master: with split masters, the param of the largest subgroup.
+        masters: Number of complete masters in memory at a time; 0 if every buffer has its own.
+        working_bytes: Host memory with which every path reads and writes at once, without caching."""
 
     host_bytes: int
     buffer_bytes: int
@@ -57,16 +65,15 @@ class Budget(NamedTuple):
 
 
 class SwapStats(NamedTuple):
-    """Counts since open.
+    """Counters of a swapped update since its open.
 
-    | field | meaning |
-    |---|---|
-    | rounds | updates begun, including the first fill |
-    | hits | subgroups that an update found in memory |
-    | fetched | subgroups read from the tier |
-    | flushed | subgroups written to the tier |
-    | moved | pieces of subgroups that changed their path |
-    | exposed_seconds | seconds in which no subgroup could be updated because its data had not arrived |"""
+    Attributes:
+        rounds: Updates begun, including the first fill.
+        hits: Subgroups that an update found in memory.
+        fetched: Subgroups read from the tier.
+        flushed: Subgroups written to the tier.
+        moved: Pieces of subgroups that changed their path.
+        exposed_seconds: Seconds in which no subgroup could be updated because its data had not arrived."""
 
     rounds: int
     hits: int
@@ -76,87 +83,151 @@ class SwapStats(NamedTuple):
     exposed_seconds: float
 
 
-def plan(elements, *, host_bytes, paths, split_master=False):
-    """Computes the Budget for subgroups with these numbers of elements over `paths` paths; allocates nothing."""
+@_deprecated.keywords(host_bytes="memory_budget")
+def plan_budget(elements: Sequence[int], *, memory_budget: int, paths: int, split_master: bool = False) -> Budget:
+    """Computes the Budget of a swapped update; allocates nothing.
+
+    Args:
+        elements: Number of elements of each subgroup.
+        memory_budget: Limit of the host memory for state, in bytes.
+        paths: Number of paths of the tier.
+        split_master: As for Swap.
+
+    Raises:
+        InvalidArgumentError: The limit is too small; the message names the least one.
+
+    Example:
+        spillway.swap.plan_budget([1 << 24] * 8, memory_budget=1 << 30, paths=2).cached"""
     budget = _abi.sized(_abi.SwapBudget)
-    options = _options(elements, host_bytes, split_master)
-    _native.check(_native.library().spw_swap_plan(ctypes.byref(options), paths, ctypes.byref(budget)))
+    options = _options(elements, memory_budget, split_master)
+    _native.check(_native.library().spw_swap_plan_budget(ctypes.byref(options), paths, ctypes.byref(budget)))
     return _record(Budget, budget)
 
 
-class Swap(Held):
-    """An open swapped update. On a tier resumed with the same subgroups the state is there; otherwise call fill() or
-    write().
+class Swap(_NativeHandle):
+    """An open swapped update of Adam's state on a tier. Not thread-safe.
 
-    - `host_bytes` limits the host memory for state; None takes the least that keeps every path busy.
-    - `ratio` is the share of each path in the state; None: in proportion to the measured speeds.
-    - `speeds` are the initial estimates of the paths' bandwidth in bytes per second.
-    - turns=False uses the paths without waiting for the turns of other processes.
-    - `patience_seconds` is the timeout of the wait for a turn; 0 is 30 seconds.
+    On a tier resumed with the same subgroups the state is there; otherwise call fill() or write(). close() discards
+    what was not committed; the tier stays open.
 
-    close() discards what was not committed; the tier stays open."""
+    Args:
+        tier: The open Tier.
+        elements: Number of elements of each subgroup.
+        memory_budget: Limit of the host memory for state, in bytes; None: the least that keeps every path busy.
+        ratio: Share of each path in the state, a number per path; None: in proportion to the measured bandwidths.
+        speeds: First estimates of the paths' bandwidths, in bytes per second; None: measured.
+        huge_pages: Use 2 MiB pages for the buffers.
+        pin_memory: Lock the buffers' pages in memory.
+        turns: Wait for the turns of other processes before using a path; False uses the paths at once.
+        split_master: Store param without its upper halves, see the module's description.
+        turn_timeout: Timeout of the wait for a turn, in seconds; 0: 30 seconds.
 
-    what, closer = "update", "spw_swap_close"
+    Raises:
+        InvalidArgumentError: The memory limit is too small, or the tier holds other subgroups.
 
-    def __init__(self, tier, elements, *, host_bytes=None, ratio=None, speeds=None, huge_pages=True, lock=True, turns=True,
-                 split_master=False, patience_seconds=0.0):
+    Example:
+        swap = spillway.Swap(tier, elements=[param.numel()])
+        swap.fill([(param, None, None)])
+        swap.step(adam, [(grad, weight_bf16)])
+        swap.commit(1)"""
+
+    closer = "spw_swap_close"
+
+    @_deprecated.keywords(host_bytes="memory_budget", patience_seconds="turn_timeout", lock="pin_memory")
+    def __init__(self, tier: Tier, elements: Sequence[int], *, memory_budget: int | None = None,
+                 ratio: Sequence[float] | None = None, speeds: Sequence[float] | None = None, huge_pages: bool = True,
+                 pin_memory: bool = True, turns: bool = True, split_master: bool = False, turn_timeout: float = 0.0):
         paths = len(tier.paths())
         self.elements, self.split_master = tuple(elements), split_master
-        least = working_bytes(elements, paths, split_master=split_master) if host_bytes is None else host_bytes
+        least = working_bytes(elements, paths, split_master=split_master) if memory_budget is None else memory_budget
         options = _options(self.elements, least, split_master)
         options.ratio, options.speeds = _numbers(ratio, paths, "ratio"), _numbers(speeds, paths, "speeds")
-        options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not lock) + _NO_TURNS * (not turns)
-        options.patience_seconds = patience_seconds
+        options.flags |= _NO_HUGE_PAGES * (not huge_pages) + _NO_LOCK * (not pin_memory) + _NO_TURNS * (not turns)
+        if not 0 <= turn_timeout < 1e15:
+            raise InvalidArgumentError(f"Swap: turn_timeout is {turn_timeout}; pass 0 or a number of seconds")
+        options.turn_timeout_ms = math.ceil(turn_timeout * 1000)
         self.tier = tier
         tier._through(lambda handle: self._hold("spw_swap_open", handle, ctypes.byref(options)))
 
-    def __len__(self):
+    def __len__(self) -> int:
+        """Number of subgroups."""
         return len(self.elements)
 
     @property
-    def budget(self):
+    def budget(self) -> Budget:
         """The Budget chosen at open."""
         budget = _abi.sized(_abi.SwapBudget)
-        self._call("spw_swap_budget_of", ctypes.byref(budget))
+        self._call("spw_swap_get_budget", ctypes.byref(budget))
         return _record(Budget, budget)
 
-    @property
-    def stats(self):
-        """The SwapStats since open."""
+    @_deprecated.was_property("Swap.stats")
+    def stats(self) -> SwapStats:
+        """Returns the counters since the open."""
         stats = _abi.sized(_abi.SwapStats)
         self._call("spw_swap_get_stats", ctypes.byref(stats))
         return _record(SwapStats, stats)
 
-    def fill(self, states):
-        """Sets param, exp_avg and exp_avg_sq of every subgroup from float32 arrays; None sets zeros."""
+    def fill(self, states: Sequence[Sequence[Array | None]]) -> None:
+        """Sets the state of every subgroup.
+
+        Args:
+            states: For each subgroup a tuple of param, exp_avg and exp_avg_sq, float32 arrays with the subgroup's
+                number of elements; None sets zeros.
+
+        Raises:
+            InvalidArgumentError: The number of entries or an array does not fit."""
         if len(states) != len(self):
-            raise InvalidArgument(f"states has {len(states)} entries for {len(self)} subgroups")
+            raise InvalidArgumentError(f"Swap.fill: states has {len(states)} entries for {len(self)} subgroups; pass one for each")
         addresses = (ctypes.c_void_p * (3 * len(self)))()
         for subgroup, parts in enumerate(states):
-            addresses[3 * subgroup:3 * subgroup + 3] = self._floats(subgroup, parts, False)
+            for place, address in enumerate(self._floats(subgroup, parts, False)):
+                addresses[3 * subgroup + place] = address
         self._call("spw_swap_fill", addresses)
 
-    def step(self, optimizer, tensors, *, grad_scale=1.0, stats=False, uint16_as=None):
-        """Runs one step of a spillway.Adam over all subgroups; `tensors` has one row per subgroup, see table(). With
-        stats=True returns StepStats."""
+    @_deprecated.keywords(stats="return_stats", uint16_as="uint16_dtype")
+    def step(self, optimizer: Adam, tensors: Sequence[Sequence[Array | None]], *, grad_scale: float = 1.0,
+             return_stats: bool = False, uint16_dtype: str | None = None) -> StepStats | None:
+        """Runs one step over all subgroups. After a failure call rollback().
+
+        Args:
+            optimizer: The Adam whose options the step uses.
+            tensors: For each subgroup a tuple of gradient and weight; see table().
+            grad_scale: Factor of the gradients.
+            return_stats: Return the statistics of the scaled gradients.
+            uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
+
+        Returns:
+            StepStats with `return_stats`, else None.
+
+        Raises:
+            InvalidArgumentError: An argument does not fit; nothing was written.
+            IoError: A path failed, and no other path could take its data."""
         if not isinstance(optimizer, Adam):
-            raise InvalidArgument(f"optimizer is a {type(optimizer).__name__}; a spillway.Adam is needed")
-        table = self.table(tensors, uint16_as)
+            raise InvalidArgumentError(f"Swap.step: optimizer is a {type(optimizer).__name__}; pass a spillway.Adam")
+        table = self.table(tensors, uint16_dtype)
         options = optimizer.options_of_next_step(grad_scale)
-        out = _abi.sized(_abi.StepStats) if stats else None
+        out: Any = _abi.sized(_abi.StepStats) if return_stats else None
         self._call("spw_swap_adam_step", ctypes.byref(options), ctypes.addressof(table), len(table),
-                   ctypes.byref(out) if stats else None)
+                   ctypes.byref(out) if return_stats else None)
         optimizer.step_count += 1
-        return StepStats(bool(out.nonfinite), out.sum_squares) if stats else None
+        return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None
 
-    def ds_step(self, optimizer_id, calls, table, stepped=None):
-        """Runs one step with DeepSpeed's arithmetic; `calls` has an _abi.DsAdamCall for each row of table(). Calls
-        `stepped(subgroup, address)` after each subgroup's update, with the address of its master weights. An exception
-        of `stepped` aborts the step."""
-        raised, shown = [], []
+    def ds_step(self, optimizer_id: int, calls: Sequence[Any], table: Any,
+                stepped: Callable[[int, int], object] | None = None) -> None:
+        """Runs one step with the arithmetic of DeepSpeed's optimizer `optimizer_id`.
 
-        def forward(_user, subgroup, address):
+        Args:
+            optimizer_id: Id of DeepSpeed's Adam.
+            calls: An _abi.DsAdamCall for each subgroup.
+            table: The result of table().
+            stepped: Called as stepped(subgroup, address) after each subgroup's update, with the address of its float32
+                master weights. An exception of it aborts the step."""
+        raised: list[BaseException] = []
+        shown: list[int] = []
+
+        def forward(_user: Any, subgroup: int, address: int) -> int:
             try:
+                assert stepped is not None
                 stepped(subgroup, address)
                 shown.append(subgroup)
             except BaseException as error:
@@ -167,7 +238,7 @@ class Swap(Held):
         callback = _abi.STEPPED_FN(forward) if stepped else _abi.STEPPED_FN()
         rows = (_abi.DsAdamCall * len(calls))(*calls)
 
-        def step(handle):
+        def step(handle: Any) -> None:
             status = _native.library().spw_swap_ds_adam_step(handle, optimizer_id, rows, ctypes.addressof(table), len(table),
                                                              callback, None)
             if raised:
@@ -178,92 +249,131 @@ class Swap(Held):
         if stepped and len(shown) != len(self):
             # An exception of a signal handler outside the try block is reported by ctypes, and the C code continues.
             missing = sorted(set(range(len(self))) - set(shown))
-            raise InternalError(f"a signal handler raised while subgroups {missing} were shown to the caller; roll back")
+            raise InternalError(f"Swap.ds_step: a signal handler raised while the caller received subgroups {missing}; call rollback()")
 
-    def table(self, tensors, uint16_as=None):
-        """The C table of (grad, weight) for each subgroup; it keeps their memory alive. With a split master `weight`
-        holds the bf16 weights that belong to the state. If a third entry holds them instead, `weight` is only
-        written."""
+    @_deprecated.keywords(uint16_as="uint16_dtype")
+    def table(self, tensors: Sequence[Sequence[Array | None]], uint16_dtype: str | None = None) -> Any:
+        """Returns the C table of a step's arrays; it keeps their memory alive.
+
+        Args:
+            tensors: For each subgroup a tuple of grad, weight and optionally the bf16 weights that belong to the state.
+                weight (None, float16 or bfloat16) is written. With a split master it also holds the weights that
+                belong to the state, unless the third entry does.
+            uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16"."""
         if len(tensors) != len(self):
-            raise InvalidArgument(f"tensors has {len(tensors)} entries for {len(self)} subgroups")
+            raise InvalidArgumentError(f"Swap: tensors has {len(tensors)} entries for {len(self)} subgroups; pass one for each")
         table = (_abi.Tensor * len(tensors))()
         for subgroup, (row, (grad, weight, *belonging)) in enumerate(zip(table, tensors)):
             row.struct_size, row.n = ctypes.sizeof(_abi.Tensor), self.elements[subgroup]
             row.param_dtype = row.state_dtype = _abi.DTYPE_F32
-            row.grad, count, row.grad_dtype = _arrays.span(grad, f"tensors[{subgroup}].grad", False, uint16_as)
+            row.grad, count, row.grad_dtype = _arrays.span(grad, f"tensors[{subgroup}].grad", False, uint16_dtype)
             self._same(subgroup, count, "grad")
             if weight is not None:
-                row.param_copy, count, row.copy_dtype = _arrays.span(weight, f"tensors[{subgroup}].weight", True, uint16_as)
+                row.param_copy, count, row.copy_dtype = _arrays.span(weight, f"tensors[{subgroup}].weight", True, uint16_dtype)
                 self._same(subgroup, count, "weight")
             if belonging and belonging[0] is not None:
-                row.param, count, row.param_dtype = _arrays.span(belonging[0], f"tensors[{subgroup}][2]", False, uint16_as)
+                row.param, count, row.param_dtype = _arrays.span(belonging[0], f"tensors[{subgroup}][2]", False, uint16_dtype)
                 self._same(subgroup, count, "third entry")
         table.held = [_arrays.held(array) for row in tensors for array in row if array is not None]
         return table
 
-    def read(self, subgroup, param=None, exp_avg=None, exp_avg_sq=None, *, weights=None, uint16_as=None):
-        """Copies parts of a subgroup's state into float32 arrays. With a split master, param also needs its bf16
-        `weights`."""
+    @_deprecated.keywords(uint16_as="uint16_dtype")
+    def read(self, subgroup: int, param: Array | None = None, exp_avg: Array | None = None, exp_avg_sq: Array | None = None, *,
+             weights: Array | None = None, uint16_dtype: str | None = None) -> None:
+        """Copies parts of a subgroup's state into arrays.
+
+        Args:
+            subgroup: Number of the subgroup.
+            param, exp_avg, exp_avg_sq: Float32 arrays to write, with the subgroup's number of elements; None skips a
+                part.
+            weights: With a split master, the bf16 weights that belong to the state; param needs them.
+            uint16_dtype: "bf16" if `weights` is a uint16 array.
+
+        Raises:
+            InvalidArgumentError: An array does not fit."""
         parts = self._floats(subgroup, (param, exp_avg, exp_avg_sq), True)
         if weights is None:
-            self._call("spw_swap_read", subgroup, *parts)
+            self._call("spw_swap_read", subgroup, None, *parts)
             return
-        address, count, code = _arrays.span(weights, "weights", False, uint16_as)
+        address, count, code = _arrays.span(weights, "weights", False, uint16_dtype)
         self._same(subgroup, count, "weights")
         if code != _abi.DTYPE_BF16:
-            raise InvalidArgument("weights are not bfloat16")
-        self._call("spw_swap_read_split", subgroup, address, *parts)
+            raise InvalidArgumentError(f"Swap.read: the weights of subgroup {subgroup} are not bfloat16; pass the bf16 weights that belong "
+                                       "to the state")
+        self._call("spw_swap_read", subgroup, address, *parts)
 
-    def write(self, subgroup, param=None, exp_avg=None, exp_avg_sq=None):
-        """Sets parts of a subgroup's state from float32 arrays; None keeps a part."""
+    def write(self, subgroup: int, param: Array | None = None, exp_avg: Array | None = None,
+              exp_avg_sq: Array | None = None) -> None:
+        """Sets parts of a subgroup's state.
+
+        Args:
+            subgroup: Number of the subgroup.
+            param, exp_avg, exp_avg_sq: Float32 arrays with the subgroup's number of elements; None keeps a part."""
         self._call("spw_swap_write", subgroup, *self._floats(subgroup, (param, exp_avg, exp_avg_sq), False))
 
-    def commit(self, step, payload=b""):
-        """Makes all state durable as `step`. `payload`, up to 1 MiB, is returned by the next open."""
-        self.tier.committing(lambda: self._call("spw_swap_commit", step, payload, len(payload)))
+    def commit(self, step: int, payload: bytes | bytearray | memoryview = b"") -> None:
+        """Makes all state durable.
 
-    def roll_back(self):
+        Args:
+            step: Number of the step, which the next open of the tier returns.
+            payload: Data of the caller, up to 1 MiB, which the next open returns."""
+        step, stored = number(step, "step"), payload_of(payload)
+        self.tier.committing(lambda: self._call("spw_swap_commit", step, stored, len(stored)))
+
+    def rollback(self) -> None:
         """Restores the state of the last commit; also valid after a failed step."""
-        self._call("spw_swap_roll_back")
+        self._call("spw_swap_rollback")
 
-    def _floats(self, subgroup, parts, write):
+    roll_back = _deprecated.attribute("Swap.roll_back", "rollback")
+
+    def _floats(self, subgroup: int, parts: Sequence[Array | None], write: bool) -> list[int | None]:
         if not 0 <= subgroup < len(self):
-            raise InvalidArgument(f"subgroup is {subgroup} of {len(self)}")
-        addresses = []
+            raise InvalidArgumentError(f"Swap: subgroup is {subgroup}; pass a number from 0 to {len(self) - 1}")
+        addresses: list[int | None] = []
         for name, array in zip(STATES, parts):
             address, count, code = (None, None, None) if array is None else _arrays.span(array, name, write)
             if array is not None:
                 self._same(subgroup, count, name)
                 if code != _abi.DTYPE_F32:
-                    raise InvalidArgument(f"{name} is not float32")
+                    raise InvalidArgumentError(f"Swap: {name} of subgroup {subgroup} is not float32; pass a float32 array")
             addresses.append(address)
         return addresses
 
-    def _same(self, subgroup, count, name):
+    def _same(self, subgroup: int, count: int | None, name: str) -> None:
         if count != self.elements[subgroup]:
-            raise InvalidArgument(f"{name} has {count} elements, subgroup {subgroup} has {self.elements[subgroup]}")
+            raise InvalidArgumentError(f"Swap: {name} has {count} elements, subgroup {subgroup} has {self.elements[subgroup]}; pass an "
+                                       "array of the subgroup's size")
 
 
-def working_bytes(elements, paths, *, split_master=False):
-    """The least host memory, in bytes, with which every path can read and write at once."""
-    return plan(elements, host_bytes=(1 << 64) - 1, paths=paths, split_master=split_master).working_bytes
+def working_bytes(elements: Sequence[int], paths: int, *, split_master: bool = False) -> int:
+    """Returns the least host memory, in bytes, with which every path can read and write at once.
+
+    Args:
+        elements: Number of elements of each subgroup.
+        paths: Number of paths of the tier.
+        split_master: As for Swap."""
+    return plan_budget(elements, memory_budget=(1 << 64) - 1, paths=paths, split_master=split_master).working_bytes
 
 
-def _options(elements, host_bytes, split_master):
+def _options(elements: Sequence[int], memory_budget: int, split_master: bool) -> Any:
     options = _abi.sized(_abi.SwapOptions)
     options.flags = _SPLIT_MASTER * bool(split_master)
     options.elements, options.subgroups = (ctypes.c_uint64 * len(elements))(*elements), len(elements)
-    options.host_bytes = host_bytes
+    options.memory_budget = memory_budget
     return options
 
 
-def _numbers(given, count, name):
+def _numbers(given: Sequence[float] | None, count: int, name: str) -> Any:
     if given is None:
         return None
     if len(given) != count:
-        raise InvalidArgument(f"{name} has {len(given)} numbers for {count} paths")
+        raise InvalidArgumentError(f"Swap: {name} has {len(given)} numbers for {count} paths; pass one for each path")
     return (ctypes.c_double * count)(*given)
 
 
-def _record(kind, structure):
+def _record(kind: Any, structure: Any) -> Any:
     return kind(*(getattr(structure, name) for name in kind._fields))
+
+
+if not TYPE_CHECKING:
+    __getattr__ = _deprecated.module_names(__name__, {"plan": "plan_budget"})

@@ -1,4 +1,5 @@
-"""Runs these tests against the package in this checkout and the library that cargo built, unless told otherwise."""
+"""Runs these tests against the package in this checkout and the library that cargo built, unless
+the environment names others."""
 
 import os
 import pathlib
@@ -13,6 +14,13 @@ sys.path.insert(0, str(PACKAGE))
 os.environ.setdefault("SPILLWAY_LIBRARY", str(
     pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target") / "release" / "libspillway.so"))
 
+# An old name of the package is an error in these tests and in the processes that they start.
+os.environ["PYTHONWARNINGS"] = "error:spillway"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error:spillway")
+
 
 @pytest.fixture(scope="session")
 def repository():
@@ -21,7 +29,7 @@ def repository():
 
 @pytest.fixture(scope="session")
 def fake_driver():
-    """The fake CUDA driver, in the place of the system's for this process."""
+    """The fake CUDA driver, which replaces the system's driver for this process."""
     path = pathlib.Path(os.environ["SPILLWAY_LIBRARY"]).parent / "libfakecuda.so"
     if not path.exists():
         pytest.skip(f"{path.name} is not built: cargo build --release --package fakecuda")

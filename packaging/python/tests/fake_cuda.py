@@ -1,4 +1,4 @@
-"""What a framework does with the CUDA driver, done with the fake one of ffi_tests/fakecuda: its device memory is host memory."""
+"""CUDA driver calls of a framework, made to the fake driver of ffi_tests/fakecuda: its device memory is host memory."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ from spillway import DeviceArray, Event, Stream
 
 
 class FakeDriver:
-    """The fake driver's GPU `ordinal`, its context current on this thread."""
+    """The fake driver's GPU `ordinal`, with its context current on this thread."""
 
     def __init__(self, path, ordinal):
         self._library, self._ordinal = ctypes.CDLL(path), ordinal
@@ -41,12 +41,12 @@ class FakeDriver:
         return DeviceArray(address.value, array.size, dtype or {np.uint16: "bfloat16"}.get(array.dtype.type, array.dtype.name))
 
     def upload(self, array, device, stream):
-        """On a stream, from page-locked memory."""
+        """Copies an array to the device on a stream, from page-locked memory."""
         self("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(device.address), ctypes.c_void_p(array.ctypes.data),
              ctypes.c_size_t(array.nbytes), ctypes.c_void_p(stream.cuda_stream))
 
     def seen(self, device, like):
-        """What device memory holds, once the work on it is over."""
+        """The contents of device memory, after the work on it has finished."""
         text = ctypes.string_at(device.address, like.nbytes)
         return np.frombuffer(text, like.dtype)
 
@@ -55,7 +55,7 @@ class FakeDriver:
             self("cuMemFree_v2", ctypes.c_uint64(device.address))
 
     def faults(self):
-        """Accesses that nothing orders, and copies through memory that is not page-locked."""
+        """The accesses that no event orders, and the copies through memory that is not page-locked."""
         counts = []
         for name in ("fakecuda_races", "fakecuda_pageable_copies"):
             function = getattr(self._library, name)

@@ -1,4 +1,4 @@
-"""Object stores for tests: a real server in a process of its own, and one that answers what a test tells it to."""
+"""Object stores for tests: a real server in a process of its own, and a server whose answers a test defines."""
 
 import http.server
 import os
@@ -16,7 +16,7 @@ VARIABLES = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "proof-of-
 
 
 class Server:
-    """moto, or the server that SPILLWAY_TEST_S3_SERVER starts: a command that says `http://ADDRESS:PORT` on its output."""
+    """The server moto, or the command of SPILLWAY_TEST_S3_SERVER, which prints `http://ADDRESS:PORT`."""
 
     def __init__(self, folder):
         command = os.environ.get("SPILLWAY_TEST_S3_SERVER")
@@ -58,8 +58,8 @@ class Server:
 
 
 class Scripted:
-    """A store in a dictionary that asks `judge(method, key)` before each request: a status to refuse it with, None to serve
-    it, "cut" to break off in the middle, "hang" to say nothing until the end."""
+    """A store in a dictionary that calls `judge(method, key)` before each request. The result is a status to refuse
+    the request with, None to serve it, "cut" to break off in the middle, or "hang" to send nothing until the end."""
 
     def __init__(self, judge):
         objects, over = {}, threading.Event()

@@ -1,4 +1,5 @@
-"""Proves that ctypes sees what a C compiler sees in spillway.h: every function, argument, structure and constant."""
+"""Proves that ctypes declares what a C compiler reads in the headers: every function,
+argument, structure and constant."""
 
 import ctypes
 import os
@@ -16,24 +17,24 @@ _KINDS = {"uint32_t": "u32", "int32_t": "i32", "uint64_t": "u64", "int64_t": "i6
           "enum spw_status": "i32"}
 _CTYPES = {ctypes.c_uint32: "u32", ctypes.c_int32: "i32", ctypes.c_uint64: "u64", ctypes.c_int64: "i64",
            ctypes.c_float: "f32", ctypes.c_double: "f64"}
-# Exported by builds for tests only, never by a release.
+# Only builds for tests export these, never a release.
 _TEST_ONLY = {"spw_probe_panic"}
 _CONSTANTS = {"SPW_ABI_VERSION": _abi.ABI_VERSION,
               "SPW_DTYPE_NONE": _abi.DTYPE_NONE, "SPW_DTYPE_F32": _abi.DTYPE_F32, "SPW_DTYPE_F16": _abi.DTYPE_F16,
               "SPW_DTYPE_BF16": _abi.DTYPE_BF16,
               **{f"SPW_WEIGHT_DECAY_{name.upper()}": value for name, value in _abi.WEIGHT_DECAY_MODES.items()},
-              **{f"SPW_LOG_{name.upper()}": value for name, value in _abi.LOG_LEVELS.items()}}
+              **{f"SPW_LOG_LEVEL_{name.upper()}": value for name, value in _abi.LOG_LEVELS.items()}}
 
 
 @pytest.fixture(scope="module")
-def header(repository):
-    return repository / "include" / "spillway.h"
+def headers(repository):
+    return sorted((repository / "include" / "spillway").glob("*.h"))
 
 
 @pytest.fixture(scope="module")
-def prototypes(header):
-    """name -> (kind of the result, kinds of the arguments), as the header's text says."""
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", header.read_text(), flags=re.S)
+def prototypes(headers):
+    """name -> (kind of the result, kinds of the arguments), parsed from the text of the headers."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", _text(headers), flags=re.S)
     found = re.findall(r"^([\w ]+?[\s*]+)(spw_\w+)\(([^)]*)\);", text, flags=re.M)
     return {name: (_kind(result), [_kind(part) for part in arguments.split(",") if part.strip() != "void"])
             for result, name, arguments in found if name not in _TEST_ONLY}
@@ -46,11 +47,11 @@ def test_every_function_has_the_prototype_of_the_header(prototypes):
     assert ours == prototypes
 
 
-def test_structures_and_constants_are_those_of_the_compiled_header(header, tmp_path):
+def test_structures_and_constants_are_those_of_the_compiled_header(headers, tmp_path):
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         pytest.skip("no C compiler")
-    (tmp_path / "layout.c").write_text(_layout_program(header))
+    (tmp_path / "layout.c").write_text(_layout_program(headers))
     subprocess.run([compiler, "-std=c11", "-Wall", "-Werror", "-o", tmp_path / "layout", tmp_path / "layout.c"],
                    check=True)
     printed = subprocess.run([tmp_path / "layout"], check=True, capture_output=True, text=True).stdout
@@ -63,8 +64,8 @@ def test_structures_and_constants_are_those_of_the_compiled_header(header, tmp_p
     assert compiled == expected
 
 
-def test_no_field_of_the_header_is_missing_in_ctypes(header):
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", header.read_text(), flags=re.S)
+def test_no_field_of_the_header_is_missing_in_ctypes(headers):
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", _text(headers), flags=re.S)
     bodies = dict((name, body) for body, name in re.findall(r"typedef struct \w+ \{([^}]*)\} (spw_\w+);", text))
     assert set(bodies) == {structure.c_name for structure in _abi.STRUCTURES}
     for structure in _abi.STRUCTURES:
@@ -76,6 +77,10 @@ def test_no_field_of_the_header_is_missing_in_ctypes(header):
 def test_the_loaded_library_states_the_version_of_the_package():
     import spillway
     assert spillway.library_version() == spillway.__version__
+
+
+def _text(headers):
+    return "".join(header.read_text() for header in headers)
 
 
 def _kind(text):
@@ -94,8 +99,8 @@ def _ctypes_kind(kind):
     return _CTYPES.get(kind, "pointer")
 
 
-def _layout_program(header):
-    lines = [f'#include "{header}"', "#include <stddef.h>", "#include <stdio.h>", "int main(void) {"]
+def _layout_program(headers):
+    lines = [*(f'#include "{header}"' for header in headers), "#include <stddef.h>", "#include <stdio.h>", "int main(void) {"]
     for structure in _abi.STRUCTURES:
         name = structure.c_name
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
@@ -104,8 +109,8 @@ def _layout_program(header):
     return "\n".join([*lines, "return 0; }", ""])
 
 
-@pytest.mark.parametrize("name, value", [("block_bytes", 2**70), ("world", 2**40), ("rank", -1), ("stall_seconds", -1)])
+@pytest.mark.parametrize("name, value", [("block_bytes", 2**70), ("world", 2**40), ("rank", -1), ("io_timeout", -1)])
 def test_an_integer_that_a_field_cannot_hold_is_an_error(tmp_path, name, value):
-    # ctypes keeps the lower bits without a word.
-    with pytest.raises(spillway.InvalidArgument, match="is not in 0 to"):
+    # ctypes silently keeps only the lower bits.
+    with pytest.raises(spillway.InvalidArgumentError, match="pass a number from 0 to"):
         spillway.Tier([tmp_path], job="ranges", **{name: value})

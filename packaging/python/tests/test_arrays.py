@@ -1,4 +1,5 @@
-"""Proves that a wrong array is a typed error that names argument and reason, with nothing written."""
+"""Proves that a wrong array raises a typed error that names the argument and the reason, and
+that nothing is written."""
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ WRONG_NUMPY = {
     "float64": ("param", lambda a: a.astype(np.float64), "dtype float64"),
     "int32": ("grad", lambda a: a.astype(np.int32), "dtype int32"),
     "foreign byte order": ("exp_avg", lambda a: a.astype(">f4"), "foreign byte order"),
-    "uint16 unsaid": ("grad", lambda a: a.astype(np.uint16), 'uint16_as="bf16"'),
+    "uint16 unsaid": ("grad", lambda a: a.astype(np.uint16), 'uint16_dtype="bf16"'),
     "strided": ("exp_avg", lambda a: np.ones(64, np.float32)[::2], "not contiguous"),
     "fortran order": ("param", columns, "not contiguous"),
     "read-only param": ("param", read_only, "read-only"),
@@ -72,7 +73,7 @@ def test_wrong_torch_tensor(case):
 def refuse(arrays, name, spoil, reason):
     arrays[name] = spoil(arrays[name])
     before = {key: snapshot(array) for key, array in arrays.items()}
-    with pytest.raises(spillway.InvalidArgument) as caught:
+    with pytest.raises(spillway.InvalidArgumentError) as caught:
         spillway.Adam().step([tuple(numpy_arrays().values()) if isinstance(arrays["param"], np.ndarray)
                               else tuple(torch_arrays().values()), tuple(arrays.values())])
     assert f"tensors[1].{name}" in str(caught.value) and reason in str(caught.value)
@@ -90,7 +91,7 @@ def snapshot(array):
 
 def test_two_shapes_of_one_length_are_refused_but_a_flat_array_fits_any():
     square = np.ones((4, 8), np.float32)
-    with pytest.raises(spillway.InvalidArgument, match=r"grad has shape \(8, 4\)"):
+    with pytest.raises(spillway.InvalidArgumentError, match=r"grad has shape \(8, 4\)"):
         spillway.Adam().step([(square, np.ones((8, 4), np.float32), square.copy(), square.copy())])
     flat = [np.ones(32, np.float32) for _ in range(3)]
     spillway.Adam().step([(square, *flat)])
@@ -99,14 +100,14 @@ def test_two_shapes_of_one_length_are_refused_but_a_flat_array_fits_any():
 
 @pytest.mark.parametrize("count", [0, 3, 6])
 def test_a_tuple_of_the_wrong_length(count):
-    with pytest.raises(spillway.InvalidArgument, match=rf"tensors\[0\] has {count} arrays"):
+    with pytest.raises(spillway.InvalidArgumentError, match=rf"tensors\[0\] has {count} arrays"):
         spillway.Adam().step([tuple(np.ones(4, np.float32) for _ in range(count))])
 
 
 def test_overlapping_arrays_are_refused():
     memory = np.ones(64, np.float32)
     before = memory.copy()
-    with pytest.raises(spillway.InvalidArgument):
+    with pytest.raises(spillway.InvalidArgumentError):
         spillway.Adam().step([(memory[:32], np.ones(32, np.float32), memory[16:48], np.ones(32, np.float32))])
     assert (memory == before).all()
 
@@ -115,13 +116,13 @@ def test_overlapping_arrays_are_refused():
                                      {"eps": -1.0}, {"weight_decay_mode": "both"}, {"lr": float("nan")}])
 def test_wrong_options(options):
     arrays = numpy_arrays()
-    with pytest.raises(spillway.InvalidArgument):
+    with pytest.raises(spillway.InvalidArgumentError):
         spillway.Adam(**options).step([tuple(arrays.values())])
     assert (arrays["param"] == 0.5).all()
 
 
 def test_arrays_are_updated_in_place_without_a_copy():
-    """A torch tensor and the numpy array that shares its memory are one to the library."""
+    """For the library, a torch tensor and the numpy array that shares its memory are the same memory."""
     arrays = numpy_arrays(1000)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     spillway.Adam(lr=0.1).step([tuple(tensors.values())])
@@ -135,7 +136,7 @@ def test_bfloat16_is_the_same_from_torch_ml_dtypes_and_said_uint16():
     results = []
     for given, said in ((grad, None), (bits.view(ml_dtypes.bfloat16), None), (bits, "bf16")):
         param, exp_avg, exp_avg_sq = (np.ones(333, np.float32) for _ in range(3))
-        spillway.Adam().step([(param, given, exp_avg, exp_avg_sq)], uint16_as=said)
+        spillway.Adam().step([(param, given, exp_avg, exp_avg_sq)], uint16_dtype=said)
         results.append(param.tobytes())
     assert results[0] == results[1] == results[2]
 
@@ -144,5 +145,5 @@ def test_bfloat16_is_the_same_from_torch_ml_dtypes_and_said_uint16():
 def test_uint16_cannot_hold_other_dtypes(said):
     arrays = numpy_arrays()
     arrays["grad"] = arrays["grad"].astype(np.uint16)
-    with pytest.raises(spillway.InvalidArgument):
-        spillway.Adam().step([tuple(arrays.values())], uint16_as=said)
+    with pytest.raises(spillway.InvalidArgumentError):
+        spillway.Adam().step([tuple(arrays.values())], uint16_dtype=said)

@@ -1,5 +1,5 @@
-"""Proves that a close waits for the calls of other threads, refuses new ones, and is bounded by its timeout; and that a
-forked child neither waits for its parent's threads nor touches what is its parent's."""
+"""Proves that a close waits for the calls of other threads, refuses new ones, and respects its timeout. A forked
+child neither waits for its parent's threads nor changes its parent's objects."""
 
 import contextlib
 import itertools
@@ -33,8 +33,8 @@ def test_a_tier_closes_beside_threads_that_use_it(tmp_path, end):
                     tier.wait(tier.put(extent, [array]))
                     tier.wait(tier.get(extent, [array]))
                     tier.paths(), tier.extents(), tier.define(f"e{extent}", [BYTES])
-            except spillway.InvalidArgument as error:
-                if "the tier is closed" not in str(error) and "never given, or was waited for" not in str(error):
+            except spillway.InvalidArgumentError as error:
+                if "this Tier is closed" not in str(error) and "unknown, or was waited for already" not in str(error):
                     strange.append(error)
             except Exception as error:
                 strange.append(error)
@@ -48,13 +48,13 @@ def test_a_tier_closes_beside_threads_that_use_it(tmp_path, end):
         for thread in threads:
             thread.join(60)
         assert not strange and not any(thread.is_alive() for thread in threads)
-        with pytest.raises(spillway.InvalidArgument, match="the tier is closed"):
+        with pytest.raises(spillway.InvalidArgumentError, match="this Tier is closed"):
             tier.commit(1)
         tier.close()
 
 
 class Slow:
-    """The library, with one function that returns when it is told to."""
+    """The library, with one function that returns only when the test allows it."""
 
     def __init__(self, library, name):
         self._library, self._name, self.entered, self.go = library, name, threading.Event(), threading.Event()
@@ -74,7 +74,7 @@ class Slow:
 
 @pytest.fixture
 def inside(tmp_path, monkeypatch):
-    """A tier with a thread inside a call, and what lets it out."""
+    """A tier with a thread inside a call, and the function that ends this call."""
     tier = spillway.Tier([tmp_path], job="test")
     slow = Slow(_native.library(), "spw_tier_rollback")
     monkeypatch.setattr(_native, "library", lambda: slow)
@@ -93,14 +93,14 @@ def inside(tmp_path, monkeypatch):
 
 def test_a_close_that_runs_out_of_time_leaves_the_tier_open(inside):
     tier, let_out = inside
-    with pytest.raises(spillway.TimedOut, match="1 calls of other threads"):
+    with pytest.raises(spillway.TimedOutError, match="1 calls of other threads"):
         tier.close(timeout=0.05)
     assert tier.paths()
     closer = threading.Thread(target=tier.close)
     closer.start()
     while not tier._closed:
         time.sleep(0.001)
-    with pytest.raises(spillway.InvalidArgument, match="closed"):
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
         tier.paths()
     assert closer.is_alive()
     let_out()
@@ -119,7 +119,7 @@ def test_a_child_leaves_its_parents_tier_alone(inside):
             for call in (tier.paths, tier.destroy, lambda: tier.commit(1), tier.rollback):
                 try:
                     call()
-                except spillway.InvalidArgument as error:
+                except spillway.UnsupportedError as error:
                     assert "forked child" in str(error), error
                 else:
                     os._exit(2)
@@ -146,7 +146,7 @@ def test_a_close_from_inside_a_call_is_refused(tmp_path, monkeypatch):
                 return getattr(library, name)
 
             def spw_tier_rollback(self, handle):
-                with pytest.raises(spillway.Busy, match="from inside one of its own calls") as found:
+                with pytest.raises(spillway.BusyError, match="from inside one of its own calls") as found:
                     tier.close()
                 raised.append(found.value)
                 return own(handle)
@@ -161,19 +161,19 @@ def test_a_close_from_inside_a_call_is_refused(tmp_path, monkeypatch):
 def test_other_objects_close_beside_threads_too(tmp_path):
     for _ in range(ROUNDS):
         with spillway.Tier([tmp_path], job="test") as tier:
-            swap, speculation, strange = spillway.Swap(tier, [5000], huge_pages=False, lock=False), spillway.Speculation(1), []
+            swap, speculation, strange = spillway.Swap(tier, [5000], huge_pages=False, pin_memory=False), spillway.Speculation(1), []
             recording = spillway.Adam().prepare([tuple(np.zeros((4, 64), np.float32))]).record()
 
             def use(call):
                 try:
                     while True:
                         call()
-                except spillway.InvalidArgument as error:
+                except spillway.InvalidArgumentError as error:
                     if "is closed" not in str(error):
                         strange.append(error)
 
             threads = [threading.Thread(target=use, args=(call,)) for call in
-                       (lambda: swap.stats, lambda: swap.budget, speculation.stats, lambda: recording.log_bytes)]
+                       (lambda: swap.stats(), lambda: swap.budget, speculation.stats, lambda: recording.log_bytes)]
             for thread in threads:
                 thread.start()
             time.sleep(0.002)
@@ -199,18 +199,18 @@ def test_puts_are_over_with_a_commit_and_their_tickets_do_not_pile_up(tmp_path):
             del array
             tier.commit(step)
             gc.collect()
-            assert not any(array() is not None for array in seen) and not tier._under_way
+            assert not any(array() is not None for array in seen) and not tier._in_flight
             assert tier.wait(tickets[0]) > 0, "the outcome is there for who asks"
         for number in range(1500):
             tier.put(tier.define(f"more{number}", [4096]), [np.full(4096, 1, np.uint8)])
-        assert len(tier._under_way) < 600, "those that are over are let go"
+        assert len(tier._in_flight) < 600, "those that are over are let go"
         tier.commit(9)
         assert tier.verify() >= 1500
-    assert len(tier._over) <= 4096
+    assert len(tier._ended) <= 4096
 
 
 def test_waits_beside_commits_get_their_outcomes(tmp_path):
-    """A commit takes the outcomes of the puts before it; a wait that comes at the same moment is no error."""
+    """A commit collects the results of the puts before it; a concurrent wait for such a put is no error."""
     with spillway.Tier([str(tmp_path)], job="beside", durability="process") as tier:
         array, over, errors = np.ones(5000, np.uint8), threading.Event(), []
         extents = [tier.define(f"extent-{n}", [5000]) for n in range(3)]
@@ -220,7 +220,7 @@ def test_waits_beside_commits_get_their_outcomes(tmp_path):
                 while not over.is_set():
                     try:
                         ticket = tier.put(extent, [array])
-                    except spillway.Busy:
+                    except spillway.BusyError:
                         continue
                     assert tier.wait(ticket) > 0
             except BaseException as error:
@@ -231,7 +231,7 @@ def test_waits_beside_commits_get_their_outcomes(tmp_path):
             thread.start()
         end = time.monotonic() + 3
         for step in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(1)):
-            with contextlib.suppress(spillway.Busy):
+            with contextlib.suppress(spillway.BusyError):
                 tier.commit(step)
         over.set()
         for thread in threads:

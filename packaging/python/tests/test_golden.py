@@ -10,9 +10,10 @@ import struct
 import numpy as np
 import pytest
 
+import spillway
 from spillway import _abi, _native
 
-OPTIMIZERS = {"adam": _abi.AdamOptions, "adagrad": _abi.AdagradOptions, "lion": _abi.LionOptions}
+OPTIMIZERS = {"adam": spillway.Adam, "adagrad": spillway.Adagrad, "lion": spillway.Lion}
 _FORMATS = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16}
 _NAN_F32 = 0x7F800000
 
@@ -26,7 +27,7 @@ def test_every_case(repository, optimizer):
 
 
 def run(optimizer, case):
-    options = _native.initialised(OPTIMIZERS[optimizer], f"spw_{optimizer}_options_init")
+    options = OPTIMIZERS[optimizer]().options_of_next_step(1.0)
     for name, value in case["options"].items():
         setattr(options, name, value)
     n, copy_dtype = case["n"], case["copy"]

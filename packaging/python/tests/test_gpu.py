@@ -1,5 +1,6 @@
-"""Proves that the Python face of GPUs moves and steps what the C face does, over the fake driver, with the bits of steps on the
-CPU; that memory is held while it is used; and that misuse, and a machine without a GPU, raise typed exceptions."""
+"""Proves that the Python interface of GPUs transfers and steps like the C interface, over the fake driver,
+with the bits of steps on the CPU. Memory is kept alive while it is in use. Misuse, and a machine without a
+GPU, raise typed exceptions."""
 
 import ast
 import gc
@@ -20,7 +21,7 @@ SCALE = 0.5
 
 @pytest.fixture
 def desk(fake_driver, request):
-    """A fake GPU of this test's own, opened, and a stream of a framework."""
+    """A fake GPU for this test alone, opened, and a stream of a framework."""
     ordinal = 20 + sum(map(ord, request.node.name)) % 40
     driver = FakeDriver(fake_driver, ordinal)
     with spillway.Gpu(ordinal, chunk_bytes=1024) as gpu:
@@ -61,7 +62,7 @@ class Layers:
 
     def step(self, adam, scale=SCALE):
         rows = zip(self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.copy)
-        return adam.step(list(rows), grad_scale=scale, stats=True, uint16_as="bf16")
+        return adam.step(list(rows), grad_scale=scale, return_stats=True, uint16_dtype="bf16")
 
 
 def test_gradients_leave_and_parameters_return(desk):
@@ -75,7 +76,7 @@ def test_gradients_leave_and_parameters_return(desk):
     gpu.copy_out(device, narrow, after=driver.record(stream)).wait(timeout=60)
     assert (narrow == values).all()
     other = driver.device(np.zeros(5000, np.uint16))
-    gpu.copy_in(wide, other, after=stream).order(stream)
+    gpu.copy_in(wide, other, after=stream).stream_wait(stream)
     driver.synchronize(stream)
     assert (driver.seen(other, values) == values).all()
     driver.free(device, other)
@@ -88,7 +89,7 @@ def test_steps_on_the_gpu_have_the_bits_of_the_cpu(desk):
     kinds = ("param", "grad", "exp_avg", "exp_avg_sq", "copy")
     rows = [[driver.device(getattr(plain, kind)[index]) for kind in kinds] for index in range(len(SIZES))]
     for _ in range(3):
-        assert gpu.step(ours, rows, stream=stream, grad_scale=SCALE, stats=True) == plain.step(theirs)
+        assert gpu.step(ours, rows, stream=stream, grad_scale=SCALE, return_stats=True) == plain.step(theirs)
     for index, row in enumerate(rows):
         for kind, device in zip(kinds, row):
             assert (driver.seen(device, getattr(plain, kind)[index]) == getattr(plain, kind)[index]).all(), kind
@@ -112,17 +113,17 @@ def test_interleaved_steps_have_the_bits_of_the_cpu(desk):
                 staging[index][:] = plain.grad[index]
                 if SIZES[index]:
                     driver.upload(staging[index], grads[index], stream)
-                update.gradient(index, stream)
+                update.grad_ready(index, stream)
             plain.step(theirs)
             update.begin(ours, grad_scale=SCALE, stream=stream)
             for index in range(len(SIZES)):
-                update.publish(index, stream)
-                gpu.copy_out(copies[index], seen[index], after=stream).order(stream)
+                update.stream_wait_params(index, stream)
+                gpu.copy_out(copies[index], seen[index], after=stream).stream_wait(stream)
             driver.synchronize(stream)
             assert all((mine == wanted).all() for mine, wanted in zip(seen, plain.copy)), number
         update.set_plan(["cpu"] * 4)
         update.drain()
-        assert update.away() == [] and '"traceEvents"' in update.trace()
+        assert update.in_flight() == [] and '"traceEvents"' in update.trace()
         for subgroup, wanted in zip(subgroups, zip(plain.param, plain.exp_avg, plain.exp_avg_sq)):
             assert all((mine == right).all() for mine, right in zip(subgroup, wanted))
     assert ours.step_count == theirs.step_count == 8
@@ -130,7 +131,7 @@ def test_interleaved_steps_have_the_bits_of_the_cpu(desk):
 
 
 def test_gradients_in_host_memory_alone(desk):
-    """As ZeRO-3 brings them: in 32 bits, fetched by the GPU where it steps."""
+    """Gradients as in ZeRO-3: 32 bits wide, and fetched by the GPU where the GPU steps."""
     driver, gpu, stream = desk
     plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
     plain.grad = [np.zeros(n, np.float32) for n in SIZES]
@@ -138,20 +139,20 @@ def test_gradients_in_host_memory_alone(desk):
                            (driver.device, lambda copy: spillway.pinned(copy.size), locked))
     subgroups = [spillway.Subgroup(*map(locked, arrays), None, copy, home) for *arrays, copy, home in
                  zip(plain.param, plain.exp_avg, plain.exp_avg_sq, copies, homes)]
-    with spillway.Interleave(subgroups, gpu=gpu, wire="delivered", fetch_gradients=True) as update:
+    with spillway.Interleave(subgroups, gpu=gpu, transfer_dtype="delivered", fetch_gradients=True) as update:
         update.set_plan(["gpu", "cpu", "gpu", "gpu"])
         for number in range(3):
             for index, home in enumerate(homes):
                 plain.grad[index][:] = home[:] = normal(home.size, number + 10 * index)
-                update.gradient(index, stream)
+                update.grad_ready(index, stream)
             plain.step(theirs)
             update.begin(ours, grad_scale=SCALE, stream=stream)
             for index in range(len(SIZES)):
-                update.publish(index, stream)
-                gpu.copy_out(copies[index], seen[index], after=stream).order(stream)
+                update.stream_wait_params(index, stream)
+                gpu.copy_out(copies[index], seen[index], after=stream).stream_wait(stream)
             driver.synchronize(stream)
             assert all((mine == wanted).all() for mine, wanted in zip(seen, plain.copy)), number
-        with pytest.raises(spillway.InvalidArgument, match="makes 1 a resident"):
+        with pytest.raises(spillway.InvalidArgumentError, match="makes subgroup 1 resident"):
             update.set_plan(["cpu", "resident", "cpu", "cpu"])
     driver.free(*copies)
 
@@ -160,30 +161,30 @@ def test_without_a_gpu_threads_take_its_part(monkeypatch):
     plain, ours, theirs = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
     model = Layers()
     rows = zip(model.param, model.exp_avg, model.exp_avg_sq, model.grad, model.copy)
-    with spillway.Interleave([spillway.Subgroup(*row) for row in rows], uint16_as="bf16") as update:
+    with spillway.Interleave([spillway.Subgroup(*row) for row in rows], uint16_dtype="bf16") as update:
         rates = spillway.Rates(cpu=2e9, gpu=25e9, h2d=13.75e9, d2h=13.75e9)
         found = spillway.plan(rates, SIZES)
         assert found.exposed_seconds <= found.serial_seconds
-        update.set_plan(spillway.plan(rates, SIZES, mode="count", parameter=2).sites)
+        update.set_plan(spillway.plan(rates, SIZES, mode="count", argument=2).placements)
         assert update.get_plan().count("gpu") == 2
         update.calibrate(rates)
         for number in range(4):
             for layers in (plain, model):
                 layers.new_gradients(number)
             for index in range(len(SIZES)):
-                update.params_free(index)
-                update.gradient(index)
+                update.release_params(index)
+                update.grad_ready(index)
             plain.step(theirs)
             update.begin([ours] * len(SIZES), grad_scale=SCALE)
             update.finish()
             assert all((mine == wanted).all() for mine, wanted in zip(model.copy, plain.copy))
             assert update.ready(0)
             update.replan()
-        with pytest.raises(spillway.InvalidArgument, match="sites"):
+        with pytest.raises(spillway.InvalidArgumentError, match="placements"):
             update.set_plan(["nowhere"] * 4)
-        with pytest.raises(spillway.InvalidArgument, match="stream"):
-            update.gradient(0, spillway.Stream(1))
-    with pytest.raises(spillway.InvalidArgument, match="closed"):
+        with pytest.raises(spillway.InvalidArgumentError, match="stream"):
+            update.grad_ready(0, spillway.Stream(1))
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
         update.finish()
 
 
@@ -213,16 +214,16 @@ def test_speculation_waits_for_the_gpu_and_publishes_to_it(desk, publish):
                 if index == on_gpu:
                     speculation.submit_gpu(index, gpu, [tail], stream=stream, after=stream)
                     continue
-                gpu.copy_out(target, host[index], after=stream).order(stream)
+                gpu.copy_out(target, host[index], after=stream).stream_wait(stream)
                 after = stream if index % 2 else driver.record(stream)
                 row = model.param[index], host[index], model.exp_avg[index], model.exp_avg_sq[index], staged[index]
-                speculation.submit(index, [row], after=after, gpu=gpu, uint16_as="bf16")
+                speculation.submit(index, [row], after=after, gpu=gpu, uint16_dtype="bf16")
             outcome = speculation.resolve(speculation.local_result())
             assert outcome.verdict == ("commit", "redo")[number % 2]
             plain.step(theirs, outcome.grad_scale)
             for index in range(len(SIZES)):
-                speculation.publish(index, stream)
-                gpu.copy_out(tail[4] if index == on_gpu else copies[index], seen[index], after=stream).order(stream)
+                speculation.stream_wait_params(index, stream)
+                gpu.copy_out(tail[4] if index == on_gpu else copies[index], seen[index], after=stream).stream_wait(stream)
             driver.synchronize(stream)
             assert all((mine == wanted).all() for mine, wanted in zip(seen, plain.copy)), number
             speculation.finish()
@@ -232,32 +233,32 @@ def test_speculation_waits_for_the_gpu_and_publishes_to_it(desk, publish):
 def test_misuse_has_names(desk):
     driver, gpu, stream = desk
     device = driver.device(bf16(normal(10, 1)))
-    with pytest.raises(spillway.InvalidArgument, match="are not pinned"):
+    with pytest.raises(spillway.InvalidArgumentError, match="are not pinned"):
         gpu.copy_out(device, np.zeros(10, np.float32))
-    with pytest.raises(spillway.InvalidArgument, match="host has 9 elements, device 10"):
+    with pytest.raises(spillway.InvalidArgumentError, match="host has 9 elements, device 10"):
         gpu.copy_out(device, spillway.pinned(9))
-    with pytest.raises(spillway.InvalidArgument, match="device is a ndarray"):
+    with pytest.raises(spillway.InvalidArgumentError, match="device is a ndarray"):
         gpu.copy_out(np.zeros(10, np.float32), spillway.pinned(10))
-    with pytest.raises(spillway.InvalidArgument, match="is 0; torch makes an event"):
+    with pytest.raises(spillway.InvalidArgumentError, match="is 0; record the event first"):
         gpu.copy_out(device, spillway.pinned(10), after=spillway.Event(0))
-    with pytest.raises(spillway.InvalidArgument, match="cuda_event"):
+    with pytest.raises(spillway.InvalidArgumentError, match="cuda_event"):
         gpu.copy_out(device, spillway.pinned(10), after=object())
-    with pytest.raises(spillway.InvalidArgument, match="ordinal"):
+    with pytest.raises(spillway.InvalidArgumentError, match="ordinal"):
         spillway.Gpu(64)
     with spillway.Speculation(1) as speculation:
         speculation.begin(spillway.Adam())
-        with pytest.raises(spillway.InvalidArgument, match="no gpu"):
+        with pytest.raises(spillway.InvalidArgumentError, match="after is given without gpu"):
             speculation.submit(0, [], after=stream)
         speculation.abort()
     driver.free(device)
     gpu.close()
-    with pytest.raises(spillway.InvalidArgument, match="closed"):
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
         gpu.info()
 
 
 @pytest.fixture
 def torch_on(monkeypatch):
-    """Makes sys.modules["torch"] one that uses CUDA, with this current stream on this GPU alone."""
+    """Replaces sys.modules["torch"] with a torch that uses CUDA, with this current stream on this GPU alone."""
     def make(stream, ordinal):
         class Tensor:
             def __init__(self, array, index=ordinal):
@@ -281,7 +282,8 @@ def torch_on(monkeypatch):
 
 
 def test_without_a_stream_work_follows_the_current_one_of_torch(desk, torch_on):
-    """The current stream still writes what is read; only an order between the two keeps the old bytes out."""
+    """The current stream still writes the memory that the copy reads; only an order between the two
+    streams prevents old bytes."""
     driver, gpu, stream = desk
     torch_on(stream, gpu.ordinal)
     plain, theirs, ours = Layers(), spillway.Adam(lr=1e-2), spillway.Adam(lr=1e-2)
@@ -289,7 +291,7 @@ def test_without_a_stream_work_follows_the_current_one_of_torch(desk, torch_on):
     source, wide = locked(plain.grad[0]), spillway.pinned(SIZES[0])
     kinds = ("param", "grad", "exp_avg", "exp_avg_sq", "copy")
     row = [driver.device(getattr(plain, kind)[0]) for kind in kinds]
-    # Registers the memory.
+    # This copy registers the memory.
     gpu.copy_out(row[0], wide).wait()
     driver.upload(source, row[1], stream)
     gpu.copy_out(row[1], wide).wait()
@@ -309,9 +311,9 @@ def test_a_tensor_of_another_gpu_is_refused(desk, torch_on):
     tensor = torch_on(stream, gpu.ordinal)
     device = driver.device(np.zeros(10, np.float32))
     gpu.copy_out(tensor(device), spillway.pinned(10)).wait()
-    with pytest.raises(spillway.InvalidArgument, match="device is on device .*the GPU is"):
+    with pytest.raises(spillway.InvalidArgumentError, match="device is on device .*this Gpu is number"):
         gpu.copy_out(tensor(device, gpu.ordinal + 1), spillway.pinned(10))
-    with pytest.raises(spillway.InvalidArgument, match=r"tensors\[0\].param is on device"):
+    with pytest.raises(spillway.InvalidArgumentError, match=r"tensors\[0\].param is on device"):
         gpu.step(spillway.Adam(), [[tensor(device, gpu.ordinal + 1)] * 4])
     driver.free(device)
 
@@ -333,7 +335,7 @@ def test_a_dropped_copy_keeps_its_device_memory_until_it_is_over(desk):
 def test_spans_of_a_step_on_the_gpu_may_not_overlap(desk):
     driver, gpu, stream = desk
     row = [driver.device(np.zeros(10, np.float32)) for _ in range(4)]
-    with pytest.raises(spillway.InvalidArgument, match=r"tensors\[1\].\w+: overlaps tensors\[0\]"):
+    with pytest.raises(spillway.InvalidArgumentError, match=r"tensors\[1\].\w+: overlaps tensors\[0\]"):
         gpu.step(spillway.Adam(), [row, row], stream=stream)
     driver.free(*row)
 
@@ -350,7 +352,7 @@ def test_pinned_arrays_live_as_long_as_their_views():
 def test_no_driver_is_an_error_of_its_own(child_environment):
     script = ("import spillway\n"
               "try:\n    spillway.Gpu()\n"
-              "except spillway.NoDevice as error:\n    print(error.status, isinstance(error, spillway.GpuFailure))")
+              "except spillway.NoDeviceError as error:\n    print(error.status, isinstance(error, spillway.GpuError))")
     child_environment["SPILLWAY_CUDA_LIBRARY"] = "libno-such-driver.so.9"
     done = subprocess.run([sys.executable, "-c", script], env=child_environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["50", "True"], done.stderr

@@ -1,4 +1,4 @@
-"""Proves that importing spillway is light, and that a missing or foreign library is a typed error that names it."""
+"""Proves that importing spillway is fast, and that a missing or wrong library raises a typed error that names it."""
 
 import ast
 import os
@@ -37,7 +37,7 @@ def test_a_step_needs_no_torch(child_environment):
 def test_a_missing_library_is_named(child_environment):
     code = ("import spillway\n"
             "try: spillway.kernel_name()\n"
-            "except spillway.LibraryNotFound as error: print(error)")
+            "except spillway.LibraryNotFoundError as error: print(error)")
     done = run(code, child_environment, SPILLWAY_LIBRARY="/nonexistent/libspillway.so")
     assert "/nonexistent/libspillway.so" in done.stdout and "SPILLWAY_LIBRARY" in done.stdout, done.stderr
 
@@ -47,7 +47,7 @@ def test_another_abi_version_is_refused_before_any_other_call(child_environment,
     if compiler is None:
         pytest.skip("no C compiler")
     (tmp_path / "other.c").write_text("unsigned spw_abi_version(void) { return 4711; }\n"
-                                      "int spw_kernel_name(const char **n) { __builtin_trap(); }\n")
+                                      "int spw_get_kernel(const char **n) { __builtin_trap(); }\n")
     library = tmp_path / "libother.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True)
     code = ("import spillway\n"
@@ -71,7 +71,7 @@ def test_a_hook_that_cannot_be_installed_ends_a_process_that_requires_it(reposit
     line = (repository / "packaging" / "python" / "spillway.pth").read_text().strip()
     (tmp_path / "spillway").mkdir()
     (tmp_path / "spillway" / "__init__.py").write_text("raise OSError('half installed')")
-    # As Python runs the lines of such files: an error is printed, and the process goes on.
+    # Python runs the lines of such files in this way: it prints an error, and the process continues.
     code = (f"import traceback\ntry:\n    exec({line!r})\nexcept Exception:\n    traceback.print_exc()\n"
             "print('goes on')")
     broken = {**child_environment, "PYTHONPATH": str(tmp_path)}

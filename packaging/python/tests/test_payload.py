@@ -1,5 +1,5 @@
-"""Proves that what a commit keeps beside the states comes back as it was, that what is not data is refused by name, and that
-reading runs nothing, whatever the bytes are."""
+"""Proves that the payload of a commit is read back unchanged, and that values other than data are refused by name.
+Reading executes no code, whatever the bytes are."""
 
 import collections
 import io
@@ -61,8 +61,8 @@ def test_what_is_not_data_is_refused_by_its_place():
     itself = []
     itself.append(itself)
     for value, words in ((RunsCode(), r"record\['client_state'\]\[1\] is a .*RunsCode"), (len, "builtin"), ({(1, 2): 3}, "key"),
-                         (itself, "contains itself"), (np.array(["a"]), "tensor of str"), ({1, 2}, "set")):
-        with pytest.raises(spillway.InvalidArgument, match=words):
+                         (itself, "contains itself"), (np.array(["a"]), "tensor of dtype str"), ({1, 2}, "set")):
+        with pytest.raises(spillway.InvalidArgumentError, match=words):
             _payload.pack({"client_state": [0, value]})
 
 
@@ -74,7 +74,7 @@ def pickled(value):
 
 def test_a_pickle_is_never_run_and_named_as_what_it_is(capfd):
     for data in (pickled(RunsCode()), pickle.dumps(RunsCode())):
-        with pytest.raises(spillway.TierFailure, match="convert_payload"):
+        with pytest.raises(spillway.TierError, match="convert_payload"):
             _payload.unpack(data)
     assert capfd.readouterr().out == ""
 
@@ -89,7 +89,7 @@ def test_damaged_records_are_an_error_and_nothing_else():
                 damaged[chance.randrange(len(damaged))] = chance.randrange(256)
         try:
             _payload.unpack(damaged)
-        except spillway.TierFailure:
+        except spillway.TierError:
             pass
 
 
@@ -100,7 +100,7 @@ def test_damaged_records_are_an_error_and_nothing_else():
 def test_a_tensor_lies_within_the_bytes(entry):
     header = json.dumps({"__metadata__": {"format": "spillway-payload-1", "value": '{"tensor":"0"}'}, "0": entry}).encode()
     for size in (len(header), len(header) + 1, 1 << 63):
-        with pytest.raises(spillway.Corrupt):
+        with pytest.raises(spillway.CorruptError):
             _payload.unpack(size.to_bytes(8, "little") + header + b"1234")
 
 

@@ -1,5 +1,5 @@
-"""Proves that steps recorded from Python come back to the bit, by log and by shadow, that a redo has the bits of the step
-it stands for, and that what cannot be taken back says so."""
+"""Proves that steps recorded from Python roll back bit for bit, by log and by shadow. A redo gives the bits of the
+step that it replaces, and a step that cannot be rolled back raises an error that says so."""
 
 import numpy as np
 import pytest
@@ -39,12 +39,12 @@ def test_a_rollback_gives_every_bit_back(kind, bad):
         arrays[1][::3] = bad
     before = copies(arrays)
     with optimizer.prepare([arrays]).record() as recording:
-        stats = recording.step(stats=True)
+        stats = recording.step(return_stats=True)
         assert stats.nonfinite == (bad is not None) and optimizer.step_count == 1
         assert not same(arrays, before) and N <= recording.log_bytes <= 14 * N
         recording.rollback()
         assert same(arrays, before) and optimizer.step_count == 0
-        with pytest.raises(spillway.InvalidArgument, match="no recorded step"):
+        with pytest.raises(spillway.InvalidArgumentError, match="no recorded step"):
             recording.rollback()
 
 
@@ -76,7 +76,7 @@ def test_a_shadow_leaves_the_old_values_where_they_are(kind):
     recording.commit()
     other.step([others])
     assert same(arrays, before) and same(shadow, [others[0], *others[2:]]) and recording.log_bytes == 0
-    # The next step goes the other way.
+    # The next step uses the spans in the opposite direction.
     back = optimizer.prepare([[shadow[0], grad, *shadow[1:]]], shadow=[[arrays[0], *arrays[2:]]])
     back.record("shadow").step()
     other.step([others])
@@ -93,7 +93,7 @@ def test_the_formula_comes_near_and_refuses_inf():
     arrays[1][5] = np.inf
     recording.step()
     after = copies(arrays)
-    with pytest.raises(spillway.InvalidArgument, match="Inf or NaN"):
+    with pytest.raises(spillway.InvalidArgumentError, match="Inf or NaN"):
         recording.rollback()
     assert same(arrays, after)
 
@@ -101,13 +101,13 @@ def test_the_formula_comes_near_and_refuses_inf():
 def test_mistakes_name_themselves():
     optimizer, arrays = make("Adam")
     prepared = optimizer.prepare([arrays])
-    with pytest.raises(spillway.InvalidArgument, match="delta"):
+    with pytest.raises(spillway.InvalidArgumentError, match="delta"):
         prepared.record("exact")
-    with pytest.raises(spillway.InvalidArgument, match="shadow_param"):
+    with pytest.raises(spillway.InvalidArgumentError, match="shadow_param"):
         prepared.record("shadow").step()
-    with pytest.raises(spillway.InvalidArgument, match="1 entries for 2"):
+    with pytest.raises(spillway.InvalidArgumentError, match="1 entries for 2"):
         optimizer.prepare([arrays, make("Adam", 1)[1]], shadow=[arrays[:3]])
-    with pytest.raises(spillway.InvalidArgument, match=r"shadow\[0\] has 1 arrays"):
+    with pytest.raises(spillway.InvalidArgumentError, match=r"shadow\[0\] has 1 arrays"):
         optimizer.prepare([arrays], shadow=[arrays[:1]])
-    with pytest.raises(spillway.InvalidArgument, match=r"overlaps"):
+    with pytest.raises(spillway.InvalidArgumentError, match=r"overlaps"):
         optimizer.prepare([arrays], shadow=[[arrays[0], *arrays[2:]]]).record("shadow").step()

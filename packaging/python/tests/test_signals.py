@@ -1,5 +1,6 @@
-"""Proves that a signal handler that raises between any two bytecodes lets go of no memory in flight: what the tier, the
-speculation engine or an I/O handle has accepted is held until it is over, and close() leaves nothing behind."""
+"""Proves that no memory in flight is freed if a signal handler raises between any two bytecodes. Memory
+that the tier, the speculation engine or an I/O handle has accepted is kept until the operation ends, and
+close() leaves nothing behind."""
 
 import ctypes
 import gc
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import spillway
-from spillway import _abi, _held, _native, speculate
+from spillway import _abi, _native, _native_handle, speculate
 from spillway import tier as tier_module
 
 BYTES = 64 << 10
@@ -24,7 +25,7 @@ class Interrupt(Exception):
 
 
 class Ticking:
-    """Raises Interrupt from a signal handler, again and again, at random moments."""
+    """Raises Interrupt from a signal handler repeatedly, at random moments."""
 
     def __init__(self):
         self.count, self._on = 0, False
@@ -42,7 +43,7 @@ class Ticking:
         raise Interrupt
 
     def during(self, work):
-        """What work() returns; None if it was interrupted."""
+        """Returns the result of work(), or None if it was interrupted."""
         try:
             signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-6, 3e-4))
             try:
@@ -55,11 +56,11 @@ class Ticking:
 
 @pytest.fixture
 def after_the_call(monkeypatch):
-    """after_the_call(module) interrupts the module's next call of C that begins something, when C has returned."""
+    """after_the_call(module) interrupts the module's next C call that begins an operation, after C has returned."""
     def patch(module):
         def interrupted(outcome, function, *arguments):
-            _held.record(outcome, function, *arguments)
-            monkeypatch.setattr(module, "record", _held.record)
+            _native_handle.record(outcome, function, *arguments)
+            monkeypatch.setattr(module, "record", _native_handle.record)
             assert outcome == [0]
             raise Interrupt
 
@@ -83,11 +84,12 @@ def test_memory_of_puts_and_gets_outlives_interrupts(tmp_path):
             extent = chance.choice(extents)
             try:
                 ticket = ticking.during(lambda: tier.put(extent, [array]) if number % 2 else tier.get(extent, [array]))
-            except spillway.Busy:
+            except spillway.BusyError:
                 ticket = None
             del array
-            # Whatever the table says is under way has its memory, also if the ticket was lost on its way to the caller.
-            for entry in list(tier._under_way):
+            # Every operation in the table keeps its memory, also if an interrupt lost the ticket before
+            # the caller received it.
+            for entry in list(tier._in_flight):
                 if entry.number.value and entry.outcome() is None:
                     assert all(array is not None for array in entry.held) and len(entry.held) == 1
             if ticket is not None:
@@ -100,7 +102,7 @@ def test_memory_of_puts_and_gets_outlives_interrupts(tmp_path):
                 except spillway.SpillwayError:
                     assert ticket not in tier._by_number
             if number % 100 == 99:
-                for entry in [entry for entry in tier._under_way if entry.number.value]:
+                for entry in [entry for entry in tier._in_flight if entry.number.value]:
                     try:
                         tier.wait(entry.number.value)
                     except spillway.SpillwayError:
@@ -110,7 +112,7 @@ def test_memory_of_puts_and_gets_outlives_interrupts(tmp_path):
     assert ticking.count > 50
     tier.close()
     gc.collect()
-    assert not tier._under_way and not tier._by_number and not tier._inside
+    assert not tier._in_flight and not tier._by_number and not tier._inside
     with spillway.Tier([tmp_path], job="test", mode="resume") as tier:
         assert tier.verify() >= len(extents)
 
@@ -157,7 +159,7 @@ def test_speculation_under_interrupts_ends_with_nothing_held():
                 seen = weakref.ref(arrays[0])
                 ticking.during(lambda: speculation.submit(bucket, [tuple(arrays)]))
                 del arrays
-                if speculation.ready(bucket) != "missing":
+                if speculation.bucket_state(bucket) != "missing":
                     assert seen() is not None, "let go before the verdict"
             speculation.abort()
             assert not speculation._held
@@ -169,11 +171,12 @@ def test_an_interrupt_in_the_callback_of_a_step_is_no_success(tmp_path, monkeypa
     own = library.spw_swap_ds_adam_step
 
     def skips(handle, optimizer, rows, address, count, callback, user):
-        # As ctypes does when a handler raises before the callback's first line: nothing ran, and it returned 0.
+        # ctypes does this when a handler raises before the callback's first line: no code ran, and
+        # the callback returned 0.
         return own(handle, optimizer, rows, address, count, _abi.STEPPED_FN(lambda *_: 0), user)
 
     with spillway.Tier([tmp_path], job="test") as tier:
-        with spillway.Swap(tier, [64, 64], huge_pages=False, lock=False) as swap:
+        with spillway.Swap(tier, [64, 64], huge_pages=False, pin_memory=False) as swap:
             swap.fill([(np.ones(64, np.float32), None, None)] * 2)
             table = swap.table([(np.ones(64, np.float32), None)] * 2)
             _native.check(library.spw_ds_adam_create(77, 0.9, 0.999, 1))
@@ -200,5 +203,5 @@ def test_open_and_close_under_interrupts_leave_no_lock(tmp_path):
 @pytest.mark.parametrize("calls", [0, 3])
 def test_a_call_and_its_outcome_are_one_step(calls):
     outcome = []
-    _held.record(outcome, os.path.join, *["a"] * (calls + 1))
+    _native_handle.record(outcome, os.path.join, *["a"] * (calls + 1))
     assert outcome == [os.path.join(*["a"] * (calls + 1))]

@@ -1,5 +1,5 @@
-"""Proves that the Python face of speculation ends with the bits of stepping after the norm, follows torch's
-clip_grad_norm_ and AdamW, keeps memory alive, and maps misuse to typed exceptions."""
+"""Proves that the Python interface of speculation ends with the bits of stepping after the norm and follows torch's
+clip_grad_norm_ and AdamW. It keeps memory alive and raises typed exceptions for misuse."""
 
 import os
 
@@ -26,13 +26,13 @@ def fill(layers, seed, size):
 
 
 def serial(adam, layers, max_norm, scale):
-    """Wait for the norm, then step."""
+    """The serial rule: wait for the norm, then step."""
     seen = [spillway.grad_stats(layer[1], scale=scale) for layer in layers]
     if any(stats.nonfinite for stats in seen):
         return
     norm = sum(stats.sum_squares for stats in seen) ** 0.5
     adam.step([tuple(layer) for layer in layers], grad_scale=scale * min(1.0, max_norm / (norm + 1e-6)),
-              uint16_as="bf16")
+              uint16_dtype="bf16")
 
 
 @pytest.mark.parametrize("undo", ["delta", "shadow"])
@@ -49,7 +49,7 @@ def test_rounds_end_with_the_bits_of_stepping_after_the_norm(publish, undo):
             speculation.begin(ours, max_norm=1.0, grad_scale=0.5)
             for bucket in (2, 0, 1):
                 shadow = [tuple(shadows[bucket])] if undo == "shadow" else None
-                speculation.submit(bucket, [tuple(mine[bucket])], shadow=shadow, uint16_as="bf16")
+                speculation.submit(bucket, [tuple(mine[bucket])], shadow=shadow, uint16_dtype="bf16")
             outcome = speculation.resolve(speculation.local_result())
             verdicts.append(outcome.verdict)
             speculation.wait(1)
@@ -57,8 +57,8 @@ def test_rounds_end_with_the_bits_of_stepping_after_the_norm(publish, undo):
             if undo == "shadow" and outcome.verdict != "skip":
                 for layer, shadow in zip(mine, shadows):
                     (layer[0], layer[2], layer[3]), shadow[:] = shadow, (layer[0], layer[2], layer[3])
-            assert [speculation.ready(bucket) for bucket in range(3)] == ["final"] * 3
-            assert len(speculation.withdrawn()) == outcome.withdrawn
+            assert [speculation.bucket_state(bucket) for bucket in range(3)] == ["final"] * 3
+            assert len(speculation.rolled_back_buckets()) == outcome.rolled_back
             serial(theirs, twin, 1.0, 0.5)
         stats = speculation.stats()
     assert verdicts == ["commit", "redo", "skip"] * 4
@@ -67,7 +67,7 @@ def test_rounds_end_with_the_bits_of_stepping_after_the_norm(publish, undo):
         for x, y in zip(a[:4], b[:4]):
             assert x.tobytes() == y.tobytes()
         assert a[4].tobytes() == b[4].tobytes()
-    assert (stats["commits"], stats["redos"], stats["skips"]) == (4, 4, 4)
+    assert (stats.commits, stats.redos, stats.skips) == (4, 4, 4)
 
 
 def test_clipping_follows_torch():
@@ -99,17 +99,17 @@ def test_what_has_no_verdict_is_taken_back_and_memory_lives_until_then():
     reader, writer = os.pipe()
     speculation = spillway.Speculation(3)
     speculation.begin(spillway.Adam())
-    speculation.submit(1, [tuple(layers[1])], uint16_as="bf16")
+    speculation.submit(1, [tuple(layers[1])], uint16_dtype="bf16")
     speculation.submit(0, [(np.ones(8, np.float32), *np.zeros((3, 8), np.float32))], event_fd=reader)
-    with pytest.raises(spillway.OutOfOrder, match="bucket 2 was not submitted"):
+    with pytest.raises(spillway.OutOfOrderError, match="bucket 2 was not submitted"):
         speculation.local_result()
-    speculation.submit(2, [tuple(layers[2])], uint16_as="bf16")
-    with pytest.raises(spillway.TimedOut, match="not come: 0"):
+    speculation.submit(2, [tuple(layers[2])], uint16_dtype="bf16")
+    with pytest.raises(spillway.TimedOutError, match="still pending: 0"):
         speculation.local_result(timeout=0.01)
     speculation.abort()
-    assert speculation.stats()["aborts"] == 1
+    assert speculation.stats().aborts == 1
     speculation.begin(spillway.Adam())
-    speculation.submit(1, [tuple(layers[1])], uint16_as="bf16")
+    speculation.submit(1, [tuple(layers[1])], uint16_dtype="bf16")
     speculation.close()
     speculation.close()
     os.close(reader), os.close(writer)
@@ -118,25 +118,25 @@ def test_what_has_no_verdict_is_taken_back_and_memory_lives_until_then():
 
 
 def test_misuse_is_typed():
-    with pytest.raises(spillway.InvalidArgument, match="publish"):
+    with pytest.raises(spillway.InvalidArgumentError, match="publish"):
         spillway.Speculation(1, publish="never")
-    with pytest.raises(spillway.InvalidArgument, match="buckets"):
+    with pytest.raises(spillway.InvalidArgumentError, match="buckets"):
         spillway.Speculation(0)
     with spillway.Speculation(1) as speculation:
-        with pytest.raises(spillway.InvalidArgument, match="no round"):
+        with pytest.raises(spillway.InvalidArgumentError, match="submitted before a round"):
             speculation.submit(0, [])
-        with pytest.raises(spillway.InvalidArgument, match="optimizer"):
+        with pytest.raises(spillway.InvalidArgumentError, match="optimizer"):
             speculation.begin(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-        with pytest.raises(spillway.OutOfOrder) as caught:
+        with pytest.raises(spillway.OutOfOrderError) as caught:
             speculation.local_result()
         assert caught.value.status == 40
         speculation.begin(spillway.Lion())
-        with pytest.raises(spillway.OutOfOrder, match="open already"):
+        with pytest.raises(spillway.OutOfOrderError, match="open already"):
             speculation.begin(spillway.Lion())
         speculation.submit(0, [])
-        with pytest.raises(spillway.InvalidArgument, match="verdict"):
+        with pytest.raises(spillway.InvalidArgumentError, match="verdict"):
             speculation.resolve_as("perhaps")
         speculation.local_result()
         assert speculation.resolve_as("skip").verdict == "skip"
-    with pytest.raises(spillway.InvalidArgument, match="closed"):
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
         speculation.finish()

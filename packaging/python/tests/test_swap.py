@@ -1,5 +1,6 @@
-"""Proves that a tier keeps what was committed and nothing else, names damage and holders, and that the update over it has,
-with states on the tier, the bits of a step over arrays in memory, for every step, commit, rollback and reopening."""
+"""Proves that a tier keeps committed data and no other, and that errors name damaged data and the process that holds
+the tier. An update with states on the tier gives the bits of a step over arrays in memory. This holds for every
+step, commit, rollback and reopening."""
 
 import os
 import subprocess
@@ -13,7 +14,7 @@ from spillway import swap as swap_module
 from spillway import tier as tier_module
 
 SIZES = (5000, 0, 70_001, 333, 20_000, 20_000)
-FREE = {"huge_pages": False, "lock": False}
+FREE = {"huge_pages": False, "pin_memory": False}
 
 
 @pytest.fixture
@@ -29,9 +30,9 @@ def open_tier(folders, **settings):
 
 def open_swap(tier, buffers=3, sizes=SIZES, **settings):
     split = settings.get("split_master", False)
-    plan = swap_module.plan(sizes, host_bytes=1 << 40, paths=1, split_master=split)
+    plan = swap_module.plan_budget(sizes, memory_budget=1 << 40, paths=1, split_master=split)
     host_bytes = buffers * plan.buffer_bytes + (3 * plan.master_bytes if split else 0)
-    return spillway.Swap(tier, sizes, host_bytes=host_bytes, **FREE, **settings)
+    return spillway.Swap(tier, sizes, memory_budget=host_bytes, **FREE, **settings)
 
 
 def gradients(step):
@@ -43,7 +44,7 @@ def first():
 
 
 def in_memory(steps, change=None):
-    """States and published weights after so many steps over arrays; `change(states)` after the second."""
+    """States and published weights after a number of steps over arrays; `change(states)` runs after the second step."""
     adam, states = spillway.Adam(lr=1e-2, weight_decay=0.1), [[p, np.zeros_like(p), np.zeros_like(p)] for p in first()]
     copies = [np.zeros(size, np.float16) for size in SIZES]
     for step in range(1, steps + 1):
@@ -56,7 +57,7 @@ def in_memory(steps, change=None):
 def everything(swap, weights=None):
     states = [[np.empty(size, np.float32) for _ in range(3)] for size in SIZES]
     for subgroup, parts in enumerate(states):
-        swap.read(subgroup, *parts, weights=weights and weights[subgroup], uint16_as="bf16")
+        swap.read(subgroup, *parts, weights=weights and weights[subgroup], uint16_dtype="bf16")
     return states
 
 
@@ -65,7 +66,7 @@ def same(states, others):
 
 
 def step(swap, adam, number, copies=None):
-    return swap.step(adam, list(zip(gradients(number), copies or [None] * len(SIZES))), grad_scale=0.5, stats=True)
+    return swap.step(adam, list(zip(gradients(number), copies or [None] * len(SIZES))), grad_scale=0.5, return_stats=True)
 
 
 @pytest.mark.parametrize("buffers", [3, 5, 100])
@@ -78,7 +79,7 @@ def test_the_update_has_the_bits_of_a_step_in_memory(folders, buffers):
         assert same(everything(swap), states) and same([copies], [expected])
         norm = sum((g.astype(np.float32) * np.float32(0.5)).astype(np.float64).dot(g * 0.5) for g in gradients(5))
         assert not seen[-1].nonfinite and seen[-1].sum_squares == pytest.approx(norm, rel=1e-6)
-        stats, budget = swap.stats, swap.budget
+        stats, budget = swap.stats(), swap.budget
         assert stats.rounds == 6 and stats.hits >= 4 * budget.cached and budget.buffers == min(buffers, len(SIZES))
 
 
@@ -100,7 +101,7 @@ def test_parts_that_are_written_between_steps_count(folders, buffers):
             swap.write(subgroup, **{part: np.full(SIZES[subgroup], value, np.float32)})
         step(swap, adam, 3)
         assert same(everything(swap), in_memory(3, change)[0])
-        swap.roll_back()
+        swap.rollback()
         adam.step_count = 2
         step(swap, adam, 3)
         assert same(everything(swap), in_memory(3)[0])
@@ -115,8 +116,8 @@ def rounded(floats):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("buffers", [3, 5, 100])
 def test_a_step_before_its_verdict_is_taken_back_and_made_again_clipped(folders, buffers, split):
-    """Speculation on a tier: step, then look at the norm; a rollback and a second step where it was too large, a rollback alone
-    where a gradient was infinite. States and weights are those of whoever waits for the norm."""
+    """Speculation on a tier: step, then check the norm. If the norm is too large, roll back and step again; if a
+    gradient is infinite, only roll back. States and weights equal those of a run that waits for the norm."""
     clip, verdicts = 1000.0, {"kept": 0, "clipped": 0, "skipped": 0}
     chance = np.random.default_rng(buffers)
     waiting, patient = [[p, np.zeros_like(p), np.zeros_like(p)] for p in first()], spillway.Adam(lr=1e-2)
@@ -135,12 +136,12 @@ def test_a_step_before_its_verdict_is_taken_back_and_made_again_clipped(folders,
             def attempt(factor):
                 new = [np.empty_like(copy) for copy in published]
                 seen = swap.step(hasty, list(zip(grads, new, published)) if split else list(zip(grads, new)),
-                                 grad_scale=factor, stats=True, uint16_as="bf16")
+                                 grad_scale=factor, return_stats=True, uint16_dtype="bf16")
                 return new, seen
 
             new, seen = attempt(1.0)
             if seen.nonfinite or norm > clip:
-                swap.roll_back()
+                swap.rollback()
                 hasty.step_count -= 1
             verdict = "skipped" if seen.nonfinite else "clipped" if norm > clip else "kept"
             verdicts[verdict] += 1
@@ -150,7 +151,7 @@ def test_a_step_before_its_verdict_is_taken_back_and_made_again_clipped(folders,
                 published = attempt(factor)[0] if verdict == "clipped" else new
                 swap.commit(number)
                 patient.step([(p, g, m, v, c) for (p, m, v), g, c in zip(waiting, grads, expected)], grad_scale=factor,
-                             uint16_as="bf16")
+                             uint16_dtype="bf16")
             assert same([published], [expected])
             assert same(everything(swap, published if split else None), waiting)
         assert verdicts["skipped"] == 2 and verdicts["clipped"] > 1 and verdicts["kept"] > 1
@@ -178,11 +179,11 @@ def test_a_process_that_is_killed_is_taken_up_at_its_last_commit(folders, child_
             for number in range(4, 6):
                 step(swap, adam, number)
             assert same(everything(swap), in_memory(5)[0])
-    with pytest.raises(spillway.TierFailure, match="resume or collect"):
+    with pytest.raises(spillway.TierError, match="resume it, or remove it"):
         open_tier(folders, mode="create")
     assert all(tier_module.collect(folder, job="test") for folder in folders)
     assert not tier_module.collect(folders[0], job="test")
-    with pytest.raises(spillway.NoState, match="test"):
+    with pytest.raises(spillway.NoStateError, match="test"):
         open_tier(folders, mode="resume")
 
 
@@ -196,7 +197,7 @@ def test_a_commit_is_given_up_for_the_one_before_and_made_again_with_the_same_bi
             swap.commit(number, b"step %d" % number)
     where = {"job": "test"}
     assert tier_module.steps(folders, **where) == (3, 2, False, True)
-    with pytest.raises(spillway.NoStep, match="step 1: the steps it knows are .3, 2."):
+    with pytest.raises(spillway.NoStepError, match="step 1: available steps: .3, 2."):
         open_tier(folders, at_step=1)
     with open_tier(folders, at_step=2) as tier, open_swap(tier, buffers) as swap:
         assert tier.opened.step == 2 and tier.opened.payload == b"step 2"
@@ -204,7 +205,7 @@ def test_a_commit_is_given_up_for_the_one_before_and_made_again_with_the_same_bi
         for number in range(3, 5):
             step(swap, adam, number)
         assert same(everything(swap), in_memory(4)[0])
-    # Nothing was committed since, and step 3 is not there any more.
+    # No commit followed, and step 3 no longer exists.
     assert tier_module.steps(folders, **where) == (2, None, False, True)
 
 
@@ -227,7 +228,7 @@ def test_extents_by_name(folders, tmp_path):
     assert [path.health for path in tier.paths()] == ["healthy", "draining"]
     tier.commit(8)
     assert tier.export(tmp_path / "plain") == 8
-    with pytest.raises(spillway.TierLocked, match="live process"):
+    with pytest.raises(spillway.TierLockedError, match="live process"):
         open_tier(folders)
     tier.remove(extent)
     tier.commit(9)
@@ -247,7 +248,7 @@ def test_damage_is_named(folders):
         with open(data, "r+b") as file:
             file.seek(at + 100)
             file.write(b"\x08")
-        with pytest.raises(spillway.Corrupt, match="weights"):
+        with pytest.raises(spillway.CorruptError, match="weights"):
             tier.wait(tier.get(extent, [np.empty(1 << 16, np.uint8)]))
 
 
@@ -258,21 +259,21 @@ def test_mistakes_name_themselves(folders):
             "mode": lambda: open_tier(folders, mode="new"),
             "job": lambda: spillway.Tier(folders, job=7),
             "one of .* for 2 paths|1 numbers for 2 paths": lambda: open_swap(tier, ratio=[1]),
-            "was not defined": lambda: tier.put(99, [floats[0]]),
+            "is unknown to this object": lambda: tier.put(99, [floats[0]]),
             "2 arrays for": lambda: tier.put(tier.define("x", [8]), [floats[0], floats[1]]),
-            "has 20000 bytes, the stream 8": lambda: tier.put(tier.define("x", [8]), [floats[0]]),
+            "has 20000 bytes, stream 0 of extent 6 has 8": lambda: tier.put(tier.define("x", [8]), [floats[0]]),
             "exp_avg has 5000 elements, subgroup 2 has 70001": lambda: swap.read(2, exp_avg=floats[0]),
-            "param is not float32": lambda: swap.write(0, np.zeros(5000, np.float16)),
-            "subgroup is 6 of 6": lambda: swap.read(6),
+            "param of subgroup 0 is not float32": lambda: swap.write(0, np.zeros(5000, np.float16)),
+            "subgroup is 6; pass a number from 0 to 5": lambda: swap.read(6),
             "5 entries for 6": lambda: swap.step(spillway.Adam(), [(f, None) for f in floats[1:]]),
             "weight has dtype int32": lambda: swap.step(spillway.Adam(), [(f, f.astype(np.int32)) for f in floats]),
             "Lion": lambda: swap.step(spillway.Lion(), [(f, None) for f in floats]),
-            "weights are not bfloat16": lambda: swap.read(0, floats[0], weights=floats[0].astype(np.float16)),
+            "weights of subgroup 0 are not bfloat16": lambda: swap.read(0, floats[0], weights=floats[0].astype(np.float16)),
             "tensors.0..2. has dtype int32": lambda: swap.step(spillway.Adam(), [(f, None, f.astype(np.int32)) for f in floats]),
-            "3 buffers of": lambda: spillway.Swap(tier, SIZES, host_bytes=4096),
+            "3 buffers of": lambda: spillway.Swap(tier, SIZES, memory_budget=4096),
         }
         for words, mistake in wrong.items():
-            with pytest.raises(spillway.InvalidArgument, match=words):
+            with pytest.raises(spillway.InvalidArgumentError, match=words):
                 mistake()
-    with pytest.raises(spillway.InvalidArgument, match="closed"):
+    with pytest.raises(spillway.InvalidArgumentError, match="closed"):
         tier.commit(1)

@@ -1,4 +1,4 @@
-"""Proves that a tier keeps the arrays of a ticket for as long as the system may use them, and no longer."""
+"""Proves that a tier keeps the arrays of a ticket as long as the system may use them, and no longer."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ BYTES = 40_000
 
 
 class Answers:
-    """The library, with a status of its own for every wait for a ticket."""
+    """The library, except that every wait for a ticket returns the given status."""
 
     def __init__(self, library, status):
         self._library, self._status = library, status
@@ -41,7 +41,7 @@ def answer(monkeypatch):
 
 
 def begin(tier):
-    """The ticket of a get, and a look at whether its array is still there."""
+    """The ticket of a get, and a weak reference to its array."""
     array = np.zeros(BYTES, np.uint8)
     return tier.get(0, [array]), weakref.ref(array)
 
@@ -70,7 +70,7 @@ def test_an_array_goes_with_its_ticket_unless_the_system_may_still_have_it(tier,
 def test_a_wait_that_ran_out_of_time_leaves_the_array_under_way(tier, answer):
     ticket, array = begin(tier)
     answer(23)
-    with pytest.raises(spillway.TimedOut):
+    with pytest.raises(spillway.TimedOutError):
         tier.wait(ticket, timeout=0)
     assert is_there(array)
 

@@ -6,12 +6,13 @@
 import argparse
 import json
 
-from . import _adam, _io
+from . import _adam, _io, _progress
 
 
 def main():
     options = _arguments()
-    report = options.measurement.run(options)
+    with _progress.shown():
+        report = options.measurement.run(options)
     print(json.dumps(report, indent=1) if options.json else options.measurement.table(report))
 
 

@@ -9,7 +9,7 @@ import time
 
 import spillway
 
-from . import _machine
+from . import _machine, _progress
 
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 _SCALE = 0.125
@@ -17,6 +17,7 @@ _SCALE = 0.125
 
 def run(options):
     """The report, as a dict."""
+    _progress.stage("loading torch and DeepSpeed's op, which may compile it")
     import torch
     native, reason = _machine.deepspeed_op("CPUAdamBuilder")
     cases = [_plain(torch, native, n, options.rounds) for n in options.sizes]
@@ -46,7 +47,7 @@ def _fused(torch, native, n, rounds):
     exp_avg, exp_avg_sq = torch.zeros(n), torch.zeros(n)
     copy, grad32 = torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n)
     prepared = _prepared([(param, grad, exp_avg, exp_avg_sq, copy)])
-    contenders = {"spillway": lambda: prepared.step(grad_scale=_SCALE, stats=True)}
+    contenders = {"spillway": lambda: prepared.step(grad_scale=_SCALE, return_stats=True)}
     entry = [param, grad32, exp_avg, exp_avg_sq]
 
     def separately(norm_dtype):
@@ -54,7 +55,7 @@ def _fused(torch, native, n, rounds):
 
         def run():
             if not torch.isfinite(torch.stack(torch.aminmax(grad))).all():
-                raise SystemExit("a gradient is not finite")
+                raise SystemExit("bench adam: a gradient is not finite")
             grad.to(norm_dtype).norm(2).item()
             grad32.copy_(grad)
             grad32.mul_(_SCALE)
@@ -137,11 +138,12 @@ def _agree(torch, contenders, outputs, reset):
         for found, wanted in zip(outputs, expected):
             tolerance = 1e-6 if found.dtype == torch.float32 else 1e-2
             if not torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
-                raise SystemExit(f"{name} gives other parameters than spillway: nothing to compare")
+                raise SystemExit(f"bench adam: {name} computes other parameters than Spillway, so their times cannot be compared")
 
 
 def _measure(case, n, contenders, rounds):
     """Median time of a step of each implementation, and the median over rounds of its ratio to Spillway's."""
+    _progress.stage(f"{case}: {rounds} rounds")
     repeats = {name: _repeats(run) for name, run in contenders.items()}
     times = {name: [] for name in contenders}
     for _ in range(rounds):

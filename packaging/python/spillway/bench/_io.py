@@ -17,7 +17,7 @@ import time
 import spillway
 from spillway.deepspeed import _ops
 
-from . import _io_fio, _machine
+from . import _io_fio, _machine, _progress
 from ._io_contender import Contender
 
 _MIB = 1 << 20
@@ -30,6 +30,7 @@ def run(options):
     """The report, as a dict."""
     folder = tempfile.mkdtemp(prefix="spillway-bench-", dir=options.dir)
     try:
+        _progress.stage("loading DeepSpeed's op, which may compile it")
         native, reason = _machine.deepspeed_op("AsyncIOBuilder")
         cases = [_case(folder, native, options, min(tensor, options.size), apart)
                  for tensor in options.tensor for apart in options.files
@@ -45,13 +46,20 @@ def _case(folder, native, options, tensor, apart):
     count = max(1, options.size // tensor)
     places = [(os.path.join(folder, f"tensor{n}" if apart else "tensors"), 0 if apart else n * tensor)
               for n in range(count)]
+    files = "a file each" if apart else "one file"
+    tensors = "1 tensor" if count == 1 else f"{count} tensors"
+    case = f"{tensors} of {tensor // _MIB} MiB, {files}, one wait"
+    _progress.stage(f"{case}: writing the files")
     _fill(places, tensor)
     part = places[:max(1, count // 4)]
     ours = _ops.module("async_io")
+    _progress.stage(f"{case}: finding Spillway's best settings")
     work = {"spillway": Contender("Spillway", ours, places, tensor, _fastest(ours, part, tensor, _OURS))}
     if native:
+        _progress.stage(f"{case}: finding DeepSpeed's best settings")
         work["deepspeed"] = Contender("DeepSpeed", native, places, tensor, _best(native, part, tensor))
         work["as it comes"] = Contender("DeepSpeed as it comes", native, places, tensor, _DEFAULTS)
+    _progress.stage(f"{case}: comparing what is read and written")
     _agree(work)
     if not apart and _io_fio.installed():
         work["fio"] = _io_fio.Ceiling(places[0][0])
@@ -59,6 +67,7 @@ def _case(folder, native, options, tensor, apart):
     for way in ("read", "write"):
         taken = {name: [] for name in work}
         for round_number in range(options.rounds + 1):
+            _progress.stage(f"{case}: {way}, round {round_number} of {options.rounds}")
             for name, contender in work.items():
                 figures = _timed(getattr(contender, way))
                 if round_number:
@@ -68,9 +77,7 @@ def _case(folder, native, options, tensor, apart):
         contender.close()
     for path in {path for path, _ in places}:
         os.unlink(path)
-    files = "a file each" if apart else "one file"
-    tensors = "1 tensor" if count == 1 else f"{count} tensors"
-    return {"case": f"{tensors} of {tensor // _MIB} MiB, {files}, one wait", "results": results}
+    return {"case": case, "results": results}
 
 
 def _best(native, places, tensor):

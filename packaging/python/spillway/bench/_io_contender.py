@@ -26,7 +26,7 @@ class Contender:
             with open(path, "rb") as file:
                 file.seek(offset)
                 if file.read(tensor.numel()) != tensor.numpy().tobytes():
-                    raise SystemExit(f"{self._name} has other bytes than {path} at {offset}: nothing to compare")
+                    raise SystemExit(f"bench io: {self._name} has other bytes than {path} at offset {offset}, so their times cannot be compared")
 
     def close(self):
         for tensor in self._tensors:
@@ -36,6 +36,6 @@ class Contender:
     def _all(self, start):
         for (path, offset), tensor in zip(self._places, self._tensors):
             if start(tensor, path, offset) != 0:
-                raise SystemExit(f"{self._name}: {path} was not started")
+                raise SystemExit(f"bench io: {self._name} did not start the transfer of {path}")
         if self._handle.wait() != len(self._tensors):
-            raise SystemExit(f"{self._name}: not all tensors are done")
+            raise SystemExit(f"bench io: {self._name} reports fewer finished transfers than tensors")

@@ -8,24 +8,36 @@ call:
 
 active() reports which operations Spillway has served.
 
-The `spillway` block of the DeepSpeed configuration enables further parts:
+The `spillway` block of the DeepSpeed configuration enables further parts; describe_settings() lists its settings:
 
-- CPU and GPU update ZeRO-3's sub-groups together: see _interleave.
-- Optimizer states with "offload_optimizer": {"device": "nvme"} are stored on a tier: see _tier_config.
-- A killed run resumes at its last commit: see commit(), client_state() and resumed_step()."""
+- CPU and GPU update ZeRO-3's sub-groups together: "interleave".
+- Optimizer states with "offload_optimizer": {"device": "nvme"} are stored on a tier: "paths", "cache_bytes" and others.
+- A killed run resumes at its last commit: "resume"; see commit(), client_state() and resumed_step().
+
+Example:
+    A DeepSpeed configuration whose run resumes after a crash:
+
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"}},
+        "spillway": {"paths": ["/mnt/nvme", "/mnt/pfs"], "job": "run7", "resume": true}"""
+
+from __future__ import annotations
 
 import sys
+from typing import Any
 
 from . import _hook
 from ._hook import OPS, install, uninstall
 
-__all__ = ["OPS", "active", "client_state", "commit", "install", "resumed_step", "uninstall"]
+__all__ = ["OPS", "active", "client_state", "commit", "describe_settings", "install", "resumed_step", "uninstall"]
 
 
-def active():
-    """Reports what Spillway has done in this process, as a dict: counters per replaced op, the active kernel, the I/O
-    backend (None before the first file operation), SuperOffload's speculative steps, and steps that were recorded and
-    rolled back. "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
+def active() -> dict[str, Any]:
+    """Reports what Spillway has done in this process.
+
+    Returns:
+        A dict: counters per replaced op, the active kernel ("kernel"), the I/O backend ("io"; None before the first
+        file operation), SuperOffload's speculative steps, the tiers, and steps that were recorded and rolled back.
+        "left_to_deepspeed" names the parts that do not fit this version of DeepSpeed, with the reason."""
     import spillway
 
     from . import _engine, _ops, _undo
@@ -53,21 +65,42 @@ def active():
     return report
 
 
-def commit(engine):
+def commit(engine: Any) -> None:
     """Makes an engine's optimizer states, and the further state of the run, durable on the tier as the engine's global
-    step. Collective: every rank must call it, and it returns after all ranks have committed."""
+    step. Collective: every rank must call it, and it returns after all ranks have committed.
+
+    Args:
+        engine: A DeepSpeedEngine whose optimizer states are on a tier.
+
+    Raises:
+        InvalidArgumentError: The states are not on a tier, or the engine is between two micro-batches of a step.
+        TierError: Another rank failed."""
     from . import _resume
     _resume.commit(engine)
 
 
-def client_state(engine):
-    """A dict for the caller's own data that every commit stores, such as the position in the data set. After a resume
-    it has the content of the last commit."""
+def client_state(engine: Any) -> dict[Any, Any]:
+    """Returns a dict for the caller's own data, which every commit stores, such as the position in the data set.
+
+    After a resume it has the content of the last commit. It may contain None, numbers, strings, bytes, lists, tuples,
+    deques, dictionaries, tensors and numpy arrays.
+
+    Raises:
+        InvalidArgumentError: The engine's optimizer states are not on a tier."""
     from . import _resume
     return _resume.client_state(engine)
 
 
-def resumed_step(engine):
-    """The global step at which the run was resumed; None for a new run."""
+def resumed_step(engine: Any) -> int | None:
+    """Returns the global step at which the run was resumed; None for a new run.
+
+    Raises:
+        InvalidArgumentError: The engine's optimizer states are not on a tier."""
     from . import _resume
     return _resume.resumed_step(engine)
+
+
+def describe_settings() -> str:
+    """Returns all settings of the `spillway` block as Markdown tables: valid values, defaults and meaning."""
+    from . import _block
+    return _block.describe()

@@ -3,7 +3,7 @@
 from . import _call
 
 SERVED = ("create_adagrad", "adagrad_update", "destroy_adagrad")
-NOT_SERVED = {"adagrad_update_copy": "its copy to a GPU exists up to DeepSpeed 0.14.2; use adagrad_update and copy the "
+NOT_SERVED = {"adagrad_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use adagrad_update and copy the "
                                      "parameter"}
 
 

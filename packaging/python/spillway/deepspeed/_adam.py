@@ -7,9 +7,9 @@ from . import _call, _undo
 
 SERVED = ("create_adam", "adam_update", "adam_rollback", "destroy_adam")
 
-_ZENFLOW = "train without ZenFlow, or unset SPILLWAY_DEEPSPEED"
+_ZENFLOW = "it is part of ZenFlow; train without ZenFlow, or unset SPILLWAY_DEEPSPEED"
 NOT_SERVED = {
-    "adam_update_copy": "its copy to a GPU exists up to DeepSpeed 0.14.2; use adam_update and copy the parameter",
+    "adam_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use adam_update and copy the parameter",
     **dict.fromkeys(("zenflow_adam_create", "zenflow_adam_register_group", "zenflow_adam_destroy",
                      "zenflow_adam_ctrl_size", "zenflow_adam_ctrl_init", "zenflow_adam_run_worker",
                      "zenflow_adam_submit", "zenflow_adam_wait", "zenflow_adam_ctrl_exit"), _ZENFLOW),
@@ -27,15 +27,15 @@ def create_adam(optimizer_id, alpha, betta1, betta2, eps, weight_decay, adamw_mo
 def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg,
                 exp_avg_sq, /):
     """One step over one tensor, with DeepSpeed's beta powers per id; recorded if it may be rolled back."""
-    hyper = _hyper(lr, beta1, beta2, epsilon, weight_decay, bias_correction)
-    if not _undo.wanted(optimizer_id):
-        return _call.update("cpu_adam", "spw_ds_adam_update", optimizer_id, step, hyper, params, grads,
-                            exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    optimizer_id, step = _call.identity(optimizer_id), _call.integer(step, "step", 1 << 64)
+    call = _call_of(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction)
+    optimizer_id = _call.identity(optimizer_id)
     tensor = _call.tensor(params, grads, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    with _undo.recording(optimizer_id, tensor, True) as recording:
-        _native.check(_native.library().spw_ds_adam_update_recorded(recording, optimizer_id, step, *hyper,
-                                                                    ctypes.byref(tensor)))
+    update = _native.library().spw_ds_adam_update
+    if _undo.wanted(optimizer_id):
+        with _undo.recording(optimizer_id, tensor, True) as recording:
+            _native.check(update(recording, optimizer_id, ctypes.byref(call), ctypes.byref(tensor)))
+    else:
+        _native.check(update(None, optimizer_id, ctypes.byref(call), ctypes.byref(tensor)))
     _call.count("cpu_adam", tensor.n)
     return 0
 
@@ -44,11 +44,11 @@ def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, b
                   exp_avg_sq, /):
     """Rolls back the step that adam_update did with the same arguments: bit for bit if it was recorded, else by the
     inverse formula. The formula raises for Inf and NaN, where DeepSpeed's own overwrites parameters."""
-    hyper = _hyper(lr, beta1, beta2, epsilon, weight_decay, bias_correction)
-    optimizer_id, step = _call.identity(optimizer_id), _call.integer(step, "step", 1 << 64)
+    call = _call_of(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction)
+    optimizer_id = _call.identity(optimizer_id)
     tensor, exact = _call.tensor(params, grads, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq), ctypes.c_uint32()
     with _undo.recording(optimizer_id, tensor, False) as recording:
-        _native.check(_native.library().spw_ds_adam_rollback(recording, optimizer_id, step, *hyper,
+        _native.check(_native.library().spw_ds_adam_rollback(recording, optimizer_id, ctypes.byref(call),
                                                              ctypes.byref(tensor), ctypes.byref(exact)))
     _undo.rolled_back(optimizer_id, bool(exact.value))
     return 0
@@ -60,6 +60,6 @@ def destroy_adam(optimizer_id, /):
     return _call.destroy("spw_ds_adam_destroy", optimizer_id)
 
 
-def _hyper(lr, beta1, beta2, epsilon, weight_decay, bias_correction):
+def _call_of(step, lr, beta1, beta2, epsilon, weight_decay, bias_correction):
     numbers = _call.numbers(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
-    return [*numbers, 1 if bias_correction else 0]
+    return _call.adam_call(_call.integer(step, "step", 1 << 64), *numbers, 1 if bias_correction else 0)

@@ -1,7 +1,7 @@
 """Replacement of DeepSpeed's async_io: transfers between tensors and files by io_uring, with every completion
 checked."""
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import _pin
 from ._handle import aio_handle
 
@@ -25,7 +25,8 @@ def deepspeed_memcpy(dest, src, /):
     _pin.tensor_argument(dest, "dest")
     _pin.tensor_argument(src, "src")
     if dest.dtype is not src.dtype or dest.numel() != src.numel():
-        raise InvalidArgument(f"dest has {dest.numel()} elements of {dest.dtype}, src {src.numel()} of {src.dtype}")
+        raise InvalidArgumentError(f"deepspeed_memcpy: dest has {dest.numel()} elements of {dest.dtype}, src {src.numel()} of {src.dtype}; "
+                                   "pass tensors of one dtype and size")
     with torch.no_grad():
         dest.copy_(src.reshape(dest.shape))
     return 0

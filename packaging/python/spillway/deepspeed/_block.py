@@ -1,18 +1,37 @@
-"""Validates the `spillway` block of a DeepSpeed configuration before an engine is made. Unknown settings, wrong values,
-and settings without effect in this configuration are errors that name the setting."""
+"""The settings of the `spillway` block of a DeepSpeed configuration: their names, defaults, valid values and meaning.
+
+An engine validates its block before it makes anything. Unknown settings, wrong values, and settings without effect in
+this configuration are errors that name the setting. Old names of settings work for one release, with a FutureWarning."""
 
 import difflib
+import json
 import os
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..errors import InvalidArgument
+from .. import _deprecated
+from ..errors import InvalidArgumentError
 from ..interleave import PLANS
 from ..tier import DURABILITIES
 
 _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Name = Annotated[str, Field(min_length=1)]
+
+_BYTES = "a number of bytes, an integer from 0, such as 9663676416"
+_RATE = "a number of parameters per second from 0"
+_INTEGER = "an integer from 0"
+_BOOLEAN = "true or false"
+
+
+def _one_of(names):
+    return " or ".join(f'"{name}"' for name in names)
+
+
+def _setting(default, valid, meaning, **limits):
+    """A field: its default (... if it is required), the valid values as messages name them, and what it does."""
+    return Field(default, description=meaning, json_schema_extra={"valid": valid}, **limits)
 
 
 class _Strict(BaseModel):
@@ -28,109 +47,135 @@ def _as_list(given):
 
 
 class PathBlock(_Strict):
-    """A path, and the bytes of it that the run may use."""
+    """A path of the tier; a string stands for an object with `path` alone."""
 
-    path: Annotated[str, Field(min_length=1)]
-    limit_bytes: _Count = 0
-    reserve_bytes: _Count = 0
+    path: str = _setting(..., 'a directory or "s3://BUCKET/PREFIX"', "An existing directory or an object store.", min_length=1)
+    limit_bytes: _Count = _setting(0, _BYTES, "Most bytes of the path that the run uses; 0: no limit.")
+    reserve_bytes: _Count = _setting(0, _BYTES, "Bytes that are allocated at the start.")
 
 
 class RatesBlock(_Strict):
-    """Parameters per second."""
+    """Measured rates of the machine, in parameters per second."""
 
-    cpu: _Number
-    gpu: _Number
-    h2d: _Number
-    d2h: _Number
+    cpu: _Number = _setting(..., _RATE, "Optimizer step on the CPU.")
+    gpu: _Number = _setting(..., _RATE, "Optimizer step on the GPU.")
+    h2d: _Number = _setting(..., _RATE, "Copies to the GPU, in float32.")
+    d2h: _Number = _setting(..., _RATE, "Copies from the GPU, in float32.")
 
 
 class InterleaveBlock(_Strict):
-    """See _interleave.Settings."""
+    """CPU and GPU step ZeRO-3's sub-groups at the same time; their states are in host memory."""
 
-    backend: Literal["cuda", "host"] = "cuda"
-    plan: Literal[tuple(PLANS)] = "stride"
-    parameter: _Count = 2
-    rates: RatesBlock | None = None
-    replan: bool = False
-    transfers: bool = False
-    slots: _Count = 0
-    chunk: _Count = 0
+    backend: Literal["cuda", "host"] = _setting("cuda", _one_of(("cuda", "host")), '"host" replaces the GPU by threads, for tests.')
+    plan: Literal[tuple(PLANS)] = _setting(
+        "stride", _one_of(PLANS), 'Which sub-groups the GPU steps. "stride": every plan_argument-th one; "count": plan_argument '
+        'sub-groups; "model", "eq1" and "paper" compute the plan from the rates.')
+    plan_argument: _Count = _setting(2, _INTEGER, 'The number that the plans "stride" and "count" need.')
+    rates: RatesBlock | None = _setting(None, "an object with cpu, gpu, h2d and d2h in parameters/s",
+                                        "Measured rates of the machine.")
+    replan: bool = _setting(False, _BOOLEAN, "Adapt the plan to the measured times after every step; needs rates.")
+    gradient_transfers: bool = _setting(
+        False, _BOOLEAN, "Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams.")
+    slots: _Count = _setting(0, _INTEGER, "Number of state buffers on the GPU; 0: 2.")
+    chunk: _Count = _setting(0, "a number of parameters, an integer from 0", "Parameters per copy; 0: 16 Mi.")
 
 
 class Block(_Strict):
-    """See _tier_config.Settings."""
+    """Storage of ZeRO-3's optimizer states, and of its 16-bit parameters, on a tier."""
 
     paths: Annotated[list[Annotated[PathBlock, BeforeValidator(_as_path)]], Field(min_length=1),
-                     BeforeValidator(_as_list)] | None = None
-    ratio: Annotated[list[_Number], Field(min_length=1), BeforeValidator(_as_list)] | None = None
-    cache_bytes: _Count = 0
-    part_elements: Annotated[int, Field(ge=1)] = 2 << 20
-    durability: Literal[tuple(DURABILITIES)] = "data"
-    job: Annotated[str, Field(min_length=1)] = "deepspeed"
-    host: Annotated[str, Field(min_length=1)] | None = None
-    split_master: bool = False
-    missing_gradients: Literal["zero", "stale"] = "zero"
-    resume: bool = False
-    commit_interval: _Count = 1
-    turns: bool = True
-    lock: bool = True
-    stall_seconds: _Number = 0.0
-    enabled: bool = True
-    interleave: InterleaveBlock | None = None
+                     BeforeValidator(_as_list)] | None = _setting(
+        None, 'a list of directories, "s3://BUCKET/PREFIX" or objects with path, limit_bytes and reserve_bytes, at least one; '
+        "leave it out for nvme_path alone", "The paths of the tier; without it nvme_path alone.")
+    ratio: Annotated[list[_Number], Field(min_length=1), BeforeValidator(_as_list)] | None = _setting(
+        None, "a list with a number from 0 for each path",
+        "Share of each path in the state; without it in proportion to the measured bandwidths.")
+    cache_bytes: _Count = _setting(0, _BYTES, "Host memory for parts that stay in memory between steps, in addition to the "
+                                              "transfer buffers.")
+    part_elements: int = _setting(
+        2 << 20, "an integer from 1", "Most elements of a part, the unit that is fetched, stepped and cached: 12 bytes per element, "
+        "10 with split_master. Several parts are in flight.", ge=1)
+    durability: Literal[tuple(DURABILITIES)] = _setting(
+        "data", _one_of(DURABILITIES), 'What a commit survives. "data": a power failure; "process": only the end of the process; '
+        '"full": like "data", and also syncs directories.')
+    job: _Name = _setting(
+        "deepspeed", "a name", 'Name of the run, and of a directory below each path. Concurrent runs that resume need different '
+        'names. Without "resume" the directories are <job>-scratch-1 and so on, which runs that resume do not use.')
+    host: _Name | None = _setting(
+        None, "a name", "Name of this machine, and of a directory below that; without it the host name. A run that resumes needs "
+        "its previous name, which in a container may change with every start.")
+    split_master: bool = _setting(
+        False, _BOOLEAN, "Store master weights without their upper halves, which the model's weights (bfloat16, in host memory) "
+        "imply: 10 bytes per parameter instead of 12. A change of those weights between steps, other than by DeepSpeed, ends the "
+        'run with an error. With "resume" commits store the weights too: 2 bytes per parameter.')
+    missing_gradients: Literal["zero", "stale"] = _setting(
+        "zero", _one_of(("zero", "stale")), "Gradient of a parameter that had none since the last step, if another of its "
+        'sub-group had one: "zero", or "stale", the scaled gradient of its last step, as DeepSpeed uses in host memory.')
+    resume: bool = _setting(False, _BOOLEAN, "Resume at the last commit that all ranks have, if any, and commit every "
+                                             "commit_interval steps.")
+    commit_interval: _Count = _setting(1, "a number of steps, an integer from 0",
+                                       "Steps between commits; 0: only spillway.deepspeed.commit(engine) commits.")
+    turns: bool = _setting(True, _BOOLEAN, "One process of a machine at a time uses a path.")
+    pin_memory: bool = _setting(True, _BOOLEAN, "Page-locked buffers in 2 MiB pages.")
+    io_timeout_seconds: _Number = _setting(0.0, "a number of seconds from 0",
+                                           "Time without progress after which a path counts as failed; 0: 60.")
+    enabled: bool = _setting(True, _BOOLEAN, "false leaves states and parameters to DeepSpeed's own swappers.")
+    interleave: InterleaveBlock | None = _setting(None, "an object", "CPU and GPU step sub-groups at the same time.")
 
 
-# Description of the valid values, by the last part of the setting's name.
-_NEEDED = {
-    "paths": 'a list of directories, "s3://BUCKET/PREFIX" or objects with path, limit_bytes and reserve_bytes, at least one; '
-             "leave it out for nvme_path alone",
-    "path": 'a directory or "s3://BUCKET/PREFIX"', "ratio": "a list with a number from 0 for each path",
-    "part_elements": "an integer from 1", "parameter": "an integer from 0", "slots": "an integer from 0",
-    "chunk": "a number of parameters, an integer from 0", "commit_interval": "a number of steps, an integer from 0",
-    "job": "a name", "host": "a name", "stall_seconds": "a number of seconds from 0", "interleave": "an object",
-    "rates": "an object with cpu, gpu, h2d and d2h in parameters/s", "spillway": "an object",
-    **dict.fromkeys(("cache_bytes", "limit_bytes", "reserve_bytes"), "a number of bytes, an integer from 0, such as 9663676416"),
-    **dict.fromkeys(("cpu", "gpu", "h2d", "d2h"), "a number of parameters per second from 0"),
-    **dict.fromkeys(("split_master", "resume", "turns", "lock", "enabled", "replan", "transfers"), "true or false"),
-    "durability": " or ".join(f'"{name}"' for name in DURABILITIES), "plan": " or ".join(f'"{name}"' for name in PLANS),
-    "backend": '"cuda" or "host"', "missing_gradients": '"zero" or "stale"'}
+_MODELS = {"paths": PathBlock, "interleave": InterleaveBlock, "rates": RatesBlock}
+_OLD_NAMES = {"lock": "pin_memory", "stall_seconds": "io_timeout_seconds"}
+_OLD_INTERLEAVE_NAMES = {"parameter": "plan_argument", "transfers": "gradient_transfers"}
 
 
 def read(given):
     """The validated block."""
     if not isinstance(given, dict):
-        raise InvalidArgument(f"spillway is {given!r}, not an object; write its settings into {{}}, or take it out")
+        raise InvalidArgumentError(f"spillway is {given!r}, not an object; write its settings into {{}}, or take it out")
+    given = _renamed(given, "spillway", _OLD_NAMES)
+    if isinstance(given.get("interleave"), dict):
+        given["interleave"] = _renamed(given["interleave"], "spillway.interleave", _OLD_INTERLEAVE_NAMES)
     try:
         found = Block.model_validate(given)
     except ValidationError as error:
-        raise InvalidArgument("; ".join(_words(one) for one in error.errors(include_url=False))) from None
+        raise InvalidArgumentError("; ".join(_message(one) for one in error.errors(include_url=False))) from None
     _check_paths(found)
-    if found.ratio is not None and not any(found.ratio):
-        raise InvalidArgument(f"spillway.ratio is {found.ratio}; one of its numbers has to be above 0")
-    if not found.resume and "commit_interval" in found.model_fields_set and found.enabled:
-        raise InvalidArgument(f'spillway.commit_interval is {found.commit_interval}, but nothing is committed without '
-                              '"resume": true; set that, or take commit_interval out')
-    if not found.resume and "durability" in found.model_fields_set and found.enabled:
-        raise InvalidArgument(f'spillway.durability is "{found.durability}", but nothing is committed without "resume": true; '
-                              "set that, or take durability out")
+    _check_interleave(found.interleave)
+    for name in ("commit_interval", "durability"):
+        if not found.resume and name in found.model_fields_set and found.enabled:
+            value = f'"{found.durability}"' if name == "durability" else found.commit_interval
+            raise InvalidArgumentError(f'spillway.{name} is {value}, but nothing is committed without "resume": true; set that, or '
+                                       f"take {name} out")
     return found
 
 
-def _words(error):
+def _renamed(given, place, names):
+    found = dict(given)
+    for old, new in names.items():
+        if old in found:
+            if new in found:
+                raise InvalidArgumentError(f"{place} has {new} and its old name {old}; take {old} out")
+            _deprecated.json_key(f"{place}.{old}", new)
+            found[new] = found.pop(old)
+    return found
+
+
+def _message(error):
     place = [part for part in error["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
     name = "spillway" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    last = next((part for part in reversed(place) if isinstance(part, str)), "spillway")
     if error["type"] == "extra_forbidden":
         known = sorted(_model_at(place[:-1]).model_fields)
         close = difflib.get_close_matches(str(place[-1]), known, 1)
-        return f"{name} is unknown; " + (f"is {close[0]} meant? " if close else "") + f"known are {', '.join(known)}"
+        return f"{name} is unknown; " + (f"did you mean {close[0]}? " if close else "") + f"The settings are {', '.join(known)}"
+    names = [part for part in place if isinstance(part, str)]
+    valid = _model_at(names[:-1]).model_fields[names[-1]].json_schema_extra["valid"]
     if error["type"] == "missing":
-        return f"{name} is missing; {_NEEDED[last]} is needed"
-    return f"{name} is {error['input']!r}; {_NEEDED[last]} is needed"
+        return f"{name} is missing; {valid} is needed"
+    return f"{name} is {error['input']!r}; {valid} is needed"
 
 
 def _model_at(place):
-    models = {"paths": PathBlock, "interleave": InterleaveBlock, "rates": RatesBlock}
-    return next((models[part] for part in reversed(place) if part in models), Block)
+    return next((_MODELS[part] for part in reversed(place) if part in _MODELS), Block)
 
 
 def _check_paths(block):
@@ -138,11 +183,29 @@ def _check_paths(block):
     for index, path in enumerate(block.paths or ()):
         place = path.path.rstrip("/") if path.path.startswith("s3://") else os.path.realpath(path.path)
         if place in seen:
-            raise InvalidArgument(f"spillway.paths[{index}] is {path.path!r}, the same directory as spillway.paths[{seen[place]}]; "
-                                  "name each path once")
+            raise InvalidArgumentError(f"spillway.paths[{index}] is {path.path!r}, the same directory as "
+                                       f"spillway.paths[{seen[place]}]; name each path once")
         seen[place] = index
-    if block.paths and block.ratio is not None and len(block.ratio) != len(block.paths):
-        raise InvalidArgument(f"spillway.ratio has {len(block.ratio)} numbers for {len(block.paths)} paths; give one for each")
+    if block.ratio is None:
+        return
+    if not any(block.ratio):
+        raise InvalidArgumentError(f"spillway.ratio is {block.ratio}; one of its numbers has to be above 0")
+    # Without paths, nvme_path is the only one.
+    paths = len(block.paths or (None,))
+    if len(block.ratio) != paths:
+        raise InvalidArgumentError(f"spillway.ratio has {len(block.ratio)} numbers for {paths} paths; give one for each")
+
+
+def _check_interleave(block):
+    if block is None:
+        return
+    if block.rates is None and (block.replan or block.plan not in ("stride", "count")):
+        reason = "replan" if block.replan else f'the plan "{block.plan}"'
+        raise InvalidArgumentError(f"spillway.interleave.rates is missing, which {reason} needs; give cpu, gpu, h2d and d2h in "
+                                   "parameters/s")
+    if block.gradient_transfers and block.backend != "cuda":
+        raise InvalidArgumentError('spillway.interleave.gradient_transfers needs the backend "cuda", and backend is '
+                                   f'"{block.backend}"; change one of them')
 
 
 def parts(block, zero):
@@ -157,25 +220,45 @@ def parts(block, zero):
 
 
 # Settings that apply to a tier of 16-bit parameters; the others apply to optimizer states.
-_OF_PARAMETERS = {"paths", "job", "host", "stall_seconds"}
+_OF_PARAMETERS = {"paths", "job", "host", "io_timeout_seconds"}
 
 
 def refuse_unserved(block, zero):
-    """Raises InvalidArgument for settings that this configuration would ignore. `zero` is DeepSpeed's zero_config."""
+    """Raises InvalidArgumentError for settings that this configuration would ignore. `zero` is DeepSpeed's zero_config."""
     stage, states, parameters = int(zero.stage), _device(zero.offload_optimizer), _device(zero.offload_param)
     if block.interleave is not None and (stage, states) != (3, "cpu"):
-        raise InvalidArgument(f"spillway.interleave needs zero_optimization with stage 3 and offload_optimizer on the device cpu; "
-                              f"this configuration has stage {stage} and the device {states}. Change them, or take interleave out")
+        raise InvalidArgumentError("spillway.interleave needs zero_optimization with stage 3 and offload_optimizer on the device "
+                                   f"cpu; this configuration has stage {stage} and the device {states}. Change them, or take "
+                                   "interleave out")
     tiered = {"offload_optimizer": stage == 3 and states == "nvme", "offload_param": stage == 3 and parameters == "nvme"}
     if not block.enabled or tiered["offload_optimizer"]:
         return
     asked = sorted(block.model_fields_set - {"interleave", "enabled"} - (_OF_PARAMETERS if tiered["offload_param"] else set()))
     if asked:
-        raise InvalidArgument(f"spillway.{asked[0]} is for optimizer states on a tier, which need zero_optimization with stage 3 and "
-                              f"offload_optimizer on the device nvme; this configuration has stage {stage} and the device {states}. "
-                              f"Change them, or take {', '.join(asked)} out of the spillway block")
+        raise InvalidArgumentError(f"spillway.{asked[0]} is for optimizer states on a tier, which need zero_optimization with "
+                                   "stage 3 and offload_optimizer on the device nvme; this configuration has stage "
+                                   f"{stage} and the device {states}. Change them, or take {', '.join(asked)} out of the "
+                                   "spillway block")
 
 
 def _device(offload):
     device = getattr(offload, "device", None)
     return str(getattr(device, "value", device) or "none")
+
+
+def describe():
+    """All settings as Markdown: a table per object of the block."""
+    tables = []
+    for place, model in (("spillway", Block), ("spillway.paths[]", PathBlock), ("spillway.interleave", InterleaveBlock),
+                         ("spillway.interleave.rates", RatesBlock)):
+        rows = [f"## {place}", "", model.__doc__, "", "| setting | valid values | default | meaning |", "|---|---|---|---|"]
+        rows += [f"| `{name}` | {field.json_schema_extra['valid']} | {_default(field)} | {field.description} |"
+                 for name, field in model.model_fields.items()]
+        tables.append("\n".join(rows))
+    return "\n\n".join(tables) + "\n"
+
+
+def _default(field):
+    if field.is_required():
+        return "required"
+    return "none" if field.default is None else json.dumps(field.default)

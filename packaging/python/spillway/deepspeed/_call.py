@@ -5,12 +5,13 @@ import operator
 import threading
 
 from .. import _abi, _arrays, _native
-from ..errors import InvalidArgument, UnknownId
+from ..errors import InvalidArgumentError, UnknownIdError
 
 # Counters per thread, without a lock that a fork could leave locked.
 _local = threading.local()
 _per_thread = []
 _SIZE = ctypes.sizeof(_abi.Tensor)
+_CALL_SIZE = ctypes.sizeof(_abi.DsAdamCall)
 
 
 def update(op, function, optimizer_id, step, hyper, params, grads, **states):
@@ -33,14 +34,19 @@ def tensor(params, grads, **states):
         address, _, dtype = _arrays.span(state, name, True)
         _arrays.same_shape(state, params, name, "params")
         if made.state_dtype not in (_abi.DTYPE_NONE, dtype):
-            raise InvalidArgument("exp_avg_sq has another dtype than exp_avg")
+            raise InvalidArgumentError("exp_avg_sq has another dtype than exp_avg; the states of a tensor have one dtype")
         made.state_dtype = dtype
         setattr(made, name, address)
     return made
 
 
+def adam_call(step, lr, beta1, beta2, eps, weight_decay, bias_correction):
+    """The C record of the arguments of a step of DeepSpeed's Adam."""
+    return _abi.DsAdamCall(_CALL_SIZE, bias_correction, step, lr, beta1, beta2, eps, weight_decay, 1.0)
+
+
 def invoke(function, optimizer_id, *arguments):
-    """Calls a C function for an id; raises InvalidArgument for an id that does not fit its C type."""
+    """Calls a C function for an id; raises InvalidArgumentError for an id that does not fit its C type."""
     optimizer_id = identity(optimizer_id)
     _native.check(getattr(_native.library(), function)(optimizer_id, *arguments))
     return 0
@@ -56,9 +62,9 @@ def integer(value, argument, end, start=0):
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{argument} is {value!r}; an integer is needed") from None
+        raise InvalidArgumentError(f"{argument} is {value!r}; pass an integer") from None
     if not start <= number < end:
-        raise InvalidArgument(f"{argument} is {number}; it must be from {start} to {end - 1}")
+        raise InvalidArgumentError(f"{argument} is {number}; pass a number from {start} to {end - 1}")
     return number
 
 
@@ -69,7 +75,7 @@ def numbers(**given):
         try:
             floats.append(float(value))
         except (TypeError, ValueError, RuntimeError):
-            raise InvalidArgument(f"{name} is {value!r}; a number is needed") from None
+            raise InvalidArgumentError(f"{name} is {value!r}; pass a number") from None
     return floats
 
 
@@ -77,7 +83,7 @@ def destroy(function, optimizer_id):
     """Destroys an optimizer. An unknown id is no error, as in DeepSpeed, which calls this from __del__."""
     try:
         invoke(function, optimizer_id)
-    except UnknownId:
+    except UnknownIdError:
         pass
     return 0
 

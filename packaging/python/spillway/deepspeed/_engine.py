@@ -9,14 +9,14 @@ import threading
 import weakref
 
 from .. import _abi, _native
-from .._held import record
-from ..errors import InvalidArgument, SystemFailure, TimedOut
+from .._native_handle import record
+from ..errors import InvalidArgumentError, SystemCallError, TimedOutError
 from . import _lifetime
 
 # Longest wait in C, in milliseconds, so that Ctrl-C works while a device hangs.
-_BREATH_MS = 500
+_SLICE_MS = 500
 # Time for the operations in flight when a handle is dropped; after a timeout their memory is never freed.
-_PATIENCE_MS = 30_000
+_CLOSE_TIMEOUT_MS = 30_000
 _COUNTED = ("reads", "writes", "read_bytes", "written_bytes", "failed")
 _TIMEOUT = 23
 _REQUEST_SIZE = ctypes.sizeof(_abi.IoRequest)
@@ -39,7 +39,7 @@ class Engine:
     def _start(self):
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._under_way = _UnderWay()
+        self._in_flight = _InFlight()
 
     def read(self, path, fd, offset, address, size, held, after=None, owner=None):
         """Starts reading `size` bytes into `address`. `held` keeps the memory alive; a wait calls `after` once
@@ -53,13 +53,13 @@ class Engine:
     def _submit(self, function, path, fd, offset, address, size, held, after, owner):
         if self._process != os.getpid():
             self._start()
-        under_way = self._under_way
-        io = under_way.io or self._open()
+        in_flight = self._in_flight
+        io = in_flight.io or self._open()
         request = _abi.IoRequest(_REQUEST_SIZE, fd, path, offset, address, size, 0)
         # Enter the operation before the call, so that an interrupt cannot free memory that the system uses.
         entry, status = _Entry(held, after, owner), []
         with self._lock:
-            under_way.entries.append(entry)
+            in_flight.entries.append(entry)
         try:
             record(status, function, io, ctypes.byref(request), ctypes.byref(entry.handle))
             _native.check(status[0])
@@ -68,29 +68,29 @@ class Engine:
                 self._forget([entry])
 
     def _open(self):
-        under_way = self._under_way
+        in_flight = self._in_flight
         with self._lock:
             if self._closed:
-                raise InvalidArgument("the handle was closed with the engine that made it; make another handle")
-            if under_way.io is None:
+                raise InvalidArgumentError("this I/O handle was closed with the engine that made it; make a new handle")
+            if in_flight.io is None:
                 io = ctypes.c_void_p()
                 _native.check(_native.library().spw_io_open(ctypes.byref(self._options), ctypes.byref(io)))
-                under_way.io = io.value
-                under_way.finalizer = weakref.finalize(self, _close, self._op, under_way)
-                _open_engines[id(under_way)] = (self._op, under_way)
-        return under_way.io
+                in_flight.io = io.value
+                in_flight.finalizer = weakref.finalize(self, _close, self._op, in_flight)
+                _open_engines[id(in_flight)] = (self._op, in_flight)
+        return in_flight.io
 
     def wait(self):
         """Waits for all submitted operations and returns their number. Raises the exception of a failed operation after
         all have ended."""
         if self._process != os.getpid():
             self._start()
-        under_way, me = self._under_way, threading.get_ident()
+        in_flight, me = self._in_flight, threading.get_ident()
         wait = _Wait(me)
         with self._lock:
             # Skip entries with handle 0: another thread is submitting them and will wait for them. Entries that
             # already have a wait of this thread belong to a wait that was interrupted.
-            mine = [entry for entry in under_way.entries if entry.handle.value and entry.owner in (None, me)
+            mine = [entry for entry in in_flight.entries if entry.handle.value and entry.owner in (None, me)
                     and (entry.wait is None or entry.wait.thread == me)]
             left = [entry for entry in mine if not entry.is_over()]
             for entry in left:
@@ -99,10 +99,10 @@ class Engine:
             return 0
         try:
             if left:
-                wait.run(under_way.io, [entry.handle.value for entry in left])
+                wait.run(in_flight.io, [entry.handle.value for entry in left])
             for entry in mine:
                 entry.finish()
-        except SystemFailure:
+        except SystemCallError:
             # The engine is lost; the system may still access the memory.
             _stuck.append(mine)
             raise
@@ -115,18 +115,18 @@ class Engine:
     def _forget(self, entries):
         with self._lock:
             gone = set(map(id, entries))
-            self._under_way.entries = [entry for entry in self._under_way.entries if id(entry) not in gone]
+            self._in_flight.entries = [entry for entry in self._in_flight.entries if id(entry) not in gone]
 
     def close(self):
         """Waits for operations in flight and closes the library's engine; later operations raise an error."""
         with self._lock:
-            self._closed, under_way = True, self._under_way
-            if self._process != os.getpid() or under_way.io is None:
+            self._closed, in_flight = True, self._in_flight
+            if self._process != os.getpid() or in_flight.io is None:
                 return
-        under_way.finalizer()
+        in_flight.finalizer()
 
 
-class _UnderWay:
+class _InFlight:
     """State that must outlive an Engine: the library's engine and the memory of its operations."""
 
     def __init__(self):
@@ -159,11 +159,11 @@ class _Wait:
         self.thread, self._statuses = thread, []
 
     def run(self, io, handles):
-        wait_many, count = _native.library().spw_io_wait_many, len(handles)
+        wait, count = _native.library().spw_io_wait, len(handles)
         handles = (ctypes.c_uint64 * count)(*handles)
         while self.outcome() is None:
             self._statuses.clear()
-            record(self._statuses, wait_many, io, handles, count, _BREATH_MS)
+            record(self._statuses, wait, io, handles, count, _SLICE_MS, None)
             if self._statuses[0] != _TIMEOUT:
                 _native.check(self._statuses[0])
 
@@ -171,25 +171,25 @@ class _Wait:
         return next((status for status in self._statuses if status != _TIMEOUT), None)
 
 
-def _close(op, under_way):
+def _close(op, in_flight):
     """Finalizer of an Engine; runs in any thread or at the end of the process. Python reports its exception, that of an
     operation that failed without a wait."""
-    if under_way.process != os.getpid():
+    if in_flight.process != os.getpid():
         return
     # First keep the memory alive: the system may still use it if this function is interrupted.
-    _stuck.append(under_way)
-    io, under_way.io = under_way.io, None
+    _stuck.append(in_flight)
+    io, in_flight.io = in_flight.io, None
     with _totals_lock:
-        _open_engines.pop(id(under_way), None)
+        _open_engines.pop(id(in_flight), None)
         _add(_totals.setdefault(op, dict.fromkeys(_COUNTED, 0)), io)
     try:
-        _native.check(_native.library().spw_io_close(io, _PATIENCE_MS))
-    except TimedOut:
+        _native.check(_native.library().spw_io_close(io, _CLOSE_TIMEOUT_MS))
+    except TimedOutError:
         raise
     except BaseException:
-        _stuck.remove(under_way)
+        _stuck.remove(in_flight)
         raise
-    _stuck.remove(under_way)
+    _stuck.remove(in_flight)
 
 
 # Reentrant: the garbage collector may run _close while this thread holds the lock.
@@ -202,15 +202,15 @@ def served(op):
     """Number of operations and bytes of an op in this process."""
     with _totals_lock:
         counts = dict(_totals.get(op, dict.fromkeys(_COUNTED, 0)))
-        for of, under_way in list(_open_engines.values()):
+        for of, in_flight in list(_open_engines.values()):
             if of == op:
-                _add(counts, under_way.io)
+                _add(counts, in_flight.io)
         return counts
 
 
 def _add(counts, io):
     stats = _abi.sized(_abi.IoStats)
-    _native.check(_native.library().spw_io_stats_get(io, ctypes.byref(stats)))
+    _native.check(_native.library().spw_io_get_stats(io, ctypes.byref(stats)))
     for name in _COUNTED:
         counts[name] += getattr(stats, name)
 
@@ -218,9 +218,9 @@ def _add(counts, io):
 def describe():
     """Description of an open engine's backend; None if no engine is open."""
     with _totals_lock:
-        for _, under_way in list(_open_engines.values()):
+        for _, in_flight in list(_open_engines.values()):
             text = ctypes.create_string_buffer(400)
-            _native.check(_native.library().spw_io_describe(under_way.io, text, len(text)))
+            _native.check(_native.library().spw_io_describe(in_flight.io, text, len(text), None))
             return text.value.decode("utf-8", "replace")
     return None
 

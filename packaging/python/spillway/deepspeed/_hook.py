@@ -4,12 +4,15 @@ Builders exist under two import roots (an installed DeepSpeed and a checkout), o
 of sys.meta_path sees all of them, in every version since 0.14. This module imports only the standard library, because
 the .pth file runs it in every Python process with SPILLWAY_DEEPSPEED=1."""
 
+from __future__ import annotations
+
 import importlib
 import os
 import re
 import shutil
 import sys
 import threading
+from collections.abc import Iterable
 
 OPS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io", "pin_memory", "gds")
 # Replaceable parts: the ops, and Python classes.
@@ -43,11 +46,16 @@ _undo = []
 _missing_builders = {}
 
 
-def install(ops=None, undo=None):
-    """Replaces these ops and parts (default: all) in every DeepSpeed module, imported now or later. Idempotent.
+def install(ops: Iterable[str] | str | None = None, undo: str | None = None) -> None:
+    """Replaces ops and parts in every DeepSpeed module, imported now or later. Idempotent.
 
-    `undo` selects the Adam steps that are recorded, so that adam_rollback and DeepSpeedCPUAdam.rollback_subgroup
-    restore them bit for bit. None reads SPILLWAY_DEEPSPEED_UNDO, or else is "auto".
+    Args:
+        ops: Names from OPS, "superoffload" and "swapper"; None: all.
+        undo: Selects the Adam steps that are recorded, so that adam_rollback and DeepSpeedCPUAdam.rollback_subgroup
+            restore them bit for bit; None reads SPILLWAY_DEEPSPEED_UNDO, or else is "auto".
+
+    Raises:
+        ValueError: An op or `undo` is unknown.
 
     | undo | recorded steps |
     |---|---|
@@ -59,11 +67,11 @@ def install(ops=None, undo=None):
     time."""
     global _undo_mode
     if undo not in (None, "auto", "always", "never"):
-        raise ValueError(f"undo is {undo!r}; \"auto\", \"always\" or \"never\" expected")
+        raise ValueError(f"install: undo is {undo!r}; pass \"auto\", \"always\" or \"never\"")
     _undo_mode = undo if undo is not None else _undo_mode
     wanted = set(PARTS if ops is None else [ops] if isinstance(ops, str) else ops)
     if not wanted <= set(PARTS):
-        raise ValueError(f"unknown ops {sorted(wanted - set(PARTS))}; known are {', '.join(PARTS)}")
+        raise ValueError(f"install: unknown ops {sorted(wanted - set(PARTS))}; the ops and parts are {', '.join(PARTS)}")
     with _lock:
         _installed.update(wanted)
         if _finder not in sys.meta_path:
@@ -76,7 +84,7 @@ def install(ops=None, undo=None):
                 _replace_missing(module)
 
 
-def uninstall():
+def uninstall() -> None:
     """Restores DeepSpeed's own builders; existing optimizers keep using Spillway."""
     with _lock:
         _installed.clear()

@@ -2,16 +2,15 @@
 the same time; their states are in host memory.
 
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true}},
-    "spillway": {"interleave": {"plan": "stride", "parameter": 2, "transfers": true}}
+    "spillway": {"interleave": {"plan": "stride", "plan_argument": 2, "gradient_transfers": true}}
 
 Results are bit-identical to DeepSpeedCPUAdam on Spillway's op. When a step returns, all states are in host memory."""
 
 import collections
 import weakref
-from typing import NamedTuple
 
 from .. import _abi, _native, gpu as _gpu
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ..interleave import Interleave, Rates, Subgroup, plan
 from . import _call, _lifetime, _tier_config, _versions
 from ._superoffload import gradient_factor
@@ -19,39 +18,13 @@ from ._superoffload import gradient_factor
 _updates = weakref.WeakSet()
 
 
-class Settings(NamedTuple):
-    """The settings of the object.
-
-    backend     "cuda"; "host" replaces the GPU by threads, for tests
-    plan        "stride": the GPU steps every parameter-th sub-group; "count": `parameter` sub-groups; "model", "eq1"
-                and "paper" need rates
-    rates       {"cpu", "gpu", "h2d", "d2h"} in parameters per second
-    replan      after every step, adapt the plan to the measured times; needs rates
-    transfers   Spillway copies gradients to the host: widened on the GPU, in chunks, on separate streams
-    slots, chunk   state buffers on the GPU, and parameters per copy; 0: 2 and 16 Mi"""
-
-    backend: str = "cuda"
-    plan: str = "stride"
-    parameter: int = 2
-    rates: dict | None = None
-    replan: bool = False
-    transfers: bool = False
-    slots: int = 0
-    chunk: int = 0
-
-
 def parse(block):
-    """The settings in a `spillway` block; None if it has no interleave object."""
+    """The interleave object of a `spillway` block; None if it has none. _block.InterleaveBlock has the settings."""
     if not block or block.get("interleave") is None:
         return None
+    # pydantic is installed with DeepSpeed; it is imported only if a block is given.
     from . import _block
-    given = _block.read(block).interleave
-    found = Settings(**{name: getattr(given, name) for name in Settings._fields})
-    if found.rates is None and (found.replan or found.plan not in ("stride", "count")):
-        raise InvalidArgument("spillway.interleave.rates is missing, which this plan needs: cpu, gpu, h2d and d2h in parameters/s")
-    if found.transfers and found.backend != "cuda":
-        raise InvalidArgument(f'spillway.interleave.transfers needs the backend "cuda", and backend is "{found.backend}"')
-    return found._replace(rates=Rates(**found.rates.model_dump()) if found.rates else None)
+    return _block.read(block).interleave
 
 
 def served():
@@ -69,7 +42,7 @@ class Update:
     def __init__(self, stage3, settings):
         reason = _unfit(stage3)
         if reason:
-            raise InvalidArgument(f"spillway.interleave: {reason}")
+            raise InvalidArgumentError(f"spillway.interleave: {reason}")
         self._stage3, self.settings = weakref.proxy(stage3), settings
         self.gpu = _gpu.Gpu(_ordinal()) if settings.backend == "cuda" else None
         self._interleave, self._arrays, self._copies, self._closed = None, None, collections.deque(), False
@@ -82,20 +55,20 @@ class Update:
         self._open()
         stream = self._stream()
         for copy in self._copies:
-            copy.order(stream)
-        update, sites = self._interleave, self._interleave.get_plan()
-        for index in range(len(sites)):
-            update.gradient(index, stream)
-        update.begin_ds(self._stage3.optimizer.opt_id, [self._call_of(index, factor) for index in range(len(sites))], stream)
+            copy.stream_wait(stream)
+        update, placements = self._interleave, self._interleave.get_plan()
+        for index in range(len(placements)):
+            update.grad_ready(index, stream)
+        update.begin_ds(self._stage3.optimizer.opt_id, [self._call_of(index, factor) for index in range(len(placements))], stream)
         self.counts["steps"] += 1
-        for index, site in enumerate(sites):
-            self.counts[site] += 1
+        for index, placement in enumerate(placements):
+            self.counts[placement] += 1
             _call.count("cpu_adam", self._stage3.fp32_partitioned_groups_flat[index].numel())
 
     def publish(self, index):
         """Makes the current stream wait for a sub-group's new weights. After the last sub-group all states are in host
         memory."""
-        self._interleave.publish(index, self._stream())
+        self._interleave.stream_wait_params(index, self._stream())
         if index == len(self._interleave) - 1:
             self._interleave.drain()
             self._copies.clear()
@@ -105,7 +78,8 @@ class Update:
     def gradient_out(self, grad, host):
         """Starts copying a gradient to host memory."""
         if grad.dtype != host.dtype and host.element_size() != 4:
-            raise InvalidArgument(f"spillway.interleave: a gradient of {grad.dtype} cannot go to {host.dtype}")
+            raise InvalidArgumentError(f"spillway.interleave: a gradient of {grad.dtype} cannot be copied to {host.dtype}; use float32 "
+                                       "master gradients, or the gradient's dtype")
         # Each copy keeps its gradient on the GPU alive until it ends. Copies end in the order of their start.
         while self._copies and self._copies[0].done():
             self._copies.popleft()
@@ -127,17 +101,17 @@ class Update:
         arrays = [self._subgroup(index) for index in range(len(self._stage3.fp16_groups))]
         addresses = [[array.data_ptr() for array in group if array is not None] for group in arrays]
         if self._closed:
-            raise InvalidArgument("spillway.interleave: the update was closed with its engine; make a new engine")
+            raise InvalidArgumentError("spillway.interleave: the update was closed with its engine; make a new engine")
         if addresses == self._arrays:
             return
         self._end()
         settings, sizes = self.settings, [group.param.numel() for group in arrays]
-        self._interleave = Interleave(arrays, gpu=self.gpu, wire="delivered", fetch_gradients=True, slots=settings.slots,
+        self._interleave = Interleave(arrays, gpu=self.gpu, transfer_dtype="delivered", fetch_gradients=True, slots=settings.slots,
                                       chunk=settings.chunk)
-        rates = settings.rates or Rates(1.0, 1.0, 1.0, 1.0)
-        found = plan(rates, sizes, mode=settings.plan, parameter=settings.parameter, wire="delivered", fetch_gradients=True,
+        rates = Rates(**settings.rates.model_dump()) if settings.rates else Rates(1.0, 1.0, 1.0, 1.0)
+        found = plan(rates, sizes, mode=settings.plan, argument=settings.plan_argument, transfer_dtype="delivered", fetch_gradients=True,
                      slots=settings.slots, chunk=settings.chunk)
-        self._interleave.set_plan(found.sites)
+        self._interleave.set_plan(found.placements)
         if settings.rates:
             self._interleave.calibrate(rates)
         self._arrays = addresses
@@ -215,7 +189,7 @@ def overrides(stage3):
 
     def at_boundary(self, param, grad_buffer, *gradients):
         update = interleaved(self)
-        if update is None or not update.settings.transfers:
+        if update is None or not update.settings.gradient_transfers:
             return own["_offload_grad_partition_at_boundary"](self, param, grad_buffer, *gradients)
         index, offset, _ = self.grad_position[self.get_param_id(param)]
         self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
@@ -240,22 +214,22 @@ def _unfit(stage3):
     if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
         return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
     if stage3.swap_optimizer or any(flat is None for flat in stage3.fp16_partitioned_groups_flat):
-        return "states or parameters are in files; offload_optimizer has to be on the device cpu"
+        return "states or parameters are in files; put offload_optimizer on the device cpu and offload_param off nvme"
     if any(master.dtype is not torch.float32 for master in stage3.fp32_partitioned_groups_flat):
-        return "master weights have 16 bits; 32 are needed"
+        return "master weights have 16 bits; 32-bit master weights are needed"
     if any(flat.element_size() != 2 for flat in stage3.fp16_partitioned_groups_flat):
-        return "the model's weights have 32 bits; 16 are needed"
+        return "the model's weights have 32 bits; a 16-bit model is needed (bf16 or fp16)"
     if getattr(stage3, "partial_offload", 1.0) != 1.0:
-        return "offload_optimizer.ratio is not 1"
-    return "SuperOffload steps on its own" if hasattr(stage3, "superoffload_cpu_optimizer") else None
+        return "offload_optimizer.ratio is not 1; set it to 1"
+    return "SuperOffload runs its own update; take super_offload or interleave out" if hasattr(stage3, "superoffload_cpu_optimizer") else None
 
 
 def _ordinal():
-    """The Gpu that torch uses; raises InvalidArgument if torch has no CUDA."""
+    """The Gpu that torch uses; raises InvalidArgumentError if torch has no CUDA."""
     _gpu.gpu_count()
     import torch
     if not torch.cuda.is_available():
-        raise InvalidArgument("spillway.interleave: this torch has no CUDA; with \"backend\": \"host\" threads take its part")
+        raise InvalidArgumentError("spillway.interleave: this torch has no CUDA; with \"backend\": \"host\" threads take its part")
     return torch.cuda.current_device()
 
 

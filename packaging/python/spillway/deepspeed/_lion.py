@@ -3,7 +3,7 @@
 from . import _call
 
 SERVED = ("create_lion", "lion_update", "destroy_lion")
-NOT_SERVED = {"lion_update_copy": "its copy to a GPU exists up to DeepSpeed 0.14.2; use lion_update and copy the "
+NOT_SERVED = {"lion_update_copy": "it copies to a GPU and exists up to DeepSpeed 0.14.2; use lion_update and copy the "
                                   "parameter"}
 
 

@@ -38,7 +38,7 @@ def served(op):
 
 def _refusal(op, name, advice):
     def refuse(*_args, **_kwargs):
-        raise NotImplementedError(f"Spillway's {op} does not serve {name}; {advice}")
+        raise NotImplementedError(f"Spillway's {op} has no {name}: {advice}")
 
     refuse.__name__ = name
     return refuse

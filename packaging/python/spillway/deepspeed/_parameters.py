@@ -8,7 +8,7 @@ import gc
 import os
 import weakref
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import _lifetime, _scratch, _tier_config
 
 
@@ -55,7 +55,7 @@ class Store:
     def tier(self):
         """The open tier."""
         if not self._finalizer.alive:
-            raise InvalidArgument("the parameters on the tier were closed with their engine; make a new model and engine, and "
+            raise InvalidArgumentError("the parameters on the tier were closed with their engine; make a new model and engine, and "
                                   "load a checkpoint")
         return self._tier
 
@@ -76,7 +76,7 @@ class Store:
     def get(self, path, buffer):
         """Starts a read of an earlier write; returns a ticket of the tier."""
         if path not in self._extents:
-            raise InvalidArgument(f"{path} was never written")
+            raise InvalidArgumentError(f"{path} was never written to the tier of parameters; write it before it is read")
         extent, size = self._extents[path]
         return self.tier.get(extent, [buffer.flatten()[:size // buffer.element_size()]])
 
@@ -133,7 +133,7 @@ def served():
 
 def _whole(path, offset):
     if offset != 0:
-        raise InvalidArgument(f"{path}: offset {offset}; parameters are read and written whole")
+        raise InvalidArgumentError(f"{path}: offset {offset}; parameters are read and written whole")
     return path
 
 

@@ -4,7 +4,7 @@ sub-groups."""
 
 import ctypes
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ..swap import STATES, Swap, working_bytes
 
 
@@ -15,8 +15,8 @@ class PartedSwap:
         self.parts = [(index, start, min(start + most, count))
                       for index, count in enumerate(elements) for start in range(0, max(count, 1), most)]
         sizes = [end - start for _, start, end in self.parts]
-        host_bytes = working_bytes(sizes, len(tier.paths()), split_master=split_master) + cache_bytes
-        self.swap = Swap(tier, sizes, host_bytes=host_bytes, split_master=split_master, **options)
+        memory_budget = working_bytes(sizes, len(tier.paths()), split_master=split_master) + cache_bytes
+        self.swap = Swap(tier, sizes, memory_budget=memory_budget, split_master=split_master, **options)
         self._elements = list(elements)
         self._of = [[] for _ in elements]
         for place, (index, start, end) in enumerate(self.parts):
@@ -36,7 +36,8 @@ class PartedSwap:
     def _places(self, index, arrays):
         for name, array in zip(STATES, arrays):
             if array is not None and len(array) != self._elements[index]:
-                raise InvalidArgument(f"{name} has {len(array)} elements, sub-group {index} has {self._elements[index]}")
+                raise InvalidArgumentError(f"{name} has {len(array)} elements, sub-group {index} has {self._elements[index]}; pass a "
+                                           "tensor of the sub-group's size")
         return self._of[index]
 
     def ds_step(self, optimizer_id, calls, tensors, stepped=None):

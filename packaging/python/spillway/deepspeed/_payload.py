@@ -17,7 +17,7 @@ import json
 import math
 import sys
 
-from ..errors import Corrupt, InvalidArgument, TierFailure
+from ..errors import CorruptError, InvalidArgumentError, TierError
 
 _VERSION = "spillway-payload-1"
 _MOST_HEADER = 100 << 20
@@ -35,7 +35,7 @@ _PICKLED = (b"PK\x03\x04", b"\x80")
 
 
 def pack(record):
-    """Encodes a value; raises InvalidArgument, with its place in the record, for an unsupported type."""
+    """Encodes a value; raises InvalidArgumentError, with its place in the record, for an unsupported type."""
     writer = _Writer()
     words = json.dumps(writer.encode(record, "record"), allow_nan=False, separators=(",", ":"))
     header = json.dumps({"__metadata__": {"format": _VERSION, "value": words}, **writer.entries}).encode()
@@ -44,15 +44,15 @@ def pack(record):
 
 
 def unpack(data):
-    """Decodes the bytes of pack(); raises TierFailure for other bytes."""
+    """Decodes the bytes of pack(); raises TierError for other bytes."""
     data = bytes(data)
     if data.startswith(_PICKLED) and data[8:9] != b"{":
-        raise TierFailure("the commit's record is a pickle of an older Spillway, which can run any code and is not read; if you "
-                          "trust whoever could write to the tier, convert it: python -m spillway.deepspeed.convert_payload --help")
+        raise TierError("the commit's record is a pickle of an older Spillway, which can run any code and is not read; if only you "
+                        "could write to the tier, convert it: python -m spillway.deepspeed.convert_payload --help")
     try:
         return _Reader(data).value()
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, binascii.Error) as error:
-        raise Corrupt(f"the commit's record is no record of Spillway's: {type(error).__name__}: {error}") from error
+        raise CorruptError(f"the commit's record is damaged or was not written by Spillway: {type(error).__name__}: {error}") from error
 
 
 def store(tier, record):
@@ -75,12 +75,12 @@ def load(tier, payload, read=unpack):
     """The record of a payload of store()."""
     record = read(payload)
     if not isinstance(record, dict):
-        raise Corrupt("the commit's record is no dictionary")
+        raise CorruptError("the commit's record is damaged: it is no dictionary")
     if "record" not in record:
         return record
     extent = next((extent for extent in tier.extents() if extent.name == record["record"]), None)
     if extent is None or not extent.name.startswith(_EXTENT) or not 0 <= record["bytes"] <= extent.bytes:
-        raise Corrupt(f"the commit's record is in an extent {record['record']!r}, which the tier lacks")
+        raise CorruptError(f"the commit's record is damaged: it refers to the extent {record['record']!r}, which the tier lacks")
     padded = bytearray(extent.bytes)
     tier.wait(tier.get(tier.define(extent.name, [extent.bytes]), [padded]))
     return read(bytes(padded[:record["bytes"]]))
@@ -105,7 +105,7 @@ class _Writer:
         if (found := self._array(value)) is not None:
             return found
         if id(value) in self._open:
-            raise InvalidArgument(f"{place} contains itself; a commit keeps data only")
+            raise InvalidArgumentError(f"{place} contains itself; a commit stores plain data only")
         self._open.add(id(value))
         try:
             return self._collection(value, place)
@@ -124,7 +124,7 @@ class _Writer:
             return {"named": [type(value).__name__, list(value._fields), self._items(value, place)]}
         if isinstance(value, tuple):
             return {"tuple": self._items(value, place)}
-        raise InvalidArgument(f"{place} is a {type(value).__module__}.{type(value).__qualname__}; a commit keeps data only: None, "
+        raise InvalidArgumentError(f"{place} is a {type(value).__module__}.{type(value).__qualname__}; a commit stores data only: None, "
                               "numbers, strings, bytes, lists, tuples, deques, dictionaries, tensors and numpy arrays")
 
     def _items(self, values, place):
@@ -133,7 +133,7 @@ class _Writer:
     def _key(self, key, place):
         if type(key) in (str, int, bool, float) or key is None:
             return self.encode(key, f"a key of {place}")
-        raise InvalidArgument(f"{place} has the key {key!r}; keys are strings or numbers")
+        raise InvalidArgumentError(f"{place} has the key {key!r}; use strings or numbers as keys")
 
     def _array(self, value):
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -151,7 +151,7 @@ class _Writer:
 
     def _add(self, dtype, shape, content):
         if dtype not in _NAMES:
-            raise InvalidArgument(f"a tensor of {dtype}; a commit keeps {', '.join(_NAMES)}")
+            raise InvalidArgumentError(f"a tensor of dtype {dtype} cannot be stored; a commit stores {', '.join(_NAMES)}")
         name = str(len(self.entries))
         self.entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [self._at, self._at + len(content)]}
         self.parts.append(content)

@@ -8,7 +8,7 @@ import os
 import weakref
 
 from .. import _abi, _native
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import _call
 
 # Base addresses that free() accepts. Each dict operation is atomic, so no lock is needed.
@@ -27,7 +27,7 @@ def new_tensor(num_elem, example):
     _native.check(_native.library().spw_pinned_alloc(size, ctypes.byref(address)))
     memory = (ctypes.c_char * size).from_address(address.value)
     # The storage references `memory`, and every view of the tensor references the storage.
-    weakref.finalize(memory, _give_back, address.value, os.getpid()).atexit = False
+    weakref.finalize(memory, _return_memory, address.value, os.getpid()).atexit = False
     _live[address.value] = size
     return torch.frombuffer(memory, dtype=example.dtype, count=count)
 
@@ -46,10 +46,10 @@ def is_pinned(buffer):
 
 
 def tensor_argument(value, name):
-    """Raises InvalidArgument for an object that is no tensor."""
+    """Raises InvalidArgumentError for an object that is no tensor."""
     import torch
     if not isinstance(value, torch.Tensor):
-        raise InvalidArgument(f"{name} is a {type(value).__name__}; a torch tensor is needed")
+        raise InvalidArgumentError(f"{name} is a {type(value).__name__}; pass a torch tensor")
 
 
 def _contains(address, size):
@@ -58,7 +58,7 @@ def _contains(address, size):
     return bool(contains.value)
 
 
-def _give_back(address, process):
+def _return_memory(address, process):
     # A forked child has a copy of the memory that its library does not know.
     if process == os.getpid():
         _live.pop(address, None)
@@ -93,5 +93,5 @@ NOT_SERVED = {}
 def served():
     """Allocation counters of this process."""
     stats = _abi.sized(_abi.PinnedStats)
-    _native.check(_native.library().spw_pinned_stats_get(ctypes.byref(stats)))
+    _native.check(_native.library().spw_pinned_get_stats(ctypes.byref(stats)))
     return {name: getattr(stats, name) for name in ("allocations", "bytes", "high_water", "locked_bytes")}

@@ -5,7 +5,7 @@ one commit apart. A rank that is ahead still has the previous commit intact: its
 first later write. A failure on one rank raises an error on all ranks, so no rank waits for a failed one."""
 
 from .. import tier
-from ..errors import InvalidArgument, TierFailure
+from ..errors import InvalidArgumentError, TierError
 
 
 def together(world, work, undo=None):
@@ -18,14 +18,14 @@ def together(world, work, undo=None):
         value = work()
     except Exception as error:
         trouble = error
-    words = gathered(trouble and f"{type(trouble).__name__}: {trouble}", world)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(words) if text]
+    reports = gathered(trouble and f"{type(trouble).__name__}: {trouble}", world)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
     if failed and trouble is None and undo:
         undo(value)
     if trouble is not None:
         raise trouble
     if failed:
-        raise TierFailure("another rank failed: " + "; ".join(failed))
+        raise TierError("another rank failed, so this rank gives up too: " + "; ".join(failed))
     return value
 
 
@@ -55,9 +55,9 @@ def _common(everyone):
     common = set.intersection(*choices)
     if len(common) != 1:
         nothing = [rank for rank, steps in enumerate(everyone) if not steps.exists]
-        found = f"; ranks {nothing} found none of their own: is a path missing, or has the host another name?" if nothing else ""
-        raise InvalidArgument(f"the run ended while its ranks committed: they hold the steps {[steps.last for steps in everyone]}"
-                              f'{found}; load a checkpoint, with "resume": false in the spillway block')
+        found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
+        raise InvalidArgumentError(f"the ranks have no committed step in common: their last steps are {[steps.last for steps in everyone]}"
+                                   f'{found}; load a checkpoint, with "resume": false in the spillway block')
     return common.pop()
 
 

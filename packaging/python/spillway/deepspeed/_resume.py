@@ -7,7 +7,7 @@ import contextlib
 import random
 import sys
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import _lifetime, _payload, _stage3, _tier_config, _versions
 
 
@@ -78,7 +78,7 @@ def overrides(engine_type):
 
 
 def _refuse_what_is_not_served(engine):
-    """Raises InvalidArgument for a wrong block, or one that this configuration or version of DeepSpeed does not
+    """Raises InvalidArgumentError for a wrong block, or one that this configuration or version of DeepSpeed does not
     support."""
     given = getattr(engine._config, "_param_dict", {})
     if "spillway" not in given:
@@ -89,7 +89,8 @@ def _refuse_what_is_not_served(engine):
     for part in _block.parts(block, zero):
         reason = _versions.lacking(part)
         if reason:
-            raise InvalidArgument(f"spillway: {reason}; use one of those, or take the block out of the configuration")
+            raise InvalidArgumentError(f"spillway: {reason}; install a version that fits, or take the block out of the "
+                                       "configuration")
     _block.refuse_unserved(block, zero)
 
 
@@ -112,9 +113,11 @@ def commit(engine):
     step could not be told apart after a crash."""
     swapper = _swapper(engine)
     if engine.micro_steps % engine.gradient_accumulation_steps():
-        raise InvalidArgument("a commit between two micro-batches of a step would lose the gradients of the first")
+        raise InvalidArgumentError("commit: the engine is between two micro-batches of a step, whose gradients a commit does not store; commit "
+                                   "after the step")
     if swapper.committed == engine.global_steps and swapper.world > 1:
-        raise InvalidArgument(f'step {engine.global_steps} is committed already; "commit_interval": 0 leaves commits to you')
+        raise InvalidArgumentError(f"commit: step {engine.global_steps} is already committed, and with several ranks a step can be committed "
+                                   'once; set "commit_interval": 0 to commit by calls alone')
     swapper.commit(engine.global_steps, _payload.store(swapper.tier, _record(engine, swapper)))
 
 
@@ -135,7 +138,7 @@ def resumed_step(engine):
 def _swapper(engine):
     swapper = _stage3.tiered(engine.optimizer)
     if swapper is None:
-        raise InvalidArgument("the engine's optimizer states are not on a tier")
+        raise InvalidArgumentError("the engine's optimizer states are not on a tier; put offload_optimizer on the device nvme under ZeRO stage 3")
     return swapper
 
 
@@ -152,7 +155,8 @@ def _record(engine, swapper):
 def _restore(engine, swapper):
     record = _payload.load(swapper.tier, swapper.tier.opened.payload)
     if record["elements"] != swapper.elements:
-        raise InvalidArgument(f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}")
+        raise InvalidArgumentError(f"the tier holds sub-groups of {record['elements']} elements, this run has {swapper.elements}; use the "
+                                   "model, sub_group_size and number of ranks of the run that committed")
     for name, count in record["counts"].items():
         setattr(engine, name, count)
     _restore_groups(engine, record, swapper.configured)
@@ -179,7 +183,7 @@ def _restore_groups(engine, record, configured):
     """Restores each option of a group, unless the configuration has changed the option since the commit."""
     before = record.get("configured", configured)
     if len(record["groups"]) != len(configured) or len(before) != len(configured):
-        raise InvalidArgument(f"the commit has {len(record['groups'])} parameter groups, this run has {len(configured)}; give the "
+        raise InvalidArgumentError(f"the commit has {len(record['groups'])} parameter groups, this run has {len(configured)}; give the "
                               'model the groups that it had, or load a checkpoint with "resume": false in the spillway block')
     for group, committed, old, new in zip(engine.optimizer.param_groups, record["groups"], before, configured):
         group.update({name: value for name, value in committed.items() if name not in new or _same(old.get(name), new[name])})

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from ..errors import InvalidArgument, SpillwayError
+from ..errors import InvalidArgumentError, SpillwayError
 
 _LIMIT_REACHED = 4
 # Bytes of state per parameter.
@@ -20,6 +20,6 @@ def named(settings, elements):
         if not limits or error.status != _LIMIT_REACHED:
             raise
         needed = (_SPLIT_STATE if settings.split_master else _STATE) * sum(elements)
-        words = ", ".join(f"{name} is {limit}" for name, limit in limits.items())
-        raise InvalidArgument(f"{words}: the optimizer states of this rank take {needed} bytes and room for whole blocks, which the "
-                              "paths do not have; raise the limits, or add a path") from error
+        given = ", ".join(f"{name} is {limit}" for name, limit in limits.items())
+        raise InvalidArgumentError(f"{given}: too small for the optimizer states of this rank, which take {needed} bytes, rounded up to "
+                                   "whole blocks; raise the limits, or add a path") from error

@@ -10,7 +10,7 @@ import weakref
 from typing import NamedTuple
 
 from .. import _abi, _arrays, _native
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ..optim import Adam
 from ..speculate import Speculation
 from . import _call, _lifetime, _ops
@@ -39,10 +39,10 @@ class SuperOffloadCPUOptimizer:
 
     def __init__(self, optimizer_config, cpuadam_cores_perc=0.8, max_grad_numel=1000000, pin_memory=True):
         if not 0 < cpuadam_cores_perc <= 1:
-            raise InvalidArgument("cpuadam_cores_perc must be between 0 and 1")
+            raise InvalidArgumentError(f"cpuadam_cores_perc is {cpuadam_cores_perc}; pass a number above 0 and up to 1")
         configs = optimizer_config if isinstance(optimizer_config, list) else [optimizer_config]
         if any(config.get("amsgrad") for config in configs):
-            raise InvalidArgument("amsgrad is not supported")
+            raise InvalidArgumentError("SuperOffload: amsgrad is not supported; set amsgrad to false")
         _lifetime.opened(self)
         self._powers = None
         self._engine, self._closed, self._open = None, False, False
@@ -52,7 +52,7 @@ class SuperOffloadCPUOptimizer:
         """Opens a round. `calls` has the Call of each sub-group, in the order of a step without speculation.
         `optimizer_id` is DeepSpeed's id, whose beta powers advance when the round is resolved."""
         if self._closed:
-            raise InvalidArgument("SuperOffload's optimizer was closed with its engine; make a new engine")
+            raise InvalidArgumentError("this SuperOffload optimizer was closed with its engine; make a new engine")
         if self._engine is None or list(calls) != list(self._calls):
             self._retire()
             self._engine = Speculation(len(calls), publish="staged")
@@ -90,7 +90,7 @@ class SuperOffloadCPUOptimizer:
         _restore(self._powers.id, self._found[sub_group])
         self._engine.submit_table(
             "spw_spec_submit_ds_adam", list(self._calls).index(sub_group), [_arrays.held(array) for array in arrays],
-            self._powers.id, *self._calls[sub_group], ctypes.byref(tensor), None)
+            self._powers.id, ctypes.byref(_call.adam_call(*self._calls[sub_group])), ctypes.byref(tensor), None)
         self._submitted.add(sub_group)
 
     def resolve(self, factor):
@@ -116,7 +116,7 @@ class SuperOffloadCPUOptimizer:
 
     def stats(self):
         """The engine's counters."""
-        return self._engine.stats() if self._engine else {}
+        return self._engine.stats()._asdict() if self._engine else {}
 
     def close(self):
         """Closes the engine; an open round is rolled back."""
@@ -127,7 +127,7 @@ class SuperOffloadCPUOptimizer:
         engine, self._engine, self._open = self._engine, None, False
         if engine is not None:
             _engines.discard(engine)
-            _add(_retired, engine.stats())
+            _add(_retired, engine.stats()._asdict())
             engine.close()
 
 
@@ -148,19 +148,20 @@ class _Powers:
             found[sub_group] = state
             _restore(self.id, state)
             # A step over no elements advances only the powers.
-            _native.check(_native.library().spw_ds_adam_update(self.id, *call, ctypes.byref(nothing)))
+            _native.check(_native.library().spw_ds_adam_update(None, self.id, ctypes.byref(_call.adam_call(*call)),
+                                                               ctypes.byref(nothing)))
             state = _saved(self.id)
         return found, state
 
 
 def _saved(optimizer_id):
     state = _abi.sized(_abi.DsAdamState)
-    _native.check(_native.library().spw_ds_adam_save(optimizer_id, ctypes.byref(state)))
+    _native.check(_native.library().spw_ds_adam_get_state(optimizer_id, ctypes.byref(state)))
     return state
 
 
 def _restore(optimizer_id, state):
-    _native.check(_native.library().spw_ds_adam_restore(optimizer_id, ctypes.byref(state)))
+    _native.check(_native.library().spw_ds_adam_set_state(optimizer_id, ctypes.byref(state)))
 
 
 def _destroy(optimizer_id, process):
@@ -187,5 +188,5 @@ def served():
     """Counters summed over all engines of this process."""
     total = dict(_retired)
     for engine in list(_engines):
-        _add(total, engine.stats())
+        _add(total, engine.stats()._asdict())
     return total

@@ -8,7 +8,7 @@ import os
 import re
 
 from .. import tier
-from ..errors import SpillwayError, TierLocked
+from ..errors import SpillwayError, TierLockedError
 
 _MOST = 10_000
 _NAME = re.compile(r".*-scratch-[0-9]+", re.DOTALL)
@@ -27,8 +27,8 @@ def open_scratch(settings, job, rank, world, **options):
             for path in settings.paths:
                 tier.collect(path.directory, job=name, host=settings.host, rank=rank)
             opened = tier.Tier(settings.paths, job=name, host=settings.host, rank=rank, world=world, mode="create",
-                               durability="process", stall_seconds=settings.stall_seconds, **options)
-        except TierLocked:
+                               durability="process", io_timeout=settings.io_timeout_seconds, **options)
+        except TierLockedError:
             if number == _MOST:
                 raise
         else:

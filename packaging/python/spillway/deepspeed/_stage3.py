@@ -8,7 +8,7 @@ import contextlib
 import os
 import tempfile
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import _tier_config
 from ._superoffload import gradient_factor
 from ._tier import TierSwapper
@@ -33,12 +33,12 @@ def _setting_up(stage3):
     def configure(self, offload_optimizer_config, aio_config):
         settings = _tier_config.settings(offload_optimizer_config.nvme_path)
         reason = _unfit(self)
-        if settings.enabled and settings.given and reason:
-            raise InvalidArgument(f"spillway: {reason}; set \"enabled\": false to leave the states to DeepSpeed's own swapper")
+        if settings.enabled and _tier_config.block() is not None and reason:
+            raise InvalidArgumentError(f"spillway: {reason}; set \"enabled\": false to leave the states to DeepSpeed's own swapper")
         if settings.enabled and settings.split_master and not reason:
             reason = _unsplit(self)
             if reason:
-                raise InvalidArgument(f"spillway: split_master: {reason}")
+                raise InvalidArgumentError(f"spillway: split_master: {reason}")
         if reason or not settings.enabled:
             return own_configure(self, offload_optimizer_config, aio_config)
         # DeepSpeed's fast initialization would write and read files by itself.
@@ -63,12 +63,12 @@ def _unfit(stage3):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     optimizer = stage3.optimizer
     if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
-        return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
+        return f"the optimizer is {type(optimizer).__name__}, and the tier needs DeepSpeedCPUAdam on Spillway's op"
     if not getattr(optimizer, "fp32_optimizer_states", True) or _master_dtype(stage3) is not torch.float32:
-        return "master weights and optimizer states have 16 bits; the tier has 32"
+        return "master weights and optimizer states have 16 bits, and the tier stores 32"
     if getattr(stage3, "partial_offload", 1.0) != 1.0:
-        return "offload_optimizer.ratio is not 1"
-    return "ZenFlow steps on its own" if getattr(stage3, "zenflow", False) else None
+        return "offload_optimizer.ratio is not 1, and the tier stores all states"
+    return "ZenFlow runs its own update" if getattr(stage3, "zenflow", False) else None
 
 
 def _unsplit(stage3):
@@ -76,7 +76,7 @@ def _unsplit(stage3):
     import torch
     for flat in stage3.fp16_partitioned_groups_flat:
         if flat is None or not flat.is_cpu or flat.dtype is not torch.bfloat16:
-            return "the model's weights have to be bfloat16 in host memory, which is what the masters are made of"
+            return "the model's weights have to be bfloat16 in host memory, because the master weights are rebuilt from them"
     return None
 
 
@@ -175,14 +175,14 @@ def _checkpointing(stage3):
             return own_restore(self)
         for index, flat in enumerate(self.fp16_partitioned_groups_flat):
             if flat is None:
-                raise NotImplementedError("Spillway cannot begin with the 16-bit weights of a checkpoint while the parameters "
+                raise NotImplementedError("Spillway cannot start from the 16-bit weights of a checkpoint while the parameters "
                                           "are in files; load the optimizer states too")
             swapper.give(index, flat, None, None, None)
 
     def load_universal_checkpoint(self, *arguments, **named):
         if tiered(self):
-            raise NotImplementedError("Spillway's tier does not load universal checkpoints; load it with offload_optimizer "
-                                      "on the device cpu, and save an ordinary one")
+            raise NotImplementedError("Spillway's tier does not load universal checkpoints; load this one with "
+                                      "offload_optimizer on the device cpu, and save an ordinary one")
         return own_universal(self, *arguments, **named)
 
     return {"_rigid_state_dict": rigid_state_dict, "_rigid_load_state_dict": rigid_load_state_dict,
@@ -198,8 +198,8 @@ def _order(stage3):
 
 def _take_over(swapper, masters, states, order):
     if len(masters) != len(order):
-        raise InvalidArgument(f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; sub_group_size and the "
-                              "number of ranks have to be those of the run that saved it")
+        raise InvalidArgumentError(f"the checkpoint has {len(masters)} sub-groups, this run {len(order)}; use the sub_group_size and the "
+                                   "number of ranks of the run that saved it")
     for place, index in enumerate(order):
         state = states.get(place, {})
         swapper.give(index, masters[index], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step"))

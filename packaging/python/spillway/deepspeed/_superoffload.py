@@ -191,11 +191,11 @@ def _unfit(stage3):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     optimizer = stage3.optimizer
     if not isinstance(optimizer, DeepSpeedCPUAdam) or not getattr(optimizer.ds_opt_adam, "__spillway__", False):
-        return f"the optimizer is {type(optimizer).__name__}; DeepSpeedCPUAdam on Spillway's op is needed"
+        return f"the optimizer is {type(optimizer).__name__}, not DeepSpeedCPUAdam on Spillway's op"
     if stage3.master_weights_and_grads_dtype is not torch.float32 or not getattr(optimizer, "fp32_optimizer_states", True):
         return "master weights or optimizer states have 16 bits"
     if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
-        return "torch's gradient scaler steps on its own"
+        return "torch's gradient scaler unscales the gradients before the step"
     if not stage3.grad_partitions_flat_buffer.is_cpu:
         return "gradients are summed up on the GPU"
     return None

@@ -12,7 +12,7 @@ import os
 import weakref
 
 from .. import _abi, _native, tier
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ..swap import STATES
 from . import _call, _lifetime, _ranks, _room, _scratch, _stale
 from ._parts import PartedSwap, block_bytes, floats
@@ -69,8 +69,8 @@ class TierSwapper:
 
     def _still_open(self):
         if self._open.closed:
-            raise InvalidArgument("the optimizer states on the tier were closed with their engine; make a new engine, and "
-                                  "load a checkpoint or resume")
+            raise InvalidArgumentError("the optimizer states on the tier were closed with their engine; make a new engine, and "
+                                       "load a checkpoint or resume")
         return self._open
 
     def close(self):
@@ -284,7 +284,8 @@ class TierSwapper:
         for index, other in enumerate(self._stage3.fp32_partitioned_groups_flat):
             if other is parameter:
                 return index
-        raise InvalidArgument("parameter is no sub-group of this optimizer")
+        raise InvalidArgumentError("spillway: the parameter is no sub-group's master weights of this optimizer; pass one of its "
+                                   "fp32_partitioned_groups_flat")
 
     # Parts of DeepSpeed's swapper interface without a function here: gradients stay in place, and nothing is timed.
 
@@ -299,14 +300,14 @@ class TierSwapper:
     def adam_state(self):
         """The state that DeepSpeed's arithmetic keeps between steps, as a dict of numbers."""
         state = _abi.sized(_abi.DsAdamState)
-        _native.check(_native.library().spw_ds_adam_save(self._stage3.optimizer.opt_id, ctypes.byref(state)))
+        _native.check(_native.library().spw_ds_adam_get_state(self._stage3.optimizer.opt_id, ctypes.byref(state)))
         return {name: getattr(state, name) for name, _ in state._fields_[1:]}
 
     def set_adam_state(self, numbers):
         """Restores the result of adam_state(); AdamW or L2 follows this run's configuration."""
         mode = int(self._stage3.optimizer.adam_w_mode)
         state = _abi.DsAdamState(ctypes.sizeof(_abi.DsAdamState), **{**numbers, "adamw_mode": mode})
-        _native.check(_native.library().spw_ds_adam_restore(self._stage3.optimizer.opt_id, ctypes.byref(state)))
+        _native.check(_native.library().spw_ds_adam_set_state(self._stage3.optimizer.opt_id, ctypes.byref(state)))
 
 
 class _Shown:
@@ -324,7 +325,7 @@ class _Shown:
 
 def served():
     """Reports of this process's tiers, for active()."""
-    return [{"paths": [path._asdict() for path in swapper.tier.paths()], **swapper.swap.stats._asdict(),
+    return [{"paths": [path._asdict() for path in swapper.tier.paths()], **swapper.swap.stats()._asdict(),
              **swapper.swap.budget._asdict(), "subgroups": len(swapper.elements), "parts": len(swapper.swap), "commits": swapper.commits,
              "resumed_at": swapper.tier.opened.step} for swapper in _swappers]
 
@@ -338,7 +339,7 @@ class _Opened:
 
         def open_at(step):
             return tier.Tier(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, at_step=step,
-                             stall_seconds=settings.stall_seconds, durability=settings.durability, **options)
+                             io_timeout=settings.io_timeout_seconds, durability=settings.durability, **options)
 
         self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume \
             else _scratch.open_scratch(settings, settings.job, rank, world, **options)
@@ -346,7 +347,7 @@ class _Opened:
     def swap(self, elements):
         settings = self._settings
         self.parted = PartedSwap(self.tier, elements, settings.part_elements, cache_bytes=settings.cache_bytes,
-                                 ratio=settings.ratio, turns=settings.turns, huge_pages=settings.lock, lock=settings.lock,
+                                 ratio=settings.ratio, turns=settings.turns, huge_pages=settings.pin_memory, pin_memory=settings.pin_memory,
                                  split_master=settings.split_master)
 
     def close(self):

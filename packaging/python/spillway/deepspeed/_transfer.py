@@ -6,7 +6,7 @@ found that it succeeded."""
 import ctypes
 import os
 
-from ..errors import InvalidArgument, SpillwayError
+from ..errors import InvalidArgumentError, SpillwayError
 from . import _pin
 
 _COMPARED_AT_ONCE = 8 << 20
@@ -29,7 +29,8 @@ def _staging(tensor, reads):
     import torch
     _pin.tensor_argument(tensor, "buffer")
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        raise InvalidArgument(f"buffer is {tensor.layout} on device {tensor.device}; it has no bytes to move")
+        raise InvalidArgumentError(f"buffer is {tensor.layout} on device {tensor.device} and has no bytes to transfer; pass a dense tensor "
+                                   "with data")
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     if not reads:
         _copy(staged, tensor)
@@ -46,7 +47,7 @@ def path_of(filename):
     """A path as bytes for the C library."""
     path = os.fsencode(filename)
     if b"\0" in path:
-        raise InvalidArgument(f"filename is {filename!r}; a path has no NUL in it")
+        raise InvalidArgumentError(f"filename is {filename!r}; pass a path without NUL")
     return path
 
 
@@ -57,5 +58,5 @@ def verify(path, offset, address, size):
         for at in range(0, size, _COMPARED_AT_ONCE):
             length = min(_COMPARED_AT_ONCE, size - at)
             if file.read(length) != ctypes.string_at(address + at, length):
-                raise SpillwayError(f"validating {size} bytes at offset {offset} of {os.fsdecode(path)}: "
-                                    f"file and buffer differ at or after byte {offset + at} of the file")
+                raise SpillwayError(f"validating {size} bytes at offset {offset} of {os.fsdecode(path)}: file and buffer differ in the "
+                                    f"{length} bytes from byte {offset + at} of the file; the transfer is not intact, repeat it")

@@ -29,7 +29,7 @@ def mode():
     """The mode that selects the recorded steps."""
     chosen = _hook.undo_mode() or os.environ.get("SPILLWAY_DEEPSPEED_UNDO") or "auto"
     if chosen not in MODES:
-        raise ValueError(f"SPILLWAY_DEEPSPEED_UNDO is {chosen!r}; one of {', '.join(MODES)} expected")
+        raise ValueError(f"the environment variable SPILLWAY_DEEPSPEED_UNDO is {chosen!r}; set it to one of {', '.join(MODES)}")
     return chosen
 
 
@@ -103,7 +103,7 @@ class _Recording:
 
     def bytes(self):
         used = ctypes.c_uint64()
-        _native.check(_native.library().spw_undo_log_bytes(self.handle, ctypes.byref(used)))
+        _native.check(_native.library().spw_undo_get_log_bytes(self.handle, ctypes.byref(used)))
         return used.value
 
     def __del__(self):

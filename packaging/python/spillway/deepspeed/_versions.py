@@ -82,7 +82,7 @@ def _version_lacks(part):
     if _FIRST[part] <= version and version[:2] <= _LAST:
         return None
     first, last = ".".join(map(str, _FIRST[part])), ".".join(map(str, _LAST))
-    return f"{_NAMES[part]} were tried with DeepSpeed {first} to {last}.x, and this is {stated or 'one without a version'}"
+    return f"{_NAMES[part]} are tested with DeepSpeed {first} to {last}.x, and this is {stated or 'a DeepSpeed without a version'}"
 
 
 def _stated_version():

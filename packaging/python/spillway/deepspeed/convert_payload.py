@@ -10,7 +10,7 @@ import io
 import sys
 
 from .. import tier
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import _payload
 
 
@@ -19,9 +19,11 @@ def convert(paths, *, job, trusted=False, host=None, rank=0, world=1, at_step=No
     other user could write to the tier; without it nothing is read. With several ranks convert each at the same step,
     the smallest of their last steps."""
     if not trusted:
-        raise InvalidArgument("a pickle runs whatever its writer put there; say trusted=True if nobody else could write to it")
+        raise InvalidArgumentError("convert: reading a pickle runs any code that its writer put there; pass trusted=True if nobody else could "
+                                   "write to the tier")
     if world > 1 and at_step is None:
-        raise InvalidArgument("at_step is missing: the smallest last step of all ranks, see spillway.tier.steps")
+        raise InvalidArgumentError("convert: at_step is missing, which a run of several ranks needs; pass the smallest last step of all ranks, see "
+                                   "spillway.tier.steps")
     with tier.Tier(paths, job=job, host=host, rank=rank, world=world, mode="resume", at_step=at_step) as opened:
         record = _payload.load(opened, opened.opened.payload, _unpickled)
         opened.commit(opened.opened.step, _payload.store(opened, record))

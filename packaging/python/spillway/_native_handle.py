@@ -7,17 +7,20 @@ call and storing its outcome (`record`).
 
 A forked child has an unusable copy of the object: every call raises there, and close() does nothing."""
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import os
 import threading
 import time
+from typing import Any, TypeVar
 
 from . import _native
-from .errors import Busy, InvalidArgument, TimedOut
+from .errors import BusyError, InvalidArgumentError, TimedOutError, UnsupportedError
 
 # Period in seconds at which a close polls for calls in flight.
-LOOK_SECONDS = 0.002
+POLL_SECONDS = 0.002
 
 
 def record(outcome, function, *arguments):
@@ -25,12 +28,15 @@ def record(outcome, function, *arguments):
     outcome.extend(map(function, *((argument,) for argument in arguments)))
 
 
-class Held:
-    """Subclasses define `what`, the object's name in messages, and `closer`, the C function that ends it."""
+_Owner = TypeVar("_Owner", bound="_NativeHandle")
 
-    what = "object"
-    closer = ""
-    _cell = ()
+
+class _NativeHandle:
+    """Subclasses define `closer`, the C function that closes the object. Messages name the object by its class."""
+
+    closer: str = ""
+    # The C handle in a list of one item, which close() empties.
+    _cell: Any = ()
 
     def _hold(self, opener, *arguments):
         # Set before the call: if the call is interrupted, __del__ still finds and closes the handle.
@@ -40,13 +46,17 @@ class Held:
         _native.check(getattr(_native.library(), opener)(*arguments, ctypes.byref(handle)))
 
     @property
-    def handle(self):
-        """The C handle; raises InvalidArgument if the object is closed or belongs to the parent process."""
+    def _kind(self) -> str:
+        return type(self).__name__
+
+    @property
+    def handle(self) -> Any:
+        """The C handle; raises InvalidArgumentError if the object is closed, UnsupportedError in a forked child."""
         cell = self._cell
         if cell:
             self._check_process()
         if not cell or not cell[0] or self._closed:
-            raise InvalidArgument(f"the {self.what} is closed")
+            raise InvalidArgumentError(f"this {self._kind} is closed; open a new one")
         return cell[0]
 
     def _through(self, work):
@@ -89,26 +99,32 @@ class Held:
     def _drain(self, end):
         while inside := [thread for lock, thread in list(self._inside.items()) if lock.locked()]:
             if threading.get_ident() in inside:
-                raise Busy(f"the {self.what} cannot be closed from inside one of its own calls, by a callback or signal handler")
+                raise BusyError(f"cannot close this {self._kind} from inside one of its own calls, by a callback or a signal handler; "
+                                "close it after the call has returned")
             if end is not None and time.monotonic() >= end:
-                raise TimedOut(f"the {self.what} is still open: {len(inside)} calls of other threads have not returned")
-            time.sleep(LOOK_SECONDS)
+                raise TimedOutError(f"timed out while closing this {self._kind}: {len(inside)} calls of other threads have not "
+                                    "returned; it is still open, close it again later")
+            time.sleep(POLL_SECONDS)
 
     def _check_process(self):
         if self._process != os.getpid():
-            raise InvalidArgument(f"the {self.what} was opened by process {self._process} and is not usable in its forked child "
-                                  f"{os.getpid()}; open one in the child")
+            raise UnsupportedError(f"this {self._kind} was opened by process {self._process} and is not usable in its forked "
+                                   f"child {os.getpid()}; open a new one in the child")
 
-    def close(self):
+    def close(self) -> None:
         """Closes the object after calls of other threads have returned; a second call does nothing."""
         self._end()
 
-    def __enter__(self):
+    def __enter__(self: _Owner) -> _Owner:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self):
+    def __reduce_ex__(self, _: Any) -> Any:
+        # copy.copy and pickle would make a second owner of the same C object.
+        raise TypeError(f"a {self._kind} cannot be copied or pickled; open another one")
+
+    def __del__(self) -> None:
         if self._cell and self._cell[0]:
             self.close()

@@ -1,0 +1,32 @@
+"""The command line of Spillway, as `spillway` and as `python -m spillway`.
+
+    spillway preload-path      the preload library: LD_PRELOAD=$(spillway preload-path) program
+    spillway library-path      libspillway.so, as this package loads it
+    spillway doctor ...        and all other commands: the tool in this package; `spillway --help` lists them"""
+
+import os
+import sys
+
+from . import _native
+
+
+def main():
+    command = sys.argv[1] if len(sys.argv) == 2 else None
+    if command == "preload-path":
+        print(_native.preload_path())
+    elif command == "library-path":
+        print(_native.library_path())
+    else:
+        _run_tool(sys.argv[1:])
+
+
+def _run_tool(arguments):
+    tool = _native.tool_path()
+    try:
+        os.execv(tool, ["spillway", *arguments])
+    except OSError as error:
+        sys.exit(f"spillway: cannot run {tool}: {error.strerror}; reinstall the spillway wheel, or build the tool: make lib")
+
+
+if __name__ == "__main__":
+    main()

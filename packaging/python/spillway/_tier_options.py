@@ -1,0 +1,64 @@
+"""Options of a tier: their names, and the C structures that they become."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from . import _abi
+from ._tier_records import TierPath
+from .errors import InvalidArgumentError
+
+MODES = {"auto": 0, "create": 1, "resume": 2}
+DURABILITIES = {"data": 0, "process": 1, "full": 2}
+BACKENDS = {"auto": 0, "uring": 1, "threads": 2}
+_DEGRADED = 1
+_DIRECTORY, _MEMORY = 0, 1
+
+
+def tier_options(paths: Iterable[Any], job: str, host: str | None, rank: int, world: int, degraded: bool) -> Any:
+    """Returns the C options that opening and reading a tier share."""
+    options = _abi.sized(_abi.TierOptions)
+    options.job, options.host = text(job, "job"), None if host is None else text(host, "host")
+    options.rank, options.world, options.flags = rank, world, _DEGRADED * bool(degraded)
+    rows = [_path(path) for path in paths]
+    options.paths, options.path_count = (_abi.TierPath * len(rows))(*rows), len(rows)
+    return options
+
+
+def _path(given: Any) -> Any:
+    path = given if isinstance(given, TierPath) else TierPath(given)
+    kind, directory = (_MEMORY, None) if path.directory is None else (_DIRECTORY, os.fsencode(path.directory))
+    if b"\0" in (directory or b""):
+        raise InvalidArgumentError(f"Tier: the path {path.directory!r} contains a NUL; pass a directory")
+    return _abi.TierPath(ctypes.sizeof(_abi.TierPath), kind, directory, path.limit_bytes, path.reserve_bytes)
+
+
+def number(value: int, argument: str, most: int = (1 << 64) - 1) -> int:
+    """Returns an integer argument; raises InvalidArgumentError if it does not fit."""
+    if not isinstance(value, int) or not 0 <= value <= most:
+        raise InvalidArgumentError(f"Tier: {argument} is {value!r}; pass a number from 0 to {most}")
+    return value
+
+
+def payload_of(payload: Any) -> bytes:
+    """Returns the bytes of a commit's payload."""
+    if not isinstance(payload, (bytes, bytearray, memoryview)):
+        raise InvalidArgumentError(f"Tier: payload is of type {type(payload).__name__}; pass bytes")
+    return bytes(payload)
+
+
+def choice(choices: Mapping[str, int], value: str, argument: str) -> int:
+    """Returns the number of a named choice; raises InvalidArgumentError for an unknown name."""
+    if value not in choices:
+        raise InvalidArgumentError(f"Tier: {argument} is {value!r}; pass one of {', '.join(choices)}")
+    return choices[value]
+
+
+def text(value: Any, argument: str) -> bytes:
+    """Returns a string as bytes for C."""
+    if not isinstance(value, str) or "\0" in value:
+        raise InvalidArgumentError(f"Tier: {argument} is {value!r}; pass a string without NUL")
+    return value.encode()

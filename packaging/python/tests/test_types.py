@@ -1,0 +1,72 @@
+"""Proves that the public modules have complete annotations, that a type checker reports no error in them, and that
+every public class and function has a docstring."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import spillway
+import spillway.deepspeed
+from spillway import errors, gpu, interleave, optim, recording, speculate, swap, tier
+
+mypy = pytest.importorskip("mypy", reason="mypy is not installed: packaging/python_env.sh installs it")
+
+
+def test_a_type_checker_accepts_the_public_modules(repository, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", tmp_path], cwd=repository / "packaging" / "python",
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+PROGRAM = """
+import spillway
+
+adam = spillway.Adam(lr=1e-3)
+stats = adam.step([], return_stats=True)
+reveal_type(stats)
+with spillway.Tier(["a"], job="x", io_timeout=1.5) as tier:
+    reveal_type(tier)
+    with spillway.Swap(tier, [1], memory_budget=None) as swap:
+        reveal_type(swap.stats().rounds)
+spillway.Tier(["a"], job=3)
+spillway.Adamm
+"""
+
+
+def test_a_program_that_uses_the_package_is_checked(repository, tmp_path):
+    """Checks the results that a user's type checker reports: the types of results, a wrong
+    argument, an unknown name."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", tmp_path, "--config-file=", "--follow-imports=silent",
+                           tmp_path / "program.py"], cwd=repository / "packaging" / "python", capture_output=True, text=True)
+    lines = [line.split(": ", 1)[1] for line in done.stdout.splitlines() if "program.py:" in line]
+    assert lines == ['note: Revealed type is "tuple[bool, float, fallback=spillway.optim.StepStats] | None"',
+                     'note: Revealed type is "spillway.tier.Tier"', 'note: Revealed type is "int"',
+                     'error: Argument "job" to "Tier" has incompatible type "int"; expected "str"  [arg-type]',
+                     'error: Module has no attribute "Adamm"; maybe "Adam"?  [attr-defined]'], done.stdout
+
+
+def public():
+    """Every public class and function, and the methods that a class defines itself."""
+    for module in (spillway, errors, gpu, interleave, optim, recording, speculate, swap, tier, spillway.deepspeed):
+        for name, value in vars(module).items():
+            if name.startswith("_") or not getattr(value, "__module__", "").startswith("spillway"):
+                continue
+            if inspect.isclass(value) or inspect.isfunction(value):
+                yield f"{module.__name__}.{name}", value
+            if inspect.isclass(value):
+                for member, inner in vars(value).items():
+                    if not member.startswith("_") and (inspect.isfunction(inner) or isinstance(inner, property)):
+                        yield f"{module.__name__}.{name}.{member}", inner
+
+
+@pytest.mark.parametrize("name, value", dict(public()).items())
+def test_every_public_name_has_a_description(name, value):
+    assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "Lion", "Prepared", "Recording", "Tier", "Swap", "Speculation", "Gpu", "Interleave"])
+def test_every_class_has_an_example(kind):
+    assert "Example:" in getattr(spillway, kind).__doc__

@@ -1,13 +1,14 @@
 #!/bin/sh
-# Makes what an Arm build on an x86_64 Debian machine needs, in a cache outside the repository, and prints its path:
-# C cross compiler and qemu from apt, and unpacked beside them a Rust with the Arm standard library, an Arm Python with
-# numpy and pip, llvm-mca, and a second qemu. The Rust is Debian's own, because its compiler and its Arm standard library
-# are one build. The second qemu takes no plugins, and for that starts threads in children of processes with threads.
+# Installs the tools for an Arm build on an x86_64 Debian machine in a cache outside the repository, and prints the
+# path. The C cross compiler and qemu come from apt. Beside them the script unpacks a Rust with the Arm standard
+# library, an Arm Python with numpy and pip, llvm-mca, and a second qemu. The Rust is Debian's own, because its compiler
+# and its Arm standard library are one build. The second qemu accepts no plugins, but can start threads in forked
+# children of processes with threads.
 #
-#   packaging/arm_env.sh            the folder; its file `env` holds the settings for cargo
-#   packaging/arm_env.sh --export   those settings as shell lines
+#   packaging/arm_env.sh            prints the folder; its file `env` holds the settings for cargo
+#   packaging/arm_env.sh --export   prints those settings as shell lines
 #
-# A second run does nothing. SPILLWAY_CACHE moves the cache. Exit status 77: root has to run the command shown.
+# A second run changes nothing. SPILLWAY_CACHE moves the cache. Exit status 77: root must run the command shown.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -75,7 +76,8 @@ install_system() {
         fail "apt-get failed: see $cache/apt.log"
 }
 
-# The package that $1 depends on whose name matches $2: names carry versions that security updates change.
+# Prints the package that $1 depends on and whose name matches $2: names contain versions,
+# which security updates change.
 dependency() {
     found=$(apt-cache depends "$1" | sed -n "s/.*Depends: \($2\)\(:[a-z0-9]*\)\{0,1\}\$/\1/p" | head -n 1)
     [ -n "$found" ] || fail "$1 depends on no $2"
@@ -98,7 +100,7 @@ download() {
     (cd "$cache/debs" && rm -f ./*.deb && apt-get -o APT::Sandbox::User=root download -qq "$@")
 }
 
-# What update-alternatives would do for numpy.
+# Creates the links for numpy that update-alternatives would create.
 link_libraries() {
     (cd "$cache/python/usr/lib/aarch64-linux-gnu" && ln -sf blas/libblas.so.3 lapack/liblapack.so.3 .)
 }

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds the release of both architectures into dist/: a wheel and an archive each, as package.sh makes them.
+# Builds the release of both architectures into dist/: one wheel and one archive each, made by package.sh.
 #
-#   packaging/dist.sh [DIST]      DIST is dist/ of the repository unless named
+#   packaging/dist.sh [DIST]      default: dist/ of the repository
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
@@ -12,9 +12,9 @@ settings=$("$root/packaging/arm_env.sh" --export) || exit $?
 cd "$root"
 mkdir -p "$dist"
 rm -f "$dist"/spillway-*
-cargo build --release --lib --no-default-features -p spillway -p spillway-preload --target-dir "$target"
+cargo build --release -p spillway -p spillway-preload --features spillway/s3 --target-dir "$target"
 packaging/package.sh x86_64 "$target/release/libspillway.so" "$dist"
 (eval "$settings" &&
-    cargo build --release --lib --no-default-features -p spillway -p spillway-preload --target-dir "$target")
+    cargo build --release -p spillway -p spillway-preload --features spillway/s3 --target-dir "$target")
 packaging/package.sh aarch64 "$target/aarch64-unknown-linux-gnu/release/libspillway.so" "$dist"
 (cd "$dist" && sha256sum spillway-* | tee SHA256SUMS)

@@ -1,14 +1,14 @@
 #!/bin/sh
-# Installs the library for C and C++ programs: packaging/install.sh PREFIX LIBRARY [PRELOAD]
+# Installs the library for C and C++ programs: packaging/install.sh PREFIX LIBRARY [PRELOAD [TOOL]]
 #
-# PREFIX is absolute. LIBRARY is the built libspillway.so; libspillway.a is taken from beside it. PRELOAD is the built
-# libspillway_preload.so, which is installed too if it is named. LIBDIR is the folder of libraries below PREFIX, such as
-# lib/x86_64-linux-gnu; lib, if it is not set. Under DESTDIR, if that is set, the same tree is staged: only where files are
-# written changes, not what they say.
+# PREFIX is absolute. LIBRARY is the built libspillway.so; libspillway.a must lie in the same folder. PRELOAD is the
+# built libspillway_preload.so and TOOL is the command line tool; both are optional. LIBDIR is the folder of libraries
+# below PREFIX, such as lib/x86_64-linux-gnu; the default is lib. If DESTDIR is set, files are written below it, with
+# the same contents as without it.
 set -eu
 
-if [ $# -lt 2 ] || [ $# -gt 3 ]; then
-    echo "usage: $0 PREFIX path/to/libspillway.so [path/to/libspillway_preload.so]" >&2
+if [ $# -lt 2 ] || [ $# -gt 4 ]; then
+    echo "usage: $0 PREFIX path/to/libspillway.so [path/to/libspillway_preload.so [path/to/spillway]]" >&2
     exit 2
 fi
 prefix=$1
@@ -18,10 +18,12 @@ case $prefix in
     *) echo "$0: PREFIX must be absolute, not $prefix" >&2; exit 2 ;;
 esac
 here=$(cd "$(dirname "$0")" && pwd)
-header=$here/../include/spillway.h
+headers=$here/../include
+header=$headers/spillway/base.h
 archive=${library%.so}.a
 preload=${3:-}
-for file in "$library" "$archive" ${preload:+"$preload"} "$header"; do
+tool=${4:-}
+for file in "$library" "$archive" ${preload:+"$preload"} ${tool:+"$tool"} "$header" "$headers/spillway.h"; do
     [ -f "$file" ] || { echo "$0: $file does not exist" >&2; exit 1; }
 done
 
@@ -33,11 +35,11 @@ libdir=${LIBDIR:-lib}
 case /$libdir/ in
     //* | */../* | */./*) echo "$0: LIBDIR must be a folder below PREFIX, such as lib64, not $libdir" >&2; exit 2 ;;
 esac
-# From the folder of libraries to PREFIX.
+# The relative path from the folder of libraries to PREFIX.
 up=$(printf '%s' "$libdir" | sed -e 's|[^/][^/]*|..|g')
 to=${DESTDIR:-}$prefix
 lib=$to/$libdir
-# pkg-config wants blanks escaped; what follows keeps sed from reading the path as a pattern.
+# pkg-config requires escaped blanks; the other escapes keep sed from reading the path as a pattern.
 quote() {
     printf '%s' "$1" | sed -e 's/ /\\ /g' | sed -e 's/[\\&|]/\\&/g'
 }
@@ -49,16 +51,21 @@ fill() {
     chmod 644 "$2"
 }
 
-install -d "$to/include" "$lib/pkgconfig" "$lib/cmake/spillway"
-install -m 644 "$header" "$to/include/spillway.h"
+install -d "$to/include/spillway" "$lib/pkgconfig" "$lib/cmake/spillway"
+install -m 644 "$headers/spillway.h" "$headers/spillway.hpp" "$to/include/"
+install -m 644 "$headers"/spillway/*.h "$to/include/spillway/"
 install -m 644 "$archive" "$lib/libspillway.a"
-# Written beside and renamed: programs that have the old library mapped keep it whole.
+# Writes a new file and renames it: programs that have mapped the old file keep it unchanged.
 place() {
-    install -m 755 "$1" "$lib/.$2"
-    mv -f "$lib/.$2" "$lib/$2"
+    install -m 755 "$1" "$3/.$2"
+    mv -f "$3/.$2" "$3/$2"
 }
-place "$library" "libspillway.so.$version"
-[ -z "$preload" ] || place "$preload" libspillway_preload.so
+place "$library" "libspillway.so.$version" "$lib"
+[ -z "$preload" ] || place "$preload" libspillway_preload.so "$lib"
+if [ -n "$tool" ]; then
+    install -d "$to/bin"
+    place "$tool" spillway "$to/bin"
+fi
 ln -sfn "libspillway.so.$version" "$lib/libspillway.so.$abi"
 ln -sfn "libspillway.so.$abi" "$lib/libspillway.so"
 fill "$here/spillway.pc.in" "$lib/pkgconfig/spillway.pc"

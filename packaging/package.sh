@@ -1,10 +1,11 @@
 #!/bin/sh
-# Makes the two packages of one architecture from a library that is built: an archive (libraries, header, pkg-config,
-# CMake) to unpack over /, and a wheel.
+# Makes the two packages of one architecture from a built library: a wheel, and an archive (libraries, header, tool,
+# pkg-config, CMake) to unpack over /. The preload library and the tool must lie beside LIBRARY; with
+# SPILLWAY_WHEEL_WITHOUT_TOOL=1 the tool may be missing.
 #
 #   packaging/package.sh ARCHITECTURE LIBRARY DIST      ARCHITECTURE: x86_64 or aarch64
 #
-# The wheel is tagged with the glibc that the library really needs. PYTHON names an interpreter with pip.
+# The wheel's tag names the glibc version that the library requires. PYTHON names an interpreter with pip.
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
@@ -27,7 +28,9 @@ main() {
     mkdir -p "$dist"
     stage=$(mktemp -d)
     trap 'rm -rf "$stage"' EXIT
-    DESTDIR=$stage "$root/packaging/install.sh" /usr/local "$library" "${library%.so}_preload.so"
+    tool=$(dirname "$library")/spillway
+    [ -f "$tool" ] || [ "${SPILLWAY_WHEEL_WITHOUT_TOOL:-0}" != 1 ] || tool=
+    DESTDIR=$stage "$root/packaging/install.sh" /usr/local "$library" "${library%.so}_preload.so" $tool
     tar -C "$stage" --owner=0 --group=0 --sort=name -czf "$dist/spillway-$version-linux-$architecture.tar.gz" usr
     glibc=$("$objdump" -T "$library" | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -n 1 | tr . _)
     _PYTHON_HOST_PLATFORM=manylinux_${glibc#GLIBC_}_$architecture SPILLWAY_PREBUILT_LIB=$library \

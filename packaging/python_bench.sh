@@ -1,5 +1,5 @@
 #!/bin/sh
-# The measurements under Python, against torch and DeepSpeed. Arguments go to `python -m spillway.bench`.
+# Runs the measurements under Python, compared with torch and DeepSpeed. Arguments go to `python -m spillway.bench`.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 exports=$("$root/packaging/python_env.sh" --export)

@@ -1,10 +1,12 @@
 #!/bin/sh
-# Makes the Python environment of tests, demo and bench, in a cache outside the repository, and prints its python.
+# Creates the Python environment of tests, demo and bench in a cache outside the repository, and prints the
+# path of its python.
 #
-#   packaging/python_env.sh            the path of the python
-#   packaging/python_env.sh --export   shell lines: SPILLWAY_PYTHON, SPILLWAY_OLD_DEEPSPEED, TORCH_EXTENSIONS_DIR, PATH
+#   packaging/python_env.sh            prints the path of the python
+#   packaging/python_env.sh --export   prints shell lines: SPILLWAY_PYTHON, SPILLWAY_OLD_DEEPSPEED,
+#                                      TORCH_EXTENSIONS_DIR, CXX, PATH
 #
-# A second run with the same requirements does nothing. SPILLWAY_CACHE moves the cache, PYTHON names the interpreter.
+# A second run with the same requirements changes nothing. SPILLWAY_CACHE moves the cache, PYTHON names the interpreter.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -46,6 +48,15 @@ set_up() {
         mv "$folder.part" "$folder"
     done
     mkdir -p "$cache/torch_extensions"
+    write_compiler
+}
+
+# The compiler of DeepSpeed's ops. DeepSpeed requests debug information, which doubles the time of a compilation and
+# does not change the code.
+write_compiler() {
+    mkdir -p "$cache/bin"
+    printf '#!/bin/sh\nexec c++ "$@" -g0\n' >"$cache/bin/c++"
+    chmod +x "$cache/bin/c++"
 }
 
 find_python() {
@@ -74,6 +85,7 @@ answer() {
     echo "export SPILLWAY_PYTHON='$venv/bin/python'"
     echo "export SPILLWAY_OLD_DEEPSPEED='$old'"
     echo "export TORCH_EXTENSIONS_DIR='$cache/torch_extensions'"
+    echo "export CXX='$cache/bin/c++'"
     echo "export PATH='$venv/bin':\"\$PATH\""
 }
 

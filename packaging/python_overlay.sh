@@ -1,8 +1,9 @@
 #!/bin/sh
-# Makes a small virtual environment in DIR that sees the packages of the cached one and has the spillway wheel
-# installed, and prints its python. The cached environment itself stays as it is, whatever checkout uses it.
+# Creates a small virtual environment in DIR that contains the spillway wheel and sees the packages of the
+# cached environment. Prints the path of its python. The cached environment itself stays unchanged, so several
+# checkouts can share it.
 #
-#   packaging/python_overlay.sh DIR        SPILLWAY_PREBUILT_LIB as for the wheel
+#   packaging/python_overlay.sh DIR        SPILLWAY_PREBUILT_LIB has the same effect as for the wheel
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)

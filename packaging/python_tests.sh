@@ -1,11 +1,19 @@
 #!/bin/sh
-# The Python tests: the package alone, and under DeepSpeed and torch; two at a time, for most of their time is the start of
-# processes that import both. Arguments go to pytest.
+# Runs the Python tests: of the package alone, and under DeepSpeed and torch.
+#
+#   packaging/python_tests.sh [OPTION...]               all files, two at a time; options go to pytest
+#   packaging/python_tests.sh --only FILE [OPTION...]   one file, in one process
+#
+# Two processes share the work because most of the time is the start of processes that import torch and DeepSpeed.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 cd "$root"
-# With object stores, which their tests need; nothing else depends on the feature.
-cargo build --quiet --release --lib --package spillway --package fakecuda --features spillway/s3
+# Builds the contents of a wheel, like `make lib`. Cargo builds only crates that changed.
+cargo build --quiet --release --package spillway --package spillway-preload --package fakecuda --features spillway/s3
 exports=$(packaging/python_env.sh --export)
 eval "$exports"
-exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed ffi_tests/model "$@"
+if [ "${1:-}" = --only ]; then
+    shift
+    exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider "$@"
+fi
+exec "$SPILLWAY_PYTHON" -m pytest -q -p no:cacheprovider -n 2 --dist worksteal packaging/python/tests ffi_tests/deepspeed ffi_tests/docs ffi_tests/model "$@"

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Installs the Debian packages that tests and demo need and that are missing: as root by itself, else it names the command.
+# Installs missing Debian packages that the tests and the demo need. Without root rights it prints the command instead.
 #
-#   packaging/system_packages.sh [PACKAGE...]     PACKAGE: wanted too
+#   packaging/system_packages.sh [PACKAGE...]     PACKAGE: further packages
 set -eu
 
-wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake git util-linux mount e2fsprogs $*"
+wanted="gcc g++ libc6-dev python3 python3-venv pkg-config libaio-dev fio valgrind cmake luajit git util-linux mount e2fsprogs abigail-tools $*"
 
 missing=""
 for package in $wanted; do

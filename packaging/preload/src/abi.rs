@@ -1,7 +1,7 @@
-//! The records that libaio and its callers share, as `<libaio.h>` lays them out on 64-bit little-endian machines.
+//! The structs that libaio and its callers share, laid out as in `<libaio.h>` on 64-bit little-endian machines.
 
 #[cfg(not(all(target_pointer_width = "64", target_endian = "little")))]
-compile_error!("the libaio records are laid out here for 64-bit little-endian machines only");
+compile_error!("the layout of libaio's records is implemented for 64-bit little-endian machines only");
 
 pub const CMD_PREAD: u16 = 0;
 pub const CMD_PWRITE: u16 = 1;
@@ -11,7 +11,7 @@ pub const CMD_POLL: u16 = 5;
 pub const CMD_PREADV: u16 = 7;
 pub const CMD_PWRITEV: u16 = 8;
 
-/// `flags`: `resfd` is an eventfd to be told of the completion.
+/// `flags`: `resfd` is an eventfd that receives a notice of the completion.
 pub const FLAG_RESFD: u32 = 1;
 /// `flags`: `reqprio` is an I/O priority.
 pub const FLAG_IOPRIO: u32 = 2;

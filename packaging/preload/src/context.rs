@@ -1,13 +1,13 @@
-//! One `io_context_t`: requests go in under the ring's filling lock, events come out under the state lock, and no
-//! lock is held while a thread sleeps in the kernel.
+//! One `io_context_t`. Requests are submitted under the ring's filling lock, and events are taken under the state lock.
+//! No lock is held while a thread sleeps in the kernel.
 //!
-//! - At most one thread, the leader, waits in io_uring_enter, which can ask for several completions at once; others
-//!   poll the ring's descriptor. Whoever wakes first takes what is there.
+//! - At most one thread, the leader, waits in io_uring_enter, which can wait for several completions at once. Others
+//!   poll the ring's descriptor. The thread that wakes first takes all completions that have arrived.
 //! - Locks are taken in the order filling, state.
-//! - A buffered transfer is carried out by the thread that submits it, between the lots that go to the ring, and its
-//!   completion is parked. No lock is held meanwhile.
-//! - A request is cancelled by Linux when the thread that submitted it exits before a worker got to it. libaio knows
-//!   no such thing, so a cancellation nobody asked for is submitted again.
+//! - The submitting thread performs a buffered transfer itself, between two groups of requests for the ring, and parks
+//!   its completion. It holds no lock meanwhile.
+//! - Linux cancels a request if the thread that submitted it exits before a worker starts the request. libaio has no
+//!   such rule, so a cancellation that the program did not request is submitted again.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -24,16 +24,16 @@ use crate::request::{Request, check_fields};
 use crate::ring::{Filling, Patience, Ring, let_signals_in};
 use crate::table::{HIDDEN, Table};
 
-/// The leader asks for no more at once, so that this many empty completions always wake it.
+/// The leader waits for at most this number of completions, so that this many empty completions always wake it.
 const MAX_BATCH: i64 = 64;
 
 /// A context; its address is the program's `io_context_t`.
 #[repr(C)]
 pub struct Context {
-    /// Where Linux keeps the header of its event ring. libaio and fio, which read events from there, look for a magic
-    /// number first and, finding none, call `io_getevents`. `imports` finds the programs that do not look.
+    /// At this place Linux keeps the header of its event ring. libaio and fio, which read events from there, first look
+    /// for a magic number. If it is missing, they call `io_getevents`. `imports` finds the programs that do not check.
     no_event_ring: [u32; 8],
-    /// Buffered transfers go to the ring too.
+    /// Buffered transfers use the ring too.
     asynchronous: bool,
     ring: Ring,
     state: Mutex<State>,
@@ -42,16 +42,17 @@ pub struct Context {
 
 struct State {
     table: Table,
-    /// Carried out at once; or taken from the ring, but not storable at the program's address. The next call gets them.
+    /// Completions that the next call returns: of transfers performed at once, and of requests from the ring whose
+    /// event could not be stored at the program's address.
     parked: VecDeque<(u64, i32)>,
-    /// Cancelled by a thread's exit.
+    /// Requests that the exit of a thread cancelled.
     again: Vec<u64>,
     waiters: usize,
     led: bool,
     destroyed: bool,
 }
 
-/// What `io_getevents` was asked for.
+/// The arguments of `io_getevents`.
 #[derive(Clone, Copy)]
 pub struct Wanted {
     pub min: i64,
@@ -83,8 +84,8 @@ impl Context {
         })
     }
 
-    /// Submits `count` requests from the program's array of addresses: how many were accepted, or why the first
-    /// was not.
+    /// Submits `count` requests from the program's array of addresses. Returns the number of accepted requests, or the
+    /// error of the first one.
     pub fn submit(&self, requests: u64, count: i64) -> Result<i64, c_int> {
         let mut accepted = 0;
         while accepted < count {
@@ -100,8 +101,8 @@ impl Context {
         Ok(accepted)
     }
 
-    /// Hands requests to the ring, up to the first that is carried out at once, whose number is returned: how many were
-    /// accepted, that one among them, or why the next was not.
+    /// Submits requests to the ring, up to the first that is performed at once. Returns the number of accepted
+    /// requests, that one included, and its request number or the error of the next request.
     fn submit_lot(&self, requests: u64, lot: Range<i64>) -> (i64, Result<Option<u64>, c_int>) {
         self.ring.submit(|filling| {
             let mut memory = Checked::default();
@@ -116,7 +117,7 @@ impl Context {
         })
     }
 
-    /// The request's number if the ring did not get it.
+    /// Submits one request. Returns its number if the ring did not receive it.
     fn submit_one(
         &self,
         array: u64,
@@ -152,19 +153,19 @@ impl Context {
         let Some(request) = state.table.get_mut(number) else { return };
         let (transfer, notice) = (request.transfer(), request.notice(HIDDEN));
         drop(state);
-        // SAFETY: the request leaves the table when its completion, which is parked below, is fetched.
+        // SAFETY: the request leaves the table only when its completion is fetched, and the completion is parked below.
         let result = unsafe { transfer.perform() };
         let mut state = self.lock();
         state.parked.push_back((number, result));
         let awaited = state.waiters > 0;
         drop(state);
-        // A waiter counts completions of the ring: one for each event.
+        // A waiter counts completions of the ring, and needs one for each event.
         let wake = || awaited.then(|| opcode::Nop::new().build().user_data(HIDDEN));
         if let Some(entry) = notice.or_else(wake) {
-            // SAFETY: the word to an eventfd is static; the other entry points to nothing.
+            // SAFETY: the data written to the eventfd is static; the other entry has no pointer.
             self.ring.submit(|filling| unsafe { filling.push(&[entry]) }).unwrap_or_else(|errno| {
                 let why = std::io::Error::from_raw_os_error(errno);
-                report::say(Level::Error, || format!("a waiting thread was not woken: {why}"));
+                report::say(Level::Error, || format!("cannot wake a thread that waits for events: {why}"));
             });
         }
     }
@@ -174,7 +175,7 @@ impl Context {
         let Some(request) = state.table.get_mut(number) else { return Ok(()) };
         let (operation, notice) = request.entries(number, HIDDEN);
         drop(state);
-        // SAFETY: buffers belong to the program until their completion; the vectors lie in the table till then.
+        // SAFETY: buffers belong to the program until their completion; the vectors stay in the table until then.
         let pushed = unsafe {
             match notice {
                 Some(notice) => filling.push(&[operation, notice]),
@@ -187,7 +188,7 @@ impl Context {
         pushed
     }
 
-    /// Fetches events as `wanted` says.
+    /// Fetches events according to `wanted`.
     pub fn get_events(&self, wanted: Wanted) -> Result<i64, c_int> {
         let started = Instant::now();
         let mut got = 0;
@@ -209,7 +210,7 @@ impl Context {
                 Ok(()) => {}
                 Err(ETIME) => last_round = true,
                 Err(errno) => {
-                    // Events that came with the interruption still count.
+                    // Events that arrived together with the interruption still count.
                     drop(self.take(wanted, &mut got)?);
                     outcome = Err(errno);
                     break;
@@ -223,12 +224,12 @@ impl Context {
         if got > 0 { Ok(got) } else { outcome.map(|()| 0) }
     }
 
-    /// True if nothing is there to be fetched.
+    /// True if no event can be fetched.
     pub fn is_idle(&self) -> bool {
         self.lock().parked.is_empty() && !self.ring.has_completions()
     }
 
-    /// Waits, without a lock, for `missing` more completions.
+    /// Waits for `missing` more completions, with the lock released.
     fn sleep(&self, mut state: MutexGuard<'_, State>, missing: i64, patience: Patience) -> Result<(), c_int> {
         let leads = !state.led;
         state.led = true;
@@ -249,11 +250,11 @@ impl Context {
         slept
     }
 
-    /// Stores what has arrived at the program's array, up to its room, and gives the state back locked.
+    /// Stores the events that have arrived in the program's array, as far as they fit, and returns the locked state.
     fn take(&self, wanted: Wanted, got: &mut i64) -> Result<MutexGuard<'_, State>, c_int> {
         let mut memory = Checked::default();
         let mut state = self.lock();
-        // Once destroyed, completions are wake-ups that have to stay for the others.
+        // In a destroyed context the completions are wake-ups, which must remain for the other threads.
         while *got < wanted.max && !state.destroyed {
             let Some((number, res)) = self.next(&mut state) else { break };
             let Some(event) = state.event(number, res) else { continue };
@@ -294,7 +295,7 @@ impl Context {
         });
     }
 
-    /// Asks for the end of a poll, the only request that Linux's aio can cancel; its event comes as usual.
+    /// Requests the end of a poll, the only request that Linux's aio can cancel; its event arrives as usual.
     pub fn cancel(&self, obj: u64) -> c_int {
         let poll = |request: &Request| request.obj == obj && request.iocb.opcode == CMD_POLL;
         if self.cancel_where(poll) > 0 { EINPROGRESS } else { EINVAL }
@@ -308,15 +309,15 @@ impl Context {
                     request.cancelled = true;
                 }
                 let cancel = opcode::AsyncCancel::new(*number).build().user_data(HIDDEN);
-                // SAFETY: the entry points to nothing.
+                // SAFETY: the entry has no pointer.
                 let _ = unsafe { filling.push(&[cancel]) };
             }
             numbers.len()
         })
     }
 
-    /// Ends the context, which the registry no longer knows: sends waiters away, cancels what would never end,
-    /// waits for the rest, as Linux does.
+    /// Ends the context, which the registry no longer contains: makes waiters return, cancels requests that would never
+    /// end, and waits for the rest, as Linux does.
     pub fn destroy(&self) {
         let mut state = self.lock();
         state.destroyed = true;
@@ -341,13 +342,13 @@ impl Context {
         });
     }
 
-    /// At exit: waits for transfers that Linux would otherwise drop, and reports what nobody fetched.
+    /// At exit: waits for transfers that Linux would otherwise drop, and reports events that were never fetched.
     pub fn finish(&self) {
         let unreaped = self.drain(|request| !request.may_never_end());
         report::unreaped(unreaped, "exit");
     }
 
-    /// Takes completions until no request that `awaited` picks is open; returns how many they were.
+    /// Takes completions until no request that `awaited` selects is open; returns their number.
     fn drain(&self, awaited: impl Fn(&Request) -> bool) -> usize {
         const GLANCE: Duration = Duration::from_millis(50);
         let mut drained = 0;
@@ -374,7 +375,7 @@ impl Context {
                 Err(errno) => {
                     report::say(Level::Error, || {
                         let why = std::io::Error::from_raw_os_error(errno);
-                        format!("waiting for requests failed: {why}")
+                        format!("waiting for requests in flight failed: {why}")
                     });
                     return drained;
                 }
@@ -382,9 +383,9 @@ impl Context {
         }
     }
 
-    /// In a forked child: gives up the inherited descriptor; the ring's memory was not inherited.
+    /// In a forked child: closes the inherited descriptor; the ring's memory was not inherited.
     pub fn disown(&self) {
-        // SAFETY: the descriptor is this ring's, and the child never drops the context that would close it again.
+        // SAFETY: the descriptor is this ring's. The child never drops the context, so nothing closes it twice.
         unsafe { libc::close(self.ring.descriptor()) };
     }
 
@@ -394,7 +395,7 @@ impl Context {
 }
 
 impl State {
-    /// The event for a completion; none for the library's own entries and for requests to be submitted again.
+    /// The event of a completion. None for the library's own entries and for requests that are submitted again.
     fn event(&mut self, number: u64, res: i32) -> Option<IoEvent> {
         let request = self.table.get_mut(number)?;
         let mut res = i64::from(res);
@@ -403,13 +404,13 @@ impl State {
                 self.again.push(number);
                 return None;
             }
-            // A cancelled poll ends without an error, and with no condition met.
+            // A cancelled poll returns no error and an empty event mask.
             res = 0;
         }
         Some(IoEvent { data: request.iocb.data, obj: request.obj, res, res2: 0 })
     }
 
-    /// Frees the request's slot and reports a result that the program may not look at.
+    /// Frees the request's slot, and reports a failed or short result, because the program may not check it.
     fn close(&mut self, number: u64, res: i32) {
         if let Some(request) = self.table.remove(number)
             && res != -ECANCELED
@@ -419,12 +420,13 @@ impl State {
     }
 }
 
-/// As many requests as Linux's aio would admit: more than asked for, and programs have come to rely on it.
+/// The number of requests that Linux's aio would admit: more than the program asked for, and programs
+/// rely on the surplus.
 fn capacity(requests: u32) -> u32 {
     const PAGE: u64 = 4096;
     const HEADER: u64 = 32;
     const EVENT: u64 = 32;
-    // SAFETY: sysconf takes no pointer.
+    // SAFETY: sysconf has no pointer argument.
     let processors = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) }.max(1) as u64;
     let events = u64::from(requests).max(processors * 4) * 2 + 2;
     let pages = (HEADER + events * EVENT).div_ceil(PAGE);

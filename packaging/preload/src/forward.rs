@@ -1,7 +1,8 @@
-//! The real libaio, for processes where io_uring is refused and for programs that fetch events past libaio.
+//! The real libaio, for processes that may not use io_uring and for programs that fetch
+//! events without libaio's functions.
 //!
-//! It is opened by name and its functions are asked for with their versions: it is not in the global scope, and an
-//! unversioned lookup would find this library.
+//! The library is opened by name, and its functions are looked up with their versions. It is not in the global scope,
+//! and an unversioned lookup would find this library.
 
 use std::ffi::{CStr, c_char, c_long, c_void};
 use std::mem::transmute_copy;
@@ -21,30 +22,30 @@ type Cancel = unsafe extern "C" fn(u64, u64, u64) -> c_int;
 type GetEvents = unsafe extern "C" fn(u64, c_long, c_long, u64, u64) -> c_int;
 type PollEvents = unsafe extern "C" fn(u64, c_long, c_long, u64, u64, u64) -> c_int;
 
-/// libaio's entry points; addresses travel as numbers, as they came.
+/// libaio's entry points; addresses are passed on as numbers, unchanged.
 pub struct Libaio {
     pub setup: Setup,
     pub destroy: Destroy,
     pub submit: Submit,
     pub cancel: Cancel,
     pub get_events: GetEvents,
-    /// Since libaio 0.3.111.
+    /// Exists since libaio 0.3.111.
     pub poll_events: Option<PollEvents>,
 }
 
 static FORWARDS: AtomicBool = AtomicBool::new(false);
 
-/// Why a context is not to be made here; `None` if nothing speaks against one.
+/// The reason not to create a context in this library; `None` if there is none.
 pub fn reason() -> Option<String> {
     if std::env::var_os("SPILLWAY_PRELOAD_FORWARD").is_some_and(|value| value == "1") {
         return Some("SPILLWAY_PRELOAD_FORWARD=1".to_string());
     }
     let name = imports::fetches_elsewhere()?;
     let name = if name.is_empty() { "the program" } else { &name };
-    Some(format!("{name} submits requests with libaio and fetches their events without it"))
+    Some(format!("{name} submits requests with libaio, but does not fetch their events with it"))
 }
 
-/// The real libaio, now that a context could not be made here because of `reason`.
+/// The real libaio, after this library could not create a context because of `reason`.
 pub fn start(reason: &str) -> Result<&'static Libaio, c_int> {
     if !FORWARDS.swap(true, Ordering::Relaxed) {
         report::say(Level::Warn, || format!("forwarding to libaio.so.1: {reason}"));
@@ -52,7 +53,7 @@ pub fn start(reason: &str) -> Result<&'static Libaio, c_int> {
     libaio()
 }
 
-/// The real libaio, for a context that is not one of ours; `None` while all are.
+/// The real libaio, for a context that this library did not create; `None` if this library created all.
 pub fn active() -> Option<&'static Libaio> {
     if FORWARDS.load(Ordering::Relaxed) { libaio().ok() } else { None }
 }
@@ -62,7 +63,9 @@ fn libaio() -> Result<&'static Libaio, c_int> {
     let opened = LIBAIO.get_or_init(|| {
         let libaio = open();
         if libaio.is_none() {
-            report::say(Level::Error, || "libaio.so.1 cannot be opened: no asynchronous I/O".to_string());
+            report::say(Level::Error, || {
+                "libaio.so.1 cannot be opened, so asynchronous I/O fails; install libaio".to_string()
+            });
         }
         libaio
     });
@@ -94,7 +97,7 @@ unsafe extern "C" {
 /// `F` is the function's type.
 unsafe fn function<F>(library: NonNull<c_void>, name: &CStr, version: &CStr) -> Option<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    // SAFETY: the library stays open for good; the caller vouches for the type.
+    // SAFETY: the library is never closed; the caller guarantees the type.
     unsafe {
         let address = NonNull::new(dlvsym(library.as_ptr(), name.as_ptr(), version.as_ptr()))?;
         Some(transmute_copy(&address.as_ptr()))

@@ -1,8 +1,8 @@
-//! Which of libaio's functions the loaded programs and libraries call, as their dynamic relocations tell.
+//! Finds the libaio functions that the loaded programs and libraries call, from their dynamic relocations.
 //!
-//! Some programs submit requests with libaio and take the events elsewhere: qemu reads the kernel's event ring at the
-//! context's address, MariaDB calls io_getevents by `syscall`. Neither finds the events of a context that is made here.
-//! Such a program imports `io_submit` and none of the functions that fetch events.
+//! Some programs submit requests with libaio and fetch the events without it: qemu reads the kernel's event ring at the
+//! context's address, and MariaDB calls io_getevents by `syscall`. Neither finds the events of a context of this
+//! library. Such a program imports `io_submit` and none of the functions that fetch events.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::slice;
@@ -19,15 +19,15 @@ const DT_RELA: u64 = 7;
 const DT_RELASZ: u64 = 8;
 const DT_JMPREL: u64 = 23;
 
-/// The first loaded object that submits requests and fetches no events; an empty name is the program itself.
+/// The first loaded object that submits requests and fetches no events; an empty name means the program itself.
 pub fn fetches_elsewhere() -> Option<String> {
     let mut found: Option<String> = None;
-    // SAFETY: the callback has this signature, and its last argument is the local that outlives the call.
+    // SAFETY: the callback has this signature, and its last argument is a local that outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(look_at), (&raw mut found).cast()) };
     found
 }
 
-/// Ends the iteration with the first object that is found.
+/// Stops the iteration at the first object found.
 unsafe extern "C" fn look_at(info: *mut dl_phdr_info, _: size_t, found: *mut c_void) -> c_int {
     // SAFETY: the loader passes a record of a loaded object, whose tables stay mapped during the call.
     let imports = unsafe { Imports::of(&*info) };
@@ -49,7 +49,7 @@ struct Imports {
     fetches: bool,
 }
 
-/// Where the tables of an object lie, and their sizes in bytes.
+/// The addresses of an object's tables, and their sizes in bytes.
 #[derive(Default)]
 struct Tables {
     strings: usize,
@@ -59,10 +59,10 @@ struct Tables {
 
 impl Imports {
     /// # Safety
-    /// The object is loaded and stays so during the call.
+    /// The object is loaded and stays loaded during the call.
     unsafe fn of(info: &dl_phdr_info) -> Imports {
         let mut imports = Imports::default();
-        // SAFETY: the caller's.
+        // SAFETY: as the caller guarantees.
         let Some(tables) = (unsafe { Tables::of(info) }) else { return imports };
         for (address, bytes) in tables.relocations {
             if address == 0 {
@@ -77,7 +77,8 @@ impl Imports {
                 if symbol == 0 {
                     continue;
                 }
-                // SAFETY: a symbol that the object refers to lies in its table, and its name in its strings.
+                // SAFETY: the table of symbols contains every symbol that the object refers to, and the table of
+                // strings its name.
                 let name = unsafe {
                     let symbol = &*(tables.symbols as *const Elf64_Sym).add(symbol);
                     CStr::from_ptr((tables.strings as *const c_char).add(symbol.st_name as usize))
@@ -92,16 +93,16 @@ impl Imports {
 
 impl Tables {
     /// # Safety
-    /// The object is loaded and stays so during the call.
+    /// The object is loaded and stays loaded during the call.
     unsafe fn of(info: &dl_phdr_info) -> Option<Tables> {
         if info.dlpi_phdr.is_null() {
             return None;
         }
-        // SAFETY: the loader's array.
+        // SAFETY: the loader provides the array and its length.
         let headers = unsafe { slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
         let dynamic = headers.iter().find(|header| header.p_type == libc::PT_DYNAMIC)?;
         let base = info.dlpi_addr as usize;
-        // The loader writes addresses into the table; in an object that is not relocated they are offsets.
+        // The loader writes addresses into the table. In an object that is not relocated they are offsets.
         let place = |value: u64| if (value as usize) < base { base + value as usize } else { value as usize };
         let mut tables = Tables::default();
         let mut entry = (base + dynamic.p_vaddr as usize) as *const [u64; 2];
@@ -118,7 +119,7 @@ impl Tables {
                 DT_PLTRELSZ => tables.relocations[1].1 = value as usize,
                 _ => {}
             }
-            // SAFETY: the entry was not the last.
+            // SAFETY: the entry was not the last one.
             entry = unsafe { entry.add(1) };
         }
         (tables.strings != 0 && tables.symbols != 0).then_some(tables)

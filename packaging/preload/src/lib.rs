@@ -1,26 +1,26 @@
-//! libaio's functions over io_uring, for programs that are already compiled: `LD_PRELOAD=libspillway_preload.so`.
+//! Implements libaio's functions with io_uring, for compiled programs: `LD_PRELOAD=libspillway_preload.so`.
 //!
-//! The definitions carry no symbol version and so satisfy every versioned reference; signatures are those of
+//! The definitions have no symbol version, so they satisfy every versioned reference. Signatures are those of
 //! `<libaio.h>` (LIBAIO_0.4 and 0.5, not the callback forms that LIBAIO_0.1 had for `io_getevents` and `io_cancel`).
-//! Semantics and errors are libaio's. What differs:
+//! Semantics and errors are libaio's, except:
 //!
-//! - `SPILLWAY_LOG=warn` names every failed or short transfer on stderr, and completions that were never fetched.
-//! - `fs.aio-max-nr` does not count. Where io_uring is refused (seccomp, sysctl, locked-memory limit) or
-//!   `SPILLWAY_PRELOAD_FORWARD=1` is set, all calls go to the real libaio, and the log says why.
-//! - `io_submit` does not block for a read of an empty pipe, and takes locks: not for signal handlers.
-//! - A completion is finished by the thread that submitted it: while that thread is stuck in the kernel, it waits.
-//!   An `epoll_wait` in that thread may return EINTR once without a signal.
-//! - A file system's refusal of an `aio_rw_flags` bit or of an I/O priority comes as the event's result, not from
-//!   `io_submit`.
+//! - With `SPILLWAY_LOG=warn`, stderr lists every failed or short transfer, and completions that were never fetched.
+//! - `fs.aio-max-nr` has no effect. If io_uring is refused (seccomp, sysctl, locked-memory limit) or
+//!   `SPILLWAY_PRELOAD_FORWARD=1` is set, all calls go to the real libaio, and the log gives the reason.
+//! - `io_submit` does not block for a read of an empty pipe. It takes locks, so signal handlers must not call it.
+//! - The thread that submitted a request also finishes its completion. While that thread is blocked in the kernel, the
+//!   completion is delayed. An `epoll_wait` in that thread may return EINTR once without a signal.
+//! - If a file system refuses an `aio_rw_flags` bit or an I/O priority, the event's result has
+//!   the error, not `io_submit`.
 //! - Each context holds a descriptor; a program must not close descriptors that it did not open.
-//! - After fork the child's use of its parent's contexts is EINVAL, as ever. At `exit` transfers under way are waited
-//!   for; `_exit`, `execve` and SIGKILL may drop those that Linux had queued to a worker.
-//! - A buffered transfer of a file or block device is complete when `io_submit` returns, as in Linux.
-//!   `SPILLWAY_PRELOAD_ASYNC=1` lets it run on. A transfer with an I/O priority always runs on.
-//! - All calls go to the real libaio where a loaded program or library submits requests and does not fetch events with
+//! - After fork, the child gets EINVAL for its parent's contexts, as with libaio. `exit` waits for transfers in flight;
+//!   `_exit`, `execve` and SIGKILL may drop transfers that Linux has queued to a worker.
+//! - A buffered transfer of a file or block device is complete when `io_submit` returns, as in Linux. With
+//!   `SPILLWAY_PRELOAD_ASYNC=1` it may complete later. A transfer with an I/O priority may always complete later.
+//! - All calls go to the real libaio if a loaded program or library submits requests and does not fetch events with
 //!   libaio's functions (`imports`).
-//! - Direct system calls, and functions that a program looked up with `dlsym` in a libaio it opened itself, are out
-//!   of reach.
+//! - Direct system calls are not intercepted. The same holds for functions that a program looked up with `dlsym` in a
+//!   libaio that it opened itself.
 //!
 //! Layers: `abi`, `memory` < `request`, `report`, `ring`, `table` < `context` < `registry`, `imports` < `forward` < this
 //! file.
@@ -47,7 +47,7 @@ use context::{Context, Wanted};
 use memory::Checked;
 use ring::Patience;
 
-/// `io_setup`: makes a context for `maxevents` requests and stores it at `ctxp`, which must hold zero.
+/// `io_setup`: creates a context for `maxevents` requests and stores it at `ctxp`, which must hold zero.
 ///
 /// # Safety
 /// `ctxp` points to an `io_context_t`, or the call fails with EFAULT.
@@ -70,13 +70,13 @@ pub unsafe extern "C" fn io_setup(maxevents: c_int, ctxp: *mut u64) -> c_int {
                 }
                 stored.map(|()| 0)
             }
-            // SAFETY: the arguments are the caller's.
+            // SAFETY: the caller guarantees the arguments.
             Err(reason) => Ok(unsafe { (forward::start(&reason)?.setup)(maxevents, ctxp) }),
         }
     })
 }
 
-/// `io_destroy`: ends a context; threads that wait on it get EINVAL, requests under way are waited for.
+/// `io_destroy`: ends a context. Threads that wait on it get EINVAL; the call waits for requests in flight.
 #[unsafe(no_mangle)]
 pub extern "C" fn io_destroy(ctx: u64) -> c_int {
     guard(|| match registry::remove(ctx) {
@@ -84,12 +84,12 @@ pub extern "C" fn io_destroy(ctx: u64) -> c_int {
             context.destroy();
             Ok(0)
         }
-        // SAFETY: the argument is the caller's.
+        // SAFETY: the caller guarantees the argument.
         None => forward::active().map_or(Err(EINVAL), |libaio| Ok(unsafe { (libaio.destroy)(ctx) })),
     })
 }
 
-/// `io_submit`: submits up to `nr` requests; returns how many were accepted, or why the first was not.
+/// `io_submit`: submits up to `nr` requests; returns the number of accepted requests, or the error of the first.
 ///
 /// # Safety
 /// Buffers and vectors of the requests stay valid until their completion.
@@ -98,12 +98,13 @@ pub unsafe extern "C" fn io_submit(ctx: u64, nr: c_long, ios: u64) -> c_int {
     guard(|| match registry::find(ctx) {
         Some(_) if nr < 0 => Err(EINVAL),
         Some(context) => context.submit(ios, nr).map(|accepted| accepted as c_int),
-        // SAFETY: the arguments are the caller's.
+        // SAFETY: the caller guarantees the arguments.
         None => forward::active().map_or(Err(EINVAL), |libaio| Ok(unsafe { (libaio.submit)(ctx, nr, ios) })),
     })
 }
 
-/// `io_cancel`: EINPROGRESS for a poll, whose event then comes; EINVAL for all else, which Linux cannot cancel.
+/// `io_cancel`: EINPROGRESS for a poll, whose event then arrives; EINVAL for all other requests,
+/// which Linux cannot cancel.
 ///
 /// # Safety
 /// `iocb` is only compared.
@@ -116,13 +117,13 @@ pub unsafe extern "C" fn io_cancel(ctx: u64, iocb: u64, event: u64) -> c_int {
         }
         None => {
             let libaio = forward::active().ok_or(EINVAL)?;
-            // SAFETY: the arguments are the caller's.
+            // SAFETY: the caller guarantees the arguments.
             Ok(unsafe { (libaio.cancel)(ctx, iocb, event) })
         }
     })
 }
 
-/// `io_getevents`: fetches `min_nr` to `nr` events, waiting at most `timeout`, for ever if that is null.
+/// `io_getevents`: fetches `min_nr` to `nr` events. Waits at most `timeout`, or forever if it is null.
 ///
 /// # Safety
 /// `events` has room for `nr` events.
@@ -138,7 +139,7 @@ pub unsafe extern "C" fn io_getevents(
         Some(context) => get_events(&context, min_nr, nr, events, timeout, 0),
         None => {
             let libaio = forward::active().ok_or(EINVAL)?;
-            // SAFETY: the arguments are the caller's.
+            // SAFETY: the caller guarantees the arguments.
             Ok(looked_at(unsafe { (libaio.get_events)(ctx, min_nr, nr, events, timeout) }, events))
         }
     })
@@ -161,13 +162,13 @@ pub unsafe extern "C" fn io_pgetevents(
         Some(context) => get_events(&context, min_nr, nr, events, timeout, sigmask),
         None => {
             let poll_events = forward::active().ok_or(EINVAL)?.poll_events.ok_or(ENOSYS)?;
-            // SAFETY: the arguments are the caller's.
+            // SAFETY: the caller guarantees the arguments.
             Ok(looked_at(unsafe { poll_events(ctx, min_nr, nr, events, timeout, sigmask) }, events))
         }
     })
 }
 
-/// `io_queue_init`: `io_setup`, without a look at what `ctxp` held.
+/// `io_queue_init`: `io_setup` without a check of the earlier value at `ctxp`.
 ///
 /// # Safety
 /// `ctxp` points to an `io_context_t`.
@@ -177,7 +178,7 @@ pub unsafe extern "C" fn io_queue_init(maxevents: c_int, ctxp: *mut u64) -> c_in
         return -EINVAL;
     }
     let cleared = guard(|| Checked::default().write(ctxp as u64, 0u64).map(|()| 0));
-    // SAFETY: the argument is the caller's.
+    // SAFETY: the caller guarantees the argument.
     if cleared < 0 { cleared } else { unsafe { io_setup(maxevents, ctxp) } }
 }
 
@@ -187,17 +188,17 @@ pub extern "C" fn io_queue_release(ctx: u64) -> c_int {
     io_destroy(ctx)
 }
 
-/// `io_queue_wait`: asks for no events, and so never waits.
+/// `io_queue_wait`: requests no events, and so never waits.
 ///
 /// # Safety
 /// `timeout` is null or points to a `timespec`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn io_queue_wait(ctx: u64, timeout: u64) -> c_int {
-    // SAFETY: the arguments are the caller's, and no event is stored.
+    // SAFETY: the caller guarantees the arguments, and no event is stored.
     unsafe { io_getevents(ctx, 0, 0, 0, timeout) }
 }
 
-/// `io_queue_run`: calls each finished request's `data` as `(ctx, iocb, res, res2)` until none is left.
+/// `io_queue_run`: calls each finished request's `data` as `(ctx, iocb, res, res2)` until no finished request is left.
 ///
 /// # Safety
 /// Every finished request's `data` is such a function.
@@ -207,12 +208,12 @@ pub unsafe extern "C-unwind" fn io_queue_run(ctx: u64) -> c_int {
     let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     loop {
         let mut event = IoEvent { data: 0, obj: 0, res: 0, res2: 0 };
-        // SAFETY: there is room for the one event asked for.
+        // SAFETY: `event` has space for the one requested event.
         let got = unsafe { io_getevents(ctx, 0, 1, &raw mut event as u64, &raw const now as u64) };
         if got != 1 {
             return got;
         }
-        // SAFETY: the caller vouches for the function; no lock is held and nothing here needs unwinding.
+        // SAFETY: the caller guarantees the function; no lock is held, and nothing here needs unwinding.
         unsafe {
             let callback: Callback = std::mem::transmute(event.data as *const ());
             callback(ctx, event.obj, event.res, event.res2);
@@ -233,14 +234,14 @@ fn get_events(
         let _: u64 = Checked::default().read(sigmask)?;
     }
     if min < 0 || min > max {
-        // libaio looks into an empty queue first, if it is not to wait.
+        // Before a call that must not wait, libaio checks whether the queue is empty.
         return if timeout == Some(Duration::ZERO) && context.is_idle() { Ok(0) } else { Err(EINVAL) };
     }
     let wanted = Wanted { min, max, events, patience: Patience { timeout, sigmask } };
     context.get_events(wanted).map(|got| got as c_int)
 }
 
-/// Linux's aio takes any numbers: nanoseconds may exceed a second, and a negative time never runs out.
+/// Linux's aio accepts all numbers: nanoseconds may exceed a second, and a negative time never expires.
 fn read_timeout(address: u64) -> Result<Option<Duration>, c_int> {
     if address == 0 {
         return Ok(None);
@@ -262,7 +263,7 @@ fn looked_at(got: c_int, events: u64) -> c_int {
     got
 }
 
-/// Runs the body of a function: errors become negated errnos, errno stays as it was, no panic gets out.
+/// Runs the body of a function: errors become negated errnos, errno stays unchanged, and panics are caught.
 fn guard(body: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
     let errno = memory::last_errno();
     let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(EIO));

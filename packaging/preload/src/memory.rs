@@ -1,7 +1,7 @@
-//! The caller's memory: asked about before it is touched, so that a bad pointer is EFAULT, as from a system call.
+//! Checks the caller's memory before each access, so that a bad pointer returns EFAULT, as from a system call.
 //!
-//! The question is put to the kernel with `rt_sigprocmask`, which copies eight bytes from or to an address and costs
-//! less than any other call that does. Memory that another thread unmaps in between still faults.
+//! The check is a call of `rt_sigprocmask`, which copies eight bytes from or to an address and is the cheapest such
+//! call. An access still faults if another thread unmaps the memory after the check.
 
 use std::ptr;
 
@@ -9,10 +9,10 @@ use libc::{EFAULT, SIG_BLOCK, SYS_rt_sigprocmask, c_int, c_long, syscall};
 
 const PAGE: u64 = 4096;
 const SIGSET_BYTES: usize = 8;
-/// No such `how`: the kernel refuses it only after it has read the set.
+/// An invalid `how`: the kernel refuses it only after it has read the set.
 const NEVER_A_HOW: c_int = c_int::MAX;
 
-/// Remembers the last page that passed, because requests and events lie side by side.
+/// Remembers the last page that passed, because requests and events are usually adjacent in memory.
 #[derive(Default)]
 pub struct Checked {
     page: Option<u64>,
@@ -22,14 +22,14 @@ impl Checked {
     /// A copy of the `T` at `address`, or EFAULT.
     pub fn read<T: Copy>(&mut self, address: u64) -> Result<T, c_int> {
         self.each_page(address, size_of::<T>() as u64, readable)?;
-        // SAFETY: every page of the value can be read; `T` is a plain record for which all bits are valid.
+        // SAFETY: every page of the value is readable, and all bit patterns of the plain struct `T` are valid.
         Ok(unsafe { ptr::read_unaligned(address as *const T) })
     }
 
     /// Stores `value` at `address`, or EFAULT.
     pub fn write<T: Copy>(&mut self, address: u64, value: T) -> Result<(), c_int> {
         self.each_page(address, size_of::<T>() as u64, writable)?;
-        // SAFETY: every page of the value could be written a moment ago, at the very place that is overwritten here.
+        // SAFETY: the check has just written to every page of the value, at the same place that is overwritten here.
         unsafe { ptr::write_unaligned(address as *mut T, value) };
         Ok(())
     }
@@ -58,7 +58,7 @@ fn readable(address: u64) -> bool {
     address != 0 && (result == 0 || last_errno() != EFAULT)
 }
 
-/// Overwrites the eight bytes at `address`; only for memory that is about to be stored to.
+/// Overwrites the eight bytes at `address`; only for memory that the caller overwrites next.
 fn writable(address: u64) -> bool {
     let none = ptr::null::<u8>();
     // SAFETY: the kernel checks the address itself; a null new set leaves the signal mask as it is.
@@ -72,7 +72,7 @@ pub fn last_errno() -> c_int {
     unsafe { *libc::__errno_location() }
 }
 
-/// Puts the calling thread's errno back: libaio's functions leave it alone.
+/// Restores the calling thread's errno, because libaio's functions do not change it.
 pub fn restore_errno(value: c_int) {
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = value };

@@ -1,7 +1,7 @@
-//! The contexts of this process, found by the pointer that the program holds.
+//! The contexts of this process, looked up by the pointer that the program holds.
 //!
-//! A context does not survive fork, as with Linux's aio: the child gets EINVAL for its parent's contexts and may make
-//! its own. The fork handlers hold the lock across the fork, so that the child finds the map whole.
+//! A context does not survive fork, as with Linux's aio: the child gets EINVAL for its parent's contexts and may create
+//! its own. The fork handlers hold the lock across the fork, so that the child's map is consistent.
 
 use std::cell::UnsafeCell;
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ type Contexts = BTreeMap<u64, Arc<Context>>;
 
 static CONTEXTS: RwLock<Contexts> = RwLock::new(BTreeMap::new());
 
-/// Keeps a context, and returns the number that the program will call it by.
+/// Stores a context, and returns the number by which the program refers to it.
 pub fn add(context: Context) -> u64 {
     static PREPARED: Once = Once::new();
     PREPARED.call_once(prepare);
@@ -24,12 +24,12 @@ pub fn add(context: Context) -> u64 {
     handle
 }
 
-/// The context, if it lives.
+/// The context, if it exists.
 pub fn find(handle: u64) -> Option<Arc<Context>> {
     CONTEXTS.read().unwrap_or_else(PoisonError::into_inner).get(&handle).cloned()
 }
 
-/// Takes the context out: from here on nobody else finds it.
+/// Removes and returns the context; later lookups do not find it.
 pub fn remove(handle: u64) -> Option<Arc<Context>> {
     write().remove(&handle)
 }
@@ -39,13 +39,13 @@ fn write() -> RwLockWriteGuard<'static, Contexts> {
 }
 
 fn prepare() {
-    // A bug in here is a line in the log and an error to the caller, never a message on its stderr.
+    // A panic in this library becomes a line in the log and an error to the caller, and never prints to stderr.
     std::panic::set_hook(Box::new(|panic| report::say(Level::Error, || format!("internal error: {panic}"))));
     // SAFETY: the handlers are functions of this library, which is never unloaded.
     unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) };
 }
 
-/// The write lock, from before a fork to after it.
+/// The write lock, held from before a fork until after it.
 struct AcrossFork(UnsafeCell<Option<RwLockWriteGuard<'static, Contexts>>>);
 
 // SAFETY: only the thread that holds the write lock touches the cell.
@@ -55,12 +55,12 @@ static ACROSS_FORK: AcrossFork = AcrossFork(UnsafeCell::new(None));
 
 extern "C" fn before_fork() {
     let lock = write();
-    // SAFETY: this thread holds the lock from the line above.
+    // SAFETY: this thread has just taken the lock.
     unsafe { *ACROSS_FORK.0.get() = Some(lock) };
 }
 
 extern "C" fn after_fork_in_parent() {
-    // SAFETY: this thread took the lock in `before_fork`; it must leave the cell before it opens.
+    // SAFETY: this thread took the lock in `before_fork`. The guard leaves the cell before the lock is released.
     drop(unsafe { (*ACROSS_FORK.0.get()).take() });
 }
 
@@ -71,7 +71,8 @@ extern "C" fn after_fork_in_child() {
     for context in inherited.values() {
         context.disown();
     }
-    // Never dropped: the rings' memory is not mapped here, and other threads of the parent may hold their locks.
+    // Never dropped: the rings' memory is not mapped in the child, and other threads of the parent
+    // may hold their locks.
     std::mem::forget(inherited);
 }
 
@@ -79,16 +80,18 @@ extern "C" fn after_fork_in_child() {
 extern "C" fn at_exit() {
     let Ok(contexts) = CONTEXTS.try_read() else { return };
     let mut living = Vec::new();
-    // A program may exit for want of memory.
+    // A program may exit because memory is exhausted.
     if living.try_reserve_exact(contexts.len()).is_err() {
-        return report::say(Level::Error, || "no memory: requests in flight are not waited for".to_string());
+        return report::say(Level::Error, || {
+            "out of memory: the process exits without waiting for requests in flight".to_string()
+        });
     }
     living.extend(contexts.values().cloned());
     drop(contexts);
     for context in &living {
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| context.finish()));
     }
-    // Rings are left to the kernel: threads may still be waiting on them.
+    // The kernel releases the rings: threads may still be waiting on them.
     std::mem::forget(living);
 }
 

@@ -1,7 +1,8 @@
-//! What the log is told: `SPILLWAY_LOG` names a level and the messages go to stderr; without it nothing is written.
+//! The messages of this library. `SPILLWAY_LOG` names a level, and the messages go to stderr; without
+//! it nothing is written.
 //!
-//! The point of it: a program that never looks at an event's `res` loses data in silence, so every failed or short
-//! transfer is named here with path, offset, bytes and errno.
+//! A program that never checks an event's `res` loses data silently. The log therefore lists every failed or short
+//! transfer with path, offset, bytes and errno.
 
 use std::io::{Error, Write};
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -11,25 +12,26 @@ use libc::c_int;
 use crate::abi::{CMD_FDSYNC, CMD_FSYNC, CMD_POLL, CMD_PREAD, CMD_PREADV, CMD_PWRITE, CMD_PWRITEV};
 use crate::request::Request;
 
-/// How much a message matters; the numbers are those of `spw_log_level`.
+/// The severity of a message; the numbers are those of `spw_log_level`.
 #[derive(Clone, Copy)]
 #[repr(i32)]
 pub enum Level {
-    /// Data may be lost, and the program may not see it.
+    /// Data may be lost, and the program may not notice.
     Error = 1,
-    /// Something works worse than it could, or may not be what the program wanted.
+    /// Reduced performance, or behaviour that the program may not expect.
     Warn = 2,
 }
 
-/// Writes `message()` if the level is wanted.
+/// Writes `message()` if the level is enabled.
 pub fn say(level: Level, message: impl FnOnce() -> String) {
     if level as i32 <= wanted() {
-        // One write, so that lines of several threads do not mix; a closed stderr is no reason to fail.
+        // One write call, so that lines of several threads do not mix; an error of a closed stderr is ignored.
         let _ = std::io::stderr().write_all(format!("spillway: preload: {}\n", message()).as_bytes());
     }
 }
 
-/// `SPILLWAY_LOG`, read once. A plain atomic, because a lock caught half-way by fork would never open.
+/// `SPILLWAY_LOG`, read once. A plain atomic: a lock that another thread holds during a fork would stay
+/// locked in the child.
 fn wanted() -> i32 {
     const UNREAD: i32 = -1;
     static LEVEL: AtomicI32 = AtomicI32::new(UNREAD);
@@ -48,7 +50,7 @@ fn wanted() -> i32 {
     level
 }
 
-/// Names a completion that is not what was asked for.
+/// Reports a completion whose result differs from the request.
 pub fn completion(request: &Request, res: i32) {
     if res < 0 {
         let level = if request.iocb.opcode == CMD_POLL { Level::Warn } else { Level::Error };
@@ -60,7 +62,7 @@ pub fn completion(request: &Request, res: i32) {
     }
 }
 
-/// Names what a context still held when its program let go of it.
+/// Reports the completions that a context still held when its program released it.
 pub fn unreaped(completions: usize, when: &str) {
     if completions > 0 {
         say(Level::Warn, || {
@@ -69,11 +71,9 @@ pub fn unreaped(completions: usize, when: &str) {
     }
 }
 
-/// A failed event of a context that libaio serves, where only the request's address is known.
+/// Reports a failed event of a context that libaio serves; only the request's address is known.
 pub fn forwarded_failure(obj: u64, errno: c_int) {
-    say(Level::Error, || {
-        format!("libaio completed request {obj:#x} with: {}", Error::from_raw_os_error(errno))
-    });
+    say(Level::Error, || format!("request {obj:#x} failed in libaio: {}", Error::from_raw_os_error(errno)));
 }
 
 fn operation(request: &Request) -> String {
@@ -94,6 +94,6 @@ fn operation(request: &Request) -> String {
 fn path(fd: c_int) -> String {
     match std::fs::read_link(format!("/proc/self/fd/{fd}")) {
         Ok(path) => path.display().to_string(),
-        Err(_) => format!("descriptor {fd}, closed since"),
+        Err(_) => format!("descriptor {fd} (closed since)"),
     }
 }

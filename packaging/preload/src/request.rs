@@ -1,5 +1,5 @@
-//! One request: what Linux's own aio would refuse at submission is refused here, in the same order and with the same
-//! errno; the rest becomes a ring entry.
+//! One request. This file refuses every request that Linux's aio would refuse at submission, in the same order and with
+//! the same errno. All others become ring entries.
 
 use io_uring::squeue::{Entry, Flags};
 use io_uring::{opcode, types};
@@ -11,32 +11,32 @@ use crate::abi::{
 };
 use crate::memory::{Checked, last_errno};
 
-/// The kernel transfers at most this much at once, whatever was asked for.
+/// The kernel transfers at most this number of bytes at once.
 const MAX_TRANSFER: u64 = 0x7fff_f000;
 const MAX_IOVECS: u64 = 1024;
 const RWF_HIPRI: u32 = 1;
 const RWF_KNOWN: u32 = 0x1ff;
 
-/// What an eventfd is told of each completion.
+/// The value that is written to an eventfd for each completion.
 static ONE: u64 = 1;
 
 /// A copied request; the program may free or reuse its own after submission.
 pub struct Request {
-    /// As the program wrote it.
+    /// The fields as the program wrote them.
     pub iocb: Iocb,
-    /// Where it lies in the program: the event's `obj`.
+    /// The request's address in the program: the event's `obj`.
     pub obj: u64,
-    /// Bytes that a complete transfer moves.
+    /// Number of bytes in a complete transfer.
     pub bytes: u64,
-    /// The program asked for its cancellation.
+    /// The program requested the cancellation.
     pub cancelled: bool,
-    /// Buffered: Linux carries such a transfer out inside io_submit.
+    /// A buffered transfer, which Linux performs inside io_submit.
     pub at_once: bool,
-    /// A copy, because the program's array may be gone when the entry has to be submitted again.
+    /// A copy, because the program may have freed its array when the entry must be submitted again.
     iovecs: Box<[iovec]>,
 }
 
-// SAFETY: the pointers in `iovecs` are only handed to the kernel, never followed here.
+// SAFETY: the pointers in `iovecs` are only passed to the kernel and never dereferenced in this library.
 unsafe impl Send for Request {}
 
 impl Request {
@@ -75,7 +75,7 @@ impl Request {
         if mode & libc::O_ACCMODE == barred || mode & libc::O_PATH != 0 {
             return Err(EBADF);
         }
-        // Only a read-only descriptor can be a directory, which has no asynchronous reads.
+        // Only a read-only descriptor can be a directory, and directories have no asynchronous reads.
         if mode & libc::O_ACCMODE == libc::O_RDONLY && file_type(self.iocb.fd) == Some(libc::S_IFDIR) {
             return Err(EINVAL);
         }
@@ -124,12 +124,12 @@ impl Request {
         matches!(self.iocb.opcode, CMD_PWRITE | CMD_PWRITEV)
     }
 
-    /// May stay pending for ever, like a poll or a read of a pipe; a transfer of a file ends by itself.
+    /// May stay pending forever, like a poll or a read of a pipe; a transfer of a file always ends.
     pub fn may_never_end(&self) -> bool {
         self.iocb.opcode == CMD_POLL || file_type(self.iocb.fd).is_some_and(|kind| !ends(kind))
     }
 
-    /// The transfer as one system call.
+    /// The transfer, as one system call.
     pub fn transfer(&self) -> Transfer {
         let vectored = matches!(self.iocb.opcode, CMD_PREADV | CMD_PWRITEV);
         let single = iovec { iov_base: self.iocb.buf as *mut _, iov_len: self.bytes as usize };
@@ -142,7 +142,7 @@ impl Request {
         }
     }
 
-    /// The ring entries: the operation, and the word to its eventfd, which follows whatever the result is.
+    /// The ring entries: the operation, and the write to its eventfd, which follows for every result.
     pub fn entries(&self, user_data: u64, hidden: u64) -> (Entry, Option<Entry>) {
         let entry = self.operation().user_data(user_data);
         match self.notice(hidden) {
@@ -151,7 +151,7 @@ impl Request {
         }
     }
 
-    /// The word to the request's eventfd, if there is one.
+    /// The write to the request's eventfd, if there is one.
     pub fn notice(&self, hidden: u64) -> Option<Entry> {
         if self.iocb.flags & FLAG_RESFD == 0 {
             return None;
@@ -197,7 +197,7 @@ impl Request {
     }
 }
 
-/// A transfer that is carried out by one system call.
+/// A transfer by one system call.
 pub struct Transfer {
     read: bool,
     fd: c_int,
@@ -208,12 +208,12 @@ pub struct Transfer {
 
 enum Buffers {
     One(iovec),
-    /// The vectors of a request, which lies in the table until its event is fetched.
+    /// The vectors of a request, which stay in the table until its event is fetched.
     Many(*const [iovec]),
 }
 
 impl Transfer {
-    /// Bytes moved, or the negated errno.
+    /// Returns the number of transferred bytes, or the negated errno.
     ///
     /// # Safety
     /// The request is still in the table; its buffers belong to the program until their completion.
@@ -224,19 +224,19 @@ impl Transfer {
         };
         let transfer = if self.read { libc::preadv2 } else { libc::pwritev2 };
         let count = vectors.len() as c_int;
-        // SAFETY: the caller's; the kernel checks the addresses in the vectors.
+        // SAFETY: as the caller guarantees; the kernel checks the addresses in the vectors.
         let moved = unsafe { transfer(self.fd, vectors.cast(), count, self.offset, self.flags) };
         // At most MAX_TRANSFER.
         if moved < 0 { -last_errno() } else { moved as i32 }
     }
 }
 
-/// What Linux's aio looks at before it takes a slot of the context.
+/// The checks that Linux's aio makes before it takes a slot of the context.
 pub fn check_fields(iocb: &Iocb) -> Result<(), c_int> {
     if iocb.reserved != 0 || (iocb.nbytes as i64) < 0 { Err(EINVAL) } else { Ok(()) }
 }
 
-/// Addresses in the kernel's half are refused at submission; an unmapped one fails in its completion.
+/// Addresses in the kernel's half are refused at submission. An unmapped address fails in its completion.
 fn check_range(address: u64, bytes: u64) -> Result<(), c_int> {
     match address.checked_add(bytes.min(MAX_TRANSFER)) {
         Some(end) if (end as i64) >= 0 => Ok(()),
@@ -245,7 +245,7 @@ fn check_range(address: u64, bytes: u64) -> Result<(), c_int> {
 }
 
 fn access_mode(fd: c_int) -> Result<c_int, c_int> {
-    // SAFETY: F_GETFL takes no pointer.
+    // SAFETY: F_GETFL has no pointer argument.
     match unsafe { libc::fcntl(fd, libc::F_GETFL) } {
         -1 => Err(EBADF),
         mode => Ok(mode),
@@ -262,7 +262,7 @@ fn check_eventfd(fd: c_int) -> Result<(), c_int> {
     }
 }
 
-/// A transfer of such a file ends by itself.
+/// True if a transfer of a file of this kind always ends.
 fn ends(kind: libc::mode_t) -> bool {
     matches!(kind, libc::S_IFREG | libc::S_IFBLK)
 }

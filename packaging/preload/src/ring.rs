@@ -1,7 +1,7 @@
-//! The ring under one context: built with what the kernel offers, filled under one lock, waited on under none.
+//! The ring of one context: built with the features that the kernel offers, filled under a lock, waited on without one.
 //!
-//! Flags are chosen for several threads on one context: no SINGLE_ISSUER, because any thread may submit, and no
-//! COOP_TASKRUN, because a submitter that computes in user space must not hold back another thread's wait.
+//! The ring's flags suit several threads on one context. SINGLE_ISSUER is not set, because any thread may submit.
+//! COOP_TASKRUN is not set, because a submitter that computes in user space must not delay another thread's wait.
 
 use std::io::Error;
 use std::os::fd::{AsRawFd, RawFd};
@@ -21,11 +21,11 @@ const EXT_ARG: u32 = 1 << 3;
 const SIGSET_BYTES: u32 = 8;
 const MAX_SUBMISSIONS: u32 = 128;
 const MAX_COMPLETIONS: u32 = 65536;
-/// The kernel gives the memory of closed rings back a little later than the close.
+/// The kernel releases the memory of closed rings a short time after the close.
 const ENOMEM_RETRIES: u32 = 20;
 const SUBMIT_RETRIES: u32 = 1000;
 
-/// io_uring_enter's extended argument.
+/// The extended argument of io_uring_enter.
 #[repr(C)]
 struct WaitArgument {
     sigmask: u64,
@@ -34,10 +34,10 @@ struct WaitArgument {
     timespec: u64,
 }
 
-/// How long to wait, and with which signals let through.
+/// The limit of a wait, and the signals that are allowed during it.
 #[derive(Clone, Copy)]
 pub struct Patience {
-    /// `None` is for ever.
+    /// `None` waits forever.
     pub timeout: Option<Duration>,
     /// Address of a signal set, or 0.
     pub sigmask: u64,
@@ -51,7 +51,7 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// A ring for `requests` at once, of which `capacity` may be open.
+    /// Creates a ring for `requests` at once, of which `capacity` may be open.
     pub fn build(requests: u32, capacity: u32) -> Result<Ring, String> {
         let submissions = requests.clamp(1, MAX_SUBMISSIONS).next_power_of_two();
         let completions = capacity.saturating_mul(2).clamp(submissions, MAX_COMPLETIONS).next_power_of_two();
@@ -70,36 +70,40 @@ impl Ring {
                     attempts += 1;
                     std::thread::sleep(Duration::from_millis(2));
                 }
-                Err(error) => return Err(format!("io_uring_setup: {error}")),
+                Err(error) => return Err(format!("io_uring_setup failed: {error}")),
             }
         };
         let features = ring.params();
         if !(features.is_feature_ext_arg() && features.is_feature_nodrop()) {
-            return Err("this kernel's io_uring has no timed waits (Linux 5.11 has)".to_string());
+            return Err(
+                "this kernel's io_uring has no timed waits; Linux 5.11 or newer is needed".to_string()
+            );
         }
         Ok(Ring { ring, filling: Mutex::new(()), leftover: AtomicBool::new(false) })
     }
 
-    /// Runs `fill` as the only thread that adds entries, then hands all of them to the kernel.
+    /// Runs `fill` as the only thread that adds entries, then submits all of them to the kernel.
     pub fn submit<R>(&self, fill: impl FnOnce(&mut Filling) -> R) -> R {
         let alone = self.filling.lock().unwrap_or_else(PoisonError::into_inner);
         let result = fill(&mut Filling { ring: self });
         if let Err(errno) = self.flush() {
             let why = Error::from_raw_os_error(errno);
-            report::say(Level::Error, || format!("requests are kept back, io_uring_enter fails: {why}"));
+            report::say(Level::Error, || {
+                format!("io_uring_enter failed, so requests are submitted later: {why}")
+            });
         }
         drop(alone);
         result
     }
 
-    /// Retries entries that the kernel had no memory for; they count as accepted.
+    /// Submits entries again for which the kernel had no memory; they count as accepted.
     pub fn submit_leftover(&self) {
         if self.leftover.load(Ordering::Acquire) {
             self.submit(|_| ());
         }
     }
 
-    /// Only with `filling` locked.
+    /// Requires the `filling` lock.
     fn flush(&self) -> Result<(), c_int> {
         let mut tries = 0;
         loop {
@@ -120,8 +124,8 @@ impl Ring {
         }
     }
 
-    /// Blocks until `min` completions have arrived since the last was taken. For one thread at a time: the kernel
-    /// wakes waiters in order and stops at the first that wants more.
+    /// Blocks until `min` completions have arrived since the last one was taken. Only one thread at a time may call
+    /// this: the kernel wakes waiters in order and stops at the first that requires more.
     pub fn wait(&self, min: u32, patience: Patience) -> Result<(), c_int> {
         let timespec = patience.timeout.map(timespec);
         let argument = WaitArgument {
@@ -133,7 +137,7 @@ impl Ring {
         self.enter(0, min, GETEVENTS | EXT_ARG, Some(&argument))
     }
 
-    /// Blocks until a completion is there; for any number of threads beside the one in [`Ring::wait`].
+    /// Blocks until a completion arrives. Any number of threads may call this, beside the one in [`Ring::wait`].
     pub fn poll(&self, patience: Patience) -> Result<(), c_int> {
         let mut descriptor = libc::pollfd { fd: self.ring.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         match ppoll(Some(&mut descriptor), patience)? {
@@ -142,30 +146,30 @@ impl Ring {
         }
     }
 
-    /// Lets the kernel move completions into the queue that did not fit before.
+    /// Makes the kernel move overflowed completions into the queue.
     pub fn make_room(&self) {
         let _ = self.enter(0, 0, GETEVENTS, None);
     }
 
-    /// True if more completions than the queue holds can be under way.
+    /// True if more completions may be in flight than the queue holds.
     pub fn may_overflow(&self, open: usize) -> bool {
         open.saturating_mul(2) > self.ring.params().cq_entries() as usize
     }
 
-    /// The oldest completion: user data and result. Only under the context's lock.
+    /// The oldest completion: user data and result. Requires the context's lock.
     pub fn take(&self) -> Option<(u64, i32)> {
         // SAFETY: the context's lock makes this the only view of the completion queue.
         let mut queue = unsafe { self.ring.completion_shared() };
         queue.next().map(|entry| (entry.user_data(), entry.result()))
     }
 
-    /// True if [`Ring::take`] would find something. Only under the context's lock.
+    /// True if [`Ring::take`] would return a completion. Requires the context's lock.
     pub fn has_completions(&self) -> bool {
         // SAFETY: the context's lock makes this the only view of the completion queue.
         !unsafe { self.ring.completion_shared() }.is_empty()
     }
 
-    /// The descriptor, for the forked child that has to close its copy.
+    /// The descriptor, for the forked child, which must close its copy.
     pub fn descriptor(&self) -> RawFd {
         self.ring.as_raw_fd()
     }
@@ -175,7 +179,7 @@ impl Ring {
             Some(argument) => (std::ptr::from_ref(argument), size_of::<WaitArgument>()),
             None => (std::ptr::null(), 0),
         };
-        // SAFETY: the argument and what it points to live across the call; the entries were made from checked
+        // SAFETY: the argument and the memory it points to live across the call. The entries were made from checked
         // requests, whose buffers belong to the program until their completion, as with libaio.
         let result = unsafe {
             libc::syscall(libc::SYS_io_uring_enter, self.ring.as_raw_fd(), submit, min, flags, pointer, bytes)
@@ -190,13 +194,13 @@ pub struct Filling<'a> {
 }
 
 impl Filling<'_> {
-    /// Adds entries that belong together, making room first if need be.
+    /// Adds entries that belong together; makes room first if necessary.
     ///
     /// # Safety
-    /// What the entries point to stays valid until their completion.
+    /// The memory that the entries point to stays valid until their completion.
     pub unsafe fn push(&mut self, entries: &[Entry]) -> Result<(), c_int> {
         for _ in 0..2 {
-            // SAFETY: a `Filling` exists only while the lock is held; validity is the caller's promise.
+            // SAFETY: a `Filling` exists only while the lock is held, and the caller guarantees validity.
             if unsafe { self.ring.ring.submission_shared().push_multiple(entries) }.is_ok() {
                 return Ok(());
             }
@@ -206,7 +210,7 @@ impl Filling<'_> {
     }
 }
 
-/// Lets signals that wait for this mask in, without waiting: true if one was handled.
+/// Runs the handlers of pending signals that this mask allows, without waiting. Returns true if one ran.
 pub fn let_signals_in(sigmask: u64) -> bool {
     ppoll(None, Patience { timeout: Some(Duration::ZERO), sigmask }) == Err(EINTR)
 }

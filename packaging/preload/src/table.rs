@@ -1,12 +1,12 @@
-//! The open requests of one context, found again by the number that travels through the ring.
+//! The open requests of one context, found by the number that each ring entry carries.
 #![forbid(unsafe_code)]
 
 use crate::request::Request;
 
-/// The user data of entries that are nobody's request: notices to eventfds, cancellations, wake-ups.
+/// The user data of entries without a request: notices to eventfds, cancellations, wake-ups.
 pub const HIDDEN: u64 = u64::MAX;
 
-/// Slots are reused; the generation in the upper half keeps a late completion from meeting a new request.
+/// Slots are reused; the generation in the upper half keeps a late completion from matching a new request.
 pub struct Table {
     slots: Vec<Slot>,
     free: Vec<u32>,
@@ -19,12 +19,12 @@ struct Slot {
 }
 
 impl Table {
-    /// An empty table; memory is taken as requests come.
+    /// An empty table, which allocates memory as requests arrive.
     pub fn new(capacity: usize) -> Table {
         Table { slots: Vec::new(), free: Vec::new(), capacity }
     }
 
-    /// Requests submitted and not yet fetched.
+    /// Number of requests that were submitted and not yet fetched.
     pub fn open(&self) -> usize {
         self.slots.len() - self.free.len()
     }
@@ -58,7 +58,7 @@ impl Table {
         slot.request.take()
     }
 
-    /// The numbers of all open requests that `wanted` picks.
+    /// The numbers of all open requests that `wanted` selects.
     pub fn select(&self, wanted: impl Fn(&Request) -> bool) -> Vec<u64> {
         let numbered = self.slots.iter().enumerate().filter_map(|(index, slot)| {
             let request = slot.request.as_ref()?;

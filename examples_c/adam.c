@@ -2,9 +2,9 @@
 //
 //     cc adam.c $(pkg-config --cflags --libs spillway) -lm -o adam && ./adam
 //
-// The network says whether a point of the plane lies inside a ring. As in large-model training, the model computes with
-// bfloat16 weights and gives bfloat16 gradients of a scaled loss; the optimizer keeps f32 master weights and states, and
-// one call per step unscales the gradient, measures its norm, steps, and writes the new bfloat16 weights.
+// The network classifies points of the plane: inside or outside a ring. As in large-model training, the model computes
+// with bfloat16 weights and produces bfloat16 gradients of a scaled loss. The optimizer keeps f32 master weights and
+// states. One call per step unscales the gradient, measures its norm, steps, and writes the new bfloat16 weights.
 //
 // Compiles as C99 and as C++.
 
@@ -40,7 +40,7 @@ static float uniform(void) {
 }
 
 // Mean loss over all points, and the gradient of the loss times LOSS_SCALE.
-// The weights lie as [x, y, bias, output] of each hidden unit, then the output's bias.
+// The weights of each hidden unit are stored as [x, y, bias, output]; the output's bias follows.
 static float forward_backward(const bf16 *weight, bf16 *grad, float points[POINTS][2]) {
     float sum[PARAMETERS] = {0}, loss = 0;
     for (int k = 0; k < POINTS; k++) {
@@ -78,7 +78,7 @@ static void check(spw_status status) {
 
 int main(void) {
     if (spw_abi_version() != SPW_ABI_VERSION) {
-        fprintf(stderr, "this program and libspillway.so do not fit together\n");
+        fprintf(stderr, "this program was built for another version of libspillway.so\n");
         return 1;
     }
 
@@ -93,15 +93,12 @@ int main(void) {
         model[i] = narrow(master[i]);
     }
 
-    spw_adam_options options;
-    check(spw_adam_options_init(&options, sizeof options));
+    spw_adam_options options = SPW_ADAM_OPTIONS_INIT;
     options.lr = 3e-2;
     options.weight_decay = 1e-4;
     options.grad_scale = 1.0 / LOSS_SCALE;
 
-    spw_tensor tensor;
-    memset(&tensor, 0, sizeof tensor);
-    tensor.struct_size = sizeof tensor;
+    spw_tensor tensor = SPW_TENSOR_INIT;
     tensor.param_dtype = SPW_DTYPE_F32;
     tensor.state_dtype = SPW_DTYPE_F32;
     tensor.grad_dtype = SPW_DTYPE_BF16;
@@ -114,7 +111,7 @@ int main(void) {
     tensor.param_copy = model;
 
     const char *kernel;
-    check(spw_kernel_name(&kernel));
+    check(spw_get_kernel(&kernel));
     printf("spillway %s, kernel %s\n", spw_version(), kernel);
 
     float first = 0, loss = 0;
@@ -122,8 +119,7 @@ int main(void) {
         loss = forward_backward(model, grad, points);
         if (options.step == 1) first = loss;
 
-        spw_step_stats stats;
-        stats.struct_size = sizeof stats;
+        spw_step_stats stats = SPW_STEP_STATS_INIT;
         check(spw_adam_step(&options, &tensor, 1, &stats));
         if (stats.nonfinite) {
             fprintf(stderr, "step %d: a gradient is Inf or NaN\n", (int)options.step);

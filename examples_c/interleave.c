@@ -1,17 +1,18 @@
-// Trains a small network whose optimizer steps are spread over CPU and GPU by spw_interleave, and checks that it learned
-// with the very bits of steps on the CPU alone.
+// Trains a small network whose optimizer steps are split between CPU and GPU by spw_interleave. Checks that it learned,
+// and that its weights have the same bits as after steps on the CPU alone.
 //
 //     cc interleave.c $(pkg-config --cflags --libs spillway) -lm -o interleave && ./interleave [trace.json]
 //
-// The network fits a sum of waves. Its parameters are cut into subgroups; a plan says which of them the GPU updates, and
-// here a new plan comes at every step: from the model's choice, from the timings, or at random. SPW_INTERLEAVE_HOST lets
-// threads take the part of the GPU, so that the program runs anywhere. With an argument the last step is written as a
-// trace for ui.perfetto.dev.
+// The network fits a sum of waves. Its parameters are split into subgroups, and a plan says which of them the GPU
+// updates. This example uses a new plan at every step: the model's choice, one based on the timings, or a random one.
+// With SPW_INTERLEAVE_BACKEND_HOST, threads replace the GPU, so the program runs on any machine. With an argument, the
+// program writes the last step as a trace for ui.perfetto.dev.
 //
 // Compiles as C99 and as C++.
 
 #include <math.h>
 #include <spillway.h>
+#include <spillway/plan.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +21,7 @@ enum { HIDDEN = 64, SUBGROUP = 24, PARAMETERS = 3 * HIDDEN, SUBGROUPS = PARAMETE
 
 typedef uint16_t bf16;
 
-// Everything that a step changes.
+// The state that a step changes.
 struct states {
     float master[PARAMETERS], exp_avg[PARAMETERS], exp_avg_sq[PARAMETERS];
     bf16 model[PARAMETERS], grad[PARAMETERS];
@@ -49,7 +50,8 @@ static float uniform(void) {
     return (float)draw() / 8388608.0f - 1.0f;
 }
 
-// Mean squared error over all points, and its gradient. The weights lie as [x, bias, output] of each hidden unit.
+// Mean squared error over all points, and its gradient. The weights of each hidden unit are stored
+// as [x, bias, output].
 static float forward_backward(const bf16 *weight, bf16 *grad) {
     float sum[PARAMETERS] = {0}, loss = 0;
     for (int k = 0; k < POINTS; k++) {
@@ -81,10 +83,10 @@ static void check(spw_status status) {
 }
 
 static spw_interleave *open_update(struct states *states) {
+    const spw_interleave_subgroup none = SPW_INTERLEAVE_SUBGROUP_INIT;
     spw_interleave_subgroup subgroups[SUBGROUPS];
-    memset(subgroups, 0, sizeof subgroups);
     for (int i = 0; i < SUBGROUPS; i++) {
-        subgroups[i].struct_size = sizeof subgroups[i];
+        subgroups[i] = none;
         subgroups[i].n = SUBGROUP;
         subgroups[i].param = states->master + i * SUBGROUP;
         subgroups[i].exp_avg = states->exp_avg + i * SUBGROUP;
@@ -92,11 +94,9 @@ static spw_interleave *open_update(struct states *states) {
         subgroups[i].grad = states->grad + i * SUBGROUP;
         subgroups[i].param_copy = states->model + i * SUBGROUP;
     }
-    spw_interleave_options options;
-    memset(&options, 0, sizeof options);
-    options.struct_size = sizeof options;
-    options.backend = SPW_INTERLEAVE_HOST;
-    options.wire = SPW_WIRE_F32;
+    spw_interleave_options options = SPW_INTERLEAVE_OPTIONS_INIT;
+    options.backend = SPW_INTERLEAVE_BACKEND_HOST;
+    options.transfer_dtype = SPW_TRANSFER_DTYPE_F32;
     options.grad_dtype = SPW_DTYPE_BF16;
     options.copy_dtype = SPW_DTYPE_BF16;
     spw_interleave *update;
@@ -105,36 +105,28 @@ static spw_interleave *open_update(struct states *states) {
 }
 
 // Rates of an H100 behind PCIe 5: 2 G parameters a second on the CPU, 100 on the GPU, 55 GB/s of link.
-static spw_plan_rates rates_of_a_machine(void) {
-    spw_plan_rates rates;
-    memset(&rates, 0, sizeof rates);
-    rates.struct_size = sizeof rates;
+static spw_interleave_rates rates_of_a_machine(void) {
+    spw_interleave_rates rates = SPW_INTERLEAVE_RATES_INIT;
     rates.cpu = 2e9;
     rates.gpu = 100e9;
     rates.h2d = rates.d2h = 55e9 / 4;
     return rates;
 }
 
-// What the model says of 50 subgroups of 100 M parameters on that machine.
+// Prints the model's plan for 50 subgroups of 100 M parameters on that machine.
 static void print_plan(void) {
-    const spw_plan_rates rates = rates_of_a_machine();
-    spw_plan_shape shape;
-    spw_plan_options options;
-    spw_plan_result result;
-    memset(&shape, 0, sizeof shape);
-    memset(&options, 0, sizeof options);
-    memset(&result, 0, sizeof result);
-    shape.struct_size = sizeof shape;
+    const spw_interleave_rates rates = rates_of_a_machine();
+    spw_plan_shape shape = SPW_PLAN_SHAPE_INIT;
+    spw_plan_options options = SPW_PLAN_OPTIONS_INIT;
+    spw_plan_result result = SPW_PLAN_RESULT_INIT;
     shape.count = 50;
     shape.size = 100000000;
-    options.struct_size = sizeof options;
-    result.struct_size = sizeof result;
     check(spw_plan_interleave(&rates, &shape, &options, NULL, &result));
     printf("5 G parameters: %d of 50 subgroups on the GPU, %.2f s in place of %.2f s, %.1f GiB of GPU memory\n",
            (int)result.gpu, result.exposed_seconds, result.serial_seconds, (double)result.gpu_bytes / (1 << 30));
 }
 
-// A plan of one's own: every subgroup anywhere.
+// Sets the caller's own plan: each subgroup runs at a random place.
 static void set_any_plan(spw_interleave *update) {
     uint32_t sites[SUBGROUPS];
     for (int i = 0; i < SUBGROUPS; i++) sites[i] = draw() % 3;
@@ -143,22 +135,20 @@ static void set_any_plan(spw_interleave *update) {
 
 static void write_trace(spw_interleave *update, const char *path) {
     uint64_t bytes;
-    check(spw_interleave_trace(update, NULL, 0, &bytes));
+    check(spw_interleave_get_trace(update, NULL, 0, &bytes));
     char *text = (char *)malloc((size_t)bytes);
-    check(spw_interleave_trace(update, text, (size_t)bytes, &bytes));
+    check(spw_interleave_get_trace(update, text, (size_t)bytes, &bytes));
     FILE *file = fopen(path, "w");
     if (file == NULL || fputs(text, file) < 0 || fclose(file) != 0) {
-        fprintf(stderr, "%s cannot be written\n", path);
+        fprintf(stderr, "cannot write %s\n", path);
         exit(1);
     }
     free(text);
 }
 
-// One step of everything on the CPU, to compare with.
+// One step of all subgroups on the CPU, for comparison.
 static void plain_step(struct states *states, const spw_adam_options *options) {
-    spw_tensor tensor;
-    memset(&tensor, 0, sizeof tensor);
-    tensor.struct_size = sizeof tensor;
+    spw_tensor tensor = SPW_TENSOR_INIT;
     tensor.param_dtype = tensor.state_dtype = SPW_DTYPE_F32;
     tensor.grad_dtype = tensor.copy_dtype = SPW_DTYPE_BF16;
     tensor.n = PARAMETERS;
@@ -172,7 +162,7 @@ static void plain_step(struct states *states, const spw_adam_options *options) {
 
 int main(int argc, char **argv) {
     if (spw_abi_version() != SPW_ABI_VERSION) {
-        fprintf(stderr, "this program and libspillway.so do not fit together\n");
+        fprintf(stderr, "this program was built for another version of libspillway.so\n");
         return 1;
     }
     print_plan();
@@ -185,24 +175,23 @@ int main(int argc, char **argv) {
     plain = spread;
 
     spw_interleave *update = open_update(&spread);
-    const spw_plan_rates rates = rates_of_a_machine();
+    const spw_interleave_rates rates = rates_of_a_machine();
     check(spw_interleave_calibrate(update, &rates));
-    spw_adam_options options;
-    check(spw_adam_options_init(&options, sizeof options));
+    spw_adam_options options = SPW_ADAM_OPTIONS_INIT;
     options.lr = 1e-2;
 
     float first = 0, loss = 0;
     for (options.step = 1; options.step <= STEPS; options.step++) {
-        // Plans change before the first gradient; gradients may come in any order.
+        // The plan may change before the first gradient; gradients may arrive in any order.
         if (options.step % 2 == 0) check(spw_interleave_replan(update, 0.0, NULL));
         else set_any_plan(update);
 
         loss = forward_backward(spread.model, spread.grad);
         if (options.step == 1) first = loss;
-        for (int i = SUBGROUPS - 1; i >= 0; i--) check(spw_interleave_gradient(update, (uint64_t)i, 0));
+        for (int i = SUBGROUPS - 1; i >= 0; i--) check(spw_interleave_grad_ready(update, (uint64_t)i, 0));
         check(spw_interleave_begin(update, &options, 1, 0));
-        // The next forward pass may begin with the first subgroup while others are still under way.
-        for (int i = 0; i < SUBGROUPS; i++) check(spw_interleave_publish(update, (uint64_t)i, 0));
+        // The next forward pass may begin with the first subgroup while others are still in flight.
+        for (int i = 0; i < SUBGROUPS; i++) check(spw_interleave_stream_wait_params(update, (uint64_t)i, 0));
 
         forward_backward(plain.model, plain.grad);
         plain_step(&plain, &options);
@@ -210,8 +199,8 @@ int main(int argc, char **argv) {
     }
     if (argc > 1) write_trace(update, argv[1]);
 
-    // States are read when all are home: no residents, and no flush under way.
-    const uint32_t on_cpu[SUBGROUPS] = {SPW_SITE_CPU};
+    // The states are complete in host memory only when there are no residents and no flush is in flight.
+    const uint32_t on_cpu[SUBGROUPS] = {SPW_PLACEMENT_CPU};
     check(spw_interleave_set_plan(update, on_cpu, SUBGROUPS));
     check(spw_interleave_drain(update));
     check(spw_interleave_close(update));

@@ -1,11 +1,12 @@
-// Trains a network whose layers step while the gradients of other layers are still to come, with gradient clipping, and
-// checks that the weights have the bits of waiting for the norm first.
+// Trains a network with gradient clipping. Each layer steps before the gradients of the other layers exist. Checks that
+// the weights have the same bits as steps that wait for the norm first.
 //
 //     cc speculate.c $(pkg-config --cflags --libs spillway) -lm -o speculate && ./speculate
 //
-// Backward gives the gradient of the last layer first. It is submitted at once and steps on Spillway's threads while
-// backward goes on; the norm of all layers decides later whether that step stands. Every 40th batch is scaled so that
-// clipping is forced, and every 100th has an Inf, as a loss scale too large would give: such a batch changes nothing.
+// Backward produces the gradient of the last layer first. The program submits it at once, and Spillway's threads
+// step the layer while backward continues. The norm of all layers decides later whether that step counts. Every
+// 40th batch is scaled to force clipping. Every 100th has an Inf, as a loss scale that is too large would give;
+// such a batch changes nothing.
 //
 // Compiles as C99 and as C++.
 
@@ -19,7 +20,7 @@ enum { INPUTS = 2, HIDDEN = 24, POINTS = 128, STEPS = 600, LAYERS = 3 };
 
 static const double MAX_NORM = 1.0;
 
-// Weights of unit i lie at weight + i * (inputs + 1), its bias last.
+// The weights of unit i begin at weight + i * (inputs + 1); its bias is the last of them.
 enum { FIRST = HIDDEN * (INPUTS + 1), SECOND = HIDDEN * (HIDDEN + 1), THIRD = HIDDEN + 1 };
 static const int SIZE[LAYERS] = {FIRST, SECOND, THIRD};
 
@@ -43,9 +44,7 @@ static float uniform(void) {
 }
 
 static spw_tensor layer_of(struct model *of, int layer) {
-    spw_tensor tensor;
-    memset(&tensor, 0, sizeof tensor);
-    tensor.struct_size = sizeof tensor;
+    spw_tensor tensor = SPW_TENSOR_INIT;
     tensor.param_dtype = tensor.state_dtype = tensor.grad_dtype = SPW_DTYPE_F32;
     tensor.n = (uint64_t)SIZE[layer];
     tensor.param = of->weight[layer];
@@ -64,7 +63,8 @@ static void layer_forward(const float *weight, const float *in, int inputs, floa
     }
 }
 
-// Gradients of a layer's weights from those of its outputs; and those of its inputs, unless NULL.
+// Computes the gradients of a layer's weights from those of its outputs, and those of its inputs unless
+// the pointer is NULL.
 static void layer_backward(const float *weight, const float *in, int inputs, const float *out, const float *back,
                            float *grad, float *back_in) {
     if (back_in != NULL) memset(back_in, 0, sizeof *back_in * (size_t)inputs);
@@ -98,7 +98,7 @@ static float forward(void) {
     return loss / (float)POINTS;
 }
 
-// A finished layer goes to the engine: from here to spw_spec_finish its memory belongs to it.
+// Submits a finished layer to the engine, which owns the layer's memory until spw_spec_finish.
 static void submit(spw_spec *spec, int layer, float factor) {
     for (int i = 0; i < SIZE[layer]; i++) model.grad[layer][i] *= factor;
     memcpy(serial.grad[layer], model.grad[layer], sizeof model.grad[layer]);
@@ -128,12 +128,11 @@ static void backward(spw_spec *spec, float factor) {
     submit(spec, 0, factor);
 }
 
-// Wait for the norm of all layers, then step: what speculation must come to.
+// Waits for the norm of all layers, then steps: the expected result of speculation.
 static void step_serially(spw_adam_options options) {
     double sum = 0;
     for (int layer = 0; layer < LAYERS; layer++) {
-        spw_step_stats stats;
-        stats.struct_size = sizeof stats;
+        spw_step_stats stats = SPW_STEP_STATS_INIT;
         check(spw_grad_stats(serial.grad[layer], SPW_DTYPE_F32, (uint64_t)SIZE[layer], 1.0, &stats));
         if (stats.nonfinite) return;
         sum += stats.sum_squares;
@@ -153,17 +152,14 @@ int main(void) {
     for (int i = 0; i < THIRD; i++) model.weight[2][i] = 0.3f * uniform();
     serial = model;
 
-    spw_spec_options settings;
-    memset(&settings, 0, sizeof settings);
-    settings.struct_size = sizeof settings;
+    spw_spec_options settings = SPW_SPEC_OPTIONS_INIT;
     settings.buckets = LAYERS;
-    settings.undo_mode = SPW_UNDO_DELTA;
+    settings.undo_mode = SPW_UNDO_MODE_DELTA;
     settings.publish = SPW_SPEC_PUBLISH_FINAL;
     spw_spec *spec;
     check(spw_spec_open(&settings, &spec));
 
-    spw_adam_options options;
-    check(spw_adam_options_init(&options, sizeof options));
+    spw_adam_options options = SPW_ADAM_OPTIONS_INIT;
     options.lr = 1e-2;
     float first = 0, loss = 0;
     for (int batch = 1; batch <= STEPS; batch++) {
@@ -173,25 +169,22 @@ int main(void) {
         check(spw_spec_begin_adam(spec, &options, MAX_NORM));
         backward(spec, batch % 100 == 0 ? INFINITY : batch % 40 == 0 ? 1e4f : 1.0f);
 
-        spw_step_stats local;
-        local.struct_size = sizeof local;
+        spw_step_stats local = SPW_STEP_STATS_INIT;
         check(spw_spec_local_result(spec, -1, &local));
-        // Several ranks would add up local.sum_squares, and take the maximum of local.nonfinite, here.
-        spw_spec_outcome outcome;
-        outcome.struct_size = sizeof outcome;
+        // With several ranks, local.sum_squares would be summed and the maximum of local.nonfinite taken here.
+        spw_spec_outcome outcome = SPW_SPEC_OUTCOME_INIT;
         check(spw_spec_resolve(spec, &local, &outcome));
         check(spw_spec_finish(spec, -1));
 
         step_serially(options);
-        if (outcome.verdict != SPW_SPEC_SKIP) options.step++;
+        if (outcome.verdict != SPW_SPEC_VERDICT_SKIP) options.step++;
     }
 
-    spw_spec_stats stats;
-    stats.struct_size = sizeof stats;
-    check(spw_spec_stats_get(spec, &stats));
+    spw_spec_stats stats = SPW_SPEC_STATS_INIT;
+    check(spw_spec_get_stats(spec, &stats));
     check(spw_spec_close(spec));
     printf("batches committed %d, clipped %d, skipped %d\n", (int)stats.commits, (int)stats.redos, (int)stats.skips);
-    printf("layers stepped before the verdict %d, taken back %d, spared %d\n", (int)stats.buckets_speculated,
+    printf("layers stepped before the verdict %d, rolled back %d, spared %d\n", (int)stats.buckets_speculated,
            (int)(stats.buckets_redone + stats.buckets_rolled_back), (int)stats.buckets_spared);
 
     if (memcmp(model.weight, serial.weight, sizeof model.weight) != 0) {

@@ -1,12 +1,12 @@
-// Steps optimizer state that does not fit into memory: it lives in two directories, on whatever disks they are.
+// Steps optimizer state that does not fit into memory. The state lives in two directories, which may be on any disks.
 //
 //     cc tier.c $(pkg-config --cflags --libs spillway) -o tier
 //     ./tier DIRECTORY DIRECTORY [million parameters] [MiB of memory] [steps]
 //
 // 1000 million parameters are 12 GB of state: ./tier /mnt/nvme /mnt/pfs 1000 2048 5
 //
-// Each step commits. Started again, the program goes on at the last committed step, whenever it was killed. Without
-// directories it runs on two of its own, which it removes.
+// Each step commits. After a restart the program resumes at the last committed step, no matter when it was killed.
+// Without directories the program creates two of its own and removes them at the end.
 //
 // Compiles as C99 and as C++.
 
@@ -35,13 +35,13 @@ static void check(spw_status status, const char *what) {
 static void *zeros(uint64_t bytes) {
     void *memory = calloc(1, bytes);
     if (memory == NULL) {
-        fprintf(stderr, "no memory for %" PRIu64 " bytes\n", bytes);
+        fprintf(stderr, "out of memory for %" PRIu64 " bytes\n", bytes);
         exit(1);
     }
     return memory;
 }
 
-// What backward would leave behind: a bfloat16 gradient that depends on the step.
+// A gradient as backward would produce it: bfloat16 numbers that depend on the step.
 static void backward(uint16_t *grad, uint64_t n, uint64_t step) {
     for (uint64_t i = 0; i < n; i++) {
         grad[i] = (uint16_t)(0x3c00 + (i * 2654435761u + step * 40503u) % 512);
@@ -49,16 +49,12 @@ static void backward(uint16_t *grad, uint64_t n, uint64_t step) {
 }
 
 static spw_tier *open_tier(char **directories) {
-    spw_tier_path paths[PATHS];
-    memset(paths, 0, sizeof paths);
+    spw_tier_path paths[PATHS] = {SPW_TIER_PATH_INIT, SPW_TIER_PATH_INIT};
     for (int i = 0; i < PATHS; i++) {
-        paths[i].struct_size = sizeof paths[i];
         paths[i].directory = directories[i];
     }
-    spw_tier_options options;
-    memset(&options, 0, sizeof options);
-    options.struct_size = sizeof options;
-    options.mode = SPW_TIER_AUTO;
+    spw_tier_options options = SPW_TIER_OPTIONS_INIT;
+    options.mode = SPW_TIER_MODE_AUTO;
     options.job = "example";
     options.paths = paths;
     options.path_count = PATHS;
@@ -68,10 +64,8 @@ static spw_tier *open_tier(char **directories) {
 }
 
 static void report(spw_swap *swap, uint64_t step) {
-    spw_swap_stats stats;
-    memset(&stats, 0, sizeof stats);
-    stats.struct_size = sizeof stats;
-    check(spw_swap_get_stats(swap, &stats), "asking for counts");
+    spw_swap_stats stats = SPW_SWAP_STATS_INIT;
+    check(spw_swap_get_stats(swap, &stats), "reading the counters");
     printf("step %" PRIu64 ": %" PRIu64 " subgroups found in memory, %" PRIu64 " read, %" PRIu64 " written so far\n",
            step, stats.hits, stats.fetched, stats.flushed);
 }
@@ -83,7 +77,7 @@ int main(int count, char **arguments) {
     for (int i = 0; i < PATHS; i++) {
         directories[i] = given ? arguments[1 + i] : mkdtemp(own[i]);
         if (directories[i] == NULL) {
-            fprintf(stderr, "no directory for path %d\n", i);
+            fprintf(stderr, "cannot create a directory for path %d\n", i);
             return 1;
         }
     }
@@ -95,44 +89,39 @@ int main(int count, char **arguments) {
     uint64_t *elements = (uint64_t *)zeros(subgroups * sizeof *elements);
     spw_tensor *tensors = (spw_tensor *)zeros(subgroups * sizeof *tensors);
     uint16_t *grad = (uint16_t *)zeros(SUBGROUP * sizeof *grad);
+    const spw_tensor empty = SPW_TENSOR_INIT;
     // The model's weights, which stay in memory.
     uint16_t *weights = (uint16_t *)zeros(parameters * sizeof *weights);
     for (uint64_t i = 0; i < subgroups; i++) {
         elements[i] = i + 1 < subgroups ? SUBGROUP : parameters - i * SUBGROUP;
-        tensors[i].struct_size = sizeof tensors[i];
+        tensors[i] = empty;
         tensors[i].param_dtype = tensors[i].state_dtype = SPW_DTYPE_F32;
         tensors[i].grad_dtype = tensors[i].copy_dtype = SPW_DTYPE_BF16;
         tensors[i].n = elements[i];
-        // Only to keep the example small: all subgroups have the same gradient.
+        // Keeps the example small: all subgroups have the same gradient.
         tensors[i].grad = grad;
         tensors[i].param_copy = weights + i * SUBGROUP;
     }
 
-    spw_swap_options options;
-    memset(&options, 0, sizeof options);
-    options.struct_size = sizeof options;
-    options.host_bytes = host_bytes;
+    spw_swap_options options = SPW_SWAP_OPTIONS_INIT;
+    options.memory_budget = host_bytes;
     options.elements = elements;
     options.subgroups = subgroups;
-    spw_swap_budget budget;
-    memset(&budget, 0, sizeof budget);
-    budget.struct_size = sizeof budget;
-    check(spw_swap_plan(&options, PATHS, &budget), "planning");
+    spw_swap_budget budget = SPW_SWAP_BUDGET_INIT;
+    check(spw_swap_plan_budget(&options, PATHS, &budget), "planning");
     printf("%" PRIu64 " parameters: %.2f GB of state through %.2f GB of memory, %" PRIu64 " of %" PRIu64
            " subgroups stay there\n",
            parameters, budget.state_bytes / 1e9, budget.host_bytes / 1e9, budget.cached, subgroups);
 
     spw_tier *tier = open_tier(directories);
-    spw_tier_opened_info opened;
-    memset(&opened, 0, sizeof opened);
-    opened.struct_size = sizeof opened;
-    check(spw_tier_opened(tier, &opened, NULL, 0), "asking what was found");
+    spw_tier_opened_info opened = SPW_TIER_OPENED_INFO_INIT;
+    check(spw_tier_get_opened(tier, &opened, NULL, 0), "reading the opened state");
     spw_swap *swap = NULL;
-    check(spw_swap_open(tier, &options, &swap), "taking memory");
+    check(spw_swap_open(tier, &options, &swap), "allocating memory");
     uint64_t step = 0;
     if (opened.resumed) {
         step = opened.step;
-        printf("goes on after step %" PRIu64 "\n", step);
+        printf("continues after step %" PRIu64 "\n", step);
     } else {
         const float **none = (const float **)zeros(3 * subgroups * sizeof *none);
         check(spw_swap_fill(swap, none), "filling");
@@ -140,8 +129,7 @@ int main(int count, char **arguments) {
         free(none);
     }
 
-    spw_adam_options adam;
-    check(spw_adam_options_init(&adam, sizeof adam), "options");
+    spw_adam_options adam = SPW_ADAM_OPTIONS_INIT;
     adam.lr = 1e-3;
     for (uint64_t end = step + steps; step < end;) {
         step++;
@@ -151,7 +139,7 @@ int main(int count, char **arguments) {
         check(spw_swap_commit(swap, step, NULL, 0), "committing");
         report(swap, step);
     }
-    // Weights began at zero and go against the sign of their gradient.
+    // Weights began at zero and move against the sign of their gradient.
     uint64_t moved = 0;
     for (uint64_t i = 0; i < parameters; i++) {
         moved += weights[i] >> 15;

@@ -1,7 +1,7 @@
-// What the programs of this folder share: checks, tensors to step, and watched memory.
+// Shared by the programs of this folder: checks, tensors to step, and watched memory.
 //
-// A program proves one promise of spillway.h. It exits 0 if the promise holds, 1 after naming the line that failed,
-// 77 after printing why it cannot run here; a program that passes prints nothing, which ffi_tests/run.rs checks.
+// A program proves one promise of spillway.h. It exits 0 if the promise holds, 1 after naming the line that failed, and
+// 77 after printing why it cannot run here. A program that passes prints nothing; ffi_tests/rust/c.rs checks this.
 
 #ifndef SPILLWAY_CHECK_H
 #define SPILLWAY_CHECK_H
@@ -17,11 +17,11 @@
 #define CHECK(condition) \
     ((condition) ? (void)0 : fail(__FILE__, __LINE__, "%s (last error: %s)", #condition, spw_last_error()))
 #define CHECK_OK(call) check_status(__FILE__, __LINE__, #call, (call), SPW_OK, "")
-// The call fails with this status and words, and no watched byte changes.
+// The call fails with this status, its message contains `words`, and no watched byte changes.
 #define REFUSED(call, status, words) check_status(__FILE__, __LINE__, #call, (call), (status), (words))
 #define INVALID(call, words) REFUSED(call, SPW_ERR_INVALID_ARGUMENT, words)
 
-// More elements than stay on the caller's thread.
+// More elements than the library steps on the caller's thread alone.
 #define LARGE (5 * 65536 + 777)
 
 static inline void fail(const char *file, int line, const char *format, ...) {
@@ -41,7 +41,7 @@ static inline void skip(const char *why) {
     exit(SKIPPED);
 }
 
-// An emulated processor takes fifty times as long, and a few rounds prove what many do.
+// An emulated processor is about fifty times slower, so a test runs fewer rounds there.
 static inline int rounds(int many) {
     return getenv("SPILLWAY_TEST_EMULATOR") == NULL ? many : (many + 3) / 4;
 }
@@ -54,7 +54,7 @@ struct watched {
 static struct watched watched[32];
 static size_t watched_count;
 
-// From here on a refused call must leave these bytes as they are now.
+// Watches this memory: every call that is refused later must leave its bytes as they are now.
 static inline void watch(const void *memory, size_t bytes) {
     struct watched *entry = &watched[watched_count++];
     *entry = (struct watched){memory, malloc(bytes + 1), bytes};
@@ -71,11 +71,11 @@ static inline void check_status(const char *file, int line, const char *call, in
     }
     if (got == SPW_OK) return;
     if (strstr(spw_last_error(), words) == NULL) {
-        fail(file, line, "%s: the message does not say \"%s\": %s", call, words, spw_last_error());
+        fail(file, line, "%s: the message does not contain \"%s\": %s", call, words, spw_last_error());
     }
     for (size_t i = 0; i < watched_count; i++) {
         if (memcmp(watched[i].memory, watched[i].before, watched[i].bytes) != 0) {
-            fail(file, line, "%s: refused, but watched memory %zu changed", call, i);
+            fail(file, line, "%s: failed as expected, but watched memory %zu changed", call, i);
         }
     }
 }
@@ -84,7 +84,7 @@ static inline size_t width(uint32_t dtype) {
     return (size_t)spw_dtype_size(dtype);
 }
 
-// A tensor with memory of its own. The spans lie in `spans` in the order param, grad, exp_avg, exp_avg_sq, copy.
+// A tensor that owns its memory. `spans` lists its spans in the order param, grad, exp_avg, exp_avg_sq, copy.
 struct problem {
     spw_tensor tensor;
     void *spans[5];
@@ -99,7 +99,7 @@ static inline uint64_t random_bits(uint64_t *state) {
     return bits ^ (bits >> 31);
 }
 
-// Random numbers of magnitude 2^-20 to 1, made of bits, so that they depend on no rounding mode.
+// Random numbers of magnitude 2^-20 to 1. They are built from bits, so no rounding mode changes them.
 static inline void fill(void *to, uint32_t dtype, uint64_t n, uint64_t seed, int positive) {
     for (uint64_t i = 0; i < n; i++) {
         uint64_t bits = random_bits(&seed);
@@ -127,7 +127,7 @@ static inline struct problem make(uint64_t n, uint32_t param, uint32_t state, ui
         if (dtypes[i] == SPW_DTYPE_NONE) continue;
         made.bytes[i] = (size_t)n * width(dtypes[i]);
         made.spans[i] = malloc(made.bytes[i] + 1);
-        if (made.spans[i] == NULL) fail(__FILE__, __LINE__, "no memory");
+        if (made.spans[i] == NULL) fail(__FILE__, __LINE__, "out of memory");
         fill(made.spans[i], dtypes[i], n, seed * 5 + (uint64_t)i, i == 3);
     }
     made.tensor.param = made.spans[0];
@@ -166,8 +166,7 @@ static inline int same(const struct problem *a, const struct problem *b) {
 }
 
 static inline spw_adam_options adam_options(void) {
-    spw_adam_options options;
-    CHECK_OK(spw_adam_options_init(&options, sizeof options));
+    spw_adam_options options = SPW_ADAM_OPTIONS_INIT;
     options.step = 3;
     options.lr = 1e-2;
     options.weight_decay = 0.1;
@@ -175,9 +174,19 @@ static inline spw_adam_options adam_options(void) {
     return options;
 }
 
+static inline spw_ds_adam_call ds_adam_call(uint64_t step) {
+    spw_ds_adam_call call = SPW_DS_ADAM_CALL_INIT;
+    call.step = step;
+    call.lr = 1e-3f;
+    call.beta1 = 0.9f;
+    call.beta2 = 0.999f;
+    call.eps = 1e-8f;
+    return call;
+}
+
 static inline void configure_threads(uint32_t count) {
     const spw_thread_options options = {sizeof options, count};
-    CHECK_OK(spw_threads_configure(&options));
+    CHECK_OK(spw_set_threads(&options));
 }
 
 static inline spw_step_stats step_stats(void) {

@@ -1,5 +1,5 @@
-// Several copies of the library live in one process: each has its own kernel, pool, ids and last error, and unloading one
-// whose workers exist disturbs nobody.
+// One process may load several copies of the library. Each copy has its own kernel, pool, ids and last error. Unloading
+// a copy that has workers does not disturb the others.
 
 #include "check.h"
 
@@ -12,7 +12,7 @@ struct copy {
     __typeof__(&spw_last_error) last_error;
     __typeof__(&spw_ds_lion_create) create;
     __typeof__(&spw_ds_lion_destroy) destroy;
-    __typeof__(&spw_threads_configure) configure;
+    __typeof__(&spw_set_threads) configure;
 };
 
 static void copy_file(const char *from, const char *to) {
@@ -34,7 +34,7 @@ static struct copy load(const char *from, int number) {
     copy.last_error = (__typeof__(copy.last_error))dlsym(handle, "spw_last_error");
     copy.create = (__typeof__(copy.create))dlsym(handle, "spw_ds_lion_create");
     copy.destroy = (__typeof__(copy.destroy))dlsym(handle, "spw_ds_lion_destroy");
-    copy.configure = (__typeof__(copy.configure))dlsym(handle, "spw_threads_configure");
+    copy.configure = (__typeof__(copy.configure))dlsym(handle, "spw_set_threads");
     CHECK(copy.step != NULL && copy.step != spw_adam_step);
     CHECK(unlink(file) == 0);
     return copy;
@@ -66,7 +66,7 @@ int main(void) {
             release(&mine);
         }
     }
-    // Its workers sleep inside its code; they must be able to wake.
+    // The workers of this copy sleep inside its code; they must be able to wake.
     for (int i = 0; i < 2; i++) CHECK(dlclose(copies[i].handle) == 0);
     usleep(50000);
     struct problem mine = make_mixed(LARGE, 8);

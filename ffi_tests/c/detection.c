@@ -1,12 +1,12 @@
 // Build: valgrind
-// The kernel is chosen from what the processor says when the library runs: under valgrind, which hides AVX-512, steps run
-// on AVX2 with the bits that the program was given; and valgrind sees no error in them.
+// The library chooses the kernel when it runs, from the features that the processor reports. Under valgrind, which
+// hides AVX-512, steps use AVX2 and give the same bits as without valgrind; valgrind reports no error.
 
 #include "check.h"
 
 int main(void) {
     const char *name = NULL;
-    CHECK_OK(spw_kernel_name(&name));
+    CHECK_OK(spw_get_kernel(&name));
     if (getenv("UNDER_VALGRIND") != NULL) CHECK(strcmp(name, "avx512") != 0);
 
     struct problem problem = make_mixed(70001, 1);
@@ -23,7 +23,7 @@ int main(void) {
     }
     release(&problem);
     configure_threads(1);
-    // The first run tells its sum, the run under valgrind is told it.
+    // The first run prints its checksum; the run under valgrind receives that checksum as an argument.
     char text[32];
     snprintf(text, sizeof text, "%016llx", (unsigned long long)sum);
     const char *expected = getenv("EXPECTED_SUM");

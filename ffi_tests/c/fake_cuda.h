@@ -1,6 +1,6 @@
-// A GPU for the programs of this folder: the fake driver of ffi_tests/fakecuda, in the place of the system's.
+// A GPU for the programs of this folder: the fake driver of ffi_tests/fakecuda replaces the system's driver.
 //
-// Its device memory is host memory, which a program may read once the work on it is over.
+// Its device memory is host memory. A program may read this memory after the work on it has finished.
 
 #ifndef SPILLWAY_FAKE_CUDA_H
 #define SPILLWAY_FAKE_CUDA_H
@@ -11,17 +11,17 @@
 
 static void *fake_driver;
 
-// Where the fake driver is; a program that is run without one cannot run.
+// The path of the fake driver. Without one, the program exits as ignored.
 static inline const char *fake_driver_path(void) {
     const char *path = getenv("FAKE_CUDA");
     if (path == NULL) {
-        puts("FAKE_CUDA names no fake driver");
+        puts("FAKE_CUDA is not set to the fake driver");
         exit(77);
     }
     return path;
 }
 
-// Every GPU call of the program from now on meets the fake driver.
+// All later GPU calls of the program use the fake driver.
 static inline void use_fake_driver(void) {
     const char *path = fake_driver_path();
     CHECK(setenv("SPILLWAY_CUDA_LIBRARY", path, 1) == 0);
@@ -35,7 +35,7 @@ static inline void *fake_symbol(const char *name) {
     return symbol;
 }
 
-// What a framework would do with the driver; each returns 0.
+// Driver calls that a framework would make; each returns 0.
 #define FAKE(name, ...) CHECK(((int (*)())fake_symbol(name))(__VA_ARGS__) == 0)
 
 static inline uint64_t fake_count(const char *name, uint32_t ordinal) {
@@ -50,7 +50,7 @@ static inline spw_gpu *open_gpu(uint32_t ordinal) {
     return gpu;
 }
 
-// The framework's own hold on the primary context, current on this thread.
+// The framework's own reference to the primary context, current on this thread.
 static inline void enter_context(uint32_t ordinal) {
     void *context = NULL;
     FAKE("cuDevicePrimaryCtxRetain", &context, (int)ordinal);

@@ -1,5 +1,6 @@
-// The caller's thread keeps its float mode and its affinity, and whatever mode it is in changes no bit: flush-to-zero and
-// denormals-are-zero, as -ffast-math switches them on, and every rounding mode, also in the threads that the pool made.
+// A step keeps the float mode and the affinity of the caller's thread, and no float mode changes a bit of the result.
+// The modes are flush-to-zero, denormals-are-zero (as -ffast-math sets them) and every rounding mode. The pool's
+// threads inherit the mode of the thread that creates them.
 
 #include "check.h"
 
@@ -7,7 +8,7 @@
 
 #if !defined(__x86_64__)
 int main(void) {
-    skip("MXCSR is of x86-64");
+    skip("MXCSR exists on x86-64 only");
 }
 #else
 #include <xmmintrin.h>
@@ -26,7 +27,7 @@ struct outcome {
     spw_step_stats stats[4];
 };
 
-// Gradients and states so small that flushing would zero them, and coefficients that are themselves denormal in f32.
+// Gradients and states so small that flushing would make them zero, and coefficients that are denormal in f32.
 static struct problem tiny(uint64_t n, uint64_t seed) {
     struct problem made = make_f32(n, seed);
     for (int span = 0; span < 4; span++) {
@@ -52,7 +53,9 @@ static struct outcome run(uint64_t n, double lr, double eps, double weight_decay
     }
     CHECK_OK(spw_ds_adam_create(1, 0.9f, 0.999f, 1));
     for (uint64_t step = 1; step < 4; step++) {
-        CHECK_OK(spw_ds_adam_update(1, step, 1e-3f, 0.9f, 0.999f, 1e-8f, 0.1f, 1, &out.problem[0].tensor));
+        spw_ds_adam_call call = ds_adam_call(step);
+        call.weight_decay = 0.1f;
+        CHECK_OK(spw_ds_adam_update(NULL, 1, &call, &out.problem[0].tensor));
     }
     CHECK_OK(spw_adagrad_step(&adagrad, &out.problem[1].tensor, 1, &out.stats[1]));
     CHECK_OK(spw_lion_step(&lion, &out.problem[2].tensor, 1, &out.stats[2]));
@@ -65,22 +68,22 @@ static void compare(uint64_t n, double lr, double eps, double weight_decay, doub
     configure_threads(3);
     struct outcome ieee = run(n, lr, eps, weight_decay, scale);
     for (size_t i = 1; i < sizeof modes / sizeof *modes; i++) {
-        // The workers are made by a thread in this mode, and inherit it.
+        // A thread in this mode creates the workers, and they inherit the mode.
         configure_threads(3);
         _mm_setcsr(modes[i]);
         struct outcome other = run(n, lr, eps, weight_decay, scale);
-        // Exception flags may be raised, as by any arithmetic; the controls stay.
+        // Arithmetic may raise exception flags; the control bits stay.
         const unsigned after = _mm_getcsr() & ~0x3fu;
         _mm_setcsr(0x1f80);
         CHECK(after == (modes[i] & ~0x3fu));
         for (int k = 0; k < 3; k++) {
             if (!same(&ieee.problem[k], &other.problem[k])) {
-                fail(__FILE__, __LINE__, "%s: other bits in float mode %#x (n %llu, lr %g, eps %g, decay %g, scale %g)",
+                fail(__FILE__, __LINE__, "%s: wrong bits in float mode %#x (n %llu, lr %g, eps %g, decay %g, scale %g)",
                      optimizers[k], modes[i], (unsigned long long)n, lr, eps, weight_decay, scale);
             }
         }
         if (memcmp(ieee.stats, other.stats, sizeof ieee.stats) != 0) {
-            fail(__FILE__, __LINE__, "other statistics in float mode %#x (n %llu, scale %g)", modes[i],
+            fail(__FILE__, __LINE__, "wrong statistics in float mode %#x (n %llu, scale %g)", modes[i],
                  (unsigned long long)n, scale);
         }
         for (int k = 0; k < 3; k++) release(&other.problem[k]);

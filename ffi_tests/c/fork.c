@@ -1,6 +1,6 @@
 // Build: forks
-// A child made by fork steps with the bits of its parent: after the parent's pool was made, while another thread of the
-// parent steps or changes the pool, from a child's own child, and with its own number of workers.
+// A child made by fork computes the same bits as its parent. Cases: the parent already had a pool, another thread of
+// the parent steps or changes the pool, a grandchild steps, and the child sets its own number of workers.
 
 #include "check.h"
 
@@ -10,7 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-// A child that waits for a thread which was not copied would wait for ever.
+// A child that waits for a thread that fork did not copy would wait forever.
 enum { PATIENCE_SECONDS = 20 };
 
 static struct problem expected;

@@ -11,7 +11,7 @@ static const char *value(const char **at, const char *key) {
     char quoted[64];
     snprintf(quoted, sizeof quoted, "\"%s\": ", key);
     const char *found = strstr(*at, quoted);
-    if (found == NULL) fail(__FILE__, __LINE__, "the file has no %s", key);
+    if (found == NULL) fail(__FILE__, __LINE__, "the file has no key %s", key);
     *at = found + strlen(quoted);
     return **at == '"' ? *at + 1 : *at;
 }
@@ -146,7 +146,7 @@ static int check_file(const char *folder, const char *optimizer) {
 
 int main(void) {
     const char *folder = getenv("SPILLWAY_VECTORS");
-    if (folder == NULL) skip("SPILLWAY_VECTORS names no folder");
+    if (folder == NULL) skip("SPILLWAY_VECTORS is not set to a directory");
     CHECK(check_file(folder, "adam") >= 20);
     CHECK(check_file(folder, "adagrad") >= 20);
     CHECK(check_file(folder, "lion") >= 20);

@@ -1,6 +1,6 @@
-// Gradients leave the device and parameters return, on the wire that the types ask for and after the framework's event
-// or stream; Adam on the device has the bits of Adam on the processor; memory that nobody pinned is refused; nothing
-// races.
+// Gradients leave the device and parameters return, in the transfer type that the dtypes require and after the
+// framework's event or stream. Adam on the device gives the same bits as Adam on the processor. Memory that is not
+// pinned is refused. The fake driver reports no race.
 
 #include "fake_cuda.h"
 
@@ -25,27 +25,27 @@ static void gradients_and_parameters(spw_gpu *gpu, void *stream) {
     FAKE("cuEventCreate", &event, 2u);
     FAKE("cuEventRecord", event, stream);
 
-    spw_gpu_copy copy = {.struct_size = sizeof copy, .direction = SPW_GPU_OUT, .device_dtype = SPW_DTYPE_BF16,
+    spw_gpu_copy copy = {.struct_size = sizeof copy, .direction = SPW_GPU_DIRECTION_D2H, .device_dtype = SPW_DTYPE_BF16,
                          .host_dtype = SPW_DTYPE_F32, .after = SPW_GPU_AFTER_EVENT, .n = N, .device = grads,
                          .host = wide, .handle = event};
     CHECK_OK(spw_gpu_copy_start(gpu, &copy, &ticket));
-    REFUSED(spw_gpu_copy_wait(gpu, ticket, 0), SPW_ERR_TIMEOUT, "not over yet");
+    REFUSED(spw_gpu_copy_wait(gpu, ticket, 0), SPW_ERR_TIMEOUT, "still in flight");
     CHECK_OK(spw_gpu_copy_wait(gpu, ticket, -1));
     for (uint32_t i = 0; i < N; i++) CHECK(wide[i] == widen(values[i]));
 
-    // Back, through the other direction, to fresh memory; the framework's stream waits, then looks.
+    // Copy back to fresh device memory; the framework's stream waits for the copy and then reads it.
     const uint64_t params = device_memory(values + 1, (N - 1) * sizeof *values);
-    copy = (spw_gpu_copy){.struct_size = sizeof copy, .direction = SPW_GPU_IN, .device_dtype = SPW_DTYPE_BF16,
+    copy = (spw_gpu_copy){.struct_size = sizeof copy, .direction = SPW_GPU_DIRECTION_H2D, .device_dtype = SPW_DTYPE_BF16,
                           .host_dtype = SPW_DTYPE_F32, .after = SPW_GPU_AFTER_STREAM, .n = N - 1, .device = params,
                           .host = wide, .handle = (uintptr_t)stream};
     CHECK_OK(spw_gpu_copy_start(gpu, &copy, &ticket));
-    CHECK_OK(spw_gpu_stream_wait(gpu, ticket, (uintptr_t)stream));
+    CHECK_OK(spw_gpu_copy_stream_wait(gpu, ticket, (uintptr_t)stream));
     FAKE("cuStreamSynchronize", stream);
     CHECK(memcmp((void *)(uintptr_t)params, values, (N - 1) * sizeof *values) == 0);
 
-    // 16 bits on both sides travel as they are.
+    // If both sides have 16 bits, the values travel unchanged.
     uint16_t *narrow = (uint16_t *)wide;
-    copy = (spw_gpu_copy){.struct_size = sizeof copy, .direction = SPW_GPU_OUT, .device_dtype = SPW_DTYPE_BF16,
+    copy = (spw_gpu_copy){.struct_size = sizeof copy, .direction = SPW_GPU_DIRECTION_D2H, .device_dtype = SPW_DTYPE_BF16,
                           .host_dtype = SPW_DTYPE_BF16, .n = N, .device = grads, .host = narrow};
     CHECK_OK(spw_gpu_copy_start(gpu, &copy, NULL));
     CHECK_OK(spw_gpu_copy_start(gpu, &copy, &ticket));
@@ -60,18 +60,18 @@ static void gradients_and_parameters(spw_gpu *gpu, void *stream) {
     copy = good, copy.host = NULL;
     INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.host: is NULL");
     copy = good, copy.after = SPW_GPU_AFTER_EVENT;
-    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.handle: is 0; torch makes an event");
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.handle: is 0; record the event first");
     copy = good, copy.after = 3;
     INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.after: 3");
     copy = good, copy.direction = 2;
-    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.direction: 2");
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.direction: is 2");
     copy = good, copy.host_dtype = SPW_DTYPE_F16;
-    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "host_dtype: is f16, and the device has bf16");
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "host_dtype: is f16, but the device type is bf16");
     copy = good, copy.n = UINT64_MAX;
-    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "pass the address space");
+    INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "exceed the address space");
     copy = good, copy.device += 1;
     INVALID(spw_gpu_copy_start(gpu, &copy, &ticket), "copy.device:");
-    INVALID(spw_gpu_copy_wait(gpu, 1000, 0), "ticket: 1000 was never given out");
+    INVALID(spw_gpu_copy_wait(gpu, 1000, 0), "ticket: 1000 is not a ticket of this object");
     FAKE("cuMemFree_v2", grads);
     FAKE("cuMemFree_v2", params);
     CHECK_OK(spw_pinned_free(wide));
@@ -123,7 +123,7 @@ static void adam(spw_gpu *gpu, void *stream) {
     }
 }
 
-// With shadow spans the old states stay: a step is taken again with another factor, or forgotten, to the bit.
+// Shadow spans keep the old states: a step is redone with another factor, or rolled back, bit for bit.
 static void steps_that_are_taken_back(spw_gpu *gpu, void *stream) {
     struct problem plain = make(N, SPW_DTYPE_F32, SPW_DTYPE_F32, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 3);
     const spw_tensor *host = &plain.tensor;
@@ -155,7 +155,7 @@ static void steps_that_are_taken_back(spw_gpu *gpu, void *stream) {
     INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].copy_dtype: is SPW_DTYPE_NONE, but");
     broken = device;
     broken.reserved = 1;
-    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].reserved: is not 0");
+    INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].reserved: must be 0");
     broken = device;
     broken.param_copy = (void *)(uintptr_t)device.grad;
     INVALID(spw_gpu_adam_step(gpu, &options, &broken, 1, 0, NULL), "tensors[0].param_copy: overlaps tensors[0].grad");
@@ -166,21 +166,34 @@ static void steps_that_are_taken_back(spw_gpu *gpu, void *stream) {
     release(&plain);
 }
 
-// Measured once, found again in the profile, measured anew when asked.
+static int warnings;
+
+static void count_warnings(void *user, int32_t level, const char *message) {
+    (void)user;
+    warnings += level == SPW_LOG_LEVEL_WARN && strstr(message, "format of an earlier version") != NULL;
+}
+
+// The bandwidth is measured once, read from the profile later, and measured again on request. A profile in an earlier
+// format causes one warning and is replaced.
 static void link(spw_gpu *gpu) {
     CHECK(setenv("SPILLWAY_PROFILE", "gpu_copies.profile", 1) == 0);
+    FILE *earlier = fopen("gpu_copies.profile", "w");
+    CHECK(earlier != NULL && fputs("spillway profile 1\n", earlier) >= 0 && fclose(earlier) == 0);
     spw_gpu_link first = {.struct_size = sizeof first}, second = first, third = first;
-    CHECK_OK(spw_gpu_link_get(gpu, 0, 1, &first));
-    CHECK(first.out_f32 > 0 && first.out_native > 0 && first.in_f32 > 0 && first.in_native > 0);
+    CHECK_OK(spw_set_log(count_warnings, NULL, SPW_LOG_LEVEL_WARN));
+    CHECK_OK(spw_gpu_measure_link(gpu, 0, 0, &first));
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF));
+    CHECK(warnings == 1);
+    CHECK(first.d2h_f32 > 0 && first.d2h_native > 0 && first.h2d_f32 > 0 && first.h2d_native > 0);
     CHECK(first.step_f32 > 0 && first.step_native > 0);
-    CHECK_OK(spw_gpu_link_get(gpu, 0, 0, &second));
+    CHECK_OK(spw_gpu_measure_link(gpu, 0, 0, &second));
     CHECK(memcmp(&first, &second, sizeof first) == 0);
-    CHECK_OK(spw_gpu_link_get(gpu, 1, 0, &third));
-    CHECK(third.wire == SPW_GPU_WIRE_F32 && third.out_f32 == first.out_f32);
-    CHECK_OK(spw_gpu_link_get(gpu, 0, 1, &third));
+    CHECK_OK(spw_gpu_measure_link(gpu, 1, 0, &third));
+    CHECK(third.transfer_dtype == SPW_TRANSFER_DTYPE_F32 && third.d2h_f32 == first.d2h_f32);
+    CHECK_OK(spw_gpu_measure_link(gpu, 0, 1, &third));
     CHECK(third.step_f32 != first.step_f32);
-    INVALID(spw_gpu_link_get(gpu, 2, 0, &third), "accumulates: 2");
-    INVALID(spw_gpu_link_get(gpu, 0, 0, NULL), "link: is NULL");
+    INVALID(spw_gpu_measure_link(gpu, 2, 0, &third), "accumulates: is 2");
+    INVALID(spw_gpu_measure_link(gpu, 0, 0, NULL), "link_out: is NULL");
 }
 
 int main(void) {

@@ -1,5 +1,5 @@
-// A child of a process that uses a GPU gets a status from every GPU call, may close what it inherited, and steps on the
-// processor as ever; its parent goes on. A child of a process that never used a GPU may use one.
+// In a child of a process that uses a GPU, every GPU call returns an error status. The child may close the inherited
+// handles and step on the processor; its parent goes on. A child of a process that never used a GPU may use one.
 
 #include "fake_cuda.h"
 
@@ -23,14 +23,14 @@ static void in_child(void (*work)(spw_gpu *), spw_gpu *gpu) {
 
 static void inherits(spw_gpu *gpu) {
     spw_gpu_driver driver = {.struct_size = sizeof driver};
-    REFUSED(spw_gpu_probe(&driver), SPW_ERR_GPU_FORKED, "before this child was forked");
+    REFUSED(spw_gpu_probe(&driver), SPW_ERR_GPU_FORKED, "before it forked this process");
     const spw_gpu_options options = {.struct_size = sizeof options};
     spw_gpu *other = NULL;
     REFUSED(spw_gpu_open(&options, &other), SPW_ERR_GPU_FORKED, "spawn");
     spw_gpu_info info = {.struct_size = sizeof info};
-    REFUSED(spw_gpu_info_get(gpu, &info), SPW_ERR_GPU_FORKED, "");
+    REFUSED(spw_gpu_get_info(gpu, &info), SPW_ERR_GPU_FORKED, "");
     REFUSED(spw_gpu_copy_wait(gpu, 1, -1), SPW_ERR_GPU_FORKED, "");
-    REFUSED(spw_gpu_stream_wait(gpu, 1, 0), SPW_ERR_GPU_FORKED, "");
+    REFUSED(spw_gpu_copy_stream_wait(gpu, 1, 0), SPW_ERR_GPU_FORKED, "");
     const spw_adam_options adam = adam_options();
     REFUSED(spw_gpu_adam_step(gpu, &adam, NULL, 0, 0, NULL), SPW_ERR_GPU_FORKED, "");
     struct problem mine = make_mixed(1000, 8);
@@ -43,7 +43,8 @@ enum { POOL_BYTES = 1 << 16 };
 static spw_pool *pool;
 static void *block;
 
-// What the GPU reaches is not there in the child; what the child maps in its place stays when it closes what it inherited.
+// Memory that the GPU can reach is not mapped in the child. What the child maps at the same addresses stays mapped when
+// it closes the inherited handles.
 static void maps_in_its_place(spw_gpu *gpu) {
     CHECK(msync(block, POOL_BYTES, MS_ASYNC) != 0);
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
@@ -56,14 +57,14 @@ static void maps_in_its_place(spw_gpu *gpu) {
     CHECK(own[0] == 7 && own[POOL_BYTES - 1] == 7);
 }
 
-// Registers a pool with the driver by a copy into it.
+// A copy into the pool registers the pool with the driver.
 static void reach(spw_gpu *gpu) {
     const spw_pool_options options = {.struct_size = sizeof options, .block_bytes = POOL_BYTES, .block_count = 1};
     CHECK_OK(spw_pool_open(&options, &pool));
     CHECK_OK(spw_pool_alloc(pool, &block));
     enter_context(0);
     const float value = 1.0f;
-    spw_gpu_copy copy = {.struct_size = sizeof copy, .direction = SPW_GPU_OUT, .device_dtype = SPW_DTYPE_F32,
+    spw_gpu_copy copy = {.struct_size = sizeof copy, .direction = SPW_GPU_DIRECTION_D2H, .device_dtype = SPW_DTYPE_F32,
                          .host_dtype = SPW_DTYPE_F32, .n = 1, .device = device_memory(&value, sizeof value), .host = block};
     uint64_t ticket = 0;
     CHECK_OK(spw_gpu_copy_start(gpu, &copy, &ticket));
@@ -85,7 +86,7 @@ int main(void) {
     in_child(maps_in_its_place, gpu);
     CHECK(*(float *)block == 1.0f);
     spw_gpu_info info = {.struct_size = sizeof info};
-    CHECK_OK(spw_gpu_info_get(gpu, &info));
+    CHECK_OK(spw_gpu_get_info(gpu, &info));
     CHECK(strcmp(info.name, "Fake GPU") == 0 && info.capability == 90 && info.memory_bytes >= info.free_bytes);
     CHECK_OK(spw_pool_free(pool, block));
     CHECK_OK(spw_pool_close(pool));

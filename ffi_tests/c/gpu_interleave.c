@@ -1,10 +1,10 @@
-// The interleaved update on a GPU, over the fake driver: whatever the plans, the bits of spw_adam_step, with no copy through
-// pageable memory, and not one access that events do not order.
+// The interleaved update on a GPU, over the fake driver. Every plan gives the bits of spw_adam_step, uses no copy
+// through pageable memory, and orders every memory access by events.
 
 #include "fake_cuda.h"
 
 enum { SUBGROUPS = 6, ORDINAL = 7 };
-// A wire: gradients in host memory alone, where the GPU fetches them.
+// A transfer type of this test: the gradients are in host memory alone, and the GPU fetches them from there.
 static const uint32_t HOME = 1000;
 static const uint64_t SIZES[SUBGROUPS] = {3000, 17, 0, 3000, 1024, 700};
 
@@ -52,8 +52,8 @@ static void give_memory_back(void) {
 
 static spw_interleave_options options_of(spw_gpu *gpu, uint32_t wire, uint32_t fetch, uint32_t grad, uint32_t copy) {
     return (spw_interleave_options){.struct_size = sizeof(spw_interleave_options),
-                                    .backend = SPW_INTERLEAVE_CUDA,
-                                    .wire = wire == HOME ? SPW_WIRE_DELIVERED : wire,
+                                    .backend = SPW_INTERLEAVE_BACKEND_CUDA,
+                                    .transfer_dtype = wire == HOME ? SPW_TRANSFER_DTYPE_DELIVERED : wire,
                                     .fetch_gradients = fetch,
                                     .grad_dtype = grad,
                                     .copy_dtype = copy,
@@ -70,19 +70,19 @@ static void describe(spw_interleave_subgroup subgroups[SUBGROUPS], uint32_t wire
                                                  .exp_avg_sq = states[i][1],
                                                  .grad = wire == HOME ? NULL : (void *)(uintptr_t)grads[i],
                                                  .param_copy = (void *)(uintptr_t)params[i],
-                                                 .host_grad = wire == SPW_WIRE_DELIVERED || wire == HOME ? host_grads[i] : NULL};
+                                                 .host_grad = wire == SPW_TRANSFER_DTYPE_DELIVERED || wire == HOME ? host_grads[i] : NULL};
     }
 }
 
-// The framework makes gradients on its stream, where nothing waits for the host.
+// The framework produces gradients on its stream; no call waits on the host.
 static void backward(spw_interleave *update, int frees_early) {
     for (int i = SUBGROUPS - 1; i >= 0; i--) {
         fill(plain[i].spans[1], plain[i].tensor.grad_dtype, SIZES[i], ++seed, 0);
         memcpy(staging[i], plain[i].spans[1], plain[i].bytes[1]);
         memcpy(host_grads[i], plain[i].spans[1], plain[i].bytes[1]);
         if (SIZES[i] > 0) FAKE("cuMemcpyHtoDAsync_v2", grads[i], staging[i], plain[i].bytes[1], stream);
-        if (frees_early) CHECK_OK(spw_interleave_params_free(update, (uint64_t)i, (uintptr_t)stream));
-        CHECK_OK(spw_interleave_gradient(update, (uint64_t)i, (uintptr_t)stream));
+        if (frees_early) CHECK_OK(spw_interleave_release_params(update, (uint64_t)i, (uintptr_t)stream));
+        CHECK_OK(spw_interleave_grad_ready(update, (uint64_t)i, (uintptr_t)stream));
     }
 }
 
@@ -96,7 +96,7 @@ static void step(spw_interleave *update, uint64_t number) {
 // The next forward pass reads each subgroup's parameters on the framework's stream.
 static void forward(spw_interleave *update) {
     for (int i = 0; i < SUBGROUPS; i++) {
-        CHECK_OK(spw_interleave_publish(update, (uint64_t)i, (uintptr_t)stream));
+        CHECK_OK(spw_interleave_stream_wait_params(update, (uint64_t)i, (uintptr_t)stream));
         if (plain[i].bytes[4] > 0) FAKE("cuMemcpyDtoHAsync_v2", copies[i], params[i], plain[i].bytes[4], stream);
     }
     FAKE("cuStreamSynchronize", stream);
@@ -125,9 +125,9 @@ static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t wire, uint32_t fetc
     uint64_t away = 99, bytes = 0;
     CHECK_OK(spw_interleave_set_plan(update, on_cpu, SUBGROUPS));
     CHECK_OK(spw_interleave_drain(update));
-    CHECK_OK(spw_interleave_away(update, NULL, 0, &away));
+    CHECK_OK(spw_interleave_get_in_flight(update, NULL, 0, &away));
     CHECK(away == 0);
-    CHECK_OK(spw_interleave_trace(update, NULL, 0, &bytes));
+    CHECK_OK(spw_interleave_get_trace(update, NULL, 0, &bytes));
     CHECK(bytes > 100);
     for (int i = 0; i < SUBGROUPS; i++) {
         CHECK(memcmp(states[i][0], plain[i].spans[2], plain[i].bytes[2]) == 0);
@@ -143,16 +143,16 @@ static void refusals(spw_gpu *gpu) {
     take_memory(SPW_DTYPE_BF16, SPW_DTYPE_BF16);
     spw_interleave_subgroup subgroups[SUBGROUPS];
     spw_interleave *update = NULL;
-    describe(subgroups, SPW_WIRE_NATIVE);
-    spw_interleave_options options = options_of(NULL, SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    describe(subgroups, SPW_TRANSFER_DTYPE_NATIVE);
+    spw_interleave_options options = options_of(NULL, SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "gpu: is NULL");
     options.gpu = gpu;
     subgroups[3].param = plain[3].spans[0];
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[3].param");
-    describe(subgroups, SPW_WIRE_NATIVE);
+    describe(subgroups, SPW_TRANSFER_DTYPE_NATIVE);
     subgroups[4].grad = NULL;
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[4].grad");
-    describe(subgroups, SPW_WIRE_DELIVERED);
+    describe(subgroups, SPW_TRANSFER_DTYPE_DELIVERED);
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "subgroups[0].host_grad");
     describe(subgroups, HOME);
     options = options_of(gpu, HOME, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
@@ -160,8 +160,8 @@ static void refusals(spw_gpu *gpu) {
     CHECK(update == NULL);
     options.fetch_gradients = 1;
     CHECK_OK(spw_interleave_open(&options, subgroups, SUBGROUPS, &update));
-    const uint32_t sites[SUBGROUPS] = {0, 1, 0, 0, SPW_SITE_RESIDENT, 0};
-    INVALID(spw_interleave_set_plan(update, sites, SUBGROUPS), "plan: makes 4 a resident");
+    const uint32_t sites[SUBGROUPS] = {0, 1, 0, 0, SPW_PLACEMENT_RESIDENT, 0};
+    INVALID(spw_interleave_set_plan(update, sites, SUBGROUPS), "plan: makes subgroup 4 resident");
     CHECK_OK(spw_interleave_close(update));
     give_memory_back();
 }
@@ -171,12 +171,12 @@ int main(void) {
     spw_gpu *gpu = open_gpu(ORDINAL);
     enter_context(ORDINAL);
     FAKE("cuStreamCreateWithPriority", &stream, 1u, 0);
-    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 100);
-    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 1, SPW_DTYPE_F16, SPW_DTYPE_F16, 12);
-    trains_with_the_same_bits(gpu, SPW_WIRE_F32, 0, SPW_DTYPE_F16, SPW_DTYPE_F16, 12);
-    trains_with_the_same_bits(gpu, SPW_WIRE_F32, 1, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
-    trains_with_the_same_bits(gpu, SPW_WIRE_DELIVERED, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
-    trains_with_the_same_bits(gpu, SPW_WIRE_NATIVE, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE, 12);
+    trains_with_the_same_bits(gpu, SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 100);
+    trains_with_the_same_bits(gpu, SPW_TRANSFER_DTYPE_NATIVE, 1, SPW_DTYPE_F16, SPW_DTYPE_F16, 12);
+    trains_with_the_same_bits(gpu, SPW_TRANSFER_DTYPE_F32, 0, SPW_DTYPE_F16, SPW_DTYPE_F16, 12);
+    trains_with_the_same_bits(gpu, SPW_TRANSFER_DTYPE_F32, 1, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
+    trains_with_the_same_bits(gpu, SPW_TRANSFER_DTYPE_DELIVERED, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 12);
+    trains_with_the_same_bits(gpu, SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE, 12);
     trains_with_the_same_bits(gpu, HOME, 1, SPW_DTYPE_F32, SPW_DTYPE_BF16, 12);
     refusals(gpu);
     FAKE("cuStreamDestroy_v2", stream);

@@ -1,6 +1,6 @@
-// Speculation beside a GPU, over the fake driver: buckets begin when the copies of their gradients are over, their parameters
-// go to the device when they count, tail buckets are stepped there; all with the bits of the serial rule, whatever the
-// verdict and the way of publishing, and without an access that events do not order.
+// Speculation beside a GPU, over the fake driver. A bucket begins when the copy of its gradient has finished, and its
+// parameters go to the device once the step counts. The device steps the tail buckets. Every verdict and every way of
+// publishing gives the bits of the serial rule, with all accesses ordered by events.
 
 #include "fake_cuda.h"
 
@@ -61,24 +61,24 @@ static spw_gpu_copy copy_of(int bucket, uint32_t direction, void *host) {
                           .host_dtype = SPW_DTYPE_BF16,
                           .after = SPW_GPU_AFTER_STREAM,
                           .n = SIZES[bucket],
-                          .device = direction == SPW_GPU_OUT ? grads[bucket] : params[bucket],
+                          .device = direction == SPW_GPU_DIRECTION_D2H ? grads[bucket] : params[bucket],
                           .host = host,
                           .handle = (uintptr_t)stream};
 }
 
 static spw_spec *open_spec(spw_gpu *gpu, uint32_t publish) {
     const spw_spec_options options = {
-        .struct_size = sizeof options, .buckets = BUCKETS, .undo_mode = SPW_UNDO_DELTA, .publish = publish};
+        .struct_size = sizeof options, .buckets = BUCKETS, .undo_mode = SPW_UNDO_MODE_DELTA, .publish = publish};
     spw_spec *spec = NULL;
     CHECK_OK(spw_spec_open(&options, &spec));
     for (int i = 0; i < ON_GPU; i++) {
-        const spw_gpu_copy copy = copy_of(i, SPW_GPU_IN, copies[i]);
+        const spw_gpu_copy copy = copy_of(i, SPW_GPU_DIRECTION_H2D, copies[i]);
         CHECK_OK(spw_spec_publish_to(spec, (uint32_t)i, gpu, &copy, 1));
     }
     return spec;
 }
 
-// The framework makes a gradient on its stream.
+// The framework produces a gradient on its stream.
 static void backward(int bucket, int overflows) {
     fill(plain[bucket].spans[1], SPW_DTYPE_BF16, SIZES[bucket], ++seed, 0);
     if (overflows) ((uint16_t *)plain[bucket].spans[1])[SIZES[bucket] - 1] = 0x7f80;
@@ -86,17 +86,17 @@ static void backward(int bucket, int overflows) {
     FAKE("cuMemcpyHtoDAsync_v2", grads[bucket], staging[bucket], plain[bucket].bytes[1], stream);
 }
 
-// A bucket of the processor: its gradient leaves, and the end of the copy is what the bucket waits for.
+// A bucket of the processor: its gradient is copied to the host, and the bucket waits for the end of the copy.
 static void submit(spw_spec *spec, spw_gpu *gpu, int bucket) {
-    const spw_gpu_copy out = copy_of(bucket, SPW_GPU_OUT, host_grads[bucket]);
+    const spw_gpu_copy out = copy_of(bucket, SPW_GPU_DIRECTION_D2H, host_grads[bucket]);
     uint64_t ticket = 0, event = 0;
     CHECK_OK(spw_gpu_copy_start(gpu, &out, &ticket));
-    CHECK_OK(spw_gpu_stream_wait(gpu, ticket, (uintptr_t)side));
-    spw_spec_event when = {.struct_size = sizeof when, .kind = SPW_SPEC_EVENT_CUDA_STREAM, .gpu = gpu, .handle = (uintptr_t)side};
+    CHECK_OK(spw_gpu_copy_stream_wait(gpu, ticket, (uintptr_t)side));
+    spw_spec_event when = {.struct_size = sizeof when, .kind = SPW_SPEC_EVENT_KIND_CUDA_STREAM, .gpu = gpu, .handle = (uintptr_t)side};
     if (bucket == 1) {
         FAKE("cuEventCreate", &event, 2u);
         FAKE("cuEventRecord", event, side);
-        when.kind = SPW_SPEC_EVENT_CUDA, when.handle = event;
+        when.kind = SPW_SPEC_EVENT_KIND_CUDA, when.handle = event;
     }
     CHECK_OK(spw_spec_submit(spec, (uint32_t)bucket, &model[bucket].tensor, 1, &when));
     if (event != 0) FAKE("cuEventDestroy_v2", event);
@@ -104,7 +104,7 @@ static void submit(spw_spec *spec, spw_gpu *gpu, int bucket) {
 
 static void submit_to_gpu(spw_spec *spec, spw_gpu *gpu, int bucket) {
     const spw_spec_event when = {
-        .struct_size = sizeof when, .kind = SPW_SPEC_EVENT_CUDA_STREAM, .gpu = gpu, .handle = (uintptr_t)stream};
+        .struct_size = sizeof when, .kind = SPW_SPEC_EVENT_KIND_CUDA_STREAM, .gpu = gpu, .handle = (uintptr_t)stream};
     CHECK_OK(spw_spec_submit_gpu(spec, (uint32_t)bucket, gpu, &model[bucket].tensor, 1, (uintptr_t)stream, &when));
 }
 
@@ -146,7 +146,7 @@ static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t publish) {
     take_memory();
     spw_spec *spec = open_spec(gpu, publish);
     for (int round = 0; round < ROUNDS; round++) {
-        const uint32_t wanted[3] = {SPW_SPEC_COMMIT, SPW_SPEC_REDO, SPW_SPEC_SKIP};
+        const uint32_t wanted[3] = {SPW_SPEC_VERDICT_COMMIT, SPW_SPEC_VERDICT_REDO, SPW_SPEC_VERDICT_SKIP};
         spw_adam_options options = adam_options();
         options.step = (uint64_t)round + 1;
         CHECK_OK(spw_spec_begin_adam(spec, &options, round % 3 == 0 ? 0 : 1e-3));
@@ -160,14 +160,14 @@ static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t publish) {
         CHECK_OK(spw_spec_local_result(spec, -1, &mine));
         CHECK_OK(spw_spec_resolve(spec, &mine, &outcome));
         CHECK(outcome.verdict == wanted[round % 3]);
-        if (outcome.verdict != SPW_SPEC_SKIP) {
+        if (outcome.verdict != SPW_SPEC_VERDICT_SKIP) {
             step_plain(&options, outcome.grad_scale, round % 3 == 0 ? mine.sum_squares : -1);
         }
         forward(spec);
         CHECK_OK(spw_spec_finish(spec, -1));
         check_states();
     }
-    // An open round is taken back, and uploads are over, before close returns.
+    // Before close returns, it rolls the open round back and finishes the uploads.
     const spw_adam_options options = adam_options();
     CHECK_OK(spw_spec_begin_adam(spec, &options, 0));
     backward(0, 0), submit(spec, gpu, 0);
@@ -182,11 +182,11 @@ static void trains_with_the_same_bits(spw_gpu *gpu, uint32_t publish) {
 static void refusals(spw_gpu *gpu) {
     take_memory();
     spw_spec *spec = open_spec(gpu, SPW_SPEC_PUBLISH_FINAL);
-    spw_gpu_copy copy = copy_of(0, SPW_GPU_OUT, copies[0]);
-    INVALID(spw_spec_publish_to(spec, 0, gpu, &copy, 1), "copies[0].copy.direction: is not SPW_GPU_IN");
-    copy = copy_of(0, SPW_GPU_IN, plain[0].spans[4]);
+    spw_gpu_copy copy = copy_of(0, SPW_GPU_DIRECTION_D2H, copies[0]);
+    INVALID(spw_spec_publish_to(spec, 0, gpu, &copy, 1), "copies[0].copy.direction: must be SPW_GPU_DIRECTION_H2D");
+    copy = copy_of(0, SPW_GPU_DIRECTION_H2D, plain[0].spans[4]);
     INVALID(spw_spec_publish_to(spec, 0, gpu, &copy, 1), "are not pinned");
-    copy = copy_of(0, SPW_GPU_IN, copies[0]);
+    copy = copy_of(0, SPW_GPU_DIRECTION_H2D, copies[0]);
     INVALID(spw_spec_publish_to(spec, BUCKETS, gpu, &copy, 1), "bucket");
     INVALID(spw_spec_publish_to(spec, 0, NULL, &copy, 1), "gpu: is NULL");
     INVALID(spw_spec_publish_to(spec, 0, gpu, NULL, 1), "copies: is NULL");
@@ -194,15 +194,15 @@ static void refusals(spw_gpu *gpu) {
     const spw_tensor *tensor = &model[ON_GPU].tensor;
     REFUSED(spw_spec_submit_gpu(spec, ON_GPU, gpu, tensor, 1, 0, NULL), SPW_ERR_NO_ROUND, "");
     CHECK_OK(spw_spec_begin_lion(spec, &lion, 0));
-    INVALID(spw_spec_submit_gpu(spec, ON_GPU, gpu, tensor, 1, 0, NULL), "not in a round of Adam");
+    INVALID(spw_spec_submit_gpu(spec, ON_GPU, gpu, tensor, 1, 0, NULL), "no open round of Adam");
     CHECK_OK(spw_spec_abort(spec));
     CHECK_OK(spw_spec_finish(spec, -1));
     const spw_adam_options adam = adam_options();
     CHECK_OK(spw_spec_begin_adam(spec, &adam, 0));
     INVALID(spw_spec_submit_gpu(spec, ON_GPU, NULL, tensor, 1, 0, NULL), "gpu: is NULL");
     INVALID(spw_spec_submit_gpu(spec, 0, gpu, tensor, 1, 0, NULL), "bucket: 0 has copies");
-    spw_spec_event when = {.struct_size = sizeof when, .kind = SPW_SPEC_EVENT_CUDA, .gpu = gpu};
-    INVALID(spw_spec_submit(spec, 0, &model[0].tensor, 1, &when), "event.handle: is 0; torch makes an event");
+    spw_spec_event when = {.struct_size = sizeof when, .kind = SPW_SPEC_EVENT_KIND_CUDA, .gpu = gpu};
+    INVALID(spw_spec_submit(spec, 0, &model[0].tensor, 1, &when), "event.handle: is 0; record the event first");
     when.gpu = NULL;
     INVALID(spw_spec_submit(spec, 0, &model[0].tensor, 1, &when), "event.gpu: is NULL");
     when.kind = 5;

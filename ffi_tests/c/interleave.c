@@ -1,5 +1,5 @@
-// Whatever the plans, an interleaved update has the bits of spw_adam_step; calls out of order change nothing; parameters
-// can be watched from another thread; a child made by fork gets an error and does not hang.
+// Every plan of an interleaved update gives the bits of spw_adam_step. Calls out of order change nothing. Another
+// thread can wait for parameters. A child made by fork gets an error and does not hang.
 
 #include "check.h"
 
@@ -29,8 +29,8 @@ static void release_all(void) {
 
 static spw_interleave_options options_of(uint32_t wire, uint32_t fetch, uint32_t grad, uint32_t copy) {
     return (spw_interleave_options){.struct_size = sizeof(spw_interleave_options),
-                                    .backend = SPW_INTERLEAVE_HOST,
-                                    .wire = wire,
+                                    .backend = SPW_INTERLEAVE_BACKEND_HOST,
+                                    .transfer_dtype = wire,
                                     .fetch_gradients = fetch,
                                     .grad_dtype = grad,
                                     .copy_dtype = copy,
@@ -58,11 +58,11 @@ static void gradients(spw_interleave *update) {
     for (int i = 0; i < SUBGROUPS; i++) {
         fill(ours[i].spans[1], ours[i].tensor.grad_dtype, SIZES[i], ++seed, 0);
         memcpy(plain[i].spans[1], ours[i].spans[1], ours[i].bytes[1]);
-        CHECK_OK(spw_interleave_gradient(update, (uint64_t)i, 0));
+        CHECK_OK(spw_interleave_grad_ready(update, (uint64_t)i, 0));
     }
 }
 
-// One step of both, each subgroup with a learning rate of its own.
+// One step of the interleaved update and of the plain one; each subgroup has its own learning rate.
 static void step(spw_interleave *update, uint64_t number) {
     spw_adam_options options[SUBGROUPS];
     for (int i = 0; i < SUBGROUPS; i++) {
@@ -97,11 +97,11 @@ static void trains_with_the_same_bits(uint32_t wire, uint32_t fetch, uint32_t gr
     }
     const uint32_t on_cpu[SUBGROUPS] = {0};
     uint64_t away = 99, bytes = 0;
-    CHECK_OK(spw_interleave_trace(update, NULL, 0, &bytes));
+    CHECK_OK(spw_interleave_get_trace(update, NULL, 0, &bytes));
     CHECK(bytes > 100);
     CHECK_OK(spw_interleave_set_plan(update, on_cpu, SUBGROUPS));
     CHECK_OK(spw_interleave_drain(update));
-    CHECK_OK(spw_interleave_away(update, NULL, 0, &away));
+    CHECK_OK(spw_interleave_get_in_flight(update, NULL, 0, &away));
     CHECK(away == 0);
     for (int i = 0; i < SUBGROUPS; i++) CHECK(same(&ours[i], &plain[i]));
     CHECK_OK(spw_interleave_close(update));
@@ -111,47 +111,48 @@ static void trains_with_the_same_bits(uint32_t wire, uint32_t fetch, uint32_t gr
 static void *wait_for_all(void *update) {
     uint32_t ready = 0;
     for (uint64_t i = 0; i < SUBGROUPS; i++) {
-        CHECK_OK(spw_interleave_publish(update, i, 0));
-        CHECK_OK(spw_interleave_is_ready(update, i, &ready));
+        CHECK_OK(spw_interleave_stream_wait_params(update, i, 0));
+        CHECK_OK(spw_interleave_get_ready(update, i, &ready));
         CHECK(ready == 1);
     }
     return NULL;
 }
 
-// Refused calls leave the spans alone; then a step that other threads wait for, and a fork in the middle of it.
+// Refused calls leave the spans unchanged. Then other threads wait for a step, and the process forks in
+// the middle of it.
 static void order_threads_and_fork(void) {
     make_all(SPW_DTYPE_BF16, SPW_DTYPE_BF16);
-    const spw_interleave_options options = options_of(SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    const spw_interleave_options options = options_of(SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
     spw_interleave *update = open_update(&options);
     spw_adam_options adam = adam_options();
     adam.step = 1;
     for (int i = 0; i < SUBGROUPS; i++) watch_problem(&ours[i]);
     uint32_t sites[SUBGROUPS] = {1, 0, 1, 0, 0, 2};
     INVALID(spw_interleave_begin(update, &adam, 1, 0), "no gradient");
-    INVALID(spw_interleave_gradient(update, SUBGROUPS, 0), "subgroup");
-    INVALID(spw_interleave_gradient(update, UINT64_MAX, 0), "subgroup");
-    INVALID(spw_interleave_set_plan(update, sites, SUBGROUPS - 1), "plan");
+    INVALID(spw_interleave_grad_ready(update, SUBGROUPS, 0), "subgroup");
+    INVALID(spw_interleave_grad_ready(update, UINT64_MAX, 0), "subgroup");
+    INVALID(spw_interleave_set_plan(update, sites, SUBGROUPS - 1), "count");
     INVALID(spw_interleave_replan(update, 0, NULL), "rates");
     sites[3] = 3;
-    INVALID(spw_interleave_set_plan(update, sites, SUBGROUPS), "sites[3]");
+    INVALID(spw_interleave_set_plan(update, sites, SUBGROUPS), "placements[3]");
     sites[3] = 0;
     unwatch_all();
 
     CHECK_OK(spw_interleave_set_plan(update, sites, SUBGROUPS));
     gradients(update);
-    INVALID(spw_interleave_gradient(update, 1, 0), "already");
+    INVALID(spw_interleave_grad_ready(update, 1, 0), "already");
     REFUSED(spw_interleave_set_plan(update, sites, SUBGROUPS), SPW_ERR_BUSY, "plan");
     const spw_adam_options two[2] = {adam, adam};
-    INVALID(spw_interleave_begin(update, two, 2, 0), "rules");
-    for (uint64_t i = 0; i < SUBGROUPS; i += 2) CHECK_OK(spw_interleave_params_free(update, i, 0));
+    INVALID(spw_interleave_begin(update, two, 2, 0), "count");
+    for (uint64_t i = 0; i < SUBGROUPS; i += 2) CHECK_OK(spw_interleave_release_params(update, i, 0));
     step(update, 1);
 
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         alarm(20);
-        REFUSED(spw_interleave_finish(update), SPW_ERR_UNSUPPORTED, "which forked this one");
-        REFUSED(spw_interleave_gradient(update, 0, 0), SPW_ERR_UNSUPPORTED, "which forked this one");
+        REFUSED(spw_interleave_finish(update), SPW_ERR_UNSUPPORTED, "process was forked");
+        REFUSED(spw_interleave_grad_ready(update, 0, 0), SPW_ERR_UNSUPPORTED, "process was forked");
         CHECK_OK(spw_interleave_close(update));
         _exit(0);
     }
@@ -163,20 +164,20 @@ static void order_threads_and_fork(void) {
     CHECK(waitpid(child, &outcome, 0) == child);
     CHECK(WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0);
 
-    // The resident is away; a list that is too short is filled, and the whole number told.
+    // The resident subgroup is away. A list that is too short is filled, and the call reports the full count.
     uint64_t away[1] = {99}, count = 0;
     CHECK_OK(spw_interleave_drain(update));
-    CHECK_OK(spw_interleave_away(update, away, 1, &count));
+    CHECK_OK(spw_interleave_get_in_flight(update, away, 1, &count));
     CHECK(count == 1 && away[0] == 5);
     CHECK_OK(spw_interleave_close(update));
     release_all();
 }
 
-// An update that is closed with work under way finishes it first: its memory may go right after.
+// Closing an update finishes the work in flight first: the caller may free the memory right after.
 static void closes_in_the_middle(void) {
     for (int round = 0; round < 5; round++) {
         make_all(SPW_DTYPE_F16, SPW_DTYPE_F16);
-        const spw_interleave_options options = options_of(SPW_WIRE_F32, 1, SPW_DTYPE_F16, SPW_DTYPE_F16);
+        const spw_interleave_options options = options_of(SPW_TRANSFER_DTYPE_F32, 1, SPW_DTYPE_F16, SPW_DTYPE_F16);
         const uint32_t sites[SUBGROUPS] = {1, 0, 1, 1, 0, 1};
         spw_interleave *update = open_update(&options);
         CHECK_OK(spw_interleave_set_plan(update, sites, SUBGROUPS));
@@ -192,18 +193,18 @@ static void bad_arguments(void) {
     spw_interleave_subgroup subgroups[SUBGROUPS];
     spw_interleave *update = NULL;
     describe(subgroups);
-    const spw_interleave_options good = options_of(SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    const spw_interleave_options good = options_of(SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
     spw_interleave_options options = good;
     INVALID(spw_interleave_open(NULL, subgroups, SUBGROUPS, &update), "options");
     INVALID(spw_interleave_open(&options, NULL, SUBGROUPS, &update), "subgroups");
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, NULL), "interleave_out");
-    options.backend = SPW_INTERLEAVE_CUDA;
+    options.backend = SPW_INTERLEAVE_BACKEND_CUDA;
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "gpu: is NULL");
     options.backend = 2;
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "backend");
     options = good;
-    options.wire = 3;
-    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "wire");
+    options.transfer_dtype = 3;
+    INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "transfer_dtype");
     options = good;
     options.slots = 9;
     INVALID(spw_interleave_open(&options, subgroups, SUBGROUPS, &update), "slots");
@@ -222,7 +223,7 @@ static void bad_arguments(void) {
     CHECK(update == NULL);
     describe(subgroups);
     CHECK_OK(spw_interleave_open(&good, subgroups, SUBGROUPS, &update));
-    INVALID(spw_interleave_gradient(update, 0, 7), "stream");
+    INVALID(spw_interleave_grad_ready(update, 0, 7), "stream");
     CHECK_OK(spw_interleave_close(update));
     update = NULL;
     INVALID(spw_interleave_finish(NULL), "interleave: is NULL");
@@ -239,11 +240,11 @@ static void bad_arguments(void) {
 
 int main(void) {
     configure_threads(2);
-    trains_with_the_same_bits(SPW_WIRE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
-    trains_with_the_same_bits(SPW_WIRE_NATIVE, 1, SPW_DTYPE_F16, SPW_DTYPE_F16);
-    trains_with_the_same_bits(SPW_WIRE_F32, 0, SPW_DTYPE_F16, SPW_DTYPE_BF16);
-    trains_with_the_same_bits(SPW_WIRE_F32, 1, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
-    trains_with_the_same_bits(SPW_WIRE_DELIVERED, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE);
+    trains_with_the_same_bits(SPW_TRANSFER_DTYPE_NATIVE, 0, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    trains_with_the_same_bits(SPW_TRANSFER_DTYPE_NATIVE, 1, SPW_DTYPE_F16, SPW_DTYPE_F16);
+    trains_with_the_same_bits(SPW_TRANSFER_DTYPE_F32, 0, SPW_DTYPE_F16, SPW_DTYPE_BF16);
+    trains_with_the_same_bits(SPW_TRANSFER_DTYPE_F32, 1, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
+    trains_with_the_same_bits(SPW_TRANSFER_DTYPE_DELIVERED, 0, SPW_DTYPE_F32, SPW_DTYPE_NONE);
     order_threads_and_fork();
     closes_in_the_middle();
     bad_arguments();

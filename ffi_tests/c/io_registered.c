@@ -1,5 +1,5 @@
-// With io_uring, pinned memory and a file with many requests are registered with the kernel, as the kernel itself shows;
-// memory that was freed is not.
+// With io_uring, the library registers pinned memory and busy files with the kernel, as /proc shows; freed memory
+// is no longer registered.
 
 #include "check.h"
 
@@ -10,7 +10,7 @@ enum { FOR_EVER = -1, BYTES = 64 << 20 };
 
 static char file[4096];
 
-// The kernel's page about the only ring of this process; its length, or 0.
+// Reads the kernel's page about the only ring of this process. Returns its length, or 0.
 static size_t ring_page(char *text, size_t size) {
     char path[300], link[256];
     DIR *directory = opendir("/proc/self/fd");
@@ -31,7 +31,7 @@ static size_t ring_page(char *text, size_t size) {
     return length;
 }
 
-// Entries in use in the list below the line that begins with `heading`.
+// Counts the entries in use in the list under the line that begins with `heading`.
 static int listed(const char *text, const char *heading) {
     const char *at = strstr(text, heading);
     int count = 0;
@@ -49,26 +49,26 @@ int main(void) {
     snprintf(file, sizeof file, "%s/spillway-io-XXXXXX", base ? base : P_tmpdir);
     int fd = mkstemp(file);
     CHECK(fd >= 0 && ftruncate(fd, BYTES) == 0 && close(fd) == 0);
-    spw_io_options options = {.struct_size = sizeof options, .backend = SPW_IO_URING, .block_bytes = 64 << 10};
+    spw_io_options options = {.struct_size = sizeof options, .backend = SPW_IO_BACKEND_URING, .block_bytes = 64 << 10};
     spw_io *io = NULL;
     if (spw_io_open(&options, &io) != SPW_OK) {
-        printf("skipped: %s\n", spw_last_error());
+        puts(spw_last_error());
         return unlink(file) == 0 ? SKIPPED : 1;
     }
     void *memory = NULL;
     CHECK(spw_pinned_alloc(BYTES, &memory) == SPW_OK);
     if (ring_page(text, sizeof text) == 0 || !strstr(text, "UserBufs")) {
-        puts("skipped: this kernel does not show its rings");
+        puts("this kernel does not show its rings");
         return unlink(file) == 0 ? SKIPPED : 1;
     }
     CHECK(listed(text, "UserBufs") == 0);
     spw_io_request request = {.struct_size = sizeof request, .path = file, .buffer = memory, .bytes = BYTES};
     int buffers = 0, files = 0;
-    // The page leaves its lists out while the ring's thread is inside the kernel.
+    // The page omits its lists while the ring's thread is inside the kernel.
     for (int n = 0; n < 500 && (buffers == 0 || files == 0); n++) {
         uint64_t handle = 0;
         CHECK(spw_io_read(io, &request, &handle) == SPW_OK);
-        while (spw_io_wait(io, handle, 0, NULL) == SPW_ERR_TIMEOUT) {
+        while (spw_io_wait(io, &handle, 1, 0, NULL) == SPW_ERR_TIMEOUT) {
             ring_page(text, sizeof text);
             if (listed(text, "UserBufs") > buffers) buffers = listed(text, "UserBufs");
             if (listed(text, "UserFiles") > files) files = listed(text, "UserFiles");

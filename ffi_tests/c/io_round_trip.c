@@ -1,10 +1,12 @@
-// Any address, offset and length goes to a file and comes back; every failure is named; on both backends.
+// Data at any address, offset and length is written to a file and read back; every failure is
+// reported; on both backends.
 
 #include "check.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -37,7 +39,7 @@ static spw_io_request request(const char *path, uint64_t offset, void *buffer, u
 static spw_status run(spw_io *io, bool write, spw_io_request what, uint64_t *bytes) {
     uint64_t handle = 0;
     spw_status status = write ? spw_io_write(io, &what, &handle) : spw_io_read(io, &what, &handle);
-    return status != SPW_OK ? status : spw_io_wait(io, handle, FOR_EVER, bytes);
+    return status != SPW_OK ? status : spw_io_wait(io, &handle, 1, FOR_EVER, bytes);
 }
 
 static void fill_bytes(unsigned char *bytes, size_t count, unsigned seed) {
@@ -67,7 +69,7 @@ static void round_trips(spw_io *io) {
         }
     }
     spw_io_stats stats = {.struct_size = sizeof stats};
-    CHECK(spw_io_stats_get(io, &stats) == SPW_OK && stats.failed == 0 && stats.reads == 96 && stats.writes == 96);
+    CHECK(spw_io_get_stats(io, &stats) == SPW_OK && stats.failed == 0 && stats.reads == 96 && stats.writes == 96);
 }
 
 static void many_and_one_wait(spw_io *io) {
@@ -81,13 +83,13 @@ static void many_and_one_wait(spw_io *io) {
         CHECK(spw_io_write(io, &one, &handle) == SPW_OK);
     }
     CHECK(spw_io_wait_all(io, FOR_EVER, &completed) == SPW_OK && completed == 96);
-    CHECK(spw_io_wait(io, handle, FOR_EVER, NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_io_wait(io, &handle, 1, FOR_EVER, NULL) == SPW_ERR_INVALID_ARGUMENT);
     memset(memory, 0, LARGEST);
     CHECK(run(io, false, request(path, 0, memory, LARGEST), NULL) == SPW_OK);
     CHECK(memcmp(memory, expected, LARGEST) == 0);
 }
 
-// Some of many: the others are not touched, and an error says how many more there were.
+// A wait for some of many operations leaves the others in flight; an error reports how many more errors there were.
 static void a_wait_for_some(spw_io *io) {
     const char *path = in_directory("many");
     uint64_t handles[8], completed = 99;
@@ -95,20 +97,20 @@ static void a_wait_for_some(spw_io *io) {
         spw_io_request one = request(path, n < 6 ? n << 15 : LARGEST, memory + (n << 15), 1 << 15);
         CHECK(spw_io_read(io, &one, &handles[n]) == SPW_OK);
     }
-    CHECK(spw_io_wait_many(io, handles, 3, FOR_EVER) == SPW_OK);
-    CHECK(spw_io_wait_many(io, handles, 1, 0) == SPW_ERR_INVALID_ARGUMENT);
-    CHECK(spw_io_wait_many(io, handles + 4, 4, FOR_EVER) == SPW_ERR_SHORT_FILE);
+    CHECK(spw_io_wait(io, handles, 3, FOR_EVER, NULL) == SPW_OK);
+    CHECK(spw_io_wait(io, handles, 1, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_io_wait(io, handles + 4, 4, FOR_EVER, NULL) == SPW_ERR_SHORT_FILE);
     CHECK(strstr(spw_last_error(), "1 more operations failed"));
     spw_io_failure failure = {.struct_size = sizeof failure};
-    CHECK(spw_io_last_failure(&failure) == SPW_OK && failure.offset == LARGEST && failure.bytes == 1 << 15);
+    CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.offset == LARGEST && failure.bytes == 1 << 15);
     CHECK(failure.system_errno == 0 && strcmp(failure.path, path) == 0);
     CHECK(spw_io_wait_all(io, FOR_EVER, &completed) == SPW_OK && completed == 1);
-    CHECK(spw_io_wait_many(io, NULL, 0, 0) == SPW_OK);
-    CHECK(spw_io_wait_many(io, NULL, 1, 0) == SPW_ERR_INVALID_ARGUMENT);
-    CHECK(spw_io_last_failure(&failure) == SPW_OK && failure.path == NULL && failure.bytes == 0);
+    CHECK(spw_io_wait(io, NULL, 0, 0, NULL) == SPW_OK);
+    CHECK(spw_io_wait(io, NULL, 1, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.path == NULL && failure.bytes == 0);
     CHECK(run(io, false, request(in_directory("absent"), 0, memory, 1), NULL) == SPW_ERR_NOT_FOUND);
-    CHECK(spw_io_last_failure(&failure) == SPW_OK && failure.system_errno == ENOENT);
-    CHECK(spw_io_last_failure(NULL) == SPW_ERR_INVALID_ARGUMENT);
+    CHECK(spw_get_io_failure(&failure) == SPW_OK && failure.system_errno == ENOENT);
+    CHECK(spw_get_io_failure(NULL) == SPW_ERR_INVALID_ARGUMENT);
 }
 
 static void failures_are_named(spw_io *io) {
@@ -125,7 +127,8 @@ static void failures_are_named(spw_io *io) {
     CHECK(run(io, false, request(NULL, 0, memory, 1), NULL) == SPW_ERR_IO);
     spw_io_request old = {.struct_size = 8};
     CHECK(spw_io_read(io, &old, &moved) == SPW_ERR_INVALID_ARGUMENT && moved == 42);
-    CHECK(spw_io_wait(io, 12345, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
+    const uint64_t unknown = 12345;
+    CHECK(spw_io_wait(io, &unknown, 1, 0, NULL) == SPW_ERR_INVALID_ARGUMENT);
     CHECK(spw_io_cancel(io, 12345) == SPW_ERR_INVALID_ARGUMENT);
 }
 
@@ -139,7 +142,7 @@ static void descriptors_are_borrowed(spw_io *io) {
     CHECK(close(fd) == 0);
 }
 
-// In a child, since the limit stays. SIGXFSZ keeps its default action, which ends the process.
+// Runs in a child, because the limit stays. SIGXFSZ keeps its default action, which ends the process.
 static void the_file_size_limit_is_an_error(uint32_t backend) {
     pid_t child = fork();
     if (child == 0) {
@@ -191,13 +194,12 @@ int main(void) {
     CHECK(spw_pinned_alloc(LARGEST + 4096, &start) == SPW_OK);
     memory = start;
     expected = malloc(LARGEST);
-    const uint32_t backends[] = {SPW_IO_THREADS, SPW_IO_URING};
+    const uint32_t backends[] = {SPW_IO_BACKEND_THREADS, SPW_IO_BACKEND_URING};
     for (int b = 0; b < 2; b++) {
         spw_io *io = open_engine(backends[b]);
-        if (io == NULL) {
-            printf("skipped a backend: %s\n", spw_last_error());
-            continue;
-        }
+        // The emulator has no io_uring; on other systems both backends must work.
+        if (io == NULL && getenv("SPILLWAY_TEST_EMULATOR") != NULL) continue;
+        CHECK(io != NULL);
         round_trips(io);
         many_and_one_wait(io);
         a_wait_for_some(io);

@@ -1,8 +1,8 @@
-// SPILLWAY_KERNEL forces a kernel, and its name proves that the force took; every kernel has the same bits. A kernel that
-// does not exist, or that this processor lacks, is refused, and nothing is written.
+// SPILLWAY_KERNEL selects a kernel, and the reported name confirms the selection. Every kernel gives the same bits. A
+// kernel that does not exist, or that this processor lacks, is refused, and nothing is written.
 //
-// The program runs itself once for each value of the variable, as the library reads it once. SPILLWAY_TEST_EMULATOR names
-// what it has to be run with where the system cannot run it alone.
+// The library reads the variable once, so the program runs itself once for each value. SPILLWAY_TEST_EMULATOR names the
+// emulator to run it with, where the system cannot run it directly.
 
 #include "check.h"
 
@@ -32,7 +32,7 @@ static uint64_t hash(uint64_t sum, const void *memory, size_t bytes) {
     return sum;
 }
 
-// One number over the results of every optimizer and every combination of types, special values among them.
+// One checksum over the results of every optimizer and every combination of types, special values included.
 static uint64_t all_results(void) {
     static const uint32_t types[][4] = {{1, 1, 1, 0}, {1, 1, 1, 2}, {1, 1, 2, 2}, {1, 1, 3, 3}, {1, 1, 2, 0},
                                         {1, 1, 3, 0}, {2, 1, 2, 0}, {2, 2, 2, 0}, {3, 1, 3, 0}, {3, 3, 3, 0}};
@@ -41,8 +41,8 @@ static uint64_t all_results(void) {
     spw_adam_options adam = adam_options();
     spw_adagrad_options adagrad;
     spw_lion_options lion;
-    CHECK_OK(spw_adagrad_options_init(&adagrad, sizeof adagrad));
-    CHECK_OK(spw_lion_options_init(&lion, sizeof lion));
+    adagrad = (spw_adagrad_options)SPW_ADAGRAD_OPTIONS_INIT;
+    lion = (spw_lion_options)SPW_LION_OPTIONS_INIT;
     lion.weight_decay = adagrad.weight_decay = 0.1;
     for (size_t type = 0; type < sizeof types / sizeof *types; type++) {
         for (size_t at = 0; at < sizeof lengths / sizeof *lengths; at++) {
@@ -67,7 +67,7 @@ static uint64_t all_results(void) {
 
 static void forced(const char *name, const char *file) {
     const char *got = NULL;
-    CHECK_OK(spw_kernel_name(&got));
+    CHECK_OK(spw_get_kernel(&got));
     CHECK(strcmp(got, name) == 0);
     const uint64_t sum = all_results();
     FILE *out = fopen(file, "wb");
@@ -81,18 +81,19 @@ static void refused(const char *words) {
     spw_adagrad_options adagrad;
     spw_lion_options lion;
     spw_step_stats stats = step_stats();
-    CHECK_OK(spw_adagrad_options_init(&adagrad, sizeof adagrad));
-    CHECK_OK(spw_lion_options_init(&lion, sizeof lion));
+    adagrad = (spw_adagrad_options)SPW_ADAGRAD_OPTIONS_INIT;
+    lion = (spw_lion_options)SPW_LION_OPTIONS_INIT;
     CHECK_OK(spw_ds_adam_create(1, 0.9f, 0.999f, 1));
     watch_problem(&problem);
     watch(&stats, sizeof stats);
     for (int again = 0; again < 2; again++) {
-        REFUSED(spw_kernel_name(&name), SPW_ERR_UNSUPPORTED, words);
+        REFUSED(spw_get_kernel(&name), SPW_ERR_UNSUPPORTED, words);
         REFUSED(spw_adam_step(&options, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, words);
         REFUSED(spw_adagrad_step(&adagrad, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, words);
         REFUSED(spw_lion_step(&lion, &problem.tensor, 1, &stats), SPW_ERR_UNSUPPORTED, words);
         REFUSED(spw_grad_stats(problem.spans[1], SPW_DTYPE_BF16, 300, 1, &stats), SPW_ERR_UNSUPPORTED, words);
-        REFUSED(spw_ds_adam_update(1, 1, 1e-3f, 0.9f, 0.999f, 1e-8f, 0, 1, &problem.tensor), SPW_ERR_UNSUPPORTED,
+        const spw_ds_adam_call call = ds_adam_call(1);
+        REFUSED(spw_ds_adam_update(NULL, 1, &call, &problem.tensor), SPW_ERR_UNSUPPORTED,
                 words);
     }
     CHECK(strcmp(name, "untouched") == 0);
@@ -130,7 +131,7 @@ int main(int count, char **arguments) {
     const int handle = mkstemp(file);
     CHECK(handle >= 0 && close(handle) == 0);
     const char *best = NULL;
-    CHECK_OK(spw_kernel_name(&best));
+    CHECK_OK(spw_get_kernel(&best));
     const uint64_t unforced = all_results();
     int seen_best = 0;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
@@ -141,11 +142,11 @@ int main(int count, char **arguments) {
         seen_best = seen_best || strcmp(best, names[i]) == 0;
         CHECK(seen_best);
         again_with(arguments[0], names[i], "forced", file);
-        if (read_sum(file) != unforced) fail(__FILE__, __LINE__, "%s has other bits than %s", names[i], best);
+        if (read_sum(file) != unforced) fail(__FILE__, __LINE__, "%s and %s differ", names[i], best);
     }
     CHECK(unlink(file) == 0);
-    again_with(arguments[0], "sse9", "refused", "no kernel is called \"sse9\"");
-    again_with(arguments[0], "", "refused", "no kernel is called");
+    again_with(arguments[0], "sse9", "refused", "there is no kernel \"sse9\"");
+    again_with(arguments[0], "", "refused", "there is no kernel");
     again_with(arguments[0], "AVX2", "refused", "avx512, avx2, sve_bf16, sve, neon, scalar");
     return 0;
 }

@@ -17,7 +17,7 @@ static void *worker(void *argument) {
     for (int round = 0; round < ROUNDS; round++) {
         REFUSED(spw_ds_lion_destroy(id), SPW_ERR_UNKNOWN_ID, wanted);
         uint32_t count;
-        CHECK_OK(spw_threads_count(&count));
+        CHECK_OK(spw_get_threads(&count));
         CHECK(strstr(spw_last_error(), wanted) != NULL);
     }
     return NULL;
@@ -25,7 +25,7 @@ static void *worker(void *argument) {
 
 int main(void) {
     pthread_t threads[THREADS];
-    INVALID(spw_kernel_name(NULL), "name_out");
+    INVALID(spw_get_kernel(NULL), "name_out");
     CHECK(pthread_barrier_init(&barrier, NULL, THREADS) == 0);
     for (intptr_t i = 0; i < THREADS; i++) {
         CHECK(pthread_create(&threads[i], NULL, worker, (void *)(1000 + i)) == 0);

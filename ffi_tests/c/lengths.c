@@ -1,8 +1,8 @@
 // Counts of elements are 64-bit: steps and statistics over more than 2^31 and 2^33 elements reach the last one.
 //
-// Such spans need more memory than a test may take. Each is address space whose every 2 MiB show the same 2 MiB of zeros:
-// a step of zeros writes zeros, so it does not matter how often one physical byte is stepped. Here and there, around
-// 2^31, 2^32, 2^33 and the end, lie pages of their own with numbers in them; these are compared with a short tensor.
+// Such spans need more memory than a test may take. Each span maps the same 2 MiB of zeros again and again: a step of
+// zeros writes zeros, so one physical byte may be stepped many times. Around 2^31, 2^32, 2^33 and the end lie private
+// pages with other numbers; the test compares these with a short tensor.
 
 #include "check.h"
 
@@ -14,7 +14,7 @@ enum { WINDOW = 2 << 20, PAGE = 1 << 16, MARKS = 6 };
 static uint64_t marks[MARKS];
 static int mark_count;
 
-// Marks begin at multiples of 32 Ki elements, so that they fill whole pages at any width.
+// Each marked place begins at a multiple of 32 Ki elements, so it fills whole pages for every dtype.
 static void choose_marks(uint64_t n) {
     const uint64_t wanted[MARKS] = {0, (1ull << 30), (1ull << 31), (1ull << 32), (1ull << 33), n};
     mark_count = 0;
@@ -45,7 +45,7 @@ static char *zeros(size_t bytes, size_t *mapped) {
     return span;
 }
 
-// A span of zeros with numbers of its own at the marks; the same numbers, one mark after the other, in `together`.
+// A span of zeros with private numbers at the marked places; `together` holds the same numbers one after the other.
 static char *span_of(uint32_t dtype, uint64_t n, const char *together, size_t *mapped) {
     char *span = zeros((size_t)n * width(dtype), mapped);
     for (int i = 0; i < mark_count; i++) {
@@ -65,7 +65,7 @@ static void compare(const char *name, uint32_t dtype, uint64_t n, const char *sp
                  (unsigned long long)n);
         }
     }
-    // The elements before and after a mark were zeros and stay zeros.
+    // The elements around a marked place were zeros and stay zeros.
     for (uint64_t at = 65536; at < n; at += n / 7) {
         uint32_t bits = 0;
         int inside = 0;
@@ -93,8 +93,7 @@ static void step(int lion, uint64_t n, uint32_t param, uint32_t grad, uint32_t c
     tensor.param_copy = spans[4];
 
     spw_adam_options adam = adam_options();
-    spw_lion_options options;
-    CHECK_OK(spw_lion_options_init(&options, sizeof options));
+    spw_lion_options options = SPW_LION_OPTIONS_INIT;
     options.weight_decay = 0.1;
     const spw_tensor *both[] = {&tensor, &little.tensor};
     for (int i = 0; i < 2; i++) {
@@ -130,7 +129,7 @@ static void statistics(uint64_t n) {
 }
 
 int main(void) {
-    if (sizeof(void *) < 8) skip("an address space of 32 bits");
+    if (sizeof(void *) < 8) skip("the address space has 32 bits");
     statistics((1ull << 33) + 12345);
     step(0, (1ull << 31) + 70001, SPW_DTYPE_F32, SPW_DTYPE_BF16, SPW_DTYPE_BF16);
     step(1, (1ull << 33) + 70001, SPW_DTYPE_BF16, SPW_DTYPE_BF16, SPW_DTYPE_NONE);

@@ -1,5 +1,6 @@
-// Messages go to the callback with its user pointer, up to its level, and nowhere else; a callback may be replaced while
-// other threads step, and may call the library itself. When spw_set_log has returned, no thread is inside the one before.
+// The library sends messages up to the set level to the callback, with its user pointer, and prints nothing. A
+// callback may be replaced while other threads step, and may call the library. After spw_set_log returns, no thread
+// runs the earlier callback.
 
 #include "check.h"
 
@@ -17,7 +18,7 @@ struct seen {
 static void count(void *user, int32_t level, const char *message) {
     struct seen *seen = user;
     uint32_t threads;
-    CHECK(message != NULL && strlen(message) > 0 && spw_threads_count(&threads) == SPW_OK);
+    CHECK(message != NULL && strlen(message) > 0 && spw_get_threads(&threads) == SPW_OK);
     atomic_fetch_add(&seen->messages, 1);
     if (level > atomic_load(&seen->worst)) atomic_store(&seen->worst, level);
 }
@@ -32,7 +33,7 @@ static void linger(void *user, int32_t level, const char *message) {
 
 static void take_itself_off(void *user, int32_t level, const char *message) {
     (void)level, (void)message;
-    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_OFF));
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF));
     atomic_fetch_add((atomic_int *)user, 1);
 }
 
@@ -56,18 +57,18 @@ static void open_an_engine(void *user, int32_t level, const char *message) {
     atomic_fetch_add((atomic_int *)user, 1);
 }
 
-// A message of an engine that opens comes with no lock held: here, that there is no sense in the profile.
+// An engine that opens sends its messages with no lock held; here the message says that the profile is malformed.
 static void a_callback_may_open_an_engine(void) {
     atomic_int calls = 0;
     CHECK(setenv("SPILLWAY_PROFILE", "/dev/null", 1) == 0);
-    CHECK_OK(spw_set_log(open_an_engine, &calls, SPW_LOG_WARN));
+    CHECK_OK(spw_set_log(open_an_engine, &calls, SPW_LOG_LEVEL_WARN));
     alarm(60);
     spw_io *io = NULL;
     CHECK_OK(spw_io_open(NULL, &io));
     CHECK_OK(spw_io_close(io, -1));
     alarm(0);
     CHECK(calls == 1);
-    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_OFF));
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF));
     CHECK(unsetenv("SPILLWAY_PROFILE") == 0);
 }
 
@@ -82,23 +83,23 @@ static void a_replaced_callback_has_returned(void) {
     pthread_t thread;
     configure_threads(3);
     large_step();
-    CHECK_OK(spw_set_log(linger, &inside, SPW_LOG_DEBUG));
+    CHECK_OK(spw_set_log(linger, &inside, SPW_LOG_LEVEL_DEBUG));
     CHECK(pthread_create(&thread, NULL, first_step, NULL) == 0);
     while (!atomic_load(&inside)) sched_yield();
-    // A call that a thread of the parent has in flight is not waited for in a forked child.
+    // A forked child does not wait for a callback that a thread of the parent is running.
     const pid_t child = fork();
     if (child == 0) {
         alarm(20);
-        _exit(spw_set_log(NULL, NULL, SPW_LOG_OFF) != SPW_OK);
+        _exit(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF) != SPW_OK);
     }
     int status = -1;
     CHECK(waitpid(child, &status, 0) == child && status == 0);
-    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_OFF));
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF));
     CHECK(!atomic_load(&inside));
     CHECK(pthread_join(thread, NULL) == 0);
     CHECK(!atomic_load(&inside));
 
-    CHECK_OK(spw_set_log(take_itself_off, &calls, SPW_LOG_DEBUG));
+    CHECK_OK(spw_set_log(take_itself_off, &calls, SPW_LOG_LEVEL_DEBUG));
     configure_threads(2);
     large_step();
     CHECK(calls == 1);
@@ -108,19 +109,19 @@ int main(void) {
     a_replaced_callback_has_returned();
     a_callback_may_open_an_engine();
     struct seen info = {0}, errors = {0}, off = {0};
-    CHECK_OK(spw_set_log(count, &errors, SPW_LOG_ERROR));
+    CHECK_OK(spw_set_log(count, &errors, SPW_LOG_LEVEL_ERROR));
     configure_threads(2);
     large_step();
     CHECK(errors.messages == 0);
-    CHECK_OK(spw_set_log(count, &off, SPW_LOG_OFF));
+    CHECK_OK(spw_set_log(count, &off, SPW_LOG_LEVEL_OFF));
     configure_threads(3);
     large_step();
     CHECK(off.messages == 0);
-    CHECK_OK(spw_set_log(count, &info, SPW_LOG_INFO));
+    CHECK_OK(spw_set_log(count, &info, SPW_LOG_LEVEL_INFO));
     configure_threads(4);
     large_step();
-    CHECK(info.messages > 0 && info.worst == SPW_LOG_INFO);
-    // Said once: the next step adds nothing.
+    CHECK(info.messages > 0 && info.worst == SPW_LOG_LEVEL_INFO);
+    // The message appears once: the next step adds none.
     const int said = info.messages;
     large_step();
     CHECK(info.messages == said);
@@ -133,12 +134,12 @@ int main(void) {
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, stepper, &stop) == 0);
     for (int i = 0; i < 300; i++) {
-        CHECK_OK(spw_set_log(count, i % 2 ? &info : &errors, SPW_LOG_DEBUG));
+        CHECK_OK(spw_set_log(count, i % 2 ? &info : &errors, SPW_LOG_LEVEL_DEBUG));
         configure_threads(2 + (uint32_t)i % 2);
     }
     atomic_store(&stop, 1);
     CHECK(pthread_join(thread, NULL) == 0);
-    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_OFF));
+    CHECK_OK(spw_set_log(NULL, NULL, SPW_LOG_LEVEL_OFF));
     large_step();
     return 0;
 }

@@ -1,5 +1,6 @@
 // Build: probe
-// A panic inside the library comes back as SPW_ERR_INTERNAL with its words; nothing is printed, and the process goes on.
+// A panic inside the library returns SPW_ERR_INTERNAL with the panic's message. Nothing is printed, and
+// the process goes on.
 
 #include "check.h"
 

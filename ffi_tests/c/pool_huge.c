@@ -1,5 +1,6 @@
-// A pool takes the 2 MiB pages that the administrator reserved: its kind says so, and so does the system. It then works
-// as any other: locked, past the page cache, bytes as they were. The test reserves the pages itself, and takes them back.
+// A pool uses the 2 MiB pages that the administrator reserved: both its reported kind and the system say so. It
+// then works like any other pool: locked memory, direct I/O, unchanged bytes. The test reserves the pages
+// itself and releases them.
 
 #include "check.h"
 #include <spillway.h>
@@ -10,7 +11,7 @@
 #include <unistd.h>
 
 enum { HUGE_PAGE = 2 << 20, BLOCKS = 3, TRIES = 20, FOR_EVER = -1 };
-// More than the pool needs: other programs that run beside this one take reserved pages, too.
+// More pages than the pool needs: programs that run at the same time take reserved pages, too.
 enum { EXTRA = 64 };
 
 static const char setting[] = "/proc/sys/vm/nr_hugepages";
@@ -38,16 +39,16 @@ static spw_pool *open_pool(spw_pool_stats *stats) {
     spw_pool *pool = NULL;
     CHECK(spw_pool_open(&options, &pool) == SPW_OK);
     *stats = (spw_pool_stats){.struct_size = sizeof *stats};
-    CHECK(spw_pool_stats_get(pool, stats) == SPW_OK);
+    CHECK(spw_pool_get_stats(pool, stats) == SPW_OK);
     return pool;
 }
 
-static void move(spw_io *io, spw_status (*begin)(spw_io *, const spw_io_request *, uint64_t *), const char *path,
+static void move(spw_io *io, spw_status (*begin)(const spw_io *, const spw_io_request *, uint64_t *), const char *path,
                  unsigned char *block) {
     const spw_io_request request = {
         .struct_size = sizeof request, .fd = -1, .path = path, .buffer = block, .bytes = HUGE_PAGE};
     uint64_t handle = 0, moved = 0;
-    CHECK(begin(io, &request, &handle) == SPW_OK && spw_io_wait(io, handle, FOR_EVER, &moved) == SPW_OK);
+    CHECK(begin(io, &request, &handle) == SPW_OK && spw_io_wait(io, &handle, 1, FOR_EVER, &moved) == SPW_OK);
     CHECK(moved == HUGE_PAGE);
 }
 
@@ -66,7 +67,7 @@ static void goes_to_a_file_and_back(spw_pool *pool) {
     move(io, spw_io_read, path, to);
     CHECK(memcmp(from, to, HUGE_PAGE) == 0);
     spw_io_stats stats = {.struct_size = sizeof stats};
-    CHECK(spw_io_stats_get(io, &stats) == SPW_OK && stats.bounced_bytes == 0);
+    CHECK(spw_io_get_stats(io, &stats) == SPW_OK && stats.bounced_bytes == 0);
     CHECK(spw_io_close(io, FOR_EVER) == SPW_OK);
     CHECK(spw_pool_free(pool, out) == SPW_OK && spw_pool_free(pool, in) == SPW_OK);
     unlink(path);
@@ -78,11 +79,11 @@ static spw_pool *open_on_reserved_pages(spw_pool_stats *stats) {
         CHECK(reserve(before + BLOCKS + EXTRA));
         if (number_in("/proc/meminfo", "HugePages_Free: %ld") < BLOCKS) continue;
         spw_pool *pool = open_pool(stats);
-        if (stats->page_kind == SPW_PAGES_RESERVED) return pool;
+        if (stats->page_kind == SPW_PAGE_KIND_RESERVED) return pool;
         CHECK(spw_pool_close(pool) == SPW_OK);
     }
-    if (number_in("/proc/meminfo", "HugePages_Free: %ld") < BLOCKS) skip("memory is too full or too scattered");
-    fail(__FILE__, __LINE__, "there are reserved pages, and the pool has others");
+    if (number_in("/proc/meminfo", "HugePages_Free: %ld") < BLOCKS) skip("too few free 2 MiB pages");
+    fail(__FILE__, __LINE__, "there are reserved pages, but the pool does not use them");
     return NULL;
 }
 
@@ -97,11 +98,11 @@ static void a_pool_takes_them(void) {
 }
 
 int main(void) {
-    if (getenv("SPILLWAY_TEST_EMULATOR") != NULL) skip("the emulator does not pass requests for reserved pages on");
+    if (getenv("SPILLWAY_TEST_EMULATOR") != NULL) skip("the emulator does not support reserved pages");
     if (access("/sys/kernel/mm/hugepages/hugepages-2048kB", F_OK) != 0) skip("this kernel has no 2 MiB pages");
     before = number_in(setting, "%ld");
     if (!reserve(before)) skip("reserving 2 MiB pages needs root and a writable /proc/sys");
-    // However the child ends, the setting is put back.
+    // The setting is restored in every case, also if the child dies.
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {

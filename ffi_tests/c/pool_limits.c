@@ -1,6 +1,7 @@
 // Build: valgrind
-// Memory that may not be locked is still given, usable, with one warning that names the limit and the need; a NUMA node
-// that does not exist is a warning, one that does is none. Without sanitizers, which answer mlock themselves.
+// Memory that may not be locked is still allocated and usable, with one warning that names the limit and the
+// required size. A NUMA node that does not exist causes a warning; an existing one does not. Built without
+// sanitizers, which replace mlock.
 
 #include "check.h"
 
@@ -33,7 +34,7 @@ static void use(spw_pool *pool, uint64_t locked) {
     void *block = NULL;
     CHECK(spw_pool_alloc(pool, &block) == SPW_OK);
     memset(block, 1, BLOCK);
-    CHECK(spw_pool_stats_get(pool, &stats) == SPW_OK && stats.bytes >= BLOCK * BLOCKS && stats.high_water == 1);
+    CHECK(spw_pool_get_stats(pool, &stats) == SPW_OK && stats.bytes >= BLOCK * BLOCKS && stats.high_water == 1);
     CHECK(stats.locked_bytes == locked);
     CHECK(spw_pool_free(pool, block) == SPW_OK && spw_pool_close(pool) == SPW_OK);
 }
@@ -55,7 +56,7 @@ static void little_may_be_locked(void) {
 }
 
 int main(void) {
-    CHECK(spw_set_log(keep, NULL, SPW_LOG_INFO) == SPW_OK);
+    CHECK(spw_set_log(keep, NULL, SPW_LOG_LEVEL_INFO) == SPW_OK);
     pid_t child = fork();
     if (child == 0) {
         little_may_be_locked();
@@ -64,10 +65,10 @@ int main(void) {
     int status = -1;
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 
-    spw_pool *pool = open_pool(SPW_POOL_BIND_NODE | SPW_POOL_NO_LOCK, 900);
+    spw_pool *pool = open_pool(SPW_POOL_FLAG_BIND_NODE | SPW_POOL_FLAG_NO_LOCK, 900);
     CHECK(lines("2: ") == 1 && lines("NUMA node 900") == 1);
     use(pool, 0);
-    pool = open_pool(SPW_POOL_BIND_NODE | SPW_POOL_NO_LOCK, 0);
+    pool = open_pool(SPW_POOL_FLAG_BIND_NODE | SPW_POOL_FLAG_NO_LOCK, 0);
     if (access("/sys/devices/system/node/node0", F_OK) == 0) {
         CHECK(messages[0] == 0 || strstr(messages, "not implemented")); // An emulator may lack mbind.
     }

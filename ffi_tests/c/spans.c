@@ -1,5 +1,5 @@
-// Spans that are misaligned, overlap within or across tensors, or do not fit the address space are refused by name, and
-// nothing is written. Gradients may be shared. Spans of zero elements may be NULL, and nothing is looked at.
+// Spans that are misaligned, overlap within or across tensors, or exceed the address space are refused by name, and
+// nothing is written. Gradients may be shared. Spans of zero elements may be NULL; no memory is read.
 
 #include "check.h"
 
@@ -31,7 +31,7 @@ static void misaligned(void) {
     INVALID(spw_grad_stats(tensor.grad, SPW_DTYPE_BF16, 3, 1, &stats), "grad: address");
 }
 
-// Any two spans of one tensor that share a byte, of which one is written.
+// Every pair of spans of one tensor that share a byte and of which one is written.
 static void overlapping_within(void) {
     static const char *names[] = {"param", "grad", "exp_avg", "exp_avg_sq"};
     for (int a = 0; a < 4; a++) {
@@ -77,7 +77,7 @@ static void overlapping_across(void) {
     tensors[1] = other.tensor;
     tensors[1].grad = problem.spans[4];
     INVALID(spw_adam_step(&options, tensors, 2, &stats), "overlaps tensors[");
-    // A long span that hides a short one, with others between.
+    // A long span that encloses a short one, with others between them in the list.
     tensors[1] = other.tensor;
     tensors[1].param_copy = moved(problem.spans[0], N * 4 - 2);
     INVALID(spw_adam_step(&options, tensors, 2, &stats), "overlaps tensors[");

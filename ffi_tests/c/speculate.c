@@ -1,6 +1,6 @@
-// Rounds of speculation end with the bits of the serial rule whatever the event, the way of publishing, the way back (a log
-// or shadow spans) and the verdict; an engine that is closed takes an open round back; every call out of order is
-// refused with its own status and changes nothing.
+// Rounds of speculation end with the bits of the serial rule, for every event, verdict and way of publishing, and for
+// both ways of rolling back (a log or shadow spans). An engine that is closed rolls an open round back. Every call out
+// of order returns its own status and changes nothing.
 
 #include "check.h"
 
@@ -13,8 +13,8 @@
 enum { BUCKETS = 3 };
 static const int64_t FOREVER = -1;
 
-// How the engines of this program take steps back; with SPW_UNDO_SHADOW the models have shadow spans.
-static uint32_t undo = SPW_UNDO_DELTA;
+// How the engines of this program roll steps back; with SPW_UNDO_MODE_SHADOW the models have shadow spans.
+static uint32_t undo = SPW_UNDO_MODE_DELTA;
 
 static spw_spec *open_spec(uint32_t publish) {
     const spw_spec_options options = {
@@ -30,7 +30,7 @@ static void make_models(void) {
     for (int i = 0; i < BUCKETS; i++) {
         models[i] = make_mixed(i == 1 ? LARGE : 1000, 10 + (uint64_t)i);
         twins[i] = make_mixed(i == 1 ? LARGE : 1000, 10 + (uint64_t)i);
-        if (undo != SPW_UNDO_SHADOW) continue;
+        if (undo != SPW_UNDO_MODE_SHADOW) continue;
         spw_tensor *tensor = &models[i].tensor;
         void **shadows[3] = {&tensor->shadow_param, &tensor->shadow_exp_avg, &tensor->shadow_exp_avg_sq};
         for (int span = 0; span < 3; span++) {
@@ -52,9 +52,9 @@ static void flip(void **span, void **field, void **shadow) {
     *field = *shadow, *shadow = *span, *span = *field;
 }
 
-// Steps stand: the shadows, where there are any, hold the state from now on.
+// The steps count: shadow spans, if any, now hold the current state.
 static void stood(int exp_avg, int exp_avg_sq) {
-    for (int i = 0; i < BUCKETS && undo == SPW_UNDO_SHADOW; i++) {
+    for (int i = 0; i < BUCKETS && undo == SPW_UNDO_MODE_SHADOW; i++) {
         spw_tensor *tensor = &models[i].tensor;
         void **spans = models[i].spans;
         flip(&spans[0], &tensor->param, &tensor->shadow_param);
@@ -67,7 +67,7 @@ static void check_same(void) {
     for (int i = 0; i < BUCKETS; i++) CHECK(same(&models[i], &twins[i]));
 }
 
-// The round came to the step of this factor.
+// Checks that the round equals a step with this factor.
 static void check_stepped(const spw_adam_options *options, double grad_scale) {
     spw_adam_options scaled = *options;
     scaled.grad_scale = grad_scale;
@@ -94,7 +94,7 @@ static spw_spec_outcome resolve(spw_spec *spec, spw_step_stats global) {
 
 static uint32_t state(spw_spec *spec, uint32_t bucket) {
     uint32_t found = 99;
-    CHECK_OK(spw_spec_ready(spec, bucket, &found));
+    CHECK_OK(spw_spec_get_bucket(spec, bucket, &found));
     return found;
 }
 
@@ -103,60 +103,60 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
     spw_spec *spec = open_spec(publish);
     spw_adam_options options = adam_options();
 
-    // No limit: the steps stand.
+    // No norm limit: the steps count.
     CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
     for (uint32_t i = BUCKETS; i-- > 0;) submit(spec, i);
     spw_step_stats mine = local(spec);
     CHECK(!mine.nonfinite && mine.sum_squares > 0);
     if (publish == SPW_SPEC_PUBLISH_SPECULATIVE) {
         CHECK_OK(spw_spec_wait(spec, 0, FOREVER));
-        CHECK(state(spec, 0) == SPW_SPEC_SPECULATIVE);
+        CHECK(state(spec, 0) == SPW_SPEC_STATE_SPECULATIVE);
     }
     if (publish == SPW_SPEC_PUBLISH_FINAL) CHECK(memcmp(models[1].spans[4], twins[1].spans[4], models[1].bytes[4]) == 0);
     spw_spec_outcome outcome = resolve(spec, mine);
-    CHECK(outcome.verdict == SPW_SPEC_COMMIT && outcome.withdrawn == 0);
+    CHECK(outcome.verdict == SPW_SPEC_VERDICT_COMMIT && outcome.rolled_back == 0);
     CHECK(outcome.grad_scale == (double)(float)options.grad_scale);
     const double norm = outcome.norm;
     CHECK(norm * norm > mine.sum_squares * (1 - 1e-15) && norm * norm < mine.sum_squares * (1 + 1e-15));
     for (uint32_t i = 0; i < BUCKETS; i++) CHECK_OK(spw_spec_wait(spec, i, FOREVER));
-    CHECK(state(spec, 0) == SPW_SPEC_FINAL);
+    CHECK(state(spec, 0) == SPW_SPEC_STATE_FINAL);
     CHECK_OK(spw_spec_finish(spec, FOREVER));
     check_stepped(&options, options.grad_scale);
 
-    // Half the norm is allowed: all is clipped by the rule of torch and DeepSpeed.
+    // The limit is half the norm: the rule of torch and DeepSpeed clips all gradients.
     options.step++;
     CHECK_OK(spw_spec_begin_adam(spec, &options, norm / 2));
     for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
     outcome = resolve(spec, local(spec));
-    CHECK(outcome.verdict == SPW_SPEC_REDO);
+    CHECK(outcome.verdict == SPW_SPEC_VERDICT_REDO);
     CHECK(outcome.grad_scale == (double)(float)(options.grad_scale * (norm / 2 / (norm + 1e-6))));
     uint32_t withdrawn[BUCKETS];
     size_t count = 0;
-    CHECK_OK(spw_spec_withdrawn(spec, withdrawn, BUCKETS, &count));
-    CHECK(count == outcome.withdrawn && count >= 1);
+    CHECK_OK(spw_spec_get_rolled_back(spec, withdrawn, BUCKETS, &count));
+    CHECK(count == outcome.rolled_back && count >= 1);
     CHECK_OK(spw_spec_finish(spec, FOREVER));
     check_stepped(&options, options.grad_scale * (norm / 2 / (norm + 1e-6)));
 
-    // Another rank overflowed.
+    // Another rank reports an overflow.
     options.step++;
     CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
     for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
     mine = local(spec);
     mine.nonfinite = 1;
-    CHECK(resolve(spec, mine).verdict == SPW_SPEC_SKIP);
+    CHECK(resolve(spec, mine).verdict == SPW_SPEC_VERDICT_SKIP);
     CHECK_OK(spw_spec_finish(spec, FOREVER));
     check_same();
 
-    // A verdict of the caller's own.
+    // The caller gives the verdict itself.
     CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
     for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
     local(spec);
-    CHECK_OK(spw_spec_resolve_as(spec, SPW_SPEC_REDO, 0.125, NULL));
+    CHECK_OK(spw_spec_resolve_as(spec, SPW_SPEC_VERDICT_REDO, 0.125, NULL));
     CHECK_OK(spw_spec_finish(spec, FOREVER));
     check_stepped(&options, 0.125);
 
     spw_spec_stats stats = {.struct_size = sizeof stats};
-    CHECK_OK(spw_spec_stats_get(spec, &stats));
+    CHECK_OK(spw_spec_get_stats(spec, &stats));
     CHECK(stats.commits == 1 && stats.redos == 2 && stats.skips == 1 && stats.aborts == 0);
     CHECK(stats.buckets_speculated + stats.buckets_spared == 4 * BUCKETS);
     CHECK(stats.buckets_committed == BUCKETS && stats.seconds_exposed > 0);
@@ -167,16 +167,14 @@ static void the_verdicts_end_in_the_serial_bits(uint32_t publish) {
 static void adagrad_and_lion_speculate_too(void) {
     make_models();
     spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_STAGED);
-    spw_adagrad_options adagrad;
-    CHECK_OK(spw_adagrad_options_init(&adagrad, sizeof adagrad));
-    spw_lion_options lion;
-    CHECK_OK(spw_lion_options_init(&lion, sizeof lion));
+    spw_adagrad_options adagrad = SPW_ADAGRAD_OPTIONS_INIT;
+    spw_lion_options lion = SPW_LION_OPTIONS_INIT;
     for (int optimizer = 0; optimizer < 2; optimizer++) {
         if (optimizer == 0) CHECK_OK(spw_spec_begin_adagrad(spec, &adagrad, 1e-3));
         if (optimizer == 1) CHECK_OK(spw_spec_begin_lion(spec, &lion, 1e-3));
         for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
         const spw_spec_outcome outcome = resolve(spec, local(spec));
-        CHECK(outcome.verdict == SPW_SPEC_REDO);
+        CHECK(outcome.verdict == SPW_SPEC_VERDICT_REDO);
         CHECK_OK(spw_spec_finish(spec, FOREVER));
         adagrad.grad_scale = lion.grad_scale = outcome.grad_scale;
         for (int i = 0; i < BUCKETS; i++) {
@@ -209,22 +207,22 @@ static void buckets_wait_for_descriptors_and_words(void) {
     const spw_adam_options options = adam_options();
     CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
     int fd = eventfd(0, 0), copy = dup(fd);
-    spw_spec_event event = {.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_FD, .fd = fd};
+    spw_spec_event event = {.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_KIND_FD, .fd = fd};
     CHECK_OK(spw_spec_submit(spec, 0, &models[0].tensor, 1, &event));
     CHECK(close(fd) == 0);
-    event = (spw_spec_event){.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_WORD, .value = 1,
+    event = (spw_spec_event){.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_KIND_WORD, .value = 1,
                              .word = (const uint32_t *)&word};
     CHECK_OK(spw_spec_submit(spec, 1, &models[1].tensor, 1, &event));
-    event = (spw_spec_event){.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_NONE};
+    event = (spw_spec_event){.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_KIND_NONE};
     CHECK_OK(spw_spec_submit(spec, 2, &models[2].tensor, 1, &event));
 
     spw_step_stats mine = {.struct_size = sizeof mine};
-    REFUSED(spw_spec_local_result(spec, 5, &mine), SPW_ERR_TIMEOUT, "not come: 0, 1");
-    CHECK(state(spec, 0) == SPW_SPEC_PENDING && state(spec, 1) == SPW_SPEC_PENDING);
+    REFUSED(spw_spec_local_result(spec, 5, &mine), SPW_ERR_TIMEOUT, "still pending: 0, 1");
+    CHECK(state(spec, 0) == SPW_SPEC_STATE_PENDING && state(spec, 1) == SPW_SPEC_STATE_PENDING);
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, writer, &copy) == 0);
     mine = local(spec);
-    CHECK(resolve(spec, mine).verdict == SPW_SPEC_COMMIT);
+    CHECK(resolve(spec, mine).verdict == SPW_SPEC_VERDICT_COMMIT);
     CHECK_OK(spw_spec_finish(spec, FOREVER));
     check_stepped(&options, options.grad_scale);
     CHECK(pthread_join(thread, NULL) == 0 && close(copy) == 0);
@@ -236,14 +234,14 @@ static void what_has_no_verdict_is_taken_back(void) {
     make_models();
     const spw_adam_options options = adam_options();
     int never = eventfd(0, 0);
-    const spw_spec_event event = {.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_FD, .fd = never};
+    const spw_spec_event event = {.struct_size = sizeof event, .kind = SPW_SPEC_EVENT_KIND_FD, .fd = never};
 
     spw_spec *spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
     for (int i = 0; i < 2; i++) {
         CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
         submit(spec, 1);
         CHECK_OK(spw_spec_submit(spec, 0, &models[0].tensor, 1, &event));
-        while (i == 1 && state(spec, 1) != SPW_SPEC_SPECULATIVE) usleep(100);
+        while (i == 1 && state(spec, 1) != SPW_SPEC_STATE_SPECULATIVE) usleep(100);
         CHECK_OK(spw_spec_abort(spec));
         CHECK_OK(spw_spec_finish(spec, FOREVER));
         check_same();
@@ -254,16 +252,16 @@ static void what_has_no_verdict_is_taken_back(void) {
     submit(spec, 1);
     submit(spec, 2);
     CHECK_OK(spw_spec_submit(spec, 0, &models[0].tensor, 1, &event));
-    while (state(spec, 2) != SPW_SPEC_SPECULATIVE) usleep(100);
+    while (state(spec, 2) != SPW_SPEC_STATE_SPECULATIVE) usleep(100);
     CHECK_OK(spw_spec_close(spec));
     check_same();
 
-    // With a verdict, close brings the round to its end.
+    // If a verdict exists, close finishes the round.
     spec = open_spec(SPW_SPEC_PUBLISH_FINAL);
     CHECK_OK(spw_spec_begin_adam(spec, &options, 0.0));
     for (uint32_t i = 0; i < BUCKETS; i++) submit(spec, i);
     local(spec);
-    CHECK_OK(spw_spec_resolve_as(spec, SPW_SPEC_REDO, 0.5, NULL));
+    CHECK_OK(spw_spec_resolve_as(spec, SPW_SPEC_VERDICT_REDO, 0.5, NULL));
     CHECK_OK(spw_spec_close(spec));
     check_stepped(&options, 0.5);
     CHECK(close(never) == 0);
@@ -282,7 +280,7 @@ static void calls_out_of_order_are_refused(void) {
     REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_NO_ROUND, "no round");
     REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_NO_ROUND, "no round");
     REFUSED(spw_spec_wait(spec, 0, 0), SPW_ERR_BUCKET_MISSING, "bucket 0");
-    INVALID(spw_spec_ready(spec, BUCKETS, &found), "bucket");
+    INVALID(spw_spec_get_bucket(spec, BUCKETS, &found), "bucket");
     INVALID(spw_spec_begin_adam(spec, &options, -1.0), "max_norm");
     INVALID(spw_spec_begin_adam(spec, &options, NAN), "max_norm");
     options.step = 0;
@@ -295,9 +293,9 @@ static void calls_out_of_order_are_refused(void) {
     INVALID(spw_spec_submit(spec, 1, NULL, 1, NULL), "tensors");
     spw_spec_event event = {.struct_size = sizeof event, .kind = 7};
     INVALID(spw_spec_submit(spec, 1, &models[1].tensor, 1, &event), "event.kind");
-    event.kind = SPW_SPEC_EVENT_FD, event.fd = -1;
+    event.kind = SPW_SPEC_EVENT_KIND_FD, event.fd = -1;
     INVALID(spw_spec_submit(spec, 1, &models[1].tensor, 1, &event), "event.fd");
-    event.kind = SPW_SPEC_EVENT_WORD;
+    event.kind = SPW_SPEC_EVENT_KIND_WORD;
     INVALID(spw_spec_submit(spec, 1, &models[1].tensor, 1, &event), "event.word");
     spw_adam_options other = options;
     other.grad_scale = 3.0;
@@ -307,7 +305,7 @@ static void calls_out_of_order_are_refused(void) {
     own = models[1].tensor, own.exp_avg_sq = NULL;
     INVALID(spw_spec_submit(spec, 1, &own, 1, NULL), "exp_avg_sq");
     own = models[1].tensor, own.shadow_param = own.shadow_exp_avg = own.shadow_exp_avg_sq = NULL;
-    if (undo == SPW_UNDO_DELTA) {
+    if (undo == SPW_UNDO_MODE_DELTA) {
         own.shadow_param = twins[1].spans[0];
         own.shadow_exp_avg = twins[1].spans[2], own.shadow_exp_avg_sq = twins[1].spans[3];
     }
@@ -317,29 +315,29 @@ static void calls_out_of_order_are_refused(void) {
     REFUSED(spw_spec_submit(spec, 0, tensor, 1, NULL), SPW_ERR_BUCKET_SUBMITTED, "bucket 0");
     REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_BUCKET_MISSING, "bucket 1");
     REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_BUCKET_MISSING, "bucket 1");
-    REFUSED(spw_spec_resolve_as(spec, SPW_SPEC_COMMIT, 1.0, NULL), SPW_ERR_BUCKET_MISSING, "bucket 1");
-    REFUSED(spw_spec_wait(spec, 1, 1), SPW_ERR_TIMEOUT, "waited");
+    REFUSED(spw_spec_resolve_as(spec, SPW_SPEC_VERDICT_COMMIT, 1.0, NULL), SPW_ERR_BUCKET_MISSING, "bucket 1");
+    REFUSED(spw_spec_wait(spec, 1, 1), SPW_ERR_TIMEOUT, "timed out");
     unwatch_all();
     submit(spec, 2);
     submit(spec, 1);
     stats = local(spec);
     INVALID(spw_spec_resolve_as(spec, 3, 1.0, NULL), "verdict");
-    INVALID(spw_spec_resolve_as(spec, SPW_SPEC_REDO, NAN, NULL), "grad_scale");
+    INVALID(spw_spec_resolve_as(spec, SPW_SPEC_VERDICT_REDO, NAN, NULL), "grad_scale");
     spw_step_stats bad = stats;
     bad.sum_squares = -1;
     INVALID(spw_spec_resolve(spec, &bad, NULL), "global.sum_squares");
     bad.nonfinite = 2;
     INVALID(spw_spec_resolve(spec, &bad, NULL), "global.nonfinite");
     resolve(spec, stats);
-    REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_ROUND_RESOLVED, "verdict already");
-    REFUSED(spw_spec_submit(spec, 1, tensor, 1, NULL), SPW_ERR_ROUND_RESOLVED, "verdict already");
+    REFUSED(spw_spec_resolve(spec, &stats, NULL), SPW_ERR_ROUND_RESOLVED, "resolved already");
+    REFUSED(spw_spec_submit(spec, 1, tensor, 1, NULL), SPW_ERR_ROUND_RESOLVED, "resolved already");
     CHECK_OK(spw_spec_finish(spec, FOREVER));
-    REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_ROUND_RESOLVED, "verdict already");
+    REFUSED(spw_spec_local_result(spec, 0, &stats), SPW_ERR_ROUND_RESOLVED, "resolved already");
     CHECK_OK(spw_spec_close(spec));
 
-    spw_spec_options settings = {.struct_size = sizeof settings, .buckets = 1, .undo_mode = SPW_UNDO_ARITHMETIC};
+    spw_spec_options settings = {.struct_size = sizeof settings, .buckets = 1, .undo_mode = SPW_UNDO_MODE_ARITHMETIC};
     INVALID(spw_spec_open(&settings, &spec), "options.undo_mode");
-    settings.undo_mode = SPW_UNDO_DELTA, settings.buckets = 0;
+    settings.undo_mode = SPW_UNDO_MODE_DELTA, settings.buckets = 0;
     INVALID(spw_spec_open(&settings, &spec), "options.buckets");
     settings.buckets = 1, settings.publish = 3;
     INVALID(spw_spec_open(&settings, &spec), "options.publish");
@@ -351,13 +349,13 @@ static void calls_out_of_order_are_refused(void) {
 }
 
 int main(void) {
-    for (undo = SPW_UNDO_DELTA; undo <= SPW_UNDO_SHADOW; undo++) {
+    for (undo = SPW_UNDO_MODE_DELTA; undo <= SPW_UNDO_MODE_SHADOW; undo++) {
         for (uint32_t publish = 0; publish < 3; publish++) the_verdicts_end_in_the_serial_bits(publish);
         adagrad_and_lion_speculate_too();
         buckets_wait_for_descriptors_and_words();
         what_has_no_verdict_is_taken_back();
         calls_out_of_order_are_refused();
     }
-    undo = SPW_UNDO_DELTA;
+    undo = SPW_UNDO_MODE_DELTA;
     return 0;
 }

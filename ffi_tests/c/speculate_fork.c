@@ -1,6 +1,6 @@
 // Build: forks
-// A child forked while a bucket is being stepped gets errors from its parent's engine, never waits for it, and can have
-// an engine of its own; the parent's round is not disturbed.
+// A child forked while the engine steps a bucket gets errors from its parent's engine and never waits for it. The child
+// can open its own engine; the parent's round continues undisturbed.
 
 #include "check.h"
 
@@ -12,7 +12,7 @@ static const int64_t FOREVER = -1;
 static spw_spec *begun(void) {
     const spw_spec_options options = {.struct_size = sizeof options,
                                       .buckets = 2,
-                                      .undo_mode = SPW_UNDO_DELTA,
+                                      .undo_mode = SPW_UNDO_MODE_DELTA,
                                       .publish = SPW_SPEC_PUBLISH_FINAL};
     const spw_adam_options adam = adam_options();
     spw_spec *spec = NULL;
@@ -22,13 +22,13 @@ static spw_spec *begun(void) {
 }
 
 static void child(spw_spec *spec, struct problem *problem) {
-    // Whoever waits for threads that were not copied waits for ever.
+    // A wait for a thread that fork did not copy never ends.
     alarm(20);
     spw_step_stats stats = step_stats();
-    REFUSED(spw_spec_submit(spec, 0, &problem->tensor, 1, NULL), SPW_ERR_UNSUPPORTED, "forked child");
-    REFUSED(spw_spec_local_result(spec, FOREVER, &stats), SPW_ERR_UNSUPPORTED, "forked child");
-    REFUSED(spw_spec_finish(spec, FOREVER), SPW_ERR_UNSUPPORTED, "forked child");
-    REFUSED(spw_spec_abort(spec), SPW_ERR_UNSUPPORTED, "forked child");
+    REFUSED(spw_spec_submit(spec, 0, &problem->tensor, 1, NULL), SPW_ERR_UNSUPPORTED, "process was forked");
+    REFUSED(spw_spec_local_result(spec, FOREVER, &stats), SPW_ERR_UNSUPPORTED, "process was forked");
+    REFUSED(spw_spec_finish(spec, FOREVER), SPW_ERR_UNSUPPORTED, "process was forked");
+    REFUSED(spw_spec_abort(spec), SPW_ERR_UNSUPPORTED, "process was forked");
     CHECK_OK(spw_spec_close(spec));
     spw_spec *own = begun();
     CHECK_OK(spw_spec_submit(own, 0, &problem->tensor, 1, NULL));
@@ -46,7 +46,7 @@ int main(void) {
         if (pid == 0) child(spec, &small);
         int outcome = 0;
         CHECK(waitpid(pid, &outcome, 0) == pid && WIFEXITED(outcome) && WEXITSTATUS(outcome) == 0);
-        // Closing takes the open round back.
+        // Closing rolls the open round back.
         CHECK_OK(spw_spec_close(spec));
         CHECK(same(&large, &before));
         release(&large), release(&small), release(&before);

@@ -1,9 +1,9 @@
-// Structs grow: one that is shorter than the first release's is refused, one that is longer is read if what this
-// library does not know is zero and refused if it is set; arrays of tensors step by the caller's struct_size.
+// Structs may grow in later releases. A struct shorter than the first release's is refused. A longer one is accepted if
+// its unknown tail is zero, and refused otherwise. Arrays of tensors advance by the caller's struct_size.
 
 #include "check.h"
 
-// What a later release's structs may look like.
+// How the structs of a later release may look.
 struct longer_tensor {
     spw_tensor known;
     uint64_t unknown[3];
@@ -32,44 +32,36 @@ static void short_structs(void) {
     problem.tensor.struct_size = sizeof(spw_tensor);
 
     spw_step_stats small = {.struct_size = sizeof small - 1, .nonfinite = 7, .sum_squares = 7};
-    INVALID(spw_adam_step(&options, &problem.tensor, 1, &small), "stats: struct_size");
-    INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, 1, &small), "stats: struct_size");
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &small), "stats_out: struct_size");
+    INVALID(spw_grad_stats(problem.tensor.grad, SPW_DTYPE_BF16, 3, 1, &small), "stats_out: struct_size");
     CHECK(small.nonfinite == 7 && small.sum_squares == 7);
 
     spw_stats counters = {.struct_size = 8, .adam_calls = 7};
-    INVALID(spw_stats_get(&counters), "stats: struct_size");
+    INVALID(spw_get_stats(&counters), "stats_out: struct_size");
     CHECK(counters.adam_calls == 7);
     const spw_thread_options threads = {4, 1};
-    INVALID(spw_threads_configure(&threads), "options: struct_size");
+    INVALID(spw_set_threads(&threads), "options: struct_size");
 
     spw_lion_options lion = {.struct_size = sizeof lion - 8};
     INVALID(spw_lion_step(&lion, &problem.tensor, 1, &stats), "options: struct_size");
-    INVALID(spw_lion_options_init(&lion, sizeof lion - 8), "struct_size");
     spw_adagrad_options adagrad = {.struct_size = sizeof adagrad - 8};
     INVALID(spw_adagrad_step(&adagrad, &problem.tensor, 1, &stats), "options: struct_size");
-    INVALID(spw_adagrad_options_init(&adagrad, sizeof adagrad - 8), "struct_size");
-    INVALID(spw_adam_options_init(&options, 4), "struct_size");
-    INVALID(spw_adam_options_init(&options, (size_t)1 << 40), "struct_size");
 }
 
 static void long_options(void) {
     struct longer_options later;
     memset(&later, 0xff, sizeof later);
-    CHECK_OK(spw_adam_options_init(&later.known, sizeof later));
-    CHECK(later.known.struct_size == sizeof later && later.unknown[0] == 0 && later.unknown[1] == 0);
+    later.known = options;
+    later.known.struct_size = sizeof later;
+    memset(later.unknown, 0, sizeof later.unknown);
 
     for (size_t byte = 0; byte < sizeof later.unknown; byte++) {
         ((unsigned char *)later.unknown)[byte] = 1;
         INVALID(spw_adam_step(&later.known, &problem.tensor, 1, &stats), "options: spw_adam_options sets fields");
-        spw_adam *object = NULL;
-        INVALID(spw_adam_open(&later.known, &object), "sets fields");
-        CHECK(object == NULL);
         ((unsigned char *)later.unknown)[byte] = 0;
     }
 
     struct problem a = make_mixed(100, 4), b = make_mixed(100, 4);
-    later.known = options;
-    later.known.struct_size = sizeof later;
     CHECK_OK(spw_adam_step(&later.known, &a.tensor, 1, NULL));
     CHECK_OK(spw_adam_step(&options, &b.tensor, 1, NULL));
     CHECK(same(&a, &b));
@@ -93,7 +85,7 @@ static void long_tensors(void) {
     watch_problem(&far[0]);
     watch_problem(&far[COUNT - 1]);
     wide[3].unknown[2] = 1;
-    INVALID(spw_adam_step(&options, &wide[0].known, COUNT, &stats), "tensors[3].tensor");
+    INVALID(spw_adam_step(&options, &wide[0].known, COUNT, &stats), "tensors[3]: spw_tensor sets fields");
     wide[3].unknown[2] = 0;
     wide[5].known.struct_size = sizeof(spw_tensor);
     INVALID(spw_adam_step(&options, &wide[0].known, COUNT, &stats), "tensors[5].struct_size");
@@ -121,7 +113,7 @@ static void long_outputs(void) {
         spw_stats known;
         uint64_t tail;
     } counters = {.known = {.struct_size = sizeof counters}, .tail = 0x1234};
-    CHECK_OK(spw_stats_get(&counters.known));
+    CHECK_OK(spw_get_stats(&counters.known));
     CHECK(counters.known.struct_size == sizeof counters && counters.tail == 0);
     CHECK(counters.known.adam_calls > 0 && counters.known.adam_elements >= counters.known.adam_calls);
 }

@@ -1,5 +1,5 @@
-// State that lives on a tier is stepped with the bits of spw_adam_step in memory, through fewer buffers than subgroups;
-// it comes back from a commit, a rollback, a new process's open and a full disk; and every wrong argument is refused.
+// State on a tier is stepped with the bits of spw_adam_step in memory, through fewer buffers than subgroups. The state
+// survives a commit, a rollback, an open in a new process and a full disk. Every wrong argument is refused.
 
 #include "check.h"
 
@@ -15,7 +15,7 @@ static const uint32_t COPIES[3] = {SPW_DTYPE_BF16, SPW_DTYPE_NONE, SPW_DTYPE_F16
 static char directories[2][4200];
 // The same steps, in memory.
 static struct problem plain[SUBGROUPS];
-// What the tiered update is given: gradients and copies.
+// The inputs of the tiered update: gradients and copies.
 static spw_tensor tensors[SUBGROUPS];
 static void *copies[SUBGROUPS];
 
@@ -33,12 +33,12 @@ static spw_tier *open_tier(uint32_t mode, uint64_t limit) {
 
 static spw_swap_options settings(uint64_t buffers) {
     spw_swap_options options = {.struct_size = sizeof options, .elements = SIZES, .subgroups = SUBGROUPS};
-    options.flags = SPW_SWAP_NO_LOCK;
-    options.host_bytes = 1 << 30;
+    options.flags = SPW_SWAP_FLAG_NO_LOCK;
+    options.memory_budget = 1 << 30;
     spw_swap_budget budget = {.struct_size = sizeof budget};
-    CHECK_OK(spw_swap_plan(&options, 2, &budget));
+    CHECK_OK(spw_swap_plan_budget(&options, 2, &budget));
     CHECK(budget.buffers == SUBGROUPS && budget.cached == SUBGROUPS && budget.step_bytes == 0);
-    options.host_bytes = buffers * budget.buffer_bytes + 17;
+    options.memory_budget = buffers * budget.buffer_bytes + 17;
     return options;
 }
 
@@ -49,7 +49,7 @@ static spw_swap *open_swap(spw_tier *tier, uint64_t buffers) {
     return swap;
 }
 
-// A new run: states from a seed, in memory and, by fill_swap, on the tier.
+// Starts a new run: states from a seed, in memory and, by fill_swap, on the tier.
 static void start(uint64_t seed) {
     for (int i = 0; i < SUBGROUPS; i++) {
         release(&plain[i]);
@@ -110,7 +110,7 @@ static void check_same(spw_swap *swap) {
     for (int i = 0; i < SUBGROUPS; i++) {
         float *got[3];
         for (int s = 0; s < 3; s++) got[s] = calloc((size_t)SIZES[i] + 1, sizeof(float));
-        CHECK_OK(spw_swap_read(swap, (uint64_t)i, got[0], got[1], got[2]));
+        CHECK_OK(spw_swap_read(swap, (uint64_t)i, NULL, got[0], got[1], got[2]));
         for (int s = 0; s < 3; s++) {
             CHECK(SIZES[i] == 0 || memcmp(got[s], plain[i].spans[s == 0 ? 0 : s + 1], (size_t)SIZES[i] * 4) == 0);
             free(got[s]);
@@ -118,13 +118,13 @@ static void check_same(spw_swap *swap) {
     }
 }
 
-// Two subgroups stay in memory, six pass through.
+// Two subgroups stay in memory; six stream through it.
 static void steps_have_the_bits_of_steps_in_memory(void) {
     start(1);
-    spw_tier *tier = open_tier(SPW_TIER_CREATE, 0);
+    spw_tier *tier = open_tier(SPW_TIER_MODE_CREATE, 0);
     spw_swap *swap = open_swap(tier, 7);
     spw_swap_budget budget = {.struct_size = sizeof budget};
-    CHECK_OK(spw_swap_budget_of(swap, &budget));
+    CHECK_OK(spw_swap_get_budget(swap, &budget));
     CHECK(budget.buffers == 7 && budget.cached == 2 && budget.host_bytes == 7 * budget.buffer_bytes);
     CHECK(budget.step_bytes < budget.state_bytes && budget.state_bytes >= 12 * 124778);
     fill_swap(swap);
@@ -138,10 +138,10 @@ static void steps_have_the_bits_of_steps_in_memory(void) {
     CHECK(stats.flushed == 6 * (STEPS + 1) + 2 && stats.exposed_seconds >= 0);
     // Only one part of a state.
     float *param = calloc((size_t)SIZES[4], sizeof *param);
-    CHECK_OK(spw_swap_read(swap, 4, param, NULL, NULL));
+    CHECK_OK(spw_swap_read(swap, 4, NULL, param, NULL, NULL));
     CHECK(memcmp(param, plain[4].spans[0], (size_t)SIZES[4] * 4) == 0);
     free(param);
-    // Not committed: lost when closed.
+    // Uncommitted steps are lost on close.
     const spw_adam_options options = at(99);
     step_swap(swap, &options);
     CHECK_OK(spw_swap_close(swap));
@@ -149,10 +149,10 @@ static void steps_have_the_bits_of_steps_in_memory(void) {
 }
 
 static void a_new_open_goes_on_at_the_commit(void) {
-    spw_tier *tier = open_tier(SPW_TIER_RESUME, 0);
+    spw_tier *tier = open_tier(SPW_TIER_MODE_RESUME, 0);
     spw_tier_opened_info found = {.struct_size = sizeof found};
     char note[4] = "";
-    CHECK_OK(spw_tier_opened(tier, &found, note, sizeof note));
+    CHECK_OK(spw_tier_get_opened(tier, &found, note, sizeof note));
     CHECK(found.step == STEPS && strcmp(note, "six") == 0);
     spw_swap *swap = open_swap(tier, 3);
     check_same(swap);
@@ -162,11 +162,11 @@ static void a_new_open_goes_on_at_the_commit(void) {
     CHECK_OK(spw_tier_destroy(tier));
 }
 
-// Speculation: step with the gradients as they come, and when their norm turns out to pass the limit, go back and step
-// again with the clip coefficient. A step with a NaN is taken back and left out.
+// Speculation: step with each gradient as it arrives. If the norm later passes the limit, roll back and step again with
+// the clip coefficient. A step with a NaN is rolled back and skipped.
 static void a_step_is_taken_back_and_done_again_clipped(void) {
     start(2);
-    spw_tier *tier = open_tier(SPW_TIER_CREATE, 0);
+    spw_tier *tier = open_tier(SPW_TIER_MODE_CREATE, 0);
     spw_swap *swap = open_swap(tier, 6);
     fill_swap(swap);
     CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
@@ -177,7 +177,7 @@ static void a_step_is_taken_back_and_done_again_clipped(void) {
         new_gradients(step);
         const double limit = step % 2 == 0 ? 1e18 : 0.25;
         if (step_swap(swap, &options) > limit) {
-            CHECK_OK(spw_swap_roll_back(swap));
+            CHECK_OK(spw_swap_rollback(swap));
             if (step == 1) check_same(swap);
             options.grad_scale = 0.0173;
             step_swap(swap, &options);
@@ -194,30 +194,30 @@ static void a_step_is_taken_back_and_done_again_clipped(void) {
     spw_step_stats stats = step_stats();
     CHECK_OK(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, &stats));
     CHECK(stats.nonfinite == 1);
-    CHECK_OK(spw_swap_roll_back(swap));
+    CHECK_OK(spw_swap_rollback(swap));
     check_same(swap);
     CHECK_OK(spw_swap_close(swap));
     CHECK_OK(spw_tier_destroy(tier));
 }
 
-// Paths whose limits do not hold two slots are refused at open; those that hold them do so for the next open too, which
-// finds one slot taken.
+// Open refuses paths whose limits do not hold two slots. Paths that do hold them also pass the next open, which finds
+// one slot used.
 static void what_does_not_fit_is_said_and_loses_nothing(void) {
     start(3);
-    spw_tier *tier = open_tier(SPW_TIER_CREATE, 700 << 10);
+    spw_tier *tier = open_tier(SPW_TIER_MODE_CREATE, 700 << 10);
     spw_swap_options options = settings(4);
     spw_swap *swap = NULL;
     REFUSED(spw_swap_open(tier, &options, &swap), SPW_ERR_LIMIT_REACHED, "");
     CHECK_OK(spw_tier_destroy(tier));
 
-    // The planner counts every piece as the largest.
-    tier = open_tier(SPW_TIER_CREATE, LIMIT);
+    // The planner counts every piece at the size of the largest one.
+    tier = open_tier(SPW_TIER_MODE_CREATE, LIMIT);
     swap = open_swap(tier, 4);
     fill_swap(swap);
     CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
     CHECK_OK(spw_swap_close(swap));
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
-    tier = open_tier(SPW_TIER_RESUME, LIMIT);
+    tier = open_tier(SPW_TIER_MODE_RESUME, LIMIT);
     swap = open_swap(tier, 4);
     step_both(swap, 1);
     CHECK_OK(spw_swap_commit(swap, 1, NULL, 0));
@@ -240,7 +240,7 @@ static void a_full_disk_loses_nothing(void) {
     // Mounting needs root.
     if (!resize_disks(0, SMALL_DISK)) return;
     start(4);
-    spw_tier *tier = open_tier(SPW_TIER_CREATE, 0);
+    spw_tier *tier = open_tier(SPW_TIER_MODE_CREATE, 0);
     spw_swap *swap = open_swap(tier, 4);
     fill_swap(swap);
     CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
@@ -249,14 +249,14 @@ static void a_full_disk_loses_nothing(void) {
     REFUSED(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, NULL), SPW_ERR_NO_SPACE, "bytes");
     REFUSED(spw_swap_adam_step(swap, &options, tensors, SUBGROUPS, NULL), SPW_ERR_BUSY, "roll back first");
     REFUSED(spw_swap_commit(swap, 1, NULL, 0), SPW_ERR_BUSY, "roll back first");
-    REFUSED(spw_swap_read(swap, 0, NULL, NULL, NULL), SPW_ERR_BUSY, "roll back first");
-    CHECK_OK(spw_swap_roll_back(swap));
+    REFUSED(spw_swap_read(swap, 0, NULL, NULL, NULL, NULL), SPW_ERR_BUSY, "roll back first");
+    CHECK_OK(spw_swap_rollback(swap));
     check_same(swap);
     CHECK_OK(spw_swap_close(swap));
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
-    // With more room it goes on.
+    // With more space the update continues.
     CHECK(resize_disks(MS_REMOUNT, 2 * SMALL_DISK));
-    tier = open_tier(SPW_TIER_RESUME, 0);
+    tier = open_tier(SPW_TIER_MODE_RESUME, 0);
     swap = open_swap(tier, 4);
     check_same(swap);
     step_both(swap, 1);
@@ -265,7 +265,7 @@ static void a_full_disk_loses_nothing(void) {
     CHECK_OK(spw_swap_close(swap));
     CHECK_OK(spw_tier_destroy(tier));
     for (int i = 0; i < 2; i++) {
-        // A ring lets its files go a little after it is closed.
+        // A ring releases its files a short time after it is closed.
         for (int wait = 0; umount(directories[i]) != 0 && wait < 500; wait++) usleep(10000);
     }
 }
@@ -278,9 +278,9 @@ static void wrong_options_are_refused(spw_tier *tier) {
     const double ratio[2] = {1, -1}, nothing[2] = {0, 0};
     watch(&swap, sizeof swap);
     watch(&budget, sizeof budget);
-    INVALID(spw_swap_plan(NULL, 2, &budget), "options");
-    INVALID(spw_swap_plan(&right, 2, NULL), "budget_out");
-    INVALID(spw_swap_plan(&right, 5000, &budget), "paths");
+    INVALID(spw_swap_plan_budget(NULL, 2, &budget), "options");
+    INVALID(spw_swap_plan_budget(&right, 2, NULL), "budget_out");
+    INVALID(spw_swap_plan_budget(&right, 5000, &budget), "paths");
     INVALID(spw_swap_open(NULL, &right, &swap), "tier");
     INVALID(spw_swap_open(tier, NULL, &swap), "options");
     INVALID(spw_swap_open(tier, &right, NULL), "swap_out");
@@ -292,10 +292,8 @@ static void wrong_options_are_refused(spw_tier *tier) {
     INVALID(spw_swap_open(tier, &wrong, &swap), "options.elements");
     wrong = right, wrong.subgroups = UINT64_MAX;
     INVALID(spw_swap_open(tier, &wrong, &swap), "options.subgroups");
-    wrong = right, wrong.host_bytes = 100;
+    wrong = right, wrong.memory_budget = 100;
     INVALID(spw_swap_open(tier, &wrong, &swap), "3 buffers of");
-    wrong = right, wrong.patience_seconds = -1;
-    INVALID(spw_swap_open(tier, &wrong, &swap), "patience_seconds");
     wrong = right, wrong.ratio = ratio;
     INVALID(spw_swap_open(tier, &wrong, &swap), "");
     wrong = right, wrong.speeds = nothing;
@@ -305,12 +303,12 @@ static void wrong_options_are_refused(spw_tier *tier) {
 
 static void wrong_arguments_are_refused(void) {
     start(5);
-    spw_tier *tier = open_tier(SPW_TIER_CREATE, 0);
+    spw_tier *tier = open_tier(SPW_TIER_MODE_CREATE, 0);
     wrong_options_are_refused(tier);
     spw_swap *swap = open_swap(tier, 4);
     const spw_adam_options options = at(1);
     float *param = calloc(8, sizeof *param);
-    INVALID(spw_swap_read(swap, 0, param, NULL, NULL), "never written");
+    INVALID(spw_swap_read(swap, 0, NULL, param, NULL, NULL), "never written");
     fill_swap(swap);
     CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
 
@@ -323,17 +321,17 @@ static void wrong_arguments_are_refused(void) {
     }
     INVALID(spw_swap_fill(NULL, NULL), "swap");
     INVALID(spw_swap_fill(swap, NULL), "states");
-    INVALID(spw_swap_budget_of(NULL, NULL), "swap");
-    INVALID(spw_swap_budget_of(swap, NULL), "budget_out");
+    INVALID(spw_swap_get_budget(NULL, NULL), "swap");
+    INVALID(spw_swap_get_budget(swap, NULL), "budget_out");
     INVALID(spw_swap_get_stats(NULL, &counts), "swap");
     INVALID(spw_swap_get_stats(swap, NULL), "stats_out");
     INVALID(spw_swap_get_stats(swap, &counts), "struct_size");
-    INVALID(spw_swap_read(NULL, 0, param, NULL, NULL), "swap");
-    INVALID(spw_swap_read(swap, SUBGROUPS, param, NULL, NULL), "8 of 8");
-    INVALID(spw_swap_read(swap, UINT64_MAX, param, NULL, NULL), "subgroup");
+    INVALID(spw_swap_read(NULL, 0, NULL, param, NULL, NULL), "swap");
+    INVALID(spw_swap_read(swap, SUBGROUPS, NULL, param, NULL, NULL), "is 8");
+    INVALID(spw_swap_read(swap, UINT64_MAX, NULL, param, NULL, NULL), "subgroup");
     INVALID(spw_swap_commit(NULL, 1, NULL, 0), "swap");
     INVALID(spw_swap_commit(swap, 1, NULL, 3), "payload");
-    INVALID(spw_swap_roll_back(NULL), "swap");
+    INVALID(spw_swap_rollback(NULL), "swap");
     CHECK_OK(spw_swap_close(NULL));
 
     INVALID(spw_swap_adam_step(NULL, &options, tensors, SUBGROUPS, &stats), "swap");
@@ -356,7 +354,7 @@ static void wrong_arguments_are_refused(void) {
     tensors[6].param_copy = copies[6];
     unwatch_all();
 
-    // All of that was refused before anything was stepped.
+    // Every one of these calls was refused before any step.
     check_same(swap);
     step_both(swap, 1);
     check_same(swap);

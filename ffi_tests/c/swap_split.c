@@ -1,5 +1,6 @@
-// With SPW_SWAP_SPLIT_MASTER the tier holds ten bytes a parameter and a step has the bits of spw_adam_step in memory, for
-// whoever names the bf16 weights that belong to the state. Others are told, also after a rollback and a new open.
+// With SPW_SWAP_FLAG_SPLIT_MASTER the tier holds ten bytes per parameter. A step gives the bits of spw_adam_step in
+// memory if the caller passes the bf16 weights that belong to the state. Other weights cause an error, also after a
+// rollback and a new open.
 
 #include "check.h"
 
@@ -11,7 +12,7 @@ static const uint64_t SIZES[SUBGROUPS] = {5000, 0, 1, 12345, 70000, 33333};
 
 static char directories[2][4200];
 static struct problem plain[SUBGROUPS];
-// Two sets of weights: those that belong to the state, and those that the next step publishes.
+// Two sets of weights: the set that belongs to the state, and the set that the next step publishes.
 static uint16_t *weights[2][SUBGROUPS];
 static int current;
 
@@ -29,17 +30,17 @@ static spw_tier *open_tier(uint32_t mode) {
 
 static spw_swap_options settings(uint32_t flags) {
     spw_swap_options options = {.struct_size = sizeof options, .elements = SIZES, .subgroups = SUBGROUPS};
-    options.flags = SPW_SWAP_NO_LOCK | flags;
-    options.host_bytes = 4 * 1000000;
+    options.flags = SPW_SWAP_FLAG_NO_LOCK | flags;
+    options.memory_budget = 4 * 1000000;
     return options;
 }
 
 static spw_swap *open_swap(spw_tier *tier) {
-    const spw_swap_options options = settings(SPW_SWAP_SPLIT_MASTER);
+    const spw_swap_options options = settings(SPW_SWAP_FLAG_SPLIT_MASTER);
     spw_swap_budget whole = {.struct_size = sizeof whole}, split = whole;
     const spw_swap_options twelve = settings(0);
-    CHECK_OK(spw_swap_plan(&twelve, 2, &whole));
-    CHECK_OK(spw_swap_plan(&options, 2, &split));
+    CHECK_OK(spw_swap_plan_budget(&twelve, 2, &whole));
+    CHECK_OK(spw_swap_plan_budget(&options, 2, &split));
     CHECK(split.state_bytes * 100 < whole.state_bytes * 88 && split.buffers < SUBGROUPS);
     CHECK(split.buffer_bytes * 100 < whole.buffer_bytes * 88 && split.masters == 3 && whole.masters == 0);
     CHECK(split.host_bytes == split.buffers * split.buffer_bytes + split.masters * split.master_bytes);
@@ -54,7 +55,7 @@ static void start(spw_swap *swap) {
     for (int i = 0; i < SUBGROUPS; i++) {
         plain[i] = make(SIZES[i], SPW_DTYPE_F32, SPW_DTYPE_F32, SPW_DTYPE_BF16, SPW_DTYPE_BF16, 7 + (uint64_t)i);
         for (int set = 0; set < 2; set++) weights[set][i] = calloc((size_t)SIZES[i] + 1, 2);
-        // The weights of a model that begins in bf16, and their masters.
+        // The bf16 weights of a new model, and their master weights.
         for (uint64_t n = 0; n < SIZES[i]; n++) {
             uint32_t *master = (uint32_t *)plain[i].spans[0] + n;
             *master &= 0xffff0000u;
@@ -95,7 +96,7 @@ static void check_same(spw_swap *swap) {
     for (int i = 0; i < SUBGROUPS; i++) {
         float *got[3];
         for (int s = 0; s < 3; s++) got[s] = calloc((size_t)SIZES[i] + 1, sizeof(float));
-        CHECK_OK(spw_swap_read_split(swap, (uint64_t)i, weights[current][i], got[0], got[1], got[2]));
+        CHECK_OK(spw_swap_read(swap, (uint64_t)i, weights[current][i], got[0], got[1], got[2]));
         for (int s = 0; s < 3; s++) {
             CHECK(SIZES[i] == 0 || memcmp(got[s], plain[i].spans[s == 0 ? 0 : s + 1], (size_t)SIZES[i] * 4) == 0);
             free(got[s]);
@@ -111,7 +112,7 @@ int main(void) {
     CHECK(system(clean) == 0);
     for (int i = 0; i < 2; i++) CHECK(mkdir(directories[i], 0700) == 0);
 
-    spw_tier *tier = open_tier(SPW_TIER_CREATE);
+    spw_tier *tier = open_tier(SPW_TIER_MODE_CREATE);
     spw_swap *swap = open_swap(tier);
     start(swap);
     CHECK_OK(spw_swap_commit(swap, 0, NULL, 0));
@@ -119,9 +120,9 @@ int main(void) {
         if (number % 2 == 0) {
             CHECK_OK(step(swap, number, current, current));
         } else {
-            // Taken back once: the weights of the commit are still there to begin from.
+            // After one rollback, the weights of the commit still exist for the next step.
             CHECK_OK(step(swap, number + 50, current, 1 - current));
-            CHECK_OK(spw_swap_roll_back(swap));
+            CHECK_OK(spw_swap_rollback(swap));
             check_same(swap);
             CHECK_OK(step(swap, number, current, 1 - current));
             current = 1 - current;
@@ -131,29 +132,28 @@ int main(void) {
         CHECK_OK(spw_swap_commit(swap, number, NULL, 0));
     }
 
-    // Weights that were published and taken back are told, and so are none.
+    // Weights that were published and then rolled back are refused, and so are missing weights.
     CHECK_OK(step(swap, 60, current, 1 - current));
-    CHECK_OK(spw_swap_roll_back(swap));
-    REFUSED(step(swap, 60, 1 - current, 1 - current), SPW_ERR_INVALID_ARGUMENT, "param_copy");
+    CHECK_OK(spw_swap_rollback(swap));
+    REFUSED(step(swap, 60, 1 - current, 1 - current), SPW_ERR_INVALID_ARGUMENT, "weights");
     REFUSED(spw_swap_commit(swap, 61, NULL, 0), SPW_ERR_BUSY, "roll back first");
-    CHECK_OK(spw_swap_roll_back(swap));
+    CHECK_OK(spw_swap_rollback(swap));
     CHECK_OK(spw_swap_close(swap));
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 
-    tier = open_tier(SPW_TIER_RESUME);
+    tier = open_tier(SPW_TIER_MODE_RESUME);
     const spw_swap_options whole = settings(0);
     INVALID(spw_swap_open(tier, &whole, &swap), "split");
     swap = open_swap(tier);
     check_same(swap);
     static float param[70000];
-    INVALID(spw_swap_read(swap, 4, param, NULL, NULL), "split");
-    CHECK_OK(spw_swap_read(swap, 4, NULL, param, NULL));
-    INVALID(spw_swap_read_split(swap, 4, NULL, param, NULL, NULL), "weights");
-    INVALID(spw_swap_read_split(NULL, 4, weights[current][4], param, NULL, NULL), "swap");
+    INVALID(spw_swap_read(swap, 4, NULL, param, NULL, NULL), "split");
+    CHECK_OK(spw_swap_read(swap, 4, NULL, NULL, param, NULL));
+    INVALID(spw_swap_read(NULL, 4, weights[current][4], param, NULL, NULL), "swap");
     const void *odd = (const char *)weights[current][4] + 1;
-    INVALID(spw_swap_read_split(swap, 4, odd, param, NULL, NULL), "weights: is at an odd address");
+    INVALID(spw_swap_read(swap, 4, odd, param, NULL, NULL), "weights: must be aligned to 2 bytes");
     weights[current][4][69999] ^= 1;
-    INVALID(spw_swap_read_split(swap, 4, weights[current][4], param, NULL, NULL), "param_copy");
+    INVALID(spw_swap_read(swap, 4, weights[current][4], param, NULL, NULL), "weights");
     weights[current][4][69999] ^= 1;
     spw_tensor tensors[SUBGROUPS];
     for (int i = 0; i < SUBGROUPS; i++) {

@@ -1,5 +1,5 @@
-// The bits of a step depend on nothing but its tensors: not on 1 to 8 workers, not on how many threads step at once, not
-// on how a parameter is cut into tensors.
+// The bits of a step depend on its tensors alone. Neither the number of workers (1 to 8), nor the number of threads
+// that step at once, nor a split of a parameter into several tensors changes them.
 
 #include "check.h"
 
@@ -11,7 +11,7 @@ static struct problem serial[CALLERS];
 static spw_step_stats serial_stats[CALLERS][STEPS];
 static pthread_barrier_t barrier;
 
-// Some of the callers' tensors stay on their thread, others go to the pool.
+// Some of the callers' tensors are stepped on the caller's thread, others by the pool.
 static uint64_t length(int caller) {
     return caller % 3 == 0 ? 5000 + (uint64_t)caller : LARGE + (uint64_t)caller;
 }
@@ -59,19 +59,19 @@ static void numbers_of_workers(void) {
     for (uint32_t workers = 1; workers <= 8; workers += 8 / (uint32_t)rounds(8)) {
         uint32_t count = 0;
         configure_threads(workers);
-        CHECK_OK(spw_threads_count(&count));
+        CHECK_OK(spw_get_threads(&count));
         CHECK(count == workers);
         struct problem mine = make_mixed(length(1), 1);
         spw_step_stats stats[STEPS];
         train(&mine, stats);
         CHECK(same(&mine, &serial[1]) && memcmp(stats, serial_stats[1], sizeof stats) == 0);
-        CHECK_OK(spw_threads_count(&count));
+        CHECK_OK(spw_get_threads(&count));
         CHECK(count == workers);
         release(&mine);
     }
 }
 
-// One tensor as up to 40 pieces of random length, the empty ones among them.
+// One tensor, split into up to 40 pieces of random length, some of them empty.
 static void random_splits(void) {
     uint64_t random = 5;
     for (int round = 0; round < rounds(12); round++) {
@@ -102,23 +102,6 @@ static void random_splits(void) {
     }
 }
 
-// The object counts as the stateless call is told to.
-static void objects(void) {
-    spw_adam_options options = adam_options();
-    options.step = 1;
-    spw_adam *adam = NULL;
-    CHECK_OK(spw_adam_open(&options, &adam));
-    struct problem mine = make_mixed(length(1), 1);
-    for (int step = 0; step < STEPS; step++) CHECK_OK(spw_adam_advance(adam, &mine.tensor, 1, NULL));
-    CHECK(same(&mine, &serial[1]));
-    uint64_t steps = 0;
-    INVALID(spw_adam_advance(adam, NULL, 1, NULL), "tensors");
-    CHECK_OK(spw_adam_step_count(adam, &steps));
-    CHECK(steps == STEPS);
-    CHECK_OK(spw_adam_close(adam));
-    release(&mine);
-}
-
 int main(void) {
     const int threads_at_start = threads_of_this_process();
     configure_threads(1);
@@ -129,13 +112,12 @@ int main(void) {
         CHECK(!same(&serial[i], &start));
         release(&start);
     }
-    // One worker is the caller itself: no thread was made so far.
+    // With one worker the caller's thread does the work: the library has created no thread so far.
     CHECK(threads_of_this_process() == threads_at_start);
     numbers_of_workers();
     random_splits();
     configure_threads(3);
     callers_at_once();
-    objects();
     for (int i = 0; i < CALLERS; i++) release(&serial[i]);
     return 0;
 }

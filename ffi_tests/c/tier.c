@@ -1,4 +1,4 @@
-// What is put on a tier and committed comes back, and every failure is named.
+// Data that was written to a tier and committed is read back, and every failure is reported.
 
 #include "check.h"
 
@@ -37,7 +37,9 @@ static void put(spw_tier *tier, uint32_t extent, int seed, int32_t path) {
         streams[s] = put_memory[s];
     }
     uint64_t ticket = 0, generation = 0;
-    CHECK_OK(spw_tier_put(tier, extent, streams, path, &ticket));
+    spw_tier_target target = SPW_TIER_TARGET_INIT;
+    target.path = (uint32_t)path;
+    CHECK_OK(spw_tier_put(tier, extent, streams, path < 0 ? NULL : &target, &ticket));
     CHECK_OK(spw_tier_wait(tier, ticket, FOR_EVER, &generation));
     CHECK(generation > 0);
     INVALID(spw_tier_wait(tier, ticket, 0, NULL), "ticket");
@@ -66,7 +68,7 @@ static uint32_t define(spw_tier *tier, const char *name) {
 }
 
 static void steps_come_back(void) {
-    spw_tier *tier = open_two(SPW_TIER_CREATE);
+    spw_tier *tier = open_two(SPW_TIER_MODE_CREATE);
     uint32_t first = define(tier, "first"), second = define(tier, "second");
     put(tier, first, 1, 0);
     put(tier, second, 2, 1);
@@ -80,10 +82,10 @@ static void steps_come_back(void) {
     put(tier, second, 4, -1);
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 
-    tier = open_two(SPW_TIER_RESUME);
+    tier = open_two(SPW_TIER_MODE_RESUME);
     spw_tier_opened_info found = {.struct_size = sizeof found};
     char note[5] = "";
-    CHECK_OK(spw_tier_opened(tier, &found, note, sizeof note));
+    CHECK_OK(spw_tier_get_opened(tier, &found, note, sizeof note));
     CHECK(found.resumed == 1 && found.step == 7 && found.payload_bytes == 5 && strcmp(note, "note") == 0);
     CHECK(define(tier, "first") == first && define(tier, "second") == second);
     CHECK_OK(get(tier, second));
@@ -91,21 +93,21 @@ static void steps_come_back(void) {
 
     spw_tier_extent_info extent = {.struct_size = sizeof extent};
     char name[4] = "";
-    CHECK_OK(spw_tier_extent_get(tier, 1, &extent, name, sizeof name));
+    CHECK_OK(spw_tier_get_extent(tier, 1, &extent, name, sizeof name, NULL));
     CHECK(extent.extent == second && extent.bytes == 140965 && extent.streams == 3 && extent.committed == 1);
     CHECK(extent.blocks == 25 + 1 + 10 && extent.lost == 0 && strcmp(name, "sec") == 0);
-    REFUSED(spw_tier_extent_get(tier, 2, &extent, NULL, 0), SPW_ERR_NOT_FOUND, "extent 2");
+    REFUSED(spw_tier_get_extent(tier, 2, &extent, NULL, 0, NULL), SPW_ERR_NOT_FOUND, "extent 2");
     spw_tier_path_info path = {.struct_size = sizeof path};
     char words[8192];
-    CHECK_OK(spw_tier_path_get(tier, 1, &path, words, sizeof words));
-    CHECK(path.health == SPW_TIER_HEALTHY && path.kind == SPW_TIER_DIRECTORY && path.blocks == 36);
+    CHECK_OK(spw_tier_get_path(tier, 1, &path, words, sizeof words, NULL));
+    CHECK(path.health == SPW_TIER_HEALTH_HEALTHY && path.kind == SPW_TIER_PATH_KIND_DIRECTORY && path.blocks == 36);
     CHECK(path.read_bytes >= 140965 && path.wear_bytes >= 140965 && strstr(words, "rank-0") != NULL);
-    REFUSED(spw_tier_path_get(tier, 2, &path, NULL, 0), SPW_ERR_NOT_FOUND, "path 2");
+    REFUSED(spw_tier_get_path(tier, 2, &path, NULL, 0, NULL), SPW_ERR_NOT_FOUND, "path 2");
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 }
 
 static void paths_drain_and_exports_travel(void) {
-    spw_tier *tier = open_two(SPW_TIER_RESUME);
+    spw_tier *tier = open_two(SPW_TIER_MODE_RESUME);
     uint32_t second = define(tier, "second");
     CHECK_OK(spw_tier_evacuate(tier, 1));
     char out[4300];
@@ -113,19 +115,22 @@ static void paths_drain_and_exports_travel(void) {
     REFUSED(spw_tier_export(tier, out, NULL), SPW_ERR_BUSY, "second");
     CHECK_OK(spw_tier_commit(tier, 8, NULL, 0));
     spw_tier_path_info path = {.struct_size = sizeof path};
-    CHECK_OK(spw_tier_path_get(tier, 1, &path, NULL, 0));
-    CHECK(path.health == SPW_TIER_DRAINING && path.blocks == 0);
-    CHECK_OK(spw_tier_path_set(tier, 1, SPW_TIER_HEALTHY));
-    INVALID(spw_tier_path_set(tier, 1, SPW_TIER_MISSING), "health");
+    CHECK_OK(spw_tier_get_path(tier, 1, &path, NULL, 0, NULL));
+    CHECK(path.health == SPW_TIER_HEALTH_DRAINING && path.blocks == 0);
+    CHECK_OK(spw_tier_set_path(tier, 1, SPW_TIER_HEALTH_HEALTHY));
+    INVALID(spw_tier_set_path(tier, 1, SPW_TIER_HEALTH_MISSING), "health");
     uint64_t step = 0;
     CHECK_OK(spw_tier_export(tier, out, &step));
     CHECK(step == 8);
     const uint32_t stripes[2] = {10, 5};
     const void *streams[3] = {put_memory[0], put_memory[1], put_memory[2]};
     uint64_t ticket = 0;
-    CHECK_OK(spw_tier_put_striped(tier, second, streams, stripes, 2, &ticket));
+    spw_tier_target target = SPW_TIER_TARGET_INIT;
+    target.path_blocks = stripes;
+    target.path_count = 2;
+    CHECK_OK(spw_tier_put(tier, second, streams, &target, &ticket));
     CHECK_OK(spw_tier_wait(tier, ticket, FOR_EVER, NULL));
-    CHECK_OK(spw_tier_path_get(tier, 1, &path, NULL, 0));
+    CHECK_OK(spw_tier_get_path(tier, 1, &path, NULL, 0, NULL));
     CHECK(path.blocks == 26);
     CHECK_OK(spw_tier_commit(tier, 9, NULL, 0));
     CHECK_OK(spw_tier_import(tier, out, &step));
@@ -136,12 +141,12 @@ static void paths_drain_and_exports_travel(void) {
 }
 
 static void damage_is_named(void) {
-    spw_tier *tier = open_two(SPW_TIER_RESUME);
+    spw_tier *tier = open_two(SPW_TIER_MODE_RESUME);
     uint32_t first = define(tier, "first");
     put(tier, first, 5, 0);
     CHECK_OK(spw_tier_commit(tier, 10, NULL, 0));
     CHECK_OK(spw_tier_verify(tier, NULL));
-    // A byte of the second block, found by what was put.
+    // Locates a byte of the second block by its written contents.
     char file[4800], host[256] = "";
     CHECK(gethostname(host, sizeof host) == 0);
     snprintf(file, sizeof file, "%s/c-test/%s/rank-0/data", paths_given[0], host);
@@ -154,7 +159,7 @@ static void damage_is_named(void) {
     CHECK(pwrite(fd, page, BLOCK, at) == BLOCK && close(fd) == 0);
     char words[64];
     snprintf(words, sizeof words, "\"first\", block 1 at offset %lld", (long long)at);
-    spw_tier_checked checked = {.struct_size = sizeof checked};
+    spw_tier_verify_info checked = {.struct_size = sizeof checked};
     REFUSED(spw_tier_verify(tier, &checked), SPW_ERR_CORRUPT, words);
     CHECK(checked.extents == 2 && checked.blocks == 72 && checked.bytes == 2 * 140965 && checked.damaged == 1);
     REFUSED(get(tier, first), SPW_ERR_CORRUPT, words);
@@ -166,12 +171,12 @@ static void live_and_foreign_directories_are_refused(void) {
     CHECK(pipe(ready) == 0 && pipe(done) == 0);
     pid_t pid = fork();
     if (pid == 0) {
-        spw_tier *tier = open_two(SPW_TIER_RESUME);
+        spw_tier *tier = open_two(SPW_TIER_MODE_RESUME);
         char byte = 1;
         CHECK(write(ready[1], &byte, 1) == 1 && read(done[0], &byte, 1) == 1);
         CHECK_OK(spw_tier_close(tier, FOR_EVER));
-        // The parent looks for leaks; in a child the sanitizer fails to stop threads that are ending and takes theirs
-        // for some.
+        // The parent checks for leaks. In a child, the sanitizer cannot stop ending threads and reports
+        // their memory as leaks.
         _exit(0);
     }
     char byte = 0, words[64];
@@ -185,9 +190,9 @@ static void live_and_foreign_directories_are_refused(void) {
     int status = 0;
     CHECK(write(done[1], &byte, 1) == 1 && waitpid(pid, &status, 0) == pid && status == 0);
 
-    options.mode = SPW_TIER_CREATE;
+    options.mode = SPW_TIER_MODE_CREATE;
     REFUSED(spw_tier_open(&options, &tier), SPW_ERR_FOREIGN, "step 10 of job \"c-test\"");
-    options.mode = SPW_TIER_RESUME;
+    options.mode = SPW_TIER_MODE_RESUME;
     options.world = 2;
     REFUSED(spw_tier_open(&options, &tier), SPW_ERR_FOREIGN, "rank 0 of 1");
     options.rank = 1;
@@ -195,14 +200,14 @@ static void live_and_foreign_directories_are_refused(void) {
     options.world = options.rank = 0;
     options.path_count = 1;
     REFUSED(spw_tier_open(&options, &tier), SPW_ERR_PATH_MISSING, "path-1");
-    // A path that the tier has and whose disk is not mounted is missed, under the name that it had.
+    // If the disk of a known path is not mounted, the tier reports the path as missing under its earlier name.
     options.path_count = 2;
     paths[1].directory = "not/mounted";
     REFUSED(spw_tier_open(&options, &tier), SPW_ERR_PATH_MISSING, "path-1");
-    options.flags = SPW_TIER_DEGRADED;
+    options.flags = SPW_TIER_FLAG_DEGRADED;
     CHECK_OK(spw_tier_open(&options, &tier));
     spw_tier_opened_info found = {.struct_size = sizeof found};
-    CHECK_OK(spw_tier_opened(tier, &found, NULL, 0));
+    CHECK_OK(spw_tier_get_opened(tier, &found, NULL, 0));
     CHECK(found.missing_paths == 1 && found.lost_extents == 0);
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
 }
@@ -229,12 +234,12 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_tier_open(&wrong, &tier), "options.flags");
     paths[1].directory = NULL;
     INVALID(spw_tier_open(&options, &tier), "directory");
-    // The tier did without its second path in the open before, and nothing lay there: it is not missed any more, and
-    // what fails is the directory that is listed.
+    // The earlier open worked without the second path, and no data lay there. That path is therefore no longer missing,
+    // and the error is about the listed directory.
     paths[1].directory = "not/mounted";
     REFUSED(spw_tier_open(&options, &tier), SPW_ERR_NOT_FOUND, "not/mounted");
 
-    tier = open_two(SPW_TIER_RESUME);
+    tier = open_two(SPW_TIER_MODE_RESUME);
     uint32_t extent = 0;
     uint64_t ticket = 0, other[1] = {9};
     const void *streams[3] = {put_memory[0], NULL, put_memory[2]};
@@ -243,12 +248,17 @@ static void wrong_arguments_are_refused(void) {
     INVALID(spw_tier_define(tier, "x", NULL, 3, &extent), "stream_bytes");
     INVALID(spw_tier_define(tier, "x", sizes, 0, &extent), "streams");
     REFUSED(spw_tier_define(tier, "first", other, 1, &extent), SPW_ERR_FOREIGN, "first");
-    INVALID(spw_tier_put(tier, 77, streams, -1, &ticket), "77");
-    INVALID(spw_tier_put(tier, 0, streams, -1, &ticket), "streams[1]");
-    INVALID(spw_tier_put(tier, 0, NULL, -1, &ticket), "streams");
+    INVALID(spw_tier_put(tier, 77, streams, NULL, &ticket), "77");
+    INVALID(spw_tier_put(tier, 0, streams, NULL, &ticket), "streams[1]");
+    INVALID(spw_tier_put(tier, 0, NULL, NULL, &ticket), "streams");
     streams[1] = put_memory[1];
-    INVALID(spw_tier_put(tier, 0, streams, 5, &ticket), "no path 5");
-    INVALID(spw_tier_put(tier, 0, streams, -2, &ticket), "path");
+    spw_tier_target target = SPW_TIER_TARGET_INIT;
+    target.path = 5;
+    INVALID(spw_tier_put(tier, 0, streams, &target, &ticket), "no path 5");
+    target.path_count = 1;
+    INVALID(spw_tier_put(tier, 0, streams, &target, &ticket), "target.path_blocks");
+    target.path_count = 0, target.path_blocks = &extent;
+    INVALID(spw_tier_put(tier, 0, streams, &target, &ticket), "target.path_count");
     CHECK_OK(spw_tier_rollback(tier));
     INVALID(spw_tier_commit(tier, 1, NULL, 4), "payload");
     INVALID(spw_tier_define(NULL, "x", sizes, 3, &extent), "tier");

@@ -1,6 +1,6 @@
 // Build: forks
-// A forked child that uses its parent's tier gets errors at once, and does its parent no harm: no call of the child waits
-// for a lock that a thread of the parent held at the fork, and none removes the parent's files.
+// A forked child that uses its parent's tier gets errors at once and does the parent no harm. No call of the child
+// waits for a lock that a thread of the parent held at the fork, and none removes the parent's files.
 
 #include "check.h"
 
@@ -36,45 +36,43 @@ static void *writer(void *seed) {
     while (!atomic_load(&stop)) {
         const void *stream = memory[n];
         uint64_t ticket = 0;
-        const spw_status begun = spw_tier_put(tier, extent, &stream, -1, &ticket);
+        const spw_status begun = spw_tier_put(tier, extent, &stream, NULL, &ticket);
         if (begun == SPW_ERR_BUSY) continue;
         CHECK(begun == SPW_OK);
         CHECK_OK(spw_tier_wait(tier, ticket, FOR_EVER, NULL));
         spw_tier_path_info path = {.struct_size = sizeof path};
-        CHECK_OK(spw_tier_path_get(tier, 0, &path, NULL, 0));
+        CHECK_OK(spw_tier_get_path(tier, 0, &path, NULL, 0, NULL));
     }
     return NULL;
 }
 
-#define NOT_HERE(call) REFUSED(call, SPW_ERR_UNSUPPORTED, "forked child")
+#define NOT_HERE(call) REFUSED(call, SPW_ERR_UNSUPPORTED, "process was forked")
 
 static void use_all(void) {
     uint32_t extent = 0;
     uint64_t ticket = 0, step = 0;
     void *stream = memory[0];
-    const uint32_t blocks = 1;
     spw_tier_opened_info opened = {.struct_size = sizeof opened};
     spw_tier_extent_info info = {.struct_size = sizeof info};
     spw_tier_path_info path = {.struct_size = sizeof path};
-    spw_tier_checked checked = {.struct_size = sizeof checked};
+    spw_tier_verify_info checked = {.struct_size = sizeof checked};
     spw_swap_stats stats = {.struct_size = sizeof stats};
     NOT_HERE(spw_tier_define(tier, "child", &size, 1, &extent));
     NOT_HERE(spw_tier_remove(tier, 0));
-    NOT_HERE(spw_tier_put(tier, 0, (const void *const *)&stream, -1, &ticket));
-    NOT_HERE(spw_tier_put_striped(tier, 0, (const void *const *)&stream, &blocks, 1, &ticket));
+    NOT_HERE(spw_tier_put(tier, 0, (const void *const *)&stream, NULL, &ticket));
     NOT_HERE(spw_tier_get(tier, 0, &stream, &ticket));
     NOT_HERE(spw_tier_wait(tier, 1, FOR_EVER, NULL));
     NOT_HERE(spw_tier_commit(tier, 99, NULL, 0));
     NOT_HERE(spw_tier_rollback(tier));
-    NOT_HERE(spw_tier_opened(tier, &opened, NULL, 0));
-    NOT_HERE(spw_tier_extent_get(tier, 0, &info, NULL, 0));
-    NOT_HERE(spw_tier_path_get(tier, 0, &path, NULL, 0));
-    NOT_HERE(spw_tier_path_set(tier, 0, SPW_TIER_DRAINING));
+    NOT_HERE(spw_tier_get_opened(tier, &opened, NULL, 0));
+    NOT_HERE(spw_tier_get_extent(tier, 0, &info, NULL, 0, NULL));
+    NOT_HERE(spw_tier_get_path(tier, 0, &path, NULL, 0, NULL));
+    NOT_HERE(spw_tier_set_path(tier, 0, SPW_TIER_HEALTH_DRAINING));
     NOT_HERE(spw_tier_evacuate(tier, 0));
     NOT_HERE(spw_tier_verify(tier, &checked));
     NOT_HERE(spw_tier_export(tier, "nowhere", &step));
     NOT_HERE(spw_tier_import(tier, "nowhere", &step));
-    NOT_HERE(spw_swap_roll_back(swap));
+    NOT_HERE(spw_swap_rollback(swap));
     NOT_HERE(spw_swap_commit(swap, 99, NULL, 0));
     NOT_HERE(spw_swap_fill(swap, (const float *const *)&stream));
     NOT_HERE(spw_swap_get_stats(swap, &stats));
@@ -84,14 +82,14 @@ static void use_all(void) {
 
 static void destroy(void) {
     NOT_HERE(spw_tier_destroy(tier));
-    // The parent's lock is still the parent's.
+    // The parent still holds its lock.
     spw_tier_path path = {.struct_size = sizeof path, .directory = directory};
     const spw_tier_options options = {
-        .struct_size = sizeof options, .job = "forked", .paths = &path, .path_count = 1, .mode = SPW_TIER_RESUME};
+        .struct_size = sizeof options, .job = "forked", .paths = &path, .path_count = 1, .mode = SPW_TIER_MODE_RESUME};
     spw_tier *other = NULL;
     REFUSED(spw_tier_open(&options, &other), SPW_ERR_LOCKED, "rank-0");
-    // Its own tier is its own.
-    spw_tier *mine = open_tier("of-the-child", SPW_TIER_CREATE);
+    // The child can open its own tier.
+    spw_tier *mine = open_tier("of-the-child", SPW_TIER_MODE_CREATE);
     CHECK_OK(spw_tier_destroy(mine));
 }
 
@@ -118,10 +116,10 @@ int main(void) {
     snprintf(directory, sizeof directory, "%s/forked", here);
     snprintf(clean, sizeof clean, "rm -rf '%s'", directory);
     CHECK(system(clean) == 0 && mkdir(directory, 0700) == 0);
-    tier = open_tier("forked", SPW_TIER_CREATE);
-    spw_tier *below = open_tier("swapped", SPW_TIER_CREATE);
+    tier = open_tier("forked", SPW_TIER_MODE_CREATE);
+    spw_tier *below = open_tier("swapped", SPW_TIER_MODE_CREATE);
     const uint64_t elements = 1000;
-    const spw_swap_options swapping = {.struct_size = sizeof swapping, .elements = &elements, .subgroups = 1, .host_bytes = 1 << 24};
+    const spw_swap_options swapping = {.struct_size = sizeof swapping, .elements = &elements, .subgroups = 1, .memory_budget = 1 << 24};
     CHECK_OK(spw_swap_open(below, &swapping, &swap));
 
     int seeds[2] = {0, 1};
@@ -139,8 +137,8 @@ int main(void) {
     for (int n = 0; n < 2; n++) CHECK(pthread_join(threads[n], NULL) == 0);
     CHECK_OK(spw_tier_commit(tier, 5, NULL, 0));
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
-    tier = open_tier("forked", SPW_TIER_RESUME);
-    spw_tier_checked checked = {.struct_size = sizeof checked};
+    tier = open_tier("forked", SPW_TIER_MODE_RESUME);
+    spw_tier_verify_info checked = {.struct_size = sizeof checked};
     CHECK_OK(spw_tier_verify(tier, &checked));
     CHECK(checked.extents == 2);
     CHECK_OK(spw_tier_destroy(tier));

@@ -1,10 +1,11 @@
-// A process that is killed at any moment leaves a tier that opens at its last committed step, with every byte of it.
+// A process that is killed at any moment leaves a tier that opens at its last committed step with all its bytes.
 //
-// The parent kills, the child opens, checks what it finds, and steps until it is killed. Both share a page in which the
-// child says which step it began to commit and which was acknowledged. SPILLWAY_KILL_ROUNDS says how often (40).
+// The parent kills the child. The child opens the tier, checks the contents, and steps until it is killed. In a shared
+// page the child records which step it began to commit and which commit returned. SPILLWAY_KILL_ROUNDS sets the number
+// of rounds (40).
 //
-// ffi_tests/crash_images.sh uses it in two parts: `tier_kill write PAGE DIR DIR` steps for ever, with that page in a
-// file; `tier_kill check ACKNOWLEDGED BEGUN DIR DIR` checks a copy of the directories.
+// ffi_tests/crash_images.sh uses the program in two parts. `tier_kill write PAGE DIR DIR` steps forever and keeps that
+// page in a file. `tier_kill check ACKNOWLEDGED BEGUN DIR DIR` checks a copy of the directories.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -30,7 +31,7 @@
 #define OK(call) CHECK((call) == SPW_OK)
 
 enum { EXTENTS = 5, STREAMS = 3, FOR_EVER = -1 };
-// Odd sizes, so that blocks have tails; the fourth is empty in part.
+// Odd sizes, so blocks have partial ends; the fourth extent is partly empty.
 static const uint64_t sizes[EXTENTS][STREAMS] = {
     {300000, 300000, 300000}, {65536, 65536, 65536}, {1, 70001, 4096}, {0, 123456, 0}, {262144, 1000, 8192}};
 static const char *const names[EXTENTS] = {"a", "b", "c", "d", "e"};
@@ -93,11 +94,15 @@ static void put_step(spw_tier *tier, const uint32_t *extents, uint64_t step) {
         }
         const void *const *streams = (const void *const *)memory[e];
         const uint32_t split[2] = {2, 3};
+        const uint64_t choice = (step + (uint64_t)e) % 3;
+        spw_tier_target target = SPW_TIER_TARGET_INIT;
         if (e == 0) {
-            OK(spw_tier_put_striped(tier, extents[e], streams, split, 2, &tickets[e]));
+            target.path_blocks = split;
+            target.path_count = 2;
         } else {
-            OK(spw_tier_put(tier, extents[e], streams, (int32_t)((step + (uint64_t)e) % 3) - 1, &tickets[e]));
+            target.path = (uint32_t)choice - 1;
         }
+        OK(spw_tier_put(tier, extents[e], streams, e > 0 && choice == 0 ? NULL : &target, &tickets[e]));
     }
     for (int e = 0; e < EXTENTS; e++) {
         OK(spw_tier_wait(tier, tickets[e], FOR_EVER, NULL));
@@ -106,10 +111,10 @@ static void put_step(spw_tier *tier, const uint32_t *extents, uint64_t step) {
 }
 
 static void child(uint64_t round) {
-    spw_tier *tier = open_tier(round % 2 == 0 ? SPW_TIER_DURABLE_DATA : SPW_TIER_DURABLE_PROCESS);
+    spw_tier *tier = open_tier(round % 2 == 0 ? SPW_TIER_DURABILITY_DATA : SPW_TIER_DURABILITY_PROCESS);
     spw_tier_opened_info found = {.struct_size = sizeof found};
     uint64_t kept = 0;
-    OK(spw_tier_opened(tier, &found, &kept, sizeof kept));
+    OK(spw_tier_get_opened(tier, &found, &kept, sizeof kept));
     uint32_t extents[EXTENTS];
     for (int e = 0; e < EXTENTS; e++) OK(spw_tier_define(tier, names[e], sizes[e], STREAMS, &extents[e]));
     CHECK(found.step >= page->acknowledged && found.step <= page->begun);
@@ -120,7 +125,7 @@ static void child(uint64_t round) {
         page->checked++;
     }
     page->opens++;
-    // What was begun and never seen may come back as nothing but this step.
+    // A commit that began and was never seen may only reappear as this step.
     page->begun = found.step;
     page->acknowledged = found.step;
     for (uint64_t step = found.step + 1;; step++) {
@@ -147,9 +152,9 @@ static void share_page(const char *file) {
 }
 
 static void check_copy(uint64_t acknowledged, uint64_t begun) {
-    spw_tier *tier = open_tier(SPW_TIER_DURABLE_DATA);
+    spw_tier *tier = open_tier(SPW_TIER_DURABILITY_DATA);
     spw_tier_opened_info found = {.struct_size = sizeof found};
-    OK(spw_tier_opened(tier, &found, NULL, 0));
+    OK(spw_tier_get_opened(tier, &found, NULL, 0));
     CHECK(found.step >= acknowledged && found.step <= begun);
     uint32_t extents[EXTENTS];
     for (int e = 0; e < EXTENTS; e++) OK(spw_tier_define(tier, names[e], sizes[e], STREAMS, &extents[e]));
@@ -177,33 +182,33 @@ int main(int count, char **arguments) {
     for (int n = 0; n < 2; n++) {
         snprintf(directories[n], sizeof directories[n], "%s/path-%d", here, n);
         CHECK(mkdir(directories[n], 0700) == 0 || errno == EEXIST);
-        // A run before this one may have been stopped.
+        // An earlier run may have been interrupted.
         spw_status status = spw_tier_collect(directories[n], "killed", NULL, 0);
         CHECK(status == SPW_OK || status == SPW_ERR_NOT_FOUND);
     }
     share_page(NULL);
     uint64_t random = mixed((uint64_t)time(NULL));
-    // An emulated processor opens a tier in a fifth of a second.
+    // Opening a tier on an emulated processor takes a fifth of a second.
     const uint64_t slow = getenv("SPILLWAY_TEST_EMULATOR") == NULL ? 1 : 8;
     for (uint64_t round = 0; round < rounds; round++) {
         pid_t pid = fork();
         CHECK(pid >= 0);
         if (pid == 0) child(round);
         random = mixed(random);
-        // Every fourth dies early, while it opens; the others after some commits.
+        // Every fourth child dies early, during the open; the others die after some commits.
         usleep((useconds_t)(slow * (random % (round % 4 == 3 ? 12000 : 90000))));
         CHECK(kill(pid, SIGKILL) == 0);
         int status = 0;
         CHECK(waitpid(pid, &status, 0) == pid);
         CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
     }
-    // The machine may have been slow; what was killed must have done something.
+    // The machine may have been slow; still, some killed child must have committed.
     CHECK(page->opens > 0);
     pid_t pid = fork();
     if (pid == 0) {
-        spw_tier *tier = open_tier(SPW_TIER_DURABLE_FULL);
+        spw_tier *tier = open_tier(SPW_TIER_DURABILITY_FULL);
         spw_tier_opened_info found = {.struct_size = sizeof found};
-        OK(spw_tier_opened(tier, &found, NULL, 0));
+        OK(spw_tier_get_opened(tier, &found, NULL, 0));
         CHECK(found.step >= page->acknowledged && found.step <= page->begun);
         OK(spw_tier_verify(tier, NULL));
         OK(spw_tier_destroy(tier));

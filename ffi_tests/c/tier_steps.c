@@ -1,4 +1,4 @@
-// A tier opens at the commit before its last one until something is put, and any other step is refused.
+// A tier opens at the commit before its last one until a write begins; every other step is refused.
 
 #include "check.h"
 
@@ -17,7 +17,7 @@ static spw_tier_options settings(spw_tier_path *paths) {
 static spw_status open_at(uint64_t step, spw_tier **tier) {
     spw_tier_path paths[2];
     spw_tier_options options = settings(paths);
-    options.flags = SPW_TIER_AT_STEP;
+    options.flags = SPW_TIER_FLAG_AT_STEP;
     options.at_step = step;
     return spw_tier_open(&options, tier);
 }
@@ -34,7 +34,7 @@ static spw_tier_steps_info steps(void) {
     spw_tier_path paths[2];
     spw_tier_options options = settings(paths);
     spw_tier_steps_info info = {.struct_size = sizeof info};
-    CHECK_OK(spw_tier_steps(&options, &info));
+    CHECK_OK(spw_tier_get_steps(&options, &info));
     return info;
 }
 
@@ -45,7 +45,7 @@ static void put(spw_tier *tier, int step) {
     uint64_t ticket = 0;
     memset(memory, step, BYTES);
     CHECK_OK(spw_tier_define(tier, "state", sizes, 1, &extent));
-    CHECK_OK(spw_tier_put(tier, extent, streams, -1, &ticket));
+    CHECK_OK(spw_tier_put(tier, extent, streams, NULL, &ticket));
     CHECK_OK(spw_tier_wait(tier, ticket, FOR_EVER, NULL));
 }
 
@@ -57,7 +57,7 @@ static void step_to(spw_tier *tier, int step) {
 static int is_at(spw_tier *tier, int step) {
     spw_tier_opened_info found = {.struct_size = sizeof found};
     int kept = -1;
-    CHECK_OK(spw_tier_opened(tier, &found, &kept, sizeof kept));
+    CHECK_OK(spw_tier_get_opened(tier, &found, &kept, sizeof kept));
     uint64_t ticket = 0;
     void *streams[1] = {memory};
     memset(memory, 0, BYTES);
@@ -75,7 +75,7 @@ static void the_step_before_is_opened(void) {
     CHECK(found.committed == 0 && found.has_before == 0 && found.first == 0);
     CHECK(access("path-0/steps", F_OK) != 0);
     REFUSED(open_at(0, &tier), SPW_ERR_NO_STATE, "steps");
-    // Step 0 is a step like any other.
+    // Step 0 is a valid step.
     tier = open_last();
     step_to(tier, 0);
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
@@ -87,7 +87,7 @@ static void the_step_before_is_opened(void) {
 
     found = steps();
     CHECK(found.last == 3 && found.has_before == 1 && found.before == 2 && found.first == 0);
-    REFUSED(open_at(1, &tier), SPW_ERR_NO_STEP, "step 1: the steps it knows are [3, 2]");
+    REFUSED(open_at(1, &tier), SPW_ERR_NO_STEP, "step 1: available steps: [3, 2]");
     CHECK_OK(open_at(2, &tier));
     CHECK(is_at(tier, 2));
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
@@ -106,7 +106,7 @@ static void what_was_put_since_takes_its_place(void) {
     put(tier, 15);
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
     CHECK(steps().before == 13);
-    REFUSED(open_at(13, &tier), SPW_ERR_NO_STEP, "written over");
+    REFUSED(open_at(13, &tier), SPW_ERR_NO_STEP, "overwritten since");
     tier = open_last();
     CHECK(is_at(tier, 14));
     CHECK_OK(spw_tier_close(tier, FOR_EVER));
@@ -117,22 +117,22 @@ static void wrong_arguments_are_refused(void) {
     spw_tier_options options = settings(paths), wrong = options;
     spw_tier_steps_info info = {.struct_size = sizeof info};
     spw_tier *tier = NULL;
-    INVALID(spw_tier_steps(NULL, &info), "options");
-    INVALID(spw_tier_steps(&options, NULL), "info");
+    INVALID(spw_tier_get_steps(NULL, &info), "options");
+    INVALID(spw_tier_get_steps(&options, NULL), "info");
     info.struct_size = 8;
-    INVALID(spw_tier_steps(&options, &info), "info");
+    INVALID(spw_tier_get_steps(&options, &info), "info");
     info.struct_size = sizeof info;
     wrong.at_step = 14;
     INVALID(spw_tier_open(&wrong, &tier), "options.at_step");
-    wrong.flags = SPW_TIER_AT_STEP;
-    wrong.mode = SPW_TIER_CREATE;
+    wrong.flags = SPW_TIER_FLAG_AT_STEP;
+    wrong.mode = SPW_TIER_MODE_CREATE;
     INVALID(spw_tier_open(&wrong, &tier), "options.at_step");
     wrong = options, wrong.world = 2;
-    REFUSED(spw_tier_steps(&wrong, &info), SPW_ERR_FOREIGN, "rank 0 of 1");
-    // A caller of an older header has no at_step: its last field is io_backend.
+    REFUSED(spw_tier_get_steps(&wrong, &info), SPW_ERR_FOREIGN, "rank 0 of 1");
+    // A caller built with an older header has no at_step: its last field is io_backend.
     options.struct_size = (uint32_t)offsetof(spw_tier_options, at_step);
     CHECK_OK(spw_tier_open(&options, &tier));
-    REFUSED(spw_tier_steps(&options, &info), SPW_ERR_LOCKED, "");
+    REFUSED(spw_tier_get_steps(&options, &info), SPW_ERR_LOCKED, "");
     CHECK_OK(spw_tier_destroy(tier));
 }
 

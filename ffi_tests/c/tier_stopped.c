@@ -1,5 +1,5 @@
 // Build: forks
-// A process that is stopped for longer than the stall limit (SIGSTOP, a paused container) fails none of its paths.
+// If a process is stopped for longer than the I/O timeout (SIGSTOP, a paused container), none of its paths fails.
 
 #include "check.h"
 
@@ -14,12 +14,12 @@ static const uint64_t size = BYTES;
 static char directory[4200];
 static volatile int *steps;
 
-// Puts for ever, so that a stop finds transfers in flight.
+// Writes forever, so a stop finds transfers in flight.
 static void run(void) {
     spw_tier_path path = {.struct_size = sizeof path, .directory = directory};
     spw_tier_options options = {.struct_size = sizeof options, .job = "stopped", .paths = &path, .path_count = 1};
-    options.stall_ms = STALL_MS;
-    options.durability = SPW_TIER_DURABLE_PROCESS;
+    options.io_timeout_ms = STALL_MS;
+    options.durability = SPW_TIER_DURABILITY_PROCESS;
     spw_tier *tier = NULL;
     CHECK_OK(spw_tier_open(&options, &tier));
     void *memory = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -34,11 +34,11 @@ static void run(void) {
     for (;; ++*steps) {
         uint64_t tickets[EXTENTS];
         const void *stream = memory;
-        for (int n = 0; n < EXTENTS; n++) CHECK_OK(spw_tier_put(tier, extents[n], &stream, -1, &tickets[n]));
+        for (int n = 0; n < EXTENTS; n++) CHECK_OK(spw_tier_put(tier, extents[n], &stream, NULL, &tickets[n]));
         for (int n = 0; n < EXTENTS; n++) CHECK_OK(spw_tier_wait(tier, tickets[n], FOR_EVER, NULL));
         spw_tier_path_info info = {.struct_size = sizeof info};
-        CHECK_OK(spw_tier_path_get(tier, 0, &info, NULL, 0));
-        CHECK(info.health == SPW_TIER_HEALTHY);
+        CHECK_OK(spw_tier_get_path(tier, 0, &info, NULL, 0, NULL));
+        CHECK(info.health == SPW_TIER_HEALTH_HEALTHY);
     }
 }
 

@@ -1,6 +1,6 @@
-// A recorded step comes back to the bit: for every optimizer, over random, denormal, huge, Inf and NaN gradients, at step 1
-// and later, by a log and by a shadow; a redo has the bits of stepping with the other factor in the first place; a million
-// cycles leave the bits; the log's memory is bounded; and misuse changes nothing.
+// A recorded step rolls back bit for bit: for every optimizer, at step 1 and later, by a log and by a shadow. The
+// gradients are random, denormal, huge, Inf and NaN. A redo gives the bits of a first step with the other factor. A
+// million cycles keep the bits; the memory of the log is bounded; misuse changes nothing.
 
 #include "check.h"
 
@@ -8,7 +8,7 @@
 
 enum { COUNT = 70001 };
 
-// What a gradient of training can be, and what it must never be.
+// The kinds of gradients: those that training produces, and those that it must never produce.
 static void fill_grad(float *grad, int kind, uint64_t seed) {
     uint64_t state = seed * 2 + 1;
     for (int i = 0; i < COUNT; i++) {
@@ -54,14 +54,14 @@ static void save(const struct model *model, float *to) {
     memcpy(to + 2 * COUNT, model->exp_avg_sq, COUNT * 4);
 }
 
-// Which of the optimizers; the object decides nothing but the call.
+// Calls one of the optimizers; the same undo object serves all.
 static spw_status recorded_step(spw_undo *undo, int optimizer, struct model *model, uint64_t step, double scale) {
     spw_adam_options adam;
     spw_adagrad_options adagrad;
     spw_lion_options lion;
-    CHECK_OK(spw_adam_options_init(&adam, sizeof adam));
-    CHECK_OK(spw_adagrad_options_init(&adagrad, sizeof adagrad));
-    CHECK_OK(spw_lion_options_init(&lion, sizeof lion));
+    adam = (spw_adam_options)SPW_ADAM_OPTIONS_INIT;
+    adagrad = (spw_adagrad_options)SPW_ADAGRAD_OPTIONS_INIT;
+    lion = (spw_lion_options)SPW_LION_OPTIONS_INIT;
     adam.step = step, adam.grad_scale = adagrad.grad_scale = lion.grad_scale = scale;
     adam.weight_decay = adagrad.weight_decay = lion.weight_decay = 0.01;
     adam.weight_decay_mode = optimizer == 1 ? SPW_WEIGHT_DECAY_L2 : SPW_WEIGHT_DECAY_DECOUPLED;
@@ -79,7 +79,7 @@ static spw_undo *open_undo(uint32_t mode) {
 }
 
 static void rollback_and_redo_are_exact(int optimizer) {
-    spw_undo *undo = open_undo(SPW_UNDO_DELTA);
+    spw_undo *undo = open_undo(SPW_UNDO_MODE_DELTA);
     struct model model = make_model(), other = make_model();
     float *before = calloc(3 * COUNT, 4), *expected = calloc(3 * COUNT, 4), *after = calloc(3 * COUNT, 4);
     for (uint64_t step = 1; step <= 10; step++) {
@@ -92,7 +92,7 @@ static void rollback_and_redo_are_exact(int optimizer) {
 
         CHECK_OK(recorded_step(undo, optimizer, &model, step, 1.0));
         uint64_t bytes = 0;
-        CHECK_OK(spw_undo_log_bytes(undo, &bytes));
+        CHECK_OK(spw_undo_get_log_bytes(undo, &bytes));
         CHECK(bytes > COUNT && bytes < 14 * COUNT);
         CHECK_OK(spw_undo_rollback(undo));
         save(&model, after);
@@ -106,7 +106,7 @@ static void rollback_and_redo_are_exact(int optimizer) {
         save(&other, expected);
         CHECK(memcmp(expected, after, 3 * COUNT * 4) == 0);
         CHECK(memcmp(model.copy, other.copy, COUNT * 2) == 0);
-        // Inf and NaN have come this far; the next step starts from numbers again.
+        // Inf and NaN have reached the state; the next step starts from finite numbers again.
         for (int i = 0; i < COUNT; i++) {
             if (!isfinite(model.param[i])) model.param[i] = 0.5f;
             if (!isfinite(model.exp_avg[i])) model.exp_avg[i] = 0.0f;
@@ -118,7 +118,7 @@ static void rollback_and_redo_are_exact(int optimizer) {
     CHECK_OK(spw_undo_close(undo));
 }
 
-// The other set of spans: what is current and what is shadow changes places.
+// Swaps the current spans and the shadow spans.
 static void flip(struct model *model, struct model *shadow) {
     float *spans[3] = {model->param, model->exp_avg, model->exp_avg_sq};
     model->param = shadow->param, model->exp_avg = shadow->exp_avg, model->exp_avg_sq = shadow->exp_avg_sq;
@@ -130,7 +130,7 @@ static void flip(struct model *model, struct model *shadow) {
 }
 
 static void a_shadow_is_exact_and_costs_nothing_to_drop(int optimizer) {
-    spw_undo *undo = open_undo(SPW_UNDO_SHADOW);
+    spw_undo *undo = open_undo(SPW_UNDO_MODE_SHADOW);
     struct model model = make_model(), shadow = make_model(), other = make_model();
     float *before = calloc(3 * COUNT, 4), *expected = calloc(3 * COUNT, 4), *after = calloc(3 * COUNT, 4);
     flip(&model, &shadow), flip(&model, &shadow);
@@ -154,7 +154,7 @@ static void a_shadow_is_exact_and_costs_nothing_to_drop(int optimizer) {
         if (optimizer == 2) model.tensor.exp_avg = model.tensor.shadow_exp_avg = NULL;
         if (optimizer == 3) model.tensor.exp_avg_sq = model.tensor.shadow_exp_avg_sq = NULL;
 
-        spw_undo *plain = open_undo(SPW_UNDO_DELTA);
+        spw_undo *plain = open_undo(SPW_UNDO_MODE_DELTA);
         CHECK_OK(recorded_step(plain, optimizer, &other, step, 0.25));
         CHECK_OK(spw_undo_close(plain));
         save(&model, after), save(&other, expected);
@@ -174,7 +174,7 @@ static void a_million_cycles_leave_the_bits(uint32_t mode) {
     model.tensor.n = 64;
     fill_grad(model.grad, 0, 3);
     CHECK_OK(recorded_step(NULL, 0, &model, 1, 1.0));
-    if (mode == SPW_UNDO_SHADOW) flip(&model, &shadow), flip(&model, &shadow);
+    if (mode == SPW_UNDO_MODE_SHADOW) flip(&model, &shadow), flip(&model, &shadow);
     float *before = calloc(3 * COUNT, 4), *after = calloc(3 * COUNT, 4);
     save(&model, before);
     const uint64_t cycles = getenv("SPILLWAY_TEST_EMULATOR") == NULL ? 1000000 : 5000;
@@ -201,7 +201,7 @@ static uint64_t resident(void) {
 
 static void the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predicted(void) {
     enum { MANY = 8 << 20 };
-    spw_undo_options options = {.struct_size = sizeof options, .mode = SPW_UNDO_DELTA, .elements = MANY, .tensors = 1};
+    spw_undo_options options = {.struct_size = sizeof options, .mode = SPW_UNDO_MODE_DELTA, .elements = MANY, .tensors = 1};
     spw_undo *undo = NULL;
     CHECK_OK(spw_undo_open(&options, &undo));
     struct model model = {0};
@@ -218,12 +218,12 @@ static void the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predic
     }
     CHECK_OK(recorded_step(undo, 0, &model, 100, 1.0));
     const uint64_t steady = resident();
-    CHECK_OK(spw_undo_log_bytes(undo, &bytes));
+    CHECK_OK(spw_undo_get_log_bytes(undo, &bytes));
     CHECK(bytes < (uint64_t)MANY * 31 / 10);
-    // Nothing can be predicted from Inf: every old value is written down.
+    // Inf allows no prediction, so the log stores every old value.
     for (int i = 0; i < MANY; i++) model.grad[i] = INFINITY;
     CHECK_OK(recorded_step(undo, 0, &model, 101, 1.0));
-    CHECK_OK(spw_undo_log_bytes(undo, &bytes));
+    CHECK_OK(spw_undo_get_log_bytes(undo, &bytes));
     CHECK(bytes > (uint64_t)MANY * 12 && bytes <= (uint64_t)MANY * 13 + (uint64_t)MANY / 65536 * 128);
     CHECK(resident() > steady + (uint64_t)MANY * 8);
     CHECK_OK(spw_undo_rollback(undo));
@@ -233,7 +233,7 @@ static void the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predic
 }
 
 static void arithmetic_is_close_and_refuses_what_it_cannot_undo(void) {
-    spw_undo *undo = open_undo(SPW_UNDO_ARITHMETIC);
+    spw_undo *undo = open_undo(SPW_UNDO_MODE_ARITHMETIC);
     struct model model = make_model();
     float *before = calloc(3 * COUNT, 4), *after = calloc(3 * COUNT, 4);
     fill_grad(model.grad, 0, 1);
@@ -266,7 +266,7 @@ static void arithmetic_is_close_and_refuses_what_it_cannot_undo(void) {
 }
 
 static void misuse_is_refused(void) {
-    spw_undo *undo = open_undo(SPW_UNDO_DELTA);
+    spw_undo *undo = open_undo(SPW_UNDO_MODE_DELTA);
     struct model model = make_model();
     CHECK(spw_undo_rollback(undo) == SPW_ERR_INVALID_ARGUMENT);
     CHECK(spw_undo_redo(undo, 1.0) == SPW_ERR_INVALID_ARGUMENT);
@@ -276,7 +276,7 @@ static void misuse_is_refused(void) {
     CHECK(spw_undo_rollback(NULL) == SPW_ERR_INVALID_ARGUMENT);
     CHECK_OK(spw_undo_close(NULL));
 
-    spw_undo_options small = {.struct_size = sizeof small, .mode = SPW_UNDO_DELTA, .elements = 16, .tensors = 1};
+    spw_undo_options small = {.struct_size = sizeof small, .mode = SPW_UNDO_MODE_DELTA, .elements = 16, .tensors = 1};
     spw_undo *narrow = NULL;
     CHECK_OK(spw_undo_open(&small, &narrow));
     float *before = calloc(3 * COUNT, 4), *after = calloc(3 * COUNT, 4);
@@ -284,7 +284,7 @@ static void misuse_is_refused(void) {
     CHECK(recorded_step(narrow, 0, &model, 1, 1.0) == SPW_ERR_INVALID_ARGUMENT);
     save(&model, after);
     CHECK(memcmp(before, after, 3 * COUNT * 4) == 0);
-    // A step that is refused leaves the recorded step before it, which can be taken back.
+    // A refused step leaves the recorded step before it, which can still be rolled back.
     model.tensor.n = 16;
     CHECK_OK(recorded_step(narrow, 0, &model, 1, 1.0));
     model.tensor.n = COUNT;
@@ -297,9 +297,9 @@ static void misuse_is_refused(void) {
     CHECK_OK(spw_undo_close(narrow));
 
     watch(model.param, COUNT * 4), watch(model.exp_avg, COUNT * 4), watch(model.exp_avg_sq, COUNT * 4);
-    spw_undo *shadowed = open_undo(SPW_UNDO_SHADOW);
+    spw_undo *shadowed = open_undo(SPW_UNDO_MODE_SHADOW);
     INVALID(recorded_step(shadowed, 0, &model, 1, 1.0), "tensors[0].shadow_param: is NULL, but the undo mode is");
-    // Empty tensors count in the index that a message names.
+    // The index in a message also counts empty tensors.
     spw_tensor listed[3] = {model.tensor, model.tensor, model.tensor};
     listed[0].n = listed[1].n = 0;
     const spw_adam_options plain = adam_options();
@@ -324,8 +324,8 @@ static void misuse_is_refused(void) {
 int main(void) {
     for (int optimizer = 0; optimizer < 4; optimizer++) rollback_and_redo_are_exact(optimizer);
     for (int optimizer = 0; optimizer < 4; optimizer++) a_shadow_is_exact_and_costs_nothing_to_drop(optimizer);
-    a_million_cycles_leave_the_bits(SPW_UNDO_DELTA);
-    a_million_cycles_leave_the_bits(SPW_UNDO_SHADOW);
+    a_million_cycles_leave_the_bits(SPW_UNDO_MODE_DELTA);
+    a_million_cycles_leave_the_bits(SPW_UNDO_MODE_SHADOW);
     the_log_is_bounded_and_shrinks_after_a_step_that_could_not_be_predicted();
     arithmetic_is_close_and_refuses_what_it_cannot_undo();
     misuse_is_refused();

@@ -1,54 +1,126 @@
-//! The committed header is what cbindgen makes of src/capi, and version numbers agree.
+//! cbindgen generates the headers below include/spillway from src/capi, one header for each of its modules.
 //!
-//! `SPILLWAY_BLESS=1 cargo test -p spillway-header` writes the header anew.
+//! cbindgen writes one flat text. Each item of it goes to the header of the module that declares it, in the order of
+//! the module's files. `SPILLWAY_BLESS=1 cargo test -p spillway-header` writes the headers anew.
 
+pub mod initializers;
+pub mod items;
+
+use std::collections::BTreeSet;
+use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The header: src/capi in the order of its module list. `version` is the library's.
-pub fn generate(root: &Path, version: &str) -> String {
-    let capi = root.join("src/capi");
-    let list = std::fs::read_to_string(capi.join("mod.rs")).expect("src/capi/mod.rs exists");
-    let modules = list.lines().filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';'));
-    let sources: Vec<PathBuf> = modules.map(|name| capi.join(format!("{name}.rs"))).collect();
-    let mut config = cbindgen::Config::from_root_or_default(root);
-    config.after_includes = Some(format!("\n#define SPW_VERSION \"{}\"", version));
-    let builder = cbindgen::Builder::new().with_config(config);
-    let builder = sources.into_iter().fold(builder, cbindgen::Builder::with_src);
+use initializers::Default;
+use items::Item;
+
+/// A module of src/capi, which becomes a header.
+struct Module {
+    name: String,
+    /// The `//!` text of the module.
+    doc: Vec<String>,
+    files: Vec<PathBuf>,
+    /// The names that its files declare, in their order.
+    declared: Vec<String>,
+}
+
+/// The headers, each with its file name and its text. `version` is the library's; `defaults` are the initialiser values
+/// other than 0.
+pub fn generate(root: &Path, version: &str, defaults: &[Default]) -> Vec<(String, String)> {
+    let modules = modules(&root.join("src/capi"));
+    let builder = cbindgen::Builder::new().with_config(cbindgen::Config::from_root_or_default(root));
+    let files = modules.iter().flat_map(|module| &module.files);
+    let builder = files.fold(builder, cbindgen::Builder::with_src);
     let mut text = Vec::new();
     builder.generate().expect("cbindgen reads src/capi").write(&mut text);
     let text = String::from_utf8(text).expect("the header is text");
-    text.replace("// # Safety\n// ", "// Requires: ").replace("\n\n\n", "\n\n")
+    let items = items::split(&text);
+    for item in &items {
+        let owners = modules.iter().filter(|module| module.declared.contains(&item.name)).count();
+        assert_eq!(owners, 1, "{} is declared in {owners} modules", item.name);
+    }
+    modules
+        .iter()
+        .map(|module| (format!("{}.h", module.name), header(module, &modules, &items, version, defaults)))
+        .collect()
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The public modules of src/capi, in the order of its list.
+fn modules(capi: &Path) -> Vec<Module> {
+    let module = |name: String| {
+        let folder = capi.join(&name);
+        let own = if folder.is_dir() { folder.join("mod.rs") } else { capi.join(format!("{name}.rs")) };
+        let text = read(&own);
+        let mut files: Vec<PathBuf> =
+            public_modules(&text).into_iter().map(|file| folder.join(format!("{file}.rs"))).collect();
+        files.insert(0, own);
+        let declared = files.iter().flat_map(|file| declared(&read(file))).collect();
+        let doc = text.lines().map_while(|line| line.strip_prefix("//!")).map(str::to_string).collect();
+        Module { name, doc, files, declared }
+    };
+    public_modules(&read(&capi.join("mod.rs"))).into_iter().map(module).collect()
+}
 
-    fn root() -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn public_modules(text: &str) -> Vec<String> {
+    let names = text.lines().filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';'));
+    names.map(str::to_string).collect()
+}
+
+/// The names of the C items that a file declares.
+fn declared(text: &str) -> Vec<String> {
+    const KINDS: [&str; 6] = [
+        "pub const ",
+        "pub enum ",
+        "pub struct ",
+        "pub type ",
+        "pub extern \"C\" fn ",
+        "pub unsafe extern \"C\" fn ",
+    ];
+    let name = |line: &str| {
+        let rest = KINDS.iter().find_map(|kind| line.strip_prefix(kind))?;
+        Some(rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>())
+    };
+    text.lines().filter_map(name).collect()
+}
+
+fn header(module: &Module, all: &[Module], items: &[Item], version: &str, defaults: &[Default]) -> String {
+    let find = |name: &String| items.iter().find(|item| item.name == *name);
+    let own: Vec<&Item> = module.declared.iter().filter_map(find).collect();
+    let mut used: BTreeSet<&str> = own.iter().flat_map(|item| item.mentions()).collect();
+    let is_enum = |name: &&str| items.iter().any(|item| item.name == **name && item.is_enum());
+    used.extend(own.iter().flat_map(|item| item.documented()).filter(is_enum));
+    let guard = format!("SPILLWAY_{}_H", module.name.to_uppercase());
+    let mut text = format!("// spillway/{}.h\n//\n", module.name);
+    module.doc.iter().for_each(|line| text.push_str(&format!("//{line}\n")));
+    text.push_str("//\n// Generated by cbindgen from src/capi. Edit the comments there.\n\n");
+    text.push_str(&format!(
+        "#ifndef {guard}\n#define {guard}\n\n#include <stddef.h>\n#include <stdint.h>\n\n"
+    ));
+    let others = all.iter().filter(|other| other.name != module.name);
+    let needed: Vec<&Module> =
+        others.filter(|other| other.declared.iter().any(|name| used.contains(name.as_str()))).collect();
+    needed.iter().for_each(|other| text.push_str(&format!("#include \"{}.h\"\n", other.name)));
+    if !needed.is_empty() {
+        text.push('\n');
     }
-
-    #[test]
-    fn the_committed_header_is_generated_from_the_sources() {
-        let generated = generate(&root(), spillway::VERSION);
-        let path = root().join("include/spillway.h");
-        if std::env::var_os("SPILLWAY_BLESS").is_some() {
-            std::fs::write(&path, &generated).expect("include/spillway.h is writable");
+    if module.declared.iter().any(|name| name == "SPW_ABI_VERSION") {
+        text.push_str(&format!("// Release version of this header.\n#define SPW_VERSION \"{version}\"\n\n"));
+    }
+    text.push_str("#ifdef __cplusplus\nextern \"C\" {\n#endif\n\n");
+    for item in own {
+        for line in item.comment.iter().chain(&item.code) {
+            text.push_str(line.trim_end());
+            text.push('\n');
         }
-        let committed = std::fs::read_to_string(&path).expect("include/spillway.h exists");
-        assert!(
-            committed == generated,
-            "include/spillway.h is stale: SPILLWAY_BLESS=1 cargo test -p spillway-header"
-        );
+        if let Some(initializer) = initializers::macro_of(item, defaults) {
+            text.push_str(&format!("\n{initializer}\n"));
+        }
+        text.push('\n');
     }
-
-    #[test]
-    fn the_soname_carries_the_abi_version() {
-        let build = std::fs::read_to_string(root().join("build.rs")).expect("build.rs exists");
-        let version = spillway::capi::library::SPW_ABI_VERSION;
-        assert!(
-            build.contains(&format!("const ABI_VERSION: u32 = {version};")),
-            "build.rs and SPW_ABI_VERSION differ"
-        );
-    }
+    text.push_str("#ifdef __cplusplus\n} // extern \"C\"\n#endif\n\n");
+    text.push_str(&format!("#endif // {guard}\n"));
+    text
 }

@@ -1,0 +1,108 @@
+// Spillway: optimizer offload for training large models on few GPUs.
+//
+// The library updates parameters in host memory while the GPU computes. Optimizer state can lie in host memory, on
+// NVMe drives or in object stores; a step can be rolled back bit by bit. Results have the same bits on every processor.
+//
+// Headers (each compiles alone; this one includes all but plan.h):
+//
+//   spillway/base.h         Statuses and error messages, versions, the log, the thread pool.
+//   spillway/optim.h        Adam, AdamW, Adagrad and Lion over parameters and states in host memory.
+//   spillway/undo.h         Recorded steps that can be rolled back.
+//   spillway/memory.h       Pinned host memory.
+//   spillway/io.h           Asynchronous reads and writes of files.
+//   spillway/tier.h         Crash-safe storage of optimizer state over several paths, with commits.
+//   spillway/swap.h         Adam over states that are stored on a tier.
+//   spillway/gpu.h          Adam on a GPU, and copies between device and host memory.
+//   spillway/speculate.h    Steps before the norm of the whole gradient is known, then a verdict.
+//   spillway/interleave.h   An update divided between CPU and GPU.
+//   spillway/deepspeed.h    The optimizer ids of DeepSpeed.
+//   spillway/plan.h         Experimental: predictions of an update's time. Not frozen; include it yourself.
+//
+// Functions to begin with:
+//
+//   spw_abi_version, spw_last_error            Check the loaded library; read the message of a failed call.
+//   spw_adam_step                              Update tensors in host memory.
+//   spw_undo_open, _adam_step, _rollback       Update tensors so that the step can be rolled back.
+//   spw_tier_open, _define, _put, _get,        Store state on drives; a commit makes it durable.
+//       _wait, _commit
+//   spw_swap_open, _adam_step                  Update state that is stored on a tier.
+//
+// A complete program (others are in examples_c/, such as examples_c/adam.c):
+//
+//     #include <spillway.h>
+//     #include <stdio.h>
+//
+//     int main(void) {
+//         static float weight[1000], grad[1000], exp_avg[1000], exp_avg_sq[1000];
+//         spw_adam_options options = SPW_ADAM_OPTIONS_INIT;
+//         spw_tensor tensor = SPW_TENSOR_INIT;
+//         int i;
+//
+//         if (spw_abi_version() != SPW_ABI_VERSION)
+//             return 1;
+//         tensor.n = 1000;
+//         tensor.param_dtype = tensor.state_dtype = tensor.grad_dtype = SPW_DTYPE_F32;
+//         tensor.param = weight;
+//         tensor.grad = grad;
+//         tensor.exp_avg = exp_avg;
+//         tensor.exp_avg_sq = exp_avg_sq;
+//         options.lr = 0.1;
+//         for (options.step = 1; options.step <= 100; options.step++) {
+//             for (i = 0; i < 1000; i++)
+//                 grad[i] = weight[i] - 1.0f; /* of (weight - 1)^2 / 2 */
+//             if (spw_adam_step(&options, &tensor, 1, NULL) != SPW_OK) {
+//                 fprintf(stderr, "%s\n", spw_last_error());
+//                 return 1;
+//             }
+//         }
+//         printf("weight[0] = %.2f\n", weight[0]);
+//         return 0;
+//     }
+//
+// Rules for all functions, unless a function's comment says otherwise:
+//
+//   Status     A call that can fail returns spw_status; SPW_OK is 0. A failed call changes nothing and writes no
+//              output. spw_last_error() names the argument and the reason. After SPW_ERR_INTERNAL data may be
+//              changed in part.
+//   Ownership  X_open creates an object, X_close frees it. Every other pointer is borrowed during the call.
+//   Threads    Any thread may call any function. A const handle may be used by several threads at once; of other
+//              handles one thread at a time. X_close is the last call on an object: no other call may be in flight.
+//              Steps share one thread pool per process.
+//   NULL       X_close(NULL) does nothing. Any other NULL is SPW_ERR_INVALID_ARGUMENT, unless the comment allows it.
+//   Outputs    Their names end in _out. A text output takes up to `size` bytes, truncated, always with a NUL;
+//              `needed_out` (may be NULL) receives the bytes of the whole text with its NUL. `text_out` NULL asks for
+//              that number alone.
+//   Structs    A struct that begins with struct_size may grow at its end. Begin with its macro: spw_X x = SPW_X_INIT;
+//              the macro sets struct_size and the defaults, every other field is 0. That holds for output structs
+//              too. Structs of an array lie struct_size bytes apart. Reserved fields are 0.
+//   Enums      Enum arguments and fields are integers. A value outside the enum is SPW_ERR_INVALID_ARGUMENT. Flags
+//              are combined by addition.
+//   Counts     Counts are uint64_t. Times are milliseconds; a negative timeout waits without limit, 0 polls.
+//   Forks      A forked child opens its own objects. The parent's objects are SPW_ERR_UNSUPPORTED in the child
+//              (SPW_ERR_GPU_FORKED for a GPU), and closing them there does nothing. A child has working copies of
+//              spw_undo.
+//   Signals    A signal does not interrupt a wait. The I/O timeout of a path excludes time in which the process is
+//              stopped (SIGSTOP, a paused container).
+//   Users      Files below a path of a tier belong to the effective user alone. Every open and commit checks this.
+//   Memory     Memory passed to a put, get, read or write is in use until its wait reports the end of the operation.
+//              docs/promises.md describes these rules in full.
+//   Panics     A bug inside the library returns SPW_ERR_INTERNAL. The library never unwinds into the caller, aborts,
+//              exits, prints, or installs a signal handler. It leaves the caller's affinity and float mode unchanged.
+//   Versions   Within one SPW_ABI_VERSION functions, fields and enum values are only added.
+
+#ifndef SPILLWAY_H
+#define SPILLWAY_H
+
+#include "spillway/base.h"
+#include "spillway/optim.h"
+#include "spillway/undo.h"
+#include "spillway/memory.h"
+#include "spillway/io.h"
+#include "spillway/tier.h"
+#include "spillway/swap.h"
+#include "spillway/gpu.h"
+#include "spillway/speculate.h"
+#include "spillway/interleave.h"
+#include "spillway/deepspeed.h"
+
+#endif // SPILLWAY_H

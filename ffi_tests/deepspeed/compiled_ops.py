@@ -1,6 +1,6 @@
 """DeepSpeed's ops as DeepSpeed compiles them, built once into TORCH_EXTENSIONS_DIR.
 
-Loading them waits for whoever is building the same op in another process."""
+Loading an op waits while another process builds the same op."""
 
 import contextlib
 import fcntl
@@ -22,8 +22,8 @@ def newest(op):
 
 @functools.cache
 def oldest(op, package):
-    """The op from the sources of an old version, with the flags of the installed version's CPU builder, since the old
-    one cannot build it without CUDA."""
+    """The op from the sources of an old version, with the flags of the installed version's CPU builder: the old
+    builder needs CUDA."""
     from torch.utils import cpp_extension
     sources = pathlib.Path(package) / "deepspeed" / "ops" / "csrc"
     with _building():
@@ -48,7 +48,7 @@ def _building():
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "spillway.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # A build that was ended from outside leaves torch's own lock, on which the next one would wait for ever.
+        # An interrupted build leaves torch's lock behind, and the next build would wait for it forever.
         for left in folder.glob("*/lock"):
             if not _is_open(left):
                 left.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def _building():
 
 
 def _is_open(path):
-    """Whether a process has a file open, as torch has its lock while it builds."""
+    """Whether any process has the file open, as torch keeps its lock open during a build."""
     for descriptor in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             if os.path.samefile(descriptor, path):

@@ -1,6 +1,6 @@
-"""Where these tests find Spillway, DeepSpeed in its oldest and newest version, and DeepSpeed's compiled ops.
+"""Fixtures with the paths of Spillway, of DeepSpeed's oldest and newest version, and of DeepSpeed's compiled ops.
 
-The environment is the one that packaging/python_env.sh makes. Compiled ops are built once into its cache."""
+packaging/python_env.sh creates the environment. Compiled ops are built once into its cache."""
 
 import os
 import pathlib
@@ -20,6 +20,12 @@ os.environ.setdefault("SPILLWAY_LIBRARY", str(
     pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
 os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
 sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).parent)]
+# An old name of the package is an error in these tests and in the processes that they start.
+os.environ["PYTHONWARNINGS"] = "error:spillway"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error:spillway")
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +73,7 @@ def need_libaio():
 
 @pytest.fixture(scope="session")
 def served():
-    """Spillway's op module as DeepSpeed gets it: served("cpu_adam")."""
+    """Spillway's op module, as DeepSpeed receives it: served("cpu_adam")."""
     from spillway.deepspeed import _ops
     return _ops.module
 
@@ -84,7 +90,7 @@ def overlay(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def starter(overlay):
-    """Starts runs with Spillway in little time; see forked.py."""
+    """Starts runs with Spillway quickly; see forked.py."""
     from forked import Starter
     starter = Starter(overlay)
     yield starter
@@ -93,19 +99,34 @@ def starter(overlay):
 
 @pytest.fixture
 def run_script(overlay, tmp_path):
-    """Runs a script, as a file without a word of Spillway, in a process with SPILLWAY_DEEPSPEED=1; its output.
+    """Runs a script in a process with SPILLWAY_DEEPSPEED=1 and returns its output. The script is a file that does
+    not mention Spillway.
 
     DeepSpeed gets an empty folder for compiled ops, and the test fails if it leaves anything there."""
     def run(text, *paths, accelerator="cpu", **extra):
-        script, extensions = tmp_path / "script.py", tmp_path / "extensions"
-        script.write_text(text)
-        extensions.mkdir(exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_LIBRARY"}
-        environment.update(SPILLWAY_DEEPSPEED="1", DS_ACCELERATOR=accelerator, TORCH_EXTENSIONS_DIR=str(extensions),
-                           PYTHONPATH=os.pathsep.join(map(str, paths)))
-        environment.update(extra)
-        done = subprocess.run([overlay, script], env=environment, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert not list(extensions.iterdir()), "DeepSpeed compiled something"
-        return done.stdout
+        extra = {"DS_ACCELERATOR": accelerator, "PYTHONPATH": os.pathsep.join(map(str, paths)), **extra}
+        return _without_compiled_ops(tmp_path, text, extra, lambda script, environment: subprocess.run(
+            [overlay, script], env=environment, capture_output=True, text=True, cwd=tmp_path))
     return run
+
+
+@pytest.fixture
+def run_forked(starter, tmp_path):
+    """Like run_script with the newest DeepSpeed, in a process that has already imported it."""
+    def run(text, *paths, **extra):
+        head = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path[:0] = {list(map(str, paths))}\n"
+        return _without_compiled_ops(tmp_path, head + text, {"OMP_NUM_THREADS": "1", **extra}, lambda script, environment:
+                                     starter.run([script], environment, 300))
+    return run
+
+
+def _without_compiled_ops(folder, text, extra, start):
+    script, extensions = folder / "script.py", folder / "extensions"
+    script.write_text(text)
+    extensions.mkdir(exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != "SPILLWAY_LIBRARY"}
+    environment.update({"SPILLWAY_DEEPSPEED": "1", "TORCH_EXTENSIONS_DIR": str(extensions), **extra})
+    done = start(script, environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert not list(extensions.iterdir()), "DeepSpeed compiled something"
+    return done.stdout

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Trains a small GPT under unmodified DeepSpeed with Spillway's ops, and proves it: ZeRO stages 2 and 3 with states in CPU
-# memory, then stage 3 with states, gradients and parameters in files, then with states on a tier of two paths, killed and
-# started again.
+# Trains a small GPT under unmodified DeepSpeed with Spillway's ops, and checks that Spillway served them. The first
+# runs use ZeRO stages 2 and 3 with states in CPU memory. Then stage 3 runs with states, gradients and parameters in
+# files. At last it runs with states on a tier of two paths, and is killed and restarted.
 #
 #   STEPS=150      steps per run; the run with files has a larger model and at most 20
 #   SECONDS=60     stop a run after this time
@@ -33,8 +33,8 @@ main() {
     echo "demo: ok"
 }
 
-# Sub-groups step during backward, with gradients that have to be clipped and gradients that are infinite forced in
-# between; then the same run that waits for the norm.
+# Sub-groups step during backward. The run forces some gradients to be clipped and some to be infinite. A second run
+# with the same data waits for the norm.
 speculation() {
     echo "SuperOffload on Spillway: every 5th gradient 1000 times as large, every 7th infinite"
     for mode in super serial; do
@@ -45,8 +45,8 @@ speculation() {
     echo "  final weights equal, to the bit, to those of the run that waits for the norm"
 }
 
-# The same run in host memory, and on two directories, two thirds of the state on the first: killed there with SIGKILL after
-# step 9, and started again.
+# The same run in host memory and on two directories, the first of which holds two thirds of the state. The second run
+# is killed with SIGKILL after step 9, and restarted.
 tier() {
     echo "ZeRO-3 with its optimizer states on a tier of two paths, each step committed"
     rm -rf "$work/tier"
@@ -110,7 +110,7 @@ train() {
     files=${NVME:-$work}/spillway-files
     rm -rf "$files"
     mkdir -p "$files"
-    # Matrices above 1 MiB, which is where DeepSpeed begins to move them.
+    # Matrices above 1 MiB, the size from which DeepSpeed moves them to files.
     "$python" "$here/train.py" --nvme "$files" --dim 768 --layers 2 --steps "$count" "$@"
     rm -rf "$files"
 }

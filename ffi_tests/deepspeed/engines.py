@@ -1,4 +1,4 @@
-"""Engines that come and go in one process: python engines.py CASE DIRECTORY. A case that fails raises.
+"""Opens and closes engines in one process: python engines.py CASE DIRECTORY. A case that fails raises.
 
 Run by test_engines.py, in a process with SPILLWAY_DEEPSPEED=1."""
 
@@ -27,7 +27,7 @@ def main():
 
 
 def make(folder, optimizer="nvme", parameters="none", block=None, dtype="bf16", broken=False):
-    """An engine of a small model, with its states and parameters in these places."""
+    """An engine of a small model, with its states and parameters in the given places."""
     import deepspeed
     import torch
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def make(folder, optimizer="nvme", parameters="none", block=None, dtype="bf16", 
 
 
 def step(engine, count=1):
-    """Trains; the losses."""
+    """Trains, and returns the losses."""
     import torch
     losses = []
     for _ in range(count):
@@ -78,7 +78,8 @@ def refused(call, words):
 
 
 def destroyed(folder, parameters):
-    """destroy() closes at once, and what is closed says so; a second engine finds its place."""
+    """destroy() closes at once, and closed objects raise an error that says so; a second engine can
+    use the same place."""
     from spillway import deepspeed
     for _ in range(2):
         engine = make(folder, parameters=parameters)
@@ -93,7 +94,7 @@ def destroyed(folder, parameters):
 
 
 def dropped(folder, parameters):
-    """The last reference to an engine closes what it opened, although DeepSpeed itself keeps engines for ever."""
+    """The last reference to an engine closes the objects that it opened, although DeepSpeed keeps engines forever."""
     for _ in range(2):
         engine = make(folder, parameters=parameters)
         step(engine)
@@ -104,7 +105,7 @@ def dropped(folder, parameters):
 
 
 def failed(folder, parameters):
-    """An engine whose making fails leaves nothing open."""
+    """An engine whose construction fails leaves nothing open."""
     for _ in range(2):
         refused(lambda: make(folder, parameters=parameters, broken=True), "No such schedule")
         assert not files(folder), files(folder)
@@ -112,7 +113,7 @@ def failed(folder, parameters):
 
 
 def beside(folder, parameters):
-    """Engines at the same time on the same path have the losses of one alone."""
+    """Two engines at the same time on the same path have the same losses as one engine alone."""
     alone = step(make(folder / "alone", parameters=parameters), 4)
     engines = [make(folder / "both", parameters=parameters) for _ in range(2)]
     losses = list(zip(*(itertools.chain.from_iterable(step(engine) for engine in engines) for _ in range(4))))
@@ -125,7 +126,7 @@ def beside(folder, parameters):
 
 
 def resumable(folder, _):
-    """A committed tier survives runs without a block on its path, and runs of other names."""
+    """A committed tier survives runs whose configuration has no block for its path, and runs with other names."""
     from spillway import tier
     first = make(folder, block={"resume": True})
     losses = step(first, 2)
@@ -147,7 +148,7 @@ def resumable(folder, _):
 
 
 def dead(folder, _):
-    """What a killed process left is removed by the next engine, also where it had several."""
+    """The next engine removes the files of a killed process, also if that process had several engines."""
     child = os.fork()
     if not child:
         for number in (1, 2, 3):
@@ -189,8 +190,8 @@ def superoffload(folder, _):
 
 
 def checkpoint(folder, before, after):
-    """A checkpoint of an engine with its parameters and states in one pair of places goes on in another engine of this process
-    with the weights, moments and losses of the run that went on."""
+    """A checkpoint of an engine with its parameters and states in one pair of places is loaded by an engine with
+    another pair in this process. The weights, moments and losses are those of the run that continued."""
     from deepspeed.accelerator import get_accelerator
     dtype = "fp16" if get_accelerator().is_fp16_supported() else "bf16"
     first = make(folder / "nvme", *reversed(before.split("-")), dtype=dtype)
@@ -205,7 +206,7 @@ def checkpoint(folder, before, after):
     assert second.load_checkpoint(str(folder / "saved"))[0] and second.global_steps == 3
     compare(state(second), kept, 0.0, 0.0)
     losses = step(second, 3)
-    # torch's and DeepSpeed's Adam round otherwise than each other, and powers of beta come anew with a load.
+    # torch's Adam and DeepSpeed's Adam round differently, and a load computes the powers of beta anew.
     assert all(abs(one - other) <= 1e-3 * abs(other) for one, other in zip(losses, wanted, strict=True)), (losses, wanted)
     compare(state(second), last, 2e-3, 1e-5)
     second.destroy()
@@ -227,7 +228,8 @@ def compare(one, other, rtol, atol):
 
 
 def fifty(folder, count):
-    """Engines that were made, trained and destroyed leave nothing: what the process has after the fifth it has after all."""
+    """Engines that were created, trained and destroyed leave nothing behind: the process holds no more after all
+    than after the fifth."""
     seen = []
     for number in range(int(count)):
         engine = make(folder, parameters="nvme")
@@ -242,7 +244,8 @@ def fifty(folder, count):
     for name in ("VmLck", "descriptors", "threads", "files", "locks"):
         assert last[name] <= settled[name] <= max(first[name], settled[name]), (name, first, settled, last)
         assert last[name] <= first[name], (name, first, last)
-    # Of 45 engines, with a megabyte of state and buffers each: allocators keep some, a leak of each would be more.
+    # The limit covers 45 engines with a megabyte of state and buffers each: allocators keep some memory, but a leak of
+    # each engine's memory would exceed the limit.
     assert last["VmRSS"] - settled["VmRSS"] < 24 << 10, (first, settled, last)
 
 

@@ -1,10 +1,10 @@
-"""Trains a tiny ZeRO-3 model for four steps with one of Spillway's parts under DeepSpeed, and prints its losses, weights and
-what was served.
+"""Trains a tiny ZeRO-3 model for four steps with one of Spillway's parts under DeepSpeed. Prints its losses, its
+weights and the parts that Spillway served.
 
     feature.py PART FOLDER     PART: ops, states, parameters, interleave, superoffload
 
-For any DeepSpeed since 0.14.0 on a torch that is newer than DeepSpeed: what old versions import from torch and numpy is put
-back. None of that concerns optimizers."""
+Works with any DeepSpeed since 0.14.0, on a torch that is newer than DeepSpeed. The script restores the functions
+that old versions import from torch and numpy. None of them concerns optimizers."""
 
 import hashlib
 import json
@@ -75,13 +75,13 @@ def config(feature, folder):
     block = None
     if feature == "states":
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
-        block = {"paths": [folder], "resume": True, "lock": False}
+        block = {"paths": [folder], "resume": True, "pin_memory": False}
     if feature == "parameters":
         zero.update(stage3_param_persistence_threshold=0, offload_param={
             "device": "nvme", "nvme_path": folder, "buffer_count": 10, "max_in_cpu": 0, "buffer_size": 5000})
         block = {"paths": [folder]}
     if feature == "interleave":
-        block = {"interleave": {"backend": "host", "plan": "stride", "parameter": 2}}
+        block = {"interleave": {"backend": "host", "plan": "stride", "plan_argument": 2}}
     if feature == "superoffload":
         zero["offload_optimizer"].update(super_offload=True, cpuadam_cores_perc=0.8)
     settings = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
@@ -93,7 +93,7 @@ def config(feature, folder):
 
 
 def allow_the_cpu():
-    """DeepSpeed's SuperOffload asks for CUDA and waits for a stream; nothing that is compared depends on either."""
+    """DeepSpeed's SuperOffload requires CUDA and waits for a stream; the compared values depend on neither."""
     from deepspeed.accelerator import get_accelerator
     try:
         from deepspeed.runtime.superoffload import superoffload_stage3

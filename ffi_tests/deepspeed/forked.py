@@ -1,7 +1,8 @@
-"""Runs scripts in children of a process that has imported torch and DeepSpeed, which is nine tenths of the time of a short run.
+"""Runs scripts in children of a process that has imported torch and DeepSpeed. The imports are nine tenths of a
+short run's time.
 
-That process is a python with SPILLWAY_DEEPSPEED=1, whose .pth file acted before the imports as in any other. It forks before
-anything has a thread, and a child has arguments, environment and output of its own."""
+That process is a Python with SPILLWAY_DEEPSPEED=1; its .pth file ran before the imports, as in any other process. It
+forks before any thread exists. Each child has its own arguments, environment and output."""
 
 import contextlib
 import json
@@ -15,7 +16,7 @@ import tempfile
 
 
 class Starter:
-    """Starts one run after the other, from the test's process, with one OpenMP thread."""
+    """Starts runs one after the other from the test's process, each with one OpenMP thread."""
 
     def __init__(self, python):
         self.python, self._run = python, None
@@ -27,7 +28,8 @@ class Starter:
                                              stdout=subprocess.DEVNULL)
 
     def start(self, command, environment, stderr, ranks=1):
-        """A script and its arguments as so many ranks; the run is like a Popen whose standard output is a pipe."""
+        """Starts a script with its arguments on the given number of ranks. The result is like a Popen whose standard
+        output is a pipe."""
         read, write = os.pipe()
         run = self._begin(command, environment, write, stderr.fileno(), ranks)
         os.close(write)
@@ -35,7 +37,7 @@ class Starter:
         return run
 
     def run(self, command, environment, seconds):
-        """One rank to its end, as subprocess.run has it."""
+        """Runs one rank until it ends, and returns the same result as subprocess.run."""
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             status = self._begin(command, environment, output.fileno(), errors.fileno(), 1).wait(seconds)
             output.seek(0)
@@ -88,7 +90,7 @@ def main():
 
 
 def import_all():
-    """Also what DeepSpeed would import when an engine is made."""
+    """Also imports the modules that DeepSpeed would import when it creates an engine."""
     import deepspeed.runtime.zero.muon.muon_optimizer
     import deepspeed.runtime.zero.stage3
     import setuptools
@@ -96,7 +98,8 @@ def import_all():
 
 
 def serve(connection):
-    """Answers each request with the processes of the run, then with its exit status. In those it returns their command."""
+    """Answers each request with the process ids of the run, and later with its exit status. In a child,
+    returns the child's command."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
         if not request:
@@ -121,7 +124,7 @@ def serve(connection):
 
 
 def ranks(count):
-    """What torch's launcher tells each of several ranks."""
+    """The environment variables that torch's launcher sets for each of several ranks."""
     if count == 1:
         return [{}]
     with socket.socket() as probe:
@@ -132,7 +135,7 @@ def ranks(count):
 
 
 def ended(pids):
-    """The exit status of the rank that failed first, for which the others are ended, or 0."""
+    """The exit status of the rank that failed first, or 0. The other ranks are terminated after a failure."""
     running, failure = set(pids), 0
     while running:
         pid, status = os.wait()

@@ -1,5 +1,5 @@
-"""Looks at parameters, moments and gradients between steps, and sets them, with states in host memory or, with PLACE, on a
-tier there, whose BLOCK is JSON; prints what it saw."""
+"""Reads and sets parameters, moments and gradients between steps, and prints the values. The states are in host
+memory or, with PLACE, on a tier in that folder; BLOCK is the tier's configuration in JSON."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ for step in range(4):
     chosen = parameters["head.weight"]
     show(f"{step} grad", utils.safe_get_full_grad(chosen))
     if step == 1:
-        # Not a number of 16 bits.
+        # A number that no 16-bit type can represent.
         utils.safe_set_full_grad(chosen, torch.full((256, 32), 1.0001))
         show("set grad", utils.safe_get_full_grad(chosen))
     engine.step()

@@ -1,7 +1,8 @@
-"""What can go wrong with files, one function per case, for either op: io_cases.py spillway|deepspeed
+"""The errors that files can cause, one function per case, for either op: io_cases.py spillway|deepspeed
 
-A server: it loads the op once, then reads {"case", "directory", "seconds"} lines and answers each with what a forked child
-saw. A case returns (what the op said, whether the data is what it should be), or raises what the op raised."""
+The script is a server: it loads the op once, then reads {"case", "directory", "seconds"} lines and answers
+each with the result of a forked child. A case returns the op's result and whether the data is correct, or
+raises the op's exception."""
 
 import ctypes
 import gc
@@ -202,8 +203,8 @@ def two_dimensional_tensor_in_ordinary_memory(op):
 
 @case
 def handles_come_and_go_while_other_threads_run(op):
-    """Ten thousand, each used once; two threads keep the GIL busy and collect garbage meanwhile. Of DeepSpeed's, three
-    hundred, since the system takes tens of milliseconds to destroy a libaio context."""
+    """Creates ten thousand handles and uses each once, while two threads keep the GIL busy and collect garbage.
+    DeepSpeed gets three hundred handles, because the system takes tens of milliseconds to destroy a libaio context."""
     stop = threading.Event()
 
     def busy():
@@ -224,7 +225,7 @@ def handles_come_and_go_while_other_threads_run(op):
         handle = op.aio_handle(4 * KIB, 1)
         said = handle.sync_pwrite(data.clone(), "file")
         if hasattr(handle, "__dict__"):
-            handle.cycle = [handle]  # Dropped by the garbage collector, in whatever thread that runs.
+            handle.cycle = [handle]  # The garbage collector drops the handle, in any thread.
         del handle
     stop.set()
     [thread.join() for thread in threads]
@@ -234,7 +235,7 @@ def handles_come_and_go_while_other_threads_run(op):
 
 @case
 def signals_to_every_thread(op):
-    """A timer at 5 kHz, and its signal to every thread of the process besides."""
+    """A timer at 5 kHz whose signal also goes to every thread of the process."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     handle = op.aio_handle(64 * KIB, 4)
     data = pattern(4 * MIB)
@@ -263,9 +264,9 @@ def signals_to_every_thread(op):
 
 
 def every_request(op, fault):
-    """A workload of writes and reads with the fault in its first request, then in its second, to the end. How many of the
-    runs were exceptions, and whether that was right: each for an error, none for what can be resumed, then with all data
-    in place."""
+    """Repeats a workload of writes and reads with the fault in its first request, then in its second, and so on to
+    the last. Returns the number of runs that raised, and whether that is correct. An error must raise; a fault that
+    can be resumed must not raise and must leave all data in place."""
     os.environ["SPILLWAY_IO"] = "threads"
     libc = ctypes.CDLL(None)
     libc.fault_arm.argtypes = [ctypes.c_long, ctypes.c_int]
@@ -287,7 +288,8 @@ def every_request(op, fault):
             handle.wait()
             if not libc.fault_struck():
                 return f"told {told} of {nth - 1}", honest and nth > 16 and told == (nth - 1 if fault == EIO else 0)
-            # The control's faults are in what it is told, so a completion that it took for success is a loss.
+            # The control's faults are in the results that it receives, so a completion that it accepts as a
+            # success is lost data.
             honest = honest and op.__name__.startswith("spillway") and all(map(torch.equal, targets, tensors))
         except OSError as error:
             told += 1
@@ -312,8 +314,8 @@ def an_interruption_in_each_request(op):
 
 @case
 def file_size_limit_at_each_tensor(op):
-    """Eight tensors in one file and a limit after the first, the second...: the ones below it are stored, the wait
-    tells."""
+    """Writes eight tensors to one file with a size limit after the first, the second, and so on. The tensors below
+    the limit are stored, and the wait raises the error."""
     handle = op.aio_handle(64 * KIB, 4)
     tensors = [pattern(512 * KIB, seed) for seed in range(8)]
     sources = [pinned(handle, data) for data in tensors]
@@ -352,7 +354,8 @@ def file_truncated_at_each_tensor(op):
 
 
 def become_nobody():
-    """Before this the op must have done what only root can; afterwards /proc/self must stay readable."""
+    """The op must have done all work that requires root before this call; after the call,
+    /proc/self must stay readable."""
     if os.getuid() == 0:
         os.chmod(".", 0o777)
         os.setgroups([])
@@ -362,7 +365,7 @@ def become_nobody():
 
 
 def refuse_io_uring():
-    """A filter as containers have it: io_uring_setup is EPERM, the rest is allowed."""
+    """A seccomp filter as containers have it: io_uring_setup returns EPERM, and all other calls are allowed."""
     class Filter(ctypes.Structure):
         _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)]
 
@@ -386,7 +389,7 @@ def load(name):
 
 
 def run(op, name, directory, seconds):
-    """A case in a forked child: {"raised", "message"} or {"said", "intact"}, or how the child ended."""
+    """Runs a case in a forked child. Returns {"raised", "message"} or {"said", "intact"}, or how the child ended."""
     answer, answer_end = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,5 +1,5 @@
-// Preloaded under both ops, this fails one request of many: for Spillway's threads a call of pread or pwrite, for
-// DeepSpeed's op a completion of libaio. Without fault_arm() it does nothing.
+// This library, preloaded under both ops, makes one of many requests fail. For Spillway's threads the request is a call
+// of pread or pwrite; for DeepSpeed's op it is a completion of libaio. Before fault_arm() the library changes nothing.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,7 +19,7 @@ struct io_event {
 
 enum { SHORT = -1 };
 
-static atomic_long left; // Requests until the fault; it strikes when this becomes 0.
+static atomic_long left; // Requests until the fault, which happens when this becomes 0.
 static atomic_int fault; // An errno, or SHORT for half of the bytes.
 static atomic_int no_contexts;
 
@@ -28,7 +28,7 @@ void fault_arm(long nth, int number) {
     atomic_store(&left, nth);
 }
 
-// True once the fault has struck.
+// True after the fault has happened.
 int fault_struck(void) { return atomic_load(&left) <= 0; }
 
 void fault_no_contexts(void) { atomic_store(&no_contexts, 1); }
@@ -66,7 +66,7 @@ ssize_t pwrite(int fd, const void *buffer, size_t bytes, off_t offset) {
 ssize_t pread64(int fd, void *buffer, size_t bytes, off_t offset) { return pread(fd, buffer, bytes, offset); }
 ssize_t pwrite64(int fd, const void *buffer, size_t bytes, off_t offset) { return pwrite(fd, buffer, bytes, offset); }
 
-// Looked up in libaio itself, which is loaded with DeepSpeed's op and not in the global scope.
+// Looks the symbol up in libaio itself, which is loaded with DeepSpeed's op and is not in the global scope.
 static void *of_libaio(const char *name, const char *version) {
     void *library = dlopen("libaio.so.1", RTLD_NOW);
     return library ? dlvsym(library, name, version) : NULL;
@@ -84,7 +84,7 @@ int io_pgetevents(void *context, long least, long most, struct io_event *events,
     return count;
 }
 
-// As when fs.aio-max-nr is used up.
+// The same error as when fs.aio-max-nr is used up.
 int io_queue_init(int entries, void **context) {
     static int (*real)(int, void **);
     if (atomic_load(&no_contexts)) {

@@ -1,4 +1,4 @@
-"""One scenario of scenarios.json, trained: the tiny model, its engine, and what can happen in a step."""
+"""Trains one scenario of scenarios.json: the tiny model, its engine, and the events of a step."""
 
 import contextlib
 import hashlib
@@ -12,8 +12,9 @@ WIDTH = 32
 
 def make_model(torch, scenario):
     class Model(torch.nn.Module):
-        """Layers that a step can leave out, parameters of one element, of which a second rank has nothing, and perhaps a frozen or a
-        tied layer. Every sub-group has a multiple of 16 elements: in a remainder DeepSpeed's rounding is its compiler's."""
+        """Has layers that a step can leave out, parameters of one element, of which a second rank has no part, and
+        on request a frozen or a tied layer. The size of every sub-group is a multiple of 16 elements: for the
+        remainder of a division by 16, DeepSpeed's rounding depends on its compiler."""
 
         def __init__(self):
             super().__init__()
@@ -37,7 +38,7 @@ def make_model(torch, scenario):
 
 
 def groups_of(model, scenario):
-    """Parameter groups; each says which layers are in it, and the last one has the rest."""
+    """Creates the parameter groups: each names its layers, and the last group has the remaining ones."""
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     groups = []
     for group in scenario.get("groups", ()):
@@ -67,7 +68,7 @@ def config(scenario, kind, folder):
     if "scheduler" in scenario:
         found["scheduler"] = scenario["scheduler"]
     if kind == "tier":
-        found["spillway"] = {"lock": False, **scenario.get("block", {})}
+        found["spillway"] = {"pin_memory": False, **scenario.get("block", {})}
     return found
 
 
@@ -91,7 +92,7 @@ class Run:
         self.engine, self.seen, self.held = make_engine(scenario, kind, folder), [], []
 
     def go(self):
-        """All steps; what is compared."""
+        """Trains all steps, and returns the values that are compared."""
         losses = []
         for step in range(1, self.scenario.get("steps", 5) + 1):
             losses.append(self._step(step, self.scenario.get("at", {}).get(str(step), [])))
@@ -248,8 +249,8 @@ def load_new(run, changes=None):
 
 
 def resume(run, changes=None):
-    """A new engine with another optimizer's configuration goes on at the last commit. Where there is no tier the same engine goes
-    on with that."""
+    """A new engine with a changed optimizer configuration resumes from the last commit. Without a tier, the same engine
+    takes the changed configuration and continues."""
     changes = dict(changes or {})
     if run.kind == "tier":
         run.engine.destroy()
@@ -258,7 +259,7 @@ def resume(run, changes=None):
         return
     changes.pop("type", None)
     if "adam_w_mode" in changes:
-        # Anew, as powers of beta are then: without bias correction they count for nothing.
+        # The powers of beta are computed anew then; without bias correction they have no effect.
         adam = run.engine.optimizer.optimizer
         adam.ds_opt_adam.create_adam(adam.opt_id, 0.0, 0.9, 0.95, 0.0, 0.0, changes.pop("adam_w_mode"), False)
     for name, value in changes.items():

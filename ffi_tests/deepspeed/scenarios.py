@@ -1,12 +1,13 @@
-"""Trains a tiny model by the scenarios of scenarios.json, with DeepSpeed's compiled cpu_adam under plain ZeRO, and with Spillway
-in memory, on a tier and under SuperOffload, and compares losses, weights, moments and all that was looked at on the way in bits.
+"""Trains a tiny model by the scenarios of scenarios.json, and compares the results bit for bit.
+The reference is DeepSpeed's compiled cpu_adam under plain ZeRO; Spillway runs in memory, on a tier and under
+SuperOffload. The script compares losses, weights, moments and all values that a scenario reads.
 
     python scenarios.py                  all scenarios; a line for each that fails, and the counts
     python scenarios.py --list           their names
-    python scenarios.py NAME ...         these, with what differs
+    python scenarios.py NAME ...         only these scenarios, with their differences
 
-A scenario is a run of `steps` steps. `at` says what happens in which step, beside forward, backward and step. A process
-trains all scenarios of one kind and number of ranks one after another."""
+A scenario is a run of `steps` steps. `at` lists the events of a step other than forward, backward and step. A
+process trains all scenarios of one kind and number of ranks one after another."""
 
 import argparse
 import contextlib
@@ -30,7 +31,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 REFERENCE = "deepspeed"
 KINDS = (REFERENCE, "memory", "tier", "super")
-# Seconds after which a run hangs: a hundred times what it takes on a machine with nothing else to do.
+# Seconds after which a run counts as hung: a hundred times its duration on an idle machine.
 _PATIENCE = 200
 
 
@@ -50,7 +51,7 @@ def worker(kind, folder, names):
     import deepspeed.comm.torch
     from deepspeed.accelerator import get_accelerator
     deepspeed.comm.torch.build_shm_op = lambda: None
-    # Matrices of 16 bits are multiplied by slow code where a processor has none of its own; DeepSpeed refuses that.
+    # A processor without 16-bit instructions multiplies these matrices with slow code, which DeepSpeed refuses.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     logging.disable(logging.WARNING)
     import superoffload
@@ -84,7 +85,7 @@ def counters(kind):
 
 
 class Nursery:
-    """A process that has imported torch and DeepSpeed, which is most of the time of a short run, and forks the others."""
+    """A process that imports torch and DeepSpeed once and forks the workers. The imports take longer than a short run."""
 
     def __init__(self, folder):
         self._folder, self._count, self._lock = folder, 0, threading.Lock()
@@ -95,7 +96,7 @@ class Nursery:
                                          stdout=subprocess.PIPE, env=environment)
 
     def start(self, kind, place, environment):
-        """A process that runs worker(); its number, and its standard input and output."""
+        """Forks a process that runs worker(). Returns its process id and pipes to its standard input and output."""
         with self._lock:
             self._count += 1
             pipes = [str(self._folder / f"{self._count}-{way}") for way in ("in", "out")]
@@ -143,7 +144,7 @@ class Worker:
                           for rank in range(ranks)]
 
     def run(self, name):
-        """What a scenario came to."""
+        """The result of one scenario."""
         for _, orders, _ in self.processes:
             with contextlib.suppress(BrokenPipeError):
                 orders.write(name + "\n")
@@ -181,7 +182,7 @@ def read_scenarios():
 
 
 def kinds_of(scenario):
-    """The kinds of run that a scenario is compared in."""
+    """The kinds of run that are compared for a scenario."""
     if "kinds" in scenario:
         return tuple(scenario["kinds"])
     return KINDS[1:] if scenario.get("stage", 3) == 3 else ("memory",)
@@ -191,7 +192,7 @@ COMPARED = ("losses", "skipped", "weights", "masters", "moments", "seen")
 
 
 def differences(scenario, reference, found):
-    """What of a run is not as DeepSpeed's, in words."""
+    """A message that names the values of a run that differ from DeepSpeed's."""
     if "error" in found or "error" in reference:
         return [found.get("error") or "the reference: " + reference["error"]]
     wrong = [f"{key} {found.get(key)}, not {reference.get(key)}" for key in COMPARED if found.get(key) != reference.get(key)]
@@ -202,7 +203,8 @@ def differences(scenario, reference, found):
 
 
 def compare(scenarios, report):
-    """Runs scenarios; (passed, failed, the longest) of the comparisons. `report(name, kind, words)` is told of each."""
+    """Runs scenarios and compares them. Returns the number of comparisons passed and failed, and the longest time of a
+    run. Calls `report(name, kind, message)` for each comparison."""
     passed, failed, longest = 0, 0, (0.0, "")
     with tempfile.TemporaryDirectory(prefix="spillway-scenarios-") as folder, \
             contextlib.closing(Nursery(pathlib.Path(folder))) as source:
@@ -221,7 +223,7 @@ def compare(scenarios, report):
 
 
 def run_all(scenarios, kinds, ranks, source, folder):
-    """What every scenario came to, by kind and name. Two kinds run at a time."""
+    """The results of all scenarios, by kind and name. Two kinds run at a time."""
     import concurrent.futures
 
     def run_kind(kind):
@@ -233,7 +235,8 @@ def run_all(scenarios, kinds, ranks, source, folder):
                 if kind == REFERENCE or kind in kinds_of(scenario):
                     found[scenario["name"]] = running.run(scenario["name"])
                     if "error" in found[scenario["name"]]:
-                        # What it left, such as a rank that waits for the other, is not for the next one.
+                        # The processes of the failed run, such as a rank that waits for the other, must not
+                        # serve the next run.
                         running.close()
                         running = Worker(source, kind, ranks, place)
             return found

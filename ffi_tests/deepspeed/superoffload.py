@@ -1,9 +1,10 @@
-"""Trains the small GPT of train.py under DeepSpeed's SuperOffload on the CPU, or under plain ZeRO-3 offload, which waits
-for the norm before it steps and must come to the same weights.
+"""Trains the small GPT of train.py on the CPU under DeepSpeed's SuperOffload or plain ZeRO-3 offload.
+Plain offload waits for the norm before it steps, and must give the same weights.
 
-DeepSpeed's SuperOffload asserts CUDA and synchronises a stream; both are stubbed here, since nothing of what is compared
-depends on them. --spikes scales every fifth batch's loss so that gradients are clipped, and makes every seventh one
-infinite. --norms writes the norms of the sub-groups' gradients, a line per step, in the order in which they come."""
+DeepSpeed's SuperOffload requires CUDA and synchronises a stream. Both are replaced by stubs here, because none of
+the compared values depends on them. --spikes scales the loss of every fifth batch, so that gradients are clipped,
+and makes every seventh batch infinite. --norms writes the norms of the sub-groups' gradients in order of arrival,
+one line per step."""
 
 import argparse
 import json
@@ -91,7 +92,7 @@ def allow_the_cpu():
 
 
 def children():
-    """Names of the processes that this one has started and that still run."""
+    """Names of the processes that this process started and that still run."""
     tasks = pathlib.Path("/proc/self/task").glob("*/children")
     numbers = [number for task in tasks for number in task.read_text().split()]
     return [pathlib.Path(f"/proc/{number}/comm").read_text().strip() for number in numbers]

@@ -1,6 +1,6 @@
-"""Proves that Spillway's Adagrad is torch's and its Lion the paper's, and what DeepSpeed's compiled ops do instead:
-in the oldest supported version Lion does not move parameters and Adagrad leaves weight decay out of the numerator;
-the newest version has both right, and then the bits agree with it."""
+"""Proves that Spillway's Adagrad equals torch's and that its Lion equals the paper's. Also shows the differences of
+DeepSpeed's compiled ops. In the oldest supported version, Lion does not move parameters, and Adagrad leaves weight
+decay out of the numerator. The newest version has both right, and its bits agree with Spillway's."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def update(op, kind, arrays, grad, step, lr, weight_decay):
 
 
 def train(op, kind, weight_decay, lr=1e-2, steps=20, n=N, dtype=torch.float32):
-    """The parameters after some steps of one op on fixed gradients, and the states."""
+    """The parameters and the states after some steps of one op on fixed gradients."""
     update.id = next(_ids)
     if kind == "adagrad":
         op.create_adagrad(update.id, lr, 1e-10, weight_decay, False)

@@ -1,6 +1,6 @@
-"""Proves that Spillway's cpu_adam has the bits of DeepSpeed's compiled AVX-512 op: parameters and both moments, after
-every step, for every pair of dtypes, for lengths that are a multiple of 16 (its scalar tail depends on the compiler).
-The same numbers agree with torch.optim within float tolerance."""
+"""Proves that Spillway's cpu_adam gives the bits of DeepSpeed's compiled AVX-512 op. The test compares parameters
+and both moments after every step, for every pair of dtypes. Lengths are multiples of 16, because DeepSpeed's scalar
+tail depends on the compiler. The same numbers agree with torch.optim within float tolerance."""
 
 import itertools
 
@@ -14,7 +14,8 @@ PAIRS = [(F32, F32), (F16, F32), (F16, F16), (BF16, F32), (BF16, BF16)]
 LENGTHS = [16, 48, 16 * 1001, 131_072 + 16]
 _ids = itertools.count(1_000_000)
 
-# (step, beta1, beta2): a run, then what resuming, several parameters per step, and a changed beta look like.
+# (step, beta1, beta2): a plain run first, then the patterns of resuming, of several parameters per step, and
+# of a changed beta.
 STRAIGHT = [(step, 0.9, 0.999) for step in range(1, 51)]
 IRREGULAR = [(step, 0.9, 0.999) for step in (1, 1, 1, 2, 2, 3, 7, 8, 8, 100, 101, 5, 6, 6, 1)] + \
             [(step, 0.8, 0.99) for step in (2, 3, 3, 9, 10)] + [(11, 0.9, 0.99), (12, 0.9, 0.99), (1000, 0.95, 0.99)]
@@ -37,7 +38,7 @@ def bits(tensor):
 
 
 def run_both(ops, schedule, setup, gradient, adamw=True, lr=1e-3, eps=1e-8, weight_decay=0.0, bias_correction=True):
-    """Feeds both ops the same and compares all bits after every step."""
+    """Gives both ops the same inputs and compares all bits after every step."""
     optimizer_id = next(_ids)
     sides = []
     for op in ops:
@@ -81,7 +82,7 @@ def test_repeated_and_jumping_steps_and_changed_betas(served, compiled, pair, ad
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(str(d)[6:] for d in pair))
 def test_zeros_denormals_huge_and_non_finite_gradients(served, compiled, pair):
-    """Of two NaNs the payload is not compared: DeepSpeed keeps it in float16, Spillway writes the default one."""
+    """The payload of NaNs is not compared: DeepSpeed keeps it in float16, and Spillway writes the default payload."""
     special = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1e-38, 6e-8, 1e-20, 3e38, -3e38, 65504.0, 1e-6, 1.0,
                             float("inf"), float("-inf"), float("nan"), -1.0])
 
@@ -100,7 +101,7 @@ def test_other_hyper_parameters(served, compiled, lr, eps):
 
 
 def test_two_parameters_of_one_optimizer_share_its_state(served, compiled):
-    """As DeepSpeed calls it: the same step once for every parameter, on one id."""
+    """Calls the op as DeepSpeed does: the same step once for every parameter, on one id."""
     results = []
     for op in (served("cpu_adam"), compiled("cpu_adam")):
         optimizer_id = next(_ids)
@@ -115,7 +116,7 @@ def test_two_parameters_of_one_optimizer_share_its_state(served, compiled):
 
 
 def test_the_comparison_can_fail(served, compiled):
-    """A disturbance of one unit in the last place of one gradient is seen."""
+    """The comparison detects a change of one unit in the last place of one gradient."""
     calls = itertools.count()
 
     def gradient(param, source, index):

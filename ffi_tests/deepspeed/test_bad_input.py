@@ -1,5 +1,5 @@
-"""Proves that bad input to the op modules is a typed error that says which argument and why, with nothing written,
-where DeepSpeed's own ops crash, read past the end or silently train nothing."""
+"""Proves that bad input to the op modules raises a typed error that names the argument and the reason, and that
+nothing is written. For the same input, DeepSpeed's own ops crash, read past the end or silently train nothing."""
 
 import itertools
 
@@ -80,7 +80,7 @@ def test_a_wrong_tensor_in_any_place(op, case):
     for place, name in enumerate(_NAMES[op.name]):
         tensors = op.tensors()
         tensors[place] = spoil(tensors[place])
-        assert op.refuses(spillway.InvalidArgument, reason, tensors).startswith(name)
+        assert op.refuses(spillway.InvalidArgumentError, reason, tensors).startswith(name)
 
 
 @pytest.mark.parametrize("case", WRONG_LENGTH)
@@ -89,27 +89,27 @@ def test_a_wrong_length_in_any_place_but_the_first(op, case):
     for place, name in list(enumerate(_NAMES[op.name]))[1:]:
         tensors = op.tensors()
         tensors[place] = spoil(tensors[place])
-        assert op.refuses(spillway.InvalidArgument, reason, tensors).startswith(name)
+        assert op.refuses(spillway.InvalidArgumentError, reason, tensors).startswith(name)
 
 
 def test_dtypes_that_do_not_go_together(op):
     half_state = op.tensors()
     half_state[2:] = [t.half() for t in half_state[2:]]
-    op.refuses(spillway.Unsupported, "state f16", half_state)
+    op.refuses(spillway.UnsupportedError, "state f16", half_state)
     float_grad = op.tensors()
     float_grad[0] = float_grad[0].bfloat16()
-    op.refuses(spillway.Unsupported, "param bf16", float_grad)
+    op.refuses(spillway.UnsupportedError, "param bf16", float_grad)
 
 
 def test_moments_of_two_dtypes(served):
     adam = Op(served("cpu_adam"), "cpu_adam")
     tensors = [t.half() for t in adam.tensors()]
     tensors[3] = tensors[3].float()
-    adam.refuses(spillway.InvalidArgument, "exp_avg_sq has another dtype", tensors)
+    adam.refuses(spillway.InvalidArgumentError, "exp_avg_sq has another dtype", tensors)
 
 
 def test_a_16_bit_gradient_of_a_float32_parameter_is_read_as_what_it_is(served):
-    """DeepSpeed reads it as float32, past its end."""
+    """DeepSpeed reads the memory as float32, past its end."""
     adam = Op(served("cpu_adam"), "cpu_adam")
     mixed, plain = adam.tensors(1000), adam.tensors(1000)
     mixed[1] = mixed[1].bfloat16()
@@ -121,16 +121,16 @@ def test_a_16_bit_gradient_of_a_float32_parameter_is_read_as_what_it_is(served):
 def test_overlapping_tensors(op):
     tensors = op.tensors()
     tensors[2] = tensors[0]
-    op.refuses(spillway.InvalidArgument, "overlap", tensors)
+    op.refuses(spillway.InvalidArgumentError, "overlap", tensors)
 
 
 def test_an_unknown_id_is_an_error_and_no_crash(op):
-    op.refuses(spillway.UnknownId, "does not exist", op.tensors(), optimizer_id=-12345)
+    op.refuses(spillway.UnknownIdError, "does not exist", op.tensors(), optimizer_id=-12345)
 
 
 def test_a_destroyed_id_is_unknown_until_it_is_created_again(op):
     assert op.destroy() == 0
-    op.refuses(spillway.UnknownId, str(op.id), op.tensors())
+    op.refuses(spillway.UnknownIdError, str(op.id), op.tensors())
     assert op.destroy() == 0
     assert op.create() == 0 and op.update(op.tensors()) == 0
 
@@ -138,21 +138,21 @@ def test_a_destroyed_id_is_unknown_until_it_is_created_again(op):
 @pytest.mark.parametrize("step, reason", [(0, "step"), (-1, "step is -1"), (1 << 64, "step is"), (1.5, "step is 1.5"),
                                           (None, "step is None")])
 def test_a_wrong_step(op, step, reason):
-    op.refuses(spillway.InvalidArgument, reason, op.tensors(), step=step)
+    op.refuses(spillway.InvalidArgumentError, reason, op.tensors(), step=step)
 
 
 @pytest.mark.parametrize("wrong", [1 << 31, -(1 << 31) - 1, "0", 0.5])
 def test_a_wrong_id(op, wrong):
-    op.refuses(spillway.InvalidArgument, "optimizer_id", op.tensors(), optimizer_id=wrong)
+    op.refuses(spillway.InvalidArgumentError, "optimizer_id", op.tensors(), optimizer_id=wrong)
 
 
 def test_a_wrong_hyper_parameter_is_named(served):
-    with pytest.raises(spillway.InvalidArgument, match="betta1 is 'x'"):
+    with pytest.raises(spillway.InvalidArgumentError, match="betta1 is 'x'"):
         served("cpu_adam").create_adam(1, 1e-3, "x", 0.999, 1e-8, 0.0, True, False)
 
 
 def test_numbers_may_be_whatever_converts(served):
-    """DeepSpeed's binding takes anything with __index__ and __float__; so does this one."""
+    """DeepSpeed's binding accepts any object with __index__ and __float__; Spillway's binding does too."""
     adam = Op(served("cpu_adam"), "cpu_adam")
     served("cpu_adam").adam_update(adam.id, torch.tensor(1), torch.tensor(1e-3), 0.9, torch.tensor(0.999), 0, 0, 1,
                                    *adam.tensors())
@@ -177,5 +177,5 @@ def test_every_function_of_the_compiled_module_is_there_and_those_not_served_nam
     for name, function in (("cpu_adam", "zenflow_adam_create"),
                            ("cpu_adam", "adam_update_copy"), ("cpu_lion", "lion_update_copy"),
                            ("cpu_adagrad", "adagrad_update_copy")):
-        with pytest.raises(NotImplementedError, match=f"{name} does not serve {function}; "):
+        with pytest.raises(NotImplementedError, match=f"{name} has no {function}: "):
             getattr(served(name), function)(0, 1)

@@ -1,5 +1,5 @@
-"""Proves that a `spillway` block is checked whatever the configuration: what is misspelt, has a wrong value or would be served by
-nothing is an error that names the setting, what is wrong with it and what to do."""
+"""Proves that a `spillway` block is checked for every configuration. A misspelt setting, a wrong value and a setting
+without effect each raise an error. The error names the setting, the fault and the remedy."""
 
 import pathlib
 import types
@@ -8,7 +8,7 @@ import pytest
 
 from spillway.deepspeed import _block
 from spillway.deepspeed._tier_config import parse
-from spillway.errors import InvalidArgument
+from spillway.errors import InvalidArgumentError
 
 SWAP = "spillway.cache_bytes is 'x'; a number of bytes, an integer from 0"
 
@@ -22,7 +22,7 @@ def folders(tmp_path):
 
 @pytest.mark.parametrize("block, words", [
     (7, "spillway is 7, not an object"), ("yes", "spillway is 'yes', not an object"), (None, "spillway is None, not an object"),
-    ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; is cache_bytes meant\\? known are cache_bytes, commit_interval"),
+    ({"cach_bytes": 1}, "spillway.cach_bytes is unknown; did you mean cache_bytes\\? The settings are cache_bytes, commit_interval"),
     ({"resume": 1}, "spillway.resume is 1; true or false is needed"), ({"cache_bytes": "x"}, SWAP),
     ({"cache_bytes": True}, "spillway.cache_bytes is True; a number of bytes"), ({"cache_bytes": -1}, "cache_bytes is -1; a number"),
     ({"durability": "none"}, "spillway.durability is 'none'; \"data\" or"), ({"part_elements": 0}, "part_elements is 0; an integer from 1"),
@@ -36,22 +36,22 @@ def folders(tmp_path):
     ({"commit_interval": 2}, 'spillway.commit_interval is 2, but nothing is committed without "resume": true'),
     ({"durability": "full"}, 'spillway.durability is "full", but nothing is committed'),
     ({"missing_gradients": "old"}, "spillway.missing_gradients is 'old'; \"zero\" or \"stale\""),
-    ({"stall_seconds": float("inf")}, "spillway.stall_seconds is inf"), ({"job": ""}, "spillway.job is ''; a name")])
+    ({"io_timeout_seconds": float("inf")}, "spillway.io_timeout_seconds is inf"), ({"job": ""}, "spillway.job is ''; a name")])
 def test_what_is_wrong_is_named(block, words):
-    with pytest.raises(InvalidArgument, match=words):
+    with pytest.raises(InvalidArgumentError, match=words):
         _block.read(block)
 
 
 def test_a_block_becomes_settings(folders):
     given = parse({"paths": [{"path": folders[0], "limit_bytes": 5}, folders[1]], "ratio": (2, 1)}, None)
-    assert [path.limit_bytes for path in given.paths] == [5, 0] and given.given and given.ratio == (2, 1)
-    assert not parse(None, folders[0]).given and parse({}, folders[0]).paths[0].directory == folders[0]
+    assert [path.limit_bytes for path in given.paths] == [5, 0] and given.ratio == [2, 1]
+    assert parse(None, folders[0]) == parse({}, folders[0]) and parse({}, folders[0]).paths[0].directory == folders[0]
     assert [path.directory for path in parse({"paths": [folders[0], "s3://bucket/x"]}, None).paths] == [folders[0], "s3://bucket/x"]
-    with pytest.raises(InvalidArgument, match="neither nvme_path nor spillway.paths"):
+    with pytest.raises(InvalidArgumentError, match="neither nvme_path nor spillway.paths"):
         parse({}, None)
-    with pytest.raises(InvalidArgument, match="goes into spillway.paths"):
+    with pytest.raises(InvalidArgumentError, match="goes into spillway.paths"):
         parse(None, "s3:/bucket/x")
-    with pytest.raises(InvalidArgument, match="spillway.job is 'a-scratch-1'"):
+    with pytest.raises(InvalidArgumentError, match="spillway.job is 'a-scratch-1'"):
         parse({"job": "a-scratch-1"}, folders[0])
 
 
@@ -63,13 +63,13 @@ def zero(stage, optimizer=None, parameters=None):
 
 @pytest.mark.parametrize("block, configuration, words", [
     ({"resume": True}, zero(3, "cpu"), "spillway.resume is for optimizer states on a tier.*stage 3 and the device cpu"),
-    ({"cache_bytes": 1, "lock": False}, zero(2, "cpu"), "spillway.cache_bytes .*stage 2.*take cache_bytes, lock out"),
+    ({"cache_bytes": 1, "pin_memory": False}, zero(2, "cpu"), "spillway.cache_bytes .*stage 2.*take cache_bytes, pin_memory out"),
     ({"paths": ["/tmp"]}, zero(0), "spillway.paths .*stage 0 and the device none"),
     ({"split_master": True, "paths": ["/tmp"]}, zero(3, "cpu", "nvme"), "spillway.split_master is for"),
     ({"interleave": {}}, zero(2, "cpu"), "spillway.interleave needs zero_optimization with stage 3"),
     ({"interleave": {}}, zero(3, "nvme"), "spillway.interleave needs .* the device nvme")])
 def test_what_nothing_would_serve_is_an_error(block, configuration, words):
-    with pytest.raises(InvalidArgument, match=words):
+    with pytest.raises(InvalidArgumentError, match=words):
         _block.refuse_unserved(_block.read(block), configuration)
 
 
@@ -80,9 +80,9 @@ def test_what_is_served_is_none(block, configuration):
     _block.refuse_unserved(_block.read(block), configuration)
 
 
-def test_an_engine_checks_its_block(run_script, folders):
-    """Whatever the stage and the device, and before anything is made."""
-    assert run_script(f"""
+def test_an_engine_checks_its_block(run_forked, folders):
+    """The check applies to every stage and device, before anything is created."""
+    assert run_forked(f"""
 import train
 train.become_single_rank()
 import deepspeed, torch
@@ -104,11 +104,11 @@ for zero, block in (({{"stage": 0}}, {{"cach_bytes": 1}}), ({{"stage": 2, "offlo
         make(zero, block)
     except Exception as error:
         print(type(error).__name__, str(error).split(";")[0].replace(FOLDER, "FOLDER"))
-make({{"stage": 3, "offload_optimizer": NVME}}, {{"lock": False}})
+make({{"stage": 3, "offload_optimizer": NVME}}, {{"pin_memory": False}})
 """, pathlib.Path(__file__).parent).splitlines()[-4:] == [
-        "InvalidArgument spillway.cach_bytes is unknown", "InvalidArgument spillway is 'yes', not an object",
-        "InvalidArgument spillway.resume is for optimizer states on a tier, which need zero_optimization with stage 3 and "
+        "InvalidArgumentError spillway.cach_bytes is unknown", "InvalidArgumentError spillway is 'yes', not an object",
+        "InvalidArgumentError spillway.resume is for optimizer states on a tier, which need zero_optimization with stage 3 and "
         "offload_optimizer on the device nvme",
-        "InvalidArgument spillway.paths[0].limit_bytes is 1000: the optimizer states of this rank take 864 bytes and room for whole "
-        "blocks, which the paths do not have"]
+        "InvalidArgumentError spillway.paths[0].limit_bytes is 1000: too small for the optimizer states of this rank, which take 864 "
+        "bytes, rounded up to whole blocks"]
 

@@ -1,6 +1,7 @@
-"""Proves that engines come and go in one process: what they opened closes with engine.destroy(), with the last reference, with
-a failure of deepspeed.initialize and with the process; two at a time on one path do not meet; runs that resume keep what they
-committed; checkpoints go from any place of states and parameters to any other; fifty engines leave nothing behind."""
+"""Proves that engines can be opened and closed repeatedly in one process. The objects that an engine opened close
+with engine.destroy(), with its last reference, with a failure of deepspeed.initialize and with the process. Two
+engines at a time on one path do not disturb each other, and resumed runs keep their commits. Checkpoints load
+between all places of states and parameters. Fifty engines leave nothing behind."""
 
 import os
 import pathlib
@@ -37,7 +38,7 @@ def test_engines_keep_and_remove_what_they_should(case, name):
     case(name, "")
 
 
-# Places of parameters and states: where the checkpoint was saved, and where it is loaded.
+# Places of parameters and states when the checkpoint is saved, and when it is loaded.
 @pytest.mark.parametrize("before, after", [("none-cpu", "cpu-nvme"), ("cpu-nvme", "none-cpu"), ("nvme-nvme", "nvme-nvme"),
                                            ("cpu-cpu", "nvme-nvme"), ("nvme-nvme", "cpu-cpu"), ("none-nvme", "nvme-nvme")])
 def test_a_checkpoint_goes_on_in_other_places(case, before, after):

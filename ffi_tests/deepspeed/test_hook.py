@@ -1,6 +1,7 @@
-"""Proves that SPILLWAY_DEEPSPEED=1 alone puts Spillway under DeepSpeed: in the process, in a spawned worker, under a
-second import root, for ops that the CPU accelerator lacks, for the oldest and the newest version, for another
-accelerator; that install() does the same after the import; and that nothing happens when it is off."""
+"""Proves that SPILLWAY_DEEPSPEED=1 alone puts Spillway under DeepSpeed. This works in the process, in a
+spawned worker, under a second import root and for ops that the CPU accelerator lacks. It also works for the
+oldest and the newest version and for another accelerator. install() has the same effect after the import, and
+without the variable nothing changes."""
 
 import os
 import shutil
@@ -9,8 +10,8 @@ import sys
 
 import pytest
 
-# DeepSpeed 0.14.0 is older than these removals from torch and numpy; its CPU accelerator imports Intel's packages,
-# which do not exist for this torch and are not called. None of it concerns optimizers.
+# DeepSpeed 0.14.0 uses functions that torch and numpy have since removed. Its CPU accelerator imports Intel's packages,
+# which do not exist for this torch and are not called. None of these concerns optimizers.
 OLD = """
 import logging, sys, types
 import numpy, torch.distributed.elastic.agent.server.api as api
@@ -85,7 +86,7 @@ def test_files_and_pinned_memory_in_the_newest_and_the_oldest_deepspeed(run_scri
 
 
 def test_native_pinning_is_served(run_script):
-    """DS_PIN_MEMORY_BACKEND=native: DeepSpeed's own manager, which frees by address, over Spillway's memory."""
+    """With DS_PIN_MEMORY_BACKEND=native, DeepSpeed's own manager, which frees by address, uses Spillway's memory."""
     out = run_script("""
 import gc, sys, torch, deepspeed
 from deepspeed.accelerator import get_accelerator
@@ -138,7 +139,7 @@ if __name__ == "__main__":
 
 
 def test_a_second_import_root(run_script, tmp_path):
-    """As in a checkout of DeepSpeed, whose folder holds a top-level op_builder package."""
+    """A checkout of DeepSpeed contains a top-level op_builder package."""
     import deepspeed
     builders = os.path.join(os.path.dirname(deepspeed.__file__), "ops", "op_builder")
     shutil.copytree(builders, tmp_path / "root" / "op_builder")
@@ -150,7 +151,7 @@ print("builder:", CPUAdamBuilder.__module__, CPUAdamBuilder().load() is op)
 
 
 def test_every_accelerators_builders(run_script):
-    """Made without their constructors, some of which look for a vendor's toolkit."""
+    """The builders are created without their constructors, some of which search for a vendor's toolkit."""
     out = run_script("""
 import importlib, pathlib, deepspeed
 from spillway.deepspeed import OPS
@@ -179,7 +180,7 @@ def test_no_compiler_is_needed(run_script, overlay):
 
 
 def test_install_after_the_import_and_uninstall(run_script, oldest_deepspeed):
-    """In the oldest version too, where the importing modules hold builders that cannot load."""
+    """Also for the oldest version, where the importing modules hold builders that cannot load."""
     code = """
 import deepspeed, sys
 import spillway.deepspeed as spillway

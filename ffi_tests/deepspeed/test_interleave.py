@@ -1,13 +1,13 @@
-"""Proves that ZeRO-3 with interleaved sub-groups has the bits of ZeRO-3 without, with threads in the
-part of the GPU; that a machine without a GPU says so; and that what the block gets wrong is named."""
+"""Proves that ZeRO-3 with interleaved sub-groups gives the bits of ZeRO-3 without them; threads replace the GPU.
+Without a GPU the error says so, and errors in the block name the setting."""
 
 import collections
 import json
 
 import pytest
 
-from spillway.deepspeed import _interleave
-from spillway.errors import InvalidArgument
+from spillway.deepspeed import _block, _interleave
+from spillway.errors import InvalidArgumentError
 from test_train import attempt, train
 
 SIZE = ["--stage", "3", "--sub-group-size", "20000"]
@@ -28,10 +28,10 @@ def test_the_weights_are_those_of_steps_on_the_cpu(run):
     plain = run()
     assert "interleave" not in plain["active"]
     rates = {"cpu": 1e9, "gpu": 1e10, "h2d": 5e9, "d2h": 5e9}
-    for settings in ({"plan": "stride", "parameter": 2}, {"plan": "count", "parameter": 100, "slots": 1, "chunk": 1000},
+    for settings in ({"plan": "stride", "plan_argument": 2}, {"plan": "count", "plan_argument": 100, "slots": 1, "chunk": 1000},
                      {"plan": "model", "rates": rates, "replan": True}):
         if settings["plan"] == "count":
-            settings["parameter"] = mixed["active"]["interleave"]["cpu"] // mixed["steps"]
+            settings["plan_argument"] = mixed["active"]["interleave"]["cpu"] // mixed["steps"]
         mixed = run(*block(backend="host", **settings))
         assert (mixed["sha256"], mixed["losses"]) == (plain["sha256"], plain["losses"]), settings
         served = mixed["active"]["interleave"]
@@ -40,30 +40,30 @@ def test_the_weights_are_those_of_steps_on_the_cpu(run):
 
 def test_without_a_gpu_the_reason_is_given(run):
     done, _ = run(*block(), how=attempt, SPILLWAY_CUDA_LIBRARY="libno-such-driver.so.9")
-    assert done.returncode != 0 and "NoDevice: opening libno-such-driver.so.9: there is no CUDA driver" in done.stderr
+    assert done.returncode != 0 and "NoDeviceError: opening libno-such-driver.so.9: cannot load the CUDA driver library" in done.stderr
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"plans": 1}, "spillway.interleave.plans is unknown; is plan meant"), ({"plan": "best"}, 'plan is \'best\'; "model" or "eq1"'),
+    ({"plans": 1}, "spillway.interleave.plans is unknown; did you mean plan\\?"), ({"plan": "best"}, 'plan is \'best\'; "model" or "eq1"'),
     ({"plan": "model"}, "interleave.rates is missing"), ({"replan": True}, "interleave.rates is missing"),
-    ({"parameter": -1}, "parameter is -1; an integer from 0"), ({"parameter": True}, "parameter is True"),
+    ({"plan_argument": -1}, "plan_argument is -1; an integer from 0"), ({"plan_argument": True}, "plan_argument is True"),
     ({"backend": "tpu"}, "backend is 'tpu'; \"cuda\" or \"host\""),
-    ({"backend": "host", "transfers": True}, "interleave.transfers needs the backend"),
+    ({"backend": "host", "gradient_transfers": True}, "interleave.gradient_transfers needs the backend"),
     ({"rates": {"cpu": 1e9}}, "interleave.rates.gpu is missing"), ({"rates": 3}, "rates is 3; an object")])
 def test_what_the_block_gets_wrong_is_named(settings, words):
-    with pytest.raises(InvalidArgument, match=words):
+    with pytest.raises(InvalidArgumentError, match=words):
         _interleave.parse({"interleave": settings})
 
 
 def test_a_block_without_the_object_is_no_concern():
     assert _interleave.parse(None) is None and _interleave.parse({"cache_bytes": 1}) is None
-    assert _interleave.parse({"interleave": {}}) == _interleave.Settings()
-    with pytest.raises(InvalidArgument, match="interleave is 'yes'; an object is needed"):
+    assert _interleave.parse({"interleave": {}}) == _block.InterleaveBlock()
+    with pytest.raises(InvalidArgumentError, match="interleave is 'yes'; an object is needed"):
         _interleave.parse({"interleave": "yes"})
 
 
 class Copies:
-    """A GPU whose copies are over when the test says so."""
+    """A GPU whose copies finish when the test decides."""
 
     def __init__(self):
         self.over = 0
@@ -86,7 +86,7 @@ class Copies:
 
 
 def test_gradients_are_let_go_as_their_copies_end(monkeypatch):
-    """The GPU never holds more gradients than copies are under way, and none of a step that is skipped."""
+    """The GPU never holds more gradients than copies are in flight, and no gradient of a skipped step."""
     import torch
     update = object.__new__(_interleave.Update)
     update.gpu, update._copies = Copies(), collections.deque()

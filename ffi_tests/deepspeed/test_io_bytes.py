@@ -1,6 +1,6 @@
-"""Proves that Spillway's async_io moves the bytes it says, to and from files that DeepSpeed's compiled op reads and wrote,
-for any tensor; that several tensors are under way before one wait; that memory stays in place while it is used; that
-pinned tensors live as long as a view of them; and that no call holds the GIL."""
+"""Proves that Spillway's async_io transfers exactly the requested bytes, for any tensor, and that its files and
+those of DeepSpeed's compiled op are interchangeable. Several tensors can be in flight before one wait. Memory stays
+mapped while it is in use, and pinned tensors live as long as a view of them. No call holds the GIL."""
 
 import ctypes
 import gc
@@ -101,7 +101,7 @@ def test_many_tensors_are_under_way_before_one_wait(handle, tmp_path):
     targets = [torch.zeros_like(tensor) for tensor in tensors]
     for n, target in enumerate(targets[:-1]):
         handle.async_pread(target, str(tmp_path / str(n % 7)), n * 50_000)
-    # A synchronous call waits for the earlier ones too, and counts them, as in DeepSpeed.
+    # As in DeepSpeed, a synchronous call also waits for the earlier ones and counts them.
     assert handle.sync_pread(targets[-1], str(tmp_path / str(299 % 7)), 299 * 50_000) == 300
     assert all(torch.equal(a, b) for a, b in zip(targets, tensors))
 
@@ -112,7 +112,7 @@ def test_one_failure_of_many_is_raised_and_the_handle_goes_on(handle, tmp_path):
     for name, count in (("long", 5), ("short", 2), ("long", 5)):
         for _ in range(count):
             handle.async_pread(torch.empty(50_000, dtype=torch.uint8), str(tmp_path / name))
-    with pytest.raises(spillway.IoFailure) as caught:
+    with pytest.raises(spillway.IoError) as caught:
         handle.wait()
     error = caught.value
     assert (error.filename, error.offset, error.bytes, error.errno) == (str(tmp_path / "short"), 0, 50_000, None)
@@ -131,7 +131,7 @@ def test_validation_compares_and_raises(handle, tmp_path):
     with open(path, "r+b") as file:
         file.seek(8 * MIB + 5)
         file.write(b"\1\2\3\4")
-    with pytest.raises(spillway.SpillwayError, match=f"differ at or after byte {8 * MIB}"):
+    with pytest.raises(spillway.SpillwayError, match=f"differ in the .* from byte {8 * MIB} of"):
         handle.wait()
     assert handle.pwrite(data, path, True, True) == 0 and handle.wait() == 1
     with pytest.raises(TypeError):
@@ -152,7 +152,7 @@ def test_validation_compares_and_raises(handle, tmp_path):
     (lambda h, p: h.async_pwrite(torch.empty(4), -1), "fd is -1"),
     (lambda h, p: h.async_pwrite(torch.empty(4), fd=1 << 32), "fd is 4294967296"),
     (lambda h, p: h.new_cpu_locked_tensor(-1, torch.empty(1)), "num_elem is -1"),
-    (lambda h, p: h.new_cpu_locked_tensor(1 << 60, torch.empty(1)), "pass|memory"),
+    (lambda h, p: h.new_cpu_locked_tensor(1 << 60, torch.empty(1)), "exceed|memory"),
     (lambda h, p: h.new_cpu_locked_tensor(1, 2), "example"),
     (lambda h, p: type(h)(0), "block_size is 0"),
     (lambda h, p: type(h)(4096, -3), "queue_depth is -3"),
@@ -160,7 +160,7 @@ def test_validation_compares_and_raises(handle, tmp_path):
 ])
 def test_bad_input_is_named(handle, tmp_path, call, reason):
     (tmp_path / "file").write_bytes(bytes(100))
-    with pytest.raises((spillway.InvalidArgument, spillway.SystemFailure), match=reason):
+    with pytest.raises((spillway.InvalidArgumentError, spillway.SystemCallError), match=reason):
         call(handle, str(tmp_path / "file"))
     assert handle.wait() == 0
 
@@ -192,8 +192,8 @@ def test_dropped_pinned_tensors_go_back_without_being_freed(served):
     assert _pin.served()["bytes"] == before and _pin.served()["high_water"] >= 20 * MIB
 
 
-def test_buffers_may_be_dropped_emptied_or_freed_while_they_are_under_way(handle, tmp_path):
-    """Each slot of the file gets the bytes that its tensor had when it was submitted."""
+def test_buffers_may_be_dropped_emptied_or_freed_while_they_are_in_flight(handle, tmp_path):
+    """Each slot of the file receives the bytes that its tensor had at submission."""
     path = str(tmp_path / "file")
     for n in range(60):
         tensor = random_bytes(MIB, n)
@@ -216,8 +216,8 @@ def test_buffers_may_be_dropped_emptied_or_freed_while_they_are_under_way(handle
 
 
 def test_no_call_holds_the_gil(handle, tmp_path):
-    """Threads change over only where one lets go, since the interval is an hour: if the counter moved during a call, the
-    call let go. The same call through PyDLL, which keeps the GIL, is the counterproof."""
+    """The switch interval is an hour, so threads switch only where one releases the GIL. If the counter moved during
+    a call, the call released the GIL. The same call through PyDLL, which keeps the GIL, is the control."""
     path, data = str(tmp_path / "file"), random_bytes(64 * MIB)
     handle.sync_pwrite(data, path)
     stop, count = threading.Event(), [0]
@@ -243,11 +243,11 @@ def test_no_call_holds_the_gil(handle, tmp_path):
         assert during(handle.wait) > 0
         handle.async_pread(data, path)
         keeping = ctypes.PyDLL(spillway.library_path())
-        io, under_way = ctypes.c_void_p(handle._engine._under_way.io), handle._engine._under_way
-        entry, = under_way.entries
-        assert during(lambda: keeping.spw_io_wait_many(io, ctypes.byref(entry.handle), ctypes.c_uint64(1),
-                                                       ctypes.c_int64(-1))) == 0
-        under_way.entries.clear()
+        io, in_flight = ctypes.c_void_p(handle._engine._in_flight.io), handle._engine._in_flight
+        entry, = in_flight.entries
+        assert during(lambda: keeping.spw_io_wait(io, ctypes.byref(entry.handle), ctypes.c_uint64(1),
+                                                  ctypes.c_int64(-1), None)) == 0
+        in_flight.entries.clear()
     finally:
         sys.setswitchinterval(interval)
         stop.set()
@@ -265,7 +265,7 @@ def test_a_synchronous_call_gets_its_own_outcome_though_another_thread_waits_fir
         return wait()
 
     monkeypatch.setattr(handle._engine, "wait", after_another_thread)
-    with pytest.raises(spillway.IoFailure, match="ends at byte 100"):
+    with pytest.raises(spillway.IoError, match="ends at byte 100"):
         handle.sync_pread(torch.zeros(65_536, dtype=torch.uint8), str(tmp_path / "short"))
     assert of_other_thread == [0]
     handle.async_pread(torch.zeros(100, dtype=torch.uint8), str(tmp_path / "short"))
@@ -283,7 +283,7 @@ def test_threads_that_share_a_handle_each_get_their_own_outcomes(handle, tmp_pat
             try:
                 handle.sync_pread(buffer, str(tmp_path / ("short" if short else "good")))
                 told = False
-            except spillway.IoFailure:
+            except spillway.IoError:
                 told = True
             if told != short or not short and bytes(buffer.numpy()) != bytes(range(256)) * 256:
                 wrong.append((number, turn, told))
@@ -314,7 +314,7 @@ def test_a_forked_child_has_its_own_engine(handle, tmp_path):
 
 
 def test_an_interrupted_wait_can_be_repeated(handle, tmp_path):
-    """SIGINT while a wait is under way: KeyboardInterrupt, and what had not ended is still waited for."""
+    """SIGINT during a wait raises KeyboardInterrupt; a later wait still covers the operations in flight."""
     path, data = str(tmp_path / "file"), random_bytes(64 * MIB)
     for n in range(8):
         handle.async_pwrite(data, path, n * 64 * MIB)
@@ -327,11 +327,11 @@ def test_an_interrupted_wait_can_be_repeated(handle, tmp_path):
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert handle.wait() <= 8
-    assert handle._engine._under_way.entries == []
+    assert handle._engine._in_flight.entries == []
 
 
 def test_a_dropped_handle_finishes_what_it_began_and_reports_what_failed(tmp_path):
-    """In a process of its own: what Python prints for an exception in a destructor is part of the proof."""
+    """Runs in a process of its own, because the test checks what Python prints for an exception in a destructor."""
     code = f"""
 import torch
 from spillway.deepspeed import _ops

@@ -1,8 +1,9 @@
-"""Proves that io_failures.md is true: every case with Spillway's async_io and, as the control, with DeepSpeed's compiled
-one, each in a process of its own. In no case may Spillway lose data without an exception, hang, or end the process.
+"""Proves that io_failures.md is correct: every case runs with Spillway's async_io and with DeepSpeed's compiled
+op as the control, each in a process of its own. In no case may Spillway lose data without an exception, hang,
+or end the process.
 
-SPILLWAY_BLESS=1 writes what was seen into the table. Every N-th request is failed here for the thread backend, from
-outside; src/io/tests/faults.rs does it for the engine with every kind of fault."""
+SPILLWAY_BLESS=1 writes the observed results into the table. Here a preloaded library makes every N-th request of the
+thread backend fail. src/io/tests/faults.rs does the same inside the engine, with every kind of fault."""
 
 import collections
 import json
@@ -19,7 +20,7 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 TABLE = HERE / "io_failures.md"
 START = 300
-# What Spillway's exception must say.
+# The text that the message of Spillway's exception must contain.
 WORDS = {
     "file_shorter_than_asked": "reading 65536 bytes at offset 0 of file: the file ends at byte 32768",
     "file_truncated_during_the_read": "reading 67108864 bytes at offset 0 of file: the file ends at byte 1048576",
@@ -28,8 +29,8 @@ WORDS = {
     "full_disk": r"ing 16777216 bytes at offset 0 of file: No space left on device \(errno 28\)",
     "file_size_limit": r"ing 8388608 bytes at offset 0 of file: File too large \(errno 27\)",
 }
-# NotFound is an IoFailure, and a FileNotFoundError.
-RAISED = collections.defaultdict(lambda: "IoFailure", missing_directory="NotFound")
+# NotFoundError is an IoError, and a FileNotFoundError.
+RAISED = collections.defaultdict(lambda: "IoError", missing_directory="NotFoundError")
 SECONDS = collections.defaultdict(lambda: 60, handles_come_and_go_while_other_threads_run=400)
 CONTROL_SECONDS = collections.defaultdict(lambda: 30, handles_come_and_go_while_other_threads_run=100)
 

@@ -1,6 +1,7 @@
-"""Proves that async_io, pin_memory and gds have DeepSpeed's surface: every function and method of the compiled ops, found
-by their docstrings, is called on both with the same arguments in every way that their signature allows, and gives the
-same; every method of the oldest version's and of gds's sources is there and takes what they declare."""
+"""Proves that async_io, pin_memory and gds have DeepSpeed's interface. The docstrings of the compiled ops list
+every function and method. The test calls each on both ops with the same arguments, in every way that the
+signature allows, and compares the results. Every method in the sources of the oldest version and of gds exists
+and takes the declared arguments."""
 
 import os
 import pathlib
@@ -17,7 +18,7 @@ _PARAMETER = re.compile(r"(\w+): [\w.| ]+?(?: = (\w+))?(?:, |$)")
 
 
 def overloads(function):
-    """[(parameters as (name, has a default)...)] of a compiled function, from what pybind wrote about it."""
+    """Parses [(parameters as (name, has a default)...)] of a compiled function from the docstring that pybind wrote."""
     found = [[(name, default != "") for name, default in _PARAMETER.findall(match[1])]
              for match in _OVERLOAD.finditer(function.__doc__)]
     assert found, function.__doc__
@@ -29,7 +30,7 @@ def public(thing):
 
 
 class Bench:
-    """Arguments by name, on files and tensors of their own, for one of the two ops."""
+    """Arguments by name for one of the two ops, with its own files and tensors."""
 
     def __init__(self, aio, pin, folder):
         self.aio, self.handle, self.pin = aio, aio.aio_handle(4096, 8, False, True, 2), pin.pin_handle()
@@ -66,7 +67,7 @@ def benches(served, compiled, tmp_path_factory):
 
 
 def ways(parameters):
-    """Every way to call: all in place, all by name, and without those that have defaults."""
+    """Every way to call: all arguments by position, all by name, and without those that have defaults."""
     names = [name for name, _ in parameters]
     needed = [name for name, default in parameters if not default]
     return [(names, False), (names, True), (needed, False), (needed, True)]
@@ -77,7 +78,7 @@ def test_every_method_gives_the_same_in_every_way_to_call_it(benches, compiled, 
     called = 0
     for method in public(getattr(compiled(op), kind)):
         if method == "wait":
-            continue  # Called by all asynchronous ones; alone, DeepSpeed's own ends the process.
+            continue  # All asynchronous calls include it; a separate call makes DeepSpeed's op end the process.
         for parameters in overloads(getattr(getattr(compiled(op), kind), method)):
             for names, by_name in ways(parameters):
                 for asynchronous in (False, True) if "async" in names else (None,):
@@ -118,7 +119,8 @@ def test_the_functions_of_the_module(served, compiled, tmp_path):
 
 
 def test_the_copy_takes_any_size_and_refuses_unequal_ones(served):
-    """DeepSpeed's copies 64 floats too many for some sizes, 1000 for example, and rows instead of elements."""
+    """DeepSpeed's function copies 64 floats too many for some sizes, such as 1000, and counts
+    rows instead of elements."""
     copy = served("async_io").deepspeed_memcpy
     for size in (0, 1, 64, 127, 4096 + 65):
         target, source = torch.zeros(size + 64), torch.rand(size)
@@ -128,7 +130,7 @@ def test_the_copy_takes_any_size_and_refuses_unequal_ones(served):
     copy(square, torch.arange(15.0).view(5, 3))
     assert torch.equal(square.flatten(), torch.arange(15.0))
     for wrong in (torch.zeros(16), torch.zeros(15, dtype=torch.int32), None):
-        with pytest.raises(spillway.InvalidArgument):
+        with pytest.raises(spillway.InvalidArgumentError):
             copy(square, wrong)
 
 

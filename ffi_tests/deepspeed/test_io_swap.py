@@ -1,6 +1,6 @@
-"""Proves that what DeepSpeed builds on its handles works on Spillway's: the gradient swapper, the buffer pools, the fast
-checkpoint writer with one buffer and with two, and the benchmark engine of deepspeed.nvme. Training runs through the
-optimizer and parameter swappers are in test_train.py."""
+"""Proves that the parts of DeepSpeed that use its handles work with Spillway's. The parts are the gradient swapper,
+the buffer pools, the fast checkpoint writer with one and with two buffers, and the benchmark engine of
+deepspeed.nvme. Training runs through the optimizer and parameter swappers are in test_train.py."""
 
 
 # The fast writer needs DeepSpeed's utils op, which the CPU accelerator does not have; one function of it is used.
@@ -14,8 +14,8 @@ writer.UtilsBuilder = Utils
 """
 
 
-def test_the_gradient_swapper_and_the_buffer_pools(run_script):
-    out = run_script("""
+def test_the_gradient_swapper_and_the_buffer_pools(run_forked):
+    out = run_forked("""
 import os, pathlib, torch, deepspeed, deepspeed.comm as dist
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 dist.init_distributed("gloo", init_method=f"file://{os.getcwd()}/rendezvous", rank=0, world_size=1)
@@ -42,9 +42,10 @@ print("swapped", len(list(pathlib.Path(".").glob("gradient*"))))
     assert "swapped 40" in out
 
 
-def test_the_fast_checkpoint_writer(run_script, tmp_path):
-    """Its files are those of torch.save, for sizes around the buffer's; it writes through a descriptor with O_DIRECT."""
-    out = run_script("import torch, deepspeed\n" + UTILS + """
+def test_the_fast_checkpoint_writer(run_forked, tmp_path):
+    """The writer's files equal those of torch.save, for sizes around the buffer's; it writes through
+    a descriptor with O_DIRECT."""
+    out = run_forked("import torch, deepspeed\n" + UTILS + """
 from deepspeed.io import FastFileWriter, FastFileWriterConfig
 from deepspeed.ops.op_builder import AsyncIOBuilder
 handle = AsyncIOBuilder().load().aio_handle(1 << 16, 8, False, True, 2)
@@ -66,8 +67,8 @@ print("written")
     assert "written" in out
 
 
-def test_the_checkpoint_engine_with_native_pinning(run_script):
-    out = run_script("import torch, types, deepspeed\n" + UTILS + """
+def test_the_checkpoint_engine_with_native_pinning(run_forked):
+    out = run_forked("import torch, types, deepspeed\n" + UTILS + """
 from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.model_checkpointing import constants as names
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
@@ -85,9 +86,9 @@ print("saved", sys.modules["spillway.deepspeed"].active()["async_io"]["failed"])
     assert "saved 0" in out
 
 
-def test_the_benchmark_engine(run_script):
+def test_the_benchmark_engine(run_forked):
     """deepspeed.nvme: pread and pwrite with async, then wait; and the basic functions of the module."""
-    out = run_script("""
+    out = run_forked("""
 import types, torch, deepspeed
 from deepspeed.nvme import ds_aio_handle, ds_aio_basic
 import os

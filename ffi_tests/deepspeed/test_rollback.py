@@ -1,7 +1,7 @@
-"""Proves that adam_rollback and DeepSpeedCPUAdam.rollback_subgroup give every bit back where the step was recorded, and
-measures what DeepSpeed's compiled op, the control, gives back in the same cases: rollback.md holds the table.
+"""Proves that adam_rollback and DeepSpeedCPUAdam.rollback_subgroup restore every bit of a recorded step. Measures
+the bits that DeepSpeed's compiled op, the control, restores in the same cases: rollback.md holds the table.
 
-SPILLWAY_BLESS=1 writes rollback.md anew; without it the test fails where a number has moved."""
+SPILLWAY_BLESS=1 rewrites rollback.md; without it the test fails if a number has changed."""
 
 import itertools
 import os
@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from spillway.deepspeed import _hook
-from spillway.errors import InvalidArgument
+from spillway.errors import InvalidArgumentError
 
 N = 200_000
 LR = 1e-3
 RECORD = pathlib.Path(__file__).with_name("rollback.md")
 _ids = itertools.count(2_000_000)
 
-# What differs from a finite gradient in step 50 with AdamW's decay of 0.01 and bias correction.
+# The differences of each case from a finite gradient in step 50 with AdamW's decay of 0.01 and bias correction.
 CASES = {
     "finite gradient, step 50": {},
     "finite gradient, step 1": {"step": 1},
@@ -34,8 +34,8 @@ CASES = {
 
 def run(op, step=50, spike=1.0, bad=0, bias_correction=True, adamw=True, weight_decay=0.01, betas=(0.9, 0.999),
         dtype=torch.float32):
-    """Trains up to the step, does it, rolls it back. States before and after, and the params that are NaN after one more
-    step in which each tenth gradient is zero."""
+    """Trains up to the step, does the step, and rolls it back. Returns the states before and after. Also returns
+    which parameters are NaN after one more step in which each tenth gradient is zero."""
     source, optimizer_id = torch.Generator().manual_seed(5), next(_ids)
     param = (torch.randn(N, generator=source) * 0.02).to(dtype)
     exp_avg, exp_avg_sq = torch.zeros(N), torch.zeros(N)
@@ -70,10 +70,11 @@ def bits(tensor):
 
 
 def row(op, case):
-    """The cells of one row: shares that came back wrong, the largest error of param, NaN params after the next step."""
+    """The cells of one row: the shares of wrong values after the rollback, the largest error of param, and the NaN
+    params after the next step."""
     try:
         before, after, nan = run(op, **CASES[case])
-    except InvalidArgument:
+    except InvalidArgumentError:
         return ["refused"] * 5
     wrong = [f"{(bits(a) != bits(b)).float().mean().item():.1%}" for a, b in zip(before, after)]
     error = ((after[0].double() - before[0].double()).abs().max() / LR).item()
@@ -99,28 +100,29 @@ def table(op):
 
 def test_what_the_compiled_op_gets_wrong(served, recorded, compiled):
     recorded("never")
-    text = f"""# Rolling a step back: DeepSpeed's op, and Spillway's
+    text = f"""# Rollback of a step: DeepSpeed's op and Spillway
 
-{N:,} parameters, lr {LR}, one step and its rollback; AdamW with decay 0.01, beta 0.9 and 0.999, step 50 where nothing
-else is said. Percentages are the share of values whose bits are not those from before the step. Written and checked by
-test_rollback.py.
+{N:,} parameters, lr {LR}: one step and its rollback, by AdamW with decay 0.01, beta 0.9 and 0.999, at step 50 unless the case names
+another. A percentage is the share of values whose bits differ from those before the step. `test_rollback.py` writes and
+checks this page.
 
 ## DeepSpeed's compiled op
 
 {table(compiled("cpu_adam"))}
 
-It writes 0 over a param whose gradient is not finite and leaves its states as they are, knows neither L2 nor steps without
-bias correction, and takes back nothing but f32.
+- A param whose gradient is not finite becomes 0, and its states stay as the step left them.
+- L2 decay and steps without bias correction are not supported.
+- Only f32 is rolled back.
 
 ## Spillway, step recorded
 
-Every case: 0.0% wrong, no NaN.
+Every case: 0.0% of the values differ, no NaN.
 
 ## Spillway, step not recorded
 
 {table(served("cpu_adam"))}
 
-"refused" raises before anything is touched.
+"refused": the rollback raises an exception and changes nothing.
 """
     if os.environ.get("SPILLWAY_BLESS"):
         RECORD.write_text(text)
@@ -128,7 +130,7 @@ Every case: 0.0% wrong, no NaN.
     numbers = re.compile(r"[0-9.e+-]+(?=%| lr)")
     assert numbers.sub("#", committed) == numbers.sub("#", text)
     for old, new in zip(numbers.findall(committed), numbers.findall(text)):
-        # The compiler of the control decides how its scalar loop rounds.
+        # The compiler of the control determines the rounding of its scalar loop.
         assert float(new) == pytest.approx(float(old), rel=0.3, abs=3.0 if float(old) >= 0.1 else 1e-5), (old, new)
 
 
@@ -150,7 +152,7 @@ def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, rec
     call(op.adam_update, 1)
     call(op.adam_rollback, 1)
     assert counts() == (start[0], start[1] + 1)
-    # An id that was rolled back once records from then on; the spans may move, and must not change.
+    # An id that was rolled back once records its later steps; the spans may move, but their contents must not change.
     call(op.adam_update, 1)
     tensors[:2] = [tensor.clone() for tensor in tensors[:2]]
     call(op.adam_rollback, 1)
@@ -160,7 +162,7 @@ def test_what_was_not_recorded_or_has_changed_is_not_taken_for_exact(served, rec
     tensors[1] *= 1.5
     call(op.adam_rollback, 1)
     assert counts() == (start[0] + 1, start[1] + 2)
-    # One changed value, wherever it lies, is seen.
+    # The comparison detects one changed value at any position.
     for tensor in tensors:
         for index in (5, 500, 999):
             call(op.adam_update, 1)
@@ -224,13 +226,13 @@ print(undo())
 """
 
 
-def test_the_subgroups_of_superoffload_are_recorded_without_a_setting(run_script):
-    out = run_script(SUBGROUPS)
+def test_the_subgroups_of_superoffload_are_recorded_without_a_setting(run_forked):
+    out = run_forked(SUBGROUPS)
     assert "'mode': 'auto', 'recordings': 4" in out and "'exact_rollbacks': 12, 'arithmetic_rollbacks': 0" in out
 
 
-def test_the_switch_turns_recording_off(run_script):
-    out = run_script(SUBGROUPS.replace("import sys, torch\n", "import sys, torch, spillway.deepspeed\n"
+def test_the_switch_turns_recording_off(run_forked):
+    out = run_forked(SUBGROUPS.replace("import sys, torch\n", "import sys, torch, spillway.deepspeed\n"
                                        "spillway.deepspeed.install(undo='never')\n")
                      .replace("range(3)", "range(1)").replace("torch.equal(a, b)", "torch.allclose(a, b, atol=1e-6)"))
     assert "'recordings': 0" in out and "'exact_rollbacks': 0, 'arithmetic_rollbacks': 4" in out

@@ -1,6 +1,6 @@
-"""Proves, for a sample of scenarios.json, that Spillway in memory, on a tier and under SuperOffload has the bits of DeepSpeed's
-compiled op under plain ZeRO. The whole list: python ffi_tests/deepspeed/scenarios.py, in the environment of
-packaging/python_env.sh."""
+"""Proves, for a sample of scenarios.json, that Spillway in memory, on a tier and under SuperOffload gives the bits
+of DeepSpeed's compiled op under plain ZeRO. To run the whole list: python ffi_tests/deepspeed/scenarios.py, in the
+environment of packaging/python_env.sh."""
 
 import scenario_run
 import scenarios

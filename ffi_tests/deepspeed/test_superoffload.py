@@ -1,6 +1,6 @@
 """Proves that DeepSpeed's SuperOffload on Spillway's engine steps during backward, clipped or not, without a second
-process, and ends with the weights of the run that waits for the norm, bit for bit; also of DeepSpeed's own SuperOffload
-where that waits, that is with clipping."""
+process. It ends with the bits of the run that waits for the norm. With clipping, DeepSpeed's own SuperOffload also
+waits, and the bits equal its bits."""
 
 import json
 import os
@@ -56,8 +56,8 @@ def test_the_weights_are_those_of_deepspeeds_own_superoffload(train, compiled):
     assert (ours["sha256"], ours["losses"]) == (theirs["sha256"], theirs["losses"])
 
 
-def test_the_optimizer_refuses_what_it_cannot_do(run_script):
-    assert run_script("""
+def test_the_optimizer_refuses_what_it_cannot_do(run_forked):
+    assert run_forked("""
 import torch
 from spillway.deepspeed import _ops
 from spillway.deepspeed._rounds import Call, SuperOffloadCPUOptimizer
@@ -75,4 +75,4 @@ optimizer.submit(3, param, grad, *states)
 assert optimizer.missing() == [0] and optimizer.has(3) and not optimizer.has(0)
 optimizer.close()
 assert torch.equal(param, torch.ones(8)) and states[0].abs().sum() == 0
-""") == "amsgrad is not supported\n" * 2
+""") == "SuperOffload: amsgrad is not supported; set amsgrad to false\n" * 2

@@ -1,6 +1,6 @@
-"""Proves that ZeRO-3 with its optimizer states on a tier has, to the bit, the losses, master weights and 16-bit weights of the
-run with states in host memory; that checkpoints of either load in the other and lose nothing; and that a run killed at any
-moment goes on at its last commit with the bits of one that was not."""
+"""Proves that ZeRO-3 with its optimizer states on a tier equals the run with states in host memory: losses, master
+weights and 16-bit weights are the same, bit for bit. Checkpoints of either load in the other and lose nothing. A run
+that is killed at any moment resumes at its last commit, with the bits of an uninterrupted run."""
 
 import functools
 import itertools
@@ -15,17 +15,18 @@ import time
 import types
 
 import pytest
-from spillway.errors import TierFailure
+from spillway.errors import TierError
 from spillway.tier import Steps, Tier, steps
 
 HERE = pathlib.Path(__file__).parent
 
 
 def attempt(starter, folder, *arguments, ranks=1, launcher=(), kill_after=None, delay=0.0, **extra):
-    """One run of tiered.py, forked or by `launcher`; exit status, output, and where its report is.
+    """One run of tiered.py, forked or started by `launcher`. Returns the exit status, the output, and the
+    path of its report.
 
-    It is killed with SIGKILL after it said that step `kill_after` is done, later by `delay` times the shortest step so far:
-    before its end on a machine of any speed."""
+    The run is killed with SIGKILL after it reports step `kill_after` as done. The kill is delayed by `delay` times
+    the shortest step so far, so that it comes before the end on a machine of any speed."""
     report, extensions = folder / "report.json", folder / "extensions"
     report.unlink(missing_ok=True)
     extensions.mkdir(exist_ok=True)
@@ -52,7 +53,7 @@ def attempt(starter, folder, *arguments, ranks=1, launcher=(), kill_after=None, 
 
 
 def finished(starter, folder, *arguments, **how):
-    """The report of a run that has to succeed."""
+    """The report of a run that must succeed."""
     status, output, report = attempt(starter, folder, *arguments, **how)
     assert status == 0, output
     found = json.loads(report.read_text())
@@ -102,13 +103,14 @@ RUNS = {
     "fp16": ["--dtype", "fp16", "--steps", "12"],
 }
 
-# Those in which a sub-group is several parts, which have the one step of DeepSpeed's call, and those whose masters are split.
+# Runs in which a sub-group consists of several parts that share the step number of DeepSpeed's call, and runs whose
+# master weights are split.
 PARTED = ("unclipped", "three groups", "split")
 RUNS["split"] = RUNS["three groups"]
 
 
 def needs_fp16():
-    """DeepSpeed refuses fp16 on a processor without instructions for it."""
+    """DeepSpeed refuses fp16 on a processor that lacks fp16 instructions."""
     torch = pytest.importorskip("torch")
     if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         pytest.skip("DeepSpeed has no fp16 on this processor")
@@ -125,7 +127,8 @@ def test_the_bits_are_those_of_states_in_host_memory(train, in_host, paths, name
     assert tier["subgroups"] > 5 and tier["cached"] == 0 and tier["commits"] == 0
     a, b = (path["blocks"] for path in tier["paths"])
     assert a > b > 0 and on_tier["active"]["async_io"]["written_bytes"] == 0
-    # 12 or 10 bytes a parameter, to and from the tier, in every step, and no gradients. The first state is written once more.
+    # Each step transfers 12 or 10 bytes per parameter to and from the tier, and no gradients. The initial
+    # state is written once.
     steps = on_tier["steps"] - on_tier["skipped"]
     assert tier["flushed"] == steps * tier["parts"] and tier["fetched"] == tier["flushed"]
     assert (tier["parts"] > 2 * tier["subgroups"]) == (name in PARTED)
@@ -154,7 +157,7 @@ def test_parameters_on_a_tier_as_well(train, paths, tmp_path):
     large = ["--params", tmp_path / "parameters", "--dim", "512", "--layers", "1", "--steps", "4", "--sub_group", 1 << 20]
     on_tier, found = train("--paths", *paths, "--block", '{"part_elements": 100000}', *large), train(*large)
     assert same(on_tier, found) and on_tier["active"]["async_io"]["written_bytes"] == 0
-    # With the block on its paths, else where the configuration has the files.
+    # With the block the files are on its paths, otherwise at the place that the configuration names.
     for report, count in ((on_tier, 2), (found, 1)):
         tier, = report["active"]["parameter_tier"]
         assert len(tier["paths"]) == count and sum(path["written_bytes"] for path in tier["paths"]) > 10 << 20
@@ -166,7 +169,7 @@ def test_parameters_on_a_tier_as_well(train, paths, tmp_path):
 @pytest.fixture
 def both(overlay):
     """How two ranks are started."""
-    # Where there is a compiler DeepSpeed builds its collectives for several ranks.
+    # If a compiler is installed, DeepSpeed builds its collectives for several ranks.
     return {"ranks": 2, "PATH": os.path.dirname(overlay)}
 
 
@@ -180,14 +183,15 @@ def test_two_ranks_that_end_and_go_on(train, paths, both):
 
 
 def killed_between_commits(starter, folder, both, rank, step, *arguments):
-    """A run of two ranks in which one committed a step and the other died before."""
+    """A run of two ranks of which one committed a step and the other died before its commit."""
     marker = folder / "committed"
     marker.unlink(missing_ok=True)
     status, output, _ = attempt(starter, folder, *arguments, "--die", rank, step, marker, **both)
     assert status == -signal.SIGKILL and marker.exists(), output
 
 
-# Which rank died before its commit of which step: the first of all and one in the middle, one and the first after a resume.
+# (rank, step) of two deaths before a commit: in the first step and in a later one, or in some step and in the first one
+# after the resume.
 KILLED = {"cached": (((1, 1), (0, 4)), 1200000, False, ()),
           "unclipped": (((0, 3), (1, 3)), 0, True, ("--clip", "0", "--accumulate", "2"))}
 
@@ -212,7 +216,7 @@ def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(starter
     for folder, away in apart:
         folder.rename(away)
     status, output, _ = attempt(starter, tmp_path, *tiered, **both)
-    assert status != 0 and "they hold the steps [3, None]; ranks [1] found none" in output, output
+    assert status != 0 and "their last steps are [3, None]; ranks [1] found no tier" in output, output
     for folder, away in apart:
         shutil.rmtree(folder, ignore_errors=True)
         away.rename(folder)
@@ -227,12 +231,12 @@ def test_the_step_at_which_ranks_go_on(monkeypatch):
     assert _ranks._common([fifth, sixth]) == 5 and _ranks._common([sixth, fifth, sixth]) == 5
     assert _ranks._common([first, began]) is None
     for apart in ([first, nothing], [first, sixth], [fifth, began], [sixth, nothing, sixth], [began, nothing, first]):
-        with pytest.raises(ValueError, match="they hold the steps"):
+        with pytest.raises(ValueError, match="their last steps are"):
             _ranks._common(apart)
-    # What fails on one rank fails on all, and nobody is left waiting.
+    # A failure on one rank makes all ranks fail, and no rank is left waiting.
     undone = []
     monkeypatch.setattr(_ranks, "gathered", lambda words, world: [words, "OSError: no disk"])
-    with pytest.raises(TierFailure, match="another rank failed: rank 1: OSError: no disk"):
+    with pytest.raises(TierError, match="another rank failed, so this rank gives up too: rank 1: OSError: no disk"):
         _ranks.together(2, lambda: "opened", undone.append)
     with pytest.raises(KeyError, match="mine"):
         _ranks.together(2, lambda: {}["mine"], undone.append)
@@ -245,10 +249,10 @@ def test_a_commit_that_could_not_be_taken_up_is_refused():
     swapper.committed, swapper.world = 5, 2
     engine = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer_swapper=swapper), global_steps=5, micro_steps=8,
                                    gradient_accumulation_steps=lambda: 4)
-    with pytest.raises(ValueError, match="step 5 is committed already"):
+    with pytest.raises(ValueError, match="step 5 is already committed"):
         _resume.commit(engine)
     engine.global_steps, engine.micro_steps = 6, 11
-    with pytest.raises(ValueError, match="would lose the gradients"):
+    with pytest.raises(ValueError, match="gradients a commit does not store"):
         _resume.commit(engine)
 
 
@@ -266,7 +270,7 @@ def test_what_a_checkpoint_brought_is_committed_unless_that_is_left_to_the_calle
 
 
 def test_checkpoints_load_in_either_kind_of_run(train, paths, tmp_path):
-    """All four ways from one kind of run to the other have the same bits after the load."""
+    """All four conversions from one kind of run to the other give the same bits after the load."""
     on_tier = train("--paths", *paths, "--block", SPLIT, "--seed-each-step", "--save", tmp_path / "tier", "--save_at", 5)
     of_host = train("--seed-each-step", "--save", tmp_path / "host", "--save_at", 5)
     assert same(on_tier, of_host)
@@ -293,7 +297,7 @@ def test_a_killed_run_goes_on_at_its_last_commit(starter, train, in_host, paths,
     assert (last["sha256"], last["published"]) == (whole["sha256"], whole["published"])
     assert last["losses"] == whole["losses"][last["began_at"]:]
     began_at.append(last["began_at"])
-    # What was committed when the step was reported is there, and nothing but whole commits.
+    # The tier holds a commit at least as new as the reported step, and complete commits only.
     assert began_at[0] == 0 and all(step // interval * interval <= at for step, at in zip(kills, began_at[1:]))
     assert all(at % interval == 0 for at in began_at) and last["active"]["tier"][0]["resumed_at"] == last["began_at"]
     with Tier([str(path) for path in paths], job="deepspeed", mode="resume") as tier:
@@ -306,11 +310,11 @@ def test_without_resume_the_paths_are_scratch(train, in_host, paths):
     assert anew["began_at"] == 0 and same(anew, in_host())
 
 
-def test_states_and_gradients_are_seen_and_set_between_steps(run_script, paths):
-    """DeepSpeed's own ways to look at one parameter, the same on the tier as in host memory."""
+def test_states_and_gradients_are_seen_and_set_between_steps(run_forked, paths):
+    """DeepSpeed's functions that read one parameter give the same values on the tier as in host memory."""
     text = (HERE / "fragments.py").read_text()
     kinds = (("", "{}"), (str(paths[0]), "{}"), (str(paths[1]), SPLIT))
-    host, *on_tier = (run_script(text, HERE, PLACE=place, BLOCK=block, OMP_NUM_THREADS="1") for place, block in kinds)
+    host, *on_tier = (run_forked(text, HERE, PLACE=place, BLOCK=block, OMP_NUM_THREADS="1") for place, block in kinds)
     assert [host, host] == on_tier and "exp_avg_sq" in host and host.count("\n") > 40
 
 

@@ -1,6 +1,6 @@
-"""Proves that an unmodified DeepSpeed trains with Spillway under ZeRO 2 and 3, bit for bit as with its compiled ops, with
-states in memory and with states, gradients and parameters in files; that it does so on a machine without a compiler, with
-two ranks; and that the weights depend on the run."""
+"""Proves that an unmodified DeepSpeed with Spillway trains under ZeRO 2 and 3 with the bits of its compiled ops. The
+states are in memory, or the states, gradients and parameters are in files. The runs also work without a compiler and
+with two ranks, and the weights depend on the run."""
 
 import json
 import os
@@ -14,19 +14,19 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 FAILURES = HERE / "io_failures.md"
 SMALL = ["--dim", "64", "--layers", "2", "--context", "64", "--batch", "4", "--steps", "8"]
-# Matrices above 1 MiB, which is where DeepSpeed begins to move them to files.
+# Matrices above 1 MiB, the size from which DeepSpeed moves them to files.
 LARGE = ["--dim", "512", "--layers", "1", "--steps", "4"]
 
 
 def train(python, folder, *arguments, **how):
-    """One run of the demo's script; its report."""
+    """One run of the demo's script; returns its report."""
     done, report = attempt(python, folder, *arguments, **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads(report.read_text())
 
 
 def attempt(python, folder, *arguments, launcher=(), **extra):
-    """One run that may fail, and where its report is."""
+    """One run that may fail; returns its result and the path of its report."""
     report = folder / "report.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra}
     environment.pop("SPILLWAY_LIBRARY")
@@ -58,7 +58,7 @@ def test_the_weights_are_those_of_the_compiled_op(with_spillway, compiled, overl
 
 
 def build_all(compiled, *more):
-    """Before any timed run: a build that is cut off leaves a lock behind."""
+    """Builds the ops before any run with a timeout: an interrupted build leaves a lock behind."""
     for op in ("cpu_adam", "deepspeed_shm_comm", *more):
         compiled(op)
 
@@ -85,7 +85,7 @@ def test_files_without_io_uring_give_the_same_weights(with_spillway, tmp_path):
 
 @pytest.fixture
 def sectors_of_4_kib(tmp_path):
-    """A folder on a device that takes no smaller request."""
+    """A folder on a device that accepts no smaller request."""
     if os.getuid() != 0 or not all(map(shutil.which, ("losetup", "mkfs.ext4", "mount"))):
         pytest.skip("a loop device needs root, losetup and mkfs.ext4")
     image, folder = tmp_path / "image", tmp_path / "sectors"
@@ -108,7 +108,7 @@ def sectors_of_4_kib(tmp_path):
 
 
 def test_a_device_with_4_kib_sectors(with_spillway, compiled, overlay, tmp_path, sectors_of_4_kib):
-    """DeepSpeed aligns to 1 KiB, so that the end of a tensor cannot be written: the control stops at its first read."""
+    """DeepSpeed aligns to 1 KiB, so it cannot write the end of a tensor: the control stops at its first read."""
     build_all(compiled, "async_io", "pin_memory")
     there = with_spillway("--nvme", str(sectors_of_4_kib), *LARGE)
     here = with_spillway("--nvme", str(tmp_path), *LARGE)

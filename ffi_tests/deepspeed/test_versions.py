@@ -1,5 +1,6 @@
-"""Proves which part is replaced in which version of DeepSpeed: four versions train with each part, or leave it to DeepSpeed
-and say so; a block that asks for a part that is left is an error; a method with other parameters is noticed."""
+"""Proves which parts Spillway replaces in which version of DeepSpeed. Four versions train with each part, or leave
+the part to DeepSpeed and report it. A block that requests a part that Spillway does not replace raises an error. A
+method with other parameters is detected."""
 
 import json
 import os
@@ -12,7 +13,8 @@ import pytest
 from spillway.deepspeed import _versions
 
 SCRIPT = pathlib.Path(__file__).parent / "feature.py"
-# What each version has. DeepSpeed 0.14.0 needs numactl for states in host memory; its ops are in test_hook.py.
+# The parts that Spillway replaces in each version. DeepSpeed 0.14.0 needs numactl for states in host memory; its ops
+# are in test_hook.py.
 SERVED = {"0.14.0": (), "0.16.9": ("ops", "states"), "0.18.9": ("ops", "states"),
           "0.19.8": ("ops", "states", "parameters", "interleave", "superoffload")}
 
@@ -39,19 +41,19 @@ def test_a_part_trains_in_the_versions_that_have_it(version, part, tmp_path, old
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["version"] == version and part in found["served"], found
     if part == "parameters":
-        return  # There DeepSpeed holds the weights in files.
+        return  # In this case DeepSpeed keeps the weights in files.
     _BITS.setdefault("sha256", found["sha256"])
     assert found["sha256"] == _BITS["sha256"], "another version or part came to other weights"
 
 
-# The first result, for the others to equal.
+# The first result; all others must equal it.
 _BITS = {}
 
 
 @pytest.mark.parametrize("version, part, words", [
-    ("0.14.0", "states", "optimizer states on a tier were tried with DeepSpeed 0.16.0 to 0.19.x, and this is 0.14.0"),
-    ("0.18.9", "interleave", "interleaved updates were tried with DeepSpeed 0.19.5 to 0.19.x, and this is 0.18.9"),
-    ("0.18.9", "parameters", "16-bit parameters on a tier were tried with DeepSpeed 0.19.0 to 0.19.x")])
+    ("0.14.0", "states", "optimizer states on a tier are tested with DeepSpeed 0.16.0 to 0.19.x, and this is 0.14.0"),
+    ("0.18.9", "interleave", "interleaved updates are tested with DeepSpeed 0.19.5 to 0.19.x, and this is 0.18.9"),
+    ("0.18.9", "parameters", "16-bit parameters on a tier are tested with DeepSpeed 0.19.0 to 0.19.x")])
 def test_a_block_that_asks_for_what_a_version_lacks_is_an_error(version, part, words, tmp_path, older_deepspeed):
     done = start(version, part, tmp_path, older_deepspeed)
     assert done.returncode != 0 and words in done.stderr, done.stderr[-3000:]
@@ -60,7 +62,7 @@ def test_a_block_that_asks_for_what_a_version_lacks_is_an_error(version, part, w
 def test_what_is_left_to_deepspeed_is_in_the_report(tmp_path, older_deepspeed):
     done = start("0.18.9", "ops", tmp_path, older_deepspeed)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "tried with DeepSpeed 0.19.5" in json.loads(done.stdout.splitlines()[-1])["left"]["interleave"]
+    assert "tested with DeepSpeed 0.19.5" in json.loads(done.stdout.splitlines()[-1])["left"]["interleave"]
 
 
 def test_a_method_with_other_parameters_is_left_to_deepspeed():

@@ -1,10 +1,10 @@
-"""Trains the small GPT of train.py under ZeRO-3 with its optimizer states on Spillway's tier, or in host memory, which must
-come to the same losses and weights.
+"""Trains the small GPT of train.py under ZeRO-3 with its optimizer states on Spillway's tier or in host memory.
+Both must give the same losses and weights.
 
-The script's only words for Spillway are its configuration block, the report at its end, and a rank's death between the
-commits of two ranks, where a test asks for it. It counts on the engine's global
-step alone to know where it is in the data, so that a run that was killed goes on when it is started again. Each
-loss is multiplied by a random number, so that the generators count; learning rates follow a schedule."""
+The script mentions Spillway in its configuration block and in the report at its end. If a test asks for it, the
+script also kills a rank between the commits of two ranks. It derives its position in the data from the engine's
+global step alone, so a killed run resumes when it is restarted. Each loss is multiplied by a random number, so that
+the state of the generators matters; learning rates follow a schedule."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ def main():
     model = train.Gpt(options.dim, options.layers, options.context)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters_of(model, options), config=config(options))
     if options.load:
-        assert engine.load_checkpoint(options.load)[0], "no checkpoint"
+        assert engine.load_checkpoint(options.load)[0], f"{options.load} has no checkpoint"
         torch.manual_seed(options.seed + engine.global_steps)
     began_at = engine.global_steps
     losses = run(engine, options, torch)
@@ -45,7 +45,7 @@ def main():
 
 
 def die_in_commit(rank, step, marker):
-    """Has a rank killed just before its commit of a step, when another rank has made its own and left the marker."""
+    """Kills a rank just before its commit of a step, after another rank has committed that step and left the marker."""
     import spillway
     own_commit, marker = spillway.Swap.commit, pathlib.Path(marker)
 
@@ -63,7 +63,8 @@ def die_in_commit(rank, step, marker):
 
 
 def set_again(engine, torch):
-    """Writes states to the tier between two steps, as a rank may that waits for no other, without changing them."""
+    """Writes states to the tier between two steps without changing them, as a rank may do that waits
+    for no other rank."""
     swapper = engine.optimizer.optimizer_swapper
     for index, elements in enumerate(swapper.elements):
         parts = [torch.empty(elements) for _ in range(3)]
@@ -103,7 +104,7 @@ def parameters_of(model, options):
 
 
 def published(engine):
-    """sha256 over the 16-bit weights that this rank's part of the model has."""
+    """sha256 over the 16-bit weights in this rank's part of the model."""
     import hashlib
     digest = hashlib.sha256()
     for flat in engine.optimizer.fp16_partitioned_groups_flat:
@@ -115,7 +116,7 @@ def published(engine):
 def config(options):
     offload = {"device": "cpu"}
     if options.paths:
-        # Both kinds of DeepSpeed's own swapper give way.
+        # Both kinds of DeepSpeed's own swapper are replaced.
         offload = {"device": "nvme", "nvme_path": options.paths[0], "pipeline_read": options.pipeline}
     zero = {"stage": 3, "sub_group_size": options.sub_group, "offload_optimizer": offload}
     if options.params:

@@ -1,10 +1,10 @@
-"""Trains a small byte-level GPT on real text under DeepSpeed ZeRO with its optimizer states in CPU memory, or with
---nvme DIRECTORY its states, gradients and parameters in files.
+"""Trains a small byte-level GPT on real text under DeepSpeed ZeRO.
+Its optimizer states are in CPU memory; with --nvme DIRECTORY its states, gradients and parameters are in files.
 
-The script knows nothing of Spillway but the report at its end: with SPILLWAY_DEEPSPEED=1 optimizer steps, I/O and pinned
-memory are Spillway's, and the process must not hold a compiled op of DeepSpeed; with --native they are DeepSpeed's own.
-Runs are deterministic for a fixed OMP_NUM_THREADS, so equal hashes mean bit-identical training. DS_ACCELERATOR=cuda trains on
-a GPU."""
+Only the report at the end of the script mentions Spillway. With SPILLWAY_DEEPSPEED=1, Spillway serves optimizer
+steps, I/O and pinned memory, and the process must not hold a compiled op of DeepSpeed. With --native, DeepSpeed's
+own ops are used. Runs are deterministic for a fixed OMP_NUM_THREADS, so equal hashes mean bit-identical training.
+DS_ACCELERATOR=cuda trains on a GPU."""
 
 import argparse
 import atexit
@@ -50,7 +50,8 @@ def main():
 
 
 def train(engine, options):
-    """Steps until the count or the time is used up; the losses and the steps per second after the first step."""
+    """Steps until the count or the time is used up. Returns the losses and the steps per second
+    after the first step."""
     batches = Batches(options)
     losses, start = [], time.monotonic()
     for step in range(1, options.steps + 1):
@@ -76,7 +77,8 @@ def progress(step, steps, losses, rate, last):
 
 
 def finish(report, options):
-    """Has the first rank say what the run proved; exits non-zero in each rank where it proved nothing."""
+    """Makes the first rank print the results of the run. Each rank exits non-zero if the run did
+    not prove its claim."""
     first, last = mean(report["losses"][:5]), mean(report["losses"][-5:])
     if int(os.environ["RANK"]) == 0:
         print(f"  loss {first:.4f} -> {last:.4f}, {report['steps_per_second']:.2f} steps/s")
@@ -88,19 +90,19 @@ def finish(report, options):
     served = report["active"].get("cpu_adam", {}).get("calls", 0)
     needed = ["cpu_adam.so"] + ["async_io.so", "pin_memory.so"] * bool(options.nvme)
     if options.native and (served or not set(needed) <= set(report["compiled_ops"])):
-        sys.exit("--native, but the work was not done by DeepSpeed's ops")
+        sys.exit("train.py --native: DeepSpeed's compiled ops did not run; unset SPILLWAY_DEEPSPEED")
     if not options.native and (not served or report["compiled_ops"]):
-        sys.exit("Spillway did not serve every step; is it installed, and SPILLWAY_DEEPSPEED=1 set?")
+        sys.exit("train.py: Spillway did not run every step; install the wheel and set SPILLWAY_DEEPSPEED=1")
     if options.nvme and not options.native:
         moved = report["active"]["async_io"]
         if not (moved["read_bytes"] and moved["written_bytes"]) or moved["failed"]:
-            sys.exit("Spillway did not serve the files")
+            sys.exit("train.py: Spillway's async_io did not transfer the files; install the wheel and set SPILLWAY_DEEPSPEED=1")
     if report["steps"] >= 20 and last >= first:
-        sys.exit("the loss did not fall")
+        sys.exit("train.py: the loss did not fall")
 
 
 def active():
-    """What Spillway served; nothing if it is not even loaded."""
+    """The parts that Spillway served; empty if Spillway is not loaded."""
     module = sys.modules.get("spillway.deepspeed")
     return module.active() if module else {}
 
@@ -136,7 +138,7 @@ def config(options):
     if options.sub_group_size:
         zero["sub_group_size"] = options.sub_group_size
     if options.nvme:
-        # Tensors below 1 MiB stay in memory. A buffer holds any one parameter.
+        # Tensors below 1 MiB stay in memory. A buffer is large enough for every parameter.
         zero = {"stage": 3, "sub_group_size": 4 << 20, "stage3_param_persistence_threshold": 0,
                 "offload_optimizer": {"device": "nvme", "nvme_path": options.nvme,
                                       "buffer_count": 14 if options.pipeline else 5,
@@ -149,7 +151,7 @@ def config(options):
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        # tiered.py is for Spillway's own; these runs are about DeepSpeed's swappers on Spillway's files.
+        # tiered.py tests Spillway's own tier; these runs test DeepSpeed's swappers on Spillway's files.
         "spillway": {"enabled": False},
         "steps_per_print": 1 << 30,
         **({"spillway": json.loads(options.block)} if options.block else {}),
@@ -163,7 +165,7 @@ class Batches:
         sources = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = b"".join(path.read_bytes() for path in sources)[:limit]
         if len(text) < 100_000:
-            sys.exit("the Python library's sources are not on this machine")
+            sys.exit("train.py: the sources of Python's standard library, from which it trains, are not installed on this machine")
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._window = torch.arange(options.context + 1)
         self._batch = options.batch
@@ -175,7 +177,7 @@ class Batches:
 
 
 class Gpt(nn.Module):
-    """A decoder over bytes; returns the loss of predicting each next byte."""
+    """A byte-level decoder; returns the loss of predicting each next byte."""
 
     def __init__(self, dim, layers, context):
         super().__init__()
@@ -218,8 +220,8 @@ def become_single_rank():
 
 
 def leave_group():
-    """Ends the process after what Python has to do at its end, and without taking C++ threads down: now and then that aborts
-    a rank of several ("terminate called without an active exception"), whose cause is not known."""
+    """Ends the process after Python's exit handlers, without destroying C++ threads. Their destruction sometimes
+    aborts one of several ranks ("terminate called without an active exception"); the cause is unknown."""
     torch.distributed.barrier()
     atexit._run_exitfuncs()
     sys.stdout.flush()

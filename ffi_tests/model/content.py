@@ -1,6 +1,6 @@
-"""Contents that name their origin: every 16 bytes say seed, extent, stream, generation and place.
+"""Contents that name their origin: every 16 bytes contain the seed, extent, stream, generation and position.
 
-A buffer that mixes two generations, two extents or two places is described by what it mixes."""
+If a buffer mixes two generations, two extents or two positions, the description lists them."""
 
 import random
 
@@ -11,7 +11,7 @@ _spoiled = False
 
 
 def spoil():
-    """For tests of the model: from now on every fifth array that is made has its last byte changed."""
+    """For tests of the model: after this call, every fifth new array has its last byte changed."""
     global _spoiled
     _spoiled = True
 
@@ -49,7 +49,7 @@ def generation_of(arrays, seed, extent, allowed, sizes):
 
 
 def describe(array, seed, limit=6):
-    """What an array holds, as runs of cells that came from one place."""
+    """A description of an array as runs of cells that have one origin."""
     whole = len(array) // CELL
     if not whole:
         return f"{len(array)} bytes: {bytes(array).hex()}"

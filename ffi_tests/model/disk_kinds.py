@@ -17,7 +17,8 @@ from .tier_moves import BUSY, TierMoves
 
 
 def full(episode):
-    """A limit on the data file, on the sizes of files, or a small file system: errors say so, what was committed stays."""
+    """Limits the data file or the sizes of files, or uses a small file system. Errors must name the limit, and
+    committed data must stay."""
     draw = episode.random("full")
     how, mounted = draw.choice(("limit", "rlimit", "tmpfs")), None
     if how == "rlimit" and "file size limit" in episode.without:
@@ -74,7 +75,8 @@ def _fills(child, moves, how):
 
 
 def frozen(episode):
-    """One of two paths on a file system that is frozen for a while: the other goes on, calls keep their time, nothing is lost."""
+    """Freezes the file system of one of two paths for a while. The other path continues, calls keep their timeout,
+    and no data is lost."""
     image, base = episode.path("image"), episode.path("frozen")
     os.mkdir(base)
     with open(image, "wb") as file:
@@ -85,7 +87,7 @@ def frozen(episode):
             episode.note(f"not run: {' '.join(command[:1])}: {done.stderr.strip()}")
             return
     try:
-        moves = TierMoves(episode, bases=[base, episode.path("good")], host="here", stall_seconds=1.0)
+        moves = TierMoves(episode, bases=[base, episode.path("good")], host="here", io_timeout=1.0)
         child = Child(episode, _freezes, moves, name="the owner with a frozen path")
         child.expect("committed")
         subprocess.run(["fsfreeze", "-f", base], check=True)

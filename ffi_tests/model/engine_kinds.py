@@ -1,4 +1,4 @@
-"""Episodes on the I/O engine, on pools and on pinned memory, by several threads."""
+"""Episodes on the I/O engine, on pools and on pinned memory, with several threads."""
 
 import ctypes
 import threading
@@ -15,13 +15,13 @@ PAGE = 4096
 
 
 def c(episode, name, *arguments, may=(), limit=30.0, show=()):
-    """One C call as a move; the Answer's value is nothing."""
+    """One C call as a move; the Answer has no value."""
     function = getattr(_native.library(), name)
     return episode.call(name, lambda: _native.check(function(*arguments)), may=may, limit=limit, show=show)
 
 
 def engine(episode):
-    """Reads, writes, syncs, cancels and waits of several threads, each on a file of its own."""
+    """Several threads read, write, sync, cancel and wait, each on a file of its own."""
     draw = episode.random("engine")
     options = _abi.sized(_abi.IoOptions)
     options.backend, options.flags = draw.choice((0, 0, 2)), draw.choice((0, 1, 2, 3))
@@ -43,14 +43,15 @@ def engine(episode):
         if user.failure:
             raise user.failure
     stats = _abi.sized(_abi.IoStats)
-    c(episode, "spw_io_stats_get", io, ctypes.byref(stats))
+    c(episode, "spw_io_get_stats", io, ctypes.byref(stats))
     episode.check(stats.stuck == 0, f"{stats.stuck} operations are stuck")
     left = sum(len(user.pending) for user in users)
     c(episode, "spw_io_close", io, 20000, may=(SHORT, CANCELLED, MISSING) if left else ())
 
 
 class _File:
-    """A file, what it holds, and the operations on it: handle -> what it does. Regions of operations under way are apart."""
+    """A file, its expected contents, and its operations by handle. The regions of operations in
+    flight do not overlap."""
 
     SIZE, REGIONS = 1 << 20, 16
 
@@ -83,7 +84,7 @@ class _File:
         return request
 
     def region(self, draw):
-        """(number, offset) of a region that nothing works on, or None."""
+        """(number, offset) of a region without an operation in flight, or None."""
         taken = {operation[1] for operation in self.pending.values()}
         free = [n for n in range(self.REGIONS) if n not in taken]
         return draw.choice(free) if free else None
@@ -114,7 +115,7 @@ class _File:
         request = self.request(region * 65536, array)
         answer = c(self.episode, function, self.io, ctypes.byref(request), ctypes.byref(handle), may=may, show=(self.number, region))
         if answer.ok:
-            self.episode.check(handle.value not in self.pending, f"handle {handle.value} was given twice")
+            self.episode.check(handle.value not in self.pending, f"handle {handle.value} was returned twice")
             self.pending[handle.value] = operation
             if operation[0] == "write":
                 self.holds.pop(region, None)
@@ -136,7 +137,8 @@ class _File:
         may = (CANCELLED,) if operation[-1] == "cancelled" else ()
         if 0 <= timeout < 20000:
             may = (*may, TIMEOUT)
-        answer = c(self.episode, "spw_io_wait", self.io, handle, timeout, ctypes.byref(moved), may=may, show=(self.number, handle, timeout))
+        answer = c(self.episode, "spw_io_wait", self.io, ctypes.byref(ctypes.c_uint64(handle)), 1, timeout, ctypes.byref(moved),
+                   may=may, show=(self.number, handle, timeout))
         if answer.status != TIMEOUT:
             del self.pending[handle]
             self.done.append(handle)
@@ -164,7 +166,7 @@ class _File:
         chosen = draw.sample(sure, min(len(sure), draw.randrange(4)))
         timeout = draw.choice((0, 20000, -1))
         handles = (ctypes.c_uint64 * len(chosen))(*chosen)
-        answer = c(self.episode, "spw_io_wait_many", self.io, handles, len(chosen), timeout,
+        answer = c(self.episode, "spw_io_wait", self.io, handles, len(chosen), timeout, None,
                    may=(TIMEOUT,) if timeout == 0 else (), show=(self.number, chosen, timeout))
         if answer.ok:
             for handle in chosen:
@@ -179,9 +181,9 @@ class _File:
                 self.pending[handle] = (*self.pending[handle], "cancelled")
 
     def stale(self, draw):
-        """One outcome for a handle: a second wait is refused."""
+        """A handle has one result: a second wait is refused."""
         handle = draw.choice(self.done) if self.done else draw.randrange(1 << 62)
-        for name, arguments in (("spw_io_wait", (handle, 0, None)), ("spw_io_cancel", (handle,))):
+        for name, arguments in (("spw_io_wait", (ctypes.byref(ctypes.c_uint64(handle)), 1, 0, None)), ("spw_io_cancel", (handle,))):
             answer = c(self.episode, name, self.io, *arguments, may=(INVALID,), show=("stale", handle))
             self.episode.check(not answer.ok, f"{name} of handle {handle}, which was waited for, succeeded")
 
@@ -189,11 +191,12 @@ class _File:
         request, handle = self.request(0, np.empty(10, np.uint8)), ctypes.c_uint64()
         request.path = self.path + b".missing/file"
         answer = c(self.episode, "spw_io_read", self.io, ctypes.byref(request), ctypes.byref(handle), may=(MISSING,), show=("missing",))
-        self.episode.check(not answer.ok, "a read of a file that is not there began")
+        self.episode.check(not answer.ok, "a read of a missing file was accepted")
 
 
 def pools(episode):
-    """Blocks of a pool and single pinned allocations, by several threads: nobody else changes a block, none is given twice."""
+    """Several threads allocate blocks of a pool and single pinned areas. No other thread may change a block, and
+    none may be allocated twice."""
     draw = episode.random("pool")
     options = _abi.sized(_abi.PoolOptions)
     options.block_bytes, options.block_count = draw.choice((1, 4096, 100000, 1 << 20)), draw.choice((1, 3, 16))
@@ -201,7 +204,7 @@ def pools(episode):
     pool = ctypes.c_void_p()
     c(episode, "spw_pool_open", ctypes.byref(options), ctypes.byref(pool))
     stats = _abi.sized(_abi.PoolStats)
-    c(episode, "spw_pool_stats_get", pool, ctypes.byref(stats))
+    c(episode, "spw_pool_get_stats", pool, ctypes.byref(stats))
     shared = _Blocks(pool, stats.block_bytes, stats.block_count, stats.bytes)
     users = [_User(episode, shared, number) for number in range(draw.choice((1, 2, 4)))]
     workers = [threading.Thread(target=user.guarded) for user in users]
@@ -212,7 +215,7 @@ def pools(episode):
     for user in users:
         if user.failure:
             raise user.failure
-    c(episode, "spw_pool_stats_get", pool, ctypes.byref(stats))
+    c(episode, "spw_pool_get_stats", pool, ctypes.byref(stats))
     episode.check(stats.in_use == len(shared.owned), f"{stats.in_use} blocks are in use; {len(shared.owned)} were handed out")
     if shared.owned:
         answer = c(episode, "spw_pool_close", pool, may=(BUSY,))
@@ -221,12 +224,12 @@ def pools(episode):
             c(episode, "spw_pool_free", pool, address)
     c(episode, "spw_pool_close", pool)
     before = _abi.sized(_abi.PinnedStats)
-    c(episode, "spw_pinned_stats_get", ctypes.byref(before))
-    episode.check(before.allocations == 0, f"{before.allocations} pinned allocations are left, all were freed")
+    c(episode, "spw_pinned_get_stats", ctypes.byref(before))
+    episode.check(before.allocations == 0, f"{before.allocations} pinned allocations are left although all were freed")
 
 
 class _Blocks:
-    """What the threads share: the pool and who has which block."""
+    """Shared by the threads: the pool and the owner of each block."""
 
     def __init__(self, pool, size, count, whole):
         self.pool, self.size, self.count, self.whole, self.lock, self.owned = pool, size, count, whole, threading.Lock(), {}
@@ -266,7 +269,7 @@ class _User:
             if block.value in shared.owned:
                 raise Defect(f"block {block.value:#x} was handed out twice")
             shared.owned[block.value] = self.number
-            self.episode.check(len(shared.owned) <= shared.count, "more blocks are out than there are")
+            self.episode.check(len(shared.owned) <= shared.count, "more blocks are allocated than the pool has")
         self.episode.check(block.value % PAGE == 0, "a block is not page-aligned")
         self.blocks[block.value] = self.fill(block.value, shared.size)
 
@@ -284,17 +287,9 @@ class _User:
             self.same(address, self.shared.size, mark)
         for address, (size, mark) in self.pinned.items():
             self.same(address, size, mark)
-        address = draw.choice(sorted(self.blocks)) if self.blocks else 4096
-        inside = ctypes.c_uint32()
-        size = draw.choice((0, 1, self.shared.size, self.shared.whole + 1, (1 << 64) - 1))
-        c(self.episode, "spw_pool_contains", self.shared.pool, address, size, ctypes.byref(inside))
-        if self.blocks and 0 < size <= self.shared.size:
-            self.episode.check(inside.value == 1, "a block is said not to lie in its pool")
-        if size > self.shared.whole or not self.blocks and size:
-            self.episode.check(inside.value == 0, f"{size} bytes at {address:#x} are said to lie in the pool")
 
     def foreign(self, draw):
-        """Pointers that are not a block's start are refused, by both kinds of free."""
+        """Both kinds of free refuse pointers that are not the start of a block."""
         here = ctypes.create_string_buffer(8)
         candidates = [1, PAGE, ctypes.addressof(here), (1 << 64) - PAGE]
         candidates += [address + draw.choice((1, 64, 4095)) for address in [*self.blocks, *self.pinned]]
@@ -303,7 +298,7 @@ class _User:
             if address in self.blocks or address in self.pinned:
                 continue
             answer = c(self.episode, name, *arguments, may=(INVALID,), show=(hex(address),))
-            self.episode.check(not answer.ok, f"{name} of {address:#x}, which was never given, succeeded")
+            self.episode.check(not answer.ok, f"{name} of {address:#x}, which was never allocated, succeeded")
 
     def pin(self, draw):
         size, start = draw.choice((0, 1, 100, 5000, 100000, 3 << 20)), ctypes.c_void_p()
@@ -327,7 +322,7 @@ class _User:
 
 
 def _words(address, size):
-    """Memory as an array of 32-bit words, its first and last pages if it is long."""
+    """Memory as an array of 32-bit words; for long memory, only its first and last pages."""
     return np.frombuffer((ctypes.c_char * (size // 4 * 4)).from_address(address), np.uint32)
 
 

@@ -1,8 +1,8 @@
-"""One episode: a seed, its moves, what they answered, and a watchdog over every call.
+"""One episode: a seed, its moves, their results, and a watchdog over every call.
 
-A move is one public call. The library's answer is legal if the caller named its status; everything else is a Defect.
-Each move draws from a generator of its own, made of the seed and the number of the step, so that a step can be left out
-and the others stay what they were."""
+A move is one public call. A result is legal if the caller listed its status; every other result is a Defect. Each
+move has its own random generator, seeded with the seed and the step number. A step can thus be left out without
+changing the others."""
 
 import collections
 import faulthandler
@@ -29,15 +29,15 @@ def without():
 
 
 class Defect(Exception):
-    """The library broke a promise."""
+    """The library broke a documented promise."""
 
 
 class Interrupt(Exception):
-    """What the model's own signal handlers raise."""
+    """The exception that the model's own signal handlers raise."""
 
 
 class Answer:
-    """What a call returned or raised."""
+    """The value that a call returned, or the exception that it raised."""
 
     __slots__ = ("value", "error")
 
@@ -54,16 +54,16 @@ class Answer:
 
 
 class Episode:
-    """`directory` is the episode's own. `drop` holds numbers of steps that are left out."""
+    """`directory` belongs to this episode alone. `drop` holds the numbers of steps that are left out."""
 
     def __init__(self, kind, seed, moves, directory, drop=()):
         self.kind, self.seed, self.moves, self.directory, self.drop = kind, seed, moves, directory, frozenset(drop)
         self.counts, self.children = collections.Counter(), []
-        # Names of known defects whose moves are left out.
+        # Names of known defects; moves that would trigger them are left out.
         self.without = without()
-        # For tests of the model: contents come back with a byte changed.
+        # For tests of the model: arrays have one byte changed.
         self.spoiled = False
-        # Where this process writes to its parent.
+        # The pipe on which this process writes to its parent.
         self.out = None
         self.armed = False
         self._lock, self._running = threading.Lock(), {}
@@ -71,7 +71,7 @@ class Episode:
         self.watch()
 
     def random(self, *where):
-        """A generator for one place of the episode."""
+        """A random generator for one place of the episode."""
         return random.Random(f"{self.seed}/{'/'.join(map(str, where))}")
 
     def steps(self):
@@ -89,7 +89,8 @@ class Episode:
         os.write(self._trace, (text + "\n").encode())
 
     def call(self, name, function, *arguments, may=(), limit=30.0, show=None, **named):
-        """One move. `may` has the statuses other than 0 that are legal, `limit` the seconds it may take."""
+        """Makes one move. `may` lists the legal statuses besides 0; `limit` is the number of seconds
+        that it may take."""
         self.note(f"{name} {arguments if show is None else show}{named or ''}")
         me, begun = threading.get_ident(), time.monotonic()
         self._running[me] = (name, begun, limit + SLACK)
@@ -112,7 +113,7 @@ class Episode:
         if error is not None:
             self.note(f"    -> {error.status} {error}")
             if error.status not in may:
-                raise Defect(f"{name} answered {error.status}, which it may not: {error}")
+                raise Defect(f"{name} returned the status {error.status}, which is not allowed here: {error}")
         if took > limit + SLACK:
             raise Defect(f"{name} took {took:.1f} s, at most {limit:.1f} s expected")
         return Answer(value, error)
@@ -122,7 +123,7 @@ class Episode:
             raise Defect(message)
 
     def begin_process(self):
-        """For a forked child: counts of its own, and locks that no thread of the parent holds."""
+        """For a forked child: resets the counts, and replaces locks that a thread of the parent may hold."""
         self._lock = threading.Lock()
         self.counts, self.children = collections.Counter(), []
 

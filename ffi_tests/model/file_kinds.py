@@ -1,6 +1,7 @@
-"""Episodes with files that others copy, remove, replace or plant, and with paths that are gone.
+"""Episodes with files that another program copies, removes, replaces or creates, and with missing paths.
 
-The owner is a child of the episode; what it says with success has to be found by the next owner, or its commit has to fail."""
+The owner is a child of the episode. The next owner must find what the owner reported as a success, or
+the commit must fail."""
 
 import os
 import shutil
@@ -23,7 +24,7 @@ def open_tier(episode, moves, may=(), name="open", limit=15.0, **named):
 
 
 def write(episode, tier, generation, may=(), extents=2):
-    """Puts a generation into every extent; True if all of it was answered with success."""
+    """Puts a generation into every extent; returns True if every put succeeded."""
     good = True
     for n in range(extents):
         extent = episode.call("define", tier.define, f"extent {n}", [SIZE], may=may)
@@ -36,7 +37,7 @@ def write(episode, tier, generation, may=(), extents=2):
 
 
 def read(episode, tier, generations, may=(), extents=2):
-    """Reads every extent; each holds one of the generations, whole, or is refused with a status in `may`."""
+    """Reads every extent. Each holds exactly one of the generations, or is refused with a status in `may`."""
     for n in range(extents):
         extent = episode.call("define", tier.define, f"extent {n}", [SIZE]).value
         array = np.full(SIZE, 0xEE, np.uint8)
@@ -47,7 +48,7 @@ def read(episode, tier, generations, may=(), extents=2):
 
 
 def found_after(episode, moves, committed, name="the next owner"):
-    """Another process finds the state of the step, whole."""
+    """Another process finds the complete state of the step."""
     Child(episode, _finds, moves, committed, name=name).end(60)
 
 
@@ -64,7 +65,8 @@ def rank(moves, number=0):
 
 
 def attacks(episode):
-    """Each round: an owner commits, its files are attacked, and it commits again: with an error, or found by the next owner."""
+    """Each round: an owner commits, its files are attacked, and it commits again. The commit fails, or the next
+    owner finds it."""
     for number in range(max(1, episode.moves // 40)):
         if number in episode.drop:
             continue
@@ -101,7 +103,7 @@ def _second(child, moves):
 
 
 def _copy(episode, moves):
-    """A backup by the owner itself, which opens and closes the file `lock` too."""
+    """A backup by the owner's own process, which also opens and closes the file `lock`."""
     shutil.copytree(moves.bases[0], episode.path("backup"), dirs_exist_ok=True)
 
 
@@ -163,7 +165,8 @@ ATTACKS = {"copy": _copy, "read the lock": _read_lock, "remove all": _remove_all
 
 
 def planted(episode):
-    """Links, FIFOs and directories under the fixed names before an open: nothing outside the tier changes, nothing hangs."""
+    """Creates links, FIFOs and directories with the fixed names before an open. Nothing outside the tier may change,
+    and no call may hang."""
     for number in range(max(1, episode.moves // 20)):
         if number in episode.drop:
             continue
@@ -204,7 +207,8 @@ def _plants(child, moves, what, name, after):
 
 
 def degraded(episode):
-    """Paths that are gone, unreadable or blank at an open: refused, or what is there is right; never an empty tier by chance."""
+    """Paths are missing, unreadable or blank at an open. The open is refused, or its contents are correct; it never
+    returns an empty tier by mistake."""
     for number in range(max(1, episode.moves // 30)):
         if number in episode.drop:
             continue
@@ -245,7 +249,7 @@ def _degrades(child, moves, how, flag):
                   f"two steps are committed, {how!r} on the last of {len(moves.bases)} paths, degraded={flag}: the open found "
                   f"nothing and made an empty tier of {len(tier.paths())} paths")
     legal = [2] if not torn else [1, 2]
-    episode.check(tier.opened.step in legal, f"the open found step {tier.opened.step}, legal are {legal}")
+    episode.check(tier.opened.step in legal, f"the open found step {tier.opened.step}; possible are {legal}")
     if on_last and not torn:
         episode.check(flag, "an open without a path that has blocks succeeded without degraded")
     if torn:

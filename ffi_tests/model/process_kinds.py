@@ -1,4 +1,5 @@
-"""Episodes with forked children, with threads beside a close, and with objects that are let go without one."""
+"""Episodes with forked children, with threads that run during a close, and with objects that are
+dropped without a close."""
 
 import ctypes
 import gc
@@ -49,7 +50,7 @@ class Objects:
         ctypes.memset(self.pinned, 0x5B, 5000)
 
     def end(self):
-        """All of it still works in the process that owns it."""
+        """All objects still work in the process that owns them."""
         episode = self.episode
         for address, byte, size in ((self.block, 0x5A, 8192), (self.pinned, 0x5B, 5000)):
             episode.check(ctypes.string_at(address, size) == bytes([byte]) * size, "a child changed memory of its parent")
@@ -73,7 +74,7 @@ class Objects:
 
 
 def fork(episode):
-    """Children that use what they inherited get errors or results of their own, in time, and do the parent no harm."""
+    """Children that use inherited objects get errors or their own results in time, and do the parent no harm."""
     moves = TierMoves(episode)
     moves.open()
     first = episode.random("first")
@@ -104,7 +105,7 @@ def fork(episode):
 
 
 def _hammer(moves, stop):
-    """Keeps the locks of the tier busy, so that forks fall into them."""
+    """Keeps the locks of the tier busy, so that forks happen while they are held."""
     while not stop.is_set():
         moves.tier.paths()
         moves.tier.extents()
@@ -130,7 +131,8 @@ def _heritage(child, objects, number):
 
 
 def _inherited(objects, name, number):
-    """One use of what the parent opened. Any answer is legal but a defect inside, a crash or silence; a commit must not count."""
+    """Uses an object of the parent once. Every result is legal except an internal error, a crash or a hang; a commit
+    must have no effect."""
     episode, tier, extent = objects.episode, objects.tier, 0
     arrays = [np.zeros(size, np.uint8) for size in objects.tier._streams.get(extent, (1,))]
     table = {"define": (tier.define, "of a child", [5]), "put": (tier.put, extent, arrays), "get": (tier.get, extent, arrays),
@@ -166,7 +168,7 @@ def _inherited(objects, name, number):
 
 
 def _own(episode, number):
-    """A child's own tier and step work."""
+    """A tier and a step of the child's own work."""
     base = episode.path(f"own{number}")
     os.mkdir(base)
     with episode.call("own open", spillway.Tier, [base], job="own", limit=QUICK, show=()).value as tier:
@@ -196,7 +198,8 @@ def _ended(objects, name):
 
 
 def crowd(episode):
-    """A close or a destroy beside threads that use the tier: they end with an error, and the next open finds the commit."""
+    """Closes or destroys a tier while threads use it. The threads' calls end with an error, and the next
+    open finds the commit."""
     size = 300000
     for number in range(max(2, episode.moves // 30)):
         if number in episode.drop:
@@ -225,12 +228,12 @@ def crowd(episode):
         tier = None
         gc.collect()
         again = episode.call("open", spillway.Tier, [base], job="crowd", show=()).value
-        episode.check(again.opened.step == (None if destroy else 1), f"after the crowd the open found step {again.opened.step}")
+        episode.check(again.opened.step == (None if destroy else 1), f"after the opens of several processes the open found step {again.opened.step}")
         episode.call("close", again.close)
 
 
 def _uses(episode, tier, extent, size, number, failures):
-    """Uses the tier until it says that it is closed."""
+    """Uses the tier until a call reports that it is closed."""
     try:
         for turn in range(100000):
             draw = episode.random("uses", number, extent, turn)
@@ -249,7 +252,7 @@ def _uses(episode, tier, extent, size, number, failures):
 
 
 def dropped(episode):
-    """Objects that are made and let go without a close, many times: nothing is left of them."""
+    """Objects are created and dropped many times without a close; nothing remains of them."""
     rounds, resident = max(10, min(50, episode.moves // 8)), 0
     for number in range(rounds):
         if number == rounds // 2:
@@ -272,7 +275,7 @@ def dropped(episode):
             episode.call("drop", order.pop, show=())
             gc.collect()
     grown = status_number("VmRSS") - resident
-    episode.check(grown < 8192, f"{rounds - rounds // 2} objects that were let go left {grown} KiB")
+    episode.check(grown < 8192, f"{rounds - rounds // 2} released objects left {grown} KiB")
 
 
 KINDS = {"fork": fork, "crowd": crowd, "dropped": dropped}

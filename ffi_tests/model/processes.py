@@ -1,4 +1,5 @@
-"""Processes of an episode: started by fork, watched, and their ends examined; and what a process holds."""
+"""Processes of an episode: they are forked and watched, and their exits are checked. Also lists the
+resources of a process."""
 
 import faulthandler
 import gc
@@ -16,7 +17,7 @@ DEFECT, BROKEN = 3, 4
 
 
 class Child:
-    """A forked process that runs `body(child, *arguments)`; what it returns comes back by a pipe, with what it sent before.
+    """A forked process that runs `body(child, *arguments)`. A pipe returns its messages and then the result.
 
     `body` may send JSON lines by child.send."""
 
@@ -29,7 +30,7 @@ class Child:
         if self.pid == 0:
             os.close(incoming)
             if episode.out is not None:
-                # Else the end of the parent would be known only at the end of this child.
+                # Otherwise the parent's end would be noticed only at the end of this child.
                 os.close(episode.out)
             self._out = episode.out = outgoing
             _run_child(self, body, arguments)
@@ -41,7 +42,7 @@ class Child:
         os.write(self._out, (json.dumps(message) + "\n").encode())
 
     def read(self, seconds):
-        """The next message, or None at the end of the child; a Defect if it says nothing for so long."""
+        """The next message, or None at the end of the child; a Defect if none arrives in time."""
         end = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             if not select.select([self._in], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -58,7 +59,7 @@ class Child:
         return message
 
     def expect(self, word, seconds=30):
-        """Reads until the message with this word."""
+        """Reads messages until one with this word arrives, and returns it."""
         while True:
             message = self.read(seconds)
             if message is None:
@@ -71,7 +72,7 @@ class Child:
                 return message
 
     def wait_readable(self, seconds):
-        """Waits until the child has said something, or for so long."""
+        """Waits until the child sends a message or the time is over."""
         return bool(self._buffer) or bool(select.select([self._in], [], [], seconds)[0])
 
     def kill(self, number=signal.SIGKILL):
@@ -87,7 +88,8 @@ class Child:
             pass
 
     def end(self, seconds=30, allowed=()):
-        """Waits for the end, which has to be exit status 0 or one of the `allowed` signals; the messages not yet read."""
+        """Waits for the end, which must be exit status 0 or one of the `allowed` signals.
+        Returns the unread messages."""
         rest = []
         while self._in is not None:
             message = self.read(seconds)
@@ -104,7 +106,7 @@ class Child:
         if os.WIFSIGNALED(self.status):
             number = os.WTERMSIG(self.status)
             if number not in allowed:
-                raise Defect(f"{self.name} died of {signal.Signals(number).name}")
+                raise Defect(f"{self.name} was killed by {signal.Signals(number).name}")
         elif os.WEXITSTATUS(self.status) == HANG:
             raise Defect(f"{self.name} hung in a call")
         elif os.WEXITSTATUS(self.status):
@@ -118,7 +120,7 @@ class Child:
             if pid:
                 self.status = status
             elif time.monotonic() > end:
-                # It is not waited for: a process inside a frozen file system does not die.
+                # No wait follows: a process inside a frozen file system does not die.
                 os.kill(self.pid, signal.SIGKILL)
                 raise Defect(f"{self.name} did not end within {seconds:.0f} s")
             else:
@@ -146,7 +148,7 @@ def _run_child(child, body, arguments):
 
 
 def holdings():
-    """What this process holds: descriptors, threads, locked bytes, mappings of files, and names in /dev/shm."""
+    """The resources of this process: descriptors, threads, locked bytes, mappings of files, and names in /dev/shm."""
     gc.collect()
     found = {}
     files = []
@@ -170,7 +172,7 @@ def status_number(name):
 
 
 def left_over(before, seconds=3.0):
-    """What is held now and was not `before`, after some patience; None if nothing."""
+    """The resources that are held now and were not held `before`, after a short wait; None if there are none."""
     end = time.monotonic() + seconds
     while True:
         now = holdings()

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The model for so many seconds: run.sh [SECONDS [more arguments of python -m model]]. The library is that of SPILLWAY_LIBRARY,
-# or of target/release.
+# Runs the model for a number of seconds: run.sh [SECONDS [more arguments of python -m model]]. The library is
+# SPILLWAY_LIBRARY or the one in target/release.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
 seconds=${1:-3600}

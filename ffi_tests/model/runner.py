@@ -1,4 +1,4 @@
-"""Runs episodes, each in a process of its own, and keeps count.
+"""Runs episodes, each in a process of its own, and counts their results.
 
     python -m model --kind tier --seed 7 --moves 200       one episode; its moves are printed if it fails
     python -m model --seconds 60                            regression seeds, then fresh ones
@@ -22,12 +22,12 @@ from .processes import Child, left_over, holdings, status_number
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 EPISODE_SECONDS = 240
-# Kinds whose writes have to take their time.
+# Kinds whose writes must take real time.
 ON_DISK = ("stopped",)
 
 
 class Result:
-    """How an episode ended: `failure` is None or the words of what it found."""
+    """The result of an episode: `failure` is None or the description of the failure."""
 
     def __init__(self, kind, seed, moves, failure, counts, trace, notes):
         self.kind, self.seed, self.moves, self.failure = kind, seed, moves, failure
@@ -35,7 +35,7 @@ class Result:
 
     @property
     def sort(self):
-        """What failed, without the numbers."""
+        """The description of the failure without its numbers."""
         return re.sub(r"\d+|'[^']*'|\([^)]*\)|/\S+", "N", self.failure or "")[:70]
 
 
@@ -48,7 +48,7 @@ def kinds():
 
 
 def run(kind, seed, moves, drop=(), keep=False, spoil=False):
-    """One episode; `spoil` has the oracle expect other contents than were written."""
+    """Runs one episode; with `spoil` the oracle expects other contents than were written."""
     body, draw = kinds()[kind], random.Random(f"place/{seed}")
     base = tempfile.mkdtemp(prefix="spillway-model-", dir="/dev/shm" if draw.random() < 0.8 and kind not in ON_DISK else None)
     outer = Episode(kind, seed, moves, base, drop)
@@ -79,7 +79,7 @@ def run(kind, seed, moves, drop=(), keep=False, spoil=False):
 
 
 def _episode(child, body, errors):
-    """The process of an episode: warm first, then the episode, then what it left."""
+    """The process of an episode: warm-up, then the episode, then a check for leaks."""
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600), 2)
     os.setpgid(0, 0)
     episode = child.episode
@@ -97,7 +97,7 @@ def _episode(child, body, errors):
 
 
 def _warm(episode):
-    """What a process takes once: the library's threads and tables."""
+    """Allocates the resources that a process needs once: the library's threads and tables."""
     import numpy as np
     import spillway
     from spillway import _native
@@ -121,7 +121,7 @@ def _shared_names():
 
 
 def _sweep(group, base):
-    """Ends the processes that an episode that failed may have left, by its process group, and its mounts."""
+    """Kills the processes that a failed episode may have left, by its process group, and unmounts its file systems."""
     with open("/proc/mounts") as lines:
         mounts = [line.split()[1] for line in lines if line.split()[1].startswith(base + "/")]
     for mount in mounts:
@@ -147,7 +147,7 @@ def _remove(base):
 
 
 def shrink(result, seconds=120):
-    """Drops steps as long as the episode fails the same way; the numbers that are left."""
+    """Drops steps as long as the episode fails the same way; returns the numbers of the remaining steps."""
     end, drop = time.monotonic() + seconds, set()
     numbers = list(range(result.moves))
     piece = max(1, len(numbers) // 2)
@@ -167,7 +167,7 @@ def shrink(result, seconds=120):
 
 
 def regressions():
-    """(kind, seed, moves, why) of the seeds that once found something."""
+    """(kind, seed, moves, why) of the seeds that once failed."""
     with open(os.path.join(HERE, "regressions.txt")) as lines:
         for line in lines:
             if line.strip() and not line.startswith("#"):
@@ -176,7 +176,7 @@ def regressions():
 
 
 def fresh(seed, only=None):
-    """Episodes without end."""
+    """An endless sequence of episodes."""
     draw, names = random.Random(seed), [name for name in kinds() if only is None or name in only]
     weights = [WEIGHTS.get(name, 1) for name in names]
     while True:
@@ -188,7 +188,8 @@ WEIGHTS = {"tier": 12, "threads": 4, "kill": 6, "engine": 8, "pools": 8, "swap":
 
 
 def session(seconds, seed, only=None, stop_at=None, report=print):
-    """Regression seeds and then fresh ones for so long; (all Results that failed, counts, episodes)."""
+    """Runs regression seeds and then new ones for the given time. Returns (all Results
+    that failed, counts, episodes)."""
     begun, counts, failed, episodes = time.monotonic(), collections.Counter(), [], collections.Counter()
     queue = [(kind, number, moves) for kind, number, moves, _ in regressions() if only is None or kind in only]
     source = fresh(seed, only)

@@ -14,15 +14,15 @@ from .tier_oracle import NEVER, Extent
 
 
 class Signalled(TierMoves):
-    """Moves that a signal may end at any point, by an exception out of its handler. What was under way is then in doubt:
-    old or new, and whole. Memory that was let go is taken again and watched."""
+    """Moves that a signal may interrupt at any point, by an exception from its handler. The interrupted call is then
+    in doubt: its data is old or new, and complete. Freed memory is allocated again and watched."""
 
     def __init__(self, episode):
         super().__init__(episode)
         self.watched = []
 
     def interrupted(self, name, extent=None, generation=None):
-        """Takes memory that the interrupted call may have let go, and marks it."""
+        """Allocates memory that the interrupted call may have freed, and marks it."""
         gc.collect()
         for size in (extent.sizes if extent else ()):
             self.watched.append(np.full(size, 0x77, np.uint8))
@@ -34,7 +34,7 @@ class Signalled(TierMoves):
 
     def look(self):
         for array in self.watched:
-            self.episode.check((array == 0x77).all(), "memory that was let go after a signal was written to by the library: "
+            self.episode.check((array == 0x77).all(), "the library wrote to memory that was released after a signal: "
                                f"{content.describe(array, self.episode.seed)}")
 
     def define_large(self, draw):
@@ -86,14 +86,15 @@ class Signalled(TierMoves):
             self.judge(extent, arrays)
 
     def unless_interrupted(self, name, *arguments, **named):
-        """The Answer of a call, or None if a signal ended it: then no traceback holds its arguments any more."""
+        """The Answer of a call, or None if a signal interrupted it: then no traceback refers to
+        its arguments any more."""
         try:
             return self.call(name, *arguments, **named)
         except Interrupt:
             return None
 
     def finally_call(self, name, *arguments, **named):
-        """A call that is repeated if a signal ends it."""
+        """A call that is repeated if a signal interrupts it."""
         while True:
             try:
                 return self.call(name, *arguments, **named)
@@ -125,14 +126,14 @@ class Signalled(TierMoves):
                 continue
             if answer.ok:
                 break
-            quiet.check(time.monotonic() < end, "after a close or an open that a signal ended, the tier is locked for good")
+            quiet.check(time.monotonic() < end, "after a close or an open that a signal ended, the tier is still locked")
             gc.collect()
             time.sleep(0.01)
         for extent in self.oracle.extents.values():
             extent.lost = False
 
     def call_quietly(self, name, function, *arguments):
-        """A call that no signal ends."""
+        """A call that no signal interrupts."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         return self.episode.call(name, function, *arguments, may=(INVALID, *range(20, 28)))
 
@@ -176,8 +177,8 @@ def signals(episode):
 
 
 def stopped(episode):
-    """A process that was stopped for longer than the stall limit goes on with healthy paths."""
-    moves = TierMoves(episode, stall_seconds=1.0)
+    """A process that was stopped for longer than the I/O timeout continues with healthy paths."""
+    moves = TierMoves(episode, io_timeout=1.0)
     child = Child(episode, _works, moves, name="the stopped process")
     child.expect("working")
     draw = episode.random("stops")

@@ -1,4 +1,5 @@
-"""Episodes of swapped and of speculative steps, each beside a twin that does the same by spillway.Adam in memory: same bits."""
+"""Episodes of swapped and of speculative steps. A twin does the same with spillway.Adam in memory, and the
+bits must be equal."""
 
 import os
 import threading
@@ -37,8 +38,8 @@ class Swapped:
         for base in self.bases:
             os.mkdir(base)
         self.elements = [draw.choice((1, 17, 4096, 20000, 50001)) for _ in range(draw.choice((1, 2, 5)))]
-        self.options = {"turns": draw.random() < 0.2, "huge_pages": False, "lock": draw.random() < 0.5,
-                        "host_bytes": draw.choice((None, None, 1 << 22))}
+        self.options = {"turns": draw.random() < 0.2, "huge_pages": False, "pin_memory": draw.random() < 0.5,
+                        "memory_budget": draw.choice((None, None, 1 << 22))}
         self.tier_options = {"job": "swap", "block_bytes": draw.choice((4096, 65536)), "backend": draw.choice(("auto", "threads"))}
         self.half = draw.random() < 0.5
         self.twin = [[numbers(self.generator, n), np.zeros(n, np.float32), np.zeros(n, np.float32)] for n in self.elements]
@@ -63,9 +64,9 @@ class Swapped:
             rows.append((grad, weight))
             twin_rows.append((param, grad, first, second, *([twin_weight] if self.half else [])))
         self.adam.lr = self.twin_adam.lr = lr
-        found = self.episode.call("swap step", self.swap.step, self.adam, rows, grad_scale=scale, stats=True, uint16_as=BF16,
+        found = self.episode.call("swap step", self.swap.step, self.adam, rows, grad_scale=scale, return_stats=True, uint16_dtype=BF16,
                                   show=(lr, scale)).value
-        twin = self.twin_adam.step(twin_rows, grad_scale=scale, stats=True, uint16_as=BF16)
+        twin = self.twin_adam.step(twin_rows, grad_scale=scale, return_stats=True, uint16_dtype=BF16)
         self.episode.check(found == twin, f"the step's statistics are {found}, the twin's {twin}")
         for (_, weight), (*_, twin_weight) in zip(rows, twin_rows):
             if self.half:
@@ -92,9 +93,9 @@ class Swapped:
         self.episode.call("swap commit", self.swap.commit, self.step_number, b"payload", show=(self.step_number,))
         self.saved = ([[array.copy() for array in row] for row in self.twin], self.twin_adam.step_count, self.step_number)
 
-    def roll_back(self, draw):
+    def rollback(self, draw):
         if self.saved:
-            self.episode.call("swap roll_back", self.swap.roll_back)
+            self.episode.call("swap rollback", self.swap.rollback)
             self.restore()
 
     def restore(self):
@@ -104,11 +105,11 @@ class Swapped:
 
     def stats(self, draw):
         budget = self.swap.budget
-        self.episode.call("swap stats", lambda: self.swap.stats, show=())
-        self.episode.check(budget.buffers >= 1, "there is no buffer")
+        self.episode.call("swap stats", lambda: self.swap.stats(), show=())
+        self.episode.check(budget.buffers >= 1, "the operation has no buffer")
 
     def meddle(self, draw):
-        """The tier under an update: nothing else commits or rolls it back."""
+        """The tier while an update uses it: no other call commits or rolls it back."""
         for name, arguments in (("commit", (99,)), ("rollback", ())):
             self.episode.call("tier " + name + " under a swap", getattr(self.tier, name), *arguments, may=(BUSY, INVALID))
 
@@ -121,7 +122,7 @@ class Swapped:
         self.restore()
 
     def wrong(self, draw):
-        """Calls that are refused change nothing."""
+        """Refused calls change nothing."""
         for arguments in ((self.adam, [(np.zeros(3, np.float32), None)]), (object(), [])):
             self.episode.check(not self.episode.call("swap step", self.swap.step, *arguments, may=(INVALID,), show=("wrong",)).ok,
                                "a step with wrong tensors succeeded")
@@ -133,7 +134,7 @@ def swap(episode):
     swapped.open()
     episode.call("swap fill", swapped.swap.fill, [tuple(row) for row in swapped.twin], show=())
     for _, draw in episode.steps():
-        name = draw.choices(("step", "read", "write", "commit", "roll_back", "stats", "reopen", "wrong"), (10, 10, 3, 4, 3, 1, 1, 1))[0]
+        name = draw.choices(("step", "read", "write", "commit", "rollback", "stats", "reopen", "wrong"), (10, 10, 3, 4, 3, 1, 1, 1))[0]
         getattr(swapped, name)(draw)
     for number in range(len(swapped.elements)):
         swapped.read(episode.random("end", number))
@@ -145,7 +146,8 @@ def swap(episode):
 
 
 def speculation(episode):
-    """Rounds with buckets in any order, by events, by two threads; a twin waits for the norm and steps once."""
+    """Rounds whose buckets arrive in any order, by events, from two threads; a twin waits for the
+    norm and steps once."""
     draw, generator = episode.random("speculation"), np.random.default_rng(episode.seed)
     count, publish = draw.choice((1, 2, 5)), draw.choice(("final", "staged", "speculative"))
     engine = episode.call("spec open", spillway.Speculation, count, publish=publish).value
@@ -164,7 +166,7 @@ def speculation(episode):
                         same(ours, theirs, name)
     if draw.random() < 0.3:
         engine.begin(adam)
-        engine.submit(0, state[0], uint16_as=BF16)
+        engine.submit(0, state[0], uint16_dtype=BF16)
     episode.call("spec close", engine.close)
 
 
@@ -179,19 +181,20 @@ def _round(episode, draw, generator, engine, adam, twin_adam, state, twin):
             if draw.random() < 0.03:
                 tensor[1][0] = np.inf
             twin_tensor[1][:] = tensor[1]
-    # A copy belongs to the step that wrote it: a round that counts nothing leaves it open for "staged" and "speculative".
+    # A copy is defined only after its step counts: a round that counts nothing leaves it undefined
+    # for "staged" and "speculative".
     before = [[tensor[4].copy() for tensor in row] for row in twin]
     limit, scale = draw.choice((0.0, 1e-3, 1.0, 1e9)), draw.choice((1.0, 0.5, 1 / 4096))
     episode.call("spec begin", engine.begin, adam, max_norm=limit, grad_scale=scale)
     refused = episode.call("spec begin", engine.begin, adam, may=(41, BUSY))
-    episode.check(not refused.ok, "a round was begun in a round")
+    episode.check(not refused.ok, "begin succeeded while a round was open")
     order = list(range(len(state)))
     draw.shuffle(order)
     abort = draw.random() < 0.1
     events = _submit(episode, draw, engine, state, order[:-1] if abort else order)
     if not abort:
         for bucket in order[:1]:
-            again = episode.call("spec submit", engine.submit, bucket, state[bucket], uint16_as=BF16, may=(44,), show=("again",))
+            again = episode.call("spec submit", engine.submit, bucket, state[bucket], uint16_dtype=BF16, may=(44,), show=("again",))
             episode.check(not again.ok, "a bucket was submitted twice")
     if events and draw.random() < 0.5:
         episode.call("spec local_result", engine.local_result, 0.001, may=(TIMEOUT, 43))
@@ -215,20 +218,20 @@ def _round(episode, draw, generator, engine, adam, twin_adam, state, twin):
             episode.call("spec wait", engine.wait, bucket, draw.choice((None, 20.0)))
             episode.call("spec ready", engine.ready, bucket)
         episode.call("spec finish", engine.finish, draw.choice((None, 20.0)))
-        episode.call("spec withdrawn", engine.withdrawn)
+        episode.call("spec rolled_back_buckets", engine.rolled_back_buckets)
     for event in events:
         os.close(event)
     if verdict in ("commit", "redo"):
-        twin_adam.step([tensor for row in twin for tensor in row], grad_scale=factor, uint16_as=BF16)
+        twin_adam.step([tensor for row in twin for tensor in row], grad_scale=factor, uint16_dtype=BF16)
     else:
-        # Nothing counts; what the copies hold then is not promised.
+        # Nothing counts; the contents of the copies are then undefined.
         for row, twin_row, old in zip(state, twin, before):
             for tensor, twin_tensor, copy in zip(row, twin_row, old):
                 tensor[4][:] = twin_tensor[4][:] = copy
 
 
 def _verdict(total, limit, scale):
-    """SuperOffload's rule, as the header has it: the factor in f64, rounded to f32 once."""
+    """SuperOffload's rule, as the header documents it: the factor is computed in f64 and rounded to f32 once."""
     if total.nonfinite:
         return "skip", 0
     norm = float(np.sqrt(np.float64(total.sum_squares)))
@@ -251,7 +254,7 @@ def _submit(episode, draw, engine, state, order):
     def some(buckets):
         try:
             for bucket in buckets:
-                episode.call("spec submit", engine.submit, bucket, state[bucket], event_fd=table.get(bucket), uint16_as=BF16,
+                episode.call("spec submit", engine.submit, bucket, state[bucket], event_fd=table.get(bucket), uint16_dtype=BF16,
                              show=(bucket,))
         except BaseException as error:
             failures.append(error)

@@ -1,5 +1,5 @@
-"""Runs the model: its regression seeds, then others, for SPILLWAY_MODEL_SECONDS (60) from SPILLWAY_MODEL_SEED, which is
-the same in every run unless it is set: a failure of the tests can be run again. run.sh draws fresh seeds."""
+"""Runs the model: its regression seeds, then others, for SPILLWAY_MODEL_SECONDS (60). The seeds begin at
+SPILLWAY_MODEL_SEED, which has a fixed default, so a failure can be reproduced. run.sh draws new seeds."""
 
 import os
 
@@ -16,7 +16,7 @@ def test_the_library_keeps_its_promises_whatever_is_called():
 
 
 def test_the_model_notices_what_is_wrong():
-    """A model that finds nothing anywhere would pass too: each oracle is shown a wrong answer."""
+    """A model that never finds anything would pass too, so each oracle receives a wrong result."""
     for kind, seed in (("tier", 1), ("engine", 1), ("pools", 1), ("swap", 1), ("speculation", 1), ("threads", 1)):
         result = runner.run(kind, seed, 200, spoil=True)
         assert result.failure, f"{kind} did not notice a changed byte"

@@ -1,4 +1,4 @@
-"""Episodes with tickets that nobody waits for, and with a close that runs out of time."""
+"""Episodes with tickets without a wait, and with a close that times out."""
 
 import gc
 import signal
@@ -17,7 +17,8 @@ from .tier_oracle import Extent
 
 
 def unwaited(episode):
-    """Tickets that nobody waits for: their arrays go when a commit has written them, and a lost read ends some day."""
+    """Tickets without a wait: a commit releases the arrays that it has written, and a dropped read is
+    released in the end."""
     moves = TierMoves(episode)
     moves.open()
     sizes = [3 << 20]
@@ -50,15 +51,15 @@ def unwaited(episode):
                 break
             moves.call("commit", 1000, may=(BUSY,))
             time.sleep(0.05)
-        episode.check(answer.ok, "5 s and some commits after a get whose ticket was lost its extent is Busy")
+        episode.check(answer.ok, "5 s and some commits after a get whose ticket was lost its extent still raises BusyError")
         moves.call("wait", answer.value)
     moves.close()
 
 
 def closing(episode):
-    """A close that runs out of time, or a drop, with writes under way, and then a stop: the next owner's commits stay whole
-    when the old process goes on."""
-    moves = TierMoves(episode, stall_seconds=20.0)
+    """A close that times out, or a drop, happens with writes in flight, and then the process is stopped. The commits
+    of the next owner stay complete when the old process continues."""
+    moves = TierMoves(episode, io_timeout=20.0)
     draw = episode.random("closing")
     sizes = [draw.choice((4, 16, 48)) << 20]
     for number in range(max(1, episode.moves // 100)):

@@ -1,4 +1,4 @@
-"""Episodes on one tier: by one thread, by several, with kills, and with racing openers."""
+"""Episodes on one tier: with one thread, with several, with kills, and with competing opens."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def one_move(moves, draw, weights=None):
 
 
 def single(episode):
-    """Everything, by one thread."""
+    """All moves, by one thread."""
     moves = TierMoves(episode)
     moves.open()
     moves.define(episode.random("first"))
@@ -35,7 +35,7 @@ def single(episode):
 
 
 def finish(moves):
-    """The end of an episode: all is read, checked, closed, opened and read again."""
+    """The end of an episode: reads and checks everything, closes, opens and reads again."""
     moves.read_all()
     moves.call("verify")
     moves.close()
@@ -45,7 +45,7 @@ def finish(moves):
 
 
 def threads(episode):
-    """Several threads, each with extents of its own, beside one that commits, verifies and looks."""
+    """Several threads, each with its own extents, while another thread commits, verifies and reads."""
     moves = TierMoves(episode)
     moves.open()
     oracle, ends, stop = moves.oracle, [], threading.Event()
@@ -108,7 +108,8 @@ def _worker(moves, number, mine, stop):
 
 
 def _committer(moves, stop):
-    """Commits with the lowest and highest generation that each extent can have had: what it had before, what was begun."""
+    """Commits with the lowest and highest generation that each extent can have: the earlier one, and the
+    one that was begun."""
     episode, oracle, last, extents = moves.episode, moves.oracle, None, {}
     for number, draw in episode.steps():
         if stop.is_set():
@@ -133,7 +134,7 @@ def _committer(moves, stop):
 
 
 def kill(episode):
-    """A worker is killed at any moment; the next open, of any legal kind, finds a legal commit, whole."""
+    """A worker is killed at any moment; the next open, in any legal mode, finds a legal and complete commit."""
     moves = TierMoves(episode, durability=episode.random("durability").choice(("data", "process")))
     for number in range(max(2, episode.moves // 60)):
         if number in episode.drop:
@@ -151,7 +152,8 @@ def kill(episode):
 
 
 def _victim(child, moves, number):
-    """Moves until it is killed; what it commits is said before and after. Reads and puts are as in a single thread."""
+    """Moves until it is killed, and announces each commit before and after it. Reads and puts are those
+    of a single thread."""
     moves.open()
     moves.episode.drop = frozenset()
     child.send(word="opened", step=moves.tier.opened.step)
@@ -181,7 +183,7 @@ def take_counts(episode):
 
 
 def _follow(child, oracle, draw):
-    """Lets the worker live for a while, kills it, and takes over what it said."""
+    """Lets the worker run for a while, kills it, and collects its messages."""
     end = time.monotonic() + draw.choice((0.0, 0.02, 0.1, 0.3)) * draw.random()
     first = child.expect("opened")
     oracle.opened(first["step"], oracle.committed.payload if oracle.committed else b"")
@@ -205,7 +207,8 @@ def _refused(child, moves):
 
 
 def race(episode):
-    """Several processes want one tier; at any time one has it, and each finds what the one before left."""
+    """Several processes compete for one tier; one at a time owns it, and each finds the state that
+    the one before left."""
     moves = TierMoves(episode)
     moves.open()
     moves.close()

@@ -20,7 +20,7 @@ BLOCKS = (4096, 8192, 65536)
 
 
 class TierMoves:
-    """The tier of an episode and everything that is known of it."""
+    """The tier of an episode and its expected state."""
 
     def __init__(self, episode, oracle=None, bases=None, **options):
         self.episode, self.oracle, self.tier = episode, oracle or Oracle(), None
@@ -52,7 +52,7 @@ class TierMoves:
         return self.episode.call(name, getattr(self.tier, name), *arguments, **named)
 
     def close(self, timeout=None):
-        """Ends the tier; True if the close was answered with success."""
+        """Closes the tier; returns True if the close succeeded."""
         tier, self.tier = self.tier, None
         for extent in self.oracle.extents.values():
             extent.forget()
@@ -107,7 +107,8 @@ class TierMoves:
         return self._begun(answer, extent, generation)
 
     def put_again(self, extent):
-        """After a put that was refused commits are refused until the extent is put: a known defect, lived with."""
+        """After a refused put, commits are refused until the extent is put again: a known defect
+        that this model tolerates."""
         generation = self.oracle.next_generation()
         arrays = content.streams(self.episode.seed, extent.ident, generation, extent.sizes)
         answer = self.call("put", extent.number, arrays, may=(BUSY,), show=(extent.name, generation, "again"))
@@ -133,7 +134,7 @@ class TierMoves:
             return None
         self.oracle.touched = True
         if extent.writing is not None:
-            raise Defect(f"two puts of {extent.name} are under way at once")
+            raise Defect(f"two puts of {extent.name} are in flight at once")
         extent.writing = (answer.value, generation)
         return answer.value
 
@@ -148,11 +149,11 @@ class TierMoves:
             may = (*may, INVALID, NO_STATE, NOT_FOUND)
         answer = self.call("get", extent.number, arrays, may=may, show=(extent.name,))
         if answer.ok:
-            # A read sees what there was when it began, whatever is put meanwhile.
+            # A read sees the contents at its start, whatever puts follow.
             extent.reading[answer.value] = (arrays, frozenset(extent.seen))
 
     def wait(self, draw, timeout=..., extent=None):
-        """Waits for a ticket of an extent that has one."""
+        """Waits for one ticket of an extent that has any."""
         busy = [known for known in self.oracle.extents.values() if known.busy or known.finished]
         extent = extent or (draw.choice(busy) if busy else None)
         if extent is None:
@@ -174,7 +175,7 @@ class TierMoves:
             extent.writing = None
 
     def judge(self, extent, arrays, seen=None):
-        """A Defect unless the arrays hold, whole, a generation that reads may see."""
+        """Raises a Defect unless the arrays hold exactly one generation that reads may see."""
         if all(array is None for array in arrays):
             return None
         seen = extent.seen if seen is None else seen
@@ -186,7 +187,7 @@ class TierMoves:
         return found
 
     def settle(self):
-        """Waits for everything under way."""
+        """Waits for all operations in flight."""
         draw = self.episode.random("settle")
         for extent in list(self.oracle.extents.values()):
             while extent.busy or extent.finished:
@@ -262,7 +263,7 @@ class TierMoves:
                 self.episode.check((known.generation == 0) == (extent.seen == {NEVER}),
                                    f"{extent.name} is listed with generation {known.generation}")
         extra = set(listed) - set(self.oracle.extents)
-        self.episode.check(not extra, f"extents are listed that nobody defined: {sorted(extra)}")
+        self.episode.check(not extra, f"extents are listed that were never defined: {sorted(extra)}")
 
     def paths(self, draw):
         for report in self.call("paths").value:
@@ -286,7 +287,7 @@ class TierMoves:
         extra = set(self.oracle.extents) - set(commit.extents)
         if extra or any(extent.removed for extent in self.oracle.extents.values()):
             return
-        # The import commits, and with it what was put into extents that the export lacks.
+        # The import commits, together with the puts to extents that the export lacks.
         merged = self.oracle.snapshot(commit.step, commit.payload)
         merged.extents.update({name: row for name, row in commit.extents.items() if row[2] != {NEVER}})
         answer = self.call("import_from", target, may=may, show=())
@@ -296,14 +297,14 @@ class TierMoves:
             self.step = commit.step
             self.oracle.commits(commit)
         else:
-            # As it was at its last commit, says the header.
+            # The header documents the state of the last commit.
             for extent in self.oracle.extents.values():
                 extent.finish()
             self.oracle.rolls_back()
             self.learn()
 
     def second(self, draw):
-        """Another opener, and steps(), while this tier lives."""
+        """Opens the tier a second time and calls steps() while this tier is open."""
         self.episode.call("second open", spillway.Tier, list(self.bases), job="model", may=(LOCKED,), show=()).ok and _fail(
             "a second open succeeded while the first lives")
         self.episode.call("steps", tier_module.steps, list(self.bases), job="model", may=(LOCKED,), show=())
@@ -327,7 +328,7 @@ class TierMoves:
             state = found.last is not None
             if "resume empty" in self.episode.without and not state:
                 other = "create"
-            # A directory that holds a tier without a step is the earlier run's: create may refuse it.
+            # A directory whose tier has no step belongs to an earlier run: create may refuse it.
             may = (NO_STATE,) if other == "resume" else (FOREIGN,)
             refused = self.open(other, may=may)
             if other == "resume" or state:
@@ -346,7 +347,7 @@ class TierMoves:
             self.open()
 
     def steps(self):
-        """The steps of the closed tier, checked. A close that ran out of time may hold the lock a while."""
+        """Checks the steps of the closed tier. A close that timed out may hold the lock for a while."""
         for _ in range(3000):
             answer = self.episode.call("steps", tier_module.steps, list(self.bases), job="model", may=(LOCKED,), show=())
             if answer.ok:
@@ -355,15 +356,15 @@ class TierMoves:
         else:
             raise Defect("30 s after the end of a tier its directory is locked")
         legal = [commit and commit.step for commit in self.oracle.openable()]
-        self.episode.check(answer.value.last in legal, f"steps() says {answer.value.last}; legal are {legal}")
+        self.episode.check(answer.value.last in legal, f"steps() reports {answer.value.last} as the last step; possible are {legal}")
         if answer.value.before is not None and not self.oracle.doubtful:
             wanted = self.oracle.before
             self.episode.check(wanted is not None and wanted.step == answer.value.before,
-                               f"steps() says {answer.value.before} was before; the model has {wanted and wanted.step}")
+                               f"steps() reports {answer.value.before} as the step before the last; the model has {wanted and wanted.step}")
         return answer.value
 
     def read_all(self):
-        """Reads and judges every extent."""
+        """Reads and checks every extent."""
         self.settle()
         draw = self.episode.random("read all")
         for extent in list(self.oracle.extents.values()):

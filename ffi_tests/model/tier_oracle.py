@@ -1,4 +1,5 @@
-"""What a tier has to hold: per extent the generations that a read may find, per commit what an open may find."""
+"""The expected contents of a tier: per extent the generations that a read may find, per commit those that
+an open may find."""
 
 import dataclasses
 
@@ -9,7 +10,7 @@ NEVER = 0
 
 @dataclasses.dataclass
 class Commit:
-    """A commit: its step, its payload, and for every extent its streams and the generations it may have."""
+    """A commit: its step, its payload, and for every extent its streams and its possible generations."""
 
     step: int
     payload: bytes
@@ -26,7 +27,7 @@ class Commit:
 
 
 class Extent:
-    """An extent of the open tier. `seen` has the generations that reads may find."""
+    """An extent of the open tier. `seen` holds the generations that reads may find."""
 
     def __init__(self, name, ident, sizes, number, seen=(NEVER,)):
         self.name, self.ident, self.sizes, self.number, self.seen = name, ident, list(sizes), number, set(seen)
@@ -35,13 +36,13 @@ class Extent:
         self.reading, self.finished = {}, []
 
     def finish(self):
-        """The put under way is over, and its ticket not yet waited for."""
+        """The put in flight has finished, and its ticket has not been waited for."""
         if self.writing is not None:
             self.finished.append(self.writing[0])
             self.writing = None
 
     def forget(self):
-        """No ticket counts any more."""
+        """Forgets all tickets."""
         self.writing, self.reading, self.finished = None, {}, []
 
     @property
@@ -50,12 +51,12 @@ class Extent:
 
 
 class Oracle:
-    """`committed` is the last commit that was answered; `doubtful` are those that were begun and not answered with success."""
+    """`committed` is the last commit that succeeded; `doubtful` holds those that began and did not return success."""
 
     def __init__(self):
         self.extents, self.committed, self.before, self.doubtful = {}, None, None, []
         self.generation, self.idents = 0, 0
-        # Whether anything was written since the last commit, which may take the place of the step before.
+        # Whether anything was written since the last commit; if so, it may have replaced the step before.
         self.touched = False
 
     def next_generation(self):
@@ -67,7 +68,7 @@ class Oracle:
         return self.idents
 
     def snapshot(self, step, payload):
-        """The commit that would be made now."""
+        """The commit that a call would make now."""
         extents = {}
         for extent in self.extents.values():
             if not extent.removed:
@@ -87,18 +88,18 @@ class Oracle:
                 extent.finish()
 
     def rolls_back(self):
-        """Reads see the last commit again; an extent that it lacks is as never put."""
+        """Reads see the last commit again; an extent that the commit lacks has no contents."""
         known = self.committed.extents if self.committed else {}
         for extent in list(self.extents.values()):
             extent.removed = False
             extent.seen = set(known[extent.name][2]) if extent.name in known else {NEVER}
 
     def openable(self):
-        """The commits that an open may find, None for nothing committed."""
+        """The commits that an open may find; None means that nothing is committed."""
         return [self.committed, *self.doubtful]
 
     def opened(self, step, payload, chosen=None):
-        """Takes what an open found; a Defect if it may not find it."""
+        """Records the result of an open; raises a Defect if that result is illegal."""
         legal = self.openable() if chosen is None else [chosen]
         for commit in legal:
             if commit is None and step is None:
@@ -109,7 +110,7 @@ class Oracle:
                                  f"not {commit.payload[:60]!r}")
                 break
         else:
-            raise Defect(f"the open found step {step}; legal are {[commit and commit.step for commit in legal]}")
+            raise Defect(f"the open found step {step}; possible are {[commit and commit.step for commit in legal]}")
         if commit is not self.committed:
             self.before = None
         self.committed, self.doubtful = commit, []

@@ -1,63 +1,66 @@
-# make demo    train a small GPT under DeepSpeed with Spillway's optimizer   (STEPS=, SECONDS=, COMPARE=1)
-# make test    every test, those on an emulated Arm included; sets up what it needs
-# make lib     the library, the preload library and the command line tool, in target/release
-# make install PREFIX=/usr/local
-# make dist    libraries and wheels for x86-64 and Arm, in dist/
-# make kill    kill a process that steps a tier, at random moments, again and again   (ROUNDS=1000)
-# make model   random sequences of calls, signals, stops, kills and attacks on files, against an oracle   (SECONDS=3600)
-# make bench   this machine against its own limits, then against torch and DeepSpeed
-# make tune    the I/O settings that suit a directory (DIR=.), written where the library reads them
-# make soak    eight threads of verified reads and writes for MINUTES=10, and what they leave behind
+# `make help` prints the text after ## of each target.
 
 PREFIX ?= /usr/local
-RELEASE = target/release
+RELEASE = $(or $(CARGO_TARGET_DIR),target)/release
 
 DIR ?= .
+K ?=
 MINUTES ?= 10
+ROUNDS ?= 1000
+SECONDS ?= 3600
 
-.PHONY: demo test quick lib install kill model bench tune soak dist packages
+.PHONY: help demo test quick py lib install dist docs bench tune soak kill model packages
 
-demo: packages
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: packages ## train a small GPT under DeepSpeed with Spillway's optimizer (STEPS=, SECONDS=, COMPARE=1)
 	ffi_tests/deepspeed/demo.sh
 
-test: packages
+test: packages ## every test, on an emulated Arm too; installs what it needs
 	ffi_tests/all.sh
 
-# The inner loop: Rust and C, without Python.
-quick:
-	cargo test
+quick: ## the inner loop: format, unit tests, tidy, header, ABI, kernels and some C programs, in under two minutes
+	ffi_tests/quick.sh
 
-lib:
-	cargo build --release --package spillway --package spillway-preload
+py: ## one Python test file: make py T=ffi_tests/deepspeed/test_rollback.py K=changed
+	@[ -n "$(T)" ] || { echo "usage: make py T=FILE [K=NAME]" >&2; exit 2; }
+	packaging/python_tests.sh --only $(T) $(if $(K),-k '$(K)')
 
-install: lib
-	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so $(RELEASE)/libspillway_preload.so
+# All of them include object stores, as the wheel and the archives do.
+lib: ## the library, the preload library and the command line tool, in target/release
+	cargo build --release --package spillway --package spillway-preload --features spillway/s3
 
-ROUNDS ?= 1000
-kill:
-	SPILLWAY_KILL_ROUNDS=$(ROUNDS) cargo test --test c -- tier_kill
-	@cat target/*/c/tier_kill/counts.txt
+install: lib ## libraries, headers and the command line tool below PREFIX=/usr/local
+	packaging/install.sh "$(PREFIX)" $(RELEASE)/libspillway.so $(RELEASE)/libspillway_preload.so $(RELEASE)/spillway
 
-SECONDS ?= 3600
-model: lib packages
-	eval "$$(packaging/python_env.sh --export)" && ffi_tests/model/run.sh $(SECONDS)
+dist: packages ## archives and wheels for x86-64 and Arm, in dist/
+	packaging/dist.sh
 
-bench: lib packages
+# rustdoc warnings are errors.
+docs: ## the documentation site, in docs/_build/html
+	$$(packaging/docs_env.sh) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs: docs/_build/html/index.html"
+
+bench: lib packages ## this machine against its own limits, then against torch and DeepSpeed
 	$(RELEASE)/spillway bench adam
 	$(RELEASE)/spillway bench undo
 	$(RELEASE)/spillway bench io --dir $(DIR)
 	packaging/python_bench.sh adam
 	packaging/python_bench.sh io --dir $(DIR)
 
-tune: lib
+tune: lib ## find the best I/O settings for DIR=. and save them where the library reads them
 	$(RELEASE)/spillway tune --dir $(DIR)
 
-soak:
+soak: ## eight threads of verified reads and writes for MINUTES=10; fails if memory or files grow
 	SPILLWAY_SOAK_SECONDS=$$(($(MINUTES) * 60)) cargo test --test soak -- --nocapture
 
-# Libraries and wheels for x86-64 and Arm, in dist/.
-dist: packages
-	packaging/dist.sh
+kill: ## kill a process that steps a tier at random moments, ROUNDS=1000 times
+	SPILLWAY_KILL_ROUNDS=$(ROUNDS) cargo test --test c -- tier_kill
+	@cat target/*/c/tier_kill/counts.txt
 
-packages:
+model: lib packages ## random sequences of calls, signals, kills and attacks on files, against an oracle (SECONDS=3600)
+	eval "$$(packaging/python_env.sh --export)" && ffi_tests/model/run.sh $(SECONDS)
+
+packages: ## install the system packages that tests and demo need
 	packaging/system_packages.sh

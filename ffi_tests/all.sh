@@ -1,67 +1,90 @@
 #!/bin/bash
-# The tests of the project; one line per runner at the end. Exit 0 only if none failed.
+# Runs the tests of the project. The last lines show one line per runner, the reasons of ignored tests, and the totals.
 #
 #   ffi_tests/all.sh            all runners
-#   ffi_tests/all.sh rust py    those named
+#   ffi_tests/all.sh rust py    only these runners
+#
+# The folder target/test-logs keeps the output of each runner, with its 20 slowest tests at the end. Exit
+# status 0: nothing failed.
 set -u
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 logs=$root/target/test-logs
 mkdir -p "$logs"
-# What a first build would keep for the next one takes it longer than it saves there.
+# A first build is faster without the files for incremental builds.
 [ -d "${CARGO_TARGET_DIR:-target}/debug/incremental" ] || export CARGO_INCREMENTAL=0
-passed=0 failed=0 skipped=0
+passed=0 failed=0 ignored=0
 summary=""
 
 format() { cargo fmt --all --check; }
-# Without object stores, whose 75 crates would be checked for one file; `py` builds it, with every warning an error.
+# Lints without object stores, which add 75 crates for one source file. `py` builds that file with warnings as errors.
 lint() { cargo clippy --quiet --workspace --all-targets -- -D warnings; }
-rust() { cargo test --workspace --no-fail-fast; }
-py() { packaging/python_tests.sh; }
+rust() { cargo test --workspace --no-fail-fast --config "target.'cfg(all())'.runner='$root/ffi_tests/timed.sh'"; }
+py() { packaging/python_tests.sh --durations=20 --durations-min=1 -rs; }
+docs() { make --silent docs; }
 preload() {
     eval "$(packaging/python_env.sh --export)"
     SPILLWAY_DEEPSPEED_PYTHON=$SPILLWAY_PYTHON ffi_tests/preload/run.sh
 }
 arm() { ffi_tests/arm/run.sh; }
 
-# One line with the counts of a runner: cargo's, one per test program, added up; else the last line with a count.
-closing_line() {
-    awk '/^test result:/ {
-             for (i = 2; i <= NF; i++) { if ($i ~ /^passed/) p += $(i - 1); if ($i ~ /^failed/) f += $(i - 1) }
-             programs++
+# Prints the numbers of tests that passed, failed and were ignored. Cargo prints one line per program, pytest and
+# scripts one line.
+counts() {
+    awk '/^test result:/ || /^(=+ )?[0-9]+ (passed|failed|skipped|error)/ {
+             for (i = 2; i <= NF; i++) {
+                 if ($i ~ /^passed/) p += $(i - 1)
+                 if ($i ~ /^(failed|error)/) f += $(i - 1)
+                 if ($i ~ /^(ignored|skipped)/) n += $(i - 1)
+             }
          }
-         /[0-9]+ (passed|failed|skipped)/ { last = $0 }
-         END { if (programs) printf "%d passed, %d failed in %d test programs\n", p, f, programs; else print last }' "$1"
+         END { print p + 0, f + 0, n + 0 }' "$1"
+}
+
+# Prints the reasons of ignored tests, in the formats of libtest-mimic, pytest and the scripts.
+reasons() {
+    sed -nE 's/^test (.*[^ ]) +\.\.\. ignored(, | \()?(.*[^)])?\)?$/\1: \3/p; s/^SKIPPED \[[0-9]+\] //p; s/^ignored:? +//p' "$1"
+}
+
+# The slowest tests; pytest and the C programs print their own list.
+slowest() {
+    local times
+    times=$(sed -nE 's/^test (.*) \.\.\. ok <([0-9.]+)s>$/\2 \1/p; s/^ok +(.*) \(([0-9]+) s\)$/\2 \1/p' "$1" | sort -rn | head -n 20)
+    [ -z "$times" ] || printf 'slowest tests:\n%s\n' "$times"
 }
 
 run() {
-    local name=$1 log=$logs/$1.log start=$SECONDS status
+    local name=$1 log=$logs/$1.log start=$SECONDS status word p f n
     echo "== $name"
-    # The log is the proof; the screen sees it as it comes.
+    # All output goes to the log and to the screen.
     "$name" > >(tee "$log") 2>&1
     status=$?
-    # The last that went into the background is tee.
+    # The last background process is tee.
     wait $!
+    slowest "$log" | tee -a "$log"
     local took=$((SECONDS - start))
+    read -r p f n < <(counts "$log")
     case $status in
         0) passed=$((passed + 1)) word=ok ;;
-        77) skipped=$((skipped + 1)) word=skipped ;;
+        77) ignored=$((ignored + 1)) word=ignored ;;
         *) failed=$((failed + 1)) word=FAILED ;;
     esac
-    summary+=$(printf '%-8s %-8s %4ss  %s' "$name" "$word" "$took" "$(closing_line "$log")")$'\n'
+    summary+=$(printf '%-8s %-8s %5s s  %5s passed %4s failed %4s ignored' "$name" "$word" "$took" "$p" "$f" "$n")$'\n'
+    summary+=$(reasons "$log" | sed 's/^/             ignored: /')$'\n'
 }
 
-# What has to be fetched once comes in the meantime. Who needs it asks for it again, waits for the lock, and says what is wrong.
+# Downloads and installs the tools of the later runners while the first ones run. Each runner calls these scripts again:
+# they wait for the lock and report errors.
 set_up() {
-    for environment in python arm; do packaging/${environment}_env.sh; done
+    for environment in python docs arm; do packaging/${environment}_env.sh; done
 }
 if [ $# = 0 ]; then
     set_up >"$logs/set-up.log" 2>&1 &
-    set -- format lint rust py preload arm
+    set -- format lint rust py docs preload arm
 fi
 for runner; do run "$runner"; done
 
-printf '\n%s' "$summary"
-echo "$passed passed, $failed failed, $skipped skipped"
+printf '\n%s' "$summary" | sed '/^$/d'
+echo "runners: $passed passed, $failed failed, $ignored ignored, $SECONDS s"
 [ $failed = 0 ]

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Power cuts on a real file system: while a process steps a tier on an ext4 image, copies of the image are taken at
-# single moments (reflinks on XFS); each copy is mounted, its journal replayed, and the tier must open at a step that was
-# acknowledged before the copy was begun, or at a later one that was begun by then, with every byte.
+# Simulates power cuts on a real file system. A process steps a tier on an ext4 image, and the script copies the image
+# at single moments (reflinks on XFS). It mounts each copy, which replays the journal. The tier must then open with all
+# its bytes, at a step that was acknowledged before the copy began or at a later step that had begun by then.
 #
 #   ffi_tests/crash_images.sh BINARY DIR [IMAGES]     BINARY: tier_kill of ffi_tests/c, built; DIR: scratch; 100 images
 #
@@ -12,7 +12,7 @@ binary=$(realpath "$1") dir=$2 images=${3:-100}
 [ "$(id -u)" != 0 ] || "$(dirname "$0")/../packaging/system_packages.sh" xfsprogs
 [ "$(id -u)" = 0 ] && command -v mkfs.xfs mkfs.ext4 losetup >/dev/null || { echo "needs root, mkfs.xfs, mkfs.ext4"; exit 77; }
 mkdir -p "$dir/xfs" "$dir/live" "$dir/copy"
-# An earlier run's says that steps are acknowledged which this one has not made.
+# The page of an earlier run holds acknowledged steps that this run has not made.
 rm -f "$dir/page"
 truncate -s 4g "$dir/xfs.img"
 mkfs.xfs -qf -m reflink=1 "$dir/xfs.img"
@@ -34,7 +34,7 @@ mkdir "$dir/live/a" "$dir/live/b"
 
 "$binary" write "$dir/page" "$dir/live/a" "$dir/live/b" &
 writer=$!
-# The page that the writer shares: step begun, step acknowledged.
+# Reads the page that the writer shares: the step that began, and the step that was acknowledged.
 number() { od -An -t u8 -j "$1" -N 8 "$dir/page" | tr -d ' '; }
 while [ ! -s "$dir/page" ] || [ "$(number 8)" -lt 3 ]; do sleep 0.05; kill -0 "$writer"; done
 

@@ -1,9 +1,9 @@
-// A qemu plugin: counts the instructions that a program executes in the functions whose name contains a word, and finds
-// the loop in which it executes most of them.
+// A qemu plugin. It counts the instructions that a program executes in the functions whose name contains a given word,
+// and finds the loop that executes most of them.
 //
 //   qemu-aarch64 -plugin icount.so,in=WORD,out=FILE PROGRAM      FILE: instructions, loop start, loop end
 //
-// The few declarations of qemu's plugin interface are written out here, so that no qemu header has to be installed.
+// This file declares the few parts of qemu's plugin interface that it uses, so no qemu header is needed.
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -27,7 +27,7 @@ const char *qemu_plugin_insn_symbol(const struct qemu_plugin_insn *);
 
 EXPORT int qemu_plugin_version = 1;
 
-// A straight run of instructions, as qemu cut it.
+// A sequence of instructions without a branch, as qemu translates it.
 struct block {
     uint64_t start, instructions, executions;
     struct block *next;
@@ -43,7 +43,7 @@ static void translated(plugin_id id, struct qemu_plugin_tb *tb)
     const char *symbol = qemu_plugin_insn_symbol(first);
     if (!symbol || !strstr(symbol, word))
         return;
-    // Never freed or moved: the counter is written from translated code until the end.
+    // Never freed or moved: translated code writes the counter until the end.
     struct block *block = calloc(1, sizeof *block);
     if (!block)
         abort();
@@ -63,7 +63,7 @@ static void finished(plugin_id id, void *user)
         total += block->instructions * block->executions;
         most = block->executions > most ? block->executions : most;
     }
-    // A loop that crosses a page is two blocks, and its first round belongs to the block before it.
+    // A loop that crosses a page consists of two blocks, and the block before it contains its first iteration.
     for (struct block *block = blocks; block; block = block->next) {
         if (block->executions < most - most / 8)
             continue;

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Instructions per element of Adam on each Arm kernel, counted under qemu, must not exceed the committed table.
+# Counts under qemu the instructions per element of Adam on each Arm kernel. They must not exceed the committed table.
 #
-# Called by run.sh, which builds what this counts. SPILLWAY_BLESS=1 writes the table anew. Counts are exact and the same
-# on every run; they belong to the compilers that the table names.
+# run.sh builds the program and calls this script. SPILLWAY_BLESS=1 rewrites the table. Counts are exact and the same on
+# every run; they are valid for the compilers that the table names.
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
@@ -10,7 +10,7 @@ settings=$("$root/packaging/arm_env.sh" --export)
 eval "$settings"
 work=${CARGO_TARGET_DIR:-$root/target}/arm
 table=$root/ffi_tests/arm/icount.txt
-# At 128 bits, the vectors of Neoverse V2.
+# Vectors of 128 bits, as on Neoverse V2.
 export QEMU_CPU=max,sve-default-vector-length=16
 
 main() {
@@ -59,8 +59,8 @@ f32 f32 bf16 bf16 decoupled redo
 END
 }
 
-# Of $types and $what on kernel $1. The difference between two lengths leaves out what a call costs; an undo and a redo
-# come after a record.
+# Instructions per element of $types and $what on kernel $1. The difference between two lengths removes the cost of the
+# call; for an undo or a redo, the cost of the record before it is subtracted.
 figure() {
     others=0
     case $what in *do) others=$(($(executed "$1" "$types record" 12288) - $(executed "$1" "$types record" 4096))) ;; esac

@@ -1,9 +1,9 @@
-// One Adam step: what the instruction counts and the throughput table look at.
+// Runs one Adam step for the instruction counts and for the throughput table.
 //
 //   one_step PARAM STATE GRAD COPY DECAY WORK N      types: f32 f16 bf16, COPY also none; DECAY: none l2 decoupled
 //
-// WORK: step; squares, a step that also sums them; record, a step that leaves a log; undo, record and take it back; redo,
-// record and do it again with another factor. Prints the kernel that ran.
+// WORK is step; squares, which also sums the squares; record, which writes a log; undo, which records a step and rolls
+// it back; or redo, which repeats a recorded step with another factor. Prints the name of the kernel.
 
 #include <spillway.h>
 
@@ -19,13 +19,13 @@ static uint32_t dtype(const char *name)
     for (uint32_t i = 0; i < 4; i++)
         if (!strcmp(name, names[i]))
             return i;
-    fprintf(stderr, "no type is called %s\n", name);
+    fprintf(stderr, "unknown type %s\n", name);
     exit(2);
 }
 
 static float param[MOST], grad[MOST], exp_avg[MOST], exp_avg_sq[MOST], copy[MOST];
 
-// Patterns that are small numbers of every type, so that the differences of a log are those of training.
+// Bit patterns that are small numbers in every type, so that the log's differences resemble those of training.
 static void fill(float *span, uint32_t type, uint64_t n, uint32_t exponent)
 {
     for (uint64_t i = 0; i < n; i++) {
@@ -45,7 +45,7 @@ static spw_status work(const char *what, const spw_adam_options *options, const 
     if (!strcmp(what, "step") || !strcmp(what, "squares"))
         return spw_adam_step(options, tensor, 1, !strcmp(what, "squares") ? &stats : NULL);
     spw_undo_options undo_options = {
-        .struct_size = sizeof undo_options, .mode = SPW_UNDO_DELTA, .elements = tensor->n, .tensors = 1};
+        .struct_size = sizeof undo_options, .mode = SPW_UNDO_MODE_DELTA, .elements = tensor->n, .tensors = 1};
     spw_undo *undo = NULL;
     spw_status status = spw_undo_open(&undo_options, &undo);
     if (status == SPW_OK)
@@ -61,8 +61,7 @@ int main(int argc, char **argv)
 {
     if (argc != 8)
         return 2;
-    spw_adam_options options;
-    spw_adam_options_init(&options, sizeof options);
+    spw_adam_options options = SPW_ADAM_OPTIONS_INIT;
     options.step = 100;
     options.weight_decay = strcmp(argv[5], "none") ? 0.01 : 0;
     options.weight_decay_mode = strcmp(argv[5], "l2") ? SPW_WEIGHT_DECAY_DECOUPLED : SPW_WEIGHT_DECAY_L2;
@@ -84,7 +83,7 @@ int main(int argc, char **argv)
     fill(grad, tensor.grad_dtype, tensor.n, 117);
     fill(exp_avg, tensor.state_dtype, tensor.n, 118);
     fill(exp_avg_sq, tensor.state_dtype, tensor.n, 113);
-    if (spw_kernel_name(&kernel) != SPW_OK || work(argv[6], &options, &tensor) != SPW_OK) {
+    if (spw_get_kernel(&kernel) != SPW_OK || work(argv[6], &options, &tensor) != SPW_OK) {
         fprintf(stderr, "%s\n", spw_last_error());
         return 1;
     }

@@ -1,8 +1,8 @@
 """Steps tensors through ctypes, in this process and in forked children, and prints the kernel and one digest.
 
-SPILLWAY_LIBRARY names the library. The digest is the same on every kernel and processor, or a kernel is wrong.
+SPILLWAY_LIBRARY names the library. A kernel is wrong if the digest differs between kernels or processors.
 
-A child of a process with threads starts none here: qemu-user aborts when it tries."""
+A child of a process with threads starts no thread here, because qemu-user aborts in that case."""
 
 import ctypes
 import hashlib
@@ -37,11 +37,11 @@ def main():
     library = ctypes.CDLL(os.environ["SPILLWAY_LIBRARY"])
     library.spw_last_error.restype = ctypes.c_char_p
     name = ctypes.c_char_p()
-    check(library, library.spw_kernel_name(ctypes.byref(name)))
+    check(library, library.spw_get_kernel(ctypes.byref(name)))
     first_child = forked(library, LARGE)
     large, small = digest(library, LARGE), digest(library, SMALL)
-    assert first_child == large, "a forked child came to another digest"
-    assert forked(library, SMALL) == small, "a child of a process with a pool came to another digest"
+    assert first_child == large, "a forked child computed another digest than its parent"
+    assert forked(library, SMALL) == small, "a forked child of a process with a thread pool computed another digest"
     print(name.value.decode(), large, small)
 
 
@@ -54,13 +54,12 @@ def forked(library, n):
     os.close(write)
     with os.fdopen(read) as pipe:
         said = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0, "a forked child died"
+    assert os.waitpid(child, 0)[1] == 0, "a forked child was killed by a signal or failed"
     return said
 
 
 def digest(library, n):
-    options = AdamOptions()
-    check(library, library.spw_adam_options_init(ctypes.byref(options), ctypes.c_size_t(ctypes.sizeof(options))))
+    options = AdamOptions(struct_size=ctypes.sizeof(AdamOptions), lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8)
     options.weight_decay = 0.01
     options.grad_scale = 0.125
     param = (ctypes.c_float * n)(*((i * 37 % 1009 - 504) / 512 for i in range(n)))
@@ -71,7 +70,7 @@ def digest(library, n):
     stats = StepStats(ctypes.sizeof(StepStats))
     seen = hashlib.sha256()
     for options.step in range(1, 4):
-        check(library, library.spw_adam_step(ctypes.byref(options), ctypes.byref(tensor), ctypes.c_size_t(1),
+        check(library, library.spw_adam_step(ctypes.byref(options), ctypes.byref(tensor), ctypes.c_uint64(1),
                                              ctypes.byref(stats)))
         seen.update(stats)
     for span in (param, exp_avg, exp_avg_sq, copy):

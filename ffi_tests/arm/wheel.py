@@ -1,6 +1,6 @@
-"""Steps numpy arrays through the installed package, and prints where its library lies, the kernel and one digest.
+"""Steps numpy arrays through the installed package, and prints the path of its library, the kernel and one digest.
 
-The digest is the same on every kernel and processor, or a kernel is wrong."""
+A kernel is wrong if the digest differs between kernels or processors."""
 
 import hashlib
 
@@ -19,9 +19,9 @@ def main():
     for optimizer, states in ((spillway.Adam(lr=1e-2, weight_decay=0.01), 2), (spillway.Adagrad(lr=1e-2), 1),
                               (spillway.Lion(lr=1e-2, weight_decay=0.01), 1)):
         arrays = (param.copy(), grad, *(numpy.zeros(N, numpy.float32) for _ in range(states)), copy)
-        prepared = optimizer.prepare([arrays], uint16_as="bf16")
+        prepared = optimizer.prepare([arrays], uint16_dtype="bf16")
         for _ in range(3):
-            stats = prepared.step(grad_scale=0.125, stats=True)
+            stats = prepared.step(grad_scale=0.125, return_stats=True)
             seen.update(repr(stats).encode())
         for array in arrays:
             seen.update(array.tobytes())

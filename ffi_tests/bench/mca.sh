@@ -1,10 +1,11 @@
 #!/bin/sh
-# Static throughput of the Arm kernels on Neoverse V2 (Grace), from llvm-mca over the loops that really run.
+# Static throughput of the Arm kernels on Neoverse V2 (Grace): llvm-mca analyses the loops that a step executes.
 #
 #   ffi_tests/bench/mca.sh            prints the table and fails above 2.4 cycles per element for AdamW in f32
 #
-# ffi_tests/arm/run.sh builds what this reads: a step under qemu says where its hottest loop lies, objdump shows the
-# loop, llvm-mca runs it on its model of the core. The model has no caches: this is the limit of the core alone.
+# ffi_tests/arm/run.sh builds the programs. A step under qemu finds its hottest loop, objdump disassembles the
+# loop, and llvm-mca simulates the loop on its model of the core. The model has no caches, so the result is the
+# limit of the core alone.
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
@@ -56,7 +57,7 @@ row() {
         }' "$work/mca.txt" || { echo "over 2.4 cycles per element"; exit 1; }
 }
 
-# The loop as assembly; a branch to anywhere becomes one to the next instruction.
+# Prints the loop as assembly; the target of every branch becomes the next instruction.
 loop() {
     aarch64-linux-gnu-objdump -d --no-show-raw-insn --start-address="$1" --stop-address="$2" "$work/one_step" |
         sed -n 's/^ *[0-9a-f]*:\t//p' |

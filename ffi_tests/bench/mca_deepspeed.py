@@ -1,9 +1,10 @@
-"""Static throughput of DeepSpeed's Adam loops (f32) on Neoverse V2, to set beside mca.sh: cross-compiles the installed
-DeepSpeed with each of its Arm paths and runs llvm-mca over the loops that hold the square root and the division.
+"""Static throughput of DeepSpeed's Adam loops (f32) on Neoverse V2, for comparison with mca.sh. The script
+cross-compiles the installed DeepSpeed with each of its Arm paths, and runs llvm-mca over the loops that contain the
+square root and the division.
 
     eval "$(packaging/python_env.sh --export)"; python ffi_tests/bench/mca_deepspeed.py
 
-Needs g++-aarch64-linux-gnu. Rows whose loop jumps out on a flag count the instructions of both sides."""
+Needs g++-aarch64-linux-gnu. If a loop branches on a flag, its row counts the instructions of both branches."""
 
 import pathlib
 import re
@@ -42,7 +43,7 @@ def assembly(path):
 
 
 def loops(lines, square_root):
-    """(elements, instructions) of the loops in f32: from a label to the branch back to it."""
+    """(elements, instructions) of the loops in f32; a loop extends from a label to the branch back to that label."""
     labels = {line[:-1]: number for number, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
     for number, line in enumerate(lines):
         jump = BRANCH.match(line)
@@ -58,7 +59,7 @@ def loops(lines, square_root):
 
 def figures(body, elements):
     tools = subprocess.run([ROOT / "packaging/arm_env.sh"], check=True, capture_output=True, text=True).stdout.strip()
-    # A branch to anywhere becomes one to the next instruction.
+    # The target of every branch becomes the next instruction.
     code = "\n".join(re.sub(r"\.L\w+", ".", line) for line in body)
     said = subprocess.run([f"{tools}/bin/llvm-mca", "-mtriple=aarch64-linux-gnu", "-mcpu=neoverse-v2",
                            f"-iterations={ROUNDS}"], input=code, capture_output=True, text=True)

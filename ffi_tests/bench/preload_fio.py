@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""fio through libaio, with and without the preload, in alternation on one file: requests per second and processor time.
+"""Runs fio through libaio, alternately with and without the preload, on one file: requests per
+second and processor time.
 
     preload_fio.py LIBRARY DIRECTORY [ROUNDS]
 
-Processor time is that of the whole fio, its start included, per request. Ratios are medians of the rounds' ratios, the
-preload's over libaio's."""
+Processor time is that of the whole fio process, including its start, per request. The ratios (preload over libaio)
+are medians over the rounds."""
 
 import json
 import os

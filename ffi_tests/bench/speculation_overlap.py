@@ -1,7 +1,8 @@
-"""How much of the optimizer step is left after the last gradient came: waiting for the norm, against speculation.
+"""Measures the part of the optimizer step that remains after the last gradient: plain wait for
+the norm, and speculation.
 
-Backward is a wait that is a little longer than the step of a bucket, as on a GPU that the CPU keeps up with. Prints
-medians of rounds in alternation; the record is speculation.md."""
+Backward is a wait that is slightly longer than the step of a bucket, as on a GPU whose speed the CPU matches. Prints
+medians of alternating rounds; speculation.md holds the results."""
 
 import argparse
 import statistics
@@ -18,7 +19,7 @@ def main():
     layers = [[np.full(n, 0.1, np.float32), np.full(n, 1e-4, np.float32), np.zeros(n, np.float32),
                np.zeros(n, np.float32)] for _ in range(options.buckets)]
     adam = spillway.Adam(lr=1e-4)
-    # The first steps touch the memory, and find the time of a bucket's step.
+    # The first steps touch the memory and measure the time of a bucket's step.
     for _ in range(3):
         start = time.perf_counter()
         adam.step([tuple(layers[0])])

@@ -1,11 +1,11 @@
-"""Seconds of one optimizer step, gradients included, of DeepSpeed's PipelinedOptimizerSwapper with its compiled ops and of
-Spillway's tier, on the same directories, a step of each in turn.
+"""Measures the seconds of one optimizer step of Spillway's tier and of DeepSpeed's PipelinedOptimizerSwapper.
+DeepSpeed uses its compiled ops. Both use the same directories and step in turn; gradients are included.
 
     python tier_deepspeed.py DIRECTORY [DIRECTORY]    with SPILLWAY_DEEPSPEED unset, in an environment that has both
 
-Each kind is a process of its own, which steps when it is told to. A step is backward, in which gradients are moved, and
-engine.step(), less the backward of the run with states in host memory. DeepSpeed can use the first directory only. Resident
-memory is that of the whole process, as the kernel counts it: at the end, and at its highest."""
+Each kind runs in a process of its own, which steps on command. The time of a step covers backward, which moves
+gradients, and engine.step(), minus the backward of the run with states in host memory. DeepSpeed can use the first
+directory only. Resident memory is that of the whole process, as the kernel counts it: at the end, and its peak."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def main():
     runs = {kind: start(options, kind, directories) for kind, directories in kinds.items()}
     seconds = {kind: [] for kind in runs}
     for number in range(options.warm + options.rounds):
-        # Devices that are limited by a rate let more through after a pause: each comes after every other in turn.
+        # A rate-limited device transfers more after a pause, so the order of the kinds rotates.
         for kind in [*runs][number % len(runs):] + [*runs][:number % len(runs)]:
             runs[kind].stdin.write("step\n")
             seconds[kind].append(json.loads(runs[kind].stdout.readline()))
@@ -50,7 +50,7 @@ def start(options, kind, directories):
         command += ["--ratio", *map(str, options.ratio)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     while process.stdout.readline() != "ready\n":
-        assert process.poll() is None, f"{kind} ended"
+        assert process.poll() is None, f"the process of {kind} ended before the measurement"
     return process
 
 
@@ -74,7 +74,7 @@ def report(options, seconds, ends):
 
 
 def serve(options):
-    """Steps once for every line of standard input."""
+    """Steps once for each line of standard input."""
     sys.path.insert(0, str(DEEPSPEED_TESTS))
     output, sys.stdout = sys.stdout, sys.stderr
     import train
@@ -109,7 +109,7 @@ def made(deepspeed, options):
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            # One module each, so that ZeRO-3 has no more than one of them whole.
+            # One module for each matrix, so that ZeRO-3 gathers at most one of them at a time.
             self.parts = torch.nn.ModuleList(Matrix() for _ in range(options.matrices))
 
         def forward(self):
@@ -138,7 +138,8 @@ def made(deepspeed, options):
 
 
 def block(options):
-    """As much memory as DeepSpeed's 14 buffers of 16 MiB take, and what more is asked for: cached is what is not in motion."""
+    """The memory of DeepSpeed's 14 buffers of 16 MiB, plus the requested extra: the cache takes the part that
+    transfers do not use."""
     if options.kind in ("host", "deepspeed"):
         return {}
     from spillway.swap import working_bytes
@@ -159,7 +160,7 @@ def arguments():
     parser.add_argument("--part", type=int, default=1 << 20, help="elements that Spillway fetches and keeps at a time")
     parser.add_argument("--more", type=int, default=0, help="MiB that Spillway caches beyond what DeepSpeed's buffers take")
     parser.add_argument("--split", action="store_true", help="Spillway with split masters: 10 bytes a parameter instead of 12")
-    # The best of DeepSpeed's settings on the machines measured.
+    # The best of DeepSpeed's settings on the measured machines.
     parser.add_argument("--aio", default='{"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 2, '
                                          '"overlap_events": true}', help="DeepSpeed's aio block")
     parser.add_argument("--kind", help=argparse.SUPPRESS)

@@ -1,11 +1,11 @@
-// Steps state on a tier and says how fast, how many bytes each path moved, and how much memory that took beside what
-// the planner said. ffi_tests/bench/tier-x86_64.md says how it was run.
+// Steps state on a tier. Prints the speed, the bytes that each path moved, and the memory in use next to the planner's
+// estimate. ffi_tests/bench/tier-x86_64.md describes the runs.
 //
 //     cc -O2 tiered_update.c -lspillway -o tiered_update
 //     ./tiered_update MI_PARAMETERS MI_IN_A_SUBGROUP MIB STEPS SPLIT DIRECTORY...       SPLIT: 1 for a split master
 //
-// All subgroups have one gradient, and, unless the master is split, none publishes its weights: memory is the update's
-// own. The first step, in which files grow and speeds are learnt, is not counted.
+// All subgroups share one gradient, and none publishes its weights unless the master is split: the memory in use is
+// that of the update itself. The first step is not counted, because it grows the files and measures the speeds.
 
 #define _GNU_SOURCE
 #include <spillway.h>
@@ -28,7 +28,7 @@ static double now(void) {
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-// A line of /proc/self/status, in bytes.
+// Reads a line of /proc/self/status, in bytes.
 static double memory(const char *name) {
     FILE *file = fopen("/proc/self/status", "r");
     char line[256];
@@ -48,7 +48,7 @@ static int rising(const void *a, const void *b) {
 static void moved(spw_tier *tier, int paths, double *read, double *written) {
     for (int i = 0; i < paths; i++) {
         spw_tier_path_info info = {.struct_size = sizeof info};
-        check(spw_tier_path_get(tier, (uint32_t)i, &info, NULL, 0), "looking at a path");
+        check(spw_tier_get_path(tier, (uint32_t)i, &info, NULL, 0, NULL), "reading a path");
         read[i] = (double)info.read_bytes - read[i];
         written[i] = (double)info.written_bytes - written[i];
     }
@@ -82,23 +82,22 @@ int main(int count, char **arguments) {
         tensors[i].copy_dtype = SPW_DTYPE_BF16;
         tensors[i].param_copy = weights + i * subgroup;
     }
-    const spw_tier_options where = {.struct_size = sizeof where, .mode = SPW_TIER_CREATE, .job = "tiered-update",
+    const spw_tier_options where = {.struct_size = sizeof where, .mode = SPW_TIER_MODE_CREATE, .job = "tiered-update",
                                     .paths = paths, .path_count = (uint64_t)path_count};
     spw_tier *tier = NULL;
     check(spw_tier_open(&where, &tier), "opening the tier");
     spw_swap_options options = {.struct_size = sizeof options, .elements = elements, .subgroups = subgroups};
-    options.flags = split ? SPW_SWAP_SPLIT_MASTER : 0;
-    options.host_bytes = strtoull(arguments[3], NULL, 10) << 20;
+    options.flags = split ? SPW_SWAP_FLAG_SPLIT_MASTER : 0;
+    options.memory_budget = strtoull(arguments[3], NULL, 10) << 20;
     const double before = memory("VmRSS:");
     spw_swap *swap = NULL;
-    check(spw_swap_open(tier, &options, &swap), "taking memory");
+    check(spw_swap_open(tier, &options, &swap), "allocating memory");
     spw_swap_budget budget = {.struct_size = sizeof budget};
-    check(spw_swap_budget_of(swap, &budget), "asking for the budget");
+    check(spw_swap_get_budget(swap, &budget), "reading the budget");
     check(spw_swap_fill(swap, zeros), "filling");
     check(spw_swap_commit(swap, 0, NULL, 0), "committing");
 
-    spw_adam_options adam;
-    check(spw_adam_options_init(&adam, sizeof adam), "options");
+    spw_adam_options adam = SPW_ADAM_OPTIONS_INIT;
     double read[MOST_PATHS] = {0}, written[MOST_PATHS] = {0};
     for (uint64_t step = 0; step <= steps; step++) {
         if (step == 1) moved(tier, path_count, read, written);
@@ -120,7 +119,7 @@ int main(int count, char **arguments) {
                written[i] / 1e9 / (double)steps);
     }
     printf("moved %.3f GB/s\n", all / (double)steps / median / 1e9);
-    printf("memory: planned %.3f GB, took %.3f GB, ratio %.4f; peak of the process %.3f GB\n",
+    printf("memory: planned %.3f GB, used %.3f GB, ratio %.4f; peak of the process %.3f GB\n",
            (double)budget.host_bytes / 1e9, (peak - before) / 1e9, (peak - before) / (double)budget.host_bytes,
            peak / 1e9);
     check(spw_swap_close(swap), "closing");

@@ -1,10 +1,11 @@
 #!/bin/bash
-# The tiered update against what fio moves on the same directories at the same time, in alternation.
+# Compares the tiered update with fio's bandwidth on the same directories, in alternation.
 #
 #   ffi_tests/bench/tiered_update.sh ROUNDS SECONDS BINARY "ARGUMENTS" DIR...
 #
-# BINARY is tiered_update.c, built; ARGUMENTS are its own without the directories. fio reads and writes as many bytes,
-# 1016 KiB each (the largest that the disk takes whole), past the page cache, on all directories at once: its sum is the byte model's bandwidth.
+# BINARY is tiered_update.c, built; ARGUMENTS are its own without the directories. fio reads and writes the same number
+# of bytes with direct I/O, on all directories at once. Its requests have 1016 KiB, the largest size that the disk does
+# not split. The sum of its rates is the bandwidth of the byte model.
 set -eu
 
 rounds=$1 seconds=$2 binary=$3 arguments=$4

@@ -1,4 +1,4 @@
-"""Adam on the GPU against what its memory can do, which a copy on the device shows."""
+"""Compares Adam on the GPU with the bandwidth of its memory, measured by a copy on the device."""
 
 import spillway
 from machine import alternating, ratio, report, seconds, size, torch_on_gpu
@@ -19,7 +19,7 @@ def main():
 
         def steps(measured):
             for _ in range(REPEATS):
-                gpu.step(adam, [(states[0], grad, states[1], states[2], copy)], stream=stream, stats=measured)
+                gpu.step(adam, [(states[0], grad, states[1], states[2], copy)], stream=stream, return_stats=measured)
 
         taken = alternating({"copy": lambda: [target.copy_(source) for _ in range(REPEATS)],
                              "step": lambda: steps(False), "step with the norm": lambda: steps(True)},

@@ -1,4 +1,5 @@
-"""Gradients from the GPU to host memory, and parameters back: against the copy engine's own speed and against torch."""
+"""Compares copies of gradients to host memory and of parameters back with the copy engine's own
+speed and with torch."""
 
 import numpy as np
 

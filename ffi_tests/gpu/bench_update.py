@@ -1,7 +1,8 @@
-"""The update phase of states in host memory: all on the CPU, interleaved by the model's plan, by the paper's, and the model's
-prediction beside what was measured; DeepSpeed's step of the same states where it is installed.
+"""Measures the update phase of states in host memory: on the CPU alone, interleaved by the model's plan, and
+interleaved by the paper's plan. Compares the model's prediction with the measurement. If DeepSpeed is installed,
+also measures its step of the same states.
 
-10 G parameters need 140 GB; where there is less, as many as fit."""
+10 G parameters need 140 GB; a machine with less memory uses as many parameters as fit."""
 
 import os
 import pathlib
@@ -12,7 +13,7 @@ from machine import QUICK, alternating, available_bytes, ratio, report, seconds,
 
 torch = torch_on_gpu()
 SIZE = size(100_000_000, 1_000_000)
-# Pinned state, and room for gradients on the host where the CPU steps.
+# Bytes per parameter: pinned state, and a gradient on the host for the part that the CPU steps.
 BYTES = 12 + 2
 CHUNK = size(16 << 20, 1 << 18)
 
@@ -25,20 +26,20 @@ def main():
     lines.append(f"{count} subgroups of {SIZE / 1e6:.0f} M parameters, {count * SIZE / 1e9:.2f} G; wanted {wanted / 1e9:.0f} G")
     subgroups = [subgroup() for _ in range(count)]
     sizes = [SIZE] * count
-    # Opening it registers the states with the driver: before that, copies block and go through a buffer of the driver.
+    # Opening the update registers the states with the driver. Before that, copies block and use a buffer of the driver.
     with spillway.Interleave(subgroups, gpu=gpu, chunk=CHUNK) as update:
         rates = measure_rates(gpu, subgroups)
         lines.append(f"rates in G parameters/s, the CPU's beside copies both ways: {scaled(rates)}")
-        plans = {"all on the CPU": spillway.plan(rates, sizes, mode="count", parameter=0, chunk=CHUNK),
+        plans = {"all on the CPU": spillway.plan(rates, sizes, mode="count", argument=0, chunk=CHUNK),
                  "model's plan": spillway.plan(rates, sizes, chunk=CHUNK),
                  "Eq. 1": spillway.plan(rates, sizes, mode="eq1", chunk=CHUNK),
-                 "stride 2": spillway.plan(rates, sizes, mode="stride", parameter=2, chunk=CHUNK)}
+                 "stride 2": spillway.plan(rates, sizes, mode="stride", argument=2, chunk=CHUNK)}
         adam = spillway.Adam()
         taken = alternating({name: lambda plan=plan: phase(update, adam, plan) for name, plan in plans.items()},
                             lambda work: work(), rounds=2 if QUICK else 3)
         trace = update.trace()
     for name, plan in plans.items():
-        lines.append(f"{name:<16} {plan.sites.count('gpu'):3d} on the GPU {taken[name]:8.3f} s, "
+        lines.append(f"{name:<16} {plan.placements.count('gpu'):3d} on the GPU {taken[name]:8.3f} s, "
                      f"{count * SIZE / taken[name] / 1e9:6.2f} G parameters/s, model {plan.exposed_seconds:8.3f} s "
                      f"({plan.exposed_seconds / taken[name]:.3f} of measured)")
     missed = abs(1 - plans["model's plan"].exposed_seconds / taken["model's plan"])
@@ -60,12 +61,12 @@ def subgroup():
 
 
 def phase(update, adam, plan):
-    """Seconds from the norm's verdict to new parameters everywhere; gradients are where they are needed before, states on
-    their way home after."""
+    """Seconds from the norm's verdict until every place has the new parameters. Before the measurement the gradients
+    are in place; after it the states are still on their way back."""
     stream = torch.cuda.current_stream()
-    update.set_plan(plan.sites)
+    update.set_plan(plan.placements)
     for index in range(len(update)):
-        update.gradient(index, stream)
+        update.grad_ready(index, stream)
     torch.cuda.synchronize()
     start = time.perf_counter()
     update.begin(adam, stream=stream)
@@ -77,10 +78,12 @@ def phase(update, adam, plan):
 
 
 def measure_rates(gpu, subgroups):
-    """The rates of the model: the link in both directions at once, the CPU's step meanwhile, the GPU's step alone."""
+    """The rates of the model: both directions of the link at once, the CPU's step at the same time, and
+    the GPU's step alone."""
     states = [torch.from_numpy(array) for array in subgroups[0][:3]]
     if not all(state.is_pinned() for state in states):
-        raise SystemExit("the states are not registered with the driver: rates of such copies say nothing")
+        raise SystemExit("the states are not page-locked for the driver, so their copies would be slower than the link; run as a user "
+                         "that may lock memory")
     up, down = torch.cuda.Stream(), torch.cuda.Stream()
     slot = [torch.empty(SIZE, device="cuda") for _ in range(2)]
     stream = torch.cuda.current_stream()
@@ -98,7 +101,7 @@ def measure_rates(gpu, subgroups):
     grad = spillway.pinned(SIZE, "bf16")
     copy = spillway.pinned(SIZE, "bf16")
     row = [(host.param, grad, host.exp_avg, host.exp_avg_sq, copy)]
-    prepared = adam.prepare(row, uint16_as="bf16")
+    prepared = adam.prepare(row, uint16_dtype="bf16")
     prepared.step()
     turns = []
     for _ in range(3):
@@ -120,8 +123,8 @@ def scaled(rates):
 
 
 def deepspeed(subgroups, ours):
-    """ZeRO-Offload's step of the same states, and the partial offload that keeps a share of them on the GPU: each of them
-    DeepSpeed's own optimizers and its copies of parameters."""
+    """Measures ZeRO-Offload's step of the same states, and the partial offload that keeps a share of them on the
+    GPU. Both use DeepSpeed's own optimizers and its copies of parameters."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""What a real driver and GPU do: every kernel has the bits of the CPU's, streams and events of torch are good, memory is what
-the library takes it for. Prints a line for each and exits 1 if one is wrong.
+"""Checks the library on a real driver and GPU. Every kernel gives the bits of the CPU's, streams and events of torch
+are accepted, and memory is recognised correctly. Prints one line for each check and exits 1 if one fails.
 
-    check.py [--kernels]       only what launches kernels, for compute-sanitizer"""
+    check.py [--kernels]       only the checks that launch kernels, for compute-sanitizer"""
 
 import ctypes
 import sys
@@ -27,7 +27,7 @@ def main():
         memory(gpu)
         foreign(gpu)
         interleaved(gpu)
-    print("wrong: " + "; ".join(failures) if failures else "all as it should be")
+    print("failed: " + "; ".join(failures) if failures else "all checks passed")
     return 1 if failures else 0
 
 
@@ -38,13 +38,13 @@ def open_time():
 
 
 def expect(name, good, detail=""):
-    print(f"{'ok   ' if good else 'WRONG'} {name} {detail}", flush=True)
+    print(f"{'ok    ' if good else 'FAILED'} {name} {detail}", flush=True)
     if not good:
         failures.append(name)
 
 
 def same(mine, wanted):
-    """Number of elements with other bits, all NaN of 32 bits being one."""
+    """Number of elements with different bits; all 32-bit NaNs count as equal."""
     if mine.dtype == np.float32:
         both = np.isnan(mine) & np.isnan(wanted)
         return int(((mine.view(np.uint32) != wanted.view(np.uint32)) & ~both).sum())
@@ -52,7 +52,7 @@ def same(mine, wanted):
 
 
 def on_gpu(array):
-    """A copy on the GPU; uint16 is taken for bfloat16."""
+    """A copy on the GPU; uint16 holds bfloat16 patterns."""
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).cuda()
     return torch.from_numpy(array).cuda()
@@ -64,7 +64,7 @@ def from_gpu(tensor):
 
 
 def round_to(values, kind):
-    """f32 to 16 bits, to nearest even; one NaN for all."""
+    """Converts f32 to 16 bits, to nearest even; every NaN becomes one pattern."""
     bits = values.view(np.uint32)
     if kind == np.uint16:
         rounded = ((bits + (0x7fff + (bits >> 16 & 1))) >> 16).astype(np.uint16)
@@ -117,8 +117,8 @@ def adam(gpu):
                 device = [on_gpu(array) for array in tensors]
                 ours, theirs = (spillway.Adam(lr=1e-2, weight_decay=0.1, weight_decay_mode=mode) for _ in range(2))
                 for _ in range(3):
-                    mine = gpu.step(ours, [device], stream=torch.cuda.current_stream(), grad_scale=0.25, stats=True)
-                    wanted = theirs.step([tuple(tensors)], grad_scale=0.25, stats=True, uint16_as="bf16")
+                    mine = gpu.step(ours, [device], stream=torch.cuda.current_stream(), grad_scale=0.25, return_stats=True)
+                    wanted = theirs.step([tuple(tensors)], grad_scale=0.25, return_stats=True, uint16_dtype="bf16")
                 wrong = [same(from_gpu(mine_), wanted_) for mine_, wanted_ in zip(device, tensors)]
                 name = f"adam {mode} gradient {np.dtype(grad).name} copy {np.dtype(copy).name if copy else 'none'}"
                 expect(name, not any(wrong) and mine == wanted, f"{wrong} differ, {mine} and {wanted}")
@@ -158,7 +158,7 @@ def memory(gpu):
         try:
             gpu.copy_out(device[:array.size], array).wait()
             return True
-        except spillway.InvalidArgument as error:
+        except spillway.InvalidArgumentError as error:
             assert "not pinned" in str(error), error
             return False
 
@@ -203,7 +203,7 @@ def foreign(gpu):
         torch.cuda._sleep(200_000_000)
         device.fill_(4)
     copy = gpu.copy_out(device, host, after=side)
-    copy.order(side)
+    copy.stream_wait(side)
     with torch.cuda.stream(side):
         device.fill_(5)
     torch.cuda.synchronize()
@@ -212,7 +212,7 @@ def foreign(gpu):
 
 
 def interleaved(gpu):
-    """100 steps, another plan at every one, slots 1 to 3, against the CPU."""
+    """100 steps with another plan at each step and 1 to 3 slots, compared with the CPU."""
     sizes, stream = [size(1 << 20, 4096) + 17 * at for at in range(6)], torch.cuda.current_stream()
     for slots in (1, 2, 3):
         source = np.random.default_rng(slots)
@@ -231,12 +231,12 @@ def interleaved(gpu):
                 update.set_plan([("cpu", "gpu", "gpu", "resident")[source.integers(4)] for _ in sizes])
                 for at, n in enumerate(sizes):
                     grads[at].normal_()
-                    update.gradient(at, stream)
+                    update.grad_ready(at, stream)
                 rows = [(*row, from_gpu(grad), copy) for row, grad, copy in zip(plain, grads, copies)]
-                theirs.step([(p, g, m, v, c) for p, m, v, g, c in rows], uint16_as="bf16")
+                theirs.step([(p, g, m, v, c) for p, m, v, g, c in rows], uint16_dtype="bf16")
                 update.begin(ours, stream=stream)
                 for at in range(len(sizes)):
-                    update.publish(at, stream)
+                    update.stream_wait_params(at, stream)
                     wrong += same(from_gpu(params[at]), copies[at])
             update.set_plan(["cpu"] * len(sizes))
             update.drain()

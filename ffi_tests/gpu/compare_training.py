@@ -1,4 +1,5 @@
-"""compare_training.py SPILLWAY.json DEEPSPEED.json: the same losses, and the time of an iteration side by side."""
+"""compare_training.py SPILLWAY.json DEEPSPEED.json: checks that the losses are equal and prints the
+times of an iteration."""
 
 import json
 import pathlib

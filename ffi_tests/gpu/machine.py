@@ -1,4 +1,4 @@
-"""What the programs of this folder share: the GPU, sizes, timing in alternation, and reports with the machine in them."""
+"""Shared by the programs of this folder: the GPU, sizes, alternating timing, and reports that describe the machine."""
 
 import datetime
 import os
@@ -13,14 +13,14 @@ ROUNDS = 3 if QUICK else 7
 
 
 def torch_on_gpu():
-    """torch, or an exit with 77 where it is missing or sees no GPU."""
+    """Returns torch. Exits with status 77 if torch is missing or sees no GPU."""
     try:
         import torch
     except ImportError as error:
-        print(f"no torch: {error}")
+        print(f"cannot run: torch cannot be imported: {error}")
         sys.exit(77)
     if not torch.cuda.is_available():
-        print("torch sees no GPU")
+        print("cannot run: torch finds no GPU")
         sys.exit(77)
     torch.cuda.init()
     torch.empty(1, device="cuda")
@@ -28,12 +28,12 @@ def torch_on_gpu():
 
 
 def size(large, small):
-    """A number of elements: the small one for a quick run."""
+    """A number of elements: the small number for a quick run."""
     return small if QUICK else large
 
 
 def seconds(torch, work):
-    """How long `work` takes until the GPU is done with it, by the wall clock."""
+    """Wall-clock seconds until the GPU has finished `work`."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     work()
@@ -42,7 +42,7 @@ def seconds(torch, work):
 
 
 def alternating(contenders, measure, rounds=ROUNDS):
-    """Median seconds of each contender by name, after one round that does not count."""
+    """Median seconds of each contender by name, after one uncounted round."""
     taken = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, work in contenders.items():
@@ -53,7 +53,7 @@ def alternating(contenders, measure, rounds=ROUNDS):
 
 
 def available_bytes():
-    """Host memory that can be taken."""
+    """Host memory that is available."""
     for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024
@@ -73,7 +73,7 @@ def report(name, title, gpu, lines, command):
 
 
 def ratio(name, value, wanted):
-    """A line that says what was reached and what was to be."""
+    """A line with the reached value and the target."""
     return f"{name:<58} {value:7.3f}   wanted {wanted}: {'reached' if value >= wanted else 'MISSED'}"
 
 

@@ -1,17 +1,18 @@
 #!/bin/sh
-# Everything that only a machine with an NVIDIA GPU can show: what the driver and the kernels really do, then the figures, which
-# go to ffi_tests/bench/gpu-*.md. Without a GPU it says so and exits 77.
+# Runs the tests that need an NVIDIA GPU: first checks of the driver and the kernels, then the measurements, which are
+# written to ffi_tests/bench/gpu-*.md. Without a GPU the script reports that and exits 77.
 #
 #   ffi_tests/gpu/run.sh [STEP...]      steps: check sanitize transfer adam update interleave-example train; default: all
 #
-#   SPILLWAY_LIBRARY=FILE   the release library, if cargo is not on this machine: target/release/libspillway.so of another
+#   SPILLWAY_LIBRARY=FILE   the release library of another machine (target/release/libspillway.so), if this
+#                           one has no cargo
 #   SPILLWAY_PYTHON=FILE    a Python with torch for CUDA; default: python3
-#   BENCH=DIRECTORY         where reports go; default: ffi_tests/bench
-#   LOGS=DIRECTORY          where the output of every step goes; default: target/gpu
+#   BENCH=DIRECTORY         folder of the reports; default: ffi_tests/bench
+#   LOGS=DIRECTORY          folder of the output of every step; default: target/gpu
 #   QUICK=1                 small sizes, to see that every step works
 #
-# A step that fails does not keep the others from running; the exit status is 1 if any failed. What a step needs and does not
-# find (torch, DeepSpeed, compute-sanitizer, a C compiler) is named in its line, which then says skipped.
+# After a failed step the others still run; the exit status is 1 if any failed. If a step lacks a tool (torch,
+# DeepSpeed, compute-sanitizer, a C compiler), its line says "skipped" and names the tool.
 set -u
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -25,9 +26,9 @@ main() {
     find_library
     export LOGS="$logs" BENCH="${BENCH:-$root/ffi_tests/bench}" QUICK="${QUICK:-}"
     export PYTHONPATH="$root/packaging/python:$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-    # The update has seven streams, torch more; with the default of 8 queues they would wait for each other.
+    # The update uses seven streams, and torch uses more. With the default of 8 queues they would wait for each other.
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"
-    # Rates that were measured on another day are measured again.
+    # Ignores rates of earlier runs, so that they are measured again.
     export SPILLWAY_PROFILE="$logs/profile"
     find_gpu
     [ $# -gt 0 ] || set -- check sanitize transfer adam update interleave-example train
@@ -56,14 +57,14 @@ find_library() {
     export SPILLWAY_LIBRARY
 }
 
-# 77 if there is no GPU; anything else that is wrong with the driver is a failure.
+# Returns 77 if there is no GPU; any other fault of the driver is a failure.
 find_gpu() {
     "$python" - <<'END'
 import sys
 import spillway
 try:
     count = spillway.gpu_count()
-except spillway.NoDevice as error:
+except spillway.NoDeviceError as error:
     print(f"gpu: skipped: {error}")
     sys.exit(77)
 print(f"gpu: {count} GPU(s), the first is {spillway.Gpu(0).info()}")
@@ -72,7 +73,7 @@ END
     [ $status = 0 ] || exit $status
 }
 
-# run NAME COMMAND...: a line about it, its output to a log; 77 is skipped.
+# run NAME COMMAND...: prints one line and writes the output to a log; status 77 means skipped.
 run() {
     name=$1
     shift
@@ -92,7 +93,7 @@ run() {
     return 0
 }
 
-# The kernels under the memory and the race checker. The small check launches every kernel.
+# Runs the kernels under the memory checker and the race checker. The small check launches every kernel.
 sanitize() {
     if ! command -v compute-sanitizer >/dev/null; then
         echo "gpu: sanitize: skipped: there is no compute-sanitizer"
@@ -103,7 +104,7 @@ sanitize() {
     done
 }
 
-# The C example; its own check compares bits. With threads in the part of the GPU it runs anywhere.
+# Runs the C example, which compares bits itself. With threads instead of the GPU it runs on any machine.
 example() {
     if ! command -v cc >/dev/null; then
         echo "gpu: interleave-example: skipped: there is no C compiler"
@@ -115,7 +116,7 @@ example() {
     run interleave-example "$logs/interleave" "$logs/interleave-trace.json"
 }
 
-# ZeRO-3 with offloaded states on the GPU: Spillway's op, then DeepSpeed's own; the losses have to be equal.
+# ZeRO-3 with offloaded states on the GPU, with Spillway's op and then with DeepSpeed's own; the losses must be equal.
 train() {
     if ! "$python" -c 'import deepspeed' >"$logs/train.log" 2>&1; then
         echo "gpu: train: skipped: this Python has no DeepSpeed: $(tail -n 1 "$logs/train.log")"
@@ -123,7 +124,7 @@ train() {
     fi
     size="--stage 3 --steps 60 --dim 1024 --layers 8"
     [ -z "$QUICK" ] || size="--stage 3 --steps 20 --dim 128 --layers 2"
-    # Equal bits need the same number of OpenMP threads.
+    # Equal bits require the same number of OpenMP threads.
     export DS_ACCELERATOR=cuda OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
     # shellcheck disable=SC2086
     SPILLWAY_DEEPSPEED=1 run train-spillway "$python" "$root/ffi_tests/deepspeed/train.py" $size --json "$logs/spillway.json"

@@ -1,4 +1,5 @@
-"""DeepSpeed's own compiled async_io op: round trips through aio_handle, then a fault that it swallows.
+"""Tests DeepSpeed's own compiled async_io op: round trips through aio_handle, then a fault that the
+op does not report.
 
     aio_handle.py DIRECTORY round|fault
 """
@@ -27,10 +28,10 @@ def round_trips(handle, directory):
         source, target = pinned(handle, data), pinned(handle, torch.zeros_like(data))
         assert handle.sync_pwrite(source, path, 0) == 1
         with open(path, "rb") as file:
-            assert file.read() == data.numpy().tobytes(), f"{path}: not the bytes that were written"
+            assert file.read() == data.numpy().tobytes(), f"{path} differs from the bytes that were written"
         assert handle.async_pread(target, path, 0) == 0
         assert handle.wait() == 1
-        assert torch.equal(target, data), f"{path}: not the bytes that were read"
+        assert torch.equal(target, data), f"the bytes read from {path} differ from its content"
         os.unlink(path)
         handle.free_cpu_locked_tensor(source)
         handle.free_cpu_locked_tensor(target)
@@ -42,7 +43,7 @@ def fault(handle, directory):
     source = pinned(handle, torch.ones(8 * MIB, dtype=torch.uint8))
     path = os.path.join(directory, "limited")
     said = handle.sync_pwrite(source, path, 0)
-    print(f"said {said}, stored {os.path.getsize(path)} of {8 * MIB}")
+    print(f"returned {said}, stored {os.path.getsize(path)} of {8 * MIB}")
     os.unlink(path)
 
 

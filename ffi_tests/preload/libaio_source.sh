@@ -1,6 +1,6 @@
 #!/bin/sh
-# Fetches libaio's source, of the version that is installed, from the Debian mirror of this machine into DIRECTORY, and
-# prints where it lies. Exit status 1 if the source cannot be had.
+# Fetches the source of the installed version of libaio from this machine's Debian mirror into DIRECTORY, and prints its
+# path. Exit status 1 if the source is unavailable.
 #
 #   libaio_source.sh DIRECTORY
 set -eu

@@ -1,10 +1,10 @@
 #!/bin/bash
-# A MariaDB server on libaio under the preload, killed so many times while rows are written: every row whose insert was
-# acknowledged is found again, and the table is whole.
+# Kills a MariaDB server that uses libaio under the preload KILLS times while it writes rows. Afterwards every row whose
+# insert was acknowledged exists, and the table is intact.
 #
 #   mariadb.sh LIBRARY DIRECTORY KILLS
 #
-# The server listens on a socket in DIRECTORY alone, which is emptied.
+# The server listens only on a socket in DIRECTORY, whose contents are deleted first.
 set -u
 library=$1 directory=$2 kills=$3
 rm -rf "$directory" && mkdir "$directory" && cd "$directory" || exit 1
@@ -31,7 +31,7 @@ serve() {
   tail server.log
   return 1
 }
-# Inserts rows one by one, and notes each that was acknowledged.
+# Inserts rows one by one, and records each acknowledged one.
 insert() {
   local row=$1
   while sql -e "insert into t.rows values($row, repeat(char(97 + $row % 26), 400))" 2>/dev/null; do

@@ -1,16 +1,18 @@
 #!/bin/bash
-# The preload under programs that nobody here wrote: a table of libaio's own answers, fio with checksums, and
-# DeepSpeed's compiled async_io op. Exit status 0 passed, 1 failed, 77 nothing could be run.
+# Runs the preload under third-party programs: a table of libaio's own results, fio with checksums, and
+# DeepSpeed's compiled async_io op. Exit status 0 passed, 1 failed, 77 nothing could be run. Parts that cannot run
+# are ignored and counted.
 #
-#   SPILLWAY_DEEPSPEED_PYTHON   a Python with torch and deepspeed (default: python3); without one that part is skipped
-#   SPILLWAY_PRELOAD_DIR        where test files go (default: a new folder under TMPDIR); should be on a disk
+#   SPILLWAY_DEEPSPEED_PYTHON   a Python with torch and deepspeed (default: python3); if there is none,
+#                               that part is ignored
+#   SPILLWAY_PRELOAD_DIR        folder of the test files (default: a new folder under TMPDIR); should be on a disk
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 work=$(mktemp -d "${SPILLWAY_PRELOAD_DIR:-${TMPDIR:-/var/tmp}}/preload.XXXXXX") || exit 1
 shm=$(mktemp -d /dev/shm/preload.XXXXXX) || shm=
 trap 'rm -rf "$work" ${shm:+"$shm"}' EXIT
-passed=0 failed=0
+passed=0 failed=0 ignored=0
 
 check() { # NAME COMMAND...: one line per check, its output only if it fails
   local name=$1
@@ -26,20 +28,24 @@ check() { # NAME COMMAND...: one line per check, its output only if it fails
 install_package() { # PACKAGE: quietly, if this may be done at all
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get install -y -q "$1" >/dev/null 2>&1
 }
-skip() { echo "skipped: $*"; }
+ignore() { # WHAT: REASON
+  ignored=$((ignored + 1))
+  echo "ignored: $*"
+}
 preload() { LD_PRELOAD=$library "$@"; }
 
 if [ ! -e /usr/include/libaio.h ] && ! install_package libaio-dev; then
-  skip "libaio's header is missing: apt-get install libaio-dev"
+  ignore "libaio's header is missing: apt-get install libaio-dev"
   exit 77
 fi
-(cd "$root" && cargo build --quiet --release -p spillway-preload) || exit 1
+# The same build as in the other runners, so cargo has no more to do.
+(cd "$root" && cargo build --quiet --release --lib -p spillway -p spillway-preload -p fakecuda --features spillway/s3) || exit 1
 library=${CARGO_TARGET_DIR:-$root/target}/release/libspillway_preload.so
 for program in semantics threads; do
   gcc -O1 -Wall -Wextra -Werror -o "$work/$program" "$here/$program.c" -laio -lpthread || exit 1
 done
 
-# The same program with libaio, with the preload, with the preload forwarding, and without io_uring.
+# Runs the same program with libaio, with the preload, with the preload forwarding, and without io_uring.
 same_answers() { # ENVIRONMENT... WORDS: the log must hold them
   local words=${*: -1}
   set -- "${@:1:$#-1}"
@@ -59,14 +65,14 @@ no_memory() { # An unprivileged user without locked memory: io_uring_setup gives
 if [ "$(id -u)" = 0 ] && command -v setpriv >/dev/null; then
   check "table of answers, io_uring refused" no_memory
 else
-  skip "io_uring refused: needs root and setpriv"
+  ignore "io_uring refused: needs root and setpriv"
 fi
 silent() { preload timeout 60 "$work/semantics" "$work/file" 2>&1 >/dev/null | { ! grep -q .; }; }
 check "silence by default" silent
 runs_on() { preload env SPILLWAY_PRELOAD_ASYNC=1 timeout 60 "$work/semantics" "$work/file" | diff <(grep -v ^order "$work/native") <(grep -v ^order -); }
 check "table of answers, buffered transfers run on" runs_on
 
-# libaio's own programs: what they make of the preload is what they make of libaio.
+# Runs libaio's own test programs: the results under the preload must equal those under libaio.
 libaio_case() { # NUMBER
   rm -rf "$harness/testdir" && mkdir "$harness/testdir" && cd "$harness" || return 1
   for name in rofile rwfile wofile; do echo test >"testdir/$name"; done
@@ -79,14 +85,14 @@ if source=$("$here/libaio_source.sh" "$work"); then
     if (libaio_case "$case") >"$work/out" 2>&1; then
       check "libaio's program $case" eval "(LD_PRELOAD=$library libaio_case $case)"
     else
-      skip "libaio's program $case does not pass with libaio here"
+      ignore "libaio's program $case does not pass with libaio here"
     fi
   done
 else
-  skip "libaio's own programs: their source cannot be fetched"
+  ignore "libaio's own programs: their source cannot be fetched"
 fi
 
-# Programs that fetch events past libaio are forwarded, and the log says so.
+# For programs that fetch events without libaio, the preload forwards all calls, and the log reports it.
 qemu() { # FORMAT [-w]
   local format=$1
   shift
@@ -100,13 +106,13 @@ if command -v qemu-img >/dev/null || install_package qemu-utils; then
     check "qemu-img writes $format" qemu $format -w
   done
 else
-  skip "qemu-img is missing: apt-get install qemu-utils"
+  ignore "qemu-img is missing: apt-get install qemu-utils"
 fi
 if { command -v mariadbd && command -v mariadb; } >/dev/null ||
   { install_package mariadb-server-core && install_package mariadb-client-core; }; then
   check "MariaDB after ten kills" "$here/mariadb.sh" "$library" "$work/mariadb" 10
 else
-  skip "MariaDB is missing: apt-get install mariadb-server-core mariadb-client-core"
+  ignore "MariaDB is missing: apt-get install mariadb-server-core mariadb-client-core"
 fi
 
 check "threads on one context, disk" preload timeout 60 "$work/threads" "$work/file"
@@ -141,7 +147,7 @@ if command -v fio >/dev/null || install_package fio; then
     done
   done
 else
-  skip "fio is missing: apt-get install fio"
+  ignore "fio is missing: apt-get install fio"
 fi
 
 python=${SPILLWAY_DEEPSPEED_PYTHON:-python3}
@@ -151,7 +157,7 @@ aio_handle() { # CASE
 }
 swallowed() {
   aio_handle fault || return 1
-  grep -q "said 1, stored 4194304 of 8388608" "$work/out" &&
+  grep -q "returned 1, stored 4194304 of 8388608" "$work/out" &&
     [ "$(grep -c "write of 1048576 bytes at offset [4-7][0-9]* to $work/limited failed: File too large" "$work/out")" = 8 ]
 }
 round_trips() { aio_handle round && grep -q "served by spillway" "$work/out" && ! grep -q "spillway: preload" "$work/out"; }
@@ -159,8 +165,8 @@ if "$python" -c 'import torch, importlib.util as u, sys; sys.exit(u.find_spec("d
   check "DeepSpeed aio_handle round trips" round_trips
   check "DeepSpeed aio_handle, a fault it swallows" swallowed
 else
-  skip "DeepSpeed's op: $python has no torch and deepspeed (pip install torch deepspeed)"
+  ignore "DeepSpeed's op: $python has no torch and deepspeed (pip install torch deepspeed)"
 fi
 
-echo "$passed passed, $failed failed"
+echo "$passed passed, $failed failed, $ignored ignored"
 [ "$failed" = 0 ]

@@ -1,8 +1,9 @@
-// Prints what libaio's functions answer in a table of cases. Run with and without the preload: the outputs are equal.
+// Prints the results of libaio's functions for a table of cases. The outputs with and without the
+// preload must be equal.
 //
 //     semantics FILE        FILE lies on a file system with O_DIRECT
 //
-// A line is only printed where libaio's answer is determined; timing is printed as "early" or "late".
+// The program prints a line only if libaio defines the result; timing is printed as "early" or "late".
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -205,7 +206,7 @@ static void vector_and_sync_cases(void) {
   say("poll: not yet", io_getevents(ctx, 1, 1, &event, &now));
   if (write(ends[1], "x", 1) != 1) exit(1);
   say("poll: event", io_getevents(ctx, 1, 1, &event, NULL));
-  say("poll: mask", (long)event.res & POLLIN);  // Linux's aio may add bits that nobody asked for
+  say("poll: mask", (long)event.res & POLLIN);  // Linux's aio may add bits that were not requested
   if (read(ends[0], buffer, 1) != 1) exit(1);
   say("cancel: submitted", submit(ctx, &iocb));
   say("cancel: poll", io_cancel(ctx, &iocb, &event));
@@ -361,7 +362,7 @@ static void *submit_and_exit(void *argument) {
   static struct iocb iocbs[MANY], *list[MANY];
   int fd = file(O_RDWR | O_DIRECT | O_TRUNC);
   for (int i = 0; i < MANY; i++) {
-    // Into holes, so that the kernel queues them to a worker.
+    // Writes into holes, so that the kernel queues the requests to a worker.
     io_prep_pwrite(&iocbs[i], fd, buffer + i * BLOCK, BLOCK, (long long)i * 64 * BLOCK);
     list[i] = &iocbs[i];
   }
@@ -423,7 +424,7 @@ static void fork_cases(void) {
   close(fd);
 }
 
-// Linux carries a buffered transfer out inside io_submit: its event is there when io_submit returns.
+// Linux performs a buffered transfer inside io_submit: its event exists when io_submit returns.
 static void *submit_two(void *ctx) {
   static struct iocb parts[2];
   int fd = file(O_RDWR);

@@ -1,6 +1,7 @@
-// Several threads submit on one context while several fetch: every event comes once, and the bytes are right.
+// Several threads submit on one context while several others fetch: every event arrives once, and
+// the bytes are correct.
 //
-//     threads FILE             exits 0 if nothing was lost, doubled or wrong
+//     threads FILE             exits 0 if no event was lost, duplicated or wrong
 //     threads FILE leave       fails one write, leaves it and another unfetched, and exits
 
 #define _GNU_SOURCE
@@ -42,7 +43,7 @@ static void *submitter(void *argument) {
       else usleep(200);
     }
   }
-  return NULL;  // the blocks stay: events may still be on their way
+  return NULL;  // The blocks stay: events may still be pending
 }
 
 static void *fetcher(void *argument) {

@@ -1,6 +1,7 @@
-// Eight threads read and write packed extents of several files through shared and short-lived engines, from pools, pinned
-// and plain memory, at any address; every byte read is compared. Between rounds, when nothing is under way, memory,
-// locked memory, descriptors and threads are counted: from one third of the time on they may not grow.
+// Eight threads read and write packed extents of several files through shared and short-lived engines. The memory
+// is a pool's, pinned or plain, at any address; the test compares every byte that it reads. Between rounds nothing
+// is in flight, and the test counts memory, locked memory, descriptors and threads. After one third of the time
+// these may not grow.
 //
 //     soak DIRECTORY SECONDS
 
@@ -11,6 +12,7 @@
 #include <pthread.h>
 #include <spillway.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,7 +28,7 @@
     } while (0)
 
 enum { THREADS = 8, FILES = 5, BATCH = 8, ROUND_BATCHES = 6, SETTLING_ROUNDS = 5, FOR_EVER = -1, ENGINES = 3, LARGEST = 3000001 };
-// The heap of eight threads is never quite the same; workers of the kernel and of the thread engine come and go.
+// The heap size of eight threads varies; worker threads of the kernel and of the thread engine start and end.
 enum { SLACK_KIB = 16 << 10, SLACK_THREADS = 16 };
 
 static const uint64_t lengths[] = {1, 511, 4096, 5000, 65536, 100001, 1 << 20, (1 << 20) + 1, LARGEST};
@@ -75,7 +77,7 @@ static uint64_t draw(struct worker *worker, uint64_t below) {
     return mix(worker->random++) % below;
 }
 
-// The bytes of an extent are a function of its seed and of their place in it.
+// Each byte of an extent depends on the extent's seed and on the position of the byte.
 static void fill(unsigned char *to, uint64_t seed, uint64_t from, uint64_t bytes) {
     for (uint64_t n = 0; n < bytes;) {
         uint64_t word = mix(seed + (from + n) / 8), in = (from + n) % 8;
@@ -102,12 +104,12 @@ static uint64_t seed_of(const struct worker *worker, int file, const struct exte
     return mix(((uint64_t)worker->number << 48) ^ ((uint64_t)file << 40) ^ (extent->offset << 8)) ^ mix(extent->generation);
 }
 
-// Pinned, a block of the pool, or plain memory; at any address.
+// Takes pinned memory, a block of the pool, or plain memory, at any address.
 static void take_memory(struct worker *worker, struct operation *op) {
     uint64_t shift = draw(worker, 2) ? 0 : draw(worker, 5000);
     void *start = NULL;
     op->kind = (int)draw(worker, 3);
-    if (op->kind == 0 && spw_pool_alloc(pool, &start) != SPW_OK) op->kind = 1; // All blocks are out.
+    if (op->kind == 0 && spw_pool_alloc(pool, &start) != SPW_OK) op->kind = 1; // All blocks are in use.
     if (op->kind == 1) CHECK(spw_pinned_alloc(LARGEST + 5000, &start) == SPW_OK);
     if (op->kind == 2) CHECK((start = malloc(LARGEST + 5000)) != NULL);
     op->start = start;
@@ -139,13 +141,13 @@ static void begin(struct worker *worker, spw_io *io, struct operation *op) {
     request.bytes = op->bytes;
     request.deadline_ms = draw(worker, 4) ? 0 : 600000;
     CHECK((op->write ? spw_io_write : spw_io_read)(io, &request, &op->handle) == SPW_OK);
-    // A read may be cancelled; whether it is, or ends as it would have, is seen when it is waited for.
+    // A read may be cancelled; the wait shows whether the read was cancelled or completed.
     if (!op->write && draw(worker, 50) == 0) CHECK(spw_io_cancel(io, op->handle) == SPW_OK);
 }
 
 static void end(spw_io *io, struct operation *op) {
     uint64_t moved = 0;
-    spw_status status = spw_io_wait(io, op->handle, FOR_EVER, &moved);
+    spw_status status = spw_io_wait(io, &op->handle, 1, FOR_EVER, &moved);
     CHECK(status == SPW_OK || (!op->write && status == SPW_ERR_CANCELLED));
     if (status == SPW_OK) {
         CHECK(moved == op->bytes);
@@ -176,7 +178,7 @@ static void batch(struct worker *worker) {
 static void *work(void *argument) {
     struct worker *worker = argument;
     for (;;) {
-        pthread_barrier_wait(&barrier); // The others are quiet as well: the main thread counts.
+        pthread_barrier_wait(&barrier); // All other threads are idle too: the main thread counts.
         pthread_barrier_wait(&barrier);
         if (atomic_load(&stopping)) return NULL;
         for (int n = 0; n < ROUND_BATCHES; n++) batch(worker);
@@ -186,7 +188,7 @@ static void *work(void *argument) {
 static long entries(const char *path) {
     DIR *directory = opendir(path);
     CHECK(directory != NULL);
-    long count = -3; // ".", "..", and the descriptor of this very directory.
+    long count = -3; // Leaves out ".", ".." and the descriptor of this directory.
     while (readdir(directory)) count++;
     closedir(directory);
     return count;
@@ -241,8 +243,8 @@ static void set_up(const char *directory) {
     CHECK(spw_pool_open(&memory, &pool) == SPW_OK);
     const spw_io_options options[ENGINES] = {
         {.struct_size = sizeof *options},
-        {.struct_size = sizeof *options, .backend = SPW_IO_THREADS, .block_bytes = 256 << 10},
-        {.struct_size = sizeof *options, .flags = SPW_IO_NO_DIRECT, .queue_depth = 7},
+        {.struct_size = sizeof *options, .backend = SPW_IO_BACKEND_THREADS, .block_bytes = 256 << 10},
+        {.struct_size = sizeof *options, .flags = SPW_IO_FLAG_NO_DIRECT, .queue_depth = 7},
     };
     for (int n = 0; n < ENGINES; n++) CHECK(spw_io_open(&options[n], &engines[n]) == SPW_OK);
 }
@@ -258,7 +260,7 @@ int main(int count, char **arguments) {
         fprintf(stderr, "usage: soak DIRECTORY SECONDS\n");
         return 2;
     }
-    mallopt(M_MMAP_THRESHOLD, 128 << 10); // Fixed, so that what is freed goes back to the system.
+    mallopt(M_MMAP_THRESHOLD, 128 << 10); // A fixed threshold, so that freed memory returns to the system.
     double seconds = atof(arguments[2]), start = now();
     struct sample before = sample(), settled = {0}, later = {0};
     set_up(arguments[1]);
@@ -281,7 +283,7 @@ int main(int count, char **arguments) {
     for (int n = 0; n < ENGINES; n++) CHECK(spw_io_close(engines[n], FOR_EVER) == SPW_OK);
     CHECK(spw_pool_close(pool) == SPW_OK);
     struct sample after = sample();
-    for (int n = 0; n < 1000 && after.threads > before.threads; n++) { // They end by themselves, a moment later.
+    for (int n = 0; n < 1000 && after.threads > before.threads; n++) { // Threads end on their own, a moment later.
         usleep(5000);
         after = sample();
     }

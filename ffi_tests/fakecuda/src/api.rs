@@ -1,30 +1,49 @@
-//! The driver's functions, as C calls them. A handle is the device's number, counted from 1, above an object's number.
+//! The driver's functions with their C signatures. A handle combines the device's number, counted from 1, with an
+//! object's number in the lower bits.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ptr;
 use std::sync::MutexGuard;
 
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUgraph, CUjit_option,
+    CUmodule, CUpointer_attribute, CUresult, CUstream,
+};
+
 use crate::capture;
-use crate::gpu::{self, Code, DEVICES, Gpu};
+use crate::gpu::{self, Code, DEVICES, Gpu, INVALID_VALUE};
 
-type Handle = usize;
-
-const SUCCESS: Code = 0;
-const INVALID_VALUE: Code = 1;
-const INVALID_CONTEXT: Code = 201;
+const SUCCESS: Code = CUresult::CUDA_SUCCESS as Code;
+const INVALID_CONTEXT: Code = CUresult::CUDA_ERROR_INVALID_CONTEXT as Code;
+const INVALID_DEVICE: Code = CUresult::CUDA_ERROR_INVALID_DEVICE as Code;
 
 /// Address of a function.
 pub struct Address(pub *mut c_void);
-// SAFETY: an address of code, which any thread may call.
+// SAFETY: the address of code, which every thread may call.
 unsafe impl Sync for Address {}
 
+/// The type of an argument in cudarc's binding: the second type, if there are two.
+macro_rules! bound {
+    ($kind:ty) => {
+        $kind
+    };
+    ($kind:ty, $bound:ty) => {
+        $bound
+    };
+}
+
 macro_rules! functions {
-    ($(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block)*) => {
+    ($(fn $name:ident($($argument:ident: $kind:ty $(as $bound:ty)?),* $(,)?) $body:block)*) => {
         $(
+            // Does not compile if the signature differs from cudarc's binding. Enums that another version of CUDA may
+            // extend are integers here.
+            const _: unsafe fn($(bound!($kind $(, $bound)?)),*) -> CUresult = sys::$name;
+
             #[unsafe(no_mangle)]
             #[allow(unused_unsafe, reason = "some need none")]
             pub unsafe extern "C" fn $name($($argument: $kind),*) -> Code {
-                // SAFETY: the callers' pointers are good, as the driver API asks of them.
+                // SAFETY: the callers pass valid pointers, as the driver API requires.
                 let outcome: Result<(), Code> = (|| unsafe { $body })();
                 outcome.err().unwrap_or(SUCCESS)
             }
@@ -35,25 +54,25 @@ macro_rules! functions {
 }
 
 thread_local! {
-    static CONTEXTS: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+    static CONTEXTS: RefCell<Vec<CUcontext>> = const { RefCell::new(Vec::new()) };
 }
 
 fn setting(name: &str, default: i32) -> i32 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-pub(crate) fn number(handle: Handle) -> Handle {
-    handle & 0xffff_ffff
+pub(crate) fn number<T>(handle: *mut T) -> usize {
+    handle.addr() & 0xffff_ffff
 }
 
-fn handle(ordinal: Handle, number: Handle) -> Handle {
-    (ordinal + 1) << 32 | number
+fn handle<T>(ordinal: usize, number: usize) -> *mut T {
+    ptr::without_provenance_mut((ordinal + 1) << 32 | number)
 }
 
-/// The GPU that a handle names; the current one for handle 0.
-fn of(object: Handle, call: &'static str) -> Result<(Handle, MutexGuard<'static, Gpu>), Code> {
-    let owner = match object {
-        0 => CONTEXTS.with_borrow(|stack| stack.last().copied()).ok_or(INVALID_CONTEXT)?,
+/// The GPU of a handle; the current GPU for handle 0.
+fn of<T>(object: *mut T, call: &'static str) -> Result<(usize, MutexGuard<'static, Gpu>), Code> {
+    let owner = match object.addr() {
+        0 => CONTEXTS.with_borrow(|stack| stack.last().copied()).ok_or(INVALID_CONTEXT)?.addr(),
         object => object,
     };
     let ordinal = (owner >> 32).checked_sub(1).filter(|ordinal| *ordinal < DEVICES).ok_or(INVALID_VALUE)?;
@@ -62,13 +81,13 @@ fn of(object: Handle, call: &'static str) -> Result<(Handle, MutexGuard<'static,
     Ok((ordinal, gpu))
 }
 
-fn current(call: &'static str) -> Result<(Handle, MutexGuard<'static, Gpu>), Code> {
-    of(0, call)
+fn current(call: &'static str) -> Result<(usize, MutexGuard<'static, Gpu>), Code> {
+    of(ptr::null_mut::<c_void>(), call)
 }
 
 unsafe fn write_text(text: &str, to: *mut c_char, room: c_int) {
     let bytes = text.len().min(room as usize - 1);
-    // SAFETY: the caller has so much room.
+    // SAFETY: the caller provides memory of this size.
     unsafe {
         std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), bytes);
         to.add(bytes).write(0);
@@ -91,7 +110,7 @@ functions! {
         Ok(())
     }
 
-    fn cuGetErrorName(code: Code, name: *mut *const c_char) {
+    fn cuGetErrorName(code: Code as CUresult, name: *mut *const c_char) {
         let known = match code {
             1 => c"CUDA_ERROR_INVALID_VALUE",
             2 => c"CUDA_ERROR_OUT_OF_MEMORY",
@@ -114,36 +133,42 @@ functions! {
         Ok(())
     }
 
-    fn cuDeviceGet(device: *mut c_int, ordinal: c_int) {
+    fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int) {
         if !(0..DEVICES as c_int).contains(&ordinal) {
-            return Err(101);
+            return Err(INVALID_DEVICE);
         }
         device.write(ordinal);
         Ok(())
     }
 
-    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int as CUdevice_attribute, _device: CUdevice) {
+        use CUdevice_attribute as Attribute;
+
+        const MULTIPROCESSORS: c_int = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as c_int;
+        const COPY_ENGINES: c_int = Attribute::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT as c_int;
+        const MAJOR: c_int = Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as c_int;
+        const MINOR: c_int = Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as c_int;
         value.write(match attribute {
-            16 => 1,
-            40 => 2,
-            75 => setting("FAKECUDA_CAPABILITY", 90) / 10,
-            76 => setting("FAKECUDA_CAPABILITY", 90) % 10,
+            MULTIPROCESSORS => 1,
+            COPY_ENGINES => 2,
+            MAJOR => setting("FAKECUDA_CAPABILITY", 90) / 10,
+            MINOR => setting("FAKECUDA_CAPABILITY", 90) % 10,
             _ => return Err(INVALID_VALUE),
         });
         Ok(())
     }
 
-    fn cuDeviceGetName(name: *mut c_char, room: c_int, _device: c_int) {
+    fn cuDeviceGetName(name: *mut c_char, room: c_int, _device: CUdevice) {
         write_text("Fake GPU", name, room);
         Ok(())
     }
 
-    fn cuDeviceGetPCIBusId(name: *mut c_char, room: c_int, device: c_int) {
+    fn cuDeviceGetPCIBusId(name: *mut c_char, room: c_int, device: CUdevice) {
         write_text(&format!("0000:{device:02X}:00.0"), name, room);
         Ok(())
     }
 
-    fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: c_int) {
+    fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice) {
         let mut gpu = gpu::lock(device as u32);
         gpu.enter("cuDevicePrimaryCtxRetain")?;
         gpu.retained += 1;
@@ -151,17 +176,17 @@ functions! {
         Ok(())
     }
 
-    fn cuDevicePrimaryCtxRelease_v2(device: c_int) {
+    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) {
         gpu::lock(device as u32).retained -= 1;
         Ok(())
     }
 
-    fn cuCtxPushCurrent_v2(context: Handle) {
+    fn cuCtxPushCurrent_v2(context: CUcontext) {
         CONTEXTS.with_borrow_mut(|stack| stack.push(context));
         Ok(())
     }
 
-    fn cuCtxPopCurrent_v2(context: *mut Handle) {
+    fn cuCtxPopCurrent_v2(context: *mut CUcontext) {
         context.write(CONTEXTS.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)?);
         Ok(())
     }
@@ -174,13 +199,13 @@ functions! {
         Ok(())
     }
 
-    fn cuMemAlloc_v2(address: *mut u64, bytes: usize) {
+    fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize) {
         let (_, mut gpu) = current("cuMemAlloc_v2")?;
         address.write(gpu.allocate(bytes)?);
         Ok(())
     }
 
-    fn cuMemFree_v2(address: u64) {
+    fn cuMemFree_v2(address: CUdeviceptr) {
         current("cuMemFree_v2")?.1.free(address)
     }
 
@@ -192,93 +217,98 @@ functions! {
         current("cuMemHostUnregister")?.1.unregister(start as u64)
     }
 
-    fn cuPointerGetAttributes(count: c_uint, attributes: *const c_int, values: *const *mut c_void, address: u64) {
+    fn cuPointerGetAttributes(
+        count: c_uint,
+        attributes: *mut c_int as *mut CUpointer_attribute,
+        values: *mut *mut c_void,
+        address: CUdeviceptr,
+    ) {
         let (_, gpu) = current("cuPointerGetAttributes")?;
-        if count != 1 || attributes.read() != 2 {
+        if count != 1 || attributes.read() != CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as c_int {
             return Err(INVALID_VALUE);
         }
         values.read().cast::<c_uint>().write(gpu.kind(address));
         Ok(())
     }
 
-    fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Handle) {
+    fn cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) {
         of(stream, "cuMemcpyHtoDAsync_v2")?.1.copy(number(stream), from as u64, to, bytes, 0)
     }
 
-    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: Handle) {
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) {
         of(stream, "cuMemcpyDtoHAsync_v2")?.1.copy(number(stream), from, to as u64, bytes, 1)
     }
 
-    fn cuStreamCreateWithPriority(stream: *mut Handle, _flags: c_uint, _priority: c_int) {
+    fn cuStreamCreateWithPriority(stream: *mut CUstream, _flags: c_uint, _priority: c_int) {
         let (ordinal, mut gpu) = current("cuStreamCreateWithPriority")?;
         stream.write(handle(ordinal, gpu.stream_create()));
         Ok(())
     }
 
-    fn cuStreamDestroy_v2(stream: Handle) {
+    fn cuStreamDestroy_v2(stream: CUstream) {
         of(stream, "cuStreamDestroy_v2")?.1.stream_destroy(number(stream))
     }
 
-    fn cuStreamSynchronize(stream: Handle) {
+    fn cuStreamSynchronize(stream: CUstream) {
         of(stream, "cuStreamSynchronize")?.1.stream_synchronize(number(stream))
     }
 
-    fn cuStreamWaitEvent(stream: Handle, event: Handle, _flags: c_uint) {
+    fn cuStreamWaitEvent(stream: CUstream, event: CUevent, _flags: c_uint) {
         of(event, "cuStreamWaitEvent")?.1.stream_wait(number(stream), number(event))
     }
 
-    fn cuStreamIsCapturing(stream: Handle, capturing: *mut c_int) {
+    fn cuStreamIsCapturing(stream: CUstream, capturing: *mut c_int as *mut sys::CUstreamCaptureStatus) {
         capturing.write(of(stream, "cuStreamIsCapturing")?.1.capture_status(number(stream)));
         Ok(())
     }
 
-    fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int) {
+    fn cuStreamBeginCapture_v2(stream: CUstream, mode: c_int as sys::CUstreamCaptureMode) {
         of(stream, "cuStreamBeginCapture_v2")?.1.capture_begin(number(stream), mode)
     }
 
-    fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) {
-        graph.write(0);
+    fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph) {
+        graph.write(ptr::null_mut());
         of(stream, "cuStreamEndCapture")?.1.capture_end(number(stream))
     }
 
-    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) {
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int as *mut sys::CUstreamCaptureMode) {
         mode.write(capture::exchange(mode.read())?);
         Ok(())
     }
 
-    fn cuEventCreate(event: *mut Handle, flags: c_uint) {
+    fn cuEventCreate(event: *mut CUevent, flags: c_uint) {
         let (ordinal, mut gpu) = current("cuEventCreate")?;
         event.write(handle(ordinal, gpu.event_create(flags & 2 == 0)));
         Ok(())
     }
 
-    fn cuEventDestroy_v2(event: Handle) {
+    fn cuEventDestroy_v2(event: CUevent) {
         of(event, "cuEventDestroy_v2")?.1.event_destroy(number(event))
     }
 
-    fn cuEventRecord(event: Handle, stream: Handle) {
+    fn cuEventRecord(event: CUevent, stream: CUstream) {
         of(event, "cuEventRecord")?.1.event_record(number(event), number(stream))
     }
 
-    fn cuEventQuery(event: Handle) {
+    fn cuEventQuery(event: CUevent) {
         of(event, "cuEventQuery")?.1.event_query(number(event))
     }
 
-    fn cuEventSynchronize(event: Handle) {
+    fn cuEventSynchronize(event: CUevent) {
         of(event, "cuEventSynchronize")?.1.event_synchronize(number(event))
     }
 
-    fn cuEventElapsedTime(milliseconds: *mut f32, from: Handle, to: Handle) {
+    fn cuEventElapsedTime(milliseconds: *mut f32, from: CUevent, to: CUevent) {
         let (_, gpu) = of(from, "cuEventElapsedTime")?;
         milliseconds.write((gpu.event_seconds(number(from), number(to))? * 1e3) as f32);
         Ok(())
     }
 
     fn cuModuleLoadDataEx(
-        module: *mut Handle,
+        module: *mut CUmodule,
         ptx: *const c_void,
         count: c_uint,
-        options: *mut c_int,
+        options: *mut c_int as *mut CUjit_option,
         values: *mut *mut c_void,
     ) {
         let (ordinal, mut gpu) = current("cuModuleLoadDataEx")?;
@@ -290,7 +320,10 @@ functions! {
         match gpu.module_load(&text) {
             Ok(id) => module.write(handle(ordinal, id)),
             Err((code, words)) => {
-                if let (Some(log), Some(room)) = (option(5), option(6)) {
+                if let (Some(log), Some(room)) = (
+                    option(CUjit_option::CU_JIT_ERROR_LOG_BUFFER as c_int),
+                    option(CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as c_int),
+                ) {
                     write_text(&words, log.cast(), room as usize as c_int);
                 }
                 return Err(code);
@@ -299,11 +332,11 @@ functions! {
         Ok(())
     }
 
-    fn cuModuleUnload(module: Handle) {
+    fn cuModuleUnload(module: CUmodule) {
         of(module, "cuModuleUnload")?.1.module_unload(number(module))
     }
 
-    fn cuModuleGetFunction(function: *mut Handle, module: Handle, name: *const c_char) {
+    fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char) {
         let (ordinal, mut gpu) = of(module, "cuModuleGetFunction")?;
         let name = CStr::from_ptr(name).to_string_lossy();
         function.write(handle(ordinal, gpu.function(number(module), &name)?));
@@ -311,7 +344,7 @@ functions! {
     }
 
     fn cuLaunchKernel(
-        function: Handle,
+        function: CUfunction,
         blocks: c_uint,
         _blocks_y: c_uint,
         _blocks_z: c_uint,
@@ -319,7 +352,7 @@ functions! {
         _threads_y: c_uint,
         _threads_z: c_uint,
         _shared: c_uint,
-        stream: Handle,
+        stream: CUstream,
         arguments: *mut *mut c_void,
         _extra: *mut *mut c_void,
     ) {
@@ -334,19 +367,19 @@ functions! {
     }
 }
 
-/// Tells the checker that the host touches memory, as far as the host knows in order.
+/// Records an access by the host. The access comes after all work that the host has waited for.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_host_access(ordinal: u32, start: *const c_void, bytes: u64, write: c_int) {
     gpu::lock(ordinal).host_access(start as u64, bytes, write != 0);
 }
 
-/// Number of races that were seen on a device.
+/// Number of races that the checker found on a device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_races(ordinal: u32) -> u64 {
     gpu::lock(ordinal).races().len() as u64
 }
 
-/// Number of calls that had to wait because as much was queued as can be.
+/// Number of calls that had to wait because the queue was full.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_blocked(ordinal: u32) -> u64 {
     gpu::lock(ordinal).blocked as u64

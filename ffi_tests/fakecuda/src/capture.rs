@@ -1,27 +1,29 @@
-//! Stream capture: work that is recorded into a graph instead of run, and the calls that break it.
+//! Stream capture: work is recorded into a graph instead of executed. Some calls break the capture.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::thread::ThreadId;
 
+use cudarc::driver::sys::{CUresult, CUstream, CUstreamCaptureMode};
+
 use crate::gpu::{Code, Gpu, INVALID_VALUE};
 
 /// A capture, or a thread, in this mode forbids unsafe calls on every thread.
-pub const GLOBAL: i32 = 0;
-/// A capture in this mode forbids them on its own thread.
-pub const THREAD_LOCAL: i32 = 1;
-/// A capture in this mode forbids none, and a thread in it may make them.
-pub const RELAXED: i32 = 2;
+pub const GLOBAL: i32 = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL as i32;
+/// A capture in this mode forbids unsafe calls on its own thread.
+pub const THREAD_LOCAL: i32 = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL as i32;
+/// A capture in this mode forbids no calls, and a thread in this mode may make unsafe calls.
+pub const RELAXED: i32 = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as i32;
 
-pub(crate) const UNSUPPORTED: Code = 900;
-const INVALIDATED: Code = 901;
-const UNMATCHED: Code = 903;
-const UNJOINED: Code = 904;
-const ISOLATION: Code = 905;
-const CAPTURED_EVENT: Code = 907;
-const ILLEGAL_STATE: Code = 401;
+pub(crate) const UNSUPPORTED: Code = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED as Code;
+const INVALIDATED: Code = CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED as Code;
+const UNMATCHED: Code = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED as Code;
+const UNJOINED: Code = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED as Code;
+const ISOLATION: Code = CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION as Code;
+const CAPTURED_EVENT: Code = CUresult::CUDA_ERROR_CAPTURED_EVENT as Code;
+const ILLEGAL_STATE: Code = CUresult::CUDA_ERROR_ILLEGAL_STATE as Code;
 
-/// Calls that could touch work under capture, as the driver sees it.
+/// Calls that could touch captured work, according to the driver.
 const UNSAFE: [&str; 9] = [
     "cuMemAlloc_v2",
     "cuMemFree_v2",
@@ -38,7 +40,7 @@ thread_local! {
     static MODE: Cell<i32> = const { Cell::new(GLOBAL) };
 }
 
-/// Sets this thread's mode, and returns the one before.
+/// Sets this thread's mode, and returns the earlier one.
 pub(crate) fn exchange(mode: i32) -> Result<i32, Code> {
     match mode {
         GLOBAL..=RELAXED => Ok(MODE.replace(mode)),
@@ -46,27 +48,27 @@ pub(crate) fn exchange(mode: i32) -> Result<i32, Code> {
     }
 }
 
-/// A capture under way.
+/// A capture in progress.
 #[derive(Debug)]
 pub(crate) struct Capture {
     number: usize,
     origin: usize,
     thread: ThreadId,
     mode: i32,
-    /// Streams that take part; true for those whose last work the origin does not wait for yet.
+    /// The streams that take part; true for those whose last work the origin stream does not wait for yet.
     streams: BTreeMap<usize, bool>,
     broken: bool,
 }
 
 impl Gpu {
-    /// This thread begins to capture a stream, by its handle; gives the driver's code.
+    /// Begins to capture a stream, given by its handle, on this thread. Returns the driver's code.
     pub fn begin_capture(&mut self, stream: u64, mode: i32) -> Code {
-        self.capture_begin(crate::api::number(stream as usize), mode).err().unwrap_or(0)
+        self.capture_begin(crate::api::number(stream as CUstream), mode).err().unwrap_or(0)
     }
 
-    /// Ends a capture, by the handle of the stream that it began with; gives the driver's code.
+    /// Ends a capture, given by the handle of the stream that it began with. Returns the driver's code.
     pub fn end_capture(&mut self, stream: u64) -> Code {
-        self.capture_end(crate::api::number(stream as usize)).err().unwrap_or(0)
+        self.capture_end(crate::api::number(stream as CUstream)).err().unwrap_or(0)
     }
 
     pub(crate) fn capture_begin(&mut self, stream: usize, mode: i32) -> Result<(), Code> {
@@ -105,7 +107,7 @@ impl Gpu {
         }
     }
 
-    /// Breaks the capture under way if `call` is unsafe and this thread may not make it.
+    /// Breaks the capture in progress if `call` is unsafe and this thread may not make it.
     pub(crate) fn check_unsafe(&mut self, call: &str) -> Result<(), Code> {
         let Some(capture) = self.capture.as_mut().filter(|_| UNSAFE.contains(&call)) else { return Ok(()) };
         let own = capture.thread == std::thread::current().id() && capture.mode != RELAXED;
@@ -121,7 +123,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// True if work for this stream goes into a graph.
+    /// True if work for this stream is recorded into a graph.
     pub(crate) fn captures(&mut self, stream: usize) -> Result<bool, Code> {
         let Some(capture) = self.capture.as_mut() else { return Ok(false) };
         let origin = capture.origin;
@@ -133,12 +135,13 @@ impl Gpu {
         Ok(true)
     }
 
-    /// The number of the capture that a stream takes part in.
+    /// The number of the capture in which a stream takes part.
     pub(crate) fn capture_number(&self, stream: usize) -> Option<usize> {
         self.capture_of(stream).map(|capture| capture.number)
     }
 
-    /// A stream waits for an event of `source` in the capture `number`, and takes part from then on. True if it does.
+    /// A stream waits for an event of `source` in the capture `number`, and takes part from then on.
+    /// Returns true if so.
     pub(crate) fn capture_wait(
         &mut self,
         stream: usize,
@@ -164,7 +167,7 @@ impl Gpu {
         }
     }
 
-    /// The host may not ask for what is captured: that breaks the capture in every mode.
+    /// A query of captured work by the host breaks the capture in every mode.
     pub(crate) fn refuse_captured(&mut self, captured: bool) -> Result<(), Code> {
         if !captured {
             return Ok(());
@@ -175,7 +178,7 @@ impl Gpu {
         Err(CAPTURED_EVENT)
     }
 
-    /// A stream that takes part goes.
+    /// Removes a stream that takes part.
     pub(crate) fn break_capture_of(&mut self, stream: usize) {
         if let Some(capture) = self.capture.as_mut().filter(|capture| capture.streams.contains_key(&stream)) {
             capture.broken = true;

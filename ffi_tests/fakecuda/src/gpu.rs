@@ -1,7 +1,9 @@
-//! One fake GPU: its memory, streams and events, the faults that a test ordered, and the time that work would take.
+//! One fake GPU: its memory, streams and events, the faults that a test requests, and the simulated time of work.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys::CUresult;
 
 use crate::capture::Capture;
 use crate::memory::{Allocation, Held};
@@ -17,7 +19,7 @@ pub const DEVICES: usize = 64;
 
 static GPUS: LazyLock<Vec<Mutex<Gpu>>> = LazyLock::new(|| (0..DEVICES).map(|_| Mutex::default()).collect());
 
-/// GPU `ordinal`, for this thread alone until the guard goes.
+/// Locks GPU `ordinal` for this thread until the guard is dropped.
 pub fn lock(ordinal: u32) -> MutexGuard<'static, Gpu> {
     GPUS[ordinal as usize].lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -29,28 +31,29 @@ pub struct Gpu {
     pub retained: i32,
     /// Copies whose host side was not page-locked: each blocked its caller.
     pub pageable_copies: usize,
-    /// Calls that had to wait because as much was queued as can be.
+    /// Calls that had to wait because the queue was full.
     pub blocked: usize,
-    /// The most that was queued at a time.
+    /// The largest number of operations that were queued at one time.
     pub most_queued: usize,
-    /// The most bytes of memory that were taken at a time.
+    /// The largest number of bytes that were allocated at one time.
     pub most_memory: u64,
-    /// What there is of everything.
+    /// The limits of the device.
     pub limits: Limits,
-    /// Why kernels were ended.
+    /// The reasons why kernels were terminated.
     pub failures: Vec<String>,
     /// Names of the calls so far.
     pub calls: Vec<&'static str>,
-    /// Stands for `FAKECUDA_FAIL`: the next call of this name gives this code, after so many that succeed.
+    /// Has the effect of `FAKECUDA_FAIL`: the next call of this name returns this code, after the given number
+    /// of calls that succeed.
     pub faults: Vec<(&'static str, usize, Code)>,
     pub(crate) checker: Checker,
     pub(crate) capture: Option<Capture>,
     pub(crate) host: Clock,
     pub(crate) streams: HashMap<usize, Stream>,
-    /// Numbers of streams in clocks, given so far, and those of streams that are gone.
+    /// The number of clock entries for streams so far, and the entries of destroyed streams.
     actors: usize,
     idle_actors: Vec<usize>,
-    events: HashMap<usize, Event>,
+    events: HashMap<usize, EventState>,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     pub(crate) locked: BTreeMap<u64, u64>,
     modules: HashMap<usize, Arc<Module>>,
@@ -63,14 +66,16 @@ pub struct Gpu {
     pub(crate) lost: Option<Code>,
 }
 
-/// What a device has room and time for.
+/// The capacities and the speeds of a device.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
-    /// Operations that may be queued in all streams together. A call that queues one more blocks until one is over.
+    /// Operations that may be queued in all streams together. At the limit, a call blocks until
+    /// one operation has finished.
     pub depth: usize,
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// Bytes per second to the device, to the host, and threads per second through kernels; 0 is no time at all.
+    /// Bytes per second to the device, to the host, and threads per second through kernels; 0 means that
+    /// work takes no time.
     pub rates: [f64; 3],
 }
 
@@ -82,35 +87,35 @@ impl Default for Limits {
 }
 
 #[derive(Debug, Default, Clone)]
-struct Event {
+struct EventState {
     timed: bool,
     recorded: Option<Mark>,
-    /// The capture and the stream in it that recorded it last.
+    /// The capture and the stream in it that recorded the event last.
     captured: Option<(usize, usize)>,
 }
 
-pub(crate) const INVALID_VALUE: Code = 1;
-const INVALID_PTX: Code = 218;
-const INVALID_HANDLE: Code = 400;
-const NOT_FOUND: Code = 500;
-const NOT_READY: Code = 600;
-pub(crate) const ILLEGAL_ADDRESS: Code = 700;
-pub(crate) const ALREADY_REGISTERED: Code = 712;
-pub(crate) const NOT_REGISTERED: Code = 713;
+pub(crate) const INVALID_VALUE: Code = CUresult::CUDA_ERROR_INVALID_VALUE as Code;
+const INVALID_PTX: Code = CUresult::CUDA_ERROR_INVALID_PTX as Code;
+const INVALID_HANDLE: Code = CUresult::CUDA_ERROR_INVALID_HANDLE as Code;
+const NOT_FOUND: Code = CUresult::CUDA_ERROR_NOT_FOUND as Code;
+const NOT_READY: Code = CUresult::CUDA_ERROR_NOT_READY as Code;
+pub(crate) const ILLEGAL_ADDRESS: Code = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS as Code;
+pub(crate) const ALREADY_REGISTERED: Code = CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED as Code;
+pub(crate) const NOT_REGISTERED: Code = CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED as Code;
 
 impl Gpu {
-    /// Accesses that nothing orders, so far.
+    /// Pairs of accesses so far that no event orders.
     pub fn races(&self) -> &[String] {
         &self.checker.races
     }
 
-    /// Objects that are still alive: streams, events, modules, allocations, registrations.
+    /// Numbers of live objects: streams, events, modules, allocations, registrations.
     pub fn alive(&self) -> [usize; 5] {
         let streams = self.streams.keys().filter(|stream| **stream != 0).count();
         [streams, self.events.len(), self.modules.len(), self.allocations.len(), self.locked.len()]
     }
 
-    /// The host reads or writes memory, as far as it knows in order.
+    /// Records that the host reads or writes memory, after all work that it has waited for.
     pub fn host_access(&mut self, start: u64, bytes: u64, write: bool) {
         self.host.tick(HOST);
         let operation = Operation { actor: HOST, clock: self.host.clone(), what: "the host".to_string() };
@@ -118,7 +123,7 @@ impl Gpu {
         self.checker.note(operation, vec![access]);
     }
 
-    /// Forgets everything.
+    /// Resets the device to its initial state.
     pub fn reset(&mut self) {
         *self = Gpu::default();
     }
@@ -157,7 +162,7 @@ impl Gpu {
         id
     }
 
-    /// The stream of this number, made if it is the default one.
+    /// The stream of this number; creates the default stream on first use.
     pub(crate) fn stream(&mut self, id: usize) -> &mut Stream {
         self.streams.entry(id).or_insert_with(|| {
             let actor = self.idle_actors.pop().unwrap_or_else(|| {
@@ -176,7 +181,8 @@ impl Gpu {
         self.known(stream)?;
         self.break_capture_of(stream);
         self.drain(stream)?;
-        // The host knows all that it did, and so will the stream that has its number next.
+        // The host has waited for all of the stream's work, and the next stream with this
+        // number inherits that knowledge.
         self.idle_actors.extend(self.streams.remove(&stream).map(|gone| gone.actor));
         Ok(())
     }
@@ -190,7 +196,8 @@ impl Gpu {
 
     pub(crate) fn stream_wait(&mut self, stream: usize, event: usize) -> Result<(), Code> {
         self.known(stream)?;
-        let Event { recorded: mark, captured, .. } = self.events.get(&event).ok_or(INVALID_HANDLE)?.clone();
+        let EventState { recorded: mark, captured, .. } =
+            self.events.get(&event).ok_or(INVALID_HANDLE)?.clone();
         if self.capture_wait(stream, captured)? {
             return Ok(());
         }
@@ -204,7 +211,7 @@ impl Gpu {
 
     pub(crate) fn event_create(&mut self, timed: bool) -> usize {
         let id = self.id();
-        self.events.insert(id, Event { timed, ..Event::default() });
+        self.events.insert(id, EventState { timed, ..EventState::default() });
         id
     }
 
@@ -227,7 +234,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Not ready at the first question, so that callers meet both answers.
+    /// The first query returns "not ready", so that callers meet both results.
     pub(crate) fn event_query(&mut self, event: usize) -> Result<(), Code> {
         let Some(mark) = self.recorded(event)? else { return Ok(()) };
         let pending = self.streams.get(&mark.stream).is_some_and(|stream| stream.done < mark.place);
@@ -239,9 +246,9 @@ impl Gpu {
         Ok(())
     }
 
-    /// Where an event was recorded last, for the host.
+    /// The place where the host recorded an event last.
     fn recorded(&mut self, event: usize) -> Result<Option<Mark>, Code> {
-        let Event { recorded, captured, .. } = self.events.get(&event).ok_or(INVALID_HANDLE)?.clone();
+        let EventState { recorded, captured, .. } = self.events.get(&event).ok_or(INVALID_HANDLE)?.clone();
         self.refuse_captured(captured.is_some())?;
         Ok(recorded)
     }
@@ -282,7 +289,7 @@ impl Gpu {
         let what = ["a copy to the device", "a copy to the host"][direction];
         self.push(stream, what, Work::Copy { from, to, bytes }, Some((direction, bytes as f64)))?;
         if host == Held::Nothing {
-            // Through a buffer of the driver, once all that is before it is over.
+            // The copy uses a buffer of the driver, after all earlier work has finished.
             self.pageable_copies += 1;
             self.stream_synchronize(stream)?;
         }
@@ -308,7 +315,7 @@ impl Gpu {
         Ok(id)
     }
 
-    /// The kernel of a function, which knows how large its parameters are.
+    /// The kernel of a function, which determines the size of its parameters.
     pub(crate) fn kernel(&self, function: usize) -> Result<Arc<Kernel>, Code> {
         self.functions.get(&function).map(|(_, kernel)| Arc::clone(kernel)).ok_or(INVALID_HANDLE)
     }

@@ -1,10 +1,12 @@
 //! Memory of a fake GPU, and the host memory that it may reach.
 
+use cudarc::driver::sys::CUresult;
+
 use crate::gpu::{ALREADY_REGISTERED, Code, Gpu, INVALID_VALUE, NOT_REGISTERED};
 use crate::order::Access;
 use crate::ptx::Memory;
 
-const OUT_OF_MEMORY: Code = 2;
+const OUT_OF_MEMORY: Code = CUresult::CUDA_ERROR_OUT_OF_MEMORY as Code;
 
 impl Gpu {
     /// Page-locks memory as its owner would, with cudaHostAlloc.
@@ -21,7 +23,7 @@ impl Gpu {
             return Err(OUT_OF_MEMORY);
         }
         self.most_memory = self.most_memory.max(used);
-        // The driver aligns to 256 bytes; what was there before is never zero.
+        // The driver aligns to 256 bytes; the initial contents are never zero.
         let memory = vec![0xa5a5_a5a5_a5a5_a5a5_u64; bytes.div_ceil(8) + 32].into_boxed_slice();
         let start = (memory.as_ptr() as u64).next_multiple_of(256);
         self.allocations.insert(start, Allocation { bytes: bytes as u64, _memory: memory });
@@ -40,7 +42,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Bytes of this device's memory that are taken.
+    /// Bytes of this device's memory that are allocated.
     pub fn memory_used(&self) -> u64 {
         self.allocations.values().map(|allocation| allocation.bytes).sum()
     }
@@ -66,7 +68,7 @@ impl Gpu {
         self.locked.remove(&start).map(drop).ok_or(NOT_REGISTERED)
     }
 
-    /// 1 for page-locked host memory, 2 for device memory, 0 for what the driver does not know.
+    /// Returns 1 for page-locked host memory, 2 for device memory, and 0 for memory that the driver does not know.
     pub(crate) fn kind(&self, address: u64) -> u32 {
         match self.held(address, 1) {
             Held::Device => 2,
@@ -75,10 +77,10 @@ impl Gpu {
         }
     }
 
-    /// What `bytes` bytes are, all of them.
+    /// The kind of memory of the whole range of `bytes` bytes.
     pub(crate) fn held(&self, address: u64, bytes: u64) -> Held {
         let end = address.saturating_add(bytes);
-        // Ranges of one kind are apart, so that the last one that begins before the end is the one that may touch.
+        // Ranges of one kind do not overlap, so only the last one that begins before the end can overlap.
         let device = self.allocations.range(..end).next_back().map(|(start, taken)| (*start, taken.bytes));
         let host = self.locked.range(..end).next_back().map(|(start, bytes)| (*start, *bytes));
         let touches = |range: &(u64, u64)| address < range.0 + range.1;
@@ -99,20 +101,20 @@ pub(crate) struct Allocation {
     _memory: Box<[u64]>,
 }
 
-/// What the driver knows of memory.
+/// The kinds of memory that the driver distinguishes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Held {
-    /// Memory of this device, of one allocation.
+    /// The whole range lies in one allocation of this device.
     Device,
-    /// Page-locked memory of the host, of one registration.
+    /// The whole range lies in one page-locked registration of the host.
     Locked,
-    /// Nothing of it.
+    /// The driver knows no part of the range.
     Nothing,
-    /// Less than all of it, or several.
+    /// The driver knows a part of the range, or the range spans several allocations.
     Partly,
 }
 
-/// Memory of the device and page-locked memory of the host; a kernel that touches any other byte is ended.
+/// Memory of the device and page-locked memory of the host; a kernel that touches any other byte is terminated.
 pub(crate) struct Guarded<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) accesses: Vec<Access>,
@@ -135,14 +137,14 @@ impl Guarded<'_> {
 impl Memory for Guarded<'_> {
     fn load(&mut self, address: u64, to: &mut [u8]) -> Result<(), String> {
         self.check(address, to.len(), false)?;
-        // SAFETY: inside an allocation, as just checked.
+        // SAFETY: the range lies inside an allocation, as checked above.
         unsafe { std::ptr::copy(address as *const u8, to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
     fn store(&mut self, address: u64, from: &[u8]) -> Result<(), String> {
         self.check(address, from.len(), true)?;
-        // SAFETY: inside an allocation, as just checked.
+        // SAFETY: the range lies inside an allocation, as checked above.
         unsafe { std::ptr::copy(from.as_ptr(), address as *mut u8, from.len()) };
         Ok(())
     }

@@ -1,6 +1,7 @@
-//! What happens before what: vector clocks over streams and the host, and accesses that nothing orders.
+//! The order of accesses: vector clocks over streams and the host find accesses that no event orders.
 
-/// For each actor, how many of its operations are known to be over. Actor 0 is the host, the others are streams.
+/// For each actor, the number of its operations that are known to have finished. Actor 0 is the host,
+/// the others are streams.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Clock(Vec<u64>);
 
@@ -8,12 +9,12 @@ pub struct Clock(Vec<u64>);
 pub const HOST: usize = 0;
 
 impl Clock {
-    /// Operations of `actor` that are over.
+    /// Operations of `actor` that have finished.
     pub fn of(&self, actor: usize) -> u64 {
         self.0.get(actor).copied().unwrap_or(0)
     }
 
-    /// Knows all that `other` knows.
+    /// Adds the knowledge of `other` to this clock.
     pub fn merge(&mut self, other: &Clock) {
         if self.0.len() < other.0.len() {
             self.0.resize(other.0.len(), 0);
@@ -23,7 +24,7 @@ impl Clock {
         }
     }
 
-    /// One more operation of `actor`.
+    /// Counts one more operation of `actor`.
     pub fn tick(&mut self, actor: usize) {
         if self.0.len() <= actor {
             self.0.resize(actor + 1, 0);
@@ -32,14 +33,14 @@ impl Clock {
     }
 }
 
-/// An operation as the checker sees it.
+/// An operation, as recorded by the checker.
 #[derive(Debug, Clone)]
 pub struct Operation {
-    /// Whose it is.
+    /// The actor that runs the operation.
     pub actor: usize,
-    /// What came before it, itself included.
+    /// The operations ordered before this one, itself included.
     pub clock: Clock,
-    /// For messages.
+    /// Description for messages.
     pub what: String,
 }
 
@@ -49,14 +50,14 @@ impl Operation {
     }
 }
 
-/// Bytes that an operation touched.
+/// A range of bytes that an operation touched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Access {
     /// First byte.
     pub start: u64,
-    /// Behind the last byte.
+    /// One past the last byte.
     pub end: u64,
-    /// True if they were changed.
+    /// True if the operation wrote the bytes.
     pub write: bool,
 }
 
@@ -64,12 +65,12 @@ pub struct Access {
 #[derive(Debug, Default)]
 pub struct Checker {
     seen: Vec<(Operation, Vec<Access>)>,
-    /// Pairs of accesses that nothing orders.
+    /// Pairs of accesses that no event orders.
     pub races: Vec<String>,
 }
 
 impl Checker {
-    /// Takes note of what `operation` touched.
+    /// Records the accesses of `operation`.
     pub fn note(&mut self, operation: Operation, mut accesses: Vec<Access>) {
         join(&mut accesses);
         for (other, earlier) in &self.seen {
@@ -94,7 +95,8 @@ impl Checker {
         self.seen.push((operation, accesses));
     }
 
-    /// Forgets what the host knows to be over. Only while nothing is queued: what was queued earlier knows less.
+    /// Forgets operations that the host knows to have finished. Valid only while nothing is queued, because earlier
+    /// queued work has an older clock.
     pub fn settle(&mut self, host: &Clock) {
         self.seen.retain(|(other, _)| other.clock.of(other.actor) > host.of(other.actor));
     }
@@ -107,7 +109,7 @@ impl Checker {
     }
 }
 
-/// Sorted, and neighbours of one kind made one.
+/// Sorts the accesses, and merges adjacent ones of the same kind.
 fn join(accesses: &mut Vec<Access>) {
     accesses.sort_unstable_by_key(|access| (access.write, access.start));
     accesses.dedup_by(|next, kept| {

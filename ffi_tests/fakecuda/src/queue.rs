@@ -1,4 +1,4 @@
-//! What is queued in streams, and how it runs: only when the host waits for it, or when there is room for no more.
+//! Queued work of the streams. It runs only when the host waits for it, or when the queue is full.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -46,8 +46,8 @@ pub(crate) enum Work {
 }
 
 impl Gpu {
-    /// Queues work that takes `cost` units on an engine, or no time. Where as much is queued as can be, the oldest runs
-    /// first: the caller waits for that.
+    /// Queues work that takes `cost` units on an engine, or no time. If the queue is full, the oldest operation runs
+    /// first, and the caller waits for it.
     pub(crate) fn push(
         &mut self,
         id: usize,
@@ -84,7 +84,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Runs all of a stream, which the host then knows to be over.
+    /// Runs all work of a stream; the host then knows that it has finished.
     pub(crate) fn drain(&mut self, stream: usize) -> Result<(), Code> {
         let place = self.stream(stream).queued;
         self.run_to(stream, place)?;
@@ -93,7 +93,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Runs what was queued first. It waits for nothing that is still queued.
+    /// Runs the operation that was queued first. It depends on no other queued operation.
     fn run_oldest(&mut self) -> Result<(), Code> {
         let fronts = self.streams.iter().filter_map(|(id, stream)| Some((*id, stream.queue.front()?)));
         match fronts.min_by_key(|(_, front)| front.number).map(|(id, front)| (id, front.place)) {
@@ -102,7 +102,7 @@ impl Gpu {
         }
     }
 
-    /// Runs a stream, and what it waits for, up to `place`.
+    /// Runs a stream up to `place`, together with the work that it waits for.
     pub(crate) fn run_to(&mut self, stream: usize, place: u64) -> Result<(), Code> {
         if let Some(lost) = self.lost {
             return Err(lost);
@@ -125,7 +125,8 @@ impl Gpu {
             Work::Mark | Work::Wait(None) => return Ok(()),
             Work::Wait(Some(mark)) => return self.run_to(mark.stream, mark.place),
             Work::Copy { from, to, bytes } => {
-                // SAFETY: the device side was checked when the copy was queued, the host side is the caller's promise.
+                // SAFETY: the device side was checked when the copy was queued; the caller promises that the
+                // host side is valid.
                 unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
                 let of = |start: u64, write| Access { start, end: start + bytes as u64, write };
                 vec![of(from, false), of(to, true)]

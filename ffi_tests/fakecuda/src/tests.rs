@@ -1,6 +1,8 @@
-//! The fake driver is as strict as it says. Each test has a device of its own.
+//! Proves that the fake driver refuses what its documentation says. Each test uses a device of its own.
 
 use std::ffi::{c_int, c_void};
+
+use cudarc::driver::sys::{CUevent, CUstream};
 
 use crate::api;
 use crate::capture::{GLOBAL, RELAXED, THREAD_LOCAL};
@@ -12,40 +14,40 @@ const NOT_READY: Code = 600;
 /// Makes the context of a device current on this thread.
 fn enter(ordinal: u32) {
     crate::with(ordinal, |gpu| gpu.reset());
-    let mut context = 0;
-    // SAFETY: the pointer is good.
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the pointer is valid.
     unsafe {
         assert_eq!(api::cuDevicePrimaryCtxRetain(&raw mut context, ordinal as c_int), 0);
         assert_eq!(api::cuCtxPushCurrent_v2(context), 0);
     }
 }
 
-fn made(make: impl FnOnce(*mut usize) -> Code) -> usize {
-    let mut made = 0;
+fn made<T>(make: impl FnOnce(*mut *mut T) -> Code) -> *mut T {
+    let mut made = std::ptr::null_mut();
     assert_eq!(make(&raw mut made), 0);
     made
 }
 
-fn stream() -> usize {
-    // SAFETY: the pointer is good.
+fn stream() -> CUstream {
+    // SAFETY: the pointer is valid.
     made(|stream| unsafe { api::cuStreamCreateWithPriority(stream, 1, 0) })
 }
 
-fn event() -> usize {
-    // SAFETY: the pointer is good.
+fn event() -> CUevent {
+    // SAFETY: the pointer is valid.
     made(|event| unsafe { api::cuEventCreate(event, 2) })
 }
 
 fn memory(bytes: usize) -> u64 {
     let mut address = 0;
-    // SAFETY: the pointer is good.
+    // SAFETY: the pointer is valid.
     assert_eq!(unsafe { api::cuMemAlloc_v2(&raw mut address, bytes) }, 0);
     address
 }
 
 fn exchange(mode: c_int) -> c_int {
     let mut mode = mode;
-    // SAFETY: the pointer is good.
+    // SAFETY: the pointer is valid.
     assert_eq!(unsafe { api::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, 0);
     mode
 }
@@ -59,7 +61,7 @@ fn a_full_queue_blocks_the_call_until_the_oldest_is_over() {
         gpu.limits.depth = 3;
         gpu.page_lock(host.as_ptr() as usize, host.len());
     });
-    // SAFETY: memory of the device and page-locked memory of the host, both there until the end.
+    // SAFETY: memory of the device and page-locked memory of the host, both valid until the end.
     unsafe {
         let page = host.as_mut_ptr().cast::<c_void>();
         assert_eq!(api::cuMemcpyHtoDAsync_v2(device, page.cast_const(), 8, first), 0);
@@ -68,7 +70,7 @@ fn a_full_queue_blocks_the_call_until_the_oldest_is_over() {
         assert_eq!(api::cuStreamWaitEvent(second, there, 0), 0);
         crate::with(60, |gpu| assert_eq!((gpu.blocked, gpu.most_queued), (0, 3)));
         host.fill(9);
-        // Any stream is held up, and the copy, which was first, is over now.
+        // A full queue delays every stream. The copy was queued first, so it has finished now.
         assert_eq!(api::cuMemcpyDtoHAsync_v2(page, device, 8, second), 0);
         crate::with(60, |gpu| assert_eq!((gpu.blocked, gpu.most_queued), (1, 3)));
         host.fill(1);
@@ -81,11 +83,12 @@ fn a_full_queue_blocks_the_call_until_the_oldest_is_over() {
 fn an_unsafe_call_breaks_a_global_capture_unless_the_thread_allows_it() {
     enter(61);
     let (captured, other, mark) = (stream(), stream(), event());
-    let mut graph = 0;
-    // SAFETY: objects of this device; the pointer is good.
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: objects of this device; the pointer is valid.
     unsafe {
         assert_eq!(api::cuEventRecord(mark, other), 0);
-        let query = || api::cuEventQuery(mark);
+        let address = mark.addr();
+        let query = || api::cuEventQuery(std::ptr::without_provenance_mut(address));
         for (capture, thread, refused) in [
             (GLOBAL, GLOBAL, true),
             (GLOBAL, THREAD_LOCAL, true),
@@ -104,7 +107,7 @@ fn an_unsafe_call_breaks_a_global_capture_unless_the_thread_allows_it() {
                 false => assert!([0, NOT_READY].contains(&asked) && ended == 0, "{capture} {thread}"),
             }
         }
-        // Another thread breaks only a global one.
+        // A call of another thread breaks only a global capture.
         for (capture, code) in [(GLOBAL, 900), (THREAD_LOCAL, 0)] {
             assert_eq!(api::cuStreamBeginCapture_v2(captured, capture), 0);
             let asked = std::thread::scope(|scope| scope.spawn(query).join().unwrap());
@@ -117,14 +120,14 @@ fn an_unsafe_call_breaks_a_global_capture_unless_the_thread_allows_it() {
 fn a_stream_that_waits_for_a_captured_event_takes_part_and_runs_nothing() {
     enter(62);
     let (captured, other, mark, back) = (stream(), stream(), event(), event());
-    let mut graph = 0;
+    let mut graph = std::ptr::null_mut();
     let state = |stream| {
         let mut state = -1;
-        // SAFETY: the pointer is good.
+        // SAFETY: the pointer is valid.
         assert_eq!(unsafe { api::cuStreamIsCapturing(stream, &raw mut state) }, 0);
         state
     };
-    // SAFETY: objects of this device; the pointer is good.
+    // SAFETY: objects of this device; the pointer is valid.
     unsafe {
         for joined in [true, false] {
             assert_eq!(api::cuStreamBeginCapture_v2(captured, RELAXED), 0);
@@ -139,7 +142,7 @@ fn a_stream_that_waits_for_a_captured_event_takes_part_and_runs_nothing() {
             let ended = api::cuStreamEndCapture(captured, &raw mut graph);
             assert_eq!((ended, state(other)), (if joined { 0 } else { 904 }, 0));
         }
-        // The host may not ask for what is captured, whatever the modes.
+        // The host may not query captured work, in any mode.
         assert_eq!(api::cuStreamBeginCapture_v2(captured, RELAXED), 0);
         assert_eq!(api::cuEventRecord(mark, captured), 0);
         assert_eq!(api::cuEventQuery(mark), 907);
@@ -154,7 +157,7 @@ fn a_pageable_copy_blocks_and_is_counted_and_memory_locked_in_part_is_refused() 
     let (copies, device) = (stream(), memory(64));
     let mut host = [3_u8; 64];
     let page = host.as_mut_ptr().cast::<c_void>();
-    // SAFETY: memory of the device and of the host, both there until the end.
+    // SAFETY: memory of the device and of the host, both valid until the end.
     unsafe {
         assert_eq!(api::cuMemcpyHtoDAsync_v2(device, page.cast_const(), 64, copies), 0);
         host.fill(4);
@@ -179,7 +182,7 @@ fn each_device_has_memory_of_its_own() {
     crate::with(58, |gpu| gpu.limits.memory_bytes = 1000);
     let here = memory(600);
     let mut address = 0;
-    // SAFETY: the pointer is good.
+    // SAFETY: the pointer is valid.
     unsafe {
         assert_eq!(api::cuMemAlloc_v2(&raw mut address, 401), 2);
         assert_eq!(api::cuMemFree_v2(elsewhere), INVALID_VALUE);

@@ -1,8 +1,9 @@
-//! PTX on the processor: the instructions that the kernels use, parsed strictly and run as the PTX manual defines them.
+//! A PTX interpreter: it parses the instructions that the kernels use strictly, and runs them as
+//! the PTX manual defines.
 //!
-//! Anything unknown is an error, and so are flush-to-zero, approximations and floating point without a rounding mode.
-//! Threads of a warp meet at shuffles and warp barriers; all of them have to arrive. A NaN that arithmetic makes is
-//! 0x7fffffff, as on the hardware.
+//! Anything unknown is an error; so are flush-to-zero, approximations and floating point without a rounding mode. The
+//! threads of a warp synchronise at shuffles and warp barriers, and all of them must arrive. Arithmetic produces NaN as
+//! 0x7fffffff, as the hardware does.
 
 mod parse;
 mod run;
@@ -10,7 +11,7 @@ mod run;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What kernels read and write.
+/// The memory that kernels read and write.
 pub trait Memory {
     /// Reads bytes.
     fn load(&mut self, address: u64, to: &mut [u8]) -> Result<(), String>;
@@ -25,7 +26,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// Reads the text; an error names the line.
+    /// Parses the text; an error names the line.
     pub fn parse(text: &str) -> Result<Module, String> {
         parse::module(text)
     }
@@ -52,65 +53,65 @@ pub struct Kernel {
     pub parameters: Vec<(usize, usize)>,
     /// Bytes of all parameters.
     pub parameter_bytes: usize,
-    /// `.maxntid`
+    /// The limit of `.maxntid`.
     pub most_threads: Option<u32>,
     /// Values of the registers before the first instruction: constants, then zeros.
     registers: Vec<u64>,
     code: Vec<Instruction>,
 }
 
-/// A register, or a constant that has one.
-type Slot = u16;
+/// The number of a register. A constant has a register of its own.
+type Register = u16;
 
-/// Registers that every kernel has, in this order: thread, threads of the block, block, blocks.
+/// Special registers of every kernel, in this order: thread, threads of the block, block, blocks.
 const SPECIAL: [&str; 4] = ["%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x"];
 
 #[derive(Debug, Clone)]
 struct Instruction {
     /// Runs only if this predicate is (or with false: is not) set.
-    guard: Option<(Slot, bool)>,
+    guard: Option<(Register, bool)>,
     operation: Operation,
 }
 
 #[derive(Debug, Clone)]
 enum Operation {
     LoadParameter {
-        to: Slot,
+        to: Register,
         offset: usize,
         bytes: usize,
     },
     Load {
-        to: Vec<Slot>,
-        base: Slot,
+        to: Vec<Register>,
+        base: Register,
         offset: i64,
         bytes: usize,
     },
     Store {
-        from: Vec<Slot>,
-        base: Slot,
+        from: Vec<Register>,
+        base: Register,
         offset: i64,
         bytes: usize,
     },
-    Unary(Unary, Slot, Slot),
-    Binary(Binary, Slot, Slot, Slot),
-    Fma32(Slot, [Slot; 3]),
-    Fma64(Slot, [Slot; 3]),
-    Compare(Compare, Kind, Slot, Slot, Slot),
+    Unary(Unary, Register, Register),
+    Binary(Binary, Register, Register, Register),
+    Fma32(Register, [Register; 3]),
+    Fma64(Register, [Register; 3]),
+    Compare(Compare, Kind, Register, Register, Register),
     Select {
-        to: Slot,
-        then: Slot,
-        otherwise: Slot,
-        by: Slot,
+        to: Register,
+        then: Register,
+        otherwise: Register,
+        by: Register,
     },
-    /// Two halves to one.
-    Join(Slot, [Slot; 2]),
-    /// One to two halves; None is thrown away.
-    Split([Option<Slot>; 2], Slot),
+    /// Joins two halves into one value.
+    Join(Register, [Register; 2]),
+    /// Splits one value into two halves; None discards a half.
+    Split([Option<Register>; 2], Register),
     Branch(usize),
     ShuffleDown {
-        to: Slot,
-        from: Slot,
-        by: Slot,
+        to: Register,
+        from: Register,
+        by: Register,
     },
     WarpBarrier,
     Return,
@@ -169,7 +170,7 @@ enum Compare {
     Unordered,
 }
 
-/// How a comparison reads its operands.
+/// The type as which a comparison reads its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Unsigned,

@@ -1,9 +1,9 @@
-//! From text to instructions.
+//! Parses PTX text into instructions.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{Binary, Compare, Instruction, Kernel, Kind, Module, Operation, SPECIAL, Slot, Unary};
+use super::{Binary, Compare, Instruction, Kernel, Kind, Module, Operation, Register, SPECIAL, Unary};
 
 type Outcome<T> = Result<T, String>;
 
@@ -40,13 +40,13 @@ pub(super) fn module(text: &str) -> Outcome<Module> {
 
 #[derive(Default)]
 struct Parser {
-    slots: HashMap<String, Slot>,
+    registers: HashMap<String, Register>,
     values: Vec<u64>,
     labels: HashMap<String, usize>,
     offsets: HashMap<String, usize>,
     code: Vec<Instruction>,
     branches: Vec<(usize, String)>,
-    /// Bits of the instruction at hand's constants.
+    /// Width in bits of the constants in the current instruction.
     bits: u32,
 }
 
@@ -80,14 +80,14 @@ fn kernel(name: &str, body: &[(usize, &str)]) -> Outcome<Kernel> {
 }
 
 impl Parser {
-    fn declare(&mut self, name: &str) -> Slot {
-        if let Some(slot) = self.slots.get(name) {
-            return *slot;
+    fn declare(&mut self, name: &str) -> Register {
+        if let Some(register) = self.registers.get(name) {
+            return *register;
         }
-        let slot = self.values.len() as Slot;
+        let register = self.values.len() as Register;
         self.values.push(0);
-        self.slots.insert(name.to_string(), slot);
-        slot
+        self.registers.insert(name.to_string(), register);
+        register
     }
 
     fn parameter(&mut self, kernel: &mut Kernel, text: &str) -> Outcome<()> {
@@ -98,7 +98,7 @@ impl Parser {
                 (number(alignment)? as usize, number(size)? as usize, name)
             }
             [kind, name] => (size_of_type(kind)?, size_of_type(kind)?, name),
-            _ => return Err("what parameter is this?".to_string()),
+            _ => return Err("unknown kind of parameter".to_string()),
         };
         let offset = kernel.parameter_bytes.next_multiple_of(alignment);
         kernel.parameters.push((offset, bytes));
@@ -146,27 +146,27 @@ impl Parser {
         Ok(())
     }
 
-    /// A register, or a constant, which gets a register of its own.
-    fn slot(&mut self, text: &str) -> Outcome<Slot> {
-        if let Some(slot) = self.slots.get(text) {
-            return Ok(*slot);
+    /// Returns a register; a constant receives a register of its own.
+    fn register(&mut self, text: &str) -> Outcome<Register> {
+        if let Some(register) = self.registers.get(text) {
+            return Ok(*register);
         }
         if text.starts_with('%') {
             return Err(format!("no register {text}"));
         }
         let value = constant(text)? & (u64::MAX >> (64 - self.bits));
-        let slot = self.declare(&format!("{text} of {} bits", self.bits));
-        self.values[usize::from(slot)] = value;
-        Ok(slot)
+        let register = self.declare(&format!("{text} of {} bits", self.bits));
+        self.values[usize::from(register)] = value;
+        Ok(register)
     }
 
     fn instruction(&mut self, line: &str) -> Outcome<()> {
         let (guard, line) = match line.strip_prefix('@') {
             None => (None, line),
             Some(rest) => {
-                let (predicate, rest) = rest.split_once(' ').ok_or("a guard of nothing")?;
+                let (predicate, rest) = rest.split_once(' ').ok_or("a guard without an instruction")?;
                 let wanted = !predicate.starts_with('!');
-                (Some((self.slot(predicate.trim_start_matches('!'))?, wanted)), rest.trim())
+                (Some((self.register(predicate.trim_start_matches('!'))?, wanted)), rest.trim())
             }
         };
         let (name, operands) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -187,7 +187,7 @@ impl Parser {
             ("ret", []) => Operation::Return,
             ("bar.warp.sync", ["-1"]) => Operation::WarpBarrier,
             ("bar.warp.sync", [mask]) => {
-                self.slot(mask)?;
+                self.register(mask)?;
                 Operation::WarpBarrier
             }
             ("bra" | "bra.uni", [label]) => {
@@ -195,23 +195,27 @@ impl Parser {
                 Operation::Branch(usize::MAX)
             }
             ("shfl.sync.down.b32", [to, from, by, clamp, mask]) => {
-                let to = to.split_once('|').ok_or("a shuffle gives a value and a predicate")?.0;
+                let to = to.split_once('|').ok_or("a shuffle returns a value and a predicate")?.0;
                 for known in [clamp, mask] {
-                    self.slot(known)?;
+                    self.register(known)?;
                 }
-                Operation::ShuffleDown { to: self.slot(to)?, from: self.slot(from)?, by: self.slot(by)? }
+                Operation::ShuffleDown {
+                    to: self.register(to)?,
+                    from: self.register(from)?,
+                    by: self.register(by)?,
+                }
             }
             ("mov.b64", [to, from]) if from.starts_with('{') => {
                 let halves = vector(from)?;
                 let [low, high] = halves[..] else { return Err("not two halves".to_string()) };
-                Operation::Join(self.slot(to)?, [self.slot(low)?, self.slot(high)?])
+                Operation::Join(self.register(to)?, [self.register(low)?, self.register(high)?])
             }
             ("mov.b64", [to, from]) if to.starts_with('{') => {
                 let halves = vector(to)?;
                 let [low, high] = halves[..] else { return Err("not two halves".to_string()) };
                 let mut half =
-                    |name: &str| if name == "%temp" { Ok(None) } else { self.slot(name).map(Some) };
-                Operation::Split([half(low)?, half(high)?], self.slot(from)?)
+                    |name: &str| if name == "%temp" { Ok(None) } else { self.register(name).map(Some) };
+                Operation::Split([half(low)?, half(high)?], self.register(from)?)
             }
             _ if name.starts_with("ld.") || name.starts_with("st.") => self.access(name, operands)?,
             _ if name.starts_with("setp.") => self.compare(name, operands)?,
@@ -219,19 +223,23 @@ impl Parser {
                 "selp.b16" | "selp.u16" | "selp.b32" | "selp.f32" | "selp.f64" | "selp.b64",
                 [to, then, otherwise, by],
             ) => Operation::Select {
-                to: self.slot(to)?,
-                then: self.slot(then)?,
-                otherwise: self.slot(otherwise)?,
-                by: self.slot(by)?,
+                to: self.register(to)?,
+                then: self.register(then)?,
+                otherwise: self.register(otherwise)?,
+                by: self.register(by)?,
             },
-            ("fma.rn.f32", [to, a, b, c]) => {
-                Operation::Fma32(self.slot(to)?, [self.slot(a)?, self.slot(b)?, self.slot(c)?])
+            ("fma.rn.f32", [to, a, b, c]) => Operation::Fma32(
+                self.register(to)?,
+                [self.register(a)?, self.register(b)?, self.register(c)?],
+            ),
+            ("fma.rn.f64", [to, a, b, c]) => Operation::Fma64(
+                self.register(to)?,
+                [self.register(a)?, self.register(b)?, self.register(c)?],
+            ),
+            (_, [to, from]) => Operation::Unary(unary(name)?, self.register(to)?, self.register(from)?),
+            (_, [to, a, b]) => {
+                Operation::Binary(binary(name)?, self.register(to)?, self.register(a)?, self.register(b)?)
             }
-            ("fma.rn.f64", [to, a, b, c]) => {
-                Operation::Fma64(self.slot(to)?, [self.slot(a)?, self.slot(b)?, self.slot(c)?])
-            }
-            (_, [to, from]) => Operation::Unary(unary(name)?, self.slot(to)?, self.slot(from)?),
-            (_, [to, a, b]) => Operation::Binary(binary(name)?, self.slot(to)?, self.slot(a)?, self.slot(b)?),
             _ => return Err("unknown instruction".to_string()),
         })
     }
@@ -250,7 +258,8 @@ impl Parser {
         if names.len() != lanes {
             return Err(format!("{} registers for {lanes} lanes", names.len()));
         }
-        let slots: Vec<Slot> = names.into_iter().map(|name| self.slot(name)).collect::<Outcome<_>>()?;
+        let registers: Vec<Register> =
+            names.into_iter().map(|name| self.register(name)).collect::<Outcome<_>>()?;
         let bytes = size_of_type(&format!(".{kind}"))?;
         let inner = place.strip_prefix('[').and_then(|place| place.strip_suffix(']')).ok_or("no brackets")?;
         let (base, offset) = match inner.split_once('+') {
@@ -259,12 +268,12 @@ impl Parser {
         };
         if words[1] == "param" {
             let start = *self.offsets.get(base).ok_or("no such parameter")?;
-            return Ok(Operation::LoadParameter { to: slots[0], offset: start + offset as usize, bytes });
+            return Ok(Operation::LoadParameter { to: registers[0], offset: start + offset as usize, bytes });
         }
-        let base = self.slot(base)?;
+        let base = self.register(base)?;
         Ok(match words[0] {
-            "ld" => Operation::Load { to: slots, base, offset, bytes },
-            _ => Operation::Store { from: slots, base, offset, bytes },
+            "ld" => Operation::Load { to: registers, base, offset, bytes },
+            _ => Operation::Store { from: registers, base, offset, bytes },
         })
     }
 
@@ -291,7 +300,7 @@ impl Parser {
             "nan" if kind == Kind::Float32 => Compare::Unordered,
             other => return Err(format!("comparison {other}")),
         };
-        Ok(Operation::Compare(compare, kind, self.slot(to)?, self.slot(a)?, self.slot(b)?))
+        Ok(Operation::Compare(compare, kind, self.register(to)?, self.register(a)?, self.register(b)?))
     }
 }
 
@@ -342,7 +351,7 @@ fn binary(name: &str) -> Outcome<Binary> {
     })
 }
 
-/// Operands between commas, those in braces kept together.
+/// Splits operands at commas, and keeps those in braces together.
 fn split_operands(text: &str) -> Vec<String> {
     let mut operands = Vec::new();
     let mut depth = 0;
@@ -381,13 +390,13 @@ fn size_of_type(kind: &str) -> Outcome<usize> {
 }
 
 fn number(text: &str) -> Outcome<u64> {
-    text.trim().parse().map_err(|_| format!("{text} is no number"))
+    text.trim().parse().map_err(|_| format!("{text} is not a number"))
 }
 
 fn constant(text: &str) -> Outcome<u64> {
-    let hex = |digits: &str| u64::from_str_radix(digits, 16).map_err(|_| format!("{text} is no constant"));
+    let hex = |digits: &str| u64::from_str_radix(digits, 16).map_err(|_| format!("{text} is not a constant"));
     if let Some(digits) = text.strip_prefix("0f").or_else(|| text.strip_prefix("0d")) {
         return hex(digits);
     }
-    text.parse::<i64>().map(|value| value as u64).map_err(|_| format!("{text} is no constant"))
+    text.parse::<i64>().map(|value| value as u64).map_err(|_| format!("{text} is not a constant"))
 }

@@ -1,15 +1,15 @@
-//! Blocks, warps and threads of one launch, one after the other.
+//! Runs the blocks, warps and threads of one launch, one after the other.
 
-use super::{Binary, Compare, Instruction, Kernel, Kind, Memory, Operation, Slot, Unary};
+use super::{Binary, Compare, Instruction, Kernel, Kind, Memory, Operation, Register, Unary};
 
 const WARP: usize = 32;
-/// What arithmetic on the hardware makes of every NaN.
+/// The hardware's arithmetic produces this pattern for every NaN.
 const NAN: u32 = 0x7fff_ffff;
 
-/// Where a thread stopped.
+/// The reason why a thread stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stop {
-    /// At the shuffle or barrier of this place.
+    /// The thread waits at the shuffle or barrier with this index.
     Meet(usize),
     Return,
 }
@@ -20,7 +20,7 @@ struct Thread {
 }
 
 impl Kernel {
-    /// Runs a launch to its end.
+    /// Runs a whole launch.
     pub fn run(
         &self,
         blocks: u32,
@@ -56,7 +56,7 @@ impl Kernel {
                 stops.push(self.run_thread(thread, parameters, memory)?);
             }
             if stops.iter().any(|stop| *stop != stops[0]) {
-                return Err("threads of a warp wait in different places".to_string());
+                return Err("threads of a warp wait at different instructions".to_string());
             }
             let Stop::Meet(place) = stops[0] else { return Ok(()) };
             if let Operation::ShuffleDown { to, from, by } = self.code[place].operation {
@@ -77,9 +77,10 @@ impl Kernel {
     ) -> Result<Stop, String> {
         loop {
             let place = thread.at;
-            let Instruction { guard, operation } = self.code.get(place).ok_or("ran past the end")?;
+            let Instruction { guard, operation } =
+                self.code.get(place).ok_or("execution ran past the last instruction")?;
             thread.at += 1;
-            if guard.is_some_and(|(slot, wanted)| (thread.get(slot) != 0) != wanted) {
+            if guard.is_some_and(|(register, wanted)| (thread.get(register) != 0) != wanted) {
                 continue;
             }
             match operation {
@@ -90,7 +91,8 @@ impl Kernel {
                 Operation::Branch(target) => thread.at = *target,
                 Operation::ShuffleDown { .. } | Operation::WarpBarrier => return Ok(Stop::Meet(place)),
                 Operation::LoadParameter { to, offset, bytes } => {
-                    let value = parameters.get(*offset..offset + bytes).ok_or("outside of the parameters")?;
+                    let value =
+                        parameters.get(*offset..offset + bytes).ok_or("access outside of the parameters")?;
                     thread.set(*to, word(value));
                 }
                 Operation::Load { to, base, offset, bytes } => {
@@ -98,16 +100,16 @@ impl Kernel {
                     let mut buffer = [0; 32];
                     let read = &mut buffer[..to.len() * bytes];
                     memory.load(address, read)?;
-                    for (slot, value) in to.iter().zip(read.chunks(*bytes)) {
-                        thread.set(*slot, word(value));
+                    for (register, value) in to.iter().zip(read.chunks(*bytes)) {
+                        thread.set(*register, word(value));
                     }
                 }
                 Operation::Store { from, base, offset, bytes } => {
                     let address =
                         aligned(thread.get(*base).wrapping_add_signed(*offset), from.len() * bytes)?;
                     let mut buffer = [0; 32];
-                    for (slot, place) in from.iter().zip(buffer.chunks_mut(*bytes)) {
-                        place.copy_from_slice(&thread.get(*slot).to_le_bytes()[..*bytes]);
+                    for (register, place) in from.iter().zip(buffer.chunks_mut(*bytes)) {
+                        place.copy_from_slice(&thread.get(*register).to_le_bytes()[..*bytes]);
                     }
                     memory.store(address, &buffer[..from.len() * bytes])?;
                 }
@@ -118,20 +120,20 @@ impl Kernel {
 }
 
 impl Thread {
-    fn get(&self, slot: Slot) -> u64 {
-        self.registers[usize::from(slot)]
+    fn get(&self, register: Register) -> u64 {
+        self.registers[usize::from(register)]
     }
 
-    fn set(&mut self, slot: Slot, value: u64) {
-        self.registers[usize::from(slot)] = value;
+    fn set(&mut self, register: Register, value: u64) {
+        self.registers[usize::from(register)] = value;
     }
 
-    fn f32(&self, slot: Slot) -> f32 {
-        f32::from_bits(self.get(slot) as u32)
+    fn f32(&self, register: Register) -> f32 {
+        f32::from_bits(self.get(register) as u32)
     }
 
-    fn f64(&self, slot: Slot) -> f64 {
-        f64::from_bits(self.get(slot))
+    fn f64(&self, register: Register) -> f64 {
+        f64::from_bits(self.get(register))
     }
 
     fn compute(&mut self, operation: &Operation) {
@@ -156,8 +158,8 @@ impl Thread {
             Operation::Split(halves, from) => {
                 let value = self.get(from);
                 for (half, value) in halves.into_iter().zip([value & 0xffff_ffff, value >> 32]) {
-                    if let Some(slot) = half {
-                        self.set(slot, value);
+                    if let Some(register) = half {
+                        self.set(register, value);
                     }
                 }
             }
@@ -250,11 +252,11 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// The hardware ends a kernel that does not align an access to its size.
+/// The hardware terminates a kernel that does not align an access to its size.
 fn aligned(address: u64, bytes: usize) -> Result<u64, String> {
     match address % bytes as u64 {
         0 => Ok(address),
-        _ => Err(format!("{bytes} bytes at {address:#x}, which is not aligned")),
+        _ => Err(format!("misaligned access of {bytes} bytes at {address:#x}")),
     }
 }
 
@@ -282,6 +284,6 @@ fn narrow_f16(value: f32) -> u16 {
     }
     let exponent = (((size.to_bits() >> 52) as i32) - 1023).max(-14);
     let steps = (size * 2f64.powi(10 - exponent)).round_ties_even() as i32;
-    // A size that rounds up to the next power of two carries into the exponent by itself.
+    // A value that rounds up to the next power of two carries into the exponent without extra code.
     sign | (steps + (exponent + 14) * 1024) as u16
 }

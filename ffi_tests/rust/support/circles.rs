@@ -1,11 +1,12 @@
-//! Which files of a crate import each other in a circle.
+//! Finds circular imports between the files of a crate.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A module by the names on its way from the crate's root, which is empty.
+/// A module, as the names on the path from the crate's root. The root itself is the empty list.
 type Module = Vec<String>;
 
-/// The circles among `files`, each a path under the crate's `src` and its text: the modules of each, joined by commas.
+/// The circles among `files`, each given as its path under the crate's `src` and its text. Each circle lists its
+/// modules, joined by commas.
 pub fn circles(files: &[(String, String)]) -> Vec<String> {
     let texts: BTreeMap<Module, String> =
         files.iter().map(|(path, text)| (module(path), without_tests(text))).collect();
@@ -78,7 +79,7 @@ fn expand(before: &str, tree: &str, paths: &mut Vec<String>) {
     }
 }
 
-/// The file that a path leads into: the longest beginning that is one.
+/// The file that a path refers to: its longest prefix that is a file.
 fn target(own: &Module, path: &str, files: &BTreeMap<Module, String>) -> Option<Module> {
     let mut names: Vec<&str> = path.split("::").filter(|name| !name.is_empty()).collect();
     let mut base = match *names.first()? {
@@ -96,7 +97,7 @@ fn target(own: &Module, path: &str, files: &BTreeMap<Module, String>) -> Option<
         let more = names[..len].iter().map(|name| String::from(*name));
         base.iter().cloned().chain(more).collect::<Module>()
     });
-    // The crate's root and a folder's own file only list what is in them.
+    // The crate's root and a folder's own file only list the modules in them.
     longest.filter(|module| !module.is_empty()).find(|module| files.contains_key(module))
 }
 

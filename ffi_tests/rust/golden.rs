@@ -9,7 +9,7 @@ use spillway::optim::StepStats;
 use spillway::optim::adagrad::{self, AdagradOptions};
 use spillway::optim::adam::{self, AdamOptions};
 use spillway::optim::lion::{self, LionOptions};
-use spillway::optim::spread::Job;
+use spillway::optim::parallel::Job;
 
 /// One span as bits, and as elements of its type.
 enum Span {
@@ -177,17 +177,17 @@ fn check_file(text: &str, at_least: usize) {
 
 #[test]
 fn adam_has_the_golden_bits() {
-    check_file(include_str!("../kernels/adam.json"), 20);
+    check_file(include_str!("../../kernels/adam.json"), 20);
 }
 
 #[test]
 fn adagrad_has_the_golden_bits() {
-    check_file(include_str!("../kernels/adagrad.json"), 20);
+    check_file(include_str!("../../kernels/adagrad.json"), 20);
 }
 
 #[test]
 fn lion_has_the_golden_bits() {
-    check_file(include_str!("../kernels/lion.json"), 20);
+    check_file(include_str!("../../kernels/lion.json"), 20);
 }
 
 #[test]

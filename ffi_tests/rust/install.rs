@@ -1,5 +1,5 @@
-//! Proves that an installed copy serves C users: the examples build against it by pkg-config as C, as C++ and statically,
-//! and by CMake where that is installed, and each of them runs and checks itself.
+//! Proves that an installed copy serves C users. The examples are built against it with pkg-config as C, as C++ and
+//! statically, and with CMake where it is installed. Each example runs and checks its own result.
 
 mod support;
 
@@ -13,7 +13,7 @@ use support::{empty_dir, exists, install, release_library, root, succeed};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A prefix with an installed copy; made once.
+/// A prefix with an installed copy, created once.
 fn prefix() -> &'static Path {
     static PREFIX: OnceLock<PathBuf> = OnceLock::new();
     PREFIX.get_or_init(|| {
@@ -32,7 +32,7 @@ fn examples() -> Vec<PathBuf> {
     sources
 }
 
-/// What pkg-config says, for the shell: it quotes blanks in paths.
+/// The output of pkg-config, for a shell: it quotes blanks in paths.
 fn pkg_config(options: &str) -> String {
     let folder = prefix().join("lib/pkgconfig");
     succeed(Command::new("pkg-config").args(options.split(' ')).env("PKG_CONFIG_PATH", folder), TIMEOUT)
@@ -47,7 +47,7 @@ fn build_and_run(name: &str, compiler: &str, flags: &str) {
             format!("{compiler} -Wall -Wextra -Wpedantic -Werror -O1 {source:?} -o {binary:?} {flags} -lm");
         succeed(Command::new("sh").args(["-c", &line]), TIMEOUT);
         let dynamic = succeed(Command::new("readelf").arg("-d").arg(&binary), TIMEOUT);
-        assert_eq!(dynamic.contains("[libspillway.so.1]"), !name.starts_with("static"), "{dynamic}");
+        assert_eq!(dynamic.contains("[libspillway.so.2]"), !name.starts_with("static"), "{dynamic}");
         let said = succeed(Command::new(&binary).env("LD_LIBRARY_PATH", prefix().join("lib")), TIMEOUT);
         assert!(said.contains("learned"), "{said}");
     }
@@ -97,7 +97,7 @@ fn cmake_finds_the_package() {
     for kind in ["with_spillway", "with_static"] {
         assert!(succeed(&mut Command::new(build.join(kind)), TIMEOUT).contains("learned"));
     }
-    // Below 1.0 another minor version may have another ABI.
+    // Below 1.0, each minor version may have another ABI.
     for other in ["99.0", "0.0"] {
         let other_folder = folder.join(other);
         fs::create_dir(&other_folder).expect("the target directory is writable");
@@ -118,18 +118,23 @@ fn destdir_changes_where_files_are_written_and_not_what_they_say() {
     let mut script = Command::new("sh");
     script.arg(root().join("packaging/install.sh")).arg("/opt/spillway").arg(release_library());
     script.arg(release_library().with_file_name("libspillway_preload.so"));
+    script.arg(env!("CARGO_BIN_EXE_spillway"));
     succeed(script.env("DESTDIR", &stage), TIMEOUT);
     let lib = stage.join("opt/spillway/lib");
     let pc = fs::read_to_string(lib.join("pkgconfig/spillway.pc")).expect("spillway.pc is installed");
     assert!(pc.starts_with("prefix=/opt/spillway\n") && !pc.contains(&*stage.to_string_lossy()), "{pc}");
     assert!(!pc.contains('@'), "{pc}");
     let link = |name: &str| fs::read_link(lib.join(name)).expect("a link").to_string_lossy().into_owned();
-    assert_eq!(link("libspillway.so"), "libspillway.so.1");
-    assert_eq!(link("libspillway.so.1"), concat!("libspillway.so.", env!("CARGO_PKG_VERSION")));
+    assert_eq!(link("libspillway.so"), "libspillway.so.2");
+    assert_eq!(link("libspillway.so.2"), concat!("libspillway.so.", env!("CARGO_PKG_VERSION")));
     let dynamic = succeed(Command::new("readelf").arg("-d").arg(lib.join("libspillway.so")), TIMEOUT);
-    assert!(dynamic.contains("soname: [libspillway.so.1]"), "{dynamic}");
+    assert!(dynamic.contains("soname: [libspillway.so.2]"), "{dynamic}");
     let preload = succeed(Command::new("nm").arg("-D").arg(lib.join("libspillway_preload.so")), TIMEOUT);
     assert!(preload.contains(" T io_submit"), "{preload}");
+    assert!(pc.contains("\npreload=${libdir}/libspillway_preload.so\n"), "{pc}");
+    let version = succeed(Command::new(stage.join("opt/spillway/bin/spillway")).arg("--version"), TIMEOUT);
+    assert_eq!(version, concat!("spillway ", env!("CARGO_PKG_VERSION"), "\n"));
+    assert!(stage.join("opt/spillway/include/spillway.hpp").exists());
     assert!(stage.join("opt/spillway/include/spillway.h").exists() && lib.join("libspillway.a").exists());
 }
 
@@ -140,7 +145,7 @@ fn libraries_go_where_a_distribution_has_them() {
     script.arg(root().join("packaging/install.sh")).arg(&prefix).arg(release_library());
     succeed(script.env_remove("DESTDIR").env("LIBDIR", "lib/some-machine"), TIMEOUT);
     let lib = prefix.join("lib/some-machine");
-    assert!(lib.join("libspillway.so.1").exists() && !prefix.join("lib/libspillway.so").exists());
+    assert!(lib.join("libspillway.so.2").exists() && !prefix.join("lib/libspillway.so").exists());
     let mut asked = Command::new("pkg-config");
     asked.args(["--libs", "spillway"]).env("PKG_CONFIG_PATH", lib.join("pkgconfig"));
     let flags = succeed(&mut asked, TIMEOUT);
@@ -160,6 +165,25 @@ fn a_wrong_call_of_the_installer_says_what_is_wrong() {
     ] {
         let finished = support::run(Command::new("sh").arg(&script).args(arguments), TIMEOUT);
         assert!(finished.code != Some(0) && finished.stderr.contains(words), "{finished:?}");
+    }
+}
+
+#[test]
+fn the_program_in_the_header_builds_as_c99_and_cpp17_and_learns() {
+    let header = fs::read_to_string(root().join("include/spillway.h")).expect("the header exists");
+    let code: Vec<&str> = header.lines().filter_map(|line| line.strip_prefix("//     ")).collect();
+    let start =
+        code.iter().position(|line| line.starts_with("#include")).expect("the program has an include");
+    let end = code.iter().position(|line| *line == "}").expect("the program ends");
+    let folder = empty_dir("program of the header");
+    let (source, binary) = (folder.join("program.c"), folder.join("program"));
+    fs::write(&source, code[start..=end].join("\n") + "\n").expect("the target directory is writable");
+    let flags = pkg_config("--cflags --libs spillway");
+    for compiler in ["gcc -std=c99", "g++ -std=c++17 -x c++"] {
+        let line = format!("{compiler} -Wall -Wextra -Wpedantic -Werror {source:?} -o {binary:?} {flags}");
+        succeed(Command::new("sh").args(["-c", &line]), TIMEOUT);
+        let said = succeed(Command::new(&binary).env("LD_LIBRARY_PATH", prefix().join("lib")), TIMEOUT);
+        assert_eq!(said, "weight[0] = 1.00\n", "{compiler}");
     }
 }
 

@@ -1,5 +1,6 @@
-//! Proves that the house keeps its rules: the order of the layers, no circles between files, where `unsafe` may stand, the length of files, nothing
-//! left over, and nothing of one machine in what is committed. The rules are shown to refuse what breaks them.
+//! Proves the rules of the source tree: the order of the layers, no circles between files, `unsafe` in few modules, the
+//! length of files, no unfinished code, no path of one machine. A last test shows that each rule reports a fault that
+//! it must report.
 
 #[path = "support/circles.rs"]
 mod circles;
@@ -8,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Lowest first; modules of one layer do not see each other.
+/// Lowest first; modules of one layer do not import each other.
 const LAYERS: [&[&str]; 9] = [
     &["error", "dtype", "log", "stats", "trace", "checksum", "plan"],
     &["sys", "kernel"],
@@ -25,7 +26,7 @@ const VOCABULARY: [&str; 1] = ["error"];
 /// Constants of lib.rs that any module may name.
 const CRATE_CONSTANTS: [&str; 1] = ["VERSION"];
 const MAY_BE_UNSAFE: [&str; 5] = ["sys", "kernel", "pool", "gpu", "capi"];
-/// The ring, and tests that lend the engine their own memory; the two mod.rs have a lint that would reach these.
+/// The ring, and tests that lend the engine their own memory. A lint in the two mod.rs would also apply to these files.
 const MAY_BE_UNSAFE_FILES: [&str; 4] = ["io/uring.rs", "io/mod.rs", "io/tests/mod.rs", "io/tests/real.rs"];
 const MOST_LINES: usize = 450;
 
@@ -63,7 +64,8 @@ fn modules_used(line: &str) -> Vec<String> {
     used
 }
 
-/// What is wrong with the layers of one file. The kernels' `crate` is their own: they cannot see a module of ours.
+/// The layer faults of one file. In the kernels, `crate` means their own crate, which cannot import
+/// modules of the library.
 fn layer_faults(path: &str, text: &str) -> Vec<String> {
     let module = module_of(path);
     if module == "kernel" {
@@ -85,7 +87,7 @@ fn layer_faults(path: &str, text: &str) -> Vec<String> {
     faults
 }
 
-/// What is wrong with `unsafe` in one file.
+/// The faults of one file in its use of `unsafe`.
 fn unsafe_faults(path: &str, text: &str) -> Vec<String> {
     let module = module_of(path);
     if MAY_BE_UNSAFE.contains(&module) || MAY_BE_UNSAFE_FILES.contains(&path) || module == "lib" {
@@ -98,7 +100,7 @@ fn unsafe_faults(path: &str, text: &str) -> Vec<String> {
     }
 }
 
-/// Too long, unfinished, or printing where only the log may speak.
+/// Finds files that are too long, unfinished code, and printing outside the log.
 fn text_faults(path: &str, text: &str) -> Vec<String> {
     let mut faults = Vec::new();
     let lines = text.lines().count();
@@ -122,7 +124,7 @@ fn text_faults(path: &str, text: &str) -> Vec<String> {
     faults
 }
 
-/// Paths that exist on one machine only. The words are cut in two, so that this file passes its own rule.
+/// Paths that exist on one machine only. Each word is split in two here, so that this file passes its own rule.
 fn machine_faults(path: &str, text: &str) -> Vec<String> {
     let places = [concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/tm", "p/")];
     let mut faults = Vec::new();
@@ -145,7 +147,7 @@ fn sources() -> Vec<(String, String)> {
     found
 }
 
-/// Every Rust file under `folder`, as `prefix` and its path there, and its text.
+/// Every Rust file under `folder`, as `prefix` joined with its path below the folder, and its text.
 fn files(folder: &str, prefix: &str) -> Vec<(String, String)> {
     fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).expect("src can be read") {
@@ -248,7 +250,7 @@ fn the_rules_refuse_what_breaks_them() {
     }
     for (path, text) in [
         ("optim/adam.rs", "use crate::{error::Error, kernel};"),
-        ("optim/adam.rs", "use crate::optim::spread;"),
+        ("optim/adam.rs", "use crate::optim::parallel;"),
         ("optim/adam.rs", "// use crate::capi"),
         ("plan/mod.rs", "use crate::error::Result;"),
         ("capi/record.rs", "crate::VERSION"),

@@ -1,13 +1,18 @@
-//! What the tests of this folder share: the libraries they test, as installed copies, and programs run with a timeout.
+//! Shared by the tests of this folder: installed copies of the libraries under test, and programs that
+//! run with a timeout.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// The repository.
+/// Timeout of a tool that reads a file.
+const TOOL: Duration = Duration::from_secs(60);
+
+/// The root of the repository.
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
@@ -22,33 +27,58 @@ pub fn empty_dir(name: &str) -> PathBuf {
     path
 }
 
-/// The release library, built where `cargo build --release` builds it, so that both share the work.
+/// The release library, as `make lib` builds it, so that all runners share one build. The inner loop, which does not
+/// wait for an optimised build, uses the library with the probe functions.
 pub fn release_library() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
+        if quick() {
+            return probe_library();
+        }
         let target =
             Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("tmp lies in the target directory");
-        build(target, &["--release", "--package", "spillway", "--package", "spillway-preload"]);
+        let packages = ["--package", "spillway", "--package", "spillway-preload", "--package", "fakecuda"];
+        build(target, &[&["--release", "--features", "spillway/s3"], &packages[..]].concat());
         target.join("release/libspillway.so")
     })
 }
 
-/// A library with the probe functions; its own target directory, as cargo gives libraries of all features one name.
+/// True in the inner loop: see `ffi_tests/quick.sh`.
+pub fn quick() -> bool {
+    std::env::var_os("SPILLWAY_TEST_QUICK").is_some()
+}
+
+/// A library with the probe functions. It has its own target directory, because cargo names libraries
+/// alike for all features.
 pub fn probe_library() -> PathBuf {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probe");
-    // Its one program does not wait for kernels, which take a minute to optimise.
+    // Programs of this library do not need kernels, which take a minute to optimise.
     build(&target, &["--no-default-features", "--features", "probe", "--config", "profile.dev.opt-level=0"]);
     target.join("debug/libspillway.so")
 }
 
-/// A CUDA driver without a GPU, as a library that programs load.
+/// A CUDA driver that needs no GPU, as a shared library.
 pub fn fake_cuda() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
+        if !quick() {
+            return release_library().with_file_name("libfakecuda.so");
+        }
         let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fakecuda");
         build(&target, &["--package", "fakecuda"]);
         target.join("debug/libfakecuda.so")
     })
+}
+
+/// Every symbol that the library exports. The inner loop tests a library with probe functions, which are not
+/// part of the interface.
+pub fn exports() -> BTreeSet<String> {
+    let nm = succeed(Command::new("nm").args(["-D", "--defined-only"]).arg(release_library()), TOOL);
+    // The text after an @ is the version of the symbol. The version itself has the type A.
+    let symbols = nm.lines().filter(|line| !line.contains(" A "));
+    let names = symbols.filter_map(|line| line.split_whitespace().nth(2)?.split('@').next());
+    let names = names.filter(|name| !(quick() && name.starts_with("spw_probe_")));
+    names.map(str::to_string).collect()
 }
 
 fn build(target: &Path, options: &[&str]) {
@@ -58,6 +88,9 @@ fn build(target: &Path, options: &[&str]) {
         .args(options)
         .arg("--target-dir")
         .arg(target)
+        // ffi_tests/timed.sh sets this variable for the test program; build scripts would then
+        // ask for unstable features.
+        .env_remove("RUSTC_BOOTSTRAP")
         .current_dir(root());
     succeed(&mut cargo, Duration::from_secs(900));
 }
@@ -69,19 +102,19 @@ pub fn install(library: &Path, prefix: &Path) {
     succeed(&mut script, Duration::from_secs(60));
 }
 
-/// How a program ended.
+/// The result of a program.
 #[derive(Debug)]
 pub struct Finished {
     /// Exit status; `None` for a signal or a timeout.
     pub code: Option<i32>,
     /// Standard output.
     pub stdout: String,
-    /// Standard error; says so if the program was ended for its time.
+    /// Standard error; contains a message if the program exceeded the timeout.
     pub stderr: String,
 }
 
-/// Runs a program to its end, or ends it after `timeout`. Output goes through files, which a forgotten grandchild
-/// cannot keep open.
+/// Runs a program until it ends or `timeout` expires. Output goes through files, because a forgotten grandchild could
+/// keep a pipe open.
 pub fn run(command: &mut Command, timeout: Duration) -> Finished {
     static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
     let number = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -117,7 +150,7 @@ pub fn run(command: &mut Command, timeout: Duration) -> Finished {
     Finished { code, stdout: read(&out), stderr }
 }
 
-/// Runs a program that has to exit 0, and returns its standard output.
+/// Runs a program, which must exit with status 0, and returns its standard output.
 pub fn succeed(command: &mut Command, timeout: Duration) -> String {
     let Finished { code, stdout, stderr } = run(command, timeout);
     assert!(code == Some(0), "{command:?}: {code:?}\n{stdout}{stderr}");

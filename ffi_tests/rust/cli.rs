@@ -1,5 +1,5 @@
-//! Proves what the commands say: `doctor` what is broken and nothing else, `plan` the papers' own figures, `trace` JSON that shows the overlap, and `tune` settings
-//! that an engine then has.
+//! Proves the output of the commands. `doctor` reports each fault and nothing else, `plan` gives the figures of the
+//! papers, `trace` writes JSON that shows the overlap, and `tune` stores settings that an engine then uses.
 
 mod support;
 
@@ -89,7 +89,7 @@ fn plan_refuses_what_it_cannot_plan() {
     }
 }
 
-/// Pieces of work of several kinds at one time: the picture that the trace is for.
+/// Work of several kinds at the same time: the overlap that the trace shows.
 #[test]
 fn trace_is_json_in_which_engines_overlap() {
     let file = empty_dir("trace").join("step.json");
@@ -119,7 +119,11 @@ fn trace_is_json_in_which_engines_overlap() {
         assert!(overlap(one, other), "{one} beside {other}");
     }
     let missing = run(spillway().args(["trace", "--output", "no/such/folder/step.json"]), TIMEOUT);
-    assert!(missing.code == Some(1) && missing.stderr.contains("writing the trace"), "{}", missing.stderr);
+    assert!(
+        missing.code == Some(1) && missing.stderr.contains("writing the file of --output"),
+        "{}",
+        missing.stderr
+    );
 }
 
 #[test]
@@ -138,7 +142,9 @@ fn tune_writes_what_an_engine_then_has() {
     let directory = std::fs::File::open(&folder).expect("the directory is there");
     let system = file_system(&directory).expect("it lies on a file system");
     let found = profile.get(system).expect("it is of this file system");
-    let words = format!("blocks of {} KiB, depth {}", found.block_bytes >> 10, found.depth);
+    let block = found.block_bytes as f64 / 1024.0;
+    let (block, unit) = if block < 1024.0 { (block, "KiB") } else { (block / 1024.0, "MiB") };
+    let words = format!("blocks of {block:.1} {unit}, depth {}", found.depth);
     assert!(said.lines().any(|line| line.starts_with("best: ") && line.contains(&words)), "{said}");
     let engine = Engine::open_tuned(Options::default(), Some(profile)).expect("an engine opens");
     assert_eq!(engine.options().depth, found.depth);

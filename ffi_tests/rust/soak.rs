@@ -1,5 +1,5 @@
-//! Builds the soak program without sanitizers, whose own memory would hide a leak, and runs it: five seconds, or as
-//! many as `SPILLWAY_SOAK_SECONDS` says (`make soak MINUTES=10`).
+//! Builds the soak program without sanitizers, because their own memory would hide a leak. Runs it for five seconds, or
+//! for `SPILLWAY_SOAK_SECONDS` (`make soak MINUTES=10`).
 
 mod support;
 

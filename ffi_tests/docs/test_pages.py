@@ -1,0 +1,79 @@
+"""The settings, statuses, commands and files in the docs agree with the code."""
+
+import re
+
+import configuration
+import pytest
+from blocks import DOCS, ROOT, pages
+from variables import VARIABLES
+
+HEADERS = sorted([ROOT / "include" / "spillway.h", *(ROOT / "include" / "spillway").glob("*.h")])
+
+
+def test_every_variable_that_the_code_reads_is_in_the_table():
+    missing = {name: files for name, files in configuration.readers().items() if name not in {row[1] for row in VARIABLES}}
+    assert not missing, f"describe them in docs/tools/variables.py: {missing}"
+
+
+def test_every_variable_of_the_table_is_read():
+    unread = {row[1] for row in VARIABLES} - set(configuration.readers())
+    assert not unread, f"nothing reads {unread}; take them out of docs/tools/variables.py"
+
+
+def test_a_variable_is_found_where_it_is_read(tmp_path):
+    source = tmp_path / "a.rs"
+    source.write_text('let a = std::env::var("SPILLWAY_NEW"); // std::env::var("SPILLWAY_OLD")\n')
+    assert configuration._names(source) == ["SPILLWAY_NEW"]
+
+
+def test_the_configuration_page_is_fresh():
+    pytest.importorskip("pydantic")
+    assert configuration.PAGE.read_text() == configuration.page(), "run python docs/tools/configuration.py"
+
+
+def test_the_page_of_the_command_line_tool_is_fresh(tool):
+    import cli
+    assert cli.PAGE.read_text() == cli.page(tool), "run python docs/tools/cli.py target/release/spillway"
+
+
+def test_every_status_has_cause_and_cure():
+    text = "".join(path.read_text() for path in HEADERS)
+    statuses = set(re.findall(r"^    (SPW_(?:OK|ERR_\w+)) = \d+,", text, re.M))
+    rows = re.findall(r"^\| `(SPW_\w+)` \| (.+?) \| (.+?) \|$", (DOCS / "troubleshooting.md").read_text(), re.M)
+    assert len(statuses) >= 36 and {name for name, _, _ in rows} == statuses
+    assert len(rows) == len(statuses)
+
+
+def test_the_glossary_has_at_most_40_terms_in_order():
+    terms = re.findall(r"^\| (?!term |-)(.+?) \| (.+?) \|$", (DOCS / "glossary.md").read_text(), re.M)
+    names = [name.lower() for name, _ in terms]
+    assert 10 < len(names) <= 40 and names == sorted(names)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_of_the_repository_work(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    made = ("records/", "plots/", "c/")
+    broken = [target for target in re.findall(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)", text)
+              if not (page.parent / target).exists() and not target.startswith(made)]
+    assert not broken
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page):
+    named = re.findall(r"`((?:src|kernels|ffi_tests|packaging|examples_c|include|docs)/[\w./-]+)`", page.read_text())
+    optional = {"docs/_build/html"}
+    missing = [name for name in named if not (ROOT / name).exists() and name not in optional]
+    assert not missing
+
+
+def test_names_of_c_functions_exist():
+    """In hand-written pages, every `spw_` name is declared in a header."""
+    text = "".join(path.read_text() for path in HEADERS)
+    known = set(re.findall(r"\b(spw_\w+|SPW_\w+)\b", text))
+    unknown = {}
+    for page in pages():
+        for name in re.findall(r"`((?:spw|SPW)_\w+)(?:\(\))?`", page.read_text()):
+            if name not in known:
+                unknown.setdefault(str(page.relative_to(ROOT)), []).append(name)
+    assert not unknown

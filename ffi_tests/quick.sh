@@ -1,0 +1,20 @@
+#!/bin/sh
+# The inner loop: fast tests to run after a change of a Rust or C file, before the whole `make test`.
+#
+# The C programs and the ABI tests use a library without optimisation, so no second build is needed. Left out: Python,
+# the preload library under other programs, Arm, and tests that take more than a few seconds.
+set -eu
+cd "$(dirname "$0")/.."
+export SPILLWAY_TEST_QUICK=1
+# Unit tests of more than a second: crashes at every write, all values of a type, the exhaustive search over plans.
+slow='tier::tests::crash choose::tests all_patterns_come_back'
+programs='copies fork io_round_trip null plan pool_blocks status structs swap last_error panic tier_steps'
+
+cargo fmt --all --check
+skipped=
+for name in $slow; do skipped="$skipped --skip $name"; done
+# shellcheck disable=SC2086 # lists of words
+cargo test --quiet --workspace --lib --bins -- $skipped
+cargo test --quiet --workspace --test abi --test frozen --test golden --test kernels --test tidy
+# shellcheck disable=SC2086 # a list of words
+cargo test --quiet --workspace --test c -- $programs

@@ -22,8 +22,8 @@ use crate::kernel::{States, Tensor};
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::parallel::Job;
 use crate::optim::processor;
-use crate::pool::pinned;
-use crate::sys::span::Span;
+use crate::pool::buffer::Buffer;
+use crate::pool::region::Backing;
 use crate::sys::threads;
 
 /// Parameters of the first copy; doubled until a copy takes [`LONG`].
@@ -66,23 +66,22 @@ impl Link {
 
     /// Measures the speeds. Takes 128 MiB of pinned memory, 64 MiB of device memory and about one second.
     pub fn measure(device: &Arc<Device>, transfers: &Transfers) -> Result<Link> {
-        let block = pinned::alloc((MOST * 4) as usize)?;
-        let copies = copy_speeds(device, transfers, block);
-        pinned::free(block.address())?;
-        let [d2h_f32, d2h_native, h2d_f32, h2d_native] = copies?;
+        let [d2h_f32, d2h_native, h2d_f32, h2d_native] = copy_speeds(device, transfers)?;
         let (step_f32, step_native) = step_speeds()?;
         Ok(Link { d2h_f32, d2h_native, h2d_f32, h2d_native, step_f32, step_native })
     }
 }
 
-fn copy_speeds(device: &Arc<Device>, transfers: &Transfers, block: Span) -> Result<[f64; 4]> {
+fn copy_speeds(device: &Arc<Device>, transfers: &Transfers) -> Result<[f64; 4]> {
+    let mut block = Buffer::open((MOST * 4) as usize, Backing::default())?;
+    block.floats()?.fill(0.0);
     let memory = DeviceMemory::new(device, MOST * 2)?;
     let registry = Registry::new(device);
     let speed = |direction, host_dtype: Dtype| -> Result<f64> {
         let mut n = LEAST;
         loop {
             let device = DeviceFloats::new(memory.span().part(0, n * 2), Dtype::Bf16, "device")?;
-            let host = registry.host(block.part(0, n as usize * host_dtype.size()), "host")?;
+            let host = registry.host(block.transfer(0, n as usize * host_dtype.size()), "host")?;
             let copy = Copy { direction, device, host, host_dtype, after: After::Now };
             let seconds = best(|| transfers.measure(&copy))?;
             if seconds >= LONG.as_secs_f64() || n == MOST {
@@ -92,7 +91,6 @@ fn copy_speeds(device: &Arc<Device>, transfers: &Transfers, block: Span) -> Resu
         }
     };
     // Uploads first: downloads would otherwise read uninitialised device memory.
-    block.write(&vec![0; block.len()]);
     let (h2d_f32, h2d_native) = (speed(Direction::H2d, Dtype::F32)?, speed(Direction::H2d, Dtype::Bf16)?);
     let (d2h_f32, d2h_native) = (speed(Direction::D2h, Dtype::F32)?, speed(Direction::D2h, Dtype::Bf16)?);
     Ok([d2h_f32, d2h_native, h2d_f32, h2d_native])

@@ -18,7 +18,8 @@ use super::device::Device;
 use super::stream::Stream;
 use super::table::code;
 use crate::error::{Error, Result};
-use crate::pool::region::{self, Reach, Region};
+use crate::pool::region::{self, Lease, Reach, Region};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
 /// A range of device memory: Spillway's, or the framework's (`tensor.data_ptr()`).
@@ -100,19 +101,24 @@ impl Drop for DeviceMemory {
 /// Page-locked host memory: the only kind that copies accept.
 #[derive(Debug, Clone)]
 pub struct HostSpan {
-    span: Span,
+    memory: TransferBuffer,
     _registration: Option<Arc<Registration>>,
 }
 
 impl HostSpan {
     /// The bytes.
     pub fn span(&self) -> Span {
-        self.span
+        self.memory.span()
+    }
+
+    /// Prevents the reuse of memory of a Spillway pool until the lease is dropped.
+    pub(super) fn lease(&self) -> Option<Lease> {
+        self.memory.lease()
     }
 
     /// The `len` bytes that begin `from` bytes into the span.
     pub fn part(&self, from: usize, len: usize) -> HostSpan {
-        HostSpan { span: self.span.part(from, len), _registration: self._registration.clone() }
+        HostSpan { memory: self.memory.part(from, len), _registration: self._registration.clone() }
     }
 }
 
@@ -186,17 +192,20 @@ impl Registry {
         Registry { device: Arc::clone(device), regions, _watcher: watcher }
     }
 
-    /// Returns `span` as page-locked memory: of a Spillway pool (registered now if it is not yet), or memory that its
+    /// Returns `memory` as page-locked memory: of a Spillway pool (registered now if it is not yet), or memory that its
     /// owner page-locked through CUDA. Errors: any other memory.
-    pub fn host(&self, span: Span, argument: &'static str) -> Result<HostSpan> {
-        if span.is_empty() {
-            return Ok(HostSpan { span, _registration: None });
+    pub fn host(&self, memory: impl Into<TransferBuffer>, argument: &'static str) -> Result<HostSpan> {
+        let memory = memory.into();
+        if memory.is_empty() {
+            return Ok(HostSpan { memory, _registration: None });
         }
-        if let Some(region) = region::find(span.address(), span.len()) {
-            return Ok(HostSpan { span, _registration: Some(self.register(region)?) });
+        if let Some(region) = memory.region() {
+            let registration = self.register(Arc::clone(region))?;
+            return Ok(HostSpan { memory, _registration: Some(registration) });
         }
+        let span = memory.span();
         match is_locked(&self.device, span)? {
-            true => Ok(HostSpan { span, _registration: None }),
+            true => Ok(HostSpan { memory, _registration: None }),
             false => Err(Error::invalid(
                 argument,
                 format!(
@@ -261,13 +270,13 @@ impl fmt::Debug for Registry {
 impl Stream {
     /// Enqueues a copy of `from` to the device. The caller keeps both spans alive until the copy is done.
     pub fn upload(&self, from: &HostSpan, to: DeviceSpan) -> Result<()> {
-        assert_eq!(from.span.len() as u64, to.bytes, "copy between spans of different lengths");
+        assert_eq!(from.span().len() as u64, to.bytes, "copy between spans of different lengths");
         if to.bytes == 0 {
             return Ok(());
         }
         let device = self.device();
         let _current = device.enter()?;
-        let source = from.span.as_ptr().cast::<c_void>().cast_const();
+        let source = from.span().as_ptr().cast::<c_void>().cast_const();
         // SAFETY: both spans are valid by the promises made at their construction.
         let outcome = unsafe {
             (device.table().cuMemcpyHtoDAsync_v2)(to.address, source, to.bytes as usize, self.handle())
@@ -277,13 +286,13 @@ impl Stream {
 
     /// Enqueues a copy of `from` to the host. The caller keeps both spans alive until the copy is done.
     pub fn download(&self, from: DeviceSpan, to: &HostSpan) -> Result<()> {
-        assert_eq!(to.span.len() as u64, from.bytes, "copy between spans of different lengths");
+        assert_eq!(to.span().len() as u64, from.bytes, "copy between spans of different lengths");
         if from.bytes == 0 {
             return Ok(());
         }
         let device = self.device();
         let _current = device.enter()?;
-        let target = to.span.as_ptr().cast::<c_void>();
+        let target = to.span().as_ptr().cast::<c_void>();
         // SAFETY: both spans are valid by the promises made at their construction.
         let outcome = unsafe {
             (device.table().cuMemcpyDtoHAsync_v2)(target, from.address, from.bytes as usize, self.handle())

@@ -10,7 +10,8 @@ use crate::error::Result;
 use crate::kernel::AdamRule;
 use crate::kernel::squares;
 use crate::optim::StepStats;
-use crate::pool::pinned;
+use crate::pool::buffer::Buffer;
+use crate::pool::region::Backing;
 use crate::stats;
 
 /// One tensor and the coefficients of its step.
@@ -45,6 +46,7 @@ enum Part {
 struct Scratch {
     sums: Sums,
     host: HostSpan,
+    _memory: Buffer,
 }
 
 const WORD: usize = size_of::<f64>();
@@ -128,18 +130,9 @@ impl Steps {
 impl Scratch {
     fn new(device: &Arc<Device>, registry: &Registry, elements: u64, bytes: usize) -> Result<Scratch> {
         let sums = Sums::new(device, elements)?;
-        let host = pinned::alloc(bytes)?;
-        let registered = registry.host(host, "sums");
-        registered.map(|host| Scratch { sums, host }).inspect_err(|_| {
-            let _ = pinned::free(host.address());
-        })
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // `free` fails only for addresses that `pinned::alloc` did not return.
-        let _ = pinned::free(self.host.span().address());
+        let memory = Buffer::open(bytes, Backing::default())?;
+        let host = registry.host(memory.transfer(0, bytes), "sums")?;
+        Ok(Scratch { sums, host, _memory: memory })
     }
 }
 

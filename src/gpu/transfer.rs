@@ -200,10 +200,7 @@ impl Transfers {
         let ticket = state.next;
         state.next += 1;
         state.order[copy.last_stream()].push_back(ticket);
-        state.running.insert(
-            ticket,
-            Running { done, _host: copy.host.clone(), _lease: Lease::take(copy.host.span()) },
-        );
+        state.running.insert(ticket, Running { done, _host: copy.host.clone(), _lease: copy.host.lease() });
         Ok(ticket)
     }
 

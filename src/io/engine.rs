@@ -32,12 +32,12 @@ use super::threads::Threads;
 use super::uring::Uring;
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
-use crate::pool::region::{self, Lease};
+use crate::pool::region;
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::file::Access;
 use crate::sys::memory::BASE_PAGE;
 use crate::sys::process::OpeningProcess;
-use crate::sys::span::Span;
 use crate::sys::threads;
 
 /// An I/O engine: one queue, one driver thread.
@@ -156,7 +156,7 @@ impl Engine {
 
     /// Submits a sync and returns its handle. It makes those writes to the file durable that completed before the sync.
     pub fn sync(&self, target: Target, deadline: Option<Duration>) -> Result<u64> {
-        self.submit(Action::Sync, Request { target, offset: 0, span: Span::empty(), deadline })
+        self.submit(Action::Sync, Request { target, offset: 0, buffer: TransferBuffer::empty(), deadline })
     }
 
     /// Submits an allocation and returns its handle: bytes `from..end` of the file get device space. A file system
@@ -165,19 +165,20 @@ impl Engine {
     pub fn allocate(&self, file: &Arc<File>, from: u64, end: u64) -> Result<u64> {
         file.check_room(from, end)?;
         let (target, bytes) = (Target::File(Arc::clone(file)), end.saturating_sub(from));
-        let request = Request { target, offset: from, span: Span::empty(), deadline: None };
+        let request = Request { target, offset: from, buffer: TransferBuffer::empty(), deadline: None };
         self.submit(Action::Allocate { bytes }, request)
     }
 
     fn submit(&self, action: Action, request: Request) -> Result<u64> {
         self.check_process()?;
-        let Request { target, offset, span, deadline } = request;
+        let Request { target, offset, buffer, deadline } = request;
+        let span = buffer.span();
         let end = offset.checked_add(span.len() as u64).filter(|end| *end <= i64::MAX as u64);
         let end = end.ok_or_else(|| {
             Error::invalid("request.offset", format!("{offset} plus the length exceeds 2^63"))
         })?;
         let file = self.target(action, target)?;
-        let lease = Lease::take(span);
+        let lease = buffer.lease();
         // Checked after the lease, which keeps the memory mapped: the kernel writes to addresses, whatever is mapped
         // there.
         if !span.is_mapped() {
@@ -186,7 +187,7 @@ impl Engine {
         let op = Operation {
             handle: 0,
             action,
-            piece: self.piece(&file, span, lease.as_ref()),
+            piece: self.piece(&file, &buffer),
             offset,
             span,
             lease,
@@ -247,9 +248,9 @@ impl Engine {
         }
     }
 
-    fn piece(&self, file: &File, span: Span, lease: Option<&Lease>) -> u64 {
-        let page = lease.map_or(BASE_PAGE, |lease| lease.region().kind().bytes());
-        let aligned = span.address().is_multiple_of(BASE_PAGE);
+    fn piece(&self, file: &File, buffer: &TransferBuffer) -> u64 {
+        let page = buffer.region().map_or(BASE_PAGE, |region| region.kind().bytes());
+        let aligned = buffer.span().address().is_multiple_of(BASE_PAGE);
         let limits = file.limits().filter(|_| file.direct().is_some());
         plan::piece_bytes(self.piece_size.of(file), limits, page as u64, aligned)
     }

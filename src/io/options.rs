@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use super::file::File;
 use crate::error::{Error, Result};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::memory::BASE_PAGE;
-use crate::sys::span::Span;
 
 /// Begins the address of an object store.
 pub(super) const SCHEME: &str = "s3://";
@@ -106,7 +106,7 @@ pub struct Request<'a> {
     /// Byte offset in the file.
     pub offset: u64,
     /// The memory. It belongs to the engine until the operation has finished.
-    pub span: Span,
+    pub buffer: TransferBuffer,
     /// Time limit of the operation; `None` takes the engine's.
     pub deadline: Option<Duration>,
 }

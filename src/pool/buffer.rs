@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use super::region::{Backing, Region};
+use super::transfer_buffer::TransferBuffer;
 use crate::error::{Error, Result};
 use crate::sys::memory::{BASE_PAGE, HUGE_PAGE, machine_bytes};
 use crate::sys::span::Span;
@@ -60,9 +61,16 @@ impl Buffer {
         Ok(buffers)
     }
 
-    /// The memory, for transfers.
+    /// Address and length of the memory.
     pub fn span(&self) -> Span {
         self.part
+    }
+
+    /// The `len` bytes that begin `from` bytes into the memory, for a transfer.
+    pub fn transfer(&self, from: usize, len: usize) -> TransferBuffer {
+        let start = self.part.address() - self.owner.0.span().address();
+        assert!(from + len <= self.part.len(), "part {from}+{len} of a buffer of {}", self.part.len());
+        TransferBuffer::pinned(&self.owner.0, start + from, len)
     }
 
     /// The memory as f32 values with its present contents; `Busy` while a transfer uses it.
@@ -103,13 +111,13 @@ impl Drop for Owner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::region::Lease;
+    use crate::pool::region;
 
     #[test]
     fn memory_under_transfer_is_not_lent() {
         let mut buffer = Buffer::open(10_000, Backing { lock: false, ..Backing::default() }).unwrap();
         buffer.floats().unwrap().fill(2.0);
-        let lease = Lease::take(buffer.span().part(4096, 10)).unwrap();
+        let lease = buffer.transfer(4096, 10).lease().unwrap();
         assert!(
             matches!(buffer.floats(), Err(Error::Busy(_))) && matches!(buffer.words(), Err(Error::Busy(_)))
         );
@@ -125,7 +133,7 @@ mod tests {
         for (number, buffer) in buffers.iter_mut().enumerate() {
             buffer.floats().unwrap().fill(number as f32);
         }
-        let lease = Lease::take(buffers[1].span()).unwrap();
+        let lease = buffers[1].transfer(0, 12_288).lease().unwrap();
         assert!(buffers[1].floats().is_err() && !buffers[0].in_transfer() && !buffers[2].in_transfer());
         drop(lease);
         for (number, buffer) in buffers.iter_mut().enumerate() {
@@ -134,7 +142,7 @@ mod tests {
         }
         let last = buffers.pop().unwrap();
         drop(buffers);
-        assert!(Lease::take(last.span()).is_some());
+        assert!(region::find(last.span().address(), 1).is_some());
     }
 
     #[test]

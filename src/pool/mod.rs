@@ -1,10 +1,12 @@
 //! Pinned memory: pools of equal blocks, and single allocations of any size.
 //!
 //! Both take their memory from a [`region::Region`]: touched, in 2 MiB pages where possible, locked where the limit
-//! allows. Code that lets the kernel access a part of a region takes a [`region::Lease`]. A leased part is neither
-//! unmapped nor handed out again before the lease ends, even if its owner frees it.
+//! allows. The request of a transfer owns its memory as a [`transfer_buffer::TransferBuffer`]. While the kernel accesses a
+//! part of a region, a [`region::Lease`] exists. A leased part is neither unmapped nor handed out again before the lease
+//! ends, even if its owner frees it.
 
 pub mod buffer;
 pub mod fixed;
 pub mod pinned;
 pub mod region;
+pub mod transfer_buffer;

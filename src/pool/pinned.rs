@@ -189,7 +189,7 @@ impl Arena {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::region::Lease;
+    use crate::pool::transfer_buffer::TransferBuffer;
 
     #[test]
     fn allocations_of_every_size_are_disjoint_and_sliceable() {
@@ -231,7 +231,7 @@ mod tests {
         let gaps = BTreeMap::from([(0, region.span().len())]);
         let mut arena = Arena { region, gaps, stuck: Vec::new() };
         let part = arena.cut(2 * BASE_PAGE).unwrap().1;
-        let lease = Lease::take(part).unwrap();
+        let lease = TransferBuffer::at_address(part).lease().unwrap();
         arena.give_back(part);
         assert!(arena.cut(BASE_PAGE).is_none() && !arena.is_empty());
         drop(lease);

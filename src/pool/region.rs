@@ -233,11 +233,10 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Leases `part` if it lies in one region; `None` otherwise.
-    pub fn take(part: Span) -> Option<Lease> {
-        let region = find(part.address(), part.len())?;
+    /// Leases `part` of a region.
+    pub fn of(region: &Arc<Region>, part: Span) -> Lease {
         let key = region.leases().insert(part.address()..part.address() + part.len());
-        Some(Lease { region, key })
+        Lease { region: Arc::clone(region), key }
     }
 
     /// The region that contains the part.
@@ -306,7 +305,7 @@ mod tests {
     fn a_lease_keeps_a_retired_region_mapped() {
         let region = Region::open(8192, Backing::default()).unwrap();
         let part = region.span().part(100, 50);
-        let lease = Lease::take(part).unwrap();
+        let lease = Lease::of(&region, part);
         region.retire();
         assert!(region.leased(region.span().part(149, 1)) && !region.leased(region.span().part(150, 10)));
         drop(region);

@@ -4,7 +4,7 @@
 use super::extent::Shape;
 use crate::checksum;
 use crate::error::Result;
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::threads;
 use crate::sys::try_vec;
 
@@ -12,7 +12,7 @@ use crate::sys::try_vec;
 const GRAIN: u64 = 2 << 20;
 
 /// Checksums of blocks `first..first + count` of an extent whose streams are in `spans`.
-pub fn of_blocks(shape: &Shape, spans: &[Span], first: u32, count: u32) -> Result<Vec<u64>> {
+pub fn of_blocks(shape: &Shape, spans: &[TransferBuffer], first: u32, count: u32) -> Result<Vec<u64>> {
     let mut checksums = try_vec::from_fn("listing checksums", count as usize, |_| 0)?;
     if u64::from(count) * shape.block_bytes() <= GRAIN {
         fill(shape, spans, first, &mut checksums);
@@ -25,9 +25,10 @@ pub fn of_blocks(shape: &Shape, spans: &[Span], first: u32, count: u32) -> Resul
     Ok(checksums)
 }
 
-fn fill(shape: &Shape, spans: &[Span], first: u32, checksums: &mut [u64]) {
+fn fill(shape: &Shape, spans: &[TransferBuffer], first: u32, checksums: &mut [u64]) {
     for (number, sum) in (first..).zip(checksums) {
         let block = shape.block(number);
-        *sum = spans[block.stream].part(block.from as usize, block.len as usize).with_bytes(checksum::of);
+        let bytes = spans[block.stream].span().part(block.from as usize, block.len as usize);
+        *sum = bytes.with_bytes(checksum::of);
     }
 }

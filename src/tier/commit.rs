@@ -174,7 +174,7 @@ impl Tier {
             let bytes = bytes.on_path(number as u32);
             let started = path.scratch(bytes.len()).and_then(|scratch| {
                 scratch.span().write(&bytes);
-                Ok((path.write_superblock(copy, scratch.span())?, scratch))
+                Ok((path.write_superblock(copy, scratch.transfer())?, scratch))
             });
             match started {
                 Ok((handle, scratch)) => under_way.push((number, path, copy, handle, scratch)),

@@ -24,6 +24,7 @@ use super::store::{ExtentInfo, Tier};
 use crate::checksum::{self, RunningChecksum};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::io::options::is_address;
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 use crate::sys::{host, private_files};
 
@@ -169,8 +170,8 @@ impl Tier {
         let (_memory, spans) = memory_for(&sizes)?;
         for (stream, span) in extent.streams.iter().zip(&spans) {
             let path = stream_path(directory, &stream.file)?;
-            read_into(&path, *span)?;
-            let sum = span.with_bytes(checksum::of);
+            read_into(&path, span.span())?;
+            let sum = span.span().with_bytes(checksum::of);
             if format!("{sum:016x}") != stream.xxh3 {
                 let message = format!("its checksum is {sum:016x}, but the manifest says {}", stream.xxh3);
                 return Err(TierError::at(TierKind::Corrupt, path.to_string_lossy(), message));
@@ -275,9 +276,9 @@ impl BlockVisitor for Files {
     }
 }
 
-fn memory_for(sizes: &[u64]) -> Result<(Vec<Scratch>, Vec<Span>)> {
+fn memory_for(sizes: &[u64]) -> Result<(Vec<Scratch>, Vec<TransferBuffer>)> {
     let memory = sizes.iter().map(|bytes| Scratch::new(*bytes as usize)).collect::<Result<Vec<_>>>()?;
-    let spans = memory.iter().map(Scratch::span).collect();
+    let spans = memory.iter().map(Scratch::transfer).collect();
     Ok((memory, spans))
 }
 

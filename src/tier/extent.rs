@@ -6,7 +6,7 @@
 
 use super::layout::{PAGE, header_bytes};
 use crate::error::{Error, Result};
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 
 /// Maximum number of streams in an extent.
 pub const MAX_STREAMS: usize = 64;
@@ -162,7 +162,7 @@ impl Shape {
     }
 
     /// Checks that there is one span per stream, with the stream's length.
-    pub fn check(&self, spans: &[Span]) -> Result<()> {
+    pub fn check(&self, spans: &[TransferBuffer]) -> Result<()> {
         let found: Vec<u64> = spans.iter().map(|span| span.len() as u64).collect();
         match found == self.streams {
             true => Ok(()),

@@ -142,7 +142,7 @@ impl Tier {
         for chunk in &contents.version.chunks {
             let Some(path) = &self.paths[chunk.path as usize] else { continue };
             let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
-            let read = path.read(chunk.offset, header.span()).and_then(|handle| path.wait(handle, None));
+            let read = path.read(chunk.offset, header.transfer()).and_then(|handle| path.wait(handle, None));
             if let Err(error) = read {
                 visit.damage(error)?;
                 continue;
@@ -347,8 +347,9 @@ fn walk_blocks(
         // Blocks are whole except for the last one of a stream, which is read up to its last written byte.
         for run in shape.runs(first, count) {
             let offset = chunk.block_offset(shape, run.block);
-            let span = window.span().part(0, run.len as usize);
-            if let Err(error) = path.read(offset, span).and_then(|handle| path.wait(handle, None)) {
+            let buffer = window.transfer().part(0, run.len as usize);
+            let span = buffer.span();
+            if let Err(error) = path.read(offset, buffer).and_then(|handle| path.wait(handle, None)) {
                 visit.damage(error)?;
                 continue;
             }

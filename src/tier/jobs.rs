@@ -17,7 +17,7 @@ use super::store::Tier;
 use super::transfer::{Direction, Job, verdict};
 use super::waiting::timed_out;
 use crate::error::{Error, IoKind, Result};
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 
 /// A started write, which has exclusive access to its extent.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Tier {
     pub(super) fn begin_write(
         &self,
         number: u32,
-        spans: Option<&[Span]>,
+        spans: Option<&[TransferBuffer]>,
         writer: WriteOrigin,
     ) -> Result<StartedWrite> {
         self.end_finished_reads(number);
@@ -109,7 +109,7 @@ impl Tier {
     pub(super) fn start_write(
         &self,
         begun: StartedWrite,
-        spans: &[Span],
+        spans: &[TransferBuffer],
         placement: &ExtentPlacement,
         checksums: Option<Vec<u64>>,
     ) -> Result<u64> {
@@ -130,7 +130,12 @@ impl Tier {
         ticket
     }
 
-    fn prepare_write(&self, begun: StartedWrite, spans: &[Span], checksums: Option<Vec<u64>>) -> Result<Job> {
+    fn prepare_write(
+        &self,
+        begun: StartedWrite,
+        spans: &[TransferBuffer],
+        checksums: Option<Vec<u64>>,
+    ) -> Result<Job> {
         let StartedWrite { extent, name, shape, generation, moves, .. } = begun;
         let checksums = match checksums {
             Some(checksums) if checksums.len() != shape.blocks() as usize => {

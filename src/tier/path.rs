@@ -16,7 +16,7 @@ use super::waiting::{deadline_after, timed_out};
 use crate::error::{IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
 use crate::io::options::{Options as IoOptions, Request, Target};
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 
 /// File names of the two superblock copies.
 const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
@@ -108,12 +108,12 @@ impl TierPath {
         self.storage.sync()
     }
 
-    pub(super) fn read(&self, offset: u64, span: Span) -> Result<u64> {
-        self.pass(DataTransfer { write: false, offset, span })
+    pub(super) fn read(&self, offset: u64, buffer: TransferBuffer) -> Result<u64> {
+        self.pass(DataTransfer { write: false, offset, buffer })
     }
 
-    pub(super) fn write(&self, offset: u64, span: Span) -> Result<u64> {
-        self.pass(DataTransfer { write: true, offset, span })
+    pub(super) fn write(&self, offset: u64, buffer: TransferBuffer) -> Result<u64> {
+        self.pass(DataTransfer { write: true, offset, buffer })
     }
 
     pub(super) fn wait(&self, handle: u64, timeout: Option<Duration>) -> Result<u64> {
@@ -133,13 +133,13 @@ impl TierPath {
     }
 
     fn pass(&self, transfer: DataTransfer) -> Result<u64> {
-        self.gate.hold(transfer).map_or_else(|| self.begin(transfer), Ok)
+        self.gate.hold(&transfer).map_or_else(|| self.begin(transfer), Ok)
     }
 
-    fn begin(&self, DataTransfer { write, offset, span }: DataTransfer) -> Result<u64> {
+    fn begin(&self, DataTransfer { write, offset, buffer }: DataTransfer) -> Result<u64> {
         match write {
-            true => self.engine.write(request(&self.data.writer, offset, span)),
-            false => self.engine.read(request(&self.data.reader, offset, span)),
+            true => self.engine.write(request(&self.data.writer, offset, buffer)),
+            false => self.engine.read(request(&self.data.reader, offset, buffer)),
         }
     }
 
@@ -177,7 +177,7 @@ impl TierPath {
     }
 
     /// Starts to write a superblock into a copy.
-    pub(super) fn write_superblock(&self, copy: usize, bytes: Span) -> Result<u64> {
+    pub(super) fn write_superblock(&self, copy: usize, bytes: TransferBuffer) -> Result<u64> {
         let pair = &self.superblocks[copy];
         let len = bytes.len() as u64;
         if len > self.superblock_room.load(Ordering::Relaxed) {
@@ -202,7 +202,7 @@ impl TierPath {
         let reader = &self.superblocks[copy].reader;
         let read = |bytes: usize| -> Result<Option<Scratch>> {
             let scratch = self.scratch(bytes)?;
-            let outcome = self.engine.read(request(reader, 0, scratch.span()));
+            let outcome = self.engine.read(request(reader, 0, scratch.transfer()));
             match outcome.and_then(|handle| self.wait(handle, None)) {
                 Ok(_) => Ok(Some(scratch)),
                 Err(error) if error.io_kind() == Some(IoKind::ShortFile) => Ok(None),
@@ -265,8 +265,9 @@ impl TierPath {
         let part = self.scratch(PART as usize)?;
         while let Some(from) = self.data.reader.next_data(at).filter(|from| from + PAGE <= bytes) {
             let from = from - from % PAGE;
-            let span = part.span().part(0, PART.min(bytes - from) as usize);
-            match self.read(from, span).and_then(|handle| self.wait(handle, None)) {
+            let buffer = part.transfer().part(0, PART.min(bytes - from) as usize);
+            let span = buffer.span();
+            match self.read(from, buffer).and_then(|handle| self.wait(handle, None)) {
                 Ok(_) if span.with_bytes(|bytes| bytes.chunks(PAGE as usize).any(is_chunk)) => {
                     return Ok(true);
                 }
@@ -329,6 +330,6 @@ pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<
     TierPath::open(storage, engine).map(Some)
 }
 
-fn request(file: &Arc<crate::io::file::File>, offset: u64, span: Span) -> Request<'static> {
-    Request { target: Target::File(Arc::clone(file)), offset, span, deadline: None }
+fn request(file: &Arc<crate::io::file::File>, offset: u64, buffer: TransferBuffer) -> Request<'static> {
+    Request { target: Target::File(Arc::clone(file)), offset, buffer, deadline: None }
 }

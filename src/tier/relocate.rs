@@ -24,7 +24,7 @@ use super::transfer::{Direction, check_header, verdict};
 use crate::checksum;
 use crate::error::{Error, IoKind, Result, TierError};
 use crate::log::{self, Level};
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 
 /// Reason why blocks could not be copied.
 enum Stopped {
@@ -117,7 +117,7 @@ impl Tier {
         for chunk in &source.version.chunks {
             let path = self.there(chunk.path as usize)?;
             let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
-            transfer(path.read(chunk.offset, header.span()), path)
+            transfer(path.read(chunk.offset, header.transfer()), path)
                 .inspect_err(|error| self.mark_after(chunk.path as usize, READING, error))?;
             let parsed = header.span().with_bytes(|bytes| {
                 let (generation, tier) = (source.version.generation, self.identity.tier);
@@ -159,15 +159,16 @@ impl Tier {
         chunk.header_checksum = sum;
         let header = to.scratch(bytes.len()).map_err(Stopped::Reading)?;
         header.span().write(&bytes);
-        transfer(to.write(chunk.offset, header.span()), to).map_err(|error| failed(error, chunk.first))?;
+        transfer(to.write(chunk.offset, header.transfer()), to)
+            .map_err(|error| failed(error, chunk.first))?;
         let at_once = (WINDOW / shape.block_bytes()).clamp(1, chunk.count.into()) as u32;
         let window = (u64::from(at_once) * shape.block_bytes()) as usize;
         let window = Scratch::new(window).map_err(Stopped::Reading)?;
         for first in (chunk.first..end).step_by(at_once as usize) {
             for run in shape.runs(first, at_once.min(end - first)) {
-                let span = window.span().part(0, run.len as usize);
-                self.fetch_run(source, run, span, checksums).map_err(Stopped::Reading)?;
-                transfer(to.write(chunk.block_offset(shape, run.block), span), to)
+                let buffer = window.transfer().part(0, run.len as usize);
+                self.fetch_run(source, run, &buffer, checksums).map_err(Stopped::Reading)?;
+                transfer(to.write(chunk.block_offset(shape, run.block), buffer), to)
                     .map_err(|error| failed(error, chunk.first))?;
             }
         }
@@ -175,7 +176,7 @@ impl Tier {
     }
 
     /// Reads the blocks of a run from their current location, and checks them.
-    fn fetch_run(&self, source: Source, run: Run, span: Span, checksums: &[u64]) -> Result<()> {
+    fn fetch_run(&self, source: Source, run: Run, to: &TransferBuffer, checksums: &[u64]) -> Result<()> {
         let shape = source.shape;
         let end = run.block + run.len.div_ceil(shape.block_bytes()) as u32;
         for chunk in &source.version.chunks {
@@ -185,13 +186,13 @@ impl Tier {
             }
             let path = self.there(chunk.path as usize)?;
             for part in shape.runs(first, last - first) {
-                let into = span.part((part.from - run.from) as usize, part.len as usize);
+                let into = to.part((part.from - run.from) as usize, part.len as usize);
                 transfer(path.read(chunk.block_offset(shape, part.block), into), path)
                     .inspect_err(|error| self.mark_after(chunk.path as usize, READING, error))?;
             }
             for block in first..last {
                 let from = u64::from(block - run.block) * shape.block_bytes();
-                let bytes = span.part(from as usize, shape.block(block).len as usize);
+                let bytes = to.span().part(from as usize, shape.block(block).len as usize);
                 let (found, expected) = (bytes.with_bytes(checksum::of), checksums[block as usize]);
                 if found != expected {
                     let message = format!("found {found:#018x} instead of {expected:#018x}");

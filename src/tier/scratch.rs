@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Result;
 use crate::pool::region::{Backing, Region};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
 /// A memory region. When dropped, it is retired or returned to its pool; transfers in flight keep it mapped.
@@ -49,9 +50,14 @@ impl Scratch {
         Ok(Scratch { region, bytes, pool: Some(Arc::clone(pool)) })
     }
 
-    /// Span of the whole memory.
+    /// Address and length of the whole memory.
     pub fn span(&self) -> Span {
         self.region.span().part(0, self.bytes)
+    }
+
+    /// The whole memory, for a transfer.
+    pub fn transfer(&self) -> TransferBuffer {
+        TransferBuffer::pinned(&self.region, 0, self.bytes)
     }
 }
 
@@ -87,7 +93,6 @@ impl Drop for ScratchPool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::region::Lease;
 
     /// Only safe code: a span is a copy and may outlive its memory.
     #[test]
@@ -100,7 +105,7 @@ mod tests {
         assert!(others.iter().all(|other| other.span().to_vec() == [0; 8]));
         let engine = Engine::open(Options::default()).unwrap();
         let zeros = std::path::Path::new("/proc/self/exe");
-        let request = Request { target: Target::Path(zeros), offset: 0, span, deadline: None };
+        let request = Request { target: Target::Path(zeros), offset: 0, buffer: span.into(), deadline: None };
         let refused = engine.read(request).unwrap_err().to_string();
         assert!(refused.contains("was freed"), "{refused}");
     }
@@ -112,7 +117,7 @@ mod tests {
         let first = take();
         let address = first.span().address();
         first.span().write(&[7; 5000]);
-        let lease = Lease::take(first.span()).unwrap();
+        let lease = first.transfer().lease().unwrap();
         drop(first);
         let second = take();
         assert_ne!(second.span().address(), address);

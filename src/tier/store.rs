@@ -22,9 +22,9 @@ use super::transfer::{Direction, Job, TierIdentity};
 use super::waiting::{deadline_after, timed_out};
 use crate::error::{Error, Result, TierError, TierKind};
 use crate::log::{self, Level};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::bell::Bell;
 use crate::sys::process::OpeningProcess;
-use crate::sys::span::Span;
 
 /// A tier: named extents stored on several paths.
 #[derive(Debug)]
@@ -205,7 +205,7 @@ impl Tier {
     pub fn write(
         &self,
         extent: u32,
-        spans: &[Span],
+        spans: &[TransferBuffer],
         placement: &ExtentPlacement,
         checksums: Option<Vec<u64>>,
     ) -> Result<u64> {
@@ -217,7 +217,7 @@ impl Tier {
     /// Starts to read an extent into one span per stream, and returns a ticket. A stream with an empty span is not
     /// read. The read succeeds only if every block matches its checksum. With `unchecked` the caller checks the blocks;
     /// [`Tier::checksums`] returns the expected checksums.
-    pub fn read(&self, extent: u32, spans: &[Span], unchecked: bool) -> Result<u64> {
+    pub fn read(&self, extent: u32, spans: &[TransferBuffer], unchecked: bool) -> Result<u64> {
         let (source, shape, name) = {
             let mut state = self.lock();
             let source = state.contents(extent)?;

@@ -16,7 +16,7 @@ use super::layout::{ChunkHeader, header_bytes};
 use super::path::TierPath;
 use super::scratch::Scratch;
 use crate::error::{Error, IoKind, Result, TierError};
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 
 /// Direction of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub(super) struct Job {
     pub(super) moves: bool,
     pub(super) name: String,
     pub(super) shape: Arc<Shape>,
-    pub(super) spans: Vec<Span>,
+    pub(super) spans: Vec<TransferBuffer>,
     pub(super) contents: Contents,
     /// Contents that a read reads from.
     pub(super) source: Option<Arc<Contents>>,
@@ -91,7 +91,7 @@ impl Job {
         chunk.header_checksum = sum;
         let header = path.scratch(bytes.len())?;
         header.span().write(&bytes);
-        let handle = path.write(chunk.offset, header.span());
+        let handle = path.write(chunk.offset, header.transfer());
         self.transfers.push(Transfer::new(chunk, None, path, handle, Some(header)));
         for run in self.shape.runs(chunk.first, chunk.count) {
             let span = self.spans[run.stream].part(run.from as usize, run.len as usize);
@@ -106,7 +106,7 @@ impl Job {
     pub(super) fn start_read(&mut self, chunk: &Chunk, path: &Arc<TierPath>, known: bool) -> Result<()> {
         if !known {
             let header = path.scratch(header_bytes(chunk.count.into()) as usize)?;
-            let handle = path.read(chunk.offset, header.span());
+            let handle = path.read(chunk.offset, header.transfer());
             self.transfers.push(Transfer::new(chunk, None, path, handle, Some(header)));
         }
         for run in self.shape.runs(chunk.first, chunk.count) {

@@ -9,8 +9,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use spillway::error::Result;
-use spillway::pool::pinned;
-use spillway::sys::span::Span;
+use spillway::pool::buffer::Buffer;
+use spillway::pool::region::Backing;
+use spillway::pool::transfer_buffer::TransferBuffer;
 use spillway::tier::directory::Owner;
 use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::{ExtentPlacement, Tier};
@@ -74,7 +75,8 @@ pub fn run(options: &Options) -> Result<()> {
 
 fn measure(tier: &Tier, options: &Options) -> Result<Report> {
     let bytes = options.size as u64;
-    let buffers: Vec<Span> = (0..BUFFERS).map(|_| pinned::alloc(options.size)).collect::<Result<_>>()?;
+    let memory = Buffer::open_many(BUFFERS, options.size, Backing::default())?;
+    let buffers: Vec<_> = memory.iter().map(|buffer| buffer.transfer(0, options.size)).collect();
     let mut extents = Vec::new();
     let progress = Progress::new(2 + options.rounds as usize);
     progress.begin(&format!("writing {} extents of {}", options.extents, size(bytes)));
@@ -106,7 +108,6 @@ fn measure(tier: &Tier, options: &Options) -> Result<Report> {
         progress.end();
     }
     drop(progress);
-    buffers.iter().try_for_each(|buffer| pinned::free(buffer.address()))?;
     let moved = 2 * bytes * u64::from(options.extents);
     let rate = |seconds: &[f64]| moved as f64 / median(seconds) / 1e9;
     let ratios: Vec<f64> = seconds[0].iter().zip(&seconds[1]).map(|(with, without)| with / without).collect();
@@ -119,21 +120,23 @@ fn measure(tier: &Tier, options: &Options) -> Result<Report> {
     })
 }
 
-fn step(tier: &Tier, extents: &[u32], buffers: &[Span], checked: bool) -> Result<()> {
-    let mut free: Vec<Span> = buffers.to_vec();
+fn step(tier: &Tier, extents: &[u32], buffers: &[TransferBuffer], checked: bool) -> Result<()> {
+    let mut free = buffers.to_vec();
     let (mut reads, mut writes) = (VecDeque::new(), VecDeque::new());
     let mut next = extents.iter();
     loop {
         while reads.len() <= AHEAD && !free.is_empty() {
             let Some(extent) = next.next() else { break };
             let Some(buffer) = free.pop() else { break };
-            reads.push_back((*extent, buffer, tier.read(*extent, &[buffer], !checked)?));
+            let ticket = tier.read(*extent, std::slice::from_ref(&buffer), !checked)?;
+            reads.push_back((*extent, buffer, ticket));
         }
         if let Some((extent, buffer, ticket)) = reads.pop_front() {
             tier.wait(ticket, None)?;
             // Without checksums: reuse the known sums instead of computing them.
             let sums = if checked { None } else { tier.checksums(extent)?.map(|sums| sums.to_vec()) };
-            writes.push_back((buffer, tier.write(extent, &[buffer], &ExtentPlacement::Auto, sums)?));
+            let ticket = tier.write(extent, std::slice::from_ref(&buffer), &ExtentPlacement::Auto, sums)?;
+            writes.push_back((buffer, ticket));
         } else if writes.is_empty() {
             return Ok(());
         }

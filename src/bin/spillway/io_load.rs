@@ -177,7 +177,12 @@ impl EngineLoad {
             }
             let span = self.buffers[n as usize % self.buffers.len()];
             let offset = (first + n) * span.len() as u64;
-            let request = Request { target: Target::File(Arc::clone(file)), offset, span, deadline: None };
+            let request = Request {
+                target: Target::File(Arc::clone(file)),
+                offset,
+                buffer: span.into(),
+                deadline: None,
+            };
             in_flight.push_back(match direction {
                 Direction::Read => self.engine.read(request)?,
                 Direction::Write => self.engine.write(request)?,

@@ -15,6 +15,7 @@ use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
 use crate::io::engine::Engine;
 use crate::io::options::{BackendChoice, Options, Request, Target};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
 /// The system interface for transfers. Passed as `uint32_t`. The environment variable `SPILLWAY_IO`, "uring" or
@@ -303,12 +304,13 @@ unsafe fn submit(
             let span = Span::new(raw.buffer.cast(), len).ok_or_else(|| {
                 Error::invalid("request.buffer", format!("is NULL, but request.bytes is {len}"))
             })?;
+            let buffer = TransferBuffer::at_address(span);
             let target = match raw.path.is_null() {
                 true => Target::Descriptor(raw.fd),
                 false => Target::Path(Path::new(OsStr::from_bytes(CStr::from_ptr(raw.path).to_bytes()))),
             };
             let deadline = (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms));
-            handle_out.write(start(engine, Request { target, offset: raw.offset, span, deadline })?);
+            handle_out.write(start(engine, Request { target, offset: raw.offset, buffer, deadline })?);
         }
         Ok(())
     })

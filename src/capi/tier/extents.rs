@@ -11,6 +11,7 @@ use crate::capi::handle;
 use crate::capi::input::{self, timeout};
 use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 use crate::tier::extent::MAX_STREAMS;
 use crate::tier::{ExtentPlacement, Tier};
@@ -221,7 +222,7 @@ unsafe fn spans(
     streams: *const *const c_void,
     argument: &'static str,
     optional: bool,
-) -> Result<Vec<Span>> {
+) -> Result<Vec<TransferBuffer>> {
     if streams.is_null() {
         return Err(Error::invalid(argument, "is NULL"));
     }
@@ -231,7 +232,9 @@ unsafe fn spans(
         unsafe {
             let start = streams.add(n).read().cast_mut().cast::<u8>();
             let len = if start.is_null() && optional { 0 } else { *bytes as usize };
-            Span::new(start, len).ok_or_else(|| Error::invalid(format!("{argument}[{n}]"), "is NULL"))
+            let span = Span::new(start, len);
+            let span = span.ok_or_else(|| Error::invalid(format!("{argument}[{n}]"), "is NULL"))?;
+            Ok(TransferBuffer::at_address(span))
         }
     };
     shape.streams().iter().enumerate().map(span).collect()

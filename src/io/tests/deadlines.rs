@@ -13,6 +13,7 @@ use crate::io::file::File;
 use crate::io::sim::{Disk, Faults, Sim};
 use crate::io::threads::Threads;
 use crate::io::uring::Uring;
+use crate::pool::transfer_buffer::TransferBuffer;
 
 #[test]
 fn a_deadline_frees_the_caller_and_quarantines_buffer_and_device() {
@@ -23,7 +24,12 @@ fn a_deadline_frees_the_caller_and_quarantines_buffer_and_device() {
     let block = pool.alloc().unwrap();
     let span = block.part(0, 100_000);
     let deadline = Some(Duration::from_millis(50));
-    let request_with = |deadline| Request { target: Target::File(file("stuck")), offset: 0, span, deadline };
+    let request_with = |deadline| Request {
+        target: Target::File(file("stuck")),
+        offset: 0,
+        buffer: TransferBuffer::at_address(span),
+        deadline,
+    };
     let handle = engine.read(request_with(deadline)).unwrap();
     let before = Instant::now();
     assert_eq!(engine.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
@@ -141,7 +147,14 @@ fn a_deadline_is_noticed_although_nobody_waits() {
     let engine = Engine::open_simulated(Options { depth: 1, ..options() }, sim).unwrap();
     let submit = |span, milliseconds| {
         let deadline = Some(Duration::from_millis(milliseconds));
-        engine.read(Request { target: Target::File(file("stuck")), offset: 0, span, deadline }).unwrap()
+        engine
+            .read(Request {
+                target: Target::File(file("stuck")),
+                offset: 0,
+                buffer: TransferBuffer::at_address(span),
+                deadline,
+            })
+            .unwrap()
     };
     let hung = submit(blocks[0], 3_600_000);
     let later = submit(blocks[1], 90);

@@ -34,7 +34,7 @@ fn engines(options: Options) -> Vec<Engine> {
 }
 
 fn request(target: Target<'_>, offset: u64, span: Span) -> Request<'_> {
-    Request { target, offset, span, deadline: None }
+    Request { target, offset, buffer: span.into(), deadline: None }
 }
 
 /// Test bytes that differ by offset and by seed.

@@ -15,7 +15,8 @@ use crate::optim::parallel::Job;
 use crate::plan::interleave::placements::{Placement, Plan};
 use crate::plan::interleave::schedule::{PAIR, Part, StateArray, Work};
 use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
-use crate::pool::region::{Backing, Region};
+use crate::pool::buffer::Buffer;
+use crate::pool::region::Backing;
 use crate::sys::shared_slice::SharedSlice;
 
 /// Bytes of an f32.
@@ -24,10 +25,10 @@ const WORD: u64 = 4;
 /// An array in pinned host memory, used by copies and by the CPU.
 #[derive(Debug)]
 pub struct Pinned {
-    span: HostSpan,
+    pub(super) span: HostSpan,
     floats: SharedSlice,
-    /// Set for memory that Spillway allocated; the registration in `span` keeps it alive, too.
-    _region: Option<Arc<Region>>,
+    /// The memory, unless the caller owns it. The registration in `span` keeps it mapped, too.
+    _buffer: Option<Buffer>,
 }
 
 impl Pinned {
@@ -35,15 +36,15 @@ impl Pinned {
     pub fn from_span(span: HostSpan, dtype: Dtype, argument: &'static str) -> Result<Pinned> {
         let floats = SharedSlice::from_span(span.span(), dtype)
             .ok_or_else(|| Error::invalid(argument, format!("is not aligned to {}", dtype.name())))?;
-        Ok(Pinned { span, floats, _region: None })
+        Ok(Pinned { span, floats, _buffer: None })
     }
 
-    fn new(registry: &Registry, dtype: Dtype, len: u64) -> Result<Pinned> {
+    pub(super) fn new(registry: &Registry, dtype: Dtype, len: u64) -> Result<Pinned> {
         let bytes = (len * dtype.size() as u64).max(1) as usize;
-        let region = Region::open(bytes, Backing { huge: true, lock: true, node: None })?;
-        let span = region.span().part(0, len as usize * dtype.size());
-        let pinned = Pinned::from_span(registry.host(span, "buffer")?, dtype, "buffer")?;
-        Ok(Pinned { _region: Some(region), ..pinned })
+        let buffer = Buffer::open(bytes, Backing::default())?;
+        let memory = buffer.transfer(0, len as usize * dtype.size());
+        let pinned = Pinned::from_span(registry.host(memory, "buffer")?, dtype, "buffer")?;
+        Ok(Pinned { _buffer: Some(buffer), ..pinned })
     }
 
     fn part(&self, part: Part) -> HostSpan {

@@ -12,6 +12,7 @@ use crate::dtype::bf16;
 use super::Swap;
 use super::encoding::{self, Encoding, STREAMS};
 use crate::error::{Error, Result};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
 impl Swap {
@@ -25,13 +26,13 @@ impl Swap {
         let kept = self.pipeline.cached_slot(subgroup);
         let slot = match (kept, encoding, copy) {
             (Some(slot), ..) => slot,
-            (None, Encoding::Full, None) => return self.copy_in(extent, &to),
+            (None, Encoding::Full, None) => return self.copy_in(extent, &to.map(TransferBuffer::at_address)),
             (None, ..) => {
                 let slot = self.vacant()?;
                 if encoding == Encoding::Full {
                     self.lend_master(slot)?;
                 }
-                self.copy_in(extent, &self.slots.spans(slot, encoding, elements))?;
+                self.copy_in(extent, &self.slots.buffers(slot, encoding, elements))?;
                 slot
             }
         };
@@ -44,8 +45,8 @@ impl Swap {
             }
             None => {}
         }
-        let held = self.slots.spans(slot, Encoding::Full, elements);
-        held.iter().zip(to).filter(|(_, to)| !to.is_empty()).for_each(|(held, to)| held.copy_to(to));
+        let held = self.slots.buffers(slot, Encoding::Full, elements);
+        held.iter().zip(to).filter(|(_, to)| !to.is_empty()).for_each(|(held, to)| held.span().copy_to(to));
         if kept.is_none() || !whole {
             self.slots.take_back(slot);
         }
@@ -64,11 +65,11 @@ impl Swap {
         if kept.is_none() {
             self.fetch_rest(subgroup, slot, &from)?;
         }
-        let held = self.slots.spans(slot, Encoding::Full, elements);
+        let held = self.slots.buffers(slot, Encoding::Full, elements);
         from.iter()
             .zip(held)
             .filter(|(from, _)| !from.is_empty())
-            .for_each(|(from, held)| from.copy_to(held));
+            .for_each(|(from, held)| from.copy_to(held.span()));
         if kept.is_some() {
             if self.slots.keep(slot, elements)? {
                 self.pipeline.changed(slot);
@@ -88,19 +89,19 @@ impl Swap {
         if encoding == Encoding::Full {
             self.lend_master(slot)?;
         }
-        let mut spans = self.slots.spans(slot, encoding, elements);
+        let mut buffers = self.slots.buffers(slot, encoding, elements);
         // A split param that the caller does not replace is read as it is stored: low halves and table.
         let given = |stream: usize| match (encoding, stream) {
             (Encoding::Full, stream) => !from[stream].is_empty(),
             (Encoding::SplitMaster, 0 | 1) => !from[stream + 1].is_empty(),
             (Encoding::SplitMaster, _) => !from[0].is_empty() || elements == 0,
         };
-        for (stream, span) in spans.iter_mut().enumerate() {
+        for (stream, buffer) in buffers.iter_mut().enumerate() {
             if given(stream) {
-                *span = Span::empty();
+                *buffer = TransferBuffer::empty();
             }
         }
-        self.copy_in(extent, &spans)
+        self.copy_in(extent, &buffers)
     }
 
     /// Checks the lengths of the caller's spans, and returns the number of elements of the subgroup.
@@ -122,8 +123,8 @@ impl Swap {
     }
 
     /// Reads an extent's streams from the tier, and waits.
-    fn copy_in(&self, extent: u32, to: &[Span]) -> Result<()> {
-        if to.iter().all(|span| span.is_empty()) {
+    fn copy_in(&self, extent: u32, to: &[TransferBuffer]) -> Result<()> {
+        if to.iter().all(TransferBuffer::is_empty) {
             return Ok(());
         }
         let ticket = self.tier.read(extent, to, false)?;

@@ -33,7 +33,7 @@ use traffic::{Direction, Traffic};
 
 use crate::error::{Error, Result};
 use crate::pool::region::Backing;
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::Tier;
 use crate::tier::claim::UpdateClaim;
 use crate::tier::turns::arbiter::PathArbiter;
@@ -286,7 +286,7 @@ impl Swap {
     fn start_fetch(&mut self, subgroup: usize, slot: usize) -> Result<()> {
         let (extent, encoding, _) = self.extents.newest(&self.tier, subgroup)?;
         self.slots.set_fetched_encoding(slot, encoding);
-        let spans = self.slots.spans(slot, encoding, self.extents.elements(subgroup));
+        let spans = self.slots.buffers(slot, encoding, self.extents.elements(subgroup));
         self.traffic.read(&self.tier, slot, extent, &spans)
     }
 
@@ -315,8 +315,9 @@ impl Swap {
     /// the slot had no master.
     fn fetch_param(&mut self, subgroup: usize, slot: usize) -> Result<()> {
         let (extent, ..) = self.extents.newest(&self.tier, subgroup)?;
-        let param = self.slots.spans(slot, Encoding::Full, self.extents.elements(subgroup))[0];
-        self.traffic.read(&self.tier, slot, extent, &[param, Span::empty(), Span::empty()])?;
+        let mut buffers = self.slots.buffers(slot, Encoding::Full, self.extents.elements(subgroup));
+        buffers[1..].fill(TransferBuffer::empty());
+        self.traffic.read(&self.tier, slot, extent, &buffers)?;
         while self.traffic.uses(slot) {
             self.collect(true)?;
         }
@@ -349,7 +350,7 @@ impl Swap {
         let elements = self.extents.elements(subgroup);
         let encoding = self.slots.store(slot, elements, keep)?;
         let extent = self.extents.written_as(&self.tier, subgroup, encoding)?;
-        let spans = self.slots.spans(slot, encoding, elements);
+        let spans = self.slots.buffers(slot, encoding, elements);
         let parts = self.traffic.place(subgroup, encoding, &self.tier)?;
         self.traffic.write(&self.tier, slot, extent, &spans, parts)
     }

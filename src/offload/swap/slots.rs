@@ -22,8 +22,8 @@ use super::master;
 use crate::error::{Error, Result};
 use crate::pool::buffer::Buffer;
 use crate::pool::region::Backing;
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::memory::BASE_PAGE;
-use crate::sys::span::Span;
 
 #[derive(Debug)]
 struct MemorySlot {
@@ -94,22 +94,24 @@ impl Slots {
         self.slots[slot].fetched_encoding
     }
 
-    /// The memory of each stream of an encoding. The span of a whole param is empty if the slot has no master.
-    pub(super) fn spans(&self, slot: usize, encoding: Encoding, elements: usize) -> Vec<Span> {
+    /// The memory of each stream of an encoding. That of a whole param is empty if the slot has no master.
+    pub(super) fn buffers(&self, slot: usize, encoding: Encoding, elements: usize) -> Vec<TransferBuffer> {
         let MemorySlot { memory, master, .. } = &self.slots[slot];
-        let part = |stream: usize, bytes: usize| memory.span().part(stream * stride(elements), bytes);
+        let part = |stream: usize, bytes: usize| memory.transfer(stream * stride(elements), bytes);
         let (exp_avg, exp_avg_sq) = (part(0, 4 * elements), part(1, 4 * elements));
         match (encoding, self.usual, master) {
             (Encoding::SplitMaster, ..) => {
                 let low = part(2, 2 * elements);
-                let table = memory.span().part(table_start(elements), table_len(elements));
+                let table = memory.transfer(table_start(elements), table_len(elements));
                 vec![exp_avg, exp_avg_sq, low, table]
             }
             (Encoding::Full, Encoding::Full, _) => vec![part(2, 4 * elements), exp_avg, exp_avg_sq],
             (Encoding::Full, Encoding::SplitMaster, Some(master)) => {
-                vec![self.masters[*master].span().part(0, 4 * elements), exp_avg, exp_avg_sq]
+                vec![self.masters[*master].transfer(0, 4 * elements), exp_avg, exp_avg_sq]
             }
-            (Encoding::Full, Encoding::SplitMaster, None) => vec![Span::empty(), exp_avg, exp_avg_sq],
+            (Encoding::Full, Encoding::SplitMaster, None) => {
+                vec![TransferBuffer::empty(), exp_avg, exp_avg_sq]
+            }
         }
     }
 

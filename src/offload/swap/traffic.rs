@@ -11,7 +11,7 @@ use super::SwapOptions;
 use super::encoding::{self, Encoding};
 use crate::error::{Error, IoKind, Result};
 use crate::plan::placement::{self, Flow, Observed, PathPlan, SubgroupPlacement};
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::tier::extent::Shape;
 use crate::tier::turns::arbiter::PathArbiter;
 use crate::tier::{self, Health, Tier};
@@ -127,7 +127,13 @@ impl Traffic {
     }
 
     /// Starts a read of an extent into a slot.
-    pub(super) fn read(&mut self, tier: &Tier, slot: usize, extent: u32, spans: &[Span]) -> Result<()> {
+    pub(super) fn read(
+        &mut self,
+        tier: &Tier,
+        slot: usize,
+        extent: u32,
+        spans: &[TransferBuffer],
+    ) -> Result<()> {
         let ticket = tier.read(extent, spans, false)?;
         self.pending.push(Pending { ticket, direction: Direction::Fetch, slot });
         Ok(())
@@ -139,7 +145,7 @@ impl Traffic {
         tier: &Tier,
         slot: usize,
         extent: u32,
-        spans: &[Span],
+        spans: &[TransferBuffer],
         parts: Parts,
     ) -> Result<()> {
         let ticket = tier.write(extent, spans, &tier::ExtentPlacement::Striped(parts), None)?;

@@ -141,7 +141,7 @@ fn extents_that_stayed_went_came_or_moved_are_as_they_were() {
     tier.remove(tier.define(&name_of(1), STREAMS[1]).unwrap()).unwrap();
     let new = tier.define("new", &[9000]).unwrap();
     let memory = Memory::filled(&[9000], 5);
-    tier.wait(tier.write(new, &memory.spans(), &ExtentPlacement::On(0), None).unwrap(), PATIENCE).unwrap();
+    tier.wait(tier.write(new, &memory.buffers(), &ExtentPlacement::On(0), None).unwrap(), PATIENCE).unwrap();
     tier.evacuate(0).unwrap();
     tier.commit(3, b"three").unwrap();
     let used = tier.extents().iter().map(|extent| extent.generation).max();

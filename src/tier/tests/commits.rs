@@ -74,14 +74,14 @@ fn a_commit_waits_for_a_write_that_is_just_beginning() {
     for checksums in [None, Some(vec![])] {
         let tier = Arc::new(written(&disks(), &[]).0);
         let memory = Memory::filled(STREAMS[0], seed_of(2, 0));
-        let begun = tier.begin_write(0, Some(&memory.spans()), WriteOrigin::Caller).unwrap();
+        let begun = tier.begin_write(0, Some(&memory.buffers()), WriteOrigin::Caller).unwrap();
         let (committing, (tell, told)) = (Arc::clone(&tier), mpsc::channel());
         thread::spawn(move || tell.send(committing.commit(2, &[])));
         until(|| tier.lock().committing);
         // Gives the commit time to block. If the time is too short, the test passes without testing anything.
         thread::sleep(Duration::from_millis(50));
         let fails = checksums.is_some();
-        let ticket = tier.start_write(begun, &memory.spans(), &ExtentPlacement::Auto, checksums);
+        let ticket = tier.start_write(begun, &memory.buffers(), &ExtentPlacement::Auto, checksums);
         let outcome = told.recv_timeout(Duration::from_secs(20)).expect("the commit sleeps for ever");
         assert_eq!((ticket.is_err(), outcome.is_err()), (fails, fails));
     }
@@ -94,7 +94,7 @@ fn contents_that_changed_since_they_were_read_are_not_moved() {
     let read_once = tier.lock().contents(0).unwrap();
     write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto).unwrap();
     let moved = |of: Arc<Contents>| {
-        tier.begin_write(0, Some(&memory.spans()), WriteOrigin::Evacuation(of)).map(|_| ())
+        tier.begin_write(0, Some(&memory.buffers()), WriteOrigin::Evacuation(of)).map(|_| ())
     };
     assert!(matches!(moved(read_once), Err(Error::Busy(_))));
     let read_once = tier.lock().contents(0).unwrap();
@@ -135,7 +135,7 @@ fn a_large_extent_is_moved_window_by_window() {
     let memory = Memory::filled(&streams, 7);
     let extent = tier.define("large", &streams).unwrap();
     let placement = ExtentPlacement::Striped(vec![(0, 1000), (1, 3)]);
-    let ticket = tier.write(extent, &memory.spans(), &placement, None).unwrap();
+    let ticket = tier.write(extent, &memory.buffers(), &placement, None).unwrap();
     tier.wait(ticket, PATIENCE).unwrap();
     tier.commit(1, &1_u64.to_le_bytes()).unwrap();
     drop(tier);
@@ -146,7 +146,7 @@ fn a_large_extent_is_moved_window_by_window() {
     assert!(tier.extent(extent).unwrap().blocks[..2] == [0, 0]);
     tier.commit(2, &2_u64.to_le_bytes()).unwrap();
     let found = Memory::new(&streams);
-    let ticket = tier.read(extent, &found.spans(), false).unwrap();
+    let ticket = tier.read(extent, &found.buffers(), false).unwrap();
     tier.wait(ticket, PATIENCE).unwrap();
     assert!(found.holds(7) && tier.verify().unwrap().damage.is_empty());
 }
@@ -155,7 +155,7 @@ fn a_large_extent_is_moved_window_by_window() {
 fn a_read_that_is_over_leaves_its_extent_free_although_its_ticket_is_lost() {
     let tier = written(&disks(), &[]).0;
     let memory = Memory::new(STREAMS[0]);
-    let ticket = tier.read(0, &memory.spans(), false).unwrap();
+    let ticket = tier.read(0, &memory.buffers(), false).unwrap();
     until(|| tier.paths.iter().flatten().all(|path| path.quiet()));
     write(&tier, 0, seed_of(2, 0), &ExtentPlacement::Auto).unwrap();
     tier.commit(2, &[]).unwrap();
@@ -185,7 +185,7 @@ fn commits_beside_a_check_of_everything_are_no_damage() {
 /// Starts reads of extents 0 and 1.
 fn read_both(tier: &Tier) -> (Vec<Memory>, Vec<u64>) {
     let memories: Vec<Memory> = (0..2).map(|n| Memory::new(STREAMS[n])).collect();
-    let begin = |(memory, n): (&Memory, u32)| tier.read(n, &memory.spans(), false).unwrap();
+    let begin = |(memory, n): (&Memory, u32)| tier.read(n, &memory.buffers(), false).unwrap();
     let tickets = memories.iter().zip(0..).map(begin).collect();
     (memories, tickets)
 }
@@ -205,7 +205,7 @@ fn what_is_being_read_stays_where_it_is_until_that_is_over() {
         tier.commit(1, &[]).unwrap();
         write(&tier, 0, seed_of(2, 0), &ExtentPlacement::On(0)).unwrap();
         let memory = Memory::new(STREAMS[0]);
-        let ticket = tier.read(0, &memory.spans(), false).unwrap();
+        let ticket = tier.read(0, &memory.buffers(), false).unwrap();
         until(|| slow[0].requests() > clean[0].requests());
         if removed {
             tier.remove(0).unwrap();
@@ -218,7 +218,7 @@ fn what_is_being_read_stays_where_it_is_until_that_is_over() {
         let others = (0..4).map(|n| tier.define(&format!("other-{n}"), STREAMS[0]).unwrap());
         for (extent, seed) in others.zip(90..) {
             let memory = Memory::filled(STREAMS[0], seed);
-            let ticket = tier.write(extent, &memory.spans(), &ExtentPlacement::On(0), None).unwrap();
+            let ticket = tier.write(extent, &memory.buffers(), &ExtentPlacement::On(0), None).unwrap();
             tier.wait(ticket, PATIENCE).unwrap();
         }
         let after = tier.paths()[0].free;

@@ -89,7 +89,7 @@ fn a_tier_closed_with_a_timeout_stays_locked_until_its_writes_have_ended() {
     let door = Door::default();
     let path = hanging(dir.path(), &door, None);
     let memory = Memory::filled(&[8192], 5);
-    path.write(0, memory.spans()[0]).unwrap();
+    path.write(0, memory.buffers()[0].clone()).unwrap();
     let error = path.engine.close(Some(Duration::ZERO)).unwrap_err();
     assert_eq!(error.io_kind(), Some(IoKind::Timeout));
     drop(path);
@@ -107,7 +107,7 @@ fn a_tier_that_is_destroyed_with_a_write_in_flight_keeps_its_files_and_its_lock(
     let door = Door::default();
     let path = hanging(dir.path(), &door, Some(Duration::from_millis(50)));
     let memory = Memory::filled(&[8192], 5);
-    let handle = path.write(0, memory.spans()[0]).unwrap();
+    let handle = path.write(0, memory.buffers()[0].clone()).unwrap();
     assert_eq!(path.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
     let error = path.remove().unwrap_err();
     assert!(matches!(&error, Error::Busy(message) if message.contains("in flight")), "{error}");
@@ -173,7 +173,7 @@ fn a_prefix_stays_claimed_until_the_last_request_has_ended() {
             Engine::open_volume(IoOptions { io_timeout, ..IoOptions::default() }, bucket.volume()).unwrap();
         let path = TierPath::open(Box::new(bucket), engine).unwrap();
         let memory = Memory::filled(&[8192], 5);
-        let handle = path.write(0, memory.spans()[0]).unwrap();
+        let handle = path.write(0, memory.buffers()[0].clone()).unwrap();
         if destroy {
             assert_eq!(path.wait(handle, None).unwrap_err().io_kind(), Some(IoKind::Deadline));
             assert!(matches!(path.remove(), Err(Error::Busy(_))));

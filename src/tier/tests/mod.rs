@@ -27,6 +27,7 @@ use super::{ExtentPlacement, Tier};
 use crate::error::Result;
 use crate::io::options::Options as IoOptions;
 use crate::io::sim::{Disk, Faults};
+use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
 /// Timeout that is long enough for any machine.
@@ -87,14 +88,18 @@ impl Memory {
         memory
     }
 
-    fn spans(&self) -> Vec<Span> {
+    fn buffers(&self) -> Vec<TransferBuffer> {
         let mut from = 0;
         let part = |bytes: &u64| {
-            let span = self.all.span().part(from, *bytes as usize);
+            let part = self.all.transfer().part(from, *bytes as usize);
             from += bytes.next_multiple_of(BLOCK) as usize;
-            span
+            part
         };
         self.streams.iter().map(part).collect()
+    }
+
+    fn spans(&self) -> Vec<Span> {
+        self.buffers().iter().map(TransferBuffer::span).collect()
     }
 
     fn holds(&self, seed: u64) -> bool {
@@ -114,7 +119,7 @@ fn name_of(n: usize) -> String {
 fn write(tier: &Tier, n: usize, seed: u64, placement: &ExtentPlacement) -> Result<()> {
     let extent = tier.define(&name_of(n), STREAMS[n])?;
     let memory = Memory::filled(STREAMS[n], seed);
-    let ticket = tier.write(extent, &memory.spans(), placement, None)?;
+    let ticket = tier.write(extent, &memory.buffers(), placement, None)?;
     tier.wait(ticket, PATIENCE).map(|_| ())
 }
 
@@ -122,7 +127,7 @@ fn write(tier: &Tier, n: usize, seed: u64, placement: &ExtentPlacement) -> Resul
 fn read(tier: &Tier, n: usize, seed: u64) -> Result<bool> {
     let extent = tier.define(&name_of(n), STREAMS[n])?;
     let memory = Memory::new(STREAMS[n]);
-    let ticket = tier.read(extent, &memory.spans(), false)?;
+    let ticket = tier.read(extent, &memory.buffers(), false)?;
     tier.wait(ticket, PATIENCE)?;
     Ok(memory.holds(seed))
 }
@@ -140,7 +145,7 @@ fn step(tier: &Tier, step: u64) -> Result<()> {
             (0, _) => ExtentPlacement::Striped((0..paths).map(|path| (path, 2)).collect()),
             _ => ExtentPlacement::On((n as u64 + step) as u32 % paths),
         };
-        tickets.push(tier.write(extent, &memory.spans(), &placement, None)?);
+        tickets.push(tier.write(extent, &memory.buffers(), &placement, None)?);
     }
     for ticket in tickets {
         tier.wait(ticket, PATIENCE)?;

@@ -310,7 +310,7 @@ fn an_export_of_more_than_its_window_has_every_byte_and_takes_the_memory_of_a_wi
     let extent = tier.define("large", &[BYTES, 5]).unwrap();
     let memory = Memory::filled(&[BYTES, 5], 3);
     let ticket = tier
-        .write(extent, &memory.spans(), &ExtentPlacement::Striped(vec![(0, 6000), (1, 6000)]), None)
+        .write(extent, &memory.buffers(), &ExtentPlacement::Striped(vec![(0, 6000), (1, 6000)]), None)
         .unwrap();
     tier.wait(ticket, PATIENCE).unwrap();
     tier.commit(2, &[]).unwrap();
@@ -420,7 +420,7 @@ fn full_file_systems_are_left_for_others_or_named_and_lose_nothing() {
     let error = (0..20).find_map(|n| {
         let large = tier.define(&format!("large-{n}"), &[50_000]).unwrap();
         let memory = Memory::filled(&[50_000], n);
-        let ticket = tier.write(large, &memory.spans(), &ExtentPlacement::Auto, None);
+        let ticket = tier.write(large, &memory.buffers(), &ExtentPlacement::Auto, None);
         ticket.and_then(|ticket| tier.wait(ticket, PATIENCE)).err()
     });
     let error = error.expect("600 KB do not hold a megabyte");

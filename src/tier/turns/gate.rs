@@ -12,14 +12,14 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
-use crate::sys::span::Span;
+use crate::pool::transfer_buffer::TransferBuffer;
 
 /// A read or write of a path's data.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(in crate::tier) struct DataTransfer {
     pub(in crate::tier) write: bool,
     pub(in crate::tier) offset: u64,
-    pub(in crate::tier) span: Span,
+    pub(in crate::tier) buffer: TransferBuffer,
 }
 
 #[derive(Debug, Default)]
@@ -42,14 +42,14 @@ const HELD: u64 = 1 << 63;
 
 impl Gate {
     /// Holds a transfer if the gate is closed, and returns its number.
-    pub(in crate::tier) fn hold(&self, transfer: DataTransfer) -> Option<u64> {
+    pub(in crate::tier) fn hold(&self, transfer: &DataTransfer) -> Option<u64> {
         let mut state = self.lock();
         if !state.closed {
             return None;
         }
         state.numbers += 1;
         let number = HELD | state.numbers;
-        state.waiting.push_back((number, transfer));
+        state.waiting.push_back((number, transfer.clone()));
         Some(number)
     }
 
@@ -117,26 +117,26 @@ mod tests {
     use crate::error::Error;
 
     fn transfer(offset: u64) -> DataTransfer {
-        DataTransfer { write: false, offset, span: Span::empty() }
+        DataTransfer { write: false, offset, buffer: TransferBuffer::empty() }
     }
 
     #[test]
     fn what_comes_to_a_closed_gate_begins_when_it_opens_and_in_its_order() {
         let gate = Gate::default();
-        assert!(gate.hold(transfer(7)).is_none());
+        assert!(gate.hold(&transfer(7)).is_none());
         gate.close();
-        let held: Vec<u64> = (0..3).map(|offset| gate.hold(transfer(offset)).unwrap()).collect();
+        let held: Vec<u64> = (0..3).map(|offset| gate.hold(&transfer(offset)).unwrap()).collect();
         assert_eq!((gate.waiting(), gate.handle(held[0], Some(Instant::now())).unwrap()), (3, None));
         gate.release_held(true, |transfer| match transfer.offset {
             1 => Err(Error::Unsupported("this one".to_string())),
             offset => Ok(100 + offset),
         });
         assert_eq!(gate.handle(held[2], None).unwrap(), Some(102));
-        assert!(gate.handle(held[1], None).is_err() && gate.hold(transfer(7)).is_some());
+        assert!(gate.handle(held[1], None).is_err() && gate.hold(&transfer(7)).is_some());
         gate.forget(held[2]);
         assert_eq!(gate.handle(held[2], Some(Instant::now())).unwrap(), None);
         gate.release_held(false, |_| Ok(5));
-        assert!(gate.waiting() == 0 && gate.hold(transfer(7)).is_none());
+        assert!(gate.waiting() == 0 && gate.hold(&transfer(7)).is_none());
         assert_eq!(gate.handle(17, None).unwrap(), Some(17), "the engine's own handles pass");
     }
 
@@ -144,7 +144,7 @@ mod tests {
     fn a_waiter_is_woken_by_the_opening() {
         let gate = Gate::default();
         gate.close();
-        let held = gate.hold(transfer(7)).unwrap();
+        let held = gate.hold(&transfer(7)).unwrap();
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| gate.handle(held, None).unwrap());
             gate.release_held(false, |_| Ok(9));

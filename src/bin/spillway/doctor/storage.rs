@@ -12,7 +12,6 @@ use spillway::io::profile;
 use spillway::pool::buffer::Buffer;
 use spillway::pool::region::Backing;
 use spillway::sys::file::{Access, file_system, free_bytes};
-use spillway::sys::span::Span;
 use spillway::tier::directory::Owner;
 use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::{ExtentPlacement, Tier};
@@ -103,11 +102,13 @@ fn round_trip(scratch: &Scratch, backend: BackendChoice) -> Result<()> {
         ));
     }
     let (source, target) = (pattern(backend as u64)?, Buffer::open(BYTES, Backing::default())?);
-    let request =
-        |span: Span| Request { target: Target::Path(&scratch.0), offset: 0, span, deadline: WAIT_TIMEOUT };
-    engine.wait(engine.write(request(source.span()))?, WAIT_TIMEOUT)?;
+    let request = |memory: &Buffer| {
+        let buffer = memory.transfer(0, memory.span().len());
+        Request { target: Target::Path(&scratch.0), offset: 0, buffer, deadline: WAIT_TIMEOUT }
+    };
+    engine.wait(engine.write(request(&source))?, WAIT_TIMEOUT)?;
     engine.wait(engine.sync(Target::Path(&scratch.0), WAIT_TIMEOUT)?, WAIT_TIMEOUT)?;
-    engine.wait(engine.read(request(target.span()))?, WAIT_TIMEOUT)?;
+    engine.wait(engine.read(request(&target))?, WAIT_TIMEOUT)?;
     engine.close(WAIT_TIMEOUT)?;
     same(&source, &target)
 }
@@ -159,14 +160,17 @@ fn resumed(directory: &Path) -> Result<()> {
     let made = Tier::open(options(Mode::Create))?;
     let outcome = (|| {
         let extent = made.define("state", &sizes)?;
-        made.wait(made.write(extent, &[source.span()], &ExtentPlacement::Auto, None)?, WAIT_TIMEOUT)?;
+        made.wait(
+            made.write(extent, &[source.transfer(0, BYTES)], &ExtentPlacement::Auto, None)?,
+            WAIT_TIMEOUT,
+        )?;
         made.commit(1, &[])
     })();
     drop(made);
     let again = Tier::open(options(Mode::Auto))?;
     let read = outcome.and_then(|()| {
         let extent = again.define("state", &sizes)?;
-        again.wait(again.read(extent, &[target.span()], false)?, WAIT_TIMEOUT)?;
+        again.wait(again.read(extent, &[target.transfer(0, BYTES)], false)?, WAIT_TIMEOUT)?;
         same(&source, &target)
     });
     again.destroy()?;

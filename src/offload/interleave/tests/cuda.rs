@@ -25,7 +25,7 @@ use crate::kernel::AdamRule;
 use crate::plan::interleave::placements::{Placement, Plan};
 use crate::plan::interleave::schedule::{Command, Edge, Lane, LaneEvent, NUMBERED_EDGES};
 use crate::plan::interleave::{GpuGrads, Shape, TransferDtype};
-use crate::pool::pinned;
+use crate::pool::{pinned, region};
 
 /// A framework on fake GPU `ordinal`: a stream, and pinned memory.
 pub(super) struct Fixture {
@@ -284,6 +284,16 @@ fn a_hundred_steps_on_the_driver_have_the_bits_of_the_all_cpu_run() {
             train(&fixture, &run, None, &Seen::default()).unwrap();
         }
     }
+}
+
+#[test]
+fn arrays_of_the_library_are_unmapped_with_their_last_owner() {
+    let fixture = Fixture::new(42);
+    let array = Pinned::new(&fixture.registry, Dtype::F32, 1 << 20).unwrap();
+    let own = array.span.span().address();
+    assert!(region::find(own, 4).is_some());
+    drop(array);
+    assert!(region::find(own, 4).is_none());
 }
 
 const SUBGROUPS: usize = 5;

@@ -72,19 +72,18 @@ const STREAMED_LOG: usize = 32 << 20;
 impl<'a> Tensor<'a> {
     /// Checks that all spans have the same length and that a kernel exists for their element types. `param_copy`, if
     /// given, receives the new parameter in 16 bits.
+    #[inline]
     pub fn new(states: States<'a>, grad: Floats<'a>, param_copy: Option<FloatsMut<'a>>) -> Result<Self> {
         let n = states.param.len();
-        let lengths = [
-            ("grad", Some(grad.len())),
-            ("exp_avg", states.exp_avg.as_ref().map(FloatsMut::len)),
-            ("exp_avg_sq", states.exp_avg_sq.as_ref().map(FloatsMut::len)),
-            ("param_copy", param_copy.as_ref().map(FloatsMut::len)),
-        ];
-        for (name, length) in lengths {
-            if let Some(length) = length.filter(|length| *length != n) {
-                return Err(Error::invalid(name, format!("has {length} elements, but param has {n}")));
-            }
-        }
+        // One comparison each: a list of lengths in memory costs more than all other checks.
+        let check = |name, length: Option<usize>| match length {
+            Some(length) if length != n => Err(wrong_length(name, length, n)),
+            _ => Ok(()),
+        };
+        check("grad", Some(grad.len()))?;
+        check("exp_avg", states.exp_avg.as_ref().map(FloatsMut::len))?;
+        check("exp_avg_sq", states.exp_avg_sq.as_ref().map(FloatsMut::len))?;
+        check("param_copy", param_copy.as_ref().map(FloatsMut::len))?;
         let tensor =
             Tensor { states, grad, param_copy, shadow: None, log: None, streams: Streams::default() };
         let dtypes = tensor.dtypes()?;
@@ -234,6 +233,7 @@ impl<'a> Tensor<'a> {
 
     /// The element types of the spans. A tensor without states counts as one with f32 states. Fails if the two states
     /// have different types.
+    #[inline]
     pub fn dtypes(&self) -> Result<Dtypes> {
         let first = self.states.exp_avg.as_ref().map(FloatsMut::dtype);
         let second = self.states.exp_avg_sq.as_ref().map(FloatsMut::dtype);
@@ -252,6 +252,11 @@ impl<'a> Tensor<'a> {
             copy: self.copy_dtype(),
         })
     }
+}
+
+#[cold]
+fn wrong_length(name: &'static str, length: usize, n: usize) -> Error {
+    Error::invalid(name, format!("has {length} elements, but param has {n}"))
 }
 
 /// The error for a type combination that [`with_types`](super::element::with_types) does not support.

@@ -5,6 +5,7 @@
 //! output struct, fields unknown to this library become zero.
 
 use crate::error::{Error, Result};
+use crate::sys::arena::{self, Arena};
 use crate::sys::try_vec;
 
 /// A larger `struct_size` is an uninitialised field, not a struct.
@@ -122,16 +123,57 @@ pub unsafe fn stride<T: AbiStruct>(first: *const T, argument: &'static str) -> R
 /// # Safety
 /// `first` points to `count` structs of this kind.
 pub unsafe fn read_all<T: AbiStruct>(first: *const T, count: u64, argument: &'static str) -> Result<Vec<T>> {
-    let count = match u32::try_from(count) {
-        Ok(0) => return Ok(Vec::new()),
-        Ok(_) if first.is_null() => return Err(Error::invalid(argument, "is NULL")),
-        Ok(count) => count as usize,
-        Err(_) => return Err(Error::invalid("count", format!("is {count}, but the limit is 2^32 - 1"))),
-    };
+    let count = checked_count(first, count, argument)?;
+    let mut structs = try_vec::with_capacity("copying the caller's structs", count)?;
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { read_each(first, count, argument, |value| structs.push(value)) }?;
+    Ok(structs)
+}
+
+/// An array of input structs, for the time of a call: the caller's own array if its structs are those of this version,
+/// else a copy in `arena`.
+///
+/// # Safety
+/// As [`read_all`]. No code writes the array while `arena` is borrowed.
+pub unsafe fn all_in<'a, T: AbiStruct>(
+    arena: &'a Arena,
+    first: *const T,
+    count: u64,
+    argument: &'static str,
+) -> Result<&'a [T]> {
+    let count = checked_count(first, count, argument)?;
+    // SAFETY: an aligned struct of this kind begins with its size; each is `size_of::<T>()` bytes behind the last.
+    let is_ours = |index: usize| unsafe { first.add(index).cast::<u32>().read() } as usize == size_of::<T>();
+    if count > 0 && first.is_aligned() && (0..count).all(is_ours) {
+        // SAFETY: `count` structs without a gap, as just checked; any bytes are valid.
+        return Ok(unsafe { std::slice::from_raw_parts(first, count) });
+    }
+    let mut structs = arena::with_capacity(arena, "copying the caller's structs", count)?;
+    // SAFETY: the caller meets the callee's requirements.
+    unsafe { read_each(first, count, argument, |value| structs.push(value)) }?;
+    Ok(structs.into_bump_slice())
+}
+
+fn checked_count<T>(first: *const T, count: u64, argument: &'static str) -> Result<usize> {
+    match u32::try_from(count) {
+        Ok(1..) if first.is_null() => Err(Error::invalid(argument, "is NULL")),
+        Ok(count) => Ok(count as usize),
+        Err(_) => Err(Error::invalid("count", format!("is {count}, but the limit is 2^32 - 1"))),
+    }
+}
+
+unsafe fn read_each<T: AbiStruct>(
+    first: *const T,
+    count: usize,
+    argument: &'static str,
+    mut push: impl FnMut(T),
+) -> Result<()> {
+    if count == 0 {
+        return Ok(());
+    }
     let at = |index: usize, error: Error| error.without(argument).within(&format!("{argument}[{index}]"));
     // SAFETY: there is at least one struct.
     let apart = unsafe { stride(first, argument) }.map_err(|error| at(0, error))?;
-    let mut structs = try_vec::with_capacity("copying the caller's structs", count)?;
     for index in 0..count {
         // SAFETY: the structs of the array lie `apart` bytes apart.
         let (size, next) = unsafe {
@@ -143,9 +185,9 @@ pub unsafe fn read_all<T: AbiStruct>(first: *const T, count: u64, argument: &'st
             return Err(Error::invalid(format!("{argument}[{index}].struct_size"), reason));
         }
         // SAFETY: a struct of this kind, as above.
-        structs.push(unsafe { read(next, argument) }.map_err(|error| at(index, error))?);
+        push(unsafe { read(next, argument) }.map_err(|error| at(index, error))?);
     }
-    Ok(structs)
+    Ok(())
 }
 
 /// Copies an output struct: as many bytes as the caller's struct has. Its `struct_size` is unchanged, and fields

@@ -27,6 +27,7 @@ use super::handle::{self, Handle};
 use super::optim::adagrad::{self, spw_adagrad_options};
 use super::optim::adam::{self, spw_adam_options};
 use super::optim::lion::{self, spw_lion_options};
+use super::optim::table;
 use super::optim::tensor::{self, spw_step_stats, spw_tensor};
 use super::output;
 use crate::error::{Error, Result};
@@ -99,7 +100,7 @@ impl Tensors for Recorded {
 
     fn lend(&mut self) -> Result<Vec<(usize, Tensor<'_>)>> {
         // SAFETY: the caller of the recorded step leaves the spans in place until the step is over.
-        let spans = unsafe { tensor::spans(&self.0) }?;
+        let spans = unsafe { table::spans(&self.0) }?;
         spans.map(|(index, tensor)| Ok((index, tensor?))).collect()
     }
 }

@@ -1,5 +1,6 @@
 //! Operating system services: processors, threads, memory, files and events.
 
+pub mod arena;
 pub mod bell;
 pub mod event;
 pub mod file;

@@ -4,6 +4,7 @@ use super::call::{rule_of, spw_ds_adam_call};
 use crate::capi::abi_struct;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
+use crate::capi::optim::table;
 use crate::capi::optim::tensor::{self, spw_tensor};
 use crate::capi::output::required;
 use crate::capi::undo::{Recorded, spw_undo};
@@ -211,7 +212,7 @@ pub(in crate::capi) unsafe fn jobs<'a, R: Optimizer>(
     }
     // SAFETY: the caller meets the callee's requirements.
     let jobs = unsafe {
-        tensor::jobs(tensor, 1, &rule, |_| {
+        table::jobs(tensor, 1, &rule, |_| {
             Err(Error::invalid("options", "must be NULL: the id determines the options"))
         })
     };

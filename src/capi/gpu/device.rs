@@ -9,6 +9,7 @@ use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self, Handle};
 use crate::capi::optim::adam::{parse, rule, spw_adam_options};
+use crate::capi::optim::overlap;
 use crate::capi::optim::tensor::{self, parse_dtype, spw_step_stats, spw_tensor};
 use crate::error::{Error, Result};
 use crate::gpu::device::Device;
@@ -283,7 +284,7 @@ pub(in crate::capi) unsafe fn jobs(
     // SAFETY: the caller meets the callees' requirements.
     unsafe {
         let raw = tensor::read_all(tensors, count)?;
-        tensor::check_overlap(&raw)?;
+        overlap::check(&raw)?;
         let job = |raw: &spw_tensor| {
             let floats = |address: *const c_void, dtype, argument| {
                 // SAFETY: the caller's promise.

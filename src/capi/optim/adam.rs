@@ -4,6 +4,7 @@
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
+use crate::capi::optim::table;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
 use crate::error::Result;
 use crate::kernel::AdamRule;
@@ -79,8 +80,9 @@ pub unsafe extern "C" fn spw_adam_step(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             abi_struct::check_output(stats_out, "stats_out")?;
-            let mut jobs = jobs(options, tensors, count)?;
-            let seen = adam::step(&mut jobs, !stats_out.is_null())?;
+            let rule = rule(&parse(options)?)?;
+            let step = |jobs: &mut [Job<'_, AdamRule>]| adam::step(jobs, !stats_out.is_null());
+            let seen = table::with_jobs(tensors, count, &rule, |own| own_rule(own), step)?;
             tensor::write_stats(seen, stats_out)
         }
     })
@@ -100,10 +102,16 @@ pub(in crate::capi) unsafe fn jobs<'a>(
     count: u64,
 ) -> Result<Vec<Job<'a, AdamRule>>> {
     // SAFETY: the caller meets the callees' requirements.
-    unsafe {
-        let own = |own: *const std::ffi::c_void| rule(&parse(own.cast())?);
-        tensor::jobs(tensors, count, &rule(&parse(options)?)?, own)
-    }
+    unsafe { table::jobs(tensors, count, &rule(&parse(options)?)?, |own| own_rule(own)) }
+}
+
+/// The coefficients of a tensor with options of its own.
+///
+/// # Safety
+/// As [`parse`].
+unsafe fn own_rule(options: *const std::ffi::c_void) -> Result<AdamRule> {
+    // SAFETY: the caller meets the callee's requirements.
+    rule(&unsafe { parse(options.cast()) }?)
 }
 
 /// Rejects invalid options, both those of the call and those of each tensor.

@@ -19,6 +19,10 @@
 //!     for (options.step = 1; options.step <= steps; options.step++)
 //!         spw_adam_step(&options, &tensor, 1, NULL);
 
+pub(in crate::capi) mod overlap;
+
+pub(in crate::capi) mod table;
+
 pub mod tensor;
 
 pub mod adam;

@@ -6,10 +6,8 @@ use std::ffi::c_void;
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::dtype::{Dtype, Floats, FloatsMut};
 use crate::error::{Error, Result};
-use crate::kernel::{Optimizer, States, Tensor};
+use crate::kernel::{States, Tensor};
 use crate::optim::StepStats;
-use crate::optim::parallel::Job;
-use crate::sys::try_vec;
 
 /// Element type of a span (a contiguous array). Passed as `uint32_t`.
 #[repr(C)]
@@ -111,47 +109,6 @@ fn known_dtype(dtype: u32) -> Option<Dtype> {
     }
 }
 
-/// Reads the tensors of a call, except those of no elements. `own` makes coefficients from a tensor's own options.
-///
-/// # Safety
-/// `tensors` points to `count` tensors. No other code uses their spans during `'a`.
-pub(in crate::capi) unsafe fn jobs<'a, R: Optimizer>(
-    tensors: *const spw_tensor,
-    count: u64,
-    optimizer: &R,
-    own: impl Fn(*const c_void) -> Result<R>,
-) -> Result<Vec<Job<'a, R>>> {
-    // SAFETY: the caller meets the callee's requirements.
-    let raw = unsafe { read_all(tensors, count) }?;
-    let mut jobs = try_vec::with_capacity("listing the tensors", raw.len())?;
-    // SAFETY: the caller lends the spans for 'a.
-    for (index, tensor) in unsafe { spans(&raw) }? {
-        let options = raw[index].options;
-        let optimizer = if options.is_null() { Ok(*optimizer) } else { own(options) };
-        let job = optimizer.and_then(|optimizer| {
-            let mut tensor = tensor?;
-            tensor.require_states(R::EXP_AVG, R::EXP_AVG_SQ)?;
-            Ok(Job { optimizer, tensor })
-        });
-        jobs.push(job.map_err(|error| at(index, error))?);
-    }
-    Ok(jobs)
-}
-
-/// Makes the spans of the tensors, except those of no elements, each with its index. An error does not yet name its
-/// tensor.
-///
-/// # Safety
-/// No other code uses the spans during `'a`.
-pub(in crate::capi) unsafe fn spans<'a>(
-    raw: &[spw_tensor],
-) -> Result<impl Iterator<Item = (usize, Result<Tensor<'a>>)>> {
-    check_overlap(raw)?;
-    let with_elements = raw.iter().enumerate().filter(|(_, raw)| raw.n > 0);
-    // SAFETY: the spans do not overlap, and the caller lends them for 'a.
-    Ok(with_elements.map(|(index, raw)| (index, unsafe { tensor_of(raw) })))
-}
-
 /// Rejects a tensor without shadow spans if `wanted`, or with shadow spans if not.
 pub(in crate::capi) fn check_shadows(tensors: &[spw_tensor], wanted: bool) -> Result<()> {
     let wrong = |raw: &spw_tensor| raw.n > 0 && raw.shadow_param.is_null() == wanted;
@@ -191,7 +148,11 @@ pub(in crate::capi) fn check_copy(raw: &spw_tensor) -> Result<()> {
     }
 }
 
-unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
+/// Makes the spans of a tensor.
+///
+/// # Safety
+/// The caller lends the spans, each of n elements, for `'a`. They do not overlap.
+pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
     check_copy(raw)?;
     let state_dtype = parse_dtype(raw.state_dtype, "state_dtype")?;
     let copy_dtype = match raw.copy_dtype {
@@ -331,90 +292,6 @@ fn checked_length(address: *const c_void, dtype: Dtype, n: u64, argument: &'stat
 
 /// Upper bound of user addresses on every processor.
 const ADDRESS_SPACE: u128 = 1 << 56;
-
-/// One span of a call: its addresses, tensor index and field.
-#[derive(Clone, Copy)]
-struct Range {
-    start: usize,
-    end: usize,
-    tensor: u32,
-    span: u8,
-}
-
-const SPANS: [&str; 8] = [
-    "param",
-    "grad",
-    "exp_avg",
-    "exp_avg_sq",
-    "param_copy",
-    "shadow_param",
-    "shadow_exp_avg",
-    "shadow_exp_avg_sq",
-];
-/// Index of the only read-only span.
-const GRAD: u8 = 1;
-
-/// Rejects a written span that shares a byte with any other span of the call.
-pub(in crate::capi) fn check_overlap(tensors: &[spw_tensor]) -> Result<()> {
-    if let [one] = tensors {
-        // Without an allocation: a step of one small tensor takes less time than that.
-        let mut ranges = [const { Range { start: 0, end: 0, tensor: 0, span: 0 } }; SPANS.len()];
-        let mut count = 0;
-        for range in (0..SPANS.len() as u8).filter_map(|span| range(0, one, span)) {
-            ranges[count] = range;
-            count += 1;
-        }
-        return check_ranges(&mut ranges[..count]);
-    }
-    // Listed by field, not by tensor: allocators return each kind at rising addresses, and the sort detects such runs.
-    let mut ranges = try_vec::with_capacity("listing the spans", tensors.len().saturating_mul(SPANS.len()))?;
-    for span in 0..SPANS.len() as u8 {
-        let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
-        ranges.extend(tensors.iter().enumerate().filter_map(of));
-    }
-    check_ranges(&mut ranges)
-}
-
-fn check_ranges(ranges: &mut [Range]) -> Result<()> {
-    ranges.sort_by_key(|range| range.start);
-    let mut furthest: Option<Range> = None;
-    let mut furthest_written: Option<Range> = None;
-    for range in ranges {
-        let written = range.span != GRAD;
-        let rival = if written { furthest } else { furthest_written };
-        if let Some(other) = rival.filter(|other| range.start < other.end) {
-            let reason = format!("overlaps tensors[{}].{}", other.tensor, SPANS[usize::from(other.span)]);
-            return Err(at(range.tensor as usize, Error::invalid(SPANS[usize::from(range.span)], reason)));
-        }
-        let further = |known: Option<Range>| known.is_none_or(|known| range.end > known.end);
-        if further(furthest) {
-            furthest = Some(*range);
-        }
-        if written && further(furthest_written) {
-            furthest_written = Some(*range);
-        }
-    }
-    Ok(())
-}
-
-fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
-    let (address, dtype) = match span {
-        0 => (raw.param.cast_const(), raw.param_dtype),
-        GRAD => (raw.grad, raw.grad_dtype),
-        2 => (raw.exp_avg.cast_const(), raw.state_dtype),
-        3 => (raw.exp_avg_sq.cast_const(), raw.state_dtype),
-        4 => (raw.param_copy.cast_const(), raw.copy_dtype),
-        5 => (raw.shadow_param.cast_const(), raw.param_dtype),
-        6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
-        _ => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
-    };
-    let start = address.addr();
-    if start == 0 {
-        return None;
-    }
-    let bytes = spw_dtype_size(dtype).saturating_mul(raw.n).min(usize::MAX as u64) as usize;
-    (bytes > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
-}
 
 /// Writes the statistics if the caller requested them.
 ///

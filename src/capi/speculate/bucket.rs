@@ -10,6 +10,7 @@ use crate::capi::gpu::device::spw_gpu;
 use crate::capi::guard::guard;
 use crate::capi::handle::{self};
 use crate::capi::input::timeout;
+use crate::capi::optim::table;
 use crate::capi::optim::tensor::{self, spw_tensor};
 use crate::capi::optim::{adagrad, adam, lion};
 use crate::capi::output::{self};
@@ -161,7 +162,7 @@ impl<R: Optimizer> Lender<R> for Lent<R> {
                 (null_mut(), null_mut(), null_mut());
         }
         // SAFETY: the caller of spw_spec_submit lent the spans until the bucket is final, when this is dropped.
-        let spans = unsafe { tensor::spans(&tensors) }?.zip(&self.rules);
+        let spans = unsafe { table::spans(&tensors) }?.zip(&self.rules);
         spans.map(|((_, tensor), rule)| Ok(Job { optimizer: *rule, tensor: tensor? })).collect()
     }
 }
@@ -232,7 +233,7 @@ impl spw_spec {
         };
         // SAFETY: the caller meets the callees' requirements.
         let (raw, jobs) =
-            unsafe { (tensor::read_all(tensors, count)?, tensor::jobs(tensors, count, &rule, own)?) };
+            unsafe { (tensor::read_all(tensors, count)?, table::jobs(tensors, count, &rule, own)?) };
         tensor::check_shadows(&raw, self.undo == Undo::Shadow)?;
         let rules = jobs.iter().map(|job| job.optimizer).collect();
         let tensors = raw.into_iter().filter(|raw| raw.n > 0).collect();

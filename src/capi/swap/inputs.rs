@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 
+use crate::capi::optim::overlap;
 use crate::capi::optim::tensor::{self, spw_dtype, spw_tensor};
 use crate::dtype::bf16;
 use crate::error::{Error, Result};
@@ -108,5 +109,5 @@ fn check_inputs(swap: &Swap, tensors: &[spw_tensor]) -> Result<()> {
         }
     }
     tensor::no_shadows(tensors)?;
-    tensor::check_overlap(tensors)
+    overlap::check(tensors)
 }

@@ -1,0 +1,97 @@
+//! Whether the spans of one call overlap.
+//!
+//! All spans of the call are sorted by address; then each span is compared with the furthest end before it.
+
+use super::tensor::{at, spw_dtype_size, spw_tensor};
+use crate::error::{Error, Result};
+use crate::sys::arena::{self, Arena};
+
+/// One span of a call: its addresses, tensor index and field.
+#[derive(Clone, Copy)]
+struct Range {
+    start: usize,
+    end: usize,
+    tensor: u32,
+    span: u8,
+}
+
+const SPANS: [&str; 8] = [
+    "param",
+    "grad",
+    "exp_avg",
+    "exp_avg_sq",
+    "param_copy",
+    "shadow_param",
+    "shadow_exp_avg",
+    "shadow_exp_avg_sq",
+];
+/// Index of the only read-only span.
+const GRAD: u8 = 1;
+
+/// Rejects a written span that shares a byte with any other span of the call.
+pub(in crate::capi) fn check(tensors: &[spw_tensor]) -> Result<()> {
+    arena::with(|arena| check_in(arena, tensors))
+}
+
+/// [`check`] with the arena of the call.
+pub(in crate::capi) fn check_in(arena: &Arena, tensors: &[spw_tensor]) -> Result<()> {
+    if let [one] = tensors {
+        // Without an allocation: a step of one small tensor takes less time than that.
+        let mut ranges = [const { Range { start: 0, end: 0, tensor: 0, span: 0 } }; SPANS.len()];
+        let mut count = 0;
+        for range in (0..SPANS.len() as u8).filter_map(|span| range(0, one, span)) {
+            ranges[count] = range;
+            count += 1;
+        }
+        return check_ranges(&mut ranges[..count]);
+    }
+    // Listed by field, not by tensor: allocators return each kind at rising addresses, and the sort detects such runs.
+    let most = tensors.len().saturating_mul(SPANS.len());
+    let mut ranges = arena::with_capacity(arena, "listing the spans", most)?;
+    for span in 0..SPANS.len() as u8 {
+        let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
+        ranges.extend(tensors.iter().enumerate().filter_map(of));
+    }
+    check_ranges(&mut ranges)
+}
+
+fn check_ranges(ranges: &mut [Range]) -> Result<()> {
+    ranges.sort_by_key(|range| range.start);
+    let mut furthest: Option<Range> = None;
+    let mut furthest_written: Option<Range> = None;
+    for range in ranges {
+        let written = range.span != GRAD;
+        let rival = if written { furthest } else { furthest_written };
+        if let Some(other) = rival.filter(|other| range.start < other.end) {
+            let reason = format!("overlaps tensors[{}].{}", other.tensor, SPANS[usize::from(other.span)]);
+            return Err(at(range.tensor as usize, Error::invalid(SPANS[usize::from(range.span)], reason)));
+        }
+        let further = |known: Option<Range>| known.is_none_or(|known| range.end > known.end);
+        if further(furthest) {
+            furthest = Some(*range);
+        }
+        if written && further(furthest_written) {
+            furthest_written = Some(*range);
+        }
+    }
+    Ok(())
+}
+
+fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
+    let (address, dtype) = match span {
+        0 => (raw.param.cast_const(), raw.param_dtype),
+        GRAD => (raw.grad, raw.grad_dtype),
+        2 => (raw.exp_avg.cast_const(), raw.state_dtype),
+        3 => (raw.exp_avg_sq.cast_const(), raw.state_dtype),
+        4 => (raw.param_copy.cast_const(), raw.copy_dtype),
+        5 => (raw.shadow_param.cast_const(), raw.param_dtype),
+        6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
+        _ => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
+    };
+    let start = address.addr();
+    if start == 0 {
+        return None;
+    }
+    let bytes = spw_dtype_size(dtype).saturating_mul(raw.n).min(usize::MAX as u64) as usize;
+    (bytes > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
+}

@@ -56,8 +56,9 @@ impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
         let spans = Spans::<P, S, G, C>::of(tensor);
         let streams_log = tensor.streams_log();
         let log = tensor.log_address();
-        let mut stage = StagingBuffer::new();
-        let stage = streams_log.then_some(&mut stage);
+        // Made only for a streamed log: to clear it takes longer than the step of a small tensor.
+        let mut stage = streams_log.then(StagingBuffer::new);
+        let stage = stage.as_mut();
         let _mode = IeeeMode::enter();
         // SAFETY: `with_types` chose P, S, G and C by the tensor's dtypes, so the addresses point to elements of these
         // types. `Tensor::new` and `with_shadow` checked that every span has n elements. `check_states` checked that no

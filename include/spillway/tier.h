@@ -231,8 +231,8 @@ enum spw_status spw_tier_collect(const char *directory,
                                  uint32_t rank);
 
 // Finds or creates the extent `name`, with `stream_count` (at most 64) streams of `stream_bytes[i]` bytes each, and
-// writes its number. A name has 1 to 255 bytes. An existing extent with other streams is SPW_ERR_FOREIGN. The number is valid while the tier is
-// open.
+// writes its number. A name is UTF-8 of 1 to 255 bytes. An existing extent with other streams is SPW_ERR_FOREIGN. The
+// number is valid while the tier is open.
 enum spw_status spw_tier_define(const struct spw_tier *tier,
                                 const char *name,
                                 const uint64_t *stream_bytes,

@@ -17,8 +17,8 @@ use crate::tier::extent::MAX_STREAMS;
 use crate::tier::{ExtentPlacement, Tier};
 
 /// Finds or creates the extent `name`, with `stream_count` (at most 64) streams of `stream_bytes[i]` bytes each, and
-/// writes its number. A name has 1 to 255 bytes. An existing extent with other streams is SPW_ERR_FOREIGN. The number is valid while the tier is
-/// open.
+/// writes its number. A name is UTF-8 of 1 to 255 bytes. An existing extent with other streams is SPW_ERR_FOREIGN. The
+/// number is valid while the tier is open.
 ///
 /// # Safety
 /// `name` is a C string, `stream_bytes` points to `stream_count` numbers, `extent_out` to a u32.

@@ -9,7 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { FOR_EVER = -1, EXTENTS = 8, BYTES = 8 << 20, STALL_MS = 1500 };
+enum { FOR_EVER = -1, EXTENTS = 8, BYTES = 4 << 20, STALL_MS = 2500 };
 static const uint64_t size = BYTES;
 static char directory[4200];
 static volatile int *steps;
@@ -57,7 +57,7 @@ int main(void) {
         _exit(0);
     }
     int outcome = 0;
-    for (int i = 0; i < rounds(3); i++) {
+    for (int i = 0; i < rounds(2); i++) {
         const int before = *steps;
         for (int tries = 0; *steps < before + 2 && waitpid(child, &outcome, WNOHANG) == 0; tries++) {
             CHECK(tries < 6000);

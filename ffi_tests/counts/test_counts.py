@@ -14,10 +14,11 @@ import subprocess
 
 import pytest
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 TABLE = HERE / "counts.txt"
-LIBRARY = pathlib.Path(os.environ.setdefault("SPILLWAY_LIBRARY", str(
-    HERE.parents[1] / "target/release/libspillway.so")))
+LIBRARY = os.environ.setdefault("SPILLWAY_LIBRARY", str(
+    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
 ROOM = 1.05
 KERNELS = "avx2", "scalar"
 ELEMENTS, TENSORS, SMALL = 4096, 100, 32
@@ -30,10 +31,11 @@ HEADER = """# Instructions and cache lines of a step: per element for one tensor
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counts")
-    for name in ("libspillway.so", "libspillway.so.2"):
+    abi = re.search(r"#define SPW_ABI_VERSION (\d+)", (ROOT / "include/spillway/base.h").read_text())[1]
+    for name in ("libspillway.so", f"libspillway.so.{abi}"):
         (folder / name).symlink_to(LIBRARY)
     subprocess.run(["cc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O1", "-Wall", "-Wextra", "-Werror",
-                    str(HERE / "steps.c"), f"-I{HERE.parents[1] / 'include'}", f"-L{folder}", f"-Wl,-rpath,{folder}",
+                    str(HERE / "steps.c"), f"-I{ROOT / 'include'}", f"-L{folder}", f"-Wl,-rpath,{folder}",
                     "-lspillway", "-o", str(folder / "steps")], check=True)
     return folder / "steps"
 

@@ -87,7 +87,7 @@ def frozen(episode):
             episode.note(f"not run: {' '.join(command[:1])}: {done.stderr.strip()}")
             return
     try:
-        moves = TierMoves(episode, bases=[base, episode.path("good")], host="here", io_timeout=1.0)
+        moves = TierMoves(episode, bases=[base, episode.path("good")], host="here", io_timeout=2.0)
         child = Child(episode, _freezes, moves, name="the owner with a frozen path")
         child.expect("committed")
         subprocess.run(["fsfreeze", "-f", base], check=True)

@@ -178,21 +178,21 @@ def signals(episode):
 
 def stopped(episode):
     """A process that was stopped for longer than the I/O timeout continues with healthy paths."""
-    moves = TierMoves(episode, io_timeout=1.0)
+    moves = TierMoves(episode, io_timeout=2.0)
     child = Child(episode, _works, moves, name="the stopped process")
     child.expect("working")
     draw = episode.random("stops")
     for _ in range(2):
         time.sleep(0.1 + 0.3 * draw.random())
         child.kill(signal.SIGSTOP)
-        time.sleep(2.0)
+        time.sleep(3.0)
         child.kill(signal.SIGCONT)
     child.end(60)
 
 
 def _works(child, moves):
     moves.open()
-    episode, size, end = moves.episode, 48 << 20, time.monotonic() + 5.0
+    episode, size, end = moves.episode, 48 << 20, time.monotonic() + 8.0
     extents = [moves.call("define", f"extent {n}", [size]).value for n in range(2)]
     arrays = [content.make(episode.seed, extent, 0, 1, size) for extent in extents]
     child.send(word="working")

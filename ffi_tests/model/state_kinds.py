@@ -216,7 +216,7 @@ def _round(episode, draw, generator, engine, adam, twin_adam, state, twin):
                           f"limit {limit}, scale {scale}")
         for bucket in draw.sample(order, draw.randrange(len(order) + 1)):
             episode.call("spec wait", engine.wait, bucket, draw.choice((None, 20.0)))
-            episode.call("spec ready", engine.ready, bucket)
+            episode.call("spec bucket_state", engine.bucket_state, bucket)
         episode.call("spec finish", engine.finish, draw.choice((None, 20.0)))
         episode.call("spec rolled_back_buckets", engine.rolled_back_buckets)
     for event in events:

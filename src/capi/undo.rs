@@ -43,8 +43,8 @@ pub enum spw_undo_mode {
     /// Adam in f32, most old values come back exactly. The others differ by at most 2 units in the last place of the
     /// larger of the old and the new value. With SPW_WEIGHT_DECAY_L2 the difference of param also enters exp_avg and
     /// exp_avg_sq, which then differ by a few units more. Old values 2^24 times smaller than the new ones are lost, for
-    /// example the zero states before step 1. exp_avg_sq never becomes negative. Inf or NaN in a scaled gradient, param
-    /// or state is an error, and nothing is changed.
+    /// example the zero states before step 1. exp_avg_sq never becomes negative. With Inf or NaN in a
+    /// scaled gradient, param or state the step is done, but its rollback or redo is an error that changes nothing.
     SPW_UNDO_MODE_ARITHMETIC = 0,
     /// Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
     /// steady state, 9 at step 1, and never more than 13. Once the step is rolled back, redone or committed, log memory

@@ -18,8 +18,8 @@ use super::device::Device;
 use super::stream::Stream;
 use super::table::code;
 use crate::error::{Error, Result};
-use crate::pool::region::{self, Lease, Reach, Region};
-use crate::pool::transfer_buffer::TransferBuffer;
+use crate::pool::region::{self, Reach, Region};
+use crate::pool::transfer_buffer::{BufferLease, TransferBuffer};
 use crate::sys::span::Span;
 
 /// A range of device memory: Spillway's, or the framework's (`tensor.data_ptr()`).
@@ -112,7 +112,7 @@ impl HostSpan {
     }
 
     /// Prevents the reuse of memory of a Spillway pool until the lease is dropped.
-    pub(super) fn lease(&self) -> Option<Lease> {
+    pub(super) fn lease(&self) -> BufferLease {
         self.memory.lease()
     }
 

@@ -20,7 +20,7 @@ use super::memory::{DeviceMemory, HostSpan};
 use super::stream::{ForeignEvent, ForeignStream, GpuEvent, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::pool::region::Lease;
+use crate::pool::transfer_buffer::BufferLease;
 
 /// Direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,7 +120,7 @@ struct Running {
     done: Arc<GpuEvent>,
     _host: HostSpan,
     /// Keeps pool memory from being reused if its owner frees it too early.
-    _lease: Option<Lease>,
+    _lease: BufferLease,
 }
 
 /// The streams of one direction, and the buffers between them.

@@ -303,8 +303,7 @@ impl Driver {
     fn start(&mut self, token: usize, backend: &mut dyn Backend) {
         let flight = &self.in_flight[token];
         let op = &self.running[flight.owner].op;
-        let region =
-            op.lease.as_ref().filter(|_| flight.bounce.is_none()).map(|lease| Arc::clone(lease.region()));
+        let region = op.lease.region().filter(|_| flight.bounce.is_none()).map(Arc::clone);
         backend.push(Piece {
             token: token as u64,
             action: op.action,

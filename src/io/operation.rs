@@ -18,7 +18,7 @@ use super::counters::Counters;
 use super::file::File;
 use super::progress::Progress;
 use crate::error::{Error, IoError, IoKind, Result};
-use crate::pool::region::Lease;
+use crate::pool::transfer_buffer::BufferLease;
 use crate::sys::bell::Bell;
 use crate::sys::span::Span;
 
@@ -35,7 +35,7 @@ pub(super) struct Operation {
     pub(super) span: Span,
     /// Most bytes of a piece.
     pub(super) piece: u64,
-    pub(super) lease: Option<Lease>,
+    pub(super) lease: BufferLease,
     pub(super) submitted: Instant,
     pub(super) deadline: Option<Instant>,
     pub(super) stop: AtomicBool,

@@ -117,7 +117,7 @@ mod tests {
     fn memory_under_transfer_is_not_lent() {
         let mut buffer = Buffer::open(10_000, Backing { lock: false, ..Backing::default() }).unwrap();
         buffer.floats().unwrap().fill(2.0);
-        let lease = buffer.transfer(4096, 10).lease().unwrap();
+        let lease = buffer.transfer(4096, 10).lease();
         assert!(
             matches!(buffer.floats(), Err(Error::Busy(_))) && matches!(buffer.words(), Err(Error::Busy(_)))
         );
@@ -127,13 +127,25 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_begins_outside_and_ends_in_a_buffer_keeps_the_buffer() {
+        let mut buffer = Buffer::open(10_000, Backing { lock: false, ..Backing::default() }).unwrap();
+        let before = buffer.span().as_ptr().wrapping_sub(4096);
+        // SAFETY: the bytes of the span are never used, only its address and length.
+        let across = unsafe { Span::new(before, 4096 + 1) }.unwrap();
+        let lease = TransferBuffer::at_address(across).lease();
+        assert!(lease.region().is_none() && matches!(buffer.floats(), Err(Error::Busy(_))));
+        drop(lease);
+        assert!(buffer.floats().is_ok());
+    }
+
+    #[test]
     fn buffers_side_by_side_are_lent_each_by_itself_and_found_until_the_last_is_gone() {
         let backing = Backing { lock: false, ..Backing::default() };
         let mut buffers = Buffer::open_many(5, 10_000, backing).unwrap();
         for (number, buffer) in buffers.iter_mut().enumerate() {
             buffer.floats().unwrap().fill(number as f32);
         }
-        let lease = buffers[1].transfer(0, 12_288).lease().unwrap();
+        let lease = buffers[1].transfer(0, 12_288).lease();
         assert!(buffers[1].floats().is_err() && !buffers[0].in_transfer() && !buffers[2].in_transfer());
         drop(lease);
         for (number, buffer) in buffers.iter_mut().enumerate() {

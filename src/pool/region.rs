@@ -215,6 +215,19 @@ pub fn find(address: usize, len: usize) -> Option<Arc<Region>> {
     (region.is_own() && region.span().covers(address, len)).then(|| Arc::clone(region))
 }
 
+/// The regions of this process that share a byte with `address..address + len`.
+pub fn touching(address: usize, len: usize) -> Vec<Arc<Region>> {
+    let index = INDEX.load();
+    let (Some(index), Some(last)) = (index.as_ref(), len.checked_sub(1)) else { return Vec::new() };
+    let last = address.saturating_add(last);
+    // Regions do not overlap, so only the last one that begins at or before the address can reach it.
+    let before = index.range(..=address).next_back();
+    let first =
+        before.filter(|(_, region)| region.span().covers(address, 1)).map_or(address, |(start, _)| *start);
+    let found = index.range(first..=last.max(first)).map(|(_, region)| region);
+    found.filter(|region| region.is_own()).cloned().collect()
+}
+
 /// Calls `watcher` whenever a region retires in this process, until the watcher is dropped.
 pub fn watch(watcher: &Arc<dyn Fn() + Send + Sync>) {
     let added = Watcher { opener: OpeningProcess::current(), call: Arc::downgrade(watcher) };
@@ -297,6 +310,11 @@ mod tests {
         let (start, len) = (region.span().address(), region.span().len());
         assert_eq!(find(start + 1, len - 1).unwrap().id(), region.id());
         assert!(find(start + 1, len).is_none() && find(start, usize::MAX).is_none());
+        let ids = |address, len| touching(address, len).iter().map(|found| found.id()).collect::<Vec<_>>();
+        for (address, bytes) in [(start - 1, 2), (start + 1, 1), (start + len - 1, 2), (start - 1, len + 2)] {
+            assert!(ids(address, bytes).contains(&region.id()), "{address:x} {bytes}");
+        }
+        assert!(![ids(start - 1, 1), ids(start + len, 1), ids(start, 0)].concat().contains(&region.id()));
         region.retire();
         assert!(find(start, 1).is_none_or(|found| found.id() != region.id()));
     }

@@ -2,6 +2,7 @@
 //!
 //! Invariants:
 //! - A transfer buffer in pinned memory keeps the memory mapped. A lease from it also prevents the reuse of the memory.
+//! - This holds, too, for the pinned part of a caller's memory that begins or ends in other memory.
 //! - Memory of a caller stays valid by the promise of [`Span::new`]. Only there an address is looked up.
 #![forbid(unsafe_code)]
 
@@ -14,30 +15,52 @@ use crate::sys::span::Span;
 #[derive(Debug, Clone)]
 pub struct TransferBuffer {
     span: Span,
-    /// The region that contains the bytes; `None` for memory that the caller promised.
+    /// The region that contains all of the bytes.
     region: Option<Arc<Region>>,
+    /// Without such a region: the regions that contain some of the bytes.
+    touched: Vec<Arc<Region>>,
+}
+
+/// Prevents the reuse of the pinned part of a transfer buffer.
+#[derive(Debug, Default)]
+pub struct BufferLease {
+    whole: Option<Lease>,
+    _touched: Vec<Lease>,
+}
+
+impl BufferLease {
+    /// The region that contains all of the bytes.
+    pub fn region(&self) -> Option<&Arc<Region>> {
+        self.whole.as_ref().map(Lease::region)
+    }
 }
 
 impl TransferBuffer {
     /// No bytes.
     pub fn empty() -> TransferBuffer {
-        TransferBuffer { span: Span::empty(), region: None }
+        TransferBuffer { span: Span::empty(), region: None, touched: Vec::new() }
     }
 
     /// The `len` bytes that begin `from` bytes into a region.
     pub fn pinned(region: &Arc<Region>, from: usize, len: usize) -> TransferBuffer {
-        TransferBuffer { span: region.span().part(from, len), region: Some(Arc::clone(region)) }
+        let span = region.span().part(from, len);
+        TransferBuffer { span, region: Some(Arc::clone(region)), touched: Vec::new() }
     }
 
     /// Memory that a caller names by its address. If the caller took it from a pool of this library, it is treated as
     /// pinned memory.
     pub fn at_address(span: Span) -> TransferBuffer {
-        TransferBuffer { span, region: region::find(span.address(), span.len()) }
+        match region::find(span.address(), span.len()) {
+            Some(region) => TransferBuffer { span, region: Some(region), touched: Vec::new() },
+            None => {
+                TransferBuffer { span, region: None, touched: region::touching(span.address(), span.len()) }
+            }
+        }
     }
 
     /// The `len` bytes that begin `from` bytes into the buffer.
     pub fn part(&self, from: usize, len: usize) -> TransferBuffer {
-        TransferBuffer { span: self.span.part(from, len), region: self.region.clone() }
+        TransferBuffer { span: self.span.part(from, len), ..self.clone() }
     }
 
     /// The bytes.
@@ -60,9 +83,13 @@ impl TransferBuffer {
         self.region.as_ref()
     }
 
-    /// Prevents the reuse of the bytes until the lease is dropped; `None` for memory that the caller promised.
-    pub fn lease(&self) -> Option<Lease> {
-        self.region.as_ref().map(|region| Lease::of(region, self.span))
+    /// Prevents the reuse of the pinned bytes until the lease is dropped.
+    pub fn lease(&self) -> BufferLease {
+        let lease = |region: &Arc<Region>| Lease::of(region, self.span);
+        BufferLease {
+            whole: self.region.as_ref().map(lease),
+            _touched: self.touched.iter().map(lease).collect(),
+        }
     }
 }
 

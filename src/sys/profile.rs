@@ -63,7 +63,11 @@ impl Default for Contents {
 impl Contents {
     /// The contents of the file at `path`; `None` if there is no file; an error text if the file is invalid.
     pub fn read(path: &Path) -> Result<Option<Contents>, String> {
-        let file = match fs::File::open(path) {
+        // Does not wait for the other end of a FIFO.
+        let file = match fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
+            Ok(file) if !file.metadata().is_ok_and(|found| found.is_file()) => {
+                return Err("it is not a regular file".to_string());
+            }
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error.to_string()),
@@ -147,6 +151,14 @@ mod tests {
         assert_eq!((&kept["tiers"][1]["b"], &kept["links"]["a"]["x"]), (&Value::Null, &Value::from(0.1)));
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
         assert_eq!(Contents::read(&folder.path().join("absent")), Ok(None));
+    }
+
+    #[test]
+    fn a_fifo_is_refused_at_once() {
+        let path = tempfile::tempdir().unwrap().keep().join("fifo");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(Contents::read(&path), Err("it is not a regular file".to_string()));
+        fs::remove_dir_all(path.parent().unwrap()).unwrap();
     }
 
     #[test]

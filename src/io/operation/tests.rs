@@ -12,7 +12,7 @@ fn under_way(handle: u64, submitted: Instant, deadline: Option<Instant>) -> Oper
         offset: 0,
         span: Span::empty(),
         piece: 512,
-        lease: None,
+        lease: BufferLease::default(),
         submitted,
         deadline,
         stop: false.into(),

@@ -67,7 +67,7 @@ fn run(count: usize) -> Counting {
             offset: (n * BLOCK) as u64,
             span,
             piece: BLOCK as u64,
-            lease: None,
+            lease: Default::default(),
             submitted: Instant::now(),
             deadline: None,
             stop: false.into(),

@@ -148,7 +148,8 @@ enum spw_status spw_pinned_alloc(uint64_t bytes,
                                  void **start_out);
 
 // Frees an allocation of `spw_pinned_alloc`. Any other address, or an allocation freed before, is
-// SPW_ERR_INVALID_ARGUMENT. Memory of transfers in flight is quarantined: it stays mapped until they end.
+// SPW_ERR_INVALID_ARGUMENT. In a forked child an allocation of the parent is SPW_ERR_UNSUPPORTED. Memory of transfers in
+// flight is quarantined: it stays mapped until they end.
 enum spw_status spw_pinned_free(void *start);
 
 // Writes 1 if all `bytes` bytes at `start` lie in one live allocation, else 0.

@@ -220,7 +220,8 @@ enum spw_status spw_tier_close(struct spw_tier *tier,
 
 // Deletes the tier's files from every path and frees the tier. The tier is freed whatever the status. A path with an
 // operation in flight keeps its files, and its lock until the operation ends; the status is then SPW_ERR_BUSY. Delete
-// such files later with `spw_tier_collect`. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
+// such files later with `spw_tier_collect`. A directory or file that was renamed or replaced while the tier was open is
+// SPW_ERR_PATH_MISSING, and its path keeps all files. In a forked child the call is SPW_ERR_UNSUPPORTED and does nothing.
 enum spw_status spw_tier_destroy(struct spw_tier *tier);
 
 // Deletes the files that a dead run left below `directory`, which may be an `s3://BUCKET/PREFIX`. `host` NULL means

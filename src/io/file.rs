@@ -195,6 +195,14 @@ impl File {
         self.identity
     }
 
+    /// True if the file has a name in some directory; false if it was removed, or if that is unknown.
+    pub fn has_a_name(&self) -> bool {
+        match &self.source {
+            Source::Real { main, .. } => file::info(main).is_ok_and(|info| info.links > 0),
+            Source::Named => false,
+        }
+    }
+
     /// Records the length of the file in bytes, as just observed.
     pub fn note_length(&self, length: u64) {
         self.length.store(length, Ordering::Relaxed);

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::region::{Backing, Region};
+use super::region::{self, Backing, Region};
 use crate::error::{Error, Result};
 use crate::sys::memory::{BASE_PAGE, HUGE_PAGE};
 use crate::sys::per_process::{PerProcessStatic, Shared};
@@ -88,11 +88,16 @@ pub fn alloc(bytes: usize) -> Result<Span> {
     Ok(span.part(0, bytes))
 }
 
-/// Frees the allocation that begins at `address`; any other address is an `InvalidArgument`.
+/// Frees the allocation that begins at `address`. Memory of the parent of a forked child is `Unsupported`, any other
+/// address an `InvalidArgument`.
 pub fn free(address: usize) -> Result<()> {
     let shared = shared();
     let mut state = lock(&shared);
     let Some(allocation) = state.live.remove(&address) else {
+        if region::find(address, 1).is_some_and(|region| !region.is_own()) {
+            let message = format!("{address:#x} was allocated by the parent of this process; free it there");
+            return Err(Error::Unsupported(message));
+        }
         let reason = format!("{address:#x} is not the start of a pinned allocation, or was freed already");
         return Err(Error::invalid("start", reason));
     };

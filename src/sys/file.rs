@@ -116,6 +116,8 @@ pub struct FileInfo {
     pub len: u64,
     /// True for a regular file or block device: only these have meaningful offsets.
     pub seekable: bool,
+    /// Number of its names (hard links).
+    pub links: u64,
 }
 
 /// Metadata of the file that `path` names now.
@@ -134,6 +136,7 @@ fn to_info(found: &Metadata) -> FileInfo {
         identity: Identity { device: found.dev(), inode: found.ino() },
         len: found.len(),
         seekable: kind == libc::S_IFREG || kind == libc::S_IFBLK,
+        links: found.nlink(),
     }
 }
 

@@ -43,7 +43,7 @@ pub struct OpenFlags {
     pub direct: bool,
 }
 
-/// FileInfo of a directory entry, without following a link.
+/// Metadata of a directory entry, without following a link.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry {
     /// Which file.
@@ -98,7 +98,7 @@ pub fn open_private(directory: Option<BorrowedFd>, path: &Path, wanted: OpenFlag
     let flags =
         access | libc::O_NONBLOCK | flag(wanted.make, libc::O_CREAT) | flag(wanted.direct, libc::O_DIRECT);
     let name = c_string(path.as_os_str())?;
-    let file = open_at(at, &name, flags).map_err(|error| explain(error, at, &name))?;
+    let file = open_at(at, &name, flags).map_err(|error| explain(error, at, &name, "a regular file"))?;
     check_file(&file, path)?;
     make_blocking(&file)?;
     Ok(file)
@@ -109,11 +109,11 @@ pub fn open_private(directory: Option<BorrowedFd>, path: &Path, wanted: OpenFlag
 pub fn open_to_check(path: &Path) -> io::Result<File> {
     let name = c_string(path.as_os_str())?;
     let file = open_at(libc::AT_FDCWD, &name, libc::O_RDONLY | libc::O_NONBLOCK)
-        .map_err(|error| explain(error, libc::AT_FDCWD, &name))?;
-    let kind = file.metadata()?.mode() & libc::S_IFMT;
-    match kind {
+        .map_err(|error| explain(error, libc::AT_FDCWD, &name, "a regular file"))?;
+    let found = file.metadata()?;
+    match found.mode() & libc::S_IFMT {
         libc::S_IFREG => Ok(file),
-        kind => Err(not_regular(kind)),
+        _ => Err(wrong_kind(found.mode(), found.uid(), "a regular file")),
     }
 }
 
@@ -124,15 +124,6 @@ pub struct PrivateDirectory {
 }
 
 impl PrivateDirectory {
-    /// Opens a directory that the caller names. The caller is responsible for its links, owner and mode.
-    pub fn open_given(path: &Path) -> io::Result<PrivateDirectory> {
-        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
-        let name = c_string(path.as_os_str())?;
-        // SAFETY: a C string and flags.
-        let fd = unsafe { libc::open(name.as_ptr(), flags) };
-        Ok(PrivateDirectory { file: owned(fd)? })
-    }
-
     /// Opens a subdirectory that only the effective user may change; created with mode 0700 if `make`.
     pub fn enter(&self, name: &str, make: bool) -> io::Result<PrivateDirectory> {
         let found = match self.peek(name) {
@@ -150,7 +141,7 @@ impl PrivateDirectory {
     pub fn peek(&self, name: &str) -> io::Result<PrivateDirectory> {
         let (at, name) = (self.file.as_raw_fd(), c_string(name.as_ref())?);
         let file = open_at(at, &name, libc::O_RDONLY | libc::O_DIRECTORY)
-            .map_err(|error| explain(error, at, &name))?;
+            .map_err(|error| explain(error, at, &name, "a directory"))?;
         Ok(PrivateDirectory { file })
     }
 
@@ -202,7 +193,10 @@ impl PrivateDirectory {
     pub fn remove_file(&self, name: &str) -> io::Result<()> {
         match self.unlink(name, 0) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
+            Err(error) => {
+                Err(explain(error, self.file.as_raw_fd(), &c_string(name.as_ref())?, "a regular file"))
+            }
+            Ok(()) => Ok(()),
         }
     }
 
@@ -260,7 +254,7 @@ fn stat_at(at: i32, name: &CString) -> io::Result<libc::stat> {
 }
 
 /// Replaces the error of a failed open by one that names the file that is in the way, if the errno does not.
-fn explain(error: io::Error, at: i32, name: &CString) -> io::Error {
+fn explain(error: io::Error, at: i32, name: &CString, wanted: &str) -> io::Error {
     let explained =
         [libc::ELOOP, libc::ENOTDIR, libc::ENXIO, libc::EISDIR, libc::EACCES, libc::EPERM, libc::ENODEV];
     if !error.raw_os_error().is_some_and(|errno| explained.contains(&errno)) {
@@ -269,12 +263,16 @@ fn explain(error: io::Error, at: i32, name: &CString) -> io::Error {
     let Ok(found) = stat_at(at, name) else { return error };
     let (kind, mode) = (found.st_mode & libc::S_IFMT, found.st_mode & 0o7777);
     match kind {
-        libc::S_IFLNK => refused("it is a symbolic link, and links are not followed; remove the link"),
-        libc::S_IFIFO | libc::S_IFSOCK | libc::S_IFCHR | libc::S_IFBLK => not_regular(kind),
-        libc::S_IFDIR if error.raw_os_error() == Some(libc::EISDIR) => not_regular(kind),
-        libc::S_IFDIR if found.st_uid != user() => wrong_owner("directory", found.st_uid, mode),
-        libc::S_IFREG if found.st_uid != user() => wrong_owner("file", found.st_uid, mode),
-        _ => error,
+        libc::S_IFLNK => refused(format!(
+            "it is a symbolic link of user {}, and links are not followed; remove the link",
+            found.st_uid
+        )),
+        libc::S_IFDIR | libc::S_IFREG if found.st_uid != user() => {
+            wrong_owner(if kind == libc::S_IFDIR { "directory" } else { "file" }, found.st_uid, mode)
+        }
+        libc::S_IFDIR if wanted == "a directory" => error,
+        libc::S_IFREG if wanted == "a regular file" => error,
+        _ => wrong_kind(found.st_mode, found.st_uid, wanted),
     }
 }
 
@@ -286,21 +284,22 @@ fn wrong_owner(what: &str, owner: u32, mode: u32) -> io::Error {
     ))
 }
 
-fn not_regular(kind: libc::mode_t) -> io::Error {
-    let kind = match kind {
+fn wrong_kind(mode: libc::mode_t, owner: u32, wanted: &str) -> io::Error {
+    let kind = match mode & libc::S_IFMT {
         libc::S_IFIFO => "a FIFO",
         libc::S_IFSOCK => "a socket",
         libc::S_IFDIR => "a directory",
+        libc::S_IFREG => "a regular file",
         _ => "a device",
     };
-    refused(format!("it is {kind}, but must be a regular file; remove it"))
+    let mode = mode & 0o7777;
+    refused(format!("it is {kind} of user {owner} (mode {mode:04o}), but must be {wanted}; remove it"))
 }
 
 fn check_file(file: &File, path: &Path) -> io::Result<()> {
     let found = file.metadata()?;
-    let kind = found.mode() & libc::S_IFMT;
-    if kind != libc::S_IFREG {
-        return Err(not_regular(kind));
+    if found.mode() & libc::S_IFMT != libc::S_IFREG {
+        return Err(wrong_kind(found.mode(), found.uid(), "a regular file"));
     }
     check_owner(file, "file")?;
     if found.nlink() > 1 {
@@ -355,6 +354,9 @@ fn make_blocking(file: &File) -> io::Result<()> {
     }
     Ok(())
 }
+
+mod given;
+pub use given::GivenDirectory;
 
 #[cfg(test)]
 mod tests;

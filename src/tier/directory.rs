@@ -14,7 +14,6 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::extent::check_name;
@@ -23,11 +22,11 @@ use crate::sys::file::Identity;
 use crate::sys::host;
 use crate::sys::lock::{FileLock, LockAttempt};
 use crate::sys::private_files::OpenFlags;
-use crate::sys::private_files::{self, PrivateDirectory};
+use crate::sys::private_files::{self, GivenDirectory, PrivateDirectory};
 
 /// Files of a directory, superblocks first: the order of removal.
 pub const FILES: [&str; 3] = ["superblock.0", "superblock.1", "data"];
-const LOCK: &str = "lock";
+pub(super) const LOCK: &str = "lock";
 const REMOVING: &str = "removing";
 /// Transient errors, which do not prove that a file is gone.
 const PASSING: [i32; 5] = [libc::EINTR, libc::EAGAIN, libc::ENOMEM, libc::EIO, libc::ETIMEDOUT];
@@ -47,9 +46,7 @@ pub struct Owner {
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
-    /// Absolute form of `path`, independent of the working directory.
-    place: PathBuf,
-    base: PrivateDirectory,
+    base: GivenDirectory,
     /// The directories of job, host and rank, with their names.
     below: Vec<(String, PrivateDirectory)>,
     lock: FileLock,
@@ -82,7 +79,7 @@ impl Directory {
     /// Errors: `Locked` if another process holds it, `Foreign` if another user owns a part of it.
     pub fn claim(base: &Path, owner: &Owner, make: bool) -> Result<Option<Directory>> {
         let path = owner.below(base);
-        let given = match PrivateDirectory::open_given(base) {
+        let given = match GivenDirectory::open(base) {
             Err(error) if !is_absence(&error) => return Err(failed("opening", base, error, "")),
             Err(error) if error.raw_os_error() == Some(libc::ENOTDIR) => {
                 let message = "it, or a part of its path, is not a directory";
@@ -103,10 +100,9 @@ impl Directory {
             Some(below) => below,
             None => return Ok(None),
         };
-        let place = std::path::absolute(&path).map_err(|error| failed("opening", &path, error, ""))?;
-        let rank = below.last().map_or(&given, |(_, rank)| rank);
+        let rank = below.last().map_or(&*given, |(_, rank)| rank);
         let lock = acquire(rank, &path)?;
-        let directory = Directory { path, place, base: given, below, lock };
+        let directory = Directory { path, base: given, below, lock };
         directory.finish_removal()?;
         Ok(Some(directory))
     }
@@ -140,7 +136,7 @@ impl Directory {
     /// Syncs the directory and the directories above it, up to the base directory.
     pub fn sync(&self) -> Result<()> {
         let mut path = self.path.as_path();
-        for directory in self.below.iter().rev().map(|(_, one)| one).chain([&self.base]) {
+        for directory in self.below.iter().rev().map(|(_, one)| one).chain([&*self.base]) {
             directory.sync().map_err(|error| failed("syncing", path, error, ""))?;
             path = path.parent().unwrap_or(path);
         }
@@ -151,32 +147,11 @@ impl Directory {
     /// open files now stands for something else. Data written there would be lost with the process. Transient errors
     /// are ignored; the next read or write reports them.
     pub fn check(&self, files: &[(&str, Identity)]) -> Result<()> {
-        let gone = |path: PathBuf, message: &str| {
-            let message =
-                format!("{message} while the tier was open; data that was written there since is lost");
-            Err(TierError::at(TierKind::PathMissing, path.to_string_lossy(), message))
-        };
-        let is_passing =
-            |error: &io::Error| error.raw_os_error().is_some_and(|errno| PASSING.contains(&errno));
         if !self.lock.is_held() {
             return gone(self.file(LOCK), "another process took the lock");
         }
-        match (fs::symlink_metadata(&self.place), self.rank().identity()) {
-            (Ok(found), Ok(own)) if (found.dev(), found.ino()) != (own.device, own.inode) => {
-                return gone(self.path.clone(), "the directory was replaced");
-            }
-            (Err(error), _) if !is_passing(&error) => {
-                return gone(self.path.clone(), &format!("the directory was removed or renamed ({error})"));
-            }
-            _ => {}
-        }
-        // The next open refuses a directory that was replaced by a link.
-        let above = [&self.base].into_iter().chain(self.below.iter().map(|(_, directory)| directory));
-        for (above, (name, directory)) in above.zip(&self.below) {
-            let (found, own) = (above.entry(name).ok().flatten(), directory.identity().ok());
-            if found.zip(own).is_some_and(|(found, own)| found.identity != own) {
-                return gone(self.path.clone(), &format!("the directory {name:?} was replaced"));
-            }
+        if let Some(message) = self.lost_name() {
+            return gone(self.path.clone(), &message);
         }
         for (name, identity) in files.iter().chain([&(LOCK, self.lock.identity())]) {
             match self.rank().entry(name) {
@@ -199,14 +174,49 @@ impl Directory {
         Ok(())
     }
 
+    /// Which of the directories lost its name, and how. Transient errors are ignored.
+    fn lost_name(&self) -> Option<String> {
+        let lost = |name: &str, found: io::Result<Option<bool>>| match found {
+            Ok(Some(true)) => None,
+            Ok(Some(false)) => Some(format!("the directory {name:?} was replaced")),
+            Ok(None) => Some(format!("the directory {name:?} was removed or renamed")),
+            Err(error) if is_absence(&error) => {
+                Some(format!("the directory {name:?} was removed or renamed ({error})"))
+            }
+            Err(error) if is_passing(&error) => None,
+            Err(error) => Some(format!("the directory {name:?} became unreachable ({error})")),
+        };
+        let base = lost(&self.base.name().to_string_lossy(), self.base.has_its_name().map(Some));
+        let above = [&*self.base].into_iter().chain(self.below.iter().map(|(_, directory)| directory));
+        let mut below = above.zip(&self.below).filter_map(|(above, (name, directory))| {
+            // The next open refuses a directory that was replaced by a link.
+            let found = above
+                .entry(name)
+                .and_then(|found| found.map(|found| Ok(found.identity == directory.identity()?)).transpose());
+            lost(name, found)
+        });
+        base.or_else(|| below.next())
+    }
+
+    /// Fails with `PathMissing` if one of these files, which exist, has another name than that of the tier now.
+    pub fn check_removal(&self, files: &[(&str, Identity)]) -> Result<()> {
+        for (name, identity) in files {
+            let found = self.rank().entry(name).ok().flatten();
+            if found.is_none_or(|found| found.identity != *identity) {
+                return Err(self.left(&format!("the file {name:?} was renamed")));
+            }
+        }
+        Ok(())
+    }
+
     /// Removes the files, the directory, and the parent directories that become empty.
     pub fn remove(self) -> Result<()> {
         if !self.lock.is_own() {
             return Err(inherited(&self.path.to_string_lossy()));
         }
-        if fs::symlink_metadata(&self.place).is_err_and(|error| is_absence(&error)) {
-            // The directory was removed or renamed. A renamed directory is left alone.
-            return Ok(());
+        if let Some(message) = self.lost_name() {
+            // A directory that was removed with its files is no error.
+            return if self.is_empty() { Ok(()) } else { Err(self.left(&message)) };
         }
         self.check(&[])?;
         // The marker is optional: a full file system may refuse it. `collect` removes what an interrupted removal
@@ -215,13 +225,22 @@ impl Directory {
         self.remove_files()?;
         self.remove_file(LOCK)?;
         for (at, (name, _)) in self.below.iter().enumerate().rev() {
-            let above = if at == 0 { &self.base } else { &self.below[at - 1].1 };
+            let above = if at == 0 { &*self.base } else { &self.below[at - 1].1 };
             // A directory that is not empty stays.
             if above.remove_directory(name).is_err() {
                 break;
             }
         }
         Ok(())
+    }
+
+    fn left(&self, message: &str) -> Error {
+        let message = format!("{message} while the tier was open; its files remain, and nothing was removed");
+        TierError::at(TierKind::PathMissing, self.path.to_string_lossy(), message)
+    }
+
+    fn is_empty(&self) -> bool {
+        FILES.iter().chain([&LOCK]).all(|name| matches!(self.rank().entry(name), Ok(None)))
     }
 
     fn finish_removal(&self) -> Result<()> {
@@ -246,12 +265,21 @@ pub(super) fn inherited(path: &str) -> Error {
     Error::Unsupported(format!("{path} is in use by the parent of this process; nothing was removed"))
 }
 
+fn gone(path: PathBuf, message: &str) -> Result<()> {
+    let message = format!("{message} while the tier was open; data that was written there since is lost");
+    Err(TierError::at(TierKind::PathMissing, path.to_string_lossy(), message))
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    error.raw_os_error().is_some_and(|errno| PASSING.contains(&errno))
+}
+
 fn is_absence(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR))
 }
 
 /// Opens the directories of job, host and rank. `None` if one does not exist and `make` is false.
-fn enter(
+pub(super) fn enter(
     given: &PrivateDirectory,
     base: &Path,
     owner: &Owner,
@@ -311,110 +339,4 @@ pub(super) fn failed(doing: &'static str, path: &Path, error: io::Error, detail:
     let detail = if errno == 0 { error.to_string() } else { detail.to_string() };
     let (path, kind) = (path.to_string_lossy().into_owned(), IoKind::of_errno(errno));
     IoError { kind, doing, path, offset: 0, bytes: 0, errno, detail }.into()
-}
-
-/// A tier directory found by [`scan`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
-    /// Owner named by the path.
-    pub owner: Owner,
-    /// Path of the directory.
-    pub path: PathBuf,
-    /// Text of the lock if a live process holds it, or the error of the check. `None` if no live process holds it.
-    pub live: Option<String>,
-    /// Total length of its files, in bytes.
-    pub bytes: u64,
-}
-
-/// All tier directories below `base`. Links are not followed, and directories of other users are skipped.
-pub fn scan(base: &Path) -> Result<Vec<Found>> {
-    let given = PrivateDirectory::open_given(base).map_err(|error| failed("opening", base, error, ""))?;
-    let mut all = Vec::new();
-    for (job, path, jobs) in list(&given, base)? {
-        for (host, path, hosts) in list(&jobs, &path)? {
-            for (rank, path, directory) in list(&hosts, &path)? {
-                let rank = rank.strip_prefix("rank-").and_then(|rank| rank.parse().ok());
-                let Some(rank) = rank.filter(|_| is_file(&directory, LOCK)) else { continue };
-                let owner = Owner { job: job.clone(), host: host.clone(), rank };
-                let bytes = FILES.iter().filter_map(|file| directory.entry(file).ok().flatten());
-                let bytes = bytes.map(|found| found.len).sum();
-                let live = match FileLock::attempt(&directory, LOCK) {
-                    Ok(LockAttempt::Acquired(_)) => None,
-                    Ok(LockAttempt::HeldByUs) => Some("this process".to_string()),
-                    Ok(LockAttempt::HeldByOther(message)) => Some(message.trim().to_string()),
-                    Err(error) => Some(error.to_string()),
-                };
-                all.push(Found { owner, path, live, bytes });
-            }
-        }
-    }
-    Ok(all)
-}
-
-/// Subdirectories, sorted by name, without links.
-fn list(directory: &PrivateDirectory, path: &Path) -> Result<Vec<(String, PathBuf, PrivateDirectory)>> {
-    let entries = match fs::read_dir(path) {
-        Ok(entries) => entries,
-        // The directory belongs to another user, or was removed since it was listed.
-        Err(error) if matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound) => {
-            return Ok(Vec::new());
-        }
-        Err(error) => return Err(failed("opening", path, error, "")),
-    };
-    let mut names: Vec<String> =
-        entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-    names.sort();
-    let found = names.into_iter().filter_map(|name| {
-        let found = directory.peek(&name).ok()?;
-        Some((name.clone(), path.join(name), found))
-    });
-    Ok(found.collect())
-}
-
-fn is_file(directory: &PrivateDirectory, name: &str) -> bool {
-    directory.entry(name).is_ok_and(|found| found.is_some_and(|found| found.regular))
-}
-
-/// Fails with `Foreign` if an unlocked directory of another host holds the state of this rank. A new tier would
-/// otherwise silently ignore that state.
-pub fn check_moved<'a>(bases: impl Iterator<Item = &'a Path>, owner: &Owner) -> Result<()> {
-    let Some(path) = bases.flat_map(|base| elsewhere(base, owner)).next() else { return Ok(()) };
-    let message = format!(
-        "it has the state of this rank of job {:?} under another host name than {:?}; set that host name, or \
-         remove the state with spw_tier_collect",
-        owner.job, owner.host
-    );
-    Err(TierError::at(TierKind::Foreign, path.to_string_lossy(), message))
-}
-
-/// Unlocked directories below `base` with state of the same job and rank under another host name. Directories of other
-/// users are skipped.
-fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
-    let hosts = fs::read_dir(base.join(&owner.job)).into_iter().flatten().filter_map(|entry| entry.ok());
-    let names = hosts.filter_map(|entry| entry.file_name().into_string().ok());
-    let Ok(given) = PrivateDirectory::open_given(base) else { return Vec::new() };
-    let holds_state = |owner: &Owner| {
-        let Ok(Some(below)) = enter(&given, base, owner, false) else { return false };
-        let Some((_, rank)) = below.last() else { return false };
-        let written =
-            |file: &&str| rank.entry(file).is_ok_and(|found| found.is_some_and(|found| found.len > 0));
-        FILES[..2].iter().any(written)
-            && matches!(FileLock::attempt(rank, LOCK), Ok(LockAttempt::Acquired(_)))
-    };
-    names
-        .filter(|host| *host != owner.host)
-        .map(|host| Owner { host, ..owner.clone() })
-        .filter(holds_state)
-        .map(|owner| owner.below(base))
-        .collect()
-}
-
-/// Removes the directory of an owner whose process has ended. Fails for a live owner, and for a directory of another
-/// user.
-pub fn collect(base: &Path, owner: &Owner) -> Result<()> {
-    owner.check()?;
-    match Directory::claim(base, owner, false)? {
-        Some(directory) => directory.remove(),
-        None => Err(failed("opening", &owner.below(base), io::ErrorKind::NotFound.into(), "")),
-    }
 }

@@ -158,7 +158,11 @@ impl Tier {
         // Checked before the allocation, because sizes in the manifest may be arbitrary.
         for stream in &extent.streams {
             let path = stream_path(directory, &stream.file)?;
-            let found = fs::metadata(&path).map_err(|error| failed("opening", &path, error, ""))?.len();
+            let found = fs::metadata(&path).map_err(|error| failed("opening", &path, error, ""))?;
+            if !found.is_file() {
+                return Err(broken(&path, "it is no regular file".to_string()));
+            }
+            let found = found.len();
             if found != stream.bytes {
                 return Err(broken(
                     &path,

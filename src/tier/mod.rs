@@ -17,6 +17,7 @@
 //! | [`claim`] | the right of one tiered update to step the states |
 //! | [`turns`] | turns: one process of the node uses a path at a time |
 //! | `path`, `storage`, [`directory`] | files of a path, and the lock on its directory |
+//! | [`scan`] | directories of ended runs and other hosts: list and remove them |
 //! | `bucket`, `prefix_lock` | files of a path in an object store, and the lock on its prefix |
 //!
 //! `bucket` and `prefix_lock` belong to the feature `s3`; unit tests always have them, with a store in memory.
@@ -45,6 +46,7 @@ pub mod extent;
 pub mod inspect;
 pub mod layout;
 pub mod options;
+pub mod scan;
 pub mod space;
 pub mod store;
 pub mod superblock;

@@ -4,7 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::directory::{self, Owner};
+use super::directory::Owner;
+use super::scan;
 use super::superblock::{MAX_PATHS, block_bytes_fit};
 use crate::error::{Error, Result};
 use crate::io::options::{Options as IoOptions, is_address};
@@ -69,7 +70,7 @@ impl PathLocation {
     /// Removes the files of an owner whose process has ended. A live owner is an error.
     pub fn collect(&self, owner: &Owner) -> Result<()> {
         match self {
-            PathLocation::Directory(base) => directory::collect(base, owner),
+            PathLocation::Directory(base) => scan::collect(base, owner),
             #[cfg(feature = "s3")]
             PathLocation::Bucket(address) => super::bucket::collect(address, owner),
             #[cfg(not(feature = "s3"))]

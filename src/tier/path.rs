@@ -15,6 +15,7 @@ use super::turns::gate::{DataTransfer, Gate};
 use super::waiting::{deadline_after, timed_out};
 use crate::error::{IoKind, Result, TierError, TierKind};
 use crate::io::engine::Engine;
+use crate::io::file::File;
 use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::pool::transfer_buffer::TransferBuffer;
 
@@ -234,12 +235,12 @@ impl TierPath {
 
     /// Fails if the files no longer have their names, or if the lock was lost.
     pub(super) fn check(&self) -> Result<()> {
+        self.storage.check(&self.files())
+    }
+
+    fn files(&self) -> [(&'static str, &File); 3] {
         let [first, second] = &self.superblocks;
-        self.storage.check(&[
-            ("superblock.0", &first.writer),
-            ("superblock.1", &second.writer),
-            ("data", &self.data.writer),
-        ])
+        [("superblock.0", &first.writer), ("superblock.1", &second.writer), ("data", &self.data.writer)]
     }
 
     /// Fails with `Format` if the path holds chunks of a tier although both superblocks are blank. A superblock is
@@ -279,8 +280,9 @@ impl TierPath {
         Ok(false)
     }
 
-    /// Removes the files. `Busy` if an operation is still in flight.
+    /// Removes the files. `Busy` if an operation is still in flight; `PathMissing` if a file has another name now.
     pub(super) fn remove(self) -> Result<()> {
+        self.storage.check_removal(&self.files())?;
         let TierPath { storage, engine, data, superblocks, .. } = self;
         drop((data, superblocks));
         match engine.close(None) {

@@ -14,10 +14,10 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use super::contents::Contents;
-use super::directory::check_moved;
 use super::health::Health;
 use super::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
 use super::path::{TierPath, claim};
+use super::scan::check_moved;
 use super::space::Space;
 use super::state::{DurableCopy, Extent, PathState, TierState};
 use super::store::{Opened, Tier};

@@ -50,6 +50,11 @@ pub trait Storage: Send + Sync + Debug {
         Ok(())
     }
 
+    /// Fails if one of the open files now has another name, so that a removal would leave its data.
+    fn check_removal(&self, _files: &[(&'static str, &File)]) -> Result<()> {
+        Ok(())
+    }
+
     /// True if an interrupted removal is completed before the storage is used again.
     fn finishes_removal(&self) -> bool {
         false
@@ -135,6 +140,12 @@ impl Storage for DirStorage {
     fn check(&self, files: &[(&'static str, &File)]) -> Result<()> {
         let files: Vec<_> = files.iter().map(|(name, file)| (*name, file.identity())).collect();
         self.directory.check(&files)
+    }
+
+    fn check_removal(&self, files: &[(&'static str, &File)]) -> Result<()> {
+        let named = files.iter().filter(|(_, file)| file.has_a_name());
+        let files: Vec<_> = named.map(|(name, file)| (*name, file.identity())).collect();
+        self.directory.check_removal(&files)
     }
 
     fn finishes_removal(&self) -> bool {

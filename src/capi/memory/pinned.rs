@@ -52,7 +52,8 @@ pub unsafe extern "C" fn spw_pinned_alloc(bytes: u64, start_out: *mut *mut c_voi
 }
 
 /// Frees an allocation of `spw_pinned_alloc`. Any other address, or an allocation freed before, is
-/// SPW_ERR_INVALID_ARGUMENT. Memory of transfers in flight is quarantined: it stays mapped until they end.
+/// SPW_ERR_INVALID_ARGUMENT. In a forked child an allocation of the parent is SPW_ERR_UNSUPPORTED. Memory of transfers in
+/// flight is quarantined: it stays mapped until they end.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_pinned_free(start: *mut c_void) -> spw_status {
     guard(|| pinned::free(start as usize))

@@ -1,13 +1,14 @@
 //! Locks against other processes, forked children, and descriptors that other code opens.
 
 use super::*;
+use crate::sys::private_files::GivenDirectory;
 use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 fn attempt(dir: &Path) -> LockAttempt {
-    FileLock::attempt(&PrivateDirectory::open_given(dir).unwrap(), "lock").unwrap()
+    FileLock::attempt(&GivenDirectory::open(dir).unwrap(), "lock").unwrap()
 }
 
 #[test]
@@ -16,7 +17,7 @@ fn a_process_holds_a_lock_once_and_gives_it_back() {
     let LockAttempt::Acquired(mut lock) = attempt(dir.path()) else { panic!("it was free") };
     lock.write("mine").unwrap();
     assert!(matches!(attempt(dir.path()), LockAttempt::HeldByUs));
-    assert!(lock.is_named(&PrivateDirectory::open_given(dir.path()).unwrap(), "lock").unwrap());
+    assert!(lock.is_named(&GivenDirectory::open(dir.path()).unwrap(), "lock").unwrap());
     drop(lock);
     assert!(matches!(attempt(dir.path()), LockAttempt::Acquired(_)));
 }

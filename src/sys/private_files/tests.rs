@@ -34,7 +34,7 @@ fn mode(path: &Path) -> u32 {
 #[test]
 fn a_new_file_and_a_new_directory_are_this_users_alone() {
     let dir = shared();
-    let given = PrivateDirectory::open_given(dir.path()).unwrap();
+    let given = GivenDirectory::open(dir.path()).unwrap();
     assert_eq!(given.enter("job", false).unwrap_err().kind(), io::ErrorKind::NotFound);
     let job = given.enter("job", true).unwrap();
     drop(job.open("data", WRITE).unwrap());
@@ -48,7 +48,7 @@ fn a_new_file_and_a_new_directory_are_this_users_alone() {
 #[test]
 fn links_fifos_and_files_with_two_names_are_refused_and_named() {
     let dir = tempfile::tempdir().unwrap();
-    let given = PrivateDirectory::open_given(dir.path()).unwrap();
+    let given = GivenDirectory::open(dir.path()).unwrap();
     let victim = dir.path().join("victim");
     std::fs::write(&victim, "precious").unwrap();
     std::os::unix::fs::symlink(&victim, dir.path().join("link")).unwrap();
@@ -68,6 +68,17 @@ fn links_fifos_and_files_with_two_names_are_refused_and_named() {
     std::os::unix::fs::symlink(".", dir.path().join("job")).unwrap();
     let error = given.enter("job", true).unwrap_err();
     assert!(is_refusal(&error) && error.to_string().contains("symbolic link"), "{error}");
+    let fifo = format!("a FIFO of user {} (mode 0600), but must be ", user());
+    for (error, wanted) in [
+        (given.enter("fifo", true).unwrap_err(), format!("{fifo}a directory")),
+        (given.open("fifo", READ).unwrap_err(), format!("{fifo}a regular file")),
+        (given.enter("victim", true).unwrap_err(), "but must be a directory".to_string()),
+    ] {
+        assert!(error.to_string().contains(&wanted), "{error}");
+    }
+    std::fs::create_dir(dir.path().join("data")).unwrap();
+    let error = given.remove_file("data").unwrap_err();
+    assert!(error.to_string().contains("a directory of user"), "{error}");
 }
 
 fn make_fifo(path: &Path) {
@@ -80,7 +91,7 @@ fn make_fifo(path: &Path) {
 #[test]
 fn own_files_and_directories_with_a_lax_mode_are_tightened() {
     let dir = tempfile::tempdir().unwrap();
-    let given = PrivateDirectory::open_given(dir.path()).unwrap();
+    let given = GivenDirectory::open(dir.path()).unwrap();
     for (was, expected) in [(0o755, 0o755), (0o2775, 0o2755), (0o777, 0o755)] {
         let job = dir.path().join(format!("job-{was:o}"));
         std::fs::create_dir(&job).unwrap();
@@ -102,7 +113,7 @@ fn own_files_and_directories_with_a_lax_mode_are_tightened() {
 fn what_another_user_planted_is_refused_and_left_as_it_was() {
     let dir = shared();
     as_nobody(dir.path(), "umask 0; echo theirs > data; mkdir job; mkfifo fifo; ln -s data link");
-    let given = PrivateDirectory::open_given(dir.path()).unwrap();
+    let given = GivenDirectory::open(dir.path()).unwrap();
     for want in [READ, OpenFlags { make: false, ..WRITE }] {
         let words = refusal(given.open("data", want));
         assert!(
@@ -124,7 +135,7 @@ fn what_another_user_planted_is_refused_and_left_as_it_was() {
 fn a_directory_in_the_place_of_a_file_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("lock")).unwrap();
-    let given = PrivateDirectory::open_given(dir.path()).unwrap();
+    let given = GivenDirectory::open(dir.path()).unwrap();
     for want in [READ, WRITE] {
         assert!(refusal(given.open("lock", want)).contains("it is a directory"));
     }
@@ -146,7 +157,7 @@ fn what_cannot_be_opened_because_it_is_another_users_is_refused_with_its_owner()
             // SAFETY: plain numbers. The system call itself, unlike the C library's function, changes this thread
             // alone.
             assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
-            let given = PrivateDirectory::open_given(at).unwrap();
+            let given = GivenDirectory::open(at).unwrap();
             [given.enter("job", true).map(|_| ()), given.open("data", READ).map(|_| ())]
                 .map(Result::unwrap_err)
         });

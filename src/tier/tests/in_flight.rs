@@ -14,8 +14,9 @@ use crate::io::object::memory::MemoryStore as Objects;
 use crate::io::object::{Address, ObjectMeta, Store, StoreResult};
 use crate::sys::process::in_forked_child;
 use crate::tier::bucket::{Bucket, TEST_ADDRESS};
-use crate::tier::directory::{Directory, collect, scan};
+use crate::tier::directory::Directory;
 use crate::tier::path::TierPath;
+use crate::tier::scan::{collect, scan};
 use crate::tier::storage::DirStorage;
 
 /// A door at which writes wait until it opens.

@@ -10,7 +10,7 @@ use std::process::Command;
 use super::real::{bases, kind, options};
 use super::*;
 use crate::error::TierKind;
-use crate::tier::directory::{collect, scan};
+use crate::tier::scan::{collect, scan};
 
 fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().permissions().mode() & 0o7777

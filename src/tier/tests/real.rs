@@ -8,7 +8,7 @@ use std::process::Command;
 use super::*;
 use crate::error::{Error, IoKind, TierKind};
 use crate::tier::Health;
-use crate::tier::directory::{collect, scan};
+use crate::tier::scan::{collect, scan};
 
 /// Two base directories in a temporary directory below `target`.
 pub(super) fn bases() -> (tempfile::TempDir, Vec<PathBuf>) {

@@ -11,7 +11,7 @@ use super::*;
 use crate::error::TierKind;
 use crate::io::object::memory::MemoryStore as Store;
 use crate::tier::Health;
-use crate::tier::directory::collect;
+use crate::tier::scan::collect;
 
 const NAMES: [&str; 4] = ["lock", "data", "superblock.0", "superblock.1"];
 
@@ -32,7 +32,7 @@ fn ways() -> Vec<Way> {
                     .iter()
                     .for_each(|name| drop(fs::copy(base.join("moved").join(name), rank(base).join(name))));
             }),
-            "the directory was replaced".to_string(),
+            "the directory \"rank-0\" was replaced".to_string(),
         ),
     ];
     for name in NAMES {
@@ -141,15 +141,33 @@ fn a_tier_is_destroyed_only_where_it_still_lies() {
     let (_dir, bases) = bases();
     let tier = Tier::open(options(&bases[..1])).unwrap();
     step(&tier, 1).unwrap();
-    fs::rename(bases[0].join("run"), bases[0].join("moved")).unwrap();
-    tier.destroy().unwrap();
-    fs::rename(bases[0].join("moved"), bases[0].join("run")).unwrap();
+    drop(tier);
+    let rank = owner().below(&bases[0]);
+    let moved = bases[0].join("moved");
+    for (renamed, message) in [
+        (bases[0].join("run"), "the directory \"run\" was removed or renamed"),
+        (rank.clone(), "the directory \"rank-0\" was removed or renamed"),
+        (rank.join("data"), "the file \"data\" was renamed"),
+        (bases[0].clone(), "fast\" was removed or renamed"),
+    ] {
+        let moved = if renamed == bases[0] { bases[0].with_extension("moved") } else { moved.clone() };
+        let tier = Tier::open(options(&bases[..1])).unwrap();
+        fs::rename(&renamed, &moved).unwrap();
+        let error = tier.destroy().unwrap_err();
+        assert_eq!(error.tier_kind(), Some(TierKind::PathMissing));
+        assert!(error.to_string().contains(message) && error.to_string().contains("files remain"), "{error}");
+        fs::rename(moved, renamed).unwrap();
+        assert!(is_at(&Tier::open(options(&bases[..1])).unwrap(), 1), "{message}");
+    }
     let tier = Tier::open(options(&bases[..1])).unwrap();
-    assert!(is_at(&tier, 1));
     // The lock is removed, so another process may hold the directory now.
     fs::remove_file(owner().below(&bases[0]).join("lock")).unwrap();
     assert_eq!(tier.destroy().unwrap_err().tier_kind(), Some(TierKind::PathMissing));
-    assert!(is_at(&Tier::open(options(&bases[..1])).unwrap(), 1));
+    let tier = Tier::open(options(&bases[..1])).unwrap();
+    assert!(is_at(&tier, 1));
+    // Nothing remains of a directory that was removed with its files.
+    fs::remove_dir_all(bases[0].join("run")).unwrap();
+    tier.destroy().unwrap();
 }
 
 #[test]

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::log::{self, Level};
 use crate::sys::private_files::OpenFlags;
-use crate::sys::private_files::{self, PrivateDirectory};
+use crate::sys::private_files::{self, GivenDirectory, PrivateDirectory};
 use crate::sys::process::OpeningProcess;
 
 /// Maximum number of processes in a queue.
@@ -275,7 +275,7 @@ fn shared_file(files: &PrivateDirectory, name: &str) -> io::Result<File> {
 
 fn given_directory(node: &Path) -> io::Result<(PathBuf, PrivateDirectory)> {
     DirBuilder::new().recursive(true).mode(0o700).create(node)?;
-    Ok((node.to_path_buf(), PrivateDirectory::open_given(node)?))
+    Ok((node.to_path_buf(), GivenDirectory::open(node)?.into()))
 }
 
 /// Base directories for the queue. /dev/shm comes first: it is cleared at boot and local to the node. XDG_RUNTIME_DIR
@@ -291,7 +291,7 @@ fn usual_places() -> Vec<PathBuf> {
 fn usual_directory(places: &[PathBuf], user: u32) -> io::Result<(PathBuf, PrivateDirectory)> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for place in places {
-        let given = match PrivateDirectory::open_given(place) {
+        let given = match GivenDirectory::open(place) {
             Ok(given) => given,
             Err(error) => {
                 last = error;

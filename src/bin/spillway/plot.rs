@@ -36,8 +36,8 @@ fn draw(report: &Report, text: &mut String) -> Result<(), Box<dyn Error>> {
     let size = ((left + WIDTH) as u32, (labels.len() * BAR + 100) as u32);
     let root = SVGBackend::with_string(text, size).into_drawing_area();
     root.fill(&WHITE)?;
-    let title = format!("spillway bench {} {common}", report.bench);
-    root.draw_text(title.trim_end(), &FONT.into_text_style(&root), (10, 8))?;
+    let title = format!("bench {}: {common}", report.bench);
+    root.draw_text(title.trim_end_matches(": "), &FONT.into_text_style(&root), (10, 8))?;
     let machine =
         format!("{}, {} threads, version {}, {}", report.cpu, report.threads, report.version, report.date);
     root.draw_text(&machine, &FONT.into_text_style(&root), (10, 24))?;

@@ -23,10 +23,10 @@ pub fn svg(report: &Report) -> Result<String, String> {
 }
 
 fn draw(report: &Report, text: &mut String) -> Result<(), Box<dyn Error>> {
-    let cases: Vec<&Fields> = report.rows.iter().map(|row| &row.case).collect();
+    // A headline that was not finite is not drawn.
+    let drawn = report.rows.iter().filter_map(|row| Some((&row.case, *row.figures.get(&row.headline)?)));
+    let (cases, values): (Vec<&Fields>, Vec<Quartiles>) = drawn.unzip();
     let (common, labels) = labels(&cases);
-    let values: Vec<Quartiles> =
-        report.rows.iter().filter_map(|row| row.figures.get(&row.headline).copied()).collect();
     let headline = report.rows.first().map_or("", |row| row.headline.as_str());
     let ratio = headline.contains("ratio");
     let least = if ratio { 1.0 } else { f64::MIN_POSITIVE };
@@ -76,8 +76,8 @@ fn draw(report: &Report, text: &mut String) -> Result<(), Box<dyn Error>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::measurement::{Better, Row};
     use super::*;
-    use crate::measurement::{Better, Row};
 
     #[test]
     fn a_plot_names_its_rows_and_escapes_their_text() {

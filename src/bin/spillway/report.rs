@@ -129,8 +129,8 @@ pub fn parse_count(text: &str) -> Result<usize, String> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::measurement::Better;
     use super::*;
-    use crate::measurement::Better;
 
     #[test]
     fn counts_have_binary_units() {

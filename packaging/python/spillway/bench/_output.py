@@ -85,11 +85,12 @@ def _cells(columns, row):
     def text(_, name, __, decimals):
         if decimals is None:
             return _report.text(row["case"].get(name, "-"))
+        figure = row["figures"].get(row["headline"] if name == "quartiles" else name)
+        if figure is None:
+            return "-"
         if name == "quartiles":
-            figure = row["figures"][row["headline"]]
             return f"{figure['q1']:.{decimals}f}..{figure['q3']:.{decimals}f}"
-        figure = row["figures"].get(name)
-        return f"{figure['median']:.{decimals}f}" if figure else "-"
+        return f"{figure['median']:.{decimals}f}"
     return f"{_line(columns, text)}  {row.get('note', '')}".rstrip()
 
 
@@ -122,12 +123,14 @@ def _pyplot():
 
 def _plot(pyplot, report, path):
     """A bar for each row's headline, with a whisker between the quartiles."""
-    rows = report["rows"]
+    # A headline that was not finite is not drawn.
+    rows = [row for row in report["rows"] if row["headline"] in row["figures"]]
     common, names = _report.labels([row["case"] for row in rows])
     found = [row["figures"][row["headline"]] for row in rows]
     medians = [figure["median"] for figure in found]
     whiskers = [[figure["median"] - figure["q1"] for figure in found], [figure["q3"] - figure["median"] for figure in found]]
-    figure, axes = pyplot.subplots(figsize=(8, 1.3 + 0.25 * len(rows)), layout="constrained")
+    inches = 6 + 0.08 * max(map(len, names), default=0), 1.3 + 0.25 * len(rows)
+    figure, axes = pyplot.subplots(figsize=inches, layout="constrained")
     axes.barh(range(len(rows)), medians, xerr=whiskers, capsize=2, height=0.6, color="#78a0d2")
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
@@ -136,6 +139,6 @@ def _plot(pyplot, report, path):
         axes.axvline(1, color="red", linewidth=1)
     axes.set_xlabel(headline)
     machine = f"{report['cpu']}, {report['threads']} threads, version {report['version']}, {report['date']}"
-    axes.set_title(f"bench {report['bench']}{': ' if common else ''}{common}\n{machine}", loc="left", fontsize=9)
+    figure.suptitle(f"bench {report['bench']}{': ' if common else ''}{common}\n{machine}", x=0.01, ha="left", fontsize=9)
     figure.savefig(path, format="svg")
     pyplot.close(figure)

@@ -86,7 +86,7 @@ def compare(old, new):
     """A tuple for each case: case, figure, old and new quartiles or None, verdict. First the new report's rows, then
     those that only the old one has."""
     def alone(row, verdict):
-        figure = row["figures"][row["headline"]]
+        figure = row["figures"].get(row["headline"])
         return row["case"], row["headline"], *((None, figure) if verdict == "new" else (figure, None)), verdict
 
     lines = []

@@ -86,24 +86,31 @@ def test_a_report_without_the_parts_of_a_comparison_is_refused(tmp_path):
     assert _report.read(path, "python adam") == good
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The standard output of a run and its report, for each benchmark."""
+    folder = tmp_path_factory.mktemp("bench")
+    texts = {kind: bench(folder, kind, "--json", f"{kind}.json")[0] for kind in TINY}
+    return {kind: (text, folder / f"{kind}.json") for kind, text in texts.items()}
+
+
 @pytest.mark.parametrize("kind", TINY)
-def test_a_run_prints_rows_and_writes_the_shape_of_the_tool(tmp_path, kind):
-    text, _ = bench(tmp_path, kind, "--json", "new.json")
-    report = json.loads((tmp_path / "new.json").read_text())
+def test_a_run_prints_rows_and_writes_the_shape_of_the_tool(tmp_path, runs, kind):
+    text, path = runs[kind]
+    report = json.loads(path.read_text())
     assert report["bench"] == f"python {kind}" and len(text.splitlines()) == 2 + len(report["rows"]), text
     theirs = json.loads(tool(tmp_path, "adam", "--sizes", "4Ki", "--kernels", "scalar", "--rounds", "3", "--json"))
     assert shape(report) == shape(theirs)
     assert [report[name] for name in ("format", "version", "date", "cpu")] == [theirs[name] for name in ("format", "version", "date", "cpu")]
-    compared = tool(tmp_path, "compare", "new.json", "new.json").splitlines()
+    compared = tool(tmp_path, "compare", path, path).splitlines()
     assert [line.split()[-1] for line in compared[3:]] == ["same"] * len(report["rows"])
 
 
-def test_json_is_alone_on_standard_output_and_verdicts_are_beside_it(tmp_path):
-    first, _ = bench(tmp_path, "io", "--json")
-    (tmp_path / "old.json").write_text(first)
-    second, said = bench(tmp_path, "io", "--json", "--compare", "old.json")
+def test_json_is_alone_on_standard_output_and_verdicts_are_beside_it(tmp_path, runs):
+    _, old = runs["io"]
+    text, said = bench(tmp_path, "io", "--json", "--compare", old)
     verdicts = [line for line in said.splitlines() if line.endswith(("faster", "slower", "same"))]
-    assert len(verdicts) == len(json.loads(second)["rows"]) > 0, said
+    assert len(verdicts) == len(json.loads(text)["rows"]) > 0, said
 
 
 def test_a_fault_of_an_option_ends_the_run_before_it_measures(tmp_path):

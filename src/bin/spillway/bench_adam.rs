@@ -1,8 +1,8 @@
 //! `spillway bench adam`: the speed of each kernel relative to the memory bandwidth.
 //!
 //! The reference is a stream that reads and writes the same four arrays with one addition each, on the same threads and
-//! with the same vector unit. Kernel and reference alternate, so that drift of the machine's speed affects both; a
-//! ratio is one of figures of the same round.
+//! with the same vector unit. Kernel and reference alternate, so that drift of the machine's speed affects both; both
+//! figures of a ratio are of one round.
 #![forbid(unsafe_code)]
 
 use std::ops::{Deref, DerefMut};

@@ -1,7 +1,7 @@
 //! `spillway bench io`: sequential direct reads and writes, alternating with fio on the same file.
 //!
 //! fio runs twice: with its default buffers, and with 2 MiB pages like the library's pools, because the page size alone
-//! can change the results by a factor. A ratio is one of figures of the same round, since the speed of a disk drifts.
+//! can change the results by a factor. Both figures of a ratio are of one round, since the speed of a disk drifts.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;

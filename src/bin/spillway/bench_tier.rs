@@ -1,7 +1,7 @@
 //! `spillway bench tier`: the cost of a tier's checksums.
 //!
 //! A step fetches every extent and writes it again, with two fetches ahead and writes in the background, then commits.
-//! Steps with and without checksums alternate on the same tier; a ratio is one of times of the same round.
+//! Steps with and without checksums alternate on the same tier; both times of a ratio are of one round.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;

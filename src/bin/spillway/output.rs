@@ -80,24 +80,25 @@ impl<'a> Session<'a> {
     pub fn finish(self) -> Result<()> {
         let Session { output, old, report, progress, .. } = &self;
         progress.clear();
+        match &output.json {
+            Some(_) if self.json_alone() => self.say(&report.json())?,
+            Some(path) => write("writing the file of --json", path, &(report.json() + "\n"))?,
+            None => {}
+        }
+        if let Some((path, old)) = old {
+            let verdicts = compare::text(path, old, report);
+            match self.json_alone() {
+                true => eprintln!("{}", verdicts.trim_end()),
+                false => self.say(verdicts.trim_end())?,
+            }
+        }
+        // Last, so that a fault of the plot loses nothing else.
         if let Some(path) = &output.plot {
             let svg =
                 plot::svg(report).map_err(|reason| Error::System { what: "drawing the plot", reason })?;
             write("writing the file of --plot", path, &svg)?;
         }
-        let compared = old.as_ref().map(|(path, old)| compare::text(path, old, report));
-        let verdicts = compared.as_deref().map_or("", str::trim_end);
-        if self.json_alone() {
-            self.say(&report.json())?;
-            if !verdicts.is_empty() {
-                eprintln!("{verdicts}");
-            }
-            return Ok(());
-        }
-        if let Some(path) = &output.json {
-            write("writing the file of --json", path, &(report.json() + "\n"))?;
-        }
-        if verdicts.is_empty() { Ok(()) } else { self.say(verdicts) }
+        Ok(())
     }
 
     /// Standard output belongs to the JSON object.

@@ -23,8 +23,6 @@ def run(options, measurement):
     alone = options.json == "-"  # standard output belongs to the JSON object
     with _standard_output() as out:
         report = _measure(options, measurement, old, None if alone else out)
-        if pyplot:
-            _plot(pyplot, report, options.plot)
         if alone:
             print(json.dumps(report, indent=1), file=out)
         elif options.json:
@@ -32,6 +30,9 @@ def run(options, measurement):
                 print(json.dumps(report, indent=1), file=file)
         if old:
             print(_verdicts(options.compare, old, report), file=sys.stderr if alone else out)
+        # Last, so that a fault of the plot loses nothing else.
+        if pyplot:
+            _plot(pyplot, report, options.plot)
 
 
 @contextlib.contextmanager

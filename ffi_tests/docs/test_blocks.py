@@ -58,11 +58,16 @@ def test_c_and_cpp_blocks_compile_and_run(block, tmp_path, linked):
 
 
 @chosen("json")
-def test_json_blocks_are_configurations_that_deepspeed_and_spillway_accept(block):
+def test_json_blocks_are_accepted_by_what_reads_them(block, tmp_path):
+    """A report by the benchmarks, a configuration by DeepSpeed and Spillway."""
+    found = json.loads(block.text)
+    if "bench" in found:
+        from spillway.bench import _report
+        _report.read(save(block, tmp_path, "json"), found["bench"])
+        return
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from spillway.deepspeed import _block
-    found = json.loads(block.text)
     zero = DeepSpeedZeroConfig(**found["zero_optimization"])
     _block.refuse_unserved(_block.read(found["spillway"]), zero)
 

@@ -1,8 +1,8 @@
 //! `spillway bench adam`: the speed of each kernel relative to the memory bandwidth.
 //!
 //! The reference is a stream that reads and writes the same four arrays with one addition each, on the same threads and
-//! with the same vector unit. Kernel and reference alternate, so that drift of the machine's speed affects both; the
-//! ratio is the median of the rounds' ratios.
+//! with the same vector unit. Kernel and reference alternate, so that drift of the machine's speed affects both; both
+//! figures of a ratio are of one round.
 #![forbid(unsafe_code)]
 
 use std::ops::{Deref, DerefMut};
@@ -13,16 +13,15 @@ use spillway::error::Result;
 use spillway::kernel::{Kernel, Optimizer, States, StreamRule, Tensor};
 use spillway::optim::adam::AdamOptions;
 use spillway::optim::parallel::{Job, step_on};
-use spillway::sys::threads;
 
-use super::progress::Progress;
-use super::report::{median, parse_count, table};
+use super::measurement::{Better, Row, ratios};
+use super::output::{Output, Session};
+use super::report::{Column, parse_count};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Prints one JSON object instead of a table.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
     /// Parameters of each measurement, with Ki or Mi; each parameter takes 28 bytes of memory.
     #[arg(long, value_delimiter = ',', default_value = "4Ki,64Ki,1Mi,16Mi,100Mi", value_parser = parse_count)]
     sizes: Vec<usize>,
@@ -39,71 +38,35 @@ const F32_BYTES: f64 = 28.0;
 /// Bytes per parameter of the fused step: it reads a bf16 gradient, and also writes a bf16 copy of the parameter.
 const FUSED_BYTES: f64 = 28.0;
 
-#[derive(serde::Serialize)]
-struct Row {
-    parameters: usize,
-    kernel: &'static str,
-    case: &'static str,
-    ns_per_parameter: f64,
-    gb_per_s: f64,
-    limit_gb_per_s: f64,
-    ratio_to_limit: f64,
-}
-
-#[derive(serde::Serialize)]
-struct Report {
-    version: &'static str,
-    threads: usize,
-    rounds: u32,
-    rows: Vec<Row>,
-}
+const COLUMNS: &[Column] = &[
+    Column::case("parameters", "parameters", 10),
+    Column::case("kernel", "kernel", 7),
+    Column::case("work", "work", 5),
+    Column::median("ns/param", "ns_per_parameter", 8, 3),
+    Column::median("GB/s", "gb_per_s", 7, 1),
+    Column::median("limit", "limit_gb_per_s", 7, 1),
+    Column::median("ratio", "ratio_to_limit", 6, 3),
+    Column::spread(3),
+];
 
 pub fn run(options: &Options) -> Result<()> {
     let named =
         options.kernels.iter().map(|name| Ok(Kernel::named(name)?)).collect::<Result<Vec<Kernel>>>()?;
     let kernels = if named.is_empty() { Kernel::all().collect() } else { named };
-    let mut report = Report {
-        version: spillway::VERSION,
-        threads: threads::count()?,
-        rounds: options.rounds,
-        rows: Vec::new(),
-    };
-    if !options.json {
-        println!("{} threads, {} rounds", report.threads, report.rounds);
-    }
-    let progress = Progress::new(options.sizes.len() * kernels.len() * 2);
+    let stages = options.sizes.len() * kernels.len() * 2;
+    let settings = [("rounds", options.rounds.into())];
+    let mut session = Session::begin(&options.output, "adam", settings, COLUMNS, stages)?;
     for &size in &options.sizes {
         let mut arrays = Arrays::new(size);
         for &kernel in &kernels {
             for case in [Case::F32, Case::Fused] {
-                progress.begin(&format!("{} on {size} parameters", kernel.name()));
-                report.rows.push(measure(kernel, &mut arrays, case, options.rounds)?);
-                progress.end();
+                session.progress().begin(&format!("{} on {size} parameters", kernel.name()));
+                session.row(measure(kernel, &mut arrays, case, options.rounds)?)?;
+                session.progress().end();
             }
         }
     }
-    drop(progress);
-    match options.json {
-        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
-        false => print(&report.rows),
-    }
-    Ok(())
-}
-
-fn print(rows: &[Row]) {
-    let mut table = table(["parameters", "kernel", "case", "ns/param", "GB/s", "limit", "ratio"]);
-    for row in rows {
-        table.add_row([
-            row.parameters.to_string(),
-            row.kernel.to_string(),
-            row.case.to_string(),
-            format!("{:.3}", row.ns_per_parameter),
-            format!("{:.1}", row.gb_per_s),
-            format!("{:.1}", row.limit_gb_per_s),
-            format!("{:.3}", row.ratio_to_limit),
-        ]);
-    }
-    println!("{table}");
+    session.finish()
 }
 
 /// Arrays that a step reads and writes beside parameter and states.
@@ -221,18 +184,18 @@ fn measure(kernel: Kernel, arrays: &mut Arrays, case: Case, rounds: u32) -> Resu
         }
     }
     let bytes = if case == Case::F32 { F32_BYTES } else { FUSED_BYTES };
-    let rate = |seconds: f64, bytes: f64| bytes * (parameters * repeats) as f64 / seconds / 1e9;
-    let ratios =
-        seconds.iter().zip(&limits).map(|(step, limit)| rate(*step, bytes) / rate(*limit, F32_BYTES));
-    Ok(Row {
-        parameters,
-        kernel: kernel.name(),
-        case: if case == Case::F32 { "f32" } else { "fused" },
-        ns_per_parameter: median(&seconds) * 1e9 / (parameters * repeats) as f64,
-        gb_per_s: rate(median(&seconds), bytes),
-        limit_gb_per_s: rate(median(&limits), F32_BYTES),
-        ratio_to_limit: median(&ratios.collect::<Vec<f64>>()),
-    })
+    let count = (parameters * repeats) as f64;
+    let rates = |seconds: &[f64], bytes: f64| seconds.iter().map(|s| bytes * count / s / 1e9).collect();
+    let nanoseconds: Vec<f64> = seconds.iter().map(|s| s * 1e9 / count).collect();
+    let (own, limit): (Vec<f64>, Vec<f64>) = (rates(&seconds, bytes), rates(&limits, F32_BYTES));
+    Ok(Row::new("ratio_to_limit", Better::Higher)
+        .case("parameters", parameters)
+        .case("kernel", kernel.name())
+        .case("work", if case == Case::F32 { "f32" } else { "fused" })
+        .figure("ns_per_parameter", &nanoseconds)
+        .figure("gb_per_s", &own)
+        .figure("limit_gb_per_s", &limit)
+        .figure("ratio_to_limit", &ratios(&own, &limit)))
 }
 
 fn time<O: Optimizer>(

@@ -1,7 +1,7 @@
 //! `spillway bench io`: sequential direct reads and writes, alternating with fio on the same file.
 //!
 //! fio runs twice: with its default buffers, and with 2 MiB pages like the library's pools, because the page size alone
-//! can change the results by a factor. Ratios are medians of the rounds' ratios, since the speed of a disk drifts.
+//! can change the results by a factor. Both figures of a ratio are of one round, since the speed of a disk drifts.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -10,117 +10,92 @@ use spillway::error::{Error, Result};
 use spillway::io::options::BackendChoice;
 
 use super::fio::{self, Pages};
-use super::io_load::{Direction, Load, Pass, Shape, TestFile};
-use super::progress::Progress;
-use super::report::{median, parse_count, size, table};
+use super::io_load::{Direction, FILE_BLOCK, Load, Pass, Shape, TestFile};
+use super::measurement::{Better, Row, ratios};
+use super::output::{Output, Session};
+use super::report::{Column, parse_count, size};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Prints one JSON object instead of a table.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
     /// Directory of the test file.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
     /// Size of the test file in bytes, with Ki, Mi or Gi.
-    #[arg(long, default_value = "1Gi", value_parser = parse_count)]
+    #[arg(long, default_value = "256Mi", value_parser = parse_count)]
     size: usize,
     /// Size of a block in bytes.
-    #[arg(long, value_delimiter = ',', default_value = "256Ki,1Mi,4Mi", value_parser = parse_count)]
+    #[arg(long, value_delimiter = ',', default_value = "256Ki,1Mi", value_parser = parse_count)]
     block: Vec<usize>,
     /// Blocks in flight per engine.
-    #[arg(long, value_delimiter = ',', default_value = "8,32")]
+    #[arg(long, value_delimiter = ',', default_value = "32")]
     depth: Vec<u32>,
     /// Number of engines, each with its own ring, thread and range of the file; also fio's number of jobs.
-    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    #[arg(long, value_delimiter = ',', default_value = "1")]
     engines: Vec<usize>,
     /// Blocks per operation; fio always uses one.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     blocks: u32,
     /// Number of rounds.
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Passes over the file per measurement: fio reports processor time in whole milliseconds.
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     times: u32,
     /// Skips fio.
     #[arg(long)]
     no_fio: bool,
 }
 
-#[derive(serde::Serialize)]
-struct Row {
-    direction: Direction,
-    #[serde(flatten)]
-    shape: Shape,
-    gb_per_s: f64,
-    cpu_seconds_per_gb: f64,
-    /// Ratios to fio with its default buffers, and with 2 MiB pages.
-    fio: Option<Versus>,
-    fio_huge: Option<Versus>,
-}
-
-#[derive(serde::Serialize)]
-struct Versus {
-    gb_per_s: f64,
-    cpu_seconds_per_gb: f64,
-    /// Speed ratio; above 1 Spillway is faster.
-    speed_ratio: f64,
-    /// Ratio of processor times; below 1 Spillway uses less.
-    cpu_ratio: f64,
-}
-
-#[derive(serde::Serialize)]
-struct Report {
-    version: &'static str,
-    backend: &'static str,
-    fio: String,
-    file_bytes: u64,
-    rounds: u32,
-    times: u32,
-    rows: Vec<Row>,
-}
+const COLUMNS: &[Column] = &[
+    Column::case("way", "direction", 5),
+    Column::case("block", "block_bytes", 5),
+    Column::case("depth", "depth", 5),
+    Column::case("engines", "engines", 7),
+    Column::median("GB/s", "gb_per_s", 6, 3),
+    Column::median("cpu s/GB", "cpu_seconds_per_gb", 8, 4),
+    Column::median("fio GB/s", "fio_gb_per_s", 8, 3),
+    Column::median("speed", "speed_ratio_to_fio", 6, 2),
+    Column::spread(2),
+    Column::median("cpu", "cpu_ratio_to_fio", 6, 2),
+    Column::median("huge speed", "speed_ratio_to_fio_huge", 10, 2),
+    Column::median("huge cpu", "cpu_ratio_to_fio_huge", 8, 2),
+];
 
 pub fn run(options: &Options) -> Result<()> {
     let fio = if options.no_fio { None } else { fio::version() };
     let shapes = shapes(options)?;
-    let progress = Progress::new(1 + 2 * shapes.len());
-    progress.begin(&format!("writing a file of {}", size(options.size as u64)));
+    let smallest = Shape { block_bytes: 4096, depth: 1, engines: 1, blocks: 1 };
+    let settings = [
+        ("backend", Load::open(smallest, BackendChoice::Auto)?.backend()?.into()),
+        ("file_bytes", options.size.into()),
+        ("fio", fio.as_deref().unwrap_or("not measured").into()),
+        ("rounds", options.rounds.into()),
+        ("times", options.times.into()),
+    ];
+    let stages = 1 + 2 * shapes.len();
+    let mut session = Session::begin(&options.output, "io", settings, COLUMNS, stages)?;
+    session.progress().begin(&format!("writing a file of {}", size(options.size as u64)));
     let file = TestFile::create(&options.dir, options.size as u64)?;
-    progress.end();
-    let mut report = Report {
-        version: spillway::VERSION,
-        backend: Load::open(
-            Shape { block_bytes: 4096, depth: 1, engines: 1, blocks: 1 },
-            BackendChoice::Auto,
-        )?
-        .backend()?,
-        fio: fio.clone().unwrap_or_else(|| "not measured".to_string()),
-        file_bytes: file.bytes,
-        rounds: options.rounds,
-        times: options.times,
-        rows: Vec::new(),
-    };
+    session.progress().end();
     for shape in shapes {
         let load = Load::open(shape, BackendChoice::Auto)?;
         for direction in [Direction::Read, Direction::Write] {
             let Shape { block_bytes, depth, engines, .. } = shape;
-            let block = size(block_bytes as u64);
-            progress
-                .begin(&format!("{}: blocks of {block}, depth {depth}, {engines} engines", word(direction)));
-            report.rows.push(measure(&load, &file, shape, direction, options, fio.is_some())?);
-            progress.end();
+            let (word, block) = (word(direction), size(block_bytes as u64));
+            session.progress().begin(&format!("{word}: blocks of {block}, depth {depth}, {engines} engines"));
+            session.row(measure(&load, &file, shape, direction, options, fio.is_some())?)?;
+            session.progress().end();
         }
     }
-    drop(progress);
-    match options.json {
-        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
-        false => print(&report),
-    }
-    Ok(())
+    session.finish()
 }
 
 fn shapes(options: &Options) -> Result<Vec<Shape>> {
+    if !(options.size as u64).is_multiple_of(FILE_BLOCK) {
+        return Err(Error::invalid("--size", "must be a multiple of 4 MiB, in which the file is written"));
+    }
     let blocks = options.blocks as usize;
     let mut shapes = Vec::new();
     for &block_bytes in &options.block {
@@ -161,75 +136,31 @@ fn measure(
             }
         }
     }
-    let [own, huge] = theirs.map(|passes| versus(&ours, &passes));
-    Ok(Row {
-        direction,
-        shape,
-        gb_per_s: middle(&ours, Pass::gb_per_s),
-        cpu_seconds_per_gb: middle(&ours, Pass::cpu_seconds_per_gb),
-        fio: own,
-        fio_huge: huge,
-    })
+    let headline = if with_fio { "speed_ratio_to_fio" } else { "gb_per_s" };
+    let (speed, cpu) = (each(&ours, Pass::gb_per_s), each(&ours, Pass::cpu_seconds_per_gb));
+    let mut row = Row::new(headline, Better::Higher)
+        .case("direction", word(direction))
+        .case("block_bytes", shape.block_bytes)
+        .case("blocks", shape.blocks)
+        .case("depth", shape.depth)
+        .case("engines", shape.engines)
+        .figure("gb_per_s", &speed)
+        .figure("cpu_seconds_per_gb", &cpu);
+    for (name, passes) in ["fio", "fio_huge"].into_iter().zip(&theirs).filter(|_| with_fio) {
+        let (its_speed, its_cpu) = (each(passes, Pass::gb_per_s), each(passes, Pass::cpu_seconds_per_gb));
+        row = row
+            .figure(&format!("{name}_gb_per_s"), &its_speed)
+            .figure(&format!("{name}_cpu_seconds_per_gb"), &its_cpu)
+            .figure(&format!("speed_ratio_to_{name}"), &ratios(&speed, &its_speed))
+            .figure(&format!("cpu_ratio_to_{name}"), &ratios(&cpu, &its_cpu));
+    }
+    Ok(row)
 }
 
-fn versus(ours: &[Pass], theirs: &[Pass]) -> Option<Versus> {
-    let ratio = |of: fn(&Pass) -> f64| {
-        let pairs = ours.iter().zip(theirs).map(|(our, their)| of(our) / of(their));
-        median(&pairs.collect::<Vec<f64>>())
-    };
-    (!theirs.is_empty()).then(|| Versus {
-        gb_per_s: middle(theirs, Pass::gb_per_s),
-        cpu_seconds_per_gb: middle(theirs, Pass::cpu_seconds_per_gb),
-        speed_ratio: ratio(Pass::gb_per_s),
-        cpu_ratio: ratio(Pass::cpu_seconds_per_gb),
-    })
-}
-
-fn middle(passes: &[Pass], of: fn(&Pass) -> f64) -> f64 {
-    median(&passes.iter().map(of).collect::<Vec<f64>>())
+fn each(passes: &[Pass], figure: fn(&Pass) -> f64) -> Vec<f64> {
+    passes.iter().map(figure).collect()
 }
 
 fn word(direction: Direction) -> &'static str {
     if direction == Direction::Read { "read" } else { "write" }
-}
-
-fn print(report: &Report) {
-    let Report { backend, fio, file_bytes, rounds, times, rows, .. } = report;
-    println!("{backend}, {fio}, {times} x {}, {rounds} alternating rounds", size(*file_bytes));
-    println!("s/GB: CPU seconds per GB; speed and cpu: Spillway / fio; huge: fio with 2 MiB pages");
-    let mut table = table([
-        "way",
-        "block",
-        "depth",
-        "engines",
-        "GB/s",
-        "s/GB",
-        "fio GB/s",
-        "fio s/GB",
-        "speed",
-        "cpu",
-        "huge GB/s",
-        "huge s/GB",
-        "huge speed",
-        "huge cpu",
-    ]);
-    for row in rows {
-        let Shape { block_bytes, depth, engines, .. } = row.shape;
-        let mut cells = vec![
-            word(row.direction).to_string(),
-            size(block_bytes as u64),
-            depth.to_string(),
-            engines.to_string(),
-            format!("{:.3}", row.gb_per_s),
-            format!("{:.4}", row.cpu_seconds_per_gb),
-        ];
-        for versus in [&row.fio, &row.fio_huge].into_iter().flatten() {
-            cells.push(format!("{:.3}", versus.gb_per_s));
-            cells.push(format!("{:.4}", versus.cpu_seconds_per_gb));
-            cells.push(format!("{:.2}", versus.speed_ratio));
-            cells.push(format!("{:.2}", versus.cpu_ratio));
-        }
-        table.add_row(cells);
-    }
-    println!("{table}");
 }

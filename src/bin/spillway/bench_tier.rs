@@ -1,7 +1,7 @@
 //! `spillway bench tier`: the cost of a tier's checksums.
 //!
 //! A step fetches every extent and writes it again, with two fetches ahead and writes in the background, then commits.
-//! Steps with and without checksums alternate on the same tier; the ratio is the median of the rounds' ratios.
+//! Steps with and without checksums alternate on the same tier; both times of a ratio are of one round.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -16,17 +16,18 @@ use spillway::tier::directory::Owner;
 use spillway::tier::options::{Mode, TierOptions};
 use spillway::tier::{ExtentPlacement, Tier};
 
+use super::measurement::{Better, Row, ratios};
+use super::output::{Output, Session};
 use super::progress::Progress;
-use super::report::{median, parse_count, size};
+use super::report::{Column, parse_count, size};
 
 #[derive(clap::Args)]
 pub struct Options {
     /// Directories, one per path of the tier.
     #[arg(required = true)]
     directories: Vec<PathBuf>,
-    /// Prints one JSON object instead of text.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
     /// Bytes of an extent, with Ki or Mi.
     #[arg(long, default_value = "64Mi", value_parser = parse_count)]
     size: usize,
@@ -38,15 +39,16 @@ pub struct Options {
     rounds: u32,
 }
 
-#[derive(serde::Serialize)]
-struct Report {
-    version: &'static str,
-    bytes_per_step: u64,
-    checked_gb_per_s: f64,
-    unchecked_gb_per_s: f64,
-    /// Ratio of the step times with and without checksums.
-    ratio: f64,
-}
+const COLUMNS: &[Column] = &[
+    Column::case("paths", "paths", 5),
+    Column::case("extents", "extents", 7),
+    Column::case("of", "extent_bytes", 6),
+    Column::case("checksums", "checksums", 9),
+    Column::median("seconds", "seconds", 7, 3),
+    Column::median("GB/s", "gb_per_s", 7, 3),
+    Column::median("ratio", "ratio_to_unchecked", 6, 3),
+    Column::spread(3),
+];
 
 /// Number of extents fetched ahead.
 const AHEAD: usize = 2;
@@ -54,40 +56,45 @@ const AHEAD: usize = 2;
 const BUFFERS: usize = AHEAD + 3;
 
 pub fn run(options: &Options) -> Result<()> {
+    let settings = [("rounds", options.rounds.into())];
+    let stages = 2 + options.rounds as usize;
+    let mut session = Session::begin(&options.output, "tier", settings, COLUMNS, stages)?;
     let owner = Owner { job: "bench".to_string(), host: "here".to_string(), rank: 0 };
     let settings =
         TierOptions { mode: Mode::Create, ..TierOptions::new(owner, options.directories.iter().cloned()) };
     let tier = Tier::open(settings)?;
-    let outcome = measure(&tier, options);
+    let outcome = measure(&tier, options, session.progress());
     tier.destroy()?;
-    let report = outcome?;
-    if options.json {
-        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
-    } else {
-        let Report { bytes_per_step, checked_gb_per_s, unchecked_gb_per_s, ratio, .. } = report;
-        println!("{} read and written per step", size(bytes_per_step));
-        println!("with checksums    {checked_gb_per_s:.3} GB/s");
-        println!("without           {unchecked_gb_per_s:.3} GB/s");
-        println!("ratio             {ratio:.4}");
+    let seconds = outcome?;
+    // Every extent is read and written.
+    let moved = 2.0 * options.size as f64 * f64::from(options.extents);
+    for (checksums, own) in ["with", "without"].into_iter().zip(&seconds) {
+        let rates: Vec<f64> = own.iter().map(|seconds| moved / seconds / 1e9).collect();
+        session.row(
+            Row::new("ratio_to_unchecked", Better::Lower)
+                .case("paths", options.directories.len())
+                .case("extents", options.extents)
+                .case("extent_bytes", options.size)
+                .case("checksums", checksums)
+                .figure("seconds", own)
+                .figure("gb_per_s", &rates)
+                .figure("ratio_to_unchecked", &ratios(own, &seconds[1])),
+        )?;
     }
-    Ok(())
+    session.finish()
 }
 
-fn measure(tier: &Tier, options: &Options) -> Result<Report> {
+/// Seconds of each step with checksums, and of each without.
+fn measure(tier: &Tier, options: &Options, progress: &Progress) -> Result<[Vec<f64>; 2]> {
     let bytes = options.size as u64;
     let memory = Buffer::open_many(BUFFERS, options.size, Backing::default())?;
     let buffers: Vec<_> = memory.iter().map(|buffer| buffer.transfer(0, options.size)).collect();
     let mut extents = Vec::new();
-    let progress = Progress::new(2 + options.rounds as usize);
     progress.begin(&format!("writing {} extents of {}", options.extents, size(bytes)));
     for n in 0..options.extents {
         let extent = tier.define(&format!("extent-{n}"), &[bytes])?;
-        let ticket = tier.write(
-            extent,
-            &buffers[..1],
-            &ExtentPlacement::On(n % options.directories.len() as u32),
-            None,
-        )?;
+        let path = ExtentPlacement::On(n % options.directories.len() as u32);
+        let ticket = tier.write(extent, &buffers[..1], &path, None)?;
         tier.wait(ticket, None)?;
         extents.push(extent);
     }
@@ -107,17 +114,7 @@ fn measure(tier: &Tier, options: &Options) -> Result<Report> {
         }
         progress.end();
     }
-    drop(progress);
-    let moved = 2 * bytes * u64::from(options.extents);
-    let rate = |seconds: &[f64]| moved as f64 / median(seconds) / 1e9;
-    let ratios: Vec<f64> = seconds[0].iter().zip(&seconds[1]).map(|(with, without)| with / without).collect();
-    Ok(Report {
-        version: spillway::VERSION,
-        bytes_per_step: moved,
-        checked_gb_per_s: rate(&seconds[0]),
-        unchecked_gb_per_s: rate(&seconds[1]),
-        ratio: median(&ratios),
-    })
+    Ok(seconds)
 }
 
 fn step(tier: &Tier, extents: &[u32], buffers: &[TransferBuffer], checked: bool) -> Result<()> {

@@ -1,7 +1,7 @@
 //! `spillway bench undo`: the cost of rolling a step back, compared with the plain step.
 //!
 //! Plain step, logged step, undo, logged step, redo and step into a shadow alternate over the same arrays; ratios are
-//! medians of the rounds' ratios to the plain step. The memory limit of a shadow is measured as well: streams that read
+//! those to the plain step of the same round. The memory limit of a shadow is measured as well: streams that read
 //! and write the same arrays with one addition each, into the shadow and in place. With `--fused` a step that may be
 //! rolled back does not write the 16-bit copy of the parameter, as in speculation; the later write is a row of its own.
 #![forbid(unsafe_code)]
@@ -17,14 +17,15 @@ use spillway::optim::undo::undo_on;
 use spillway::sys::reserve::Reserve;
 
 use super::bench_adam::{Arrays, Case};
+use super::measurement::{Better, Row, ratios};
+use super::output::{Output, Session};
 use super::progress::Progress;
-use super::report::{median, parse_count};
+use super::report::{Column, parse_count};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Prints one JSON object instead of a table.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
     /// Number of parameters, with Ki or Mi.
     #[arg(long, default_value = "100Mi", value_parser = parse_count)]
     size: usize,
@@ -40,21 +41,31 @@ pub struct Options {
     rounds: u32,
 }
 
-#[derive(serde::Serialize, Default)]
-struct Report {
-    version: &'static str,
-    kernel: &'static str,
-    parameters: usize,
-    plain_ns_per_parameter: f64,
-    logged_ratio: f64,
-    shadow_ratio: f64,
-    shadow_limit_ratio: f64,
-    undo_ratio: f64,
-    redo_ratio: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    publish_ratio: Option<f64>,
-    log_bytes_per_parameter: f64,
-}
+const COLUMNS: &[Column] = &[
+    Column::case("parameters", "parameters", 10),
+    Column::case("kernel", "kernel", 7),
+    Column::case("arrays", "arrays", 6),
+    Column::case("work", "work", 12),
+    Column::median("ns/param", "ns_per_parameter", 8, 3),
+    Column::median("ratio", "ratio_to_plain", 6, 3),
+    Column::spread(3),
+    Column::median("log B/param", "log_bytes_per_parameter", 11, 3),
+];
+
+/// Number of timed works in a round.
+const WORKS: usize = 8;
+/// The rows: name, place among the timed works, and place of the plain work that the row is compared with. The limit of a
+/// shadow is compared with the same stream in place.
+const ROWS: [(&str, usize, usize); 7] = [
+    ("plain", 0, 0),
+    ("logged", 1, 0),
+    ("shadow", 4, 0),
+    ("shadow limit", 5, 6),
+    ("undo", 2, 0),
+    ("redo", 3, 0),
+    ("publication", PUBLICATION, 0),
+];
+const PUBLICATION: usize = 7;
 
 pub fn run(options: &Options) -> Result<()> {
     let kernel = match &options.kernel {
@@ -62,13 +73,46 @@ pub fn run(options: &Options) -> Result<()> {
         None => processor::kernel()?,
     };
     let n = options.size;
+    let settings = [("rounds", options.rounds.into())];
+    let stages = 1 + options.rounds as usize;
+    let mut session = Session::begin(&options.output, "undo", settings, COLUMNS, stages)?;
+    let mut log = Reserve::new(log_bytes(n))?;
+    let seconds = measure(kernel, options, &mut log, session.progress())?;
+    let nanoseconds = |work: usize| seconds[work].iter().map(|s| s * 1e9 / n as f64).collect::<Vec<f64>>();
+    for (name, work, plain) in ROWS {
+        // Only the fused case has a 16-bit copy to publish.
+        if work == PUBLICATION && !options.fused {
+            continue;
+        }
+        let mut row = Row::new("ratio_to_plain", Better::Lower)
+            .case("parameters", n)
+            .case("kernel", kernel.name())
+            .case("arrays", if options.fused { "fused" } else { "f32" })
+            .case("work", name)
+            .figure("ns_per_parameter", &nanoseconds(work))
+            .figure("ratio_to_plain", &ratios(&seconds[work], &seconds[plain]));
+        if name == "logged" {
+            let used = log_used_of(log.bytes_mut(), n) as f64;
+            row = row.figure("log_bytes_per_parameter", &[used / n as f64]);
+        }
+        session.row(row)?;
+    }
+    session.finish()
+}
+
+/// Seconds of each timed work in each round.
+fn measure(
+    kernel: Kernel,
+    options: &Options,
+    log: &mut Reserve,
+    progress: &Progress,
+) -> Result<[Vec<f64>; WORKS]> {
+    let n = options.size;
     let (plain, withdrawn) =
         if options.fused { (Case::Fused, Case::KeptBack) } else { (Case::F32, Case::F32) };
     let mut arrays = Arrays::new(n);
     let mut shadow = Arrays::new(n);
-    let mut log = Reserve::new(log_bytes(n))?;
-    let mut seconds = vec![Vec::new(); 8];
-    let progress = Progress::new(1 + options.rounds as usize);
+    let mut seconds = [const { Vec::new() }; WORKS];
     for round in 0..=options.rounds {
         progress.begin(&format!("round {round} of {} on {n} parameters", options.rounds));
         let rule =
@@ -78,11 +122,11 @@ pub fn run(options: &Options) -> Result<()> {
         step(kernel, rule, plain, &mut arrays, None, None)?;
         let times = [
             time(|| step(kernel, rule, plain, &mut arrays, None, None))?,
-            time(|| step(kernel, rule, withdrawn, &mut arrays, Some(&mut log), None))?,
-            time(|| undo(kernel, rule, withdrawn, &mut arrays, &mut log, None))?,
+            time(|| step(kernel, rule, withdrawn, &mut arrays, Some(log), None))?,
+            time(|| undo(kernel, rule, withdrawn, &mut arrays, log, None))?,
             {
-                step(kernel, rule, withdrawn, &mut arrays, Some(&mut log), None)?;
-                time(|| undo(kernel, rule, plain, &mut arrays, &mut log, Some(0.5)))?
+                step(kernel, rule, withdrawn, &mut arrays, Some(log), None)?;
+                time(|| undo(kernel, rule, plain, &mut arrays, log, Some(0.5)))?
             },
             time(|| step(kernel, rule, withdrawn, &mut arrays, None, Some(&mut shadow)))?,
             time(|| step(kernel, StreamRule, withdrawn, &mut arrays, None, Some(&mut shadow)))?,
@@ -90,43 +134,13 @@ pub fn run(options: &Options) -> Result<()> {
             time(|| step(kernel, StreamRule, plain, &mut shadow, None, None))?,
             time(|| publish(&mut [Job { optimizer: rule, tensor: arrays.tensor(plain)? }]))?,
         ];
+        // The first round warms up.
         if round > 0 {
             times.iter().zip(&mut seconds).for_each(|(time, all)| all.push(*time));
         }
         progress.end();
     }
-    drop(progress);
-    let ratio = |case: usize, to: usize| {
-        let pairs = seconds[case].iter().zip(&seconds[to]);
-        median(&pairs.map(|(a, b)| a / b).collect::<Vec<f64>>())
-    };
-    let report = Report {
-        version: spillway::VERSION,
-        kernel: kernel.name(),
-        parameters: n,
-        plain_ns_per_parameter: median(&seconds[0]) * 1e9 / n as f64,
-        logged_ratio: ratio(1, 0),
-        undo_ratio: ratio(2, 0),
-        redo_ratio: ratio(3, 0),
-        publish_ratio: options.fused.then(|| ratio(7, 0)),
-        shadow_ratio: ratio(4, 0),
-        shadow_limit_ratio: ratio(5, 6),
-        log_bytes_per_parameter: log_used_of(log.bytes_mut(), n) as f64 / n as f64,
-    };
-    if options.json {
-        println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
-    } else {
-        let Report { kernel, parameters, plain_ns_per_parameter, .. } = report;
-        println!("{parameters} parameters, {kernel}, plain step {plain_ns_per_parameter:.3} ns/param");
-        println!("logged {:.3}", report.logged_ratio);
-        println!("shadow {:.3}  limit  {:.3}", report.shadow_ratio, report.shadow_limit_ratio);
-        println!("undo   {:.3}  redo   {:.3}", report.undo_ratio, report.redo_ratio);
-        if let Some(ratio) = report.publish_ratio {
-            println!("publication {ratio:.3}");
-        }
-        println!("log    {:.3} bytes/param", report.log_bytes_per_parameter);
-    }
-    Ok(())
+    Ok(seconds)
 }
 
 fn step<R: Optimizer>(

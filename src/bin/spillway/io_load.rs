@@ -25,15 +25,14 @@ use spillway::sys::span::Span;
 use spillway::sys::usage::cpu_time;
 
 /// Direction of the load.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     Read,
     Write,
 }
 
 /// Settings of a load.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub block_bytes: usize,
     pub depth: u32,
@@ -66,6 +65,9 @@ impl Pass {
     }
 }
 
+/// A test file is written in blocks of so many bytes.
+pub const FILE_BLOCK: u64 = 4 << 20;
+
 /// An unlinked file of random bytes: it disappears when it is dropped or the process ends.
 pub struct TestFile {
     /// Path of the open file in `/proc`, valid for this process and its children.
@@ -75,12 +77,12 @@ pub struct TestFile {
 }
 
 impl TestFile {
-    /// Creates the file in `directory`.
+    /// Creates the file in `directory`; `bytes` is a multiple of [`FILE_BLOCK`].
     pub fn create(directory: &Path, bytes: u64) -> Result<TestFile> {
         let open = nameless(directory).map_err(|error| Error::system("creating the test file", &error))?;
         let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), open.as_raw_fd()));
         let file = TestFile { path, bytes, _open: open };
-        let shape = Shape { block_bytes: 4 << 20, depth: 8, engines: 1, blocks: 1 };
+        let shape = Shape { block_bytes: FILE_BLOCK as usize, depth: 8, engines: 1, blocks: 1 };
         Load::open(shape, BackendChoice::Auto)?.run(&file, Direction::Write, bytes, 1)?;
         Ok(file)
     }

@@ -5,10 +5,14 @@ mod bench_adam;
 mod bench_io;
 mod bench_tier;
 mod bench_undo;
+mod compare;
 mod doctor;
 mod fio;
 mod io_load;
+mod measurement;
+mod output;
 mod plan;
+mod plot;
 mod progress;
 mod report;
 mod trace;
@@ -49,6 +53,8 @@ enum Bench {
     Undo(bench_undo::Options),
     /// The cost of a tier's checksums on the given directories.
     Tier(bench_tier::Options),
+    /// Compares two reports that --json wrote, also those of `python -m spillway.bench`.
+    Compare(compare::Options),
 }
 
 fn main() -> std::process::ExitCode {
@@ -57,6 +63,7 @@ fn main() -> std::process::ExitCode {
         Command::Bench(Bench::Io(options)) => bench_io::run(&options),
         Command::Bench(Bench::Undo(options)) => bench_undo::run(&options),
         Command::Bench(Bench::Tier(options)) => bench_tier::run(&options),
+        Command::Bench(Bench::Compare(options)) => compare::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Plan(options) => plan::run(&options),

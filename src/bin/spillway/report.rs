@@ -1,8 +1,11 @@
-//! Tables, byte counts and medians, as all commands read and print them.
+//! Tables, rows of fixed width, labels and byte counts, as all commands read and print them.
 #![forbid(unsafe_code)]
 
 use bytesize::ByteSize;
 use comfy_table::{CellAlignment, Table, presets};
+use serde_json::Value;
+
+use super::measurement::{Fields, Row};
 
 /// A table of numbers: every column but the first is aligned to the right.
 pub fn table<const N: usize>(header: [&str; N]) -> Table {
@@ -12,6 +15,104 @@ pub fn table<const N: usize>(header: [&str; N]) -> Table {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table
+}
+
+/// A column of rows that are printed one by one, so that its width is fixed.
+pub struct Column {
+    title: &'static str,
+    width: usize,
+    cell: Cell,
+}
+
+/// What a column shows of a row.
+enum Cell {
+    /// A field of the case.
+    Case(&'static str),
+    /// The median of a figure, with so many decimals.
+    Median(&'static str, usize),
+    /// The quartiles of the headline, with so many decimals.
+    Spread(usize),
+}
+
+impl Column {
+    pub const fn case(title: &'static str, field: &'static str, width: usize) -> Column {
+        Column { title, width, cell: Cell::Case(field) }
+    }
+
+    pub const fn median(title: &'static str, figure: &'static str, width: usize, decimals: usize) -> Column {
+        Column { title, width, cell: Cell::Median(figure, decimals) }
+    }
+
+    pub const fn spread(decimals: usize) -> Column {
+        Column { title: "q1..q3", width: 2 * decimals + 8, cell: Cell::Spread(decimals) }
+    }
+
+    fn text(&self, row: &Row) -> String {
+        let figure = |name: &str| row.figures.get(name);
+        let text = match self.cell {
+            Cell::Case(field) => row.case.get(field).map(value),
+            Cell::Median(name, decimals) => figure(name).map(|found| format!("{:.decimals$}", found.median)),
+            Cell::Spread(decimals) => {
+                figure(&row.headline).map(|found| format!("{:.decimals$}..{:.decimals$}", found.q1, found.q3))
+            }
+        };
+        text.unwrap_or_else(|| "-".to_string())
+    }
+}
+
+/// The line above the rows.
+pub fn header(columns: &[Column]) -> String {
+    line(columns, |column| column.title.to_string())
+}
+
+/// A row as one line.
+pub fn row(columns: &[Column], row: &Row) -> String {
+    line(columns, |column| column.text(row))
+}
+
+/// Cells of a case are aligned to the left, figures to the right.
+fn line(columns: &[Column], text: impl Fn(&Column) -> String) -> String {
+    let cells = columns.iter().map(|column| match column.cell {
+        Cell::Case(_) => format!("{:<width$}", text(column), width = column.width),
+        _ => format!("{:>width$}", text(column), width = column.width),
+    });
+    cells.collect::<Vec<String>>().join("  ").trim_end().to_string()
+}
+
+/// What all cases have in common, and a label of the rest for each.
+pub fn labels(cases: &[&Fields]) -> (String, Vec<String>) {
+    let first = cases.first().copied();
+    let common = |name: &str| {
+        cases.len() > 1 && cases.iter().all(|case| case.get(name) == first.and_then(|first| first.get(name)))
+    };
+    let label = |case: &Fields, wanted: bool| {
+        let fields = case.iter().filter(|(name, _)| common(name) == wanted);
+        fields.map(|(name, value)| field(name, value)).collect::<Vec<String>>().join(", ")
+    };
+    (
+        first.map_or_else(String::new, |first| label(first, true)),
+        cases.iter().map(|case| label(case, false)).collect(),
+    )
+}
+
+/// A text speaks for itself; a number needs its name.
+fn field(name: &str, content: &Value) -> String {
+    if content.is_string() { value(content) } else { format!("{name} {}", value(content)) }
+}
+
+/// A field's value; a number as options accept it, such as 64Ki.
+pub fn value(value: &Value) -> String {
+    match (value.as_str(), value.as_u64()) {
+        (Some(text), _) => text.to_string(),
+        (_, Some(number)) => count(number),
+        _ => value.to_string(),
+    }
+}
+
+fn count(number: u64) -> String {
+    let units = [(30, "Gi"), (20, "Mi"), (10, "Ki")];
+    let unit = units.iter().find(|(shift, _)| number > 0 && number.is_multiple_of(1 << shift));
+    unit.map_or_else(|| number.to_string(), |(shift, name)| format!("{}{name}", number >> shift))
 }
 
 /// A byte count with its binary unit, such as `64.0 KiB`.
@@ -26,14 +127,9 @@ pub fn parse_count(text: &str) -> Result<usize, String> {
     usize::try_from(count).ok().filter(|count| *count > 0).ok_or_else(wrong)
 }
 
-pub fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::measurement::Better;
     use super::*;
 
     #[test]
@@ -44,5 +140,37 @@ mod tests {
             assert!(parse_count(wrong).is_err(), "{wrong}");
         }
         assert_eq!((size(256 << 10), size(1 << 30)), ("256.0 KiB".to_string(), "1.0 GiB".to_string()));
+        assert_eq!([0, 1000, 4096, 100 << 20, 3 << 30].map(count), ["0", "1000", "4Ki", "100Mi", "3Gi"]);
+    }
+
+    #[test]
+    fn rows_have_the_columns_of_their_header() {
+        const COLUMNS: &[Column] = &[
+            Column::case("parameters", "parameters", 10),
+            Column::median("ratio", "ratio", 6, 3),
+            Column::spread(2),
+            Column::median("fio", "fio", 5, 1),
+        ];
+        let full =
+            Row::new("ratio", Better::Higher).case("parameters", 65536).figure("ratio", &[0.5, 1.0, 2.0]);
+        assert_eq!(header(COLUMNS), "parameters   ratio        q1..q3    fio");
+        assert_eq!(row(COLUMNS, &full), "64Ki         1.000    0.75..1.50      -");
+    }
+
+    #[test]
+    fn labels_leave_out_what_all_cases_share() {
+        let case = |kernel: &str, parameters: u64| {
+            Row::new("", Better::Higher)
+                .case("kernel", kernel)
+                .case("parameters", parameters)
+                .case("work", "f32")
+                .case
+        };
+        let cases = [case("avx2", 4096), case("scalar", 5000)];
+        let (common, labels_of) = labels(&[&cases[0], &cases[1]]);
+        assert_eq!(common, "f32");
+        assert_eq!(labels_of, ["avx2, parameters 4Ki", "scalar, parameters 5000"]);
+        assert_eq!(labels(&[&cases[0]]), (String::new(), vec!["avx2, parameters 4Ki, f32".to_string()]));
+        assert_eq!(labels(&[]), (String::new(), Vec::new()));
     }
 }

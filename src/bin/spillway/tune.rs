@@ -14,8 +14,9 @@ use spillway::io::profile::{self, Notes, Profile, Settings};
 use spillway::sys::file::file_system;
 
 use super::io_load::{Direction, Load, Shape, TestFile};
+use super::measurement::median;
 use super::progress::Progress;
-use super::report::{median, size, table};
+use super::report::{size, table};
 
 #[derive(clap::Args)]
 pub struct Options {

@@ -1,19 +1,18 @@
 """Measures Spillway against what is installed, in one process and in alternation.
 
-    python -m spillway.bench adam [--json] [--sizes 1Mi,16Mi,100Mi] [--rounds 7]
-    python -m spillway.bench io [--json] [--dir DIRECTORY] [--size 1Gi] [--rounds 7]"""
+    python -m spillway.bench adam [--sizes 1Mi,16Mi,100Mi] [--rounds 7]
+    python -m spillway.bench io [--dir DIRECTORY] [--size 128Mi] [--rounds 7]
+
+Options of both: --json [FILE], --plot FILE.svg, --compare OLD.json. `spillway bench compare` compares two reports."""
 
 import argparse
-import json
 
-from . import _adam, _io, _progress
+from . import _adam, _io, _output
 
 
 def main():
     options = _arguments()
-    with _progress.shown():
-        report = options.measurement.run(options)
-    print(json.dumps(report, indent=1) if options.json else options.measurement.table(report))
+    _output.run(options, options.measurement)
 
 
 def _arguments():
@@ -22,17 +21,17 @@ def _arguments():
     adam = kinds.add_parser("adam", help="the optimizer step against DeepSpeed's op and torch")
     adam.set_defaults(measurement=_adam)
     adam.add_argument("--sizes", type=_sizes, default=_sizes("1Mi,16Mi,100Mi"))
-    adam.add_argument("--tensors", type=int, default=10_000)
+    adam.add_argument("--tensors", type=_count, default=10_000)
     io = kinds.add_parser("io", help="files to and from memory against DeepSpeed's async_io op")
     io.set_defaults(measurement=_io)
     io.add_argument("--dir", default=".", help="where the test files are made")
-    io.add_argument("--size", type=_size, default=_size("1Gi"), help="bytes of each measurement")
-    io.add_argument("--tensor", type=_sizes, default=_sizes("1Gi,1Mi,4Mi"), help="sizes of the tensors they are cut into")
+    io.add_argument("--size", type=_size, default=_size("128Mi"), help="bytes of each measurement")
+    io.add_argument("--tensor", type=_sizes, default=_sizes("128Mi,4Mi"), help="sizes of the tensors they are cut into")
     io.add_argument("--files", type=lambda text: [("one", "each").index(word) == 1 for word in text.split(",")],
-                    default=[False, True], help="one,each: all tensors in one file, or a file each")
+                    default=[False], help="one,each: all tensors in one file, or a file each")
     for kind in (adam, io):
-        kind.add_argument("--json", action="store_true")
-        kind.add_argument("--rounds", type=int, default=7)
+        kind.add_argument("--rounds", type=_count, default=7)
+        _output.add_arguments(kind)
     return parser.parse_args()
 
 
@@ -42,7 +41,13 @@ def _sizes(text):
 
 def _size(text):
     units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-    return int(text[:-2]) * units[text[-2:]] if text[-2:] in units else int(text)
+    return _count(text[:-2]) * units[text[-2:]] if text[-2:] in units else _count(text)
+
+
+def _count(text):
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 if __name__ == "__main__":

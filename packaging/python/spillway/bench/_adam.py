@@ -4,28 +4,37 @@ foreach.
 All run in this process, on the same arrays, in alternation; their results are compared before the timing. A ratio is
 the other implementation's time divided by Spillway's: above 1, Spillway is faster."""
 
-import statistics
 import time
 
 import spillway
 
-from . import _machine, _progress
+from . import _machine, _progress, _report
 
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 _SCALE = 0.125
 
+NAME = "python adam"
+COLUMNS = [("work", "work", 12, None), ("parameters", "parameters", 10, None), ("tensors", "tensors", 7, None),
+           ("contender", "contender", 48, None), ("ms", "ms", 9, 3), ("ns/param", "ns_per_parameter", 8, 3),
+           ("time ratio", "time_ratio", 10, 2), ("q1..q3", "quartiles", 12, 2)]
 
-def run(options):
-    """The report, as a dict."""
+
+def prepare(options):
+    """The settings of the report, and the implementations."""
     _progress.stage("loading torch and DeepSpeed's op, which may compile it")
     import torch
     native, reason = _machine.deepspeed_op("CPUAdamBuilder")
-    cases = [_plain(torch, native, n, options.rounds) for n in options.sizes]
-    cases.append(_fused(torch, native, max(options.sizes), options.rounds))
-    cases.append(_many(torch, native, options.tensors, options.rounds))
-    return {"kernel": spillway.kernel_name(), "threads": spillway.num_threads(), "torch": torch.__version__,
-              "torch_threads": torch.get_num_threads(), "cpu": _machine.cpu(), "date": time.strftime("%Y-%m-%d"),
-              "deepspeed": reason, "rounds": options.rounds, "cases": cases}
+    settings = {"deepspeed": reason, "kernel": spillway.kernel_name(), "rounds": options.rounds,
+                "torch": torch.__version__, "torch_threads": torch.get_num_threads()}
+    return settings, (torch, native)
+
+
+def rows(options, tools):
+    """The rows of each case, as soon as they are measured."""
+    for n in options.sizes:
+        yield from _plain(*tools, n, options.rounds)
+    yield from _fused(*tools, max(options.sizes), options.rounds)
+    yield from _many(*tools, options.tensors, options.rounds)
 
 
 def _plain(torch, native, n, rounds):
@@ -37,7 +46,7 @@ def _plain(torch, native, n, rounds):
     for name, choice in (("torch fused", {"fused": True}), ("torch foreach", {"foreach": True})):
         contenders[name] = _torch_adamw(torch, [arrays], choice)
     _agree(torch, contenders, [arrays[0]], _reset([arrays]))
-    return _measure(f"plain f32, {_size(n)} parameters", n, contenders, rounds)
+    return _measure({"work": "plain f32", "parameters": n, "tensors": 1}, contenders, rounds)
 
 
 def _fused(torch, native, n, rounds):
@@ -67,7 +76,7 @@ def _fused(torch, native, n, rounds):
     contenders[f"{name} op and torch operations"] = separately(torch.float64)
     contenders[f"{name} op and torch operations, norm in float32"] = separately(torch.float32)
     _agree(torch, contenders, [param, copy], _reset([entry]))
-    return _measure(f"fused step, bf16 gradient and copy, {_size(n)} parameters", n, contenders, rounds)
+    return _measure({"work": "fused bf16", "parameters": n, "tensors": 1}, contenders, rounds)
 
 
 def _many(torch, native, count, rounds):
@@ -81,7 +90,7 @@ def _many(torch, native, count, rounds):
     contenders["torch fused"] = _torch_adamw(torch, entries, {"fused": True})
     contenders["torch foreach"] = _torch_adamw(torch, entries, {"foreach": True})
     _agree(torch, contenders, [entry[0] for entry in entries], _reset(entries))
-    return _measure(f"{count} tensors of 1 to 4096 elements", sum(lengths), contenders, rounds)
+    return _measure({"work": "many tensors", "parameters": sum(lengths), "tensors": count}, contenders, rounds)
 
 
 def _prepared(entries):
@@ -141,9 +150,10 @@ def _agree(torch, contenders, outputs, reset):
                 raise SystemExit(f"bench adam: {name} computes other parameters than Spillway, so their times cannot be compared")
 
 
-def _measure(case, n, contenders, rounds):
-    """Median time of a step of each implementation, and the median over rounds of its ratio to Spillway's."""
-    _progress.stage(f"{case}: {rounds} rounds")
+def _measure(case, contenders, rounds):
+    """The rows of all implementations, in alternation."""
+    n = case["parameters"]
+    _progress.stage(f"{case['work']}, {_report.text(n)} parameters: {rounds} rounds")
     repeats = {name: _repeats(run) for name, run in contenders.items()}
     times = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -152,12 +162,11 @@ def _measure(case, n, contenders, rounds):
             for _ in range(repeats[name]):
                 run()
             times[name].append((time.perf_counter() - start) / repeats[name])
-    ours = times["spillway"]
-    return {"case": case, "parameters": n, "results": [
-        {"name": name, "ms": round(statistics.median(taken) * 1e3, 4),
-         "ns_per_parameter": round(statistics.median(taken) / n * 1e9, 4),
-         "ratio": round(statistics.median(other / own for other, own in zip(taken, ours)), 3)}
-        for name, taken in times.items()]}
+    for name, taken in times.items():
+        figures = {"ms": [seconds * 1e3 for seconds in taken],
+                   "ns_per_parameter": [seconds / n * 1e9 for seconds in taken],
+                   "time_ratio": _report.ratios(taken, times["spillway"])}
+        yield _report.row({**case, "contender": name}, figures, "time_ratio", "higher")
 
 
 def _repeats(run, at_least=0.05):
@@ -170,22 +179,3 @@ def _repeats(run, at_least=0.05):
 
 def _random(torch, n, seed):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
-
-
-def _size(n):
-    for unit, name in ((1 << 20, "Mi"), (1 << 10, "Ki")):
-        if n % unit == 0 and n:
-            return f"{n // unit} {name}"
-    return str(n)
-
-
-def table(report):
-    """The report as text."""
-    lines = [f"kernel {report['kernel']}, {report['threads']} threads, {report['cpu']}; torch {report['torch']} with "
-             f"{report['torch_threads']} threads, DeepSpeed {report['deepspeed']}",
-             f"median of {report['rounds']} rounds in alternation; ratio: time over Spillway's time"]
-    for case in report["cases"]:
-        lines += ["", case["case"]]
-        lines += [f"  {row['name']:<55} {row['ms']:10.3f} ms {row['ns_per_parameter']:9.3f} ns/parameter "
-                  f"{row['ratio']:8.2f}x" for row in case["results"]]
-    return "\n".join(lines)

@@ -4,20 +4,19 @@ Both read and write in this process, in alternation, each on buffers that it all
 before the timing. Each op runs at its best settings, which are searched first; DeepSpeed's also runs at the settings of
 a configuration without an "aio" block. fio, if installed, takes its turn on a file that holds all tensors, as a
 reference for the device's bandwidth at that moment. Processor time covers the whole process, including kernel threads
-of io_uring. Spillway wins at a speed ratio above 1 and a processor time ratio below 1."""
+of io_uring. Both ratios are the other's time over Spillway's: above 1, Spillway takes less."""
 
 import itertools
 import os
 import resource
 import shutil
-import statistics
 import tempfile
 import time
 
 import spillway
 from spillway.deepspeed import _ops
 
-from . import _io_fio, _machine, _progress
+from . import _io_fio, _machine, _progress, _report
 from ._io_contender import Contender
 
 _MIB = 1 << 20
@@ -26,19 +25,31 @@ _DEFAULTS = (_MIB, 8, False, True, 1)
 _OURS = [(_MIB, depth, False, True, 1) for depth in (4, 8, 32)]
 
 
-def run(options):
-    """The report, as a dict."""
+NAME = "python io"
+COLUMNS = [("tensors", "tensors", 7, None), ("of", "tensor_bytes", 5, None), ("files", "files", 5, None),
+           ("way", "direction", 5, None), ("contender", "contender", 11, None), ("GB/s", "gb_per_s", 7, 3),
+           ("cpu s/GB", "cpu_seconds_per_gb", 8, 4), ("time ratio", "time_ratio", 10, 2), ("q1..q3", "quartiles", 12, 2),
+           ("cpu ratio", "cpu_time_ratio", 9, 2)]
+
+
+def prepare(options):
+    """The settings of the report, and DeepSpeed's op."""
+    _progress.stage("loading DeepSpeed's op, which may compile it")
+    native, reason = _machine.deepspeed_op("AsyncIOBuilder")
+    return {"deepspeed": reason, "rounds": options.rounds}, native
+
+
+def rows(options, native):
+    """The rows of each case, as soon as they are measured. Their notes are block size, depth, single_submit,
+    overlap_events and threads."""
     folder = tempfile.mkdtemp(prefix="spillway-bench-", dir=options.dir)
     try:
-        _progress.stage("loading DeepSpeed's op, which may compile it")
-        native, reason = _machine.deepspeed_op("AsyncIOBuilder")
-        cases = [_case(folder, native, options, min(tensor, options.size), apart)
-                 for tensor in options.tensor for apart in options.files
-                 if not apart or tensor < options.size]
+        for tensor in options.tensor:
+            for apart in options.files:
+                if not apart or tensor < options.size:
+                    yield from _case(folder, native, options, min(tensor, options.size), apart)
     finally:
         shutil.rmtree(folder)
-    return {"version": spillway.__version__, "cpu": _machine.cpu(),
-            "date": time.strftime("%Y-%m-%d"), "deepspeed": reason, "rounds": options.rounds, "cases": cases}
 
 
 def _case(folder, native, options, tensor, apart):
@@ -46,9 +57,8 @@ def _case(folder, native, options, tensor, apart):
     count = max(1, options.size // tensor)
     places = [(os.path.join(folder, f"tensor{n}" if apart else "tensors"), 0 if apart else n * tensor)
               for n in range(count)]
-    files = "a file each" if apart else "one file"
     tensors = "1 tensor" if count == 1 else f"{count} tensors"
-    case = f"{tensors} of {tensor // _MIB} MiB, {files}, one wait"
+    case = f"{tensors} of {_report.text(tensor)}, {'a file each' if apart else 'one file'}"
     _progress.stage(f"{case}: writing the files")
     _fill(places, tensor)
     part = places[:max(1, count // 4)]
@@ -63,7 +73,6 @@ def _case(folder, native, options, tensor, apart):
     _agree(work)
     if not apart and _io_fio.installed():
         work["fio"] = _io_fio.Ceiling(places[0][0])
-    results = []
     for way in ("read", "write"):
         taken = {name: [] for name in work}
         for round_number in range(options.rounds + 1):
@@ -72,12 +81,12 @@ def _case(folder, native, options, tensor, apart):
                 figures = _timed(getattr(contender, way))
                 if round_number:
                     taken[name].append(figures)
-        results += _rows(way, taken, {name: contender.setting for name, contender in work.items()}, count * tensor)
+        fields = {"tensors": count, "tensor_bytes": tensor, "files": "each" if apart else "one", "direction": way}
+        yield from _rows(fields, taken, {name: contender.setting for name, contender in work.items()})
     for contender in work.values():
         contender.close()
     for path in {path for path, _ in places}:
         os.unlink(path)
-    return {"case": case, "results": results}
 
 
 def _best(native, places, tensor):
@@ -143,36 +152,16 @@ def _processor():
     return usage.ru_utime + usage.ru_stime
 
 
-def _rows(way, taken, settings, size):
-    ours = taken["spillway"]
-    rows = []
-    for name, figures in taken.items():
-        speed = statistics.median(own / other for (own, _), (other, _) in zip(ours, figures))
-        row = {"way": way, "name": name, "setting": settings[name],
-               "gb_per_s": round(size / 1e9 / statistics.median(seconds for seconds, _ in figures), 3),
-               "speed_ratio": round(1 / speed, 3)}
-        if figures[0][1] is not None:
-            processor = statistics.median(own / max(other, 1e-9) for (_, own), (_, other) in zip(ours, figures))
-            row["cpu_seconds_per_gb"] = round(statistics.median(cpu for _, cpu in figures) / (size / 1e9), 5)
-            row["cpu_ratio"] = round(processor, 3)
-        rows.append(row)
-    return rows
-
-
-def table(report):
-    """The report as text."""
-    lines = [f"{report['cpu']}; DeepSpeed {report['deepspeed']}",
-             f"median of {report['rounds']} rounds in alternation; speed: Spillway's over the other's; cpu: Spillway's "
-             "processor time over the other's", "setting: block, depth, single_submit, overlap_events, threads"]
-    for case in report["cases"]:
-        lines += ["", case["case"]]
-        lines += [_line(row) for row in case["results"]]
-    return "\n".join(lines)
-
-
-def _line(row):
-    processor, ratio = " " * 18, " " * 12
-    if "cpu_ratio" in row:
-        processor, ratio = f" {row['cpu_seconds_per_gb']:8.4f} cpu s/GB", f"  cpu {row['cpu_ratio']:6.2f}"
-    return (f"  {row['way']:<6} {row['name']:<11} {row['gb_per_s']:7.3f} GB/s{processor}"
-            f"   speed {row['speed_ratio']:6.2f}{ratio}  {row['setting']}")
+def _rows(fields, taken, settings):
+    """A row for each contender; without another than Spillway, the bandwidth is the headline."""
+    gigabytes = fields["tensors"] * fields["tensor_bytes"] / 1e9
+    columns = {name: list(zip(*figures)) for name, figures in taken.items()}
+    our_seconds, our_processor = columns["spillway"]
+    headline = "time_ratio" if len(taken) > 1 else "gb_per_s"
+    for name, (seconds, processor) in columns.items():
+        figures = {"gb_per_s": [gigabytes / each for each in seconds],
+                   "time_ratio": _report.ratios(seconds, our_seconds)}
+        if None not in processor:
+            figures["cpu_seconds_per_gb"] = [each / gigabytes for each in processor]
+            figures["cpu_time_ratio"] = _report.ratios(processor, our_processor)
+        yield _report.row({**fields, "contender": name}, figures, headline, "higher", str(settings[name]))

@@ -5,6 +5,8 @@ import sys
 import time
 
 _show = None
+# The bar of the spinner.
+_bar = None
 
 
 @contextlib.contextmanager
@@ -24,8 +26,18 @@ def stage(text):
         _show(text)
 
 
+def say(line, out):
+    """Prints a line at once; the spinner is hidden meanwhile."""
+    if _bar:
+        _bar.stop()
+    print(line, file=out, flush=True)
+    if _bar:
+        _bar.start()
+
+
 @contextlib.contextmanager
 def _spinner():
+    global _bar
     try:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     except ImportError:
@@ -34,9 +46,11 @@ def _spinner():
         return
     from rich.console import Console
     columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda text: progress.update(task, description=text)
+    # Rows go to standard output, which rich would redirect to the terminal of standard error.
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as _bar:
+        task = _bar.add_task("starting", total=None)
+        yield lambda text: _bar.update(task, description=text)
+    _bar = None
 
 
 @contextlib.contextmanager

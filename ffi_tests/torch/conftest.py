@@ -1,0 +1,11 @@
+"""Paths of Spillway for the tests of its torch optimizers."""
+
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+os.environ.setdefault("SPILLWAY_LIBRARY", str(
+    pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
+sys.path[:0] = [str(ROOT / "packaging" / "python")]

@@ -1,0 +1,271 @@
+"""What spillway.torch's classes have beyond torch's: clipping, skipped steps, rollback; what they do when tensors are replaced between
+steps; and how they refuse what cannot be stepped."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import spillway
+from spillway import torch as own
+
+
+def parameters(count=3, length=300, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(length, generator=generator)) for _ in range(count)]
+
+
+def random_grads(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) * scale
+
+
+def values(params):
+    return [param.detach().clone() for param in params]
+
+
+def equal(params, others):
+    return all(torch.equal(one, other) for one, other in zip(params, others, strict=True))
+
+
+def states(optimizer):
+    return [value.clone() for state in optimizer.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion"])
+def test_clipping_equals_torchs_before_the_step(name):
+    ours, theirs = parameters(), parameters()
+    clipped, plain = getattr(own, name)(ours, max_norm=2.0), getattr(own, name)(theirs)
+    for step in range(6):
+        random_grads(ours, step, scale=0.01 if step == 3 else 1)
+        random_grads(theirs, step, scale=0.01 if step == 3 else 1)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 2.0)
+        clipped.step()
+        plain.step()
+        assert clipped.grad_norm == pytest.approx(float(norm), rel=1e-6) and not clipped.skipped
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 if name != "Lion" else 4e-4)
+
+
+def test_clipping_counts_parameters_that_torch_steps():
+    params = [*parameters(2), torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64))]
+    optimizer = own.AdamW(params, max_norm=1.0)
+    random_grads(params, 0)
+    expected = torch.nn.utils.get_total_norm([param.grad for param in params])
+    scaled = params[2].grad.clone()
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(float(expected), rel=1e-6)
+    torch.testing.assert_close(params[2].grad, scaled / (optimizer.grad_norm + 1e-6))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_step_with_inf_or_nan_is_skipped_or_refused(bad):
+    for skip in (True, False):
+        params = parameters()
+        optimizer = own.AdamW([{"params": params[:1]}, {"params": params[1:]}], skip_nonfinite=skip, max_norm=None if skip else 1.0)
+        random_grads(params, 0)
+        optimizer.step()
+        before, states_before = values(params), states(optimizer)
+        random_grads(params, 1)
+        params[2].grad[17] = bad
+        if skip:
+            optimizer.step()
+            assert optimizer.skipped
+        else:
+            with pytest.raises(spillway.InvalidArgumentError, match=r"param_groups\[1\]\['params'\]\[1\] has Inf or NaN; nothing"):
+                optimizer.step()
+        assert equal(params, before) and equal(states(optimizer), states_before)
+        random_grads(params, 2)
+        optimizer.step()
+        assert not optimizer.skipped and not equal(params, before)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion"])
+def test_rollback_restores_every_bit_and_the_step_can_be_done_again(name):
+    params = parameters(5, 5000)
+    optimizer = getattr(own, name)(params, undo=True)
+    for step in range(4):
+        before, states_before = values(params), states(optimizer)
+        random_grads(params, step)
+        optimizer.step()
+        after, states_after = values(params), states(optimizer)
+        assert not equal(params, before)
+        optimizer.rollback()
+        assert equal(params, before) and (step == 0 or equal(states(optimizer), states_before))
+        with pytest.raises(spillway.InvalidArgumentError, match="no step is recorded"):
+            optimizer.rollback()
+        optimizer.step()
+        assert equal(params, after) and equal(states(optimizer), states_after)
+
+
+def test_rollback_after_gradients_were_freed_or_written():
+    params = parameters()
+    optimizer = own.AdamW(params, undo=True)
+    before = values(params)
+    random_grads(params, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    optimizer.rollback()
+    assert equal(params, before)
+    random_grads(params, 0)
+    optimizer.step()
+    after = values(params)
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(spillway.InvalidArgumentError, match="a gradient was written to since the step"):
+        optimizer.rollback()
+    assert equal(params, after)
+
+
+def test_a_step_keeps_no_gradient_alive():
+    params = parameters()
+    optimizer = own.AdamW(params)
+    for step in range(3):
+        random_grads(params, step)
+        optimizer.step()
+        grads = [weakref.ref(param.grad) for param in params]
+        optimizer.zero_grad()
+        gc.collect()
+        assert all(grad() is None for grad in grads)
+
+
+def test_replaced_tensors_are_stepped_and_not_the_old_ones():
+    """Parameters, states and groups are replaced between steps, as frameworks do when they move or load them."""
+    ours, theirs = parameters(), parameters()
+    pair = own.AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+
+    def moved(tensor):
+        return tensor.detach().clone()
+
+    def change(optimizer, params, step):
+        inner = [optimizer.state[param] for param in params]
+        if step == 1:
+            params[0].data = moved(params[0])
+        elif step == 2:
+            inner[1]["exp_avg"] = moved(inner[1]["exp_avg"])
+        elif step == 3:
+            inner[1]["exp_avg_sq"].data = moved(inner[1]["exp_avg_sq"]) * 2
+        elif step == 4:
+            inner[2]["step"].fill_(50.0)
+        elif step == 5:
+            optimizer.state[params[0]] = {key: moved(value) for key, value in inner[0].items()}
+        elif step == 6:
+            optimizer.param_groups[0]["params"] = params[1:]
+        elif step == 7:
+            optimizer.add_param_group({"params": params[:1], "lr": 1e-3})
+        elif step == 8:
+            optimizer.param_groups = [{**group, "params": group["params"][::-1], "betas": (0.5, 0.9)} for group in optimizer.param_groups]
+        elif step == 9:
+            del optimizer.state[params[0]]
+        elif step == 10:
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif step == 11:
+            params[1].data = torch.cat([params[1].data, params[1].data])[::2]
+    for step in range(13):
+        for optimizer, params in zip(pair, (ours, theirs)):
+            change(optimizer, params, step)
+            random_grads(params, step)
+            optimizer.step()
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_a_grad_scaler_works():
+    ours, theirs = parameters(), parameters()
+    pair = own.AdamW(ours), torch.optim.AdamW(theirs, fused=True)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in pair]
+    for step in range(6):
+        for params, optimizer, scaler in zip((ours, theirs), pair, scalers):
+            optimizer.zero_grad()
+            loss = sum((param * (step + 1)).square().sum() for param in params) * (float("inf") if step == 3 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert pair[0].skipped == (step == 3)
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+    assert {float(state["step"]) for state in pair[0].state.values()} == {5.0}
+
+
+def refused(params, optimizer, error, words):
+    before, states_before = values(params), states(optimizer)
+    with pytest.raises(error, match=words):
+        optimizer.step()
+    assert equal(params, before) and equal(states(optimizer), states_before)
+
+
+def test_bad_input_names_the_parameter_and_steps_nothing():
+    invalid, unsupported = spillway.InvalidArgumentError, spillway.UnsupportedError
+
+    def prepared():
+        params = parameters()
+        optimizer = own.AdamW([("first", params[0]), ("second", params[1]), ("third", params[2])])
+        random_grads(params, 0)
+        optimizer.step()
+        return params, optimizer, optimizer.state[params[1]]
+    name = r"param_groups\[0\]\['params'\]\[1\] \(second\)"
+
+    params, optimizer, state = prepared()
+    state["exp_avg"] = torch.zeros(299)
+    refused(params, optimizer, invalid, name + r" has shape \(300,\), its state 'exp_avg' \(299,\)")
+    params, optimizer, state = prepared()
+    state["exp_avg_sq"] = torch.zeros(300, dtype=torch.float64)
+    refused(params, optimizer, unsupported, name + " is torch.float32, its state 'exp_avg_sq' torch.float64")
+    params, optimizer, state = prepared()
+    state["exp_avg"] = torch.zeros(300, device="meta")
+    with pytest.raises(invalid, match=name + ": its state 'exp_avg' is not contiguous in CPU memory"):
+        optimizer.step()
+    params, optimizer, state = prepared()
+    del state["exp_avg"]
+    refused(params, optimizer, invalid, name + ": its state lacks 'exp_avg'")
+    params, optimizer, _ = prepared()
+    params[1].data = torch.randn(200)
+    refused(params, optimizer, invalid, name + r" has shape \(200,\), its gradient \(300,\)")
+    params, optimizer, _ = prepared()
+    params[1].data = params[0].data[:]
+    refused(params, optimizer, invalid, r"params'\]\[0\] \(first\) and .*\(second\) share memory")
+    params, optimizer, state = prepared()
+    state["exp_avg"] = params[2].data
+    refused(params, optimizer, invalid, r"\(second\) and .*\(third\) share memory|\(third\) and .*\(second\) share memory")
+    params, optimizer, _ = prepared()
+    params[1].grad = params[0].data
+    refused(params, optimizer, invalid, r"\(first\)|\(second\)")
+
+
+@pytest.mark.parametrize("make", [
+    lambda: own.AdamW(parameters(), max_norm=0), lambda: own.AdamW(parameters(), max_norm=-1.0),
+    lambda: own.Lion(parameters(), lr=-1.0), lambda: own.Lion(parameters(), betas=(0.9, 1.0)), lambda: own.Adam(parameters(), lr=-1.0)])
+def test_arguments_out_of_range_are_refused(make):
+    with pytest.raises(ValueError):
+        make()
+
+
+def test_undo_refuses_parameters_that_torch_steps():
+    params = [torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(5, dtype=torch.float64))]
+    optimizer = own.Adam(params, undo=True)
+    random_grads(params, 0)
+    before = values(params)
+    with pytest.raises(spillway.UnsupportedError, match=r"params'\]\[1\] is stepped by torch, which cannot roll a step back"):
+        optimizer.step()
+    assert equal(params, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_for_parameters_of_32(dtype):
+    params = parameters()
+    for param in params:
+        param.grad_dtype = dtype
+    optimizer, reference = own.AdamW(params), parameters()
+    expected = torch.optim.AdamW(reference)
+    for step in range(4):
+        random_grads(reference, step)
+        for param, other in zip(params, reference):
+            param.grad = other.grad.to(dtype)
+            other.grad = param.grad.float()
+        optimizer.step()
+        expected.step()
+    for one, other in zip(params, reference):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)

@@ -1,0 +1,28 @@
+"""torch optimizers that step CPU parameters with Spillway's kernels.
+
+    from spillway.torch import AdamW
+
+    optimizer = AdamW(model.parameters(), lr=1e-3)      # instead of torch.optim.AdamW
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+`AdamW`, `Adam` and `Adagrad` are subclasses of torch's classes with the same arguments, state and `state_dict`. A checkpoint of one
+loads into the other. `Lion` is a `torch.optim.Optimizer`. One step of all parameters is one call of the library.
+
+Spillway steps parameters and gradients that are contiguous in CPU memory, in float32, bfloat16 or float16, DTensors included.
+Other parameters (on a GPU, float64, complex, sparse gradients) and groups with `amsgrad`, `capturable` or `differentiable` are
+stepped by torch's own code. `foreach` and `fused` choose that code; they do not change Spillway's.
+
+Keywords beyond torch, for all classes:
+
+| keyword | meaning |
+|---|---|
+| `max_norm` | gradients are clipped to this global norm within the step; `grad_norm` is the norm before |
+| `process_group` | with `max_norm` and `skip_nonfinite`: squares and verdict are summed over this group |
+| `skip_nonfinite` | a step with Inf or NaN in a gradient is skipped; `skipped` is then True |
+| `undo` | `rollback()` restores all bits of the last step |"""
+
+from ._optimizers import Adagrad, Adam, AdamW, Lion
+
+__all__ = ["Adagrad", "Adam", "AdamW", "Lion"]

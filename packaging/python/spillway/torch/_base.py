@@ -1,0 +1,265 @@
+"""The step that all classes share: which parameters Spillway steps, in which order, and what a refused step leaves.
+
+Order of a step: the closure, then everything that can be refused (other shapes, shared memory, gradients with Inf or NaN), then torch's
+step of the parameters that Spillway does not serve, then one call of the library. A refused step changes no parameter."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _abi, _native
+from .._native_handle import record
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, local, name_of
+from ._table import Table
+from ._undo import LastStep
+
+_KEPT = ("max_norm", "process_group", "skip_nonfinite", "undo")
+
+
+class SpillwayOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers of this package; not for direct use.
+
+    Attributes:
+        grad_norm: Global norm of the gradients at the last step, before clipping; None without `max_norm`.
+        skipped: True if the last step changed nothing because a gradient had Inf or NaN."""
+
+    # Set by each class: the name in the C ABI, its options struct, and the states with their fields in the C struct.
+    c_name: str
+    _options_type: Any
+    _keys: dict[str, str]
+    #: torch's class, whose step serves the other parameters.
+    _torch_class: type[torch.optim.Optimizer]
+
+    max_norm: float | None = None
+    process_group: Any = None
+    skip_nonfinite = False
+    undo = False
+    grad_norm: float | None = None
+    skipped = False
+    _step_supports_amp_scaling = True
+    _table: Table | None = None
+    _rest: list[tuple[int, int]] = []
+    _last: LastStep | None = None
+
+    def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise InvalidArgumentError(f"{type(self).__name__}: max_norm is {max_norm!r}; pass a number above 0, or None")
+        self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
+        # torch's __init__ sets this for fused=True only; Spillway always applies the scale of a GradScaler itself.
+        self._step_supports_amp_scaling = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._table, self._last = None, None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Steps all parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss again, before the step.
+
+        Returns:
+            The closure's result; None without a closure.
+
+        Raises:
+            InvalidArgumentError: Parameter, gradient and state do not fit each other; nothing was stepped.
+            UnsupportedError: The combination of dtypes is not supported; nothing was stepped."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step_all()
+        return loss
+
+    def rollback(self) -> None:
+        """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`.
+
+        Raises:
+            InvalidArgumentError: There is no step to roll back, or its gradients were changed or freed since."""
+        if self._last is None:
+            raise InvalidArgumentError(f"{type(self).__name__}.rollback: no step is recorded; construct the optimizer with undo=True, and "
+                                       "call rollback() at most once after a step")
+        last, self._last = self._last, None
+        last.rollback()
+
+    def _step_all(self) -> None:
+        self._last, self.skipped = None, False
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found is not None and float(found):
+            self.skipped = True
+            return
+        table = self._current()
+        try:
+            self._step_table(table, 1.0 if scale is None else 1.0 / float(scale))
+        finally:
+            table.release_grads()
+
+    def _step_table(self, table: Table, factor: float) -> None:
+        if self.max_norm is not None or self.skip_nonfinite:
+            clip = self._clip(table, factor)
+            if clip is None:
+                self.skipped = True
+                return
+            factor *= clip
+        if self._rest:
+            self._step_rest(factor)
+        if table.places:
+            self._run(table, factor)
+
+    def _current(self) -> Table:
+        """The table of the present tensors."""
+        table = self._table
+        if table is None or not table.refresh() or self._rest_changed():
+            table = self._table = None
+            table = self._build()
+            if not table.refresh():
+                raise SpillwayError(f"{type(self).__name__}: parameters, gradients or states change while a step reads them")
+            self._table = table
+        return table
+
+    def _build(self) -> Table:
+        rows, rest = [], []
+        for number, group in enumerate(self.param_groups):
+            others = any(group.get(flag) for flag in ("amsgrad", "capturable", "differentiable"))
+            for index, param in enumerate(group["params"]):
+                if param.grad is None:
+                    continue
+                name = name_of(group, number, index)
+                if others or not is_served(param, param.grad, name):
+                    # States lie in the order of the parameters, as torch creates them.
+                    self.state[param]
+                    rest.append((number, index))
+                else:
+                    rows.append(Row(number, index, local(param), local(param.grad), self._states_of(group, param, name)))
+        if rest and self.undo:
+            number, index = rest[0]
+            raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} is stepped by torch, which cannot roll a step "
+                                   "back; pass undo=False, or contiguous CPU parameters and gradients of 16 or 32 bits")
+        check_memory(rows, self.param_groups)
+        self._rest = rest
+        return Table(self, rows, self._keys, lambda: _abi.sized(self._options_type))
+
+    def _states_of(self, group: dict[str, Any], param: torch.Tensor, name: str) -> tuple[torch.Tensor, ...]:
+        state = self.state[param]
+        if not state:
+            self._new_state(group, param, state)
+        try:
+            states = tuple(local(state[key]) for key in self._keys)
+        except KeyError as error:
+            raise InvalidArgumentError(f"{name}: its state lacks {error}; load the state of this optimizer, or delete "
+                                       "optimizer.state[parameter]") from None
+        for key, tensor in zip(self._keys, states):
+            check_state(local(param), tensor, key, name)
+        return states
+
+    def _rest_changed(self) -> bool:
+        """True if a parameter that torch stepped can be stepped by Spillway now."""
+        for number, index in self._rest:
+            group = self.param_groups[number]
+            param = group["params"][index]
+            if not any(group.get(flag) for flag in ("amsgrad", "capturable", "differentiable")) and is_served(
+                    param, param.grad, name_of(group, number, index)):
+                return True
+        return False
+
+    def _run(self, table: Table, factor: float) -> None:
+        for (number, step), options in table.options.items():
+            self._set_options(options, self.param_groups[number], step + 1)
+            options.grad_scale = -factor if self.param_groups[number].get("maximize") else factor
+        count, status = len(table.places), []
+        try:
+            if self.undo:
+                self._last = LastStep(self, table, count, status)
+            else:
+                function = getattr(_native.library(), f"spw_{self.c_name}_step")
+                record(status, function, ctypes.byref(options), ctypes.addressof(table.entries), count, None)
+            _native.check(status[0])
+        except SpillwayError as error:
+            raise _named(error, table) from None
+        finally:
+            # Also if a signal handler raises after the call: its step is counted.
+            if status == [0]:
+                table.count_step()
+                table.written()
+
+    def _clip(self, table: Table, factor: float) -> float | None:
+        """The factor that clips the gradients to `max_norm`; None to skip the step."""
+        total, nonfinite, culprit = 0.0, False, ""
+        out, function = _abi.sized(_abi.StepStats), _native.library().spw_grad_stats
+        for at, (grad, entry) in enumerate(zip(table.grads, table.entries)):
+            _native.check(function(entry.grad, CODES[grad.dtype], entry.n, factor, ctypes.byref(out)))
+            total += out.sum_squares
+            if out.nonfinite and not nonfinite:
+                nonfinite, culprit = True, table.name(at)
+        for number, index in self._rest:
+            group = self.param_groups[number]
+            grad = local(group["params"][index].grad)
+            square = float(torch.linalg.vector_norm(grad.to_dense() if grad.is_sparse else grad, dtype=torch.float64)) ** 2 * factor ** 2
+            total += square
+            if square - square != 0 and not nonfinite:
+                nonfinite, culprit = True, name_of(group, number, index)
+        total, nonfinite = self._reduced(total, nonfinite)
+        self.grad_norm = total ** 0.5
+        if nonfinite and self.skip_nonfinite:
+            return None
+        if nonfinite:
+            raise InvalidArgumentError(f"the gradient of {culprit or 'a parameter of another process'} has Inf or NaN; nothing was stepped. "
+                                       "Pass skip_nonfinite=True to skip such steps")
+        return min(1.0, self.max_norm / (self.grad_norm + 1e-6)) if self.max_norm is not None else 1.0
+
+    def _reduced(self, total: float, nonfinite: bool) -> tuple[float, bool]:
+        if self.process_group is None:
+            if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
+                raise InvalidArgumentError(f"{type(self).__name__}: parameters are DTensors, so max_norm and skip_nonfinite need "
+                                           "process_group, the group over which the parts are summed")
+            return total, nonfinite
+        both = torch.tensor([total, float(nonfinite)], dtype=torch.float64)
+        torch.distributed.all_reduce(both, group=self.process_group)
+        return float(both[0]), bool(both[1])
+
+    def _step_rest(self, factor: float) -> None:
+        """torch's step of the parameters that Spillway does not serve."""
+        groups = [{**group, "params": [group["params"][index] for at, index in self._rest if at == number]}
+                  for number, group in enumerate(self.param_groups)]
+        groups = [group for group in groups if group["params"]]
+        if factor != 1.0:
+            for group in groups:
+                for param in group["params"]:
+                    param.grad.mul_(factor)
+        hidden = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
+        whole, self.param_groups = self.param_groups, groups
+        try:
+            self._torch_step()
+        finally:
+            self.param_groups = whole
+            self.__dict__.update(hidden)
+
+    def _torch_step(self) -> None:
+        step = self._torch_class.step
+        # The hooks of this optimizer have run already.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+        step(self)
+
+    def _new_state(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Creates the states of a parameter, as torch's class does."""
+        raise NotImplementedError
+
+    def _set_options(self, options: Any, group: dict[str, Any], step: int) -> None:
+        """Writes the hyper-parameters of a group into the C options."""
+        raise NotImplementedError
+
+
+def _named(error: SpillwayError, table: Table) -> SpillwayError:
+    """The error with names of parameters for the numbers of rows."""
+    message = re.sub(r"tensors\[(\d+)\]", lambda match: table.name(int(match[1])), str(error))
+    return type(error)(message, error.status)

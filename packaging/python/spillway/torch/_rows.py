@@ -1,0 +1,88 @@
+"""Which parameters Spillway steps, and the error messages about the others.
+
+A parameter is served if its step is one row of the C table: parameter, gradient and states are contiguous in CPU memory, with dtypes
+that the kernels know. All other parameters go to torch's own step. What neither can step is an error that names the parameter."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _abi
+from ..errors import InvalidArgumentError, UnsupportedError
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # a build of torch without distributed
+    class DTensor:  # type: ignore[no-redef]
+        """Stands in where torch has no DTensor."""
+
+CODES = {torch.float32: _abi.DTYPE_F32, torch.float16: _abi.DTYPE_F16, torch.bfloat16: _abi.DTYPE_BF16}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Row(NamedTuple):
+    """A parameter that Spillway steps; the tensors are local parts of DTensors."""
+
+    group: int
+    index: int
+    param: torch.Tensor
+    grad: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+
+
+def name_of(group: dict[str, Any], number: int, index: int) -> str:
+    """How messages name a parameter."""
+    names = group.get("param_names")
+    given = f" ({names[index]})" if names else ""
+    return f"param_groups[{number}]['params'][{index}]{given}"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this process holds; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
+    """True if Spillway steps a parameter, without regard to its states; False leaves it to torch.
+
+    Raises:
+        InvalidArgumentError: Parameter and gradient do not fit each other."""
+    if type(param) not in _PLAIN and not isinstance(param, DTensor):
+        return False
+    if isinstance(param, DTensor) != isinstance(grad, DTensor):
+        raise InvalidArgumentError(f"{name}: one of parameter and gradient is a DTensor; pass both as DTensors")
+    if isinstance(param, DTensor) and grad.placements != param.placements:
+        raise InvalidArgumentError(f"{name}: the gradient is placed as {grad.placements}, the parameter as {param.placements}; "
+                                   "redistribute the gradient")
+    param, grad = local(param), local(grad)
+    if type(grad) not in _PLAIN or grad.layout is not torch.strided:
+        return False
+    if param.device != grad.device:
+        raise InvalidArgumentError(f"{name} is on {param.device}, its gradient on {grad.device}; move the gradient")
+    if param.shape != grad.shape:
+        raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its gradient {tuple(grad.shape)}; compute the gradient again")
+    return (param.is_cpu and param.dtype in CODES and grad.dtype in CODES and param.is_contiguous() and grad.is_contiguous())
+
+
+def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str) -> None:
+    """Raises an error if a state does not belong to its parameter."""
+    if state.shape != param.shape:
+        raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its state {key!r} {tuple(state.shape)}; load the state of "
+                                   "this parameter, or delete optimizer.state[parameter]")
+    if not (state.is_cpu and state.is_contiguous()):
+        raise InvalidArgumentError(f"{name}: its state {key!r} is not contiguous in CPU memory as the parameter is; move the state")
+    if state.dtype is not torch.float32 and state.dtype is not param.dtype:
+        raise UnsupportedError(f"{name} is {param.dtype}, its state {key!r} {state.dtype}; states are float32 or have the dtype of the "
+                               "parameter: cast the state")
+
+
+def check_memory(rows: list[Row], groups: list[dict[str, Any]]) -> None:
+    """Raises an error if parameters or states of two rows share memory."""
+    parts = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
+                   for at, row in enumerate(rows) for tensor in (row.param, *row.states) if tensor.numel())
+    for (_, end, first), (start, _, second) in zip(parts, parts[1:]):
+        if start < end:
+            one, other = (name_of(groups[row.group], row.group, row.index) for row in (rows[first], rows[second]))
+            raise InvalidArgumentError(f"{one} and {other} share memory of parameters or states; pass a shared parameter once")

@@ -45,6 +45,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _table: Table | None = None
     _rest: list[tuple[int, int]] = []
+    param_groups: list[dict[str, Any]]
     _last: LastStep | None = None
 
     def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool) -> None:
@@ -61,7 +62,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._table, self._last = None, None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient.
 
         Args:
@@ -176,7 +177,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         for (number, step), options in table.options.items():
             self._set_options(options, self.param_groups[number], step + 1)
             options.grad_scale = -factor if self.param_groups[number].get("maximize") else factor
-        count, status = len(table.places), []
+        count = len(table.places)
+        status: list[int] = []
         try:
             if self.undo:
                 self._last = LastStep(self, table, count, status)
@@ -236,18 +238,18 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             for group in groups:
                 for param in group["params"]:
                     param.grad.mul_(factor)
-        hidden = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
+        hidden: dict[str, Any] = {name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__}
         whole, self.param_groups = self.param_groups, groups
         try:
             self._torch_step()
         finally:
             self.param_groups = whole
-            self.__dict__.update(hidden)
+            self.__dict__.update(**hidden)
 
     def _torch_step(self) -> None:
         step = self._torch_class.step
         # The hooks of this optimizer have run already.
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
         step(self)
 
     def _new_state(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> None:

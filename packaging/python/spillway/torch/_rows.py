@@ -26,17 +26,17 @@ class Row(NamedTuple):
     """A parameter that Spillway steps; the tensors are local parts of DTensors."""
 
     group: int
-    index: int
+    place: int
     param: torch.Tensor
     grad: torch.Tensor
     states: tuple[torch.Tensor, ...]
 
 
-def name_of(group: dict[str, Any], number: int, index: int) -> str:
+def name_of(group: dict[str, Any], number: int, place: int) -> str:
     """How messages name a parameter."""
     names = group.get("param_names")
-    given = f" ({names[index]})" if names else ""
-    return f"param_groups[{number}]['params'][{index}]{given}"
+    given = f" ({names[place]})" if names else ""
+    return f"param_groups[{number}]['params'][{place}]{given}"
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,5 +84,5 @@ def check_memory(rows: list[Row], groups: list[dict[str, Any]]) -> None:
                    for at, row in enumerate(rows) for tensor in (row.param, *row.states) if tensor.numel())
     for (_, end, first), (start, _, second) in zip(parts, parts[1:]):
         if start < end:
-            one, other = (name_of(groups[row.group], row.group, row.index) for row in (rows[first], rows[second]))
+            one, other = (name_of(groups[row.group], row.group, row.place) for row in (rows[first], rows[second]))
             raise InvalidArgumentError(f"{one} and {other} share memory of parameters or states; pass a shared parameter once")

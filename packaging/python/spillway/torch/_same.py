@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+TensorGuards: Any = None
 try:
     # The guards of torch.compile compare a list of tensors in C++: a sixth of the time of the passes below.
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None
+    from torch._C._dynamo import guards as _guards
+    TensorGuards = _guards.TensorGuards
+except (ImportError, AttributeError):
+    pass
 
 _PROPERTIES = [attrgetter(name) for name in ("dtype", "device", "layout", "shape")]
 

@@ -38,7 +38,7 @@ class Table:
     def __init__(self, optimizer: torch.optim.Optimizer, rows: list[Row], keys: dict[str, str], make_options: Callable[[], Any]):
         self._optimizer, self._keys = optimizer, keys
         # The rows themselves hold gradients and states, which must not live longer than their owners keep them.
-        self.places = [(row.group, row.index) for row in rows]
+        self.places = [(row.group, row.place) for row in rows]
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
         params = [param for params in self._lists for param in params]
         self._params = params

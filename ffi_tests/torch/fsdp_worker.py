@@ -1,0 +1,69 @@
+"""One process of test_distributed.py: trains a model that FSDP2 shards over two processes, on the CPU with gloo."""
+
+import pathlib
+import sys
+
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2] / "packaging" / "python")]
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import spillway
+from spillway import torch as own
+
+STEPS = 6
+
+
+def main(case, folder):
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    before = spillway.stats().adam_elements
+    models = [sharded_model(mesh), sharded_model(mesh)]
+    options = {"max_norm": 0.5, "process_group": mesh.get_group()} if case == "clip" else {}
+    optimizers = [own.AdamW(models[0].parameters(), lr=1e-2, **options), torch.optim.AdamW(models[1].parameters(), lr=1e-2)]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers):
+            train(model, optimizer, step, case == "clip" and optimizer is optimizers[1])
+        if case == "checkpoint" and step == STEPS // 2:
+            exchange(models, optimizers, folder)
+    assert spillway.stats().adam_elements > before
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
+    print("same weights", flush=True)
+    dist.destroy_process_group()
+
+
+def sharded_model(mesh):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.ReLU(), torch.nn.Linear(65, 7))
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def train(model, optimizer, step, clip):
+    torch.manual_seed(100 * step + dist.get_rank())
+    model(torch.randn(5, 33)).square().sum().backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def exchange(models, optimizers, folder):
+    """Each optimizer saves its state, and loads that of the other."""
+    for name, model, optimizer in zip(("ours", "theirs"), models, optimizers):
+        checkpoint.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=f"{folder}/{name}")
+    for name, model, optimizer in zip(("theirs", "ours"), models, optimizers):
+        state = get_optimizer_state_dict(model, optimizer)
+        checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
+        set_optimizer_state_dict(model, optimizer, state)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

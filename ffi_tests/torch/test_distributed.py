@@ -1,0 +1,20 @@
+"""Two processes train with FSDP2 and its CPU offload policy, whose parameters, gradients and states are DTensors: with spillway.torch
+and with torch's AdamW, the same; a checkpoint of one by torch.distributed.checkpoint resumes with the other."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+WORKER = pathlib.Path(__file__).with_name("fsdp_worker.py")
+
+
+@pytest.mark.parametrize("case", ["train", "clip", "checkpoint"])
+def test_two_processes_train_alike(case, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", WORKER, case, tmp_path],
+                          capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("same weights") == 2, done.stdout + done.stderr

@@ -113,13 +113,13 @@ pub struct spw_tier_options {
     pub durability: u32,
     /// Sum of `spw_tier_flag`.
     pub flags: u32,
-    /// Bytes of a block, a multiple of 4096 up to 1 GiB; 0: 1 MiB. Each block has one checksum. An existing tier keeps its block
-    /// size.
+    /// Bytes of a block, a multiple of 4096 up to 1 GiB; 0: 1 MiB. Each block has one checksum. An existing tier keeps
+    /// its block size.
     pub block_bytes: u64,
     /// I/O timeout: a path without progress for this many milliseconds has failed; 0: 60 seconds.
     pub io_timeout_ms: u64,
-    /// Maximum reads in flight on each path, and also the maximum writes; 0: 32, or 8 on an object store, which allows
-    /// at most 64.
+    /// Maximum reads in flight on each path, and also the maximum writes. 0: the largest depth in the profile of
+    /// `spillway tune`, or 32. On an object store 0 is 8, and at most 64 requests are in flight.
     pub queue_depth: u32,
     /// `spw_io_backend`
     pub io_backend: u32,

@@ -14,7 +14,7 @@ use crate::capi::input::timeout;
 use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
 use crate::io::engine::Engine;
-use crate::io::options::{BackendChoice, Options, Request, Target};
+use crate::io::options::{BackendChoice, Options, Request, Target, given_or};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
@@ -318,25 +318,27 @@ unsafe fn submit(
     })
 }
 
+/// The backend of an `spw_io_backend`; `field` is for messages.
+pub(in crate::capi) fn backend(field: &'static str, value: u32) -> Result<BackendChoice> {
+    match value {
+        0 => Ok(BackendChoice::Auto),
+        1 => Ok(BackendChoice::Uring),
+        2 => Ok(BackendChoice::Threads),
+        other => Err(Error::invalid(field, format!("{other} is not an spw_io_backend"))),
+    }
+}
+
 fn parse(raw: &spw_io_options) -> Result<Options> {
     let default = Options::default();
-    let or = |value: u32, default: u32| if value == 0 { default } else { value };
     abi_struct::flags("options.flags", raw.flags, 3)?;
     Ok(Options {
-        backend: match raw.backend {
-            0 => BackendChoice::Auto,
-            1 => BackendChoice::Uring,
-            2 => BackendChoice::Threads,
-            other => {
-                return Err(Error::invalid("options.backend", format!("{other} is not an spw_io_backend")));
-            }
-        },
-        depth: or(raw.queue_depth, default.depth),
-        block_bytes: if raw.block_bytes == 0 { default.block_bytes } else { raw.block_bytes },
-        workers: or(raw.workers, default.workers),
+        backend: backend("options.backend", raw.backend)?,
+        depth: given_or(raw.queue_depth, default.depth),
+        block_bytes: given_or(raw.block_bytes, default.block_bytes),
+        workers: given_or(raw.workers, default.workers),
         direct: raw.flags & spw_io_flag::SPW_IO_FLAG_NO_DIRECT as u32 == 0,
         preallocate: raw.flags & spw_io_flag::SPW_IO_FLAG_NO_PREALLOCATE as u32 == 0,
-        file_mode: or(raw.file_mode, default.file_mode),
+        file_mode: given_or(raw.file_mode, default.file_mode),
         deadline: (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms)),
         io_timeout: None,
     })

@@ -65,8 +65,8 @@
 //              output. spw_last_error() names the argument and the reason. After SPW_ERR_INTERNAL data may be
 //              changed in part.
 //   Ownership  X_open creates an object, X_close frees it. Every other pointer is borrowed during the call.
-//   Threads    Any thread may call any function. A const handle may be used by several threads at once; of other
-//              handles one thread at a time. X_close is the last call on an object: no other call may be in flight.
+//   Threads    Any thread may call any function. Several threads may use a const handle at once. Only one thread at a
+//              time may use any other handle. X_close is the last call on an object: no other call may be in flight.
 //              Steps share one thread pool per process.
 //   NULL       X_close(NULL) does nothing. Any other NULL is SPW_ERR_INVALID_ARGUMENT, unless the comment allows it.
 //   Outputs    Their names end in _out. A text output takes up to `size` bytes, truncated, always with a NUL;
@@ -77,7 +77,8 @@
 //              too. Structs of an array lie struct_size bytes apart, at most 4096. Reserved fields are 0.
 //   Enums      Enum arguments and fields are integers. A value outside the enum is SPW_ERR_INVALID_ARGUMENT. Flags
 //              are combined by addition.
-//   Counts     Counts are uint64_t. Times are milliseconds; a negative timeout waits without limit, 0 polls.
+//   Counts     Counts are uint64_t or uint32_t, as declared. Timeouts are milliseconds; a negative timeout waits
+//              without limit, 0 polls. Measured times are seconds, or nanoseconds if their name ends in _ns.
 //   Forks      A forked child opens its own objects. The parent's objects are SPW_ERR_UNSUPPORTED in the child
 //              (SPW_ERR_GPU_FORKED for a GPU), and closing them there does nothing. A child has working copies of
 //              spw_undo.
@@ -87,7 +88,8 @@
 //   Memory     Memory passed to a put, get, read or write is in use until its wait reports the end of the operation.
 //              docs/promises.md describes these rules in full.
 //   Panics     A bug inside the library returns SPW_ERR_INTERNAL. The library never unwinds into the caller, aborts,
-//              exits, prints, or installs a signal handler. It leaves the caller's affinity and float mode unchanged.
+//              exits, or installs a signal handler. It prints only to stderr, and only if SPILLWAY_LOG is set. It
+//              leaves the caller's affinity and float mode unchanged.
 //   Versions   Within one SPW_ABI_VERSION functions, fields and enum values are only added.
 
 #ifndef SPILLWAY_H

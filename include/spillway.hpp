@@ -6,7 +6,7 @@
 // - Option structs are those of C, with defaults: `auto options = spillway::make<spw_adam_options>();`
 // - Arrays are `spillway::span<T>`, which any container with data() and size() converts to. The element type selects
 //   the dtype: float, spillway::f16 or spillway::bf16.
-// - The rules of spillway.h hold: which objects are thread-safe, and who may use memory until when.
+// - The rules of spillway.h on thread safety and memory lifetime apply to these classes.
 //
 // Example:
 //

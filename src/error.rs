@@ -34,7 +34,7 @@ pub enum Error {
         /// The system's error text.
         reason: String,
     },
-    /// A resource of fixed size is used up; nothing changed.
+    /// A limit that was set at open is reached, or a commit would exceed what an open accepts; nothing changed.
     #[error("{0}")]
     LimitReached(String),
     /// The object is still in use; nothing changed.
@@ -98,13 +98,15 @@ pub struct GpuError {
 pub enum TierKind {
     /// Stored bytes do not match their checksum.
     Corrupt,
-    /// Not written by this library, or written by a version whose format this one does not read.
+    /// The files are no tier, have a format version that this library does not read, or lost their superblocks.
     Format,
-    /// Intact, but of another run, rank or size than requested.
+    /// The tier belongs to another run, rank, host or number of ranks, or its paths differ after separate opens. Or a
+    /// file or directory belongs to another user, is a link, or has a second name. Or an extent has other streams. Or a
+    /// tier exists where one would be created.
     Foreign,
     /// A live process holds the tier.
     Locked,
-    /// A path that stores a part of the tier is missing.
+    /// A path that stores a part of the tier is missing, or its files were moved or replaced.
     PathMissing,
     /// A part of the extent was stored on a path that is missing.
     Lost,
@@ -159,13 +161,13 @@ impl fmt::Display for TierError {
 /// Why a call does not fit the state of a speculation round.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RoundError {
-    /// No round was begun.
+    /// No round was begun, or the last one ended without a bucket.
     #[error("no round is open; begin one first")]
     NotBegun,
     /// A round is open already.
     #[error("a round is open already; resolve or abort it first")]
     Open,
-    /// The round has its verdict already.
+    /// The last round already has its verdict, and no new round is open.
     #[error("the round is resolved already; begin the next one")]
     Resolved,
     /// A bucket was not submitted.
@@ -201,7 +203,7 @@ pub enum IoKind {
     Cancelled,
     /// The file or a directory of its path does not exist.
     NotFound,
-    /// Earlier operations on the same device are stuck past their deadline.
+    /// Earlier operations on the same device are stuck past their deadline, or no usable path is left for a commit.
     PathFailed,
 }
 

@@ -7,6 +7,8 @@
 //!   count in the child.
 #![forbid(unsafe_code)]
 
+mod level;
+
 use std::cell::Cell;
 use std::io::Write;
 use std::process;
@@ -147,21 +149,10 @@ fn env_level() -> Option<Level> {
     static LEVEL: AtomicI32 = AtomicI32::new(UNREAD);
     let mut known = LEVEL.load(Ordering::Relaxed);
     if known == UNREAD {
-        let level = std::env::var("SPILLWAY_LOG").ok().and_then(|text| parse_level(&text));
-        known = level.map_or(0, |level| level as i32);
+        known = std::env::var("SPILLWAY_LOG").map_or(0, |text| level::parse(&text));
         LEVEL.store(known, Ordering::Relaxed);
     }
     Level::from_number(known)
-}
-
-fn parse_level(text: &str) -> Option<Level> {
-    match text.trim().to_ascii_lowercase().as_str() {
-        "error" => Some(Level::Error),
-        "warn" => Some(Level::Warn),
-        "info" | "1" => Some(Level::Info),
-        "debug" => Some(Level::Debug),
-        _ => None,
-    }
 }
 
 #[cfg(test)]
@@ -211,7 +202,10 @@ mod tests {
 
     #[test]
     fn level_names_parse_and_anything_else_is_silence() {
+        let parse_level = |text| Level::from_number(level::parse(text));
+        assert_eq!(parse_level("error"), Some(Level::Error));
         assert_eq!(parse_level("warn"), Some(Level::Warn));
+        assert_eq!((parse_level("info"), parse_level("1")), (Some(Level::Info), Some(Level::Info)));
         assert_eq!(parse_level(" DEBUG "), Some(Level::Debug));
         assert_eq!(parse_level("off"), None);
         assert_eq!(parse_level(""), None);

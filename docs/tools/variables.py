@@ -13,17 +13,20 @@ VARIABLES = [
     (LIBRARY, "SPILLWAY_NUM_THREADS", "a number from 1; default: usable processors divided by `LOCAL_WORLD_SIZE`",
      "Number of threads of a large step. `OMP_NUM_THREADS` has no effect."),
     (LIBRARY, "SPILLWAY_SPIN_US", "0 to 10000; default: 0",
-     "Microseconds that a worker thread waits awake after a step, if the pause before that step was shorter. Then steps of 32 Ki "
-     "to 64 Ki elements use several threads too. 0: workers sleep at once, as they do where a cgroup quota applies or threads "
-     "outnumber the processors."),
+     "Microseconds that an idle worker thread spins after a step, if the pause before that step was shorter. Then steps of "
+     "32 Ki to 64 Ki elements use several threads too. 0: workers sleep at once. They also do so where a cgroup quota "
+     "applies or threads outnumber the processors."),
     (LIBRARY, "LOCAL_WORLD_SIZE", "a number from 1, set by launchers; default: 1",
      "Number of ranks on this machine, among which the usable processors are divided."),
-    (LIBRARY, "SPILLWAY_LOG", "`error`, `warn`, `info` or `debug`; default: no output",
+    (LIBRARY, "SPILLWAY_LOG", "`error`, `warn`, `info` (or `1`) or `debug`; default: no output",
      "Log messages up to this level go to stderr, unless the program sets a log function."),
     (LIBRARY, "SPILLWAY_IO", "`uring` or `threads`; default: io_uring where the system allows it",
      "Forces the I/O backend of every engine."),
-    (LIBRARY, "SPILLWAY_PROFILE", "a file; empty: no profile; default: a file in the user's cache directory",
-     "The settings that `spillway tune` and the measurement of a GPU link write, and that engines read."),
+    (LIBRARY, "SPILLWAY_PROFILE",
+     "a file; empty: no profile; default: in the user's cache directory, `spillway/io-profile` for file systems and "
+     "`spillway/profile` for GPU links",
+     "The settings that `spillway tune` and the measurement of a GPU link write, and that engines read. Empty: every "
+     "call of `spw_gpu_measure_link` measures again."),
     (LIBRARY, "SPILLWAY_CUDA_LIBRARY", "a file; default: `libcuda.so.1`", "The CUDA driver library."),
     (LIBRARY, "XDG_CACHE_HOME", "a directory; default: `.cache` in `HOME`", "The user's cache directory, for the profile."),
     (LIBRARY, "HOME", "a directory", "Used if `XDG_CACHE_HOME` is not set."),

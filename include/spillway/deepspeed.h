@@ -86,8 +86,8 @@ typedef struct spw_ds_adam_state {
 // Writes the state of an id, for `spw_ds_adam_set_state` in another process.
 enum spw_status spw_ds_adam_get_state(int32_t id, struct spw_ds_adam_state *state_out);
 
-// Creates the id with this state, or replaces the state of an existing id. Its next step has the bits that it would
-// have in the process that saved the state.
+// Creates the id with this state, or replaces the state of an existing id. The next step is bit-identical to the next
+// step in the saving process.
 enum spw_status spw_ds_adam_set_state(int32_t id,
                                       const struct spw_ds_adam_state *state);
 

@@ -2,9 +2,9 @@
 //
 // GPUs through the CUDA driver: Adam on the device, and copies between device memory and pinned host memory.
 //
-// The driver is loaded at run time. Without a GPU every call is SPW_ERR_NO_DEVICE. Streams, events and device memory
-// are those of the framework: the library uses the device's primary context. A stream is passed as `uint64_t`
-// (`stream.cuda_stream` in torch, a `CUstream` or `cudaStream_t` in C); 0 is the legacy default stream.
+// The driver is loaded at run time. Without a GPU, a call with valid arguments is SPW_ERR_NO_DEVICE. Streams, events
+// and device memory are those of the framework: the library uses the device's primary context. A stream is passed as
+// `uint64_t` (`stream.cuda_stream` in torch, a `CUstream` or `cudaStream_t` in C); 0 is the legacy default stream.
 //
 //     spw_gpu_options options = SPW_GPU_OPTIONS_INIT;
 //     spw_gpu *gpu;
@@ -243,8 +243,8 @@ enum spw_status spw_gpu_copy_stream_wait(const struct spw_gpu *gpu, uint64_t tic
 // is f32 if the host accumulates gradients (`accumulates` 1), else the faster one when copies and CPU steps overlap.
 //
 // The first call on a machine measures, which takes about a second and 200 MiB, and stores the rates in a profile. The
-// profile is the path in `SPILLWAY_PROFILE`, else spillway/profile in the user's cache folder. `again` 1 measures
-// again.
+// profile is the path in `SPILLWAY_PROFILE`, else `spillway/profile` in `XDG_CACHE_HOME` or `~/.cache`. If the
+// variable is empty, every call measures. `again` 1 measures again.
 enum spw_status spw_gpu_measure_link(const struct spw_gpu *gpu,
                                      uint32_t accumulates,
                                      uint32_t again,

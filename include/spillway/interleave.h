@@ -202,8 +202,9 @@ enum spw_status spw_interleave_begin(const struct spw_interleave *interleave,
                                      uint64_t stream);
 
 // Makes work queued later on `stream` wait for the new 16-bit parameters of a subgroup. With
-// SPW_INTERLEAVE_BACKEND_HOST `stream` is 0 and the call returns when they are complete. The call blocks until the CPU
-// has stepped the subgroup, or until its GPU work is queued, which happens a few subgroups ahead.
+// SPW_INTERLEAVE_BACKEND_HOST `stream` is 0 and the call returns when they are complete. For a CPU subgroup
+// the call blocks until the step ends. For a GPU subgroup it blocks until the work is queued, which happens a few
+// subgroups ahead.
 enum spw_status spw_interleave_stream_wait_params(const struct spw_interleave *interleave,
                                                   uint64_t subgroup,
                                                   uint64_t stream);

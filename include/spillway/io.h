@@ -48,7 +48,7 @@ typedef enum spw_io_backend {
 typedef enum spw_io_flag {
     // Use the page cache, even if the file system supports O_DIRECT.
     SPW_IO_FLAG_NO_DIRECT = 1,
-    // Do not preallocate the file for a write that extends it.
+    // Do not preallocate the file for a write of 256 KiB or more that extends it.
     SPW_IO_FLAG_NO_PREALLOCATE = 2,
 } spw_io_flag;
 
@@ -156,26 +156,28 @@ enum spw_status spw_io_open(const struct spw_io_options *options, struct spw_io 
 enum spw_status spw_io_close(struct spw_io *io,
                              int64_t timeout_ms);
 
-// Starts to read `bytes` bytes at `offset` of the file into the buffer. It returns at once with a handle for
-// `spw_io_wait`. The operation succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE. A
-// file that cannot be opened is an error of this call.
+// Starts to read `bytes` bytes at `offset` of the file into the buffer. The call opens the file, starts the operation
+// and returns a handle for `spw_io_wait`. A file that cannot be opened is an error of this call. The operation
+// succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE.
 enum spw_status spw_io_read(const struct spw_io *io,
                             const struct spw_io_request *request,
                             uint64_t *handle_out);
 
 // Starts to write, as `spw_io_read`. A missing file is created. Bytes before and after the written range stay
-// unchanged. After success the data is in the system's hands; `spw_io_sync` makes it durable.
+// unchanged. After success the kernel has accepted the data; `spw_io_sync` makes it durable.
 //
-// A write that extends its file first sets the file's new length, which about doubles the speed on ext4. After a crash
-// or a kill the length therefore does not show how much was written: unwritten bytes read as zeros. To replace a file
-// safely, write a new file, wait, and rename it. SPW_IO_FLAG_NO_PREALLOCATE avoids the early length, but gaps remain
-// possible: parts of a write land in any order.
+// A write of 256 KiB or more that extends its file first sets the file's new length, before this call returns. That
+// about doubles the speed on ext4. After a crash or a kill the length therefore does not show how much was written:
+// unwritten bytes read as zeros. To replace a file safely, write a new file, wait, and rename it.
+//
+// SPW_IO_FLAG_NO_PREALLOCATE avoids the early length, but gaps remain possible: the blocks of one write may reach the
+// device in any order.
 enum spw_status spw_io_write(const struct spw_io *io,
                              const struct spw_io_request *request,
                              uint64_t *handle_out);
 
 // Starts to make durable what was written to the request's file by operations that were waited for. Buffer, bytes and
-// offset are ignored.
+// offset are ignored. A file that is given by its path, and does not exist, is created empty.
 enum spw_status spw_io_sync(const struct spw_io *io,
                             const struct spw_io_request *request,
                             uint64_t *handle_out);

@@ -3,7 +3,8 @@
 // Speculation, then validation (SuperOffload section 4.4): buckets are stepped before the norm of the whole gradient
 // is known; the verdict keeps the steps, rolls them back, or repeats them with the clipped gradient.
 //
-// The result has the bits of waiting for the norm and stepping once. A round is:
+// The result is bit-identical to one step after the norm is known, for every arrival order of the gradients. A round
+// is:
 //
 //     spw_spec_options options = SPW_SPEC_OPTIONS_INIT;
 //     options.buckets = buckets;
@@ -111,9 +112,10 @@ typedef struct spw_spec spw_spec;
 // head of this header.
 //
 // The thread pool steps a bucket as soon as its event has happened, with the factor `options.grad_scale`. It records a
-// log for an exact rollback, about 1.2 bytes per parameter and at most 13. After the verdict every bucket has the bits
-// of waiting for the norm and stepping once, whatever the order of arrival. If the partial sum already determines the
-// verdict, later buckets are only measured, and stepped once after the verdict.
+// log for an exact rollback, about 1.2 bytes per parameter and at most 13. The result is bit-identical to one step
+// after the norm is known, for every arrival order of the gradients. If the partial sum already exceeds the limit,
+// later buckets are only measured, and stepped once after the verdict. After an Inf or NaN, later buckets are neither
+// measured nor stepped.
 enum spw_status spw_spec_open(const struct spw_spec_options *options,
                               struct spw_spec **spec_out);
 
@@ -200,8 +202,8 @@ typedef struct spw_spec_event {
 // Tensors may have their own options, with the round's grad_scale. The engine copies the structs. Until the bucket is
 // final the spans, including gradients, belong to the engine, and no other bucket may use them.
 //
-// - SPW_ERR_NO_ROUND: no round is open.
-// - SPW_ERR_ROUND_RESOLVED: the round already has its verdict.
+// - SPW_ERR_NO_ROUND: no round was opened, or the last one ended without a bucket.
+// - SPW_ERR_ROUND_RESOLVED: the last round already has its verdict, and no new round is open.
 // - SPW_ERR_BUCKET_SUBMITTED: the bucket was already submitted in this round.
 enum spw_status spw_spec_submit(const struct spw_spec *spec,
                                 uint32_t bucket,

@@ -40,13 +40,14 @@ typedef enum spw_swap_flag {
     SPW_SWAP_FLAG_NO_HUGE_PAGES = 1,
     // Do not lock the memory (mlock).
     SPW_SWAP_FLAG_NO_LOCK = 2,
-    // Use the paths without taking turns. Without this flag, the node's processes of one user take turns on each path:
-    // one process uses it while the others use another path first (MLP-Offload section 3.1).
+    // Use the paths without taking turns. Without this flag, only one of the node's processes of one user uses a
+    // device at a time, and the others use other devices first (MLP-Offload section 3.1). Only directories have turns.
     SPW_SWAP_FLAG_NO_TURNS = 4,
     // Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 10
-    // bytes per parameter on the tier and in memory instead of 12. Every step needs the weights that the step before
-    // published. A resumed tier needs the weights of its commit: save them with it, else param is lost. A checksum
-    // detects weights that do not match the state; then nothing is changed.
+    // bytes per parameter on the tier and in memory instead of 12. A subgroup with too many values that cannot be
+    // split still takes 12. Every step needs the weights that the step before published. A resumed tier needs the
+    // weights of its commit: save them with it, else param is lost. A checksum detects weights that do not match the
+    // state; then nothing is changed.
     SPW_SWAP_FLAG_SPLIT_MASTER = 8,
 } spw_swap_flag;
 
@@ -92,8 +93,8 @@ typedef struct spw_swap_budget {
     uint64_t cached;
     // Bytes of all state.
     uint64_t state_bytes;
-    // Bytes that an update reads from the tier, and also the bytes that it writes. A commit also writes the cached
-    // subgroups.
+    // Bytes that an update reads from the tier, and also the bytes that it writes, for subgroups of average size. A
+    // commit also writes the cached subgroups.
     uint64_t step_bytes;
     // Bytes of one master buffer (SPW_SWAP_FLAG_SPLIT_MASTER), which holds the f32 param of the largest subgroup.
     uint64_t master_bytes;
@@ -167,8 +168,8 @@ enum spw_status spw_swap_fill(struct spw_swap *swap,
 // param_dtype SPW_DTYPE_BF16, and they stay unchanged. A caller that may roll back keeps two sets of weights and
 // alternates them. Weights that do not match the state are an error.
 //
-// After an error some subgroups may have been stepped. Then every call but `spw_swap_rollback` and `spw_swap_close`
-// is SPW_ERR_BUSY.
+// After an error some subgroups may have been stepped. Then every call is SPW_ERR_BUSY except `spw_swap_rollback`,
+// `spw_swap_close`, `spw_swap_get_stats` and `spw_swap_get_budget`.
 enum spw_status spw_swap_adam_step(struct spw_swap *swap,
                                    const struct spw_adam_options *options,
                                    const struct spw_tensor *tensors,

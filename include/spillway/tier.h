@@ -132,13 +132,13 @@ typedef struct spw_tier_options {
     uint32_t durability;
     // Sum of `spw_tier_flag`.
     uint32_t flags;
-    // Bytes of a block, a multiple of 4096 up to 1 GiB; 0: 1 MiB. Each block has one checksum. An existing tier keeps its block
-    // size.
+    // Bytes of a block, a multiple of 4096 up to 1 GiB; 0: 1 MiB. Each block has one checksum. An existing tier keeps
+    // its block size.
     uint64_t block_bytes;
     // I/O timeout: a path without progress for this many milliseconds has failed; 0: 60 seconds.
     uint64_t io_timeout_ms;
-    // Maximum reads in flight on each path, and also the maximum writes; 0: 32, or 8 on an object store, which allows
-    // at most 64.
+    // Maximum reads in flight on each path, and also the maximum writes. 0: the largest depth in the profile of
+    // `spillway tune`, or 32. On an object store 0 is 8, and at most 64 requests are in flight.
     uint32_t queue_depth;
     // `spw_io_backend`
     uint32_t io_backend;
@@ -186,25 +186,27 @@ enum spw_status spw_tier_get_steps(const struct spw_tier_options *options,
 //
 // An extent is a named object with up to 64 byte streams, for example the master weights and moments of a subgroup. A
 // put replaces an extent's contents. `spw_tier_commit` makes all puts so far durable as one step. After a crash at any
-// moment, the next open finds the last committed step complete. Every read verifies the checksum of each block.
+// moment, the next open finds the last committed step complete, or the step whose commit was in flight. What a power
+// cut leaves depends on the durability (docs/promises.md). Every read verifies the checksum of each block.
 typedef struct spw_tier spw_tier;
 
 // Opens a tier, or creates one. Each path gets a directory job/host/rank-N with a lock file. The lock is held until
 // the tier is closed and its last operation has ended, or until the process ends.
 //
 // - SPW_ERR_LOCKED: a live process holds the lock; the message names it.
-// - SPW_ERR_DEADLINE: the file system of a path gave no answer for `io_timeout_ms`.
+// - SPW_ERR_DEADLINE: the file system of a path did not respond within `io_timeout_ms`.
 // - SPW_ERR_FORMAT: a directory has another format version.
 // - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
-// - SPW_ERR_FOREIGN: a directory belongs to another run, rank or number of ranks.
+// - SPW_ERR_FOREIGN: a directory belongs to another run, rank, host or number of ranks.
 // - SPW_ERR_FOREIGN: a file or directory belongs to another user, is a symbolic link, or is a file with a second name.
 // - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_FLAG_DEGRADED opens without it.
 //
 // New directories have mode 0700 and new files 0600. If the user's own files are accessible to others, or the user's
 // own directories writable by others, the open removes these permissions and logs a warning.
 //
-// If paths were opened separately, each without the other, the later commit wins. A tie is SPW_ERR_FOREIGN until one
-// of the paths is opened alone.
+// If paths were opened separately, each without the other, the superblock with the higher sequence number wins. Each
+// open and each commit writes one superblock with the next number. Different superblocks of the same number are
+// SPW_ERR_FOREIGN until one of the paths is opened alone.
 //
 // In an object store the lock names the machine by its machine-id. If two machines of the same name share a
 // machine-id, as copies of one image may, a live holder on the other machine counts as dead.
@@ -213,8 +215,8 @@ enum spw_status spw_tier_open(const struct spw_tier_options *options,
 
 // Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
 // The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
-// If a tiered update uses the tier, the tier ends with the update. Streams of tickets that were not waited for must be
-// presumed in use after this call.
+// If a tiered update uses the tier, the library frees the tier when the update is closed. Streams of tickets that were
+// not waited for must be presumed in use after this call.
 enum spw_status spw_tier_close(struct spw_tier *tier,
                                int64_t timeout_ms);
 
@@ -261,9 +263,12 @@ typedef struct spw_tier_target {
 #define SPW_TIER_TARGET_INIT \
     { sizeof(spw_tier_target), 0, NULL, 0 }
 
-// Starts to write an extent, and returns at once with a ticket for `spw_tier_wait`. `streams` has one pointer for each
-// stream; the memory must stay unchanged until the ticket was waited for. Any alignment is allowed; pinned memory is
-// fastest. `target` NULL selects the extent's present path, or the path with the least data.
+// Starts to write an extent, and returns a ticket for `spw_tier_wait`. The call computes the checksums of all blocks
+// before it returns. If the data file must grow, it also waits for the allocation, at most for the I/O timeout.
+//
+// `streams` has one pointer for each stream; the memory must stay unchanged until the ticket was waited for. Any
+// alignment is allowed; pinned memory is fastest. `target` NULL selects the extent's present path, or the path with
+// the least data.
 //
 // If a path fails or is full, another path is used; the wait is an error only if no path accepted the data. The
 // committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is in
@@ -275,9 +280,9 @@ enum spw_status spw_tier_put(const struct spw_tier *tier,
                              uint64_t *ticket_out);
 
 // Starts to read an extent: the last put that was waited for, or after an open the committed contents. `streams_out`
-// has one pointer for each stream; NULL skips the stream. The memory is in use until the ticket was waited for, after
-// SPW_ERR_DEADLINE for longer (see `spw_tier_wait`). The wait succeeds only if every block matches its checksum;
-// SPW_ERR_CORRUPT names path, extent, block and offset.
+// has one pointer for each stream; NULL skips the stream. The memory is in use until the wait for the ticket returns.
+// After SPW_ERR_DEADLINE it stays in use (see `spw_tier_wait`). The wait succeeds only if every block matches its
+// checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
 enum spw_status spw_tier_get(const struct spw_tier *tier,
                              uint32_t extent,
                              void *const *streams_out,
@@ -287,10 +292,10 @@ enum spw_status spw_tier_get(const struct spw_tier *tier,
 // is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or
 // read.
 //
-// Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path gave no answer within the tier's
+// Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path did not respond within the tier's
 // `io_timeout_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused
-// until the process ends. Memory of spw_pool and spw_pinned may be freed: the library quarantines it until the system
-// answers. After any other status the streams are free.
+// until the process ends. Memory of spw_pool and spw_pinned may be freed: the library quarantines it until the
+// operation ends. After any other status the streams are free.
 enum spw_status spw_tier_wait(const struct spw_tier *tier,
                               uint64_t ticket,
                               int64_t timeout_ms,
@@ -300,8 +305,8 @@ enum spw_status spw_tier_wait(const struct spw_tier *tier,
 // waits for puts in flight. SPW_ERR_BUSY while another commit is in flight.
 //
 // If a put failed since the last commit, the commit returns its error until the extent is put again or
-// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices gave no
-// answer, it may find this step instead.
+// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices did
+// not respond, it may find this step instead.
 //
 // If files of a path were removed, renamed or replaced, the path has failed. The commit moves the path's extents to
 // other paths, or it is SPW_ERR_PATH_MISSING.
@@ -443,8 +448,8 @@ enum spw_status spw_tier_get_path(const struct spw_tier *tier,
                                   size_t size,
                                   uint64_t *needed_out);
 
-// Sets the health of a path: SPW_TIER_HEALTH_DRAINING stops new writes to it, SPW_TIER_HEALTH_HEALTHY allows them
-// again.
+// Sets the health of a path: SPW_TIER_HEALTH_DRAINING stops new writes to it, SPW_TIER_HEALTH_FAILED marks it as
+// failed, SPW_TIER_HEALTH_HEALTHY allows writes again.
 enum spw_status spw_tier_set_path(const struct spw_tier *tier,
                                   uint32_t number,
                                   uint32_t health);

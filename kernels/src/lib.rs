@@ -9,12 +9,12 @@
 //! | `tensor`, `spans` | the operands of a step: checked slices, then typed addresses |
 //! | `log`, `pack` | the size of an undo log, and the encoding of its residuals |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
-//! | `walk` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
+//! | `chunk_loop` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
 //! | `element` | element types in memory, and the table of supported type combinations |
 //! | `squares` | the fixed tree in which squares are summed |
 //! | `vector` | the trait of vector operations; `scalar`, `avx2`, `avx512` and `neon` implement it |
 //! | `sve` | Adam and its undo through the C bodies beside src/, because Rust has no SVE intrinsics |
-//! | `select` | detection and choice of the instruction set of this process |
+//! | `dispatch` | detection and choice of the instruction set of this process |
 //! | `float_mode` | IEEE arithmetic, whatever float mode the calling thread has set |
 
 mod chunk;

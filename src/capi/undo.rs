@@ -47,8 +47,8 @@ pub enum spw_undo_mode {
     /// scaled gradient, param or state the step is done, but its rollback or redo is an error that changes nothing.
     SPW_UNDO_MODE_ARITHMETIC = 0,
     /// Bit-exactly, from a log of the differences to the inverse formula. The log takes about 1.2 bytes per element in
-    /// steady state, 9 at step 1, and never more than 13. Once the step is rolled back, redone or committed, log memory
-    /// beyond 3 bytes per element returns to the system.
+    /// steady state, 9 at step 1, and never more than 13. Once the step is rolled back, redone or committed, each
+    /// chunk of 65536 elements whose log used more than 3 bytes per element returns its log memory to the system.
     SPW_UNDO_MODE_DELTA = 1,
     /// Bit-exactly and in constant time. The step reads one set of spans and writes another set, which the tensors name
     /// in their shadow fields. `spw_undo_rollback` says which set is current afterwards.
@@ -138,9 +138,9 @@ pub unsafe extern "C" fn spw_undo_open(
 
 const LIMIT: u64 = 1 << 48;
 
-/// Does `spw_adam_step` and records it in `undo`, which forgets its earlier step. Until this step is rolled back,
-/// redone or committed, the spans must not move, and only Spillway may write to them, gradients included. In mode
-/// SPW_UNDO_MODE_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more
+/// Does `spw_adam_step` and records it in `undo`; the previously recorded step becomes permanent. Until this step is
+/// rolled back, redone or committed, the spans must not move, and only Spillway may write to them, gradients included.
+/// In mode SPW_UNDO_MODE_SHADOW every tensor must have shadow spans; in the other modes no tensor may. A step with more
 /// elements or tensors than the recording's capacity is an error. Statistics are computed if `stats_out` is not NULL.
 ///
 /// # Safety
@@ -260,7 +260,8 @@ pub unsafe extern "C" fn spw_undo_redo(undo: Option<&mut spw_undo>, grad_scale: 
 }
 
 /// Forgets the recorded step, which becomes permanent. Without a recorded step it does nothing. With `release_memory` 0
-/// the log keeps up to 3 bytes per element for the next step; with 1 it returns all memory to the system.
+/// the log keeps the memory of chunks that used at most 3 bytes per element; with 1 it returns all memory to the
+/// system.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_undo_commit(undo: Option<&mut spw_undo>, release_memory: u32) -> spw_status {
     guard(|| {

@@ -13,13 +13,9 @@ use super::speeds::Link;
 use crate::log::{self, Level};
 use crate::sys::profile::{self as shared, Contents};
 
-/// The user's profile: `SPILLWAY_PROFILE`, else `spillway/profile` in `XDG_CACHE_HOME`, else in `HOME`/.cache.
+/// Path of the profile; its default name is `profile`.
 pub fn default_path() -> Option<PathBuf> {
-    let named = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    named("SPILLWAY_PROFILE").or_else(|| {
-        let cache = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|home| home.join(".cache")));
-        cache.map(|cache| cache.join("spillway/profile"))
-    })
+    shared::path("profile")
 }
 
 /// The stored speeds of the link `name`, if the profile has them.

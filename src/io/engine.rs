@@ -73,10 +73,9 @@ impl Engine {
     /// Starts an engine on files of an object store. Depth and block size default to values for object stores.
     #[cfg(any(test, feature = "s3"))]
     pub fn open_volume(options: Options, volume: Arc<ObjectVolume>) -> Result<Engine> {
-        let or = |given: u64, other: u64| if given == 0 { other } else { given };
-        let depth = or(options.depth.into(), REQUESTS.into()).min(MAX_REQUESTS.into()) as u32;
-        let options = Options { depth, workers: depth, ..options };
-        let options = Options { block_bytes: or(options.block_bytes, OBJECT_BYTES), ..options };
+        let depth = super::options::given_or(options.depth, REQUESTS).min(MAX_REQUESTS);
+        let block_bytes = super::options::given_or(options.block_bytes, OBJECT_BYTES);
+        let options = Options { depth, workers: depth, block_bytes, ..options };
         Engine::start(options, None, move || {
             let serve: super::threads::Serve = Arc::new(move |piece| volume.serve(piece));
             Ok((Box::new(Threads::serving("s3", depth as usize, serve)), String::new()))

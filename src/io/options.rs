@@ -111,6 +111,11 @@ pub struct Request<'a> {
     pub deadline: Option<Duration>,
 }
 
+/// An option's value, or `other` if the value is 0.
+pub fn given_or<T: Copy + Default + PartialEq>(given: T, other: T) -> T {
+    if given == T::default() { other } else { given }
+}
+
 pub(super) fn forced_backend() -> Result<Option<BackendChoice>> {
     match std::env::var("SPILLWAY_IO") {
         Err(_) => Ok(None),

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::options::{BackendChoice, DEPTH, MAX_BLOCK, MAX_DEPTH, Options, WORKERS};
+use super::options::{BackendChoice, DEPTH, MAX_BLOCK, MAX_DEPTH, Options, WORKERS, given_or};
 use crate::error::{Error, Result};
 use crate::sys::file::FileSystem;
 use crate::sys::memory::BASE_PAGE;
@@ -60,17 +60,9 @@ enum Backend {
     Threads,
 }
 
-/// Path of the profile: `SPILLWAY_PROFILE`, or `spillway/io-profile` in the user's cache directory. `None` if the
-/// variable is empty or there is no cache directory.
+/// Path of the profile; its default name is `io-profile`.
 pub fn path() -> Option<PathBuf> {
-    let not_empty = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    match std::env::var_os("SPILLWAY_PROFILE") {
-        Some(named) => Some(PathBuf::from(named)).filter(|path| !path.as_os_str().is_empty()),
-        None => {
-            let cache = not_empty("XDG_CACHE_HOME").or_else(|| Some(not_empty("HOME")?.join(".cache")))?;
-            Some(cache.join("spillway/io-profile"))
-        }
-    }
+    shared::path("io-profile")
 }
 
 /// The profile at [`path`]; `None` if it is absent or invalid. An invalid profile causes a warning.
@@ -89,11 +81,10 @@ pub fn current() -> Option<Profile> {
 pub(super) fn with_profile(options: Options, profile: Option<&Profile>) -> Options {
     let (backend, depth) = profile.and_then(Profile::for_engine).unwrap_or((options.backend, DEPTH));
     let threads = backend == BackendChoice::Threads && options.backend == BackendChoice::Auto;
-    let or = |given: u32, other: u32| if given == 0 { other } else { given };
     Options {
         backend: if options.backend == BackendChoice::Auto { backend } else { options.backend },
-        depth: or(options.depth, depth),
-        workers: or(options.workers, if threads { depth } else { WORKERS }),
+        depth: given_or(options.depth, depth),
+        workers: given_or(options.workers, if threads { depth } else { WORKERS }),
         ..options
     }
 }

@@ -110,8 +110,8 @@ fn run_parts<O: Optimizer, W: Work<O>>(
 /// Elements of a call from which two threads are faster than one, if the second is awake.
 const SHARED: usize = 32 << 10;
 
-/// Most elements of a part, for a call of `elements`: a power of two. About eight parts balance the threads, and a part
-/// takes ten times as long as to take it from the list.
+/// Most elements of a part, for a call of `elements`: a power of two. Eight parts balance the load. Stepping a part
+/// takes ten times as long as dequeuing it.
 fn part_elements(elements: usize) -> usize {
     (elements / 8).next_power_of_two().clamp(TILE, CHUNK)
 }

@@ -1,7 +1,7 @@
 //! The profile file of a machine's measurements, as JSON.
 //!
 //! `SPILLWAY_PROFILE` names one file for the settings of file systems (`io::profile`) and the speeds of GPU links
-//! (`gpu::profile`):
+//! (`gpu::profile`). Without the variable each of them has a file of its own, and if the variable is empty, none:
 //!
 //! ```json
 //! {
@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arc_swap::ArcSwapOption;
@@ -34,6 +34,19 @@ const VERSION: u32 = 2;
 const EARLIER: [&str; 2] = ["spillway-io-profile 1", "spillway profile 1"];
 /// Size limit of a profile, which normally has a few hundred bytes; larger files are rejected.
 pub const MOST_BYTES: u64 = 64 << 10;
+
+/// Path of a profile: `SPILLWAY_PROFILE`, else `spillway/NAME` in `XDG_CACHE_HOME`, else in `HOME`/.cache. `None` if
+/// `SPILLWAY_PROFILE` is empty, or if there is no cache directory.
+pub fn path(name: &str) -> Option<PathBuf> {
+    let not_empty = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    match std::env::var_os("SPILLWAY_PROFILE") {
+        Some(named) => Some(PathBuf::from(named)).filter(|path| !path.as_os_str().is_empty()),
+        None => {
+            let cache = not_empty("XDG_CACHE_HOME").or_else(|| Some(not_empty("HOME")?.join(".cache")))?;
+            Some(cache.join("spillway").join(name))
+        }
+    }
+}
 
 /// Contents of a profile.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -5,11 +5,16 @@
 //! 2. Check that the files of each path still have their names. Move the data of a path whose files were removed or
 //!    replaced.
 //! 3. Sync the data of every path, except with `Durability::Process`.
-//! 4. On each path, write the superblock into the copy that does not hold the last committed superblock, and sync it.
-//! 5. The step is committed as soon as one path holds the superblock durably.
+//! 4. On each path, write the superblock into the copy that does not hold the last committed superblock. Sync it,
+//!    except with `Durability::Process`. With `Durability::Full`, also sync the directory and read the superblock back.
+//! 5. The step is committed as soon as one path has completed point 4.
 //!
-//! If no path does, the outcome is unknown: a crash may or may not find the step. Both steps then keep their space
-//! until a later commit succeeds.
+//! A crash before point 4 leaves the previous step. A crash during point 4 leaves the previous step or the new one. A
+//! crash after point 5 leaves the new one. With `Durability::Process` this holds for the end of the process only, not
+//! for a power cut.
+//!
+//! If no path completes point 4, the outcome is unknown: a crash may or may not find the step. Both steps then keep
+//! their space until a later commit succeeds.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;

@@ -24,8 +24,12 @@ use crate::sys::lock::{FileLock, LockAttempt};
 use crate::sys::private_files::OpenFlags;
 use crate::sys::private_files::{self, GivenDirectory, PrivateDirectory};
 
+/// File names of the two superblock copies.
+pub(super) const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
+/// File name of the data.
+pub(super) const DATA: &str = "data";
 /// Files of a directory, superblocks first: the order of removal.
-pub const FILES: [&str; 3] = ["superblock.0", "superblock.1", "data"];
+pub const FILES: [&str; 3] = [SUPERBLOCKS[0], SUPERBLOCKS[1], DATA];
 pub(super) const LOCK: &str = "lock";
 const REMOVING: &str = "removing";
 /// Transient errors, which do not prove that a file is gone.

@@ -5,8 +5,8 @@
 //!   the input has bytes.
 //! - A chunk header names its tier, extent, generation, path and offset, and holds the checksums of its blocks. A block
 //!   that was written to the wrong place, or not written at all, fails its check.
-//! - The superblock holds the checksum of each chunk header. A header of an older generation fails that check, and with
-//!   it the older blocks.
+//! - The superblock holds the checksum of each chunk header. A header of an older generation fails the checksum
+//!   comparison, so its blocks are rejected.
 //!
 //! The directory of a path holds the file `data` with chunks, and the files `superblock.0` and `superblock.1`, which
 //! are written alternately:

@@ -140,11 +140,7 @@ impl TierOptions {
             degraded: false,
             durability: Durability::Data,
             block_bytes: 1 << 20,
-            io: IoOptions {
-                preallocate: false,
-                io_timeout: Some(Duration::from_secs(60)),
-                ..IoOptions::default()
-            },
+            io: IoOptions { io_timeout: Some(Duration::from_secs(60)), ..IoOptions::default() },
         }
     }
 

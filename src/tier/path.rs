@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::directory::Directory;
+use super::directory::{DATA, Directory, SUPERBLOCKS};
 use super::layout::{PAGE, is_chunk};
 use super::options::{PathLocation, TierOptions};
 use super::scratch::{Scratch, ScratchPool};
@@ -19,8 +19,6 @@ use crate::io::file::File;
 use crate::io::options::{Options as IoOptions, Request, Target};
 use crate::pool::transfer_buffer::TransferBuffer;
 
-/// File names of the two superblock copies.
-const SUPERBLOCKS: [&str; 2] = ["superblock.0", "superblock.1"];
 /// Bytes that are allocated for a superblock file at first.
 const SUPERBLOCK_ROOM: u64 = 64 << 10;
 
@@ -60,7 +58,7 @@ pub(super) enum SuperblockCopy {
 impl TierPath {
     pub(super) fn open(storage: Box<dyn Storage>, engine: Engine) -> Result<TierPath> {
         let superblocks = [storage.open(SUPERBLOCKS[0])?, storage.open(SUPERBLOCKS[1])?];
-        let (data, gate, pool) = (storage.open("data")?, Gate::default(), Arc::default());
+        let (data, gate, pool) = (storage.open(DATA)?, Gate::default(), Arc::default());
         let (superblock_room, growing) = (AtomicU64::new(0), Mutex::default());
         Ok(TierPath { data, superblocks, superblock_room, storage, engine, gate, pool, growing })
     }
@@ -81,7 +79,7 @@ impl TierPath {
     }
 
     pub(super) fn data_len(&self) -> Result<u64> {
-        Ok(self.storage.len("data")?.unwrap_or(0))
+        Ok(self.storage.len(DATA)?.unwrap_or(0))
     }
 
     /// Allocates bytes `from..end` of the data file on the device.
@@ -240,7 +238,7 @@ impl TierPath {
 
     fn files(&self) -> [(&'static str, &File); 3] {
         let [first, second] = &self.superblocks;
-        [("superblock.0", &first.writer), ("superblock.1", &second.writer), ("data", &self.data.writer)]
+        [(SUPERBLOCKS[0], &first.writer), (SUPERBLOCKS[1], &second.writer), (DATA, &self.data.writer)]
     }
 
     /// Fails with `Format` if the path holds chunks of a tier although both superblocks are blank. A superblock is
@@ -248,7 +246,7 @@ impl TierPath {
     /// chunks without superblocks.
     pub(super) fn check_blank(&self) -> Result<()> {
         let mut left = self.storage.finishes_removal();
-        for name in ["superblock.0", "superblock.1"] {
+        for name in SUPERBLOCKS {
             left |= self.storage.len(name)?.unwrap_or(0) > 0;
         }
         if !left || !self.holds_chunk()? {
@@ -298,6 +296,7 @@ impl TierPath {
 
 /// Claims a path and opens it. `None` if it does not exist and `make` is false.
 pub(super) fn claim(options: &TierOptions, number: usize, make: bool) -> Result<Option<TierPath>> {
+    // A tier allocates its files itself.
     let io = IoOptions { preallocate: false, ..options.io };
     let (storage, engine): (Box<dyn Storage>, Engine) = match &options.paths[number].location {
         PathLocation::Directory(base) => {

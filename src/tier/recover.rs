@@ -1,8 +1,9 @@
 //! Opens a tier: finds its paths, selects the state to resume from, and makes this state the durable last one.
 //!
 //! Invariants:
-//! - Before any other write, the superblock that the open resumes from is made durable on every working path. A later
-//!   crash then cannot bring back an older superblock whose space may have been reused.
+//! - Before any other write, the superblock that the open resumes from is written to every working path, and synced
+//!   except with `Durability::Process`. A later crash then cannot bring back an older superblock whose space may have
+//!   been reused.
 //! - An open at the commit before the last one reads and verifies all its blocks. Then it writes the older state as a
 //!   new superblock with the highest sequence, over the superblock of the last commit. A crash before this write leaves
 //!   both commits; a crash after it leaves only the older one, and the space of the last commit is free.

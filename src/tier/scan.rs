@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::directory::{Directory, FILES, LOCK, Owner, enter, failed};
+use super::directory::{Directory, FILES, LOCK, Owner, SUPERBLOCKS, enter, failed};
 use crate::error::{Result, TierError, TierKind};
 use crate::sys::lock::{FileLock, LockAttempt};
 use crate::sys::private_files::{GivenDirectory, PrivateDirectory};
@@ -97,7 +97,7 @@ fn elsewhere(base: &Path, owner: &Owner) -> Vec<PathBuf> {
         let Some((_, rank)) = below.last() else { return false };
         let written =
             |file: &&str| rank.entry(file).is_ok_and(|found| found.is_some_and(|found| found.len > 0));
-        FILES[..2].iter().any(written)
+        SUPERBLOCKS.iter().any(written)
             && matches!(FileLock::attempt(rank, LOCK), Ok(LockAttempt::Acquired(_)))
     };
     names

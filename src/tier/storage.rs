@@ -88,8 +88,8 @@ impl DirStorage {
     }
 }
 
-/// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call without an answer
-/// continues in its thread, and keeps the directory's lock until it returns.
+/// Result of `work` on the files below `path`, or a `Deadline` error after `io_timeout`. A call that did not
+/// return continues in its thread, and keeps the directory's lock until it returns.
 pub(super) fn within_timeout<T: Send + 'static>(
     io_timeout: Option<Duration>,
     doing: &'static str,

@@ -3,7 +3,7 @@
 //! Invariants:
 //! - A superblock is written only after everything that it names is durable. It overwrites the copy that does not hold
 //!   the last committed superblock. A crash during this write therefore leaves one valid copy that names one complete
-//!   step.
+//!   step. With `Durability::Process` nothing is synced, so this holds for the end of the process only.
 //! - The copy with the highest sequence wins, on any path. The other copy names the previous commit until the next
 //!   commit.
 //! - Before a superblock is written, its bytes are parsed and checked by the rules of an open.

@@ -4,7 +4,8 @@
 //! `<libaio.h>` (LIBAIO_0.4 and 0.5, not the callback forms that LIBAIO_0.1 had for `io_getevents` and `io_cancel`).
 //! Semantics and errors are libaio's, except:
 //!
-//! - With `SPILLWAY_LOG=warn`, stderr lists every failed or short transfer, and completions that were never fetched.
+//! - With `SPILLWAY_LOG=warn`, stderr lists every failed or short transfer, and completions that were never fetched. Of
+//!   calls that go to the real libaio, it lists only failed events, by the address of the request.
 //! - `fs.aio-max-nr` has no effect. If io_uring is refused (seccomp, sysctl, locked-memory limit) or
 //!   `SPILLWAY_PRELOAD_FORWARD=1` is set, all calls go to the real libaio, and the log gives the reason.
 //! - `io_submit` does not block for a read of an empty pipe. It takes locks, so signal handlers must not call it.

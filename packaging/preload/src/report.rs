@@ -12,6 +12,9 @@ use libc::c_int;
 use crate::abi::{CMD_FDSYNC, CMD_FSYNC, CMD_POLL, CMD_PREAD, CMD_PREADV, CMD_PWRITE, CMD_PWRITEV};
 use crate::request::Request;
 
+#[path = "../../../src/log/level.rs"]
+mod level;
+
 /// The severity of a message; the numbers are those of `spw_log_level`.
 #[derive(Clone, Copy)]
 #[repr(i32)]
@@ -39,13 +42,7 @@ fn wanted() -> i32 {
     if known != UNREAD {
         return known;
     }
-    let level = match std::env::var("SPILLWAY_LOG").unwrap_or_default().trim().to_ascii_lowercase().as_str() {
-        "error" => 1,
-        "warn" => 2,
-        "info" | "1" => 3,
-        "debug" => 4,
-        _ => 0,
-    };
+    let level = std::env::var("SPILLWAY_LOG").map_or(0, |text| level::parse(&text));
     LEVEL.store(level, Ordering::Relaxed);
     level
 }

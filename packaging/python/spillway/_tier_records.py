@@ -1,4 +1,4 @@
-"""What a tier takes and reports: named tuples of paths, steps, extents and health."""
+"""Argument and result types of a tier."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Steps(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What an open found.
+    """Result of an open.
 
     Attributes:
         step: The committed step; None for a new tier.
@@ -59,7 +59,7 @@ class Extent(NamedTuple):
         number: Number of the extent.
         name: Name of the extent.
         bytes: Bytes of all streams.
-        generation: Number of puts; 0 until the first.
+        generation: Number of the put that wrote the contents, counted over all extents of the tier; 0 until the first.
         streams: Number of streams.
         committed: True if a commit has it.
         lost: True if blocks are on a missing path.

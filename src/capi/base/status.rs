@@ -19,7 +19,7 @@ pub enum spw_status {
     SPW_ERR_UNSUPPORTED = 2,
     /// No DeepSpeed optimizer with this id exists: it was never created, or it was destroyed.
     SPW_ERR_UNKNOWN_ID = 3,
-    /// A limit that was set at open is reached. Nothing changed.
+    /// A limit that was set at open is reached. Or a commit would exceed what an open accepts. Nothing changed.
     SPW_ERR_LIMIT_REACHED = 4,
     /// The object is still in use. Nothing changed.
     SPW_ERR_BUSY = 5,
@@ -39,19 +39,22 @@ pub enum spw_status {
     SPW_ERR_CANCELLED = 24,
     /// The file, or a directory of its path, does not exist.
     SPW_ERR_NOT_FOUND = 25,
-    /// The operation's own deadline passed. The system may still use its memory until the system answers.
+    /// The operation's own deadline passed, or the I/O timeout. The system may use its memory until the operation ends.
     SPW_ERR_DEADLINE = 26,
-    /// Earlier operations on the same device are still unfinished after their deadline.
+    /// Earlier operations on the same device are still unfinished after their deadline. Or no usable path is left for a
+    /// commit.
     SPW_ERR_PATH_FAILED = 27,
     /// Stored bytes do not match their checksum. The message names path, extent, block and offset.
     SPW_ERR_CORRUPT = 30,
-    /// The files are not a tier, or have a format version that this library does not read.
+    /// The files are not a tier, have a format version that this library does not read, or lost their superblocks.
     SPW_ERR_FORMAT = 31,
-    /// The files are a valid tier, but of another run, rank or size than requested.
+    /// The tier belongs to another run, rank, host or number of ranks, or its paths differ after separate opens. Or a
+    /// file or directory belongs to another user, is a link, or has a second name. Or an extent has other streams. Or a
+    /// tier exists where SPW_TIER_MODE_CREATE would create one.
     SPW_ERR_FOREIGN = 32,
     /// A live process holds the lock. The message names the process.
     SPW_ERR_LOCKED = 33,
-    /// A path that holds a part of the tier is missing.
+    /// A path that holds a part of the tier is missing, or its files were moved or replaced.
     SPW_ERR_PATH_MISSING = 34,
     /// The extent had a part on a missing path.
     SPW_ERR_LOST = 35,
@@ -59,11 +62,11 @@ pub enum spw_status {
     SPW_ERR_NO_STATE = 36,
     /// A committed state exists, but not of the requested step, or that step was overwritten since.
     SPW_ERR_NO_STEP = 37,
-    /// No speculation round is open.
+    /// No speculation round was opened, or the last one ended without a bucket.
     SPW_ERR_NO_ROUND = 40,
     /// A speculation round is open. Resolve or abort it first.
     SPW_ERR_ROUND_OPEN = 41,
-    /// The round already has its verdict.
+    /// The last round already has its verdict, and no new round is open.
     SPW_ERR_ROUND_RESOLVED = 42,
     /// A bucket of the round was not submitted.
     SPW_ERR_BUCKET_MISSING = 43,

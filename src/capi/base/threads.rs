@@ -36,9 +36,9 @@ pub unsafe extern "C" fn spw_set_threads(options: *const spw_thread_options) -> 
     })
 }
 
-/// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Steps of
-/// 32768 elements or more share workers that are awake, if `SPILLWAY_SPIN_US` lets workers wait awake. Smaller steps
-/// run on the calling thread only.
+/// Writes the maximum number of threads, including the calling thread, of a step of more than 65536 elements. Smaller
+/// steps run on the calling thread only. Exception: with `SPILLWAY_SPIN_US` set, steps of 32768 to 65536 elements also
+/// use workers that spin.
 ///
 /// # Safety
 /// `count_out` points to a u32.

@@ -81,8 +81,8 @@ pub unsafe extern "C" fn spw_ds_adam_get_state(id: i32, state_out: *mut spw_ds_a
     })
 }
 
-/// Creates the id with this state, or replaces the state of an existing id. Its next step has the bits that it would
-/// have in the process that saved the state.
+/// Creates the id with this state, or replaces the state of an existing id. The next step is bit-identical to the next
+/// step in the saving process.
 ///
 /// # Safety
 /// `state` points to a struct of `struct_size` bytes.

@@ -165,8 +165,8 @@ pub unsafe extern "C" fn spw_gpu_copy_stream_wait(
 /// is f32 if the host accumulates gradients (`accumulates` 1), else the faster one when copies and CPU steps overlap.
 ///
 /// The first call on a machine measures, which takes about a second and 200 MiB, and stores the rates in a profile. The
-/// profile is the path in `SPILLWAY_PROFILE`, else spillway/profile in the user's cache folder. `again` 1 measures
-/// again.
+/// profile is the path in `SPILLWAY_PROFILE`, else `spillway/profile` in `XDG_CACHE_HOME` or `~/.cache`. If the
+/// variable is empty, every call measures. `again` 1 measures again.
 ///
 /// # Safety
 /// `link_out` points to a struct of `struct_size` bytes.

@@ -1,8 +1,8 @@
 //! GPUs through the CUDA driver: Adam on the device, and copies between device memory and pinned host memory.
 //!
-//! The driver is loaded at run time. Without a GPU every call is SPW_ERR_NO_DEVICE. Streams, events and device memory
-//! are those of the framework: the library uses the device's primary context. A stream is passed as `uint64_t`
-//! (`stream.cuda_stream` in torch, a `CUstream` or `cudaStream_t` in C); 0 is the legacy default stream.
+//! The driver is loaded at run time. Without a GPU, a call with valid arguments is SPW_ERR_NO_DEVICE. Streams, events
+//! and device memory are those of the framework: the library uses the device's primary context. A stream is passed as
+//! `uint64_t` (`stream.cuda_stream` in torch, a `CUstream` or `cudaStream_t` in C); 0 is the legacy default stream.
 //!
 //!     spw_gpu_options options = SPW_GPU_OPTIONS_INIT;
 //!     spw_gpu *gpu;

@@ -173,8 +173,9 @@ pub unsafe extern "C" fn spw_interleave_begin(
 }
 
 /// Makes work queued later on `stream` wait for the new 16-bit parameters of a subgroup. With
-/// SPW_INTERLEAVE_BACKEND_HOST `stream` is 0 and the call returns when they are complete. The call blocks until the CPU
-/// has stepped the subgroup, or until its GPU work is queued, which happens a few subgroups ahead.
+/// SPW_INTERLEAVE_BACKEND_HOST `stream` is 0 and the call returns when they are complete. For a CPU subgroup
+/// the call blocks until the step ends. For a GPU subgroup it blocks until the work is queued, which happens a few
+/// subgroups ahead.
 ///
 /// # Safety
 /// `stream` is 0 or a live stream of the device's primary context.

@@ -14,7 +14,7 @@ use crate::capi::input::timeout;
 use crate::capi::output::{self, required};
 use crate::error::{Error, Result};
 use crate::io::engine::Engine;
-use crate::io::options::{BackendChoice, Options, Request, Target};
+use crate::io::options::{BackendChoice, Options, Request, Target, given_or};
 use crate::pool::transfer_buffer::TransferBuffer;
 use crate::sys::span::Span;
 
@@ -38,7 +38,7 @@ pub enum spw_io_backend {
 pub enum spw_io_flag {
     /// Use the page cache, even if the file system supports O_DIRECT.
     SPW_IO_FLAG_NO_DIRECT = 1,
-    /// Do not preallocate the file for a write that extends it.
+    /// Do not preallocate the file for a write of 256 KiB or more that extends it.
     SPW_IO_FLAG_NO_PREALLOCATE = 2,
 }
 
@@ -174,9 +174,9 @@ pub extern "C" fn spw_io_close(io: Option<Box<spw_io>>, timeout_ms: i64) -> spw_
     guard(|| handle::close(io).map_or(Ok(()), |io| io.0.close(timeout(timeout_ms))))
 }
 
-/// Starts to read `bytes` bytes at `offset` of the file into the buffer. It returns at once with a handle for
-/// `spw_io_wait`. The operation succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE. A
-/// file that cannot be opened is an error of this call.
+/// Starts to read `bytes` bytes at `offset` of the file into the buffer. The call opens the file, starts the operation
+/// and returns a handle for `spw_io_wait`. A file that cannot be opened is an error of this call. The operation
+/// succeeds only if every byte was read; a file that ends earlier is SPW_ERR_SHORT_FILE.
 ///
 /// # Safety
 /// `request` points to a struct of `struct_size` bytes, `handle_out` to a u64. No other code uses the buffer until the
@@ -192,12 +192,14 @@ pub unsafe extern "C" fn spw_io_read(
 }
 
 /// Starts to write, as `spw_io_read`. A missing file is created. Bytes before and after the written range stay
-/// unchanged. After success the data is in the system's hands; `spw_io_sync` makes it durable.
+/// unchanged. After success the kernel has accepted the data; `spw_io_sync` makes it durable.
 ///
-/// A write that extends its file first sets the file's new length, which about doubles the speed on ext4. After a crash
-/// or a kill the length therefore does not show how much was written: unwritten bytes read as zeros. To replace a file
-/// safely, write a new file, wait, and rename it. SPW_IO_FLAG_NO_PREALLOCATE avoids the early length, but gaps remain
-/// possible: parts of a write land in any order.
+/// A write of 256 KiB or more that extends its file first sets the file's new length, before this call returns. That
+/// about doubles the speed on ext4. After a crash or a kill the length therefore does not show how much was written:
+/// unwritten bytes read as zeros. To replace a file safely, write a new file, wait, and rename it.
+///
+/// SPW_IO_FLAG_NO_PREALLOCATE avoids the early length, but gaps remain possible: the blocks of one write may reach the
+/// device in any order.
 ///
 /// # Safety
 /// As `spw_io_read`, with a buffer that may be read.
@@ -212,7 +214,7 @@ pub unsafe extern "C" fn spw_io_write(
 }
 
 /// Starts to make durable what was written to the request's file by operations that were waited for. Buffer, bytes and
-/// offset are ignored.
+/// offset are ignored. A file that is given by its path, and does not exist, is created empty.
 ///
 /// # Safety
 /// As `spw_io_read`, without a buffer.
@@ -316,25 +318,27 @@ unsafe fn submit(
     })
 }
 
+/// The backend of an `spw_io_backend`; `field` is for messages.
+pub(in crate::capi) fn backend(field: &'static str, value: u32) -> Result<BackendChoice> {
+    match value {
+        0 => Ok(BackendChoice::Auto),
+        1 => Ok(BackendChoice::Uring),
+        2 => Ok(BackendChoice::Threads),
+        other => Err(Error::invalid(field, format!("{other} is not an spw_io_backend"))),
+    }
+}
+
 fn parse(raw: &spw_io_options) -> Result<Options> {
     let default = Options::default();
-    let or = |value: u32, default: u32| if value == 0 { default } else { value };
     abi_struct::flags("options.flags", raw.flags, 3)?;
     Ok(Options {
-        backend: match raw.backend {
-            0 => BackendChoice::Auto,
-            1 => BackendChoice::Uring,
-            2 => BackendChoice::Threads,
-            other => {
-                return Err(Error::invalid("options.backend", format!("{other} is not an spw_io_backend")));
-            }
-        },
-        depth: or(raw.queue_depth, default.depth),
-        block_bytes: if raw.block_bytes == 0 { default.block_bytes } else { raw.block_bytes },
-        workers: or(raw.workers, default.workers),
+        backend: backend("options.backend", raw.backend)?,
+        depth: given_or(raw.queue_depth, default.depth),
+        block_bytes: given_or(raw.block_bytes, default.block_bytes),
+        workers: given_or(raw.workers, default.workers),
         direct: raw.flags & spw_io_flag::SPW_IO_FLAG_NO_DIRECT as u32 == 0,
         preallocate: raw.flags & spw_io_flag::SPW_IO_FLAG_NO_PREALLOCATE as u32 == 0,
-        file_mode: or(raw.file_mode, default.file_mode),
+        file_mode: given_or(raw.file_mode, default.file_mode),
         deadline: (raw.deadline_ms > 0).then(|| Duration::from_millis(raw.deadline_ms)),
         io_timeout: None,
     })

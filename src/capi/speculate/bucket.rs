@@ -84,8 +84,8 @@ abi_struct!(spw_spec_event, 24: struct_size, kind, fd, value, word, gpu, handle)
 /// Tensors may have their own options, with the round's grad_scale. The engine copies the structs. Until the bucket is
 /// final the spans, including gradients, belong to the engine, and no other bucket may use them.
 ///
-/// - SPW_ERR_NO_ROUND: no round is open.
-/// - SPW_ERR_ROUND_RESOLVED: the round already has its verdict.
+/// - SPW_ERR_NO_ROUND: no round was opened, or the last one ended without a bucket.
+/// - SPW_ERR_ROUND_RESOLVED: the last round already has its verdict, and no new round is open.
 /// - SPW_ERR_BUCKET_SUBMITTED: the bucket was already submitted in this round.
 ///
 /// # Safety

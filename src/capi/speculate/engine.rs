@@ -111,9 +111,10 @@ pub(in crate::capi) enum Rules {
 /// head of this header.
 ///
 /// The thread pool steps a bucket as soon as its event has happened, with the factor `options.grad_scale`. It records a
-/// log for an exact rollback, about 1.2 bytes per parameter and at most 13. After the verdict every bucket has the bits
-/// of waiting for the norm and stepping once, whatever the order of arrival. If the partial sum already determines the
-/// verdict, later buckets are only measured, and stepped once after the verdict.
+/// log for an exact rollback, about 1.2 bytes per parameter and at most 13. The result is bit-identical to one step
+/// after the norm is known, for every arrival order of the gradients. If the partial sum already exceeds the limit,
+/// later buckets are only measured, and stepped once after the verdict. After an Inf or NaN, later buckets are neither
+/// measured nor stepped.
 ///
 /// # Safety
 /// `options` points to a struct of `struct_size` bytes, `spec_out` to a pointer.

@@ -1,7 +1,8 @@
 //! Speculation, then validation (SuperOffload section 4.4): buckets are stepped before the norm of the whole gradient
 //! is known; the verdict keeps the steps, rolls them back, or repeats them with the clipped gradient.
 //!
-//! The result has the bits of waiting for the norm and stepping once. A round is:
+//! The result is bit-identical to one step after the norm is known, for every arrival order of the gradients. A round
+//! is:
 //!
 //!     spw_spec_options options = SPW_SPEC_OPTIONS_INIT;
 //!     options.buckets = buckets;

@@ -19,13 +19,14 @@ pub enum spw_swap_flag {
     SPW_SWAP_FLAG_NO_HUGE_PAGES = 1,
     /// Do not lock the memory (mlock).
     SPW_SWAP_FLAG_NO_LOCK = 2,
-    /// Use the paths without taking turns. Without this flag, the node's processes of one user take turns on each path:
-    /// one process uses it while the others use another path first (MLP-Offload section 3.1).
+    /// Use the paths without taking turns. Without this flag, only one of the node's processes of one user uses a
+    /// device at a time, and the others use other devices first (MLP-Offload section 3.1). Only directories have turns.
     SPW_SWAP_FLAG_NO_TURNS = 4,
     /// Store param without its upper 16 bits, which are derived from the model's bf16 weights. State then takes 10
-    /// bytes per parameter on the tier and in memory instead of 12. Every step needs the weights that the step before
-    /// published. A resumed tier needs the weights of its commit: save them with it, else param is lost. A checksum
-    /// detects weights that do not match the state; then nothing is changed.
+    /// bytes per parameter on the tier and in memory instead of 12. A subgroup with too many values that cannot be
+    /// split still takes 12. Every step needs the weights that the step before published. A resumed tier needs the
+    /// weights of its commit: save them with it, else param is lost. A checksum detects weights that do not match the
+    /// state; then nothing is changed.
     SPW_SWAP_FLAG_SPLIT_MASTER = 8,
 }
 
@@ -75,8 +76,8 @@ pub struct spw_swap_budget {
     pub cached: u64,
     /// Bytes of all state.
     pub state_bytes: u64,
-    /// Bytes that an update reads from the tier, and also the bytes that it writes. A commit also writes the cached
-    /// subgroups.
+    /// Bytes that an update reads from the tier, and also the bytes that it writes, for subgroups of average size. A
+    /// commit also writes the cached subgroups.
     pub step_bytes: u64,
     /// Bytes of one master buffer (SPW_SWAP_FLAG_SPLIT_MASTER), which holds the f32 param of the largest subgroup.
     pub master_bytes: u64,

@@ -142,8 +142,8 @@ pub unsafe extern "C" fn spw_swap_fill(swap: Option<&mut spw_swap>, states: *con
 /// param_dtype SPW_DTYPE_BF16, and they stay unchanged. A caller that may roll back keeps two sets of weights and
 /// alternates them. Weights that do not match the state are an error.
 ///
-/// After an error some subgroups may have been stepped. Then every call but `spw_swap_rollback` and `spw_swap_close`
-/// is SPW_ERR_BUSY.
+/// After an error some subgroups may have been stepped. Then every call is SPW_ERR_BUSY except `spw_swap_rollback`,
+/// `spw_swap_close`, `spw_swap_get_stats` and `spw_swap_get_budget`.
 ///
 /// # Safety
 /// As `spw_adam_step`; `count` is the number of subgroups.

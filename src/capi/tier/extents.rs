@@ -73,9 +73,12 @@ pub struct spw_tier_target {
 
 abi_struct!(spw_tier_target, 24: struct_size, path, path_blocks, path_count);
 
-/// Starts to write an extent, and returns at once with a ticket for `spw_tier_wait`. `streams` has one pointer for each
-/// stream; the memory must stay unchanged until the ticket was waited for. Any alignment is allowed; pinned memory is
-/// fastest. `target` NULL selects the extent's present path, or the path with the least data.
+/// Starts to write an extent, and returns a ticket for `spw_tier_wait`. The call computes the checksums of all blocks
+/// before it returns. If the data file must grow, it also waits for the allocation, at most for the I/O timeout.
+///
+/// `streams` has one pointer for each stream; the memory must stay unchanged until the ticket was waited for. Any
+/// alignment is allowed; pinned memory is fastest. `target` NULL selects the extent's present path, or the path with
+/// the least data.
 ///
 /// If a path fails or is full, another path is used; the wait is an error only if no path accepted the data. The
 /// committed contents stay unchanged. SPW_ERR_BUSY while the extent is put, read, moved or verified, or a commit is in
@@ -131,9 +134,9 @@ unsafe fn placement_of(target: *const spw_tier_target) -> Result<ExtentPlacement
 }
 
 /// Starts to read an extent: the last put that was waited for, or after an open the committed contents. `streams_out`
-/// has one pointer for each stream; NULL skips the stream. The memory is in use until the ticket was waited for, after
-/// SPW_ERR_DEADLINE for longer (see `spw_tier_wait`). The wait succeeds only if every block matches its checksum;
-/// SPW_ERR_CORRUPT names path, extent, block and offset.
+/// has one pointer for each stream; NULL skips the stream. The memory is in use until the wait for the ticket returns.
+/// After SPW_ERR_DEADLINE it stays in use (see `spw_tier_wait`). The wait succeeds only if every block matches its
+/// checksum; SPW_ERR_CORRUPT names path, extent, block and offset.
 ///
 /// # Safety
 /// No other code uses the streams until the ticket was waited for, or longer as above. `ticket_out` points to a u64.
@@ -160,10 +163,10 @@ pub unsafe extern "C" fn spw_tier_get(
 /// is invalid, except after SPW_ERR_TIMEOUT. `generation_out` (may be NULL) receives the generation that was put or
 /// read.
 ///
-/// Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path gave no answer within the tier's
+/// Two errors leave the streams in use by the system: SPW_ERR_DEADLINE (a path did not respond within the tier's
 /// `io_timeout_ms`) and SPW_ERR_SYSTEM (an I/O engine is lost). Then the caller keeps the memory allocated and unused
-/// until the process ends. Memory of spw_pool and spw_pinned may be freed: the library quarantines it until the system
-/// answers. After any other status the streams are free.
+/// until the process ends. Memory of spw_pool and spw_pinned may be freed: the library quarantines it until the
+/// operation ends. After any other status the streams are free.
 ///
 /// # Safety
 /// `generation_out` is NULL or points to a u64.
@@ -186,8 +189,8 @@ pub unsafe extern "C" fn spw_tier_wait(
 /// waits for puts in flight. SPW_ERR_BUSY while another commit is in flight.
 ///
 /// If a put failed since the last commit, the commit returns its error until the extent is put again or
-/// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices gave no
-/// answer, it may find this step instead.
+/// `spw_tier_rollback` is called. After any error the next open finds the last committed step. If the devices did
+/// not respond, it may find this step instead.
 ///
 /// If files of a path were removed, renamed or replaced, the path has failed. The commit moves the path's extents to
 /// other paths, or it is SPW_ERR_PATH_MISSING.

@@ -19,7 +19,8 @@ use crate::tier::options::PathLocation;
 ///
 /// An extent is a named object with up to 64 byte streams, for example the master weights and moments of a subgroup. A
 /// put replaces an extent's contents. `spw_tier_commit` makes all puts so far durable as one step. After a crash at any
-/// moment, the next open finds the last committed step complete. Every read verifies the checksum of each block.
+/// moment, the next open finds the last committed step complete, or the step whose commit was in flight. What a power
+/// cut leaves depends on the durability (docs/promises.md). Every read verifies the checksum of each block.
 pub struct spw_tier(pub(in crate::capi) Arc<Tier>);
 
 impl Handle for spw_tier {
@@ -34,18 +35,19 @@ impl Handle for spw_tier {
 /// the tier is closed and its last operation has ended, or until the process ends.
 ///
 /// - SPW_ERR_LOCKED: a live process holds the lock; the message names it.
-/// - SPW_ERR_DEADLINE: the file system of a path gave no answer for `io_timeout_ms`.
+/// - SPW_ERR_DEADLINE: the file system of a path did not respond within `io_timeout_ms`.
 /// - SPW_ERR_FORMAT: a directory has another format version.
 /// - SPW_ERR_FORMAT: the superblocks of the tier are lost, until `spw_tier_collect` removes it.
-/// - SPW_ERR_FOREIGN: a directory belongs to another run, rank or number of ranks.
+/// - SPW_ERR_FOREIGN: a directory belongs to another run, rank, host or number of ranks.
 /// - SPW_ERR_FOREIGN: a file or directory belongs to another user, is a symbolic link, or is a file with a second name.
 /// - SPW_ERR_PATH_MISSING: a path with committed blocks is not in `options`. SPW_TIER_FLAG_DEGRADED opens without it.
 ///
 /// New directories have mode 0700 and new files 0600. If the user's own files are accessible to others, or the user's
 /// own directories writable by others, the open removes these permissions and logs a warning.
 ///
-/// If paths were opened separately, each without the other, the later commit wins. A tie is SPW_ERR_FOREIGN until one
-/// of the paths is opened alone.
+/// If paths were opened separately, each without the other, the superblock with the higher sequence number wins. Each
+/// open and each commit writes one superblock with the next number. Different superblocks of the same number are
+/// SPW_ERR_FOREIGN until one of the paths is opened alone.
 ///
 /// In an object store the lock names the machine by its machine-id. If two machines of the same name share a
 /// machine-id, as copies of one image may, a live holder on the other machine counts as dead.
@@ -68,8 +70,8 @@ pub unsafe extern "C" fn spw_tier_open(
 
 /// Waits for operations in flight for up to `timeout_ms` milliseconds (negative: without limit), and frees the tier.
 /// The tier is freed whatever the status. Puts since the last commit are lost; the next open finds the committed state.
-/// If a tiered update uses the tier, the tier ends with the update. Streams of tickets that were not waited for must be
-/// presumed in use after this call.
+/// If a tiered update uses the tier, the library frees the tier when the update is closed. Streams of tickets that were
+/// not waited for must be presumed in use after this call.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_close(tier: Option<Box<spw_tier>>, timeout_ms: i64) -> spw_status {
     guard(|| match handle::close(tier).and_then(|tier| Arc::into_inner(tier.0)) {

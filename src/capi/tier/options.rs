@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::input::{path, text};
+use crate::capi::io::engine::backend;
 use crate::error::{Error, Result};
-use crate::io::options::BackendChoice;
 use crate::sys::host;
 use crate::tier::directory::Owner;
 use crate::tier::options::{Durability, Mode, PathLocation, PathOptions, TierOptions};
+use crate::tier::superblock::MAX_PATHS;
 
 /// How `spw_tier_open` treats existing state. Passed as `uint32_t`.
 #[repr(C)]
@@ -113,13 +114,13 @@ pub struct spw_tier_options {
     pub durability: u32,
     /// Sum of `spw_tier_flag`.
     pub flags: u32,
-    /// Bytes of a block, a multiple of 4096 up to 1 GiB; 0: 1 MiB. Each block has one checksum. An existing tier keeps its block
-    /// size.
+    /// Bytes of a block, a multiple of 4096 up to 1 GiB; 0: 1 MiB. Each block has one checksum. An existing tier keeps
+    /// its block size.
     pub block_bytes: u64,
     /// I/O timeout: a path without progress for this many milliseconds has failed; 0: 60 seconds.
     pub io_timeout_ms: u64,
-    /// Maximum reads in flight on each path, and also the maximum writes; 0: 32, or 8 on an object store, which allows
-    /// at most 64.
+    /// Maximum reads in flight on each path, and also the maximum writes. 0: the largest depth in the profile of
+    /// `spillway tune`, or 32. On an object store 0 is 8, and at most 64 requests are in flight.
     pub queue_depth: u32,
     /// `spw_io_backend`
     pub io_backend: u32,
@@ -160,12 +161,7 @@ pub(in crate::capi) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOption
         2 => Durability::Full,
         other => return wrong("options.durability", other),
     };
-    options.io.backend = match raw.io_backend {
-        0 => BackendChoice::Auto,
-        1 => BackendChoice::Uring,
-        2 => BackendChoice::Threads,
-        other => return wrong("options.io_backend", other),
-    };
+    options.io.backend = backend("options.io_backend", raw.io_backend)?;
     options.at_step = match raw.flags & spw_tier_flag::SPW_TIER_FLAG_AT_STEP as u32 {
         0 if raw.at_step != 0 => {
             return Err(Error::invalid(
@@ -191,8 +187,9 @@ pub(in crate::capi) unsafe fn parse(raw: &spw_tier_options) -> Result<TierOption
 }
 
 unsafe fn parse_paths(raw: &spw_tier_options) -> Result<Vec<PathOptions>> {
-    if raw.paths.is_null() || raw.path_count == 0 || raw.path_count > 256 {
-        return Err(Error::invalid("options.paths", "must not be NULL, and have 1 to 256 entries"));
+    if raw.paths.is_null() || raw.path_count == 0 || raw.path_count > MAX_PATHS as u64 {
+        let reason = format!("must not be NULL, and have 1 to {MAX_PATHS} entries");
+        return Err(Error::invalid("options.paths", reason));
     }
     let parse = |n: u64| {
         // SAFETY: the caller's array has path_count structs, each of the first one's struct_size bytes.

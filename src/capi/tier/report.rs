@@ -241,8 +241,8 @@ pub unsafe extern "C" fn spw_tier_get_path(
     })
 }
 
-/// Sets the health of a path: SPW_TIER_HEALTH_DRAINING stops new writes to it, SPW_TIER_HEALTH_HEALTHY allows them
-/// again.
+/// Sets the health of a path: SPW_TIER_HEALTH_DRAINING stops new writes to it, SPW_TIER_HEALTH_FAILED marks it as
+/// failed, SPW_TIER_HEALTH_HEALTHY allows writes again.
 #[unsafe(no_mangle)]
 pub extern "C" fn spw_tier_set_path(tier: Option<&spw_tier>, number: u32, health: u32) -> spw_status {
     guard(|| {

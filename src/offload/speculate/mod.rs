@@ -5,8 +5,9 @@
 //! and records what an exact (bitwise) rollback needs. The verdict then commits the steps, rolls them back, or rolls
 //! them back and repeats them with the clip factor in one pass (SuperOffload section 4.4).
 //!
-//! The norm only grows. Once the running sum passes the limit, the verdict is certain: buckets that have not started
-//! are only measured, and step once after the verdict. Every round gives the same bits as waiting for the norm first.
+//! The sum of squares never decreases as buckets are added. Once it passes the limit, the verdict is certain: buckets
+//! that have not started are only measured, and step once after the verdict. After an Inf or NaN, buckets that have not
+//! started are neither measured nor stepped. The result is bit-identical to one step after the norm is known.
 //!
 //! | file | holds |
 //! |---|---|

@@ -350,7 +350,8 @@ impl Round {
         }
     }
 
-    /// Updates the running sum and what it says about the verdict. The norm only grows, so a foreseen verdict holds.
+    /// Updates the running sum and what it says about the verdict. The sum never decreases, so a foreseen verdict
+    /// holds.
     fn foresee(&mut self, stats: StepStats) {
         self.running_sum = squares::add(self.running_sum, stats.sum_squares);
         if stats.nonfinite || !self.running_sum.is_finite() {

@@ -29,6 +29,8 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+# The site is built without torch.
+autodoc_mock_imports = ["torch"]
 autodoc_default_options = {"members": True}
 
 

@@ -1,13 +1,14 @@
 """Measures Spillway against what is installed, in one process and in alternation.
 
     python -m spillway.bench adam [--sizes 1Mi,16Mi,100Mi] [--rounds 7]
+    python -m spillway.bench torch [--size 100Mi] [--rounds 9]
     python -m spillway.bench io [--dir DIRECTORY] [--size 128Mi] [--rounds 7]
 
-Options of both: --json [FILE], --plot FILE.svg, --compare OLD.json. `spillway bench compare` compares two reports."""
+Options of all: --json [FILE], --plot FILE.svg, --compare OLD.json. `spillway bench compare` compares two reports."""
 
 import argparse
 
-from . import _adam, _io, _output
+from . import _adam, _io, _output, _torch
 
 
 def main():
@@ -17,11 +18,14 @@ def main():
 
 def _arguments():
     parser = argparse.ArgumentParser(prog="python -m spillway.bench", description=__doc__.splitlines()[0])
-    kinds = parser.add_subparsers(required=True, metavar="adam|io")
+    kinds = parser.add_subparsers(required=True, metavar="adam|torch|io")
     adam = kinds.add_parser("adam", help="the optimizer step against DeepSpeed's op and torch")
     adam.set_defaults(measurement=_adam)
     adam.add_argument("--sizes", type=_sizes, default=_sizes("1Mi,16Mi,100Mi"))
     adam.add_argument("--tensors", type=_count, default=10_000)
+    torch = kinds.add_parser("torch", help="spillway.torch against torch's optimizers")
+    torch.set_defaults(measurement=_torch)
+    torch.add_argument("--size", type=_size, default=_size("100Mi"), help="parameters of the largest tensor")
     io = kinds.add_parser("io", help="files to and from memory against DeepSpeed's async_io op")
     io.set_defaults(measurement=_io)
     io.add_argument("--dir", default=".", help="where the test files are made")
@@ -29,8 +33,8 @@ def _arguments():
     io.add_argument("--tensor", type=_sizes, default=_sizes("128Mi,4Mi"), help="sizes of the tensors they are cut into")
     io.add_argument("--files", type=lambda text: [("one", "each").index(word) == 1 for word in text.split(",")],
                     default=[False], help="one,each: all tensors in one file, or a file each")
-    for kind in (adam, io):
-        kind.add_argument("--rounds", type=_count, default=7)
+    for kind, rounds in ((adam, 7), (torch, 9), (io, 7)):
+        kind.add_argument("--rounds", type=_count, default=rounds)
         _output.add_arguments(kind)
     return parser.parse_args()
 

@@ -109,7 +109,9 @@ def _field(key, value):
 
 
 def words(name):
-    return name.replace("_", " ")
+    """The name of a field as a reader sees it: gb_per_s is GB/s."""
+    text = re.sub(r" per s\b", "/s", name.replace("_", " "))
+    return re.sub(r"\b(gb|mib)\b", lambda match: {"gb": "GB", "mib": "MiB"}[match[1]], text)
 
 
 def _case(value):
@@ -168,7 +170,7 @@ def section(name, record):
              f"- **How:** {how}"]
     if record.get("settings"):
         lines.append("- **Settings:** " + "; ".join(f"{words(key)}: {_case(value)}" for key, value in record["settings"].items()))
-    lines += ["", *(f"- {_linked(note)}" for note in record["notes"]), "", table(record["rows"]), ""]
+    lines += ["", table(record["rows"]), "", *(f"- {_linked(note)}" for note in record["notes"]), ""]
     if drawn(record):
         lines += [f"![{record['title']}](../plots/records/{name}.svg)", ""]
     return "\n".join([*lines, f"*Source: `ffi_tests/bench/records/{name}.json`*", ""])
@@ -181,6 +183,7 @@ def _linked(text):
 
 def page():
     """The page of all records."""
-    intro = ("# Measurements\n\nA bar ends at the median, or at the middle of a range. A whisker covers the range: the quartiles, the "
-             "least and the most, or the runs.\nA table has medians. Figures in parentheses are the quartiles of a median.\n")
+    intro = ("# Measurements\n\nEach section is a file of `ffi_tests/bench/records`. [The record](../benchmarks.md#the-record) describes "
+             "its fields.\nIn a table, two figures in parentheses are the quartiles of a median; figures with a semicolon are those of "
+             "several runs.\nA bar ends at the median, or at the middle of a range or of runs. A whisker covers the range.\n")
     return "\n".join([intro, *(section(name, read(name)) for name in names())])

@@ -1,5 +1,6 @@
 """Makes the plots of docs/benchmarks.md and of the page of records from ffi_tests/bench/records, whenever the docs are built."""
 
+import math
 import pathlib
 
 import measurements
@@ -67,7 +68,7 @@ def _headlines(axes, rows):
     """A bar for the headline of each row, with a whisker where its figure has a range."""
     figures = [row["figures"][row["headline"]] for row in rows]
     values = [middle(figure) for figure in figures]
-    ends = [measurements.whisker(figure) or (value, value) for figure, value in zip(figures, values)]
+    ends = [measurements.whisker(figure) or (math.nan, math.nan) for figure in figures]
     reach = [[value - low for value, (low, _) in zip(values, ends)], [high - value for value, (_, high) in zip(values, ends)]]
     common, labels = measurements.labels(rows)
     bars = axes.barh(range(len(rows)), values, 0.7, xerr=reach, error_kw={"elinewidth": 0.8, "capsize": 2})

@@ -51,7 +51,8 @@ def _faults_of_row(row, report):
     found = [f"the figure {name} has no known form" for name, figure in row["figures"].items() if not _is_figure(figure)]
     if not row["figures"] and not row.get("note"):
         found.append("there is neither a figure nor a note")
-    if ("headline" in row or report) and (row.get("headline") not in row["figures"] or row.get("better") not in ("higher", "lower")):
+    judged = row.get("headline") in row["figures"] and row.get("better") in ("higher", "lower")
+    if ("headline" in row or report) and not judged:
         found.append("the headline is no figure, or better is neither higher nor lower")
     if report and any(not isinstance(figure, dict) or set(figure) != FORMS[1] for figure in row["figures"].values()):
         found.append("a figure of a report has no quartiles")
@@ -166,8 +167,8 @@ def machine(record):
 def section(name, record):
     """A record as a section of the page."""
     how = f"`{record['command']}`" if "command" in record else _linked(record["method"])
-    lines = [f"(record-{name})=", f"## {record['title']}", "", f"- **Machine:** {machine(record)}", f"- **Date:** {record['date']}",
-             f"- **How:** {how}"]
+    lines = [f"(record-{name})=", f"## {record['title']}", "", f"- **Machine:** {machine(record)}",
+             f"- **Date:** {record['date']}", f"- **How:** {how}"]
     if record.get("settings"):
         lines.append("- **Settings:** " + "; ".join(f"{words(key)}: {_case(value)}" for key, value in record["settings"].items()))
     lines += ["", table(record["rows"]), "", *(f"- {_linked(note)}" for note in record["notes"]), ""]
@@ -178,12 +179,16 @@ def section(name, record):
 
 def _linked(text):
     """A text in which names of records are links to their sections."""
-    return re.sub(r"\brecord (\w+)", lambda match: f"record [{match[1]}](#record-{match[1]})" if match[1] in names() else match[0], text)
+    known = "|".join(names())
+    return re.sub(rf"\brecord ({known})\b", r"record [\1](#record-\1)", text)
 
 
 def page():
     """The page of all records."""
-    intro = ("# Measurements\n\nEach section is a file of `ffi_tests/bench/records`. [The record](../benchmarks.md#the-record) describes "
-             "its fields.\nIn a table, two figures in parentheses are the quartiles of a median; figures with a semicolon are those of "
-             "several runs.\nA bar ends at the median, or at the middle of a range or of runs. A whisker covers the range.\n")
+    intro = """# Measurements
+
+Each section is a file of `ffi_tests/bench/records`. [The record](../benchmarks.md#the-record) describes its fields.
+In a table, two figures in parentheses are the quartiles of a median; figures with a semicolon are those of several runs.
+A bar ends at the median, or at the middle of a range or of runs. A whisker covers the range.
+"""
     return "\n".join([intro, *(section(name, read(name)) for name in names())])

@@ -1,76 +1,84 @@
-"""Makes the plots of docs/benchmarks.md from the records in ffi_tests/bench/*.md, whenever the docs are built."""
+"""Makes the plots of docs/benchmarks.md and of the page of records from ffi_tests/bench/records, whenever the docs are built."""
 
+import math
 import pathlib
-import re
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-RECORDS = ROOT / "ffi_tests" / "bench"
-PLOTS = ROOT / "docs" / "plots"
+import measurements
+from measurements import middle
 
-
-def section(record, heading):
-    """The text below a heading of a record, up to the next heading of the same level."""
-    text = (RECORDS / record).read_text()
-    match = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#{{1,2}} |\Z)", text, re.M | re.S)
-    if match is None:
-        raise ValueError(f"{record} has no section {heading!r}; docs/tools/plots.py reads it")
-    return match[2]
+PLOTS = pathlib.Path(__file__).resolve().parents[1] / "plots"
 
 
-def table(text, number=0):
-    """The rows of a Markdown table of a section, as lists of cells; the header is the first."""
-    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
-    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in tables[number].splitlines()]
-    return [rows[0], *rows[2:]]
-
-
-def against_others(record="adam-x86_64.md", heading="Intel Xeon, after the caller of a step takes part in it"):
-    """Of each case, the time of each contender over Spillway's: [(case, [(contender, ratio)])]."""
-    cases = []
-    for block in re.findall(r"^((?:plain|fused|\d+ tensors).*)\n((?:  .*x\n)+)", section(record, heading), re.M):
-        rows = [re.match(r"  (.*?) {2,}.* ([\d.]+)x$", line).groups() for line in block[1].splitlines()]
-        cases.append((block[0], [(name, float(ratio)) for name, ratio in rows]))
-    return cases
+def against_others():
+    """Of a step of 100 Mi parameters, the time of each contender over Spillway's: [(case, ratio)]."""
+    found = [(row["case"], middle(row["figures"]["time_ratio"])) for row in measurements.read("adam_others_xeon")["rows"]]
+    return [(f"{case['contender']}\n{case['work']}", ratio) for case, ratio in found
+            if case.get("parameters") == 100 << 20 and case["contender"] != "spillway"]
 
 
 def after_last_gradient():
     """Milliseconds after the last gradient: [(case, ms)]."""
-    text = section("speculation.md", "Time of the step after the last gradient")
-    return [(name.strip(), float(ms)) for name, ms in re.findall(r"^(\w.*?) {2,}([\d.]+) ms after", text, re.M)]
+    return [(row["case"]["step"], middle(row["figures"]["ms"])) for row in measurements.read("speculation_overlap")["rows"]]
 
 
 def seconds_per_step():
-    """Of ZeRO-3 on storage, with the present block size: [(size, DeepSpeed, Spillway on one path, Spillway on two)]."""
-    rows, found, size = table(section("tier_deepspeed.md", "Results"))[1:], {}, ""
-    for row in rows:
-        size = row[0] or size
-        if row[1].startswith("20 KiB"):
-            found[size] = [float(cell) for cell in row[2:5]]
-    return [(size, *values) for size, values in found.items()]
+    """Of ZeRO-3 on storage, with the present block size: [(size, [DeepSpeed, Spillway on one path, Spillway on two])]."""
+    found = {}
+    for row in measurements.read("zero3_tier")["rows"]:
+        case, figures = row["case"], row["figures"]
+        if case["block"] == "20 KiB":
+            found[f"{case['parameters']}, {case['state']}"] = [
+                middle(figures[name]) for name in ("deepspeed_one_path_s", "spillway_one_path_s", "spillway_two_paths_s")]
+    return list(found.items())
 
 
 def with_latency():
-    """Reads and writes on a device with a latency: [(case, read, written)], as ratios to DeepSpeed's best settings."""
-    rows, found, latency = table(section("io-x86_64.md", "Devices with a latency"))[1:], [], ""
-    for row in rows:
-        latency = row[0] or latency
-        found.append((f"{row[1]} at {latency.split(',')[0]}", float(row[3]), float(row[7])))
-    return found
+    """Reads and writes on a device with a latency: [(case, [read, written])], as ratios to DeepSpeed's best settings."""
+    found = {}
+    for row in measurements.read("io_latency")["rows"]:
+        case = row["case"]
+        if "build" not in case:
+            found.setdefault(f"{case['tensors']} at {case['latency']}", []).append(middle(row["figures"]["speed_ratio_to_best"]))
+    return list(found.items())
 
 
 def write():
     """Writes every plot as SVG."""
     import matplotlib
     matplotlib.use("svg")
-    from matplotlib import pyplot
-    PLOTS.mkdir(exist_ok=True)
     matplotlib.rcParams.update({"svg.hashsalt": "spillway", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    draw = {"adam": _adam, "speculation": _speculation, "tier": _tier, "io": _io}
-    for name, function in draw.items():
-        figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
-        function(axes)
-        figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
-        pyplot.close(figure)
+    (PLOTS / "records").mkdir(parents=True, exist_ok=True)
+    for name, draw in {"adam": _adam, "speculation": _speculation, "tier": _tier, "io": _io}.items():
+        _save(name, 3.2, draw)
+    for name in measurements.names():
+        rows = measurements.drawn(measurements.read(name))
+        if rows:
+            _save(f"records/{name}", 1 + 0.24 * len(rows), lambda axes: _headlines(axes, rows))
+
+
+def _save(name, height, draw):
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(7, height), layout="constrained")
+    draw(axes)
+    figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _headlines(axes, rows):
+    """A bar for the headline of each row, with a whisker where its figure has a range."""
+    figures = [row["figures"][row["headline"]] for row in rows]
+    values = [middle(figure) for figure in figures]
+    ends = [measurements.whisker(figure) or (math.nan, math.nan) for figure in figures]
+    reach = [[value - low for value, (low, _) in zip(values, ends)], [high - value for value, (_, high) in zip(values, ends)]]
+    common, labels = measurements.labels(rows)
+    bars = axes.barh(range(len(rows)), values, 0.7, xerr=reach, error_kw={"elinewidth": 0.8, "capsize": 2})
+    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=2, fontsize=7)
+    axes.set_yticks(range(len(rows)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    names = dict.fromkeys(f"{measurements.words(row['headline'])}, {row['better']} is better" for row in rows)
+    axes.set_xlabel("; ".join(names) + (f"\n{common}" if common else ""))
+    axes.margins(x=0.1)
 
 
 def _bars(axes, groups, labels, unit):
@@ -79,8 +87,8 @@ def _bars(axes, groups, labels, unit):
     for place, label in enumerate(labels):
         values = [values[place] for _, values in groups]
         at = [group + place * height for group in range(len(groups))]
-        bars = axes.barh(at, [value or 0 for value in values], height, label=label)
-        axes.bar_label(bars, ["" if value is None else f"{value:g}" for value in values], padding=2, fontsize=7)
+        bars = axes.barh(at, values, height, label=label)
+        axes.bar_label(bars, [f"{value:g}" for value in values], padding=2, fontsize=7)
     axes.set_yticks([group + 0.4 - height / 2 for group in range(len(groups))], [name for name, _ in groups])
     axes.invert_yaxis()
     axes.set_xlabel(unit)
@@ -90,9 +98,7 @@ def _bars(axes, groups, labels, unit):
 
 
 def _adam(axes):
-    bars = [(f"{name}\n{case}" if len(rows) > 2 else case, ratio)
-            for case, rows in against_others() for name, ratio in rows if name != "spillway" and "100 Mi" in case]
-    _bars(axes, [(name, [ratio]) for name, ratio in bars], ["time over Spillway's"], "time over Spillway's")
+    _bars(axes, [(name, [ratio]) for name, ratio in against_others()], ["time over Spillway's"], "time over Spillway's")
     axes.axvline(1, color="black", linewidth=0.8)
 
 
@@ -101,13 +107,12 @@ def _speculation(axes):
 
 
 def _tier(axes):
-    _bars(axes, [(size, values) for size, *values in seconds_per_step()],
-          ["DeepSpeed, one path", "Spillway, one path", "Spillway, two paths"], "seconds a step; less is better")
+    _bars(axes, seconds_per_step(), ["DeepSpeed, one path", "Spillway, one path", "Spillway, two paths"],
+          "seconds a step; less is better")
 
 
 def _io(axes):
-    _bars(axes, [(case, values) for case, *values in with_latency()], ["read", "written"],
-          "bandwidth over that of DeepSpeed's op at its best settings")
+    _bars(axes, with_latency(), ["read", "written"], "bandwidth over that of DeepSpeed's op at its best settings")
     axes.axvline(1, color="black", linewidth=0.8)
 
 

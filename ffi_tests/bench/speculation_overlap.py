@@ -2,7 +2,7 @@
 the norm, and speculation.
 
 Backward is a wait that is slightly longer than the step of a bucket, as on a GPU whose speed the CPU matches. Prints
-medians of alternating rounds; speculation.md holds the results."""
+medians of alternating rounds; records/speculation_overlap.json holds the results."""
 
 import argparse
 import statistics

@@ -1,5 +1,5 @@
 // Steps state on a tier. Prints the speed, the bytes that each path moved, and the memory in use next to the planner's
-// estimate. ffi_tests/bench/tier-x86_64.md describes the runs.
+// estimate. ffi_tests/bench/records/tier_*.json describe the runs.
 //
 //     cc -O2 tiered_update.c -lspillway -o tiered_update
 //     ./tiered_update MI_PARAMETERS MI_IN_A_SUBGROUP MIB STEPS SPLIT DIRECTORY...       SPLIT: 1 for a split master

@@ -1,6 +1,7 @@
-"""Shared by the programs of this folder: the GPU, sizes, alternating timing, and reports that describe the machine."""
+"""Shared by the programs of this folder: the GPU, sizes, alternating timing, and records that describe the machine."""
 
 import datetime
+import json
 import os
 import pathlib
 import statistics
@@ -61,20 +62,27 @@ def available_bytes():
 
 
 def report(name, title, gpu, lines, command):
-    """Writes ffi_tests/bench/gpu-NAME.md and prints it."""
+    """Writes the record ffi_tests/bench/records/gpu_NAME.json and prints it. A line is text, which becomes a note, or a
+    row."""
     info = gpu.info()
-    text = (f"# {title}\n\n{datetime.date.today()}, {info.name} (compute capability {info.capability / 10}, driver {_driver()}), "
-            f"{os.cpu_count()} cores of {_cpu()}.\n\n`{command}`, medians in alternation{' (QUICK=1)' if QUICK else ''}.\n\n"
-            "```\n" + "\n".join(lines) + "\n```\n")
+    gpu_name = f"{info.name} (compute capability {info.capability / 10}, driver {_driver()})"
+    record = {"format": 1, "title": title, "command": command,
+              "machine": {"processor": _cpu(), "cores": os.cpu_count(), "gpu": gpu_name, "virtual": _hypervisor()},
+              "date": str(datetime.date.today()),
+              "notes": [f"Times are medians in alternation{' (QUICK=1)' if QUICK else ''}.",
+                        *(line for line in lines if isinstance(line, str))],
+              "rows": [line for line in lines if not isinstance(line, str)]}
     folder = pathlib.Path(os.environ.get("BENCH") or ".")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"gpu-{name}.md").write_text(text)
+    text = json.dumps(record, indent=2) + "\n"
+    (folder / f"gpu_{name}.json").write_text(text)
     print(text)
 
 
 def ratio(name, value, wanted):
-    """A line with the reached value and the target."""
-    return f"{name:<58} {value:7.3f}   wanted {wanted}: {'reached' if value >= wanted else 'MISSED'}"
+    """A row with the reached value and the target."""
+    return {"case": {"comparison": name}, "figures": {"ratio": round(value, 4), "wanted": wanted}, "headline": "ratio",
+            "better": "higher", "note": "reached" if value >= wanted else "MISSED"}
 
 
 def _cpu():
@@ -82,6 +90,15 @@ def _cpu():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return "an unnamed CPU"
+
+
+def _hypervisor():
+    """The name of the hypervisor, or False without one."""
+    try:
+        found = subprocess.run(["systemd-detect-virt", "--vm"], capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        found = "an unknown hypervisor" if "hypervisor" in pathlib.Path("/proc/cpuinfo").read_text() else "none"
+    return False if found in ("", "none") else found
 
 
 def _driver():

@@ -1,13 +1,13 @@
 #!/bin/sh
 # Runs the tests that need an NVIDIA GPU: first checks of the driver and the kernels, then the measurements, which are
-# written to ffi_tests/bench/gpu-*.md. Without a GPU the script reports that and exits 77.
+# written to ffi_tests/bench/records/gpu_*.json. Without a GPU the script reports that and exits 77.
 #
 #   ffi_tests/gpu/run.sh [STEP...]      steps: check sanitize transfer adam update interleave-example train; default: all
 #
 #   SPILLWAY_LIBRARY=FILE   the release library of another machine (target/release/libspillway.so), if this
 #                           one has no cargo
 #   SPILLWAY_PYTHON=FILE    a Python with torch for CUDA; default: python3
-#   BENCH=DIRECTORY         folder of the reports; default: ffi_tests/bench
+#   BENCH=DIRECTORY         folder of the records; default: ffi_tests/bench/records
 #   LOGS=DIRECTORY          folder of the output of every step; default: target/gpu
 #   QUICK=1                 small sizes, to see that every step works
 #
@@ -24,7 +24,7 @@ failed=0
 main() {
     mkdir -p "$logs"
     find_library
-    export LOGS="$logs" BENCH="${BENCH:-$root/ffi_tests/bench}" QUICK="${QUICK:-}"
+    export LOGS="$logs" BENCH="${BENCH:-$root/ffi_tests/bench/records}" QUICK="${QUICK:-}"
     export PYTHONPATH="$root/packaging/python:$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
     # The update uses seven streams, and torch uses more. With the default of 8 queues they would wait for each other.
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"

@@ -64,8 +64,8 @@ pub(super) struct Streams {
 }
 
 /// Calls of at least this number of elements write shadow and param_copy (`STREAMED`) or the log (`STREAMED_LOG`) with
-/// non-temporal stores. ffi_tests/bench/undo-x86_64.md measured the break-even points. In smaller calls the caches
-/// still hold most of the output for the next reader.
+/// non-temporal stores. ffi_tests/bench/records/undo_break_even.json has the break-even points. In smaller calls the
+/// caches still hold most of the output for the next reader.
 const STREAMED: usize = 2 << 20;
 const STREAMED_LOG: usize = 32 << 20;
 

@@ -1,0 +1,94 @@
+"""The records of measurements are complete, and the page and the readers of reports accept them."""
+
+import ast
+import copy
+import subprocess
+
+import measurements
+import pytest
+
+RECORDS = {name: measurements.read(name) for name in measurements.names()}
+REPORTS = sorted(name for name, record in RECORDS.items() if "bench" in record)
+each = pytest.mark.parametrize("name", RECORDS)
+
+
+@each
+def test_a_record_is_complete_and_each_figure_has_a_documented_form(name):
+    assert not measurements.faults(RECORDS[name])
+
+
+@each
+def test_no_two_rows_of_a_record_have_the_same_case(name):
+    cases = [row["case"] for row in RECORDS[name]["rows"]]
+    assert not [case for case in cases if cases.count(case) > 1]
+
+
+@each
+def test_the_page_has_a_section_with_every_row_of_a_record(name):
+    section = measurements.page().split(f"(record-{name})=\n")[1].split("\n(record-")[0]
+    record = RECORDS[name]
+    assert section.startswith(f"## {record['title']}\n") and f"{name}.json" in section
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 + len(record["rows"])
+
+
+def test_forms_of_a_figure_are_those_of_the_docs():
+    text = (measurements.ROOT / "docs" / "benchmarks.md").read_text().split("A figure of a record has one of these forms.")[1]
+    rows = [line.split("`")[1] for line in text.splitlines() if line.startswith(("| `{", "| `9"))]
+    forms = [set(ast.literal_eval(row)) for row in rows if row.startswith("{")]
+    assert len(rows) == 5 and sorted(map(sorted, forms)) == sorted(map(sorted, measurements.FORMS))
+
+
+@pytest.mark.parametrize("change, fault", [
+    (lambda record: record.pop("title"), "title is missing"),
+    (lambda record: record.pop("machine"), "machine is missing"),
+    (lambda record: record["machine"].pop("cores"), "machine has no cores"),
+    (lambda record: record.pop("command"), "one of command and method"),
+    (lambda record: record.update(date="today"), "date is not"),
+    (lambda record: record.update(format=2), "format is not 1"),
+    (lambda record: record.update(notes=[]), "notes is missing"),
+    (lambda record: record["rows"][0].update(headline="absent"), "the headline is no figure"),
+    (lambda record: record["rows"][0]["figures"].update(ms="fast"), "ms has no known form"),
+    (lambda record: record["rows"][0]["figures"].update(ms={"median": 1, "q1": 1}), "ms has no known form"),
+    (lambda record: record["rows"][0]["figures"].update(ms={"low": 2, "high": 1}), "ms has no known form"),
+    (lambda record: record["rows"][0]["figures"].update(ms={"runs": [1]}), "ms has no known form"),
+    (lambda record: record.update(bench="adam"), "a report needs version"),
+    (lambda record: record.update(bench="adam"), "has no quartiles"),
+])
+def test_a_fault_of_a_record_is_found(change, fault):
+    record = copy.deepcopy(RECORDS["speculation_overlap"])
+    change(record)
+    assert [found for found in measurements.faults(record) if fault in found], measurements.faults(record)
+
+
+def test_values_and_whiskers_of_each_form():
+    forms = {5: (5, None), 1.5: (1.5, None)}
+    assert {figure: (measurements.middle(figure), measurements.whisker(figure)) for figure in forms} == forms
+    for figure, value, ends in [({"median": 3}, 3, None), ({"median": 3, "q1": 2, "q3": 5}, 3, (2, 5)),
+                                ({"low": 1, "high": 2}, 1.5, (1, 2)), ({"runs": [4, 1, 2]}, 2, (1, 4))]:
+        assert (measurements.middle(figure), measurements.whisker(figure)) == (value, ends)
+
+
+def test_a_link_to_a_record_leads_to_its_section():
+    import records
+    text = records.inside("benchmarks.md", "[a](../ffi_tests/bench/records/zero3_tier.json), [b](c.md)")
+    assert text == "[a](#record-zero3_tier), [b](c.md)"
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_tool_compares_a_record_that_it_wrote(name, tool):
+    path = measurements.FOLDER / f"{name}.json"
+    made = subprocess.run([tool, "bench", "compare", path, path], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.count(" same") == len(RECORDS[name]["rows"])
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_python_reads_a_record_that_a_tool_wrote(name):
+    from spillway.bench import _report
+    record = _report.read(measurements.FOLDER / f"{name}.json", RECORDS[name]["bench"])
+    assert {verdict for *_, verdict in _report.compare(record, record)} == {"same"}
+
+
+def test_there_are_records_that_a_tool_wrote():
+    assert REPORTS

@@ -16,6 +16,10 @@ VARIABLES = [
      "Microseconds that an idle worker thread spins after a step, if the pause before that step was shorter. Then steps of "
      "32 Ki to 64 Ki elements use several threads too. 0: workers sleep at once. They also do so where a cgroup quota "
      "applies or threads outnumber the processors."),
+    (LIBRARY, "SPILLWAY_OPENMP", "`auto`, `0` or `1`; default: `auto`",
+     "Whether large steps of the main thread are done by the OpenMP threads of torch or DeepSpeed's ops. `auto`: while other "
+     "threads of the process use a processor between the steps, because OpenMP's threads then occupy the processors of the "
+     "workers. Only if OpenMP has as many threads as the library. `0`: never. `1`: always."),
     (LIBRARY, "LOCAL_WORLD_SIZE", "a number from 1, set by launchers; default: 1",
      "Number of ranks on this machine, among which the usable processors are divided."),
     (LIBRARY, "SPILLWAY_LOG", "`error`, `warn`, `info` (or `1`) or `debug`; default: no output",

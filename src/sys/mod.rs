@@ -9,6 +9,7 @@ pub mod host;
 pub mod lock;
 mod mapping_table;
 pub mod memory;
+mod openmp;
 pub mod per_process;
 pub mod private_files;
 pub mod process;

@@ -28,6 +28,7 @@ use std::thread::{self, Thread};
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
+use super::openmp;
 use super::spin::{Burst, Seat, now};
 
 /// Worker threads that help the caller of [`Team::each`].
@@ -68,6 +69,12 @@ impl Team {
         let item = |index: usize| work(unsafe { &mut *base.at(index) });
         let workers = self.workers().min(items.len().saturating_sub(1));
         let shared = Arc::new(Shared::new(&item, items.len(), workers + 1, self.burst.goes_on()));
+        let began = now();
+        if workers == self.workers() && openmp::run(workers + 1, &|number| shared.run_in_region(number)) {
+            openmp::call_ended(began);
+            self.burst.call_ended();
+            return shared.resume_panic();
+        }
         let awake = self.seats.iter().filter(|seat| seat.give(&shared)).take(workers).count();
         for _ in awake..workers {
             self.queue_job(&shared);
@@ -76,10 +83,8 @@ impl Team {
         shared.process_from(0);
         drop(close);
         self.burst.call_ended();
-        let panic = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(panic) = panic {
-            resume_unwind(panic);
-        }
+        openmp::call_ended(began);
+        shared.resume_panic();
     }
 
     fn queue_job(&self, shared: &Arc<Shared>) {
@@ -207,6 +212,24 @@ impl Shared {
             }
         }
         others().for_each(|chunk| chunk.process(work));
+    }
+
+    /// The job of a thread of an OpenMP region, which ends after all threads have returned from here.
+    fn run_in_region(&self, number: usize) {
+        if number > 0 {
+            return self.run_worker(number - 1);
+        }
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.process_from(0))) {
+            *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+        }
+    }
+
+    /// Resumes a panic of any thread, when all threads have left.
+    fn resume_panic(&self) {
+        let panic = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
     }
 
     /// The job of a worker.

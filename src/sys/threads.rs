@@ -15,6 +15,7 @@ use nix::sched::{CpuSet, sched_getaffinity};
 use nix::sys::signal::SigSet;
 use nix::unistd::Pid;
 
+use super::openmp;
 use super::per_process::{PerProcessStatic, Shared};
 use super::spin::{self, Burst};
 use super::team::Team;
@@ -41,13 +42,17 @@ pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()
     Ok(())
 }
 
-/// True if workers are awake: calls follow each other closely, and the user lets workers wait awake. Work that takes
-/// less time than to wake a worker is shared only then; the caller reports the end of other work by [`call_ended`].
+/// True if workers are awake: calls follow each other closely, and the user lets workers wait awake, or OpenMP's threads
+/// are awake. Work that takes less time than to wake a worker is shared only then; the caller reports the end of other
+/// work by [`call_ended`].
 pub fn awake() -> Result<bool> {
     if BURST.limit().is_none() {
         BURST.set_limit(Some(spin_limit()?));
     }
-    Ok(BURST.goes_on())
+    if BURST.goes_on() {
+        return Ok(true);
+    }
+    Ok(current()?.as_ref().is_some_and(|team| openmp::is_awake(team.workers() + 1)))
 }
 
 /// Reports the end of work that asked [`awake`] and was not shared.
@@ -98,6 +103,7 @@ fn make() -> Result<Option<Team>> {
         log::write(log::Level::Info, &format!("{threads} worker threads: {reason}"));
     }
     BURST.set_limit(Some(spin_limit()?));
+    openmp::configure()?;
     let failed = |reason: String| Error::System { what: "starting worker threads", reason };
     match threads {
         1 => Ok(None),

@@ -55,6 +55,16 @@ static int threads_of_this_process(void) {
     return count;
 }
 
+// Work of at most one chunk starts no worker, although workers that are awake would share it.
+static void middle_sizes_start_no_thread(int threads_at_start) {
+    configure_threads(3);
+    struct problem middle = make_mixed(50001, 9);
+    spw_step_stats stats[STEPS];
+    train(&middle, stats);
+    CHECK(threads_of_this_process() == threads_at_start);
+    release(&middle);
+}
+
 static void numbers_of_workers(void) {
     for (uint32_t workers = 1; workers <= 8; workers += 8 / (uint32_t)rounds(8)) {
         uint32_t count = 0;
@@ -114,6 +124,7 @@ int main(void) {
     }
     // With one worker the caller's thread does the work: the library has created no thread so far.
     CHECK(threads_of_this_process() == threads_at_start);
+    middle_sizes_start_no_thread(threads_at_start);
     numbers_of_workers();
     random_splits();
     configure_threads(3);

@@ -30,6 +30,9 @@ static POOL: PerProcessStatic<Option<Team>> = PerProcessStatic::empty();
 /// The number of threads that `configure` set; 0 decides automatically.
 static CONFIGURED: AtomicUsize = AtomicUsize::new(0);
 
+/// The number of threads when the settings were last read.
+static DECIDED: AtomicUsize = AtomicUsize::new(0);
+
 /// Whether calls follow each other closely, so that workers wait awake between them.
 static BURST: Burst = Burst::new();
 
@@ -47,12 +50,10 @@ pub fn each<T: Send>(items: &mut [T], work: impl Fn(&mut T) + Sync) -> Result<()
 /// work by [`call_ended`].
 pub fn awake() -> Result<bool> {
     if BURST.limit().is_none() {
-        BURST.set_limit(Some(spin_limit()?));
+        read_settings(decide()?.0)?;
     }
-    if BURST.goes_on() {
-        return Ok(true);
-    }
-    Ok(current()?.as_ref().is_some_and(|team| openmp::is_awake(team.workers() + 1)))
+    let threads = DECIDED.load(Ordering::Relaxed);
+    Ok(BURST.goes_on() || (threads > 1 && openmp::is_awake(threads)))
 }
 
 /// Reports the end of work that asked [`awake`] and was not shared.
@@ -102,8 +103,7 @@ fn make() -> Result<Option<Team>> {
     if log::enabled(log::Level::Info) {
         log::write(log::Level::Info, &format!("{threads} worker threads: {reason}"));
     }
-    BURST.set_limit(Some(spin_limit()?));
-    openmp::configure()?;
+    read_settings(threads)?;
     let failed = |reason: String| Error::System { what: "starting worker threads", reason };
     match threads {
         1 => Ok(None),
@@ -111,15 +111,24 @@ fn make() -> Result<Option<Team>> {
     }
 }
 
+/// Reads the settings for calls with this number of threads.
+fn read_settings(threads: usize) -> Result<()> {
+    let limit = spin_limit(threads)?;
+    openmp::configure()?;
+    DECIDED.store(threads, Ordering::Relaxed);
+    BURST.set_limit(Some(limit));
+    Ok(())
+}
+
 /// How long a worker waits awake, in nanoseconds: not at all where threads outnumber the processors, or where a cgroup
 /// quota would count the time.
-fn spin_limit() -> Result<u64> {
+fn spin_limit(threads: usize) -> Result<u64> {
     let limit = spin::configured_limit()?;
     if limit == 0 {
         return Ok(0);
     }
     let usable = usable_count();
-    let free = decide()?.0 <= usable && affinity_count().is_none_or(|processors| processors <= usable);
+    let free = threads <= usable && affinity_count().is_none_or(|processors| processors <= usable);
     Ok(if free { limit } else { 0 })
 }
 

@@ -25,9 +25,15 @@ def busy():
         torch.ones(1_000_000).mul_(2)
 
 def work_of_workers():
-    tasks = [task for task in pathlib.Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("spillway-")]
-    assert tasks
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+    nanoseconds = []
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        try:
+            if (task / "comm").read_text().startswith("spillway-"):
+                nanoseconds.append(int((task / "schedstat").read_text().split()[0]))
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended since it was listed
+            pass
+    assert nanoseconds
+    return sum(nanoseconds)
 
 def steps(count):
     for _ in range(count):

@@ -161,15 +161,41 @@ def test_replaced_tensors_are_stepped_and_not_the_old_ones():
             del optimizer.state[params[0]]
         elif step == 10:
             optimizer.load_state_dict(optimizer.state_dict())
+        elif step == 12:
+            for group in optimizer.param_groups:
+                group["amsgrad"] = True
+            for state in optimizer.state.values():
+                state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
         elif step == 11:
             params[1].data = torch.cat([params[1].data, params[1].data])[::2]
-    for step in range(13):
+    for step in range(15):
         for optimizer, params in zip(pair, (ours, theirs)):
             change(optimizer, params, step)
             random_grads(params, step)
             optimizer.step()
     for one, other in zip(ours, theirs):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_two_parameters_with_one_gradient():
+    ours, theirs = parameters(2), parameters(2)
+    for params, optimizer in ((ours, own.AdamW(ours)), (theirs, torch.optim.AdamW(theirs))):
+        random_grads(params, 0)
+        params[1].grad = params[0].grad
+        optimizer.step()
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_another_default_device_and_dtype_change_nothing():
+    params = parameters()
+    optimizer = own.AdamW(params)
+    with torch.device("meta"):
+        random_grads_on_cpu = [torch.randn(300, device="cpu") for _ in params]
+        for param, grad in zip(params, random_grads_on_cpu):
+            param.grad = grad
+        optimizer.step()
+    assert optimizer.state[params[0]]["exp_avg"].device.type == "cpu"
 
 
 def test_a_grad_scaler_works():

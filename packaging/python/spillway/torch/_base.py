@@ -45,6 +45,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _table: Table | None = None
     _rest: list[tuple[int, int]] = []
+    _flags: list[bool] = []
     param_groups: list[dict[str, Any]]
     _last: LastStep | None = None
 
@@ -120,23 +121,25 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     def _current(self) -> Table:
         """The table of the present tensors."""
         table = self._table
-        if table is None or not table.refresh() or self._rest_changed():
-            table = self._table = None
-            table = self._build()
-            if not table.refresh():
-                raise SpillwayError(f"{type(self).__name__}: parameters, gradients or states change while a step reads them")
-            self._table = table
+        flags = [_is_torchs(group) for group in self.param_groups]
+        # Another default device must not apply to the table.
+        with torch._C.DisableTorchFunction():
+            if table is None or flags != self._flags or not table.refresh() or self._rest_changed():
+                table = self._table = None
+                table = self._build()
+                if not table.refresh():
+                    raise SpillwayError(f"{type(self).__name__}: parameters, gradients or states change while a step reads them")
+                self._table, self._flags = table, flags
         return table
 
     def _build(self) -> Table:
         rows, rest = [], []
         for number, group in enumerate(self.param_groups):
-            others = any(group.get(flag) for flag in ("amsgrad", "capturable", "differentiable"))
             for index, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
                 name = name_of(group, number, index)
-                if others or not is_served(param, param.grad, name):
+                if _is_torchs(group) or not is_served(param, param.grad, name):
                     # States lie in the order of the parameters, as torch creates them.
                     self.state[param]
                     rest.append((number, index))
@@ -168,8 +171,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         for number, index in self._rest:
             group = self.param_groups[number]
             param = group["params"][index]
-            if not any(group.get(flag) for flag in ("amsgrad", "capturable", "differentiable")) and is_served(
-                    param, param.grad, name_of(group, number, index)):
+            if not _is_torchs(group) and is_served(param, param.grad, name_of(group, number, index)):
                 return True
         return False
 
@@ -259,6 +261,11 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     def _set_options(self, options: Any, group: dict[str, Any], step: int) -> None:
         """Writes the hyper-parameters of a group into the C options."""
         raise NotImplementedError
+
+
+def _is_torchs(group: dict[str, Any]) -> bool:
+    """True if only torch has what a group asks for."""
+    return bool(group.get("amsgrad") or group.get("capturable") or group.get("differentiable"))
 
 
 def _named(error: SpillwayError, table: Table) -> SpillwayError:

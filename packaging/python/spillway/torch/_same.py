@@ -21,11 +21,12 @@ _PROPERTIES = [attrgetter(name) for name in ("dtype", "device", "layout", "shape
 
 def properties_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], bool]:
     """Returns a function that compares other tensors with these, which must be contiguous."""
-    if TensorGuards is not None and _guards_work():
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
-        # The functions keep none of the tensors alive.
+    if tensors and TensorGuards is not None and _guards_work():
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        # The functions keep none of the tensors alive. Guards refuse a list with the same tensor twice.
         count = len(tensors)
-        return lambda others: len(others) == count and (guards is None or guards.check(*others))
+        if guards.check(*tensors):
+            return lambda others: len(others) == count and guards.check(*others)
     return _slow_properties_of(tensors)
 
 
@@ -39,11 +40,12 @@ def _guards_work() -> bool:
     """True if this version of torch tells these tensors apart. Its guards are not part of its documented interface."""
     global _verdict
     if _verdict is None:
-        some = torch.zeros(2, 3)
-        others = [torch.zeros(3, 2), torch.zeros(3, 2).t(), some.double(), some.to("meta"), some.to_sparse(), torch.nn.Parameter(some), None]
+        some = torch.zeros(2, 3, device="cpu")
+        other = torch.zeros(3, 2, device="cpu")
+        others = [other, other.t(), some.double(), some.to("meta"), some.to_sparse(), torch.nn.Parameter(some), None]
         try:
             check = TensorGuards(some, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            _verdict = check(torch.ones(2, 3)) and not any(check(other) for other in others)
+            _verdict = check(torch.ones_like(some)) and not any(check(other) for other in others)
         except Exception:  # another signature in another version
             _verdict = False
     return _verdict

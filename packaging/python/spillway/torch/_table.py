@@ -40,7 +40,7 @@ class Table:
         self._state_ids = list(map(id, optimizer.state.values()))
         self._slices = self._cut(rows, list(keys))
         self.entries = (_abi.Tensor * len(rows))()
-        self._words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS)
+        self._words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
         self._fill(rows, list(keys.values()))
         self._gather_steps()
         self._make_options(make_options)
@@ -70,7 +70,7 @@ class Table:
         inner = [state for part in self._slices for state in part.inner]
         self._counting = bool(inner) and all("step" in state for state in inner)
         if not self._counting:
-            self.steps = torch.zeros(len(inner))
+            self.steps = torch.zeros(len(inner), device="cpu")
             return
         self.steps = torch.stack([state["step"].detach().cpu() for state in inner])
         for state, step in zip(inner, self.steps.unbind()):

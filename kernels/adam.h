@@ -65,6 +65,10 @@ struct adam_undo_spans {
     CASE(F32, F32, BF16, ABSENT)                                                                                       \
     CASE(F32, F32, BF16, F16)                                                                                          \
     CASE(F32, F32, BF16, BF16)                                                                                         \
+    CASE(F32, BF16, F32, ABSENT)                                                                                       \
+    CASE(F32, BF16, F32, BF16)                                                                                         \
+    CASE(F32, BF16, BF16, ABSENT)                                                                                      \
+    CASE(F32, BF16, BF16, BF16)                                                                                        \
     CASE(F16, F32, F16, ABSENT)                                                                                        \
     CASE(F16, F16, F16, ABSENT)                                                                                        \
     CASE(BF16, F32, BF16, ABSENT)                                                                                      \

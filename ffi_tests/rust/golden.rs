@@ -115,6 +115,7 @@ fn step(
                 weight_decay,
                 grad_scale,
                 bias_correction,
+                stochastic_seed: None,
             };
             adam::step(&mut [Job { optimizer: options.rule()?, tensor }], true)
         }

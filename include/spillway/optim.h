@@ -60,6 +60,7 @@ uint64_t spw_dtype_size(uint32_t dtype);
 // | param | exp_avg, exp_avg_sq | grad | param_copy |
 // |---|---|---|---|
 // | f32 | f32 | f32, f16, bf16 | none, f16, bf16 |
+// | f32 | bf16 | f32, bf16 | none, bf16 |
 // | f16 | f32, f16 | f16 | none |
 // | bf16 | f32, bf16 | bf16 | none |
 typedef struct spw_tensor {
@@ -122,6 +123,14 @@ typedef enum spw_weight_decay {
     SPW_WEIGHT_DECAY_L2 = 1,
 } spw_weight_decay;
 
+// How moments of 16 bits are rounded. Passed as `uint32_t`.
+typedef enum spw_rounding {
+    // To the nearest value, ties to even.
+    SPW_ROUNDING_NEAREST = 0,
+    // Up or down at random, so that the expected value is the exact one. For f32 parameters with bf16 states.
+    SPW_ROUNDING_STOCHASTIC = 1,
+} spw_rounding;
+
 // Hyper-parameters of one Adam step. Begin with SPW_ADAM_OPTIONS_INIT, which has the defaults of `torch.optim.AdamW`
 // without weight decay: lr 1e-3, beta 0.9 and 0.999, eps 1e-8, step 1, grad_scale 1, decoupled decay.
 typedef struct spw_adam_options {
@@ -147,10 +156,17 @@ typedef struct spw_adam_options {
     uint32_t no_bias_correction;
     // 0
     uint32_t reserved;
+    // An `spw_rounding`. Only `spw_adam_step`, undo and speculation round stochastically; other calls refuse it.
+    uint32_t rounding;
+    // 0
+    uint32_t reserved2;
+    // Seed of stochastic rounding. The random bits depend only on the seed, the step and the element's number in its
+    // tensor. Give each tensor of a model a seed of its own.
+    uint64_t rounding_seed;
 } spw_adam_options;
 
 #define SPW_ADAM_OPTIONS_INIT \
-    { sizeof(spw_adam_options), 0, 1, 0.001, 0.9, 0.999, 1e-8, 0.0, 1.0, 0, 0 }
+    { sizeof(spw_adam_options), 0, 1, 0.001, 0.9, 0.999, 1e-8, 0.0, 1.0, 0, 0, 0, 0, 0 }
 
 // Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
 // "GraceAdam"):

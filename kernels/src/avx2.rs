@@ -227,6 +227,11 @@ unsafe impl Vector for F32x8 {
         unsafe { _mm256_sub_epi32(a, b) }
     }
     #[inline(always)]
+    unsafe fn bits_mul(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_mullo_epi32(a, b) }
+    }
+    #[inline(always)]
     unsafe fn bits_splat(value: u32) -> __m256i {
         // SAFETY: as stated at the impl.
         unsafe { _mm256_set1_epi32(value as i32) }
@@ -235,6 +240,11 @@ unsafe impl Vector for F32x8 {
     unsafe fn bits_or(a: __m256i, b: __m256i) -> __m256i {
         // SAFETY: as stated at the impl.
         unsafe { _mm256_or_si256(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn bits_xor(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm256_xor_si256(a, b) }
     }
     #[inline(always)]
     unsafe fn bits_and(a: __m256i, b: __m256i) -> __m256i {

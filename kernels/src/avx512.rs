@@ -231,6 +231,11 @@ unsafe impl Vector for F32x16 {
         unsafe { _mm512_sub_epi32(a, b) }
     }
     #[inline(always)]
+    unsafe fn bits_mul(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_mullo_epi32(a, b) }
+    }
+    #[inline(always)]
     unsafe fn bits_splat(value: u32) -> __m512i {
         // SAFETY: as stated at the impl.
         unsafe { _mm512_set1_epi32(value as i32) }
@@ -239,6 +244,11 @@ unsafe impl Vector for F32x16 {
     unsafe fn bits_or(a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: as stated at the impl.
         unsafe { _mm512_or_si512(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn bits_xor(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as stated at the impl.
+        unsafe { _mm512_xor_si512(a, b) }
     }
     #[inline(always)]
     unsafe fn bits_and(a: __m512i, b: __m512i) -> __m512i {

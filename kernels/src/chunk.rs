@@ -3,9 +3,11 @@
 
 use super::chunk_loop::CHUNK;
 use super::dispatch::Kernel;
+use super::element::has_bf16_moments;
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
+use super::stochastic::Stochastic;
 use super::stream::StreamRule;
-use super::tensor::Tensor;
+use super::tensor::{Tensor, not_stochastic};
 use crate::error::Result;
 
 /// An optimizer with compiled kernels: the coefficients of one step, and the operations step and undo.
@@ -13,6 +15,11 @@ pub trait Optimizer: Arithmetic {
     /// Steps one chunk (at most [`CHUNK`] elements). Returns the sum of squares of the scaled gradient if `squares` is
     /// true. Records the step if the tensor has a log. Fails if a state is missing or no kernel exists for the types.
     fn step(self, kernel: Kernel, tensor: Tensor<'_>, squares: bool) -> Result<f64>;
+
+    /// Fails if the rule has no kernel for the types of `tensor`, which other rules may have.
+    fn check_types(&self, _tensor: &Tensor<'_>) -> Result<()> {
+        Ok(())
+    }
 
     /// Rolls back the step of one chunk: bit-exactly if the tensor has the log of that step, else approximately by the
     /// inverse formula. With `redo_scale`, repeats the step in the same pass with `redo_scale` as the gradient scale.
@@ -37,10 +44,33 @@ macro_rules! rule {
     };
 }
 
-rule!(AdamRule);
 rule!(AdagradRule);
 rule!(LionRule);
 rule!(StreamRule, #[inline]);
+
+impl Optimizer for AdamRule {
+    fn check_types(&self, tensor: &Tensor<'_>) -> Result<()> {
+        if self.stochastic.is_none() {
+            return Ok(());
+        }
+        let dtypes = tensor.dtypes()?;
+        if has_bf16_moments(dtypes) { Ok(()) } else { Err(not_stochastic(dtypes)) }
+    }
+
+    fn step(self, kernel: Kernel, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
+        let Some(key) = self.stochastic else { return step(kernel, self, tensor, squares) };
+        check::<AdamRule>(&tensor)?;
+        let rule = Stochastic::new(self, key, tensor.first());
+        super::step::step_stochastic(kernel, rule, &mut tensor, squares)
+    }
+
+    fn undo(self, kernel: Kernel, mut tensor: Tensor<'_>, redo_scale: Option<f32>) -> Result<()> {
+        let Some(key) = self.stochastic else { return undo(kernel, self, tensor, redo_scale) };
+        check::<AdamRule>(&tensor)?;
+        let rule = Stochastic::new(self, key, tensor.first());
+        super::undo::undo_stochastic(kernel, rule, &mut tensor, redo_scale)
+    }
+}
 
 fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     check::<R>(&tensor)?;

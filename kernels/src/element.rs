@@ -251,16 +251,36 @@ pub fn with_types<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
         (H, H, H, None) => work.with::<F16, F16, F16, Absent>(),
         (B, S, B, None) => work.with::<Bf16, F32, Bf16, Absent>(),
         (B, B, B, None) => work.with::<Bf16, Bf16, Bf16, Absent>(),
+        _ => return with_bf16_moments(dtypes, work),
+    })
+}
+
+/// As [`with_types`], for an f32 parameter with bf16 states.
+pub fn with_bf16_moments<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
+    use Dtype::{Bf16 as B, F32 as S};
+    let Dtypes { param, state, grad, copy } = dtypes;
+    Some(match (param, state, grad, copy) {
+        (S, B, S, None) => work.with::<F32, Bf16, F32, Absent>(),
+        (S, B, S, Some(B)) => work.with::<F32, Bf16, F32, Bf16>(),
+        (S, B, B, None) => work.with::<F32, Bf16, Bf16, Absent>(),
+        (S, B, B, Some(B)) => work.with::<F32, Bf16, Bf16, Bf16>(),
         _ => return None,
     })
 }
 
 /// True if the combination has a kernel.
 pub fn supported(dtypes: Dtypes) -> bool {
-    struct Exists;
-    impl WithTypes for Exists {
-        type Output = ();
-        fn with<P: Element, S: Element, G: Element, C: Element>(self) {}
-    }
     with_types(dtypes, Exists).is_some()
+}
+
+/// True if the combination is one of an f32 parameter with bf16 states.
+pub fn has_bf16_moments(dtypes: Dtypes) -> bool {
+    with_bf16_moments(dtypes, Exists).is_some()
+}
+
+struct Exists;
+
+impl WithTypes for Exists {
+    type Output = ();
+    fn with<P: Element, S: Element, G: Element, C: Element>(self) {}
 }

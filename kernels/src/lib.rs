@@ -3,6 +3,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `rules` | the arithmetic of Adam, Adagrad and Lion, written once over a vector |
+//! | `stochastic` | Adam with stochastic rounding of bf16 moments |
 //! | `stream` | a rule with almost no arithmetic, for measurements of memory bandwidth |
 //! | `chunk` | the entry points: dispatch of a chunk's step or undo to an SVE body or the generic body |
 //! | `step`, `record`, `undo` | the generic bodies: a step, a recorded step, and the exact undo of a recorded step |
@@ -32,6 +33,7 @@ mod rules;
 mod spans;
 pub mod squares;
 mod step;
+mod stochastic;
 mod stream;
 mod tensor;
 mod undo;
@@ -57,6 +59,7 @@ pub use log::{log_bytes, log_used_of};
 pub use publish::publish;
 pub use rules::{AdagradRule, AdamRule, Arithmetic, LionRule, WeightDecay};
 pub use step::grad_squares;
+pub use stochastic::stochastic_key;
 pub use stream::StreamRule;
 pub use tensor::{States, Tensor};
 

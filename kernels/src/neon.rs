@@ -280,6 +280,11 @@ unsafe impl Vector for F32x16 {
         from_fn(|i| unsafe { vsubq_u32(a[i], b[i]) })
     }
     #[inline(always)]
+    unsafe fn bits_mul(a: Self::Bits, b: Self::Bits) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe { from_fn(|i| vmulq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
     unsafe fn bits_splat(value: u32) -> Self::Bits {
         // SAFETY: as stated at the impl.
         unsafe { [vdupq_n_u32(value); 4] }
@@ -288,6 +293,11 @@ unsafe impl Vector for F32x16 {
     unsafe fn bits_or(a: Self::Bits, b: Self::Bits) -> Self::Bits {
         // SAFETY: as stated at the impl.
         unsafe { from_fn(|i| vorrq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    unsafe fn bits_xor(a: Self::Bits, b: Self::Bits) -> Self::Bits {
+        // SAFETY: as stated at the impl.
+        unsafe { from_fn(|i| veorq_u32(a[i], b[i])) }
     }
     #[inline(always)]
     unsafe fn bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits {

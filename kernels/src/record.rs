@@ -65,7 +65,8 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Recor
             self.spans.prefetch::<V>(at);
             let old = load_bits::<P, S, V, A>(access, at, &self.spans.before());
             let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
-            let new = encode::<P, S, V>(self.rule.forward(decode::<P, S, V>(old), grad));
+            let new = self.rule.round::<V>(at, self.rule.forward(decode::<P, S, V>(old), grad));
+            let new = encode::<P, S, V>(new);
             let stored = decode::<P, S, V>(new);
             store_bits::<P, S, V, A>(access, at, new, &self.spans.after());
             store_maybe_nt::<C, V, A>(

@@ -80,6 +80,16 @@ pub trait Arithmetic: Copy + Send + Sync {
     /// Same contract as [`Vector`].
     unsafe fn inverse<V: Vector, S: Corrector<V>>(&self, new: ElementState<V>, grad: V, corrector: &mut S);
 
+    /// Returns the new values as they are to be stored. `at` is the first element of the group, counted from the start of
+    /// the chunk.
+    ///
+    /// # Safety
+    /// Same contract as [`Vector`].
+    #[inline(always)]
+    unsafe fn round<V: Vector>(&self, _at: usize, new: ElementState<V>) -> ElementState<V> {
+        new
+    }
+
     /// Returns the coefficients if the rule is Adam, which has SVE bodies in C.
     #[cfg(target_arch = "aarch64")]
     fn as_adam(&self) -> Option<&AdamRule> {
@@ -121,6 +131,8 @@ pub struct AdamRule {
     pub step_size: f32,
     /// weight_decay for L2, -lr * weight_decay for decoupled
     pub decay_factor: f32,
+    /// Stochastic rounding of bf16 moments with the random bits of this key; `None` rounds to nearest even.
+    pub stochastic: Option<u64>,
 }
 
 impl Arithmetic for AdamRule {

@@ -147,12 +147,20 @@ unsafe impl Vector for f32 {
         a.wrapping_sub(b)
     }
     #[inline(always)]
+    unsafe fn bits_mul(a: u32, b: u32) -> u32 {
+        a.wrapping_mul(b)
+    }
+    #[inline(always)]
     unsafe fn bits_splat(value: u32) -> u32 {
         value
     }
     #[inline(always)]
     unsafe fn bits_or(a: u32, b: u32) -> u32 {
         a | b
+    }
+    #[inline(always)]
+    unsafe fn bits_xor(a: u32, b: u32) -> u32 {
+        a ^ b
     }
     #[inline(always)]
     unsafe fn bits_and(a: u32, b: u32) -> u32 {

@@ -4,12 +4,13 @@ use std::marker::PhantomData;
 
 use super::chunk_loop::{Access, CHUNK, ChunkLoop, Op};
 use super::dispatch::Kernel;
-use super::element::{Bf16, Element, F16, F32, WithTypes, with_types};
+use super::element::{Bf16, Element, F16, F32, WithTypes, with_bf16_moments, with_types};
 use super::float_mode::IeeeMode;
 use super::record::{Recorded, StagingBuffer};
 use super::rules::{Arithmetic, ElementState};
 use super::spans::{Spans, store_maybe_nt};
-use super::tensor::{Tensor, no_kernel};
+use super::stochastic::Stochastic;
+use super::tensor::{Tensor, no_kernel, not_stochastic};
 use super::vector::Vector;
 use crate::dtype::Floats;
 use crate::error::Result;
@@ -18,6 +19,18 @@ use crate::error::Result;
 pub fn step<R: Arithmetic>(kernel: Kernel, rule: R, tensor: &mut Tensor<'_>, squares: bool) -> Result<f64> {
     let dtypes = tensor.dtypes()?;
     with_types(dtypes, Step { kernel, rule, tensor, squares }).ok_or_else(|| no_kernel(dtypes))
+}
+
+/// As [`step`], for bf16 moments that are rounded stochastically.
+pub fn step_stochastic(
+    kernel: Kernel,
+    rule: Stochastic,
+    tensor: &mut Tensor<'_>,
+    squares: bool,
+) -> Result<f64> {
+    let dtypes = tensor.dtypes()?;
+    let work = Step { kernel, rule, tensor, squares };
+    with_bf16_moments(dtypes, work).ok_or_else(|| not_stochastic(dtypes))
 }
 
 /// Sum of squares of `grad * scale` for one chunk. Panics if `grad` has more than [`CHUNK`] elements.
@@ -111,7 +124,7 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element, const IN_PLA
                 exp_avg_sq: if R::EXP_AVG_SQ { access.load::<S, V>(from.exp_avg_sq.add(at)) } else { zero },
             };
             let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
-            let new = self.rule.forward(old, grad);
+            let new = self.rule.round::<V>(at, self.rule.forward(old, grad));
             let streamed = !IN_PLACE && self.spans.streamed();
             store_maybe_nt::<P, V, A>(access, streamed, new.param, to.param.add(at));
             if R::EXP_AVG {

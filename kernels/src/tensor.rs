@@ -54,6 +54,8 @@ pub struct Tensor<'a> {
     pub(super) shadow: Option<States<'a>>,
     log: Option<&'a mut [u8]>,
     pub(super) streams: Streams,
+    /// Number of the first element, counted from the start of the tensor that this one was split off.
+    first: u64,
 }
 
 /// Which outputs are written with non-temporal stores.
@@ -84,8 +86,15 @@ impl<'a> Tensor<'a> {
         check("exp_avg", states.exp_avg.as_ref().map(FloatsMut::len))?;
         check("exp_avg_sq", states.exp_avg_sq.as_ref().map(FloatsMut::len))?;
         check("param_copy", param_copy.as_ref().map(FloatsMut::len))?;
-        let tensor =
-            Tensor { states, grad, param_copy, shadow: None, log: None, streams: Streams::default() };
+        let tensor = Tensor {
+            states,
+            grad,
+            param_copy,
+            shadow: None,
+            log: None,
+            streams: Streams::default(),
+            first: 0,
+        };
         let dtypes = tensor.dtypes()?;
         if !supported(dtypes) {
             return Err(no_kernel(dtypes));
@@ -135,6 +144,11 @@ impl<'a> Tensor<'a> {
         self.log.is_some()
     }
 
+    /// Number of the first element in the tensor that this one was split off.
+    pub(super) fn first(&self) -> u64 {
+        self.first
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         self.states.param.len()
@@ -176,7 +190,7 @@ impl<'a> Tensor<'a> {
         let (shadow, shadow_rest) = self.shadow.map(|shadow| shadow.split_at(mid)).unzip();
         let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
-            Tensor { states, grad, param_copy, shadow, log, streams: self.streams },
+            Tensor { states, grad, param_copy, shadow, log, streams: self.streams, first: self.first },
             Tensor {
                 states: states_rest,
                 grad: grad_rest,
@@ -184,6 +198,7 @@ impl<'a> Tensor<'a> {
                 shadow: shadow_rest,
                 log: log_rest,
                 streams: self.streams,
+                first: self.first + mid as u64,
             },
         )
     }
@@ -197,6 +212,7 @@ impl<'a> Tensor<'a> {
             shadow: self.shadow.as_mut().map(States::reborrow),
             log: self.log.as_deref_mut(),
             streams: self.streams,
+            first: self.first,
         }
     }
 
@@ -257,6 +273,19 @@ impl<'a> Tensor<'a> {
 #[cold]
 fn wrong_length(name: &'static str, length: usize, n: usize) -> Error {
     Error::invalid(name, format!("has {length} elements, but param has {n}"))
+}
+
+/// The error for a step with stochastic rounding of other types than
+/// [`with_bf16_moments`](super::element::with_bf16_moments) supports.
+pub fn not_stochastic(dtypes: Dtypes) -> Error {
+    Error::Unsupported(format!(
+        "stochastic rounding needs an f32 param with bf16 states, a grad of f32 or bf16, and a param_copy of bf16 or none; \
+         these are param {}, state {}, grad {}, param_copy {}",
+        dtypes.param.name(),
+        dtypes.state.name(),
+        dtypes.grad.name(),
+        dtypes.copy.map_or("none", Dtype::name)
+    ))
 }
 
 /// The error for a type combination that [`with_types`](super::element::with_types) does not support.

@@ -7,13 +7,14 @@ use std::marker::PhantomData;
 
 use super::chunk_loop::{Access, ChunkLoop, Op};
 use super::dispatch::Kernel;
-use super::element::{Element, WithTypes, with_types};
+use super::element::{Element, WithTypes, with_bf16_moments, with_types};
 use super::float_mode::IeeeMode;
 use super::log::HEADER;
 use super::pack::{self, Residuals};
 use super::rules::{Arithmetic, Corrector, ElementState};
 use super::spans::{Spans, decode, encode, load_bits, store_bits, store_maybe_nt};
-use super::tensor::{Tensor, no_kernel};
+use super::stochastic::Stochastic;
+use super::tensor::{Tensor, no_kernel, not_stochastic};
 use super::vector::Vector;
 use crate::error::Result;
 
@@ -26,6 +27,18 @@ pub fn undo<R: Arithmetic>(
 ) -> Result<()> {
     let dtypes = tensor.dtypes()?;
     with_types(dtypes, UndoStep { kernel, rule, tensor, redo_scale }).ok_or_else(|| no_kernel(dtypes))
+}
+
+/// As [`undo`], for bf16 moments that are rounded stochastically.
+pub fn undo_stochastic(
+    kernel: Kernel,
+    rule: Stochastic,
+    tensor: &mut Tensor<'_>,
+    redo_scale: Option<f32>,
+) -> Result<()> {
+    let dtypes = tensor.dtypes()?;
+    let work = UndoStep { kernel, rule, tensor, redo_scale };
+    with_bf16_moments(dtypes, work).ok_or_else(|| not_stochastic(dtypes))
 }
 
 struct UndoStep<'t, 'a, R> {
@@ -144,7 +157,8 @@ impl<R: Arithmetic, P: Element, S: Element, G: Element, C: Element> Op for Undo<
             let mut values = reader.old;
             if let Some(redo_scale) = &self.redo_scale {
                 let grad = raw_grad.mul(V::splat(redo_scale.grad_scale()));
-                values = encode::<P, S, V>(redo_scale.forward(decode::<P, S, V>(values), grad));
+                let new = redo_scale.forward(decode::<P, S, V>(values), grad);
+                values = encode::<P, S, V>(redo_scale.round::<V>(at, new));
             }
             store_bits::<P, S, V, A>(access, at, values, &self.spans.before());
             store_maybe_nt::<C, V, A>(

@@ -92,10 +92,14 @@ pub unsafe trait Vector: Copy {
     unsafe fn bits_add(a: Self::Bits, b: Self::Bits) -> Self::Bits;
     /// `a - b`, wrapping.
     unsafe fn bits_sub(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// The lower 32 bits of `a * b`.
+    unsafe fn bits_mul(a: Self::Bits, b: Self::Bits) -> Self::Bits;
     /// The same pattern in every lane.
     unsafe fn bits_splat(value: u32) -> Self::Bits;
     /// `a | b`.
     unsafe fn bits_or(a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// `a ^ b`.
+    unsafe fn bits_xor(a: Self::Bits, b: Self::Bits) -> Self::Bits;
     /// `a & b`.
     unsafe fn bits_and(a: Self::Bits, b: Self::Bits) -> Self::Bits;
     /// Shifts each lane left by 0 to 32 bits; a shift by 32 gives zero.

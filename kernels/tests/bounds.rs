@@ -164,6 +164,7 @@ fn no_kernel_touches_memory_outside_its_spans() {
         eps: 1e-8,
         step_size: -0.1,
         decay_factor: -0.01,
+        stochastic: None,
     });
     check(AdagradRule { grad_scale: 1.0, step_size: -0.1, eps: 1e-8, weight_decay: 0.1 });
     check(LionRule {

@@ -8,6 +8,7 @@ mod reference;
 mod sample;
 mod select;
 mod squares;
+mod stochastic;
 mod stream;
 #[cfg(target_arch = "aarch64")]
 mod sve;

@@ -107,7 +107,7 @@ fn check<O: Optimizer>(name: &str, rule: O, reference: Reference) -> usize {
 
 /// A logged step has the bits of a plain step. Its undo restores the bits of the start, and its redo gives the bits of
 /// a plain step with the other factor. A step into a shadow leaves the start unchanged.
-fn check_undo<O: Optimizer>(
+pub fn check_undo<O: Optimizer>(
     kernel: Kernel,
     rule: O,
     start: &[Span; 4],

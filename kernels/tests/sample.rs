@@ -48,6 +48,7 @@ pub fn adam_rule(decay: WeightDecay) -> AdamRule {
         eps: i.eps,
         step_size: -i.lr / i.correction1,
         decay_factor: if decay == WeightDecay::Decoupled { -i.lr * i.decay } else { i.decay },
+        stochastic: None,
     }
 }
 

@@ -114,6 +114,7 @@ fn streamed_logs_and_shadows_have_the_bytes_of_stored_ones() {
         eps: 1e-8,
         step_size: -0.1,
         decay_factor: -0.01,
+        stochastic: None,
     };
     for (kernel, dtypes) in
         kernels().into_iter().flat_map(|kernel| all_dtypes().map(move |types| (kernel, types)))

@@ -14,6 +14,7 @@ const RULE: AdamRule = AdamRule {
     eps: 1e-8,
     step_size: -1e-2,
     decay_factor: -1e-4,
+    stochastic: None,
 };
 
 /// Differences of every width, in full groups and in a partial one.

@@ -104,6 +104,7 @@ fn adam(decay: WeightDecay, step: i32, bias_correction: bool) -> AdamRule {
         eps: 1e-8,
         step_size: (-1e-3 / c1) as f32,
         decay_factor: if decay == WeightDecay::L2 { 0.01 } else { -1e-5 },
+        stochastic: None,
     }
 }
 

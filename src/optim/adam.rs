@@ -8,7 +8,7 @@ use std::cell::Cell;
 use super::parallel::{self, Job};
 use super::{StepStats, check};
 use crate::error::Result;
-use crate::kernel::{AdamRule, WeightDecay};
+use crate::kernel::{self, AdamRule, WeightDecay};
 use crate::stats;
 
 /// Hyper-parameters of one step. The defaults are those of `torch.optim.Adam` at step 1, but with decoupled decay.
@@ -32,6 +32,8 @@ pub struct AdamOptions {
     pub grad_scale: f64,
     /// Divide the moments by 1 - beta^t.
     pub bias_correction: bool,
+    /// Seed of the stochastic rounding of bf16 moments; `None` rounds to nearest even.
+    pub stochastic_seed: Option<u64>,
 }
 
 impl Default for AdamOptions {
@@ -46,6 +48,7 @@ impl Default for AdamOptions {
             weight_decay: 0.0,
             grad_scale: 1.0,
             bias_correction: true,
+            stochastic_seed: None,
         }
     }
 }
@@ -81,6 +84,7 @@ impl AdamOptions {
             eps: self.eps as f32,
             step_size: (-self.lr / correction1) as f32,
             decay_factor: decay_factor as f32,
+            stochastic: self.stochastic_seed.map(|seed| kernel::stochastic_key(seed, self.step)),
         })
     }
 }

@@ -120,6 +120,7 @@ impl AdamState {
             eps: call.eps,
             step_size: -call.lr / correction1,
             decay_factor,
+            stochastic: None,
         }
     }
 }

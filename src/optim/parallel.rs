@@ -59,6 +59,7 @@ pub fn run_parallel<O: Optimizer, W: Work<O>>(jobs: &mut [Job<'_, O>], work: &W)
     let mut whole_chunks = W::WHOLE_CHUNKS;
     for job in jobs.iter_mut() {
         job.tensor.require_states(O::EXP_AVG, O::EXP_AVG_SQ)?;
+        job.optimizer.check_types(&job.tensor)?;
         job.tensor.set_total_elements(elements);
         // A log is written and read in whole chunks.
         whole_chunks |= job.tensor.has_log();

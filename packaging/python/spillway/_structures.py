@@ -56,7 +56,8 @@ class AdamOptions(_Given):
     _fields_ = [("struct_size", c_uint32), ("weight_decay_mode", c_uint32), ("step", c_uint64),
                 ("lr", c_double), ("beta1", c_double), ("beta2", c_double), ("eps", c_double),
                 ("weight_decay", c_double), ("grad_scale", c_double),
-                ("no_bias_correction", c_uint32), ("reserved", c_uint32)]
+                ("no_bias_correction", c_uint32), ("reserved", c_uint32),
+                ("rounding", c_uint32), ("reserved2", c_uint32), ("rounding_seed", c_uint64)]
 
 
 class AdagradOptions(_Given):

@@ -6,7 +6,7 @@ use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::optim::table;
 use crate::capi::optim::tensor::{self, spw_step_stats, spw_tensor};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::AdamRule;
 use crate::optim::adam::{self, AdamOptions};
 use crate::optim::parallel::Job;
@@ -19,6 +19,16 @@ pub enum spw_weight_decay {
     SPW_WEIGHT_DECAY_DECOUPLED = 0,
     /// Added to the gradient (Adam with L2).
     SPW_WEIGHT_DECAY_L2 = 1,
+}
+
+/// How moments of 16 bits are rounded. Passed as `uint32_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub enum spw_rounding {
+    /// To the nearest value, ties to even.
+    SPW_ROUNDING_NEAREST = 0,
+    /// Up or down at random, so that the expected value is the exact one. For f32 parameters with bf16 states.
+    SPW_ROUNDING_STOCHASTIC = 1,
 }
 
 /// Hyper-parameters of one Adam step. Begin with SPW_ADAM_OPTIONS_INIT, which has the defaults of `torch.optim.AdamW`
@@ -48,10 +58,17 @@ pub struct spw_adam_options {
     pub no_bias_correction: u32,
     /// 0
     pub reserved: u32,
+    /// An `spw_rounding`. Only `spw_adam_step`, undo and speculation round stochastically; other calls refuse it.
+    pub rounding: u32,
+    /// 0
+    pub reserved2: u32,
+    /// Seed of stochastic rounding. The random bits depend only on the seed, the step and the element's number in its
+    /// tensor. Give each tensor of a model a seed of its own.
+    pub rounding_seed: u64,
 }
 
 abi_struct!(spw_adam_options, 72: struct_size, weight_decay_mode, step, lr, beta1, beta2, eps, weight_decay,
-    grad_scale, no_bias_correction, reserved);
+    grad_scale, no_bias_correction, reserved, rounding, reserved2, rounding_seed);
 
 /// Does one Adam or AdamW step of `count` tensors, in one pass over their memory (SuperOffload section 4.6,
 /// "GraceAdam"):
@@ -114,10 +131,21 @@ unsafe fn own_rule(options: *const std::ffi::c_void) -> Result<AdamRule> {
     rule(&unsafe { parse(options.cast()) }?)
 }
 
-/// Rejects invalid options, both those of the call and those of each tensor.
+/// Returns the rule for a call without stochastic rounding; fails if the options ask for it.
+pub(in crate::capi) fn nearest_rule(options: &AdamOptions) -> Result<AdamRule> {
+    match rule(options)? {
+        rule if rule.stochastic.is_none() => Ok(rule),
+        _ => Err(Error::Unsupported(
+            "options.rounding: this call does not round stochastically; pass SPW_ROUNDING_NEAREST"
+                .to_string(),
+        )),
+    }
+}
+
+/// Rejects invalid options, both those of the call and those of each tensor. Rejects stochastic rounding.
 pub(in crate::capi) unsafe fn check(options: *const spw_adam_options, tensors: &[spw_tensor]) -> Result<()> {
     // SAFETY: the caller meets the callee's requirements.
-    let parsed = |options: *const spw_adam_options| rule(&unsafe { parse(options) }?);
+    let parsed = |options: *const spw_adam_options| nearest_rule(&unsafe { parse(options) }?);
     parsed(options)?;
     for (index, tensor) in tensors.iter().enumerate().filter(|(_, tensor)| !tensor.options.is_null()) {
         parsed(tensor.options.cast()).map_err(|error| error.within(&format!("tensors[{index}].")))?;
@@ -125,14 +153,14 @@ pub(in crate::capi) unsafe fn check(options: *const spw_adam_options, tensors: &
     Ok(())
 }
 
-/// Reads an array of options as coefficients.
+/// Reads an array of options as coefficients. Rejects stochastic rounding.
 ///
 /// # Safety
 /// `options` points to `count` structs, `struct_size` bytes apart.
 pub(in crate::capi) unsafe fn rules(options: *const spw_adam_options, count: u64) -> Result<Vec<AdamRule>> {
     // SAFETY: the caller meets the callee's requirements.
     let all = unsafe { abi_struct::read_all(options, count, "options") }?;
-    all.iter().map(|raw| rule(&parse_raw(raw)?)).collect()
+    all.iter().map(|raw| nearest_rule(&parse_raw(raw)?)).collect()
 }
 
 /// # Safety
@@ -144,6 +172,7 @@ pub(in crate::capi) unsafe fn parse(options: *const spw_adam_options) -> Result<
 
 fn parse_raw(raw: &spw_adam_options) -> Result<AdamOptions> {
     abi_struct::zero("options.reserved", raw.reserved)?;
+    abi_struct::zero("options.reserved2", raw.reserved2)?;
     Ok(AdamOptions {
         decoupled: !abi_struct::flag("options.weight_decay_mode", raw.weight_decay_mode)?,
         step: raw.step,
@@ -154,5 +183,6 @@ fn parse_raw(raw: &spw_adam_options) -> Result<AdamOptions> {
         weight_decay: raw.weight_decay,
         grad_scale: raw.grad_scale,
         bias_correction: !abi_struct::flag("options.no_bias_correction", raw.no_bias_correction)?,
+        stochastic_seed: abi_struct::flag("options.rounding", raw.rounding)?.then_some(raw.rounding_seed),
     })
 }

@@ -70,6 +70,7 @@ unsafe fn make_jobs<'a, R: Optimizer>(
             // SAFETY: the spans do not overlap, and the caller lends them for 'a.
             let mut tensor = unsafe { tensor_of(raw) }?;
             tensor.require_states(R::EXP_AVG, R::EXP_AVG_SQ)?;
+            optimizer.check_types(&tensor)?;
             Ok(Job { optimizer, tensor })
         });
         push(job.map_err(|error| at(index, error))?);

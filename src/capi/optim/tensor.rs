@@ -39,6 +39,7 @@ pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
 /// | param | exp_avg, exp_avg_sq | grad | param_copy |
 /// |---|---|---|---|
 /// | f32 | f32 | f32, f16, bf16 | none, f16, bf16 |
+/// | f32 | bf16 | f32, bf16 | none, bf16 |
 /// | f16 | f32, f16 | f16 | none |
 /// | bf16 | f32, bf16 | bf16 | none |
 #[repr(C)]

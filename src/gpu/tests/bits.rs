@@ -259,6 +259,7 @@ fn kernels_that_round_otherwise_are_found() {
         eps: 0.1,
         step_size: -0.8,
         decay_factor: 0.37,
+        stochastic: None,
         ..adam_rule(WeightDecay::None)
     };
     for (what, text) in mutants {

@@ -49,9 +49,11 @@ static void combinations(void) {
                 for (uint32_t copy = 0; copy < 4; copy++) {
                     struct problem one = make(5, param, state, grad, copy, 1);
                     const int wide = param == SPW_DTYPE_F32 && state == SPW_DTYPE_F32 && copy != SPW_DTYPE_F32;
+                    const int half = param == SPW_DTYPE_F32 && state == SPW_DTYPE_BF16 && grad != SPW_DTYPE_F16 &&
+                                     (copy == SPW_DTYPE_NONE || copy == SPW_DTYPE_BF16);
                     const int narrow = param != SPW_DTYPE_F32 && grad == param &&
                                        (state == SPW_DTYPE_F32 || state == param) && copy == SPW_DTYPE_NONE;
-                    if (wide || narrow) {
+                    if (wide || half || narrow) {
                         CHECK_OK(spw_adam_step(&options, &one.tensor, 1, NULL));
                         worked++;
                     } else {
@@ -62,7 +64,7 @@ static void combinations(void) {
             }
         }
     }
-    CHECK(worked == 13);
+    CHECK(worked == 17);
 }
 
 static void adam_fields(void) {
@@ -109,6 +111,16 @@ static void adam_fields(void) {
     options = adam_options();
     options.reserved = 1;
     INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options.reserved");
+    options = adam_options();
+    options.reserved2 = 1;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options.reserved2");
+    options = adam_options();
+    options.rounding = 2;
+    INVALID(spw_adam_step(&options, &problem.tensor, 1, &stats), "options.rounding");
+    // The states of the problem are f32.
+    options.rounding = SPW_ROUNDING_STOCHASTIC;
+    CHECK(spw_adam_step(&options, &problem.tensor, 1, &stats) == SPW_ERR_UNSUPPORTED);
+    CHECK(strstr(spw_last_error(), "tensors[0]: stochastic rounding needs") != NULL);
 }
 
 static void other_options(void) {

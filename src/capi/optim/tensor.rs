@@ -136,7 +136,10 @@ pub(in crate::capi) unsafe fn read_all(tensors: *const spw_tensor, count: u64) -
 
 /// Adds the tensor's index to an error.
 pub(in crate::capi) fn at(index: usize, error: Error) -> Error {
-    error.within(&format!("tensors[{index}]."))
+    match error {
+        Error::Unsupported(what) => Error::Unsupported(format!("tensors[{index}]: {what}")),
+        other => other.within(&format!("tensors[{index}].")),
+    }
 }
 
 /// Rejects param_copy without copy_dtype or the reverse, and a reserved field that is set.

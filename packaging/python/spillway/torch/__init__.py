@@ -21,7 +21,14 @@ Keywords beyond torch, for all classes:
 | `max_norm` | gradients are clipped to this global norm within the step; `grad_norm` is the norm before |
 | `process_group` | with `max_norm` and `skip_nonfinite`: squares and verdict are summed over this group |
 | `skip_nonfinite` | a step with Inf or NaN in a gradient is skipped; `skipped` is then True |
-| `undo` | `rollback()` restores all bits of the last step |"""
+| `undo` | `rollback()` restores all bits of the last step |
+| `moment_dtype` | `torch.bfloat16`: moments take 2 bytes per element each instead of 4 |
+| `moment_rounding` | `"stochastic"`: Adam's bf16 moments are rounded at random, without bias; default `"nearest"` |
+| `rounding_seed` | seed of these random bits, which depend on it, the parameter's number, the step and the element only |
+| `master` | `"f32"`: 16-bit parameters have an f32 master in their state; a step writes both |
+
+A checkpoint keeps bf16 moments and masters. A master takes the value of its parameter where the program wrote to the parameter, except by
+`param.data`, which leaves no trace."""
 
 from ._optimizers import Adagrad, Adam, AdamW, Lion
 

@@ -15,11 +15,20 @@ import torch
 from .. import _abi, _native
 from .._native_handle import record
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
+from ._precision import MASTER, Precision, master_of
 from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, local, name_of
 from ._table import Table
 from ._undo import LastStep
 
-_KEPT = ("max_norm", "process_group", "skip_nonfinite", "undo")
+#: The keywords beyond torch, with their defaults.
+_BEYOND: dict[str, Any] = {"max_norm": None, "process_group": None, "skip_nonfinite": False, "undo": False, "moment_dtype": None,
+                           "moment_rounding": "nearest", "rounding_seed": 0, "master": None}
+_KEPT = ("max_norm", "process_group", "skip_nonfinite", "undo", "_precision")
+
+
+def take_beyond(options: dict[str, Any]) -> dict[str, Any]:
+    """Removes the keywords beyond torch from `options`, and returns all of them."""
+    return {name: options.pop(name, default) for name, default in _BEYOND.items()}
 
 
 class SpillwayOptimizer(torch.optim.Optimizer):
@@ -48,11 +57,15 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     _flags: list[bool] = []
     param_groups: list[dict[str, Any]]
     _last: LastStep | None = None
+    _precision = Precision()
 
-    def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool) -> None:
+    def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, **precision: Any) -> None:
         if max_norm is not None and not max_norm > 0:
             raise InvalidArgumentError(f"{type(self).__name__}: max_norm is {max_norm!r}; pass a number above 0, or None")
         self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
+        self._precision = Precision.of(type(self).__name__, self.c_name == "adam", **precision)
+        for param, state in self.state.items():
+            self._precision.cast(param, state, state, list(self._keys))
         # torch's __init__ sets this for fused=True only; Spillway always applies the scale of a GradScaler itself.
         self._step_supports_amp_scaling = True
 
@@ -62,6 +75,17 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._table, self._last = None, None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer."""
+        seen: list[dict[str, Any]] = []
+        # The last hook sees the dict that the other hooks have made.
+        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.append(dict(loaded)))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        self._precision.load(self, seen[0], list(self._keys))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient.
@@ -144,14 +168,36 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                     self.state[param]
                     rest.append((number, index))
                 else:
-                    rows.append(Row(number, index, local(param), local(param.grad), self._states_of(group, param, name)))
-        if rest and self.undo:
+                    rows.append(self._row(number, index, name))
+        if rest and (self.undo or self._precision.beyond_torch):
             number, index = rest[0]
             raise UnsupportedError(f"{name_of(self.param_groups[number], number, index)} is stepped by torch, which cannot roll a step "
-                                   "back; pass undo=False, or contiguous CPU parameters and gradients of 16 or 32 bits")
+                                   "back and keeps no moments or masters of other dtypes; leave out undo, moment_dtype and master, or "
+                                   "pass contiguous CPU parameters and gradients of 16 or 32 bits")
         check_memory(rows, self.param_groups)
         self._rest = rest
-        return Table(self, rows, self._keys, lambda: _abi.sized(self._options_type))
+        return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic)
+
+    def _row(self, number: int, index: int, name: str) -> Row:
+        group = self.param_groups[number]
+        param = group["params"][index]
+        states, master = self._states_of(group, param, name), None
+        if self._precision.has_master(param):
+            master = master_of(param, self.state[param])
+            check_state(local(param), master, MASTER, name, (torch.float32,))
+        return Row(number, index, local(param), local(param.grad), states, master)
+
+    def _new_options(self, place: tuple[int, int]) -> Any:
+        options = _abi.sized(self._options_type)
+        if self._precision.stochastic:
+            number, index = place
+            before = sum(len(group["params"]) for group in self.param_groups[:number])
+            param = self.param_groups[number]["params"][index]
+            # Parts of one parameter in several processes must not get the same random bits.
+            rank = torch.distributed.get_rank() if isinstance(param, DTensor) else 0
+            options.rounding = 1
+            options.rounding_seed = (self._precision.seed + (rank << 32) + before + index) % 2**64
+        return options
 
     def _states_of(self, group: dict[str, Any], param: torch.Tensor, name: str) -> tuple[torch.Tensor, ...]:
         state = self.state[param]
@@ -162,9 +208,15 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         except KeyError as error:
             raise InvalidArgumentError(f"{name}: its state lacks {error}; load the state of this optimizer, or delete "
                                        "optimizer.state[parameter]") from None
+        precision = self._precision
+        dtypes = (precision.of_moments(param),) if precision.beyond_torch else (torch.float32, param.dtype)
         for key, tensor in zip(self._keys, states):
-            check_state(local(param), tensor, key, name)
+            check_state(local(param), tensor, key, name, dtypes)
         return states
+
+    def _zeros(self, param: torch.Tensor) -> torch.Tensor:
+        """A moment at the start."""
+        return torch.zeros_like(param, dtype=self._precision.of_moments(param), memory_format=torch.preserve_format)
 
     def _rest_changed(self) -> bool:
         """True if a parameter that torch stepped can be stepped by Spillway now."""
@@ -176,7 +228,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         return False
 
     def _run(self, table: Table, factor: float) -> None:
-        for (number, step), options in table.options.items():
+        for (number, step, _), options in table.options.items():
             self._set_options(options, self.param_groups[number], step + 1)
             options.grad_scale = -factor if self.param_groups[number].get("maximize") else factor
         count = len(table.places)

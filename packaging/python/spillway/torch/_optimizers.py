@@ -8,7 +8,7 @@ import torch
 
 from .. import _abi
 from ..errors import InvalidArgumentError
-from ._base import SpillwayOptimizer
+from ._base import SpillwayOptimizer, take_beyond
 
 
 class _AdamStates(SpillwayOptimizer):
@@ -18,7 +18,7 @@ class _AdamStates(SpillwayOptimizer):
     def _new_state(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> None:
         state["step"] = _step_zero()
         for key in self._keys:
-            state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state[key] = self._zeros(param)
 
     def _set_options(self, options: Any, group: dict[str, Any], step: int) -> None:
         decoupled = group.get("decoupled_weight_decay", self._torch_class is torch.optim.AdamW)
@@ -33,18 +33,17 @@ class Adam(_AdamStates, torch.optim.Adam):
     Args:
         params: Parameters, or groups of parameters.
         lr, betas, eps, weight_decay: As in torch.optim.Adam.
-        max_norm, process_group, skip_nonfinite, undo: See the module.
-        torch_options: Further arguments of torch.optim.Adam.
+        options: The keywords beyond torch (see the module), and further arguments of torch.optim.Adam.
 
     Example:
         optimizer = spillway.torch.Adam(model.parameters(), lr=1e-3, max_norm=1.0)"""
 
     _torch_class = torch.optim.Adam
 
-    def __init__(self, params: Any, *args: Any, max_norm: float | None = None, process_group: Any = None, skip_nonfinite: bool = False,
-                 undo: bool = False, **torch_options: Any):
-        torch.optim.Adam.__init__(self, params, *args, **torch_options)
-        self._keep(max_norm, process_group, skip_nonfinite, undo)
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        beyond = take_beyond(options)
+        torch.optim.Adam.__init__(self, params, *args, **options)
+        self._keep(**beyond)
 
 
 class AdamW(_AdamStates, torch.optim.AdamW):
@@ -53,18 +52,17 @@ class AdamW(_AdamStates, torch.optim.AdamW):
     Args:
         params: Parameters, or groups of parameters.
         lr, betas, eps, weight_decay: As in torch.optim.AdamW.
-        max_norm, process_group, skip_nonfinite, undo: See the module.
-        torch_options: Further arguments of torch.optim.AdamW.
+        options: The keywords beyond torch (see the module), and further arguments of torch.optim.AdamW.
 
     Example:
         optimizer = spillway.torch.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)"""
 
     _torch_class = torch.optim.AdamW
 
-    def __init__(self, params: Any, *args: Any, max_norm: float | None = None, process_group: Any = None, skip_nonfinite: bool = False,
-                 undo: bool = False, **torch_options: Any):
-        torch.optim.AdamW.__init__(self, params, *args, **torch_options)
-        self._keep(max_norm, process_group, skip_nonfinite, undo)
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        beyond = take_beyond(options)
+        torch.optim.AdamW.__init__(self, params, *args, **options)
+        self._keep(**beyond)
 
 
 class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
@@ -73,21 +71,20 @@ class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
     Args:
         params: Parameters, or groups of parameters.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps: As in torch.optim.Adagrad.
-        max_norm, process_group, skip_nonfinite, undo: See the module.
-        torch_options: Further arguments of torch.optim.Adagrad."""
+        options: The keywords beyond torch (see the module), and further arguments of torch.optim.Adagrad."""
 
     c_name, _options_type = "adagrad", _abi.AdagradOptions
     _keys = {"sum": "exp_avg_sq"}
     _torch_class = torch.optim.Adagrad
 
-    def __init__(self, params: Any, *args: Any, max_norm: float | None = None, process_group: Any = None, skip_nonfinite: bool = False,
-                 undo: bool = False, **torch_options: Any):
-        torch.optim.Adagrad.__init__(self, params, *args, **torch_options)
-        self._keep(max_norm, process_group, skip_nonfinite, undo)
+    def __init__(self, params: Any, *args: Any, **options: Any):
+        beyond = take_beyond(options)
+        torch.optim.Adagrad.__init__(self, params, *args, **options)
+        self._keep(**beyond)
 
     def _new_state(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> None:
         state["step"] = _step_zero()
-        state["sum"] = torch.full_like(param, group["initial_accumulator_value"], memory_format=torch.preserve_format)
+        state["sum"] = self._zeros(param).fill_(group["initial_accumulator_value"])
 
     def _set_options(self, options: Any, group: dict[str, Any], step: int) -> None:
         options.step, options.lr, options.lr_decay = step, float(group["lr"]), group["lr_decay"]
@@ -103,7 +100,7 @@ class Lion(SpillwayOptimizer):
         betas: Decay rates of the interpolation and of the moment.
         weight_decay: Decoupled weight decay.
         maximize: Maximize instead of minimize.
-        max_norm, process_group, skip_nonfinite, undo: See the module.
+        options: The keywords beyond torch; see the module.
 
     Raises:
         InvalidArgumentError: A hyper-parameter is out of range."""
@@ -112,17 +109,19 @@ class Lion(SpillwayOptimizer):
     _keys = {"exp_avg": "exp_avg"}
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,
-                 maximize: bool = False, max_norm: float | None = None, process_group: Any = None, skip_nonfinite: bool = False,
-                 undo: bool = False):
+                 maximize: bool = False, **options: Any):
+        beyond = take_beyond(options)
+        if options:
+            raise TypeError(f"Lion has no argument {next(iter(options))!r}")
         for name, value, fits in [("lr", lr, lr >= 0), ("betas[0]", betas[0], 0 <= betas[0] < 1), ("betas[1]", betas[1], 0 <= betas[1] < 1),
                                   ("weight_decay", weight_decay, weight_decay >= 0)]:
             if not fits:
                 raise InvalidArgumentError(f"Lion: {name} is {value!r}, which is out of range")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
-        self._keep(max_norm, process_group, skip_nonfinite, undo)
+        self._keep(**beyond)
 
     def _new_state(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> None:
-        state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        state["exp_avg"] = self._zeros(param)
 
     def _set_options(self, options: Any, group: dict[str, Any], step: int) -> None:
         options.lr, options.weight_decay = float(group["lr"]), group["weight_decay"]

@@ -30,6 +30,8 @@ class Row(NamedTuple):
     param: torch.Tensor
     grad: torch.Tensor
     states: tuple[torch.Tensor, ...]
+    #: The f32 weights that are stepped instead of a 16-bit parameter, which receives a copy.
+    master: torch.Tensor | None = None
 
 
 def name_of(group: dict[str, Any], number: int, place: int) -> str:
@@ -66,22 +68,22 @@ def is_served(param: torch.Tensor, grad: torch.Tensor, name: str) -> bool:
     return (param.is_cpu and param.dtype in CODES and grad.dtype in CODES and param.is_contiguous() and grad.is_contiguous())
 
 
-def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str) -> None:
-    """Raises an error if a state does not belong to its parameter."""
+def check_state(param: torch.Tensor, state: torch.Tensor, key: str, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raises an error if a state does not belong to its parameter, or has none of `dtypes`."""
     if state.shape != param.shape:
         raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, its state {key!r} {tuple(state.shape)}; load the state of "
                                    "this parameter, or delete optimizer.state[parameter]")
     if not (state.is_cpu and state.is_contiguous()):
         raise InvalidArgumentError(f"{name}: its state {key!r} is not contiguous in CPU memory as the parameter is; move the state")
-    if state.dtype is not torch.float32 and state.dtype is not param.dtype:
-        raise UnsupportedError(f"{name} is {param.dtype}, its state {key!r} {state.dtype}; states are float32 or have the dtype of the "
-                               "parameter: cast the state")
+    if state.dtype not in dtypes:
+        raise UnsupportedError(f"{name} is {param.dtype}, its state {key!r} {state.dtype}; cast the state to "
+                               f"{' or '.join(dict.fromkeys(map(str, dtypes)))}")
 
 
 def check_memory(rows: list[Row], groups: list[dict[str, Any]]) -> None:
     """Raises an error if parameters or states of two rows share memory."""
     parts = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, at)
-                   for at, row in enumerate(rows) for tensor in (row.param, *row.states) if tensor.numel())
+                   for at, row in enumerate(rows) for tensor in (row.param, *row.states, *([] if row.master is None else [row.master])) if tensor.numel())
     for (_, end, first), (start, _, second) in zip(parts, parts[1:]):
         if start < end:
             one, other = (name_of(groups[row.group], row.group, row.place) for row in (rows[first], rows[second]))

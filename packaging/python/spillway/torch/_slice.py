@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ._precision import MASTER
 from ._rows import DTensor, Row, local
 from ._same import properties_of
 
@@ -20,6 +21,7 @@ LENGTH = 256
 _data_ptr = torch.Tensor.data_ptr
 _grad = attrgetter("grad")
 _step = itemgetter("step")
+_version = attrgetter("_version")
 
 
 class Slice:
@@ -31,10 +33,11 @@ class Slice:
         mask: For each of them whether it has a row.
         rows: The rows, in the order of the parameters.
         keys: Names of the states.
-        first: Number of the first row in the table."""
+        first: Number of the first row in the table.
+        masters: The rows have masters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], mask: list[bool], rows: list[Row], keys: list[str],
-                 first: int):
+                 first: int, masters: bool):
         self._params, self._mask = params, None if all(mask) else mask
         self.rows = range(first, first + len(rows))
         self._types = [type(param.grad) for param in params]
@@ -49,16 +52,28 @@ class Slice:
         self.grad_addresses = array("Q", [row.grad.data_ptr() for row in rows])
         self.grads: list[torch.Tensor] = []
         self._step_ids: list[int] = []
+        self._versions: list[int] | None = None
+        if masters:
+            self._getters.append(itemgetter(MASTER))
+            self._addresses.append(array("Q", [row.master.data_ptr() for row in rows if row.master is not None]))
+            self._versions = list(map(_version, self.local(self.owners)))
 
     def note_steps(self) -> None:
         """Remembers the tensors of the step counts."""
         self._step_ids = list(map(id, map(_step, self.inner)))
+
+    def note_versions(self) -> None:
+        """Remembers the versions of parameters with masters. A parameter that is written to later gives its master new values."""
+        if self._versions is not None:
+            self._versions = list(map(_version, self.local(self.owners)))
 
     def is_same(self) -> bool:
         """True if parameters and states are those of the last step."""
         params = self.local(self.owners)
         own, *states = self._addresses
         if not self._params_same(params) or array("Q", map(_data_ptr, params)) != own:
+            return False
+        if self._versions is not None and list(map(_version, params)) != self._versions:
             return False
         if self._step_ids and list(map(id, map(_step, self.inner))) != self._step_ids:
             return False

@@ -30,9 +30,11 @@ class Table:
         optimizer: The torch optimizer, whose state has every key of `keys` for each row.
         rows: The parameters that Spillway steps, in the order of the groups.
         keys: Names of the states, with the fields of the C struct.
-        make_options: Makes a C options struct of a group at a step number."""
+        make_options: Makes a C options struct, of the group of a place.
+        own_options: Each row has options of its own, else the rows of one group and step count share them."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rows: list[Row], keys: dict[str, str], make_options: Callable[[], Any]):
+    def __init__(self, optimizer: torch.optim.Optimizer, rows: list[Row], keys: dict[str, str],
+                 make_options: Callable[[tuple[int, int]], Any], own_options: bool = False):
         self._optimizer = optimizer
         # The rows themselves hold gradients and states, which must not live longer than their owners keep them.
         self.places = [(row.group, row.place) for row in rows]
@@ -43,17 +45,22 @@ class Table:
         self._words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
         self._fill(rows, list(keys.values()))
         self._gather_steps()
-        self._make_options(make_options)
+        self._make_options(make_options, own_options)
 
     def _cut(self, rows: list[Row], keys: list[str]) -> list[Slice]:
         params = [param for params in self._lists for param in params]
         places = [(number, place) for number, params in enumerate(self._lists) for place in range(len(params))]
-        chosen, slices, first = set(self.places), [], 0
-        for at in range(0, len(params), LENGTH):
-            mask = [place in chosen for place in places[at:at + LENGTH]]
+        chosen = {place: row.master is not None for place, row in zip(self.places, rows)}
+        slices, first, at = [], 0, 0
+        while at < len(params):
+            # Rows with and without a master have other states: none of the other kind is in the slice.
+            kinds = [chosen.get(place) for place in places[at:at + LENGTH]]
+            kind = next((kind for kind in kinds if kind is not None), False)
+            length = next((number for number, other in enumerate(kinds) if other is (not kind)), len(kinds))
+            mask = [other is not None for other in kinds[:length]]
             end = first + sum(mask)
-            slices.append(Slice(self._optimizer, params[at:at + LENGTH], mask, rows[first:end], keys, first))
-            first = end
+            slices.append(Slice(self._optimizer, params[at:at + length], mask, rows[first:end], keys, first, kind))
+            first, at = end, at + length
         return slices
 
     def _fill(self, rows: list[Row], fields: list[str]) -> None:
@@ -62,6 +69,9 @@ class Table:
             entry.param_dtype, entry.grad_dtype = CODES[row.param.dtype], CODES[row.grad.dtype]
             entry.state_dtype = CODES[row.states[0].dtype]
             entry.param, entry.grad = row.param.data_ptr(), row.grad.data_ptr()
+            if row.master is not None:
+                entry.param, entry.param_dtype = row.master.data_ptr(), _abi.DTYPE_F32
+                entry.param_copy, entry.copy_dtype = row.param.data_ptr(), CODES[row.param.dtype]
             for field, state in zip(fields, row.states):
                 setattr(entry, field, state.data_ptr())
 
@@ -78,13 +88,13 @@ class Table:
         for part in self._slices:
             part.note_steps()
 
-    def _make_options(self, make_options: Callable[[], Any]) -> None:
-        """One C options struct for each pair of group and step count."""
+    def _make_options(self, make_options: Callable[[tuple[int, int]], Any], own_options: bool) -> None:
+        """The C options structs by group, step count and, for rows with options of their own, the place in the group."""
         self._known = self.steps.clone()
-        pairs = [(number, int(step)) for (number, _), step in zip(self.places, self.steps.tolist())]
-        self.options = {pair: make_options() for pair in dict.fromkeys(pairs)}
-        for entry, pair in zip(self.entries, pairs):
-            entry.options = ctypes.addressof(self.options[pair])
+        keys = [(number, int(step), place if own_options else -1) for (number, place), step in zip(self.places, self.steps.tolist())]
+        self.options = {key: make_options((key[0], key[2])) for key in dict.fromkeys(keys)}
+        for entry, key in zip(self.entries, keys):
+            entry.options = ctypes.addressof(self.options[key])
 
     def refresh(self) -> bool:
         """Patches new gradients in; False if the table no longer describes the optimizer's tensors."""
@@ -122,7 +132,7 @@ class Table:
         """Adds to the step counts. After an interruption by a signal handler, `refresh` finds that the counts disagree."""
         if self._counting:
             self.steps.add_(by)
-        self.options = {(group, step + by): options for (group, step), options in self.options.items()}
+        self.options = {(group, step + by, place): options for (group, step, place), options in self.options.items()}
         if self._counting:
             self._known.add_(by)
 
@@ -130,6 +140,7 @@ class Table:
         """Tells autograd that the parameters have new values."""
         for part in self._slices:
             torch.autograd.graph.increment_version(part.local(part.owners))
+            part.note_versions()
 
     def name(self, number: int) -> str:
         """The name of a row in messages."""

@@ -117,6 +117,11 @@ def test_a_fault_of_an_option_ends_the_run_before_it_measures(tmp_path):
     (tmp_path / "old.json").write_text(json.dumps(made([1.0])))
     text, said = bench(tmp_path, "io", "--compare", "old.json", code=1)
     assert not text and said.strip() == "--compare: old.json is a report of bench python adam, not of bench python io"
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    text, said = bench(tmp_path, "io", "--compare", "deep.json", code=1)
+    assert not text and said.startswith("--compare: deep.json: the file is not JSON")
+    text, said = bench(tmp_path, "io", "--json=no/such/folder.json", code=1)
+    assert not text and said.startswith("writing the file of --json: no/such/folder.json: No such file")
     text, said = bench(tmp_path, "io", "--plot", "io.svg", before="import sys\nsys.modules['matplotlib'] = None", code=1)
     assert not text and said.strip() == "--plot needs matplotlib: pip install matplotlib"
 

@@ -193,6 +193,31 @@ fn check_shape(report: &Value, bench: &str) -> usize {
 }
 
 #[test]
+fn benchmarks_refuse_what_would_fail_at_their_end_before_they_measure() {
+    let folder = empty_dir("bench_refused");
+    let cases = [
+        (
+            ["--json=no/such/folder.json", "--sizes", "4Ki"],
+            "writing the file of --json: no/such/folder.json: No such",
+        ),
+        (["--plot=.", "--sizes", "4Ki"], "writing the file of --plot: .: Is a directory"),
+        (["--rounds=1", "--sizes", "1000000Mi"], "GiB are available; pass a smaller number"),
+    ];
+    for (arguments, message) in cases {
+        let done = spillway()
+            .current_dir(&folder)
+            .args(["bench", "adam"])
+            .args(arguments)
+            .output()
+            .expect("it starts");
+        let told = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(1), "{told}");
+        assert!(told.contains(message), "{told}");
+        assert!(done.stdout.is_empty(), "{}", String::from_utf8_lossy(&done.stdout));
+    }
+}
+
+#[test]
 fn each_benchmark_prints_rows_or_json_and_plots_and_compares_them() {
     let folder = empty_dir("bench");
     for (name, mut command) in benches(&folder) {

@@ -15,6 +15,7 @@ use spillway::optim::adam::AdamOptions;
 use spillway::optim::parallel::{Job, step_on};
 
 use super::measurement::{Better, Row, ratios};
+use super::memory;
 use super::output::{Output, Session};
 use super::report::{Column, parse_count};
 
@@ -22,7 +23,7 @@ use super::report::{Column, parse_count};
 pub struct Options {
     #[command(flatten)]
     output: Output,
-    /// Parameters of each measurement, with Ki or Mi; each parameter takes 28 bytes of memory.
+    /// Parameters of each measurement, with Ki or Mi; each parameter takes 20 bytes of memory.
     #[arg(long, value_delimiter = ',', default_value = "4Ki,64Ki,1Mi,16Mi,100Mi", value_parser = parse_count)]
     sizes: Vec<usize>,
     /// Kernels to run; default: all.
@@ -53,6 +54,9 @@ pub fn run(options: &Options) -> Result<()> {
     let named =
         options.kernels.iter().map(|name| Ok(Kernel::named(name)?)).collect::<Result<Vec<Kernel>>>()?;
     let kernels = if named.is_empty() { Kernel::all().collect() } else { named };
+    for &size in &options.sizes {
+        memory::require("--sizes", size, Arrays::BYTES)?;
+    }
     let stages = options.sizes.len() * kernels.len() * 2;
     let settings = [("rounds", options.rounds.into())];
     let mut session = Session::begin(&options.output, "adam", settings, COLUMNS, stages)?;
@@ -123,6 +127,9 @@ impl<T> DerefMut for Aligned<T> {
 const LINE: usize = 64;
 
 impl Arrays {
+    /// Bytes of memory per parameter.
+    pub const BYTES: u64 = 20;
+
     pub fn new(n: usize) -> Self {
         let ramp = |i: usize, scale: f32| ((i % 1021) as f32 - 510.0) * scale;
         Arrays {

@@ -18,6 +18,7 @@ use spillway::sys::reserve::Reserve;
 
 use super::bench_adam::{Arrays, Case};
 use super::measurement::{Better, Row, ratios};
+use super::memory;
 use super::output::{Output, Session};
 use super::progress::Progress;
 use super::report::{Column, parse_count};
@@ -75,6 +76,8 @@ pub fn run(options: &Options) -> Result<()> {
     let n = options.size;
     let settings = [("rounds", options.rounds.into())];
     let stages = 1 + options.rounds as usize;
+    // Two sets of arrays; the log takes at most 12 bytes per parameter.
+    memory::require("--size", n, 2 * Arrays::BYTES + 12)?;
     let mut session = Session::begin(&options.output, "undo", settings, COLUMNS, stages)?;
     let mut log = Reserve::new(log_bytes(n))?;
     let seconds = measure(kernel, options, &mut log, session.progress())?;

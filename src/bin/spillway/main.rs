@@ -10,6 +10,7 @@ mod doctor;
 mod fio;
 mod io_load;
 mod measurement;
+mod memory;
 mod output;
 mod plan;
 mod plot;

@@ -1,6 +1,7 @@
 //! What the benchmarks do with their rows: they print each at once, and then write, plot and compare the report.
 #![forbid(unsafe_code)]
 
+use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,11 @@ use super::measurement::{Report, Row};
 use super::progress::Progress;
 use super::report::{self, Column};
 use super::{compare, plot};
+
+const JSON_FILE: &str = "writing the file of --json";
+const PLOT_FILE: &str = "writing the file of --plot";
+/// The name that stands for standard output.
+const STDOUT: &str = "-";
 
 #[derive(clap::Args, Default)]
 pub struct Output {
@@ -23,6 +29,21 @@ pub struct Output {
     /// Compares each row with an earlier report: faster or slower where the ranges between the quartiles lie apart.
     #[arg(long, value_name = "OLD.json")]
     compare: Option<PathBuf>,
+}
+
+impl Output {
+    /// Fails if a file of the report cannot be written: before the measurement, not after it.
+    fn check_files(&self) -> Result<()> {
+        let json = self.json.as_deref().filter(|path| *path != Path::new(STDOUT));
+        for (what, path) in [(JSON_FILE, json), (PLOT_FILE, self.plot.as_deref())] {
+            if let Some(path) = path {
+                // Appending leaves what an earlier report has written.
+                let opened = OpenOptions::new().append(true).create(true).open(path);
+                opened.map_err(|error| unwritable(what, path, &error))?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A benchmark in progress.
@@ -51,6 +72,7 @@ impl<'a> Session<'a> {
             Ok((path, old))
         });
         let old = old.transpose()?;
+        output.check_files()?;
         let session = Session { output, old, report, columns, progress: Progress::new(stages) };
         if !session.json_alone() {
             let Report { cpu, threads, settings, .. } = &session.report;
@@ -82,7 +104,7 @@ impl<'a> Session<'a> {
         progress.clear();
         match &output.json {
             Some(_) if self.json_alone() => self.say(&report.json())?,
-            Some(path) => write("writing the file of --json", path, &(report.json() + "\n"))?,
+            Some(path) => write(JSON_FILE, path, &(report.json() + "\n"))?,
             None => {}
         }
         if let Some((path, old)) = old {
@@ -96,14 +118,14 @@ impl<'a> Session<'a> {
         if let Some(path) = &output.plot {
             let svg =
                 plot::svg(report).map_err(|reason| Error::System { what: "drawing the plot", reason })?;
-            write("writing the file of --plot", path, &svg)?;
+            write(PLOT_FILE, path, &svg)?;
         }
         Ok(())
     }
 
     /// Standard output belongs to the JSON object.
     fn json_alone(&self) -> bool {
-        self.output.json.as_deref() == Some(Path::new("-"))
+        self.output.json.as_deref() == Some(Path::new(STDOUT))
     }
 
     /// Prints a line at once, above the bar.
@@ -117,8 +139,9 @@ impl<'a> Session<'a> {
 }
 
 fn write(what: &'static str, path: &Path, text: &str) -> Result<()> {
-    std::fs::write(path, text).map_err(|error| {
-        let reason = format!("{}: {error}", path.display());
-        Error::System { what, reason }
-    })
+    std::fs::write(path, text).map_err(|error| unwritable(what, path, &error))
+}
+
+fn unwritable(what: &'static str, path: &Path, error: &std::io::Error) -> Error {
+    Error::System { what, reason: format!("{}: {error}", path.display()) }
 }

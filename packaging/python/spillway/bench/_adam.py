@@ -31,6 +31,8 @@ def prepare(options):
 
 def rows(options, tools):
     """The rows of each case, as soon as they are measured."""
+    # The fused work has arrays of 20 bytes per parameter, and a float32 copy of the gradient for DeepSpeed.
+    _machine.require_memory(max(options.sizes), 24)
     for n in options.sizes:
         yield from _plain(*tools, n, options.rounds)
     yield from _fused(*tools, max(options.sizes), options.rounds)

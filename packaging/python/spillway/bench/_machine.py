@@ -18,6 +18,19 @@ def deepspeed_op(builder):
         return None, f"not measured: {error}"
 
 
+def require_memory(parameters, per_parameter):
+    """Ends the program if the arrays of a benchmark do not fit into the available memory. The system would otherwise end it,
+    or another program."""
+    try:
+        with open("/proc/meminfo") as info:
+            available = next(int(line.split()[1]) for line in info if line.startswith("MemAvailable:")) * 1024
+    except (OSError, StopIteration):
+        return
+    if parameters * per_parameter > available:
+        raise SystemExit(f"{parameters} parameters need {parameters * per_parameter / 2**30:.1f} GiB of memory, but "
+                         f"{available / 2**30:.1f} GiB are available; pass a smaller number")
+
+
 def cpu():
     """The processor's name."""
     try:

@@ -20,6 +20,7 @@ def run(options, measurement):
     """Measures, and does with the rows what the options say."""
     old = _report.read(options.compare, measurement.NAME) if options.compare else None
     pyplot = _pyplot() if options.plot else None
+    _check_files(options)
     alone = options.json == "-"  # standard output belongs to the JSON object
     with _standard_output() as out:
         report = _measure(options, measurement, old, None if alone else out)
@@ -33,6 +34,17 @@ def run(options, measurement):
         # Last, so that a fault of the plot loses nothing else.
         if pyplot:
             _plot(pyplot, report, options.plot)
+
+
+def _check_files(options):
+    """Ends the program if a file of the report cannot be written: before the measurement, not after it."""
+    for name, path in (("--json", options.json), ("--plot", options.plot)):
+        if path and path != "-":
+            try:
+                # Appending leaves what an earlier report has written.
+                open(path, "a", encoding="utf-8").close()
+            except OSError as error:
+                raise SystemExit(f"writing the file of {name}: {path}: {error.strerror}; name another file") from None
 
 
 @contextlib.contextmanager

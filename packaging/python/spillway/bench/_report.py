@@ -53,7 +53,7 @@ def read(path, bench):
             report = json.load(file)
     except OSError as error:
         raise SystemExit(f"--compare: {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SystemExit(f"--compare: {path}: the file is not JSON: {error}") from None
     if not isinstance(report, dict) or "format" not in report:
         raise SystemExit(f"--compare: {path}: the file is not a report of a benchmark: it has no format")
@@ -72,7 +72,7 @@ def _is_complete(report):
     try:
         return (all(isinstance(report[name], kind) for name, kind in kinds.items())
                 and all(_row_is_complete(row) for row in report["rows"]))
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, OverflowError):
         return False
 
 

@@ -8,7 +8,7 @@ import time
 
 import spillway
 
-from . import _progress, _report
+from . import _machine, _progress, _report
 
 NAME = "python torch"
 COLUMNS = [("work", "work", 24, None), ("parameters", "parameters", 10, None), ("tensors", "tensors", 7, None),
@@ -27,6 +27,8 @@ def prepare(options):
 
 def rows(options, torch):
     """The rows of each case, as soon as they are measured."""
+    # Parameter, gradient, moments in both types, and a copy of the parameter.
+    _machine.require_memory(options.size, 28)
     lengths = torch.randint(1, 4097, (10_000,), generator=torch.Generator().manual_seed(0)).tolist()
     for work, shapes in (("1,000 tensors", [4096] * 1000), ("10,000 tensors", lengths), ("GPT-2 small", _gpt2()),
                          ("one tensor", [options.size])):

@@ -15,6 +15,7 @@ DTYPE_NONE, DTYPE_F32, DTYPE_F16, DTYPE_BF16 = 0, 1, 2, 3
 DTYPES = {"float32": DTYPE_F32, "float16": DTYPE_F16, "bfloat16": DTYPE_BF16,
           "f32": DTYPE_F32, "f16": DTYPE_F16, "bf16": DTYPE_BF16}
 WEIGHT_DECAY_MODES = {"decoupled": 0, "l2": 1}
+ROUNDINGS = {"nearest": 0, "stochastic": 1}
 LOG_LEVELS = {"off": 0, "error": 1, "warn": 2, "info": 3, "debug": 4}
 
 LOG_FN = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)

@@ -14,7 +14,7 @@ Arrays are contiguous, in CPU memory, and of one shape per tuple; a flat array m
 |---|---|
 | param | float32, float16 or bfloat16 |
 | grad | float32, float16 or bfloat16 |
-| exp_avg, exp_avg_sq | float32, or the dtype of a 16-bit param |
+| exp_avg, exp_avg_sq | float32, or the dtype of a 16-bit param; bfloat16 for a float32 param with gradient and copy of float32 or bfloat16 |
 | param_copy | float16 or bfloat16; written by the step |
 
 numpy has no bfloat16: a uint16 array with `uint16_dtype="bf16"`, or ml_dtypes.bfloat16."""
@@ -171,9 +171,13 @@ class Adam(_Optimizer):
         weight_decay_mode: "decoupled" multiplies the parameter by 1 - lr * weight_decay (AdamW); "l2" adds
             weight_decay * param to the gradient (torch.optim.Adam).
         bias_correction: Correct the moments for their start at zero.
+        rounding: "stochastic" rounds bfloat16 moments of float32 params at random, so that the expected value is exact;
+            "nearest" rounds to nearest even.
+        rounding_seed: Seed of stochastic rounding. The random bits depend on it, the step and the element's number in
+            its tensor: give tensors that are stepped by one call seeds of their own, with an Adam each.
 
     Raises:
-        InvalidArgumentError: An option is no number, or `weight_decay_mode` is unknown.
+        InvalidArgumentError: An option is no number, or `weight_decay_mode` or `rounding` is unknown.
 
     Example:
         adam = spillway.Adam(lr=1e-3, weight_decay=0.01)
@@ -185,13 +189,18 @@ class Adam(_Optimizer):
 
     def __init__(self, lr: float | None = None, betas: tuple[float | None, float | None] = (None, None),
                  eps: float | None = None, weight_decay: float | None = None, *, weight_decay_mode: str = "decoupled",
-                 bias_correction: bool = True):
+                 bias_correction: bool = True, rounding: str = "nearest", rounding_seed: int = 0):
         if weight_decay_mode not in _abi.WEIGHT_DECAY_MODES:
             raise InvalidArgumentError(f"Adam: weight_decay_mode is {weight_decay_mode!r}; pass \"decoupled\" or \"l2\"")
+        if rounding not in _abi.ROUNDINGS:
+            raise InvalidArgumentError(f"Adam: rounding is {rounding!r}; pass \"nearest\" or \"stochastic\"")
+        if not 0 <= rounding_seed < 1 << 64:
+            raise InvalidArgumentError(f"Adam: rounding_seed is {rounding_seed!r}; pass a number from 0 to 2**64 - 1")
         beta1, beta2 = _pair(betas)
         super().__init__(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
                          weight_decay_mode=_abi.WEIGHT_DECAY_MODES[weight_decay_mode],
-                         no_bias_correction=int(not bias_correction))
+                         no_bias_correction=int(not bias_correction), rounding=_abi.ROUNDINGS[rounding],
+                         rounding_seed=rounding_seed)
 
     lr = _option("lr", "Learning rate of the next step.")
     eps = _option("eps", "Term added to the denominator.")

@@ -195,7 +195,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             param = self.param_groups[number]["params"][index]
             # Parts of one parameter in several processes must not get the same random bits.
             rank = torch.distributed.get_rank() if isinstance(param, DTensor) else 0
-            options.rounding = 1
+            options.rounding = _abi.ROUNDINGS["stochastic"]
             options.rounding_seed = (self._precision.seed + (rank << 32) + before + index) % 2**64
         return options
 

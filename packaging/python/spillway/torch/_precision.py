@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _abi
 from ..errors import InvalidArgumentError
 from ._rows import CODES, local
 
 #: The state that holds the f32 master of a 16-bit parameter.
 MASTER = "master_param"
-_ROUNDINGS = ("nearest", "stochastic")
 
 
 class Precision(NamedTuple):
@@ -29,8 +29,8 @@ class Precision(NamedTuple):
         """Checks the arguments of an optimizer's class."""
         if moment_dtype not in (None, torch.float32, torch.bfloat16):
             raise InvalidArgumentError(f"{name}: moment_dtype is {moment_dtype!r}; pass torch.bfloat16, torch.float32 or None")
-        if moment_rounding not in _ROUNDINGS:
-            raise InvalidArgumentError(f"{name}: moment_rounding is {moment_rounding!r}; pass one of {_ROUNDINGS}")
+        if moment_rounding not in _abi.ROUNDINGS:
+            raise InvalidArgumentError(f"{name}: moment_rounding is {moment_rounding!r}; pass one of {tuple(_abi.ROUNDINGS)}")
         stochastic = moment_rounding == "stochastic"
         if stochastic and (moment_dtype is not torch.bfloat16 or not adam):
             raise InvalidArgumentError(f"{name}: moment_rounding=\"stochastic\" is for Adam and AdamW with moment_dtype=torch.bfloat16")

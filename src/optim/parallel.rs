@@ -157,6 +157,7 @@ impl<O: Optimizer> Work<O> for Publish {
 }
 
 /// The unit of work of one thread.
+#[expect(clippy::large_enum_variant, reason = "almost all parts of a call are of the large kind")]
 enum Part<'p, 'a, O> {
     /// Adjacent small tensors with at most [`CHUNK`] elements in total.
     Few(&'p mut [Job<'a, O>]),

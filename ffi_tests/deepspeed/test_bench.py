@@ -14,7 +14,8 @@ from spillway import _native
 from spillway.bench import _output, _report
 
 PACKAGE = pathlib.Path(_report.__file__).parents[2]
-TINY = {"adam": ["--sizes", "4Ki", "--tensors", "3"], "io": ["--size", "2Mi", "--tensor", "1Mi"]}
+TINY = {"adam": ["--sizes", "4Ki", "--tensors", "3"], "io": ["--size", "2Mi", "--tensor", "1Mi"],
+        "accumulate": ["--size", "64Ki"]}
 
 
 def bench(folder, kind, *arguments, before="", code=0):

@@ -267,6 +267,39 @@ enum spw_status spw_grad_stats(const void *grad,
                                double scale,
                                struct spw_step_stats *stats_out);
 
+// A gradient and the accumulated gradient to which it is added.
+typedef struct spw_grad_tensor {
+    // `sizeof(spw_grad_tensor)`
+    uint32_t struct_size;
+    // An `spw_dtype`: the type of `dst`.
+    uint32_t dst_dtype;
+    // An `spw_dtype`: the type of `src`.
+    uint32_t src_dtype;
+    // 0
+    uint32_t reserved;
+    // Number of elements of both; 0 is allowed.
+    uint64_t n;
+    // Accumulated gradient, which receives the sum.
+    void *dst;
+    // Gradient to add. It is only read.
+    const void *src;
+} spw_grad_tensor;
+
+#define SPW_GRAD_TENSOR_INIT \
+    { sizeof(spw_grad_tensor), 0, 0, 0, 0, NULL, NULL }
+
+// Adds gradients of a micro-batch to accumulated gradients: `dst = dst + src * scale` for each of `count` tensors, in any
+// combination of f32, f16 and bf16. The sum is computed in f32 by a fused multiply-add, and rounded once to the type
+// of `dst`, to nearest even. The results have the same bits on every processor and for every number of threads.
+//
+// If `stats_out` is not NULL, the same pass computes the sum of squares and the finiteness of the new `dst`, for
+// clipping after the last micro-batch. For one tensor these are the bits of `spw_grad_stats`; the sums of several
+// tensors are added in their order. No `dst` may overlap another span of the call. After an error nothing has changed.
+enum spw_status spw_grad_accumulate(const struct spw_grad_tensor *tensors,
+                                    uint64_t count,
+                                    double scale,
+                                    struct spw_step_stats *stats_out);
+
 #ifdef __cplusplus
 } // extern "C"
 #endif

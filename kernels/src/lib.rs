@@ -9,6 +9,7 @@
 //! | `step`, `record`, `undo` | the generic bodies: a step, a recorded step, and the exact undo of a recorded step |
 //! | `tensor`, `spans` | the operands of a step: checked slices, then typed addresses |
 //! | `log`, `pack` | the size of an undo log, and the encoding of its residuals |
+//! | `accumulate` | adds a gradient to an accumulated gradient |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
 //! | `chunk_loop` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
 //! | `element` | element types in memory, and the table of supported type combinations |
@@ -18,6 +19,7 @@
 //! | `dispatch` | detection and choice of the instruction set of this process |
 //! | `float_mode` | IEEE arithmetic, whatever float mode the calling thread has set |
 
+mod accumulate;
 mod chunk;
 mod chunk_loop;
 mod dispatch;
@@ -49,6 +51,7 @@ mod scalar;
 #[cfg(target_arch = "aarch64")]
 mod sve;
 
+pub use accumulate::accumulate;
 pub use chunk::Optimizer;
 pub use chunk_loop::CHUNK;
 pub use dispatch::Kernel;

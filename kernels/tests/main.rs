@@ -1,6 +1,7 @@
 //! Tests every kernel that this processor supports from outside the crate, so that the kernels are compiled once for
 //! their tests and for all users of the crate.
 
+mod accumulate;
 mod bounds;
 mod pack;
 mod publish;

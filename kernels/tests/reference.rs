@@ -51,7 +51,7 @@ fn lion(i: &Inputs, p: f32, m: f32, v: f32, grad: f32) -> (f32, f32, f32) {
 }
 
 /// The summation tree of `squares`, written out.
-fn reference_sum(grads: &[f32]) -> f64 {
+pub fn reference_sum(grads: &[f32]) -> f64 {
     fn tree(tiles: &[f64]) -> f64 {
         match tiles.len() {
             0 => 0.0,
@@ -73,7 +73,7 @@ fn reference_sum(grads: &[f32]) -> f64 {
     tree(&grads.chunks(4096).map(tile).collect::<Vec<f64>>())
 }
 
-fn same_f64(a: f64, b: f64) -> bool {
+pub fn same_f64(a: f64, b: f64) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 

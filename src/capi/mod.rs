@@ -58,6 +58,7 @@ pub fn visit_structs(mut visit: impl FnMut(&'static str, usize, usize, Fields)) 
         base::spw_thread_options,
         optim::spw_tensor,
         optim::spw_step_stats,
+        optim::spw_grad_tensor,
         optim::spw_adam_options,
         optim::spw_adagrad_options,
         optim::spw_lion_options,

@@ -32,7 +32,7 @@ from .errors import (BusyError, CorruptError, GpuError, InternalError, InvalidAr
                      TierError, TierLockedError, TimedOutError, UnknownIdError, UnsupportedError)
 from .gpu import DeviceArray, Event, Gpu, Stream, gpu_count, pinned
 from .interleave import Interleave, Rates, Subgroup, plan
-from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, grad_stats
+from .optim import Adagrad, Adam, Lion, Prepared, Recording, StepStats, accumulate_, grad_stats
 from .speculate import Speculation
 from .swap import Swap
 from .tier import Tier, TierPath
@@ -43,7 +43,7 @@ __all__ = ["Adagrad", "Adam", "BusyError", "CorruptError", "DeviceArray", "Event
            "InternalError", "InvalidArgumentError", "IoError", "LibraryNotFoundError", "Lion", "NoDeviceError", "NoStateError",
            "NoStepError", "NotFoundError", "OptimizerStats", "OutOfOrderError", "Prepared", "Rates", "Recording", "Speculation",
            "SpillwayError", "StepStats", "Stream", "Subgroup", "Swap", "SystemCallError", "Tier", "TierError", "TierLockedError",
-           "TierPath", "TimedOutError", "UnknownIdError", "UnsupportedError", "gpu_count", "grad_stats", "kernel_name",
+           "TierPath", "TimedOutError", "UnknownIdError", "UnsupportedError", "accumulate_", "gpu_count", "grad_stats", "kernel_name",
            "library_path", "library_version", "num_threads", "pinned", "plan", "preload_path", "set_log", "set_num_threads", "stats"]
 
 library_path = _native.library_path

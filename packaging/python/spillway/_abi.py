@@ -40,6 +40,7 @@ PROTOTYPES = {
     "spw_adagrad_step": (_STATUS, [POINTER(AdagradOptions), *_STEP]),
     "spw_lion_step": (_STATUS, [POINTER(LionOptions), *_STEP]),
     "spw_grad_stats": (_STATUS, [c_void_p, c_uint32, c_uint64, c_double, POINTER(StepStats)]),
+    "spw_grad_accumulate": (_STATUS, [*_STEP[:2], c_double, _STEP[2]]),
     "spw_undo_open": (_STATUS, [POINTER(UndoOptions), POINTER(c_void_p)]),
     "spw_undo_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), *_STEP]),
     "spw_undo_adagrad_step": (_STATUS, [c_void_p, POINTER(AdagradOptions), *_STEP]),

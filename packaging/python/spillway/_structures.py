@@ -46,6 +46,12 @@ class Tensor(Structure):
                 ("shadow_param", c_void_p), ("shadow_exp_avg", c_void_p), ("shadow_exp_avg_sq", c_void_p)]
 
 
+class GradTensor(Structure):
+    c_name = "spw_grad_tensor"
+    _fields_ = [("struct_size", c_uint32), ("dst_dtype", c_uint32), ("src_dtype", c_uint32), ("reserved", c_uint32),
+                ("n", c_uint64), ("dst", c_void_p), ("src", c_void_p)]
+
+
 class StepStats(Structure):
     c_name = "spw_step_stats"
     _fields_ = [("struct_size", c_uint32), ("nonfinite", c_uint32), ("sum_squares", c_double)]
@@ -325,7 +331,7 @@ class DsAdamState(Structure):
                 ("beta2", c_float), ("beta1_power", c_float), ("beta2_power", c_float)]
 
 
-STRUCTURES = (ThreadOptions, Stats, Tensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
+STRUCTURES = (ThreadOptions, Stats, Tensor, GradTensor, StepStats, AdamOptions, AdagradOptions, LionOptions, UndoOptions,
               SpecOptions, SpecStats, SpecEvent, SpecOutcome,
               InterleaveRates, PlanShape, PlanOptions, PlanResult, PlanBucket, PlanLoad, PlanProbe, InterleaveOptions,
               InterleaveSubgroup, PoolOptions, PoolStats, PinnedStats, IoOptions, IoRequest, IoStats, IoFailure,

@@ -404,3 +404,40 @@ def grad_stats(grad: Array, *, scale: float = 1.0, uint16_dtype: str | None = No
     out = _abi.sized(_abi.StepStats)
     _native.check(_native.library().spw_grad_stats(address, code, count, scale, ctypes.byref(out)))
     return StepStats(bool(out.nonfinite), out.sum_squares)
+
+
+def accumulate_(dst: Array | list[Array], src: Array | list[Array], *, scale: float = 1.0, return_stats: bool = False,
+                uint16_dtype: str | None = None) -> StepStats | None:
+    """Adds gradients to accumulated gradients, in place: dst += src * scale, with one rounding.
+
+    Args:
+        dst: A contiguous array in CPU memory, float32, float16 or bfloat16, or a list of such arrays.
+        src: An array of the same shape, in any of these dtypes, or as many arrays.
+        scale: Factor of the added gradients.
+        return_stats: Return the statistics of the sums, from the same pass over memory.
+        uint16_dtype: The dtype that uint16 arrays hold: "bf16" or "f16".
+
+    Returns:
+        StepStats with `return_stats`, else None.
+
+    Raises:
+        InvalidArgumentError: An array does not fit, or overlaps another one; nothing was written.
+
+    Example:
+        stats = spillway.accumulate_(total, param.grad, return_stats=True)"""
+    if isinstance(dst, (list, tuple)) != isinstance(src, (list, tuple)):
+        raise InvalidArgumentError("accumulate_: one of dst and src is an array, the other a list; pass two of a kind")
+    to_all: Sequence[Any] = dst if isinstance(dst, (list, tuple)) else [dst]
+    given_all: Sequence[Any] = src if isinstance(src, (list, tuple)) else [src]
+    if len(to_all) != len(given_all):
+        raise InvalidArgumentError(f"accumulate_: dst has {len(to_all)} arrays and src has {len(given_all)}; pass as many of both")
+    pairs = list(zip(to_all, given_all))
+    table = (_abi.GradTensor * len(pairs))()
+    for at, (row, (to, given)) in enumerate(zip(table, pairs)):
+        row.struct_size = ctypes.sizeof(_abi.GradTensor)
+        row.dst, row.n, row.dst_dtype = _arrays.span(to, f"dst[{at}]", True, uint16_dtype)
+        row.src, count, row.src_dtype = _arrays.span(given, f"src[{at}]", False, uint16_dtype)
+        _arrays.same_shape(given, to, f"src[{at}]", f"dst[{at}]")
+    out: Any = _abi.sized(_abi.StepStats) if return_stats else None
+    _native.check(_native.library().spw_grad_accumulate(ctypes.addressof(table), len(pairs), scale, ctypes.byref(out) if out else None))
+    return StepStats(bool(out.nonfinite), out.sum_squares) if return_stats else None

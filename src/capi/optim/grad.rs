@@ -1,15 +1,17 @@
-//! Gradient statistics without a step.
+//! Gradients without a step: statistics and sums.
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct;
+use crate::capi::abi_struct::{self, abi_struct};
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
-use crate::capi::optim::tensor::{self, spw_step_stats};
+use crate::capi::optim::overlap;
+use crate::capi::optim::tensor::{self, at, spw_step_stats};
 use crate::capi::output::required;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::optim::StepStats;
-use crate::optim::grad;
+use crate::optim::grad::{self, Addition};
+use crate::sys::try_vec;
 
 /// Computes the sum of squares and the finiteness of `grad * scale`, for example for gradient clipping. `grad` has `n`
 /// elements of `dtype` (an `spw_dtype`); `n` may be 0. `sum_squares` has the same bits as the statistics of a step of
@@ -27,18 +29,96 @@ pub unsafe extern "C" fn spw_grad_stats(
 ) -> spw_status {
     guard(|| {
         required(stats_out, "stats_out")?;
-        if !(scale as f32).is_finite() {
-            return Err(Error::invalid("scale", format!("{scale} is not a finite f32")));
-        }
+        let scale = finite(scale)?;
         let dtype = tensor::parse_dtype(dtype, "dtype")?;
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             abi_struct::check_output(stats_out, "stats_out")?;
             let seen = match n {
                 0 => StepStats::default(),
-                _ => grad::stats(tensor::span(grad, dtype, n, "grad")?, scale as f32)?,
+                _ => grad::stats(tensor::span(grad, dtype, n, "grad")?, scale)?,
             };
             tensor::write_stats(seen, stats_out)
         }
     })
+}
+
+/// A gradient and the accumulated gradient to which it is added.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_grad_tensor {
+    /// `sizeof(spw_grad_tensor)`
+    pub struct_size: u32,
+    /// An `spw_dtype`: the type of `dst`.
+    pub dst_dtype: u32,
+    /// An `spw_dtype`: the type of `src`.
+    pub src_dtype: u32,
+    /// 0
+    pub reserved: u32,
+    /// Number of elements of both; 0 is allowed.
+    pub n: u64,
+    /// Accumulated gradient, which receives the sum.
+    pub dst: *mut c_void,
+    /// Gradient to add. It is only read.
+    pub src: *const c_void,
+}
+
+abi_struct!(spw_grad_tensor, 40: struct_size, dst_dtype, src_dtype, reserved, n, dst, src);
+
+/// Adds gradients of a micro-batch to accumulated gradients: `dst = dst + src * scale` for each of `count` tensors, in any
+/// combination of f32, f16 and bf16. The sum is computed in f32 by a fused multiply-add, and rounded once to the type
+/// of `dst`, to nearest even. The results have the same bits on every processor and for every number of threads.
+///
+/// If `stats_out` is not NULL, the same pass computes the sum of squares and the finiteness of the new `dst`, for
+/// clipping after the last micro-batch. For one tensor these are the bits of `spw_grad_stats`; the sums of several
+/// tensors are added in their order. No `dst` may overlap another span of the call. After an error nothing has changed.
+///
+/// # Safety
+/// `tensors` points to `count` structs, `struct_size` bytes apart. No other thread uses their spans during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn spw_grad_accumulate(
+    tensors: *const spw_grad_tensor,
+    count: u64,
+    scale: f64,
+    stats_out: *mut spw_step_stats,
+) -> spw_status {
+    guard(|| {
+        let scale = finite(scale)?;
+        // SAFETY: the caller meets the callees' requirements.
+        unsafe {
+            abi_struct::check_output(stats_out, "stats_out")?;
+            let raw = abi_struct::read_all(tensors, count, "tensors")?;
+            overlap::check_sums(&raw)?;
+            let mut additions = try_vec::with_capacity("listing the tensors", raw.len())?;
+            for (index, raw) in raw.iter().enumerate() {
+                additions.extend(addition(raw).map_err(|error| at(index, error))?);
+            }
+            let seen = grad::accumulate(additions, scale, !stats_out.is_null())?;
+            tensor::write_stats(seen, stats_out)
+        }
+    })
+}
+
+/// The spans of a tensor; `None` for no elements.
+///
+/// # Safety
+/// The caller lends the spans, each of n elements, for `'a`. They do not overlap.
+unsafe fn addition<'a>(raw: &spw_grad_tensor) -> Result<Option<Addition<'a>>> {
+    abi_struct::zero("reserved", raw.reserved)?;
+    let dst = tensor::parse_dtype(raw.dst_dtype, "dst_dtype")?;
+    let src = tensor::parse_dtype(raw.src_dtype, "src_dtype")?;
+    if raw.n == 0 {
+        return Ok(None);
+    }
+    // SAFETY: the caller lends the spans.
+    let (dst, src) =
+        unsafe { (tensor::span_mut(raw.dst, dst, raw.n, "dst")?, tensor::span(raw.src, src, raw.n, "src")?) };
+    Ok(Some(Addition { dst, src }))
+}
+
+fn finite(scale: f64) -> Result<f32> {
+    match scale as f32 {
+        scale if scale.is_finite() => Ok(scale),
+        _ => Err(Error::invalid("scale", format!("{scale} is not a finite f32"))),
+    }
 }

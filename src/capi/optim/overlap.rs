@@ -2,9 +2,13 @@
 //!
 //! All spans of the call are sorted by address; then each span is compared with the furthest end before it.
 
+use std::ffi::c_void;
+
+use super::grad::spw_grad_tensor;
 use super::tensor::{at, spw_dtype_size, spw_tensor};
 use crate::error::{Error, Result};
 use crate::sys::arena::{self, Arena};
+use crate::sys::try_vec;
 
 /// One span of a call: its addresses, tensor index and field.
 #[derive(Clone, Copy)]
@@ -25,7 +29,9 @@ const SPANS: [&str; 8] = [
     "shadow_exp_avg",
     "shadow_exp_avg_sq",
 ];
-/// Index of the only read-only span.
+/// Spans of a sum of gradients.
+const SUM_SPANS: [&str; 2] = ["dst", "src"];
+/// Index of the only read-only span in both lists.
 const GRAD: u8 = 1;
 
 /// Rejects a written span that shares a byte with any other span of the call.
@@ -43,7 +49,7 @@ pub(in crate::capi) fn check_in(arena: &Arena, tensors: &[spw_tensor]) -> Result
             ranges[count] = range;
             count += 1;
         }
-        return check_ranges(&mut ranges[..count]);
+        return check_ranges(&mut ranges[..count], &SPANS);
     }
     // Listed by field, not by tensor: allocators return each kind at rising addresses, and the sort detects such runs.
     let most = tensors.len().saturating_mul(SPANS.len());
@@ -52,10 +58,20 @@ pub(in crate::capi) fn check_in(arena: &Arena, tensors: &[spw_tensor]) -> Result
         let of = |(tensor, raw): (usize, &spw_tensor)| range(tensor as u32, raw, span);
         ranges.extend(tensors.iter().enumerate().filter_map(of));
     }
-    check_ranges(&mut ranges)
+    check_ranges(&mut ranges, &SPANS)
 }
 
-fn check_ranges(ranges: &mut [Range]) -> Result<()> {
+/// [`check`] for sums of gradients.
+pub(in crate::capi) fn check_sums(tensors: &[spw_grad_tensor]) -> Result<()> {
+    let mut ranges = try_vec::with_capacity("listing the spans", 2 * tensors.len())?;
+    for (index, raw) in tensors.iter().enumerate() {
+        ranges.extend(range_of(index as u32, 0, raw.dst.cast_const(), raw.dst_dtype, raw.n));
+        ranges.extend(range_of(index as u32, GRAD, raw.src, raw.src_dtype, raw.n));
+    }
+    check_ranges(&mut ranges, &SUM_SPANS)
+}
+
+fn check_ranges(ranges: &mut [Range], names: &[&'static str]) -> Result<()> {
     ranges.sort_by_key(|range| range.start);
     let mut furthest: Option<Range> = None;
     let mut furthest_written: Option<Range> = None;
@@ -63,8 +79,8 @@ fn check_ranges(ranges: &mut [Range]) -> Result<()> {
         let written = range.span != GRAD;
         let rival = if written { furthest } else { furthest_written };
         if let Some(other) = rival.filter(|other| range.start < other.end) {
-            let reason = format!("overlaps tensors[{}].{}", other.tensor, SPANS[usize::from(other.span)]);
-            return Err(at(range.tensor as usize, Error::invalid(SPANS[usize::from(range.span)], reason)));
+            let reason = format!("overlaps tensors[{}].{}", other.tensor, names[usize::from(other.span)]);
+            return Err(at(range.tensor as usize, Error::invalid(names[usize::from(range.span)], reason)));
         }
         let further = |known: Option<Range>| known.is_none_or(|known| range.end > known.end);
         if further(furthest) {
@@ -88,10 +104,14 @@ fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
         6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
         _ => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
     };
+    range_of(tensor, span, address, dtype, raw.n)
+}
+
+fn range_of(tensor: u32, span: u8, address: *const c_void, dtype: u32, n: u64) -> Option<Range> {
     let start = address.addr();
     if start == 0 {
         return None;
     }
-    let bytes = spw_dtype_size(dtype).saturating_mul(raw.n).min(usize::MAX as u64) as usize;
+    let bytes = spw_dtype_size(dtype).saturating_mul(n).min(usize::MAX as u64) as usize;
     (bytes > 0).then(|| Range { start, end: start.saturating_add(bytes), tensor, span })
 }

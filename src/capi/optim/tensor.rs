@@ -245,7 +245,7 @@ pub(in crate::capi) unsafe fn span<'a>(
     })
 }
 
-unsafe fn span_mut<'a>(
+pub(super) unsafe fn span_mut<'a>(
     to: *mut c_void,
     dtype: Dtype,
     n: u64,

@@ -12,6 +12,8 @@ struct Rule {
     float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size, decay_factor;
     // 1 / (1 + decay_factor), 1 / beta1, 1 / beta2.
     float undo_decay, undo_beta1, undo_beta2;
+    // Lower and upper half of the key of stochastic rounding; read only by the kernels that round so.
+    u32 key[2];
 };
 
 template <class P, class S> struct States {
@@ -44,6 +46,44 @@ static __device__ __forceinline__ Values forward(const Rule &rule, Values old, f
     return now;
 }
 
+// A bijection in which every bit of the argument changes half of the bits of the result (SplitMix64).
+static __device__ __forceinline__ u64 mix(u64 x) {
+    x += 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+// 32 random bits for an element, as kernels/src/stochastic.rs makes them.
+static __device__ __forceinline__ u32 random_bits(u64 key, u64 index) {
+    u64 keys = mix(key ^ (index >> 32));
+    u32 x = (u32)index ^ (u32)keys;
+    x = (x ^ (x >> 17)) * 0xed5ad4bbu + (u32)(keys >> 32);
+    x = (x ^ (x >> 11)) * 0xac4c1b51u;
+    x = (x ^ (x >> 15)) * 0x31848babu;
+    return x ^ (x >> 14);
+}
+
+// Rounds to a value that bf16 holds exactly, by random bits below 2^16. Inf and NaN stay as they are.
+static __device__ __forceinline__ float round_by(float value, u32 random) {
+    u32 bits = __float_as_uint(value);
+    u32 finite = (((bits & 0x7f800000u) + 0x00800000u) >> 31) - 1u;
+    return __uint_as_float((bits + (random & finite)) & 0xffff0000u);
+}
+
+// How moments are rounded before they are stored.
+struct Nearest {
+    static __device__ __forceinline__ Values round(const Rule &, Values now, u64) { return now; }
+};
+struct Stochastic {
+    static __device__ __forceinline__ Values round(const Rule &rule, Values now, u64 index) {
+        u32 random = random_bits((u64)rule.key[1] << 32 | rule.key[0], index);
+        now.exp_avg = round_by(now.exp_avg, random & 0xffffu);
+        now.exp_avg_sq = round_by(now.exp_avg_sq, random >> 16);
+        return now;
+    }
+};
+
 // Zero if the sign bit is set, else the value.
 static __device__ __forceinline__ float not_negative(float value) {
     u32 bits = __float_as_uint(value);
@@ -74,7 +114,7 @@ template <class C> static __device__ __forceinline__ void store_copy_one(typenam
 }
 template <> __device__ __forceinline__ void store_copy_one<Absent>(u16 *, u64, float) {}
 
-template <class P, class S, class G, class C> struct Step {
+template <class P, class S, class G, class C, class Rounding> struct Step {
     Rule rule;
     States<P, S> from, to;
     const typename G::Raw *grad;
@@ -98,7 +138,7 @@ template <class P, class S, class G, class C> struct Step {
         for (int i = 0; i < GROUP; i++) {
             g[i] = __fmul_rn(g[i], rule.grad_scale);
             Values old = {p[i], m[i], v[i]};
-            Values now = forward(rule, old, g[i]);
+            Values now = Rounding::round(rule, forward(rule, old, g[i]), at + i);
             p[i] = now.param, m[i] = now.exp_avg, v[i] = now.exp_avg_sq;
         }
         lanes.add(g);
@@ -111,7 +151,7 @@ template <class P, class S, class G, class C> struct Step {
     __device__ __forceinline__ void one(u64 at, int lane) {
         float g = __fmul_rn(G::widen(grad[at]), rule.grad_scale);
         Values old = {P::widen(from.param[at]), S::widen(from.exp_avg[at]), S::widen(from.exp_avg_sq[at])};
-        Values now = forward(rule, old, g);
+        Values now = Rounding::round(rule, forward(rule, old, g), at);
         lanes.add_one(lane, g);
         to.param[at] = P::narrow(now.param);
         to.exp_avg[at] = S::narrow(now.exp_avg);
@@ -120,10 +160,11 @@ template <class P, class S, class G, class C> struct Step {
     }
 };
 
-#define STEP(name, P, S, G, C) \
+#define STEP(name, P, S, G, C) STEP_ROUNDED(name, P, S, G, C, Nearest)
+#define STEP_ROUNDED(name, P, S, G, C, Rounding) \
     extern "C" __global__ void __launch_bounds__(256) \
         name(Rule rule, States<P, S> from, States<P, S> to, const G::Raw *grad, C::Raw *copy, u64 n, double *tiles) { \
-        Step<P, S, G, C> work; \
+        Step<P, S, G, C, Rounding> work; \
         work.rule = rule, work.from = from, work.to = to; \
         work.grad = grad, work.copy = copy, work.tiles = tiles; \
         bool vectors = aligned(from.param) && aligned(from.exp_avg) && aligned(from.exp_avg_sq) && \
@@ -144,6 +185,10 @@ STEP(spw_adam_f32_bf16_f32, F32, Bf16, F32, Absent)
 STEP(spw_adam_f32_bf16_f32_bf16, F32, Bf16, F32, Bf16)
 STEP(spw_adam_f32_bf16_bf16, F32, Bf16, Bf16, Absent)
 STEP(spw_adam_f32_bf16_bf16_bf16, F32, Bf16, Bf16, Bf16)
+STEP_ROUNDED(spw_adam_stochastic_f32_bf16_f32, F32, Bf16, F32, Absent, Stochastic)
+STEP_ROUNDED(spw_adam_stochastic_f32_bf16_f32_bf16, F32, Bf16, F32, Bf16, Stochastic)
+STEP_ROUNDED(spw_adam_stochastic_f32_bf16_bf16, F32, Bf16, Bf16, Absent, Stochastic)
+STEP_ROUNDED(spw_adam_stochastic_f32_bf16_bf16_bf16, F32, Bf16, Bf16, Bf16, Stochastic)
 STEP(spw_adam_f16_f32_f16, F16, F32, F16, Absent)
 STEP(spw_adam_f16_f16_f16, F16, F16, F16, Absent)
 STEP(spw_adam_bf16_f32_bf16, Bf16, F32, Bf16, Absent)

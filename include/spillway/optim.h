@@ -115,6 +115,27 @@ typedef struct spw_step_stats {
 #define SPW_STEP_STATS_INIT \
     { sizeof(spw_step_stats), 0, 0.0 }
 
+// A gradient and the accumulated gradient to which it is added.
+typedef struct spw_grad_tensor {
+    // `sizeof(spw_grad_tensor)`
+    uint32_t struct_size;
+    // An `spw_dtype`: the type of `dst`.
+    uint32_t dst_dtype;
+    // An `spw_dtype`: the type of `src`.
+    uint32_t src_dtype;
+    // 0
+    uint32_t reserved;
+    // Number of elements of both; 0 is allowed.
+    uint64_t n;
+    // Accumulated gradient, which receives the sum.
+    void *dst;
+    // Gradient to add. It is only read.
+    const void *src;
+} spw_grad_tensor;
+
+#define SPW_GRAD_TENSOR_INIT \
+    { sizeof(spw_grad_tensor), 0, 0, 0, 0, NULL, NULL }
+
 // How weight decay is applied. Passed as `uint32_t`.
 typedef enum spw_weight_decay {
     // Subtracted from the parameter (AdamW).
@@ -156,7 +177,8 @@ typedef struct spw_adam_options {
     uint32_t no_bias_correction;
     // 0
     uint32_t reserved;
-    // An `spw_rounding`. Only `spw_adam_step`, undo and speculation round stochastically; other calls refuse it.
+    // An `spw_rounding`. `spw_adam_step`, `spw_gpu_adam_step`, undo and speculation round stochastically; other calls
+    // refuse it.
     uint32_t rounding;
     // 0
     uint32_t reserved2;
@@ -266,27 +288,6 @@ enum spw_status spw_grad_stats(const void *grad,
                                uint64_t n,
                                double scale,
                                struct spw_step_stats *stats_out);
-
-// A gradient and the accumulated gradient to which it is added.
-typedef struct spw_grad_tensor {
-    // `sizeof(spw_grad_tensor)`
-    uint32_t struct_size;
-    // An `spw_dtype`: the type of `dst`.
-    uint32_t dst_dtype;
-    // An `spw_dtype`: the type of `src`.
-    uint32_t src_dtype;
-    // 0
-    uint32_t reserved;
-    // Number of elements of both; 0 is allowed.
-    uint64_t n;
-    // Accumulated gradient, which receives the sum.
-    void *dst;
-    // Gradient to add. It is only read.
-    const void *src;
-} spw_grad_tensor;
-
-#define SPW_GRAD_TENSOR_INIT \
-    { sizeof(spw_grad_tensor), 0, 0, 0, 0, NULL, NULL }
 
 // Adds gradients of a micro-batch to accumulated gradients: `dst = dst + src * scale` for each of `count` tensors, in any
 // combination of f32, f16 and bf16. The sum is computed in f32 by a fused multiply-add, and rounded once to the type

@@ -164,10 +164,12 @@ struct Rule {
     step_size: f32,
     decay_factor: f32,
     undo: [f32; 3],
+    key: [u32; 2],
 }
 
 impl From<&AdamRule> for Rule {
     fn from(rule: &AdamRule) -> Rule {
+        let key = rule.stochastic.unwrap_or_default();
         let mask = |line: WeightDecay| if rule.decay == line { u32::MAX } else { 0 };
         Rule {
             l2: mask(WeightDecay::L2),
@@ -182,6 +184,7 @@ impl From<&AdamRule> for Rule {
             step_size: rule.step_size,
             decay_factor: rule.decay_factor,
             undo: rule.inverse_factors(),
+            key: [key as u32, (key >> 32) as u32],
         }
     }
 }
@@ -284,7 +287,7 @@ impl Kernels {
         tensor: &DeviceTensor,
         sums: Option<&Sums>,
     ) -> Result<Option<DeviceSpan>> {
-        let function = self.adam_function(tensor)?;
+        let function = self.adam_function(rule, tensor)?;
         let mut n = tensor.grad.len();
         let mut rule = Rule::from(rule);
         let mut from = tensor.states.addresses();
@@ -307,14 +310,15 @@ impl Kernels {
     }
 
     /// Returns Ok if [`Kernels::adam`] would accept this tensor, and its error otherwise.
-    pub fn accepts(&self, tensor: &DeviceTensor) -> Result<()> {
-        self.adam_function(tensor).map(drop)
+    pub fn accepts(&self, rule: &AdamRule, tensor: &DeviceTensor) -> Result<()> {
+        self.adam_function(rule, tensor).map(drop)
     }
 
-    fn adam_function(&self, tensor: &DeviceTensor) -> Result<Function> {
+    fn adam_function(&self, rule: &AdamRule, tensor: &DeviceTensor) -> Result<Function> {
         tensor.check()?;
+        let kind = if rule.stochastic.is_some() { "adam_stochastic" } else { "adam" };
         let copy = tensor.param_copy.map_or(String::new(), |copy| format!("_{}", copy.dtype.name()));
-        self.function(&format!("spw_adam_{}{copy}", tensor.types()))
+        self.function(&format!("spw_{kind}_{}{copy}", tensor.types()))
     }
 
     /// Undoes one Adam step with the inverse formula. The result is within a few units in the last place of the old

@@ -83,7 +83,7 @@ impl Steps {
         // Checks for a forked child before locking: another thread of the parent may have held the lock during the
         // fork.
         drop(self.device.enter()?);
-        jobs.iter().try_for_each(|job| self.kernels.accepts(&job.tensor))?;
+        jobs.iter().try_for_each(|job| self.kernels.accepts(&job.rule, &job.tensor))?;
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let scratch = if part == Part::Step { None } else { Some(self.room(&mut scratch, jobs)?) };
         let (before, after) = (GpuEvent::new(&self.device)?, GpuEvent::new(&self.device)?);

@@ -58,7 +58,8 @@ pub struct spw_adam_options {
     pub no_bias_correction: u32,
     /// 0
     pub reserved: u32,
-    /// An `spw_rounding`. Only `spw_adam_step`, undo and speculation round stochastically; other calls refuse it.
+    /// An `spw_rounding`. `spw_adam_step`, `spw_gpu_adam_step`, undo and speculation round stochastically; other calls
+    /// refuse it.
     pub rounding: u32,
     /// 0
     pub reserved2: u32,

@@ -2,11 +2,11 @@
 
 use std::ffi::c_void;
 
-use crate::capi::abi_struct::{self, abi_struct};
+use crate::capi::abi_struct;
 use crate::capi::base::spw_status;
 use crate::capi::guard::guard;
 use crate::capi::optim::overlap;
-use crate::capi::optim::tensor::{self, at, spw_step_stats};
+use crate::capi::optim::tensor::{self, at, spw_grad_tensor, spw_step_stats};
 use crate::capi::output::required;
 use crate::error::{Error, Result};
 use crate::optim::StepStats;
@@ -42,28 +42,6 @@ pub unsafe extern "C" fn spw_grad_stats(
         }
     })
 }
-
-/// A gradient and the accumulated gradient to which it is added.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct spw_grad_tensor {
-    /// `sizeof(spw_grad_tensor)`
-    pub struct_size: u32,
-    /// An `spw_dtype`: the type of `dst`.
-    pub dst_dtype: u32,
-    /// An `spw_dtype`: the type of `src`.
-    pub src_dtype: u32,
-    /// 0
-    pub reserved: u32,
-    /// Number of elements of both; 0 is allowed.
-    pub n: u64,
-    /// Accumulated gradient, which receives the sum.
-    pub dst: *mut c_void,
-    /// Gradient to add. It is only read.
-    pub src: *const c_void,
-}
-
-abi_struct!(spw_grad_tensor, 40: struct_size, dst_dtype, src_dtype, reserved, n, dst, src);
 
 /// Adds gradients of a micro-batch to accumulated gradients: `dst = dst + src * scale` for each of `count` tensors, in any
 /// combination of f32, f16 and bf16. The sum is computed in f32 by a fused multiply-add, and rounded once to the type

@@ -4,8 +4,7 @@
 
 use std::ffi::c_void;
 
-use super::grad::spw_grad_tensor;
-use super::tensor::{at, spw_dtype_size, spw_tensor};
+use super::tensor::{at, spw_dtype_size, spw_grad_tensor, spw_tensor};
 use crate::error::{Error, Result};
 use crate::sys::arena::{self, Arena};
 use crate::sys::try_vec;

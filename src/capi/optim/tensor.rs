@@ -97,6 +97,28 @@ pub struct spw_step_stats {
 
 abi_struct!(spw_step_stats, 16: struct_size, nonfinite, sum_squares);
 
+/// A gradient and the accumulated gradient to which it is added.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct spw_grad_tensor {
+    /// `sizeof(spw_grad_tensor)`
+    pub struct_size: u32,
+    /// An `spw_dtype`: the type of `dst`.
+    pub dst_dtype: u32,
+    /// An `spw_dtype`: the type of `src`.
+    pub src_dtype: u32,
+    /// 0
+    pub reserved: u32,
+    /// Number of elements of both; 0 is allowed.
+    pub n: u64,
+    /// Accumulated gradient, which receives the sum.
+    pub dst: *mut c_void,
+    /// Gradient to add. It is only read.
+    pub src: *const c_void,
+}
+
+abi_struct!(spw_grad_tensor, 40: struct_size, dst_dtype, src_dtype, reserved, n, dst, src);
+
 pub(in crate::capi) fn parse_dtype(dtype: u32, argument: &'static str) -> Result<Dtype> {
     known_dtype(dtype).ok_or_else(|| Error::invalid(argument, format!("{dtype} is not an spw_dtype")))
 }

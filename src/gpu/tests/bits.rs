@@ -190,6 +190,22 @@ fn compare(
 }
 
 #[test]
+fn stochastic_rounding_on_the_gpu_has_the_bits_of_the_processor() {
+    let bench = Bench::new(41);
+    let rule = AdamRule { stochastic: Some(0xfeed_5eed_0123_4567), ..adam_rule(WeightDecay::Decoupled) };
+    let mut cases = 0;
+    for dtypes in all_dtypes().into_iter().filter(|of| of.param == Dtype::F32 && of.state == Dtype::Bf16) {
+        for (n, special) in LENGTHS.into_iter().flat_map(|n| [(n, false), (n, true)]) {
+            for aligned in [true, false] {
+                assert_eq!(compare(&bench, rule, dtypes, n, special, aligned), [""; 0]);
+                cases += 1;
+            }
+        }
+    }
+    assert_eq!(cases, 4 * LENGTHS.len() * 2 * 2);
+}
+
+#[test]
 fn adam_on_the_gpu_has_the_bits_of_the_processor() {
     let bench = Bench::new(0);
     let mut cases = 0;

@@ -96,6 +96,15 @@ enum Operation {
     Binary(Binary, Register, Register, Register),
     Fma32(Register, [Register; 3]),
     Fma64(Register, [Register; 3]),
+    MulAdd32(Register, [Register; 3]),
+    /// The lower bits of the first operand, `length` of them, replace those of the second from `position` on.
+    Insert64 {
+        to: Register,
+        from: Register,
+        into: Register,
+        position: Register,
+        length: Register,
+    },
     Compare(Compare, Kind, Register, Register, Register),
     Select {
         to: Register,
@@ -140,6 +149,7 @@ enum Binary {
     Sub32,
     Sub64,
     Mul64,
+    Mul32,
     MulWide32,
     MinU32,
     MinU64,

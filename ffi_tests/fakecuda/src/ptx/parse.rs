@@ -236,6 +236,17 @@ impl Parser {
                 self.register(to)?,
                 [self.register(a)?, self.register(b)?, self.register(c)?],
             ),
+            ("mad.lo.s32", [to, a, b, c]) => Operation::MulAdd32(
+                self.register(to)?,
+                [self.register(a)?, self.register(b)?, self.register(c)?],
+            ),
+            ("bfi.b64", [to, from, into, position, length]) => Operation::Insert64 {
+                to: self.register(to)?,
+                from: self.register(from)?,
+                into: self.register(into)?,
+                position: self.register(position)?,
+                length: self.register(length)?,
+            },
             (_, [to, from]) => Operation::Unary(unary(name)?, self.register(to)?, self.register(from)?),
             (_, [to, a, b]) => {
                 Operation::Binary(binary(name)?, self.register(to)?, self.register(a)?, self.register(b)?)
@@ -330,6 +341,7 @@ fn binary(name: &str) -> Outcome<Binary> {
         "sub.s32" | "sub.u32" => Binary::Sub32,
         "sub.s64" | "sub.u64" => Binary::Sub64,
         "mul.lo.s64" | "mul.lo.u64" => Binary::Mul64,
+        "mul.lo.s32" | "mul.lo.u32" => Binary::Mul32,
         "mul.wide.u32" => Binary::MulWide32,
         "min.u32" => Binary::MinU32,
         "min.s32" => Binary::MinS32,

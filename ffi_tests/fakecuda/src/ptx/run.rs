@@ -146,6 +146,15 @@ impl Thread {
             Operation::Fma64(to, [a, b, c]) => {
                 self.set(to, self.f64(a).mul_add(self.f64(b), self.f64(c)).to_bits())
             }
+            Operation::MulAdd32(to, [a, b, c]) => {
+                let product = (self.get(a) as u32).wrapping_mul(self.get(b) as u32);
+                self.set(to, u64::from(product.wrapping_add(self.get(c) as u32)))
+            }
+            Operation::Insert64 { to, from, into, position, length } => {
+                let (position, length) = (self.get(position) as u32, self.get(length) as u32);
+                let mask = u64::MAX.unbounded_shr(64u32.saturating_sub(length)).unbounded_shl(position);
+                self.set(to, self.get(from).unbounded_shl(position) & mask | self.get(into) & !mask)
+            }
             Operation::Compare(compare, kind, to, a, b) => {
                 self.set(to, u64::from(compares(compare, kind, self.get(a), self.get(b))))
             }
@@ -201,6 +210,7 @@ fn two(binary: Binary, a: u64, b: u64) -> u64 {
         Binary::Sub32 => low(a.wrapping_sub(b)),
         Binary::Sub64 => a.wrapping_sub(b),
         Binary::Mul64 => a.wrapping_mul(b),
+        Binary::Mul32 => u64::from((a as u32).wrapping_mul(b as u32)),
         Binary::MulWide32 => low(a) * low(b),
         Binary::MinU32 => low(a).min(low(b)),
         Binary::MinS32 => u64::from((a as i32).min(b as i32) as u32),

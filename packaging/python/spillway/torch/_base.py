@@ -228,7 +228,13 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         return False
 
     def _run(self, table: Table, factor: float) -> None:
+        written: dict[tuple[int, int], Any] = {}
         for (number, step, _), options in table.options.items():
+            if (number, step) in written:
+                # Rows with options of their own differ in the fields of rounding, which are the last ones.
+                ctypes.memmove(ctypes.byref(options), ctypes.byref(written[number, step]), self._options_type.rounding.offset)
+                continue
+            written[number, step] = options
             self._set_options(options, self.param_groups[number], step + 1)
             options.grad_scale = -factor if self.param_groups[number].get("maximize") else factor
         count = len(table.places)

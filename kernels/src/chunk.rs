@@ -5,9 +5,11 @@ use super::chunk_loop::CHUNK;
 use super::dispatch::Kernel;
 use super::element::has_bf16_moments;
 use super::rules::{AdagradRule, AdamRule, Arithmetic, LionRule};
+use super::split::step_split;
 use super::stochastic::Stochastic;
 use super::stream::StreamRule;
-use super::tensor::{Tensor, not_stochastic};
+use super::tensor::{Tensor, not_stochastic, split_is_not_recorded};
+use crate::dtype::Dtype;
 use crate::error::Result;
 
 /// An optimizer with compiled kernels: the coefficients of one step, and the operations step and undo.
@@ -53,7 +55,11 @@ impl Optimizer for AdamRule {
         if self.stochastic.is_none() {
             return Ok(());
         }
-        let dtypes = tensor.dtypes()?;
+        let mut dtypes = tensor.dtypes()?;
+        if tensor.is_split() {
+            // The step joins the master to f32 in registers.
+            dtypes.param = Dtype::F32;
+        }
         if has_bf16_moments(dtypes) { Ok(()) } else { Err(not_stochastic(dtypes)) }
     }
 
@@ -61,12 +67,15 @@ impl Optimizer for AdamRule {
         let Some(key) = self.stochastic else { return step(kernel, self, tensor, squares) };
         check::<AdamRule>(&tensor)?;
         let rule = Stochastic::new(self, key, tensor.first());
+        if tensor.is_split() {
+            return step_of_split(kernel, rule, &mut tensor, squares);
+        }
         super::step::step_stochastic(kernel, rule, &mut tensor, squares)
     }
 
     fn undo(self, kernel: Kernel, mut tensor: Tensor<'_>, redo_scale: Option<f32>) -> Result<()> {
         let Some(key) = self.stochastic else { return undo(kernel, self, tensor, redo_scale) };
-        check::<AdamRule>(&tensor)?;
+        check_undo::<AdamRule>(&tensor)?;
         let rule = Stochastic::new(self, key, tensor.first());
         super::undo::undo_stochastic(kernel, rule, &mut tensor, redo_scale)
     }
@@ -74,6 +83,9 @@ impl Optimizer for AdamRule {
 
 fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares: bool) -> Result<f64> {
     check::<R>(&tensor)?;
+    if tensor.is_split() {
+        return step_of_split(kernel, rule, &mut tensor, squares);
+    }
     #[cfg(target_arch = "aarch64")]
     if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
         && let Some(sum) = super::sve::step(adam, rule, &mut tensor, squares)
@@ -83,13 +95,25 @@ fn step<R: Arithmetic>(kernel: Kernel, rule: R, mut tensor: Tensor<'_>, squares:
     super::step::step(kernel, rule, &mut tensor, squares)
 }
 
+fn step_of_split<R: Arithmetic>(
+    kernel: Kernel,
+    rule: R,
+    tensor: &mut Tensor<'_>,
+    squares: bool,
+) -> Result<f64> {
+    if tensor.has_log() || tensor.shadow.is_some() {
+        return Err(split_is_not_recorded());
+    }
+    step_split(kernel, rule, tensor, squares)
+}
+
 fn undo<R: Arithmetic>(
     kernel: Kernel,
     rule: R,
     mut tensor: Tensor<'_>,
     redo_scale: Option<f32>,
 ) -> Result<()> {
-    check::<R>(&tensor)?;
+    check_undo::<R>(&tensor)?;
     #[cfg(target_arch = "aarch64")]
     if let (Some(adam), Some(rule)) = (kernel.adam(), rule.as_adam())
         && super::sve::undo(adam, rule, &mut tensor, redo_scale)
@@ -102,4 +126,11 @@ fn undo<R: Arithmetic>(
 fn check<R: Arithmetic>(tensor: &Tensor<'_>) -> Result<()> {
     assert!(tensor.len() <= CHUNK, "a chunk is at most {CHUNK} elements");
     tensor.check_states::<R>()
+}
+
+fn check_undo<R: Arithmetic>(tensor: &Tensor<'_>) -> Result<()> {
+    if tensor.is_split() {
+        return Err(split_is_not_recorded());
+    }
+    check::<R>(tensor)
 }

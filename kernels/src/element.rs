@@ -268,6 +268,24 @@ pub fn with_bf16_moments<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Out
     })
 }
 
+/// Calls `work` for a bf16 parameter with a split master: states of f32 or bf16, a gradient of bf16 or f32, no copy.
+pub fn with_split_types<W: WithTypes>(dtypes: Dtypes, work: W) -> Option<W::Output> {
+    use Dtype::{Bf16 as B, F32 as S};
+    let Dtypes { param, state, grad, copy } = dtypes;
+    Some(match (param, state, grad, copy) {
+        (B, S, B, None) => work.with::<Bf16, F32, Bf16, Absent>(),
+        (B, B, B, None) => work.with::<Bf16, Bf16, Bf16, Absent>(),
+        (B, S, S, None) => work.with::<Bf16, F32, F32, Absent>(),
+        (B, B, S, None) => work.with::<Bf16, Bf16, F32, Absent>(),
+        _ => return None,
+    })
+}
+
+/// True if the combination has a kernel for split masters.
+pub fn supports_split(dtypes: Dtypes) -> bool {
+    with_split_types(dtypes, Exists).is_some()
+}
+
 /// True if the combination has a kernel.
 pub fn supported(dtypes: Dtypes) -> bool {
     with_types(dtypes, Exists).is_some()

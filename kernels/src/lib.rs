@@ -10,6 +10,7 @@
 //! | `tensor`, `spans` | the operands of a step: checked slices, then typed addresses |
 //! | `log`, `pack` | the size of an undo log, and the encoding of its residuals |
 //! | `accumulate` | adds a gradient to an accumulated gradient |
+//! | `split` | the step of a bf16 parameter with a split f32 master |
 //! | `publish` | writes the 16-bit copy of a parameter without a step |
 //! | `chunk_loop` | the loop over a chunk: whole vectors, then one padded vector for the remainder |
 //! | `element` | element types in memory, and the table of supported type combinations |
@@ -33,6 +34,7 @@ mod publish;
 mod record;
 mod rules;
 mod spans;
+mod split;
 pub mod squares;
 mod step;
 mod stochastic;

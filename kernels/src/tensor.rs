@@ -1,7 +1,7 @@
 //! The memory spans that one step reads and writes. They are borrowed and checked once, at construction.
 
 use super::chunk_loop::CHUNK;
-use super::element::{Dtypes, supported};
+use super::element::{Dtypes, supported, supports_split};
 use super::log::{LINE, log_bytes};
 use super::rules::Arithmetic;
 use super::squares::TILE;
@@ -52,6 +52,8 @@ pub struct Tensor<'a> {
     pub(super) grad: Floats<'a>,
     pub(super) param_copy: Option<FloatsMut<'a>>,
     pub(super) shadow: Option<States<'a>>,
+    /// Low bits of the master of a bf16 parameter (see `split`).
+    low: Option<&'a mut [u16]>,
     log: Option<&'a mut [u8]>,
     pub(super) streams: Streams,
     /// Number of the first element, counted from the start of the tensor that this one was split off.
@@ -91,6 +93,7 @@ impl<'a> Tensor<'a> {
             grad,
             param_copy,
             shadow: None,
+            low: None,
             log: None,
             streams: Streams::default(),
             first: 0,
@@ -100,6 +103,32 @@ impl<'a> Tensor<'a> {
             return Err(no_kernel(dtypes));
         }
         Ok(tensor)
+    }
+
+    /// A bf16 parameter whose f32 master is split: `low` holds the low bits of the master, one word per element.
+    pub fn new_split(states: States<'a>, grad: Floats<'a>, low: &'a mut [u16]) -> Result<Self> {
+        let n = states.param.len();
+        let lengths = [
+            ("grad", grad.len()),
+            ("exp_avg", states.exp_avg.as_ref().map_or(n, FloatsMut::len)),
+            ("exp_avg_sq", states.exp_avg_sq.as_ref().map_or(n, FloatsMut::len)),
+            ("param_low", low.len()),
+        ];
+        if let Some((name, length)) = lengths.into_iter().find(|(_, length)| *length != n) {
+            return Err(wrong_length(name, length, n));
+        }
+        let tensor = Tensor {
+            states,
+            grad,
+            param_copy: None,
+            shadow: None,
+            low: Some(low),
+            log: None,
+            streams: Streams::default(),
+            first: 0,
+        };
+        let dtypes = tensor.dtypes()?;
+        if supports_split(dtypes) { Ok(tensor) } else { Err(no_split_kernel(dtypes)) }
     }
 
     /// Makes the step write its new states to `shadow` and leave the old states unchanged. Fails if the spans of
@@ -137,6 +166,16 @@ impl<'a> Tensor<'a> {
 
     pub(super) fn log_address(&mut self) -> Option<*mut u8> {
         self.log.as_mut().filter(|log| !log.is_empty()).map(|log| log.as_mut_ptr())
+    }
+
+    /// True if the master of the parameter is split.
+    pub fn is_split(&self) -> bool {
+        self.low.is_some()
+    }
+
+    /// The low bits of a split master; null for other tensors.
+    pub(super) fn low_address(&mut self) -> *mut u16 {
+        self.low.as_mut().map_or(std::ptr::null_mut(), |low| low.as_mut_ptr())
     }
 
     /// True if an undo log is attached.
@@ -188,14 +227,16 @@ impl<'a> Tensor<'a> {
         let (grad, grad_rest) = self.grad.split_at(mid);
         let (param_copy, copy_rest) = self.param_copy.map(|span| span.split_at_mut(mid)).unzip();
         let (shadow, shadow_rest) = self.shadow.map(|shadow| shadow.split_at(mid)).unzip();
+        let (low, low_rest) = self.low.map(|low| low.split_at_mut(mid)).unzip();
         let (log, log_rest) = self.log.map(|log| log.split_at_mut(log_bytes(mid))).unzip();
         (
-            Tensor { states, grad, param_copy, shadow, log, streams: self.streams, first: self.first },
+            Tensor { states, grad, param_copy, shadow, low, log, streams: self.streams, first: self.first },
             Tensor {
                 states: states_rest,
                 grad: grad_rest,
                 param_copy: copy_rest,
                 shadow: shadow_rest,
+                low: low_rest,
                 log: log_rest,
                 streams: self.streams,
                 first: self.first + mid as u64,
@@ -210,6 +251,7 @@ impl<'a> Tensor<'a> {
             grad: self.grad,
             param_copy: self.param_copy.as_mut().map(FloatsMut::reborrow),
             shadow: self.shadow.as_mut().map(States::reborrow),
+            low: self.low.as_deref_mut(),
             log: self.log.as_deref_mut(),
             streams: self.streams,
             first: self.first,
@@ -286,6 +328,26 @@ pub fn not_stochastic(dtypes: Dtypes) -> Error {
         dtypes.grad.name(),
         dtypes.copy.map_or("none", Dtype::name)
     ))
+}
+
+/// The error for types that [`with_split_types`](super::element::with_split_types) does not support.
+pub fn no_split_kernel(dtypes: Dtypes) -> Error {
+    Error::Unsupported(format!(
+        "param_low needs a bf16 param, states of f32 or bf16, a grad of bf16 or f32, and no param_copy; these are param {}, \
+         state {}, grad {}, param_copy {}",
+        dtypes.param.name(),
+        dtypes.state.name(),
+        dtypes.grad.name(),
+        dtypes.copy.map_or("none", Dtype::name)
+    ))
+}
+
+/// The error for a tensor with a split master in a step that is recorded or undone.
+#[cold]
+pub fn split_is_not_recorded() -> Error {
+    Error::Unsupported(
+        "param_low: steps of split masters cannot be recorded or undone; leave param_low NULL".to_string(),
+    )
 }
 
 /// The error for a type combination that [`with_types`](super::element::with_types) does not support.

@@ -8,6 +8,7 @@ mod publish;
 mod reference;
 mod sample;
 mod select;
+mod split;
 mod squares;
 mod stochastic;
 mod stream;

@@ -111,6 +111,7 @@ impl Tensor {
             shadow_param: shadow(0, &mut self.shadow),
             shadow_exp_avg: shadow(1, &mut self.shadow),
             shadow_exp_avg_sq: shadow(2, &mut self.shadow),
+            param_low: ptr::null_mut(),
         }
     }
 

@@ -43,7 +43,8 @@ class Tensor(Structure):
                 ("n", c_uint64),
                 ("param", c_void_p), ("grad", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p),
                 ("param_copy", c_void_p), ("options", c_void_p),
-                ("shadow_param", c_void_p), ("shadow_exp_avg", c_void_p), ("shadow_exp_avg_sq", c_void_p)]
+                ("shadow_param", c_void_p), ("shadow_exp_avg", c_void_p), ("shadow_exp_avg_sq", c_void_p),
+                ("param_low", c_void_p)]
 
 
 class GradTensor(Structure):

@@ -4,7 +4,7 @@
 
 use std::ffi::c_void;
 
-use super::tensor::{at, spw_dtype_size, spw_grad_tensor, spw_tensor};
+use super::tensor::{at, spw_dtype, spw_dtype_size, spw_grad_tensor, spw_tensor};
 use crate::error::{Error, Result};
 use crate::sys::arena::{self, Arena};
 use crate::sys::try_vec;
@@ -18,7 +18,7 @@ struct Range {
     span: u8,
 }
 
-const SPANS: [&str; 8] = [
+const SPANS: [&str; 9] = [
     "param",
     "grad",
     "exp_avg",
@@ -27,6 +27,7 @@ const SPANS: [&str; 8] = [
     "shadow_param",
     "shadow_exp_avg",
     "shadow_exp_avg_sq",
+    "param_low",
 ];
 /// Spans of a sum of gradients.
 const SUM_SPANS: [&str; 2] = ["dst", "src"];
@@ -101,7 +102,8 @@ fn range(tensor: u32, raw: &spw_tensor, span: u8) -> Option<Range> {
         4 => (raw.param_copy.cast_const(), raw.copy_dtype),
         5 => (raw.shadow_param.cast_const(), raw.param_dtype),
         6 => (raw.shadow_exp_avg.cast_const(), raw.state_dtype),
-        _ => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
+        7 => (raw.shadow_exp_avg_sq.cast_const(), raw.state_dtype),
+        _ => (raw.param_low.cast_const(), spw_dtype::SPW_DTYPE_BF16 as u32),
     };
     range_of(tensor, span, address, dtype, raw.n)
 }

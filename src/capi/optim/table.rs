@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use super::overlap;
-use super::tensor::{at, spw_tensor, tensor_of};
+use super::tensor::{at, no_low_bits, spw_tensor, tensor_of};
 use crate::capi::abi_struct;
 use crate::error::Result;
 use crate::kernel::{Optimizer, Tensor};
@@ -12,6 +12,7 @@ use crate::sys::arena::{self, Arena};
 use crate::sys::try_vec;
 
 /// Reads the tensors of a call, except those of no elements. `own` makes coefficients from a tensor's own options.
+/// Rejects param_low.
 ///
 /// # Safety
 /// `tensors` points to `count` tensors. No other code uses their spans during `'a`.
@@ -25,6 +26,7 @@ pub(in crate::capi) unsafe fn jobs<'a, R: Optimizer>(
         // SAFETY: the caller meets the callees' requirements.
         unsafe {
             let raw = abi_struct::all_in(arena, tensors, count, "tensors")?;
+            no_low_bits(raw)?;
             let mut jobs = try_vec::with_capacity("listing the tensors", raw.len())?;
             make_jobs(arena, raw, optimizer, own, |job| jobs.push(job))?;
             Ok(jobs)
@@ -32,7 +34,7 @@ pub(in crate::capi) unsafe fn jobs<'a, R: Optimizer>(
     })
 }
 
-/// Calls `work` with the jobs of [`jobs`]. Their list lasts for the call only, so it costs no allocation.
+/// Calls `work` with the jobs of [`jobs`], param_low allowed. Their list lasts for the call only, so it costs no allocation.
 ///
 /// # Safety
 /// As [`jobs`].

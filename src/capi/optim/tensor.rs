@@ -42,6 +42,7 @@ pub extern "C" fn spw_dtype_size(dtype: u32) -> u64 {
 /// | f32 | bf16 | f32, bf16 | none, bf16 |
 /// | f16 | f32, f16 | f16 | none |
 /// | bf16 | f32, bf16 | bf16 | none |
+/// | bf16 with param_low | f32, bf16 | f32, bf16 | none |
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct spw_tensor {
@@ -77,10 +78,15 @@ pub struct spw_tensor {
     pub shadow_exp_avg: *mut c_void,
     /// Receives the updated exp_avg_sq. Set it if and only if shadow_param and exp_avg_sq are set.
     pub shadow_exp_avg_sq: *mut c_void,
+    /// `n` words of 16 bits, or NULL. With a bf16 param they hold the low halves of its f32 master, and the step updates
+    /// the master: its results have the bits of an f32 parameter's. param is then the master rounded to the nearest
+    /// bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step` and
+    /// `spw_lion_step` take it, without shadow spans.
+    pub param_low: *mut c_void,
 }
 
 abi_struct!(spw_tensor, 80: struct_size, param_dtype, state_dtype, grad_dtype, copy_dtype, reserved, n, param,
-    grad, exp_avg, exp_avg_sq, param_copy, options, shadow_param, shadow_exp_avg, shadow_exp_avg_sq);
+    grad, exp_avg, exp_avg_sq, param_copy, options, shadow_param, shadow_exp_avg, shadow_exp_avg_sq, param_low);
 
 /// Statistics of the scaled gradients of all tensors of one call.
 #[repr(C)]
@@ -145,13 +151,26 @@ pub(in crate::capi) fn check_shadows(tensors: &[spw_tensor], wanted: bool) -> Re
     }
 }
 
-/// Copies the tensors of a call as structs of this version.
+/// Rejects param_low, for calls that do not step split masters.
+pub(in crate::capi) fn no_low_bits(tensors: &[spw_tensor]) -> Result<()> {
+    match tensors.iter().position(|raw| raw.n > 0 && !raw.param_low.is_null()) {
+        None => Ok(()),
+        Some(index) => {
+            let reason =
+                "is set, but this call does not step split masters; pass NULL and an f32 param".to_string();
+            Err(at(index, Error::Unsupported(format!("param_low {reason}"))))
+        }
+    }
+}
+
+/// Copies the tensors of a call as structs of this version. Rejects param_low.
 ///
 /// # Safety
 /// `tensors` points to `count` structs, `struct_size` bytes apart.
 pub(in crate::capi) unsafe fn read_all(tensors: *const spw_tensor, count: u64) -> Result<Vec<spw_tensor>> {
     // SAFETY: the caller meets the callee's requirements.
     let mut raw = unsafe { abi_struct::read_all(tensors, count, "tensors") }?;
+    no_low_bits(&raw)?;
     raw.iter_mut().for_each(|tensor| tensor.struct_size = size_of::<spw_tensor>() as u32);
     Ok(raw)
 }
@@ -191,6 +210,9 @@ pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
         let grad = span(raw.grad, parse_dtype(raw.grad_dtype, "grad_dtype")?, raw.n, "grad")?;
         let exp_avg = optional_span(raw.exp_avg, Some(state_dtype), raw.n, "exp_avg")?;
         let exp_avg_sq = optional_span(raw.exp_avg_sq, Some(state_dtype), raw.n, "exp_avg_sq")?;
+        if !raw.param_low.is_null() {
+            return split_tensor(raw, States { param, exp_avg, exp_avg_sq }, grad);
+        }
         let param_copy = optional_span(raw.param_copy, copy_dtype, raw.n, "param_copy")?;
         let tensor = Tensor::new(States { param, exp_avg, exp_avg_sq }, grad, param_copy)?;
         match shadow_of(raw, state_dtype)? {
@@ -198,6 +220,18 @@ pub(super) unsafe fn tensor_of<'a>(raw: &spw_tensor) -> Result<Tensor<'a>> {
             None => Ok(tensor),
         }
     }
+}
+
+/// # Safety
+/// As [`tensor_of`].
+unsafe fn split_tensor<'a>(raw: &spw_tensor, states: States<'a>, grad: Floats<'a>) -> Result<Tensor<'a>> {
+    if raw.copy_dtype != 0 || has_shadow(raw) {
+        return Err(Error::invalid("param_low", "is set, so param_copy and the shadow spans must be NULL"));
+    }
+    let n = checked_length(raw.param_low, Dtype::Bf16, raw.n, "param_low")?;
+    // SAFETY: not NULL, aligned, n words that fit the address space; the caller lends them to us alone.
+    let low = unsafe { std::slice::from_raw_parts_mut(raw.param_low.cast::<u16>(), n) };
+    Ok(Tensor::new_split(states, grad, low)?)
 }
 
 /// Rejects shadow spans, for calls that keep their own states.

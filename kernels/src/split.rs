@@ -1,0 +1,136 @@
+//! The step of a bf16 parameter whose f32 master is split: the parameter and 16 low bits per element hold the master.
+//!
+//! | part | bits |
+//! |---|---|
+//! | parameter | the master rounded to the nearest bf16, ties away from zero: the upper half of `master + 0x8000` |
+//! | low bits | the lower half of the master |
+//!
+//! The step joins a group in registers, updates it as an f32 parameter, and splits the result. Invariants:
+//! - A join returns every bit of the master that was split. The parameter is one above the master's upper half if and
+//!   only if the highest low bit is set. Ties away from zero make this rule exact; ties to even would be ambiguous.
+//! - A NaN becomes 0x7fc00000, so that the parameter is a NaN too.
+//! - A parameter with low bits of zero is its own master. With low bits of another master, a finite parameter is a
+//!   master within half a unit in its last place; zero is a denormal master, not a NaN.
+
+use super::chunk_loop::{Access, ChunkLoop, Op};
+use super::dispatch::Kernel;
+use super::element::{Absent, Bf16, Element, F32, WithTypes, with_split_types};
+use super::float_mode::IeeeMode;
+use super::rules::{Arithmetic, ElementState};
+use super::spans::{AHEAD, Spans};
+use super::tensor::{Tensor, no_split_kernel};
+use super::vector::Vector;
+use crate::error::Result;
+
+/// Steps one chunk of a tensor with a split master.
+pub fn step_split<R: Arithmetic>(
+    kernel: Kernel,
+    rule: R,
+    tensor: &mut Tensor<'_>,
+    squares: bool,
+) -> Result<f64> {
+    let dtypes = tensor.dtypes()?;
+    with_split_types(dtypes, Step { kernel, rule, tensor, squares }).ok_or_else(|| no_split_kernel(dtypes))
+}
+
+struct Step<'t, 'a, R> {
+    kernel: Kernel,
+    rule: R,
+    tensor: &'t mut Tensor<'a>,
+    squares: bool,
+}
+
+impl<R: Arithmetic> WithTypes for Step<'_, '_, R> {
+    type Output = f64;
+    fn with<P: Element, S: Element, G: Element, C: Element>(self) -> f64 {
+        let Step { kernel, rule, tensor, squares } = self;
+        let n = tensor.len();
+        let low = tensor.low_address();
+        let spans = Spans::<Bf16, S, G, Absent>::of(tensor);
+        let _mode = IeeeMode::enter();
+        let op = Split { rule, spans, low };
+        // SAFETY: `with_split_types` chose S and G by the tensor's dtypes, and the parameter is bf16, so the addresses
+        // point to elements of these types. `Tensor::new_split` checked that every span has n elements. `check_states`
+        // checked that no state of the rule is missing. The tensor borrows all spans, and exclusively those that are
+        // written, for longer than this call.
+        unsafe {
+            match squares {
+                true => kernel.run(ChunkLoop::<_, true> { op, n }),
+                false => kernel.run(ChunkLoop::<_, false> { op, n }),
+            }
+        }
+    }
+}
+
+struct Split<R, S: Element, G: Element> {
+    rule: R,
+    spans: Spans<Bf16, S, G, Absent>,
+    low: *mut u16,
+}
+
+impl<R: Arithmetic, S: Element, G: Element> Op for Split<R, S, G> {
+    #[inline(always)]
+    unsafe fn apply<V: Vector, A: Access>(&mut self, at: usize, access: A) -> V {
+        // SAFETY: the caller's contract covers every call below.
+        unsafe {
+            self.spans.prefetch::<V>(at);
+            V::prefetch(self.low.wrapping_add(at + AHEAD).cast::<u8>());
+            let (spans, zero) = (self.spans.before(), V::splat(0.0));
+            let high = access.load_bits::<Bf16, V>(spans.param.add(at));
+            let low = access.load_bits::<Bf16, V>(self.low.add(at));
+            let old = ElementState {
+                param: F32::decode(join::<V>(high, low)),
+                exp_avg: if R::EXP_AVG { access.load::<S, V>(spans.exp_avg.add(at)) } else { zero },
+                exp_avg_sq: if R::EXP_AVG_SQ { access.load::<S, V>(spans.exp_avg_sq.add(at)) } else { zero },
+            };
+            let grad = access.load::<G, V>(self.spans.grad.add(at)).mul(V::splat(self.rule.grad_scale()));
+            let new = self.rule.round::<V>(at, self.rule.forward(old, grad));
+            let master = one_nan::<V>(new.param.to_bits());
+            access.store_bits::<Bf16, V>(rounded::<V>(master), spans.param.add(at));
+            access.store_bits::<Bf16, V>(V::bits_and(master, V::bits_splat(0xffff)), self.low.add(at));
+            if R::EXP_AVG {
+                access.store::<S, V>(new.exp_avg, spans.exp_avg.add(at));
+            }
+            if R::EXP_AVG_SQ {
+                access.store::<S, V>(new.exp_avg_sq, spans.exp_avg_sq.add(at));
+            }
+            grad
+        }
+    }
+}
+
+/// The bits of the master.
+#[inline(always)]
+unsafe fn join<V: Vector>(high: V::Bits, low: V::Bits) -> V::Bits {
+    // SAFETY: the caller upholds the callees' contracts.
+    unsafe {
+        let sixteen = V::bits_splat(16);
+        // 1 unless the parameter is zero, which no master with the highest low bit rounds to.
+        let magnitude = V::bits_and(high, V::bits_splat(0x7fff));
+        let borrows = V::bits_shr(V::bits_add(magnitude, V::bits_splat(0x7fff)), V::bits_splat(15));
+        let borrow = V::bits_and(V::bits_shr(low, V::bits_splat(15)), borrows);
+        let upper = V::bits_sub(high, borrow);
+        V::bits_or(V::bits_shl(upper, sixteen), low)
+    }
+}
+
+/// The bits of the bf16 parameter of a master. No carry leaves the word, since a NaN is 0x7fc00000.
+#[inline(always)]
+unsafe fn rounded<V: Vector>(master: V::Bits) -> V::Bits {
+    // SAFETY: the caller upholds the callees' contracts.
+    unsafe { V::bits_shr(V::bits_add(master, V::bits_splat(0x8000)), V::bits_splat(16)) }
+}
+
+/// The same bits, with 0x7fc00000 for every NaN.
+#[inline(always)]
+unsafe fn one_nan<V: Vector>(bits: V::Bits) -> V::Bits {
+    // SAFETY: the caller upholds the callees' contracts.
+    unsafe {
+        let magnitude = V::bits_and(bits, V::bits_splat(0x7fff_ffff));
+        // The difference is negative for a NaN only: its magnitude is above that of Inf.
+        let nan = V::bits_shr(V::bits_sub(V::bits_splat(0x7f80_0000), magnitude), V::bits_splat(31));
+        let keep = V::bits_sub(nan, V::bits_splat(1));
+        let quiet = V::bits_and(V::bits_splat(0x7fc0_0000), V::bits_sub(V::bits_splat(0), nan));
+        V::bits_or(V::bits_and(bits, keep), quiet)
+    }
+}

@@ -15,7 +15,8 @@ import torch
 from .. import _abi, _native
 from .._native_handle import record
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
-from ._precision import MASTER, Precision, master_of
+from . import _split
+from ._precision import LOW, MASTER, Precision, master_of
 from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, local, name_of
 from ._table import Table
 from ._undo import LastStep
@@ -64,6 +65,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             raise InvalidArgumentError(f"{type(self).__name__}: max_norm is {max_norm!r}; pass a number above 0, or None")
         self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
         self._precision = Precision.of(type(self).__name__, self.c_name == "adam", **precision)
+        if undo and self._precision.master == "split":
+            raise UnsupportedError(f"{type(self).__name__}: a step of split masters cannot be rolled back; pass undo=False or master=\"f32\"")
         for param, state in self.state.items():
             self._precision.cast(param, state, state, list(self._keys))
         # torch's __init__ sets this for fused=True only; Spillway always applies the scale of a GradScaler itself.
@@ -118,6 +121,14 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         last, self._last = self._last, None
         last.rollback()
 
+    def master(self, param: torch.Tensor) -> torch.Tensor:
+        """The float32 master of a parameter: the state of `master="f32"`, or a new tensor joined from a split master. The parameter itself
+        if it has no master."""
+        state = self.state.get(param, {})
+        if LOW in state:
+            return _split.join(local(param), local(state[LOW]))
+        return state.get(MASTER, param).detach()
+
     def _step_all(self) -> None:
         self._last, self.skipped = None, False
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -149,6 +160,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         # Another default device must not apply to the table.
         with torch._C.DisableTorchFunction():
             if table is None or flags != self._flags or not table.refresh() or self._rest_changed():
+                if table is not None and self._precision.master == "split":
+                    table.forget_low_bits()
                 table = self._table = None
                 table = self._build()
                 if not table.refresh():
@@ -176,15 +189,20 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                                    "pass contiguous CPU parameters and gradients of 16 or 32 bits")
         check_memory(rows, self.param_groups)
         self._rest = rest
-        return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic)
+        return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,
+                     master=self._precision.master_state[0])
 
     def _row(self, number: int, index: int, name: str) -> Row:
         group = self.param_groups[number]
         param = group["params"][index]
         states, master = self._states_of(group, param, name), None
         if self._precision.has_master(param):
-            master = master_of(param, self.state[param])
-            check_state(local(param), master, MASTER, name, (torch.float32,))
+            key, dtype = self._precision.master_state
+            if key == LOW and param.dtype is not torch.bfloat16:
+                raise UnsupportedError(f"{name} is {param.dtype}, and master=\"split\" is for torch.bfloat16; pass master=\"f32\", or cast the "
+                                       "parameter")
+            master = master_of(self._precision, param, self.state[param])
+            check_state(local(param), master, key, name, (dtype,))
         return Row(number, index, local(param), local(param.grad), states, master)
 
     def _new_options(self, place: tuple[int, int]) -> Any:

@@ -10,10 +10,14 @@ import torch
 
 from .. import _abi
 from ..errors import InvalidArgumentError
+from . import _split
 from ._rows import CODES, local
 
 #: The state that holds the f32 master of a 16-bit parameter.
 MASTER = "master_param"
+#: The state that holds the low bits of a split master.
+LOW = "master_low"
+_STATES = {"f32": (MASTER, torch.float32), "split": (LOW, torch.int16)}
 
 
 class Precision(NamedTuple):
@@ -22,7 +26,7 @@ class Precision(NamedTuple):
     moment_dtype: torch.dtype | None = None
     stochastic: bool = False
     seed: int = 0
-    masters: bool = False
+    master: str | None = None
 
     @staticmethod
     def of(name: str, adam: bool, moment_dtype: torch.dtype | None, moment_rounding: str, rounding_seed: int, master: str | None) -> Precision:
@@ -36,18 +40,23 @@ class Precision(NamedTuple):
             raise InvalidArgumentError(f"{name}: moment_rounding=\"stochastic\" is for Adam and AdamW with moment_dtype=torch.bfloat16")
         if not 0 <= rounding_seed < 2**64:
             raise InvalidArgumentError(f"{name}: rounding_seed is {rounding_seed!r}; pass a number from 0 to 2**64 - 1")
-        if master not in (None, "f32"):
-            raise InvalidArgumentError(f"{name}: master is {master!r}; pass \"f32\" or None")
-        return Precision(moment_dtype, stochastic, rounding_seed, master is not None)
+        if master not in (None, *_STATES):
+            raise InvalidArgumentError(f"{name}: master is {master!r}; pass \"f32\", \"split\" or None")
+        return Precision(moment_dtype, stochastic, rounding_seed, master)
 
     @property
     def beyond_torch(self) -> bool:
         """True if torch's own step cannot keep these dtypes."""
-        return self.masters or self.moment_dtype is not None
+        return self.master is not None or self.moment_dtype is not None
+
+    @property
+    def master_state(self) -> tuple[str, torch.dtype]:
+        """Name and dtype of the state that holds a master."""
+        return _STATES[self.master or "f32"]
 
     def has_master(self, param: torch.Tensor) -> bool:
         """True if the parameter has a master weight."""
-        return self.masters and param.dtype in (torch.bfloat16, torch.float16)
+        return self.master is not None and param.dtype in (torch.bfloat16, torch.float16)
 
     def of_moments(self, param: torch.Tensor) -> torch.dtype:
         """Dtype of the moments of a parameter."""
@@ -60,10 +69,20 @@ class Precision(NamedTuple):
             return
         dtypes = dict.fromkeys(keys, self.of_moments(param)) if self.beyond_torch else {}
         if self.has_master(param):
-            dtypes[MASTER] = torch.float32
+            dtypes |= _STATES.values()
+            self._convert_master(param, state, source)
         for key, dtype in dtypes.items():
-            if key in state and state[key].dtype is not dtype:
+            if key in state and key in source and state[key].dtype is not dtype:
                 state[key] = source[key].detach().to(dtype=dtype, device=param.device, copy=True)
+
+    def _convert_master(self, param: torch.Tensor, state: dict[str, Any], source: dict[str, Any]) -> None:
+        """Gives a state with a saved master of the other kind one of this kind."""
+        if LOW in source and source[LOW].dtype is not torch.int16:
+            # Another optimizer has loaded the low bits as floats.
+            state.pop(LOW, None)
+        if self.master == "split" and MASTER in source and state.pop(MASTER, None) is not None and LOW not in state:
+            state[LOW] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
+            local(state[LOW]).copy_(_split.low_of(local(source[MASTER])))
 
     def load(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any], keys: list[str]) -> None:
         """Repeats torch's loading of `saved` for the states of other dtypes than their parameters."""
@@ -74,13 +93,20 @@ class Precision(NamedTuple):
                 self.cast(param, optimizer.state[param], saved["state"][number], keys)
 
 
-def master_of(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    """The master of a 16-bit parameter. Where the parameter was written to since the last step, the master takes its value."""
-    master = state.get(MASTER)
-    if master is None:
-        master = state[MASTER] = param.detach().to(torch.float32)
-        return local(master)
-    master, own = local(master), local(param)
+def master_of(precision: Precision, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """The state that holds the master of a 16-bit parameter. Where the parameter was written to since the last step, an f32 master takes
+    its value."""
+    if precision.master == "split":
+        if LOW not in state:
+            state[LOW] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
+        return local(state[LOW])
+    if MASTER not in state:
+        low = state.pop(LOW, None)
+        state[MASTER] = param.detach().to(torch.float32)
+        if low is not None:
+            local(state[MASTER]).copy_(_split.join(local(param), local(low)))
+        return local(state[MASTER])
+    master, own = local(state[MASTER]), local(param)
     if master.shape == own.shape and master.dtype is torch.float32:
         changed = master.to(own.dtype) != own
         if changed.any():

@@ -30,7 +30,7 @@ class Row(NamedTuple):
     param: torch.Tensor
     grad: torch.Tensor
     states: tuple[torch.Tensor, ...]
-    #: The f32 weights that are stepped instead of a 16-bit parameter, which receives a copy.
+    #: The f32 weights that are stepped instead of a 16-bit parameter, which receives a copy; or int16 low bits of a split master.
     master: torch.Tensor | None = None
 
 

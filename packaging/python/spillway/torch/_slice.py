@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ._precision import MASTER
 from ._rows import DTensor, Row, local
 from ._same import properties_of
 
@@ -34,10 +33,10 @@ class Slice:
         rows: The rows, in the order of the parameters.
         keys: Names of the states.
         first: Number of the first row in the table.
-        masters: The rows have masters."""
+        master: Name of the state that holds the rows' masters, if they have masters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], mask: list[bool], rows: list[Row], keys: list[str],
-                 first: int, masters: bool):
+                 first: int, master: str | None):
         self._params, self._mask = params, None if all(mask) else mask
         self.rows = range(first, first + len(rows))
         self._types = [type(param.grad) for param in params]
@@ -53,8 +52,8 @@ class Slice:
         self.grads: list[torch.Tensor] = []
         self._step_ids: list[int] = []
         self._versions: list[int] | None = None
-        if masters:
-            self._getters.append(itemgetter(MASTER))
+        if master is not None:
+            self._getters.append(itemgetter(master))
             self._addresses.append(array("Q", [row.master.data_ptr() for row in rows if row.master is not None]))
             self._versions = list(map(_version, self.local(self.owners)))
 
@@ -66,6 +65,11 @@ class Slice:
         """Remembers the versions of parameters with masters. A parameter that is written to later gives its master new values."""
         if self._versions is not None:
             self._versions = list(map(_version, self.local(self.owners)))
+
+    def written(self) -> list[int]:
+        """The rows, by their number in the slice, of parameters with masters that the program has written to since the last step."""
+        now = list(map(_version, self.local(self.owners)))
+        return [at for at, (old, new) in enumerate(zip(self._versions or [], now)) if old != new]
 
     def is_same(self) -> bool:
         """True if parameters and states are those of the last step."""

@@ -31,11 +31,12 @@ class Table:
         rows: The parameters that Spillway steps, in the order of the groups.
         keys: Names of the states, with the fields of the C struct.
         make_options: Makes a C options struct, of the group of a place.
-        own_options: Each row has options of its own, else the rows of one group and step count share them."""
+        own_options: Each row has options of its own, else the rows of one group and step count share them.
+        master: Name of the state that holds masters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rows: list[Row], keys: dict[str, str],
-                 make_options: Callable[[tuple[int, int]], Any], own_options: bool = False):
-        self._optimizer = optimizer
+                 make_options: Callable[[tuple[int, int]], Any], own_options: bool = False, master: str = ""):
+        self._optimizer, self._master = optimizer, master
         # The rows themselves hold gradients and states, which must not live longer than their owners keep them.
         self.places = [(row.group, row.place) for row in rows]
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
@@ -59,7 +60,8 @@ class Table:
             length = next((number for number, other in enumerate(kinds) if other is (not kind)), len(kinds))
             mask = [other is not None for other in kinds[:length]]
             end = first + sum(mask)
-            slices.append(Slice(self._optimizer, params[at:at + length], mask, rows[first:end], keys, first, kind))
+            slices.append(Slice(self._optimizer, params[at:at + length], mask, rows[first:end], keys, first,
+                                self._master if kind else None))
             first, at = end, at + length
         return slices
 
@@ -69,7 +71,9 @@ class Table:
             entry.param_dtype, entry.grad_dtype = CODES[row.param.dtype], CODES[row.grad.dtype]
             entry.state_dtype = CODES[row.states[0].dtype]
             entry.param, entry.grad = row.param.data_ptr(), row.grad.data_ptr()
-            if row.master is not None:
+            if row.master is not None and row.master.dtype is torch.int16:
+                entry.param_low = row.master.data_ptr()
+            elif row.master is not None:
                 entry.param, entry.param_dtype = row.master.data_ptr(), _abi.DTYPE_F32
                 entry.param_copy, entry.copy_dtype = row.param.data_ptr(), CODES[row.param.dtype]
             for field, state in zip(fields, row.states):
@@ -95,6 +99,13 @@ class Table:
         self.options = {key: make_options((key[0], key[2])) for key in dict.fromkeys(keys)}
         for entry, key in zip(self.entries, keys):
             entry.options = ctypes.addressof(self.options[key])
+
+    def forget_low_bits(self) -> None:
+        """Makes parameters that the program has written to their own masters."""
+        for part in self._slices:
+            for at in part.written():
+                if self._master in part.inner[at]:
+                    part.inner[at][self._master].zero_()
 
     def refresh(self) -> bool:
         """Patches new gradients in; False if the table no longer describes the optimizer's tensors."""

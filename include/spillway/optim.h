@@ -63,6 +63,7 @@ uint64_t spw_dtype_size(uint32_t dtype);
 // | f32 | bf16 | f32, bf16 | none, bf16 |
 // | f16 | f32, f16 | f16 | none |
 // | bf16 | f32, bf16 | bf16 | none |
+// | bf16 with param_low | f32, bf16 | f32, bf16 | none |
 typedef struct spw_tensor {
     // `sizeof(spw_tensor)`. It is also the distance in bytes between the tensors of an array.
     uint32_t struct_size;
@@ -96,10 +97,15 @@ typedef struct spw_tensor {
     void *shadow_exp_avg;
     // Receives the updated exp_avg_sq. Set it if and only if shadow_param and exp_avg_sq are set.
     void *shadow_exp_avg_sq;
+    // `n` words of 16 bits, or NULL. With a bf16 param they hold the low halves of its f32 master, and the step updates
+    // the master: its results have the bits of an f32 parameter's. param is then the master rounded to the nearest
+    // bf16, ties away from zero. Zeros make param its own master. Only `spw_adam_step`, `spw_adagrad_step` and
+    // `spw_lion_step` take it, without shadow spans.
+    void *param_low;
 } spw_tensor;
 
 #define SPW_TENSOR_INIT \
-    { sizeof(spw_tensor), 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+    { sizeof(spw_tensor), 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 // Statistics of the scaled gradients of all tensors of one call.
 typedef struct spw_step_stats {

@@ -225,14 +225,14 @@ def test_ranks_without_a_common_step_are_refused_and_keep_what_they_have(starter
 
 
 def test_the_step_at_which_ranks_go_on(monkeypatch):
-    from spillway.deepspeed import _ranks
+    from spillway import _ranks
     nothing, began = Steps(None, None, False, False), Steps(None, None, False, True)
     first, fifth, sixth = Steps(1, None, True, True), Steps(5, 4, False, True), Steps(6, 5, False, True)
-    assert _ranks._common([fifth, sixth]) == 5 and _ranks._common([sixth, fifth, sixth]) == 5
-    assert _ranks._common([first, began]) is None
+    assert _ranks._common([fifth, sixth], "load a checkpoint") == 5 and _ranks._common([sixth, fifth, sixth], "load a checkpoint") == 5
+    assert _ranks._common([first, began], "load a checkpoint") is None
     for apart in ([first, nothing], [first, sixth], [fifth, began], [sixth, nothing, sixth], [began, nothing, first]):
         with pytest.raises(ValueError, match="their last steps are"):
-            _ranks._common(apart)
+            _ranks._common(apart, "load a checkpoint")
     # A failure on one rank makes all ranks fail, and no rank is left waiting.
     undone = []
     monkeypatch.setattr(_ranks, "gathered", lambda words, world: [words, "OSError: no disk"])

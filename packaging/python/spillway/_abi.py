@@ -125,6 +125,7 @@ PROTOTYPES = {
     "spw_swap_get_budget": (_STATUS, [c_void_p, POINTER(SwapBudget)]),
     "spw_swap_fill": (_STATUS, [c_void_p, POINTER(c_void_p)]),
     "spw_swap_adam_step": (_STATUS, [c_void_p, POINTER(AdamOptions), c_void_p, c_uint64, POINTER(StepStats)]),
+    "spw_swap_adam_step_parts": (_STATUS, [c_void_p, POINTER(AdamOptions), c_void_p, c_void_p, c_void_p, c_uint64]),
     "spw_swap_read": (_STATUS, [c_void_p, c_uint64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "spw_swap_write": (_STATUS, [c_void_p, c_uint64, c_void_p, c_void_p, c_void_p]),
     "spw_swap_commit": (_STATUS, [c_void_p, c_uint64, c_void_p, c_uint64]),

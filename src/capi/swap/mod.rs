@@ -20,6 +20,8 @@ pub mod options;
 
 pub(in crate::capi) mod inputs;
 
+pub mod parts;
+
 pub mod update;
 
-pub use {options::*, update::*};
+pub use {options::*, parts::*, update::*};

@@ -11,12 +11,13 @@ import itertools
 import os
 import weakref
 
-from .. import _abi, _native, tier
+from .. import _abi, _native, _ranks, tier
 from ..errors import InvalidArgumentError
 from ..swap import STATES
-from . import _call, _lifetime, _ranks, _room, _scratch, _stale
+from . import _call, _lifetime, _room, _scratch, _stale
 from ._parts import PartedSwap, block_bytes, floats
 
+_CURE = 'load a checkpoint, with "resume": false in the spillway block'
 # All TierSwappers of this process, for active().
 _swappers = weakref.WeakSet()
 
@@ -341,7 +342,7 @@ class _Opened:
             return tier.Tier(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world, at_step=step,
                              io_timeout=settings.io_timeout_seconds, durability=settings.durability, **options)
 
-        self.tier = _ranks.open_together(settings, rank, world, open_at) if settings.resume \
+        self.tier = _ranks.open_together(settings, rank, world, open_at, _CURE) if settings.resume \
             else _scratch.open_scratch(settings, settings.job, rank, world, **options)
 
     def swap(self, elements):

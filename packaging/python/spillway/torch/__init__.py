@@ -26,10 +26,14 @@ Keywords beyond torch, for all classes:
 | `moment_rounding` | `"stochastic"`: Adam's bf16 moments are rounded at random, without bias; default `"nearest"` |
 | `rounding_seed` | seed of these random bits, which depend on it, the parameter's number, the step and the element only |
 | `master` | `"f32"`: 16-bit parameters have an f32 master in their state; a step writes both |
+| `master` | `"split"`: bf16 parameters have an f32 master in the parameter and 16 low bits in their state |
+| `tier` | Adam and AdamW: a path, a list of paths or `TierOptions`; masters and moments are kept there |
+| `memory_budget` | host memory for states on a tier, in bytes |
 
 A checkpoint keeps bf16 moments and masters. A master takes the value of its parameter where the program wrote to the parameter, except by
 `param.data`, which leaves no trace."""
 
 from ._optimizers import Adagrad, Adam, AdamW, Lion
+from ._tier_states import TierOptions
 
-__all__ = ["Adagrad", "Adam", "AdamW", "Lion"]
+__all__ = ["Adagrad", "Adam", "AdamW", "Lion", "TierOptions"]

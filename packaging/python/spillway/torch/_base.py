@@ -13,17 +13,18 @@ from typing import Any
 import torch
 
 from .. import _abi, _native
-from .._native_handle import record
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from . import _split
+from ._on_tier import OnTier
 from ._precision import LOW, MASTER, Precision, master_of
 from ._rows import CODES, DTensor, Row, check_memory, check_state, is_served, local, name_of
 from ._table import Table
+from ._tier_table import TierTable
 from ._undo import LastStep
 
 #: The keywords beyond torch, with their defaults.
 _BEYOND: dict[str, Any] = {"max_norm": None, "process_group": None, "skip_nonfinite": False, "undo": False, "moment_dtype": None,
-                           "moment_rounding": "nearest", "rounding_seed": 0, "master": None}
+                           "moment_rounding": "nearest", "rounding_seed": 0, "master": None, "tier": None, "memory_budget": None}
 _KEPT = ("max_norm", "process_group", "skip_nonfinite", "undo", "_precision")
 
 
@@ -32,7 +33,7 @@ def take_beyond(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name, default) for name, default in _BEYOND.items()}
 
 
-class SpillwayOptimizer(torch.optim.Optimizer):
+class SpillwayOptimizer(OnTier):
     """Base of the optimizers of this package; not for direct use.
 
     Attributes:
@@ -49,7 +50,6 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     max_norm: float | None = None
     process_group: Any = None
     skip_nonfinite = False
-    undo = False
     grad_norm: float | None = None
     skipped = False
     _step_supports_amp_scaling = True
@@ -60,7 +60,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     _last: LastStep | None = None
     _precision = Precision()
 
-    def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, **precision: Any) -> None:
+    def _keep(self, max_norm: float | None, process_group: Any, skip_nonfinite: bool, undo: bool, tier: Any, memory_budget: int | None,
+              **precision: Any) -> None:
         if max_norm is not None and not max_norm > 0:
             raise InvalidArgumentError(f"{type(self).__name__}: max_norm is {max_norm!r}; pass a number above 0, or None")
         self.max_norm, self.process_group, self.skip_nonfinite, self.undo = max_norm, process_group, skip_nonfinite, undo
@@ -69,10 +70,16 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(f"{type(self).__name__}: a step of split masters cannot be rolled back; pass undo=False or master=\"f32\"")
         for param, state in self.state.items():
             self._precision.cast(param, state, state, list(self._keys))
+        if tier is not None:
+            self._open_tier(tier, memory_budget)
+        elif memory_budget is not None:
+            raise InvalidArgumentError(f"{type(self).__name__}: memory_budget is the memory for states on a tier; pass tier, or leave it out")
         # torch's __init__ sets this for fused=True only; Spillway always applies the scale of a GradScaler itself.
         self._step_supports_amp_scaling = True
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._tier is not None:
+            raise TypeError(f"an {type(self).__name__} with states on a tier cannot be copied or pickled; save its state_dict()")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -81,6 +88,9 @@ class SpillwayOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of torch's, as torch does; states keep the dtypes of this optimizer."""
+        if self._tier is not None:
+            self._load_to_tier(state_dict, self._tier)
+            return
         seen: list[dict[str, Any]] = []
         # The last hook sees the dict that the other hooks have made.
         hook = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.append(dict(loaded)))
@@ -111,10 +121,14 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         return loss
 
     def rollback(self) -> None:
-        """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`.
+        """Restores the parameters and states of the time before the last step, bit for bit; needs `undo=True`. With `tier`, those of the last
+        commit, also after a step that failed.
 
         Raises:
             InvalidArgumentError: There is no step to roll back, or its gradients were changed or freed since."""
+        if self._tier is not None:
+            self._tier.rollback(self)
+            return
         if self._last is None:
             raise InvalidArgumentError(f"{type(self).__name__}.rollback: no step is recorded; construct the optimizer with undo=True, and "
                                        "call rollback() at most once after a step")
@@ -135,7 +149,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         if found is not None and float(found):
             self.skipped = True
             return
-        table = self._current()
+        table: Any = TierTable(self, self._tier) if self._tier is not None else self._current()
         try:
             self._step_table(table, 1.0 if scale is None else 1.0 / float(scale))
         finally:
@@ -261,8 +275,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
             if self.undo:
                 self._last = LastStep(self, table, count, status)
             else:
-                function = getattr(_native.library(), f"spw_{self.c_name}_step")
-                record(status, function, ctypes.byref(options), ctypes.addressof(table.entries), count, None)
+                table.run(self.c_name, options, status)
             _native.check(status[0])
         except SpillwayError as error:
             raise _named(error, table) from None
@@ -346,5 +359,5 @@ def _is_torchs(group: dict[str, Any]) -> bool:
 
 def _named(error: SpillwayError, table: Table) -> SpillwayError:
     """The error with names of parameters for the numbers of rows."""
-    message = re.sub(r"tensors\[(\d+)\]", lambda match: table.name(int(match[1])), str(error))
+    message = re.sub(r"tensors\[(\d+)\]", lambda match: table.row_name(int(match[1])), str(error))
     return type(error)(message, error.status)

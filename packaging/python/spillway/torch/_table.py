@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .. import _abi
+from .. import _abi, _native
+from .._native_handle import record
 from ._rows import CODES, Row, name_of
 from ._slice import LENGTH, Slice
 
@@ -139,6 +140,11 @@ class Table:
         for part in self._slices:
             part.grads = []
 
+    def run(self, c_name: str, options: Any, status: list[int]) -> None:
+        """Steps all rows; appends the status of the call."""
+        function = getattr(_native.library(), f"spw_{c_name}_step")
+        record(status, function, ctypes.byref(options), ctypes.addressof(self.entries), len(self.places), None)
+
     def count_step(self, by: int = 1) -> None:
         """Adds to the step counts. After an interruption by a signal handler, `refresh` finds that the counts disagree."""
         if self._counting:
@@ -157,3 +163,5 @@ class Table:
         """The name of a row in messages."""
         group, place = self.places[number]
         return name_of(self._optimizer.param_groups[group], group, place)
+
+    row_name = name

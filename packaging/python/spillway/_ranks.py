@@ -4,8 +4,8 @@ No rank writes after a commit before all ranks have committed. Wherever a run is
 one commit apart. A rank that is ahead still has the previous commit intact: its tier discards that commit with the
 first later write. A failure on one rank raises an error on all ranks, so no rank waits for a failed one."""
 
-from .. import tier
-from ..errors import InvalidArgumentError, TierError
+from . import tier
+from .errors import InvalidArgumentError, TierError
 
 
 def together(world, work, undo=None):
@@ -29,14 +29,15 @@ def together(world, work, undo=None):
     return value
 
 
-def open_together(settings, rank, world, open_at):
-    """Opens this rank's tier by open_at(step), at the step that all ranks have; None is a new run."""
+def open_together(settings, rank, world, open_at, cure):
+    """Opens this rank's tier by open_at(step), at the step that all ranks have; None is a new run. `settings` has paths, job and host; `cure`
+    ends the message if the ranks have no step in common."""
     if world == 1:
         return open_at(None)
     own = together(world, lambda: tier.steps(settings.paths, job=settings.job, host=settings.host, rank=rank, world=world))
     everyone = [tier.Steps(*steps) for steps in gathered(tuple(own), world)]
     last = [steps.last for steps in everyone]
-    step = last[0] if len(set(last)) == 1 else _common(everyone)
+    step = last[0] if len(set(last)) == 1 else _common(everyone, cure)
 
     def work():
         # A rank without a commit keeps its tier: its directories may just be missing.
@@ -47,7 +48,7 @@ def open_together(settings, rank, world, open_at):
     return together(world, work, lambda opened: opened.close())
 
 
-def _common(everyone):
+def _common(everyone, cure):
     """The one step at which all ranks can resume; None is a new run. A rank can start anew if it has a tier with no
     commit or with its first commit only. A rank without a tier cannot: its directories may be elsewhere."""
     choices = [{steps.last} | ({None} if steps.first else {steps.before} - {None}) if steps.exists else set()
@@ -57,13 +58,14 @@ def _common(everyone):
         nothing = [rank for rank, steps in enumerate(everyone) if not steps.exists]
         found = f"; ranks {nothing} found no tier of their own, because a path is missing or the host has another name" if nothing else ""
         raise InvalidArgumentError(f"the ranks have no committed step in common: their last steps are {[steps.last for steps in everyone]}"
-                                   f'{found}; load a checkpoint, with "resume": false in the spillway block')
+                                   f"{found}; {cure}")
     return common.pop()
 
 
 def _forget(settings, rank):
     for path in settings.paths:
-        tier.collect(path.directory, job=settings.job, host=settings.host, rank=rank)
+        if path.directory is not None:
+            tier.collect(path.directory, job=settings.job, host=settings.host, rank=rank)
 
 
 def gathered(value, world):

@@ -1,0 +1,96 @@
+"""The calls of an optimizer whose states are on a tier: it opens, commits, rolls back and closes; its state dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError, UnsupportedError
+from ._precision import Precision
+from ._tier_dict import check_loaded, whole_state, write_through
+from ._tier_states import TierStates
+
+
+class OnTier(torch.optim.Optimizer):
+    """Base of the optimizers of this package; not for direct use.
+
+    Attributes:
+        resumed_step: With `tier`, the number of the commit that the optimizer has resumed; None if it began anew.
+        payload: With `tier`, the bytes that were given to this commit."""
+
+    c_name: str
+    undo = False
+    resumed_step: int | None = None
+    payload = b""
+    _precision = Precision()
+    _tier: TierStates | None = None
+
+    def _open_tier(self, tier: Any, memory_budget: int | None) -> None:
+        name, precision = type(self).__name__, self._precision
+        refused = {"undo": self.undo, "moment_dtype": precision.moment_dtype is not None, 'master="split"': precision.master == "split"}
+        for group in self.param_groups:
+            refused.update({flag: True for flag in ("amsgrad", "capturable", "differentiable") if group.get(flag)})
+        if self.c_name != "adam":
+            raise UnsupportedError(f"{name}: states on a tier are for Adam and AdamW; leave out tier")
+        for keyword, given in refused.items():
+            if given:
+                raise UnsupportedError(f"{name}: {keyword} cannot be combined with tier, which keeps f32 masters and moments; leave out one of them")
+        self._tier = TierStates(self, tier, memory_budget)
+        self.resumed_step = self._tier.resumed_step
+        self.payload = self._tier.committed.payload if self._tier.committed is not None else b""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as torch does; with `tier`, all groups must be passed at construction."""
+        if self._tier is not None:
+            raise UnsupportedError(f"{type(self).__name__}.add_param_group: the layout of states on a tier is fixed at construction; pass all groups "
+                                   "to the constructor")
+        super().add_param_group(param_group)
+
+    def commit(self, step: int | None = None, payload: bytes = b"") -> None:
+        """Makes the states on the tier durable. An optimizer that is constructed on the same tier later begins with them.
+
+        Args:
+            step: Number of the commit; None: the number of steps that were done.
+            payload: Bytes that `payload` of the resumed optimizer has, up to about 1 MB.
+
+        Raises:
+            InvalidArgumentError: The optimizer has no tier.
+            IoError: A path failed; the last commit is intact."""
+        self._of_tier("commit").commit(self, step, payload)
+
+    def close(self) -> None:
+        """Closes the tier, whose lock and memory are then free; states since the last commit are lost. Does nothing without a tier."""
+        if self._tier is not None:
+            self._tier.close()
+
+    def _of_tier(self, call: str) -> TierStates:
+        if self._tier is None:
+            raise InvalidArgumentError(f"{type(self).__name__}.{call}: the states are in host memory; construct the optimizer with tier")
+        return self._tier
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict. With `tier`, all states are read, subgroup by subgroup; see docs/torch.md for the memory."""
+        if self._tier is None:
+            return super().state_dict()
+        own, self.state = self.state, whole_state(self, self._tier)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    def _load_to_tier(self, state_dict: dict[str, Any], tier: TierStates) -> None:
+        found: dict[int, dict[str, Any]] = {}
+
+        def take(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            """Takes the states, so that torch loads the groups only."""
+            found.update(check_loaded(self, tier, loaded))
+            return {**loaded, "state": {}}
+        hook = self.register_load_state_dict_pre_hook(take)
+        own = self.state
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self.state = own
+        write_through(self, tier, found)

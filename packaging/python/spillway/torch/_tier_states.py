@@ -1,0 +1,259 @@
+"""Optimizer states on a tier: f32 masters, moments and their commits.
+
+Invariants:
+- A tier of other parameters is refused before anything is written to it.
+- The master of an f32 parameter equals the parameter, and that of a 16-bit parameter rounds to it, unless the program has written to the
+  parameter; the next step gives the master the new values.
+- State moves by subgroups, through memory of one subgroup."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .. import _ranks
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..swap import Swap
+from ..tier import Tier, TierPath
+from ._layout import Commit, Layout, check_parameters, described
+from ._rows import CODES, local, name_of
+
+if TYPE_CHECKING:
+    from ._base import SpillwayOptimizer
+
+#: Elements of a subgroup without a memory budget: 48 MiB of state.
+_USUAL, _LEAST = 4 << 20, 4 << 10
+_STATE_BYTES = 12
+_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+class TierOptions(NamedTuple):
+    """Where and how an optimizer keeps its states on a tier.
+
+    Attributes:
+        paths: A directory, or a list of directories, "s3://BUCKET/PREFIX", spillway.tier.TierPath, or None for memory.
+        job: Name of the run, and of a directory on each path.
+        host: Name of this machine, and of a directory below that; None: the host name.
+        rank, world: Number of this process and of all processes; None: those of torch.distributed, else 0 and 1.
+        resume: "auto" resumes a committed state and otherwise begins a new one; "create" refuses a committed state; "resume" requires one.
+        durability: What a commit survives: "data" a power failure; "process" only the end of the process; "full" like "data", and also
+            syncs directories.
+        part_elements: Number of elements of a subgroup of a new tier; None: 4 Mi, or less to fit the memory budget.
+        ratio: Share of each path in the states; None: in proportion to the measured bandwidths.
+        turns: Wait for the turns of other processes before using a path.
+        pin_memory: Lock the buffers' pages in memory.
+        io_timeout: Seconds without progress after which a path counts as failed; 0: 60 seconds."""
+
+    paths: Any
+    job: str = "optimizer"
+    host: str | None = None
+    rank: int | None = None
+    world: int | None = None
+    resume: str = "auto"
+    durability: str = "data"
+    part_elements: int | None = None
+    ratio: Sequence[float] | None = None
+    turns: bool = True
+    pin_memory: bool = True
+    io_timeout: float = 0.0
+
+    @staticmethod
+    def of(given: Any) -> TierOptions:
+        """The options of a `tier` argument."""
+        options = given if isinstance(given, TierOptions) else TierOptions(given)
+        single = isinstance(options.paths, (str, os.PathLike, TierPath)) or options.paths is None
+        paths = [options.paths] if single else list(options.paths)
+        ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return options._replace(
+            paths=[path if isinstance(path, TierPath) else TierPath(path) for path in paths],
+            rank=options.rank if options.rank is not None else torch.distributed.get_rank() if ready else 0,
+            world=options.world if options.world is not None else torch.distributed.get_world_size() if ready else 1)
+
+
+class _Handles:
+    """The open tier and the update on it, in the order in which they close."""
+
+    def __init__(self) -> None:
+        self._process, self.tier, self.swap = os.getpid(), None, None
+
+    def close(self) -> None:
+        # A forked child's handles are copies that it does not own.
+        if self._process != os.getpid():
+            return
+        try:
+            if self.swap is not None:
+                self.swap.close()
+        finally:
+            if self.tier is not None:
+                self.tier.close()
+
+
+class TierStates:
+    """States of an optimizer on a tier.
+
+    Args:
+        optimizer: The optimizer, with all its groups and without states.
+        given: The `tier` argument.
+        memory_budget: Limit of the host memory for states, in bytes; None: the least that keeps every path busy.
+
+    Raises:
+        InvalidArgumentError: The tier holds states of other parameters, or the budget is too small.
+        UnsupportedError: A parameter cannot have its states on a tier."""
+
+    def __init__(self, optimizer: SpillwayOptimizer, given: Any, memory_budget: int | None):
+        options, groups = TierOptions.of(given), optimizer.param_groups
+        self.params = [param for group in groups for param in group["params"]]
+        self.names = [name_of(group, number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
+        for name, param in zip(self.names, self.params):
+            _check_served(name, param)
+        self.numbers = {id(param): number for number, param in enumerate(self.params)}
+        self._shapes = [param.shape for param in self.params]
+        self.directory = next((path.directory for path in options.paths
+                               if path.directory is not None and not os.fspath(path.directory).startswith("s3://")), None)
+        self._handles, self._world = _Handles(), options.world
+        weakref.finalize(optimizer, _Handles.close, self._handles)
+        try:
+            self._open(optimizer, options, memory_budget)
+        except BaseException:
+            self._handles.close()
+            raise
+
+    def _open(self, optimizer: SpillwayOptimizer, options: TierOptions, memory_budget: int | None) -> None:
+        self._handles.tier = tier = _open_tier(options)
+        self.committed = Commit.unpacked(tier.opened.payload) if tier.opened.step is not None else None
+        self.resumed_step = tier.opened.step
+        counts = [local(param).numel() for param in self.params]
+        if self.committed is not None:
+            check_parameters(self.committed, [local(param) for param in self.params], self.names)
+        self.layout = Layout(counts, self.committed.most if self.committed else _part_elements(options, memory_budget, sum(counts)))
+        self._handles.swap = Swap(tier, self.layout.elements, memory_budget=memory_budget, ratio=options.ratio, turns=options.turns,
+                                  huge_pages=options.pin_memory, pin_memory=options.pin_memory)
+        self.count = 0
+        if self.committed is not None:
+            self._restore(optimizer)
+        else:
+            self.set_steps(optimizer, [0.0] * len(self.params))
+            for subgroup in range(len(self.layout.elements)):
+                zeros = torch.zeros(self.layout.elements[subgroup])
+                self.swap.write(subgroup, self._values(subgroup), zeros, zeros)
+        self.note_versions()
+
+    @property
+    def swap(self) -> Swap:
+        """The open update."""
+        return self._handles.swap
+
+    @property
+    def tier(self) -> Tier:
+        """The open tier."""
+        return self._handles.tier
+
+    def close(self) -> None:
+        """Closes update and tier."""
+        self._handles.close()
+
+    def check(self, param: torch.Tensor, name: str) -> int:
+        """The number of a parameter; raises InvalidArgumentError if it is not one of the construction, or was resized."""
+        number = self.numbers.get(id(param))
+        if number is None:
+            raise InvalidArgumentError(f"{name} is not one of the parameters that the optimizer was constructed with, so the tier has no states "
+                                       "for it; construct the optimizer again")
+        if param.shape != self._shapes[number]:
+            raise InvalidArgumentError(f"{name} has shape {tuple(param.shape)}, and its states on the tier have {tuple(self._shapes[number])}; "
+                                       "construct the optimizer again, on another job")
+        return number
+
+    def set_steps(self, optimizer: SpillwayOptimizer, steps: list[float]) -> None:
+        """Sets the step count of every parameter."""
+        for param, step in zip(self.params, steps):
+            optimizer.state[param]["step"] = torch.tensor(step, dtype=torch.float32, device="cpu")
+
+    def note_versions(self) -> None:
+        """Remembers that masters and parameters agree now."""
+        self._versions = [_version(local(param)) for param in self.params]
+
+    def forget_versions(self) -> None:
+        """Has the next step compare every master with its parameter."""
+        self._versions = [-1] * len(self.params)
+
+    def take_written(self) -> None:
+        """Gives masters the values of parameters that the program has written to."""
+        written = {number for number, (param, old) in enumerate(zip(self.params, self._versions)) if _version(local(param)) != old}
+        for subgroup in sorted({piece.subgroup for number in written for piece in self.layout.of_parameter[number]}):
+            master = torch.empty(self.layout.elements[subgroup])
+            self.swap.read(subgroup, master)
+            for piece in self.layout.of_subgroup[subgroup]:
+                if piece.parameter in written:
+                    part, own = master[piece.first:piece.first + piece.count], self._part(piece)
+                    changed = part.to(own.dtype) != own
+                    part[changed] = own[changed].to(torch.float32)
+            self.swap.write(subgroup, master)
+        self.note_versions()
+
+    def commit(self, optimizer: SpillwayOptimizer, step: int | None, payload: bytes) -> None:
+        """Makes the present states durable; returns after all ranks have committed."""
+        self.take_written()
+        steps = [float(optimizer.state[param]["step"]) for param in self.params]
+        record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, bytes(payload))
+        _ranks.together(self._world, lambda: self.swap.commit(self.count if step is None else step, record.packed()))
+        self.committed = record
+
+    def rollback(self, optimizer: SpillwayOptimizer) -> None:
+        """Restores the last commit."""
+        if self.committed is None:
+            raise InvalidArgumentError(f"{type(optimizer).__name__}.rollback: nothing was committed to the tier; construct the optimizer again")
+        self.swap.rollback()
+        self._restore(optimizer)
+        self.note_versions()
+
+    def _restore(self, optimizer: SpillwayOptimizer) -> None:
+        """Gives the parameters the values of their masters, and the steps those of the last commit."""
+        with torch.no_grad():
+            for subgroup, master in self._masters():
+                for piece in self.layout.of_subgroup[subgroup]:
+                    self._part(piece).copy_(master[piece.first:piece.first + piece.count])
+        self.set_steps(optimizer, self.committed.steps)
+        self.count = self.committed.count
+
+    def _masters(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for subgroup, elements in enumerate(self.layout.elements):
+            master = torch.empty(elements)
+            self.swap.read(subgroup, master)
+            yield subgroup, master
+
+    def _values(self, subgroup: int) -> torch.Tensor:
+        """The values of the parameters in a subgroup."""
+        values = torch.empty(self.layout.elements[subgroup])
+        for piece in self.layout.of_subgroup[subgroup]:
+            values[piece.first:piece.first + piece.count] = self._part(piece)
+        return values
+
+    def _part(self, piece: Any) -> torch.Tensor:
+        return local(self.params[piece.parameter]).detach().view(-1)[piece.start:piece.start + piece.count]
+
+
+def _part_elements(options: TierOptions, memory_budget: int | None, total: int) -> int:
+    if options.part_elements is not None:
+        if not isinstance(options.part_elements, int) or options.part_elements < 1:
+            raise InvalidArgumentError(f"TierOptions: part_elements is {options.part_elements!r}; pass a number of elements from 1 on, or None")
+        return options.part_elements
+    usual = _USUAL if memory_budget is None else min(_USUAL, memory_budget // (6 * _STATE_BYTES) // 1024 * 1024)
+    return max(_LEAST, min(usual, max(total, 1)))
+
+
+def _check_served(name: str, param: torch.Tensor) -> None:
+    own = local(param)
+    if not (own.is_cpu and own.layout is torch.strided and own.is_contiguous() and own.dtype in CODES):
+        raise UnsupportedError(f"{name} is {own.dtype} on {own.device} with strides {own.stride() if own.layout is torch.strided else None}; states "
+                               "on a tier need contiguous CPU parameters of 16 or 32 bits; leave out tier for this parameter's optimizer")
+
+
+def _open_tier(options: TierOptions) -> Tier:
+    def open_at(step: int | None) -> Tier:
+        return Tier(options.paths, job=options.job, host=options.host, rank=options.rank, world=options.world, mode=options.resume,
+                    durability=options.durability, io_timeout=options.io_timeout, at_step=step)
+    return _ranks.open_together(options, options.rank, options.world, open_at, "pass another job to TierOptions, and load a checkpoint")

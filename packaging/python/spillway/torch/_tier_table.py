@@ -1,0 +1,112 @@
+"""The C table of one step of states on a tier: a row for each piece of a parameter in a subgroup."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .. import _abi, _native
+from .._native_handle import record
+from ..errors import UnsupportedError
+from ._rows import CODES, is_served, local, name_of
+
+if TYPE_CHECKING:
+    from ._base import SpillwayOptimizer
+    from ._tier_states import TierStates
+
+
+class _Entry(NamedTuple):
+    """A gradient, as the table of a step in memory names it."""
+
+    grad: int
+    n: int
+
+
+class TierTable:
+    """The parameters of one step, with the interface of `Table`. It is made for each step: the tier's transfers take far longer.
+
+    Raises:
+        InvalidArgumentError, UnsupportedError: A parameter or its gradient does not fit; nothing was stepped."""
+
+    def __init__(self, optimizer: SpillwayOptimizer, states: TierStates):
+        self._optimizer, self._states = optimizer, states
+        self.places: list[tuple[int, int]] = []
+        self.grads: list[torch.Tensor] = []
+        self._numbers: list[int] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for place, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    self._add(number, place, group, param)
+        self.entries = [_Entry(grad.data_ptr(), grad.numel()) for grad in self.grads]
+        self._options: dict[tuple[int, int, int], Any] = {}
+        self._rows = self._make_rows()
+
+    def _add(self, number: int, place: int, group: dict[str, Any], param: torch.Tensor) -> None:
+        name = name_of(group, number, place)
+        parameter = self._states.check(param, name)
+        if any(group.get(flag) for flag in ("amsgrad", "capturable", "differentiable")) or not is_served(param, param.grad, name):
+            raise UnsupportedError(f"{name} or its gradient is none that Spillway steps, and its states are on a tier; pass contiguous CPU "
+                                   "parameters and gradients of 16 or 32 bits, without amsgrad, capturable and differentiable")
+        self.places.append((number, place))
+        self._numbers.append(parameter)
+        self.grads.append(local(param.grad))
+
+    def _make_rows(self) -> Any:
+        """The rows, sorted by subgroup; those of one group and step count share options."""
+        pieces = sorted((piece.subgroup, piece.first, at, piece) for at, number in enumerate(self._numbers)
+                        for piece in self._states.layout.of_parameter[number])
+        self._of_row = [at for _, _, at, _ in pieces]
+        self._subgroups = array("Q", [subgroup for subgroup, *_ in pieces])
+        self._firsts = array("Q", [first for _, first, *_ in pieces])
+        steps = [int(self._optimizer.state[self._states.params[number]]["step"]) for number in self._numbers]
+        keys = [(group, step, -1) for (group, _), step in zip(self.places, steps)]
+        self._options = {key: self._optimizer._new_options((key[0], -1)) for key in dict.fromkeys(keys)}
+        rows = (_abi.Tensor * len(pieces))()
+        for row, (_, _, at, piece) in zip(rows, pieces):
+            grad, param = self.grads[at], local(self._states.params[self._numbers[at]])
+            row.struct_size, row.n = ctypes.sizeof(_abi.Tensor), piece.count
+            row.param_dtype = row.state_dtype = _abi.DTYPE_F32
+            row.grad_dtype, row.grad = CODES[grad.dtype], grad.data_ptr() + piece.start * grad.element_size()
+            row.copy_dtype, row.param_copy = CODES[param.dtype], param.data_ptr() + piece.start * param.element_size()
+            row.options = ctypes.addressof(self._options[keys[at]])
+        return rows
+
+    @property
+    def options(self) -> dict[tuple[int, int, int], Any]:
+        """The C options structs by group, step count and -1."""
+        return self._options
+
+    def run(self, c_name: str, options: Any, status: list[int]) -> None:
+        """Steps all rows; appends the status of the call."""
+        self._states.take_written()
+        function = _native.library().spw_swap_adam_step_parts
+        self._states.swap._through(lambda handle: record(
+            status, function, handle, ctypes.byref(options), ctypes.addressof(self._rows), self._subgroups.buffer_info()[0],
+            self._firsts.buffer_info()[0], len(self._rows)))
+
+    def count_step(self) -> None:
+        """Adds to the step counts."""
+        for number in self._numbers:
+            self._optimizer.state[self._states.params[number]]["step"].add_(1)
+        self._states.count += 1
+
+    def written(self) -> None:
+        """Tells autograd that the parameters have new values."""
+        torch.autograd.graph.increment_version([local(self._states.params[number]) for number in self._numbers])
+        self._states.note_versions()
+
+    def release_grads(self) -> None:
+        """Drops the references to the gradients."""
+        self.grads = []
+
+    def name(self, number: int) -> str:
+        """The name of a parameter in messages, by its place in `grads`."""
+        group, place = self.places[number]
+        return name_of(self._optimizer.param_groups[group], group, place)
+
+    def row_name(self, row: int) -> str:
+        """The name of the parameter of a row."""
+        return self.name(self._of_row[row])

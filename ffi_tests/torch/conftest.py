@@ -8,4 +8,4 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 os.environ.setdefault("SPILLWAY_LIBRARY", str(
     pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release" / "libspillway.so"))
-sys.path[:0] = [str(ROOT / "packaging" / "python")]
+sys.path[:0] = [str(ROOT / "packaging" / "python"), str(ROOT / "ffi_tests" / "torch")]

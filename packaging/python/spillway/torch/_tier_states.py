@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .. import _ranks
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import Swap
 from ..tier import Tier, TierPath
 from ._layout import Commit, Layout, check_parameters, described
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: Elements of a subgroup without a memory budget: 48 MiB of state.
 _USUAL, _LEAST = 4 << 20, 4 << 10
 _STATE_BYTES = 12
+#: Status of a path that has no room.
+_LIMIT_REACHED = 4
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
@@ -130,8 +132,14 @@ class TierStates:
         if self.committed is not None:
             check_parameters(self.committed, [local(param) for param in self.params], self.names)
         self.layout = Layout(counts, self.committed.most if self.committed else _part_elements(options, memory_budget, sum(counts)))
-        self._handles.swap = Swap(tier, self.layout.elements, memory_budget=memory_budget, ratio=options.ratio, turns=options.turns,
-                                  huge_pages=options.pin_memory, pin_memory=options.pin_memory)
+        try:
+            self._handles.swap = Swap(tier, self.layout.elements, memory_budget=memory_budget, ratio=options.ratio, turns=options.turns,
+                                      huge_pages=options.pin_memory, pin_memory=options.pin_memory)
+        except SpillwayError as error:
+            if error.status != _LIMIT_REACHED:
+                raise
+            raise InvalidArgumentError(f"the states of the optimizer need {_STATE_BYTES * sum(counts) / 1e6:.1f} MB on the tier: {error}; raise the "
+                                       "limits of the paths, or add a path") from error
         self.count = 0
         if self.committed is not None:
             self._restore(optimizer)
@@ -184,14 +192,16 @@ class TierStates:
         """Gives masters the values of parameters that the program has written to."""
         written = {number for number, (param, old) in enumerate(zip(self.params, self._versions)) if _version(local(param)) != old}
         for subgroup in sorted({piece.subgroup for number in written for piece in self.layout.of_parameter[number]}):
-            master = torch.empty(self.layout.elements[subgroup])
+            master, differs = torch.empty(self.layout.elements[subgroup]), False
             self.swap.read(subgroup, master)
             for piece in self.layout.of_subgroup[subgroup]:
                 if piece.parameter in written:
                     part, own = master[piece.first:piece.first + piece.count], self._part(piece)
                     changed = part.to(own.dtype) != own
                     part[changed] = own[changed].to(torch.float32)
-            self.swap.write(subgroup, master)
+                    differs = differs or bool(changed.any())
+            if differs:
+                self.swap.write(subgroup, master)
         self.note_versions()
 
     def commit(self, optimizer: SpillwayOptimizer, step: int | None, payload: bytes) -> None:

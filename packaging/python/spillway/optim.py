@@ -92,8 +92,8 @@ class _Optimizer:
         Raises:
             InvalidArgumentError: A tuple or an array does not fit; nothing was written.
             UnsupportedError: The combination of dtypes is not supported; nothing was written."""
-        prepared = self.prepare(tensors, uint16_dtype=uint16_dtype)
-        return prepared.step(grad_scale=grad_scale, return_stats=return_stats, number=number)
+        table, _held = tensor_table(self, tensors, uint16_dtype)
+        return self._run(ctypes.addressof(table), len(table), grad_scale, return_stats, None, number)
 
     @keywords(uint16_as="uint16_dtype")
     def prepare(self, tensors: Tensors, *, shadow: Tensors | None = None, uint16_dtype: str | None = None) -> Prepared:

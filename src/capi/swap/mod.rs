@@ -20,8 +20,8 @@ pub mod options;
 
 pub(in crate::capi) mod inputs;
 
-pub mod parts;
-
 pub mod update;
+
+pub mod parts;
 
 pub use {options::*, parts::*, update::*};

@@ -41,7 +41,7 @@ class Table:
         # The rows themselves hold gradients and states, which must not live longer than their owners keep them.
         self.places = [(row.group, row.place) for row in rows]
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
-        self._state_ids = list(map(id, optimizer.state.values()))
+        self._states = list(optimizer.state.values())
         self._slices = self._cut(rows, list(keys))
         self.entries = (_abi.Tensor * len(rows))()
         self._words = torch.frombuffer(self.entries, dtype=torch.int64).view(-1, _WORDS) if rows else torch.empty(0, _WORDS, device="cpu")
@@ -121,7 +121,8 @@ class Table:
         return (len(groups) == len(self._lists)
                 and all(len(group["params"]) == len(known) and all(map(is_, group["params"], known))
                         for group, known in zip(groups, self._lists))
-                and list(map(id, self._optimizer.state.values())) == self._state_ids
+                and len(self._optimizer.state) == len(self._states)
+                and all(map(is_, self._optimizer.state.values(), self._states))
                 and (not self._counting or torch.equal(self.steps, self._known)))
 
     def _patch(self, part: Slice) -> bool:

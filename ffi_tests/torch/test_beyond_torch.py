@@ -1,6 +1,7 @@
 """What spillway.torch's classes have beyond torch's: clipping, skipped steps, rollback; what they do when tensors are replaced between
 steps; and how they refuse what cannot be stepped."""
 
+import copy
 import gc
 import weakref
 
@@ -9,6 +10,7 @@ import torch
 
 import spillway
 from spillway import torch as own
+from spillway.torch._rows import is_served
 
 
 def parameters(count=3, length=300, seed=0):
@@ -259,6 +261,52 @@ def test_bad_input_names_the_parameter_and_steps_nothing():
     params, optimizer, _ = prepared()
     params[1].grad = params[0].data
     refused(params, optimizer, invalid, r"\(first\)|\(second\)")
+
+
+def test_a_loaded_state_that_does_not_fit_is_named_and_steps_nothing():
+    invalid, unsupported = spillway.InvalidArgumentError, spillway.UnsupportedError
+    name = r"param_groups\[0\]\['params'\]\[1\] \(second\)"
+    cases = [(lambda state: state.update(exp_avg=torch.zeros(299)), invalid, r" has shape \(300,\), its state 'exp_avg' \(299,\); load"),
+             (lambda state: state.update(exp_avg_sq=torch.zeros(150, 2)), invalid, r" has shape \(300,\), its state 'exp_avg_sq' \(150, 2\)"),
+             (lambda state: state.pop("exp_avg"), invalid, ": its state lacks 'exp_avg'; load the state of this optimizer")]
+    for change, error, words in cases:
+        params = parameters()
+        optimizer = own.AdamW([("first", params[0]), ("second", params[1]), ("third", params[2])])
+        random_grads(params, 0)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        change(saved["state"][1])
+        optimizer.load_state_dict(saved)
+        before = values(params)
+        with pytest.raises(error, match=name + words):
+            optimizer.step()
+        assert equal(params, before)
+    # torch casts a loaded state to the dtype of its parameter.
+    saved["state"][1] = {key: value.double() for key, value in saved["state"][0].items()}
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.state[params[1]]["exp_avg"].dtype is torch.float32
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(300, dtype=torch.int32)
+    refused(params, optimizer, unsupported, name + " is torch.float32, its state 'exp_avg' torch.int32; cast the state")
+
+
+def test_gradients_elsewhere_and_resized_parameters_are_named():
+    params = parameters()
+    optimizer = own.AdamW([("first", params[0]), ("second", params[1]), ("third", params[2])])
+    random_grads(params, 0)
+    optimizer.step()
+    name, old = r"param_groups\[0\]\['params'\]\[1\] \(second\)", params[1].data
+    params[1].data = torch.randn(200)
+    params[1].grad = torch.randn(200)
+    refused(params, optimizer, spillway.InvalidArgumentError, name + r" has shape \(200,\), its state 'exp_avg' \(300,\); load the state")
+    params[1].data, params[1].grad = old, None
+    params[1].grad = torch.randn(300).to_sparse()
+    refused(params, optimizer, spillway.UnsupportedError, name + ": AdamW does not support sparse gradients, and this one is torch.sparse_coo")
+    with pytest.raises(RuntimeError, match="device"):
+        params[1].grad = torch.zeros(300, device="meta")
+    # torch refuses to assign such a gradient; the check is there for those that get past it.
+    with pytest.raises(spillway.InvalidArgumentError, match="second is on cpu, its gradient on meta; move the gradient"):
+        is_served(params[1], torch.zeros(300, device="meta"), "second")
 
 
 @pytest.mark.parametrize("make", [

@@ -249,14 +249,13 @@ def test_rosenbrock_with_sparse_gradients(with_schedulers):
     assert torch.equal(*params), "sparse gradients go to torch's step"
 
 
-@pytest.mark.parametrize("name, words", [("AdamW", "Adam does not support sparse gradients"), ("Adam", "Adam does not support sparse gradients"),
-                                         ("Lion", "Lion does not support sparse gradients")])
-def test_sparse_gradients_that_torch_refuses_are_refused(name, words):
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion"])
+def test_sparse_gradients_that_torch_refuses_are_refused(name):
     params = [Parameter(torch.ones(4)), Parameter(torch.ones(4))]
     optimizer = getattr(own, name)(params)
     params[0].grad = torch.ones(4).to_sparse()
     params[1].grad = torch.ones(4)
-    with pytest.raises((RuntimeError, ValueError), match=words):
+    with pytest.raises(RuntimeError, match=rf"\['params'\]\[0\]: {name} does not support sparse gradients, .*; pass dense gradients"):
         optimizer.step()
     assert all(torch.equal(param, torch.ones(4)) for param in params)
 

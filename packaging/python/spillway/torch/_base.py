@@ -44,6 +44,8 @@ class SpillwayOptimizer(OnTier):
     c_name: str
     _options_type: Any
     _keys: dict[str, str]
+    #: Sparse gradients are left to torch's step.
+    _sparse = False
     #: torch's class, whose step serves the other parameters.
     _torch_class: type[torch.optim.Optimizer]
 
@@ -190,6 +192,7 @@ class SpillwayOptimizer(OnTier):
                 if param.grad is None:
                     continue
                 name = name_of(group, number, index)
+                self._check_layout(param.grad, name)
                 if _is_torchs(group) or not is_served(param, param.grad, name):
                     # States lie in the order of the parameters, as torch creates them.
                     self.state[param]
@@ -205,6 +208,12 @@ class SpillwayOptimizer(OnTier):
         self._rest = rest
         return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic,
                      master=self._precision.master_state[0])
+
+    def _check_layout(self, grad: torch.Tensor, name: str) -> None:
+        """Raises an error for gradients that torch's class refuses too, so that it names the parameter."""
+        if not self._sparse and local(grad).layout is not torch.strided:
+            raise UnsupportedError(f"{name}: {type(self).__name__} does not support sparse gradients, and this one is {local(grad).layout}; pass "
+                                   "dense gradients, or leave the parameter to torch.optim.SparseAdam")
 
     def _row(self, number: int, index: int, name: str) -> Row:
         group = self.param_groups[number]

@@ -75,6 +75,7 @@ class Adagrad(SpillwayOptimizer, torch.optim.Adagrad):
 
     c_name, _options_type = "adagrad", _abi.AdagradOptions
     _keys = {"sum": "exp_avg_sq"}
+    _sparse = True
     _torch_class = torch.optim.Adagrad
 
     def __init__(self, params: Any, *args: Any, **options: Any):
@@ -132,8 +133,6 @@ class Lion(SpillwayOptimizer):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for param in group["params"]:
-                if param.grad.is_sparse:
-                    raise InvalidArgumentError("Lion does not support sparse gradients; pass dense gradients")
                 grad = -param.grad if group["maximize"] else param.grad
                 state = self.state[param]
                 if not state:

@@ -25,12 +25,16 @@ def main(case, folder):
     before = spillway.stats().adam_elements
     models = [sharded_model(mesh), sharded_model(mesh)]
     options = {"max_norm": 0.5, "process_group": mesh.get_group()} if case == "clip" else {}
+    if case == "tier":
+        options["tier"] = own.TierOptions(folder, part_elements=500, pin_memory=False, durability="process")
     optimizers = [own.AdamW(models[0].parameters(), lr=1e-2, **options), torch.optim.AdamW(models[1].parameters(), lr=1e-2)]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers):
             train(model, optimizer, step, case == "clip" and optimizer is optimizers[1])
-        if case == "checkpoint" and step == STEPS // 2:
+        if case in ("checkpoint", "tier") and step == STEPS // 2:
             exchange(models, optimizers, folder)
+        if case == "tier" and step == STEPS // 2:
+            optimizers[0] = resumed(models[0], optimizers[0], options)
     assert spillway.stats().adam_elements > before
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(one.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
@@ -67,6 +71,16 @@ def exchange(models, optimizers, folder):
         state = get_optimizer_state_dict(model, optimizer)
         checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
         set_optimizer_state_dict(model, optimizer, state)
+
+
+def resumed(model, optimizer, options):
+    """Commits, does a step that is lost, and constructs the optimizer again."""
+    optimizer.commit(payload=b"half")
+    train(model, optimizer, 99, False)
+    optimizer.close()
+    again = own.AdamW(model.parameters(), lr=1e-2, **options)
+    assert again.resumed_step == STEPS // 2 + 1 and again.payload == b"half"
+    return again
 
 
 if __name__ == "__main__":

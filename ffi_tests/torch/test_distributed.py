@@ -1,5 +1,6 @@
 """Two processes train with FSDP2 and its CPU offload policy, whose parameters, gradients and states are DTensors: with spillway.torch
-and with torch's AdamW, the same; a checkpoint of one by torch.distributed.checkpoint resumes with the other."""
+and with torch's AdamW, the same; a checkpoint of one by torch.distributed.checkpoint resumes with the other. The
+states may be on tiers, which resume at one commit."""
 
 import os
 import pathlib
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 WORKER = pathlib.Path(__file__).with_name("fsdp_worker.py")
 
 
-@pytest.mark.parametrize("case", ["train", "clip", "checkpoint"])
+@pytest.mark.parametrize("case", ["train", "clip", "checkpoint", "tier"])
 def test_two_processes_train_alike(case, tmp_path):
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", WORKER, case, tmp_path],
                           capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -351,6 +351,8 @@ def test_locks_copies_and_closed_optimizers(tier):
         with pytest.raises(TypeError, match="with states on a tier cannot be copied or pickled"):
             way(optimizer)
     train(optimizer, params, [0])
+    with pytest.raises(spillway.InvalidArgumentError, match="payload is of type str; pass bytes"):
+        optimizer.commit(payload="text")
     optimizer.commit()
     optimizer.close()
     random_grads(params, 1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .. import _ranks
+from .._tier_options import payload_of
 from ..errors import InvalidArgumentError, SpillwayError, UnsupportedError
 from ..swap import Swap
 from ..tier import Tier, TierPath
@@ -208,7 +209,7 @@ class TierStates:
         """Makes the present states durable; returns after all ranks have committed."""
         self.take_written()
         steps = [float(optimizer.state[param]["step"]) for param in self.params]
-        record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, bytes(payload))
+        record = Commit(self.layout.most, [described(local(param)) for param in self.params], steps, self.count, payload_of(payload))
         _ranks.together(self._world, lambda: self.swap.commit(self.count if step is None else step, record.packed()))
         self.committed = record
 

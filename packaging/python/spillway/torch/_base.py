@@ -44,6 +44,8 @@ class SpillwayOptimizer(torch.optim.Optimizer):
     _keys: dict[str, str]
     #: torch's class, whose step serves the other parameters.
     _torch_class: type[torch.optim.Optimizer]
+    #: Attribute of a parameter that holds its gradient.
+    _grad_name = "grad"
 
     max_norm: float | None = None
     process_group: Any = None
@@ -160,10 +162,11 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         rows, rest = [], []
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
-                if param.grad is None:
+                grad = getattr(param, self._grad_name, None)
+                if grad is None:
                     continue
                 name = name_of(group, number, index)
-                if _is_torchs(group) or not is_served(param, param.grad, name):
+                if _is_torchs(group) or not is_served(param, grad, name):
                     # States lie in the order of the parameters, as torch creates them.
                     self.state[param]
                     rest.append((number, index))
@@ -176,7 +179,7 @@ class SpillwayOptimizer(torch.optim.Optimizer):
                                    "pass contiguous CPU parameters and gradients of 16 or 32 bits")
         check_memory(rows, self.param_groups)
         self._rest = rest
-        return Table(self, rows, self._keys, self._new_options, own_options=self._precision.stochastic)
+        return Table(self, rows, self._keys, self._new_options, self._precision.stochastic, self._grad_name)
 
     def _row(self, number: int, index: int, name: str) -> Row:
         group = self.param_groups[number]
@@ -185,7 +188,11 @@ class SpillwayOptimizer(torch.optim.Optimizer):
         if self._precision.has_master(param):
             master = master_of(param, self.state[param])
             check_state(local(param), master, MASTER, name, (torch.float32,))
-        return Row(number, index, local(param), local(param.grad), states, master)
+        return Row(number, index, local(param), local(getattr(param, self._grad_name)), states, master, self._copy_of(param))
+
+    def _copy_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The 16-bit tensor to which a step of a float32 parameter also writes."""
+        return None
 
     def _new_options(self, place: tuple[int, int]) -> Any:
         options = _abi.sized(self._options_type)

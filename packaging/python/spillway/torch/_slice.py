@@ -19,7 +19,6 @@ from ._same import properties_of
 #: Most parameters of a slice.
 LENGTH = 256
 _data_ptr = torch.Tensor.data_ptr
-_grad = attrgetter("grad")
 _step = itemgetter("step")
 _version = attrgetter("_version")
 
@@ -34,13 +33,15 @@ class Slice:
         rows: The rows, in the order of the parameters.
         keys: Names of the states.
         first: Number of the first row in the table.
-        masters: The rows have masters."""
+        masters: The rows have masters.
+        grad_name: Attribute of a parameter that holds its gradient."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], mask: list[bool], rows: list[Row], keys: list[str],
-                 first: int, masters: bool):
+                 first: int, masters: bool, grad_name: str):
         self._params, self._mask = params, None if all(mask) else mask
+        self._grad = attrgetter(grad_name)
         self.rows = range(first, first + len(rows))
-        self._types = [type(param.grad) for param in params]
+        self._types = list(map(type, map(self._grad, params)))
         self.owners = list(compress(params, mask))
         self._distributed = [at for at, owner in enumerate(self.owners) if isinstance(owner, DTensor)]
         self.inner = [optimizer.state[owner] for owner in self.owners]
@@ -82,7 +83,7 @@ class Slice:
 
     def take_grads(self) -> bool | None:
         """Takes the present gradients. True if their addresses are new, None if they do not fit the rows."""
-        grads = list(map(_grad, self._params))
+        grads = list(map(self._grad, self._params))
         if list(map(type, grads)) != self._types:
             return None
         if self._mask is not None:

@@ -25,15 +25,18 @@ def megatron_core():
 
 @pytest.fixture
 def cpu_as_gpu(monkeypatch):
-    """CUDA's streams and events on the CPU; see gpu.py."""
-    import gpu
-    gpu.install(monkeypatch.setattr)
+    """CUDA's streams and events on the CPU."""
+    from spillway.bench import _gpu_on_cpu
+    _gpu_on_cpu.install(monkeypatch.setattr)
 
 
 @pytest.fixture
 def installed(cpu_as_gpu):
     """spillway.megatron, installed for one test."""
     import spillway.megatron
+    from spillway.megatron import _hybrid, _versions
+    _hybrid.counts.update(dict.fromkeys(_hybrid.counts, 0))
+    _versions._left.clear()
     spillway.megatron.install()
     yield spillway.megatron
     spillway.megatron.uninstall()

@@ -23,6 +23,10 @@ class OnGpu(torch.Tensor):
     def to(self, *args, **options):
         return super().to(*(arg for arg in args if arg != "cuda"), **options)
 
+    def __deepcopy__(self, memo):
+        memo[id(self)] = made = self.detach().clone().requires_grad_(self.requires_grad)
+        return made
+
 
 class Stream:
     """A stream, which does all work when it is asked for it."""

@@ -26,8 +26,10 @@ def parameters(dtype=BF16):
 
 
 def groups(params):
-    """Two groups, of which the second has no weight decay."""
-    return [{"params": params[::2], "weight_decay": 0.1, "wd_mult": 1.0}, {"params": params[1::2], "weight_decay": 0.0, "wd_mult": 0.0}]
+    """Two groups with the keys that Megatron gives them, of which the second has no weight decay."""
+    keys = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    return [{"params": params[::2], "weight_decay": 0.1, "wd_mult": 1.0, **keys},
+            {"params": params[1::2], "weight_decay": 0.0, "wd_mult": 0.0, **keys}]
 
 
 def build(params, fraction=1.0, overlap=True, in_fp32=True, cpu_class=torch.optim.AdamW, **options):

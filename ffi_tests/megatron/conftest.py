@@ -8,7 +8,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CACHE = pathlib.Path(os.environ.get("SPILLWAY_MEGATRON_CORE") or pathlib.Path(sys.prefix).parent)
+CACHE = pathlib.Path(sys.prefix).parent
 NEWEST = "0.16.1"
 
 os.environ.pop("SPILLWAY_MEGATRON", None)
@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT / "packaging" / "python"), str(pathlib.Path(__file__).p
 
 @pytest.fixture(scope="session")
 def megatron_core():
-    """The folder of a version: megatron_core("0.12.3")."""
-    return lambda version: CACHE / f"megatron-core-{version}"
+    """The folder of a version: megatron_core("0.12.3"); by default of the newest."""
+    return lambda version=None: CACHE / f"megatron-core-{version or NEWEST}"
 
 
 @pytest.fixture

@@ -71,4 +71,4 @@ def install(set_attribute=setattr):
 
 def parameter(values):
     """A parameter on the GPU."""
-    return values.clone().as_subclass(OnGpu).requires_grad_()
+    return torch.Tensor._make_subclass(OnGpu, values.clone(), True)

@@ -70,12 +70,13 @@ def places(directory: str) -> dict[str, Place]:
         try:
             with open(path, "rb") as file:
                 content = json.load(file)
-            if content["format"] != _FORMAT:
-                raise InvalidArgumentError(f"{path} has format {content['format']}, and this Spillway reads {_FORMAT}; load it with the version "
-                                           "that wrote it")
-            _enter(found, directory, content)
+            written = content["format"]
+            if written == _FORMAT:
+                _enter(found, directory, content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{path} is damaged: {error!r}; use another checkpoint") from None
+        if written != _FORMAT:
+            raise InvalidArgumentError(f"{path} has format {written!r}, and this Spillway reads {_FORMAT}; load it with the version that wrote it")
     return found
 
 

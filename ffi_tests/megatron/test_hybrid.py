@@ -213,6 +213,15 @@ def test_the_class_that_slime_sets_is_served_too(installed):
     assert megatron.core.optimizer.CPUAdam is torch.optim.AdamW
 
 
+def test_uninstall_leaves_a_class_that_another_program_set(installed, monkeypatch):
+    import megatron.core.optimizer
+    monkeypatch.setattr(megatron.core.optimizer, "CPUAdam", torch.optim.Adam)
+    installed.uninstall()
+    assert megatron.core.optimizer.CPUAdam is torch.optim.Adam
+    monkeypatch.undo()
+    monkeypatch.setattr(megatron.core.optimizer, "CPUAdam", torch.optim.AdamW)
+
+
 def test_adam_with_weight_decay_in_the_gradient(installed):
     results = []
     for on in (True, False):

@@ -296,6 +296,22 @@ def test_a_missing_gradient_is_named_before_anything_is_stepped():
         assert same(train(store, model, [1]), in_memory(range(2)))
 
 
+def test_a_group_without_hyper_parameters_is_named():
+    model = Model()
+    with stored(model) as store:
+        for name, wrong in [("lr", "fast"), ("betas", None), ("eps", None)]:
+            model.backward(0)
+            right, model.groups[1][name] = model.groups[1][name], wrong
+            with pytest.raises(spillway.InvalidArgumentError, match="group of shard 'a.bias'"):
+                store.step()
+            model.groups[1][name] = right
+        del model.groups[1]["weight_decay"]
+        with pytest.raises(spillway.InvalidArgumentError, match="'weight_decay'"):
+            store.step()
+        model.groups[1]["weight_decay"] = 0.0
+        assert same(train(store, model, range(2)), in_memory(range(2)))
+
+
 def test_a_closed_store_a_copy_and_a_second_process(tmp_path):
     import copy
     model = Model()

@@ -67,11 +67,13 @@ class Patches:
         self._restore = []
 
     def set(self, owner, attribute, value):
-        """setattr that revert() takes back."""
+        """setattr that revert() takes back, unless another program has set the attribute since."""
         missing = object()
         before = vars(owner).get(attribute, missing)
 
         def restore():
+            if vars(owner).get(attribute, missing) is not value:
+                return
             if before is missing:
                 delattr(owner, attribute)
             else:

@@ -123,7 +123,7 @@ class OptimizerStateStore:
         grads = [bucket.start_grads() for bucket in self._buckets]
         _synchronize(self._buckets)
         for adam, bucket in zip(self._adams, self._buckets, strict=True):
-            _set_options(adam, bucket.group)
+            _set_options(adam, bucket)
         self._changed = True
         self._swap.step(self._adams, [(grad, bucket.weights()) for grad, bucket in zip(grads, self._buckets, strict=True)],
                         grad_scale=grad_scale)
@@ -275,15 +275,19 @@ class OptimizerStateStore:
         except (ValueError, KeyError, TypeError):
             raise InvalidArgumentError("OptimizerStateStore: the tier was written by another program; pass another job") from None
         if digest != self._digest:
-            raise InvalidArgumentError("OptimizerStateStore: the tier has the states of other shards; pass another job, and load them from a "
-                                       "directory that save_to() wrote")
+            raise InvalidArgumentError("OptimizerStateStore: the tier has the states of other shards, or in buckets of another bucket_bytes; pass "
+                                       "the same ones, or another job and load_from() a directory that save_to() wrote")
         return steps
 
 
-def _set_options(adam: Adam, group: Mapping[str, Any]) -> None:
-    options = adam._options
-    options.lr, options.eps, options.weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
-    options.beta1, options.beta2 = map(float, group["betas"])
+def _set_options(adam: Adam, bucket: Bucket) -> None:
+    group, options = bucket.group, adam._options
+    try:
+        options.lr, options.eps, options.weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+        options.beta1, options.beta2 = map(float, group["betas"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"the group of shard {bucket.shards[0].name!r} lacks a hyper-parameter, or it is no number: {error!r}; set lr, "
+                                   "betas, eps and weight_decay") from None
 
 
 def _read_bucket(bucket: Bucket, found: Mapping[str, _saved.Place], state: str) -> torch.Tensor:
